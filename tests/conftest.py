@@ -1,0 +1,87 @@
+"""What every test can rely on: a cache of its own, a fixed seed, and no GPU needed."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+SKIPPED_FOLDERS = {"build", "dist", "scratch", "venv", "node_modules", "__pycache__"}
+
+try:
+    from hypothesis import settings
+except ImportError:  # a GPU machine without the development tools can still run -m gpu
+    pass
+else:
+    # No deadline: a loaded machine is not a bug. Derandomised: a red test is red again tomorrow.
+    settings.register_profile("house", deadline=None, derandomize=True, database=None)
+    settings.load_profile("house")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Here and not in a fixture: test modules may reach for the cache while they are collected.
+    folder = tempfile.mkdtemp(prefix="deuteron-tests-")
+    before = os.environ.get("DEUTERON_CACHE")
+    os.environ["DEUTERON_CACHE"] = folder
+
+    def restore() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        if before is None:
+            os.environ.pop("DEUTERON_CACHE", None)
+        else:
+            os.environ["DEUTERON_CACHE"] = before
+
+    config.add_cleanup(restore)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random tensors are the same in every run, and do not depend on which tests ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Iterator[Path]:
+    """The folder that stands in for the user's cache during the tests."""
+    yield Path(os.environ["DEUTERON_CACHE"])
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The root of the checkout."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def repo_files() -> list[Path]:
+    """Every file that belongs to the repository: what git tracks, or all there is without git."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=REPO, capture_output=True, check=True, text=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        listed = ""
+    tracked = [REPO / name for name in listed.split("\0") if name]
+    return [path for path in tracked or sorted(_walk(REPO)) if path.is_file()]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            hidden = path.name.startswith(".") and path.name not in {".ci", ".github"}
+            if not (hidden or path.name in SKIPPED_FOLDERS or path.name.endswith(".egg-info")):
+                yield from _walk(path)
+        else:
+            yield path

@@ -1,0 +1,75 @@
+"""The house is in order: its papers exist, their links lead somewhere, its files stay small."""
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+PAPERS = ("README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCS = ("docs/pipeline.md", "docs/adding-an-operator.md", "docs/adding-an-engine.md")
+MOST_LINES = 500
+
+_CODE = re.compile(r"^(```|~~~).*?^\1[^\n]*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'][^)]*)?\)")
+_DEFINITION = re.compile(r"^ {0,3}\[[^\]^]+\]:\s*<?(\S+?)>?\s*$", re.MULTILINE)
+_HTML = re.compile(r"<(?:a|img|source)\b[^>]*?\b(?:href|src|srcset)=[\"']([^\"']+)[\"']")
+_ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//", re.IGNORECASE)
+
+
+def links(text: str) -> list[tuple[int, str]]:
+    """Line and destination of every relative link in a Markdown text, code left out."""
+    prose = _CODE.sub(lambda code: "\n" * code.group().count("\n"), text)
+    found = [
+        (prose.count("\n", 0, match.start()) + 1, unquote(match.group(1)).partition("#")[0])
+        for pattern in (_LINK, _DEFINITION, _HTML)
+        for match in pattern.finditer(prose)
+    ]
+    return [(line, to) for line, to in sorted(found) if to and not _ELSEWHERE.match(to)]
+
+
+@pytest.mark.parametrize("name", PAPERS + DOCS)
+def test_the_papers_are_there(repo: Path, name: str) -> None:
+    path = repo / name
+    assert path.is_file(), f"{name} is missing"
+    assert path.read_text(encoding="utf-8").strip(), f"{name} is empty"
+
+
+def test_the_changelog_has_an_unreleased_section(repo: Path) -> None:
+    text = (repo / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(r"^## \[?Unreleased\]?\s*$", text, re.MULTILINE)
+
+
+def test_links_are_found_where_they_are() -> None:
+    text = (
+        "[a](docs/a.md#part) and ![b](b.png 'title')\n```\n[no](code.md)\n```\n`[no](code.md)`\n"
+        "[web](https://example.com) [here](#top) <img src='c.svg'>\n\n[ref]: d.md\n"
+    )
+    assert links(text) == [(1, "b.png"), (1, "docs/a.md"), (6, "c.svg"), (8, "d.md")]
+
+
+def test_relative_links_resolve(repo: Path, repo_files: list[Path]) -> None:
+    broken = [
+        f"{path.relative_to(repo)}:{line} links to {to}"
+        for path in repo_files
+        if path.suffix == ".md"
+        for line, to in links(path.read_text(encoding="utf-8"))
+        if not (repo / to.lstrip("/") if to.startswith("/") else path.parent / to).exists()
+    ]
+    assert not broken, "links that lead nowhere:\n" + "\n".join(broken)
+
+
+def test_files_stay_small(repo: Path) -> None:
+    long = [
+        f"{path.relative_to(repo)}: {lines} lines"
+        for path in sorted((repo / "deuteron").rglob("*.py"))
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) >= MOST_LINES
+    ]
+    assert not long, f"files of {MOST_LINES} lines or more hold two ideas:\n" + "\n".join(long)
+
+
+def test_the_readme_quotes_the_records(repo: Path) -> None:
+    from bench.readme import updated
+
+    text = (repo / "README.md").read_text(encoding="utf-8")
+    assert updated(text) == text, "run: python -m bench.readme"

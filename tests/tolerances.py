@@ -1,0 +1,47 @@
+"""How much error is allowed, said once. No test types a tolerance of its own.
+
+An engine is compared with the reference in float64. It may be off by twice what PyTorch is
+off in the same element type, plus a few roundings of that type for results where PyTorch
+happens to be exact. A reduction over n elements is allowed √n roundings.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+EPS = {
+    torch.float64: 2.0**-52,
+    torch.float32: 2.0**-23,
+    torch.float16: 2.0**-10,
+    torch.bfloat16: 2.0**-7,
+}
+
+GRADIENT = 1e-5  # finite differences in float64: truncation and cancellation together
+
+
+def error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest |out − exact| relative to the scale of exact; inf if nan or inf differ."""
+    out, exact = out.detach().cpu().double(), exact.detach().cpu().double()
+    if out.shape != exact.shape:
+        return math.inf
+    if out.numel() == 0:
+        return 0.0
+    finite = exact.isfinite()
+    odd_out, odd_exact = out[~finite], exact[~finite]
+    if not torch.equal(odd_out.isnan(), odd_exact.isnan()) or not torch.equal(
+        odd_out[~odd_out.isnan()], odd_exact[~odd_exact.isnan()]
+    ):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    scale = exact[finite].abs().max().clamp_min(1e-30)
+    worst = float((out[finite] - exact[finite]).abs().max() / scale)
+    return math.inf if math.isnan(worst) else worst
+
+
+def allowed(torch_error: float, dtype: torch.dtype, reduced: int = 1) -> float:
+    """The bound for an engine, given what PyTorch's own error was."""
+    eps = EPS.get(dtype, 0.0)
+    return 2.0 * torch_error + 4.0 * eps * math.sqrt(max(reduced, 1))
