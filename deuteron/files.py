@@ -1,0 +1,54 @@
+"""Where Deuteron keeps files, and the one way it writes them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """The folder for measurements: ``$DEUTERON_CACHE``, else ``~/.cache/deuteron``."""
+    named = os.environ.get("DEUTERON_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(named) if named else Path(base) / "deuteron"
+
+
+def write_atomic(path: str | Path, data: str | bytes) -> None:
+    """Write to a temporary name beside ``path``, then rename: never half a file under its name."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary path beside ``path`` that takes its place if the block succeeds."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    temporary.touch(exist_ok=False)  # with the permissions that the user's files have
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Hold an advisory lock beside ``path`` while reading, merging and replacing it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(path.name + ".lock"), "a+b") as handle:
+        try:
+            import fcntl
+        except ImportError:  # no fcntl: the rename alone keeps the file whole
+            yield
+            return
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)

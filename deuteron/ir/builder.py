@@ -1,0 +1,147 @@
+"""The one way to make a graph: emit nodes in order, types inferred as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from deuteron.errors import DeuteronError, GraphError
+from deuteron.ir.graph import Attrs, Constant, Graph, Node
+from deuteron.ir.types import TensorType
+
+Types = tuple[TensorType, ...]
+
+
+class Infer(Protocol):
+    """Checks one operation: its attributes made complete, and the types of its results."""
+
+    def __call__(
+        self, op: str, inputs: Sequence[TensorType | None], attrs: Mapping[str, Any]
+    ) -> tuple[Attrs, Types]: ...
+
+
+class GraphBuilder:
+    """Collects inputs, constants, nodes and outputs, and finishes with a frozen Graph."""
+
+    def __init__(self, infer: Infer, name: str = "graph") -> None:
+        self.infer, self.name = infer, name
+        self.types: dict[str, TensorType] = {}
+        self.constants: dict[str, Constant] = {}
+        self.nodes: list[Node] = []
+        self.inputs: list[str] = []
+        self.outputs: list[tuple[str, str]] = []
+        self.producer: dict[str, Node] = {}
+        self._next: dict[str, int] = {}
+        self._scalars: dict[tuple[str, str], str] = {}
+
+    def fresh(self, prefix: str) -> str:
+        """A value name not yet taken: ``relu``, ``relu_1``, ``relu_2`` …"""
+        if prefix not in self.types and prefix not in self._next:
+            self._next[prefix] = 1
+            return prefix
+        while True:
+            number = self._next.get(prefix, 1)
+            self._next[prefix] = number + 1
+            name = f"{prefix}_{number}"
+            if name not in self.types:
+                return name
+
+    def input(self, name: str, type_: TensorType) -> str:
+        if name in self.types:
+            raise GraphError(
+                f"the name {name!r} is taken", asked=f"input {name}: {type_}", remedy="rename it"
+            )
+        self.types[name] = type_
+        self.inputs.append(name)
+        return name
+
+    def constant(self, data: torch.Tensor | Constant, name: str = "const") -> str:
+        """Add a tensor known now. Equal scalars share one value."""
+        const = data if isinstance(data, Constant) else Constant(data)
+        if const.is_scalar and not isinstance(data, Constant):
+            key = (const.type.dtype.short, repr(const.data.item()))
+            if key not in self._scalars:
+                self._scalars[key] = self._add_constant(const, "k")
+            return self._scalars[key]
+        return self._add_constant(const, name)
+
+    def _add_constant(self, const: Constant, name: str) -> str:
+        value = self.fresh(name)
+        self.types[value] = const.type
+        self.constants[value] = const
+        return value
+
+    def emit(
+        self,
+        op: str,
+        inputs: Sequence[str | None],
+        attrs: Mapping[str, Any] | None = None,
+        *,
+        source: str = "",
+        names: Sequence[str] | None = None,
+    ) -> tuple[str, ...]:
+        """Append ``op(inputs, **attrs)``; the result names are returned."""
+        ins = tuple(inputs)
+        for value in ins:
+            if value is not None and value not in self.types:
+                raise GraphError(f"no value {value!r} in graph {self.name!r}", asked=f"{op}(…)")
+        types = [None if v is None else self.types[v] for v in ins]
+        try:
+            full, results = self.infer(op, types, attrs or {})
+        except DeuteronError as error:
+            shown = ", ".join(
+                "_" if t is None else f"{v}: {t}" for v, t in zip(ins, types, strict=True)
+            )
+            extra = "".join(f", {k}={v!r}" for k, v in (attrs or {}).items())
+            error.asked = error.asked or f"{op}({shown}{extra})"
+            raise error.at(source or f"node {len(self.nodes)} of graph {self.name!r}") from None
+        outs = tuple(names) if names else tuple(self.fresh(op) for _ in results)
+        self._append(Node(op, ins, outs, full, source), results)
+        return outs
+
+    def copy(self, node: Node, inputs: Sequence[str | None], types: Types) -> tuple[str, ...]:
+        """Append a node whose types are already known to be right."""
+        outs = tuple(o if o not in self.types else self.fresh(o) for o in node.outputs)
+        self._append(Node(node.op, tuple(inputs), outs, node.attrs, node.source), types)
+        return outs
+
+    def follow(self, node: Node, inputs: Sequence[str | None], graph: Graph) -> tuple[str, ...]:
+        """Append ``node`` of ``graph`` over new inputs, under its own names where they are free:
+        copied if the types are as they were there, else inferred again."""
+        before = graph.in_types(node)
+        if all(v is None or self.types[v] == t for v, t in zip(inputs, before, strict=True)):
+            return self.copy(node, inputs, graph.out_types(node))
+        names = [o if o not in self.types else self.fresh(o) for o in node.outputs]
+        return self.emit(node.op, inputs, node.attrs, source=node.source, names=names)
+
+    def _append(self, node: Node, types: Types) -> None:
+        if len(types) != len(node.outputs):
+            raise GraphError(f"{node.op} makes {len(types)} results, {len(node.outputs)} named")
+        for i, out in enumerate(node.outputs):
+            if out in self.types or out in node.outputs[:i]:
+                raise GraphError(f"value {out!r} is made twice", remedy="every value is made once")
+        self.nodes.append(node)
+        for out, type_ in zip(node.outputs, types, strict=True):
+            self.types[out] = type_
+            self.producer[out] = node
+
+    def output(self, name: str, value: str) -> None:
+        if value not in self.types:
+            raise GraphError(f"output {name!r} is the unknown value {value!r}")
+        if any(name == taken for taken, _ in self.outputs):
+            raise GraphError(
+                f"there is already an output {name!r}", remedy="give each output its own name"
+            )
+        self.outputs.append((name, value))
+
+    def finish(self) -> Graph:
+        return Graph(
+            self.name,
+            tuple(self.inputs),
+            tuple(self.outputs),
+            tuple(self.nodes),
+            dict(self.types),
+            dict(self.constants),
+        )

@@ -1,0 +1,120 @@
+"""Element types. Each is one frozen object; ``dtype("f16")`` finds it by any of its names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deuteron.errors import GraphError
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DType:
+    """An element type: its short name in graph text, width, kind and torch counterpart."""
+
+    name: str
+    short: str
+    bits: int
+    kind: str  # "float", "int", "uint" or "bool"
+    torch: torch.dtype | None
+
+    def __repr__(self) -> str:
+        return f"deuteron.{self.name}"
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind == "float"
+
+    @property
+    def is_low(self) -> bool:
+        """Narrower than 32 bits: arithmetic on it accumulates in float32."""
+        return self.kind == "float" and self.bits < 32
+
+    def nbytes(self, count: int) -> int:
+        """Bytes that ``count`` elements take; sub-byte types are packed."""
+        return (count * self.bits + 7) // 8
+
+
+def _t(name: str) -> torch.dtype | None:
+    return getattr(torch, name, None)
+
+
+float64 = DType("float64", "f64", 64, "float", torch.float64)
+float32 = DType("float32", "f32", 32, "float", torch.float32)
+float16 = DType("float16", "f16", 16, "float", torch.float16)
+bfloat16 = DType("bfloat16", "bf16", 16, "float", torch.bfloat16)
+float8_e4m3 = DType("float8_e4m3", "f8e4m3", 8, "float", _t("float8_e4m3fn"))
+float8_e5m2 = DType("float8_e5m2", "f8e5m2", 8, "float", _t("float8_e5m2"))
+int64 = DType("int64", "i64", 64, "int", torch.int64)
+int32 = DType("int32", "i32", 32, "int", torch.int32)
+int16 = DType("int16", "i16", 16, "int", torch.int16)
+int8 = DType("int8", "i8", 8, "int", torch.int8)
+uint8 = DType("uint8", "u8", 8, "uint", torch.uint8)
+int4 = DType("int4", "i4", 4, "int", _t("int4"))
+bool_ = DType("bool", "bool", 8, "bool", torch.bool)
+
+ALL: tuple[DType, ...] = (
+    float64, float32, float16, bfloat16, float8_e4m3, float8_e5m2,
+    int64, int32, int16, int8, uint8, int4, bool_,
+)  # fmt: skip
+
+_BY_NAME: dict[Any, DType] = {}
+for _d in ALL:
+    _BY_NAME.update({_d: _d, _d.name: _d, _d.short: _d})
+    if _d.torch is not None:
+        _BY_NAME[_d.torch] = _d
+for _alias, _d in {
+    "fp64": float64, "fp32": float32, "fp16": float16, "half": float16, "float": float32,
+    "double": float64, float: float32, int: int64, bool: bool_,
+}.items():  # fmt: skip
+    _BY_NAME[_alias] = _d
+
+
+def dtype(of: DType | torch.dtype | str | type) -> DType:
+    """The element type called ``of``: a DType, a torch dtype, or a name such as ``"bf16"``."""
+    try:
+        return _BY_NAME[of]
+    except (KeyError, TypeError):
+        names = ", ".join(d.short for d in ALL)
+        raise GraphError(
+            f"unknown element type {of!r}", asked=f"dtype({of!r})", remedy=f"use one of {names}"
+        ) from None
+
+
+_CATEGORY = {"bool": 0, "int": 1, "uint": 1, "float": 2}
+
+
+def promote(*operands: tuple[DType, int]) -> DType:
+    """The type of an elementwise result over operands given as (dtype, rank).
+
+    PyTorch's rule: a rank-0 operand does not widen the others within one category
+    (bool < integer < float); one of a higher category does.
+    """
+    full = _join([dt for dt, rank in operands if rank > 0])
+    scalar = _join([dt for dt, rank in operands if rank == 0])
+    if full is None or scalar is None:
+        only = full or scalar
+        assert only is not None, "promote() needs at least one operand"
+        return only
+    if _CATEGORY[scalar.kind] > _CATEGORY[full.kind]:
+        both = _join([full, scalar])
+        assert both is not None
+        return both
+    return full
+
+
+def _join(types: list[DType]) -> DType | None:
+    if not types:
+        return None
+    joined = types[0].torch
+    for dt in types[1:]:
+        if dt.torch is None or joined is None:
+            raise GraphError(f"this torch has no element type {dt.name}")
+        try:
+            joined = torch.promote_types(joined, dt.torch)
+        except RuntimeError:  # 8-bit floats do not promote
+            names = " and ".join(dict.fromkeys(t.name for t in types))
+            raise GraphError(f"{names} have no common type", remedy="cast one of them") from None
+    return dtype(joined) if joined is not None else types[0]

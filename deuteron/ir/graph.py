@@ -1,0 +1,207 @@
+"""Nodes and graphs: frozen, named values, each assigned once.
+
+A graph never changes. Passes build a new one through :class:`deuteron.ir.builder.GraphBuilder`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from deuteron.ir.types import TensorType
+
+
+class Attrs(Mapping[str, Any]):
+    """An immutable, hashable mapping from attribute name to a plain value."""
+
+    __slots__ = ("_hash", "_items")
+
+    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
+        self._items: dict[str, Any] = dict(items or {})
+        self._hash: int | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Attrs) or self._items.keys() != other._items.keys():
+            return NotImplemented if not isinstance(other, Attrs) else False
+        return repr(sorted(self._items.items())) == repr(sorted(other._items.items()))
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(repr(sorted(self._items.items())))
+        return self._hash
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{k}={v!r}" for k, v in self._items.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation: ``outputs = op(inputs, **attrs)``. ``None`` is an optional input left out."""
+
+    op: str
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str, ...]
+    attrs: Attrs = field(default_factory=Attrs)
+    source: str = field(default="", compare=False)  # where it came from: a module path, a line
+
+    @property
+    def output(self) -> str:
+        """The only output of a one-output node."""
+        (only,) = self.outputs
+        return only
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """The inputs that are present."""
+        return tuple(v for v in self.inputs if v is not None)
+
+
+class Constant:
+    """A tensor whose value is known when the graph is compiled: a weight, a table, a scalar.
+
+    Two constants are equal when type and content are; the content is hashed once, on demand.
+    """
+
+    __slots__ = ("_digest", "data", "type")
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data.detach()
+        self.type = TensorType.from_tensor(self.data)
+        if not self.type.is_dense:  # an expanded or sliced tensor is stored on its own
+            self.data = self.data.contiguous()
+            self.type = TensorType.from_tensor(self.data)
+        self._digest: str | None = None
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.data.ndim == 0
+
+    @property
+    def digest(self) -> str:
+        if self._digest is None:
+            flat = torch.empty(self.type.shape, dtype=self.data.dtype).copy_(self.data).reshape(-1)
+            raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+            head = f"{self.type.dtype.short}{list(self.type.shape)}".encode()
+            self._digest = hashlib.sha256(head + raw).hexdigest()
+        return self._digest
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Constant):
+            return NotImplemented
+        if self.data is other.data:
+            return True
+        return self.type == other.type and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.type)
+
+    def __repr__(self) -> str:
+        return f"Constant({self.type})"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A list of nodes in an order that runs, with its inputs, constants, types and outputs."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[tuple[str, str], ...]  # (public name, value)
+    nodes: tuple[Node, ...]
+    types: Mapping[str, TensorType]
+    constants: Mapping[str, Constant]
+
+    @cached_property
+    def producer(self) -> dict[str, Node]:
+        """Value name → the node that makes it (inputs and constants have none)."""
+        return {out: node for node in self.nodes for out in node.outputs}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[Node, ...]]:
+        """Value name → the nodes that read it, in order, each listed once."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for value in dict.fromkeys(node.uses):
+                found.setdefault(value, []).append(node)
+        return {value: tuple(nodes) for value, nodes in found.items()}
+
+    @cached_property
+    def output_values(self) -> frozenset[str]:
+        return frozenset(value for _, value in self.outputs)
+
+    def in_types(self, node: Node) -> tuple[TensorType | None, ...]:
+        return tuple(None if v is None else self.types[v] for v in node.inputs)
+
+    def out_types(self, node: Node) -> tuple[TensorType, ...]:
+        return tuple(self.types[v] for v in node.outputs)
+
+    def scalar(self, value: str | None) -> float | int | bool | None:
+        """The Python number behind a rank-0 constant, else None."""
+        constant = self.constants.get(value) if value is not None else None
+        if constant is None or not constant.is_scalar:
+            return None
+        number: float | int | bool = constant.data.item()
+        return number
+
+    def subgraph(self, name: str, nodes: Sequence[Node], keep: Sequence[str] = ()) -> Graph:
+        """The graph of ``nodes`` alone: what they read from outside becomes inputs, what is
+        read outside (or is in ``keep``, or is an output here) becomes outputs.
+
+        Rank-0 constants travel along, because kernels take them as literals.
+        """
+        made = {out for node in nodes for out in node.outputs}
+        inside = {id(node) for node in nodes}
+        inputs: dict[str, None] = {}
+        constants: dict[str, Constant] = {}
+        for node in nodes:
+            for value in node.uses:
+                if value in made:
+                    continue
+                if value in self.constants and self.constants[value].is_scalar:
+                    constants[value] = self.constants[value]
+                else:
+                    inputs[value] = None
+        wanted = set(keep) | self.output_values
+        outputs = [
+            out
+            for node in nodes
+            for out in node.outputs
+            if out in wanted or any(id(u) not in inside for u in self.users.get(out, ()))
+        ]
+        types = {v: self.types[v] for v in (*inputs, *constants, *made)}
+        return Graph(
+            name, tuple(inputs), tuple((v, v) for v in outputs), tuple(nodes), types, constants
+        )
+
+    def __str__(self) -> str:
+        from deuteron.ir.text import print_graph
+
+        return print_graph(self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Graph):
+            return NotImplemented
+        return (
+            self.name == other.name
+            and self.inputs == other.inputs
+            and self.outputs == other.outputs
+            and self.nodes == other.nodes
+            and dict(self.types) == dict(other.types)
+            and dict(self.constants) == dict(other.constants)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.inputs, self.outputs, self.nodes))

@@ -1,0 +1,82 @@
+"""A region: a piece of a graph that one engine runs as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from deuteron.ir.graph import Graph, Node
+
+
+@dataclass(frozen=True)
+class Region:
+    """A self-contained graph, its heaviest node, and which of its inputs never change.
+
+    ``constants`` names inputs whose tensors are known when a plan is built, so that an engine
+    may pack or transpose them once. ``anchor`` is the index of the node that decides how the
+    region is run (a product or a reduction), or None for pure elementwise work.
+    """
+
+    graph: Graph
+    constants: frozenset[str] = frozenset()
+    anchor: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.graph.name
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.graph.nodes
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.graph.inputs
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(value for _, value in self.graph.outputs)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(node.op for node in self.nodes)
+
+    @cached_property
+    def text(self) -> str:
+        """The region with its values renumbered: equal for equal work, whatever the names."""
+        return canonical_text(self.graph, self.constants)
+
+    @cached_property
+    def key(self) -> str:
+        """A short digest of :attr:`text`, under which measurements are remembered."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    def part(self, name: str, nodes: Sequence[Node], anchor: int | None) -> Region:
+        """A smaller region of some of these nodes."""
+        graph = self.graph.subgraph(name, nodes)
+        constants = frozenset(v for v in graph.inputs if v in self.constants)
+        return Region(graph, constants, anchor)
+
+
+def canonical_text(graph: Graph, constants: frozenset[str] = frozenset()) -> str:
+    """Text of a graph under names of its own; inputs that are constants are marked ``!``."""
+    names: dict[str, str] = {}
+    lines = []
+    for value in graph.inputs:
+        names[value] = f"a{len(names)}"
+        mark = "!" if value in constants else ""
+        lines.append(f"{names[value]}{mark}: {graph.types[value]}")
+    for value, constant in graph.constants.items():
+        names[value] = f"k{len(names)}"
+        lines.append(f"{names[value]}: {constant.type} = {constant.data.tolist()!r}")
+    for node in graph.nodes:
+        for out in node.outputs:
+            names[out] = f"v{len(names)}"
+        args = [names[v] if v is not None else "_" for v in node.inputs]
+        args += [f"{k}={v!r}" for k, v in sorted(node.attrs.items())]
+        outs = ", ".join(f"{names[o]}: {graph.types[o]}" for o in node.outputs)
+        lines.append(f"{outs} = {node.op}({', '.join(args)})")
+    lines.append("return " + ", ".join(names[v] for _, v in graph.outputs))
+    return "\n".join(lines)

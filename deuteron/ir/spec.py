@@ -1,0 +1,74 @@
+"""The checker that runs between stages: a graph that breaks a rule goes no further."""
+
+from __future__ import annotations
+
+from deuteron.errors import DeuteronError, GraphError
+from deuteron.ir.builder import Infer
+from deuteron.ir.graph import Graph
+from deuteron.ir.types import same_strides
+
+
+def check(graph: Graph, infer: Infer, stage: str = "") -> Graph:
+    """Return ``graph`` if it is well formed, else raise GraphError naming the first fault.
+
+    Every value is made once and before it is read; every value has a type; every node's
+    operator exists and infers the types that the graph says (strides may be refined by the
+    layout pass only where the memory order stays dense).
+    """
+    where = f"graph {graph.name!r}" + (f" after {stage}" if stage else "")
+    known = set(graph.inputs)
+    if len(known) != len(graph.inputs):
+        raise GraphError("an input is listed twice", where=where)
+    for name in graph.inputs:
+        if name not in graph.types:
+            raise GraphError(f"input {name!r} has no type", where=where)
+    for name, constant in graph.constants.items():
+        if name in known:
+            raise GraphError(f"value {name!r} is both input and constant", where=where)
+        if graph.types.get(name) != constant.type:
+            raise GraphError(
+                f"constant {name!r} is {constant.type}, the graph says {graph.types.get(name)}",
+                where=where,
+            )
+        known.add(name)
+    for index, node in enumerate(graph.nodes):
+        here = f"{where}, node {index} ({node.op} → {', '.join(node.outputs)})"
+        for value in node.uses:
+            if value not in known:
+                raise GraphError(
+                    f"{node.op} reads {value!r} before it is made",
+                    where=here,
+                    remedy="list nodes in an order that runs",
+                )
+        try:
+            attrs, types = infer(node.op, graph.in_types(node), node.attrs)
+        except DeuteronError as error:
+            raise error.at(here) from None
+        if attrs != node.attrs:
+            raise GraphError(f"attributes {node.attrs} should be {attrs}", where=here)
+        if len(types) != len(node.outputs):
+            raise GraphError(
+                f"{node.op} makes {len(types)} results, {len(node.outputs)} are named", where=here
+            )
+        for value, inferred in zip(node.outputs, types, strict=True):
+            if value in known:
+                raise GraphError(f"value {value!r} is made twice", where=here)
+            known.add(value)
+            said = graph.types.get(value)
+            if said is None:
+                raise GraphError(f"value {value!r} has no type", where=here)
+            if (said.shape, said.dtype) != (inferred.shape, inferred.dtype) or not (
+                same_strides(said.shape, said.strides, inferred.strides)
+            ):
+                raise GraphError(
+                    f"{value!r} is {inferred} by inference, the graph says {said}", where=here
+                )
+    if len({name for name, _ in graph.outputs}) != len(graph.outputs):
+        raise GraphError("two outputs have one name", where=where)
+    for name, value in graph.outputs:
+        if value not in known:
+            raise GraphError(f"output {name!r} is {value!r}, which nothing makes", where=where)
+    if set(graph.types) != known:
+        extra = sorted(set(graph.types) - known)[:5]
+        raise GraphError(f"types for values that do not exist: {extra}", where=where)
+    return graph
