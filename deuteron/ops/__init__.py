@@ -1,0 +1,52 @@
+"""What operators mean: one OpDef each, in files by family.
+
+``TABLE`` maps name → OpDef. Nothing here says how an operator is computed fast.
+"""
+
+from deuteron.ops import (
+    activation,
+    attention,
+    conv,
+    elementwise,
+    loss,
+    matmul,
+    movement,
+    norm,
+    opaque,
+    pool,
+    random,
+    reduce,
+    resample,
+    softmax,
+    table,
+)
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.opdef import REQUIRED, Attr, Cost, Fusion, OpDef, Vjp
+from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.table import TABLE, get, infer
+
+FAMILIES = (
+    elementwise,
+    activation,
+    movement,
+    reduce,
+    random,
+    norm,
+    softmax,
+    loss,
+    matmul,
+    conv,
+    pool,
+    resample,
+    attention,
+    opaque,
+)
+
+for _family in FAMILIES:
+    for _op in _family.OPS:
+        table.add(_op)
+
+__all__ = [
+    "REQUIRED", "TABLE", "Arg", "Attr", "Cost", "Fusion", "OpDef", "Ops", "Sample", "Sym", "Vjp",
+    "get", "infer",
+]  # fmt: skip

@@ -1,0 +1,319 @@
+"""Scaled dot-product attention, softmax(scale · q·kᵀ + bias) · v, and its gradient.
+
+Queries are [batch, heads, Sq, D], keys [batch, kv heads, Sk, D], values [batch, kv heads, Sk, Dv];
+the batch may be missing. Each key and value head serves an equal run of query heads (one each is
+plain multi-head attention, one for all is multi-query attention).
+
+The reference writes the mathematics out, in float32 at least, so that every engine has the same
+thing to answer to. A query that may look at no key at all gives zeros, as
+``F.scaled_dot_product_attention`` does on the CPU, and sends back no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import bool_, float32
+from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, broadcast
+from deuteron.ops.samples import Arg, Sample
+
+Tensor = torch.Tensor
+
+_ATTRS = {
+    "causal": Attr("bool", False, "query i sees keys 0 … i only, counted from the first of both"),
+    "scale": Attr("float", None, "the factor on q·kᵀ; None is 1/√D"),
+}
+
+
+def _completing(query: int) -> Any:
+    """Fills in the scale from the input ``query``. Without any features the scores are 0."""
+
+    def complete(types: Sequence[TensorType | None], attrs: dict[str, Any]) -> dict[str, Any]:
+        q = types[query]
+        if attrs["scale"] is None and q is not None and q.rank:
+            return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
+        return attrs
+
+    return complete
+
+
+# ---- what may be asked -----------------------------------------------------------------------
+
+
+def _check(
+    name: str, q: TensorType, k: TensorType, v: TensorType, bias: TensorType | None
+) -> Shape:
+    """The shape of the result, or what is wrong with the inputs."""
+    if not q.dtype.is_float or q.dtype.bits < 16:
+        raise GraphError(
+            f"{name} of {q.dtype.name} is not defined", remedy='cast first: cast(q, dtype="f16")'
+        )
+    if not {k.dtype, v.dtype} <= {q.dtype}:
+        raise GraphError(
+            f"{name} got q, k and v of {q.dtype.name}, {k.dtype.name} and {v.dtype.name}",
+            remedy="cast them to one element type",
+        )
+    if q.rank not in (3, 4) or not k.rank == v.rank == q.rank:
+        raise GraphError(
+            f"{name} needs q, k and v of rank 4 (or all of rank 3, without a batch), "
+            f"not {q.rank}, {k.rank} and {v.rank}",
+            remedy="reshape them to [batch, heads, length, features]",
+        )
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise GraphError(
+            f"{name} got batches of {q.shape[0]}, {k.shape[0]} and {v.shape[0]} in q, k and v",
+            remedy="give q, k and v one batch size (expand)",
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise GraphError(
+            f"q has {q.shape[-1]} features and k has {k.shape[-1]}",
+            remedy="the last sizes of q and k must be equal",
+        )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise GraphError(
+            f"k {list(k.shape)} and v {list(v.shape)} differ in heads or length",
+            remedy="give one value for each key",
+        )
+    heads, shared = q.shape[-3], k.shape[-3]
+    if heads % shared if shared else heads:
+        raise GraphError(
+            f"{heads} query heads cannot share {shared} key heads",
+            remedy="the query heads must be a multiple of the key heads",
+        )
+    _check_bias(name, (*q.shape[:-1], k.shape[-2]), q, bias)
+    return (*q.shape[:-1], v.shape[-1])
+
+
+def _check_bias(name: str, scores: Shape, q: TensorType, bias: TensorType | None) -> None:
+    if bias is None:
+        return
+    if bias.dtype not in (bool_, float32, q.dtype):
+        raise GraphError(
+            f"the bias of {name} is {bias.dtype.name}, q is {q.dtype.name}",
+            remedy="give bool (true: may look), float32 or the element type of q",
+        )
+    if bias.rank > len(scores) or broadcast(bias.shape, scores) != scores:
+        raise GraphError(
+            f"the bias {list(bias.shape)} of {name} does not broadcast to the scores "
+            f"{list(scores)}",
+            remedy="give [heads, Sq, Sk] sizes that are equal or 1",
+        )
+
+
+def _infer(
+    q: TensorType, k: TensorType, v: TensorType, bias: TensorType | None, causal: bool, scale: float
+) -> TensorType:
+    return _like_queries(q, _check("attention", q, k, v, bias))
+
+
+def _like_queries(q: TensorType, shape: Shape) -> TensorType:
+    """The result lies as the queries do: heads inside or outside the sequence. Attention
+    kernels answer so, and the reshape that follows is then free."""
+    if q.rank == 4 and min(q.shape) > 0 and min(q.shape[1:3]) > 1 and q.strides[1] < q.strides[2]:
+        _, heads, rows, inner = shape
+        strides = (rows * heads * inner, inner, heads * inner, 1)
+        return TensorType.of(shape, q.dtype, strides=strides)
+    return TensorType.of(shape, q.dtype)
+
+
+def _grad_infer(
+    grad: TensorType,
+    q: TensorType,
+    k: TensorType,
+    v: TensorType,
+    bias: TensorType | None,
+    causal: bool,
+    scale: float,
+) -> tuple[TensorType, ...]:
+    shape = _check("attention_grad", q, k, v, bias)
+    if grad.shape != shape or grad.dtype != q.dtype:
+        raise GraphError(
+            f"grad of attention_grad is {grad}, the result of attention is "
+            f"{TensorType.of(shape, q.dtype)}",
+            remedy="give the gradient of that result",
+        )
+    return tuple(t.with_layout("contiguous") for t in (q, k, v))
+
+
+# ---- the mathematics, written out --------------------------------------------------------------
+
+
+def _wide(x: Tensor, heads: int) -> Tensor:
+    """``x`` in float32 at least, each of its heads repeated for the query heads it serves."""
+    x = x.float() if x.dtype.itemsize < 4 else x
+    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], dim=-3)
+
+
+def _probabilities(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """What each query takes of each key, from ``q`` and ``k`` already widened."""
+    scores = q @ k.mT * scale
+    if bias is not None and bias.dtype == torch.bool:
+        scores = scores.masked_fill(~bias, -torch.inf)
+    elif bias is not None:
+        scores = scores + bias
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(blind, 0.0)
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    heads = q.shape[-3]
+    p = _probabilities(_wide(q, heads), _wide(k, heads), bias, causal, scale)
+    out = (p @ _wide(v, heads)).to(q.dtype)
+    t = _like_queries(TensorType.from_tensor(q), tuple(out.shape))
+    return torch.empty_strided(t.shape, t.strides, dtype=q.dtype, device=q.device).copy_(out)
+
+
+def _grad_reference(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    g, wq, wk, wv = (_wide(t, q.shape[-3]) for t in (grad, q, k, v))
+    p = _probabilities(wq, wk, bias, causal, scale)
+    dp = g @ wv.mT
+    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+
+    def narrow(x: Tensor, like: Tensor) -> Tensor:
+        """Heads that share a key are added up."""
+        groups = x.unflatten(-3, (like.shape[-3], -1)).sum(-3) if x.shape != like.shape else x
+        return groups.to(like.dtype).contiguous()
+
+    return narrow(ds @ wk, q), narrow(ds.mT @ wq, k), narrow(p.mT @ g, v)
+
+
+# ---- gradients ---------------------------------------------------------------------------------
+
+
+def _product(b: Ops, x: Sym, y: Sym) -> Sym:
+    """x·yᵀ for each query head of ``x``, against the head of ``y`` that serves it."""
+    *batch, heads, rows, inner = x.shape
+    shared = y.shape[-3]
+    turned = b.permute(b.upcast(y), dims=(*range(y.rank - 2), y.rank - 1, y.rank - 2))
+    grouped = b.reshape(
+        b.upcast(x), shape=(*batch, shared, rows * (heads // max(shared, 1)), inner)
+    )
+    out: Sym = b.reshape(b.matmul(grouped, turned), shape=(*batch, heads, rows, y.shape[-2]))
+    return out
+
+
+def _bias_grad(b: Ops, v: Vjp) -> Sym:
+    """p · (dp − Σ p·dp), summed to the shape of the bias. Masked scores take no part."""
+    q, k, values, bias = (v.arg(i) for i in range(4))
+    scores = _product(b, q, k) * v.attrs["scale"] + b.upcast(bias)
+    if v.attrs["causal"]:
+        rows, columns = scores.shape[-2:]
+        row = b.constant(torch.arange(rows).reshape(rows, 1), "rows")
+        scores = b.where(b.ge(row, b.constant(torch.arange(columns), "columns")), scores, -math.inf)
+    p, dp = b.softmax(scores, axis=-1), _product(b, v.grad, values)
+    ds = p * (dp - b.sum(p * dp, axes=(-1,), keepdim=True))
+    return b.unbroadcast(b.where(b.eq(scores, -math.inf), 0.0, ds), bias.type)
+
+
+def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    out: list[Sym | None] = [None] * 4
+    if any(v.needs[:3]):
+        out[:3] = b.attention_grad(v.grad, *v.ins, **v.attrs)
+    if v.has(3) and v.needs[3] and v.arg(3).dtype.is_float:
+        out[3] = _bias_grad(b, v)
+    return out
+
+
+# ---- cost and samples --------------------------------------------------------------------------
+
+
+def _flops(query: int, products_d: int, products_dv: int) -> CostFn:
+    """So many products over the D features and over the Dv features, half of each if causal."""
+
+    def flops(
+        ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Mapping[str, Any]
+    ) -> float:
+        q, k, v = ins[query : query + 3]
+        assert q is not None and k is not None and v is not None
+        halved = attrs["causal"] and q.shape[-2] == k.shape[-2]
+        pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if halved else 1.0)
+        return 2.0 * pairs * (products_d * q.shape[-1] + products_dv * v.shape[-1])
+
+    return flops
+
+
+def _case(
+    lead: Shape, shared: Shape, rows: int, columns: int, bias: Arg | None = None, **how: Any
+) -> Sample:
+    """q [*lead, rows, 3], k [*shared, columns, 3] and v [*shared, columns, 2]."""
+    layout = how.pop("layout", "contiguous")
+    q = Arg((*lead, rows, 3), layout=layout)
+    k, v = (Arg((*shared, columns, d), layout=layout) for d in (3, 2))
+    return Sample((q, k, v, bias), how)
+
+
+def _samples() -> Sequence[Sample]:
+    one = (2, 2), (2, 2)
+    return (
+        _case(*one, 3, 4),
+        _case(*one, 4, 4, causal=True, scale=0.7, layout="nhwc"),
+        _case(*one, 5, 3, causal=True, layout="transposed"),
+        _case((2, 4), (2, 2), 3, 4, Arg((4, 3, 1))),
+        _case((1, 3), (1, 1), 2, 4, Arg((2, 4), "bool"), layout="sliced"),
+        _case(*one, 3, 3, Arg((2, 1, 3, 3)), causal=True),
+        _case(*one, 3, 3, Arg((1, 3), "bool"), causal=True, layout="expanded"),
+        _case((4,), (2,), 3, 2, Arg((2,))),
+        _case((0, 2), (0, 1), 3, 4),
+        _case(*one, 0, 4, causal=True),
+        _case(*one, 3, 0),
+        _case((1, 1), (1, 1), 1, 1, Arg(())),
+        replace(_case(*one, 2, 2, Arg((2, 2), dtype="f32")), grad=False),
+    )
+
+
+def _grad_samples() -> Sequence[Sample]:
+    found = []
+    for sample in _samples():
+        q, _, v, _ = sample.inputs
+        assert q is not None and v is not None
+        grad = Arg((*q.shape[:-1], v.shape[-1]), layout=q.layout)
+        found.append(Sample((grad, *sample.inputs), sample.attrs))
+    return found
+
+
+ATTENTION = OpDef(
+    name="attention",
+    doc="softmax(scale · q·kᵀ + bias) · v for each head. A bool bias says which keys a query may "
+    "look at, a float bias is added; causal masks as well, aligned at the top left. A query that "
+    "sees no key gives zeros.",
+    inputs=("q", "k", "v", "bias?"),
+    attrs=_ATTRS,
+    infer=_infer,
+    reference=_reference,
+    fusion=Fusion.COMPLEX,
+    vjp=_vjp,
+    flops=_flops(0, 1, 1),
+    samples=_samples,
+    complete=_completing(0),
+)
+
+ATTENTION_GRAD = OpDef(
+    name="attention_grad",
+    doc="The gradients of attention for q, k and v, given the gradient of its result; the "
+    "probabilities are computed again.",
+    inputs=("grad", "q", "k", "v", "bias?"),
+    attrs=_ATTRS,
+    infer=_grad_infer,
+    reference=_grad_reference,
+    fusion=Fusion.OPAQUE,
+    flops=_flops(1, 3, 2),
+    samples=_grad_samples,
+    complete=_completing(1),
+)
+
+OPS = (ATTENTION, ATTENTION_GRAD)

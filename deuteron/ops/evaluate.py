@@ -1,0 +1,54 @@
+"""Running a graph by the references alone: the ground truth every engine is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ops import table
+from deuteron.ops.opdef import Fusion
+
+# Classes whose operators accept a rank-0 tensor on the CPU beside tensors on a GPU.
+TAKES_NUMBERS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
+
+
+def run_node(node: Node, args: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """The reference's answer for one node."""
+    op = table.get(node.op)
+    if not op.variadic:
+        args = args + [None] * (len(op.inputs) - len(args))
+    result: Any = op.reference(*args, **node.attrs)
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def evaluate(
+    graph: Graph, inputs: Mapping[str, torch.Tensor], *, float64: bool = False
+) -> dict[str, torch.Tensor]:
+    """Outputs of ``graph`` by name. With ``float64`` every floating tensor is widened first,
+    so that the result can serve as the exact answer."""
+    held = [c.data for c in graph.constants.values() if not c.is_scalar]
+    first = next(iter((*inputs.values(), *held)), None)
+    device = first.device if first is not None else torch.device("cpu")
+
+    def lift(t: Any) -> Any:
+        if float64 and isinstance(t, torch.Tensor) and t.is_floating_point():
+            return t.double()
+        return t
+
+    env = {name: lift(t) for name, t in inputs.items()}
+    for name, constant in graph.constants.items():
+        data = constant.data if constant.is_scalar else constant.data.to(device)
+        env[name] = lift(data)
+    with torch.no_grad():
+        for node in graph.nodes:
+            args = [None if v is None else env[v] for v in node.inputs]
+            if device.type != "cpu" and table.get(node.op).fusion not in TAKES_NUMBERS:
+                args = [None if t is None else t.to(device) for t in args]
+            if float64 and node.op == "cast" and graph.types[node.output].dtype.is_float:
+                env[node.output] = env[node.uses[0]].double()  # the exact answer is not rounded
+                continue
+            env.update(zip(node.outputs, run_node(node, args), strict=True))
+    return {name: env[value] for name, value in graph.outputs}

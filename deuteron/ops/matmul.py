@@ -1,0 +1,213 @@
+"""Matrix products: ``matmul`` with PyTorch's rules for vectors and batches, and ``linear``.
+
+Operands have one element type; results are row-major whatever the operands' strides. A product
+of 16-bit operands adds up in float32 and is rounded once, which is why a gradient summed over a
+batch is written as one larger product wherever the shapes allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from deuteron.errors import GraphError
+from deuteron.ir.types import TensorType
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.opdef import Fusion, OpDef, Vjp, broadcast
+from deuteron.ops.samples import Arg, Sample
+
+
+def one_dtype(op: str, *, ints: bool = False, **operands: TensorType | None) -> None:
+    """All operands share one element type, and one that can be multiplied and added up."""
+    given = {name: t.dtype for name, t in operands.items() if t is not None}
+    first, dt = next(iter(given.items()))
+    if dt.bits < 16 if dt.is_float else not ints or dt.kind == "bool" or dt.bits < 8:
+        raise GraphError(
+            f"{op} is not defined on {dt.name}", remedy=f'cast first: cast({first}, dtype="f32")'
+        )
+    for name, other in given.items():
+        if other != dt:
+            raise GraphError(
+                f"{op} needs one element type: {first} is {dt.name}, {name} is {other.name}",
+                remedy=f'cast one of them, e.g. cast({name}, dtype="{dt.short}")',
+            )
+
+
+def _flops(
+    ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Mapping[str, Any]
+) -> float:
+    """One multiplication and one addition per step along the inner dimension."""
+    x = ins[0]
+    return 2.0 * outs[0].numel * x.shape[-1] if x is not None else 0.0
+
+
+# ---- matmul ----------------------------------------------------------------------------------
+
+
+def _matmul_infer(x: TensorType, y: TensorType) -> TensorType:
+    one_dtype("matmul", ints=True, x=x, y=y)
+    for name, t in (("x", x), ("y", y)):
+        if t.rank == 0:
+            raise GraphError(
+                f"matmul needs at least one dimension, {name} is a scalar",
+                remedy="multiply by a scalar with mul",
+            )
+    inner = y.shape[-2] if y.rank > 1 else y.shape[0]
+    if x.shape[-1] != inner:
+        raise GraphError(
+            f"inner sizes of matmul differ: x {list(x.shape)} ends in {x.shape[-1]}, "
+            f"y {list(y.shape)} has {inner} rows",
+            remedy="make them equal, or swap the last two dimensions of one with permute",
+        )
+    batch = broadcast(x.shape[:-2], y.shape[:-2])
+    columns = y.shape[-1:] if y.rank > 1 else ()
+    return TensorType.of((*batch, *x.shape[-2:-1], *columns), x.dtype)
+
+
+def _transposed(b: Ops, x: Sym) -> Sym:
+    swapped = (*range(x.rank - 2), x.rank - 1, x.rank - 2)
+    out: Sym = b.permute(x, dims=swapped)
+    return out
+
+
+def _reshaped(b: Ops, x: Sym, *shape: int) -> Sym:
+    return x if x.shape == shape else b.reshape(x, shape=shape)
+
+
+def _left_gradient(b: Ops, x: Sym, y: Sym, grad: Sym) -> Sym:
+    """grad · yᵀ in the shape of x; a matrix x under a batch of y sums inside one product."""
+    m, n = grad.shape[-2:]
+    if x.rank == 2 and grad.rank > 2:
+        lead = grad.rank - 2
+        grad = b.permute(grad, dims=(lead, *range(lead), lead + 1))
+        wide = _reshaped(b, grad, m, prod(grad.shape[1:-1]) * n)
+        tall = _reshaped(b, _transposed(b, y), wide.shape[1], x.shape[1])
+        return b.matmul(wide, tall)  # type: ignore[no-any-return]
+    return _summed(b, b.matmul(grad, _transposed(b, y)), x.type)
+
+
+def _right_gradient(b: Ops, x: Sym, y: Sym, grad: Sym) -> Sym:
+    """xᵀ · grad in the shape of y; rows of all batches of x meet in one product if y has none."""
+    if y.rank == 2:
+        k, n = y.shape
+        rows = prod(grad.shape[:-1])
+        return b.matmul(  # type: ignore[no-any-return]
+            _transposed(b, _reshaped(b, x, rows, k)), _reshaped(b, grad, rows, n)
+        )
+    return _summed(b, b.matmul(_transposed(b, x), grad), y.type)
+
+
+def _summed(b: Ops, grad: Sym, like: TensorType) -> Sym:
+    """``grad`` added up over the batch dimensions that ``like`` was stretched along."""
+    return grad if grad.shape == like.shape else b.unbroadcast(b.upcast(grad), like)
+
+
+def _matmul_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    x, y = v.arg(0), v.arg(1)
+    row = _reshaped(b, x, 1, *x.shape) if x.rank == 1 else x
+    column = _reshaped(b, y, *y.shape, 1) if y.rank == 1 else y
+    batch = broadcast(row.shape[:-2], column.shape[:-2])
+    grad = _reshaped(b, v.grad, *batch, row.shape[-2], column.shape[-1])
+    dx = _left_gradient(b, row, column, grad) if v.needs[0] else None
+    dy = _right_gradient(b, row, column, grad) if v.needs[1] else None
+    return [
+        None if dx is None else _reshaped(b, dx, *x.shape),
+        None if dy is None else _reshaped(b, dy, *y.shape),
+    ]
+
+
+MATMUL = OpDef(
+    name="matmul",
+    doc=(
+        "The matrix product x · y over the last two dimensions; the others broadcast. A vector "
+        "counts as a row on the left and as a column on the right."
+    ),
+    inputs=("x", "y"),
+    infer=_matmul_infer,
+    reference=torch.matmul,
+    fusion=Fusion.COMPLEX,
+    vjp=_matmul_vjp,
+    flops=_flops,
+    samples=lambda: (
+        Sample((Arg((3, 4)), Arg((4, 5)))),
+        Sample((Arg((4,)), Arg((4,)))),
+        Sample((Arg((3, 4), layout="transposed"), Arg((4,)))),
+        Sample((Arg((4,)), Arg((2, 4, 3)))),
+        Sample((Arg((2, 3, 4)), Arg((4, 5), layout="transposed"))),
+        Sample((Arg((3, 4)), Arg((2, 4, 5)))),
+        Sample((Arg((2, 1, 3, 4), layout="nhwc"), Arg((5, 4, 2), layout="sliced"))),
+        Sample((Arg((3, 1, 2), layout="expanded"), Arg((3, 2, 1)))),
+        Sample((Arg((0, 3)), Arg((3, 2))), note="empty"),
+        Sample((Arg((2, 0)), Arg((0, 3))), note="nothing to add up"),
+        Sample((Arg((3, 4), dtype="i32"), Arg((4, 2), dtype="i32")), note="integers"),
+        Sample((Arg((3, 5), "extreme"), Arg((5, 2), "extreme")), grad=False, note="extreme"),
+    ),
+)
+
+# ---- linear ----------------------------------------------------------------------------------
+
+
+def _linear_infer(x: TensorType, weight: TensorType, bias: TensorType | None) -> TensorType:
+    one_dtype("linear", ints=True, x=x, weight=weight, bias=bias)
+    if x.rank == 0 or weight.rank != 2:
+        raise GraphError(
+            f"linear takes x of rank 1 or more and weight [out, in], "
+            f"not x {list(x.shape)} and weight {list(weight.shape)}",
+            remedy="reshape them, or use matmul",
+        )
+    out, inner = weight.shape
+    if x.shape[-1] != inner:
+        raise GraphError(
+            f"linear: x {list(x.shape)} ends in {x.shape[-1]}, weight {list(weight.shape)} "
+            f"takes {inner}",
+            remedy="the weight is stored [out, in]; transpose it with permute if it is [in, out]",
+        )
+    if bias is not None and bias.shape != (out,):
+        raise GraphError(
+            f"the bias of linear is {list(bias.shape)}, not [{out}]",
+            remedy="give one number per output, or add it afterwards",
+        )
+    return TensorType.of((*x.shape[:-1], out), x.dtype)
+
+
+def _linear_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    x, weight, grad = v.arg(0), v.arg(1), v.grad
+    rows, (out, inner) = prod(x.shape[:-1]), weight.shape
+    dx = b.matmul(grad, weight) if v.needs[0] else None
+    dw = db = None
+    if v.needs[1]:
+        flat = _reshaped(b, grad, rows, out)
+        dw = b.matmul(_transposed(b, flat), _reshaped(b, x, rows, inner))
+    if v.needs[2]:
+        db = b.unbroadcast(b.upcast(grad), v.arg(2).type)
+    return [dx, dw, db]
+
+
+LINEAR = OpDef(
+    name="linear",
+    doc="x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out].",
+    inputs=("x", "weight", "bias?"),
+    infer=_linear_infer,
+    reference=F.linear,
+    fusion=Fusion.COMPLEX,
+    vjp=_linear_vjp,
+    flops=_flops,
+    samples=lambda: (
+        Sample((Arg((3, 4)), Arg((5, 4)), Arg((5,)))),
+        Sample((Arg((2, 3, 4)), Arg((5, 4)), None)),
+        Sample((Arg((4,)), Arg((5, 4)), Arg((5,)))),
+        Sample((Arg((2, 3, 2, 4), layout="nhwc"), Arg((3, 4), layout="transposed"), Arg((3,)))),
+        Sample((Arg((3, 4), layout="sliced"), Arg((1, 4)), Arg((1,)))),
+        Sample((Arg((3, 2, 4), layout="expanded"), Arg((5, 4), layout="sliced"), None)),
+        Sample((Arg((0, 4)), Arg((5, 4)), Arg((5,))), note="empty"),
+        Sample((Arg((3, 0)), Arg((2, 0)), Arg((2,))), note="nothing to add up"),
+        Sample((Arg((3, 4), dtype="i32"), Arg((2, 4), dtype="i32"), None), note="integers"),
+        Sample((Arg((3, 5), "extreme"), Arg((2, 5)), Arg((2,))), grad=False, note="extreme"),
+    ),
+)
+
+OPS = (MATMUL, LINEAR)

@@ -1,0 +1,498 @@
+"""Shape, order and memory: operators that move elements and compute nothing.
+
+Where torch answers with a view, inference gives that view's strides. What adds up elements that
+land in one place (scatter_add, embedding_grad) is among the reductions, and so is embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import DType, int32, int64
+from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, norm_axes, promoted
+from deuteron.ops.samples import Arg, Sample
+
+Types = Sequence[TensorType | None]
+Attributes = dict[str, Any]
+
+moving = partial(OpDef, inputs=("x",), fusion=Fusion.INJECTIVE, flops=elementwise_flops(0))
+viewing = partial(moving, view=True)
+AXIS = Attr("int", doc="the dimension to work along")
+
+
+def first(types: Types) -> TensorType:
+    """The type of the first input, which is always there."""
+    assert types[0] is not None
+    return types[0]
+
+
+def with_axis(types: Types, attrs: Attributes) -> Attributes:
+    """Completes ``axis``: counted from 0, and of a tensor that has axes."""
+    if not types or first(types).rank == 0:
+        raise GraphError("there is no axis to work along", remedy="reshape a scalar to (1,) first")
+    return attrs | {"axis": norm_axes((attrs["axis"],), first(types).rank, "axis")[0]}
+
+
+def lay(out: torch.Tensor, like: TensorType) -> torch.Tensor:
+    """``out`` in the memory order of ``like``; copied only where torch chose another."""
+    if same_strides(like.shape, like.strides, out.stride()):
+        return out
+    fresh = torch.empty_strided(like.shape, like.strides, dtype=out.dtype, device=out.device)
+    return fresh.copy_(out)
+
+
+def cases(names: str, *rows: tuple[Any, ...]) -> tuple[Sample, ...]:
+    """Samples of one input; a row is its shape, its layout, then the attributes in ``names``."""
+    return tuple(
+        Sample((Arg(shape, layout=layout),), dict(zip(names.split(), values, strict=False)))
+        for shape, layout, *values in rows
+    )
+
+
+ROW, NHWC, TURNED, SLICED, SAME = "contiguous", "nhwc", "transposed", "sliced", "expanded"
+
+# ---- views: reshape, permute, expand, slice ----------------------------------------------------
+
+
+def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
+    """Strides that show the same memory in the shape ``new``, or None if none do."""
+    if 0 in shape:
+        return strides_for(new, "contiguous")
+    blocks: list[tuple[int, int]] = []  # runs of dimensions that one stride walks through
+    for size, stride in zip(shape, strides, strict=True):
+        if blocks and blocks[-1][1] == size * stride and size != 1:
+            blocks[-1] = (blocks[-1][0] * size, stride)
+        elif size != 1:
+            blocks.append((size, stride))
+    out, left, step = [1] * len(new), 1, 1
+    for dim in reversed(range(len(new))):
+        if new[dim] != 1:
+            if left == 1:
+                left, step = blocks.pop()
+            if left % new[dim]:
+                return None
+            out[dim], step, left = step, step * new[dim], left // new[dim]
+    return tuple(out)
+
+
+def _reshape_complete(types: Types, attrs: Attributes) -> Attributes:
+    x, shape = first(types), list(attrs["shape"])
+    if shape.count(-1) > 1 or any(s < -1 for s in shape):
+        raise GraphError(f"shape {shape} is not clear", remedy="one size at most may be -1")
+    known = prod(s for s in shape if s != -1)
+    if -1 in shape and known and x.numel % known == 0:
+        shape[shape.index(-1)] = x.numel // known
+    if -1 in shape or prod(shape) != x.numel:
+        raise GraphError(
+            f"shape {shape} cannot hold the {x.numel} elements of {list(x.shape)}",
+            remedy="the sizes must multiply to that number; one may be -1 if no other is 0",
+        )
+    return attrs | {"shape": tuple(shape)}
+
+
+RESHAPE = viewing(
+    name="reshape",
+    doc="x with the same elements, in row-major order, in another shape; one size may be -1. "
+    "A view where the strides allow it, else a contiguous copy.",
+    attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(2, -1)")},
+    complete=_reshape_complete,
+    infer=lambda x, shape: TensorType.of(
+        shape, x.dtype, strides=view_strides(x.shape, x.strides, shape)
+    ),
+    reference=torch.reshape,
+    vjp=lambda b, v: [b.reshape(v.grad, shape=v.arg(0).shape)],
+    samples=lambda: cases(
+        "shape", ((3, 4), ROW, (2, 6)), ((3, 4), ROW, (-1,)), ((), ROW, (1, 1)), ((1, 1), ROW, ()),
+        ((0, 4), ROW, (2, 0, 3)), ((4, 6), TURNED, (2, 2, 6)), ((4, 6), TURNED, (24,)),
+        ((4, 6), SLICED, (2, 12)), ((4, 6), SAME, (4, 2, 3)), ((4, 6), SAME, (24,)),
+        ((2, 3, 4, 5), NHWC, (2, 3, 20)), ((2, 3, 4, 5), NHWC, (2, 60)),
+    ),
+)  # fmt: skip
+
+
+def _permute_complete(types: Types, attrs: Attributes) -> Attributes:
+    rank, dims = first(types).rank, attrs["dims"]
+    if sorted(d + rank if d < 0 else d for d in dims) != list(range(rank)):
+        raise GraphError(
+            f"dims {dims} are not an order of the {rank} dimensions",
+            remedy=f"name each of 0 … {rank - 1} once" if rank else "use dims=()",
+        )
+    return attrs | {"dims": tuple(d % rank for d in dims)}
+
+
+def _permute_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    dims = v.attrs["dims"]
+    return [b.permute(v.grad, dims=tuple(dims.index(i) for i in range(len(dims))))]
+
+
+PERMUTE = viewing(
+    name="permute",
+    doc="x with its dimensions in another order: dimension i of the result is dims[i] of x.",
+    attrs={"dims": Attr("ints", doc="the new order, e.g. dims=(0, 2, 1)")},
+    complete=_permute_complete,
+    infer=lambda x, dims: TensorType(
+        tuple(x.shape[d] for d in dims), x.dtype, tuple(x.strides[d] for d in dims)
+    ),
+    reference=torch.permute,
+    vjp=_permute_vjp,
+    samples=lambda: cases(
+        "dims", ((3, 4), ROW, (1, 0)), ((), ROW, ()), ((2, 0, 3), ROW, (2, 0, 1)),
+        ((2, 3, 4), ROW, (-1, 0, 1)), ((3, 4), SLICED, (1, 0)), ((3, 4), SAME, (1, 0)),
+        ((2, 3, 4, 5), NHWC, (0, 2, 3, 1)),
+    ),
+)  # fmt: skip
+
+
+def _expand_complete(types: Types, attrs: Attributes) -> Attributes:
+    x, shape = first(types), attrs["shape"]
+    lead = max(len(shape) - x.rank, 0)
+    pairs = list(zip(shape, (None,) * lead + x.shape, strict=False))
+    full = tuple(o if n == -1 and o is not None else n for n, o in pairs)
+    fits = all(n >= 0 and o in (None, 1, n) for n, (_, o) in zip(full, pairs, strict=True))
+    if len(shape) < x.rank or not fits:
+        raise GraphError(
+            f"x {list(x.shape)} does not expand to {list(shape)}",
+            remedy="only sizes of 1 stretch; new dimensions go in front",
+        )
+    return attrs | {"shape": full}
+
+
+def _expand_infer(x: TensorType, shape: Shape) -> TensorType:
+    lead = len(shape) - x.rank
+    kept = (s if n == o else 0 for n, o, s in zip(shape[lead:], x.shape, x.strides, strict=True))
+    return TensorType(shape, x.dtype, (0,) * lead + tuple(kept))
+
+
+EXPAND = viewing(
+    name="expand",
+    doc="x stretched to a larger shape by repeating sizes of 1; -1 keeps a size. A view: nothing "
+    "is copied.",
+    attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(8, -1)")},
+    complete=_expand_complete,
+    infer=_expand_infer,
+    reference=lambda x, shape: x.expand(shape),
+    vjp=lambda b, v: [b.unbroadcast(v.grad, v.arg(0).type)],
+    samples=lambda: cases(
+        "shape", ((3, 1), ROW, (3, 4)), ((3, 1), ROW, (2, -1, 5)), ((), ROW, (2, 3)), ((), ROW, ()),
+        ((1, 3), ROW, (0, 3)), ((4, 3), TURNED, (2, 4, 3)), ((4, 1, 3), SLICED, (4, 2, 3)),
+        ((2, 3, 1, 1), NHWC, (2, 3, 4, 5)),
+    ),
+)  # fmt: skip
+
+
+def _slice_complete(types: Types, attrs: Attributes) -> Attributes:
+    attrs = with_axis(types, attrs)
+    if attrs["step"] < 1:
+        raise GraphError(
+            f"step={attrs['step']} is not at least 1", remedy="to go backwards, flip() the axis"
+        )
+    span = slice(attrs["start"], attrs["stop"], attrs["step"])
+    start, stop, _ = span.indices(first(types).shape[attrs["axis"]])
+    return attrs | {"start": start, "stop": max(start, stop)}
+
+
+def _slice_infer(x: TensorType, axis: int, start: int, stop: int, step: int) -> TensorType:
+    shape, strides = list(x.shape), list(x.strides)
+    shape[axis], strides[axis] = len(range(start, stop, step)), strides[axis] * step
+    return TensorType(tuple(shape), x.dtype, tuple(strides))
+
+
+def _pad_axis(b: Ops, x: Sym, axis: int, low: int, high: int) -> Sym:
+    ends = ({axis: low}, {axis: high})
+    low_, high_ = (tuple(end.get(i, 0) for i in range(x.rank)) for end in ends)
+    out: Sym = b.pad(x, low=low_, high=high_) if low or high else x
+    return out
+
+
+def _slice_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    """Zeros go back between the elements that a step skipped, then around all."""
+    grad, axis, step = v.grad, v.attrs["axis"], v.attrs["step"]
+    before, count, after = grad.shape[:axis], grad.shape[axis], grad.shape[axis + 1 :]
+    if step > 1:
+        apart = _pad_axis(b, b.reshape(grad, (*before, count, 1, *after)), axis + 1, 0, step - 1)
+        grad = b.reshape(apart, (*before, count * step, *after))
+    start, size = v.attrs["start"], v.arg(0).shape[axis]
+    return [_pad_axis(b, grad, axis, start, size - start - count * step)]
+
+
+SLICE = viewing(
+    name="slice",
+    doc="The elements start, start + step, … before stop along one axis, as x[start:stop:step].",
+    attrs={
+        "axis": AXIS,
+        "start": Attr("int", 0, "the first index; from the end if negative"),
+        "stop": Attr("int", None, "the index to stop before; None for the end"),
+        "step": Attr("int", 1, "every so many elements"),
+    },
+    complete=_slice_complete,
+    infer=_slice_infer,
+    reference=lambda x, axis, start, stop, step: torch.ops.aten.slice(x, axis, start, stop, step),
+    vjp=_slice_vjp,
+    samples=lambda: cases(
+        "axis start stop step", ((5, 4), ROW, 0, 1, 4), ((5, 4), ROW, -1, -3), ((5,), ROW, 0, 4, 2),
+        ((7,), ROW, 0, 1, 7, 3), ((7, 2), ROW, 0, 0, None, 2), ((0, 3), ROW, 0),
+        ((5,), ROW, 0, -99, 99), ((2, 6), SLICED, 1, 1, 6, 4), ((4, 6), TURNED, 1, 2),
+        ((4, 3), SAME, 0, 1, 3), ((2, 3, 4, 5), NHWC, 1, 0, 2),
+    ),
+)  # fmt: skip
+
+# ---- copies: flip, concat, pad, to_layout --------------------------------------------------------
+
+FLIP = moving(
+    name="flip",
+    doc="x with the order of its elements turned round along the axes.",
+    attrs={"axes": Attr("ints", doc="the axes to turn round, e.g. axes=(0,)")},
+    complete=lambda types, attrs: attrs | {"axes": norm_axes(attrs["axes"], first(types).rank)},
+    infer=lambda x, axes: x.dense_like(),
+    reference=lambda x, axes: torch.flip(x, axes),
+    vjp=lambda b, v: [b.flip(v.grad, axes=v.attrs["axes"])],
+    samples=lambda: cases(
+        "axes", ((3, 4), ROW, (0,)), ((3, 4), ROW, (-1, 0)), ((), ROW, ()), ((0, 3), ROW, (0,)),
+        ((3, 4), ROW, ()), ((3, 4), TURNED, (1,)), ((3, 4), SLICED, (1,)), ((3, 4), SAME, (0,)),
+        ((2, 3, 4, 5), NHWC, (2, 3)),
+    ),
+)  # fmt: skip
+
+
+def _concat_infer(*xs: TensorType, axis: int) -> TensorType:
+    x = xs[0]
+    for i, t in enumerate(xs):
+        if t.rank != x.rank or any(
+            a != b and d != axis for d, (a, b) in enumerate(zip(t.shape, x.shape, strict=True))
+        ):
+            raise GraphError(
+                f"input {i} {list(t.shape)} does not fit input 0 {list(x.shape)} on axis {axis}",
+                remedy=f"all sizes but that of axis {axis} must be equal",
+            )
+    shape = (*x.shape[:axis], sum(t.shape[axis] for t in xs), *x.shape[axis + 1 :])
+    # most elements decide: a broadcast or converted part does not turn the whole
+    turned = x.rank > 3 and 2 * sum(t.numel for t in xs if t.layout == NHWC) > prod(shape)
+    return TensorType.of(shape, promoted(*xs), NHWC if turned else ROW)
+
+
+def _concat_reference(*xs: torch.Tensor, axis: int) -> torch.Tensor:
+    t = _concat_infer(*map(TensorType.from_tensor, xs), axis=axis)
+    if t.layout == ROW or all(TensorType.from_tensor(x).layout == NHWC for x in xs):
+        return lay(torch.cat(xs, axis), t)
+    # torch.cat is fast only when all its inputs lie in the same order: convert the odd ones first
+    return lay(
+        torch.cat([lay(x, TensorType.from_tensor(x).with_layout(NHWC)) for x in xs], axis), t
+    )
+
+
+def _concat_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    axis, start = v.attrs["axis"], 0
+    grads: list[Sym | None] = []
+    for i, need in enumerate(v.needs):
+        stop = start + v.arg(i).shape[axis]
+        part = b.to(b.slice(v.grad, axis, start, stop), v.arg(i).dtype) if need else None
+        start, grads = stop, [*grads, part]
+    return grads
+
+
+CONCAT = moving(
+    name="concat",
+    doc="Tensors joined one after another along an axis; element types promote. The result is "
+    "nhwc when most of its elements come from nhwc tensors.",
+    inputs=("*xs",),
+    attrs={"axis": AXIS},
+    complete=with_axis,
+    infer=_concat_infer,
+    reference=_concat_reference,
+    vjp=_concat_vjp,
+    samples=lambda: (
+        Sample((Arg((2, 3)), Arg((4, 3))), {"axis": 0}),
+        Sample((Arg((2, 3)), Arg((2, 1)), Arg((2, 2), layout=TURNED)), {"axis": -1}),
+        Sample((Arg((5,)),), {"axis": 0}), Sample((Arg((0, 3)), Arg((2, 3))), {"axis": 0}),
+        Sample((Arg((2, 3), dtype="f64"), Arg((2, 3), dtype="f32")), {"axis": 0}, grad=False),
+        Sample((Arg((2, 3), dtype="i32"), Arg((2, 3), layout=SLICED)), {"axis": 1}),
+        Sample((Arg((2, 3, 4, 5), layout=NHWC), Arg((2, 1, 4, 5), layout=NHWC)), {"axis": 1}),
+        Sample((Arg((2, 3, 4, 5), layout=NHWC), Arg((2, 3, 4, 5))), {"axis": 1}),
+        Sample((Arg((2, 3, 1, 1)), Arg((2, 3, 1, 1), layout=NHWC)), {"axis": 2}),
+        Sample((Arg((2, 3, 4), layout=NHWC), Arg((2, 2, 4), layout=NHWC)), {"axis": 1}),
+    ),
+)  # fmt: skip
+
+
+def _pad_infer(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> TensorType:
+    if not len(low) == len(high) == x.rank:
+        raise GraphError(
+            f"low {low} and high {high} do not fit the rank {x.rank} of x",
+            remedy="give one number per dimension, 0 where nothing is added",
+        )
+    for axis, (size, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
+        if mode == "constant":
+            wrong, most = size + min(lo, 0) + min(hi, 0) < 0, "crop no more than there is"
+        else:
+            limit = max(size - 1, 0) if mode == "reflect" else (1 << 62 if size else 0)
+            wrong, most = not (0 <= lo <= limit and 0 <= hi <= limit), f"use 0 to {limit}"
+        if wrong:
+            what = f"{mode} padding of ({lo}, {hi})"
+            raise GraphError(f"{what} does not fit axis {axis} of size {size}", remedy=most)
+    shape = tuple(n + lo + hi for n, lo, hi in zip(x.shape, low, high, strict=True))
+    return TensorType.of(shape, x.dtype, NHWC if x.rank > 3 and x.layout == NHWC else ROW)
+
+
+def _pad_reference(
+    x: torch.Tensor, low: Shape, high: Shape, mode: str, value: float
+) -> torch.Tensor:
+    like, out = _pad_infer(TensorType.from_tensor(x), low, high, mode, value), x
+    if mode == "constant":
+        ends = [n for pair in zip(reversed(low), reversed(high), strict=True) for n in pair]
+        return lay(F.pad(x, ends, value=value) if ends else x.clone(), like)
+    for axis, (size, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
+        place = torch.arange(-lo, size + hi, device=x.device)
+        if mode == "reflect":  # at both ends the walk turns round: |i|, and n−1 − |n−1 − i|
+            place = (size - 1) - ((size - 1) - place.abs()).abs()
+        out = out.index_select(axis, place.clamp(0, max(size - 1, 0)))
+    return lay(out, like)
+
+
+def _pad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    x, low, high, mode = v.arg(0), v.attrs["low"], v.attrs["high"], v.attrs["mode"]
+    if min((*low, *high), default=0) < 0:  # a crop is undone by padding
+        back = (tuple(-n for n in ends) for ends in (low, high))
+        return [b.pad(v.grad, *back)]
+    grad = v.grad if mode == "constant" else b.upcast(v.grad)
+    for axis, (n, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
+        if lo == hi == 0:
+            continue
+        whole, grad = grad, b.slice(grad, axis=axis, start=lo, stop=lo + n)
+        for start, count, reflected, edge in ((0, lo, 1, 0), (lo + n, hi, n - 1 - hi, n - 1)):
+            if mode == "constant" or count == 0:
+                continue
+            part = b.slice(whole, axis=axis, start=start, stop=start + count)
+            if mode == "reflect":
+                part, at = b.flip(part, axes=axis), reflected
+            else:
+                part, at = b.sum(part, axes=axis, keepdim=True), edge
+            grad = grad + _pad_axis(b, part, axis, at, n - at - part.shape[axis])
+    return [b.to(grad, x.dtype)]
+
+
+PAD = moving(
+    name="pad",
+    doc="x with elements added before (low) and after (high) along each dimension: a constant, "
+    "the mirror image without its edge, or the edge repeated. Negative numbers crop, for "
+    "constants only.",
+    attrs={
+        "low": Attr("ints", doc="one number per dimension, e.g. low=(0, 0, 1, 1)"),
+        "high": Attr("ints", doc="one number per dimension, e.g. high=(0, 0, 1, 1)"),
+        "mode": Attr("str", "constant", choices=("constant", "reflect", "replicate")),
+        "value": Attr("float", 0.0, "what a constant padding holds"),
+    },
+    infer=_pad_infer,
+    reference=_pad_reference,
+    vjp=_pad_vjp,
+    samples=lambda: cases(
+        "low high mode value", ((3, 4), ROW, (0, 1), (2, 0)), ((), ROW, (), ()),
+        ((3, 4), ROW, (-1, 1), (1, -2), "constant", 7.0), ((0, 2), ROW, (1, 0), (0, 1)),
+        ((3, 4), TURNED, (0, -1), (0, -1)), ((2, 3, 4, 5), NHWC, (0, 0, 1, 1), (0, 0, 1, 2)),
+        ((3, 4), SLICED, (2, 1), (1, 3), "reflect"), ((2, 3), ROW, (0, 2), (1, 0), "reflect"),
+        ((2, 2, 3, 4), NHWC, (0, 0, 1, 1), (0, 0, 2, 2), "reflect"),
+        ((3, 1), ROW, (2, 1), (0, 3), "replicate"), ((0, 2), ROW, (0, 1), (0, 1), "replicate"),
+        ((2, 2, 3, 4), NHWC, (0, 0, 1, 1), (0, 0, 2, 2), "replicate"),
+    ),
+)  # fmt: skip
+
+TO_LAYOUT = moving(
+    name="to_layout",
+    doc="A copy of x in row-major order (contiguous) or with its channels innermost (nhwc).",
+    attrs={"layout": Attr("str", "contiguous", choices=("contiguous", "nhwc"))},
+    infer=lambda x, layout: x.with_layout(layout),
+    reference=lambda x, layout: torch.empty_strided(
+        x.shape, strides_for(tuple(x.shape), layout), dtype=x.dtype, device=x.device
+    ).copy_(x),
+    vjp=lambda b, v: [v.grad],
+    samples=lambda: cases(
+        "layout", ((3, 4), TURNED), ((), ROW), ((3, 4), SLICED), ((3, 4), SAME),
+        ((2, 3, 4, 5), NHWC), ((2, 3, 4, 5), ROW, NHWC), ((2, 3, 4), ROW, NHWC),
+        ((0, 2, 3), ROW, NHWC), ((2, 3, 2, 2, 2), ROW, NHWC),
+    ),
+)  # fmt: skip
+
+# ---- by index: gather, index_select --------------------------------------------------------------
+
+
+def check_index(index: TensorType, *allowed: DType) -> None:
+    """Raises a GraphError unless ``index`` is of one of the integer types ``allowed``."""
+    if index.dtype not in allowed:
+        names = " or ".join(dt.name for dt in allowed)
+        raise GraphError(
+            f"the index is {index.dtype.name}, not {names}", remedy='cast(index, dtype="i64")'
+        )
+
+
+def index_cases(rows: Sequence[tuple[Shape, str, Shape, int]]) -> tuple[Sample, ...]:
+    return tuple(
+        Sample((Arg(x, layout=order), Arg(i, "index", high=x[axis])), {"axis": axis})
+        for x, order, i, axis in rows
+    )
+
+
+def _gather_infer(x: TensorType, index: TensorType, axis: int) -> TensorType:
+    check_index(index, int64)
+    pairs = enumerate(zip(index.shape, x.shape, strict=False))
+    if index.rank != x.rank or any(i > n and d != axis for d, (i, n) in pairs):
+        raise GraphError(
+            f"the index {list(index.shape)} does not fit x {list(x.shape)} along axis {axis}",
+            remedy="the ranks must be equal, and no other size of the index larger than that of x",
+        )
+    return TensorType.of(index.shape, x.dtype)
+
+
+def _index_select_infer(x: TensorType, index: TensorType, axis: int) -> TensorType:
+    check_index(index, int64, int32)
+    if index.rank != 1:
+        raise GraphError(
+            f"the index has rank {index.rank}, not 1", remedy="reshape it to (-1,), or use gather"
+        )
+    return TensorType.of((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
+
+
+def _pick_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    """What was read several times is added up where it was read."""
+    x, index, axis = v.arg(0), b.to(v.arg(1), int64), v.attrs["axis"]
+    if index.shape != v.grad.shape:  # index_select
+        index = b.expand(b.reshape(index, (-1, *(1,) * (x.rank - axis - 1))), v.grad.shape)
+    total = b.scatter_add(index, b.upcast(v.grad), shape=x.shape, axis=axis)
+    return [b.to(total, x.dtype), None]
+
+
+PICK = tuple(
+    moving(
+        name=name,
+        doc=doc,
+        inputs=("x", "index"),
+        attrs={"axis": AXIS},
+        complete=with_axis,
+        infer=infer,
+        reference=fn,
+        vjp=_pick_vjp,
+        samples=partial(index_cases, rows),
+    )
+    for name, fn, infer, doc, rows in (
+        ("gather", lambda x, index, axis: torch.gather(x, axis, index), _gather_infer,
+         "out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others.",
+         (((4, 3), ROW, (6, 3), 0), ((4, 3), ROW, (2, 5), -1), ((5,), ROW, (0,), 0),
+          ((4, 3), TURNED, (4, 2), 1), ((4, 3), SLICED, (1, 3), 0), ((4, 3), SAME, (2, 3), 0),
+          ((2, 3, 2, 2), NHWC, (2, 1, 2, 2), 1))),
+        ("index_select", lambda x, index, axis: torch.index_select(x, axis, index),
+         _index_select_infer,
+         "The slices of x along an axis that a list of indices names, in that order.",
+         (((4, 3), ROW, (6,), 0), ((4, 3), ROW, (2,), -1), ((4, 3), ROW, (0,), 0),
+          ((4, 3), TURNED, (4,), 1), ((4, 3), SLICED, (1,), 0), ((4, 3), SAME, (3,), 0),
+          ((2, 3, 4, 5), NHWC, (2,), 2))),
+    )
+)  # fmt: skip
+
+OPS = (RESHAPE, PERMUTE, EXPAND, SLICE, FLIP, CONCAT, PAD, TO_LAYOUT, *PICK)

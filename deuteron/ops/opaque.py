@@ -1,0 +1,142 @@
+"""An ATen call we have no definition for: it runs as it is, alone, and the rest still fuses.
+
+The call is kept as data (operator name and arguments), so that it can be printed, saved and
+checked. Only operators that neither write to their inputs nor reach outside the process are
+accepted, because such a node may come from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import dtype
+from deuteron.ir.text import parse_type
+from deuteron.ir.types import TensorType
+from deuteron.ops.opdef import Attr, Fusion, OpDef
+from deuteron.ops.samples import Arg, Sample
+
+NAMESPACES = ("aten", "prims", "torchvision")
+FORBIDDEN = ("from_file", "save", "load", "record_stream", "set_", "resize_", "_print")
+
+
+def encode(value: Any, tensors: list[Any], lookup: Any) -> Any:
+    """An argument as plain data; ``lookup(value)`` turns graph values into input names."""
+    name = lookup(value)
+    if name is not None:
+        tensors.append(name)
+        return ("in", len(tensors) - 1)
+    if isinstance(value, torch.dtype):
+        return ("dtype", dtype(value).short)
+    if isinstance(value, torch.device):
+        return ("device",)
+    if isinstance(value, torch.memory_format | torch.layout):
+        return ("torch", str(value).removeprefix("torch."))
+    if isinstance(value, list | tuple):
+        return ("list", *(encode(v, tensors, lookup) for v in value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise GraphError(f"an argument of type {type(value).__name__} cannot be kept in a graph")
+
+
+def decode(value: Any, tensors: Sequence[Any], device: torch.device) -> Any:
+    """The argument again, ready for the call."""
+    if not isinstance(value, tuple):
+        return value
+    tag, *rest = value
+    if tag == "in":
+        return tensors[rest[0]]
+    if tag == "list":
+        return [decode(v, tensors, device) for v in rest]
+    if tag == "dtype":
+        return dtype(rest[0]).torch
+    if tag == "device":
+        return device
+    if tag == "torch" and rest[0] in _TORCH_NAMES:
+        return getattr(torch, rest[0])
+    raise GraphError(f"an argument of this call is damaged: {value!r}")
+
+
+_TORCH_NAMES = (
+    "contiguous_format",
+    "preserve_format",
+    "channels_last",
+    "channels_last_3d",
+    "strided",
+)
+
+
+def resolve(target: str) -> Any:
+    """The torch operator called ``target`` ("aten.roll.default"), if it is a harmless one."""
+    parts = target.split(".")
+    if len(parts) != 3 or parts[0] not in NAMESPACES or parts[1] in FORBIDDEN:
+        raise GraphError(
+            f"the call {target!r} is not allowed in a graph",
+            remedy=f"operators of {', '.join(NAMESPACES)} that do not write to their inputs",
+        )
+    try:
+        found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+    except (AttributeError, RuntimeError):
+        found = None
+    if not isinstance(found, torch._ops.OpOverload):
+        raise GraphError(
+            f"this torch ({torch.__version__}) has no operator {target!r}",
+            remedy="import the package that registers it first, or use another torch version",
+        )
+    if found._schema.is_mutable:
+        raise GraphError(f"{target!r} writes to its inputs", remedy="use its functional variant")
+    return found
+
+
+def is_random(target: str) -> bool:
+    """Whether two calls with the same arguments may differ, so that none stands for another."""
+    return torch.Tag.nondeterministic_seeded in resolve(target).tags
+
+
+def _infer(*xs: TensorType, target: str, args: Any, kwargs: Any, out: Any) -> Any:
+    resolve(target)
+    if not isinstance(out, tuple) or not all(isinstance(t, str) for t in out):
+        raise GraphError(f"out={out!r} of {target} is not a list of types", remedy="('f32[3,5]',)")
+    return tuple(parse_type(t) for t in out)
+
+
+def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, out: Any) -> Any:
+    device = xs[0].device if xs else torch.device("cpu")
+    positional = [decode(a, xs, device) for a in args]
+    named = {key: decode(a, xs, device) for key, a in kwargs}
+    result = resolve(target)(*positional, **named)
+    flat = result if isinstance(result, tuple | list) else (result,)
+    return tuple(t for t in flat if isinstance(t, torch.Tensor))
+
+
+ATEN = OpDef(
+    name="aten",
+    doc="A torch operator without a definition of ours, kept as a call and run as it is.",
+    inputs=("*xs",),
+    attrs={
+        "target": Attr("str", doc="e.g. 'aten.roll.default'"),
+        "args": Attr("any", (), "positional arguments as data; ('in', i) is input i"),
+        "kwargs": Attr("any", (), "pairs of name and argument"),
+        "out": Attr("any", (), "the result types as text"),
+    },
+    infer=_infer,
+    reference=_reference,
+    fusion=Fusion.OPAQUE,
+    flops=lambda ins, outs, attrs: 0.0,
+    samples=lambda: (
+        Sample(
+            (Arg((3, 5), dtype="f32"),),
+            {
+                "target": "aten.roll.default",
+                "args": (("in", 0), ("list", 1), ("list", 1)),
+                "out": ("f32[3,5]",),
+            },
+            grad=False,
+        ),
+    ),
+)
+
+OPS = (ATEN,)

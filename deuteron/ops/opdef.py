@@ -1,0 +1,291 @@
+"""What an operator is: one frozen record that every other folder reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import DType, dtype
+from deuteron.ir.types import TensorType
+
+if TYPE_CHECKING:
+    from deuteron.ops.emit import Ops, Sym
+    from deuteron.ops.samples import Sample
+
+
+class Fusion(StrEnum):
+    """How an operator may be grouped with its neighbours; the rules are in passes/fuse.py."""
+
+    ELEMENTWISE = "elementwise"  # one output element from the same element of each input
+    BROADCAST = "broadcast"  # the same, after stretching inputs
+    INJECTIVE = "injective"  # each output element is one input element, moved
+    REDUCTION = "reduction"  # elements along some axes meet
+    COMPLEX = "complex"  # a product or convolution: elementwise work may follow inside
+    OPAQUE = "opaque"  # runs alone
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The least work an operator must do: arithmetic, and bytes through memory."""
+
+    flops: float
+    reads: int
+    writes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.reads + self.writes
+
+
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
+
+
+def _strictly(kind: type) -> Callable[[Any], Any]:
+    def same(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return same
+
+
+def _plain(value: Any) -> Any:
+    """A value that graph text can hold: numbers, strings, None, and tuples of these."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "bool": _strictly(bool),
+    "str": _strictly(str),
+    "dtype": lambda v: dtype(v).short,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Attr:
+    """One attribute: ``kind`` is int, float, bool, str, dtype, ints, or any (a plain value).
+
+    With ``default`` left at REQUIRED the caller must give it. None is accepted where the
+    default is None.
+    """
+
+    kind: str
+    default: Any = REQUIRED
+    doc: str = ""
+    choices: tuple[str, ...] = ()
+
+    def coerce(self, name: str, value: Any) -> Any:
+        """``value`` in its one canonical form, or a GraphError."""
+        if value is None and self.default is None:
+            return None
+        try:
+            out = self._coerce(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, GraphError):
+                raise
+            raise GraphError(
+                f"attribute {name}={value!r} is not of kind {self.kind}", remedy=self.doc
+            ) from None
+        if self.choices and out not in self.choices:
+            raise GraphError(
+                f"attribute {name}={value!r} is not known",
+                remedy=f"use one of {', '.join(self.choices)}",
+            )
+        return out
+
+    def _coerce(self, value: Any) -> Any:
+        if self.kind == "int":
+            if isinstance(value, bool) or int(value) != value:
+                raise TypeError
+            return int(value)
+        if self.kind == "float":
+            if isinstance(value, str):
+                raise TypeError
+            return float(value)
+        if self.kind == "ints":
+            if isinstance(value, int) and not isinstance(value, bool):
+                return (value,)
+            if isinstance(value, str):
+                raise TypeError
+            return tuple(Attr("int")._coerce(v) for v in value)
+        if self.kind == "any":
+            return _plain(value)
+        return _KINDS[self.kind](value)
+
+
+InferFn = Callable[..., "TensorType | tuple[TensorType, ...]"]
+VjpFn = Callable[["Ops", "Vjp"], "Sequence[Sym | None]"]
+CostFn = Callable[[Sequence[TensorType | None], Sequence[TensorType], Mapping[str, Any]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Vjp:
+    """What a gradient rule sees: the forward node's handles and the gradients of its outputs.
+
+    ``grads[i]`` is None when output ``i`` does not reach the loss. ``needs[i]`` says whether
+    input ``i`` wants a gradient; a rule may return None for the others.
+    """
+
+    ins: tuple[Sym | None, ...]
+    outs: tuple[Sym, ...]
+    grads: tuple[Sym | None, ...]
+    attrs: Mapping[str, Any]
+    needs: tuple[bool, ...]
+
+    @property
+    def grad(self) -> Sym:
+        """The gradient of the first output, which a rule with one output always has."""
+        first = self.grads[0]
+        assert first is not None
+        return first
+
+    def arg(self, index: int) -> Sym:
+        """Input ``index``, which must be present."""
+        value = self.ins[index]
+        assert value is not None
+        return value
+
+    def has(self, index: int) -> bool:
+        return index < len(self.ins) and self.ins[index] is not None
+
+
+def _one_each(
+    ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Mapping[str, Any]
+) -> float:
+    return float(outs[0].numel)
+
+
+def elementwise_flops(per_element: float) -> CostFn:
+    """A cost rule: so many operations for each element of the first result."""
+    return lambda ins, outs, attrs: per_element * outs[0].numel
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """Everything an operator is.
+
+    * ``inputs``: names in order; ``"bias?"`` may be left out, ``"*xs"`` stands for any number.
+    * ``attrs``: name → :class:`Attr`. What changes numbers is an attribute, never a knob.
+    * ``infer(*types, **attrs)``: the result type(s), or a GraphError.
+    * ``reference(*tensors, **attrs)``: plain torch, right in float64; the ground truth.
+    * ``vjp(ops, v)``: gradients for each input, emitted as nodes through ``ops``.
+    * ``flops``: arithmetic of the least-work algorithm; bytes follow from the types.
+    * ``fusion``: its class. ``view``: torch may answer with a view of the first input.
+    * ``complete(types, attrs)``: attributes made canonical where that takes the types: axes
+      counted from 0, one stride per spatial dimension, no −1 in a shape. Applying it twice
+      changes nothing.
+    * ``samples()``: cases for tests, fuzzing and benchmarks.
+    """
+
+    name: str
+    doc: str
+    inputs: tuple[str, ...]
+    infer: InferFn
+    reference: Callable[..., Any]
+    fusion: Fusion
+    attrs: Mapping[str, Attr] = field(default_factory=dict)
+    vjp: VjpFn | None = None
+    flops: CostFn = _one_each
+    samples: Callable[[], Sequence[Sample]] = tuple
+    view: bool = False
+    complete: Callable[[Sequence[TensorType | None], dict[str, Any]], dict[str, Any]] | None = None
+
+    @property
+    def variadic(self) -> bool:
+        return self.inputs[-1:] != () and self.inputs[-1].startswith("*")
+
+    @property
+    def required(self) -> int:
+        """How many inputs must be given."""
+        return sum(not name.endswith("?") and not name.startswith("*") for name in self.inputs)
+
+    def cost(
+        self,
+        ins: Sequence[TensorType | None],
+        outs: Sequence[TensorType],
+        attrs: Mapping[str, Any],
+    ) -> Cost:
+        """Operations, and bytes with each input read once and each result written once."""
+        if self.view:
+            return Cost(0.0, 0, 0)
+        reads = sum(t.nbytes for t in ins if t is not None)
+        if self.name in GATHERING and ins[0] is not None:
+            reads += min(0, outs[0].nbytes - ins[0].nbytes)
+        return Cost(float(self.flops(ins, outs, attrs)), reads, sum(t.nbytes for t in outs))
+
+    def normalise(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """All attributes in schema order, defaults filled in, each in canonical form."""
+        unknown = [name for name in attrs if name not in self.attrs]
+        if unknown:
+            known = ", ".join(self.attrs) or "none"
+            raise GraphError(
+                f"{self.name} has no attribute {unknown[0]!r}", remedy=f"its attributes: {known}"
+            )
+        full = {}
+        for name, attr in self.attrs.items():
+            value = attrs.get(name, attr.default)
+            if value is REQUIRED:
+                raise GraphError(
+                    f"{self.name} needs the attribute {name!r}", remedy=attr.doc or f"{name}=…"
+                )
+            full[name] = attr.coerce(name, value)
+        return full
+
+    def check_arity(self, count: int) -> None:
+        if count < self.required or (count > len(self.inputs) and not self.variadic):
+            raise GraphError(
+                f"{self.name} takes inputs ({', '.join(self.inputs)}), {count} given",
+                remedy="give them in this order; leave out only those marked '?'",
+            )
+
+
+GATHERING = frozenset({"gather", "embedding", "index_select", "slice"})  # read what they return
+
+
+def promoted(*types: TensorType | None) -> DType:
+    """The element type of an elementwise result, by PyTorch's promotion rule."""
+    from deuteron.ir.dtype import promote
+
+    return promote(*((t.dtype, t.rank) for t in types if t is not None))
+
+
+def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The common shape, aligned at the right, sizes equal or 1."""
+    rank = max((len(s) for s in shapes), default=0)
+    out = [1] * rank
+    for shape in shapes:
+        for i, size in enumerate(shape, rank - len(shape)):
+            if out[i] == 1:
+                out[i] = size
+            elif size not in (1, out[i]):
+                listed = " and ".join(str(list(s)) for s in shapes)
+                raise GraphError(
+                    f"shapes {listed} do not broadcast: dimension {i - rank} is {out[i]} "
+                    f"and {size}",
+                    remedy="make the sizes equal, or 1 in one of them (reshape, expand)",
+                )
+    return tuple(out)
+
+
+def norm_axes(axes: Sequence[int] | None, rank: int, what: str = "axes") -> tuple[int, ...]:
+    """Axes counted from 0, sorted, each once; None means all."""
+    if axes is None:
+        return tuple(range(rank))
+    out = []
+    for axis in axes:
+        if not -rank <= axis < max(rank, 1):
+            raise GraphError(
+                f"{what} {axis} is out of range for rank {rank}",
+                remedy=f"use a number from {-rank} to {rank - 1}",
+            )
+        out.append(axis % rank if rank else 0)
+    if len(set(out)) != len(out):
+        raise GraphError(f"{what} {tuple(axes)} name one dimension twice")
+    return tuple(sorted(out)) if rank else ()

@@ -1,0 +1,366 @@
+"""Pooling over 1, 2 or 3 spatial dimensions: windows given by size, or by how many are wanted.
+
+Four poolings from one table, each with its gradient, and the maxima also with the places they
+come from. The gradient of an average needs only shapes; that of a maximum looks at x again to
+find the winners. One spatial dimension is computed as an image of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from operator import lt
+from typing import Any
+
+import torch
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import int64
+from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.conv import at_least, memory_order, ordered, per_dim, spatial_dims
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.matmul import one_dtype
+from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp
+from deuteron.ops.samples import Arg, Sample
+
+Types = Sequence[TensorType | None]
+
+_WINDOW = {
+    "kernel": Attr("ints", REQUIRED, "the window, one int or one per dimension"),
+    "stride": Attr("ints", None, "steps between windows; None means the kernel"),
+    "padding": Attr("ints", (0,), "positions added on both sides, at most half the kernel"),
+}
+_DILATION = Attr("ints", (1,), "distance between the taps of a window")
+_CEIL = Attr("bool", False, "also use a last window that hangs over the end")
+_SIZE = Attr("any", REQUIRED, "how many windows, one int or one per dimension; None keeps x's")
+_SHAPE = Attr("ints", REQUIRED, "the shape of x, whose gradient this is")
+
+_ATTRS: dict[str, dict[str, Attr]] = {
+    "max_pool": {**_WINDOW, "dilation": _DILATION, "ceil_mode": _CEIL},
+    "avg_pool": {
+        **_WINDOW,
+        "ceil_mode": _CEIL,
+        "count_include_pad": Attr("bool", True, "whether padding counts in the average"),
+        "divisor": Attr("int", None, "divide by this instead of the count"),
+    },
+    "adaptive_max_pool": {"size": _SIZE},
+    "adaptive_avg_pool": {"size": _SIZE},
+}
+
+# ---- attributes and shapes -------------------------------------------------------------------
+
+# Where nhwc in gives nhwc out, by number of spatial dimensions, as in PyTorch; (1, 2) elsewhere.
+_KEEPS = {
+    "max_pool": (2, 3),
+    "max_pool_with_indices": (1, 2, 3),
+    "max_pool_grad": (1, 2, 3),
+}
+
+
+def _order(op: str, t: TensorType) -> str:
+    return memory_order(t) if t.rank - 2 in _KEEPS.get(op, (1, 2)) else "contiguous"
+
+
+def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    x = types[-1]
+    assert x is not None
+    dims, full = spatial_dims(op, x), dict(attrs)
+    if "stride" in full:
+        full["stride"] = full["stride"] or full["kernel"]
+    for name in ("kernel", "stride", "padding", "dilation"):
+        if name in full:
+            full[name] = per_dim(op, name, full[name], dims)
+    if "size" in full:
+        size = full["size"]
+        entries = tuple(size) if isinstance(size, list | tuple) else (size,) * dims
+        if len(entries) != dims or any(type(n) not in (int, type(None)) for n in entries):
+            raise GraphError(
+                f"{op}: size={size!r} does not fit {dims} spatial dimensions",
+                remedy="give an int, or one per dimension, None where x keeps its own",
+            )
+        sizes = zip(entries, x.shape[2:], strict=True)
+        full["size"] = tuple(have if n is None else n for n, have in sizes)
+    return full
+
+
+def _filled(op: str, shape: Shape) -> None:
+    if 0 in shape[1:]:
+        raise GraphError(
+            f"{op}: x {list(shape)} is empty beside the batch",
+            remedy="only dimension 0 may have size 0",
+        )
+
+
+def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
+    """The shape after pooling, or a GraphError that says which window does not fit."""
+    _filled(op, shape)
+    if "size" in attrs:
+        at_least(op, 1, size=attrs["size"])
+        return (*shape[:2], *attrs["size"])
+    kernel, stride, padding = attrs["kernel"], attrs["stride"], attrs["padding"]
+    dilation = attrs.get("dilation", (1,) * len(kernel))
+    at_least(op, 1, kernel=kernel, stride=stride, dilation=dilation)
+    at_least(op, 0, padding=padding)
+    if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
+        raise GraphError(
+            f"{op}: padding={padding} is more than half of kernel={kernel}",
+            remedy="use less, or pad x before pooling",
+        )
+    if "avg" in op and len(kernel) == 3 and any(map(lt, shape[2:], kernel)):
+        raise GraphError(  # torch has no such kernel, whatever the padding
+            f"{op}: kernel={kernel} is larger than x {list(shape)}", remedy="pad x before pooling"
+        )
+    if attrs.get("divisor") == 0:
+        raise GraphError(f"{op}: divisor=0", remedy="leave it out to divide by the count")
+    ceil, sizes = attrs["ceil_mode"], []
+    for n, k, s, p, d in zip(shape[2:], kernel, stride, padding, dilation, strict=True):
+        room = n + 2 * p - d * (k - 1) - 1
+        out = (room + (s - 1 if ceil else 0)) // s + 1
+        # the last window must begin inside x or its left padding
+        sizes.append(out - 1 if ceil and (out - 1) * s >= n + p else out)
+    if min(sizes) < 1:
+        raise GraphError(
+            f"{op}: kernel={kernel} does not fit into x {list(shape)}",
+            remedy="use a smaller kernel or dilation, more padding, or ceil_mode=True",
+        )
+    return (*shape[:2], *sizes)
+
+
+def _matches(op: str, grad: TensorType, expected: Shape) -> None:
+    if grad.shape != expected:
+        raise GraphError(
+            f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}",
+            remedy="use the shape and attributes of the forward operator",
+        )
+
+
+def _infer(op: str) -> Callable[..., TensorType | tuple[TensorType, ...]]:
+    def forward(x: TensorType, **attrs: Any) -> TensorType | tuple[TensorType, ...]:
+        one_dtype(op, x=x)
+        y = TensorType.of(_pooled(op, x.shape, attrs), x.dtype, _order(op, x))
+        return (y, y.with_dtype(int64)) if op.endswith("indices") else y
+
+    def max_grad(grad: TensorType, x: TensorType, **attrs: Any) -> TensorType:
+        one_dtype(op, grad=grad, x=x)
+        _matches(op, grad, _pooled(op, x.shape, attrs))
+        return TensorType.of(x.shape, x.dtype, _order(op, x))
+
+    def avg_grad(grad: TensorType, shape: Shape, **attrs: Any) -> TensorType:
+        one_dtype(op, grad=grad)
+        if len(shape) != grad.rank:
+            raise GraphError(
+                f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank",
+                remedy="give the shape of the forward input",
+            )
+        _matches(op, grad, _pooled(op, shape, attrs or {"size": grad.shape[2:]}))
+        return TensorType.of(shape, grad.dtype, _order(op, grad))
+
+    if not op.endswith("grad"):
+        return forward
+    return avg_grad if "avg" in op else max_grad
+
+
+def _flops(op: str, ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
+    """One operation per tap of each window, there and back. Adaptive windows overlap where the
+    sizes do not divide, and are counted as they are."""
+    assert ins[0] is not None
+    x, y = (
+        (ins[0].shape, outs[0].shape) if not op.endswith("grad") else (outs[0].shape, ins[0].shape)
+    )
+    if "kernel" in attrs:
+        return float(prod(y) * prod(attrs["kernel"]))
+    taps = 1
+    for n, count in zip(x[2:], y[2:], strict=True):
+        taps *= sum(-(-(i + 1) * n // count) - i * n // count for i in range(count))
+    return float(prod(x[:2]) * taps)
+
+
+# ---- references ------------------------------------------------------------------------------
+
+_KERNELS = {
+    "max_pool": ("max_pool{}d_with_indices", "max_pool{}d_with_indices_backward"),
+    "avg_pool": ("avg_pool{}d", "avg_pool{}d_backward"),
+    "adaptive_max_pool": ("adaptive_max_pool{}d", "adaptive_max_pool{}d_backward"),
+    "adaptive_avg_pool": ("adaptive_avg_pool{}d", "_adaptive_avg_pool{}d_backward"),
+}
+
+
+def _kernel(base: str, t: torch.Tensor, back: bool = False) -> Callable[..., Any]:
+    name = _KERNELS[base][back].format(max(t.ndim - 2, 2))
+    found: Callable[..., Any] = getattr(torch.ops.aten, name)
+    return found
+
+
+def _image(t: torch.Tensor) -> torch.Tensor:
+    """One row is an image of height 1."""
+    return t.unsqueeze(2) if t.ndim == 3 else t
+
+
+def _args(base: str, attrs: Mapping[str, Any]) -> list[Any]:
+    """The attributes as the kernels take them, for an image where x is a row."""
+    args = []
+    for name in _ATTRS[base]:
+        value = attrs[name]
+        if isinstance(value, tuple) and len(value) == 1:
+            value = (0 if name == "padding" else 1, *value)
+        args.append(value)
+    return args
+
+
+def _back(op: str, like: torch.Tensor, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Results as rows again where ``like`` is, in the memory order that inference promises."""
+    order = _order(op, TensorType.from_tensor(like))
+    return tuple(ordered(r.squeeze(2) if like.ndim == 3 else r, order) for r in results)
+
+
+def _reference(op: str, base: str) -> Callable[..., Any]:
+    def forward(x: torch.Tensor, **attrs: Any) -> Any:
+        found = _kernel(base, x)(_image(x), *_args(base, attrs))
+        if op.endswith("indices"):
+            return _back(op, x, *found)
+        return _back(op, x, found[0] if isinstance(found, tuple) else found)[0]
+
+    def max_grad(grad: torch.Tensor, x: torch.Tensor, **attrs: Any) -> torch.Tensor:
+        args = _args(base, attrs)
+        _, where = _kernel(base, x)(_image(x), *args)
+        rest = [where] if "size" in attrs else [*args, where]
+        return _back(op, x, _kernel(base, x, back=True)(_image(grad), _image(x), *rest))[0]
+
+    def avg_grad(grad: torch.Tensor, shape: Shape, **attrs: Any) -> torch.Tensor:
+        x = _image(grad.new_empty(shape))  # only its shape is looked at
+        rest = _args(base, attrs) if attrs else []
+        return _back(op, grad, _kernel(base, grad, back=True)(_image(grad), x, *rest))[0]
+
+    if not op.endswith("grad"):
+        return forward
+    return avg_grad if "avg" in op else max_grad
+
+
+# ---- gradients -------------------------------------------------------------------------------
+
+
+def _max_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
+    return [None if v.grads[0] is None else b.call(f"{base}_grad", v.grad, v.arg(0), **v.attrs)]
+
+
+def _max_grad_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
+    """Linear in the gradient, which each winner hands back to its window; flat in x."""
+    grad, x, back = v.arg(0), v.arg(1), None
+    if v.needs[0]:
+        _, where = b.call(f"{base}_with_indices", x, **v.attrs)
+        flat = b.reshape(v.grad, shape=(*x.shape[:2], prod(x.shape[2:])))
+        places = b.reshape(where, shape=(*x.shape[:2], prod(grad.shape[2:])))
+        back = b.reshape(b.gather(flat, places, axis=2), shape=grad.shape)
+    return [back, b.zeros(x.type) if v.needs[1] else None]
+
+
+def _avg_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
+    shape, attrs = v.arg(0).shape, dict(v.attrs)
+    size = attrs.pop("size", None)
+    if size is not None and prod(size) == 1:  # a mean: all have the same share
+        return [b.expand(v.grad * (1.0 / prod(shape[2:])), shape=shape)]
+    return [b.call(f"{base}_grad", v.grad, shape=shape, **attrs)]
+
+
+def _avg_grad_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
+    attrs = {"size": v.arg(0).shape[2:], **v.attrs}
+    return [b.call(base, v.grad, **{name: attrs[name] for name in _ATTRS[base]})]
+
+
+# ---- samples and the table -------------------------------------------------------------------
+
+Case = tuple[Shape, Shape, str, dict[str, Any]]  # shape of x and of the result, layout, attributes
+
+_WINDOW_CASES: tuple[Case, ...] = (
+    ((2, 3, 6, 5), (2, 3, 3, 2), "contiguous", {"kernel": 2}),
+    ((1, 2, 7, 6), (1, 2, 4, 2), "sliced", {"kernel": (3, 2), "stride": (2, 3), "padding": (1, 0)}),
+    ((1, 2, 6, 5), (1, 2, 4, 3), "transposed",
+     {"kernel": 3, "stride": 2, "padding": 1, "ceil_mode": True}),
+    ((2, 3, 5, 5), (2, 3, 3, 3), "nhwc", {"kernel": 3, "stride": 2, "padding": 1}),
+    ((2, 3, 8), (2, 3, 4), "contiguous", {"kernel": 3, "stride": 2, "padding": 1}),
+    ((2, 3, 5), (2, 3, 3), "nhwc", {"kernel": 2, "ceil_mode": True}),
+    ((1, 2, 4, 3, 4), (1, 2, 3, 2, 3), "nhwc", {"kernel": 2, "stride": 1}),
+    ((2, 2, 1, 1), (2, 2, 1, 1), "contiguous", {"kernel": 1}),
+    ((0, 3, 4, 4), (0, 3, 2, 2), "contiguous", {"kernel": 2}),
+)  # fmt: skip
+_ADAPTIVE_CASES: tuple[Case, ...] = (
+    ((2, 3, 6, 5), (2, 3, 2, 2), "contiguous", {"size": 2}),
+    ((2, 3, 5, 4), (2, 3, 3, 4), "nhwc", {"size": (3, None)}),
+    ((2, 3, 4, 5), (2, 3, 1, 1), "nhwc", {"size": 1}),
+    ((1, 2, 3, 4), (1, 2, 5, 3), "transposed", {"size": (5, 3)}),
+    ((2, 3, 7), (2, 3, 3), "contiguous", {"size": (3,)}),
+    ((2, 3, 7), (2, 3, 2), "nhwc", {"size": 2}),
+    ((1, 2, 4, 3, 5), (1, 2, 2, 2, 3), "nhwc", {"size": (2, 2, 3)}),
+    ((0, 3, 4, 4), (0, 3, 2, 2), "contiguous", {"size": 2}),
+)
+_OWN_CASES: dict[str, tuple[Case, ...]] = {
+    "max_pool": (((1, 2, 6, 6), (1, 2, 3, 3), "nhwc", {"kernel": 2, "dilation": 3, "stride": 1}),),
+    "avg_pool": (
+        ((1, 2, 5, 5), (1, 2, 3, 3), "nhwc",
+         {"kernel": 3, "stride": 2, "padding": 1, "count_include_pad": False}),
+        ((2, 2, 5), (2, 2, 2), "contiguous", {"kernel": 2, "divisor": 3}),
+    ),
+}  # fmt: skip
+
+
+def _samples(op: str, base: str) -> list[Sample]:
+    """The shared cases and the operator's own, as inputs of it or of its gradient."""
+    kind = "distinct" if "max" in base else "normal"
+    found = []
+    shared = _ADAPTIVE_CASES if "adaptive" in base else _WINDOW_CASES
+    for shape, result, layout, attrs in (*shared, *_OWN_CASES.get(base, ())):
+        x = Arg(shape, kind, layout=layout)
+        if not op.endswith("grad"):
+            found.append(Sample((x,), attrs))
+        elif kind == "distinct":
+            found.append(Sample((Arg(result), x), attrs))
+        else:
+            rest = {name: value for name, value in attrs.items() if name != "size"}
+            found.append(Sample((Arg(result, layout=layout),), {"shape": shape, **rest}))
+    if not op.endswith("grad"):
+        odd = {"size": 2} if "adaptive" in base else {"kernel": 2}
+        found.append(Sample((Arg((1, 3, 5, 5), "extreme"),), odd, grad=False, note="extreme"))
+    return found
+
+
+def _define(base: str, role: str, doc: str) -> OpDef:
+    op, maximum, grad = base + role, "max" in base, role == "_grad"
+    attrs = _ATTRS[base]
+    if grad and not maximum:
+        attrs = {"shape": _SHAPE, **{name: a for name, a in attrs.items() if name != "size"}}
+    rules = (_max_vjp, _max_grad_vjp) if maximum else (_avg_vjp, _avg_grad_vjp)
+    return OpDef(
+        name=op,
+        doc=doc,
+        inputs=(("grad", "x") if maximum else ("grad",)) if grad else ("x",),
+        attrs=attrs,
+        complete=partial(_complete, op),
+        infer=_infer(op),
+        reference=_reference(op, base),
+        fusion=Fusion.OPAQUE if grad else Fusion.REDUCTION,
+        vjp=partial(rules[grad], base),
+        flops=partial(_flops, op),
+        samples=partial(_samples, op, base),
+    )
+
+
+OPS = tuple(
+    _define(base, role, doc)
+    for base, role, doc in (
+        ("max_pool", "", "The largest element of each window of x [N, C, ...]; nan wins."),
+        ("max_pool", "_with_indices",
+         "The largest element of each window, and its place in the flattened image as int64."),
+        ("max_pool", "_grad", "The gradient of max_pool: each window's goes to its winner in x."),
+        ("avg_pool", "", "The mean of each window of x [N, C, ...]."),
+        ("avg_pool", "_grad", "The gradient of avg_pool: each window's is shared out evenly."),
+        ("adaptive_max_pool", "", "The largest elements of ``size`` windows that cover x."),
+        ("adaptive_max_pool", "_with_indices",
+         "The largest elements of ``size`` windows that cover x, and their places as int64."),
+        ("adaptive_max_pool", "_grad",
+         "The gradient of adaptive_max_pool: each window's goes to its winner in x."),
+        ("adaptive_avg_pool", "", "The means of ``size`` windows that cover x [N, C, ...]."),
+        ("adaptive_avg_pool", "_grad",
+         "The gradient of adaptive_avg_pool: each window's is shared out evenly."),
+    )
+)  # fmt: skip

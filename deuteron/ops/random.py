@@ -1,0 +1,116 @@
+"""Random numbers that are functions: the same seed and place give the same bits everywhere.
+
+A generator with a state would give each device, each tiling and each fusion its own numbers.
+Here a random word depends on nothing but the seed and the element's place in row-major order,
+so a mask is never stored: the backward pass computes it again, fused or not, on any device.
+
+With 32-bit words that wrap around, ``lo``/``hi`` the halves of a 64-bit number, and i the place::
+
+    a = mix(lo(seed) + GOLDEN)                  once per call
+    b = mix(a ^ hi(seed))
+    c = mix(b ^ hi(i))                          constant within 2³² elements
+    word(seed, i) = mix(mix(lo(i) ^ c) + b)     two rounds per element
+
+    mix(h): h ^= h >> 16;  h *= FIRST;  h ^= h >> 15;  h *= SECOND;  h ^= h >> 16
+
+Two rounds with two keys, because after one the masks of two seeds would be permutations of each
+other. The upper 24 bits of a word, compared with :func:`cutoff`, decide.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import int64
+from deuteron.ir.types import TensorType
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
+from deuteron.ops.samples import Arg, Sample
+
+GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+BITS = 24  # of each word that take part: they fit a signed 32-bit integer and a float32
+_WORD = 0xFFFFFFFF
+
+
+def mix(h: torch.Tensor) -> torch.Tensor:
+    """A bijection on 32-bit words, held in int64, that flips each result bit half the time."""
+    h = h ^ (h >> 16)
+    h = (h * FIRST) & _WORD
+    h = h ^ (h >> 15)
+    h = (h * (SECOND - 2**32)) & _WORD  # the same modulo 2³², and |product| < 2⁶³
+    return h ^ (h >> 16)
+
+
+def words(seed: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Random 32-bit words, as int64, for a rank-0 int64 seed and int64 places."""
+    a = mix(((seed & _WORD) + GOLDEN) & _WORD)
+    b = mix(a ^ ((seed >> 32) & _WORD))
+    c = mix(b ^ ((place >> 32) & _WORD))
+    return mix((mix((place & _WORD) ^ c) + b) & _WORD)
+
+
+def cutoff(p: float) -> int:
+    """An element is dropped when the upper 24 bits of its word are below this."""
+    return round(p * (1 << BITS))
+
+
+def keep_mask(shape: tuple[int, ...], seed: torch.Tensor, p: float) -> torch.Tensor:
+    """Which elements of a tensor of this shape survive, as bool, on the device of ``seed``."""
+    place = torch.arange(torch.Size(shape).numel(), device=seed.device).reshape(shape)
+    return (words(seed, place) >> (32 - BITS)) >= cutoff(p)
+
+
+def _infer(x: TensorType, seed: TensorType, p: float) -> TensorType:
+    if not 0.0 <= p <= 1.0:
+        raise GraphError(f"p={p} is not a probability", remedy="use a number from 0 to 1")
+    if (seed.rank, seed.dtype) != (0, int64):
+        raise GraphError(f"the seed is {seed}, not one int64", remedy="give a rank-0 int64 tensor")
+    if not x.dtype.is_float:
+        raise GraphError(
+            f"dropout of {x.dtype.name} is not defined", remedy='cast(x, dtype="f32") first'
+        )
+    return x.dense_like()
+
+
+def _reference(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+    keep = keep_mask(tuple(x.shape), seed.to(x.device), p)
+    scaled = x * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    return scaled.masked_fill_(~keep, 0.0)  # in place: the memory order of x stays
+
+
+def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    grad: Sym = b.dropout(v.grad, v.arg(1), p=v.attrs["p"])
+    return [grad, None]
+
+
+DROPOUT = OpDef(
+    name="dropout",
+    doc="Each element is zero with probability p, else x / (1 − p). Which ones depends only on the "
+    "seed and on their place in row-major order: equal on every device, whatever the strides.",
+    inputs=("x", "seed"),
+    attrs={"p": Attr("float", 0.5, "the probability of a zero, from 0 to 1")},
+    infer=_infer,
+    reference=_reference,
+    fusion=Fusion.BROADCAST,
+    vjp=_vjp,
+    flops=elementwise_flops(16),
+    samples=lambda: tuple(
+        Sample((Arg(shape, kind, layout=layout), Arg((), "index", high=1 << 20)), {"p": p}, grad)
+        for shape, kind, layout, p, grad in (
+            ((3, 5), "normal", "contiguous", 0.5, True),
+            ((3, 5), "normal", "contiguous", 0.0, True),
+            ((3, 5), "normal", "contiguous", 1.0, True),
+            ((), "normal", "contiguous", 0.1, True),
+            ((0, 4), "normal", "contiguous", 0.1, True),
+            ((1, 1, 7), "normal", "contiguous", 0.9, True),
+            ((3, 5), "normal", "transposed", 0.3, True),
+            ((3, 5), "normal", "sliced", 0.3, True),
+            ((3, 5), "normal", "expanded", 0.3, True),
+            ((2, 3, 4, 5), "normal", "nhwc", 0.25, True),
+            ((33,), "extreme", "contiguous", 0.5, False),
+        )
+    ),
+)
+
+OPS = (DROPOUT,)

@@ -1,0 +1,461 @@
+"""Reductions: elements along some axes meet in one. Results are contiguous.
+
+16-bit floats are summed in float32 and rounded once at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import DType, bool_, int32, int64
+from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.movement import (
+    AXIS,
+    NHWC,
+    ROW,
+    SAME,
+    SLICED,
+    TURNED,
+    Types,
+    cases,
+    check_index,
+    first,
+    with_axis,
+)  # fmt: skip
+from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, norm_axes
+from deuteron.ops.samples import Arg, Sample
+
+Grad = Callable[[Ops, Vjp], Any]
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+def input_flops(per_element: float) -> CostFn:
+    """A cost rule: so many operations for each element of the first input."""
+    return lambda ins, outs, attrs: per_element * (ins[0].numel if ins[0] is not None else 0)
+
+
+def reduced_shape(shape: Shape, axes: Sequence[int], keepdim: bool) -> Shape:
+    """``shape`` with ``axes`` gone, or of size 1."""
+    kept = ((1 if i in axes else n, i) for i, n in enumerate(shape))
+    return tuple(n for n, i in kept if keepdim or i not in axes)
+
+
+def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    x, axes = first(types), attrs["axes"]
+    if axes == () and x.rank:
+        raise GraphError("axes=() names no dimension", remedy="leave axes out to reduce over all")
+    return attrs | {"axes": norm_axes(axes, x.rank)}
+
+
+def _count(v: Vjp) -> int:
+    """How many elements meet in one."""
+    return math.prod(v.arg(0).shape[a] for a in v.attrs["axes"])
+
+
+def _spread(b: Ops, v: Vjp, value: Sym) -> Any:
+    """A reduced ``value`` with its axes back, as sizes of 1."""
+    shape = reduced_shape(v.arg(0).shape, v.attrs["axes"], True)
+    return value if value.shape == shape else b.reshape(value, shape=shape)
+
+
+def _sum_grad(b: Ops, v: Vjp) -> Any:
+    return b.expand(_spread(b, v, v.grad), shape=v.arg(0).shape)
+
+
+def _mean_grad(b: Ops, v: Vjp) -> Any:
+    each = _spread(b, v, v.grad) * (1.0 / max(_count(v), 1))
+    return b.expand(each, shape=v.arg(0).shape)
+
+
+def _prod_grad(b: Ops, v: Vjp) -> Any:
+    """g · (product of the others). With one zero in a group only that element has any; with
+    two or more, none has. No division by zero takes place."""
+    x, grad = b.upcast(v.arg(0)), _spread(b, v, b.upcast(v.grad))
+    how = {"axes": v.attrs["axes"], "keepdim": True}
+    is_zero = b.eq(x, 0.0)
+    safe = b.where(is_zero, 1.0, x)
+    zeros, rest = b.sum(is_zero, **how), grad * b.prod(safe, **how)
+    at_zero, elsewhere = b.where(b.eq(zeros, 1), rest, 0.0), b.where(b.eq(zeros, 0), rest, 0.0)
+    return b.where(is_zero, at_zero, elsewhere / safe)
+
+
+def _extreme_grad(b: Ops, v: Vjp) -> Any:
+    """Shared evenly among all elements that reach the extreme."""
+    grad = _spread(b, v, b.upcast(v.grad))
+    hit = b.to(b.eq(v.arg(0), _spread(b, v, v.outs[0])), grad.dtype)
+    return hit * (grad / b.sum(hit, axes=v.attrs["axes"], keepdim=True))
+
+
+def _var_grad(b: Ops, v: Vjp) -> Any:
+    x, freedom = b.upcast(v.arg(0)), _count(v) - v.attrs["correction"]
+    scale = 2.0 / freedom if freedom > 0 else math.nan
+    centred = x - b.mean(x, axes=v.attrs["axes"], keepdim=True)
+    return centred * (_spread(b, v, b.upcast(v.grad)) * scale)
+
+
+def _prod_reference(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor:
+    out = x.float() if x.dtype in _LOW else x
+    for axis in reversed(axes):
+        out = torch.prod(out, axis, keepdim)
+    # without axes nothing was computed yet, and a result is never its input's memory
+    return out.to(x.dtype if x.is_floating_point() else torch.int64, copy=not axes)
+
+
+def _var_reference(x: torch.Tensor, axes: Shape, keepdim: bool, correction: int) -> torch.Tensor:
+    return torch.var(x, dim=axes, keepdim=keepdim, correction=correction)
+
+
+def _widened(name: str, x: TensorType) -> DType:
+    return x.dtype if x.dtype.is_float else int64
+
+
+def _same(name: str, x: TensorType) -> DType:
+    return x.dtype
+
+
+def _only_float(name: str, x: TensorType) -> DType:
+    if not x.dtype.is_float:
+        raise GraphError(
+            f"{name} of {x.dtype.name} is not defined", remedy='cast first: cast(x, dtype="f32")'
+        )
+    return x.dtype
+
+
+def _always_bool(name: str, x: TensorType) -> DType:
+    return bool_
+
+
+def _infer(
+    name: str, result: Callable[[str, TensorType], DType], empty: bool
+) -> Callable[..., TensorType]:
+    def infer(x: TensorType, axes: Shape, keepdim: bool, correction: int = 0) -> TensorType:
+        gone = [a for a in axes if x.shape[a] == 0]
+        if gone and not empty:
+            raise GraphError(
+                f"{name} over axis {gone[0]} of {list(x.shape)}, which is empty, has no answer",
+                remedy="reduce over other axes, or leave empty tensors out",
+            )
+        if correction < 0:
+            raise GraphError(f"correction={correction} is negative", remedy="use 0 or 1")
+        return TensorType.of(reduced_shape(x.shape, axes, keepdim), result(name, x))
+
+    return infer
+
+
+def _vjp(grad: Grad | None) -> Callable[[Ops, Vjp], list[Sym | None]]:
+    if grad is None:
+        return lambda b, v: [None]
+    return lambda b, v: [b.to(grad(b, v), v.arg(0).dtype) if v.needs[0] else None]
+
+
+def _samples(kind: str, empty: bool, extra: tuple[Sample, ...] = ()) -> tuple[Sample, ...]:
+    def case(shape: Shape, axes: Shape | None, keepdim: bool = False, **how: Any) -> Sample:
+        return Sample((Arg(shape, kind, **how),), {"axes": axes, "keepdim": keepdim})
+
+    return (
+        case((3, 5), None),
+        case((3, 5), (1,)),
+        case((3, 5), (0,), True),
+        case((2, 3, 4), (-1, 0)),
+        case((), None),
+        case((0, 4), (0,) if empty else (1,), empty),
+        case((1, 1, 7), (1, 2)),
+        case((4, 5), (0,), layout="transposed"),
+        case((4, 5), (1,), layout="sliced"),
+        case((4, 5), (1,), layout="expanded"),
+        case((2, 3, 4, 5), (2, 3), True, layout="nhwc"),
+        case((2, 3, 4, 5), (1,), layout="nhwc"),
+        *extra,
+    )
+
+
+_WHOLE = Sample((Arg((3, 4), dtype="i32"),), {"axes": 1}, grad=False)
+_BOOLS = Sample((Arg((3, 4), "bool"),), {"axes": 0}, grad=False)
+_ZEROS = Sample((Arg((4, 3), "index", dtype="f64", high=3),), {"axes": 1}, note="zeros")
+_ODD = Sample((Arg((33,), "extreme"),), grad=False, note="extreme")
+
+
+_AXES: Mapping[str, Attr] = {
+    "axes": Attr("ints", None, "the axes to reduce over; None for all"),
+    "keepdim": Attr("bool", False, "whether reduced axes stay, with size 1"),
+}
+
+
+def _dims(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x, axes, keepdim: fn(x, dim=axes, keepdim=keepdim)
+
+
+_REDUCE: tuple[
+    tuple[
+        str, Callable[..., Any], Grad | None, Callable[..., DType], bool, float, str,
+        tuple[Sample, ...], str,
+    ],
+    ...,
+] = (
+    # name, reference, gradient, element type, defined over nothing, operations per element,
+    # sample data, further samples, what it is
+    ("sum", _dims(torch.sum), _sum_grad, _widened, True, 1, "normal", (_WHOLE, _BOOLS),
+     "the sum; integers and booleans add up to int64"),
+    ("mean", _dims(torch.mean), _mean_grad, _only_float, True, 1, "normal", (_ODD,),
+     "the mean"),
+    ("prod", _prod_reference, _prod_grad, _widened, True, 1, "normal", (_WHOLE, _ZEROS),
+     "the product; integers and booleans multiply to int64"),
+    ("max", _dims(torch.amax), _extreme_grad, _same, False, 1, "distinct", (_WHOLE, _ODD),
+     "the largest element; nan wins, and ties share the gradient evenly"),
+    ("min", _dims(torch.amin), _extreme_grad, _same, False, 1, "distinct", (_WHOLE, _BOOLS),
+     "the smallest element; nan wins, and ties share the gradient evenly"),
+    ("any", lambda x, axes, keepdim: torch.any(x.bool(), axes, keepdim), None, _always_bool,
+     True, 1, "bool", (_WHOLE,), "whether some element is not zero"),
+    ("all", lambda x, axes, keepdim: torch.all(x.bool(), axes, keepdim), None, _always_bool,
+     True, 1, "bool", (_ODD,), "whether no element is zero"),
+)  # fmt: skip
+
+REDUCE = tuple(
+    OpDef(
+        name=name,
+        doc=f"Along the axes: {doc}.",
+        inputs=("x",),
+        attrs=_AXES,
+        complete=_complete,
+        infer=_infer(name, result, empty),
+        reference=fn,
+        fusion=Fusion.REDUCTION,
+        vjp=_vjp(grad),
+        flops=input_flops(flops),
+        samples=partial(_samples, kind, empty, extra),
+    )
+    for name, fn, grad, result, empty, flops, kind, extra, doc in _REDUCE
+)
+
+# ---- variance, and where the extremes are ------------------------------------------------------
+
+VAR = OpDef(
+    name="var",
+    doc="The variance along the axes: squared distances from the mean, summed and divided by "
+    "(count − correction). Nan where the count is not larger than the correction.",
+    inputs=("x",),
+    attrs={**_AXES, "correction": Attr("int", 1, "1 for samples, 0 for whole populations")},
+    complete=_complete,
+    infer=_infer("var", _only_float, True),
+    reference=_var_reference,
+    fusion=Fusion.REDUCTION,
+    vjp=_vjp(_var_grad),
+    flops=input_flops(4),
+    samples=lambda: (
+        *(
+            replace(s, attrs={**s.attrs, "correction": i % 2})
+            for i, s in enumerate(_samples("normal", False))
+            if s.attrs["axes"] or s.inputs[0] != Arg(())
+        ),
+        Sample((Arg((4, 5), "offset"),), {"axes": 1}),
+        Sample((Arg(()),), {"correction": 0}),
+    ),
+)
+
+
+def _arg_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    x, axis = first(types), attrs["axis"]
+    if axis is not None:
+        axis = (*norm_axes((axis,), x.rank, "axis"), 0)[0]
+    return attrs | {"axis": axis}
+
+
+def _arg_infer(name: str) -> Callable[..., TensorType]:
+    def infer(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
+        if x.dtype == bool_:
+            raise GraphError(
+                f"{name} of bool is not defined", remedy='cast first: cast(x, dtype="u8")'
+            )
+        axes = tuple(range(x.rank)) if axis is None else (axis,)[: x.rank]
+        if any(x.shape[a] == 0 for a in axes):
+            raise GraphError(
+                f"{name} over an empty axis of {list(x.shape)} has no answer",
+                remedy="choose another axis, or leave empty tensors out",
+            )
+        return TensorType.of(reduced_shape(x.shape, axes, keepdim), int64)
+
+    return infer
+
+
+ARG = tuple(
+    OpDef(
+        name=name,
+        doc=f"Where the {what} element along the axis is, as int64: the first of equals; nan "
+        "wins. With axis=None the place in the flattened tensor.",
+        inputs=("x",),
+        attrs={
+            "axis": Attr("int", None, "the axis to search along; None for all"),
+            "keepdim": _AXES["keepdim"],
+        },
+        complete=_arg_complete,
+        infer=_arg_infer(name),
+        reference=fn,
+        fusion=Fusion.REDUCTION,
+        vjp=_vjp(None),
+        flops=input_flops(1),
+        samples=lambda: (
+            replace(_ODD, attrs={"axis": 0}), replace(_WHOLE, attrs={"axis": 0}),
+            *cases(
+                "axis keepdim", ((3, 5), ROW), ((3, 5), ROW, None, True), ((3, 5), ROW, -1),
+                ((2, 3, 4), ROW, 1, True), ((), ROW), ((), ROW, 0), ((0, 4), ROW, 1),
+                ((4, 5), TURNED, 0), ((4, 5), SLICED, 1), ((2, 3, 4, 5), NHWC, 1),
+            ),
+        ),
+    )
+    for name, fn, what in (
+        ("argmax", lambda x, axis, keepdim: torch.argmax(x, axis, keepdim), "largest"),
+        ("argmin", lambda x, axis, keepdim: torch.argmin(x, axis, keepdim), "smallest"),
+    )
+)  # fmt: skip
+
+# ---- by index: elements that share an index meet ------------------------------------------------
+
+
+def _scatter_add_infer(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
+    check_index(index, int64)
+    if index.shape != src.shape or len(shape) != src.rank or any(n < 0 for n in shape):
+        raise GraphError(
+            f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)} do not fit",
+            remedy="index and src must be of one shape, and of the rank of shape",
+        )
+    if any(i > n and d != axis for d, (i, n) in enumerate(zip(src.shape, shape, strict=True))):
+        raise GraphError(
+            f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}",
+            remedy=f"only along axis {axis} may src be the larger one",
+        )
+    return TensorType.of(shape, src.dtype)
+
+
+def _scatter_add_reference(
+    index: torch.Tensor, src: torch.Tensor, shape: Shape, axis: int
+) -> torch.Tensor:
+    wide = src.float() if src.dtype in _LOW else src
+    out = torch.zeros(shape, dtype=wide.dtype, device=src.device)
+    return out.scatter_add(axis, index, wide).to(src.dtype)
+
+
+SCATTER_ADD = OpDef(
+    name="scatter_add",
+    doc="Zeros of the given shape, and each element of src added where index says along the axis: "
+    "the gradient of gather.",
+    inputs=("index", "src"),
+    attrs={"shape": Attr("ints", doc="the sizes of the result"), "axis": AXIS},
+    complete=with_axis,
+    infer=_scatter_add_infer,
+    reference=_scatter_add_reference,
+    fusion=Fusion.OPAQUE,
+    vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
+    flops=input_flops(1),
+    samples=lambda: tuple(
+        Sample((Arg(i, "index", high=s[a]), Arg(i, layout=order)), {"shape": s, "axis": a})
+        for i, order, s, a in (
+            ((6, 3), ROW, (4, 3), 0), ((2, 5), ROW, (4, 3), -1), ((0,), ROW, (5,), 0),
+            ((4, 2), TURNED, (4, 3), 1), ((1, 3), SLICED, (4, 3), 0), ((5, 3), SAME, (1, 3), 0),
+            ((2, 1, 2, 2), NHWC, (2, 3, 2, 2), 1),
+        )
+    ),
+)  # fmt: skip
+
+
+def _embedding_infer(weight: TensorType, index: TensorType, padding_idx: int) -> TensorType:
+    check_index(index, int64, int32)
+    if weight.rank != 2:
+        raise GraphError(f"weight has rank {weight.rank}, not 2", remedy="use [rows, features]")
+    if not -1 <= padding_idx < weight.shape[0]:
+        raise GraphError(
+            f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows",
+            remedy="count from 0; -1 means no padding row",
+        )
+    return TensorType.of((*index.shape, weight.shape[1]), weight.dtype)
+
+
+EMBEDDING = OpDef(
+    name="embedding",
+    doc="The rows of weight that index names. The row padding_idx receives no gradient; -1 means "
+    "no such row.",
+    inputs=("weight", "index"),
+    fusion=Fusion.INJECTIVE,
+    flops=lambda ins, outs, attrs: 0.0,
+    attrs={"padding_idx": Attr("int", -1, "the row without a gradient, or -1")},
+    infer=_embedding_infer,
+    reference=lambda weight, index, padding_idx: F.embedding(index, weight),
+    vjp=lambda b, v: [
+        b.embedding_grad(v.grad, v.arg(1), v.arg(0).shape[0], v.attrs["padding_idx"]), None
+    ],
+    samples=lambda: tuple(
+        Sample((Arg(w, layout=layout), Arg(i, "index", dt, high=w[0])), {"padding_idx": p}, p < 0)
+        for w, layout, i, dt, p in (
+            ((5, 3), ROW, (2, 4), None, -1), ((5, 3), ROW, (2, 4), None, 2),
+            ((5, 3), ROW, (), None, -1), ((5, 3), ROW, (0, 2), None, -1),
+            ((5, 3), TURNED, (4,), "i32", -1), ((5, 4), SLICED, (3, 1), None, -1),
+        )
+    ),
+)  # fmt: skip
+
+
+def _embedding_grad_infer(
+    grad: TensorType, index: TensorType, rows: int, padding_idx: int
+) -> TensorType:
+    if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
+        raise GraphError(
+            f"grad {list(grad.shape)} does not fit index {list(index.shape)}",
+            remedy="grad has the shape of index and one more dimension, the features",
+        )
+    _only_float("embedding_grad", grad)
+    weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
+    _embedding_infer(weight, index, padding_idx)
+    return weight
+
+
+def _embedding_grad_reference(
+    grad: torch.Tensor, index: torch.Tensor, rows: int, padding_idx: int
+) -> torch.Tensor:
+    wide = grad.float() if grad.dtype in _LOW else grad
+    out: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+        wide, index, rows, padding_idx, False
+    )
+    return out.to(grad.dtype)
+
+
+def _embedding_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    index, padding = v.arg(1), v.attrs["padding_idx"]
+    grad = b.embedding(v.grad, index)
+    if padding >= 0:
+        counts = b.reshape(b.ne(index, padding), (*index.shape, 1))
+        grad = b.where(counts, grad, 0.0)
+    return [grad, None]
+
+
+EMBEDDING_GRAD = OpDef(
+    name="embedding_grad",
+    doc="The gradient of embedding for its weight: rows of grad added up by index, always in the "
+    "same order. The row padding_idx stays zero.",
+    inputs=("grad", "index"),
+    attrs={"rows": Attr("int", doc="how many rows weight has"), **EMBEDDING.attrs},
+    infer=_embedding_grad_infer,
+    reference=_embedding_grad_reference,
+    fusion=Fusion.OPAQUE,
+    vjp=_embedding_grad_vjp,
+    flops=input_flops(1),
+    samples=lambda: tuple(
+        Sample((Arg(g, layout=order), Arg(g[:-1], "index", dt, high=5)),
+               {"rows": 5, "padding_idx": p})
+        for g, order, dt, p in (
+            ((2, 4, 3), ROW, None, -1), ((9, 3), ROW, None, 2), ((3,), ROW, None, -1),
+            ((0, 2, 3), ROW, None, -1), ((4, 3), TURNED, "i32", -1), ((4, 3), SLICED, None, 0),
+            ((4, 3), SAME, None, -1),
+        )
+    ),
+)  # fmt: skip
+
+OPS = (*REDUCE, VAR, *ARG, SCATTER_ADD, EMBEDDING, EMBEDDING_GRAD)

@@ -1,0 +1,399 @@
+"""Images at another resolution: resize, the pixel shuffles, and sampling at given places.
+
+Resizing takes the size wanted, or scale factors; PyTorch computes sample positions from the
+factors themselves when they are given, so they stay in the node beside the size they lead to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import ceil, isfinite
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from deuteron.errors import GraphError
+from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.conv import at_least, memory_order, ordered, per_dim, spatial_dims
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.matmul import one_dtype
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
+from deuteron.ops.samples import Arg, Sample
+
+Types = Sequence[TensorType | None]
+
+# ---- resize ----------------------------------------------------------------------------------
+
+# mode → its spatial dimensions, the elements read per dimension, the kernel of its gradient
+_MODES: dict[str, tuple[tuple[int, ...], int, str]] = {
+    "nearest": ((1, 2, 3), 1, "upsample_nearest{}d"),
+    "nearest-exact": ((1, 2, 3), 1, "_upsample_nearest_exact{}d"),
+    "linear": ((1,), 2, "upsample_linear{}d"),
+    "bilinear": ((2,), 2, "upsample_bilinear{}d"),
+    "trilinear": ((3,), 2, "upsample_trilinear{}d"),
+    "bicubic": ((2,), 4, "upsample_bicubic{}d"),
+    "area": ((1, 2, 3), 1, ""),
+}
+_BLENDING = ("linear", "bilinear", "trilinear", "bicubic")
+_ONLY_FOR = {"align_corners": _BLENDING, "antialias": ("bilinear", "bicubic")}
+
+_HOW = {
+    "align_corners": Attr("bool", False, "map corner centres onto each other, for blending modes"),
+    "antialias": Attr("bool", False, "average while shrinking, for bilinear and bicubic"),
+    "scale": Attr("any", None, "scale factors, one number or one per spatial dimension"),
+}
+_RESIZE = {
+    "size": Attr("ints", None, "the spatial size wanted, one int or one per dimension"),
+    "mode": Attr("str", "nearest", "how elements are blended", tuple(_MODES)),
+    **_HOW,
+}
+_RESIZE_GRAD = {
+    "shape": Attr("ints", doc="the shape of x, whose gradient this is"),
+    "mode": Attr("str", "nearest", "that of resize", tuple(m for m in _MODES if m != "area")),
+    **_HOW,
+}
+
+
+def _scales(op: str, scale: Any, dims: int) -> tuple[float, ...]:
+    given = tuple(scale) if isinstance(scale, list | tuple) else (scale,) * dims
+    fine = all(isinstance(s, int | float) and isfinite(s) and s > 0 for s in given)
+    if len(given) != dims or not fine:
+        raise GraphError(
+            f"{op}: scale={scale!r} is not {dims} positive numbers",
+            remedy="give one factor, or one per spatial dimension",
+        )
+    return tuple(map(float, given))
+
+
+def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    t = types[0]
+    assert t is not None
+    dims, full = spatial_dims(op, t), dict(attrs)
+    factors = None if attrs["scale"] is None else _scales(op, attrs["scale"], dims)
+    by_size = attrs["mode"] == "area" or attrs["align_corners"]
+    full["scale"] = None if by_size else factors  # then positions follow from the sizes alone
+    back = op == "resize_grad"
+    before, size = (attrs["shape"][2:], t.shape[2:]) if back else (t.shape[2:], attrs["size"])
+    if factors is None and size is None:
+        raise GraphError("resize needs size or scale", remedy="e.g. size=(64, 64) or scale=2")
+    reached = tuple(int(n * s) for n, s in zip(before, factors or (), strict=False))
+    size = per_dim(op, "size", reached if size is None else size, dims)
+    if factors is not None and reached != size:
+        raise GraphError(
+            f"{op}: scale={factors} makes {before} into {reached}, not {size}",
+            remedy="give only one of size and scale, and the shape they belong to",
+        )
+    return full if back else full | {"size": size}
+
+
+def _check(op: str, shape: Shape, size: Shape, mode: str, how: Mapping[str, Any]) -> None:
+    dims = len(shape) - 2
+    if dims not in _MODES[mode][0]:
+        fitting = ", ".join(name for name, row in _MODES.items() if dims in row[0])
+        raise GraphError(
+            f"{op}: mode {mode!r} does not resize {dims} spatial dimensions",
+            remedy=f"use one of {fitting}",
+        )
+    for name, modes in _ONLY_FOR.items():
+        if how[name] and mode not in modes:
+            raise GraphError(
+                f"{op}: {name} has no meaning in mode {mode!r}",
+                remedy=f"leave it out, or use one of {', '.join(modes)}",
+            )
+    at_least(op, 1, size=size, shape_beside_batch=shape[1:])
+
+
+def _order(mode: str, t: TensorType) -> str:
+    """nhwc stays nhwc, but PyTorch resizes single rows, and volumes by area, in plain order."""
+    kept = (1, 2) if mode == "area" else (2, 3)
+    return memory_order(t) if t.rank - 2 in kept else "contiguous"
+
+
+def _resize_infer(x: TensorType, size: Shape, mode: str, **how: Any) -> TensorType:
+    one_dtype("resize", x=x)
+    _check("resize", x.shape, size, mode, how)
+    return TensorType.of((*x.shape[:2], *size), x.dtype, _order(mode, x))
+
+
+def _resize_reference(
+    x: torch.Tensor, size: Shape, mode: str, align_corners: bool, antialias: bool, scale: Any
+) -> torch.Tensor:
+    corners = align_corners if mode in _BLENDING else None
+    wanted = size if scale is None else None
+    y = F.interpolate(x, wanted, scale, mode, corners, antialias=antialias)
+    return ordered(y, _order(mode, TensorType.from_tensor(x)))
+
+
+def _resize_grad_infer(grad: TensorType, shape: Shape, mode: str, **how: Any) -> TensorType:
+    one_dtype("resize_grad", grad=grad)
+    _check("resize_grad", grad.shape, shape[2:], mode, how)
+    if len(shape) != grad.rank or shape[:2] != grad.shape[:2]:
+        raise GraphError(
+            f"resize_grad: shape {list(shape)} does not fit the gradient {list(grad.shape)}",
+            remedy="rank, batch and channels are those of the forward input",
+        )
+    return TensorType.of(shape, grad.dtype, _order(mode, grad))
+
+
+def _resize_grad_reference(
+    grad: torch.Tensor, shape: Shape, mode: str, align_corners: bool, antialias: bool, scale: Any
+) -> torch.Tensor:
+    dims, order = grad.ndim - 2, _order(mode, TensorType.from_tensor(grad))
+    name = _MODES[mode][2].format(dims)
+    back = getattr(torch.ops.aten, f"_{name}_aa_backward" if antialias else f"{name}_backward")
+    corners = [align_corners] if mode in _BLENDING else []
+    if dims == 3:  # PyTorch's kernel for nhwc volumes of bfloat16 faults on some processors
+        grad = grad.contiguous()
+    dx = back(grad, grad.shape[2:], shape, *corners, *(scale or (None,) * dims))
+    return ordered(dx, order)
+
+
+def _resize_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    if v.attrs["mode"] == "area":
+        return [b.adaptive_avg_pool_grad(v.grad, shape=v.arg(0).shape)]
+    how = {name: v.attrs[name] for name in ("mode", *_HOW)}
+    return [b.resize_grad(v.grad, shape=v.arg(0).shape, **how)]
+
+
+def _resize_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    how = {name: v.attrs[name] for name in ("mode", *_HOW)}
+    return [b.resize(v.grad, size=v.arg(0).shape[2:], **how)]
+
+
+def _resize_flops(op: str, ins: Types, outs: Types, attrs: Mapping[str, Any]) -> float:
+    """A multiplication and an addition per element blended; moving elements costs nothing."""
+    assert ins[0] is not None and outs[0] is not None
+    x, y = (outs[0], ins[0]) if op == "resize_grad" else (ins[0], outs[0])
+    if attrs["mode"] == "area":
+        return float(max(x.numel, y.numel))
+    taps = _MODES[attrs["mode"]][1] ** (x.rank - 2)
+    for n, m in zip(x.shape[2:], y.shape[2:], strict=True):
+        taps *= ceil(n / m) if attrs["antialias"] else 1
+    return 2.0 * taps * y.numel if taps > 1 else 0.0
+
+
+# shape of x, its layout, spatial size of the result, attributes
+_CASES: tuple[tuple[Shape, str, Shape, dict[str, Any]], ...] = (
+    ((2, 3, 4, 5), "contiguous", (8, 10), {"scale": 2}),
+    ((2, 3, 4, 5), "nhwc", (3, 7), {"mode": "nearest-exact"}),
+    ((2, 3, 4, 3), "nhwc", (7, 5), {"mode": "bilinear"}),
+    ((1, 2, 4, 3), "transposed", (5, 3), {"mode": "bilinear", "scale": (1.3, 1.1)}),
+    ((1, 2, 4, 3), "sliced", (7, 6), {"mode": "bilinear", "align_corners": True}),
+    ((1, 2, 5, 6), "nhwc", (3, 4), {"mode": "bilinear", "antialias": True}),
+    ((2, 2, 4, 3), "expanded", (6, 5), {"mode": "bicubic"}),
+    ((2, 3, 5), "nhwc", (8,), {"mode": "linear"}),
+    ((1, 2, 3, 2, 3), "nhwc", (4, 3, 5), {"mode": "trilinear"}),
+    ((1, 2, 3, 2, 3), "nhwc", (4, 3, 1), {}),
+    ((0, 3, 4, 4), "contiguous", (2, 2), {"mode": "bilinear"}),
+    ((2, 3, 5, 6), "nhwc", (2, 4), {"mode": "area"}),
+)
+
+
+def _resize_samples(op: str) -> list[Sample]:
+    found = []
+    for shape, layout, size, how in _CASES:
+        if op == "resize":
+            attrs = how if "scale" in how else {"size": size, **how}
+            found.append(Sample((Arg(shape, layout=layout),), attrs))
+        elif how.get("mode") != "area":
+            grad = Arg((*shape[:2], *size), layout=layout)
+            found.append(Sample((grad,), {"shape": shape, **how}))
+    return found
+
+
+RESIZE = tuple(
+    OpDef(
+        name=name,
+        doc=doc,
+        inputs=(given,),
+        attrs=attrs,
+        complete=partial(_complete, name),
+        infer=infer,
+        reference=reference,
+        fusion=Fusion.OPAQUE,
+        vjp=vjp,
+        flops=partial(_resize_flops, name),
+        samples=partial(_resize_samples, name),
+    )
+    for name, given, attrs, infer, reference, vjp, doc in (
+        ("resize", "x", _RESIZE, _resize_infer, _resize_reference, _resize_vjp,
+         "x [N, C, ...] at another spatial size, given as size or as scale factors."),
+        ("resize_grad", "grad", _RESIZE_GRAD, _resize_grad_infer, _resize_grad_reference,
+         _resize_grad_vjp, "The gradient of resize: each element's goes back to what it blended."),
+    )
+)  # fmt: skip
+
+# ---- pixel shuffles: channels to places and back ----------------------------------------------
+
+
+def _shuffle_infer(op: str, x: TensorType, factor: int) -> TensorType:
+    at_least(op, 1, factor=(factor,))
+    if x.rank < 3:
+        raise GraphError(f"{op} takes [..., C, H, W], not {list(x.shape)}", remedy="reshape it")
+    (c, h, w), r = x.shape[-3:], factor
+    if op == "pixel_shuffle":
+        fits, after = c % (r * r) == 0, (c // (r * r), h * r, w * r)
+        wrong = f"{c} channels are not a multiple of {r}²"
+    else:
+        fits, after = h % r == w % r == 0, (c * r * r, h // r, w // r)
+        wrong = f"height {h} and width {w} are not multiples of {r}"
+    if not fits:
+        raise GraphError(f"{op}: {wrong}", remedy="pad x, or use another factor")
+    order = memory_order(x) if x.rank == 4 else "contiguous"
+    return TensorType.of((*x.shape[:-3], *after), x.dtype, order)
+
+
+def _shuffle_reference(op: str, x: torch.Tensor, factor: int) -> torch.Tensor:
+    result = _shuffle_infer(op, TensorType.from_tensor(x), factor)
+    if x.numel() == 0:  # PyTorch leaves the shape of an empty tensor as it is
+        return x.new_empty(result.shape)
+    y: torch.Tensor = getattr(F, op)(x if x.ndim == 4 else x.contiguous(), factor)
+    return y if x.ndim != 4 else ordered(y, memory_order(TensorType.from_tensor(x)))
+
+
+def _shuffle_vjp(inverse: str, b: Ops, v: Vjp) -> list[Sym | None]:
+    return [b.call(inverse, v.grad, **v.attrs)]
+
+
+def _shuffle_samples(small: bool) -> list[Sample]:
+    """[..., C, H, W] as pixel_shuffle takes it (small images) or as pixel_unshuffle does."""
+    cases: tuple[tuple[Shape, str, int, int, int, int], ...] = (
+        ((2,), "contiguous", 2, 2, 3, 2), ((2,), "nhwc", 2, 2, 3, 2), ((1,), "sliced", 1, 1, 2, 3),
+        ((2,), "transposed", 3, 2, 2, 1), ((), "contiguous", 2, 2, 2, 2),
+        ((2, 2), "nhwc", 1, 2, 1, 2), ((0,), "contiguous", 1, 2, 2, 2),
+    )  # fmt: skip
+    found = []
+    for lead, layout, c, h, w, r in cases:
+        image = (c * r * r, h, w) if small else (c, h * r, w * r)
+        found.append(Sample((Arg((*lead, *image), layout=layout),), {"factor": r}))
+    return found
+
+
+PIXEL = tuple(
+    OpDef(
+        name=name,
+        doc=doc,
+        inputs=("x",),
+        attrs={"factor": Attr("int", doc="how many places per side one pixel becomes or was")},
+        infer=partial(_shuffle_infer, name),
+        reference=partial(_shuffle_reference, name),
+        fusion=Fusion.INJECTIVE,
+        vjp=partial(_shuffle_vjp, inverse),
+        flops=lambda ins, outs, attrs: 0.0,
+        samples=partial(_shuffle_samples, name == "pixel_shuffle"),
+    )
+    for name, inverse, doc in (
+        ("pixel_shuffle", "pixel_unshuffle",
+         "[..., C·r², H, W] → [..., C, H·r, W·r]: r² channels become r × r places."),
+        ("pixel_unshuffle", "pixel_shuffle",
+         "[..., C, H·r, W·r] → [..., C·r², H, W]: r × r places become r² channels."),
+    )
+)  # fmt: skip
+
+# ---- grid_sample -----------------------------------------------------------------------------
+
+_BLEND, _EDGES = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
+_SAMPLE = {
+    "mode": Attr("str", "bilinear", "how neighbours are blended", _BLEND),
+    "padding_mode": Attr("str", "zeros", "what lies outside x", _EDGES),
+    "align_corners": Attr("bool", False, "whether ±1 is the corner centres or the outer edges"),
+}
+
+
+def _sampled(op: str, x: TensorType, grid: TensorType, mode: str) -> Shape:
+    one_dtype(op, x=x, grid=grid)
+    dims = spatial_dims(op, x)
+    if dims == 1 or grid.rank != x.rank or grid.shape[-1] != dims or grid.shape[0] != x.shape[0]:
+        raise GraphError(
+            f"{op}: grid {list(grid.shape)} does not fit x {list(x.shape)}",
+            remedy="x [N, C, H, W] takes grid [N, h, w, 2], a volume [N, d, h, w, 3]",
+        )
+    at_least(op, 1, spatial_shape_of_x=x.shape[2:])
+    if mode == "bicubic" and dims == 3:
+        raise GraphError(f"{op}: bicubic is for images, not volumes", remedy='use mode="bilinear"')
+    return (*x.shape[:2], *grid.shape[1:-1])
+
+
+def _sample_infer(x: TensorType, grid: TensorType, mode: str, **how: Any) -> TensorType:
+    return TensorType.of(_sampled("grid_sample", x, grid, mode), x.dtype)
+
+
+def _sample_grad_infer(
+    grad: TensorType, x: TensorType, grid: TensorType, mode: str, **how: Any
+) -> tuple[TensorType, TensorType]:
+    one_dtype("grid_sample_grad", grad=grad, x=x)
+    made = _sampled("grid_sample_grad", x, grid, mode)
+    if grad.shape != made:
+        raise GraphError(
+            f"grid_sample_grad: grad is {list(grad.shape)}, the forward result {list(made)}",
+            remedy="use the inputs of the forward operator",
+        )
+    return TensorType.of(x.shape, x.dtype), TensorType.of(grid.shape, x.dtype)
+
+
+def _sample_grad_reference(
+    grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, **how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = _BLEND.index(how["mode"]), _EDGES.index(how["padding_mode"]), how["align_corners"]
+    back = getattr(torch.ops.aten, f"grid_sampler_{x.ndim - 2}d_backward")
+    dx, dgrid = back(grad, x, grid, *codes, [True, True])
+    return dx, dgrid
+
+
+# shapes of x and of grid, layout of x, attributes
+_PLACES: tuple[tuple[Shape, Shape, str, dict[str, Any]], ...] = (
+    ((2, 3, 4, 5), (2, 3, 2, 2), "contiguous", {}),
+    ((2, 3, 4, 5), (2, 3, 2, 2), "nhwc", {"padding_mode": "border", "align_corners": True}),
+    ((1, 2, 4, 4), (1, 2, 3, 2), "sliced", {"mode": "nearest", "padding_mode": "reflection"}),
+    ((1, 2, 4, 4), (1, 2, 3, 2), "transposed", {"mode": "bicubic", "padding_mode": "reflection"}),
+    ((1, 2, 3, 4, 3), (1, 2, 1, 2, 3), "nhwc", {"align_corners": True}),
+    ((2, 1, 1, 1), (2, 2, 2, 2), "contiguous", {}),
+    ((2, 2, 3, 3), (2, 0, 2, 2), "contiguous", {}),
+    ((0, 2, 3, 3), (0, 2, 2, 2), "contiguous", {}),
+)
+
+
+def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
+    """Two operations per neighbour blended; the gradient blends once for x and once for grid."""
+    x = ins[-2]
+    assert x is not None and ins[0] is not None
+    taps = float(_MODES[attrs["mode"]][1] ** (x.rank - 2))
+    return 2 * taps * (2 * ins[0].numel if len(outs) == 2 else outs[0].numel)
+
+
+def _sample_samples(inputs: int) -> list[Sample]:
+    return [
+        Sample((Arg((*x[:2], *grid[1:-1])), Arg(x, layout=layout), Arg(grid))[-inputs:], how)
+        for x, grid, layout, how in _PLACES
+    ]
+
+
+def _sample_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    return list(b.grid_sample_grad(v.grad, v.arg(0), v.arg(1), **v.attrs))
+
+
+GRID = tuple(
+    OpDef(
+        name=name,
+        doc=doc,
+        inputs=inputs,
+        attrs=_SAMPLE,
+        infer=infer,
+        reference=reference,
+        fusion=Fusion.OPAQUE,
+        vjp=vjp,
+        flops=_sample_flops,
+        samples=partial(_sample_samples, len(inputs)),
+    )
+    for name, inputs, infer, reference, vjp, doc in (
+        ("grid_sample", ("x", "grid"), _sample_infer, F.grid_sample, _sample_vjp,
+         "x [N, C, H, W] read at the places that grid [N, h, w, 2] names, as (across, down) from "
+         "−1 to 1; a volume takes grid [N, d, h, w, 3]."),
+        ("grid_sample_grad", ("grad", "x", "grid"), _sample_grad_infer, _sample_grad_reference,
+         None, "The gradients of grid_sample for x and for grid. It has none of its own."),
+    )
+)  # fmt: skip
+
+OPS = (*RESIZE, *PIXEL, *GRID)

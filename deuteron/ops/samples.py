@@ -1,0 +1,136 @@
+"""Samples: the cases an operator brings along, for tests, fuzzing and benchmarks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from deuteron.ir.dtype import DType, dtype
+from deuteron.ir.types import TensorType, strides_for
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A recipe for one input tensor.
+
+    ``kind``: "normal" (mean 0, std 1), "positive" (0.1 … 2), "unit" (−0.95 … 0.95), "distinct"
+    (no two elements closer than 0.05, for max and sort), "away" (normal, but never within 0.1
+    of 0), "extreme" (huge, tiny, ±inf, nan, ±0 mixed in), "index" (integers below ``high``),
+    "bool", or "offset" (mean 1000, std 1).
+    ``layout`` is "contiguous", "nhwc", "transposed" (last two dims swapped in memory), "sliced"
+    (every second element of a larger tensor) or "expanded" (dimension 0 with stride 0).
+    """
+
+    shape: tuple[int, ...]
+    kind: str = "normal"
+    dtype: str | None = None  # None: the float type under test
+    layout: str = "contiguous"
+    high: int = 0
+
+    def tensor(self, float_type: DType, generator: torch.Generator) -> torch.Tensor:
+        values = self._values(generator)
+        if self.dtype is not None:
+            values = values.to(dtype(self.dtype).torch)
+        elif values.is_floating_point():
+            values = values.to(float_type.torch)
+        return self._laid_out(values)
+
+    def _values(self, gen: torch.Generator) -> torch.Tensor:
+        shape, kind = self.shape, self.kind
+        if kind == "index":
+            return torch.randint(0, max(self.high, 1), shape, generator=gen)
+        if kind == "bool":
+            return torch.randint(0, 2, shape, generator=gen).bool()
+        normal = torch.randn(shape, generator=gen, dtype=torch.float64)
+        if self.dtype is not None and not dtype(self.dtype).is_float:
+            return torch.randint(-9, 10, shape, generator=gen)
+        if kind == "positive":
+            return torch.rand(shape, generator=gen, dtype=torch.float64) * 1.9 + 0.1
+        if kind == "unit":
+            return torch.rand(shape, generator=gen, dtype=torch.float64) * 1.9 - 0.95
+        if kind == "distinct":
+            order = torch.randperm(normal.numel(), generator=gen).double()
+            return ((order - normal.numel() / 2) * 0.0625).reshape(shape)
+        if kind == "away":
+            return normal.sign() * (normal.abs() + 0.1)
+        if kind == "offset":
+            return normal + 1000.0
+        if kind == "extreme":
+            odd = [0.0, -0.0, 1e30, -1e30, 1e-30, float("inf"), -float("inf"), float("nan"), 88.0]
+            picks = torch.tensor(odd, dtype=torch.float64)
+            where = torch.randint(0, 2, shape, generator=gen).bool()
+            which = torch.randint(0, len(odd), shape, generator=gen)
+            return torch.where(where, picks[which], normal)
+        if kind != "normal":
+            raise ValueError(f"unknown kind of sample data {kind!r}")
+        return normal
+
+    def _laid_out(self, values: torch.Tensor) -> torch.Tensor:
+        shape = tuple(values.shape)
+        if self.layout == "nhwc":
+            out = torch.empty_strided(shape, strides_for(shape, "nhwc"), dtype=values.dtype)
+            return out.copy_(values)
+        if self.layout == "transposed":
+            return values.transpose(-1, -2).contiguous().transpose(-1, -2)
+        if self.layout == "sliced":
+            wide = torch.zeros((*shape[:-1], shape[-1] * 2), dtype=values.dtype)
+            wide[..., ::2] = values
+            return wide[..., ::2]
+        if self.layout == "expanded":
+            return values[:1].expand(shape)
+        return values.contiguous()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One case: inputs (None for one left out), attributes, and whether to check gradients."""
+
+    inputs: tuple[Arg | None, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    grad: bool = True
+    note: str = ""
+
+    def tensors(self, float_type: str | DType = "f32", seed: int = 0) -> list[torch.Tensor | None]:
+        gen = torch.Generator().manual_seed(seed)
+        ft = dtype(float_type)
+        return [None if arg is None else arg.tensor(ft, gen) for arg in self.inputs]
+
+    def __str__(self) -> str:
+        shown = ", ".join("_" if a is None else _show(a) for a in self.inputs)
+        extra = "".join(f", {k}={v}" for k, v in self.attrs.items())
+        return f"{shown}{extra}" + (f" [{self.note}]" if self.note else "")
+
+
+def _show(arg: Arg) -> str:
+    shape = "x".join(map(str, arg.shape)) or "scalar"
+    tail = "" if arg.layout == "contiguous" else f"@{arg.layout}"
+    kind = "" if arg.kind == "normal" else f":{arg.kind}"
+    return shape + tail + kind + (f":{arg.dtype}" if arg.dtype else "")
+
+
+def types_of(tensors: list[torch.Tensor | None]) -> list[TensorType | None]:
+    return [None if t is None else TensorType.from_tensor(t) for t in tensors]
+
+
+def unary_samples(
+    kind: str = "normal", attrs: Mapping[str, Any] | None = None, extreme: bool = True
+) -> tuple[Sample, ...]:
+    """Shapes, strides and values that every one-input elementwise operator must take."""
+    a = dict(attrs or {})
+    base = Arg((3, 5), kind)
+    samples = [
+        Sample((base,), a),
+        Sample((Arg((), kind),), a, note="scalar"),
+        Sample((Arg((0, 4), kind),), a, note="empty"),
+        Sample((Arg((1, 1, 7), kind),), a),
+        Sample((replace(base, layout="transposed"),), a),
+        Sample((replace(base, layout="sliced"),), a),
+        Sample((Arg((2, 3, 4, 5), kind, layout="nhwc"),), a),
+        Sample((replace(base, layout="expanded"),), a),
+    ]
+    if extreme:
+        samples.append(Sample((Arg((33,), "extreme"),), a, grad=False, note="extreme"))
+    return tuple(samples)

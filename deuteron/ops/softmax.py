@@ -1,0 +1,101 @@
+"""Softmax and its logarithm along one axis, safe for any input as in PyTorch.
+
+The maximum is taken away first, so large values do not overflow. A row of −inf alone has no
+answer and gives nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+
+from deuteron.errors import GraphError
+from deuteron.ir.types import TensorType
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, norm_axes
+from deuteron.ops.samples import Arg, Sample
+
+
+def _complete(types: Sequence[TensorType | None], attrs: dict[str, Any]) -> dict[str, Any]:
+    x = types[0]
+    assert x is not None
+    (axis,) = norm_axes((attrs["axis"],), max(x.rank, 1), "axis")  # a scalar has axis 0 here
+    return {"axis": axis}
+
+
+def _infer(name: str) -> Callable[..., TensorType]:
+    def infer(x: TensorType, axis: int) -> TensorType:
+        if not x.dtype.is_float or x.dtype.bits < 16:
+            raise GraphError(
+                f"{name} of {x.dtype.name} is not defined",
+                remedy='cast first: cast(x, dtype="f32")',
+            )
+        return x.with_layout("contiguous")
+
+    return infer
+
+
+def _softmax_grad(b: Ops, y: Sym, grad: Sym, axis: int) -> Sym:
+    inner = grad * y
+    total: Sym = b.sum(inner, axes=(axis,), keepdim=True)
+    return inner - y * total
+
+
+def _log_softmax_grad(b: Ops, y: Sym, grad: Sym, axis: int) -> Sym:
+    p: Sym = b.exp(y)
+    total: Sym = b.sum(grad, axes=(axis,), keepdim=True)
+    return grad - p * total
+
+
+def _vjp(rule: Callable[[Ops, Sym, Sym, int], Sym]) -> Callable[[Ops, Vjp], list[Sym | None]]:
+    def vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+        x = v.arg(0)
+        if x.rank == 0:  # one number alone: softmax is 1 whatever it is
+            return [b.zeros(x.type)]
+        return [b.to(rule(b, b.upcast(v.outs[0]), b.upcast(v.grad), v.attrs["axis"]), x.dtype)]
+
+    return vjp
+
+
+def _samples() -> Sequence[Sample]:
+    return (
+        Sample((Arg((3, 5)),)),
+        Sample((Arg((3, 5)),), {"axis": 0}),
+        Sample((Arg((2, 3, 4)),), {"axis": -2}),
+        Sample((Arg(()),), note="scalar"),
+        Sample((Arg((0, 4)),), note="empty"),
+        Sample((Arg((4, 0)),), note="no classes"),
+        Sample((Arg((2, 1)),), note="one class"),
+        Sample((Arg((3, 5), layout="transposed"),)),
+        Sample((Arg((3, 5), layout="sliced"),), {"axis": 0}),
+        Sample((Arg((2, 3, 4, 5), layout="nhwc"),), {"axis": 1}),
+        Sample((Arg((3, 5), "offset", layout="expanded"),)),
+        Sample((Arg((7, 9), "extreme"),), grad=False, note="extreme"),
+    )
+
+
+OPS = tuple(
+    OpDef(
+        name=name,
+        doc=doc,
+        inputs=("x",),
+        attrs={"axis": Attr("int", -1, "the axis along which the elements share out 1")},
+        infer=_infer(name),
+        reference=fn,
+        fusion=Fusion.REDUCTION,
+        vjp=_vjp(rule),
+        flops=elementwise_flops(flops),
+        samples=_samples,
+        complete=_complete,
+    )
+    for name, fn, rule, flops, doc in (
+        ("softmax", lambda x, axis: F.softmax(x, axis), _softmax_grad, 12,
+         "eˣ divided by its sum along one axis; a row of −inf alone gives nan."),
+        ("log_softmax", lambda x, axis: F.log_softmax(x, axis), _log_softmax_grad, 12,
+         "ln of softmax along one axis, without forming softmax first."),
+    )
+)  # fmt: skip
+
+SOFTMAX, LOG_SOFTMAX = OPS

@@ -1,0 +1,80 @@
+"""The table of operators: name → OpDef, and inference by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from deuteron.errors import GraphError
+from deuteron.ir.graph import Attrs
+from deuteron.ir.types import TensorType
+from deuteron.ops.opdef import OpDef
+
+TABLE: dict[str, OpDef] = {}
+
+
+def add(op: OpDef) -> OpDef:
+    """Put an operator into the table; a name can be taken once."""
+    if not (op.name.isascii() and op.name.isidentifier()):
+        raise GraphError(
+            f"{op.name!r} cannot name an operator",
+            asked=f"register_op({op.name!r})",
+            remedy="use letters, digits and underscores: it becomes a method of dt.Graph",
+        )
+    if op.name in TABLE and TABLE[op.name] is not op:
+        raise GraphError(
+            f"an operator named {op.name!r} exists already",
+            asked=f"register_op({op.name!r})",
+            remedy="choose another name",
+        )
+    TABLE[op.name] = op
+    infer.cache_clear()
+    return op
+
+
+def get(name: str) -> OpDef:
+    """The operator called ``name``, or an error that lists the nearest names."""
+    op = TABLE.get(name)
+    if op is None:
+        near = difflib.get_close_matches(name, TABLE, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else "see deuteron.ops.TABLE"
+        raise GraphError(
+            f"there is no operator {name!r}", remedy=f"{hint} Add your own with register_op()"
+        )
+    return op
+
+
+@lru_cache(maxsize=65536)
+def _infer(name: str, types: tuple[TensorType | None, ...], attrs: Attrs) -> Any:
+    op = get(name)
+    op.check_arity(len(types))
+    if not op.variadic:
+        types = types + (None,) * (len(op.inputs) - len(types))
+    for slot, type_ in zip(op.inputs, types, strict=False):
+        if type_ is None and not slot.endswith("?"):
+            raise GraphError(f"{name} needs its input {slot.lstrip('*')!r}")
+    full = op.normalise(attrs)
+    if op.complete is not None:
+        full = op.complete(types, full)
+    result = op.infer(*types, **full)
+    return Attrs(full), (result if isinstance(result, tuple) else (result,))
+
+
+class _Infer:
+    """Inference with a memory: equal questions are answered once."""
+
+    def __call__(
+        self, op: str, inputs: Sequence[TensorType | None], attrs: Mapping[str, Any]
+    ) -> tuple[Attrs, tuple[TensorType, ...]]:
+        key = attrs if isinstance(attrs, Attrs) else Attrs(attrs)
+        answer: tuple[Attrs, tuple[TensorType, ...]] = _infer(op, tuple(inputs), key)
+        return answer
+
+    @staticmethod
+    def cache_clear() -> None:
+        _infer.cache_clear()
+
+
+infer = _Infer()
