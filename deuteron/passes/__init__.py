@@ -1,0 +1,56 @@
+"""Graph → graph. The whole compiler before regions, top to bottom:
+
+``PASSES`` runs in order, the checker between each; then :func:`fuse` groups what is left.
+Differentiation is not in the list: it happens on request, before it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from deuteron.ir.graph import Graph
+from deuteron.ir.spec import check
+from deuteron.ops import table
+from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
+from deuteron.passes.context import Context, Pass, PassRecord
+from deuteron.passes.differentiate import differentiate
+from deuteron.passes.fold_batch_norm import fold_batch_norm
+from deuteron.passes.fuse import Veto, fuse
+from deuteron.passes.layout import choose_layout
+from deuteron.passes.simplify import algebra, canonicalise
+
+PASSES: tuple[Pass, ...] = (
+    Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
+    Pass("equal things once", common_subexpressions),  # before rules count who reads a value
+    Pass("canonicalise", canonicalise),  # one form for equal things
+    Pass("fold constants", fold_constants),  # weights that are only reshaped, masks, tables
+    Pass("fold batch norm", fold_batch_norm),  # into convolution and linear
+    Pass("algebra", algebra),  # rules that keep every number
+    Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
+    Pass("fold constants again", fold_constants),  # the weights' own conversions
+    Pass("canonicalise again", canonicalise),  # conversions that cancel
+    Pass("common subexpressions", common_subexpressions),
+    Pass("dead code again", dead_code),
+)
+
+
+def run_passes(
+    graph: Graph, ctx: Context, passes: tuple[Pass, ...] = PASSES
+) -> tuple[Graph, tuple[PassRecord, ...]]:
+    """The graph after every pass, and what each of them did."""
+    check(graph, table.infer, "import")
+    ctx.promised = {name: graph.types[value] for name, value in graph.outputs}
+    records = []
+    for name, run in passes:
+        ctx.fired.clear()
+        before, begin = len(graph.nodes), time.perf_counter()
+        graph = check(run(graph, ctx), table.infer, name)
+        fired = {rule: n for rule, n in ctx.fired.items() if n}
+        seconds = time.perf_counter() - begin
+        records.append(PassRecord(name, fired, before, len(graph.nodes), seconds))
+    return graph, tuple(records)
+
+
+__all__ = [
+    "PASSES", "Context", "Pass", "PassRecord", "Veto", "differentiate", "fuse", "run_passes",
+]  # fmt: skip

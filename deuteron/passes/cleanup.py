@@ -1,0 +1,95 @@
+"""Housekeeping: dead code, common subexpressions, constants computed ahead of time."""
+
+from __future__ import annotations
+
+import torch
+
+from deuteron.ir.graph import Constant, Graph, Node
+from deuteron.ir.rewrite import start
+from deuteron.ops import table
+from deuteron.ops.evaluate import run_node
+from deuteron.ops.opaque import is_random
+from deuteron.passes.context import Context
+
+FOLD_LIMIT = 1 << 26  # elements; a larger folded result would cost more memory than it saves
+
+
+def dead_code(graph: Graph, ctx: Context) -> Graph:
+    """Drop nodes and constants that no output needs. Inputs stay: they are the signature."""
+    live = set(graph.output_values)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if any(out in live for out in node.outputs):
+            kept.append(node)
+            live.update(node.uses)
+    kept.reverse()
+    constants = {v: c for v, c in graph.constants.items() if v in live}
+    ctx.fired["unused node"] += len(graph.nodes) - len(kept)
+    ctx.fired["unused constant"] += len(graph.constants) - len(constants)
+    made = {out for node in kept for out in node.outputs}
+    names = {*graph.inputs, *constants, *made}
+    types = {v: t for v, t in graph.types.items() if v in names}
+    return Graph(graph.name, graph.inputs, graph.outputs, tuple(kept), types, constants)
+
+
+def common_subexpressions(graph: Graph, ctx: Context) -> Graph:
+    """Compute equal things once. Constants are equal if they share storage or a small value."""
+    names = {v: v for v in graph.inputs}
+    seen: dict[object, str] = {}
+    constants: dict[str, Constant] = {}
+    for value, const in graph.constants.items():
+        key: object = (const.data.data_ptr(), const.type)
+        if const.type.numel <= 16:
+            key = ("value", const.type, repr(const.data.tolist()))
+        first = seen.setdefault(key, value)
+        names[value] = first
+        constants[first] = graph.constants[first]
+    nodes: list[Node] = []
+    known: dict[object, Node] = {}
+    for node in graph.nodes:
+        inputs = tuple(None if v is None else names[v] for v in node.inputs)
+        key = (node.op, inputs, node.attrs)
+        same = None if _draws(node) else known.get(key)
+        if same is not None:
+            ctx.fired["common subexpression"] += 1
+            names.update(zip(node.outputs, same.outputs, strict=True))
+            continue
+        moved = Node(node.op, inputs, node.outputs, node.attrs, node.source)
+        known[key] = moved
+        nodes.append(moved)
+        names.update((o, o) for o in node.outputs)
+    outputs = tuple((name, names[value]) for name, value in graph.outputs)
+    made = {out for node in nodes for out in node.outputs}
+    types = {v: graph.types[v] for v in (*graph.inputs, *constants, *made)}
+    return Graph(graph.name, graph.inputs, outputs, tuple(nodes), types, constants)
+
+
+def fold_constants(graph: Graph, ctx: Context) -> Graph:
+    """Evaluate, once, every node whose inputs are all constants."""
+    build, names = start(graph, table.infer)
+    for node in graph.nodes:
+        inputs = tuple(None if v is None else names[v] for v in node.inputs)
+        present = [v for v in inputs if v is not None]
+        if (
+            present
+            and node.op != "expand"  # storing what can be broadcast wastes memory
+            and all(v in build.constants for v in present)
+            and sum(t.numel for t in graph.out_types(node)) <= FOLD_LIMIT
+            and not _draws(node)
+        ):
+            args = [None if v is None else build.constants[v].data for v in inputs]
+            with torch.no_grad():
+                results = run_node(node, args)
+            ctx.fired["constant folded"] += 1
+            for old, result in zip(node.outputs, results, strict=True):
+                names[old] = build.constant(Constant(result), old)
+            continue
+        names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+    for name, value in graph.outputs:
+        build.output(name, names[value])
+    return build.finish()
+
+
+def _draws(node: Node) -> bool:
+    """Whether the node draws random numbers: each call is then one of its own."""
+    return node.op == "aten" and is_random(node.attrs["target"])

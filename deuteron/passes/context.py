@@ -1,0 +1,42 @@
+"""What passes share: the machine, the policy, and a record of what each pass did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from deuteron.ir.graph import Graph
+from deuteron.ir.types import TensorType
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+
+@dataclass
+class Context:
+    """Handed to every pass. ``fired`` counts the rules of the pass that is running;
+    ``promised`` are the types of the outputs as the user knows them."""
+
+    target: Target
+    policy: Policy
+    fired: Counter[str] = field(default_factory=Counter)
+    promised: dict[str, TensorType] = field(default_factory=dict)
+
+
+class Pass(NamedTuple):
+    """A named step from graph to graph."""
+
+    name: str
+    run: Callable[[Graph, Context], Graph]
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: rules fired, nodes before and after, seconds."""
+
+    name: str
+    fired: dict[str, int]
+    before: int
+    after: int
+    seconds: float

@@ -1,0 +1,307 @@
+"""Fusion: nodes are grouped into regions by rule over operator classes.
+
+Nodes are visited in order; each may join the group that makes one of its inputs. Whether it
+may is a question to :data:`RULES`, a table over (class of the group, class of the node); what
+it answers is kept, so that a plan can say what did not fuse and what that costs. Grouping two
+nodes is never allowed to make a cycle through a third.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.region import Region
+from deuteron.ops import table
+from deuteron.ops.opdef import Fusion
+
+MAX_NODES = 48  # larger regions compile slowly and gain nothing
+MAX_SEARCH = 256  # groups looked at when checking for a cycle
+
+
+@dataclass(frozen=True)
+class Veto:
+    """A value that goes through memory because two nodes were not fused, and why.
+
+    ``bytes`` is what the value costs: one write and one read.
+    """
+
+    value: str
+    producer: str
+    consumer: str
+    reason: str
+    bytes: int
+
+
+@dataclass
+class Group:
+    """Nodes on their way to becoming a region."""
+
+    nodes: list[int]
+    kind: Fusion
+    anchor: int | None  # index of the node that decides
+    high: int  # the latest node in it or in any group it needs
+    preds: set[int] = field(default_factory=set)  # groups it reads from (may be stale: resolve)
+    succs: set[int] = field(default_factory=set)  # groups that read from it (the same)
+
+    @property
+    def first(self) -> int:
+        return self.nodes[0]
+
+
+Check = Callable[["Fuser", Group, Node, str], "str | None"]
+
+
+def _same_space(f: Fuser, group: Group, node: Node, value: str) -> str | None:
+    """Elementwise work joins elementwise work over the same elements."""
+    out, through = f.graph.types[node.outputs[0]], f.graph.types[value]
+    if through.numel <= out.numel:
+        return None
+    return f"works on {list(out.shape)}, its producer on {list(through.shape)}"
+
+
+def _epilogue(f: Fuser, group: Group, node: Node, value: str) -> str | None:
+    """Elementwise work joins the product before it while the tile is still on the chip."""
+    assert group.anchor is not None
+    anchor = f.graph.nodes[group.anchor]
+    made = f.graph.types[anchor.outputs[0]]
+    if f.graph.types[node.outputs[0]].shape != made.shape:
+        return f"changes the shape {list(made.shape)} that the product is tiled over"
+    others = [u for u in f.graph.users.get(value, ()) if u is not node]
+    if value in f.graph.output_values:
+        return f"%{value} is an output of the graph, so it is written anyway"
+    for user in others:
+        # x · sigmoid(x) reads the product twice and both reads can stay on the chip
+        joined = set(user.uses) & set(node.outputs) or set(node.uses) & set(user.outputs)
+        if not joined or f.graph.types[user.outputs[0]].shape != made.shape:
+            return f"%{value} is read by {user.op} as well, so it is written anyway"
+    return None
+
+
+def _after_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | None:
+    """Elementwise work joins a reduction if it covers the same rows."""
+    assert group.anchor is not None
+    anchor = f.graph.nodes[group.anchor]
+    assert anchor.inputs[0] is not None
+    rows = f.graph.types[anchor.inputs[0]].shape
+    result = f.graph.types[anchor.outputs[0]].shape
+    shape = f.graph.types[node.outputs[0]].shape
+    if shape in (rows, result):
+        return None
+    return f"works on {list(shape)}, the reduction on {list(rows)}"
+
+
+def _into_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | None:
+    """Elementwise work joins the reduction that reads it."""
+    if node.inputs[0] != value:
+        return "feeds the reduction by a side input"
+    if any(table.get(f.graph.nodes[i].op).fusion is Fusion.INJECTIVE for i in group.nodes):
+        return "moves elements before the reduction reads them"
+    return None
+
+
+def _moved(f: Fuser, group: Group, node: Node, value: str) -> str | None:
+    """Movement joins elementwise work."""
+    return None
+
+
+def _never(reason: str) -> Check:
+    return lambda f, group, node, value: reason
+
+
+E, B, M, R, C, X = (
+    Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE, Fusion.REDUCTION, Fusion.COMPLEX,
+    Fusion.OPAQUE,
+)  # fmt: skip
+_product = _never("a product starts a region of its own: its operands must be in memory")
+_alone = _never("an opaque operator runs alone")
+
+RULES: dict[tuple[Fusion, Fusion], Check] = {
+    # (what the group is, what wants to join)
+    (E, E): _same_space, (E, B): _same_space, (E, M): _moved, (E, R): _into_reduction,
+    (R, E): _after_reduction, (R, B): _after_reduction,
+    (R, M): _never("moves the result of a reduction, which is complete only at the end"),
+    (R, R): _never("a second reduction needs the first to be complete"),
+    (C, E): _epilogue, (C, B): _epilogue,
+    (C, M): _never("moves elements out of the tile of the product"),
+    (C, R): _never("a reduction after a product needs whole rows, the product makes tiles"),
+    (E, C): _product, (R, C): _product, (C, C): _product,
+    **{(kind, X): _alone for kind in (E, R, C, X)},
+    **{(X, kind): _alone for kind in (E, B, M, R, C)},
+}  # fmt: skip
+
+
+class Fuser:
+    """One run over a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.groups: dict[int, Group] = {}
+        self.of: dict[int, int] = {}  # node index → group id, resolved through `merged`
+        self.merged: dict[int, int] = {}
+        self.index = {out: i for i, node in enumerate(graph.nodes) for out in node.outputs}
+        self.vetoes: list[Veto] = []
+
+    def find(self, group: int) -> int:
+        while group in self.merged:
+            parent = self.merged[group]
+            if parent in self.merged:
+                self.merged[group] = self.merged[parent]
+            group = parent
+        return group
+
+    def run(self) -> tuple[tuple[Region, ...], tuple[Veto, ...]]:
+        for i, node in enumerate(self.graph.nodes):
+            self._place(i, node)
+        return self._regions(), tuple(self.vetoes)
+
+    def _place(self, i: int, node: Node) -> None:
+        kind = table.get(node.op).fusion
+        producers: dict[int, str] = {}  # group → the value it hands over (latest first)
+        made = [(self.index[v], v) for v in node.uses if v in self.index]
+        for p, value in sorted(made, reverse=True):
+            producers.setdefault(self.find(self.of[p]), value)
+        home: int | None = None
+        for group, value in producers.items():
+            reason = self._may_join(group, value, i, node, kind, home, producers)
+            if reason is not None:
+                self._veto(value, node, reason)
+            elif home is None:
+                home = group
+                self._join(group, i, kind)
+                self._read(group, producers)
+            else:
+                self._merge(home, group)
+        if home is None:
+            base = E if kind in (E, B, M) else kind
+            anchor = i if kind in (R, C, X) else None
+            self.groups[i] = Group([i], base, anchor, high=i)
+            self.of[i] = i
+            self._read(i, producers)
+
+    def _may_join(
+        self, group: int, value: str, i: int, node: Node, kind: Fusion,
+        home: int | None, producers: dict[int, str],
+    ) -> str | None:  # fmt: skip
+        g = self.groups[group]
+        rule = RULES.get((g.kind, kind))
+        if rule is None:
+            return f"no rule for {kind} work after a {g.kind} region"
+        reason = rule(self, g, node, value)
+        if reason is not None:
+            return reason
+        if home is not None and (g.kind is not E or self.groups[home].kind is not E):
+            return "the node already joined the region of another input"
+        size = len(g.nodes) + (len(self.groups[home].nodes) if home is not None else 1)
+        if size > MAX_NODES:
+            return f"the region would pass {MAX_NODES} nodes"
+        others = [p for p in producers if p != group]
+        if home is not None:
+            return self._path_between(home, group)
+        return self._path_to(group, others)
+
+    def _path_to(self, group: int, starts: list[int]) -> str | None:
+        """A path group → … → one of ``starts`` would close a cycle. Whatever needs the group
+        is at least as high, so that most of the graph need not be looked at."""
+        floor, seen, stack = self.groups[group].high, set(), list(starts)
+        while stack:
+            g = self.find(stack.pop())
+            if g == group:
+                return "fusing would need a value before it is made (a cycle)"
+            if g in seen or self.groups[g].high < floor:
+                continue
+            seen.add(g)
+            if len(seen) > MAX_SEARCH:
+                return "the graph between them is too large to rule out a cycle"
+            preds = {self.find(p) for p in self.groups[g].preds}
+            preds.discard(g)
+            self.groups[g].preds = preds
+            stack.extend(preds)
+        return None
+
+    def _path_between(self, a: int, b: int) -> str | None:
+        """Merging two groups is safe if neither reaches the other through a third."""
+        for source, sink in ((a, b), (b, a)):
+            preds = {self.find(p) for p in self.groups[sink].preds} - {source, sink}
+            reason = self._path_to(source, list(preds))
+            if reason is not None:
+                return reason
+        return None
+
+    def _join(self, group: int, i: int, kind: Fusion) -> None:
+        g = self.groups[group]
+        g.nodes.append(i)
+        self.of[i] = group
+        if kind is R:
+            g.kind, g.anchor = R, i
+        self._raise(group, i)
+
+    def _read(self, group: int, producers: Iterable[int]) -> None:
+        """Note that ``group`` reads from others."""
+        for other in producers:
+            if other != group:
+                self.groups[group].preds.add(other)
+                self.groups[other].succs.add(group)
+                self._raise(group, self.groups[other].high)
+
+    def _raise(self, group: int, high: int) -> None:
+        """What a group needs, all that need the group need as well."""
+        stack = [group]
+        while stack:
+            g = self.groups[self.find(stack.pop())]
+            if g.high < high:
+                g.high = high
+                stack.extend(g.succs)
+
+    def _merge(self, into: int, group: int) -> None:
+        target, gone = self.groups[into], self.groups.pop(group)
+        target.nodes = list(heapq.merge(target.nodes, gone.nodes))
+        target.preds |= gone.preds
+        target.succs |= gone.succs
+        self.merged[group] = into
+        target.high, high = sorted((target.high, gone.high))
+        self._raise(into, high)
+
+    def _veto(self, value: str, node: Node, reason: str) -> None:
+        producer = self.graph.producer[value]
+        size = 0 if table.get(node.op).view else 2 * self.graph.types[value].nbytes
+        self.vetoes.append(Veto(value, _label(producer), _label(node), reason, size))
+
+    def _regions(self) -> tuple[Region, ...]:
+        """Groups in an order that runs, earliest first."""
+        preds = {g: {self.find(p) for p in group.preds} - {g} for g, group in self.groups.items()}
+        succs: dict[int, list[int]] = {}
+        for g, before in preds.items():
+            for p in before:
+                succs.setdefault(p, []).append(g)
+        waiting = {g: len(before) for g, before in preds.items()}
+        ready = [(self.groups[g].first, g) for g, n in waiting.items() if n == 0]
+        heapq.heapify(ready)
+        regions: list[Region] = []
+        while ready:
+            _, g = heapq.heappop(ready)
+            regions.append(self._region(self.groups[g], len(regions)))
+            for s in succs.get(g, ()):
+                waiting[s] -= 1
+                if waiting[s] == 0:
+                    heapq.heappush(ready, (self.groups[s].first, s))
+        assert len(regions) == len(self.groups), "fusion made a cycle"
+        return tuple(regions)
+
+    def _region(self, group: Group, number: int) -> Region:
+        nodes = [self.graph.nodes[i] for i in group.nodes]
+        sub = self.graph.subgraph(f"r{number}", nodes)
+        constants = frozenset(v for v in sub.inputs if v in self.graph.constants)
+        anchor = None if group.anchor is None else group.nodes.index(group.anchor)
+        return Region(sub, constants, anchor)
+
+
+def _label(node: Node) -> str:
+    return f"{node.op} ({node.source})" if node.source else node.op
+
+
+def fuse(graph: Graph) -> tuple[tuple[Region, ...], tuple[Veto, ...]]:
+    """Regions in an order that runs, and every fusion that was considered and refused."""
+    return Fuser(graph).run()

@@ -1,0 +1,66 @@
+"""Memory order: convolutions run in nhwc, and conversions sit at the edges of the graph.
+
+Only a convolution that meets another order asks for a conversion; everything after it keeps
+the order it is given, so the conversions that remain are at inputs, at outputs that the user
+expects in another order, and where a reshape really mixes pixels.
+"""
+
+from __future__ import annotations
+
+from deuteron.ir.graph import Graph
+from deuteron.ir.rewrite import start
+from deuteron.ir.types import TensorType
+from deuteron.ops import table
+from deuteron.ops.opdef import Fusion
+from deuteron.passes.context import Context
+
+FOLLOWS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)  # work that takes any order, if all agree
+
+
+def wants_nhwc(x: TensorType, ctx: Context) -> bool:
+    """Whether a 2-D convolution over ``x`` is faster with channels innermost.
+
+    On a GPU the tensor cores read nhwc; on a CPU a 1×1 convolution is then a plain matrix
+    product and depthwise ones vectorise over channels.
+    """
+    return ctx.policy.layout != "keep" and x.rank == 4 and x.dtype.bits <= 32
+
+
+def choose_layout(graph: Graph, ctx: Context) -> Graph:
+    """Insert ``to_layout`` before convolutions and after outputs; re-infer what lies between."""
+    build, names = start(graph, table.infer)
+    converted: dict[str, str] = {}  # value → its nhwc copy
+
+    def nhwc(value: str, source: str) -> str:
+        if build.types[value].is_layout("nhwc"):
+            return value
+        if value not in converted:
+            attrs = {"layout": "nhwc"}
+            (converted[value],) = build.emit("to_layout", [value], attrs, source=source)
+            ctx.fired["converted to nhwc"] += 1
+        return converted[value]
+
+    for node in graph.nodes:
+        inputs = [None if v is None else names[v] for v in node.inputs]
+        if node.op in ("conv", "conv_dx", "conv_dw"):
+            for slot in (0, 1):
+                value = inputs[slot]
+                if value is not None and wants_nhwc(build.types[value], ctx):
+                    inputs[slot] = nhwc(value, node.source)
+        elif table.get(node.op).fusion in FOLLOWS:
+            # a residual that was converted for a convolution joins in its converted form
+            shapes = {build.types[v].shape for v in inputs if v is not None
+                      and build.types[v].layout == "nhwc"}  # fmt: skip
+            inputs = [
+                converted[v] if v in converted and build.types[v].shape in shapes else v
+                for v in inputs
+            ]
+        names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+    for name, value in graph.outputs:
+        new, said = names[value], ctx.promised.get(name, graph.types[value])
+        got = build.types[new]
+        if got != said and said.layout in ("contiguous", "nhwc") and not got.is_layout(said.layout):
+            (new,) = build.emit("to_layout", [new], {"layout": said.layout})
+            ctx.fired["output converted back"] += 1
+        build.output(name, new)
+    return build.finish()

@@ -1,0 +1,237 @@
+"""Local rules: canonical forms, and algebra that keeps every number (nan and inf included)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.rewrite import Rewriter, Rule, rewrite
+from deuteron.ops import table
+from deuteron.passes.context import Context
+
+Result = Sequence[str] | None
+
+
+def _source(node: Node) -> str:
+    """The first input, which the operators matched here always have."""
+    value = node.inputs[0]
+    assert value is not None
+    return value
+
+
+def _drop(rw: Rewriter, node: Node) -> Result:
+    """An operation that returns its input unchanged (same shape, dtype and memory order)."""
+    x = _source(node)
+    return [x] if rw.build.types[x] == rw.old.types[node.outputs[0]] else None
+
+
+def _through(rw: Rewriter, node: Node) -> Result:
+    """reshape of reshape, and permute of permute, are one."""
+    inner = rw.made_by(_source(node), node.op)
+    if inner is None:
+        return None
+    source = _source(inner)
+    if node.op == "reshape":
+        attrs = {"shape": node.attrs["shape"]}
+        _, (merged,) = table.infer("reshape", [rw.build.types[source]], attrs)
+        if merged != rw.old.types[node.outputs[0]]:
+            return None  # the first one copies, and what follows counts on that order
+        return [rw.emit("reshape", [source], attrs)]
+    first, second = inner.attrs["dims"], node.attrs["dims"]
+    return [rw.emit("permute", [source], {"dims": tuple(first[d] for d in second)})]
+
+
+def _layout_chain(rw: Rewriter, node: Node) -> Result:
+    """Converting twice is converting once."""
+    inner = rw.made_by(_source(node), "to_layout")
+    return None if inner is None else [rw.emit("to_layout", [_source(inner)], dict(node.attrs))]
+
+
+def _layout_before_resize(rw: Rewriter, node: Node) -> Result:
+    """Converting before enlarging touches fewer bytes than converting after."""
+    x = _source(node)
+    inner = rw.made_by(x, "resize")
+    if inner is None or not rw.only_use(x):
+        return None
+    small = _source(inner)
+    if rw.build.types[small].numel >= rw.build.types[x].numel:
+        return None
+    _, turned = table.infer("to_layout", [rw.build.types[small]], node.attrs)
+    _, (result,) = table.infer("resize", turned, inner.attrs)
+    if result != rw.old.types[node.outputs[0]]:
+        return None
+    converted = rw.emit("to_layout", [small], dict(node.attrs))
+    return [rw.emit("resize", [converted], dict(inner.attrs))]
+
+
+def _neutral(rw: Rewriter, node: Node) -> Result:
+    """x + 0, x − 0, x · 1, x / 1 and x¹ are x. (x · 0 is not 0: nan and inf stay.)
+
+    x + 0 turns −0 into +0 in IEEE arithmetic; x − 0 does not, so only −0 is neutral for add.
+    """
+    x, y = node.inputs
+    neutral = {"add": -0.0, "sub": 0.0, "mul": 1.0, "div": 1.0, "pow": 1.0}[node.op]
+    for keep, other in ((x, y), (y, x)) if node.op in ("add", "mul") else ((x, y),):
+        number = rw.scalar(other)
+        if keep is None or number is None or isinstance(number, bool) or number != neutral:
+            continue
+        signed = neutral == 0.0 and rw.build.types[keep].dtype.is_float
+        if signed and math.copysign(1.0, number) != math.copysign(1.0, neutral):
+            continue  # the integer 0 counts as +0
+        if rw.build.types[keep] == rw.old.types[node.outputs[0]]:
+            return [keep]
+    return None
+
+
+def _involution(rw: Rewriter, node: Node) -> Result:
+    """−(−x) and not(not x) are x; relu(relu(x)) is relu(x)."""
+    inner = rw.made_by(_source(node), node.op)
+    if inner is None:
+        return None
+    same = _source(node) if node.op in ("relu", "abs") else _source(inner)
+    # not(not x) of a number is not that number, and a view is not a result of its own
+    return [same] if rw.build.types[same] == rw.old.types[node.outputs[0]] else None
+
+
+def _power(rw: Rewriter, node: Node) -> Result:
+    """x² and 1/x have operators of their own, exact where pow is not."""
+    x = _source(node)
+    named = {2.0: "square", -1.0: "reciprocal"}  # not √x: pow(−0, 0.5) is +0 but sqrt(−0) is −0
+    number, kind = rw.scalar(node.inputs[1]), rw.build.types[x].dtype
+    op = None if number is None else named.get(float(number))
+    if op is None or not kind.is_float or kind != rw.old.types[node.outputs[0]].dtype:
+        return None
+    return [rw.emit(op, [x])]
+
+
+def _divide(rw: Rewriter, node: Node) -> Result:
+    """Division by a power of two is multiplication by its exact inverse."""
+    x, y = node.inputs
+    number = rw.scalar(y)
+    if x is None or number is None or isinstance(number, bool) or number == 0:
+        return None
+    out = rw.old.types[node.outputs[0]]
+    if rw.build.types[x].dtype != out.dtype or not math.isfinite(number):
+        return None
+    mantissa, exponent = math.frexp(abs(float(number)))
+    if mantissa != 0.5 or abs(exponent) > 8:
+        return None
+    kind = torch.float64 if out.rank else out.dtype.torch  # beside a scalar, float64 would win
+    inverse = rw.build.constant(torch.tensor(1.0 / float(number), dtype=kind))
+    return [rw.emit("mul", [x, inverse])]
+
+
+def _global_mean(rw: Rewriter, node: Node) -> Result:
+    """Adaptive average pooling to one pixel is a mean over the spatial axes."""
+    x = _source(node)
+    rank = rw.build.types[x].rank
+    if any(s != 1 for s in node.attrs["size"]) or not rw.build.types[x].dtype.is_float:
+        return None
+    if 0 in rw.build.types[x].shape:
+        return None
+    return [rw.emit("mean", [x], {"axes": tuple(range(2, rank)), "keepdim": True})]
+
+
+def _linear(rw: Rewriter, node: Node) -> Result:
+    """matmul(x, permute(w)) with w a matrix [out, in] is linear(x, w)."""
+    x, y = node.inputs
+    swap = rw.made_by(y, "permute")
+    if x is None or swap is None or tuple(swap.attrs["dims"]) != (1, 0):
+        return None
+    if rw.build.types[x].rank < 2 or not rw.build.types[x].dtype.is_float:
+        return None
+    return [rw.emit("linear", [x, _source(swap)])]
+
+
+def _linear_bias(rw: Rewriter, node: Node) -> Result:
+    """linear(x, w) + b with b a vector of the output size is linear(x, w, b)."""
+    for product, bias in (node.inputs, node.inputs[::-1]):
+        made = rw.made_by(product, "linear")
+        if made is None or product is None or bias is None or len(made.uses) != 2:
+            continue
+        out, b = rw.build.types[product], rw.build.types[bias]
+        if b.shape == out.shape[-1:] and b.dtype == out.dtype and rw.only_use(product):
+            return [rw.emit("linear", [*made.inputs[:2], bias])]
+    return None
+
+
+def _shared_bias(rw: Rewriter, node: Node) -> Result:
+    """conv(x, w, b) + conv(y, v, c) keeps one bias, b + c: the second product runs bare."""
+    first, second = (rw.made_by(v, "conv") for v in node.inputs)
+    if first is None or second is None or first is second:
+        return None
+    if len(first.uses) < 3 or len(second.uses) < 3:
+        return None
+    for value in node.uses:
+        if not rw.only_use(value):
+            return None
+    b, c = first.inputs[2], second.inputs[2]
+    if b is None or c is None or not (rw.is_constant(b) and rw.is_constant(c)):
+        return None
+    one, other = (rw.build.types[made.output] for made in (first, second))
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return None
+    left, right = rw.build.constants[b].data, rw.build.constants[c].data
+    total = rw.build.constant((left.double() + right.double()).to(left.dtype), "bias")
+    bare = rw.emit("conv", second.inputs[:2], dict(second.attrs))
+    full = rw.emit("conv", [*first.inputs[:2], total], dict(first.attrs))
+    return [rw.emit("add", [full, bare])]
+
+
+def _resize_pixel(rw: Rewriter, node: Node) -> Result:
+    """Resizing an image of one pixel repeats it, in every mode."""
+    x = _source(node)
+    shape = rw.build.types[x].shape
+    if any(s != 1 for s in shape[2:]) or node.attrs["antialias"]:
+        return None
+    out = rw.old.types[node.outputs[0]].shape
+    if node.attrs["mode"] not in ("nearest", "nearest-exact", "area"):
+        # blending multiplies neighbours by 0, which makes nan of an infinite pixel
+        zero = rw.build.constant(torch.tensor(0.0, dtype=torch.float64))
+        x = rw.emit("add", [x, rw.emit("mul", [x, zero])])
+    return [rw.emit("expand", [x], {"shape": out})]
+
+
+def _hardtanh(rw: Rewriter, node: Node) -> Result:
+    """relu6 and hardtanh are clamps."""
+    low, high = (0.0, 6.0) if node.op == "relu6" else (node.attrs["min"], node.attrs["max"])
+    return [rw.emit("clamp", [_source(node)], {"min": low, "max": high})]
+
+
+CANONICAL = (
+    Rule("no-op dropped", ("reshape", "permute", "expand", "slice", "cast", "to_layout"), _drop),
+    Rule("chain merged", ("reshape", "permute"), _through),
+    Rule("layout chain merged", ("to_layout",), _layout_chain),
+    Rule("layout changed before enlarging", ("to_layout",), _layout_before_resize),
+    Rule("global pooling is a mean", ("adaptive_avg_pool",), _global_mean),
+    Rule("one pixel resized is repeated", ("resize",), _resize_pixel),
+    Rule("clamp by its own name", ("relu6", "hardtanh"), _hardtanh),
+    Rule("product with transposed matrix is linear", ("matmul",), _linear),
+    Rule("bias joins linear", ("add",), _linear_bias),
+)
+
+ALGEBRA = (
+    Rule("neutral element dropped", ("add", "sub", "mul", "div", "pow"), _neutral),
+    Rule("undone or repeated", ("neg", "logical_not", "relu", "abs"), _involution),
+    Rule("power by its own name", ("pow",), _power),
+    Rule("division by a power of two", ("div",), _divide),
+    Rule("one bias for two added convolutions", ("add",), _shared_bias),
+)
+
+
+def canonicalise(graph: Graph, ctx: Context) -> Graph:
+    """Give equal things one form, so that later rules need to know only that form."""
+    graph, fired = rewrite(graph, CANONICAL, table.infer)
+    ctx.fired.update(fired)
+    return graph
+
+
+def algebra(graph: Graph, ctx: Context) -> Graph:
+    """Rules that hold for every number, nan and infinities included. All but one keep every bit;
+    sharing one bias between two added convolutions adds in another order, as any fusion may."""
+    graph, fired = rewrite(graph, ALGEBRA, table.infer)
+    ctx.fired.update(fired)
+    return graph

@@ -1,0 +1,78 @@
+"""What a user allows: everything that may change numbers or memory, in one frozen record."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from deuteron.errors import GraphError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}  # fmt: skip
+
+
+def parse_bytes(size: int | str) -> int:
+    """``"256MB"`` → 256000000; plain integers are bytes."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise GraphError(f"a size of {size} bytes is negative")
+        return size
+    match = re.fullmatch(
+        r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size if isinstance(size, str) else ""
+    )
+    if match is None or match[2].upper() not in _UNITS:
+        raise GraphError(
+            f"{size!r} is not a size", remedy="write e.g. '256MB', '1GiB' or a number of bytes"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Limits a plan must keep.
+
+    * ``deterministic``: the same input gives the same bits in every run.
+    * ``max_error``: largest error against float64, relative to the largest value of the
+      result, that a candidate may show; it is measured, so a limit turns ``find`` on.
+      None: at most twice PyTorch's own, checked wherever ``find`` measures.
+    * ``max_workspace``: largest scratch memory of one region, e.g. ``"256MB"``. None: no limit.
+    * ``allow_tf32``: float32 products may run on tensor cores with 10-bit mantissas.
+    * ``layout``: "auto" (convolutions in nhwc where that is faster) or "keep".
+    * ``cuda_graph``: replay the whole plan as one CUDA Graph where possible.
+    """
+
+    deterministic: bool = False
+    max_error: float | None = None
+    max_workspace: int | str | None = None
+    allow_tf32: bool = False
+    layout: str = "auto"
+    cuda_graph: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("auto", "keep"):
+            raise GraphError(f"layout={self.layout!r} is not known", remedy="use 'auto' or 'keep'")
+        for name in ("deterministic", "allow_tf32", "cuda_graph"):
+            if not isinstance(getattr(self, name), bool):
+                raise GraphError(f"{name}={getattr(self, name)!r} must be True or False")
+        limit = self.max_error
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            raise GraphError(f"max_error={limit!r} must be a positive number or None")
+        if self.max_workspace is not None:
+            object.__setattr__(self, "max_workspace", parse_bytes(self.max_workspace))
+
+    @property
+    def workspace_limit(self) -> float:
+        return float("inf") if self.max_workspace is None else float(self.max_workspace)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> Policy:
+        try:
+            return Policy(**fields)
+        except TypeError:
+            known = ", ".join(f.name for f in dataclass_fields(Policy))
+            raise GraphError(f"not a policy: {fields!r}", remedy=f"its fields: {known}") from None

@@ -1,0 +1,256 @@
+"""Targets: facts about machines. Code asks a target what it has, never which one it is.
+
+``peak`` is dense arithmetic by element type and ``bandwidth`` is memory traffic, both in units
+per second as published; ``reach`` is the part of each that well-written code attains. The H200's
+reach was measured (copy 4.25 TB/s, bf16 products 690–790 TF/s); the others carry the same
+fractions until somebody measures them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from deuteron.errors import GraphError
+from deuteron.files import cache_dir, write_atomic
+
+T = 1e12
+G = 1e9
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan needs to know about a machine.
+
+    ``launch`` is the time one kernel costs however little it does, inside a CUDA Graph on a
+    GPU and per call on a CPU; ``call`` is the same from Python without a graph.
+    """
+
+    name: str
+    kind: str  # "cuda" or "cpu"
+    units: int  # multiprocessors or cores
+    bandwidth: float
+    peak: Mapping[str, float]
+    cache_bytes: int
+    cache_bandwidth: float
+    memory_bytes: int
+    launch: float
+    call: float
+    reach: Mapping[str, float] = field(default_factory=lambda: {"memory": 0.88, "compute": 0.72})
+    features: frozenset[str] = frozenset()
+
+    @property
+    def has_fp8(self) -> bool:
+        return "fp8" in self.features
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        return "tensor_cores" in self.features
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind == "cuda"
+
+    def rate(self, dtype: str, product: bool = True, allow_tf32: bool = False) -> float:
+        """Attainable operations per second on ``dtype``; products may use the matrix units."""
+        if product and dtype == "f32" and allow_tf32 and "tf32" in self.peak:
+            dtype = "tf32"
+        if not product and self.has_tensor_cores:
+            dtype = "f64" if dtype == "f64" else "f32"  # vector units, whatever the storage type
+        return self.peak.get(dtype, self.peak["f32"]) * self.reach["compute"]
+
+    @property
+    def stream(self) -> float:
+        """Attainable memory bandwidth."""
+        return self.bandwidth * self.reach["memory"]
+
+
+def _gpu(
+    name: str,
+    units: int,
+    bandwidth: float,
+    cache_mb: float,
+    memory_gb: float,
+    peak: tuple[float, float, float, float, float],  # f64, f32, tf32, f16/bf16, i8 in T/s
+    fp8: float = 0.0,
+    cache_bandwidth: float = 5.5,
+    **reach: float,
+) -> Target:
+    f64, f32, tf32, f16, i8 = (p * T for p in peak)
+    rates = {"f64": f64, "f32": f32, "tf32": tf32, "f16": f16, "bf16": f16, "i8": i8}
+    features = {"tensor_cores", "bf16", "tf32", "int8"}
+    if fp8:
+        rates |= {"f8e4m3": fp8 * T, "f8e5m2": fp8 * T}
+        features.add("fp8")
+    fractions = {"memory": 0.88, "compute": 0.72} | reach
+    return Target(
+        name, "cuda", units, bandwidth * T, rates, int(cache_mb * 2**20), cache_bandwidth * T,
+        int(memory_gb * G), launch=2.2e-6, call=6e-6, reach=fractions, features=frozenset(features),
+    )  # fmt: skip
+
+
+GPUS: dict[str, Target] = {
+    t.name: t
+    for t in (
+        _gpu("a100", 108, 2.039, 40, 80, (19.5, 19.5, 156, 312, 624), cache_bandwidth=4.0),
+        _gpu("h100", 132, 3.35, 50, 80, (67, 67, 494, 989, 1979), fp8=1979),
+        _gpu("h200", 132, 4.8, 60, 141, (67, 67, 494, 989, 1979), fp8=1979,
+             memory=0.885, compute=0.73),
+        _gpu("b200", 148, 8.0, 126, 180, (37, 75, 1100, 2250, 4500), fp8=4500,
+             cache_bandwidth=10.0),
+        _gpu("l4", 58, 0.3, 48, 24, (0.47, 30.3, 60, 121, 242), fp8=242, cache_bandwidth=1.5),
+        _gpu("rtx4090", 128, 1.008, 72, 24, (1.29, 82.6, 82.6, 165, 330), fp8=330,
+             cache_bandwidth=5.0),
+    )
+}  # fmt: skip
+
+_GPU_NAMES = {  # a word of what the driver calls it → our name
+    "H200": "h200", "GH200": "h200", "H100": "h100", "A100": "a100", "B200": "b200",
+    "GB200": "b200", "L4": "l4", "4090": "rtx4090",
+}  # fmt: skip
+
+
+def names() -> list[str]:
+    """The targets that can be asked for by name."""
+    return [*GPUS, "cpu"]
+
+
+def target(name: str | Target | torch.device | None = None) -> Target:
+    """A target by name ("h200", "cpu"), by torch device, or the best machine present."""
+    if isinstance(name, Target):
+        return name
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    text = str(name).lower()
+    if text in GPUS:
+        return GPUS[text]
+    if text.split(":")[0] == "cpu":
+        return _cpu(torch.get_num_threads())
+    if text.split(":")[0] == "cuda":
+        if not torch.cuda.is_available():
+            raise GraphError(
+                "no CUDA device is present",
+                asked=f"target {text!r}",
+                remedy=f"name a machine to plan for: {', '.join(GPUS)}",
+            )
+        index = int(text.split(":")[1]) if ":" in text else torch.cuda.current_device()
+        return _present_gpu(index)
+    raise GraphError(
+        f"unknown target {name!r}", asked=f"target({name!r})", remedy=f"use {', '.join(names())}"
+    )
+
+
+@lru_cache
+def _present_gpu(index: int) -> Target:
+    props = torch.cuda.get_device_properties(index)
+    for word in re.split(r"[^A-Z0-9]+", props.name.upper()):  # an L40 is no L4
+        if word in _GPU_NAMES:
+            return GPUS[_GPU_NAMES[word]]
+    # an unknown GPU: scale the nearest generation by its multiprocessors
+    base = GPUS["h100"] if props.major >= 9 else GPUS["a100"] if props.major == 8 else GPUS["l4"]
+    scale = props.multi_processor_count / base.units
+    return Target(
+        props.name.lower().replace(" ", "-"), "cuda", props.multi_processor_count,
+        base.bandwidth * scale, {k: v * scale for k, v in base.peak.items()},
+        getattr(props, "L2_cache_size", base.cache_bytes), base.cache_bandwidth * scale,
+        props.total_memory, base.launch, base.call, base.reach, base.features,
+    )  # fmt: skip
+
+
+# ---- the CPU it runs on: measured once, remembered ------------------------------------------
+
+
+def cpu_identity() -> dict[str, Any]:
+    """What makes one CPU measurement comparable with another."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as info:
+            for line in info:
+                if line.startswith(("model name", "CPU part")):
+                    model = line.split(":", 1)[1].strip()
+                    break
+    except OSError:
+        pass
+    return {
+        "model": model,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+@lru_cache
+def _cpu(threads: int) -> Target:
+    """Of the CPU with this many threads, which torch.set_num_threads may change."""
+    path = cache_dir() / "cpu.json"
+    identity = cpu_identity()
+    try:
+        saved = json.loads(path.read_text())
+        measured = {k: float(v) for k, v in dict(saved["measured"]).items()}
+        if saved["identity"] == identity and all(0 < v < math.inf for v in measured.values()):
+            return _cpu_target(**measured)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # absent, damaged or of another machine: measure again
+    measured = measure_cpu()
+    record = {"identity": identity, "measured": measured}
+    with suppress(OSError):  # a read-only home costs a measurement per process, nothing else
+        write_atomic(path, json.dumps(record, indent=1) + "\n")
+    return _cpu_target(**measured)
+
+
+def _cpu_target(f32: float, f64: float, memory: float, cache: float, call: float) -> Target:
+    threads = torch.get_num_threads()
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        total = 8 * 2**30
+    rates = {"f32": f32, "f64": f64, "f16": f32 / 4, "bf16": f32 / 4, "i8": f32 / 2}
+    return Target(
+        "cpu", "cpu", threads, memory, rates, 2**20 * threads, cache, total, launch=call,
+        call=call, reach={"memory": 1.0, "compute": 1.0},
+    )  # fmt: skip
+
+
+def measure_cpu() -> dict[str, float]:
+    """Product rate, copy bandwidth (from memory and from cache) and the cost of one call."""
+
+    def best(fn: Any, repeat: int) -> float:
+        fn()
+        times = []
+        for _ in range(repeat):
+            begin = time.perf_counter()
+            fn()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    def product(n: int, dt: torch.dtype) -> float:
+        a, b = torch.randn(n, n, dtype=dt), torch.randn(n, n, dtype=dt)
+        out = torch.empty(n, n, dtype=dt)
+        return 2 * n**3 / best(lambda: torch.mm(a, b, out=out), 3)
+
+    big, small = torch.randn(2**24), torch.randn(2**16)
+    big_out, small_out = torch.empty_like(big), torch.empty_like(small)
+    one, one_out = torch.randn(8), torch.empty(8)
+    return {
+        "f32": product(1024, torch.float32),
+        "f64": product(512, torch.float64),
+        "memory": 8 * 2**24 / best(lambda: big_out.copy_(big), 3),
+        "cache": 8 * 2**16 / best(lambda: small_out.copy_(small), 20),
+        "call": best(lambda: torch.add(one, one, out=one_out), 50),
+    }
+
+
+def describe(t: Target) -> dict[str, Any]:
+    """A target as plain data, for reports."""
+    return {**asdict(t), "features": sorted(t.features)}

@@ -1,0 +1,314 @@
+"""Every pass on graphs built for it: what it does, what it must leave alone, and that the
+numbers stay. Batch norm and layout are in test_passes_spatial.py, fusion in test_fuse.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from random_graphs import JUMPS, graphs
+from tolerances import allowed, error
+
+import deuteron as dt
+from deuteron.ir import Graph, TensorType, check
+from deuteron.ir.types import same_strides
+from deuteron.ops import infer
+from deuteron.ops.evaluate import evaluate
+from deuteron.passes import PASSES, Context, run_passes
+from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
+from deuteron.passes.simplify import algebra, canonicalise
+from deuteron.policy import Policy
+from deuteron.target import GPUS
+
+ODD = [0.0, -0.0, 1.0, -2.5, 1e-30, 1e30, float("inf"), -float("inf"), float("nan"), 88.0]
+
+
+def context() -> Context:
+    return Context(GPUS["h200"], Policy())
+
+
+def run(step, g: dt.Graph | Graph) -> tuple[Graph, dict[str, int]]:
+    """The graph after one pass, checked, and the rules that fired."""
+    ctx = context()
+    graph = g.ir() if isinstance(g, dt.Graph) else g
+    out = check(step(graph, ctx), infer, "the pass")
+    return out, {rule: count for rule, count in ctx.fired.items() if count}
+
+
+def ops(graph: Graph) -> list[str]:
+    return [node.op for node in graph.nodes]
+
+
+def same_bits(before: Graph, after: Graph, **feed: torch.Tensor) -> None:
+    """Both graphs give the same results to the last bit, the sign of 0 and nan included."""
+    one, other = (evaluate(graph, feed) for graph in (before, after))
+    for name, want in one.items():
+        assert other[name].dtype == want.dtype
+        assert torch.equal(other[name].nan_to_num(3.0), want.nan_to_num(3.0))
+        assert torch.equal(other[name].signbit() & ~want.isnan(), want.signbit() & ~want.isnan())
+
+
+# ---- housekeeping --------------------------------------------------------------------------------
+
+
+def test_dead_code_goes_and_inputs_stay():
+    g = dt.Graph()
+    x, unused = g.tensor("x", (1, 1, 4, 4)), g.tensor("unused", (3,))
+    g.exp(unused + g.constant(torch.ones(3)))
+    values, _ = g.max_pool_with_indices(x, kernel=2)  # one of two results is read: all stay
+    values.output("y")
+    graph, fired = run(dead_code, g)
+    assert (
+        ops(graph) == ["max_pool_with_indices"]
+        and graph.inputs == ("x", "unused")
+        and not graph.constants
+    )
+    assert fired == {"unused node": 2, "unused constant": 1}
+
+
+def test_equal_work_is_done_once():
+    g = dt.Graph()
+    x, w = g.tensor("x", (1, 2, 4, 4)), torch.randn(4, 5)
+    a, b = (g.matmul(g.relu(x), g.constant(w, "w")) for _ in range(2))
+    (one, place), (other, same) = (g.max_pool_with_indices(v, kernel=2) for v in (a, b))
+    (one + other).output("y")
+    (place + same).output("places")
+    (g.avg_pool(a, kernel=2) * g.constant(torch.tensor([1.0, -0.0]))).output("z")
+    (g.avg_pool(b, kernel=3) * g.constant(torch.tensor([1.0, 0.0, 0.0])[:2])).output("w")
+    graph, fired = run(common_subexpressions, g)
+    assert fired == {"common subexpression": 3}  # relu, matmul, the maximum of 2
+    assert sum(c.type.shape == (4, 5) for c in graph.constants.values()) == 1
+    assert sum(c.type.shape == (2,) for c in graph.constants.values()) == 2, "−0 is not 0"
+    same_bits(g.ir(), graph, x=torch.randn(1, 2, 4, 4))
+
+
+def test_random_draws_are_neither_shared_nor_frozen():
+    g = dt.Graph()
+    c = g.constant(torch.ones(20), "c")
+    call = {"target": "aten.rand_like.default", "args": (("in", 0),), "out": ("f32[20]",)}
+    for i in range(2):
+        g.aten(c, **call).output(f"y{i}")
+    graph, _ = run_passes(g.ir(), context())
+    assert ops(graph) == ["aten", "aten"]
+
+
+def test_constants_are_computed_ahead():
+    g = dt.Graph()
+    x = g.tensor("x", (4, 4))
+    w = g.permute(g.constant(torch.randn(4, 4), "w"), dims=(1, 0)) * 2.0
+    image = g.reshape(w, shape=(1, 1, 4, 4))
+    values, places = g.max_pool_with_indices(image, kernel=2)  # several results at once
+    (g.matmul(x, w) + g.sum(values)).output("y")
+    places.output("places")
+    g.expand(g.constant(torch.ones(1)), shape=(1000,)).output("wide")
+    graph, fired = run(fold_constants, g)
+    assert fired == {"constant folded": 5}
+    assert ops(graph) == ["matmul", "add", "expand"], "what can be broadcast is not stored"
+    same_bits(g.ir(), graph, x=torch.randn(4, 4))
+
+
+def test_a_folded_cast_has_the_type_it_was_cast_to():
+    g = dt.Graph()
+    g.cast(g.constant(torch.randn(3, dtype=torch.float64)), dtype="f32").output("y")
+    graph, _ = run(fold_constants, g)
+    assert [c.type.dtype.short for c in graph.constants.values()][-1] == "f32"
+
+
+def test_folding_a_slice_re_infers_what_reads_it():
+    g = dt.Graph()
+    c = g.slice(g.constant(torch.randn(4, 6)), axis=1, step=2)  # strided until it is stored
+    (g.tensor("x", (4, 3)) + g.permute(c, dims=(1, 0)).type.numel).output("z")
+    g.reshape(g.permute(c, dims=(1, 0)), shape=(12,)).output("y")
+    graph, _ = run(fold_constants, g)
+    same_bits(g.ir(), graph, x=torch.randn(4, 3))
+
+
+# ---- local rules ---------------------------------------------------------------------------------
+
+# rule, what is built from x, the operators that are left (None: the rule must not fire)
+F = [
+    ("no-op dropped", lambda g, x: g.reshape(x, shape=(2, 5)), []),
+    ("no-op dropped", lambda g, x: g.cast(x, dtype=x.dtype.short), []),
+    ("no-op dropped", lambda g, x: g.slice(x, axis=0), []),
+    ("no-op dropped", lambda g, x: g.to_layout(x), []),
+    ("chain merged", lambda g, x: g.reshape(g.reshape(x, shape=(10,)), shape=(5, 2)), ["reshape"]),
+    ("chain merged", lambda g, x: g.permute(g.permute(x, dims=(1, 0)), dims=(1, 0)), []),
+    ("chain merged",  # the inner one copies: what follows is row-major
+     lambda g, x: g.reshape(g.reshape(g.permute(x, dims=(1, 0)), shape=(10,)), shape=(5, 2)), None),
+    ("layout chain merged",
+     lambda g, x: g.to_layout(g.to_layout(g.expand(x, shape=(3, 2, 5)), layout="nhwc")),
+     ["expand", "to_layout"]),
+    ("clamp by its own name", lambda g, x: g.relu6(x), ["clamp"]),
+    ("clamp by its own name", lambda g, x: g.hardtanh(x, min=-2.0, max=0.5), ["clamp"]),
+    ("neutral element dropped", lambda g, x: x * 1.0, []),
+    ("neutral element dropped", lambda g, x: 1.0 * x, []),
+    ("neutral element dropped", lambda g, x: x / 1, []),
+    ("neutral element dropped", lambda g, x: x**1.0, []),
+    ("neutral element dropped", lambda g, x: x - 0.0, []),
+    ("neutral element dropped", lambda g, x: x + -0.0, []),
+    ("neutral element dropped", lambda g, x: x + 0.0, None),  # −0 + 0 is +0
+    ("neutral element dropped", lambda g, x: x + g.constant(torch.tensor(0)), None),
+    ("neutral element dropped", lambda g, x: x - -0.0, None),
+    ("neutral element dropped", lambda g, x: 0.0 - x, None),
+    ("neutral element dropped", lambda g, x: 1.0 / x, None),
+    ("neutral element dropped", lambda g, x: x * 0.0, None),  # nan and inf stay
+    ("neutral element dropped", lambda g, x: x * g.constant(torch.ones(1)), None),
+    ("neutral element dropped", lambda g, x: g.slice(x, axis=1, step=2) * 1.0, None),  # a view
+    ("undone or repeated", lambda g, x: g.neg(-x), []),
+    ("undone or repeated", lambda g, x: g.relu(g.relu(x)), ["relu"]),
+    ("undone or repeated", lambda g, x: g.abs(g.abs(x)), ["abs"]),
+    ("undone or repeated", lambda g, x: g.logical_not(g.logical_not(g.gt(x, 0.0))), ["gt"]),
+    ("undone or repeated", lambda g, x: g.logical_not(g.logical_not(x)), None),
+    ("power by its own name", lambda g, x: x**2, ["square"]),
+    ("power by its own name", lambda g, x: x**-1.0, ["reciprocal"]),
+    ("power by its own name", lambda g, x: x**0.5, None),  # (−0)^½ is +0, √−0 is −0
+    ("power by its own name", lambda g, x: 2.0**x, None),
+    ("division by a power of two", lambda g, x: x / 8.0, ["mul"]),
+    ("division by a power of two", lambda g, x: x / -0.25, ["mul"]),
+    ("division by a power of two", lambda g, x: x / 3.0, None),
+    ("division by a power of two", lambda g, x: x / 1e30, None),
+    ("division by a power of two", lambda g, x: x / 0.0, None),
+    ("division by a power of two", lambda g, x: x / float("inf"), None),
+    ("division by a power of two", lambda g, x: g.gt(x, 0.0) / 2.0, None),  # a bool
+    ("division by a power of two", lambda g, x: 2.0 / x, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "f64"])
+@pytest.mark.parametrize(
+    ("rule", "make", "left"), F, ids=[f"{rule.split()[0]}-{i}" for i, (rule, *_) in enumerate(F)]
+)
+def test_rules_keep_every_number(rule, make, left, kind):
+    g = dt.Graph()
+    x = g.tensor("x", (2, 5), kind)
+    make(g, x).output("y")
+    before = g.ir()
+    middle, one = run(canonicalise, g)
+    after, two = run(algebra, middle)
+    after, _ = run(dead_code, after)
+    assert (rule in one | two) == (left is not None)
+    assert left is None or ops(after) == left
+    same_bits(before, after, x=torch.tensor(ODD).reshape(2, 5).to(x.dtype.torch))
+
+
+@pytest.mark.parametrize(
+    "make", [make for rule, make, _ in F if rule[:2] in ("ne", "un", "po", "di")]
+)
+def test_rules_keep_the_type_of_a_scalar(make):
+    """Beside a rank-0 tensor a constant takes part in promotion: no rule may widen it."""
+    for build in (make, lambda g, x: x / g.constant(torch.tensor(2.0)), lambda g, x: x**2.0):
+        g = dt.Graph()
+        x = g.tensor("x", ())
+        try:
+            build(g, x).output("y")
+        except dt.GraphError:
+            continue  # needs axes
+        after, _ = run(algebra, g)
+        same_bits(g.ir(), after, x=torch.tensor(-3.0))
+
+
+def test_pooling_to_a_pixel_is_a_mean_and_resizing_a_pixel_repeats_it():
+    g = dt.Graph()
+    x = g.tensor("x", (2, 3, 4, 5), "f64", layout="nhwc")
+    pooled = g.adaptive_avg_pool(x, size=1)
+    for mode in ("nearest", "bilinear", "bicubic"):
+        g.resize(pooled, size=(6, 7), mode=mode).output(mode)
+    g.adaptive_avg_pool(x, size=(2, 1)).output("more than one")
+    after, _ = run_passes(g.ir(), context())
+    assert "resize" not in ops(after) and ops(after).count("mean") == 1
+    assert ops(after).count("adaptive_avg_pool") == 1
+    close(g.ir(), after, {"x": random(x.type)}, 20)
+
+
+def test_products_with_a_transposed_matrix_are_linear():
+    g = dt.Graph()
+    x, w, b = (
+        g.tensor("x", (2, 3, 4), "f64"),
+        g.tensor("w", (5, 4), "f64"),
+        g.tensor("b", (5,), "f64"),
+    )
+    turned = g.permute(w, dims=(1, 0))
+    (b + g.matmul(x, turned)).output("y")
+    g.matmul(g.relu(x), turned).output("plain")
+    shared = g.linear(x, w)
+    shared.output("shared")
+    (shared + b).output("not joined")  # the bare product is wanted too
+    (g.linear(x, w, b) + b).output("has one")
+    after, fired = run(canonicalise, g)
+    assert fired["product with transposed matrix is linear"] == 2
+    assert fired["bias joins linear"] == 1
+    close(g.ir(), run(dead_code, after)[0], {n: random(after.types[n]) for n in "xwb"}, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"), [((5, 4), "f64"), ((2, 5, 4), "f64"), ((5,), "f32"), ((4,), "f64")]
+)
+def test_what_is_no_bias_does_not_join(shape, kind):
+    g = dt.Graph()
+    x, w, b = (
+        g.tensor("x", (2, 5, 3), "f64"),
+        g.tensor("w", (4, 3), "f64"),
+        g.tensor("b", shape, kind),
+    )
+    if shape == (5,):
+        x, w = g.tensor("x5", (2, 5), "f32"), g.tensor("w5", (1, 5), "f32")
+    (g.linear(x, w) + b).output("y")
+    _, fired = run(canonicalise, g)
+    assert bool(fired) == (shape == (4,))
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+
+def random(type_: TensorType) -> torch.Tensor:
+    flat = torch.randn(max(type_.storage_numel, 1), dtype=torch.float64).to(type_.dtype.torch)
+    return flat.as_strided(type_.shape, type_.strides)
+
+
+def close(before: Graph, after: Graph, feed: dict[str, torch.Tensor], reduced: int = 1) -> None:
+    """Both graphs mean the same numbers: they agree in float64 up to reordered sums."""
+    one, other = (evaluate(graph, feed, float64=True) for graph in (before, after))
+    for name, want in one.items():
+        assert error(other[name], want) <= allowed(0.0, torch.float64, reduced), name
+
+
+def promises_kept(before: Graph, after: Graph) -> None:
+    """Inputs and outputs are what the user knows: names, shapes, types, and memory order."""
+    assert before.inputs == after.inputs
+    assert [n for n, _ in before.outputs] == [n for n, _ in after.outputs]
+    for (_, old), (_, new) in zip(before.outputs, after.outputs, strict=True):
+        said, got = before.types[old], after.types[new]
+        assert (said.shape, said.dtype) == (got.shape, got.dtype)
+        if said.layout != "strided":
+            assert same_strides(said.shape, said.strides, got.strides), (said, got)
+
+
+@settings(max_examples=120)
+@given(graphs(nodes=12, without=JUMPS))
+def test_random_graphs_mean_the_same_after_all_passes(made):
+    graph, feed = made
+    after, records = run_passes(graph, context())
+    assert [r.name for r in records] == [p.name for p in PASSES]
+    promises_kept(graph, after)
+    close(graph, after, feed, 10_000)
+    again, records = run_passes(after, context())
+    assert again == after, "running the passes twice changes nothing"
+
+
+@settings(max_examples=60)
+@given(graphs(nodes=8, without=JUMPS, float_type="f32", constants=0.0))
+def test_random_graphs_mean_the_same_in_another_layout(made):
+    graph, feed = made
+    after, _ = run_passes(graph, context())
+    promises_kept(graph, after)
+    close(graph, after, feed, 10_000)
+
+
+def test_equal_readers_do_not_hide_a_rule():
+    """Two equal sums read one product: once they are one, the bias can join."""
+    g = dt.Graph()
+    x, w, b = g.tensor("x", (2, 4)), g.tensor("w", (5, 4)), g.tensor("b", (5,))
+    product = g.linear(x, w)
+    (g.relu(product + b) + g.exp(product + b)).output("y")
+    after, _ = run_passes(g.ir(), context())
+    assert ops(after) == ["linear", "relu", "exp", "add"]
