@@ -1,0 +1,161 @@
+"""Index arithmetic: sums of loop variables with constant factors, and whole division of them.
+
+An access ``x[n, c, h // 2]`` is kept in one normal form, so that equal accesses are equal
+objects and loops can be merged by looking at factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Var:
+    """A loop variable running from 0 to ``size`` − 1."""
+
+    name: str
+    size: int
+
+    @property
+    def high(self) -> int:
+        return max(self.size - 1, 0)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """``⌊of / by⌋`` or, with ``rest``, what is left of ``of`` after it; ``of`` is not negative."""
+
+    of: Affine
+    by: int
+    rest: bool
+
+    @property
+    def high(self) -> int:
+        top = self.of.high
+        return min(top, self.by - 1) if self.rest else top // self.by
+
+    def __str__(self) -> str:
+        return f"({self.of} {'%' if self.rest else '//'} {self.by})"
+
+
+Atom = Var | Quotient
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A constant plus atoms times whole factors."""
+
+    const: int = 0
+    terms: tuple[tuple[Atom, int], ...] = ()
+
+    @staticmethod
+    def of(const: int, terms: Iterable[tuple[Atom, int]]) -> Affine:
+        """The normal form: equal atoms joined, zero factors dropped, a fixed order."""
+        joined: dict[Atom, int] = {}
+        for atom, factor in terms:
+            if atom.high > 0:
+                joined[atom] = joined.get(atom, 0) + factor
+        kept = [(atom, f) for atom, f in joined.items() if f]
+        return Affine(const, tuple(sorted(kept, key=lambda t: (-abs(t[1]), str(t[0])))))
+
+    @staticmethod
+    def var(v: Atom) -> Affine:
+        return Affine.of(0, ((v, 1),))
+
+    @cached_property
+    def high(self) -> int:
+        """The largest value it can take."""
+        return self.const + sum(f * a.high for a, f in self.terms if f > 0)
+
+    @cached_property
+    def low(self) -> int:
+        """The smallest value it can take."""
+        return self.const + sum(f * a.high for a, f in self.terms if f < 0)
+
+    def __add__(self, other: Affine | int) -> Affine:
+        if isinstance(other, int):
+            return Affine(self.const + other, self.terms)
+        return Affine.of(self.const + other.const, (*self.terms, *other.terms))
+
+    def __mul__(self, factor: int) -> Affine:
+        return Affine.of(self.const * factor, ((a, f * factor) for a, f in self.terms))
+
+    def divided(self, by: int, rest: bool) -> Affine:
+        """Whole division (or its remainder) by a positive number; self must not be negative."""
+        assert self.low >= 0 and by > 0, "only indices that cannot be negative are divided"
+        if by == 1:
+            return Affine() if rest else self
+        whole = [(a, f) for a, f in self.terms if f % by == 0]
+        part = Affine.of(self.const % by, ((a, f) for a, f in self.terms if f % by != 0))
+        if part.low >= 0 and part.high < by:  # the rest never carries over
+            if rest:
+                return part
+            return Affine.of(self.const // by, ((a, f // by) for a, f in whole))
+        return Affine.var(Quotient(self, by, rest))
+
+    def factor(self, v: Var) -> int | None:
+        """The factor of ``v``; None if ``v`` also hides inside a quotient."""
+        found = 0
+        for atom, f in self.terms:
+            if atom == v:
+                found = f
+            elif isinstance(atom, Quotient) and v in atom.of.variables:
+                return None
+        return found
+
+    @cached_property
+    def variables(self) -> frozenset[Var]:
+        out: set[Var] = set()
+        for atom, _ in self.terms:
+            if isinstance(atom, Var):
+                out.add(atom)
+            else:
+                out |= atom.of.variables
+        return frozenset(out)
+
+    def substitute(self, values: Mapping[Var, Affine]) -> Affine:
+        """The same with variables replaced."""
+        total = Affine(self.const)
+        for atom, f in self.terms:
+            if isinstance(atom, Var):
+                total = total + values.get(atom, Affine.var(atom)) * f
+            else:
+                total = total + atom.of.substitute(values).divided(atom.by, atom.rest) * f
+        return total
+
+    def __str__(self) -> str:
+        parts = [str(a) if f == 1 else f"{f}*{a}" for a, f in self.terms]
+        if self.const or not parts:
+            parts.append(str(self.const))
+        return " + ".join(parts).replace("+ -", "- ")
+
+
+Index = tuple[Affine, ...]
+
+
+def flatten(index: Index, shape: tuple[int, ...]) -> Affine:
+    """The row-major position of ``index`` in ``shape``."""
+    total = Affine()
+    for i, size in zip(index, shape, strict=True):
+        total = total * size + i
+    return total
+
+
+def unflatten(position: Affine, shape: tuple[int, ...]) -> Index:
+    """The index in ``shape`` of a row-major position."""
+    out: list[Affine] = []
+    for axis in range(len(shape) - 1, -1, -1):
+        size = shape[axis]
+        if axis == 0:
+            out.append(position)
+        elif size <= 1:
+            out.append(Affine())
+        else:
+            out.append(position.divided(size, rest=True))
+            position = position.divided(size, rest=False)
+    return tuple(reversed(out))

@@ -1,0 +1,386 @@
+"""LLVM IR for the CPU: a small structured builder over llvmlite, and its way to machine code.
+
+A kernel is a function of one array of 64-bit words (pointers and sizes), so that shapes are
+arguments and a network needs few kernels. :class:`Code` writes one function; :func:`load` turns
+what it wrote into an address, from the process, from the disk, or from LLVM, in this order::
+
+    def make(module):                 # runs only if nobody compiled this kernel before
+        code = Code(module, "run", [PTR, I64, I64])
+        …
+    address = load("scale by two", make)["run"]
+
+Importing this module imports llvmlite: ask :func:`deuteron.codegen.openmp.available` first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as binding
+from llvmlite import ir
+
+from deuteron.files import cache_dir, write_atomic
+
+Value = Any  # an LLVM value; llvmlite has no types of its own
+F32, F64 = ir.FloatType(), ir.DoubleType()
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+PTR, VOID = ir.PointerType(), ir.VoidType()
+Module = ir.Module
+
+
+def vec(lanes: int, of: Any = F32) -> Any:
+    """The type of ``lanes`` elements side by side; one lane is the element itself."""
+    return ir.VectorType(of, lanes) if lanes > 1 else of
+
+
+def lanes_of(value: Value) -> int:
+    return value.type.count if isinstance(value.type, ir.VectorType) else 1
+
+
+# ---- writing a function ------------------------------------------------------------------------
+
+
+class Code:
+    """One function under construction. Python ints and floats stand for constants."""
+
+    def __init__(
+        self, module: Any, name: str, args: Sequence[Any], ret: Any = VOID, internal: bool = False
+    ) -> None:
+        self.module = module
+        self.fn = ir.Function(module, ir.FunctionType(ret, list(args)), name)
+        if internal:
+            self.fn.linkage = "internal"
+            self.fn.attributes.add("noinline")
+        self.b = ir.IRBuilder(self.fn.append_basic_block("entry"))
+        self.args = self.fn.args
+
+    # numbers
+
+    def i(self, x: int | Value) -> Value:
+        """A 64-bit integer."""
+        return ir.Constant(I64, x) if isinstance(x, int) else x
+
+    def f(self, x: float | Value, lanes: int = 1) -> Value:
+        """A float in every lane."""
+        if isinstance(x, float | int):
+            one = ir.Constant(F32, float(x))
+            return one if lanes == 1 else ir.Constant(vec(lanes), [one] * lanes)
+        return self.splat(x, lanes)
+
+    def splat(self, x: Value, lanes: int) -> Value:
+        if lanes == 1:
+            return x
+        kind = vec(lanes, x.type)
+        first = self.b.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(I32, 0))
+        return self.lane(first, 0)
+
+    def lane(self, v: Value, index: int) -> Value:
+        """Lane ``index`` of ``v`` in every lane."""
+        return self.shuffle(v, v, [index] * lanes_of(v))
+
+    def shuffle(self, a: Value, b: Value, order: Sequence[int]) -> Value:
+        mask = ir.Constant(ir.VectorType(I32, len(order)), list(order))
+        return self.b.shuffle_vector(a, b, mask)
+
+    # integer arithmetic
+
+    def add(self, *xs: int | Value) -> Value:
+        out = self.i(xs[0])
+        for x in xs[1:]:
+            out = self.b.add(out, self.i(x), flags=("nsw",))
+        return out
+
+    def sub(self, x: int | Value, y: int | Value) -> Value:
+        return self.b.sub(self.i(x), self.i(y), flags=("nsw",))
+
+    def mul(self, *xs: int | Value) -> Value:
+        out = self.i(xs[0])
+        for x in xs[1:]:
+            out = self.b.mul(out, self.i(x), flags=("nsw",))
+        return out
+
+    def div(self, x: int | Value, y: int | Value) -> Value:
+        return self.b.sdiv(self.i(x), self.i(y))
+
+    def rem(self, x: int | Value, y: int | Value) -> Value:
+        return self.b.srem(self.i(x), self.i(y))
+
+    def cmp(self, op: str, x: int | Value, y: int | Value) -> Value:
+        return self.b.icmp_signed(op, self.i(x), self.i(y))
+
+    def least(self, x: int | Value, y: int | Value) -> Value:
+        x, y = self.i(x), self.i(y)
+        return self.b.select(self.cmp("<", x, y), x, y)
+
+    def most(self, x: int | Value, y: int | Value) -> Value:
+        x, y = self.i(x), self.i(y)
+        return self.b.select(self.cmp(">", x, y), x, y)
+
+    def share(self, total: Value, part: Value, parts: Value) -> tuple[Value, Value]:
+        """The range of ``total`` that falls to ``part`` of ``parts``."""
+        begin = self.div(self.mul(total, part), parts)
+        return begin, self.div(self.mul(total, self.add(part, 1)), parts)
+
+    # float arithmetic: no reassociation, so that nan and infinity mean what they mean in torch
+
+    def intrinsic(self, name: str, *args: Value) -> Value:
+        kind, n = args[0].type, lanes_of(args[0])
+        scalar = {F32: "f32", F64: "f64"}[kind.element if n > 1 else kind]
+        full = f"llvm.{name}.{f'v{n}' if n > 1 else ''}{scalar}"
+        fn = self.module.globals.get(full)
+        if fn is None:
+            fn = ir.Function(self.module, ir.FunctionType(kind, [kind] * len(args)), full)
+        return self.b.call(fn, args)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self.intrinsic("fma", a, b, c)
+
+    def fmax(self, a: Value, b: Value) -> Value:
+        """The larger; nan if either is nan."""
+        return self.intrinsic("maximum", a, b)
+
+    def fmin(self, a: Value, b: Value) -> Value:
+        return self.intrinsic("minimum", a, b)
+
+    def reduce(self, v: Value, op: Callable[[Value, Value], Value]) -> Value:
+        """All lanes combined, halves first."""
+        n = lanes_of(v)
+        while n > 2:
+            n //= 2
+            v = op(self.shuffle(v, v, range(n)), self.shuffle(v, v, range(n, 2 * n)))
+        return op(self.item(v, 0), self.item(v, 1)) if n == 2 else v
+
+    def item(self, v: Value, index: int) -> Value:
+        if not isinstance(v.type, ir.VectorType):
+            return v
+        return self.b.extract_element(v, ir.Constant(I32, index))
+
+    # memory
+
+    def at(self, base: Value, *offset: int | Value, of: Any = F32) -> Value:
+        """The address ``offset`` elements after ``base``."""
+        return self.b.gep(base, [self.add(*offset)], source_etype=of)
+
+    def load(self, where: Value, lanes: int = 1, of: Any = F32) -> Value:
+        size = {F32: 4, I32: 4, I64: 8, PTR: 8, I8: 1, F64: 8}[of]
+        return self.b.load(where, typ=vec(lanes, of), align=size)
+
+    def store(self, value: Value, where: Value) -> None:
+        self.b.store(value, where, align=1 if value.type == I8 else 8 if value.type == PTR else 4)
+
+    def word(self, base: Value, index: int | Value) -> Value:
+        return self.load(self.at(base, index, of=I64), of=I64)
+
+    def pointer(self, base: Value, index: int | Value) -> Value:
+        return self.load(self.at(base, index, of=PTR), of=PTR)
+
+    def index(self, base: Value, index: int | Value) -> Value:
+        """Entry ``index`` of a table of 32-bit integers, widened."""
+        return self.b.sext(self.load(self.at(base, index, of=I32), of=I32), I64)
+
+    def variable(self, kind: Any, value: Value | int | None = None, count: int = 1) -> Value:
+        """Room on the stack; LLVM keeps it in registers where it can."""
+        with self.b.goto_entry_block():
+            room = self.b.alloca(kind, size=count)
+            if count > 1:
+                room.align = 64
+                room.type = PTR  # an address like any other, not one of a single element
+        if value is not None:
+            self.b.store(self.i(value), room)
+        return room
+
+    def get(self, variable: Value, kind: Any = I64) -> Value:
+        return self.b.load(variable, typ=kind)
+
+    def put(self, variable: Value, value: int | Value) -> None:
+        self.b.store(self.i(value), variable)
+
+    # control
+
+    @contextmanager
+    def loop(self, begin: int | Value, end: int | Value, step: int | Value = 1) -> Iterator[Value]:
+        """``for i in range(begin, end, step)``."""
+        i, end = self.variable(I64, begin), self.i(end)
+        head, body, done = (self.fn.append_basic_block(n) for n in ("head", "body", "done"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        self.b.cbranch(self.cmp("<", self.get(i), end), body, done)
+        self.b.position_at_end(body)
+        now = self.get(i)
+        yield now
+        self.put(i, self.add(now, step))
+        self.b.branch(head)
+        self.b.position_at_end(done)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        then, done = (self.fn.append_basic_block(n) for n in ("then", "done"))
+        self.b.cbranch(condition, then, done)
+        self.b.position_at_end(then)
+        yield
+        self.b.branch(done)
+        self.b.position_at_end(done)
+
+    def either(self, condition: Value, yes: Callable[[], None], no: Callable[[], None]) -> None:
+        then, other, done = (self.fn.append_basic_block(n) for n in ("then", "else", "done"))
+        self.b.cbranch(condition, then, other)
+        for block, write in ((then, yes), (other, no)):
+            self.b.position_at_end(block)
+            write()
+            self.b.branch(done)
+        self.b.position_at_end(done)
+
+    def call(self, other: Code, *args: int | Value) -> Value:
+        return self.b.call(other.fn, [self.i(a) for a in args])
+
+    def ret(self) -> None:
+        self.b.ret_void()
+
+
+def entry(module: Any, name: str, body: Callable[[Code, Value, Value, Value], None]) -> None:
+    """Two functions: ``name(words, thread, threads)``, and ``name.team(words)`` for a member of
+    an OpenMP team, which finds its number by the functions that words 0 and 1 point to."""
+    code = Code(module, name, [PTR, I64, I64])
+    body(code, *code.args)
+    code.ret()
+    team = Code(module, f"{name}.team", [PTR])
+    function = ir.FunctionType(I32, []).as_pointer()  # llvmlite calls only what has a type
+    asked = [team.b.load(team.at(team.args[0], i, of=I64), typ=function) for i in (0, 1)]
+    numbers = [team.b.sext(team.b.call(pointer, []), I64) for pointer in asked]
+    team.call(code, team.args[0], *numbers)
+    team.ret()
+
+
+# ---- the machine -------------------------------------------------------------------------------
+
+
+@lru_cache
+def _machine() -> Any:
+    with suppress(RuntimeError):  # newer versions initialise themselves
+        binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=_features(), opt=3, jit=True
+    )
+
+
+@lru_cache
+def _features() -> str:
+    return str(binding.get_host_cpu_features().flatten())
+
+
+@lru_cache
+def width() -> int:
+    """Floats in a vector register of this machine: 4 (NEON, SSE), 8 (AVX2) or 16 (AVX-512)."""
+    have = binding.get_host_cpu_features()
+    return 16 if have.get("avx512f") else 8 if have.get("avx2") else 4
+
+
+@lru_cache
+def has_lanes() -> bool:
+    """Whether a product by one lane of a vector is as cheap as one by a whole vector."""
+    return "aarch64" in binding.get_default_triple() or "arm64" in binding.get_default_triple()
+
+
+# ---- machine code, and where it is kept --------------------------------------------------------
+
+
+@lru_cache
+def _generators() -> bytes:
+    """A digest of everything that writes kernels: their code changes only with these files."""
+    here = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted((*here.glob("llvm*.py"), *here.parent.glob("kernels/cpu/*.py"))):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def _key(name: str) -> str:
+    parts = (name, binding.get_host_cpu_name(), _features(), llvmlite.__version__,
+             str(binding.llvm_version_info), binding.get_default_triple())  # fmt: skip
+    return hashlib.sha256("\n".join(parts).encode() + _generators()).hexdigest()
+
+
+def object_path(name: str) -> Path:
+    """Where the object code of a kernel is kept."""
+    return cache_dir() / "objects" / f"{_key(name)[:32]}.obj"
+
+
+def compile_module(module: Any) -> bytes:
+    """Object code for this machine."""
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=3)
+    # the kernels are vectorised and unrolled as they are written
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    passes = binding.create_pass_builder(_machine(), options)
+    passes.getModulePassManager().run(parsed, passes)
+    return bytes(_machine().emit_object(parsed))
+
+
+def _read(path: Path, key: str) -> bytes | None:
+    """The object code in a file, if it is whole and was made for this key."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:32], data[32:]
+    return code if code and digest == hashlib.sha256(key.encode() + code).digest() else None
+
+
+class Loaded:
+    """Compiled functions by name. Keeps their memory alive as long as it lives."""
+
+    def __init__(self, code: bytes) -> None:
+        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
+        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        self._known: dict[str, int] = {}
+
+    def __getitem__(self, name: str) -> int:
+        if name not in self._known:
+            address = int(self._engine.get_function_address(name))
+            if not address:
+                raise KeyError(name)
+            self._known[name] = address
+        return self._known[name]
+
+
+_lock = threading.RLock()
+_loaded: dict[str, Loaded] = {}
+
+
+def load(name: str, make: Callable[[Any], None]) -> Loaded:
+    """The kernel called ``name``, compiled once per machine. ``name`` must say everything that
+    ``make`` depends on; a file that is damaged or of another kernel is made again."""
+    with _lock:
+        if name not in _loaded:
+            key, path = _key(name), object_path(name)
+            code = _read(path, key)
+            if code is None:
+                module = ir.Module("kernel")
+                module.triple = binding.get_default_triple()
+                make(module)
+                code = compile_module(module)
+                with suppress(OSError):  # a read-only home costs a compilation per process
+                    digest = hashlib.sha256(key.encode() + code).digest()
+                    write_atomic(path, digest + code)
+            _loaded[name] = Loaded(code)
+        return _loaded[name]
+
+
+def forget() -> None:
+    """Let the next :func:`load` look at the disk again. Kernels in use stay usable."""
+    with _lock:
+        _retired.extend(_loaded.values())
+        _loaded.clear()
+
+
+_retired: list[Loaded] = []

@@ -1,0 +1,489 @@
+"""A scalar program as LLVM IR for the CPU.
+
+One axis is the vector axis: the one that most accesses walk through by one element. If it is a
+reduced axis, lanes are columns and a reduction ends with a sum across lanes; if it is an outer
+axis, lanes are rows and nothing crosses them. The other outer axes are flattened and shared out
+to the threads. Each reduction is a pass over the row; element values that several passes need
+and that cost more than a load are kept in a row of scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from llvmlite import ir
+
+from deuteron.codegen import llvm, llvm_math
+from deuteron.codegen.index import Affine, Var
+from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
+from deuteron.codegen.llvm_plan import needs, plan
+from deuteron.codegen.llvm_types import I1, STORED, Registers
+from deuteron.codegen.scalar import (
+    Arg,
+    Compute,
+    Guard,
+    Inside,
+    Load,
+    Reduce,
+    ScalarProgram,
+    Statement,
+    Store,
+)
+from deuteron.ir.dtype import dtype
+
+CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
+PIECES = 16  # pieces of work wanted, so that threads share them evenly
+
+
+def signature(program: ScalarProgram) -> str:
+    """Everything the machine code depends on: the name under which it is kept."""
+    return f"scalar program, {llvm.width()} lanes\n{program!r}"
+
+
+@dataclass
+class Place:
+    """Where the loops are: a scalar index for every axis; the vector axis at its first lane."""
+
+    at: dict[Var, Value]
+    lanes: int
+    known: dict[Guard, bool] = field(default_factory=dict)
+
+
+class Renderer(Registers):
+    """Writes one kernel: ``name(words, thread, threads)`` with the tensors in the words."""
+
+    def __init__(self, program: ScalarProgram) -> None:
+        self.p, self.shape = program, plan(program)
+        self.float = F64 if program.wide else F32
+        self.made = {s.name: s for s in program.statements if not isinstance(s, Store)}
+        self.tensors = (*program.inputs, *program.outputs)
+        self.loads = {s.name: s.dtype for s in program.statements if isinstance(s, Load)}
+
+    def __call__(self, module: Any) -> None:
+        llvm.entry(module, "run", self._body)
+
+    def _body(self, code: Code, words: Value, thread: Value, threads: Value) -> None:
+        self.c = code
+        first = 2
+        self.base = {t: code.pointer(words, first + i) for i, t in enumerate(self.tensors)}
+        self.scratch = None
+        if self.shape.kept:
+            room = code.pointer(words, first + len(self.tensors))
+            size = self.p.columns * max(1, 1 if self.shape.inner_vector else self.shape.lanes)
+            start = code.mul(thread, size * len(self.shape.kept))
+            self.scratch = code.at(room, start, of=self.float)
+            self.row_size = size
+        for place in self._rows(thread, threads):
+            self._row(place)
+
+    # ---- loops
+
+    @contextmanager
+    def _span(self, begin: Any, end: Any, step: int) -> Iterator[Value]:
+        with self.c.loop(begin, end, step) as i:
+            yield i
+
+    def _rows(self, thread: Value, threads: Value) -> Iterator[Place]:
+        """The share of this thread: rows, or pieces of the one long axis there is."""
+        c, shape = self.c, self.shape
+        total = 1
+        for row_axis in shape.rows:
+            total *= row_axis.size
+        axis = shape.vector
+        if axis is None or shape.inner_vector:
+            begin, end = c.share(c.i(total), thread, threads)
+            with c.loop(begin, end) as row:
+                yield Place(self._decode(row), shape.lanes)
+            return
+        v, chunk = axis, CHUNK
+        while chunk > 2 * shape.lanes and total * -(-v.size // chunk) < PIECES:
+            chunk //= 2
+        pieces = -(-v.size // chunk)
+        begin, end = c.share(c.i(total * pieces), thread, threads)
+        with c.loop(begin, end) as piece:
+            row = c.div(piece, pieces) if pieces > 1 else piece
+            start = c.mul(c.rem(piece, pieces), chunk) if pieces > 1 else c.i(0)
+            stop = c.least(c.add(start, chunk), v.size) if pieces > 1 else c.i(v.size)
+            at = self._decode(row)
+            yield from self._vectors(at, start, stop, pieces == 1)
+
+    def _decode(self, row: Value) -> dict[Var, Value]:
+        at: dict[Var, Value] = {}
+        for v in reversed(self.shape.rows[1:]):
+            at[v] = self.c.rem(row, v.size)
+            row = self.c.div(row, v.size)
+        if self.shape.rows:
+            at[self.shape.rows[0]] = row
+        return at
+
+    def _vectors(
+        self, at: dict[Var, Value], start: Value, stop: Value, whole: bool
+    ) -> Iterator[Place]:
+        """The vector axis from ``start`` to ``stop``: whole vectors, then what is left. Guards
+        that depend on nothing else are settled by cutting the axis where they change."""
+        v, c = self.shape.vector, self.c
+        assert v is not None
+        for low, high in zip(self.shape.breaks, self.shape.breaks[1:], strict=False):
+            known = self._settled(v, low, high)
+            begin = c.i(low) if whole else c.most(start, low)
+            end = c.i(high) if whole else c.least(stop, high)
+            for lanes in self.shape.steps:
+                full = c.sub(end, c.rem(c.most(c.sub(end, begin), 0), lanes)) if lanes > 1 else end
+                with c.loop(begin, full, lanes) as i:
+                    yield Place({**at, v: i}, lanes, known)
+                begin = c.most(begin, full)
+
+    def _settled(self, v: Var, low: int, high: int) -> dict[Guard, bool]:
+        known = {}
+        for s in self.p.statements:
+            if isinstance(s, Load | Inside):
+                for g in s.guards:
+                    if g.index.terms == ((v, 1),):
+                        first, last = low + g.index.const, high - 1 + g.index.const
+                        if g.low <= first and last < g.high:
+                            known[g] = True
+                        elif last < g.low or first >= g.high:
+                            known[g] = False
+        return known
+
+    def _cells(self, place: Place) -> Iterator[Place]:
+        """Every element of the row: nested loops over the reduced axes."""
+        yield from self._nest(place, list(self.shape.columns))
+
+    def _nest(self, place: Place, axes: list[Var]) -> Iterator[Place]:
+        if axes:
+            with self.c.loop(0, axes[0].size) as i:
+                yield from self._nest(
+                    Place({**place.at, axes[0]: i}, place.lanes, place.known), axes[1:]
+                )
+            return
+        if self.shape.inner_vector:
+            v = self.shape.vector
+            assert v is not None
+            for p in self._vectors(place.at, self.c.i(0), self.c.i(v.size), True):
+                yield Place(p.at, p.lanes, {**place.known, **p.known})
+        else:
+            yield place
+
+    # ---- one row
+
+    def _row(self, place: Place) -> None:
+        level = self.p.level
+        env: dict[str, Value] = {}
+        stored: set[str] = set()
+        for s in self.p.statements:
+            if isinstance(s, Reduce):
+                env[s.name] = self._reduce(s, place, env, stored)
+            elif isinstance(s, Store):
+                continue
+            elif level[s.name] == "row":
+                env[s.name] = self._evaluate(s, place, env)
+        stores = [s for s in self.p.statements if isinstance(s, Store)]
+        per_row = [s for s in stores if not s.offset.variables & set(self.p.inner)]
+        per_cell = [s for s in stores if s not in per_row]
+        for s in per_row:
+            self._store(s, place, env)
+        if per_cell:
+            for cell in self._cells(place):
+                local = dict(env)
+                for s in per_cell:
+                    if isinstance(s.source, str):
+                        self._need(s.source, cell, local, stored)
+                    self._store(s, cell, local)
+
+    def _reduce(self, s: Reduce, place: Place, env: dict[str, Value], stored: set[str]) -> Value:
+        """One pass over the row. Accumulates lane by lane; lanes meet at the end."""
+        c = self.c
+        kind = self._type(s.kind)
+        start, combine = self._identity(s, kind)
+        sizes = self.shape.steps if self.shape.inner_vector else (place.lanes,)
+        acc = {lanes: c.variable(vec(lanes, kind)) for lanes in sizes}
+        for lanes, room in acc.items():
+            c.b.store(self.splat(start, lanes), room)
+        keep = [k for k in self.shape.kept if k not in stored]
+        for cell in self._cells(place):
+            local = dict(env)
+            self._need(s.source, cell, local, stored)
+            for k in keep:
+                if k in local:
+                    self._keep(k, local[k], cell)
+            value = self.lanes(local[s.source], cell.lanes)
+            room = acc[cell.lanes]
+            c.b.store(combine(c.b.load(room, typ=vec(cell.lanes, kind)), value), room)
+        made = {k for k in keep if needs(self.made, [s.source], k, stored, self.p)}
+        stored |= made
+        totals = [c.b.load(room, typ=vec(lanes, kind)) for lanes, room in acc.items()]
+        if not self.shape.inner_vector:
+            return totals[0]
+        parts = [c.item(t, lane) for t in totals for lane in range(llvm.lanes_of(t))]
+        while len(parts) > 1:  # halves first: the error of a sum grows with its depth
+            odd = parts[-1:] if len(parts) % 2 else []
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            parts = [combine(x, y) for x, y in pairs] + odd
+        return parts[0]
+
+    def _identity(self, s: Reduce, kind: Any) -> tuple[Value, Callable[[Value, Value], Value]]:
+        c, b = self.c, self.c.b
+        if s.kind == "float":
+            table: dict[str, tuple[float, Callable[[Value, Value], Value]]] = {
+                "sum": (0.0, b.fadd), "prod": (1.0, b.fmul),
+                "max": (float("-inf"), c.fmax), "min": (float("inf"), c.fmin),
+            }  # fmt: skip
+            number, combine = table[s.op]
+            return ir.Constant(kind, number), combine
+
+        def pick(op: str) -> Callable[[Value, Value], Value]:
+            return lambda x, y: b.select(b.icmp_signed(op, x, y), x, y)
+
+        whole: dict[str, tuple[int, Callable[[Value, Value], Value]]] = {
+            "sum": (0, b.add), "prod": (1, b.mul), "max": (-(2**63), pick(">")),
+            "min": (2**63 - 1, pick("<")), "any": (0, b.or_), "all": (1, b.and_),
+        }  # fmt: skip
+        first, merge = whole[s.op]
+        return ir.Constant(kind, first), merge
+
+    # ---- kept values
+
+    def _slot(self, name: str, cell: Place) -> Value:
+        c = self.c
+        column = c.i(0)
+        for v in self.p.inner:
+            column = c.add(c.mul(column, v.size), cell.at[v])
+        if not self.shape.inner_vector:
+            column = c.mul(column, self.shape.lanes)
+        which = self.shape.kept.index(name) * self.row_size
+        assert self.scratch is not None
+        return c.at(self.scratch, which, column, of=self.float)
+
+    def _keep(self, name: str, value: Value, cell: Place) -> None:
+        align = 8 if self.p.wide else 4
+        self.c.b.store(self.lanes(value, cell.lanes), self._slot(name, cell), align=align)
+
+    # ---- statements
+
+    def _need(self, name: str, cell: Place, local: dict[str, Value], stored: set[str]) -> None:
+        """Compute ``name`` and what it reads at this cell, or take it from scratch memory."""
+        if name in local:
+            return
+        if name in stored:
+            align = 8 if self.p.wide else 4
+            where = self._slot(name, cell)
+            local[name] = self.c.b.load(where, typ=vec(cell.lanes, self.float), align=align)
+            return
+        s = self.made[name]
+        if isinstance(s, Compute):
+            for a in s.args:
+                if isinstance(a, str):
+                    self._need(a, cell, local, stored)
+        local[name] = self._evaluate(s, cell, local)
+
+    def _evaluate(self, s: Statement, place: Place, env: dict[str, Value]) -> Value:
+        if isinstance(s, Load):
+            return self._load(s, place)
+        if isinstance(s, Inside):
+            return self._inside(s.guards, place)
+        assert isinstance(s, Compute)
+        args = [self._arg(a, s, env) for a in s.args]
+        widest = max(llvm.lanes_of(a) for a in args)
+        args = [self.lanes(a, widest) for a in args]
+        return self._compute(s, args, env)
+
+    def _arg(self, a: Arg, s: Compute, env: dict[str, Value]) -> Value:
+        if isinstance(a, str):
+            return env[a]
+        other = next((env[x] for x in s.args if isinstance(x, str)), None)
+        kind = a.kind
+        if kind != "bool" and other is not None and s.op != "select":
+            scalar = other.type.element if llvm.lanes_of(other) > 1 else other.type
+            kind = "float" if scalar in (F32, F64) else kind
+        return self._number(a.value, "float" if s.kind == "float" and kind == "int" else kind)
+
+    def _number(self, value: float | int | bool, kind: str) -> Value:
+        if kind == "float":
+            return ir.Constant(self.float, float(value))
+        return ir.Constant(I1 if kind == "bool" else I64, int(value))
+
+    def _type(self, kind: str) -> Any:
+        return {"float": self.float, "int": I64, "bool": I1}[kind]
+
+    def _compute(self, s: Compute, args: list[Value], env: dict[str, Value]) -> Value:
+        b = self.c.b
+        if s.op == "rounded":
+            return self.from_memory(
+                self.to_memory(args[0], dtype(dict(s.attrs)["dtype"])),
+                dtype(dict(s.attrs)["dtype"]),
+            )
+        scalar = args[-1].type.element if llvm.lanes_of(args[-1]) > 1 else args[-1].type
+        is_float = scalar in (F32, F64)
+        if s.op in COMPARE:
+            ordered, whole = COMPARE[s.op]
+            if is_float:
+                return (b.fcmp_unordered if s.op == "ne" else b.fcmp_ordered)(ordered, *args)
+            return (b.icmp_unsigned if scalar == I1 else b.icmp_signed)(whole, *args)
+        if s.op == "select":
+            return b.select(*args)
+        if s.op in ("and", "or"):
+            return (b.and_ if s.op == "and" else b.or_)(*args)
+        if s.op == "not":
+            return b.not_(args[0])
+        if s.op in ("to_float", "to_int", "to_bool"):
+            return self._convert(args[0], s.op, scalar)
+        if is_float:
+            return FLOAT[s.op](self.c, *args)
+        return INTEGER[s.op](self.c, *args)
+
+    def _convert(self, x: Value, op: str, scalar: Any) -> Value:
+        b, lanes = self.c.b, llvm.lanes_of(x)
+        is_float = scalar in (F32, F64)
+        if op == "to_bool":
+            zero = self.splat(ir.Constant(scalar, 0.0 if is_float else 0), lanes)
+            return b.fcmp_unordered("!=", x, zero) if is_float else b.icmp_signed("!=", x, zero)
+        if op == "to_float":
+            if is_float:
+                return x
+            make = b.uitofp if scalar == I1 else b.sitofp
+            return make(x, vec(lanes, self.float))
+        if is_float:
+            return b.fptosi(x, vec(lanes, I64))
+        return b.zext(x, vec(lanes, I64)) if scalar == I1 else x
+
+    # ---- memory
+
+    def _index(self, e: Affine, place: Place) -> Value:
+        """An index at this place; along the vector axis that of the first lane."""
+        c = self.c
+        total = c.i(e.const)
+        for atom, f in e.terms:
+            if isinstance(atom, Var):
+                value = place.at[atom]
+            else:
+                inner = self._index(atom.of, place)
+                value = c.rem(inner, atom.by) if atom.rest else c.div(inner, atom.by)
+            total = c.add(total, c.mul(value, f) if f != 1 else value)
+        return total
+
+    def _inside(self, guards: tuple[Guard, ...], place: Place) -> Value:
+        c = self.c
+        ok: Value = ir.Constant(I1, 1)
+        for g in guards:
+            if g in place.known:
+                if not place.known[g]:
+                    return ir.Constant(I1, 0)
+                continue
+            i = self._index(g.index, place)
+            ok = c.b.and_(ok, c.cmp(">=", i, g.low))
+            ok = c.b.and_(ok, c.cmp("<", i, g.high))
+        return ok
+
+    def _load(self, s: Load, place: Place) -> Value:
+        c = self.c
+        if any(place.known.get(g) is False for g in s.guards):
+            return self._number(0, {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int"))
+        open_guards = tuple(g for g in s.guards if g not in place.known)
+        if open_guards:
+            return self._guarded(s, open_guards, place)
+        v = self.shape.vector
+        step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
+        offset = self._index(s.offset, place)
+        stored = STORED[s.dtype.short]
+        align = max(s.dtype.bits // 8, 1)
+        where = c.at(self.base[s.tensor], offset, of=stored)
+        if step == 0:
+            return self.from_memory(c.b.load(where, typ=stored, align=align), s.dtype)
+        if step == 1:
+            raw = c.b.load(where, typ=vec(place.lanes, stored), align=align)
+            return self.from_memory(raw, s.dtype)
+        assert step is not None
+        raw = ir.Constant(vec(place.lanes, stored), ir.Undefined)
+        for lane in range(place.lanes):
+            one = c.b.load(c.at(where, lane * step, of=stored), typ=stored, align=align)
+            raw = c.b.insert_element(raw, one, ir.Constant(I32, lane))
+        return self.from_memory(raw, s.dtype)
+
+    def _guarded(self, s: Load, guards: tuple[Guard, ...], place: Place) -> Value:
+        """A load that happens only inside; the guards do not vary along the lanes."""
+        kind = {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int")
+        v = self.shape.vector
+        step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
+        lanes = place.lanes if step else 1
+        room = self.c.variable(vec(lanes, self._type(kind)))
+        self.c.b.store(self.splat(self._number(0, kind), lanes), room)
+        plain = Load(s.name, s.tensor, s.offset, s.dtype)
+        with self.c.when(self._inside(guards, place)):
+            self.c.b.store(self.lanes(self._load(plain, place), lanes), room)
+        return self.c.b.load(room, typ=vec(lanes, self._type(kind)))
+
+    def _store(self, s: Store, place: Place, env: dict[str, Value]) -> None:
+        kind = {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int")
+        value = env[s.source] if isinstance(s.source, str) else self._number(s.source.value, kind)
+        lanes = place.lanes
+        v = self.shape.vector
+        step = s.offset.factor(v) if v is not None and lanes > 1 else 0
+        stored = STORED[s.dtype.short]
+        align = max(s.dtype.bits // 8, 1)
+        where = self.c.at(self.base[s.tensor], self._index(s.offset, place), of=stored)
+        if step == 0:
+            one = self.c.item(value, 0) if llvm.lanes_of(value) > 1 else value
+            self.c.b.store(self.to_memory(one, s.dtype), where, align=align)
+            return
+        raw = self.to_memory(self.lanes(value, lanes), s.dtype)
+        if step == 1:
+            self.c.b.store(raw, where, align=align)
+            return
+        assert step is not None
+        for lane in range(lanes):
+            one = self.c.item(raw, lane)
+            self.c.b.store(one, self.c.at(where, lane * step, of=stored), align=align)
+
+
+COMPARE = {"eq": ("==", "=="), "ne": ("!=", "!="), "lt": ("<", "<"), "le": ("<=", "<="),
+           "gt": (">", ">"), "ge": (">=", ">=")}  # fmt: skip
+
+
+def _expm1(c: Code, x: Value) -> Value:
+    """Past 40 the 1 is lost in rounding anyway, and exp knows how to overflow."""
+    limit = c.f(40.0, llvm.lanes_of(x))
+    small = llvm_math.expm1(c, c.fmin(x, limit))
+    return c.b.select(c.b.fcmp_ordered(">", x, limit), llvm_math.exp(c, x), small)
+
+
+FLOAT: dict[str, Callable[..., Value]] = {
+    "add": lambda c, x, y: c.b.fadd(x, y),
+    "sub": lambda c, x, y: c.b.fsub(x, y),
+    "mul": lambda c, x, y: c.b.fmul(x, y),
+    "div": lambda c, x, y: c.b.fdiv(x, y),
+    "neg": lambda c, x: c.b.fneg(x),
+    "abs": lambda c, x: c.intrinsic("fabs", x),
+    "maximum": lambda c, x, y: c.fmax(x, y),
+    "minimum": lambda c, x, y: c.fmin(x, y),
+    "sqrt": lambda c, x: c.intrinsic("sqrt", x),
+    "floor": lambda c, x: c.intrinsic("floor", x),
+    "ceil": lambda c, x: c.intrinsic("ceil", x),
+    "trunc": lambda c, x: c.intrinsic("trunc", x),
+    "round": lambda c, x: c.intrinsic("rint", x),
+    "exp": lambda c, x: llvm_math.exp(c, x),
+    "log": lambda c, x: llvm_math.log(c, x),
+    "erf": lambda c, x: llvm_math.erf(c, x),
+    "tanh": lambda c, x: llvm_math.tanh(c, x),
+    "sin": lambda c, x: llvm_math.sin(c, x),
+    "cos": lambda c, x: llvm_math.cos(c, x),
+    "expm1": _expm1,
+    "log1p": lambda c, x: llvm_math.log1p(c, x),
+}
+
+INTEGER: dict[str, Callable[..., Value]] = {
+    "add": lambda c, x, y: c.b.add(x, y),
+    "sub": lambda c, x, y: c.b.sub(x, y),
+    "mul": lambda c, x, y: c.b.mul(x, y),
+    "neg": lambda c, x: c.b.neg(x),
+    "abs": lambda c, x: c.b.select(c.b.icmp_signed("<", x, ir.Constant(x.type, None)),
+                                   c.b.neg(x), x),
+    "maximum": lambda c, x, y: c.b.select(c.b.icmp_signed(">", x, y), x, y),
+    "minimum": lambda c, x, y: c.b.select(c.b.icmp_signed("<", x, y), x, y),
+}  # fmt: skip
+
+SUPPORTED = frozenset({*FLOAT, *COMPARE, "select", "and", "or", "not", "to_float", "to_int",
+                       "to_bool", "rounded"})  # fmt: skip

@@ -1,0 +1,133 @@
+"""Operators written as scalar primitives: the one place where fused arithmetic is spelled out.
+
+Renderers know only the primitives in :data:`PRIMITIVES`. Everything else an elementwise
+operator may be is put together here, in the arithmetic type of the program (float32 for
+anything narrower), with nan and infinities as the references have them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+PRIMITIVES = frozenset(
+    {
+        "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "sqrt", "exp", "log",
+        "erf", "tanh", "sin", "cos", "floor", "ceil", "round", "trunc", "pow", "select",
+        "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "to_float", "to_int", "to_bool",
+        "expm1", "log1p", "rounded",
+    }
+)  # fmt: skip
+
+
+class Emitter(Protocol):
+    """What a recipe writes through: arithmetic on references to scalars."""
+
+    def op(self, name: str, *args: Any, kind: str | None = None) -> Any: ...
+
+    def kind(self, value: Any) -> str: ...
+
+
+Recipe = Callable[..., Any]
+
+
+class E:
+    """Short names over an emitter, for recipes that read like formulas."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self.emitter = emitter
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = {"max": "maximum", "min": "minimum", "both": "and", "either": "or"}.get(name, name)
+        return lambda *args: self.emitter.op(op, *args)
+
+
+def _sigmoid(e: E, x: Any) -> Any:
+    return e.div(1.0, e.add(1.0, e.exp(e.neg(x))))
+
+
+def _softplus(e: E, x: Any) -> Any:
+    """ln(1 + eˣ) without overflow: max(x, 0) + ln(1 + e^−|x|)."""
+    return e.add(e.max(x, 0.0), e.log1p(e.exp(e.neg(e.abs(x)))))
+
+
+def _gelu(e: E, x: Any, approximate: str) -> Any:
+    if approximate == "tanh":
+        cube = e.mul(e.mul(x, x), x)
+        inside = e.mul(math.sqrt(2.0 / math.pi), e.add(x, e.mul(0.044715, cube)))
+        return e.mul(e.mul(0.5, x), e.add(1.0, e.tanh(inside)))
+    return e.mul(e.mul(0.5, x), e.add(1.0, e.erf(e.mul(x, math.sqrt(0.5)))))
+
+
+def _clamp(e: E, x: Any, min: float | None, max: float | None) -> Any:
+    if min is not None:
+        x = e.max(x, min)
+    return x if max is None else e.min(x, max)
+
+
+def _elu(e: E, x: Any, alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Any:
+    below = e.mul(alpha * scale, e.expm1(e.mul(x, inner)))
+    return e.select(e.gt(x, 0.0), e.mul(x, scale), below)
+
+
+def _hardsigmoid(e: E, x: Any) -> Any:
+    return e.div(_clamp(e, e.add(x, 3.0), 0.0, 6.0), 6.0)
+
+
+def _sign(e: E, x: Any) -> Any:
+    return e.select(e.gt(x, 0.0), 1.0, e.select(e.lt(x, 0.0), -1.0, 0.0))
+
+
+def _shrink(e: E, x: Any, lambd: float, soft: bool) -> Any:
+    if not soft:
+        keep = e.either(e.gt(x, lambd), e.lt(x, -lambd))
+        return e.select(e.either(keep, e.ne(x, x)), x, 0.0)
+    above, below = e.sub(x, lambd), e.add(x, lambd)
+    rest = e.select(e.ne(x, x), x, 0.0)
+    return e.select(e.gt(x, lambd), above, e.select(e.lt(x, -lambd), below, rest))
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "square": lambda e, x: e.mul(x, x),
+    "sign": _sign,
+    "rsqrt": lambda e, x: e.div(1.0, e.sqrt(x)),
+    "reciprocal": lambda e, x: e.div(1.0, x),
+    "exp2": lambda e, x: e.exp(e.mul(x, math.log(2.0))),
+    "log2": lambda e, x: e.mul(e.log(x), 1.0 / math.log(2.0)),
+    "tan": lambda e, x: e.div(e.sin(x), e.cos(x)),
+    "isnan": lambda e, x: e.ne(x, x),
+    "isinf": lambda e, x: e.eq(e.abs(x), math.inf),
+    "logical_and": lambda e, x, y: e.both(e.to_bool(x), e.to_bool(y)),
+    "logical_or": lambda e, x, y: e.either(e.to_bool(x), e.to_bool(y)),
+    "logical_xor": lambda e, x, y: e.ne(e.to_bool(x), e.to_bool(y)),
+    "logical_not": lambda e, x: e.emitter.op("not", e.to_bool(x)),
+    "where": lambda e, c, x, y: e.select(c, x, y),
+    "clamp": _clamp,
+    "relu": lambda e, x: e.max(x, 0.0),
+    "relu6": lambda e, x: _clamp(e, x, 0.0, 6.0),
+    "hardtanh": _clamp,
+    "leaky_relu": lambda e, x, negative_slope: e.select(
+        e.gt(x, 0.0), x, e.mul(x, negative_slope)
+    ),
+    "sigmoid": _sigmoid,
+    "log_sigmoid": lambda e, x: e.neg(_softplus(e, e.neg(x))),
+    "silu": lambda e, x: e.mul(x, _sigmoid(e, x)),
+    "gelu": _gelu,
+    "mish": lambda e, x: e.mul(x, e.tanh(_softplus(e, x))),
+    "hardsigmoid": _hardsigmoid,
+    "hardswish": lambda e, x: e.mul(x, _hardsigmoid(e, x)),
+    "elu": lambda e, x, alpha: _elu(e, x, alpha),
+    "celu": lambda e, x, alpha: _elu(e, x, alpha, 1.0, 1.0 / alpha),
+    "selu": lambda e, x: _elu(e, x, 1.6732632423543772, 1.0507009873554805),
+    "softsign": lambda e, x: e.div(x, e.add(1.0, e.abs(x))),
+    "tanhshrink": lambda e, x: e.sub(x, e.tanh(x)),
+    "softshrink": lambda e, x, lambd: _shrink(e, x, lambd, soft=True),
+    "hardshrink": lambda e, x, lambd: _shrink(e, x, lambd, soft=False),
+    "threshold": lambda e, x, threshold, value: e.select(e.gt(x, threshold), x, e.select(
+        e.ne(x, x), x, value)),
+    "softplus": lambda e, x, beta, threshold: e.select(
+        e.gt(e.mul(x, beta), threshold), x, e.div(_softplus(e, e.mul(x, beta)), beta)
+    ),
+}  # fmt: skip
+"""Operator → its formula. Primitives under the same name need no entry."""

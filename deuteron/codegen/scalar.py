@@ -1,0 +1,277 @@
+"""The scalar program: what one fused region does to one element and one row.
+
+::
+
+    for row in i0: 4096
+      v0 = load x[i0*1024 + r0]            # each element of the row
+      v1 = gelu(v0)
+      m0 = sum(v1) over r0: 1024           # once per row
+      v2 = sub(v1, m0)
+      store y[i0*1024 + r0] = v2
+
+A statement is *element* level if it depends on a reduced axis, *row* level if it does not. What
+accumulates, in which type, what is kept and what is computed again is decided here, above the
+renderers, so that every one of them computes the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from deuteron.codegen.index import Affine, Var
+from deuteron.ir.dtype import DType
+
+
+class CannotLower(Exception):
+    """The region has no scalar program. ``args``: reason, remedy."""
+
+    @property
+    def reason(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def remedy(self) -> str:
+        return str(self.args[1]) if len(self.args) > 1 else ""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """``low ≤ index < high``: where an access through pad or concat is inside."""
+
+    index: Affine
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return f"{self.low} <= {self.index} < {self.high}"
+
+
+@dataclass(frozen=True)
+class Const:
+    """A number known now."""
+
+    value: float | int | bool
+    kind: str  # "float", "int" or "bool"
+
+
+@dataclass(frozen=True)
+class Load:
+    """One element of an input; outside its guards it reads as 0 and is not touched."""
+
+    name: str
+    tensor: str
+    offset: Affine
+    dtype: DType
+    guards: tuple[Guard, ...] = ()
+
+
+@dataclass(frozen=True)
+class Compute:
+    """``name = op(args)`` on scalars; ``kind`` is float, int or bool."""
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kind: str
+    attrs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Whether all guards hold, as a bool."""
+
+    name: str
+    guards: tuple[Guard, ...]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """``name = kind(source)`` over all reduced axes: sum, max, min, prod, any or all."""
+
+    name: str
+    op: str
+    source: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Store:
+    """Write a value to an output, rounded to its type."""
+
+    tensor: str
+    offset: Affine
+    source: Arg
+    dtype: DType
+
+
+Arg = str | Const
+Statement = Load | Compute | Inside | Reduce | Store
+
+
+@dataclass(frozen=True)
+class ScalarProgram:
+    """Axes, statements in an order that runs, and the arguments of the kernel."""
+
+    outer: tuple[Var, ...]
+    inner: tuple[Var, ...]  # reduced axes; empty for pointwise work
+    statements: tuple[Statement, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    wide: bool = field(default=False)  # compute in float64
+
+    @cached_property
+    def rows(self) -> int:
+        total = 1
+        for v in self.outer:
+            total *= v.size
+        return total
+
+    @cached_property
+    def columns(self) -> int:
+        total = 1
+        for v in self.inner:
+            total *= v.size
+        return total
+
+    @cached_property
+    def level(self) -> dict[str, str]:
+        """Value → "element" if it changes along a reduced axis, else "row"."""
+        inner = set(self.inner)
+        found: dict[str, str] = {}
+
+        def of(arg: Arg) -> str:
+            return found[arg] if isinstance(arg, str) else "row"
+
+        for s in self.statements:
+            if isinstance(s, Load):
+                touched = s.offset.variables.union(*(g.index.variables for g in s.guards))
+                found[s.name] = "element" if touched & inner else "row"
+            elif isinstance(s, Inside):
+                touched = frozenset().union(*(g.index.variables for g in s.guards))
+                found[s.name] = "element" if touched & inner else "row"
+            elif isinstance(s, Compute):
+                found[s.name] = "element" if "element" in map(of, s.args) else "row"
+            elif isinstance(s, Reduce):
+                found[s.name] = "row"
+        return found
+
+    @cached_property
+    def reductions(self) -> tuple[Reduce, ...]:
+        return tuple(s for s in self.statements if isinstance(s, Reduce))
+
+    def anonymous(self) -> ScalarProgram:
+        """The same with tensors called a0, a1 … and y0, y1 …: equal work gets equal code."""
+        names = {v: f"a{i}" for i, v in enumerate(self.inputs)}
+        names |= {v: f"y{i}" for i, v in enumerate(self.outputs)}
+        return replace(
+            self,
+            statements=tuple(
+                replace(s, tensor=names[s.tensor]) if isinstance(s, Load | Store) else s
+                for s in self.statements
+            ),
+            inputs=tuple(names[v] for v in self.inputs),
+            outputs=tuple(names[v] for v in self.outputs),
+        )
+
+    def accesses(self) -> Iterator[Affine]:
+        """Every offset and guard expression."""
+        for s in self.statements:
+            if isinstance(s, Load):
+                yield s.offset
+                yield from (g.index for g in s.guards)
+            elif isinstance(s, Store):
+                yield s.offset
+            elif isinstance(s, Inside):
+                yield from (g.index for g in s.guards)
+
+    def __str__(self) -> str:
+        outer = ", ".join(f"{v.name}: {v.size}" for v in self.outer) or "once"
+        inner = ", ".join(f"{v.name}: {v.size}" for v in self.inner)
+        lines = [f"for {outer}" + (f"  (reduced: {inner})" if inner else "")]
+        for s in self.statements:
+            lines.append("  " + show(s, inner))
+        return "\n".join(lines)
+
+
+def show(s: Statement, inner: str = "") -> str:
+    if isinstance(s, Load):
+        guard = f"  if {' and '.join(map(str, s.guards))}" if s.guards else ""
+        return f"{s.name} = load {s.tensor}[{s.offset}] as {s.dtype.short}{guard}"
+    if isinstance(s, Inside):
+        return f"{s.name} = {' and '.join(map(str, s.guards))}"
+    if isinstance(s, Compute):
+        args = [*(a if isinstance(a, str) else repr(a.value) for a in s.args)]
+        args += [f"{k}={v!r}" for k, v in s.attrs]
+        return f"{s.name} = {s.op}({', '.join(args)})"
+    if isinstance(s, Reduce):
+        return f"{s.name} = {s.op}({s.source}) over {inner}"
+    source = s.source if isinstance(s.source, str) else repr(s.source.value)
+    return f"store {s.tensor}[{s.offset}] = {source} as {s.dtype.short}"
+
+
+def merge_axes(program: ScalarProgram) -> ScalarProgram:
+    """Join neighbouring axes that every access walks through as if they were one.
+
+    ``x[i*20 + j*5 + k]`` with j: 4 and k: 5 is ``x[i*20 + jk]`` with jk: 20. Longer loops
+    vectorise better, and equal work gets equal programs.
+    """
+    program = replace(
+        program,
+        outer=_by_memory(program, tuple(v for v in program.outer if v.size != 1)),
+        inner=_by_memory(program, tuple(v for v in program.inner if v.size != 1)),
+    )
+    for reduced in (False, True):
+        at = len(program.inner if reduced else program.outer) - 2
+        while at >= 0:
+            axes = program.inner if reduced else program.outer
+            a, b = axes[at], axes[at + 1]
+            if all(_walks_as_one(e, a, b) for e in program.accesses()):
+                both = Var(b.name, a.size * b.size)
+                joined = (*axes[:at], both, *axes[at + 2 :])
+                program = _substitute(program, {a: Affine(), b: Affine.var(both)})
+                program = (
+                    replace(program, inner=joined) if reduced else replace(program, outer=joined)
+                )
+            at -= 1
+    return program
+
+
+def _by_memory(program: ScalarProgram, axes: tuple[Var, ...]) -> tuple[Var, ...]:
+    """Axes with the largest steps first, as the outputs (then the inputs) lie in memory."""
+    stores = [s.offset for s in program.statements if isinstance(s, Store)]
+    loads = [s.offset for s in program.statements if isinstance(s, Load)]
+
+    def step(v: Var) -> int:
+        for offset in (*stores, *loads):
+            factor = offset.factor(v)
+            if factor:
+                return abs(factor)
+        return 1 << 62  # nobody walks along it simply: outermost
+
+    return tuple(sorted(axes, key=lambda v: -step(v)))
+
+
+def _walks_as_one(e: Affine, a: Var, b: Var) -> bool:
+    fa, fb = e.factor(a), e.factor(b)
+    return fa is not None and fb is not None and fa == fb * b.size
+
+
+def _substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProgram:
+    def guards(gs: tuple[Guard, ...]) -> tuple[Guard, ...]:
+        return tuple(replace(g, index=g.index.substitute(values)) for g in gs)
+
+    statements: list[Statement] = []
+    for s in program.statements:
+        if isinstance(s, Load):
+            offset = s.offset.substitute(values)
+            statements.append(replace(s, offset=offset, guards=guards(s.guards)))
+        elif isinstance(s, Store):
+            statements.append(replace(s, offset=s.offset.substitute(values)))
+        elif isinstance(s, Inside):
+            statements.append(replace(s, guards=guards(s.guards)))
+        else:
+            statements.append(s)
+    return replace(program, statements=tuple(statements))

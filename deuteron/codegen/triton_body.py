@@ -1,0 +1,228 @@
+"""Statements of a scalar program as lines of a Triton kernel.
+
+A value is a scalar, a column ``(rows, 1)``, a row ``(1, block)`` or a whole tile; Triton's
+broadcasting joins them. With one row per program the row axis is left out altogether, so that
+what belongs to the row stays in scalar registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from deuteron.codegen.scalar import (
+    Arg,
+    Compute,
+    Const,
+    Inside,
+    Load,
+    Reduce,
+    ScalarProgram,
+    Statement,
+    Store,
+    show,
+)
+from deuteron.codegen.triton_index import Space, Tokens, condition, offset
+from deuteron.codegen.triton_math import AS_MAX, Arithmetic, across, identity
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A maximum over a row and the sum of e^(x − maximum) over it: one pass can find both."""
+
+    top: Reduce
+    total: Reduce
+
+
+def softmaxes(program: ScalarProgram) -> tuple[list[Softmax], frozenset[str]]:
+    """The pairs in a program, and the names of all exponentials e^(x − max x)."""
+    by_name = {s.name: s for s in program.statements if not isinstance(s, Store)}
+    pairs, shifted = [], set()
+    for s in program.statements:
+        if not (isinstance(s, Compute) and s.op == "exp" and isinstance(s.args[0], str)):
+            continue
+        d = by_name[s.args[0]]
+        if not (isinstance(d, Compute) and d.op == "sub" and isinstance(d.args[1], str)):
+            continue
+        top = by_name[d.args[1]]
+        if isinstance(top, Reduce) and top.op == "max" and top.source == d.args[0]:
+            shifted.add(s.name)
+            for total in program.reductions:
+                if total.op == "sum" and total.source == s.name:
+                    pairs.append(Softmax(top, total))
+    return pairs, frozenset(shifted)
+
+
+def arithmetic(program: ScalarProgram) -> Arithmetic:
+    """How exact this program must be: 16-bit results forgive the fast exponential."""
+    stored = [s.dtype for s in program.statements if isinstance(s, Store)]
+    exact = any(not d.is_low for d in stored)
+    pairs, shifted = softmaxes(program)
+    return Arithmetic(program.wide, exact, shifted, frozenset(p.total.name for p in pairs))
+
+
+@dataclass
+class Body:
+    """Lines in the making for one kernel over ``spaces``.
+
+    ``masks`` names, per space, the mask that is true inside (absent where all of it is);
+    ``shape`` is the tile. ``hints`` maps a tensor to the eviction policy of its loads.
+    """
+
+    program: ScalarProgram
+    math: Arithmetic
+    arguments: Mapping[str, str]
+    spaces: tuple[Space, ...]
+    shape: tuple[int, ...]
+    masks: dict[str, str] = field(default_factory=dict)
+    hints: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    tokens: dict[str, Tokens] = field(default_factory=dict)
+    indent: str = "    "
+
+    def line(self, text: str, comment: str = "") -> None:
+        self.lines.append(self.indent + text + (f"  # {comment}" if comment else ""))
+
+    @property
+    def full(self) -> Tokens:
+        return frozenset(s.name for s in self.spaces if not s.scalar)
+
+    @property
+    def flat_row(self) -> bool:
+        return len(self.shape) == 1
+
+    def name(self, value: str, suffix: str = "") -> str:
+        element = self.program.inner and self.program.level[value] == "element"
+        return value + suffix if element else value
+
+    def text(self, a: Arg, suffix: str = "") -> str:
+        if isinstance(a, Const):
+            return self.math.literal(a, bare=False)
+        return self.name(a, suffix)
+
+    def emit(self, statements: Iterable[Statement], suffix: str = "") -> None:
+        for s in statements:
+            if isinstance(s, Load):
+                self._load(s, suffix)
+            elif isinstance(s, Inside):
+                conds, tokens = condition(s.guards, self.spaces, suffix)
+                text = " & ".join(conds) or "tl.full((), 1, tl.int1)"
+                self.tokens[s.name] = tokens
+                self.line(f"{self.name(s.name, suffix)} = {text}", self._show(s))
+            elif isinstance(s, Compute):
+                given = [self.tokens[a] for a in s.args if isinstance(a, str)]
+                self.tokens[s.name] = frozenset().union(*given)
+                right = self.math.compute(s, lambda a: self.name(a, suffix))
+                self.line(f"{self.name(s.name, suffix)} = {right}", self._show(s))
+            elif isinstance(s, Reduce):
+                self._reduce(s)
+            else:
+                self._store(s, suffix)
+
+    def _show(self, s: Statement) -> str:
+        if isinstance(s, Load | Store):
+            s = replace(s, tensor=self.arguments[s.tensor])
+        return show(s)
+
+    def _masks(self, tokens: Tokens, suffix: str) -> list[str]:
+        return [
+            mask + (suffix if space == "c" else "")
+            for space, mask in self.masks.items()
+            if space in tokens
+        ]
+
+    def _load(self, s: Load, suffix: str) -> None:
+        at, own = offset(s.offset, self.spaces, suffix)
+        conds, guarded = condition(s.guards, self.spaces, suffix)
+        if not own and guarded:  # a scalar pointer takes no mask that varies
+            some = sorted(guarded)[0]
+            at += f" + 0 * {some}{suffix if some == 'c' else ''}"
+        tokens = own | guarded
+        conds += self._masks(tokens, suffix)
+        extra = f", mask={' & '.join(conds)}, other=0" if conds else ""
+        if s.tensor in self.hints:
+            extra += f', eviction_policy="{self.hints[s.tensor]}"'
+        value = f"tl.load({self.arguments[s.tensor]} + {_bracket(at)}{extra})"
+        kind = "float" if s.dtype.is_float else "bool" if s.dtype.kind == "bool" else "int"
+        if f"tl.{s.dtype.name}" != self.math.type(kind) and kind != "bool":
+            value += f".to({self.math.type(kind)})"
+        self.tokens[s.name] = tokens
+        self.line(f"{self.name(s.name, suffix)} = {value}", self._show(s))
+
+    def _store(self, s: Store, suffix: str) -> None:
+        at, tokens = offset(s.offset, self.spaces, suffix)
+        conds = self._masks(tokens, suffix)
+        mask = f", mask={' & '.join(conds)}" if conds else ""
+        hint = f', eviction_policy="{self.hints[s.tensor]}"' if s.tensor in self.hints else ""
+        value = self.text(s.source, suffix)
+        target = f"{self.arguments[s.tensor]} + {_bracket(at)}"
+        self.line(f"tl.store({target}, {value}{mask}{hint})", self._show(s))
+
+    # ---- reductions
+
+    def masked(self, s: Reduce, suffix: str = "") -> str:
+        """What a reduction adds up, as a whole tile, with its identity outside the row."""
+        value = self.name(s.source, suffix)
+        tokens = self.tokens[s.source]
+        if s.kind == "bool":
+            value = f"{value}.to(tl.int32)"
+        if "c" in self.masks:
+            ident = identity(s.op, s.kind)
+            if s.kind == "int":
+                ident = f"tl.full((), {ident}, tl.int64)"
+            elif self.program.wide and s.kind == "float":
+                ident = f"tl.full((), {ident}, tl.float64)"
+            value = f"tl.where({self.masks['c']}{suffix}, {value}, {ident})"
+            tokens = tokens | {"c"}
+        return value if tokens >= self.full else f"tl.broadcast_to({value}, {self.shape})"
+
+    def finish(self, s: Reduce, x: str) -> str:
+        """A tile of partial results as one per row."""
+        text = across(s.op, s.kind, x, self.flat_row, self.math)
+        return f"{text} != 0" if s.op in AS_MAX else text
+
+    def row_value(self, name: str) -> None:
+        self.tokens[name] = frozenset() if self.flat_row else frozenset({"r"})
+
+    def _reduce(self, s: Reduce) -> None:
+        if not self.program.inner:  # rows of one element
+            self.tokens[s.name] = self.tokens[s.source]
+            self.line(f"{s.name} = {s.source}", self._show(s))
+            return
+        over = ", ".join(f"{v.name}: {v.size}" for v in self.program.inner)
+        self.line(f"{s.name} = {self.finish(s, self.masked(s))}", show(s, over))
+        self.row_value(s.name)
+
+
+def _bracket(text: str) -> str:
+    return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+
+def closure(program: ScalarProgram, wanted: Iterable[str]) -> Sequence[Statement]:
+    """The element statements that ``wanted`` values need, in order; rows are taken as known."""
+    need = set(wanted)
+    found: list[Statement] = []
+    for s in reversed(program.statements):
+        if isinstance(s, Store | Reduce) or s.name not in need:
+            continue
+        if program.level[s.name] != "element":
+            continue
+        found.append(s)
+        if isinstance(s, Compute):
+            need |= {a for a in s.args if isinstance(a, str)}
+    return found[::-1]
+
+
+def depths(program: ScalarProgram, together: Iterable[Softmax] = ()) -> dict[str, int]:
+    """Value → how many passes it waits for; reductions found ``together`` are one pass."""
+    found: dict[str, int] = {}
+    joined = {pair.total.name: pair.top.name for pair in together}
+    for s in program.statements:
+        if isinstance(s, Compute):
+            found[s.name] = max((found[a] for a in s.args if isinstance(a, str)), default=0)
+        elif isinstance(s, Reduce):
+            same = joined.get(s.name)
+            found[s.name] = found[same] if same else found[s.source] + 1
+        elif not isinstance(s, Store):
+            found[s.name] = 0
+    return found

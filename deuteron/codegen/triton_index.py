@@ -1,0 +1,164 @@
+"""Index arithmetic as Triton text: flat positions taken apart by constant sizes.
+
+A kernel walks one or two flat spaces (the rows and the columns, or all elements). Sizes and
+strides are literals, so that Triton can prove which offsets are contiguous and aligned and
+loads 16 bytes at once. Neighbouring axes an access walks through as one are not taken apart:
+``x[n*20 + j*5 + k]`` over the flat ``i`` is ``x + i``, without a division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from deuteron.codegen.index import Affine, Var
+from deuteron.codegen.scalar import Guard, Load, ScalarProgram, Store, merge_axes
+
+Tokens = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Axes walked by one index variable called ``name``; a scalar one spans no tile axis."""
+
+    name: str
+    axes: tuple[Var, ...]
+    scalar: bool = False
+
+    @property
+    def size(self) -> int:
+        total = 1
+        for v in self.axes:
+            total *= v.size
+        return total
+
+
+def offset(e: Affine, spaces: Iterable[Space], suffix: str = "") -> tuple[str, Tokens]:
+    """``e`` as text and the spaces it depends on; ``suffix`` marks a copy of the column index."""
+    spaces = tuple(spaces)
+    parts: list[str] = []
+    tokens: set[str] = set()
+    factors = {a: f for a, f in e.terms if isinstance(a, Var)}
+    for space in spaces:
+        name = space.name + (suffix if space.name == "c" else "")
+        for text in _runs(space, factors, name):
+            parts.append(text)
+            if not space.scalar:
+                tokens.add(space.name)
+    for atom, f in e.terms:
+        if isinstance(atom, Var):
+            continue
+        inside, of = offset(atom.of, spaces, suffix)
+        text = f"(({inside}) {'%' if atom.rest else '//'} {atom.by})"
+        parts.append(_times(text, f))
+        tokens |= of
+    if e.const or not parts:
+        parts.append(str(e.const))
+    return " + ".join(parts).replace("+ -", "- "), frozenset(tokens)
+
+
+def _times(text: str, factor: int) -> str:
+    return text if factor == 1 else f"{text} * {factor}" if factor > 0 else f"-{text} * {-factor}"
+
+
+def _runs(space: Space, factors: dict[Var, int], name: str) -> list[str]:
+    """The part of an offset that lies in one space, axes that walk as one taken together."""
+    found: list[str] = []
+    after, at = 1, len(space.axes) - 1
+    while at >= 0:
+        last = at
+        f = factors.get(space.axes[at], 0)
+        size = space.axes[at].size
+        while f and at > 0 and factors.get(space.axes[at - 1], 0) == f * size:
+            at -= 1
+            size *= space.axes[at].size
+        if f:
+            text = name if after == 1 else f"{name} // {after}"
+            if at > 0:
+                text = f"({text}) % {size}" if after > 1 else f"{text} % {size}"
+            found.append(_times(text if text == name else f"({text})", f))
+        for v in space.axes[at : last + 1]:
+            after *= v.size
+        at -= 1
+    return found[::-1]
+
+
+def condition(
+    guards: Iterable[Guard], spaces: Iterable[Space], suffix: str = ""
+) -> tuple[list[str], Tokens]:
+    """The guards as comparisons, those that always hold left out."""
+    spaces = tuple(spaces)
+    found: list[str] = []
+    tokens: Tokens = frozenset()
+    for g in guards:
+        text, of = offset(g.index, spaces, suffix)
+        if g.index.low < g.low:
+            found.append(f"({text} >= {g.low})")
+            tokens |= of
+        if g.index.high >= g.high:
+            found.append(f"({text} < {g.high})")
+            tokens |= of
+    return found, tokens
+
+
+# ---- the order in which axes are walked
+
+
+def arranged(program: ScalarProgram) -> ScalarProgram:
+    """The same program with its axes in the order of memory, neighbours merged.
+
+    Elementwise work follows its output; a reduction's rows and columns follow the largest
+    tensor it reads, so that the last axis of each is the one that lies closest together.
+    """
+    guide = _guide(program)
+    if guide is None:
+        return program
+    outer, inner = _ordered(program.outer, guide), _ordered(program.inner, guide)
+    return merge_axes(replace(program, outer=outer, inner=inner))
+
+
+def _guide(program: ScalarProgram) -> Affine | None:
+    stores = [s.offset for s in program.statements if isinstance(s, Store)]
+    loads = [s.offset for s in program.statements if isinstance(s, Load)]
+    several = stores if not program.inner else loads + stores
+    return max(several, key=lambda e: (len(e.variables), e.high - e.low), default=None)
+
+
+def _ordered(axes: tuple[Var, ...], guide: Affine) -> tuple[Var, ...]:
+    factors = [guide.factor(v) for v in axes]
+    if any(f is None for f in factors):
+        return axes
+    order = sorted(range(len(axes)), key=lambda k: -abs(factors[k] or 1 << 62))
+    return tuple(axes[k] for k in order)
+
+
+def transposed_axis(program: ScalarProgram) -> Var | None:
+    """For elementwise work: the axis along which the largest input that is read across the
+    output's order lies contiguous, or None if all are read along it."""
+    if len(program.outer) < 2:
+        return None
+    last, found, most = program.outer[-1], None, 0
+    for s in program.statements:
+        if not isinstance(s, Load) or s.offset.factor(last) in (None, 0, 1, -1):
+            continue
+        for v in program.outer[:-1]:
+            span = s.offset.high - s.offset.low
+            if s.offset.factor(v) in (1, -1) and v.size >= 4 and span > most:
+                found, most = v, span
+    return found
+
+
+def rows_contiguous(program: ScalarProgram) -> bool:
+    """For a reduction: whether the largest tensor read lies contiguous along the rows."""
+    loads = [s for s in program.statements if isinstance(s, Load)]
+    main = max(loads, key=lambda s: s.offset.high - s.offset.low, default=None)
+    if main is None or not program.outer:
+        return False
+    along = [abs(main.offset.factor(v) or 0) for v in program.inner]
+    return abs(main.offset.factor(program.outer[-1]) or 0) == 1 and 1 not in along
+
+
+def needs_int64(program: ScalarProgram) -> bool:
+    """Whether any offset, or the count of elements, passes 2³¹."""
+    reach = max((max(abs(e.high), abs(e.low)) for e in program.accesses()), default=0)
+    return max(reach, program.rows * max(program.columns, 1)) >= 2**31 - 2**20

@@ -1,0 +1,101 @@
+"""Which sizes are worth trying: tables of plain tuples, the best guess first.
+
+The numbers are per program: 8 to 16 elements a thread keep enough loads in flight to cover the
+latency of memory, more cost registers. At most six ways per region, so that measuring is cheap.
+"""
+
+from __future__ import annotations
+
+from deuteron.codegen.scalar import Load, ScalarProgram
+from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
+from deuteron.codegen.triton_render import Knobs, power_of_two
+
+MOST = 6
+FLAT = ((1024, 4), (2048, 4), (2048, 8), (512, 4), (4096, 8))  # block, warps
+FEW = ((256, 4), (512, 4), (128, 2), (1024, 4))  # flat, when there is less than a wave of work
+TILE = ((64, 64, 8), (32, 64, 4), (32, 32, 4), (64, 32, 4), (32, 128, 8))  # rows, block, warps
+PER_THREAD = (16, 8, 32, 4)  # elements of a row that a thread holds
+LOOP = (  # block, warps, unroll: 32 warps leave 64 registers a thread, so fewer copies
+    (2048, 8, 8), (8192, 32, 4), (4096, 16, 4), (2048, 8, 4), (1024, 4, 4), (1024, 4, 1),
+)  # fmt: skip
+COLUMN = ((64, 32, 8), (128, 16, 8), (32, 64, 8), (32, 16, 4))  # rows, block, warps
+LONGEST_ROW = 32768  # that registers of one program can hold
+
+
+def choices(program: ScalarProgram, units: int = 132) -> list[Knobs]:
+    """Ways to run ``program`` on a machine with ``units`` multiprocessors."""
+    program = arranged(program)
+    if not program.inner:
+        found = _elementwise(program, units)
+    elif rows_contiguous(program) and program.rows >= 8:
+        found = _columns(program, units)
+    else:
+        found = _rows(program, units)
+    return list(dict.fromkeys(found))[:MOST]
+
+
+def _elementwise(program: ScalarProgram, units: int) -> list[Knobs]:
+    total = program.rows
+    table = FLAT if total >= units * 1024 else FEW
+    flat = [Knobs("flat", min(block, power_of_two(total)), warps) for block, warps in table]
+    other = transposed_axis(program)
+    if other is None:
+        return flat
+    last = program.outer[-1]
+    tiles = []
+    for rows, block, warps in TILE:
+        r, b = min(rows, power_of_two(other.size)), min(block, power_of_two(last.size))
+        tiles.append(Knobs("tile", b, max(1, warps * r * b // (rows * block)), r))
+    return tiles + flat[:1]
+
+
+def _rows(program: ScalarProgram, units: int) -> list[Knobs]:
+    columns, rows = program.columns, program.rows
+    width = power_of_two(columns)
+    found = []
+    if width <= LONGEST_ROW:
+        spread = max(rows // (2 * units), 1)  # rows a program may take with all units busy
+        for each in PER_THREAD:
+            together = max(1, min(2048 // width, power_of_two(spread + 1) // 2))
+            short = min(4, 1024 // width) if width <= 256 else 1
+            for count in dict.fromkeys((together, max(1, together // 2), max(1, short))):
+                warps = max(1, min(32, count * width // (32 * each)))
+                if count * width // (32 * warps) <= 64:
+                    found.append(Knobs("rows", width, warps, count))
+    loops = [
+        Knobs("loop", block, warps, unroll=unroll)
+        for block, warps, unroll in (sorted(LOOP, reverse=True) if width > 65536 else LOOP)
+        if block * unroll <= width or (block, unroll) == (1024, 1)
+    ]
+    if columns >= 8192 and rows < units:
+        parts = max(2, min(256, power_of_two(2 * units // rows), width // 2048))
+        split = [
+            Knobs("split", 2048, 8, splits=parts),
+            Knobs("split", 1024, 4, unroll=2, splits=parts),
+            Knobs("split", 2048, 8, splits=max(2, parts // 2)),
+        ]
+        return split + found[:1] + loops[:2]
+    if width >= LONGEST_ROW:
+        return loops[:4] + found[:2]
+    return found[:5] + loops[:1] if width >= 4096 else found
+
+
+def _columns(program: ScalarProgram, units: int) -> list[Knobs]:
+    """Rows lie contiguous: the tile's long side runs along them, the loop down the columns."""
+    found = []
+    columns = program.columns
+    size = max((s.dtype.bits for s in program.statements if isinstance(s, Load)), default=32)
+    for rows, block, warps in COLUMN:
+        count = min(rows * (2 if size <= 16 else 1), power_of_two(program.rows))
+        depth = min(block, power_of_two(columns))
+        warps = max(1, min(warps, count * depth // 32))
+        programs = -(-program.rows // count)
+        if depth >= columns:
+            found.append(Knobs("rows", depth, warps, count))
+        elif programs < units and columns >= 8 * depth:
+            parts = max(2, min(128, 2 * units // programs, columns // (4 * depth)))
+            found.append(Knobs("split", depth, warps, count, splits=parts))
+            found.append(Knobs("loop", depth, warps, count))
+        else:
+            found.append(Knobs("loop", depth, warps, count))
+    return found

@@ -1,0 +1,135 @@
+"""From source text to something that launches.
+
+Triton reads a kernel's source through :mod:`inspect`, so the text is entered into
+:mod:`linecache` under a name of its own: nothing is written to disk and nothing is run from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from deuteron.codegen.triton_render import Launch, Rendered
+
+DTYPES = {"f32": torch.float32, "f64": torch.float64, "i64": torch.int64, "i32": torch.int32}
+
+
+@lru_cache(maxsize=512)
+def functions(source: str) -> dict[str, Any]:
+    """The kernels that ``source`` defines, by name."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    file = f"<deuteron triton {digest}>"
+    lines = source.splitlines(keepends=True)
+    linecache.cache[file] = (len(source), None, lines, file)
+    names: dict[str, Any] = {"__name__": f"deuteron_triton_{digest}"}
+    exec(compile(source, file, "exec"), names)
+    return names
+
+
+def compiled(rendered: Rendered, launch: Launch, aligned: bool = True, target: Any = None) -> Any:
+    """One kernel, compiled; ``aligned`` promises that every pointer is a multiple of 16."""
+    import triton
+    from triton.compiler import ASTSource
+
+    fn = functions(rendered.source)[launch.function]
+    kinds = [rendered.pointers[a] for a in launch.arguments]
+    signature = dict(zip(fn.arg_names, kinds, strict=True))
+    attrs = {(k,): [["tt.divisibility", 16]] for k in range(len(kinds))} if aligned else {}
+    options = {"num_warps": rendered.warps, "num_stages": max(rendered.stages, 1)}
+    return triton.compile(ASTSource(fn, signature, attrs=attrs), target=target, options=options)
+
+
+def interpreted(
+    rendered: Rendered, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]
+) -> None:
+    """Run through Triton's own launch path: the interpreter, where that is switched on."""
+    given = {**inputs, **outputs}
+    device = next(iter(given.values())).device
+    for p in rendered.partials:
+        given[f"#{p.name}"] = torch.empty(p.count, dtype=DTYPES[p.dtype], device=device)
+    for launch in rendered.launches:
+        fn = functions(rendered.source)[launch.function]
+        fn[(launch.grid,)](*[given[a] for a in launch.arguments], num_warps=rendered.warps)
+
+
+class Launcher:
+    """Calls a rendered program with the least that a launch needs: addresses and a stream.
+
+    Triton's own call binds, classifies and looks up its arguments every time, 15 µs and more;
+    here all that was settled when it was built. Addresses that are no multiple of 16 take a
+    second compilation, made when they first occur.
+    """
+
+    def __init__(self, rendered: Rendered, given: Sequence[str], device: torch.device) -> None:
+        self.rendered, self.device = rendered, device
+        self.index = device.index if device.index is not None else torch.cuda.current_device()
+        self.scratch, offset = {}, 0
+        for p in rendered.partials:
+            self.scratch[f"#{p.name}"] = offset
+            offset += -(-p.count * DTYPES[p.dtype].itemsize // 256) * 256
+        self.workspace = offset
+        self.slots = [
+            [given.index(a) if a in given else a for a in launch.arguments]
+            for launch in rendered.launches
+        ]
+        used = {s for slots in self.slots for s in slots if isinstance(s, int)}
+        self.used = sorted(used)
+        self.aligned = self._bind(True)
+        self.unaligned: list[Callable[..., None]] | None = None
+        self.plain = len(self.slots) == 1 and self.slots[0] == list(range(len(given)))
+
+    def _bind(self, aligned: bool) -> list[Callable[..., None]]:
+        with torch.cuda.device(self.index):
+            return [
+                _launch(compiled(self.rendered, launch, aligned), launch.grid)
+                for launch in self.rendered.launches
+            ]
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        addresses = [t.data_ptr() for t in tensors]
+        bits = 0
+        for k in self.used:
+            bits |= addresses[k]
+        kernels = self.aligned
+        if bits & 15:
+            if self.unaligned is None:
+                self.unaligned = self._bind(False)
+            kernels = self.unaligned
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        if self.plain:
+            kernels[0](stream, *addresses)
+            return
+        base = 0
+        if self.workspace:
+            memory = torch.empty(self.workspace, dtype=torch.uint8, device=self.device)
+            base = memory.data_ptr()
+        for kernel, slots in zip(kernels, self.slots, strict=True):
+            kernel(
+                stream,
+                *[addresses[s] if isinstance(s, int) else base + self.scratch[s] for s in slots],
+            )
+
+
+def _launch(kernel: Any, grid: int) -> Callable[..., None]:
+    """``kernel`` over ``grid`` programs as a function of stream and addresses."""
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    bare = getattr(run, "launch", None)
+    if bare is None or scratch:  # another version of Triton: its own way in
+        return lambda stream, *args: run(
+            grid, 1, 1, stream, function, metadata, None, None, None, *args
+        )
+    together, early = run.launch_cooperative_grid, run.launch_pdl
+
+    def call(stream: int, *args: int) -> None:
+        bare(
+            grid, 1, 1, stream, function, together, early, None, None,
+            metadata, None, None, None, *args,
+        )  # fmt: skip
+
+    return call

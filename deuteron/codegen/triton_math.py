@@ -1,0 +1,282 @@
+"""The arithmetic of a scalar program as Triton text.
+
+Only what both Triton's compiler and its interpreter know is used. ``tl.log``, ``tl.erf``,
+``tl.sin`` and ``tl.cos`` compile to correctly behaved library routines; ``tl.exp`` does not: it
+rounds x·log₂e once, which costs |x|·2⁻²⁴, so a float32 result gets an exponential of its own.
+What has no portable call (tanh, expm1, log1p, pow, rint) is written out in :data:`HELPERS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from deuteron.codegen.scalar import Arg, Compute, Const
+
+POINTERS = {
+    "f64": "*fp64", "f32": "*fp32", "f16": "*fp16", "bf16": "*bf16", "i64": "*i64",
+    "i32": "*i32", "i16": "*i16", "i8": "*i8", "u8": "*u8", "bool": "*i1",
+}  # fmt: skip
+NAMES = {"f64": "tl.float64", "f32": "tl.float32", "f16": "tl.float16", "bf16": "tl.bfloat16"}
+ALL_NAN = "propagate_nan=tl.PropagateNan.ALL"
+
+
+def helper(name: str, args: str, body: str) -> str:
+    lines = "\n".join("    " + line for line in body.strip().splitlines())
+    return f"@triton.jit\ndef {name}({args}):\n{lines}\n"
+
+
+EXPM1 = """
+# Kahan: the error of u = e^x is undone by dividing by its own logarithm
+u = {exp}(x)
+d = u - 1.0
+near = d * (x / tl.log(u))
+return tl.where(d == 0.0, x, tl.where(tl.abs(x) > 1.0, d, near))
+"""
+
+HELPERS = {
+    "_largest": helper("_largest", "a, b", f"return tl.maximum(a, b, {ALL_NAN})"),
+    "_smallest": helper("_smallest", "a, b", f"return tl.minimum(a, b, {ALL_NAN})"),
+    "_times": helper("_times", "a, b", "return a * b"),
+    "_exp": helper(
+        "_exp", "x",
+        # the first factor of n has nine bits, so the product is exact; 2^(n-1) cannot overflow
+        f"""
+# e^x = 2^n 2^(r log2 e), r = x - n ln 2 in two exact steps
+x = tl.maximum(tl.minimum(x, 89.0, {ALL_NAN}), -105.0, {ALL_NAN})
+n = tl.floor(x * 1.4426950408889634 + 0.5)
+r = (x - n * 0.693359375) + n * 2.12194440e-4
+return tl.exp2(r * 1.4426950408889634) * 2.0 * tl.exp2(n - 1.0)
+""",
+    ),
+    "_tanh": helper(
+        "_tanh", "x",
+        """
+# a polynomial where 1 - 2 / (e^2x + 1) would cancel
+a = tl.abs(x)
+z = x * x
+p = -5.70498872745e-3
+p = p * z + 2.06390887954e-2
+p = p * z - 5.37397155531e-2
+p = p * z + 1.33314422036e-1
+p = p * z - 3.33332819422e-1
+far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(a, 20.0, propagate_nan=tl.PropagateNan.ALL)) + 1.0)
+return tl.where(a < 0.625, x + x * z * p, tl.where(x < 0, -far, far))
+""",
+    ),
+    "_tanh64": helper(
+        "_tanh64", "x",
+        """
+e = _expm164(2.0 * tl.minimum(tl.abs(x), 30.0, propagate_nan=tl.PropagateNan.ALL))
+y = e / (e + 2.0)
+return tl.where(x < 0, -y, y)
+""",
+    ),
+    "_expm1": helper("_expm1", "x", EXPM1.format(exp="_exp")),
+    "_expm164": helper("_expm164", "x", EXPM1.format(exp="tl.exp")),
+    "_log1p": helper(
+        "_log1p", "x",
+        """
+u = 1.0 + x
+d = u - 1.0
+near = tl.log(u) * (x / d)
+return tl.where(d == 0.0, x, tl.where(tl.abs(x) > 4.0, tl.log(u), near))
+""",
+    ),
+    "_round": helper(
+        "_round", "x",
+        """
+# adding 1.5 * 2^23 leaves no room for a fraction: rounds half to even
+return tl.where(tl.abs(x) < 4194304.0, (x + 12582912.0) - 12582912.0, x)
+""",
+    ),
+    "_round64": helper(
+        "_round64", "x",
+        """
+m = tl.full((), 6755399441055744.0, tl.float64)
+return tl.where(tl.abs(x) < 2251799813685248.0, (x + m) - m, x)
+""",
+    ),
+    "_pow": helper(
+        "_pow", "x, y",
+        """
+# |x|^y in float64, where y ln|x| loses nothing that float32 would show
+a = tl.abs(x).to(tl.float64)
+w = y.to(tl.float64)
+p = tl.exp(w * tl.log(a))
+p = tl.where((w == 0.0) | (a == 1.0), 1.0, p)
+negative = (x < 0.0) | ((x == 0.0) & (1.0 / x < 0.0))
+whole = tl.floor(w) == w
+odd = whole & (tl.floor(w * 0.5) * 2.0 != w)
+p = tl.where(negative & odd, -p, p)
+p = tl.where((x < 0.0) & (w != 0.0) & (a != float("inf")) & (whole == 0), float("nan"), p)
+return p.to(tl.float32)
+""",
+    ),
+}  # fmt: skip
+NEEDS = {"_tanh64": ("_expm164",), "_expm1": ("_exp",)}
+
+
+class Unsupported(Exception):
+    """An operation this renderer does not write. ``args``: reason, remedy."""
+
+
+class Arithmetic:
+    """Expressions for one program: its float type, how exact they must be, what they need.
+
+    ``exact`` is set where a float wider than 16 bits is stored. ``shifted`` holds the names of
+    exponentials e^(x − max x), whose argument is never positive so that the plain one will do,
+    and ``totals`` the sums of them, at least 1, by which one may multiply inversely.
+    """
+
+    def __init__(
+        self, wide: bool, exact: bool, shifted: frozenset[str], totals: frozenset[str]
+    ) -> None:
+        self.wide, self.exact, self.shifted, self.totals = wide, exact, shifted, totals
+        self.float = "tl.float64" if wide else "tl.float32"
+        self.used: dict[str, None] = {}
+
+    def type(self, kind: str) -> str:
+        return {"float": self.float, "int": "tl.int64", "bool": "tl.int1"}[kind]
+
+    def need(self, name: str) -> str:
+        for other in NEEDS.get(name, ()):
+            self.need(other)
+        self.used[name] = None
+        return name
+
+    def helpers(self) -> list[str]:
+        return [HELPERS[name] for name in self.used]
+
+    def literal(self, c: Const, bare: bool = True) -> str:
+        """A number as text; bare if the operation may give it the other operand's type."""
+        if c.kind == "float":
+            value = float(c.value)
+            text = repr(value) if math.isfinite(value) else f'float("{value}")'
+            if bare and not self.wide:
+                return f"({text})" if text.startswith("-") else text
+            return f"tl.full((), {text}, {self.float})"
+        return f"tl.full((), {int(c.value)}, {self.type(c.kind)})"
+
+    def compute(self, s: Compute, name: Callable[[str], str]) -> str:
+        """The right-hand side of ``s``."""
+        known = [isinstance(a, Const) for a in s.args]
+        args = [
+            self.literal(a, bare=not all(known) or i > 0) if isinstance(a, Const) else name(a)
+            for i, a in enumerate(s.args)
+        ]
+        if s.op in BINARY:
+            return f"{args[0]} {BINARY[s.op]} {args[1]}"
+        if s.op in CALLS:
+            return CALLS[s.op].format(*args)
+        rule = getattr(self, "_" + s.op, None)
+        if rule is None:
+            raise Unsupported(f"{s.op} has no Triton form")
+        return str(rule(s, args))
+
+    def _maximum(self, s: Compute, args: Sequence[str]) -> str:
+        nan = f", {ALL_NAN}" if s.kind == "float" else ""
+        return f"tl.{s.op}({args[0]}, {args[1]}{nan})"
+
+    _minimum = _maximum
+
+    def _neg(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{args[0]} * -1.0" if s.kind == "float" else f"-{args[0]}"
+
+    def _div(self, s: Compute, args: Sequence[str]) -> str:
+        a, b = s.args
+        if isinstance(b, str) and b in self.totals:
+            return f"{args[0]} * (1.0 / {args[1]})"
+        if self.wide or (not self.exact and isinstance(a, Const)):
+            return f"{args[0]} / {args[1]}"
+        if isinstance(b, Const) and 1e-6 < abs(float(b.value)) < 1e6:
+            return f"{args[0]} / {args[1]}"
+        return f"tl.div_rn({args[0]}, {args[1]})"  # the fast division gives 0 beyond 2^126
+
+    def _sqrt(self, s: Compute, args: Sequence[str]) -> str:
+        return f"tl.sqrt({args[0]})" if self.wide else f"tl.sqrt_rn({args[0]})"
+
+    def _exp(self, s: Compute, args: Sequence[str]) -> str:
+        plain = self.wide or not self.exact or s.name in self.shifted
+        return f"tl.exp({args[0]})" if plain else f"{self.need('_exp')}({args[0]})"
+
+    def _tanh(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{self.need('_tanh64' if self.wide else '_tanh')}({args[0]})"
+
+    def _round(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{self.need('_round64' if self.wide else '_round')}({args[0]})"
+
+    def _expm1(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{self.need('_expm164' if self.wide else '_expm1')}({args[0]})"
+
+    def _log1p(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{self.need('_log1p')}({args[0]})"
+
+    def _pow(self, s: Compute, args: Sequence[str]) -> str:
+        x, y = args
+        exponent: Arg = s.args[1]
+        if isinstance(exponent, Const) and exponent.value in (1.0, 2.0, 3.0, 4.0):
+            return " * ".join([x] * int(exponent.value))
+        if self.wide:
+            raise Unsupported("pow in f64 with a general exponent", "cast to f32")
+        if isinstance(exponent, Const):
+            y = self.literal(exponent, bare=False)
+        if isinstance(s.args[0], Const):
+            x = self.literal(s.args[0], bare=False)
+        return f"{self.need('_pow')}({x}, {y})"
+
+    def _select(self, s: Compute, args: Sequence[str]) -> str:
+        return f"tl.where({args[0]}, {args[1]}, {args[2]})"
+
+    def _to_float(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{args[0]}.to({self.float})"
+
+    def _rounded(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{args[0]}.to({NAMES[dict(s.attrs)['dtype']]}).to({self.float})"
+
+
+BINARY = {
+    "add": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
+    "gt": ">", "ge": ">=", "and": "&", "or": "|",
+}  # fmt: skip
+CALLS = {
+    "abs": "tl.abs({0})", "log": "tl.log({0})", "erf": "tl.erf({0})", "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
+    "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))", "not": "{0} == 0",
+    "to_bool": "{0} != 0", "to_int": "{0}.to(tl.int64)",
+}  # fmt: skip
+
+
+# ---- reductions
+
+IDENTITY = {
+    "sum": {"float": "0.0", "int": "0"}, "prod": {"float": "1.0", "int": "1"},
+    "max": {"float": 'float("-inf")', "int": str(-(2**63))},
+    "min": {"float": 'float("inf")', "int": str(2**63 - 1)},
+    "any": {"bool": "0"}, "all": {"bool": "1"},
+}  # fmt: skip
+AS_MAX = {"any": "max", "all": "min"}  # a bool is reduced as a number
+
+
+def identity(op: str, kind: str) -> str:
+    """What leaves a reduction as it is."""
+    return IDENTITY[op][kind]
+
+
+def combine(op: str, kind: str, a: str, b: str) -> str:
+    """Two partial results as one."""
+    if op in ("sum", "prod"):
+        return f"{a} {'+' if op == 'sum' else '*'} {b}"
+    nan = f", {ALL_NAN}" if kind == "float" else ""
+    return f"tl.{AS_MAX.get(op, op)}imum({a}, {b}{nan})"
+
+
+def across(op: str, kind: str, x: str, flat: bool, arithmetic: Arithmetic) -> str:
+    """All of ``x`` along its columns as one; nan wins in max and min as it does in torch."""
+    axis, keep = (0, "") if flat else (1, ", keep_dims=True")
+    if op == "sum":
+        return f"tl.sum({x}, {axis}{keep})"
+    if kind == "float" or op == "prod":
+        name = {"max": "_largest", "min": "_smallest", "prod": "_times"}[op]
+        return f"tl.reduce({x}, {axis}, {arithmetic.need(name)}{keep})"
+    return f"tl.{AS_MAX.get(op, op)}({x}, {axis}{keep})"

@@ -1,0 +1,252 @@
+"""Reductions over rows that no program can hold: one pass over blocks per dependent reduction.
+
+Traffic for rows of N elements: the first pass reads them from memory and asks L2 to keep them,
+the following find them there, the last lets go of them. A softmax needs two passes, not three:
+its maximum and sum are found together, the sum rescaled whenever the maximum grows,
+``s ← s·e^(m−m′) + Σ e^(x−m′)``, once for all copies of an unrolled body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deuteron.codegen.scalar import Const, Load, Reduce, ScalarProgram, Statement, Store
+from deuteron.codegen.triton_body import Body, Softmax, closure, depths, softmaxes
+from deuteron.codegen.triton_math import combine, identity
+
+Kernel = tuple[Body, int, tuple[str, ...]]
+KIND = {"float": "f32", "int": "i64", "bool": "i32"}
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Scratch between the kernels of a split reduction: ``count`` elements of ``dtype``."""
+
+    name: str
+    dtype: str
+    count: int
+
+    @property
+    def pointer(self) -> str:
+        return {"f32": "*fp32", "f64": "*fp64", "i64": "*i64", "i32": "*i32"}[self.dtype]
+
+
+class Passes:
+    """The passes of one program and how they are written."""
+
+    def __init__(self, program: ScalarProgram, unroll: int, splits: int, stages: int) -> None:
+        self.program, self.unroll = program, unroll
+        self.splits, self.stages = max(splits, 1), stages
+        self.shared = 1  # programs that share a row in the kernel being written
+        self.pairs: list[Softmax] = []
+        taken: set[str] = set()
+        for pair in softmaxes(program)[0]:  # a reduction belongs to one pair at most
+            if pair.top.name not in taken:
+                self.pairs.append(pair)
+                taken |= {pair.top.name, pair.total.name}
+        self.depth = depths(program, self.pairs)
+        self.last = max((self.depth[r.name] for r in program.reductions), default=0)
+        self.stores = [s for s in program.statements if isinstance(s, Store)]
+        self.element_stores = [s for s in self.stores if self._along(s)]
+
+    def _along(self, s: Store) -> bool:
+        return bool(s.offset.variables & set(self.program.inner))
+
+    def _reductions(self, at: int) -> list[Reduce]:
+        return [r for r in self.program.reductions if self.depth[r.name] == at]
+
+    def _row_statements(self, at: int) -> list[Statement]:
+        """What belongs to the row and can be known after pass ``at``."""
+        found: list[Statement] = []
+        for s in self.program.statements:
+            if isinstance(s, Reduce):
+                continue
+            if isinstance(s, Store):
+                known = 0 if isinstance(s.source, Const) else self.depth[s.source]
+                if not self._along(s) and known == at:
+                    found.append(s)
+            elif self.program.level[s.name] == "row" and self.depth[s.name] == at:
+                found.append(s)
+        return found
+
+    # ---- kernels
+
+    def kernels(
+        self, start: Callable[[int, int], tuple[Body, int]], block: int, split: bool
+    ) -> tuple[list[Kernel], tuple[Partial, ...]]:
+        """One kernel with a loop per pass, or with ``split`` one kernel per pass."""
+        if not split:
+            body, grid = start(block, 1)
+            body.emit(self._row_statements(0))
+            for at in range(1, self.last + 1):
+                self._reduce_pass(body, block, at)
+                self._close(body, at, "a_")
+                body.emit(self._row_statements(at))
+            self._store_pass(body, block)
+            return [(body, grid, ())], ()
+        partials: list[Partial] = []
+        found: list[Kernel] = []
+        for at in range(1, self.last + 2):
+            final = at > self.last
+            self.shared = self.splits if not final or self.element_stores else 1
+            body, grid = start(block, self.shared)
+            body.emit(s for s in self._row_statements(0) if not isinstance(s, Store) or final)
+            for before in range(1, at):
+                self._combine(body, before)
+                rows = self._row_statements(before)
+                body.emit(s for s in rows if not isinstance(s, Store) or final)
+            if final:
+                self._store_pass(body, block)
+                found.append((body, grid, tuple(p.name for p in partials)))
+                break
+            self._reduce_pass(body, block, at)
+            self._close(body, at, "a_", part=True)
+            for r in self._reductions(at):
+                wide = self.program.wide and r.kind == "float"
+                kind = "f64" if wide else KIND[r.kind]
+                # one number per row and program, read back by whoever comes next
+                partials.append(Partial(f"w_{r.name}", kind, self.program.rows * self.splits))
+                value = f"{r.name}.to(tl.int32)" if r.kind == "bool" else r.name
+                mask = f", mask={body.masks['r']}" if "r" in body.masks else ""
+                body.line(f"tl.store(w_{r.name} + r * {self.splits} + part, {value}{mask})")
+            found.append((body, grid, tuple(p.name for p in partials)))
+        return found, tuple(partials)
+
+    def _loop(self, body: Body, block: int, inside: Callable[[str], None]) -> None:
+        """Write a loop over the columns; ``inside`` writes the body for each copy (suffix)."""
+        columns, step = self.program.columns, block * self.unroll
+        shared = self.shared
+        part = -(-columns // (shared * step)) * step
+        stages = f", num_stages={self.stages}" if self.stages > 1 else ""
+        loop = "tl.range" if stages else "range"
+        first = f"0, {part}, {step}"
+        if shared > 1:
+            first = f"part * {part}, part * {part} + {part}, {step}"
+        body.line(f"for o in {loop}({first}{stages}):")
+        outside, body.indent = body.indent, body.indent + "    "
+        lift = "" if body.flat_row else "[None, :]"
+        for u in range(self.unroll):
+            suffix = f"_{u}" if self.unroll > 1 else ""
+            shift = f" + {u * block}" if u else ""
+            body.line(f"c{suffix} = o{shift} + tl.arange(0, {block}){lift}")
+            if part * shared != columns:
+                body.masks["c"] = "inside_c"
+                body.line(f"inside_c{suffix} = c{suffix} < {columns}")
+            inside(suffix)
+        body.indent = outside
+
+    def _hints(self, body: Body, at: int) -> None:
+        """Ask L2 to keep what a later pass reads again."""
+        body.hints.clear()
+        outer = set(self.program.outer)
+        again: set[str] = set()
+        now: set[str] = set()
+        for k in range(at, self.last + 2):
+            used = {s.tensor for s in self._needed(k) if isinstance(s, Load)}
+            if k == at:
+                now = used
+            else:
+                again |= used
+        for s in self.program.statements:
+            if isinstance(s, Load) and s.tensor in now:
+                keep = s.tensor in again or not s.offset.variables & outer
+                body.hints[s.tensor] = "evict_last" if keep else "evict_first"
+
+    def _needed(self, at: int) -> list[Statement]:
+        if at > self.last:
+            wanted = [s.source for s in self.element_stores if isinstance(s.source, str)]
+        else:
+            totals = {p.total.name for p in self.pairs}
+            wanted = [r.source for r in self._reductions(at) if r.name not in totals]
+        return list(closure(self.program, wanted))
+
+    def _reduce_pass(self, body: Body, block: int, at: int) -> None:
+        """Accumulate every reduction of this pass, lane by lane."""
+        self._hints(body, at)
+        pairs = [p for p in self.pairs if self.depth[p.top.name] == at]
+        paired = {r.name for p in pairs for r in (p.top, p.total)}
+        single = [r for r in self._reductions(at) if r.name not in paired]
+        for r in self._reductions(at):
+            kind = "tl.int32" if r.kind == "bool" else body.math.type(r.kind)
+            value = identity(r.op, r.kind)
+            body.line(f"a_{r.name} = tl.full({body.shape}, {value}, {kind})")
+        statements = self._needed(at)
+        copies: list[str] = []
+
+        def inside(suffix: str) -> None:
+            copies.append(suffix)
+            body.emit(statements, suffix)
+            for r in single:
+                value = body.masked(r, suffix)
+                body.line(f"a_{r.name} = {combine(r.op, r.kind, 'a_' + r.name, value)}")
+            if len(copies) == self.unroll:
+                for pair in pairs:
+                    self._online(body, pair, copies)
+
+        self._loop(body, block, inside)
+
+    def _online(self, body: Body, pair: Softmax, copies: list[str]) -> None:
+        m, s = f"a_{pair.top.name}", f"a_{pair.total.name}"
+        xs = []
+        for suffix in copies:
+            x = f"t_{pair.top.name}{suffix}"
+            body.line(f"{x} = {body.masked(pair.top, suffix)}")
+            xs.append(x)
+        top = xs[0]
+        for x in xs[1:]:
+            top = combine("max", "float", top, x)
+        body.line(f"top = {combine('max', 'float', m, top)}")
+        body.line('zero = tl.where(top == float("-inf"), 0.0, top)')  # no -inf - -inf
+        terms = " + ".join(f"tl.exp({x} - zero)" for x in xs)
+        body.line(f"{s} = {s} * tl.exp({m} - zero) + ({terms})")
+        body.line(f"{m} = top")
+
+    def _pair_of(self, r: Reduce) -> Softmax | None:
+        return next((p for p in self.pairs if r in (p.top, p.total)), None)
+
+    def _close(self, body: Body, at: int, prefix: str, part: bool = False) -> None:
+        """Tiles of partial results → the row's values, or those of a ``part`` of it."""
+        for r in self._reductions(at):
+            pair = self._pair_of(r)
+            tile = f"{prefix}{r.name}"
+            if pair is None or r == pair.top:
+                body.line(f"{r.name} = {body.finish(r, tile)}", f"{r.op} over the row")
+            else:
+                top = pair.top.name
+                body.line(f'zero = tl.where({top} == float("-inf"), 0.0, {top})')
+                scaled = f"{tile} * tl.exp({prefix}{top} - zero)"
+                body.line(f"{r.name} = {body.finish(r, scaled)}", "sum of e^(x - max)")
+                if not part:
+                    nan = f'tl.where({top} == float("-inf"), float("nan"), {r.name})'
+                    body.line(f"{r.name} = {nan}", "-inf - -inf, as without the shift")
+            body.row_value(r.name)
+
+    def _combine(self, body: Body, at: int) -> None:
+        """Read what all programs of a row found in an earlier pass, in one fixed order."""
+        width = 1 << max(self.splits - 1, 0).bit_length()
+        lift = "" if body.flat_row else "[None, :]"
+        body.line(f"k = tl.arange(0, {width}){lift}")
+        for r in self._reductions(at):
+            conds = [f"(k < {self.splits})"] if width != self.splits else []
+            if "r" in body.masks:
+                conds.append(body.masks["r"])
+            ident = identity(r.op, r.kind)
+            mask = f", mask={' & '.join(conds)}, other={ident}" if conds else ""
+            body.line(f"b_{r.name} = tl.load(w_{r.name} + (r * {self.splits} + k){mask})")
+        self._close(body, at, "b_")
+
+    def _store_pass(self, body: Body, block: int) -> None:
+        if not self.element_stores:
+            return
+        self._hints(body, self.last + 1)
+        for s in self.element_stores:
+            body.hints[s.tensor] = "evict_first"
+        statements: list[Statement] = [*self._needed(self.last + 1), *self.element_stores]
+        self._loop(body, block, lambda suffix: body.emit(statements, suffix))
+
+
+def passes_needed(program: ScalarProgram) -> int:
+    """How often the rows are read in passes."""
+    made = Passes(program, 1, 1, 1)
+    return made.last + bool(made.element_stores)

@@ -1,0 +1,199 @@
+"""A scalar program as Triton kernels, in one of five kinds.
+
+======  =================================================================================
+flat    elementwise: one flat index over everything the output holds
+tile    elementwise with an input that lies contiguous along another axis than the output:
+        2-D tiles, turned round in shared memory, so that both sides move whole lines
+rows    reductions with the whole row in registers: every byte is read once
+loop    longer rows in passes over blocks; later passes read through L2
+split   few and long rows: each pass is a kernel whose programs share a row and leave
+        partial results, which the next kernel combines in a fixed order (no atomics)
+======  =================================================================================
+
+Column and mixed reductions are the last three with many rows per program: where the rows lie
+contiguous the tile's long side runs along them, and Triton vectorises over rows.
+Knobs choose the kind and sizes; they change the order of additions, never the mathematics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from deuteron.codegen.scalar import Load, ScalarProgram, Store
+from deuteron.codegen.triton_body import Body, arithmetic
+from deuteron.codegen.triton_index import Space, arranged, needs_int64, transposed_axis
+from deuteron.codegen.triton_math import POINTERS, Arithmetic
+from deuteron.codegen.triton_passes import Partial, Passes
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """How to run a program: ``rows`` × ``block`` elements per program (in a tile: the other
+    axis × the output's), how often the loop body is written out, programs per row."""
+
+    kind: str
+    block: int
+    warps: int = 4
+    rows: int = 1
+    unroll: int = 1
+    splits: int = 1
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a rendered program: its function, grid and the values it is handed."""
+
+    function: str
+    grid: int
+    arguments: tuple[str, ...]  # a partial result is marked "#"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Source text, what to launch in order, and scratch memory between the launches."""
+
+    source: str
+    launches: tuple[Launch, ...]
+    partials: tuple[Partial, ...]
+    pointers: dict[str, str]  # value or partial → Triton's pointer type
+    warps: int
+    stages: int
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def render(program: ScalarProgram, knobs: Knobs) -> Rendered:
+    """The kernels of ``program``."""
+    return Renderer(program, knobs).run()
+
+
+class Renderer:
+    def __init__(self, program: ScalarProgram, knobs: Knobs) -> None:
+        self.program, self.knobs = arranged(program), knobs
+        self.math: Arithmetic = arithmetic(self.program)
+        self.wide_index = needs_int64(self.program)
+        self.names = {v: f"x{k}" for k, v in enumerate(program.inputs)}
+        self.outs = {v: f"y{k}" for k, v in enumerate(dict.fromkeys(program.outputs))}
+        self.pointers = {}
+        for s in self.program.statements:
+            if isinstance(s, Load | Store):
+                self.pointers[s.tensor] = POINTERS[s.dtype.short]
+
+    def run(self) -> Rendered:
+        knobs, program = self.knobs, self.program
+        if knobs.kind in ("flat", "tile"):
+            bodies = [self._flat() if knobs.kind == "flat" else self._tile()]
+            partials: tuple[Partial, ...] = ()
+        elif knobs.kind == "rows":
+            bodies, partials = [self._rows()], ()
+        else:
+            passes = Passes(program, knobs.unroll, knobs.splits, knobs.stages)
+            bodies, partials = passes.kernels(self._row_body, knobs.block, knobs.kind == "split")
+        launches, texts = [], []
+        for k, (body, grid, extra) in enumerate(bodies):
+            name = "kernel" if len(bodies) == 1 else f"kernel{k}"
+            arguments = (*self.names, *self.outs, *(f"#{w}" for w in extra))
+            args = ", ".join((*self.names.values(), *self.outs.values(), *extra))
+            head = f"@triton.jit\ndef {name}({args}):\n"
+            texts.append(head + "\n".join(body.lines) + "\n")
+            launches.append(Launch(name, grid, arguments))
+        pointers = self.pointers | {f"#{p.name}": p.pointer for p in partials}
+        source = "\n\n".join([HEAD, *self.math.helpers(), *texts])
+        return Rendered(source, tuple(launches), partials, pointers, knobs.warps, knobs.stages)
+
+    # ---- elementwise
+
+    def _body(self, spaces: Sequence[Space], shape: tuple[int, ...]) -> Body:
+        return Body(self.program, self.math, self.names | self.outs, tuple(spaces), shape)
+
+    def _program_id(self) -> str:
+        return "tl.program_id(0).to(tl.int64)" if self.wide_index else "tl.program_id(0)"
+
+    def _flat(self) -> tuple[Body, int, tuple[str, ...]]:
+        space = Space("i", self.program.outer)
+        block = min(self.knobs.block, power_of_two(space.size))
+        body = self._body([space], (block,))
+        body.line(f"i = {self._program_id()} * {block} + tl.arange(0, {block})")
+        if space.size % block:
+            body.line(f"inside = i < {space.size}")
+            body.masks["i"] = "inside"
+        body.emit(self.program.statements)
+        return body, -(-space.size // block), ()
+
+    def _tile(self) -> tuple[Body, int, tuple[str, ...]]:
+        """The output's last axis × the axis along which the input is contiguous."""
+        other = transposed_axis(self.program) or self.program.outer[-2]
+        last = self.program.outer[-1]
+        rest = Space("q", tuple(v for v in self.program.outer if v not in (other, last)), True)
+        rows = min(self.knobs.rows, power_of_two(other.size))
+        block = min(self.knobs.block, power_of_two(last.size))
+        body = self._body([rest, Space("r", (other,)), Space("c", (last,))], (rows, block))
+        across, down = -(-last.size // block), -(-other.size // rows)
+        body.line(f"q = {self._program_id()}")
+        body.line(f"c = (q % {across}) * {block} + tl.arange(0, {block})[None, :]")
+        body.line(f"r = (q // {across} % {down}) * {rows} + tl.arange(0, {rows})[:, None]")
+        body.line(f"q = q // {across * down}")
+        for name, size, step in (("r", other.size, rows), ("c", last.size, block)):
+            if size % step:
+                body.line(f"inside_{name} = {name} < {size}")
+                body.masks[name] = f"inside_{name}"
+        body.emit(self.program.statements)
+        return body, rest.size * across * down, ()
+
+    # ---- rows
+
+    def _row_body(self, block: int, programs: int = 1) -> tuple[Body, int]:
+        """The start of every reduction kernel: which rows, and where in them.
+
+        ``programs`` share a row; the one at work is called ``part``."""
+        rows = min(self.knobs.rows, power_of_two(self.program.rows))
+        row_space, column_space = Space("r", self.program.outer), Space("c", self.program.inner)
+        shape = (block,) if rows == 1 else (rows, block)
+        body = self._body([replace(row_space, scalar=rows == 1), column_space], shape)
+        first = self._program_id()
+        if programs > 1:
+            body.line(f"part = tl.program_id(0) % {programs}")
+            first = f"({first} // {programs})"
+        if rows == 1:
+            body.line(f"r = {first}")
+        else:
+            body.line(f"r = {first} * {rows} + tl.arange(0, {rows})[:, None]")
+            if self.program.rows % rows:
+                body.line(f"inside_r = r < {self.program.rows}")
+                body.masks["r"] = "inside_r"
+        return body, -(-self.program.rows // rows) * programs
+
+    def _rows(self) -> tuple[Body, int, tuple[str, ...]]:
+        block = power_of_two(self.program.columns)
+        body, grid = self._row_body(block)
+        lift = "" if body.flat_row else "[None, :]"
+        body.line(f"c = tl.arange(0, {block}){lift}")
+        if block != self.program.columns:
+            body.line(f"inside_c = c < {self.program.columns}")
+            body.masks["c"] = "inside_c"
+        for tensor in weights(self.program):
+            body.hints[tensor] = "evict_last"
+        body.emit(self.program.statements)
+        return body, grid, ()
+
+
+def weights(program: ScalarProgram) -> list[str]:
+    """Inputs that every row reads again: worth keeping close."""
+    outer = set(program.outer)
+    found = []
+    for s in program.statements:
+        if isinstance(s, Load) and s.tensor not in found:
+            uses = s.offset.variables
+            if uses and not uses & outer:
+                found.append(s.tensor)
+    return found
+
+
+HEAD = """import triton
+import triton.language as tl
+"""

@@ -1,0 +1,358 @@
+"""Cases for generated code: a region, its scalar program, tensors, and the verdict.
+
+An engine's outputs are compared with the float64 reference under ``tolerances``; where the
+result of a region is rounded on the way or jumps, the same holds with PyTorch's own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from deuteron.codegen.lower import lower
+from deuteron.codegen.scalar import CannotLower, ScalarProgram
+from deuteron.codegen.triton_render import Knobs
+from deuteron.errors import DeuteronError
+from deuteron.ir import Graph, GraphBuilder, TensorType
+from deuteron.ir.region import Region
+from deuteron.ops import TABLE, Ops, infer
+from deuteron.ops.evaluate import evaluate, run_node
+from tests.tolerances import allowed, error
+
+
+@dataclass
+class Case:
+    """One region with tensors to run it on."""
+
+    name: str
+    graph: Graph
+    feed: dict[str, torch.Tensor]
+    program: ScalarProgram
+
+    def empty_outputs(self, device: str = "cpu") -> dict[str, torch.Tensor]:
+        found = {}
+        for _, value in self.graph.outputs:
+            t = self.graph.types[value]
+            fill = torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=device)
+            found[value] = fill.fill_(1) if t.dtype.kind == "bool" else fill.fill_(99)
+        return found
+
+
+def case_of(name: str, graph: Graph, feed: dict[str, torch.Tensor]) -> Case | None:
+    """A case, or None if the region has no scalar program."""
+    try:
+        return Case(name, graph, feed, lower(Region(graph)))
+    except CannotLower:
+        return None
+
+
+def compare(case: Case, outputs: dict[str, torch.Tensor]) -> str:
+    """What is wrong with ``outputs``, or nothing."""
+    feed = {k: v.cpu() for k, v in case.feed.items()}
+    exact = evaluate(case.graph, feed, float64=True)
+    try:
+        plain = evaluate(case.graph, feed)
+    except (RuntimeError, NotImplementedError):
+        plain = {}
+    reduced = case.program.columns
+    for name, value in case.graph.outputs:
+        got, want = outputs[value].cpu(), exact[name]
+        if not got.is_floating_point():
+            if not torch.equal(got, want.to(got.dtype)) and not _same(got, plain.get(name)):
+                return f"{name}: {got.flatten()[:8].tolist()} for {want.flatten()[:8].tolist()}"
+            continue
+        own = error(plain[name], want) if name in plain else 0.0
+        off, limit = error(got, want), allowed(own, got.dtype, reduced)
+        if off > limit and not _same(got, plain.get(name)):
+            limit += 8 * wobble(case.graph, feed, name, want)
+            if off > limit:
+                return f"{name} off by {off:.3g}, allowed {limit:.3g}"
+    return ""
+
+
+def wobble(graph: Graph, feed: dict[str, torch.Tensor], name: str, want: torch.Tensor) -> float:
+    """How far one rounding to float32 after every node moves an output: what no arithmetic in
+    float32 can avoid where a graph cancels (the sum of a normalised row is nothing but that)."""
+    worst = 0.0
+    gen = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        env = {k: t.double() if t.is_floating_point() else t for k, t in feed.items()}
+        env |= {k: c.data for k, c in graph.constants.items()}
+        for node in graph.nodes:
+            outs = run_node(node, [None if v is None else env[v] for v in node.inputs])
+            for value, t in zip(node.outputs, outs, strict=True):
+                if t.is_floating_point():
+                    t = t.double()
+                    side = torch.randint(0, 2, t.shape, generator=gen) * 2 - 1
+                    t = t * (1 + side * 2.0**-24) + side * 1e-30
+                env[value] = t
+        worst = max(worst, error(env[dict(graph.outputs)[name]], want))
+    return worst
+
+
+def _same(got: torch.Tensor, plain: torch.Tensor | None) -> bool:
+    """Where float64 takes another branch than the working type, PyTorch in that type decides."""
+    if plain is None or plain.dtype != got.dtype:
+        return False
+    return torch.equal(torch.nan_to_num(got), torch.nan_to_num(plain))
+
+
+# ---- one operator at a time
+
+
+def operator_cases(float_type: str) -> Iterator[Case]:
+    for op in TABLE.values():
+        for k, sample in enumerate(op.samples()):
+            if k > 2 and float_type in ("f16", "bf16"):
+                break  # what differs here is the element type, not the shape
+            tensors = sample.tensors(float_type)
+            build = GraphBuilder(infer, op.name)
+            feed: dict[str, torch.Tensor] = {}
+            ins: list[str | None] = []
+            for i, t in enumerate(tensors):
+                ins.append(None if t is None else build.input(f"x{i}", TensorType.from_tensor(t)))
+                if t is not None:
+                    feed[f"x{i}"] = t
+            outs = build.emit(op.name, ins, sample.attrs)
+            for i, out in enumerate(outs):
+                Ops(build).sym(out).output(f"y{i}")
+            case = case_of(f"{op.name}-{sample}-{float_type}", build.finish(), feed)
+            if case is not None:
+                yield case
+
+
+# ---- every kind, at sizes that divide by nothing
+
+
+def graph_of(name: str, write, **tensors: torch.Tensor) -> Case:
+    """``write(ops, **values)`` → values; each becomes an output."""
+    build = GraphBuilder(infer, name)
+    ops = Ops(build)
+    given = {n: ops.sym(build.input(n, TensorType.from_tensor(t))) for n, t in tensors.items()}
+    result = write(ops, **given)
+    for i, out in enumerate(result if isinstance(result, tuple) else (result,)):
+        out.output(f"y{i}")
+    case = case_of(name, build.finish(), tensors)
+    assert case is not None, name
+    return case
+
+
+def norm_case(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Case:
+    """bias + ReLU + LayerNorm."""
+    return graph_of(
+        f"norm {rows}x{columns}",
+        lambda g, x, b, w, s: g.layer_norm(g.relu(g.add(x, b)), w, s, dims=1),
+        x=torch.randn(rows, columns).to(dtype), b=torch.randn(columns).to(dtype),
+        w=torch.randn(columns).to(dtype), s=torch.randn(columns).to(dtype),
+    )  # fmt: skip
+
+
+def softmax_case(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Case:
+    x = torch.randn(rows, columns)
+    x[0, : columns // 2] = -torch.inf  # the running maximum starts at nothing
+    return graph_of(f"softmax {rows}x{columns}", lambda g, x: g.softmax(x, axis=-1), x=x.to(dtype))
+
+
+def kind_cases(dtype: str) -> Iterator[tuple[Case, Knobs]]:
+    """Cases and the knobs that force every kind on them."""
+    dt = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(dt)
+
+    chain = graph_of("chain", lambda g, x, b: g.gelu(g.add(x, b)), x=randn(7, 131), b=randn(131))
+    yield chain, Knobs("flat", 256)
+    turned = graph_of("transpose", lambda g, x, y: g.add(g.permute(x, dims=(0, 2, 1)), y),
+                      x=randn(3, 37, 29), y=randn(3, 29, 37))  # fmt: skip
+    for rows, block in ((16, 32), (32, 16)):
+        yield turned, Knobs("tile", block, rows=rows)
+    yield turned, Knobs("flat", 1024)
+    for rows, columns in ((13, 100), (5, 128), (1, 77)):
+        for case in (norm_case(rows, columns, dt), softmax_case(rows, columns, dt)):
+            yield case, Knobs("rows", 128, rows=1)
+            yield case, Knobs("rows", 128, rows=4)
+            yield case, Knobs("loop", 32, rows=2, unroll=2)
+            yield case, Knobs("loop", 16, unroll=3)
+            yield case, Knobs("split", 16, splits=3, unroll=2)
+            yield case, Knobs("split", 32, rows=4, splits=2)
+    down = graph_of("columns", lambda g, x: g.sum(g.mul(x, x), axes=(0,), keepdim=False),
+                    x=randn(67, 45))  # fmt: skip
+    mixed = graph_of("mixed", lambda g, x: g.softmax(x, axis=1), x=randn(3, 50, 21))
+    for case in (down, mixed):
+        yield case, Knobs("loop", 16, rows=32)
+        yield case, Knobs("rows", 128, rows=16)
+        yield case, Knobs("split", 8, rows=16, splits=5)
+    both = graph_of(
+        "two outputs",
+        lambda g, x: (g.mean(x, axes=(1,), keepdim=True), g.sub(x, g.max(x, axes=(1,),
+                                                                         keepdim=True))),
+        x=randn(6, 93),
+    )  # fmt: skip
+    for knobs in (Knobs("rows", 128), Knobs("loop", 32), Knobs("split", 32, splits=2)):
+        yield both, knobs
+    odd = randn(4, 50)
+    odd[1, 3], odd[2, 7] = torch.nan, torch.inf
+    most = graph_of("nan", lambda g, x: (g.max(x, axes=(1,), keepdim=False),
+                                         g.min(x, axes=(1,), keepdim=False)), x=odd)  # fmt: skip
+    for knobs in (Knobs("rows", 64, rows=2), Knobs("loop", 16), Knobs("split", 16, splits=2)):
+        yield most, knobs
+
+
+# ---- random regions
+
+SHAPES = ((3, 4), (4, 3), (1, 4), (3, 1), (4,), (), (2, 3, 4), (2, 1, 4), (5, 7), (2, 3, 4, 4))
+
+
+def random_region(seed: int, nodes: int = 6) -> tuple[Graph, dict[str, torch.Tensor]]:
+    """A random graph of operators that have a scalar form, with tensors for it.
+
+    Operators are tried on values that are there; what inference refuses is not emitted, and
+    neither is what makes the region lose its scalar program.
+    """
+    random = Random(seed)
+    gen = torch.Generator().manual_seed(seed)
+    build = GraphBuilder(infer, f"random{seed}")
+    feed: dict[str, torch.Tensor] = {}
+    family = random.choice(SHAPES)
+    float_type = random.choice([torch.float32] * 3 + [torch.float16, torch.bfloat16])
+
+    def leaf() -> str:
+        shape = family if random.random() < 0.7 else tuple(
+            random.choice((n, 1)) for n in family[random.randrange(len(family) + 1) :]
+        )  # fmt: skip
+        t = torch.randn(shape, generator=gen).to(float_type)
+        if len(shape) == 4 and random.random() < 0.3:
+            t = t.to(memory_format=torch.channels_last)
+        elif len(shape) >= 2 and random.random() < 0.2:
+            t = t.transpose(-1, -2).contiguous().transpose(-1, -2)
+        name = build.input(f"x{len(feed)}", TensorType.from_tensor(t))
+        feed[name] = t
+        return name
+
+    for _ in range(random.randint(1, 3)):
+        leaf()
+    names = [n for n in FORMS if n in TABLE]
+    tries = 0
+    while len(build.nodes) < nodes and tries < 6 * nodes:
+        tries += 1
+        op = TABLE[random.choice(names)]
+        there = list(build.types)
+        count = op.required if not op.variadic else random.randint(2, 3)
+        ins = [there[max(random.randrange(len(there)), random.randrange(len(there)))]
+               for _ in range(count)]  # fmt: skip
+        attrs = FORMS[op.name](random, build.types[ins[0]].shape)
+        if attrs is None:
+            continue
+        try:
+            trial = _copy(build)
+            trial.emit(op.name, ins, attrs)
+            if case_of("trial", _finished(trial), feed) is None:
+                continue
+            build.emit(op.name, ins, attrs)
+        except (DeuteronError, RuntimeError):
+            continue
+    return _finished(build), feed
+
+
+def _copy(build: GraphBuilder) -> GraphBuilder:
+    import copy
+
+    return copy.deepcopy(build)
+
+
+def _finished(build: GraphBuilder) -> Graph:
+    """The graph with every value that nobody reads as an output."""
+    build = _copy(build)
+    read = {v for node in build.nodes for v in node.uses}
+    ends = [v for v in build.producer if v not in read]
+    for i, value in enumerate(ends or list(build.producer)[-1:]):
+        build.output(f"y{i}", value)
+    return build.finish()
+
+
+def random_cases(seeds: Iterable[int]) -> Iterator[Case]:
+    for seed in seeds:
+        graph, feed = random_region(seed)
+        if graph.nodes:
+            case = case_of(f"seed {seed}", graph, feed)
+            if case is not None:
+                yield case
+
+
+def _axis(random: Random, shape: tuple[int, ...]) -> int | None:
+    return random.randrange(len(shape)) if shape else None
+
+
+def _no_attrs(random: Random, shape: tuple[int, ...]) -> dict:
+    return {}
+
+
+def _reduction(random: Random, shape: tuple[int, ...]) -> dict | None:
+    if not shape:
+        return None
+    axes = tuple(sorted(random.sample(range(len(shape)), random.randint(1, len(shape)))))
+    return {"axes": random.choice((None, axes, (len(shape) - 1,))),
+            "keepdim": random.random() < 0.6}  # fmt: skip
+
+
+def _soft(random: Random, shape: tuple[int, ...]) -> dict | None:
+    axis = _axis(random, shape)
+    return None if axis is None else {"axis": random.choice((axis, len(shape) - 1))}
+
+
+def _permute(random: Random, shape: tuple[int, ...]) -> dict:
+    dims = list(range(len(shape)))
+    random.shuffle(dims)
+    return {"dims": tuple(dims)}
+
+
+def _reshape(random: Random, shape: tuple[int, ...]) -> dict | None:
+    if len(shape) < 2:
+        return None
+    at = random.randrange(len(shape) - 1)
+    return {"shape": (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])}
+
+
+def _slice(random: Random, shape: tuple[int, ...]) -> dict | None:
+    axis = _axis(random, shape)
+    if axis is None or shape[axis] < 2:
+        return None
+    start = random.randrange(shape[axis] - 1)
+    return {"axis": axis, "start": start, "stop": random.randint(start + 1, shape[axis]),
+            "step": random.choice((1, 1, 2))}  # fmt: skip
+
+
+def _pad(random: Random, shape: tuple[int, ...]) -> dict | None:
+    if not shape:
+        return None
+    return {
+        "low": tuple(random.choice((0, 0, 1, 2)) for _ in shape),
+        "high": tuple(random.choice((0, 0, 1)) for _ in shape),
+        "mode": "constant", "value": random.choice((0.0, 1.5)),
+    }  # fmt: skip
+
+
+def _flip(random: Random, shape: tuple[int, ...]) -> dict | None:
+    axis = _axis(random, shape)
+    return None if axis is None else {"axes": (axis,)}
+
+
+FORMS = {
+    **dict.fromkeys(
+        ("add", "sub", "mul", "maximum", "minimum", "relu", "sigmoid", "tanh", "abs", "square",
+         "silu", "erf", "sin", "cos", "neg", "mish", "softsign", "hardswish", "expm1"),
+        _no_attrs,
+    ),
+    "gelu": lambda r, s: {"approximate": r.choice(("none", "tanh"))},
+    "leaky_relu": lambda r, s: {"negative_slope": 0.1},
+    "sum": _reduction, "mean": _reduction, "max": _reduction, "min": _reduction,
+    "softmax": _soft, "log_softmax": _soft,
+    "layer_norm": lambda r, s: {"dims": 1, "eps": 1e-5} if s else None,
+    "rms_norm": lambda r, s: {"dims": 1, "eps": 1e-5} if s else None,
+    "permute": _permute, "reshape": _reshape, "slice": _slice, "pad": _pad, "flip": _flip,
+    "concat": lambda r, s: {"axis": r.randrange(len(s))} if s else None,
+    "expand": lambda r, s: {"shape": (r.choice((2, 3)), *s)},
+}  # fmt: skip

@@ -1,0 +1,239 @@
+"""Scalar programs: index arithmetic, lowering, and the CPU renderer, against the references."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerances import allowed, error
+
+import deuteron as dt
+from deuteron.codegen.index import Affine, Var, flatten, unflatten
+from deuteron.codegen.interpret import interpret
+from deuteron.codegen.lower import lower
+from deuteron.codegen.scalar import CannotLower, ScalarProgram
+from deuteron.engines.base import BuildContext
+from deuteron.engines.cpu_gen import CpuGen
+from deuteron.ir import GraphBuilder, Region, TensorType
+from deuteron.ops import TABLE, infer
+from deuteron.ops.evaluate import evaluate
+from deuteron.passes import Context, fuse, run_passes
+
+CPU = torch.device("cpu")
+
+
+def value(e: Affine, at: dict[Var, int]) -> int:
+    total = e.const
+    for atom, f in e.terms:
+        if isinstance(atom, Var):
+            total += at[atom] * f
+        else:
+            inner = value(atom.of, at)
+            total += (inner % atom.by if atom.rest else inner // atom.by) * f
+    return total
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_reshaping_an_index_is_what_torch_does(shape, data):
+    count = torch.Size(shape).numel()
+    divisors = [d for d in range(1, count + 1) if count % d == 0]
+    first = data.draw(st.sampled_from(divisors))
+    other = (first, count // first)
+    axes = [Var(f"i{d}", n) for d, n in enumerate(shape)]
+    index = unflatten(flatten(tuple(map(Affine.var, axes)), tuple(shape)), other)
+    for point in itertools.product(*map(range, shape)):
+        at = dict(zip(axes, point, strict=True))
+        position = 0
+        for p, n in zip(point, shape, strict=True):
+            position = position * n + p
+        assert tuple(value(i, at) for i in index) == divmod(position, other[1])
+
+
+def test_equal_indices_have_one_form():
+    i, j = Var("i", 4), Var("j", 5)
+    a = Affine.var(i) * 5 + Affine.var(j)
+    assert a.divided(5, rest=False) == Affine.var(i)
+    assert a.divided(5, rest=True) == Affine.var(j)
+    assert a + a * -1 == Affine()
+    assert Affine.var(Var("one", 1)) == Affine()
+
+
+def one_node(op, sample, float_type):
+    tensors = sample.tensors(float_type)
+    build = GraphBuilder(infer, op.name)
+    ins, feed = [], {}
+    for k, t in enumerate(tensors):
+        if t is not None:
+            feed[f"x{k}"] = t
+            build.input(f"x{k}", TensorType.from_tensor(t))
+        ins.append(None if t is None else f"x{k}")
+    for k, out in enumerate(build.emit(op.name, ins, sample.attrs)):
+        build.output(f"y{k}", out)
+    return Region(build.finish()), feed
+
+
+def poisoned(t: TensorType) -> torch.Tensor:
+    out = torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch)
+    return out.fill_(float("nan")) if t.dtype.is_float else out
+
+
+def agrees(region: Region, feed, outs) -> None:
+    exact, plain = evaluate(region.graph, feed, float64=True), evaluate(region.graph, feed)
+    rows = max(t.numel for t in region.graph.types.values())
+    for out, (name, _) in zip(outs, region.graph.outputs, strict=True):
+        bound = allowed(error(plain[name], exact[name]), out.dtype, rows)
+        assert error(out, exact[name]) <= bound
+
+
+CASES = [(op, s) for op in TABLE.values() for s in op.samples()]
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES, ids=[f"{o.name}-{s}" for o, s in CASES])
+def test_every_operator_that_lowers_is_right(op, sample):
+    region, feed = one_node(op, sample, "f32")
+    try:
+        program = lower(region)
+    except CannotLower as refusal:
+        assert refusal.reason
+        return
+    outs = {v: poisoned(region.graph.types[v]) for v in region.outputs}
+    interpret(program, feed, outs)
+    agrees(region, feed, outs.values())
+    check_cpu(region, feed)
+    if sample is op.samples()[0]:
+        for narrow in ("f16", "bf16", "f64"):
+            check_cpu(*one_node(op, sample, narrow))
+
+
+def check_cpu(region: Region, feed) -> None:
+    pytest.importorskip("llvmlite")
+    engine, target, policy = CpuGen(), dt.target("cpu"), dt.Policy()
+    refusal = engine.refuse(region, target, policy)
+    if refusal is not None:
+        assert refusal.reason
+        return
+    candidate = engine.candidates(region, target, policy)[0]
+    kernel = engine.build(region, candidate, BuildContext(target, CPU, policy, {}))
+    outs = [poisoned(region.graph.types[v]) for v in region.outputs]
+    kernel.fill([feed[v] for v in region.inputs], outs)
+    agrees(region, feed, outs)
+
+
+def regions_of(g: dt.Graph) -> list[Region]:
+    graph, _ = run_passes(g.ir(), Context(dt.target("cpu"), dt.Policy()))
+    return list(fuse(graph)[0])
+
+
+def chain(name: str, build, *shapes, layout="contiguous") -> tuple[Region, dict[str, torch.Tensor]]:
+    g = dt.Graph(name)
+    syms = [
+        g.tensor(f"x{i}", s, layout=layout if len(s) == 4 else "contiguous")
+        for i, s in enumerate(shapes)
+    ]
+    build(g, *syms).output("y")
+    (region,) = regions_of(g)
+    gen = torch.Generator().manual_seed(0)
+    feed = {}
+    for v in region.inputs:
+        t = region.graph.types[v]
+        feed[v] = torch.empty_strided(t.shape, t.strides).copy_(torch.randn(t.shape, generator=gen))
+    return region, feed
+
+
+CHAINS = {
+    "bias+gelu+residual+layer_norm": (
+        lambda g, x, b, r, w: g.layer_norm(g.gelu(x + b) + r, w, b), (37, 101), (101,), (37, 101),
+        (101,)),
+    "long rows": (lambda g, x: g.softmax(g.exp(x) * 0.1), (3, 5001)),
+    "one long axis": (lambda g, x, y: g.silu(x) * y + 1.0, (70001,), (70001,)),
+    "columns": (lambda g, x: g.sum(g.relu(x), axes=(0,)), (301, 67)),
+    "middle axis": (lambda g, x: g.max(g.abs(x), axes=(1,)), (5, 33, 19)),
+    "transposed": (lambda g, x: g.tanh(g.permute(x, (1, 0))) * 2.0, (65, 43)),
+    "concat of slices": (
+        lambda g, x, y: g.relu(g.concat(g.slice(x, axis=1, start=1, stop=20), y, axis=1)),
+        (7, 30), (7, 9)),
+    "pad both sides": (
+        lambda g, x: g.pad(x, low=(1, 3), high=(2, 4), value=1.5) * 2.0, (6, 21)),
+    "broadcast down and across": (lambda g, x, r, c: x * r + c, (9, 50), (50,), (9, 1)),
+    "variance": (lambda g, x: g.var(x, axes=(1,), correction=1), (11, 130)),
+    "rotary halves": (
+        lambda g, x, c: x * c + g.concat(g.neg(g.slice(x, axis=1, start=8)),
+                                         g.slice(x, axis=1, stop=8), axis=1), (40, 16), (40, 16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_become_one_kernel_that_is_right(name):
+    build, *shapes = CHAINS[name]
+    check_cpu(*chain(name, build, *shapes))
+
+
+def test_nhwc_chain_walks_memory_in_order():
+    region, feed = chain(
+        "nhwc", lambda g, x, b: g.relu(x * b), (2, 7, 5, 6), (7, 1, 1), layout="nhwc"
+    )
+    program = lower(region)
+    assert len(program.outer) == 2  # pixels, channels
+    check_cpu(region, feed)
+
+
+def test_a_dear_value_is_kept_and_a_cheap_one_is_not():
+    pytest.importorskip("llvmlite")
+    from deuteron.codegen.llvm_plan import plan
+
+    region, _ = chain("dear", lambda g, x: g.layer_norm(g.gelu(x)), (8, 256))
+    assert len(plan(lower(region)).kept) == 1
+    region, _ = chain("cheap", lambda g, x: g.layer_norm(x), (8, 256))
+    assert plan(lower(region)).kept == ()
+
+
+def test_programs_print_what_they_do():
+    region, _ = chain("shown", lambda g, x: g.softmax(x), (4, 9))
+    text = str(lower(region))
+    assert "reduced" in text and "max(" in text and "exp(" in text and "store" in text
+
+
+def test_machine_code_is_told_apart_by_element_type():
+    """Two programs that print alike but load other types must not share code."""
+    pytest.importorskip("llvmlite")
+    from deuteron.codegen.llvm_render import signature
+
+    programs = []
+    for dtype in ("f32", "f16"):
+        g = dt.Graph("t")
+        g.relu(g.tensor("x", (8, 8), dtype)).output("y")
+        found = lower(regions_of(g)[0])
+        assert isinstance(found, ScalarProgram)
+        programs.append(signature(found))
+    assert programs[0] != programs[1]
+
+
+def test_two_threads_share_a_kernel():
+    region, feed = chain("threads", lambda g, x: g.layer_norm(g.gelu(x)), (64, 512))
+    pytest.importorskip("llvmlite")
+    engine, target, policy = CpuGen(), dt.target("cpu"), dt.Policy()
+    candidate = engine.candidates(region, target, policy)[0]
+    kernel = engine.build(region, candidate, BuildContext(target, CPU, policy, {}))
+    args = [feed[v] for v in region.inputs]
+    want = torch.empty(64, 512)
+    kernel.fill(args, [want])
+    wrong = []
+
+    def work() -> None:
+        out = torch.empty(64, 512)
+        for _ in range(50):
+            out.fill_(float("nan"))
+            kernel.fill(args, [out])
+            if not torch.equal(out, want):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong

@@ -1,0 +1,189 @@
+"""Generated Triton: every operator and kind in the interpreter, and compiled without a GPU.
+
+The interpreter is chosen when triton is imported, so each group of cases runs in a process of
+its own (``tests/triton_interpreter.py``); here they are only collected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from deuteron.codegen.interpret import interpret
+from deuteron.codegen.triton_knobs import MOST, choices
+from deuteron.codegen.triton_render import Knobs, render
+from deuteron.engines.triton_gen import TritonGen
+from deuteron.ir.region import Region
+from deuteron.policy import Policy
+from deuteron.target import GPUS, target
+from tests.codegen_cases import (
+    compare,
+    graph_of,
+    kind_cases,
+    norm_case,
+    operator_cases,
+    random_cases,
+    softmax_case,
+)
+
+pytest.importorskip("triton")
+REPO = Path(__file__).resolve().parent.parent
+RANDOM = 60  # in the Triton interpreter; 300 in torch's
+
+
+@pytest.mark.parametrize(
+    "group",
+    ["operators:f32", "operators:f16", "operators:bf16", "kinds:f32", "kinds:bf16",
+     f"random:0-{RANDOM}"],
+)  # fmt: skip
+def test_in_the_interpreter(group):
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_interpreter", group],
+        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["count"] >= 20
+    assert not found["failed"], "\n\n".join(f"{k}\n{v}" for k, v in found["failed"].items())
+
+
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_random_regions_mean_what_the_reference_says(first):
+    wrong = {}
+    for case in random_cases(range(1000 + first, 1000 + first + 50)):
+        outputs = case.empty_outputs()
+        interpret(case.program, case.feed, outputs)
+        found = compare(case, outputs)
+        if found:
+            wrong[case.name] = f"{found}\n{case.graph}\n{case.program}"
+    assert not wrong, "\n\n".join(f"{k}: {v}" for k, v in wrong.items())
+
+
+# ---- compiled for GPUs that are not there
+
+
+def compile_for(case, knobs: Knobs, arch: int) -> list:
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.codegen.triton_load import compiled
+
+    rendered = render(case.program, knobs)
+    return [compiled(rendered, k, True, GPUTarget("cuda", arch, 32)) for k in rendered.launches]
+
+
+def spilled(kernel, arch: int) -> int:
+    """Bytes that the assembler spills to local memory."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(kernel.asm["ptx"])
+        name = re.search(r"\.target (sm_\w+)", kernel.asm["ptx"])
+        assert name is not None
+        done = subprocess.run(
+            [str(tool), "-v", f"--gpu-name={name[1]}", str(file), "-o", str(Path(folder) / "out")],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    return sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
+
+
+def main_cases():
+    """The shapes that the table of the H200 holds, each with its first guess."""
+    half, brain = torch.float16, torch.bfloat16
+    big = torch.empty(512, 768, dtype=half)
+    return [
+        norm_case(256, 1024), norm_case(256, 8192), norm_case(128, 64), norm_case(64, 768, half),
+        softmax_case(512, 32768, brain), softmax_case(256, 131072, brain),
+        softmax_case(4, 65536, brain),
+        graph_of("gelu", lambda g, x, b: g.gelu(g.add(x, b)), x=big, b=torch.empty(768).half()),
+        graph_of("turn", lambda g, x, y: g.add(g.permute(x, dims=(1, 0)), y),
+                 x=big, y=torch.empty(768, 512, dtype=half)),
+        graph_of("down", lambda g, x: g.sum(x, axes=(0,), keepdim=False), x=big),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_main_kernels_compile_without_spills_and_load_16_bytes(index):
+    case = main_cases()[index]
+    for kernel in compile_for(case, choices(case.program, 132)[0], 90):
+        assert spilled(kernel, 90) == 0, case.name
+    first = compile_for(case, choices(case.program, 132)[0], 80)[0]
+    assert re.search(r"ld\.global[.\w:]*v4\.b32", first.asm["ptx"]) or case.name == "norm 128x64"
+
+
+def test_every_kind_compiles_for_both_generations():
+    seen = set()
+    for case, knobs in kind_cases("bf16"):
+        key = (case.name.split()[0], knobs.kind, knobs.rows > 1)
+        if key not in seen:
+            seen.add(key)
+            compile_for(case, knobs, 80 if len(seen) % 2 else 90)
+    assert {kind for _, kind, _ in seen} == {"flat", "tile", "rows", "loop", "split"}
+
+
+def test_every_helper_compiles():
+    seen: set[str] = set()
+    count = 0
+    for case in operator_cases("f32"):
+        knobs = choices(case.program)[0]
+        used = set(re.findall(r"(?:tl\.\w+|_\w+)\(", render(case.program, knobs).source))
+        if used - seen:
+            seen |= used
+            count += 1
+            compile_for(case, knobs, 90)
+    assert count >= 10 and "_pow(" in seen and "_tanh(" in seen
+
+
+# ---- the engine
+
+
+def region_of(case) -> Region:
+    return Region(case.graph)
+
+
+def test_offers_few_candidates_and_prices_them():
+    engine, h200 = TritonGen(), GPUS["h200"]
+    for case in (norm_case(4096, 1024), softmax_case(8, 65536), softmax_case(512, 32768)):
+        region = region_of(case)
+        assert engine.refuse(region, h200, Policy()) is None
+        offered = engine.candidates(region, h200, Policy())
+        assert 1 <= len(offered) <= MOST
+        for candidate in offered:
+            assert 1e-6 < engine.estimate(region, h200, candidate) < 1e-2
+            assert "tl.store" in engine.render(region, candidate).source
+
+
+def test_refuses_what_it_cannot_run():
+    engine = TritonGen()
+    region = region_of(norm_case(4, 8))
+    assert "GPU" in engine.refuse(region, target("cpu"), Policy()).reason
+    deciding = subprocess.run(
+        [sys.executable, "-c", "import sys, deuteron.engines; assert 'triton' not in sys.modules"],
+        cwd=REPO, capture_output=True, text=True,
+    )  # fmt: skip
+    assert deciding.returncode == 0, deciding.stderr
+
+
+def test_offsets_past_two_to_the_31_are_64_bit():
+    from deuteron.codegen.lower import lower
+    from deuteron.ir import GraphBuilder, TensorType
+    from deuteron.ir.dtype import dtype
+    from deuteron.ops import Ops, infer
+
+    for size, wide in ((2**20, False), (2**32, True)):
+        build = GraphBuilder(infer, "long")
+        ops = Ops(build)
+        x = ops.sym(build.input("x", TensorType((size,), dtype("f16"), (1,))))
+        ops.relu(x).output("y")
+        source = render(lower(Region(build.finish())), Knobs("flat", 1024)).source
+        assert ("int64" in source) == wide
