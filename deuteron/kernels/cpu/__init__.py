@@ -1,0 +1,34 @@
+"""Kernels for the CPU, generated through :mod:`deuteron.codegen.llvm`.
+
+What an engine must know to decide stands here, where nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+# activations that an epilogue can hold; codegen.llvm_math writes them
+EPILOGUES = frozenset(
+    {
+        "relu", "relu6", "clamp", "hardtanh", "leaky_relu", "sigmoid", "tanh", "silu", "gelu",
+        "hardswish", "hardsigmoid", "elu", "softplus", "mish",
+    }
+)  # fmt: skip
+
+# floats in a vector → tiles (rows, vectors of columns) that fill the registers, best first
+TILES = {
+    4: ((4, 4), (5, 4), (6, 3)),
+    8: ((6, 2), (4, 3)),
+    16: ((6, 4), (8, 3), (12, 2)),
+}
+# largest error of Winograd's F(m×m, 3×3) relative to the largest result, 8 to 512 channels
+WINOGRAD_ERROR = {2: 1e-6, 4: 5e-6}
+ONE_ROW = (1, 4)  # for a product with a single row, which only reads its weight
+
+
+@lru_cache
+def lanes() -> int:
+    """Floats in a vector of this machine, as far as torch knows."""
+    return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)

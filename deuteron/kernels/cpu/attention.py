@@ -1,0 +1,276 @@
+"""O = softmax(scale · Q Kᵀ + bias) V for each head, without the matrix of scores.
+
+A thread packs the keys (transposed) and the values of a head into panels, once for all the
+query heads that share them, and takes four queries at a time: their scores are four rows in L1,
+turned into eˢ⁻ᵐᵃˣ in place, multiplied by the values and divided by their sum at the end.
+
+    bytes = 4 · (Q + O) + 8 · (K + V) per thread that works on the head; scores stay in L1
+
+Scratch per thread: Sk · (D + Dv + 4) floats. A query that sees no key gives zeros; nan and
+infinity come out as in the reference.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deuteron.codegen import openmp
+from deuteron.codegen.llvm import (
+    F32,
+    I8,
+    I32,
+    I64,
+    PTR,
+    Code,
+    Loaded,
+    Value,
+    entry,
+    load,
+    vec,
+    width,
+)
+from deuteron.codegen.llvm_math import exp_nonpositive
+from deuteron.kernels.cpu.matmul import Tile, accumulate
+from deuteron.kernels.cpu.scratch import scratch
+
+ROWS, VECTORS = 4, 4  # queries and vectors of columns in registers
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for. ``bias`` is "none", "f32" or "bool"."""
+
+    causal: bool
+    bias: str
+
+
+def _tile(module: object, tile: Tile) -> Code:
+    """(A, row step of A, length, panel, C, row step of C): C = A · panel, whole vectors."""
+    n = width()
+    c = Code(module, "tile", [PTR, I64, I64, PTR, PTR, I64], internal=True)
+    a, a_step, length, panel, out, out_step = c.args
+    acc = [[c.variable(vec(n), c.f(0.0, n)) for _ in range(tile.vectors)]
+           for _ in range(tile.rows)]  # fmt: skip
+    runs = [c.at(a, c.mul(a_step, i)) for i in range(tile.rows)]
+    accumulate(c, tile, acc, runs, c.variable(PTR, panel), length)
+    for i in range(tile.rows):
+        for j in range(tile.vectors):
+            c.store(c.get(acc[i][j], vec(n)), c.at(out, c.mul(out_step, i), j * n))
+    c.ret()
+    return c
+
+
+def _pack_keys(c: Code, k: Value, step: Value, keys: Value, depth: Value, to: Value, wide: int):
+    """Panels [panel][d][wide]: blocks of 4×4 turned in registers, the rest one by one."""
+    blocks_k, blocks_d = (c.sub(x, c.rem(x, 4)) for x in (keys, depth))
+
+    def place(key: Value, d: Value) -> Value:
+        panel = c.div(key, wide)
+        column = c.sub(key, c.mul(panel, wide))
+        return c.at(to, c.mul(c.add(c.mul(panel, depth), d), wide), column)
+
+    with c.loop(0, blocks_k, 4) as key:
+        with c.loop(0, blocks_d, 4) as d:
+            rows = [c.load(c.at(k, c.mul(c.add(key, i), step), d), 4) for i in range(4)]
+            low = [c.shuffle(rows[i], rows[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
+            high = [c.shuffle(rows[i], rows[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
+            turned = [c.shuffle(*half, order) for half in (low, high)
+                      for order in ((0, 1, 4, 5), (2, 3, 6, 7))]  # fmt: skip
+            for i, row in enumerate(turned):
+                c.store(row, place(key, c.add(d, i)))
+        with c.loop(blocks_d, depth) as d:
+            for i in range(4):
+                one = c.load(c.at(k, c.mul(c.add(key, i), step), d))
+                c.store(one, place(c.add(key, i), d))
+    with c.loop(blocks_k, keys) as key, c.loop(0, depth) as d:
+        c.store(c.load(c.at(k, c.mul(key, step), d)), place(key, d))
+    filled = c.mul(c.div(c.add(keys, wide - 1), wide), wide)
+    with c.loop(keys, filled) as key, c.loop(0, depth) as d:
+        c.store(c.f(0.0), place(key, d))
+
+
+def _pack_values(c: Code, v: Value, step: Value, keys: Value, depth: Value, to: Value, wide: int):
+    """Panels [panel][key][wide], zeros beyond the last column."""
+    n = width()
+    whole = c.mul(c.div(depth, wide), wide)
+    with c.loop(0, keys) as key:
+        source = c.at(v, c.mul(key, step))
+        with c.loop(0, whole, wide) as d:
+            for j in range(0, wide, n):
+                there = c.at(to, c.mul(d, keys), c.mul(key, wide), j)
+                c.store(c.load(c.at(source, d, j), n), there)
+        with c.when(c.cmp("<", whole, depth)):
+            there = c.at(to, c.mul(whole, keys), c.mul(key, wide))
+            for j in range(0, wide, n):
+                c.store(c.f(0.0, n), c.at(there, j))
+            with c.loop(whole, depth) as d:
+                c.store(c.load(c.at(source, d)), c.at(there, c.sub(d, whole)))
+
+
+def _softmax_row(c: Code, row: Value, seen: Value, bias: Value | None, form: Form) -> Value:
+    """eˢ⁻ᵐᵃˣ in place of the scores of one query; returns 1 / Σ, or 0 if no key is seen."""
+    widths = (4 * width(), width(), 1)
+
+    def sweep(body: Callable[[Value, int], None]) -> None:
+        begin = c.i(0)
+        for lanes in widths:
+            left = c.sub(seen, begin)
+            end = c.add(begin, c.sub(left, c.rem(left, lanes)))
+            with c.loop(begin, end, lanes) as j:
+                body(j, lanes)
+            begin = end
+
+    best = {lanes: c.variable(vec(lanes), c.f(-math.inf, lanes)) for lanes in widths}
+    total = {lanes: c.variable(vec(lanes), c.f(0.0, lanes)) for lanes in widths}
+
+    def scan(j: Value, lanes: int) -> None:
+        s = c.load(c.at(row, j), lanes)
+        if form.bias == "f32":
+            s = c.b.fadd(s, c.load(c.at(bias, j), lanes))
+        elif form.bias == "bool":
+            flags = c.load(c.at(bias, j, of=I8), lanes, of=I8)
+            zero = c.b.zext(flags, vec(lanes, I32))
+            allowed = c.b.icmp_signed("!=", zero, c.b.sub(zero, zero))
+            s = c.b.select(allowed, s, c.f(-math.inf, lanes))
+        if form.bias != "none":
+            c.store(s, c.at(row, j))
+        c.b.store(c.fmax(c.get(best[lanes], vec(lanes)), s), best[lanes])
+
+    def powers(j: Value, lanes: int) -> None:
+        e = exp_nonpositive(c, c.b.fsub(c.load(c.at(row, j), lanes), c.f(largest, lanes)))
+        c.store(e, c.at(row, j))
+        c.b.store(c.b.fadd(c.get(total[lanes], vec(lanes)), e), total[lanes])
+
+    def all_of(parts: dict[int, Value], op: Callable[[Value, Value], Value]) -> Value:
+        first, *rest = (c.reduce(c.get(parts[lanes], vec(lanes)), op) for lanes in widths)
+        for other in rest:
+            first = op(first, other)
+        return first
+
+    sweep(scan)
+    largest = all_of(best, c.fmax)
+    blind = c.b.fcmp_ordered("==", largest, c.f(-math.inf))
+    largest = c.b.select(blind, c.f(0.0), largest)
+    sweep(powers)
+    weight = all_of(total, c.b.fadd)
+    none = c.b.fcmp_ordered("==", weight, c.f(0.0))
+    return c.b.select(none, c.f(0.0), c.b.fdiv(c.f(1.0), weight))
+
+
+def _write(module: object, form: Form) -> None:
+    tile = Tile(ROWS, VECTORS)
+    wide, n, head = tile.columns, width(), openmp.HEAD
+    multiply = _tile(module, tile)
+
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        q, k, v, out, bias, room = (c.pointer(words, head + i) for i in range(6))
+        names = (
+            "batch heads sharing queries keys depth values scale per_thread "
+            "qb qh qs kb kh ks vb vh vs ob oh os bb bh bs"
+        ).split()
+        w = {name: c.word(words, head + 6 + i) for i, name in enumerate(names)}
+        scale = c.b.bitcast(c.b.trunc(w["scale"], I32), F32)
+        keys, depth, values = w["keys"], w["depth"], w["values"]
+
+        def up(x: Value) -> Value:
+            return c.mul(c.div(c.add(x, wide - 1), wide), wide)
+
+        columns, results = up(keys), up(values)
+        mine = c.at(room, c.mul(thread, w["per_thread"]))
+        k_panels = mine
+        v_panels = c.at(k_panels, c.mul(columns, depth))
+        scores = c.at(v_panels, c.mul(results, keys))
+        asked = c.at(scores, c.mul(columns, ROWS))
+        answers = c.at(asked, c.mul(depth, ROWS))
+        inverse = c.variable(F32, count=ROWS)
+        tiles = c.div(c.add(w["queries"], ROWS - 1), ROWS)
+        packed = c.variable(I64, -1)
+        begin, end = c.share(c.mul(w["batch"], w["heads"], tiles), thread, threads)
+        with c.loop(begin, end) as job:
+            which = c.div(job, tiles)
+            first = c.mul(c.sub(job, c.mul(which, tiles)), ROWS)
+            b = c.div(which, w["heads"])
+            h = c.sub(which, c.mul(b, w["heads"]))
+            shared = c.div(h, w["sharing"])
+            source = c.add(c.mul(b, w["heads"]), shared)
+            with c.when(c.cmp("!=", source, c.get(packed))):
+                here = c.at(k, c.mul(b, w["kb"]), c.mul(shared, w["kh"]))
+                _pack_keys(c, here, w["ks"], keys, depth, k_panels, wide)
+                here = c.at(v, c.mul(b, w["vb"]), c.mul(shared, w["vh"]))
+                _pack_values(c, here, w["vs"], keys, values, v_panels, wide)
+                c.put(packed, source)
+            count = c.least(c.sub(w["queries"], first), ROWS)
+            with c.loop(0, ROWS) as i:  # rows that fill up the tile repeat the last one
+                row = c.add(first, c.least(i, c.sub(count, 1)))
+                here = c.at(q, c.mul(b, w["qb"]), c.mul(h, w["qh"]), c.mul(row, w["qs"]))
+                with c.loop(0, depth) as d:
+                    one = c.b.fmul(c.load(c.at(here, d)), scale)
+                    c.store(one, c.at(asked, c.mul(i, depth), d))
+            limit = c.least(keys, c.add(first, ROWS)) if form.causal else keys
+            with c.loop(0, limit, wide) as j:
+                c.call(multiply, asked, depth, depth, c.at(k_panels, c.mul(j, depth)),
+                       c.at(scores, j), columns)  # fmt: skip
+            with c.loop(0, ROWS) as i:
+                row = c.add(first, c.least(i, c.sub(count, 1)))
+                seen = c.least(limit, c.add(row, 1)) if form.causal else limit
+                line, beside = c.at(scores, c.mul(i, columns)), None
+                if form.bias != "none":
+                    shift = c.add(c.mul(b, w["bb"]), c.mul(h, w["bh"]), c.mul(row, w["bs"]))
+                    beside = c.at(bias, shift, of=F32 if form.bias == "f32" else I8)
+                c.store(_softmax_row(c, line, seen, beside, form), c.at(inverse, i))
+                with c.loop(seen, limit) as j:
+                    c.store(c.f(0.0), c.at(line, j))
+            with c.loop(0, values, wide) as j:
+                c.call(multiply, scores, columns, limit, c.at(v_panels, c.mul(j, keys)),
+                       c.at(answers, j), results)  # fmt: skip
+            whole = c.sub(values, c.rem(values, n))
+            with c.loop(0, count) as i:
+                part, line = c.load(c.at(inverse, i)), c.at(answers, c.mul(i, results))
+                to = c.at(out, c.mul(b, w["ob"]), c.mul(h, w["oh"]),
+                          c.mul(c.add(first, i), w["os"]))  # fmt: skip
+                for lanes, low, high in ((n, c.i(0), whole), (1, whole, values)):
+                    with c.loop(low, high, lanes) as d:
+                        x = c.b.fmul(c.load(c.at(line, d), lanes), c.f(part, lanes))
+                        c.store(x, c.at(to, d))
+
+    entry(module, "run", body)
+
+
+def compiled(form: Form) -> Loaded:
+    return load(f"attention {form} of {width()}", lambda module: _write(module, form))
+
+
+Strides = tuple[int, int, int]  # of batch, head and row; elements of a row are side by side
+
+
+def room_per_thread(keys: int, depth: int, values: int, wide: int) -> int:
+    """Floats of scratch a thread needs, to whole cache lines."""
+    columns, results = (-(-x // wide) * wide for x in (keys, values))
+    total = columns * depth + results * keys + ROWS * (columns + depth + results)
+    return -(-total // 16) * 16
+
+
+def prepare_attention(
+    sizes: tuple[int, int, int, int, int, int, int],
+    strides: tuple[Strides, Strides, Strides, Strides, Strides],
+    form: Form,
+    scale: float,
+) -> Callable[[int, int, int, int, int], None]:
+    """``run(q, k, v, out, bias)`` over addresses. ``sizes`` are batch, query heads, query heads
+    per key head, queries, keys, D and Dv; ``strides`` those of q, k, v, out and bias."""
+    wide = Tile(ROWS, VECTORS).columns
+    per_thread = room_per_thread(*sizes[4:], wide)
+    call = openmp.launcher(compiled(form), "run")
+    bits = struct.unpack("<i", struct.pack("<f", scale))[0]
+    words = (*sizes, bits, per_thread, *(s for part in strides for s in part))
+
+    def run(q: int, k: int, v: int, out: int, bias: int) -> None:
+        room = scratch(per_thread * torch.get_num_threads())
+        call(q, k, v, out, bias, room.data_ptr(), *words)
+
+    return run

@@ -1,0 +1,186 @@
+"""y[n, o, c] = act(Σₜ x[n, o·stride − padding + t·dilation, c] · w[c, t] + b[c] + r[n, o, c])
+
+with channels innermost: one filter per channel, so vectors run along the channels. A tile of
+output pixels of one row shares the input pixels it loads: for 3×3, stride 1 and 4 pixels 18
+loads of x and 9 of w serve 36 multiplications. Memory traffic is the least there is:
+
+    bytes = 4 · (x + y · (1 + residual)) + w, the rows of x shared by windows from L1 or L2
+
+Tiles that reach into the padding find their pixels through a list of addresses, in which a
+pixel outside the image is a row of zeros. The last tile of a row overlaps the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deuteron.codegen import openmp
+from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, vec, width
+from deuteron.kernels.cpu.conv import Image, Window
+from deuteron.kernels.cpu.epilogue import Epilogue
+from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, zeros
+
+UNROLLED = 128  # multiplications written out; above this the rows of the window are a loop
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for: the window, and the output pixels of a tile."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    pixels: int
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Input columns that a tile looks at, from its first."""
+        (_, kw), (_, s), (_, d) = self.kernel, self.stride, self.dilation
+        return tuple(sorted({p * s + k * d for p in range(self.pixels) for k in range(kw)}))
+
+
+def _channels(
+    c: Code, shape: Shape, epilogue: Epilogue, lanes: int, begin: Value, end: Value,
+    pixel: Callable[[Value | int, int], Value], weight: Value, bias: Value, channels: Value,
+    outs: list[Value], others: list[Value],
+) -> None:  # fmt: skip
+    """A tile over channels ``begin`` … ``end``; ``pixel(row, column)`` is its address."""
+    (kh, kw), step, gap = shape.kernel, shape.stride[1], shape.dilation[1]
+    with c.loop(begin, end, lanes) as ch:
+        start = c.load(c.at(bias, ch), lanes)
+        acc = [c.variable(vec(lanes)) for _ in range(shape.pixels)]
+        for a in acc:
+            c.b.store(start, a)
+
+        def row(ky: Value | int) -> None:
+            w = [
+                c.load(c.at(weight, c.mul(c.add(c.mul(ky, kw), k), channels), ch), lanes)
+                for k in range(kw)
+            ]
+            for i, column in enumerate(shape.columns):
+                x = c.load(c.at(pixel(ky, i), ch), lanes)
+                for p in range(shape.pixels):
+                    k, odd = divmod(column - p * step, gap)
+                    if not odd and 0 <= k < kw:
+                        c.b.store(c.fma(x, w[k], c.get(acc[p], vec(lanes))), acc[p])
+
+        if kh * kw * shape.pixels <= UNROLLED:
+            for ky in range(kh):
+                row(ky)
+        else:
+            with c.loop(0, kh) as ky:
+                row(ky)
+        for p in range(shape.pixels):
+            r = c.load(c.at(others[p], ch), lanes) if epilogue.residual else None
+            c.store(epilogue.emit(c, c.get(acc[p], vec(lanes)), r), c.at(outs[p], ch))
+
+
+def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
+    (kh, _), (sh, sw), (dh, _) = shape.kernel, shape.stride, shape.dilation
+    columns = shape.columns
+
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        x, weight, bias, y, r, empty = (c.pointer(words, openmp.HEAD + i) for i in range(6))
+        (batch, oh, ow, height, breadth, channels, ph, pw, xn, xh, xw, yn, yh, yw, rn, rh, rw) = (
+            c.word(words, openmp.HEAD + 6 + i) for i in range(17)
+        )
+        table = c.variable(PTR, count=kh * len(columns))
+        whole = c.sub(channels, c.rem(channels, width()))
+        begin, end = c.share(c.mul(batch, oh), thread, threads)
+        with c.loop(begin, end) as line, c.loop(0, ow, shape.pixels) as x_from:
+            n = c.div(line, oh)
+            oy = c.sub(line, c.mul(n, oh))
+            ox = c.least(x_from, c.sub(ow, shape.pixels))
+            iy, ix = c.sub(c.mul(oy, sh), ph), c.sub(c.mul(ox, sw), pw)
+            image = c.at(x, c.mul(n, xn))
+            origin = c.at(image, c.mul(iy, xh), c.mul(ix, xw))
+            outs, others = (
+                [
+                    c.at(base, c.mul(n, sn), c.mul(oy, sy), c.mul(c.add(ox, p), sx))
+                    for p in range(shape.pixels)
+                ]
+                for base, sn, sy, sx in ((y, yn, yh, yw), (r, rn, rh, rw))
+            )
+            inside = c.b.and_(c.cmp(">=", iy, 0), c.cmp(">=", ix, 0))
+            for first, reach, size in ((iy, (kh - 1) * dh, height), (ix, columns[-1], breadth)):
+                inside = c.b.and_(inside, c.cmp("<", c.add(first, reach), size))
+
+            def run(pixel: Callable[[Value | int, int], Value]) -> None:
+                for lanes, a, b in ((width(), c.i(0), whole), (1, whole, channels)):
+                    _channels(c, shape, epilogue, lanes, a, b, pixel, weight, bias, channels,
+                              outs, others)  # fmt: skip
+
+            def middle() -> None:
+                run(lambda ky, i: c.at(origin, c.mul(ky, dh, xh), c.mul(xw, columns[i])))
+
+            def border() -> None:
+                with c.loop(0, kh) as ky:
+                    row = c.add(iy, c.mul(ky, dh))
+                    row_in = c.b.and_(c.cmp(">=", row, 0), c.cmp("<", row, height))
+                    for i, column in enumerate(columns):
+                        at = c.add(ix, column)
+                        here = c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, breadth))
+                        address = c.at(image, c.mul(row, xh), c.mul(at, xw))
+                        chosen = c.b.select(c.b.and_(row_in, here), address, empty)
+                        c.store(chosen, c.at(table, c.mul(ky, len(columns)), i, of=I64))
+                run(lambda ky, i: c.pointer(table, c.add(c.mul(ky, len(columns)), i)))
+
+            c.either(inside, middle, border)
+
+    entry(module, "run", body)
+
+
+def compiled(shape: Shape, epilogue: Epilogue) -> Loaded:
+    name = f"depthwise {shape} of {width()} {epilogue.key}"
+    return load(name, lambda module: _write(module, shape, epilogue))
+
+
+def _plane(image: Image) -> Image:
+    """A one-dimensional image as one of a single row."""
+    if len(image.shape) == 4:
+        return image
+    (n, ch, w), (sn, sc, sw) = image.shape, image.strides
+    return Image((n, ch, 1, w), (sn, sc, w * sw, sw))
+
+
+def prepare_depthwise(
+    x: Image,
+    y: Image,
+    r: Image | None,
+    window: Window,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epilogue: Epilogue,
+    pixels: int,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """``run(x, y, residual)`` for a weight [C, 1, …]."""
+    flat = len(x.shape) == 3
+    x, y, r = _plane(x), _plane(y), _plane(y if r is None else r)
+    kernel, stride, dilation, padding = (
+        (front, *value) if flat else value
+        for value, front in (
+            (window.kernel, 1), (window.stride, 1), (window.dilation, 1), (window.padding, 0)
+        )
+    )  # fmt: skip
+    shape = Shape(kernel, stride, dilation, min(pixels, y.shape[3]))
+    channels = x.shape[1]
+    taps = weight.reshape(channels, -1).t().contiguous()
+    start = torch.zeros(channels) if bias is None else bias.contiguous()
+    empty = zeros(max(channels, 64))
+    flops = 2.0 * y.shape[0] * y.shape[2] * y.shape[3] * taps.numel()
+    call = openmp.launcher(compiled(shape, epilogue), "run", flops > SERIAL_FLOPS)
+    held = (taps, start, empty)
+    w, b, z = (tensor.data_ptr() for tensor in held)
+    strides = [s for i in (x, y, r) for s in (i.strides[0], i.strides[2], i.strides[3])]
+    sizes = (x.shape[0], y.shape[2], y.shape[3], x.shape[2], x.shape[3], channels, *padding,
+             *strides)  # fmt: skip
+
+    def run(
+        t: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, held: object = held
+    ) -> None:
+        call(t.data_ptr(), w, b, out.data_ptr(), residual.data_ptr(), z, *sizes)
+
+    return run

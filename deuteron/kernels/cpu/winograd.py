@@ -1,0 +1,309 @@
+"""3×3 convolution of stride 1 by Winograd's algorithm, F(m×m, 3×3) for m = 2 or 4:
+
+    Y = Aᵀ [ Σ_c (G g Gᵀ) ⊙ (Bᵀ d B) ] A + bias      for every m×m tile of the result
+
+with t = m + 2: a tile takes t² products per channel pair where the direct sum takes 9 m², so
+2.25× (m = 2) or 4× (m = 4) less arithmetic. The products are t² matrix products of [tiles, C]
+and [C, K], run by :mod:`deuteron.kernels.cpu.matmul`. Memory traffic:
+
+    bytes = 4 · (x + y · (1 + residual) + 2 · t²/m² · (x + y) through L2 + t² · C · K)
+
+so the weights grow by t²/9: 1.8× and 4×. They are transformed in float64, once.
+
+Numbers: the transforms magnify rounding. With the usual points 0, ±1, ±2 F(4×4) loses 4 to 8
+times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1 to 2 times
+(largest error relative to the largest result, 64 to 512 random channels: ``WINOGRAD_ERROR``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import torch
+
+from deuteron.codegen import openmp
+from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, width
+from deuteron.kernels.cpu.conv import Image
+from deuteron.kernels.cpu.epilogue import Epilogue
+from deuteron.kernels.cpu.matmul import Rows, Tile, prepare, row_offsets, zeros
+from deuteron.kernels.cpu.scratch import scratch
+
+POINTS = {2: ("1", "-1"), 4: ("3/2", "-3/2", "2/3", "-2/3")}  # and 0, and infinity; in pairs
+CHUNK_BYTES = 8_000_000  # transformed tiles that are in flight at a time
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@lru_cache
+def matrices(m: int) -> tuple[Matrix, Matrix, Matrix]:
+    """Aᵀ [m, t], G [t, 3] and Bᵀ [t, t] for the points of F(m×m, 3×3), by Toom and Cook."""
+    points = [Fraction(0), *map(Fraction, POINTS[m])]
+    t = m + 2
+
+    def product(roots: Sequence[Fraction]) -> list[Fraction]:
+        """Coefficients of Π (x − root), lowest first."""
+        out = [Fraction(1)]
+        for root in roots:
+            out = [a - root * b for a, b in zip([Fraction(0), *out], [*out, Fraction(0)],
+                                                strict=True)]  # fmt: skip
+        return out + [Fraction(0)] * (t - len(out))
+
+    others = [[q for q in points if q != p] for p in points]
+    norms = [product(rest) for rest in others]
+    scales = []
+    for p, rest in zip(points, others, strict=True):
+        scale = Fraction(1)
+        for q in rest:
+            scale *= p - q
+        scales.append(scale)
+    a = [[p**i for p in points] + [Fraction(int(i == m - 1))] for i in range(m)]
+    g = [[p**i / s for i in range(3)] for p, s in zip(points, scales, strict=True)]
+    g.append([Fraction(0), Fraction(0), Fraction(1)])
+    b = [*norms, product(points)]
+
+    def plain(rows: list[list[Fraction]]) -> Matrix:
+        return tuple(tuple(float(x) for x in row) for row in rows)
+
+    return plain(a), plain(g), plain(b)
+
+
+# ---- transforms in registers -------------------------------------------------------------------
+
+
+def _combine(c: Code, terms: Sequence[tuple[float, Value]], lanes: int) -> Value:
+    """Σ k · x, terms of weight 1 first."""
+    out = None
+    for k, x in sorted((t for t in terms if t[0] != 0), key=lambda t: t[0] != 1):
+        if out is None:
+            out = x if k == 1 else c.b.fmul(x, c.f(k, lanes))
+        elif k in (1, -1):
+            out = c.b.fadd(out, x) if k == 1 else c.b.fsub(out, x)
+        else:
+            out = c.fma(x, c.f(k, lanes), out)
+    return out
+
+
+def _pairs(m: int) -> range:
+    """Where p and −p stand side by side."""
+    return range(1, m + 1, 2)
+
+
+def _input_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
+    """Bᵀ · xs. The rows of p and −p share their even and their odd part."""
+    b = matrices(m)[2]
+    out: list[Value] = [None] * (m + 2)
+    for row in (0, m + 1):
+        out[row] = _combine(c, list(zip(b[row], xs, strict=True)), lanes)
+    for row in _pairs(m):
+        even, odd = (
+            _combine(c, [(b[row][k], xs[k]) for k in range(part, m + 2, 2)], lanes)
+            for part in (0, 1)
+        )
+        # Π (x − q) over the other points: which part changes sign depends on the degree
+        flip = b[row][0] == -b[row + 1][0] and b[row][2] == -b[row + 1][2]
+        out[row] = c.b.fadd(even, odd)
+        out[row + 1] = c.b.fsub(odd, even) if flip else c.b.fsub(even, odd)
+    return out
+
+
+def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
+    """Aᵀ · xs. The columns of p and −p differ in sign in every other row."""
+    a = matrices(m)[0]
+    sums = {k: c.b.fadd(xs[k], xs[k + 1]) for k in _pairs(m)}
+    differences = {k: c.b.fsub(xs[k], xs[k + 1]) for k in _pairs(m)}
+    out = []
+    for i, row in enumerate(a):
+        shared = differences if i % 2 else sums
+        terms = [(row[0], xs[0]), (row[-1], xs[-1])] + [(row[k], shared[k]) for k in _pairs(m)]
+        out.append(_combine(c, terms, lanes))
+    return out
+
+
+def _both_sides(
+    one: Callable[[Code, int, Sequence[Value], int], list[Value]],
+    c: Code, m: int, grid: list[list[Value]], lanes: int,
+) -> list[list[Value]]:  # fmt: skip
+    columns = [one(c, m, [row[j] for row in grid], lanes) for j in range(len(grid))]
+    return [one(c, m, [column[i] for column in columns], lanes) for i in range(len(columns[0]))]
+
+
+# ---- kernels -----------------------------------------------------------------------------------
+
+
+def _tiles(c: Code, words: Value, first: int, thread: Value, threads: Value):
+    """Loop bounds over the tiles of this thread, and where a tile is in its image."""
+    start, count, down, across = (c.word(words, first + i) for i in range(4))
+    begin, end = c.share(count, thread, threads)
+
+    def place(local: Value) -> tuple[Value, Value, Value]:
+        q = c.add(start, local)
+        n = c.div(q, c.mul(down, across))
+        inside = c.sub(q, c.mul(n, down, across))
+        y = c.div(inside, across)
+        return n, y, c.sub(inside, c.mul(y, across))
+
+    return begin, end, place
+
+
+def _addresses(
+    c: Code, table: Value, side: int, base: Value, origin: tuple[Value, Value],
+    steps: tuple[Value, Value], size: tuple[Value, Value], outside: Value,
+) -> None:  # fmt: skip
+    """Addresses of side² pixels from ``origin``; those not in the image are ``outside``."""
+    with c.loop(0, side) as i:
+        y = c.add(origin[0], i)
+        row_in = c.b.and_(c.cmp(">=", y, 0), c.cmp("<", y, size[0]))
+        for j in range(side):
+            x = c.add(origin[1], j)
+            here = c.b.and_(row_in, c.b.and_(c.cmp(">=", x, 0), c.cmp("<", x, size[1])))
+            pixel = c.at(base, c.mul(y, steps[0]), c.mul(x, steps[1]))
+            to = c.at(table, c.mul(i, side), j, of=I64)
+            c.store(c.b.select(here, pixel, outside), to)
+
+
+def _in_both_widths(c: Code, channels: Value, body: Callable[[Value, int], None]) -> None:
+    whole = c.sub(channels, c.rem(channels, width()))
+    for lanes, begin, end in ((width(), c.i(0), whole), (1, whole, channels)):
+        with c.loop(begin, end, lanes) as ch:
+            body(ch, lanes)
+
+
+def _write_input(module: object, m: int) -> None:
+    t, head = m + 2, openmp.HEAD
+
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        x, u, empty = (c.pointer(words, head + i) for i in range(3))
+        begin, end, place = _tiles(c, words, head + 3, thread, threads)
+        height, breadth, channels, ph, pw, xn, xh, xw, plane = (
+            c.word(words, head + 7 + i) for i in range(9)
+        )
+        table = c.variable(PTR, count=t * t)
+        with c.loop(begin, end) as local:
+            n, ty, tx = place(local)
+            origin = c.sub(c.mul(ty, m), ph), c.sub(c.mul(tx, m), pw)
+            _addresses(c, table, t, c.at(x, c.mul(n, xn)), origin, (xh, xw), (height, breadth),
+                       empty)  # fmt: skip
+            to = c.at(u, c.mul(local, channels))
+
+            def transform(ch: Value, lanes: int) -> None:
+                grid = [
+                    [c.load(c.at(c.pointer(table, i * t + j), ch), lanes) for j in range(t)]
+                    for i in range(t)
+                ]
+                for i, row in enumerate(_both_sides(_input_side, c, m, grid, lanes)):
+                    for j, value in enumerate(row):
+                        c.store(value, c.at(to, c.mul(plane, i * t + j), ch))
+
+            _in_both_widths(c, channels, transform)
+
+    entry(module, "run", body)
+
+
+def _write_output(module: object, m: int, epilogue: Epilogue) -> None:
+    t, head = m + 2, openmp.HEAD
+
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        product, y, bias, r, empty, nowhere = (c.pointer(words, head + i) for i in range(6))
+        begin, end, place = _tiles(c, words, head + 6, thread, threads)
+        height, breadth, channels, yn, yh, yw, rn, rh, rw, plane = (
+            c.word(words, head + 10 + i) for i in range(10)
+        )
+        outs, others = c.variable(PTR, count=m * m), c.variable(PTR, count=m * m)
+        nowhere = c.at(nowhere, c.mul(thread, channels))
+        with c.loop(begin, end) as local:
+            n, ty, tx = place(local)
+            origin, size = (c.mul(ty, m), c.mul(tx, m)), (height, breadth)
+            _addresses(c, outs, m, c.at(y, c.mul(n, yn)), origin, (yh, yw), size, nowhere)
+            if epilogue.residual:
+                _addresses(c, others, m, c.at(r, c.mul(n, rn)), origin, (rh, rw), size, empty)
+            source = c.at(product, c.mul(local, channels))
+
+            def transform(ch: Value, lanes: int) -> None:
+                grid = [
+                    [c.load(c.at(source, c.mul(plane, i * t + j), ch), lanes) for j in range(t)]
+                    for i in range(t)
+                ]
+                start = c.load(c.at(bias, ch), lanes)
+                for i, row in enumerate(_both_sides(_output_side, c, m, grid, lanes)):
+                    for j, value in enumerate(row):
+                        other = None
+                        if epilogue.residual:
+                            other = c.load(c.at(c.pointer(others, i * m + j), ch), lanes)
+                        done = epilogue.emit(c, c.b.fadd(value, start), other)
+                        c.store(done, c.at(c.pointer(outs, i * m + j), ch))
+
+            _in_both_widths(c, channels, transform)
+
+    entry(module, "run", body)
+
+
+def compiled(m: int, epilogue: Epilogue) -> tuple[Loaded, Loaded]:
+    name = f"winograd {m} of {width()}"
+    return (
+        load(f"{name} input", lambda module: _write_input(module, m)),
+        load(f"{name} output {epilogue.key}", lambda module: _write_output(module, m, epilogue)),
+    )
+
+
+def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
+    """G g Gᵀ for a weight [K, C, 3, 3], as [t², K, C]."""
+    g = torch.tensor(matrices(m)[1], dtype=torch.float64)
+    out = torch.einsum("ia,kcab,jb->ijkc", g, weight.double(), g)
+    return out.reshape(-1, *weight.shape[:2]).float()
+
+
+def chunk_of(x: tuple[int, ...], y: tuple[int, ...], m: int) -> tuple[int, int]:
+    """Tiles that are in flight at a time, and all there are."""
+    total = y[0] * -(-y[2] // m) * -(-y[3] // m)
+    per_tile = 4 * (m + 2) ** 2 * (x[1] + y[1])
+    pieces = max(1, -(-total * per_tile // CHUNK_BYTES))
+    return -(-total // pieces), total
+
+
+def workspace(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> int:
+    """Floats that a call needs."""
+    return chunk_of(x, y, m)[0] * (m + 2) ** 2 * (x[1] + y[1]) + threads * y[1]
+
+
+def prepare_winograd(
+    x: Image,
+    y: Image,
+    r: Image | None,
+    padding: tuple[int, int],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epilogue: Epilogue,
+    tile: Tile,
+    m: int,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """``run(x, y, residual)`` for a weight [K, C, 3, 3]."""
+    r = y if r is None else r
+    (_, channels, height, breadth), (_, k, oh, ow) = x.shape, y.shape
+    chunk, total = chunk_of(x.shape, y.shape, m)
+    inner = row_offsets((chunk,), (channels,)), row_offsets((chunk,), (k,))
+    rows = Rows(*inner, None, channels, chunk * channels, chunk * k)
+    product = prepare(rows, transformed(weight, m), None, Epilogue(), tile, by_columns=True)
+    first, last = (openmp.launcher(kernel, "run") for kernel in compiled(m, epilogue))
+    start = torch.zeros(k) if bias is None else bias.contiguous()
+    held = (start, zeros(max(channels, k, 64)))
+    b, z = (tensor.data_ptr() for tensor in held)
+    down, across = -(-oh // m), -(-ow // m)
+    u_size, p_size = chunk * (m + 2) ** 2 * channels, chunk * (m + 2) ** 2 * k
+    xs, ys, rs = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y, r))
+
+    def run(
+        t: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, held: object = held
+    ) -> None:
+        u = scratch(u_size + p_size + torch.get_num_threads() * k).data_ptr()
+        p = u + 4 * u_size
+        nowhere = p + 4 * p_size
+        source, to, other = t.data_ptr(), out.data_ptr(), residual.data_ptr()
+        for begin in range(0, total, chunk):
+            here = (begin, min(chunk, total - begin), down, across)
+            first(source, u, z, *here, height, breadth, channels, *padding, *xs, chunk * channels)
+            product(u, p, p)
+            last(p, to, b, other, z, nowhere, *here, oh, ow, k, *ys, *rs, chunk * k)
+
+    return run

@@ -1,0 +1,509 @@
+"""The engine ``cpu_gemm``: every candidate against float64, and nothing touched but the result."""
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.engines import BuildContext, Candidate, Refusal, engine
+from deuteron.ir.builder import GraphBuilder
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.kernels.cpu import EPILOGUES, WINOGRAD_ERROR
+from deuteron.ops import table
+from deuteron.ops.evaluate import evaluate
+from deuteron.policy import Policy
+from deuteron.target import Target
+from tests.tolerances import allowed, error
+
+pytest.importorskip("llvmlite")
+
+from deuteron.codegen import llvm, llvm_math, openmp
+
+CPU = dt.target("cpu")
+POLICY = Policy()
+ENGINE = engine("cpu_gemm")
+CANARY = 1234.5
+
+
+# ---- building regions and running candidates ---------------------------------------------------
+
+
+def region_of(
+    anchor: str,
+    inputs: Sequence[tuple[str, TensorType, bool]],
+    attrs: dict[str, Any] | None = None,
+    act: tuple[str, dict[str, Any]] | None = None,
+    residual: bool = False,
+) -> Region:
+    """``act(anchor(inputs) + residual)``; an input is (name, type, is it a constant)."""
+    build = GraphBuilder(table.infer, "test")
+    for name, type_, _ in inputs:
+        build.input(name, type_)
+    (value,) = build.emit(anchor, [name for name, _, _ in inputs], attrs or {})
+    if residual:
+        build.input("residual", build.types[value])
+        (value,) = build.emit("add", [value, "residual"], {})
+    if act is not None:
+        (value,) = build.emit(act[0], [value], act[1])
+    build.output("y", value)
+    constants = frozenset(name for name, _, constant in inputs if constant)
+    return Region(build.finish(), constants, 0)
+
+
+def t(*shape: int, layout: str = "contiguous") -> TensorType:
+    return TensorType.of(shape, "f32", layout)
+
+
+def guarded(type_: TensorType, fill: Callable[[torch.Tensor], None]) -> tuple[Any, torch.Tensor]:
+    """A tensor of ``type_`` amid canaries, and a check that they are alive."""
+    room, size = 256, type_.storage_numel
+    block = torch.full((size + 2 * room,), CANARY)
+    inner = block[room : room + size]
+    fill(inner)
+    gaps = torch.ones(size, dtype=torch.bool)
+    gaps.as_strided(type_.shape, type_.strides).fill_(False)
+    before = inner[gaps].clone()
+
+    def alive() -> bool:
+        ends = torch.cat([block[:room], block[room + size :]])
+        return bool((ends == CANARY).all()) and torch.equal(
+            inner[gaps].nan_to_num(7.0), before.nan_to_num(7.0)
+        )
+
+    return alive, inner.as_strided(type_.shape, type_.strides)
+
+
+def feed(region: Region, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    out = {}
+    for name in region.inputs:
+        type_ = region.graph.types[name]
+        if type_.dtype.kind == "bool":
+            out[name] = (torch.rand(type_.storage_numel, generator=gen) > 0.4).as_strided(
+                type_.shape, type_.strides
+            )
+            continue
+
+        def fill(flat: torch.Tensor) -> None:
+            flat.copy_(torch.randn(flat.shape, generator=gen) * scale)
+
+        out[name] = guarded(type_, fill)[1]
+    return out
+
+
+def built(region: Region, candidate: Candidate, tensors: dict[str, torch.Tensor]) -> Any:
+    constants = {v: tensors[v] for v in region.constants}
+    return ENGINE.build(
+        region, candidate, BuildContext(CPU, torch.device("cpu"), POLICY, constants)
+    )
+
+
+def check(region: Region, reduced: int, floor: float = 0.0) -> list[Candidate]:
+    """Every candidate is right, fills its output and leaves everything else alone."""
+    refusal = ENGINE.refuse(region, CPU, POLICY)
+    assert refusal is None, refusal
+    tensors = feed(region)
+    saved = {name: x.clone() for name, x in tensors.items()}
+    exact = evaluate(region.graph, tensors, float64=True)["y"]
+    own = error(evaluate(region.graph, tensors)["y"], exact)
+    candidates = list(ENGINE.candidates(region, CPU, POLICY))
+    assert candidates
+    for candidate in candidates:
+        assert ENGINE.estimate(region, CPU, candidate) > 0
+        kernel = built(region, candidate, tensors)
+        assert kernel.writes
+        alive, out = guarded(
+            region.graph.types[region.outputs[0]], lambda flat: flat.fill_(math.nan)
+        )
+        for _ in range(2):
+            kernel.fill([tensors[v] for v in region.inputs], [out])
+        assert alive(), f"{candidate} wrote outside its result"
+        bound = max(allowed(own, torch.float32, reduced), floor)
+        if candidate.knobs.get("recipe") == "winograd":
+            bound = max(bound, WINOGRAD_ERROR[candidate.knobs["tile"]])
+        assert error(out, exact) <= bound, f"{candidate}: {error(out, exact):.2e} > {bound:.2e}"
+        for name, before in saved.items():
+            assert torch.equal(tensors[name], before), f"{candidate} wrote to {name}"
+    return candidates
+
+
+# ---- products ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 3, 7, 33])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (16, 8), (19, 37), (64, 130)])
+def test_linear(m: int, n: int, k: int) -> None:
+    inputs = [("x", t(m, k), False), ("w", t(n, k), True), ("b", t(n), True)]
+    check(region_of("linear", inputs, residual=m % 2 == 1, act=("relu", {})), k)
+
+
+ACTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("relu", "relu6", "sigmoid", "tanh", "silu", "mish")),
+    ("hardswish", {}), ("hardsigmoid", {}), ("gelu", {}), ("gelu", {"approximate": "tanh"}),
+    ("leaky_relu", {"negative_slope": 0.2}), ("clamp", {"min": -0.5, "max": None}),
+    ("hardtanh", {}), ("elu", {"alpha": 1.3}), ("softplus", {"beta": 2.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "attrs"), ACTS)
+def test_every_activation(name: str, attrs: dict[str, Any]) -> None:
+    inputs = [("x", t(9, 21), False), ("w", t(21, 21), True)]
+    check(region_of("linear", inputs, residual=True, act=(name, attrs)), 21)
+
+
+def test_the_list_of_activations_is_what_can_be_written() -> None:
+    assert frozenset(llvm_math.ACTIVATIONS) == EPILOGUES
+    assert {name for name, _ in ACTS} == EPILOGUES
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6), (6,)])
+def test_matmul(shape: tuple[int, ...]) -> None:
+    check(region_of("matmul", [("x", t(*shape), False), ("y", t(6, 11), True)]), 6)
+
+
+def test_rows_with_gaps() -> None:
+    x = TensorType.of((5, 12), "f32", strides=(20, 1))
+    check(region_of("linear", [("x", x, False), ("w", t(7, 12), True)]), 12)
+
+
+# ---- convolutions ------------------------------------------------------------------------------
+
+CONVS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
+    ((1, 64, 14, 14), (64, 64, 1, 1), {}),
+    ((2, 5, 9, 7), (3, 5, 1, 1), {"stride": 2}),
+    ((2, 16, 9, 11), (24, 16, 3, 3), {"padding": 1}),
+    ((1, 9, 8, 8), (17, 9, 3, 3), {"padding": (1, 0)}),
+    ((1, 8, 7, 7), (16, 8, 3, 3), {"padding": 2}),
+    ((1, 3, 20, 17), (11, 3, 7, 7), {"padding": 3, "stride": 2}),
+    ((2, 6, 12, 9), (8, 6, 3, 2), {"padding": (2, 1), "stride": (2, 1), "dilation": (2, 1)}),
+    ((1, 8, 10, 10), (12, 4, 3, 3), {"padding": 1, "groups": 2}),
+    ((2, 6, 5, 5), (12, 1, 3, 3), {"padding": 1, "groups": 6}),
+    ((1, 4, 6, 6), (4, 4, 3, 3), {"padding": 12, "dilation": 12}),
+    ((2, 3, 9), (5, 3, 4), {"padding": 1, "stride": 2}),
+    ((1, 4, 5, 4, 6), (6, 4, 2, 3, 3), {"padding": 1}),
+    ((1, 1, 6, 6), (2, 1, 3, 3), {"padding": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize(("x", "w", "attrs"), CONVS)
+def test_conv(x: tuple[int, ...], w: tuple[int, ...], attrs: dict[str, Any], extra: bool) -> None:
+    inputs = [("x", t(*x, layout="nhwc"), False), ("w", t(*w, layout="nhwc"), True)]
+    inputs += [("b", t(w[0]), True)] if extra else []
+    act = ("relu6", {}) if extra else None
+    check(region_of("conv", inputs, attrs, act, residual=extra), math.prod(w[1:]))
+
+
+@pytest.mark.parametrize("channels", [1, 5, 16, 18])
+@pytest.mark.parametrize(
+    ("size", "kernel", "attrs"),
+    [
+        ((9, 9), (3, 3), {"padding": 1}),
+        ((12, 7), (3, 3), {"padding": 1, "stride": 2}),
+        ((11, 13), (5, 3), {"padding": (2, 1), "dilation": (1, 2)}),
+        ((4, 3), (7, 7), {"padding": 3}),
+        ((20,), (3,), {"padding": 1}),
+    ],
+)
+def test_depthwise(
+    channels: int, size: tuple[int, ...], kernel: tuple[int, ...], attrs: dict[str, Any]
+) -> None:
+    x, w = t(2, channels, *size, layout="nhwc"), t(channels, 1, *kernel, layout="nhwc")
+    inputs = [("x", x, False), ("w", w, True), ("b", t(channels), True)]
+    found = check(
+        region_of("conv", inputs, attrs | {"groups": channels}, ("silu", {}), residual=True),
+        math.prod(kernel),
+    )
+    assert channels == 1 or {c.knobs["recipe"] for c in found} == {"depthwise"}
+
+
+@pytest.mark.parametrize(("c", "k", "size"), [(8, 8, (5, 5)), (64, 20, (14, 9)), (130, 64, (6, 7))])
+def test_winograd_keeps_its_error(c: int, k: int, size: tuple[int, int]) -> None:
+    inputs = [("x", t(2, c, *size, layout="nhwc"), False), ("w", t(k, c, 3, 3), True)]
+    found = check(region_of("conv", inputs, {"padding": 1}, ("relu", {}), residual=True), 9 * c)
+    assert {f.knobs["tile"] for f in found if f.knobs["recipe"] == "winograd"} == {2, 4}
+
+
+def test_an_estimate_alone_never_chooses_the_larger_winograd_tile() -> None:
+    for c, size in ((64, 56), (128, 28), (512, 7)):
+        inputs = [("x", t(1, c, size, size, layout="nhwc"), False), ("w", t(c, c, 3, 3), True)]
+        region = region_of("conv", inputs, {"padding": 1})
+        offers = ENGINE.candidates(region, CPU, POLICY)
+        best = min(offers, key=lambda offer: ENGINE.estimate(region, CPU, offer))
+        assert best.knobs.get("tile") != 4
+        strict = Policy(max_error=2e-6)
+        assert all(o.knobs.get("tile") != 4 for o in ENGINE.candidates(region, CPU, strict))
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", ["none", "f32", "bool", "row"])
+@pytest.mark.parametrize(
+    ("lead", "shared", "queries", "keys", "d", "dv"),
+    [((2, 4), (2, 2), 9, 21, 7, 5), ((1, 3), (1, 1), 6, 6, 16, 16), ((2,), (2,), 1, 35, 9, 33)],
+)
+def test_attention(
+    causal: bool, bias: str, lead: Any, shared: Any, queries: int, keys: int, d: int, dv: int
+) -> None:
+    inputs = [("q", t(*lead, queries, d), False), ("k", t(*shared, keys, d), False),
+              ("v", t(*shared, keys, dv), False)]  # fmt: skip
+    if bias == "row":
+        inputs.append(("bias", t(1, keys), False))
+    elif bias != "none":
+        inputs.append(("bias", TensorType.of((lead[-1], queries, keys), bias), False))
+    check(region_of("attention", inputs, {"causal": causal}), keys)
+
+
+def test_a_query_that_sees_nothing_gives_zeros() -> None:
+    inputs = [(name, t(1, 1, 5, 4), False) for name in "qkv"]
+    inputs.append(("bias", TensorType.of((5, 5), "bool"), False))
+    region = region_of("attention", inputs)
+    tensors = feed(region)
+    tensors["bias"][2] = False
+    (candidate,) = ENGINE.candidates(region, CPU, POLICY)
+    out = torch.full((1, 1, 5, 4), math.nan)
+    built(region, candidate, tensors).fill([tensors[v] for v in region.inputs], [out])
+    assert (out[0, 0, 2] == 0).all()
+    assert out.isfinite().all()
+
+
+# ---- not a byte outside, read or written ------------------------------------------------------
+
+BETWEEN_PAGES = """
+import ctypes, math, mmap, sys
+import torch
+from tests import test_cpu_gemm as here
+
+libc, page, kept = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE, []
+
+def walled(type_, at_end):
+    size = type_.dtype.nbytes(type_.storage_numel)
+    inner = -(-size // page) * page
+    room = mmap.mmap(-1, inner + 2 * page)
+    kept.append(room)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    for wall in (base, base + page + inner):
+        assert libc.mprotect(ctypes.c_void_p(wall), page, 0) == 0
+    start = page + inner - size if at_end else page
+    raw = torch.frombuffer(room, dtype=torch.uint8, count=size, offset=start)
+    return raw.view(type_.dtype.torch).as_strided(type_.shape, type_.strides)
+
+for region in here.walled_regions():
+    tensors = here.feed(region)
+    for candidate in here.ENGINE.candidates(region, here.CPU, here.POLICY):
+        kernel = here.built(region, candidate, tensors)
+        for at_end in (False, True):
+            args = []
+            for name in region.inputs:
+                args.append(walled(region.graph.types[name], at_end).copy_(tensors[name]))
+            out = walled(region.graph.types[region.outputs[0]], at_end).fill_(math.nan)
+            kernel.fill(args, [out])
+            assert not out.isnan().any(), candidate
+print("untouched")
+"""
+
+
+def walled_regions() -> list[Region]:
+    """Odd sizes of everything, for the test that puts walls around each tensor."""
+    found = [
+        region_of("linear", [("x", t(m, k), False), ("w", t(n, k), True)], residual=True,
+                  act=(act, {}))
+        for m, n, k, act in ((1, 5, 3, "relu"), (7, 19, 37, "gelu"), (5, 16, 9, "relu"))
+    ]  # fmt: skip
+    for x, w, attrs in (
+        *CONVS[1:8],
+        ((1, 5, 9, 9), (5, 1, 3, 3), {"padding": 1, "groups": 5}),
+        ((1, 18, 7, 5), (18, 1, 5, 5), {"stride": 2, "groups": 18}),
+        ((1, 9, 6, 7), (11, 9, 3, 3), {"padding": 0}),
+    ):
+        inputs = [("x", t(*x, layout="nhwc"), False), ("w", t(*w, layout="nhwc"), True)]
+        found.append(region_of("conv", inputs, attrs, ("relu", {}), residual=True))
+    for kind in ("f32", "bool"):
+        inputs = [("q", t(1, 4, 7, 5), False), ("k", t(1, 2, 21, 5), False),
+                  ("v", t(1, 2, 21, 19), False)]  # fmt: skip
+        inputs.append(("bias", TensorType.of((4, 7, 21), kind), False))
+        found.append(region_of("attention", inputs))
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mprotect")
+def test_no_byte_outside_is_read(repo: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(repo)}
+    done = subprocess.run(
+        [sys.executable, "-c", BETWEEN_PAGES], cwd=repo, env=env, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "untouched", (done.returncode, done.stderr[-2000:])
+
+
+# ---- values that are no numbers ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "attrs"), ACTS)
+def test_nan_and_infinity_go_through(name: str, attrs: dict[str, Any]) -> None:
+    region = region_of("linear", [("x", t(3, 2), False), ("w", t(5, 2), True)], act=(name, attrs))
+    tensors = feed(region)
+    tensors["x"][0, 0], tensors["x"][1, 1] = math.nan, math.inf
+    exact = evaluate(region.graph, tensors, float64=True)["y"]
+    for candidate in ENGINE.candidates(region, CPU, POLICY):
+        out = torch.zeros(3, 5)
+        built(region, candidate, tensors).fill([tensors[v] for v in region.inputs], [out])
+        assert torch.equal(out.isnan(), exact.isnan())
+        assert torch.equal(out.isinf(), exact.isinf())
+
+
+REFERENCES = {
+    "exp": torch.exp, "expm1": torch.expm1, "log": torch.log, "erf": torch.erf,
+    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 8])
+@pytest.mark.parametrize("name", list(llvm_math.FUNCTIONS))
+def test_functions_keep_their_error_over_all_of_float32(name: str, lanes: int) -> None:
+    step = 4099 if lanes == 4 else 65537
+    bits = torch.arange(-(2**31), 2**31, step, dtype=torch.int64).to(torch.int32)
+    odd = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0, -1.0]
+    x = torch.cat([bits.view(torch.float32), torch.tensor(odd), torch.linspace(-20, 20, 4001)])
+    x = x[: len(x) - len(x) % 8] if name != "expm1" else x[~(x > 88)]
+    x = x[: len(x) - len(x) % 8].contiguous()
+    fn = llvm_math.FUNCTIONS[name]
+    loaded = llvm.load(f"test {name} {lanes}", lambda m: llvm_math.table(m, "f", fn, lanes))
+    y = torch.empty_like(x)
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    kind(loaded["f"])(x.data_ptr(), y.data_ptr(), len(x))
+    exact = REFERENCES[name](x.double())
+    near = exact.float()
+    assert torch.equal(y.isnan(), near.isnan())
+    assert torch.equal(y.isinf(), near.isinf())
+    finite = near.isfinite()
+    exponent = torch.frexp(near[finite])[1].clamp(min=-125) - 24
+    off = (y[finite].double() - exact[finite]).abs() / torch.exp2(exponent.double())
+    assert float(off.max()) <= llvm_math.ERRORS[name], float(x[finite][off.argmax()])
+
+
+# ---- threads and files -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["product", "winograd"])
+def test_two_threads_run_one_kernel_at_once(way: str) -> None:
+    inputs = [("x", t(1, 32, 20, 20, layout="nhwc"), False), ("w", t(32, 32, 3, 3), True)]
+    region = region_of("conv", inputs, {"padding": 1})
+    tensors = feed(region)
+    offers = ENGINE.candidates(region, CPU, POLICY)
+    kernel = built(region, next(c for c in offers if c.knobs["recipe"] == way), tensors)
+    images = [torch.randn(1, 32, 20, 20).contiguous(memory_format=torch.channels_last)
+              for _ in range(2)]  # fmt: skip
+    order = [region.inputs.index("x"), region.inputs.index("w")]
+
+    def once(image: torch.Tensor) -> torch.Tensor:
+        args = [tensors["w"], tensors["w"]]
+        args[order[0]] = image
+        out = torch.empty_like(image)
+        kernel.fill(args, [out])
+        return out
+
+    alone = [once(image) for image in images]
+    wrong: list[int] = []
+
+    def many(which: int) -> None:
+        for _ in range(40):
+            if not torch.equal(once(images[which]), alone[which]):
+                wrong.append(which)
+
+    threads = [threading.Thread(target=many, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "foreign"])
+def test_a_damaged_object_is_compiled_again(damage: str) -> None:
+    made: list[str] = []
+
+    def make(name: str) -> Callable[[Any], None]:
+        def write(module: Any) -> None:
+            made.append(name)
+            llvm_math.table(module, "f", llvm_math.exp, 4)
+
+        return write
+
+    name, other = f"damage {damage}", f"other {damage}"
+    llvm.load(name, make(name))
+    llvm.load(other, make(other))
+    path = llvm.object_path(name)
+    whole = path.read_bytes()
+    path.write_bytes(
+        {
+            "flipped": whole[:100] + bytes([whole[100] ^ 1]) + whole[101:],
+            "cut": whole[: len(whole) // 2],
+            "empty": b"",
+            "foreign": llvm.object_path(other).read_bytes(),
+        }[damage]
+    )
+    llvm.forget()
+    llvm.load(name, make(name))
+    assert made == [name, other, name]
+    assert path.read_bytes()[32:] == whole[32:]
+    llvm.forget()
+    llvm.load(name, make(name))
+    assert made == [name, other, name], "a whole file is loaded, not made"
+
+
+def test_one_thread_where_there_is_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "runtime", lambda: None)
+    inputs = [("x", t(1, 16, 20, 20, layout="nhwc"), False), ("w", t(32, 16, 3, 3), True)]
+    check(region_of("conv", inputs, {"padding": 1}), 144)
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+def _linear(dtype: str = "f32", constant: bool = True, act: str = "relu") -> Region:
+    x, w = TensorType.of((4, 8), dtype), TensorType.of((4, 8), dtype)
+    return region_of("linear", [("x", x, False), ("w", w, constant)], act=(act, {}))
+
+
+@pytest.mark.parametrize(
+    ("region", "target", "says", "remedy"),
+    [
+        (_linear(), dt.target("h200"), "for the CPU", ""),
+        (_linear("f16"), CPU, "f16", "float32"),
+        (_linear(constant=False), CPU, "weight is an input", "constant"),
+        (_linear(act="selu"), CPU, "selu", ""),
+        (
+            region_of("conv", [("x", t(1, 4, 5, 5, layout="nhwc"), False),
+                               ("w", t(4, 3, 3, 3), True)], {"transposed": True}),
+            CPU, "transposed", "",
+        ),
+        (
+            region_of("conv", [("x", t(1, 4, 5, 5), False), ("w", t(3, 4, 3, 3), True)]),
+            CPU, "not in nhwc", "layout",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals_teach(region: Region, target: Target, says: str, remedy: str) -> None:
+    refusal = ENGINE.refuse(region, target, POLICY)
+    assert isinstance(refusal, Refusal)
+    assert says in refusal.reason
+    assert remedy in refusal.remedy
+
+
+def test_without_llvmlite_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "available", lambda: False)
+    refusal = ENGINE.refuse(_linear(), CPU, POLICY)
+    assert refusal is not None
+    assert refusal.remedy == "pip install llvmlite"
