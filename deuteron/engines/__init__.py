@@ -1,0 +1,93 @@
+"""Who can run a region. An explicit list; users add theirs with :func:`register_engine` or an
+entry point of the group ``deuteron.engines``, and compete on equal terms."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from functools import lru_cache
+
+from deuteron.engines.base import BuildContext, Candidate, Engine, Kernel, Refusal
+from deuteron.engines.cpu_gemm import CpuGemm
+from deuteron.engines.cpu_gen import CpuGen
+from deuteron.engines.inductor import InductorEngine
+from deuteron.engines.torch_engine import TorchEngine
+from deuteron.engines.triton_gen import TritonGen
+from deuteron.engines.vendor_fused import VendorFused
+from deuteron.errors import EngineError
+
+BUILT_IN: tuple[Engine, ...] = (
+    TorchEngine(), VendorFused(), TritonGen(), CpuGen(), CpuGemm(), InductorEngine(),
+)  # fmt: skip
+_added: list[Engine] = []
+
+
+def register_engine(engine: Engine) -> Engine:
+    """Let an engine compete in every plan made from now on.
+
+    It needs ``name``, ``version``, ``refuse``, ``candidates``, ``estimate`` and ``build``
+    (see ``help(deuteron.Engine)``). An engine of the same name is replaced, except ours.
+    """
+    _check(engine)
+    _added[:] = [e for e in _added if e.name != engine.name] + [engine]
+    return engine
+
+
+def _check(engine: Engine) -> None:
+    parts = ("name", "version", "refuse", "candidates", "estimate", "build")
+    missing = [part for part in parts if not hasattr(engine, part)]
+    if missing:
+        raise EngineError(
+            f"{engine!r} lacks {', '.join(missing)}",
+            asked="register_engine(…)",
+            remedy="see docs/adding-an-engine.md",
+        )
+    if any(engine.name == ours.name for ours in BUILT_IN):
+        raise EngineError(
+            f"the engine name {engine.name!r} is taken", remedy="give your engine its own name"
+        )
+
+
+def unregister_engine(name: str) -> None:
+    """Take an engine added with :func:`register_engine` out again."""
+    if all(e.name != name for e in _added):
+        raise EngineError(f"no engine {name!r} was registered")
+    _added[:] = [e for e in _added if e.name != name]
+
+
+@lru_cache
+def _from_entry_points() -> tuple[Engine, ...]:
+    """Engines of installed packages. One that fails to load is reported, and left out."""
+    found: list[Engine] = []
+    for entry in importlib.metadata.entry_points(group="deuteron.engines"):
+        try:
+            loaded = entry.load()
+            engine = loaded() if isinstance(loaded, type) else loaded
+            _check(engine)
+            found.append(engine)
+        except Exception as error:
+            warnings.warn(f"the engine {entry.name!r} could not be loaded: {error}", stacklevel=2)
+    return tuple(found)
+
+
+def engines() -> tuple[Engine, ...]:
+    """All engines that compete, ours first. One registered by hand replaces an installed one."""
+    named = {e.name for e in _added}
+    return (*BUILT_IN, *(e for e in _from_entry_points() if e.name not in named), *_added)
+
+
+def engine(name: str) -> Engine:
+    """The engine called ``name``."""
+    for e in engines():
+        if e.name == name:
+            return e
+    raise EngineError(
+        f"there is no engine {name!r}",
+        remedy=f"known: {', '.join(e.name for e in engines())}; register_engine() adds more",
+    )
+
+
+__all__ = [
+    "BuildContext", "Candidate", "Engine", "Kernel", "Refusal", "engine", "engines",
+    "register_engine", "unregister_engine",
+]  # fmt: skip

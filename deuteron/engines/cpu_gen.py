@@ -1,0 +1,111 @@
+"""``cpu_gen``: any chain of elementwise, movement and reduction operators as one kernel, written
+in LLVM IR for the machine it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from deuteron.codegen import openmp
+from deuteron.codegen.lower import lower
+from deuteron.codegen.scalar import CannotLower, Compute, ScalarProgram
+from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.roofline import region_bound
+from deuteron.ir.region import Region
+from deuteron.ops import table
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+SECONDS = {  # per element on one core, beyond what hides behind the loads
+    "exp": 1.7e-9, "erf": 1.7e-9, "tanh": 2.2e-9, "log": 2.0e-9, "sin": 2.5e-9, "cos": 2.5e-9,
+    "div": 0.6e-9, "sqrt": 0.6e-9,
+}  # fmt: skip
+# what the renderer has no instruction for
+MISSING = frozenset({"pow"})
+NARROW_ONLY = frozenset({"exp", "log", "erf", "tanh", "sin", "cos", "expm1", "log1p"})
+
+
+@lru_cache(maxsize=4096)
+def _program(region: Region) -> ScalarProgram | CannotLower:
+    try:
+        return lower(region)
+    except CannotLower as reason:
+        return reason
+
+
+def program_of(region: Region) -> ScalarProgram | Refusal:
+    """The region's scalar program if this machine can render it."""
+    found = _program(region)
+    if isinstance(found, CannotLower):
+        return Refusal(found.reason, found.remedy)
+    for s in found.statements:
+        if isinstance(s, Compute):
+            if s.op in MISSING:
+                return Refusal(f"{s.op} has no vector form here")
+            if found.wide and s.op in NARROW_ONLY:
+                return Refusal(f"{s.op} in float64 is left to torch", "cast to float32")
+    return found
+
+
+class CpuGen:
+    """Generated row and pointwise kernels on the CPU."""
+
+    name = "cpu_gen"
+    version = "1"
+
+    def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
+        if target.is_cuda:
+            return Refusal("is a CPU engine")
+        if not openmp.available():
+            return Refusal("llvmlite is not installed", "pip install llvmlite")
+        if all(table.get(node.op).view for node in region.nodes):
+            return Refusal("only views: torch answers without touching memory")
+        found = program_of(region)
+        return found if isinstance(found, Refusal) else None
+
+    def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
+        return [Candidate(self.name, self.version, build_s=0.1)]
+
+    def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
+        found = program_of(region)
+        assert isinstance(found, ScalarProgram)
+        cells = found.rows * found.columns
+        work = sum(SECONDS.get(s.op, 0.1e-9) for s in found.statements if isinstance(s, Compute))
+        return region_bound(region, target).seconds / 0.9 + work * cells / target.units + 3e-6
+
+    def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
+        from deuteron.codegen import llvm
+        from deuteron.codegen.llvm_render import Renderer, signature
+
+        found = program_of(region)
+        assert isinstance(found, ScalarProgram)
+        program = found.anonymous()
+        renderer = Renderer(program)
+        loaded = llvm.load(signature(program), renderer)
+        small = found.rows * found.columns < 16384
+        run = openmp.launcher(loaded, "run", threaded=not small)
+        order = [*(region.inputs.index(v) for v in found.inputs)]
+        first_out = len(region.inputs)
+        order += [first_out + region.outputs.index(v) for v in found.outputs]
+        kept = len(renderer.shape.kept)
+        if not kept:
+
+            def plain(*t: Any) -> None:
+                run(*[t[i].data_ptr() for i in order])
+
+            return Kernel(plain, writes=True)
+        width = found.columns * (1 if renderer.shape.inner_vector else renderer.shape.lanes)
+        kind = torch.float64 if found.wide else torch.float32
+
+        def with_scratch(*t: Any) -> None:
+            room = torch.empty(width * kept * torch.get_num_threads(), dtype=kind)
+            run(*[t[i].data_ptr() for i in order], room.data_ptr())
+
+        return Kernel(with_scratch, writes=True, workspace=4 * width * kept * target_threads())
+
+
+def target_threads() -> int:
+    return torch.get_num_threads()

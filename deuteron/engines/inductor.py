@@ -1,0 +1,72 @@
+"""``inductor``: torch.compile on one region. Slow to build, so only measured when time allows."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.roofline import is_product, region_bound, separate_seconds
+from deuteron.engines.torch_engine import bound_call
+from deuteron.ir.region import Region
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+
+class InductorEngine:
+    """Compiles a region of two or more nodes with torch's own code generator."""
+
+    name = "inductor"
+    version = "1"
+
+    def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
+        if len(region.nodes) < 2:
+            return Refusal("a single operator has nothing to fuse")
+        if is_product(region.graph, region.nodes):
+            return Refusal(
+                "products are left to the libraries", "torch.compile calls the same libraries"
+            )
+        if any(node.op == "aten" for node in region.nodes):
+            return Refusal("the region holds an opaque call")
+        if target.is_cuda and importlib.util.find_spec("triton") is None:
+            return Refusal("Triton is not installed", "pip install triton")
+        if not target.is_cuda and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+            return Refusal("no C++ compiler on this machine", "install g++ or clang++")
+        return None
+
+    def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
+        return [Candidate(self.name, self.version, build_s=2.5 if target.is_cuda else 15.0)]
+
+    def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
+        ideal = region_bound(region, target).seconds / 0.8
+        return min(ideal + 2 * target.call, separate_seconds(region, target) * 2)
+
+    def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
+        import torch
+
+        graph = region.graph
+        calls: list[tuple[Callable[..., Any], list[str], tuple[str, ...]]] = [
+            (
+                bound_call(graph, node, ctx.device),
+                [v for v in node.uses if v not in graph.constants],
+                node.outputs,
+            )
+            for node in region.nodes
+        ]
+
+        def run(*xs: Any) -> Any:
+            env = dict(zip(region.inputs, xs, strict=True))
+            for fn, reads, writes in calls:
+                out = fn(*[env[v] for v in reads])
+                env.update(zip(writes, out if isinstance(out, tuple) else (out,), strict=True))
+            results = tuple(env[v] for v in region.outputs)
+            return results[0] if len(results) == 1 else results
+
+        # dynamo counts recompilations by code object: every region gets one of its own
+        code = run.__code__.replace(co_name=f"region_{region.key}")
+        own = types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+        compiled = torch.compile(own, dynamic=False, fullgraph=True)
+        return Kernel(compiled, note="torch.compile, dynamic=False")

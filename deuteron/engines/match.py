@@ -1,0 +1,72 @@
+"""Recognising the common shape of a region: a product, then residual, activation, in a chain.
+
+Every engine that fuses epilogues asks here, so that they agree on what they saw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deuteron.engines.base import Refusal
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+
+
+@dataclass(frozen=True)
+class Chain:
+    """``act(anchor(...) + residual)``; residual and activation may be absent."""
+
+    anchor: Node
+    residual: str | None
+    act: Node | None
+    x: TensorType
+    weight: TensorType
+    out: TensorType
+
+    @property
+    def bias(self) -> str | None:
+        return self.anchor.inputs[2] if len(self.anchor.inputs) > 2 else None
+
+    @property
+    def act_name(self) -> str:
+        return self.act.op if self.act is not None else "none"
+
+
+def chain(region: Region, anchors: tuple[str, ...]) -> Chain | Refusal:
+    """The region as a :class:`Chain`, or the reason why it is not one."""
+    if not region.nodes or region.nodes[0].op not in anchors:
+        found = region.ops[0] if region.nodes else "nothing"
+        return Refusal(f"starts with {found}, not with {' or '.join(anchors)}")
+    if len(region.outputs) != 1:
+        return Refusal(
+            f"has {len(region.outputs)} outputs", "let only one value of the region be read outside"
+        )
+    anchor, *rest = region.nodes
+    value, residual, act = anchor.output, None, None
+    dtype = region.graph.types[value].dtype
+    for node in rest:
+        if region.graph.types[node.output].dtype != dtype:
+            return Refusal(f"{node.op} changes the element type", "cast after the region")
+        if act is not None:
+            return Refusal(f"{node.op} follows the activation {act.op}")
+        if value not in node.uses:
+            return Refusal(f"{node.op} does not read the product")
+        if node.op == "add" and residual is None:
+            other = [v for v in node.inputs if v != value]
+            if len(other) != 1 or other[0] is None or region.graph.scalar(other[0]) is not None:
+                return Refusal("adds the product to itself or to a number")
+            if region.graph.types[other[0]].shape != region.graph.types[value].shape:
+                return Refusal("adds a tensor of another shape", "expand it first")
+            if region.graph.types[other[0]].dtype != dtype:
+                return Refusal("adds a tensor of another element type", "cast it first")
+            residual = other[0]
+        elif len(node.uses) == 1:
+            act = node
+        else:
+            return Refusal(f"{node.op} is not an epilogue of this engine")
+        value = node.output
+    x, w = anchor.inputs[0], anchor.inputs[1]
+    assert x is not None and w is not None
+    types = region.graph.types
+    return Chain(anchor, residual, act, types[x], types[w], types[value])

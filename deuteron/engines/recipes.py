@@ -1,0 +1,174 @@
+"""A recipe: one call or kernel, the regions it fits, and how to build it.
+
+``vendor_fused`` and ``cpu_gemm`` are lists of these. A recipe refuses like an engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.match import Chain, chain
+from deuteron.engines.roofline import fused_seconds
+from deuteron.ir.graph import Attrs, Node
+from deuteron.ir.region import Region
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+Refuse = Callable[[Region, Target, Policy], Refusal | None]
+Build = Callable[[Region, Mapping[str, Any], BuildContext], Kernel]
+
+
+def one_way(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
+    """No knobs: a single way to make the call."""
+    return ({},)
+
+
+Knobs = Mapping[str, Any]
+Amount = float | Callable[[Region, Target], float]
+
+
+def library(penalty: Amount = 1.0, overhead: Amount = 0.0) -> Callable[..., float]:
+    """An estimate for a library call: the roofline as far as such calls reach it, ``penalty``
+    times that, and ``overhead`` seconds that the call costs however little it does."""
+
+    def seconds(region: Region, target: Target, knobs: Knobs) -> float:
+        factor = penalty if isinstance(penalty, int | float) else penalty(region, target)
+        extra = overhead if isinstance(overhead, int | float) else overhead(region, target)
+        return fused_seconds(region, target, factor) + extra
+
+    return seconds
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One kind of call or kernel: whom it takes, how it is built, what can be tuned, what it
+    should cost, and how long building it takes."""
+
+    name: str
+    refuse: Refuse
+    build: Build
+    knobs: Callable[[Region, Target, Policy], Sequence[Knobs]] = one_way
+    seconds: Callable[[Region, Target, Knobs], float] = field(default=library())
+    build_s: float = 0.0
+
+
+class RecipeEngine:
+    """An engine that is a list of recipes; the ones that fit compete."""
+
+    name: str
+    version: str
+
+    def recipes(self, target: Target) -> tuple[Recipe, ...]:
+        raise NotImplementedError
+
+    def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
+        refusals = []
+        for recipe in self.recipes(target):
+            refusal = recipe.refuse(region, target, policy)
+            if refusal is None:
+                return None
+            refusals.append((recipe.name, refusal))
+        if len({refusal.reason for _, refusal in refusals}) == 1:
+            return refusals[0][1]
+        reasons = "; ".join(f"{name}: {refusal.reason}" for name, refusal in refusals)
+        remedies = [refusal.remedy for _, refusal in refusals if refusal.remedy]
+        return Refusal(reasons, remedies[0] if remedies else "")
+
+    def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
+        return [
+            Candidate(
+                self.name,
+                self.version,
+                Attrs({"recipe": recipe.name, **knobs}),
+                build_s=recipe.build_s,
+            )
+            for recipe in self.recipes(target)
+            if recipe.refuse(region, target, policy) is None
+            for knobs in recipe.knobs(region, target, policy)
+        ]
+
+    def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
+        return self._recipe(candidate, target).seconds(region, target, candidate.knobs)
+
+    def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
+        return self._recipe(candidate, ctx.target).build(region, candidate.knobs, ctx)
+
+    def _recipe(self, candidate: Candidate, target: Target) -> Recipe:
+        wanted = candidate.knobs["recipe"]
+        return next(r for r in self.recipes(target) if r.name == wanted)
+
+
+def fits(region: Region, anchors: tuple[str, ...]) -> Chain | Refusal:
+    """The region as a chain from one of ``anchors`` with a weight that never changes."""
+    found = chain(region, anchors)
+    if isinstance(found, Refusal):
+        return found
+    if found.anchor.inputs[1] not in region.constants:
+        return Refusal(
+            "the weight is an input of the plan, so it cannot be packed ahead",
+            "make it a constant: g.constant(w), or dt.optimize a module that owns it",
+        )
+    if found.bias is not None and found.bias not in region.constants:
+        return Refusal("the bias is an input of the plan", "make it a constant")
+    return found
+
+
+def must_chain(region: Region, anchors: tuple[str, ...]) -> Chain:
+    found = chain(region, anchors)
+    assert isinstance(found, Chain), "build() is only called on regions that were accepted"
+    return found
+
+
+def place(region: Region, value: str | None) -> int:
+    """Where the kernel finds a value among its arguments."""
+    assert value is not None
+    return region.inputs.index(value)
+
+
+def maybe(region: Region, value: str | None) -> int | None:
+    """The same for a value that may be absent."""
+    return None if value is None else region.inputs.index(value)
+
+
+def activate(act: Node | None) -> Callable[[torch.Tensor], Any] | None:
+    """The activation applied in place on a fresh tensor, or None if there is none."""
+    from deuteron.engines.torch_engine import INPLACE
+    from deuteron.ops import table
+
+    if act is None:
+        return None
+    attrs = dict(act.attrs)
+    if act.op in INPLACE:
+        fn = INPLACE[act.op]
+        return (lambda t: fn(t, **attrs)) if attrs else fn
+    reference = table.get(act.op).reference
+    return lambda t: t.copy_(reference(t, **attrs))
+
+
+def is_pointwise_conv(c: Chain) -> Refusal | None:
+    """Whether the convolution is a plain matrix product over pixels."""
+    a = c.anchor.attrs
+    if a["transposed"] or a["groups"] != 1:
+        return Refusal("is transposed or grouped")
+    if any(k != 1 for k in c.weight.shape[2:]) or any(a["padding"]):
+        return Refusal(f"has a {'×'.join(map(str, c.weight.shape[2:]))} kernel or padding")
+    if not c.x.is_layout("nhwc"):
+        return Refusal("the input is not in nhwc", "use Policy(layout='auto')")
+    return None
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """An nhwc tensor [N, C, H, W] as a matrix [N·H·W, C], without copying."""
+    return x.permute(0, *range(2, x.ndim), 1).reshape(-1, x.shape[1])
+
+
+def image_of(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A matrix [N·H·W, K] as an nhwc tensor of ``shape`` [N, K, H, W], without copying."""
+    n, k, *space = shape
+    last = len(shape) - 1
+    return rows.view(n, *space, k).permute(0, last, *range(1, last))

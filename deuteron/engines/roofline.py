@@ -1,0 +1,177 @@
+"""Pricing: the least time a region can take on a target, from its bytes and operations.
+
+time ≥ max(bytes / bandwidth, operations / rate)    plus the cost of launching it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.region import Region
+from deuteron.ops import table
+from deuteron.ops.opdef import Cost, Fusion
+from deuteron.target import Target
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The roofline of a piece of work on one target."""
+
+    flops: float
+    bytes: int
+    seconds: float
+    kind: str  # "memory", "compute" or "launch"
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+def node_cost(graph: Graph, node: Node) -> Cost:
+    return table.get(node.op).cost(graph.in_types(node), graph.out_types(node), node.attrs)
+
+
+def region_cost(region: Region) -> Cost:
+    """Operations of all nodes; bytes of what enters and leaves, each once."""
+    graph = region.graph
+    flops = sum(node_cost(graph, node).flops for node in region.nodes)
+    if all(table.get(node.op).view for node in region.nodes):
+        return Cost(flops, 0, 0)
+    if len(region.nodes) == 1:
+        return node_cost(graph, region.nodes[0])
+    reads = sum(graph.types[v].nbytes for v in region.inputs)
+    return Cost(flops, reads, sum(graph.types[v].nbytes for v in region.outputs))
+
+
+def is_product(graph: Graph, nodes: Sequence[Node]) -> bool:
+    return any(table.get(node.op).fusion is Fusion.COMPLEX for node in nodes)
+
+
+def times(cost: Cost, dtype: str, product: bool, target: Target) -> tuple[float, float]:
+    """Seconds for the bytes, and seconds for the operations, each alone at full speed."""
+    # what fits in the last-level cache was just written there by the kernel before
+    speed = target.cache_bandwidth if cost.bytes < target.cache_bytes / 2 else target.stream
+    return cost.bytes / max(speed, target.stream), cost.flops / target.rate(dtype, product)
+
+
+def bound(cost: Cost, dtype: str, product: bool, target: Target, launches: int = 1) -> Bound:
+    """The roofline for ``cost`` split over ``launches`` kernels."""
+    if cost.bytes == 0 and cost.flops == 0:
+        return Bound(0.0, 0, 0.0, "free")
+    memory, compute = times(cost, dtype, product, target)
+    launch = target.launch * launches
+    kind = "launch" if launch > max(memory, compute) else (
+        "compute" if compute > memory else "memory"
+    )  # fmt: skip
+    return Bound(cost.flops, cost.bytes, max(memory, compute) + launch, kind)
+
+
+def main_dtype(region: Region) -> str:
+    """The element type of the arithmetic: that of the anchor's first input, else the output."""
+    if region.anchor is not None:
+        first = region.nodes[region.anchor].inputs[0]
+        if first is not None:
+            return region.graph.types[first].dtype.short
+    if region.outputs:
+        return region.graph.types[region.outputs[0]].dtype.short
+    return "f32"
+
+
+def region_bound(region: Region, target: Target) -> Bound:
+    """The roofline of the region as one fused kernel."""
+    product = is_product(region.graph, region.nodes)
+    return bound(region_cost(region), main_dtype(region), product, target)
+
+
+def modelled_seconds(
+    cost: Cost, dtype: str, reached: float, product: bool, target: Target
+) -> float:
+    """The roofline with the part of each roof that library code reaches.
+
+    A product reaches ``reached`` of the arithmetic and most of the bandwidth; everything else
+    reaches ``reached`` of the bandwidth.
+    """
+    ideal = bound(cost, dtype, product, target)
+    if ideal.kind == "free":
+        return 0.0
+    if product:
+        memory, compute = times(cost, dtype, product, target)
+        return max(memory / 0.85, compute / reached) + target.launch
+    return (ideal.seconds - target.launch) / reached + target.launch
+
+
+def separate_seconds(region: Region, target: Target) -> float:
+    """The time of the region's nodes run one kernel each."""
+    total = 0.0
+    for node in region.nodes:
+        short = region.graph.types[node.inputs[0] or node.outputs[0] if node.inputs
+                                   else node.outputs[0]].dtype.short  # fmt: skip
+        total += modelled_seconds(
+            node_cost(region.graph, node), short, efficiency(region, node, target),
+            is_product(region.graph, [node]), target,
+        )  # fmt: skip
+        total += OVERHEAD.get((node.op, target.kind), 0.0)
+        if node.op == "attention":  # the reference writes the matrix of scores out, several times
+            keys = region.graph.types[node.inputs[1] or ""].shape[-2]
+            scores = region.graph.types[node.output].numel // max(out_width(region, node), 1) * keys
+            total += 6 * 4 * scores / target.stream
+        if node.op == "conv" and target.is_cuda and len(node.uses) > 2:
+            total += 2 * region.graph.types[node.output].nbytes / target.stream  # bias apart
+    return total
+
+
+def out_width(region: Region, node: Node) -> int:
+    return region.graph.types[node.output].shape[-1]
+
+
+def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float:
+    """The time of the region as one library call, ``penalty`` times the usual distance."""
+    reached = efficiency(region, region.nodes[region.anchor or 0], target) / penalty
+    product = is_product(region.graph, region.nodes)
+    return modelled_seconds(region_cost(region), main_dtype(region), reached, product, target)
+
+
+def efficiency(region: Region, node: Node, target: Target) -> float:
+    """The part of the roofline that library code of this kind tends to reach.
+
+    Measured on an H200 and a 2-core CPU; a coarse table on purpose. Small products leave
+    multiprocessors idle: 64×128 output tiles are counted against the units.
+    """
+    op = table.get(node.op)
+    if op.fusion is not Fusion.COMPLEX or not target.is_cuda:
+        return SLOW.get((node.op, target.kind), 0.75)
+    out = region.graph.types[node.outputs[0]]
+    if node.op == "attention":
+        return 0.5
+    image = node.op.startswith("conv") and out.rank > 2
+    columns = out.shape[1] if image else out.shape[-1] if out.rank else 1
+    rows = out.numel / max(columns, 1)
+    tiles = -(-rows // 64) * -(-columns // 128)
+    reached = 0.9 * min(1.0, max(tiles / target.units, 0.05)) * min(1.0, columns / 128)
+    x = region.graph.types[node.inputs[0] or ""]
+    if node.op == "conv" and x.rank > 2:
+        if x.shape[1] // node.attrs["groups"] < 8:  # matrix units read channels by 8 and more
+            reached *= 0.6 * x.shape[1] / node.attrs["groups"] / 8
+        if node.attrs["transposed"]:
+            reached *= 0.35
+        if max(node.attrs["dilation"]) >= 8:  # far taps are read again and again
+            reached *= 0.4
+    return float(max(reached, 1e-3))
+
+
+OVERHEAD = {  # seconds a call costs beyond its work
+    ("conv", "cpu"): 1.2e-4,  # oneDNN looks up its primitive and packs the weight at every call
+    ("linear", "cpu"): 8e-6, ("matmul", "cpu"): 6e-6,
+}  # fmt: skip
+
+SLOW = {  # operators whose library kernels stay well under the roofline
+    ("resize", "cuda"): 0.06, ("max_pool", "cuda"): 0.2, ("softmax", "cuda"): 0.6,
+    ("to_layout", "cuda"): 0.55, ("mean", "cuda"): 0.8, ("var", "cuda"): 0.4,
+    ("max_pool", "cpu"): 0.2, ("resize", "cpu"): 0.2, ("to_layout", "cpu"): 0.4,
+    ("conv", "cpu"): 0.6, ("linear", "cpu"): 0.85, ("matmul", "cpu"): 0.85,
+    ("attention", "cpu"): 0.4, ("concat", "cuda"): 0.7, ("gelu", "cpu"): 0.3,
+    ("layer_norm", "cpu"): 0.6,
+}  # fmt: skip

@@ -1,0 +1,287 @@
+"""``torch``: ATen, node by node. It accepts every region, so that every graph runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.numerics import UNORDERED, under
+from deuteron.engines.roofline import is_product, separate_seconds
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.region import Region
+from deuteron.ops import table
+from deuteron.ops.opdef import Fusion, promoted
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+# Operators that may overwrite their first input when nobody else reads it.
+INPLACE: dict[str, Callable[..., torch.Tensor]] = {
+    "relu": torch.relu_,
+    "add": torch.Tensor.add_,
+    "sub": torch.Tensor.sub_,
+    "mul": torch.Tensor.mul_,
+    "div": torch.Tensor.div_,
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+    "exp": torch.exp_,
+    "neg": torch.neg_,
+    "clamp": lambda x, min, max: x.clamp_(min, max),
+    "hardswish": partial(torch.nn.functional.hardswish, inplace=True),
+    "silu": partial(torch.nn.functional.silu, inplace=True),
+    "leaky_relu": lambda x, negative_slope: torch.nn.functional.leaky_relu_(x, negative_slope),
+    "hardsigmoid": partial(torch.nn.functional.hardsigmoid, inplace=True),
+}
+
+# Operators whose scalar operands may be given as Python numbers, which torch keeps in full
+# precision; a rank-0 tensor would be rounded to the other operand's type on a GPU.
+TAKES_NUMBERS = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "pow",
+        "remainder",
+        "floor_div",
+        "where",
+    ]
+)
+COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])  # the second operand only
+
+# Operators with a real out= variant: the plan's arena can hold their result.
+OUT: dict[str, Callable[..., Any]] = {
+    name: getattr(torch, name)
+    for name in [
+        "neg",
+        "abs",
+        "sign",
+        "square",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log1p",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "sin",
+        "cos",
+        "tan",
+        "erf",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "pow",
+        "maximum",
+        "minimum",
+        "remainder",
+        "atan2",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "logical_not",
+        "sigmoid",
+        "tanh",
+        "matmul",
+    ]
+}
+
+
+class TorchEngine:
+    """Runs every region with torch's own operators, one call per node."""
+
+    name = "torch"
+    version = "1"
+
+    def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
+        return None
+
+    def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
+        ordered = not target.is_cuda or UNORDERED.isdisjoint(region.ops)
+        return [Candidate(self.name, self.version, deterministic=ordered)]
+
+    def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
+        return separate_seconds(region, target)
+
+    def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
+        kernel = self._kernel(region, ctx)
+        if ctx.device.type == "cuda" and is_product(region.graph, region.nodes):
+            return replace(kernel, fn=under(ctx.policy, kernel.fn))
+        return kernel
+
+    def _kernel(self, region: Region, ctx: BuildContext) -> Kernel:
+        graph = region.graph
+        if len(region.nodes) == 1 and region.nodes[0].op in OUT:
+            kernel = _out_kernel(region, region.nodes[0], ctx.device)
+            if kernel is not None:
+                return kernel
+        if len(region.nodes) == 1:
+            return Kernel(_single(graph, region, ctx.device))
+        return Kernel(_sequence(graph, region, ctx.device))
+
+
+def _operand(graph: Graph, node: Node, value: str | None, device: torch.device) -> tuple[bool, Any]:
+    """(is a literal, the literal): rank-0 constants become numbers or CPU tensors."""
+    if value is None:
+        return True, None
+    constant = graph.constants.get(value)
+    if constant is None:
+        return False, value
+    others = [v for v in node.uses if v not in graph.constants]
+    if _as_number(graph, node, value):
+        return True, constant.data.item()
+    if others and table.get(node.op).fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST):
+        return True, constant.data  # rank 0 on the CPU is as good as a number
+    return True, constant.data.to(device)
+
+
+def _as_number(graph: Graph, node: Node, value: str) -> bool:
+    """Whether torch gives the promised element type if this constant is a Python number, which
+    has less say in promotion than a rank-0 tensor."""
+    if node.op in COMPARISONS:
+        return value != node.inputs[0] and node.inputs[0] not in graph.constants
+    operands = node.inputs[1:] if node.op == "where" else node.inputs
+    others = [graph.types[v] for v in operands if v is not None and v not in graph.constants]
+    return (
+        node.op in TAKES_NUMBERS
+        and bool(others)
+        and promoted(*others) == graph.types[node.outputs[0]].dtype
+    )
+
+
+def _out_kernel(region: Region, node: Node, device: torch.device) -> Kernel | None:
+    """The call of an operator that can write where it is told, or None."""
+    graph = region.graph
+    operands = [_operand(graph, node, v, device) for v in node.inputs]
+    if (
+        any(
+            graph.types[v].dtype != graph.types[node.outputs[0]].dtype
+            for v in node.uses
+            if v not in graph.constants
+        )
+        and node.op not in COMPARISONS
+    ):
+        return None
+    fn = OUT[node.op]
+    if node.inputs == region.inputs:
+        return Kernel(fn, writes=True, out_keyword=True)
+    if len(operands) == 2 and operands[1][0] and node.inputs[:1] == region.inputs:
+        number = operands[1][1]
+        return Kernel(lambda x, out: fn(x, number, out=out), writes=True)
+    return None
+
+
+def bound_call(
+    graph: Graph, node: Node, device: torch.device, inplace: bool = False
+) -> Callable[..., Any]:
+    """The torch call of one node over its non-literal inputs, attributes filled in."""
+    op = table.get(node.op)
+    fn: Callable[..., Any] = INPLACE[node.op] if inplace else op.reference
+    if node.attrs:
+        fn = partial(fn, **node.attrs)
+    operands = [_operand(graph, node, v, device) for v in node.inputs]
+    if not op.variadic:
+        operands += [(True, None)] * (len(op.inputs) - len(operands))
+    while inplace and operands and operands[-1] == (True, None):
+        operands.pop()
+    if not any(is_literal for is_literal, _ in operands):
+        return fn
+    if all(is_literal for is_literal, _ in operands[1:]) and not operands[0][0]:
+        rest = tuple(literal for _, literal in operands[1:])
+        return lambda x: fn(x, *rest)
+    plan = operands
+
+    def call(*given: Any) -> Any:
+        values = iter(given)
+        return fn(*[literal if is_literal else next(values) for is_literal, literal in plan])
+
+    return call
+
+
+def _single(graph: Graph, region: Region, device: torch.device) -> Callable[..., Any]:
+    node = region.nodes[0]
+    fn = bound_call(graph, node, device)
+    if node.outputs != region.outputs:  # results that nobody reads are left out
+        every, kept = fn, [node.outputs.index(v) for v in region.outputs]
+
+        def fn(*xs: Any) -> Any:
+            results = every(*xs)
+            picked = tuple(results[i] for i in kept)
+            return picked[0] if len(picked) == 1 else picked
+
+    order = [v for v in node.uses if v not in graph.constants]
+    if tuple(order) == region.inputs:
+        return fn
+    where = [region.inputs.index(v) for v in order]
+    return lambda *xs: fn(*[xs[i] for i in where])
+
+
+def _sequence(graph: Graph, region: Region, device: torch.device) -> Callable[..., Any]:
+    """Nodes one after another over a small register file; values die at their last use."""
+    slot = {v: i for i, v in enumerate(region.inputs)}
+    last: dict[str, int] = {}
+    for i, node in enumerate(region.nodes):
+        for value in node.uses:
+            last[value] = i
+    outputs = set(region.outputs)
+    owned: set[str] = set()  # fresh memory nobody else can see
+    steps: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
+    for i, node in enumerate(region.nodes):
+        first = node.inputs[0] if node.inputs else None
+        inplace = (
+            node.op in INPLACE
+            and first is not None
+            and first in owned
+            and last[first] == i
+            and first not in outputs
+            and node.inputs.count(first) == 1
+            and graph.types[first] == graph.types[node.outputs[0]]
+        )
+        fn = bound_call(graph, node, device, inplace)
+        for out in node.outputs:
+            slot[out] = len(slot)
+        op = table.get(node.op)
+        if not op.view and op.fusion is not Fusion.OPAQUE:
+            owned.update(node.outputs)
+        else:
+            owned.difference_update(node.uses)  # the result may show the same memory
+        reads = tuple(slot[v] for v in node.uses if v not in graph.constants)
+        writes = tuple(slot[v] for v in node.outputs)
+        dead = tuple(slot[v] for v in set(node.uses) if last[v] == i and v in slot
+                     and v not in outputs)  # fmt: skip
+        steps.append((fn, reads, writes, dead))
+    size, count = len(slot), len(region.inputs)
+    results = [slot[v] for v in region.outputs]
+    only = results[0] if len(results) == 1 else None
+
+    def run(*xs: Any) -> Any:
+        regs: list[Any] = [*xs, *[None] * (size - count)]
+        for fn, reads, writes, dead in steps:
+            out = fn(*[regs[r] for r in reads])
+            if len(writes) == 1:
+                regs[writes[0]] = out if not isinstance(out, tuple) else out[0]
+            else:
+                for w, value in zip(writes, out, strict=True):
+                    regs[w] = value
+            for d in dead:
+                regs[d] = None
+        return regs[only] if only is not None else tuple(regs[r] for r in results)
+
+    return run

@@ -1,0 +1,89 @@
+"""``triton_gen``: any chain of elementwise, movement and reduction operators as generated Triton.
+
+One kernel reads every input once and writes every output once, so its price is the region's
+bytes over the bandwidth it reaches, 92 % of a copy's, plus one launch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+
+from deuteron.codegen.lower import lower
+from deuteron.codegen.scalar import CannotLower, ScalarProgram
+from deuteron.codegen.triton_knobs import choices
+from deuteron.codegen.triton_math import Unsupported
+from deuteron.codegen.triton_passes import passes_needed
+from deuteron.codegen.triton_render import Knobs, Rendered, render
+from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
+from deuteron.ir.graph import Attrs
+from deuteron.ir.region import Region
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+REACHED = 0.92  # of the bandwidth of a copy
+AGAIN = 0.25  # a further pass over the rows finds them in L2
+
+
+@lru_cache(maxsize=256)
+def program_of(region: Region) -> ScalarProgram | Refusal:
+    """The region's scalar program, or why it has none that can be written in Triton."""
+    if len({*region.inputs, *region.outputs}) < len(region.inputs) + len(region.outputs):
+        return Refusal("an output is also an input or another output")
+    try:
+        program = lower(region)
+        render(program, choices(program)[0])
+    except (CannotLower, Unsupported) as error:
+        return Refusal(*map(str, error.args))
+    return program
+
+
+class TritonGen:
+    """Writes a Triton kernel for a region of elementwise, movement and reduction operators."""
+
+    name = "triton_gen"
+    version = "1"
+
+    def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
+        if not target.is_cuda:
+            return Refusal("Triton runs on a GPU", "plan for a CUDA device")
+        if importlib.util.find_spec("triton") is None:
+            return Refusal("Triton is not installed", "pip install triton")
+        found = program_of(region)
+        return found if isinstance(found, Refusal) else None
+
+    def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
+        program = program_of(region)
+        assert isinstance(program, ScalarProgram)
+        return [
+            Candidate(self.name, self.version, Attrs(asdict(knobs)), build_s=0.4)
+            for knobs in choices(program, target.units)
+        ]
+
+    def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
+        cost, kind = region_cost(region), candidate.knobs["kind"]
+        once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
+        if kind not in ("loop", "split"):
+            return once
+        program = program_of(region)
+        assert isinstance(program, ScalarProgram)
+        passes = passes_needed(program)
+        launches = passes - 1 if kind == "split" else 0
+        return once + AGAIN * (passes - 1) * cost.reads / target.stream + launches * target.launch
+
+    def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
+        from deuteron.codegen.triton_load import Launcher
+
+        rendered = self.render(region, candidate)
+        launcher = Launcher(rendered, (*region.inputs, *region.outputs), ctx.device)
+        note = f"{len(rendered.launches)} kernel(s), {rendered.warps} warps"
+        return Kernel(launcher, writes=True, workspace=launcher.workspace, note=note)
+
+    def render(self, region: Region, candidate: Candidate) -> Rendered:
+        """The source that a candidate stands for; ``print(….source)`` shows it."""
+        program = program_of(region)
+        assert isinstance(program, ScalarProgram)
+        return render(program, Knobs(**candidate.knobs))

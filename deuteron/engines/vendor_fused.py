@@ -1,0 +1,23 @@
+"""``vendor_fused``: library calls that do more than one operator, or one in a better way."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from deuteron.engines import vendor_cpu, vendor_cuda, vendor_rearranged
+from deuteron.engines.recipes import Recipe, RecipeEngine
+from deuteron.target import Target
+
+
+class VendorFused(RecipeEngine):
+    """cuDNN, cuBLASLt and SDPA on the GPU; oneDNN and packed products on the CPU."""
+
+    name = "vendor_fused"
+    version = "1"
+    listed: ClassVar[dict[str, tuple[Recipe, ...]]] = {
+        "cuda": (*vendor_cuda.RECIPES, *vendor_rearranged.RECIPES),
+        "cpu": vendor_cpu.RECIPES,
+    }
+
+    def recipes(self, target: Target) -> tuple[Recipe, ...]:
+        return self.listed[target.kind]

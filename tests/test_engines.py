@@ -1,0 +1,367 @@
+"""Every engine on every operator's samples, held against the reference in float64.
+
+The cases come from the operator table and the list of engines; nothing here knows a kernel. The
+longer chains that fused calls claim are in test_engines_fused.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeEngine, registered
+from test_ops import one_node_graph
+from tolerances import allowed, error
+
+import deuteron as dt
+from deuteron.engines import BuildContext, Candidate, Engine
+from deuteron.engines.roofline import region_cost
+from deuteron.errors import EngineError
+from deuteron.ir import Region, TensorType
+from deuteron.ir.types import same_strides
+from deuteron.ops import TABLE, Fusion, OpDef
+from deuteron.ops.evaluate import evaluate
+from deuteron.passes import fuse
+from deuteron.plan.choose import Survey
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import names, target
+
+CPU = torch.device("cpu")
+FLOATS = ("f32", "f16", "bf16", "f64")
+HEAVY = (Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE)
+room = importlib.import_module("deuteron.engines")  # dt.engines is the function
+PART = 16  # of the candidates that compile, one sample in so many is tried in each type
+ENGINES = [e for e in room.BUILT_IN if e.name != "inductor"]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def regions_of(op: OpDef, kind: str) -> Iterator[tuple[str, Region, Tensors]]:
+    """One-node regions of the operator's samples; weights as inputs and as constants."""
+    slots = [slot.strip("*?") for slot in op.inputs]
+    for sample in op.samples():
+        graph, feed = one_node_graph(op, sample, sample.tensors(kind))
+        anchor = 0 if op.fusion in HEAVY else None
+        fixed = {f"x{i}" for i, slot in enumerate(slots) if slot in ("weight", "bias")}
+        yield str(sample), Region(graph, frozenset(), anchor), feed
+        if "weight" in slots:
+            yield f"{sample}, fixed", Region(graph, frozenset(fixed & feed.keys()), anchor), feed
+
+
+def run(engine: Engine, candidate: Candidate, region: Region, feed: Tensors) -> list[torch.Tensor]:
+    """What the built candidate answers. A kernel that writes is handed outputs full of nan."""
+    fixed = {v: feed[v] for v in region.constants}
+    kernel = engine.build(region, candidate, BuildContext(target("cpu"), CPU, Policy(), fixed))
+    before = {v: t.clone() for v, t in feed.items()}
+    args = [feed[v] for v in region.inputs]
+    types = [region.graph.types[v] for v in region.outputs]
+    assert kernel.workspace >= 0
+    with torch.no_grad():
+        if kernel.writes:
+            outs = [poisoned(t, CPU) for t in types]
+            kernel.fill(args, outs)
+        else:
+            result = kernel.fn(*args)
+            outs = list(result) if isinstance(result, tuple) else [result]
+    for out, kind in zip(outs, types, strict=True):
+        got = TensorType.from_tensor(out)
+        assert (got.shape, got.dtype) == (kind.shape, kind.dtype)
+        if engine.name == "torch":
+            assert same_strides(kind.shape, got.strides, kind.strides), (got, kind)
+    for name, t in before.items():
+        assert torch.equal(feed[name].nan_to_num(), t.nan_to_num()), f"{name} was written to"
+    return outs
+
+
+class Answers:
+    """What a region must give: exactly, and what torch's rounding may make of it."""
+
+    def __init__(self, region: Region, feed: Tensors) -> None:
+        names = [name for name, _ in region.graph.outputs]
+        exact, plain = evaluate(region.graph, feed, float64=True), evaluate(region.graph, feed)
+        self.exact = [exact[name] for name in names]
+        self.off = [error(plain[name], exact[name]) for name in names]
+        elements = sum(t.numel() for t in self.exact)
+        self.reduced = int(region_cost(region).flops / max(1, elements))
+
+
+def right(
+    engine: Engine,
+    candidate: Candidate,
+    region: Region,
+    feed: Tensors,
+    answers: Answers | None = None,
+) -> None:
+    """The candidate is at most twice as wrong as torch."""
+    want = answers or Answers(region, feed)
+    for out, exact, off in zip(
+        run(engine, candidate, region, feed), want.exact, want.off, strict=True
+    ):
+        assert error(out, exact) <= allowed(off, out.dtype, want.reduced), candidate
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("op", TABLE.values(), ids=list(TABLE))
+def test_every_engine_on_every_sample(op, kind):
+    for i, (note, region, feed) in enumerate(regions_of(op, kind)):
+        if kind == "f64" and "offset" in note:
+            continue  # the reference, itself in float64, is no more exact than the engines
+        try:
+            answers = Answers(region, feed)
+        except (RuntimeError, NotImplementedError) as problem:
+            assert "not implemented for" in str(problem), note  # torch has no such kernel
+            continue
+        for engine in ENGINES:
+            if engine.refuse(region, target("cpu"), Policy()) is not None:
+                continue
+            for candidate in engine.candidates(region, target("cpu"), Policy()):
+                if candidate.build_s and (i + FLOATS.index(kind)) % PART:
+                    continue
+                try:
+                    right(engine, candidate, region, feed, answers)
+                except AssertionError as fault:
+                    raise AssertionError(f"{candidate} on {op.name} {note}: {fault}") from fault
+
+
+# ---- refusals and estimates ----------------------------------------------------------------------
+
+
+@lru_cache
+def everything() -> tuple[Region, ...]:
+    """Regions of all samples, and a few longer ones."""
+    found = [region for op in TABLE.values() for _, region, _ in regions_of(op, "f32")]
+    g = dt.Graph()
+    x, w = (
+        g.tensor("x", (2, 8, 9, 9), "f16", layout="nhwc"),
+        g.constant(torch.randn(8, 8, 3, 3).half()),
+    )
+    y = g.relu(g.conv(x, w, padding=12, dilation=12) + x)
+    g.softmax(g.exp(g.reshape(y, shape=(16, 81)))).output("y")
+    return (*found, *fuse(g.ir())[0])
+
+
+@pytest.mark.parametrize("name", names())
+def test_refusals_have_reasons_and_estimates_are_times(name):
+    """For every target, none of which need be here."""
+    machine = target(name)
+    for region in everything():
+        free = all(TABLE[op].view for op in region.ops) or not region_cost(region).bytes
+        for engine in room.BUILT_IN:
+            for policy in (Policy(), Policy(deterministic=True)):
+                refusal = engine.refuse(region, machine, policy)
+                if refusal is not None:
+                    assert len(refusal.reason) > 5, (engine.name, region.text)
+                    continue
+                offered = list(engine.candidates(region, machine, policy))
+                assert offered, f"{engine.name} neither refuses nor offers {region.text}"
+                assert len({str(c) for c in offered}) == len(offered)
+                for candidate in offered:
+                    assert (candidate.engine, candidate.version) == (engine.name, engine.version)
+                    seconds = engine.estimate(region, machine, candidate)
+                    assert math.isfinite(seconds) and (seconds > 0 or free), (
+                        engine.name,
+                        region.text,
+                    )
+
+
+def test_recipes_stay_on_their_own_machine():
+    vendor = next(e for e in room.BUILT_IN if e.name == "vendor_fused")
+    for region in everything():
+        for here, there in (("cpu", "h200"), ("h200", "cpu")):
+            for recipe in vendor.recipes(target(there)):
+                refusal = recipe.refuse(region, target(here), Policy())
+                assert refusal is not None and refusal.reason, recipe.name
+
+
+def test_deciding_imports_nothing_heavy(repo):
+    """Asking all engines about a GPU region, in a process of its own."""
+    program = """
+import sys, torch
+before = set(sys.modules)
+import deuteron as dt
+from deuteron.plan.choose import Survey
+from deuteron.passes import fuse
+g = dt.Graph()
+x = g.tensor("x", (2, 8, 9, 9), "f16", layout="nhwc")
+g.softmax(g.reshape(g.relu(g.conv(x, torch.randn(8, 8, 3, 3).half())), shape=(16, 49))).output("y")
+for region in fuse(g.ir())[0]:
+    Survey(dt.target("h200"), dt.Policy()).ask(region)
+heavy = ("triton", "llvmlite", "torch._inductor.compile_fx", "onnx", "cuda")
+print([name for name in heavy if name in sys.modules and name not in before])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=repo, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+# ---- inductor ------------------------------------------------------------------------------------
+
+
+def chain() -> tuple[Region, Tensors]:
+    g = dt.Graph()
+    x = g.tensor("x", (8, 64))
+    (g.softmax(g.gelu(x) * 2.0) + x).output("y")
+    ((region,), _) = fuse(g.ir())
+    return region, {"x": torch.randn(8, 64)}
+
+
+INDUCTOR = next(e for e in room.BUILT_IN if e.name == "inductor")
+
+
+def test_inductor_says_what_it_lacks(monkeypatch):
+    region, _ = chain()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    refusal = INDUCTOR.refuse(region, target("cpu"), Policy())
+    assert "no C++ compiler" in refusal.reason and "g++" in refusal.remedy
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert INDUCTOR.refuse(region, target("cpu"), Policy()) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "Triton" in INDUCTOR.refuse(region, target("h200"), Policy()).reason
+
+
+def test_inductor_leaves_products_single_and_opaque_operators_alone():
+    _, region, _ = next(regions_of(TABLE["relu"], "f32"))
+    assert "single operator" in INDUCTOR.refuse(region, target("h200"), Policy()).reason
+    g = dt.Graph()
+    g.relu(g.linear(g.tensor("x", (3, 4)), torch.randn(4, 4))).output("y")
+    ((region,), _) = fuse(g.ir())
+    assert "products" in INDUCTOR.refuse(region, target("h200"), Policy()).reason
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler here"
+)
+def test_inductor_compiles_a_region():
+    region, feed = chain()
+    (candidate,) = INDUCTOR.candidates(region, target("cpu"), Policy())
+    right(INDUCTOR, candidate, region, feed)
+
+
+# ---- engines of others ---------------------------------------------------------------------------
+
+
+def product() -> dt.Graph:
+    g = dt.Graph()
+    g.softmax(g.linear(g.tensor("x", (3, 4)), torch.randn(4, 4))).output("y")
+    return g
+
+
+def test_an_engine_of_the_user_s_competes_and_wins():
+    mine = FakeEngine("mine", ["softmax"])
+    with registered(mine):
+        assert room.engine("mine") is mine and room.engines()[-1] is mine
+        plan = product().compile(device="cpu")
+        assert [c.candidate.engine for c in plan.decision.choices][-1] == "mine"
+        x = torch.randn(3, 4)
+        want = evaluate(plan.decision.source, {"x": x})["y"]
+        assert error(plan.run(x=x)["y"], want) <= allowed(0.0, torch.float32, 4) and mine.calls
+    with pytest.raises(EngineError, match=r"no engine 'mine'[\s\S]*known: torch"):
+        room.engine("mine")
+
+
+def test_an_engine_of_the_same_name_replaces_the_first():
+    first, second = FakeEngine("mine"), FakeEngine("mine", version="2")
+    with registered(first):
+        dt.register_engine(second)
+        assert room.engine("mine") is second
+        assert sum(e.name == "mine" for e in room.engines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "wrong"),
+    [
+        (SimpleNamespace(name="half", version="1"), "lacks refuse, candidates, estimate, build"),
+        (FakeEngine("torch"), "'torch' is taken"),
+        (object(), "lacks name"),
+    ],
+)
+def test_what_is_no_engine_is_refused(engine, wrong):
+    with pytest.raises(EngineError, match=wrong):
+        dt.register_engine(engine)
+    with pytest.raises(EngineError, match="no engine 'nobody'"):
+        dt.unregister_engine("nobody")
+
+
+@pytest.mark.parametrize("part", ["refuse", "candidates", "estimate"])
+def test_an_engine_that_raises_while_deciding_is_left_out(part, monkeypatch):
+    broken = FakeEngine("broken", ["softmax"])
+    monkeypatch.setattr(broken, part, lambda *args: 1 / 0)
+    with registered(broken):
+        plan = product().compile(device="cpu")
+    refusals = dict(plan.decision.choices[-1].refusals)
+    assert "ZeroDivisionError" in refusals["broken"].reason
+    assert plan.run(x=torch.randn(3, 4))["y"].shape == (3, 4)
+
+
+def test_wrong_numbers_are_found_out(tmp_path):
+    liar = FakeEngine("liar", ["softmax"], change=lambda t: t * 1.01)
+    with registered(liar):
+        plan = product().compile(device="cpu", find=True, cache=dt.Cache.open(tmp_path / "c.jsonl"))
+    choice = plan.decision.choices[-1]
+    assert choice.candidate.engine != "liar"
+    (rejected,) = [o.rejected for o in choice.options if o.candidate.engine == "liar"]
+    assert "error" in rejected
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that packages with engines are installed."""
+
+    def install(**entries: Any) -> None:
+        found = [
+            SimpleNamespace(name=name, load=load if callable(load) else lambda load=load: load)
+            for name, load in entries.items()
+        ]
+        monkeypatch.setattr(
+            importlib.metadata, "entry_points", lambda group: found * (group == "deuteron.engines")
+        )
+        room._from_entry_points.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    room._from_entry_points.cache_clear()
+
+
+def test_installed_engines_compete_and_broken_ones_are_reported(installed):
+    def missing() -> None:
+        raise ImportError("no such package")
+
+    good = FakeEngine("good")
+    installed(
+        good=lambda: good,
+        by_class=lambda: type("ByClass", (FakeEngine,), {}),
+        missing=missing,
+        half=lambda: SimpleNamespace(name="half"),
+        shadow=lambda: FakeEngine("torch"),
+    )
+    with pytest.warns(UserWarning) as told:
+        names = [e.name for e in room.engines()]
+    assert names == [*(e.name for e in room.BUILT_IN), "good", "fake"]
+    said = " ".join(str(w.message) for w in told)
+    assert all(name in said for name in ("'missing'", "no such package", "'half'", "'shadow'"))
+    mine = FakeEngine("good")
+    with registered(mine):
+        assert [e for e in room.engines() if e.name == "good"] == [mine]
+
+
+def test_a_survey_remembers_its_answers():
+    counted = FakeEngine("counted", ["softmax"])
+    asked = []
+    counted.refuse = lambda region, machine, policy: asked.append(region) or dt.Refusal("no thanks")
+    with registered(counted):
+        survey = Survey(target("cpu"), Policy())
+        region, _ = chain()
+        assert survey.ask(region) is survey.ask(region)
+    assert len(asked) == 1
