@@ -1,0 +1,383 @@
+"""An explanation as HTML: a page, or a fragment for a notebook. No scripts, nothing to load.
+
+Text takes the colour of its surroundings and lines are drawn in it at part opacity, so the same
+fragment is readable on light and on dark. Everything that came from a model is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from deuteron.explain import text
+from deuteron.explain import units as u
+from deuteron.explain.report import RegionReport, Report
+from deuteron.target import Target, names, target
+
+COLOURS = {"memory": "#3d85c6", "compute": "#dd7e2b", "launch": "#9a6fd0", "free": "#8a8f98"}
+OTHER = "#8a8f98"
+
+STYLE = """
+.deuteron-plan{font:14px/1.45 system-ui,sans-serif;max-width:1180px}
+.deuteron-plan h1{font-size:1.5em;margin:.2em 0 .5em;overflow-wrap:anywhere}
+.deuteron-plan h2{font-size:1.05em;margin:1.4em 0 .3em}
+.deuteron-plan p{margin:.5em 0;max-width:62em;overflow-wrap:anywhere}
+.deuteron-plan .dim{opacity:.7;font-size:.92em}
+.deuteron-plan .scroll{overflow-x:auto}
+.deuteron-plan table{border-collapse:collapse;font-size:.92em;background:none;margin:.3em 0}
+.deuteron-plan tr,.deuteron-plan tr:nth-child(n){background:none}
+.deuteron-plan th,.deuteron-plan td{padding:.22em .6em;text-align:left;vertical-align:top;
+ color:inherit;border:0;border-bottom:1px solid rgba(128,128,128,.3);white-space:normal}
+.deuteron-plan th{font-weight:600;white-space:nowrap}
+.deuteron-plan .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+.deuteron-plan .k{white-space:nowrap}
+.deuteron-plan .w{overflow-wrap:anywhere;min-width:8em}
+.deuteron-plan .o{overflow-wrap:anywhere;min-width:22em}
+.deuteron-plan .share{background:rgba(128,128,128,.35);height:3px;margin-top:2px;display:block;
+ margin-left:auto}
+.deuteron-plan details{margin:.9em 0}
+.deuteron-plan summary{cursor:pointer;font-weight:600}
+.deuteron-plan svg{display:block;width:100%;max-width:900px;height:auto}
+.deuteron-plan svg text{fill:currentColor;font:11px system-ui,sans-serif}
+.deuteron-plan .key{display:inline-block;width:.8em;height:.8em;border-radius:50%;
+ margin:0 .35em 0 1em;vertical-align:-.05em}
+"""
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>:root{{color-scheme:light dark}}body{{margin:1.5em}}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def render_page(report: Report, limit: int | None = None) -> str:
+    """A whole page."""
+    title = _e(f"Plan of {report.name or 'a graph'}")
+    return PAGE.format(title=title, body=render_fragment(report, limit))
+
+
+def render_fragment(report: Report, limit: int | None = None) -> str:
+    """The same without the page around it, as notebooks want it."""
+    rows = text.fold(report)
+    parts = [
+        f"<style>{STYLE}</style>",
+        f"<h1>Plan of {_e(u.shorten(report.name or 'a graph', 120))}</h1>",
+        *(f"<p>{_e(sentence)}</p>" for sentence in [" ".join(text.summary(report))]),
+        *(f'<p class="dim">note: {_e(note)}</p>' for note in report.notes),
+        _facts(text.header(report)),
+        _time_bar(report),
+        _roofline(report),
+        _regions(report, rows, len(rows) if limit is None else limit),
+        _vetoes(report),
+        _refusals(report),
+        _alternatives(report),
+        _details("Memory", _facts(text.memory(report))),
+        _details("Passes", _table(("pass", "nodes", "time", "rules"), text.passes(report), "knnw")),
+    ]
+    return '<div class="deuteron-plan">\n' + "\n".join(filter(None, parts)) + "\n</div>"
+
+
+# ---- tables ---------------------------------------------------------------------------------
+
+
+def _e(words: str) -> str:
+    """Untrusted text, made harmless: one printable line, its markup shown and not obeyed."""
+    return escape(u.clean(words), quote=True)
+
+
+def _table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], how: str, hints: Sequence[str] = ()
+) -> str:
+    """Plain strings as a table; ``how`` is a class per column: name (k), words (w), number (n)."""
+    body = [[_e(cell) for cell in row] for row in rows]
+    return _raw_table(titles, body, how, hints) if body else ""
+
+
+def _raw_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], how: str, hints: Sequence[str] = ()
+) -> str:
+    hints = hints or [""] * len(titles)
+    head = "".join(
+        f'<th class="{c}" title="{_e(hint)}">{_e(title)}</th>'
+        for title, c, hint in zip(titles, how, hints, strict=True)
+    )
+    lines = [
+        "<tr>" + "".join(f'<td class="{c}">{v}</td>' for v, c in zip(row, how, strict=True))
+        + "</tr>" for row in rows
+    ]  # fmt: skip
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>'
+        + "\n".join(lines) + "</tbody></table></div>"
+    )  # fmt: skip
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    lines = (f'<tr><th class="k">{_e(k)}</th><td class="w">{_e(v)}</td></tr>' for k, v in facts)
+    return "<table><tbody>" + "\n".join(lines) + "</tbody></table>"
+
+
+def _details(title: str, body: str, is_open: bool = False) -> str:
+    opened = " open" if is_open else ""
+    return f"<details{opened}><summary>{_e(title)}</summary>\n{body}\n</details>" if body else ""
+
+
+def _regions(report: Report, rows: list[text.Row], limit: int) -> str:
+    shown, left = text.expensive(rows, limit)
+    whole = u.total(row.seconds for row in rows) or math.nan
+    used = [i for i, c in enumerate(u.COLUMNS)
+            if not c.optional or any(row.cells[i] != u.MISSING for row in shown)]  # fmt: skip
+    body = []
+    for row in shown:
+        r, share = row.first, row.seconds / whole
+        width = f"{100 * share:.1f}" if u.known(share) else "0"
+        bar = f'{_e(u.percent(share, ""))}<span class="share" style="width:{width}%"></span>'
+        where = f"from {row.source}" if row.source else ""
+        below = " · ".join(filter(None, (r.shape, u.engine(r), where, r.note)))
+        what = f'{_e(u.operators(r, 90))}<div class="dim">{_e(below)}</div>'
+        body.append([_e(row.label(24)), bar, what, *(_e(row.cells[i]) for i in used)])
+    titles = ["region", "% time", "operators", *(u.COLUMNS[i].title for i in used)]
+    hints = ["", "share of the plan's time", "with the type of the first output, who runs it, and "
+             "where it stands in the model", *(u.COLUMNS[i].hint for i in used)]  # fmt: skip
+    table = _raw_table(titles, body, "kno" + "n" * len(used), hints) if body else ""
+    if left:
+        n, part = sum(len(row.regions) for row in left), u.total(row.seconds for row in left)
+        table += (f"<p>{u.count(len(left), 'row')} left out: {u.count(n, 'region')}, "
+                  f"{_e(u.percent(part / whole))} of the time.</p>")  # fmt: skip
+    legend = f'<p class="dim">{_e(text.legend(report))}</p>' if rows else ""
+    return _details("Regions, in the order they run", table + legend, is_open=True) if rows else ""
+
+
+def _vetoes(report: Report) -> str:
+    found = text.vetoes(report)
+    rows = [
+        (u.seconds(t.seconds), u.size(t.bytes), f"×{t.count}", t.reason, "; ".join(t.examples[:2]),
+         t.remedy)
+        for t in found
+    ]  # fmt: skip
+    cost = u.seconds(u.total(t.seconds for t in found))
+    title = f"What did not fuse: {u.count(sum(t.count for t in found), 'value')}, {cost}"
+    heads = ("time", "bytes", "count", "reason", "for example", "remedy")
+    return _details(title, _table(heads, rows, "nnnwww"))
+
+
+def _refusals(report: Report) -> str:
+    rows = [
+        (engine, f"×{t.count}", t.reason, ", ".join(t.examples[:3]), t.remedy)
+        for engine, found in text.refusals(report).items()
+        for t in found
+    ]
+    heads = ("engine", "regions", "reason", "for example", "remedy")
+    return _details("Who refused", _table(heads, rows, "knwww"))
+
+
+def _alternatives(report: Report) -> str:
+    rows = []
+    for row, losers in text.alternatives(report):
+        r = row.first
+        kind = "measured" if u.known(r.measured_s) else "predicted"
+        rows.append((row.label(), r.candidate, f"{u.seconds(r.best_s)} {kind}", "chosen", ""))
+        rows += [("", o.candidate, o.time, o.slower, o.verdict) for o in losers]
+    heads = ("region", "candidate", "time", "against", "out of the race because")
+    return _details(
+        "Alternatives to the most expensive regions", _table(heads, rows, "kwnnw")
+    )  # fmt: skip
+
+
+# ---- pictures -------------------------------------------------------------------------------
+
+WIDE, HIGH = 900, 400
+LEFT, RIGHT, TOP, BOTTOM = 74, 14, 12, 42  # margins of the chart
+
+
+def _tip(region: RegionReport) -> str:
+    """What a dot or a bar says when the mouse rests on it."""
+    kind = "measured" if u.known(region.measured_s) else "predicted"
+    lines = (
+        f"{region.name}: {u.operators(region)}",
+        f"{region.shape} by {u.engine(region)}",
+        f"{u.seconds(region.best_s)} {kind}, {u.percent(region.fraction)} of the roofline",
+        f"{u.flop_rate(_attained(region))} at {u.number(region.intensity)} FLOP/B, "
+        f"bound: {region.bound}",
+    )
+    return "<title>" + "\n".join(map(_e, lines)) + "</title>"
+
+
+def _attained(region: RegionReport) -> float | None:
+    time = region.best_s
+    return region.flops / time if u.known(time) and time > 0 and u.known(region.flops) else None
+
+
+def _keys(report: Report) -> str:
+    kinds = dict.fromkeys(r.bound for r in report.regions)
+    keys = (
+        f'<span class="key" style="background:{COLOURS.get(b, OTHER)}"></span>{_e(b)}'
+        for b in kinds
+    )
+    return '<p class="dim">bound by' + "".join(keys) + "</p>"
+
+
+def _time_bar(report: Report) -> str:
+    whole = u.total(r.best_s for r in report.regions)
+    if not whole > 0:
+        return ""
+    boxes, x = [], 0.0
+    for r in report.regions:
+        if not u.known(r.best_s) or r.best_s <= 0:
+            continue
+        wide = WIDE * r.best_s / whole
+        gap = 1.0 if wide > 3 else 0.0
+        boxes.append(
+            f'<rect class="bar" x="{x:.2f}" y="0" width="{max(wide - gap, 0.2):.2f}" height="26" '
+            f'fill="{COLOURS.get(r.bound, OTHER)}" fill-opacity=".8">{_tip(r)}</rect>'
+        )
+        label = u.shorten(r.name, max(int(wide / 8), 1))
+        if wide > 26:
+            boxes.append(f'<text x="{x + 4:.2f}" y="40">{_e(label)}</text>')
+        x += wide
+    return (
+        f"<h2>Where the time goes, {u.seconds(whole)} from left to right</h2>\n"
+        f'<svg viewBox="0 0 {WIDE} 44" role="img" aria-label="time by region">\n'
+        + "\n".join(boxes) + "\n</svg>\n" + _keys(report)
+    )  # fmt: skip
+
+
+class Roof(NamedTuple):
+    """A limit of the target: bytes per second (slanted), or operations per second (flat)."""
+
+    label: str
+    rate: float
+
+
+def _roofs(report: Report) -> tuple[list[Roof], list[Roof]]:
+    """Bandwidths and peaks of the target, if it is one we know by name."""
+    if report.target.lower() not in names():
+        return [], []
+    t: Target = target(report.target)
+    slanted = [Roof(f"memory {u.bandwidth(t.stream)}", t.stream)]
+    if t.cache_bandwidth > t.stream:
+        slanted.append(Roof(f"cache {u.bandwidth(t.cache_bandwidth)}", t.cache_bandwidth))
+    heads = (re.match(r"\w+", r.shape) for r in report.regions)
+    dtypes = {head[0] for head in heads if head and head[0] in t.peak} or {"f32"}
+    flat = {t.rate(d): f"{d} products {u.flop_rate(t.rate(d))}" for d in sorted(dtypes)}
+    if t.has_tensor_cores:
+        vector = t.rate("f32", product=False)
+        flat.setdefault(vector, f"other arithmetic {u.flop_rate(vector)}")
+    return slanted, [Roof(label, rate) for rate, label in flat.items()]
+
+
+class Scale(NamedTuple):
+    """A logarithmic axis: values from ``low`` to ``high`` on pixels from ``a`` to ``b``."""
+
+    low: float
+    high: float
+    a: float
+    b: float
+
+    def __call__(self, value: float) -> float:
+        span = math.log(self.high / self.low)
+        part = math.log(min(max(value, self.low), self.high) / self.low) / span
+        return self.a + part * (self.b - self.a)
+
+    def decades(self) -> list[float]:
+        first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+        step = max(1, -(-(last - first) // 8))
+        return [10.0**k for k in range(first, last + 1, step)]
+
+
+def _scales(points: Sequence[tuple[float, float]], slanted: list[Roof], flat: list[Roof]) -> tuple[
+    Scale, Scale
+]:  # fmt: skip
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    if slanted and flat:
+        xs += [top.rate / slanted[0].rate for top in flat]
+        ys += [top.rate for top in flat]
+    low, high = min(xs, default=0.1), max(xs, default=100.0)
+    x = Scale(max(low / 4, high * 1e-8), high * 6, LEFT, WIDE - RIGHT)
+    bottom, top = min(ys, default=1e9), max(ys, default=1e12)
+    bottom = max(min(bottom / 3, top / 50), top * 1e-8)  # two decades at least
+    return x, Scale(bottom, top * 3, HIGH - BOTTOM, TOP)
+
+
+def _roofline(report: Report) -> str:
+    if not report.regions:
+        return ""
+    slanted, flat = _roofs(report)
+    points = [
+        (r.intensity, rate) if u.known(rate := _attained(r)) and rate > 0 and
+        u.known(r.intensity) and r.intensity > 0 else None
+        for r in report.regions
+    ]  # fmt: skip
+    x, y = _scales([p for p in points if p], slanted, flat)
+    shapes = [*_axes(x, y), *_roof_lines(x, y, slanted, flat)]
+    whole = u.total(r.best_s for r in report.regions) or math.nan
+    for r, point in zip(report.regions, points, strict=True):
+        colour, share = COLOURS.get(r.bound, OTHER), r.best_s / whole
+        radius = 3.5 + 14 * math.sqrt(share) if u.known(share) and share > 0 else 3.5
+        at = (x(point[0]), y(point[1])) if point else (LEFT, HIGH - BOTTOM)
+        fill = f'fill="{colour}" fill-opacity=".55"' if point else 'fill="none"'
+        shapes.append(
+            f'<circle class="dot" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="{radius:.1f}" {fill} '
+            f'stroke="{colour}" pointer-events="all">{_tip(r)}</circle>'
+        )
+    unplaced = sum(p is None for p in points)
+    missing = (f"Hollow, in the corner: {u.count(unplaced, 'region')} that only move data or "
+               "have no known time.") if unplaced else ""  # fmt: skip
+    roofs = "" if slanted else f"The limits of {report.target or 'the target'} are not known here."
+    return (
+        "<h2>Roofline</h2>\n"
+        f'<svg viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="roofline chart">\n'
+        + "\n".join(shapes) + "\n</svg>\n"
+        + '<p class="dim">One dot per region, its area by time; the closer to a line, the less '
+        + f"there is to gain. {_e(missing)} {_e(roofs)}</p>"
+    )  # fmt: skip
+
+
+def _axes(x: Scale, y: Scale) -> list[str]:
+    shapes = []
+    grid = 'stroke="currentColor" stroke-opacity=".15"'
+    for v in x.decades():
+        shapes.append(f'<path d="M{x(v):.1f} {TOP}V{HIGH - BOTTOM}" {grid}/>')
+        shapes.append(f'<text x="{x(v):.1f}" y="{HIGH - BOTTOM + 15}" text-anchor="middle">'
+                      f"{v:g}</text>")  # fmt: skip
+    for v in y.decades():
+        label = u.flop_rate(v).replace(".00 ", " ").replace(".0 ", " ")
+        shapes.append(f'<path d="M{LEFT} {y(v):.1f}H{WIDE - RIGHT}" {grid}/>')
+        shapes.append(f'<text x="{LEFT - 5}" y="{y(v) + 4:.1f}" text-anchor="end">{label}</text>')
+    middle = (LEFT + WIDE - RIGHT) / 2
+    shapes.append(f'<text x="{middle}" y="{HIGH - 8}" text-anchor="middle">operations per byte '
+                  "moved</text>")  # fmt: skip
+    return shapes
+
+
+def _roof_lines(x: Scale, y: Scale, slanted: list[Roof], flat: list[Roof]) -> list[str]:
+    shapes = []
+    line = 'fill="none" stroke="currentColor" stroke-opacity=".75" stroke-width="1.5"'
+    for i, roof in enumerate(slanted):
+        top = max(f.rate for f in flat)
+        x1, y1 = max(x.low, y.low / roof.rate), max(x.low, y.low / roof.rate) * roof.rate
+        a, b = (x(x1), y(y1)), (x(top / roof.rate), y(top))
+        dash = ' stroke-dasharray="5 4"' if i else ""
+        tilt = math.degrees(math.atan2(b[1] - a[1], b[0] - a[0]))
+        at = (a[0] + 0.3 * (b[0] - a[0]), a[1] + 0.3 * (b[1] - a[1]))
+        side = -5 if i else 14  # the cache's words above its line, the memory's below
+        shapes.append(f'<path d="M{a[0]:.1f} {a[1]:.1f}L{b[0]:.1f} {b[1]:.1f}" {line}{dash}/>')
+        shapes.append(f'<text transform="translate({at[0]:.1f} {at[1]:.1f}) rotate({tilt:.1f})" '
+                      f'y="{side}">{_e(roof.label)}</text>')  # fmt: skip
+    for roof in flat:
+        start = x(roof.rate / slanted[-1].rate)
+        shapes.append(f'<path d="M{start:.1f} {y(roof.rate):.1f}H{WIDE - RIGHT}" {line}/>')
+        shapes.append(f'<text x="{WIDE - RIGHT}" y="{y(roof.rate) - 5:.1f}" text-anchor="end">'
+                      f"{_e(roof.label)}</text>")  # fmt: skip
+    return shapes

@@ -1,0 +1,175 @@
+"""The vocabulary of an explanation: plain data that a plan fills in and renderers read.
+
+All times are seconds, all sizes bytes, all counts plain numbers; what was not measured is None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OptionReport:
+    """One way a region could have been run."""
+
+    candidate: str  # "vendor_fused[recipe=cudnn, benchmark=True]"
+    predicted_s: float
+    measured_s: float | None = None
+    error: float | None = None
+    rejected: str = ""  # why it was out of the race, if it was
+
+
+@dataclass(frozen=True)
+class RefusalReport:
+    """An engine that would not run the region."""
+
+    engine: str
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """One region of the plan, priced.
+
+    ``roofline_s`` is the least time its bytes and operations allow on the target;
+    ``predicted_s`` what the chosen engine should take; ``measured_s`` what it took alone.
+    ``error`` is the largest error against float64 relative to the largest value, and
+    ``torch_error`` PyTorch's own in the same element type. ``reference`` says what the error
+    was measured against.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    source: str
+    shape: str  # the type of the first output, as text
+    engine: str
+    candidate: str
+    flops: float
+    bytes: int
+    bound: str  # "memory", "compute", "launch" or "free"
+    roofline_s: float
+    predicted_s: float
+    measured_s: float | None = None
+    error: float | None = None
+    torch_error: float | None = None
+    reference: str = ""
+    options: tuple[OptionReport, ...] = ()
+    refusals: tuple[RefusalReport, ...] = ()
+    note: str = ""
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def best_s(self) -> float:
+        """The measured time, or the prediction where nothing was measured."""
+        return self.predicted_s if self.measured_s is None else self.measured_s
+
+    @property
+    def fraction(self) -> float:
+        """The part of the roofline reached (measured where possible); 1 is perfect."""
+        return min(self.roofline_s / self.best_s, 1.0) if self.best_s else 1.0
+
+
+@dataclass(frozen=True)
+class VetoReport:
+    """A value that goes through memory because two operators were not fused."""
+
+    value: str
+    producer: str
+    consumer: str
+    reason: str
+    bytes: int
+    seconds: float  # what those bytes cost on the target
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass over the graph did."""
+
+    name: str
+    fired: Mapping[str, int]
+    before: int
+    after: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Where memory goes: weights, the planned arena, and what library calls allocate."""
+
+    weights: int
+    arena: int  # one block, reused by lifetimes
+    unplanned: int  # largest sum of library-allocated values alive at once
+    separate: int  # all intermediate values if none were reused
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole plan, explained."""
+
+    name: str
+    target: str
+    device: str  # "cpu", "cuda:0", or "" when planned for a machine that is not here
+    mode: str  # "heuristic", "found", "loaded"
+    cuda_graph: str  # "yes", or why not
+    regions: tuple[RegionReport, ...]
+    vetoes: tuple[VetoReport, ...]
+    passes: tuple[PassReport, ...]
+    memory: MemoryReport
+    nodes_before: int
+    nodes_after: int
+    plan_s: float  # seconds it took to make the plan
+    total_measured_s: float | None = None  # the whole plan, timed as one
+    versions: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def predicted_s(self) -> float:
+        return sum(r.best_s for r in self.regions)
+
+    @property
+    def roofline_s(self) -> float:
+        return sum(r.roofline_s for r in self.regions)
+
+    @property
+    def flops(self) -> float:
+        return sum(r.flops for r in self.regions)
+
+    @property
+    def bytes(self) -> int:
+        return sum(r.bytes for r in self.regions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data, derived figures included."""
+        data = asdict(self)
+        for region, plain in zip(self.regions, data["regions"], strict=True):
+            plain["intensity"], plain["fraction"] = region.intensity, region.fraction
+        data["totals"] = {
+            "predicted_s": self.predicted_s,
+            "roofline_s": self.roofline_s,
+            "flops": self.flops,
+            "bytes": self.bytes,
+        }
+        return data
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """The report as strict JSON (no NaN or Infinity)."""
+        return json.dumps(_finite(self.as_dict()), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,399 @@
+"""Explanations: the figures are the right ones, and they survive whatever a report contains."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deuteron.errors import DeuteronError
+from deuteron.explain import Explanation, render, text, units
+from deuteron.explain.report import (
+    MemoryReport,
+    OptionReport,
+    PassReport,
+    RefusalReport,
+    RegionReport,
+    Report,
+    VetoReport,
+)
+
+NAN = math.nan
+HOSTILE = "<script>alert('x')</script>\"&\x1b[31m\n\u202e"
+
+
+def region(name: str = "r0", **changes: Any) -> RegionReport:
+    """Two GFLOP over 4 MB, 10 µs at best, predicted 16 and measured 20."""
+    plain = RegionReport(
+        name, ("conv", "relu"), f"net.{name}", "f16[32,64,56,56]@nhwc", "vendor_fused",
+        "vendor_fused[recipe=cudnn, benchmark=True]", flops=2e9, bytes=4_000_000, bound="compute",
+        roofline_s=10e-6, predicted_s=16e-6, measured_s=20e-6,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def report(*regions: RegionReport, **changes: Any) -> Report:
+    plain = Report(
+        "net", "h200", "cuda:0", "found", "yes", regions, vetoes=(), passes=(),
+        memory=MemoryReport(0, 0, 0, 0), nodes_before=9, nodes_after=4, plan_s=0.25,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def illustration() -> Report:
+    """The hand-made report in docs/reading-an-explanation.md. No run stands behind it."""
+
+    def timed(work: tuple[float, int, str], *figures: float, **rest: Any) -> RegionReport:
+        roof, predicted, measured, error, torch_error = figures
+        return region(
+            flops=work[0], bytes=work[1], bound=work[2], roofline_s=roof, predicted_s=predicted,
+            measured_s=measured, error=error, torch_error=torch_error, reference="float64", **rest,
+        )  # fmt: skip
+
+    triton = RefusalReport("inductor", "Triton is not installed", "pip install triton")
+    gelu = RefusalReport("vendor_fused", "cudnn: cuDNN's fused call ends in ReLU, not in gelu")
+    rough = "its error 3.1e-02 is more than twice PyTorch's own"
+    by_torch = {"engine": "torch", "candidate": "torch"}
+    small = (3.288e9, 64_257_000, "memory")
+    squeeze = timed(small, 17.3e-6, 23.1e-6, 22.4e-6, 3.1e-4, 3.2e-4, refusals=(triton,))
+    spatial = timed(
+        (7.399e9, 25_764_000, "compute"), 12.4e-6, 20.0e-6, 27.9e-6, 4.0e-4, 4.4e-4,
+        refusals=(triton,), options=(
+            OptionReport("vendor_fused[recipe=cudnn, benchmark=True]", 20.0e-6, 27.9e-6, 4.0e-4),
+            OptionReport("torch", 31.7e-6, 50.8e-6, 4.4e-4),
+            OptionReport("triton_conv[block=128x64, stages=4]", 19.2e-6, 24.9e-6, 3.1e-2, rough),
+        ),
+    )  # fmt: skip
+    widen = timed(
+        (3.314e9, 115_639_000, "memory"), 29.4e-6, 39.2e-6, 37.6e-6, 3.3e-4, 5.0e-4,
+        refusals=(triton,), ops=("conv", "add", "relu"), shape="f16[32,256,56,56]@nhwc",
+        options=(OptionReport("torch", 66.0e-6, 92.3e-6, 5.0e-4),),
+    )  # fmt: skip
+    head = timed(
+        (2.57e7, 51_400_000, "memory"), 14.3e-6, 24.2e-6, 21.8e-6, 2.4e-4, 2.4e-4, name="r6",
+        ops=("mean",), shape="f16[32,256]", source="pool", **by_torch,
+        refusals=(triton, RefusalReport("vendor_fused", "is not a product")),
+    )  # fmt: skip
+    last = timed(
+        (1.64e7, 592_000, "launch"), 2.3e-6, 6.6e-6, 7.1e-6, 4.9e-4, 4.9e-4, name="r7",
+        ops=("linear", "gelu"), shape="f16[32,1000]", source="fc", **by_torch,
+        refusals=(triton, gelu),
+    )  # fmt: skip
+    layers = [(squeeze, "conv1"), (spatial, "conv2"), (widen, "conv3")] * 2
+    body = [
+        replace(r, name=f"r{i}", source=f"layer1.{i // 3}.{layer}")
+        for i, (r, layer) in enumerate(layers)
+    ]
+    product = "a product starts a region of its own: its operands must be in memory"
+    between = (
+        VetoReport(f"relu_{i}", f"relu (layer1.{i // 3}.relu{i % 3 + 1})",
+                   f"conv (layer1.{(i + 1) // 3}.conv{(i + 1) % 3 + 1})", product, n, n / 4.25e12)
+        for i, n in enumerate((25_690_000, 25_690_000, 102_760_000, 25_690_000, 25_690_000))
+    )  # fmt: skip
+    shared, wide = "%relu_2 is read by conv as well, so it is written anyway", 102_760_000
+    rows = "a reduction after a product needs whole rows, the product makes tiles"
+    return report(
+        *body, head, last, name="resnet_stage",
+        vetoes=(
+            *between,
+            VetoReport("relu_2", "relu (layer1.0.relu3)", "add (layer1.1)", shared, wide, 24.2e-6),
+            VetoReport("relu_5", "relu (layer1.1.relu3)", "mean (pool)", rows, wide, 24.1e-6),
+        ),
+        passes=(
+            PassReport("dead code", {}, 26, 26, 0.0002),
+            PassReport("fold batch norm", {"conv+batch_norm": 6}, 26, 20, 0.0051),
+            PassReport("layout", {"conv to nhwc": 6, "conversion at the edge": 1}, 20, 21, 0.0012),
+            PassReport("common subexpressions", {}, 21, 21, 0.0003),
+        ),
+        memory=MemoryReport(1_050_000, 154_140_000, 51_380_000, 411_040_000),
+        nodes_before=26, nodes_after=21, plan_s=1.31, total_measured_s=189e-6,
+        versions={"deuteron": "0.1.0", "torch": "2.11.0", "cuda": "13.0"},
+    )  # fmt: skip
+
+
+def broken() -> Report:
+    """Nothing in it is known."""
+    r = region(
+        flops=NAN, roofline_s=NAN, predicted_s=NAN, measured_s=None, bound="", shape="",
+        options=(OptionReport("a", NAN), OptionReport("b", NAN, NAN, NAN)),
+        refusals=(RefusalReport("", ""),),
+    )  # fmt: skip
+    infinite = region("r1", predicted_s=math.inf, measured_s=math.inf, error=NAN, torch_error=NAN)
+    vetoes = (VetoReport("v", "", "", "", 0, NAN),)
+    return report(
+        r, infinite, name="", target="", device="", mode="", cuda_graph="", vetoes=vetoes,
+        passes=(PassReport("", {}, 0, 0, NAN),), plan_s=NAN, total_measured_s=NAN,
+    )  # fmt: skip
+
+
+def hostile() -> Report:
+    """Every piece of text tries to escape."""
+    r = region(
+        HOSTILE * 9, ops=(HOSTILE,) * 40, source=HOSTILE, shape=HOSTILE, engine=HOSTILE,
+        candidate=HOSTILE, bound=HOSTILE, reference=HOSTILE, note=HOSTILE,
+        options=(OptionReport(HOSTILE * 9, 1.0, rejected=HOSTILE),),
+        refusals=(RefusalReport(HOSTILE, HOSTILE * 9, HOSTILE),),
+    )  # fmt: skip
+    return report(
+        r, name=HOSTILE * 9, target=HOSTILE, device=HOSTILE, mode=HOSTILE, cuda_graph=HOSTILE,
+        vetoes=(VetoReport(HOSTILE, HOSTILE * 9, HOSTILE, HOSTILE, 1, 1e-6),),
+        passes=(PassReport(HOSTILE, {HOSTILE * 9: 1}, 1, 2, 0.1),),
+        versions={HOSTILE: HOSTILE}, notes=(HOSTILE * 9,),
+    )  # fmt: skip
+
+
+def many(n: int = 200) -> Report:
+    """Regions that take 1, 2, … n µs: none looks like another."""
+    return report(*(region(f"r{i}", measured_s=(i + 1) * 1e-6) for i in range(n)))
+
+
+REPORTS: dict[str, Callable[[], Report]] = {
+    "empty": report, "one": lambda: report(region()), "illustration": illustration,
+    "many": many, "broken": broken, "hostile": hostile,
+}  # fmt: skip
+every = pytest.mark.parametrize("made", REPORTS.values(), ids=REPORTS)
+
+
+class Page(HTMLParser):
+    """A strict reader: every tag is closed by its own, and is one that we write."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.feed(source)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag != "meta":
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not any(name.startswith("on") or name in ("href", "src") for name, _ in attrs)
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+@every
+def test_text_fits_a_log(made: Callable[[], Report]) -> None:
+    out = render(made(), "text")
+    assert max(map(len, out.splitlines())) <= text.WIDTH
+    assert all(c == "\n" or c.isprintable() for c in out)
+    assert "nan" not in out and "inf " not in out
+
+
+@every
+def test_json_is_strict_and_whole(made: Callable[[], Report]) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    given = made()
+    data = json.loads(render(given, "json", limit=1), parse_constant=refuse)
+    assert len(data["regions"]) == len(given.regions) and data["name"] == given.name
+
+
+@every
+def test_html_parses_and_loads_nothing(made: Callable[[], Report]) -> None:
+    given = made()
+    page = Explanation(given).to_html()
+    found = Page(page)
+    assert "<script" not in page and "http:" not in page and "https:" not in page
+    dots = [attrs for tag, attrs in found.seen if tag == "circle"]
+    assert len(dots) == len(given.regions)
+    for dot in dots:
+        assert 0 <= float(dot["cx"] or "nan") <= 900 and 0 <= float(dot["cy"] or "nan") <= 400
+    assert ">nan<" not in page and '"nan' not in page and "inf%" not in page
+    ours = Page(render(illustration(), "html"))
+    assert {tag for tag, _ in found.seen} <= {tag for tag, _ in ours.seen}
+    assert given.name != HOSTILE * 9 or "<script>alert('x')</script>" in found.words  # as text
+    fragment = Explanation(given)._repr_html_()
+    assert Page(fragment).seen and "<html" not in fragment and fragment in page
+    page.encode("utf-8")
+
+
+def test_an_explanation_shows_itself() -> None:
+    e = Explanation(illustration())
+    assert str(e) == repr(e) == e.render() == e.render("text") == e.to_text()
+    assert e.to_html() == render(e.report, "html")
+    assert json.loads(e.to_json())["totals"]["flops"] == e.report.flops
+    with pytest.raises(DeuteronError, match="pdf") as caught:
+        e.render("pdf")
+    assert all(repr(name) in caught.value.remedy for name in ("text", "json", "html"))
+
+
+def line_of(out: str, start: str) -> list[str]:
+    return next(line.split() for line in out.splitlines() if line.startswith(start))
+
+
+def test_the_header_says_what_was_planned() -> None:
+    out = render(illustration())
+    for fact in ("resnet_stage", "26 nodes → 21", "8 regions", "h200 (cuda:0)", "found",
+                 "1.31 s", "torch 2.11.0", "CUDA Graph  yes"):  # fmt: skip
+        assert fact in out, fact
+    for reason in ("it reads the clock", "no: it reads the clock"):
+        assert "CUDA Graph  no: it reads the clock" in render(report(cuda_graph=reason))
+    assert "a machine that is not here" in render(report(device=""))
+
+
+def test_the_summary_gives_time_roofline_and_bounds() -> None:
+    out = " ".join(text.summary(report(region(), region("r1", bound="memory", measured_s=60e-6))))
+    assert "takes 80.0 µs, the sum of its regions" in out
+    assert "20.0 µs" in out and "25 % of it" in out and "4.00×" in out
+    assert "memory traffic for 75 % of the time and arithmetic for 25 %" in out
+    assert "the most time goes to r1 (conv+relu), 75 %" in out
+
+
+def test_the_summary_knows_what_was_measured() -> None:
+    for given, says in (
+        (report(region(), total_measured_s=15e-6), "takes 15.0 µs, measured as a whole"),
+        (report(region(measured_s=None)), "should take 16.0 µs: predicted"),
+        (report(region(), region("r1", measured_s=None)), "should take 36.0 µs: 1 of 2 regions"),
+        (report(region(), total_measured_s=8e-6), "below the roofline"),
+        (report(), "no regions"),
+        (broken(), "No region of this plan has a known time"),
+        (report(region(), region("r1", measured_s=NAN)), "1 region without a known time"),
+    ):
+        assert says in " ".join(text.summary(given))
+
+
+def test_a_region_shows_its_figures() -> None:
+    out = render(report(region(error=1.5e-4, torch_error=2e-4, note="packed")))
+    head = re.split(r"\s{2,}", next(x for x in out.splitlines() if x.startswith("region ")))
+    cells = dict(zip(head, line_of(out, "r0 "), strict=True))
+    assert cells == {
+        "region": "r0", "GFLOP": "2.00", "MB": "4.00", "FLOP/B": "500", "bound": "compute",
+        "roof µs": "10.0", "pred. µs": "16.0", "meas. µs": "20.0", "% roof": "50",
+        "error": "1.5e-04", "torch": "2.0e-04", "% time": "100",
+    }  # fmt: skip
+    assert (
+        "    conv+relu · f16[32,64,56,56]@nhwc · vendor_fused/cudnn · from net.r0 · packed" in out
+    )
+    out = render(report(region(measured_s=None)))  # columns that nothing fills are left out
+    assert "meas. µs" not in out and "torch  " not in out and "pred. µs" in out
+    assert math.isnan(region(measured_s=NAN).fraction)  # not known is not a hundred per cent
+
+
+def test_equal_regions_are_folded() -> None:
+    given = [region(f"r{i}") for i in range(6)]
+    given[2] = replace(given[2], shape="f16[1]")
+    given[4] = replace(given[4], measured_s=40e-6)
+    rows = text.fold(report(*given))
+    assert [(row.label(), len(row.regions)) for row in rows] == [("r0 ×4", 4), ("r2", 1), ("r4", 1)]
+    out = render(report(*given))
+    assert line_of(out, "r0 ×4")[-1] == "57"  # 80 of 140 µs
+    assert "net.r0 and 3 more" in out
+    assert sum(len(row.regions) for row in text.fold(many())) == 200
+
+
+def test_long_plans_show_the_expensive_rows() -> None:
+    def shown(given: Report, limit: int | None = None) -> list[int]:
+        return [int(i) for i in re.findall(r"^r(\d+) ", render(given, limit=limit), re.MULTILINE)]
+
+    assert shown(many()) == list(range(160, 200))  # in plan order
+    part = sum(range(1, 161)) / sum(range(1, 201))
+    assert f"160 rows left out: 160 regions, {100 * part:.0f} % of the time" in render(many())
+    assert len(shown(many(60))) == 60 and len(shown(many(), limit=200)) == 200
+    assert shown(many(), limit=2) == [198, 199] and shown(many(), limit=0) == []
+    assert "left out" in render(many(), "html", limit=3)
+    assert "left out" not in render(many(), "html")
+    with pytest.raises(DeuteronError, match="negative"):
+        render(many(), limit=-1)
+
+
+def test_vetoes_add_up_by_reason() -> None:
+    found = text.vetoes(illustration())
+    assert [(t.count, t.bytes) for t in found][:2] == [(5, 205_520_000), (1, 102_760_000)]
+    assert found[0].examples[0].startswith("%relu_2")  # the dearest first
+    out = render(illustration())
+    assert "7 values through memory, 411 MB, 96.7 µs" in out
+    assert "48.4 µs    206 MB     ×5  a product starts" in out
+    assert "remedy: let one operator read it" in out
+
+
+def test_reasons_that_differ_only_in_shape_meet() -> None:
+    reasons = [f"works on [{n}, 4], its producer on [{n}, 8]" for n in (2, 3)]
+    given = [VetoReport(f"v{i}", "a", "b", r, 8, 1e-6) for i, r in enumerate(reasons)]
+    (met,) = text.vetoes(report(vetoes=tuple(given)))
+    moved = VetoReport("v", "relu", "to_layout", "moves elements out of the tile", 8, 1e-6)
+    assert text.vetoes(report(vetoes=(moved,)))[0].remedy == text.CONVERSION
+    assert (met.reason, met.count) == ("works on […], its producer on […]", 2)
+    assert text.vetoes(report(vetoes=tuple(given[:1])))[0].reason == reasons[0]
+
+
+def test_the_advice_matches_reasons_that_fusion_gives(repo: Path) -> None:
+    source = (repo / "deuteron" / "passes" / "fuse.py").read_text(encoding="utf-8")
+    unknown = [part for part in text.REMEDIES if part not in source]
+    assert not unknown, f"passes/fuse.py does not say {unknown}"
+
+
+def test_refusals_add_up_and_alternatives_are_ranked() -> None:
+    found = text.refusals(illustration())
+    assert [(t.reason, t.count) for t in found["inductor"]] == [("Triton is not installed", 8)]
+    assert {t.count for t in found["vendor_fused"]} == {1}
+    (_, widen), (_, spatial) = text.alternatives(illustration())
+    assert [(o.candidate, o.slower) for o in widen] == [("torch", "2.45×")]
+    assert [o.candidate.split("[")[0] for o in spatial] == ["torch", "triton_conv"]  # rejected last
+    assert spatial[0].slower == "1.82×" and "twice PyTorch's own" in spatial[1].verdict
+    out = render(illustration())
+    for part in ("inductor: 8 of 8 regions", "remedy: pip install triton", "50.8 µs measured"):
+        assert part in out, part
+
+
+def test_memory_and_passes() -> None:
+    out = render(illustration())
+    assert "weights     1.05 MB" in out and "arena       154 MB" in out
+    assert "411 MB if every value had memory of its own: the plan needs 50 % of that" in out
+    assert text.passes(illustration()) == [
+        ("fold batch norm", "26 → 20", "5.10 ms", "conv+batch_norm ×6"),
+        ("layout", "20 → 21", "1.20 ms", "conv to nhwc ×6, conversion at the edge ×1"),
+        ("2 idle passes", "", "500 µs", "changed nothing"),
+    ]
+
+
+def test_the_roofs_are_those_of_the_target() -> None:
+    words = Page(render(illustration(), "html")).words
+    assert "memory 4.25 TB/s" in words and "f16 products 722 TFLOP/s" in words
+    nowhere = Page(render(report(region(), target="abacus"), "html")).words
+    assert "limits of abacus are not known" in nowhere and "TB/s" not in nowhere
+
+
+WRITTEN = (
+    (units.seconds(1.234e-9), "1.23 ns"), (units.seconds(999.9e-6), "1.00 ms"),
+    (units.seconds(0), "0 ns"), (units.seconds(90), "90.0 s"),
+    (units.size(64), "64 B"), (units.size(999_999), "1.00 MB"),
+    (units.size(12.9e6), "12.9 MB"), (units.bandwidth(4.248e12), "4.25 TB/s"),
+    (units.flops(7.4e9), "7.40 GFLOP"), (units.flop_rate(7.22e14), "722 TFLOP/s"),
+    (units.number(0.01234), "0.0123"), (units.number(12345.6), "12346"),
+    (units.number(1.24e-7), "1.2e-07"), (units.micro(27.9e-6), "27.9"),
+    (units.percent(0.314), "31 %"), (units.percent(0.001), "<1 %"),
+    (units.percent(0.9999), "99 %"), (units.percent(1 - 1e-15), "100 %"),
+    (units.error(0.0), "0"), (units.times(1.8), "1.80×"),
+    (units.count(1, "region"), "1 region"), (units.listed(["a", "b", "c"]), "a, b and c"),
+    (units.shorten("abcdefghij", 5), "ab…ij"), (units.clean("a\nb\x1b[0m"), "a b\ufffd[0m"),
+)  # fmt: skip
+
+
+def test_units() -> None:
+    assert [written for written, _ in WRITTEN] == [expected for _, expected in WRITTEN]
+    ways = ("number", "seconds", "size", "flops", "flop_rate", "bandwidth", "micro", "giga", "mega",
+            "percent", "error", "times")  # fmt: skip
+    for x in (None, NAN, math.inf):
+        assert {getattr(units, way)(x) for way in ways} == {units.MISSING}
+
+
+def test_the_documentation_shows_what_is_printed(repo: Path) -> None:
+    page = (repo / "docs" / "reading-an-explanation.md").read_text(encoding="utf-8")
+    assert render(illustration()).strip() in page, "print(render(illustration())) says otherwise"
