@@ -1,0 +1,25 @@
+"""Choosing and running: decide → build → program → run.
+
+Read in this order: decide, choose, find, timing, cache, memory, program, capture, cuda_graph,
+plan, binding, reporting, serialize; tensors holds what several of them do to tensors.
+"""
+
+from pathlib import Path
+
+import torch
+
+from deuteron.plan.cache import Cache
+from deuteron.plan.decide import Decision, decide
+from deuteron.plan.plan import Plan, compile_graph, resolve_device
+from deuteron.plan.serialize import load_decision
+
+
+def load_plan(path: str | Path, device: str | torch.device | None = None) -> Plan:
+    """Read a plan that ``Plan.save`` wrote. What no longer fits here is chosen anew, and
+    ``plan.explain()`` lists it under notes."""
+    where = resolve_device(device)
+    decision, _ = load_decision(Path(path), where)
+    return Plan(decision, where)
+
+
+__all__ = ["Cache", "Decision", "Plan", "compile_graph", "decide", "load_plan", "resolve_device"]

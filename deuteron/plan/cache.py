@@ -1,0 +1,204 @@
+"""Measurements remembered as text: one line each, mergeable, diffable, checked line by line.
+
+A line is a JSON object with the region's key and text, the environment it was measured in
+(device, driver, library versions, threads), the policy that matters to numbers, and what every
+candidate took. A line that is cut short or edited is told apart by its checksum, set aside in
+a file of its own, and the rest is still used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deuteron.errors import FileError
+from deuteron.files import cache_dir, locked, write_atomic
+from deuteron.policy import Policy
+from deuteron.target import cpu_identity
+
+FORMAT = 1
+FILE = "measurements.jsonl"
+
+
+@lru_cache
+def _environment(kind: str, index: int, threads: int) -> dict[str, Any]:
+    if kind == "cuda":
+        props = torch.cuda.get_device_properties(index)
+        driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+        return {
+            "device": props.name,
+            "driver": str(driver),
+            "torch": torch.__version__,
+            "cudnn": str(torch.backends.cudnn.version()),
+        }
+    return {"device": "cpu", **cpu_identity()}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a measurement depends on besides the region itself."""
+    index = device.index or 0
+    return _environment(device.type, index, torch.get_num_threads())
+
+
+def policy_key(policy: Policy) -> dict[str, Any]:
+    """The part of a policy that changes which candidates may win."""
+    return {
+        "deterministic": policy.deterministic,
+        "max_error": policy.max_error,
+        "max_workspace": policy.max_workspace,
+        "allow_tf32": policy.allow_tf32,
+    }
+
+
+def plain_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Knobs as they come back from a file: tuples are lists, other things their text."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(knobs), default=str))
+    return plain
+
+
+def knobs_key(knobs: Mapping[str, Any]) -> str:
+    """Equal for equal knobs, whether they come from an engine or from a file."""
+    return json.dumps(dict(knobs), sort_keys=True, default=str)
+
+
+def checksum(entry: Mapping[str, Any]) -> str:
+    body = {k: v for k, v in entry.items() if k != "sum"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Cache:
+    """The measurements of one file. ``problems`` lists lines that could not be used, and why."""
+
+    path: Path
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    damaged: list[bytes] = field(default_factory=list)
+    fresh: dict[str, dict[str, Any]] = field(default_factory=dict)
+    readable: bool = True
+
+    @staticmethod
+    def open(path: str | Path | None = None) -> Cache:
+        """Read a cache file; a missing one is empty."""
+        cache = Cache(Path(path) if path is not None else cache_dir() / FILE)
+        cache._read()
+        return cache
+
+    def _read(self) -> None:
+        self.entries.clear()
+        self.problems.clear()
+        self.damaged.clear()
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.readable = False
+            self.problems.append(f"{self.path.name}: {error.strerror}")
+            return
+        for number, line in enumerate(data.split(b"\n"), 1):
+            if line.strip():
+                self._take(number, line)
+
+    def _take(self, number: int, line: bytes) -> None:
+        where = f"{self.path.name} line {number}"
+        try:
+            entry = json.loads(line.decode())
+            if isinstance(entry.get("format"), int) and entry["format"] != FORMAT:
+                self.problems.append(f"{where}: format {entry['format']}, this is {FORMAT}")
+                self.entries[f"kept {checksum(entry)}"] = entry  # for the version that wrote it
+                return
+            good = entry["sum"] == checksum(entry) and all(map(_sound, entry["options"]))
+            key = _key(entry["region"], entry["environment"], entry["policy"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self.problems.append(f"{where}: cut short or not JSON")
+            self.damaged.append(line)
+            return
+        if good:
+            self.entries[key] = entry
+        else:
+            self.problems.append(f"{where}: edited or damaged (checksum differs)")
+            self.damaged.append(line)
+
+    def get(self, region: str, device: torch.device, policy: Policy) -> list[dict[str, Any]] | None:
+        """What was measured for this region here, or None."""
+        entry = self.entries.get(_key(region, environment(device), policy_key(policy)))
+        return entry["options"] if entry is not None else None
+
+    def put(
+        self, region: str, text: str, device: torch.device, policy: Policy,
+        options: list[dict[str, Any]],
+    ) -> None:  # fmt: skip
+        """Remember measurements; they reach the file at :meth:`save`."""
+        entry: dict[str, Any] = {
+            "format": FORMAT,
+            "region": region,
+            "text": text,
+            "environment": environment(device),
+            "policy": policy_key(policy),
+            "options": options,
+        }
+        entry["sum"] = checksum(entry)
+        key = _key(region, entry["environment"], entry["policy"])
+        self.entries[key] = self.fresh[key] = entry
+
+    def save(self) -> None:
+        """Merge what is new into the file, under a lock and by rename. Bad lines move to a
+        file beside it, so that nothing is lost. A cache that cannot be written is not fatal."""
+        if not self.fresh:
+            return
+        try:
+            with locked(self.path):
+                on_disk = Cache(self.path)
+                on_disk._read()
+                if not on_disk.readable:  # writing would lose what is in there
+                    self.problems.append(f"{self.path.name}: not written, as it cannot be read")
+                    return
+                if on_disk.damaged:
+                    aside = self.path.with_suffix(".damaged.jsonl")
+                    old = aside.read_bytes() if aside.exists() else b""
+                    write_atomic(aside, old + b"".join(line + b"\n" for line in on_disk.damaged))
+                merged = {**on_disk.entries, **self.fresh}
+                write_atomic(self.path, _lines(merged))
+            self.entries = merged
+            self.fresh = {}
+        except OSError as error:
+            self.problems.append(f"{self.path.name}: not written ({error.strerror})")
+
+    def merge(self, other: str | Path) -> int:
+        """Take over the entries of another cache file; how many were new."""
+        if not Path(other).exists():
+            raise FileError(f"there is no cache file {str(other)!r}")
+        found = Cache.open(other)
+        new = {k: v for k, v in found.entries.items() if k not in self.entries}
+        self.fresh.update(new)
+        self.entries.update(new)
+        self.save()
+        return len(new)
+
+
+def _sound(row: Mapping[str, Any]) -> bool:
+    """Whether one measurement has the fields that a plan reads, of the right types."""
+    texts = all(isinstance(row[name], str) for name in ("engine", "version", "rejected"))
+    numbers = all(
+        row[name] is None or (type(row[name]) in (int, float) and row[name] >= 0)
+        for name in ("seconds", "error", "torch_error")
+    )
+    whole = isinstance(row["knobs"], dict) and isinstance(row["reference"], str)
+    return texts and numbers and whole
+
+
+def _key(region: str, env: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
+    return json.dumps([region, dict(env), dict(policy)], sort_keys=True)
+
+
+def _lines(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = sorted(json.dumps(entry, sort_keys=True) for entry in entries.values())
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,153 @@
+"""Choosing by estimate: every engine is asked, the cheapest offer wins, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from deuteron.engines import Candidate, Engine, Refusal, engines
+from deuteron.engines.roofline import is_product
+from deuteron.errors import EngineError
+from deuteron.ir.region import Region
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+PATIENCE_S = 0.5  # a heuristic plan does not wait for candidates that take longer to build
+FALLBACKS = ("torch", "inductor")  # engines that take any region, so prove nothing about it
+
+
+@dataclass(frozen=True)
+class Option:
+    """A candidate with what is known of it."""
+
+    candidate: Candidate
+    predicted_s: float
+    measured_s: float | None = None
+    error: float | None = None
+    rejected: str = ""
+
+    @property
+    def best_s(self) -> float:
+        return self.predicted_s if self.measured_s is None else self.measured_s
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A region with the candidate that will run it, and the field it won against."""
+
+    region: Region
+    option: Option
+    options: tuple[Option, ...] = ()
+    refusals: tuple[tuple[str, Refusal], ...] = ()
+    torch_error: float | None = None
+    reference: str = ""
+    note: str = ""
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.option.candidate
+
+    @property
+    def best_s(self) -> float:
+        return self.option.best_s
+
+
+@dataclass
+class Survey:
+    """Asks the engines, remembering answers for equal regions."""
+
+    target: Target
+    policy: Policy
+    known: dict[str, tuple[tuple[Option, ...], tuple[tuple[str, Refusal], ...]]] = field(
+        default_factory=dict
+    )
+
+    def ask(self, region: Region) -> tuple[tuple[Option, ...], tuple[tuple[str, Refusal], ...]]:
+        """(offers, cheapest first; refusals)."""
+        if region.text not in self.known:
+            self.known[region.text] = self._ask(region)
+        return self.known[region.text]
+
+    def _ask(self, region: Region) -> tuple[tuple[Option, ...], tuple[tuple[str, Refusal], ...]]:
+        options: list[Option] = []
+        refusals: list[tuple[str, Refusal]] = []
+        for engine in engines():
+            try:
+                refusal = engine.refuse(region, self.target, self.policy)
+                if refusal is not None:
+                    refusals.append((engine.name, refusal))
+                    continue
+                options += self._offers(engine, region)
+            except Exception as error:  # a user's engine must not take the plan down
+                if engine.name in FALLBACKS:
+                    raise
+                refusals.append((engine.name, Refusal(f"failed: {type(error).__name__}: {error}")))
+        if not options:
+            raise EngineError("no engine runs this region", where=region.text)
+        return tuple(sorted(options, key=lambda o: o.predicted_s)), tuple(refusals)
+
+    def _offers(self, engine: Engine, region: Region) -> Iterator[Option]:
+        for candidate in engine.candidates(region, self.target, self.policy):
+            rejected = ""
+            if self.policy.deterministic and not candidate.deterministic:
+                rejected = "not deterministic"
+            seconds = engine.estimate(region, self.target, candidate)
+            if not seconds >= 0:  # nan included: it would upset the order of all
+                raise EngineError(f"estimates {seconds!r} seconds")
+            yield Option(candidate, seconds, rejected=rejected)
+
+
+Pick = Callable[[Region], Choice]
+
+
+def heuristic(survey: Survey) -> Pick:
+    """Pick by estimate among what can be built at once."""
+
+    def pick(region: Region) -> Choice:
+        options, refusals = survey.ask(region)
+        return Choice(region, at_once(region, options), options, refusals)
+
+    return pick
+
+
+def at_once(region: Region, options: Sequence[Option]) -> Option:
+    """The cheapest offer that is quickly built, or the cheapest if none is."""
+    usable = [o for o in options if not o.rejected]
+    if not usable:
+        raise EngineError(
+            "every candidate is ruled out by the policy",
+            where=region.text,
+            remedy="relax Policy(deterministic=…)",
+        )
+    return next((o for o in usable if o.candidate.build_s <= PATIENCE_S), usable[0])
+
+
+def splits(region: Region) -> Iterator[tuple[Region, Region]]:
+    """Ways to cut a region in two: a product keeps ever less of its epilogue."""
+    if region.anchor != 0 or not is_product(region.graph, region.nodes[:1]):
+        return
+    for cut in range(len(region.nodes) - 1, 0, -1):
+        head = region.part(f"{region.name}a", region.nodes[:cut], 0)
+        tail = region.part(f"{region.name}b", region.nodes[cut:], None)
+        yield head, tail
+
+
+def choose(region: Region, pick: Pick, margin: float = 0.98) -> list[Choice]:
+    """The region whole, or cut where no engine wants it whole and the parts are faster."""
+    whole = pick(region)
+    if len(region.nodes) == 1 or whole.candidate.engine not in FALLBACKS:
+        return [whole]
+    best, best_s = [whole], whole.best_s
+    for head, tail in splits(region):
+        first = pick(head)
+        if first.candidate.engine in FALLBACKS and len(head.nodes) > 1:
+            continue  # nobody wants the longer piece either
+        parts = [first, *choose(tail, pick, margin)]
+        seconds = sum(c.best_s for c in parts)
+        if seconds < best_s * margin:
+            best, best_s = parts, seconds
+        if first.candidate.engine not in FALLBACKS:
+            break  # the longest piece that a fused call takes
+    if len(best) > 1:
+        best[0] = replace(best[0], note="cut from a longer chain that no engine fuses whole")
+    return best

@@ -1,0 +1,143 @@
+"""From a graph to decisions: passes, fusion, a choice for every region. Nothing is built yet,
+so this works for a machine that is not here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from deuteron.ir.graph import Graph
+from deuteron.ir.region import Region
+from deuteron.passes import Context, PassRecord, Veto, fuse, run_passes
+from deuteron.plan.cache import Cache
+from deuteron.plan.choose import Choice, Pick, Survey, choose, heuristic
+from deuteron.plan.find import Finder
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """All that was decided about a graph, and why."""
+
+    source: Graph  # as it came in
+    graph: Graph  # after the passes
+    target: Target
+    policy: Policy
+    choices: tuple[Choice, ...]
+    vetoes: tuple[Veto, ...]
+    passes: tuple[PassRecord, ...]
+    mode: str
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return tuple(choice.region for choice in self.choices)
+
+
+def decide(
+    graph: Graph,
+    target: Target,
+    policy: Policy,
+    *,
+    find: bool = False,
+    budget_s: float = 10.0,
+    device: torch.device | None = None,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+) -> Decision:
+    """Run the passes, fuse, and choose for every region: by estimate, or by measurement.
+
+    An error can only be promised after it was measured, so ``policy.max_error`` turns ``find`` on
+    wherever there is a device to measure on.
+    """
+    find = find or (policy.max_error is not None and device is not None)
+    begin = time.perf_counter()
+    optimised, records = run_passes(graph, Context(target, policy))
+    regions, vetoes = fuse(optimised)
+    survey = Survey(target, policy)
+    guess = heuristic(survey)
+    if not find:
+        choices = [c for region in regions for c in choose(region, guess)]
+        return Decision(
+            graph, optimised, target, policy, _numbered(choices), vetoes, records, "heuristic",
+            time.perf_counter() - begin,
+        )  # fmt: skip
+    assert device is not None
+    opened = cache or Cache.open()
+    constants = constants_on(optimised, device)
+    finder = Finder(survey, device, constants, opened, budget_s)
+    try:
+        notes = _search(regions, guess, finder, progress)
+        choices = [c for region in regions for c in choose(region, finder.pick)]
+    finally:  # what was measured is kept, whatever stops the search
+        opened.save()
+    notes += [f"cache: {problem}" for problem in opened.problems]
+    return Decision(
+        graph, optimised, target, policy, _numbered(choices), vetoes, records, "found",
+        time.perf_counter() - begin, tuple(notes),
+    )  # fmt: skip
+
+
+def _search(
+    regions: tuple[Region, ...], guess: Pick, finder: Finder, progress: Progress | None
+) -> list[str]:
+    """Measure equal regions once, the heaviest in total first, while the budget lasts."""
+    weight: dict[str, float] = {}
+    sample: dict[str, Region] = {}
+    for region in regions:
+        sample.setdefault(region.text, region)
+        weight[region.text] = weight.get(region.text, 0.0) + guess(region).best_s
+    order = sorted(sample, key=lambda text: -weight[text])
+    for i, text in enumerate(order):
+        choose(sample[text], finder.pick)
+        if progress is not None:
+            progress("measuring regions", i + 1, len(order))
+    notes = []
+    counts = finder.counts
+    if finder.stopped:
+        notes.append(f"{finder.stopped}; {counts['left']} regions were not measured")
+    elif counts["left"]:
+        notes.append(
+            f"{counts['left']} regions were not measured: the budget of {finder.budget_s:g} s "
+            "does not allow it; run find again to go on from the cache, or raise budget_s"
+        )
+    notes.append(f"regions measured: {counts['measured']}, remembered: {counts['remembered']}")
+    return notes
+
+
+def constants_on(graph: Graph, device: torch.device) -> dict[str, torch.Tensor]:
+    """The graph's constants on the device; rank-0 ones stay on the CPU, as literals."""
+    return {
+        name: const.data if const.is_scalar else const.data.to(device)
+        for name, const in graph.constants.items()
+    }
+
+
+def _numbered(choices: list[Choice]) -> tuple[Choice, ...]:
+    """Regions named by their place in the plan."""
+    return tuple(
+        replace(c, region=Region(_renamed(c.region.graph, f"r{i}"), c.region.constants,
+                                 c.region.anchor))
+        for i, c in enumerate(choices)
+    )  # fmt: skip
+
+
+def _renamed(graph: Graph, name: str) -> Graph:
+    return graph if graph.name == name else replace(graph, name=name)
+
+
+def versions(device: torch.device | None) -> Mapping[str, str]:
+    """Library versions that belong on every record."""
+    found = {"torch": str(torch.__version__)}
+    if device is not None and device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cuda"] = str(torch.version.cuda)
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found

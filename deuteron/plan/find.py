@@ -1,0 +1,360 @@
+"""Choosing by measurement: candidates of a region are built, verified and timed in turns.
+
+Regions are taken in order of their predicted weight until the budget is spent; what was not
+reached keeps its heuristic choice. Every answer goes to the cache at once, so a search that is
+stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from deuteron.engines import BuildContext, engine
+from deuteron.engines.roofline import region_cost
+from deuteron.errors import EngineError
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType, same_strides
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.cache import Cache, knobs_key, plain_knobs
+from deuteron.plan.choose import Choice, Option, Survey, at_once
+from deuteron.plan.tensors import poisoned, random_tensor, relative_error, restrided
+from deuteron.plan.timing import timed
+
+MARGIN = 0.98  # a measurement must be 2 % better to overturn the estimate's choice
+RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
+TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
+EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
+EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
+
+
+@dataclass
+class Finder:
+    """Picks by measurement. ``progress`` is told of every region that was measured."""
+
+    survey: Survey
+    device: torch.device
+    constants: Mapping[str, torch.Tensor]
+    cache: Cache
+    budget_s: float
+    progress: Callable[[str, Region], None] | None = None
+    spent_s: float = 0.0
+    stopped: str = ""
+    known: dict[str, Choice] = field(default_factory=dict)
+    counts: dict[str, int] = field(
+        default_factory=lambda: {"measured": 0, "remembered": 0, "left": 0}
+    )
+
+    def pick(self, region: Region) -> Choice:
+        """Measured if the budget allows, remembered if it was measured before, else guessed."""
+        if region.text not in self.known:
+            self.known[region.text] = self._pick(region)
+        found = self.known[region.text]
+        return replace(found, region=region)
+
+    def _pick(self, region: Region) -> Choice:
+        options, refusals = self.survey.ask(region)
+        usable = [o for o in options if not o.rejected]
+        base = Choice(region, at_once(region, options), options, refusals)
+        remembered = self._remembered(region, options)
+        if remembered is not None:
+            self.counts["remembered"] += 1
+            return self._decide(base, *remembered)
+        left = self.budget_s - self.spent_s
+        runs = sum(min(o.predicted_s, 3 * usable[0].predicted_s) for o in usable) * RUNS
+        if self.stopped or left <= 0 or runs > left / 2:
+            self.counts["left"] += 1
+            why = "the search was stopped" if self.stopped else "the budget does not allow it"
+            return replace(base, note=f"not measured: {why}")
+        begin = time.perf_counter()
+        try:
+            measured, torch_error, reference = self._measure(region, usable, left)
+        except KeyboardInterrupt:
+            self.stopped = "stopped by the user; what was measured so far is kept"
+            self.counts["left"] += 1
+            return replace(base, note="not measured: the search was stopped")
+        except Exception as error:  # the reference itself cannot run on made-up inputs
+            return _fall_back(base, f"not measured: {_short(error)}")
+        finally:
+            self.spent_s += time.perf_counter() - begin
+        self.counts["measured"] += 1
+        self._remember(region, measured, torch_error, reference)
+        if self.progress is not None:
+            self.progress("measured", region)
+        return self._decide(base, measured, torch_error, reference)
+
+    # ---- measuring
+
+    def _measure(
+        self, region: Region, options: list[Option], left: float
+    ) -> tuple[list[Option], float | None, str]:
+        begin = time.perf_counter()
+        feed = self.inputs(region)
+        ctx = BuildContext(
+            self.survey.target,
+            self.device,
+            self.survey.policy,
+            {v: feed[v] for v in region.constants},
+        )
+        args = [feed[v] for v in region.inputs]
+        thunks: dict[int, Callable[[], object]] = {}
+        results: dict[int, list[torch.Tensor]] = {}
+        done: dict[int, Option] = {}
+        for i, option in enumerate(options):
+            ours = option.candidate.engine == "torch"  # what the others are held against
+            if option.candidate.build_s > max(0.3, left / 4):
+                done[i] = replace(option, rejected=TOO_SLOW)
+                continue
+            if results and not ours and time.perf_counter() - begin > left:
+                done[i] = replace(option, rejected=NOT_REACHED)
+                continue
+            if i >= 2 and not ours and option.predicted_s > 3 * options[0].predicted_s:
+                done[i] = replace(option, rejected="predicted far slower")
+                continue
+            try:
+                thunk, outs, workspace = self._ready(region, option, ctx, args)
+            except Exception as error:
+                done[i] = replace(option, rejected=f"failed: {_short(error)}")
+                continue
+            if workspace > self.survey.policy.workspace_limit:
+                done[i] = replace(option, rejected=f"needs {workspace} bytes of workspace")
+                continue
+            thunks[i], results[i] = thunk, outs
+        errors, wrong, torch_error, reference = self._verify(region, feed, results, options)
+        for i, reason in wrong.items():
+            done[i] = replace(options[i], error=errors[i], rejected=reason)
+            del thunks[i]
+        seconds = min(0.1, max(0.02, left / 16))
+        for i, found in timed(thunks, self.device, seconds).items():
+            if isinstance(found, float):
+                done[i] = replace(options[i], measured_s=found, error=errors[i])
+            else:
+                done[i] = replace(options[i], error=errors[i], rejected=f"failed: {_short(found)}")
+        return [done[i] for i in sorted(done)], torch_error, reference
+
+    def _ready(
+        self, region: Region, option: Option, ctx: BuildContext, args: list[torch.Tensor]
+    ) -> tuple[Callable[[], object], list[torch.Tensor], int]:
+        kernel = engine(option.candidate.engine).build(region, option.candidate, ctx)
+        before = _versions(args)
+        types = [region.graph.types[v] for v in region.outputs]
+        if kernel.writes:
+            outs = [poisoned(t, self.device) for t in types]
+            kernel.fill(args, outs)
+            _check_unwritten(before, args)
+            return (lambda: kernel.fill(args, outs)), outs, kernel.workspace
+        result = kernel.fn(*args)
+        _check_unwritten(before, args)
+        outs = list(result) if isinstance(result, tuple) else [result]
+        for out, type_ in zip(outs, types, strict=True):
+            if tuple(out.shape) != type_.shape or out.dtype != type_.dtype.torch:
+                raise EngineError(f"returned {TensorType.from_tensor(out)}, not {type_}")
+            if out.device != self.device:
+                raise EngineError(f"returned a result on {out.device}, not on {self.device}")
+        fixed = [
+            i
+            for i, (out, type_) in enumerate(zip(outs, types, strict=True))
+            if not same_strides(type_.shape, out.stride(), type_.strides)
+        ]
+        if not fixed:
+            return (lambda: kernel.fn(*args)), outs, kernel.workspace
+
+        def with_copies() -> None:  # the plan would convert, so the time of that counts
+            again = kernel.fn(*args)
+            for i in fixed:
+                restrided(again[i] if isinstance(again, tuple) else again, types[i])
+
+        return with_copies, outs, kernel.workspace
+
+    def inputs(self, region: Region) -> dict[str, torch.Tensor]:
+        """Random inputs of the right types; constants are the real ones."""
+        gen = torch.Generator(device=self.device).manual_seed(0)
+        return {
+            v: self.constants[v]
+            if v in region.constants
+            else random_tensor(region.graph.types[v], self.device, gen, _index_limit(region, v))
+            for v in region.inputs
+        }
+
+    # ---- verifying
+
+    def _verify(
+        self,
+        region: Region,
+        feed: Mapping[str, torch.Tensor],
+        results: Mapping[int, list[torch.Tensor]],
+        options: list[Option],
+    ) -> tuple[dict[int, float], dict[int, str], float | None, str]:
+        """Errors, what is wrong with those that err too much, torch's own error, held to what."""
+        exact, reference = self._reference(region, feed, results, options)
+        errors = {i: list(map(relative_error, outs, exact)) for i, outs in results.items()}
+        plain = next((i for i in results if options[i].candidate.engine == "torch"), None)
+        if plain is not None and math.inf in errors[plain]:
+            # an overflow, or a comparison at its edge: torch's answer is then the one to give
+            reference = "torch"
+            errors = {i: list(map(relative_error, r, results[plain])) for i, r in results.items()}
+        theirs = errors[plain] if plain is not None else [0.0] * len(region.outputs)
+        wrong = {i: self._too_wrong(region, found, theirs) for i, found in errors.items()}
+        largest = {i: max(found, default=0.0) for i, found in errors.items()}
+        return (
+            largest,
+            {i: reason for i, reason in wrong.items() if reason},
+            None if plain is None else largest[plain],
+            reference,
+        )
+
+    def _reference(
+        self,
+        region: Region,
+        feed: Mapping[str, torch.Tensor],
+        results: Mapping[int, list[torch.Tensor]],
+        options: list[Option],
+    ) -> tuple[list[torch.Tensor], str]:
+        if region_cost(region).flops <= EXACT_FLOPS[self.device.type]:
+            answer = evaluate(region.graph, feed, float64=True)
+            return [answer[v] for v in region.outputs], "float64"
+        for i, option in enumerate(options):
+            if option.candidate.engine == "torch" and i in results:
+                return results[i], "torch"
+        answer = evaluate(region.graph, feed)
+        return [answer[v] for v in region.outputs], "torch"
+
+    def _too_wrong(self, region: Region, errors: list[float], theirs: list[float]) -> str:
+        """Why these errors of the outputs are not acceptable, or nothing."""
+        limit = self.survey.policy.max_error
+        cost = region_cost(region)
+        count = max(1, sum(region.graph.types[v].numel for v in region.outputs))
+        for value, error, other in zip(region.outputs, errors, theirs, strict=True):
+            if limit is not None:
+                if error > limit:
+                    return f"error {error:.1e} is over max_error {limit:.1e}"
+                continue
+            eps = EPS.get(region.graph.types[value].dtype.short, 0.0)
+            bound = 2 * other + 4 * eps + eps * math.sqrt(cost.flops / count) / 4
+            if error > bound:
+                return f"error {error:.1e} is over twice PyTorch's own"
+        return ""
+
+    # ---- deciding and remembering
+
+    def _decide(
+        self, base: Choice, measured: list[Option], torch_error: float | None, reference: str
+    ) -> Choice:
+        raced = [o for o in measured if o.measured_s is not None and not o.rejected]
+        if not raced:
+            limit = self.survey.policy.max_error
+            if limit is not None and any("max_error" in o.rejected for o in measured):
+                least = min((o.error for o in measured if o.error is not None), default=math.inf)
+                raise EngineError(
+                    f"no candidate keeps max_error {limit:.1e}; the best reaches {least:.1e}",
+                    where=base.region.text,
+                    remedy="raise Policy(max_error=…) or compute this part in a wider type",
+                )
+            kept = replace(base, options=tuple(measured) or base.options)
+            return _fall_back(kept, "no candidate passed; torch's own operators run it")
+        first = raced[0]  # options are sorted by estimate: this is the heuristic's choice
+        best = min(raced, key=lambda o: o.measured_s or 0.0)
+        keep = (best.measured_s or 0.0) >= (first.measured_s or 0.0) * MARGIN
+        return replace(
+            base,
+            option=first if keep else best,
+            options=tuple(measured),
+            torch_error=torch_error,
+            reference=reference,
+        )
+
+    def _remember(
+        self, region: Region, options: list[Option], torch_error: float | None, reference: str
+    ) -> None:
+        rows = [
+            {
+                "engine": o.candidate.engine,
+                "version": o.candidate.version,
+                "knobs": plain_knobs(o.candidate.knobs),
+                "seconds": o.measured_s,
+                "error": o.error if o.error is None or math.isfinite(o.error) else None,
+                "rejected": o.rejected,
+                "torch_error": torch_error,
+                "reference": reference,
+            }
+            for o in options
+            if o.rejected not in (TOO_SLOW, NOT_REACHED)
+        ]
+        self.cache.put(region.key, region.text, self.device, self.survey.policy, rows)
+
+    def _remembered(
+        self, region: Region, options: tuple[Option, ...]
+    ) -> tuple[list[Option], float | None, str] | None:
+        """Earlier measurements, if they cover the candidates that the engines offer now."""
+        rows = self.cache.get(region.key, self.device, self.survey.policy)
+        if rows is None:
+            return None
+        by_candidate = {(r["engine"], r["version"], knobs_key(r["knobs"])): r for r in rows}
+        found, torch_error, reference = [], None, ""
+        for option in options:
+            c = option.candidate
+            row = by_candidate.get((c.engine, c.version, knobs_key(c.knobs)))
+            if row is None:
+                if c.build_s > 0.5 or option.rejected:
+                    continue  # was too slow to build then, and is not worth measuring again
+                return None
+            torch_error, reference = row["torch_error"], row["reference"]
+            found.append(
+                replace(
+                    option,
+                    measured_s=row["seconds"],
+                    error=row["error"],
+                    rejected=row["rejected"],
+                )
+            )
+        return (found, torch_error, reference) if found else None
+
+
+def _fall_back(choice: Choice, note: str) -> Choice:
+    """The choice with torch's own operators, which are the reference and cannot be wrong."""
+    plain = next((o for o in choice.options if o.candidate.engine == "torch"), None)
+    option = choice.option if plain is None else replace(plain, measured_s=None)
+    return replace(choice, option=option, note=note)
+
+
+def _versions(args: list[torch.Tensor]) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in args]
+
+
+def _check_unwritten(before: list[int], args: list[torch.Tensor]) -> None:
+    if _versions(args) != before:
+        raise EngineError("wrote to its inputs")
+
+
+MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout")
+
+
+def _index_limit(region: Region, value: str) -> int:
+    """How large an integer input may be without pointing outside what it indexes."""
+    limit = 1 << 30
+    for node in region.graph.users.get(value, ()):
+        types = region.graph.in_types(node)
+        if node.op in ("embedding", "index_select", "gather"):
+            axis = node.attrs.get("axis", 0)
+            assert types[0] is not None
+            limit = min(limit, types[0].shape[axis])
+        elif node.op == "embedding_grad":
+            limit = min(limit, node.attrs["rows"])
+        elif node.op == "scatter_add":
+            limit = min(limit, node.attrs["shape"][node.attrs["axis"]])
+        elif node.op in ("cross_entropy", "nll_loss", "aten"):
+            assert types[0] is not None
+            limit = min(limit, types[0].shape[1] if types[0].rank > 1 else 2)
+        elif node.op in MOVES:
+            limit = min(limit, _index_limit(region, node.outputs[0]))
+        else:
+            limit = min(limit, 100)
+    return max(1, min(limit, 100) if value in region.outputs else limit)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]

@@ -1,0 +1,293 @@
+"""The plan: decided, built, ready to run as often as you like."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deuteron.engines import BuildContext, Kernel, engine
+from deuteron.errors import BindError, EngineError
+from deuteron.explain import Explanation
+from deuteron.ir.graph import Graph
+from deuteron.ir.types import TensorType
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.binding import Binder
+from deuteron.plan.cache import Cache
+from deuteron.plan.choose import Choice
+from deuteron.plan.cuda_graph import CapturedProgram
+from deuteron.plan.decide import Decision, Progress, constants_on, decide
+from deuteron.plan.find import Finder
+from deuteron.plan.program import Program
+from deuteron.plan.reporting import make_report
+from deuteron.plan.tensors import random_tensor, relative_error
+from deuteron.plan.timing import interleaved
+from deuteron.policy import Policy
+from deuteron.target import Target
+from deuteron.target import target as find_target
+
+
+class Plan:
+    """A graph planned for one device.
+
+    ``plan.run(x=tx, w=tw)`` gives the outputs by name, again and again, from any thread.
+    ``plan.explain()`` says what runs where and why; ``plan.save(path)`` keeps it.
+    """
+
+    def __init__(self, decision: Decision, device: torch.device) -> None:
+        self.decision, self.device = decision, device
+        graph = decision.graph
+        self.inputs: dict[str, TensorType] = {n: graph.types[n] for n in graph.inputs}
+        self.outputs: dict[str, TensorType] = {n: graph.types[v] for n, v in graph.outputs}
+        self._names = tuple(name for name, _ in graph.outputs)
+        self._only = self._names[0] if len(self._names) == 1 else None
+        self.binder = Binder(list(self.inputs), list(self.inputs.values()), device)
+        self._constants = constants_on(graph, device)
+        self._ctx = BuildContext(decision.target, device, decision.policy, self._constants)
+        kernels = [self._build(choice) for choice in decision.choices]
+        self.program = Program(graph, decision.regions, kernels, self._constants, device)
+        self._captured: CapturedProgram | None = None
+        self._capture_note = self._why_not_captured()
+        self._capture_lock = threading.Lock()
+        self._errors: dict[str, tuple[float, float, str]] = {}
+        self._total_s: float | None = None
+
+    def _build(self, choice: Choice) -> Kernel:
+        constants = {v: self._constants[v] for v in choice.region.constants}
+        ctx = BuildContext(self._ctx.target, self.device, self._ctx.policy, constants)
+        try:
+            return engine(choice.candidate.engine).build(choice.region, choice.candidate, ctx)
+        except Exception as error:
+            raise EngineError(
+                f"{choice.candidate} could not be built: {error}",
+                where=f"region {choice.region.name} ({' + '.join(choice.region.ops)})",
+                remedy="this candidate was offered by its engine; report it",
+            ) from error
+
+    # ---- running
+
+    def run(
+        self, bindings: Mapping[Any, torch.Tensor] | None = None, /, **named: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Outputs by name. Bind inputs by name (``run(x=t)``) or handle (``run({x: t})``).
+
+        Every tensor must fit its input in shape, dtype, device and strides; nothing runs
+        before all of them have been checked.
+        """
+        if bindings is not None:
+            named = self.binder.named(bindings, named)
+        results = self.run_checked(self.binder.by_name(named))
+        if self._only is not None:
+            return {self._only: results[0]}
+        return dict(zip(self._names, results, strict=True))
+
+    def run_checked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs in order for inputs in order that were checked before (``binder.check``)."""
+        if torch._C._is_any_autocast_enabled():  # the plan has decided about types already
+            with torch.autocast(self.device.type, enabled=False), torch.no_grad():
+                return self._run(tensors)
+        if not torch.is_grad_enabled():
+            return self._run(tensors)
+        torch._C._set_grad_enabled(False)  # what no_grad() does, at a tenth of its cost
+        try:
+            return self._run(tensors)
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self._capture_note or torch.cuda.is_current_stream_capturing():
+            return self.program.run(tensors)  # also as part of a graph that the caller captures
+        if self._captured is None and not self.capture():
+            return self.program.run(tensors)
+        assert self._captured is not None
+        return self._captured.run(tensors)
+
+    def capture(self) -> bool:
+        """Capture the plan as one CUDA Graph now rather than at the first run."""
+        with self._capture_lock:
+            if self._captured is None and self._capture_note == "":
+                try:
+                    self._captured = CapturedProgram(self.program)
+                except RuntimeError as error:
+                    torch.cuda.synchronize()
+                    self._capture_note = f"no: {str(error).splitlines()[0]}"
+        return self._captured is not None
+
+    def _why_not_captured(self) -> str:
+        """Empty if the plan can be captured, else why not."""
+        if self.device.type != "cuda":
+            return "no: the plan runs on the CPU"
+        if not self.decision.policy.cuda_graph:
+            return "no: Policy(cuda_graph=False)"
+        if not self.decision.choices:
+            return "no: there is nothing to run"
+        return ""
+
+    @property
+    def captured(self) -> CapturedProgram | None:
+        """The CUDA Graph, once it exists."""
+        return self._captured
+
+    # ---- explaining
+
+    def explain(
+        self, format: str | None = None, *, target: str | Target | None = None, errors: bool = False
+    ) -> Explanation | str:
+        """What runs where, what it costs and why.
+
+        Prints as text and shows itself in a notebook; ``format`` "text", "json" or "html"
+        gives a string instead. ``target`` plans the same graph for another machine, present or
+        not ("h200", "a100", "cpu"). ``errors=True`` measures the error of every region against
+        float64 first, on random data.
+        """
+        if target is not None:
+            other = find_target(target)
+            if other.name != self.decision.target.name:
+                elsewhere = decide(self.decision.source, other, self.decision.policy)
+                note = f"planned for {other.name} by estimate; nothing was run"
+                return _as(Explanation(make_report(elsewhere, notes=(note,))), format)
+        if errors:
+            self.measure_errors()
+        note = "yes" if self._captured is not None else self._capture_note or "at the first run"
+        converted = tuple(
+            f"{v}: its library answers in another memory order, so it is copied"
+            for v in self.program.conversions
+        )
+        report = make_report(
+            self.decision, device=self.device, memory=self.program.memory, cuda_graph=note,
+            notes=converted, total_measured_s=self._total_s, errors=self._errors,
+        )  # fmt: skip
+        return _as(Explanation(report), format)
+
+    def measure_errors(self) -> dict[str, float]:
+        """Error of every region against float64 on random data, by region name."""
+        finder = self._finder()
+        for choice in self.decision.choices:
+            region = choice.region
+            feed = finder.inputs(region)
+            exact = evaluate(region.graph, feed, float64=True)
+            plain = evaluate(region.graph, feed)
+            _, outs, _ = finder._ready(region, choice.option, self._context_of(choice),
+                                       [feed[v] for v in region.inputs])  # fmt: skip
+            pairs = list(zip(outs, region.outputs, strict=True))
+            ours = max((relative_error(o, exact[v]) for o, v in pairs), default=0.0)
+            theirs = max((relative_error(plain[v], exact[v]) for v in region.outputs), default=0.0)
+            self._errors[region.name] = (ours, theirs, "float64")
+        return {name: found[0] for name, found in self._errors.items()}
+
+    def _finder(self) -> Finder:
+        from deuteron.plan.choose import Survey
+
+        survey = Survey(self.decision.target, self.decision.policy)
+        return Finder(survey, self.device, self._constants, Cache(Path()), 0.0)
+
+    def _context_of(self, choice: Choice) -> BuildContext:
+        constants = {v: self._constants[v] for v in choice.region.constants}
+        return BuildContext(self._ctx.target, self.device, self._ctx.policy, constants)
+
+    def measure(self, tensors: Sequence[torch.Tensor] | None = None, seconds: float = 1.0) -> float:
+        """Seconds one run takes: by graph replay on a GPU, by the clock on a CPU."""
+        if tensors is None:
+            gen = torch.Generator(device=self.device).manual_seed(0)
+            tensors = [random_tensor(t, self.device, gen, 2) for t in self.inputs.values()]
+        given = list(tensors)
+        self.binder.check(given)
+        self.run_checked(given)
+        if self._captured is not None:
+            thunk: Any = self._captured.replay
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            samples = []
+            for _ in range(20):
+                begin.record()
+                thunk()
+                end.record()
+                end.synchronize()
+                samples.append(begin.elapsed_time(end) * 1e-3)
+            self._total_s = sorted(samples)[len(samples) // 2]
+        else:
+            times = interleaved(
+                {"plan": lambda: self.run_checked(given)}, self.device, seconds=seconds
+            )
+            self._total_s = times["plan"]
+        return self._total_s
+
+    # ---- keeping
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as readable JSON, and its weights beside it as safetensors."""
+        from deuteron.plan.serialize import save_plan
+
+        return save_plan(self, Path(path))
+
+    @property
+    def graph(self) -> Graph:
+        """The graph after all passes."""
+        return self.decision.graph
+
+    def __repr__(self) -> str:
+        d = self.decision
+        return (
+            f"<Plan {d.graph.name!r}: {len(d.graph.nodes)} nodes in {len(d.choices)} regions, "
+            f"{d.mode}, on {self.device}>"
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BindError(
+            "a plan is run by name",
+            asked="plan(…)",
+            remedy=f"plan.run({', '.join(f'{n}=…' for n in self.inputs)})",
+        )
+
+
+def _as(explanation: Explanation, format: str | None) -> Explanation | str:
+    return explanation if format is None else explanation.render(format)
+
+
+def compile_graph(
+    graph: Graph,
+    *,
+    device: str | torch.device | None = None,
+    find: bool = False,
+    budget_s: float = 10.0,
+    policy: Policy | None = None,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Decide and build: what ``Graph.compile`` and ``optimize`` stand on."""
+    where = resolve_device(device)
+    decision = decide(
+        graph, find_target(where), policy or Policy(), find=find, budget_s=budget_s,
+        device=where, cache=cache, progress=progress,
+    )  # fmt: skip
+    return Plan(decision, where)
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """A device with an index, the GPU if there is one and none was named."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise BindError(f"{device!r} is not a device", remedy="use 'cpu' or 'cuda'") from None
+    if where.type not in ("cpu", "cuda"):
+        raise BindError(f"device {where} is not supported", remedy="use 'cpu' or 'cuda'")
+    if where.type == "cpu":
+        where = torch.device("cpu")  # tensors never say cpu:0
+    if where.type == "cuda":
+        if not torch.cuda.is_available():
+            raise BindError(
+                "no CUDA device is present",
+                asked=f"device={device!r}",
+                remedy="device='cpu', or explain(target='h200') to plan without one",
+            )
+        index: int | None = where.index
+        if index is not None and index >= torch.cuda.device_count():
+            raise BindError(
+                f"there is no device {where}", remedy=f"use one of {torch.cuda.device_count()}"
+            )
+        where = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    return where

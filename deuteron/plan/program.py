@@ -1,0 +1,303 @@
+"""A plan, flattened for running: straight-line Python over local variables.
+
+The first run goes region by region and is checked: every tensor a library returns is compared
+with the type the plan promised, and where a library answers in another memory order a
+conversion is added. Then the calls are written down as one Python function, which is what
+later runs execute; ``print(plan.program.source)`` shows it::
+
+    def run(arena, x, /):
+        a3, = arena
+        v2 = k0(x, c1)  # r0: conv + relu (layer1.0.conv1)
+        k1(v2, out=a3)  # r1: linear
+        …
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from deuteron.engines import Kernel
+from deuteron.errors import EngineError
+from deuteron.ir.graph import Graph
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType, same_strides
+from deuteron.ops import table
+from deuteron.plan.memory import Buffer, aligned, pack, peak
+from deuteron.plan.tensors import duplicate, empty_like_type, restrided
+
+Arena = tuple[torch.Tensor, ...]  # a tensor for each value that lives in one block of memory
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Offsets of the values that live in the arena, and the totals worth reporting."""
+
+    offsets: Mapping[str, int]
+    arena: int
+    unplanned: int
+    separate: int
+
+
+def plan_memory(graph: Graph, regions: Sequence[Region], kernels: Sequence[Kernel]) -> MemoryPlan:
+    """Lifetimes over the steps; what kernels can write to goes into the arena.
+
+    A value that may be a view of another keeps the other alive. Outputs, and whatever they may
+    be views of, are fresh memory in every run, so that results stay good.
+    """
+    roots = _roots(regions)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    writable: dict[str, bool] = {}
+    for i, (region, kernel) in enumerate(zip(regions, kernels, strict=True)):
+        for value in region.outputs:
+            if value not in roots:
+                first[value], writable[value] = i, kernel.writes
+        for value in (*region.inputs, *region.outputs):
+            for root in roots.get(value, (value,)):
+                last[root] = i
+    escaping = {root for _, value in graph.outputs for root in roots.get(value, (value,))}
+    made = list(first)
+    planned: list[Buffer] = []
+    loose: list[Buffer] = []
+    for value in made:
+        size = graph.types[value].dtype.nbytes(graph.types[value].storage_numel)
+        buffer = Buffer(value, size, first[value], last[value])
+        inside = writable[value] and value not in escaping and graph.types[value].is_dense
+        (planned if inside else loose).append(buffer)
+    planned.sort(key=lambda b: (b.first, b.name))
+    offsets, arena = pack(planned)
+    separate = sum(aligned(b.size) for b in (*planned, *loose))
+    return MemoryPlan(offsets, arena, peak(loose), separate)
+
+
+def _roots(regions: Sequence[Region]) -> dict[str, tuple[str, ...]]:
+    """For every value that may be a view: the values whose memory it may lie in."""
+    roots: dict[str, tuple[str, ...]] = {}
+    for region in regions:
+        for node in region.nodes:
+            opaque = node.op == "aten"  # may answer with a view of any of its inputs
+            if opaque or table.get(node.op).view:
+                seen = node.uses if opaque else node.uses[:1]
+                found = dict.fromkeys(r for v in seen for r in roots.get(v, (v,)))
+                if found:
+                    roots.update((out, tuple(found)) for out in node.outputs)
+    return roots
+
+
+class Program:
+    """The runnable form of a plan on one device. Safe to run from several threads at once:
+    each run in flight has an arena of its own."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        regions: Sequence[Region],
+        kernels: Sequence[Kernel],
+        constants: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self.graph, self.regions, self.device = graph, tuple(regions), device
+        leaving = {value for _, value in graph.outputs}  # a rank-0 one is on the CPU till now
+        self.constants = {v: t.to(device) if v in leaving else t for v, t in constants.items()}
+        self.kernels = tuple(kernels)
+        self.memory = plan_memory(graph, regions, kernels)
+        self.conversions: list[str] = []  # values that a library returns in another order
+        self.source = ""
+        self._lock = threading.Lock()
+        self._cuda = device.type == "cuda"
+        self._idle: dict[int, list[Arena]] = {0: []}  # by stream: its queue may still use them
+        self._wrapped: set[int] = set()  # regions whose kernel returns a tuple of one
+        self._shared: set[str] = set()  # outputs that are copied before they are handed out
+        self._fast: Callable[..., list[torch.Tensor]] | None = None
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs for inputs that are already known to fit."""
+        if self._fast is None:
+            with self._lock:
+                if self._fast is None:
+                    return self._first_run(tensors)
+        if not self.memory.offsets:
+            return self._fast((), *tensors)
+        idle = self._idle_here()
+        try:
+            arena = idle.pop()
+        except IndexError:
+            arena = self._arena()
+        results = self._fast(arena, *tensors)
+        idle.append(arena)
+        return results
+
+    def _idle_here(self) -> list[Arena]:
+        """Arenas that a run may take now, and gives back when it has queued its work."""
+        if not self._cuda:
+            return self._idle[0]
+        if torch.cuda.is_current_stream_capturing():
+            return []  # the arena belongs to the graph that is captured, and to no other run
+        return self._idle.setdefault(torch.cuda.current_stream(self.device).cuda_stream, [])
+
+    def _arena(self) -> Arena:
+        """One block of memory, as a tensor for each value that lives in it."""
+        if not self.memory.offsets:
+            return ()
+        with torch.inference_mode(False):  # later runs may write to it outside that mode
+            block = torch.empty(self.memory.arena, dtype=torch.uint8, device=self.device)
+            return tuple(
+                _part(block, offset, self.graph.types[value])
+                for value, offset in self.memory.offsets.items()
+            )
+
+    # ---- the checked first run
+
+    def _first_run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        idle, arena = self._idle_here(), self._arena()
+        env: dict[str, Any] = dict(self.constants)
+        env.update(zip(self.memory.offsets, arena, strict=True))
+        env.update(zip(self.graph.inputs, tensors, strict=True))
+        dead = self._dead()
+        for i, (region, kernel) in enumerate(zip(self.regions, self.kernels, strict=True)):
+            args = [env[v] for v in region.inputs]
+            if self._told(region, kernel):
+                for value in region.outputs:
+                    if value not in self.memory.offsets:
+                        env[value] = self._empty(value)()
+                kernel.fill(args, [env[v] for v in region.outputs])
+            else:
+                result = kernel.fn(*args)
+                results = result if isinstance(result, tuple) else (result,)
+                if isinstance(result, tuple) and len(result) == 1:
+                    self._wrapped.add(i)
+                if len(results) != len(region.outputs):
+                    wanted = len(region.outputs)
+                    raise self._fault(region, f"{len(results)} results where {wanted} are due")
+                for value, got in zip(region.outputs, results, strict=True):
+                    env[value] = self._promised(region, value, got)
+            for value in dead[i]:
+                del env[value]
+        self._shared = self._of_constants(env)
+        self._write()
+        idle.append(arena)
+        return [duplicate(env[v]) if v in self._shared else env[v] for _, v in self.graph.outputs]
+
+    def _of_constants(self, env: Mapping[str, torch.Tensor]) -> set[str]:
+        """Outputs in the memory of a constant: whoever gets them may write to them."""
+        roots, constants = _roots(self.regions), self.graph.constants
+        held = {c.untyped_storage().data_ptr() for c in self.constants.values() if c.numel()}
+        return {
+            value
+            for _, value in self.graph.outputs
+            if all(root in constants for root in roots.get(value, (value,)))
+            or (env[value].numel() and env[value].untyped_storage().data_ptr() in held)
+        }
+
+    def _told(self, region: Region, kernel: Kernel) -> bool:
+        """Whether the kernel is told where to write. One that may choose allocates a result
+        that is not in the arena by itself, which is quicker."""
+        return kernel.writes and not (
+            kernel.out_keyword and region.outputs[0] not in self.memory.offsets
+        )
+
+    def _promised(self, region: Region, value: str, got: Any) -> torch.Tensor:
+        """``got`` as the plan promised it; raises if that is impossible."""
+        want = self.graph.types[value]
+        if not isinstance(got, torch.Tensor):
+            raise self._fault(region, f"a {type(got).__name__} for {value!r}, not {want}")
+        if tuple(got.shape) != want.shape or got.dtype != want.dtype.torch:
+            raise self._fault(region, f"{TensorType.from_tensor(got)} for {value!r}, not {want}")
+        if got.device != self.device:
+            raise self._fault(region, f"{value!r} on {got.device}, not on {self.device}")
+        if same_strides(want.shape, got.stride(), want.strides):
+            return got
+        if value not in self.conversions:
+            self.conversions.append(value)
+        return restrided(got, want)
+
+    def _fault(self, region: Region, returned: str) -> EngineError:
+        return EngineError(
+            f"the engine returned {returned}",
+            where=f"region {region.name} ({' + '.join(region.ops)})",
+            remedy="this is a fault in the engine; leave it out or report it",
+        )
+
+    def _empty(self, value: str) -> Callable[[], torch.Tensor]:
+        return partial(empty_like_type, self.graph.types[value], self.device)
+
+    def _dead(self) -> list[list[str]]:
+        """For every region, the values nobody reads after it; arena and constants stay."""
+        keep = {v for _, v in self.graph.outputs} | set(self.memory.offsets) | set(self.constants)
+        last: dict[str, int] = {}
+        for i, region in enumerate(self.regions):
+            for value in (*region.inputs, *region.outputs):
+                last[value] = i
+        dead: list[list[str]] = [[] for _ in self.regions]
+        for value, i in last.items():
+            if value not in keep:
+                dead[i].append(value)
+        return dead
+
+    # ---- the fast form
+
+    def _write(self) -> None:
+        """Write the calls down as one function. Every name in it is made here, from a letter
+        and a number; nothing of the graph's own text becomes code."""
+        space: dict[str, Any] = {"restrided": restrided, "duplicate": duplicate}
+        local: dict[str, str] = {}
+
+        def name(letter: str, value: str) -> str:
+            local[value] = f"{letter}{len(local)}"
+            return local[value]
+
+        inputs = [name("x", v) for v in self.graph.inputs]
+        for value, tensor in self.constants.items():
+            space[name("c", value)] = tensor
+        parts = [name("a", v) for v in self.memory.offsets]
+        lines = [f"def run({', '.join(['arena', *inputs])}, /):"]
+        if parts:
+            lines.append(f"    {', '.join(parts)}, = arena")
+        for i, (region, kernel, dead) in enumerate(
+            zip(self.regions, self.kernels, self._dead(), strict=True)
+        ):
+            space[f"k{i}"] = kernel.fn
+            args = [local[v] for v in region.inputs]
+            note = f"  # {region.name}: {' + '.join(region.ops)}"
+            if self._told(region, kernel):
+                for value in region.outputs:
+                    if value not in self.memory.offsets:
+                        out = name("v", value)
+                        space[f"e{out}"] = self._empty(value)
+                        lines.append(f"    {out} = e{out}()")
+                outs = [local[v] for v in region.outputs]
+                args += [f"out={outs[0]}"] if kernel.out_keyword else outs
+                lines.append(f"    k{i}({', '.join(args)}){note}")
+            else:
+                outs = [name("v", v) for v in region.outputs]
+                left = ", ".join(outs) + ("," if i in self._wrapped else "")
+                lines.append(f"    {left} = k{i}({', '.join(args)}){note}")
+                for out, value in zip(outs, region.outputs, strict=True):
+                    if value in self.conversions:
+                        space[f"t{out}"] = self.graph.types[value]
+                        lines.append(f"    {out} = restrided({out}, t{out})")
+            gone = [local[v] for v in dead]
+            if gone:
+                lines.append(f"    del {', '.join(gone)}")
+        results = [
+            f"duplicate({local[v]})" if v in self._shared else local[v]
+            for _, v in self.graph.outputs
+        ]
+        lines.append(f"    return [{', '.join(results)}]")
+        self.source = "\n".join(lines)
+        exec(compile(self.source, f"<plan {id(self):x}>", "exec"), space)
+        self._fast = space["run"]
+
+
+def _part(block: torch.Tensor, offset: int, type_: TensorType) -> torch.Tensor:
+    """A tensor over part of the block. Not a view in autograd's sense, which would make every
+    write to it keep books."""
+    part = torch.empty(0, dtype=type_.dtype.torch, device=block.device)
+    start = offset * 8 // type_.dtype.bits
+    return part.set_(block.untyped_storage(), start, type_.shape, type_.strides)

@@ -1,0 +1,103 @@
+"""Filling in a report from decisions: the plan prices itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from deuteron.engines import Kernel
+from deuteron.engines.roofline import region_bound
+from deuteron.explain.report import (
+    MemoryReport,
+    OptionReport,
+    PassReport,
+    RefusalReport,
+    RegionReport,
+    Report,
+    VetoReport,
+)
+from deuteron.plan.choose import Choice, Option
+from deuteron.plan.decide import Decision, versions
+from deuteron.plan.program import MemoryPlan, plan_memory
+from deuteron.target import Target
+
+
+def make_report(
+    decision: Decision,
+    *,
+    device: torch.device | None = None,
+    memory: MemoryPlan | None = None,
+    cuda_graph: str = "",
+    notes: tuple[str, ...] = (),
+    total_measured_s: float | None = None,
+    errors: Mapping[str, tuple[float, float, str]] | None = None,
+) -> Report:
+    """Everything a plan knows about itself, as plain data."""
+    if memory is None:  # nothing is built: suppose every kernel can write where it is told
+        kernels = [Kernel(lambda: None, writes=True) for _ in decision.choices]
+        memory = plan_memory(decision.graph, decision.regions, kernels)
+    weights = sum(c.type.nbytes for c in decision.graph.constants.values())
+    return Report(
+        name=decision.graph.name,
+        target=decision.target.name,
+        device="" if device is None else str(device),
+        mode=decision.mode,
+        cuda_graph=cuda_graph,
+        regions=tuple(_region(c, decision.target, errors or {}) for c in decision.choices),
+        vetoes=tuple(
+            VetoReport(
+                v.value, v.producer, v.consumer, v.reason, v.bytes,
+                v.bytes / decision.target.stream,
+            )
+            for v in decision.vetoes
+        ),
+        passes=tuple(
+            PassReport(p.name, p.fired, p.before, p.after, p.seconds) for p in decision.passes
+        ),
+        memory=MemoryReport(weights, memory.arena, memory.unplanned, memory.separate),
+        nodes_before=len(decision.source.nodes),
+        nodes_after=len(decision.graph.nodes),
+        plan_s=decision.seconds,
+        total_measured_s=total_measured_s,
+        versions=versions(device),
+        notes=(*decision.notes, *notes),
+    )  # fmt: skip
+
+
+def _option(option: Option) -> OptionReport:
+    return OptionReport(
+        str(option.candidate), option.predicted_s, option.measured_s, option.error, option.rejected
+    )
+
+
+def _region(
+    choice: Choice, target: Target, errors: Mapping[str, tuple[float, float, str]]
+) -> RegionReport:
+    region = choice.region
+    limit = region_bound(region, target)
+    sources = dict.fromkeys(node.source for node in region.nodes if node.source)
+    first = region.outputs[0] if region.outputs else None
+    error, torch_error, reference = choice.option.error, choice.torch_error, choice.reference
+    if region.name in errors:
+        error, torch_error, reference = errors[region.name]
+    return RegionReport(
+        name=region.name,
+        ops=region.ops,
+        source=", ".join(sources),
+        shape=str(region.graph.types[first]) if first is not None else "",
+        engine=choice.candidate.engine,
+        candidate=str(choice.candidate),
+        flops=limit.flops,
+        bytes=limit.bytes,
+        bound=limit.kind,
+        roofline_s=limit.seconds,
+        predicted_s=choice.option.predicted_s,
+        measured_s=choice.option.measured_s,
+        error=error,
+        torch_error=torch_error,
+        reference=reference,
+        options=tuple(_option(o) for o in choice.options),
+        refusals=tuple(RefusalReport(n, r.reason, r.remedy) for n, r in choice.refusals),
+        note=choice.note,
+    )

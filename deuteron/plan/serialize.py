@@ -1,0 +1,255 @@
+"""Plans as files: readable JSON, weights beside it. Files are data: parsed, checked, never run.
+
+A plan file holds the optimised graph as text, the policy, and one entry per region with the
+candidate that runs it. When it is loaded, an entry whose engine is gone, has another version,
+no longer offers that candidate, or was chosen on another device is chosen anew, and the plan's
+notes say so; the graph and the weights must be intact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deuteron.errors import DeuteronError, FileError
+from deuteron.files import replacing
+from deuteron.ir.graph import Graph
+from deuteron.ir.region import Region
+from deuteron.ir.spec import check
+from deuteron.ir.text import INLINE, parse_graph, print_graph
+from deuteron.ops import table
+from deuteron.passes import fuse
+from deuteron.plan.cache import checksum, environment, knobs_key, plain_knobs
+from deuteron.plan.choose import Choice, Survey, choose, heuristic
+from deuteron.plan.decide import Decision
+from deuteron.policy import Policy
+from deuteron.target import target
+
+if TYPE_CHECKING:
+    from deuteron.plan.plan import Plan
+
+FORMAT = "deuteron-plan"
+VERSION = 1
+
+
+def weights_path(path: Path) -> Path:
+    """Where the weights of the plan at ``path`` lie: the same name, .safetensors."""
+    stem = path.name.removesuffix(".json").removesuffix(".plan")
+    return path.with_name(f"{stem}.safetensors")
+
+
+def save_plan(plan: Plan, path: Path, extra: dict[str, Any] | None = None) -> Path:
+    """Written under other names first; then the weights take their place, then the plan."""
+    from safetensors.torch import save_file
+
+    graph = plan.graph
+    large = {
+        name: const.data.detach().cpu().contiguous()
+        for name, const in graph.constants.items()
+        if const.type.numel > INLINE
+    }
+    text = print_graph(graph)
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "graph": text.split("\n"),
+        "graph_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "weights": weights_path(path).name if large else None,
+        "device": str(plan.device),
+        "environment": environment(plan.device),
+        "target": plan.decision.target.name,
+        "policy": plan.decision.policy.as_dict(),
+        "mode": plan.decision.mode,
+        "regions": [_entry(choice) for choice in plan.decision.choices],
+        **(extra or {}),
+    }
+    with replacing(path) as plan_file:  # both are complete before either takes its place
+        plan_file.write_text(json.dumps(record, indent=1) + "\n")
+        if large:
+            with replacing(weights_path(path)) as weights_file:
+                save_file({k: v.clone() for k, v in large.items()}, weights_file)
+    return path
+
+
+def _entry(choice: Choice) -> dict[str, Any]:
+    c = choice.candidate
+    entry: dict[str, Any] = {
+        "nodes": [node.outputs[0] for node in choice.region.nodes],
+        "ops": " + ".join(choice.region.ops),
+        "engine": c.engine,
+        "version": c.version,
+        "knobs": plain_knobs(c.knobs),
+        "predicted_s": choice.option.predicted_s,
+        "measured_s": choice.option.measured_s,
+    }
+    entry["sum"] = checksum(entry)
+    return entry
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON of a plan file, or a FileError that says what is wrong with it."""
+    asked = f"load {str(path)!r}"
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileError("there is no such plan file", asked=asked) from None
+    except OSError as error:
+        raise FileError(f"the plan file cannot be read: {error.strerror}", asked=asked) from None
+    except (ValueError, RecursionError) as error:
+        raise FileError(
+            f"the plan file is cut short or not JSON: {error}",
+            asked=asked,
+            remedy="save the plan again; a half-written file cannot arise from save()",
+        ) from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise FileError("this is not a plan file", asked=asked, remedy="see Plan.save")
+    if record.get("version") != VERSION:
+        raise FileError(
+            f"the plan file has version {record.get('version')}, this Deuteron reads {VERSION}",
+            asked=asked,
+            remedy="save it again with this version",
+        )
+    return record
+
+
+def _read_graph(record: dict[str, Any], path: Path) -> Graph:
+    asked = f"load {str(path)!r}"
+    lines = record.get("graph")
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise FileError("the graph is missing", asked=asked)
+    text = "\n".join(lines)
+    if hashlib.sha256(text.encode()).hexdigest() != record.get("graph_sha256"):
+        raise FileError(
+            "the graph was edited or damaged (checksum differs)",
+            asked=asked,
+            remedy="save the plan again; to change a graph, build another one",
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    if record.get("weights"):
+        beside = weights_path(path)
+        try:
+            from safetensors.torch import load_file
+
+            tensors = load_file(beside)
+        except FileNotFoundError:
+            raise FileError(f"the weights {beside.name!r} are missing", asked=asked) from None
+        except Exception as error:
+            raise FileError(
+                f"the weights {beside.name!r} are damaged: {error}", asked=asked
+            ) from None
+    try:
+        return check(parse_graph(text, tensors), table.infer, "loading")
+    except DeuteronError as error:
+        raise error.at(str(path)) from None
+    except Exception as error:  # what an operator says of attributes it never expected
+        raise FileError(
+            f"the graph is damaged: {type(error).__name__}: {error}", asked=asked
+        ) from None
+
+
+def _read_policy(record: dict[str, Any], path: Path) -> Policy:
+    """The policy, whole: a limit that is missing or odd must not silently be another one."""
+    try:
+        given, usual = record["policy"], Policy().as_dict()
+        wrong = [name for name in {*given, *usual} if name not in given or name not in usual]
+        wrong += [n for n, v in usual.items() if v is not None and type(given[n]) is not type(v)]
+        if wrong:
+            raise FileError(f"{wrong[0]!r} is missing, unknown or of another type")
+        return Policy.from_dict(given)
+    except (KeyError, TypeError, DeuteronError) as error:
+        what = getattr(error, "wrong", None) or f"{type(error).__name__}: {error}"
+        raise FileError(f"the policy is damaged: {what}", asked=f"load {str(path)!r}") from None
+
+
+def load_decision(path: Path, device: torch.device) -> tuple[Decision, dict[str, Any]]:
+    """A saved plan's decisions, each still valid here or made anew; plus the raw record."""
+    record = read_record(path)
+    graph = _read_graph(record, path)
+    policy = _read_policy(record, path)
+    here = target(device)
+    survey = Survey(here, policy)
+    pick = heuristic(survey)
+    notes: list[str] = []
+    elsewhere = record.get("environment") != environment(device)
+    if elsewhere:
+        notes.append("the plan was made on another machine or with other library versions")
+    regions, problem = _saved_regions(record, graph)
+    if problem:
+        notes.append(f"{problem}; all regions were chosen anew")
+        fused, vetoes = fuse(graph)
+        choices = [c for region in fused for c in choose(region, pick)]
+    else:
+        _, vetoes = fuse(graph)
+        choices = [
+            _restore(region, entry, survey, pick(region), i, elsewhere, notes)
+            for i, (region, entry) in enumerate(zip(regions, record["regions"], strict=True))
+        ]
+    decision = Decision(
+        graph, graph, here, policy, tuple(choices), vetoes, (), "loaded", 0.0, tuple(notes)
+    )
+    return decision, record
+
+
+def _saved_regions(record: dict[str, Any], graph: Graph) -> tuple[list[Region], str]:
+    """The regions of the file over the graph's nodes, or what is wrong with them."""
+    place = {node.outputs[0]: i for i, node in enumerate(graph.nodes)}
+    made = set(graph.inputs) | set(graph.constants)
+    regions: list[Region] = []
+    listed: list[int] = []
+    try:
+        for i, entry in enumerate(record["regions"]):
+            places = [place[name] for name in entry["nodes"]]
+            if not places or places != sorted(places):
+                return [], f"region {i} is empty or not in an order that runs"
+            listed += places
+            nodes = [graph.nodes[p] for p in places]
+            sub = graph.subgraph(f"r{i}", nodes)
+            if any(v not in made for v in sub.inputs):
+                return [], f"region {i} reads a value before it is made"
+            made.update(v for _, v in sub.outputs)
+            constants = frozenset(v for v in sub.inputs if v in graph.constants)
+            anchor = _anchor(sub)
+            regions.append(Region(sub, constants, anchor))
+    except (KeyError, TypeError):
+        return [], "the list of regions is damaged"
+    if sorted(listed) != list(range(len(graph.nodes))):
+        return [], "the regions do not cover every node once"
+    return regions, ""
+
+
+def _anchor(graph: Graph) -> int | None:
+    for i, node in enumerate(graph.nodes):
+        if table.get(node.op).fusion in ("complex", "reduction", "opaque"):
+            return i
+    return None
+
+
+def _restore(
+    region: Region, entry: dict[str, Any], survey: Survey, guess: Choice, i: int,
+    elsewhere: bool, notes: list[str],
+) -> Choice:  # fmt: skip
+    try:
+        intact = entry["sum"] == checksum(entry)
+        wanted = (entry["engine"], entry["version"], knobs_key(entry["knobs"]))
+        measured = entry["measured_s"]
+        intact = intact and (measured is None or type(measured) in (int, float))
+    except (KeyError, TypeError, ValueError):
+        intact, wanted, measured = False, ("", "", ""), None
+    if not intact:
+        notes.append(f"region {i} was edited or damaged; chosen anew: {guess.candidate}")
+        return guess
+    for option in survey.ask(region)[0]:
+        c = option.candidate
+        if (c.engine, c.version, knobs_key(c.knobs)) == wanted and not option.rejected:
+            known = None if elsewhere else measured
+            return replace(guess, option=replace(option, measured_s=known))
+    notes.append(
+        f"region {i}: {wanted[0]} (version {wanted[1]}) does not offer this candidate here; "
+        f"chosen anew: {guess.candidate}"
+    )
+    return guess

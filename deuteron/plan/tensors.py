@@ -1,0 +1,97 @@
+"""Small things done to tensors while planning and running: comparing, copying, making up."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from deuteron.ir.types import TensorType, same_strides
+
+
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest error relative to the largest finite value; inf where nan or inf disagree."""
+    if out.shape != exact.shape:
+        return math.inf
+    if out.numel() == 0:
+        return 0.0
+    if not (out.is_floating_point() or exact.is_floating_point()):
+        return 0.0 if torch.equal(out, exact.to(out.dtype)) else math.inf
+    wide = torch.float32 if exact.dtype != torch.float64 else torch.float64
+    a, b = out.to(wide), exact.to(wide)
+    difference = (a - b).abs()
+    scale = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    worst = float(difference.max())
+    if math.isfinite(worst):
+        return worst / max(scale, 1e-30) if worst else 0.0
+    agree = torch.isclose(a, b, rtol=1e-2, atol=1e-2 * max(scale, 1e-30), equal_nan=True)
+    if not bool(agree.all()):
+        return math.inf
+    return float(difference.nan_to_num(0.0, 0.0, 0.0).max()) / max(scale, 1e-30)
+
+
+def overlaps(type_: TensorType) -> bool:
+    """Whether two elements may share a place in memory, as in an expanded tensor."""
+    reach = 0
+    dims = zip(type_.strides, type_.shape, strict=True)
+    for stride, size in sorted((s, n) for s, n in dims if n > 1):
+        if stride <= reach:
+            return type_.numel > 0
+        reach += (size - 1) * stride
+    return False
+
+
+def empty_like_type(type_: TensorType, device: torch.device) -> torch.Tensor:
+    """Memory for a value of ``type_``, in exactly its strides."""
+    return torch.empty_strided(type_.shape, type_.strides, dtype=type_.dtype.torch, device=device)
+
+
+def poisoned(type_: TensorType, device: torch.device) -> torch.Tensor:
+    """A tensor to be written, filled with something that cannot pass for a result."""
+    out = empty_like_type(type_, device)
+    if type_.dtype.is_float and type_.dtype.bits >= 16:
+        return out.fill_(math.nan)
+    if type_.dtype.is_float:
+        return out.view(torch.uint8).fill_(0x7F).view(out.dtype)
+    return out.fill_(85)
+
+
+def restrided(tensor: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    """The tensor in the memory order the plan promised; copied only if it differs.
+
+    Where ``type_`` is expanded, the elements that share a place are taken to be equal.
+    """
+    if same_strides(type_.shape, tensor.stride(), type_.strides):
+        return tensor
+    out = torch.empty_strided(type_.shape, type_.strides, dtype=tensor.dtype, device=tensor.device)
+    once_out, once = out, tensor
+    for dim, (size, stride) in enumerate(zip(type_.shape, type_.strides, strict=True)):
+        if stride == 0 and size > 1:
+            once_out, once = once_out.narrow(dim, 0, 1), once.narrow(dim, 0, 1)
+    once_out.copy_(once)
+    return out
+
+
+def duplicate(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own with the very same strides, gaps and overlaps included."""
+    type_ = TensorType.from_tensor(tensor)
+    if type_.is_dense:
+        return tensor.clone()
+    span = tensor.as_strided((type_.storage_numel,), (1,))
+    return span.clone().as_strided(type_.shape, type_.strides)
+
+
+def random_tensor(
+    type_: TensorType, device: torch.device, gen: torch.Generator, high: int = 2
+) -> torch.Tensor:
+    """Random values in exactly the memory order of ``type_``, stride 0 included."""
+    dt = type_.dtype.torch
+    count = max(type_.storage_numel, 0)
+    if type_.dtype.kind == "bool":
+        flat = torch.randint(0, 2, (count,), generator=gen, device=device).bool()
+    elif not type_.dtype.is_float:
+        flat = torch.randint(0, max(high, 1), (count,), generator=gen, device=device).to(dt)
+    else:
+        wide = torch.float64 if type_.dtype.bits == 64 else torch.float32
+        flat = torch.randn(count, generator=gen, device=device, dtype=wide).to(dt)
+    return flat.as_strided(type_.shape, type_.strides)

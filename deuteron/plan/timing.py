@@ -1,0 +1,121 @@
+"""Timing contenders fairly: they take turns, so that drift of clocks and load hits all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from deuteron.plan.capture import capture
+
+Thunk = Callable[[], object]
+
+
+def interleaved(
+    contenders: Mapping[str, Thunk],
+    device: torch.device,
+    *,
+    rounds: int = 5,
+    seconds: float = 0.25,
+) -> dict[str, float]:
+    """Median seconds per call of each contender, within about ``seconds`` in total.
+
+    On a GPU a call is timed by replaying a CUDA Graph of several calls, so that what is
+    measured is the device and not Python; contenders that cannot be captured are timed with
+    events around plain calls.
+    """
+    if device.type == "cuda":
+        return _cuda(contenders, rounds, seconds)
+    return _cpu(contenders, rounds, seconds)
+
+
+def timed(
+    contenders: Mapping[int, Thunk], device: torch.device, seconds: float
+) -> dict[int, float | Exception]:
+    """:func:`interleaved`, with the exception of a contender that raises in place of its time."""
+    try:
+        times = interleaved({str(i): fn for i, fn in contenders.items()}, device, seconds=seconds)
+        return {i: times[str(i)] for i in contenders}
+    except Exception as error:
+        if len(contenders) == 1:
+            return dict.fromkeys(contenders, error)
+    found: dict[int, float | Exception] = {}
+    for i, fn in contenders.items():  # one of them fails: each alone, to know which
+        found |= timed({i: fn}, device, seconds / len(contenders))
+    return found
+
+
+DROP = 1.5  # a contender this much slower than the best in its first sample is not timed again
+
+
+def _cpu(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[str, float]:
+    samples: dict[str, list[float]] = {}
+    for name, fn in contenders.items():
+        begin = time.perf_counter()
+        fn()  # warm up: allocation, thread pools, lazily built primitives
+        if time.perf_counter() - begin > seconds:  # too slow to repeat: the one run must do
+            samples[name] = [time.perf_counter() - begin]
+            continue
+        begin = time.perf_counter()
+        fn()
+        samples[name] = [time.perf_counter() - begin]
+    best = min((s[0] for s in samples.values()), default=0.0)
+    racing = {n: f for n, f in contenders.items() if samples[n][0] <= DROP * best}
+    share = seconds / rounds / max(len(racing), 1)
+    calls = {n: max(1, min(100, int(share / max(samples[n][0], 1e-7)))) for n in racing}
+    end = time.perf_counter() + seconds
+    for _ in range(rounds if len(racing) > 1 else 2):
+        for name, fn in racing.items():
+            begin = time.perf_counter()
+            for _ in range(calls[name]):
+                fn()
+            samples[name].append((time.perf_counter() - begin) / calls[name])
+        if time.perf_counter() > end:
+            break
+    return {name: statistics.median(s[1:] or s) for name, s in samples.items()}
+
+
+def _cuda(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[str, float]:
+    share = seconds / max(len(contenders), 1) / rounds
+    runs: dict[str, tuple[Thunk, int]] = {}
+    for name, fn in contenders.items():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            fn()
+            fn()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        once = max(_events(fn), 1e-6)
+        count = max(1, min(50, int(share / once)))
+        runs[name] = _graph(fn, count)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, (replay, count) in runs.items():
+            samples[name].append(_events(replay) / count)
+    return {name: statistics.median(s) for name, s in samples.items()}
+
+
+def _events(fn: Thunk) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    fn()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def _graph(fn: Thunk, count: int) -> tuple[Thunk, int]:
+    def many() -> None:
+        for _ in range(count):
+            fn()
+
+    try:
+        graph, _ = capture(many, warmups=0)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return fn, 1
+    graph.replay()
+    return graph.replay, count

@@ -1,0 +1,287 @@
+"""The cache file: damage costs the damaged entry and nothing else, and nothing is ever lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import check_right
+
+import deuteron as dt
+from deuteron.files import locked, replacing, write_atomic
+from deuteron.plan.cache import FORMAT, Cache, checksum, environment
+
+CPU = torch.device("cpu")
+ROW = {
+    "engine": "torch", "version": "1", "knobs": {}, "seconds": 1e-5, "error": 1e-8,
+    "rejected": "", "torch_error": 1e-8, "reference": "float64",
+}  # fmt: skip
+
+
+def filled(path: Path, *regions: str) -> Cache:
+    cache = Cache.open(path)
+    for region in regions:
+        cache.put(region, f"text of {region}", CPU, dt.Policy(), [dict(ROW, seconds=len(region))])
+    cache.save()
+    return cache
+
+
+def known(path: Path, *regions: str) -> list[str]:
+    cache = Cache.open(path)
+    return [r for r in regions if cache.get(r, CPU, dt.Policy()) is not None]
+
+
+def sign(entry: dict) -> dict:
+    entry["sum"] = checksum(entry)
+    return entry
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "measured.jsonl"
+
+
+def test_what_is_put_is_got_back(path):
+    filled(path, "a", "bb")
+    again = Cache.open(path)
+    assert again.problems == [] and len(again.entries) == 2
+    assert again.get("bb", CPU, dt.Policy())[0]["seconds"] == 2
+    assert again.get("bb", CPU, dt.Policy(deterministic=True)) is None
+    assert again.get("c", CPU, dt.Policy()) is None
+
+
+def test_a_missing_file_is_an_empty_cache(tmp_path):
+    cache = Cache.open(tmp_path / "nowhere" / "x.jsonl")
+    assert cache.entries == {} and cache.problems == []
+    cache.save()
+    assert not (tmp_path / "nowhere").exists(), "nothing to say, nothing written"
+
+
+def test_the_file_is_text_in_a_fixed_order(path):
+    filled(path, "b", "a")
+    other = path.with_name("other.jsonl")
+    filled(other, "a", "b")
+    assert path.read_bytes() == other.read_bytes()
+    lines = path.read_text().splitlines()
+    assert lines == sorted(lines) and all(json.loads(line)["format"] == FORMAT for line in lines)
+    assert json.loads(lines[0])["environment"]["torch"] == torch.__version__
+
+
+def test_a_last_line_cut_anywhere_costs_that_line_only(path):
+    filled(path, "a", "b")
+    whole = path.read_bytes()
+    start = whole.index(b"\n") + 1
+    lost = json.loads(whole[start:])["region"]
+    kept = "a" if lost == "b" else "b"
+    for end in range(start, len(whole) - 1):  # the last is the newline, which nobody misses
+        path.write_bytes(whole[:end])
+        cache = Cache.open(path)
+        assert len(cache.entries) == 1 and cache.get(kept, CPU, dt.Policy()), end
+        assert len(cache.problems) == (end > start), end
+    path.write_bytes(whole[:-1])
+    assert known(path, "a", "b") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda e: e["options"][0].update(seconds=1e-9),
+        lambda e: e.update(region="other"),
+        lambda e: e["policy"].update(deterministic=True),
+        lambda e: e["environment"].update(torch="0"),
+        lambda e: e.update(sum="0" * 16),
+        lambda e: e.pop("sum"),
+        lambda e: e.pop("options"),
+        lambda e: e.update(extra="__import__('os').system('true')"),
+    ],
+)
+def test_an_edited_entry_is_not_used(path, edit):
+    filled(path, "a", "b")
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(entries[1])
+    path.write_text("".join(json.dumps(e) + "\n" for e in entries))
+    cache = Cache.open(path)
+    assert len(cache.entries) == 1 and len(cache.problems) == 1 and "line 2" in cache.problems[0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {}, dict(ROW, seconds="fast"), dict(ROW, seconds=-1.0), dict(ROW, seconds=True),
+        dict(ROW, error=[1]), dict(ROW, knobs=[]), dict(ROW, engine=None), dict(ROW, rejected=0),
+        {k: v for k, v in ROW.items() if k != "torch_error"}, "text", None, 7,
+    ],
+)  # fmt: skip
+def test_a_signed_entry_with_odd_contents_is_not_used(path, row):
+    cache = filled(path, "a")
+    entry = dict(next(iter(cache.entries.values())), region="odd", options=[row])
+    with path.open("a") as file:
+        file.write(json.dumps(sign(entry)) + "\n")
+    again = Cache.open(path)
+    assert len(again.entries) == 1 and len(again.problems) == 1
+
+
+def test_another_environment_is_kept_and_not_used(path):
+    cache = filled(path, "a")
+    entry = dict(next(iter(cache.entries.values())))
+    entry["environment"] = {**environment(CPU), "torch": "1.0"}
+    with path.open("a") as file:
+        file.write(json.dumps(sign(entry)) + "\n")
+    filled(path, "b")
+    assert len(Cache.open(path).entries) == 3
+    path.write_text(json.dumps(entry) + "\n")
+    assert known(path, "a") == [] and Cache.open(path).problems == []
+
+
+def test_another_format_is_kept_for_the_version_that_wrote_it(path):
+    filled(path, "a")
+    future = [{"format": 99, "what": "ever"}, {"format": 99, "how": ["so"]}]
+    with path.open("a") as file:
+        file.writelines(json.dumps(f) + "\n" for f in future)
+    cache = filled(path, "b")
+    assert sum("format 99" in p for p in cache.problems) == 2
+    left = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(f in left for f in future) and len(left) == 4
+    other = path.with_name("other.jsonl")
+    filled(other, "c").merge(path)
+    assert all(f in map(json.loads, other.read_text().splitlines()) for f in future)
+
+
+GARBAGE = {
+    "binary": bytes(range(256)) * 3,
+    "no text": b"\xff\xfe\x00\x00",
+    "deep": b"[" * 100_000,
+    "long number": b"9" * 10_000,
+    "a list": b"[1, 2, 3]",
+    "a number": b"7",
+    "null": b"null",
+    "code": b"__import__('os').system('touch hacked')",
+    "separators": "one\u2028two\x0bthree\x85four".encode(),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_is_set_aside_to_the_last_byte(path, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    filled(path, "a", "b")
+    whole = path.read_bytes()
+    path.write_bytes(GARBAGE[name] + b"\n" + whole)
+    assert known(path, "a", "b") == ["a", "b"]
+    cache = filled(path, "c")
+    assert cache.problems == [] or all("line" in p for p in cache.problems)
+    assert known(path, "a", "b", "c") == ["a", "b", "c"] and Cache.open(path).problems == []
+    aside = path.with_name("measured.damaged.jsonl")
+    once = b"".join(line + b"\n" for line in GARBAGE[name].split(b"\n") if line.strip())
+    assert aside.read_bytes() == once
+    path.write_bytes(GARBAGE[name] + b"\n" + whole)  # it happens again: both are kept
+    filled(path, "d")
+    assert aside.read_bytes() == once * 2
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_a_damaged_cache_still_gives_a_plan(path):
+    path.parent.mkdir()
+    path.write_bytes(GARBAGE["binary"])
+    g = dt.Graph()
+    g.softmax(g.tensor("x", (3, 4)), axis=1).output("y")
+    plan = g.compile(device="cpu", find=True, cache=Cache.open(path))
+    feed = {"x": torch.randn(3, 4)}
+    check_right(plan.run(feed), g.ir(), feed)
+    assert any(note.startswith("cache: measured.jsonl line") for note in plan.decision.notes)
+    assert len(Cache.open(path).entries) == 1 and Cache.open(path).problems == []
+
+
+def test_an_unreadable_file_is_not_replaced(path, monkeypatch):
+    filled(path, "a")
+    whole, real = path.read_bytes(), Path.read_bytes
+
+    def denied(self):
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    cache = filled(path, "b")
+    assert any("Permission denied" in p for p in cache.problems)
+    assert any("not written" in p for p in cache.problems)
+    assert cache.get("b", CPU, dt.Policy()), "this process still knows"
+    monkeypatch.undo()
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_not_fatal(path, tmp_path):
+    folder = tmp_path / "is_a_folder.jsonl"
+    folder.mkdir()
+    cache = filled(folder, "a")
+    assert len(cache.problems) >= 1
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert any("not written" in p for p in filled(blocked / "x.jsonl", "a").problems)
+
+
+def test_writers_do_not_lose_each_others_lines(path):
+    caches = [Cache.open(path) for _ in range(8)]  # all opened while there is nothing
+
+    def write(i: int) -> None:
+        for j in range(5):
+            caches[i].put(f"r{i}.{j}", "", CPU, dt.Policy(), [ROW])
+            caches[i].save()
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(Cache.open(path).entries) == 40
+    assert {p.name for p in path.parent.iterdir()} == {path.name, path.name + ".lock"}
+
+
+def test_writing_processes_do_not_lose_each_others_lines(path, repo):
+    code = (
+        "import sys, torch, deuteron as dt\n"
+        "for j in range(10):\n"
+        "    c = dt.Cache.open(sys.argv[1])\n"
+        "    c.put(f'{sys.argv[2]}.{j}', '', torch.device('cpu'), dt.Policy(), [])\n"
+        "    c.save()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(repo)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, str(path), name], env=env) for name in "pq"
+    ]
+    assert [p.wait(timeout=60) for p in running] == [0, 0]
+    assert len(Cache.open(path).entries) == 20
+
+
+def test_two_files_are_merged(path):
+    filled(path, "a", "b")
+    other = path.with_name("other.jsonl")
+    filled(other, "b", "c", "d")
+    cache = Cache.open(path)
+    assert cache.merge(other) == 2
+    assert known(path, "a", "b", "c", "d") == ["a", "b", "c", "d"]
+    assert cache.merge(other) == 0
+    with pytest.raises(dt.FileError, match="no cache file"):
+        cache.merge(path.with_name("nowhere.jsonl"))
+
+
+def test_files_are_replaced_whole_and_belong_to_the_user(tmp_path):
+    path = tmp_path / "f.txt"
+    write_atomic(path, "old")
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+    with pytest.raises(RuntimeError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert {p.name for p in tmp_path.iterdir()} == {"f.txt", "plain"}
+    with locked(path):
+        write_atomic(path, b"new")
+    assert path.read_text() == "new"

@@ -1,0 +1,353 @@
+"""Choosing by measurement: what is measured, verified, remembered, and when it stops."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from fakes import FakeEngine, check_right, registered, torch_alone
+
+import deuteron as dt
+from deuteron.plan import find as find_module
+from deuteron.plan import timing
+from deuteron.plan.choose import Survey
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm():
+    """The machine is measured once in its life; budgets are about what comes after."""
+    dt.target("cpu")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    torch_alone(monkeypatch)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return lambda: dt.Cache.open(tmp_path / "measured.jsonl")
+
+
+def softmax_graph(shape=(6, 8)) -> dt.Graph:
+    g = dt.Graph()
+    g.softmax(g.tensor("x", shape), axis=-1).output("y")
+    return g
+
+
+def ladder(*widths: int) -> dt.Graph:
+    """Products of different sizes that cannot fuse: a region each, all unlike."""
+    g = dt.Graph()
+    x = g.tensor("x", (4, widths[0]))
+    for i, (k, n) in enumerate(itertools.pairwise(widths)):
+        x = g.matmul(x, g.tensor(f"w{i}", (k, n)))
+    x.output("y")
+    return g
+
+
+def ladder_feed(*widths: int) -> dict[str, torch.Tensor]:
+    pairs = enumerate(itertools.pairwise(widths))
+    return {"x": torch.randn(4, widths[0]), **{f"w{i}": torch.randn(k, n) for i, (k, n) in pairs}}
+
+
+def compiled(g, cache, engine=None, budget_s=5.0, **kwargs):
+    with registered(*([engine] if engine else [])):
+        return g.compile(device="cpu", find=True, budget_s=budget_s, cache=cache, **kwargs)
+
+
+def option_of(plan: dt.Plan, name: str, region: int = 0):
+    (found,) = (o for o in plan.decision.choices[region].options if o.candidate.engine == name)
+    return found
+
+
+def test_find_measures_verifies_and_remembers(cache):
+    engine = FakeEngine(wants=["softmax"], predicted=1e-9)
+    plan = compiled(softmax_graph(), cache(), engine)
+    assert plan.decision.mode == "found"
+    for name in ("fake", "torch"):
+        option = option_of(plan, name)
+        assert option.measured_s > 0 and option.error is not None and not option.rejected
+    assert plan.decision.choices[0].reference == "float64"
+    assert engine.builds == 1 + (plan.decision.choices[0].candidate.engine == "fake")
+    assert "regions measured: 1, remembered: 0" in plan.decision.notes
+
+    again = FakeEngine(wants=["softmax"], predicted=1e-9)
+    second = compiled(softmax_graph(), cache(), again)
+    assert "regions measured: 0, remembered: 1" in second.decision.notes
+    chosen = second.decision.choices[0]
+    assert chosen.candidate == plan.decision.choices[0].candidate
+    assert again.builds == (chosen.candidate.engine == "fake"), "built more than what runs"
+    assert option_of(second, "torch").measured_s == option_of(plan, "torch").measured_s
+
+
+def test_equal_regions_are_measured_once(cache):
+    g = dt.Graph()
+    x, w = g.tensor("x", (4, 8)), g.tensor("w", (8, 8))
+    for _ in range(5):
+        x = x @ w
+    x.output("y")
+    plan = compiled(g, cache())
+    assert len(plan.decision.choices) == 5
+    assert "regions measured: 1, remembered: 0" in plan.decision.notes
+
+
+@pytest.mark.parametrize("knobs", [{"block": (64, 32)}, {"kind": torch.float16}, {"deep": [[1]]}])
+def test_knobs_of_any_kind_are_remembered(cache, knobs, tmp_path):
+    compiled(softmax_graph(), cache(), FakeEngine(wants=["softmax"], knobs=knobs))
+    engine = FakeEngine(wants=["softmax"], knobs=knobs)
+    plan = compiled(softmax_graph(), cache(), engine)
+    assert "regions measured: 0, remembered: 1" in plan.decision.notes
+    assert cache().problems == []
+
+
+def test_a_new_version_is_measured_anew(cache):
+    compiled(softmax_graph(), cache(), FakeEngine(wants=["softmax"]))
+    plan = compiled(softmax_graph(), cache(), FakeEngine(wants=["softmax"], version="2"))
+    assert "regions measured: 1, remembered: 0" in plan.decision.notes
+    gone = compiled(softmax_graph(), cache())
+    assert gone.decision.choices[0].candidate.engine == "torch"
+    assert "regions measured: 0, remembered: 1" in gone.decision.notes
+
+
+@pytest.mark.parametrize("policy", [dt.Policy(deterministic=True), dt.Policy(max_error=1e-3)])
+def test_another_policy_is_measured_for_itself(cache, policy):
+    compiled(softmax_graph(), cache())
+    plan = compiled(softmax_graph(), cache(), policy=policy)
+    assert "regions measured: 1, remembered: 0" in plan.decision.notes
+
+
+# ---- the two per cent
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wins"),
+    [(1.00, 0.99, "fake"), (1.00, 0.981, "fake"), (1.00, 0.97, "torch"), (1.0, 2.0, "fake")],
+)
+def test_a_choice_is_overturned_for_more_than_two_per_cent(cache, monkeypatch, first, second, wins):
+    """The fake is expected to be first; torch must beat it by more than the margin."""
+
+    def fixed(contenders, device, **kwargs):
+        return {name: {"0": first, "1": second}[name] for name in contenders}
+
+    monkeypatch.setattr(timing, "interleaved", fixed)
+    plan = compiled(softmax_graph(), cache(), FakeEngine(wants=["softmax"], predicted=1e-9))
+    assert plan.decision.choices[0].candidate.engine == wins
+
+
+# ---- engines that are no good
+
+
+BAD = {
+    "wrong numbers": ({"change": lambda t: t * 1.01}, "error"),
+    "a last element": ({"change": lambda t: t.index_fill(1, torch.tensor(7), 0.5)}, "error"),
+    "nan": ({"change": lambda t: t.index_fill(0, torch.tensor(0), float("nan"))}, "error inf"),
+    "zeros": ({"change": torch.zeros_like}, "error"),
+    "shape": ({"change": lambda t: t[:3]}, "f32[3,8]"),
+    "dtype": ({"change": lambda t: t.double()}, "f64[6,8]"),
+    "device": ({"change": lambda t: t.to("meta")}, "meta"),
+    "too many": ({"change": lambda t: (t, t)}, "failed"),
+    "not a tensor": ({"change": lambda t: t.tolist()}, "failed"),
+    "build fails": ({"build_error": RuntimeError("no such intrinsic")}, "no such intrinsic"),
+    "run fails": ({"run_error": ValueError("bad launch")}, "ValueError: bad launch"),
+    "writes shape": ({"change": lambda t: t[:3], "writes": True}, "failed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_engine_that_is_wrong_is_rejected_with_a_reason(cache, name):
+    how, says = BAD[name]
+    g, feed = softmax_graph(), {"x": torch.randn(6, 8)}
+    for _ in range(2):  # measured, then remembered
+        plan = compiled(g, cache(), FakeEngine(wants=["softmax"], **how))
+        assert plan.decision.choices[0].candidate.engine == "torch"
+        assert says in option_of(plan, "fake").rejected
+        check_right(plan.run(feed), g.ir(), feed)
+        assert says in plan.explain("json")
+
+
+def test_an_engine_that_fails_only_while_it_is_timed(cache):
+    calls = []
+
+    def sometimes(t):
+        calls.append(1)
+        if len(calls) > 2:
+            raise RuntimeError("worn out")
+        return t
+
+    plan = compiled(softmax_graph(), cache(), FakeEngine(wants=["softmax"], change=sometimes))
+    assert plan.decision.choices[0].candidate.engine == "torch"
+    assert "worn out" in option_of(plan, "fake").rejected
+    assert option_of(plan, "torch").measured_s > 0
+
+
+def test_an_engine_that_writes_to_its_inputs_is_rejected(cache):
+    class Careless(FakeEngine):
+        def build(self, region, candidate, ctx):
+            return dt.Kernel(lambda x: x.mul_(1.0).softmax(-1))
+
+    plan = compiled(softmax_graph(), cache(), Careless(wants=["softmax"]))
+    assert "wrote to its inputs" in option_of(plan, "fake").rejected
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0])
+def test_an_estimate_that_is_no_time_is_a_refusal(cache, seconds):
+    plan = compiled(softmax_graph(), cache(), FakeEngine(wants=["softmax"], predicted=seconds))
+    (refusal,) = (r for name, r in plan.decision.choices[0].refusals if name == "fake")
+    assert "estimates" in refusal.reason
+
+
+def test_a_mask_beside_the_numbers_does_not_loosen_them(cache):
+    """Each result is held to its own element type, not to that of the first."""
+    g = dt.Graph()
+    y = g.tensor("x", (16, 16)) * 3.0
+    (y > 0.0).output("mask")
+    y.output("y")
+
+    def off(t):
+        return t * 1.001 if t.is_floating_point() else t
+
+    for extra in (off, lambda t: t if t.is_floating_point() else ~t):
+        plan = compiled(g, dt.Cache(cache().path), FakeEngine(wants=["gt"], change=extra))
+        assert "error" in option_of(plan, "fake").rejected
+
+
+def test_overflow_in_torch_does_not_let_everything_pass(cache):
+    g = dt.Graph()
+    x = g.tensor("x", (64,), "f16")
+    g.exp(g.exp(x * 3.0)).output("y")  # inf in f16, finite in f64
+
+    def wrong(t):
+        return t * float("nan")
+
+    plan = compiled(g, cache(), FakeEngine(wants=["exp"], change=wrong))
+    assert plan.decision.choices[0].reference == "torch"
+    assert option_of(plan, "fake").rejected
+
+
+def test_an_absurd_promise_does_not_keep_torch_from_being_measured(cache):
+    """Everything is 'far slower' than an engine that claims to need no time."""
+    first = FakeEngine("first", ["softmax"], predicted=0.0, run_error=RuntimeError("no"))
+    second = FakeEngine("second", ["softmax"], predicted=0.0, change=torch.zeros_like)
+    with registered(first, second):
+        plan = compiled(softmax_graph(), cache())
+    assert plan.decision.choices[0].candidate.engine == "torch"
+    assert option_of(plan, "torch").measured_s > 0
+
+
+def test_a_region_whose_reference_fails_is_left_to_torch(cache, monkeypatch):
+    def fails(*args, **kwargs):
+        raise IndexError("out of range")
+
+    monkeypatch.setattr(find_module, "evaluate", fails)
+    plan = compiled(softmax_graph(), cache())
+    choice = plan.decision.choices[0]
+    assert choice.candidate.engine == "torch" and "out of range" in choice.note
+    assert cache().entries == {}
+
+
+# ---- budget and interruption
+
+
+def test_the_budget_is_kept(cache):
+    widths = (8, 9, 10, 11, 12, 13, 14)
+    engine = FakeEngine(wants=["matmul"], sleep=0.05)
+    begin = time.perf_counter()
+    plan = compiled(ladder(*widths), cache(), engine, budget_s=0.4)
+    assert time.perf_counter() - begin < 4.0
+    assert len(plan.decision.choices) == 6
+    assert any("were not measured: the budget" in note for note in plan.decision.notes)
+    feed = ladder_feed(*widths)
+    check_right(plan.run(feed), ladder(*widths).ir(), feed)
+    measured = len(cache().entries)
+    assert 0 < measured < 6
+    more = compiled(ladder(*widths), cache(), engine, budget_s=0.4)  # goes on where it stopped
+    assert f"remembered: {measured}" in more.decision.notes[-1]
+    assert len(cache().entries) > measured
+
+
+def test_a_budget_of_nothing_measures_nothing(cache):
+    engine = FakeEngine(wants=["softmax"])
+    plan = compiled(softmax_graph(), cache(), engine, budget_s=0.0)
+    assert cache().entries == {} and engine.calls == 0
+    assert "not measured" in plan.decision.choices[0].note
+
+
+def test_many_slow_candidates_do_not_outlast_the_budget(cache):
+    class Many(FakeEngine):
+        def candidates(self, region, target, policy):
+            knobs = dt.ir.graph.Attrs
+            return [dt.Candidate(self.name, "1", knobs({"block": i})) for i in range(50)]
+
+    begin = time.perf_counter()
+    plan = compiled(softmax_graph(), cache(), Many(wants=["softmax"], sleep=0.1), budget_s=0.5)
+    assert time.perf_counter() - begin < 4.0  # 50 candidates of 0.1 s
+    skipped = [o for o in plan.decision.choices[0].options if "not reached" in o.rejected]
+    assert len(skipped) > 30
+
+
+def test_what_is_slow_to_build_is_not_built(cache):
+    engine = FakeEngine(wants=["softmax"], build_s=60.0)
+    plan = compiled(softmax_graph(), cache(), engine, budget_s=5.0)
+    assert engine.builds == 0 and "too slow to build" in option_of(plan, "fake").rejected
+
+
+def test_an_interrupted_search_keeps_what_it_has_and_goes_on_later(cache):
+    widths = (8, 9, 10, 11, 12)
+    engine = FakeEngine(wants=lambda region: "f32[10,11]" in region.text)
+    engine.run_error = KeyboardInterrupt()
+    plan = compiled(ladder(*widths), cache(), engine)
+    feed = ladder_feed(*widths)
+    engine.run_error = None
+    check_right(plan.run(feed), ladder(*widths).ir(), feed)
+    assert any("stopped by the user" in note for note in plan.decision.notes)
+    kept = len(cache().entries)
+    assert kept < 4
+    resumed = compiled(ladder(*widths), cache(), engine)
+    assert resumed.decision.notes[-1] == f"regions measured: {4 - kept}, remembered: {kept}"
+
+
+def test_an_interrupted_search_does_not_wait_for_slow_builds(cache):
+    slow = FakeEngine("slow", ["softmax"], predicted=0.0, build_s=60.0)
+    stop = FakeEngine("stop", ["softmax"], predicted=1.0, run_error=KeyboardInterrupt())
+    with registered(slow, stop):
+        plan = compiled(softmax_graph(), cache())
+    assert plan.decision.choices[0].candidate.engine == "torch" and slow.builds == 0
+
+
+# ---- policies
+
+
+def test_a_policy_that_nothing_keeps_is_an_error_that_names_the_region(cache):
+    for _ in range(2):  # measured, then remembered
+        with pytest.raises(dt.EngineError, match="no candidate keeps max_error") as caught:
+            compiled(softmax_graph(), cache(), policy=dt.Policy(max_error=1e-15))
+        assert "softmax" in caught.value.where and "max_error" in caught.value.remedy
+        assert len(cache().entries) == 1, "what was measured is kept"
+
+
+def test_a_policy_drops_what_errs_more(cache):
+    engine = FakeEngine(wants=["softmax"], change=lambda t: t * 1.01)
+    loose = compiled(softmax_graph(), cache(), engine, policy=dt.Policy(max_error=0.1))
+    assert not option_of(loose, "fake").rejected
+    tight = compiled(softmax_graph(), cache(), engine, policy=dt.Policy(max_error=1e-4))
+    assert "max_error" in option_of(tight, "fake").rejected
+
+
+def test_workspace_and_determinism_are_limits(cache):
+    big = FakeEngine(wants=["softmax"], workspace=1000)
+    for limit, rejected in ((999, True), ("1KB", False), (None, False)):
+        plan = compiled(softmax_graph(), cache(), big, policy=dt.Policy(max_workspace=limit))
+        assert ("1000 bytes of workspace" in option_of(plan, "fake").rejected) == rejected
+    dice = FakeEngine(wants=["softmax"], deterministic=False)
+    for find in (False, True):
+        with registered(dice):
+            plan = softmax_graph().compile(
+                device="cpu", find=find, cache=cache(), policy=dt.Policy(deterministic=True)
+            )
+        assert plan.decision.choices[0].candidate.engine == "torch"
+    with registered(dice):
+        assert Survey(dt.target("cpu"), dt.Policy(deterministic=True)).ask(
+            plan.decision.regions[0]
+        )[0][0].rejected == "not deterministic"  # fmt: skip
