@@ -1,0 +1,54 @@
+"""Every ATen call we can say in our own operators: overload name → how.
+
+What is not here, or cannot be said for the arguments at hand, stays an ATen call. To teach
+Deuteron another one, add an entry to the file it belongs in: :mod:`aten_math` (arithmetic,
+activations, reductions), :mod:`aten_shape` (movement, indexing, constants), :mod:`aten_nn`
+(products, convolution, normalisation, attention, losses) or :mod:`aten_image` (pooling,
+resampling); :mod:`aten_site` says what an entry gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deuteron.frontends import aten_image, aten_math, aten_nn, aten_shape
+from deuteron.frontends.aten_site import Entry, Inexpressible, Site
+
+PARTS = (aten_math, aten_shape, aten_nn, aten_image)
+
+TABLE: dict[str, Entry] = {
+    f"aten.{name}": entry for part in PARTS for name, entry in part.TABLE.items()
+}
+
+FILLS = {f"aten.{name}": value for name, value in aten_shape.FILLS.items()}
+
+# Calls that check something or say something about a size, and compute nothing.
+SILENT = frozenset(
+    {
+        "aten._assert_tensor_metadata.default",
+        "aten._assert_async.default",
+        "aten._assert_async.msg",
+        "aten._assert_scalar.default",
+        "aten._functional_assert_async.msg",
+        "aten._functional_assert_scalar.default",
+        "aten.sym_constrain_range.default",
+        "aten.sym_constrain_range_for_size.default",
+    }
+)
+
+
+def schema_order(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of a call in the order of its schema, defaults filled in."""
+    full = []
+    for i, argument in enumerate(target._schema.arguments):
+        if i < len(args):
+            full.append(args[i])
+        elif argument.name in kwargs:
+            full.append(kwargs[argument.name])
+        else:
+            full.append(argument.default_value)
+    return full
+
+
+__all__ = ["FILLS", "SILENT", "TABLE", "Entry", "Inexpressible", "Site", "schema_order"]

@@ -1,0 +1,331 @@
+"""ATen → ours: arithmetic, comparison, activations and reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
+from deuteron.ir.dtype import bool_
+from deuteron.ops.emit import Sym
+
+# ---- the same by another name ----------------------------------------------------------------
+
+# Calls of one tensor that are one operator, with the same name unless another is given.
+_UNARY: dict[str, str] = {
+    name: name
+    for name in (
+        "neg", "abs", "sign", "square", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt",
+        "rsqrt", "reciprocal", "sin", "cos", "tan", "erf", "floor", "ceil", "round", "trunc",
+        "isnan", "isinf", "logical_not", "relu", "relu6", "sigmoid", "tanh", "silu", "mish",
+        "hardswish", "hardsigmoid", "selu", "log_sigmoid",
+    )
+} | {"sgn": "sign"}  # fmt: skip
+
+# Calls of two operands, each a tensor or a number, that are one operator.
+_BINARY: dict[str, str] = {
+    "mul.Tensor": "mul", "mul.Scalar": "mul",
+    "div.Tensor": "div", "div.Scalar": "div",
+    "true_divide.Tensor": "div",
+    "pow.Tensor_Tensor": "pow", "pow.Tensor_Scalar": "pow", "pow.Scalar": "pow",
+    "remainder.Tensor": "remainder", "remainder.Scalar": "remainder",
+    "remainder.Scalar_Tensor": "remainder",
+    "floor_divide.default": "floor_div", "floor_divide.Scalar": "floor_div",
+    "maximum.default": "maximum", "max.other": "maximum",
+    "minimum.default": "minimum", "min.other": "minimum",
+    "atan2.default": "atan2",
+    "logical_and.default": "logical_and", "logical_or.default": "logical_or",
+    "logical_xor.default": "logical_xor",
+    **{f"{op}.{kind}": op for op in ("eq", "ne", "lt", "le", "gt", "ge")
+       for kind in ("Tensor", "Scalar")},
+}  # fmt: skip
+
+# Activations with settings: our attributes, in the order of ATen's arguments.
+_SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "leaky_relu.default": ("leaky_relu", ("negative_slope",)),
+    "gelu.default": ("gelu", ("approximate",)),
+    "hardtanh.default": ("hardtanh", ("min", "max")),
+    "celu.default": ("celu", ("alpha",)),
+    "softplus.default": ("softplus", ("beta", "threshold")),
+    "softshrink.default": ("softshrink", ("lambd",)),
+    "hardshrink.default": ("hardshrink", ("lambd",)),
+    "threshold.default": ("threshold", ("threshold", "value")),
+    "glu.default": ("glu", ("axis",)),
+}
+
+
+def _unary(op: str) -> Entry:
+    return lambda b, x: b.call(op, x)
+
+
+def _binary(op: str) -> Entry:
+    return lambda b, x, y: b.call(op, *b.pair(x, y))
+
+
+def _set(op: str, names: tuple[str, ...]) -> Entry:
+    return lambda b, x, *values: b.call(op, x, **dict(zip(names, values, strict=True)))
+
+
+# ---- arithmetic that takes a few operators -----------------------------------------------------
+
+
+def _scaled(b: Site, y: Sym | Number, alpha: Number) -> Any:
+    """alpha · y, with no node for alpha = 1."""
+    if alpha == 1 and not isinstance(alpha, bool):
+        return y
+    return b.mul(y, b.operand(alpha, y)) if isinstance(y, Sym) else y * alpha
+
+
+def _add(b: Site, x: Any, y: Any, alpha: Number = 1) -> Any:
+    return b.add(*b.pair(x, _scaled(b, y, alpha)))
+
+
+def _sub(b: Site, x: Any, y: Any, alpha: Number = 1) -> Any:
+    return b.sub(*b.pair(x, _scaled(b, y, alpha)))
+
+
+def _div_mode(b: Site, x: Any, y: Any, mode: str | None) -> Any:
+    x, y = b.pair(x, y)
+    if mode == "floor":
+        return b.floor_div(x, y)
+    if mode == "trunc":
+        b.need(b.out.dtype.is_float, "integer division that rounds towards zero")
+        return b.trunc(b.div(x, y))
+    return b.div(x, y)
+
+
+def _bitwise(op: str) -> Entry:
+    """On booleans, and only there, the bitwise operation is the logical one."""
+
+    def entry(b: Site, *operands: Any) -> Any:
+        b.need(b.out.dtype == bool_, "bitwise arithmetic on integers")
+        return b.call(op, *(b.pair(*operands) if len(operands) == 2 else operands))
+
+    return entry
+
+
+def _lerp(b: Site, x: Sym, end: Sym, weight: Any) -> Any:
+    """x + weight · (end − x)"""
+    step = b.sub(end, x)
+    return b.add(x, b.mul(*b.pair(step, weight)))
+
+
+def _log10(b: Site, x: Sym) -> Any:
+    return b.mul(*b.pair(b.log2(x), math.log10(2.0)))
+
+
+def _finite(b: Site, x: Sym) -> Any:
+    return b.logical_not(b.logical_or(b.isnan(x), b.isinf(x)))
+
+
+# ---- choice ------------------------------------------------------------------------------------
+
+
+def _where(b: Site, condition: Sym, x: Any, y: Any) -> Any:
+    if condition.dtype != bool_:
+        condition = b.ne(*b.pair(condition, 0))
+    sides = [v if isinstance(v, Sym) else b.literal(v, b.out.dtype) for v in (x, y)]
+    return b.where(condition, *sides)
+
+
+def _masked_fill(b: Site, x: Sym, mask: Sym, value: Any) -> Any:
+    fill = b.wanted(value) if isinstance(value, Sym) else b.literal(value, x.dtype)
+    return b.where(mask, fill, x)
+
+
+def _clamp(b: Site, x: Sym, low: Any = None, high: Any = None) -> Any:
+    """Bounds that are numbers are attributes; tensors are compared with, lower bound first."""
+    x = b.wanted(x)
+    if isinstance(low, Sym) or isinstance(high, Sym):
+        x = x if low is None else b.maximum(x, b.wanted(b.operand(low, x)))
+        return x if high is None else b.minimum(x, b.wanted(b.operand(high, x)))
+    return b.clamp(x, min=low, max=high)
+
+
+def _nan_to_num(b: Site, x: Sym, nan: Any, top: Any, bottom: Any) -> Any:
+    """Infinities become the largest numbers of the type unless others are given."""
+    b.need(x.dtype.is_float and x.dtype.torch is not None, "nan_to_num of integers")
+    limits = torch.finfo(x.dtype.torch or torch.float32)
+    for odd, value in ((math.inf, top), (-math.inf, bottom)):
+        number = value if value is not None else limits.max if odd > 0 else limits.min
+        x = b.where(b.eq(*b.pair(x, odd)), b.literal(number, x.dtype), x)
+    return b.where(b.isnan(x), b.literal(0.0 if nan is None else nan, x.dtype), x)
+
+
+def _elu(b: Site, x: Sym, alpha: float, scale: float, input_scale: float) -> Any:
+    b.need(scale == 1 and input_scale == 1, "elu with scale or input_scale")
+    return b.elu(x, alpha=alpha)
+
+
+def _prelu(b: Site, x: Sym, weight: Sym) -> Any:
+    """The weight is one number or one per channel, in whatever shape it comes."""
+    return b.prelu(x, b.shaped(weight, (weight.type.numel,)))
+
+
+# ---- reductions ----------------------------------------------------------------------------------
+
+
+def _axes(dim: Sequence[int] | int | None, rank: int) -> tuple[int, ...] | None:
+    """ATen's ``dim``, where None and the empty list both mean all dimensions."""
+    if dim is None or dim == []:
+        return None
+    return tuple(axis_of(d, rank) for d in ([dim] if isinstance(dim, int) else dim))
+
+
+def _reduce(op: str, x: Sym, b: Site, dim: Any = None, keepdim: bool = False) -> Any:
+    return b.call(op, x, axes=_axes(dim, x.rank), keepdim=keepdim)
+
+
+def _extreme(b: Site, x: Sym, op: str, dim: int, keepdim: bool) -> Any:
+    """Values, and where they are found, if anybody asks."""
+    place = None
+    if 1 in b.used:
+        place = b.call(f"arg{op}", x, axis=axis_of(dim, x.rank), keepdim=keepdim)
+    return _reduce(op, x, b, dim, keepdim), place
+
+
+def _var(b: Site, x: Sym, dim: Any, correction: Any, keepdim: bool) -> Any:
+    freedom = 1 if correction is None else correction
+    b.need(freedom == int(freedom), "a correction that is not whole")
+    return b.var(x, axes=_axes(dim, x.rank), keepdim=keepdim, correction=int(freedom))
+
+
+def _std(b: Site, x: Sym, dim: Any, correction: Any, keepdim: bool) -> Any:
+    return b.sqrt(_var(b, x, dim, correction, keepdim))
+
+
+def _with_mean(spread: Entry) -> Entry:
+    return lambda b, x, dim, correction, keepdim: (
+        spread(b, x, dim, correction, keepdim),
+        _reduce("mean", x, b, dim, keepdim),
+    )
+
+
+def _spread(name: str, entry: Entry) -> dict[str, Entry]:
+    """The three overloads of var and its like: over all, with a flag, with a correction."""
+    return {
+        f"{name}.default": lambda b, x, unbiased=True: entry(b, x, None, int(unbiased), False),
+        f"{name}.dim": lambda b, x, dim, unbiased, keepdim: entry(
+            b, x, dim, int(unbiased), keepdim
+        ),
+        f"{name}.correction": lambda b, x, dim, correction, keepdim: entry(
+            b, x, dim, correction, keepdim
+        ),
+    }
+
+
+def _logsumexp(b: Site, x: Sym, dim: Any, keepdim: bool) -> Any:
+    """log Σ exp(x − m) + m with m the maximum, or 0 where that is infinite."""
+    b.need(x.dtype.is_float and x.type.numel > 0, "logsumexp of integers or of nothing")
+    top = _reduce("max", x, b, dim, True)
+    top = b.where(b.isinf(top), b.literal(0.0, x.dtype), top)
+    total = b.add(b.log(_reduce("sum", b.exp(b.sub(x, top)), b, dim, True)), top)
+    return b.shaped(total)
+
+
+def _vector_norm(
+    b: Site, x: Sym, order: Number, dim: Any, keepdim: bool, dt: torch.dtype | None
+) -> Any:
+    x = b.typed(x, dt)
+    wide = b.upcast(x)  # squares of 16-bit numbers overflow
+    if order == 2:
+        return b.to(b.sqrt(_reduce("sum", b.square(wide), b, dim, keepdim)), x.dtype)
+    if order == 1:
+        return b.to(_reduce("sum", b.abs(wide), b, dim, keepdim), x.dtype)
+    b.need(abs(order) == math.inf, f"a norm of order {order}")
+    return _reduce("max" if order > 0 else "min", b.abs(x), b, dim, keepdim)
+
+
+def _aminmax(b: Site, x: Sym, dim: int | None, keepdim: bool) -> Any:
+    return _reduce("min", x, b, dim, keepdim), _reduce("max", x, b, dim, keepdim)
+
+
+def _truth(op: str) -> Entry:
+    """any and all; of uint8 torch answers in uint8."""
+    return lambda b, x, dim=None, keepdim=False: b.wanted(_reduce(op, x, b, dim, keepdim))
+
+
+# ---- losses that are a formula and a mean --------------------------------------------------------
+
+
+def _mean_of(b: Site, each: Sym, reduction: int) -> Any:
+    """ATen's reduction codes: 0 none, 1 mean, 2 sum."""
+    return each if reduction == 0 else b.call("mean" if reduction == 1 else "sum", each)
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+TABLE: dict[str, Entry] = {
+    **{f"{aten}.default": _unary(op) for aten, op in _UNARY.items()},
+    **{aten: _binary(op) for aten, op in _BINARY.items()},
+    **{aten: _set(op, names) for aten, (op, names) in _SETTINGS.items()},
+    "add.Tensor": _add,
+    "add.Scalar": _add,
+    "sub.Tensor": _sub,
+    "sub.Scalar": _sub,
+    "rsub.Tensor": lambda b, x, y, alpha: _sub(b, y, x, alpha),
+    "rsub.Scalar": lambda b, x, y, alpha: _sub(b, y, x, alpha),
+    "div.Tensor_mode": _div_mode,
+    "div.Scalar_mode": _div_mode,
+    "bitwise_and.Tensor": _bitwise("logical_and"),
+    "bitwise_or.Tensor": _bitwise("logical_or"),
+    "bitwise_xor.Tensor": _bitwise("logical_xor"),
+    "bitwise_not.default": _bitwise("logical_not"),
+    "__and__.Tensor": _bitwise("logical_and"),
+    "__or__.Tensor": _bitwise("logical_or"),
+    "__xor__.Tensor": _bitwise("logical_xor"),
+    "addcmul.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.mul(y, z), value)),
+    "addcdiv.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.div(y, z), value)),
+    "lerp.Scalar": _lerp,
+    "lerp.Tensor": _lerp,
+    "log10.default": _log10,
+    "atan.default": lambda b, x: b.atan2(*b.pair(x, 1.0)),
+    "frac.default": lambda b, x: b.sub(x, b.trunc(x)),
+    "isfinite.default": _finite,
+    "nan_to_num.default": _nan_to_num,
+    "where.self": _where,
+    "where.ScalarOther": _where,
+    "where.ScalarSelf": _where,
+    "where.Scalar": _where,
+    "masked_fill.Scalar": _masked_fill,
+    "masked_fill.Tensor": _masked_fill,
+    "clamp.default": _clamp,
+    "clamp.Tensor": _clamp,
+    "clip.default": _clamp,
+    "clip.Tensor": _clamp,
+    "clamp_min.default": _clamp,
+    "clamp_min.Tensor": _clamp,
+    "clamp_max.default": lambda b, x, high: _clamp(b, x, None, high),
+    "clamp_max.Tensor": lambda b, x, high: _clamp(b, x, None, high),
+    "elu.default": _elu,
+    "prelu.default": _prelu,
+    "_prelu_kernel.default": _prelu,
+    "log_sigmoid_forward.default": lambda b, x: (b.log_sigmoid(x), None),
+    "sum.default": lambda b, x, dt: _reduce("sum", b.typed(x, dt), b),
+    "sum.dim_IntList": lambda b, x, dim, keep, dt: _reduce("sum", b.typed(x, dt), b, dim, keep),
+    "mean.default": lambda b, x, dt: _reduce("mean", b.typed(x, dt), b),
+    "mean.dim": lambda b, x, dim, keep, dt: _reduce("mean", b.typed(x, dt), b, dim, keep),
+    "prod.default": lambda b, x, dt: _reduce("prod", b.typed(x, dt), b),
+    "prod.dim_int": lambda b, x, dim, keep, dt: _reduce("prod", b.typed(x, dt), b, dim, keep),
+    "amax.default": lambda b, x, dim, keepdim: _reduce("max", x, b, dim, keepdim),
+    "amin.default": lambda b, x, dim, keepdim: _reduce("min", x, b, dim, keepdim),
+    "max.default": lambda b, x: _reduce("max", x, b),
+    "min.default": lambda b, x: _reduce("min", x, b),
+    "max.dim": lambda b, x, dim, keepdim: _extreme(b, x, "max", dim, keepdim),
+    "min.dim": lambda b, x, dim, keepdim: _extreme(b, x, "min", dim, keepdim),
+    "aminmax.default": _aminmax,
+    "argmax.default": lambda b, x, dim, keepdim: b.argmax(x, axis=dim, keepdim=keepdim),
+    "argmin.default": lambda b, x, dim, keepdim: b.argmin(x, axis=dim, keepdim=keepdim),
+    **{f"{op}.{kind}": _truth(op) for op in ("any", "all") for kind in ("default", "dim", "dims")},
+    **_spread("var", _var),
+    **_spread("std", _std),
+    **_spread("var_mean", _with_mean(_var)),
+    **_spread("std_mean", _with_mean(_std)),
+    "logsumexp.default": _logsumexp,
+    "linalg_vector_norm.default": _vector_norm,
+    "mse_loss.default": lambda b, x, y, how: _mean_of(b, b.square(b.sub(x, y)), how),
+    "l1_loss.default": lambda b, x, y, how: _mean_of(b, b.abs(b.sub(x, y)), how),
+}

@@ -1,0 +1,317 @@
+"""ATen → ours: shapes, copies, pieces, padding, indexing, casts and constant tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
+from deuteron.ir.dtype import bool_, int64
+from deuteron.ops.emit import Sym
+
+# ---- views -------------------------------------------------------------------------------------
+
+
+def _to_shape(b: Site, x: Sym, *asked: Any) -> Sym:
+    """Every call that only regroups dimensions: torch has worked out the new shape already."""
+    return b.shaped(x)
+
+
+def _to_size(b: Site, x: Sym, *asked: Any) -> Sym:
+    return b.stretched(x)
+
+
+def _permute(b: Site, x: Sym, dims: Sequence[int]) -> Sym:
+    order = tuple(d % x.rank for d in dims)
+    return x if order == tuple(range(x.rank)) else b.permute(x, dims=order)
+
+
+def _transpose(b: Site, x: Sym, first: int, second: int) -> Sym:
+    order = list(range(x.rank))
+    if order:
+        i, j = first % x.rank, second % x.rank
+        order[i], order[j] = order[j], order[i]
+    return _permute(b, x, order)
+
+
+def _same(b: Site, x: Sym, *ignored: Any) -> Sym:
+    return x
+
+
+def _copy_of(b: Site, x: Sym, memory_format: torch.memory_format | None) -> Sym:
+    """Nothing in a graph is written to, so a copy is only worth making for its strides."""
+    return b.laid_out(x, memory_format)
+
+
+def _dropout(b: Site, x: Sym, p: float, train: bool | None) -> Sym:
+    b.need(not train or p == 0, "dropout in training mode")
+    return x
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def _slice(b: Site, x: Sym, dim: int, start: int | None, end: int | None, step: int = 1) -> Sym:
+    axis = axis_of(dim, x.rank)
+    low, high, step = slice(start, end, step).indices(x.shape[axis])
+    return b.part(x, axis, low, max(low, high), step)
+
+
+def _select(b: Site, x: Sym, dim: int, index: int) -> Sym:
+    axis = axis_of(dim, x.rank)
+    at = index % x.shape[axis]
+    return b.shaped(b.part(x, axis, at, at + 1))
+
+
+def _pieces(b: Site, x: Sym, dim: int, sizes: Sequence[int]) -> tuple[Sym | None, ...]:
+    """Consecutive slices; only those that are read."""
+    axis, begin, found = axis_of(dim, x.rank), 0, []
+    for i, size in enumerate(sizes):
+        found.append(b.part(x, axis, begin, begin + size) if i in b.used else None)
+        begin += size
+    return tuple(found)
+
+
+def _split(b: Site, x: Sym, size: int, dim: int) -> tuple[Sym | None, ...]:
+    """Pieces of ``size``, the last one smaller where it does not divide: as torch counted."""
+    axis = axis_of(dim, x.rank)
+    return _pieces(b, x, dim, [t.shape[axis] for t in b.want if t is not None])
+
+
+def _unbind(b: Site, x: Sym, dim: int) -> tuple[Sym | None, ...]:
+    pieces = _pieces(b, x, dim, [1] * x.shape[dim])
+    return tuple(None if p is None else b.shaped(p) for p in pieces)
+
+
+def _concat(b: Site, xs: Sequence[Sym], dim: int) -> Sym:
+    """torch.cat leaves out old-fashioned empty tensors of shape [0], whatever the others are."""
+    rank = b.out.rank
+    same = [x for x in xs if x.rank == rank]
+    b.need(bool(same), "nothing to put together")
+    return b.wanted(b.join(same, axis_of(dim, rank)))
+
+
+def _stack(b: Site, xs: Sequence[Sym], dim: int) -> Sym:
+    rank, axis = b.out.rank, dim % b.out.rank
+    one = [1 if i == axis else n for i, n in enumerate(b.out.shape)]
+    assert len(one) == rank
+    return b.wanted(b.join([b.shaped(x, one) for x in xs], axis))
+
+
+def _repeat(b: Site, x: Sym, repeats: Sequence[int]) -> Sym:
+    """Each dimension gets a partner to its left, which is stretched and then merged with it."""
+    sizes = (1,) * (len(repeats) - x.rank) + x.shape
+    pairs = [(r, n) for r, n in zip(repeats, sizes, strict=True)]
+    apart = b.shaped(x, [s for r, n in pairs for s in ((1, n) if r != 1 else (n,))])
+    full = b.stretched(apart, [s for r, n in pairs for s in ((r, n) if r != 1 else (n,))])
+    return b.shaped(full)
+
+
+def _repeat_interleave(b: Site, x: Sym, repeats: int, dim: int | None, size: Any) -> Sym:
+    """The partner that is stretched stands to the right."""
+    if dim is None:
+        x, dim = b.shaped(x, (x.type.numel,)), 0
+    axis = axis_of(dim, x.rank)
+    lead, tail = x.shape[: axis + 1], x.shape[axis + 1 :]
+    apart = b.shaped(x, (*lead, 1, *tail))
+    return b.shaped(b.stretched(apart, (*lead, repeats, *tail)))
+
+
+def _meshgrid(b: Site, xs: Sequence[Sym], indexing: str = "ij") -> tuple[Sym, ...]:
+    b.need(indexing == "ij", "meshgrid with indexing='xy'")
+    rank = len(xs)
+    return tuple(
+        b.stretched(b.shaped(x, [x.type.numel if i == j else 1 for j in range(rank)]))
+        for i, x in enumerate(xs)
+    )
+
+
+def _broadcast_tensors(b: Site, xs: Sequence[Sym]) -> tuple[Sym, ...]:
+    return tuple(b.stretched(x) for x in xs)
+
+
+def _channel_shuffle(b: Site, x: Sym, groups: int) -> Sym:
+    n, c, *rest = x.shape
+    apart = b.reshape(x, shape=(n, groups, c // groups, *rest))
+    return b.shaped(b.permute(apart, dims=(0, 2, 1, *range(3, apart.rank))))
+
+
+# ---- writing into a part, without writing -------------------------------------------------------
+
+
+def _insert(b: Site, x: Sym, part: Sym, axis: int, start: int, stop: int) -> Sym:
+    size = x.shape[axis]
+    before, after = b.part(x, axis, 0, start), b.part(x, axis, stop, size)
+    return b.join([before, b.to(part, x.dtype), after], axis)
+
+
+def _slice_scatter(
+    b: Site, x: Sym, part: Sym, dim: int, start: int | None, end: int | None, step: int
+) -> Sym:
+    axis = axis_of(dim, x.rank)
+    low, high, step = slice(start, end, step).indices(x.shape[axis])
+    b.need(step == 1, "writing to every second element or fewer")
+    low, high = low, max(low, high)
+    shape = tuple(high - low if i == axis else n for i, n in enumerate(x.shape))
+    return _insert(b, x, b.stretched(part, shape), axis, low, high)
+
+
+def _select_scatter(b: Site, x: Sym, part: Sym, dim: int, index: int) -> Sym:
+    axis = axis_of(dim, x.rank)
+    at = index % x.shape[axis]
+    row = b.shaped(part, [1 if i == axis else n for i, n in enumerate(x.shape)])
+    return _insert(b, x, row, axis, at, at + 1)
+
+
+def _overwrite(b: Site, x: Sym, values: Sym, *ignored: Any) -> Sym:
+    """All of x replaced: by ``values``, in the shape and element type of x."""
+    return b.stretched(b.to(values, x.dtype), x.shape)
+
+
+# ---- padding ---------------------------------------------------------------------------------
+
+
+def _pad(b: Site, x: Sym, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Sym:
+    """``pad`` lists (low, high) from the last dimension backwards."""
+    b.need(mode in ("constant", "reflect", "replicate"), f"padding of mode {mode!r}")
+    low, high = [0] * x.rank, [0] * x.rank
+    for i in range(len(pad) // 2):
+        low[-1 - i], high[-1 - i] = pad[2 * i], pad[2 * i + 1]
+    if not any(low) and not any(high):
+        return x
+    return b.pad(x, low=low, high=high, mode=mode, value=value or 0.0)  # type: ignore[no-any-return]
+
+
+def _pad_by(mode: str) -> Entry:
+    return lambda b, x, pad: _pad(b, x, pad, mode)
+
+
+# ---- indexing ------------------------------------------------------------------------------------
+
+
+def _from_front(b: Site, index: Sym, size: int) -> Sym:
+    """An index that may count from the end, counted from the front."""
+    fixed = b.tensor_of(index)
+    if fixed is not None and (fixed.numel() == 0 or int(fixed.min()) >= 0):
+        return index
+    if fixed is not None:
+        return b.constant(torch.where(fixed < 0, fixed + size, fixed), "index")
+    below = b.lt(*b.pair(index, 0))
+    return b.where(below, b.add(*b.pair(index, size)), index)  # type: ignore[no-any-return]
+
+
+def _index(b: Site, x: Sym, indices: Sequence[Sym | None]) -> Sym:
+    """x[:, index] with one tensor of whole numbers: a selection along its dimension."""
+    places = [(axis, i) for axis, i in enumerate(indices) if i is not None]
+    b.need(len(places) == 1, "indexing by several tensors at once")
+    axis, index = places[0]
+    b.need(index.dtype != bool_ and not index.dtype.is_float, "indexing by a mask")
+    flat = b.shaped(_from_front(b, index, x.shape[axis]), (index.type.numel,))
+    return b.shaped(b.index_select(x, flat, axis=axis))
+
+
+def _one_hot(b: Site, index: Sym, classes: int) -> Sym:
+    b.need(classes > 0, "one_hot with a number of classes read from the data")
+    column = b.shaped(index, (*index.shape, 1))
+    return b.to(b.eq(column, b.constant(torch.arange(classes), "classes")), int64)
+
+
+def _triangle(keep: Callable[..., torch.Tensor]) -> Entry:
+    """tril and triu: a mask known now chooses between x and 0."""
+
+    def entry(b: Site, x: Sym, diagonal: int = 0) -> Any:
+        mask = keep(torch.ones(x.shape[-2:], dtype=torch.bool), diagonal)
+        return b.where(b.constant(mask, "triangle"), x, b.literal(0, x.dtype))
+
+    return entry
+
+
+# ---- casts ---------------------------------------------------------------------------------------
+
+
+def _cast(b: Site, x: Sym, *options: Any) -> Sym:
+    """``to`` in all its forms: an element type, and perhaps a memory order."""
+    order = next((o for o in options if isinstance(o, torch.memory_format)), None)
+    return b.laid_out(b.wanted(x), order)
+
+
+TABLE: dict[str, Entry] = {
+    **dict.fromkeys(
+        (
+            "view.default", "_unsafe_view.default", "reshape.default", "flatten.using_ints",
+            "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
+            "unflatten.int", "view_as.default",
+        ),
+        _to_shape,
+    ),
+    **dict.fromkeys(("expand.default", "expand_as.default", "broadcast_to.default"), _to_size),
+    **dict.fromkeys(("alias.default", "detach.default", "lift_fresh_copy.default"), _same),
+    **dict.fromkeys(
+        ("_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "to.other",
+         "type_as.default"),
+        _cast,
+    ),
+    "clone.default": _copy_of,
+    "contiguous.default": _copy_of,
+    "dropout.default": _dropout,
+    "feature_dropout.default": _dropout,
+    "native_dropout.default": lambda b, x, p, train: (_dropout(b, x, p, train), None),
+    "permute.default": _permute,
+    "transpose.int": _transpose,
+    "t.default": lambda b, x: _transpose(b, x, 0, -1),
+    "slice.Tensor": _slice,
+    "narrow.default": lambda b, x, dim, start, size: _slice(b, x, dim, start, start + size),
+    "select.int": _select,
+    "split.Tensor": _split,
+    "chunk.default": _split,
+    "split_with_sizes.default": lambda b, x, sizes, dim: _pieces(b, x, dim, sizes),
+    "unbind.int": _unbind,
+    "cat.default": _concat,
+    "stack.default": _stack,
+    "repeat.default": _repeat,
+    "repeat_interleave.self_int": _repeat_interleave,
+    "meshgrid.default": _meshgrid,
+    "meshgrid.indexing": _meshgrid,
+    "broadcast_tensors.default": _broadcast_tensors,
+    "channel_shuffle.default": _channel_shuffle,
+    "flip.default": lambda b, x, dims: b.flip(x, axes=tuple(axis_of(d, x.rank) for d in dims)),
+    "slice_scatter.default": _slice_scatter,
+    "select_scatter.default": _select_scatter,
+    "copy.default": _overwrite,
+    "fill.Tensor": _overwrite,
+    "pad.default": _pad,
+    "constant_pad_nd.default": lambda b, x, pad, value: _pad(b, x, pad, "constant", value),
+    **{f"reflection_pad{n}d.default": _pad_by("reflect") for n in (1, 2, 3)},
+    **{f"replication_pad{n}d.default": _pad_by("replicate") for n in (1, 2, 3)},
+    "index.Tensor": _index,
+    "index_select.default": lambda b, x, dim, index: b.index_select(
+        x, index, axis=axis_of(dim, x.rank)
+    ),
+    "gather.default": lambda b, x, dim, index, sparse: b.gather(
+        x, index, axis=axis_of(dim, x.rank)
+    ),
+    "embedding.default": lambda b, weight, index, padding_idx, *ignored: b.embedding(
+        weight, index, padding_idx=padding_idx
+    ),
+    "one_hot.default": _one_hot,
+    "tril.default": _triangle(torch.tril),
+    "triu.default": _triangle(torch.triu),
+}  # fmt: skip
+
+# Calls whose result is one number everywhere: where that number stands among the arguments, or
+# the number itself. They become a stretched scalar; nothing of their size is stored.
+FILLS: dict[str, Callable[[Sequence[Any]], Number]] = {
+    "full.default": lambda args: args[1],
+    "full_like.default": lambda args: args[1],
+    "new_full.default": lambda args: args[2],
+    "fill.Scalar": lambda args: args[1],
+    "scalar_tensor.default": lambda args: args[0],
+    **dict.fromkeys(
+        ("zeros.default", "zeros_like.default", "new_zeros.default", "empty.memory_format",
+         "empty_like.default", "new_empty.default"),
+        lambda args: 0,
+    ),
+    **dict.fromkeys(("ones.default", "ones_like.default", "new_ones.default"), lambda args: 1),
+}  # fmt: skip

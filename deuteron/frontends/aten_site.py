@@ -1,0 +1,144 @@
+"""What an entry of the ATen table works with: a place to write to, and a way to say no.
+
+An entry is a function ``entry(site, *arguments)``. The arguments are those of the ATen schema,
+all of them, in the schema's order: tensors as :class:`~deuteron.ops.emit.Sym`, everything else
+as the plain Python value. It emits operators through the site and returns one Sym, or a tuple
+with one Sym (or None, for a result it cannot give) per result of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from deuteron.ir.builder import GraphBuilder
+from deuteron.ir.dtype import DType, dtype
+from deuteron.ir.types import TensorType
+from deuteron.ops.emit import Ops, Sym
+
+Entry = Callable[..., Any]
+Number = bool | int | float
+
+
+class Inexpressible(Exception):
+    """Our operators cannot say this call; it stays an ATen call. The message says why."""
+
+
+class Site(Ops):
+    """:class:`Ops` for one call, with what torch says about the call's results.
+
+    * ``want``: the type of each result (None where it is no tensor we know). Shapes that torch
+      has worked out already, such as those of ``view`` or ``squeeze``, are taken from here.
+    * ``used``: which results the rest of the graph reads; the others need not be made.
+    * ``known``: value name → tensor, for values that depend on no input of the graph.
+    """
+
+    def __init__(
+        self,
+        build: GraphBuilder,
+        source: str = "",
+        want: Sequence[TensorType | None] = (),
+        used: frozenset[int] = frozenset({0}),
+        known: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(build, source)
+        self.want, self.used = tuple(want), used
+        self.known = {} if known is None else known
+
+    @property
+    def out(self) -> TensorType:
+        """The type torch gives the first result."""
+        first = self.want[0]
+        if first is None:
+            self.refuse("its first result is no tensor")
+        return first
+
+    def refuse(self, why: str) -> NoReturn:
+        raise Inexpressible(why)
+
+    def need(self, holds: bool, why: str) -> None:
+        """Go on only if ``holds``; ``why`` tells the user what stands in the way."""
+        if not holds:
+            self.refuse(why)
+
+    # ---- numbers and constants
+
+    def literal(self, value: Number, dt: DType) -> Sym:
+        """A number as a rank-0 constant of exactly this element type."""
+        return self.constant(torch.tensor(value, dtype=dt.torch))
+
+    def operand(self, value: Sym | Number, like: Sym) -> Sym:
+        """``value`` as a tensor to compute with ``like``; numbers promote as PyTorch's do.
+
+        Beside a tensor of rank 1 or more a rank-0 constant takes no part in promotion within
+        its category. Beside a rank-0 tensor it would, and a Python number must not.
+        """
+        if isinstance(value, Sym):
+            return value
+        if like.rank:
+            return self.number(value, like.dtype)
+        joined = torch.result_type(torch.empty((), dtype=like.dtype.torch), value)
+        return self.literal(value, dtype(joined))
+
+    def pair(self, x: Sym | Number, y: Sym | Number) -> tuple[Sym, Sym]:
+        """Both operands of a binary operation as tensors; one at least is a tensor already."""
+        if isinstance(x, Sym):
+            return x, self.operand(y, x)
+        assert isinstance(y, Sym), "an ATen call between two numbers"
+        return self.operand(x, y), y
+
+    def tensor_of(self, x: Sym) -> torch.Tensor | None:
+        """The tensor behind ``x`` if it does not depend on the graph's inputs."""
+        constant = self.build.constants.get(x.name)
+        return self.known.get(x.name) if constant is None else constant.data
+
+    # ---- shapes and types
+
+    def shaped(self, x: Sym, shape: Sequence[int] | None = None) -> Sym:
+        """``x`` in another shape (the wanted one), with no node where it has it already."""
+        new = self.out.shape if shape is None else tuple(shape)
+        return x if x.shape == new else self.reshape(x, shape=new)
+
+    def stretched(self, x: Sym, shape: Sequence[int] | None = None) -> Sym:
+        """``x`` expanded to a shape (the wanted one)."""
+        new = self.out.shape if shape is None else tuple(shape)
+        return x if x.shape == new else self.expand(x, shape=new)
+
+    def typed(self, x: Sym, dt: torch.dtype | None = None) -> Sym:
+        """``x`` cast to ``dt``, if one is given: the ``dtype=`` of reductions and softmax."""
+        return x if dt is None else self.to(x, dtype(dt))
+
+    def wanted(self, x: Sym) -> Sym:
+        """``x`` in the element type of the first result."""
+        return self.to(x, self.out.dtype)
+
+    def laid_out(self, x: Sym, memory_format: torch.memory_format | None) -> Sym:
+        """``x`` copied into a memory order, unless it is in it already."""
+        if memory_format is None or memory_format == torch.preserve_format:
+            return x
+        layout = "contiguous" if memory_format == torch.contiguous_format else "nhwc"
+        if x.type.is_layout(layout):
+            return x
+        return self.to_layout(x, layout=layout)  # type: ignore[no-any-return]
+
+    def part(self, x: Sym, axis: int, start: int, stop: int, step: int = 1) -> Sym:
+        """``x[start:stop:step]`` along one axis, with no node where that is all of it."""
+        if (start, stop, step) == (0, x.shape[axis], 1):
+            return x
+        return self.slice(x, axis=axis, start=start, stop=stop, step=step)  # type: ignore[no-any-return]
+
+    def batched(self, x: Sym, spatial: int) -> Sym:
+        """``x`` with a batch dimension, which torch lets single images go without."""
+        return self.shaped(x, (1, *x.shape)) if x.rank == spatial + 1 else x
+
+    def join(self, xs: Sequence[Sym], axis: int) -> Sym:
+        """The tensors one after another; empty ones are left out where something remains."""
+        filled = [x for x in xs if x.shape[axis]] or list(xs[:1])
+        return filled[0] if len(filled) == 1 else self.concat(filled, axis=axis)
+
+
+def axis_of(dim: int, rank: int) -> int:
+    """A dimension counted from 0; a scalar counts as having one."""
+    return dim % max(rank, 1)

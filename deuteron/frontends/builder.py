@@ -1,0 +1,165 @@
+"""``dt.Graph``: say what is to be computed, compile it, run it as often as you like."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deuteron import ir
+from deuteron.errors import GraphError
+from deuteron.ir.builder import GraphBuilder
+from deuteron.ir.dtype import DType
+from deuteron.ir.rewrite import start
+from deuteron.ir.types import TensorType
+from deuteron.ops import REQUIRED, TABLE, OpDef, Ops, Sym, table
+from deuteron.passes import differentiate
+from deuteron.plan import Cache, Plan, compile_graph
+from deuteron.policy import Policy
+
+
+class Graph(Ops):
+    """A graph of operations, built by calling operators on handles.
+
+    >>> g = Graph("block")
+    >>> x = g.tensor("x", (32, 64, 56, 56), "f16", layout="nhwc")
+    >>> w = g.tensor("w", (64, 64, 3, 3), "f16")
+    >>> y = g.relu(g.conv(x, w, padding=1)).output("y")
+    >>> plan = g.compile()                      # heuristic: at once
+    >>> plan = g.compile(find=True)             # measured on this machine
+    >>> out = plan.run(x=tx, w=tw)["y"]
+
+    Every operator is a method; ``help(dt.Graph.conv)`` shows its inputs and attributes.
+    Handles support ``+ - * / ** @`` and comparisons; Python numbers stand for scalars.
+    """
+
+    def __init__(self, name: str = "graph") -> None:
+        super().__init__(GraphBuilder(table.infer, name))
+
+    @staticmethod
+    def of(graph: ir.Graph) -> Graph:
+        """A builder that continues an existing graph."""
+        out = Graph(graph.name)
+        out.build, _ = start(graph, table.infer)
+        for node in graph.nodes:
+            out.build.copy(node, node.inputs, graph.out_types(node))
+        out.build.outputs = list(graph.outputs)
+        return out
+
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: DType | torch.dtype | str = "f32",
+        *,
+        layout: str = "contiguous",
+        strides: Sequence[int] | None = None,
+    ) -> Sym:
+        """Declare an input: name, shape, element type, and layout ("contiguous", "nhwc") or
+        strides in elements. Tensors bound to it later must fit exactly."""
+        return self.sym(self.build.input(name, TensorType.of(shape, dtype, layout, strides)))
+
+    def ir(self) -> ir.Graph:
+        """The graph as it stands, frozen; ``print`` it to read it."""
+        return self.build.finish()
+
+    def compile(
+        self,
+        *,
+        device: str | torch.device | None = None,
+        find: bool = False,
+        budget_s: float = 10.0,
+        policy: Policy | None = None,
+        cache: Cache | None = None,
+    ) -> Plan:
+        """Make a plan for ``device`` (the GPU if there is one).
+
+        ``find=True`` measures the candidates of every region on this machine for at most about
+        ``budget_s`` seconds, and remembers; without it the choice is by estimate, at once.
+        """
+        frozen = self.ir()
+        if not frozen.outputs:
+            raise GraphError(
+                "the graph has no outputs", asked="compile()", remedy="mark one: y.output('y')"
+            )
+        return compile_graph(
+            frozen, device=device, find=find, budget_s=budget_s, policy=policy, cache=cache
+        )
+
+    def grad(self, of: str | Sym, wrt: str | Sym | Sequence[str | Sym]) -> Graph:
+        """A graph that also computes the gradients of output ``of``.
+
+        It has a further output ``grad_<name>`` for each of ``wrt`` and, unless ``of`` has one
+        element, a further input ``grad_<of>``. Forward and backward are planned together.
+        """
+        if isinstance(of, Sym):
+            found = [name for name, value in self.build.outputs if value == of.name]
+            of = found[0] if found else of.name
+        each = [wrt] if isinstance(wrt, str | Sym) else wrt
+        names = [w.name if isinstance(w, Sym) else w for w in each]
+        return Graph.of(differentiate(self.ir(), of, names))
+
+    def __str__(self) -> str:
+        return str(self.ir())
+
+    def __repr__(self) -> str:
+        b = self.build
+        return f"<Graph {b.name!r}: {len(b.nodes)} nodes, {len(b.outputs)} outputs>"
+
+
+def _method(op: OpDef) -> Callable[..., Any]:
+    """A method for one operator, with a signature and a docstring of its own."""
+
+    def method(self: Graph, *args: Any, **kwargs: Any) -> Any:
+        return self.call(op.name, *args, **kwargs)
+
+    kind = inspect.Parameter
+    parameters = [kind("self", kind.POSITIONAL_ONLY)]
+    for slot in op.inputs:
+        if slot.startswith("*"):
+            parameters.append(kind(slot[1:], kind.VAR_POSITIONAL))
+        else:
+            default = None if slot.endswith("?") else kind.empty
+            parameters.append(kind(slot.rstrip("?"), kind.POSITIONAL_OR_KEYWORD, default=default))
+    for name, attr in op.attrs.items():
+        default = kind.empty if attr.default is REQUIRED else attr.default
+        parameters.append(kind(name, kind.KEYWORD_ONLY, default=default))
+    lines = [op.doc, ""]
+    lines += [
+        f"    {name}: {attr.kind}" + (f"; {attr.doc}" if attr.doc else "")
+        + (f" (one of {', '.join(attr.choices)})" if attr.choices else "")
+        for name, attr in op.attrs.items()
+    ]  # fmt: skip
+    method.__name__, method.__qualname__ = op.name, f"Graph.{op.name}"
+    method.__doc__ = "\n".join(lines).rstrip()
+    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return method
+
+
+def register_op(op: OpDef) -> OpDef:
+    """Add an operator of your own: it is inferred, checked, differentiated, fused by its class
+    and priced like the built-in ones, and becomes a method of ``dt.Graph``."""
+    if re.fullmatch("[a-z][a-z_0-9]*", op.name) is None:
+        raise GraphError(
+            f"{op.name!r} is not a name for an operator",
+            asked=f"register_op({op.name!r})",
+            remedy="use lower-case letters, digits and underscores, as in text of graphs",
+        )
+    if op.name not in TABLE and hasattr(Graph, op.name):
+        raise GraphError(
+            f"dt.Graph has a method {op.name!r} already",
+            asked=f"register_op({op.name!r})",
+            remedy="choose another name",
+        )
+    method = _method(op)
+    table.add(op)
+    setattr(Graph, op.name, method)
+    return op
+
+
+for _op in TABLE.values():
+    if not hasattr(Graph, _op.name):
+        setattr(Graph, _op.name, _method(_op))

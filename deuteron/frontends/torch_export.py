@@ -1,0 +1,394 @@
+"""From an nn.Module and example inputs to a graph.
+
+>>> imported = import_module(model.eval(), (torch.randn(1, 3, 224, 224),))
+>>> print(imported.graph)
+>>> tensors = imported.flatten_call((image,))          # what the graph's inputs are bound to
+
+torch.export traces the module; :mod:`deuteron.frontends.torch_fx` turns its calls into ours.
+Shapes and everything that is not a tensor are fixed at what the example has.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from deuteron.errors import BindError, DeuteronError, GraphError
+from deuteron.frontends.torch_fx import Importer, is_plain
+from deuteron.frontends.torch_fx_facts import Known
+from deuteron.ir.graph import Graph
+
+_AGAIN = "import the module again with these arguments as the example"
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A call argument or a result that is no tensor: the value it had in the example."""
+
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Imported:
+    """A module as a graph, and how calls of the module map to it.
+
+    * ``inputs``: for each flattened argument the name of a graph input, or :class:`Fixed`.
+    * ``outputs``: for each flattened result the name of a graph output, or :class:`Fixed`.
+    * ``paths``: for each flattened argument how the caller writes it, e.g. ``batch['mask']``.
+    * ``opaque``: the ATen calls in the graph that we have no operator for; ``why`` has the
+      reasons. ``mismatches`` counts results whose type we inferred otherwise than torch (a fault
+      of Deuteron's; such calls are kept as ATen's, so that numbers are right).
+    """
+
+    graph: Graph
+    inputs: tuple[str | Fixed, ...]
+    outputs: tuple[str | Fixed, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    paths: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
+    why: Mapping[str, str] | None = None
+    mismatches: int = 0
+
+    @cached_property
+    def _only_tensors(self) -> bool:
+        """Whether calls are positional tensors and nothing else, which need no flattening."""
+        named = all(isinstance(i, str) for i in self.inputs)
+        return named and self.in_spec == pytree.tree_structure(((0,) * len(self.inputs), {}))
+
+    def single_tensor_call(self) -> bool:
+        """Whether the module is called with one positional tensor and nothing else."""
+        return self._only_tensors and len(self.inputs) == 1
+
+    def flatten_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> list[torch.Tensor]:
+        """The tensors of a call in the order of the graph's inputs.
+
+        Keyword arguments and dict entries may come in any order. Raises BindError where the
+        structure, or a value that is fixed in the graph, is not that of the example.
+        """
+        plain = self._only_tensors and not kwargs and len(args) == len(self.inputs)
+        if plain and all(isinstance(a, torch.Tensor) for a in args):
+            return list(args)
+        call = (tuple(args), dict(kwargs or {}))
+        leaves, spec = pytree.tree_flatten(call)
+        if spec != self.in_spec:
+            leaves = self._by_path(call)
+        tensors = []
+        for path, bound, given in zip(self.paths, self.inputs, leaves, strict=True):
+            if isinstance(bound, Fixed):
+                _check_fixed(path, bound.value, given)
+            elif isinstance(given, torch.Tensor):
+                tensors.append(given)
+            else:
+                raise BindError(
+                    f"{path} is {_shown(given)}, but was a tensor in the example",
+                    asked="a call of an imported module",
+                    where=path,
+                    remedy=f"give a tensor {self.graph.types[bound]}, or {_AGAIN}",
+                )
+        return tensors
+
+    def _by_path(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+        """The leaves of a call in the example's order, found by where they stand."""
+        found = dict(leaf_paths(call, self.parameters))
+        for path in self.paths:
+            if path not in found:
+                raise BindError(
+                    f"{path} is missing",
+                    asked=f"a call with {', '.join(found) or 'no arguments'}",
+                    where=path,
+                    remedy=f"call with {', '.join(self.paths)} as in the example, or {_AGAIN}",
+                )
+        for path, given in found.items():
+            if path not in self.paths:
+                raise BindError(
+                    f"{path} was not in the example",
+                    asked=f"a call with {path} = {_shown(given)}",
+                    where=path,
+                    remedy=f"call with {', '.join(self.paths)} only, or {_AGAIN}",
+                )
+        return [found[path] for path in self.paths]
+
+    def unflatten_result(self, results: Sequence[torch.Tensor]) -> Any:
+        """What the module would have returned, from the graph's outputs in order."""
+        left = iter(results)
+        leaves = [o.value if isinstance(o, Fixed) else next(left) for o in self.outputs]
+        return pytree.tree_unflatten(leaves, self.out_spec)
+
+
+def import_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    name: str = "",
+) -> Imported:
+    """Trace ``module`` on an example call and return it as a graph.
+
+    The module's training flag is respected; what would write to its buffers or inputs is
+    refused. Raises GraphError where the module cannot be a graph, and DeuteronError with
+    torch's own words where torch.export cannot trace it.
+    """
+    if not isinstance(args, tuple | list):
+        raise BindError(
+            f"args is {_shown(args)}, not a tuple", remedy="write (x,) for a single input"
+        )
+    name = name or type(module).__name__
+    call = (tuple(args), dict(kwargs or {}))
+    program = _export(module, *call, name)
+    _refuse_writes(program)
+    importer = Importer(name)
+    leaves = pytree.tree_leaves(call)
+    inputs = _bind_placeholders(importer, program, leaves)
+    importer.run(program.graph.nodes)
+    out_spec = program.call_spec.out_spec
+    in_spec = program.call_spec.in_spec
+    assert out_spec is not None and in_spec is not None
+    outputs = _bind_outputs(importer, program, out_spec)
+    graph = importer.finish()
+    parameters = _positional(module)
+    return Imported(
+        graph=graph,
+        inputs=inputs,
+        outputs=outputs,
+        in_spec=in_spec,
+        out_spec=out_spec,
+        paths=tuple(path for path, _ in leaf_paths(call, parameters)),
+        parameters=parameters,
+        opaque=tuple(dict.fromkeys(n.attrs["target"] for n in graph.nodes if n.op == "aten")),
+        why=importer.why,
+        mismatches=len(importer.mismatches),
+    )
+
+
+# ---- torch.export --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.export without its running commentary, and attention written out in full."""
+    before, fast = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
+    logging.disable(logging.CRITICAL)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+) -> torch.export.ExportedProgram:
+    """The module as functional ATen calls, composite ones such as conv2d kept whole."""
+    try:
+        with _quiet():
+            traced = torch.export.export(module, args, kwargs, strict=False)
+            if not any(m.training for m in module.modules()) and all(
+                node.op != "call_function" or is_plain(node.target) for node in traced.graph.nodes
+            ):
+                return traced  # nothing is written in place: the costlier half can be left out
+            program: torch.export.ExportedProgram = traced.run_decompositions({})
+            return program
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise DeuteronError(
+            f"torch.export cannot trace {name}: {' '.join(lines[:3]) or type(error).__name__}",
+            asked=f"import_module({name}, …)",
+            where=_user_frame(error),
+            remedy="make the flow of control independent of tensor values, or import the parts "
+            "of the model around this place one by one",
+        ) from error
+
+
+def _user_frame(error: BaseException) -> str:
+    """The innermost line of the traceback outside torch and this package."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(inside) and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+_WRITES = {
+    OutputKind.BUFFER_MUTATION: "buffer",
+    OutputKind.USER_INPUT_MUTATION: "input",
+    getattr(OutputKind, "PARAMETER_MUTATION", None): "parameter",
+}
+
+
+def _refuse_writes(program: torch.export.ExportedProgram) -> None:
+    for spec in program.graph_signature.output_specs:
+        what = _WRITES.get(spec.kind)
+        if what is None:
+            continue
+        statistics = str(spec.target).rpartition(".")[2] in (
+            "running_mean", "running_var", "num_batches_tracked"
+        )  # fmt: skip
+        raise GraphError(
+            f"the module writes to its {what} {spec.target!r}",
+            asked="a graph, in which nothing is written to",
+            where=str(spec.target),
+            remedy="call model.eval() first, or use dt.Graph.grad for training graphs"
+            if statistics
+            else f"return the new value of {spec.target!r} instead of writing it in place",
+        )
+
+
+def _bind_placeholders(
+    importer: Importer, program: torch.export.ExportedProgram, leaves: Sequence[Any]
+) -> tuple[str | Fixed, ...]:
+    """Inputs first, so that they get the names they have; then weights and constants."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    specs = program.graph_signature.input_specs
+    inputs: list[str | Fixed] = []
+    given = iter(leaves)
+    for spec in specs:
+        if spec.kind != InputKind.USER_INPUT:
+            continue
+        leaf, node = next(given), nodes[spec.arg.name]
+        if isinstance(leaf, torch.Tensor):
+            inputs.append(importer.input(node, _identifier(spec.arg.name), leaf))
+        else:
+            importer.bind(node, leaf)
+            inputs.append(Fixed(leaf))
+    for spec in specs:
+        if spec.kind == InputKind.USER_INPUT:
+            continue
+        target = str(spec.target)
+        node = nodes[spec.arg.name]
+        tensor = _tensor_named(program, target)
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            importer.weight(node, _identifier(target), tensor)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            importer.bind(node, Known(tensor, _identifier(target)))
+        else:
+            raise GraphError(
+                f"the module holds {target!r}, an object that is no tensor",
+                remedy="keep it outside the imported module",
+            )
+    return tuple(inputs)
+
+
+def _tensor_named(program: torch.export.ExportedProgram, target: str) -> Any:
+    if target in program.state_dict:
+        return program.state_dict[target]
+    return program.constants.get(target)
+
+
+def _bind_outputs(
+    importer: Importer, program: torch.export.ExportedProgram, out_spec: pytree.TreeSpec
+) -> tuple[str | Fixed, ...]:
+    (last,) = (node for node in program.graph.nodes if node.op == "output")
+    results = last.args[0]
+    assert isinstance(results, tuple | list)
+    outputs: list[str | Fixed] = []
+    for name, result in zip(_result_names(out_spec), results, strict=True):
+        value = importer.entered(importer.value(result))
+        if isinstance(result, fx.Node) and value is not None and hasattr(value, "name"):
+            importer.build.output(name, value.name)
+            outputs.append(name)
+        else:
+            outputs.append(Fixed(value))
+    return tuple(outputs)
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def _identifier(name: str) -> str:
+    """A name for a value: dots and other signs replaced by underscores."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", name)
+
+
+def _result_names(spec: pytree.TreeSpec) -> list[str]:
+    """Names for flattened results by where they stand: ``output``, ``output_0``, ``logits``."""
+    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    try:
+        keyed = [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    except ValueError:  # a container that cannot name its parts
+        return [f"output_{i}" for i in range(spec.num_leaves)]
+    names: list[str] = []
+    for path in keyed:
+        parts = [_identifier(str(_key(k))) for k in path]
+        name = "_".join(parts) or "output"
+        name = f"output_{name}" if name[0].isdigit() else name
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _key(key: Any) -> Any:
+    """The name or number inside a pytree key."""
+    for field in ("key", "idx", "name"):
+        if hasattr(key, field):
+            return getattr(key, field)
+    return key
+
+
+def leaf_paths(
+    call: tuple[tuple[Any, ...], dict[str, Any]], parameters: Sequence[str]
+) -> list[tuple[str, Any]]:
+    """Each leaf of a call with how the caller writes it, by parameter name where it has one."""
+    try:
+        keyed, _ = pytree.tree_flatten_with_path(call)
+    except ValueError:  # a container that cannot name its parts: leaves are numbered
+        return [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves(call))]
+    named = []
+    for (side, first, *rest), leaf in keyed:
+        key = _key(first)
+        if _key(side) == 1:
+            head = str(key)
+        else:
+            head = parameters[key] if key < len(parameters) else f"args[{key}]"
+        named.append((head + pytree.keystr(tuple(rest)), leaf))
+    return named
+
+
+def _positional(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of forward that may be given by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.items()
+    return tuple(name for name, p in parameters if p.kind in kinds)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def _check_fixed(path: str, expected: Any, given: Any) -> None:
+    """A value that the graph was specialised to must come again, type included."""
+    if type(given) is type(expected) and (
+        given is expected or given == expected or repr(given) == repr(expected) == "nan"
+    ):
+        return
+    raise BindError(
+        f"{path} is {_shown(given)}, but the graph was made for {_shown(expected)}",
+        asked="a call of an imported module",
+        where=path,
+        remedy=f"give {_shown(expected)}, or {_AGAIN}",
+    )

@@ -1,0 +1,298 @@
+"""From a graph of ATen calls to a graph of ours, one call at a time.
+
+The calls come from torch.export or torch.compile: functional (nothing is written to), with the
+type of every result in ``node.meta["val"]``. Each is tried in this order:
+
+1. It checks something and computes nothing: dropped.
+2. It depends on no input of the graph: computed now, once.
+3. The ATen table has an entry, and what it emits has the shape and type torch says: ours.
+4. Otherwise it stays an ATen call, the opaque operator ``aten``, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from deuteron.errors import DeuteronError, GraphError
+from deuteron.frontends.aten import FILLS, SILENT, TABLE, Inexpressible, Site, schema_order
+from deuteron.frontends.torch_fx_facts import (
+    READS_STRIDES,
+    STATIC,
+    Argument,
+    Known,
+    computed,
+    deterministic,
+    flat,
+    in_seen_order,
+    infer_again,
+    one_device,
+    results,
+    seen_as_is,
+    source_of,
+    type_of,
+    uniform,
+    used_results,
+)
+from deuteron.ir.builder import GraphBuilder
+from deuteron.ir.graph import Constant, Graph
+from deuteron.ir.types import TensorType
+from deuteron.ops import table
+from deuteron.ops.emit import Sym
+from deuteron.ops.opaque import encode, resolve
+
+_CONTROL = "keep control flow such as torch.cond outside the part that is imported"
+
+
+def is_plain(target: Any) -> bool:
+    """Whether a call only computes new values and is one the table knows as it stands."""
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    return str(target) in TABLE or str(target) in FILLS or str(target) in SILENT
+
+
+class Importer:
+    """Walks an fx graph and writes ours.
+
+    Say what the placeholders are (:meth:`input`, :meth:`weight`, :meth:`bind`), then
+    :meth:`run`; afterwards :meth:`value` has the result of any node. ``why`` has a reason for
+    each kind of call that stayed ATen's; ``mismatches`` lists the results whose type we inferred
+    otherwise than torch, which is a fault of ours, answered by keeping the ATen call.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.build = GraphBuilder(table.infer, name)
+        self.why: dict[str, str] = {}
+        self.mismatches: list[str] = []
+        self._env: dict[fx.Node, Any] = {}
+        self._entered: dict[Known, Sym] = {}
+        self._known: dict[str, torch.Tensor] = {}
+        self._weights: dict[object, Sym] = {}
+        self._site = Site(self.build, known=self._known)
+
+    # ---- placeholders, and what comes out
+
+    def input(self, node: fx.Node, name: str, tensor: torch.Tensor) -> str:
+        """Make a placeholder an input of the graph, with the strides of ``tensor``."""
+        value = self.build.input(name, TensorType.from_tensor(tensor))
+        self._env[node] = self._site.sym(value)
+        return value
+
+    def weight(self, node: fx.Node, name: str, tensor: torch.Tensor) -> None:
+        """Make a placeholder a constant; the same tensor under two names is one constant."""
+        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        if key not in self._weights or not tensor.numel():
+            try:
+                constant = Constant(tensor)
+            except GraphError:  # an element type of torch's own: it may still be computed with
+                self._env[node] = Known(tensor, name)
+                return
+            self._weights[key] = self._site.sym(self.build.constant(constant, name))
+        self._env[node] = self._weights[key]
+
+    def bind(self, node: fx.Node, value: Any) -> None:
+        """Make a placeholder something known now: a number, None, a :class:`Known`."""
+        self._env[node] = value
+
+    def value(self, arg: Any) -> Any:
+        """An argument of a node, with nodes replaced by what stands for them."""
+        if isinstance(arg, fx.Node):
+            return self._env.get(arg)
+        if isinstance(arg, list | tuple):
+            return [self.value(a) for a in arg]
+        return arg
+
+    def entered(self, value: Any) -> Any:
+        """``value`` with every :class:`Known` in it made a constant of the graph."""
+        if isinstance(value, list | tuple):
+            return [self.entered(v) for v in value]
+        if isinstance(value, Known):
+            if value not in self._entered:
+                self._entered[value] = self._enter(value)
+            return self._entered[value]
+        return value
+
+    def finish(self) -> Graph:
+        """The graph of everything that the outputs need."""
+        whole = self.build.finish()
+        live, kept = set(whole.output_values), []
+        for node in reversed(whole.nodes):
+            if live.intersection(node.outputs):
+                kept.append(node)
+                live.update(node.uses)
+        made = {out for node in kept for out in node.outputs}
+        constants = {v: c for v, c in whole.constants.items() if v in live}
+        types = {v: t for v, t in whole.types.items() if v in {*whole.inputs, *constants, *made}}
+        nodes = tuple(reversed(kept))
+        return Graph(whole.name, whole.inputs, whole.outputs, nodes, types, constants)
+
+    # ---- the walk
+
+    def run(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            source = source_of(node)
+            try:
+                self._env[node] = self._convert(node, source)
+            except DeuteronError as error:
+                raise error.at(source or f"node {node.name!r}") from None
+
+    def _convert(self, node: fx.Node, source: str) -> Any:
+        target = node.target
+        if not isinstance(target, OpOverload):
+            return self._not_a_call(node)
+        name, seen = str(target), results(node)
+        if name in SILENT:
+            return None
+        if not any(isinstance(t, torch.Tensor) for t in seen):
+            return self._number(node)
+        args = [self.value(a) for a in node.args]
+        kwargs = {key: self.value(a) for key, a in node.kwargs.items()}
+        ordered = schema_order(target, args, kwargs)
+        if name in FILLS:
+            how = {"dtype": seen[0].dtype, "device": seen[0].device}
+            return Known(torch.full((), FILLS[name](ordered), **how).expand(seen[0].shape))
+        if deterministic(node) and not any(isinstance(v, Sym) for v in flat(ordered)):
+            return computed(target, args, kwargs)
+        one_device(node, self._env)
+        used = used_results(node)
+        want = [type_of(t, needed=i in used) for i, t in enumerate(seen)]
+        why = "the ATen table has no entry for it"
+        if name in TABLE:
+            site = Site(self.build, source, want, used, self._known)
+            try:
+                answer = TABLE[name](site, *self.entered(ordered))
+                self._check(name, answer, want, used)
+                return answer
+            except (Inexpressible, GraphError) as reason:
+                why = str(reason).splitlines()[0]
+        return self._opaque(node, why, source)
+
+    def _check(
+        self, name: str, answer: Any, want: Sequence[TensorType | None], used: frozenset[int]
+    ) -> None:
+        """Every result that is read is there, and is what torch says it is."""
+        got = answer if isinstance(answer, tuple) else (answer,)
+        for index in sorted(used):
+            said, have = want[index], got[index]
+            if said is None:
+                continue
+            if have is None:
+                raise Inexpressible(f"result {index} is used")
+            if (have.shape, have.dtype) != (said.shape, said.dtype):
+                wrong = f"Deuteron infers {have.type}, torch {said}"
+                self.mismatches.append(f"{name}: {wrong}")
+                raise Inexpressible(wrong)
+
+    # ---- what is not a call on tensors
+
+    def _not_a_call(self, node: fx.Node) -> Any:
+        """Picking one of several results, or arithmetic on sizes, which are plain numbers."""
+        target, args = node.target, [self.value(a) for a in node.args]
+        if node.op == "get_attr":  # the body of a control-flow call, which is refused below
+            return None
+        if target is operator.getitem and isinstance(args[0], list | tuple):
+            return args[0][args[1]]
+        if node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor):
+            if callable(target) and all(isinstance(a, bool | int | float) for a in args):
+                return target(*args)
+            if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+                return self._number(node)
+        what = getattr(target, "__name__", str(target))
+        raise GraphError(f"{what!r} is not an operation on tensors", remedy=_CONTROL)
+
+    def _number(self, node: fx.Node) -> Any:
+        """A call whose result is no tensor must have given its answer away already."""
+        value = node.meta.get("val")
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise GraphError(
+            f"{node.target} gives a number that is only known when the model runs", remedy=STATIC
+        )
+
+    # ---- constants
+
+    def _enter(self, known: Known) -> Sym:
+        """A tensor that is one number everywhere is stored as that number and stretched."""
+        tensor, site = known.tensor, self._site
+        if tensor.ndim and tensor.numel() > 1 and uniform(tensor):
+            corner = tensor[(slice(1),) * tensor.ndim]
+            one = corner.clone(memory_format=torch.contiguous_format)
+            found = site.stretched(site.constant(one, known.name), tensor.shape)
+        else:
+            found = site.constant(tensor, known.name)
+        self._known[found.name] = tensor
+        return found
+
+    def _from_weights(self, node: fx.Node) -> Any:
+        """A call we cannot say, if it reads only weights: its answer. Else None."""
+
+        def fixed(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [fixed(v) for v in value]
+            if not isinstance(value, Sym):
+                return value
+            tensor = self._site.tensor_of(value)
+            return value if tensor is None else Known(tensor)
+
+        args = fixed([self.value(a) for a in node.args])
+        kwargs = {key: fixed(self.value(a)) for key, a in node.kwargs.items()}
+        if any(isinstance(v, Sym) for v in flat([args, list(kwargs.values())])):
+            return None
+        return computed(node.target, args, kwargs) if deterministic(node) else None
+
+    # ---- the ATen call itself
+
+    def _opaque(self, node: fx.Node, why: str, source: str) -> Any:
+        constant = self._from_weights(node)
+        if constant is not None:
+            return constant
+        name, site = str(node.target), Site(self.build, source)
+        resolve(name)  # refuses, with a reason, what may not be kept in a graph
+        names: list[str] = []
+        inputs: list[Argument] = []
+
+        def lookup(value: Any) -> str | None:
+            if not isinstance(value, Argument):
+                return None
+            inputs.append(in_seen_order(site, value) if name in READS_STRIDES else value)
+            return inputs[-1].sym.name
+
+        args = tuple(encode(self._argument(a), names, lookup) for a in node.args)
+        kwargs = tuple(
+            (k, encode(self._argument(a), names, lookup)) for k, a in node.kwargs.items()
+        )
+        want = [type_of(t) for t in results(node)]
+        if not all(seen_as_is(i) for i in inputs):
+            want = infer_again(node, inputs, want)
+        present = [t for t in want if t is not None]
+        outs = self.build.emit(
+            "aten",
+            names,
+            {"target": name, "args": args, "kwargs": kwargs, "out": tuple(map(str, present))},
+            source=source,
+            names=[self.build.fresh(name.split(".")[1].strip("_")) for _ in present],
+        )
+        self.why[name] = why
+        syms = iter([site.sym(out) for out in outs])
+        answer = tuple(None if t is None else next(syms) for t in want)
+        return answer if isinstance(node.meta["val"], list | tuple) else answer[0]
+
+    def _argument(self, arg: Any) -> Any:
+        """An fx argument with its tensors as :class:`Argument`."""
+        if isinstance(arg, list | tuple):
+            return [self._argument(a) for a in arg]
+        if not isinstance(arg, fx.Node):
+            return arg
+        value = self.entered(self._env.get(arg))
+        if isinstance(value, list):
+            return [Argument(v, None) if isinstance(v, Sym) else v for v in value]
+        return Argument(value, arg.meta.get("val")) if isinstance(value, Sym) else value

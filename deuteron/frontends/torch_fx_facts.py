@@ -1,0 +1,200 @@
+"""What an fx node says about itself, and asking torch about it: facts for the importer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from deuteron.errors import GraphError
+from deuteron.frontends.aten import Site
+from deuteron.ir.types import TensorType, same_strides
+from deuteron.ops.emit import Sym
+
+FOLD_LIMIT = 1 << 26  # elements; what is larger is computed when the graph runs
+
+STATIC = "use sizes that follow from the shapes of the example inputs; Deuteron plans fixed shapes"
+
+# Calls whose answer depends on how their input lies in memory.
+READS_STRIDES = frozenset({"aten.as_strided.default", "aten.view.dtype"})
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A tensor that depends on no input of the graph. It enters the graph when it is used."""
+
+    tensor: torch.Tensor
+    name: str = "const"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor handed to a call that stays ATen's: its value, and as what torch saw it."""
+
+    sym: Sym
+    seen: torch.Tensor | None
+
+
+# ---- what fx says of a node --------------------------------------------------------------------
+
+
+def source_of(node: fx.Node) -> str:
+    """The path of the module a call comes from, e.g. "layer1.0.conv1"."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path.removeprefix("L['self'].").replace("\n", " ")
+
+
+def results(node: fx.Node) -> list[Any]:
+    """What torch says the results are: fake tensors, in a list; shapes must be numbers."""
+    value = node.meta.get("val")
+    found = list(value) if isinstance(value, list | tuple) else [value]
+    for tensor in found:
+        if isinstance(tensor, torch.Tensor) and not all(type(n) is int for n in tensor.shape):
+            shape = ", ".join(map(str, tensor.shape))
+            raise GraphError(f"{node.target} gives a tensor of shape [{shape}]", remedy=STATIC)
+    return found
+
+
+def used_results(node: fx.Node) -> frozenset[int]:
+    """Which results are read: those picked, or all where the call is handed on whole."""
+    value = node.meta.get("val")
+    if not isinstance(value, list | tuple):
+        return frozenset({0})
+    picked = {user.args[1] for user in node.users if user.target is operator.getitem}
+    whole = any(user.target is not operator.getitem for user in node.users)
+    every = range(len(value))
+    return frozenset(i for i in every if whole or i in picked)
+
+
+def type_of(seen: Any, needed: bool = True) -> TensorType | None:
+    """Our type for one of torch's results; None for what is no tensor, and for element types
+    we do not have where the result is not ``needed``."""
+    if not isinstance(seen, torch.Tensor):
+        return None
+    try:
+        return TensorType.from_tensor(seen)
+    except GraphError:
+        if not needed:
+            return None
+        raise GraphError(
+            f"a tensor of {seen.dtype} cannot be kept in a graph",
+            remedy="compute this part with real numbers, or keep it outside the imported module",
+        ) from None
+
+
+def flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from flat(part)
+    else:
+        yield value
+
+
+def deterministic(node: fx.Node) -> bool:
+    """Whether a call gives the same answer every time, and one small enough to keep."""
+    target = node.target
+    assert isinstance(target, OpOverload)
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return False
+    sizes = [t.numel() for t in results(node) if isinstance(t, torch.Tensor)]
+    return sum(sizes) <= FOLD_LIMIT
+
+
+def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
+    """A graph lives on one device; only rank-0 tensors may come from another."""
+    here = getattr(results(node)[0], "device", None)
+    for arg in node.all_input_nodes:
+        seen = arg.meta.get("val")
+        if not isinstance(seen, torch.Tensor) or not isinstance(env.get(arg), Sym):
+            continue
+        if here is not None and seen.ndim and seen.device != here:
+            raise GraphError(
+                f"{node.target} brings a tensor from {seen.device} to {here}",
+                remedy="put the model and its inputs on one device",
+            )
+
+
+# ---- computing with torch ------------------------------------------------------------------------
+
+
+def computed(target: Any, args: Any, kwargs: Any) -> Any:
+    """The answer of a call on known tensors, as :class:`Known` values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(v) for v in value]
+        return value.tensor if isinstance(value, Known) else value
+
+    with torch.no_grad():
+        answer = target(*plain(args), **{key: plain(v) for key, v in kwargs.items()})
+    if isinstance(answer, list | tuple):
+        return [Known(t) if isinstance(t, torch.Tensor) else t for t in answer]
+    return Known(answer) if isinstance(answer, torch.Tensor) else answer
+
+
+def uniform(tensor: torch.Tensor) -> bool:
+    """Whether all elements are one number, down to the sign of zero."""
+    if not any(tensor.stride()):
+        return True
+    first = tensor.flatten()[0]
+    if not bool((tensor == first).all()):
+        return False
+    return bool(first) or not tensor.is_floating_point() or not _mixed_signs(tensor)
+
+
+def _mixed_signs(tensor: torch.Tensor) -> bool:
+    signs = torch.signbit(tensor)
+    return bool(signs.any()) and not bool(signs.all())
+
+
+def seen_as_is(argument: Argument) -> bool:
+    """Whether torch saw the argument with the strides it has in our graph."""
+    have, seen = argument.sym.type, argument.seen
+    return seen is None or same_strides(have.shape, have.strides, tuple(seen.stride()))
+
+
+def in_seen_order(site: Site, argument: Argument) -> Argument:
+    """The argument with the strides torch saw, where that is a matter of copying."""
+    seen = argument.seen
+    if seen is None or seen_as_is(argument):
+        return argument
+    layout = TensorType.from_tensor(seen).layout
+    if layout == "strided":
+        raise GraphError(
+            "this call reads memory in an order that is not kept",
+            remedy="use reshape, flatten or slicing in its place",
+        )
+    return Argument(site.to_layout(argument.sym, layout=layout), seen)
+
+
+def infer_again(
+    node: fx.Node, inputs: Sequence[Argument], want: list[TensorType | None]
+) -> list[TensorType | None]:
+    """The result types for inputs with our strides, asked of torch without any data."""
+    left = iter(inputs)
+
+    def meta(arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return [meta(a) for a in arg]
+        if isinstance(arg, torch.device):
+            return torch.device("meta")
+        if not isinstance(arg, fx.Node):
+            return arg
+        t = next(left).sym.type
+        return torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device="meta")
+
+    assert isinstance(node.target, OpOverload)
+    try:
+        answer = node.target(
+            *meta(list(node.args)), **{key: meta(a) for key, a in node.kwargs.items()}
+        )
+    except (RuntimeError, NotImplementedError, TypeError, StopIteration):
+        return want  # torch has no answer without data; its first one stands
+    found = answer if isinstance(answer, list | tuple) else (answer,)
+    return [type_of(t) for t in found]
