@@ -1,0 +1,95 @@
+"""Deuteron: fused operators for PyTorch and the graph engine that decides how to run them.
+
+>>> import deuteron as dt
+>>> fast = dt.optimize(model.eval(), example)   # planned, fused, one CUDA Graph on a GPU
+>>> print(fast.explain())                       # what runs where, what it costs, and why
+>>> g = dt.Graph()                              # or say it yourself: help(dt.Graph)
+"""
+
+from deuteron import zoo
+from deuteron.api import Optimized, optimize
+from deuteron.engines import (
+    BuildContext,
+    Candidate,
+    Engine,
+    Kernel,
+    Refusal,
+    engines,
+    register_engine,
+    unregister_engine,
+)
+from deuteron.errors import BindError, DeuteronError, EngineError, FileError, GraphError
+from deuteron.explain import Explanation
+from deuteron.frontends.builder import Graph, register_op
+from deuteron.ir import DType, Region, TensorType
+from deuteron.ir.dtype import (
+    bfloat16,
+    bool_,
+    float8_e4m3,
+    float8_e5m2,
+    float16,
+    float32,
+    float64,
+    int4,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+)
+from deuteron.ops import Arg, Attr, Fusion, OpDef, Sample, Sym
+from deuteron.plan import Cache, Plan, load_plan
+from deuteron.policy import Policy
+from deuteron.target import Target, target
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Arg",
+    "Attr",
+    "BindError",
+    "BuildContext",
+    "Cache",
+    "Candidate",
+    "DType",
+    "DeuteronError",
+    "Engine",
+    "EngineError",
+    "Explanation",
+    "FileError",
+    "Fusion",
+    "Graph",
+    "GraphError",
+    "Kernel",
+    "OpDef",
+    "Optimized",
+    "Plan",
+    "Policy",
+    "Refusal",
+    "Region",
+    "Sample",
+    "Sym",
+    "Target",
+    "TensorType",
+    "bfloat16",
+    "bool_",
+    "engines",
+    "float8_e4m3",
+    "float8_e5m2",
+    "float16",
+    "float32",
+    "float64",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "load_plan",
+    "optimize",
+    "register_engine",
+    "register_op",
+    "target",
+    "uint8",
+    "unregister_engine",
+    "zoo",
+]  # fmt: skip

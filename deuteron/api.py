@@ -1,0 +1,154 @@
+"""``dt.optimize``: a module goes in, a planned callable comes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from deuteron.errors import BindError, DeuteronError
+from deuteron.explain import Explanation
+from deuteron.frontends.torch_export import Imported, import_module
+from deuteron.ir.types import TensorType
+from deuteron.plan import Cache, Plan, compile_graph
+from deuteron.plan.decide import Progress
+from deuteron.plan.serialize import save_plan
+from deuteron.plan.tensors import overlaps, restrided
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+
+class Optimized:
+    """What :func:`optimize` returns: call it like the module it came from.
+
+    The weights are those the module had when it was optimised; the plan may share their memory,
+    so if you change them in place, optimise again. ``plan`` is the plan behind it, ``seconds``
+    says how long each stage took, ``opaque`` which torch operators have no definition of ours and
+    run as they are.
+    """
+
+    def __init__(self, imported: Imported, plan: Plan, seconds: Mapping[str, float]) -> None:
+        self.imported, self.plan, self.seconds = imported, plan, dict(seconds)
+        self._types = list(plan.inputs.values())
+        self._single = imported.single_tensor_call()
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        return self.imported.opaque
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._single and len(args) == 1 and not kwargs:
+            tensors = [args[0]]
+        else:
+            tensors = self.imported.flatten_call(args, kwargs)
+        return self.imported.unflatten_result(self.plan.run_checked(self._fitted(tensors)))
+
+    def _fitted(self, tensors: list[Any]) -> list[torch.Tensor]:
+        """Checked against the plan; another memory order is converted, nothing else is."""
+        try:
+            self.plan.binder.check(tensors)
+        except BindError:
+            for i, tensor in enumerate(tensors):
+                if self.plan.binder.fits_but_for_strides(tensor, i):
+                    tensors[i] = restrided(tensor, self._types[i])
+            self.plan.binder.check(tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise BindError(
+                "an input requires a gradient, but this plan computes none",
+                asked="a call inside autograd",
+                remedy="call it under torch.no_grad(), or build the graph with dt.Graph and grad()",
+            )
+        return tensors
+
+    def explain(
+        self, format: str | None = None, *, target: str | Target | None = None, errors: bool = False
+    ) -> Explanation | str:
+        """What runs where, what it costs and why; see :meth:`deuteron.Plan.explain`."""
+        return self.plan.explain(format, target=target, errors=errors)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON and its weights beside it; ``dt.load_plan`` reads the plan."""
+        return save_plan(self.plan, Path(path))
+
+    def __repr__(self) -> str:
+        spent = ", ".join(f"{k} {v:.2f} s" for k, v in self.seconds.items())
+        return f"<Optimized {self.plan!r}; {spent}>"
+
+
+def optimize(
+    model: nn.Module,
+    example: torch.Tensor | tuple[Any, ...] | list[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    find: bool = True,
+    budget_s: float = 4.0,
+    policy: Policy | None = None,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+) -> Optimized:
+    """Optimise ``model`` for inference on inputs like ``example``.
+
+    ``example`` is one tensor or the tuple of positional arguments; ``kwargs`` the keyword
+    arguments. Shapes, dtypes and device are fixed by it. With ``find`` the engines compete on
+    this machine for about ``budget_s`` seconds, and what was measured is remembered.
+
+    >>> fast = dt.optimize(model.eval(), torch.randn(1, 3, 224, 224))
+    >>> y = fast(x)
+    >>> print(fast.explain())
+    """
+    if isinstance(model, str | Path):
+        raise DeuteronError(
+            "a model file cannot be optimised yet",
+            asked=f"optimize({str(model)!r})",
+            remedy="pass an nn.Module",
+        )
+    if not isinstance(model, nn.Module):
+        raise BindError(
+            f"model is a {type(model).__name__}, not an nn.Module",
+            asked="optimize(model, example)",
+            remedy="pass an nn.Module; for hand-built graphs use dt.Graph",
+        )
+    args = tuple(example) if isinstance(example, tuple | list) else (example,)
+    device = _device_of(model, args, kwargs or {})
+    args, named = pytree.tree_map(_dense, (args, dict(kwargs or {})))
+    seconds = {}
+    begin = time.perf_counter()
+    imported = import_module(model, args, named)
+    seconds["import"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    plan = compile_graph(
+        imported.graph, device=device, find=find, budget_s=budget_s, policy=policy, cache=cache,
+        progress=progress,
+    )  # fmt: skip
+    seconds["plan"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    if device.type == "cuda":
+        plan.capture()
+    seconds["capture"] = time.perf_counter() - begin
+    return Optimized(imported, plan, seconds)
+
+
+def _dense(leaf: Any) -> Any:
+    """An expanded example made whole: calls may bring tensors whose elements all differ."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return leaf
+    return leaf.contiguous() if overlaps(TensorType.from_tensor(leaf)) else leaf
+
+
+def _device_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    """The one device of parameters and example, or an error that names the odd one out."""
+    found: dict[torch.device, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.setdefault(tensor.device, f"{name} of the model")
+    for i, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
+        if isinstance(leaf, torch.Tensor):
+            found.setdefault(leaf.device, f"example input {i}")
+    if len(found) > 1:
+        listed = "; ".join(f"{where} is on {device}" for device, where in found.items())
+        raise BindError(f"tensors are on several devices: {listed}", remedy="move them to one")
+    return next(iter(found), torch.device("cpu"))

@@ -1,0 +1,247 @@
+"""MobileNetV2 and MobileNetV3 (large and small) for image classification.
+
+Parameter names are those of torchvision's public checkpoints (``features.0.0.weight``,
+``features.4.block.2.fc1.weight`` and so on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_Norm = Callable[[int], nn.BatchNorm2d]
+
+_v3_norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.01)
+
+
+def _round8(channels: float) -> int:
+    """The multiple of eight nearest to ``channels``, never more than a tenth below it."""
+    rounded = max(8, int(channels + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * channels else rounded
+
+
+def _unit(
+    c_in: int,
+    c_out: int,
+    kernel: int = 1,
+    stride: int = 1,
+    *,
+    groups: int = 1,
+    norm: _Norm = nn.BatchNorm2d,
+    act: type[nn.Module] | None = nn.ReLU6,
+) -> nn.Sequential:
+    """Convolution, batch norm and, unless ``act`` is None, an activation."""
+    conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=False)
+    unit = nn.Sequential(conv, norm(c_out))
+    if act is not None:
+        unit.append(act())
+    return unit
+
+
+def _closing_scale(residual: bool, hardswish: bool = False, squeeze: bool = False) -> float:
+    """What keeps the signal's size through a block whose other weights suit plain rectifiers."""
+    # The projection has no rectifier behind it, hence 1/sqrt(2); less where it adds to a skip.
+    scale = 0.4 if residual else 0.7
+    # Hardswishes pass less than rectifiers do, and the gates about half of that.
+    return scale * (1.3 if hardswish else 1.0) * (1.8 if squeeze else 1.0)
+
+
+class InvertedResidualV2(nn.Module):
+    """Expand, depthwise 3x3, project; with a skip connection where the shapes allow it."""
+
+    def __init__(self, c_in: int, c_out: int, stride: int, expand: int) -> None:
+        super().__init__()
+        hidden = c_in * expand
+        self.use_res_connect = stride == 1 and c_in == c_out
+        layers: list[nn.Module] = [] if expand == 1 else [_unit(c_in, hidden)]
+        layers.append(_unit(hidden, hidden, 3, stride, groups=hidden))
+        layers.append(nn.Conv2d(hidden, c_out, 1, bias=False))
+        layers.append(nn.BatchNorm2d(c_out))
+        self.conv = nn.Sequential(*layers)
+
+    def branch_end(self) -> tuple[Tensor, float]:
+        """The weight closing the branch, and what a random model scales it by."""
+        norm = self.conv[-1]
+        assert isinstance(norm, nn.BatchNorm2d)
+        return norm.weight, _closing_scale(self.use_res_connect)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x)
+        return x + out if self.use_res_connect else out
+
+
+class MobileNetV2(nn.Module):
+    """MobileNetV2: (batch, 3, height, width) images to (batch, num_classes) logits."""
+
+    # expansion, channels, blocks, stride of the first block
+    STAGES: Sequence[tuple[int, int, int, int]] = (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    )
+
+    def __init__(self, num_classes: int = 1000, width: float = 1.0) -> None:
+        super().__init__()
+        channels = _round8(32 * width)
+        last = _round8(1280 * max(1.0, width))
+        features: list[nn.Module] = [_unit(3, channels, 3, 2)]
+        for expand, base, depth, stride in self.STAGES:
+            c_out = _round8(base * width)
+            for index in range(depth):
+                features.append(
+                    InvertedResidualV2(channels, c_out, stride if index == 0 else 1, expand)
+                )
+                channels = c_out
+        features.append(_unit(channels, last))
+        self.features = nn.Sequential(*features)
+        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(last, num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.features(x).mean(dim=(2, 3))
+        logits: Tensor = self.classifier(pooled)
+        return logits
+
+
+class SqueezeExcitation(nn.Module):
+    """Scales each channel by a gate computed from the mean of all channels."""
+
+    def __init__(self, channels: int, squeeze: int) -> None:
+        super().__init__()
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc1 = nn.Conv2d(channels, squeeze, 1)
+        self.fc2 = nn.Conv2d(squeeze, channels, 1)
+        self.activation = nn.ReLU()
+        self.scale_activation = nn.Hardsigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.activation(self.fc1(self.avgpool(x)))
+        gate: Tensor = self.scale_activation(self.fc2(hidden))
+        return gate * x
+
+
+class BlockV3(NamedTuple):
+    """One row of the MobileNetV3 tables."""
+
+    c_in: int
+    kernel: int
+    hidden: int
+    c_out: int
+    squeeze: bool
+    hardswish: bool
+    stride: int
+
+
+class InvertedResidualV3(nn.Module):
+    """Expand, depthwise, squeeze-excite, project; with a skip where the shapes allow it."""
+
+    def __init__(self, row: BlockV3) -> None:
+        super().__init__()
+        act: type[nn.Module] = nn.Hardswish if row.hardswish else nn.ReLU
+        hidden = row.hidden
+        self.row = row
+        self.use_res_connect = row.stride == 1 and row.c_in == row.c_out
+        layers: list[nn.Module] = []
+        if hidden != row.c_in:
+            layers.append(_unit(row.c_in, hidden, norm=_v3_norm, act=act))
+        layers.append(
+            _unit(hidden, hidden, row.kernel, row.stride, groups=hidden, norm=_v3_norm, act=act)
+        )
+        if row.squeeze:
+            layers.append(SqueezeExcitation(hidden, _round8(hidden // 4)))
+        layers.append(_unit(hidden, row.c_out, norm=_v3_norm, act=None))
+        self.block = nn.Sequential(*layers)
+
+    def branch_end(self) -> tuple[Tensor, float]:
+        """The weight closing the branch, and what a random model scales it by."""
+        project = self.block[-1]
+        assert isinstance(project, nn.Sequential)
+        norm = project[1]
+        assert isinstance(norm, nn.BatchNorm2d)
+        scale = _closing_scale(self.use_res_connect, self.row.hardswish, self.row.squeeze)
+        return norm.weight, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
+        return x + out if self.use_res_connect else out
+
+
+class MobileNetV3(nn.Module):
+    """MobileNetV3: (batch, 3, height, width) images to (batch, num_classes) logits."""
+
+    def __init__(self, rows: Sequence[BlockV3], last: int, num_classes: int = 1000) -> None:
+        super().__init__()
+        top = 6 * rows[-1].c_out
+        self.features = nn.Sequential(
+            _unit(3, rows[0].c_in, 3, 2, norm=_v3_norm, act=nn.Hardswish),
+            *(InvertedResidualV3(row) for row in rows),
+            _unit(rows[-1].c_out, top, norm=_v3_norm, act=nn.Hardswish),
+        )
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Sequential(
+            nn.Linear(top, last),
+            nn.Hardswish(),
+            nn.Dropout(0.2),
+            nn.Linear(last, num_classes),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.avgpool(self.features(x))
+        logits: Tensor = self.classifier(torch.flatten(pooled, 1))
+        return logits
+
+
+# in, kernel, hidden, out, squeeze-excite, hardswish (else ReLU), stride
+_LARGE = (
+    BlockV3(16, 3, 16, 16, False, False, 1),
+    BlockV3(16, 3, 64, 24, False, False, 2),
+    BlockV3(24, 3, 72, 24, False, False, 1),
+    BlockV3(24, 5, 72, 40, True, False, 2),
+    BlockV3(40, 5, 120, 40, True, False, 1),
+    BlockV3(40, 5, 120, 40, True, False, 1),
+    BlockV3(40, 3, 240, 80, False, True, 2),
+    BlockV3(80, 3, 200, 80, False, True, 1),
+    BlockV3(80, 3, 184, 80, False, True, 1),
+    BlockV3(80, 3, 184, 80, False, True, 1),
+    BlockV3(80, 3, 480, 112, True, True, 1),
+    BlockV3(112, 3, 672, 112, True, True, 1),
+    BlockV3(112, 5, 672, 160, True, True, 2),
+    BlockV3(160, 5, 960, 160, True, True, 1),
+    BlockV3(160, 5, 960, 160, True, True, 1),
+)
+
+_SMALL = (
+    BlockV3(16, 3, 16, 16, True, False, 2),
+    BlockV3(16, 3, 72, 24, False, False, 2),
+    BlockV3(24, 3, 88, 24, False, False, 1),
+    BlockV3(24, 5, 96, 40, True, True, 2),
+    BlockV3(40, 5, 240, 40, True, True, 1),
+    BlockV3(40, 5, 240, 40, True, True, 1),
+    BlockV3(40, 5, 120, 48, True, True, 1),
+    BlockV3(48, 5, 144, 48, True, True, 1),
+    BlockV3(48, 5, 288, 96, True, True, 2),
+    BlockV3(96, 5, 576, 96, True, True, 1),
+    BlockV3(96, 5, 576, 96, True, True, 1),
+)
+
+
+def mobilenet_v2(num_classes: int = 1000, width: float = 1.0) -> MobileNetV2:
+    """MobileNetV2, 3.5 M parameters at width 1."""
+    return MobileNetV2(num_classes, width)
+
+
+def mobilenet_v3_large(num_classes: int = 1000) -> MobileNetV3:
+    """MobileNetV3 large, 5.5 M parameters."""
+    return MobileNetV3(_LARGE, 1280, num_classes)
+
+
+def mobilenet_v3_small(num_classes: int = 1000) -> MobileNetV3:
+    """MobileNetV3 small, 2.5 M parameters."""
+    return MobileNetV3(_SMALL, 1024, num_classes)

@@ -1,0 +1,289 @@
+"""dt.optimize: any module in, the same answers out; and operators that users bring."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import bit_equal
+from tolerances import allowed, error
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import deuteron as dt
+from deuteron.ops import Vjp, table
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def wide(module: nn.Module, args, kwargs):
+    """What the module says in float64."""
+    double = copy.deepcopy(module).double()
+    args, kwargs = pytree.tree_map(
+        lambda t: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t,
+        (args, kwargs),
+    )
+    return double(*args, **kwargs)
+
+
+def check(fast: dt.Optimized, module: nn.Module, *args, reduced: int = 4, **kwargs) -> None:
+    """Same structure as eager, and within what the tolerances allow of float64."""
+    with torch.no_grad():
+        want, exact = module(*args, **kwargs), wide(module, args, kwargs)
+        for _ in range(2):
+            got = fast(*args, **kwargs)
+            assert pytree.tree_structure(got) == pytree.tree_structure(want)
+            leaves = (pytree.tree_leaves(t) for t in (got, want, exact))
+            for ours, theirs, true in zip(*leaves, strict=True):
+                if not isinstance(theirs, torch.Tensor):
+                    assert ours == theirs
+                    continue
+                assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+                if theirs.is_floating_point():
+                    limit = allowed(error(theirs, true), theirs.dtype, reduced)
+                    assert error(ours, true) <= limit
+                else:
+                    assert torch.equal(ours, theirs)
+
+
+IMAGE, TOKENS = torch.randn(2, 3, 48, 40), torch.randint(0, 500, (2, 12))
+ZOO = {
+    "resnet18": ({}, IMAGE, True),
+    "bert": ({"num_hidden_layers": 1}, TOKENS, False),
+    "llama_tiny": ({"num_hidden_layers": 1}, TOKENS, True),
+}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_models_of_the_zoo(name):
+    sizes, x, find = ZOO[name]
+    model = dt.zoo.build(name, **sizes)
+    fast = dt.optimize(model, x, find=find, budget_s=2.0)
+    assert fast.opaque == () and fast.plan.decision.mode == ("found" if find else "heuristic")
+    check(fast, model, x, reduced=64)
+    other = x.flip(-1)
+    check(fast, model, other, reduced=64)
+    assert set(fast.seconds) == {"import", "plan", "capture"} and "Optimized" in repr(fast)
+
+
+def test_an_image_in_another_memory_order_is_converted():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    for example in (IMAGE, IMAGE.contiguous(memory_format=torch.channels_last)):
+        fast = dt.optimize(model, example, find=False)
+        for x in (IMAGE, IMAGE.contiguous(memory_format=torch.channels_last), IMAGE.flip(0)):
+            check(fast, model, x)
+        wider = torch.randn(2, 3, 48, 80)[..., ::2]
+        before = wider.clone()
+        check(fast, model, wider)
+        assert torch.equal(wider, before)
+
+
+def test_an_expanded_example_does_not_bind_the_calls():
+    model = nn.Linear(8, 4)
+    fast = dt.optimize(model, torch.randn(1, 8).expand(3, 8), find=False)
+    for x in (torch.randn(3, 8), torch.randn(1, 8).expand(3, 8), torch.randn(8, 3).t()):
+        check(fast, model, x)
+
+
+def nested(x, *, pair, scale=1.0, flag=True):
+    both = pair.left @ x if flag else x
+    return {"out": (both * scale, [x.sum(), None, "text", 3]), "pair": Pair(both, x.argmax())}
+
+
+def test_arguments_and_results_of_any_structure():
+    module = Function(nested)
+    x, pair = torch.randn(4, 4), Pair(torch.randn(4, 4), torch.randn(4))
+    fast = dt.optimize(module, (x,), {"pair": pair, "scale": 2.0}, find=False)
+    check(fast, module, x, pair=pair, scale=2.0)
+    check(fast, module, x.t(), scale=2.0, pair=Pair(pair.left.t(), pair.right))
+    check(dt.optimize(module, [x], {"pair": pair}, find=False), module, x, pair=pair)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        ((), {"pair": 0, "scale": 2.0}, "args[0] is missing"),
+        ((0, 0), {"pair": 0, "scale": 2.0}, "was not in the example"),
+        ((0,), {"pair": 0, "scale": 3.0}, "scale is 3.0"),
+        ((0,), {"pair": 0}, "scale is missing"),
+        ((0,), {"pair": 0, "scale": 2.0, "flag": False}, "flag was not in the example"),
+        (("text",), {"pair": 0, "scale": 2.0}, "was a tensor in the example"),
+        ((1,), {"pair": 0, "scale": 2.0}, "has shape [2, 4]"),
+        ((2,), {"pair": 0, "scale": 2.0}, "is torch.float64"),
+    ],
+)
+def test_calls_that_do_not_fit(args, kwargs, says):
+    x, pair = torch.randn(4, 4), Pair(torch.randn(4, 4), torch.randn(4))
+    fast = dt.optimize(Function(nested), (x,), {"pair": pair, "scale": 2.0}, find=False)
+    given = {0: x, 1: x[:2], 2: x.double(), "text": "text"}
+    kwargs = {k: pair if k == "pair" else v for k, v in kwargs.items()}
+    with pytest.raises(dt.BindError) as caught:
+        fast(*(given[a] for a in args), **kwargs)
+    assert says in str(caught.value) and caught.value.remedy
+
+
+def test_opaque_calls_run_among_known_ones():
+    module = Function(lambda x: torch.relu(torch.roll(x * 2.0, 1, 1)).cumsum(0) + 1.0)
+    for find in (False, True):
+        fast = dt.optimize(module, torch.randn(5, 6), find=find, budget_s=1.0)
+        assert set(fast.opaque) == {"aten.roll.default", "aten.cumsum.default"}
+        check(fast, module, torch.randn(5, 6))
+
+
+def test_training_mode_is_respected():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train()
+    check(dt.optimize(plain, torch.randn(2, 4), find=False), plain, torch.randn(2, 4))
+    with_statistics = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    with pytest.raises(dt.GraphError, match="running_mean") as caught:
+        dt.optimize(with_statistics, torch.randn(2, 4))
+    assert "eval()" in caught.value.remedy
+    frozen = with_statistics.eval()
+    check(dt.optimize(frozen, torch.randn(2, 4), find=False), frozen, torch.randn(2, 4))
+
+
+def test_weights_and_views_of_them_can_be_results():
+    module = Function(None)
+    module.weight = nn.Parameter(torch.randn(3, 3))
+    module.function = lambda x: (module.weight, module.weight.t(), x, x[:1])
+    fast = dt.optimize(module, torch.randn(2, 3), find=False)
+    with torch.no_grad():
+        first = fast(torch.randn(2, 3))
+        first[0].zero_()
+        first[1].zero_()
+        again = fast(torch.randn(2, 3))
+    assert bit_equal(again[0], module.weight.detach()) and module.weight.abs().sum() > 0
+
+
+def test_gradients_are_not_lost_silently():
+    fast = dt.optimize(nn.Linear(4, 4), torch.randn(2, 4), find=False)
+    x = torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(dt.BindError, match="requires a gradient") as caught:
+        fast(x)
+    assert "no_grad" in caught.value.remedy
+    with torch.no_grad():
+        assert not fast(x).requires_grad
+    assert not fast(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "kind", "says"),
+    [
+        (nn.Linear(4, 4, device="meta"), torch.randn(2, 4), dt.BindError, "weight of the model"),
+        (nn.Linear(4, 4), torch.randn(2, 4, device="meta"), dt.BindError, "example input 0"),
+        (nn.Linear(4, 4, device="meta"), torch.randn(2, 4, device="meta"), dt.BindError, "meta"),
+        (lambda x: x, torch.randn(2, 4), dt.BindError, "is a function, not an nn.Module"),
+        (nn.Linear, torch.randn(2, 4), dt.BindError, "is a type, not an nn.Module"),
+        ("model.onnx", torch.randn(2, 4), dt.DeuteronError, "a model file"),
+        (nn.Linear(4, 4), torch.randn(2, 5), dt.DeuteronError, "cannot trace Linear"),
+        (Function(lambda x: x if x.sum() > 0 else -x), torch.randn(3), dt.DeuteronError, "trace"),
+    ],
+)
+def test_what_cannot_be_optimised_is_refused(model, example, kind, says):
+    with pytest.raises(kind, match=says) as caught:
+        dt.optimize(model, example, find=False)
+    assert caught.value.remedy
+
+
+def test_an_optimised_module_is_saved_and_explained(tmp_path):
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).eval()
+    x = torch.randn(5, 16)
+    seen = []
+    fast = dt.optimize(model, x, budget_s=1.0, progress=lambda *stage: seen.append(stage))
+    assert seen and all(done <= total for _, done, total in seen)
+    plan = dt.load_plan(fast.save(tmp_path / "m.plan.json"), device="cpu")
+    (name,) = plan.inputs
+    (out,) = plan.run({name: x}).values()
+    assert torch.equal(out, fast(x).detach())
+    assert "linear" in str(fast.explain()) and "h200" in str(fast.explain(target="h200"))
+    errors = fast.plan.measure_errors()
+    assert set(errors) == {c.region.name for c in fast.plan.decision.choices}
+    assert max(errors.values()) <= allowed(0.0, torch.float32, 4)
+    assert fast.plan.measure(seconds=0.05) > 0
+
+
+def test_methods_of_a_graph_have_real_signatures():
+    conv = inspect.signature(dt.Graph.conv)
+    assert list(conv.parameters)[:4] == ["self", "x", "weight", "bias"]
+    assert conv.parameters["bias"].default is None
+    assert conv.parameters["groups"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "stride" in dt.Graph.conv.__doc__ and dt.Graph.conv.__name__ == "conv"
+    for name, op in table.TABLE.items():
+        method = getattr(dt.Graph, name)
+        assert inspect.signature(method) and op.doc.split("\n")[0] in method.__doc__
+
+
+# ---- an operator of the user's own
+
+
+def wave_gradient(ops, v: Vjp):
+    """d/dx x·sin(fx) = sin(fx) + f·x·cos(fx)"""
+    x, f = v.arg(0), v.attrs["frequency"]
+    return [v.grad * (ops.sin(x * f) + ops.cos(x * f) * x * f)]
+
+
+WAVE = dt.OpDef(
+    name="wave_for_tests",
+    doc="x · sin(frequency · x).",
+    inputs=("x",),
+    attrs={"frequency": dt.Attr("float", 1.0, "how fast it swings")},
+    infer=lambda x, frequency: x.dense_like(),
+    reference=lambda x, frequency: x * torch.sin(x * frequency),
+    fusion=dt.Fusion.ELEMENTWISE,
+    vjp=wave_gradient,
+)
+
+
+@pytest.fixture
+def wave():
+    dt.register_op(WAVE)
+    yield WAVE
+    del table.TABLE[WAVE.name]
+    delattr(dt.Graph, WAVE.name)
+    table.infer.cache_clear()
+
+
+def test_an_operator_of_ones_own(wave, tmp_path):
+    g = dt.Graph()
+    x = g.tensor("x", (6, 5), "f64")
+    y = g.relu(g.wave_for_tests(x, frequency=3.0) + 1.0).output("y")
+    assert y.shape == (6, 5) and "frequency: float; how fast" in dt.Graph.wave_for_tests.__doc__
+    both = g.grad("y", wrt="x")
+    tx, seed = torch.randn(6, 5).double(), torch.randn(6, 5).double()
+    leaf = tx.clone().requires_grad_()
+    want = F.relu(leaf * torch.sin(leaf * 3.0) + 1.0)
+    want.backward(seed)
+    for find in (False, True):
+        plan = both.compile(device="cpu", find=find, budget_s=1.0)
+        fused = [c.region.ops for c in plan.decision.choices]
+        assert any({"wave_for_tests", "relu"} <= set(ops) for ops in fused), "it was not fused"
+        again = dt.load_plan(plan.save(tmp_path / "wave.plan.json"), device="cpu")
+        for each in (plan, again):
+            out = each.run(x=tx, grad_y=seed)
+            limit = allowed(0.0, torch.float64, 16)
+            assert error(out["y"], want) <= limit and error(out["grad_x"], leaf.grad) <= limit
+    with pytest.raises(dt.GraphError, match="frequency"):
+        g.wave_for_tests(x, frequency="fast")
+
+
+@pytest.mark.parametrize("name", ["compile", "tensor", "call", "relu", "My Op", "MyOp", "", "9x"])
+def test_names_an_operator_cannot_have(name):
+    before = dict(table.TABLE), vars(dt.Graph).get(name)
+    taken = dt.OpDef(name, "doc", ("x",), lambda x: x, lambda x: x, dt.Fusion.ELEMENTWISE)
+    with pytest.raises(dt.GraphError, match=r"name|exists|already"):
+        dt.register_op(taken)
+    assert (dict(table.TABLE), vars(dt.Graph).get(name)) == before
