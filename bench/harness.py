@@ -1,0 +1,178 @@
+"""What every benchmark shares: fair timing, a record of the machine, tables on disk."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deuteron
+from deuteron.files import write_atomic
+from deuteron.plan.capture import capture
+from deuteron.target import cpu_identity
+
+Thunk = Callable[[], Any]
+
+
+@dataclass
+class Record:
+    """Rows of one benchmark with what is needed to judge and repeat them."""
+
+    name: str
+    device: str
+    note: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        shown = "  ".join(f"{k} {_cell(v)}" for k, v in row.items())
+        print(f"  {shown}", flush=True)
+
+    def save(self, folder: str | Path) -> None:
+        """``<name>-<machine>.json`` and a readable ``.md`` beside it."""
+        machine = machine_name(self.device)
+        stem = Path(folder) / f"{self.name}-{machine}"
+        data = {
+            "name": self.name,
+            "note": self.note,
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "command": "python -m " + shlex.join(["bench.run", *_asked()]),
+            "machine": describe(self.device),
+            "rows": self.rows,
+        }
+        write_atomic(stem.with_suffix(".json"), json.dumps(data, indent=1) + "\n")
+        write_atomic(stem.with_suffix(".md"), markdown(data))
+
+
+def _asked() -> list[str]:
+    """The arguments of this run, less the folder that its records went to."""
+    args = sys.argv[1:]
+    if "--out" in args:
+        at = args.index("--out")
+        args = args[:at] + args[at + 2 :]
+    return args
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    facts = ", ".join(f"{k} {v}" for k, v in data["machine"].items())
+    lines = [
+        f"# {data['name']}", "", data["note"], "",
+        f"{facts}; {data['date']}; `{data['command']}`", "",
+    ]  # fmt: skip
+    columns = list(dict.fromkeys(key for row in data["rows"] for key in row))
+    lines.append("| " + " | ".join(columns) + " |")
+    lines.append("|" + "---|" * len(columns))
+    for row in data["rows"]:
+        lines.append("| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1e-2 or abs(value) >= 1e4 else f"{value:.3f}"
+    return str(value)
+
+
+def machine_name(device: str) -> str:
+    if device == "cuda":
+        return deuteron.target("cuda").name
+    return f"cpu-{platform.machine()}"
+
+
+def describe(device: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "deuteron": deuteron.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+    if device == "cuda":
+        facts |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": str(torch.version.cuda),
+            "cudnn": torch.backends.cudnn.version(),
+        }
+        try:
+            import triton
+
+            facts["triton"] = triton.__version__
+        except ImportError:
+            pass
+    else:
+        facts |= cpu_identity()
+    return facts
+
+
+def cpu_times(contenders: Mapping[str, Thunk], seconds: float = 6.0, gap: float = 0.02) -> dict:
+    """Median milliseconds, contenders in turns with a pause between them, so that thread pools
+    that spin after a call do not charge their neighbour."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for fn in contenders.values():
+        fn()
+        fn()
+    end = time.perf_counter() + seconds
+    rounds = 0
+    while rounds < 5 or (time.perf_counter() < end and rounds < 60):
+        for name, fn in contenders.items():
+            time.sleep(gap)
+            begin = time.perf_counter()
+            fn()
+            samples[name].append((time.perf_counter() - begin) * 1e3)
+        rounds += 1
+        if rounds >= 3 and time.perf_counter() > end:
+            break
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def replay_times(graphs: Mapping[str, Thunk], rounds: int = 15, calls: int = 4) -> dict:
+    """Median GPU milliseconds of things that only replay, by events, in turns."""
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for fn in graphs.values():
+        fn()
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, fn in graphs.items():
+            begin.record()
+            for _ in range(calls):
+                fn()
+            end.record()
+            end.synchronize()
+            samples[name].append(begin.elapsed_time(end) / calls)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def wall_times(contenders: Mapping[str, Thunk], rounds: int = 15, calls: int = 10) -> dict:
+    """Median wall milliseconds per call with the queue kept full, launch overhead included."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for fn in contenders.values():
+        fn()
+    for _ in range(rounds):
+        for name, fn in contenders.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            torch.cuda.synchronize()
+            samples[name].append((time.perf_counter() - begin) / calls * 1e3)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    out, exact = out.double(), exact.double()
+    return float((out - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def captured(fn: Thunk) -> Thunk:
+    """``fn`` as a CUDA Graph; what comes back replays it."""
+    graph, _ = capture(fn)
+    return graph.replay

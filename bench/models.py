@@ -1,0 +1,120 @@
+"""Whole networks from the zoo: ours against eager PyTorch and torch.compile, one run."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+
+import deuteron as dt
+from bench.harness import (
+    Record,
+    captured,
+    cpu_times,
+    relative_error,
+    replay_times,
+    wall_times,
+)
+
+NOTE = (
+    "Milliseconds per run, medians of interleaved samples; `plan s` is the time from module to a "
+    "found plan with nothing remembered (export, passes, search, capture). Errors are relative "
+    "(2-norm) to the same network in float64."
+)
+GPU_CASES = (("resnet50", 1), ("resnet50", 32), ("deeplabv3_resnet50", 1),
+             ("deeplabv3_resnet50", 32))  # fmt: skip
+CPU_CASES = (("resnet50", 1), ("mobilenet_v2", 1), ("deeplabv3_resnet50", 1))
+
+
+def tensor_of(result: Any) -> torch.Tensor:
+    return result["out"] if isinstance(result, dict) else result
+
+
+def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+    record = Record("models", device, NOTE)
+    torch.set_grad_enabled(False)
+    for name, batch in GPU_CASES if device == "cuda" else CPU_CASES:
+        torch.manual_seed(0)
+        (_gpu if device == "cuda" else _cpu)(record, name, batch, compile_peer)
+    return record
+
+
+def _exact(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The float64 answer for the first image."""
+    wide = copy.deepcopy(model).double()
+    return tensor_of(wide(x[:1].double()))
+
+
+def _gpu(record: Record, name: str, batch: int, compile_peer: bool) -> None:
+    model = dt.zoo.build(name).cuda().half().to(memory_format=torch.channels_last)
+    (x,) = dt.zoo.example(name, batch, "cuda", torch.float16)
+    x = x.contiguous(memory_format=torch.channels_last)
+    exact = _exact(model, x)
+    begin = time.perf_counter()
+    fast = dt.optimize(model, x)
+    torch.cuda.synchronize()
+    plan_s = time.perf_counter() - begin
+    ours, eager = tensor_of(fast(x))[:1], tensor_of(model(x))[:1]
+    graphs = {
+        "eager graph": captured(lambda: model(x)),
+        "deuteron": fast.plan.captured.replay,
+    }
+    calls = {"eager": lambda: model(x), "deuteron": lambda: fast(x)}
+    compile_s = float("nan")
+    if compile_peer:
+        torch._dynamo.reset()
+        begin = time.perf_counter()
+        compiled = torch.compile(model, mode="reduce-overhead")
+        for _ in range(4):
+            compiled(x)
+        torch.cuda.synchronize()
+        compile_s = time.perf_counter() - begin
+        calls["compile"] = lambda: compiled(x)
+    gpu, wall = replay_times(graphs), wall_times(calls)
+    record.add(
+        case=f"{name} fp16 b{batch}",
+        eager_ms=wall["eager"],
+        eager_graph_ms=gpu["eager graph"],
+        compile_reduce_overhead_ms=wall.get("compile", float("nan")),
+        deuteron_graph_ms=gpu["deuteron"],
+        deuteron_wall_ms=wall["deuteron"],
+        plan_s=plan_s,
+        of_which_export_s=fast.seconds["import"],
+        compile_s=compile_s,
+        error=relative_error(ours, exact),
+        eager_error=relative_error(eager, exact),
+    )
+
+
+def _cpu(record: Record, name: str, batch: int, compile_peer: bool) -> None:
+    model = dt.zoo.build(name)
+    (x,) = dt.zoo.example(name, batch)
+    begin = time.perf_counter()
+    fast = dt.optimize(model, x)
+    plan_s = time.perf_counter() - begin
+    calls = {"eager": lambda: model(x), "deuteron": lambda: fast(x)}
+    compile_s = float("nan")
+    if compile_peer:
+        torch._dynamo.reset()
+        begin = time.perf_counter()
+        compiled = torch.compile(model)
+        compiled(x)
+        compile_s = time.perf_counter() - begin
+        calls["compile"] = lambda: compiled(x)
+    times = cpu_times(calls, seconds=20.0)
+    exact = _exact(model, x)
+    record.add(
+        case=f"{name} fp32 b{batch}",
+        eager_ms=times["eager"],
+        compile_ms=times.get("compile", float("nan")),
+        deuteron_ms=times["deuteron"],
+        over_eager=times["eager"] / times["deuteron"],
+        over_compile=times.get("compile", float("nan")) / times["deuteron"],
+        plan_s=plan_s,
+        of_which_export_s=fast.seconds["import"],
+        compile_s=compile_s,
+        error=relative_error(tensor_of(fast(x)), exact),
+        eager_error=relative_error(tensor_of(model(x)), exact),
+    )

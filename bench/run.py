@@ -1,0 +1,32 @@
+"""``python -m bench.run --device cuda --only models --out bench/results``"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import tempfile
+
+ALL = ("overhead", "planning", "models", "prediction", "generated", "cpu_products")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure Deuteron against its peers.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", nargs="*", choices=ALL, help="these benchmarks and no others")
+    parser.add_argument("--out", default="bench/results", help="folder for the records")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--cache", help="keep measurements in this folder (default: start empty)")
+    args = parser.parse_args()
+    os.environ["DEUTERON_CACHE"] = args.cache or tempfile.mkdtemp(prefix="deuteron-bench-")
+    # torch.compile starts cold as well, or its time to a first result would be a cache's
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="deuteron-bench-inductor-")
+    for name in args.only or ALL:
+        print(f"{name} on {args.device}", flush=True)
+        module = importlib.import_module(f"bench.{name}")
+        record = module.run(args.device, compile_peer=not args.no_compile)
+        record.save(args.out)
+
+
+if __name__ == "__main__":
+    main()
