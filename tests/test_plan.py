@@ -372,3 +372,19 @@ def test_an_engine_that_breaks_its_contract_is_named(change, says):
             with pytest.raises(dt.EngineError, match="region r0") as caught:
                 plan.run(x=torch.randn(3, 4))
             assert says in str(caught.value)
+
+
+def test_results_share_memory_with_nothing_else():
+    """x · 1 is folded away and equal outputs are computed once; whoever gets them may write."""
+    g = dt.Graph()
+    x = g.tensor("x", (3, 4))
+    (x * 1.0).output("same")
+    g.relu(x).output("a")
+    g.relu(x).output("b")
+    plan = g.compile(device="cpu")
+    for _ in range(3):
+        t = torch.randn(3, 4)
+        got = plan.run(x=t)
+        places = {v.untyped_storage().data_ptr() for v in (t, *got.values())}
+        assert len(places) == 4
+        assert torch.equal(got["same"], t) and torch.equal(got["a"], got["b"])

@@ -179,7 +179,10 @@ class Program:
                     env[value] = self._promised(region, value, got)
             for value in dead[i]:
                 del env[value]
-        self._shared = self._of_constants(env)
+        names = [v for _, v in self.graph.outputs]
+        twice = {v for v in names if names.count(v) > 1}
+        # an output that passes made equal to an input, or to another output, is a tensor of its own
+        self._shared = self._of_constants(env) | twice | (set(names) & set(self.graph.inputs))
         self._write()
         idle.append(arena)
         return [duplicate(env[v]) if v in self._shared else env[v] for _, v in self.graph.outputs]
