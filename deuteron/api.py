@@ -26,8 +26,8 @@ from deuteron.target import Target
 class Optimized:
     """What :func:`optimize` returns: call it like the module it came from.
 
-    The weights are those the module had when it was optimised; the plan may share their memory,
-    so if you change them in place, optimise again. ``plan`` is the plan behind it, ``seconds``
+    The weights are copies of those the module had when it was optimised: what happens to the
+    module later does not reach them. ``plan`` is the plan behind it, ``seconds``
     says how long each stage took, ``opaque`` which torch operators have no definition of ours and
     run as they are.
     """

@@ -287,3 +287,14 @@ def test_names_an_operator_cannot_have(name):
     with pytest.raises(dt.GraphError, match=r"name|exists|already"):
         dt.register_op(taken)
     assert (dict(table.TABLE), vars(dt.Graph).get(name)) == before
+
+
+def test_weights_changed_later_do_not_reach_the_plan():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)).eval()
+    x = torch.randn(4, 8)
+    fast = dt.optimize(model, x, find=False)
+    before = fast(x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2.0)
+    assert torch.equal(fast(x), before)

@@ -112,10 +112,11 @@ def _search(
     return notes
 
 
-def constants_on(graph: Graph, device: torch.device) -> dict[str, torch.Tensor]:
-    """The graph's constants on the device; rank-0 ones stay on the CPU, as literals."""
+def constants_on(graph: Graph, device: torch.device, copy: bool = False) -> dict[str, torch.Tensor]:
+    """The graph's constants on the device; rank-0 ones stay on the CPU, as literals. A plan asks
+    for copies: whoever changes a weight in place later must not change half of the plan."""
     return {
-        name: const.data if const.is_scalar else const.data.to(device)
+        name: const.data if const.is_scalar else const.data.to(device, copy=copy)
         for name, const in graph.constants.items()
     }
 

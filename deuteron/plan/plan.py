@@ -45,7 +45,7 @@ class Plan:
         self._names = tuple(name for name, _ in graph.outputs)
         self._only = self._names[0] if len(self._names) == 1 else None
         self.binder = Binder(list(self.inputs), list(self.inputs.values()), device)
-        self._constants = constants_on(graph, device)
+        self._constants = constants_on(graph, device, copy=True)
         self._ctx = BuildContext(decision.target, device, decision.policy, self._constants)
         kernels = [self._build(choice) for choice in decision.choices]
         self.program = Program(graph, decision.regions, kernels, self._constants, device)
