@@ -45,11 +45,12 @@ clean:  ## remove caches and build output; .venv stays
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A .venv that was left half-built is completed, not refused.
-$(DEPS): requirements.txt requirements-dev.txt
+$(DEPS): requirements.txt requirements-dev.txt requirements-triton.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deuteron needs Python 3.11 or newer: make PYTHON=python3.11")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned requirements into $(VENV) (once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt
 	@touch $@
 
 $(READY): $(DEPS) pyproject.toml
