@@ -5,6 +5,7 @@ Gradient rules, rewrite rules and ``dt.Graph`` all write graphs through :class:`
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,7 +93,9 @@ class Ops:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_") or name not in table.TABLE:
-            raise AttributeError(f"no operator {name!r}")
+            near = difflib.get_close_matches(name, table.TABLE, n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise AttributeError(f"there is no operator {name!r}{hint} register_op() adds your own")
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)
 
     def sym(self, value: str) -> Sym:
