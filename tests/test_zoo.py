@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tolerances import NETWORK, error
 from torch import Tensor, nn
 
 from deuteron import zoo
@@ -245,7 +246,7 @@ def test_channels_last_gives_the_same_result(name, sizes):
     x = torch.randn(1, 3, 33, 33)
     expected = net(x)
     got = net.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+    assert error(got, expected) <= NETWORK
 
 
 # --- language -------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def test_bert_mask_hides_padding(dtype):
     hidden_other, pooled_other = net(other, mask)
     torch.testing.assert_close(hidden[:, :5], hidden_other[:, :5])
     torch.testing.assert_close(pooled, pooled_other)
-    torch.testing.assert_close(hidden[:, :5], net(ids[:, :5])[0], rtol=1e-4, atol=1e-5)
+    assert error(hidden[:, :5], net(ids[:, :5])[0]) <= NETWORK
     assert (net(ids)[0][:, :5] - net(other)[0][:, :5]).abs().max() > 1e-3
 
 
@@ -302,7 +303,7 @@ def test_bert_layer_matches_the_library_one():
         state |= {f"{there}.{part}": s[f"{here}.{part}"] for part in ("weight", "bias")}
     theirs.load_state_dict(state)
     x = torch.randn(2, 7, 32)
-    torch.testing.assert_close(ours(x, None), theirs(x), rtol=1e-4, atol=1e-5)
+    assert error(ours(x, None), theirs(x)) <= NETWORK
 
 
 def test_bert_reads_published_variants():
@@ -350,7 +351,7 @@ def test_rotary_scores_depend_on_distance_only():
     scores = query @ key.T
     for distance in (0, 1, 7, -5):
         diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
+        assert error(diagonal, diagonal[:1].expand_as(diagonal)) <= NETWORK
     assert scores[0].std() > 0.1
 
 
@@ -384,7 +385,7 @@ def test_grouped_query_attention_shares_each_key_head_with_neighbours():
             state[key] = value.unflatten(0, (2, 16)).repeat_interleave(2, 0).flatten(0, 1)
     full.load_state_dict(state)
     ids = tokens(1, 9)
-    torch.testing.assert_close(full(ids), grouped(ids), rtol=1e-4, atol=1e-5)
+    assert error(full(ids), grouped(ids)) <= NETWORK
 
 
 def test_llama_ties_and_reads_tied_files():

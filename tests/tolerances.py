@@ -18,6 +18,7 @@ EPS = {
     torch.bfloat16: 2.0**-7,
 }
 
+NETWORK = 1e-4  # two ways through a small float32 network: the same sums in another order
 GRADIENT = 1e-5  # finite differences in float64: truncation and cancellation together
 
 

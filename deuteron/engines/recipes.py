@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,14 +58,15 @@ class Recipe:
     build_s: float = 0.0
 
 
-class RecipeEngine:
+class RecipeEngine(ABC):
     """An engine that is a list of recipes; the ones that fit compete."""
 
     name: str
     version: str
 
+    @abstractmethod
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        raise NotImplementedError
+        """The recipes for a kind of machine, best known first."""
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         refusals = []
