@@ -15,8 +15,12 @@ from bench.harness import Record
 NOTE = (
     "Microseconds of host time: `run` is plan.run, `launches` the same library calls (CPU: the "
     "kernels of the plan in a bare loop; GPU: copy in, graph replay, copy out, with the device "
-    "idle before each) with nothing around them. Medians of 1000 calls in turns."
+    "idle before each) with nothing around them. Medians of 1000 calls in turns, five times over: "
+    "`overhead` is the median of the five, `least` and `most` their range."
 )
+
+
+REPEATS = 5
 
 
 def _median_us(
@@ -51,12 +55,15 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         plan.run(x=x, w=w)
         sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
         calls = {"run": partial(plan.run, x=x, w=w), "bare": _bare(plan, x, w, device)}
-        times = _median_us(calls, sync)
+        series = [_median_us(calls, sync) for _ in range(REPEATS)]
+        extra = sorted(times["run"] - times["bare"] for times in series)
         record.add(
             regions=length,
-            run_us=times["run"],
-            launches_us=times["bare"],
-            overhead_us=times["run"] - times["bare"],
+            run_us=statistics.median(times["run"] for times in series),
+            launches_us=statistics.median(times["bare"] for times in series),
+            overhead_us=statistics.median(extra),
+            least_us=extra[0],
+            most_us=extra[-1],
         )
     return record
 

@@ -14,7 +14,9 @@ CASES = (
 NOTE = (
     "Every distinct region over 10 µs of the zoo's networks (fp16 on a GPU, fp32 on a CPU): the "
     "time the plan predicts for the engine it chose against the time measured alone. `within 2x` "
-    "and `within 25%` count regions; the rows are listed under `regions`."
+    "and `within 25%` count regions; the rows are listed under `regions`. The efficiencies "
+    "behind the predictions (deuteron/engines/roofline.py) were set from measurements of these "
+    "same networks, so this shows how well the table fits them, not how it does on unseen ones."
 )
 
 
