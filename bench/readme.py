@@ -41,7 +41,7 @@ def table() -> str:
             )
     lines += [
         "",
-        'torch.compile is `mode="reduce-overhead"` on the GPU and the default on the CPU. The first '
+        'torch.compile is `mode="reduce-overhead"` on the GPU, the default on the CPU. The first '
         "H200 row's time to a plan depends on Python's bytecode cache (9.8 to 12.5 s without; the "
         "record says how). Everything that was measured, losses included, is in "
         "[bench/results](bench/results).",
