@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from bench.harness import Record, cpu_times
+from bench.harness import Record, cpu_times, onnx_runtime
 from deuteron.engines import BuildContext, engine
 from deuteron.passes import fuse
 from deuteron.plan.tensors import poisoned, random_tensor
@@ -45,24 +45,6 @@ LINEARS = (
     ("bert fc2 128×3072→768", 128, 3072, 768, ""),
 )
 ATTENTIONS = (("attention 12×128×64", 12, 128, 64), ("attention 12×197×64", 12, 197, 64))
-
-
-def _session(module: torch.nn.Module, *args: torch.Tensor) -> Callable[[], Any] | None:
-    """The module in ONNX Runtime, or None where that is not installed."""
-    try:
-        import io
-
-        import onnxruntime
-    except ImportError:
-        return None
-    file = io.BytesIO()
-    names = [f"x{i}" for i in range(len(args))]
-    torch.onnx.export(module, args, file, input_names=names, dynamo=False)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(file.getvalue(), options)
-    feed = {name: x.contiguous().numpy() for name, x in zip(names, args, strict=True)}
-    return lambda: session.run(None, feed)
 
 
 def _ours(graph: dt.Graph) -> dict[str, Callable[[], Any]]:
@@ -128,7 +110,7 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         y = g.conv(xs, w, b, stride=stride, padding=k // 2, groups=groups)
         (g.relu(y) if act == "relu" else g.clamp(y, min=0.0, max=6.0)).output("y")
         runs = _ours(g) | {"eager": lambda layer=layer, x=x: layer(x)}
-        peer = _session(layer, x.contiguous())
+        peer = onnx_runtime(layer, x.contiguous())
         out = layer(x)
         flops = 2.0 * out.numel() * cin * k * k / groups
         _row(record, name, flops, runs | ({"ort": peer} if peer else {}))
@@ -141,7 +123,7 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         y = g.linear(g.tensor("x", (m, k), dt.float32), w, b)
         (g.gelu(y) if act else y).output("y")
         runs = _ours(g) | {"eager": lambda layer=layer, x=x: layer(x)}
-        peer = _session(layer, x)
+        peer = onnx_runtime(layer, x)
         _row(record, name, 2.0 * m * k * n, runs | ({"ort": peer} if peer else {}))
     for name, heads, length, d in ATTENTIONS:
         q, k_, v = (torch.randn(1, heads, length, d) for _ in range(3))

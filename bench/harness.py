@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
 import json
 import platform
 import shlex
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,6 +134,25 @@ def cpu_times(contenders: Mapping[str, Thunk], seconds: float = 6.0, gap: float 
         if rounds >= 3 and time.perf_counter() > end:
             break
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def onnx_runtime(module: torch.nn.Module, *args: torch.Tensor) -> Thunk | None:
+    """The module in ONNX Runtime with as many threads as torch has, or None where that is not
+    installed."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return None
+    file = io.BytesIO()
+    names = [f"x{i}" for i in range(len(args))]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module, args, file, input_names=names, dynamo=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(file.getvalue(), options)
+    feed = {name: x.contiguous().numpy() for name, x in zip(names, args, strict=True)}
+    return lambda: torch.from_numpy(session.run(None, feed)[0])
 
 
 def replay_times(graphs: Mapping[str, Thunk], rounds: int = 15, calls: int = 4) -> dict:

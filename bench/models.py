@@ -13,6 +13,7 @@ from bench.harness import (
     Record,
     captured,
     cpu_times,
+    onnx_runtime,
     relative_error,
     replay_times,
     wall_times,
@@ -25,11 +26,13 @@ NOTE = (
 )
 GPU_CASES = (("resnet50", 1), ("resnet50", 32), ("deeplabv3_resnet50", 1),
              ("deeplabv3_resnet50", 32))  # fmt: skip
-CPU_CASES = (("resnet50", 1), ("mobilenet_v2", 1), ("deeplabv3_resnet50", 1))
+CPU_CASES = (("resnet50", 1), ("mobilenet_v2", 1), ("bert_4l", 1), ("deeplabv3_resnet50", 1))
 
 
 def tensor_of(result: Any) -> torch.Tensor:
-    return result["out"] if isinstance(result, dict) else result
+    if isinstance(result, dict):
+        return result["out"]
+    return result[0] if isinstance(result, tuple) else result
 
 
 def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
@@ -44,7 +47,7 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
 def _exact(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The float64 answer for the first image."""
     wide = copy.deepcopy(model).double()
-    return tensor_of(wide(x[:1].double()))
+    return tensor_of(wide(x[:1].double() if x.is_floating_point() else x[:1]))
 
 
 def _gpu(record: Record, name: str, batch: int, compile_peer: bool) -> None:
@@ -103,15 +106,21 @@ def _cpu(record: Record, name: str, batch: int, compile_peer: bool) -> None:
         compiled(x)
         compile_s = time.perf_counter() - begin
         calls["compile"] = lambda: compiled(x)
-    times = cpu_times(calls, seconds=20.0)
+    session = onnx_runtime(model, x)
+    if session is not None:
+        calls["onnx"] = session
+    times = cpu_times(calls, seconds=20.0, gap=0.3)
     exact = _exact(model, x)
+    nan = float("nan")
     record.add(
         case=f"{name} fp32 b{batch}",
         eager_ms=times["eager"],
-        compile_ms=times.get("compile", float("nan")),
+        compile_ms=times.get("compile", nan),
+        onnx_runtime_ms=times.get("onnx", nan),
         deuteron_ms=times["deuteron"],
         over_eager=times["eager"] / times["deuteron"],
-        over_compile=times.get("compile", float("nan")) / times["deuteron"],
+        over_compile=times.get("compile", nan) / times["deuteron"],
+        over_onnx_runtime=times.get("onnx", nan) / times["deuteron"],
         plan_s=plan_s,
         of_which_export_s=fast.seconds["import"],
         compile_s=compile_s,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Launcher:
     def _bind(self, aligned: bool) -> list[Callable[..., None]]:
         with torch.cuda.device(self.index):
             return [
-                _launch(compiled(self.rendered, launch, aligned), launch.grid)
+                partial(bound(compiled(self.rendered, launch, aligned)), launch.grid, 1, 1)
                 for launch in self.rendered.launches
             ]
 
@@ -115,20 +115,20 @@ class Launcher:
             )
 
 
-def _launch(kernel: Any, grid: int) -> Callable[..., None]:
-    """``kernel`` over ``grid`` programs as a function of stream and addresses."""
+def bound(kernel: Any) -> Callable[..., None]:
+    """A compiled kernel as a function of its grid (three numbers), a stream and its arguments."""
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     bare = getattr(run, "launch", None)
     if bare is None or scratch:  # another version of Triton: its own way in
-        return lambda stream, *args: run(
-            grid, 1, 1, stream, function, metadata, None, None, None, *args
+        return lambda x, y, z, stream, *args: run(
+            x, y, z, stream, function, metadata, None, None, None, *args
         )
     together, early = run.launch_cooperative_grid, run.launch_pdl
 
-    def call(stream: int, *args: int) -> None:
+    def call(x: int, y: int, z: int, stream: int, *args: Any) -> None:
         bare(
-            grid, 1, 1, stream, function, together, early, None, None,
+            x, y, z, stream, function, together, early, None, None,
             metadata, None, None, None, *args,
         )  # fmt: skip
 

@@ -1,0 +1,119 @@
+"""How a kernel written by hand is compiled and launched.
+
+>>> scale = Launchable(_scale)  # a @triton.jit function
+>>> scale((programs,), x, y, n, 0.5, BLOCK=1024, warps=4)
+
+Triton's own call binds, classifies and looks up its arguments every time, 15 µs and more. Here a
+launch is a key made of what changes the code (element types, alignment to 16, the width of
+integers, the constants) and a dictionary; after that only addresses and numbers are handed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deuteron.codegen.triton_load import bound
+
+POINTERS = {
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16",
+    torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16",
+    torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
+}  # fmt: skip
+INT32 = 2**31
+
+
+class Launchable:
+    """A Triton function of tensors and numbers, then of constants given by name.
+
+    Tensors become pointers: strides and sizes are arguments of their own. A None among the
+    arguments is a constant: the kernel tests ``if bias is not None``. Python floats arrive as
+    float32, integers as int32 where they fit, else as int64.
+    """
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self.interpreted = _interpreting()
+        self.ready: dict[Any, Any] = {}
+
+    def __call__(
+        self, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **constants: Any
+    ) -> None:
+        if not all(grid):
+            return  # nothing to compute
+        if self.interpreted:
+            self.fn[grid](*args, **constants)
+            return
+        raw, kinds = [], []
+        device = -1
+        for a in args:
+            if isinstance(a, torch.Tensor):
+                address = a.data_ptr()
+                raw.append(address)
+                kinds.append((a.dtype, not address & 15))
+                device = a.device.index
+            elif a is None:
+                kinds.append(None)
+            else:
+                raw.append(a)
+                kinds.append(_kind(a))
+        key = (device, warps, stages, *kinds, *constants.items())
+        call = self.ready.get(key)
+        if call is None:
+            with torch.cuda.device(device):
+                call = bound(self.compile(kinds, constants, warps, stages))
+            self.ready[key] = call
+        x, y, z = (*grid, 1, 1)[:3]
+        call(x, y, z, torch._C._cuda_getCurrentRawStream(device), *raw)
+
+    def compile(
+        self,
+        kinds: Sequence[Any],
+        constants: Mapping[str, Any],
+        warps: int = 4,
+        stages: int = 2,
+        target: Any = None,
+    ) -> Any:
+        """Compiled for ``target``, a GPU that need not be there, or for the current one.
+
+        ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
+        for a number, or None.
+        """
+        import triton
+        from triton.compiler import ASTSource
+
+        names = self.fn.arg_names
+        signature, fixed, attrs = {}, dict(constants), {}
+        for i, kind in enumerate(kinds):
+            if kind is None:
+                fixed[names[i]] = None
+            else:
+                first, aligned = kind
+                signature[names[i]] = first if isinstance(first, str) else POINTERS[first]
+                if aligned:
+                    attrs[(i,)] = [["tt.divisibility", 16]]
+        for name in names:
+            signature.setdefault(name, "constexpr")
+        ordered = {name: signature[name] for name in names}
+        source = ASTSource(self.fn, ordered, constexprs=_by_place(names, fixed), attrs=attrs)
+        options = {"num_warps": warps, "num_stages": stages}
+        return triton.compile(source, target=target, options=options)
+
+
+def _by_place(names: Sequence[str], fixed: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
+    return {(names.index(name),): value for name, value in fixed.items()}
+
+
+def _kind(value: Any) -> tuple[str, bool]:
+    if isinstance(value, float):
+        return "fp32", False
+    return ("i32" if -INT32 <= value < INT32 else "i64"), value % 16 == 0
+
+
+def _interpreting() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
