@@ -50,7 +50,7 @@ def chain_graph(length: int) -> dt.Graph:
 def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     record = Record("overhead", device, NOTE)
     for length in (1, 10, 60):
-        plan = chain_graph(length).compile(device=device)
+        plan = chain_graph(length).compile(device=device, policy=dt.Policy(cuda_graph=True))
         x, w = torch.randn(4, 8, device=device), torch.randn(8, 8, device=device)
         plan.run(x=x, w=w)
         sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)

@@ -40,7 +40,8 @@ class Policy:
     * ``max_workspace``: largest scratch memory of one region, e.g. ``"256MB"``. None: no limit.
     * ``allow_tf32``: float32 products may run on tensor cores with 10-bit mantissas.
     * ``layout``: "auto" (convolutions in nhwc where that is faster) or "keep".
-    * ``cuda_graph``: replay the whole plan as one CUDA Graph where possible.
+    * ``cuda_graph``: replay the whole plan as one CUDA Graph. None: where that is quicker than
+      launching its kernels one by one, since a graph's inputs and results are copied.
     """
 
     deterministic: bool = False
@@ -48,13 +49,14 @@ class Policy:
     max_workspace: int | str | None = None
     allow_tf32: bool = False
     layout: str = "auto"
-    cuda_graph: bool = True
+    cuda_graph: bool | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", "keep"):
             raise GraphError(f"layout={self.layout!r} is not known", remedy="use 'auto' or 'keep'")
         for name in ("deterministic", "allow_tf32", "cuda_graph"):
-            if not isinstance(getattr(self, name), bool):
+            unsure = name == "cuda_graph" and self.cuda_graph is None
+            if not unsure and not isinstance(getattr(self, name), bool):
                 raise GraphError(f"{name}={getattr(self, name)!r} must be True or False")
         limit = self.max_error
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):

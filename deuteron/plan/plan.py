@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deuteron.engines import BuildContext, Kernel, engine
+from deuteron.engines.roofline import region_cost
 from deuteron.errors import BindError, EngineError
 from deuteron.explain import Explanation
 from deuteron.ir.graph import Graph
@@ -28,6 +29,9 @@ from deuteron.plan.timing import interleaved
 from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target
+
+
+HOST_LAUNCH_S = 5e-6  # what the host needs to launch a kernel or a copy
 
 
 class Plan:
@@ -120,11 +124,24 @@ class Plan:
         """Empty if the plan can be captured, else why not."""
         if self.device.type != "cuda":
             return "no: the plan runs on the CPU"
-        if not self.decision.policy.cuda_graph:
+        wanted = self.decision.policy.cuda_graph
+        if wanted is False:
             return "no: Policy(cuda_graph=False)"
         if not self.decision.choices:
             return "no: there is nothing to run"
-        return ""
+        return "" if wanted else self._why_launching_is_quicker()
+
+    def _why_launching_is_quicker(self) -> str:
+        """Empty if a CUDA Graph saves more on launches than it costs in copies."""
+        launches = sum(region_cost(r).bytes > 0 for r in self.decision.regions)
+        types = [*self.inputs.values(), *self.outputs.values()]
+        copied = sum(2 * t.nbytes for t in types) / self.decision.target.stream
+        if (launches - 1) * HOST_LAUNCH_S > len(types) * HOST_LAUNCH_S + copied:
+            return ""
+        return (
+            f"no: its {launches} kernels are launched sooner than {len(types)} inputs and "
+            "results are copied; Policy(cuda_graph=True) insists"
+        )
 
     @property
     def captured(self) -> CapturedProgram | None:
