@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from random import Random
 
 import torch
 
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import CannotLower, ScalarProgram
 from deuteron.codegen.triton_render import Knobs
-from deuteron.errors import DeuteronError
 from deuteron.ir import Graph, GraphBuilder, TensorType
 from deuteron.ir.region import Region
 from deuteron.ops import TABLE, Ops, infer
 from deuteron.ops.evaluate import evaluate, run_node
+from tests.random_regions import random_region
 from tests.tolerances import allowed, error
 
 
@@ -67,28 +66,35 @@ def compare(case: Case, outputs: dict[str, torch.Tensor]) -> str:
         own = error(plain[name], want) if name in plain else 0.0
         off, limit = error(got, want), allowed(own, got.dtype, reduced)
         if off > limit and not _same(got, plain.get(name)):
-            limit += 8 * wobble(case.graph, feed, name, want)
+            limit += 8 * wobble(case, feed, name, want)
             if off > limit:
                 return f"{name} off by {off:.3g}, allowed {limit:.3g}"
     return ""
 
 
-def wobble(graph: Graph, feed: dict[str, torch.Tensor], name: str, want: torch.Tensor) -> float:
-    """How far one rounding to float32 after every node moves an output: what no arithmetic in
-    float32 can avoid where a graph cancels (the sum of a normalised row is nothing but that)."""
-    worst = 0.0
+def wobble(case: Case, feed: dict[str, torch.Tensor], name: str, want: torch.Tensor) -> float:
+    """How far one rounding after every node moves an output: what no arithmetic of that width
+    can avoid where a graph cancels (the sum of a normalised row is nothing but that). In float64
+    the reference rounds as well, and its inputs are moved too."""
+    worst, graph, wide = 0.0, case.graph, case.program.wide
+    unit = 2.0**-52 if wide else 2.0**-24  # 1 + 2⁻⁵³ would round back to 1
     gen = torch.Generator().manual_seed(0)
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        if not t.is_floating_point():
+            return t
+        side = torch.randint(0, 2, t.shape, generator=gen) * 2 - 1
+        return t.double() * (1 + side * unit) + side * 1e-30
+
     for _ in range(6):
-        env = {k: t.double() if t.is_floating_point() else t for k, t in feed.items()}
+        env = {
+            k: moved(t) if wide else t.double() if t.is_floating_point() else t
+            for k, t in feed.items()
+        }
         env |= {k: c.data for k, c in graph.constants.items()}
         for node in graph.nodes:
             outs = run_node(node, [None if v is None else env[v] for v in node.inputs])
-            for value, t in zip(node.outputs, outs, strict=True):
-                if t.is_floating_point():
-                    t = t.double()
-                    side = torch.randint(0, 2, t.shape, generator=gen) * 2 - 1
-                    t = t * (1 + side * 2.0**-24) + side * 1e-30
-                env[value] = t
+            env.update(zip(node.outputs, map(moved, outs), strict=True))
         worst = max(worst, error(env[dict(graph.outputs)[name]], want))
     return worst
 
@@ -203,75 +209,6 @@ def kind_cases(dtype: str) -> Iterator[tuple[Case, Knobs]]:
 
 # ---- random regions
 
-SHAPES = ((3, 4), (4, 3), (1, 4), (3, 1), (4,), (), (2, 3, 4), (2, 1, 4), (5, 7), (2, 3, 4, 4))
-
-
-def random_region(seed: int, nodes: int = 6) -> tuple[Graph, dict[str, torch.Tensor]]:
-    """A random graph of operators that have a scalar form, with tensors for it.
-
-    Operators are tried on values that are there; what inference refuses is not emitted, and
-    neither is what makes the region lose its scalar program.
-    """
-    random = Random(seed)
-    gen = torch.Generator().manual_seed(seed)
-    build = GraphBuilder(infer, f"random{seed}")
-    feed: dict[str, torch.Tensor] = {}
-    family = random.choice(SHAPES)
-    float_type = random.choice([torch.float32] * 3 + [torch.float16, torch.bfloat16])
-
-    def leaf() -> str:
-        shape = family if random.random() < 0.7 else tuple(
-            random.choice((n, 1)) for n in family[random.randrange(len(family) + 1) :]
-        )  # fmt: skip
-        t = torch.randn(shape, generator=gen).to(float_type)
-        if len(shape) == 4 and random.random() < 0.3:
-            t = t.to(memory_format=torch.channels_last)
-        elif len(shape) >= 2 and random.random() < 0.2:
-            t = t.transpose(-1, -2).contiguous().transpose(-1, -2)
-        name = build.input(f"x{len(feed)}", TensorType.from_tensor(t))
-        feed[name] = t
-        return name
-
-    for _ in range(random.randint(1, 3)):
-        leaf()
-    names = [n for n in FORMS if n in TABLE]
-    tries = 0
-    while len(build.nodes) < nodes and tries < 6 * nodes:
-        tries += 1
-        op = TABLE[random.choice(names)]
-        there = list(build.types)
-        count = op.required if not op.variadic else random.randint(2, 3)
-        ins = [there[max(random.randrange(len(there)), random.randrange(len(there)))]
-               for _ in range(count)]  # fmt: skip
-        attrs = FORMS[op.name](random, build.types[ins[0]].shape)
-        if attrs is None:
-            continue
-        try:
-            trial = _copy(build)
-            trial.emit(op.name, ins, attrs)
-            if case_of("trial", _finished(trial), feed) is None:
-                continue
-            build.emit(op.name, ins, attrs)
-        except (DeuteronError, RuntimeError):
-            continue
-    return _finished(build), feed
-
-
-def _copy(build: GraphBuilder) -> GraphBuilder:
-    import copy
-
-    return copy.deepcopy(build)
-
-
-def _finished(build: GraphBuilder) -> Graph:
-    """The graph with every value that nobody reads as an output."""
-    build = _copy(build)
-    read = {v for node in build.nodes for v in node.uses}
-    ends = [v for v in build.producer if v not in read]
-    for i, value in enumerate(ends or list(build.producer)[-1:]):
-        build.output(f"y{i}", value)
-    return build.finish()
-
 
 def random_cases(seeds: Iterable[int]) -> Iterator[Case]:
     for seed in seeds:
@@ -280,79 +217,3 @@ def random_cases(seeds: Iterable[int]) -> Iterator[Case]:
             case = case_of(f"seed {seed}", graph, feed)
             if case is not None:
                 yield case
-
-
-def _axis(random: Random, shape: tuple[int, ...]) -> int | None:
-    return random.randrange(len(shape)) if shape else None
-
-
-def _no_attrs(random: Random, shape: tuple[int, ...]) -> dict:
-    return {}
-
-
-def _reduction(random: Random, shape: tuple[int, ...]) -> dict | None:
-    if not shape:
-        return None
-    axes = tuple(sorted(random.sample(range(len(shape)), random.randint(1, len(shape)))))
-    return {"axes": random.choice((None, axes, (len(shape) - 1,))),
-            "keepdim": random.random() < 0.6}  # fmt: skip
-
-
-def _soft(random: Random, shape: tuple[int, ...]) -> dict | None:
-    axis = _axis(random, shape)
-    return None if axis is None else {"axis": random.choice((axis, len(shape) - 1))}
-
-
-def _permute(random: Random, shape: tuple[int, ...]) -> dict:
-    dims = list(range(len(shape)))
-    random.shuffle(dims)
-    return {"dims": tuple(dims)}
-
-
-def _reshape(random: Random, shape: tuple[int, ...]) -> dict | None:
-    if len(shape) < 2:
-        return None
-    at = random.randrange(len(shape) - 1)
-    return {"shape": (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])}
-
-
-def _slice(random: Random, shape: tuple[int, ...]) -> dict | None:
-    axis = _axis(random, shape)
-    if axis is None or shape[axis] < 2:
-        return None
-    start = random.randrange(shape[axis] - 1)
-    return {"axis": axis, "start": start, "stop": random.randint(start + 1, shape[axis]),
-            "step": random.choice((1, 1, 2))}  # fmt: skip
-
-
-def _pad(random: Random, shape: tuple[int, ...]) -> dict | None:
-    if not shape:
-        return None
-    return {
-        "low": tuple(random.choice((0, 0, 1, 2)) for _ in shape),
-        "high": tuple(random.choice((0, 0, 1)) for _ in shape),
-        "mode": "constant", "value": random.choice((0.0, 1.5)),
-    }  # fmt: skip
-
-
-def _flip(random: Random, shape: tuple[int, ...]) -> dict | None:
-    axis = _axis(random, shape)
-    return None if axis is None else {"axes": (axis,)}
-
-
-FORMS = {
-    **dict.fromkeys(
-        ("add", "sub", "mul", "maximum", "minimum", "relu", "sigmoid", "tanh", "abs", "square",
-         "silu", "erf", "sin", "cos", "neg", "mish", "softsign", "hardswish", "expm1"),
-        _no_attrs,
-    ),
-    "gelu": lambda r, s: {"approximate": r.choice(("none", "tanh"))},
-    "leaky_relu": lambda r, s: {"negative_slope": 0.1},
-    "sum": _reduction, "mean": _reduction, "max": _reduction, "min": _reduction,
-    "softmax": _soft, "log_softmax": _soft,
-    "layer_norm": lambda r, s: {"dims": 1, "eps": 1e-5} if s else None,
-    "rms_norm": lambda r, s: {"dims": 1, "eps": 1e-5} if s else None,
-    "permute": _permute, "reshape": _reshape, "slice": _slice, "pad": _pad, "flip": _flip,
-    "concat": lambda r, s: {"axis": r.randrange(len(s))} if s else None,
-    "expand": lambda r, s: {"shape": (r.choice((2, 3)), *s)},
-}  # fmt: skip

@@ -1,22 +1,33 @@
-"""``python -m tests.fuzz_codegen --count 10000 --engine interpret|triton``
+"""``python -m tests.fuzz_codegen --count 10000 --engine interpret|cpu_gen|triton``
 
 Random regions against the float64 reference; a failure is reduced to the smallest graph that
-still fails and printed with its program, ready to be kept as a test.
+still fails and printed with its program, ready to be kept as a test. One process does them all;
+``--workers`` splits the seeds over several, for machines where compiling is what takes time.
+
+``--engine triton`` runs in Triton's interpreter, with ``--device cuda`` natively on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from deuteron.codegen.interpret import interpret
-from deuteron.ir import Graph
-from tests.codegen_cases import Case, case_of, compare, random_region
+from deuteron.ir import Graph, Node
+from deuteron.ir.region import Region
+from tests.codegen_cases import Case, case_of, compare
+from tests.random_regions import random_region
 
 Verdict = Callable[[Case], str]
+REFUSED = "refused: "
 
 
 def by_torch(case: Case) -> str:
@@ -25,17 +36,56 @@ def by_torch(case: Case) -> str:
     return compare(case, outputs)
 
 
-def by_triton() -> Verdict:
-    """On the GPU if there is one, else in the interpreter."""
-    if torch.cuda.is_available():
-        from tests.gpu_codegen import run_case
+def by_cpu() -> Verdict:
+    """The CPU engine, as a plan would use it, with a cache of its own."""
+    os.environ["DEUTERON_CACHE"] = tempfile.mkdtemp(prefix="deuteron-fuzz-")
+    from deuteron.engines.base import BuildContext
+    from deuteron.engines.cpu_gen import CpuGen
+    from deuteron.policy import Policy
+    from deuteron.target import target
 
-        return run_case
-    from tests.triton_interpreter import install
-    from tests.triton_interpreter import run_case as interpreted
+    engine, cpu, policy = CpuGen(), target("cpu"), Policy()
+    ctx = BuildContext(cpu, torch.device("cpu"), policy, {})
 
-    install()
-    return interpreted
+    def run(case: Case) -> str:
+        region = Region(case.graph)
+        refusal = engine.refuse(region, cpu, policy)
+        if refusal is not None:
+            return REFUSED + refusal.reason
+        kernel = engine.build(region, engine.candidates(region, cpu, policy)[0], ctx)
+        outputs = case.empty_outputs()
+        kernel.fill([case.feed[v] for v in region.inputs], [outputs[v] for v in region.outputs])
+        return compare(case, outputs)
+
+    return run
+
+
+def by_triton(device: str) -> Verdict:
+    if device == "cuda":
+        from tests.gpu_codegen import run_case as run
+    else:
+        from tests.triton_interpreter import install
+        from tests.triton_interpreter import run_case as run
+
+        install()
+    from deuteron.codegen.triton_knobs import choices
+    from deuteron.codegen.triton_math import Unsupported
+    from deuteron.codegen.triton_render import render
+
+    def rendered(case: Case) -> str:
+        try:
+            render(case.program, choices(case.program)[0])
+        except Unsupported as refusal:
+            return REFUSED + str(refusal)
+        return run(case)
+
+    return rendered
+
+
+def verdict_of(engine: str, device: str) -> Verdict:
+    if engine == "interpret":
+        return by_torch
+    return by_cpu() if engine == "cpu_gen" else by_triton(device)
 
 
 def judged(verdict: Verdict, case: Case) -> str:
@@ -45,74 +95,139 @@ def judged(verdict: Verdict, case: Case) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+# ---- the smallest graph that still fails
+
+
 def smaller(case: Case) -> list[Case]:
-    """The case with one node or one output less, where it still has a program."""
+    """The case with one node less, where it still has a program."""
     found = []
     graph = case.graph
     for k in range(len(graph.nodes)):
-        nodes = [n for i, n in enumerate(graph.nodes) if i != k]
         gone = set(graph.nodes[k].outputs)
-        kept: list = []
-        for node in nodes:  # whatever read the node goes with it
-            if gone & set(node.uses):
+        kept: list[Node] = []
+        for node in (*graph.nodes[:k], *graph.nodes[k + 1 :]):
+            if gone & set(node.uses):  # whatever read the node goes with it
                 gone |= set(node.outputs)
             else:
                 kept.append(node)
         if kept:
-            found.append(_with(case, tuple(kept)))
+            found.append(_with(case, tuple(kept), {}))
+        for out in graph.nodes[k].outputs:  # or what it made is handed in
+            if k and any(out in node.uses for node in graph.nodes[k + 1 :]):
+                rest = tuple(n for n in graph.nodes if out not in n.outputs)
+                found.append(_with(case, rest, {out: _known(case, out)}))
     return [c for c in found if c is not None]
 
 
-def _with(case: Case, nodes: tuple) -> Case | None:
+def _known(case: Case, value: str) -> torch.Tensor:
+    from deuteron.ops.evaluate import evaluate
+
+    graph = case.graph
+    part = Graph(graph.name, graph.inputs, (("y", value),), graph.nodes, graph.types,
+                 graph.constants)  # fmt: skip
+    t = graph.types[value]
+    out = torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch)
+    return out.copy_(evaluate(part, case.feed)["y"])
+
+
+def _with(case: Case, nodes: tuple[Node, ...], more: dict[str, torch.Tensor]) -> Case | None:
     read = {v for node in nodes for v in node.uses}
-    ends = [v for node in nodes for v in node.outputs if v not in read]
-    inputs = tuple(v for v in case.graph.inputs if v in read)
-    known = {*inputs, *(v for node in nodes for v in node.outputs)}
+    made = {v for node in nodes for v in node.outputs}
+    feed = {k: t for k, t in {**case.feed, **more}.items() if k in read}
     constants = {k: c for k, c in case.graph.constants.items() if k in read}
-    types = {v: t for v, t in case.graph.types.items() if v in known or v in constants}
-    graph = Graph(
-        name=case.graph.name, inputs=inputs, nodes=nodes, types=types, constants=constants,
-        outputs=tuple((f"y{i}", v) for i, v in enumerate(ends)),
-    )  # fmt: skip
-    return case_of(case.name, graph, {k: case.feed[k] for k in inputs})
+    if read - made - set(feed) - set(constants):
+        return None
+    ends = [v for node in nodes for v in node.outputs if v not in read]
+    types = {v: t for v, t in case.graph.types.items() if v in {*feed, *made, *constants}}
+    outputs = tuple((f"y{i}", v) for i, v in enumerate(ends))
+    graph = Graph(case.graph.name, tuple(feed), outputs, nodes, types, constants)
+    return case_of(case.name, graph, feed)
 
 
 def reduced(verdict: Verdict, case: Case) -> Case:
     """The smallest case found by leaving nodes out one at a time."""
-    again = True
-    while again:
-        again = False
-        for trial in smaller(case):
-            if judged(verdict, trial):
-                case, again = trial, True
-                break
+    for trial in smaller(case):
+        wrong = judged(verdict, trial)
+        if wrong and not wrong.startswith(REFUSED):
+            return reduced(verdict, trial)
     return case
+
+
+# ---- counting
+
+
+@dataclass
+class Counts:
+    run: int = 0
+    refused: int = 0
+    wrong: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        seeds = f" (seeds {', '.join(map(str, self.wrong))})" if self.wrong else ""
+        return f"run {self.run}, refused {self.refused}, wrong {len(self.wrong)}{seeds}"
+
+
+def search(args: argparse.Namespace) -> Counts:
+    warnings.simplefilter("ignore")
+    verdict, counts = verdict_of(args.engine, args.device), Counts()
+    for number, seed in enumerate(
+        range(args.first, args.first + args.count * args.step, args.step)
+    ):
+        graph, feed = random_region(seed, args.nodes)
+        case = case_of(f"seed {seed}", graph, feed) if graph.nodes else None
+        wrong = REFUSED if case is None else judged(verdict, case)
+        if wrong.startswith(REFUSED):
+            counts.refused += 1
+            continue
+        counts.run += 1
+        if wrong:
+            assert case is not None
+            counts.wrong.append(seed)
+            case = reduced(verdict, case)
+            print(f"seed {seed}: {judged(verdict, case)}\n{case.graph}\n{case.program}\n")
+        if number % 500 == 499:
+            print(f"{args.engine}: {counts}", flush=True)
+    return counts
+
+
+def spread(args: argparse.Namespace) -> Counts:
+    """The seeds over several processes, each taking every so manyth."""
+    command = [sys.executable, "-m", "tests.fuzz_codegen", "--engine", args.engine, "--device",
+               args.device, "--nodes", str(args.nodes), "--step", str(args.workers)]  # fmt: skip
+    started = []
+    for k in range(args.workers):
+        count = len(range(k, args.count, args.workers))
+        own = ["--first", str(args.first + k), "--count", str(count), "--tally"]
+        started.append(subprocess.Popen([*command, *own], stdout=subprocess.PIPE, text=True))
+    total = Counts()
+    for process in started:
+        text = process.communicate()[0]
+        *shown, tally = text.splitlines()
+        print("\n".join(shown))
+        run, refused, *wrong = map(int, tally.split())
+        total.run, total.refused = total.run + run, total.refused + refused
+        total.wrong += wrong
+    return total
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--engine", choices=("interpret", "triton"), default="interpret")
+    parser.add_argument("--engine", choices=("interpret", "cpu_gen", "triton"), default="interpret")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--nodes", type=int, default=6)
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--tally", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    verdict = by_torch if args.engine == "interpret" else by_triton()
-    tried = failed = 0
-    for seed in range(args.first, args.first + args.count):
-        graph, feed = random_region(seed, args.nodes)
-        case = case_of(f"seed {seed}", graph, feed) if graph.nodes else None
-        if case is None:
-            continue
-        tried += 1
-        wrong = judged(verdict, case)
-        if wrong:
-            failed += 1
-            case = reduced(verdict, case)
-            print(f"seed {seed}: {judged(verdict, case)}\n{case.graph}\n{case.program}\n")
-        if tried % 500 == 0:
-            print(f"{tried} tried, {failed} failed", flush=True)
-    print(f"{tried} tried, {failed} failed")
-    return int(failed > 0)
+    counts = spread(args) if args.workers > 1 else search(args)
+    if args.tally:
+        print(counts.run, counts.refused, *counts.wrong)
+        return 0
+    first, last = args.first, args.first + args.count * args.step - 1
+    print(f"{args.engine}, seeds {first} to {last}: {counts}")
+    return int(bool(counts.wrong))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from fractions import Fraction
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from deuteron.ir import GraphBuilder, Region, TensorType
 from deuteron.ops import TABLE, infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, fuse, run_passes
+from tests.codegen_cases import compare
+from tests.codegen_kept import kept_cases
 
 CPU = torch.device("cpu")
 
@@ -121,6 +124,63 @@ def check_cpu(region: Region, feed) -> None:
     outs = [poisoned(region.graph.types[v]) for v in region.outputs]
     kernel.fill([feed[v] for v in region.inputs], outs)
     agrees(region, feed, outs)
+
+
+KEPT = list(kept_cases())
+
+
+@pytest.mark.parametrize("case", KEPT, ids=[case.name for case in KEPT])
+def test_kept_cases(case):
+    outputs = case.empty_outputs()
+    interpret(case.program, case.feed, outputs)
+    assert not (wrong := compare(case, outputs)), f"{wrong}\n{case.program}"
+    check_cpu(Region(case.graph), case.feed)
+
+
+def test_dropout_has_the_same_bits_everywhere():
+    """Which elements survive is a function of seed and place, on every renderer."""
+    for case in KEPT:
+        if case.name.startswith("dropout"):
+            want = evaluate(case.graph, case.feed)["y0"] == 0
+            outputs = case.empty_outputs()
+            interpret(case.program, case.feed, outputs)
+            (got,) = outputs.values()
+            assert torch.equal(got == 0, want)
+
+
+def test_a_large_mean_does_no_harm_in_float64():
+    """Against exact fractions: PyTorch's own float64 variance is off by 4e-14 here."""
+    x = torch.randn(4, 50, dtype=torch.float64) + 1000.0
+    build = GraphBuilder(infer, "far from zero")
+    build.input("x", TensorType.from_tensor(x))
+    build.output("y", *build.emit("var", ["x"], {"axes": (1,), "correction": 1}))
+    region = Region(build.finish())
+    exact = []
+    for row in x.tolist():
+        mean = sum(map(Fraction, row)) / len(row)
+        exact.append(float(sum((Fraction(v) - mean) ** 2 for v in row) / (len(row) - 1)))
+    outs = {v: poisoned(region.graph.types[v]) for v in region.outputs}
+    interpret(lower(region), {"x": x}, outs)
+    (got,) = outs.values()
+    assert error(got, torch.tensor(exact, dtype=torch.float64)) <= allowed(0.0, got.dtype, 50)
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (lambda g, x, t: g.cross_entropy(x, t), "over positions"),
+        (lambda g, x, t: g.pow(t, 7), "exponent"),
+        (lambda g, x, t: g.sum(g.softmax(x, axis=1), axes=(0,)), "different axes"),
+        (lambda g, x, t: x + g.constant(torch.arange(5.0), "c"), "part of the region"),
+        (lambda g, x, t: g.cumsum(x, axis=1), "no scalar form"),
+    ],
+)
+def test_what_cannot_be_generated_says_why(write, reason):
+    g = dt.Graph("refused")
+    write(g, g.tensor("x", (3, 5)), g.tensor("t", (3,), "i64")).output("y")
+    with pytest.raises(CannotLower) as refusal:
+        lower(Region(g.ir()))
+    assert reason in refusal.value.reason
 
 
 def regions_of(g: dt.Graph) -> list[Region]:

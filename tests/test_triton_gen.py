@@ -33,6 +33,7 @@ from tests.codegen_cases import (
     random_cases,
     softmax_case,
 )
+from tests.codegen_kept import kept_cases
 
 pytest.importorskip("triton")
 REPO = Path(__file__).resolve().parent.parent
@@ -41,8 +42,8 @@ RANDOM = 60  # in the Triton interpreter; 300 in torch's
 
 @pytest.mark.parametrize(
     "group",
-    ["operators:f32", "operators:f16", "operators:bf16", "kinds:f32", "kinds:bf16",
-     f"random:0-{RANDOM}"],
+    ["operators:f32", "operators:f16", "operators:bf16", "operators:f64", "kinds:f32",
+     "kinds:bf16", "kept", f"random:0-{RANDOM}"],
 )  # fmt: skip
 def test_in_the_interpreter(group):
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
@@ -131,6 +132,17 @@ def test_every_kind_compiles_for_both_generations():
     assert {kind for _, kind, _ in seen} == {"flat", "tile", "rows", "loop", "split"}
 
 
+def test_loads_through_an_index_compile():
+    """The cases kept from fuzzing that look something up or wrap around, for both generations."""
+    count = 0
+    for case in kept_cases():
+        if any(word in case.name for word in ("gather", "embedding", "wraps", "entropy", "best")):
+            count += 1
+            for kernel in compile_for(case, choices(case.program)[0], 90 if count % 2 else 80):
+                assert spilled(kernel, 90 if count % 2 else 80) == 0, case.name
+    assert count >= 8
+
+
 def test_every_helper_compiles():
     seen: set[str] = set()
     count = 0
@@ -141,7 +153,7 @@ def test_every_helper_compiles():
             seen |= used
             count += 1
             compile_for(case, knobs, 90)
-    assert count >= 10 and "_pow(" in seen and "_tanh(" in seen
+    assert count >= 10 and {"_pow(", "_tanh(", "_random("} <= seen
 
 
 # ---- the engine

@@ -30,6 +30,7 @@ from deuteron.codegen.triton_load import interpreted
 from deuteron.codegen.triton_math import Unsupported
 from deuteron.codegen.triton_render import Knobs, render
 from tests.codegen_cases import Case, compare, kind_cases, operator_cases, random_cases
+from tests.codegen_kept import kept_cases
 
 
 def _to_bf16(x: np.ndarray) -> np.ndarray:
@@ -112,6 +113,8 @@ def cases(group: str):
         yield from ((c, None) for c in operator_cases(rest))
     elif name == "kinds":
         yield from kind_cases(rest)
+    elif name == "kept":
+        yield from ((c, None) for c in kept_cases())
     else:
         first, count = map(int, rest.split("-"))
         yield from ((c, None) for c in random_cases(range(first, first + count)))

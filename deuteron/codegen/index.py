@@ -43,7 +43,22 @@ class Quotient:
         return f"({self.of} {'%' if self.rest else '//'} {self.by})"
 
 
-Atom = Var | Quotient
+@dataclass(frozen=True)
+class Dynamic:
+    """A scalar known only at run time, used as an index: what gather reads from a tensor."""
+
+    name: str
+    size: int  # it lies from 0 to ``size`` − 1 wherever the access is inside its guards
+
+    @property
+    def high(self) -> int:
+        return max(self.size - 1, 0)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Atom = Var | Quotient | Dynamic
 
 
 @dataclass(frozen=True)
@@ -114,18 +129,31 @@ class Affine:
         for atom, _ in self.terms:
             if isinstance(atom, Var):
                 out.add(atom)
-            else:
+            elif isinstance(atom, Quotient):
                 out |= atom.of.variables
+        return frozenset(out)
+
+    @cached_property
+    def dynamic(self) -> frozenset[str]:
+        """The scalars that it reads at run time."""
+        out: set[str] = set()
+        for atom, _ in self.terms:
+            if isinstance(atom, Dynamic):
+                out.add(atom.name)
+            elif isinstance(atom, Quotient):
+                out |= atom.of.dynamic
         return frozenset(out)
 
     def substitute(self, values: Mapping[Var, Affine]) -> Affine:
         """The same with variables replaced."""
         total = Affine(self.const)
         for atom, f in self.terms:
-            if isinstance(atom, Var):
+            if isinstance(atom, Quotient):
+                total = total + atom.of.substitute(values).divided(atom.by, atom.rest) * f
+            elif isinstance(atom, Var):
                 total = total + values.get(atom, Affine.var(atom)) * f
             else:
-                total = total + atom.of.substitute(values).divided(atom.by, atom.rest) * f
+                total = total + Affine.var(atom) * f
         return total
 
     def __str__(self) -> str:

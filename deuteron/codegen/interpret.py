@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deuteron.codegen.index import Affine, Quotient, Var
+from deuteron.codegen.index import Affine, Atom, Quotient, Var
 from deuteron.codegen.scalar import (
     Arg,
     Compute,
@@ -19,22 +19,25 @@ from deuteron.codegen.scalar import (
     Guard,
     Inside,
     Load,
+    Position,
     Reduce,
     ScalarProgram,
     Store,
 )
 from deuteron.ir.dtype import dtype
+from deuteron.ops.random import BITS, words
 
 OPS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
     "neg": operator.neg, "abs": torch.abs, "maximum": torch.maximum, "minimum": torch.minimum,
-    "sqrt": torch.sqrt, "exp": torch.exp, "log": torch.log, "erf": torch.erf, "tanh": torch.tanh,
+    "sqrt": torch.sqrt, "exp": torch.exp, "exp2": torch.exp2, "log": torch.log,
+    "erf": torch.erf, "tanh": torch.tanh,
     "sin": torch.sin, "cos": torch.cos, "floor": torch.floor, "ceil": torch.ceil,
     "round": torch.round, "trunc": torch.trunc, "pow": torch.pow, "select": torch.where,
     "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
     "ge": torch.ge, "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
     "to_bool": lambda x: x != 0, "to_int": lambda x: x.to(torch.int64), "expm1": torch.expm1,
-    "log1p": torch.log1p,
+    "log1p": torch.log1p, "random": lambda seed, place: words(seed, place) >> (32 - BITS),
 }  # fmt: skip
 
 REDUCE: dict[str, Callable[..., torch.Tensor]] = {
@@ -61,12 +64,14 @@ def interpret(
     def index(e: Affine) -> torch.Tensor:
         total = torch.full([1] * len(axes), e.const)
         for atom, f in e.terms:
-            total = total + (grid[atom] if isinstance(atom, Var) else quotient(atom)) * f
+            total = total + atom_value(atom) * f
         return total
 
-    def quotient(q: Quotient) -> torch.Tensor:
-        inner = index(q.of)
-        return inner % q.by if q.rest else inner // q.by
+    def atom_value(atom: Atom) -> torch.Tensor:
+        if isinstance(atom, Quotient):
+            inner = index(atom.of)
+            return inner % atom.by if atom.rest else inner // atom.by
+        return grid[atom] if isinstance(atom, Var) else env[atom.name]
 
     def inside(guards: tuple[Guard, ...]) -> torch.Tensor:
         ok = torch.ones([1] * len(axes), dtype=torch.bool)
@@ -96,10 +101,13 @@ def interpret(
             )  # fmt: skip
         elif isinstance(s, Inside):
             env[s.name] = inside(s.guards)
+        elif isinstance(s, Position):
+            env[s.name] = index(s.index)
         elif isinstance(s, Compute):
             args = [value(a) for a in s.args]
-            if s.op == "rounded":
-                env[s.name] = args[0].to(dtype(dict(s.attrs)["dtype"]).torch).to(kind)
+            if s.op in ("rounded", "wrapped"):
+                narrow = args[0].to(dtype(dict(s.attrs)["dtype"]).torch)
+                env[s.name] = narrow.to(kind if s.op == "rounded" else torch.int64)
             elif s.op == "to_float":
                 env[s.name] = args[0].to(kind)
             else:

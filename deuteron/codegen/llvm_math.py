@@ -7,6 +7,7 @@ by the tests):
 
 ======== ===== =============================================================================
 exp      1.1   Cephes' polynomial on |r| ≤ ½ ln 2, scaled in two steps for denormal results
+exp2     1.5   the same polynomial on what is left of x after its whole part
 expm1    2.0   the same polynomial without its 1
 log      1.0   Cephes' polynomial on √½ … √2
 erf      6.5   rational on |x| ≤ 4 (the coefficients Eigen and XLA use)
@@ -24,10 +25,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from deuteron.codegen.llvm import F32, I32, I64, Code, Value, lanes_of, vec
+from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, lanes_of, vec
+from deuteron.ops import random as words
 
-ERRORS = {"exp": 1.1, "expm1": 2.0, "log": 1.0, "erf": 6.5, "tanh": 4.5, "sigmoid": 2.5,
-          "sin": 2.0, "cos": 2.0}  # fmt: skip
+ERRORS = {"exp": 1.1, "exp2": 1.5, "expm1": 2.0, "log": 1.0, "erf": 6.5, "tanh": 4.5,
+          "sigmoid": 2.5, "sin": 2.0, "cos": 2.0}  # fmt: skip
 
 _MAGIC = 12582912.0  # 1.5 · 2²³: adding it leaves a rounded integer in the low bits
 _MAGIC_BITS = 0x4B400000
@@ -84,7 +86,22 @@ def exp(c: Code, x: Value) -> Value:
     n = lanes_of(x)
     x = c.fmin(c.fmax(x, c.f(-104.0, n)), c.f(89.0, n))
     k, r, rest = _reduced(c, x)
-    p = c.b.fadd(c.b.fadd(rest, r), c.f(1.0, n))
+    return _scaled(c, c.b.fadd(c.b.fadd(rest, r), c.f(1.0, n)), k)
+
+
+def exp2(c: Code, x: Value) -> Value:
+    """2ˣ: the whole part is exact, the rest goes through the polynomial of eˣ."""
+    n = lanes_of(x)
+    x = c.fmin(c.fmax(x, c.f(-151.0, n)), c.f(129.0, n))
+    k, ki = _rounded(c, x, 1.0)
+    r = c.b.fmul(c.b.fsub(x, k), c.f(math.log(2.0), n))
+    rest = c.b.fmul(c.b.fmul(poly(c, r, _EXP), r), r)
+    return _scaled(c, c.b.fadd(c.b.fadd(rest, r), c.f(1.0, n)), ki)
+
+
+def _scaled(c: Code, p: Value, k: Value) -> Value:
+    """p · 2ᵏ in two steps, so that denormal results are rounded once."""
+    n = lanes_of(p)
     half = c.b.ashr(k, _ints(c, 1, n))
     return c.b.fmul(c.b.fmul(p, _power(c, half)), _power(c, c.b.sub(k, half)))
 
@@ -133,11 +150,12 @@ def log(c: Code, x: Value) -> Value:
 
 
 def log1p(c: Code, x: Value) -> Value:
-    """ln(1 + x) for x ≥ 0, with what is lost in 1 + x put back."""
+    """ln(1 + x), with what is lost in 1 + x put back."""
     n = lanes_of(x)
     u = c.b.fadd(x, c.f(1.0, n))
     lost = c.b.fsub(x, c.b.fsub(u, c.f(1.0, n)))
-    y = c.b.fadd(log(c, u), c.b.fdiv(lost, u))
+    back = c.b.select(c.b.fcmp_ordered("==", u, c.f(0.0, n)), c.f(0.0, n), c.b.fdiv(lost, u))
+    y = c.b.fadd(log(c, u), back)
     return c.b.select(c.b.fcmp_ordered("==", x, c.f(math.inf, n)), x, y)
 
 
@@ -232,9 +250,36 @@ def _circular(name: str, quarter: int) -> Callable[[Code, Value], Value]:
 sin, cos = _circular("sin", 0), _circular("cos", 1)
 
 FUNCTIONS: dict[str, Callable[[Code, Value], Value]] = {
-    "exp": exp, "expm1": expm1, "log": log, "erf": erf, "tanh": tanh, "sigmoid": sigmoid,
-    "sin": sin, "cos": cos,
+    "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "erf": erf, "tanh": tanh,
+    "sigmoid": sigmoid, "sin": sin, "cos": cos,
 }  # fmt: skip
+
+
+# ---- random words ------------------------------------------------------------------------------
+
+
+def _mix(c: Code, h: Value) -> Value:
+    """The bijection of ops/random.py on 32-bit words."""
+    n, b = lanes_of(h), c.b
+    for shift, factor in ((16, words.FIRST), (15, words.SECOND)):
+        h = b.mul(b.xor(h, b.lshr(h, _ints(c, shift, n))), _ints(c, factor, n))
+    return b.xor(h, b.lshr(h, _ints(c, 16, n)))
+
+
+def random(c: Code, seed: Value, place: Value, far: bool) -> Value:
+    """The upper bits of the word at a place, both in 64 bits; ``far`` if places pass 2³²."""
+    n, b = lanes_of(place), c.b
+
+    def halves(x: Value) -> tuple[Value, Value]:
+        shift = ir.Constant(vec(n, I64), [32] * n) if n > 1 else ir.Constant(I64, 32)
+        return b.trunc(x, vec(n, I32)), b.trunc(b.lshr(x, shift), vec(n, I32))
+
+    (seed_low, seed_high), (low, high) = halves(seed), halves(place)
+    key = _mix(c, b.add(seed_low, _ints(c, words.GOLDEN, n)))
+    key = _mix(c, b.xor(key, seed_high))
+    inner = _mix(c, b.xor(key, high) if far else key)
+    word = _mix(c, b.add(_mix(c, b.xor(low, inner)), key))
+    return b.zext(b.lshr(word, _ints(c, 32 - words.BITS, n)), vec(n, I64))
 
 
 # ---- activations -------------------------------------------------------------------------------
@@ -293,6 +338,24 @@ def _mish(c: Code, x: Value, a: Attributes) -> Value:
     e = exp(c, c.fmin(x, c.f(20.0, n)))
     w = c.b.fmul(e, c.b.fadd(e, c.f(2.0, n)))
     return c.b.fmul(x, c.b.fdiv(w, c.b.fadd(w, c.f(2.0, n))))
+
+
+def library(c: Code, name: str, *args: Value) -> Value:
+    """A function of the C library, lane by lane: for float64, and for pow, whose error no short
+    polynomial holds. 10 to 30 ns per element."""
+    n, kind = lanes_of(args[0]), args[0].type
+    scalar = kind.element if n > 1 else kind
+    name = name if scalar == F64 else name + "f"
+    fn = c.module.globals.get(name)
+    if fn is None:
+        fn = ir.Function(c.module, ir.FunctionType(scalar, [scalar] * len(args)), name)
+    if n == 1:
+        return c.b.call(fn, args)
+    out = ir.Constant(kind, ir.Undefined)
+    for lane in range(n):
+        one = c.b.call(fn, [c.item(x, lane) for x in args])
+        out = c.b.insert_element(out, one, ir.Constant(I32, lane))
+    return out
 
 
 ACTIVATIONS: dict[str, Callable[[Code, Value, Attributes], Value]] = {

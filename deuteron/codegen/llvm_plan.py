@@ -8,9 +8,11 @@ from typing import Any
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Compute, Inside, Load, ScalarProgram, Store
+from deuteron.codegen.scalar import Compute, Inside, Load, ScalarProgram, Store, reads
 
-HEAVY = frozenset({"exp", "log", "erf", "tanh", "sin", "cos", "pow", "expm1", "log1p", "div"})
+HEAVY = frozenset(
+    {"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "pow", "expm1", "log1p", "div", "random"}
+)
 UNROLL = 4  # vectors per step: enough independent work to hide the latency of a multiply-add
 
 
@@ -36,7 +38,7 @@ def plan(program: ScalarProgram) -> Shape:
     best, score = None, 0
     for v in (*program.outer[-1:], *program.inner[-1:]):
         factors = [e.factor(v) for e in program.accesses()]
-        if any(f is None for f in factors):
+        if any(f is None for f in factors) or not _settles(program, v):
             continue
         points = sum(f == 1 for f in factors) - sum(f not in (0, 1) for f in factors)
         if points > score or (points == score and best is not None and v in program.inner):
@@ -52,6 +54,16 @@ def plan(program: ScalarProgram) -> Shape:
     columns = tuple(v for v in program.inner if v != best)
     kept = _kept(program) if program.reductions else ()
     return Shape(best, rows, columns, inner, (*sizes, 1), kept, _breaks(program, best))
+
+
+def _settles(program: ScalarProgram, v: Var) -> bool:
+    """Whether each guard changes along ``v`` only where the axis can be cut, and no division
+    hides a scalar that changes along it."""
+    for s in program.statements:
+        for g in s.guards if isinstance(s, Load | Inside) else ():
+            if v in program.axes_of(g.index) and g.index.terms != ((v, 1),):
+                return False
+    return True
 
 
 def _breaks(program: ScalarProgram, v: Var | None) -> tuple[int, ...]:
@@ -75,7 +87,8 @@ def _kept(program: ScalarProgram) -> tuple[str, ...]:
                    if isinstance(s, Store) and isinstance(s.source, str)])  # fmt: skip
     kept: list[str] = []
     for name, level in program.level.items():
-        if level != "element" or not isinstance(made[name], Compute):
+        s = made[name]
+        if level != "element" or not isinstance(s, Compute) or s.kind != "float":
             continue
         readers = sum(needs(made, roots, name, set(kept), program) for roots in passes)
         if readers > 1 and _weight(made, name, set(kept), program) > 3:
@@ -99,9 +112,7 @@ def needs(
         if r in seen or r in stop or program.level.get(r) != "element":
             continue
         seen.add(r)
-        s = made[r]
-        if isinstance(s, Compute):
-            stack.extend(a for a in s.args if isinstance(a, str))
+        stack.extend(reads(made[r]))
     return False
 
 
@@ -118,5 +129,5 @@ def _weight(made: dict[str, Any], name: str, stop: set[str], program: ScalarProg
             total += 1
         elif isinstance(s, Compute):
             total += 10 if s.op in HEAVY else 1
-            stack.extend(a for a in s.args if isinstance(a, str))
+        stack.extend(reads(s))
     return total

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llvmlite import ir
 
 from deuteron.codegen import llvm, llvm_math
-from deuteron.codegen.index import Affine, Var
+from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
 from deuteron.codegen.llvm_plan import needs, plan
 from deuteron.codegen.llvm_types import I1, STORED, Registers
@@ -27,10 +27,12 @@ from deuteron.codegen.scalar import (
     Guard,
     Inside,
     Load,
+    Position,
     Reduce,
     ScalarProgram,
     Statement,
     Store,
+    reads,
 )
 from deuteron.ir.dtype import dtype
 
@@ -50,6 +52,7 @@ class Place:
     at: dict[Var, Value]
     lanes: int
     known: dict[Guard, bool] = field(default_factory=dict)
+    env: dict[str, Value] = field(default_factory=dict)  # scalars that serve as indices
 
 
 class Renderer(Registers):
@@ -274,17 +277,18 @@ class Renderer(Registers):
             local[name] = self.c.b.load(where, typ=vec(cell.lanes, self.float), align=align)
             return
         s = self.made[name]
-        if isinstance(s, Compute):
-            for a in s.args:
-                if isinstance(a, str):
-                    self._need(a, cell, local, stored)
+        for other in reads(s):
+            self._need(other, cell, local, stored)
         local[name] = self._evaluate(s, cell, local)
 
     def _evaluate(self, s: Statement, place: Place, env: dict[str, Value]) -> Value:
+        place = replace(place, env=env)
         if isinstance(s, Load):
             return self._load(s, place)
         if isinstance(s, Inside):
             return self._inside(s.guards, place)
+        if isinstance(s, Position):
+            return self._position(s.index, place)
         assert isinstance(s, Compute)
         args = [self._arg(a, s, env) for a in s.args]
         widest = max(llvm.lanes_of(a) for a in args)
@@ -311,7 +315,10 @@ class Renderer(Registers):
 
     def _compute(self, s: Compute, args: list[Value], env: dict[str, Value]) -> Value:
         b = self.c.b
-        if s.op == "rounded":
+        if s.op == "random":
+            seed, where = args
+            return llvm_math.random(self.c, seed, where, far=dict(s.attrs)["far"])
+        if s.op in ("rounded", "wrapped"):
             return self.from_memory(
                 self.to_memory(args[0], dtype(dict(s.attrs)["dtype"])),
                 dtype(dict(s.attrs)["dtype"]),
@@ -347,23 +354,53 @@ class Renderer(Registers):
             make = b.uitofp if scalar == I1 else b.sitofp
             return make(x, vec(lanes, self.float))
         if is_float:
-            return b.fptosi(x, vec(lanes, I64))
+            return self._whole(x, "f64" if scalar == F64 else "f32")
         return b.zext(x, vec(lanes, I64)) if scalar == I1 else x
+
+    def _whole(self, x: Value, kind: str) -> Value:
+        """Towards zero into 64 bits; what does not fit is held at the ends, and nan is 0."""
+        out, many = vec(llvm.lanes_of(x), I64), f"v{llvm.lanes_of(x)}"
+        many = "" if many == "v1" else many
+        name = f"llvm.fptosi.sat.{many}i64.{many}{kind}"
+        fn = self.c.module.globals.get(name)
+        if fn is None:
+            fn = ir.Function(self.c.module, ir.FunctionType(out, [x.type]), name)
+        return self.c.b.call(fn, [x])
 
     # ---- memory
 
-    def _index(self, e: Affine, place: Place) -> Value:
-        """An index at this place; along the vector axis that of the first lane."""
+    def _index(self, e: Affine, place: Place, lane: int = 0) -> Value:
+        """An index at this place; along the vector axis that of the first lane, except for
+        what is looked up, which is that of ``lane``."""
         c = self.c
         total = c.i(e.const)
         for atom, f in e.terms:
             if isinstance(atom, Var):
                 value = place.at[atom]
+            elif isinstance(atom, Dynamic):
+                value = c.item(place.env[atom.name], lane)
             else:
-                inner = self._index(atom.of, place)
+                inner = self._index(atom.of, place, lane)
                 value = c.rem(inner, atom.by) if atom.rest else c.div(inner, atom.by)
             total = c.add(total, c.mul(value, f) if f != 1 else value)
         return total
+
+    def _scattered(self, e: Affine, place: Place) -> bool:
+        """Whether what an index looks up differs from lane to lane."""
+        return any(llvm.lanes_of(place.env[name]) > 1 for name in e.dynamic)
+
+    def _position(self, e: Affine, place: Place) -> Value:
+        """An index as a number in every lane."""
+        v, lanes, first = self.shape.vector, place.lanes, self._index(e, place)
+        if lanes == 1 or v is None or (not e.factor(v) and not self._scattered(e, place)):
+            return first
+        step = e.factor(v) or 0
+        found = self.splat(first, lanes)
+        if self._scattered(e, place):
+            for lane in range(1, lanes):
+                one = self._index(e, place, lane)
+                found = self.c.b.insert_element(found, one, ir.Constant(I32, lane))
+        return self.c.b.add(found, ir.Constant(vec(lanes, I64), [k * step for k in range(lanes)]))
 
     def _inside(self, guards: tuple[Guard, ...], place: Place) -> Value:
         c = self.c
@@ -387,10 +424,16 @@ class Renderer(Registers):
             return self._guarded(s, open_guards, place)
         v = self.shape.vector
         step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
-        offset = self._index(s.offset, place)
         stored = STORED[s.dtype.short]
         align = max(s.dtype.bits // 8, 1)
-        where = c.at(self.base[s.tensor], offset, of=stored)
+        if place.lanes > 1 and self._scattered(s.offset, place):
+            raw = ir.Constant(vec(place.lanes, stored), ir.Undefined)
+            for lane in range(place.lanes):
+                at = c.add(self._index(s.offset, place, lane), lane * (step or 0))
+                one = c.b.load(c.at(self.base[s.tensor], at, of=stored), typ=stored, align=align)
+                raw = c.b.insert_element(raw, one, ir.Constant(I32, lane))
+            return self.from_memory(raw, s.dtype)
+        where = c.at(self.base[s.tensor], self._index(s.offset, place), of=stored)
         if step == 0:
             return self.from_memory(c.b.load(where, typ=stored, align=align), s.dtype)
         if step == 1:
@@ -408,7 +451,7 @@ class Renderer(Registers):
         kind = {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int")
         v = self.shape.vector
         step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
-        lanes = place.lanes if step else 1
+        lanes = place.lanes if step or self._scattered(s.offset, place) else 1
         room = self.c.variable(vec(lanes, self._type(kind)))
         self.c.b.store(self.splat(self._number(0, kind), lanes), room)
         plain = Load(s.name, s.tensor, s.offset, s.dtype)
@@ -450,6 +493,16 @@ def _expm1(c: Code, x: Value) -> Value:
     return c.b.select(c.b.fcmp_ordered(">", x, limit), llvm_math.exp(c, x), small)
 
 
+def _function(name: str, narrow: Callable[[Code, Value], Value]) -> Callable[[Code, Value], Value]:
+    """The polynomial in float32, the C library in float64."""
+
+    def emit(c: Code, x: Value) -> Value:
+        scalar = x.type.element if llvm.lanes_of(x) > 1 else x.type
+        return llvm_math.library(c, name, x) if scalar == F64 else narrow(c, x)
+
+    return emit
+
+
 FLOAT: dict[str, Callable[..., Value]] = {
     "add": lambda c, x, y: c.b.fadd(x, y),
     "sub": lambda c, x, y: c.b.fsub(x, y),
@@ -464,14 +517,16 @@ FLOAT: dict[str, Callable[..., Value]] = {
     "ceil": lambda c, x: c.intrinsic("ceil", x),
     "trunc": lambda c, x: c.intrinsic("trunc", x),
     "round": lambda c, x: c.intrinsic("rint", x),
-    "exp": lambda c, x: llvm_math.exp(c, x),
-    "log": lambda c, x: llvm_math.log(c, x),
-    "erf": lambda c, x: llvm_math.erf(c, x),
-    "tanh": lambda c, x: llvm_math.tanh(c, x),
-    "sin": lambda c, x: llvm_math.sin(c, x),
-    "cos": lambda c, x: llvm_math.cos(c, x),
-    "expm1": _expm1,
-    "log1p": lambda c, x: llvm_math.log1p(c, x),
+    "exp2": _function("exp2", llvm_math.exp2),
+    "exp": _function("exp", llvm_math.exp),
+    "log": _function("log", llvm_math.log),
+    "erf": _function("erf", llvm_math.erf),
+    "tanh": _function("tanh", llvm_math.tanh),
+    "sin": _function("sin", llvm_math.sin),
+    "cos": _function("cos", llvm_math.cos),
+    "expm1": _function("expm1", _expm1),
+    "log1p": _function("log1p", llvm_math.log1p),
+    "pow": lambda c, x, y: llvm_math.library(c, "pow", x, y),
 }
 
 INTEGER: dict[str, Callable[..., Value]] = {
@@ -484,6 +539,3 @@ INTEGER: dict[str, Callable[..., Value]] = {
     "maximum": lambda c, x, y: c.b.select(c.b.icmp_signed(">", x, y), x, y),
     "minimum": lambda c, x, y: c.b.select(c.b.icmp_signed("<", x, y), x, y),
 }  # fmt: skip
-
-SUPPORTED = frozenset({*FLOAT, *COMPARE, "select", "and", "or", "not", "to_float", "to_int",
-                       "to_bool", "rounded"})  # fmt: skip

@@ -10,9 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deuteron.codegen.index import Affine, Index, Var, flatten, unflatten
-from deuteron.codegen.primitives import PRIMITIVES, RECIPES, E
-from deuteron.codegen.rows import ROWS_RULES, SPECIAL
+from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatten
+from deuteron.codegen.moves import MOVES
+from deuteron.codegen.placed import PLACED, has_input
+from deuteron.codegen.primitives import (
+    BOOLEAN,
+    COMPARES,
+    LOGIC,
+    OVERFLOWS,
+    PRIMITIVES,
+    RECIPES,
+    UNCHANGED,
+    WHOLE,
+    E,
+)
+from deuteron.codegen.rows import ROWS, Form, is_reduction
 from deuteron.codegen.scalar import (
     Arg,
     CannotLower,
@@ -21,23 +33,20 @@ from deuteron.codegen.scalar import (
     Guard,
     Inside,
     Load,
+    Position,
     Reduce,
     ScalarProgram,
     Statement,
     Store,
     merge_axes,
 )
+from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
-from deuteron.ir.types import TensorType
+from deuteron.ir.types import Shape, TensorType
 from deuteron.ops import table
-from deuteron.ops.opdef import Fusion
+from deuteron.ops.opdef import Fusion, promoted
 
-MOVES = frozenset({"reshape", "permute", "expand", "slice", "flip", "concat", "pad", "to_layout"})
-SUMS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod", "any": "any",
-        "all": "all", "var": "sum"}  # fmt: skip
-ROWS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm", "softmax",
-                  "log_softmax"})  # fmt: skip
 KINDS = {"float": "float", "int": "int", "uint": "int", "bool": "bool"}
 
 
@@ -52,12 +61,14 @@ class Lowering:
     def __init__(self, region: Region) -> None:
         self.region, self.graph = region, region.graph
         self.statements: list[Statement] = []
-        self.known: dict[tuple[str, Index, tuple[Guard, ...]], Arg] = {}
+        self.known: dict[tuple[Any, ...], Arg] = {}
         self.kinds: dict[str, str] = {}
         self.reduced: dict[str, Any] = {}
         self.count = 0
         self.e = E(self)
         self._check()
+        made = (*region.inputs, *(v for node in region.nodes for v in node.outputs))
+        self.wide = any(self.graph.types[v].dtype.short == "f64" for v in made)
         self.outer, self.inner, self.anchor = self._domain()
         self.rows = tuple(Affine.var(v) for v in self.outer)
         self.cells = tuple(Affine.var(v) for v in self.inner)
@@ -68,9 +79,9 @@ class Lowering:
         for node in self.region.nodes:
             op = table.get(node.op)
             simple = op.fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST) and (
-                node.op in PRIMITIVES or node.op in RECIPES or node.op in SPECIAL
+                node.op in PRIMITIVES or node.op in RECIPES
             )
-            if not (simple or node.op in MOVES or node.op in SUMS or node.op in ROWS):
+            if not (simple or node.op in MOVES or node.op in PLACED or node.op in ROWS):
                 raise CannotLower(f"{node.op} has no scalar form")
             for value in (*node.uses, *node.outputs):
                 t = self.graph.types[value]
@@ -82,7 +93,7 @@ class Lowering:
     def _domain(self) -> tuple[tuple[Var, ...], tuple[Var, ...], Node | None]:
         """Loop variables: rows outside, reduced axes inside; from the reduction if there is one,
         else the largest output."""
-        anchors = [n for n in self.region.nodes if n.op in SUMS or n.op in ROWS]
+        anchors = [n for n in self.region.nodes if is_reduction(n)]
         if not anchors:
             shape = max((self.graph.types[v] for v in self.region.outputs), key=lambda t: t.numel)
             return tuple(Var(f"i{d}", n) for d, n in enumerate(shape.shape)), (), None
@@ -94,279 +105,35 @@ class Lowering:
         return outer, inner, first
 
     def _split(self, node: Node) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
-        x = self._in(node)
-        shape = self._space(node)
-        axes = self._axes(node, x)
-        outer = tuple(Var(f"i{d}", n) for d, n in enumerate(shape) if d not in axes)
-        inner = tuple(Var(f"r{d}", n) for d, n in enumerate(shape) if d in axes)
+        form = self.form(node)
+        outer = tuple(Var(f"i{d}", n) for d, n in enumerate(form.space) if d not in form.axes)
+        inner = tuple(Var(f"r{d}", n) for d, n in enumerate(form.space) if d in form.axes)
         return outer, inner
 
-    def _in(self, node: Node, slot: int = 0) -> TensorType:
+    def form(self, node: Node) -> Form:
+        """The shape and the axes of a reduction."""
+        return ROWS[node.op][0](self, node)
+
+    def input(self, node: Node, slot: int = 0) -> str:
         value = node.inputs[slot]
         assert value is not None
-        return self.graph.types[value]
+        return value
 
-    def _space(self, node: Node) -> tuple[int, ...]:
-        """The shape that the reduction works on: groups are an axis of their own."""
-        shape = self._in(node).shape
-        if node.op == "group_norm":
-            groups = node.attrs["groups"]
-            return (shape[0], groups, shape[1] // groups, *shape[2:])
-        return shape
-
-    def _axes(self, node: Node, x: TensorType) -> tuple[int, ...]:
-        rank = len(self._space(node))
-        if node.op in ("layer_norm", "rms_norm"):
-            return tuple(range(rank - node.attrs["dims"], rank))
-        if node.op in ("group_norm", "instance_norm"):
-            return tuple(range(2, rank))
-        if node.op in ("softmax", "log_softmax"):
-            return (node.attrs["axis"] % rank,) if rank else ()
-        axes = node.attrs["axes"]
-        return tuple(range(rank)) if axes is None else tuple(a % rank for a in axes)
+    def type(self, node: Node, slot: int = 0) -> TensorType:
+        return self.graph.types[self.input(node, slot)]
 
     def cell_index(self, node: Node) -> Index:
         """Where the element of the current row and column lies in the reduction's input."""
-        x = self._in(node)
-        space, axes = self._space(node), self._axes(node, x)
+        form = self.form(node)
         rows, cells = iter(self.rows), iter(self.cells)
-        index = tuple(next(cells) if d in axes else next(rows) for d in range(len(space)))
-        if space == x.shape:
+        index = tuple(next(cells) if d in form.axes else next(rows) for d in range(len(form.space)))
+        if form.space == form.shape:
             return index
-        return unflatten(flatten(index, space), x.shape)
+        return unflatten(flatten(index, form.space), form.shape)
 
-    # ---- running
-
-    def run(self) -> ScalarProgram:
-        stores = []
-        for value in self.region.outputs:
-            t = self.graph.types[value]
-            index = self._output_index(value, t)
-            source = self.at(value, index, ())
-            offset = Affine()
-            for i, stride in zip(index, t.strides, strict=True):
-                offset = offset + i * stride
-            stores.append(Store(value, offset, source, t.dtype))
-        order = {v: i for i, v in enumerate(self.region.inputs)}
-        used = {s.tensor for s in self.statements if isinstance(s, Load)}
-        wide = any(self.graph.types[v].dtype.short == "f64" for v in self.region.inputs)
-        return merge_axes(
-            ScalarProgram(
-                self.outer, self.inner, (*self.statements, *stores),
-                tuple(sorted(used, key=order.__getitem__)), self.region.outputs, wide,
-            )
-        )  # fmt: skip
-
-    def _output_index(self, value: str, t: TensorType) -> Index:
-        """The index of an output in terms of the loops."""
-        full = (*self.outer, *self.inner)
-        total = 1
-        for v in full:
-            total *= v.size
-        if self.anchor is None:
-            shape = tuple(v.size for v in self.outer)
-            if t.numel != total:
-                raise CannotLower(f"outputs of different sizes: {list(t.shape)} and {list(shape)}")
-            return self.rows if t.shape == shape else unflatten(flatten(self.rows, shape), t.shape)
-        cell, x = self.cell_index(self.anchor), self._in(self.anchor)
-        if t.shape == x.shape:
-            return cell
-        axes = self._axes(self.anchor, x)
-        if self._space(self.anchor) == x.shape:
-            kept = tuple(Affine() if d in axes else cell[d] for d in range(x.rank))
-            if t.shape == tuple(1 if d in axes else n for d, n in enumerate(x.shape)):
-                return kept
-            if t.shape == tuple(n for d, n in enumerate(x.shape) if d not in axes):
-                return tuple(i for d, i in enumerate(kept) if d not in axes)
-        if t.numel == total and self.inner:
-            return unflatten(flatten(cell, x.shape), t.shape)
-        raise CannotLower(f"an output of shape {list(t.shape)} over rows of {list(x.shape)}")
-
-    def at(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
-        """The element of ``value`` at ``index``; loads under ``guards`` read nothing outside."""
-        key = (value, index, guards)
-        if key not in self.known:
-            self.known[key] = self._at(value, index, guards)
-        return self.known[key]
-
-    def _at(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
-        constant = self.graph.constants.get(value)
-        if constant is not None:
-            return Const(constant.data.item(), KINDS[constant.type.dtype.kind])
-        node = self.graph.producer.get(value)
-        t = self.graph.types[value]
-        if node is None:
-            offset = Affine()
-            for i, size, stride in zip(index, t.shape, t.strides, strict=True):
-                offset = offset + (i * stride if size > 1 else Affine())
-            name = self.name("v", KINDS[t.dtype.kind])
-            self.statements.append(Load(name, value, offset, t.dtype, guards))
-            return name
-        if node.op in MOVES:
-            return self._moved(node, index, guards)
-        if node.op in SUMS or node.op in ROWS:
-            return self._row(node, value, index)
-        return self._elementwise(node, index, guards)
-
-    def _elementwise(self, node: Node, index: Index, guards: tuple[Guard, ...]) -> Arg:
-        args: list[Arg | None] = []
-        for value in node.inputs:
-            if value is None:
-                args.append(None)
-                continue
-            shape = self.graph.types[value].shape
-            tail = index[len(index) - len(shape) :]
-            own = tuple(Affine() if n == 1 else i for n, i in zip(shape, tail, strict=True))
-            args.append(self.at(value, own, guards))
-        out = self.graph.types[node.outputs[0]].dtype
-        if node.op in SPECIAL:
-            return SPECIAL[node.op](self, node, args)
-        kind = KINDS[out.kind]
-        if kind == "float" or node.op in COMPARES:
-            args = self._agree(node, args)
-        elif node.op not in INTEGER:
-            raise CannotLower(f"{node.op} on {out.short} has no scalar form")
-        attrs = dict(node.attrs)
-        if node.op in RECIPES:
-            return RECIPES[node.op](self.e, *args, **attrs)  # type: ignore[no-any-return]
-        return self.op(node.op, *args, kind=kind)
-
-    def _agree(self, node: Node, args: list[Arg | None]) -> list[Arg | None]:
-        """Mixed operands meet as floats (the condition of where stays a bool)."""
-        start = 1 if node.op == "where" else 0
-        present = [a for a in args[start:] if a is not None]
-        if not any(self.kind(a) == "float" for a in present) and node.op in COMPARES:
-            return args
-        return [a if a is None or i < start else self.as_float(a) for i, a in enumerate(args)]
-
-    def as_float(self, a: Arg) -> Arg:
-        return a if self.kind(a) == "float" else self.op("to_float", a, kind="float")
-
-    # ---- movement
-
-    def _moved(self, node: Node, index: Index, guards: tuple[Guard, ...]) -> Arg:
-        if node.op in ("concat", "pad"):
-            return (self._concat if node.op == "concat" else self._pad)(node, index, guards)
-        value = node.inputs[0]
-        assert value is not None
-        x = self.graph.types[value]
-        a = node.attrs
-        if node.op == "reshape":
-            position = flatten(index, self.graph.types[node.output].shape)
-            if position.low < 0:  # outside a pad or concat, which a division cannot tell apart
-                raise CannotLower("a reshape is read at indices shifted by pad or concat")
-            index = unflatten(position, x.shape)
-        elif node.op == "permute":
-            back = [0] * len(index)
-            for out, source in enumerate(a["dims"]):
-                back[source] = out
-            index = tuple(index[b] for b in back)
-        elif node.op == "expand":
-            tail = index[len(index) - x.rank :]
-            index = tuple(Affine() if n == 1 else i for n, i in zip(x.shape, tail, strict=True))
-        elif node.op == "slice":
-            axis = a["axis"]
-            moved = index[axis] * a["step"] + a["start"]
-            index = (*index[:axis], moved, *index[axis + 1 :])
-        elif node.op == "flip":
-            index = tuple(
-                i * -1 + (n - 1) if d in a["axes"] else i
-                for d, (i, n) in enumerate(zip(index, x.shape, strict=True))
-            )
-        return self.at(value, index, guards)
-
-    def _concat(self, node: Node, index: Index, guards: tuple[Guard, ...]) -> Arg:
-        axis, start, result = node.attrs["axis"], 0, None
-        float_out = self.graph.types[node.output].dtype.is_float
-        for value in node.uses:
-            size = self.graph.types[value].shape[axis]
-            moved = index[axis] + -start
-            inside = Guard(moved, 0, size)
-            start += size
-            if moved.high < 0 or moved.low >= size:
-                continue
-            part = self.at(value, (*index[:axis], moved, *index[axis + 1 :]), (*guards, inside))
-            part = self.as_float(part) if float_out else part
-            if result is None:
-                result = part
-            else:
-                result = self.op("select", self.inside((inside,)), part, result)
-        assert result is not None
-        return result
-
-    def _pad(self, node: Node, index: Index, guards: tuple[Guard, ...]) -> Arg:
-        if node.attrs["mode"] != "constant":
-            raise CannotLower(f"pad with mode {node.attrs['mode']}", "use mode='constant'")
-        value = node.inputs[0]
-        assert value is not None
-        x = self.graph.types[value]
-        moved = tuple(i + -low for i, low in zip(index, node.attrs["low"], strict=True))
-        inside = tuple(
-            Guard(i, 0, n) for i, n in zip(moved, x.shape, strict=True) if i.low < 0 or i.high >= n
-        )
-        part = self.at(value, moved, (*guards, *inside))
-        if not inside:
-            return part
-        return self.op("select", self.inside(inside), part, node.attrs["value"])
-
-    def inside(self, guards: tuple[Guard, ...]) -> str:
-        key = ("inside", (), guards)
-        if key not in self.known:
-            name = self.name("g", "bool")
-            self.statements.append(Inside(name, guards))
-            self.known[key] = name
-        found = self.known[key]
-        assert isinstance(found, str)
-        return found
-
-    # ---- reductions
-
-    def _row(self, node: Node, value: str, index: Index) -> Arg:
-        """A reduction's result where the loops are: only in step with them."""
-        if node.op in ROWS:
-            if index != self.cell_index(node):
-                raise CannotLower(f"the result of {node.op} is read in another order")
-            return ROWS_RULES[node.op](self, node)
-        x = self._in(node)
-        axes = self._axes(node, x)
-        cell = self.cell_index(node)
-        kept = tuple(i for d, i in enumerate(cell) if d not in axes)
-        full = tuple(Affine() if d in axes else i for d, i in enumerate(cell))
-        if index != (full if node.attrs["keepdim"] else kept):
-            raise CannotLower(f"the result of {node.op} is read in another order")
-        return self._reduced(node, cell)
-
-    def _reduced(self, node: Node, cell: Index) -> Arg:
-        if node.output in self.reduced:
-            found: Arg = self.reduced[node.output]
-            return found
-        value = node.inputs[0]
-        assert value is not None
-        source = self.at(value, cell, ())
-        out = self.graph.types[node.output].dtype
-        result: Arg
-        if out.is_float:
-            source = self.as_float(source)
-            n = float(self.columns)
-            if node.op == "var":
-                mean = self.op("mul", self.reduce("sum", source), 1.0 / n)
-                d = self.op("sub", source, mean)
-                total = self.reduce("sum", self.op("mul", d, d))
-                below = n - node.attrs["correction"]
-                result = self.op("div", total, below if below > 0 else 0.0)
-            else:
-                result = self.reduce(SUMS[node.op], source)
-                if node.op == "mean":
-                    result = self.op("div", result, n)
-        elif out.kind == "bool":
-            kind = {"max": "any", "min": "all"}.get(node.op, SUMS[node.op])
-            result = self.reduce(kind, self.op("to_bool", source, kind="bool"))
-        else:
-            if self.kind(source) != "int":
-                source = self.op("to_int", source, kind="int")
-            result = self.reduce(SUMS[node.op], source)
-        self.reduced[node.output] = result
-        return result
+    def cell(self, node: Node) -> Arg:
+        """The element of the current row and column."""
+        return self.at(self.input(node), self.cell_index(node), ())
 
     @property
     def columns(self) -> int:
@@ -375,10 +142,225 @@ class Lowering:
             total *= v.size
         return total
 
+    # ---- running
+
+    def run(self) -> ScalarProgram:
+        stores = []
+        for value in self.region.outputs:
+            t = self.graph.types[value]
+            index = self._output_index(t)
+            source = self.at(value, index, ())
+            offset = Affine()
+            for i, stride in zip(index, t.strides, strict=True):
+                offset = offset + i * stride
+            stores.append(Store(value, offset, source, t.dtype))
+        order = {v: i for i, v in enumerate(self.region.inputs)}
+        used = {s.tensor for s in self.statements if isinstance(s, Load)}
+        return merge_axes(
+            ScalarProgram(
+                self.outer, self.inner, (*self.statements, *stores),
+                tuple(sorted(used, key=order.__getitem__)), self.region.outputs, self.wide,
+            )
+        )  # fmt: skip
+
+    def _output_index(self, t: TensorType) -> Index:
+        """The index of an output in terms of the loops."""
+        if self.anchor is None:
+            shape = tuple(v.size for v in self.outer)
+            if t.numel != _size(shape):
+                raise CannotLower(f"outputs of different sizes: {list(t.shape)} and {list(shape)}")
+            return self.rows if t.shape == shape else unflatten(flatten(self.rows, shape), t.shape)
+        found = self._row_index(self.anchor, t)
+        if found is not None:
+            return found
+        form = self.form(self.anchor)
+        if t.numel == _size(form.space) and self.inner:
+            return unflatten(flatten(self.cell_index(self.anchor), form.shape), t.shape)
+        raise CannotLower(f"an output of shape {list(t.shape)} over rows of {list(form.shape)}")
+
+    def _row_index(self, node: Node, t: TensorType) -> Index | None:
+        """The index of a value shaped like a reduction's input, or like its result."""
+        form, cell = self.form(node), self.cell_index(node)
+        if t.shape == form.shape:
+            return cell
+        if form.space != form.shape:
+            return None
+        kept = tuple(Affine() if d in form.axes else i for d, i in enumerate(cell))
+        if t.shape == tuple(1 if d in form.axes else n for d, n in enumerate(form.shape)):
+            return kept
+        if t.shape == tuple(n for d, n in enumerate(form.shape) if d not in form.axes):
+            return tuple(i for d, i in enumerate(kept) if d not in form.axes)
+        if t.numel == _size(tuple(v.size for v in self.outer)) == 1:
+            return (Affine(),) * t.rank
+        return None
+
+    # ---- values at an index
+
+    def at(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
+        """The element of ``value`` at ``index``; loads under ``guards`` read nothing outside."""
+        key = (value, index, guards)
+        if key not in self.known:
+            self.known[key] = self._at(value, index, guards)
+        return self.known[key]
+
+    def float_at(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
+        return self.as_float(self.at(value, index, guards))
+
+    def _at(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
+        if value in self.graph.constants:
+            return self._known_number(value)
+        node = self.graph.producer.get(value)
+        if node is None:
+            return self._load(value, index, guards)
+        if node.op in MOVES:
+            return MOVES[node.op](self, node, index, guards)
+        if is_reduction(node):
+            return self._row(node, value, index)
+        if node.op in PLACED:
+            return PLACED[node.op](self, node, index, guards)
+        return self._elementwise(node, index, guards)
+
+    def _known_number(self, value: str) -> Const:
+        constant = self.graph.constants[value]
+        first = constant.data.flatten()[0]
+        if constant.data.numel() > 1 and not bool((constant.data == first).all()):
+            raise CannotLower(
+                f"the constant {value} of shape {list(constant.type.shape)} is part of the region",
+                "hand it over as an input of the region",
+            )
+        return Const(first.item(), KINDS[constant.type.dtype.kind])
+
+    def _load(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
+        t = self.graph.types[value]
+        offset = Affine()
+        for i, size, stride in zip(index, t.shape, t.strides, strict=True):
+            offset = offset + (i * stride if size > 1 else Affine())
+        name = self.name("v", KINDS[t.dtype.kind])
+        self.statements.append(Load(name, value, offset, t.dtype, guards))
+        return name
+
+    def _row(self, node: Node, value: str, index: Index) -> Arg:
+        """A reduction's result where the loops are: only in step with them."""
+        if index != self._row_index(node, self.graph.types[value]):
+            raise CannotLower(f"the result of {node.op} is read in another order")
+        if value not in self.reduced:
+            self.reduced[value] = ROWS[node.op][1](self, node, value)
+        found: Arg = self.reduced[value]
+        return found
+
+    # ---- elementwise work
+
+    def _elementwise(self, node: Node, index: Index, guards: tuple[Guard, ...]) -> Arg:
+        args: list[Arg | None] = []
+        for value in node.inputs:
+            if value is None:
+                args.append(None)
+                continue
+            own = self.broadcast(index, self.graph.types[value].shape)
+            args.append(self.at(value, own, guards))
+        out = self.graph.types[node.outputs[0]].dtype
+        op, kind = node.op, KINDS[out.kind]
+        if op not in LOGIC:
+            args = self._agree(node, args, out)
+        if kind == "bool" and op not in COMPARES and op not in LOGIC:
+            if op not in BOOLEAN:
+                raise CannotLower(f"{op} on bool has no scalar form")
+            op = BOOLEAN[op]
+        elif kind == "int" and op not in WHOLE:
+            raise CannotLower(f"{op} on {out.short} has no scalar form", "cast to a float first")
+        attrs = dict(node.attrs)
+        if kind == "int" and op == "clamp":  # bounds are numbers of that type
+            attrs = {k: v if v is None else _converted_number(Const(v, "float"), out)
+                     for k, v in attrs.items()}  # fmt: skip
+        if kind == "int" and op in UNCHANGED:
+            result: Any = args[0]
+        elif op in RECIPES:
+            result = RECIPES[op](self.e, *args, **attrs)
+        else:
+            result = self.op(op, *args, kind=kind)
+        if kind == "int" and self.kind(result) != "int":
+            result = self.op("to_int", result, kind="int")
+        return self._wrapped(result, out) if op in OVERFLOWS else result
+
+    def broadcast(self, index: Index, shape: Shape) -> Index:
+        """``index`` for an operand of ``shape`` that is stretched to the result."""
+        tail = index[len(index) - len(shape) :]
+        return tuple(Affine() if n == 1 else i for n, i in zip(shape, tail, strict=True))
+
+    def _agree(self, node: Node, args: Sequence[Arg | None], out: DType) -> list[Arg | None]:
+        """Operands meet in their common type (the condition of where stays a bool)."""
+        start = 1 if node.op == "where" else 0
+        given = [None if v is None else self.graph.types[v] for v in node.inputs]
+        common = promoted(*given[start:]) if node.op in COMPARES else out
+        return [
+            a if a is None or t is None or i < start else self.converted(a, t.dtype, common)
+            for i, (a, t) in enumerate(zip(args, given, strict=True))
+        ]
+
+    def converted(self, a: Arg, given: DType, out: DType) -> Arg:
+        """``a`` of type ``given`` as one of type ``out``: floats are not rounded, integers wrap."""
+        if isinstance(a, Const):
+            return _converted_number(a, out)
+        if out.is_float:
+            return self.as_float(a)
+        if out.kind == "bool":
+            return a if self.kind(a) == "bool" else self.op("to_bool", a, kind="bool")
+        if self.kind(a) != "int":
+            a = self.op("to_int", a, kind="int")
+        fits = given.kind == "bool" or (
+            given.bits < out.bits and (given.kind, out.kind) != ("int", "uint")
+        )
+        return a if fits or given == out else self._wrapped(a, out)
+
+    def _wrapped(self, a: Arg, dtype: DType) -> Arg:
+        """Arithmetic is in 64 bits; what leaves a narrower type comes round again."""
+        if dtype.kind not in ("int", "uint") or dtype.bits == 64:
+            return a
+        if isinstance(a, Const):
+            return _converted_number(a, dtype)
+        return self.op("wrapped", a, kind="int", attrs=(("dtype", dtype.short),))
+
+    def as_float(self, a: Arg) -> Arg:
+        if isinstance(a, Const):
+            return Const(float(a.value), "float")
+        return a if self.kind(a) == "float" else self.op("to_float", a, kind="float")
+
+    def affine(self, node: Node, slot: int, y: Arg, index: Index, guards: tuple[Guard, ...]) -> Arg:
+        """y · weight + bias, inputs ``slot`` and the one after it; either may be absent."""
+        for at, op in ((slot, "mul"), (slot + 1, "add")):
+            if has_input(node, at):
+                y = self.op(op, y, self.float_at(self.input(node, at), index, guards))
+        return y
+
+    # ---- statements
+
+    def inside(self, guards: tuple[Guard, ...]) -> Arg:
+        key = ("inside", guards)
+        if key not in self.known:
+            self.known[key] = name = self.name("g", "bool")
+            self.statements.append(Inside(name, guards))
+        return self.known[key]
+
+    def position(self, index: Affine) -> Arg:
+        """An index as a number."""
+        if not index.terms:
+            return Const(index.const, "int")
+        key = ("position", index)
+        if key not in self.known:
+            self.known[key] = name = self.name("p", "int")
+            self.statements.append(Position(name, index))
+        return self.known[key]
+
+    def dynamic(self, value: Arg, size: int) -> Affine:
+        """A number below ``size`` as an index."""
+        if isinstance(value, Const):
+            return Affine(int(value.value))
+        return Affine.var(Dynamic(value, size))
+
     def reduce(self, op: str, source: Arg) -> Arg:
         """One number per row from the element ``source``."""
         if isinstance(source, Const):  # a constant summed over a row: give it a name first
-            source = self.op("add", source, 0.0 if source.kind == "float" else 0)
+            source = self.op("select", Const(True, "bool"), source, source, kind=source.kind)
         assert isinstance(source, str)
         name = self.name("m", self.kind(source))
         self.statements.append(Reduce(name, op, source, self.kind(source)))
@@ -386,12 +368,25 @@ class Lowering:
 
     # ---- the emitter that recipes write through
 
-    def op(self, name: str, *args: Any, kind: str | None = None) -> Arg:
+    def op(
+        self,
+        name: str,
+        *args: Any,
+        kind: str | None = None,
+        attrs: tuple[tuple[str, Any], ...] = (),
+    ) -> Arg:
         refs = tuple(self._ref(a) for a in args)
+        if any(isinstance(r, str) and self.kinds[r] == "int" for r in refs):
+            refs = tuple(_as_whole(r) for r in refs)
         out = kind or _result_kind(name, [self.kind(r) for r in refs])
         fresh = self.name("v", out)
-        self.statements.append(Compute(fresh, name, refs, out))
+        self.statements.append(Compute(fresh, name, refs, out, attrs))
         return fresh
+
+    def constant(self, value: float, dtype: DType | None = None) -> Const:
+        """``value`` in the kind of ``dtype``; a float if none is given."""
+        kind = "float" if dtype is None else KINDS[dtype.kind]
+        return Const({"float": float, "int": int, "bool": bool}[kind](value), kind)
 
     def kind(self, value: Any) -> str:
         ref = self._ref(value)
@@ -410,26 +405,32 @@ class Lowering:
         return name
 
 
-COMPARES = frozenset(
-    [
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "logical_not",
-        "isnan",
-        "isinf",
-    ]
-)
-INTEGER = frozenset(["add", "sub", "mul", "neg", "abs", "maximum", "minimum", "where"])
+def _size(shape: Shape) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _converted_number(a: Const, out: DType) -> Const:
+    if out.is_float:
+        return Const(float(a.value), "float")
+    if out.kind == "bool":
+        return Const(bool(a.value), "bool")
+    value = int(a.value) & ((1 << out.bits) - 1)
+    if out.kind == "int" and value >> (out.bits - 1):
+        value -= 1 << out.bits
+    return Const(value, "int")
+
+
+def _as_whole(a: Arg) -> Arg:
+    """A constant that recipes write as a float, beside integers."""
+    if isinstance(a, Const) and a.kind == "float" and float(a.value).is_integer():
+        return Const(int(a.value), "int")
+    return a
 
 
 def _result_kind(name: str, kinds: Sequence[str]) -> str:
-    if name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "to_bool"):
+    if name in COMPARES or name in ("and", "or", "not", "to_bool"):
         return "bool"
     return kinds[-1] if name == "select" else kinds[0]

@@ -11,14 +11,25 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from deuteron.codegen.scalar import CannotLower, Const
+
 PRIMITIVES = frozenset(
     {
-        "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "sqrt", "exp", "log",
-        "erf", "tanh", "sin", "cos", "floor", "ceil", "round", "trunc", "pow", "select",
+        "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "sqrt", "exp", "exp2",
+        "log", "erf", "tanh", "sin", "cos", "floor", "ceil", "round", "trunc", "pow", "select",
         "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "to_float", "to_int", "to_bool",
-        "expm1", "log1p", "rounded",
+        "expm1", "log1p", "rounded", "wrapped", "random",
     }
 )  # fmt: skip
+COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+# each operand is asked by itself whether it is zero or odd: they need no common type
+LOGIC = frozenset({"logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf"})
+# what integers can do, what of that leaves a narrow type, and what booleans mean by it
+WHOLE = frozenset({"add", "sub", "mul", "neg", "abs", "maximum", "minimum", "where", "square",
+                   "sign", "relu", "clamp", "floor", "ceil", "round", "trunc", "pow"})  # fmt: skip
+UNCHANGED = frozenset({"floor", "ceil", "round", "trunc"})  # by which integers are
+OVERFLOWS = frozenset({"add", "sub", "mul", "neg", "abs", "square", "pow"})
+BOOLEAN = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and", "where": "where"}
 
 
 class Emitter(Protocol):
@@ -88,16 +99,48 @@ def _shrink(e: E, x: Any, lambd: float, soft: bool) -> Any:
     return e.select(e.gt(x, lambd), above, e.select(e.lt(x, -lambd), below, rest))
 
 
+def _pow(e: E, x: Any, y: Any) -> Any:
+    """Small whole exponents as products; a half as a root, with the signs that C's pow has."""
+    whole = e.emitter.kind(x) == "int"
+    if isinstance(y, Const) and y.value in POWERS and not (whole and y.value < 0):
+        return POWERS[y.value](e, x)
+    if whole:
+        raise CannotLower("pow of integers with an exponent that is not 0 to 4", "cast to a float")
+    return e.pow(x, y)
+
+
+def _root(e: E, x: Any, inverse: bool) -> Any:
+    """√x or 1/√x as C's pow has them: +0 for −0, and +inf for −inf."""
+    root = e.add(e.sqrt(x), 0.0)
+    if inverse:
+        return e.select(e.eq(x, -math.inf), 0.0, e.div(1.0, root))
+    return e.select(e.eq(x, -math.inf), math.inf, root)
+
+
+POWERS: Mapping[float, Recipe] = {
+    -1: lambda e, x: e.div(1.0, x),
+    -0.5: lambda e, x: _root(e, x, inverse=True),
+    0: lambda e, x: Const(1, "int") if e.emitter.kind(x) == "int" else Const(1.0, "float"),
+    0.5: lambda e, x: _root(e, x, inverse=False),
+    1: lambda e, x: x,
+    2: lambda e, x: e.mul(x, x),
+    3: lambda e, x: e.mul(e.mul(x, x), x),
+    4: lambda e, x: e.mul(e.mul(x, x), e.mul(x, x)),
+}
+
+
 RECIPES: Mapping[str, Recipe] = {
+    "pow": _pow,
     "square": lambda e, x: e.mul(x, x),
     "sign": _sign,
     "rsqrt": lambda e, x: e.div(1.0, e.sqrt(x)),
     "reciprocal": lambda e, x: e.div(1.0, x),
-    "exp2": lambda e, x: e.exp(e.mul(x, math.log(2.0))),
     "log2": lambda e, x: e.mul(e.log(x), 1.0 / math.log(2.0)),
     "tan": lambda e, x: e.div(e.sin(x), e.cos(x)),
-    "isnan": lambda e, x: e.ne(x, x),
-    "isinf": lambda e, x: e.eq(e.abs(x), math.inf),
+    "isnan": lambda e, x: e.ne(x, x) if e.emitter.kind(x) == "float" else Const(False, "bool"),
+    "isinf": lambda e, x: (
+        e.eq(e.abs(x), math.inf) if e.emitter.kind(x) == "float" else Const(False, "bool")
+    ),
     "logical_and": lambda e, x, y: e.both(e.to_bool(x), e.to_bool(y)),
     "logical_or": lambda e, x, y: e.either(e.to_bool(x), e.to_bool(y)),
     "logical_xor": lambda e, x, y: e.ne(e.to_bool(x), e.to_bool(y)),

@@ -1,100 +1,261 @@
-"""Operators with a rule of their own in scalar programs: casts, norms, softmax."""
+"""Reductions in scalar programs: over which axes they run, and what they are made of.
+
+A :class:`Form` says in which shape an operator walks its input and which axes of it meet. Every
+operator here is written with single reductions (sum, max, min …) and arithmetic between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from deuteron.codegen.index import Index
-from deuteron.codegen.scalar import Arg, CannotLower, Compute
+from deuteron.codegen.index import Index, flatten
+from deuteron.codegen.moves import replaced
+from deuteron.codegen.placed import class_axis, has_input, nll_terms, target_at
+from deuteron.codegen.scalar import Arg, CannotLower
 from deuteron.ir.graph import Node
+from deuteron.ir.types import Shape
 
 if TYPE_CHECKING:
     from deuteron.codegen.lower import Lowering
 
 
-def _cast(low: Lowering, node: Node, args: list[Any]) -> Arg:
-    out, x = low.graph.types[node.output].dtype, args[0]
-    if out.is_float:
-        x = low.as_float(x)
-        if out.is_low:  # an explicit cast rounds; fused intermediates otherwise stay wide
-            return _rounded(low, x, out.short)
-        return x
+class Form(NamedTuple):
+    """How a reduction sees its input: ``shape`` as it lies, ``space`` as it is walked."""
+
+    shape: Shape
+    space: Shape
+    axes: tuple[int, ...]
+
+
+# ---- which axes meet
+
+
+def _named_axes(low: Lowering, node: Node) -> Form:
+    shape, axes = low.type(node).shape, node.attrs["axes"]
+    rank = len(shape)
+    return Form(shape, shape, tuple(range(rank) if axes is None else (a % rank for a in axes)))
+
+
+def _one_axis(low: Lowering, node: Node) -> Form:
+    shape, axis = low.type(node).shape, node.attrs["axis"]
+    rank = len(shape)
+    return Form(shape, shape, tuple(range(rank)) if axis is None else (axis,)[:rank])
+
+
+def _trailing(low: Lowering, node: Node) -> Form:
+    shape = low.type(node).shape
+    return Form(shape, shape, tuple(range(len(shape) - node.attrs["dims"], len(shape))))
+
+
+def _groups(low: Lowering, node: Node) -> Form:
+    shape, groups = low.type(node).shape, node.attrs["groups"]
+    space = (shape[0], groups, shape[1] // groups, *shape[2:])
+    return Form(shape, space, tuple(range(2, len(space))))
+
+
+def _positions(low: Lowering, node: Node) -> Form:
+    shape = low.type(node).shape
+    return Form(shape, shape, tuple(range(2, len(shape))))
+
+
+def _all_but_channels(low: Lowering, node: Node) -> Form:
+    shape = low.type(node).shape
+    return Form(shape, shape, (0, *range(2, len(shape))))
+
+
+def _targets(low: Lowering, node: Node) -> Form:
+    shape = low.type(node, 1).shape
+    return Form(shape, shape, tuple(range(len(shape))))
+
+
+def _classes(low: Lowering, node: Node) -> Form:
+    shape, (axis, classes) = low.type(node).shape, class_axis(low, node)
+    if node.attrs["reduction"] != "none" and low.type(node).numel != classes:
+        raise CannotLower(
+            f"{node.op} reduces over classes and then over positions",
+            "use reduction='none' and join the positions afterwards",
+        )
+    return Form(shape, shape, (axis,))
+
+
+# ---- plain reductions
+
+SUMS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod", "any": "any",
+        "all": "all"}  # fmt: skip
+
+
+def _plain(low: Lowering, node: Node, value: str) -> Arg:
+    source, out = low.cell(node), low.graph.types[value].dtype
+    given = low.type(node).dtype
+    op = SUMS[node.op]
     if out.kind == "bool":
-        return low.op("to_bool", x, kind="bool")
-    if out.bits < 32:
-        raise CannotLower(f"a cast to {out.short} wraps around")
-    return x if low.kind(x) == "int" else low.op("to_int", x, kind="int")
+        op = {"max": "any", "min": "all"}.get(op, op)
+        return low.reduce(op, low.converted(source, given, out))
+    total = low.reduce(op, low.converted(source, given, out))
+    return low.op("div", total, float(low.columns)) if node.op == "mean" else total
 
 
-def _rounded(low: Lowering, x: Arg, dtype: str) -> Arg:
-    name = low.name("v", "float")
-    low.statements.append(Compute(name, "rounded", (x,), "float", (("dtype", dtype),)))
-    return name
+def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
+    """The mean, each element's distance from it, and the sum of their squares: from centred
+    values, so that a mean far larger than the deviation does no harm."""
+    mean = low.op("div", low.reduce("sum", x), float(low.columns))
+    d = low.op("sub", x, mean)
+    return mean, d, low.reduce("sum", low.op("mul", d, d))
 
 
-SPECIAL: dict[str, Callable[[Lowering, Node, list[Any]], Arg]] = {"cast": _cast}
+def _var(low: Lowering, node: Node, value: str) -> Arg:
+    *_, total = _centred(low, low.as_float(low.cell(node)))
+    freedom = low.columns - node.attrs["correction"]
+    return low.op("div", total, float(max(freedom, 0)))
 
 
-def _normalised(low: Lowering, node: Node, centred: bool) -> Arg:
-    """(x − mean) · rstd, the variance from centred values so that nothing cancels."""
-    value = node.inputs[0]
-    assert value is not None
+def _arg(low: Lowering, node: Node, value: str) -> Arg:
+    """The least place that holds the extreme, or a nan, which is the extreme where there is one."""
+    x, form = low.cell(node), low.form(node)
+    best = low.reduce("max" if node.op == "argmax" else "min", x)
     cell = low.cell_index(node)
-    x = low.as_float(low.at(value, cell, ()))
-    key = f"{node.output} statistics"
-    n = float(low.columns)
+    place = cell[form.axes[0]] if node.attrs["axis"] is not None and form.axes else None
+    position = low.position(flatten(cell, form.shape) if place is None else place)
+    hit = low.op("eq", x, best)
+    if low.kind(x) == "float":
+        hit = low.op("or", hit, low.op("ne", x, x))
+    return low.reduce("min", low.op("select", hit, position, (1 << 63) - 1))
+
+
+# ---- norms
+
+
+def _statistics(low: Lowering, node: Node, centred: bool = True) -> tuple[Arg, Arg, Arg, Arg]:
+    """mean, x − mean, Σ (x − mean)² and 1 / √(var + eps) of the row, asked for once."""
+    key = f"{node.outputs[0]} statistics"
     if key not in low.reduced:
-        mean = low.op("div", low.reduce("sum", x), n) if centred else None
-        d = x if mean is None else low.op("sub", x, mean)
-        var = low.op("div", low.reduce("sum", low.op("mul", d, d)), n)
-        eps = low.op("add", var, node.attrs["eps"])
-        low.reduced[key] = (d, low.op("div", 1.0, low.op("sqrt", eps)))
-    d, rstd = low.reduced[key]
-    return low.op("mul", d, rstd)
+        x = low.as_float(low.cell(node))
+        mean: Arg = low.constant(0.0)
+        d, total = x, None
+        if centred:
+            mean, d, total = _centred(low, x)
+        else:
+            total = low.reduce("sum", low.op("mul", x, x))
+        var = low.op("div", total, float(low.columns))
+        root = low.op("sqrt", low.op("add", var, node.attrs["eps"]))
+        low.reduced[key] = (mean, d, total, low.op("div", 1.0, root))
+    mean, d, total, rstd = low.reduced[key]
+    return mean, d, total, rstd
 
 
-def _affine(low: Lowering, node: Node, y: Arg, index: Index) -> Arg:
-    """y · weight + bias, either of which may be absent."""
-    for slot, op in ((1, "mul"), (2, "add")):
-        value = node.inputs[slot] if len(node.inputs) > slot else None
-        if value is not None:
-            y = low.op(op, y, low.as_float(low.at(value, index, ())))
-    return y
-
-
-def _layer_norm(low: Lowering, node: Node) -> Arg:
-    y = _normalised(low, node, centred=node.op == "layer_norm")
+def _layer_norm(low: Lowering, node: Node, value: str) -> Arg:
+    _, d, _, rstd = _statistics(low, node, centred=node.op == "layer_norm")
     cell = low.cell_index(node)
-    return _affine(low, node, y, cell[len(cell) - node.attrs["dims"] :])
+    own = cell[len(cell) - node.attrs["dims"] :]
+    return low.affine(node, 1, low.op("mul", d, rstd), own, ())
 
 
-def _group_norm(low: Lowering, node: Node) -> Arg:
-    y = _normalised(low, node, centred=True)
-    return _affine(low, node, y, (low.cell_index(node)[1],))
+def _channel_norm(low: Lowering, node: Node, value: str) -> Arg:
+    _, d, _, rstd = _statistics(low, node)
+    return low.affine(node, 1, low.op("mul", d, rstd), (low.cell_index(node)[1],), ())
 
 
-def _softmax(low: Lowering, node: Node) -> Arg:
-    """e^(x − max) / Σ e^(x − max), and its logarithm as x − max − ln Σ."""
-    value = node.inputs[0]
-    assert value is not None
-    x = low.as_float(low.at(value, low.cell_index(node), ()))
-    key = f"{node.output} parts"
+def _batch_norm_train(low: Lowering, node: Node, value: str) -> Arg:
+    """y, the new running mean and variance (unbiased), and the statistics of this batch."""
+    which = node.outputs.index(value)
+    if which == 0:
+        return _channel_norm(low, node, value)
+    mean, _, total, rstd = _statistics(low, node)
+    if which > 2:
+        return mean if which == 3 else rstd
+    fresh = mean if which == 1 else low.op("div", total, float(low.columns - 1))
+    if not has_input(node, which + 2):
+        return fresh
+    share, channel = node.attrs["momentum"], (low.cell_index(node)[1],)
+    old = low.float_at(low.input(node, which + 2), channel, ())
+    return low.op("add", low.op("mul", fresh, share), low.op("mul", old, 1.0 - share))
+
+
+# ---- softmax and losses
+
+
+def _soft(low: Lowering, node: Node) -> tuple[Arg, Arg, Arg, Arg]:
+    """max, x − max, e^(x − max) and the sum of those."""
+    key = f"{node.outputs[0]} parts"
     if key not in low.reduced:
-        shifted = low.op("sub", x, low.reduce("max", x))
+        x = low.as_float(low.cell(node))
+        top = low.reduce("max", x)
+        shifted = low.op("sub", x, top)
         power = low.op("exp", shifted)
-        low.reduced[key] = (shifted, power, low.reduce("sum", power))
-    shifted, power, total = low.reduced[key]
+        low.reduced[key] = (top, shifted, power, low.reduce("sum", power))
+    top, shifted, power, total = low.reduced[key]
+    return top, shifted, power, total
+
+
+def _softmax(low: Lowering, node: Node, value: str) -> Arg:
+    _, shifted, power, total = _soft(low, node)
     if node.op == "log_softmax":
         return low.op("sub", shifted, low.op("log", total))
     return low.op("div", power, total)
 
 
-ROWS_RULES: dict[str, Callable[[Lowering, Node], Arg]] = {
-    "layer_norm": _layer_norm,
-    "rms_norm": _layer_norm,
-    "group_norm": _group_norm,
-    "instance_norm": _group_norm,
-    "softmax": _softmax,
-    "log_softmax": _softmax,
+def _nll(low: Lowering, node: Node, value: str) -> Arg:
+    loss, weight = nll_terms(low, node, low.cell_index(node), ())
+    total = low.reduce("sum", loss)
+    if node.attrs["reduction"] == "sum":
+        return total
+    return low.op("div", total, low.reduce("sum", weight))
+
+
+def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
+    """−Σ q · weight · log p, with log p = (x − max) − ln Σ e^(x − max)."""
+    top, shifted, _, total = _soft(low, node)
+    log_total = low.op("log", total)
+    axis, classes = class_axis(low, node)
+    smooth, cell = node.attrs["label_smoothing"], low.cell_index(node)
+
+    def weighted(x: Arg, index: Index) -> Arg:
+        if not has_input(node, 2):
+            return x
+        return low.op("mul", x, low.float_at(low.input(node, 2), index, ()))
+
+    surprise = weighted(low.op("sub", log_total, shifted), (cell[axis],))
+    if low.type(node, 1).dtype.is_float:
+        q = low.float_at(low.input(node, 1), cell, ())
+        if smooth:
+            q = low.op("add", low.op("mul", q, 1.0 - smooth), smooth / classes)
+        return low.reduce("sum", low.op("mul", q, surprise))
+    position = (*cell[:axis], *cell[axis + 1 :])
+    valid, at = target_at(low, node, position, (), classes)
+    x = low.float_at(low.input(node), replaced(cell, axis, at), ())
+    loss = weighted(low.op("sub", log_total, low.op("sub", x, top)), (at,))
+    if smooth:
+        spread = low.op("mul", low.reduce("sum", surprise), smooth / classes)
+        loss = low.op("add", low.op("mul", loss, 1.0 - smooth), spread)
+    loss = low.op("select", valid, loss, 0.0)
+    if node.attrs["reduction"] != "mean":
+        return loss
+    one = weighted(low.constant(1.0), (at,))  # the only position there is
+    return low.op("div", loss, low.op("select", valid, one, 0.0))
+
+
+Rule = Callable[["Lowering", Node, str], Arg]
+
+ROWS: dict[str, tuple[Callable[[Lowering, Node], Form], Rule]] = {
+    **dict.fromkeys(SUMS, (_named_axes, _plain)),
+    "var": (_named_axes, _var),
+    "argmax": (_one_axis, _arg),
+    "argmin": (_one_axis, _arg),
+    "layer_norm": (_trailing, _layer_norm),
+    "rms_norm": (_trailing, _layer_norm),
+    "group_norm": (_groups, _channel_norm),
+    "instance_norm": (_positions, _channel_norm),
+    "batch_norm_train": (_all_but_channels, _batch_norm_train),
+    "softmax": (_one_axis, _softmax),
+    "log_softmax": (_one_axis, _softmax),
+    "nll_loss": (_targets, _nll),
+    "cross_entropy": (_classes, _cross_entropy),
 }
+
+
+def is_reduction(node: Node) -> bool:
+    """A loss that does not join positions gathers, and is elementwise."""
+    if node.op == "nll_loss":
+        return bool(node.attrs["reduction"] != "none")
+    return node.op in ROWS

@@ -88,6 +88,14 @@ class Inside:
 
 
 @dataclass(frozen=True)
+class Position:
+    """An index as a number: the place of an element, for argmax and for random numbers."""
+
+    name: str
+    index: Affine
+
+
+@dataclass(frozen=True)
 class Reduce:
     """``name = kind(source)`` over all reduced axes: sum, max, min, prod, any or all."""
 
@@ -108,7 +116,28 @@ class Store:
 
 
 Arg = str | Const
-Statement = Load | Compute | Inside | Reduce | Store
+Statement = Load | Compute | Inside | Position | Reduce | Store
+
+
+def indices(s: Statement) -> tuple[Affine, ...]:
+    """The offset and guard expressions of a statement."""
+    if isinstance(s, Load):
+        return (s.offset, *(g.index for g in s.guards))
+    if isinstance(s, Store):
+        return (s.offset,)
+    if isinstance(s, Inside):
+        return tuple(g.index for g in s.guards)
+    return (s.index,) if isinstance(s, Position) else ()
+
+
+def reads(s: Statement) -> tuple[str, ...]:
+    """The scalars that a statement needs, those in its addresses included."""
+    if isinstance(s, Compute):
+        return tuple(a for a in s.args if isinstance(a, str))
+    if isinstance(s, Reduce):
+        return (s.source,)
+    own = (s.source,) if isinstance(s, Store) and isinstance(s.source, str) else ()
+    return (*own, *(name for e in indices(s) for name in sorted(e.dynamic)))
 
 
 @dataclass(frozen=True)
@@ -137,26 +166,26 @@ class ScalarProgram:
         return total
 
     @cached_property
+    def varies(self) -> dict[str, frozenset[Var]]:
+        """Value → the axes along which it changes."""
+        found: dict[str, frozenset[Var]] = {}
+        for s in self.statements:
+            if not isinstance(s, Store):
+                axes: frozenset[Var] = frozenset()
+                axes = axes.union(*(e.variables for e in indices(s)))
+                axes = axes.union(*(found[name] for name in reads(s)))
+                found[s.name] = axes - set(self.inner) if isinstance(s, Reduce) else axes
+        return found
+
+    def axes_of(self, e: Affine) -> frozenset[Var]:
+        """The axes along which an index changes, also by what it reads."""
+        return e.variables.union(*(self.varies[name] for name in e.dynamic))
+
+    @cached_property
     def level(self) -> dict[str, str]:
         """Value → "element" if it changes along a reduced axis, else "row"."""
         inner = set(self.inner)
-        found: dict[str, str] = {}
-
-        def of(arg: Arg) -> str:
-            return found[arg] if isinstance(arg, str) else "row"
-
-        for s in self.statements:
-            if isinstance(s, Load):
-                touched = s.offset.variables.union(*(g.index.variables for g in s.guards))
-                found[s.name] = "element" if touched & inner else "row"
-            elif isinstance(s, Inside):
-                touched = frozenset().union(*(g.index.variables for g in s.guards))
-                found[s.name] = "element" if touched & inner else "row"
-            elif isinstance(s, Compute):
-                found[s.name] = "element" if "element" in map(of, s.args) else "row"
-            elif isinstance(s, Reduce):
-                found[s.name] = "row"
-        return found
+        return {name: "element" if axes & inner else "row" for name, axes in self.varies.items()}
 
     @cached_property
     def reductions(self) -> tuple[Reduce, ...]:
@@ -179,13 +208,7 @@ class ScalarProgram:
     def accesses(self) -> Iterator[Affine]:
         """Every offset and guard expression."""
         for s in self.statements:
-            if isinstance(s, Load):
-                yield s.offset
-                yield from (g.index for g in s.guards)
-            elif isinstance(s, Store):
-                yield s.offset
-            elif isinstance(s, Inside):
-                yield from (g.index for g in s.guards)
+            yield from indices(s)
 
     def __str__(self) -> str:
         outer = ", ".join(f"{v.name}: {v.size}" for v in self.outer) or "once"
@@ -202,6 +225,8 @@ def show(s: Statement, inner: str = "") -> str:
         return f"{s.name} = load {s.tensor}[{s.offset}] as {s.dtype.short}{guard}"
     if isinstance(s, Inside):
         return f"{s.name} = {' and '.join(map(str, s.guards))}"
+    if isinstance(s, Position):
+        return f"{s.name} = {s.index}"
     if isinstance(s, Compute):
         args = [*(a if isinstance(a, str) else repr(a.value) for a in s.args)]
         args += [f"{k}={v!r}" for k, v in s.attrs]
@@ -272,6 +297,8 @@ def _substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProg
             statements.append(replace(s, offset=s.offset.substitute(values)))
         elif isinstance(s, Inside):
             statements.append(replace(s, guards=guards(s.guards)))
+        elif isinstance(s, Position):
+            statements.append(replace(s, index=s.index.substitute(values)))
         else:
             statements.append(s)
     return replace(program, statements=tuple(statements))

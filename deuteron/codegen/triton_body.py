@@ -10,19 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from deuteron.codegen.index import Affine
 from deuteron.codegen.scalar import (
     Arg,
     Compute,
     Const,
     Inside,
     Load,
+    Position,
     Reduce,
     ScalarProgram,
     Statement,
     Store,
+    reads,
     show,
 )
-from deuteron.codegen.triton_index import Space, Tokens, condition, offset
+from deuteron.codegen.triton_index import Lookup, Space, Tokens, condition, offset
 from deuteron.codegen.triton_math import AS_MAX, Arithmetic, across, identity
 
 
@@ -105,10 +108,13 @@ class Body:
             if isinstance(s, Load):
                 self._load(s, suffix)
             elif isinstance(s, Inside):
-                conds, tokens = condition(s.guards, self.spaces, suffix)
+                conds, tokens = condition(s.guards, self.spaces, suffix, self._lookup(suffix))
                 text = " & ".join(conds) or "tl.full((), 1, tl.int1)"
                 self.tokens[s.name] = tokens
                 self.line(f"{self.name(s.name, suffix)} = {text}", self._show(s))
+            elif isinstance(s, Position):
+                text, self.tokens[s.name] = self._offset(s.index, suffix)
+                self.line(f"{self.name(s.name, suffix)} = ({text}).to(tl.int64)", self._show(s))
             elif isinstance(s, Compute):
                 given = [self.tokens[a] for a in s.args if isinstance(a, str)]
                 self.tokens[s.name] = frozenset().union(*given)
@@ -118,6 +124,12 @@ class Body:
                 self._reduce(s)
             else:
                 self._store(s, suffix)
+
+    def _lookup(self, suffix: str) -> Lookup:
+        return lambda name: (self.name(name, suffix), self.tokens[name])
+
+    def _offset(self, e: Affine, suffix: str) -> tuple[str, Tokens]:
+        return offset(e, self.spaces, suffix, self._lookup(suffix))
 
     def _show(self, s: Statement) -> str:
         if isinstance(s, Load | Store):
@@ -132,8 +144,8 @@ class Body:
         ]
 
     def _load(self, s: Load, suffix: str) -> None:
-        at, own = offset(s.offset, self.spaces, suffix)
-        conds, guarded = condition(s.guards, self.spaces, suffix)
+        at, own = self._offset(s.offset, suffix)
+        conds, guarded = condition(s.guards, self.spaces, suffix, self._lookup(suffix))
         if not own and guarded:  # a scalar pointer takes no mask that varies
             some = sorted(guarded)[0]
             at += f" + 0 * {some}{suffix if some == 'c' else ''}"
@@ -150,7 +162,7 @@ class Body:
         self.line(f"{self.name(s.name, suffix)} = {value}", self._show(s))
 
     def _store(self, s: Store, suffix: str) -> None:
-        at, tokens = offset(s.offset, self.spaces, suffix)
+        at, tokens = self._offset(s.offset, suffix)
         conds = self._masks(tokens, suffix)
         mask = f", mask={' & '.join(conds)}" if conds else ""
         hint = f', eviction_policy="{self.hints[s.tensor]}"' if s.tensor in self.hints else ""
@@ -208,8 +220,7 @@ def closure(program: ScalarProgram, wanted: Iterable[str]) -> Sequence[Statement
         if program.level[s.name] != "element":
             continue
         found.append(s)
-        if isinstance(s, Compute):
-            need |= {a for a in s.args if isinstance(a, str)}
+        need |= set(reads(s))
     return found[::-1]
 
 
@@ -218,11 +229,9 @@ def depths(program: ScalarProgram, together: Iterable[Softmax] = ()) -> dict[str
     found: dict[str, int] = {}
     joined = {pair.total.name: pair.top.name for pair in together}
     for s in program.statements:
-        if isinstance(s, Compute):
-            found[s.name] = max((found[a] for a in s.args if isinstance(a, str)), default=0)
-        elif isinstance(s, Reduce):
+        if isinstance(s, Reduce):
             same = joined.get(s.name)
             found[s.name] = found[same] if same else found[s.source] + 1
         elif not isinstance(s, Store):
-            found[s.name] = 0
+            found[s.name] = max((found[name] for name in reads(s)), default=0)
     return found

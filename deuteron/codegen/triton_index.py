@@ -8,13 +8,14 @@ loads 16 bytes at once. Neighbouring axes an access walks through as one are not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from deuteron.codegen.index import Affine, Var
+from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.scalar import Guard, Load, ScalarProgram, Store, merge_axes
 
 Tokens = frozenset[str]
+Lookup = Callable[[str], tuple[str, Tokens]]  # a scalar's text and the spaces it depends on
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Space:
         return total
 
 
-def offset(e: Affine, spaces: Iterable[Space], suffix: str = "") -> tuple[str, Tokens]:
+def offset(e: Affine, spaces: Iterable[Space], suffix: str, lookup: Lookup) -> tuple[str, Tokens]:
     """``e`` as text and the spaces it depends on; ``suffix`` marks a copy of the column index."""
     spaces = tuple(spaces)
     parts: list[str] = []
@@ -48,8 +49,11 @@ def offset(e: Affine, spaces: Iterable[Space], suffix: str = "") -> tuple[str, T
     for atom, f in e.terms:
         if isinstance(atom, Var):
             continue
-        inside, of = offset(atom.of, spaces, suffix)
-        text = f"(({inside}) {'%' if atom.rest else '//'} {atom.by})"
+        if isinstance(atom, Dynamic):
+            text, of = lookup(atom.name)
+        else:
+            inside, of = offset(atom.of, spaces, suffix, lookup)
+            text = f"(({inside}) {'%' if atom.rest else '//'} {atom.by})"
         parts.append(_times(text, f))
         tokens |= of
     if e.const or not parts:
@@ -84,14 +88,14 @@ def _runs(space: Space, factors: dict[Var, int], name: str) -> list[str]:
 
 
 def condition(
-    guards: Iterable[Guard], spaces: Iterable[Space], suffix: str = ""
+    guards: Iterable[Guard], spaces: Iterable[Space], suffix: str, lookup: Lookup
 ) -> tuple[list[str], Tokens]:
     """The guards as comparisons, those that always hold left out."""
     spaces = tuple(spaces)
     found: list[str] = []
     tokens: Tokens = frozenset()
     for g in guards:
-        text, of = offset(g.index, spaces, suffix)
+        text, of = offset(g.index, spaces, suffix, lookup)
         if g.index.low < g.low:
             found.append(f"({text} >= {g.low})")
             tokens |= of

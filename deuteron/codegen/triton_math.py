@@ -11,13 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from deuteron.codegen.scalar import Arg, Compute, Const
+from deuteron.codegen.scalar import Compute, Const
+from deuteron.ops import random
 
 POINTERS = {
     "f64": "*fp64", "f32": "*fp32", "f16": "*fp16", "bf16": "*bf16", "i64": "*i64",
     "i32": "*i32", "i16": "*i16", "i8": "*i8", "u8": "*u8", "bool": "*i1",
 }  # fmt: skip
-NAMES = {"f64": "tl.float64", "f32": "tl.float32", "f16": "tl.float16", "bf16": "tl.bfloat16"}
+NAMES = {
+    "f64": "tl.float64", "f32": "tl.float32", "f16": "tl.float16", "bf16": "tl.bfloat16",
+    "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8",
+}  # fmt: skip
 ALL_NAN = "propagate_nan=tl.PropagateNan.ALL"
 
 
@@ -34,7 +38,33 @@ near = d * (x / tl.log(u))
 return tl.where(d == 0.0, x, tl.where(tl.abs(x) > 1.0, d, near))
 """
 
+RANDOM = """
+# words of ops/random.py: two rounds of mixing per element, the seed's part once
+b = _mix(_mix(seed.to(tl.uint32) + tl.full((), {golden}, tl.uint32)) ^ (seed >> 32).to(tl.uint32))
+c = _mix({high})
+return (_mix(_mix(place.to(tl.uint32) ^ c) + b) >> {drop}).to(tl.int64)
+"""
+
 HELPERS = {
+    "_mix": helper(
+        "_mix", "h",
+        f"""
+h = h ^ (h >> 16)
+h = h * tl.full((), {random.FIRST}, tl.uint32)
+h = h ^ (h >> 15)
+h = h * tl.full((), {random.SECOND}, tl.uint32)
+return h ^ (h >> 16)
+""",
+    ),
+    "_random": helper(
+        "_random", "seed, place",
+        RANDOM.format(golden=random.GOLDEN, high="b", drop=32 - random.BITS),
+    ),
+    "_random_far": helper(
+        "_random_far", "seed, place",
+        RANDOM.format(golden=random.GOLDEN, high="b ^ (place >> 32).to(tl.uint32)",
+                      drop=32 - random.BITS),
+    ),
     "_largest": helper("_largest", "a, b", f"return tl.maximum(a, b, {ALL_NAN})"),
     "_smallest": helper("_smallest", "a, b", f"return tl.minimum(a, b, {ALL_NAN})"),
     "_times": helper("_times", "a, b", "return a * b"),
@@ -122,7 +152,9 @@ return p.to(tl.float32)
 """,
     ),
 }  # fmt: skip
-NEEDS = {"_tanh64": ("_expm164",), "_expm1": ("_exp",)}
+NEEDS = {
+    "_tanh64": ("_expm164",), "_expm1": ("_exp",), "_random": ("_mix",), "_random_far": ("_mix",),
+}  # fmt: skip
 
 
 class Unsupported(Exception):
@@ -223,16 +255,22 @@ class Arithmetic:
 
     def _pow(self, s: Compute, args: Sequence[str]) -> str:
         x, y = args
-        exponent: Arg = s.args[1]
-        if isinstance(exponent, Const) and exponent.value in (1.0, 2.0, 3.0, 4.0):
-            return " * ".join([x] * int(exponent.value))
         if self.wide:
             raise Unsupported("pow in f64 with a general exponent", "cast to f32")
-        if isinstance(exponent, Const):
-            y = self.literal(exponent, bare=False)
+        if isinstance(s.args[1], Const):
+            y = self.literal(s.args[1], bare=False)
         if isinstance(s.args[0], Const):
             x = self.literal(s.args[0], bare=False)
         return f"{self.need('_pow')}({x}, {y})"
+
+    def _random(self, s: Compute, args: Sequence[str]) -> str:
+        seed, place = (self.literal(a, bare=False) if isinstance(a, Const) else text
+                       for a, text in zip(s.args, args, strict=True))  # fmt: skip
+        name = "_random_far" if dict(s.attrs)["far"] else "_random"
+        return f"{self.need(name)}({seed}, {place})"
+
+    def _wrapped(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{args[0]}.to({NAMES[dict(s.attrs)['dtype']]}).to(tl.int64)"
 
     def _select(self, s: Compute, args: Sequence[str]) -> str:
         return f"tl.where({args[0]}, {args[1]}, {args[2]})"
@@ -249,8 +287,8 @@ BINARY = {
     "gt": ">", "ge": ">=", "and": "&", "or": "|",
 }  # fmt: skip
 CALLS = {
-    "abs": "tl.abs({0})", "log": "tl.log({0})", "erf": "tl.erf({0})", "sin": "tl.sin({0})",
-    "cos": "tl.cos({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
+    "abs": "tl.abs({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "erf": "tl.erf({0})",
+    "sin": "tl.sin({0})", "cos": "tl.cos({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
     "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))", "not": "{0} == 0",
     "to_bool": "{0} != 0", "to_int": "{0}.to(tl.int64)",
 }  # fmt: skip

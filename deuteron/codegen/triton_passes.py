@@ -35,9 +35,8 @@ class Partial:
 class Passes:
     """The passes of one program and how they are written."""
 
-    def __init__(self, program: ScalarProgram, unroll: int, splits: int, stages: int) -> None:
-        self.program, self.unroll = program, unroll
-        self.splits, self.stages = max(splits, 1), stages
+    def __init__(self, program: ScalarProgram, unroll: int, splits: int) -> None:
+        self.program, self.unroll, self.splits = program, unroll, max(splits, 1)
         self.shared = 1  # programs that share a row in the kernel being written
         self.pairs: list[Softmax] = []
         taken: set[str] = set()
@@ -118,12 +117,10 @@ class Passes:
         columns, step = self.program.columns, block * self.unroll
         shared = self.shared
         part = -(-columns // (shared * step)) * step
-        stages = f", num_stages={self.stages}" if self.stages > 1 else ""
-        loop = "tl.range" if stages else "range"
         first = f"0, {part}, {step}"
         if shared > 1:
             first = f"part * {part}, part * {part} + {part}, {step}"
-        body.line(f"for o in {loop}({first}{stages}):")
+        body.line(f"for o in range({first}):")
         outside, body.indent = body.indent, body.indent + "    "
         lift = "" if body.flat_row else "[None, :]"
         for u in range(self.unroll):
@@ -150,7 +147,7 @@ class Passes:
                 again |= used
         for s in self.program.statements:
             if isinstance(s, Load) and s.tensor in now:
-                keep = s.tensor in again or not s.offset.variables & outer
+                keep = s.tensor in again or not self.program.axes_of(s.offset) & outer
                 body.hints[s.tensor] = "evict_last" if keep else "evict_first"
 
     def _needed(self, at: int) -> list[Statement]:
@@ -248,5 +245,5 @@ class Passes:
 
 def passes_needed(program: ScalarProgram) -> int:
     """How often the rows are read in passes."""
-    made = Passes(program, 1, 1, 1)
+    made = Passes(program, 1, 1)
     return made.last + bool(made.element_stores)

@@ -38,7 +38,6 @@ class Knobs:
     rows: int = 1
     unroll: int = 1
     splits: int = 1
-    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Rendered:
     partials: tuple[Partial, ...]
     pointers: dict[str, str]  # value or partial → Triton's pointer type
     warps: int
-    stages: int
 
 
 def power_of_two(n: int) -> int:
@@ -92,7 +90,7 @@ class Renderer:
         elif knobs.kind == "rows":
             bodies, partials = [self._rows()], ()
         else:
-            passes = Passes(program, knobs.unroll, knobs.splits, knobs.stages)
+            passes = Passes(program, knobs.unroll, knobs.splits)
             bodies, partials = passes.kernels(self._row_body, knobs.block, knobs.kind == "split")
         launches, texts = [], []
         for k, (body, grid, extra) in enumerate(bodies):
@@ -104,7 +102,7 @@ class Renderer:
             launches.append(Launch(name, grid, arguments))
         pointers = self.pointers | {f"#{p.name}": p.pointer for p in partials}
         source = "\n\n".join([HEAD, *self.math.helpers(), *texts])
-        return Rendered(source, tuple(launches), partials, pointers, knobs.warps, knobs.stages)
+        return Rendered(source, tuple(launches), partials, pointers, knobs.warps)
 
     # ---- elementwise
 
@@ -188,7 +186,7 @@ def weights(program: ScalarProgram) -> list[str]:
     found = []
     for s in program.statements:
         if isinstance(s, Load) and s.tensor not in found:
-            uses = s.offset.variables
+            uses = program.axes_of(s.offset)
             if uses and not uses & outer:
                 found.append(s.tensor)
     return found

@@ -20,12 +20,11 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 SECONDS = {  # per element on one core, beyond what hides behind the loads
-    "exp": 1.7e-9, "erf": 1.7e-9, "tanh": 2.2e-9, "log": 2.0e-9, "sin": 2.5e-9, "cos": 2.5e-9,
-    "div": 0.6e-9, "sqrt": 0.6e-9,
+    "exp": 1.7e-9, "exp2": 1.7e-9, "erf": 1.7e-9, "tanh": 2.2e-9, "log": 2.0e-9, "sin": 2.5e-9,
+    "cos": 2.5e-9, "div": 0.6e-9, "sqrt": 0.6e-9,
 }  # fmt: skip
-# what the renderer has no instruction for
-MISSING = frozenset({"pow"})
-NARROW_ONLY = frozenset({"exp", "log", "erf", "tanh", "sin", "cos", "expm1", "log1p"})
+LIBRARY = frozenset({"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "expm1", "log1p"})
+LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64, and pow
 
 
 @lru_cache(maxsize=4096)
@@ -41,20 +40,20 @@ def program_of(region: Region) -> ScalarProgram | Refusal:
     found = _program(region)
     if isinstance(found, CannotLower):
         return Refusal(found.reason, found.remedy)
-    for s in found.statements:
-        if isinstance(s, Compute):
-            if s.op in MISSING:
-                return Refusal(f"{s.op} has no vector form here")
-            if found.wide and s.op in NARROW_ONLY:
-                return Refusal(f"{s.op} in float64 is left to torch", "cast to float32")
     return found
+
+
+def _seconds(s: Compute, wide: bool) -> float:
+    if s.op == "pow" or (wide and s.op in LIBRARY):
+        return LIBRARY_SECONDS
+    return SECONDS.get(s.op, 0.1e-9)
 
 
 class CpuGen:
     """Generated row and pointwise kernels on the CPU."""
 
     name = "cpu_gen"
-    version = "1"
+    version = "2"
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         if target.is_cuda:
@@ -73,7 +72,7 @@ class CpuGen:
         found = program_of(region)
         assert isinstance(found, ScalarProgram)
         cells = found.rows * found.columns
-        work = sum(SECONDS.get(s.op, 0.1e-9) for s in found.statements if isinstance(s, Compute))
+        work = sum(_seconds(s, found.wide) for s in found.statements if isinstance(s, Compute))
         return region_bound(region, target).seconds / 0.9 + work * cells / target.units + 3e-6
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:

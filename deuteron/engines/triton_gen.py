@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import CannotLower, ScalarProgram
-from deuteron.codegen.triton_knobs import choices
+from deuteron.codegen.triton_knobs import LONGEST_ROW, choices
 from deuteron.codegen.triton_math import Unsupported
 from deuteron.codegen.triton_passes import passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
@@ -26,6 +26,7 @@ from deuteron.target import Target
 
 REACHED = 0.92  # of the bandwidth of a copy
 AGAIN = 0.25  # a further pass over the rows finds them in L2
+CROWDED = 0.8  # of REACHED, where one program fills a multiprocessor: loads and work take turns
 
 
 @lru_cache(maxsize=256)
@@ -45,7 +46,7 @@ class TritonGen:
     """Writes a Triton kernel for a region of elementwise, movement and reduction operators."""
 
     name = "triton_gen"
-    version = "1"
+    version = "2"
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         if not target.is_cuda:
@@ -66,6 +67,8 @@ class TritonGen:
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
         cost, kind = region_cost(region), candidate.knobs["kind"]
         once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
+        if kind == "rows" and candidate.knobs["block"] >= LONGEST_ROW:
+            return once / CROWDED
         if kind not in ("loop", "split"):
             return once
         program = program_of(region)

@@ -24,6 +24,17 @@ def run_node(node: Node, args: list[torch.Tensor | None]) -> tuple[torch.Tensor,
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
+def _makes_floats(graph: Graph, node: Node) -> bool:
+    """Whether an elementwise operator answers whole numbers with floats, as sin and div do."""
+    given = [graph.types[v].dtype for v in node.uses]
+    elementwise = table.get(node.op).fusion in TAKES_NUMBERS
+    return (
+        elementwise
+        and graph.types[node.output].dtype.is_float
+        and not any(dt.is_float for dt in given)
+    )
+
+
 def evaluate(
     graph: Graph, inputs: Mapping[str, torch.Tensor], *, float64: bool = False
 ) -> dict[str, torch.Tensor]:
@@ -47,6 +58,8 @@ def evaluate(
             args = [None if v is None else env[v] for v in node.inputs]
             if device.type != "cpu" and table.get(node.op).fusion not in TAKES_NUMBERS:
                 args = [None if t is None else t.to(device) for t in args]
+            if float64 and _makes_floats(graph, node):
+                args = [None if t is None else t.double() for t in args]
             if float64 and node.op == "cast" and graph.types[node.output].dtype.is_float:
                 env[node.output] = env[node.uses[0]].double()  # the exact answer is not rounded
                 continue

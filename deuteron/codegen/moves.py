@@ -1,0 +1,155 @@
+"""Movement in scalar programs: an element asked for at one index is found at another.
+
+Nothing is computed here. Pad and concat ask under guards, so that nothing outside is read; a
+gather asks at an index that is itself a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from deuteron.codegen.index import Affine, Index, flatten, unflatten
+from deuteron.codegen.scalar import Arg, CannotLower, Guard
+from deuteron.ir.graph import Node
+
+if TYPE_CHECKING:
+    from deuteron.codegen.lower import Lowering
+
+Guards = tuple[Guard, ...]
+Move = Callable[["Lowering", Node, Index, Guards], Arg]
+
+
+def _reshape(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    position = flatten(index, low.graph.types[node.output].shape)
+    if position.low < 0:  # outside a pad or concat, which a division cannot tell apart
+        raise CannotLower("a reshape is read at indices shifted by pad or concat")
+    return low.at(low.input(node), unflatten(position, low.type(node).shape), guards)
+
+
+def _permute(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    back = [0] * len(index)
+    for out, source in enumerate(node.attrs["dims"]):
+        back[source] = out
+    return low.at(low.input(node), tuple(index[b] for b in back), guards)
+
+
+def _expand(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    return low.at(low.input(node), low.broadcast(index, low.type(node).shape), guards)
+
+
+def _slice(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    axis = node.attrs["axis"]
+    moved = index[axis] * node.attrs["step"] + node.attrs["start"]
+    return low.at(low.input(node), replaced(index, axis, moved), guards)
+
+
+def _flip(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    turned = tuple(
+        i * -1 + (n - 1) if d in node.attrs["axes"] else i
+        for d, (i, n) in enumerate(zip(index, low.type(node).shape, strict=True))
+    )
+    return low.at(low.input(node), turned, guards)
+
+
+def _same_place(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    return low.at(low.input(node), index, guards)
+
+
+def _concat(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    axis, start, result = node.attrs["axis"], 0, None
+    out = low.graph.types[node.output].dtype
+    for value in node.uses:
+        size = low.graph.types[value].shape[axis]
+        moved = index[axis] + -start
+        inside = Guard(moved, 0, size)
+        start += size
+        if moved.high < 0 or moved.low >= size:
+            continue
+        part = low.at(value, replaced(index, axis, moved), (*guards, inside))
+        part = low.converted(part, low.graph.types[value].dtype, out)
+        if result is None:
+            result = part
+        else:
+            result = low.op("select", low.inside((inside,)), part, result)
+    assert result is not None
+    return result
+
+
+def _pad(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    shape = low.type(node).shape
+    moved = tuple(i + -before for i, before in zip(index, node.attrs["low"], strict=True))
+    if node.attrs["mode"] != "constant":
+        back = EDGES[node.attrs["mode"]]
+        held = tuple(
+            i if i.low >= 0 and i.high < n else back(low, i, n)
+            for i, n in zip(moved, shape, strict=True)
+        )
+        return low.at(low.input(node), held, guards)
+    inside = tuple(
+        Guard(i, 0, n) for i, n in zip(moved, shape, strict=True) if i.low < 0 or i.high >= n
+    )
+    part = low.at(low.input(node), moved, (*guards, *inside))
+    if not inside:
+        return part
+    filling = low.constant(node.attrs["value"], low.type(node).dtype)
+    return low.op("select", low.inside(inside), part, filling)
+
+
+def _reflected(low: Lowering, i: Affine, size: int) -> Affine:
+    """At both ends the walk turns round: |i|, then n−1 − |n−1 − i|."""
+    place = low.op("abs", low.position(i))
+    if i.high >= size:
+        place = low.op("sub", size - 1, low.op("abs", low.op("sub", size - 1, place)))
+    return low.dynamic(place, size)
+
+
+def _repeated(low: Lowering, i: Affine, size: int) -> Affine:
+    place = low.op("minimum", low.op("maximum", low.position(i), 0), size - 1)
+    return low.dynamic(place, size)
+
+
+EDGES: dict[str, Callable[[Lowering, Affine, int], Affine]] = {
+    "reflect": _reflected,
+    "replicate": _repeated,
+}
+
+
+# ---- by index: the address of one load is the value of another
+
+
+def _gather(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    axis, shape = node.attrs["axis"], low.type(node).shape
+    found = low.dynamic(low.at(low.input(node, 1), index, guards), shape[axis])
+    return low.at(low.input(node), replaced(index, axis, found), guards)
+
+
+def _index_select(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    axis, shape = node.attrs["axis"], low.type(node).shape
+    found = low.dynamic(low.at(low.input(node, 1), (index[axis],), guards), shape[axis])
+    return low.at(low.input(node), replaced(index, axis, found), guards)
+
+
+def _embedding(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    rows = low.type(node).shape[0]
+    found = low.dynamic(low.at(low.input(node, 1), index[:-1], guards), rows)
+    return low.at(low.input(node), (found, index[-1]), guards)
+
+
+def replaced(index: Index, axis: int, by: Affine) -> Index:
+    return (*index[:axis], by, *index[axis + 1 :])
+
+
+MOVES: dict[str, Move] = {
+    "reshape": _reshape,
+    "permute": _permute,
+    "expand": _expand,
+    "slice": _slice,
+    "flip": _flip,
+    "concat": _concat,
+    "pad": _pad,
+    "to_layout": _same_place,
+    "gather": _gather,
+    "index_select": _index_select,
+    "embedding": _embedding,
+}

@@ -1,0 +1,149 @@
+"""Small graphs that generated code once got wrong, or that are easily got wrong: kept as cases.
+
+Each runs in torch's interpreter of scalar programs, on the CPU engine and in Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tests.codegen_cases import Case, graph_of
+
+INF, NAN = float("inf"), float("nan")
+
+
+def kept_cases() -> Iterator[Case]:
+    """All of them."""
+    torch.manual_seed(0)
+    yield from _functions()
+    yield from _whole_numbers()
+    yield from _places()
+    yield from _rows()
+
+
+def _functions() -> Iterator[Case]:
+    whole = torch.arange(-120, 120)
+    yield graph_of("exp2 of whole numbers", lambda g, x: g.exp2(x), x=whole)
+    near = torch.tensor([-1.0, -0.999, -0.5, -1e-8, 0.0, 1e-8, 3.0, INF, -INF, NAN, -2.0] * 3)
+    yield graph_of("log1p down to -1", lambda g, x: g.log1p(x), x=near)
+    yield graph_of("isinf of whole numbers", lambda g, x: g.isinf(x), x=whole)
+    yield graph_of("isnan of bools", lambda g, x: g.isnan(x), x=whole > 0)
+    base = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.5, -2.5, INF, -INF, NAN, 1e-3])
+    powers = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0, -3.0, 0.5, -0.5, 2.5, INF, -INF, NAN])
+    x, y = (t.contiguous() for t in torch.broadcast_tensors(base[:, None], powers[None, :]))
+    yield graph_of("pow of every kind", lambda g, x, y: g.pow(x, y), x=x, y=y)
+    for number in powers[:9].tolist():
+        yield graph_of(f"pow {number}", lambda g, x, n=number: g.pow(x, n), x=base)
+    yield graph_of("pow of a constant", lambda g, x: g.pow(2.0, x), x=torch.randn(33))
+
+
+def _whole_numbers() -> Iterator[Case]:
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
+        info = torch.iinfo(dtype)
+        ends = torch.tensor([info.min, info.min + 1, -1 % info.max, 0, 1, info.max - 1, info.max])
+        x = ends.to(dtype).repeat(5)
+
+        def wrap(g, x):
+            total = g.add(g.mul(x, x), x)
+            return g.neg(x), g.gt(total, g.abs(x)), g.cast(g.square(x), dtype="f32")
+
+        yield graph_of(f"{dtype} wraps around", wrap, x=x)
+    small = torch.arange(0, 250, 7).to(torch.uint8)
+    yield graph_of("clamp of bytes", lambda g, x: g.clamp(x, min=5.0, max=90.0), x=small)
+    yield graph_of(
+        "casts wrap",
+        lambda g, x: g.cast(g.cast(x, dtype="i8"), dtype="i32"),
+        x=torch.arange(-600, 600, 37, dtype=torch.int32),
+    )
+    flags = torch.arange(40) % 3 == 0
+    yield graph_of(
+        "bools add up to or", lambda g, x, y: (g.add(x, y), g.mul(x, y)), x=flags, y=~flags.roll(1)
+    )
+    yield graph_of(
+        "sum of bytes",
+        lambda g, x: g.sum(x, axes=(1,), keepdim=False),
+        x=torch.full((5, 70), 255, dtype=torch.uint8),
+    )
+
+
+def _places() -> Iterator[Case]:
+    x = torch.randn(5, 37)
+    yield graph_of(
+        "flip of a pad",
+        lambda g, x: g.flip(g.pad(x, low=(0, 3), high=(0, 2), value=1.5), axes=(1,)),
+        x=x,
+    )
+    for mode in ("reflect", "replicate"):
+        yield graph_of(
+            f"{mode} around a sum of two",
+            lambda g, x, y, m=mode: g.pad(g.add(x, y), low=(1, 4), high=(2, 5), mode=m),
+            x=x,
+            y=torch.randn(37),
+        )
+    index = torch.randint(0, 37, (5, 50))
+    yield graph_of(
+        "gather of a product", lambda g, x, i: g.gather(g.mul(x, x), i, axis=1), x=x, i=index
+    )
+    yield graph_of(
+        "gather of a pad",
+        lambda g, x, i: g.gather(g.pad(x, low=(0, 1), high=(0, 0)), i, axis=1),
+        x=x,
+        i=index,
+    )
+    yield graph_of(
+        "pad of an embedding",
+        lambda g, w, i: g.pad(g.embedding(w, i), low=(1, 2), high=(0, 1)),
+        w=torch.randn(6, 19),
+        i=torch.randint(0, 6, (7,), dtype=torch.int32),
+    )
+    yield graph_of(
+        "embedding, reshaped, then its rows normalised",
+        lambda g, w, i: g.layer_norm(g.embedding(w, i), None, None, dims=1),
+        w=torch.randn(6, 70),
+        i=torch.randint(0, 6, (4,)),
+    )
+    for shape in ((3, 70), (2, 3, 4, 18)):
+        seed = torch.tensor(-(2**40) + 7)
+        yield graph_of(
+            f"dropout of {shape}, turned round",
+            lambda g, x, s: g.permute(g.dropout(x, s, p=0.3), dims=tuple(range(x.rank))[::-1]),
+            x=torch.randn(shape),
+            s=seed,
+        )
+
+
+def _rows() -> Iterator[Case]:
+    odd = torch.randn(6, 70)
+    odd[1, 40], odd[2, 3], odd[2, 60], odd[3, 69], odd[4] = NAN, INF, INF, -INF, 0.5
+    for op in ("argmax", "argmin"):
+        yield graph_of(
+            f"{op}: nan wins, the first of equals",
+            lambda g, x, o=op: getattr(g, o)(x, axis=1, keepdim=False),
+            x=odd,
+        )
+        yield graph_of(
+            f"{op} down the columns",
+            lambda g, x, o=op: getattr(g, o)(x, axis=0, keepdim=True),
+            x=odd,
+        )
+        yield graph_of(f"{op} of all", lambda g, x, o=op: getattr(g, o)(x, axis=None), x=odd[4:])
+    scores = torch.randn(5, 70)
+    target = torch.tensor([0, 69, -100, 7, 7])
+    for smooth in (0.0, 0.2):
+        yield graph_of(
+            f"cross entropy, smoothed by {smooth}",
+            lambda g, x, t, w, s=smooth: g.cross_entropy(
+                x, t, w, label_smoothing=s, reduction="none"
+            ),
+            x=scores,
+            t=target,
+            w=torch.rand(70) + 0.5,
+        )
+    yield graph_of("nll, averaged", lambda g, x, t: g.nll_loss(x, t), x=scores, t=target)
+    yield graph_of(
+        "the score of the best class",
+        lambda g, x: g.gather(x, g.argmax(x, axis=1, keepdim=True), axis=1),
+        x=scores,
+    )
