@@ -32,7 +32,7 @@ from deuteron.codegen import llvm, llvm_math, openmp
 CPU = dt.target("cpu")
 POLICY = Policy()
 ENGINE = engine("cpu_gemm")
-CANARY = 1234.5
+CANARY = 1232.0  # in every float type
 
 
 # ---- building regions and running candidates ---------------------------------------------------
@@ -60,14 +60,14 @@ def region_of(
     return Region(build.finish(), constants, 0)
 
 
-def t(*shape: int, layout: str = "contiguous") -> TensorType:
-    return TensorType.of(shape, "f32", layout)
+def t(*shape: int, layout: str = "contiguous", of: str = "f32") -> TensorType:
+    return TensorType.of(shape, of, layout)
 
 
 def guarded(type_: TensorType, fill: Callable[[torch.Tensor], None]) -> tuple[Any, torch.Tensor]:
     """A tensor of ``type_`` amid canaries, and a check that they are alive."""
     room, size = 256, type_.storage_numel
-    block = torch.full((size + 2 * room,), CANARY)
+    block = torch.full((size + 2 * room,), CANARY, dtype=type_.dtype.torch)
     inner = block[room : room + size]
     fill(inner)
     gaps = torch.ones(size, dtype=torch.bool)
@@ -95,7 +95,7 @@ def feed(region: Region, scale: float = 1.0) -> dict[str, torch.Tensor]:
             continue
 
         def fill(flat: torch.Tensor) -> None:
-            flat.copy_(torch.randn(flat.shape, generator=gen) * scale)
+            flat.copy_(torch.randn(flat.shape, generator=gen) * scale)  # rounds to its type
 
         out[name] = guarded(type_, fill)[1]
     return out
@@ -128,7 +128,7 @@ def check(region: Region, reduced: int, floor: float = 0.0) -> list[Candidate]:
         for _ in range(2):
             kernel.fill([tensors[v] for v in region.inputs], [out])
         assert alive(), f"{candidate} wrote outside its result"
-        bound = max(allowed(own, torch.float32, reduced), floor)
+        bound = max(allowed(own, out.dtype, reduced if out.dtype == torch.float32 else 1), floor)
         if candidate.knobs.get("recipe") == "winograd":
             bound = max(bound, WINOGRAD_ERROR[candidate.knobs["tile"]])
         assert error(out, exact) <= bound, f"{candidate}: {error(out, exact):.2e} > {bound:.2e}"
@@ -176,6 +176,77 @@ def test_rows_with_gaps() -> None:
     check(region_of("linear", [("x", x, False), ("w", t(7, 12), True)]), 12)
 
 
+LOW = ["f16", "bf16"]
+
+
+@pytest.mark.parametrize("of", LOW)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 3), (1, 70, 131), (7, 19, 37), (33, 64, 130)])
+def test_linear_of_16_bits(of: str, m: int, n: int, k: int) -> None:
+    inputs = [("x", t(m, k, of=of), False), ("w", t(n, k, of=of), True), ("b", t(n, of=of), True)]
+    check(region_of("linear", inputs, residual=m % 2 == 1, act=("relu", {})), k)
+
+
+@pytest.mark.parametrize("of", LOW)
+@pytest.mark.parametrize(("name", "attrs"), ACTS)
+def test_every_activation_of_16_bits(of: str, name: str, attrs: dict[str, Any]) -> None:
+    inputs = [("x", t(9, 21, of=of), False), ("w", t(21, 21, of=of), True)]
+    check(region_of("linear", inputs, residual=True, act=(name, attrs)), 21)
+
+
+@pytest.mark.parametrize("of", ["f32", *LOW])
+@pytest.mark.parametrize("k", [1028, 1536, 2053, 4099])
+def test_a_long_k_is_taken_in_stretches(of: str, k: int) -> None:
+    inputs = [("x", t(21, k, of=of), False), ("w", t(35, k, of=of), True),
+              ("b", t(35, of=of), True)]  # fmt: skip
+    check(region_of("linear", inputs, residual=True, act=("gelu", {})), k)
+
+
+@pytest.mark.parametrize("of", ["f32", *LOW])
+@pytest.mark.parametrize("m", [1, 6, 13])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (19, 37), (64, 130)])
+def test_a_weight_that_comes_with_the_call(of: str, m: int, n: int, k: int) -> None:
+    inputs = [("x", t(m, k, of=of), False), ("w", t(n, k, of=of), False),
+              ("b", t(n, of=of), m == 6)]  # fmt: skip
+    check(region_of("linear", inputs, residual=True, act=("relu", {})), k)
+
+
+@pytest.mark.parametrize("of", ["f32", "bf16"])
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        ((4, 6), (6, 11)),
+        ((3, 5, 7), (3, 7, 18)),
+        ((2, 3, 5, 7), (3, 7, 18)),
+        ((2, 1, 5, 7), (1, 3, 7, 4)),
+        ((5, 7), (4, 7, 3)),
+        ((7,), (4, 7, 3)),
+        ((3, 5, 7), (1, 7, 9)),
+        ((6,), (6, 17)),
+    ],
+)
+def test_batched_matmul(x: tuple[int, ...], y: tuple[int, ...], constant: bool, of: str) -> None:
+    inputs = [("x", t(*x, of=of), False), ("y", t(*y, of=of), constant)]
+    check(region_of("matmul", inputs, residual=True, act=("tanh", {})), y[-2])
+
+
+@pytest.mark.parametrize("of", ["f32", "f16"])
+@pytest.mark.parametrize("which", ["x", "y", "both"])
+def test_matmul_of_transposed_views(which: str, of: str) -> None:
+    """What gradients of a product look like."""
+    x, y = t(2, 9, 13, of=of), t(2, 13, 22, of=of)
+    if which != "y":
+        x = TensorType.of((2, 9, 13), of, strides=(117, 1, 9))
+    if which != "x":
+        y = TensorType.of((2, 13, 22), of, strides=(286, 1, 13))
+    check(region_of("matmul", [("x", x, False), ("y", y, False)]), 13)
+
+
+def test_a_factor_with_gaps_everywhere() -> None:
+    y = TensorType.of((13, 22), "f32", strides=(90, 3))
+    check(region_of("matmul", [("x", t(9, 13), False), ("y", y, False)]), 13)
+
+
 # ---- convolutions ------------------------------------------------------------------------------
 
 CONVS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
@@ -189,6 +260,8 @@ CONVS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
     ((1, 8, 10, 10), (12, 4, 3, 3), {"padding": 1, "groups": 2}),
     ((2, 6, 5, 5), (12, 1, 3, 3), {"padding": 1, "groups": 6}),
     ((1, 4, 6, 6), (4, 4, 3, 3), {"padding": 12, "dilation": 12}),
+    ((1, 12, 17, 13), (18, 12, 3, 3), {"padding": 6, "dilation": 6}),
+    ((2, 132, 9, 9), (18, 132, 3, 3), {"padding": 4, "dilation": 4}),
     ((2, 3, 9), (5, 3, 4), {"padding": 1, "stride": 2}),
     ((1, 4, 5, 4, 6), (6, 4, 2, 3, 3), {"padding": 1}),
     ((1, 1, 6, 6), (2, 1, 3, 3), {"padding": 1}),
@@ -202,6 +275,39 @@ def test_conv(x: tuple[int, ...], w: tuple[int, ...], attrs: dict[str, Any], ext
     inputs += [("b", t(w[0]), True)] if extra else []
     act = ("relu6", {}) if extra else None
     check(region_of("conv", inputs, attrs, act, residual=extra), math.prod(w[1:]))
+
+
+@pytest.mark.parametrize("of", ["f32", *LOW])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "nhwc"])
+@pytest.mark.parametrize(("x", "w", "attrs"), CONVS)
+def test_conv_of_every_type_and_weight(
+    x: tuple[int, ...], w: tuple[int, ...], attrs: dict[str, Any], layout: str, known: bool, of: str
+) -> None:
+    if len(x) != 4 or x[1] == 1:  # there the weight's layout decides that of the result
+        layout = "nhwc"
+    inputs = [("x", t(*x, layout="nhwc", of=of), False), ("w", t(*w, layout=layout, of=of), known),
+              ("b", t(w[0], of=of), known)]  # fmt: skip
+    check(region_of("conv", inputs, attrs, ("relu", {}), residual=True), math.prod(w[1:]))
+
+
+def test_an_image_with_gaps() -> None:
+    x = TensorType.of((2, 3, 9, 7), "f32", strides=(1000, 1, 70, 5))
+    for attrs in ({"padding": 1}, {"stride": 2}):
+        inputs = [("x", x, False), ("w", t(8, 3, 3, 3, layout="nhwc"), True)]
+        check(region_of("conv", inputs, attrs), 27)
+
+
+@pytest.mark.parametrize("of", LOW)
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("channels", [2, 18])
+def test_depthwise_of_16_bits(channels: int, known: bool, of: str) -> None:
+    inputs = [("x", t(2, channels, 11, 9, layout="nhwc", of=of), False),
+              ("w", t(channels, 1, 3, 3, of=of), known),
+              ("b", t(channels, of=of), known)]  # fmt: skip
+    attrs = {"padding": 1, "groups": channels}
+    found = check(region_of("conv", inputs, attrs, ("silu", {}), residual=True), 9)
+    assert {c.knobs["recipe"] for c in found} == {"depthwise"}
 
 
 @pytest.mark.parametrize("channels", [1, 5, 16, 18])
@@ -264,6 +370,18 @@ def test_attention(
     elif bias != "none":
         inputs.append(("bias", TensorType.of((lead[-1], queries, keys), bias), False))
     check(region_of("attention", inputs, {"causal": causal}), keys)
+
+
+@pytest.mark.parametrize("of", LOW)
+@pytest.mark.parametrize("bias", ["none", "same", "bool"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_16_bits(causal: bool, bias: str, of: str) -> None:
+    inputs = [("q", t(2, 4, 9, 21, of=of), False), ("k", t(2, 2, 22, 21, of=of), False),
+              ("v", t(2, 2, 22, 7, of=of), False)]  # fmt: skip
+    if bias != "none":
+        kind = of if bias == "same" else bias
+        inputs.append(("bias", TensorType.of((4, 9, 22), kind), False))
+    check(region_of("attention", inputs, {"causal": causal}), 22)
 
 
 def test_a_query_that_sees_nothing_gives_zeros() -> None:
@@ -330,6 +448,14 @@ def walled_regions() -> list[Region]:
     ):
         inputs = [("x", t(*x, layout="nhwc"), False), ("w", t(*w, layout="nhwc"), True)]
         found.append(region_of("conv", inputs, attrs, ("relu", {}), residual=True))
+    for of in ("f16", "bf16"):
+        inputs = [("x", t(5, 7, of=of), False), ("w", t(19, 7, of=of), False)]
+        found.append(region_of("linear", inputs, residual=True, act=("relu", {})))
+        inputs = [("x", t(3, 5, 7, of=of), False), ("y", t(3, 7, 18, of=of), False)]
+        found.append(region_of("matmul", inputs))
+        inputs = [("x", t(1, 3, 9, 7, layout="nhwc", of=of), False),
+                  ("w", t(5, 3, 3, 3, of=of), False)]  # fmt: skip
+        found.append(region_of("conv", inputs, {"padding": 1}))
     for kind in ("f32", "bool"):
         inputs = [("q", t(1, 4, 7, 5), False), ("k", t(1, 2, 21, 5), False),
                   ("v", t(1, 2, 21, 19), False)]  # fmt: skip
@@ -364,7 +490,8 @@ def test_nan_and_infinity_go_through(name: str, attrs: dict[str, Any]) -> None:
 
 
 REFERENCES = {
-    "exp": torch.exp, "expm1": torch.expm1, "log": torch.log, "erf": torch.erf,
+    "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "log": torch.log,
+    "erf": torch.erf,
     "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos,
 }  # fmt: skip
 
@@ -480,14 +607,25 @@ def _linear(dtype: str = "f32", constant: bool = True, act: str = "relu") -> Reg
 @pytest.mark.parametrize(
     ("region", "target", "says", "remedy"),
     [
-        (_linear(), dt.target("h200"), "for the CPU", ""),
-        (_linear("f16"), CPU, "f16", "float32"),
-        (_linear(constant=False), CPU, "weight is an input", "constant"),
-        (_linear(act="selu"), CPU, "selu", ""),
+        (_linear(), dt.target("h200"), "for the CPU", "cpu"),
+        (_linear("f64"), CPU, "f64", "float32"),
+        (_linear(act="selu"), CPU, "selu", "relu"),
+        (
+            region_of("linear", [("x", t(0, 8), False), ("w", t(4, 8), True)]),
+            CPU, "empty", "torch",
+        ),
+        (
+            region_of("linear", [("x", t(3, 0), False), ("w", t(4, 0), True)]),
+            CPU, "empty", "torch",
+        ),
+        (
+            region_of("matmul", [("x", t(3, 8), False), ("y", t(8), False)]),
+            CPU, "vector", "one column",
+        ),
         (
             region_of("conv", [("x", t(1, 4, 5, 5, layout="nhwc"), False),
                                ("w", t(4, 3, 3, 3), True)], {"transposed": True}),
-            CPU, "transposed", "",
+            CPU, "transposed", "upsample",
         ),
         (
             region_of("conv", [("x", t(1, 4, 5, 5), False), ("w", t(3, 4, 3, 3), True)]),
@@ -500,6 +638,34 @@ def test_refusals_teach(region: Region, target: Target, says: str, remedy: str) 
     assert isinstance(refusal, Refusal)
     assert says in refusal.reason
     assert remedy in refusal.remedy
+
+
+def test_winograd_is_for_constant_weights_of_32_bits() -> None:
+    for of, known in (("f16", True), ("f32", False)):
+        inputs = [("x", t(1, 16, 9, 9, layout="nhwc", of=of), False),
+                  ("w", t(16, 16, 3, 3, of=of), known)]  # fmt: skip
+        offers = ENGINE.candidates(region_of("conv", inputs, {"padding": 1}), CPU, POLICY)
+        assert {o.knobs["recipe"] for o in offers} == {"product"}
+
+
+@pytest.mark.parametrize("of", LOW)
+def test_16_bits_keep_nan_and_infinity(of: str) -> None:
+    region = region_of("linear", [("x", t(3, 2, of=of), False), ("w", t(5, 2, of=of), True)])
+    tensors = feed(region)
+    tensors["x"][0, 0], tensors["x"][1, 1] = math.nan, math.inf
+    exact = evaluate(region.graph, tensors, float64=True)["y"]
+    for candidate in ENGINE.candidates(region, CPU, POLICY):
+        out = torch.zeros(3, 5, dtype=tensors["x"].dtype)
+        built(region, candidate, tensors).fill([tensors[v] for v in region.inputs], [out])
+        assert torch.equal(out.isnan(), exact.isnan())
+        assert torch.equal(out.isinf(), exact.isinf())
+
+
+def test_few_candidates_are_offered() -> None:
+    """Each is built and timed by a search, so each must have a chance."""
+    for n, most in ((64, 2), (70, 3)):
+        region = region_of("linear", [("x", t(40, 64), False), ("w", t(n, 64), True)])
+        assert len(ENGINE.candidates(region, CPU, POLICY)) <= most
 
 
 def test_without_llvmlite_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,35 @@ Object code is compiled once per machine and kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from deuteron.engines.base import Candidate
 from deuteron.engines.cpu_product import PRODUCT
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
 from deuteron.engines.recipes import Recipe, RecipeEngine
+from deuteron.ir.region import Region
+from deuteron.policy import Policy
 from deuteron.target import Target
+
+CLEARLY = 0.8  # of the direct sum's time: then one direct product is enough to compare with
 
 
 class CpuGemm(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_gemm"
-    version = "1"
+    version = "2"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION)
+
+    def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
+        """Every candidate is built and timed by a search: where Winograd's F(2×2) should win
+        clearly, only the best direct product stays to be measured against it."""
+        found = super().candidates(region, target, policy)
+        prices = {c: self.estimate(region, target, c) for c in found}
+        direct = [c for c in found if c.knobs["recipe"] == "product"]
+        other = [p for c, p in prices.items() if c not in direct]
+        if direct and other and min(other) < CLEARLY * prices[direct[0]]:
+            return [c for c in found if c not in direct[1:]]
+        return found

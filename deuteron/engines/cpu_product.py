@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from deuteron.codegen import openmp
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.match import Chain
@@ -14,13 +17,14 @@ from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, must_chain, pla
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import EPILOGUES, ONE_ROW, TILES, lanes
+from deuteron.kernels.cpu import EPILOGUES, ONE_ROW, TILES, converts_half, lanes
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 ANCHORS = ("conv", "linear", "matmul")
-REACHED = 0.97  # part of the rate of torch's largest products that these kernels reach
+REACHED = 1.02  # part of the rate of torch's largest products that these kernels reach
 CALL_S = 5e-6  # Python, arguments and waking the team
+STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
 MOST = 2**31 - 1  # offsets are 32-bit
 
 
@@ -38,34 +42,45 @@ def generated(
 def on_this_cpu(region: Region, target: Target) -> Refusal | None:
     """What every way needs."""
     if target.is_cuda:
-        return Refusal("generates code for the CPU")
+        return Refusal("generates code for the CPU", "plan for the CPU: device='cpu'")
     if not openmp.available():
         return Refusal("llvmlite is not installed", "pip install llvmlite")
     types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
     for t in types:
-        if t.dtype.short not in ("f32", "bool"):
-            return Refusal(f"element type {t.dtype.short}, not f32", "cast to float32")
+        if t.dtype.short not in STORED:
+            return Refusal(f"element type {t.dtype.short}, not f32, f16 or bf16", "cast to float32")
+        if t.dtype.short == "f16" and not converts_half():
+            return Refusal("this CPU has no conversion from f16", "use bfloat16 or float32")
         if t.numel == 0:
-            return Refusal("the tensors are empty")
+            return Refusal("a tensor is empty", "nothing to do: torch's own operators run it")
         if t.storage_numel > MOST:
-            return Refusal("a tensor has more elements than a 32-bit offset reaches")
+            return Refusal(
+                "a tensor has more elements than a 32-bit offset reaches",
+                "split the batch so that every tensor has fewer than 2**31 elements",
+            )
     return None
 
 
-def chain_here(region: Region, target: Target, anchors: tuple[str, ...]) -> Chain | Refusal:
+def chain_here(
+    region: Region, target: Target, anchors: tuple[str, ...], constant: bool = False
+) -> Chain | Refusal:
     """The region as a product with an epilogue that can be generated."""
     wrong = on_this_cpu(region, target)
     if wrong is not None:
         return wrong
-    c = fits(region, anchors)
+    c = fits(region, anchors, constant)
     if isinstance(c, Refusal):
         return c
     if c.act is not None and c.act_name not in EPILOGUES:
-        return Refusal(f"has no epilogue for {c.act_name}")
+        return Refusal(
+            f"has no epilogue for {c.act_name}", f"use one of {', '.join(sorted(EPILOGUES))}"
+        )
     if c.anchor.op == "conv" and c.anchor.attrs["transposed"]:
-        return Refusal("the convolution is transposed")
+        return Refusal("the convolution is transposed", "upsample and convolve instead")
     inner = 1 if c.anchor.op == "conv" else -1
-    named = [("input", c.x), ("result", c.out)]
+    named = [("result", c.out)]
+    if c.anchor.op == "conv":
+        named.append(("input", c.x))
     if c.residual is not None:
         named.append(("residual", region.graph.types[c.residual]))
     for what, t in named:
@@ -127,36 +142,53 @@ def roof(region: Region, target: Target, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A chain as ``groups`` products of [rows, segments · length] and [.., columns]."""
+    """A chain as ``groups`` products of [rows, segments · length] and [.., columns], of whose
+    segments the part ``live`` is not padding."""
 
     rows: int
     columns: int
     groups: int
     segments: int
     length: int
+    live: float = 1.0
 
 
 def sizes(c: Chain, padded: bool = False) -> Sizes:
     if c.anchor.op != "conv":
-        return Sizes(c.out.numel // c.out.shape[-1], c.out.shape[-1], 1, 1, c.x.shape[-1])
+        groups = math.prod(c.weight.shape[:-2])
+        rows = c.out.numel // c.out.shape[-1] // groups
+        return Sizes(rows, c.out.shape[-1], groups, 1, c.x.shape[-1])
     a, kernel = c.anchor.attrs, c.weight.shape[2:]
     taps, each = math.prod(kernel), c.weight.shape[1]
     joined = a["groups"] == 1 and a["dilation"][-1] == 1 and (padded or a["padding"][-1] == 0)
     run = kernel[-1] if joined else 1
     groups = a["groups"]
     return Sizes(
-        c.out.numel // c.out.shape[1], c.out.shape[1] // groups, groups, taps // run, each * run
-    )
+        c.out.numel // c.out.shape[1], c.out.shape[1] // groups, groups, taps // run, each * run,
+        1.0 if padded else _live(c),
+    )  # fmt: skip
+
+
+def _live(c: Chain) -> float:
+    """The part of a convolution's taps that are inside the image, by dimension."""
+    a, part = c.anchor.attrs, 1.0
+    for d, taps in enumerate(c.weight.shape[2:]):
+        inside = 0
+        for t in range(taps):
+            shift = t * a["dilation"][d] - a["padding"][d]
+            low = max(0, -(shift // a["stride"][d]))
+            high = min(c.out.shape[2 + d], (c.x.shape[2 + d] - 1 - shift) // a["stride"][d] + 1)
+            inside += max(0, high - low)
+        part *= inside / (taps * c.out.shape[2 + d])
+    return part
 
 
 def _refuse_product(region: Region, target: Target, policy: Policy) -> Refusal | None:
     c = chain_here(region, target, ANCHORS)
     if isinstance(c, Refusal):
         return c
-    if c.anchor.op == "matmul" and c.weight.rank != 2:
-        return Refusal(
-            f"the second factor has rank {c.weight.rank}", "multiply by a matrix of rank 2"
-        )
+    if c.anchor.op == "matmul" and c.weight.rank < 2:
+        return Refusal("the second factor is a vector", "multiply by a matrix of one column")
     if is_depthwise(c) is None:
         return Refusal("is depthwise: there is no product in it")
     return None
@@ -173,9 +205,9 @@ def is_depthwise(c: Chain) -> Refusal | None:
     return None
 
 
-def _product_seconds(c: Chain, target: Target, knobs: Knobs) -> float:
-    """Arithmetic, rows and columns that fill up tiles included, by the cycles of the kernel:
-    a step along k takes rows · vectors / 2, a run and a tile take a little each."""
+def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
+    """Rows and columns that fill up tiles included, by the cycles of the kernel: a step along k
+    takes rows · vectors / 2, a run and a tile take a little each."""
     s = sizes(c, bool(knobs["padded"]))
     rows, vectors = knobs["rows"], knobs["vectors"]
     wide = vectors * lanes()
@@ -183,67 +215,195 @@ def _product_seconds(c: Chain, target: Target, knobs: Knobs) -> float:
     step = rows * vectors / 2
     tail = s.length % 4
     run = (s.length - tail) * step + tail * (step + rows) + 2 + rows
-    tile = s.segments * run + 10 + 2 * rows * vectors
+    # storing more than four rows at once, and reading a residual, wait for memory
+    store = (3.0 if rows <= 4 else 4.5) * (3.0 if c.residual is not None else 1.0)
+    tile = s.segments * s.live * run + 10 + store * rows * vectors
     share = across if knobs["split"] == "n" else down
     uneven = -(-share // target.units) * target.units / share
     flops = 2 * rows * wide * down * across * tile / step * uneven
     small = 1.0 if rows > 1 else 1.6  # one row reads the weight faster than it can multiply
-    return float(small * flops) / (target.rate("f32") * REACHED)
+    widened = 1.0 if c.x.dtype.short == "f32" else 1.07
+    return float(small * widened * flops) / (target.rate("f32") * REACHED)
+
+
+def _preparing_s(region: Region, c: Chain, target: Target, knobs: Knobs) -> float:
+    """What comes before the product: a frame, a factor that is packed at every call, rows that
+    are made contiguous."""
+    total = 0.0
+    if knobs["padded"]:
+        total += 2 * c.x.nbytes / target.stream + CALL_S
+    if c.anchor.inputs[1] not in region.constants:
+        moved = (c.weight.dtype.bits // 8 + 4) * c.weight.numel
+        slow = 1.0 if packs_by_vectors(c) else 12.0
+        total += slow * moved / target.stream + CALL_S
+    if c.bias is not None and c.bias not in region.constants:
+        total += CALL_S
+    if _turned(c):
+        total += 6 * c.x.nbytes / target.stream + 2 * CALL_S
+    return total
+
+
+def packs_by_vectors(c: Chain) -> bool:
+    """Whether the weight's columns, or all of its k, lie side by side."""
+    if c.anchor.op == "matmul":
+        return 1 in c.weight.strides[-2:]
+    return c.weight.strides[1] == 1 or math.prod(c.weight.shape[2:]) == 1
+
+
+def _turned(c: Chain) -> bool:
+    """Whether the rows of a matrix have gaps between their numbers."""
+    return c.anchor.op != "conv" and c.x.shape[-1] > 1 and c.x.strides[-1] != 1
+
+
+def product_seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    """The price of the packed product."""
+    c = must_chain(region, ANCHORS)
+    inside = roof(region, target, _arithmetic_s(c, target, knobs))
+    return inside + _preparing_s(region, c, target, knobs)
 
 
 def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    """The best by estimate, and the best that differs: where columns fill up no panel, two."""
     c = must_chain(region, ANCHORS)
     s = sizes(c)
     shapes = [ONE_ROW] if s.rows == 1 else list(TILES[lanes()])
     frames: tuple[bool, ...] = (False,)
-    if c.anchor.op == "conv" and s.segments > 1 and s.length < 16 and s.groups == 1:
-        frames = (True, False)
+    if c.anchor.op == "conv" and c.x.rank < 5 and s.segments > 1 and s.length < 16:
+        frames = (True, False) if s.groups == 1 else frames
     offers = [
         {"rows": r, "vectors": v, "split": split, "padded": padded}
         for r, v in shapes
         for split in ("m", "n")
         for padded in frames
     ]
-    offers.sort(key=lambda knobs: _product_seconds(c, target, knobs))
-    best, found = offers[0], [offers[0]]
-    for change in ("split", "rows"):  # the best, and the best that differs in one thing
-        found += [o for o in offers if o[change] != best[change]][:1]
-    return found
+    offers.sort(key=lambda knobs: product_seconds(region, target, knobs))
+    odd = s.columns % (TILES[lanes()][0][1] * lanes()) != 0
+    return offers[: 3 if odd else 2]
+
+
+# ---- building it -------------------------------------------------------------------------------
 
 
 def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu import conv, matmul
+    from deuteron.kernels.cpu import matmul, packing
 
     c = must_chain(region, ANCHORS)
-    weight = ctx.constants[c.anchor.inputs[1] or ""]
-    bias = None if c.bias is None else ctx.constants[c.bias]
+    stored, one_row = c.x.dtype.short, knobs["rows"] == 1
     tile = matmul.Tile(knobs["rows"], knobs["vectors"])
-    how = (epilogue_of(c), tile, knobs["split"] == "n")
+    known = ctx.constants.get(c.anchor.inputs[1] or "")
+    narrow = one_row and known is not None  # one row is as slow as the bytes of its weight
+    form = matmul.Form(tile, epilogue_of(c), stored, stored if narrow else "f32")
+    conv = c.anchor.op == "conv"
+    rows, matrices, factor = _conv_parts(region, c, knobs) if conv else _matrix_parts(region, c)
+    extra = 0
+    if known is not None:
+        kind = known.dtype if narrow else torch.float32
+        panels = packing.packed_now(_as_matrices(c, known), tile.columns, kind)
+    else:
+        panels = packing.packed_at_call(factor, stored, tile.columns, "factor")
+        extra = 4 * packing.room(factor, tile.columns)
+    columns = c.out.shape[1] // matrices if conv else c.out.shape[-1]
+    if c.bias is not None and c.bias not in ctx.constants:
+        bias = packing.bias_at_call(matrices, columns, stored, tile.columns)
+    else:
+        given = None if c.bias is None else ctx.constants[c.bias]
+        bias = packing.bias_now(given, matrices, columns, tile.columns)
+    product = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
+    run, room = _with_input(c, knobs, product.run)
     x, z = operands(region, c)
+    w, b = place(region, c.anchor.inputs[1]), maybe(region, c.bias)
+    b = x if b is None else b
+    return Kernel(
+        lambda *t: run(t[x], t[-1].data_ptr(), t[z].data_ptr(), t[w].data_ptr(), t[b].data_ptr()),
+        writes=True,
+        workspace=product.workspace + extra + room,
+    )
+
+
+def _as_matrices(c: Chain, weight: torch.Tensor) -> torch.Tensor:
+    """A weight that never changes as [matrices, N, K]."""
+    from deuteron.kernels.cpu import conv
+
     if c.anchor.op == "conv":
-        call = conv.prepare_conv(
-            *images(region, c), window_of(c), weight, bias, *how, padded=knobs["padded"]
-        )
-        frame = conv.frame(image(c.x), window_of(c)).shape if knobs["padded"] else (0,)
-        return Kernel(
-            lambda *t: call(t[x], t[-1], t[z]), writes=True, workspace=4 * math.prod(frame)
-        )
-    matrix = weight if c.anchor.op == "linear" else weight.t()
-
-    def rows(t: TensorType) -> Any:
-        return matmul.row_offsets(t.shape[:-1], t.strides[:-1])
-
-    other = None if c.residual is None else rows(region.graph.types[c.residual])
-    where = matmul.Rows(rows(c.x), rows(c.out), other, c.x.shape[-1])
-    run = matmul.prepare(where, matrix.unsqueeze(0), bias, *how)
-    return Kernel(lambda *t: run(t[x].data_ptr(), t[-1].data_ptr(), t[z].data_ptr()), writes=True)
+        return conv.weight_now(weight, c.anchor.attrs["groups"])
+    if c.anchor.op == "linear":
+        return weight.unsqueeze(0)
+    return weight.reshape(-1, *weight.shape[-2:]).transpose(1, 2)
 
 
-def product_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The price of the packed product."""
-    c = must_chain(region, ANCHORS)
-    frame = 8 * c.x.numel / target.stream + 1e-5 if knobs["padded"] else 0.0
-    return roof(region, target, _product_seconds(c, target, knobs)) + frame
+def _with_input(c: Chain, knobs: Knobs, run: Any) -> tuple[Any, int]:
+    """The product from the input's tensor: framed, made contiguous, or as it is; and the bytes
+    of the copy."""
+    if knobs["padded"]:
+        from deuteron.kernels.cpu.frame import prepare_frame
+
+        framed, size = prepare_frame(image(c.x), window_of(c), c.x.dtype.short)
+        return lambda x, *rest: run(framed(x.data_ptr()), *rest), size
+    if _turned(c):
+
+        def contiguous(x: torch.Tensor, *rest: int) -> None:
+            copy = x.contiguous()
+            run(copy.data_ptr(), *rest)
+
+        return contiguous, c.x.dtype.nbytes(c.x.numel)
+    return lambda x, *rest: run(x.data_ptr(), *rest), 0
+
+
+def _conv_parts(region: Region, c: Chain, knobs: Knobs) -> tuple[Any, int, Any]:
+    """Rows of a convolution, how many matrices its weight has, and where the weight lies."""
+    from deuteron.kernels.cpu import conv
+
+    x, y, r = images(region, c)
+    window = window_of(c)
+    if knobs["padded"]:
+        x, window = conv.frame(x, window), conv.without_padding(window)
+    weight = conv.Image(c.weight.shape, c.weight.strides)
+    rows = conv.conv_rows(x, y, r, window, c.weight.shape[0])
+    return rows, window.groups, conv.weight_factor(weight, window.groups)
+
+
+def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
+    """The same for ``linear`` and ``matmul``, batches broadcast as in torch."""
+    from deuteron.kernels.cpu.matmul import Rows, row_offsets
+    from deuteron.kernels.cpu.packing import Factor
+
+    w = c.weight
+    n, k = (-2, -1) if c.anchor.op == "linear" else (-1, -2)
+    starts = row_offsets(w.shape[:-2], w.strides[:-2]).reshape(-1)
+    places = row_offsets((w.shape[k],), (w.strides[k],)).reshape(-1)
+    factor = Factor(starts, places, w.strides[n], w.shape[n])
+    x, out = c.x, c.out
+    if _turned(c):
+        x = x.with_layout("contiguous")
+    r = None if c.residual is None else region.graph.types[c.residual]
+
+    def table(t: TensorType, first: int) -> Any:
+        """Offsets of the rows of one product, over the dimensions from ``first`` to the last."""
+        return row_offsets(t.shape[first:-1], t.strides[first:-1])
+
+    if len(starts) == 1:
+        other = None if r is None else table(r, 0)
+        return Rows(table(x, 0), table(out, 0), other, x.shape[-1]), 1, factor
+    rank = 1 if x.rank == 1 else 2  # a vector is a row without a dimension of its own
+    lead = out.shape[:-rank]
+    numbers = tuple(math.prod(w.shape[d + 1 : -2]) for d in range(w.rank - 2))
+    begins = [
+        _spread(lead, x.shape[:-rank], x.strides[:-rank]),
+        _spread(lead, w.shape[:-2], numbers),
+        *(_spread(lead, lead, t.strides[:-rank]) for t in (out, out if r is None else r)),
+    ]
+    other = None if r is None else table(r, -rank)
+    rows = Rows(table(x, -rank), table(out, -rank), other, x.shape[-1], np.stack(begins, 1))
+    return rows, len(starts), factor
+
+
+def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> Any:
+    """The offset of each of the ``lead`` products, for an operand that is broadcast to them."""
+    from deuteron.kernels.cpu.matmul import row_offsets
+
+    front = [0] * (len(lead) - len(shape))
+    moves = [0 if size == 1 else step for size, step in zip(shape, steps, strict=True)]
+    return row_offsets(tuple(lead), (*front, *moves)).reshape(-1)
 
 
 PRODUCT = generated("product", _refuse_product, _product_knobs, product_seconds, _build_product)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,11 @@ from deuteron.target import Target
 
 
 def _refuse_winograd(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = chain_here(region, target, ("conv",))
+    c = chain_here(region, target, ("conv",), constant=True)
     if isinstance(c, Refusal):
         return c
+    if c.x.dtype.short != "f32":
+        return Refusal(f"transforms f32, not {c.x.dtype.short}", "cast to float32")
     a = c.anchor.attrs
     if c.x.rank != 4 or c.weight.shape[2:] != (3, 3):
         return Refusal("only 3×3 windows")
@@ -134,20 +136,44 @@ def _depthwise_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     reached = 0.45 if c.anchor.attrs["stride"][-1] == 1 else 0.33
     reached *= 1.0 if pixels > 4 else 0.93
     seconds = region_cost(region).flops * again / (target.rate("f32") * reached)
-    return roof(region, target, seconds)
+    changes = {c.anchor.inputs[1], c.bias} - {None} - region.constants
+    return roof(region, target, seconds) + 1e-5 * len(changes)
 
 
 def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import depthwise
 
     c = must_chain(region, ("conv",))
-    bias = None if c.bias is None else ctx.constants[c.bias]
     call = depthwise.prepare_depthwise(
-        *images(region, c), window_of(c), ctx.constants[c.anchor.inputs[1] or ""], bias,
-        epilogue_of(c), knobs["pixels"],
-    )  # fmt: skip
+        *images(region, c), window_of(c), epilogue_of(c), knobs["pixels"], c.x.dtype.short
+    )
     x, z = operands(region, c)
-    return Kernel(lambda *t: call(t[x], t[-1], t[z]), writes=True)
+    taps = _kept(region, ctx, c.anchor.inputs[1], depthwise.taps_of)
+    none = torch.zeros(c.x.shape[1])
+    bias = _kept(region, ctx, c.bias, lambda b: b.detach().to(torch.float32).contiguous(), none)
+
+    def run(*t: torch.Tensor) -> None:
+        w, b = taps(t), bias(t)
+        call(t[x].data_ptr(), t[-1].data_ptr(), t[z].data_ptr(), w.data_ptr(), b.data_ptr())
+
+    return Kernel(run, writes=True)
+
+
+def _kept(
+    region: Region,
+    ctx: BuildContext,
+    value: str | None,
+    arrange: Callable[[torch.Tensor], torch.Tensor],
+    absent: torch.Tensor | None = None,
+) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+    """A small operand as the kernel reads it: arranged now if it is a constant, else at every
+    call; ``absent`` if there is none."""
+    if value is not None and value not in ctx.constants:
+        at = place(region, value)
+        return lambda t: arrange(t[at])
+    fixed = absent if value is None else arrange(ctx.constants[value])
+    assert fixed is not None
+    return lambda t: fixed
 
 
 DEPTHWISE = generated(
@@ -168,8 +194,6 @@ def _refuse_attention(region: Region, target: Target, policy: Policy) -> Refusal
         return wrong
     q, k, v, out, bias = _attended(region)
     for name, t in (("q", q), ("k", k), ("v", v), ("result", out)):
-        if t.dtype.short != "f32":
-            return Refusal(f"{name} is {t.dtype.short}, not f32", "cast to float32")
         if t.shape[-1] > 1 and t.strides[-1] != 1:
             return Refusal(f"the features of {name} are not side by side", "make it contiguous")
     if k.shape[-2] > LONGEST:
@@ -224,7 +248,10 @@ def _build_attention(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     none = (0, 0, 0)
     strides = (*map(outer, (q, k, v, out)), none if bias is None else outer(bias))
     call = attention.prepare_attention(
-        sizes, strides, attention.Form(node.attrs["causal"], kind), node.attrs["scale"]
+        sizes,
+        strides,
+        attention.Form(node.attrs["causal"], kind, q.dtype.short),
+        node.attrs["scale"],
     )
     at = [place(region, value) for value in node.inputs[:3]]
     beside = maybe(region, (*node.inputs, None)[3])

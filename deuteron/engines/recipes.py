@@ -105,10 +105,11 @@ class RecipeEngine(ABC):
         return next(r for r in self.recipes(target) if r.name == wanted)
 
 
-def fits(region: Region, anchors: tuple[str, ...]) -> Chain | Refusal:
-    """The region as a chain from one of ``anchors`` with a weight that never changes."""
+def fits(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Chain | Refusal:
+    """The region as a chain from one of ``anchors``; with ``constant`` the weight and the bias
+    must be known when the plan is built."""
     found = chain(region, anchors)
-    if isinstance(found, Refusal):
+    if isinstance(found, Refusal) or not constant:
         return found
     if found.anchor.inputs[1] not in region.constants:
         return Refusal(

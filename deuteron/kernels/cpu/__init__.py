@@ -5,6 +5,7 @@ What an engine must know to decide stands here, where nothing heavy is imported.
 
 from __future__ import annotations
 
+import platform
 from functools import lru_cache
 
 import torch
@@ -32,3 +33,10 @@ ONE_ROW = (1, 4)  # for a product with a single row, which only reads its weight
 def lanes() -> int:
     """Floats in a vector of this machine, as far as torch knows."""
     return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
+
+
+@lru_cache
+def converts_half() -> bool:
+    """Whether the machine converts between float16 and float32: every aarch64, and x86-64 that
+    has AVX2, since F16C is older."""
+    return platform.machine().lower() not in ("x86_64", "amd64") or lanes() > 4

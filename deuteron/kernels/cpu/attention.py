@@ -4,7 +4,7 @@ A thread packs the keys (transposed) and the values of a head into panels, once 
 query heads that share them, and takes four queries at a time: their scores are four rows in L1,
 turned into eˢ⁻ᵐᵃˣ in place, multiplied by the values and divided by their sum at the end.
 
-    bytes = 4 · (Q + O) + 8 · (K + V) per thread that works on the head; scores stay in L1
+    bytes = size · (Q + O) + (size + 4) · (K + V) per thread on the head; scores stay in L1
 
 Scratch per thread: Sk · (D + Dv + 4) floats. A query that sees no key gives zeros; nan and
 infinity come out as in the reference.
@@ -35,18 +35,23 @@ from deuteron.codegen.llvm import (
     width,
 )
 from deuteron.codegen.llvm_math import exp_nonpositive
+from deuteron.codegen.llvm_types import STORED
 from deuteron.kernels.cpu.matmul import Tile, accumulate
+from deuteron.kernels.cpu.packing import across, along
 from deuteron.kernels.cpu.scratch import scratch
+from deuteron.kernels.cpu.stored import Stored
 
 ROWS, VECTORS = 4, 4  # queries and vectors of columns in registers
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for. ``bias`` is "none", "f32" or "bool"."""
+    """What a kernel is compiled for. ``bias`` is "none", "bool" or an element type, ``stored``
+    the element type of everything else."""
 
     causal: bool
     bias: str
+    stored: str = "f32"
 
 
 def _tile(module: object, tile: Tile) -> Code:
@@ -57,59 +62,13 @@ def _tile(module: object, tile: Tile) -> Code:
     acc = [[c.variable(vec(n), c.f(0.0, n)) for _ in range(tile.vectors)]
            for _ in range(tile.rows)]  # fmt: skip
     runs = [c.at(a, c.mul(a_step, i)) for i in range(tile.rows)]
-    accumulate(c, tile, acc, runs, c.variable(PTR, panel), length)
+    plain = Stored(c, "f32")
+    accumulate(c, tile, acc, runs, c.variable(PTR, panel), length, plain, plain)
     for i in range(tile.rows):
         for j in range(tile.vectors):
             c.store(c.get(acc[i][j], vec(n)), c.at(out, c.mul(out_step, i), j * n))
     c.ret()
     return c
-
-
-def _pack_keys(c: Code, k: Value, step: Value, keys: Value, depth: Value, to: Value, wide: int):
-    """Panels [panel][d][wide]: blocks of 4×4 turned in registers, the rest one by one."""
-    blocks_k, blocks_d = (c.sub(x, c.rem(x, 4)) for x in (keys, depth))
-
-    def place(key: Value, d: Value) -> Value:
-        panel = c.div(key, wide)
-        column = c.sub(key, c.mul(panel, wide))
-        return c.at(to, c.mul(c.add(c.mul(panel, depth), d), wide), column)
-
-    with c.loop(0, blocks_k, 4) as key:
-        with c.loop(0, blocks_d, 4) as d:
-            rows = [c.load(c.at(k, c.mul(c.add(key, i), step), d), 4) for i in range(4)]
-            low = [c.shuffle(rows[i], rows[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
-            high = [c.shuffle(rows[i], rows[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
-            turned = [c.shuffle(*half, order) for half in (low, high)
-                      for order in ((0, 1, 4, 5), (2, 3, 6, 7))]  # fmt: skip
-            for i, row in enumerate(turned):
-                c.store(row, place(key, c.add(d, i)))
-        with c.loop(blocks_d, depth) as d:
-            for i in range(4):
-                one = c.load(c.at(k, c.mul(c.add(key, i), step), d))
-                c.store(one, place(c.add(key, i), d))
-    with c.loop(blocks_k, keys) as key, c.loop(0, depth) as d:
-        c.store(c.load(c.at(k, c.mul(key, step), d)), place(key, d))
-    filled = c.mul(c.div(c.add(keys, wide - 1), wide), wide)
-    with c.loop(keys, filled) as key, c.loop(0, depth) as d:
-        c.store(c.f(0.0), place(key, d))
-
-
-def _pack_values(c: Code, v: Value, step: Value, keys: Value, depth: Value, to: Value, wide: int):
-    """Panels [panel][key][wide], zeros beyond the last column."""
-    n = width()
-    whole = c.mul(c.div(depth, wide), wide)
-    with c.loop(0, keys) as key:
-        source = c.at(v, c.mul(key, step))
-        with c.loop(0, whole, wide) as d:
-            for j in range(0, wide, n):
-                there = c.at(to, c.mul(d, keys), c.mul(key, wide), j)
-                c.store(c.load(c.at(source, d, j), n), there)
-        with c.when(c.cmp("<", whole, depth)):
-            there = c.at(to, c.mul(whole, keys), c.mul(key, wide))
-            for j in range(0, wide, n):
-                c.store(c.f(0.0, n), c.at(there, j))
-            with c.loop(whole, depth) as d:
-                c.store(c.load(c.at(source, d)), c.at(there, c.sub(d, whole)))
 
 
 def _softmax_row(c: Code, row: Value, seen: Value, bias: Value | None, form: Form) -> Value:
@@ -130,13 +89,14 @@ def _softmax_row(c: Code, row: Value, seen: Value, bias: Value | None, form: For
 
     def scan(j: Value, lanes: int) -> None:
         s = c.load(c.at(row, j), lanes)
-        if form.bias == "f32":
-            s = c.b.fadd(s, c.load(c.at(bias, j), lanes))
-        elif form.bias == "bool":
+        if form.bias == "bool":
             flags = c.load(c.at(bias, j, of=I8), lanes, of=I8)
             zero = c.b.zext(flags, vec(lanes, I32))
             allowed = c.b.icmp_signed("!=", zero, c.b.sub(zero, zero))
             s = c.b.select(allowed, s, c.f(-math.inf, lanes))
+        elif form.bias != "none":
+            beside = Stored(c, form.bias)
+            s = c.b.fadd(s, beside.load(beside.at(bias, j), lanes))
         if form.bias != "none":
             c.store(s, c.at(row, j))
         c.b.store(c.fmax(c.get(best[lanes], vec(lanes)), s), best[lanes])
@@ -174,11 +134,17 @@ def _write(module: object, form: Form) -> None:
             "qb qh qs kb kh ks vb vh vs ob oh os bb bh bs"
         ).split()
         w = {name: c.word(words, head + 6 + i) for i, name in enumerate(names)}
+        of = Stored(c, form.stored)
         scale = c.b.bitcast(c.b.trunc(w["scale"], I32), F32)
         keys, depth, values = w["keys"], w["depth"], w["values"]
 
         def up(x: Value) -> Value:
             return c.mul(c.div(c.add(x, wide - 1), wide), wide)
+
+        def halves(count: Value) -> tuple[tuple[int, Value, Value], ...]:
+            """A loop by vectors and one over what is left."""
+            whole = c.sub(count, c.rem(count, n))
+            return (n, c.i(0), whole), (1, whole, count)
 
         columns, results = up(keys), up(values)
         mine = c.at(room, c.mul(thread, w["per_thread"]))
@@ -199,18 +165,19 @@ def _write(module: object, form: Form) -> None:
             shared = c.div(h, w["sharing"])
             source = c.add(c.mul(b, w["heads"]), shared)
             with c.when(c.cmp("!=", source, c.get(packed))):
-                here = c.at(k, c.mul(b, w["kb"]), c.mul(shared, w["kh"]))
-                _pack_keys(c, here, w["ks"], keys, depth, k_panels, wide)
-                here = c.at(v, c.mul(b, w["vb"]), c.mul(shared, w["vh"]))
-                _pack_values(c, here, w["vs"], keys, values, v_panels, wide)
+                here = of.at(k, c.mul(b, w["kb"]), c.mul(shared, w["kh"]))
+                across(c, of, here, w["ks"], keys, depth, k_panels, wide)
+                here = of.at(v, c.mul(b, w["vb"]), c.mul(shared, w["vh"]))
+                along(c, of, here, w["vs"], keys, values, v_panels, wide)
                 c.put(packed, source)
             count = c.least(c.sub(w["queries"], first), ROWS)
             with c.loop(0, ROWS) as i:  # rows that fill up the tile repeat the last one
                 row = c.add(first, c.least(i, c.sub(count, 1)))
-                here = c.at(q, c.mul(b, w["qb"]), c.mul(h, w["qh"]), c.mul(row, w["qs"]))
-                with c.loop(0, depth) as d:
-                    one = c.b.fmul(c.load(c.at(here, d)), scale)
-                    c.store(one, c.at(asked, c.mul(i, depth), d))
+                here = of.at(q, c.mul(b, w["qb"]), c.mul(h, w["qh"]), c.mul(row, w["qs"]))
+                for lanes, low, high in halves(depth):
+                    with c.loop(low, high, lanes) as d:
+                        one = c.b.fmul(of.load(of.at(here, d), lanes), c.f(scale, lanes))
+                        c.store(one, c.at(asked, c.mul(i, depth), d))
             limit = c.least(keys, c.add(first, ROWS)) if form.causal else keys
             with c.loop(0, limit, wide) as j:
                 c.call(multiply, asked, depth, depth, c.at(k_panels, c.mul(j, depth)),
@@ -221,22 +188,21 @@ def _write(module: object, form: Form) -> None:
                 line, beside = c.at(scores, c.mul(i, columns)), None
                 if form.bias != "none":
                     shift = c.add(c.mul(b, w["bb"]), c.mul(h, w["bh"]), c.mul(row, w["bs"]))
-                    beside = c.at(bias, shift, of=F32 if form.bias == "f32" else I8)
+                    beside = c.at(bias, shift, of=STORED[form.bias])
                 c.store(_softmax_row(c, line, seen, beside, form), c.at(inverse, i))
                 with c.loop(seen, limit) as j:
                     c.store(c.f(0.0), c.at(line, j))
             with c.loop(0, values, wide) as j:
                 c.call(multiply, scores, columns, limit, c.at(v_panels, c.mul(j, keys)),
                        c.at(answers, j), results)  # fmt: skip
-            whole = c.sub(values, c.rem(values, n))
             with c.loop(0, count) as i:
                 part, line = c.load(c.at(inverse, i)), c.at(answers, c.mul(i, results))
-                to = c.at(out, c.mul(b, w["ob"]), c.mul(h, w["oh"]),
-                          c.mul(c.add(first, i), w["os"]))  # fmt: skip
-                for lanes, low, high in ((n, c.i(0), whole), (1, whole, values)):
+                to = of.at(out, c.mul(b, w["ob"]), c.mul(h, w["oh"]),
+                           c.mul(c.add(first, i), w["os"]))  # fmt: skip
+                for lanes, low, high in halves(values):
                     with c.loop(low, high, lanes) as d:
                         x = c.b.fmul(c.load(c.at(line, d), lanes), c.f(part, lanes))
-                        c.store(x, c.at(to, d))
+                        of.store(x, of.at(to, d))
 
     entry(module, "run", body)
 
@@ -270,7 +236,7 @@ def prepare_attention(
     words = (*sizes, bits, per_thread, *(s for part in strides for s in part))
 
     def run(q: int, k: int, v: int, out: int, bias: int) -> None:
-        room = scratch(per_thread * torch.get_num_threads())
+        room = scratch(per_thread * torch.get_num_threads(), "attention")
         call(q, k, v, out, bias, room.data_ptr(), *words)
 
     return run

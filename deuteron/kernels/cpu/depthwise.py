@@ -4,7 +4,7 @@ with channels innermost: one filter per channel, so vectors run along the channe
 output pixels of one row shares the input pixels it loads: for 3×3, stride 1 and 4 pixels 18
 loads of x and 9 of w serve 36 multiplications. Memory traffic is the least there is:
 
-    bytes = 4 · (x + y · (1 + residual)) + w, the rows of x shared by windows from L1 or L2
+    bytes = size · (x + y · (1 + residual)) + w, the rows of x shared by windows from L1 or L2
 
 Tiles that reach into the padding find their pixels through a list of addresses, in which a
 pixel outside the image is a row of zeros. The last tile of a row overlaps the one before.
@@ -22,18 +22,21 @@ from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, ve
 from deuteron.kernels.cpu.conv import Image, Window
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, zeros
+from deuteron.kernels.cpu.stored import Stored
 
 UNROLLED = 128  # multiplications written out; above this the rows of the window are a loop
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: the window, and the output pixels of a tile."""
+    """What a kernel is compiled for: the window, the output pixels of a tile, and the element
+    type of the images."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
     dilation: tuple[int, int]
     pixels: int
+    stored: str = "f32"
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -49,6 +52,7 @@ def _channels(
 ) -> None:  # fmt: skip
     """A tile over channels ``begin`` … ``end``; ``pixel(row, column)`` is its address."""
     (kh, kw), step, gap = shape.kernel, shape.stride[1], shape.dilation[1]
+    of = Stored(c, shape.stored)
     with c.loop(begin, end, lanes) as ch:
         start = c.load(c.at(bias, ch), lanes)
         acc = [c.variable(vec(lanes)) for _ in range(shape.pixels)]
@@ -61,7 +65,7 @@ def _channels(
                 for k in range(kw)
             ]
             for i, column in enumerate(shape.columns):
-                x = c.load(c.at(pixel(ky, i), ch), lanes)
+                x = of.load(of.at(pixel(ky, i), ch), lanes)
                 for p in range(shape.pixels):
                     k, odd = divmod(column - p * step, gap)
                     if not odd and 0 <= k < kw:
@@ -74,8 +78,8 @@ def _channels(
             with c.loop(0, kh) as ky:
                 row(ky)
         for p in range(shape.pixels):
-            r = c.load(c.at(others[p], ch), lanes) if epilogue.residual else None
-            c.store(epilogue.emit(c, c.get(acc[p], vec(lanes)), r), c.at(outs[p], ch))
+            r = of.load(of.at(others[p], ch), lanes) if epilogue.residual else None
+            of.store(epilogue.emit(c, c.get(acc[p], vec(lanes)), r), of.at(outs[p], ch))
 
 
 def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
@@ -87,6 +91,7 @@ def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
         (batch, oh, ow, height, breadth, channels, ph, pw, xn, xh, xw, yn, yh, yw, rn, rh, rw) = (
             c.word(words, openmp.HEAD + 6 + i) for i in range(17)
         )
+        of = Stored(c, shape.stored)
         table = c.variable(PTR, count=kh * len(columns))
         whole = c.sub(channels, c.rem(channels, width()))
         begin, end = c.share(c.mul(batch, oh), thread, threads)
@@ -95,11 +100,11 @@ def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
             oy = c.sub(line, c.mul(n, oh))
             ox = c.least(x_from, c.sub(ow, shape.pixels))
             iy, ix = c.sub(c.mul(oy, sh), ph), c.sub(c.mul(ox, sw), pw)
-            image = c.at(x, c.mul(n, xn))
-            origin = c.at(image, c.mul(iy, xh), c.mul(ix, xw))
+            image = of.at(x, c.mul(n, xn))
+            origin = of.at(image, c.mul(iy, xh), c.mul(ix, xw))
             outs, others = (
                 [
-                    c.at(base, c.mul(n, sn), c.mul(oy, sy), c.mul(c.add(ox, p), sx))
+                    of.at(base, c.mul(n, sn), c.mul(oy, sy), c.mul(c.add(ox, p), sx))
                     for p in range(shape.pixels)
                 ]
                 for base, sn, sy, sx in ((y, yn, yh, yw), (r, rn, rh, rw))
@@ -114,7 +119,7 @@ def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
                               outs, others)  # fmt: skip
 
             def middle() -> None:
-                run(lambda ky, i: c.at(origin, c.mul(ky, dh, xh), c.mul(xw, columns[i])))
+                run(lambda ky, i: of.at(origin, c.mul(ky, dh, xh), c.mul(xw, columns[i])))
 
             def border() -> None:
                 with c.loop(0, kh) as ky:
@@ -123,7 +128,7 @@ def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
                     for i, column in enumerate(columns):
                         at = c.add(ix, column)
                         here = c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, breadth))
-                        address = c.at(image, c.mul(row, xh), c.mul(at, xw))
+                        address = of.at(image, c.mul(row, xh), c.mul(at, xw))
                         chosen = c.b.select(c.b.and_(row_in, here), address, empty)
                         c.store(chosen, c.at(table, c.mul(ky, len(columns)), i, of=I64))
                 run(lambda ky, i: c.pointer(table, c.add(c.mul(ky, len(columns)), i)))
@@ -146,17 +151,21 @@ def _plane(image: Image) -> Image:
     return Image((n, ch, 1, w), (sn, sc, w * sw, sw))
 
 
+def taps_of(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [C, 1, …] as the kernel reads it: float32 [taps, C]."""
+    return weight.detach().reshape(weight.shape[0], -1).t().to(torch.float32).contiguous()
+
+
 def prepare_depthwise(
     x: Image,
     y: Image,
     r: Image | None,
     window: Window,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
     epilogue: Epilogue,
     pixels: int,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """``run(x, y, residual)`` for a weight [C, 1, …]."""
+    stored: str,
+) -> Callable[[int, int, int, int, int], None]:
+    """``run(x, y, residual, taps, bias)`` over addresses; taps and bias are float32."""
     flat = len(x.shape) == 3
     x, y, r = _plane(x), _plane(y), _plane(y if r is None else r)
     kernel, stride, dilation, padding = (
@@ -165,22 +174,17 @@ def prepare_depthwise(
             (window.kernel, 1), (window.stride, 1), (window.dilation, 1), (window.padding, 0)
         )
     )  # fmt: skip
-    shape = Shape(kernel, stride, dilation, min(pixels, y.shape[3]))
+    shape = Shape(kernel, stride, dilation, min(pixels, y.shape[3]), stored)
     channels = x.shape[1]
-    taps = weight.reshape(channels, -1).t().contiguous()
-    start = torch.zeros(channels) if bias is None else bias.contiguous()
     empty = zeros(max(channels, 64))
-    flops = 2.0 * y.shape[0] * y.shape[2] * y.shape[3] * taps.numel()
+    flops = 2.0 * y.shape[0] * y.shape[2] * y.shape[3] * channels * kernel[0] * kernel[1]
     call = openmp.launcher(compiled(shape, epilogue), "run", flops > SERIAL_FLOPS)
-    held = (taps, start, empty)
-    w, b, z = (tensor.data_ptr() for tensor in held)
+    z = empty.data_ptr()
     strides = [s for i in (x, y, r) for s in (i.strides[0], i.strides[2], i.strides[3])]
     sizes = (x.shape[0], y.shape[2], y.shape[3], x.shape[2], x.shape[3], channels, *padding,
              *strides)  # fmt: skip
 
-    def run(
-        t: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, held: object = held
-    ) -> None:
-        call(t.data_ptr(), w, b, out.data_ptr(), residual.data_ptr(), z, *sizes)
+    def run(t: int, out: int, residual: int, taps: int, bias: int, held: object = empty) -> None:
+        call(t, taps, bias, out, residual, z, *sizes)
 
     return run

@@ -3,24 +3,26 @@
 Rows of A, C and R are found through tables of offsets, so that a convolution is this product
 too: its stride, padding, dilation and im2col are in the table and cost nothing. A row of A is
 ``segments`` runs of ``length`` contiguous numbers; an offset below 0 stands for a run of zeros
-(padding) in A and for a row that does not exist in C.
+(padding) in A and for a row that does not exist in C. A run that is padding for all rows of a
+tile is skipped. A, C and R may have 16 bits; registers, and what is kept between, have 32.
 
-B is packed once: panels of NR columns, [panel][k][NR], zeros beyond the last column. A tile of
-MR × NR results stays in registers over all of k. Memory traffic: a panel (k · NR · 4 bytes) is
-read from L1 or L2 for each tile of MR rows; a block of rows is sized to stay in L2 while all
-panels pass by, so that A and C move once and B once per block:
+B comes in panels of NR columns (:mod:`deuteron.kernels.cpu.packing`). A tile of MR × NR results
+stays in registers over a stretch of k. A stretch of a panel is sized to stay in L1 while the
+rows of a block pass by, and a block of rows to stay in L2 while all panels pass by; sums that
+wait for the next stretch are kept as float32 beside it. So A and C move once and B once per block:
 
-    bytes ≈ 4 · (M·K + K·N · ⌈M / block⌉ + M·N · (1 + residual))
+    bytes ≈ size · M·K + 4 · K·N · ⌈M / block⌉ + size · M·N · (1 + residual)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 import torch
+from llvmlite import ir
 
 from deuteron.codegen import openmp
 from deuteron.codegen.llvm import (
@@ -28,6 +30,7 @@ from deuteron.codegen.llvm import (
     I32,
     I64,
     PTR,
+    VOID,
     Code,
     Loaded,
     Value,
@@ -38,8 +41,13 @@ from deuteron.codegen.llvm import (
     width,
 )
 from deuteron.kernels.cpu.epilogue import Epilogue
+from deuteron.kernels.cpu.packing import Packed
+from deuteron.kernels.cpu.scratch import scratch
+from deuteron.kernels.cpu.stored import Stored
 
 L2_BYTES = 400_000  # the part of a core's L2 that a block of rows may fill
+STRETCH = 512  # numbers of k whose panel stays in L1 beside the rows
+WHOLE = 1024  # a k up to this is one stretch
 SERIAL_FLOPS = 1e5  # below this a second thread costs more than it brings
 
 
@@ -55,12 +63,24 @@ class Tile:
         return self.vectors * width()
 
 
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for: ``stored`` is the element type of A, C and R, ``panel``
+    that of the packed factor."""
+
+    tile: Tile
+    epilogue: Epilogue
+    stored: str = "f32"
+    panel: str = "f32"
+
+
 # ---- the kernel --------------------------------------------------------------------------------
 
 
 def accumulate(
-    c: Code, tile: Tile, acc: list[list[Value]], runs: list[Value], panel: Value, length: Value
-) -> None:
+    c: Code, tile: Tile, acc: list[list[Value]], runs: list[Value], panel: Value, length: Value,
+    of: Stored, packed: Stored,
+) -> None:  # fmt: skip
     """acc[i] += runs[i][k] · panel[k] for k below ``length``; ``panel`` is a variable that ends
     up behind what was read."""
     n, rows, vectors = width(), tile.rows, tile.vectors
@@ -71,72 +91,111 @@ def accumulate(
         c.b.store(c.fma(column, x, c.get(acc[i][j], vec(n))), acc[i][j])
 
     def columns(base: Value, k: int) -> list[Value]:
-        return [c.load(c.at(base, (k * vectors + j) * n), n) for j in range(vectors)]
+        return [packed.load(packed.at(base, (k * vectors + j) * n), n) for j in range(vectors)]
 
     with c.loop(0, whole, step) as k:
         base = c.get(panel, PTR)
         if has_lanes():  # a vector of each row, multiplied lane by lane
-            xs = [c.load(c.at(runs[i], k), n) for i in range(rows)]
+            xs = [of.load(of.at(runs[i], k), n) for i in range(rows)]
             for lane in range(step):
                 for j in range(vectors):
-                    column = c.load(c.at(base, (lane * vectors + j) * n), n)
+                    column = packed.load(packed.at(base, (lane * vectors + j) * n), n)
                     for i in range(rows):
                         multiply(i, j, c.lane(xs[i], lane), column)
         else:  # broadcasting loads
             for lane in range(step):
                 here = columns(base, lane)
                 for i in range(rows):
-                    x = c.splat(c.load(c.at(runs[i], k, lane)), n)
+                    x = c.splat(of.load(of.at(runs[i], k, lane)), n)
                     for j in range(vectors):
                         multiply(i, j, x, here[j])
-        c.put(panel, c.at(base, step * vectors * n))
+        c.put(panel, packed.at(base, step * vectors * n))
     with c.loop(whole, length) as k:
         base = c.get(panel, PTR)
         here = columns(base, 0)
         for i in range(rows):
-            x = c.splat(c.load(c.at(runs[i], k)), n)
+            x = c.splat(of.load(of.at(runs[i], k)), n)
             for j in range(vectors):
                 multiply(i, j, x, here[j])
-        c.put(panel, c.at(base, vectors * n))
+        c.put(panel, packed.at(base, vectors * n))
 
 
-def _product(module: object, tile: Tile, epilogue: Epilogue) -> Code:
+def _prefetch(c: Code, where: Value) -> None:
+    """Ask for a line of memory that is read when the sums are done. (Not for one that is then
+    written: whole lines are written without being read first, unless they were asked for.)"""
+    name = "llvm.prefetch.p0"
+    fn = c.module.globals.get(name)
+    if fn is None:
+        fn = ir.Function(c.module, ir.FunctionType(VOID, [PTR, I32, I32, I32]), name)
+    c.b.call(fn, [where, *(ir.Constant(I32, x) for x in (0, 3, 1))])
+
+
+def _product(module: object, form: Form) -> Code:
     """One tile: (A, offsets, segments, length, B, C, C offsets, bias, R, R offsets, zeros,
-    columns) → MR rows of up to NR results."""
+    columns, sums, first, last) → MR rows of up to NR results, or of sums if not ``last``."""
+    tile, epilogue = form.tile, form.epilogue
     n, rows, vectors = width(), tile.rows, tile.vectors
-    c = Code(module, "tile", [PTR, PTR, I64, I64] + [PTR] * 7 + [I64], internal=True)
-    a, table, segments, length, b, out, outs, bias, res, ress, zeros, columns = c.args
+    c = Code(module, "tile", [PTR, PTR, I64, I64] + [PTR] * 7 + [I64, PTR, I64, I64],
+             internal=True)  # fmt: skip
+    (a, table, segments, length, b, out, outs, bias, res, ress, zeros, columns, sums, first,
+     last) = c.args  # fmt: skip
+    of, packed = Stored(c, form.stored), Stored(c, form.panel)
     acc = [[c.variable(vec(n)) for _ in range(vectors)] for _ in range(rows)]
-    for j in range(vectors):
-        start = c.load(c.at(bias, j * n), n)
-        for i in range(rows):
-            c.b.store(start, acc[i][j])
-    panel = c.variable(PTR, b)
-    with c.loop(0, segments) as s:
-        runs = []
-        for i in range(rows):
-            where = c.index(table, c.add(c.mul(s, rows), i))
-            runs.append(c.b.select(c.cmp("<", where, 0), zeros, c.at(a, where)))
-        accumulate(c, tile, acc, runs, panel, length)
-
     nowhere = c.variable(F32, count=tile.columns)
 
     def places(i: int | Value) -> tuple[Value, Value]:
         """Where row ``i`` of the result goes and where its residual is."""
         to = c.index(outs, i)
-        to = c.b.select(c.cmp("<", to, 0), nowhere, c.at(out, to))
+        to = c.b.select(c.cmp("<", to, 0), nowhere, of.at(out, to))
         if not epilogue.residual:
             return to, to
         other = c.index(ress, i)
-        return to, c.b.select(c.cmp("<", other, 0), zeros, c.at(res, other))
+        return to, c.b.select(c.cmp("<", other, 0), zeros, of.at(res, other))
+
+    def begin() -> None:
+        for j in range(vectors):
+            start = c.load(c.at(bias, j * n), n)
+            for i in range(rows):
+                c.b.store(start, acc[i][j])
+
+    def resume() -> None:
+        for i in range(rows):
+            for j in range(vectors):
+                c.b.store(c.load(c.at(sums, i * tile.columns + j * n), n), acc[i][j])
+
+    def keep() -> None:
+        for i in range(rows):
+            for j in range(vectors):
+                c.store(c.get(acc[i][j], vec(n)), c.at(sums, i * tile.columns + j * n))
+
+    c.either(c.cmp("!=", first, 0), begin, resume)
+    if epilogue.residual:
+        with c.when(c.cmp("!=", last, 0)):
+            for i in range(rows):
+                _prefetch(c, places(i)[1])
+    panel = c.variable(PTR, b)
+    with c.loop(0, segments) as s:
+        where = [c.index(table, c.add(c.mul(s, rows), i)) for i in range(rows)]
+        everywhere = where[0]
+        for one in where[1:]:
+            everywhere = c.b.and_(everywhere, one)
+
+        def skip() -> None:
+            c.put(panel, packed.at(c.get(panel, PTR), c.mul(length, tile.columns)))
+
+        def go() -> None:
+            runs = [c.b.select(c.cmp("<", w, 0), zeros, of.at(a, w)) for w in where]
+            accumulate(c, tile, acc, runs, panel, length, of, packed)
+
+        c.either(c.cmp("<", everywhere, 0), skip, go)
 
     def at_once() -> None:
         for i in range(rows):
             to, other = places(i)
             for j in range(vectors):
-                r = c.load(c.at(other, j * n), n) if epilogue.residual else None
+                r = of.load(of.at(other, j * n), n) if epilogue.residual else None
                 x = epilogue.emit(c, c.get(acc[i][j], vec(n)), r)
-                c.store(x, c.at(to, j * n))
+                of.store(x, of.at(to, j * n))
 
     def in_a_loop() -> None:
         """By vectors, the last of which may be cut; nothing beyond ``columns`` is touched."""
@@ -153,32 +212,36 @@ def _product(module: object, tile: Tile, epilogue: Epilogue) -> Code:
                 r = None
                 if epilogue.residual:
                     with c.when(c.b.not_(full)), c.loop(0, left) as k:
-                        c.store(c.load(c.at(other, j, k)), c.at(cut_in, k))
-                    r = c.load(c.b.select(full, c.at(other, j), cut_in), n)
+                        of.store(of.load(of.at(other, j, k)), of.at(cut_in, k))
+                    r = of.load(c.b.select(full, of.at(other, j), cut_in), n)
                 x = epilogue.emit(c, c.load(c.at(held, c.mul(i, tile.columns), j), n), r)
-                c.store(x, c.b.select(full, c.at(to, j), cut_out))
+                of.store(x, c.b.select(full, of.at(to, j), cut_out))
                 with c.when(c.b.not_(full)), c.loop(0, left) as k:
-                    c.store(c.load(c.at(cut_out, k)), c.at(to, j, k))
+                    of.store(of.load(of.at(cut_out, k)), of.at(to, j, k))
 
-    if epilogue.heavy:
-        in_a_loop()
-    else:
-        c.either(c.cmp("==", columns, tile.columns), at_once, in_a_loop)
+    def finish() -> None:
+        if epilogue.heavy:
+            in_a_loop()
+        else:
+            c.either(c.cmp("==", columns, tile.columns), at_once, in_a_loop)
+
+    c.either(c.cmp("!=", last, 0), finish, keep)
     c.ret()
     return c
 
 
-def _write(module: object, tile: Tile, epilogue: Epilogue) -> None:
-    product = _product(module, tile, epilogue)
-    wide = tile.columns
+def _write(module: object, form: Form) -> None:
+    product, tile = _product(module, form), form.tile
+    wide, each = tile.columns, tile.rows * tile.columns
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        a, table, b, out, outs, bias, res, ress, zeros = (
-            c.pointer(words, openmp.HEAD + i) for i in range(9)
+        a, table, b, out, outs, bias, res, ress, zeros, room, starts = (
+            c.pointer(words, openmp.HEAD + i) for i in range(11)
         )
-        segments, length, count, columns, groups, a_step, c_step, block, by_columns = (
-            c.word(words, openmp.HEAD + 9 + i) for i in range(9)
+        segments, length, count, columns, groups, block, stretch, by_columns = (
+            c.word(words, openmp.HEAD + 11 + i) for i in range(8)
         )
+        of, packed = Stored(c, form.stored), Stored(c, form.panel)
         depth = c.mul(segments, length)
         panels = c.div(c.add(columns, wide - 1), wide)
         everything = c.mul(groups, panels)
@@ -188,50 +251,45 @@ def _write(module: object, tile: Tile, epilogue: Epilogue) -> None:
             p_share, (c.i(0), everything), strict=True))  # fmt: skip
         m0, m1 = (c.b.select(split, all_, mine) for mine, all_ in zip(
             m_share, (c.i(0), count), strict=True))  # fmt: skip
-        with c.loop(m0, m1, block) as first, c.loop(p0, p1) as p:
-            last = c.least(m1, c.add(first, block))
+        kept = c.at(room, c.mul(thread, everything, block, each))
+        with c.loop(m0, m1, block) as top, c.loop(0, segments, stretch) as s, c.loop(p0, p1) as p:
+            bottom = c.least(m1, c.add(top, block))
+            here = c.least(c.sub(segments, s), stretch)
+            first = c.b.zext(c.cmp("==", s, 0), I64)
+            last = c.b.zext(c.cmp("==", c.add(s, here), segments), I64)
             group = c.div(p, panels)
-            column = c.mul(c.sub(p, c.mul(group, panels)), wide)
-            here = c.least(c.sub(columns, column), wide)
-            shift = c.add(c.mul(group, c_step), column)
-            with c.loop(first, last) as m:
+            inside = c.sub(p, c.mul(group, panels))
+            column = c.mul(inside, wide)
+            a_at, b_at, c_at, r_at = (c.word(starts, c.add(c.mul(group, 4), i)) for i in range(4))
+            panel = c.add(c.mul(b_at, panels), inside)
+            factor = packed.at(b, c.mul(c.add(c.mul(panel, depth), c.mul(s, length)), wide))
+            sums = c.at(kept, c.mul(c.sub(p, p0), block, each))
+            with c.loop(top, bottom) as m:
                 c.call(
                     product,
-                    c.at(a, c.mul(group, a_step)),
-                    c.at(table, c.mul(m, segments, tile.rows), of=I32),
-                    segments, length, c.at(b, c.mul(p, wide, depth)), c.at(out, shift),
-                    c.at(outs, c.mul(m, tile.rows), of=I32), c.at(bias, c.mul(p, wide)),
-                    c.at(res, shift), c.at(ress, c.mul(m, tile.rows), of=I32), zeros, here,
+                    of.at(a, a_at),
+                    c.at(table, c.mul(c.add(c.mul(m, segments), s), tile.rows), of=I32),
+                    here, length, factor, of.at(out, c_at, column),
+                    c.at(outs, c.mul(m, tile.rows), of=I32), c.at(bias, c.mul(panel, wide)),
+                    of.at(res, r_at, column), c.at(ress, c.mul(m, tile.rows), of=I32), zeros,
+                    c.least(c.sub(columns, column), wide),
+                    c.at(sums, c.mul(c.sub(m, top), each)), first, last,
                 )  # fmt: skip
 
     entry(module, "run", body)
 
 
-def compiled(tile: Tile, epilogue: Epilogue) -> Loaded:
-    """The kernel for a tile and an epilogue; every shape runs through it."""
-    name = f"matmul {tile.rows}x{tile.vectors} of {width()} {epilogue.key}"
-    return load(name, lambda module: _write(module, tile, epilogue))
+def compiled(form: Form) -> Loaded:
+    """The kernel for a tile, an epilogue and element types; every shape runs through it."""
+    tile = form.tile
+    name = (
+        f"matmul {tile.rows}x{tile.vectors} of {width()} {form.epilogue.key} "
+        f"{form.stored} by {form.panel}"
+    )
+    return load(name, lambda module: _write(module, form))
 
 
 # ---- what it is given --------------------------------------------------------------------------
-
-
-def pack(weight: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """[groups, N, K] → panels [groups · ⌈N / NR⌉, K, NR], zeros beyond N."""
-    groups, n, k = weight.shape
-    panels = -(-n // tile.columns)
-    full = torch.zeros(groups, panels * tile.columns, k)
-    full[:, :n] = weight
-    split = full.view(groups, panels, tile.columns, k)
-    return split.transpose(2, 3).reshape(groups * panels, k, tile.columns).contiguous()
-
-
-def pack_bias(bias: torch.Tensor | None, groups: int, n: int, tile: Tile) -> torch.Tensor:
-    panels = -(-n // tile.columns)
-    full = torch.zeros(groups, panels * tile.columns)
-    if bias is not None:
-        full[:, :n] = bias.reshape(groups, n)
-    return full.reshape(-1).contiguous()
 
 
 def in_tiles(offsets: np.ndarray, tile: Tile) -> torch.Tensor:
@@ -263,40 +321,69 @@ def zeros(length: int) -> torch.Tensor:
 @dataclass(frozen=True)
 class Rows:
     """Where the rows of a product are: offsets [rows, segments] of A, and [rows, 1] of C and R.
-    ``a_step`` and ``c_step`` lead from one group to the next."""
+
+    ``groups`` [groups, 4] says where each of several products of the same shape begins: the
+    offset of its A, the number of its matrix among the packed ones, the offsets of its C and R.
+    """
 
     a: np.ndarray
     c: np.ndarray
     r: np.ndarray | None
     length: int
-    a_step: int = 0
-    c_step: int = 0
+    groups: np.ndarray = field(default_factory=lambda: np.zeros((1, 4), np.int64))
+
+
+def in_pieces(rows: Rows) -> tuple[np.ndarray, int, int]:
+    """Offsets of A with long runs cut into equal pieces, their length, and how many of them are
+    a stretch. A run that has no fitting divisor stays whole."""
+    k = rows.a.shape[1] * rows.length
+    if k <= WHOLE:
+        return rows.a, rows.length, max(rows.a.shape[1], 1)
+    fitting = [d for d in range(STRETCH, STRETCH // 4, -1) if rows.length % d == 0 and d % 4 == 0]
+    length = fitting[0] if rows.length > STRETCH and fitting else rows.length
+    cuts = np.arange(rows.length // length, dtype=np.int64) * length
+    offsets = np.where(rows.a[:, :, None] < 0, -1, rows.a[:, :, None] + cuts)
+    return offsets.reshape(len(rows.a), -1), length, max(1, STRETCH // length)
+
+
+def rows_of_block(k: int, columns: int, tile: Tile) -> int:
+    """Tiles of rows whose A (``k`` of it at a time) and sums or results stay in L2."""
+    return max(1, L2_BYTES // (4 * max(k + columns, 1) * tile.rows))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """``run(A, C, R, B, bias)`` over addresses; the scratch it needs, in bytes. B and the bias
+    are not looked at if they were packed before."""
+
+    run: Callable[[int, int, int, int, int], None]
+    workspace: int
 
 
 def prepare(
-    rows: Rows,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: Epilogue,
-    tile: Tile,
-    by_columns: bool,
-) -> Callable[[int, int, int], None]:
-    """``run(A, C, R)`` over addresses, for ``weight`` [groups, N, K] packed now."""
-    groups, n, k = weight.shape
-    count, segments = rows.a.shape
-    panels, starts = pack(weight.float(), tile), pack_bias(bias, groups, n, tile)
-    table, outs = in_tiles(rows.a, tile), in_tiles(rows.c, tile)
+    rows: Rows, columns: int, factor: Packed, bias: Packed, form: Form, by_columns: bool
+) -> Prepared:
+    """A product of ``rows`` with a packed factor of so many columns."""
+    tile, count, groups = form.tile, len(rows.a), len(rows.groups)
+    offsets, length, stretch = in_pieces(rows)
+    segments = offsets.shape[1]
+    table, outs = in_tiles(offsets, tile), in_tiles(rows.c, tile)
     ress = outs if rows.r is None else in_tiles(rows.r, tile)
-    empty = zeros(max(rows.length, tile.columns, 64))
-    block = max(1, L2_BYTES // (4 * max(k, 1) * tile.rows))
-    threaded = 2.0 * count * groups * n * k > SERIAL_FLOPS
-    call = openmp.launcher(compiled(tile, epilogue), "run", threaded)
-    held = (panels, starts, table, outs, ress, empty)
-    b, start, t, o, r, z = (tensor.data_ptr() for tensor in held)
-    sizes = (segments, rows.length, table.shape[0], n, groups, rows.a_step, rows.c_step, block,
-             int(by_columns))  # fmt: skip
+    starts = torch.from_numpy(np.ascontiguousarray(rows.groups, np.int64))
+    empty = zeros(max(length, tile.columns, 64))
+    panels = groups * -(-columns // tile.columns)
+    cut = stretch < segments
+    at_a_time = min(stretch, segments) * length
+    block = min(rows_of_block(at_a_time, columns if cut else 0, tile), max(table.shape[0], 1))
+    kept = panels * block * tile.rows * tile.columns if cut else 0
+    threaded = 2.0 * count * groups * columns * segments * length > SERIAL_FLOPS
+    call = openmp.launcher(compiled(form), "run", threaded)
+    held = (table, outs, ress, empty, starts)
+    t, o, r, z, at = (tensor.data_ptr() for tensor in held)
+    sizes = (segments, length, table.shape[0], columns, groups, block, stretch, int(by_columns))
 
-    def run(a: int, out: int, residual: int, held: object = held) -> None:
-        call(a, t, b, out, o, start, residual, r, z, *sizes)
+    def run(a: int, out: int, residual: int, b: int, start: int, held: object = held) -> None:
+        room = scratch(kept * torch.get_num_threads(), "sums").data_ptr() if kept else 0
+        call(a, t, factor(b), out, o, bias(start), residual, r, z, room, at, *sizes)
 
-    return run
+    return Prepared(run, 4 * kept * torch.get_num_threads())

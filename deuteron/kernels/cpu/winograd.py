@@ -21,13 +21,15 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from deuteron.codegen import openmp
 from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, width
 from deuteron.kernels.cpu.conv import Image
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import Rows, Tile, prepare, row_offsets, zeros
+from deuteron.kernels.cpu.matmul import Form, Rows, Tile, prepare, row_offsets, zeros
+from deuteron.kernels.cpu.packing import bias_now, packed_now
 from deuteron.kernels.cpu.scratch import scratch
 
 POINTS = {2: ("1", "-1"), 4: ("3/2", "-3/2", "2/3", "-2/3")}  # and 0, and infinity; in pairs
@@ -283,8 +285,12 @@ def prepare_winograd(
     (_, channels, height, breadth), (_, k, oh, ow) = x.shape, y.shape
     chunk, total = chunk_of(x.shape, y.shape, m)
     inner = row_offsets((chunk,), (channels,)), row_offsets((chunk,), (k,))
-    rows = Rows(*inner, None, channels, chunk * channels, chunk * k)
-    product = prepare(rows, transformed(weight, m), None, Epilogue(), tile, by_columns=True)
+    number = np.arange((m + 2) ** 2, dtype=np.int64)
+    starts = np.stack([number * chunk * channels, number, number * chunk * k, number * 0], 1)
+    product = prepare(
+        Rows(*inner, None, channels, starts), k, packed_now(transformed(weight, m), tile.columns),
+        bias_now(None, len(number), k, tile.columns), Form(tile, Epilogue()), by_columns=True,
+    ).run  # fmt: skip
     first, last = (openmp.launcher(kernel, "run") for kernel in compiled(m, epilogue))
     start = torch.zeros(k) if bias is None else bias.contiguous()
     held = (start, zeros(max(channels, k, 64)))
@@ -296,14 +302,14 @@ def prepare_winograd(
     def run(
         t: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, held: object = held
     ) -> None:
-        u = scratch(u_size + p_size + torch.get_num_threads() * k).data_ptr()
+        u = scratch(u_size + p_size + torch.get_num_threads() * k, "winograd").data_ptr()
         p = u + 4 * u_size
         nowhere = p + 4 * p_size
         source, to, other = t.data_ptr(), out.data_ptr(), residual.data_ptr()
         for begin in range(0, total, chunk):
             here = (begin, min(chunk, total - begin), down, across)
             first(source, u, z, *here, height, breadth, channels, *padding, *xs, chunk * channels)
-            product(u, p, p)
+            product(u, p, p, 0, 0)
             last(p, to, b, other, z, nowhere, *here, oh, ow, k, *ys, *rs, chunk * k)
 
     return run

@@ -1,0 +1,193 @@
+"""The second factor of a product as panels: [matrix][⌈N / NR⌉][K][NR], zeros beyond column N.
+
+A factor that never changes is packed once, when the plan is built. One that arrives with every
+call is packed into scratch memory by a kernel of this file first:
+
+    bytes = (size of an element + 4) · K · N per call
+
+in one of three ways: ``along`` if columns lie side by side (a row of a panel is a run of
+memory), ``across`` if k does (blocks of 4×4 are turned in registers), ``scattered`` otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deuteron.codegen import openmp
+from deuteron.codegen.llvm import Code, Loaded, Value, entry, load, width
+from deuteron.kernels.cpu.scratch import scratch
+from deuteron.kernels.cpu.stored import Stored
+
+Packed = Callable[[int], int]  # the address of a factor → the address of its panels
+SERIAL_NUMBERS = 8192  # fewer are packed sooner than a second thread wakes up
+
+
+# ---- writing panels ----------------------------------------------------------------------------
+
+
+def across(
+    c: Code, of: Stored, source: Value, step: Value, columns: Value, depth: Value, to: Value,
+    wide: int,
+) -> None:  # fmt: skip
+    """Panels of a factor whose k lies side by side and whose columns are ``step`` apart."""
+    whole_n, whole_k = (c.sub(x, c.rem(x, 4)) for x in (columns, depth))
+
+    def place(column: Value, k: Value) -> Value:
+        panel = c.div(column, wide)
+        inside = c.sub(column, c.mul(panel, wide))
+        return c.at(to, c.mul(c.add(c.mul(panel, depth), k), wide), inside)
+
+    with c.loop(0, whole_n, 4) as n:
+        with c.loop(0, whole_k, 4) as k:
+            rows = [of.load(of.at(source, c.mul(c.add(n, i), step), k), 4) for i in range(4)]
+            low = [c.shuffle(rows[i], rows[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
+            high = [c.shuffle(rows[i], rows[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
+            turned = [c.shuffle(*half, order) for half in (low, high)
+                      for order in ((0, 1, 4, 5), (2, 3, 6, 7))]  # fmt: skip
+            for i, row in enumerate(turned):
+                c.store(row, place(n, c.add(k, i)))
+        with c.loop(whole_k, depth) as k:
+            for i in range(4):
+                one = of.load(of.at(source, c.mul(c.add(n, i), step), k))
+                c.store(one, place(c.add(n, i), k))
+    with c.loop(whole_n, columns) as n, c.loop(0, depth) as k:
+        c.store(of.load(of.at(source, c.mul(n, step), k)), place(n, k))
+    filled = c.mul(c.div(c.add(columns, wide - 1), wide), wide)
+    with c.loop(columns, filled) as n, c.loop(0, depth) as k:
+        c.store(c.f(0.0), place(n, k))
+
+
+def along(
+    c: Code, of: Stored, source: Value, step: Value, depth: Value, columns: Value, to: Value,
+    wide: int,
+) -> None:  # fmt: skip
+    """Panels of a factor whose columns lie side by side and whose k is ``step`` apart."""
+    n = width()
+    whole = c.mul(c.div(columns, wide), wide)
+    with c.loop(0, depth) as k:
+        row = of.at(source, c.mul(k, step))
+        with c.loop(0, whole, wide) as column:
+            for j in range(0, wide, n):
+                there = c.at(to, c.mul(column, depth), c.mul(k, wide), j)
+                c.store(of.load(of.at(row, column, j), n), there)
+        with c.when(c.cmp("<", whole, columns)):
+            there = c.at(to, c.mul(whole, depth), c.mul(k, wide))
+            for j in range(0, wide, n):
+                c.store(c.f(0.0, n), c.at(there, j))
+            with c.loop(whole, columns) as column:
+                c.store(of.load(of.at(row, column)), c.at(there, c.sub(column, whole)))
+
+
+def _scattered(
+    c: Code, of: Stored, source: Value, step: Value, depth: Value, columns: Value, to: Value,
+    wide: int, places: Value,
+) -> None:  # fmt: skip
+    """One panel, number by number; ``places`` has the offset of every k."""
+    with c.loop(0, depth) as k:
+        row, there = of.at(source, c.index(places, k)), c.at(to, c.mul(k, wide))
+        with c.loop(0, columns) as n:
+            c.store(of.load(of.at(row, c.mul(n, step))), c.at(there, n))
+        with c.loop(columns, wide) as n:
+            c.store(c.f(0.0), c.at(there, n))
+
+
+def _write(module: object, way: str, short: str, wide: int) -> None:
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        source, to, starts, places = (c.pointer(words, openmp.HEAD + i) for i in range(4))
+        matrices, columns, depth, step_n, step_k = (
+            c.word(words, openmp.HEAD + 4 + i) for i in range(5)
+        )
+        of = Stored(c, short)
+        panels = c.div(c.add(columns, wide - 1), wide)
+        begin, end = c.share(c.mul(matrices, panels), thread, threads)
+        with c.loop(begin, end) as job:
+            matrix = c.div(job, panels)
+            column = c.mul(c.sub(job, c.mul(matrix, panels)), wide)
+            here = c.least(c.sub(columns, column), wide)
+            first = of.at(source, c.word(starts, matrix), c.mul(column, step_n))
+            panel = c.at(to, c.mul(job, depth, wide))
+            if way == "across":
+                across(c, of, first, step_n, here, depth, panel, wide)
+            elif way == "along":
+                along(c, of, first, step_k, depth, here, panel, wide)
+            else:
+                _scattered(c, of, first, step_n, depth, here, panel, wide, places)
+
+    entry(module, "run", body)
+
+
+def compiled(way: str, short: str, wide: int) -> Loaded:
+    name = f"pack {way} {short} in {wide} of {width()}"
+    return load(name, lambda module: _write(module, way, short, wide))
+
+
+# ---- what the product is given -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Where B[matrix, k, n] lies: ``starts[matrix] + places[k] + n · step``, in elements."""
+
+    starts: np.ndarray
+    places: np.ndarray
+    step: int
+    columns: int
+
+
+def way_of(factor: Factor) -> tuple[str, int]:
+    """How a factor is packed, and the step from one k to the next where there is one."""
+    gaps = set(np.diff(factor.places).tolist())
+    gap = gaps.pop() if gaps else 1
+    if factor.columns > 1 and factor.step != 1:
+        return ("scattered", 0) if gaps or gap != 1 else ("across", 1)
+    return ("scattered", 0) if gaps else ("along", gap)
+
+
+def room(factor: Factor, wide: int) -> int:
+    """Floats that the panels take."""
+    return len(factor.starts) * -(-factor.columns // wide) * wide * len(factor.places)
+
+
+def packed_at_call(factor: Factor, short: str, wide: int, name: str) -> Packed:
+    """Packs the factor anew at every call, into the scratch memory called ``name``."""
+    way, gap = way_of(factor)
+    starts = torch.from_numpy(np.ascontiguousarray(factor.starts, np.int64))
+    places = torch.from_numpy(np.ascontiguousarray(factor.places, np.int32))
+    floats = room(factor, wide)
+    call = openmp.launcher(compiled(way, short, wide), "run", floats > SERIAL_NUMBERS)
+    s, p = starts.data_ptr(), places.data_ptr()
+    sizes = (len(starts), factor.columns, len(places), factor.step, gap)
+
+    def pack(source: int, held: object = (starts, places)) -> int:
+        to = scratch(floats, name).data_ptr()
+        call(source, to, s, p, *sizes)
+        return to
+
+    return pack
+
+
+def packed_now(weight: torch.Tensor, wide: int, kind: torch.dtype = torch.float32) -> Packed:
+    """Panels of a factor [matrices, N, K] that never changes."""
+    matrices, n, k = weight.shape
+    panels = -(-n // wide)
+    full = torch.zeros(matrices, panels * wide, k, dtype=kind)
+    full[:, :n] = weight
+    held = full.view(matrices, panels, wide, k).transpose(2, 3).contiguous()
+    address = held.data_ptr()
+    return lambda _, held=held: address  # type: ignore[misc]
+
+
+def bias_now(bias: torch.Tensor | None, matrices: int, n: int, wide: int) -> Packed:
+    """The bias as panels of a single k, in float32; zeros where there is none."""
+    given = torch.zeros(matrices, n) if bias is None else bias.reshape(matrices, n).float()
+    return packed_now(given.unsqueeze(2), wide)
+
+
+def bias_at_call(matrices: int, n: int, short: str, wide: int) -> Packed:
+    """The same for a bias that arrives with every call."""
+    factor = Factor(np.arange(matrices) * n, np.zeros(1, np.int64), 1, n)
+    return packed_at_call(factor, short, wide, "bias")
