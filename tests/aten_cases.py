@@ -156,6 +156,13 @@ MATH = [
       for d in (None, [1])),
     case("linalg_vector_norm.default", X.half() * 400, 2, [-1], True),
     *(case(f"{n}.default", X, Y, r) for n in ("mse_loss", "l1_loss") for r in (0, 1, 2)),
+    *(case(f"{n}.default", v, d) for n in ("cumsum", "cumprod") for v, d in ((X, 1), (INT, -1))),
+    case("cumsum.default", X, 0, dtype=f64), case("cumsum.default", S, 0),
+    *(case(f"{n}.default", X, d, take=(0, 1)) for n in ("cummax", "cummin") for d in (0, -1)),
+    case("sort.default", X, take=(0, 1)), case("sort.default", X, 0, True, take=(0, 1)),
+    case("sort.stable", X, stable=True, dim=1, take=(0, 1)), case("argsort.default", X, 1),
+    case("argsort.stable", INT, stable=True, dim=1), case("topk.default", X, 2, take=(0, 1)),
+    case("topk.default", X, 1, 0, False, take=(0, 1)), case("histc.default", X, 5, -1, 1),
 ]  # fmt: skip
 
 SHAPE = [
@@ -364,9 +371,8 @@ KEPT = [
     case("native_layer_norm.default", X, [4], None, None, 1e-3, take=(0, 1)),
     case("instance_norm.default", IMG, None, None, t(4), pos(4), True, 0.1, 1e-3, True),
     case("upsample_bilinear2d.default", IMG, [9, 9], False, 1.5, None),
-    case("cumsum.default", X, 1), case("roll.default", X, [1], [1]),
+    case("histc.default", X, 5), case("roll.default", X, [1], [1]),
     case("einsum.default", "bij,bkj->bik", [X, Y]),
-    case("sort.default", X, take=(0, 1)), case("topk.default", X, 2, take=(0, 1)),
     case("erfc.default", X),
     case("as_strided.default", X, [2, 2], [1, 2]), case("diagonal.default", t(3, 4)),
 ]  # fmt: skip

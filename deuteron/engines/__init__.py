@@ -13,11 +13,13 @@ from deuteron.engines.cpu_gen import CpuGen
 from deuteron.engines.inductor import InductorEngine
 from deuteron.engines.torch_engine import TorchEngine
 from deuteron.engines.triton_gen import TritonGen
+from deuteron.engines.triton_kernels import TritonKernels
 from deuteron.engines.vendor_fused import VendorFused
 from deuteron.errors import EngineError
 
 BUILT_IN: tuple[Engine, ...] = (
-    TorchEngine(), VendorFused(), TritonGen(), CpuGen(), CpuGemm(), InductorEngine(),
+    TorchEngine(), VendorFused(), TritonGen(), TritonKernels(), CpuGen(), CpuGemm(),
+    InductorEngine(),
 )  # fmt: skip
 _added: list[Engine] = []
 

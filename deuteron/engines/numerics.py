@@ -14,7 +14,6 @@ from deuteron.policy import Policy
 UNORDERED = frozenset(
     {
         "scatter_add",
-        "embedding_grad",
         "max_pool_grad",
         "avg_pool_grad",
         "adaptive_avg_pool_grad",

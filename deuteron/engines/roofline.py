@@ -165,6 +165,9 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
 OVERHEAD = {  # seconds a call costs beyond its work
     ("conv", "cpu"): 1.2e-4,  # oneDNN looks up its primitive and packs the weight at every call
     ("linear", "cpu"): 8e-6, ("matmul", "cpu"): 6e-6,
+    # a dozen launches more
+    ("layer_norm_grad", "cuda"): 2.5e-5, ("rms_norm_grad", "cuda"): 2e-5,
+    ("group_norm_grad", "cuda"): 2.5e-5, ("instance_norm_grad", "cuda"): 2.5e-5,
 }  # fmt: skip
 
 SLOW = {  # operators whose library kernels stay well under the roofline
@@ -173,5 +176,12 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("max_pool", "cpu"): 0.2, ("resize", "cpu"): 0.2, ("to_layout", "cpu"): 0.4,
     ("conv", "cpu"): 0.6, ("linear", "cpu"): 0.85, ("matmul", "cpu"): 0.85,
     ("attention", "cpu"): 0.4, ("concat", "cuda"): 0.7, ("gelu", "cpu"): 0.3,
-    ("layer_norm", "cpu"): 0.6,
+    ("layer_norm", "cpu"): 0.6, ("rope", "cuda"): 0.15, ("rope", "cpu"): 0.25,
+    ("cumsum", "cuda"): 0.4, ("cumprod", "cuda"): 0.4,
+    ("batch_norm_train", "cuda"): 0.45, ("batch_norm_act", "cuda"): 0.3,
+    ("batch_norm_act_grad", "cuda"): 0.15,
+    ("group_norm", "cuda"): 0.5, ("instance_norm", "cuda"): 0.5,  # x is read twice
+    # a dozen calls on float32 copies of all operands
+    ("layer_norm_grad", "cuda"): 0.06, ("rms_norm_grad", "cuda"): 0.08,
+    ("group_norm_grad", "cuda"): 0.06, ("instance_norm_grad", "cuda"): 0.06,
 }  # fmt: skip

@@ -132,9 +132,30 @@ class TorchEngine:
             kernel = _out_kernel(region, region.nodes[0], ctx.device)
             if kernel is not None:
                 return kernel
-        if len(region.nodes) == 1:
-            return Kernel(_single(graph, region, ctx.device))
-        return Kernel(_sequence(graph, region, ctx.device))
+        fn = (_single if len(region.nodes) == 1 else _sequence)(graph, region, ctx.device)
+        low = any(graph.types[v].dtype.is_low for v in (*region.inputs, *region.outputs))
+        if ctx.device.type == "cpu" and low:
+            fn = _or_wider(fn, [graph.types[v].dtype.torch for v in region.outputs])
+        return Kernel(fn)
+
+
+def _or_wider(fn: Callable[..., Any], types: list[torch.dtype]) -> Callable[..., Any]:
+    """``fn``, or where torch has no kernel for 16-bit floats on a CPU, ``fn`` in float32."""
+
+    def wide(x: Any) -> Any:
+        low = isinstance(x, torch.Tensor) and x.is_floating_point() and x.element_size() < 4
+        return x.float() if low else x
+
+    def call(*xs: Any) -> Any:
+        try:
+            return fn(*xs)
+        except NotImplementedError:
+            found = fn(*map(wide, xs))
+        results = found if isinstance(found, tuple) else (found,)
+        cast = tuple(r.to(t) for r, t in zip(results, types, strict=True))
+        return cast if isinstance(found, tuple) else cast[0]
+
+    return call
 
 
 def _operand(graph: Graph, node: Node, value: str | None, device: torch.device) -> tuple[bool, Any]:
@@ -155,6 +176,8 @@ def _operand(graph: Graph, node: Node, value: str | None, device: torch.device) 
 def _as_number(graph: Graph, node: Node, value: str) -> bool:
     """Whether torch gives the promised element type if this constant is a Python number, which
     has less say in promotion than a rank-0 tensor."""
+    if node.op == "where" and value == node.inputs[0]:
+        return False  # a condition is a tensor
     if node.op in COMPARISONS:
         return value != node.inputs[0] and node.inputs[0] not in graph.constants
     operands = node.inputs[1:] if node.op == "where" else node.inputs

@@ -248,6 +248,43 @@ def _truth(op: str) -> Entry:
     return lambda b, x, dim=None, keepdim=False: b.wanted(_reduce(op, x, b, dim, keepdim))
 
 
+# ---- scans, order and counting -------------------------------------------------------------------
+
+
+def _scan(op: str) -> Entry:
+    """cumsum and cumprod. A scalar is its own scan."""
+
+    def entry(b: Site, x: Sym, dim: int, dt: torch.dtype | None) -> Any:
+        x = b.wanted(x)
+        return x if x.rank == 0 else b.call(op, x, axis=axis_of(dim, x.rank))
+
+    return entry
+
+
+def _scan_extreme(op: str) -> Entry:
+    def entry(b: Site, x: Sym, dim: int) -> Any:
+        b.need(x.rank > 0, f"{op} of a scalar")
+        return b.call(op, x, axis=axis_of(dim, x.rank))
+
+    return entry
+
+
+def _sort(b: Site, x: Sym, stable: bool | None, dim: int, descending: bool) -> Any:
+    """Always stable: one of the orders that torch may give, and the same every time."""
+    b.need(x.rank > 0, "sort of a scalar")
+    return b.sort(x, axis=axis_of(dim, x.rank), descending=descending)
+
+
+def _topk(b: Site, x: Sym, k: int, dim: int, largest: bool, in_order: bool) -> Any:
+    b.need(x.rank > 0, "topk of a scalar")
+    return b.topk(x, k=k, axis=axis_of(dim, x.rank), largest=largest)
+
+
+def _histc(b: Site, x: Sym, bins: int, low: Number, high: Number) -> Any:
+    b.need(low < high, "a range read from the data")
+    return b.wanted(b.histogram(x, bins=bins, low=low, high=high))
+
+
 # ---- losses that are a formula and a mean --------------------------------------------------------
 
 
@@ -325,6 +362,16 @@ TABLE: dict[str, Entry] = {
     **_spread("var_mean", _with_mean(_var)),
     **_spread("std_mean", _with_mean(_std)),
     "logsumexp.default": _logsumexp,
+    "cumsum.default": _scan("cumsum"),
+    "cumprod.default": _scan("cumprod"),
+    "cummax.default": _scan_extreme("cummax"),
+    "cummin.default": _scan_extreme("cummin"),
+    "sort.default": lambda b, x, dim, descending: _sort(b, x, False, dim, descending),
+    "sort.stable": _sort,
+    "argsort.default": lambda b, x, dim, down: _sort(b, x, False, dim, down)[1],
+    "argsort.stable": lambda b, x, stable, dim, down: _sort(b, x, stable, dim, down)[1],
+    "topk.default": _topk,
+    "histc.default": _histc,
     "linalg_vector_norm.default": _vector_norm,
     "mse_loss.default": lambda b, x, y, how: _mean_of(b, b.square(b.sub(x, y)), how),
     "l1_loss.default": lambda b, x, y, how: _mean_of(b, b.abs(b.sub(x, y)), how),

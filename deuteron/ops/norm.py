@@ -30,7 +30,7 @@ Gradients = list[Sym | None]
 # ---- what may be asked -----------------------------------------------------------------------
 
 
-def _check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
+def check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
     if not x.dtype.is_float or x.dtype.bits < 16:
         raise GraphError(
             f"{name} of {x.dtype.name} is not defined", remedy='cast first: cast(x, dtype="f32")'
@@ -44,7 +44,7 @@ def _check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
         raise GraphError(f"{name} needs eps of 0 or more, not {eps}", remedy="use eps=1e-5")
 
 
-def _check_params(name: str, x: TensorType, shape: Shape, params: Mapping[str, Any]) -> None:
+def check_params(name: str, x: TensorType, shape: Shape, params: Mapping[str, Any]) -> None:
     """Weights and statistics have one shape, and the element type of x or float32."""
     for slot, p in params.items():
         if p is not None and p.shape != shape:
@@ -90,7 +90,7 @@ def _check_spread(name: str, x: TensorType, count: int, remedy: str) -> Shape:
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _suggested(x: TensorType) -> str:
+def suggested(x: TensorType) -> str:
     """What torch calls the suggested memory format: "nhwc" for ranks 4 and 5 whose strides,
     gaps allowed, grow from the channels outwards."""
     if x.rank not in _FORMATS or not x.numel or x.strides[1] == 0:
@@ -103,9 +103,9 @@ def _suggested(x: TensorType) -> str:
     return "nhwc"
 
 
-def _in_order(y: Tensor, x: Tensor) -> Tensor:
+def in_order(y: Tensor, x: Tensor) -> Tensor:
     """``y`` in the suggested order, whatever the device's kernel chose."""
-    nhwc = _suggested(TensorType.from_tensor(x)) == "nhwc"
+    nhwc = suggested(TensorType.from_tensor(x)) == "nhwc"
     return y.contiguous(memory_format=_FORMATS[x.ndim] if nhwc else torch.contiguous_format)
 
 
@@ -140,18 +140,27 @@ def _as(b: Ops, x: Sym, shape: Shape) -> Sym:
     return x if x.shape == shape else b.reshape(x, shape=shape)
 
 
-def _summed(b: Ops, grad: Sym, lies: Shape, param: Sym) -> Sym:
-    """``grad`` summed to how a parameter lies in the form, then in that parameter's shape."""
+def _summed(b: Ops, grad: Sym, lies: Shape, param: TensorType) -> Sym:
+    """``grad`` summed to how a parameter lies in the form, then in that parameter's type."""
     total = b.unbroadcast(grad, TensorType.of(lies, grad.dtype))
     return b.to(_as(b, total, param.shape), param.dtype)
 
 
-def _gradients(
-    b: Ops, v: Vjp, form: Form, *, centred: bool = True, stats: tuple[Sym, Sym] | None = None
-) -> Gradients:
-    """Gradients for x, weight and bias, the first three inputs, through the statistics too.
-    Where ``stats`` gives mean and rstd they are not computed again."""
-    x, grad = _as(b, v.arg(0), form.work), _as(b, v.grad, form.work)
+class Wanted(NamedTuple):
+    """Which gradients are asked for: that of x, and of parameters by the types they have."""
+
+    x: bool
+    weight: TensorType | None
+    bias: TensorType | None
+
+
+def gradients(
+    b: Ops, x: Sym, grad: Sym, weight: Sym | None, form: Form, eps: float, wanted: Wanted,
+    *, centred: bool = True, stats: tuple[Sym, Sym] | None = None,
+) -> Gradients:  # fmt: skip
+    """Gradients for x, weight and bias, through the statistics too. Where ``stats`` gives mean
+    and rstd they are not computed again."""
+    source, x, grad = x.type, _as(b, x, form.work), _as(b, grad, form.work)
 
     def mean(of: Sym) -> Sym:
         out: Sym = b.mean(of, axes=form.axes, keepdim=True)
@@ -161,18 +170,18 @@ def _gradients(
         x, rstd = x - _as(b, stats[0], form.weight), _as(b, stats[1], form.weight)
     else:
         x = x - mean(x) if centred else x
-        rstd = b.rsqrt(mean(b.square(x)) + v.attrs["eps"])
+        rstd = b.rsqrt(mean(b.square(x)) + eps)
     hat = x * rstd
-    out: Gradients = [None] * len(v.ins)
-    if v.needs[0]:
-        inner = grad * _as(b, v.arg(1), form.weight) if v.has(1) else grad
+    out: Gradients = [None, None, None]
+    if wanted.x:
+        inner = grad if weight is None else grad * _as(b, weight, form.weight)
         flat = inner - mean(inner) if centred else inner
         dx = (flat - hat * mean(inner * hat)) * rstd
-        out[0] = b.to(_as(b, dx, v.arg(0).shape), v.arg(0).dtype)
-    if v.has(1) and v.needs[1]:
-        out[1] = _summed(b, grad * hat, form.weight, v.arg(1))
-    if v.has(2) and v.needs[2]:
-        out[2] = _summed(b, grad, form.weight, v.arg(2))
+        out[0] = b.to(_as(b, dx, source.shape), source.dtype)
+    if wanted.weight is not None:
+        out[1] = _summed(b, grad * hat, form.weight, wanted.weight)
+    if wanted.bias is not None:
+        out[2] = _summed(b, grad, form.weight, wanted.bias)
     return out
 
 
@@ -216,19 +225,19 @@ _GIVEN = ("mean", "var", "weight", "bias")
 _RUNNING = ("weight", "bias", "running_mean", "running_var")
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_type(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
 def _batch_infer(x: TensorType, *params: TensorType | None, eps: float) -> TensorType:
-    _check_x("batch_norm", x, 2, eps)
-    _check_params("batch_norm", x, x.shape[1:2], dict(zip(_GIVEN, params, strict=True)))
-    return x.with_layout(_suggested(x))
+    check_x("batch_norm", x, 2, eps)
+    check_params("batch_norm", x, x.shape[1:2], dict(zip(_GIVEN, params, strict=True)))
+    return x.with_layout(suggested(x))
 
 
 def _batch_reference(x: Tensor, *params: Tensor | None, eps: float) -> Tensor:
-    mean, var, weight, bias = (None if p is None else p.to(_wide(x)) for p in params)
-    return _in_order(F.batch_norm(x, mean, var, weight, bias, eps=eps), x)
+    mean, var, weight, bias = (None if p is None else p.to(wide_type(x)) for p in params)
+    return in_order(F.batch_norm(x, mean, var, weight, bias, eps=eps), x)
 
 
 def _batch_vjp(b: Ops, v: Vjp) -> Gradients:
@@ -244,7 +253,7 @@ def _batch_vjp(b: Ops, v: Vjp) -> Gradients:
         lambda: grad,
     )
     params = [
-        _summed(b, rule(), lies, v.arg(i)) if v.has(i) and v.needs[i] else None
+        _summed(b, rule(), lies, v.arg(i).type) if v.has(i) and v.needs[i] else None
         for i, rule in enumerate(rules, 1)
     ]
     return [b.to(grad * scale, v.arg(0).dtype) if v.needs[0] else None, *params]
@@ -252,36 +261,44 @@ def _batch_vjp(b: Ops, v: Vjp) -> Gradients:
 
 def _train_infer(x: TensorType, *params: TensorType | None, **attrs: Any) -> tuple[TensorType, ...]:
     name, running = "batch_norm_train", params[2:]
-    _check_x(name, x, 2, attrs["eps"])
-    _check_params(name, x, x.shape[1:2], dict(zip(_RUNNING, params, strict=True)))
+    check_x(name, x, 2, attrs["eps"])
+    check_params(name, x, x.shape[1:2], dict(zip(_RUNNING, params, strict=True)))
     if (running[0] is None) != (running[1] is None):
         raise GraphError(f"{name} was given one running statistic", remedy="give both or neither")
     _check_spread(name, x, x.shape[0] * prod(x.shape[2:]), "use a larger batch, or batch_norm")
     stat = TensorType.of(x.shape[1:2], float32 if x.dtype.is_low else x.dtype)
     new = (stat if r is None else stat.with_dtype(r.dtype) for r in running)
-    return x.with_layout(_suggested(x)), *new, stat, stat
+    return x.with_layout(suggested(x)), *new, stat, stat
 
 
 def _train_reference(
     x: Tensor, *params: Tensor | None, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
     running = params[2:]
-    unknown = torch.full(x.shape[1:2], torch.nan, dtype=_wide(x), device=x.device)
+    unknown = torch.full(x.shape[1:2], torch.nan, dtype=wide_type(x), device=x.device)
     if not x.numel():  # nothing to learn from: the running statistics stay
         old = [unknown if r is None else r for r in running]
         return torch.empty_like(x), *(t.clone() for t in (*old, unknown, unknown))
-    weight, bias = (None if p is None else p.to(_wide(x)) for p in params[:2])
-    new = [torch.zeros_like(unknown) if r is None else r.to(_wide(x), copy=True) for r in running]
+    weight, bias = (None if p is None else p.to(wide_type(x)) for p in params[:2])
+    new = [
+        torch.zeros_like(unknown) if r is None else r.to(wide_type(x), copy=True) for r in running
+    ]
     share = 1.0 if running[0] is None else momentum
     y, mean, rstd = torch.native_batch_norm(x, weight, bias, new[0], new[1], True, share, eps)
     new = [n if r is None else n.to(r.dtype) for n, r in zip(new, running, strict=True)]
-    return _in_order(y, x), *new, mean, rstd
+    return in_order(y, x), *new, mean, rstd
 
 
 def _train_vjp(b: Ops, v: Vjp) -> Gradients:
     if v.grads[0] is None:  # only statistics reach the loss, and those count as fixed
         return [None] * len(v.ins)
-    return _gradients(b, v, _channel_form(v.arg(0).shape, v.attrs, 0), stats=(v.outs[3], v.outs[4]))
+    form = _channel_form(v.arg(0).shape, v.attrs, 0)
+    weight, bias = (v.arg(i).type if v.has(i) and v.needs[i] else None for i in (1, 2))
+    found = gradients(
+        b, v.arg(0), v.grad, v.arg(1) if v.has(1) else None, form, v.attrs["eps"],
+        Wanted(v.needs[0], weight, bias), stats=(v.outs[3], v.outs[4]),
+    )  # fmt: skip
+    return [*found, None, None]
 
 
 BATCH = OpDef(
@@ -335,17 +352,28 @@ class Row(NamedTuple):
 def _define(row: Row) -> OpDef:
     slots = ("weight", "bias") if row.centred else ("weight",)
 
+    def vjp(b: Ops, v: Vjp) -> Gradients:
+        """One node for all: x and the gradient are then read once for dx and for the sums."""
+        weight = v.arg(1) if v.has(1) else None
+        bias = "none"
+        if v.has(2) and v.needs[2]:
+            bias = "same" if v.arg(2).dtype == v.arg(0).dtype else v.arg(2).dtype.short
+        results = b.call(f"{row.name}_grad", v.arg(0), v.grad, weight, bias=bias, **v.attrs)
+        rest = iter(results if isinstance(results, tuple) else (results,))
+        out: Gradients = [next(rest), None if weight is None else next(rest)]
+        return [*out, *rest, *[None] * len(v.ins)][: len(v.ins)]
+
     def infer(x: TensorType, *params: TensorType | None, **attrs: Any) -> TensorType:
-        _check_x(row.name, x, row.least_rank, attrs["eps"])
+        check_x(row.name, x, row.least_rank, attrs["eps"])
         shape = row.check(row.name, x, attrs)
-        _check_params(row.name, x, shape, dict(zip(slots, params, strict=True)))
-        return x.with_layout(_suggested(x)) if row.keeps_nhwc else x.with_layout("contiguous")
+        check_params(row.name, x, shape, dict(zip(slots, params, strict=True)))
+        return x.with_layout(suggested(x)) if row.keeps_nhwc else x.with_layout("contiguous")
 
     def reference(x: Tensor, *params: Tensor | None, **attrs: Any) -> Tensor:
         mixed = any(p is not None and p.dtype != x.dtype for p in params)
         args = (None if t is None else t.float() if mixed else t for t in (x, *params))
         y = row.torch(*args, **attrs).to(x.dtype)
-        return _in_order(y, x) if row.keeps_nhwc else y.contiguous()
+        return in_order(y, x) if row.keeps_nhwc else y.contiguous()
 
     return OpDef(
         name=row.name,
@@ -355,7 +383,7 @@ def _define(row: Row) -> OpDef:
         infer=infer,
         reference=reference,
         fusion=Fusion.REDUCTION,
-        vjp=lambda b, v: _gradients(b, v, row.form(v.arg(0).shape, v.attrs), centred=row.centred),
+        vjp=vjp,
         flops=elementwise_flops(8 if row.centred else 4),
         samples=row.samples,
     )
@@ -365,35 +393,32 @@ _DIMS = Attr("int", 1, "how many trailing dimensions are normalised together, at
 _TRAILING = ({"dims": 1}, {"dims": 2, "eps": 0.01}, {"dims": 1})
 _PAIR = ("weight", "bias"), ("xx", "--", "x-", "-x")
 
-LAYER, RMS, GROUP, INSTANCE = (
-    _define(row)
-    for row in (
-        Row("layer_norm", {"dims": _DIMS, "eps": _EPS}, 1, _check_dims, _trailing_form,
-            lambda x, w, b, dims, eps: F.layer_norm(x, x.shape[-dims:], w, b, eps),
-            False, _samples(*_PAIR, _TRAILING, ((5,),)),
-            "(x − mean) / √(var + eps) · weight + bias over the last ``dims`` dimensions; weight "
-            "and bias have the shape of these."),
-        Row("rms_norm",
-            {"dims": _DIMS, "eps": Attr("float", 1e-6, "added to the mean square, e.g. 1e-6")},
-            1, _check_dims, _trailing_form,
-            lambda x, w, dims, eps: F.rms_norm(x, x.shape[-dims:], w, eps),
-            False, _samples(("weight",), ("x", "x", "-"), _TRAILING, ((5,),)),
-            "x / √(mean of x² + eps) · weight over the last ``dims`` dimensions.", centred=False),
-        Row("group_norm",
-            {"groups": Attr("int", doc="a divisor of the number of channels"), "eps": _EPS},
-            2, _check_groups, _group_form,
-            lambda x, w, b, groups, eps: torch.group_norm(x, groups, w, b, eps),
-            True, _samples(*_PAIR, ({"groups": 2}, {"groups": 1, "eps": 0.01}), ((3, 4),)),
-            "Each sample's channels (dimension 1) in ``groups`` equal groups, each normalised over "
-            "its channels and positions, then · weight + bias per channel."),
-        Row("instance_norm", {"eps": _EPS}, 3,
-            lambda name, x, attrs: _check_spread(name, x, prod(x.shape[2:]), "use group_norm"),
-            _channel_form,
-            lambda x, w, b, eps: torch.group_norm(x, x.shape[1], w, b, eps),
-            False, _samples(*_PAIR, ({}, {"eps": 0.01})),
-            "Each channel of each sample normalised over its positions, then · weight + bias per "
-            "channel."),
-    )
+ROWS = (
+    Row("layer_norm", {"dims": _DIMS, "eps": _EPS}, 1, _check_dims, _trailing_form,
+        lambda x, w, b, dims, eps: F.layer_norm(x, x.shape[-dims:], w, b, eps),
+        False, _samples(*_PAIR, _TRAILING, ((5,),)),
+        "(x − mean) / √(var + eps) · weight + bias over the last ``dims`` dimensions; weight "
+        "and bias have the shape of these."),
+    Row("rms_norm",
+        {"dims": _DIMS, "eps": Attr("float", 1e-6, "added to the mean square, e.g. 1e-6")},
+        1, _check_dims, _trailing_form,
+        lambda x, w, dims, eps: F.rms_norm(x, x.shape[-dims:], w, eps),
+        False, _samples(("weight",), ("x", "x", "-"), _TRAILING, ((5,),)),
+        "x / √(mean of x² + eps) · weight over the last ``dims`` dimensions.", centred=False),
+    Row("group_norm",
+        {"groups": Attr("int", doc="a divisor of the number of channels"), "eps": _EPS},
+        2, _check_groups, _group_form,
+        lambda x, w, b, groups, eps: torch.group_norm(x, groups, w, b, eps),
+        True, _samples(*_PAIR, ({"groups": 2}, {"groups": 1, "eps": 0.01}), ((3, 4),)),
+        "Each sample's channels (dimension 1) in ``groups`` equal groups, each normalised over "
+        "its channels and positions, then · weight + bias per channel."),
+    Row("instance_norm", {"eps": _EPS}, 3,
+        lambda name, x, attrs: _check_spread(name, x, prod(x.shape[2:]), "use group_norm"),
+        _channel_form,
+        lambda x, w, b, eps: torch.group_norm(x, x.shape[1], w, b, eps),
+        False, _samples(*_PAIR, ({}, {"eps": 0.01})),
+        "Each channel of each sample normalised over its positions, then · weight + bias per "
+        "channel."),
 )  # fmt: skip
 
-OPS = (BATCH, BATCH_TRAIN, LAYER, RMS, GROUP, INSTANCE)
+OPS = (BATCH, BATCH_TRAIN, *map(_define, ROWS))

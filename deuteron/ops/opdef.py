@@ -123,6 +123,7 @@ class Attr:
 InferFn = Callable[..., "TensorType | tuple[TensorType, ...]"]
 VjpFn = Callable[["Ops", "Vjp"], "Sequence[Sym | None]"]
 CostFn = Callable[[Sequence[TensorType | None], Sequence[TensorType], Mapping[str, Any]], float]
+ExpandFn = Callable[["Ops", "Sequence[Sym | None]", Mapping[str, Any]], "Sequence[Sym]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,8 @@ class OpDef:
     * ``infer(*types, **attrs)``: the result type(s), or a GraphError.
     * ``reference(*tensors, **attrs)``: plain torch, right in float64; the ground truth.
     * ``vjp(ops, v)``: gradients for each input, emitted as nodes through ``ops``.
+    * ``expand(ops, ins, attrs)``: the same results written with simpler operators, for machines
+      where no kernel takes the operator whole (passes/expand.py), and to differentiate it.
     * ``flops``: arithmetic of the least-work algorithm; bytes follow from the types.
     * ``fusion``: its class. ``view``: torch may answer with a view of the first input.
     * ``complete(types, attrs)``: attributes made canonical where that takes the types: axes
@@ -192,6 +195,7 @@ class OpDef:
     fusion: Fusion
     attrs: Mapping[str, Attr] = field(default_factory=dict)
     vjp: VjpFn | None = None
+    expand: ExpandFn | None = None
     flops: CostFn = _one_each
     samples: Callable[[], Sequence[Sample]] = tuple
     view: bool = False

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, bool_, int32, int64
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.determinism import fixed_order
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.movement import (
     AXIS,
@@ -421,9 +422,10 @@ def _embedding_grad_reference(
     grad: torch.Tensor, index: torch.Tensor, rows: int, padding_idx: int
 ) -> torch.Tensor:
     wide = grad.float() if grad.dtype in _LOW else grad
-    out: torch.Tensor = torch.ops.aten.embedding_dense_backward(
-        wide, index, rows, padding_idx, False
-    )
+    with fixed_order(grad):
+        out: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+            wide, index, rows, padding_idx, False
+        )
     return out.to(grad.dtype)
 
 

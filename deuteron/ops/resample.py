@@ -183,12 +183,18 @@ _CASES: tuple[tuple[Shape, str, Shape, dict[str, Any]], ...] = (
     ((1, 2, 4, 3), "sliced", (7, 6), {"mode": "bilinear", "align_corners": True}),
     ((1, 2, 5, 6), "nhwc", (3, 4), {"mode": "bilinear", "antialias": True}),
     ((2, 2, 4, 3), "expanded", (6, 5), {"mode": "bicubic"}),
+    ((1, 2, 5, 6), "contiguous", (3, 4), {"mode": "bicubic", "antialias": True}),
+    ((1, 2, 4, 3), "contiguous", (2, 6), {"mode": "bicubic", "align_corners": True}),
+    ((1, 2, 5, 6), "sliced", (3, 3),
+     {"mode": "bilinear", "antialias": True, "align_corners": True}),
+    ((2, 3, 5), "contiguous", (8,), {"mode": "nearest-exact", "scale": 1.7}),
     ((2, 3, 5), "nhwc", (8,), {"mode": "linear"}),
     ((1, 2, 3, 2, 3), "nhwc", (4, 3, 5), {"mode": "trilinear"}),
     ((1, 2, 3, 2, 3), "nhwc", (4, 3, 1), {}),
     ((0, 3, 4, 4), "contiguous", (2, 2), {"mode": "bilinear"}),
     ((2, 3, 5, 6), "nhwc", (2, 4), {"mode": "area"}),
-)
+    ((1, 2, 7), "contiguous", (3,), {"mode": "area"}),
+)  # fmt: skip
 
 
 def _resize_samples(op: str) -> list[Sample]:
@@ -348,7 +354,11 @@ _PLACES: tuple[tuple[Shape, Shape, str, dict[str, Any]], ...] = (
     ((2, 3, 4, 5), (2, 3, 2, 2), "nhwc", {"padding_mode": "border", "align_corners": True}),
     ((1, 2, 4, 4), (1, 2, 3, 2), "sliced", {"mode": "nearest", "padding_mode": "reflection"}),
     ((1, 2, 4, 4), (1, 2, 3, 2), "transposed", {"mode": "bicubic", "padding_mode": "reflection"}),
+    ((1, 2, 4, 4), (1, 2, 3, 2), "contiguous", {"mode": "bicubic", "align_corners": True}),
+    ((1, 2, 4, 4), (1, 2, 3, 2), "contiguous", {"padding_mode": "reflection"}),
+    ((1, 2, 4, 4), (1, 2, 3, 2), "contiguous", {"mode": "bicubic", "padding_mode": "border"}),
     ((1, 2, 3, 4, 3), (1, 2, 1, 2, 3), "nhwc", {"align_corners": True}),
+    ((1, 2, 3, 4, 3), (1, 2, 1, 2, 3), "contiguous", {"mode": "nearest", "padding_mode": "border"}),
     ((2, 1, 1, 1), (2, 2, 2, 2), "contiguous", {}),
     ((2, 2, 3, 3), (2, 0, 2, 2), "contiguous", {}),
     ((0, 2, 3, 3), (0, 2, 2, 2), "contiguous", {}),

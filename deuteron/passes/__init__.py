@@ -13,13 +13,15 @@ from deuteron.ir.spec import check
 from deuteron.ops import table
 from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
 from deuteron.passes.context import Context, Pass, PassRecord
-from deuteron.passes.differentiate import differentiate
+from deuteron.passes.differentiate import differentiate, pullback
+from deuteron.passes.expand import expand
 from deuteron.passes.fold_batch_norm import fold_batch_norm
 from deuteron.passes.fuse import Veto, fuse
 from deuteron.passes.layout import choose_layout
 from deuteron.passes.simplify import algebra, canonicalise
 
 PASSES: tuple[Pass, ...] = (
+    Pass("expand", expand),  # operators that stand for several, where no kernel takes them whole
     Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value
     Pass("canonicalise", canonicalise),  # one form for equal things
@@ -27,6 +29,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("fold batch norm", fold_batch_norm),  # into convolution and linear
     Pass("algebra", algebra),  # rules that keep every number
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
+    Pass("expand again", expand),  # what the layout took out of row-major order
     Pass("fold constants again", fold_constants),  # the weights' own conversions
     Pass("canonicalise again", canonicalise),  # conversions that cancel
     Pass("common subexpressions", common_subexpressions),
@@ -52,5 +55,6 @@ def run_passes(
 
 
 __all__ = [
-    "PASSES", "Context", "Pass", "PassRecord", "Veto", "differentiate", "fuse", "run_passes",
+    "PASSES", "Context", "Pass", "PassRecord", "Veto", "differentiate", "fuse", "pullback",
+    "run_passes",
 ]  # fmt: skip

@@ -1,18 +1,21 @@
-"""Reverse-mode differentiation of graphs: the backward nodes join the forward ones, so that
-both are fused and planned together."""
+"""Reverse-mode differentiation of graphs: backward nodes join the forward ones, so that both are
+fused and planned together (:func:`differentiate`), or stand alone (:func:`pullback`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from deuteron.errors import GraphError
+from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
 from deuteron.ir.rewrite import start
+from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Vjp
+from deuteron.passes.expand import written_out
 
 
 def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
@@ -21,6 +24,7 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
     The gradient of output ``of`` is seeded with 1 if it has one element, else with a new
     input ``grad_<of>`` of its shape.
     """
+    graph = written_out(graph)
     target = dict(graph.outputs).get(of)
     if target is None:
         have = ", ".join(name for name, _ in graph.outputs) or "none"
@@ -40,31 +44,74 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
     if not graph.types[target].dtype.is_float:
         raise GraphError(f"output {of!r} is {graph.types[target].dtype.name}, not a float")
 
-    build, _ = start(graph, table.infer)
-    for node in graph.nodes:
-        build.copy(node, node.inputs, graph.out_types(node))
+    build, ops = _continued(graph)
     build.outputs = list(graph.outputs)
-    ops = Ops(build)
-
     seed_type = graph.types[target]
     if seed_type.numel == 1:
         seed = ops.constant(torch.ones(seed_type.shape, dtype=seed_type.dtype.torch), "one")
     else:
         seed = ops.sym(build.input(f"grad_{of}", seed_type.dense_like()))
-    grads = _backward(graph, ops, target, seed, set(wrt))
-    for name in wrt:
-        grad = grads.get(name)
-        zero = ops.zeros(graph.types[name]) if grad is None else grad
-        build.output(f"grad_{name}", zero.name)
+    _add_gradients(graph, ops, {target: seed}, wrt)
     return build.finish()
 
 
-def _backward(graph: Graph, ops: Ops, target: str, seed: Sym, wrt: set[str]) -> dict[str, Sym]:
+def pullback(
+    graph: Graph, of: Mapping[str, TensorType], wrt: Sequence[str], kept: Sequence[str] = ()
+) -> Graph:
+    """The gradients alone: a graph from the inputs that they depend on, and from one input
+    ``grad_<name>`` for every output named in ``of``, to an output ``grad_<name>`` for every
+    input in ``wrt``. What the gradients need of the forward computation is computed again,
+    except for the outputs in ``kept``: these come in as inputs, under the names of their values.
+
+    ``of`` gives the types in which the gradients come, strides included.
+    """
+    build, ops = _continued(graph)
+    values = dict(graph.outputs)
+    seeds: dict[str, Sym] = {}
+    for name, type_ in of.items():
+        seed = ops.sym(build.input(f"grad_{name}", type_))
+        value = values[name]
+        seeds[value] = seeds[value] + seed if value in seeds else seed
+    _add_gradients(graph, ops, seeds, wrt)
+    whole = build.finish()
+    known = {values[name] for name in kept}
+    live = set(whole.output_values)
+    nodes = []
+    for node in reversed(whole.nodes):
+        if any(out in live and out not in known for out in node.outputs):
+            nodes.append(node)
+            live.update(node.uses)
+    nodes.reverse()
+    made = {out for node in nodes for out in node.outputs}
+    inputs = tuple(v for v in (*whole.inputs, *known) if v in live and v not in made)
+    constants = {v: c for v, c in whole.constants.items() if v in live}
+    types = {v: whole.types[v] for v in (*inputs, *constants, *made)}
+    return Graph(whole.name, inputs, whole.outputs, tuple(nodes), types, constants)
+
+
+def _continued(graph: Graph) -> tuple[GraphBuilder, Ops]:
+    """A builder that holds the inputs, constants and nodes of ``graph``."""
+    build, _ = start(graph, table.infer)
+    for node in graph.nodes:
+        build.copy(node, node.inputs, graph.out_types(node))
+    return build, Ops(build)
+
+
+def _add_gradients(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: Sequence[str]) -> None:
+    """Emit the backward nodes, and their results as outputs ``grad_<name>``."""
+    grads = _backward(graph, ops, seeds, set(wrt))
+    for name in wrt:
+        grad = grads.get(name)
+        zero = ops.zeros(graph.types[name]) if grad is None else grad
+        ops.build.output(f"grad_{name}", zero.name)
+
+
+def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -> dict[str, Sym]:
     needs = set(wrt)  # values that depend on wrt
     for node in graph.nodes:
         if any(v in needs for v in node.uses):
             needs.update(out for out in node.outputs if graph.types[out].dtype.is_float)
-    grads: dict[str, Sym] = {target: seed}
+    grads: dict[str, Sym] = dict(seeds)
     for node in reversed(graph.nodes):
         out_grads = tuple(grads.get(out) for out in node.outputs)
         wants = tuple(v is not None and v in needs for v in node.inputs)

@@ -9,6 +9,7 @@ nodes is never allowed to make a cycle through a third.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -155,6 +156,7 @@ class Fuser:
     def run(self) -> tuple[tuple[Region, ...], tuple[Veto, ...]]:
         for i, node in enumerate(self.graph.nodes):
             self._place(i, node)
+        self._widen_where_read()
         return self._regions(), tuple(self.vetoes)
 
     def _place(self, i: int, node: Node) -> None:
@@ -263,6 +265,39 @@ class Fuser:
         self.merged[group] = into
         target.high, high = sorted((target.high, gone.high))
         self._raise(into, high)
+
+    def _widen_where_read(self) -> None:
+        """Casts to a wider type that leave their group beside the narrow value, as gradients read
+        it, move to the one group that reads them: only the narrow value goes through memory."""
+        for i, node in enumerate(self.graph.nodes):
+            if node.op == "cast" and node.output not in self.graph.output_values:
+                home, to = self.find(self.of[i]), self._only_reader(node)
+                if to is not None and to != home and self._leaves(node.uses[0], home):
+                    self.groups[home].nodes.remove(i)
+                    insort(self.groups[to].nodes, i)
+                    self.of[i] = to
+
+    def _only_reader(self, cast: Node) -> int | None:
+        """The group that alone reads a widening cast and can hold it."""
+        narrow, wide = self.graph.types[cast.uses[0]].dtype, self.graph.types[cast.output].dtype
+        users = self.graph.users.get(cast.output, ())
+        readers = {self.find(self.of[self.index[u.outputs[0]]]) for u in users}
+        if len(readers) != 1 or wide.bits <= narrow.bits:
+            return None
+        (to,) = readers
+        group = self.groups[to]
+        anchor = None if group.anchor is None else self.graph.nodes[group.anchor]
+        beside = anchor is not None and cast.output in anchor.inputs[1:]
+        return to if group.kind in (E, R) and not beside and len(group.nodes) < MAX_NODES else None
+
+    def _leaves(self, value: str, home: int) -> bool:
+        """Whether a value made in ``home`` is written to memory for others than its casts."""
+        if value not in self.index or self.find(self.of[self.index[value]]) != home:
+            return False
+        others = [u for u in self.graph.users[value] if u.op != "cast"]
+        return value in self.graph.output_values or any(
+            self.find(self.of[self.index[u.outputs[0]]]) != home for u in others
+        )
 
     def _veto(self, value: str, node: Node, reason: str) -> None:
         producer = self.graph.producer[value]

@@ -56,18 +56,22 @@ class Launchable:
                 kinds.append((a.dtype, not address & 15))
                 device = a.device.index
             elif a is None:
+                raw.append(None)
                 kinds.append(None)
             else:
                 raw.append(a)
                 kinds.append(_kind(a))
         key = (device, warps, stages, *kinds, *constants.items())
-        call = self.ready.get(key)
-        if call is None:
+        found = self.ready.get(key)
+        if found is None:
             with torch.cuda.device(device):
                 call = bound(self.compile(kinds, constants, warps, stages))
-            self.ready[key] = call
+            # a launcher wants constants in their places too, though it does not pass them on
+            found = call, tuple(constants.get(n) for n in self.fn.arg_names[len(args) :])
+            self.ready[key] = found
+        call, rest = found
         x, y, z = (*grid, 1, 1)[:3]
-        call(x, y, z, torch._C._cuda_getCurrentRawStream(device), *raw)
+        call(x, y, z, torch._C._cuda_getCurrentRawStream(device), *raw, *rest)
 
     def compile(
         self,

@@ -1,0 +1,99 @@
+"""Batch normalisation for training on a GPU: which kernels are launched, and with what.
+
+The kernels, their equations and their bytes are in ``batch_norm_passes.py``; how x is cut into
+tiles is in ``batch_norm_tiles.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deuteron.kernels.triton import batch_norm_passes as passes
+from deuteron.kernels.triton.batch_norm_tiles import Division, merge_tile
+from deuteron.kernels.triton.launch import Launchable
+
+forward_once, backward_once = Launchable(passes.forward_once), Launchable(passes.backward_once)
+forward_statistics = Launchable(passes.forward_statistics)
+forward_merge = Launchable(passes.forward_merge)
+forward_apply = Launchable(passes.forward_apply)
+backward_sums = Launchable(passes.backward_sums)
+backward_merge = Launchable(passes.backward_merge)
+backward_apply = Launchable(passes.backward_apply)
+
+Maybe = torch.Tensor | None
+
+
+def forward(
+    d: Division, x: torch.Tensor, weight: Maybe, bias: Maybe, running_mean: Maybe,
+    running_var: Maybe, residual: Maybe, y: torch.Tensor, new_mean: Maybe, new_var: Maybe,
+    mean: torch.Tensor, rstd: torch.Tensor, *,
+    momentum: float, eps: float, activation: str, slope: float,
+) -> None:  # fmt: skip
+    """Fill y and the statistics. Tensors of the size of x lie in one memory order."""
+    share = 1.0 if running_mean is None else momentum
+    unbiased = d.count / (d.count - 1)
+    learned = (running_mean, running_var, new_mean, new_var, mean, rstd)
+    size = (d.rows, d.tiles, d.channels, d.units)
+    if d.once:
+        forward_once(
+            (d.blocks,), x, residual, y, weight, bias, *learned, share, unbiased, eps, slope,
+            *size, ACT=activation, **d.constants, warps=d.warps,
+        )  # fmt: skip
+        return
+    pieces, channels = d.pieces, d.channels
+    scratch = torch.empty(d.workspace // 4, dtype=torch.float32, device=x.device)
+    counts = scratch[2 * pieces * channels :]
+    more = {"STAGES": d.stages, "WIDE": d.wide, "warps": d.warps, "stages": d.stages}
+    forward_statistics(
+        (d.splits * d.blocks,), x, scratch, counts, d.blocks, d.splits, *size, d.across,
+        **d.constants, **more,
+    )  # fmt: skip
+    p, b = merge_tile(d)
+    forward_merge(
+        (-(-channels // b),), x, scratch, counts, *learned, float(d.count), share, unbiased, eps,
+        pieces, channels, d.units, LAST=d.last, V=d.constants["V"], P=p, B=b,
+    )  # fmt: skip
+    groups = -(-d.tiles // d.each)
+    forward_apply(
+        (groups * d.blocks,), x, residual, y, weight, bias, mean, rstd, slope, d.blocks,
+        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **more,
+    )  # fmt: skip
+
+
+def backward(
+    d: Division, grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
+    weight: Maybe, bias: Maybe, y: Maybe, residual: Maybe, dx: Maybe, dweight: Maybe,
+    dbias: Maybe, dz: Maybe, *, activation: str, slope: float,
+) -> None:  # fmt: skip
+    """Fill the gradients that are not None."""
+    size = (d.rows, d.tiles, d.channels, d.units)
+    part = 1.0 / d.count
+    read = (grad, x, y, residual)
+    if d.once:
+        backward_once(
+            (d.blocks,), *read, dz, dx, weight, bias, mean, rstd, dweight, dbias, part, slope,
+            *size, ACT=activation, **d.constants, warps=d.warps,
+        )  # fmt: skip
+        return
+    pieces, channels = d.pieces, d.channels
+    scratch = torch.empty(2 * (pieces + 1) * channels, dtype=torch.float32, device=x.device)
+    means = scratch[2 * pieces * channels :]
+    more = {"STAGES": d.stages, "WIDE": d.wide, "warps": d.warps, "stages": d.stages}
+    backward_sums(
+        (d.splits * d.blocks,), *read, dz, weight, bias, mean, rstd, scratch, slope, d.blocks,
+        d.splits, *size, d.across, ACT=activation, **d.constants, **more,
+    )  # fmt: skip
+    p, b = merge_tile(d)
+    backward_merge(
+        (-(-channels // b),), scratch, rstd, dweight, dbias, means, part, pieces, channels,
+        P=p, B=b,
+    )  # fmt: skip
+    if dx is None:
+        return
+    if dz is not None:
+        read = (None, x, None, None)
+    groups = -(-d.tiles // d.each)
+    backward_apply(
+        (groups * d.blocks,), *read, dz, dx, weight, bias, mean, rstd, means, slope, d.blocks,
+        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **more,
+    )  # fmt: skip

@@ -1,0 +1,444 @@
+"""Batch normalisation for training in Triton, with a residual and an activation.
+
+    forward     z = (x − mean) · rstd · weight + bias + residual        y = act(z)
+    gradient    dz = grad · act′(z)       dbias = Σ dz       dweight = rstd · Σ dz · (x − mean)
+                dx = weight · rstd · (dz − Σ dz / n − (x − mean) · rstd² · Σ dz · (x − mean) / n)
+
+Bytes, in tensors of the size of x: forward reads x, then x (and the residual) and writes y: 3 (4).
+The gradient reads grad and x, then both again, and writes dx: 5. With a residual it reads grad, x
+and y, writes dz, which the residual receives, then reads dz and x and writes dx: 7.
+
+x is seen as rows of lanes. Channels last: a row is a pixel, its lanes are the channels. Channels
+first: a row is an image, its lanes are the positions of one channel. A tile is [A rows, B lanes].
+Every element of a tile keeps its own running mean and squared spread (Welford) over the tiles that
+a program visits; rows, then programs, are merged with Chan's formula. All means are kept relative
+to a pivot, the first value of the channel, which for 16-bit values loses nothing. So statistics
+stay exact when the mean is a thousand times the deviation, and when the pivot lies far off. There
+are no atomics: two runs give the same bits.
+
+A first pass goes through the tiles upwards, the second downwards: what the first read last is in
+L2 still. What is small takes one launch, each program with all rows of its channels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# ---- places ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(
+    t, block, rows, channels, units, across,
+    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Offsets of tile t of a block, and which of its rows and lanes exist. The number of lanes is
+    given as units · V, so that the compiler sees how many elements may travel together."""
+    lanes = units * V
+    row = t * A + tl.arange(0, A)[:, None]
+    if LAST:
+        lane = block * B + tl.arange(0, B)[None, :]
+        at = row * lanes + lane
+    else:
+        lane = block % across * B + tl.arange(0, B)[None, :]
+        at = (row * channels + block // across) * lanes + lane
+    return at, row < rows, lane < lanes
+
+
+@triton.jit
+def _channel(block, across, LAST: tl.constexpr, B: tl.constexpr):
+    """The channels of a block: one for each lane, or a single one."""
+    if LAST:
+        return block * B + tl.arange(0, B)[None, :]
+    else:
+        return block // across
+
+
+@triton.jit
+def _number(of, c, channels, default: tl.constexpr):
+    """A number for each channel, or a default where the tensor is left out."""
+    if of is None:
+        return default
+    else:
+        return tl.load(of + c, mask=c < channels, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _pivot(x, c, channels, units, LAST: tl.constexpr, V: tl.constexpr):
+    """The first value of each channel."""
+    apart = 1 if LAST else units * V
+    return tl.load(x + c.to(tl.int64) * apart, mask=c < channels, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _total(v, LAST: tl.constexpr):
+    """The sum over a tile for each channel."""
+    if LAST:
+        return tl.sum(v, 0, keep_dims=True)
+    else:
+        return tl.sum(tl.sum(v, 1), 0)
+
+
+@triton.jit
+def _start(blocks, WIDE: tl.constexpr):
+    """Which part of the rows and which block this program has; 64 bits where offsets need them."""
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    return program // blocks, program % blocks
+
+
+# ---- activations -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _act(z, slope, ACT: tl.constexpr):
+    """The activation of z; nan stays nan."""
+    if ACT == "relu":
+        z = tl.where(z <= 0.0, 0.0, z)
+    if ACT == "relu6":
+        z = tl.where(z <= 0.0, 0.0, tl.where(z >= 6.0, 6.0, z))
+    if ACT == "leaky_relu":
+        z = tl.where(z > 0.0, z, z * slope)
+    if ACT == "silu":
+        z = z / (1.0 + tl.exp(-z))
+    if ACT == "hardswish":
+        gate = tl.where(z <= -3.0, 0.0, tl.where(z >= 3.0, 6.0, z + 3.0))
+        z = z * gate * (1.0 / 6.0)
+    return z
+
+
+@triton.jit
+def _act_grad(g, z, slope, ACT: tl.constexpr):
+    """The gradient before the activation; z may be y where that shows the slope as well."""
+    if ACT == "relu":
+        g = tl.where(z <= 0.0, 0.0, g)
+    if ACT == "relu6":
+        g = tl.where((z <= 0.0) | (z >= 6.0), 0.0, g)
+    if ACT == "leaky_relu":
+        g = tl.where(z > 0.0, g, g * slope)
+    if ACT == "silu":
+        s = 1.0 / (1.0 + tl.exp(-z))
+        g = g * s * (1.0 + z * (1.0 - s))
+    if ACT == "hardswish":
+        g = tl.where(z >= 3.0, g, tl.where(z <= -3.0, 0.0, g * (z * (1.0 / 3.0) + 0.5)))
+    return g
+
+
+# ---- pieces of the forward step ----------------------------------------------------------------
+
+
+@triton.jit
+def _statistics(
+    x, first, step, block, rows, tiles, channels, units, across,
+    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Count, mean above the pivot and squared spread per channel over the tiles first,
+    first + step, …"""
+    pivot = _pivot(x, _channel(block, across, LAST, B), channels, units, LAST, V)
+    mean = tl.zeros((A, B), tl.float32)
+    spread = tl.zeros((A, B), tl.float32)
+    seen = 0.0
+    for t in tl.range(first, tiles, step, num_stages=STAGES):
+        at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
+        v = tl.load(x + at, mask=row & lane, other=0.0).to(tl.float32) - pivot
+        seen += 1.0
+        off = tl.where(row & lane, v - mean, 0.0)
+        mean += off * (1.0 / seen)
+        spread += off * (v - mean)
+    last = first + (tiles - 1 - first) // step * step
+    _, row, lane = _tile(last, block, rows, channels, units, across, LAST, A, B, V)
+    visits = tl.where(lane, seen - tl.where(row, 0.0, 1.0), 0.0)  # only the last tile has gaps
+    count = _total(visits, LAST)
+    centre = _total(visits * mean, LAST) / count
+    away = mean - centre
+    return count, centre, _total(spread + visits * away * away, LAST)
+
+
+@triton.jit
+def _learn(
+    c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels,
+):  # fmt: skip
+    """The running statistics after this batch."""
+    keep = 1.0 - share
+    if new_mean is not None:
+        moved = mean
+        if running_mean is not None:
+            moved = keep * _number(running_mean, c, channels, 0.0) + share * mean
+        tl.store(new_mean + c, moved, mask=c < channels)
+    if new_var is not None:
+        grown = var * unbiased
+        if running_var is not None:
+            grown = keep * _number(running_var, c, channels, 0.0) + share * grown
+        tl.store(new_var + c, grown, mask=c < channels)
+
+
+@triton.jit
+def _normalise(
+    x, residual, y, at, inside, mean, scale, bias, slope, ACT: tl.constexpr,
+):  # fmt: skip
+    z = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    z = (z - mean) * scale + bias
+    if residual is not None:
+        z += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, _act(z, slope, ACT), mask=inside)
+
+
+# ---- pieces of the gradient --------------------------------------------------------------------
+
+
+@triton.jit
+def _before(
+    grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT: tl.constexpr,
+):  # fmt: skip
+    """The gradient before the activation, and x − mean."""
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean
+    if ACT != "none":
+        if y is not None:
+            z = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            z = v * scale + bias
+            if residual is not None:
+                z += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        g = _act_grad(g, z, slope, ACT)
+    return g, v
+
+
+@triton.jit
+def _sums(
+    grad, x, y, residual, dz, first, step, block, mean, scale, bias, slope,
+    rows, tiles, channels, units, across, AGAIN: tl.constexpr, ACT: tl.constexpr,
+    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Σ dz and Σ dz · (x − mean) per channel over the tiles first, first + step, … If dz will be
+    read AGAIN the sums are those of its rounded values, or dx would not sum to 0."""
+    plain = tl.zeros((A, B), tl.float32)
+    along = tl.zeros((A, B), tl.float32)
+    for t in tl.range(first, tiles, step, num_stages=STAGES):
+        at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
+        inside = row & lane
+        g, v = _before(grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT)
+        if dz is not None:
+            rounded = g.to(dz.dtype.element_ty)
+            tl.store(dz + at, rounded, mask=inside)
+            if AGAIN:
+                g = rounded.to(tl.float32)
+        g = tl.where(inside, g, 0.0)
+        plain += g
+        along += g * tl.where(inside, v, 0.0)
+    return _total(plain, LAST), _total(along, LAST)
+
+
+@triton.jit
+def _input_gradient(
+    grad, x, y, residual, dz, dx, at, inside, mean, scale, bias, centre, lean, slope,
+    ACT: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile, from dz where it was written, else from grad once more."""
+    if dz is not None:
+        g = tl.load(dz + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        v -= mean
+    else:
+        g, v = _before(grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT)
+    tl.store(dx + at, scale * (g - centre - v * lean), mask=inside)
+
+
+# ---- kernels: everything in one launch ---------------------------------------------------------
+
+
+@triton.jit
+def forward_once(
+    x, residual, y, weight, bias, running_mean, running_var, new_mean, new_var, mean_out, rstd_out,
+    share, unbiased, eps, slope, rows, tiles, channels, units,
+    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """A program owns its channels: statistics over all rows, then all rows once more."""
+    block = tl.program_id(0)
+    c = _channel(block, 1, LAST, B)
+    n, mean, spread = _statistics(x, 0, 1, block, rows, tiles, channels, units, 1, LAST, A, B, V, 2)
+    mean += _pivot(x, c, channels, units, LAST, V)
+    var = spread / n
+    rstd = 1.0 / tl.sqrt(var + eps)
+    tl.store(mean_out + c, mean, mask=c < channels)
+    tl.store(rstd_out + c, rstd, mask=c < channels)
+    _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels)
+    scale = rstd * _number(weight, c, channels, 1.0)
+    shift = _number(bias, c, channels, 0.0)
+    for t in tl.range(0, tiles):
+        at, row, lane = _tile(tiles - 1 - t, block, rows, channels, units, 1, LAST, A, B, V)
+        _normalise(x, residual, y, at, row & lane, mean, scale, shift, slope, ACT)
+
+
+@triton.jit
+def backward_once(
+    grad, x, y, residual, dz, dx, weight, bias, mean_in, rstd_in, dweight, dbias,
+    part, slope, rows, tiles, channels, units,
+    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """The same for the gradient. dz, where it is wanted, is written and not read again."""
+    block = tl.program_id(0)
+    c = _channel(block, 1, LAST, B)
+    mean, rstd = _number(mean_in, c, channels, 0.0), _number(rstd_in, c, channels, 0.0)
+    scale, shift = rstd * _number(weight, c, channels, 1.0), _number(bias, c, channels, 0.0)
+    plain, along = _sums(
+        grad, x, y, residual, dz, 0, 1, block, mean, scale, shift, slope,
+        rows, tiles, channels, units, 1, False, ACT, LAST, A, B, V, 2,
+    )  # fmt: skip
+    if dweight is not None:
+        tl.store(dweight + c, along * rstd, mask=c < channels)
+    if dbias is not None:
+        tl.store(dbias + c, plain, mask=c < channels)
+    if dx is not None:
+        centre, lean = plain * part, along * rstd * rstd * part
+        for t in tl.range(0, tiles):
+            at, row, lane = _tile(tiles - 1 - t, block, rows, channels, units, 1, LAST, A, B, V)
+            _input_gradient(
+                grad, x, y, residual, None, dx, at, row & lane, mean, scale, shift,
+                centre, lean, slope, ACT,
+            )  # fmt: skip
+
+
+# ---- kernels: a pass over x, a merge, a second pass --------------------------------------------
+
+
+@triton.jit
+def forward_statistics(
+    x, parts, counts, blocks, splits, rows, tiles, channels, units, across,
+    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """parts[0] and parts[1]: mean above the pivot and squared spread of each program's rows;
+    counts: how many values that were."""
+    split, block = _start(blocks, WIDE)
+    n, mean, spread = _statistics(
+        x, split, splits, block, rows, tiles, channels, units, across, LAST, A, B, V, STAGES
+    )
+    c = _channel(block, across, LAST, B)
+    part = split if LAST else split * across + block % across
+    pieces = splits if LAST else splits * across
+    tl.store(parts + part * channels + c, mean, mask=c < channels)
+    tl.store(parts + (pieces + part) * channels + c, spread, mask=c < channels)
+    tl.store(counts + part + 0 * c, n, mask=c == 0)
+
+
+@triton.jit
+def forward_merge(
+    x, parts, counts, running_mean, running_var, new_mean, new_var, mean_out, rstd_out,
+    n, share, unbiased, eps, pieces, channels, units,
+    LAST: tl.constexpr, V: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Chan's formula over the parts of B channels."""
+    c = (tl.program_id(0) * B + tl.arange(0, B))[None, :]
+    p = tl.arange(0, P)[:, None]
+    sums = tl.zeros((P, B), tl.float32)
+    for first in tl.range(0, pieces, P):
+        inside = (first + p < pieces) & (c < channels)
+        count = tl.load(counts + first + p, mask=first + p < pieces, other=0.0)
+        at = parts + (first + p) * channels + c
+        sums += count * tl.load(at, mask=inside, other=0.0)
+    mean = tl.sum(sums, 0, keep_dims=True) / n
+    sums = tl.zeros((P, B), tl.float32)
+    for first in tl.range(0, pieces, P):
+        inside = (first + p < pieces) & (c < channels)
+        count = tl.load(counts + first + p, mask=first + p < pieces, other=0.0)
+        at = parts + (first + p) * channels + c
+        away = tl.load(at, mask=inside, other=0.0) - mean
+        spread = tl.load(at + pieces * channels, mask=inside, other=0.0)
+        sums += tl.where(inside, spread + count * away * away, 0.0)
+    var = tl.sum(sums, 0, keep_dims=True) / n
+    mean += _pivot(x, c, channels, units, LAST, V)
+    tl.store(mean_out + c, mean, mask=c < channels)
+    tl.store(rstd_out + c, 1.0 / tl.sqrt(var + eps), mask=c < channels)
+    _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels)
+
+
+@triton.jit
+def forward_apply(
+    x, residual, y, weight, bias, mean_in, rstd_in, slope, blocks, last, each,
+    rows, tiles, channels, units, across,
+    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """y of ``each`` tiles in a row, the last tiles of x first."""
+    split, block = _start(blocks, WIDE)
+    first = (last - split) * each
+    c = _channel(block, across, LAST, B)
+    mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
+    scale = _number(rstd_in, c, channels, 0.0) * _number(weight, c, channels, 1.0)
+    for t in tl.range(first, tl.minimum(first + each, tiles), num_stages=STAGES):
+        at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
+        _normalise(x, residual, y, at, row & lane, mean, scale, shift, slope, ACT)
+
+
+@triton.jit
+def backward_sums(
+    grad, x, y, residual, dz, weight, bias, mean_in, rstd_in, parts, slope, blocks, splits,
+    rows, tiles, channels, units, across,
+    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """parts[0] and parts[1]: Σ dz and Σ dz · (x − mean) of each program's rows."""
+    split, block = _start(blocks, WIDE)
+    c = _channel(block, across, LAST, B)
+    mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
+    scale = _number(rstd_in, c, channels, 0.0) * _number(weight, c, channels, 1.0)
+    plain, along = _sums(
+        grad, x, y, residual, dz, split, splits, block, mean, scale, shift, slope,
+        rows, tiles, channels, units, across, True, ACT, LAST, A, B, V, STAGES,
+    )  # fmt: skip
+    part = split if LAST else split * across + block % across
+    pieces = splits if LAST else splits * across
+    tl.store(parts + part * channels + c, plain, mask=c < channels)
+    tl.store(parts + (pieces + part) * channels + c, along, mask=c < channels)
+
+
+@triton.jit
+def backward_merge(
+    parts, rstd_in, dweight, dbias, means, share, pieces, channels,
+    P: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """The sums of B channels, and what the second pass needs of them: means[0] = Σ dz / n and
+    means[1] = rstd² · Σ dz · (x − mean) / n."""
+    c = (tl.program_id(0) * B + tl.arange(0, B))[None, :]
+    p = tl.arange(0, P)[:, None]
+    plain = tl.zeros((P, B), tl.float32)
+    along = tl.zeros((P, B), tl.float32)
+    for first in tl.range(0, pieces, P):
+        inside = (first + p < pieces) & (c < channels)
+        at = parts + (first + p) * channels + c
+        plain += tl.load(at, mask=inside, other=0.0)
+        along += tl.load(at + pieces * channels, mask=inside, other=0.0)
+    rstd = _number(rstd_in, c, channels, 0.0)
+    dz, lean = tl.sum(plain, 0, keep_dims=True), tl.sum(along, 0, keep_dims=True) * rstd
+    if dweight is not None:
+        tl.store(dweight + c, lean, mask=c < channels)
+    if dbias is not None:
+        tl.store(dbias + c, dz, mask=c < channels)
+    tl.store(means + c, dz * share, mask=c < channels)
+    tl.store(means + channels + c, lean * rstd * share, mask=c < channels)
+
+
+@triton.jit
+def backward_apply(
+    grad, x, y, residual, dz, dx, weight, bias, mean_in, rstd_in, means, slope, blocks, last, each,
+    rows, tiles, channels, units, across,
+    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """dx of ``each`` tiles in a row, the last tiles of x first."""
+    split, block = _start(blocks, WIDE)
+    first = (last - split) * each
+    c = _channel(block, across, LAST, B)
+    mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
+    scale = _number(rstd_in, c, channels, 0.0) * _number(weight, c, channels, 1.0)
+    centre = _number(means, c, channels, 0.0)
+    lean = _number(means + channels, c, channels, 0.0)
+    for t in tl.range(first, tl.minimum(first + each, tiles), num_stages=STAGES):
+        at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
+        _input_gradient(
+            grad, x, y, residual, dz, dx, at, row & lane, mean, scale, shift,
+            centre, lean, slope, ACT,
+        )  # fmt: skip

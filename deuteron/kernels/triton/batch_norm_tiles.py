@@ -1,0 +1,111 @@
+"""How batch norm is spread over a GPU. No Triton here: engines ask while deciding.
+
+x is seen as rows of lanes. Channels last: a row is a pixel, its lanes are the channels. Channels
+first: a row is an image, its lanes are the positions of one channel. A tile is ``a`` rows of ``b``
+lanes; a block is a column of tiles; the tiles of a block are dealt to ``splits`` programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from deuteron.codegen.triton_render import power_of_two
+
+INT32 = 2**31
+SMALL = 1 << 16  # elements per program up to which one launch is quicker than three
+NARROW = 16  # channels of a program that has all rows: few, so that there are many programs
+PIECES = 512  # parts that a merge takes at a time
+WASTE = 1.15  # lanes of a tile that may be beyond the end, as a factor
+
+
+@dataclass(frozen=True)
+class Division:
+    """How x is cut into tiles, and tiles are dealt to programs."""
+
+    last: bool  # channels last
+    rows: int
+    channels: int
+    lanes: int
+    a: int
+    b: int
+    splits: int
+    each: int
+    warps: int
+    stages: int
+    wide: bool  # offsets need 64 bits
+    once: bool  # one launch does it all
+
+    @property
+    def across(self) -> int:
+        """Tiles side by side over the positions of a channel."""
+        return 1 if self.last else -(-self.lanes // self.b)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.lanes // self.b) if self.last else self.channels * self.across
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // self.a)
+
+    @property
+    def pieces(self) -> int:
+        return self.splits * self.across
+
+    @property
+    def count(self) -> int:
+        """Values per channel."""
+        return self.rows if self.last else self.rows * self.lanes
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        together = self.lanes & -self.lanes
+        return {"LAST": self.last, "A": self.a, "B": self.b, "V": min(together, 16)}
+
+    @property
+    def units(self) -> int:
+        return self.lanes // self.constants["V"]
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of scratch that a call needs at most."""
+        return 0 if self.once else 4 * (2 * self.pieces * self.channels + self.pieces)
+
+
+@lru_cache(maxsize=4096)
+def divide(
+    shape: tuple[int, ...], last: bool, units: int, *, tile: int = 4096, warps: int = 4,
+    stages: int = 3, waves: int = 3, each: int = 4, once: bool = True,
+) -> Division:  # fmt: skip
+    """The division of x [N, C, …] on a GPU with ``units`` multiprocessors: ``tile`` elements at a
+    time, ``waves`` programs per multiprocessor in the first pass, ``each`` tiles per program in
+    the second. Without ``once`` even the smallest takes a launch for each pass."""
+    n, channels, positions = shape[0], shape[1], prod(shape[2:])
+    rows, lanes = (n * positions, channels) if last else (n, positions)
+    wide = n * channels * positions >= INT32
+    narrow = power_of_two(min(lanes, NARROW) if last else lanes)
+    once = once and not wide and rows * narrow <= SMALL and (last or lanes <= tile)
+    b = narrow if once else _width(lanes, 256 if last else tile)
+    a = max(1, min(tile // b, power_of_two(rows)))
+    blocks = -(-lanes // b) * (1 if last else channels)
+    splits = 1 if once else max(1, min(-(-rows // a), waves * units // blocks, PIECES))
+    return Division(last, rows, channels, lanes, a, b, splits, each, warps, stages, wide, once)
+
+
+def _width(lanes: int, most: int) -> int:
+    """The widest tile that has few lanes beyond the end."""
+    if lanes <= 64:
+        return power_of_two(lanes)
+    widths = [w for w in (4096, 2048, 1024, 512, 256, 128, 64) if w <= most]
+    padded = {w: -(-lanes // w) * w for w in widths}
+    good = [w for w in widths if padded[w] <= WASTE * lanes]
+    return good[0] if good else min(widths, key=lambda w: (padded[w], -w))
+
+
+def merge_tile(d: Division) -> tuple[int, int]:
+    """Parts and channels that a program of a merge looks at together."""
+    p = min(power_of_two(d.pieces), PIECES)
+    return p, max(1, min(4096 // p, 16, power_of_two(d.channels)))

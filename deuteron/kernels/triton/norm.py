@@ -1,0 +1,422 @@
+"""Backward of LayerNorm, RMSNorm, GroupNorm and InstanceNorm.
+
+    hat = (x − mean) · rstd                      inner = grad · weight
+    dx = (inner − mean(inner) − hat · mean(inner · hat)) · rstd + extra
+    dweight = Σ grad · hat                       dbias = Σ grad
+
+The statistics are computed again from x. Saved by the forward they would cost 8 bytes a row, which
+is nothing, but tie the two together; computing them costs arithmetic that hides behind the memory.
+The variance is that of centred values, so that mean/std = 1000 loses nothing.
+
+Bytes, counted in tensors of the size of x:
+
+========  ===========================================================  =======================
+rows      a row fits in registers: read x, grad (extra), write dx      3, with extra 4
+long      rows that do not: sums of each row first, then x and grad    5, with extra 6
+          again, by blocks of columns
+groups    the weight is constant over positions: x three times, grad   3 from memory, 3 from L2
+          twice, all but the first time from L2
+========  ===========================================================  =======================
+
+Programs keep the sums for dweight and dbias of all their rows in registers and leave them as
+partial results, [programs, N] in float32, which a second kernel adds up in a fixed order: no
+atomics, the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deuteron.codegen.triton_render import power_of_two
+from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.norm_ways import COLUMNS, Way, Work
+
+
+@triton.jit
+def _read(pointer, inside, EVEN: tl.constexpr):
+    """Without a mask where every element is inside: loads of 16 bytes."""
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=inside, other=0.0)
+
+
+@triton.jit
+def _write(pointer, value, inside, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointer, value.to(pointer.dtype.element_ty))
+    else:
+        tl.store(pointer, value.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _plus2(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _plus3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _two_sums(a, b):
+    """Sums along rows of two tiles at once: warps then wait for each other once, not twice."""
+    return tl.reduce((a, b), 1, _plus2, keep_dims=True)
+
+
+@triton.jit
+def _three_sums(a, b, c):
+    return tl.reduce((a, b, c), 1, _plus3, keep_dims=True)
+
+
+@triton.jit
+def _rows(
+    x, grad, weight, extra, dx, dweight, dbias, rows,
+    N: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A persistent program takes R rows at a time and keeps sums of its columns.
+
+    A mean of 1000 is rounded by 3e-5 in float32, and so would be every centred value. What is left
+    of the mean after subtracting it shows in the next sums and is taken out as well; elements of
+    16 bits are coarser than that and do without."""
+    REFINE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth >= 32
+    c = tl.arange(0, BLOCK)[None, :]
+    column = c < N
+    if weight is not None:
+        w = _read(weight + c, column, N == BLOCK).to(WIDE)
+    if dweight is not None:
+        sum_w = tl.zeros((R, BLOCK), WIDE)
+    if dbias is not None:
+        sum_b = tl.zeros((R, BLOCK), WIDE)
+    step = tl.num_programs(0) * R
+    for first in tl.range(tl.program_id(0) * R, rows, step, num_stages=STAGES):
+        r = first + tl.arange(0, R)[:, None]
+        inside = (r < rows) & column
+        at = r.to(tl.int64) * N + c
+        v = _read(x + at, inside, EVEN).to(WIDE)
+        g = _read(grad + at, inside, EVEN).to(WIDE)
+        inner = g
+        if weight is not None:
+            inner = g * w
+        if CENTRED:
+            mean, of_inner = _two_sums(v, inner)
+            v -= mean / N
+            if not EVEN:
+                v = tl.where(inside, v, 0.0)
+        if CENTRED and REFINE:
+            off, squares, products = _three_sums(v, v * v, inner * v)
+            off /= N
+            v -= off
+            if not EVEN:
+                v = tl.where(inside, v, 0.0)
+            squares -= off * off * N
+            products -= off * of_inner
+        else:
+            squares, products = _two_sums(v * v, inner * v)
+        rstd = tl.rsqrt(squares / N + EPS)
+        if not EVEN:
+            rstd = tl.where(r < rows, rstd, 0.0)  # or eps = 0 makes nan of rows that are not there
+        v *= rstd
+        if dweight is not None:
+            sum_w += g * v
+        if dbias is not None:
+            sum_b += g
+        if dx is not None:
+            d = inner - v * (products * rstd / N)
+            if CENTRED:
+                d -= of_inner / N
+            d *= rstd
+            if extra is not None:
+                d += _read(extra + at, inside, EVEN).to(WIDE)
+            _write(dx + at, d, inside, EVEN)
+    out = tl.program_id(0) * N + tl.arange(0, BLOCK)
+    if dweight is not None:
+        _write(dweight + out, tl.sum(sum_w, 0), tl.arange(0, BLOCK) < N, N == BLOCK)
+    if dbias is not None:
+        _write(dbias + out, tl.sum(sum_b, 0), tl.arange(0, BLOCK) < N, N == BLOCK)
+
+
+@triton.jit
+def _sums_of_rows(
+    x, grad, weight, sums,
+    N: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The mean, what its rounding left of it, rstd, mean(inner · hat) and mean(inner) of one row,
+    read block by block; what is read again comes from L2."""
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    x += r * N
+    grad += r * N
+    mean = tl.sum(tl.zeros((BLOCK,), WIDE), 0)
+    if CENTRED:
+        total = tl.zeros((BLOCK,), WIDE)
+        for o in range(0, N, BLOCK):
+            total += _read(x + o + c, o + c < N, N % BLOCK == 0).to(WIDE)
+        mean = tl.sum(total, 0) / N
+    left = tl.zeros((BLOCK,), WIDE)
+    squares = tl.zeros((BLOCK,), WIDE)
+    products = tl.zeros((BLOCK,), WIDE)
+    inner = tl.zeros((BLOCK,), WIDE)
+    for o in range(0, N, BLOCK):
+        inside = o + c < N
+        v = _read(x + o + c, inside, N % BLOCK == 0).to(WIDE) - mean
+        g = _read(grad + o + c, inside, N % BLOCK == 0).to(WIDE)
+        if weight is not None:
+            g *= _read(weight + o + c, inside, N % BLOCK == 0).to(WIDE)
+        if N % BLOCK != 0:
+            v = tl.where(inside, v, 0.0)
+        left += v
+        squares += v * v
+        products += g * v
+        inner += g
+    off = mean  # 0 where there is no mean
+    if CENTRED:
+        off = tl.sum(left, 0) / N
+    of_inner = tl.sum(inner, 0) / N
+    rstd = tl.rsqrt(tl.sum(squares, 0) / N - off * off + EPS)
+    sums += r * 5
+    tl.store(sums, mean)
+    tl.store(sums + 1, off)
+    tl.store(sums + 2, rstd)
+    tl.store(sums + 3, (tl.sum(products, 0) / N - off * of_inner) * rstd)
+    tl.store(sums + 4, of_inner)
+
+
+@triton.jit
+def _long(
+    x, grad, weight, extra, dx, dweight, dbias, sums, rows,
+    N: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of every so-manieth row; the sums of the rows are known."""
+    EVEN: tl.constexpr = N % BLOCK == 0
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = c < N
+    if weight is not None:
+        w = _read(weight + c, column, EVEN).to(WIDE)
+    if dweight is not None:
+        sum_w = tl.zeros((R, BLOCK), WIDE)
+    if dbias is not None:
+        sum_b = tl.zeros((R, BLOCK), WIDE)
+    step = tl.num_programs(1) * R
+    for first in tl.range(tl.program_id(1) * R, rows, step, num_stages=STAGES):
+        r = first + tl.arange(0, R)[:, None]
+        inside = (r < rows) & column
+        at = r.to(tl.int64) * N + c
+        of = sums + r.to(tl.int64) * 5
+        v = tl.load(x + at, mask=inside, other=0.0).to(WIDE)
+        g = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
+        rstd = tl.load(of + 2, mask=r < rows, other=0.0)
+        if CENTRED:
+            v -= tl.load(of, mask=r < rows, other=0.0)
+            v -= tl.load(of + 1, mask=r < rows, other=0.0)
+        v *= rstd
+        if dweight is not None:
+            sum_w += g * v
+        if dbias is not None:
+            sum_b += g
+        if dx is not None:
+            if weight is not None:
+                g *= w
+            d = g - v * tl.load(of + 3, mask=r < rows, other=0.0)
+            if CENTRED:
+                d -= tl.load(of + 4, mask=r < rows, other=0.0)
+            d *= rstd
+            if extra is not None:
+                d += tl.load(extra + at, mask=inside, other=0.0).to(WIDE)
+            _write(dx + at, d, inside, False)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    out = tl.program_id(1) * N + c
+    if dweight is not None:
+        _write(dweight + out, tl.sum(sum_w, 0), c < N, EVEN)
+    if dbias is not None:
+        _write(dbias + out, tl.sum(sum_b, 0), c < N, EVEN)
+
+
+@triton.jit
+def _groups(
+    x, grad, weight, extra, dx, dweight, dbias,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, HW: tl.constexpr, EPS: tl.constexpr,
+    WIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """One group of one sample: EACH channels of HW positions, in tiles of C channels × H.
+
+    Mean and variance in one pass: values are taken relative to the mean of the first tile. That
+    mean differs from the group's by at most √(tiles) deviations, so little cancels."""
+    row = tl.program_id(0).to(tl.int64)
+    L: tl.constexpr = EACH * HW
+    BLOCK: tl.constexpr = C * H
+    base = row * L
+    c = tl.arange(0, BLOCK)
+    shift = tl.sum(_read(x + base + c, c < L, L % BLOCK == 0).to(WIDE), 0) / min(L, BLOCK)
+    first = tl.zeros((BLOCK,), WIDE)
+    second = tl.zeros((BLOCK,), WIDE)
+    for o in range(0, L, BLOCK):
+        v = _read(x + base + o + c, o + c < L, L % BLOCK == 0).to(WIDE) - shift
+        if L % BLOCK != 0:
+            v = tl.where(o + c < L, v, 0.0)
+        first += v
+        second += v * v
+    off = tl.sum(first, 0) / L
+    rstd = tl.rsqrt(tl.maximum(tl.sum(second, 0) / L - off * off, 0.0, tl.PropagateNan.ALL) + EPS)
+    channel = (row % GROUPS) * EACH
+    partials = (row // GROUPS) * (GROUPS * EACH) + channel
+    j = tl.arange(0, C)
+    h = tl.arange(0, H)[None, :]
+    EVEN: tl.constexpr = EACH % C == 0 and HW % H == 0
+    total = tl.zeros((C,), WIDE)
+    products = tl.zeros((C,), WIDE)
+    for k in range(0, EACH, C):
+        sum_g = tl.zeros((C, H), WIDE)
+        sum_gv = tl.zeros((C, H), WIDE)
+        for o in range(0, HW, H):
+            at = base + (k + j[:, None]) * HW + o + h
+            inside = (k + j[:, None] < EACH) & (o + h < HW)
+            v = (_read(x + at, inside, EVEN).to(WIDE) - shift - off) * rstd
+            g = _read(grad + at, inside, EVEN).to(WIDE)
+            if not EVEN:
+                v = tl.where(inside, v, 0.0)
+            sum_g += g
+            sum_gv += g * v
+        of_g = tl.sum(sum_g, 1)
+        of_gv = tl.sum(sum_gv, 1)
+        if dweight is not None:
+            _write(dweight + partials + k + j, of_gv, k + j < EACH, EACH % C == 0)
+        if dbias is not None:
+            _write(dbias + partials + k + j, of_g, k + j < EACH, EACH % C == 0)
+        if weight is not None:
+            w = _read(weight + channel + k + j, k + j < EACH, EACH % C == 0).to(WIDE)
+            of_g *= w
+            of_gv *= w
+        total += of_g
+        products += of_gv
+    if dx is not None:
+        all_g = tl.sum(total, 0) / L
+        all_gv = tl.sum(products, 0) / L
+        for k in range(0, EACH, C):
+            if weight is not None:
+                w = _read(weight + channel + k + j, k + j < EACH, EACH % C == 0).to(WIDE)
+            for o in range(0, HW, H):
+                at = base + (k + j[:, None]) * HW + o + h
+                inside = (k + j[:, None] < EACH) & (o + h < HW)
+                v = (_read(x + at, inside, EVEN).to(WIDE) - shift - off) * rstd
+                g = _read(grad + at, inside, EVEN).to(WIDE)
+                if weight is not None:
+                    g *= w[:, None]
+                d = (g - all_g - v * all_gv) * rstd
+                if extra is not None:
+                    d += _read(extra + at, inside, EVEN).to(WIDE)
+                _write(dx + at, d, inside, EVEN)
+
+
+@triton.jit
+def _add_up(partial_w, partial_b, dweight, dbias, count, n, R: tl.constexpr, BLOCK: tl.constexpr):
+    """Partial results [count, n] summed down the columns."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if dweight is not None:
+        _write(dweight + c, _column_sums(partial_w, count, n, c, R, BLOCK), c < n, False)
+    if dbias is not None:
+        _write(dbias + c, _column_sums(partial_b, count, n, c, R, BLOCK), c < n, False)
+
+
+@triton.jit
+def _column_sums(partials, count, n, c, R: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros((R, BLOCK), partials.dtype.element_ty)
+    for first in range(0, count, R):
+        r = first + tl.arange(0, R)[:, None]
+        at = r.to(tl.int64) * n + c[None, :]
+        total += tl.load(partials + at, mask=(r < count) & (c[None, :] < n), other=0.0)
+    return tl.sum(total, 0)
+
+
+ROWS, SUMS_OF_ROWS, LONG = map(Launchable, (_rows, _sums_of_rows, _long))
+GROUPS, ADD_UP = map(Launchable, (_groups, _add_up))
+
+
+# ---- the calls
+
+
+Tensor = torch.Tensor
+Maybe = Tensor | None
+Call = Callable[[Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Maybe], None]
+
+
+def backward(work: Work, way: Way) -> Call:
+    """A function of x, grad, weight, extra, dx, dweight and dbias that fills the last three. Any
+    but x and grad may be None; a result that is None is not computed."""
+    wide = _wide(work)
+    constants: dict[str, Any] = {
+        "EPS": work.eps, "WIDE": tl.float64 if work.size == 8 else tl.float32,
+    }  # fmt: skip
+    first: Callable[..., None]
+    if work.kind == "groups":
+        positions = work.columns // work.each
+        tall = min(power_of_two(positions), 512)
+        constants |= {
+            "GROUPS": work.groups, "EACH": work.each, "HW": positions, "H": tall,
+            "C": min(power_of_two(work.each), 2048 // tall),
+        }  # fmt: skip
+        grid, count, n = (work.rows,), work.rows // work.groups, work.groups * work.each
+        first = partial(GROUPS, grid, warps=way.warps, **constants)
+    else:
+        count, n = way.programs, work.columns
+        constants |= {"N": n, "CENTRED": work.centred}
+        long = work.kind == "long"
+        first = _long_call(work, way, constants) if long else _rows_call(work, way, constants)
+
+    def run(
+        x: Tensor, grad: Tensor, weight: Maybe, extra: Maybe, dx: Maybe, dweight: Maybe,
+        dbias: Maybe,
+    ) -> None:  # fmt: skip
+        if count == 1 or (dweight is None and dbias is None):
+            first(x, grad, weight, extra, dx, dweight, dbias)
+            return
+        w, b = (
+            None if p is None else torch.empty((count, n), dtype=wide, device=x.device)
+            for p in (dweight, dbias)
+        )  # fmt: skip
+        first(x, grad, weight, extra, dx, w, b)
+        ADD_UP((-(-n // 32),), w, b, dweight, dbias, count, n, R=64, BLOCK=32, warps=8)
+
+    return run
+
+
+def _wide(work: Work) -> torch.dtype:
+    """The type of sums."""
+    return torch.float64 if work.size == 8 else torch.float32
+
+
+def _rows_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:
+    block = power_of_two(work.columns)
+    even = block == work.columns and work.rows % way.rows == 0
+    call = partial(
+        ROWS, (way.programs,), warps=way.warps, BLOCK=block, R=way.rows, EVEN=even,
+        STAGES=way.stages, **constants,
+    )  # fmt: skip
+    return lambda *tensors: call(*tensors, work.rows)
+
+
+def _long_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:
+    n, rows, wide = work.columns, work.rows, _wide(work)
+    sums_of_rows = partial(SUMS_OF_ROWS, (rows,), warps=8, BLOCK=4096, **constants)
+    constants = {k: v for k, v in constants.items() if k != "EPS"}
+    columns = partial(
+        LONG, (-(-n // COLUMNS), way.programs), warps=way.warps, BLOCK=COLUMNS, R=way.rows,
+        STAGES=way.stages, **constants,
+    )  # fmt: skip
+
+    def run(x: Tensor, grad: Tensor, weight: Maybe, *rest: Maybe) -> None:
+        sums = torch.empty((rows, 5), dtype=wide, device=x.device)
+        sums_of_rows(x, grad, weight, sums)
+        columns(x, grad, weight, *rest, sums, rows)
+
+    return run

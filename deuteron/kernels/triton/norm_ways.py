@@ -1,0 +1,89 @@
+"""How the backward of a norm is spread over a GPU. No Triton here: engines ask while deciding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deuteron.codegen.triton_render import power_of_two
+
+LONGEST = {2: 8192, 4: 8192, 8: 2048}  # columns that registers hold, by the bytes of an element
+SHARED = 96 << 10  # bytes of shared memory for loads in flight: what every GPU since sm_80 has
+MOST_STAGES = 5
+COLUMNS = 512  # of a program in the long variant
+WAVES = 4  # programs of the long variant per multiprocessor
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be differentiated: ``rows`` of ``columns`` elements that share statistics.
+
+    With ``groups`` the weight has one element for each of ``each`` channels of a group, else one
+    for each column.
+    """
+
+    rows: int
+    columns: int
+    eps: float
+    centred: bool
+    size: int  # bytes of an element
+    reads: int  # tensors of the size of x that are read: x, grad and perhaps extra
+    groups: int = 0
+    each: int = 0
+
+    @property
+    def kind(self) -> str:
+        if self.groups:
+            return "groups"
+        return "rows" if power_of_two(self.columns) <= LONGEST[self.size] else "long"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How it is run: ``rows`` at a time by each of ``programs``, with loads in ``stages``."""
+
+    rows: int = 1
+    programs: int = 1
+    warps: int = 4
+    stages: int = 1
+
+
+def ways(work: Work, units: int) -> list[Way]:
+    """Ways worth trying on a GPU of ``units`` multiprocessors, the best guess first.
+
+    A tile of 4096 elements is 8 for each thread of 16 warps. Two smaller programs on a
+    multiprocessor cover each other's waiting for sums along rows: a norm with a mean waits twice.
+    """
+    if work.kind == "groups":
+        return [Way(warps=8), Way(warps=4)]
+    if work.kind == "long":
+        across = -(-work.columns // COLUMNS)
+        return [Way(4, max(1, min(work.rows // 16, WAVES * units // across)), 4, 3)]
+    shares = ((2, 8), (1, 16)) if work.centred else ((1, 16), (2, 8))  # per unit, warps
+    fitting = [(p, w) for p, w in shares if p == 1 or power_of_two(work.columns) <= 512 * w]
+    return list(dict.fromkeys(_shared_out(work, units, p, w) for p, w in fitting))
+
+
+def _shared_out(work: Work, units: int, per_unit: int, warps: int) -> Way:
+    """Rows in tiles, as many in flight as shared memory holds."""
+    width = power_of_two(work.columns)
+    tile = warps * 32 * (8 if work.size < 8 else 4)  # elements that suit the registers
+    most = per_unit * units
+    together = max(1, min(tile // width, work.rows // most))
+    if work.rows * width <= tile:
+        together = work.rows  # one program takes all, and there are no partial results
+    rows = power_of_two(together)
+    tiles = -(-work.rows // rows)
+    stages = 1
+    if tiles > most:
+        stages += min(MOST_STAGES - 1, SHARED // (per_unit * rows * width * work.size * work.reads))
+    return Way(rows, min(tiles, most), max(1, min(warps, rows * width // 256)), stages)
+
+
+def scratch(work: Work, way: Way, sums: int) -> int:
+    """Bytes of partial results for ``sums`` parameters, and of the sums of long rows."""
+    wide = max(work.size, 4)
+    if work.kind == "groups":
+        count = work.rows // work.groups
+        return 0 if count == 1 else sums * count * work.groups * work.each * wide
+    partials = 0 if way.programs == 1 else sums * way.programs * work.columns * wide
+    return partials + (5 * work.rows * wide if work.kind == "long" else 0)

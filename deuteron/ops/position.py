@@ -1,0 +1,431 @@
+"""Positions: the rotary embedding of queries and keys, and sines of several wavelengths.
+
+A rotary embedding turns each pair (a, b) of a head's features by an angle that grows with the
+token's position p, pair i at its own pace:
+
+    a' = a·cos θ − b·sin θ     b' = b·cos θ + a·sin θ     θ = p · base^(−2i / dims)
+
+Pairs are (i, i + dims/2), or neighbours (2i, 2i + 1) where ``interleaved``. The gradient is the
+same rotation by −θ. Angles are multiplied out in float64, because p·θ in float32 is off by
+thousandths of a radian at the lengths that models are run at today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import DType, dtype, float32, int32, int64
+from deuteron.ir.types import TensorType
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.movement import check_index
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
+from deuteron.ops.samples import Arg, Sample
+
+Tensor = torch.Tensor
+Types = Sequence[TensorType | None]
+Attributes = Mapping[str, Any]
+
+# ---- rope: what may be asked -------------------------------------------------------------------
+
+_ROPE = {
+    "axis": Attr("int", 1, "the axis of positions: 1 for [B, S, H, D], 2 for [B, H, S, D]"),
+    "interleaved": Attr("bool", False, "pairs are (2i, 2i + 1) instead of (i, i + dims/2)"),
+    "dims": Attr("int", None, "how many features are rotated, the first ones; None for all"),
+    "base": Attr("float", 10000.0, "θ of pair i is position · base^(−2i / dims)"),
+    "offset": Attr("int", 0, "added to every position: how many tokens came before"),
+    "inverse": Attr("bool", False, "rotate by −θ, as the gradient does"),
+}
+
+
+def frequencies(dims: int, base: float, device: torch.device | str = "cpu") -> Tensor:
+    """Radians per position of each pair, fastest first, in float64."""
+    return base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=device) / dims)
+
+
+def _rope_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    """Axis counted from 0; dims from the tables, or all the features there are."""
+    q, table = types[0], types[2]
+    assert q is not None
+    if q.rank != 4:
+        raise GraphError(
+            f"rope takes q of rank 4, not {list(q.shape)}",
+            remedy="reshape it to [batch, length, heads, features], a batch of 1 included",
+        )
+    axis = attrs["axis"] + 4 if attrs["axis"] < 0 else attrs["axis"]
+    if axis not in (1, 2):
+        raise GraphError(
+            f"rope with axis={attrs['axis']}",
+            remedy="use axis=1 for [B, S, H, D] and axis=2 for [B, H, S, D]",
+        )
+    dims = attrs["dims"]
+    if dims is None:
+        dims = q.shape[3] if table is None or table.rank != 2 else 2 * table.shape[1]
+    return attrs | {"axis": axis, "dims": dims}
+
+
+def _check_heads(q: TensorType, k: TensorType | None, axis: int) -> None:
+    for name, t in (("q", q), ("k", k)):
+        if t is not None and (not t.dtype.is_float or t.dtype.bits < 16):
+            raise GraphError(
+                f"rope of {t.dtype.name} is not defined", remedy=f'cast({name}, dtype="f16")'
+            )
+    if k is None:
+        return
+    if k.dtype != q.dtype:
+        raise GraphError(
+            f"rope got q of {q.dtype.name} and k of {k.dtype.name}", remedy="cast one of them"
+        )
+    heads = 3 - axis
+    if k.rank != 4 or any(a != b for d, (a, b) in enumerate(zip(q.shape, k.shape, strict=True))
+                          if d != heads):  # fmt: skip
+        raise GraphError(
+            f"k {list(k.shape)} does not fit q {list(q.shape)}",
+            remedy=f"only the number of heads, axis {heads}, may differ",
+        )
+
+
+def _check_tables(
+    cos: TensorType | None, sin: TensorType | None, dims: int, needed: int | None
+) -> None:
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        raise GraphError("rope got one table of cos and sin", remedy="give both, or neither")
+    if cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.dtype.is_float:
+        raise GraphError(
+            f"cos is {cos}, sin is {sin}", remedy="give two tables of one shape and float type"
+        )
+    if cos.rank != 2 or 2 * cos.shape[1] != dims:
+        raise GraphError(
+            f"cos {list(cos.shape)} does not hold one column for each of {dims // 2} pairs",
+            remedy=f"use [positions, {dims // 2}]; of a table with each angle twice, the first "
+            "half; or set dims",
+        )
+    if needed is not None and cos.shape[0] < needed:
+        raise GraphError(
+            f"positions up to {needed - 1} are asked for, the tables have {cos.shape[0]} rows",
+            remedy=f"make tables of {needed} rows, or leave them out",
+        )
+
+
+def _rope_infer(
+    q: TensorType, k: TensorType | None, cos: TensorType | None, sin: TensorType | None,
+    positions: TensorType | None, axis: int, interleaved: bool, dims: int, base: float,
+    offset: int, inverse: bool,
+) -> tuple[TensorType, ...]:  # fmt: skip
+    _check_heads(q, k, axis)
+    batch, length, features = q.shape[0], q.shape[axis], q.shape[3]
+    if dims < 2 or dims % 2 or dims > features:
+        raise GraphError(
+            f"rope cannot rotate {dims} of {features} features",
+            remedy=f"dims is an even number from 2 to {features}",
+        )
+    if offset < 0 or not base > 0:
+        raise GraphError(
+            f"rope with offset={offset}, base={base}", remedy="use offset ≥ 0 and base > 0"
+        )
+    _check_tables(cos, sin, dims, offset + length if positions is None else None)
+    if positions is not None:
+        check_index(positions, int64, int32)
+        if positions.shape not in ((length,), (1, length), (batch, length)):
+            raise GraphError(
+                f"positions {list(positions.shape)} do not fit {batch} rows of {length} tokens",
+                remedy=f"use [{length}] or [{batch}, {length}]",
+            )
+    return tuple(t.dense_like() for t in (q, k) if t is not None)
+
+
+# ---- rope: what it is --------------------------------------------------------------------------
+
+
+def rotation_tables(
+    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, length: int, dims: int,
+    base: float, offset: int, device: torch.device,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """cos θ and sin θ of every token: [S, dims/2], or [B, S, dims/2] where positions differ."""
+    if cos is not None and sin is not None:
+        if positions is None:
+            return cos[offset : offset + length], sin[offset : offset + length]
+        rows = positions.long() + offset
+        return cos[rows], sin[rows]
+    if positions is None:
+        positions = torch.arange(length, device=device)
+    angles = (positions + offset).double()[..., None] * frequencies(dims, base, device)
+    return angles.cos(), angles.sin()
+
+
+def _pairs(x: Tensor, dims: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0:dims:2], x[..., 1:dims:2]
+    return x[..., : dims // 2], x[..., dims // 2 : dims]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dims: int, interleaved: bool) -> Tensor:
+    t = TensorType.from_tensor(x).dense_like()
+    out = torch.empty_strided(t.shape, t.strides, dtype=x.dtype, device=x.device)
+    a, b = (part.to(cos.dtype) for part in _pairs(x, dims, interleaved))
+    first, second = _pairs(out, dims, interleaved)
+    first.copy_(torch.addcmul(a * cos, b, sin, value=-1))
+    second.copy_(torch.addcmul(b * cos, a, sin))
+    out[..., dims:] = x[..., dims:]
+    return out
+
+
+def _rope_reference(
+    q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    positions: Tensor | None, axis: int, interleaved: bool, dims: int, base: float, offset: int,
+    inverse: bool,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    tables = rotation_tables(cos, sin, positions, q.shape[axis], dims, base, offset, q.device)
+    c, s = (t.unsqueeze(-2 if axis == 1 else -3).to(wide) for t in tables)
+    s = -s if inverse else s
+    outs = tuple(_rotated(x, c, s, dims, interleaved) for x in (q, k) if x is not None)
+    return outs if k is not None else outs[0]
+
+
+# ---- rope: its gradient, and the same in simpler operators -------------------------------------
+
+
+def _pair_syms(b: Ops, x: Sym, dims: int, interleaved: bool) -> tuple[Sym, Sym]:
+    step, second = (2, 1) if interleaved else (1, dims // 2)
+    stop = dims - 1 if interleaved else dims // 2
+    return (
+        b.upcast(b.slice(x, axis=3, start=0, stop=stop, step=step)),
+        b.upcast(b.slice(x, axis=3, start=second, stop=dims, step=step)),
+    )
+
+
+def _table_grads(b: Ops, v: Vjp) -> list[Sym | None]:
+    """dcos = Σ (a'·a + b'·b), dsin = Σ (b'·a − a'·b) over heads, and over tokens that read the
+    same row; a' and b' are gradients here."""
+    attrs, table = v.attrs, v.arg(2)
+    heads, dims = 3 - attrs["axis"], attrs["dims"]
+    sums: list[Any] = [None, None]
+    for i, grad in enumerate(v.grads):
+        if grad is None:
+            continue
+        x1, x2 = _pair_syms(b, v.arg(i), dims, attrs["interleaved"])
+        g1, g2 = _pair_syms(b, grad, dims, attrs["interleaved"])
+        for which, terms in enumerate((g1 * x1 + g2 * x2, g2 * x1 - g1 * x2)):
+            part = b.sum(terms, axes=heads)
+            sums[which] = part if sums[which] is None else sums[which] + part
+    if attrs["inverse"]:
+        sums[1] = -sums[1]
+    return [b.to(_into_rows(b, v, each), table.dtype) for each in sums]
+
+
+def _into_rows(b: Ops, v: Vjp, each: Sym) -> Sym:
+    """Contributions [B, S, dims/2] of tokens, summed into the rows that the tokens read."""
+    offset, rows = v.attrs["offset"], v.arg(2).shape[0]
+    if v.has(4):
+        index = b.to(v.arg(4), int64) + offset
+        index = b.expand(index, shape=each.shape[:2])
+        total: Sym = b.embedding_grad(each, index, rows=rows)
+        return total
+    total = b.sum(each, axes=0)
+    rest = rows - offset - total.shape[0]
+    return b.pad(total, low=(offset, 0), high=(rest, 0))  # type: ignore[no-any-return]
+
+
+def _rope_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    """Rotated back: q and k in one node where both have a gradient."""
+    attrs = dict(v.attrs) | {"inverse": not v.attrs["inverse"]}
+    rest = v.ins[2:]
+    present = [g for g in v.grads if g is not None]
+    turned = b.call("rope", *present, *[None] * (2 - len(present)), *rest, **attrs)
+    backs = iter(turned if isinstance(turned, tuple) else (turned,))
+    grads = [next(backs) if g is not None else None for g in v.grads]
+    grads += [None] * (2 - len(grads))
+    tables = _table_grads(b, v) if any(v.needs[2:4]) else [None, None]
+    return [*grads, *tables, None]
+
+
+def _table_syms(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> tuple[Sym, Sym]:
+    """cos θ and sin θ as values of the graph; constants where the positions are known."""
+    q, _, cos, sin, positions = ins
+    assert q is not None
+    offset, length = attrs["offset"], q.shape[attrs["axis"]]
+    if cos is not None and sin is not None:
+        if positions is None:
+            how = {"axis": 0, "start": offset, "stop": offset + length}
+            return b.slice(cos, **how), b.slice(sin, **how)
+        rows = b.to(positions, int64) + offset
+        return b.embedding(cos, rows), b.embedding(sin, rows)
+    if positions is None:
+        found = rotation_tables(
+            None, None, None, length, attrs["dims"], attrs["base"], offset, torch.device("cpu")
+        )
+        wide = torch.float64 if q.dtype.short == "f64" else torch.float32
+        return b.constant(found[0].to(wide), "cos"), b.constant(found[1].to(wide), "sin")
+    steps = b.reshape(b.cast(positions, dtype="f64") + float(offset), (*positions.shape, 1))
+    angles = steps * b.constant(frequencies(attrs["dims"], attrs["base"]), "frequencies")
+    return b.cos(angles), b.sin(angles)
+
+
+def _rope_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+    q = ins[0]
+    assert q is not None
+    wide = q.dtype if q.dtype.short == "f64" else float32
+    tables = []
+    for t in _table_syms(b, ins, attrs):
+        lead, (length, half) = t.shape[:-2], t.shape[-2:]
+        beside = (length, 1, half) if attrs["axis"] == 1 else (1, length, half)
+        tables.append(b.reshape(b.to(t, wide), (*lead, *beside)))
+    return [_turned(b, x, tables[0], tables[1], attrs) for x in ins[:2] if x is not None]
+
+
+def _turned(b: Ops, x: Sym, cos: Sym, sin: Sym, attrs: Attributes) -> Sym:
+    dims, apart = attrs["dims"], attrs["interleaved"]
+    x1, x2 = _pair_syms(b, x, dims, apart)
+    if attrs["inverse"]:
+        first, second = x1 * cos + x2 * sin, x2 * cos - x1 * sin
+    else:
+        first, second = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    halves = [first, second]
+    if apart:
+        halves = [b.reshape(h, (*h.shape, 1)) for h in halves]
+    whole = b.to(b.concat(halves, axis=len(halves[0].shape) - 1), x.dtype)
+    if apart:
+        whole = b.reshape(whole, (*x.shape[:3], dims))
+    if dims == x.shape[3]:
+        return whole
+    return b.concat([whole, b.slice(x, axis=3, start=dims)], axis=3)  # type: ignore[no-any-return]
+
+
+def _rope_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
+    """Four multiplications and two additions for a pair."""
+    return float(sum(3 * t.numel // max(t.shape[3], 1) * attrs["dims"] for t in outs))
+
+
+def _rope_samples() -> tuple[Sample, ...]:
+    q, k = Arg((2, 5, 3, 8)), Arg((2, 5, 1, 8))
+    tables = (Arg((9, 4), "unit"), Arg((9, 4), "unit"))
+    where = Arg((2, 5), "index", high=9)
+    heads_first = {"axis": 2}
+    return (
+        Sample((q, k)),
+        Sample((q,)),
+        Sample((q, k, *tables), {"offset": 3}),
+        Sample((q, k, *tables, where), {"interleaved": True}),
+        Sample((Arg((1, 3, 5, 6)), Arg((1, 2, 5, 6))), heads_first | {"interleaved": True}),
+        Sample(
+            (Arg((2, 3, 5, 7)), Arg((2, 1, 5, 7)), None, None, where), heads_first | {"dims": 4}
+        ),
+        Sample((q, None, *tables, Arg((5,), "index", "i32", high=8)), {"offset": 1}),
+        Sample((Arg((2, 5, 3, 8), layout="transposed"), k), {"inverse": True, "offset": 7}),
+        Sample((Arg((2, 5, 3, 8), layout="sliced"), Arg((2, 5, 1, 8), layout="expanded"))),
+        Sample((Arg((2, 5, 3, 8), layout="nhwc"), Arg((2, 5, 3, 8), layout="nhwc")), heads_first),
+        Sample((Arg((1, 1, 4, 10)), Arg((1, 1, 2, 10))), {"dims": 6, "base": 500.0, "offset": 11}),
+        Sample((Arg((0, 5, 3, 8)), Arg((0, 5, 1, 8))), note="empty"),
+        Sample((Arg((2, 0, 3, 8)), None, *tables), {"interleaved": True}, note="empty"),
+        Sample((Arg((1, 4, 2, 8), "extreme"), None), grad=False, note="extreme"),
+    )
+
+
+ROPE = OpDef(
+    name="rope",
+    doc="Rotary positions on q [B, S, H, D], and on k with its own number of heads, in one node. "
+    "cos and sin are tables [positions, dims/2]; without them the angles come from base. Token s "
+    "is at offset + s, or at offset + positions[b, s].",
+    inputs=("q", "k?", "cos?", "sin?", "positions?"),
+    attrs=_ROPE,
+    complete=_rope_complete,
+    infer=_rope_infer,
+    reference=_rope_reference,
+    fusion=Fusion.OPAQUE,
+    vjp=_rope_vjp,
+    expand=_rope_expand,
+    flops=_rope_flops,
+    samples=_rope_samples,
+)
+
+# ---- sinusoidal --------------------------------------------------------------------------------
+
+
+def _result(positions: TensorType, wanted: str | None) -> DType:
+    if wanted is not None:
+        return dtype(wanted)
+    return positions.dtype if positions.dtype.is_float else float32
+
+
+def _sine_infer(
+    positions: TensorType, dim: int, base: float, interleaved: bool, dtype: str | None
+) -> TensorType:
+    if dim < 2 or dim % 2 or not base > 0:
+        raise GraphError(
+            f"sinusoidal with dim={dim}, base={base}", remedy="use an even dim and base > 0"
+        )
+    kind = _result(positions, dtype)
+    if positions.dtype.kind == "bool" or not kind.is_float:
+        raise GraphError(
+            f"sinusoidal of {positions.dtype.name} positions as {kind.name}",
+            remedy="positions are numbers, the result is of a float type",
+        )
+    return TensorType.of((*positions.shape, dim), kind)
+
+
+def _sine_reference(
+    positions: Tensor, dim: int, base: float, interleaved: bool, dtype: str | None
+) -> Tensor:
+    kind = _result(TensorType.from_tensor(positions), dtype).torch
+    angles = positions.double()[..., None] * frequencies(dim, base, positions.device)
+    out = torch.empty((*positions.shape, dim), dtype=kind, device=positions.device)
+    sines, cosines = _pairs(out, dim, interleaved)
+    sines.copy_(angles.sin())
+    cosines.copy_(angles.cos())
+    return out
+
+
+def _sine_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    """Σ over pairs of f·(g_sin·cos − g_cos·sin): sinusoidal itself holds both."""
+    positions, dim = v.arg(0), v.attrs["dim"]
+    if not v.needs[0]:
+        return [None]
+    shape = (*positions.shape, dim // 2, 2) if v.attrs["interleaved"] else (
+        *positions.shape, 2, dim // 2)  # fmt: skip
+    axis = len(shape) - (1 if v.attrs["interleaved"] else 2)
+    parts = [b.reshape(b.upcast(t), shape) for t in (v.grad, v.outs[0])]
+    (g_sin, sin), (g_cos, cos) = (
+        [b.slice(t, axis=axis, start=i, stop=i + 1) for t in parts] for i in (0, 1)
+    )
+    pace = frequencies(dim, v.attrs["base"]).to(parts[0].dtype.torch)
+    pace = pace[:, None] if v.attrs["interleaved"] else pace[None, :]
+    slope = b.constant(pace, "frequencies") * (g_sin * cos - g_cos * sin)
+    total = b.sum(slope, axes=(slope.rank - 2, slope.rank - 1))
+    return [b.to(total, positions.dtype)]
+
+
+SINUSOIDAL = OpDef(
+    name="sinusoidal",
+    doc="sin and cos of position · base^(−2i / dim): [...] becomes [..., dim], all sines then all "
+    "cosines, or in turns where interleaved. The table of a model is sinusoidal of a constant "
+    "arange, and is folded into a constant.",
+    inputs=("positions",),
+    attrs={
+        "dim": Attr("int", doc="features per position, an even number"),
+        "base": Attr("float", 10000.0, "wavelengths grow from 2π to almost 2π · base"),
+        "interleaved": Attr("bool", False, "sin, cos, sin, cos, … instead of all sines first"),
+        "dtype": Attr("dtype", None, "of the result; None: that of positions, f32 for integers"),
+    },
+    infer=_sine_infer,
+    reference=_sine_reference,
+    fusion=Fusion.OPAQUE,
+    vjp=_sine_vjp,
+    flops=elementwise_flops(20),
+    samples=lambda: (
+        Sample((Arg((7,), "index", high=99),), {"dim": 6}),
+        Sample((Arg((2, 3)),), {"dim": 4, "interleaved": True}),
+        Sample((Arg((3, 5), layout="transposed"),), {"dim": 8, "base": 100.0}),
+        Sample((Arg((3,), "index", "i32", high=9),), {"dim": 2, "dtype": "f16"}, grad=False),
+        Sample((Arg(()),), {"dim": 4}, note="scalar"),
+        Sample((Arg((0, 2)),), {"dim": 4}, note="empty"),
+        Sample((Arg((9,), "extreme"),), {"dim": 4}, grad=False, note="extreme"),
+    ),
+)
+
+OPS = (ROPE, SINUSOIDAL)

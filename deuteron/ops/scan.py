@@ -1,0 +1,193 @@
+"""Scans: what has met so far along an axis. Results are contiguous.
+
+16-bit floats are added and multiplied up in float32, and each result is rounded once; integers
+and booleans become int64. Torch's scans do the work, with the order of sums fixed on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import int64
+from deuteron.ir.types import TensorType
+from deuteron.ops.determinism import fixed_order
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.matmul import one_dtype
+from deuteron.ops.movement import AXIS, with_axis
+from deuteron.ops.opdef import Fusion, OpDef, Vjp
+from deuteron.ops.reduce import input_flops
+from deuteron.ops.samples import Arg, Sample
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype | None:
+    return torch.float32 if x.dtype in _LOW else None
+
+
+# ---- running sums and products -------------------------------------------------------------------
+
+
+def _total_infer(x: TensorType, axis: int) -> TensorType:
+    return TensorType.of(x.shape, x.dtype if x.dtype.is_float else int64)
+
+
+def _total_reference(scan: Callable[..., torch.Tensor], x: torch.Tensor, axis: int) -> torch.Tensor:
+    wide = _wide(x)
+    with fixed_order(x):
+        found = scan(x, axis, dtype=wide)
+    return found.to(x.dtype) if wide is not None else found
+
+
+def _cumsum_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    """Element i is in every sum from the i-th on: a sum that runs backwards."""
+    axis = v.attrs["axis"]
+    return [b.flip(b.cumsum(b.flip(v.grad, axes=axis), axis=axis), axes=axis)]
+
+
+def _cumprod_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    return [b.cumprod_grad(v.grad, v.arg(0), axis=v.attrs["axis"])]
+
+
+def _cumprod_grad_infer(grad: TensorType, x: TensorType, axis: int) -> TensorType:
+    one_dtype("cumprod_grad", grad=grad, x=x)
+    if grad.shape != x.shape:
+        raise GraphError(
+            f"cumprod_grad: grad is {list(grad.shape)}, x {list(x.shape)}",
+            remedy="use the input of the forward operator",
+        )
+    return TensorType.of(x.shape, x.dtype)
+
+
+def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
+    """dx_k = (Π_{j<k} x_j) · r_k with r_k = g_k + x_{k+1}·r_{k+1}: nothing is divided by, so
+    zeros are like any other number. The recurrence is solved by doubling its reach, log₂ n times:
+    r_k ← r_k + m_k·r_{k+d},  m_k ← m_k·m_{k+d}.
+    """
+    kind = _wide(x) or x.dtype
+    g, wide = (t.to(kind).movedim(axis, -1) for t in (grad, x))
+    n = wide.shape[-1]
+    ones = torch.ones_like(wide[..., :1])
+    before = torch.cat((ones, torch.cumprod(wide, -1)[..., : max(n - 1, 0)]), -1)[..., :n]
+    r, m = g, torch.cat((wide[..., 1:], torch.zeros_like(ones)), -1)[..., :n]
+    reach = 1
+    while reach < n:
+        near, far = r[..., :-reach], r[..., reach:]
+        r = torch.cat((torch.addcmul(near, m[..., :-reach], far), r[..., -reach:]), -1)
+        m = torch.cat((m[..., :-reach] * m[..., reach:], torch.zeros_like(m[..., -reach:])), -1)
+        reach *= 2
+    return (before * r).movedim(-1, axis).to(x.dtype).contiguous()
+
+
+# ---- running extremes ----------------------------------------------------------------------------
+
+
+def _extreme_infer(x: TensorType, axis: int) -> tuple[TensorType, TensorType]:
+    values = TensorType.of(x.shape, x.dtype)
+    return values, values.with_dtype(int64)
+
+
+def _extreme_reference(
+    scan: Callable[..., Any], x: torch.Tensor, axis: int
+) -> tuple[torch.Tensor, ...]:
+    return tuple(scan(x, axis))
+
+
+def _extreme_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    """Each result's gradient goes to the element it was; what led for a while collects several."""
+    if v.grads[0] is None:
+        return [None]
+    x, axis = v.arg(0), v.attrs["axis"]
+    total = b.scatter_add(v.outs[1], b.upcast(v.grad), shape=x.shape, axis=axis)
+    return [b.to(total, x.dtype)]
+
+
+# ---- samples and the table -----------------------------------------------------------------------
+
+_SHAPES: tuple[tuple[tuple[int, ...], str, int], ...] = (
+    ((3, 5), "contiguous", 1), ((3, 5), "contiguous", 0), ((33,), "contiguous", -1),
+    ((2, 3, 4), "contiguous", 1), ((0, 4), "contiguous", 0), ((3, 0), "contiguous", 1),
+    ((1, 1), "contiguous", 0), ((4, 5), "transposed", 1), ((4, 5), "sliced", 0),
+    ((4, 5), "expanded", 1), ((2, 3, 4, 5), "nhwc", 1),
+)  # fmt: skip
+
+
+def _samples(kind: str) -> tuple[Sample, ...]:
+    return (
+        *(Sample((Arg(s, kind, layout=how),), {"axis": a}) for s, how, a in _SHAPES),
+        Sample((Arg((3, 4), dtype="i32"),), {"axis": 1}, grad=False),
+        Sample((Arg((3, 4), "bool"),), {"axis": 0}, grad=False),
+        Sample((Arg((33,), "extreme"),), {"axis": 0}, grad=False, note="extreme"),
+    )
+
+
+def _grad_samples() -> tuple[Sample, ...]:
+    zeros = Arg((4, 6), "index", "f64", high=3)
+    return (
+        *(Sample((Arg(s), Arg(s, layout=how)), {"axis": a}, grad=False) for s, how, a in _SHAPES),
+        Sample((Arg((4, 6), dtype="f64"), zeros), {"axis": 1}, grad=False, note="zeros"),
+    )
+
+
+TOTALS = tuple(
+    OpDef(
+        name=name,
+        doc=doc,
+        inputs=("x",),
+        attrs={"axis": AXIS},
+        complete=with_axis,
+        infer=_total_infer,
+        reference=partial(_total_reference, scan),
+        fusion=Fusion.OPAQUE,
+        vjp=vjp,
+        flops=input_flops(1),
+        samples=partial(_samples, "normal"),
+    )
+    for name, scan, vjp, doc in (
+        ("cumsum", torch.cumsum, _cumsum_vjp,
+         "The sum of all elements up to each one, along axis."),
+        ("cumprod", torch.cumprod, _cumprod_vjp,
+         "The product of all elements up to each one, along axis."),
+    )
+)  # fmt: skip
+
+CUMPROD_GRAD = OpDef(
+    name="cumprod_grad",
+    doc="The gradient of cumprod, right where elements are zero too. It has none of its own.",
+    inputs=("grad", "x"),
+    attrs={"axis": AXIS},
+    complete=with_axis,
+    infer=_cumprod_grad_infer,
+    reference=_cumprod_grad_reference,
+    fusion=Fusion.OPAQUE,
+    flops=input_flops(5),
+    samples=_grad_samples,
+)
+
+EXTREMES = tuple(
+    OpDef(
+        name=name,
+        doc=f"The {what} element so far along axis, and its place on the axis as int64: the last "
+        "of equals; nan wins.",
+        inputs=("x",),
+        attrs={"axis": AXIS},
+        complete=with_axis,
+        infer=_extreme_infer,
+        reference=partial(_extreme_reference, scan),
+        fusion=Fusion.OPAQUE,
+        vjp=_extreme_vjp,
+        flops=input_flops(1),
+        samples=partial(_samples, "distinct"),
+    )
+    for name, scan, what in (
+        ("cummax", torch.cummax, "largest"),
+        ("cummin", torch.cummin, "smallest"),
+    )
+)
+
+OPS = (*TOTALS, CUMPROD_GRAD, *EXTREMES)

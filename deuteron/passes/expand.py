@@ -1,0 +1,108 @@
+"""Operators that stand for several, such as the gradients of a norm, written out in simpler ones
+wherever no kernel takes them whole.
+
+Whole they are kept on GPUs, for tensors in row-major order: hand-written kernels make all their
+results in one pass over memory. Everywhere else the generated code of the simpler operators is
+as good, and fuses with its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.rewrite import start
+from deuteron.ir.types import TensorType
+from deuteron.ops import table
+from deuteron.ops.emit import Ops
+from deuteron.passes.context import Context
+from deuteron.target import Target
+
+Whole = Callable[[str, Sequence[TensorType | None]], bool]
+ANY_ROWS = frozenset({"rope"})  # whose kernels take any strides but that of the last dimension
+# Our kernels take nhwc as well as row-major, and on a CPU PyTorch's own are quicker than the parts.
+ANY_ORDER = frozenset({"batch_norm_act", "batch_norm_act_grad"})
+EXTRA = "extra?"  # an input that is added to the first result
+
+
+def taken_whole(op: str, types: Sequence[TensorType | None], target: Target) -> bool:
+    """Whether a hand-written kernel takes operands of these types on ``target``."""
+    given = [t for t in types if t is not None]
+    if op in ANY_ROWS:
+        return target.is_cuda and all(t.numel and t.strides[-1] == 1 for t in given)
+    if op in ANY_ORDER:
+        return all(t.numel for t in given)
+    return target.is_cuda and all(t.numel and t.is_layout("contiguous") for t in given)
+
+
+def expand(graph: Graph, ctx: Context) -> Graph:
+    """Write out what no kernel of the target takes whole; what stays takes a sum of gradients
+    along."""
+
+    def whole(op: str, types: Sequence[TensorType | None]) -> bool:
+        return taken_whole(op, types, ctx.target)
+
+    return _rewritten(graph, whole, ctx)
+
+
+def written_out(graph: Graph) -> Graph:
+    """``graph`` without operators that only :attr:`OpDef.expand` can differentiate."""
+    if all(table.get(n.op).vjp or not table.get(n.op).expand for n in graph.nodes):
+        return graph
+    return _rewritten(graph, lambda op, types: False, None)
+
+
+def _rewritten(graph: Graph, whole: Whole, ctx: Context | None) -> Graph:
+    build, names = start(graph, table.infer)
+    fired = {"written out": 0, "sum of gradients joined": 0}
+    for node in graph.nodes:
+        op = table.get(node.op)
+        inputs = [None if v is None else names.get(v) for v in node.inputs]
+        if node.outputs[0] in names:
+            continue  # a sum that joined the operator before it
+        if op.expand is None:
+            names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+            continue
+        types = [None if v is None else build.types[v] for v in inputs]
+        if not whole(node.op, types):
+            ops = Ops(build, node.source)
+            padded = [*inputs, *[None] * (len(op.inputs) - len(inputs))]
+            syms = [None if v is None else ops.sym(v) for v in padded]
+            found = op.expand(ops, syms, node.attrs)
+            names.update(zip(node.outputs, (s.name for s in found), strict=True))
+            fired["written out"] += 1
+            continue
+        total = _sum_of_first(graph, node) if EXTRA in op.inputs[len(inputs) :] else None
+        other = None if total is None else _other(total, node.outputs[0])
+        if total is not None and other in names and whole(node.op, [build.types[names[other]]]):
+            slot = op.inputs.index(EXTRA)
+            inputs = [*inputs, *[None] * (slot - len(inputs)), names[other]]
+            outs = build.emit(node.op, inputs, node.attrs, source=node.source)
+            names.update(zip(node.outputs, outs, strict=True))
+            names[total.output] = outs[0]
+            fired["sum of gradients joined"] += 1
+        else:
+            names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+    for name, value in graph.outputs:
+        build.output(name, names[value])
+    if ctx is not None:
+        ctx.fired.update(fired)
+    return build.finish()
+
+
+def _sum_of_first(graph: Graph, node: Node) -> Node | None:
+    """The sum that alone reads the first result of ``node``, if both are of one type."""
+    value = node.outputs[0]
+    readers = graph.users.get(value, ())
+    if len(readers) != 1 or value in graph.output_values or readers[0].op != "add":
+        return None
+    total = readers[0]
+    other = _other(total, value)
+    kinds = {graph.types[v] for v in (value, other, total.output)}
+    return total if other != value and len(kinds) == 1 else None
+
+
+def _other(total: Node, value: str) -> str:
+    """The operand of a sum that is not ``value``."""
+    first, second = total.uses
+    return second if first == value else first

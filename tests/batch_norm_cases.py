@@ -1,0 +1,270 @@
+"""Batch norm kernels by case, against float64 and held to twice PyTorch's own error.
+
+Shared by the tests in Triton's interpreter (``python -m tests.batch_norm_cases 2`` runs every
+second case, in a process of its own) and those on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+
+import deuteron as dt
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.kernels.triton.batch_norm_tiles import divide
+from deuteron.ops.batch_norm import ACT, ACT_GRAD, ACTIVATIONS
+from deuteron.ops.evaluate import evaluate
+from deuteron.passes import Context, fuse, run_passes
+from deuteron.policy import Policy
+from deuteron.target import GPUS
+from tests.tolerances import allowed, error
+
+H200 = GPUS["h200"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch norm with what follows it. ``knobs`` go to the division of the work."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    last: bool = False
+    activation: str = "relu"
+    residual: bool = False
+    params: str = "wbr"  # weight, bias, running statistics
+    kind: str = "normal"
+    slope: float = 0.1
+    knobs: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        order = "last" if self.last else "first"
+        knobs = "".join(f" {k}={v}" for k, v in self.knobs)
+        return (
+            f"{'x'.join(map(str, self.shape))} {str(self.dtype)[6:]} {order} {self.activation}"
+            f"{' residual' if self.residual else ''} {self.params or 'bare'} {self.kind}{knobs}"
+        )
+
+    @property
+    def by_y(self) -> bool:
+        return self.residual and ACTIVATIONS[self.activation].shown_by_y(self.slope)
+
+    def image(self, device: str, generator: torch.Generator) -> torch.Tensor:
+        t = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        if self.last and len(self.shape) > 2:
+            t = t.movedim(1, -1).contiguous().movedim(-1, 1)
+        return t.to(self.dtype).to(device)
+
+    def tensors(self, device: str = "cpu") -> dict[str, torch.Tensor | None]:
+        gen = torch.Generator().manual_seed(hash(self.shape) % 1000)
+        c = self.shape[1:2]
+        x = self.image(device, gen)
+        if self.kind == "offset":
+            x = (x.double() + 1000.0).to(self.dtype)
+        if self.kind == "edge":  # the first pixel is far from all others
+            x = (x.double() + 1000.0).to(self.dtype)
+            x.view(-1)[0:1].zero_() if x.is_contiguous() else x[(0,) * x.ndim].zero_()
+        if self.kind == "odd":
+            x[(0,) * x.ndim] = torch.nan
+            x[(-1,) * x.ndim] = torch.inf
+
+        def given(letter: str, positive: bool = False) -> torch.Tensor | None:
+            t = torch.rand(c, generator=gen) + 0.5 if positive else torch.randn(c, generator=gen)
+            return t.to(device) if letter in self.params else None
+
+        return {
+            "x": x, "weight": given("w"), "bias": given("b"), "running_mean": given("r"),
+            "running_var": given("r", positive=True),
+            "residual": self.image(device, gen) if self.residual else None,
+            "grad": self.image(device, gen),
+        }  # fmt: skip
+
+
+def calm(grad: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """``grad``, but 0 where z is so near to a corner of an activation that rounding decides on
+    which side it lies: there no two ways agree."""
+    near = torch.stack([(z - corner).abs() < 0.05 for corner in (-3.0, 0.0, 3.0, 6.0)]).any(0)
+    return torch.where(near, 0.0, grad).to(grad.dtype)
+
+
+def _wide(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.double()
+
+
+def run(case: Case, device: str = "cpu", units: int = 4) -> str:
+    """The case through the kernels: what is wrong with it, or nothing."""
+    from deuteron.kernels.triton.batch_norm import backward, forward
+
+    t = case.tensors(device)
+    x, grad = t["x"], t.pop("grad")
+    assert x is not None and grad is not None
+    act = {"activation": case.activation, "slope": case.slope}
+    attrs = {"momentum": 0.3, "eps": 1e-3, **act}
+    d = divide(case.shape, case.last, units, **dict(case.knobs))
+    types = ACT.infer(*(None if v is None else TensorType.from_tensor(v) for v in t.values()),
+                      **attrs)  # fmt: skip
+    outs = [_filled(like, x, torch.nan) for like in types]
+    forward(d, *t.values(), *outs, **attrs)
+    exact = ACT.reference(*map(_wide, t.values()), **attrs)
+    theirs = ACT.reference(*t.values(), **attrs)
+    names = ("y", "running mean", "running var", "mean", "rstd")
+    wrong = _compare(case, names, outs, exact, theirs)
+
+    flat = ACT.reference(*map(_wide, t.values()), **attrs | {"activation": "none"})[0]
+    grad.copy_(calm(grad, flat))
+    y, mean, rstd = torch.empty_like(x).copy_(theirs[0]), theirs[3], theirs[4]
+    given = [
+        grad, x, mean, rstd, t["weight"], t["bias"], y if case.by_y else None,
+        t["residual"] if not case.by_y else None,
+    ]  # fmt: skip
+    types = ACT_GRAD.infer(*(None if v is None else TensorType.from_tensor(v) for v in given),
+                           **act)  # fmt: skip
+    exact = ACT_GRAD.reference(*map(_wide, given), **act)
+    theirs = ACT_GRAD.reference(*given, **act)
+    for with_dz in (True, False) if case.residual else (False,):
+        outs = [_filled(like, x, torch.nan) for like in types]
+        backward(d, *given, *outs[:3], outs[3] if with_dz else None, **act)
+        names = ("dx", "dweight", "dbias", "dz")[: 4 if with_dz else 3]
+        wrong += _compare(case, names, outs, exact, theirs)
+    return "; ".join(wrong)
+
+
+def _filled(like: TensorType, x: torch.Tensor, value: float) -> torch.Tensor:
+    if like.shape == x.shape:
+        return torch.full_like(x, value)
+    return torch.full(like.shape, value, dtype=like.dtype.torch, device=x.device)
+
+
+def _compare(case, names, outs, exact, theirs) -> list[str]:
+    wrong = []
+    for name, got, truth, torchs in zip(names, outs, exact, theirs, strict=False):
+        off, bound = error(got, truth), allowed(error(torchs, truth), got.dtype, _depth(case, name))
+        if case.kind == "odd":
+            off = 0.0 if torch.equal(got.isfinite(), torchs.isfinite()) else off
+        if not off <= bound:
+            wrong.append(f"{name} is off by {off:.2e}, allowed {bound:.2e}")
+    return wrong
+
+
+def _depth(case: Case, name: str) -> int:
+    """How many values a sum has, where the result is one."""
+    per_channel = 1
+    for size in (case.shape[0], *case.shape[2:]):
+        per_channel *= size
+    return per_channel if name in ("mean", "running mean", "dweight", "dbias") else 1
+
+
+SHAPES = (
+    (3, 5, 7), (2, 37), (5, 3, 7, 9), (4, 70, 3, 5), (2, 64, 4, 4), (2, 6, 2, 3, 5), (6, 1, 11, 13),
+    (3, 10, 20, 20),
+)  # fmt: skip
+SPLIT = (("tile", 256), ("each", 2), ("once", False))
+
+
+def cases() -> Iterator[Case]:
+    """Small shapes in both orders: every activation, with and without all that may be left out."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    params, kinds = ("wbr", "wb", "", "w"), ("normal", "offset", "edge", "normal", "odd")
+    count = 0
+    for shape, last, residual in product(SHAPES, (False, True), (False, True)):
+        for k in range(2):
+            activation = tuple(ACTIVATIONS)[count % len(ACTIVATIONS)]
+            case = Case(
+                shape, dtypes[count % 3], last, activation, residual,
+                params[(count // 2) % 4], kinds[(count // 3) % 5], (0.1, -0.5)[count % 2],
+            )  # fmt: skip
+            if case.kind == "odd" or (case.kind != "normal" and case.dtype == torch.bfloat16):
+                case = replace(case, activation="relu" if count % 2 else "none")
+            yield replace(case, knobs=SPLIT) if k else case
+            count += 1
+
+
+# ---- the same through the engine: every value at its place, other orders converted
+
+
+def regions() -> Iterator[tuple[str, Region]]:
+    """Regions as the planner makes them, some of them with tensors in orders that differ."""
+    shape, half = (2, 6, 3, 5), dt.float16
+    for order, other in (("nhwc", "nhwc"), ("nhwc", "contiguous"), ("contiguous", "nhwc")):
+        g = dt.Graph("act")
+        x = g.tensor("x", shape, half, layout=order)
+        r = g.tensor("r", shape, half, layout=other)
+        w, b, m, v = (g.tensor(n, (6,)) for n in "wbmv")
+        y, mean, *_ = g.batch_norm_act(x, w, b, m, v, r, activation="silu")
+        y.output("y")
+        mean.output("mean")
+        back = g.grad("y", wrt=["x", "b", "r"])
+        for region in fuse(run_passes(back.ir(), Context(H200, Policy()))[0])[0]:
+            yield f"{order} {other} {region.ops}", region
+    g = dt.Graph("train")
+    x, r = (g.tensor(n, (3, 4, 5)) for n in "xr")
+    y, _, var, *_ = g.batch_norm_train(x, None, g.tensor("b", (4,), strides=(2,)), eps=0.1)
+    g.leaky_relu(r + y, negative_slope=0.3).output("y")
+    var.output("var")
+    for region in fuse(g.ir())[0]:
+        yield str(region.ops), region
+
+
+def run_region(region: Region) -> str:
+    """The region built by the engine and run: what is wrong with it, or nothing."""
+    engine, types = TritonKernels(), region.graph.types
+    gen = torch.Generator().manual_seed(0)
+
+    def tensor(name: str) -> torch.Tensor:
+        t = types[name]
+        out = torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch)
+        return out.copy_(torch.rand(t.shape, generator=gen) + 0.1)
+
+    feed = {name: tensor(name) for name in region.inputs}
+    exact, theirs = evaluate(region.graph, feed, float64=True), evaluate(region.graph, feed)
+    ctx = BuildContext(H200, torch.device("cpu"), Policy(), {})
+    wrong = []
+    for candidate in engine.candidates(region, H200, Policy()):
+        outs = [tensor(value).fill_(torch.nan) for value in region.outputs]
+        engine.build(region, candidate, ctx).fill(list(feed.values()), outs)
+        for (name, _), out in zip(region.graph.outputs, outs, strict=True):
+            off, bound = (
+                error(out, exact[name]),
+                allowed(error(theirs[name], exact[name]), out.dtype, 30),
+            )
+            if not off <= bound:
+                wrong.append(f"{candidate} {name} is off by {off:.2e}, allowed {bound:.2e}")
+    return "; ".join(wrong)
+
+
+def main() -> None:
+    import json
+    import traceback
+    import warnings
+
+    import numpy as np
+
+    from tests.triton_interpreter import install
+
+    warnings.simplefilter("ignore")
+    np.seterr(all="ignore")
+    install()
+    work: dict[str, Callable[[], str]] = {
+        str(case): partial(run, case) for case in list(cases())[:: int(sys.argv[1])]
+    }
+    work |= {name: partial(run_region, region) for name, region in regions()}
+    failed = {}
+    for name, check in work.items():
+        try:
+            wrong = check()
+        except Exception:
+            wrong = traceback.format_exc(limit=-8)
+        if wrong:
+            failed[name] = wrong
+    print(json.dumps({"count": len(work), "failed": failed}))
+
+
+if __name__ == "__main__":
+    main()

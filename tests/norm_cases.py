@@ -1,0 +1,192 @@
+"""Cases for the backward kernels of norms: regions of one gradient operator, tensors, the verdict.
+
+``python -m tests.norm_cases`` runs them in Triton's interpreter, in a process of its own, and
+prints the failures; the tests on a GPU call :func:`wrong` with the device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.ir import GraphBuilder, TensorType
+from deuteron.ir.region import Region
+from deuteron.ops import infer
+from deuteron.ops.evaluate import evaluate
+from deuteron.policy import Policy
+from deuteron.target import Target
+from tests.tolerances import allowed, error
+
+RESULTS = ("dx", "dweight", "dbias")
+ENGINE = TritonKernels()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One gradient operator on random tensors."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    param: torch.dtype | None = None  # of weight and bias, where it is not that of x
+    weight: bool = True
+    bias: bool = True
+    extra: bool = False
+    keep: tuple[str, ...] = RESULTS  # results that somebody reads
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    fill: str = "normal"  # or "offset" (mean 1000), "odd" (nan and inf in two rows)
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        if "dims" in self.attrs or self.op in ("layer_norm", "rms_norm"):
+            return self.shape[-self.attrs.get("dims", 1) :]
+        return self.shape[1:2]
+
+    def feed(self) -> dict[str, torch.Tensor]:
+        gen = torch.Generator().manual_seed(0)
+
+        def draw(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype)
+
+        x = draw(self.shape, torch.float64)
+        if self.fill == "offset":
+            x = x + 1000.0
+        if self.fill == "odd":
+            flat = x.view(-1)
+            flat[0], flat[-1] = torch.nan, torch.inf
+        found = {"x": x.to(self.dtype), "grad": draw(self.shape, self.dtype)}
+        if self.weight:
+            found["weight"] = draw(self.params, self.param or self.dtype)
+        if self.extra:
+            found["extra"] = draw(self.shape, self.dtype)
+        return found
+
+    def region(self) -> Region:
+        feed = self.feed()
+        build = GraphBuilder(infer, self.op)
+        ins = [
+            build.input(n, TensorType.from_tensor(feed[n])) if n in feed else None
+            for n in ("x", "grad", "weight", "extra")
+        ]
+        bias = "none"
+        if self.bias and self.op != "rms_norm":
+            bias = "same" if self.param in (None, self.dtype) else "f32"
+        while ins[-1] is None:
+            ins.pop()
+        outs = build.emit(f"{self.op}_grad", ins, {**self.attrs, "bias": bias})
+        names = [n for n in RESULTS if (n != "dweight" or self.weight) and
+                 (n != "dbias" or bias != "none")]  # fmt: skip
+        for name, out in zip(names, outs, strict=True):
+            if name in self.keep:
+                build.output(name, out)
+        return Region(build.finish(), anchor=0)
+
+
+def wrong(case: Case, target: Target, device: str) -> str:
+    """What is wrong with every candidate of the engine on the case, or nothing."""
+    region, feed = case.region(), case.feed()
+    refusal = ENGINE.refuse(region, target, Policy())
+    if refusal is not None:
+        return f"refused: {refusal.reason}"
+    feed = {n: t.to(device) for n, t in feed.items()}
+    exact = evaluate(region.graph, feed, float64=True)
+    plain = evaluate(region.graph, feed)
+    given = [feed[v] for v in region.inputs]
+    ctx = BuildContext(target, torch.device(device), Policy(), {})
+    found = []
+    for candidate in ENGINE.candidates(region, target, Policy()):
+        kernel = ENGINE.build(region, candidate, ctx)
+        outs = []
+        for value in region.outputs:
+            t = region.graph.types[value]
+            outs.append(torch.full(t.shape, 99.0, dtype=t.dtype.torch, device=device))
+        kernel.fn(*given, *outs)
+        again = [torch.full_like(out, 98.0) for out in outs]
+        kernel.fn(*given, *again)
+        for (name, _), out, twice in zip(region.graph.outputs, outs, again, strict=True):
+            x = exact[name]
+            reduced = feed["x"].numel() // (x.numel() if name != "dx" else 1)
+            limit = allowed(error(plain[name], x), out.dtype, max(reduced, 1))
+            if not error(out, x) <= limit:
+                found.append(f"{candidate}: {name} off by {error(out, x):.3g}, allowed {limit:.3g}")
+            if not torch.equal(out.nan_to_num(), twice.nan_to_num()):
+                found.append(f"{candidate}: {name} differs from run to run")
+    return "\n".join(found)
+
+
+def small_cases() -> Iterator[Case]:
+    """Every kind of kernel at sizes that divide by nothing, every type, every choice."""
+    half, brain, f64 = torch.float16, torch.bfloat16, torch.float64
+    for dtype in (torch.float32, half, brain, f64):
+        yield Case("layer_norm", (7, 37), dtype, extra=True)
+        yield Case("rms_norm", (33, 20), dtype)
+    for dtype in (half, brain):
+        yield Case("layer_norm", (5, 64), dtype, torch.float32)
+        yield Case("rms_norm", (4, 2, 3, 5), dtype, torch.float32, attrs={"dims": 2}, extra=True)
+        yield Case("group_norm", (2, 6, 5, 5), dtype, torch.float32, attrs={"groups": 2})
+    for weight, bias in ((False, False), (False, True), (True, False)):
+        yield Case("layer_norm", (6, 9), weight=weight, bias=bias, extra=weight)
+        yield Case("group_norm", (2, 4, 3), weight=weight, bias=bias, attrs={"groups": 2})
+    for keep in (("dx",), ("dweight",), ("dbias",), ("dx", "dbias")):
+        yield Case("layer_norm", (40, 16), keep=keep)
+        yield Case("instance_norm", (3, 4, 7), keep=keep)
+    yield Case("layer_norm", (64, 8), fill="offset")
+    yield Case("group_norm", (3, 4, 130), fill="offset", attrs={"groups": 2})
+    yield Case("instance_norm", (2, 3, 5, 7), extra=True, fill="offset")
+    yield Case("layer_norm", (6, 10), fill="odd")
+    yield Case("rms_norm", (6, 10), fill="odd")
+    yield Case("group_norm", (2, 4, 6), fill="odd", attrs={"groups": 2})
+    yield Case("layer_norm", (5, 16), attrs={"eps": 0.0})
+    yield Case("rms_norm", (37, 12), attrs={"eps": 0.0})
+    yield Case("layer_norm", (1, 1))
+    yield Case("layer_norm", (5,))
+    yield Case("rms_norm", (1, 300))
+    yield Case("group_norm", (3, 4), attrs={"groups": 2, "eps": 0.01})
+    yield Case("group_norm", (1, 70, 33), attrs={"groups": 1})
+    yield Case("group_norm", (2, 6, 600), torch.float16, attrs={"groups": 3})
+    for dtype in (torch.float32, brain):
+        yield Case("layer_norm", (5, 8200), dtype, extra=True)
+        yield Case("rms_norm", (3, 16384), dtype)
+    yield Case("layer_norm", (2, 2100), f64, keep=("dweight", "dbias"))
+
+
+def quick_tuples() -> None:
+    """The interpreter reduces tuples element by element; numpy is quicker."""
+    from triton.runtime import interpreter as ti
+
+    slow = ti.ReduceOps.apply_impl
+
+    def apply_impl(self, given):
+        if getattr(getattr(self.combine_fn, "fn", None), "__name__", "") not in (
+            "_plus2",
+            "_plus3",
+        ):
+            return slow(self, given)
+        sums = [g.handle.data.sum(axis=self.axis, keepdims=self.keep_dims) for g in given]
+        return tuple(self.to_tensor(s, g.dtype) for s, g in zip(sums, given, strict=True))
+
+    ti.ReduceOps.apply_impl = apply_impl
+
+
+def main() -> None:
+    from dataclasses import replace
+
+    from deuteron.target import GPUS
+    from tests import triton_interpreter  # before anything imports triton
+
+    triton_interpreter.install()
+    quick_tuples()
+    tiny = replace(GPUS["h200"], units=2)  # so that programs take several rows
+    cases = list(small_cases())
+    failed = {str(c): w for c in cases if (w := wrong(c, tiny, "cpu"))}
+    print(json.dumps({"count": len(cases), "failed": failed}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Rope cases for the hand-written kernel: in the interpreter, and on a GPU.
+
+``python -m tests.rope_cases`` runs them in Triton's interpreter, in a process of its own because
+that is chosen when triton is imported, and prints what went wrong as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.ir import Graph, GraphBuilder, Region, TensorType
+from deuteron.ops import TABLE, Ops, infer
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.tolerances import allowed, error
+
+NAMES = [name.strip("?") for name in TABLE["rope"].inputs]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rope: its tensors by name, its attributes."""
+
+    name: str
+    feed: Tensors
+    attrs: dict[str, Any]
+
+    def graph(self, outputs: tuple[int, ...] = (0, 1)) -> Graph:
+        build = GraphBuilder(infer, "rope")
+        ops = Ops(build)
+        ins = [
+            build.input(n, TensorType.from_tensor(self.feed[n])) if n in self.feed else None
+            for n in NAMES
+        ]
+        outs = build.emit("rope", ins, self.attrs)
+        for i in outputs[: len(outs)]:
+            ops.sym(outs[i]).output(f"y{i}")
+        return build.finish()
+
+
+def cases(kind: str) -> Iterator[Case]:
+    """The operator's samples, and strides and sizes that they do not have."""
+    for sample in TABLE["rope"].samples():
+        pairs = zip(NAMES, sample.tensors(kind), strict=False)
+        yield Case(str(sample), {n: x for n, x in pairs if x is not None}, dict(sample.attrs))
+    dtype = TensorType.of((), kind).dtype.torch
+    gen = torch.Generator().manual_seed(5)
+
+    def t(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype)
+
+    turned = {"q": t(2, 7, 5, 16).transpose(1, 2), "k": t(2, 7, 2, 16).transpose(1, 2)}
+    yield Case("heads first, tokens first in memory", turned, {"axis": 2})
+    joined = t(3, 5, 9, 12)  # q and k as parts of one projection, features wider than used
+    parts = {"q": joined[:, :, :6, 2:], "k": joined[:, :, 6:8, 2:]}
+    yield Case("parts of one tensor, odd start", parts, {"dims": 6, "interleaved": True})
+    yield Case("many positions", {"q": t(1, 3, 17, 32)}, {"offset": 123_456_789})
+    where = torch.randint(0, 2**30, (2, 5), generator=gen)
+    feed = {"q": t(2, 5, 3, 36), "k": t(2, 5, 3, 36), "positions": where}
+    yield Case("far positions", feed, {"dims": 34, "inverse": True})
+    yield Case("one token", {"q": t(1, 1, 32, 64), "k": t(1, 1, 8, 64)}, {"offset": 4095})
+
+
+def compare(case: Case, device: str, most: int = 9) -> tuple[int, list[str]]:
+    """How many candidates ran, and what is wrong with them."""
+    graph = case.graph()
+    region, engine, gpu = Region(graph, frozenset(), 0), TritonKernels(), target("h200")
+    refusal = engine.refuse(region, gpu, Policy())
+    if refusal is not None:
+        fits = all(graph.types[v].strides[3] == 1 for v in graph.inputs[:1])
+        wrong = fits and "empty" not in refusal.reason
+        return 0, [f"{case.name}: refused, {refusal.reason}"] if wrong else []
+    exact, plain = evaluate(graph, case.feed, float64=True), evaluate(graph, case.feed)
+    feed = {n: x.to(device) for n, x in case.feed.items()}  # strides are kept
+    bad, offered = [], engine.candidates(region, gpu, Policy())[:most]
+    for candidate in offered:
+        ctx = BuildContext(gpu, torch.device(device), Policy(), {})
+        outs = [poisoned(graph.types[v], torch.device(device)) for v in region.outputs]
+        engine.build(region, candidate, ctx).fill([feed[v] for v in region.inputs], outs)
+        for (name, _), out in zip(graph.outputs, outs, strict=True):
+            off = error(out, exact[name])
+            bound = allowed(error(plain[name], exact[name]), out.dtype)
+            if not off <= bound:
+                bad.append(f"{case.name} {candidate} {name}: off by {off:.3g}, allowed {bound:.3g}")
+    return len(offered), bad
+
+
+def main() -> None:
+    from tests.triton_interpreter import install
+
+    warnings.simplefilter("ignore")
+    install()
+    count, failed = 0, []
+    for kind in ("f32", "bf16", "f16", "f64"):
+        for case in cases(kind):
+            ran, wrong = compare(case, "cpu")
+            count, failed = count + ran, [*failed, *(f"{kind} {w}" for w in wrong)]
+    print(json.dumps({"count": count, "failed": failed}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Batch norm for training on a real GPU: shapes, orders, element types, extreme values, sizes past
+2³¹ elements, the same bits twice, and inside a plan."""
+
+from __future__ import annotations
+
+import traceback
+from itertools import product
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.kernels.triton.batch_norm_tiles import divide
+from deuteron.ops.batch_norm import ACTIVATIONS
+from tests.batch_norm_cases import Case, cases, run
+from tests.test_batch_norm_kernels import block, by_torch, feed_of
+from tests.tolerances import allowed, error
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+HALF, BRAIN, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def failures(some) -> str:
+    """Every case is run, so that one visit shows all that is wrong."""
+    found = []
+    for case in some:
+        try:
+            wrong = run(case, "cuda", torch.cuda.get_device_properties(0).multi_processor_count)
+        except Exception:
+            wrong = traceback.format_exc(limit=-6)
+        if wrong:
+            found.append(f"{case}\n    {wrong}")
+    return "\n".join(found)
+
+
+def test_small_shapes():
+    assert not (wrong := failures(cases())), wrong
+
+
+@pytest.mark.parametrize("dtype", [F32, HALF, BRAIN], ids=str)
+@pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
+def test_shapes_of_networks_and_shapes_that_divide_by_nothing(dtype, last):
+    shapes = [(16, 64, 56, 56), (8, 2048, 7, 7), (4, 96, 31, 17), (3, 321, 28, 28),
+              (2, 3, 255, 257), (33, 1000), (2, 70000, 2, 2)]  # fmt: skip
+    kinds = ("normal", "offset", "edge")
+    some = [
+        Case(shape, dtype, last, tuple(ACTIVATIONS)[i % 6], bool(i % 2), kind=kinds[i % 3])
+        for i, shape in enumerate(shapes)
+    ]
+    some += [
+        Case((16, 64, 28, 28), dtype, last, "relu", r, knobs=knobs)
+        for r, knobs in product(
+            (True, False),
+            ((("stages", 4), ("each", 8)), (("tile", 8192), ("warps", 8), ("waves", 2))),
+        )
+    ]
+    assert not (wrong := failures(some)), wrong
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
+def test_two_runs_give_the_same_bits(last):
+    from deuteron.kernels.triton.batch_norm import forward
+
+    x = torch.randn(8, 100, 30, 30, device="cuda", dtype=HALF)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    d = divide(tuple(x.shape), last, 132)
+    seen = []
+    for _ in range(3):
+        y, *stats = torch.empty_like(x), *(torch.empty(100, device="cuda") for _ in range(4))
+        forward(d, x, None, None, None, None, None, y, *stats, momentum=0.1, eps=1e-5,
+                activation="none", slope=0.0)  # fmt: skip
+        seen.append((y, *stats))
+    assert all(torch.equal(a, b) for again in seen[1:] for a, b in zip(seen[0], again, strict=True))
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
+def test_more_than_two_to_the_31_elements(last):
+    from deuteron.kernels.triton.batch_norm import backward, forward
+
+    n, c, side = 129, 64, 512  # 2³¹ + 2²⁴ elements
+    x = torch.empty(n, c, side, side, device="cuda", dtype=HALF)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    for i in range(n):
+        x[i].normal_()
+    x[-1] += 3.0  # beyond 2³¹: read at all, and from the right place
+    d = divide(tuple(x.shape), last, 132)
+    assert d.wide
+    y, grad = torch.empty_like(x), x
+    new_mean, new_var, mean, rstd = (torch.empty(c, device="cuda") for _ in range(4))
+    act = {"activation": "relu", "slope": 0.0}
+    forward(d, x, None, None, None, None, None, y, new_mean, new_var, mean, rstd, momentum=0.1,
+            eps=1e-5, **act)  # fmt: skip
+    want = torch.stack([image.double().mean((1, 2)) for image in x]).mean(0)
+    assert error(mean, want) <= allowed(0.0, F32, n * side * side)
+    for i in (0, n // 2, n - 1):
+        z = (x[i].float() - mean.view(c, 1, 1)) * rstd.view(c, 1, 1)
+        assert error(y[i], torch.relu(z)) <= allowed(0.0, HALF), i
+    dweight, dbias, dx = torch.empty_like(mean), torch.empty_like(mean), y
+    backward(d, grad, x, mean, rstd, None, None, None, None, dx, dweight, dbias, None, **act)
+    total = torch.zeros(c, dtype=torch.float64, device="cuda")
+    for image in x:
+        total += torch.where(image > mean.view(c, 1, 1), image, 0.0).double().sum((1, 2))
+    assert error(dbias, total) <= allowed(0.0, F32, n * side * side)
+    hat = (x[-1].float() - mean.view(c, 1, 1)) * rstd.view(c, 1, 1)
+    dz = torch.where(hat > 0, x[-1].float(), 0.0)
+    count = n * side * side
+    tail = dz - (dbias / count).view(c, 1, 1) - hat * (dweight / count).view(c, 1, 1)
+    assert error(dx[-1], tail * rstd.view(c, 1, 1)) <= allowed(0.0, HALF)
+
+
+@pytest.mark.parametrize("kind", ["f64", "f32", "f16", "bf16"])
+@pytest.mark.parametrize("layout", ["nhwc", "contiguous"])
+@pytest.mark.parametrize("find", [False, True], ids=["estimate", "find"])
+def test_in_a_plan_as_pytorch_and_its_autograd(kind, layout, find):
+    dtype = dt.ir.dtype(kind).torch
+    wrong = []
+    for activation, residual in (("relu", True), ("relu", False), ("silu", True)):
+        for shape in ((3, 5, 4, 7), (16, 70, 33, 31)):
+            graph = block(shape, dt.ir.dtype(kind), layout, residual, activation)
+            feed = {n: t.cuda() for n, t in feed_of(graph).items()}
+            plan = graph.compile(device="cuda", find=find, budget_s=8)
+            got = plan.run(**feed)
+            exact, theirs = (by_torch(feed, activation, t) for t in (torch.float64, dtype))
+            for name, truth in exact.items():
+                depth = shape[0] * shape[2] * shape[3]
+                limit = allowed(error(theirs[name], truth), got[name].dtype, depth)
+                off = error(got[name], truth)
+                if not off <= limit:
+                    by = [str(c.candidate) for c in plan.decision.choices]
+                    wrong.append(f"{activation} {residual} {shape} {name}: {off:.2e} > {limit:.2e}"
+                                 f" by {by}")  # fmt: skip
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,297 @@
+"""Kernels by hand in Triton: the gradients of norms, in the interpreter and compiled without a GPU;
+when they are kept as one operator, when they are written out, and who is chosen to run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.ir import GraphBuilder, TensorType
+from deuteron.ir.region import Region
+from deuteron.kernels.triton.norm_ways import LONGEST, Way, Work, scratch, ways
+from deuteron.ops import infer
+from deuteron.ops.evaluate import evaluate
+from deuteron.passes import Context, run_passes
+from deuteron.plan.decide import decide
+from deuteron.policy import Policy
+from deuteron.target import GPUS
+from tests.norm_cases import Case
+from tests.tolerances import allowed, error
+
+REPO = Path(__file__).resolve().parent.parent
+H200 = GPUS["h200"]
+HALF, BRAIN, F64 = torch.float16, torch.bfloat16, torch.float64
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.norm_cases"],
+        cwd=REPO, env=env, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["count"] >= 40
+    assert not found["failed"], "\n\n".join(f"{k}\n{v}" for k, v in found["failed"].items())
+
+
+# ---- compiled for GPUs that are not there
+
+
+def compiled(work: Work, way: Way, dtype: torch.dtype, extra: bool, arch: int, monkeypatch) -> list:
+    """Every kernel that a call would launch, with all operands, as (name, kernel)."""
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.kernels.triton import norm
+
+    found = []
+
+    def compile_only(self, grid, *args, warps=4, stages=2, **constants):
+        kinds = [
+            None if a is None else (a.dtype, True) if isinstance(a, torch.Tensor) else ("i32", True)
+            for a in args
+        ]
+        target = GPUTarget("cuda", arch, 32)
+        kernel = self.compile(kinds, constants, warps, stages, target)
+        found.append((self.fn.fn.__name__, kernel))
+
+    monkeypatch.setattr(norm.Launchable, "__call__", compile_only)
+    t = torch.empty(8, dtype=dtype)
+    bias = t if work.centred else None
+    norm.backward(work, way)(t, t, t, t if extra else None, t, t, bias)
+    return found
+
+
+MAIN = [  # the shapes that the table of the H200 holds, and the widest that registers take
+    (Work(16384, 4096, 1e-6, False, 2, 2), BRAIN, False),
+    (Work(16384, 4096, 1e-5, True, 2, 2), BRAIN, False),
+    (Work(16384, 4096, 1e-5, True, 2, 3), BRAIN, True),
+    (Work(16384, 8192, 1e-5, True, 2, 3), BRAIN, True),
+    (Work(16384, 8192, 1e-5, True, 4, 3), torch.float32, True),
+    (Work(4096, 2048, 1e-5, True, 8, 3), F64, True),
+    (Work(32768, 768, 1e-5, True, 2, 2), HALF, False),
+    (Work(4096, 16384, 1e-5, True, 2, 3), BRAIN, True),
+    (Work(64 * 32, 8 * 3136, 1e-5, True, 2, 3, 32, 8), HALF, True),
+]
+
+
+@pytest.mark.parametrize("index", range(len(MAIN)))
+def test_main_kernels_compile_without_spills_and_prefetch(index, monkeypatch):
+    pytest.importorskip("triton")
+    from tests.test_triton_gen import spilled
+
+    work, dtype, extra = MAIN[index]
+    for way in ways(work, 132):
+        for arch in (90, 80):
+            for name, kernel in compiled(work, way, dtype, extra, arch, monkeypatch):
+                assert spilled(kernel, arch) == 0, (name, way, arch)
+                assert kernel.metadata.shared <= 99 << 10, (name, way, arch)
+                if name == "_rows" and way.stages > 1:
+                    assert re.search(r"cp\.async\.cg\.shared\.global", kernel.asm["ptx"]), way
+
+
+def test_sizes_decide_the_kind():
+    def kind(columns: int, size: int) -> str:
+        return Work(8, columns, 1e-5, True, size, 2).kind
+
+    for size, longest in LONGEST.items():
+        assert kind(longest, size) == "rows" and kind(longest + 1, size) == "long"
+    assert Work(8, 4, 1e-5, True, 4, 2, groups=2, each=2).kind == "groups"
+
+
+def test_one_program_for_little_work_and_few_ways_for_all():
+    for rows, columns in ((8, 64), (1, 4096), (3, 5)):
+        for way in ways(Work(rows, columns, 1e-5, True, 2, 2), 132):
+            assert way.programs == 1 and way.stages == 1
+            assert scratch(Work(rows, columns, 1e-5, True, 2, 2), way, 2) == 0
+    for rows in (1, 100, 16384, 10**7):
+        for columns in (1, 33, 768, 4096, 8192, 9000, 10**6):
+            work = Work(rows, columns, 1e-5, True, 2, 2)
+            offered = ways(work, 132)
+            assert 1 <= len(offered) <= 2
+            for way in offered:
+                assert way.programs <= max(4 * 132, -(-rows // way.rows))
+                assert way.rows & (way.rows - 1) == 0 and way.warps <= 16
+
+
+# ---- one operator, or written out
+
+
+def block(norm: str, shape=(5, 8), kind="f32", residual=False, **attrs) -> dt.Graph:
+    """y = norm(x [+ r]) · s, where s is x or the sum, so that x has a second gradient."""
+    g = dt.Graph(norm)
+    x = g.tensor("x", shape, kind)
+    s = x + g.tensor("r", shape, kind) if residual else x
+    size = shape[-1:] if norm in ("layer_norm", "rms_norm") else shape[1:2]
+    params = [g.tensor(n, size, kind) for n in "wb"[: 1 if norm == "rms_norm" else 2]]
+    y = getattr(g, norm)(s, *params, **attrs)
+    (y * s if residual else y).output("y")
+    return g.grad("y", wrt=["x", *"wb"[: len(params)]])
+
+
+NORMS = [("layer_norm", (5, 8), {}), ("rms_norm", (5, 8), {}),
+         ("group_norm", (2, 4, 3, 3), {"groups": 2}), ("instance_norm", (2, 4, 3), {})]  # fmt: skip
+
+
+def ops_after(graph: dt.Graph, target) -> list[str]:
+    done, _ = run_passes(graph.ir(), Context(target, Policy()))
+    return [node.op for node in done.nodes]
+
+
+@pytest.mark.parametrize(("norm", "shape", "attrs"), NORMS)
+def test_stays_whole_on_a_gpu_and_is_written_out_elsewhere(norm, shape, attrs):
+    graph = block(norm, shape, **attrs)
+    assert [n.op for n in graph.ir().nodes].count(f"{norm}_grad") == 1
+    assert ops_after(graph, H200) == [norm, f"{norm}_grad"]
+    on_cpu = ops_after(graph, dt.target("cpu"))
+    assert f"{norm}_grad" not in on_cpu and "rsqrt" in on_cpu
+
+
+@pytest.mark.parametrize(("norm", "shape", "attrs"), NORMS)
+@pytest.mark.parametrize("kind", ["f64", "f32"])
+def test_written_out_or_whole_it_is_the_gradient(norm, shape, attrs, kind):
+    graph = block(norm, shape, kind, residual=True, **attrs)
+    gen = torch.Generator().manual_seed(0)
+    dtype = dt.ir.dtype(kind).torch
+    feed = {
+        n: torch.randn(graph.ir().types[n].shape, generator=gen, dtype=F64).to(dtype)
+        for n in graph.ir().inputs
+    }
+    leaves = {n: t.double().requires_grad_() for n, t in feed.items()}
+    s = leaves["x"] + leaves["r"]
+    w, b = leaves["w"], leaves.get("b")
+    torch_way = {
+        "layer_norm": lambda: F.layer_norm(s, shape[-1:], w, b),
+        "rms_norm": lambda: F.rms_norm(s, shape[-1:], w, 1e-6),
+        "group_norm": lambda: F.group_norm(s, 2, w, b),
+        "instance_norm": lambda: F.group_norm(s, shape[1], w, b),
+    }
+    (torch_way[norm]() * s).backward(feed["grad_y"].double())
+    want = {f"grad_{n}": leaves[n].grad for n in ("x", "w", "b") if n in leaves}
+    for target in (H200, dt.target("cpu")):
+        done, _ = run_passes(graph.ir(), Context(target, Policy()))
+        got = evaluate(done, feed)
+        for name, exact in want.items():
+            limit = allowed(0.0, dtype, exact.numel() * 8)
+            assert error(got[name], exact) <= limit, (name, target.name)
+
+
+def test_a_second_gradient_of_x_joins_on_a_gpu():
+    graph = block("layer_norm", residual=True)
+    done, records = run_passes(graph.ir(), Context(H200, Policy()))
+    node = next(n for n in done.nodes if n.op == "layer_norm_grad")
+    assert len(node.inputs) == 4 and dict(done.outputs)["grad_x"] == node.outputs[0]
+    fired = next(r for r in records if r.name == "expand").fired
+    assert fired == {"sum of gradients joined": 1}
+    assert "add" not in [n.op for n in done.nodes if "grad" in n.source]
+
+
+def test_what_no_kernel_takes_is_written_out_on_a_gpu_as_well():
+    graph = dt.Graph()
+    x = graph.tensor("x", (4, 6), strides=(1, 4))
+    graph.layer_norm(x).output("y")
+    assert "layer_norm_grad" not in ops_after(graph.grad("y", wrt="x"), H200)
+    graph = dt.Graph()  # the gradient of a sum is one number, everywhere
+    graph.sum(graph.layer_norm(graph.tensor("x", (4, 6)))).output("y")
+    assert "layer_norm_grad" not in ops_after(graph.grad("y", wrt="x"), H200)
+    graph = block("group_norm", (2, 8, 4, 4), "f16", groups=2)  # after a convolution: nhwc
+    both = dt.Graph()
+    x, k = both.tensor("x", (2, 8, 4, 4), "f16"), both.tensor("k", (8, 8, 3, 3), "f16")
+    both.group_norm(both.conv(x, k, padding=1), groups=2).output("y")
+    assert "group_norm_grad" not in ops_after(both.grad("y", wrt="x"), H200)
+
+
+def test_gradients_of_gradients():
+    graph = dt.Graph()
+    x, w = graph.tensor("x", (4, 6), "f64"), graph.tensor("w", (6,), "f64")
+    graph.layer_norm(x, w).output("y")
+    first = graph.grad("y", wrt="x")
+    second = first.grad("grad_x", wrt="w").ir()
+    gen = torch.Generator().manual_seed(0)
+    feed = {n: torch.randn(second.types[n].shape, generator=gen, dtype=F64) for n in second.inputs}
+    leaves = {n: t.clone().requires_grad_() for n, t in feed.items()}
+    y = F.layer_norm(leaves["x"], (6,), leaves["w"])
+    (dx,) = torch.autograd.grad(y, leaves["x"], feed["grad_y"], create_graph=True)
+    (want,) = torch.autograd.grad(dx, leaves["w"], feed["grad_grad_x"])
+    assert error(evaluate(second, feed)["grad_w"], want) <= allowed(0.0, F64, 24)
+
+
+# ---- the engine
+
+
+@pytest.mark.parametrize(("norm", "shape", "attrs"), [
+    ("layer_norm", (16384, 4096), {}), ("rms_norm", (16384, 4096), {}), ("rms_norm", (8, 64), {}),
+    ("layer_norm", (4096, 16384), {}), ("group_norm", (64, 256, 56, 56), {"groups": 32}),
+])  # fmt: skip
+def test_a_heuristic_plan_picks_the_kernel(norm, shape, attrs):
+    decision = decide(block(norm, shape, "bf16", **attrs).ir(), H200, Policy())
+    chosen = {c.region.ops: c.candidate.engine for c in decision.choices}
+    assert chosen == {(norm,): "triton_gen", (f"{norm}_grad",): "triton_kernels"}
+
+
+def test_prices_are_near_the_bytes():
+    engine, region = TritonKernels(), Case("rms_norm", (16, 4096), BRAIN).region()
+    for candidate in engine.candidates(region, H200, Policy()):
+        assert 2e-6 < engine.estimate(region, H200, candidate) < 6e-6
+    big = decide(block("rms_norm", (16384, 4096), "bf16").ir(), H200, Policy()).choices[-1]
+    assert 95e-6 < big.option.predicted_s < 112e-6
+
+
+def test_refuses_with_reasons():
+    engine, region = TritonKernels(), Case("layer_norm", (4, 8)).region()
+    assert engine.refuse(region, H200, Policy()) is None
+    assert "GPU" in engine.refuse(region, dt.target("cpu"), Policy()).reason
+    empty = engine.refuse(Case("layer_norm", (0, 8)).region(), H200, Policy())
+    assert "size is 0" in empty.reason
+    forward = decide(block("layer_norm").ir(), H200, Policy()).choices[0].region
+    assert "layer_norm_grad" in engine.refuse(forward, H200, Policy()).reason
+
+
+def test_deciding_does_not_import_triton():
+    code = (
+        "import sys, deuteron as dt; from deuteron.plan.decide import decide; g = dt.Graph(); "
+        "g.layer_norm(g.tensor('x', (4096, 1024))).output('y'); "
+        "decide(g.grad('y', wrt='x').ir(), dt.target('h200'), dt.Policy()); "
+        "assert 'triton' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda g, x, w: g.layer_norm_grad(x, w), "grad of layer_norm_grad is f32[8], x is f32[5, 8]"),
+    (lambda g, x, w: g.layer_norm_grad(x, x, x), "weight of layer_norm_grad"),
+    (lambda g, x, w: g.layer_norm_grad(x, x, w, w), "extra of layer_norm_grad"),
+    (lambda g, x, w: g.rms_norm_grad(x, x, w, bias="same"), "rms_norm has no bias"),
+    (lambda g, x, w: g.layer_norm_grad(x, x, bias="f16"), "attribute bias='f16'"),
+])  # fmt: skip
+def test_wrong_arguments_are_named(make, says):
+    g = dt.Graph()
+    with pytest.raises(dt.GraphError, match=re.escape(says)):
+        make(g, g.tensor("x", (5, 8)), g.tensor("w", (8,)))
+
+
+def test_more_than_two_to_the_31_rows_are_refused_and_as_many_elements_are_not():
+    engine = TritonKernels()
+    for shape, refused in (((2**31, 1), True), ((2**20, 2**13), False)):
+        build = GraphBuilder(infer, "many")
+        x = build.input("x", TensorType.of(shape, "bf16"))
+        (dx,) = build.emit("rms_norm_grad", [x, x])
+        build.output("dx", dx)
+        refusal = engine.refuse(Region(build.finish(), anchor=0), H200, Policy())
+        assert (refusal is not None) == refused
+        assert refusal is None or "rows" in refusal.reason

@@ -1,0 +1,139 @@
+"""Row scans by hand: in Triton's interpreter, compiled for GPUs that are not there, and offered.
+
+``python -m tests.test_triton_scan`` runs the cases in the interpreter and prints what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.ir import Region
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.tolerances import allowed, error
+
+pytest.importorskip("triton")
+REPO = Path(__file__).resolve().parent.parent
+H200 = target("h200")
+SHAPES = ((140, 33), (150, 1), (3, 50, 129))
+
+
+def region_of(op: str, x: torch.Tensor, axis: int = -1) -> Region:
+    g = dt.Graph(op)
+    getattr(g, op)(g.tensor("x", x.shape, x.dtype, strides=x.stride()), axis=axis).output("y")
+    return Region(g.ir(), frozenset(), 0)
+
+
+def case(shape, dtype) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(0)
+    if dtype in (torch.int32, torch.bool):
+        return torch.randint(0, 2, shape, generator=gen).to(dtype)
+    x = torch.rand(shape, generator=gen, dtype=torch.float64) * 0.2 + 0.9
+    x[..., 0] *= 3
+    x[5:6, ..., -1:] = float("nan")
+    x[6:7, ..., -1:] = float("inf")
+    return x.to(dtype)
+
+
+def wrong_with(op: str, x: torch.Tensor, device: str) -> list[str]:
+    region, engine, bad = region_of(op, x), TritonKernels(), []
+    exact = evaluate(region.graph, {"x": x}, float64=True)["y"]
+    plain = evaluate(region.graph, {"x": x})["y"]
+    for candidate in engine.candidates(region, H200, Policy()):
+        ctx = BuildContext(H200, torch.device(device), Policy(), {})
+        (out,) = (poisoned(region.graph.types[v], torch.device(device)) for v in region.outputs)
+        engine.build(region, candidate, ctx).fill([x.to(device)], [out])
+        off, bound = error(out, exact), allowed(error(plain, exact), out.dtype, x.shape[-1])
+        if not off <= bound:
+            bad.append(f"{op} {list(x.shape)} {x.dtype} {candidate}: {off:.3g} > {bound:.3g}")
+    return bad
+
+
+def wrong_over_blocks(product: bool, device: str) -> list[str]:
+    """Rows of several blocks, the last one partly filled: what is carried from one to the next."""
+    from deuteron.kernels.triton.scan import row_scan
+
+    x = case((9, 70), torch.float32)
+    x[4, 20], x[5, 30] = 0.0, float("nan")
+    out, given = torch.full((9, 70), 7.0, device=device), x.to(device)
+    row_scan(9, 70, product, (4, 16), 4)(given, out)
+    exact = (torch.cumprod if product else torch.cumsum)(x.double(), 1)
+    off = error(out, exact)
+    return [f"carried, product={product}: {off:.3g}"] if off > allowed(0.0, x.dtype, 70) else []
+
+
+def main() -> None:
+    from tests.triton_interpreter import install
+
+    install()
+    kinds = (torch.float32, torch.bfloat16, torch.float64, torch.int32)
+    failed = [
+        wrong
+        for op in ("cumsum", "cumprod")
+        for shape in SHAPES
+        for kind in kinds
+        for wrong in wrong_with(op, case(shape, kind), "cpu")
+    ]
+    failed += wrong_over_blocks(False, "cpu") + wrong_over_blocks(True, "cpu")
+    print(json.dumps({"failed": failed}))
+
+
+def test_in_the_interpreter():
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_triton_scan"],
+        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    failed = json.loads(done.stdout.splitlines()[-1])["failed"]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("product", [False, True])
+def test_compiles_without_spills(arch, dtype, product):
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.engines.triton_scan import blocks
+    from deuteron.kernels.triton.scan import scan
+    from tests.test_triton_gen import spilled
+
+    kinds = [(dtype, True), (dtype, True), ("i32", True), ("i32", True)]
+    for rows, columns in blocks(4096, 4096):
+        constants = {"ROWS": rows, "COLUMNS": columns, "PRODUCT": product}
+        kernel = scan.compile(kinds, constants, warps=4, target=GPUTarget("cuda", arch, 32))
+        assert spilled(kernel, arch) == 0, (rows, columns)
+
+
+def test_offers_rows_and_refuses_the_rest():
+    engine, x = TritonKernels(), torch.empty(4096, 1024)
+    assert engine.refuse(region_of("cumsum", x), H200, Policy()) is None
+    for other, axis, reason in ((x, 0, "adjacent"), (x.t(), -1, "adjacent"), (x[:5], -1, "fewer")):
+        assert reason in engine.refuse(region_of("cumsum", other, axis), H200, Policy()).reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["cumsum", "cumprod"])
+def test_on_a_gpu(op):
+    kinds = (torch.float32, torch.bfloat16, torch.int32)
+    shapes = (*SHAPES, (133, 5000))
+    failed = [w for s in shapes for k in kinds for w in wrong_with(op, case(s, k), "cuda")]
+    failed += wrong_over_blocks(op == "cumprod", "cuda")
+    assert not failed, "\n".join(failed)
+
+
+if __name__ == "__main__":
+    main()
