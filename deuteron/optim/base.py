@@ -1,0 +1,312 @@
+"""What all optimisers share: state, batches of tensors, clipping, unscaling, averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypedDict
+
+import torch
+
+from deuteron.errors import BindError, EngineError, GraphError
+from deuteron.kernels.optim import Extras, Rule
+from deuteron.optim.batch import Batch, capturing, is_dense, moved, same_memory_order
+from deuteron.optim.machines import Control, Limits, Machine, machine
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Ours(TypedDict, total=False):
+    """Arguments that torch.optim does not have. Every optimiser here takes them by name.
+
+    max_norm: clip the gradients, taken together, to this 2-norm, as
+        torch.nn.utils.clip_grad_norm_ does; ``.grad`` itself is left alone, and the norm is found
+        in ``optimizer.grad_norm`` (a tensor) after the step.
+    skip_nonfinite: leave the step out where the norm is inf or nan.
+    ema_decay: keep a moving average of the parameters, state["ema"], in float32 where they have
+        16 bits: ema ← decay·ema + (1 − decay)·p, starting at the parameters before the first step.
+        ``with optimizer.averaged():`` puts the averages in their place.
+    state_dtype: element type of the state; None is the parameter's own, as in torch.
+    master_weights: float32 copies of 16-bit parameters, state["master"]. Steps are made on them,
+        and the parameters are their roundings.
+    """
+
+    max_norm: float | None
+    skip_nonfinite: bool
+    ema_decay: float | None
+    state_dtype: torch.dtype | None
+    master_weights: bool
+
+
+class Fused(torch.optim.Optimizer):
+    """An optimiser whose step is one launch per group and combination of element types.
+
+    On a GPU that is a Triton kernel over a table of addresses; on the CPU code generated through
+    LLVM where llvmlite is installed; elsewhere torch's operators, tensor by tensor.
+    """
+
+    _step_supports_amp_scaling = True
+    ours: Ours
+    grad_norm: torch.Tensor | None = None
+    _batches: list[tuple[list[torch.dtype | None], list[Batch]] | None]
+    _captured: list[Any]
+
+    # ---- what a subclass says
+
+    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
+        raise NotImplementedError
+
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+        """What the rule's numbers are made of, after the factor of the gradient."""
+        raise NotImplementedError
+
+    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
+        """Names in the state of what the rule keeps for a parameter, in the rule's order."""
+        raise NotImplementedError
+
+    def _run(
+        self, run: Machine, batch: Batch, group: dict[str, Any], control: Control | None
+    ) -> None:
+        """One batch, one step."""
+        constants = self._all_constants(group, batch)
+        run.step(batch, constants, group["lr"], control, bool(group.get("capturable")))
+
+    def _fresh(self, group: dict[str, Any], state: dict[str, Any]) -> bool:
+        """Whether the first step of a tensor differs from the others."""
+        return False
+
+    # ---- arguments
+
+    def _set(self, ours: Ours, differentiable: bool = False) -> None:
+        """Check and keep our own arguments; called before torch's constructor."""
+        unknown = set(ours) - set(Ours.__annotations__)
+        if unknown:
+            known = ", ".join(Ours.__annotations__)
+            raise TypeError(
+                f"{type(self).__name__} got an unexpected keyword argument "
+                f"{sorted(unknown)[0]!r}; besides those of torch.optim there are {known}"
+            )
+        if differentiable:
+            raise GraphError(
+                "a fused step cannot be differentiated",
+                asked=f"{type(self).__name__}(differentiable=True)",
+                remedy=f"torch.optim.{type(self).__name__}(differentiable=True)",
+            )
+        decay, norm, kind = (ours.get(k) for k in ("ema_decay", "max_norm", "state_dtype"))
+        if decay is not None and not 0.0 <= decay <= 1.0:  # type: ignore[operator]
+            raise ValueError(f"Invalid ema_decay: {decay}; it lies between 0 and 1")
+        if norm is not None and not norm > 0.0:  # type: ignore[operator]
+            raise ValueError(f"Invalid max_norm: {norm}; it is above 0, or None")
+        if kind is not None and kind not in FLOATS:
+            raise ValueError(f"Invalid state_dtype: {kind}; it is one of {FLOATS}, or None")
+        self.ours = ours
+        self._batches, self._captured = [], []
+
+    def _extras(self, p: torch.Tensor) -> Extras:
+        short = p.dtype in (torch.bfloat16, torch.float16)
+        return Extras(
+            master=short and bool(self.ours.get("master_weights")),
+            ema=self.ours.get("ema_decay") is not None,
+        )
+
+    def _all_constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+        sign = -1.0 if group.get("maximize") else 1.0
+        decay = self.ours.get("ema_decay")
+        rate = [] if decay is None else [1.0 - decay]
+        return [sign, *(float(c) for c in self._constants(group, batch)), *rate]
+
+    # ---- state
+
+    def _stored_as(self, p: torch.Tensor, key: str) -> torch.dtype:
+        """The element type in which a parameter's state is kept."""
+        if key in ("master", "ema"):
+            return torch.promote_types(p.dtype, torch.float32)
+        wanted = self.ours.get("state_dtype")
+        return p.dtype if wanted is None or p.is_complex() else wanted
+
+    def _state_of(self, p: torch.Tensor, keys: tuple[str, ...], counts: bool) -> dict[str, Any]:
+        """The state of a parameter, complete and in the parameter's memory order."""
+        state: dict[str, Any] = self.state[p]
+        if counts and "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        home = p.detach() if is_dense(p) else torch.empty_like(p)
+        for key in keys:
+            kind, found = self._stored_as(p, key), state.get(key)
+            if found is None:
+                start = p.detach() if key in ("master", "ema") else None
+                state[key] = torch.zeros_like(home, dtype=kind)
+                if start is not None:
+                    state[key].copy_(start)
+            elif not same_memory_order(found, home) or found.dtype != kind:
+                state[key] = torch.empty_like(home, dtype=kind).copy_(found)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, except that state keeps the element type that it has here.
+
+        torch rounds all state to the parameter's type; what ``state_dtype``, ``master_weights``
+        and ``ema_decay`` keep in another is taken from the dictionary itself.
+        """
+        super().load_state_dict(state_dict)
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(ids, params, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, torch.Tensor) and key != "step":
+                    kind = self._stored_as(p, key) if value.is_floating_point() else value.dtype
+                    if not value.is_complex() and self.state[p][key].dtype != kind:
+                        self.state[p][key] = value.to(p.device, kind)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"ours": self.ours}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._batches = []
+        self.__dict__.setdefault("_captured", [])
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the parameters are their moving averages; afterwards themselves again."""
+        if self.ours.get("ema_decay") is None:
+            raise GraphError(
+                "no averages are kept", asked="averaged()", remedy="pass ema_decay=0.999"
+            )
+        with torch.no_grad():
+            saved = [(p, p.detach().clone()) for p in self.state if "ema" in self.state[p]]
+            for p, _ in saved:
+                p.copy_(self.state[p]["ema"])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, before in saved:
+                    p.copy_(before)
+
+    # ---- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = self._collect()
+        if not work:
+            return loss
+        control = self._control([batch for batch, _ in work])
+        for batch, group in work:
+            held = None if control is None else control[batch.device]
+            self._run(machine(batch.device.type), batch, group, held)
+            batch.let_go()
+            if capturing(batch.device):
+                self._captured.append(batch.in_use())
+        return loss
+
+    def _collect(self) -> list[tuple[Batch, dict[str, Any]]]:
+        """The batches of all groups, with the gradients of now."""
+        work: list[tuple[Batch, dict[str, Any]]] = []
+        if len(self._batches) != len(self.param_groups):
+            self._batches = [None] * len(self.param_groups)
+        for index, group in enumerate(self.param_groups):
+            grads = [p.grad for p in group["params"]]
+            kinds = [None if g is None else g.dtype for g in grads]
+            made = self._batches[index]
+            odd = any(g is not None and g.is_sparse for g in grads)
+            if made is None or made[0] != kinds or odd or not self._hold(made[1], group):
+                made = self._batches[index] = (kinds, self._batch(group))
+            for batch in made[1]:
+                batch.take([grads[i] for i in batch.index])
+                work.append((batch, group))
+        return work
+
+    def _hold(self, batches: list[Batch], group: dict[str, Any]) -> bool:
+        """Whether the batches made before still fit."""
+        return all(
+            batch.rule is self._rule(group, self._extras(batch.params[0]))
+            and self.state.get(batch.params[0]) is batch.states[0]
+            and batch.still_holds()
+            for batch in batches
+        )
+
+    def _batch(self, group: dict[str, Any]) -> list[Batch]:
+        """The group's parameters, sorted into batches."""
+        sorted_: dict[Any, tuple[list[int], list[dict[str, Any]], Rule, tuple[str, ...]]] = {}
+        for i, p in enumerate(group["params"]):
+            if p.grad is None:
+                continue
+            self._check(p, p.grad)
+            _refuse_to_begin(p)
+            extras = self._extras(p)
+            rule, keys = self._rule(group, extras), (*self._keys(group, p), *extras.roles)
+            fresh = self._fresh(group, self.state[p])
+            state = self._state_of(p, keys, rule.counts)
+            kinds = tuple(state[key].dtype for key in keys)
+            step = _known_step(state["step"], p) if rule.counts else None
+            place = (p.device, p.dtype, p.grad.dtype, kinds, fresh, step, keys)
+            index, states, _, _ = sorted_.setdefault(place, ([], [], rule, keys))
+            index.append(i)
+            states.append(state)
+        made = []
+        for place, (index, states, rule, keys) in sorted_.items():
+            params = [group["params"][i] for i in index]
+            block = machine(place[0].type).block
+            made.append(Batch(rule, params, states, keys, index, block, place[4]))
+        return made
+
+    def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:
+        asked = f"a step of {type(self).__name__} for a parameter of shape {tuple(p.shape)}"
+        if grad.is_sparse:
+            raise BindError(
+                "its gradient is sparse",
+                asked=asked,
+                remedy="make the layer with sparse=False, or use torch.optim.SparseAdam",
+            )
+        if p.dtype.to_real() not in FLOATS:
+            raise BindError(
+                f"{p.dtype} is not a type to optimise in",
+                asked=asked,
+                remedy="use float32, bfloat16, float16 or float64",
+            )
+        if grad.device != p.device:
+            raise BindError(
+                f"its gradient is on {grad.device}, the parameter on {p.device}",
+                asked=asked,
+                remedy=f"p.grad = p.grad.to({str(p.device)!r})",
+            )
+
+    def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
+        """Unscale, clip and skip, decided over all batches on all devices; None if nothing is."""
+        scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        limits = Limits(self.ours.get("max_norm"), bool(self.ours.get("skip_nonfinite")))
+        if scale is None and found_inf is None and not limits.needs_norm:
+            return None
+        devices = list(dict.fromkeys(batch.device for batch in batches))
+        first = devices[0]
+        squares = None
+        if limits.needs_norm:
+            parts = [
+                machine(d.type).squares([b for b in batches if b.device == d]) for d in devices
+            ]
+            squares = torch.cat([x.to(first) for x in parts]) if len(parts) > 1 else parts[0]
+        scale, found_inf = (
+            moved(x, first) if isinstance(x, torch.Tensor) else x for x in (scale, found_inf)
+        )
+        made = machine(first.type).control(squares, scale, found_inf, limits)
+        self.grad_norm = made.norm
+        return {d: made if d == first else made.on(d) for d in devices}
+
+
+def _known_step(step: torch.Tensor, p: torch.Tensor) -> float | None:
+    """The step count, or None where it is counted on the parameter's GPU."""
+    return None if p.is_cuda and not step.is_cpu else float(step)
+
+
+def _refuse_to_begin(p: torch.Tensor) -> None:
+    if capturing(p.device):
+        raise EngineError(
+            "state and tables do not exist yet, and a CUDA Graph would make them in every replay",
+            asked="the first step() with these gradients while a CUDA Graph is captured",
+            remedy="call step() once on another stream before the capture",
+        )

@@ -1,0 +1,208 @@
+"""Tensors that step together, and the table of their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import torch
+
+from deuteron.errors import EngineError
+from deuteron.kernels.optim import Rule
+
+
+def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device; on the way to the host it is waited for, because Python reads it next."""
+    return x.to(device, non_blocking=device.type == "cuda")
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether work for the device is being recorded as a CUDA Graph, not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Uploads:
+    """Numbers on a device without waiting for it; always in new memory, so that whoever still
+    reads the last ones (a kernel under way, a CUDA Graph) is not disturbed.
+
+    A graph copies from the host's memory at every replay, and no such memory can be had while it
+    is captured: each kind of numbers has a spare piece, which the graph then keeps for itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.spare: dict[torch.dtype, torch.Tensor] = {}
+        self.captured: list[torch.Tensor] = []
+
+    def __call__(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+        host = torch.tensor(values, dtype=dtype)
+        if self.device.type != "cuda":
+            return host.to(self.device)
+        if not capturing(self.device):
+            if dtype not in self.spare:
+                self.spare[dtype] = torch.empty_like(host, pin_memory=True)
+            return host.pin_memory().to(self.device, non_blocking=True)
+        if dtype not in self.spare:
+            raise EngineError(
+                "gradients moved, and the memory to say so went to the graph captured before",
+                asked="step() while a CUDA Graph is captured",
+                remedy="call step() once between the two captures",
+            )
+        kept = self.spare.pop(dtype).copy_(host)
+        there = torch.empty_like(host, device=self.device)
+        self.captured += [kept, there.copy_(kept, non_blocking=True)]
+        return there
+
+
+def same_memory_order(x: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether element k in the memory of one is element k in the memory of the other."""
+    if like.is_contiguous():
+        return x.is_contiguous()
+    return x.stride() == like.stride()
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, in whatever order."""
+    if x.is_contiguous():
+        return True
+    return torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+class Batch:
+    """Parameters of one group on one device with equal element types.
+
+    The table has, per tensor, the number of elements and the addresses of the parameter and its
+    state. Gradients come and go, so theirs are a row of their own, made again when one moved.
+    """
+
+    def __init__(
+        self, rule: Rule, params: list[torch.Tensor], states: list[dict[str, Any]],
+        keys: Sequence[str], index: Sequence[int], block: int, fresh: bool,
+    ) -> None:  # fmt: skip
+        self.rule, self.params, self.states, self.keys = rule, params, states, tuple(keys)
+        self.device = params[0].device
+        self.index = list(index)  # places in the group
+        self.fresh = fresh  # the first step of its tensors, where that differs from the others
+        self.homes = [p.detach() if is_dense(p) else torch.empty_like(p) for p in params]
+        self.strays = [i for i, p in enumerate(params) if not is_dense(p)]
+        self.plain = all(h.is_contiguous() and not h.is_complex() for h in self.homes)
+        self.tensors = [[s[key] for s in states] for key in self.keys]
+        self.places = [p.data_ptr() for p in params]
+        self.sizes = [p.numel() * (2 if p.is_complex() else 1) for p in params]
+        self.count = len(params)
+        self._check_memory()
+        self.upload = Uploads(self.device)
+        self._lay_out(block)
+        self._grad_places: list[int] = []
+        self.grads: torch.Tensor
+        self.steps = self._adopt_steps()
+        self.step = float(self.steps[0]) if rule.counts and self.steps.is_cpu else 0.0
+        self.rows: torch.Tensor | None = None  # numbers of the step, where a device makes them
+        self.constants: torch.Tensor | None = None
+        self._constant_values: list[float] = []
+
+    def _check_memory(self) -> None:
+        for p, place, size in zip(self.params, self.places, self.sizes, strict=True):
+            if size and not place:
+                raise EngineError(
+                    f"a {type(p).__name__} of shape {tuple(p.shape)} has no memory of its own",
+                    asked="a step of an optimiser",
+                    remedy="optimise plain tensors, such as its local part",
+                )
+
+    def _lay_out(self, block: int) -> None:
+        """The list of chunks: tensor and place in the tensor, and each tensor's first chunk."""
+        sizes = torch.tensor(self.sizes)
+        chunks = (sizes + block - 1) // block
+        ends = chunks.cumsum(0)
+        owner = torch.repeat_interleave(torch.arange(self.count), chunks)
+        place = torch.arange(len(owner)) - (ends - chunks)[owner]
+        self.chunks = len(owner)
+        self.where = torch.cat((owner, place)).to(torch.int32).to(self.device)
+        self.firsts = torch.cat((torch.zeros(1, dtype=torch.int64), ends)).to(torch.int32)
+        self.firsts = self.firsts.to(self.device)
+        rows = [self.homes, *self.tensors]
+        addresses = [self.sizes, *([t.data_ptr() for t in row] for row in rows)]
+        self.table = torch.tensor(addresses, dtype=torch.int64).to(self.device)
+
+    def _adopt_steps(self) -> torch.Tensor:
+        """One tensor of step counts; each state holds a view of its own count, as torch has it."""
+        if not self.rule.counts:
+            return torch.empty(0)
+        found = [s["step"] for s in self.states]
+        there = self.device.type == "cuda" and not all(t.is_cpu for t in found)
+        where = self.device if there else torch.device("cpu")
+        steps = torch.stack([t.detach().to(where, torch.float32).reshape(()) for t in found])
+        return self._shared(steps)
+
+    def _shared(self, steps: torch.Tensor) -> torch.Tensor:
+        for state, view in zip(self.states, steps.unbind(), strict=True):
+            state["step"] = view
+        return steps
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the parameter and its state, in the order of the table."""
+        rows = [self.homes, *self.tensors]
+        return tuple(row[0].dtype.to_real() for row in rows)
+
+    def role_dtypes(self, roles: Sequence[str], grad: torch.dtype) -> tuple[torch.dtype, ...]:
+        rest = iter(self.dtypes)
+        return tuple(grad if role == "g" else next(rest) for role in roles)
+
+    # ---- before each step
+
+    def still_holds(self) -> bool:
+        """Whether parameters and state are still the tensors that the table was made of."""
+        if [p.data_ptr() for p in self.params] != self.places:
+            return False
+        return all(
+            all(map(is_, [s.get(key) for s in self.states], row))
+            for key, row in zip(self.keys, self.tensors, strict=True)
+        )
+
+    def take(self, grads: list[torch.Tensor]) -> None:
+        """Look where the gradients are now; bring those in another memory order into ours."""
+        if not (self.plain and all(g.is_contiguous() for g in grads)):
+            for i, (g, home) in enumerate(zip(grads, self.homes, strict=True)):
+                if not same_memory_order(g, home) or g.is_conj():
+                    grads[i] = torch.empty_like(home, dtype=g.dtype).copy_(g)
+        self.grad_dtype = grads[0].dtype.to_real()
+        self.held = grads
+        places = [g.data_ptr() for g in grads]
+        if places != self._grad_places:
+            self.grads = self.upload(places, torch.int64)
+            # a graph fills its own table when it is replayed, so nobody else may use that one
+            self._grad_places = [] if capturing(self.device) else places
+        for i in self.strays:
+            self.homes[i].copy_(self.params[i])
+
+    def let_go(self) -> None:
+        """After the step: what has no dense memory gets its result, and gradients are free."""
+        for i in self.strays:
+            self.params[i].copy_(self.homes[i])
+        self.held = []
+
+    def advance(self) -> float:
+        """One step more, counted on the host."""
+        if self.rule.counts:
+            self.steps.add_(1.0)
+            self.step += 1.0
+        return self.step
+
+    def count_on_device(self) -> None:
+        """Keep the step counts on the device from now on."""
+        if self.rule.counts and self.steps.device != self.device:
+            self.steps = self._shared(self.steps.to(self.device, non_blocking=True))
+
+    def constants_on_device(self, values: list[float]) -> torch.Tensor:
+        if self.constants is None or values != self._constant_values:
+            self.constants = self.upload(values, torch.float64)
+            self._constant_values = [] if capturing(self.device) else values
+        return self.constants
+
+    def in_use(self) -> tuple[Any, ...]:
+        """What a CUDA Graph captured now reads and writes."""
+        return (self.table, self.grads, self.where, self.firsts, self.steps, self.rows,
+                self.constants, self.homes, self.tensors, self.upload)  # fmt: skip

@@ -1,0 +1,61 @@
+"""AdamW's state in 8 bits, in torch's operators: the same numbers as the Triton kernel's."""
+
+from __future__ import annotations
+
+import torch
+
+from deuteron.optim.batch import Batch
+
+GROUP = 256
+
+
+def noise(count: int, seed: int) -> torch.Tensor:
+    """Evenly in [0, 1), from an element's place and a seed: the kernel's 32-bit hash."""
+    low = 0xFFFFFFFF
+    x = (torch.arange(count) + seed) & low
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & low
+    x = x ^ (x >> 16)
+    return (x >> 8).float() / 16777216.0
+
+
+def level(
+    x: torch.Tensor, top: torch.Tensor, by: torch.Tensor, levels: int, power: int
+) -> torch.Tensor:
+    """x ≥ 0 as a level between 0 and ``levels``: up or down by chance, the mean kept. A second
+    moment (power 4) above 0 has level 1 or more, because it is divided by."""
+    r = torch.where(top > 0, x / top, 0.0)
+    low = (r ** (1.0 / power) * levels).floor().clamp(max=levels - 1).nan_to_num()
+    below, above = (low / levels) ** power, ((low + 1) / levels) ** power
+    made = torch.where(r - below > by * (above - below), low + 1, low)
+    return made.clamp(min=1).where(x > 0, made) if power == 4 else made
+
+
+def step(batch: Batch, numbers: list[float], count: int) -> None:
+    """One step of every tensor of a batch."""
+    gscale, c1, b2, c2, root, eps, size, keep = numbers
+    for i, home in enumerate(batch.homes):
+        m8, v8, m_scale, v_scale = (row[i] for row in batch.tensors)
+        n = home.numel()
+        pad = -n % GROUP
+
+        def groups(x: torch.Tensor, pad: int = pad) -> torch.Tensor:
+            flat = x.as_strided((x.numel(),), (1,)).float()
+            return torch.nn.functional.pad(flat, (0, pad)).view(-1, GROUP)
+
+        g, mr, vr = groups(batch.held[i]) * gscale, groups(m8) / 127.0, groups(v8) / 255.0
+        m = m_scale[:, None] * (mr * mr.abs())
+        v = v_scale[:, None] * vr**4
+        m, v = m + c1 * (g - m), b2 * v + c2 * (g * g)
+        new = keep * groups(home) - size * (m / (v.sqrt() * root + eps))
+        seed = count * 0x3C6EF372 + i
+        for x, store, scale, levels, power, salt in (
+            (m, m8, m_scale, 127, 2, 0), (v, v8, v_scale, 255, 4, 0x51ED27),
+        ):  # fmt: skip
+            size_of = x.abs()
+            scale.copy_(size_of.nan_to_num(nan=torch.inf).amax(1))
+            by = noise(n + pad, seed + salt).view(-1, GROUP)
+            made = level(size_of, scale[:, None], by, levels, power)
+            signed = torch.where(x < 0, -made, made)
+            store.as_strided((n,), (1,)).copy_(signed.flatten()[:n])
+        home.as_strided((n,), (1,)).copy_(new.flatten()[:n])

@@ -1,0 +1,52 @@
+"""Lion: the sign of a momentum, and half of Adam's state."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+
+from deuteron.kernels.optim import Extras, Rule, lion
+from deuteron.optim.base import Fused, Ours
+from deuteron.optim.batch import Batch
+
+
+def check_common(lr: float | torch.Tensor, betas: tuple[float, float], decay: float) -> None:
+    """The bounds that torch.optim sets, for classes that it does not have."""
+    if not float(lr) >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+    if not decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {decay}")
+
+
+class Lion(Fused):
+    """p ← (1 − lr·λ)·p − lr·sign(β₁·m + (1 − β₁)·g);  m ← β₂·m + (1 − β₂)·g
+
+    ("Symbolic Discovery of Optimization Algorithms", 2023.) State: ``exp_avg``. Decay is
+    decoupled. Further arguments: see :class:`deuteron.optim.Ours`.
+    """
+
+    def __init__(
+        self, params: Any, lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, *,
+        maximize: bool = False, capturable: bool = False, **ours: Unpack[Ours],
+    ) -> None:  # fmt: skip
+        check_common(lr, betas, weight_decay)
+        self._set(ours)
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize,
+             "capturable": capturable},
+        )  # fmt: skip
+
+    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
+        return lion(extras)
+
+    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+        return [*group["betas"], group["weight_decay"]]

@@ -1,0 +1,60 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+
+from deuteron.kernels.optim import Extras, Rule, sgd
+from deuteron.optim.base import Fused, Ours
+from deuteron.optim.batch import Batch
+from deuteron.optim.machines import Control, Machine
+
+
+class SGD(Fused, torch.optim.SGD):
+    """torch.optim.SGD, all tensors in one launch: same arguments, groups and state dict.
+
+    ``foreach`` and ``fused`` are accepted and change nothing. Further arguments: see
+    :class:`deuteron.optim.Ours`.
+
+    >>> opt = dt.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, max_norm=1.0)
+    """
+
+    def __init__(
+        self, params: Any, lr: float | torch.Tensor = 1e-3, momentum: float = 0,
+        dampening: float = 0, weight_decay: float | torch.Tensor = 0, nesterov: bool = False, *,
+        maximize: bool = False, foreach: bool | None = None, differentiable: bool = False,
+        fused: bool | None = None, **ours: Unpack[Ours],
+    ) -> None:  # fmt: skip
+        self._set(ours, differentiable)
+        torch.optim.SGD.__init__(
+            self, params, lr, momentum, dampening, weight_decay, nesterov,
+            maximize=maximize, foreach=foreach, fused=fused,
+        )  # fmt: skip
+
+    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
+        return sgd(
+            group["momentum"] != 0, bool(group["nesterov"]), group["weight_decay"] != 0, extras
+        )
+
+    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def _fresh(self, group: dict[str, Any], state: dict[str, Any]) -> bool:
+        return group["momentum"] != 0 and state.get("momentum_buffer") is None
+
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+        momentum, decay = group["momentum"], group["weight_decay"]
+        kept = 1.0 if batch.fresh else 1.0 - group["dampening"]
+        return ([decay] if decay != 0 else []) + ([momentum, kept] if momentum != 0 else [])
+
+    def _run(
+        self, run: Machine, batch: Batch, group: dict[str, Any], control: Control | None
+    ) -> None:
+        """The first gradient goes into the buffer undamped, so whether a first step was skipped
+        must be known; only where there is dampening is that read on the host."""
+        super()._run(run, batch, group, control)
+        if batch.fresh:
+            asks = group["dampening"] != 0 and control is not None and control.may_skip
+            batch.fresh = bool(control.pair[1].item()) if asks and control is not None else False

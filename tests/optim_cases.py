@@ -1,0 +1,406 @@
+"""Optimisers to compare, and the comparison: ours, PyTorch's in the same type, float64.
+
+The same cases run on the CPU (tests/test_optim.py), in Triton's interpreter
+(``python -m tests.optim_cases``, in a process of its own) and on a GPU (tests/test_gpu_optim.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+SHAPES = [(7, 13), (1,), (), (0, 3), (33, 65, 3), (1024,), (2051,), (5, 3, 4, 2)]
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Lion as its paper has it, in plain torch."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "decay": weight_decay, "maximize": maximize}
+        )
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                g = -p.grad if group["maximize"] else p.grad
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["decay"])
+                p.sub_(group["lr"] * torch.sign(b1 * m + (1 - b1) * g))
+                m.copy_(b2 * m + (1 - b2) * g)
+
+
+class PlainLamb(torch.optim.Optimizer):
+    """LAMB as its paper has it, in plain torch."""
+
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=1e-2, always_adapt=False
+    ):
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "decay": weight_decay,
+                     "always": always_adapt},
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (b1, b2), decay = group["betas"], group["decay"]
+            for p in group["params"]:
+                s, g = self.state[p], p.grad
+                t = s["t"] = s.get("t", 0) + 1
+                m, v = (s.setdefault(k, torch.zeros_like(p)) for k in ("m", "v"))
+                m.copy_(b1 * m + (1 - b1) * g)
+                v.copy_(b2 * v + (1 - b2) * g * g)
+                u = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + group["eps"]) + decay * p
+                a, b = p.norm(), u.norm()
+                adapt = bool(decay or group["always"]) and bool(a) and bool(b)
+                p.sub_(group["lr"] * (a / b if adapt else 1.0) * u)
+
+
+@dataclass
+class Case:
+    """An optimiser of ours, its reference, and what both are given."""
+
+    name: str
+    ours: str
+    reference: Callable[..., torch.optim.Optimizer]
+    given: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # to ours alone
+
+
+def cases() -> list[Case]:
+    def of(name: str, reference: Any, *options: dict[str, Any]) -> list[Case]:
+        return [
+            Case(f"{name} {' '.join(f'{k}={v}' for k, v in o.items())}", name, reference, o)
+            for o in options
+        ]
+
+    t = torch.optim
+    return [
+        *of("SGD", t.SGD,
+            {"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "momentum": 0.9},
+            {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+            {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
+        *of("Adam", t.Adam,
+            {"eps": 1e-4}, {"eps": 1e-4, "weight_decay": 0.1, "lr": 0.01},
+            {"eps": 1e-4, "amsgrad": True, "weight_decay": 0.1, "maximize": True},
+            {"eps": 1e-4, "betas": (0.0, 0.99), "decoupled_weight_decay": True}),
+        *of("AdamW", t.AdamW,
+            {"eps": 1e-4}, {"eps": 1e-4, "amsgrad": True, "lr": 0.01},
+            {"eps": 1e-4, "maximize": True, "weight_decay": 0.0}),
+        *of("Lion", PlainLion, {"lr": 0.01}, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
+        *of("LAMB", PlainLamb,
+            {"lr": 0.01, "eps": 1e-4}, {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.0},
+            {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.0, "always_adapt": True}),
+        *of("Adafactor", t.Adafactor,
+            {"lr": 0.1, "eps": (1e-6, 1e-3)},
+            {"lr": 0.1, "eps": (1e-6, 1e-3), "weight_decay": 0.1, "maximize": True, "d": 2.0}),
+    ]  # fmt: skip
+
+
+def tensors(dtype: torch.dtype, device: str, seed: int = 0) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    made = [torch.randn(s, generator=gen, dtype=torch.float64) for s in SHAPES]
+    # a seventh of the first is exactly 0: a tie for signs, a nothing for squares
+    made[0][0] = 0.0
+    made[-1] = made[-1].to(memory_format=torch.channels_last)
+    return [x.to(device, dtype) for x in made]
+
+
+def trained(
+    make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, rounded: torch.dtype,
+    device: str, steps: int, **given: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Parameters after some steps; start and gradients are values of ``rounded``."""
+    params = [x.to(dtype).requires_grad_() for x in tensors(rounded, device)]
+    optimizer = make(params, **given)
+    for k in range(steps):
+        for p, g in zip(params, tensors(rounded, device, k + 1), strict=True):
+            if p.numel() or make is not torch.optim.Adafactor:  # which divides by the size
+                p.grad = g.to(dtype)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def check(case: Case, dtype: torch.dtype, device: str = "cpu", steps: int = 10) -> str:
+    """What is wrong, or nothing."""
+    import deuteron as dt
+    from tests.tolerances import allowed, error
+
+    extra = dict(case.extra)
+    if case.ours == "LAMB" and dtype == torch.float16:
+        extra["state_dtype"] = torch.float32  # its second moments lie below what float16 holds
+    ours = trained(getattr(dt.optim, case.ours), dtype, dtype, device, steps, **case.given, **extra)
+    plain = trained(case.reference, dtype, dtype, device, steps, **case.given)
+    exact = trained(case.reference, torch.float64, dtype, device, steps, **case.given)
+    wrong = []
+    for shape, a, b, c in zip(SHAPES, ours, plain, exact, strict=True):
+        off, bound = error(a, c), allowed(error(b, c), dtype)
+        if case.ours == "Lion" and dtype != torch.float64:
+            # a sign that rounding turned moves an element by two rates
+            turned = ((a.double() - c).abs() > bound).double().mean() if a.numel() else 0.0
+            off = off if turned > 0.02 else 0.0
+        if not off <= bound:
+            wrong.append(f"{tuple(shape)}: {off:.3g} > {bound:.3g}")
+    return "; ".join(wrong)
+
+
+# ---- what rides along; each answers with what is wrong, or nothing
+
+
+def _pair(dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    one, two = (tensors(dtype, device) for _ in range(2))
+    return [x.requires_grad_() for x in one], [x.requires_grad_() for x in two]
+
+
+def _give(params: list[torch.Tensor], seed: int, factor: float = 1.0) -> None:
+    device = str(params[0].device)
+    for p, g in zip(params, tensors(torch.float64, device, seed), strict=True):
+        p.grad = (g * factor).to(p.dtype)
+
+
+def _differ(a: Any, b: Any, dtype: torch.dtype = torch.float32, roundings: float = 16) -> str:
+    from tests.tolerances import EPS, error
+
+    off = [error(x, y) for x, y in zip(a, b, strict=True)]
+    return f"off by {off}" if max(off) > roundings * EPS[dtype] else ""
+
+
+def clipping(device: str) -> str:
+    import deuteron as dt
+
+    a, b = _pair(torch.float32, device)
+    ours = dt.optim.AdamW(a, lr=0.01, max_norm=0.5)
+    plain = torch.optim.AdamW(b, lr=0.01)
+    for k in range(3):
+        _give(a, k + 1, 10.0**-k)  # the last is shorter than the limit
+        _give(b, k + 1, 10.0**-k)
+        before = [p.grad.clone() for p in a]
+        norm = torch.nn.utils.clip_grad_norm_(b, 0.5)
+        ours.step()
+        plain.step()
+        if wrong := _differ([ours.grad_norm], [norm]):
+            return f"norm {ours.grad_norm} for {norm}: {wrong}"
+        if any(not torch.equal(p.grad, g) for p, g in zip(a, before, strict=True)):
+            return "gradients were written"
+    return _differ(a, b)
+
+
+def unscaling(device: str) -> str:
+    import deuteron as dt
+
+    a, b = _pair(torch.float32, device)
+    ours, plain = dt.optim.Adam(a, lr=0.01), torch.optim.Adam(b, lr=0.01)
+    for k in range(4):
+        _give(a, k + 1, 1024.0)
+        _give(b, k + 1)
+        bad = k in (0, 2)
+        ours.grad_scale = torch.tensor(1024.0, device=device)
+        ours.found_inf = torch.tensor(float(bad), device=device)
+        ours.step()
+        if not bad:
+            plain.step()
+    steps = {float(s["step"]) for s in ours.state.values()}
+    return f"steps {steps}" if steps != {2.0} else _differ(a, b)
+
+
+def skipping(device: str) -> str:
+    import deuteron as dt
+
+    a, b = _pair(torch.float32, device)
+    optimizer = dt.optim.SGD(a, lr=0.1, momentum=0.9, dampening=0.5, skip_nonfinite=True)
+    plain = torch.optim.SGD(b, lr=0.1, momentum=0.9, dampening=0.5)
+    for k in range(4):
+        _give(a, k + 1)
+        _give(b, k + 1)
+        if k in (0, 2):
+            a[4].grad[3, 3, 1] = float("nan") if k else float("inf")
+        else:
+            plain.step()
+        optimizer.step()
+    return _differ(a, b)
+
+
+def averages(device: str) -> str:
+    import deuteron as dt
+
+    a, b = _pair(torch.float32, device)
+    ours, plain = dt.optim.Lion(a, lr=0.01, ema_decay=0.9), PlainLion(b, lr=0.01)
+    mean = [p.detach().clone() for p in b]
+    for k in range(3):
+        _give(a, k + 1)
+        _give(b, k + 1)
+        ours.step()
+        plain.step()
+        mean = [0.9 * m + 0.1 * p.detach() for m, p in zip(mean, b, strict=True)]
+    now = [p.detach().clone() for p in a]
+    with ours.averaged():
+        wrong = _differ(a, mean)
+    if any(not torch.equal(p, q) for p, q in zip(a, now, strict=True)):
+        return "the parameters did not come back"
+    return wrong
+
+
+def master_weights(device: str) -> str:
+    """Small steps on bfloat16 parameters are those on float32 ones, rounded."""
+    import deuteron as dt
+
+    params = [x.requires_grad_() for x in tensors(torch.bfloat16, device)]
+    wide = [p.detach().float().requires_grad_() for p in params]
+    ours = dt.optim.AdamW(
+        params, lr=1e-4, master_weights=True, ema_decay=0.5, state_dtype=torch.float32
+    )
+    plain = torch.optim.AdamW(wide, lr=1e-4)
+    for k in range(3):
+        _give(params, k + 1)
+        for p, w in zip(params, wide, strict=True):
+            w.grad = p.grad.float()
+        ours.step()
+        plain.step()
+    kinds = {k: v.dtype for k, v in ours.state[params[0]].items()}
+    if set(kinds.values()) != {torch.float32}:
+        return f"types of the state: {kinds}"
+    if wrong := _differ([ours.state[p]["master"] for p in params], wide):
+        return wrong
+    rounded = [ours.state[p]["master"].to(torch.bfloat16) for p in params]
+    same = all(torch.equal(p, r) for p, r in zip(params, rounded, strict=True))
+    return "" if same else "a parameter is not the rounding of its master"
+
+
+def groups_and_gaps(device: str) -> str:
+    """Two groups, gradients that come later, a rate that changes, a rate in a tensor."""
+    import deuteron as dt
+
+    a, b = _pair(torch.float32, device)
+    made = []
+    for params, cls in ((a, dt.optim.AdamW), (b, torch.optim.AdamW)):
+        rate = torch.tensor(0.02, device=device if cls is dt.optim.AdamW else "cpu")
+        made.append(
+            cls([{"params": params[:3]}, {"params": params[3:], "lr": rate, "weight_decay": 0.0}])
+        )
+    for k in range(4):
+        for params, optimizer in zip((a, b), made, strict=True):
+            _give(params, k + 1)
+            for i in (0, 5) if k in (0, 2) else ():
+                params[i].grad = None
+            optimizer.param_groups[0]["lr"] = 0.01 / (k + 1)
+            optimizer.step()
+    return _differ(a, b)
+
+
+def odd_memory(device: str) -> str:
+    """Gradients in another order or expanded, parameters with gaps or off by an element."""
+    import deuteron as dt
+
+    def params() -> list[torch.Tensor]:
+        gen = torch.Generator().manual_seed(0)
+        base = torch.randn(64, 70, generator=gen).to(device)
+        flat = torch.randn(5000, generator=gen).to(device)
+        number = torch.randn(700, generator=gen, dtype=torch.complex64).to(device)
+        views = [base[:, 3:40], base.t()[50:60], flat[1:4100], number, flat[4200:4204]]
+        return [v.detach().requires_grad_() for v in views]
+
+    a, b = params(), params()
+    ours, plain = (
+        dt.optim.Adam(a, lr=0.01, amsgrad=True),
+        torch.optim.Adam(b, lr=0.01, amsgrad=True),
+    )
+    gen = torch.Generator().manual_seed(1)
+    for k in range(3):
+        for p, q in zip(a, b, strict=True):
+            g = torch.randn(p.shape, generator=gen, dtype=p.dtype)
+            g = g.t().contiguous().t() if p.dim() == 2 and k else g
+            g = g[:1].expand(p.shape) if k == 2 else g
+            p.grad, q.grad = g.to(device), g.to(device)
+        ours.step()
+        plain.step()
+    parts = [[torch.view_as_real(x) if x.is_complex() else x for x in y] for y in (a, b)]
+    return _differ(*parts)
+
+
+def eight_bits(device: str) -> str:
+    """Close to AdamW, the same in every run, small tensors exactly AdamW."""
+    import deuteron as dt
+
+    ends = []
+    for cls in (dt.optim.AdamW8bit, dt.optim.AdamW8bit, torch.optim.AdamW):
+        gen = torch.Generator().manual_seed(0)
+        params = [torch.randn(n, generator=gen).to(device) for n in (5000, 100, 8192)]
+        params = [p.requires_grad_() for p in params]
+        optimizer = cls(params, lr=0.01)
+        start = [p.detach().clone() for p in params]
+        for _ in range(8):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=gen).to(device)
+            optimizer.step()
+        ends.append([p.detach() - s for p, s in zip(params, start, strict=True)])
+    one, two, plain = ends
+    if any(not torch.equal(x, y) for x, y in zip(one, two, strict=True)):
+        return "two runs differ"
+    if wrong := _differ(one[1:2], plain[1:2], roundings=64):
+        return f"the small tensor: {wrong}"
+    off = [float((x - y).norm() / y.norm()) for x, y in zip(one, plain, strict=True)]
+    return f"off by {off}" if max(off) > 0.08 else ""
+
+
+OPTIONS = {
+    f.__name__: f
+    for f in (clipping, unscaling, skipping, averages, master_weights, groups_and_gaps,
+              odd_memory, eight_bits)
+}  # fmt: skip
+
+
+def in_the_interpreter() -> None:
+    """Every case through the Triton kernels, interpreted; prints what failed as JSON."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import warnings
+
+    import numpy as np
+
+    from deuteron.optim import base, machines
+    from tests.triton_interpreter import install
+
+    warnings.simplefilter("ignore")
+    np.seterr(all="ignore")
+    install()
+    gpu = machines.OnGpu()
+    base.machine = lambda kind: gpu  # type: ignore[assignment]
+    failed, count = {}, 0
+    seen: set[str] = set()
+    for case in cases():
+        runs: list[tuple[torch.dtype, dict[str, Any]]] = [(torch.float32, {})]
+        if case.ours not in seen:  # types and counts on the device: once for every optimiser
+            seen.add(case.ours)
+            more = {} if case.ours in ("SGD", "Adafactor") else {"capturable": True}
+            runs += [(torch.bfloat16, {}), (torch.float64, {}), (torch.float32, more)]
+        for dtype, case.extra in runs:
+            count += 1
+            try:
+                wrong = check(case, dtype, steps=3)
+            except Exception:
+                wrong = traceback.format_exc(limit=-5)
+            if wrong:
+                failed[f"{case.name} {dtype} {case.extra}"] = wrong
+    for name, run in OPTIONS.items():
+        count += 1
+        try:
+            wrong = run("cpu")
+        except Exception:
+            wrong = traceback.format_exc(limit=-5)
+        if wrong:
+            failed[name] = wrong
+    print(json.dumps({"count": count, "failed": failed}))
+
+
+if __name__ == "__main__":
+    sys.exit(in_the_interpreter())

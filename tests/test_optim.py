@@ -1,0 +1,410 @@
+"""Optimisers against torch.optim, float64 and plain references: on the CPU, in Triton's
+interpreter, and compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.errors import BindError, DeuteronError, GraphError
+from deuteron.kernels import optim as rules
+from deuteron.optim import base, eight_bits, machines
+from tests.optim_cases import FLOATS, OPTIONS, cases, check, tensors
+from tests.test_triton_gen import spilled
+from tests.tolerances import EPS, error
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
+def test_ten_steps(case, dtype):
+    assert not (wrong := check(case, dtype)), wrong
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
+def test_without_generated_code(case, monkeypatch):
+    monkeypatch.setattr(base, "machine", lambda kind: machines.Plain())
+    for dtype in (torch.float64, torch.bfloat16):
+        assert not (wrong := check(case, dtype)), wrong
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    assert not (wrong := OPTIONS[name]("cpu")), wrong
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_without_generated_code(name, monkeypatch):
+    monkeypatch.setattr(base, "machine", lambda kind: machines.Plain())
+    assert not (wrong := OPTIONS[name]("cpu")), wrong
+
+
+# ---- state dicts
+
+
+DROP_IN = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("SGD", {"lr": 0.1}),
+    ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
+    ("AdamW", {"lr": 0.01, "amsgrad": True}),
+    ("Adafactor", {"lr": 0.1}),
+]
+
+
+def stepped(optimizer, params, first: int, count: int) -> None:
+    for k in range(first, first + count):
+        for p, g in zip(params, tensors(torch.float64, "cpu", k), strict=True):
+            if p.numel():
+                p.grad = g.to(p.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("back", [False, True], ids=["torch to ours", "ours to torch"])
+@pytest.mark.parametrize("through_file", [False, True], ids=["memory", "file"])
+@pytest.mark.parametrize(("name", "given"), DROP_IN)
+def test_state_dicts_are_torchs(name, given, back, through_file, dtype):
+    pair = [getattr(torch.optim, name), getattr(dt.optim, name)]
+    before, after = pair[::-1] if back else pair
+    params = [x.requires_grad_() for x in tensors(dtype, "cpu")]
+    first = before(params, **given)
+    stepped(first, params, 1, 4)
+    saved = first.state_dict()
+    if through_file:
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+    second = after(params, lr=0.5)
+    second.load_state_dict(saved)
+    stepped(second, params, 5, 4)
+    whole = pair[0]([x.requires_grad_() for x in tensors(dtype, "cpu")], **given)
+    stepped(whole, whole.param_groups[0]["params"], 1, 8)
+    for p, q in zip(params, whole.param_groups[0]["params"], strict=True):
+        assert error(p, q) <= 32 * EPS[dtype]
+    mine, theirs = second.state_dict(), whole.state_dict()
+    assert mine["param_groups"][0].keys() == theirs["param_groups"][0].keys()
+    for key, state in theirs["state"].items():
+        assert mine["state"][key].keys() == state.keys()
+        for name_, value in state.items():
+            assert mine["state"][key][name_].shape == value.shape
+            assert mine["state"][key][name_].dtype == value.dtype or name_ == "step"
+    steps = {float(s["step"]) for s in mine["state"].values() if "step" in s}
+    assert steps <= {8.0}
+
+
+def test_wide_state_survives_loading():
+    def fresh():
+        params = [x.requires_grad_() for x in tensors(torch.bfloat16, "cpu")]
+        return params, dt.optim.AdamW(
+            params, lr=0.01, state_dtype=torch.float32, master_weights=True, ema_decay=0.9
+        )
+
+    params, optimizer = fresh()
+    stepped(optimizer, params, 1, 3)
+    again, other = fresh()
+    with torch.no_grad():
+        for p, q in zip(again, params, strict=True):
+            p.copy_(q)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    stepped(optimizer, params, 4, 3)
+    stepped(other, again, 4, 3)
+    for p, q in zip(params, again, strict=True):
+        assert torch.equal(p, q)
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, other.state[q][key]), key
+
+
+def test_eight_bit_state_survives_loading():
+    ends = []
+    for through_dict in (False, True):
+        torch.manual_seed(3)
+        p = torch.randn(6000, requires_grad=True)
+        optimizer = dt.optim.AdamW8bit([p], lr=0.01)
+        for k in range(6):
+            if through_dict and k == 3:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = dt.optim.AdamW8bit([p], lr=0.5)
+                optimizer.load_state_dict(saved)
+            p.grad = torch.randn(6000)
+            optimizer.step()
+        assert optimizer.state[p]["exp_avg"].dtype == torch.int8
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+
+
+def test_copies_keep_their_arguments():
+    p = torch.randn(10, requires_grad=True)
+    optimizer = dt.optim.AdamW([p], lr=0.1, max_norm=1.0, ema_decay=0.9)
+    p.grad = torch.ones(10)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    q = twin.param_groups[0]["params"][0]
+    assert twin.ours == optimizer.ours
+    for x, o in ((p, optimizer), (q, twin)):
+        x.grad = torch.ones(10)
+        o.step()
+    assert torch.equal(p, q) and q is not p
+
+
+# ---- in use
+
+
+def test_grad_scaler():
+    ends = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        p = torch.randn(33, 5, requires_grad=True)
+        made = (dt.optim if ours else torch.optim).AdamW([p], lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for k in range(6):
+            made.zero_grad()
+            scale = float("inf") if k in (0, 3) else 1.0
+            scaler.scale((p.sin() * scale).sum()).backward()
+            scaler.step(made)
+            scaler.update()
+        ends.append((p.detach(), float(made.state[p]["step"]), scaler.get_scale()))
+    assert ends[0][1:] == ends[1][1:]
+    assert error(ends[0][0], ends[1][0]) <= 16 * EPS[torch.float32]
+
+
+def test_scheduler_closure_and_cleared_state():
+    ends = []
+    for home in (dt.optim, torch.optim):
+        torch.manual_seed(0)
+        p = torch.randn(50, requires_grad=True)
+        optimizer = home.Adam([p], lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+        def closure(p=p, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = (p * p).sum()
+            loss.backward()
+            return loss
+
+        for k in range(4):
+            if k == 2:
+                optimizer.state.clear()
+            loss = optimizer.step(closure)
+            schedule.step()
+        ends.append((p.detach(), loss.detach()))
+    assert error(ends[0][0], ends[1][0]) <= 16 * EPS[torch.float32]
+    assert error(ends[0][1], ends[1][1]) <= 16 * EPS[torch.float32]
+
+
+def test_parameters_that_move_are_found_again():
+    ends = []
+    for home in (dt.optim, torch.optim):
+        torch.manual_seed(0)
+        p, q = (torch.randn(50, requires_grad=True) for _ in range(2))
+        optimizer = home.SGD([p], lr=0.1, momentum=0.9)
+        for k in range(4):
+            p.grad = torch.full((50,), float(k))
+            q.grad = torch.ones(50)
+            optimizer.step()
+            if k == 1:
+                p.data = p.data.clone()
+                optimizer.add_param_group({"params": [q], "lr": 0.3})
+        ends.append(torch.cat((p, q)).detach())
+    assert error(*ends) <= 16 * EPS[torch.float32]
+
+
+def test_nan_and_inf_go_where_torch_lets_them_go():
+    for name, given in (("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {}), ("Adam", {})):
+        ends = []
+        for home in (dt.optim, torch.optim):
+            p = torch.ones(5, requires_grad=True)
+            optimizer = getattr(home, name)([p], **given)
+            p.grad = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), 0.0])
+            optimizer.step()
+            ends.append(p.detach().isfinite())
+        assert torch.equal(*ends), name
+
+
+def test_types_may_mix_in_a_group():
+    kinds = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float16)
+    ends = []
+    for home in (dt.optim, torch.optim):
+        torch.manual_seed(0)
+        params = [torch.randn(40, dtype=kind, requires_grad=True) for kind in kinds]
+        optimizer = home.AdamW(params, lr=0.01, eps=1e-3)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        ends.append([p.detach() for p in params])
+    for a, b in zip(*ends, strict=True):
+        real = [torch.view_as_real(x) if x.is_complex() else x for x in (a, b)]
+        assert error(*real) <= 8 * EPS[real[0].dtype], a.dtype
+
+
+def test_nothing_to_do():
+    p = torch.randn(3, requires_grad=True)
+    assert dt.optim.AdamW([p], max_norm=1.0).step() is None
+    empty = torch.randn(0, 4, requires_grad=True)
+    empty.grad = torch.zeros(0, 4)
+    for cls in (dt.optim.AdamW, dt.optim.LAMB, dt.optim.SGD, dt.optim.AdamW8bit):
+        cls([empty], max_norm=1.0).step()
+
+
+# ---- errors
+
+
+def test_errors_say_what_helps():
+    p = torch.randn(4, 3, requires_grad=True)
+    with pytest.raises(GraphError, match=r"torch\.optim\.AdamW\(differentiable=True\)"):
+        dt.optim.AdamW([p], differentiable=True)
+    with pytest.raises(TypeError, match="max_norm"):
+        dt.optim.AdamW([p], max_nrom=1.0)
+    for bad in ({"max_norm": 0.0}, {"ema_decay": 1.5}, {"state_dtype": torch.int8}, {"lr": -1.0}):
+        with pytest.raises(ValueError, match="Invalid"):
+            dt.optim.AdamW([p], **bad)
+    for cls in (dt.optim.Lion, dt.optim.LAMB, dt.optim.AdamW8bit):
+        with pytest.raises(ValueError, match="Invalid beta parameter at index 1"):
+            cls([p], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="use AdamW"):
+        dt.optim.AdamW8bit([p], ema_decay=0.9)
+    with pytest.raises(DeuteronError, match="ema_decay"), dt.optim.AdamW([p]).averaged():
+        pass
+    with pytest.raises(ValueError, match="Nesterov"):
+        dt.optim.SGD([p], nesterov=True)
+
+
+def test_sparse_gradients_are_refused():
+    for cls in (dt.optim.AdamW, dt.optim.SGD, dt.optim.Adafactor):
+        p = torch.randn(4, 3, requires_grad=True)
+        optimizer = cls([p])
+        p.grad = torch.ones(4, 3)
+        optimizer.step()
+        p.grad = torch.ones(4, 3).to_sparse()
+        with pytest.raises(BindError, match="sparse=False"):
+            optimizer.step()
+    whole = torch.randn(4, dtype=torch.complex64, requires_grad=True)
+    whole.grad = torch.ones(4, dtype=torch.complex64)
+    with pytest.raises(BindError, match="complex64"):
+        dt.optim.Adafactor([whole]).step()
+
+
+# ---- the 8-bit state
+
+
+def test_levels_keep_the_mean_and_the_stated_error():
+    x = torch.rand(200, 256).square()
+    top = x.amax(1, keepdim=True)
+    for levels, power in ((127, 2), (255, 4)):
+        total = torch.zeros_like(x)
+        for seed in range(64):
+            by = eight_bits.noise(x.numel(), seed * 7919).view_as(x)
+            level = eight_bits.level(x, top, by, levels, power)
+            assert level.min() >= 0 and level.max() <= levels
+            back = top * (level / levels) ** power
+            # one level: the distance to the neighbour above
+            gap = top * (((level + 1) / levels) ** power - (level / levels) ** power)
+            assert ((back - x).abs() <= gap * 1.001).all()
+            total += back
+        large = x > 0.01
+        off = ((total / 64 - x) / x)[large]
+        assert off.mean().abs() < 2e-3
+    assert eight_bits.noise(1 << 16, 5).mean().sub(0.5).abs() < 5e-3
+
+
+# ---- Triton
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.optim_cases"],
+        cwd=REPO, env=env, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["count"] >= 30
+    assert not found["failed"], "\n\n".join(f"{k}\n{v}" for k, v in found["failed"].items())
+
+
+def compiled(rule: rules.Rule, types, arch: int, on_device: bool):
+    """The kernel of a rule for a GPU that is not there."""
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.kernels.triton import optim as kernels
+
+    program = rule.program
+    table, where = (torch.int64, True), (torch.int32, True)
+    wide = (torch.float64, True)
+    numbers = [None if on_device else ("fp32", False)] * len(program.numbers)
+    rows = (torch.float64 if torch.float64 in types else torch.float32, True)
+    kinds = [table, table, where, ("i32", False), ("i32", False), rows if on_device else None,
+             wide if on_device else None, wide if program.sums else None, *numbers]  # fmt: skip
+    return kernels.update(program, types).compile(
+        kinds, {"BLOCK": kernels.BLOCK}, kernels.WARPS, 2, GPUTarget("cuda", arch, 32)
+    )
+
+
+def compiled_rules():
+    f32, b16, f16 = torch.float32, torch.bfloat16, torch.float16
+    both = rules.Extras(master=True, ema=True)
+    return [
+        ("adamw f32", rules.adam(False, True, True), (f32,) * 4),
+        ("adamw bf16", rules.adam(False, True, True), (b16,) * 4),
+        ("all of adam", rules.adam(True, False, True, both), (b16, b16) + (f32,) * 5),
+        ("adamw f64", rules.adam(False, True, True), (torch.float64,) * 4),
+        ("sgd f16", rules.sgd(True, True, True), (f16,) * 3),
+        ("lion f32", rules.lion(), (f32,) * 3),
+        ("lamb one", rules.lamb_moments(both), (b16, b16) + (f32,) * 4),
+        ("lamb two", rules.lamb_apply(both), (b16,) + (f32,) * 4),
+    ]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("name", "rule", "types"), compiled_rules())
+def test_updates_compile_without_spills(name, rule, types, arch, on_device):
+    pytest.importorskip("triton")
+    import re
+
+    kernel = compiled(rule, types, arch, on_device)
+    assert spilled(kernel, arch) == 0
+    assert re.search(r"ld\.global[.\w:]*v[24]\.b(32|64)", kernel.asm["ptx"]), "loads are narrow"
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_other_kernels_compile_without_spills(arch):
+    pytest.importorskip("triton")
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.kernels.triton import optim as kernels
+    from deuteron.kernels.triton import optim8
+
+    target = GPUTarget("cuda", arch, 32)
+    table, where, i32 = (torch.int64, True), (torch.int32, True), ("i32", False)
+    wide, f32 = (torch.float64, True), (torch.float32, True)
+    of = rules.adam(False, True, True).numbers
+    made = [
+        kernels.squares.compile(
+            [table, table, where, i32, wide],
+            {"TYPE": tl.bfloat16, "WIDE": tl.float32, "SPAN": 16, "BLOCK": 1024}, target=target),
+        kernels.control.compile(
+            [wide, i32, f32, f32, ("fp32", False), f32, wide], {"SKIP": True, "BLOCK": 1024},
+            target=target),
+        kernels.ratios.compile(
+            [wide, where, i32, f32, i32, i32], {"BLOCK": 1024}, target=target),
+        kernels.numbers(of, True).compile(
+            [wide, f32, f32, wide, f32, i32], {"BLOCK": 128}, target=target),
+        optim8.adamw8.compile(
+            [table, table, where, i32, i32, f32, f32, wide],
+            {"P": tl.float32, "G": tl.bfloat16, "ROWS": 4, "GROUP": 256}, target=target),
+    ]  # fmt: skip
+    assert [spilled(kernel, arch) for kernel in made] == [0] * len(made)
