@@ -1,0 +1,155 @@
+"""``dt.augment.Pipeline``: random changes to a batch of images, in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deuteron.augment import run
+from deuteron.augment.draw import PLACES, drawn, table_for
+from deuteron.augment.emit import emit
+from deuteron.augment.recipe import Recipe
+from deuteron.augment.step import Size, Step
+from deuteron.errors import BindError, EngineError, GraphError
+from deuteron.frontends.builder import Graph
+from deuteron.ops import Sym
+
+
+class Pipeline(nn.Module):
+    """Steps that change each image of a batch in its own random way, all in one kernel.
+
+    >>> aug = dt.augment.Pipeline([
+    ...     RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1)),
+    ...     RandomResizedCrop(224), HorizontalFlip(0.5),
+    ...     ColorJitter(0.4, 0.4, 0.4, 0.1),
+    ...     Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+    ...     ToDtype(torch.float16), ToLayout("nhwc"),
+    ... ], seed=0)
+    >>> y = aug(x)                      # x [N, C, H, W], uint8 0…255 or floats 0…1, CPU or GPU
+    >>> y = aug(x, index=ids, step=3)   # parameters by the numbers of the images, of step 3
+    >>> aug.parameters_for(4, step=3, size=(224, 224))["0.RandomAffine.angle"]
+
+    Geometric steps come first, then colours, then Normalize, ToDtype and ToLayout. The geometric
+    ones multiply to one matrix per image, so pixels are blended once, whatever their number.
+    ``interpolation`` is "bilinear", "nearest" or "bicubic"; ``padding`` says what lies outside
+    the image, "zeros" or "border" (None: border if there are only crops and flips).
+
+    Parameters depend on ``seed``, the step (each call is one, counted in ``state_dict``) and the
+    number of the image in the batch, or its ``index``; they are the same on every device. Gradients
+    reach ``x`` if it is a float; ``torch.compile(fullgraph=True)`` takes the call as one operator.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        *,
+        seed: int = 0,
+        interpolation: str = "bilinear",
+        padding: str | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise GraphError(
+                f"seed={seed!r} is not a 64-bit integer", asked="Pipeline", remedy="e.g. seed=0"
+            )
+        self.recipe = Recipe.make(steps, interpolation, padding)
+        if len(self.recipe.steps) > PLACES:
+            raise GraphError(
+                f"{len(self.recipe.steps)} steps are more than {PLACES}",
+                asked="Pipeline",
+                remedy="run two pipelines after each other",
+            )
+        self.seed = seed
+        self._step = torch.zeros((), dtype=torch.int64)  # a tensor, so that a trace can count
+
+    def forward(
+        self, x: torch.Tensor, *, index: torch.Tensor | None = None, step: int | None = None
+    ) -> torch.Tensor:
+        """The changed images. Without ``step`` the pipeline counts its calls."""
+        self.recipe.check_image(x.shape, x.dtype)
+        _check_index(index, x)
+        if torch.compiler.is_compiling():
+            traced = self._step.clone() if step is None else torch.tensor(step)
+            table = run.augment_draw(x.detach(), traced, index, self.recipe.text, self.seed)
+        else:
+            table = self.table(x, step=self.step if step is None else step, index=index)
+        if step is None:
+            self._step.add_(1)
+        return self.with_table(x, table)
+
+    def table(
+        self, x: torch.Tensor, *, step: int, index: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The parameters of ``step`` for images like ``x``, as :meth:`with_table` wants them.
+
+        [N, columns]: a 3×3 matrix from places of the result to those of the image, by columns,
+        then three numbers per colour step. Do not write to it: it is shared; clone it instead.
+        """
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise EngineError(
+                "a captured call would repeat its random parameters for ever",
+                asked="a pipeline under CUDA Graph capture",
+                remedy="capture aug.with_table(x, table) and copy aug.table(x, step=…) into it",
+            )
+        which = x.shape[0] if index is None else index
+        size, kind = (x.shape[2], x.shape[3]), self.recipe.compute_dtype(x.dtype)
+        return table_for(self.recipe, self.seed, step, which, size, kind, x.device)
+
+    def with_table(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """The images changed with the parameters in ``table``; nothing is drawn or counted."""
+        y: torch.Tensor = run.augment(x, table, self.recipe.text)
+        return y
+
+    def parameters_for(
+        self, n: int | torch.Tensor, step: int = 0, size: Size = (224, 224)
+    ) -> dict[str, torch.Tensor]:
+        """What ``n`` images of ``size`` (or those with the numbers ``n``) get at ``step``, by name.
+
+        The keys are ``"<place>.<step>.<parameter>"`` and ``"matrix"``; angles are in degrees,
+        moves in pixels.
+        """
+        which = n.to("cpu", torch.int64) if isinstance(n, torch.Tensor) else torch.arange(n)
+        named, _ = drawn(self.recipe, self.seed, torch.tensor([step]), which, size)
+        return {name: value[0] for name, value in named.items()}
+
+    def emit(self, g: Graph, x: Sym, table: Sym | None = None, name: str = "augment") -> Sym:
+        """This pipeline as nodes of ``g``, to be planned with what follows.
+
+        The table of parameters becomes an input called ``name`` unless a handle is given; bind
+        it to ``aug.table(tensor, step=…)`` in every run.
+        """
+        if table is None:
+            table = g.tensor(name, *run.table_type(self.recipe, x.type))
+        return emit(g, self.recipe, x, table)
+
+    # ---- state
+
+    @property
+    def step(self) -> int:
+        """How many batches have gone through: the step of the next call."""
+        return int(self._step)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seed": self.seed, "step": self.step}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seed = int(state["seed"])
+        self._step.fill_(int(state["step"]))
+
+    def extra_repr(self) -> str:
+        steps = ",\n".join(map(repr, self.recipe.steps))
+        return f"{steps},\nseed={self.seed}, interpolation={self.recipe.interpolation!r}"
+
+
+def _check_index(index: torch.Tensor | None, x: torch.Tensor) -> None:
+    if index is None:
+        return
+    if index.shape != x.shape[:1] or index.is_floating_point():
+        raise BindError(
+            f"index is {str(index.dtype).removeprefix('torch.')}{list(index.shape)}",
+            asked=f"a pipeline on {x.shape[0]} images",
+            remedy="give one integer per image",
+        )

@@ -1,0 +1,277 @@
+"""Steps that move places: what each one draws, and the matrix that follows.
+
+A geometric step is a 3×3 matrix that takes places of its result to places of its input, both
+counted from −1 to 1 between the outer edges of the image, as in ``grid_sample`` with
+``align_corners=False``. Matrices multiply, so any number of them costs one gather. All numbers are
+drawn in float64 on the CPU from uniform ones that depend on nothing but seed, step and image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from typing import ClassVar
+
+import torch
+
+from deuteron.augment.step import Drawn, Range, Size, Step, both_sides, is_number, pick
+
+TRIES = 10  # boxes that RandomResizedCrop draws before it takes the middle
+
+
+def _matrix(rows: Sequence[Sequence[torch.Tensor | float]], like: torch.Tensor) -> torch.Tensor:
+    cells = [torch.as_tensor(c, dtype=like.dtype).expand_as(like) for row in rows for c in row]
+    return torch.stack(cells, -1).reshape(*like.shape, 3, 3)
+
+
+def _diagonal(a: torch.Tensor | float, b: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
+    return _matrix(((a, 0.0, 0.0), (0.0, b, 0.0), (0.0, 0.0, 1.0)), like)
+
+
+def _in_pixels(matrix: torch.Tensor, size: Size) -> torch.Tensor:
+    """A matrix about the centre in pixels, as one between −1 and 1."""
+    scale = matrix.new_tensor([size[1] / 2, size[0] / 2, 1.0])
+    return matrix * scale / scale[:, None]
+
+
+class Geometric(Step):
+    """A step that moves places. ``p`` is the probability that it happens to an image."""
+
+    stage: ClassVar[int] = 0
+    p: float
+
+    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+        """The step's numbers for uniform ``u`` [images, many] and the size of its input."""
+        raise NotImplementedError
+
+    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
+        """[images, 3, 3], from places of the result to places of the input."""
+        raise NotImplementedError
+
+    def result_size(self, size: Size) -> Size:
+        return size
+
+    @property
+    def leaves_the_image(self) -> bool:
+        """Whether places beyond the edge may be asked for, so that they need a colour."""
+        return True
+
+    @property
+    def projective(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class RandomAffine(Geometric):
+    """Rotate, move, scale and shear about the centre, by torchvision's definition.
+
+    ``degrees`` (clockwise) and ``shear`` are a number (both ways) or a range, shear also four
+    numbers (a range across, a range down); ``translate`` is the largest move as a part of width
+    and height; ``scale`` is a range of factors.
+    """
+
+    degrees: float | Range = 0.0
+    translate: Range | None = None
+    scale: Range | None = None
+    shear: float | Range | tuple[float, float, float, float] | None = None
+    p: float = 1.0
+
+    def check(self) -> None:
+        self.probability(self.p)
+        self.interval("degrees", both_sides(self.degrees), -360.0, 360.0)
+        if self.translate is not None and not (
+            len(self.translate) == 2 and all(is_number(t) and 0 <= t <= 1 for t in self.translate)
+        ):
+            raise self.wrong(
+                f"translate={self.translate!r} is not two parts of the size", "e.g. (0.1, 0.1)"
+            )
+        if self.scale is not None:
+            self.interval("scale", self.scale, 1e-3, 1e3)
+        for bounds in self._shears():
+            self.interval("shear", bounds, -89.0, 89.0)
+
+    def _shears(self) -> tuple[Range, Range]:
+        if self.shear is None:
+            return (0.0, 0.0), (0.0, 0.0)
+        given = both_sides(self.shear)
+        if isinstance(given, tuple) and len(given) == 4:
+            return given[:2], given[2:]
+        return given, (0.0, 0.0)
+
+    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+        move = self.translate or (0.0, 0.0)
+        across, down = self._shears()
+        return {
+            "angle": pick(u[..., 1], both_sides(self.degrees)),
+            "translate_x": pick(u[..., 2], both_sides(move[0] * size[1])),
+            "translate_y": pick(u[..., 3], both_sides(move[1] * size[0])),
+            "scale": pick(u[..., 4], self.scale or (1.0, 1.0)),
+            "shear_x": pick(u[..., 5], across),
+            "shear_y": pick(u[..., 6], down),
+        }
+
+    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
+        """The inverse of move · turn · shear down · shear across · scale."""
+        angle, across, down = (
+            torch.deg2rad(drawn[k]) for k in ("angle", "shear_x", "shear_y")
+        )  # fmt: skip
+        sin, cos = angle.sin(), angle.cos()
+        lean = _matrix(((1.0, across.tan(), 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)), angle)
+        drop = _matrix(((1.0, 0.0, 0.0), (down.tan(), 1.0, 0.0), (0.0, 0.0, 1.0)), angle)
+        turn = _matrix(((cos, sin, 0.0), (-sin, cos, 0.0), (0.0, 0.0, 1.0)), angle)
+        back = _matrix(
+            ((1.0, 0.0, -drawn["translate_x"]), (0.0, 1.0, -drawn["translate_y"]), (0, 0, 1.0)),
+            angle,
+        )
+        shrink = _diagonal(1 / drawn["scale"], 1 / drawn["scale"], angle)
+        return _in_pixels(shrink @ lean @ drop @ turn @ back, size)
+
+
+@dataclass(frozen=True)
+class Rotate(Geometric):
+    """Turn about the centre, counter-clockwise, by a number of degrees drawn from a range."""
+
+    degrees: float | Range = 0.0
+    p: float = 1.0
+
+    def check(self) -> None:
+        self.probability(self.p)
+        self.interval("degrees", both_sides(self.degrees), -360.0, 360.0)
+
+    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+        return {"angle": pick(u[..., 1], both_sides(self.degrees))}
+
+    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
+        angle = torch.deg2rad(drawn["angle"])
+        sin, cos = angle.sin(), angle.cos()
+        turn = _matrix(((cos, -sin, 0.0), (sin, cos, 0.0), (0.0, 0.0, 1.0)), angle)
+        return _in_pixels(turn, size)
+
+
+@dataclass(frozen=True)
+class Perspective(Geometric):
+    """Pull each corner inwards by up to ``distortion`` times half the width and height."""
+
+    distortion: float = 0.5
+    p: float = 0.5
+
+    def check(self) -> None:
+        self.probability(self.p)
+        if not (is_number(self.distortion) and 0 <= self.distortion < 1):
+            raise self.wrong(
+                f"distortion={self.distortion!r} may fold the image", "use a number below 1, from 0"
+            )
+
+    @property
+    def projective(self) -> bool:
+        return True
+
+    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+        pulled = u[..., 1:9].reshape(*u.shape[:-1], 4, 2) * self.distortion
+        corners = pulled.new_tensor([[-1, -1], [1, -1], [1, 1], [-1, 1]])
+        return {"corners": corners * (1 - pulled)}
+
+    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
+        """The projective map that takes the drawn corners to the corners of the image."""
+        at = drawn["corners"]
+        to = at.new_tensor([[-1, -1], [1, -1], [1, 1], [-1, 1]]).expand_as(at)
+        one, zero = torch.ones_like(at[..., :1]), torch.zeros_like(at)
+        known = torch.cat([at, one], -1)
+        first = torch.cat([known, zero, zero[..., :1], -at * to[..., :1]], -1)
+        second = torch.cat([zero, zero[..., :1], known, -at * to[..., 1:]], -1)
+        found = torch.linalg.solve(
+            torch.cat([first, second], -2), torch.cat([to[..., 0], to[..., 1]], -1)
+        )
+        return torch.cat([found, one[..., 0, :]], -1).reshape(*at.shape[:-2], 3, 3)
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop(Geometric):
+    """A box of random area and shape, at a random place, brought to ``size``.
+
+    ``scale`` is the range of its area as a part of the image's, ``ratio`` that of width to height;
+    ten boxes are drawn and the first that fits is taken, else the largest fitting one in the
+    middle, as in torchvision. The box is sampled at points, without averaging while it shrinks.
+    """
+
+    size: int | Size = 224
+    scale: Range = (0.08, 1.0)
+    ratio: Range = (3 / 4, 4 / 3)
+    p: float = 1.0
+
+    def check(self) -> None:
+        self.probability(self.p)
+        self.interval("scale", self.scale, 1e-6, 1.0)
+        self.interval("ratio", self.ratio, 1e-3, 1e3)
+        both = self.result_size((0, 0))
+        if len(both) != 2 or any(not isinstance(s, int) or s < 1 for s in both):
+            raise self.wrong(f"size={self.size!r} is no size of an image", "e.g. 224 or (224, 320)")
+
+    @property
+    def leaves_the_image(self) -> bool:
+        return False
+
+    def result_size(self, size: Size) -> Size:
+        return (self.size, self.size) if isinstance(self.size, int) else self.size
+
+    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+        height, width = size
+        shape = u[..., 3 : 3 + 2 * TRIES].reshape(*u.shape[:-1], TRIES, 2)
+        area = pick(shape[..., 0], self.scale) * height * width
+        ratio = pick(shape[..., 1], (log(self.ratio[0]), log(self.ratio[1]))).exp()
+        w, h = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
+        fits = (w >= 1) & (w <= width) & (h >= 1) & (h <= height)
+        first = fits.to(torch.int64).argmax(-1, keepdim=True)
+        whole = width / height
+        middle = (
+            (height, max(1.0, round(height * self.ratio[1]))) if whole > self.ratio[1]
+            else (max(1.0, round(width / self.ratio[0])), width) if whole < self.ratio[0]
+            else (height, width)
+        )  # fmt: skip
+        found = fits.any(-1)
+        h = torch.where(found, h.gather(-1, first)[..., 0], float(middle[0]))
+        w = torch.where(found, w.gather(-1, first)[..., 0], float(middle[1]))
+        top = torch.where(found, (u[..., 1] * (height - h + 1)).floor(), (height - h) // 2)
+        left = torch.where(found, (u[..., 2] * (width - w + 1)).floor(), (width - w) // 2)
+        return {"top": top, "left": left, "height": h, "width": w}
+
+    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
+        parts = [
+            (drawn[length] / full, (2 * drawn[start] + drawn[length]) / full - 1)
+            for start, length, full in (("left", "width", size[1]), ("top", "height", size[0]))
+        ]
+        (across, x), (down, y) = parts
+        return _matrix(((across, 0.0, x), (0.0, down, y), (0.0, 0.0, 1.0)), across)
+
+
+@dataclass(frozen=True)
+class HorizontalFlip(Geometric):
+    """Left becomes right with probability ``p``."""
+
+    p: float = 0.5
+
+    def check(self) -> None:
+        self.probability(self.p)
+
+    @property
+    def leaves_the_image(self) -> bool:
+        return False
+
+    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+        return {}
+
+    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
+        one = torch.ones((), dtype=torch.float64)
+        return _diagonal(*self._signs(), one)
+
+    def _signs(self) -> tuple[float, float]:
+        return -1.0, 1.0
+
+
+@dataclass(frozen=True)
+class VerticalFlip(HorizontalFlip):
+    """Top becomes bottom with probability ``p``."""
+
+    def _signs(self) -> tuple[float, float]:
+        return 1.0, -1.0

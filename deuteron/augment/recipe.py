@@ -1,0 +1,215 @@
+"""A pipeline as data: its steps in order, as text, and what it makes of an image.
+
+The text is what the operators in ``torch.ops.deuteron`` carry, so a traced or exported program
+needs no object of ours to find its way back to the steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from deuteron.augment.colours import WIDTH, Colour
+from deuteron.augment.places import Geometric
+from deuteron.augment.step import Size, Step
+from deuteron.augment.steps import STEPS, Normalize, ToDtype, ToLayout
+from deuteron.errors import GraphError
+from deuteron.ir import DType
+from deuteron.ir import dtype as element_type
+
+MATRIX = 9  # the first columns of a table are the matrix, column by column
+MODES = ("bilinear", "nearest", "bicubic")
+PADDINGS = ("zeros", "border")
+IMAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STAGES = ("geometric", "colour", "Normalize", "ToDtype", "ToLayout")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Steps, the blend of neighbours, and what lies outside the image."""
+
+    steps: tuple[Step, ...]
+    interpolation: str
+    padding: str
+
+    @staticmethod
+    def make(steps: Sequence[Step], interpolation: str, padding: str | None) -> Recipe:
+        """Checked and complete, or a GraphError that names the step."""
+        simple = tuple(part for step in steps for part in _known(step).parts())
+        _check_order(simple)
+        if interpolation not in MODES:
+            raise GraphError(
+                f"interpolation {interpolation!r} is not known",
+                asked="Pipeline",
+                remedy=f"use one of {', '.join(MODES)}",
+            )
+        if padding is None:
+            leaves = any(isinstance(s, Geometric) and s.leaves_the_image for s in simple)
+            padding = "zeros" if leaves else "border"
+        if padding not in PADDINGS:
+            raise GraphError(
+                f"padding {padding!r} is not known",
+                asked="Pipeline",
+                remedy='use "zeros", "border", or None to let the steps decide',
+            )
+        return Recipe(simple, interpolation, padding)
+
+    # ---- as text
+
+    @cached_property
+    def text(self) -> str:
+        steps = [[type(s).__name__, asdict(s)] for s in self.steps]
+        return json.dumps([steps, self.interpolation, self.padding])
+
+    # ---- the steps by what they do
+
+    @cached_property
+    def geometric(self) -> tuple[tuple[int, Geometric], ...]:
+        """With their places in the pipeline, which choose their random numbers."""
+        return tuple((i, s) for i, s in enumerate(self.steps) if isinstance(s, Geometric))
+
+    @cached_property
+    def colours(self) -> tuple[tuple[int, Colour], ...]:
+        return tuple((i, s) for i, s in enumerate(self.steps) if isinstance(s, Colour))
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The colour formulas in order."""
+        return tuple(s.kind for _, s in self.colours)
+
+    @cached_property
+    def normalize(self) -> Normalize | None:
+        return next((s for s in self.steps if isinstance(s, Normalize)), None)
+
+    @property
+    def projective(self) -> bool:
+        return any(s.projective for _, s in self.geometric)
+
+    @property
+    def columns(self) -> int:
+        """Numbers per image: the matrix, then room for three per colour step."""
+        return MATRIX + WIDTH * len(self.colours)
+
+    # ---- what it makes of an image
+
+    def result_size(self, size: Size) -> Size:
+        for _, step in self.geometric:
+            size = step.result_size(size)
+        return size
+
+    def result_dtype(self, given: torch.dtype) -> torch.dtype:
+        """As asked, else as given; numbers that were normalised do not fit into uint8."""
+        asked = next((s for s in self.steps if isinstance(s, ToDtype)), None)
+        if asked is not None:
+            return torch_type(element_type(asked.dtype))
+        return torch.float32 if given == torch.uint8 and self.normalize else given
+
+    def compute_dtype(self, given: torch.dtype) -> torch.dtype:
+        """float32 inside, or float64 where that goes in or comes out."""
+        wide = torch.float64 in (given, self.result_dtype(given))
+        return torch.float64 if wide else torch.float32
+
+    def layout(self, nhwc: bool) -> str:
+        """ "nhwc" or "contiguous": as asked, else as given."""
+        asked = next((s.layout for s in self.steps if isinstance(s, ToLayout)), None)
+        return "nhwc" if (nhwc if asked is None else asked == "nhwc") else "contiguous"
+
+    def check_image(self, shape: Sequence[Any], dtype: torch.dtype) -> None:
+        """Raise a GraphError unless this is a batch of images the steps are made for."""
+        asked = f"a pipeline on {str(dtype).removeprefix('torch.')}{list(shape)}"
+        if len(shape) != 4:
+            raise GraphError(
+                f"images have 4 dimensions, [N, C, H, W], not {len(shape)}",
+                asked=asked,
+                remedy="for one image, x[None]",
+            )
+        if dtype not in IMAGES:
+            raise GraphError(
+                f"images of {str(dtype).removeprefix('torch.')} are not taken",
+                asked=asked,
+                remedy="use uint8 from 0 to 255, or floats from 0 to 1",
+            )
+        if min(shape[1:]) < 1:
+            raise GraphError("the images have no pixels", asked=asked, remedy="only N may be 0")
+        self._check_channels(shape[1], asked)
+
+    def _check_channels(self, channels: int, asked: str) -> None:
+        for _, step in self.colours:
+            fitting = (3,) if step.needs_rgb else (1, 3) if step.kind == "contrast" else (channels,)
+            if channels not in fitting:
+                raise GraphError(
+                    f"{type(step).__name__} of {channels} channels is not defined",
+                    asked=asked,
+                    remedy=f"give {' or '.join(map(str, fitting))} channels, or leave the step out",
+                )
+        if self.normalize and len(self.normalize.mean) not in (1, channels):
+            raise GraphError(
+                f"Normalize has {len(self.normalize.mean)} means for {channels} channels",
+                asked=asked,
+                remedy=f"give 1 or {channels}",
+            )
+
+    def scale_and_shift(self, channels: int) -> tuple[list[float], list[float]]:
+        """Normalize as x · scale + shift, one of each per channel."""
+        if self.normalize is None:
+            return [1.0] * channels, [0.0] * channels
+        mean, std = self.normalize.mean, self.normalize.std
+        if len(mean) == 1:
+            mean, std = mean * channels, std * channels
+        return [1 / s for s in std], [-m / s for m, s in zip(mean, std, strict=True)]
+
+
+def torch_type(kind: DType) -> torch.dtype:
+    """The torch counterpart, which every type of an image has."""
+    if kind.torch is None:
+        raise GraphError(f"images of {kind.short} are not taken", remedy="use u8, f16, bf16 or f32")
+    return kind.torch
+
+
+@lru_cache(maxsize=256)
+def recipe_of(text: str) -> Recipe:
+    """The recipe that ``Recipe.text`` came from."""
+    steps, interpolation, padding = json.loads(text)
+    made = (STEPS[name](**_tuples(arguments)) for name, arguments in steps)
+    return Recipe(tuple(made), interpolation, padding)
+
+
+def _tuples(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
+
+
+def _known(step: Any) -> Step:
+    if not isinstance(step, Step):
+        raise GraphError(
+            f"{step!r} is not a step of a pipeline",
+            asked="Pipeline",
+            remedy=f"use {', '.join(STEPS)}",
+        )
+    return step
+
+
+def _check_order(steps: Sequence[Step]) -> None:
+    for before, after in pairwise(steps):
+        if after.stage < before.stage:
+            raise GraphError(
+                f"{type(after).__name__} comes after {type(before).__name__}",
+                asked="Pipeline",
+                remedy=f"put the steps in the order {', '.join(STAGES)}",
+            )
+        if after.stage == before.stage >= Normalize.stage:
+            raise GraphError(
+                f"{type(after).__name__} is there twice", asked="Pipeline", remedy="keep one"
+            )
+    contrasts = sum(isinstance(s, Colour) and s.kind == "contrast" for s in steps)
+    if contrasts > 1:
+        raise GraphError(
+            f"{contrasts} steps change the contrast, and each needs the mean of a whole image",
+            asked="Pipeline",
+            remedy="keep one, or run two pipelines after each other",
+        )
