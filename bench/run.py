@@ -7,7 +7,11 @@ import importlib
 import os
 import tempfile
 
-ALL = ("overhead", "planning", "models", "prediction", "generated", "cpu_products")
+ALL = (
+    "overhead", "planning", "models", "prediction", "generated", "norms", "rope", "batch_norm",
+    "cpu_products", "optim", "augment", "loss",
+    "functional",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -6,6 +6,9 @@
 >>> g = dt.Graph()                              # or say it yourself: help(dt.Graph)
 """
 
+import importlib
+from typing import Any
+
 from deuteron import zoo
 from deuteron.api import Optimized, optimize
 from deuteron.engines import (
@@ -41,6 +44,20 @@ from deuteron.ops import Arg, Attr, Fusion, OpDef, Sample, Sym
 from deuteron.plan import Cache, Plan, load_plan
 from deuteron.policy import Policy
 from deuteron.target import Target, target
+
+# rooms that are entered when they are first named: dt.functional, dt.nn, dt.optim, dt.augment
+_LAZY = ("augment", "functional", "nn", "optim")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"deuteron.{name}")
+    raise AttributeError(f"module 'deuteron' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, *_LAZY))
+
 
 __version__ = "0.1.0.dev0"
 

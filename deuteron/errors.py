@@ -12,8 +12,9 @@ class DeuteronError(Exception):
     """
 
     def __init__(self, wrong: str, *, asked: str = "", where: str = "", remedy: str = "") -> None:
+        # Python puts `wrong` into args by itself. torch.compile, which cannot trace Exception's own
+        # __init__, then names the error and its text when it meets one.
         self.wrong, self.asked, self.where, self.remedy = wrong, asked, where, remedy
-        super().__init__(wrong)
 
     def __str__(self) -> str:
         lines = [self.wrong]

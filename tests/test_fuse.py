@@ -248,6 +248,24 @@ def test_a_product_read_twice_is_written_once():
     assert "is read by matmul as well" in words(vetoes)
 
 
+def test_a_widened_copy_is_made_where_it_is_read():
+    g = dt.Graph()
+    g.softmax(g.tensor("x", (4, 6), "bf16"), axis=-1).output("y")
+    regions, _ = sound(g.grad("y", wrt="x").ir())
+    assert [r.ops[0] for r in regions] == ["softmax", "cast"] and len(regions[0].nodes) == 1
+    through = {v for r in regions for v in r.outputs}
+    assert {regions[0].graph.types[v].dtype.short for v in regions[0].outputs} == {"bf16"}
+    assert through == {regions[0].outputs[0], regions[1].outputs[0]}
+
+
+def test_a_widened_copy_stays_where_the_narrow_value_goes_nowhere():
+    g = dt.Graph()
+    wide = g.cast(g.relu(g.tensor("x", (4, 6), "bf16")), dtype="f32")
+    g.matmul(wide, g.tensor("w", (6, 2))).output("y")
+    regions, _ = sound(g.ir())
+    assert [r.ops for r in regions] == [("relu", "cast"), ("matmul",)]
+
+
 def test_opaque_calls_run_alone():
     g = dt.Graph()
     call = {"target": "aten.roll.default", "args": (("in", 0), 1), "out": ("f32[4,4]",)}

@@ -31,7 +31,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("explain",),  # the vocabulary of an explanation and its renderers; plan/ fills it in
     ("plan",),
     ("frontends",),
-    ("functional", "nn", "optim", "augment", "quant", "distributed", "zoo", "api"),
+    ("functional",),
+    ("nn", "optim", "augment", "quant", "distributed", "zoo", "api"),
     ("cli",),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

@@ -1,0 +1,197 @@
+"""``dt.functional`` against eager torch and torch.compile: forward, and forward with backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from bench.harness import Record, captured, cpu_times, relative_error, replay_times, wall_times
+
+NOTE = (
+    "Forward, and forward with backward, of calls that fuse two or more operators and of some "
+    "that are one. On a GPU: microseconds by CUDA Graph replay, medians of interleaved samples, "
+    "and `of_a_copy`, the bytes that must move (inputs, results, gradients, each once) over the "
+    "time, as a share of what a copy reaches in the same run; rows marked small are wall time "
+    "with launch overhead. On a CPU: wall time, medians in turns with pauses. Errors are relative "
+    "(2-norm), results and gradients together, to float64 on the first rows."
+)
+f = dt.functional
+Tensors = list[torch.Tensor]
+Fn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    ours: Fn
+    theirs: Fn
+    results: int = 1  # how many tensors like the first come out
+    dtype: torch.dtype = torch.bfloat16
+
+
+def cases(rows: int, n: int) -> Iterator[Case]:
+    """Transformer-like calls on a matrix [rows, n]."""
+    x, w = (rows, n), (n,)
+    yield Case("rms_norm", (x, w), lambda x, w: f.rms_norm(x, n, w, 1e-6),
+               lambda x, w: F.rms_norm(x, (n,), w, 1e-6))  # fmt: skip
+    yield Case("residual+rms_norm", (x, w, x), lambda x, w, r: f.rms_norm(x, n, w, 1e-6, residual=r),
+               lambda x, w, r: (F.rms_norm(x + r, (n,), w, 1e-6), x + r), 2)  # fmt: skip
+    yield Case("layer_norm", (x, w, w), lambda x, w, b: f.layer_norm(x, n, w, b),
+               lambda x, w, b: F.layer_norm(x, (n,), w, b))  # fmt: skip
+    yield Case("residual+layer_norm", (x, w, w, x),
+               lambda x, w, b, r: f.layer_norm(x, n, w, b, residual=r),
+               lambda x, w, b, r: (F.layer_norm(x + r, (n,), w, b), x + r), 2)  # fmt: skip
+    yield Case("layer_norm+gelu", (x, w, w),
+               lambda x, w, b: f.layer_norm(x, n, w, b, activation="gelu"),
+               lambda x, w, b: F.gelu(F.layer_norm(x, (n,), w, b)))  # fmt: skip
+    yield Case("softmax", (x,), lambda x: f.softmax(x), lambda x: F.softmax(x, -1))
+    yield Case("scaled, masked softmax", (x, w), lambda x, m: f.softmax(x, mask=m, scale=0.125),
+               lambda x, m: F.softmax(x * 0.125 + m, -1))  # fmt: skip
+    yield Case("bias+gelu", (x, w), lambda x, b: f.bias_act(x, b, "gelu"),
+               lambda x, b: F.gelu(x + b))  # fmt: skip
+    yield Case("swiglu", (x, x), lambda g, u: f.swiglu(g, u), lambda g, u: F.silu(g) * u)
+    yield Case("geglu", (x, x), lambda g, u: f.geglu(g, u), lambda g, u: F.gelu(g) * u)
+    yield Case("bias+dropout+residual", (x, w, x),
+               lambda x, b, r: f.bias_dropout_residual(x, b, r, 0.1, seed=1),
+               lambda x, b, r: r + F.dropout(x + b, 0.1))  # fmt: skip
+
+
+def images(batch: int, size: int) -> Iterator[Case]:
+    x = (batch, 64, size, size)
+    yield Case("group_norm+silu", (x, (64,), (64,)),
+               lambda x, w, b: f.group_norm(x, 8, w, b, activation="silu"),
+               lambda x, w, b: F.silu(F.group_norm(x, 8, w, b)))  # fmt: skip
+    yield Case("instance_norm+relu", (x,), lambda x: f.instance_norm(x, activation="relu"),
+               lambda x: F.relu(F.instance_norm(x)))  # fmt: skip
+    yield Case("max_pool2d 3/2", (x,), lambda x: f.max_pool2d(x, 3, 2, 1),
+               lambda x: F.max_pool2d(x, 3, 2, 1))  # fmt: skip
+    yield Case("bilinear ×2", (x,), lambda x: f.interpolate(x, scale_factor=2, mode="bilinear"),
+               lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 4)  # fmt: skip
+
+
+def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+    record = Record("functional", device, NOTE)
+    gpu = device == "cuda"
+    big = (*cases(8192, 4096), *cases(8192, 14336), *images(32, 112)) if gpu else (
+        *cases(1024, 1024), *images(2, 56))  # fmt: skip
+    small = (*cases(8, 64), *images(1, 8))
+    for case, tiny in ((c, t) for t, group in ((False, big), (True, small)) for c in group):
+        if "14336" in str(case.shapes) and case.name not in ("swiglu", "bias+gelu"):
+            continue
+        try:
+            (_gpu if gpu else _cpu)(record, case, tiny, compile_peer)
+        except Exception as error:
+            record.add(
+                case=_title(case, tiny), failed=f"{type(error).__name__}: {str(error)[:300]}"
+            )
+        if gpu:
+            torch.cuda.empty_cache()
+    return record
+
+
+def _title(case: Case, tiny: bool) -> str:
+    return f"{case.name} {list(case.shapes[0])}" + (" small" if tiny else "")
+
+
+def _tensors(case: Case, device: str, dtype: torch.dtype) -> Tensors:
+    gen = torch.Generator(device=device).manual_seed(0)
+    return [
+        torch.randn(s, device=device, generator=gen).to(dtype).requires_grad_() for s in case.shapes
+    ]
+
+
+def _both(fn: Fn, tensors: Tensors) -> tuple[Fn, Fn]:
+    """Forward alone, and forward with backward, as calls without arguments."""
+    with torch.no_grad():
+        outs = fn(*tensors)
+    many = outs if isinstance(outs, tuple) else (outs,)
+    grads = [torch.randn_like(o) for o in many]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return fn(*tensors)
+
+    def backward() -> Any:
+        found = fn(*tensors)
+        return torch.autograd.grad(found if isinstance(found, tuple) else (found,), tensors, grads)
+
+    return forward, backward
+
+
+def _errors(case: Case, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Ours and torch's, of results and gradients together; a random mask has no reference."""
+    if "dropout" in case.name:
+        return {}
+    found = {}
+    exact: list[torch.Tensor] = []
+    for name, fn, kind in (("exact", case.theirs, torch.float64), ("error", case.ours, dtype),
+                           ("eager_error", case.theirs, dtype)):  # fmt: skip
+        few = [
+            t.detach()[:64] if t.ndim == 2 else t.detach() for t in _tensors(case, device, dtype)
+        ]
+        xs = [t.to(kind).requires_grad_() for t in few]
+        out = fn(*xs)
+        outs = list(out) if isinstance(out, tuple) else [out]
+        gen = torch.Generator(device=device).manual_seed(1)
+        seeds = [
+            torch.randn(o.shape, device=device, generator=gen).to(dtype).to(kind) for o in outs
+        ]
+        every = [*outs, *torch.autograd.grad(outs, xs, seeds)]
+        if name == "exact":
+            exact = every
+        else:
+            found[name] = max(relative_error(a.detach(), e.detach())
+                              for a, e in zip(every, exact, strict=True))  # fmt: skip
+    return found
+
+
+def _moved(case: Case, tensors: Tensors) -> tuple[int, int]:
+    """Bytes that must move forward, and forward and backward together."""
+    read = sum(t.nbytes for t in tensors)
+    made = case.results * tensors[0].nbytes
+    return read + made, 2 * read + 2 * made + read  # again the inputs, gradients in, gradients out
+
+
+def _gpu(record: Record, case: Case, tiny: bool, compile_peer: bool) -> None:
+    tensors = _tensors(case, "cuda", case.dtype)
+    ways = {"eager": _both(case.theirs, tensors), "ours": _both(case.ours, tensors)}
+    if compile_peer and not tiny:
+        torch._dynamo.reset()
+        ways["compile"] = _both(torch.compile(case.theirs, dynamic=False), tensors)
+    row: dict[str, Any] = {"case": _title(case, tiny)}
+    if tiny:
+        for k, part in enumerate(("fwd", "fwd_bwd")):
+            wall = wall_times({name: way[k] for name, way in ways.items()}, calls=50)
+            row |= {f"{name}_{part}_us": t * 1e3 for name, t in wall.items()}
+            row[f"over_eager_{part}"] = wall["eager"] / wall["ours"]
+    else:
+        source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        moved = _moved(case, tensors)
+        for k, part in enumerate(("fwd", "fwd_bwd")):
+            graphs = {name: captured(way[k]) for name, way in ways.items()}
+            graphs["copy"] = captured(lambda: target.copy_(source))
+            times = replay_times(graphs, rounds=7)
+            rate = 2 * source.nbytes / times.pop("copy")
+            row |= {f"{name}_{part}_us": t * 1e3 for name, t in times.items()}
+            row[f"of_a_copy_{part}"] = moved[k] / times["ours"] / rate
+            if "compile" in times:
+                row[f"over_compile_{part}"] = times["compile"] / times["ours"]
+    record.add(**row, **_errors(case, "cuda", case.dtype))
+
+
+def _cpu(record: Record, case: Case, tiny: bool, compile_peer: bool) -> None:
+    tensors = _tensors(case, "cpu", torch.float32)
+    ways = {"eager": _both(case.theirs, tensors), "ours": _both(case.ours, tensors)}
+    row: dict[str, Any] = {"case": _title(case, tiny)}
+    for k, part in enumerate(("fwd", "fwd_bwd")):
+        times = cpu_times({name: way[k] for name, way in ways.items()}, seconds=1.5, gap=0.005)
+        row |= {f"{name}_{part}_us": t * 1e3 for name, t in times.items()}
+        row[f"over_eager_{part}"] = times["eager"] / times["ours"]
+    record.add(**row, **_errors(case, "cpu", torch.float32))

@@ -1,0 +1,188 @@
+"""Activations, gates and dropout: one read, one write, nothing stored for the backward pass but
+what the next operator keeps anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from deuteron.errors import BindError
+from deuteron.functional.core import Function
+from deuteron.functional.operators import activated, one
+from deuteron.ops import Ops, Sym, table
+
+Tensor = torch.Tensor
+
+
+def _plain(name: str) -> Callable[[Tensor], Tensor]:
+    """An activation without parameters, under torch's name."""
+
+    def function(x: Tensor) -> Tensor:
+        return one(name, x)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"{table.get(name).doc} As ``torch.nn.functional``'s, with its gradient."
+    return function
+
+
+relu, relu6, sigmoid, tanh = _plain("relu"), _plain("relu6"), _plain("sigmoid"), _plain("tanh")
+silu, mish, selu, softsign = _plain("silu"), _plain("mish"), _plain("selu"), _plain("softsign")
+hardswish, hardsigmoid = _plain("hardswish"), _plain("hardsigmoid")
+tanhshrink, log_sigmoid = _plain("tanhshrink"), _plain("log_sigmoid")
+logsigmoid = log_sigmoid
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x · Φ(x), with Φ the normal distribution, or its approximation by "tanh"."""
+    return one("gelu", x, approximate=approximate)
+
+
+def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
+    """x, times a slope below 0."""
+    return one("leaky_relu", x, negative_slope=negative_slope)
+
+
+def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    """x, or alpha · (eˣ − 1) below 0."""
+    return one("elu", x, alpha=alpha)
+
+
+def celu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    """x, or alpha · (e^(x/alpha) − 1) below 0."""
+    return one("celu", x, alpha=alpha)
+
+
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """ln(1 + e^(beta·x)) / beta, and x itself where beta·x is over the threshold."""
+    return one("softplus", x, beta=beta, threshold=threshold)
+
+
+def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
+    """x held between min_val and max_val."""
+    return one("hardtanh", x, min=min_val, max=max_val)
+
+
+def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    """x moved towards 0 by lambd, and 0 within it."""
+    return one("softshrink", x, lambd=lambd)
+
+
+def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    """x, but 0 where |x| ≤ lambd."""
+    return one("hardshrink", x, lambd=lambd)
+
+
+def threshold(x: Tensor, threshold: float, value: float) -> Tensor:
+    """x, but value where x ≤ threshold."""
+    return one("threshold", x, threshold=threshold, value=value)
+
+
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    """x, times a learned slope below 0, one for all or one for each channel (dimension 1)."""
+    return one("prelu", x, weight)
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    """a · sigmoid(b), with a and b the halves of x along ``dim``."""
+    return one("glu", x, axis=dim)
+
+
+# ---- bias, gates
+
+
+def _bias_act(b: Ops, x: Sym, bias: Sym | None, *, activation: str) -> Sym:
+    return activated(b, x if bias is None else x + bias, activation)
+
+
+def _gate(b: Ops, gate: Sym, up: Sym, *, activation: str) -> Sym:
+    return activated(b, gate, activation) * up
+
+
+def _gate_halves(b: Ops, x: Sym, *, activation: str) -> Sym:
+    half = x.shape[-1] // 2
+    gate = b.slice(x, axis=-1, stop=half)
+    up = b.slice(x, axis=-1, start=half)
+    return b.one("mul", activated(b, gate, activation), up)
+
+
+BIAS_ACT = Function("bias_act", _bias_act)
+GATE = Function("gate", _gate)
+GATE_HALVES = Function("gate_halves", _gate_halves)
+
+
+def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
+    """activation(x + bias) in one pass; the gradient of bias is a sum in float32."""
+    return BIAS_ACT.one(x, bias, activation=activation)
+
+
+def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is not None:
+        return GATE.one(gate, up, activation=activation)
+    if gate.ndim and gate.shape[-1] % 2 == 0:
+        return GATE_HALVES.one(gate, activation=activation)
+    raise BindError(
+        f"x {list(gate.shape)} cannot be halved along its last dimension",
+        asked="a gate of one tensor",
+        remedy="give gate and up as two tensors, or an even last dimension",
+    )
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
+    return _gated("silu", gate, up)
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """gelu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
+    return _gated("gelu" if approximate == "none" else "gelu_tanh", gate, up)
+
+
+def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """relu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
+    return _gated("relu", gate, up)
+
+
+# ---- dropout
+
+
+def _dropout(b: Ops, x: Sym, bias: Sym | None, residual: Sym | None, seed: Sym, *, p: float) -> Sym:
+    y = b.one("dropout", x if bias is None else x + bias, seed, p=p)
+    return y if residual is None else y + residual
+
+
+DROPOUT = Function("dropout", _dropout)
+
+
+def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    if isinstance(seed, Tensor):
+        return seed
+    if seed is None:
+        return torch.randint(0, 2**62, (), device=device)
+    return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def dropout(
+    x: Tensor, p: float = 0.5, training: bool = True, *, seed: int | Tensor | None = None
+) -> Tensor:
+    """Each element is 0 with probability p, else x / (1 − p).
+
+    Which ones depends on ``seed`` and on their place alone, so the mask is computed again in the
+    backward pass instead of being stored, and the same on every device. Without a seed one is
+    drawn from torch's generator.
+    """
+    return bias_dropout_residual(x, None, None, p, training, seed=seed)
+
+
+def bias_dropout_residual(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    seed: int | Tensor | None = None,
+) -> Tensor:
+    """residual + dropout(x + bias) in one pass; see :func:`dropout` for the seed."""
+    chance = p if training else 0.0
+    return DROPOUT.one(x, bias, residual, _seed(seed, x.device), p=chance)

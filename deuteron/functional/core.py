@@ -1,0 +1,383 @@
+"""How a small graph becomes an eager function.
+
+A function is written once, as a graph: ``build(b, x, weight, *, eps)`` emits operators on handles.
+Called with tensors it is planned for their shapes, strides and device like any graph, and the plan
+is kept; its gradient is the pullback of the same graph, planned the same way. Under
+``torch.compile`` the call is an operator ``deuteron::<name>`` that the compiler passes through.
+
+For the backward pass the fewest bytes are saved: inputs, or results that stand for them. What else
+it needs it computes again inside the fused kernel, which reads those anyway.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from deuteron.errors import BindError, DeuteronError
+from deuteron.ir.builder import GraphBuilder
+from deuteron.ir.graph import Graph
+from deuteron.ir.types import TensorType
+from deuteron.ops import Ops, Sym, table
+from deuteron.passes import pullback
+from deuteron.plan import Plan, compile_graph
+from deuteron.policy import Policy
+
+Tensors = Sequence[torch.Tensor | None]
+Types = tuple[TensorType | None, ...]
+Attributes = dict[str, Any]
+Build = Callable[..., "Sym | tuple[Sym, ...]"]
+
+LIBRARY = torch.library.Library("deuteron", "FRAGMENT")
+FUNCTIONS: dict[str, Function] = {}
+KEPT = 1024  # plans of one function; beyond, the oldest makes room
+EAGER = Policy(cuda_graph=False)  # a caller may capture the call in a graph of its own
+_heard = threading.local()
+
+
+class Function:
+    """A graph as an eager function with gradients.
+
+    The parameters of ``build`` after the first are its signature: positional ones are tensors
+    (``Sym``, or ``Sym | None`` where the tensor may be left out), keyword-only ones attributes.
+    A call gives all of them; defaults are a matter of the public function around it.
+    """
+
+    def __init__(self, name: str, build: Build) -> None:
+        self.name, self.build = name, build
+        parameters = list(inspect.signature(build).parameters.values())[1:]
+        self.tensors = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.plans: dict[Any, Plan] = {}
+        self.pulls: dict[Any, Pull] = {}
+        FUNCTIONS[name] = self
+        self.op = _register(self, parameters)
+
+    def __call__(self, *tensors: torch.Tensor | None, **attrs: Any) -> Any:
+        """One tensor, or a tuple where the graph has several results."""
+        if torch.compiler.is_compiling():
+            found = self.op(*tensors, **attrs)
+        elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            found = _Differentiable.apply(self, attrs, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            found = self.run(tensors, attrs)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def one(self, *tensors: torch.Tensor | None, **attrs: Any) -> torch.Tensor:
+        """The call of a function with a single result."""
+        result: torch.Tensor = self(*tensors, **attrs)
+        return result
+
+    def run(self, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
+        """The results, without a thought of gradients."""
+        key = (*map(_key, tensors), *attrs.items())
+        plan = self.plans.get(key)
+        if plan is None:
+            device = _one_device(self.name, tensors)
+            graph = self.graph(_types(tensors), attrs)
+            plan = _keep(self.plans, key, compile_graph(graph, device=device, policy=EAGER))
+        return _run(plan, [t for t in tensors if t is not None])
+
+    def graph(self, types: Types, attrs: Attributes) -> Graph:
+        """The function for tensors of these types; its results are called 0, 1, …"""
+        builder = GraphBuilder(table.infer, self.name)
+        ops = Ops(builder)
+        given = [
+            None if t is None else ops.sym(builder.input(name, t))
+            for name, t in zip(self.tensors, types, strict=True)
+        ]
+        try:
+            with _disable_current_modes():  # numbers in a graph are real, whoever traces the call
+                found = self.build(ops, *given, **attrs)
+        except DeuteronError as error:
+            error.asked = f"{self.name}({_shown(self.tensors, types, attrs)})"
+            raise error
+        for i, result in enumerate(found if isinstance(found, tuple) else (found,)):
+            result.output(str(i))
+        return builder.finish()
+
+    def pull(self, tensors: Tensors, attrs: Attributes, needs: Sequence[bool]) -> Pull:
+        """The way back for tensors like these, of which some need a gradient."""
+        key = (*map(_key, tensors), *attrs.items(), *needs)
+        found = self.pulls.get(key)
+        if found is None:
+            found = _keep(self.pulls, key, Pull(self, _types(tensors), attrs, tuple(needs)))
+        return found
+
+
+class Pull:
+    """The backward pass of a function for inputs of given types: what to save for it, and its
+    plans. ``saved`` counts through the inputs and then the results of the function."""
+
+    def __init__(
+        self, function: Function, types: Types, attrs: Attributes, needs: tuple[bool, ...]
+    ):
+        self.function, self.types, self.attrs, self.needs = function, types, attrs, needs
+        self.forward = function.graph(types, attrs)
+        self.wrt = [n for n, need in zip(function.tensors, needs, strict=True) if need]
+        self.results = [self.forward.types[v] for _, v in self.forward.outputs]
+        self.of = tuple(i for i, t in enumerate(self.results) if t.dtype.is_float)
+        self.kept = min(_subsets(self.of), key=self._bytes_saved)
+        used = set(self._usual().inputs)
+        self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
+        self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
+        self.plans: dict[Any, tuple[Plan, list[int]]] = {}
+
+    def _bytes_saved(self, kept: Sequence[int]) -> tuple[int, int]:
+        """What the backward pass reads besides gradients; of equals, the one that computes less."""
+        self.kept = tuple(kept)
+        graph = self._usual()
+        return sum(graph.types[v].nbytes for v in graph.inputs), len(graph.nodes)
+
+    def _usual(self) -> Graph:
+        """The backward pass with a gradient for every result."""
+        return self.graph(self.of, [self.results[i].dense_like() for i in self.of])[0]
+
+    def graph(
+        self, of: Sequence[int], grads: Sequence[TensorType | None]
+    ) -> tuple[Graph, list[int]]:
+        """From what is saved and the gradients of the results ``of`` to those of the inputs. A
+        gradient that several inputs share is one output: the list says which is whose."""
+        given = {str(i): t for i, t in zip(of, grads, strict=True) if t is not None}
+        with _disable_current_modes():
+            whole = pullback(self.forward, given, self.wrt, [str(i) for i in self.kept])
+        values = list(dict.fromkeys(value for _, value in whole.outputs))
+        outputs = tuple((str(i), value) for i, value in enumerate(values))
+        places = [values.index(value) for _, value in whole.outputs]
+        inputs, nodes, types = whole.inputs, whole.nodes, whole.types
+        return Graph(whole.name, inputs, outputs, nodes, types, whole.constants), places
+
+    def run(
+        self, of: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], list[int]]:
+        """Gradients from what was saved and the gradients of ``of``, as :meth:`graph` has them."""
+        key = (*of, *map(_key, tensors))
+        found = self.plans.get(key)
+        if found is None:
+            graph, places = self.graph(of, _types(tensors)[len(self.saved) :])
+            plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
+            found = _keep(self.plans, key, (plan, places))
+        plan, places = found
+        names = (*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of))
+        given = dict(zip(names, tensors, strict=True))
+        return _run(plan, [given[name] for name in plan.inputs]), places
+
+    def spread(
+        self, found: Sequence[torch.Tensor], places: Sequence[int]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Gradients for every input of the function."""
+        each = (found[place] for place in places)
+        return tuple(next(each) if need else None for need in self.needs)
+
+    @property
+    def spec(self) -> str:
+        """All of it as text: an operator's arguments are tensors and plain values."""
+        types = [None if t is None else (t.shape, t.dtype.short, t.strides) for t in self.types]
+        return json.dumps([self.function.name, types, self.attrs, self.needs])
+
+
+@lru_cache(maxsize=KEPT)
+def _pull_of(spec: str) -> Pull:
+    name, types, attrs, needs = json.loads(spec)
+    read = tuple(None if t is None else TensorType.of(t[0], t[1], strides=t[2]) for t in types)
+    return Pull(FUNCTIONS[name], read, _frozen(attrs), tuple(needs))
+
+
+class _Differentiable(torch.autograd.Function):
+    """The eager path with gradients: less overhead than the dispatcher's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Function, attrs: Attributes, *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        pull = function.pull(tensors, attrs, ctx.needs_input_grad[2:])
+        results = function.run(tensors, attrs)
+        everything = (*tensors, *results)
+        ctx.pull = pull
+        ctx.save_for_backward(*(everything[i] for i in pull.saved))
+        ctx.set_materialize_grads(False)
+        if len(pull.of) < len(results):
+            ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        of = [i for i, g in enumerate(grads) if g is not None]
+        if not of:
+            return (None,) * len(ctx.needs_input_grad)
+        given = [*ctx.saved_tensors, *(g for g in grads if g is not None)]
+        found = ctx.pull.spread(*ctx.pull.run(of, given))
+        if torch.is_grad_enabled():  # somebody means to differentiate what comes out
+            found = tuple(None if g is None else _Once.apply(g, *given) for g in found)  # type: ignore[no-untyped-call]
+        return None, None, *found
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that complains when it is differentiated, rather than count as a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, *came_from: torch.Tensor) -> torch.Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise DeuteronError(
+            "deuteron.functional has no second derivatives", remedy="use torch's function there"
+        )
+
+
+# ---- for torch.compile
+
+_SCHEMA = {
+    "Sym": "Tensor", "Sym | None": "Tensor?", "float": "float", "int": "int", "bool": "bool",
+    "str": "str", "float | None": "float?", "int | None": "int?", "str | None": "str?",
+    "tuple[int, ...]": "int[]", "tuple[int, ...] | None": "int[]?",
+    "tuple[float, ...] | None": "float[]?",
+}  # fmt: skip
+
+
+def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> Any:
+    """The function as an operator that torch.compile sees and does not look into."""
+    # without defaults: the dispatcher would leave out what equals them
+    words = [f"{_SCHEMA[p.annotation]} {p.name}" for p in parameters]
+    if len(function.tensors) < len(words):
+        words.insert(len(function.tensors), "*")
+    LIBRARY.define(f"{function.name}({', '.join(words)}) -> Tensor[]")
+
+    def run(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
+        return list(function.run(tensors, _frozen(attrs)))
+
+    def fake(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
+        return _empty(function.graph(_types(tensors), _frozen(attrs)), tensors)
+
+    def keep(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        output: Any,
+        keyword_only_inputs: Attributes | None = None,
+    ) -> None:
+        needs = [
+            bool(n) and t is not None for n, t in zip(ctx.needs_input_grad, inputs, strict=False)
+        ]
+        ctx.pull = Pull(function, _types(inputs), _frozen(keyword_only_inputs or {}), tuple(needs))
+        everything = (*inputs, *output)
+        ctx.save_for_backward(*(everything[i] for i in ctx.pull.saved))
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+        of = [i for i, g in enumerate(grads) if g is not None]
+        pull: Pull = ctx.pull
+        if not of:
+            return (None,) * len(pull.needs)
+        given = [*ctx.saved_tensors, *(g for g in grads if g is not None)]
+        found = torch.ops.deuteron.pullback(pull.spec, of, given)
+        _, places = pull.graph(of, _types(given)[len(pull.saved) :])
+        return pull.spread(found, places)
+
+    name = f"deuteron::{function.name}"
+    LIBRARY.impl(function.name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=LIBRARY)
+    torch.library.register_autograd(name, backward, setup_context=keep, lib=LIBRARY)
+    return getattr(torch.ops.deuteron, function.name).default
+
+
+def _pullback(spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(_pull_of(spec).run(of, tensors)[0])
+
+
+def _fake_pullback(
+    spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    pull = _pull_of(spec)
+    return _empty(pull.graph(of, _types(tensors)[len(pull.saved) :])[0], tensors)
+
+
+LIBRARY.define("pullback(str spec, int[] of, Tensor[] tensors) -> Tensor[]")
+LIBRARY.impl("pullback", _pullback, "CompositeExplicitAutograd")
+torch.library.register_fake("deuteron::pullback", _fake_pullback, lib=LIBRARY)
+
+
+# ---- small things
+
+
+def _key(t: torch.Tensor | None) -> Any:
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
+
+
+def _types(tensors: Iterable[torch.Tensor | None]) -> Types:
+    return tuple(
+        None
+        if t is None
+        else TensorType.of(tuple(map(int, t.shape)), t.dtype, strides=tuple(map(int, t.stride())))
+        for t in tensors
+    )
+
+
+def _keep(where: dict[Any, Any], key: Any, value: Any) -> Any:
+    while len(where) >= KEPT:
+        where.pop(next(iter(where)))
+    where[key] = value
+    return value
+
+
+def _subsets(places: Sequence[int]) -> Iterable[Sequence[int]]:
+    few = places[:3]
+    return itertools.chain.from_iterable(
+        itertools.combinations(few, n) for n in range(len(few) + 1)
+    )
+
+
+def _run(plan: Plan, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    heard = getattr(_heard, "plans", None)
+    if heard is not None:
+        heard.append(plan)
+    return plan.run_checked(tensors)
+
+
+def _frozen(attrs: Attributes) -> Attributes:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in attrs.items()}
+
+
+def _empty(graph: Graph, tensors: Tensors) -> list[torch.Tensor]:
+    device = next(t.device for t in tensors if t is not None)
+    types = [graph.types[value] for _, value in graph.outputs]
+    return [
+        torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=device) for t in types
+    ]
+
+
+def _one_device(name: str, tensors: Tensors) -> torch.device:
+    found = {t.device for t in tensors if t is not None}
+    if len(found) != 1:
+        listed = ", ".join(sorted(map(str, found)))
+        raise BindError(
+            f"tensors are on several devices: {listed}",
+            asked=f"{name}(…)",
+            remedy="move them to one",
+        )
+    return found.pop()
+
+
+def _shown(names: Sequence[str], types: Types, attrs: Attributes) -> str:
+    tensors = [f"{n}: {t}" for n, t in zip(names, types, strict=True) if t is not None]
+    return ", ".join([*tensors, *(f"{k}={v!r}" for k, v in attrs.items())])
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What ``function(*args, **kwargs)`` runs, where and why, forward only.
+
+    >>> print(dt.functional.explain(dt.functional.rms_norm, x, (4096,), w))
+    """
+    _heard.plans = []
+    try:
+        function(*args, **kwargs)
+        return "\n".join(str(plan.explain()) for plan in _heard.plans)
+    finally:
+        _heard.plans = None

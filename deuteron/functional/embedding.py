@@ -1,0 +1,48 @@
+"""Tables that are looked up: learned and sinusoidal embeddings."""
+
+from __future__ import annotations
+
+import torch
+
+from deuteron.functional.core import Function
+from deuteron.ops import Ops, Sym
+
+Tensor = torch.Tensor
+
+
+def _embedding(b: Ops, index: Sym, weight: Sym, position: Sym | None, *, padding_idx: int) -> Sym:
+    y = b.one("embedding", weight, index, padding_idx=padding_idx)
+    return y if position is None else y + position
+
+
+EMBEDDING = Function("embedding", _embedding)
+
+
+def embedding(
+    index: Tensor, weight: Tensor, padding_idx: int | None = None, *, position: Tensor | None = None
+) -> Tensor:
+    """Rows of ``weight``, as ``torch.nn.functional.embedding``; the gradient is deterministic.
+
+    ``position``, which must broadcast with the result, is added in the same pass: a learned or
+    sinusoidal table.
+    """
+    pad = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    return EMBEDDING.one(index, weight, position, padding_idx=pad)
+
+
+def sinusoidal(
+    length: int,
+    dim: int,
+    base: float = 10000.0,
+    *,
+    offset: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The table [length, dim] of sin and cos of positions over wavelengths up to 2π·base, sines in
+    the even columns. Computed in float64: exact to the last bit at any position."""
+    place = torch.arange(offset, offset + length, dtype=torch.float64, device=device)
+    rate = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    angle = place[:, None] * rate
+    both = torch.stack((angle.sin(), angle.cos()), dim=2).flatten(1)[:, :dim]
+    return both.to(dtype)

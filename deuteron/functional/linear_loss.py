@@ -1,0 +1,380 @@
+"""Cross-entropy of a linear layer's outputs, which never exist whole.
+
+Forward, some tokens at a time: their logits, the loss, and while the logits are there their
+gradient in their place and from it the gradient of the hidden states. Backward, some classes at a
+time: the logits of all tokens once more, their gradient from what the forward pass kept of each row
+(one number), and from it the rows of the weight's gradient. That is one product more than keeping
+the logits would take, and it buys this: every element of every gradient is one product, rounded
+once, with no buffer in float32 to add up in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deuteron.errors import BindError
+from deuteron.functional.loss import (
+    check,
+    keeps_graph,
+    refuse_second_derivative,
+    result_type,
+    shown,
+    taken,
+)
+from deuteron.functional.loss_rows import Terms, added_up, rows, scaled, some_classes, totals, wide
+
+SMALL = 2**25  # logits that are no burden: 64 MB of 16-bit numbers
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+    chunk: int | None = None,
+) -> Any:
+    """``cross_entropy(linear(hidden, weight, bias), target)`` without room for the logits.
+
+    hidden   […, H]; weight [C, H]; bias [C]; all of one type (under autocast they are cast)
+    target   classes […], or probabilities […, C]: the classes are last here, as linear has them
+    chunk    tokens whose logits exist at a time; the backward pass holds no more numbers than that
+             in its slices of the classes. By default what keeps products fast: half of H in the
+             forward pass, and slices of about a sixteenth of the weight in the backward pass
+
+    The other arguments are those of ``cross_entropy``; ``class_weight`` is its ``weight``. Logits
+    are rounded to the type of the inputs, as linear would. The gradient of ``hidden`` is computed
+    with the loss; that of ``weight`` and ``bias`` in the backward pass, from logits computed again.
+    There is no second derivative.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        cast = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(cast), weight.to(cast)
+        bias = None if bias is None else bias.to(cast)
+    terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
+    _check(hidden, weight, bias, target, class_weight, terms, chunk)
+    classes, dtype = weight.shape[0], result_type(hidden)
+    lead = hidden.shape[:-1]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    target = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)
+    tensors = (flat, weight, bias, target, class_weight)
+    if torch.compiler.is_compiling():
+        needs = hidden.requires_grad and torch.is_grad_enabled()
+        loss, lse, *_ = _linear_op(*tensors, *terms, dtype, needs, chunk)
+    elif torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (hidden, weight, bias)
+    ):
+        loss, lse = _Linear.apply(*tensors, terms, dtype, chunk)  # type: ignore[no-untyped-call]
+    else:
+        loss, lse, *_ = _forward(*tensors, terms, dtype, False, chunk)
+    loss = loss.view(lead) if reduction == "none" else loss
+    return (loss, lse.view(lead)) if return_lse else loss
+
+
+def tokens_at_once(tokens: int, hidden: int, classes: int, chunk: int | None) -> int:
+    """Enough rows for a product to run at full speed: half of H makes their logits half as large
+    as the weight."""
+    wanted = chunk or max(hidden // 2, SMALL // classes, 1)
+    parts = max(1, math.ceil(tokens / wanted))
+    return max(1, math.ceil(tokens / parts))
+
+
+def classes_at_once(tokens: int, hidden: int, classes: int, chunk: int | None) -> int:
+    """A power of two of classes whose logits are about a sixteenth of the weight; with a chunk,
+    no more numbers than it has."""
+    if chunk:
+        most = max(1, min(chunk, tokens) * classes // max(tokens, 1))
+        return min(classes, 1 << (most.bit_length() - 1))
+    wanted = max(hidden * classes // 16, SMALL) / max(tokens, 1)
+    return min(classes, 1 << max(0, round(math.log2(wanted))))
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    terms: Terms,
+    dtype: torch.dtype,
+    needs_hidden: bool,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, lse and masses of every row, the gradient of hidden (or nothing), the totals."""
+    n, classes = hidden.shape[0], weight.shape[0]
+    target = target.contiguous()
+    total = totals(hidden, classes, target, class_weight, terms)
+    lse, masses = torch.empty((2, n), dtype=total.dtype, device=hidden.device)
+    each = dtype if terms.reduction == "none" else total.dtype
+    losses = torch.empty(n, dtype=each, device=hidden.device)
+    grad = torch.empty(hidden.shape if needs_hidden else (0,), dtype=hidden.dtype,
+                       device=hidden.device)  # fmt: skip
+    step = tokens_at_once(n, hidden.shape[1], classes, chunk)
+    room = torch.empty((min(step, n), classes), dtype=hidden.dtype, device=hidden.device)
+    for a in range(0, n, step):
+        piece = slice(a, min(a + step, n))
+        logits = room[: piece.stop - a]
+        _product(hidden[piece], weight, bias, logits)
+        rows(
+            logits, target[piece], class_weight, total, terms, losses[piece], lse[piece],
+            masses[piece], logits if needs_hidden else None,
+        )  # fmt: skip
+        if needs_hidden:
+            torch.mm(logits, weight, out=grad[piece])
+    return added_up(losses, terms.reduction, dtype), lse, masses, grad, total
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _weight_grads(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    masses: Tensor,
+    total: Tensor,
+    up: Tensor,
+    terms: Terms,
+    needs_weight: bool,
+    needs_bias: bool,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias; one that is not needed is empty."""
+    n, classes = hidden.shape[0], weight.shape[0]
+    target, up = target.contiguous(), up.contiguous()
+    by_weight = weight.new_empty(weight.shape if needs_weight else (0,))
+    by_bias = weight.new_empty(classes if needs_bias else 0)
+    step = classes_at_once(n, hidden.shape[1], classes, chunk)
+    room = torch.empty(n * step, dtype=hidden.dtype, device=hidden.device)
+    for a in range(0, classes, step):
+        b = min(a + step, classes)
+        logits = room[: n * (b - a)].view(n, b - a)
+        _product(hidden, weight[a:b], None if bias is None else bias[a:b], logits)
+        some_classes(logits, target, class_weight, total, terms, lse, masses, up, a, classes)
+        if needs_weight:
+            torch.mm(logits.t(), hidden, out=by_weight[a:b])
+        if needs_bias:
+            torch.sum(logits, 0, out=by_bias[a:b])
+    return by_weight, by_bias
+
+
+class _Linear(torch.autograd.Function):
+    """The eager way: no dispatcher between the call and the launches."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        terms: Terms,
+        dtype: torch.dtype,
+        chunk: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        given = (hidden, weight, bias, target, class_weight)
+        loss, lse, masses, ctx.grad, total = _forward(
+            *given, terms, dtype, ctx.needs_input_grad[0], chunk
+        )
+        ctx.save_for_backward(*given, lse, masses, total)
+        ctx.terms, ctx.chunk = terms, chunk
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(lse)
+        return loss, lse
+
+    @staticmethod
+    def backward(ctx: Any, up: Tensor | None, _: Any) -> Any:
+        if up is None:
+            return (None,) * 8
+        refuse_second_derivative("linear_cross_entropy")
+        hidden, weight, bias, target, class_weight, lse, masses, total = ctx.saved_tensors
+        by_hidden = by_weight = by_bias = None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if needs_hidden:
+            keep = keeps_graph()
+            each = up[:, None] if up.dim() else up
+            by_hidden = scaled(taken(ctx, "grad", keep), each, total, keep)
+        if needs_weight or needs_bias:
+            by_weight, by_bias = _weight_grads(
+                hidden, weight, bias, target, class_weight, lse, masses, total, up, ctx.terms,
+                needs_weight, needs_bias, ctx.chunk,
+            )  # fmt: skip
+        return (
+            by_hidden, by_weight if needs_weight else None, by_bias if needs_bias else None,
+            *(None,) * 5,
+        )  # fmt: skip
+
+
+# ---- under torch.compile ---------------------------------------------------------------------
+
+
+@torch.library.custom_op("deuteron::linear_cross_entropy", mutates_args=())
+def _linear_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    needs_hidden: bool,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    terms = Terms(reduction, ignore_index, label_smoothing, z_loss)
+    loss, lse, masses, grad, total = _forward(
+        hidden, weight, bias, target, class_weight, terms, dtype, needs_hidden, chunk
+    )
+    return loss, lse.clone(), masses.clone(), grad, total  # results may not share memory
+
+
+@_linear_op.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    needs_hidden: bool,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n, sums = hidden.shape[0], wide(hidden.dtype)
+    loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
+    grad = hidden.new_empty(hidden.shape if needs_hidden else (0,))
+    lse, masses = hidden.new_empty(n, dtype=sums), hidden.new_empty(n, dtype=sums)
+    return loss, lse, masses, grad, hidden.new_empty(5, dtype=sums)
+
+
+@torch.library.custom_op("deuteron::linear_cross_entropy_backward", mutates_args=())
+def _linear_backward_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    masses: Tensor,
+    total: Tensor,
+    up: Tensor,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    needs_weight: bool,
+    needs_bias: bool,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    terms = Terms(reduction, ignore_index, label_smoothing, z_loss)
+    return _weight_grads(
+        hidden, weight, bias, target, class_weight, lse, masses, total, up, terms, needs_weight,
+        needs_bias, chunk,
+    )  # fmt: skip
+
+
+@_linear_backward_op.register_fake
+def _(hidden: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    *_, needs_weight, needs_bias, _ = given
+    by_weight = weight.new_empty(weight.shape if needs_weight else (0,))
+    return by_weight, weight.new_empty(weight.shape[0] if needs_bias else 0)
+
+
+def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    hidden, weight, bias, target, class_weight, *ctx.terms, _, _, ctx.chunk = inputs
+    _, lse, masses, grad, total = output
+    ctx.save_for_backward(hidden, weight, bias, target, class_weight, lse, masses, total, grad)
+    ctx.mark_non_differentiable(lse, masses, grad, total)
+    ctx.set_materialize_grads(False)
+
+
+def _pull(ctx: Any, up: Tensor | None, *_: Any) -> Any:
+    *saved, total, grad = ctx.saved_tensors
+    if up is None:
+        return (None,) * 12
+    by_hidden = by_weight = by_bias = None
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    if needs_hidden:
+        by_hidden = grad * (up[:, None].to(grad.dtype) if up.dim() else up * total[4])
+    if needs_weight or needs_bias:
+        by_weight, by_bias = _linear_backward_op(
+            *saved, total, up, *ctx.terms, needs_weight, needs_bias, ctx.chunk
+        )
+    return (
+        by_hidden, by_weight if needs_weight else None, by_bias if needs_bias else None,
+        *(None,) * 9,
+    )  # fmt: skip
+
+
+_linear_op.register_autograd(_pull, setup_context=_save)
+
+# ---- what may be asked -----------------------------------------------------------------------
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    terms: Terms,
+    chunk: int | None,
+) -> None:
+    fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
+    if not fits or weight.dtype != hidden.dtype or weight.device != hidden.device:
+        raise BindError(
+            f"linear_cross_entropy cannot multiply hidden {shown(hidden)} by weight "
+            f"{shown(weight)}",
+            remedy="give hidden […, H] and weight [C, H] of one type on one device",
+        )
+    classes = weight.shape[0]
+    if bias is not None and (
+        tuple(bias.shape) != (classes,)
+        or bias.dtype != weight.dtype
+        or bias.device != weight.device
+    ):
+        raise BindError(
+            f"the bias of linear_cross_entropy is {shown(bias)}, its weight is {shown(weight)}",
+            remedy=f"give {weight.dtype} of shape [{classes}] on {weight.device}",
+        )
+    if chunk is not None and chunk < 1:
+        raise BindError(
+            f"linear_cross_entropy cannot take {chunk} tokens at a time",
+            remedy="give chunk=1 or more, or leave it out",
+        )
+    n = math.prod(hidden.shape[:-1])
+    shape = (*hidden.shape[:-1], classes)
+    want = shape if target.is_floating_point() else shape[:-1]
+    if tuple(target.shape) != tuple(want):
+        raise BindError(
+            f"the target of linear_cross_entropy is {shown(target)}, hidden is {shown(hidden)} "
+            f"and there are {classes} classes",
+            remedy=f"give int64 classes of shape {list(shape[:-1])}, or probabilities of shape "
+            f"{list(shape)}",
+        )
+    flat = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)
+    check("linear_cross_entropy", hidden, (n, classes), flat, class_weight, terms)

@@ -1,0 +1,350 @@
+"""Cross-entropy for training: the gradient comes with the loss, in one pass over the logits.
+
+On a GPU these are our Triton kernels; on the CPU, and for float64, torch's own operators on pieces
+that stay in the cache. ``linear_cross_entropy`` is the same loss of a product whose logits never
+exist whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from deuteron.errors import BindError, EngineError, GraphError
+from deuteron.functional.loss_rows import (
+    Terms,
+    added_up,
+    class_dim,
+    rows,
+    scaled,
+    totals,
+    wide,
+)
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CLASSES = (torch.int64, torch.int32, torch.uint8)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    inplace_backward: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """``torch.nn.functional.cross_entropy``, with its gradient computed along the way.
+
+    logits           [C], [N, C] or [N, C, d1, …], of float64, float32, float16 or bfloat16
+    target           classes (int64, int32, uint8) of the same shape without C; or probabilities
+                     of the same shape as the logits, for which there is no gradient
+    weight           [C], a weight for each class
+    reduction        "mean" (over the weights of the targets that count), "sum" or "none"
+    ignore_index     the class of rows that do not count. Their gradient is 0, even of nan
+    label_smoothing  from 0 to 1: this part of a target is shared evenly by all classes
+    z_loss           adds z_loss · lse², lse = log Σ exp logits; "mean" divides it by the number
+                     of rows that count. It keeps logits from drifting
+    inplace_backward the gradient takes the memory of the logits: they hold no logits any more once
+                     this returns. Only where logits need a gradient; not under torch.compile
+    return_lse       also return lse, float32 (float64 of float64), 0 for ignored rows, without
+                     gradient
+
+    Arithmetic is float32 for 16-bit logits. The loss has the type of the logits; under autocast
+    it is float32. A class that does not exist is an error on the CPU. On a GPU nobody looks before
+    the kernel does, and the loss and gradient of that row are nan. There is no second derivative.
+    """
+    terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
+    check("cross_entropy", logits, logits.shape, target, weight, terms)
+    needs = logits.requires_grad and torch.is_grad_enabled()
+    dtype = result_type(logits)
+    if torch.compiler.is_compiling():
+        if inplace_backward:
+            raise EngineError(
+                "the gradient cannot take the memory of the logits under torch.compile",
+                asked="cross_entropy(…, inplace_backward=True)",
+                remedy="leave inplace_backward out, or call it outside of the compiled function",
+            )
+        loss, lse, _, _ = _cross_entropy_op(logits, target, weight, *terms, dtype, needs)
+    elif needs:
+        if inplace_backward:
+            _check_memory(logits)
+        loss, lse = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits, target, weight, terms, dtype, inplace_backward
+        )
+    else:
+        loss, lse, _, _ = _forward(logits, target, weight, terms, dtype, None)
+    return (loss, lse) if return_lse else loss
+
+
+def result_type(logits: Tensor) -> torch.dtype:
+    """The type of the loss: under autocast float32, as torch has it."""
+    if torch.is_autocast_enabled(logits.device.type):
+        return wide(logits.dtype)
+    return logits.dtype
+
+
+def _forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    terms: Terms,
+    dtype: torch.dtype,
+    grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Loss, lse, the gradient in ``grad`` if that is given, and the totals."""
+    dim = class_dim(logits)
+    shape = logits.shape[:dim] + logits.shape[dim + 1 :]
+    if not target.is_floating_point():
+        target = target.contiguous()
+    total = totals(logits, logits.shape[dim], target, weight, terms)
+    lse = torch.empty(shape, dtype=total.dtype, device=logits.device)
+    each = dtype if terms.reduction == "none" else total.dtype
+    losses = torch.empty(shape, dtype=each, device=logits.device)
+    rows(logits, target, weight, total, terms, losses, lse, None, grad)
+    return added_up(losses, terms.reduction, dtype), lse, grad, total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The eager way: no dispatcher between the call and the launch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        terms: Terms,
+        dtype: torch.dtype,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor]:
+        grad = logits.detach() if inplace else torch.empty_like(logits)
+        loss, lse, _, ctx.total = _forward(logits.detach(), target, weight, terms, dtype, grad)
+        if inplace:
+            increment_version(logits)  # whoever saved the logits for a gradient hears of it
+        ctx.grad, ctx.dim = grad, class_dim(logits)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(lse)
+        return loss, lse
+
+    @staticmethod
+    def backward(ctx: Any, up: Tensor | None, _: Any) -> Any:
+        if up is None:
+            return (None,) * 6
+        refuse_second_derivative("cross_entropy")
+        keep = keeps_graph()
+        grad = taken(ctx, "grad", keep)
+        up = up.unsqueeze(ctx.dim) if grad.dim() == up.dim() + 1 and up.dim() else up
+        return (scaled(grad, up, ctx.total, keep), *(None,) * 5)
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward pass may be run again (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def taken(ctx: Any, name: str, keep: bool) -> Any:
+    """A gradient that was made in the forward pass. It is handed over, not copied, so there is
+    no second time unless the graph is kept."""
+    found = getattr(ctx, name)
+    if found is None:
+        raise EngineError(
+            "the gradient of this loss was handed out already",
+            asked="a second backward pass through the same loss",
+            remedy="call backward(retain_graph=True) the first time",
+        )
+    if not keep:
+        setattr(ctx, name, None)
+    return found
+
+
+def refuse_second_derivative(name: str) -> None:
+    if torch.is_grad_enabled():
+        raise EngineError(
+            f"{name} has no second derivative",
+            asked="a backward pass with create_graph=True",
+            remedy=f"leave create_graph out, or use torch.nn.functional.{_IN_TORCH[name]}",
+        )
+
+
+_IN_TORCH = {
+    "cross_entropy": "cross_entropy",
+    "linear_cross_entropy": "linear and cross_entropy",
+}
+
+# ---- under torch.compile ---------------------------------------------------------------------
+
+
+@torch.library.custom_op("deuteron::cross_entropy", mutates_args=())
+def _cross_entropy_op(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    terms = Terms(reduction, ignore_index, label_smoothing, z_loss)
+    grad = torch.empty_like(logits) if needs_grad else None
+    loss, lse, _, total = _forward(logits, target, weight, terms, dtype, grad)
+    return loss, lse, logits.new_empty(0) if grad is None else grad, total
+
+
+@_cross_entropy_op.register_fake
+def _(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dim = class_dim(logits)
+    shape = logits.shape[:dim] + logits.shape[dim + 1 :]
+    sums = wide(logits.dtype)
+    loss = logits.new_empty(shape if reduction == "none" else (), dtype=dtype)
+    grad = torch.empty_like(logits) if needs_grad else logits.new_empty(0)
+    return loss, logits.new_empty(shape, dtype=sums), grad, logits.new_empty(5, dtype=sums)
+
+
+def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    _, lse, grad, total = output
+    ctx.save_for_backward(grad, total)
+    ctx.dim = class_dim(inputs[0])
+    ctx.mark_non_differentiable(lse, grad, total)
+    ctx.set_materialize_grads(False)
+
+
+def _pull(ctx: Any, up: Tensor | None, *_: Any) -> Any:
+    grad, total = ctx.saved_tensors
+    if up is None:
+        return (None,) * 9
+    factor = up.unsqueeze(ctx.dim) if up.dim() else up.to(total.dtype) * total[4]
+    return (grad * factor.to(grad.dtype) if up.dim() else grad * factor, *(None,) * 8)
+
+
+_cross_entropy_op.register_autograd(_pull, setup_context=_save)
+
+# ---- what may be asked -----------------------------------------------------------------------
+
+
+def check(
+    name: str,
+    logits: Tensor,
+    shape: Sequence[int],
+    target: Tensor,
+    weight: Tensor | None,
+    terms: Terms,
+) -> None:
+    """Raises for what has no meaning. ``shape`` is that of the logits, which for a product do not
+    exist: then ``logits`` is its first factor."""
+    if len(shape) < 1 or logits.dtype not in FLOATS:
+        raise BindError(
+            f"the logits of {name} are {logits.dtype} of shape {list(shape)}",
+            remedy="give float32, float16, bfloat16 or float64 of shape [C], [N, C] or [N, C, …]",
+        )
+    dim = min(1, len(shape) - 1)
+    classes = shape[dim]
+    if classes == 0:
+        raise BindError(f"the logits of {name} have no classes: {list(shape)}",
+                        remedy="give at least one class")  # fmt: skip
+    _check_target(name, logits, tuple(shape), tuple(shape[:dim]) + tuple(shape[dim + 1 :]), target,
+                  terms)  # fmt: skip
+    if weight is not None and (
+        tuple(weight.shape) != (classes,)
+        or weight.device != logits.device
+        or weight.dtype not in FLOATS
+        or weight.requires_grad
+    ):
+        raise BindError(
+            f"the class weights of {name} are {shown(weight)}, the logits have {classes} classes "
+            f"and are on {logits.device}",
+            remedy=f"give a floating-point tensor of shape [{classes}] there, without gradient",
+        )
+    _check_terms(name, terms)
+
+
+def _check_target(
+    name: str,
+    logits: Tensor,
+    shape: tuple[int, ...],
+    without: tuple[int, ...],
+    target: Tensor,
+    terms: Terms,
+) -> None:
+    if target.device != logits.device:
+        raise BindError(
+            f"the target of {name} is on {target.device}, the logits are on {logits.device}",
+            remedy=f"target.to({str(logits.device)!r})",
+        )
+    if target.is_floating_point():
+        if tuple(target.shape) != shape or target.dtype not in FLOATS:
+            raise BindError(
+                f"the target of {name} is {shown(target)}, the logits are {list(shape)}",
+                remedy=f"give probabilities of shape {list(shape)}, or int64 classes of shape "
+                f"{list(without)}",
+            )
+        if target.requires_grad:
+            raise BindError(
+                f"{name} has no gradient for target probabilities",
+                remedy="target.detach(), or torch.nn.functional.cross_entropy",
+            )
+        if terms.ignore_index >= 0:
+            raise GraphError(
+                f"{name} with probabilities has no class to ignore",
+                asked=f"ignore_index={terms.ignore_index}",
+                remedy="leave ignore_index out",
+            )
+    elif tuple(target.shape) != without or target.dtype not in CLASSES:
+        raise BindError(
+            f"the target of {name} is {shown(target)}, the logits are {list(shape)}",
+            remedy=f"give int64 classes of shape {list(without)}, or probabilities of shape "
+            f"{list(shape)}",
+        )
+
+
+def _check_terms(name: str, terms: Terms) -> None:
+    if terms.reduction not in REDUCTIONS:
+        raise GraphError(
+            f"{name} has no reduction {terms.reduction!r}",
+            asked=f"reduction={terms.reduction!r}",
+            remedy="use 'mean', 'sum' or 'none'",
+        )
+    if not 0.0 <= terms.label_smoothing <= 1.0:
+        raise GraphError(
+            f"{name} with label_smoothing={terms.label_smoothing} is not defined",
+            remedy="use a number from 0 to 1",
+        )
+    if not 0.0 <= terms.z_loss < float("inf"):
+        raise GraphError(
+            f"{name} with z_loss={terms.z_loss} is not defined", remedy="use 0 or a small number"
+        )
+
+
+def _check_memory(logits: Tensor) -> None:
+    if any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True)):
+        raise BindError(
+            "the gradient cannot take the memory of logits that share it among themselves",
+            asked=f"inplace_backward=True for logits of shape {list(logits.shape)} and strides "
+            f"{list(logits.stride())}",
+            remedy="leave inplace_backward out, or give logits.contiguous()",
+        )
+
+
+def shown(x: Tensor) -> str:
+    """A tensor in an error: type, shape and device."""
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} on {x.device}"

@@ -1,0 +1,161 @@
+"""Normalisation, with what usually stands around it: a bias and a residual before, an activation
+after. One read of x, one write of the result; the sum, where a residual is given, is a second
+result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deuteron.errors import BindError
+from deuteron.functional.core import Function
+from deuteron.functional.operators import activated
+from deuteron.ops import Ops, Sym
+
+Tensor = torch.Tensor
+
+
+def _summed(b: Ops, x: Sym, before: Sym | None, residual: Sym | None) -> Sym:
+    if before is not None:
+        x = x + before
+    return x if residual is None else x + residual
+
+
+def _finished(
+    b: Ops, y: Sym, total: Sym, residual: Sym | None, activation: str | None
+) -> Sym | tuple[Sym, Sym]:
+    y = activated(b, y, activation)
+    return y if residual is None else (y, total)
+
+
+def _layer_norm(
+    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, before: Sym | None,
+    residual: Sym | None, *, dims: int, eps: float, activation: str | None,
+) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    total = _summed(b, x, before, residual)
+    y = b.one("layer_norm", total, weight, bias, dims=dims, eps=eps)
+    return _finished(b, y, total, residual, activation)
+
+
+def _rms_norm(
+    b: Ops, x: Sym, weight: Sym | None, before: Sym | None, residual: Sym | None, *, dims: int,
+    eps: float, activation: str | None,
+) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    total = _summed(b, x, before, residual)
+    y = b.one("rms_norm", total, weight, dims=dims, eps=eps)
+    return _finished(b, y, total, residual, activation)
+
+
+def _group_norm(
+    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, before: Sym | None,
+    residual: Sym | None, *, groups: int, eps: float, activation: str | None,
+) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    total = _summed(b, x, before, residual)
+    y = b.one("group_norm", total, weight, bias, groups=groups, eps=eps)
+    return _finished(b, y, total, residual, activation)
+
+
+def _instance_norm(
+    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, before: Sym | None,
+    residual: Sym | None, *, eps: float, activation: str | None,
+) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    total = _summed(b, x, before, residual)
+    y = b.one("instance_norm", total, weight, bias, eps=eps)
+    return _finished(b, y, total, residual, activation)
+
+
+LAYER = Function("layer_norm", _layer_norm)
+RMS = Function("rms_norm", _rms_norm)
+GROUP = Function("group_norm", _group_norm)
+INSTANCE = Function("instance_norm", _instance_norm)
+
+
+def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        raise BindError(
+            f"normalized_shape {list(shape)} is not how x {list(x.shape)} ends",
+            asked=f"{name}(x, {list(shape)})",
+            remedy=f"use {list(x.shape[-1:])} for the last dimension",
+        )
+    return len(shape)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    bias_before: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """(s − mean) / √(var + eps) · weight + bias over the last dimensions, with
+    s = x + bias_before + residual.
+
+    As ``torch.nn.functional.layer_norm``, and: ``residual`` is added first, and the sum is
+    returned too, (y, s), for the next block; ``bias_before`` is added first; ``activation``
+    ("relu", "gelu", "silu", …) is applied to y. All of it is one kernel, forward and backward.
+
+    >>> y, stream = dt.functional.layer_norm(x, (768,), w, b, residual=stream)
+    """
+    dims = _dims("layer_norm", x, normalized_shape)
+    return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    residual: Tensor | None = None,
+    bias_before: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """s / √(mean(s²) + eps) · weight over the last dimensions, with s = x + bias_before + residual.
+
+    As ``torch.nn.functional.rms_norm`` (eps None: the smallest step of x's type above 1), with the
+    further arguments of :func:`layer_norm`.
+    """
+    dims = _dims("rms_norm", x, normalized_shape)
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps
+    return RMS(x, weight, bias_before, residual, dims=dims, eps=eps, activation=activation)
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    bias_before: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """Normalises groups of channels, as ``torch.nn.functional.group_norm``, with the further
+    arguments of :func:`layer_norm`. ``bias_before`` must broadcast with x: [C, 1, 1] for images."""
+    return GROUP(
+        x, weight, bias, bias_before, residual, groups=num_groups, eps=eps, activation=activation
+    )
+
+
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    bias_before: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """Normalises each channel of each image by its own statistics, with the further arguments of
+    :func:`layer_norm`."""
+    return INSTANCE(x, weight, bias, bias_before, residual, eps=eps, activation=activation)

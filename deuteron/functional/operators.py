@@ -1,0 +1,78 @@
+"""Operators of the table as eager functions, and what several functions have in common."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from deuteron.errors import GraphError
+from deuteron.functional.core import Function
+from deuteron.ops import Ops, Sym, table
+
+KINDS = {
+    "int": "int", "float": "float", "bool": "bool", "str": "str", "dtype": "str",
+    "ints": "tuple[int, ...]",
+}  # fmt: skip
+
+# activations that need nothing but the tensor, by the name that an argument may give
+ACTIVATIONS = (
+    "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "mish", "hardswish",
+    "hardsigmoid", "hardtanh", "elu", "selu", "celu", "softplus", "softsign", "log_sigmoid",
+    "tanhshrink", "softshrink", "hardshrink",
+)  # fmt: skip
+
+
+SIMPLE = (  # operators that are functions as they stand
+    *ACTIVATIONS, "threshold", "prelu", "glu", "sum", "mean", "prod", "var", "max", "min",
+    "argmax", "argmin", "where", "max_pool", "max_pool_with_indices", "avg_pool", "grid_sample",
+    "pixel_shuffle", "pixel_unshuffle",
+)  # fmt: skip
+
+
+def operator(name: str) -> Function:
+    """The operator ``name`` of the table as a function of tensors and attributes."""
+    op = table.get(name)
+
+    def build(b: Ops, *tensors: Sym | None, **attrs: Any) -> Any:
+        return b.call(name, *tensors, **attrs)
+
+    kind = inspect.Parameter
+    parameters = [kind("b", kind.POSITIONAL_ONLY)]
+    for slot in op.inputs:
+        annotation = "Sym | None" if slot.endswith("?") else "Sym"
+        parameters.append(kind(slot.rstrip("?"), kind.POSITIONAL_OR_KEYWORD, annotation=annotation))
+    for key, attr in op.attrs.items():
+        optional = " | None" if attr.default is None else ""
+        annotation = KINDS[attr.kind] + optional
+        parameters.append(kind(key, kind.KEYWORD_ONLY, annotation=annotation))
+    build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return Function(f"op_{name}", build)
+
+
+OPERATORS = {name: operator(name) for name in SIMPLE}
+
+
+def call(name: str, *tensors: torch.Tensor, **attrs: Any) -> Any:
+    """The operator on tensors; attributes that are left out take their defaults."""
+    given = {key: attrs.get(key, attr.default) for key, attr in table.get(name).attrs.items()}
+    return OPERATORS[name](*tensors, **given)
+
+
+def one(name: str, *tensors: torch.Tensor, **attrs: Any) -> torch.Tensor:
+    """:func:`call` for an operator with a single result."""
+    result: torch.Tensor = call(name, *tensors, **attrs)
+    return result
+
+
+def activated(b: Ops, x: Sym, activation: str | None) -> Sym:
+    """``x`` after the named activation; ``gelu_tanh`` is the approximation of gelu."""
+    if activation is None:
+        return x
+    if activation == "gelu_tanh":
+        return b.one("gelu", x, approximate="tanh")
+    if activation not in ACTIVATIONS:
+        known = ", ".join((*ACTIVATIONS, "gelu_tanh"))
+        raise GraphError(f"there is no activation {activation!r}", remedy=f"use one of {known}")
+    return b.one(activation, x)

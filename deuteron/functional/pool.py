@@ -1,0 +1,196 @@
+"""Pooling in one, two or three dimensions, with the arguments of ``torch.nn.functional``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deuteron.errors import BindError
+from deuteron.functional.core import Function
+from deuteron.functional.operators import call
+from deuteron.ops import Ops, Sym
+
+Tensor = torch.Tensor
+Size = int | Sequence[int]
+
+
+def _each(value: Size | None, dims: int, name: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, int):
+        return (value,) * dims
+    if len(value) not in (1, dims):
+        raise BindError(
+            f"{name}={tuple(value)} has {len(value)} numbers for {dims} dimensions",
+            remedy=f"give one number, or {dims}",
+        )
+    return tuple(value) * (dims if len(value) == 1 else 1)
+
+
+def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
+    """``run`` on x with a batch; torch takes an image without one, too."""
+    if x.ndim == dims + 2:
+        return run(x)
+    if x.ndim != dims + 1:
+        raise BindError(
+            f"x {list(x.shape)} has rank {x.ndim}, pooling in {dims} dimensions needs {dims + 2}",
+            remedy="x is [batch, channels, …]; the batch may be left out",
+        )
+    found = run(x.unsqueeze(0))
+    return tuple(t.squeeze(0) for t in found) if isinstance(found, tuple) else found.squeeze(0)
+
+
+def _max_pool(
+    dims: int, x: Tensor, kernel: Size, stride: Size | None, padding: Size, dilation: Size,
+    ceil_mode: bool, return_indices: bool,
+) -> Any:  # fmt: skip
+    name = "max_pool_with_indices" if return_indices else "max_pool"
+    return _batched(x, dims, lambda x: call(
+        name, x, kernel=_each(kernel, dims, "kernel_size"), stride=_each(stride, dims, "stride"),
+        padding=_each(padding, dims, "padding"), dilation=_each(dilation, dims, "dilation"),
+        ceil_mode=ceil_mode,
+    ))  # fmt: skip
+
+
+def max_pool1d(
+    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
+    dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
+) -> Any:  # fmt: skip
+    """The largest value in each window, as ``torch.nn.functional.max_pool1d``; with
+    ``return_indices`` also where it stood."""
+    return _max_pool(1, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+
+def max_pool2d(
+    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
+    dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
+) -> Any:  # fmt: skip
+    """The largest value in each window, as ``torch.nn.functional.max_pool2d``; with
+    ``return_indices`` also where it stood."""
+    return _max_pool(2, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+
+def max_pool3d(
+    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
+    dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
+) -> Any:  # fmt: skip
+    """The largest value in each window, as ``torch.nn.functional.max_pool3d``; with
+    ``return_indices`` also where it stood."""
+    return _max_pool(3, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+
+def _avg_pool(
+    dims: int, x: Tensor, kernel: Size, stride: Size | None, padding: Size, ceil_mode: bool,
+    count_include_pad: bool, divisor: int | None,
+) -> Tensor:  # fmt: skip
+    out: Tensor = _batched(x, dims, lambda x: call(
+        "avg_pool", x, kernel=_each(kernel, dims, "kernel_size"),
+        stride=_each(stride, dims, "stride"), padding=_each(padding, dims, "padding"),
+        ceil_mode=ceil_mode, count_include_pad=count_include_pad, divisor=divisor,
+    ))  # fmt: skip
+    return out
+
+
+def avg_pool1d(
+    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
+    ceil_mode: bool = False, count_include_pad: bool = True,
+) -> Tensor:  # fmt: skip
+    """The mean of each window, as ``torch.nn.functional.avg_pool1d``."""
+    return _avg_pool(1, x, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
+
+
+def avg_pool2d(
+    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
+    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The mean of each window, as ``torch.nn.functional.avg_pool2d``."""
+    return _avg_pool(
+        2, x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    )
+
+
+def avg_pool3d(
+    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
+    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The mean of each window, as ``torch.nn.functional.avg_pool3d``."""
+    return _avg_pool(
+        3, x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    )
+
+
+Output = int | None | Sequence[int | None]
+
+
+def _adaptive(kind: str, dims: int, x: Tensor, size: Output, return_indices: bool = False) -> Any:
+    given = (size,) * dims if size is None or isinstance(size, int) else tuple(size)
+    space = x.shape[-dims:]
+    full = tuple(n if s is None else s for n, s in zip(space, given, strict=True))
+    name = f"adaptive_{kind}_pool" + ("_with_indices" if return_indices else "")
+    return _batched(x, dims, lambda x: ADAPTIVE[name](x, size=full))
+
+
+def _adaptive_function(name: str) -> Function:
+    def build(b: Ops, x: Sym, *, size: tuple[int, ...]) -> Any:
+        return b.call(name, x, size=size)
+
+    return Function(name, build)
+
+
+ADAPTIVE = {
+    name: _adaptive_function(name)
+    for name in ("adaptive_avg_pool", "adaptive_max_pool", "adaptive_max_pool_with_indices")
+}
+
+
+def adaptive_avg_pool1d(x: Tensor, output_size: Output) -> Tensor:
+    """The mean of windows chosen so that so many remain."""
+    out: Tensor = _adaptive("avg", 1, x, output_size)
+    return out
+
+
+def adaptive_avg_pool2d(x: Tensor, output_size: Output) -> Tensor:
+    """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
+    out: Tensor = _adaptive("avg", 2, x, output_size)
+    return out
+
+
+def adaptive_avg_pool3d(x: Tensor, output_size: Output) -> Tensor:
+    """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
+    out: Tensor = _adaptive("avg", 3, x, output_size)
+    return out
+
+
+def adaptive_max_pool1d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
+    """The largest of windows chosen so that so many remain."""
+    return _adaptive("max", 1, x, output_size, return_indices)
+
+
+def adaptive_max_pool2d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
+    """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
+    return _adaptive("max", 2, x, output_size, return_indices)
+
+
+def adaptive_max_pool3d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
+    """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
+    return _adaptive("max", 3, x, output_size, return_indices)
+
+
+def _global(b: Ops, x: Sym, *, kind: str) -> Sym:
+    axes = tuple(range(2, x.rank))
+    return b.one("mean" if kind == "avg" else "max", x, axes=axes, keepdim=True)
+
+
+GLOBAL = Function("global_pool", _global)
+
+
+def global_avg_pool(x: Tensor) -> Tensor:
+    """The mean over all positions, [N, C, …] to [N, C, 1, …]."""
+    return GLOBAL.one(x, kind="avg")
+
+
+def global_max_pool(x: Tensor) -> Tensor:
+    """The largest over all positions, [N, C, …] to [N, C, 1, …]."""
+    return GLOBAL.one(x, kind="max")

@@ -1,0 +1,92 @@
+"""Resampling of images and signals, with the arguments of ``torch.nn.functional``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deuteron.errors import BindError
+from deuteron.functional.core import Function
+from deuteron.functional.operators import one
+from deuteron.ops import Ops, Sym
+
+Tensor = torch.Tensor
+MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic", "area")
+
+
+def _resize(
+    b: Ops, x: Sym, *, size: tuple[int, ...], scale: tuple[float, ...] | None, mode: str,
+    align_corners: bool, antialias: bool,
+) -> Sym:  # fmt: skip
+    return b.one("resize", x, size=size, scale=scale, mode=mode, align_corners=align_corners,
+                 antialias=antialias)  # fmt: skip
+
+
+RESIZE = Function("interpolate", _resize)
+
+
+def interpolate(
+    x: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """x [N, C, …] at another size, as ``torch.nn.functional.interpolate``: modes nearest,
+    nearest-exact, linear, bilinear, trilinear, bicubic and area, with ``antialias`` for bilinear
+    and bicubic."""
+    if mode not in MODES:
+        raise BindError(
+            f"there is no mode {mode!r}", asked="interpolate(…)", remedy=f"use {', '.join(MODES)}"
+        )
+    dims = x.ndim - 2
+    if (size is None) == (scale_factor is None):
+        raise BindError(
+            "one of size and scale_factor is needed, and one only",
+            asked="interpolate(…)",
+            remedy="size=(h, w), or scale_factor=2.0",
+        )
+    scale: tuple[float, ...] | None = None
+    if scale_factor is not None:
+        factors = scale_factor if isinstance(scale_factor, Sequence) else (scale_factor,) * dims
+        full = tuple(int(n * f) for n, f in zip(x.shape[2:], factors, strict=True))
+        if not recompute_scale_factor and mode != "area":
+            scale = tuple(map(float, factors))
+    else:
+        assert size is not None
+        full = tuple(size) if isinstance(size, Sequence) else (size,) * dims
+    return RESIZE.one(
+        x,
+        size=full,
+        scale=scale,
+        mode=mode,
+        align_corners=bool(align_corners),
+        antialias=antialias,
+    )
+
+
+def grid_sample(
+    x: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool = False,
+) -> Tensor:
+    """x at the places that ``grid`` names, as ``torch.nn.functional.grid_sample``, with gradients
+    for both."""
+    return one(
+        "grid_sample", x, grid, mode=mode, padding_mode=padding_mode, align_corners=align_corners
+    )
+
+
+def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
+    """[…, C·r², H, W] to […, C, H·r, W·r]."""
+    return one("pixel_shuffle", x, factor=upscale_factor)
+
+
+def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
+    """[…, C, H·r, W·r] to […, C·r², H, W]."""
+    return one("pixel_unshuffle", x, factor=downscale_factor)

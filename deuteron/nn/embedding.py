@@ -1,0 +1,47 @@
+"""Embeddings: learned, as ``torch.nn.Embedding``, and sinusoidal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from deuteron import functional as F
+from deuteron.errors import BindError
+
+
+class Embedding(nn.Embedding):
+    """``torch.nn.Embedding`` with a deterministic gradient; a table of positions may be added in
+    the same pass."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(self, name):
+                raise BindError(
+                    f"{name} is not supported",
+                    asked=f"Embedding({name}={getattr(self, name)!r})",
+                    remedy=f"leave {name} out, or use torch.nn.Embedding",
+                )
+
+    def forward(self, input: Tensor, position: Tensor | None = None) -> Tensor:
+        return F.embedding(input, self.weight, self.padding_idx, position=position)
+
+
+class SinusoidalEmbedding(nn.Module):
+    """Adds sin and cos of the position to x [batch, length, dim]; nothing is learned or saved."""
+
+    table: Tensor
+
+    def __init__(self, dim: int, max_length: int = 4096, base: float = 10000.0) -> None:
+        super().__init__()
+        self.register_buffer("table", F.sinusoidal(max_length, dim, base), persistent=False)
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        length = x.shape[-2]
+        if offset < 0 or offset + length > self.table.shape[0]:
+            raise BindError(
+                f"positions {offset} to {offset + length} are beyond {self.table.shape[0]}",
+                remedy="make the module with a larger max_length",
+            )
+        return x + self.table[offset : offset + length].to(x.dtype)

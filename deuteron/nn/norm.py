@@ -1,0 +1,108 @@
+"""Normalisation layers: those of ``torch.nn`` with an optional residual, bias and activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from deuteron import functional as F
+from deuteron.errors import BindError
+
+
+class LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm``; ``residual`` is added first and the sum returned too."""
+
+    activation: str | None = None
+
+    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
+    ) -> Any:
+        return F.layer_norm(
+            input, self.normalized_shape, self.weight, self.bias, self.eps, residual=residual,
+            bias_before=bias_before, activation=self.activation,
+        )  # fmt: skip
+
+
+class RMSNorm(nn.RMSNorm):
+    """``torch.nn.RMSNorm``; ``residual`` is added first and the sum returned too."""
+
+    activation: str | None = None
+
+    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
+    ) -> Any:
+        return F.rms_norm(
+            input, self.normalized_shape, self.weight, self.eps, residual=residual,
+            bias_before=bias_before, activation=self.activation,
+        )  # fmt: skip
+
+
+class GroupNorm(nn.GroupNorm):
+    """``torch.nn.GroupNorm``; ``residual`` is added first and the sum returned too."""
+
+    activation: str | None = None
+
+    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
+    ) -> Any:
+        return F.group_norm(
+            input, self.num_groups, self.weight, self.bias, self.eps, residual=residual,
+            bias_before=bias_before, activation=self.activation,
+        )  # fmt: skip
+
+
+class _InstanceNorm:
+    """What the three instance norms share; running statistics are left to torch's classes."""
+
+    activation: str | None = None
+
+    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if getattr(self, "track_running_stats", False):
+            raise BindError(
+                "running statistics of instance norm are not kept here",
+                asked=f"{type(self).__name__}(track_running_stats=True)",
+                remedy="leave track_running_stats at False, or use torch.nn's class",
+            )
+        self.activation = activation
+
+    def forward(
+        self: Any,
+        input: Tensor,
+        residual: Tensor | None = None,
+        bias_before: Tensor | None = None,
+    ) -> Any:
+        self._check_input_dim(input)
+        if input.dim() == self._get_no_batch_dim():
+            if residual is not None or bias_before is not None:
+                raise BindError("a residual needs a batch", remedy="unsqueeze(0) both")
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        return F.instance_norm(
+            input, self.weight, self.bias, self.eps, residual=residual, bias_before=bias_before,
+            activation=self.activation,
+        )  # fmt: skip
+
+
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """``torch.nn.InstanceNorm1d`` without running statistics."""
+
+
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """``torch.nn.InstanceNorm2d`` without running statistics."""
+
+
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """``torch.nn.InstanceNorm3d`` without running statistics."""

@@ -1,0 +1,108 @@
+"""Pooling layers: those of ``torch.nn``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from deuteron import functional as F
+
+
+class _MaxPool:
+    def forward(self: Any, input: Tensor) -> Any:
+        pool = getattr(F, f"max_pool{self.dims}d")
+        return pool(
+            input, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode,
+            self.return_indices,
+        )  # fmt: skip
+
+
+class MaxPool1d(_MaxPool, nn.MaxPool1d):
+    """``torch.nn.MaxPool1d``."""
+
+    dims = 1
+
+
+class MaxPool2d(_MaxPool, nn.MaxPool2d):
+    """``torch.nn.MaxPool2d``."""
+
+    dims = 2
+
+
+class MaxPool3d(_MaxPool, nn.MaxPool3d):
+    """``torch.nn.MaxPool3d``."""
+
+    dims = 3
+
+
+class AvgPool1d(nn.AvgPool1d):
+    """``torch.nn.AvgPool1d``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.avg_pool1d(
+            input, self.kernel_size, self.stride, self.padding, self.ceil_mode,
+            self.count_include_pad,
+        )  # fmt: skip
+
+
+class AvgPool2d(nn.AvgPool2d):
+    """``torch.nn.AvgPool2d``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.avg_pool2d(
+            input, self.kernel_size, self.stride, self.padding, self.ceil_mode,
+            self.count_include_pad, self.divisor_override,
+        )  # fmt: skip
+
+
+class AvgPool3d(nn.AvgPool3d):
+    """``torch.nn.AvgPool3d``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.avg_pool3d(
+            input, self.kernel_size, self.stride, self.padding, self.ceil_mode,
+            self.count_include_pad, self.divisor_override,
+        )  # fmt: skip
+
+
+class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
+    """``torch.nn.AdaptiveAvgPool1d``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.adaptive_avg_pool1d(input, self.output_size)
+
+
+class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
+    """``torch.nn.AdaptiveAvgPool2d``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(input, self.output_size)
+
+
+class AdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
+    """``torch.nn.AdaptiveAvgPool3d``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.adaptive_avg_pool3d(input, self.output_size)
+
+
+class AdaptiveMaxPool1d(nn.AdaptiveMaxPool1d):
+    """``torch.nn.AdaptiveMaxPool1d``."""
+
+    def forward(self, input: Tensor) -> Any:
+        return F.adaptive_max_pool1d(input, self.output_size, self.return_indices)
+
+
+class AdaptiveMaxPool2d(nn.AdaptiveMaxPool2d):
+    """``torch.nn.AdaptiveMaxPool2d``."""
+
+    def forward(self, input: Tensor) -> Any:
+        return F.adaptive_max_pool2d(input, self.output_size, self.return_indices)
+
+
+class AdaptiveMaxPool3d(nn.AdaptiveMaxPool3d):
+    """``torch.nn.AdaptiveMaxPool3d``."""
+
+    def forward(self, input: Tensor) -> Any:
+        return F.adaptive_max_pool3d(input, self.output_size, self.return_indices)

@@ -1,0 +1,31 @@
+"""Resampling layers: those of ``torch.nn``."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from deuteron import functional as F
+
+
+class Upsample(nn.Upsample):
+    """``torch.nn.Upsample``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.interpolate(
+            input, self.size, self.scale_factor, self.mode, self.align_corners,
+            self.recompute_scale_factor,
+        )  # fmt: skip
+
+
+class PixelShuffle(nn.PixelShuffle):
+    """``torch.nn.PixelShuffle``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.pixel_shuffle(input, self.upscale_factor)
+
+
+class PixelUnshuffle(nn.PixelUnshuffle):
+    """``torch.nn.PixelUnshuffle``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.pixel_unshuffle(input, self.downscale_factor)

@@ -1,0 +1,272 @@
+"""``dt.functional``: what torch says, in every type and memory order, with its gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from deuteron.functional.core import FUNCTIONS, Pull
+from tests.functional_cases import CALLS, Call, gradients, results
+from tests.tolerances import allowed, error
+
+f = dt.functional
+EVERY = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+SLOPE = 1e-7  # torch keeps 1/6 in float32 for the slope of hardsigmoid
+
+
+def needing(call: Call, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    return [t.requires_grad_() for t in call.tensors(dtype)]
+
+
+@EVERY
+def test_results_and_gradients_are_torchs(call):
+    x, y = needing(call), needing(call)
+    ours, theirs = call.ours(f, *x), call.theirs(*y)
+    limit = 1e-11 if call.name != "hardsigmoid" else SLOPE
+    for a, b in zip(results(ours), results(theirs), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.requires_grad
+        assert error(a, b) <= 1e-12
+    for a, b in zip(gradients(ours, x), gradients(theirs, y), strict=True):
+        assert error(a, b) <= limit
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_errors_are_at_most_twice_torchs(call, dtype):
+    x, y = needing(call, dtype), needing(call, dtype)
+    wide = [t.detach().double().requires_grad_() for t in x]
+    try:
+        theirs = call.theirs(*y)
+        their_grads = gradients(theirs, y)
+    except RuntimeError:  # torch has no such kernel for 16 bits on a CPU
+        theirs = call.theirs(*wide)
+        their_grads = gradients(theirs, wide)
+    exact = call.theirs(*wide)
+    exact_grads = gradients(exact, wide)
+    ours = call.ours(f, *x)
+    for a, b, e in zip(results(ours), results(theirs), results(exact), strict=True):
+        assert a.dtype == dtype
+        assert error(a, e) <= allowed(error(b, e), dtype, 16)
+    for a, b, e in zip(gradients(ours, x), their_grads, exact_grads, strict=True):
+        assert error(a, e) <= allowed(error(b, e), dtype, 64)
+
+
+@EVERY
+def test_gradients_are_those_of_finite_differences(call):
+    if call.frozen:
+        pytest.skip("its gradient is zero by definition, not by calculus")
+    x = needing(call)
+    assert torch.autograd.gradcheck(lambda *t: call.ours(f, *t), x, fast_mode=True)
+
+
+@EVERY
+def test_any_memory_order(call):
+    def strided(t: torch.Tensor) -> torch.Tensor:
+        wide = torch.empty(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype) if t.ndim else t
+        view = wide[..., ::2].copy_(t) if t.ndim else t
+        return view.detach()
+
+    plain = call.tensors()
+    turned = [strided(t).requires_grad_() for t in plain]
+    want = call.ours(f, *plain)
+    got = call.ours(f, *turned)
+    for a, b in zip(results(got), results(want), strict=True):
+        assert error(a, b) <= 1e-12
+    gradients(got, turned)
+
+
+@EVERY
+def test_under_torch_compile(call):
+    torch._dynamo.reset()
+    fast = torch.compile(lambda *t: call.ours(f, *t), fullgraph=True, backend="aot_eager")
+    x, y = needing(call), needing(call)
+    got, want = fast(*x), call.ours(f, *y)
+    for a, b in zip(results(got), results(want), strict=True):
+        assert error(a, b) <= 1e-14
+    for a, b in zip(gradients(got, x), gradients(want, y), strict=True):
+        assert error(a, b) <= 1e-14
+
+
+CHECKED = (
+    "layer_norm with all", "rms_norm residual", "softmax masked", "swiglu", "max_pool2d", "gelu",
+    "bilinear", "norm 2.0", "embedding", "group_norm", "permute",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_opcheck(name, monkeypatch):
+    call, seen = CALLS[name], []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for function in FUNCTIONS.values():
+
+        def watched(*tensors, op=function.op, **attrs):
+            seen.append((op, tensors, attrs))
+            return op(*tensors, **attrs)
+
+        monkeypatch.setattr(function, "op", watched)
+    call.ours(f, *needing(call, torch.float32))
+    monkeypatch.undo()
+    assert seen
+    for op, tensors, attrs in seen:
+        torch.library.opcheck(op, tensors, attrs)
+
+
+# ---- what is saved
+
+
+def test_the_sum_is_saved_in_place_of_its_parts():
+    x, r = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    w = torch.randn(8, requires_grad=True)
+    y, s = f.rms_norm(x, 8, w, residual=r)
+    kept = [t.data_ptr() for t in y.grad_fn.saved_tensors]
+    assert sorted(kept) == sorted([w.data_ptr(), s.data_ptr()])
+    (y.sum() + s.sum()).backward()
+    assert x.grad.data_ptr() != x.data_ptr() and torch.equal(x.grad, r.grad)
+
+
+def test_softmax_saves_its_result_and_nothing_else():
+    x = torch.randn(4, 8, requires_grad=True)
+    y = f.softmax(x)
+    assert [t.data_ptr() for t in y.grad_fn.saved_tensors] == [y.data_ptr()]
+
+
+def test_a_gradient_for_one_result_only():
+    x, r = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    y, s = f.layer_norm(x, 8, residual=r)
+    (a,) = torch.autograd.grad(s.sum(), x)
+    assert torch.equal(a, torch.ones_like(x)) and y.requires_grad
+
+
+def test_second_derivatives_are_refused():
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    (g,) = torch.autograd.grad(f.gelu(x).sum(), x, create_graph=True)
+    for loss in (g.sum(), g.square().sum() + x.sum()):
+        with pytest.raises(dt.DeuteronError, match="no second derivatives"):
+            torch.autograd.grad(loss, x, retain_graph=True)
+
+
+def test_a_saved_result_that_was_changed_is_noticed():
+    x = torch.randn(3, 4, requires_grad=True)
+    y = f.softmax(x)
+    y.detach().mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# ---- edges
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_nothing(shape):
+    x = torch.empty(shape, requires_grad=True)
+    for name in ("gelu", "softmax", "relu"):
+        y = getattr(f, name)(x)
+        assert y.shape == shape
+        y.sum().backward()
+    assert f.layer_norm(torch.empty(0, 5), 5).shape == (0, 5)
+
+
+def test_a_row_with_nothing_left_is_zero():
+    x = torch.randn(2, 3, requires_grad=True)
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    y = f.softmax(x, mask=mask)
+    assert torch.equal(y[1], torch.zeros(3)) and float(y[0, 1]) == 0.0
+    y.square().sum().backward()
+    assert torch.isfinite(x.grad).all() and torch.equal(x.grad[1], torch.zeros(3))
+
+
+def test_a_mean_a_thousand_times_the_deviation():
+    x = (torch.randn(16, 512) + 1000.0).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    ours, exact = f.layer_norm(x, 512), F.layer_norm(wide, (512,))
+    theirs = F.layer_norm(x, (512,))
+    assert error(ours, exact) <= allowed(error(theirs, exact), torch.float32, 64)
+
+
+def test_dropout_is_a_function_of_its_seed():
+    x = torch.ones(64, 64, requires_grad=True)
+    a, b, c = f.dropout(x, 0.25, seed=1), f.dropout(x, 0.25, seed=1), f.dropout(x, 0.25, seed=2)
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert 0.7 < float((a > 0).float().mean()) < 0.8
+    a.sum().backward()
+    assert torch.equal(x.grad, a.detach())
+    torch.manual_seed(3)
+    first = f.dropout(x, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(first, f.dropout(x, 0.5))
+    assert torch.equal(f.dropout(x, 0.5, training=False), x)
+    r, bias = torch.randn(64, 64), torch.randn(64)
+    y = f.bias_dropout_residual(x, bias, r, 0.5, seed=4)
+    kept = f.dropout(torch.ones(64, 64), 0.5, seed=4)
+    assert error(y.detach(), kept * (x.detach() + bias) + r) <= 1e-6
+
+
+def test_indices_come_along_without_gradients():
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    y, where = f.max_pool2d(x, 2, return_indices=True)
+    z, at = F.max_pool2d(x, 2, return_indices=True)
+    assert torch.equal(y, z) and torch.equal(where, at) and not where.requires_grad
+    y.sum().backward()
+    assert torch.equal(f.argmax(x, 1), x.argmax(1)) and torch.equal(f.argmin(x), x.argmin())
+
+
+def test_sinusoids():
+    table = f.sinusoidal(50, 7)
+    assert table.shape == (50, 7)
+    assert math.isclose(float(table[3, 0]), math.sin(3), rel_tol=1e-6)
+    assert math.isclose(float(table[3, 3]), math.cos(3 * 10000 ** (-2 / 7)), rel_tol=1e-6)
+    assert torch.equal(f.sinusoidal(5, 8, offset=10), f.sinusoidal(15, 8)[10:])
+
+
+# ---- being told what is wrong
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: f.layer_norm(torch.ones(3, 4), (5,)), "not how x"),
+        (lambda: f.layer_norm(torch.ones(3, 4), 4, torch.ones(3)), "weight of layer_norm"),
+        (lambda: f.layer_norm(torch.ones(3, 4), 4, activation="rele"), "no activation 'rele'"),
+        (lambda: f.swiglu(torch.ones(3, 5)), "cannot be halved"),
+        (lambda: f.swiglu(torch.ones(3, 4), torch.ones(3, 5)), "do not broadcast"),
+        (lambda: f.softmax(torch.ones(3), 1), "out of range"),
+        (lambda: f.interpolate(torch.ones(1, 1, 2, 2), mode="best", size=3), "no mode 'best'"),
+        (lambda: f.interpolate(torch.ones(1, 1, 2, 2)), "one of size and scale_factor"),
+        (lambda: f.max_pool2d(torch.ones(2, 2), 2), "rank 2"),
+        (lambda: f.gelu(torch.ones(3, dtype=torch.int64)), "gelu"),
+        (lambda: f.dropout(torch.ones(3), 1.5), "not a probability"),
+        (lambda: f.embedding(torch.ones(3), torch.ones(4, 2)), "embedding"),
+    ],
+)
+def test_wrong_arguments(wrong, words):
+    with pytest.raises(dt.DeuteronError, match=words):
+        wrong()
+
+
+def test_explain_says_what_runs():
+    text = f.explain(f.swiglu, torch.randn(64, 64), torch.randn(64, 64))
+    assert "silu+mul" in text and "cpu_gen" in text
+
+
+def test_plans_are_kept_and_do_not_pile_up(monkeypatch):
+    function = FUNCTIONS["gate"]
+    before = dict(function.plans)
+    x = torch.randn(3, 5)
+    f.swiglu(x, x)
+    many = len(function.plans)
+    f.swiglu(x, x)
+    assert len(function.plans) == many
+    monkeypatch.setattr("deuteron.functional.core.KEPT", many)
+    f.swiglu(torch.randn(3, 6), torch.randn(3, 6))
+    assert len(function.plans) == many
+    function.plans.update(before)
+
+
+def test_a_pull_is_plain_text():
+    x = torch.randn(3, 4)
+    pull = FUNCTIONS["softmax"].pull((x, None), {"dim": -1, "scale": 1.0}, (True, False))
+    assert isinstance(pull, Pull) and '"softmax"' in pull.spec

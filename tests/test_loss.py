@@ -1,0 +1,506 @@
+"""Cross-entropy and linear + cross-entropy: against torch in float64, finite differences, in
+Triton's interpreter, under torch.compile, and compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deuteron.errors import BindError, DeuteronError, EngineError, GraphError
+from deuteron.functional.linear_loss import (
+    classes_at_once,
+    linear_cross_entropy,
+    tokens_at_once,
+)
+from deuteron.functional.loss import cross_entropy
+from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
+from tests.loss_cases import SHAPES, cases, inputs, reference, wrong
+from tests.tolerances import EPS, allowed, error
+
+REPO = Path(__file__).resolve().parent.parent
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def grads(loss, *wrt):
+    torch.manual_seed(1)
+    up = torch.randn(loss.shape, dtype=torch.float64).to(loss.dtype)
+    return torch.autograd.grad(loss, wrt, up)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_combination_against_torch(shape, dtype):
+    found = [bad for case in cases(shape) if (bad := wrong(case, dtype))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradient_by_finite_differences(kind, reduction):
+    x = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[0, 4], [-100, 2], [1, 1]])
+    if kind == "probabilities":
+        target = torch.rand(3, 5, 2, dtype=torch.float64)
+    weight = torch.rand(5, dtype=torch.float64) + 0.5
+
+    def f(x):
+        return cross_entropy(
+            x, target, weight, reduction=reduction, label_smoothing=0.1, z_loss=0.3
+        )
+
+    assert torch.autograd.gradcheck(f, (x,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+def test_gradients_of_the_product_by_finite_differences(kind, reduction):
+    h = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[0, 4, -100], [2, 1, 1]])
+    if kind == "probabilities":
+        target = torch.rand(2, 3, 5, dtype=torch.float64)
+    share = torch.rand(5, dtype=torch.float64) + 0.5
+
+    def f(h, w, b):
+        return linear_cross_entropy(
+            h, w, target, b, class_weight=share, reduction=reduction, label_smoothing=0.1,
+            z_loss=0.3, chunk=2,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(f, (h, w, b))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("chunk", [None, 1, 4, 1000])
+def test_the_product_in_chunks(dtype, chunk):
+    tokens, hidden, classes = 13, 24, 37
+    h = torch.randn(tokens, hidden).to(dtype).requires_grad_()
+    w = (torch.randn(classes, hidden) / 4).to(dtype).requires_grad_()
+    b = torch.randn(classes).to(dtype).requires_grad_()
+    y = torch.randint(classes, (tokens,))
+    y[[0, 7]] = -100
+    kinds = itertools.product(("mean", "sum", "none"), (0.0, 0.1), (None, torch.rand(classes)))
+    for reduction, smoothing, share in kinds:
+        options = {"reduction": reduction, "label_smoothing": smoothing}
+        ours = linear_cross_entropy(h, w, y, b, class_weight=share, chunk=chunk, **options)
+        plain_share = None if share is None else share.to(dtype)
+        plain = F.cross_entropy(F.linear(h, w, b), y, plain_share, **options)
+        wide = [t.detach().double().requires_grad_() for t in (h, w, b)]
+        exact_share = None if share is None else share.double()
+        exact = F.cross_entropy(F.linear(*wide), y, exact_share, **options)
+        results = [
+            (loss, *grads(loss, *of))
+            for loss, of in ((ours, (h, w, b)), (plain, (h, w, b)), (exact, wide))
+        ]
+        for what, mine, theirs, right in zip(
+            ("loss", "hidden", "weight", "bias"), *results, strict=True
+        ):
+            same = tokens if dtype == torch.float64 else 1  # the reference rounds as often
+            off, bound = error(mine, right), allowed(error(theirs, right), dtype, same)
+            assert off <= bound, f"{what} {options} {share is not None}: {off} > {bound}"
+
+
+def test_only_the_gradients_that_are_needed():
+    y = torch.tensor([1, 2])
+    for needs in itertools.product((False, True), repeat=3):
+        h, w, b = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
+        for t, need in zip((h, w, b), needs, strict=True):
+            t.requires_grad_(need)
+        loss = linear_cross_entropy(h, w, y, b)
+        assert loss.requires_grad == any(needs)
+        if loss.requires_grad:
+            loss.backward()
+        assert [t.grad is not None for t in (h, w, b)] == list(needs)
+
+
+def test_sizes_of_pieces():
+    assert tokens_at_once(8192, 4096, 128256, None) == 2048
+    assert classes_at_once(8192, 4096, 128256, None) == 4096
+    assert tokens_at_once(10, 64, 100, None) == 10
+    assert classes_at_once(10, 64, 100, None) == 100
+    for tokens, classes, chunk in ((1000, 37, 7), (5, 3, 1), (0, 3, 2)):
+        assert 1 <= tokens_at_once(tokens, 8, classes, chunk) <= chunk
+        held = classes_at_once(tokens, 8, classes, chunk) * tokens
+        assert held <= max(chunk * classes, tokens)
+
+
+# ---- memory, strides, strange numbers
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda: torch.randn(9, 5).t(),
+        lambda: torch.randn(5, 20)[:, 3:12],
+        lambda: torch.randn(10, 9)[::2],
+        lambda: torch.randn(3, 4, 7).transpose(1, 2),
+        lambda: torch.randn(3, 4, 5, 7).permute(0, 3, 2, 1),
+        lambda: torch.randn(2, 4, 5, 7).to(memory_format=torch.channels_last),
+        lambda: torch.randn(6, 1).expand(6, 4),
+    ],
+)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_logits_that_are_not_contiguous(view, inplace):
+    x = view()
+    y = torch.randint(x.shape[1], (x.shape[0], *x.shape[2:]))
+    if inplace and 0 in x.stride():
+        with pytest.raises(BindError, match="share"):
+            cross_entropy(x.detach().requires_grad_(), y, inplace_backward=True)
+        return
+    exact = x.detach().clone().requires_grad_()
+    want = F.cross_entropy(exact, y)
+    want.backward()
+    mine = x.detach().requires_grad_()
+    loss = cross_entropy(mine, y, inplace_backward=inplace)
+    (grad,) = torch.autograd.grad(loss, mine)
+    assert error(loss, want) <= 4 * EPS[torch.float32]
+    assert error(grad, exact.grad) <= 4 * EPS[torch.float32]
+    assert (grad.data_ptr() == x.data_ptr()) == inplace
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_empty(reduction):
+    for shape in ((0, 5), (0, 5, 3), (2, 5, 0)):
+        x = torch.randn(shape, requires_grad=True)
+        y = torch.zeros((shape[0], *shape[2:]), dtype=torch.int64)
+        ours, want = (f(x, y, reduction=reduction) for f in (cross_entropy, F.cross_entropy))
+        assert error(ours, want) == 0.0
+        assert torch.autograd.grad(ours.sum(), x)[0].shape == x.shape
+    h, w = torch.randn(0, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    y = torch.zeros(0, dtype=torch.int64)
+    loss = linear_cross_entropy(h, w, y, reduction=reduction)
+    assert loss.shape == ((0,) if reduction == "none" else ())
+    loss.sum().backward()
+    assert h.grad.shape == (0, 3) and w.grad.shape == (4, 3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_no_row_counts(dtype):
+    x = torch.randn(3, 4).to(dtype).requires_grad_()
+    y = torch.full((3,), -100)
+    loss = cross_entropy(x, y)
+    loss.backward()
+    assert loss.isnan() and not x.grad.any()
+    assert cross_entropy(x, y, reduction="sum") == 0.0
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+def test_nan_and_infinity_as_torch(options):
+    nan, inf = float("nan"), float("inf")
+    x = torch.randn(7, 4)
+    x[0, 1], x[1, 1], x[2, 0], x[3, 2] = nan, inf, -inf, -inf
+    x[4] = -inf
+    x[5] *= 1e30
+    y = torch.tensor([1, 1, 1, 2, 0, 3, 0])
+    a, b = (x.clone().requires_grad_() for _ in range(2))
+    ours = cross_entropy(a, y, reduction="none", **options)
+    want = F.cross_entropy(b, y, reduction="none", **options)
+    assert error(ours, want) <= 4 * EPS[torch.float32]
+    ga, gb = (torch.autograd.grad(f.nansum(), v)[0] for f, v in ((ours, a), (want, b)))
+    assert torch.equal(ga.isnan(), gb.isnan())
+
+
+def test_large_logits_lose_no_digits():
+    x = torch.randn(64, 1000) + 3000.0
+    y = torch.randint(1000, (64,))
+    for smoothing in (0.0, 0.1):
+        want = F.cross_entropy(x.double(), y, label_smoothing=smoothing)
+        theirs = error(F.cross_entropy(x, y, label_smoothing=smoothing), want)
+        ours = error(cross_entropy(x, y, label_smoothing=smoothing), want)
+        assert ours <= allowed(theirs, torch.float32)
+
+
+def test_small_gradients_survive_a_scaled_loss_in_float16():
+    x = torch.randn(4096, 64).half().requires_grad_()
+    y = torch.randint(64, (4096,))
+    exact = x.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(F.cross_entropy(exact, y) * 2.0**14, exact)
+    (ours,) = torch.autograd.grad(cross_entropy(x, y).float() * 2.0**14, x)
+    small = want.abs() < want.abs().max() * 1e-3
+    assert small.any() and error(ours[small], want[small]) <= 4 * EPS[torch.float16]
+
+
+def test_z_loss_and_lse():
+    x = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([0, 8, -100, 3, 3, 1])
+    lse = torch.logsumexp(x, 1)
+    for reduction in ("mean", "sum", "none"):
+        z = 0.01 * torch.where(y == -100, 0.0, lse**2)
+        z = {"mean": z.sum() / 5, "sum": z.sum(), "none": z}[reduction]
+        want = F.cross_entropy(x, y, reduction=reduction) + z
+        loss, found = cross_entropy(x, y, reduction=reduction, z_loss=0.01, return_lse=True)
+        assert error(loss, want) <= 8 * EPS[torch.float64]
+        assert error(found, torch.where(y == -100, 0.0, lse)) <= 4 * EPS[torch.float64]
+        assert not found.requires_grad
+
+
+# ---- autograd
+
+
+def test_the_gradient_takes_the_memory_of_the_logits():
+    leaf = torch.randn(5, 6, requires_grad=True)
+    y = torch.randint(6, (5,))
+    logits = leaf * 1.0
+    kept = logits.detach().clone()
+    want = F.cross_entropy(kept.requires_grad_(), y)
+    want.backward()
+    loss = cross_entropy(logits, y, inplace_backward=True)
+    assert error(logits, kept.grad) <= 4 * EPS[torch.float32]
+    loss.backward()
+    assert error(leaf.grad, kept.grad) <= 4 * EPS[torch.float32]
+    squares = torch.tanh(leaf)  # tanh saves its result, which is then overwritten
+    loss = cross_entropy(squares, y, inplace_backward=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_nothing_is_overwritten_without_a_gradient():
+    logits = torch.randn(5, 6)
+    before = logits.clone()
+    with torch.no_grad():
+        cross_entropy(logits.requires_grad_(), torch.zeros(5).long(), inplace_backward=True)
+    assert torch.equal(logits, before)
+
+
+def test_backward_twice():
+    x = torch.randn(5, 6, requires_grad=True)
+    y = torch.randint(6, (5,))
+    loss = cross_entropy(x, y) * 3.0
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    loss.backward()
+    assert error(x.grad, 2 * first) <= EPS[torch.float32]
+    with pytest.raises(EngineError, match="handed out"):
+        loss = cross_entropy(x, y)
+        torch.autograd.grad(loss, x)
+        torch.autograd.grad(loss, x)
+
+
+def test_second_derivatives_are_refused():
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    y = torch.tensor([0, 1, 2])
+    for loss in (cross_entropy(x, y), linear_cross_entropy(x, w, y)):
+        with pytest.raises(EngineError, match="second derivative"):
+            torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_autocast_is_torchs():
+    h, w = torch.randn(6, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    y = torch.randint(5, (6,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = F.linear(h, w)
+        want, ours = F.cross_entropy(logits, y), cross_entropy(logits, y)
+        product = linear_cross_entropy(h, w, y)
+    assert ours.dtype == want.dtype == product.dtype == torch.float32
+    for loss in (ours, product):
+        assert error(loss, want) <= 8 * EPS[torch.float32]
+        by_h, by_w = torch.autograd.grad(loss, (h, w), retain_graph=True)
+        right = torch.autograd.grad(want, (h, w), retain_graph=True)
+        assert by_h.dtype == by_w.dtype == torch.float32
+        for mine, theirs in zip((by_h, by_w), right, strict=True):
+            assert error(mine, theirs) <= 4 * EPS[torch.bfloat16]
+
+
+# ---- torch.compile
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_under_torch_compile(reduction, dtype):
+    x = torch.randn(6, 9).to(dtype).requires_grad_()
+    h, w = (torch.randn(n, 4).to(dtype).requires_grad_() for n in (6, 9))
+    b = torch.randn(9).to(dtype).requires_grad_()
+    y = torch.randint(9, (6,))
+
+    def plain(x):
+        return cross_entropy(x * 2, y, reduction=reduction, label_smoothing=0.1) * 3
+
+    def product(h, w, b):
+        return linear_cross_entropy(h * 2, w, y, b, reduction=reduction, z_loss=0.1) * 3
+
+    for f, args in ((plain, (x,)), (product, (h, w, b))):
+        torch._dynamo.reset()
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        ours, want = compiled(*args), f(*args)
+        assert error(ours, want) <= EPS[dtype]
+        for mine, theirs in zip(grads(ours, *args), grads(want, *args), strict=True):
+            assert error(mine, theirs) <= 2 * EPS[dtype]
+        with torch.no_grad():
+            assert error(compiled(*args), want) <= EPS[dtype]
+
+
+def test_in_place_is_refused_under_torch_compile():
+    torch._dynamo.reset()
+    f = torch.compile(lambda x, y: cross_entropy(x, y, inplace_backward=True), fullgraph=True)
+    with pytest.raises(Exception, match=r"memory of the logits under torch\.compile"):
+        f(torch.randn(2, 3, requires_grad=True), torch.tensor([0, 1]))
+
+
+def test_opcheck():
+    x = torch.randn(4, 5, 3, requires_grad=True)
+    y = torch.randint(5, (4, 3))
+    op = torch.ops.deuteron.cross_entropy.default
+    soft = (torch.rand(4, 5, 3), torch.rand(5), "none")
+    for target, weight, reduction in ((y, None, "mean"), soft):
+        torch.library.opcheck(
+            op, (x, target, weight, reduction, -100, 0.1, 0.1, torch.float32, True)
+        )
+    h, w, b = (torch.randn(s, requires_grad=True) for s in ((4, 3), (5, 3), (5,)))
+    linear = torch.ops.deuteron.linear_cross_entropy.default
+    given = (h, w, b, y[:, 0].contiguous(), None)
+    torch.library.opcheck(linear, (*given, "mean", -100, 0.0, 0.1, torch.float32, True, None))
+    back = torch.ops.deuteron.linear_cross_entropy_backward.default
+    plain = [None if t is None else t.detach() for t in given]
+    _, lse, masses, _, total = linear(*plain, "mean", -100, 0.0, 0.1, torch.float32, True, None)
+    torch.library.opcheck(
+        back,
+        (*plain, lse, masses, total, torch.ones(()), "mean", -100, 0.0, 0.1, True, True, None),
+    )
+
+
+# ---- modules and errors
+
+
+def test_modules_are_torchs():
+    share = torch.rand(6)
+    ours = CrossEntropyLoss(share, ignore_index=2, label_smoothing=0.1, reduction="sum")
+    torchs = torch.nn.CrossEntropyLoss(share, ignore_index=2, label_smoothing=0.1, reduction="sum")
+    assert ours.state_dict().keys() == torchs.state_dict().keys()
+    x, y = torch.randn(5, 6), torch.randint(6, (5,))
+    assert error(ours(x, y), torchs(x, y)) <= 4 * EPS[torch.float32]
+    head = torch.nn.Linear(4, 6)
+    h = torch.randn(5, 4)
+    product = LinearCrossEntropyLoss(share, ignore_index=2, label_smoothing=0.1, reduction="sum")
+    assert (
+        error(product(h, head.weight, y, head.bias), torchs(head(h), y)) <= 8 * EPS[torch.float32]
+    )
+    loss, lse = CrossEntropyLoss(return_lse=True, z_loss=0.1)(x, y)
+    assert loss.shape == () and lse.shape == (5,)
+
+
+X, Y = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "says"),
+    [
+        (lambda: cross_entropy(X.int(), Y), BindError, "logits of cross_entropy are torch.int32"),
+        (lambda: cross_entropy(X[0, 0], Y), BindError, r"shape \[\]"),
+        (lambda: cross_entropy(X[:, :0], Y), BindError, "no classes"),
+        (lambda: cross_entropy(X, Y[:2]), BindError, r"int64 classes of shape \[3\]"),
+        (lambda: cross_entropy(X, Y.short()), BindError, "int64 classes"),
+        (lambda: cross_entropy(X, X[:2]), BindError, r"probabilities of shape \[3, 4\]"),
+        (lambda: cross_entropy(X, X.clone().requires_grad_()), BindError, "detach"),
+        (lambda: cross_entropy(X, X, ignore_index=1), GraphError, "leave ignore_index out"),
+        (lambda: cross_entropy(X, Y, torch.ones(3)), BindError, r"shape \[4\]"),
+        (lambda: cross_entropy(X, Y, reduction="max"), GraphError, "'mean', 'sum' or 'none'"),
+        (lambda: cross_entropy(X, Y, label_smoothing=1.5), GraphError, "from 0 to 1"),
+        (lambda: cross_entropy(X, Y, z_loss=-1.0), GraphError, "z_loss=-1.0"),
+        (lambda: cross_entropy(X, Y + 4), GraphError, "class 4 is not one of 4"),
+        (lambda: cross_entropy(X, Y - 1), GraphError, "use classes from 0 to 3, or -100"),
+        (lambda: linear_cross_entropy(X, torch.zeros(5, 3), Y), BindError, r"weight \[C, H\]"),
+        (lambda: linear_cross_entropy(X, torch.zeros(5, 4).half(), Y), BindError, "one type"),
+        (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y[:1]), BindError, r"shape \[3\]"),
+        (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, X), BindError, r"shape \[5\]"),
+        (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y + 9), GraphError, "class 9"),
+        (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, chunk=0), BindError, "chunk=1"),
+    ],
+)  # fmt: skip
+def test_errors_teach(call, kind, says):
+    with pytest.raises(kind, match=says) as found:
+        call()
+    assert isinstance(found.value, DeuteronError) and found.value.remedy
+
+
+# ---- Triton
+
+
+@pytest.mark.parametrize("group", ["f32", "f16", "bf16", "slices"])
+def test_in_the_interpreter(group):
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.loss_interpreter", group],
+        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["count"] >= 8
+    assert not found["failed"], "\n".join(found["failed"])
+
+
+NUMBER, ROUND, SCALAR = ("i32", False), ("i32", True), ("fp32", False)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("kind", ["plain", "odd", "smooth", "probabilities", "short", "image"])
+def test_compiles_without_spills(kind, arch):
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.kernels.triton import cross_entropy as ce
+    from tests.test_triton_gen import spilled
+
+    half, single = (torch.bfloat16, True), (torch.float32, True)
+    probs, spread = kind == "probabilities", kind in ("smooth", "probabilities")
+    wanted = half if probs else (torch.int64, True)
+    share = single if spread else None
+    tensors = [half, wanted, share, single, single, single, None, half, ROUND]
+    numbers = [NUMBER if kind == "odd" else ROUND, NUMBER, SCALAR, SCALAR]
+    fixed = {"PROBS": probs, "SPREAD": spread}
+    target = GPUTarget("cuda", arch, 32)
+    if kind in ("short", "image"):
+        strides = [ROUND, ROUND, None] if kind == "short" else [ROUND, None, ROUND]
+        kinds = [*tensors, NUMBER, *strides, *strides, ROUND, ROUND, None, *numbers]
+        tile = {"ROWS": 4, "BLOCK": 1024} if kind == "short" else {"ROWS": 64, "BLOCK": 64}
+        kernel = ce._many_rows.compile(kinds, tile | fixed, 4, 2, target)
+    else:
+        step = NUMBER if kind == "odd" else ROUND
+        kinds = [*tensors, ROUND, step, ROUND, step, ROUND, step, *numbers]
+        wide, warps = ce.tile_of(128256, plain=kind == "plain")
+        kernel = ce._one_row.compile(kinds, {"R": 4, "W": wide} | fixed, warps, 2, target)
+    assert spilled(kernel, arch) == 0
+    if kind != "odd":
+        assert re.search(r"ld\.global[.\w:]*v4\.b32", kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_small_kernels_compile(arch):
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.kernels.triton import cross_entropy as ce
+    from deuteron.kernels.triton import loss_sums as sums
+
+    half, single, classes = (torch.bfloat16, True), (torch.float32, True), (torch.int64, True)
+    target = GPUTarget("cuda", arch, 32)
+    for probs, spread in ((False, False), (False, True), (True, True)):
+        kinds = [half, half if probs else classes, single, single, single, single, half, ROUND,
+                 ROUND, ROUND, NUMBER, ROUND, ROUND, NUMBER, SCALAR, SCALAR]  # fmt: skip
+        fixed = {"W": 4096, "PROBS": probs, "SPREAD": spread}
+        ce._some_classes.compile(kinds, fixed, 4, 2, target)
+    for weight in (None, half):
+        kinds = [classes, weight, single, NUMBER, NUMBER, NUMBER]
+        for later in (False, True):
+            sums._totals.compile(kinds, {"LATER": later, "BLOCK": 4096}, 8, 2, target)
+    sums._add_up.compile([single, half, NUMBER], {"BLOCK": 4096}, 8, 2, target)
+    for size in ("i32", "i64"):
+        kinds = [half, half, single, (size, False)]
+        sums._scale.compile(kinds, {"BLOCK": 8192}, 8, 2, target)
+
+
+def test_the_reference_is_torch():
+    x, target, weight = inputs((3, 4), "classes", True)
+    case = ((3, 4), "classes", True, "mean", 0.1, 0.0)
+    want = F.cross_entropy(x, target, weight, label_smoothing=0.1)
+    assert error(reference(x, target, weight, case), want) == 0.0
