@@ -155,11 +155,75 @@ def _lookups() -> Iterator[Call]:
                lambda w, p: F.embedding(index, w, 1) + p, frozen=True)  # fmt: skip
 
 
-CALLS = {
-    c.name: c
-    for each in (_activations, _norms, _softmaxes, _images, _reductions, _lookups)
-    for c in each()
-}
+def _scans() -> Iterator[Call]:
+    x = ((3, 4, 5),)
+    yield Call("cumsum", x, lambda f, x: f.cumsum(x, 1), lambda x: x.cumsum(1))
+    yield Call("cumprod", x, lambda f, x: f.cumprod(x, -1), lambda x: x.cumprod(-1))
+    yield Call("cummax", x, lambda f, x: f.cummax(x, 2)[0], lambda x: x.cummax(2)[0])
+    yield Call("sort", x, lambda f, x: f.sort(x, 1, True)[0], lambda x: x.sort(1, True)[0])
+    yield Call("topk", x, lambda f, x: f.topk(x, 2)[0], lambda x: x.topk(2)[0])
+
+
+def _batch_norms() -> Iterator[Call]:
+    shapes = ((4, 3, 2, 5), (3,), (3,))
+    yield Call("batch_norm", shapes,
+               lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True),
+               lambda x, w, b: F.batch_norm(x, None, None, w, b, True))  # fmt: skip
+    yield Call("batch_norm residual", (*shapes, shapes[0]),
+               lambda f, x, w, b, r: f.batch_norm(x, None, None, w, b, True, residual=r,
+                                                  activation="relu"),
+               lambda x, w, b, r: F.relu(F.batch_norm(x, None, None, w, b, True) + r))  # fmt: skip
+    yield Call("batch_norm gelu", shapes,
+               lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True, activation="gelu"),
+               lambda x, w, b: F.gelu(F.batch_norm(x, None, None, w, b, True)))  # fmt: skip
+    mean, var = torch.tensor([0.1, -0.3, 0.0]), torch.tensor([1.0, 0.5, 2.0])
+
+    def given(fn: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return fn(x, mean.to(x.dtype), var.to(x.dtype), w, b)
+
+    yield Call("batch_norm eval", shapes, lambda f, x, w, b: given(f.batch_norm, x, w, b),
+               lambda x, w, b: given(F.batch_norm, x, w, b))  # fmt: skip
+
+
+def turned(x: Tensor, offset: int = 0) -> Tensor:
+    """Rotary positions on [B, S, H, D], halves paired, as papers write them."""
+    half = x.shape[-1] // 2
+    rate = 10000.0 ** (-torch.arange(0, 2 * half, 2, dtype=torch.float64) / (2 * half))
+    angle = torch.arange(offset, offset + x.shape[1], dtype=torch.float64)[:, None] * rate
+    cos, sin = (t.to(x.dtype)[:, None, :] for t in (angle.cos(), angle.sin()))
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def _positions() -> Iterator[Call]:
+    yield Call("rope", ((2, 5, 3, 8), (2, 5, 1, 8)), lambda f, q, k: f.rope(q, k, offset=3),
+               lambda q, k: (turned(q, 3), turned(k, 3)))  # fmt: skip
+    yield Call("rope of q", ((2, 5, 3, 8),), lambda f, q: f.rope(q), turned)
+
+
+def _pyramids() -> Iterator[Call]:
+    x = (2, 3, 6, 6)
+    yield Call("pyramid_pool2d", (x,), lambda f, x: f.pyramid_pool2d(x, (1, 3)),
+               lambda x: torch.cat((F.adaptive_avg_pool2d(x, 1).flatten(2),
+                                    F.adaptive_avg_pool2d(x, 3).flatten(2)), 2))  # fmt: skip
+    yield Call("weighted_pool2d", (x, (2, 2)), lambda f, x, w: f.weighted_pool2d(x, w),
+               lambda x, w: F.conv2d(x, w.expand(3, 1, 2, 2), stride=2, groups=3))  # fmt: skip
+
+
+def _losses() -> Iterator[Call]:
+    target = torch.tensor([1, 4, 0, -100, 6])
+    yield Call("cross_entropy", ((5, 7),), lambda f, x: f.cross_entropy(x, target),
+               lambda x: F.cross_entropy(x, target))  # fmt: skip
+    yield Call("linear_cross_entropy", ((5, 4), (7, 4)),
+               lambda f, h, w: f.linear_cross_entropy(h, w, target),
+               lambda h, w: F.cross_entropy(F.linear(h, w), target))  # fmt: skip
+
+
+EVERY = (
+    _activations, _norms, _softmaxes, _images, _reductions, _lookups, _scans, _batch_norms,
+    _positions, _pyramids, _losses,
+)  # fmt: skip
+CALLS = {c.name: c for each in EVERY for c in each()}
 
 
 def results(found: Any) -> list[Tensor]:

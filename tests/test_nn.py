@@ -25,7 +25,8 @@ MADE = {  # arguments and the shape of an input
     "AdaptiveMaxPool2d": ((3,), IMAGE), "AdaptiveMaxPool3d": ((2,), VOLUME),
     "PixelShuffle": ((2,), IMAGE), "PixelUnshuffle": ((2,), IMAGE),
     "Upsample": ((None, 2.0, "bilinear"), IMAGE), "Embedding": ((7, 5), None),
-    "Dropout": ((0.0,), ROWS), "PReLU": ((4,), IMAGE),
+    "Dropout": ((0.0,), ROWS), "PReLU": ((4,), IMAGE), "BatchNorm1d": ((4,), SIGNAL),
+    "BatchNorm2d": ((4,), IMAGE), "BatchNorm3d": ((4, 1e-3, None), VOLUME),
 }  # fmt: skip
 HERE = [name for name in SHARED if name not in ("CrossEntropyLoss",)]
 
@@ -58,6 +59,21 @@ def test_a_module_is_torchs(name):
         assert error(a.grad, b.grad) <= limit
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert error(p.grad, q.grad) <= 1e-11
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_running_statistics_are_torchs(momentum):
+    ours, theirs = dt.nn.BatchNorm2d(3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
+    for step in range(3):
+        x = torch.randn(4, 3, 5, 5) * (step + 1) + step
+        ours(x), theirs(x)
+    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        assert error(a, b) <= 1e-6
+    x = torch.randn(2, 3, 5, 5)
+    assert error(ours.eval()(x), theirs.eval()(x)) <= 1e-6
+    r = torch.randn(4, 3, 5, 5)
+    last = dt.nn.BatchNorm2d(3, activation="relu")
+    assert float(last(x, residual=r[:2]).min()) == 0.0
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -94,6 +110,10 @@ def test_what_torchs_do_not_have():
     where = dt.nn.SinusoidalEmbedding(8, 16)
     assert torch.equal(where(torch.zeros(2, 4, 8), offset=3)[0], dt.functional.sinusoidal(7, 8)[3:])
     assert not where.state_dict()
+    q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 1, 8)
+    a, b = dt.nn.RotaryEmbedding(8, 64)(q, k, offset=2)
+    c, d = dt.functional.rope(q, k, offset=2)
+    assert error(a, c) <= 1e-5 and error(b, d) <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,13 @@ from deuteron.functional.activation import (
     tanhshrink,
     threshold,
 )
+from deuteron.functional.batch_norm import batch_norm
 from deuteron.functional.core import explain
 from deuteron.functional.embedding import embedding, sinusoidal
+from deuteron.functional.linear_loss import linear_cross_entropy
+from deuteron.functional.loss import cross_entropy
 from deuteron.functional.norm import group_norm, instance_norm, layer_norm, rms_norm
+from deuteron.functional.order import cummax, cummin, cumprod, cumsum, histogram, sort, topk
 from deuteron.functional.pool import (
     adaptive_avg_pool1d,
     adaptive_avg_pool2d,
@@ -59,7 +63,10 @@ from deuteron.functional.pool import (
     max_pool1d,
     max_pool2d,
     max_pool3d,
+    pyramid_pool2d,
+    weighted_pool2d,
 )
+from deuteron.functional.position import rope
 from deuteron.functional.reduce import (
     amax,
     amin,
@@ -79,12 +86,15 @@ from deuteron.functional.softmax import log_softmax, softmax
 __all__ = [
     "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d",
     "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin", "argmax", "argmin",
-    "avg_pool1d", "avg_pool2d", "avg_pool3d", "bias_act", "bias_dropout_residual", "celu",
-    "dropout", "elu", "embedding", "explain", "geglu", "gelu", "global_avg_pool",
-    "global_max_pool", "glu", "grid_sample", "group_norm", "hardshrink", "hardsigmoid",
-    "hardswish", "hardtanh", "instance_norm", "interpolate", "layer_norm", "leaky_relu",
-    "log_sigmoid", "log_softmax", "logsigmoid", "max_pool1d", "max_pool2d", "max_pool3d", "mean",
-    "mish", "norm", "permute", "pixel_shuffle", "pixel_unshuffle", "prelu", "prod", "reglu",
-    "relu", "relu6", "rms_norm", "selu", "sigmoid", "silu", "sinusoidal", "softmax", "softplus",
-    "softshrink", "softsign", "sum", "swiglu", "tanh", "tanhshrink", "threshold", "var", "where",
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "batch_norm", "bias_act", "bias_dropout_residual",
+    "celu", "cross_entropy", "cummax", "cummin", "cumprod", "cumsum", "dropout", "elu",
+    "embedding", "explain", "geglu", "gelu", "global_avg_pool", "global_max_pool", "glu",
+    "grid_sample", "group_norm", "hardshrink", "hardsigmoid", "hardswish", "hardtanh",
+    "histogram", "instance_norm", "interpolate", "layer_norm", "leaky_relu",
+    "linear_cross_entropy", "log_sigmoid", "log_softmax", "logsigmoid", "max_pool1d",
+    "max_pool2d", "max_pool3d", "mean", "mish", "norm", "permute", "pixel_shuffle",
+    "pixel_unshuffle", "prelu", "prod", "pyramid_pool2d", "reglu", "relu", "relu6", "rms_norm",
+    "rope", "selu", "sigmoid", "silu", "sinusoidal", "softmax", "softplus", "softshrink",
+    "softsign", "sort", "sum", "swiglu", "tanh", "tanhshrink", "threshold", "topk", "var",
+    "weighted_pool2d", "where",
 ]  # fmt: skip

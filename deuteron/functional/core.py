@@ -51,8 +51,9 @@ class Function:
     A call gives all of them; defaults are a matter of the public function around it.
     """
 
-    def __init__(self, name: str, build: Build) -> None:
-        self.name, self.build = name, build
+    def __init__(self, name: str, build: Build, silent: Sequence[int] = ()) -> None:
+        """``silent``: places of results that no gradient comes back from."""
+        self.name, self.build, self.silent = name, build, frozenset(silent)
         parameters = list(inspect.signature(build).parameters.values())[1:]
         self.tensors = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.plans: dict[Any, Plan] = {}
@@ -123,8 +124,10 @@ class Pull:
         self.forward = function.graph(types, attrs)
         self.wrt = [n for n, need in zip(function.tensors, needs, strict=True) if need]
         self.results = [self.forward.types[v] for _, v in self.forward.outputs]
-        self.of = tuple(i for i, t in enumerate(self.results) if t.dtype.is_float)
-        self.kept = min(_subsets(self.of), key=self._bytes_saved)
+        self.of = tuple(
+            i for i, t in enumerate(self.results) if t.dtype.is_float and i not in function.silent
+        )
+        self.kept = min(_subsets(self.results), key=self._bytes_saved)
         used = set(self._usual().inputs)
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
         self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
@@ -204,7 +207,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(*(everything[i] for i in pull.saved))
         ctx.set_materialize_grads(False)
         if len(pull.of) < len(results):
-            ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+            ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in pull.of))
         return tuple(results)
 
     @staticmethod
@@ -272,11 +275,11 @@ def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> An
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
-        of = [i for i, g in enumerate(grads) if g is not None]
+        of = [i for i, g in enumerate(grads) if g is not None and i in ctx.pull.of]
         pull: Pull = ctx.pull
         if not of:
             return (None,) * len(pull.needs)
-        given = [*ctx.saved_tensors, *(g for g in grads if g is not None)]
+        given = [*ctx.saved_tensors, *(grads[i] for i in of)]
         found = torch.ops.deuteron.pullback(pull.spec, of, given)
         _, places = pull.graph(of, _types(given)[len(pull.saved) :])
         return pull.spread(found, places)
@@ -327,11 +330,14 @@ def _keep(where: dict[Any, Any], key: Any, value: Any) -> Any:
     return value
 
 
-def _subsets(places: Sequence[int]) -> Iterable[Sequence[int]]:
-    few = places[:3]
-    return itertools.chain.from_iterable(
-        itertools.combinations(few, n) for n in range(len(few) + 1)
-    )
+def _subsets(results: Sequence[TensorType]) -> Iterable[Sequence[int]]:
+    """Choices of results that might be kept: any of the first large ones, and all small ones,
+    such as statistics, which cost next to nothing."""
+    most = max(t.nbytes for t in results)
+    small = [i for i, t in enumerate(results) if t.nbytes * 16 <= most]
+    large = [i for i, t in enumerate(results) if t.nbytes * 16 > most][:3]
+    for n in range(len(large) + 1):
+        yield from (sorted((*some, *small)) for some in itertools.combinations(large, n))
 
 
 def _run(plan: Plan, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:

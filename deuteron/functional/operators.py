@@ -27,7 +27,8 @@ ACTIVATIONS = (
 SIMPLE = (  # operators that are functions as they stand
     *ACTIVATIONS, "threshold", "prelu", "glu", "sum", "mean", "prod", "var", "max", "min",
     "argmax", "argmin", "where", "max_pool", "max_pool_with_indices", "avg_pool", "grid_sample",
-    "pixel_shuffle", "pixel_unshuffle",
+    "pixel_shuffle", "pixel_unshuffle", "rope", "cumsum", "cumprod", "cummax", "cummin", "sort",
+    "topk", "histogram", "weighted_pool", "pyramid_pool",
 )  # fmt: skip
 
 

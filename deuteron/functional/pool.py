@@ -9,7 +9,7 @@ import torch
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.operators import call
+from deuteron.functional.operators import OPERATORS, call
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -194,3 +194,19 @@ def global_avg_pool(x: Tensor) -> Tensor:
 def global_max_pool(x: Tensor) -> Tensor:
     """The largest over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="max")
+
+
+def weighted_pool2d(
+    x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
+) -> Tensor:
+    """The sum of each window of x [N, C, H, W], its elements times ``weight``: one window [kh, kw]
+    for all channels, or [C, kh, kw]. Weights that add up to 1 give a weighted mean."""
+    return OPERATORS["weighted_pool"].one(
+        x, weight, stride=_each(stride, 2, "stride"), padding=_each(padding, 2, "padding")
+    )
+
+
+def pyramid_pool2d(x: Tensor, sizes: Sequence[int] = (1, 2, 3, 6), kind: str = "avg") -> Tensor:
+    """x [N, C, H, W] pooled ("avg" or "max") over grids of several sizes, one result after another:
+    [N, C, Σ s²], as spatial-pyramid pooling wants it."""
+    return OPERATORS["pyramid_pool"].one(x, sizes=tuple(sizes), kind=kind)

@@ -38,8 +38,12 @@ from deuteron.nn.activation import (
     Tanhshrink,
     Threshold,
 )
-from deuteron.nn.embedding import Embedding, SinusoidalEmbedding
+from deuteron.nn.embedding import Embedding, RotaryEmbedding, SinusoidalEmbedding
+from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropy
 from deuteron.nn.norm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
     GroupNorm,
     InstanceNorm1d,
     InstanceNorm2d,
@@ -79,7 +83,11 @@ __all__ = [
     "AvgPool1d",
     "AvgPool2d",
     "AvgPool3d",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
     "BiasAct",
+    "CrossEntropyLoss",
     "Dropout",
     "Embedding",
     "GeGLU",
@@ -93,6 +101,7 @@ __all__ = [
     "InstanceNorm3d",
     "LayerNorm",
     "LeakyReLU",
+    "LinearCrossEntropy",
     "LogSigmoid",
     "LogSoftmax",
     "MaxPool1d",
@@ -106,6 +115,7 @@ __all__ = [
     "ReGLU",
     "ReLU",
     "ReLU6",
+    "RotaryEmbedding",
     "SiLU",
     "Sigmoid",
     "SinusoidalEmbedding",

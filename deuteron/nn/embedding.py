@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deuteron import functional as F
@@ -45,3 +46,33 @@ class SinusoidalEmbedding(nn.Module):
                 remedy="make the module with a larger max_length",
             )
         return x + self.table[offset : offset + length].to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary positions on q and k [B, S, H, D] in one launch; nothing is learned or saved."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        max_length: int = 4096,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        seq_dim: int = 1,
+    ) -> None:
+        super().__init__()
+        rate = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angle = torch.arange(max_length, dtype=torch.float64)[:, None] * rate
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        self.interleaved, self.seq_dim = interleaved, seq_dim
+
+    def forward(
+        self, q: Tensor, k: Tensor | None = None, positions: Tensor | None = None, offset: int = 0
+    ) -> Any:
+        return F.rope(
+            q, k, self.cos, self.sin, positions=positions, offset=offset, seq_dim=self.seq_dim,
+            interleaved=self.interleaved, dims=2 * self.cos.shape[1],
+        )  # fmt: skip

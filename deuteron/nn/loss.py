@@ -46,11 +46,11 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         )
 
 
-class LinearCrossEntropyLoss(torch.nn.CrossEntropyLoss):
+class LinearCrossEntropy(torch.nn.CrossEntropyLoss):
     """Cross-entropy of a linear layer that it does not own: the layer's weight is an argument of
     the call, so that an output layer tied to an embedding stays tied.
 
-    >>> loss = LinearCrossEntropyLoss(ignore_index=0)
+    >>> loss = LinearCrossEntropy(ignore_index=0)
     >>> loss(hidden, head.weight, target, head.bias)
 
     The arguments are those of ``torch.nn.CrossEntropyLoss`` (``weight`` is that of the classes) and

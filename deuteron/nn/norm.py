@@ -106,3 +106,40 @@ class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
     """``torch.nn.InstanceNorm3d`` without running statistics."""
+
+
+class _BatchNorm:
+    """What the three batch norms share."""
+
+    activation: str | None = None
+
+    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        self._check_input_dim(input)
+        share = self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if share is None:  # the mean of all batches so far
+                share = 1.0 / float(self.num_batches_tracked)
+        training = self.training or (self.running_mean is None and self.running_var is None)
+        keeps = not self.training or self.track_running_stats
+        return F.batch_norm(
+            input, self.running_mean if keeps else None, self.running_var if keeps else None,
+            self.weight, self.bias, training, 0.0 if share is None else share, self.eps,
+            residual=residual, activation=self.activation,
+        )  # fmt: skip
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d``; ``residual`` is added after it, then the activation applied."""
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d``; ``residual`` is added after it, then the activation applied."""
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d``; ``residual`` is added after it, then the activation applied."""

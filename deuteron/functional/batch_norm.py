@@ -1,0 +1,78 @@
+"""Batch normalisation, with a residual and an activation after it."""
+
+from __future__ import annotations
+
+import torch
+
+from deuteron.errors import BindError
+from deuteron.functional.core import Function
+from deuteron.functional.operators import activated
+from deuteron.ops import Ops, Sym
+from deuteron.ops.batch_norm import ACTIVATIONS
+
+Tensor = torch.Tensor
+
+
+def _train(
+    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, running_mean: Sym | None,
+    running_var: Sym | None, residual: Sym | None, *, momentum: float, eps: float,
+    activation: str | None,
+) -> tuple[Sym, ...]:  # fmt: skip
+    inside = activation if activation in ACTIVATIONS else "none"
+    y, *stats = b.batch_norm_act(
+        x, weight, bias, running_mean, running_var, residual, momentum=momentum, eps=eps,
+        activation=inside,
+    )  # fmt: skip
+    return activated(b, y, None if inside == activation else activation), *stats
+
+
+def _given(
+    b: Ops, x: Sym, mean: Sym, var: Sym, weight: Sym | None, bias: Sym | None,
+    residual: Sym | None, *, eps: float, activation: str | None,
+) -> Sym:  # fmt: skip
+    y = b.one("batch_norm", x, mean, var, weight, bias, eps=eps)
+    return activated(b, y if residual is None else y + residual, activation)
+
+
+TRAIN = Function("batch_norm_train", _train, silent=(1, 2, 3, 4))
+GIVEN = Function("batch_norm", _given)
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """activation((x − mean) / √(var + eps) · weight + bias + residual) for each channel.
+
+    As ``torch.nn.functional.batch_norm``, running statistics updated in place when training, and:
+    ``residual`` is added after, then ``activation`` ("relu", "silu", …) applied, in the same
+    passes over memory, forward and backward. Without training the running statistics are used.
+    """
+    if not training:
+        if running_mean is None or running_var is None:
+            raise BindError(
+                "without training, running_mean and running_var are needed",
+                asked="batch_norm(…, training=False)",
+                remedy="give both, or training=True",
+            )
+        return GIVEN.one(
+            x, running_mean, running_var, weight, bias, residual, eps=eps, activation=activation
+        )
+    y, mean, var, _, _ = TRAIN(
+        x, weight, bias, running_mean, running_var, residual, momentum=momentum, eps=eps,
+        activation=activation,
+    )  # fmt: skip
+    if running_mean is not None and running_var is not None and x.numel():
+        with torch.no_grad():
+            torch._foreach_copy_([running_mean, running_var], [mean, var])
+    result: Tensor = y
+    return result

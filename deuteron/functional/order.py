@@ -1,0 +1,53 @@
+"""Scans, sorting and counting. Sorting and top-k go to the library's call, which is the best there
+is; the plan says so."""
+
+from __future__ import annotations
+
+import torch
+
+from deuteron.functional.operators import OPERATORS, call, one
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+
+
+def cumsum(x: Tensor, dim: int) -> Tensor:
+    """The sum of all elements up to each one, along ``dim``; the same bits in every run."""
+    return one("cumsum", x, axis=dim)
+
+
+def cumprod(x: Tensor, dim: int) -> Tensor:
+    """The product of all elements up to each one, along ``dim``."""
+    return one("cumprod", x, axis=dim)
+
+
+def cummax(x: Tensor, dim: int) -> Pair:
+    """The largest element so far along ``dim``, and where it stands."""
+    pair: Pair = call("cummax", x, axis=dim)
+    return pair
+
+
+def cummin(x: Tensor, dim: int) -> Pair:
+    """The smallest element so far along ``dim``, and where it stands."""
+    pair: Pair = call("cummin", x, axis=dim)
+    return pair
+
+
+def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
+    """x in order along ``dim``, and the places the elements came from."""
+    pair: Pair = call("sort", x, axis=dim, descending=descending, stable=stable)
+    return pair
+
+
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> Pair:
+    """The k largest (or smallest) elements along ``dim``, best first, and their places."""
+    pair: Pair = call("topk", x, k=k, axis=dim, largest=largest)
+    return pair
+
+
+def histogram(
+    x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
+) -> Tensor:
+    """How many elements lie in each of ``bins`` equal parts of low … high, or the sum of their
+    weights; the last part includes high, what lies outside is left out."""
+    return OPERATORS["histogram"].one(x, weight, bins=bins, low=float(low), high=float(high))
