@@ -40,7 +40,8 @@ def cases(rows: int, n: int) -> Iterator[Case]:
     x, w = (rows, n), (n,)
     yield Case("rms_norm", (x, w), lambda x, w: f.rms_norm(x, n, w, 1e-6),
                lambda x, w: F.rms_norm(x, (n,), w, 1e-6))  # fmt: skip
-    yield Case("residual+rms_norm", (x, w, x), lambda x, w, r: f.rms_norm(x, n, w, 1e-6, residual=r),
+    yield Case("residual+rms_norm", (x, w, x),
+               lambda x, w, r: f.rms_norm(x, n, w, 1e-6, residual=r),
                lambda x, w, r: (F.rms_norm(x + r, (n,), w, 1e-6), x + r), 2)  # fmt: skip
     yield Case("layer_norm", (x, w, w), lambda x, w, b: f.layer_norm(x, n, w, b),
                lambda x, w, b: F.layer_norm(x, (n,), w, b))  # fmt: skip

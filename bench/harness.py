@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,9 +35,12 @@ class Record:
     device: str
     note: str
     rows: list[dict[str, Any]] = field(default_factory=list)
+    folder: ClassVar[str | None] = None  # where every row is saved at once, lest a cut lose them
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)
+        if self.folder is not None:
+            self.save(self.folder)
         shown = "  ".join(f"{k} {_cell(v)}" for k, v in row.items())
         print(f"  {shown}", flush=True)
 

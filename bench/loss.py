@@ -27,7 +27,8 @@ NOTE = (
     "Forward and backward, milliseconds. GPU: `gpu` by CUDA Graph replay, `wall` with the queue "
     "kept full; CPU: wall. `in place`: the gradient takes the memory of the logits. `error` is "
     "that of the gradient of some rows against float64 (2-norm), torch's own beside it. Peak "
-    "memory in MB, beyond the inputs, gradients included."
+    "memory in MB, beyond the inputs, gradients included. `fast` adds the gradient of the weight "
+    "up over chunks of tokens, in its own type."
 )
 Step = Callable[[], Any]
 ROWS = 16  # checked against float64
@@ -136,7 +137,8 @@ def _product(
 
     losses: dict[str, Callable[..., Any]] = {
         "eager": torchs,
-        "ours": lambda h, w: linear_cross_entropy(h, w, y),
+        "ours": lambda h, w: linear_cross_entropy(h, w, y, accumulate="exact"),
+        "fast": lambda h, w: linear_cross_entropy(h, w, y, accumulate="fast"),
     }
     if compile_peer:
         losses["compile"] = torch.compile(torchs, dynamic=False)
@@ -154,7 +156,9 @@ def _product(
         "dtype": str(dtype).removeprefix("torch."),
     }
     right = _weight_rows(h, w, y)
-    for label, name in (("error", "ours"), ("torch_error", "eager")):
+    for label, name in (
+        ("error", "ours"), ("fast_error", "fast"), ("torch_error", "eager"),
+    ):  # fmt: skip
         row[label] = relative_error(steps[name]()[1][:ROWS], right)
     if device == "cuda":
         row |= {f"{k}_peak_mb": _peak_mb(f) for k, f in steps.items()}

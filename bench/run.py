@@ -7,6 +7,8 @@ import importlib
 import os
 import tempfile
 
+from bench.harness import Record
+
 ALL = (
     "overhead", "planning", "models", "prediction", "generated", "norms", "rope", "batch_norm",
     "cpu_products", "optim", "augment", "loss",
@@ -25,11 +27,11 @@ def main() -> None:
     os.environ["DEUTERON_CACHE"] = args.cache or tempfile.mkdtemp(prefix="deuteron-bench-")
     # torch.compile starts cold as well, or its time to a first result would be a cache's
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="deuteron-bench-inductor-")
+    Record.folder = args.out
     for name in args.only or ALL:
         print(f"{name} on {args.device}", flush=True)
         module = importlib.import_module(f"bench.{name}")
-        record = module.run(args.device, compile_peer=not args.no_compile)
-        record.save(args.out)
+        module.run(args.device, compile_peer=not args.no_compile)
 
 
 if __name__ == "__main__":

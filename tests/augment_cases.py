@@ -82,6 +82,20 @@ PIPELINES = {**GEOMETRY, **COLOURS, **WHOLE}
 GRADIENTS = {k: v for k, v in PIPELINES.items() if k not in ("to bytes", "nothing")}
 
 
+KINDS = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float32, torch.float16, torch.float64)
+# What runs on a GPU and is compiled without one: (pipeline, type, shape, channels last). Each takes
+# a compilation, so types and layouts take turns; the acceptance pipeline has all of them.
+FORWARD = [
+    (name, KINDS[(k + 2 * turn) % 5], shape, nhwc)
+    for k, name in enumerate(PIPELINES)
+    for turn, (shape, nhwc) in enumerate((((5, 3, 61, 83), False), ((2, 3, 33, 31), True)))
+] + [("acceptance", kind, (5, 3, 61, 83), False) for kind in KINDS]
+FORWARD = list(dict.fromkeys(FORWARD))
+PLANNED = ("contrast", "jitter backwards", "acceptance", "everything")  # gradients of colours
+BACKWARD = [(name, FLOATS[k % 3], (3, 3, 37, 41)) for k, name in enumerate((*GEOMETRY, *PLANNED))]
+
+
 def images(shape: Sequence[int], kind: torch.dtype, nhwc: bool) -> torch.Tensor:
     gen = torch.Generator().manual_seed(1)
     if kind == torch.uint8:

@@ -136,6 +136,21 @@ def run(case: Case, device: str = "cpu", units: int = 4) -> str:
     return "; ".join(wrong)
 
 
+def mean_near_zero(last: bool) -> str:
+    """The mean of values around 0, held to a few roundings of its own size as measuring does."""
+    from deuteron.kernels.triton.batch_norm import forward
+
+    case = Case((8, 8, 16, 16), torch.float16, last, "none", False, knobs=SPLIT)
+    x = case.image("cpu", torch.Generator().manual_seed(1))
+    y, *statistics = torch.empty_like(x), *(torch.empty(8) for _ in range(4))
+    d = divide(case.shape, last, 4, **dict(SPLIT))
+    forward(d, x, None, None, None, None, None, y, *statistics, momentum=0.1, eps=1e-5,
+            activation="none", slope=0.0)  # fmt: skip
+    off = error(statistics[2], x.double().mean((0, 2, 3)))
+    bound = allowed(0.0, torch.float32)
+    return "" if off <= bound else f"mean is off by {off:.2e}, allowed {bound:.2e}"
+
+
 def _filled(like: TensorType, x: torch.Tensor, value: float) -> torch.Tensor:
     if like.shape == x.shape:
         return torch.full_like(x, value)
@@ -255,6 +270,7 @@ def main() -> None:
         str(case): partial(run, case) for case in list(cases())[:: int(sys.argv[1])]
     }
     work |= {name: partial(run_region, region) for name, region in regions()}
+    work |= {f"mean near 0 {last}": partial(mean_near_zero, last) for last in (True, False)}
     failed = {}
     for name, check in work.items():
         try:

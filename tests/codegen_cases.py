@@ -83,7 +83,7 @@ def wobble(case: Case, feed: dict[str, torch.Tensor], name: str, want: torch.Ten
     def moved(t: torch.Tensor) -> torch.Tensor:
         if not t.is_floating_point():
             return t
-        side = torch.randint(0, 2, t.shape, generator=gen) * 2 - 1
+        side = (torch.randint(0, 2, t.shape, generator=gen) * 2 - 1).double()
         return t.double() * (1 + side * unit) + side * 1e-30
 
     for _ in range(6):
@@ -112,7 +112,7 @@ def _same(got: torch.Tensor, plain: torch.Tensor | None) -> bool:
 def operator_cases(float_type: str) -> Iterator[Case]:
     for op in TABLE.values():
         for k, sample in enumerate(op.samples()):
-            if k > 2 and float_type in ("f16", "bf16"):
+            if k > 2 and float_type != "f32":
                 break  # what differs here is the element type, not the shape
             tensors = sample.tensors(float_type)
             build = GraphBuilder(infer, op.name)
@@ -176,7 +176,8 @@ def kind_cases(dtype: str) -> Iterator[tuple[Case, Knobs]]:
     for rows, block in ((16, 32), (32, 16)):
         yield turned, Knobs("tile", block, rows=rows)
     yield turned, Knobs("flat", 1024)
-    for rows, columns in ((13, 100), (5, 128), (1, 77)):
+    sizes = ((13, 100), (5, 128), (1, 77))
+    for rows, columns in sizes if dtype == "f32" else sizes[:1]:
         for case in (norm_case(rows, columns, dt), softmax_case(rows, columns, dt)):
             yield case, Knobs("rows", 128, rows=1)
             yield case, Knobs("rows", 128, rows=4)

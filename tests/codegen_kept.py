@@ -36,6 +36,12 @@ def _functions() -> Iterator[Case]:
     yield graph_of("pow of every kind", lambda g, x, y: g.pow(x, y), x=x, y=y)
     for number in powers[:9].tolist():
         yield graph_of(f"pow {number}", lambda g, x, n=number: g.pow(x, n), x=base)
+    near = torch.tensor([0.0, -0.0, 1e-9, -1e-3, 0.1, -0.3, 0.7, 0.999, 1.0, -2.0, INF, -INF, NAN])
+    for x in (near, near.double()):
+        yield graph_of(f"tanhshrink near 0 in {x.dtype}", lambda g, x: g.tanhshrink(x), x=x[3:10])
+        yield graph_of(f"tanhshrink in {x.dtype}", lambda g, x: g.tanhshrink(x), x=x)
+    small = torch.full((4,), 0.0123, dtype=torch.float64)
+    yield graph_of("tanhshrink that cancels", lambda g, x: g.sin(g.tanhshrink(x)), x=small)
     yield graph_of("pow of a constant", lambda g, x: g.pow(2.0, x), x=torch.randn(33))
 
 
@@ -115,6 +121,13 @@ def _places() -> Iterator[Case]:
 
 
 def _rows() -> Iterator[Case]:
+    alone = torch.tensor([0.6, -0.14, -0.13, 0.8], dtype=torch.float64).reshape(4, 1, 1, 1)
+    yield graph_of(
+        "group norm of single elements",
+        lambda g, x, w: g.group_norm(x, w, None, groups=1, eps=0.001),
+        x=alone,
+        w=torch.tensor([1.767], dtype=torch.float64),
+    )
     odd = torch.randn(6, 70)
     odd[1, 40], odd[2, 3], odd[2, 60], odd[3, 69], odd[4] = NAN, INF, INF, -INF, 0.5
     for op in ("argmax", "argmin"):

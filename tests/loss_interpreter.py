@@ -31,6 +31,9 @@ def rows_cases() -> Iterator[tuple[Case, dict]]:
             ("classes", False, 0.0), ("int32", True, 0.1), ("probabilities", True, 0.1),
         ):  # fmt: skip
             yield ((3, columns), kind, weighted, "mean", smoothing, 0.01), {}
+    for shape in ((2, 300, 5), (1, 3, 33001)):  # classes in pieces; sums in parts
+        yield (shape, "int32", True, "mean", 0.1, 0.01), {"inplace_backward": True}
+    yield ((2, 21, 300), "probabilities", False, "mean", 0.0, 0.0), {}
     aligned = (4, 33008)  # rows that start at multiples of 16
     yield (aligned, "classes", False, "none", 0.0, 0.0), {"inplace_backward": True}
 

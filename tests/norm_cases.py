@@ -21,7 +21,7 @@ from deuteron.ops import infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
 from deuteron.target import Target
-from tests.tolerances import allowed, error
+from tests.tolerances import EPS, allowed, error
 
 RESULTS = ("dx", "dweight", "dbias")
 ENGINE = TritonKernels()
@@ -40,7 +40,7 @@ class Case:
     extra: bool = False
     keep: tuple[str, ...] = RESULTS  # results that somebody reads
     attrs: Mapping[str, Any] = field(default_factory=dict)
-    fill: str = "normal"  # or "offset" (mean 1000), "odd" (nan and inf in two rows)
+    fill: str = "normal"  # or "offset" (mean 1000), "edge", "odd" (nan and inf in two rows)
 
     @property
     def params(self) -> tuple[int, ...]:
@@ -57,6 +57,8 @@ class Case:
         x = draw(self.shape, torch.float64)
         if self.fill == "offset":
             x = x + 1000.0
+        if self.fill == "edge":  # the first of each row is far from all others
+            x[:, 0] = 1000.0
         if self.fill == "odd":
             flat = x.view(-1)
             flat[0], flat[-1] = torch.nan, torch.inf
@@ -67,8 +69,8 @@ class Case:
             found["extra"] = draw(self.shape, self.dtype)
         return found
 
-    def region(self) -> Region:
-        feed = self.feed()
+    def region(self, feed: Mapping[str, torch.Tensor] | None = None) -> Region:
+        feed = feed or self.feed()
         build = GraphBuilder(infer, self.op)
         ins = [
             build.input(n, TensorType.from_tensor(feed[n])) if n in feed else None
@@ -90,7 +92,8 @@ class Case:
 
 def wrong(case: Case, target: Target, device: str) -> str:
     """What is wrong with every candidate of the engine on the case, or nothing."""
-    region, feed = case.region(), case.feed()
+    feed = case.feed()
+    region = case.region(feed)
     refusal = ENGINE.refuse(region, target, Policy())
     if refusal is not None:
         return f"refused: {refusal.reason}"
@@ -113,7 +116,13 @@ def wrong(case: Case, target: Target, device: str) -> str:
             x = exact[name]
             reduced = feed["x"].numel() // (x.numel() if name != "dx" else 1)
             limit = allowed(error(plain[name], x), out.dtype, max(reduced, 1))
-            if not error(out, x) <= limit:
+            if not x.any():  # exactly 0, which a fused multiply-add misses by a rounding
+                fine = float(out.abs().max()) <= 1e4 * EPS[out.dtype] * float(
+                    feed["grad"].abs().max()
+                )
+            else:
+                fine = error(out, x) <= limit
+            if not fine:
                 found.append(f"{candidate}: {name} off by {error(out, x):.3g}, allowed {limit:.3g}")
             if not torch.equal(out.nan_to_num(), twice.nan_to_num()):
                 found.append(f"{candidate}: {name} differs from run to run")
@@ -137,6 +146,9 @@ def small_cases() -> Iterator[Case]:
         yield Case("layer_norm", (40, 16), keep=keep)
         yield Case("instance_norm", (3, 4, 7), keep=keep)
     yield Case("layer_norm", (64, 8), fill="offset")
+    for dtype in (half, brain):  # taken relative to a value that lies far from all others
+        yield Case("layer_norm", (64, 8), dtype, fill="offset")
+        yield Case("layer_norm", (9, 300), dtype, fill="edge")
     yield Case("group_norm", (3, 4, 130), fill="offset", attrs={"groups": 2})
     yield Case("instance_norm", (2, 3, 5, 7), extra=True, fill="offset")
     yield Case("layer_norm", (6, 10), fill="odd")
@@ -166,6 +178,7 @@ def quick_tuples() -> None:
         if getattr(getattr(self.combine_fn, "fn", None), "__name__", "") not in (
             "_plus2",
             "_plus3",
+            "_plus4",
         ):
             return slow(self, given)
         sums = [g.handle.data.sum(axis=self.axis, keepdims=self.keep_dims) for g in given]

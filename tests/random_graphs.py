@@ -7,6 +7,7 @@ is simply not emitted, so nothing here restates an operator's rules.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
@@ -79,7 +80,7 @@ class Draft:
             fitting = [v for v, t in self.build.types.items() if t == type_ and t.dtype.is_float]
             reuse = bool(fitting) and self.random.random() < 0.8
             ins.append(self.random.choice(fitting) if reuse else self.leaf(tensor))
-        self.build.emit(op.name, ins, sample.attrs)
+        self.emit(op, ins, sample.attrs)
 
     def by_trial(self, op: OpDef) -> None:
         """Try the operator on values that are there, with attributes of one of its samples."""
@@ -90,7 +91,20 @@ class Draft:
             number = self.random.choice(NUMBERS)
             ins[self.random.randrange(2)] = self.build.constant(torch.tensor(number).double())
         with suppress(DeuteronError):
+            self.emit(op, ins, attrs)
+
+    def emit(self, op: OpDef, ins: list[str | None], attrs: Mapping[str, Any]) -> None:
+        """Append a node, unless it is known ahead of time and gives a float of another type, as
+        the sine of a constant whole number does: folded, it would be rounded to that type."""
+        types = [None if v is None else self.build.types[v] for v in ins]
+        kinds = {t.dtype.short for t in infer(op.name, types, attrs)[1] if t.dtype.is_float}
+        if kinds <= {self.float_type} or not all(v is None or self.foldable(v) for v in ins):
             self.build.emit(op.name, ins, attrs)
+
+    def foldable(self, value: str) -> bool:
+        """Whether a value depends on constants alone."""
+        made = self.build.producer.get(value)
+        return all(map(self.foldable, made.uses)) if made else value in self.build.constants
 
 
 def random_graph(

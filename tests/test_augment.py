@@ -347,3 +347,18 @@ def test_the_kernels_compile_without_spills(arch, given, made, kinds, mode, proj
         built.append(augment_grad.kernel().compile(kinds_of, code, augment_grad.WARPS,
                                                    target=target))  # fmt: skip
     assert [spilled(k, arch) for k in built] == [0] * len(built)
+
+
+def test_random_numbers_are_those_of_the_operators():
+    from deuteron.augment.draw import DRAWS, PLACES, uniform
+    from deuteron.ops.random import BITS, words
+
+    steps, images_ = torch.tensor([0, 5, 2**40]), torch.tensor([0, 1, 2**21 - 1, 2**21, 2**45, -3])
+    for seed in (0, -7, 2**62 + 5):
+        root = torch.tensor(seed)
+        key = ((words(root, 2 * steps) << 32) | words(root, 2 * steps + 1))[:, None, None]
+        for u, place in zip(
+            uniform(seed, steps, images_, [(3, 7), (63, 23)]), (3, 63), strict=True
+        ):
+            at = (images_[:, None] * PLACES + place) * DRAWS + torch.arange(u.shape[-1])
+            assert torch.equal(u, (words(key, at) >> (32 - BITS)).double() * 2.0**-BITS), seed

@@ -14,7 +14,7 @@ from deuteron.errors import GraphError
 from deuteron.ir import Graph, check
 from deuteron.ops import TABLE, Fusion, OpDef, infer, table
 from deuteron.ops.evaluate import evaluate
-from deuteron.passes import differentiate, run_passes
+from deuteron.passes import differentiate, pullback, run_passes
 
 
 def agrees(graph: Graph, feed: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -200,3 +200,19 @@ def test_a_later_result_alone_may_reach_the_loss(which):
     g.sum(results[which]).output("loss")
     back = differentiate(g.ir(), "loss", ["x"])  # the statistics count as fixed
     assert not evaluate(back, {"x": torch.randn(3, 4)})["grad_x"].any()
+
+
+def test_a_gradient_that_is_one_operator_can_be_differentiated_again():
+    """``layer_norm_grad`` has no gradient rule of its own: it is written out first."""
+    g = dt.Graph()
+    x, seed = g.tensor("x", (3, 5), "f64"), g.tensor("seed", (3, 5), "f64")
+    g.call("layer_norm_grad", x, seed, None, bias="none").output("y")
+    graph = g.ir()
+    feed = leaves(graph)
+    y = F.layer_norm(feed["x"], (5,))
+    (dx,) = torch.autograd.grad(y, feed["x"], feed["seed"], create_graph=True)
+    way = random(graph.types["x"])
+    want = dict(zip(feed, torch.autograd.grad(dx, list(feed.values()), way), strict=True))
+    given = values(feed) | {"grad_y": way}
+    agrees(differentiate(graph, "y", list(feed)), given, want)
+    agrees(pullback(graph, {"y": graph.types["x"]}, list(feed)), given, want)

@@ -152,9 +152,11 @@ def everything() -> tuple[Region, ...]:
 
 @pytest.mark.parametrize("name", names())
 def test_refusals_have_reasons_and_estimates_are_times(name):
-    """For every target, none of which need be here."""
+    """For every target, none of which need be here. GPUs of one kind differ in numbers alone: one
+    with fp8 and one without see every region, the others every fifth."""
     machine = target(name)
-    for region in everything():
+    every = 1 if name in ("cpu", "a100", "h200") else 5
+    for region in everything()[::every]:
         free = all(TABLE[op].view for op in region.ops) or not region_cost(region).bytes
         for engine in room.BUILT_IN:
             for policy in (Policy(), Policy(deterministic=True)):

@@ -11,11 +11,18 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.functional.core import FUNCTIONS, Pull
 from tests.functional_cases import CALLS, Call, gradients, results
-from tests.tolerances import allowed, error
+from tests.tolerances import (
+    DOUBLE,
+    DOUBLE_GRADIENT,
+    HARDSIGMOID_SLOPE,
+    SAME_CODE,
+    SINGLE,
+    allowed,
+    error,
+)
 
 f = dt.functional
 EVERY = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-SLOPE = 1e-7  # torch keeps 1/6 in float32 for the slope of hardsigmoid
 
 
 def needing(call: Call, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -26,10 +33,10 @@ def needing(call: Call, dtype: torch.dtype = torch.float64) -> list[torch.Tensor
 def test_results_and_gradients_are_torchs(call):
     x, y = needing(call), needing(call)
     ours, theirs = call.ours(f, *x), call.theirs(*y)
-    limit = 1e-11 if call.name != "hardsigmoid" else SLOPE
+    limit = DOUBLE_GRADIENT if call.name != "hardsigmoid" else HARDSIGMOID_SLOPE
     for a, b in zip(results(ours), results(theirs), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and a.requires_grad
-        assert error(a, b) <= 1e-12
+        assert error(a, b) <= DOUBLE
     for a, b in zip(gradients(ours, x), gradients(theirs, y), strict=True):
         assert error(a, b) <= limit
 
@@ -75,7 +82,7 @@ def test_any_memory_order(call):
     want = call.ours(f, *plain)
     got = call.ours(f, *turned)
     for a, b in zip(results(got), results(want), strict=True):
-        assert error(a, b) <= 1e-12
+        assert error(a, b) <= DOUBLE
     gradients(got, turned)
 
 
@@ -86,9 +93,9 @@ def test_under_torch_compile(call):
     x, y = needing(call), needing(call)
     got, want = fast(*x), call.ours(f, *y)
     for a, b in zip(results(got), results(want), strict=True):
-        assert error(a, b) <= 1e-14
+        assert error(a, b) <= SAME_CODE
     for a, b in zip(gradients(got, x), gradients(want, y), strict=True):
-        assert error(a, b) <= 1e-14
+        assert error(a, b) <= SAME_CODE
 
 
 CHECKED = (
@@ -174,7 +181,7 @@ def test_a_row_with_nothing_left_is_zero():
     x = torch.randn(2, 3, requires_grad=True)
     mask = torch.tensor([[True, False, True], [False, False, False]])
     y = f.softmax(x, mask=mask)
-    assert torch.equal(y[1], torch.zeros(3)) and float(y[0, 1]) == 0.0
+    assert torch.equal(y[1], torch.zeros(3)) and y[0, 1].item() == 0.0
     y.square().sum().backward()
     assert torch.isfinite(x.grad).all() and torch.equal(x.grad[1], torch.zeros(3))
 
@@ -202,7 +209,7 @@ def test_dropout_is_a_function_of_its_seed():
     r, bias = torch.randn(64, 64), torch.randn(64)
     y = f.bias_dropout_residual(x, bias, r, 0.5, seed=4)
     kept = f.dropout(torch.ones(64, 64), 0.5, seed=4)
-    assert error(y.detach(), kept * (x.detach() + bias) + r) <= 1e-6
+    assert error(y.detach(), kept * (x.detach() + bias) + r) <= SINGLE
 
 
 def test_indices_come_along_without_gradients():
@@ -217,8 +224,8 @@ def test_indices_come_along_without_gradients():
 def test_sinusoids():
     table = f.sinusoidal(50, 7)
     assert table.shape == (50, 7)
-    assert math.isclose(float(table[3, 0]), math.sin(3), rel_tol=1e-6)
-    assert math.isclose(float(table[3, 3]), math.cos(3 * 10000 ** (-2 / 7)), rel_tol=1e-6)
+    assert math.isclose(float(table[3, 0]), math.sin(3), rel_tol=SINGLE)
+    assert math.isclose(float(table[3, 3]), math.cos(3 * 10000 ** (-2 / 7)), rel_tol=SINGLE)
     assert torch.equal(f.sinusoidal(5, 8, offset=10), f.sinusoidal(15, 8)[10:])
 
 

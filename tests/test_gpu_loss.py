@@ -27,7 +27,7 @@ def test_every_combination_against_torch(shape, dtype):
 @pytest.mark.parametrize(
     "shape",
     [(9, 1000), (300, 10), (5, 4096), (5, 4097), (6, 32768), (6, 50257), (4, 128256), (2, 1048583),
-     (3, 21, 33, 35), (2, 150, 17, 64), (4, 5000, 6)],
+     (3, 21, 33, 35), (2, 150, 17, 64), (2, 21, 200, 200), (4, 5000, 6)],
     ids=str,
 )  # fmt: skip
 def test_sizes(shape, dtype):
@@ -189,7 +189,8 @@ def test_memory_of_the_product():
     peaks = {}
     for name, f in (
         ("plain", lambda: F.cross_entropy(F.linear(h, w), y)),
-        ("ours", lambda: linear_cross_entropy(h, w, y)),
+        ("exact", lambda: linear_cross_entropy(h, w, y, accumulate="exact")),
+        ("fast", lambda: linear_cross_entropy(h, w, y, accumulate="fast")),
     ):
         f().backward()  # whatever is allocated once
         h.grad = w.grad = None
@@ -199,7 +200,7 @@ def test_memory_of_the_product():
         f().backward()
         peaks[name] = torch.cuda.max_memory_allocated() - before
         h.grad = w.grad = None
-    assert peaks["ours"] <= peaks["plain"] / 5, peaks
+    assert max(peaks["exact"], peaks["fast"]) <= peaks["plain"] / 5, peaks
 
 
 def test_captured_in_a_cuda_graph():

@@ -1,15 +1,9 @@
-"""Cross-entropy and linear + cross-entropy: against torch in float64, finite differences, in
-Triton's interpreter, under torch.compile, and compiled for GPUs that are not there."""
+"""Cross-entropy and linear + cross-entropy: against torch in float64, finite differences and
+under torch.compile. The kernels are in ``test_loss_triton``."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +16,10 @@ from deuteron.functional.linear_loss import (
     tokens_at_once,
 )
 from deuteron.functional.loss import cross_entropy
-from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
+from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropy
 from tests.loss_cases import SHAPES, cases, inputs, reference, wrong
 from tests.tolerances import EPS, allowed, error
 
-REPO = Path(__file__).resolve().parent.parent
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -60,9 +53,12 @@ def test_gradient_by_finite_differences(kind, reduction):
     assert torch.autograd.gradcheck(f, (x,))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    ("reduction", "accumulate"),
+    [("mean", "exact"), ("mean", "fast"), ("sum", "exact"), ("sum", "fast"), ("none", "exact")],
+)
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
-def test_gradients_of_the_product_by_finite_differences(kind, reduction):
+def test_gradients_of_the_product_by_finite_differences(kind, reduction, accumulate):
     h = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     w = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     b = torch.randn(5, dtype=torch.float64, requires_grad=True)
@@ -74,7 +70,7 @@ def test_gradients_of_the_product_by_finite_differences(kind, reduction):
     def f(h, w, b):
         return linear_cross_entropy(
             h, w, target, b, class_weight=share, reduction=reduction, label_smoothing=0.1,
-            z_loss=0.3, chunk=2,
+            z_loss=0.3, chunk=2, accumulate=accumulate,
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(f, (h, w, b))
@@ -123,7 +119,27 @@ def test_only_the_gradients_that_are_needed():
         assert [t.grad is not None for t in (h, w, b)] == list(needs)
 
 
+def test_adding_up_over_chunks_costs_a_rounding_for_each():
+    tokens, chunk = 64, 4
+    for dtype in FLOATS:
+        h = torch.randn(tokens, 24).to(dtype).requires_grad_()
+        w = (torch.randn(37, 24) / 4).to(dtype).requires_grad_()
+        b = torch.randn(37).to(dtype).requires_grad_()
+        y = torch.randint(37, (tokens,))
+        wide = [t.detach().double().requires_grad_() for t in (h, w, b)]
+        right = torch.autograd.grad(F.cross_entropy(F.linear(*wide), y), wide)
+        theirs = torch.autograd.grad(F.cross_entropy(F.linear(h, w, b), y), (h, w, b))
+        loss = linear_cross_entropy(h, w, y, b, chunk=chunk, accumulate="fast") * 0.5
+        ours = [2 * g for g in torch.autograd.grad(loss, (h, w, b), retain_graph=True)]
+        again = [2 * g for g in torch.autograd.grad(loss, (h, w, b))]
+        assert all(torch.equal(a, c) for a, c in zip(ours, again, strict=True))
+        for mine, plain, exact in zip(ours, theirs, right, strict=True):
+            bound = allowed(error(plain, exact), dtype, tokens // chunk)
+            assert error(mine, exact) <= bound, dtype
+
+
 def test_sizes_of_pieces():
+    assert tokens_at_once(8192, 4096, 128256, None, fast=True) == 512
     assert tokens_at_once(8192, 4096, 128256, None) == 2048
     assert classes_at_once(8192, 4096, 128256, None) == 4096
     assert tokens_at_once(10, 64, 100, None) == 10
@@ -326,7 +342,8 @@ def test_under_torch_compile(reduction, dtype):
         return cross_entropy(x * 2, y, reduction=reduction, label_smoothing=0.1) * 3
 
     def product(h, w, b):
-        return linear_cross_entropy(h * 2, w, y, b, reduction=reduction, z_loss=0.1) * 3
+        options = {"reduction": reduction, "z_loss": 0.1, "accumulate": "exact"}
+        return linear_cross_entropy(h * 2, w, y, b, **options) * 3
 
     for f, args in ((plain, (x,)), (product, (h, w, b))):
         torch._dynamo.reset()
@@ -380,7 +397,7 @@ def test_modules_are_torchs():
     assert error(ours(x, y), torchs(x, y)) <= 4 * EPS[torch.float32]
     head = torch.nn.Linear(4, 6)
     h = torch.randn(5, 4)
-    product = LinearCrossEntropyLoss(share, ignore_index=2, label_smoothing=0.1, reduction="sum")
+    product = LinearCrossEntropy(share, ignore_index=2, label_smoothing=0.1, reduction="sum")
     assert (
         error(product(h, head.weight, y, head.bias), torchs(head(h), y)) <= 8 * EPS[torch.float32]
     )
@@ -414,89 +431,15 @@ X, Y = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, X), BindError, r"shape \[5\]"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y + 9), GraphError, "class 9"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, chunk=0), BindError, "chunk=1"),
+        (lambda: linear_cross_entropy(X, X, Y, accumulate="slow"), GraphError, "'exact' or 'fast'"),
+        (lambda: linear_cross_entropy(X, X, Y, accumulate="fast", reduction="none"), GraphError,
+         "accumulate='exact', or reduction"),
     ],
 )  # fmt: skip
 def test_errors_teach(call, kind, says):
     with pytest.raises(kind, match=says) as found:
         call()
     assert isinstance(found.value, DeuteronError) and found.value.remedy
-
-
-# ---- Triton
-
-
-@pytest.mark.parametrize("group", ["f32", "f16", "bf16", "slices"])
-def test_in_the_interpreter(group):
-    pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.loss_interpreter", group],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["count"] >= 8
-    assert not found["failed"], "\n".join(found["failed"])
-
-
-NUMBER, ROUND, SCALAR = ("i32", False), ("i32", True), ("fp32", False)
-
-
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("kind", ["plain", "odd", "smooth", "probabilities", "short", "image"])
-def test_compiles_without_spills(kind, arch):
-    pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
-    from deuteron.kernels.triton import cross_entropy as ce
-    from tests.test_triton_gen import spilled
-
-    half, single = (torch.bfloat16, True), (torch.float32, True)
-    probs, spread = kind == "probabilities", kind in ("smooth", "probabilities")
-    wanted = half if probs else (torch.int64, True)
-    share = single if spread else None
-    tensors = [half, wanted, share, single, single, single, None, half, ROUND]
-    numbers = [NUMBER if kind == "odd" else ROUND, NUMBER, SCALAR, SCALAR]
-    fixed = {"PROBS": probs, "SPREAD": spread}
-    target = GPUTarget("cuda", arch, 32)
-    if kind in ("short", "image"):
-        strides = [ROUND, ROUND, None] if kind == "short" else [ROUND, None, ROUND]
-        kinds = [*tensors, NUMBER, *strides, *strides, ROUND, ROUND, None, *numbers]
-        tile = {"ROWS": 4, "BLOCK": 1024} if kind == "short" else {"ROWS": 64, "BLOCK": 64}
-        kernel = ce._many_rows.compile(kinds, tile | fixed, 4, 2, target)
-    else:
-        step = NUMBER if kind == "odd" else ROUND
-        kinds = [*tensors, ROUND, step, ROUND, step, ROUND, step, *numbers]
-        wide, warps = ce.tile_of(128256, plain=kind == "plain")
-        kernel = ce._one_row.compile(kinds, {"R": 4, "W": wide} | fixed, warps, 2, target)
-    assert spilled(kernel, arch) == 0
-    if kind != "odd":
-        assert re.search(r"ld\.global[.\w:]*v4\.b32", kernel.asm["ptx"])
-
-
-@pytest.mark.parametrize("arch", [80, 90])
-def test_the_small_kernels_compile(arch):
-    pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
-    from deuteron.kernels.triton import cross_entropy as ce
-    from deuteron.kernels.triton import loss_sums as sums
-
-    half, single, classes = (torch.bfloat16, True), (torch.float32, True), (torch.int64, True)
-    target = GPUTarget("cuda", arch, 32)
-    for probs, spread in ((False, False), (False, True), (True, True)):
-        kinds = [half, half if probs else classes, single, single, single, single, half, ROUND,
-                 ROUND, ROUND, NUMBER, ROUND, ROUND, NUMBER, SCALAR, SCALAR]  # fmt: skip
-        fixed = {"W": 4096, "PROBS": probs, "SPREAD": spread}
-        ce._some_classes.compile(kinds, fixed, 4, 2, target)
-    for weight in (None, half):
-        kinds = [classes, weight, single, NUMBER, NUMBER, NUMBER]
-        for later in (False, True):
-            sums._totals.compile(kinds, {"LATER": later, "BLOCK": 4096}, 8, 2, target)
-    sums._add_up.compile([single, half, NUMBER], {"BLOCK": 4096}, 8, 2, target)
-    for size in ("i32", "i64"):
-        kinds = [half, half, single, (size, False)]
-        sums._scale.compile(kinds, {"BLOCK": 8192}, 8, 2, target)
 
 
 def test_the_reference_is_torch():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tolerances import GRADIENT
 
+import deuteron as dt
 from deuteron.ir import GraphBuilder, TensorType, check, parse_graph
 from deuteron.ir.types import same_strides
 from deuteron.ops import TABLE, OpDef, Ops, Sample, infer
@@ -111,3 +112,10 @@ def directional(graph, feed, out, seed, inp, gen, step=1e-6, count=3):
             values.append(float((result * seed).sum()))
         found.append((d, (values[0] - values[1]) / (2 * step)))
     return found
+
+
+def test_instance_norm_of_no_channels_is_empty():
+    """As torch has it; group_norm, by which it is computed, wants one group at least."""
+    g = dt.Graph()
+    g.instance_norm(g.tensor("x", (2, 0, 3))).output("y")
+    assert evaluate(g.ir(), {"x": torch.empty(2, 0, 3)})["y"].shape == (2, 0, 3)

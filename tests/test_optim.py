@@ -408,3 +408,19 @@ def test_the_other_kernels_compile_without_spills(arch):
             {"P": tl.float32, "G": tl.bfloat16, "ROWS": 4, "GROUP": 256}, target=target),
     ]  # fmt: skip
     assert [spilled(kernel, arch) for kernel in made] == [0] * len(made)
+
+
+def test_hooks_and_profilers_see_a_step():
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    optimizer, seen = dt.optim.SGD([p], lr=0.5), []
+    before = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    after = optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.step()
+    before.remove()
+    after.remove()
+    optimizer.step()
+    assert seen == ["before", "after"] and torch.equal(p.detach(), torch.zeros(3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        optimizer.step()
+    assert any("SGD.step" in event.name for event in found.events())

@@ -119,7 +119,7 @@ def test_one_program_for_little_work_and_few_ways_for_all():
         for columns in (1, 33, 768, 4096, 8192, 9000, 10**6):
             work = Work(rows, columns, 1e-5, True, 2, 2)
             offered = ways(work, 132)
-            assert 1 <= len(offered) <= 2
+            assert 1 <= len(offered) <= 3
             for way in offered:
                 assert way.programs <= max(4 * 132, -(-rows // way.rows))
                 assert way.rows & (way.rows - 1) == 0 and way.warps <= 16

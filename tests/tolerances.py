@@ -18,13 +18,21 @@ EPS = {
     torch.bfloat16: 2.0**-7,
 }
 
+# Two formulas for one function, both in float64: sums in another order, a product fused or not.
+SAME_CODE = 1e-14  # the same kernels, called by another way
+DOUBLE = 1e-12
+DOUBLE_GRADIENT = 1e-11  # a gradient goes through more of them
+HARDSIGMOID_SLOPE = 1e-7  # which torch keeps in float32, 1/6, whatever the input is
+SINGLE = 1e-6  # the same in float32: a few roundings
+SINGLE_LAYERS = 1e-5  # and through some layers, or an angle of many turns
 NETWORK = 1e-4  # two ways through a small float32 network: the same sums in another order
 GRADIENT = 1e-5  # finite differences in float64: truncation and cancellation together
 
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> float:
     """Largest |out − exact| relative to the scale of exact; inf if nan or inf differ."""
-    out, exact = out.detach().cpu().double(), exact.detach().cpu().double()
+    exact = exact.detach().double()  # compared where it is: large results stay on the GPU
+    out = out.detach().to(exact.device).double()
     if out.shape != exact.shape:
         return math.inf
     if out.numel() == 0:

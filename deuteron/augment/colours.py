@@ -76,6 +76,7 @@ class HSVShift(Colour):
     saturation: float | Range = 0.0
     value: float | Range = 0.0
     kind: ClassVar[str] = "hsv"
+    draws: ClassVar[int] = 3
     needs_rgb: ClassVar[bool] = True
 
     def check(self) -> None:

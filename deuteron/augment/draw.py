@@ -6,38 +6,74 @@ the step's place in the list, and the number of the draw. So an image keeps its 
 batch, order or device, and a step keeps its own when the arguments of another one change.
 
 All is drawn in float64 on the CPU; a GPU gets the finished table. Many steps are drawn at once
-and kept, so a training loop pays for a draw, and for a copy to the GPU, every ``AHEAD`` batches.
+and kept, so a training loop pays for a draw, and for a copy to the GPU, every 16 batches and more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from threading import Lock
+from typing import Any
 
+import numpy as np
 import torch
 
 from deuteron.augment.colours import WIDTH
 from deuteron.augment.recipe import MATRIX, Recipe
 from deuteron.augment.step import Size
-from deuteron.ops.random import BITS, words
+from deuteron.ops.random import BITS, FIRST, GOLDEN, SECOND
 
-AHEAD = 16  # steps drawn together
+AHEAD, MOST = 16, 256  # steps drawn together: as many as make TOGETHER images, between these
+TOGETHER = 4096
 DRAWS = 32  # random numbers per image and step of the list
 PLACES = 64  # steps a list may have
 KEPT = 8  # blocks of tables that are remembered
 
 _Key = tuple[object, ...]
+_Words = np.ndarray[Any, np.dtype[np.uint32]]
 _blocks: OrderedDict[_Key, torch.Tensor] = OrderedDict()
 _lock = Lock()
 
 
-def uniform(seed: int, steps: torch.Tensor, images: torch.Tensor, place: int) -> torch.Tensor:
-    """[len(steps), len(images), DRAWS] numbers from 0 to below 1, multiples of 2⁻²⁴."""
-    root = torch.tensor(seed, dtype=torch.int64)
-    high, low = words(root, 2 * steps), words(root, 2 * steps + 1)
-    key = ((high << 32) | low)[:, None, None]
-    at = (images[:, None] * PLACES + place) * DRAWS + torch.arange(DRAWS)
-    return (words(key, at) >> (32 - BITS)).to(torch.float64) * 2.0**-BITS
+def _mix(h: _Words) -> _Words:
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(FIRST)
+    h ^= h >> np.uint32(15)
+    h *= np.uint32(SECOND)
+    h ^= h >> np.uint32(16)
+    return h
+
+
+def words(low: _Words, high: _Words, place: _Words, beyond: _Words) -> _Words:
+    """``ops.random.words`` of the seed ``high``·2³² + ``low`` and the place ``beyond``·2³² +
+    ``place``, in numpy's uint32: they wrap round by themselves, and take a tenth of the time."""
+    b = _mix(_mix(low + np.uint32(GOLDEN)) ^ high)
+    c = _mix(b ^ beyond)
+    return _mix(_mix(place ^ c) + b)
+
+
+def _halves(numbers: torch.Tensor) -> tuple[_Words, _Words]:
+    """The lower and the upper 32 bits of int64."""
+    wide = numbers.numpy()
+    return wide.astype(np.uint32), (wide >> 32).astype(np.uint32)
+
+
+def uniform(
+    seed: int, steps: torch.Tensor, images: torch.Tensor, wanted: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Numbers from 0 to below 1, multiples of 2⁻²⁴: for each (place in the list, how many) that is
+    wanted [len(steps), len(images), how many]."""
+    root = _halves(torch.tensor([seed]))
+    high, low = words(*root, *_halves(2 * steps)), words(*root, *_halves(2 * steps + 1))
+    draws = [place * DRAWS + k for place, many in wanted for k in range(many)]
+    first, beyond = _halves(images * (PLACES * DRAWS))
+    # an image's places begin at a multiple of 2¹¹, so they share the upper half
+    at = first + np.array(draws, np.uint32)[:, None, None]
+    found = words(low[:, None], high[:, None], at, beyond) >> np.uint32(32 - BITS)
+    # one draw of all images is adjacent in memory, because that is what the steps compute with
+    u = torch.from_numpy(found.astype(np.float64) * 2.0**-BITS).movedim(0, -1)
+    return list(u.split([many for _, many in wanted], -1))
 
 
 def drawn(
@@ -46,8 +82,9 @@ def drawn(
     """Every parameter by name, and the table [steps, images, columns] made from them."""
     named: dict[str, torch.Tensor] = {}
     matrix = torch.eye(3, dtype=torch.float64).expand(len(steps), len(images), 3, 3)
-    for place, step in recipe.geometric:
-        u = uniform(seed, steps, images, place)
+    random = (*recipe.geometric, *recipe.colours)
+    uniforms = iter(uniform(seed, steps, images, [(place, s.draws) for place, s in random]))
+    for (place, step), u in zip(recipe.geometric, uniforms, strict=False):
         found = step.draw(u, size)
         happens = u[..., 0] < step.p
         label = f"{place}.{type(step).__name__}"
@@ -57,7 +94,7 @@ def drawn(
         size = step.result_size(size)
     columns = [matrix.mT.flatten(-2)]
     for place, colour in recipe.colours:
-        values = colour.draw(uniform(seed, steps, images, place))
+        values = colour.draw(next(uniforms))
         named |= {f"{place}.{type(colour).__name__}.{k}": v for k, v in values.items()}
         block = torch.zeros(len(steps), len(images), WIDTH, dtype=torch.float64)
         for i, value in enumerate(values.values()):
@@ -87,18 +124,16 @@ def table_for(
         _, table = drawn(recipe, seed, torch.tensor([step]), which, size)
         return table[0].to(dtype).to(device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (recipe.text, seed, step // AHEAD, images, size, dtype, device, stream)
+    ahead = max(AHEAD, min(MOST, TOGETHER // max(images, 1)))
+    key = (recipe.text, seed, step // ahead, images, size, dtype, device, stream)
     with _lock:
         block = _blocks.get(key)
         if block is None:
-            block = _draw_block(recipe, seed, step // AHEAD, images, size).to(dtype).to(device)
+            steps = torch.arange(step // ahead * ahead, (step // ahead + 1) * ahead)
+            _, made = drawn(recipe, seed, steps, torch.arange(images), size)
+            block = made.to(dtype).to(device)
             _blocks[key] = block
             while len(_blocks) > KEPT:
                 _blocks.popitem(last=False)
         _blocks.move_to_end(key)
-    return block[step % AHEAD]
-
-
-def _draw_block(recipe: Recipe, seed: int, block: int, images: int, size: Size) -> torch.Tensor:
-    steps = torch.arange(block * AHEAD, (block + 1) * AHEAD)
-    return drawn(recipe, seed, steps, torch.arange(images), size)[1]
+    return block[step % ahead]

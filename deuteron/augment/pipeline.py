@@ -100,7 +100,8 @@ class Pipeline(nn.Module):
 
     def with_table(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """The images changed with the parameters in ``table``; nothing is drawn or counted."""
-        y: torch.Tensor = run.augment(x, table, self.recipe.text)
+        call = run.augment if run.needs_operator(x) else run.augment_now
+        y: torch.Tensor = call(x, table, self.recipe.text)
         return y
 
     def parameters_for(

@@ -76,6 +76,7 @@ class RandomAffine(Geometric):
     scale: Range | None = None
     shear: float | Range | tuple[float, float, float, float] | None = None
     p: float = 1.0
+    draws: ClassVar[int] = 7
 
     def check(self) -> None:
         self.probability(self.p)
@@ -112,20 +113,24 @@ class RandomAffine(Geometric):
         }
 
     def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        """The inverse of move · turn · shear down · shear across · scale."""
+        """The inverse of move · turn · shear down · shear across · scale.
+
+        With t and d the tangents of the shears and (x, y) the move, multiplied out::
+
+            1/scale · [1 + t·d, t; d, 1] · [cos, sin; −sin, cos] · [1, 0, −x; 0, 1, −y]
+        """
         angle, across, down = (
             torch.deg2rad(drawn[k]) for k in ("angle", "shear_x", "shear_y")
         )  # fmt: skip
-        sin, cos = angle.sin(), angle.cos()
-        lean = _matrix(((1.0, across.tan(), 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)), angle)
-        drop = _matrix(((1.0, 0.0, 0.0), (down.tan(), 1.0, 0.0), (0.0, 0.0, 1.0)), angle)
-        turn = _matrix(((cos, sin, 0.0), (-sin, cos, 0.0), (0.0, 0.0, 1.0)), angle)
-        back = _matrix(
-            ((1.0, 0.0, -drawn["translate_x"]), (0.0, 1.0, -drawn["translate_y"]), (0, 0, 1.0)),
-            angle,
-        )
-        shrink = _diagonal(1 / drawn["scale"], 1 / drawn["scale"], angle)
-        return _in_pixels(shrink @ lean @ drop @ turn @ back, size)
+        shrink = 1 / drawn["scale"]
+        sin, cos = angle.sin() * shrink, angle.cos() * shrink
+        t, d = across.tan(), down.tan()
+        both = 1 + t * d
+        a, b = both * cos - t * sin, both * sin + t * cos
+        c, e = d * cos - sin, d * sin + cos
+        x, y = drawn["translate_x"], drawn["translate_y"]
+        rows = ((a, b, -(a * x + b * y)), (c, e, -(c * x + e * y)), (0.0, 0.0, 1.0))
+        return _in_pixels(_matrix(rows, angle), size)
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,7 @@ class Rotate(Geometric):
 
     degrees: float | Range = 0.0
     p: float = 1.0
+    draws: ClassVar[int] = 2
 
     def check(self) -> None:
         self.probability(self.p)
@@ -155,6 +161,7 @@ class Perspective(Geometric):
 
     distortion: float = 0.5
     p: float = 0.5
+    draws: ClassVar[int] = 9
 
     def check(self) -> None:
         self.probability(self.p)
@@ -199,6 +206,7 @@ class RandomResizedCrop(Geometric):
     scale: Range = (0.08, 1.0)
     ratio: Range = (3 / 4, 4 / 3)
     p: float = 1.0
+    draws: ClassVar[int] = 3 + 2 * TRIES
 
     def check(self) -> None:
         self.probability(self.p)

@@ -29,6 +29,23 @@ EAGER, ORDERED = Policy(cuda_graph=False), Policy(cuda_graph=False, deterministi
 @torch.library.custom_op("deuteron::augment", mutates_args=())
 def augment(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
     """Images ``x`` [N, C, H, W] by a recipe, with the parameters in ``table`` [N, columns]."""
+    return augment_now(x, table, recipe)
+
+
+def needs_operator(x: torch.Tensor) -> bool:
+    """Whether autograd, a trace or a transform must see the call. An operator written in Python
+    takes 60 µs to get to its code, which for a few small images is most of the time."""
+    return (
+        (x.requires_grad and torch.is_grad_enabled())
+        or type(x) is not torch.Tensor
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def augment_now(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
+    """What the operator does."""
     made = recipe_of(recipe)
     _check(made, x, table)
     if x.shape[0] == 0:

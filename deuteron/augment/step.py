@@ -20,6 +20,7 @@ class Step:
     """One line of a pipeline. ``stage`` orders them: places, colours, numbers, type, layout."""
 
     stage: ClassVar[int] = 0
+    draws: ClassVar[int] = 1  # random numbers it takes per image
 
     def __post_init__(self) -> None:
         for field in fields(self):

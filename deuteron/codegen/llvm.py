@@ -317,8 +317,9 @@ def compile_module(module: Any) -> bytes:
     """Object code for this machine."""
     parsed = binding.parse_assembly(str(module))
     parsed.verify()
-    options = binding.create_pipeline_tuning_options(speed_level=3)
-    # the kernels are vectorised and unrolled as they are written
+    # the kernels are vectorised and unrolled as they are written: higher levels take longer and
+    # gave no faster code
+    options = binding.create_pipeline_tuning_options(speed_level=1)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = binding.create_pass_builder(_machine(), options)
     passes.getModulePassManager().run(parsed, passes)

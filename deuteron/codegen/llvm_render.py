@@ -16,11 +16,12 @@ from typing import Any
 
 from llvmlite import ir
 
-from deuteron.codegen import llvm, llvm_math
+from deuteron.codegen import llvm
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
+from deuteron.codegen.llvm_compute import Arithmetic
 from deuteron.codegen.llvm_plan import needs, plan
-from deuteron.codegen.llvm_types import I1, STORED, Registers
+from deuteron.codegen.llvm_types import I1, STORED
 from deuteron.codegen.scalar import (
     Arg,
     Compute,
@@ -34,7 +35,6 @@ from deuteron.codegen.scalar import (
     Store,
     reads,
 )
-from deuteron.ir.dtype import dtype
 
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
 PIECES = 16  # pieces of work wanted, so that threads share them evenly
@@ -55,7 +55,7 @@ class Place:
     env: dict[str, Value] = field(default_factory=dict)  # scalars that serve as indices
 
 
-class Renderer(Registers):
+class Renderer(Arithmetic):
     """Writes one kernel: ``name(words, thread, threads)`` with the tensors in the words."""
 
     def __init__(self, program: ScalarProgram) -> None:
@@ -200,7 +200,7 @@ class Renderer(Registers):
     def _reduce(self, s: Reduce, place: Place, env: dict[str, Value], stored: set[str]) -> Value:
         """One pass over the row. Accumulates lane by lane; lanes meet at the end."""
         c = self.c
-        kind = self._type(s.kind)
+        kind = self.type_of(s.kind)
         start, combine = self._identity(s, kind)
         sizes = self.shape.steps if self.shape.inner_vector else (place.lanes,)
         acc = {lanes: c.variable(vec(lanes, kind)) for lanes in sizes}
@@ -293,7 +293,7 @@ class Renderer(Registers):
         args = [self._arg(a, s, env) for a in s.args]
         widest = max(llvm.lanes_of(a) for a in args)
         args = [self.lanes(a, widest) for a in args]
-        return self._compute(s, args, env)
+        return self.compute(s, args)
 
     def _arg(self, a: Arg, s: Compute, env: dict[str, Value]) -> Value:
         if isinstance(a, str):
@@ -303,69 +303,7 @@ class Renderer(Registers):
         if kind != "bool" and other is not None and s.op != "select":
             scalar = other.type.element if llvm.lanes_of(other) > 1 else other.type
             kind = "float" if scalar in (F32, F64) else kind
-        return self._number(a.value, "float" if s.kind == "float" and kind == "int" else kind)
-
-    def _number(self, value: float | int | bool, kind: str) -> Value:
-        if kind == "float":
-            return ir.Constant(self.float, float(value))
-        return ir.Constant(I1 if kind == "bool" else I64, int(value))
-
-    def _type(self, kind: str) -> Any:
-        return {"float": self.float, "int": I64, "bool": I1}[kind]
-
-    def _compute(self, s: Compute, args: list[Value], env: dict[str, Value]) -> Value:
-        b = self.c.b
-        if s.op == "random":
-            seed, where = args
-            return llvm_math.random(self.c, seed, where, far=dict(s.attrs)["far"])
-        if s.op in ("rounded", "wrapped"):
-            return self.from_memory(
-                self.to_memory(args[0], dtype(dict(s.attrs)["dtype"])),
-                dtype(dict(s.attrs)["dtype"]),
-            )
-        scalar = args[-1].type.element if llvm.lanes_of(args[-1]) > 1 else args[-1].type
-        is_float = scalar in (F32, F64)
-        if s.op in COMPARE:
-            ordered, whole = COMPARE[s.op]
-            if is_float:
-                return (b.fcmp_unordered if s.op == "ne" else b.fcmp_ordered)(ordered, *args)
-            return (b.icmp_unsigned if scalar == I1 else b.icmp_signed)(whole, *args)
-        if s.op == "select":
-            return b.select(*args)
-        if s.op in ("and", "or"):
-            return (b.and_ if s.op == "and" else b.or_)(*args)
-        if s.op == "not":
-            return b.not_(args[0])
-        if s.op in ("to_float", "to_int", "to_bool"):
-            return self._convert(args[0], s.op, scalar)
-        if is_float:
-            return FLOAT[s.op](self.c, *args)
-        return INTEGER[s.op](self.c, *args)
-
-    def _convert(self, x: Value, op: str, scalar: Any) -> Value:
-        b, lanes = self.c.b, llvm.lanes_of(x)
-        is_float = scalar in (F32, F64)
-        if op == "to_bool":
-            zero = self.splat(ir.Constant(scalar, 0.0 if is_float else 0), lanes)
-            return b.fcmp_unordered("!=", x, zero) if is_float else b.icmp_signed("!=", x, zero)
-        if op == "to_float":
-            if is_float:
-                return x
-            make = b.uitofp if scalar == I1 else b.sitofp
-            return make(x, vec(lanes, self.float))
-        if is_float:
-            return self._whole(x, "f64" if scalar == F64 else "f32")
-        return b.zext(x, vec(lanes, I64)) if scalar == I1 else x
-
-    def _whole(self, x: Value, kind: str) -> Value:
-        """Towards zero into 64 bits; what does not fit is held at the ends, and nan is 0."""
-        out, many = vec(llvm.lanes_of(x), I64), f"v{llvm.lanes_of(x)}"
-        many = "" if many == "v1" else many
-        name = f"llvm.fptosi.sat.{many}i64.{many}{kind}"
-        fn = self.c.module.globals.get(name)
-        if fn is None:
-            fn = ir.Function(self.c.module, ir.FunctionType(out, [x.type]), name)
-        return self.c.b.call(fn, [x])
+        return self.number(a.value, "float" if s.kind == "float" and kind == "int" else kind)
 
     # ---- memory
 
@@ -418,7 +356,7 @@ class Renderer(Registers):
     def _load(self, s: Load, place: Place) -> Value:
         c = self.c
         if any(place.known.get(g) is False for g in s.guards):
-            return self._number(0, {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int"))
+            return self.number(0, {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int"))
         open_guards = tuple(g for g in s.guards if g not in place.known)
         if open_guards:
             return self._guarded(s, open_guards, place)
@@ -452,16 +390,16 @@ class Renderer(Registers):
         v = self.shape.vector
         step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
         lanes = place.lanes if step or self._scattered(s.offset, place) else 1
-        room = self.c.variable(vec(lanes, self._type(kind)))
-        self.c.b.store(self.splat(self._number(0, kind), lanes), room)
+        room = self.c.variable(vec(lanes, self.type_of(kind)))
+        self.c.b.store(self.splat(self.number(0, kind), lanes), room)
         plain = Load(s.name, s.tensor, s.offset, s.dtype)
         with self.c.when(self._inside(guards, place)):
             self.c.b.store(self.lanes(self._load(plain, place), lanes), room)
-        return self.c.b.load(room, typ=vec(lanes, self._type(kind)))
+        return self.c.b.load(room, typ=vec(lanes, self.type_of(kind)))
 
     def _store(self, s: Store, place: Place, env: dict[str, Value]) -> None:
         kind = {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int")
-        value = env[s.source] if isinstance(s.source, str) else self._number(s.source.value, kind)
+        value = env[s.source] if isinstance(s.source, str) else self.number(s.source.value, kind)
         lanes = place.lanes
         v = self.shape.vector
         step = s.offset.factor(v) if v is not None and lanes > 1 else 0
@@ -480,62 +418,3 @@ class Renderer(Registers):
         for lane in range(lanes):
             one = self.c.item(raw, lane)
             self.c.b.store(one, self.c.at(where, lane * step, of=stored), align=align)
-
-
-COMPARE = {"eq": ("==", "=="), "ne": ("!=", "!="), "lt": ("<", "<"), "le": ("<=", "<="),
-           "gt": (">", ">"), "ge": (">=", ">=")}  # fmt: skip
-
-
-def _expm1(c: Code, x: Value) -> Value:
-    """Past 40 the 1 is lost in rounding anyway, and exp knows how to overflow."""
-    limit = c.f(40.0, llvm.lanes_of(x))
-    small = llvm_math.expm1(c, c.fmin(x, limit))
-    return c.b.select(c.b.fcmp_ordered(">", x, limit), llvm_math.exp(c, x), small)
-
-
-def _function(name: str, narrow: Callable[[Code, Value], Value]) -> Callable[[Code, Value], Value]:
-    """The polynomial in float32, the C library in float64."""
-
-    def emit(c: Code, x: Value) -> Value:
-        scalar = x.type.element if llvm.lanes_of(x) > 1 else x.type
-        return llvm_math.library(c, name, x) if scalar == F64 else narrow(c, x)
-
-    return emit
-
-
-FLOAT: dict[str, Callable[..., Value]] = {
-    "add": lambda c, x, y: c.b.fadd(x, y),
-    "sub": lambda c, x, y: c.b.fsub(x, y),
-    "mul": lambda c, x, y: c.b.fmul(x, y),
-    "div": lambda c, x, y: c.b.fdiv(x, y),
-    "neg": lambda c, x: c.b.fneg(x),
-    "abs": lambda c, x: c.intrinsic("fabs", x),
-    "maximum": lambda c, x, y: c.fmax(x, y),
-    "minimum": lambda c, x, y: c.fmin(x, y),
-    "sqrt": lambda c, x: c.intrinsic("sqrt", x),
-    "floor": lambda c, x: c.intrinsic("floor", x),
-    "ceil": lambda c, x: c.intrinsic("ceil", x),
-    "trunc": lambda c, x: c.intrinsic("trunc", x),
-    "round": lambda c, x: c.intrinsic("rint", x),
-    "exp2": _function("exp2", llvm_math.exp2),
-    "exp": _function("exp", llvm_math.exp),
-    "log": _function("log", llvm_math.log),
-    "erf": _function("erf", llvm_math.erf),
-    "tanh": _function("tanh", llvm_math.tanh),
-    "sin": _function("sin", llvm_math.sin),
-    "cos": _function("cos", llvm_math.cos),
-    "expm1": _function("expm1", _expm1),
-    "log1p": _function("log1p", llvm_math.log1p),
-    "pow": lambda c, x, y: llvm_math.library(c, "pow", x, y),
-}
-
-INTEGER: dict[str, Callable[..., Value]] = {
-    "add": lambda c, x, y: c.b.add(x, y),
-    "sub": lambda c, x, y: c.b.sub(x, y),
-    "mul": lambda c, x, y: c.b.mul(x, y),
-    "neg": lambda c, x: c.b.neg(x),
-    "abs": lambda c, x: c.b.select(c.b.icmp_signed("<", x, ir.Constant(x.type, None)),
-                                   c.b.neg(x), x),
-    "maximum": lambda c, x, y: c.b.select(c.b.icmp_signed(">", x, y), x, y),
-    "minimum": lambda c, x, y: c.b.select(c.b.icmp_signed("<", x, y), x, y),
-}  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from deuteron.codegen.scalar import Load, ScalarProgram
 from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
+from deuteron.codegen.triton_passes import dependent_reductions
 from deuteron.codegen.triton_render import Knobs, power_of_two
 
 MOST = 6
@@ -15,11 +16,14 @@ FLAT = ((1024, 4), (2048, 4), (2048, 8), (512, 4), (4096, 8))  # block, warps
 FEW = ((256, 4), (512, 4), (128, 2), (1024, 4))  # flat, when there is less than a wave of work
 TILE = ((64, 64, 8), (32, 64, 4), (32, 32, 4), (64, 32, 4), (32, 128, 8))  # rows, block, warps
 PER_THREAD = (16, 8, 32, 4)  # elements of a row that a thread holds
+FEWER_WARPS = (32, 16, 8)  # the same for long rows, where waiting for other warps costs more
 LOOP = (  # block, warps, unroll: 32 warps leave 64 registers a thread, so fewer copies
     (2048, 8, 8), (8192, 32, 4), (4096, 16, 4), (2048, 8, 4), (1024, 4, 4), (1024, 4, 1),
 )  # fmt: skip
 COLUMN = ((64, 32, 8), (128, 16, 8), (32, 64, 8), (32, 16, 4))  # rows, block, warps
+WAITING = ((4096, 16, 2), (2048, 8, 8), (4096, 16, 4))  # loops for sums that wait for sums
 LONGEST_ROW = 32768  # that registers of one program can hold
+LONG_ROW = 16384  # where a program in registers is alone on a multiprocessor
 
 
 def choices(program: ScalarProgram, units: int = 132) -> list[Knobs]:
@@ -52,10 +56,12 @@ def _elementwise(program: ScalarProgram, units: int) -> list[Knobs]:
 def _rows(program: ScalarProgram, units: int) -> list[Knobs]:
     columns, rows = program.columns, program.rows
     width = power_of_two(columns)
+    waits = dependent_reductions(program) > 1
     found = []
     if width <= LONGEST_ROW:
         spread = max(rows // (2 * units), 1)  # rows a program may take with all units busy
-        for each in PER_THREAD:
+        few = width >= LONG_ROW or (waits and width >= LONG_ROW // 2)
+        for each in FEWER_WARPS if few else PER_THREAD:
             together = max(1, min(2048 // width, power_of_two(spread + 1) // 2))
             short = min(4, 1024 // width) if width <= 256 else 1
             for count in dict.fromkeys((together, max(1, together // 2), max(1, short))):
@@ -64,7 +70,7 @@ def _rows(program: ScalarProgram, units: int) -> list[Knobs]:
                     found.append(Knobs("rows", width, warps, count))
     loops = [
         Knobs("loop", block, warps, unroll=unroll)
-        for block, warps, unroll in (sorted(LOOP, reverse=True) if width > 65536 else LOOP)
+        for block, warps, unroll in _loops(program, width, waits)
         if block * unroll <= width or (block, unroll) == (1024, 1)
     ]
     if columns >= 8192 and rows < units:
@@ -75,9 +81,30 @@ def _rows(program: ScalarProgram, units: int) -> list[Knobs]:
             Knobs("split", 2048, 8, splits=max(2, parts // 2)),
         ]
         return split + found[:1] + loops[:2]
-    if width >= LONGEST_ROW:
+    if crowded(program):
         return loops[:4] + found[:2]
     return found[:5] + loops[:1] if width >= 4096 else found
+
+
+def _loops(program: ScalarProgram, width: int, waits: bool) -> list[tuple[int, int, int]]:
+    """Wide blocks where rows are very long or several tensors are read; else the usual order."""
+    if width > 65536 or _streams(program) > 1:
+        return sorted(LOOP, reverse=True)
+    return list(WAITING if waits and width == LONG_ROW else LOOP)
+
+
+def _streams(program: ScalarProgram) -> int:
+    """Tensors that are read along the row and differ from row to row."""
+    outer, inner = set(program.outer), set(program.inner)
+    loads = [s for s in program.statements if isinstance(s, Load)]
+    return len({s.tensor for s in loads if (axes := program.axes_of(s.offset)) & outer
+                and axes & inner})  # fmt: skip
+
+
+def crowded(program: ScalarProgram) -> bool:
+    """Whether a row in registers fills a multiprocessor, so that loads and sums take turns."""
+    width = power_of_two(program.columns)
+    return width >= LONGEST_ROW or (width == LONG_ROW and dependent_reductions(program) > 1)
 
 
 def _columns(program: ScalarProgram, units: int) -> list[Knobs]:

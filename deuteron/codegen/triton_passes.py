@@ -195,8 +195,9 @@ class Passes:
             top = combine("max", "float", top, x)
         body.line(f"top = {combine('max', 'float', m, top)}")
         body.line('zero = tl.where(top == float("-inf"), 0.0, top)')  # no -inf - -inf
-        terms = " + ".join(f"tl.exp({x} - zero)" for x in xs)
-        body.line(f"{s} = {s} * tl.exp({m} - zero) + ({terms})")
+        e = body.math.exponential
+        terms = " + ".join(e(f"{x} - zero") for x in xs)
+        body.line(f"{s} = {s} * {e(f'{m} - zero')} + ({terms})")
         body.line(f"{m} = top")
 
     def _pair_of(self, r: Reduce) -> Softmax | None:
@@ -212,7 +213,7 @@ class Passes:
             else:
                 top = pair.top.name
                 body.line(f'zero = tl.where({top} == float("-inf"), 0.0, {top})')
-                scaled = f"{tile} * tl.exp({prefix}{top} - zero)"
+                scaled = f"{tile} * {body.math.exponential(f'{prefix}{top} - zero')}"
                 body.line(f"{r.name} = {body.finish(r, scaled)}", "sum of e^(x - max)")
                 if not part:
                     nan = f'tl.where({top} == float("-inf"), float("nan"), {r.name})'
@@ -241,6 +242,12 @@ class Passes:
             body.hints[s.tensor] = "evict_first"
         statements: list[Statement] = [*self._needed(self.last + 1), *self.element_stores]
         self._loop(body, block, lambda suffix: body.emit(statements, suffix))
+
+
+def dependent_reductions(program: ScalarProgram) -> int:
+    """How many reductions of a row wait for one another when the row is in registers."""
+    depth = depths(program)
+    return max((depth[r.name] for r in program.reductions), default=0)
 
 
 def passes_needed(program: ScalarProgram) -> int:

@@ -12,6 +12,7 @@ import torch
 from deuteron.codegen import openmp
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import CannotLower, Compute, ScalarProgram
+from deuteron.codegen.triton_index import transposed_axis
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.roofline import region_bound
 from deuteron.ir.region import Region
@@ -23,6 +24,7 @@ SECONDS = {  # per element on one core, beyond what hides behind the loads
     "exp": 1.7e-9, "exp2": 1.7e-9, "erf": 1.7e-9, "tanh": 2.2e-9, "log": 2.0e-9, "sin": 2.5e-9,
     "cos": 2.5e-9, "div": 0.6e-9, "sqrt": 0.6e-9,
 }  # fmt: skip
+ACROSS_SECONDS = 2.5e-9  # an element that is read across the order of memory
 LIBRARY = frozenset({"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "expm1", "log1p"})
 LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64, and pow
 
@@ -46,7 +48,7 @@ def program_of(region: Region) -> ScalarProgram | Refusal:
 def _seconds(s: Compute, wide: bool) -> float:
     if s.op == "pow" or (wide and s.op in LIBRARY):
         return LIBRARY_SECONDS
-    return SECONDS.get(s.op, 0.1e-9)
+    return SECONDS.get(s.op, 0.045e-9)
 
 
 class CpuGen:
@@ -73,6 +75,8 @@ class CpuGen:
         assert isinstance(found, ScalarProgram)
         cells = found.rows * found.columns
         work = sum(_seconds(s, found.wide) for s in found.statements if isinstance(s, Compute))
+        if not found.inner and transposed_axis(found) is not None:
+            work += ACROSS_SECONDS
         return region_bound(region, target).seconds / 0.9 + work * cells / target.units + 3e-6
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:

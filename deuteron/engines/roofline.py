@@ -176,7 +176,7 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("max_pool", "cpu"): 0.2, ("resize", "cpu"): 0.2, ("to_layout", "cpu"): 0.4,
     ("conv", "cpu"): 0.6, ("linear", "cpu"): 0.85, ("matmul", "cpu"): 0.85,
     ("attention", "cpu"): 0.4, ("concat", "cuda"): 0.7, ("gelu", "cpu"): 0.3,
-    ("layer_norm", "cpu"): 0.6, ("rope", "cuda"): 0.15, ("rope", "cpu"): 0.25,
+    ("layer_norm", "cpu"): 0.2, ("mean", "cpu"): 0.2, ("rope", "cuda"): 0.15, ("rope", "cpu"): 0.25,
     ("cumsum", "cuda"): 0.4, ("cumprod", "cuda"): 0.4,
     ("batch_norm_train", "cuda"): 0.45, ("batch_norm_act", "cuda"): 0.3,
     ("batch_norm_act_grad", "cuda"): 0.15,

@@ -139,7 +139,7 @@ class TorchEngine:
         return Kernel(fn)
 
 
-def _or_wider(fn: Callable[..., Any], types: list[torch.dtype]) -> Callable[..., Any]:
+def _or_wider(fn: Callable[..., Any], types: list[torch.dtype | None]) -> Callable[..., Any]:
     """``fn``, or where torch has no kernel for 16-bit floats on a CPU, ``fn`` in float32."""
 
     def wide(x: Any) -> Any:

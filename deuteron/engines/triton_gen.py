@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import CannotLower, ScalarProgram
-from deuteron.codegen.triton_knobs import LONGEST_ROW, choices
+from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_math import Unsupported
 from deuteron.codegen.triton_passes import passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
@@ -24,9 +24,10 @@ from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
+SHARE = 1.5  # times its part of the bandwidth that a multiprocessor alone can draw
 REACHED = 0.92  # of the bandwidth of a copy
-AGAIN = 0.25  # a further pass over the rows finds them in L2
-CROWDED = 0.8  # of REACHED, where one program fills a multiprocessor: loads and work take turns
+AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
+CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads and work take turns
 
 
 @lru_cache(maxsize=256)
@@ -46,7 +47,7 @@ class TritonGen:
     """Writes a Triton kernel for a region of elementwise, movement and reduction operators."""
 
     name = "triton_gen"
-    version = "2"
+    version = "3"
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         if not target.is_cuda:
@@ -67,12 +68,16 @@ class TritonGen:
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
         cost, kind = region_cost(region), candidate.knobs["kind"]
         once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
-        if kind == "rows" and candidate.knobs["block"] >= LONGEST_ROW:
+        program = program_of(region)
+        assert isinstance(program, ScalarProgram)
+        if kind in ("rows", "loop", "split"):  # fewer programs than units leave bandwidth unused
+            programs = -(-program.rows // candidate.knobs["rows"]) * candidate.knobs["splits"]
+            busy = min(1.0, SHARE * programs / target.units)
+            once = target.launch + (once - target.launch) / busy
+        if kind == "rows" and crowded(program):
             return once / CROWDED
         if kind not in ("loop", "split"):
             return once
-        program = program_of(region)
-        assert isinstance(program, ScalarProgram)
         passes = passes_needed(program)
         launches = passes - 1 if kind == "split" else 0
         return once + AGAIN * (passes - 1) * cost.reads / target.stream + launches * target.launch

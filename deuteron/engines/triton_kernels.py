@@ -127,7 +127,7 @@ class TritonKernels(RecipeEngine):
     """Gradients of norms in one pass."""
 
     name = "triton_kernels"
-    version = "1"
+    version = "2"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         from deuteron.engines.triton_batch_norm import BATCH_NORM

@@ -134,8 +134,11 @@ def _refuse_gemm(region: Region, target: Target, policy: Policy) -> Refusal | No
 
 
 def _gemm_penalty(region: Region, target: Target) -> float:
-    """Better than the convolution of the library; for ``linear`` it is what the library does."""
-    return 0.75 if region.ops[0] == "conv" else 1.0
+    """Better than the convolution of the library, less so for short sums; for ``linear`` it is
+    what the library does."""
+    if region.ops[0] != "conv":
+        return 1.0
+    return 0.75 * (1.0 + 10.0 / must_chain(region, ("conv",)).weight.shape[1])
 
 
 def _build_gemm(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:

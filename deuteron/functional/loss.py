@@ -17,11 +17,9 @@ from torch.autograd.graph import increment_version
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.functional.loss_rows import (
     Terms,
-    added_up,
     class_dim,
-    rows,
+    reduced_loss,
     scaled,
-    totals,
     wide,
 )
 
@@ -78,10 +76,10 @@ def cross_entropy(
         if inplace_backward:
             _check_memory(logits)
         loss, lse = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits, target, weight, terms, dtype, inplace_backward
+            logits, target, weight, terms, dtype, inplace_backward, return_lse
         )
     else:
-        loss, lse, _, _ = _forward(logits, target, weight, terms, dtype, None)
+        loss, lse, _ = _forward(logits, target, weight, terms, dtype, None, return_lse)
     return (loss, lse) if return_lse else loss
 
 
@@ -99,18 +97,17 @@ def _forward(
     terms: Terms,
     dtype: torch.dtype,
     grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Loss, lse, the gradient in ``grad`` if that is given, and the totals."""
+    needs_lse: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Loss, lse if it is needed, and the totals; the gradient into ``grad`` if that is given."""
     dim = class_dim(logits)
-    shape = logits.shape[:dim] + logits.shape[dim + 1 :]
     if not target.is_floating_point():
         target = target.contiguous()
-    total = totals(logits, logits.shape[dim], target, weight, terms)
-    lse = torch.empty(shape, dtype=total.dtype, device=logits.device)
-    each = dtype if terms.reduction == "none" else total.dtype
-    losses = torch.empty(shape, dtype=each, device=logits.device)
-    rows(logits, target, weight, total, terms, losses, lse, None, grad)
-    return added_up(losses, terms.reduction, dtype), lse, grad, total
+    shape = logits.shape[:dim] + logits.shape[dim + 1 :]
+    sums = wide(logits.dtype)
+    lse = torch.empty(shape, dtype=sums, device=logits.device) if needs_lse else None
+    loss, total = reduced_loss(logits, target, weight, terms, dtype, lse, grad)
+    return loss, lse, total
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -125,25 +122,28 @@ class _CrossEntropy(torch.autograd.Function):
         terms: Terms,
         dtype: torch.dtype,
         inplace: bool,
-    ) -> tuple[Tensor, Tensor]:
+        needs_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         grad = logits.detach() if inplace else torch.empty_like(logits)
-        loss, lse, _, ctx.total = _forward(logits.detach(), target, weight, terms, dtype, grad)
+        source = grad if inplace else logits
+        loss, lse, ctx.total = _forward(source, target, weight, terms, dtype, grad, needs_lse)
         if inplace:
             increment_version(logits)  # whoever saved the logits for a gradient hears of it
         ctx.grad, ctx.dim = grad, class_dim(logits)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(lse)
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
         return loss, lse
 
     @staticmethod
     def backward(ctx: Any, up: Tensor | None, _: Any) -> Any:
         if up is None:
-            return (None,) * 6
+            return (None,) * 7
         refuse_second_derivative("cross_entropy")
         keep = keeps_graph()
         grad = taken(ctx, "grad", keep)
         up = up.unsqueeze(ctx.dim) if grad.dim() == up.dim() + 1 and up.dim() else up
-        return (scaled(grad, up, ctx.total, keep), *(None,) * 5)
+        return (scaled(grad, up, ctx.total, keep), *(None,) * 6)
 
 
 def keeps_graph() -> bool:
@@ -197,7 +197,8 @@ def _cross_entropy_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     terms = Terms(reduction, ignore_index, label_smoothing, z_loss)
     grad = torch.empty_like(logits) if needs_grad else None
-    loss, lse, _, total = _forward(logits, target, weight, terms, dtype, grad)
+    loss, lse, total = _forward(logits, target, weight, terms, dtype, grad, True)
+    assert lse is not None
     return loss, lse, logits.new_empty(0) if grad is None else grad, total
 
 

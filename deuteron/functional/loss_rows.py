@@ -87,11 +87,11 @@ def rows(
     total: Tensor,
     terms: Terms,
     loss: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     masses: Tensor | None,
     grad: Tensor | None,
 ) -> None:
-    """Fills loss and lse, and masses and grad where given; ``grad`` may be ``x``.
+    """Fills loss, and lse, masses and grad where given; ``grad`` may be ``x``.
 
     Classes are along dimension 1 (0 of a single row); the other tensors have a number for each
     row, in order. Integer targets are contiguous.
@@ -103,13 +103,15 @@ def rows(
     n, classes, inner = logits.shape
     wanted = (n, classes, inner) if target.is_floating_point() else (n, inner)
     target = target.reshape(wanted)
-    losses, all_lse = loss.view(n, inner), lse.view(n, inner)
+    losses = loss.view(n, inner)
     step = max(1, PIECE // max(1, classes * inner))
     for a in range(0, n, step):
         piece = slice(a, a + step)
-        losses[piece], all_lse[piece], mass = _rows_in_torch(
+        losses[piece], found, mass = _rows_in_torch(
             logits[piece], target[piece], weight, total, terms, None if out is None else out[piece]
         )
+        if lse is not None:
+            lse.view(n, inner)[piece] = found
         if masses is not None:
             masses.view(n, inner)[piece] = mass
     if grad is not None and out is not None and out.data_ptr() != grad.data_ptr():
@@ -125,24 +127,80 @@ def _flat(x: Tensor) -> Tensor:
 
 def _rows_in_triton(
     x: Tensor, target: Tensor, weight: Tensor | None, total: Tensor, terms: Terms,
-    loss: Tensor, lse: Tensor, masses: Tensor | None, grad: Tensor | None,
+    loss: Tensor, lse: Tensor | None, masses: Tensor | None, grad: Tensor | None,
 ) -> None:  # fmt: skip
-    from deuteron.kernels.triton.cross_entropy import Spec, launch_rows, layout
+    from deuteron.kernels.triton.cross_entropy import Spec, launch_rows, plan_rows
 
-    if layout(x) is None:
+    x, target, out = _with_layouts(x, target, grad)
+    plan = plan_rows(x, target, weight, out, terms.label_smoothing != 0.0)
+    launch_rows(plan, x, target, weight, total, loss, lse, masses, out, Spec(*terms[1:]))
+    if grad is not None and out is not None and out is not grad:
+        grad.copy_(out)
+
+
+def reduced_loss(
+    x: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, dtype: torch.dtype,
+    lse: Tensor | None, grad: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss as it is returned, and the totals; fills lse and grad where given."""
+    if in_triton(x) and x.numel():
+        return _loss_in_triton(x, target, weight, terms, dtype, lse, grad)
+    dim = class_dim(x)
+    total = totals(x, x.shape[dim], target, weight, terms)
+    each = dtype if terms.reduction == "none" else total.dtype
+    losses = torch.empty(x.shape[:dim] + x.shape[dim + 1 :], dtype=each, device=x.device)
+    rows(x, target, weight, total, terms, losses, lse, None, grad)
+    return added_up(losses, terms.reduction, dtype), total
+
+
+def _loss_in_triton(
+    x: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, dtype: torch.dtype,
+    lse: Tensor | None, grad: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Few rows are one launch; else programs of several rows hand on the sums of their losses."""
+    from deuteron.kernels.triton.cross_entropy import Spec, launch_rows, plan_rows
+
+    x, target, out = _with_layouts(x, target, grad)
+    plan = plan_rows(x, target, weight, out, terms.label_smoothing != 0.0)
+    spec, reduction, device = Spec(*terms[1:]), terms.reduction, x.device
+    if plan.sums and plan.programs == 1 and reduction != "none":
+        loss = torch.empty((), dtype=dtype, device=device)
+        total = torch.empty(5, dtype=torch.float32, device=device)
+        later = x.dtype == torch.float16
+        launch_rows(plan, x, target, weight, total, loss, lse, None, out, spec, True, reduction,
+                    later)  # fmt: skip
+    else:
+        dim = class_dim(x)
+        total = totals(x, x.shape[dim], target, weight, terms)
+        summed = plan.sums and reduction != "none"
+        shape = (plan.programs,) if summed else x.shape[:dim] + x.shape[dim + 1 :]
+        each = dtype if reduction == "none" else torch.float32
+        losses = torch.empty(shape, dtype=each, device=device)
+        launch_rows(plan, x, target, weight, total, losses, lse, None, out, spec, summed)
+        loss = added_up(losses, reduction, dtype)
+    if grad is not None and out is not None and out is not grad:
+        grad.copy_(out)
+    return loss, total
+
+
+def _with_layouts(
+    x: Tensor, target: Tensor, grad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits, target and room for the gradient as the kernels can address them: themselves, or
+    copies where rows are not at equal distances."""
+    from deuteron.kernels.triton.cross_entropy import layout
+
+    if layout(x.shape, x.stride()) is None:
         x = x.contiguous()
     if target.is_floating_point():
-        places = layout(target)
+        places = layout(target.shape, target.stride())
         side_by_side = places is not None and places.by_class == 1
         if places is None or (x.stride(class_dim(x)) == 1 and not side_by_side):
             dim = class_dim(x)
             target = target.movedim(dim, -1).contiguous().movedim(-1, dim)
-    out = grad
-    if grad is not None and layout(grad) is None:
-        out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    launch_rows(x, target, weight, total, loss, lse, masses, out, Spec(*terms[1:]))
-    if grad is not None and out is not None and out is not grad:
-        grad.copy_(out)
+    if grad is not None and layout(grad.shape, grad.stride()) is None:
+        grad = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    return x, target, grad
 
 
 def _shares(

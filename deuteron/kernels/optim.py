@@ -21,7 +21,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def evaluate(
     return values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object per rule: a step looks up its kernel by it
 class Program:
     """What happens to one element of every tensor.
 
@@ -122,10 +122,22 @@ class Numbers:
     body: tuple[Statement, ...]
     results: tuple[str, ...]
 
+    @cached_property
+    def _function(self) -> Callable[..., list[float]]:
+        """The statements as one Python function: looking each of them up takes longer than a
+        launch."""
+        lines = [f"def numbers({', '.join((*self.constants, 'lr', 'step'))}):"]
+        for name, op, args in self.body:
+            given = ", ".join(a if isinstance(a, str) else repr(a) for a in args)
+            lines.append(f"    {name} = _{op}({given})")
+        lines.append(f"    return [{', '.join(self.results)}]")
+        names: dict[str, Any] = {f"_{op}": fn for op, fn in ON_NUMBERS.items()}
+        exec("\n".join(lines), names)
+        function: Callable[..., list[float]] = names["numbers"]
+        return function
+
     def on_host(self, constants: Sequence[float], lr: float, step: float) -> list[float]:
-        given = dict(zip(self.constants, constants, strict=True)) | {"lr": lr, "step": step}
-        made = evaluate(self.body, given, ON_NUMBERS)
-        return [made[name] for name in self.results]
+        return self._function(*constants, lr, step)
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,11 @@ class LinearCrossEntropy(torch.nn.CrossEntropyLoss):
         z_loss: float = 0.0,
         return_lse: bool = False,
         chunk: int | None = None,
+        accumulate: str | None = None,
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss, self.return_lse, self.chunk = z_loss, return_lse, chunk
+        self.accumulate = accumulate
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None
@@ -89,4 +91,5 @@ class LinearCrossEntropy(torch.nn.CrossEntropyLoss):
             z_loss=self.z_loss,
             return_lse=self.return_lse,
             chunk=self.chunk,
+            accumulate=self.accumulate,
         )

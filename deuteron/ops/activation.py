@@ -24,6 +24,17 @@ Rule = Callable[[Ops, Sym, Sym, Mapping[str, Any]], Any]
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
+def _tanhshrink(x: torch.Tensor) -> torch.Tensor:
+    """PyTorch's difference loses its digits near 0, where x and tanh x cancel. In float64, in which
+    it has to be exact, the continued fraction of tanh takes over there."""
+    if x.dtype != torch.float64:
+        return F.tanhshrink(x)
+    square, tail = x * x, torch.zeros_like(x)
+    for odd in range(17, 3, -2):
+        tail = square / (odd + tail)
+    return torch.where(x.abs() < 1.0, x * square / (3.0 + square + tail), F.tanhshrink(x))
+
+
 def _gelu(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
     if a["approximate"] == "none":
         below = (b.erf(x * math.sqrt(0.5)) + 1.0) * 0.5
@@ -121,7 +132,7 @@ _ACTIVATIONS: tuple[_Row, ...] = (
      "x / (1 + |x|)"),
     ("log_sigmoid", _log_sigmoid, "x", lambda b, g, x, a: g * b.sigmoid(-x), 18, "normal", {},
      "ln sigmoid(x)"),
-    ("tanhshrink", F.tanhshrink, "x", lambda b, g, x, a: g * b.square(b.tanh(x)), 13, "normal",
+    ("tanhshrink", _tanhshrink, "x", lambda b, g, x, a: g * b.square(b.tanh(x)), 13, "normal",
      {}, "x − tanh x"),
     ("softshrink", F.softshrink, "x", _beyond, 3, "normal", _LAMBD,
      "x moved towards 0 by lambd, and 0 within it"),

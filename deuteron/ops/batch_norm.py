@@ -198,14 +198,10 @@ def _grad_reference(
         z = y if y is not None else _before(x, mean, rstd, weight, bias, residual)
         dz = ACTIVATIONS[activation].grad(grad.to(mean.dtype), z.to(mean.dtype), slope).to(x.dtype)
     dz = lay(dz.clone() if dz is grad else dz, image)
-    scale = None if weight is None else weight.to(mean.dtype)
+    scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
         dz, lay(x, image), scale, None, None, mean, rstd, True, 0.0, [True] * 3
     )
-    if weight is None:  # asked for and not given: what a weight of 1 would receive
-        axes = [d for d in range(x.ndim) if d != 1]
-        hat = _before(x, mean, rstd, None, None, None)
-        dweight, dbias = (dz * hat).sum(axes), dz.to(mean.dtype).sum(axes)
     return lay(dx, image), dweight, dbias, dz
 
 

@@ -415,7 +415,7 @@ ROWS = (
     Row("instance_norm", {"eps": _EPS}, 3,
         lambda name, x, attrs: _check_spread(name, x, prod(x.shape[2:]), "use group_norm"),
         _channel_form,
-        lambda x, w, b, eps: torch.group_norm(x, x.shape[1], w, b, eps),
+        lambda x, w, b, eps: torch.group_norm(x, max(x.shape[1], 1), w, b, eps),
         False, _samples(*_PAIR, ({}, {"eps": 0.01})),
         "Each channel of each sample normalised over its positions, then · weight + bias per "
         "channel."),

@@ -65,10 +65,10 @@ def _check_like(name: str, x: TensorType, slot: str, given: TensorType | None) -
 
 
 def _sums(t: Tensor, lies: Shape) -> Tensor:
-    """``t`` summed down to how the parameter lies."""
+    """``t`` summed down to how the parameter lies, in memory of its own."""
     lead = t.ndim - len(lies)
     axes = [d for d in range(t.ndim) if d < lead or (lies[d - lead] == 1 and t.shape[d] != 1)]
-    return t.sum(axes) if axes else t
+    return t.sum(axes) if axes else t.clone()
 
 
 def _define(row: Row) -> OpDef:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypedDict
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.kernels.optim import Extras, Rule
@@ -14,6 +16,7 @@ from deuteron.optim.batch import Batch, capturing, is_dense, moved, same_memory_
 from deuteron.optim.machines import Control, Limits, Machine, machine
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+GRADIENT = attrgetter("grad")
 
 
 class Ours(TypedDict, total=False):
@@ -48,7 +51,7 @@ class Fused(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     ours: Ours
     grad_norm: torch.Tensor | None = None
-    _batches: list[tuple[list[torch.dtype | None], list[Batch]] | None]
+    _batches: list[tuple[list[torch.dtype | torch.layout | None], list[Batch]] | None]
     _captured: list[Any]
 
     # ---- what a subclass says
@@ -185,16 +188,42 @@ class Fused(torch.optim.Optimizer):
 
     # ---- the step
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns what ``closure`` returns."""
+        if self._is_watched():
+            return _watched_step(self, closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch need not wrap it: we call the hooks
+
+    def _is_watched(self) -> bool:
+        """Whether hooks or a profiler wait for the step. Looking takes 1 µs, and torch's wrapper,
+        which opens a range for the profiler every time, as long as everything else."""
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch._C._autograd._profiler_enabled()
+        )
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            self._update()
+        finally:
+            torch._C._set_grad_enabled(before)
+        return loss
+
+    def _update(self) -> None:
         work = self._collect()
         if not work:
-            return loss
+            return
         control = self._control([batch for batch, _ in work])
         for batch, group in work:
             held = None if control is None else control[batch.device]
@@ -202,7 +231,6 @@ class Fused(torch.optim.Optimizer):
             batch.let_go()
             if capturing(batch.device):
                 self._captured.append(batch.in_use())
-        return loss
 
     def _collect(self) -> list[tuple[Batch, dict[str, Any]]]:
         """The batches of all groups, with the gradients of now."""
@@ -210,14 +238,16 @@ class Fused(torch.optim.Optimizer):
         if len(self._batches) != len(self.param_groups):
             self._batches = [None] * len(self.param_groups)
         for index, group in enumerate(self.param_groups):
-            grads = [p.grad for p in group["params"]]
-            kinds = [None if g is None else g.dtype for g in grads]
+            grads = list(map(GRADIENT, group["params"]))
+            kinds = [
+                None if g is None else g.layout if g.is_sparse else g.dtype for g in grads
+            ]  # fmt: skip
             made = self._batches[index]
-            odd = any(g is not None and g.is_sparse for g in grads)
-            if made is None or made[0] != kinds or odd or not self._hold(made[1], group):
+            if made is None or made[0] != kinds or not self._hold(made[1], group):
                 made = self._batches[index] = (kinds, self._batch(group))
             for batch in made[1]:
-                batch.take([grads[i] for i in batch.index])
+                all_ = len(batch.index) == len(grads)
+                batch.take(grads if all_ else [grads[i] for i in batch.index])
                 work.append((batch, group))
         return work
 
@@ -279,9 +309,10 @@ class Fused(torch.optim.Optimizer):
     def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
         """Unscale, clip and skip, decided over all batches on all devices; None if nothing is."""
         scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        limits = Limits(self.ours.get("max_norm"), bool(self.ours.get("skip_nonfinite")))
-        if scale is None and found_inf is None and not limits.needs_norm:
+        norm, skip = self.ours.get("max_norm"), self.ours.get("skip_nonfinite")
+        if scale is None and found_inf is None and norm is None and not skip:
             return None
+        limits = Limits(norm, bool(skip))
         devices = list(dict.fromkeys(batch.device for batch in batches))
         first = devices[0]
         squares = None
@@ -296,6 +327,9 @@ class Fused(torch.optim.Optimizer):
         made = machine(first.type).control(squares, scale, found_inf, limits)
         self.grad_norm = made.norm
         return {d: made if d == first else made.on(d) for d in devices}
+
+
+_watched_step = torch.optim.Optimizer.profile_hook_step(Fused._step)
 
 
 def _known_step(step: torch.Tensor, p: torch.Tensor) -> float | None:

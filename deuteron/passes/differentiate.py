@@ -61,10 +61,12 @@ def pullback(
     """The gradients alone: a graph from the inputs that they depend on, and from one input
     ``grad_<name>`` for every output named in ``of``, to an output ``grad_<name>`` for every
     input in ``wrt``. What the gradients need of the forward computation is computed again,
-    except for the outputs in ``kept``: these come in as inputs, under the names of their values.
+    except for the outputs in ``kept``: these come in as inputs, under the names of their values
+    (those of :func:`written_out`, where ``graph`` holds operators without a gradient rule).
 
     ``of`` gives the types in which the gradients come, strides included.
     """
+    graph = written_out(graph)
     build, ops = _continued(graph)
     values = dict(graph.outputs)
     seeds: dict[str, Sym] = {}

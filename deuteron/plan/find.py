@@ -26,6 +26,7 @@ from deuteron.plan.tensors import poisoned, random_tensor, relative_error, restr
 from deuteron.plan.timing import timed
 
 MARGIN = 0.98  # a measurement must be 2 % better to overturn the estimate's choice
+FAR = 2.0  # a candidate predicted so many times as slow as the first is not tried
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
@@ -65,7 +66,8 @@ class Finder:
             self.counts["remembered"] += 1
             return self._decide(base, *remembered)
         left = self.budget_s - self.spent_s
-        runs = sum(min(o.predicted_s, 3 * usable[0].predicted_s) for o in usable) * RUNS
+        near = [o.predicted_s for o in usable if o.predicted_s <= FAR * usable[0].predicted_s]
+        runs = sum(near) * RUNS
         if self.stopped or left <= 0 or runs > left / 2:
             self.counts["left"] += 1
             why = "the search was stopped" if self.stopped else "the budget does not allow it"
@@ -112,7 +114,7 @@ class Finder:
             if results and not ours and time.perf_counter() - begin > left:
                 done[i] = replace(option, rejected=NOT_REACHED)
                 continue
-            if i >= 2 and not ours and option.predicted_s > 3 * options[0].predicted_s:
+            if i >= 1 and not ours and option.predicted_s > FAR * options[0].predicted_s:
                 done[i] = replace(option, rejected="predicted far slower")
                 continue
             try:

@@ -30,7 +30,6 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target
 
-
 HOST_LAUNCH_S = 5e-6  # what the host needs to launch a kernel or a copy
 
 

@@ -255,8 +255,8 @@ def _augment(x, table, normal, sums, y, columns, H, W, HO, WO, sn, sc, sh, sw, y
     mean = tl.zeros([], kind)
     if CONTRAST >= 0:
         if sums is not None:
-            at = tl.arange(0, SUMS)
-            mean = tl.sum(tl.load(sums + n * summed + at, at < summed, 0.0))
+            part = tl.arange(0, SUMS)
+            mean = tl.sum(tl.load(sums + n * summed + part, part < summed, 0.0))
         else:
             mean = _grey_sum(x, row, 0, HO * WO, H, W, HO, WO, sc, sh, sw, STEPS, CONTRAST, MODE,
                              BORDER, PROJECTIVE, RGB, BYTES, BIG, BLOCK)  # fmt: skip

@@ -51,7 +51,7 @@ def forward(
     p, b = merge_tile(d)
     forward_merge(
         (-(-channels // b),), x, scratch, counts, *learned, float(d.count), share, unbiased, eps,
-        pieces, channels, d.units, LAST=d.last, V=d.constants["V"], P=p, B=b,
+        pieces, d.rows, channels, d.units, LAST=d.last, V=d.constants["V"], P=p, B=b,
     )  # fmt: skip
     groups = -(-d.tiles // d.each)
     forward_apply(

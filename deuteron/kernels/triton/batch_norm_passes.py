@@ -12,9 +12,11 @@ x is seen as rows of lanes. Channels last: a row is a pixel, its lanes are the c
 first: a row is an image, its lanes are the positions of one channel. A tile is [A rows, B lanes].
 Every element of a tile keeps its own running mean and squared spread (Welford) over the tiles that
 a program visits; rows, then programs, are merged with Chan's formula. All means are kept relative
-to a pivot, the first value of the channel, which for 16-bit values loses nothing. So statistics
-stay exact when the mean is a thousand times the deviation, and when the pivot lies far off. There
-are no atomics: two runs give the same bits.
+to a pivot: of the channel's first values the one nearest to 0, or 0 if they lie on both sides of
+it. It is never much larger than the mean, so a mean near 0 is not the small difference of two
+large numbers, and where it is a thousand times the deviation the pivot takes that away. If the
+pivot lies far off, statistics are still as exact as Welford's. There are no atomics: two runs give
+the same bits.
 
 A first pass goes through the tiles upwards, the second downwards: what the first read last is in
 L2 still. What is small takes one launch, each program with all rows of its channels.
@@ -24,6 +26,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+SAMPLES = tl.constexpr(32)  # values of a channel that its pivot is chosen from
 
 # ---- places ------------------------------------------------------------------------------------
 
@@ -65,10 +69,26 @@ def _number(of, c, channels, default: tl.constexpr):
 
 
 @triton.jit
-def _pivot(x, c, channels, units, LAST: tl.constexpr, V: tl.constexpr):
-    """The first value of each channel."""
-    apart = 1 if LAST else units * V
-    return tl.load(x + c.to(tl.int64) * apart, mask=c < channels, other=0.0).to(tl.float32)
+def _pivot(
+    x, c, rows, channels, units, LAST: tl.constexpr, V: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """The number nearest to 0 between the least and the largest of the first values of each
+    channel. c is a row of channels, or with SINGLE one alone."""
+    k = tl.arange(0, SAMPLES)[:, None]
+    lanes = units * V
+    if LAST:
+        at, row = k * lanes + c.to(tl.int64), k
+    else:
+        row = k // lanes
+        at = (row * channels + c.to(tl.int64)) * lanes + k % lanes
+    inside = (row < rows) & (c < channels)
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    least = tl.min(tl.where(inside, v, float("inf")), 0, keep_dims=not SINGLE)
+    most = tl.max(tl.where(inside, v, float("-inf")), 0, keep_dims=not SINGLE)
+    if SINGLE:
+        least, most = tl.min(least, 0), tl.max(most, 0)
+    pivot = tl.where(least > 0.0, least, tl.where(most < 0.0, most, 0.0))
+    return tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)  # no values, or all infinite
 
 
 @triton.jit
@@ -136,7 +156,8 @@ def _statistics(
 ):  # fmt: skip
     """Count, mean above the pivot and squared spread per channel over the tiles first,
     first + step, …"""
-    pivot = _pivot(x, _channel(block, across, LAST, B), channels, units, LAST, V)
+    c = _channel(block, across, LAST, B)
+    pivot = _pivot(x, c, rows, channels, units, LAST, V, not LAST)
     mean = tl.zeros((A, B), tl.float32)
     spread = tl.zeros((A, B), tl.float32)
     seen = 0.0
@@ -259,7 +280,7 @@ def forward_once(
     block = tl.program_id(0)
     c = _channel(block, 1, LAST, B)
     n, mean, spread = _statistics(x, 0, 1, block, rows, tiles, channels, units, 1, LAST, A, B, V, 2)
-    mean += _pivot(x, c, channels, units, LAST, V)
+    mean += _pivot(x, c, rows, channels, units, LAST, V, not LAST)
     var = spread / n
     rstd = 1.0 / tl.sqrt(var + eps)
     tl.store(mean_out + c, mean, mask=c < channels)
@@ -327,7 +348,7 @@ def forward_statistics(
 @triton.jit
 def forward_merge(
     x, parts, counts, running_mean, running_var, new_mean, new_var, mean_out, rstd_out,
-    n, share, unbiased, eps, pieces, channels, units,
+    n, share, unbiased, eps, pieces, rows, channels, units,
     LAST: tl.constexpr, V: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Chan's formula over the parts of B channels."""
@@ -349,7 +370,7 @@ def forward_merge(
         spread = tl.load(at + pieces * channels, mask=inside, other=0.0)
         sums += tl.where(inside, spread + count * away * away, 0.0)
     var = tl.sum(sums, 0, keep_dims=True) / n
-    mean += _pivot(x, c, channels, units, LAST, V)
+    mean += _pivot(x, c, rows, channels, units, LAST, V, False)
     tl.store(mean_out + c, mean, mask=c < channels)
     tl.store(rstd_out + c, 1.0 / tl.sqrt(var + eps), mask=c < channels)
     _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels)

@@ -77,16 +77,46 @@ def _three_sums(a, b, c):
 
 
 @triton.jit
+def _plus4(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def _four_sums(a, b, c, d):
+    return tl.reduce((a, b, c, d), 1, _plus4, keep_dims=True)
+
+
+@triton.jit
+def _over_root(v):
+    """1 / √v; the approximation that the GPU has for float64 is not as exact as float64."""
+    if v.dtype == tl.float64:
+        return 1.0 / tl.sqrt(v)
+    else:
+        return tl.rsqrt(v)
+
+
+@triton.jit
+def _first_of_rows(x, tile, rows, N: tl.constexpr, R: tl.constexpr):
+    """The first element of each row of a tile; 0 for rows that are not there."""
+    r = tile * R + tl.arange(0, R)[:, None]
+    return tl.load(x + r.to(tl.int64) * N, mask=(r >= 0) & (r < rows), other=0.0)
+
+
+@triton.jit
 def _rows(
     x, grad, weight, extra, dx, dweight, dbias, rows,
     N: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A persistent program takes R rows at a time and keeps sums of its columns.
+    """A persistent program takes R rows at a time, the last first, and keeps sums of its columns.
 
     A mean of 1000 is rounded by 3e-5 in float32, and so would be every centred value. What is left
-    of the mean after subtracting it shows in the next sums and is taken out as well; elements of
-    16 bits are coarser than that and do without."""
+    of the mean after subtracting it shows in the next sums and is taken out as well.
+
+    Elements of 16 bits are coarser than that. They are taken relative to the first of their row,
+    which is read while the row before is worked on: all sums are then found at once, and warps wait
+    for each other once. The first element is at most √N deviations from the mean, so what the
+    variance loses to cancellation is at most N roundings of float32, less than one of 16 bits."""
     REFINE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth >= 32
     c = tl.arange(0, BLOCK)[None, :]
     column = c < N
@@ -96,9 +126,12 @@ def _rows(
         sum_w = tl.zeros((R, BLOCK), WIDE)
     if dbias is not None:
         sum_b = tl.zeros((R, BLOCK), WIDE)
-    step = tl.num_programs(0) * R
-    for first in tl.range(tl.program_id(0) * R, rows, step, num_stages=STAGES):
-        r = first + tl.arange(0, R)[:, None]
+    tiles = tl.cdiv(rows, R)
+    step = tl.num_programs(0)
+    if CENTRED and not REFINE:
+        next_pivot = _first_of_rows(x, tiles - 1 - tl.program_id(0), rows, N, R).to(WIDE)
+    for t in tl.range(tl.program_id(0), tiles, step, num_stages=STAGES):
+        r = (tiles - 1 - t) * R + tl.arange(0, R)[:, None]
         inside = (r < rows) & column
         at = r.to(tl.int64) * N + c
         v = _read(x + at, inside, EVEN).to(WIDE)
@@ -106,12 +139,24 @@ def _rows(
         inner = g
         if weight is not None:
             inner = g * w
-        if CENTRED:
+        if CENTRED and not REFINE:
+            pivot = next_pivot
+            next_pivot = _first_of_rows(x, tiles - 1 - t - step, rows, N, R).to(WIDE)
+            v -= pivot
+            if not EVEN:
+                v = tl.where(inside, v, 0.0)
+            off, squares, products, of_inner = _four_sums(v, v * v, inner * v, inner)
+            off /= N
+            v -= off
+            if not EVEN:
+                v = tl.where(inside, v, 0.0)
+            squares = tl.maximum(squares - off * off * N, 0.0, tl.PropagateNan.ALL)
+            products -= off * of_inner
+        elif CENTRED:
             mean, of_inner = _two_sums(v, inner)
             v -= mean / N
             if not EVEN:
                 v = tl.where(inside, v, 0.0)
-        if CENTRED and REFINE:
             off, squares, products = _three_sums(v, v * v, inner * v)
             off /= N
             v -= off
@@ -121,7 +166,7 @@ def _rows(
             products -= off * of_inner
         else:
             squares, products = _two_sums(v * v, inner * v)
-        rstd = tl.rsqrt(squares / N + EPS)
+        rstd = _over_root(squares / N + EPS)
         if not EVEN:
             rstd = tl.where(r < rows, rstd, 0.0)  # or eps = 0 makes nan of rows that are not there
         v *= rstd
@@ -182,7 +227,7 @@ def _sums_of_rows(
     if CENTRED:
         off = tl.sum(left, 0) / N
     of_inner = tl.sum(inner, 0) / N
-    rstd = tl.rsqrt(tl.sum(squares, 0) / N - off * off + EPS)
+    rstd = _over_root(tl.sum(squares, 0) / N - off * off + EPS)
     sums += r * 5
     tl.store(sums, mean)
     tl.store(sums + 1, off)
@@ -267,7 +312,8 @@ def _groups(
         first += v
         second += v * v
     off = tl.sum(first, 0) / L
-    rstd = tl.rsqrt(tl.maximum(tl.sum(second, 0) / L - off * off, 0.0, tl.PropagateNan.ALL) + EPS)
+    var = tl.maximum(tl.sum(second, 0) / L - off * off, 0.0, tl.PropagateNan.ALL)
+    rstd = _over_root(var + EPS)
     channel = (row % GROUPS) * EACH
     partials = (row // GROUPS) * (GROUPS * EACH) + channel
     j = tl.arange(0, C)

@@ -50,16 +50,22 @@ class Way:
 def ways(work: Work, units: int) -> list[Way]:
     """Ways worth trying on a GPU of ``units`` multiprocessors, the best guess first.
 
-    A tile of 4096 elements is 8 for each thread of 16 warps. Two smaller programs on a
-    multiprocessor cover each other's waiting for sums along rows: a norm with a mean waits twice.
+    A tile of 4096 elements is 8 for each thread of 16 warps. Smaller programs on a multiprocessor
+    cover each other's waiting for sums along rows: the better where rows are short, and for a norm
+    with a mean.
     """
     if work.kind == "groups":
         return [Way(warps=8), Way(warps=4)]
     if work.kind == "long":
         across = -(-work.columns // COLUMNS)
         return [Way(4, max(1, min(work.rows // 16, WAVES * units // across)), 4, 3)]
-    shares = ((2, 8), (1, 16)) if work.centred else ((1, 16), (2, 8))  # per unit, warps
-    fitting = [(p, w) for p, w in shares if p == 1 or power_of_two(work.columns) <= 512 * w]
+    width = power_of_two(work.columns)
+    shares = [(1, 16), (2, 8), (4, 4)]  # programs per unit, warps
+    if width <= 1024:
+        shares = [(4, 4), (8, 2), (2, 8)]
+    elif work.centred:
+        shares = [(2, 8), (1, 16)]
+    fitting = [(p, w) for p, w in shares if p == 1 or width <= 512 * w]
     return list(dict.fromkeys(_shared_out(work, units, p, w) for p, w in fitting))
 
 

@@ -1,0 +1,142 @@
+"""One scalar operation in LLVM IR: arithmetic, comparisons, conversions and functions.
+
+The tables say which instruction, intrinsic or polynomial an operation of a scalar program is, for
+floats and for whole numbers; loops and memory are the renderer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from deuteron.codegen import llvm, llvm_math
+from deuteron.codegen.llvm import F32, F64, I64, Code, Value, vec
+from deuteron.codegen.llvm_types import I1, Registers
+from deuteron.codegen.scalar import Compute
+from deuteron.ir.dtype import dtype
+
+COMPARE = {"eq": ("==", "=="), "ne": ("!=", "!="), "lt": ("<", "<"), "le": ("<=", "<="),
+           "gt": (">", ">"), "ge": (">=", ">=")}  # fmt: skip
+
+
+def _expm1(c: Code, x: Value) -> Value:
+    """Past 40 the 1 is lost in rounding anyway, and exp knows how to overflow."""
+    limit = c.f(40.0, llvm.lanes_of(x))
+    small = llvm_math.expm1(c, c.fmin(x, limit))
+    return c.b.select(c.b.fcmp_ordered(">", x, limit), llvm_math.exp(c, x), small)
+
+
+def _function(name: str, narrow: Callable[[Code, Value], Value]) -> Callable[[Code, Value], Value]:
+    """The polynomial in float32, the C library in float64."""
+
+    def emit(c: Code, x: Value) -> Value:
+        scalar = x.type.element if llvm.lanes_of(x) > 1 else x.type
+        return llvm_math.library(c, name, x) if scalar == F64 else narrow(c, x)
+
+    return emit
+
+
+FLOAT: dict[str, Callable[..., Value]] = {
+    "add": lambda c, x, y: c.b.fadd(x, y),
+    "sub": lambda c, x, y: c.b.fsub(x, y),
+    "mul": lambda c, x, y: c.b.fmul(x, y),
+    "div": lambda c, x, y: c.b.fdiv(x, y),
+    "neg": lambda c, x: c.b.fneg(x),
+    "abs": lambda c, x: c.intrinsic("fabs", x),
+    "maximum": lambda c, x, y: c.fmax(x, y),
+    "minimum": lambda c, x, y: c.fmin(x, y),
+    "sqrt": lambda c, x: c.intrinsic("sqrt", x),
+    "floor": lambda c, x: c.intrinsic("floor", x),
+    "ceil": lambda c, x: c.intrinsic("ceil", x),
+    "trunc": lambda c, x: c.intrinsic("trunc", x),
+    "round": lambda c, x: c.intrinsic("rint", x),
+    "exp2": _function("exp2", llvm_math.exp2),
+    "exp": _function("exp", llvm_math.exp),
+    "log": _function("log", llvm_math.log),
+    "erf": _function("erf", llvm_math.erf),
+    "tanh": _function("tanh", llvm_math.tanh),
+    "sin": _function("sin", llvm_math.sin),
+    "cos": _function("cos", llvm_math.cos),
+    "expm1": _function("expm1", _expm1),
+    "log1p": _function("log1p", llvm_math.log1p),
+    "pow": lambda c, x, y: llvm_math.library(c, "pow", x, y),
+}
+
+INTEGER: dict[str, Callable[..., Value]] = {
+    "add": lambda c, x, y: c.b.add(x, y),
+    "sub": lambda c, x, y: c.b.sub(x, y),
+    "mul": lambda c, x, y: c.b.mul(x, y),
+    "neg": lambda c, x: c.b.neg(x),
+    "abs": lambda c, x: c.b.select(c.b.icmp_signed("<", x, ir.Constant(x.type, None)),
+                                   c.b.neg(x), x),
+    "maximum": lambda c, x, y: c.b.select(c.b.icmp_signed(">", x, y), x, y),
+    "minimum": lambda c, x, y: c.b.select(c.b.icmp_signed("<", x, y), x, y),
+}  # fmt: skip
+
+
+class Arithmetic(Registers):
+    """Scalar operations over registers of any number of lanes."""
+
+    def number(self, value: float | int | bool, kind: str) -> Value:
+        if kind == "float":
+            return ir.Constant(self.float, float(value))
+        return ir.Constant(I1 if kind == "bool" else I64, int(value))
+
+    def type_of(self, kind: str) -> Any:
+        return {"float": self.float, "int": I64, "bool": I1}[kind]
+
+    def compute(self, s: Compute, args: list[Value]) -> Value:
+        b = self.c.b
+        if s.op == "random":
+            seed, where = args
+            return llvm_math.random(self.c, seed, where, far=dict(s.attrs)["far"])
+        if s.op in ("rounded", "wrapped"):
+            return self.from_memory(
+                self.to_memory(args[0], dtype(dict(s.attrs)["dtype"])),
+                dtype(dict(s.attrs)["dtype"]),
+            )
+        scalar = args[-1].type.element if llvm.lanes_of(args[-1]) > 1 else args[-1].type
+        is_float = scalar in (F32, F64)
+        if s.op in COMPARE:
+            ordered, whole = COMPARE[s.op]
+            if is_float:
+                return (b.fcmp_unordered if s.op == "ne" else b.fcmp_ordered)(ordered, *args)
+            return (b.icmp_unsigned if scalar == I1 else b.icmp_signed)(whole, *args)
+        if s.op == "select":
+            return b.select(*args)
+        if s.op in ("and", "or"):
+            return (b.and_ if s.op == "and" else b.or_)(*args)
+        if s.op == "not":
+            return b.not_(args[0])
+        if s.op in ("to_float", "to_int", "to_bool"):
+            return self._convert(args[0], s.op, scalar)
+        if is_float:
+            return FLOAT[s.op](self.c, *args)
+        return INTEGER[s.op](self.c, *args)
+
+    def _convert(self, x: Value, op: str, scalar: Any) -> Value:
+        b, lanes = self.c.b, llvm.lanes_of(x)
+        is_float = scalar in (F32, F64)
+        if op == "to_bool":
+            zero = self.splat(ir.Constant(scalar, 0.0 if is_float else 0), lanes)
+            return b.fcmp_unordered("!=", x, zero) if is_float else b.icmp_signed("!=", x, zero)
+        if op == "to_float":
+            if is_float:
+                return x
+            make = b.uitofp if scalar == I1 else b.sitofp
+            return make(x, vec(lanes, self.float))
+        if is_float:
+            return self._whole(x, "f64" if scalar == F64 else "f32")
+        return b.zext(x, vec(lanes, I64)) if scalar == I1 else x
+
+    def _whole(self, x: Value, kind: str) -> Value:
+        """Towards zero into 64 bits; what does not fit is held at the ends, and nan is 0."""
+        out, many = vec(llvm.lanes_of(x), I64), f"v{llvm.lanes_of(x)}"
+        many = "" if many == "v1" else many
+        name = f"llvm.fptosi.sat.{many}i64.{many}{kind}"
+        fn = self.c.module.globals.get(name)
+        if fn is None:
+            fn = ir.Function(self.c.module, ir.FunctionType(out, [x.type]), name)
+        return self.c.b.call(fn, [x])
