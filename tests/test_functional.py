@@ -275,5 +275,6 @@ def test_plans_are_kept_and_do_not_pile_up(monkeypatch):
 
 def test_a_pull_is_plain_text():
     x = torch.randn(3, 4)
-    pull = FUNCTIONS["softmax"].pull((x, None), {"dim": -1, "scale": 1.0}, (True, False))
+    attrs = {"dim": -1, "scale": 1.0}
+    pull = FUNCTIONS["softmax"].pull("a test", (x, None), attrs, (True, False))
     assert isinstance(pull, Pull) and '"softmax"' in pull.spec

@@ -78,7 +78,10 @@ class Function:
 
     def run(self, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
         """The results, without a thought of gradients."""
-        key = (*map(_key, tensors), *attrs.items())
+        return self.run_known(_signature(tensors, attrs), tensors, attrs)
+
+    def run_known(self, key: Any, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
+        """:meth:`run` for a caller that has the signature of the call already."""
         plan = self.plans.get(key)
         if plan is None:
             device = _one_device(self.name, tensors)
@@ -104,12 +107,12 @@ class Function:
             result.output(str(i))
         return builder.finish()
 
-    def pull(self, tensors: Tensors, attrs: Attributes, needs: Sequence[bool]) -> Pull:
+    def pull(self, key: Any, tensors: Tensors, attrs: Attributes, needs: tuple[bool, ...]) -> Pull:
         """The way back for tensors like these, of which some need a gradient."""
-        key = (*map(_key, tensors), *attrs.items(), *needs)
-        found = self.pulls.get(key)
+        found = self.pulls.get((key, needs))
         if found is None:
-            found = _keep(self.pulls, key, Pull(self, _types(tensors), attrs, tuple(needs)))
+            made = Pull(self, _types(tensors), attrs, needs)
+            found = _keep(self.pulls, (key, needs), made)
         return found
 
 
@@ -131,7 +134,7 @@ class Pull:
         used = set(self._usual().inputs)
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
         self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
-        self.plans: dict[Any, tuple[Plan, list[int]]] = {}
+        self.plans: dict[Any, tuple[Plan, list[int], list[int]]] = {}
 
     def _bytes_saved(self, kept: Sequence[int]) -> tuple[int, int]:
         """What the backward pass reads besides gradients; of equals, the one that computes less."""
@@ -161,16 +164,17 @@ class Pull:
         self, of: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> tuple[Sequence[torch.Tensor], list[int]]:
         """Gradients from what was saved and the gradients of ``of``, as :meth:`graph` has them."""
-        key = (*of, *map(_key, tensors))
+        # what was saved is of known types: only the gradients can differ from call to call
+        key = (*of, *map(_key, tensors[len(self.saved) :]))
         found = self.plans.get(key)
         if found is None:
             graph, places = self.graph(of, _types(tensors)[len(self.saved) :])
             plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
-            found = _keep(self.plans, key, (plan, places))
-        plan, places = found
-        names = (*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of))
-        given = dict(zip(names, tensors, strict=True))
-        return _run(plan, [given[name] for name in plan.inputs]), places
+            names = (*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of))
+            order = [names.index(name) for name in plan.inputs]
+            found = _keep(self.plans, key, (plan, order, places))
+        plan, order, places = found
+        return _run(plan, [tensors[i] for i in order]), places
 
     def spread(
         self, found: Sequence[torch.Tensor], places: Sequence[int]
@@ -200,8 +204,9 @@ class _Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any, function: Function, attrs: Attributes, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        pull = function.pull(tensors, attrs, ctx.needs_input_grad[2:])
-        results = function.run(tensors, attrs)
+        key = _signature(tensors, attrs)
+        pull = function.pull(key, tensors, attrs, ctx.needs_input_grad[2:])
+        results = function.run_known(key, tensors, attrs)
         everything = (*tensors, *results)
         ctx.pull = pull
         ctx.save_for_backward(*(everything[i] for i in pull.saved))
@@ -308,6 +313,11 @@ torch.library.register_fake("deuteron::pullback", _fake_pullback, lib=LIBRARY)
 
 
 # ---- small things
+
+
+def _signature(tensors: Tensors, attrs: Attributes) -> Any:
+    """All that a plan depends on."""
+    return (*map(_key, tensors), *attrs.items())
 
 
 def _key(t: torch.Tensor | None) -> Any:
