@@ -24,7 +24,7 @@ demo: $(READY)  ## a short tour: optimise a model, run it, explain the plan
 	$(BIN)/deuteron demo
 
 test: $(READY)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(READY)  ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
+BRIEF_S = 1e-6  # what moves in less is a matter of latency, however few the programs
 SHARE = 1.5  # times its part of the bandwidth that a multiprocessor alone can draw
 REACHED = 0.92  # of the bandwidth of a copy
 AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
@@ -73,7 +74,8 @@ class TritonGen:
         if kind in ("rows", "loop", "split"):  # fewer programs than units leave bandwidth unused
             programs = -(-program.rows // candidate.knobs["rows"]) * candidate.knobs["splits"]
             busy = min(1.0, SHARE * programs / target.units)
-            once = target.launch + (once - target.launch) / busy
+            moving = once - target.launch
+            once += max(0.0, min(moving / busy - moving, 50 * (moving - BRIEF_S)))
         if kind == "rows" and crowded(program):
             return once / CROWDED
         if kind not in ("loop", "split"):
