@@ -78,6 +78,7 @@ def images(batch: int, size: int) -> Iterator[Case]:
 
 def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     record = Record("functional", device, NOTE)
+    torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     gpu = device == "cuda"
     big = (*cases(8192, 4096), *cases(8192, 14336), *images(32, 112)) if gpu else (
         *cases(1024, 1024), *images(2, 56))  # fmt: skip

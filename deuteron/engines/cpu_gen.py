@@ -11,7 +11,7 @@ import torch
 
 from deuteron.codegen import openmp
 from deuteron.codegen.lower import lower
-from deuteron.codegen.scalar import CannotLower, Compute, ScalarProgram
+from deuteron.codegen.scalar import CannotLower, Compute, Load, ScalarProgram
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.roofline import region_bound
@@ -24,6 +24,7 @@ SECONDS = {  # per element on one core, beyond what hides behind the loads
     "exp": 1.7e-9, "exp2": 1.7e-9, "erf": 1.7e-9, "tanh": 2.2e-9, "log": 2.0e-9, "sin": 2.5e-9,
     "cos": 2.5e-9, "div": 0.6e-9, "sqrt": 0.6e-9,
 }  # fmt: skip
+CALL_SECONDS = 1e-6
 ACROSS_SECONDS = 2.5e-9  # an element that is read across the order of memory
 LIBRARY = frozenset({"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "expm1", "log1p"})
 LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64, and pow
@@ -51,6 +52,24 @@ def _seconds(s: Compute, wide: bool) -> float:
     return SECONDS.get(s.op, 0.045e-9)
 
 
+def _work(program: ScalarProgram) -> float:
+    """Seconds of arithmetic on one core. What follows from reductions and from tensors that do
+    not vary along a row is computed once for each row."""
+    along = set()  # names of values that differ within a row
+    total = 0.0
+    for s in program.statements:
+        if isinstance(s, Load):
+            if any(s.offset.factor(v) != 0 for v in program.inner):
+                along.add(s.name)
+        elif isinstance(s, Compute):
+            inside = any(a in along for a in s.args if isinstance(a, str))
+            if inside:
+                along.add(s.name)
+            cells = program.rows * (program.columns if inside or not program.inner else 1)
+            total += _seconds(s, program.wide) * cells
+    return total
+
+
 class CpuGen:
     """Generated row and pointwise kernels on the CPU."""
 
@@ -73,11 +92,10 @@ class CpuGen:
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
         found = program_of(region)
         assert isinstance(found, ScalarProgram)
-        cells = found.rows * found.columns
-        work = sum(_seconds(s, found.wide) for s in found.statements if isinstance(s, Compute))
+        work = _work(found)
         if not found.inner and transposed_axis(found) is not None:
-            work += ACROSS_SECONDS
-        return region_bound(region, target).seconds / 0.9 + work * cells / target.units + 3e-6
+            work += ACROSS_SECONDS * found.rows
+        return region_bound(region, target).seconds / 0.9 + work / target.units + CALL_SECONDS
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         from deuteron.codegen import llvm

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from deuteron.engines import BuildContext, engine
-from deuteron.engines.roofline import region_cost
+from deuteron.engines.roofline import is_product, region_cost
 from deuteron.errors import EngineError
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
@@ -26,7 +26,8 @@ from deuteron.plan.tensors import poisoned, random_tensor, relative_error, restr
 from deuteron.plan.timing import timed
 
 MARGIN = 0.98  # a measurement must be 2 % better to overturn the estimate's choice
-FAR = 2.0  # a candidate predicted so many times as slow as the first is not tried
+FIRST = 2  # candidates that are tried whatever is predicted
+FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
@@ -66,8 +67,7 @@ class Finder:
             self.counts["remembered"] += 1
             return self._decide(base, *remembered)
         left = self.budget_s - self.spent_s
-        near = [o.predicted_s for o in usable if o.predicted_s <= FAR * usable[0].predicted_s]
-        runs = sum(near) * RUNS
+        runs = sum(min(o.predicted_s, 3 * usable[0].predicted_s) for o in usable) * RUNS
         if self.stopped or left <= 0 or runs > left / 2:
             self.counts["left"] += 1
             why = "the search was stopped" if self.stopped else "the budget does not allow it"
@@ -95,6 +95,9 @@ class Finder:
         self, region: Region, options: list[Option], left: float
     ) -> tuple[list[Option], float | None, str]:
         begin = time.perf_counter()
+        patience = max(0.3, left / 4)
+        far = FAR_PRODUCT if is_product(region.graph, region.nodes) else FAR
+        far *= next((o.predicted_s for o in options if o.candidate.build_s <= patience), math.inf)
         feed = self.inputs(region)
         ctx = BuildContext(
             self.survey.target,
@@ -108,13 +111,13 @@ class Finder:
         done: dict[int, Option] = {}
         for i, option in enumerate(options):
             ours = option.candidate.engine == "torch"  # what the others are held against
-            if option.candidate.build_s > max(0.3, left / 4):
+            if option.candidate.build_s > patience:
                 done[i] = replace(option, rejected=TOO_SLOW)
                 continue
             if results and not ours and time.perf_counter() - begin > left:
                 done[i] = replace(option, rejected=NOT_REACHED)
                 continue
-            if i >= 1 and not ours and option.predicted_s > FAR * options[0].predicted_s:
+            if i >= FIRST and not ours and option.predicted_s > far:
                 done[i] = replace(option, rejected="predicted far slower")
                 continue
             try:
