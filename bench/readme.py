@@ -25,8 +25,9 @@ def table() -> str:
         "Whole networks from the zoo, milliseconds per run, all contenders in one run; errors are "
         "relative to the same network in float64.",
         "",
-        "| machine | network | eager | torch.compile | Deuteron | plan ready | error (eager's) |",
-        "|---|---|---|---|---|---|---|",
+        "| machine | network | eager | torch.compile | ONNX Runtime | Deuteron | plan ready "
+        "| error (eager's) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for record in _records("models-*.json"):
         facts = record["machine"]
@@ -34,16 +35,18 @@ def table() -> str:
         for row in record["rows"]:
             compiled = row.get("compile_reduce_overhead_ms", row.get("compile_ms"))
             ours = row.get("deuteron_wall_ms", row.get("deuteron_ms"))
+            onnx = _ms(row["onnx_runtime_ms"]) if "onnx_runtime_ms" in row else "–"
             lines.append(
                 f"| {machine} | {row['case']} | {_ms(row['eager_ms'])} | {_ms(compiled)} "
-                f"| **{_ms(ours)}** | {row['plan_s']:.1f} s (compile {row['compile_s']:.0f} s) "
+                f"| {onnx} | **{_ms(ours)}** | {row['plan_s']:.1f} s (compile {row['compile_s']:.0f} s) "
                 f"| {row['error']:.1e} ({row['eager_error']:.1e}) |"
             )
     lines += [
         "",
         'torch.compile is `mode="reduce-overhead"` on the GPU, the default on the CPU. The first '
         "H200 row's time to a plan depends on Python's bytecode cache (9.8 to 12.5 s without; the "
-        "record says how). Everything that was measured, losses included, is in "
+        "record says how). On the CPU torch.export was loaded when the clock started: in a fresh "
+        "process the first plan takes about 2 s more. Everything that was measured, losses included, is in "
         "[bench/results](bench/results).",
     ]
     return "\n".join(lines)
