@@ -38,7 +38,8 @@ def table() -> str:
             onnx = _ms(row["onnx_runtime_ms"]) if "onnx_runtime_ms" in row else "–"
             lines.append(
                 f"| {machine} | {row['case']} | {_ms(row['eager_ms'])} | {_ms(compiled)} "
-                f"| {onnx} | **{_ms(ours)}** | {row['plan_s']:.1f} s (compile {row['compile_s']:.0f} s) "
+                f"| {onnx} | **{_ms(ours)}** "
+                f"| {row['plan_s']:.1f} s (compile {row['compile_s']:.0f} s) "
                 f"| {row['error']:.1e} ({row['eager_error']:.1e}) |"
             )
     lines += [
@@ -46,8 +47,8 @@ def table() -> str:
         'torch.compile is `mode="reduce-overhead"` on the GPU, the default on the CPU. The first '
         "H200 row's time to a plan depends on Python's bytecode cache (9.8 to 12.5 s without; the "
         "record says how). On the CPU torch.export was loaded when the clock started: in a fresh "
-        "process the first plan takes about 2 s more. Everything that was measured, losses included, is in "
-        "[bench/results](bench/results).",
+        "process the first plan takes about 2 s more. Everything that was measured, losses "
+        "included, is in [bench/results](bench/results).",
     ]
     return "\n".join(lines)
 
