@@ -16,10 +16,10 @@ from deuteron.passes import fuse
 from deuteron.plan.tensors import poisoned, random_tensor
 
 NOTE = (
-    "Milliseconds, medians in turns with pauses of 20 ms. `ours` is the fastest candidate of "
-    "cpu_gemm, named beside it; `eager` is torch in channels_last, `vendor` the better of packed "
-    "oneDNN and addmm on transposed weights, `ort` ONNX Runtime where it is installed. `ratio` "
-    "is the best of the others over ours."
+    "Milliseconds, medians in turns with pauses of 20 ms and 50 ms of calls that are not counted. "
+    "`ours` is the fastest candidate of cpu_gemm, named beside it; `eager` is torch in "
+    "channels_last, `vendor` the better of packed oneDNN and addmm on transposed weights, `ort` "
+    "ONNX Runtime where it is installed. `ratio` is the best of the others over ours."
 )
 
 # name, channels in and out, size, kernel, stride, groups, activation

@@ -118,24 +118,30 @@ def describe(device: str) -> dict[str, Any]:
     return facts
 
 
+WARM_S = 0.05  # a core that slept needs tens of milliseconds to be at speed again
+
+
 def cpu_times(contenders: Mapping[str, Thunk], seconds: float = 6.0, gap: float = 0.02) -> dict:
     """Median milliseconds, contenders in turns with a pause between them, so that thread pools
-    that spin after a call do not charge their neighbour. A call that is not counted comes first:
-    threads wake up and caches fill as they would in a loop."""
+    that spin after a call do not charge their neighbour. Calls that are not counted come first,
+    until cores are awake, and the turns begin with another contender each time: who follows a
+    spinning pool finds them awake."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for fn in contenders.values():
         fn()
         fn()
     end = time.perf_counter() + seconds
-    rounds = 0
+    rounds, order = 0, list(contenders.items())
     while rounds < 5 or (time.perf_counter() < end and rounds < 60):
-        for name, fn in contenders.items():
+        for name, fn in order:
             time.sleep(gap)
-            if is_short(samples[name]):
+            awake = time.perf_counter() + WARM_S
+            while is_short(samples[name]) and time.perf_counter() < awake:
                 fn()
             begin = time.perf_counter()
             fn()
             samples[name].append((time.perf_counter() - begin) * 1e3)
+        order.append(order.pop(0))
         rounds += 1
         if rounds >= 3 and time.perf_counter() > end:
             break
