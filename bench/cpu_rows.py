@@ -15,9 +15,9 @@ from deuteron.codegen import llvm
 
 NOTE = (
     "Milliseconds, medians in turns with pauses of 20 ms and 50 ms of calls that are not counted; "
-    "`cold_s` is the time to a heuristic plan with nothing cached, `cached_s` to the same plan with its object code on disk and the process "
-    "warm. `over_best` is the better of eager and ONNX Runtime over ours. Errors are relative "
-    "(2-norm) to float64."
+    "`cold_s` is the time to a heuristic plan with nothing cached, `cached_s` to the same plan "
+    "with its object code on disk and the process warm. `over_best` is the better of eager and "
+    "ONNX Runtime over ours. Errors are relative (2-norm) to float64."
 )
 
 
