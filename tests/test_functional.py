@@ -229,6 +229,17 @@ def test_sinusoids():
     assert torch.equal(f.sinusoidal(5, 8, offset=10), f.sinusoidal(15, 8)[10:])
 
 
+def test_a_view_whose_signs_are_still_to_be_turned():
+    z = torch.randn(64, 64, dtype=torch.complex64).conj().imag
+    assert z.is_neg()
+    assert error(f.swiglu(z, z), F.silu(z) * z) <= 1e-6
+    x = torch.randn(64, 64, requires_grad=True)
+    f.swiglu(x, x.detach()).backward(z)
+    y = x.detach().clone().requires_grad_()
+    (F.silu(y) * y.detach()).backward(z)
+    assert error(x.grad, y.grad) <= 1e-6
+
+
 # ---- being told what is wrong
 
 
@@ -246,6 +257,8 @@ def test_sinusoids():
         (lambda: f.max_pool2d(torch.ones(2, 2), 2), "rank 2"),
         (lambda: f.gelu(torch.ones(3, dtype=torch.int64)), "gelu"),
         (lambda: f.dropout(torch.ones(3), 1.5), "not a probability"),
+        (lambda: f.gelu([1.0, 2.0]), "a list was given"),
+        (lambda: f.gelu(torch.eye(3).to_sparse()), "strided tensor is needed"),
         (lambda: f.embedding(torch.ones(3), torch.ones(4, 2)), "embedding"),
     ],
 )

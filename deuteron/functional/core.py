@@ -65,7 +65,9 @@ class Function:
         """One tensor, or a tuple where the graph has several results."""
         if torch.compiler.is_compiling():
             found = self.op(*tensors, **attrs)
-        elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return found[0] if len(found) == 1 else tuple(found)
+        tensors = tuple(_plain(self.name, t) for t in tensors)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             found = _Differentiable.apply(self, attrs, *tensors)  # type: ignore[no-untyped-call]
         else:
             found = self.run(tensors, attrs)
@@ -164,6 +166,7 @@ class Pull:
         self, of: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> tuple[Sequence[torch.Tensor], list[int]]:
         """Gradients from what was saved and the gradients of ``of``, as :meth:`graph` has them."""
+        tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
         # what was saved is of known types: only the gradients can differ from call to call
         key = (*of, *map(_key, tensors[len(self.saved) :]))
         found = self.plans.get(key)
@@ -260,7 +263,8 @@ def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> An
     LIBRARY.define(f"{function.name}({', '.join(words)}) -> Tensor[]")
 
     def run(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
-        return list(function.run(tensors, _frozen(attrs)))
+        given = [_plain(function.name, t) for t in tensors]
+        return list(function.run(given, _frozen(attrs)))
 
     def fake(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
         return _empty(function.graph(_types(tensors), _frozen(attrs)), tensors)
@@ -318,6 +322,20 @@ torch.library.register_fake("deuteron::pullback", _fake_pullback, lib=LIBRARY)
 def _signature(tensors: Tensors, attrs: Attributes) -> Any:
     """All that a plan depends on."""
     return (*map(_key, tensors), *attrs.items())
+
+
+def _plain(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor whose memory holds its values: kernels read nothing else."""
+    if t is None:
+        return None
+    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided:
+        kind = str(t.layout) if isinstance(t, torch.Tensor) else type(t).__name__
+        raise BindError(
+            f"a {kind} was given where a strided tensor is needed",
+            asked=f"{name}(…)",
+            remedy="pass a torch.Tensor; to_dense() makes a sparse one strided",
+        )
+    return t.resolve_neg() if t.is_neg() else t
 
 
 def _key(t: torch.Tensor | None) -> Any:
