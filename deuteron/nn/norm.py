@@ -10,14 +10,18 @@ from deuteron import functional as F
 from deuteron.errors import BindError
 
 
-class LayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm``; ``residual`` is added first and the sum returned too."""
+class _Activated:
+    """A layer that takes an activation besides torch's arguments."""
 
     activation: str | None = None
 
     def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.activation = activation
+
+
+class LayerNorm(_Activated, nn.LayerNorm):
+    """``torch.nn.LayerNorm``; ``residual`` is added first and the sum returned too."""
 
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
@@ -28,14 +32,8 @@ class LayerNorm(nn.LayerNorm):
         )  # fmt: skip
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(_Activated, nn.RMSNorm):
     """``torch.nn.RMSNorm``; ``residual`` is added first and the sum returned too."""
-
-    activation: str | None = None
-
-    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.activation = activation
 
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
@@ -46,14 +44,8 @@ class RMSNorm(nn.RMSNorm):
         )  # fmt: skip
 
 
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(_Activated, nn.GroupNorm):
     """``torch.nn.GroupNorm``; ``residual`` is added first and the sum returned too."""
-
-    activation: str | None = None
-
-    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.activation = activation
 
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
@@ -64,12 +56,10 @@ class GroupNorm(nn.GroupNorm):
         )  # fmt: skip
 
 
-class _InstanceNorm:
+class _InstanceNorm(_Activated):
     """What the three instance norms share; running statistics are left to torch's classes."""
 
-    activation: str | None = None
-
-    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if getattr(self, "track_running_stats", False):
             raise BindError(
@@ -77,7 +67,6 @@ class _InstanceNorm:
                 asked=f"{type(self).__name__}(track_running_stats=True)",
                 remedy="leave track_running_stats at False, or use torch.nn's class",
             )
-        self.activation = activation
 
     def forward(
         self: Any,
@@ -108,14 +97,8 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
     """``torch.nn.InstanceNorm3d`` without running statistics."""
 
 
-class _BatchNorm:
+class _BatchNorm(_Activated):
     """What the three batch norms share."""
-
-    activation: str | None = None
-
-    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.activation = activation
 
     def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(input)
