@@ -5,7 +5,9 @@ Every engine that fuses epilogues asks here, so that they agree on what they saw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from deuteron.engines.base import Refusal
 from deuteron.ir.graph import Node
@@ -70,3 +72,10 @@ def chain(region: Region, anchors: tuple[str, ...]) -> Chain | Refusal:
     assert x is not None and w is not None
     types = region.graph.types
     return Chain(anchor, residual, act, types[x], types[w], types[value])
+
+
+def only_node(region: Region, ops: Mapping[str, Any]) -> Node | Refusal:
+    """The region's one node if it is among ``ops``."""
+    if len(region.nodes) != 1 or region.nodes[0].op not in ops:
+        return Refusal(f"runs {', '.join(ops)}, one at a time, not {' + '.join(region.ops)}")
+    return region.nodes[0]

@@ -14,7 +14,8 @@ import torch
 
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.recipes import Recipe
-from deuteron.engines.triton_kernels import REACHED, refuse_anywhere
+from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.triton_norm import REACHED
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides

@@ -6,7 +6,6 @@ bytes over the bandwidth it reaches, 92 % of a copy's, plus one launch.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -19,6 +18,7 @@ from deuteron.codegen.triton_passes import passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
+from deuteron.engines.triton_here import refuse_anywhere
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -51,11 +51,7 @@ class TritonGen:
     version = "3"
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
-        if not target.is_cuda:
-            return Refusal("Triton runs on a GPU", "plan for a CUDA device")
-        if importlib.util.find_spec("triton") is None:
-            return Refusal("Triton is not installed", "pip install triton")
-        found = program_of(region)
+        found = refuse_anywhere(target) or program_of(region)
         return found if isinstance(found, Refusal) else None
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:

@@ -1,137 +1,22 @@
 """``triton_kernels``: kernels written by hand in Triton, for operators whose results cannot all
-come from one generated loop.
-
-The gradient of a norm sums along rows for dx and down the columns for dweight: one pass over
-memory makes both, where generated code would take one for each.
+come from one generated loop. Each family has a file of recipes; this is the engine of them all.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from math import prod
-from typing import Any
-
-from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.recipes import Recipe, RecipeEngine
-from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.ir.graph import Node
-from deuteron.ir.region import Region
-from deuteron.kernels.triton.norm_ways import Way, Work, scratch, ways
-from deuteron.policy import Policy
+from deuteron.engines.triton_batch_norm import BATCH_NORM
+from deuteron.engines.triton_norm import NORM_BACKWARD
+from deuteron.engines.triton_rope import ROPE
+from deuteron.engines.triton_scan import SCAN
 from deuteron.target import Target
-
-NORMS = {  # operator → whether its statistics have a mean
-    "layer_norm_grad": True, "rms_norm_grad": False, "group_norm_grad": True,
-    "instance_norm_grad": True,
-}  # fmt: skip
-REACHED = 0.92  # of the bandwidth of a copy, as measured for kernels of this kind
-ROWS_LIMIT = 2**31 - 2**20  # rows are counted in 32 bits, with room for the last step
-
-
-def only_node(region: Region, ops: Mapping[str, Any]) -> Node | Refusal:
-    """The region's one node if it is among ``ops``."""
-    if len(region.nodes) != 1 or region.nodes[0].op not in ops:
-        return Refusal(f"runs {', '.join(ops)}, one at a time, not {' + '.join(region.ops)}")
-    return region.nodes[0]
-
-
-def refuse_anywhere(target: Target) -> Refusal | None:
-    """What every kernel in Triton needs."""
-    if not target.is_cuda:
-        return Refusal("Triton runs on a GPU", "plan for a CUDA device")
-    if importlib.util.find_spec("triton") is None:
-        return Refusal("Triton is not installed", "pip install triton")
-    return None
-
-
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    refusal = refuse_anywhere(target)
-    if refusal is not None:
-        return refusal
-    node = only_node(region, NORMS)
-    if isinstance(node, Refusal):
-        return node
-    types = [region.graph.types[v] for v in (*node.uses, *region.outputs)]
-    if not all(t.numel for t in types):
-        return Refusal("there is nothing to compute: a size is 0")
-    if not all(t.is_layout("contiguous") for t in types):
-        return Refusal("a tensor is not in row-major order", 'use to_layout(x, "contiguous")')
-    if _sizes(region)[0] > ROWS_LIMIT:
-        return Refusal("has more than 2³¹ rows", "split the batch")
-    return None
-
-
-def _sizes(region: Region) -> tuple[int, int]:
-    """Rows that share statistics, and elements of each."""
-    node = region.nodes[0]
-    x = region.graph.types[node.inputs[0] or ""]
-    if "dims" in node.attrs:
-        columns = prod(x.shape[x.rank - node.attrs["dims"] :])
-        return x.numel // columns, columns
-    rows = x.shape[0] * node.attrs.get("groups", x.shape[1])
-    return rows, x.numel // rows
-
-
-def _work(region: Region) -> Work:
-    node = region.nodes[0]
-    x = region.graph.types[node.inputs[0] or ""]
-    rows, columns = _sizes(region)
-    reads = 2 + (len(node.inputs) > 3 and node.inputs[3] is not None)
-    groups = 0 if "dims" in node.attrs else node.attrs.get("groups", x.shape[1])
-    each = x.shape[1] // groups if groups else 0
-    eps, size = node.attrs["eps"], x.dtype.bits // 8
-    return Work(rows, columns, eps, NORMS[node.op], size, reads, groups, each)
-
-
-def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
-    return [asdict(way) for way in ways(_work(region), target.units)]
-
-
-def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """The bytes at the speed that such kernels reach, once more for what long rows read again,
-    and the launches. Fewer rows than programs leave multiprocessors idle."""
-    work, cost = _work(region), region_cost(region)
-    once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
-    again = cost.reads / target.stream if work.kind == "long" else 0.0
-    launches = (knobs["programs"] > 1 or work.kind == "groups") + (work.kind == "long")
-    return once + again + launches * target.launch
-
-
-def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.norm import backward
-
-    node = region.nodes[0]
-    work = _work(region)
-    way = Way(**{k: v for k, v in knobs.items() if k != "recipe"})
-    call = backward(work, way)
-    wanted = iter(node.outputs[1:])
-    weight = node.inputs[2] if len(node.inputs) > 2 else None
-    dweight = next(wanted) if weight is not None else None
-    order = (*(*node.inputs, None, None)[:4], node.outputs[0], dweight, next(wanted, None))
-    given = (*region.inputs, *region.outputs)
-    places = [given.index(v) if v in given else None for v in order]
-
-    def run(*tensors: Any) -> None:
-        call(*[None if p is None else tensors[p] for p in places])  # type: ignore[arg-type]
-
-    sums = sum(p is not None for p in places[5:])
-    return Kernel(run, writes=True, workspace=scratch(work, way, sums), note=work.kind)
-
-
-NORM_BACKWARD = Recipe("norm_backward", _refuse, _build, _knobs, _seconds, build_s=0.4)
 
 
 class TritonKernels(RecipeEngine):
-    """Gradients of norms in one pass."""
+    """Gradients of norms, batch normalisation in training, positions and scans in one pass."""
 
     name = "triton_kernels"
     version = "2"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        from deuteron.engines.triton_batch_norm import BATCH_NORM
-        from deuteron.engines.triton_rope import ROPE
-        from deuteron.engines.triton_scan import SCAN
-
         return (NORM_BACKWARD, ROPE, SCAN, *BATCH_NORM)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe, maybe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton_kernels import only_node, refuse_anywhere
+from deuteron.engines.triton_here import refuse_anywhere
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
