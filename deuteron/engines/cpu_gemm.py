@@ -1,9 +1,9 @@
-"""``cpu_gemm``: generated products, convolutions and attention for the CPU.
+"""``cpu_gemm``: generated products, convolutions, attention and pyramid pooling for the CPU.
 
 Each recipe has its own refusals, knobs, estimate and kernel (``deuteron/kernels/cpu``): a packed
 implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions, depthwise
-convolution, and attention. The epilogue of the region (bias, residual, activation) runs inside.
-Object code is compiled once per machine and kept.
+convolution, attention, and pyramid pooling. The epilogue of the region (bias, residual, activation)
+runs inside. Object code is compiled once per machine and kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
+from deuteron.engines.cpu_pool import PYRAMID
 from deuteron.engines.cpu_product import PRODUCT
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
 from deuteron.engines.recipes import Recipe, RecipeEngine
@@ -28,7 +29,7 @@ class CpuGemm(RecipeEngine):
     version = "2"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION)
+        return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, PYRAMID)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

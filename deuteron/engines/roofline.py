@@ -184,6 +184,8 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("cumsum", "cuda"): 0.4, ("cumprod", "cuda"): 0.4,
     ("batch_norm_train", "cuda"): 0.45, ("batch_norm_act", "cuda"): 0.3,
     ("batch_norm_act_grad", "cuda"): 0.15,
+    ("pyramid_pool", "cpu"): 0.08, ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
+    ("pyramid_pool_grad", "cuda"): 0.06,
     ("group_norm", "cuda"): 0.5, ("instance_norm", "cuda"): 0.5,  # x is read twice
     # a dozen calls on float32 copies of all operands
     ("layer_norm_grad", "cuda"): 0.06, ("rms_norm_grad", "cuda"): 0.08,

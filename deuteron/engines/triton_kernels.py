@@ -7,16 +7,17 @@ from __future__ import annotations
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.engines.triton_batch_norm import BATCH_NORM
 from deuteron.engines.triton_norm import NORM_BACKWARD
+from deuteron.engines.triton_pyramid import PYRAMID
 from deuteron.engines.triton_rope import ROPE
 from deuteron.engines.triton_scan import SCAN
 from deuteron.target import Target
 
 
 class TritonKernels(RecipeEngine):
-    """Gradients of norms, batch normalisation in training, positions and scans in one pass."""
+    """Gradients of norms, batch normalisation in training, positions, scans and pyramid pooling."""
 
     name = "triton_kernels"
     version = "2"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (NORM_BACKWARD, ROPE, SCAN, *BATCH_NORM)
+        return (NORM_BACKWARD, ROPE, SCAN, PYRAMID, *BATCH_NORM)

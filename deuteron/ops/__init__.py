@@ -17,14 +17,15 @@ from deuteron.ops import (
     opaque,
     order,
     pool,
-    pool_more,
     position,
+    pyramid_pool,
     random,
     reduce,
     resample,
     scan,
     softmax,
     table,
+    weighted_pool,
 )
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import REQUIRED, Attr, Cost, Fusion, OpDef, Vjp
@@ -45,7 +46,8 @@ FAMILIES = (
     matmul,
     conv,
     pool,
-    pool_more,
+    pyramid_pool,
+    weighted_pool,
     resample,
     attention,
     position,

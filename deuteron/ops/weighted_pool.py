@@ -1,13 +1,9 @@
-"""Pooling that is more than one window size or more than a plain mean.
-
-``pyramid_pool`` covers an image with grids of several sizes at once; its parts are adaptive pools.
-``weighted_pool`` gives every tap of a window a weight; as mathematics it is a convolution in which
-no channel sees another, and its gradients are those of the convolution.
-"""
+"""``weighted_pool`` gives every tap of a window a weight; as mathematics it is a convolution in
+which no channel sees another, and its gradients are those of the convolution."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -24,81 +20,6 @@ from deuteron.ops.samples import Arg, Sample
 Tensor = torch.Tensor
 Types = Sequence[TensorType | None]
 Attributes = Mapping[str, Any]
-
-# ---- pyramid -------------------------------------------------------------------------------------
-
-_POOLS: dict[tuple[str, int], Callable[..., Tensor]] = {
-    ("avg", 1): torch.nn.functional.adaptive_avg_pool1d,
-    ("avg", 2): torch.nn.functional.adaptive_avg_pool2d,
-    ("avg", 3): torch.nn.functional.adaptive_avg_pool3d,
-    ("max", 1): torch.nn.functional.adaptive_max_pool1d,
-    ("max", 2): torch.nn.functional.adaptive_max_pool2d,
-    ("max", 3): torch.nn.functional.adaptive_max_pool3d,
-}
-
-
-def _pyramid_infer(x: TensorType, sizes: Shape, kind: str) -> TensorType:
-    one_dtype("pyramid_pool", x=x)
-    dims = spatial_dims("pyramid_pool", x)
-    at_least("pyramid_pool", 1, sizes=sizes, shape_beside_batch=x.shape[1:])
-    if not sizes:
-        raise GraphError("pyramid_pool without sizes", remedy="e.g. sizes=(1, 2, 3, 6)")
-    return TensorType.of((*x.shape[:2], sum(s**dims for s in sizes)), x.dtype)
-
-
-def _pyramid_reference(x: Tensor, sizes: Shape, kind: str) -> Tensor:
-    pool = _POOLS[kind, x.ndim - 2]
-    return torch.cat([pool(x, size).flatten(2) for size in sizes], 2)
-
-
-def _pyramid_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    """Each grid sends its part back as its adaptive pool would; the parts are added up."""
-    x, begin, total = v.arg(0), 0, None
-    for size in v.attrs["sizes"]:
-        grid = (size,) * (x.rank - 2)
-        part = b.slice(v.grad, axis=2, start=begin, stop=begin + prod(grid))
-        part, begin = b.reshape(part, (*x.shape[:2], *grid)), begin + prod(grid)
-        if v.attrs["kind"] == "max":
-            back = b.adaptive_max_pool_grad(part, x, size=grid)
-        else:
-            back = b.adaptive_avg_pool_grad(part, shape=x.shape)
-        back = b.upcast(back)
-        total = back if total is None else total + back
-    assert total is not None
-    return [b.to(total, x.dtype)]
-
-
-def _pyramid_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    """Every grid looks at every element once; overlaps are not counted."""
-    return float(len(attrs["sizes"]) * (0 if ins[0] is None else ins[0].numel))
-
-
-PYRAMID = OpDef(
-    name="pyramid_pool",
-    doc="x [N, C, ...] pooled over grids of several sizes, one result after another: [N, C, Σ sᵈ]. "
-    "Torch runs one kernel for each grid.",
-    inputs=("x",),
-    attrs={
-        "sizes": Attr("ints", (1, 2, 3, 6), "cells per side of each grid"),
-        "kind": Attr("str", "avg", "mean or maximum of a cell", ("avg", "max")),
-    },
-    infer=_pyramid_infer,
-    reference=_pyramid_reference,
-    fusion=Fusion.OPAQUE,
-    vjp=_pyramid_vjp,
-    flops=_pyramid_flops,
-    samples=lambda: (
-        Sample((Arg((2, 3, 7, 5)),)),
-        Sample((Arg((1, 2, 6, 6), "distinct", layout="nhwc"),), {"kind": "max", "sizes": (1, 2)}),
-        Sample((Arg((2, 3, 5, 4), layout="sliced"),), {"sizes": (2,)}),
-        Sample((Arg((1, 2, 4, 5), "distinct", layout="transposed"),), {"kind": "max"}),
-        Sample((Arg((2, 3, 7)),), {"sizes": (1, 3)}),
-        Sample((Arg((1, 2, 3, 4, 3)),), {"sizes": (1, 2)}),
-        Sample((Arg((0, 3, 4, 4)),), {"sizes": (1, 2)}, note="empty"),
-    ),
-)
-
-# ---- weighted ------------------------------------------------------------------------------------
 
 _WINDOW = {
     "stride": Attr("ints", None, "steps between windows; None means the window"),
@@ -198,4 +119,4 @@ WEIGHTED = OpDef(
     ),
 )
 
-OPS = (PYRAMID, WEIGHTED)
+OPS = (WEIGHTED,)

@@ -1,0 +1,209 @@
+"""Pyramid pooling by hand: in Triton's interpreter, compiled for GPUs that are not there, on the
+CPU, and offered.
+
+``python -m tests.test_pyramid_pool`` runs the cases in the interpreter and prints what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.engines.base import BuildContext, Engine
+from deuteron.engines.cpu_gemm import CpuGemm
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.ir import Region
+from deuteron.ops import TABLE
+from deuteron.ops.evaluate import evaluate
+from deuteron.passes.expand import written_out
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import Target, target
+from tests.tolerances import allowed, error
+
+REPO = Path(__file__).resolve().parent.parent
+H200 = target("h200")
+# shape, grids, memory order; sizes that divide, that do not, and more cells than elements
+CASES = [
+    ((2, 3, 12, 12), (1, 2, 3, 6), "contiguous"),
+    ((2, 5, 7, 5), (1, 2, 3, 6), "contiguous"),
+    ((2, 5, 7, 5), (1, 3), "nhwc"),
+    ((1, 70, 9, 4), (2, 3), "nhwc"),
+    ((1, 1, 3, 2), (5, 1), "contiguous"),
+    ((3, 2, 40), (1, 4, 6), "contiguous"),
+    ((2, 6, 10), (3,), "nhwc"),
+]
+
+
+def data(shape, order: str, dtype: torch.dtype, seed: int, odd: bool) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=gen, dtype=torch.float64)
+    if odd:  # ties, and what is not a number
+        x = (x * 2).round() / 2
+        flat = x.view(shape[0], shape[1], -1)
+        flat[0, 0, ::5] = float("nan")
+        flat[-1, -1] = -float("inf")
+    x = x.to(dtype)
+    if order == "nhwc":
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return x
+
+
+def regions(shape, sizes, order, kind: str, dtype: torch.dtype):
+    """The pool and its gradient alone, each with tensors to feed it."""
+    x = data(shape, order, dtype, 0, kind == "max")
+    g = dt.Graph("pool")
+    given = g.tensor("x", x.shape, x.dtype, strides=x.stride())
+    y = g.pyramid_pool(given, sizes=sizes, kind=kind).output("y")
+    yield Region(g.ir(), frozenset(), 0), {"x": x}
+    grad = data(y.shape, "contiguous", dtype, 1, False)
+    g = dt.Graph("back")
+    feed = {"g": g.tensor("g", grad.shape, grad.dtype)}
+    if kind == "max":
+        feed["x"] = g.tensor("x", x.shape, x.dtype, strides=x.stride())
+    how = {"shape": x.shape, "order": order, "sizes": sizes, "kind": kind}
+    g.pyramid_pool_grad(*feed.values(), **how).output("y")
+    yield Region(g.ir(), frozenset(), 0), {"g": grad, "x": x} if kind == "max" else {"g": grad}
+
+
+def wrong_with(
+    engine: Engine, machine: Target, device: str, shape, sizes, order, kind: str, dtype, most: int
+) -> list[str]:
+    bad = []
+    for region, feed in regions(shape, sizes, order, kind, dtype):
+        exact = evaluate(region.graph, feed, float64=True)["y"]
+        plain = evaluate(region.graph, feed)["y"]
+        if machine.kind == "cpu" and region.ops == ("pyramid_pool_grad",):
+            continue  # torch's own kernels do it there
+        assert engine.refuse(region, machine, Policy()) is None
+        ways = engine.candidates(region, machine, Policy())
+        for candidate in ways[:most]:
+            ctx = BuildContext(machine, torch.device(device), Policy(), {})
+            (out,) = (poisoned(region.graph.types[v], torch.device(device)) for v in region.outputs)
+            engine.build(region, candidate, ctx).fill([t.to(device) for t in feed.values()], [out])
+            off, bound = error(out, exact), allowed(error(plain, exact), dtype, x_per_cell(shape))
+            if not off <= bound:
+                bad.append(f"{region.ops} {shape} {sizes} {order} {kind} {dtype} {candidate}: "
+                           f"{off:.3g} > {bound:.3g}")  # fmt: skip
+    return bad
+
+
+def x_per_cell(shape) -> int:
+    return max(torch.Size(shape[2:]).numel(), 1)
+
+
+def all_wrong(engine: Engine, machine: Target, device: str, dtypes, most: int) -> list[str]:
+    return [
+        wrong
+        for case in CASES
+        for kind in ("avg", "max")
+        for dtype in dtypes
+        for wrong in wrong_with(engine, machine, device, *case, kind, dtype, most)
+    ]
+
+
+def main() -> None:
+    from tests.triton_interpreter import install
+
+    install()
+    failed = all_wrong(TritonKernels(), H200, "cpu", (torch.float32,), 1)
+    for kind, dtype in (("avg", torch.bfloat16), ("max", torch.float64)):
+        for case in CASES[1:3]:
+            failed += wrong_with(TritonKernels(), H200, "cpu", *case, kind, dtype, 2)
+    print(json.dumps({"failed": failed}))
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_pyramid_pool"],
+        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    failed = json.loads(done.stdout.splitlines()[-1])["failed"]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "order"),
+    [
+        (80, torch.bfloat16, "contiguous"),
+        (90, torch.bfloat16, "nhwc"),
+        (90, torch.float64, "contiguous"),
+        (90, torch.float32, "nhwc"),
+    ],
+)
+def test_compiles_without_spills(arch, dtype, order):
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.engines.triton_pyramid import tiles
+    from deuteron.ir import TensorType
+    from deuteron.kernels.triton.pyramid_pool import Image, Way, pool, spread
+    from tests.test_triton_gen import spilled
+
+    where = GPUTarget("cuda", arch, 32)
+    x = TensorType.of((4, 256, 50, 60), dtype, order)
+    image = Image(x.shape, x.strides, (1, 2, 3, 6))
+    numbers = [("i32", n % 16 == 0) for n in image.numbers]
+    at, places = (dtype, True), (torch.int32, True)
+    for tile in tiles(x)[:2]:
+        way = Way(*tile)
+        for kind in ("avg", "max", "where"):
+            constants = {**image.constants(way), "KIND": kind}
+            out = places if kind == "where" else at
+            kernel = pool.compile([at, out, *numbers], constants, way.warps, target=where)
+            assert spilled(kernel, arch) == 0, (tile, kind)
+        constants = image.constants(way) | image.reach()
+        for winners in (None, places):
+            kinds = [at, winners, at, *numbers]
+            kernel = spread.compile(kinds, constants, way.warps, target=where)
+            assert spilled(kernel, arch) == 0, (tile, winners)
+
+
+def test_the_gradient_written_out_is_the_gradient():
+    op = TABLE["pyramid_pool_grad"]
+    for sample in op.samples():
+        grad, x = sample.tensors("f64")
+        g = dt.Graph("back")
+        feed = {"g": grad} if x is None else {"g": grad, "x": x}
+        given = [g.tensor(n, t.shape, t.dtype, strides=t.stride()) for n, t in feed.items()]
+        g.pyramid_pool_grad(*given, **sample.attrs).output("y")
+        parts = written_out(g.ir())
+        assert "pyramid_pool_grad" not in {n.op for n in parts.nodes}
+        exact = evaluate(g.ir(), feed)["y"]
+        assert error(evaluate(parts, feed)["y"], exact) <= allowed(0.0, torch.float64), sample
+
+
+def test_refuses_volumes():
+    engine = TritonKernels()
+    g = dt.Graph("pool")
+    g.pyramid_pool(g.tensor("x", (2, 3, 4, 4, 4)), sizes=(1, 2)).output("y")
+    refusal = engine.refuse(Region(g.ir(), frozenset(), 0), H200, Policy())
+    assert "volumes" in refusal.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_the_cpu(dtype):
+    pytest.importorskip("llvmlite")
+    failed = all_wrong(CpuGemm(), target("cpu"), "cpu", (dtype,), 1)
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu(dtype):
+    failed = all_wrong(TritonKernels(), target("cuda"), "cuda", (dtype,), 2)
+    assert not failed, "\n".join(failed)
+
+
+if __name__ == "__main__":
+    main()
