@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe
@@ -51,13 +52,8 @@ def tiles(image: TensorType) -> list[tuple[int, int, int]]:
     planes, places = prod(image.shape[:2]), prod(image.shape[2:])
     shapes = ((64, 16), (32, 32), (128, 8)) if image.strides[1] == 1 else (
         (8, 128), (4, 256), (16, 64), (32, 32))  # fmt: skip
-    found = [(min(p, _power(planes)), min(k, _power(places)), 4) for p, k in shapes]
+    found = [(min(p, power_of_two(planes)), min(k, power_of_two(places)), 4) for p, k in shapes]
     return list(dict.fromkeys(found))
-
-
-def _power(n: int) -> int:
-    """The smallest power of two that is not below ``n``."""
-    return 1 << (n - 1).bit_length()
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:

@@ -116,7 +116,7 @@ def _grad_infer(
             f"{_GRAD} with kind={kind!r} and {'no x' if x is None else f'x {list(x.shape)}'}",
             remedy=f"a maximum needs x {list(shape)}, to find the winners; a mean does not",
         )
-    one_dtype(_GRAD, grad=grad, **({} if x is None else {"x": x}))
+    one_dtype(_GRAD, grad=grad, x=grad if x is None else x)
     expected = (*shape[:2], _cells(_GRAD, shape, sizes))
     if grad.shape != expected:
         raise GraphError(
