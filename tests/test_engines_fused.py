@@ -117,7 +117,9 @@ def test_convolutions_of_every_form(name):
     for bias in (True, False):
         for residual, act in ((False, "none"), (False, "relu"), (True, "none"), (True, "relu")):
             region, feed = region_of(convolution(name, bias, residual, act))
-            assert recipes(region) == CONVOLUTIONS[name][3], (bias, residual, act)
+            plain = residual and name.startswith("one ")  # no memory order to tell oneDNN
+            expected = CONVOLUTIONS[name][3] - ({"onednn_packed"} if plain else set())
+            assert recipes(region) == expected, (bias, residual, act)
             all_right(region, feed)
 
 

@@ -13,6 +13,7 @@ from random_graphs import graphs
 
 from deuteron.errors import DeuteronError, FileError
 from deuteron.ir import Graph, GraphBuilder, TensorType, check, parse_graph
+from deuteron.ir.graph import Constant
 from deuteron.ir.text import literal, parse_literal, parse_type, split_args
 from deuteron.ops import infer
 
@@ -151,6 +152,16 @@ def test_constants_of_every_type_read_back():
                 build.output(value, value)
     graph = build.finish()
     assert parse_graph(str(graph), tensors(graph)) == graph
+
+
+@pytest.mark.parametrize("name", ["f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2"])
+def test_every_way_to_write_nan_is_the_same_constant(name):
+    kind = TensorType.of((), name).dtype
+    size = kind.bits // 8
+    ways = [bytes([0xFF] * (size - 1) + [high]) for high in (0x7F, 0xFF)]
+    numbers = [torch.frombuffer(bytearray(way), dtype=kind.torch) for way in ways]
+    assert all(n.double().isnan().all() for n in numbers)
+    assert Constant(numbers[0]) == Constant(numbers[1]) != Constant(numbers[0].double().zero_())
 
 
 def test_a_missing_or_exchanged_tensor_is_noticed():

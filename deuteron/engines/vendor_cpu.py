@@ -82,6 +82,8 @@ def _refuse_packed(region: Region, target: Target, policy: Policy) -> Refusal | 
         return Refusal(f"oneDNN cannot add and then apply {c.act_name}")
     if c.residual is not None and not region.graph.types[c.residual].is_layout("nhwc"):
         return Refusal("the residual is not in nhwc")
+    if c.residual is not None and c.out.is_layout("contiguous"):  # oneDNN refuses it on x86-64
+        return Refusal("oneDNN cannot add images of one channel or one pixel everywhere")
     return None
 
 

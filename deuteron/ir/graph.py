@@ -94,7 +94,7 @@ class Constant:
     def digest(self) -> str:
         if self._digest is None:
             flat = torch.empty(self.type.shape, dtype=self.data.dtype).copy_(self.data).reshape(-1)
-            raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+            raw = _bytes(flat) if flat.numel() else b""
             head = f"{self.type.dtype.short}{list(self.type.shape)}".encode()
             self._digest = hashlib.sha256(head + raw).hexdigest()
         return self._digest
@@ -111,6 +111,16 @@ class Constant:
 
     def __repr__(self) -> str:
         return f"Constant({self.type})"
+
+
+def _bytes(flat: torch.Tensor) -> bytes:
+    """The content of a fresh tensor. A machine may write NaN in many ways: here it is one."""
+    raw = flat.view(torch.uint8)
+    if flat.is_floating_point():
+        nan = flat.float().isnan()
+        if nan.any():
+            raw.view(flat.numel(), -1)[nan] = 0xFF
+    return raw.numpy().tobytes()
 
 
 @dataclass(frozen=True)
