@@ -245,17 +245,10 @@ class Code:
 
 
 def entry(module: Any, name: str, body: Callable[[Code, Value, Value, Value], None]) -> None:
-    """Two functions: ``name(words, thread, threads)``, and ``name.team(words)`` for a member of
-    an OpenMP team, which finds its number by the functions that words 0 and 1 point to."""
+    """The function ``name(words, thread, threads)``: what ``thread`` of so many does of a call."""
     code = Code(module, name, [PTR, I64, I64])
     body(code, *code.args)
     code.ret()
-    team = Code(module, f"{name}.team", [PTR])
-    function = ir.FunctionType(I32, []).as_pointer()  # llvmlite calls only what has a type
-    asked = [team.b.load(team.at(team.args[0], i, of=I64), typ=function) for i in (0, 1)]
-    numbers = [team.b.sext(team.b.call(pointer, []), I64) for pointer in asked]
-    team.call(code, team.args[0], *numbers)
-    team.ret()
 
 
 # ---- the machine -------------------------------------------------------------------------------

@@ -70,11 +70,10 @@ class Renderer(Arithmetic):
 
     def _body(self, code: Code, words: Value, thread: Value, threads: Value) -> None:
         self.c = code
-        first = 2
-        self.base = {t: code.pointer(words, first + i) for i, t in enumerate(self.tensors)}
+        self.base = {t: code.pointer(words, i) for i, t in enumerate(self.tensors)}
         self.scratch = None
         if self.shape.kept:
-            room = code.pointer(words, first + len(self.tensors))
+            room = code.pointer(words, len(self.tensors))
             size = self.p.columns * max(1, 1 if self.shape.inner_vector else self.shape.lanes)
             start = code.mul(thread, size * len(self.shape.kept))
             self.scratch = code.at(room, start, of=self.float)

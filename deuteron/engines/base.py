@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from deuteron.codegen.calls import Call, runner
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -54,7 +55,8 @@ class Kernel:
     its one output as ``out=``) and fills them, so that the plan's arena can hold them. Without,
     it returns new tensors: one, or a tuple; vendor calls that allocate their result are of this
     kind. ``workspace`` is scratch memory in bytes that one call needs at most, for the policy
-    to judge.
+    to judge. ``calls`` is what a kernel of generated code does, as data: the plan hands such
+    kernels that follow each other to one native call.
     """
 
     fn: Callable[..., Any]
@@ -62,6 +64,12 @@ class Kernel:
     out_keyword: bool = False
     workspace: int = 0
     note: str = ""
+    calls: tuple[Call, ...] = ()
+
+    @staticmethod
+    def generated(calls: Sequence[Call], workspace: int = 0) -> Kernel:
+        """A kernel that makes these calls; the arguments are the inputs, then the outputs."""
+        return Kernel(runner(calls), writes=True, workspace=workspace, calls=tuple(calls))
 
     def fill(self, args: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
         """Call a kernel that writes."""

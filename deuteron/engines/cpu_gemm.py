@@ -26,7 +26,7 @@ class CpuGemm(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_gemm"
-    version = "2"
+    version = "3"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, PYRAMID)

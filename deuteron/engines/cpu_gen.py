@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from deuteron.codegen import openmp
+from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import CannotLower, Compute, Load, ScalarProgram
 from deuteron.codegen.triton_index import transposed_axis
@@ -25,6 +25,7 @@ SECONDS = {  # per element on one core, beyond what hides behind the loads
     "cos": 2.5e-9, "div": 0.6e-9, "sqrt": 0.6e-9,
 }  # fmt: skip
 CALL_SECONDS = 1e-6
+SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
 ACROSS_SECONDS = 2.5e-9  # an element that is read across the order of memory
 LIBRARY = frozenset({"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "expm1", "log1p"})
 LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64, and pow
@@ -74,7 +75,7 @@ class CpuGen:
     """Generated row and pointwise kernels on the CPU."""
 
     name = "cpu_gen"
-    version = "2"
+    version = "3"
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         if target.is_cuda:
@@ -106,27 +107,15 @@ class CpuGen:
         program = found.anonymous()
         renderer = Renderer(program)
         loaded = llvm.load(signature(program), renderer)
-        small = found.rows * found.columns < 16384
-        run = openmp.launcher(loaded, "run", threaded=not small)
         order = [*(region.inputs.index(v) for v in found.inputs)]
         first_out = len(region.inputs)
         order += [first_out + region.outputs.index(v) for v in found.outputs]
-        kept = len(renderer.shape.kept)
-        if not kept:
-
-            def plain(*t: Any) -> None:
-                run(*[t[i].data_ptr() for i in order])
-
-            return Kernel(plain, writes=True)
-        width = found.columns * (1 if renderer.shape.inner_vector else renderer.shape.lanes)
-        kind = torch.float64 if found.wide else torch.float32
-
-        def with_scratch(*t: Any) -> None:
-            room = torch.empty(width * kept * torch.get_num_threads(), dtype=kind)
-            run(*[t[i].data_ptr() for i in order], room.data_ptr())
-
-        return Kernel(with_scratch, writes=True, workspace=4 * width * kept * target_threads())
-
-
-def target_threads() -> int:
-    return torch.get_num_threads()
+        words: list[Word] = [Argument(i) for i in order]
+        kept, room = len(renderer.shape.kept), 0
+        if kept:
+            width = found.columns * (1 if renderer.shape.inner_vector else renderer.shape.lanes)
+            room = width * kept * (2 if found.wide else 1)
+            words.append(Room("rows", 0, room))
+        threaded = found.rows * found.columns >= SERIAL_ELEMENTS
+        call = Call(loaded, tuple(words), threaded)
+        return Kernel.generated([call], workspace=4 * room * torch.get_num_threads())

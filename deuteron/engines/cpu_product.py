@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from deuteron.codegen import openmp
+from deuteron.codegen.calls import Argument, runner
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.match import Chain
 from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, must_chain, place
@@ -117,11 +118,11 @@ def window_of(c: Chain) -> Any:
     return Window(c.weight.shape[2:], a["stride"], a["padding"], a["dilation"], a["groups"])
 
 
-def operands(region: Region, c: Chain) -> tuple[int, int]:
-    """Where the input and the residual stand among the arguments; without a residual the input
-    stands in, and is not read as one."""
+def operands(region: Region, c: Chain) -> tuple[Argument, Argument, Argument]:
+    """Input, result and residual among the arguments; without a residual the input stands in,
+    and is not read as one."""
     x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
-    return x, x if z is None else z
+    return Argument(x), Argument(len(region.inputs)), Argument(x if z is None else z)
 
 
 def images(region: Region, c: Chain) -> tuple[Any, Any, Any]:
@@ -309,12 +310,22 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         given = None if c.bias is None else ctx.constants[c.bias]
         bias = packing.bias_now(given, matrices, columns, tile.columns)
     product = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
-    run, room = _with_input(c, knobs, product.run)
-    x, z = operands(region, c)
-    w, b = place(region, c.anchor.inputs[1]), maybe(region, c.bias)
-    b = x if b is None else b
+    x, y, z = operands(region, c)
+    w = Argument(place(region, c.anchor.inputs[1]))
+    beside = maybe(region, c.bias)
+    b = x if beside is None else Argument(beside)
+    if knobs["padded"]:
+        from deuteron.kernels.cpu.frame import prepare_frame
+
+        framed, copy = prepare_frame(image(c.x), window_of(c), stored)
+        calls = (framed(x), *product.calls(copy, y, z, w, b))
+        return Kernel.generated(calls, product.workspace + extra + 4 * copy.floats)
+    if not _turned(c):
+        return Kernel.generated(product.calls(x, y, z, w, b), product.workspace + extra)
+    run = runner(product.calls(Argument(y.index + 1), y, z, w, b))
+    room = c.x.dtype.nbytes(c.x.numel)
     return Kernel(
-        lambda *t: run(t[x], t[-1].data_ptr(), t[z].data_ptr(), t[w].data_ptr(), t[b].data_ptr()),
+        lambda *t: run(*t, t[x.index].contiguous()),
         writes=True,
         workspace=product.workspace + extra + room,
     )
@@ -329,24 +340,6 @@ def _as_matrices(c: Chain, weight: torch.Tensor) -> torch.Tensor:
     if c.anchor.op == "linear":
         return weight.unsqueeze(0)
     return weight.reshape(-1, *weight.shape[-2:]).transpose(1, 2)
-
-
-def _with_input(c: Chain, knobs: Knobs, run: Any) -> tuple[Any, int]:
-    """The product from the input's tensor: framed, made contiguous, or as it is; and the bytes
-    of the copy."""
-    if knobs["padded"]:
-        from deuteron.kernels.cpu.frame import prepare_frame
-
-        framed, size = prepare_frame(image(c.x), window_of(c), c.x.dtype.short)
-        return lambda x, *rest: run(framed(x.data_ptr()), *rest), size
-    if _turned(c):
-
-        def contiguous(x: torch.Tensor, *rest: int) -> None:
-            copy = x.contiguous()
-            run(copy.data_ptr(), *rest)
-
-        return contiguous, c.x.dtype.nbytes(c.x.numel)
-    return lambda x, *rest: run(x.data_ptr(), *rest), 0
 
 
 def _conv_parts(region: Region, c: Chain, knobs: Knobs) -> tuple[Any, int, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from deuteron.codegen.calls import Argument, runner
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.cpu_product import (
     CALL_S,
@@ -100,13 +101,12 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     c = must_chain(region, ("conv",))
     bias = None if c.bias is None else ctx.constants[c.bias]
-    call = winograd.prepare_winograd(
+    calls = winograd.prepare_winograd(
         *images(region, c), c.anchor.attrs["padding"], ctx.constants[c.anchor.inputs[1] or ""],
         bias, epilogue_of(c), matmul.Tile(knobs["rows"], knobs["vectors"]), knobs["tile"],
     )  # fmt: skip
-    x, z = operands(region, c)
     floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())
-    return Kernel(lambda *t: call(t[x], t[-1], t[z]), writes=True, workspace=4 * floats)
+    return Kernel.generated(calls(*operands(region, c)), workspace=4 * floats)
 
 
 WINOGRAD = generated(
@@ -147,33 +147,20 @@ def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     call = depthwise.prepare_depthwise(
         *images(region, c), window_of(c), epilogue_of(c), knobs["pixels"], c.x.dtype.short
     )
-    x, z = operands(region, c)
-    taps = _kept(region, ctx, c.anchor.inputs[1], depthwise.taps_of)
+    x, y, z = operands(region, c)
+    taps, bias = c.anchor.inputs[1] or "", c.bias
     none = torch.zeros(c.x.shape[1])
-    bias = _kept(region, ctx, c.bias, lambda b: b.detach().to(torch.float32).contiguous(), none)
+    if {taps, bias} <= {*ctx.constants, None}:
+        start = none if bias is None else depthwise.bias_of(ctx.constants[bias])
+        return Kernel.generated([call(x, y, z, depthwise.taps_of(ctx.constants[taps]), start)])
+    at, beside = place(region, taps), maybe(region, bias)
+    run = runner([call(x, y, z, Argument(y.index + 1), Argument(y.index + 2))])
 
-    def run(*t: torch.Tensor) -> None:
-        w, b = taps(t), bias(t)
-        call(t[x].data_ptr(), t[-1].data_ptr(), t[z].data_ptr(), w.data_ptr(), b.data_ptr())
+    def arranged(*t: torch.Tensor) -> None:
+        """A filter that arrives with the call is put in order by torch first: it is small."""
+        run(*t, depthwise.taps_of(t[at]), none if beside is None else depthwise.bias_of(t[beside]))
 
-    return Kernel(run, writes=True)
-
-
-def _kept(
-    region: Region,
-    ctx: BuildContext,
-    value: str | None,
-    arrange: Callable[[torch.Tensor], torch.Tensor],
-    absent: torch.Tensor | None = None,
-) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-    """A small operand as the kernel reads it: arranged now if it is a constant, else at every
-    call; ``absent`` if there is none."""
-    if value is not None and value not in ctx.constants:
-        at = place(region, value)
-        return lambda t: arrange(t[at])
-    fixed = absent if value is None else arrange(ctx.constants[value])
-    assert fixed is not None
-    return lambda t: fixed
+    return Kernel(arranged, writes=True)
 
 
 DEPTHWISE = generated(
@@ -253,15 +240,14 @@ def _build_attention(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         attention.Form(node.attrs["causal"], kind, q.dtype.short),
         node.attrs["scale"],
     )
-    at = [place(region, value) for value in node.inputs[:3]]
+    query, key, value = (Argument(place(region, name)) for name in node.inputs[:3])
     beside = maybe(region, (*node.inputs, None)[3])
-
-    def run(*t: torch.Tensor) -> None:
-        a, b, c = (t[i].data_ptr() for i in at)
-        call(a, b, c, t[-1].data_ptr(), 0 if beside is None else t[beside].data_ptr())
-
+    added = 0 if beside is None else Argument(beside)
     per_thread = attention.room_per_thread(*sizes[4:], 4 * lanes())
-    return Kernel(run, writes=True, workspace=4 * per_thread * torch.get_num_threads())
+    return Kernel.generated(
+        [call(query, key, value, Argument(len(region.inputs)), added)],
+        workspace=4 * per_thread * torch.get_num_threads(),
+    )
 
 
 ATTENTION = generated(

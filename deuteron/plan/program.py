@@ -6,7 +6,7 @@ conversion is added. Then the calls are written down as one Python function, whi
 later runs execute; ``print(plan.program.source)`` shows it::
 
     def run(arena, x, /):
-        a3, = arena
+        a3, = arena.parts
         v2 = k0(x, c1)  # r0: conv + relu (layer1.0.conv1)
         k1(v2, out=a3)  # r1: linear
         …
@@ -29,9 +29,9 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import table
 from deuteron.plan.memory import Buffer, aligned, pack, peak
+from deuteron.plan.native import Arena, View
+from deuteron.plan.source import Step, Writer
 from deuteron.plan.tensors import duplicate, empty_like_type, restrided
-
-Arena = tuple[torch.Tensor, ...]  # a tensor for each value that lives in one block of memory
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ class Program:
         self._cuda = device.type == "cuda"
         self._idle: dict[int, list[Arena]] = {0: []}  # by stream: its queue may still use them
         self._wrapped: set[int] = set()  # regions whose kernel returns a tuple of one
+        self._views: dict[int, View] = {}  # regions that only say where to look
         self._shared: set[str] = set()  # outputs that are copied before they are handed out
+        self._pooled = True  # whether a run needs anything that no other may use meanwhile
         self._fast: Callable[..., list[torch.Tensor]] | None = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -122,8 +124,8 @@ class Program:
             with self._lock:
                 if self._fast is None:
                     return self._first_run(tensors)
-        if not self.memory.offsets:
-            return self._fast((), *tensors)
+        if not self._pooled:
+            return self._fast(None, *tensors)
         idle = self._idle_here()
         try:
             arena = idle.pop()
@@ -144,20 +146,21 @@ class Program:
     def _arena(self) -> Arena:
         """One block of memory, as a tensor for each value that lives in it."""
         if not self.memory.offsets:
-            return ()
+            return Arena()
         with torch.inference_mode(False):  # later runs may write to it outside that mode
             block = torch.empty(self.memory.arena, dtype=torch.uint8, device=self.device)
-            return tuple(
+            parts = (
                 _part(block, offset, self.graph.types[value])
                 for value, offset in self.memory.offsets.items()
             )
+            return Arena(tuple(parts))
 
     # ---- the checked first run
 
     def _first_run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         idle, arena = self._idle_here(), self._arena()
         env: dict[str, Any] = dict(self.constants)
-        env.update(zip(self.memory.offsets, arena, strict=True))
+        env.update(zip(self.memory.offsets, arena.parts, strict=True))
         env.update(zip(self.graph.inputs, tensors, strict=True))
         dead = self._dead()
         for i, (region, kernel) in enumerate(zip(self.regions, self.kernels, strict=True)):
@@ -177,6 +180,7 @@ class Program:
                     raise self._fault(region, f"{len(results)} results where {wanted} are due")
                 for value, got in zip(region.outputs, results, strict=True):
                     env[value] = self._promised(region, value, got)
+                self._note_view(i, region, env)
             for value in dead[i]:
                 del env[value]
         names = [v for _, v in self.graph.outputs]
@@ -186,6 +190,15 @@ class Program:
         self._write()
         idle.append(arena)
         return [duplicate(env[v]) if v in self._shared else env[v] for _, v in self.graph.outputs]
+
+    def _note_view(self, i: int, region: Region, env: Mapping[str, torch.Tensor]) -> None:
+        """Whether the region answered with a view of its one input, and where that begins."""
+        one = len(region.inputs) == len(region.outputs) == 1
+        if not one or any(n.op == "aten" or not table.get(n.op).view for n in region.nodes):
+            return
+        given, got = env[region.inputs[0]], env[region.outputs[0]]
+        if given.untyped_storage().data_ptr() == got.untyped_storage().data_ptr():
+            self._views[i] = View(region.inputs[0], got.data_ptr() - given.data_ptr())
 
     def _of_constants(self, env: Mapping[str, torch.Tensor]) -> set[str]:
         """Outputs in the memory of a constant: whoever gets them may write to them."""
@@ -246,56 +259,24 @@ class Program:
     # ---- the fast form
 
     def _write(self) -> None:
-        """Write the calls down as one function. Every name in it is made here, from a letter
-        and a number; nothing of the graph's own text becomes code."""
-        space: dict[str, Any] = {"restrided": restrided, "duplicate": duplicate}
-        local: dict[str, str] = {}
-
-        def name(letter: str, value: str) -> str:
-            local[value] = f"{letter}{len(local)}"
-            return local[value]
-
-        inputs = [name("x", v) for v in self.graph.inputs]
-        for value, tensor in self.constants.items():
-            space[name("c", value)] = tensor
-        parts = [name("a", v) for v in self.memory.offsets]
-        lines = [f"def run({', '.join(['arena', *inputs])}, /):"]
-        if parts:
-            lines.append(f"    {', '.join(parts)}, = arena")
-        for i, (region, kernel, dead) in enumerate(
-            zip(self.regions, self.kernels, self._dead(), strict=True)
-        ):
-            space[f"k{i}"] = kernel.fn
-            args = [local[v] for v in region.inputs]
-            note = f"  # {region.name}: {' + '.join(region.ops)}"
-            if self._told(region, kernel):
-                for value in region.outputs:
-                    if value not in self.memory.offsets:
-                        out = name("v", value)
-                        space[f"e{out}"] = self._empty(value)
-                        lines.append(f"    {out} = e{out}()")
-                outs = [local[v] for v in region.outputs]
-                args += [f"out={outs[0]}"] if kernel.out_keyword else outs
-                lines.append(f"    k{i}({', '.join(args)}){note}")
-            else:
-                outs = [name("v", v) for v in region.outputs]
-                left = ", ".join(outs) + ("," if i in self._wrapped else "")
-                lines.append(f"    {left} = k{i}({', '.join(args)}){note}")
-                for out, value in zip(outs, region.outputs, strict=True):
-                    if value in self.conversions:
-                        space[f"t{out}"] = self.graph.types[value]
-                        lines.append(f"    {out} = restrided({out}, t{out})")
-            gone = [local[v] for v in dead]
-            if gone:
-                lines.append(f"    del {', '.join(gone)}")
-        results = [
-            f"duplicate({local[v]})" if v in self._shared else local[v]
-            for _, v in self.graph.outputs
-        ]
-        lines.append(f"    return [{', '.join(results)}]")
-        self.source = "\n".join(lines)
-        exec(compile(self.source, f"<plan {id(self):x}>", "exec"), space)
-        self._fast = space["run"]
+        """Write the calls down as one function."""
+        steps = [
+            Step(
+                region, kernel, self._told(region, kernel), i in self._wrapped, dead,
+                self._views.get(i),
+            )
+            for i, (region, kernel, dead) in enumerate(
+                zip(self.regions, self.kernels, self._dead(), strict=True)
+            )
+        ]  # fmt: skip
+        writer = Writer(
+            self.graph, self.constants, tuple(self.memory.offsets), steps, self.conversions,
+            self._shared, self._empty,
+        )  # fmt: skip
+        self.source = writer.write()
+        exec(compile(self.source, f"<plan {id(self):x}>", "exec"), writer.space)
+        self._pooled = bool(self.memory.offsets) or writer.natives > 0
+        self._fast = writer.space["run"]
 
 
 def _part(block: torch.Tensor, offset: int, type_: TensorType) -> torch.Tensor:

@@ -17,9 +17,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from deuteron.codegen import openmp
+from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import (
     F32,
     I8,
@@ -38,7 +36,6 @@ from deuteron.codegen.llvm_math import exp_nonpositive
 from deuteron.codegen.llvm_types import STORED
 from deuteron.kernels.cpu.matmul import Tile, accumulate
 from deuteron.kernels.cpu.packing import across, along
-from deuteron.kernels.cpu.scratch import scratch
 from deuteron.kernels.cpu.stored import Stored
 
 ROWS, VECTORS = 4, 4  # queries and vectors of columns in registers
@@ -124,16 +121,16 @@ def _softmax_row(c: Code, row: Value, seen: Value, bias: Value | None, form: For
 
 def _write(module: object, form: Form) -> None:
     tile = Tile(ROWS, VECTORS)
-    wide, n, head = tile.columns, width(), openmp.HEAD
+    wide, n = tile.columns, width()
     multiply = _tile(module, tile)
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        q, k, v, out, bias, room = (c.pointer(words, head + i) for i in range(6))
+        q, k, v, out, bias, room = (c.pointer(words, i) for i in range(6))
         names = (
             "batch heads sharing queries keys depth values scale per_thread "
             "qb qh qs kb kh ks vb vh vs ob oh os bb bh bs"
         ).split()
-        w = {name: c.word(words, head + 6 + i) for i, name in enumerate(names)}
+        w = {name: c.word(words, 6 + i) for i, name in enumerate(names)}
         of = Stored(c, form.stored)
         scale = c.b.bitcast(c.b.trunc(w["scale"], I32), F32)
         keys, depth, values = w["keys"], w["depth"], w["values"]
@@ -226,17 +223,11 @@ def prepare_attention(
     strides: tuple[Strides, Strides, Strides, Strides, Strides],
     form: Form,
     scale: float,
-) -> Callable[[int, int, int, int, int], None]:
-    """``run(q, k, v, out, bias)`` over addresses. ``sizes`` are batch, query heads, query heads
-    per key head, queries, keys, D and Dv; ``strides`` those of q, k, v, out and bias."""
-    wide = Tile(ROWS, VECTORS).columns
-    per_thread = room_per_thread(*sizes[4:], wide)
-    call = openmp.launcher(compiled(form), "run")
+) -> Callable[[Word, Word, Word, Word, Word], Call]:
+    """The call for q, k, v, out and bias, where each is. ``sizes`` are batch, query heads, query
+    heads per key head, queries, keys, D and Dv; ``strides`` those of q, k, v, out and bias."""
+    room = Room("attention", 0, room_per_thread(*sizes[4:], Tile(ROWS, VECTORS).columns))
     bits = struct.unpack("<i", struct.pack("<f", scale))[0]
-    words = (*sizes, bits, per_thread, *(s for part in strides for s in part))
-
-    def run(q: int, k: int, v: int, out: int, bias: int) -> None:
-        room = scratch(per_thread * torch.get_num_threads(), "attention")
-        call(q, k, v, out, bias, room.data_ptr(), *words)
-
-    return run
+    words = (*sizes, bits, room.per_thread, *(s for part in strides for s in part))
+    code = compiled(form)
+    return lambda q, k, v, out, bias: Call(code, (q, k, v, out, bias, room, *words))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deuteron.codegen import openmp
+from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, vec, width
 from deuteron.kernels.cpu.conv import Image, Window
 from deuteron.kernels.cpu.epilogue import Epilogue
@@ -87,9 +87,9 @@ def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
     columns = shape.columns
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, weight, bias, y, r, empty = (c.pointer(words, openmp.HEAD + i) for i in range(6))
+        x, weight, bias, y, r, empty = (c.pointer(words, i) for i in range(6))
         (batch, oh, ow, height, breadth, channels, ph, pw, xn, xh, xw, yn, yh, yw, rn, rh, rw) = (
-            c.word(words, openmp.HEAD + 6 + i) for i in range(17)
+            c.word(words, 6 + i) for i in range(17)
         )
         of = Stored(c, shape.stored)
         table = c.variable(PTR, count=kh * len(columns))
@@ -156,6 +156,10 @@ def taps_of(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach().reshape(weight.shape[0], -1).t().to(torch.float32).contiguous()
 
 
+def bias_of(bias: torch.Tensor) -> torch.Tensor:
+    return bias.detach().to(torch.float32).contiguous()
+
+
 def prepare_depthwise(
     x: Image,
     y: Image,
@@ -164,8 +168,8 @@ def prepare_depthwise(
     epilogue: Epilogue,
     pixels: int,
     stored: str,
-) -> Callable[[int, int, int, int, int], None]:
-    """``run(x, y, residual, taps, bias)`` over addresses; taps and bias are float32."""
+) -> Callable[[Word, Word, Word, Word, Word], Call]:
+    """The call for x, y, residual, taps and bias, where each is; taps and bias are float32."""
     flat = len(x.shape) == 3
     x, y, r = _plane(x), _plane(y), _plane(y if r is None else r)
     kernel, stride, dilation, padding = (
@@ -178,13 +182,12 @@ def prepare_depthwise(
     channels = x.shape[1]
     empty = zeros(max(channels, 64))
     flops = 2.0 * y.shape[0] * y.shape[2] * y.shape[3] * channels * kernel[0] * kernel[1]
-    call = openmp.launcher(compiled(shape, epilogue), "run", flops > SERIAL_FLOPS)
-    z = empty.data_ptr()
+    code, threaded = compiled(shape, epilogue), flops > SERIAL_FLOPS
     strides = [s for i in (x, y, r) for s in (i.strides[0], i.strides[2], i.strides[3])]
     sizes = (x.shape[0], y.shape[2], y.shape[3], x.shape[2], x.shape[3], channels, *padding,
              *strides)  # fmt: skip
 
-    def run(t: int, out: int, residual: int, taps: int, bias: int, held: object = empty) -> None:
-        call(t, taps, bias, out, residual, z, *sizes)
+    def call(t: Word, out: Word, residual: Word, taps: Word, bias: Word) -> Call:
+        return Call(code, (t, taps, bias, out, residual, empty, *sizes), threaded)
 
-    return run
+    return call

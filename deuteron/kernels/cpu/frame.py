@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from deuteron.codegen import openmp
+from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import Code, Loaded, Value, entry, load, width
 from deuteron.ir.dtype import dtype
 from deuteron.kernels.cpu.conv import Image, Window, frame
-from deuteron.kernels.cpu.scratch import scratch
 from deuteron.kernels.cpu.stored import Stored
 
 
 def _write(module: object, short: str) -> None:
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, to = (c.pointer(words, openmp.HEAD + i) for i in range(2))
+        x, to = (c.pointer(words, i) for i in range(2))
         batch, height, breadth, channels, ph, pw, xn, xh, xw = (
-            c.word(words, openmp.HEAD + 2 + i) for i in range(9)
+            c.word(words, 2 + i) for i in range(9)
         )
         of = Stored(c, short)
 
@@ -62,17 +61,11 @@ def compiled(short: str) -> Loaded:
     return load(f"frame {short} of {width()}", lambda module: _write(module, short))
 
 
-def prepare_frame(x: Image, window: Window, short: str) -> tuple[Callable[[int], int], int]:
-    """The address of an image of one or two dimensions → that of its framed copy, which lives
-    until the next is made; and the copy's bytes."""
-    call = openmp.launcher(compiled(short), "run")
+def prepare_frame(x: Image, window: Window, short: str) -> tuple[Callable[[Word], Call], Room]:
+    """The call that frames an image of one or two dimensions, from the image's address; and the
+    framed copy, which is good until the next is made."""
     size = dtype(short).nbytes(prod(frame(x, window).shape))
     line = (1, *x.shape[2:])[-2:], (0, *window.padding)[-2:], (0, *x.strides[2:])[-2:]
     sizes = (x.shape[0], *line[0], x.shape[1], *line[1], x.strides[0], *line[2])
-
-    def framed(source: int) -> int:
-        to = scratch(-(-size // 4), "frame").data_ptr()
-        call(source, to, *sizes)
-        return to
-
-    return framed, size
+    to, code = Room("frame", -(-size // 4)), compiled(short)
+    return lambda source: Call(code, (source, to, *sizes)), to

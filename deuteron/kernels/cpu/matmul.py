@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from deuteron.codegen import openmp
+from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import (
     F32,
     I32,
@@ -42,7 +42,6 @@ from deuteron.codegen.llvm import (
 )
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.packing import Packed
-from deuteron.kernels.cpu.scratch import scratch
 from deuteron.kernels.cpu.stored import Stored
 
 L2_BYTES = 400_000  # the part of a core's L2 that a block of rows may fill
@@ -236,10 +235,10 @@ def _write(module: object, form: Form) -> None:
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
         a, table, b, out, outs, bias, res, ress, zeros, room, starts = (
-            c.pointer(words, openmp.HEAD + i) for i in range(11)
+            c.pointer(words, i) for i in range(11)
         )
         segments, length, count, columns, groups, block, stretch, by_columns = (
-            c.word(words, openmp.HEAD + 11 + i) for i in range(8)
+            c.word(words, 11 + i) for i in range(8)
         )
         of, packed = Stored(c, form.stored), Stored(c, form.panel)
         depth = c.mul(segments, length)
@@ -353,10 +352,10 @@ def rows_of_block(k: int, columns: int, tile: Tile) -> int:
 
 @dataclass(frozen=True)
 class Prepared:
-    """``run(A, C, R, B, bias)`` over addresses; the scratch it needs, in bytes. B and the bias
-    are not looked at if they were packed before."""
+    """``calls(A, C, R, B, bias)``, where each of them is; the scratch they need, in bytes. B and
+    the bias are not looked at if they were packed before."""
 
-    run: Callable[[int, int, int, int, int], None]
+    calls: Callable[[Word, Word, Word, Word, Word], tuple[Call, ...]]
     workspace: int
 
 
@@ -376,14 +375,14 @@ def prepare(
     at_a_time = min(stretch, segments) * length
     block = min(rows_of_block(at_a_time, columns if cut else 0, tile), max(table.shape[0], 1))
     kept = panels * block * tile.rows * tile.columns if cut else 0
+    room = Room("sums", 0, kept) if kept else 0
     threaded = 2.0 * count * groups * columns * segments * length > SERIAL_FLOPS
-    call = openmp.launcher(compiled(form), "run", threaded)
-    held = (table, outs, ress, empty, starts)
-    t, o, r, z, at = (tensor.data_ptr() for tensor in held)
+    code = compiled(form)
     sizes = (segments, length, table.shape[0], columns, groups, block, stretch, int(by_columns))
 
-    def run(a: int, out: int, residual: int, b: int, start: int, held: object = held) -> None:
-        room = scratch(kept * torch.get_num_threads(), "sums").data_ptr() if kept else 0
-        call(a, t, factor(b), out, o, bias(start), residual, r, z, room, at, *sizes)
+    def calls(a: Word, out: Word, residual: Word, b: Word, start: Word) -> tuple[Call, ...]:
+        (packing, panels), (beside, begin) = factor(b), bias(start)
+        words = (a, table, panels, out, outs, begin, residual, ress, empty, room, starts, *sizes)
+        return (*packing, *beside, Call(code, words, threaded))
 
-    return Prepared(run, 4 * kept * torch.get_num_threads())
+    return Prepared(calls, 4 * kept * torch.get_num_threads())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from deuteron.codegen import openmp
+from deuteron.codegen.calls import Argument, Call, Tape
 from deuteron.codegen.llvm import F32, F64, I64, Code, Value, entry, lanes_of, load, vec, width
 from deuteron.codegen.llvm_types import STORED, Registers
 from deuteron.ir.dtype import DType, dtype
@@ -82,8 +82,8 @@ def _write(module: Any, program: Program, dtypes: Sequence[DType], wide: bool) -
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
         w = _Writer(c, program, dtypes, wide)
-        table, grads, where, rows, sums = (c.pointer(words, openmp.HEAD + i) for i in range(5))
-        tensors, chunks, stride = (c.word(words, openmp.HEAD + 5 + i) for i in range(3))
+        table, grads, where, rows, sums = (c.pointer(words, i) for i in range(5))
+        tensors, chunks, stride = (c.word(words, 5 + i) for i in range(3))
         first, last = c.share(chunks, thread, threads)
         with c.loop(first, last) as chunk:
             t = c.index(where, chunk)
@@ -127,4 +127,12 @@ def update(
     wide = torch.float64 in dtypes
     name = f"optim {program} {[k.short for k in kinds]} of {width()}"
     loaded = load(name, lambda module: _write(module, program, kinds, wide))
-    return openmp.launcher(loaded, "run", threaded)
+    tape = Tape([Call(loaded, tuple(map(Argument, range(8))), threaded)])
+
+    def run(*given: int) -> None:
+        words = tape.words()
+        for (at, _), word in zip(tape.arguments, given, strict=True):
+            words[at] = word
+        tape.run(words)
+
+    return run

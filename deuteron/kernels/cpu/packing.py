@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deuteron.codegen import openmp
+from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import Code, Loaded, Value, entry, load, width
-from deuteron.kernels.cpu.scratch import scratch
 from deuteron.kernels.cpu.stored import Stored
 
-Packed = Callable[[int], int]  # the address of a factor → the address of its panels
+# where a factor is → the calls that pack it, and where its panels are then
+Packed = Callable[[Word], tuple[tuple[Call, ...], Word]]
 SERIAL_NUMBERS = 8192  # fewer are packed sooner than a second thread wakes up
 
 
@@ -97,10 +97,8 @@ def _scattered(
 
 def _write(module: object, way: str, short: str, wide: int) -> None:
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        source, to, starts, places = (c.pointer(words, openmp.HEAD + i) for i in range(4))
-        matrices, columns, depth, step_n, step_k = (
-            c.word(words, openmp.HEAD + 4 + i) for i in range(5)
-        )
+        source, to, starts, places = (c.pointer(words, i) for i in range(4))
+        matrices, columns, depth, step_n, step_k = (c.word(words, 4 + i) for i in range(5))
         of = Stored(c, short)
         panels = c.div(c.add(columns, wide - 1), wide)
         begin, end = c.share(c.mul(matrices, panels), thread, threads)
@@ -157,17 +155,10 @@ def packed_at_call(factor: Factor, short: str, wide: int, name: str) -> Packed:
     way, gap = way_of(factor)
     starts = torch.from_numpy(np.ascontiguousarray(factor.starts, np.int64))
     places = torch.from_numpy(np.ascontiguousarray(factor.places, np.int32))
-    floats = room(factor, wide)
-    call = openmp.launcher(compiled(way, short, wide), "run", floats > SERIAL_NUMBERS)
-    s, p = starts.data_ptr(), places.data_ptr()
+    to, code = Room(name, room(factor, wide)), compiled(way, short, wide)
     sizes = (len(starts), factor.columns, len(places), factor.step, gap)
-
-    def pack(source: int, held: object = (starts, places)) -> int:
-        to = scratch(floats, name).data_ptr()
-        call(source, to, s, p, *sizes)
-        return to
-
-    return pack
+    threaded = to.floats > SERIAL_NUMBERS
+    return lambda source: ((Call(code, (source, to, starts, places, *sizes), threaded),), to)
 
 
 def packed_now(weight: torch.Tensor, wide: int, kind: torch.dtype = torch.float32) -> Packed:
@@ -177,8 +168,7 @@ def packed_now(weight: torch.Tensor, wide: int, kind: torch.dtype = torch.float3
     full = torch.zeros(matrices, panels * wide, k, dtype=kind)
     full[:, :n] = weight
     held = full.view(matrices, panels, wide, k).transpose(2, 3).contiguous()
-    address = held.data_ptr()
-    return lambda _, held=held: address  # type: ignore[misc]
+    return lambda _: ((), held)
 
 
 def bias_now(bias: torch.Tensor | None, matrices: int, n: int, wide: int) -> Packed:

@@ -24,13 +24,12 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from deuteron.codegen import openmp
+from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, width
 from deuteron.kernels.cpu.conv import Image
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import Form, Rows, Tile, prepare, row_offsets, zeros
 from deuteron.kernels.cpu.packing import bias_now, packed_now
-from deuteron.kernels.cpu.scratch import scratch
 
 POINTS = {2: ("1", "-1"), 4: ("3/2", "-3/2", "2/3", "-2/3")}  # and 0, and infinity; in pairs
 CHUNK_BYTES = 8_000_000  # transformed tiles that are in flight at a time
@@ -173,13 +172,13 @@ def _in_both_widths(c: Code, channels: Value, body: Callable[[Value, int], None]
 
 
 def _write_input(module: object, m: int) -> None:
-    t, head = m + 2, openmp.HEAD
+    t = m + 2
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, u, empty = (c.pointer(words, head + i) for i in range(3))
-        begin, end, place = _tiles(c, words, head + 3, thread, threads)
+        x, u, empty = (c.pointer(words, i) for i in range(3))
+        begin, end, place = _tiles(c, words, 3, thread, threads)
         height, breadth, channels, ph, pw, xn, xh, xw, plane = (
-            c.word(words, head + 7 + i) for i in range(9)
+            c.word(words, 7 + i) for i in range(9)
         )
         table = c.variable(PTR, count=t * t)
         with c.loop(begin, end) as local:
@@ -204,13 +203,13 @@ def _write_input(module: object, m: int) -> None:
 
 
 def _write_output(module: object, m: int, epilogue: Epilogue) -> None:
-    t, head = m + 2, openmp.HEAD
+    t = m + 2
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        product, y, bias, r, empty, nowhere = (c.pointer(words, head + i) for i in range(6))
-        begin, end, place = _tiles(c, words, head + 6, thread, threads)
+        product, y, bias, r, empty, nowhere = (c.pointer(words, i) for i in range(6))
+        begin, end, place = _tiles(c, words, 6, thread, threads)
         height, breadth, channels, yn, yh, yw, rn, rh, rw, plane = (
-            c.word(words, head + 10 + i) for i in range(10)
+            c.word(words, 10 + i) for i in range(10)
         )
         outs, others = c.variable(PTR, count=m * m), c.variable(PTR, count=m * m)
         nowhere = c.at(nowhere, c.mul(thread, channels))
@@ -279,8 +278,8 @@ def prepare_winograd(
     epilogue: Epilogue,
     tile: Tile,
     m: int,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """``run(x, y, residual)`` for a weight [K, C, 3, 3]."""
+) -> Callable[[Word, Word, Word], list[Call]]:
+    """The calls for x, y and residual, where each is, with a weight [K, C, 3, 3]."""
     r = y if r is None else r
     (_, channels, height, breadth), (_, k, oh, ow) = x.shape, y.shape
     chunk, total = chunk_of(x.shape, y.shape, m)
@@ -290,26 +289,26 @@ def prepare_winograd(
     product = prepare(
         Rows(*inner, None, channels, starts), k, packed_now(transformed(weight, m), tile.columns),
         bias_now(None, len(number), k, tile.columns), Form(tile, Epilogue()), by_columns=True,
-    ).run  # fmt: skip
-    first, last = (openmp.launcher(kernel, "run") for kernel in compiled(m, epilogue))
+    ).calls  # fmt: skip
+    first, last = compiled(m, epilogue)
     start = torch.zeros(k) if bias is None else bias.contiguous()
-    held = (start, zeros(max(channels, k, 64)))
-    b, z = (tensor.data_ptr() for tensor in held)
+    empty = zeros(max(channels, k, 64))
     down, across = -(-oh // m), -(-ow // m)
     u_size, p_size = chunk * (m + 2) ** 2 * channels, chunk * (m + 2) ** 2 * k
+    u, p, nowhere = (
+        Room("winograd", u_size + p_size, k, 4 * offset) for offset in (0, u_size, u_size + p_size)
+    )
     xs, ys, rs = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y, r))
 
-    def run(
-        t: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, held: object = held
-    ) -> None:
-        u = scratch(u_size + p_size + torch.get_num_threads() * k, "winograd").data_ptr()
-        p = u + 4 * u_size
-        nowhere = p + 4 * p_size
-        source, to, other = t.data_ptr(), out.data_ptr(), residual.data_ptr()
+    def calls(source: Word, to: Word, other: Word) -> list[Call]:
+        found = []
         for begin in range(0, total, chunk):
             here = (begin, min(chunk, total - begin), down, across)
-            first(source, u, z, *here, height, breadth, channels, *padding, *xs, chunk * channels)
-            product(u, p, p, 0, 0)
-            last(p, to, b, other, z, nowhere, *here, oh, ow, k, *ys, *rs, chunk * k)
+            size_in = (height, breadth, channels, *padding, *xs, chunk * channels)
+            size_out = (oh, ow, k, *ys, *rs, chunk * k)
+            found.append(Call(first, (source, u, empty, *here, *size_in)))
+            found.extend(product(u, p, p, 0, 0))
+            found.append(Call(last, (p, to, start, other, empty, nowhere, *here, *size_out)))
+        return found
 
-    return run
+    return calls

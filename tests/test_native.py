@@ -1,0 +1,186 @@
+"""Regions of generated code in one native call: the same answers, on however many threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from fakes import bit_equal, check_right, registered
+
+import deuteron as dt
+from deuteron.engines import BuildContext, Kernel, engine
+from deuteron.plan.native import stretches
+
+pytest.importorskip("llvmlite")
+
+from deuteron.codegen import openmp
+
+Feed = dict[str, torch.Tensor]
+
+
+class Preferred:
+    """A built-in engine that is chosen wherever it can run."""
+
+    version = "1"
+
+    def __init__(self, inner: str) -> None:
+        self.inner, self.name = engine(inner), f"preferred_{inner}"
+        self.refuse = self.inner.refuse
+
+    def candidates(
+        self, region: dt.Region, target: dt.Target, policy: dt.Policy
+    ) -> list[dt.Candidate]:
+        found = self.inner.candidates(region, target, policy)
+        return [dt.Candidate(self.name, self.version, c.knobs) for c in found]
+
+    def estimate(self, region: dt.Region, target: dt.Target, candidate: dt.Candidate) -> float:
+        return 1e-12
+
+    def build(self, region: dt.Region, candidate: dt.Candidate, ctx: BuildContext) -> Kernel:
+        return self.inner.build(region, candidate, ctx)
+
+
+@contextmanager
+def generated() -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in ("cpu_gemm", "cpu_gen"):
+            stack.enter_context(registered(Preferred(name)))
+        yield
+
+
+def encoder() -> tuple[dt.Graph, Callable[[], Feed]]:
+    """Views between products, a weight that is packed at every run, two results."""
+    g = dt.Graph("encoder")
+    x, w = g.tensor("x", (2, 20, 32)), g.tensor("w", (32, 32))
+
+    def weight(*shape: int) -> dt.Sym:
+        return g.constant(torch.randn(*shape) / 6)
+
+    def heads(y: dt.Sym) -> dt.Sym:
+        return g.permute(g.reshape(y, shape=(2, 20, 4, 8)), dims=(0, 2, 1, 3))
+
+    h = g.layer_norm(x, g.constant(torch.rand(32)), g.constant(torch.randn(32)))
+    q, k, v = (heads(g.linear(h, m)) for m in (weight(32, 32), w, weight(32, 32)))
+    a = g.permute(g.attention(q, k, v, scale=0.3), dims=(0, 2, 1, 3))
+    y = g.linear(g.reshape(a, shape=(2, 20, 32)), weight(32, 32), weight(32)) + x
+    g.softmax(y, axis=-1).output("p")
+    first = g.reshape(g.slice(y, axis=1, start=0, stop=1), shape=(2, 32))
+    g.tanh(g.linear(first, weight(16, 32))).output("y")
+    return g, lambda: {"x": torch.randn(2, 20, 32), "w": torch.randn(32, 32) / 6}
+
+
+def network() -> tuple[dt.Graph, Callable[[], Feed]]:
+    """A framed image, Winograd's algorithm in chunks or a product, a depthwise filter."""
+    g = dt.Graph("network")
+    x = g.tensor("x", (1, 3, 24, 24), layout="nhwc")
+
+    def weight(*shape: int) -> dt.Sym:
+        return g.constant(torch.randn(*shape) / 6)
+
+    y = g.relu(g.conv(x, weight(16, 3, 3, 3), padding=1))
+    y = g.relu(g.conv(y, weight(16, 16, 3, 3), padding=1)) + y
+    y = g.relu(g.conv(y, weight(16, 1, 3, 3), bias=weight(16), padding=1, groups=16))
+    g.mean(y, axes=(2, 3)).output("y")
+    like = torch.channels_last
+    return g, lambda: {"x": torch.randn(1, 3, 24, 24).contiguous(memory_format=like)}
+
+
+GRAPHS = pytest.mark.parametrize("make", [encoder, network])
+
+
+def planned(make: Callable[[], tuple[dt.Graph, Callable[[], Feed]]]):
+    torch.manual_seed(0)
+    g, feed = make()
+    with generated():
+        plan = g.compile(device="cpu")
+        plan.run(feed())
+    assert "\n    n0(arena" in plan.program.source
+    return g, feed, plan
+
+
+@GRAPHS
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_answers_are_right_and_stay(make, threads):
+    g, feed, plan = planned(make)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        feeds = [feed() for _ in range(3)]
+        results = [plan.run(f) for f in feeds]
+    finally:
+        torch.set_num_threads(before)
+    for f, result in zip(feeds, results, strict=True):
+        check_right(result, g.ir(), f)
+        again = plan.run(f)
+        assert all(bit_equal(again[name], out) for name, out in result.items())
+
+
+@GRAPHS
+def test_without_a_team(make, monkeypatch):
+    monkeypatch.setattr(openmp, "runtime", lambda: None)
+    g, feed, plan = planned(make)
+    f = feed()
+    check_right(plan.run(f), g.ir(), f)
+
+
+@GRAPHS
+def test_every_run_in_flight_has_words_of_its_own(make):
+    _, feed, plan = planned(make)
+    feeds = [feed() for _ in range(3)]
+    alone = [plan.run(f) for f in feeds]
+    wrong: list[int] = []
+
+    def many(which: int) -> None:
+        for _ in range(50):
+            got = plan.run(feeds[which])
+            if any(not bit_equal(got[name], out) for name, out in alone[which].items()):
+                wrong.append(which)
+
+    threads = [threading.Thread(target=many, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_every_region_stands_in_the_source():
+    _, _, plan = planned(encoder)
+    source = plan.program.source
+    assert all(source.count(f"# {region.name}:") == 1 for region in plan.program.regions)
+    views = [line for line in source.splitlines() if "permute" in line]
+    assert views and all(line.startswith("    #") for line in views), "an address, not a call"
+
+
+def test_a_view_that_others_read_is_made_as_well():
+    g = dt.Graph()
+    x = g.tensor("x", (4, 6))
+    y = g.softmax(x, axis=-1)
+    turned = g.permute(y, dims=(1, 0)).output("turned")
+    g.softmax(turned, axis=-1).output("z")
+    with generated():
+        plan = g.compile(device="cpu")
+        for _ in range(3):
+            feed = {"x": torch.randn(4, 6)}
+            check_right(plan.run(feed), g.ir(), feed)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [
+        ("", []),
+        ("o", [1]),
+        ("nn", [2]),
+        ("nvn", [3]),
+        ("nvvo", [1, 1, 1, 1]),
+        ("vnvnnvon", [1, 4, 1, 1, 1]),
+    ],
+)
+def test_what_follows_each_other(kinds, found):
+    names = {"n": "native", "v": "view", "o": "other"}
+    got = stretches([names[k] for k in kinds])
+    assert [len(part) for part in got] == found
+    assert [i for part in got for i in part] == list(range(len(kinds)))
