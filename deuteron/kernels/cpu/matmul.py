@@ -9,7 +9,8 @@ tile is skipped. A, C and R may have 16 bits; registers, and what is kept betwee
 B comes in panels of NR columns (:mod:`deuteron.kernels.cpu.packing`). A tile of MR × NR results
 stays in registers over a stretch of k. A stretch of a panel is sized to stay in L1 while the
 rows of a block pass by, and a block of rows to stay in L2 while all panels pass by; sums that
-wait for the next stretch are kept as float32 beside it. So A and C move once and B once per block:
+wait for the next stretch are kept as float32 beside it. While one panel is multiplied, the next is
+fetched to L2. So A and C move once and B once per block:
 
     bytes ≈ size · M·K + 4 · K·N · ⌈M / block⌉ + size · M·N · (1 + residual)
 """
@@ -27,6 +28,7 @@ from llvmlite import ir
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import (
     F32,
+    I8,
     I32,
     I64,
     PTR,
@@ -47,6 +49,7 @@ from deuteron.kernels.cpu.stored import Stored
 L2_BYTES = 400_000  # the part of a core's L2 that a block of rows may fill
 STRETCH = 512  # numbers of k whose panel stays in L1 beside the rows
 WHOLE = 1024  # a k up to this is one stretch
+AHEAD = 2  # the level of cache that the next panel is fetched to
 SERIAL_FLOPS = 1e5  # below this a second thread costs more than it brings
 
 
@@ -73,15 +76,24 @@ class Form:
     panel: str = "f32"
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """Memory that is wanted soon: a variable with the place, and the bytes from one step to the
+    next."""
+
+    place: Value
+    pace: Value
+
+
 # ---- the kernel --------------------------------------------------------------------------------
 
 
 def accumulate(
     c: Code, tile: Tile, acc: list[list[Value]], runs: list[Value], panel: Value, length: Value,
-    of: Stored, packed: Stored,
+    of: Stored, packed: Stored, ahead: Ahead | None = None,
 ) -> None:  # fmt: skip
     """acc[i] += runs[i][k] · panel[k] for k below ``length``; ``panel`` is a variable that ends
-    up behind what was read."""
+    up behind what was read. Lines of memory ``ahead`` are asked for along the way."""
     n, rows, vectors = width(), tile.rows, tile.vectors
     step = n if has_lanes() else 4
     whole = c.sub(length, c.rem(length, step))
@@ -109,6 +121,10 @@ def accumulate(
                     for j in range(vectors):
                         multiply(i, j, x, here[j])
         c.put(panel, packed.at(base, step * vectors * n))
+        if ahead is not None:
+            there = c.get(ahead.place, PTR)
+            _prefetch(c, there, AHEAD)
+            c.put(ahead.place, c.at(there, ahead.pace, of=I8))
     with c.loop(whole, length) as k:
         base = c.get(panel, PTR)
         here = columns(base, 0)
@@ -119,25 +135,26 @@ def accumulate(
         c.put(panel, packed.at(base, vectors * n))
 
 
-def _prefetch(c: Code, where: Value) -> None:
-    """Ask for a line of memory that is read when the sums are done. (Not for one that is then
+def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
+    """Ask for a line of memory that is read later, into L1 (3) or L2 (2). (Not for one that is
     written: whole lines are written without being read first, unless they were asked for.)"""
     name = "llvm.prefetch.p0"
     fn = c.module.globals.get(name)
     if fn is None:
         fn = ir.Function(c.module, ir.FunctionType(VOID, [PTR, I32, I32, I32]), name)
-    c.b.call(fn, [where, *(ir.Constant(I32, x) for x in (0, 3, 1))])
+    c.b.call(fn, [where, *(ir.Constant(I32, x) for x in (0, locality, 1))])
 
 
 def _product(module: object, form: Form) -> Code:
     """One tile: (A, offsets, segments, length, B, C, C offsets, bias, R, R offsets, zeros,
-    columns, sums, first, last) → MR rows of up to NR results, or of sums if not ``last``."""
+    columns, sums, first, last, ahead, pace) → MR rows of up to NR results, or of sums if not
+    ``last``; meanwhile memory from ``ahead`` on is asked for, so many bytes at a step."""
     tile, epilogue = form.tile, form.epilogue
     n, rows, vectors = width(), tile.rows, tile.vectors
-    c = Code(module, "tile", [PTR, PTR, I64, I64] + [PTR] * 7 + [I64, PTR, I64, I64],
+    c = Code(module, "tile", [PTR, PTR, I64, I64] + [PTR] * 7 + [I64, PTR, I64, I64, PTR, I64],
              internal=True)  # fmt: skip
     (a, table, segments, length, b, out, outs, bias, res, ress, zeros, columns, sums, first,
-     last) = c.args  # fmt: skip
+     last, ahead, pace) = c.args  # fmt: skip
     of, packed = Stored(c, form.stored), Stored(c, form.panel)
     acc = [[c.variable(vec(n)) for _ in range(vectors)] for _ in range(rows)]
     nowhere = c.variable(F32, count=tile.columns)
@@ -172,7 +189,7 @@ def _product(module: object, form: Form) -> Code:
         with c.when(c.cmp("!=", last, 0)):
             for i in range(rows):
                 _prefetch(c, places(i)[1])
-    panel = c.variable(PTR, b)
+    panel, next_lines = c.variable(PTR, b), Ahead(c.variable(PTR, ahead), pace)
     with c.loop(0, segments) as s:
         where = [c.index(table, c.add(c.mul(s, rows), i)) for i in range(rows)]
         everywhere = where[0]
@@ -184,7 +201,7 @@ def _product(module: object, form: Form) -> Code:
 
         def go() -> None:
             runs = [c.b.select(c.cmp("<", w, 0), zeros, of.at(a, w)) for w in where]
-            accumulate(c, tile, acc, runs, panel, length, of, packed)
+            accumulate(c, tile, acc, runs, panel, length, of, packed, next_lines)
 
         c.either(c.cmp("<", everywhere, 0), skip, go)
 
@@ -232,6 +249,7 @@ def _product(module: object, form: Form) -> Code:
 def _write(module: object, form: Form) -> None:
     product, tile = _product(module, form), form.tile
     wide, each = tile.columns, tile.rows * tile.columns
+    step = width() if has_lanes() else 4
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
         a, table, b, out, outs, bias, res, ress, zeros, room, starts = (
@@ -263,6 +281,11 @@ def _write(module: object, form: Form) -> None:
             panel = c.add(c.mul(b_at, panels), inside)
             factor = packed.at(b, c.mul(c.add(c.mul(panel, depth), c.mul(s, length)), wide))
             sums = c.at(kept, c.mul(c.sub(p, p0), block, each))
+            # while the tiles of this panel are computed, the next panel comes to L2, in equal parts
+            tiles, stretch_bytes = c.sub(bottom, top), c.mul(here, length, wide * packed.bytes)
+            pace = c.div(step * wide * packed.bytes, tiles)
+            part = c.div(stretch_bytes, tiles)
+            after = packed.at(factor, c.mul(depth, wide))
             with c.loop(top, bottom) as m:
                 c.call(
                     product,
@@ -273,6 +296,7 @@ def _write(module: object, form: Form) -> None:
                     of.at(res, r_at, column), c.at(ress, c.mul(m, tile.rows), of=I32), zeros,
                     c.least(c.sub(columns, column), wide),
                     c.at(sums, c.mul(c.sub(m, top), each)), first, last,
+                    c.at(after, c.mul(c.sub(m, top), part), of=I8), pace,
                 )  # fmt: skip
 
     entry(module, "run", body)
