@@ -4,7 +4,9 @@
 >>> print(imported.graph)
 >>> tensors = imported.flatten_call((image,))          # what the graph's inputs are bound to
 
-torch.export traces the module; :mod:`deuteron.frontends.torch_fx` turns its calls into ours.
+A module that only computes is traced by :mod:`deuteron.frontends.torch_trace`, any other by
+torch.export, which takes seconds to load; :mod:`deuteron.frontends.torch_fx` turns the calls into
+ours.
 Shapes and everything that is not a tensor are fixed at what the example has.
 """
 
@@ -16,7 +18,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +33,7 @@ from torch.utils import _pytree as pytree
 from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known
+from deuteron.frontends.torch_trace import Trace, trace
 from deuteron.ir.graph import Graph
 
 _AGAIN = "import the module again with these arguments as the example"
@@ -152,25 +155,32 @@ def import_module(
         )
     name = name or type(module).__name__
     call = (tuple(args), dict(kwargs or {}))
-    program = _export(module, *call, name)
-    _refuse_writes(program)
-    importer = Importer(name)
-    leaves = pytree.tree_leaves(call)
-    inputs = _bind_placeholders(importer, program, leaves)
-    importer.run(program.graph.nodes)
-    out_spec = program.call_spec.out_spec
-    in_spec = program.call_spec.in_spec
-    assert out_spec is not None and in_spec is not None
-    outputs = _bind_outputs(importer, program, out_spec)
-    graph = importer.finish()
     parameters = _positional(module)
+    paths = tuple(path for path, _ in leaf_paths(call, parameters))
+    leaves, in_spec = pytree.tree_flatten(call)
+    importer = Importer(name)
+    with _quiet():
+        traced = trace(module, *call)
+    if traced is not None:
+        inputs = _bind_traced(importer, traced, leaves, _input_names(module, paths))
+        nodes, out_spec = traced.graph.nodes, traced.out_spec
+    else:
+        program = _export(module, *call, name)
+        _refuse_writes(program)
+        inputs = _bind_placeholders(importer, program, leaves)
+        nodes = program.graph.nodes
+        assert program.call_spec.in_spec is not None and program.call_spec.out_spec is not None
+        in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+    importer.run(nodes)
+    outputs = _bind_outputs(importer, nodes, out_spec)
+    graph = importer.finish()
     return Imported(
         graph=graph,
         inputs=inputs,
         outputs=outputs,
         in_spec=in_spec,
         out_spec=out_spec,
-        paths=tuple(path for path, _ in leaf_paths(call, parameters)),
+        paths=paths,
         parameters=parameters,
         opaque=tuple(dict.fromkeys(n.attrs["target"] for n in graph.nodes if n.op == "aten")),
         why=importer.why,
@@ -202,6 +212,7 @@ def _export(
     """The module as functional ATen calls, composite ones such as conv2d kept whole."""
     try:
         with _quiet():
+            args, kwargs = _all_different((args, kwargs))
             traced = torch.export.export(module, args, kwargs, strict=False)
             if not any(m.training for m in module.modules()) and all(
                 node.op != "call_function" or is_plain(node.target) for node in traced.graph.nodes
@@ -218,6 +229,20 @@ def _export(
             remedy="make the flow of control independent of tensor values, or import the parts "
             "of the model around this place one by one",
         ) from error
+
+
+def _all_different(call: Any) -> Any:
+    """The call with a new object for a tensor that comes again: torch.export takes equal objects
+    for one input."""
+    seen: set[int] = set()
+
+    def different(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.detach()
+
+    return pytree.tree_map(different, call)
 
 
 def _user_frame(error: BaseException) -> str:
@@ -290,6 +315,19 @@ def _bind_placeholders(
     return tuple(inputs)
 
 
+def _bind_traced(
+    importer: Importer, traced: Trace, leaves: Sequence[Any], names: Sequence[str]
+) -> tuple[str | Fixed, ...]:
+    """As :func:`_bind_placeholders`."""
+    inputs: list[str | Fixed] = []
+    for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
+        node = traced.inputs.get(i)
+        inputs.append(Fixed(leaf) if node is None else importer.input(node, name, leaf))
+    for target, (node, tensor) in traced.weights.items():
+        importer.weight(node, _identifier(target), tensor)
+    return tuple(inputs)
+
+
 def _tensor_named(program: torch.export.ExportedProgram, target: str) -> Any:
     if target in program.state_dict:
         return program.state_dict[target]
@@ -297,9 +335,9 @@ def _tensor_named(program: torch.export.ExportedProgram, target: str) -> Any:
 
 
 def _bind_outputs(
-    importer: Importer, program: torch.export.ExportedProgram, out_spec: pytree.TreeSpec
+    importer: Importer, nodes: Iterable[fx.Node], out_spec: pytree.TreeSpec
 ) -> tuple[str | Fixed, ...]:
-    (last,) = (node for node in program.graph.nodes if node.op == "output")
+    (last,) = (node for node in nodes if node.op == "output")
     results = last.args[0]
     assert isinstance(results, tuple | list)
     outputs: list[str | Fixed] = []
@@ -319,6 +357,24 @@ def _bind_outputs(
 def _identifier(name: str) -> str:
     """A name for a value: dots and other signs replaced by underscores."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
+
+
+def _input_names(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Names for flattened arguments, those that torch.export gives: ``batch['mask']`` is
+    ``batch_mask``, the first of ``*rest`` is ``rest_0``."""
+    signature = inspect.signature(module.forward).parameters
+    kind = inspect.Parameter.VAR_POSITIONAL
+    rest = next((name for name, p in signature.items() if p.kind is kind), "")
+    names: list[str] = []
+    for path in paths:
+        head, *parts = re.findall(r"\w+", path)
+        if head == "args" and rest:
+            head, parts[0] = rest, str(int(parts[0]) - len(_positional(module)))
+        name = "_".join((head, *parts)).lower()
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
 
 
 def _result_names(spec: pytree.TreeSpec) -> list[str]:

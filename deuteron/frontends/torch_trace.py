@@ -1,0 +1,257 @@
+"""A module's ATen calls, recorded while it runs once on the example, without torch.export.
+
+Loading torch.export's tracer takes longer than planning a network, because it brings the whole of
+torch.compile along. A module in eval mode that only computes needs none of it: every call that
+torch is about to dispatch is written down before it is taken apart, ``conv2d`` as ``conv2d``.
+
+:func:`trace` answers None for everything that takes more care: training, writing in place, random
+numbers, calls that the ATen table does not know, tensors that are no weights, values that steer
+Python, autocast, attributes set by forward, and models that take longer to run than torch.export
+to load. torch.export then decides, and has the words for what is wrong.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.nn.modules import module as hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deuteron.frontends.aten import schema_order
+from deuteron.frontends.torch_fx import is_plain
+
+LIMIT_S = 1.0  # a model that runs longer is traced without data, by torch.export
+
+
+class NeedsExport(Exception):
+    """The module does something that only torch.export handles."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The calls as an fx graph: a placeholder for each tensor of the call, by its place among the
+    flattened arguments, and for each weight."""
+
+    graph: fx.Graph
+    inputs: Mapping[int, fx.Node]
+    weights: Mapping[str, tuple[fx.Node, torch.Tensor]]
+    out_spec: pytree.TreeSpec
+
+
+class Stand(torch.Tensor):
+    """Stands for a tensor in forward: what is computed with it is recorded, and its numbers are
+    out of Python's reach."""
+
+    held: torch.Tensor | None  # None where only the type is of interest
+    node: fx.Node
+
+    @staticmethod
+    def of(tensor: torch.Tensor, node: fx.Node) -> Stand:
+        """A stand-in, with another in ``node.meta["val"]`` that keeps no memory alive."""
+        stand, typed = (
+            torch.Tensor._make_wrapper_subclass(
+                Stand,
+                tensor.shape,
+                strides=tensor.stride(),
+                storage_offset=tensor.storage_offset(),
+                dtype=tensor.dtype,
+                device=tensor.device,
+            )
+            for _ in range(2)
+        )
+        assert isinstance(stand, Stand)
+        stand.held, stand.node, node.meta["val"] = tensor, node, typed
+        return stand
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise NeedsExport(f"{func} was reached by a way that is not recorded")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<stands for {list(self.shape)} {self.dtype}>"
+
+
+class Recorder(ProxyTorchDispatchMode):
+    """Writes down each call on its way into torch's dispatcher.
+
+    Torch lets only its own tracing mode stand where composite calls are still whole, hence the
+    parent class; nothing of it is used but its place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        self._mode_key = torch._C._TorchDispatchModeKey.PROXY
+        self.enter_stack = []
+        self.graph = fx.Graph()
+        self.refused = False
+        self._end = time.perf_counter() + LIMIT_S
+        self._paths = {id(m): path for path, m in module.named_modules()}
+        self._inside = [""]
+        self._thread = threading.get_ident()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what would skip it imports it first
+
+    def placeholder(self, tensor: torch.Tensor) -> Stand:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise NeedsExport(f"{type(tensor).__name__} is a tensor of a special kind")
+        return Stand.of(tensor.detach(), self.graph.placeholder("value"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._record(func, args, kwargs or {})
+        except Exception:
+            self.refused = True  # whatever forward makes of the error
+            raise
+
+    def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        if time.perf_counter() > self._end:
+            raise NeedsExport("takes too long to run")
+        if torch._C._is_any_autocast_enabled():
+            raise NeedsExport("autocast changes what the calls compute")
+        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        if not all(isinstance(t, Stand) for t in tensors):
+            raise NeedsExport(f"{func} reads a tensor that is no weight")
+        if not (is_plain(func) if tensors else _makes(func)) or _draws(func, args, kwargs):
+            raise NeedsExport(str(func))
+        node = self.graph.call_function(func, *pytree.tree_map_only(Stand, _node, (args, kwargs)))
+        path = self._inside[-1]
+        node.meta["nn_module_stack"] = {path: (path, "")}
+        real_args, real_kwargs = pytree.tree_map_only(Stand, _held, (args, kwargs))
+        with no_python_dispatcher():
+            answer = func(*real_args, **real_kwargs)
+        if isinstance(answer, torch.Tensor):
+            return Stand.of(answer, node)
+        if not isinstance(answer, list | tuple):
+            raise NeedsExport(f"{func} gives no tensor")
+        parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
+        several = type(answer)(map(Stand.of, answer, parts))
+        node.meta["val"] = [part.meta["val"] for part in parts]
+        return several
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Keep the path of the module that is running."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() == self._thread:
+                self._inside.append(self._paths.get(id(module), self._inside[-1]))
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            if threading.get_ident() == self._thread:
+                self._inside.pop()
+
+        handles = (
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+_CHANCE = {"aten.dropout.default": 2, "aten.scaled_dot_product_attention.default": 4}
+
+
+def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes random numbers; some do only where an argument asks for it."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    place = _CHANCE.get(str(func))
+    return place is None or bool(schema_order(func, args, kwargs)[place])
+
+
+def _makes(func: Any) -> bool:
+    """Whether a call without tensors only makes one, as ``arange`` does."""
+    return isinstance(func, OpOverload) and func.namespace == "aten" and not func._schema.is_mutable
+
+
+def _node(stand: Stand) -> fx.Node:
+    return stand.node
+
+
+def _held(stand: Stand) -> torch.Tensor | None:
+    return stand.held
+
+
+def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace | None:
+    """The calls of ``module`` on an example, or None where torch.export has to be asked."""
+    if any(m.training or isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
+        return None
+    before = Attributes(module)
+    try:
+        found = _trace(module, args, kwargs)
+        if not before.changed():
+            return found
+    except Exception:  # torch.export goes through it again and says what is wrong
+        pass
+    before.restore()
+    return None
+
+
+def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    recorder = Recorder(module)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    given = [recorder.placeholder(a) if isinstance(a, torch.Tensor) else a for a in leaves]
+    named = dict((*module.named_parameters(), *module.named_buffers()))
+    stands = {name: recorder.placeholder(tensor) for name, tensor in named.items()}
+    call_args, call_kwargs = pytree.tree_unflatten(given, spec)
+    with torch.no_grad(), enable_python_dispatcher(), recorder.following(), recorder:
+        after: dict[str, torch.Tensor] = {
+            **stands
+        }  # what forward makes of the weights comes back in it
+        answer = torch.func.functional_call(module, after, call_args, call_kwargs)
+    if recorder.refused or any(after[name] is not stands[name] for name in stands):
+        raise NeedsExport("forward replaces a weight, or went on after what is not recorded")
+    results, out_spec = pytree.tree_flatten(answer)
+    if not all(r is None or isinstance(r, Stand | bool | int | float | str) for r in results):
+        raise NeedsExport("a result is neither a tensor nor a plain value")
+    recorder.graph.output(tuple(r.node if isinstance(r, Stand) else r for r in results))
+    recorder.graph.eliminate_dead_code()
+    inputs = {i: a.node for i, a in enumerate(given) if isinstance(a, Stand)}
+    weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
+    return Trace(recorder.graph, inputs, weights, out_spec)
+
+
+class Attributes:
+    """The attributes, parameters and buffers of a module and of those in it, at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._held = [
+            (now, dict(now))
+            for m in module.modules()
+            for now in (vars(m), m._parameters, m._buffers)
+        ]
+
+    def changed(self) -> bool:
+        """Whether one was set since, or a list or dict among them holds a stand-in."""
+        for now, was in self._held:
+            if now.keys() != was.keys() or any(now[k] is not was[k] for k in was):
+                return True
+        kept = pytree.tree_leaves([vars(m) for m in self._module.modules()])
+        return any(isinstance(leaf, Stand) for leaf in kept)
+
+    def restore(self) -> None:
+        for now, was in self._held:
+            now.clear()
+            now.update(was)

@@ -1,0 +1,200 @@
+"""Tracing without torch.export: the same graphs, and nothing traced that it would have refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deuteron import zoo
+from deuteron.errors import DeuteronError
+from deuteron.frontends import torch_export, torch_trace
+from deuteron.frontends.torch_export import import_module
+from deuteron.frontends.torch_trace import trace
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+IMAGE = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
+
+
+class Several(nn.Module):
+    """Weights under two names, arguments and results of many shapes, calls with several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x, flag, *rest, Extra=None, how="twice", **others):
+        a, b = self.norm(x).chunk(2, dim=1)
+        y = self.second(torch.relu(self.first(torch.cat((b, a), 1)))) * 2.0 + self.shift
+        y = F.dropout(y, 0.5, False) + torch.arange(4, device=x.device)
+        if flag:
+            y = y + rest[0] * others["gain"]
+        return {"y": y * Extra["bias"][0], "more": (y.max(dim=1).values, None, 3, x, how)}
+
+
+class Two(nn.Module):
+    def forward(self, x, y):
+        return x - y
+
+
+CALLS = {
+    "two": (Two(), (X, X + 1), {}),
+    "several": (Several(), (X, True, X + 1), {"Extra": {"bias": [X + 2]}, "gain": X + 3}),
+    "transformer": (nn.TransformerEncoderLayer(8, 2, 16), (X.repeat(1, 2)[None],), {}),
+    "resnet": (zoo.build("resnet18"), (IMAGE,), {}),
+    "mobilenet": (zoo.build("mobilenet_v2"), (IMAGE,), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_graph_is_the_one_torch_export_gives(name, monkeypatch):
+    module, args, kwargs = CALLS[name]
+    module.eval()
+    traces = []
+    monkeypatch.setattr(
+        torch_export, "trace", lambda *call: traces.append(trace(*call)) or traces[0]
+    )
+    quick = import_module(module, args, kwargs)
+    assert traces[0] is not None
+    monkeypatch.setattr(torch_export, "trace", lambda *_: None)
+    slow = import_module(module, args, kwargs)
+    assert str(quick.graph) == str(slow.graph)
+    for field in ("inputs", "outputs", "in_spec", "out_spec", "paths", "opaque", "mismatches"):
+        assert getattr(quick, field) == getattr(slow, field), field
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_one_tensor_given_twice_is_two_inputs(quick, monkeypatch):
+    if not quick:
+        monkeypatch.setattr(torch_export, "trace", lambda *_: None)
+    module = CALLS["two"][0]
+    graph = import_module(module.eval(), (X, X)).graph
+    assert [node.inputs for node in graph.nodes] == [("x", "y")]
+
+
+class Does(nn.Module):
+    """Runs a function on itself and a tensor."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function, self.seen, self.count = function, [], 1000
+        self.register_buffer("state", torch.zeros(4))
+        self.table = torch.ones(4)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def sets_an_attribute(module, x):
+    module.last = x * 2
+    return x
+
+
+def counts(module, x):
+    module.count += 1
+    return x * module.count
+
+
+def keeps_in_a_list(module, x):
+    module.seen.append(x * 2)
+    return x
+
+
+def replaces_a_buffer(module, x):
+    module.state = module.state + 1
+    return x + module.state
+
+
+def hides_an_error(module, x):
+    try:
+        return x * x.sum().item()
+    except Exception:
+        return x
+
+
+def under_autocast(module, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ x.T
+
+
+MORE_THAN_COMPUTING = [
+    sets_an_attribute, counts, keeps_in_a_list, replaces_a_buffer, hides_an_error, under_autocast,
+    lambda m, x: x.add_(1),
+    lambda m, x: torch.relu_(x * 1),
+    lambda m, x: m.state.copy_(x[0]),
+    lambda m, x: x * x.sum().item(),
+    lambda m, x: x * x.tolist()[0][0],
+    lambda m, x: x * float(x.numpy()[0, 0]),
+    lambda m, x: x + 1 if x.sum() > 0 else x - 1,
+    lambda m, x: x * m.table,
+    lambda m, x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    lambda m, x: x + torch.rand(4),
+    lambda m, x: F.dropout(x, 0.5, True),
+    lambda m, x: (x, object()),
+    lambda m, x: torch.linalg.svdvals(x),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", MORE_THAN_COMPUTING)
+def test_what_takes_more_care_is_left_to_torch_export(function):
+    module = Does(function).eval()
+    before, state, random = dict(vars(module)), module.state, torch.get_rng_state()
+    x = X.clone()
+    assert trace(module, (x,), {}) is None
+    assert dict(vars(module)) == before and module.state is state and module.count == 1000
+    assert torch.equal(x, X) and torch.equal(state, torch.zeros(4))
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_module_in_training_is_left_to_torch_export():
+    assert trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), (X,), {}) is None
+
+
+def test_special_tensors_are_left_to_torch_export():
+    assert trace(nn.Linear(4, 4).eval(), (X.to_sparse(),), {}) is None
+
+
+def test_a_long_run_is_left_to_torch_export(monkeypatch):
+    monkeypatch.setattr(torch_trace, "LIMIT_S", 0.0)
+    assert trace(nn.Linear(4, 4).eval(), (X,), {}) is None
+
+
+def test_shapes_that_do_not_fit_are_refused_in_the_words_of_torch():
+    with pytest.raises(DeuteronError, match=r"torch.export cannot trace Linear"):
+        import_module(nn.Linear(5, 4).eval(), (X,))
+
+
+def test_other_threads_may_run_modules_meanwhile():
+    busy, stop = nn.Linear(4, 4), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            busy(X)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(20):
+            graph = import_module(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)).eval(), (X,)).graph
+            assert [node.source for node in graph.nodes] == ["0", "1"]
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_planning_a_network_loads_no_compiler_of_torch():
+    code = (
+        "import sys, torch, deuteron as dt\n"
+        "model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()\n"
+        "dt.optimize(model, torch.ones(1, 3, 8, 8), find=False)\n"
+        "print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
