@@ -1,8 +1,10 @@
 """``python -m tests.fuzz_codegen --count 10000 --engine interpret|cpu_gen|triton``
 
 Random regions against the float64 reference; a failure is reduced to the smallest graph that
-still fails and printed with its program, ready to be kept as a test. One process does them all;
-``--workers`` splits the seeds over several, for machines where compiling is what takes time.
+still fails and printed with its program, ready to be kept as a test. ``--workers`` spreads the
+seeds over several processes and replaces each after a hundred seeds, because kernels that were
+loaded stay in memory; a process that crashes counts as one wrong seed. ``--limit`` ends the search
+after so many seconds with what was done until then.
 
 ``--engine triton`` runs in Triton's interpreter, with ``--device cuda`` natively on the GPU.
 """
@@ -10,12 +12,15 @@ still fails and printed with its program, ready to be kept as a test. One proces
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +43,9 @@ def by_torch(case: Case) -> str:
 
 def by_cpu() -> Verdict:
     """The CPU engine, as a plan would use it, with a cache of its own."""
-    os.environ["DEUTERON_CACHE"] = tempfile.mkdtemp(prefix="deuteron-fuzz-")
+    own = tempfile.TemporaryDirectory(prefix="deuteron-fuzz-")
+    atexit.register(own.cleanup)
+    os.environ["DEUTERON_CACHE"] = own.name
     from deuteron.engines.base import BuildContext
     from deuteron.engines.cpu_gen import CpuGen
     from deuteron.policy import Policy
@@ -162,52 +169,86 @@ class Counts:
     refused: int = 0
     wrong: list[int] = field(default_factory=list)
 
+    def add(self, seed: int, verdict: str) -> None:
+        """``verdict`` is one of "right", "refused" and "wrong"."""
+        self.run += verdict != "refused"
+        self.refused += verdict == "refused"
+        if verdict == "wrong":
+            self.wrong.append(seed)
+
     def __str__(self) -> str:
-        seeds = f" (seeds {', '.join(map(str, self.wrong))})" if self.wrong else ""
+        seeds = f" (seeds {', '.join(map(str, sorted(self.wrong)))})" if self.wrong else ""
         return f"run {self.run}, refused {self.refused}, wrong {len(self.wrong)}{seeds}"
 
 
 def search(args: argparse.Namespace) -> Counts:
     warnings.simplefilter("ignore")
     verdict, counts = verdict_of(args.engine, args.device), Counts()
-    for number, seed in enumerate(
-        range(args.first, args.first + args.count * args.step, args.step)
-    ):
+    end = time.monotonic() + args.limit
+    for seed in range(args.first, args.first + args.count):
+        if time.monotonic() > end:
+            break
         graph, feed = random_region(seed, args.nodes)
         case = case_of(f"seed {seed}", graph, feed) if graph.nodes else None
         wrong = REFUSED if case is None else judged(verdict, case)
-        if wrong.startswith(REFUSED):
-            counts.refused += 1
-            continue
-        counts.run += 1
-        if wrong:
+        how = "refused" if wrong.startswith(REFUSED) else "wrong" if wrong else "right"
+        counts.add(seed, how)
+        if args.device == "cuda" and "CUDA error" in wrong:
+            raise SystemExit(f"seed {seed}: {wrong}")  # nothing runs on the GPU after that
+        if how == "wrong":
             assert case is not None
-            counts.wrong.append(seed)
             case = reduced(verdict, case)
             print(f"seed {seed}: {judged(verdict, case)}\n{case.graph}\n{case.program}\n")
-        if number % 500 == 499:
+        if args.verdicts:
+            print(f"{VERDICT}{seed} {how}", flush=True)
+        elif counts.run % 500 == 0:
             print(f"{args.engine}: {counts}", flush=True)
     return counts
 
 
-def spread(args: argparse.Namespace) -> Counts:
-    """The seeds over several processes, each taking every so manyth."""
-    command = [sys.executable, "-m", "tests.fuzz_codegen", "--engine", args.engine, "--device",
-               args.device, "--nodes", str(args.nodes), "--step", str(args.workers)]  # fmt: skip
-    started = []
-    for k in range(args.workers):
-        count = len(range(k, args.count, args.workers))
-        own = ["--first", str(args.first + k), "--count", str(count), "--tally"]
-        started.append(subprocess.Popen([*command, *own], stdout=subprocess.PIPE, text=True))
-    total = Counts()
-    for process in started:
-        text = process.communicate()[0]
-        *shown, tally = text.splitlines()
-        print("\n".join(shown))
-        run, refused, *wrong = map(int, tally.split())
-        total.run, total.refused = total.run + run, total.refused + refused
-        total.wrong += wrong
-    return total
+# ---- several processes
+
+VERDICT = "# "  # opens the line in which a process says how one seed went
+CHUNK = 100  # seeds after which a process is replaced: loaded kernels are never freed
+
+
+@dataclass
+class Spread:
+    """Seeds handed out in chunks to processes that live for one chunk each. What is finished is
+    counted at once, so that a time limit or a crash loses nothing but the seed it happened in."""
+
+    args: argparse.Namespace
+    counts: Counts = field(default_factory=Counts)
+
+    def __call__(self) -> Counts:
+        first, last = self.args.first, self.args.first + self.args.count
+        self.end = time.monotonic() + self.args.limit
+        with ThreadPoolExecutor(self.args.workers) as pool:
+            starts = range(first, last, CHUNK)
+            list(pool.map(self._chunk, [range(k, min(k + CHUNK, last)) for k in starts]))
+        return self.counts
+
+    def _chunk(self, seeds: range) -> None:
+        left = self.end - time.monotonic()
+        if not seeds or left <= 0:
+            return
+        command = [sys.executable, "-m", "tests.fuzz_codegen", "--engine", self.args.engine,
+                   "--device", self.args.device, "--nodes", str(self.args.nodes),
+                   "--first", str(seeds.start), "--count", str(len(seeds)), "--limit", str(left),
+                   "--verdicts"]  # fmt: skip
+        few = {**os.environ, "OMP_NUM_THREADS": "2"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=few)
+        lines = done.stdout.splitlines()
+        told = [line.removeprefix(VERDICT).split() for line in lines if line.startswith(VERDICT)]
+        for seed, how in told:
+            self.counts.add(int(seed), how)
+        shown = [line for line in lines if not line.startswith(VERDICT)]
+        if done.returncode:
+            crashed = seeds.start + len(told)
+            self.counts.add(crashed, "wrong")
+            shown.append(f"seed {crashed}: the process ended with {done.returncode}")
+            self._chunk(range(crashed + 1, seeds.stop))
+        print("\n".join([*shown, f"{self.args.engine}: {self.counts}"]), flush=True)
 
 
 def main() -> int:
@@ -217,16 +258,15 @@ def main() -> int:
     parser.add_argument("--engine", choices=("interpret", "cpu_gen", "triton"), default="interpret")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--nodes", type=int, default=6)
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--tally", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: this one does it all")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which to stop")
+    parser.add_argument("--verdicts", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    counts = spread(args) if args.workers > 1 else search(args)
-    if args.tally:
-        print(counts.run, counts.refused, *counts.wrong)
+    counts = Spread(args)() if args.workers else search(args)
+    if args.verdicts:
         return 0
-    first, last = args.first, args.first + args.count * args.step - 1
-    print(f"{args.engine}, seeds {first} to {last}: {counts}")
+    last = args.first + args.count - 1
+    print(f"{args.engine} on {args.device}, seeds {args.first} to {last}: {counts}")
     return int(bool(counts.wrong))
 
 
