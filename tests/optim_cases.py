@@ -353,10 +353,163 @@ def eight_bits(device: str) -> str:
     return f"off by {off}" if max(off) > 0.08 else ""
 
 
+# ---- the same for every optimiser: each against itself, given what the option should amount to
+
+EVERY: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9}, "Adam": {"lr": 0.01, "eps": 1e-4},
+    "AdamW": {"lr": 0.01, "eps": 1e-4}, "Lion": {"lr": 0.01}, "LAMB": {"lr": 0.01, "eps": 1e-4},
+    "Adafactor": {"lr": 0.1}, "AdamW8bit": {"lr": 0.01, "eps": 1e-4, "min_8bit_size": 60},
+}  # fmt: skip
+FEW = [(7, 13), (300,), (3, 5, 4), (40, 32)]
+
+
+def few(dtype: torch.dtype, device: str, seed: int = 0) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=gen, dtype=torch.float64).to(device, dtype) for s in FEW]
+
+
+def start(
+    name: str, device: str, dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[list[torch.Tensor], Any]:
+    """Parameters and one of our optimisers over them."""
+    import deuteron as dt
+
+    params = [x.requires_grad_() for x in few(dtype, device)]
+    return params, getattr(dt.optim, name)(params, **EVERY[name] | more)
+
+
+def _step(params: list[torch.Tensor], optimizer: Any, seed: int, factor: float = 1.0) -> None:
+    device, kind = str(params[0].device), params[0].dtype
+    for p, g in zip(params, few(torch.float64, device, seed), strict=True):
+        p.grad = (g * factor).to(kind)
+    optimizer.step()
+
+
+def _for_all(claim: Callable[[str, str], str]) -> Callable[[str], str]:
+    def run(device: str) -> str:
+        wrong = {name: claim(name, device) for name in EVERY}
+        return "; ".join(f"{name}: {w}" for name, w in wrong.items() if w)
+
+    run.__name__ = claim.__name__
+    return run
+
+
+@_for_all
+def every_one_clips(name: str, device: str) -> str:
+    """One step: levels of an 8-bit state may fall the other way when a gradient is rounded."""
+    a, ours = start(name, device, max_norm=0.5)
+    b, plain = start(name, device)
+    _step(a, ours, 1)
+    for p, g in zip(b, few(torch.float32, device, 1), strict=True):
+        p.grad = g
+    norm = torch.nn.utils.clip_grad_norm_(b, 0.5)
+    plain.step()
+    return _differ([ours.grad_norm], [norm]) or _differ(a, b)
+
+
+@_for_all
+def every_one_unscales_and_skips(name: str, device: str) -> str:
+    a, ours = start(name, device)
+    b, plain = start(name, device)
+    for k in range(4):
+        bad = k in (0, 2)
+        ours.grad_scale = torch.tensor(1024.0, device=device)
+        ours.found_inf = torch.tensor(float(bad), device=device)
+        _step(a, ours, k + 1, 1024.0)
+        if not bad:
+            _step(b, plain, k + 1)
+    steps = {float(s["step"]) for s in ours.state.values() if "step" in s}
+    return f"steps {steps}" if steps - {2.0} else _differ(a, b)
+
+
+@_for_all
+def every_one_leaves_a_bad_step_out(name: str, device: str) -> str:
+    a, ours = start(name, device, skip_nonfinite=True)
+    b, plain = start(name, device)
+    for k in range(3):
+        _step(a, ours, k + 1, float("nan") if k == 1 else 1.0)
+        if k != 1:
+            _step(b, plain, k + 1)
+    return _differ(a, b)
+
+
+@_for_all
+def every_one_averages(name: str, device: str) -> str:
+    a, ours = start(name, device, ema_decay=0.9)
+    mean = [p.detach().clone() for p in a]
+    for k in range(3):
+        _step(a, ours, k + 1)
+        mean = [0.9 * m + 0.1 * p.detach() for m, p in zip(mean, a, strict=True)]
+    return _differ([ours.state[p]["ema"] for p in a], mean)
+
+
+@_for_all
+def every_one_keeps_master_weights(name: str, device: str) -> str:
+    """Of bfloat16 parameters; what is kept follows float32 ones."""
+    if name == "Adafactor":
+        return ""  # which says that it has none
+    more = {} if name == "AdamW8bit" else {"state_dtype": torch.float32}
+    a, ours = start(name, device, torch.bfloat16, master_weights=True, **more)
+    b, plain = start(name, device)
+    with torch.no_grad():
+        for p, q in zip(a, b, strict=True):
+            q.copy_(p)
+    for k in range(3):
+        _step(a, ours, k + 1)
+        for p, q in zip(a, b, strict=True):
+            q.grad = p.grad.float()
+        plain.step()
+    masters = [ours.state[p]["master"] for p in a]
+    same = all(torch.equal(p, m.to(p.dtype)) for p, m in zip(a, masters, strict=True))
+    return _differ(masters, b) if same else "a parameter is not the rounding of its master"
+
+
+@_for_all
+def every_one_has_groups(name: str, device: str) -> str:
+    """Two groups are two optimisers; what a group does not say is the optimiser's."""
+    import deuteron as dt
+
+    make, given = getattr(dt.optim, name), EVERY[name]
+    a, b = ([x.requires_grad_() for x in few(torch.float32, device)] for _ in range(2))
+    joined = make([{"params": a[:2], "lr": 0.02}, {"params": a[2:], "weight_decay": 0.1}], **given)
+    apart = [make(b[:2], **given | {"lr": 0.02}), make(b[2:], **given, weight_decay=0.1)]
+    for k in range(3):
+        _step(a, joined, k + 1)
+        for p, q in zip(a, b, strict=True):
+            q.grad = p.grad.clone()
+        for one in apart:
+            one.step()
+    return _differ(a, b, roundings=0)
+
+
+@_for_all
+def every_one_goes_on_from_its_state(name: str, device: str) -> str:
+    import copy
+
+    more = {"ema_decay": 0.5}
+    a, whole = start(name, device, **more)
+    b, part = start(name, device, **more)
+    for k in range(4):
+        if k == 2:
+            saved = copy.deepcopy(part.state_dict())
+            again, part = start(name, device, **more | {"lr": 0.5})
+            with torch.no_grad():
+                for p, q in zip(again, b, strict=True):
+                    p.copy_(q)
+            b = again
+            part.load_state_dict(saved)
+        _step(a, whole, k + 1)
+        _step(b, part, k + 1)
+    kept = [[o.state[p]["ema"] for p in ps] for o, ps in ((whole, a), (part, b))]
+    return _differ(a, b, roundings=0) or _differ(*kept, roundings=0)
+
+
 OPTIONS = {
     f.__name__: f
     for f in (clipping, unscaling, skipping, averages, master_weights, groups_and_gaps,
-              odd_memory, eight_bits)
+              odd_memory, eight_bits, every_one_clips, every_one_unscales_and_skips,
+              every_one_leaves_a_bad_step_out, every_one_averages, every_one_keeps_master_weights,
+              every_one_has_groups, every_one_goes_on_from_its_state)
 }  # fmt: skip
 
 

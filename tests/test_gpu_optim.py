@@ -8,7 +8,18 @@ import pytest
 import torch
 
 import deuteron as dt
-from tests.optim_cases import FLOATS, OPTIONS, PlainLamb, PlainLion, cases, check, tensors
+from tests.optim_cases import (
+    EVERY,
+    FLOATS,
+    OPTIONS,
+    PlainLamb,
+    PlainLion,
+    cases,
+    check,
+    few,
+    start,
+    tensors,
+)
 from tests.tolerances import EPS, error
 
 pytestmark = pytest.mark.gpu
@@ -109,6 +120,41 @@ def test_under_a_cuda_graph(name, reference, given):
         assert {float(s["step"]) for s in optimizer.state.values()} == {6.0}
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_every_one_can_be_captured(name):
+    """Replays of one captured step are steps, to the last bit, clipped and averaged ones too."""
+    counts = name not in ("SGD", "Adafactor")  # which have no argument for it
+    more = {"ema_decay": 0.9, "max_norm": 5.0} | ({"capturable": True} if counts else {})
+    ends = []
+    for captured in (False, True):
+        params, optimizer = start(name, "cuda", **more)
+        for p, g in zip(params, few(torch.float32, "cuda", 1), strict=True):
+            p.grad = g
+
+        def feed(seed: int, params=params) -> None:
+            for p, g in zip(params, few(torch.float32, "cuda", seed), strict=True):
+                p.grad.copy_(g)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                optimizer.step()
+        torch.cuda.current_stream().wait_stream(side)
+        step = optimizer.step
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            step = graph.replay
+        for k in range(3):
+            feed(k + 2)
+            step()
+        torch.cuda.synchronize()
+        ends.append([x for p in params for x in (p.detach(), optimizer.state[p]["ema"])])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
 def test_backward_and_step_in_one_graph():
     """Gradients are made inside the graph, so their addresses are first known there."""
     torch.manual_seed(0)
@@ -172,6 +218,20 @@ def test_past_two_to_the_31_elements():
     middle = p.detach()[2**31 - 8 : 2**31 + 8].float().unique().tolist()
     assert middle == [0.875]
     assert error(optimizer.grad_norm, torch.tensor(float(n)).sqrt()) < 1e-5
+
+
+def test_factored_past_two_to_the_31_elements():
+    """bfloat16 Adafactor: rows at the end of a large matrix move as those at its beginning."""
+    free = torch.cuda.mem_get_info()[0]
+    rows, columns = 2**20 + 5, 2**11
+    if free < 8 * rows * columns:
+        pytest.skip(f"needs {8 * rows * columns >> 30} GiB, {free >> 30} are free")
+    p = torch.ones(rows, columns, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    p.grad = torch.ones_like(p)
+    p.grad[-5:] = -1.0
+    dt.optim.Adafactor([p], lr=0.125).step()
+    assert p.detach()[:5].float().unique().tolist() == [0.875]
+    assert p.detach()[-5:].float().unique().tolist() == [1.125]
 
 
 def test_two_runs_give_the_same_bits():

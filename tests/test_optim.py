@@ -273,7 +273,7 @@ def test_errors_say_what_helps():
         with pytest.raises(ValueError, match="Invalid beta parameter at index 1"):
             cls([p], betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="use AdamW"):
-        dt.optim.AdamW8bit([p], ema_decay=0.9)
+        dt.optim.AdamW8bit([p], state_dtype=torch.bfloat16)
     with pytest.raises(DeuteronError, match="ema_decay"), dt.optim.AdamW([p]).averaged():
         pass
     with pytest.raises(ValueError, match="Nesterov"):
@@ -364,6 +364,8 @@ def compiled_rules():
         ("lion f32", rules.lion(), (f32,) * 3),
         ("lamb one", rules.lamb_moments(both), (b16, b16) + (f32,) * 4),
         ("lamb two", rules.lamb_apply(both), (b16,) + (f32,) * 4),
+        ("adafactor one", rules.factor_moments(), (f32,) * 3),
+        ("adafactor two", rules.factor_apply(rules.Extras(ema=True)), (b16,) * 3 + (f32,)),
     ]
 
 
@@ -403,11 +405,49 @@ def test_the_other_kernels_compile_without_spills(arch):
             [wide, where, i32, f32, i32, i32], {"BLOCK": 1024}, target=target),
         kernels.numbers(of, True).compile(
             [wide, f32, f32, wide, f32, i32], {"BLOCK": 128}, target=target),
-        optim8.adamw8.compile(
+        *(optim8.adamw8.compile(
             [table, table, where, i32, i32, f32, f32, wide],
-            {"P": tl.float32, "G": tl.bfloat16, "ROWS": 4, "GROUP": 256}, target=target),
+            {"P": tl.bfloat16 if more else tl.float32, "G": tl.bfloat16, "MASTER": more,
+             "EMA": more, "ROWS": 4, "GROUP": 256}, target=target) for more in (False, True)),
     ]  # fmt: skip
     assert [spilled(kernel, arch) for kernel in made] == [0] * len(made)
+
+
+@pytest.mark.parametrize(("arch", "kind"), [(80, "bfloat16"), (90, "float32"), (90, "float64")])
+@pytest.mark.parametrize("shape", [(4096, 1024), (512, 256, 3, 3)])
+def test_factored_updates_compile_without_spills(arch, kind, shape):
+    pytest.importorskip("triton")
+    import re
+
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.kernels.triton import adafactor as kernels
+
+    of, wide = getattr(tl, kind), torch.float64 if kind == "float64" else torch.float32
+    tile = dict(zip(("NB", "BR", "BC"), kernels.tile_for(shape), strict=True))
+    table, where, i32 = (torch.int64, True), (torch.int32, True), ("i32", False)
+    rows, sums, pair = (wide, True), (torch.float64, True), (torch.float64, True)
+    common = [table, where, i32, i32, rows, pair, rows]
+    tiled = {"NUMBERS": 9, "G": of, **tile}
+    given = {
+        "sums": ([table, table, *common, sums], {"P": of, **tiled}),
+        "length": ([table, *common, sums], tiled),
+        "apply": ([table, table, *common], {"P": of, "E": getattr(tl, str(wide)[6:]), **tiled}),
+        "moments": ([table, *common], {"S": of, "NUMBERS": 9, "BR": tile["BR"], "BC": tile["BC"],
+                                       "PARTS": kernels.PARTS, "BLOCK": kernels.BLOCK}),
+        "means": ([table, where, i32, i32, rows], {"BLOCK": 1024}),
+        "rates": ([sums, where, i32, table, rows], {"NUMBERS": 9, "BLOCK": 1024}),
+    }  # fmt: skip
+    for name, (kinds, constants) in given.items():
+        warps = kernels.WARPS if name in ("sums", "length", "apply") else 4
+        made = getattr(kernels, name).compile(
+            kinds, constants, warps, target=GPUTarget("cuda", arch, 32)
+        )
+        assert spilled(made, arch) == 0, name
+        if name == "apply" and len(shape) == 2:
+            wide_loads = re.search(r"ld\.global[.\w:]*v[24]\.b(32|64)", made.asm["ptx"])
+            assert wide_loads, "loads are narrow"
 
 
 def test_hooks_and_profilers_see_a_step():

@@ -5,14 +5,15 @@
            p ← (1 − γ·λ)·p − γ / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
     Lion   p ← (1 − γ·λ)·p − γ·sign(β₁·m + (1 − β₁)·g);  m ← β₂·m + (1 − β₂)·g
     LAMB   u = Adam's quotient + λ·p;  p ← p − γ·(‖p‖ / ‖u‖)·u
+    Adafactor, of vectors   v ← v + w·(g² − v);  u = g / √max(v, ε₁²);  p ← (1 − γ·λ)·p − pace·u
 
 A rule is traced into a short list of statements. Four tables say what a statement means: to Python
 (:data:`ON_NUMBERS`), to torch (:data:`ON_TENSORS`), to Triton and to LLVM (``optim.py`` in the
 folders of their kernels). So every machine computes the same numbers, up to rounding.
 
 An update reads and writes each tensor once. Bytes per element of fp32: SGD with momentum 20, Adam
-28, amsgrad 36, Lion 20, LAMB 40 (its two norms lie between two passes); an average of the
-parameters adds 8, and float32 master weights of 16-bit parameters add 6.
+28, amsgrad 36, Lion 20, LAMB 40 and Adafactor 28 (two norms lie between two passes); an average of
+the parameters adds 8, and float32 master weights of 16-bit parameters add 6.
 """
 
 from __future__ import annotations
@@ -70,10 +71,13 @@ class Term:
     def larger(self, other: Any) -> Term:
         return self.emit("max", self, other)
 
+    def smaller(self, other: Any) -> Term:
+        return self.emit("min", self, other)
+
 
 ON_NUMBERS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "power": operator.pow, "sqrt": math.sqrt,
+    "power": operator.pow, "sqrt": math.sqrt, "min": min,
 }  # fmt: skip
 ON_TENSORS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
@@ -327,6 +331,50 @@ def lamb_apply(extras: Extras = NOTHING_ELSE) -> Rule:
         return {"p": p - lr * (ratio * u)}
 
     return _rule(("p", "m", "v"), (*_LAMB, "ratio"), update, _lamb_numbers(), extras, True)
+
+
+def _factor_numbers() -> Numbers:
+    def derive(
+        lr: Term, step: Term, power: Term, eps1: Term, eps2: Term, d: Term, decay: Term, pace: Term
+    ) -> Any:
+        return {
+            "weight": step**power,
+            "rho": lr.smaller(1.0 / step.sqrt()),
+            "keep": 1.0 - lr * decay,
+            "eps1": eps1,
+            "eps2": eps2,
+            "d": d,
+            "pace": pace,
+        }
+
+    return numbers(("power", "eps1", "eps2", "d", "decay", "pace"), derive)
+
+
+_FACTOR = ("weight", "rho", "keep", "eps1", "eps2", "d", "pace")
+
+
+@lru_cache
+def factor_moments(extras: Extras = NOTHING_ELSE) -> Rule:
+    """Adafactor of vectors, first pass: the moment, ‖p‖² and ‖u‖². Its numbers serve the second
+    pass too, and the passes over matrices."""
+
+    def update(p: Term, g: Term, v: Term, **x: Term) -> Mapping[str, Term]:
+        new = v + x["weight"] * (g * g - v)
+        u = g / new.larger(x["eps1"] * x["eps1"]).sqrt()
+        return {"v": new, "sum p": p * p, "sum u": u * u}
+
+    return _rule(("p", "g", "v"), _FACTOR, update, _factor_numbers(), extras, counts=True)
+
+
+@lru_cache
+def factor_apply(extras: Extras = NOTHING_ELSE) -> Rule:
+    """Second pass: u again from the moment, times the pace: the rate of the tensor."""
+
+    def update(p: Term, g: Term, v: Term, **x: Term) -> Mapping[str, Term]:
+        u = g / v.larger(x["eps1"] * x["eps1"]).sqrt()
+        return {"p": x["keep"] * p - x["pace"] * u}
+
+    return _rule(("p", "g", "v"), _FACTOR, update, _factor_numbers(), extras, counts=True)
 
 
 SQUARES = program(("g",), (), lambda g: {"sum g": g * g})

@@ -29,8 +29,8 @@ class AdamW8bit(Fused):
 
     Tensors of fewer than ``min_8bit_size`` elements keep their state as
     :class:`deuteron.optim.AdamW` does. On the CPU the large ones run on torch's operators: there
-    it saves memory, not time. Of the further arguments (:class:`deuteron.optim.Ours`) ``max_norm``
-    and ``skip_nonfinite`` are there.
+    it saves memory, not time. Of the further arguments (:class:`deuteron.optim.Ours`) all but
+    ``state_dtype`` are there; averages and master weights are in float32.
     """
 
     def __init__(
@@ -42,9 +42,8 @@ class AdamW8bit(Fused):
         check_common(lr, betas, weight_decay)
         if not eps >= 0.0:
             raise ValueError(f"Invalid epsilon value: {eps}")
-        for name in ("ema_decay", "state_dtype", "master_weights"):
-            if ours.get(name):
-                raise ValueError(f"AdamW8bit has no {name}; use AdamW for it")
+        if ours.get("state_dtype"):
+            raise ValueError("AdamW8bit has no state_dtype; use AdamW for it")
         self._set(ours)
         self.min_8bit_size = min_8bit_size
         super().__init__(
@@ -78,7 +77,7 @@ class AdamW8bit(Fused):
         return torch.float32 if key.endswith("scale") else super()._stored_as(p, key)
 
     def _state_of(self, p: torch.Tensor, keys: tuple[str, ...], counts: bool) -> dict[str, Any]:
-        if keys != KEYS:
+        if keys[: len(KEYS)] != KEYS:
             return super()._state_of(p, keys, counts)
         state: dict[str, Any] = self.state[p]
         if "exp_avg_scale" not in state:
@@ -94,12 +93,12 @@ class AdamW8bit(Fused):
                 asked=f"a step of AdamW8bit for a parameter of shape {tuple(p.shape)}",
                 remedy="load the state before the parameter changes its memory format",
             )
-        return state
+        return super()._state_of(p, keys[len(KEYS) :], counts)
 
     def _run(
         self, run: Machine, batch: Batch, group: dict[str, Any], control: Control | None
     ) -> None:
-        if batch.keys != KEYS:
+        if batch.keys[: len(KEYS)] != KEYS:
             super()._run(run, batch, group, control)
             return
         run.step_8bit(batch, self._all_constants(group, batch), group["lr"], control)

@@ -49,6 +49,7 @@ class Fused(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _factored = False  # whether state goes by rows and columns, and not element by element
     ours: Ours
     grad_norm: torch.Tensor | None = None
     _batches: list[tuple[list[torch.dtype | torch.layout | None], list[Batch]] | None]
@@ -274,7 +275,8 @@ class Fused(torch.optim.Optimizer):
             state = self._state_of(p, keys, rule.counts)
             kinds = tuple(state[key].dtype for key in keys)
             step = _known_step(state["step"], p) if rule.counts else None
-            place = (p.device, p.dtype, p.grad.dtype, kinds, fresh, step, keys)
+            form = machine(p.device.type).form(p) if self._factored else None
+            place = (p.device, p.dtype, p.grad.dtype, kinds, fresh, step, keys, form)
             index, states, _, _ = sorted_.setdefault(place, ([], [], rule, keys))
             index.append(i)
             states.append(state)
@@ -282,7 +284,7 @@ class Fused(torch.optim.Optimizer):
         for place, (index, states, rule, keys) in sorted_.items():
             params = [group["params"][i] for i in index]
             block = machine(place[0].type).block
-            made.append(Batch(rule, params, states, keys, index, block, place[4]))
+            made.append(Batch(rule, params, states, keys, index, block, place[4], self._factored))
         return made
 
     def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:

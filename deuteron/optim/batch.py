@@ -84,13 +84,19 @@ class Batch:
     def __init__(
         self, rule: Rule, params: list[torch.Tensor], states: list[dict[str, Any]],
         keys: Sequence[str], index: Sequence[int], block: int, fresh: bool,
+        row_major: bool = False,
     ) -> None:  # fmt: skip
+        """``row_major``: tensors in any other memory order are copied there and back."""
         self.rule, self.params, self.states, self.keys = rule, params, states, tuple(keys)
         self.device = params[0].device
         self.index = list(index)  # places in the group
         self.fresh = fresh  # the first step of its tensors, where that differs from the others
-        self.homes = [p.detach() if is_dense(p) else torch.empty_like(p) for p in params]
-        self.strays = [i for i, p in enumerate(params) if not is_dense(p)]
+        fits = torch.Tensor.is_contiguous if row_major else is_dense
+        plain = torch.contiguous_format if row_major else torch.preserve_format
+        self.homes = [
+            p.detach() if fits(p) else torch.empty_like(p, memory_format=plain) for p in params
+        ]
+        self.strays = [i for i, p in enumerate(params) if not fits(p)]
         self.plain = all(h.is_contiguous() and not h.is_complex() for h in self.homes)
         self.tensors = [[s[key] for s in states] for key in self.keys]
         # of the parameter and its state, in the order of the table
@@ -109,6 +115,7 @@ class Batch:
         self._counts = self.steps.numpy() if on_host else None  # adding to it takes no dispatch
         self.step = float(self.steps[0]) if on_host else 0.0
         self.rows: torch.Tensor | None = None  # numbers of the step, where a device makes them
+        self.layout: Any = None  # tables of the kernels that go by rows and columns
         self.constants: torch.Tensor | None = None
         self._constant_values: list[float] = []
 
@@ -216,4 +223,4 @@ class Batch:
     def in_use(self) -> tuple[Any, ...]:
         """What a CUDA Graph captured now reads and writes."""
         return (self.table, self.grads, self.where, self.firsts, self.steps, self.rows,
-                self.constants, self.homes, self.tensors, self.upload)  # fmt: skip
+                self.constants, self.homes, self.tensors, self.upload, self.layout)  # fmt: skip

@@ -33,9 +33,10 @@ def level(
 
 def step(batch: Batch, numbers: list[float], count: int) -> None:
     """One step of every tensor of a batch."""
-    gscale, c1, b2, c2, root, eps, size, keep = numbers
+    gscale, c1, b2, c2, root, eps, size, keep, *ema_rate = numbers
     for i, home in enumerate(batch.homes):
-        m8, v8, m_scale, v_scale = (row[i] for row in batch.tensors)
+        m8, v8, m_scale, v_scale = (row[i] for row in batch.tensors[:4])
+        master, average = (batch.states[i].get(key) for key in ("master", "ema"))
         n = home.numel()
         pad = -n % GROUP
 
@@ -47,7 +48,8 @@ def step(batch: Batch, numbers: list[float], count: int) -> None:
         m = m_scale[:, None] * (mr * mr.abs())
         v = v_scale[:, None] * vr**4
         m, v = m + c1 * (g - m), b2 * v + c2 * (g * g)
-        new = keep * groups(home) - size * (m / (v.sqrt() * root + eps))
+        old = groups(home if master is None else master)
+        new = keep * old - size * (m / (v.sqrt() * root + eps))
         seed = count * 0x3C6EF372 + i
         for x, store, scale, levels, power, salt in (
             (m, m8, m_scale, 127, 2, 0), (v, v8, v_scale, 255, 4, 0x51ED27),
@@ -55,7 +57,13 @@ def step(batch: Batch, numbers: list[float], count: int) -> None:
             size_of = x.abs()
             scale.copy_(size_of.nan_to_num(nan=torch.inf).amax(1))
             by = noise(n + pad, seed + salt).view(-1, GROUP)
-            made = level(size_of, scale[:, None], by, levels, power)
-            signed = torch.where(x < 0, -made, made)
+            levels_of = level(size_of, scale[:, None], by, levels, power)
+            signed = torch.where(x < 0, -levels_of, levels_of)
             store.as_strided((n,), (1,)).copy_(signed.flatten()[:n])
-        home.as_strided((n,), (1,)).copy_(new.flatten()[:n])
+        made = new.flatten()[:n]
+        for store in (home, master):
+            if store is not None:
+                store.as_strided((n,), (1,)).copy_(made)
+        for part in ema_rate:
+            assert average is not None
+            average.as_strided((n,), (1,)).lerp_(made, part)

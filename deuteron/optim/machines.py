@@ -15,7 +15,7 @@ import torch
 from deuteron.codegen import openmp
 from deuteron.errors import EngineError
 from deuteron.kernels.optim import ON_TENSORS, SQUARES, Numbers, Program, Rule, evaluate
-from deuteron.optim import eight_bits
+from deuteron.optim import eight_bits, factored
 from deuteron.optim.batch import Batch, capturing, moved
 
 Rate = float | torch.Tensor
@@ -80,6 +80,16 @@ class Machine(ABC):
         self, batch: Batch, constants: list[float], lr: Rate, control: Control | None
     ) -> None:
         """AdamW over tensors whose state has 8 bits."""
+
+    @abstractmethod
+    def step_factored(
+        self, batch: Batch, apply: Rule, constants: list[float], lr: Rate, control: Control | None
+    ) -> None:
+        """Adafactor; ``apply`` is the second pass over vectors."""
+
+    def form(self, p: torch.Tensor) -> Any:
+        """Parameters whose second moment is factored step together if this is equal."""
+        return None
 
 
 # ---- on the host
@@ -163,6 +173,13 @@ class Host(Machine):
         found = self._numbers(batch, batch.rule.numbers, constants, lr, control)
         if found is not None:
             eight_bits.step(batch, found, int(batch.step))
+
+    def step_factored(
+        self, batch: Batch, apply: Rule, constants: list[float], lr: Rate, control: Control | None
+    ) -> None:
+        found = self._numbers(batch, batch.rule.numbers, constants, lr, control)
+        if found is not None:
+            factored.step(batch, found)
 
 
 class Generated(Host):
@@ -334,9 +351,33 @@ class OnGpu(Machine):
         optim8.adamw8(
             (batch.chunks,), batch.table, batch.grads, batch.where, batch.count, batch.chunks,
             rows, batch.steps, control.pair if control is not None else None,
-            P=floats[batch.dtypes[0]], G=floats[batch.grad_dtype], ROWS=optim8.ROWS,
-            GROUP=optim8.GROUP,
+            P=floats[batch.dtypes[0]], G=floats[batch.grad_dtype], MASTER="master" in batch.keys,
+            EMA="ema" in batch.keys, ROWS=optim8.ROWS, GROUP=optim8.GROUP,
         )  # fmt: skip
+
+    def form(self, p: torch.Tensor) -> Any:
+        from deuteron.kernels.triton import adafactor
+
+        return adafactor.tile_for(p.shape) if p.dim() > 1 else None
+
+    def step_factored(
+        self, batch: Batch, apply: Rule, constants: list[float], lr: Rate, control: Control | None
+    ) -> None:
+        from deuteron.kernels.triton import adafactor
+
+        rows = self._rows(batch, constants, lr, control)
+        if batch.keys[0] == "variance":
+            squares = torch.empty(2 * batch.chunks, dtype=torch.float64, device=batch.device)
+            self._launch(batch.rule.program, batch, rows, [], control, squares)
+            adafactor.make_rates(squares, batch.firsts, batch.table, rows)
+            self._launch(apply.program, batch, rows, [], control, None)
+            return
+        if batch.layout is None:
+            shapes = [tuple(p.shape) for p in batch.params]
+            batch.layout = adafactor.Layout(shapes, rows.dtype, batch.device)
+        types = [self.kernels.FLOATS[d] for d in (batch.grad_dtype, *batch.dtypes)]
+        pair = control.pair if control is not None else None
+        adafactor.step(batch.layout, batch.table, batch.grads, rows, pair, types)
 
 
 @lru_cache

@@ -41,6 +41,7 @@ TEXT: dict[str, Callable[..., str]] = {
     "sqrt": "tl.sqrt({})".format,
     "sign": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))".format,
     "max": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)".format,
+    "min": "tl.minimum({}, {})".format,
 }
 
 

@@ -5,7 +5,8 @@
 Rounding is to the level below or above with the odds that make the mean exact, by a hash of
 element and step: without that, β₂·v + (1 − β₂)·g² would never leave its level. Bytes per element
 of fp32: 16.06 against 28 with state in float32 (p read and written, g read, four of state, and
-two scales per 256 elements read and written).
+two scales per 256 elements read and written); an average of the parameters adds 8, and float32
+master weights of 16-bit parameters add 6.
 """
 
 from __future__ import annotations
@@ -60,17 +61,23 @@ def _level(x, top, noise, LEVELS: tl.constexpr, FOURTH: tl.constexpr):
 
 @triton.jit
 def _chunk(
-    p_at, g_at, m_at, v_at, scale_at, square_at, place, mask, some,
-    gscale, c1, b2, c2, root, eps, size, keep, seed, P: tl.constexpr, MASKED: tl.constexpr,
+    p_at, g_at, m_at, v_at, w_at, e_at, scale_at, square_at, place, mask, some,
+    gscale, c1, b2, c2, root, eps, size, keep, ema_rate, seed,
+    P: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS groups of one tensor. ``mask`` is None for whole chunks: masked loads are slow."""
-    if MASKED:
+    """ROWS groups of one tensor. ``mask`` is None for whole chunks: masked loads are slow. Master
+    weights and averages are at ``w_at`` and ``e_at``, or these are None."""
+    if w_at is not None:
+        p = tl.load(w_at, mask=mask)
+    elif MASKED:
         p = tl.load(p_at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        p = tl.load(p_at).to(tl.float32)
+    if MASKED:
         g = tl.load(g_at, mask=mask, other=0.0).to(tl.float32) * gscale
         mq = tl.load(m_at, mask=mask, other=0).to(tl.float32)
         vq = tl.load(v_at, mask=mask, other=0).to(tl.float32)
     else:
-        p = tl.load(p_at).to(tl.float32)
         g = tl.load(g_at).to(tl.float32) * gscale
         mq = tl.load(m_at).to(tl.float32)
         vq = tl.load(v_at).to(tl.float32)
@@ -99,6 +106,11 @@ def _chunk(
         tl.store(p_at, new.to(P))
         tl.store(m_at, ml.to(tl.int8))
         tl.store(v_at, vl.to(tl.uint8))
+    if w_at is not None:
+        tl.store(w_at, new, mask=mask)
+    if e_at is not None:
+        ema = tl.load(e_at, mask=mask)
+        tl.store(e_at, ema + ema_rate * (new - ema), mask=mask)
     tl.store(scale_at, m_new, mask=some)
     tl.store(square_at, v_new, mask=some)
 
@@ -106,7 +118,8 @@ def _chunk(
 @triton.jit
 def _adamw8(
     table, grads, where, tensors, chunks, rows, steps, control,
-    P: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, MASTER: tl.constexpr, EMA: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Chunk i of the list; numbers as in the rows of the rule, the seed from the step count."""
     i = tl.program_id(0)
@@ -118,20 +131,24 @@ def _adamw8(
     a_v = tl.load(table + 3 * tensors + t)
     a_s = tl.load(table + 4 * tensors + t)
     a_q = tl.load(table + 5 * tensors + t)
+    a_w = tl.load(table + 6 * tensors + t) if MASTER else a_p
+    a_e = tl.load(table + (7 if MASTER else 6) * tensors + t) if EMA else a_p
     a_g = tl.load(grads + t)
-    gscale = tl.load(rows + t * 8).to(tl.float32)
+    own = rows + t * (9 if EMA else 8)
+    gscale = tl.load(own).to(tl.float32)
     skip = 0.0
     if control is not None:
         gscale = (gscale * tl.load(control)).to(tl.float32)
         skip = tl.load(control + 1)
     if skip == 0.0:
-        c1 = tl.load(rows + t * 8 + 1).to(tl.float32)
-        b2 = tl.load(rows + t * 8 + 2).to(tl.float32)
-        c2 = tl.load(rows + t * 8 + 3).to(tl.float32)
-        root = tl.load(rows + t * 8 + 4).to(tl.float32)
-        eps = tl.load(rows + t * 8 + 5).to(tl.float32)
-        size = tl.load(rows + t * 8 + 6).to(tl.float32)
-        keep = tl.load(rows + t * 8 + 7).to(tl.float32)
+        c1 = tl.load(own + 1).to(tl.float32)
+        b2 = tl.load(own + 2).to(tl.float32)
+        c2 = tl.load(own + 3).to(tl.float32)
+        root = tl.load(own + 4).to(tl.float32)
+        eps = tl.load(own + 5).to(tl.float32)
+        size = tl.load(own + 6).to(tl.float32)
+        keep = tl.load(own + 7).to(tl.float32)
+        ema_rate = tl.load(own + 8).to(tl.float32) if EMA else 0.0
         seed = tl.load(steps + t).to(tl.int64) * 0x3C6EF372 + t
         lane = tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         groups = start // GROUP + tl.arange(0, ROWS)
@@ -139,23 +156,29 @@ def _adamw8(
         s_at = a_s.to(tl.pointer_type(tl.float32)) + groups
         q_at = a_q.to(tl.pointer_type(tl.float32)) + groups
         place = start + lane
-        if (start + ROWS * GROUP <= length) & (((a_p | a_g | a_m | a_v) & 15) == 0):
+        aligned = ((a_p | a_g | a_m | a_v | a_w | a_e) & 15) == 0
+        if (start + ROWS * GROUP <= length) & aligned:
+            w_at = tl.multiple_of(a_w.to(tl.pointer_type(tl.float32)), 16) + start + lane
+            e_at = tl.multiple_of(a_e.to(tl.pointer_type(tl.float32)), 16) + start + lane
             _chunk(
                 tl.multiple_of(a_p.to(tl.pointer_type(P)), 16) + start + lane,
                 tl.multiple_of(a_g.to(tl.pointer_type(G)), 16) + start + lane,
                 tl.multiple_of(a_m.to(tl.pointer_type(tl.int8)), 16) + start + lane,
                 tl.multiple_of(a_v.to(tl.pointer_type(tl.uint8)), 16) + start + lane,
-                s_at, q_at, place, None, some,
-                gscale, c1, b2, c2, root, eps, size, keep, seed, P, False,
+                w_at if MASTER else None, e_at if EMA else None, s_at, q_at, place, None, some,
+                gscale, c1, b2, c2, root, eps, size, keep, ema_rate, seed, P, False,
             )  # fmt: skip
         else:
+            w_at = a_w.to(tl.pointer_type(tl.float32)) + start + lane
+            e_at = a_e.to(tl.pointer_type(tl.float32)) + start + lane
             _chunk(
                 a_p.to(tl.pointer_type(P)) + start + lane,
                 a_g.to(tl.pointer_type(G)) + start + lane,
                 a_m.to(tl.pointer_type(tl.int8)) + start + lane,
                 a_v.to(tl.pointer_type(tl.uint8)) + start + lane,
-                s_at, q_at, place, lane < length - start, some,
-                gscale, c1, b2, c2, root, eps, size, keep, seed, P, True,
+                w_at if MASTER else None, e_at if EMA else None, s_at, q_at, place,
+                lane < length - start, some,
+                gscale, c1, b2, c2, root, eps, size, keep, ema_rate, seed, P, True,
             )  # fmt: skip
 
 
