@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from deuteron.codegen.calls import Argument
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.cpu_product import generated, on_this_cpu, roof
 from deuteron.engines.recipes import Knobs, one_way
@@ -44,11 +43,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     x, attrs = _x(region), region.nodes[0].attrs
     maximum = attrs["kind"] == "max"
     call = prepare_pyramid(x.shape, x.strides, attrs["sizes"], maximum, x.dtype.short)
-
-    def run(x: torch.Tensor, y: torch.Tensor) -> None:
-        call(x.data_ptr(), y.data_ptr())
-
-    return Kernel(run, writes=True)
+    return Kernel.generated([call(Argument(0), Argument(1))])
 
 
 PYRAMID = generated("pyramid", _refuse, one_way, _seconds, _build)

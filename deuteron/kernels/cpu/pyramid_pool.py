@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deuteron.codegen import openmp
+from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.llvm import F32, Code, Loaded, Value, entry, load, vec, width
 from deuteron.kernels.cpu.stored import Stored
 
@@ -105,8 +105,8 @@ def _write(module: Any, form: Form) -> None:
     bundle = form.vectors * width() or 1
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, y, boxes = (c.pointer(words, openmp.HEAD + i) for i in range(3))
-        batch, channels, cells, *strides = (c.word(words, openmp.HEAD + 3 + i) for i in range(7))
+        x, y, boxes = (c.pointer(words, i) for i in range(3))
+        batch, channels, cells, *strides = (c.word(words, 3 + i) for i in range(7))
         w = _Writer(c, form, x, y, strides)
         bundles = c.div(c.add(channels, bundle - 1), bundle)
         begin, end = c.share(c.mul(batch, bundles), thread, threads)
@@ -165,18 +165,13 @@ def _vectors(channels: int) -> int:
 def prepare_pyramid(
     shape: tuple[int, ...], strides: tuple[int, ...], sizes: tuple[int, ...], maximum: bool,
     stored: str,
-) -> Callable[[int, int], None]:  # fmt: skip
-    """``run(x, y)`` over addresses, for [N, C, H, W] or [N, C, W]."""
+) -> Callable[[Word, Word], Call]:  # fmt: skip
+    """The call for x and y, where each is, for [N, C, H, W] or [N, C, W]."""
     flat = len(shape) == 3
     space, steps = (1, *shape[2:])[-2:], (0, *strides[2:])[-2:]
     table = boxes((space[0], space[1]), [(1 if flat else s, s) for s in sizes])
     last = strides[1] == 1 and shape[1] > 1
     form = Form(maximum, _vectors(shape[1]) if last else 0, stored)
     work = len(sizes) * shape[0] * shape[1] * space[0] * space[1]
-    call = openmp.launcher(compiled(form), "run", work > SERIAL)
-    numbers = (shape[0], shape[1], len(table), *strides[:2], *steps)
-
-    def run(x: int, y: int) -> None:
-        call(x, y, table.data_ptr(), *numbers)
-
-    return run
+    code, numbers = compiled(form), (shape[0], shape[1], len(table), *strides[:2], *steps)
+    return lambda x, y: Call(code, (x, y, table, *numbers), work > SERIAL)
