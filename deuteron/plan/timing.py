@@ -47,7 +47,7 @@ def timed(
     return found
 
 
-DROP = 1.5  # a contender this much slower than the best in its first sample is not timed again
+DROP = 1.5  # a contender this much slower than the best in two samples is not timed again
 
 
 def _cpu(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[str, float]:
@@ -61,6 +61,12 @@ def _cpu(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[s
         begin = time.perf_counter()
         fn()
         samples[name] = [time.perf_counter() - begin]
+    best = min((s[0] for s in samples.values()), default=0.0)
+    for name, fn in contenders.items():  # a second chance: another program may have been in the way
+        if DROP * best < samples[name][0] < seconds:
+            begin = time.perf_counter()
+            fn()
+            samples[name][0] = min(samples[name][0], time.perf_counter() - begin)
     best = min((s[0] for s in samples.values()), default=0.0)
     racing = {n: f for n, f in contenders.items() if samples[n][0] <= DROP * best}
     share = seconds / rounds / max(len(racing), 1)
