@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,14 +77,88 @@ def images(batch: int, size: int) -> Iterator[Case]:
                lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 4)  # fmt: skip
 
 
+def singles(rows: int, n: int) -> Iterator[Case]:
+    """Functions that torch has as one call, on a matrix [rows, n]."""
+    x, w = (rows, n), (n,)
+    for name in ("relu", "gelu", "silu", "softplus"):
+        yield Case(name, (x,), getattr(f, name), getattr(F, name))
+    yield Case("glu", (x,), f.glu, F.glu)
+    yield Case("prelu", (x, w), f.prelu, F.prelu)
+    yield Case("dropout", (x,), lambda x: f.dropout(x, 0.1), lambda x: F.dropout(x, 0.1))
+    yield Case("log_softmax", (x,), f.log_softmax, lambda x: F.log_softmax(x, -1))
+    yield Case("embedding", (x,), lambda w: f.embedding(_classes(rows, w), w),
+               lambda w: F.embedding(_classes(rows, w), w))  # fmt: skip
+    yield Case("sum", (x,), lambda x: f.sum(x, -1), lambda x: x.sum(-1))
+    yield Case("mean", (x,), lambda x: f.mean(x, -1), lambda x: x.mean(-1))
+    yield Case("var", (x,), lambda x: f.var(x, -1), lambda x: x.var(-1))
+    yield Case("amax", (x,), lambda x: f.amax(x, -1), lambda x: x.amax(-1))
+    yield Case("norm", (x,), lambda x: f.norm(x, 2.0, -1),
+               lambda x: torch.linalg.vector_norm(x, 2.0, -1))  # fmt: skip
+    yield Case("cumsum", (x,), lambda x: f.cumsum(x, -1), lambda x: x.cumsum(-1))
+    yield Case("topk", (x,), lambda x: f.topk(x, 2)[0], lambda x: x.topk(2)[0])
+    yield Case("where", (x, x), lambda x, y: f.where(_even(x), x, y),
+               lambda x, y: torch.where(_even(x), x, y))  # fmt: skip
+    yield Case("cross_entropy", (x,), lambda x: f.cross_entropy(x, _classes(rows, x)),
+               lambda x: F.cross_entropy(x, _classes(rows, x)))  # fmt: skip
+    yield Case("linear_cross_entropy", (x, (10, n)),
+               lambda h, w: f.linear_cross_entropy(h, w, _classes(rows, h)),
+               lambda h, w: F.cross_entropy(F.linear(h, w), _classes(rows, h)))  # fmt: skip
+
+
+def single_images(batch: int, size: int) -> Iterator[Case]:
+    """Functions that torch has as one call, on images."""
+    x, c = (batch, 64, size, size), (64,)
+    yield Case("group_norm", (x, c, c), lambda x, w, b: f.group_norm(x, 8, w, b),
+               lambda x, w, b: F.group_norm(x, 8, w, b))  # fmt: skip
+    yield Case("instance_norm", (x,), f.instance_norm, F.instance_norm)
+    yield Case("batch_norm, training", (x, c, c),
+               lambda x, w, b: f.batch_norm(x, None, None, w, b, True),
+               lambda x, w, b: F.batch_norm(x, None, None, w, b, True))  # fmt: skip
+    yield Case("batch_norm+residual+relu, training", (x, c, c, x),
+               lambda x, w, b, r: f.batch_norm(x, None, None, w, b, True, residual=r,
+                                               activation="relu"),
+               lambda x, w, b, r: F.relu(F.batch_norm(x, None, None, w, b, True) + r))  # fmt: skip
+    yield Case("avg_pool2d 2", (x,), lambda x: f.avg_pool2d(x, 2), lambda x: F.avg_pool2d(x, 2))
+    yield Case("adaptive_avg_pool2d 1", (x,), lambda x: f.adaptive_avg_pool2d(x, 1),
+               lambda x: F.adaptive_avg_pool2d(x, 1))  # fmt: skip
+    yield Case("nearest ×2", (x,), lambda x: f.interpolate(x, scale_factor=2),
+               lambda x: F.interpolate(x, scale_factor=2))  # fmt: skip
+    yield Case("grid_sample", (x, (batch, size, size, 2)), f.grid_sample,
+               lambda x, g: F.grid_sample(x, g, align_corners=False))  # fmt: skip
+    yield Case("pixel_shuffle 2", (x,), lambda x: f.pixel_shuffle(x, 2),
+               lambda x: F.pixel_shuffle(x, 2))  # fmt: skip
+
+
+@lru_cache
+def _classes_on(device: torch.device, rows: int) -> torch.Tensor:
+    return torch.arange(rows, device=device) % 8
+
+
+def _classes(rows: int, like: torch.Tensor) -> torch.Tensor:
+    return _classes_on(like.device, rows)
+
+
+@lru_cache
+def _even_on(device: torch.device, shape: torch.Size) -> torch.Tensor:
+    return torch.arange(shape.numel(), device=device).reshape(shape) % 2 == 0
+
+
+def _even(like: torch.Tensor) -> torch.Tensor:
+    return _even_on(like.device, like.shape)
+
+
+def small_cases() -> tuple[Case, ...]:
+    """Every call where launches are all there is to pay."""
+    return (*cases(8, 64), *singles(8, 64), *images(1, 8), *single_images(1, 8))
+
+
 def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     record = Record("functional", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     gpu = device == "cuda"
     big = (*cases(8192, 4096), *cases(8192, 14336), *images(32, 112)) if gpu else (
         *cases(1024, 1024), *images(2, 56))  # fmt: skip
-    small = (*cases(8, 64), *images(1, 8))
-    for case, tiny in ((c, t) for t, group in ((False, big), (True, small)) for c in group):
+    for case, tiny in ((c, t) for t, group in ((False, big), (True, small_cases())) for c in group):
         if "14336" in str(case.shapes) and case.name not in ("swiglu", "bias+gelu"):
             continue
         try:
