@@ -52,6 +52,16 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def planned() -> Iterator[None]:
+    """Small calls of ``dt.functional`` are planned like large ones: tests are about our code.
+    Those about what torch answers in its place allow it themselves."""
+    from deuteron.functional import delegation
+
+    with delegation(False):
+        yield
+
+
 @pytest.fixture(scope="session")
 def cache_dir() -> Iterator[Path]:
     """The folder that stands in for the user's cache during the tests."""

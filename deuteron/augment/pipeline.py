@@ -15,6 +15,7 @@ from deuteron.augment.recipe import Recipe
 from deuteron.augment.step import Size, Step
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.frontends.builder import Graph
+from deuteron.functional.library import in_transform
 from deuteron.ops import Sym
 
 
@@ -101,6 +102,8 @@ class Pipeline(nn.Module):
     def with_table(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """The images changed with the parameters in ``table``; nothing is drawn or counted."""
         call = run.augment if run.needs_operator(x) else run.augment_now
+        if in_transform():
+            call = run.by_references
         y: torch.Tensor = call(x, table, self.recipe.text)
         return y
 

@@ -19,6 +19,7 @@ from deuteron.augment.recipe import Recipe, recipe_of, torch_type
 from deuteron.errors import BindError
 from deuteron.frontends.builder import Graph
 from deuteron.ir import TensorType
+from deuteron.ops.evaluate import evaluate
 from deuteron.plan import Plan
 from deuteron.policy import Policy
 
@@ -40,7 +41,6 @@ def needs_operator(x: torch.Tensor) -> bool:
         or type(x) is not torch.Tensor
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
@@ -48,6 +48,7 @@ def augment_now(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tens
     """What the operator does."""
     made = recipe_of(recipe)
     _check(made, x, table)
+    x, table = x.resolve_neg(), table.resolve_neg()  # kernels read memory as it is
     if x.shape[0] == 0:
         return _empty_result(made, x)
     if x.is_cuda and has_triton():
@@ -72,6 +73,7 @@ def augment_backward(
     order = _format(_is_nhwc(x))
     if x.shape[0] == 0:
         return torch.empty_like(x, memory_format=order)
+    grad, x, table = grad.resolve_neg(), x.resolve_neg(), table.resolve_neg()
     grad = grad.contiguous(memory_format=_format(made.layout(_is_nhwc(x)) == "nhwc"))
     if made.geometric and x.is_cuda and has_triton():
         return backward_kernel(grad, x, table, recipe)
@@ -96,6 +98,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, 
     x, table = ctx.saved_tensors
     if not ctx.needs_input_grad[0]:
         return None, None, None
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for second derivatives
+        y = by_references(x, table, ctx.recipe)
+        return torch.autograd.grad(y, x, grad, create_graph=True)[0], None, None
     return augment_backward(grad, x, table, ctx.recipe), None, None
 
 
@@ -172,15 +177,29 @@ def kernel_arguments(
     return normal, made.kinds, moves, made.padding, made.projective
 
 
-@lru_cache(maxsize=256)
-def _plan(recipe: str, images: TensorType, device: torch.device, wanted: str) -> Plan:
-    """The planned graph for images of this type; ``wanted`` is "" for the result, else the
-    input whose gradient it is."""
+def by_references(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
+    """The result by torch's operators, one by one, for autograd and transforms that must see
+    them."""
+    _check(recipe_of(recipe), x, table)
+    graph = _graph(recipe, TensorType.from_tensor(x)).ir()
+    return evaluate(graph, {"x": x, "table": table}, differentiable=True)["y"]
+
+
+def _graph(recipe: str, images: TensorType) -> Graph:
+    """The recipe for images of this type."""
     made = recipe_of(recipe)
     g = Graph("augment")
     x = g.tensor("x", images.shape, images.dtype, strides=images.strides)
     table = g.tensor("table", *table_type(made, images))
     emit(g, made, x, table).output("y")
+    return g
+
+
+@lru_cache(maxsize=256)
+def _plan(recipe: str, images: TensorType, device: torch.device, wanted: str) -> Plan:
+    """The planned graph for images of this type; ``wanted`` is "" for the result, else the
+    input whose gradient it is."""
+    g = _graph(recipe, images)
     if wanted:
         g = _gradient_only(g, wanted)
     return g.compile(device=device, policy=EAGER)

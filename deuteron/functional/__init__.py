@@ -6,7 +6,7 @@
 >>> print(dt.functional.explain(dt.functional.swiglu, gate, up))          # what ran, and why
 
 Arguments are those of ``torch.nn.functional`` where it has the function. Each shape is planned
-once, at its first call, and kept. Second derivatives are refused.
+once, at its first call, and kept; small calls go to torch's own functions (:class:`delegation`).
 """
 
 from deuteron.functional.activation import (
@@ -44,6 +44,7 @@ from deuteron.functional.activation import (
 from deuteron.functional.batch_norm import batch_norm
 from deuteron.functional.core import explain
 from deuteron.functional.embedding import embedding, sinusoidal
+from deuteron.functional.library import delegation
 from deuteron.functional.linear_loss import linear_cross_entropy
 from deuteron.functional.loss import cross_entropy
 from deuteron.functional.norm import group_norm, instance_norm, layer_norm, rms_norm
@@ -87,8 +88,8 @@ __all__ = [
     "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d",
     "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin", "argmax", "argmin",
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "batch_norm", "bias_act", "bias_dropout_residual",
-    "celu", "cross_entropy", "cummax", "cummin", "cumprod", "cumsum", "dropout", "elu",
-    "embedding", "explain", "geglu", "gelu", "global_avg_pool", "global_max_pool", "glu",
+    "celu", "cross_entropy", "cummax", "cummin", "cumprod", "cumsum", "delegation", "dropout",
+    "elu", "embedding", "explain", "geglu", "gelu", "global_avg_pool", "global_max_pool", "glu",
     "grid_sample", "group_norm", "hardshrink", "hardsigmoid", "hardswish", "hardtanh",
     "histogram", "instance_norm", "interpolate", "layer_norm", "leaky_relu",
     "linear_cross_entropy", "log_sigmoid", "log_softmax", "logsigmoid", "max_pool1d",

@@ -4,12 +4,15 @@ what the next operator keeps anyway."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.operators import activated, one
+from deuteron.functional.library import delegates, several_calls_win
+from deuteron.functional.operators import TORCHS, activated, one
 from deuteron.ops import Ops, Sym, table
 
 Tensor = torch.Tensor
@@ -23,7 +26,7 @@ def _plain(name: str) -> Callable[[Tensor], Tensor]:
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{table.get(name).doc} As ``torch.nn.functional``'s, with its gradient."
-    return function
+    return delegates(TORCHS[name])(function) if name in TORCHS else function
 
 
 relu, relu6, sigmoid, tanh = _plain("relu"), _plain("relu6"), _plain("sigmoid"), _plain("tanh")
@@ -33,56 +36,71 @@ tanhshrink, log_sigmoid = _plain("tanhshrink"), _plain("log_sigmoid")
 logsigmoid = log_sigmoid
 
 
+def _torch_gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+@delegates(_torch_gelu)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """x · Φ(x), with Φ the normal distribution, or its approximation by "tanh"."""
     return one("gelu", x, approximate=approximate)
 
 
+@delegates(F.leaky_relu)
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """x, times a slope below 0."""
     return one("leaky_relu", x, negative_slope=negative_slope)
 
 
+@delegates(F.elu)
 def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
     """x, or alpha · (eˣ − 1) below 0."""
     return one("elu", x, alpha=alpha)
 
 
+@delegates(F.celu)
 def celu(x: Tensor, alpha: float = 1.0) -> Tensor:
     """x, or alpha · (e^(x/alpha) − 1) below 0."""
     return one("celu", x, alpha=alpha)
 
 
+@delegates(F.softplus)
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """ln(1 + e^(beta·x)) / beta, and x itself where beta·x is over the threshold."""
     return one("softplus", x, beta=beta, threshold=threshold)
 
 
+@delegates(F.hardtanh)
 def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
     """x held between min_val and max_val."""
     return one("hardtanh", x, min=min_val, max=max_val)
 
 
+@delegates(F.softshrink)
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     """x moved towards 0 by lambd, and 0 within it."""
     return one("softshrink", x, lambd=lambd)
 
 
+@delegates(torch.hardshrink)
 def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     """x, but 0 where |x| ≤ lambd."""
     return one("hardshrink", x, lambd=lambd)
 
 
+@delegates(F.threshold)
 def threshold(x: Tensor, threshold: float, value: float) -> Tensor:
     """x, but value where x ≤ threshold."""
     return one("threshold", x, threshold=threshold, value=value)
 
 
+@delegates(torch.prelu)
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """x, times a learned slope below 0, one for all or one for each channel (dimension 1)."""
     return one("prelu", x, weight)
 
 
+@delegates(F.glu)
 def glu(x: Tensor, dim: int = -1) -> Tensor:
     """a · sigmoid(b), with a and b the halves of x along ``dim``."""
     return one("glu", x, axis=dim)
@@ -111,6 +129,15 @@ GATE = Function("gate", _gate)
 GATE_HALVES = Function("gate_halves", _gate_halves)
 
 
+def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Any:
+    if bias is None:
+        return TORCHS[activation](x) if activation in TORCHS else NotImplemented
+    if activation in TORCHS and several_calls_win(x, bias):
+        return TORCHS[activation](x + bias)
+    return NotImplemented
+
+
+@delegates(_torch_bias_act)
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
     """activation(x + bias) in one pass; the gradient of bias is a sum in float32."""
     return BIAS_ACT.one(x, bias, activation=activation)
@@ -128,16 +155,38 @@ def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
     )
 
 
+def _torch_gated(activation: str) -> Callable[..., Any]:
+    """The gate in two calls, torch's halves being views."""
+
+    def call(gate: Tensor, up: Tensor | None = None) -> Any:
+        if not several_calls_win(gate, up):
+            return NotImplemented
+        if up is None:
+            if gate.shape[-1] % 2:
+                return NotImplemented
+            gate, up = gate.chunk(2, -1)
+        return TORCHS[activation](gate) * up
+
+    return call
+
+
+def _torch_geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Any:
+    return _torch_gated("gelu" if approximate == "none" else "gelu_tanh")(gate, up)
+
+
+@delegates(_torch_gated("silu"), several=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("silu", gate, up)
 
 
+@delegates(_torch_geglu, several=True)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("gelu" if approximate == "none" else "gelu_tanh", gate, up)
 
 
+@delegates(_torch_gated("relu"), several=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("relu", gate, up)
@@ -162,6 +211,13 @@ def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
+def _torch_dropout(
+    x: Tensor, p: float = 0.5, training: bool = True, *, seed: int | Tensor | None = None
+) -> Any:
+    return torch.dropout(x, p, True) if training and seed is None else NotImplemented
+
+
+@delegates(_torch_dropout)
 def dropout(
     x: Tensor, p: float = 0.5, training: bool = True, *, seed: int | Tensor | None = None
 ) -> Tensor:
@@ -169,11 +225,22 @@ def dropout(
 
     Which ones depends on ``seed`` and on their place alone, so the mask is computed again in the
     backward pass instead of being stored, and the same on every device. Without a seed one is
-    drawn from torch's generator.
+    drawn from torch's generator, or torch's dropout draws the mask.
     """
     return bias_dropout_residual(x, None, None, p, training, seed=seed)
 
 
+def _torch_bias_dropout_residual(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float = 0.5,
+    training: bool = True, *, seed: int | Tensor | None = None,
+) -> Any:  # fmt: skip
+    if not training or seed is not None or not several_calls_win(x, bias, residual):
+        return NotImplemented
+    y = torch.dropout(x if bias is None else x + bias, p, True)
+    return y if residual is None else y + residual
+
+
+@delegates(_torch_bias_dropout_residual, several=True)
 def bias_dropout_residual(
     x: Tensor,
     bias: Tensor | None,

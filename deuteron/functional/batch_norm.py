@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.operators import activated
+from deuteron.functional.library import delegates, several_calls_win
+from deuteron.functional.operators import TORCHS, activated
 from deuteron.ops import Ops, Sym
 from deuteron.ops.batch_norm import ACTIVATIONS
 
@@ -38,6 +42,25 @@ TRAIN = Function("batch_norm_train", _train, silent=(1, 2, 3, 4))
 GIVEN = Function("batch_norm", _given)
 
 
+def _torch_batch_norm(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5, *, residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:  # fmt: skip
+    more = residual is not None or activation is not None
+    if more and (activation not in KNOWN or not several_calls_win(x, weight, bias, residual)):
+        return NotImplemented
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    if residual is not None:
+        y = y + residual
+    return y if activation is None else TORCHS[activation](y)
+
+
+KNOWN = {None, *TORCHS}
+
+
+@delegates(_torch_batch_norm)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,

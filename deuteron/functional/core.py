@@ -14,19 +14,21 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.errors import BindError, DeuteronError
+from deuteron.functional.library import Heard, in_transform
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops import Ops, Sym, table
+from deuteron.ops.evaluate import evaluate
 from deuteron.passes import pullback
 from deuteron.plan import Plan, compile_graph
 from deuteron.policy import Policy
@@ -40,7 +42,6 @@ LIBRARY = torch.library.Library("deuteron", "FRAGMENT")
 FUNCTIONS: dict[str, Function] = {}
 KEPT = 1024  # plans of one function; beyond, the oldest makes room
 EAGER = Policy(cuda_graph=False)  # a caller may capture the call in a graph of its own
-_heard = threading.local()
 
 
 class Function:
@@ -56,21 +57,25 @@ class Function:
         self.name, self.build, self.silent = name, build, frozenset(silent)
         parameters = list(inspect.signature(build).parameters.values())[1:]
         self.tensors = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-        self.plans: dict[Any, Plan] = {}
-        self.pulls: dict[Any, Pull] = {}
+        self.known: dict[Any, Known] = {}
         FUNCTIONS[name] = self
         self.op = _register(self, parameters)
 
     def __call__(self, *tensors: torch.Tensor | None, **attrs: Any) -> Any:
         """One tensor, or a tuple where the graph has several results."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             found = self.op(*tensors, **attrs)
-            return found[0] if len(found) == 1 else tuple(found)
-        tensors = tuple(_plain(self.name, t) for t in tensors)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            found = _Differentiable.apply(self, attrs, *tensors)  # type: ignore[no-untyped-call]
+        elif in_transform():
+            found = self.by_references(tensors, attrs)
         else:
-            found = self.run(tensors, attrs)
+            known = self.known.get(_signature(tensors, attrs))
+            if known is None or Heard.listeners:
+                tensors = tuple(_plain(self.name, t) for t in tensors)
+                known = self.knowing(tensors, attrs)
+            if torch.is_grad_enabled() and _any_requires_grad(tensors):
+                found = _Differentiable.apply(known, *tensors)  # type: ignore[no-untyped-call]
+            else:
+                found = known.run(tensors)
         return found[0] if len(found) == 1 else tuple(found)
 
     def one(self, *tensors: torch.Tensor | None, **attrs: Any) -> torch.Tensor:
@@ -79,17 +84,26 @@ class Function:
         return result
 
     def run(self, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
-        """The results, without a thought of gradients."""
-        return self.run_known(_signature(tensors, attrs), tensors, attrs)
+        """The results for tensors whose memory holds their values, without a thought of
+        gradients."""
+        return self.knowing(tensors, attrs).run(tensors)
 
-    def run_known(self, key: Any, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
-        """:meth:`run` for a caller that has the signature of the call already."""
-        plan = self.plans.get(key)
-        if plan is None:
-            device = _one_device(self.name, tensors)
-            graph = self.graph(_types(tensors), attrs)
-            plan = _keep(self.plans, key, compile_graph(graph, device=device, policy=EAGER))
-        return _run(plan, [t for t in tensors if t is not None])
+    def knowing(self, tensors: Tensors, attrs: Attributes) -> Known:
+        """What was worked out for such tensors, now or before."""
+        key = _signature(tensors, attrs)
+        found = self.known.get(key)
+        if found is None:
+            _one_device(self.name, tensors)
+            found = _keep(self.known, key, Known(self, _types(tensors), attrs))
+        return found
+
+    def by_references(self, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
+        """The results by torch's operators, one by one: for transforms that must see them."""
+        given = [_tensor(self.name, t) for t in tensors]
+        _one_device(self.name, given)
+        graph = self.graph(_types(given), attrs)
+        named = {n: t for n, t in zip(self.tensors, given, strict=True) if t is not None}
+        return list(evaluate(graph, named, differentiable=True).values())
 
     def graph(self, types: Types, attrs: Attributes) -> Graph:
         """The function for tensors of these types; its results are called 0, 1, …"""
@@ -109,12 +123,38 @@ class Function:
             result.output(str(i))
         return builder.finish()
 
-    def pull(self, key: Any, tensors: Tensors, attrs: Attributes, needs: tuple[bool, ...]) -> Pull:
-        """The way back for tensors like these, of which some need a gradient."""
-        found = self.pulls.get((key, needs))
+
+class Known:
+    """A function for tensors of given types: its plan, and the ways back. A second call finds
+    this, and nothing is looked at any more."""
+
+    def __init__(self, function: Function, types: Types, attrs: Attributes) -> None:
+        self.function, self.types, self.attrs = function, types, attrs
+        self.all_given = None not in types
+        self.plan: Plan | None = None
+        self.ready: Callable[..., list[torch.Tensor]] | None = None
+        self.pulls: dict[tuple[bool, ...], Pull] = {}
+
+    def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
+        """The results; a gradient is none of its business."""
+        given = tensors if self.all_given else [t for t in tensors if t is not None]
+        if self.ready is None or Heard.listeners:
+            return self._first_run([t for t in given if t is not None])
+        return self.ready(*given)
+
+    def _first_run(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self.plan is None:
+            graph = self.function.graph(self.types, self.attrs)
+            self.plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
+        found = _run(self.plan, tensors)
+        self.ready = self.plan.ready()
+        return found
+
+    def pull(self, needs: tuple[bool, ...]) -> Pull:
+        """The way back, where these of the tensors need a gradient."""
+        found = self.pulls.get(needs)
         if found is None:
-            made = Pull(self, _types(tensors), attrs, needs)
-            found = _keep(self.pulls, (key, needs), made)
+            found = self.pulls[needs] = Pull(self.function, self.types, self.attrs, needs)
         return found
 
 
@@ -136,7 +176,7 @@ class Pull:
         used = set(self._usual().inputs)
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
         self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
-        self.plans: dict[Any, tuple[Plan, list[int], list[int]]] = {}
+        self.ways: dict[Any, Way] = {}
 
     def _bytes_saved(self, kept: Sequence[int]) -> tuple[int, int]:
         """What the backward pass reads besides gradients; of equals, the one that computes less."""
@@ -162,22 +202,37 @@ class Pull:
         inputs, nodes, types = whole.inputs, whole.nodes, whole.types
         return Graph(whole.name, inputs, outputs, nodes, types, whole.constants), places
 
-    def run(
-        self, of: Sequence[int], tensors: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[torch.Tensor], list[int]]:
-        """Gradients from what was saved and the gradients of ``of``, as :meth:`graph` has them."""
-        tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
+    def way(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Way:
+        """The plan from what was saved and the gradients of ``of`` to those of the inputs."""
         # what was saved is of known types: only the gradients can differ from call to call
         key = (*of, *map(_key, tensors[len(self.saved) :]))
-        found = self.plans.get(key)
+        found = self.ways.get(key)
         if found is None:
             graph, places = self.graph(of, _types(tensors)[len(self.saved) :])
             plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
-            names = (*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of))
-            order = [names.index(name) for name in plan.inputs]
-            found = _keep(self.plans, key, (plan, order, places))
-        plan, order, places = found
-        return _run(plan, [tensors[i] for i in order]), places
+            given = self.given(of)
+            order = [given.index(name) for name in plan.inputs]
+            found = _keep(self.ways, key, Way(plan, order, places))
+        return found
+
+    def given(self, of: Sequence[int]) -> list[str]:
+        """The names that a backward graph has for what was saved and the gradients of ``of``."""
+        return [*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of)]
+
+    def run(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Different gradients from what was saved and the gradients of ``of``; :meth:`spread`
+        gives every input its own."""
+        tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
+        return self.way(of, tensors).run(tensors)
+
+    def by_references(
+        self, of: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients by torch's operators, one by one, so that they have gradients as well."""
+        graph, places = self.graph(of, _types(tensors)[len(self.saved) :])
+        named = dict(zip(self.given(of), tensors, strict=True))
+        named = {name: named[name] for name in graph.inputs}
+        return self.spread(list(evaluate(graph, named, differentiable=True).values()), places)
 
     def spread(
         self, found: Sequence[torch.Tensor], places: Sequence[int]
@@ -193,6 +248,23 @@ class Pull:
         return json.dumps([self.function.name, types, self.attrs, self.needs])
 
 
+class Way:
+    """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``places``:
+    which of its results belong to the inputs that need a gradient."""
+
+    def __init__(self, plan: Plan, order: list[int], places: list[int]) -> None:
+        self.plan, self.order, self.places = plan, order, places
+        self.ready: Callable[..., list[torch.Tensor]] | None = None
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        given = [tensors[i] for i in self.order]
+        if self.ready is None or Heard.listeners:
+            found = _run(self.plan, given)
+            self.ready = self.plan.ready()
+            return found
+        return self.ready(*given)
+
+
 @lru_cache(maxsize=KEPT)
 def _pull_of(spec: str) -> Pull:
     name, types, attrs, needs = json.loads(spec)
@@ -204,15 +276,12 @@ class _Differentiable(torch.autograd.Function):
     """The eager path with gradients: less overhead than the dispatcher's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, function: Function, attrs: Attributes, *tensors: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        key = _signature(tensors, attrs)
-        pull = function.pull(key, tensors, attrs, ctx.needs_input_grad[2:])
-        results = function.run_known(key, tensors, attrs)
+    def forward(ctx: Any, known: Known, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        pull = known.pull(ctx.needs_input_grad[1:])
+        results = known.run(tensors)
         everything = (*tensors, *results)
         ctx.pull = pull
-        ctx.save_for_backward(*(everything[i] for i in pull.saved))
+        ctx.save_for_backward(*[everything[i] for i in pull.saved])
         ctx.set_materialize_grads(False)
         if len(pull.of) < len(results):
             ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in pull.of))
@@ -223,25 +292,13 @@ class _Differentiable(torch.autograd.Function):
         of = [i for i, g in enumerate(grads) if g is not None]
         if not of:
             return (None,) * len(ctx.needs_input_grad)
-        given = [*ctx.saved_tensors, *(g for g in grads if g is not None)]
-        found = ctx.pull.spread(*ctx.pull.run(of, given))
+        pull: Pull = ctx.pull
+        given = [*ctx.saved_tensors, *[g for g in grads if g is not None]]
         if torch.is_grad_enabled():  # somebody means to differentiate what comes out
-            found = tuple(None if g is None else _Once.apply(g, *given) for g in found)  # type: ignore[no-untyped-call]
-        return None, None, *found
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that complains when it is differentiated, rather than count as a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, *came_from: torch.Tensor) -> torch.Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise DeuteronError(
-            "deuteron.functional has no second derivatives", remedy="use torch's function there"
-        )
+            return None, *pull.by_references(of, given)
+        given = [t.resolve_neg() if t.is_neg() else t for t in given]
+        way = pull.way(of, given)
+        return None, *pull.spread(way.run(given), way.places)
 
 
 # ---- for torch.compile
@@ -301,7 +358,7 @@ def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> An
 
 
 def _pullback(spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(_pull_of(spec).run(of, tensors)[0])
+    return list(_pull_of(spec).run(of, tensors))
 
 
 def _fake_pullback(
@@ -320,26 +377,47 @@ torch.library.register_fake("deuteron::pullback", _fake_pullback, lib=LIBRARY)
 
 
 def _signature(tensors: Tensors, attrs: Attributes) -> Any:
-    """All that a plan depends on."""
-    return (*map(_key, tensors), *attrs.items())
+    """All that a plan depends on. What is no strided tensor, or one whose signs are still to be
+    turned, has a signature that no plan is kept under."""
+    try:
+        return (*[
+            None if t is None else NEGATIVE if t.is_neg() else
+            (t.shape, t.stride(), t.dtype, t.device) for t in tensors
+        ], *attrs.values())  # fmt: skip
+    except (AttributeError, RuntimeError):
+        return NEGATIVE
 
 
-def _plain(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor whose memory holds its values: kernels read nothing else."""
-    if t is None:
-        return None
-    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided:
+NEGATIVE = "not plain memory"
+
+
+def _any_requires_grad(tensors: Tensors) -> bool:
+    for t in tensors:  # noqa: SIM110  any() with a generator takes twice as long
+        if t is not None and t.requires_grad:
+            return True
+    return False
+
+
+def _tensor(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+    """A strided tensor, or None where one may be left out."""
+    if t is not None and (not isinstance(t, torch.Tensor) or t.layout is not torch.strided):
         kind = str(t.layout) if isinstance(t, torch.Tensor) else type(t).__name__
         raise BindError(
             f"a {kind} was given where a strided tensor is needed",
             asked=f"{name}(…)",
             remedy="pass a torch.Tensor; to_dense() makes a sparse one strided",
         )
-    return t.resolve_neg() if t.is_neg() else t
+    return t
 
 
-def _key(t: torch.Tensor | None) -> Any:
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
+def _plain(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor whose memory holds its values: kernels read nothing else."""
+    t = _tensor(name, t)
+    return None if t is None else t.resolve_neg() if t.is_neg() else t
+
+
+def _key(t: torch.Tensor) -> Any:
+    return t.shape, t.stride(), t.dtype, t.device
 
 
 def _types(tensors: Iterable[torch.Tensor | None]) -> Types:
@@ -369,9 +447,8 @@ def _subsets(results: Sequence[TensorType]) -> Iterable[Sequence[int]]:
 
 
 def _run(plan: Plan, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    heard = getattr(_heard, "plans", None)
-    if heard is not None:
-        heard.append(plan)
+    if Heard.listeners:
+        Heard.add(plan)
     return plan.run_checked(tensors)
 
 
@@ -409,9 +486,6 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
     >>> print(dt.functional.explain(dt.functional.rms_norm, x, (4096,), w))
     """
-    _heard.plans = []
-    try:
+    with Heard() as parts:
         function(*args, **kwargs)
-        return "\n".join(str(plan.explain()) for plan in _heard.plans)
-    finally:
-        _heard.plans = None
+    return "\n".join(str(part.explain()) for part in parts)

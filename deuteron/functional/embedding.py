@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from deuteron.functional.core import Function
+from deuteron.functional.library import LIMITS, delegates, is_launch_bound, several_calls_win
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -18,6 +21,21 @@ def _embedding(b: Ops, index: Sym, weight: Sym, position: Sym | None, *, padding
 EMBEDDING = Function("embedding", _embedding)
 
 
+def _torch_embedding(
+    index: Tensor, weight: Tensor, padding_idx: int | None = None, *, position: Tensor | None = None
+) -> Any:
+    row = weight.shape[1] * weight.itemsize  # the result is as large as index, times this
+    if index.nbytes * row > LIMITS[index.get_device()] or not is_launch_bound(weight):
+        return NotImplemented
+    pad = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    if position is None:
+        return torch.embedding(weight, index, pad)
+    if not several_calls_win(weight, position):
+        return NotImplemented
+    return torch.embedding(weight, index, pad) + position
+
+
+@delegates(_torch_embedding)
 def embedding(
     index: Tensor, weight: Tensor, padding_idx: int | None = None, *, position: Tensor | None = None
 ) -> Tensor:

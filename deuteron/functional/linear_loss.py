@@ -18,10 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.errors import BindError, GraphError
+from deuteron.functional.library import LIMITS, delegates, in_transform, is_launch_bound
 from deuteron.functional.loss import (
+    by_torch,
     check,
     keeps_graph,
     refuse_second_derivative,
@@ -34,6 +37,24 @@ from deuteron.functional.loss_rows import Terms, added_up, rows, scaled, some_cl
 SMALL = 2**25  # logits that are no burden: 64 MB of 16-bit numbers
 
 
+def _torch_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    class_weight: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, return_lse: bool = False,
+    chunk: int | None = None, accumulate: str | None = None,
+) -> Any:  # fmt: skip
+    if z_loss or return_lse or chunk is not None or accumulate is not None or hidden.ndim != 2:
+        return NotImplemented
+    logits = hidden.shape[0] * weight.shape[0] * hidden.itemsize
+    if logits > LIMITS[hidden.get_device()] or target.requires_grad or not is_launch_bound(weight):
+        return NotImplemented
+    return F.cross_entropy(
+        F.linear(hidden, weight, bias), target, class_weight, ignore_index=ignore_index,
+        reduction=reduction, label_smoothing=label_smoothing,
+    )  # fmt: skip
+
+
+@delegates(_torch_linear_cross_entropy)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -66,7 +87,8 @@ def linear_cross_entropy(
 
     The other arguments are those of ``cross_entropy``; ``class_weight`` is its ``weight``. Logits
     are rounded to the type of the inputs, as linear would. The gradient of ``hidden`` is computed
-    with the loss. Under torch.compile all is "exact". There is no second derivative.
+    with the loss. Under torch.compile all is "exact". There is no second derivative, except of
+    small losses, which are torch's own as in ``cross_entropy``.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         cast = torch.get_autocast_dtype(hidden.device.type)
@@ -75,6 +97,15 @@ def linear_cross_entropy(
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
     _check(hidden, weight, bias, target, class_weight, terms, chunk)
     fast = _is_fast(accumulate, reduction)
+    if in_transform():
+        logits = F.linear(hidden, weight, bias).movedim(-1, min(1, hidden.dim() - 1))
+        probs = target.is_floating_point()
+        given = target.movedim(-1, min(1, target.dim() - 1)) if probs else target
+        both = by_torch(logits, given, class_weight, terms, result_type(hidden))
+        return both if return_lse else both[0]
+    # kernels read memory, which such a view has with other signs; elsewhere these are themselves
+    hidden, weight, target = hidden.resolve_neg(), weight.resolve_neg(), target.resolve_neg()
+    bias, class_weight = (None if t is None else t.resolve_neg() for t in (bias, class_weight))
     classes, dtype = weight.shape[0], result_type(hidden)
     lead = hidden.shape[:-1]
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -247,6 +278,7 @@ class _Linear(torch.autograd.Function):
         if up is None:
             return (None,) * 8
         refuse_second_derivative("linear_cross_entropy")
+        up = up.resolve_neg()
         hidden, weight, bias, target, class_weight, lse, masses, total = ctx.saved_tensors
         by_hidden = by_weight = by_bias = None
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -298,6 +330,7 @@ class _FastLinear(torch.autograd.Function):
         if up is None:
             return (None,) * 8
         refuse_second_derivative("linear_cross_entropy")
+        up = up.resolve_neg()
         keep = keeps_graph()
         grads = taken(ctx, "grads", keep)
         return (

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from deuteron.errors import BindError, EngineError, GraphError
+from deuteron.functional.library import delegates, in_transform
 from deuteron.functional.loss_rows import (
     Terms,
     class_dim,
@@ -28,6 +30,20 @@ CLASSES = (torch.int64, torch.int32, torch.uint8)
 REDUCTIONS = ("mean", "sum", "none")
 
 
+def _torch_cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean",
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    inplace_backward: bool = False, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    if z_loss or inplace_backward or return_lse or target.requires_grad:
+        return NotImplemented
+    return F.cross_entropy(
+        logits, target, weight, ignore_index=ignore_index, reduction=reduction,
+        label_smoothing=label_smoothing,
+    )  # fmt: skip
+
+
+@delegates(_torch_cross_entropy)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -59,9 +75,19 @@ def cross_entropy(
     Arithmetic is float32 for 16-bit logits. The loss has the type of the logits; under autocast
     it is float32. A class that does not exist is an error on the CPU. On a GPU nobody looks before
     the kernel does, and the loss and gradient of that row are nan. There is no second derivative.
+
+    Small losses without extras are ``torch.nn.functional``'s own (:class:`delegation`), with second
+    derivatives. There nan in an ignored row reaches its gradient, and a class that does not exist
+    stops the GPU.
     """
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
     check("cross_entropy", logits, logits.shape, target, weight, terms)
+    if in_transform():
+        both = by_torch(logits, target, weight, terms, result_type(logits))
+        return both if return_lse else both[0]
+    # kernels read memory, which such a view has with other signs; elsewhere these are themselves
+    logits, target = logits.resolve_neg(), target.resolve_neg()
+    weight = None if weight is None else weight.resolve_neg()
     needs = logits.requires_grad and torch.is_grad_enabled()
     dtype = result_type(logits)
     if torch.compiler.is_compiling():
@@ -88,6 +114,30 @@ def result_type(logits: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(logits.device.type):
         return wide(logits.dtype)
     return logits.dtype
+
+
+def by_torch(
+    logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Loss and lse by torch's operators alone, for transforms that must see them."""
+    x, dim = logits.to(wide(logits.dtype)), class_dim(logits)
+    probs = target.is_floating_point()
+    loss = F.cross_entropy(
+        x, target.to(x.dtype) if probs else target.long(), None if weight is None else weight.to(x),
+        ignore_index=terms.ignore_index, reduction=terms.reduction,
+        label_smoothing=terms.label_smoothing,
+    )  # fmt: skip
+    lse = x.logsumexp(dim)
+    if not probs:
+        lse = torch.where(target == terms.ignore_index, 0.0, lse)
+    if terms.z_loss:
+        z = terms.z_loss * lse * lse
+        rows = lse.numel() if probs else (target != terms.ignore_index).sum()
+        loss = loss + (
+            z if terms.reduction == "none" else
+            z.sum() / rows if terms.reduction == "mean" else z.sum()
+        )  # fmt: skip
+    return loss.to(dtype), lse.detach()
 
 
 def _forward(
@@ -140,6 +190,7 @@ class _CrossEntropy(torch.autograd.Function):
         if up is None:
             return (None,) * 7
         refuse_second_derivative("cross_entropy")
+        up = up.resolve_neg()
         keep = keeps_graph()
         grad = taken(ctx, "grad", keep)
         up = up.unsqueeze(ctx.dim) if grad.dim() == up.dim() + 1 and up.dim() else up

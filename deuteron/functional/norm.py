@@ -4,14 +4,16 @@ result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.operators import activated
+from deuteron.functional.library import delegates, several_calls_win
+from deuteron.functional.operators import TORCHS, activated
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -83,6 +85,80 @@ def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
     return len(shape)
 
 
+# ---- the same by torch's calls, for shapes where launches are all there is to pay
+
+
+def _torch_around(
+    norm: Callable[[Tensor], Tensor], x: Tensor, before: Tensor | None, residual: Tensor | None,
+    activation: str | None,
+) -> Any:  # fmt: skip
+    """torch's norm with what stands around it."""
+    if before is not None:
+        x = x + before
+    if residual is not None:
+        x = x + residual
+    y = norm(x)
+    if activation is not None:
+        y = TORCHS[activation](y)
+    return y if residual is None else (y, x)
+
+
+def _torch_layer_norm(
+    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5, *, residual: Tensor | None = None,
+    bias_before: Tensor | None = None, activation: str | None = None,
+) -> Any:  # fmt: skip
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    if residual is None and bias_before is None and activation is None:
+        return torch.layer_norm(x, shape, weight, bias, eps)
+    if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
+        return NotImplemented
+    return _torch_around(lambda s: torch.layer_norm(s, shape, weight, bias, eps), x, bias_before,
+                         residual, activation)  # fmt: skip
+
+
+def _torch_rms_norm(
+    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None,
+    eps: float | None = None, *, residual: Tensor | None = None,
+    bias_before: Tensor | None = None, activation: str | None = None,
+) -> Any:  # fmt: skip
+    if weight is not None and weight.dtype is not x.dtype:
+        return NotImplemented  # torch answers in the wider type
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    if residual is None and bias_before is None and activation is None:
+        return torch.rms_norm(x, shape, weight, eps)
+    if activation not in KNOWN or not several_calls_win(x, weight, residual, bias_before):
+        return NotImplemented
+    return _torch_around(lambda s: torch.rms_norm(s, shape, weight, eps), x, bias_before, residual,
+                         activation)  # fmt: skip
+
+
+def _torch_group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, *, residual: Tensor | None = None, bias_before: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:  # fmt: skip
+    if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
+        return NotImplemented  # a single one is several launches in torch, too
+    return _torch_around(lambda s: torch.group_norm(s, num_groups, weight, bias, eps), x,
+                         bias_before, residual, activation)  # fmt: skip
+
+
+def _torch_instance_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+    residual: Tensor | None = None, bias_before: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:  # fmt: skip
+    if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
+        return NotImplemented
+    return _torch_around(lambda s: F.instance_norm(s, weight=weight, bias=bias, eps=eps), x,
+                         bias_before, residual, activation)  # fmt: skip
+
+
+KNOWN = {None, *TORCHS}
+
+
+@delegates(_torch_layer_norm)
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -107,6 +183,7 @@ def layer_norm(
     return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
+@delegates(_torch_rms_norm)
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -128,6 +205,7 @@ def rms_norm(
     return RMS(x, weight, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
+@delegates(_torch_group_norm, several=True)
 def group_norm(
     x: Tensor,
     num_groups: int,
@@ -146,6 +224,7 @@ def group_norm(
     )
 
 
+@delegates(_torch_instance_norm, several=True)
 def instance_norm(
     x: Tensor,
     weight: Tensor | None = None,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deuteron.errors import GraphError
 from deuteron.functional.core import Function
@@ -22,6 +25,17 @@ ACTIVATIONS = (
     "hardsigmoid", "hardtanh", "elu", "selu", "celu", "softplus", "softsign", "log_sigmoid",
     "tanhshrink", "softshrink", "hardshrink",
 )  # fmt: skip
+
+
+# those that are one call in torch
+TORCHS: dict[str, Callable[..., torch.Tensor]] = {
+    "relu": torch.relu, "relu6": F.relu6, "leaky_relu": F.leaky_relu, "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu, "mish": F.mish, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid,
+    "hardtanh": F.hardtanh, "elu": F.elu, "selu": torch.selu, "celu": torch.celu,
+    "softplus": F.softplus, "log_sigmoid": F.logsigmoid, "softshrink": F.softshrink,
+    "hardshrink": torch.hardshrink,
+}  # fmt: skip
 
 
 SIMPLE = (  # operators that are functions as they stand

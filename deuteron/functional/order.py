@@ -3,42 +3,66 @@ is; the plan says so."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from deuteron.functional.library import delegates
 from deuteron.functional.operators import OPERATORS, call, one
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 
 
+def _torch_scan(call: Callable[..., Tensor]) -> Callable[..., Any]:
+    """torch's scan of rows; that of one long row adds in another order at every run."""
+    return lambda x, dim: call(x, dim) if x.ndim > 1 else NotImplemented
+
+
+def _pair(call: Callable[..., Any]) -> Callable[..., Pair]:
+    return lambda *args, **kwargs: tuple(call(*args, **kwargs))
+
+
+def _torch_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
+    found = torch.sort(x, dim=dim, descending=descending, stable=stable)
+    return found.values, found.indices
+
+
+@delegates(_torch_scan(torch.cumsum))
 def cumsum(x: Tensor, dim: int) -> Tensor:
     """The sum of all elements up to each one, along ``dim``; the same bits in every run."""
     return one("cumsum", x, axis=dim)
 
 
+@delegates(_torch_scan(torch.cumprod))
 def cumprod(x: Tensor, dim: int) -> Tensor:
     """The product of all elements up to each one, along ``dim``."""
     return one("cumprod", x, axis=dim)
 
 
+@delegates(_pair(torch.cummax))
 def cummax(x: Tensor, dim: int) -> Pair:
     """The largest element so far along ``dim``, and where it stands."""
     pair: Pair = call("cummax", x, axis=dim)
     return pair
 
 
+@delegates(_pair(torch.cummin))
 def cummin(x: Tensor, dim: int) -> Pair:
     """The smallest element so far along ``dim``, and where it stands."""
     pair: Pair = call("cummin", x, axis=dim)
     return pair
 
 
+@delegates(_torch_sort)
 def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
     """x in order along ``dim``, and the places the elements came from."""
     pair: Pair = call("sort", x, axis=dim, descending=descending, stable=stable)
     return pair
 
 
+@delegates(_pair(torch.topk))
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> Pair:
     """The k largest (or smallest) elements along ``dim``, best first, and their places."""
     pair: Pair = call("topk", x, k=k, axis=dim, largest=largest)

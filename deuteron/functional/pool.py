@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
+from deuteron.functional.library import delegates
 from deuteron.functional.operators import OPERATORS, call
 from deuteron.ops import Ops, Sym
 
@@ -54,6 +56,22 @@ def _max_pool(
     ))  # fmt: skip
 
 
+def _torch_max_pool(dims: int) -> Callable[..., Any]:
+    plain, both = getattr(torch, f"max_pool{dims}d"), getattr(F, f"max_pool{dims}d_with_indices")
+
+    def run(
+        x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
+        dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
+    ) -> Any:  # fmt: skip
+        if return_indices:
+            return both(x, kernel_size, stride, padding, dilation, ceil_mode)
+        step = () if stride is None else stride
+        return plain(x, kernel_size, step, padding, dilation, ceil_mode)
+
+    return run
+
+
+@delegates(_torch_max_pool(1), ordered=False)
 def max_pool1d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -63,6 +81,7 @@ def max_pool1d(
     return _max_pool(1, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
 
+@delegates(_torch_max_pool(2), ordered=False)
 def max_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -72,6 +91,7 @@ def max_pool2d(
     return _max_pool(2, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
 
+@delegates(_torch_max_pool(3), ordered=False)
 def max_pool3d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -93,6 +113,7 @@ def _avg_pool(
     return out
 
 
+@delegates(F.avg_pool1d, ordered=False)
 def avg_pool1d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True,
@@ -101,6 +122,7 @@ def avg_pool1d(
     return _avg_pool(1, x, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
 
 
+@delegates(F.avg_pool2d, ordered=False)
 def avg_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
@@ -111,6 +133,7 @@ def avg_pool2d(
     )
 
 
+@delegates(F.avg_pool3d, ordered=False)
 def avg_pool3d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
@@ -145,34 +168,40 @@ ADAPTIVE = {
 }
 
 
+@delegates(F.adaptive_avg_pool1d, ordered=False)
 def adaptive_avg_pool1d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain."""
     out: Tensor = _adaptive("avg", 1, x, output_size)
     return out
 
 
+@delegates(F.adaptive_avg_pool2d, ordered=False)
 def adaptive_avg_pool2d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
     out: Tensor = _adaptive("avg", 2, x, output_size)
     return out
 
 
+@delegates(F.adaptive_avg_pool3d, ordered=False)
 def adaptive_avg_pool3d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
     out: Tensor = _adaptive("avg", 3, x, output_size)
     return out
 
 
+@delegates(F.adaptive_max_pool1d, ordered=False)
 def adaptive_max_pool1d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain."""
     return _adaptive("max", 1, x, output_size, return_indices)
 
 
+@delegates(F.adaptive_max_pool2d, ordered=False)
 def adaptive_max_pool2d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
     return _adaptive("max", 2, x, output_size, return_indices)
 
 
+@delegates(F.adaptive_max_pool3d, ordered=False)
 def adaptive_max_pool3d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
     return _adaptive("max", 3, x, output_size, return_indices)
@@ -186,11 +215,17 @@ def _global(b: Ops, x: Sym, *, kind: str) -> Sym:
 GLOBAL = Function("global_pool", _global)
 
 
+def _torch_global(call: Callable[..., Tensor]) -> Callable[[Tensor], Any]:
+    return lambda x: call(x, tuple(range(2, x.ndim)), True) if x.ndim > 2 else NotImplemented
+
+
+@delegates(_torch_global(torch.mean))
 def global_avg_pool(x: Tensor) -> Tensor:
     """The mean over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="avg")
 
 
+@delegates(_torch_global(torch.amax))
 def global_max_pool(x: Tensor) -> Tensor:
     """The largest over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="max")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
+from deuteron.functional.library import delegates
 from deuteron.functional.operators import one
 from deuteron.ops import Ops, Sym
 
@@ -26,6 +29,7 @@ def _resize(
 RESIZE = Function("interpolate", _resize)
 
 
+@delegates(F.interpolate, ordered=False)
 def interpolate(
     x: Tensor,
     size: int | Sequence[int] | None = None,
@@ -68,6 +72,19 @@ def interpolate(
     )
 
 
+def _torch_grid_sample(
+    x: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros",
+    align_corners: bool = False,
+) -> Tensor:  # fmt: skip
+    return F.grid_sample(x, grid, mode, padding_mode, align_corners)
+
+
+def _torch_shuffle(call: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Any]:
+    """With a factor of 1 torch answers with x itself."""
+    return lambda x, factor: call(x, factor) if factor != 1 else NotImplemented
+
+
+@delegates(_torch_grid_sample, ordered=False)
 def grid_sample(
     x: Tensor,
     grid: Tensor,
@@ -82,11 +99,13 @@ def grid_sample(
     )
 
 
+@delegates(_torch_shuffle(torch.pixel_shuffle))
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     """[…, C·r², H, W] to […, C, H·r, W·r]."""
     return one("pixel_shuffle", x, factor=upscale_factor)
 
 
+@delegates(_torch_shuffle(torch.pixel_unshuffle))
 def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     """[…, C, H·r, W·r] to […, C·r², H, W]."""
     return one("pixel_unshuffle", x, factor=downscale_factor)

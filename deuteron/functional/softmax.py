@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from deuteron.functional.core import Function
+from deuteron.functional.library import delegates, several_calls_win
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -38,6 +41,22 @@ SOFTMAX = Function("softmax", _softmax)
 LOG_SOFTMAX = Function("log_softmax", _log_softmax)
 
 
+def _torchs(call: Callable[[Tensor, int], Tensor]) -> Callable[..., Any]:
+    """torch's softmax with a scale and a mask that is added; a bool mask takes too many calls."""
+
+    def run(x: Tensor, dim: int = -1, *, mask: Tensor | None = None, scale: float = 1.0) -> Any:
+        if mask is None and scale == 1.0:
+            return call(x, dim)
+        if not several_calls_win(x, mask):
+            return NotImplemented
+        if mask is None:
+            return call(x * scale, dim)
+        return NotImplemented if mask.dtype is torch.bool else call(x * scale + mask, dim)
+
+    return run
+
+
+@delegates(_torchs(torch.softmax))
 def softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """e^(scale·x) over its sum along ``dim``, for rows of any length.
 
@@ -47,6 +66,7 @@ def softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None, scale: floa
     return SOFTMAX.one(x, mask, dim=dim, scale=scale)
 
 
+@delegates(_torchs(torch.log_softmax))
 def log_softmax(
     x: Tensor, dim: int = -1, *, mask: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:

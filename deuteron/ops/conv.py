@@ -84,7 +84,7 @@ def ordered(t: torch.Tensor, order: str) -> torch.Tensor:
         return t
     if same_strides(shape, tuple(t.stride()), want):
         return t.as_strided(shape, want)
-    return torch.empty_strided(shape, want, dtype=t.dtype, device=t.device).copy_(t)
+    return t.new_empty_strided(shape, want).copy_(t)
 
 
 # ---- shapes ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,10 +37,15 @@ def _makes_floats(graph: Graph, node: Node) -> bool:
 
 
 def evaluate(
-    graph: Graph, inputs: Mapping[str, torch.Tensor], *, float64: bool = False
+    graph: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    float64: bool = False,
+    differentiable: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Outputs of ``graph`` by name. With ``float64`` every floating tensor is widened first,
-    so that the result can serve as the exact answer."""
+    so that the result can serve as the exact answer. With ``differentiable`` autograd, and
+    whatever transform is at work, sees the references' torch operators."""
     held = [c.data for c in graph.constants.values() if not c.is_scalar]
     first = next(iter((*inputs.values(), *held)), None)
     device = first.device if first is not None else torch.device("cpu")
@@ -53,7 +59,7 @@ def evaluate(
     for name, constant in graph.constants.items():
         data = constant.data if constant.is_scalar else constant.data.to(device)
         env[name] = lift(data)
-    with torch.no_grad():
+    with nullcontext() if differentiable else torch.no_grad():
         for node in graph.nodes:
             args = [None if v is None else env[v] for v in node.inputs]
             if device.type != "cpu" and table.get(node.op).fusion not in TAKES_NUMBERS:

@@ -46,8 +46,7 @@ def lay(out: torch.Tensor, like: TensorType) -> torch.Tensor:
     """``out`` in the memory order of ``like``; copied only where torch chose another."""
     if same_strides(like.shape, like.strides, out.stride()):
         return out
-    fresh = torch.empty_strided(like.shape, like.strides, dtype=out.dtype, device=out.device)
-    return fresh.copy_(out)
+    return out.new_empty_strided(like.shape, like.strides).copy_(out)
 
 
 def cases(names: str, *rows: tuple[Any, ...]) -> tuple[Sample, ...]:
@@ -409,8 +408,8 @@ TO_LAYOUT = moving(
     doc="A copy of x in row-major order (contiguous) or with its channels innermost (nhwc).",
     attrs={"layout": Attr("str", "contiguous", choices=("contiguous", "nhwc"))},
     infer=lambda x, layout: x.with_layout(layout),
-    reference=lambda x, layout: torch.empty_strided(
-        x.shape, strides_for(tuple(x.shape), layout), dtype=x.dtype, device=x.device
+    reference=lambda x, layout: x.new_empty_strided(
+        x.shape, strides_for(tuple(x.shape), layout)
     ).copy_(x),
     vjp=lambda b, v: [v.grad],
     samples=lambda: cases(

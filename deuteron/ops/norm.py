@@ -275,7 +275,7 @@ def _train_reference(
     x: Tensor, *params: Tensor | None, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
     running = params[2:]
-    unknown = torch.full(x.shape[1:2], torch.nan, dtype=wide_type(x), device=x.device)
+    unknown = x.new_full(x.shape[1:2], torch.nan, dtype=wide_type(x))
     if not x.numel():  # nothing to learn from: the running statistics stay
         old = [unknown if r is None else r for r in running]
         return torch.empty_like(x), *(t.clone() for t in (*old, unknown, unknown))

@@ -21,7 +21,7 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, dtype, float32, int32, int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import check_index
+from deuteron.ops.movement import check_index, lay
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
 from deuteron.ops.samples import Arg, Sample
 
@@ -166,13 +166,10 @@ def _pairs(x: Tensor, dims: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dims: int, interleaved: bool) -> Tensor:
     t = TensorType.from_tensor(x).dense_like()
-    out = torch.empty_strided(t.shape, t.strides, dtype=x.dtype, device=x.device)
     a, b = (part.to(cos.dtype) for part in _pairs(x, dims, interleaved))
-    first, second = _pairs(out, dims, interleaved)
-    first.copy_(torch.addcmul(a * cos, b, sin, value=-1))
-    second.copy_(torch.addcmul(b * cos, a, sin))
-    out[..., dims:] = x[..., dims:]
-    return out
+    both = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
+    turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+    return lay(torch.cat((turned.to(x.dtype), x[..., dims:]), -1), t)
 
 
 def _rope_reference(

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, bool_, int32, int64
@@ -389,7 +388,7 @@ EMBEDDING = OpDef(
     flops=lambda ins, outs, attrs: 0.0,
     attrs={"padding_idx": Attr("int", -1, "the row without a gradient, or -1")},
     infer=_embedding_infer,
-    reference=lambda weight, index, padding_idx: F.embedding(index, weight),
+    reference=lambda weight, index, padding_idx: torch.embedding(weight, index, padding_idx),
     vjp=lambda b, v: [
         b.embedding_grad(v.grad, v.arg(1), v.arg(0).shape[0], v.attrs["padding_idx"]), None
     ],

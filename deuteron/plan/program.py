@@ -31,7 +31,7 @@ from deuteron.ops import table
 from deuteron.plan.memory import Buffer, aligned, pack, peak
 from deuteron.plan.native import Arena, View
 from deuteron.plan.source import Step, Writer
-from deuteron.plan.tensors import duplicate, empty_like_type, restrided
+from deuteron.plan.tensors import duplicate, restrided
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,16 @@ class Program:
         results = self._fast(arena, *tensors)
         idle.append(arena)
         return results
+
+    @property
+    def direct(self) -> Callable[..., list[torch.Tensor]] | None:
+        """The calls and nothing else, as a function of the inputs, once a first run has checked
+        them; before, None."""
+        if self._fast is None:
+            return None
+        if self._pooled:
+            return lambda *tensors: self.run(tensors)
+        return partial(self._fast, None)
 
     def _idle_here(self) -> list[Arena]:
         """Arenas that a run may take now, and gives back when it has queued its work."""
@@ -241,7 +251,10 @@ class Program:
         )
 
     def _empty(self, value: str) -> Callable[[], torch.Tensor]:
-        return partial(empty_like_type, self.graph.types[value], self.device)
+        t = self.graph.types[value]
+        return partial(
+            torch.empty_strided, t.shape, t.strides, dtype=t.dtype.torch, device=self.device
+        )
 
     def _dead(self) -> list[list[str]]:
         """For every region, the values nobody reads after it; arena and constants stay."""

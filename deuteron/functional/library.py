@@ -1,0 +1,192 @@
+"""Small calls go to torch: where launching is all there is to pay, its own function is quicker.
+
+A call of ours finds its plan by shapes, strides and types, in Python, and its gradient is a node
+written in Python. torch does the same in C++. That is no matter once a kernel runs longer than its
+launch takes; below, ``@delegates(call)`` hands the arguments to torch's function, or to a few of
+them, with torch's gradient. The numbers are torch's then.
+
+One call of torch's is always quicker to launch than one of ours. Several are not, unless a
+gradient follows: a node in Python costs more than launching them. ``explain`` says when a call
+was handed on, and :class:`delegation` forbids it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import are_deterministic_algorithms_enabled as must_be_ordered
+from torch import is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C import _is_any_autocast_enabled as autocasting
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from deuteron.target import Target
+from deuteron.target import target as find_target
+
+Tensor = torch.Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What a call of ours costs the host more than one of torch's, in seconds, and the part of the
+# memory's speed that torch's kernels reach on tensors that small. Measured on an H200's host and on
+# two Neoverse-N1 cores; bench/results/small-*.md has the calls.
+OURS_S = {"cuda": 3e-6, "cpu": 1.5e-5}
+REACHED = {"cuda": 0.75, "cpu": 0.1}
+STRIDED = torch.strided
+# With these torch refuses, and plans of ours may know better or say what is wrong.
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+
+
+class Limits(dict[int, int]):
+    """By the index of a device (-1 is the CPU), the bytes of a tensor below which a call is
+    launch-bound: torch reads and writes it while the host would still look for our plan."""
+
+    def __missing__(self, index: int) -> int:
+        target = find_target("cpu" if index < 0 else f"cuda:{index}")
+        found = self[index] = limit_of(target)
+        return found
+
+
+LIMITS = Limits()
+
+
+def limit_of(target: Target) -> int:
+    return int(OURS_S[target.kind] * target.stream * REACHED[target.kind] / 2)
+
+
+class Heard:
+    """What ran while ``explain`` listens, in its thread."""
+
+    listeners = 0  # looked at in every call: a thread's own memory takes ten times as long
+    _here = threading.local()
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+
+    def __enter__(self) -> list[Any]:
+        Heard.listeners += 1
+        self.before, Heard._here.parts = getattr(Heard._here, "parts", None), self.parts
+        return self.parts
+
+    def __exit__(self, *error: object) -> None:
+        Heard._here.parts = self.before
+        Heard.listeners -= 1
+
+    @staticmethod
+    def add(part: Any) -> None:
+        """Something with ``explain()`` ran."""
+        parts = getattr(Heard._here, "parts", None)
+        if parts is not None:
+            parts.append(part)
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A call that torch's own function answered, as ``explain`` shows it."""
+
+    name: str
+    shown: str
+    nbytes: int
+    limit: int
+    target: Target
+
+    def explain(self) -> str:
+        t = self.target
+        spared = OURS_S[t.kind] * 1e6
+        return (
+            f"{self.name}({self.shown}): torch's own function, not a plan of ours\n"
+            f"  why: launch-bound on {t.name}: x has {self.nbytes:,} bytes, and up to "
+            f"{self.limit:,} are read and written by torch's kernels within the {spared:.0f} µs "
+            "that finding a plan costs\n"
+            "  forbid it: with dt.functional.delegation(False): …"
+        )
+
+
+class delegation:
+    """Whether small calls may go to torch's own functions: at once, or within ``with``.
+
+    >>> dt.functional.delegation(False)          # from now on every call is planned
+    >>> with dt.functional.delegation(False):    # only in here
+    ...     y = dt.functional.gelu(x)
+    """
+
+    allowed = True
+
+    def __init__(self, allowed: bool) -> None:
+        self.before = delegation.allowed
+        delegation.allowed = allowed
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        delegation.allowed = self.before
+
+
+def delegates(
+    call: Callable[..., Any], *, ordered: bool = True, several: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function whose small calls ``call`` answers, which takes the same arguments; it may return
+    NotImplemented. ``ordered``: whether its gradient has the same bits in every run on a GPU.
+    ``several``: whether it is several calls in any case, worth it only where gradients are on."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if delegation.allowed and not is_compiling() and (not several or is_grad_enabled()):
+                try:
+                    x: Any = args[0]
+                    if (  # is_launch_bound(x), without the call
+                        x.nbytes <= LIMITS[x.get_device()]
+                        and x.layout is STRIDED
+                        and not autocasting()
+                        and (ordered or not must_be_ordered())
+                    ):
+                        found = call(*args, **kwargs)
+                        if found is not NotImplemented:
+                            if Heard.listeners:
+                                Heard.add(_handed(function.__name__, x))
+                            return found  # type: ignore[no-any-return]
+                except REFUSALS:
+                    pass
+            return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def is_launch_bound(x: Tensor) -> bool:
+    """Whether torch would have read and written ``x`` before we had found our plan, and gives the
+    same type: autocast would change it."""
+    return x.nbytes <= LIMITS[x.get_device()] and x.layout is STRIDED and not autocasting()
+
+
+def in_transform() -> bool:
+    """Whether vmap, jvp, torch.func.grad or dual numbers are at work, which must see torch's
+    operators: to them a kernel of ours is a constant."""
+    return transforms_active() or forward_ad._current_level >= 0
+
+
+def several_calls_win(*tensors: Tensor | None) -> bool:
+    """Whether a few calls of torch's are quicker than one of ours: where a gradient follows, and
+    nobody records a CUDA Graph, in which launching costs nothing."""
+    if not is_grad_enabled():
+        return False
+    if not any(t is not None and t.requires_grad for t in tensors):
+        return False
+    first = tensors[0]
+    assert first is not None
+    return not (first.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _handed(name: str, x: Any) -> Handed:
+    kind = str(x.dtype).removeprefix("torch.")
+    limit, target = LIMITS[x.get_device()], find_target(x.device)
+    return Handed(name, f"x: {kind}{list(x.shape)}", x.nbytes, limit, target)

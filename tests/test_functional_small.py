@@ -1,0 +1,145 @@
+"""Small calls of ``dt.functional``, which torch's own functions answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.functional import library
+from deuteron.functional.core import FUNCTIONS
+from tests.functional_cases import CALLS, gradients, results
+from tests.tolerances import DOUBLE, DOUBLE_GRADIENT, HARDSIGMOID_SLOPE, error
+
+f = dt.functional
+
+
+@pytest.fixture(autouse=True)
+def allowed():
+    with f.delegation(True):
+        yield
+
+
+@pytest.fixture
+def planned_calls(monkeypatch):
+    """The names of functions that were planned, or found their plan, meanwhile."""
+    seen = []
+    for function in FUNCTIONS.values():
+        run = type(function).__call__
+
+        def watched(self, *tensors, run=run, **attrs):
+            seen.append(self.name)
+            return run(self, *tensors, **attrs)
+
+        monkeypatch.setattr(type(function), "__call__", watched)
+        break
+    return seen
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_torchs_answers_are_ours(call, dtype):
+    x, y = ([t.requires_grad_() for t in call.tensors(dtype)] for _ in range(2))
+    got = call.ours(f, *x)
+    with f.delegation(False):
+        want = call.ours(f, *y)
+    for a, b in zip(results(got), results(want), strict=True):
+        assert (a.shape, a.dtype, a.requires_grad) == (b.shape, b.dtype, b.requires_grad)
+        assert dtype is not torch.float64 or error(a, b) <= DOUBLE
+    if dtype is torch.float64:
+        limit = DOUBLE_GRADIENT if call.name != "hardsigmoid" else HARDSIGMOID_SLOPE
+        for a, b in zip(gradients(got, x), gradients(want, y), strict=True):
+            assert error(a, b) <= limit
+
+
+OURS_ALONE = {  # torch has no call, or too many, for them
+    "softsign", "tanhshrink", "softmax masked", "rope", "rope of q", "pyramid_pool2d",
+    "weighted_pool2d",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_whose_gradients_torch_answers(call, planned_calls):
+    call.ours(f, *[t.requires_grad_() for t in call.tensors(torch.float32)])
+    assert bool(planned_calls) == (call.name in OURS_ALONE)
+
+
+def test_several_calls_only_where_a_gradient_follows(planned_calls):
+    x, r, w = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8), torch.randn(8)
+    f.layer_norm(x, 8, w, residual=r)
+    f.swiglu(x, r)
+    assert not planned_calls
+    with torch.no_grad():
+        f.layer_norm(x, 8, w, residual=r)
+        f.swiglu(x, r)
+        assert planned_calls == ["layer_norm", "gate"]
+        f.layer_norm(x, 8, w)  # one call is always quicker
+    assert planned_calls == ["layer_norm", "gate"]
+
+
+def test_large_calls_are_planned(planned_calls):
+    edge = library.LIMITS[-1] // 4
+    f.relu(torch.zeros(edge))
+    assert not planned_calls
+    f.relu(torch.zeros(edge + 1))
+    assert planned_calls == ["op_relu"]
+
+
+def test_explain_says_that_and_why():
+    x = torch.randn(4, 8)
+    text = f.explain(f.gelu, x)
+    assert "gelu(x: float32[4, 8])" in text and "torch's own function" in text
+    assert "launch-bound" in text and "128 bytes" in text and "delegation(False)" in text
+    with f.delegation(False):
+        assert "torch's own function" not in f.explain(f.gelu, x)
+
+
+def test_the_knob():
+    f.delegation(False)
+    try:
+        assert "torch's own function" not in f.explain(f.gelu, torch.randn(4))
+    finally:
+        f.delegation(True)
+    assert "torch's own function" in f.explain(f.gelu, torch.randn(4))
+
+
+def test_limits_are_estimates_of_the_machine():
+    h200 = dt.target("h200")
+    assert library.limit_of(h200) == int(3e-6 * h200.stream * 0.75 / 2)
+
+
+def test_what_torch_refuses_is_planned_or_explained(planned_calls):
+    x = torch.randn(4, 8)
+    assert f.layer_norm(x.bfloat16(), 8, torch.ones(8)).dtype == torch.bfloat16
+    assert f.rms_norm(x.bfloat16(), 8, torch.ones(8)).dtype == torch.bfloat16
+    with pytest.raises(dt.DeuteronError, match="not how x"):
+        f.layer_norm(x, 9)
+    with pytest.raises(dt.DeuteronError, match="a list was given"):
+        f.gelu([1.0, 2.0])
+    with pytest.raises(dt.DeuteronError, match="strided tensor is needed"):
+        f.relu(torch.eye(3).to_sparse())
+    with pytest.raises(dt.DeuteronError, match="not one of 8"):
+        f.cross_entropy(x, torch.full((4,), 9))
+    with pytest.raises(dt.DeuteronError, match="cannot be halved"):
+        f.swiglu(torch.ones(2, 3, requires_grad=True))
+
+
+def test_autocast_changes_no_types():
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert f.softmax(x).dtype == f.layer_norm(x, 8).dtype == torch.bfloat16
+
+
+def test_results_are_never_their_arguments():
+    x = torch.randn(4, 4)
+    for y in (f.permute(x, (0, 1)), f.dropout(x, 0.5, training=False), f.pixel_shuffle(x[None], 1)):
+        assert y.data_ptr() != x.data_ptr()
+
+
+def test_an_order_that_must_be_the_same_is_ours(planned_calls):
+    torch.use_deterministic_algorithms(True)
+    try:
+        f.adaptive_avg_pool2d(torch.randn(1, 2, 4, 4, requires_grad=True), 2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert planned_calls == ["adaptive_avg_pool"]

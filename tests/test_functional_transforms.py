@@ -1,0 +1,104 @@
+"""``dt.functional`` under what torch does to functions: second derivatives, vmap, jvp, grad."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from tests.functional_cases import CALLS, Call, results
+from tests.tolerances import DOUBLE, DOUBLE_GRADIENT, HARDSIGMOID_SLOPE, error
+
+f = dt.functional
+EVERY = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+LOSSES = ("cross_entropy", "linear_cross_entropy")
+
+
+def ours(call: Call):
+    return lambda *tensors: call.ours(f, *tensors)
+
+
+@pytest.mark.parametrize("call", [c for n, c in CALLS.items() if n not in LOSSES], ids=str)
+def test_second_derivatives(call):
+    if call.frozen:
+        pytest.skip("its gradient is zero by definition, not by calculus")
+    x = [t.requires_grad_() for t in call.tensors()]
+    assert torch.autograd.gradgradcheck(ours(call), x, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_refuse_second_derivatives_or_leave_them_to_torch(name):
+    call = CALLS[name]
+    x = [t.requires_grad_() for t in call.tensors()]
+    with pytest.raises(dt.DeuteronError, match="no second derivative"):
+        torch.autograd.grad(ours(call)(*x), x, create_graph=True)
+    with f.delegation(True):
+        assert torch.autograd.gradgradcheck(ours(call), x, fast_mode=True)
+
+
+def test_gradients_of_gradients_reach_gradients_and_inputs():
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    for fn, t in ((f.softmax, x), (lambda t: F.softmax(t, -1), y)):
+        (g,) = torch.autograd.grad(fn(t).square().sum(), t, create_graph=True)
+        g.square().sum().backward()
+    assert error(x.grad, y.grad) <= DOUBLE_GRADIENT
+
+
+@EVERY
+def test_vmap(call):
+    many = [torch.stack((t, t * 0.5, t + 1.0)) for t in call.tensors()]
+    found = results(torch.func.vmap(ours(call))(*many))
+    each = [results(ours(call)(*(t[i] for t in many))) for i in range(3)]
+    for k, got in enumerate(found):
+        assert error(got, torch.stack([one[k] for one in each])) <= DOUBLE
+
+
+@EVERY
+def test_forward_mode(call):
+    if call.name == "grid_sample":
+        pytest.skip("torch has no forward derivative of it")
+    at = tuple(call.tensors())
+    along = tuple(call.tensors(seed=1))
+    got, want = (torch.func.jvp(fn, at, along)[1] for fn in (ours(call), call.theirs))
+    for a, b in zip(results(got), results(want), strict=True):
+        assert error(a, b) <= DOUBLE_GRADIENT
+
+
+@EVERY
+def test_functional_gradients(call):
+    def loss(fn):
+        return lambda *t: sum(out.sin().sum() for out in results(fn(*t)))
+
+    at = tuple(call.tensors())
+    places = tuple(range(len(at)))
+    got, want = (torch.func.grad(loss(fn), places)(*at) for fn in (ours(call), call.theirs))
+    for a, b in zip(got, want, strict=True):
+        limit = DOUBLE_GRADIENT if call.name != "hardsigmoid" else HARDSIGMOID_SLOPE
+        assert error(a, b) <= limit
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_losses_in_a_transform_are_the_same(reduction, probabilities):
+    x = torch.randn(5, 7, 3, dtype=torch.float64)
+    target = torch.randn(5, 7, 3).softmax(1).double() if probabilities else torch.randint(7, (5, 3))
+    if not probabilities:
+        target[0, 1] = -100
+    given = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.01, "return_lse": True}
+    weight = torch.rand(7, dtype=torch.float64)
+    want = f.cross_entropy(x, target, weight, **given)
+    got, _ = torch.func.jvp(lambda x: f.cross_entropy(x, target, weight, **given), (x,), (x,))
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) <= DOUBLE
+
+
+def test_a_loss_of_a_view_whose_signs_are_still_to_be_turned():
+    z = torch.randn(6, 5, dtype=torch.complex128).conj().imag
+    assert z.is_neg()
+    target = torch.arange(6) % 5
+    assert error(f.cross_entropy(z, target), F.cross_entropy(z, target)) <= DOUBLE
+    w = torch.randn(4, 5, dtype=torch.complex128).conj().imag
+    got = f.linear_cross_entropy(z, w, target % 4)
+    assert error(got, F.cross_entropy(z @ w.t(), target % 4)) <= DOUBLE
