@@ -106,6 +106,7 @@ def test_pages_do_what_they_say(page: Path) -> None:
     space = START.get(page.name, program)()
     found = blocks(page.read_text(encoding="utf-8"))
     assert found, f"{page.name} shows no code"
+    dt.functional.delegation(True)  # as it is for a reader
     for block in found:
         printed = prints(block, page.name, space)
         where = f"{page.name}, line {block.line}"
