@@ -40,6 +40,13 @@ class Case:
         return found
 
 
+def laid_out(values: torch.Tensor, strides: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
+    """A copy with these strides on a device; along a stride of zero it holds one element."""
+    once = values[tuple(slice(None) if step else slice(1) for step in strides)]
+    room = torch.empty_strided(once.shape, strides, dtype=values.dtype, device=device)
+    return room.copy_(once).expand(values.shape)
+
+
 def case_of(name: str, graph: Graph, feed: dict[str, torch.Tensor]) -> Case | None:
     """A case, or None if the region has no scalar program."""
     try:

@@ -128,6 +128,15 @@ def _rows() -> Iterator[Case]:
         x=alone,
         w=torch.tensor([1.767], dtype=torch.float64),
     )
+    huge = torch.tensor([[1.7e20], [-3.3e19], [5.0], [1.1]])
+    yield graph_of(
+        "softmax of a product in one column", lambda g, x: g.softmax(g.silu(x), axis=1), x=huge
+    )
+    yield graph_of(
+        "variance of one product",
+        lambda g, x: g.var(g.silu(x), axes=(1,), keepdim=False, correction=1),
+        x=huge,
+    )
     odd = torch.randn(6, 70)
     odd[1, 40], odd[2, 3], odd[2, 60], odd[3, 69], odd[4] = NAN, INF, INF, -INF, 0.5
     for op in ("argmax", "argmin"):

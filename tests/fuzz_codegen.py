@@ -28,7 +28,7 @@ import torch
 from deuteron.codegen.interpret import interpret
 from deuteron.ir import Graph, Node
 from deuteron.ir.region import Region
-from tests.codegen_cases import Case, case_of, compare
+from tests.codegen_cases import Case, case_of, compare, laid_out
 from tests.random_regions import random_region
 
 Verdict = Callable[[Case], str]
@@ -132,9 +132,7 @@ def _known(case: Case, value: str) -> torch.Tensor:
     graph = case.graph
     part = Graph(graph.name, graph.inputs, (("y", value),), graph.nodes, graph.types,
                  graph.constants)  # fmt: skip
-    t = graph.types[value]
-    out = torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch)
-    return out.copy_(evaluate(part, case.feed)["y"])
+    return laid_out(evaluate(part, case.feed)["y"], graph.types[value].strides)
 
 
 def _with(case: Case, nodes: tuple[Node, ...], more: dict[str, torch.Tensor]) -> Case | None:

@@ -8,7 +8,7 @@ from deuteron.codegen.triton_knobs import choices
 from deuteron.codegen.triton_load import Launcher
 from deuteron.codegen.triton_math import Unsupported
 from deuteron.codegen.triton_render import Knobs, render
-from tests.codegen_cases import Case, compare
+from tests.codegen_cases import Case, compare, laid_out
 
 
 def run_case(case: Case, knobs: Knobs | None = None, ways: int = 1) -> str:
@@ -20,15 +20,10 @@ def run_case(case: Case, knobs: Knobs | None = None, ways: int = 1) -> str:
     except Unsupported:
         return ""
     for way, text in zip(tried, rendered, strict=True):
-        inputs = [on_device(t) for t in case.feed.values()]
+        inputs = [laid_out(t, t.stride(), "cuda") for t in case.feed.values()]
         outputs = case.empty_outputs("cuda")
         Launcher(text, (*case.feed, *outputs), device)(*inputs, *outputs.values())
         wrong = compare(case, outputs)
         if wrong:
             return f"{way}: {wrong}\n{text.source}"
     return ""
-
-
-def on_device(t: torch.Tensor) -> torch.Tensor:
-    """A copy on the GPU with the same strides."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t)

@@ -11,12 +11,13 @@ from deuteron.codegen.triton_load import Launcher
 from deuteron.codegen.triton_render import Knobs, render
 from tests.codegen_cases import (
     kind_cases,
+    laid_out,
     norm_case,
     operator_cases,
     random_cases,
     softmax_case,
 )
-from tests.gpu_codegen import on_device, run_case
+from tests.gpu_codegen import run_case
 from tests.tolerances import EPS, error
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +84,7 @@ def test_more_than_two_to_the_31_elements():
 def test_addresses_that_are_not_aligned_and_graph_capture():
     case = norm_case(64, 256)
     rendered = render(case.program, Knobs("rows", 256, 4))
-    given = [on_device(t) for t in case.feed.values()]
+    given = [laid_out(t, t.stride(), "cuda") for t in case.feed.values()]
     outs = case.empty_outputs("cuda")
     launch = Launcher(rendered, (*case.feed, *outs), torch.device("cuda"))
     (out,) = outs.values()
