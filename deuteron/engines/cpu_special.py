@@ -79,8 +79,8 @@ def _tiles(c: Chain, m: int) -> int:
 
 
 def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The products and the transforms. F(4×4) is never priced below the direct sum: it loses
-    more bits, so only a measurement, which checks the error as well, may choose it."""
+    """The products and the transforms. F(4×4) is never priced below F(2×2) and the direct sum: it
+    loses more bits, so only a measurement, which checks the error as well, may choose it."""
     c = must_chain(region, ("conv",))
     m = knobs["tile"]
     count, points = _tiles(c, m), (m + 2) ** 2
@@ -92,8 +92,13 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     own = float(max(products, weights) + moved + 3 * CALL_S)
     if m == 2:
         return own
-    direct = PRODUCT.knobs(region, target, Policy())[0]
-    return max(own, 1.01 * PRODUCT.seconds(region, target, direct))
+    direct = PRODUCT.seconds(region, target, PRODUCT.knobs(region, target, Policy())[0])
+    smaller = min(
+        _winograd_seconds(region, target, other)
+        for other in _winograd_knobs(region, target, Policy())
+        if other["tile"] < m
+    )
+    return max(own, 1.01 * min(direct, smaller))
 
 
 def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:

@@ -8,13 +8,14 @@ stopped goes on where it was.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from deuteron.engines import BuildContext, engine
+from deuteron.engines import BuildContext, Candidate, engine
 from deuteron.engines.roofline import is_product, region_cost
 from deuteron.errors import EngineError
 from deuteron.ir.region import Region
@@ -28,6 +29,9 @@ from deuteron.plan.timing import timed
 MARGIN = 0.98  # a measurement must be 2 % better to overturn the estimate's choice
 FIRST = 2  # candidates that are tried whatever is predicted
 FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
+FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by LEARN measurements
+LEARN = 3
+TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
@@ -47,6 +51,7 @@ class Finder:
     spent_s: float = 0.0
     stopped: str = ""
     known: dict[str, Choice] = field(default_factory=dict)
+    ratios: dict[object, list[float]] = field(default_factory=dict)
     counts: dict[str, int] = field(
         default_factory=lambda: {"measured": 0, "remembered": 0, "left": 0}
     )
@@ -96,8 +101,7 @@ class Finder:
     ) -> tuple[list[Option], float | None, str]:
         begin = time.perf_counter()
         patience = max(0.3, left / 4)
-        far = FAR_PRODUCT if is_product(region.graph, region.nodes) else FAR
-        far *= next((o.predicted_s for o in options if o.candidate.build_s <= patience), math.inf)
+        hopeless = self._hopeless(region, [o for o in options if o.candidate.build_s <= patience])
         feed = self.inputs(region)
         ctx = BuildContext(
             self.survey.target,
@@ -117,7 +121,7 @@ class Finder:
             if results and not ours and time.perf_counter() - begin > left:
                 done[i] = replace(option, rejected=NOT_REACHED)
                 continue
-            if i >= FIRST and not ours and option.predicted_s > far:
+            if i >= FIRST and not ours and option.candidate in hopeless:
                 done[i] = replace(option, rejected="predicted far slower")
                 continue
             try:
@@ -133,13 +137,35 @@ class Finder:
         for i, reason in wrong.items():
             done[i] = replace(options[i], error=errors[i], rejected=reason)
             del thunks[i]
-        seconds = min(0.1, max(0.02, left / 16))
+        seconds = min(TIMING_S[self.device.type], max(0.02, left / 16))
         for i, found in timed(thunks, self.device, seconds).items():
             if isinstance(found, float):
                 done[i] = replace(options[i], measured_s=found, error=errors[i])
+                self._learn(done[i])
             else:
                 done[i] = replace(options[i], error=errors[i], rejected=f"failed: {_short(found)}")
         return [done[i] for i in sorted(done)], torch_error, reference
+
+    def _learn(self, option: Option) -> None:
+        """Keep by how much the prediction for this kind of candidate was off."""
+        if option.measured_s and option.predicted_s:
+            ratio = option.measured_s / option.predicted_s
+            self.ratios.setdefault(_kind(option), []).append(ratio)
+
+    def _hopeless(self, region: Region, options: list[Option]) -> set[Candidate]:
+        """Candidates that are not worth building: predicted far slower than the first, where far
+        is less once measurements have shown how good the predictions for both kinds are."""
+
+        def expected(option: Option) -> float:
+            return option.predicted_s * statistics.median(self.ratios[_kind(option)])
+
+        learned = [o for o in options if len(self.ratios.get(_kind(o), ())) >= LEARN]
+        best = min((expected(o) for o in learned), default=math.inf)
+        far = FAR_PRODUCT if is_product(region.graph, region.nodes) else FAR
+        beyond = far * next((o.predicted_s for o in options), math.inf)
+        return {o.candidate for o in options if o.predicted_s > beyond} | {
+            o.candidate for o in learned if expected(o) > FAR_LEARNED * best
+        }
 
     def _ready(
         self, region: Region, option: Option, ctx: BuildContext, args: list[torch.Tensor]
@@ -317,6 +343,11 @@ class Finder:
                 )
             )
         return (found, torch_error, reference) if found else None
+
+
+def _kind(option: Option) -> tuple[str, object]:
+    """What makes predictions alike: the engine, and which of its recipes."""
+    return option.candidate.engine, option.candidate.knobs.get("recipe")
 
 
 def _fall_back(choice: Choice, note: str) -> Choice:
