@@ -520,6 +520,30 @@ def test_functions_keep_their_error_over_all_of_float32(name: str, lanes: int) -
     assert float(off.max()) <= llvm_math.ERRORS[name], float(x[finite][off.argmax()])
 
 
+# ---- changes of layout -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 3, 7, 9), (2, 1, 3, 5), (2, 2, 1, 6), (3, 4, 33), (1, 5, 2, 3, 4), (2, 67, 9, 37)],
+    ids=str,
+)
+@pytest.mark.parametrize("to", ["nhwc", "contiguous"])
+def test_a_change_of_layout_moves_every_bit(to: str, shape: tuple[int, ...], of: str) -> None:
+    start = "contiguous" if to == "nhwc" else "nhwc"
+    region = region_of("to_layout", [("x", t(*shape, layout=start, of=of), False)], {"layout": to})
+    if TensorType.of(shape, of, start).layout == TensorType.of(shape, of, to).layout:
+        refusal = ENGINE.refuse(region, CPU, POLICY)
+        assert refusal is not None and "row-major" in refusal.reason
+        return
+    tensors = feed(region)
+    (candidate,) = ENGINE.candidates(region, CPU, POLICY)
+    alive, out = guarded(region.graph.types[region.outputs[0]], lambda flat: None)
+    built(region, candidate, tensors).fill([tensors["x"]], [out])
+    assert torch.equal(out, tensors["x"]) and alive()
+
+
 # ---- threads and files -------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ TILES = {
 }
 # largest error of Winograd's F(m×m, 3×3) relative to the largest result, 8 to 512 channels
 WINOGRAD_ERROR = {2: 1e-6, 4: 5e-6}
+WOVEN = 4  # channels up to this are woven together where a layout changes
 ONE_ROW = (1, 4)  # for a product with a single row, which only reads its weight
 
 

@@ -1,0 +1,103 @@
+"""y[n, b, a] = x[n, a, b]: channels moved innermost, or back to be outermost.
+
+    bytes = 2 · size · x
+
+Few rows (the three colours of an image) are loaded as vectors and woven together; else blocks of
+4×4 are turned in registers, in tiles whose lines stay in L1 from the first block to the last.
+Numbers are moved as they are, whatever they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from deuteron.codegen.calls import Call, Word
+from deuteron.codegen.llvm import Code, Loaded, Value, entry, load, vec
+from deuteron.kernels.cpu import WOVEN
+
+TILE, STRIP = 32, 512  # rows and columns of a tile of blocks; columns of one of woven rows
+SERIAL = 16384  # fewer numbers are moved sooner than a second thread wakes up
+
+
+class _Mover:
+    """Loads and stores of numbers of one size in one function."""
+
+    def __init__(self, c: Code, bits: int) -> None:
+        self.c, self.kind, self.align = c, ir.IntType(bits), bits // 8
+
+    def load(self, base: Value, *offset: Value | int, lanes: int = 1) -> Value:
+        where = self.c.at(base, *offset, of=self.kind)
+        return self.c.b.load(where, typ=vec(lanes, self.kind), align=self.align)
+
+    def store(self, value: Value, base: Value, *offset: Value | int) -> None:
+        self.c.b.store(value, self.c.at(base, *offset, of=self.kind), align=self.align)
+
+    def one(self, x: Value, y: Value, a: Value, b: Value, rows: Value, columns: Value) -> None:
+        self.store(self.load(x, self.c.mul(a, columns), b), y, self.c.mul(b, rows), a)
+
+    def block(self, x: Value, y: Value, a: Value, b: Value, rows: Value, columns: Value) -> None:
+        """4×4 numbers from (a, b) on."""
+        c = self.c
+        lines = [self.load(x, c.mul(c.add(a, i), columns), b, lanes=4) for i in range(4)]
+        low = [c.shuffle(lines[i], lines[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
+        high = [c.shuffle(lines[i], lines[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
+        turned = [c.shuffle(*half, order) for half in (low, high)
+                  for order in ((0, 1, 4, 5), (2, 3, 6, 7))]  # fmt: skip
+        for i, line in enumerate(turned):
+            self.store(line, y, c.mul(c.add(b, i), rows), a)
+
+    def woven(self, x: Value, y: Value, b: Value, rows: int, columns: Value) -> None:
+        """Four columns of all rows from ``b`` on."""
+        c = self.c
+        lines = [self.load(x, c.mul(columns, i), b, lanes=4) for i in range(rows)]
+        lines += [lines[-1]] * (WOVEN - rows)
+        pairs = [c.shuffle(lines[i], lines[i + 1], range(8)) for i in (0, 2)]
+        order = [4 * row + column for column in range(4) for row in range(rows)]
+        self.store(c.shuffle(*pairs, order), y, c.mul(b, rows))
+
+
+def _write(module: object, bits: int, few: int) -> None:
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        x, y = (c.pointer(words, i) for i in range(2))
+        batch, rows, columns = (c.word(words, 2 + i) for i in range(3))
+        move = _Mover(c, bits)
+        high, wide = (WOVEN, STRIP) if few else (TILE, TILE)
+        down, across = (c.div(c.add(n, t - 1), t) for n, t in ((rows, high), (columns, wide)))
+        begin, end = c.share(c.mul(batch, down, across), thread, threads)
+        with c.loop(begin, end) as tile:
+            line = c.div(tile, across)
+            n = c.div(line, down)
+            b0 = c.mul(c.sub(tile, c.mul(line, across)), wide)
+            a0 = c.mul(c.sub(line, c.mul(n, down)), high)
+            a1, b1 = c.least(c.add(a0, high), rows), c.least(c.add(b0, wide), columns)
+            start = c.mul(n, rows, columns)
+            source, to = (c.at(base, start, of=move.kind) for base in (x, y))
+            whole_a, whole_b = (c.sub(e, c.rem(c.sub(e, s), 4)) for s, e in ((a0, a1), (b0, b1)))
+            if few:
+                with c.loop(b0, whole_b, 4) as b:
+                    move.woven(source, to, b, few, columns)
+                whole_a = rows
+            else:
+                with c.loop(a0, whole_a, 4) as a, c.loop(b0, whole_b, 4) as b:
+                    move.block(source, to, a, b, rows, columns)
+            with c.loop(whole_a, a1) as a, c.loop(b0, whole_b) as b:
+                move.one(source, to, a, b, rows, columns)
+            with c.loop(whole_b, b1) as b, c.loop(a0, a1) as a:
+                move.one(source, to, a, b, rows, columns)
+
+    entry(module, "run", body)
+
+
+def compiled(bits: int, few: int) -> Loaded:
+    return load(f"to_layout {bits} bits {few} rows", lambda module: _write(module, bits, few))
+
+
+def prepare_to_layout(
+    batch: int, rows: int, columns: int, bits: int
+) -> Callable[[Word, Word], Call]:
+    """The call for x [batch, rows, columns] and y [batch, columns, rows], where each is."""
+    code = compiled(bits, rows if rows <= WOVEN else 0)
+    threaded = batch * rows * columns > SERIAL
+    return lambda x, y: Call(code, (x, y, batch, rows, columns), threaded)
