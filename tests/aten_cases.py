@@ -296,6 +296,8 @@ ATTENTION = [
 ]  # fmt: skip
 
 # These run on CUDA alone; here only the graph they become is looked at.
+RMS_BACK = case("_fused_rms_norm_backward.default", t(2, 3, 4), X, [4], pos(2, 3, 1), t(4),
+                [True, True], take=(0, 1))  # fmt: skip
 CUDA_ONLY = [
     case("_scaled_dot_product_flash_attention.default", Q, Q, Q, 0.0, True),
     case("_scaled_dot_product_efficient_attention.default", Q, Q, Q, None, False),
@@ -356,7 +358,62 @@ UNWRITTEN = [
     case("new_empty.default", X, [2]),
 ]  # fmt: skip
 
-CASES = [*MATH, *SHAPE, *NN, *ATTENTION, *IMAGE]
+_G, _P = t(2, 3, 4), t(2, 4, 3, 3)
+_STATS = (t(2, 3, 1), pos(2, 3, 1))
+_C4 = (t(4), t(4))
+GRAD = [
+    case("gelu_backward.default", _G, X), case("gelu_backward.default", _G, X, approximate="tanh"),
+    *(case(f"{n}_backward.default", _G, X) for n in
+      ("silu", "mish", "hardswish", "hardsigmoid", "sigmoid", "tanh")),
+    case("hardtanh_backward.default", _G, X, -0.5, 0.4),
+    case("softplus_backward.default", _G, X, 2.0, 1.0),
+    case("softshrink_backward.default", _G, X, 0.3),
+    case("hardshrink_backward.default", _G, X, 0.3), case("glu_backward.default", t(2, 3, 2), X, 2),
+    case("log_sigmoid_backward.default", _G, X, torch.exp(-X.abs())),
+    case("threshold_backward.default", _G, X, 0), case("threshold_backward.default", ODD, ODD, 0.5),
+    case("leaky_relu_backward.default", _G, X, 0.1, False),
+    case("leaky_relu_backward.default", _G, X, 0.1, True),
+    case("elu_backward.default", _G, 0.5, 1, 1, False, X),
+    case("_softmax_backward_data.default", _G, X.softmax(1), 1, torch.float32),
+    case("_log_softmax_backward_data.default", _G, X.log_softmax(-1), -1, torch.float32),
+    case("native_dropout_backward.default", _G, B, 2.0),
+    case("convolution_backward.default", t(2, 8, 6, 6), IMG, t(8, 2, 3, 3), [8], [1, 1], [1, 1],
+         [1, 1], False, [0, 0], 2, [True, True, True], take=(0, 1, 2)),
+    case("convolution_backward.default", t(2, 3, 11, 11), IMG, t(4, 3, 3, 3), None, [2, 2], [1, 1],
+         [1, 1], True, [0, 0], 1, [True, True, False], take=(0, 1)),
+    case("max_pool2d_with_indices_backward.default", _P, IMG, [2, 2], [], [0, 0], [1, 1], False,
+         torch.nn.functional.max_pool2d(IMG, 2, return_indices=True)[1]),
+    case("max_pool3d_with_indices_backward.default", t(1, 2, 2, 3, 2), VOL, [2, 2, 2], [],
+         [0, 0, 0], [1, 1, 1], False,
+         torch.nn.functional.max_pool3d(VOL, 2, return_indices=True)[1]),
+    case("avg_pool2d_backward.default", _P, IMG, [2, 2], [2, 2], [0, 0], False, True, None),
+    case("avg_pool3d_backward.default", t(1, 2, 2, 3, 2), VOL, [2, 2, 2], [], [0, 0, 0], False,
+         False, None),
+    case("_adaptive_avg_pool2d_backward.default", t(2, 4, 3, 2), IMG),
+    case("_adaptive_avg_pool3d_backward.default", t(1, 2, 2, 3, 2), VOL),
+    case("embedding_dense_backward.default", t(2, 3, 4), whole(2, 3), 5, -1, False),
+    case("embedding_dense_backward.default", t(6, 4), whole(6), 5, 2, False),
+    case("nll_loss_backward.default", t(), t(6, 5), whole(6), None, 1, -100, torch.tensor(6.0)),
+    case("nll_loss_backward.default", t(6), t(6, 5), whole(6), pos(5), 0, 2, torch.tensor(0.0)),
+    case("nll_loss2d_backward.default", t(2, 3, 3), t(2, 5, 3, 3), whole(2, 3, 3), None, 0, -100,
+         torch.tensor(0.0)),
+    case("native_layer_norm_backward.default", _G, X, [4], *_STATS, t(4), t(4), [True] * 3,
+         take=(0, 1, 2)),
+    case("native_layer_norm_backward.default", _G, X, [4], *_STATS, None, None,
+         [True, False, False]),
+    case("native_group_norm_backward.default", t(2, 4, 6, 6), IMG, t(2, 2), pos(2, 2), t(4), 2, 4,
+         36, 2, [True] * 3, take=(0, 1, 2)),
+    case("native_batch_norm_backward.default", t(2, 4, 6, 6), IMG, t(4), None, None, t(4), pos(4),
+         True, 1e-5, [True] * 3, take=(0, 1, 2)),
+    case("_native_batch_norm_legit_functional.default", IMG, *_C4, t(4), pos(4), True, 0.1, 1e-5,
+         take=(0, 1, 2, 3, 4)),
+    case("_native_batch_norm_legit_functional.default", IMG, *_C4, t(4), pos(4), False, 0.1, 1e-5),
+    case("native_layer_norm.default", X, [4], t(4), t(4), 1e-5, take=(0, 1, 2)),
+    case("native_group_norm.default", IMG, *_C4, 2, 4, 36, 2, 1e-5, take=(0, 1, 2)),
+    case("_fused_rms_norm.default", X, [4], t(4), None, take=(0, 1)),
+]  # fmt: skip
+
+CASES = [*MATH, *SHAPE, *NN, *ATTENTION, *IMAGE, *GRAD]
 
 KEPT = [
     case("div.Tensor_mode", INT, INT + 1, rounding_mode="trunc"),
@@ -368,7 +425,6 @@ KEPT = [
     case("index.Tensor", X, [whole(3, high=2), whole(3, high=3)]),
     case("slice_scatter.default", X, t(2, 2, 4), 1, 0, 3, 2),
     case("meshgrid.indexing", [t(3), t(4)], indexing="xy"),
-    case("native_layer_norm.default", X, [4], None, None, 1e-3, take=(0, 1)),
     case("instance_norm.default", IMG, None, None, t(4), pos(4), True, 0.1, 1e-3, True),
     case("upsample_bilinear2d.default", IMG, [9, 9], False, 1.5, None),
     case("histc.default", X, 5), case("roll.default", X, [1], [1]),

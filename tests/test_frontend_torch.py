@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from aten_cases import CASES, CUDA_ONLY, FILLED, KEPT, UNWRITTEN, Case
+from aten_cases import CASES, CUDA_ONLY, FILLED, KEPT, RMS_BACK, UNWRITTEN, Case
 from tolerances import allowed, error
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -116,6 +116,42 @@ def test_attention_of_cuda_becomes_ours(case):
     sound(made.graph)
 
 
+def test_the_gradient_of_an_rms_norm_is_the_formula():
+    """Which this torch has no kernel for on a CPU."""
+    grad, x, _, rstd, weight, _ = RMS_BACK.args
+    made = one_call(RMS_BACK)
+    assert not opaque_nodes(made.graph), made.importer.why
+    hat, inner = x * rstd, grad * weight
+    dx = (inner - hat * (inner * hat).mean(-1, keepdim=True)) * rstd
+    wanted = (dx, (grad * hat).sum((0, 1)))
+    for got, want in zip(evaluate(made.graph, made.feed).values(), wanted, strict=True):
+        same(got, want)
+
+
+aten_ = torch.ops.aten
+NORMS_BACK = {
+    "layer_norm_grad": lambda x, g, w, b: aten_.native_layer_norm_backward(
+        g, x, [6], *aten_.native_layer_norm(x, [6], w, b, 1e-3)[1:], w, b, [True] * 3),
+    "group_norm_grad": lambda x, g, w, b: aten_.native_group_norm_backward(
+        g, x, *aten_.native_group_norm(x, w, b, 2, 6, 6, 3, 1e-3)[1:], w, 2, 6, 6, 3, [True] * 3),
+    "batch_norm_act_grad": lambda x, g, w, b: aten_.native_batch_norm_backward(
+        g, x, w, None, None,
+        *aten_._native_batch_norm_legit_functional(x, w, b, b, w, True, 0.1, 1e-3)[1:3], True,
+        1e-3, [True] * 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS_BACK)
+def test_a_norm_and_its_backward_call_become_our_gradient(name):
+    """Statistics that the forward call keeps lead to its eps, so that nobody reads them."""
+    gen = torch.Generator().manual_seed(5)
+    x, g = (torch.randn(2, 6, 6, generator=gen) for _ in range(2))
+    w, b = (torch.rand(6, generator=gen) + 0.5 for _ in range(2))
+    made = imported(NORMS_BACK[name], x, g, w, b)
+    ops = {node.op for node in made.graph.nodes}
+    assert name in ops and not ops & {"aten", "rsqrt", "var"}, ops
+
+
 @pytest.mark.parametrize("case", UNWRITTEN, ids=str)
 def test_unwritten_memory_is_something(case):
     made = one_call(case)
@@ -125,7 +161,7 @@ def test_unwritten_memory_is_something(case):
 
 
 def test_every_entry_is_exercised():
-    tried = {f"aten.{case.key}" for case in CASES + FILLED + UNWRITTEN + CUDA_ONLY}
+    tried = {f"aten.{case.key}" for case in [*CASES, *FILLED, *UNWRITTEN, *CUDA_ONLY, RMS_BACK]}
     assert not (aten.TABLE.keys() | aten.FILLS.keys()) - tried
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from deuteron.frontends.aten_grad import statistics
 from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
 from deuteron.ops.emit import Sym
 
@@ -102,6 +103,37 @@ def _batch_norm_flag(
     return b.batch_norm_train(x, w, bias, eps=eps)[0]
 
 
+def _batch_norm_functional(
+    b: Site, x: Sym, w: Any, bias: Any, mean: Sym, var: Sym, training: bool, momentum: float,
+    eps: float,
+) -> Any:  # fmt: skip
+    """Training that returns the running statistics instead of writing them."""
+    if not training:
+        return _batch_norm(b, x, w, bias, mean, var, eps), None, None, mean, var
+    y, *new, mean, rstd = b.batch_norm_train(x, w, bias, mean, var, momentum=momentum, eps=eps)
+    return y, *(_as_wanted(b, i + 1, s) for i, s in enumerate((mean, rstd))), *new
+
+
+def _as_wanted(b: Site, index: int, x: Sym) -> Sym:
+    """A statistic in the type that torch keeps it in."""
+    want = b.want[index]
+    return x if want is None else b.to(x, want.dtype)
+
+
+def _with_statistics(
+    b: Site, op: str, x: Sym, params: Sequence[Sym | None], eps: float, attrs: dict[str, Any]
+) -> tuple[Sym | None, ...]:
+    """A norm, its mean and 1/√(var + eps): autograd keeps them for the way back. An RMS norm has
+    no mean."""
+    y = b.one(op, x, *params, eps=eps, **attrs)
+    last = len(b.want) - 1
+    kept = b.want[last]
+    if not b.used - {0} or kept is None:
+        return y, *[None] * last
+    found = statistics(b, op, x, eps, attrs, kept.shape)[-last:]
+    return y, *(_as_wanted(b, i + 1, s) for i, s in enumerate(found))
+
+
 def _only_first(entry: Entry, results: int = 3) -> Entry:
     """For calls that also return statistics or indices, which we leave out."""
     return lambda b, *args: (entry(b, *args), *[None] * (results - 1))
@@ -117,12 +149,10 @@ def _instance_norm(
     return b.instance_norm(x, w, bias, eps=eps)
 
 
-def _rms_norm(b: Site, x: Sym, shape: Sequence[int], weight: Any, eps: float | None) -> Any:
+def _rms_eps(x: Sym, eps: float | None) -> float:
     """Without eps torch adds the spacing of the type it computes in."""
-    if eps is None:
-        wide = torch.float32 if x.dtype.is_low else x.dtype.torch
-        eps = torch.finfo(wide or torch.float32).eps
-    return b.rms_norm(x, weight, dims=len(shape), eps=eps)
+    wide = torch.float32 if x.dtype.is_low else x.dtype.torch
+    return torch.finfo(wide or torch.float32).eps if eps is None else eps
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -221,21 +251,24 @@ TABLE: dict[str, Entry] = {
             b, x, w, bias, None, None, training, momentum, eps
         )
     ),
+    "_native_batch_norm_legit_functional.default": _batch_norm_functional,
     "layer_norm.default": lambda b, x, shape, w, bias, eps, ignored: b.layer_norm(
         x, w, bias, dims=len(shape), eps=eps
     ),
-    "native_layer_norm.default": _only_first(
-        lambda b, x, shape, w, bias, eps: b.layer_norm(x, w, bias, dims=len(shape), eps=eps)
+    "native_layer_norm.default": lambda b, x, shape, w, bias, eps: _with_statistics(
+        b, "layer_norm", x, (w, bias), eps, {"dims": len(shape)}
     ),
-    "rms_norm.default": _rms_norm,
-    "_fused_rms_norm.default": _only_first(_rms_norm, 2),
+    "rms_norm.default": lambda b, x, shape, w, eps: b.rms_norm(
+        x, w, dims=len(shape), eps=_rms_eps(x, eps)
+    ),
+    "_fused_rms_norm.default": lambda b, x, shape, w, eps: _with_statistics(
+        b, "rms_norm", x, (w,), _rms_eps(x, eps), {"dims": len(shape)}
+    ),
     "group_norm.default": lambda b, x, groups, w, bias, eps, ignored: b.group_norm(
         x, w, bias, groups=groups, eps=eps
     ),
-    "native_group_norm.default": _only_first(
-        lambda b, x, w, bias, n, c, positions, groups, eps: b.group_norm(
-            x, w, bias, groups=groups, eps=eps
-        )
+    "native_group_norm.default": lambda b, x, w, bias, n, c, at, groups, eps: _with_statistics(
+        b, "group_norm", x, (w, bias), eps, {"groups": groups}
     ),
     "instance_norm.default": _instance_norm,
     "softmax.int": _softmax("softmax"),

@@ -156,7 +156,7 @@ class Wanted(NamedTuple):
 
 def gradients(
     b: Ops, x: Sym, grad: Sym, weight: Sym | None, form: Form, eps: float, wanted: Wanted,
-    *, centred: bool = True, stats: tuple[Sym, Sym] | None = None,
+    *, centred: bool = True, stats: tuple[Sym | None, Sym] | None = None,
 ) -> Gradients:  # fmt: skip
     """Gradients for x, weight and bias, through the statistics too. Where ``stats`` gives mean
     and rstd they are not computed again."""
@@ -167,7 +167,9 @@ def gradients(
         return out
 
     if stats is not None:
-        x, rstd = x - _as(b, stats[0], form.weight), _as(b, stats[1], form.weight)
+        lies = tuple(1 if d in form.axes else n for d, n in enumerate(form.work))
+        x = x if stats[0] is None else x - _as(b, stats[0], lies)
+        rstd = _as(b, stats[1], lies)
     else:
         x = x - mean(x) if centred else x
         rstd = b.rsqrt(mean(b.square(x)) + eps)
