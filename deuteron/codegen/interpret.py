@@ -25,6 +25,7 @@ from deuteron.codegen.scalar import (
     Store,
 )
 from deuteron.ir.dtype import dtype
+from deuteron.ops.elementwise import ndtr
 from deuteron.ops.random import BITS, words
 
 OPS: dict[str, Callable[..., Any]] = {
@@ -37,7 +38,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
     "ge": torch.ge, "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
     "to_bool": lambda x: x != 0, "to_int": lambda x: x.to(torch.int64), "expm1": torch.expm1,
-    "log1p": torch.log1p, "random": lambda seed, place: words(seed, place) >> (32 - BITS),
+    "log1p": torch.log1p, "ndtr": lambda x: ndtr(x.double()).to(x.dtype),
+    "random": lambda seed, place: words(seed, place) >> (32 - BITS),
 }  # fmt: skip
 
 REDUCE: dict[str, Callable[..., torch.Tensor]] = {

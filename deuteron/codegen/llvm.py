@@ -74,6 +74,21 @@ class Code:
             return one if lanes == 1 else ir.Constant(vec(lanes), [one] * lanes)
         return self.splat(x, lanes)
 
+    def addend(self, x: float, lanes: int) -> Value:
+        """A float in every lane, to which a product will be added. ARM's multiply-add overwrites
+        what it adds to: a constant in a register is copied first, on the very units that multiply,
+        and a polynomial costs twice its multiply-adds. So there it is read from memory, on units
+        that have little else to do; where arithmetic takes operands from memory LLVM knows best."""
+        if lanes == 1 or not has_lanes():
+            return self.f(x, lanes)
+        kind, name = ir.ArrayType(F32, lanes), f"addend.{float(x).hex()}.{lanes}"
+        found = self.module.globals.get(name)
+        if found is None:
+            found = ir.GlobalVariable(self.module, kind, name)
+            found.initializer = ir.Constant(kind, [ir.Constant(F32, float(x))] * lanes)
+            found.linkage, found.align = "weak", 16  # weak: LLVM must not take its value for known
+        return self.b.load(found, typ=vec(lanes), align=16)
+
     def splat(self, x: Value, lanes: int) -> Value:
         if lanes == 1:
             return x

@@ -6,6 +6,7 @@ floats and for whole numbers; loops and memory are the renderer's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,19 @@ def _function(name: str, narrow: Callable[[Code, Value], Value]) -> Callable[[Co
     return emit
 
 
+def _ndtr(c: Code, x: Value) -> Value:
+    """Φ(x); in float64 erfc(−x/√2) / 2 by the C library."""
+    lanes = llvm.lanes_of(x)
+    if (x.type.element if lanes > 1 else x.type) == F32:
+        return llvm_math.ndtr(c, x)
+
+    def number(value: float) -> Value:
+        return ir.Constant(x.type, [value] * lanes if lanes > 1 else value)
+
+    found = llvm_math.library(c, "erfc", c.b.fmul(x, number(-math.sqrt(0.5))))
+    return c.b.fmul(found, number(0.5))
+
+
 FLOAT: dict[str, Callable[..., Value]] = {
     "add": lambda c, x, y: c.b.fadd(x, y),
     "sub": lambda c, x, y: c.b.fsub(x, y),
@@ -61,6 +75,7 @@ FLOAT: dict[str, Callable[..., Value]] = {
     "cos": _function("cos", llvm_math.cos),
     "expm1": _function("expm1", _expm1),
     "log1p": _function("log1p", llvm_math.log1p),
+    "ndtr": _ndtr,
     "pow": lambda c, x, y: llvm_math.library(c, "pow", x, y),
 }
 

@@ -13,6 +13,8 @@ log      1.0   Cephes' polynomial on √½ … √2
 erf      6.5   rational on |x| ≤ 4 (the coefficients Eigen and XLA use)
 tanh     4.5   rational on |x| ≤ 8 (the same source)
 sigmoid  2.5   through exp(−|x|), so that neither side cancels
+ndtr     5.0   2^q(|x|) with the polynomial of codegen/normal.py; below 2⁻⁴ as at 2⁻⁴ (``LEAST``),
+               which is 4e-8; below −3 it is 3e-9
 sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is asked
 ======== ===== =============================================================================
 """
@@ -25,11 +27,13 @@ from typing import Any
 
 from llvmlite import ir
 
+from deuteron.codegen import normal
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, lanes_of, vec
 from deuteron.ops import random as words
 
 ERRORS = {"exp": 1.1, "exp2": 1.5, "expm1": 2.0, "log": 1.0, "erf": 6.5, "tanh": 4.5,
-          "sigmoid": 2.5, "sin": 2.0, "cos": 2.0}  # fmt: skip
+          "sigmoid": 2.5, "sin": 2.0, "cos": 2.0, "ndtr": 5.0}  # fmt: skip
+LEAST = {"ndtr": 2.0**-4}  # results below this are off by as much as this is
 
 _MAGIC = 12582912.0  # 1.5 · 2²³: adding it leaves a rounded integer in the low bits
 _MAGIC_BITS = 0x4B400000
@@ -52,55 +56,65 @@ def _floats(c: Code, x: Value) -> Value:
 
 
 def poly(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
-    """Horner, highest power first."""
-    n = lanes_of(x)
-    out = c.f(coefficients[0], n)
-    for k in coefficients[1:]:
-        out = c.fma(out, x, c.f(k, n))
+    """A polynomial, highest power first: neighbours in pairs, then Horner in x². Half the length
+    of Horner's chain, and half of what is added is no constant."""
+    n, square = lanes_of(x), c.b.fmul(x, x)
+    low = [*reversed(coefficients)]
+    pairs = [low[i : i + 2] for i in range(0, len(low), 2)]
+
+    def pair(of: Sequence[float]) -> Value:
+        if len(of) == 1:
+            return c.f(of[0], n)
+        return c.fma(c.f(of[1], n), x, c.addend(of[0], n))
+
+    out = pair(pairs[-1])
+    for of in pairs[-2::-1]:
+        out = c.fma(out, square, pair(of))
     return out
 
 
 def _rounded(c: Code, x: Value, scale: float) -> tuple[Value, Value]:
     """round(x · scale) as float and as int32, without a conversion that nan would spoil."""
     n = lanes_of(x)
-    shifted = c.fma(x, c.f(scale, n), c.f(_MAGIC, n))
+    shifted = c.fma(x, c.f(scale, n), c.addend(_MAGIC, n))
     return c.b.fsub(shifted, c.f(_MAGIC, n)), c.b.sub(_bits(c, shifted), _ints(c, _MAGIC_BITS, n))
 
 
 def _power(c: Code, k: Value) -> Value:
-    """2ᵏ for −126 ≤ k ≤ 127."""
+    """2ᵏ for −126 ≤ k ≤ 127, where only the lowest nine bits of k count."""
     n = lanes_of(k)
-    return _floats(c, c.b.shl(c.b.add(k, _ints(c, 127, n)), _ints(c, 23, n)))
+    return _floats(c, c.b.add(c.b.shl(k, _ints(c, 23, n)), _ints(c, 127 << 23, n)))
 
 
-def _reduced(c: Code, x: Value) -> tuple[Value, Value, Value]:
-    """k and r with x = k ln 2 + r, and eʳ − 1 − r."""
+def _reduced(c: Code, x: Value, magic: float = _MAGIC) -> tuple[Value, Value]:
+    """eʳ − 1 with x = k ln 2 + r, and bits whose lowest nine are those of k + magic − 1.5 · 2²³."""
     n = lanes_of(x)
-    k, ki = _rounded(c, x, math.log2(math.e))
+    shifted = c.fma(x, c.f(math.log2(math.e), n), c.addend(magic, n))
+    k = c.b.fsub(shifted, c.f(magic, n))
     r = c.fma(k, c.f(-_LN2_HIGH, n), x)
     r = c.fma(k, c.f(-_LN2_LOW, n), r)
-    return ki, r, c.b.fmul(c.b.fmul(poly(c, r, _EXP), r), r)
+    return c.fma(poly(c, r, _EXP), c.b.fmul(r, r), r), _bits(c, shifted)
 
 
 def exp(c: Code, x: Value) -> Value:
     n = lanes_of(x)
     x = c.fmin(c.fmax(x, c.f(-104.0, n)), c.f(89.0, n))
-    k, r, rest = _reduced(c, x)
-    return _scaled(c, c.b.fadd(c.b.fadd(rest, r), c.f(1.0, n)), k)
+    less, k = _reduced(c, x)
+    return _scaled(c, c.b.fadd(less, c.f(1.0, n)), k)
 
 
 def exp2(c: Code, x: Value) -> Value:
     """2ˣ: the whole part is exact, the rest goes through the polynomial of eˣ."""
     n = lanes_of(x)
     x = c.fmin(c.fmax(x, c.f(-151.0, n)), c.f(129.0, n))
-    k, ki = _rounded(c, x, 1.0)
-    r = c.b.fmul(c.b.fsub(x, k), c.f(math.log(2.0), n))
-    rest = c.b.fmul(c.b.fmul(poly(c, r, _EXP), r), r)
-    return _scaled(c, c.b.fadd(c.b.fadd(rest, r), c.f(1.0, n)), ki)
+    shifted = c.b.fadd(x, c.f(_MAGIC, n))
+    r = c.b.fmul(c.b.fsub(x, c.b.fsub(shifted, c.f(_MAGIC, n))), c.f(math.log(2.0), n))
+    less = c.fma(poly(c, r, _EXP), c.b.fmul(r, r), r)
+    return _scaled(c, c.b.fadd(less, c.f(1.0, n)), _bits(c, shifted))
 
 
 def _scaled(c: Code, p: Value, k: Value) -> Value:
-    """p · 2ᵏ in two steps, so that denormal results are rounded once."""
+    """p · 2ᵏ in two steps, so that denormal results are rounded once; k below bits of magic."""
     n = lanes_of(p)
     half = c.b.ashr(k, _ints(c, 1, n))
     return c.b.fmul(c.b.fmul(p, _power(c, half)), _power(c, c.b.sub(k, half)))
@@ -109,19 +123,37 @@ def _scaled(c: Code, p: Value, k: Value) -> Value:
 def exp_nonpositive(c: Code, x: Value) -> Value:
     """eˣ for x ≤ 0, with results below 2⁻¹²⁶ taken for 0: what a softmax needs."""
     n = lanes_of(x)
-    low = c.fmax(x, c.f(-87.0, n))
-    k, r, rest = _reduced(c, low)
-    p = c.b.fmul(c.b.fadd(c.b.fadd(rest, r), c.f(1.0, n)), _power(c, k))
-    return c.b.select(c.b.fcmp_ordered("<", x, c.f(-87.0, n)), c.f(0.0, n), p)
+    less, k = _reduced(c, c.fmax(x, c.f(-88.0, n)), _MAGIC + 127.0)
+    return c.b.fmul(c.b.fadd(less, c.f(1.0, n)), _exponent(c, k))
+
+
+def _exponent(c: Code, k: Value) -> Value:
+    """2ᵏ⁻¹²⁷ for 0 ≤ k ≤ 254, where 0 gives 0."""
+    return _floats(c, c.b.shl(k, _ints(c, 23, lanes_of(k))))
 
 
 def expm1(c: Code, x: Value) -> Value:
     """eˣ − 1, for x up to 88."""
     n = lanes_of(x)
     x = c.fmin(c.fmax(x, c.f(-87.0, n)), c.f(88.0, n))
-    k, r, rest = _reduced(c, x)
+    less, k = _reduced(c, x)
     scale = _power(c, k)
-    return c.fma(scale, c.b.fadd(rest, r), c.b.fsub(scale, c.f(1.0, n)))
+    return c.fma(scale, less, c.b.fsub(scale, c.f(1.0, n)))
+
+
+_EXP2 = (0.0013269406044855714, 0.009671294130384922, 0.0555071122944355, 0.24022246897220612,
+         0.6931470036506653, 1.0)  # fmt: skip
+
+
+def ndtr(c: Code, x: Value) -> Value:
+    """Φ(x), the normal distribution: 2^q(|x|), or what is left of 1."""
+    n, magic = lanes_of(x), _MAGIC + 127.0
+    q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(normal.END, n)), normal.TAIL)
+    shifted = c.b.fadd(q, c.f(magic, n))
+    r = c.b.fsub(q, c.b.fsub(shifted, c.f(magic, n)))
+    below = c.b.fmul(poly(c, r, _EXP2), _exponent(c, _bits(c, shifted)))
+    negative = c.b.fcmp_ordered("<", x, c.f(0.0, n))
+    return c.b.select(negative, below, c.b.fsub(c.f(1.0, n), below))
 
 
 _LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
@@ -171,12 +203,21 @@ _TANH_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03,
            4.89352518554385e-03)  # fmt: skip
 
 
+def _horner(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
+    """The order in which these quotients reach 1 at their limit, and not the number before it."""
+    n = lanes_of(x)
+    out = c.f(coefficients[0], n)
+    for k in coefficients[1:]:
+        out = c.fma(out, x, c.addend(k, n))
+    return out
+
+
 def _rational(c: Code, x: Value, limit: float, p: Sequence[float], q: Sequence[float]) -> Value:
     """x · p(x²) / q(x²) with x held within ± limit; the quotient first, for denormal x."""
     n = lanes_of(x)
     x = c.fmin(c.fmax(x, c.f(-limit, n)), c.f(limit, n))
     z = c.b.fmul(x, x)
-    return c.b.fmul(x, c.b.fdiv(poly(c, z, p), poly(c, z, q)))
+    return c.b.fmul(x, c.b.fdiv(_horner(c, z, p), _horner(c, z, q)))
 
 
 def _within_one(c: Code, x: Value) -> Value:
@@ -251,7 +292,7 @@ sin, cos = _circular("sin", 0), _circular("cos", 1)
 
 FUNCTIONS: dict[str, Callable[[Code, Value], Value]] = {
     "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "erf": erf, "tanh": tanh,
-    "sigmoid": sigmoid, "sin": sin, "cos": cos,
+    "sigmoid": sigmoid, "sin": sin, "cos": cos, "ndtr": ndtr,
 }  # fmt: skip
 
 
@@ -312,10 +353,9 @@ def _hardswish(c: Code, x: Value, a: Attributes) -> Value:
 def _gelu(c: Code, x: Value, a: Attributes) -> Value:
     n = lanes_of(x)
     if a["approximate"] == "none":
-        t = erf(c, c.b.fmul(x, c.f(math.sqrt(0.5), n)))
-    else:
-        inner = c.fma(c.b.fmul(x, x), c.f(0.044715, n), c.f(1.0, n))
-        t = tanh(c, c.b.fmul(c.b.fmul(x, inner), c.f(math.sqrt(2.0 / math.pi), n)))
+        return c.b.fmul(x, ndtr(c, x))
+    inner = c.fma(c.b.fmul(x, x), c.f(0.044715, n), c.f(1.0, n))
+    t = tanh(c, c.b.fmul(c.b.fmul(x, inner), c.f(math.sqrt(2.0 / math.pi), n)))
     return c.b.fmul(c.b.fmul(c.f(0.5, n), x), c.b.fadd(c.f(1.0, n), t))
 
 

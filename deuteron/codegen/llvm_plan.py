@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,23 @@ from deuteron.codegen.index import Var
 from deuteron.codegen.scalar import Compute, Inside, Load, ScalarProgram, Store, reads
 
 HEAVY = frozenset(
-    {"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "pow", "expm1", "log1p", "div", "random"}
+    {
+        "exp",
+        "exp2",
+        "log",
+        "erf",
+        "tanh",
+        "sin",
+        "cos",
+        "pow",
+        "expm1",
+        "log1p",
+        "ndtr",
+        "div",
+        "random",
+    }
 )
-UNROLL = 4  # vectors per step: enough independent work to hide the latency of a multiply-add
+FEW = 2  # vectors per step where many do not fit
 
 
 @dataclass
@@ -46,14 +61,20 @@ def plan(program: ScalarProgram) -> Shape:
     inner = best is not None and best in program.inner
     one = llvm.width() // (2 if program.wide else 1)
     # rows side by side in lanes: wider steps read longer stretches of each line of memory
-    most = one * UNROLL * (2 if program.inner and not inner else 1)
-    sizes = [n for n in (most, one) if best is not None and best.size >= n]
+    many = 8 if program.inner and not inner else _unroll()
+    sizes = [n * one for n in (many, FEW, 1) if best is not None and best.size >= n * one]
     if not sizes:
         best, inner = None, False
     rows = tuple(v for v in program.outer if v != best)
     columns = tuple(v for v in program.inner if v != best)
     kept = _kept(program) if program.reductions else ()
     return Shape(best, rows, columns, inner, (*sizes, 1), kept, _breaks(program, best))
+
+
+def _unroll() -> int:
+    """Vectors per step: enough independent work to hide the latency of a multiply-add, as far as
+    there are registers for it."""
+    return 8 if llvm.has_lanes() or llvm.width() == 16 else 4
 
 
 def _settles(program: ScalarProgram, v: Var) -> bool:
@@ -94,10 +115,24 @@ def _kept(program: ScalarProgram) -> tuple[str, ...]:
         if readers > 1 and _weight(made, name, set(kept), program) > 3:
             kept.append(name)
     # a value that only feeds another kept value need not be kept itself
-    return tuple(
+    useful = [
         k for k in kept
         if any(needs(made, roots, k, set(kept) - {k}, program) for roots in passes[1:])
-    )  # fmt: skip
+    ]  # fmt: skip
+    return tuple(dict.fromkeys(_gate(made, passes, k, program) for k in useful))
+
+
+def _gate(made: dict[str, Any], passes: list[list[str]], name: str, program: ScalarProgram) -> str:
+    """The last value through which every pass reads ``name``: what is kept of it, so that what
+    follows in all passes alike is done once."""
+    found = name
+    readers = [roots for roots in passes if needs(made, roots, name, set(), program)]
+    for v, s in made.items():
+        element = program.level[v] == "element" and isinstance(s, Compute) and s.kind == "float"
+        through = element and needs(made, [v], name, set(), program)
+        if through and not any(needs(made, roots, name, {v}, program) for roots in readers):
+            found = v
+    return found
 
 
 def needs(
@@ -131,3 +166,24 @@ def _weight(made: dict[str, Any], name: str, stop: set[str], program: ScalarProg
             total += 10 if s.op in HEAVY else 1
         stack.extend(reads(s))
     return total
+
+
+def multiply_adds(program: ScalarProgram, kept: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+    """Sums of a product that nothing else reads and a number from memory, by their names: the
+    factors and that number. One instruction instead of two, and one rounding. A sum of two
+    products is left alone: where they are equal, their difference is to be 0."""
+    made = {s.name: s for s in program.statements if not isinstance(s, Store)}
+    uses = Counter(name for s in program.statements for name in reads(s))
+    found = {}
+    for s in made.values():
+        if not (isinstance(s, Compute) and s.op == "add" and s.kind == "float"):
+            continue
+        for a, b in (s.args, s.args[::-1]):
+            product, number = made.get(str(a)), made.get(str(b))
+            if not isinstance(product, Compute) or not isinstance(number, Load):
+                continue
+            x, y = product.args[0], product.args[-1]
+            alone = product.op == "mul" and uses[product.name] == 1 and product.name not in kept
+            if alone and isinstance(x, str) and isinstance(y, str):
+                found[s.name] = (x, y, number.name)
+    return found

@@ -16,11 +16,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from deuteron.codegen import llvm
+from deuteron.codegen import llvm, llvm_math
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
 from deuteron.codegen.llvm_compute import Arithmetic
-from deuteron.codegen.llvm_plan import needs, plan
+from deuteron.codegen.llvm_plan import multiply_adds, needs, plan
 from deuteron.codegen.llvm_types import I1, STORED
 from deuteron.codegen.scalar import (
     Arg,
@@ -35,6 +35,7 @@ from deuteron.codegen.scalar import (
     Store,
     reads,
 )
+from deuteron.codegen.softmax import softmaxes
 
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
 PIECES = 16  # pieces of work wanted, so that threads share them evenly
@@ -64,6 +65,12 @@ class Renderer(Arithmetic):
         self.made = {s.name: s for s in program.statements if not isinstance(s, Store)}
         self.tensors = (*program.inputs, *program.outputs)
         self.loads = {s.name: s.dtype for s in program.statements if isinstance(s, Load)}
+        # e^(x − max x), which is never above 1, and the sums of it, by which one may multiply
+        # inversely: they are at least 1
+        pairs, shifted = softmaxes(program)
+        self.shifted = frozenset() if program.wide else shifted
+        self.totals = frozenset(() if program.wide else (p.total.name for p in pairs))
+        self.joined = multiply_adds(program, self.shape.kept)
 
     def __call__(self, module: Any) -> None:
         llvm.entry(module, "run", self._body)
@@ -206,26 +213,41 @@ class Renderer(Arithmetic):
         for lanes, room in acc.items():
             c.b.store(self.splat(start, lanes), room)
         keep = [k for k in self.shape.kept if k not in stored]
+        factors = self._factors(s)
         for cell in self._cells(place):
             local = dict(env)
-            self._need(s.source, cell, local, stored)
+            for name in factors or (s.source,):
+                self._need(name, cell, local, stored)
             for k in keep:
                 if k in local:
                     self._keep(k, local[k], cell)
-            value = self.lanes(local[s.source], cell.lanes)
             room = acc[cell.lanes]
-            c.b.store(combine(c.b.load(room, typ=vec(cell.lanes, kind)), value), room)
+            total = c.b.load(room, typ=vec(cell.lanes, kind))
+            if factors:
+                x, y = (self.lanes(local[name], cell.lanes) for name in factors)
+                c.b.store(c.fma(x, y, total), room)
+            else:
+                c.b.store(combine(total, self.lanes(local[s.source], cell.lanes)), room)
         made = {k for k in keep if needs(self.made, [s.source], k, stored, self.p)}
         stored |= made
         totals = [c.b.load(room, typ=vec(lanes, kind)) for lanes, room in acc.items()]
         if not self.shape.inner_vector:
             return totals[0]
-        parts = [c.item(t, lane) for t in totals for lane in range(llvm.lanes_of(t))]
-        while len(parts) > 1:  # halves first: the error of a sum grows with its depth
-            odd = parts[-1:] if len(parts) % 2 else []
-            pairs = zip(parts[::2], parts[1::2], strict=False)
-            parts = [combine(x, y) for x, y in pairs] + odd
-        return parts[0]
+        whole = [c.reduce(t, combine) for t in totals]  # halves first: errors grow with the depth
+        while len(whole) > 1:
+            whole = [combine(whole[0], whole.pop()), *whole[1:]]
+        return whole[0]
+
+    def _factors(self, s: Reduce) -> tuple[str, str] | None:
+        """The two factors of a sum of products, which multiply-adds take without rounding between;
+        none if the products are kept."""
+        product = self.made[s.source]
+        if s.op != "sum" or s.kind != "float" or s.source in self.shape.kept:
+            return None
+        if not isinstance(product, Compute) or product.op != "mul":
+            return None
+        x, y = product.args
+        return (x, y) if isinstance(x, str) and isinstance(y, str) else None
 
     def _identity(self, s: Reduce, kind: Any) -> tuple[Value, Callable[[Value, Value], Value]]:
         c, b = self.c, self.c.b
@@ -289,9 +311,19 @@ class Renderer(Arithmetic):
         if isinstance(s, Position):
             return self._position(s.index, place)
         assert isinstance(s, Compute)
+        if s.name in self.joined:
+            args = [env[name] for name in self.joined[s.name]]
+            widest = max(llvm.lanes_of(a) for a in args)
+            return self.c.fma(*(self.lanes(a, widest) for a in args))
         args = [self._arg(a, s, env) for a in s.args]
+        if s.op == "div" and s.args[1] in self.totals:
+            one = self.splat(self.number(1.0, "float"), llvm.lanes_of(args[1]))
+            args[1] = self.c.b.fdiv(one, args[1])  # once for each row: LLVM takes it out of loops
+            s = replace(s, op="mul")
         widest = max(llvm.lanes_of(a) for a in args)
         args = [self.lanes(a, widest) for a in args]
+        if s.name in self.shifted:
+            return llvm_math.exp_nonpositive(self.c, args[0])
         return self.compute(s, args)
 
     def _arg(self, a: Arg, s: Compute, env: dict[str, Value]) -> Value:

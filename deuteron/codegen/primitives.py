@@ -18,7 +18,7 @@ PRIMITIVES = frozenset(
         "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "sqrt", "exp", "exp2",
         "log", "erf", "tanh", "sin", "cos", "floor", "ceil", "round", "trunc", "pow", "select",
         "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "to_float", "to_int", "to_bool",
-        "expm1", "log1p", "rounded", "wrapped", "random",
+        "expm1", "log1p", "ndtr", "rounded", "wrapped", "random",
     }
 )  # fmt: skip
 COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -68,7 +68,7 @@ def _gelu(e: E, x: Any, approximate: str) -> Any:
         cube = e.mul(e.mul(x, x), x)
         inside = e.mul(math.sqrt(2.0 / math.pi), e.add(x, e.mul(0.044715, cube)))
         return e.mul(e.mul(0.5, x), e.add(1.0, e.tanh(inside)))
-    return e.mul(e.mul(0.5, x), e.add(1.0, e.erf(e.mul(x, math.sqrt(0.5)))))
+    return e.mul(x, e.ndtr(x))
 
 
 def _tanhshrink(e: E, x: Any) -> Any:

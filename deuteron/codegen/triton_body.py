@@ -25,35 +25,9 @@ from deuteron.codegen.scalar import (
     reads,
     show,
 )
+from deuteron.codegen.softmax import Softmax, softmaxes
 from deuteron.codegen.triton_index import Lookup, Space, Tokens, condition, offset
 from deuteron.codegen.triton_math import AS_MAX, Arithmetic, across, identity
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """A maximum over a row and the sum of e^(x − maximum) over it: one pass can find both."""
-
-    top: Reduce
-    total: Reduce
-
-
-def softmaxes(program: ScalarProgram) -> tuple[list[Softmax], frozenset[str]]:
-    """The pairs in a program, and the names of all exponentials e^(x − max x)."""
-    by_name = {s.name: s for s in program.statements if not isinstance(s, Store)}
-    pairs, shifted = [], set()
-    for s in program.statements:
-        if not (isinstance(s, Compute) and s.op == "exp" and isinstance(s.args[0], str)):
-            continue
-        d = by_name[s.args[0]]
-        if not (isinstance(d, Compute) and d.op == "sub" and isinstance(d.args[1], str)):
-            continue
-        top = by_name[d.args[1]]
-        if isinstance(top, Reduce) and top.op == "max" and top.source == d.args[0]:
-            shifted.add(s.name)
-            for total in program.reductions:
-                if total.op == "sum" and total.source == s.name:
-                    pairs.append(Softmax(top, total))
-    return pairs, frozenset(shifted)
 
 
 def arithmetic(program: ScalarProgram) -> Arithmetic:

@@ -3,7 +3,7 @@
 Only what both Triton's compiler and its interpreter know is used. ``tl.log``, ``tl.erf``,
 ``tl.sin`` and ``tl.cos`` compile to correctly behaved library routines; ``tl.exp`` does not: it
 rounds x·log₂e once, which costs |x|·2⁻²⁴, so a float32 result gets an exponential of its own.
-What has no portable call (tanh, expm1, log1p, pow, rint) is written out in :data:`HELPERS`.
+What has no portable call (tanh, expm1, log1p, pow, rint, Φ) is written out in :data:`HELPERS`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from deuteron.codegen import normal
 from deuteron.codegen.scalar import Compute, Const
 from deuteron.ops import random
 
@@ -108,6 +109,26 @@ return tl.where(tl.abs(x) < 0.05, x - x * x * x * 0.33333333, far)
 e = _expm164(2.0 * tl.minimum(tl.abs(x), 30.0, propagate_nan=tl.PropagateNan.ALL))
 y = e / (e + 2.0)
 return tl.where(x < 0, -y, y)
+""",
+    ),
+    "_ndtr": helper(
+        "_ndtr", "x",
+        f"""
+# the normal distribution: 2^q(|x|), or what is left of 1; nothing cancels
+a = tl.minimum(tl.abs(x), {normal.GONE}, {ALL_NAN})
+q = {normal.TAIL[0]!r}
+"""
+        + "".join(f"q = q * a + {k!r}\n" for k in normal.TAIL[1:])
+        + """
+p = tl.exp2(q)
+return tl.where(x < 0, p, 1.0 - p)
+""",
+    ),
+    "_ndtr64": helper(
+        "_ndtr64", "x",
+        """
+half = tl.full((), 0.5, tl.float64)
+return half + half * tl.erf(x * tl.full((), 0.7071067811865476, tl.float64))
 """,
     ),
     "_expm1": helper("_expm1", "x", EXPM1.format(exp="_exp")),
@@ -257,6 +278,9 @@ class Arithmetic:
 
     def _expm1(self, s: Compute, args: Sequence[str]) -> str:
         return f"{self.need('_expm164' if self.wide else '_expm1')}({args[0]})"
+
+    def _ndtr(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{self.need('_ndtr64' if self.wide else '_ndtr')}({args[0]})"
 
     def _log1p(self, s: Compute, args: Sequence[str]) -> str:
         return f"{self.need('_log1p')}({args[0]})"

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deuteron.codegen.scalar import Const, Load, Reduce, ScalarProgram, Statement, Store
-from deuteron.codegen.triton_body import Body, Softmax, closure, depths, softmaxes
+from deuteron.codegen.softmax import Softmax, softmaxes
+from deuteron.codegen.triton_body import Body, closure, depths
 from deuteron.codegen.triton_math import combine, identity
 
 Kernel = tuple[Body, int, tuple[str, ...]]

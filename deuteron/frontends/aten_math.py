@@ -23,7 +23,7 @@ _UNARY: dict[str, str] = {
         "isnan", "isinf", "logical_not", "relu", "relu6", "sigmoid", "tanh", "silu", "mish",
         "hardswish", "hardsigmoid", "selu", "log_sigmoid",
     )
-} | {"sgn": "sign"}  # fmt: skip
+} | {"sgn": "sign", "special_ndtr": "ndtr"}  # fmt: skip
 
 # Calls of two operands, each a tensor or a number, that are one operator.
 _BINARY: dict[str, str] = {

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, bool_, float32
 from deuteron.ir.types import TensorType
+from deuteron.ops.elementwise import ndtr
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.movement import lay, with_axis
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
@@ -35,10 +36,16 @@ def _tanhshrink(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.abs() < 1.0, x * square / (3.0 + square + tail), F.tanhshrink(x))
 
 
+def _gelu_reference(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """PyTorch's own, but in float64, in which it has to be exact, with all its digits."""
+    if x.dtype == torch.float64 and approximate == "none":
+        return x * ndtr(x)
+    return F.gelu(x, approximate=approximate)
+
+
 def _gelu(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
     if a["approximate"] == "none":
-        below = (b.erf(x * math.sqrt(0.5)) + 1.0) * 0.5
-        return g * (below + x * b.exp(b.square(x) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)))
+        return g * (b.ndtr(x) + x * b.exp(b.square(x) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)))
     k, c = math.sqrt(2.0 / math.pi), 0.044715
     square = b.square(x)
     t = b.tanh(x * (square * c + 1.0) * k)
@@ -104,7 +111,7 @@ _ACTIVATIONS: tuple[_Row, ...] = (
      "1 / (1 + e⁻ˣ)"),
     ("tanh", torch.tanh, "y", lambda b, g, y, a: g * (1.0 - b.square(y)), 12, "normal", {},
      "tanh x"),
-    ("gelu", F.gelu, "x", _gelu, 16, "normal",
+    ("gelu", _gelu_reference, "x", _gelu, 16, "normal",
      {"approximate": Attr("str", "none", "how Φ is computed", choices=("none", "tanh"))},
      "x · Φ(x), with Φ the normal distribution or its tanh approximation"),
     ("silu", F.silu, "x", _silu, 11, "normal", {}, "x · sigmoid(x)"),

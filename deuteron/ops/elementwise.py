@@ -46,6 +46,15 @@ def _floating(name: str, dt: DType) -> DType:
     return dt if dt.is_float else float32
 
 
+def ndtr(x: torch.Tensor) -> torch.Tensor:
+    """Φ(x). PyTorch's 1 + erf loses its digits below −4: in float64, in which it has to be exact,
+    through erfc. 16-bit floats it does not take."""
+    if x.dtype == torch.float64:
+        return torch.erfc(x * -math.sqrt(0.5)) * 0.5
+    out: torch.Tensor = torch.special.ndtr(x.float())
+    return out.to(x.dtype) if x.dtype.is_floating_point else out
+
+
 # ---- one input ---------------------------------------------------------------------------
 
 _UNARY: tuple[tuple[str, Callable[..., Any], Grad | None, float, str, str], ...] = (
@@ -71,6 +80,9 @@ _UNARY: tuple[tuple[str, Callable[..., Any], Grad | None, float, str, str], ...]
     ("erf", torch.erf,
      lambda b, v: v.grad * b.exp(-b.square(v.arg(0))) * (2.0 / math.sqrt(math.pi)),
      12, "normal", "the error function"),
+    ("ndtr", ndtr,
+     lambda b, v: v.grad * b.exp(b.square(v.arg(0)) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)),
+     14, "normal", "Φ(x), the normal distribution"),
     ("floor", torch.floor, None, 1, "normal", "largest integer ≤ x"),
     ("ceil", torch.ceil, None, 1, "normal", "smallest integer ≥ x"),
     ("round", torch.round, None, 1, "normal", "nearest integer, ties to even"),
