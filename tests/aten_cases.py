@@ -72,7 +72,7 @@ _SIGNED = (
     "floor", "ceil", "round", "trunc", "isnan", "isinf", "isfinite", "logical_not", "relu",
     "relu6", "sigmoid", "tanh", "silu", "mish", "hardswish", "hardsigmoid", "selu", "log_sigmoid",
     "reciprocal", "atan", "frac", "leaky_relu", "gelu", "hardtanh", "celu", "softplus",
-    "softshrink", "hardshrink", "elu",
+    "softshrink", "hardshrink", "elu", "special_ndtr",
 )  # fmt: skip
 
 MATH = [
@@ -430,6 +430,5 @@ KEPT = [
     case("histc.default", X, 5), case("roll.default", X, [1], [1]),
     case("einsum.default", "bij,bkj->bik", [X, Y]),
     case("erfc.default", X),
-    case("special_ndtr.default", X),
     case("as_strided.default", X, [2, 2], [1, 2]), case("diagonal.default", t(3, 4)),
 ]  # fmt: skip
