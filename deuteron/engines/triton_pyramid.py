@@ -20,6 +20,7 @@ from deuteron.target import Target
 OPS = {"pyramid_pool": False, "pyramid_pool_grad": True}  # operator → whether it is the gradient
 REACHED = 0.4  # of the bandwidth of a copy, until a GPU says otherwise
 MOST = 2**31 - 2**20  # planes, places and programs are counted in 32 bits
+WIDEST = 512  # a row of the image, which a tile holds whole
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
@@ -33,10 +34,10 @@ def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
         return Refusal("there is nothing to compute: a size is 0")
     if OPS[node.op] and not region.graph.types[node.uses[0]].is_layout("contiguous"):
         return Refusal("the gradient is not in row-major order", "to_layout(grad) first")
-    cells = region.graph.types[node.uses[0] if OPS[node.op] else node.output].shape[2]
-    planes, places = prod(image.shape[:2]), prod(image.shape[2:])
-    if planes * cells > MOST or places > MOST or planes * places // 256 > MOST:
-        return Refusal("has more cells than 32 bits count", "split the batch")
+    if image.shape[-1] > WIDEST:
+        return Refusal(f"rows of {image.shape[-1]} are too long for a tile", f"at most {WIDEST}")
+    if prod(image.shape[:-1]) > MOST or prod(image.shape[2:]) > MOST:
+        return Refusal("has more rows than 32 bits count", "split the batch")
     return None
 
 
@@ -47,17 +48,20 @@ def _image(region: Region) -> TensorType:
 
 
 def tiles(image: TensorType) -> list[tuple[int, int, int]]:
-    """(planes, elements, warps) of a program, most promising first: along the channels where
-    these are adjacent, else along the rows."""
-    planes, places = prod(image.shape[:2]), prod(image.shape[2:])
-    shapes = ((64, 16), (32, 32), (128, 8)) if image.strides[1] == 1 else (
-        (8, 128), (4, 256), (16, 64), (32, 32))  # fmt: skip
-    found = [(min(p, power_of_two(planes)), min(k, power_of_two(places)), 4) for p, k in shapes]
+    """(planes, rows, warps) of a program, most promising first. A tile is as wide as the image;
+    where channels are adjacent it follows these, else the rows."""
+    planes, height = power_of_two(prod(image.shape[:2])), power_of_two((1, *image.shape[2:])[-2])
+    width = power_of_two(image.shape[-1])
+    found = []
+    for elements, warps in ((2048, 4), (4096, 8), (1024, 4)):
+        room = max(elements * 32 // max(image.dtype.bits, 32) // width, 1)
+        wide = min(planes, room, 32 if image.strides[1] == 1 else max(room // min(height, 8), 1))
+        found.append((wide, max(min(height, room // wide, 8), 1), warps))
     return list(dict.fromkeys(found))
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    return [dict(zip(("planes", "pixels", "warps"), t, strict=True)) for t in tiles(_image(region))]
+    return [dict(zip(("planes", "rows", "warps"), t, strict=True)) for t in tiles(_image(region))]
 
 
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
