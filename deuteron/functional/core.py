@@ -73,7 +73,7 @@ class Function:
                 tensors = tuple(_plain(self.name, t) for t in tensors)
                 known = self.knowing(tensors, attrs)
             if torch.is_grad_enabled() and _any_requires_grad(tensors):
-                found = _Differentiable.apply(known, *tensors)  # type: ignore[no-untyped-call]
+                found = record(known, *tensors)
             else:
                 found = known.run(tensors)
         return found[0] if len(found) == 1 else tuple(found)
@@ -238,8 +238,8 @@ class Pull:
         self, found: Sequence[torch.Tensor], places: Sequence[int]
     ) -> tuple[torch.Tensor | None, ...]:
         """Gradients for every input of the function."""
-        each = (found[place] for place in places)
-        return tuple(next(each) if need else None for need in self.needs)
+        each = iter(places)
+        return tuple([found[next(each)] if need else None for need in self.needs])
 
     @property
     def spec(self) -> str:
@@ -300,6 +300,11 @@ class _Differentiable(torch.autograd.Function):
         way = pull.way(of, given)
         return None, *pull.spread(way.run(given), way.places)
 
+
+# Function.apply, less its look at transforms, which is behind us already
+record: Callable[..., tuple[torch.Tensor, ...]] = super(
+    torch.autograd.Function, _Differentiable
+).apply
 
 # ---- for torch.compile
 

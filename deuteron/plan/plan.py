@@ -106,10 +106,14 @@ class Plan:
         no gradient. After a first run, and where the plan's kernels are ours, that is the bare
         calls: nothing is looked at any more."""
         direct = self.program.direct if self._capture_note else None
-        ours = all(c.candidate.engine.startswith(OURS) for c in self.decision.choices)
-        if direct is None or not ours:
+        if direct is None:
             return lambda *tensors: self.run_checked(tensors)
-        return direct
+        if all(c.candidate.engine.startswith(OURS) for c in self.decision.choices):
+            return direct
+        autocasting = torch._C._is_any_autocast_enabled
+        return lambda *tensors: (
+            self.run_checked(tensors) if autocasting() else direct(*tensors)
+        )  # fmt: skip
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._capture_note or torch.cuda.is_current_stream_capturing():

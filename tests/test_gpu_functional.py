@@ -1,0 +1,82 @@
+"""``dt.functional`` on a real GPU: every call, small ones by torch's functions and by plans, second
+derivatives, views whose signs are still to be turned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from tests.functional_cases import CALLS, Call, results
+from tests.tolerances import SINGLE, allowed, error
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+f = dt.functional
+HERE = ("softmax masked", "embedding", "embedding with positions", "batch_norm eval", "rope",
+        "rope of q", "cross_entropy", "linear_cross_entropy")  # fmt: skip
+ELSEWHERE = [c for name, c in CALLS.items() if name not in HERE]  # with tensors of their own
+
+
+def on_gpu(call: Call, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [t.cuda().requires_grad_() for t in call.tensors(dtype)]
+
+
+@pytest.mark.parametrize("delegated", [False, True])
+@pytest.mark.parametrize("call", ELSEWHERE, ids=lambda call: call.name)
+def test_results_and_gradients(call, delegated):
+    x, y = on_gpu(call, torch.float32), on_gpu(call, torch.float32)
+    wide = [t.detach().double().requires_grad_() for t in x]
+    with f.delegation(delegated):
+        ours = call.ours(f, *x)
+    theirs, exact = call.theirs(*y), call.theirs(*wide)
+    found = (results(ours), results(theirs), results(exact))
+    for a, b, e in zip(*found, strict=True):
+        assert a.dtype == torch.float32
+        assert error(a, e) <= allowed(error(b, e), torch.float32, 16)
+    weights = [torch.randn_like(e) for e in results(exact)]
+    grads = [
+        torch.autograd.grad(outs, given, [w.to(o) for w, o in zip(weights, outs, strict=True)])
+        for outs, given in zip(found, (x, y, wide), strict=True)
+    ]
+    for a, b, e in zip(*grads, strict=True):
+        assert error(a, e) <= allowed(error(b, e), torch.float32, 64)
+
+
+@pytest.mark.parametrize("name", ["gelu", "layer_norm with all", "softmax", "swiglu", "max_pool2d"])
+def test_second_derivatives(name):
+    call = CALLS[name]
+    assert torch.autograd.gradgradcheck(
+        lambda *t: call.ours(f, *t), on_gpu(call, torch.float64), fast_mode=True
+    )
+
+
+def test_views_whose_signs_are_still_to_be_turned():
+    z = torch.randn(64, 32, dtype=torch.complex64, device="cuda").conj().imag
+    assert z.is_neg()
+    target = torch.arange(64, device="cuda") % 32
+    assert error(f.cross_entropy(z, target), F.cross_entropy(z, target)) <= SINGLE
+    assert error(f.swiglu(z, z), F.silu(z) * z) <= SINGLE
+    x = torch.randn(64, 32, device="cuda", requires_grad=True)
+    up = torch.ones(1, dtype=torch.complex64, device="cuda").mul(1j).conj().imag[0]
+    assert up.is_neg()
+    (got,) = torch.autograd.grad(f.cross_entropy(x, target), x, up)
+    (want,) = torch.autograd.grad(F.cross_entropy(x, target), x, up)
+    assert error(got, want) <= SINGLE
+    image = z.reshape(2, 4, 16, 16)[:, :3].abs().neg().mul(1j).conj().imag
+    aug = dt.augment.Pipeline([dt.augment.RandomAffine(10)])
+    table = aug.table(image, step=0)
+    assert error(aug.with_table(image, table), aug.with_table(image.clone(), table)) <= SINGLE
+
+
+def test_a_captured_call_of_several_is_one_kernel():
+    x, r = (torch.randn(8, 64, device="cuda", requires_grad=True) for _ in range(2))
+    with f.delegation(True):
+        assert "torch's own function" in f.explain(f.swiglu, x, r)
+        f.swiglu(x.detach(), r.detach())
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            y = f.swiglu(x, r)
+    graph.replay()
+    assert error(y, F.silu(x) * r) <= SINGLE
