@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_passes import close, context, random
-from tolerances import allowed, error
+from tolerances import DOUBLE, DOUBLE_GRADIENT, allowed, error
 
 import deuteron as dt
 from deuteron.errors import GraphError
@@ -216,3 +216,52 @@ def test_a_gradient_that_is_one_operator_can_be_differentiated_again():
     given = values(feed) | {"grad_y": way}
     agrees(differentiate(graph, "y", list(feed)), given, want)
     agrees(pullback(graph, {"y": graph.types["x"]}, list(feed)), given, want)
+
+
+@pytest.mark.parametrize("act", [None, "relu", "leaky_relu", "silu"])
+@pytest.mark.parametrize("joined", [False, True], ids=["alone", "residual"])
+def test_batch_norm_takes_along_what_follows_it(act, joined):
+    """One operator each way, and the gradients and statistics of the parts."""
+    gen = torch.Generator().manual_seed(0)
+    shape = (3, 4, 5, 2)
+    x, r = (torch.randn(shape, generator=gen, dtype=torch.float64) for _ in range(2))
+    w, b, mean, var = (torch.rand(4, generator=gen, dtype=torch.float64) + 0.5 for _ in range(4))
+    g = dt.Graph("norm")
+    feed = {"x": x, "r": r, "w": w, "b": b, "mean": mean, "var": var}
+    s = {name: g.tensor(name, t.shape, t.dtype) for name, t in feed.items()}
+    y, new_mean, new_var, *_ = g.batch_norm_train(s["x"], s["w"], s["b"], s["mean"], s["var"])
+    z = s["r"] + y if joined else y
+    z = z if act is None else g.call(act, z)
+    g.sum(g.square(z)).output("loss")
+    new_mean.output("new_mean")
+    new_var.output("new_var")
+    back = g.grad("loss", wrt=["x", "r", "w", "b"]).ir()
+    ops = {node.op for node in back.nodes}
+    assert {"batch_norm_act", "batch_norm_act_grad"} <= ops and "batch_norm_train" not in ops
+    assert act is None or act not in ops
+    leaves = {n: feed[n].clone().requires_grad_() for n in ("x", "r", "w", "b")}
+    kept = [mean.clone(), var.clone()]
+    out = F.batch_norm(leaves["x"], *kept, leaves["w"], leaves["b"], True)
+    out = leaves["r"] + out if joined else out
+    out = out if act is None else getattr(F, act)(out)
+    out.square().sum().backward()
+    got = evaluate(back, feed)
+    for name, leaf in leaves.items():
+        want = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        assert error(got[f"grad_{name}"], want) <= DOUBLE_GRADIENT, name
+    for name, want in zip(("new_mean", "new_var"), kept, strict=True):
+        assert error(got[name], want) <= DOUBLE, name
+
+
+def test_a_sum_of_two_batch_norms_goes_with_one_of_them():
+    g = dt.Graph("block")
+    x, y = (g.tensor(n, (3, 4, 5), dt.float64) for n in "xy")
+    total = g.batch_norm_train(x)[0] + g.batch_norm_train(y)[0]
+    g.sum(g.square(g.relu(total))).output("loss")
+    back = g.grad("loss", wrt=["x", "y"]).ir()
+    assert [n.op for n in back.nodes].count("batch_norm_act") == 2
+    feed = {n: random(back.types[n]) for n in "xy"}
+    a, b = (feed[n].clone().requires_grad_() for n in "xy")
+    norm = [F.batch_norm(t, None, None, training=True) for t in (a, b)]
+    F.relu(norm[0] + norm[1]).square().sum().backward()
+    agrees(back, feed, {"x": a.grad, "y": b.grad})

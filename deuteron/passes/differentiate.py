@@ -16,15 +16,16 @@ from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Vjp
 from deuteron.passes.expand import written_out
+from deuteron.passes.join_batch_norm import join_batch_norm
 
 
 def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
     """``graph`` with a further output ``grad_<name>`` for every name in ``wrt``.
 
     The gradient of output ``of`` is seeded with 1 if it has one element, else with a new
-    input ``grad_<of>`` of its shape.
+    input ``grad_<of>`` of its shape. Batch norms in training are joined with what follows them.
     """
-    graph = written_out(graph)
+    graph = join_batch_norm(written_out(graph))
     target = dict(graph.outputs).get(of)
     if target is None:
         have = ", ".join(name for name, _ in graph.outputs) or "none"
