@@ -191,17 +191,6 @@ class ScalarProgram:
     def reductions(self) -> tuple[Reduce, ...]:
         return tuple(s for s in self.statements if isinstance(s, Reduce))
 
-    @cached_property
-    def cancels(self) -> bool:
-        """Whether a product meets in a sum what was reduced from it, as in x·y - max(x·y). The
-        difference may have to be exactly zero, which it is not where a compiler makes one fused
-        operation of the multiplication and the subtraction."""
-        computed = [s for s in self.statements if isinstance(s, Compute)]
-        reduced = {r.source for r in self.reductions}
-        products = {s.name for s in computed if s.op == "mul" and s.name in reduced}
-        sums = [s for s in computed if s.op in ("add", "sub")]
-        return any(isinstance(a, str) and a in products for s in sums for a in s.args)
-
     def anonymous(self) -> ScalarProgram:
         """The same with tensors called a0, a1 … and y0, y1 …: equal work gets equal code."""
         names = {v: f"a{i}" for i, v in enumerate(self.inputs)}

@@ -40,7 +40,7 @@ def compiled(rendered: Rendered, launch: Launch, aligned: bool = True, target: A
     kinds = [rendered.pointers[a] for a in launch.arguments]
     signature = dict(zip(fn.arg_names, kinds, strict=True))
     attrs = {(k,): [["tt.divisibility", 16]] for k in range(len(kinds))} if aligned else {}
-    options = {"num_warps": rendered.warps, "num_stages": 1, "enable_fp_fusion": rendered.fuses}
+    options = {"num_warps": rendered.warps, "num_stages": 1, "enable_fp_fusion": False}
     return triton.compile(ASTSource(fn, signature, attrs=attrs), target=target, options=options)
 
 

@@ -4,6 +4,9 @@ Only what both Triton's compiler and its interpreter know is used. ``tl.log``, `
 ``tl.sin`` and ``tl.cos`` compile to correctly behaved library routines; ``tl.exp`` does not: it
 rounds x·log₂e once, which costs |x|·2⁻²⁴, so a float32 result gets an exponential of its own.
 What has no portable call (tanh, expm1, log1p, pow, rint, Φ) is written out in :data:`HELPERS`.
+
+Kernels are compiled without contraction: an operation of the program rounds once, as in torch, so
+that x·y - x·y is 0. Only the helpers fuse, by ``tl.fma``.
 """
 
 from __future__ import annotations
@@ -75,8 +78,8 @@ return h ^ (h >> 16)
         f"""
 # e^x = 2^n 2^(r log2 e), r = x - n ln 2 in two exact steps
 x = tl.maximum(tl.minimum(x, 89.0, {ALL_NAN}), -105.0, {ALL_NAN})
-n = tl.floor(x * 1.4426950408889634 + 0.5)
-r = (x - n * 0.693359375) + n * 2.12194440e-4
+n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))
+r = tl.fma(n, 2.12194440e-4, tl.fma(n, -0.693359375, x))
 return tl.exp2(r * 1.4426950408889634) * 2.0 * tl.exp2(n - 1.0)
 """,
     ),
@@ -86,13 +89,12 @@ return tl.exp2(r * 1.4426950408889634) * 2.0 * tl.exp2(n - 1.0)
 # a polynomial where 1 - 2 / (e^2x + 1) would cancel
 a = tl.abs(x)
 z = x * x
-p = -5.70498872745e-3
-p = p * z + 2.06390887954e-2
-p = p * z - 5.37397155531e-2
-p = p * z + 1.33314422036e-1
-p = p * z - 3.33332819422e-1
+p = tl.fma(z, -5.70498872745e-3, 2.06390887954e-2)
+p = tl.fma(p, z, -5.37397155531e-2)
+p = tl.fma(p, z, 1.33314422036e-1)
+p = tl.fma(p, z, -3.33332819422e-1)
 far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(a, 20.0, propagate_nan=tl.PropagateNan.ALL)) + 1.0)
-return tl.where(a < 0.625, x + x * z * p, tl.where(x < 0, -far, far))
+return tl.where(a < 0.625, tl.fma(x * z, p, x), tl.where(x < 0, -far, far))
 """,
     ),
     "_tanh16": helper(
@@ -100,7 +102,7 @@ return tl.where(a < 0.625, x + x * z * p, tl.where(x < 0, -far, far))
         """
 # for a result of 16 bits: the quotient cancels only where x - x^3 / 3 has 20 bits
 far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-return tl.where(tl.abs(x) < 0.05, x - x * x * x * 0.33333333, far)
+return tl.where(tl.abs(x) < 0.05, tl.fma(x * x * x, -0.33333333, x), far)
 """,
     ),
     "_tanh64": helper(
@@ -116,9 +118,9 @@ return tl.where(x < 0, -y, y)
         f"""
 # the normal distribution: 2^q(|x|), or what is left of 1; nothing cancels
 a = tl.minimum(tl.abs(x), {normal.GONE}, {ALL_NAN})
-q = {normal.TAIL[0]!r}
+q = tl.fma(a, {normal.TAIL[0]!r}, {normal.TAIL[1]!r})
 """
-        + "".join(f"q = q * a + {k!r}\n" for k in normal.TAIL[1:])
+        + "".join(f"q = tl.fma(q, a, {k!r})\n" for k in normal.TAIL[2:])
         + """
 p = tl.exp2(q)
 return tl.where(x < 0, p, 1.0 - p)
@@ -128,7 +130,7 @@ return tl.where(x < 0, p, 1.0 - p)
         "_ndtr64", "x",
         """
 half = tl.full((), 0.5, tl.float64)
-return half + half * tl.erf(x * tl.full((), 0.7071067811865476, tl.float64))
+return tl.fma(half, tl.erf(x * tl.full((), 0.7071067811865476, tl.float64)), half)
 """,
     ),
     "_expm1": helper("_expm1", "x", EXPM1.format(exp="_exp")),

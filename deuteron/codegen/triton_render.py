@@ -58,7 +58,6 @@ class Rendered:
     partials: tuple[Partial, ...]
     pointers: dict[str, str]  # value or partial → Triton's pointer type
     warps: int
-    fuses: bool = True  # whether a product and a sum may become one operation, rounded once
 
 
 def power_of_two(n: int) -> int:
@@ -103,8 +102,7 @@ class Renderer:
             launches.append(Launch(name, grid, arguments))
         pointers = self.pointers | {f"#{p.name}": p.pointer for p in partials}
         source = "\n\n".join([HEAD, *self.math.helpers(), *texts])
-        fuses = not self.program.cancels
-        return Rendered(source, tuple(launches), partials, pointers, knobs.warps, fuses)
+        return Rendered(source, tuple(launches), partials, pointers, knobs.warps)
 
     # ---- elementwise
 

@@ -48,7 +48,7 @@ class TritonGen:
     """Writes a Triton kernel for a region of elementwise, movement and reduction operators."""
 
     name = "triton_gen"
-    version = "3"
+    version = "4"
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         found = refuse_anywhere(target) or program_of(region)
