@@ -17,6 +17,7 @@ from deuteron.passes.differentiate import differentiate, pullback
 from deuteron.passes.expand import expand
 from deuteron.passes.fold_batch_norm import fold_batch_norm
 from deuteron.passes.fuse import Veto, fuse
+from deuteron.passes.join_rope import join_rope
 from deuteron.passes.layout import choose_layout
 from deuteron.passes.simplify import algebra, canonicalise
 
@@ -26,6 +27,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value
     Pass("canonicalise", canonicalise),  # one form for equal things
     Pass("fold constants", fold_constants),  # weights that are only reshaped, masks, tables
+    Pass("join rope", join_rope),  # rotate-half, as models write it, where a kernel takes it whole
     Pass("fold batch norm", fold_batch_norm),  # into convolution and linear
     Pass("algebra", algebra),  # rules that keep every number
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
