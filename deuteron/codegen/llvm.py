@@ -325,13 +325,24 @@ def compile_module(module: Any) -> bytes:
     """Object code for this machine."""
     parsed = binding.parse_assembly(str(module))
     parsed.verify()
-    # the kernels are vectorised and unrolled as they are written: higher levels take longer and
-    # gave no faster code
-    options = binding.create_pipeline_tuning_options(speed_level=1)
-    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-    passes = binding.create_pass_builder(_machine(), options)
-    passes.getModulePassManager().run(parsed, passes)
+    # the kernels are vectorised and unrolled as they are written: LLVM's own pipelines take several
+    # times as long as these passes and gave no faster code
+    passes = binding.create_new_module_pass_manager()
+    for name in PASSES:
+        getattr(passes, f"add_{name}_pass")()
+    passes.run(parsed, binding.create_pass_builder(_machine(), _tuning()))
     return bytes(_machine().emit_object(parsed))
+
+
+PASSES = (
+    "sroa", "simplify_cfg", "loop_rotate", "instruction_combine", "new_gvn",
+    "dead_code_elimination", "simplify_cfg",
+)  # fmt: skip
+
+
+@lru_cache
+def _tuning() -> Any:
+    return binding.create_pipeline_tuning_options(speed_level=1)
 
 
 def _read(path: Path, key: str) -> bytes | None:

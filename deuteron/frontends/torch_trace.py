@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deuteron.frontends.aten import schema_order
 from deuteron.frontends.torch_fx import is_plain
 
-LIMIT_S = 1.0  # a model that runs longer is traced without data, by torch.export
+LIMIT_S = 2.0  # a model that runs longer is traced without data, by torch.export
 
 
 class NeedsExport(Exception):
