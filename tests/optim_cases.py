@@ -135,7 +135,7 @@ def trained(
 def check(case: Case, dtype: torch.dtype, device: str = "cpu", steps: int = 10) -> str:
     """What is wrong, or nothing."""
     import deuteron as dt
-    from tests.tolerances import allowed, error
+    from tests.tolerances import SIGNS_TURNED, allowed, error
 
     extra = dict(case.extra)
     if case.ours == "LAMB" and dtype == torch.float16:
@@ -149,7 +149,7 @@ def check(case: Case, dtype: torch.dtype, device: str = "cpu", steps: int = 10) 
         if case.ours == "Lion" and dtype != torch.float64:
             # a sign that rounding turned moves an element by two rates
             turned = ((a.double() - c).abs() > bound).double().mean() if a.numel() else 0.0
-            off = off if turned > 0.02 else 0.0
+            off = off if turned > SIGNS_TURNED else 0.0
         if not off <= bound:
             wrong.append(f"{tuple(shape)}: {off:.3g} > {bound:.3g}")
     return "; ".join(wrong)
@@ -169,9 +169,12 @@ def _give(params: list[torch.Tensor], seed: int, factor: float = 1.0) -> None:
         p.grad = (g * factor).to(p.dtype)
 
 
-def _differ(a: Any, b: Any, dtype: torch.dtype = torch.float32, roundings: float = 16) -> str:
-    from tests.tolerances import EPS, error
+def _differ(
+    a: Any, b: Any, dtype: torch.dtype = torch.float32, roundings: float | None = None
+) -> str:
+    from tests.tolerances import EPS, FEW_STEPS, error
 
+    roundings = FEW_STEPS if roundings is None else roundings
     off = [error(x, y) for x, y in zip(a, b, strict=True)]
     return f"off by {off}" if max(off) > roundings * EPS[dtype] else ""
 
@@ -331,6 +334,7 @@ def odd_memory(device: str) -> str:
 def eight_bits(device: str) -> str:
     """Close to AdamW, the same in every run, small tensors exactly AdamW."""
     import deuteron as dt
+    from tests.tolerances import EIGHT_BIT_UPDATE
 
     ends = []
     for cls in (dt.optim.AdamW8bit, dt.optim.AdamW8bit, torch.optim.AdamW):
@@ -350,7 +354,7 @@ def eight_bits(device: str) -> str:
     if wrong := _differ(one[1:2], plain[1:2], roundings=64):
         return f"the small tensor: {wrong}"
     off = [float((x - y).norm() / y.norm()) for x, y in zip(one, plain, strict=True)]
-    return f"off by {off}" if max(off) > 0.08 else ""
+    return f"off by {off}" if max(off) > EIGHT_BIT_UPDATE else ""
 
 
 # ---- the same for every optimiser: each against itself, given what the option should amount to

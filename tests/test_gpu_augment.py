@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from augment_cases import BACKWARD, FORWARD, GRADIENTS, PIPELINES, images, plain
-from tolerances import allowed, error
+from tolerances import AT_A_CORNER, AT_A_STEP, CORNER, allowed, error
 
 import deuteron as dt
 from deuteron.augment import (
@@ -61,7 +61,7 @@ def test_the_kernel_agrees_with_plain_torch(name, kind, size, nhwc):
         limit = 1.0  # a half may round either way
     off = (got.double().cpu() - exact).abs() > limit
     # nearest has steps: a place on one may round to either side
-    most = 1e-3 if "nearest" in name else 0.0
+    most = AT_A_STEP if "nearest" in name else 0.0
     assert float(off.double().mean()) <= most, report(name, kind, got, exact, limit)
 
 
@@ -105,9 +105,9 @@ def test_gradients_agree_with_plain_torch_and_repeat(name, kind, size):
     (exact,) = torch.autograd.grad(plain(aug, wide, 1, True), wide, seed.double())
     (near,) = torch.autograd.grad(plain(aug, same, 1, False), same, seed)
     # at corners of clamp and hue both one-sided slopes are right: few pixels may differ
-    off = (got.double().cpu() - exact).abs() > 1e-2 * exact.abs().max()
+    off = (got.double().cpu() - exact).abs() > CORNER * exact.abs().max()
     limit = allowed(error(near, exact), kind, 64) + of_places(aug, kind, size)
-    fine = error(got, exact) <= limit or float(off.double().mean()) < 2e-3
+    fine = error(got, exact) <= limit or float(off.double().mean()) < AT_A_CORNER
     assert fine, report(name, kind, got, exact, limit)
 
 

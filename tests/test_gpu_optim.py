@@ -20,7 +20,7 @@ from tests.optim_cases import (
     start,
     tensors,
 )
-from tests.tolerances import EPS, error
+from tests.tolerances import EPS, FEW_STEPS, MANY_STEPS, SINGLE_LAYERS, STEPS, TRAINED, error
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -64,7 +64,7 @@ def test_grad_scaler():
             scaler.update()
         ends.append((p.detach(), float(made.state[p]["step"]), scaler.get_scale()))
     assert ends[0][1:] == ends[1][1:]
-    assert error(ends[0][0], ends[1][0]) <= 32 * EPS[torch.float32]
+    assert error(ends[0][0], ends[1][0]) <= STEPS * EPS[torch.float32]
 
 
 GRAPHED = [
@@ -115,7 +115,7 @@ def test_under_a_cuda_graph(name, reference, given):
         plain.step()
     torch.cuda.synchronize()
     off = {tuple(p.shape): error(p, q) for p, q in zip(params, others, strict=True)}
-    assert max(off.values()) <= 64 * EPS[torch.float32], off
+    assert max(off.values()) <= MANY_STEPS * EPS[torch.float32], off
     if name in ("AdamW", "LAMB"):
         assert {float(s["step"]) for s in optimizer.state.values()} == {6.0}
 
@@ -187,7 +187,7 @@ def test_backward_and_step_in_one_graph():
         train(twin, plain)
     torch.cuda.synchronize()
     off = [error(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)]
-    assert max(off) <= 256 * EPS[torch.float32], off
+    assert max(off) <= TRAINED * EPS[torch.float32], off
 
 
 def test_capture_without_capturable_is_refused():
@@ -217,7 +217,7 @@ def test_past_two_to_the_31_elements():
     assert ends == [0.875] * 5 + [1.125] * 5
     middle = p.detach()[2**31 - 8 : 2**31 + 8].float().unique().tolist()
     assert middle == [0.875]
-    assert error(optimizer.grad_norm, torch.tensor(float(n)).sqrt()) < 1e-5
+    assert error(optimizer.grad_norm, torch.tensor(float(n)).sqrt()) < SINGLE_LAYERS
 
 
 def test_factored_past_two_to_the_31_elements():
@@ -262,7 +262,7 @@ def test_parameters_on_two_kinds_of_device():
         ours.step()
         plain.step()
     off = [error(p, q) for p, q in zip(split, whole, strict=True)]
-    assert max(off) <= 16 * EPS[torch.float32], off
+    assert max(off) <= FEW_STEPS * EPS[torch.float32], off
 
 
 def test_state_dicts_are_torchs_fused_ones():
@@ -280,7 +280,7 @@ def test_state_dicts_are_torchs_fused_ones():
             (first if k < 3 else second).step()
             straight.step()
         off = [error(p, q) for p, q in zip(params, whole, strict=True)]
-        assert max(off) <= 32 * EPS[torch.float32], (back, off)
+        assert max(off) <= STEPS * EPS[torch.float32], (back, off)
 
 
 def test_state_goes_between_devices():
@@ -300,5 +300,5 @@ def test_state_goes_between_devices():
         optimizer.step()
         straight.step()
         saved = copy.deepcopy(optimizer.state_dict())
-    assert error(p, whole) <= 16 * EPS[torch.float32]
+    assert error(p, whole) <= FEW_STEPS * EPS[torch.float32]
     assert float(optimizer.state[p]["step"]) == 6.0

@@ -28,6 +28,18 @@ SINGLE_LAYERS = 1e-5  # and through some layers, or an angle of many turns
 NETWORK = 1e-4  # two ways through a small float32 network: the same sums in another order
 GRADIENT = 1e-5  # finite differences in float64: truncation and cancellation together
 
+# Roundings after some steps of an optimiser, two ways to the same numbers.
+FEW_STEPS, STEPS, MANY_STEPS = 16, 32, 64
+TRAINED = 256  # and through a network that is trained by them
+SIGNS_TURNED = 0.02  # the part of Lion's signs that rounding may turn
+EIGHT_BIT_UPDATE = 0.08  # what a state of 8 bits may do to some updates, by length
+EIGHT_BIT_MEAN = 2e-3  # and to the mean of many roundings
+EVEN = 5e-3  # the mean of 2¹⁶ numbers that lie evenly in [0, 1), from a half
+
+# Images: a place on a step of "nearest", or at a corner of clamp or hue, may go either way.
+AT_A_STEP = 1e-3  # the part of pixels
+AT_A_CORNER, CORNER = 2e-3, 1e-2  # the part of gradients, and by how much of the largest
+
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> float:
     """Largest |out − exact| relative to the scale of exact; inf if nan or inf differ."""

@@ -149,6 +149,11 @@ Output = int | None | Sequence[int | None]
 
 def _adaptive(kind: str, dims: int, x: Tensor, size: Output, return_indices: bool = False) -> Any:
     given = (size,) * dims if size is None or isinstance(size, int) else tuple(size)
+    if len(given) != dims:
+        raise BindError(
+            f"output_size={given} has {len(given)} numbers for {dims} dimensions",
+            remedy=f"give one number, or {dims}",
+        )
     space = x.shape[-dims:]
     full = tuple(n if s is None else s for n, s in zip(space, given, strict=True))
     name = f"adaptive_{kind}_pool" + ("_with_indices" if return_indices else "")

@@ -1,0 +1,92 @@
+"""Arguments as they are mistyped: every call ends in an error that names what is wrong, never in a
+number. What torch checks at the same place may answer in torch's words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.errors import DeuteronError
+from tests.tolerances import SINGLE, error
+
+f, nn = dt.functional, dt.nn
+X, IMAGE = torch.ones(4, 8), torch.ones(2, 3, 6, 6)
+CLASSES = torch.tensor([0, 1, 2, 3])
+HEADS, TABLE = torch.ones(1, 2, 3, 8), torch.ones(3, 4)
+
+WRONG = {
+    "a shape that x does not end with": (lambda: f.rms_norm(X, (7,)), "is not how x"),
+    "a weight of another length": (lambda: f.layer_norm(X, (8,), torch.ones(7)), r"\[7\]"),
+    "integers": (lambda: f.layer_norm(X.long(), (8,)), "int64|Long"),
+    "a weight of another type": (
+        lambda: f.layer_norm(X.half(), (8,), torch.ones(8, dtype=torch.float64)), "float64|mixed"),
+    "groups that do not divide": (lambda: f.group_norm(IMAGE, 2), "3 channels"),
+    "no statistics": (lambda: f.batch_norm(IMAGE, None, None), "running_mean"),
+    "an activation that is none": (
+        lambda: f.layer_norm(X, (8,), activation="rulu"), "no activation 'rulu'"),
+    "an axis out of range": (lambda: f.softmax(X, 5), "out of range|range of"),
+    "softmax of integers": (lambda: f.softmax(X.long(), 1), "int64|Long"),
+    "an axis of a sum": (lambda: f.sum(X, dim=7), "out of range"),
+    "an axis of argmax": (lambda: f.argmax(X, dim=4), "out of range"),
+    "an axis of a scan": (lambda: f.cumsum(X, 9), "out of range"),
+    "more than there are": (lambda: f.topk(X, 99), "k=99"),
+    "an unknown reduction": (lambda: f.cross_entropy(X, CLASSES, reduction="avg"), "'avg'"),
+    "a class out of range": (lambda: f.cross_entropy(X, torch.tensor([0, 1, 2, 9])), "class 9"),
+    "a class below 0": (lambda: f.cross_entropy(X, torch.tensor([0, 1, 2, -5])), "class -5"),
+    "labels of another length": (lambda: f.cross_entropy(X, CLASSES[:3]), r"int64\[3\]"),
+    "smoothing above 1": (
+        lambda: f.cross_entropy(X, CLASSES, label_smoothing=1.5), "label_smoothing=1.5"),
+    "a class of a product": (
+        lambda: f.linear_cross_entropy(X, torch.ones(5, 8), torch.tensor([0, 1, 2, 9])),
+        "class 9 is not one of 5"),
+    "a product that does not fit": (
+        lambda: f.linear_cross_entropy(X, torch.ones(5, 7), CLASSES), "cannot multiply"),
+    "a row that is not there": (
+        lambda: f.embedding(torch.tensor([0, 9]), torch.ones(5, 4)), "out of range"),
+    "a row below 0": (lambda: f.embedding(torch.tensor([-1]), torch.ones(5, 4)), "out of range"),
+    "rows as floats": (lambda: f.embedding(torch.rand(3), torch.ones(5, 4)), "float32|Float"),
+    "a probability above 1": (lambda: f.dropout(X, 1.5), "1.5"),
+    "a probability below 0": (lambda: f.dropout(X, -0.1), "-0.1"),
+    "no probability": (lambda: f.dropout(X, float("nan")), "nan"),
+    "a window of nothing": (lambda: f.max_pool2d(IMAGE, 0), "kernel|greater than zero"),
+    "three sizes for two": (lambda: f.adaptive_avg_pool2d(IMAGE, (2, 2, 2)), "3 numbers for 2"),
+    "a kind of pool": (lambda: f.pyramid_pool2d(IMAGE, kind="median"), "'median'"),
+    "a grid of nothing": (lambda: f.pyramid_pool2d(IMAGE, (0,)), r"sizes=\(0,\)"),
+    "a mode": (lambda: f.interpolate(IMAGE, scale_factor=2, mode="cube"), "'cube'|cube"),
+    "an image of nothing": (lambda: f.interpolate(IMAGE, size=(0, 3)), "0, 3|greater than 0"),
+    "channels that do not divide": (lambda: f.pixel_shuffle(IMAGE, 2), "3 channels|divisible"),
+    "a grid of three": (lambda: f.grid_sample(IMAGE, torch.zeros(2, 4, 4, 3)), "grid"),
+    "an approximation": (lambda: f.gelu(X, approximate="fast"), "fast|approximate"),
+    "two devices": (lambda: f.layer_norm(X, (8,), torch.ones(8, device="meta")), "cpu, meta|meta"),
+    "a list": (lambda: f.relu([1.0]), "list"),
+    "rank 2 for rope": (lambda: f.rope(X), "rank 4"),
+    "odd features": (lambda: f.rope(torch.ones(1, 2, 3, 7)), "7 of 7 features"),
+    "positions as floats": (lambda: f.rope(HEADS, positions=torch.rand(1, 2)), "float32"),
+    "a position beyond the tables": (
+        lambda: f.rope(HEADS, cos=TABLE, sin=TABLE, positions=torch.tensor([[0, 7]])),
+        "out of range"),
+    "a condition of floats": (lambda: f.where(X, X, X), "not bool|boolean"),
+    "half of an odd number": (lambda: f.swiglu(torch.ones(4, 7)), "halved"),
+    "Dropout": (lambda: nn.Dropout(2.0), "between 0 and 1"),
+    "Embedding": (lambda: nn.Embedding(5, 4)(torch.tensor([9])), "out of range"),
+    "CrossEntropyLoss": (lambda: nn.CrossEntropyLoss(reduction="x")(X, CLASSES), "'x'"),
+    "GroupNorm": (lambda: nn.GroupNorm(3, 8), "divisible"),
+    "BatchNorm2d of a matrix": (lambda: nn.BatchNorm2d(3)(X), "4D"),
+    "BatchNorm2d of one value": (
+        lambda: nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1)), "one value|more than 1 value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_is_refused(what):
+    call, says = WRONG[what]
+    kinds = (DeuteronError, IndexError, ValueError, RuntimeError, TypeError, NotImplementedError)
+    with pytest.raises(kinds, match=says):
+        call()
+
+
+def test_an_ignored_class_counts_for_nothing():
+    given = torch.tensor([0, 1, 2, -100])
+    want = torch.nn.functional.cross_entropy(X, given)
+    assert error(f.cross_entropy(X, given), want) <= SINGLE
