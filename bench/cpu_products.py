@@ -47,6 +47,11 @@ LINEARS = (
 ATTENTIONS = (("attention 12×128×64", 12, 128, 64), ("attention 12×197×64", 12, 197, 64))
 
 
+class _Attention(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 def _ours(graph: dt.Graph) -> dict[str, Callable[[], Any]]:
     """Every candidate of cpu_gemm for a graph of one region, and the vendor's calls."""
     cpu, policy, device = dt.target("cpu"), dt.Policy(), torch.device("cpu")
@@ -131,5 +136,7 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         parts = [g.tensor(n, (1, heads, length, d), dt.float32) for n in "qkv"]
         g.attention(*parts).output("y")
         runs = _ours(g) | {"eager": partial(F.scaled_dot_product_attention, q, k_, v)}
-        _row(record, name, 4.0 * heads * length * length * d, runs)
+        peer = onnx_runtime(_Attention(), q, k_, v)
+        flops = 4.0 * heads * length * length * d
+        _row(record, name, flops, runs | ({"ort": peer} if peer else {}))
     return record
