@@ -700,3 +700,64 @@ def test_without_llvmlite_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     refusal = ENGINE.refuse(_linear(), CPU, POLICY)
     assert refusal is not None
     assert refusal.remedy == "pip install llvmlite"
+
+
+# ---- gradients of norms ------------------------------------------------------------------------
+
+
+def norm_grad(
+    op: str, shape: tuple[int, ...], dims: int, given: str, keep: tuple[int, ...] | None = None
+) -> tuple[Region, dict[str, torch.Tensor]]:
+    """One gradient on numbers far from 0; ``given`` names the inputs beyond x and grad."""
+    gen = torch.Generator().manual_seed(0)
+    sizes = {"x": shape, "grad": shape, "weight": shape[-dims:], "extra": shape}
+    tensors = {name: torch.randn(size, generator=gen) for name, size in sizes.items()
+               if name in ("x", "grad") or name in given}  # fmt: skip
+    tensors["x"] += 1000.0
+    b = GraphBuilder(table.infer, op)
+    for name, tensor in tensors.items():
+        b.input(name, TensorType.from_tensor(tensor))
+    bias = "same" if "bias" in given else "none"
+    ins = [name if name in tensors else None for name in sizes]
+    outs = b.emit(op, ins, {"dims": dims, "eps": 1e-5, "bias": bias})
+    for k in range(len(outs)) if keep is None else keep:
+        b.output(f"y{k}", outs[k])
+    return Region(b.finish()), tensors
+
+
+ROWS = [((64, 1024), 1), ((7, 5), 1), ((3, 4, 33), 2), ((300, 70), 1), ((5, 2), 1), ((1, 129), 1)]
+NORMS = [("layer_norm_grad", given) for given in ("weight bias extra", "bias", "")]
+NORMS += [("rms_norm_grad", given) for given in ("weight extra", "")]
+
+
+@pytest.mark.parametrize(("shape", "dims"), ROWS)
+@pytest.mark.parametrize(("op", "given"), NORMS)
+def test_gradients_of_norms(op: str, given: str, shape: tuple[int, ...], dims: int) -> None:
+    region, tensors = norm_grad(op, shape, dims, given)
+    check_norm_grad(region, tensors)
+
+
+@pytest.mark.parametrize("keep", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_gradients_of_norms_that_nobody_reads_are_not_made(keep: tuple[int, ...]) -> None:
+    check_norm_grad(*norm_grad("layer_norm_grad", (50, 40), 1, "weight bias", keep))
+
+
+def check_norm_grad(region: Region, tensors: dict[str, torch.Tensor]) -> None:
+    exact, plain = (evaluate(region.graph, tensors, float64=wide) for wide in (True, False))
+    (candidate,) = ENGINE.candidates(region, CPU, POLICY)
+    outs = [torch.full(region.graph.types[v].shape, math.nan) for v in region.outputs]
+    built(region, candidate, tensors).fill([tensors[v] for v in region.inputs], outs)
+    for out, (name, _) in zip(outs, region.graph.outputs, strict=True):
+        bound = allowed(error(plain[name], exact[name]), torch.float32, tensors["x"].numel())
+        assert error(out, exact[name]) <= bound
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_of_norms_spoil_only_their_row(bad: float) -> None:
+    region, tensors = norm_grad("layer_norm_grad", (6, 40), 1, "weight", (0,))
+    tensors["x"][2, 3] = bad
+    (candidate,) = ENGINE.candidates(region, CPU, POLICY)
+    out = torch.empty(6, 40)
+    built(region, candidate, tensors).fill([tensors[v] for v in region.inputs], [out])
+    assert out[2].isnan().all()
+    assert out[[0, 1, 3, 4, 5]].isfinite().all()

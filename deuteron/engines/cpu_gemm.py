@@ -1,9 +1,10 @@
-"""``cpu_gemm``: generated products, convolutions, attention, pyramid pooling and changes of layout
-for the CPU.
+"""``cpu_gemm``: generated products, convolutions, attention, pyramid pooling, changes of layout and
+gradients of norms for the CPU.
 
 Each recipe has its own refusals, knobs, estimate and kernel (``deuteron/kernels/cpu``): a packed
 implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions, depthwise
-convolution, attention, pyramid pooling, and the move between row-major order and nhwc. The epilogue
+convolution, attention, pyramid pooling, the move between row-major order and nhwc, and the
+gradients of layer norm and RMS norm. The epilogue
 of the region (bias, residual, activation) runs inside. Object code is compiled once per machine and
 kept.
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu_layout import TO_LAYOUT
+from deuteron.engines.cpu_norm import NORM_GRAD
 from deuteron.engines.cpu_pool import PYRAMID
 from deuteron.engines.cpu_product import PRODUCT
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
@@ -32,7 +34,7 @@ class CpuGemm(RecipeEngine):
     version = "3"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, PYRAMID, TO_LAYOUT)
+        return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, PYRAMID, TO_LAYOUT, NORM_GRAD)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

@@ -165,6 +165,7 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
 OVERHEAD = {  # seconds a call costs beyond its work
     ("conv", "cpu"): 1.2e-4,  # oneDNN looks up its primitive and packs the weight at every call
     ("linear", "cpu"): 8e-6, ("matmul", "cpu"): 6e-6,
+    ("layer_norm_grad", "cpu"): 5e-5, ("rms_norm_grad", "cpu"): 4e-5,  # a dozen calls
     # a dozen launches more
     ("layer_norm_grad", "cuda"): 2.5e-5, ("rms_norm_grad", "cuda"): 2e-5,
     ("group_norm_grad", "cuda"): 2.5e-5, ("instance_norm_grad", "cuda"): 2.5e-5,
@@ -188,6 +189,7 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("pyramid_pool_grad", "cuda"): 0.06,
     ("group_norm", "cuda"): 0.5, ("instance_norm", "cuda"): 0.5,  # x is read twice
     # a dozen calls on float32 copies of all operands
+    ("layer_norm_grad", "cpu"): 0.1, ("rms_norm_grad", "cpu"): 0.1,
     ("layer_norm_grad", "cuda"): 0.06, ("rms_norm_grad", "cuda"): 0.08,
     ("group_norm_grad", "cuda"): 0.06, ("instance_norm_grad", "cuda"): 0.06,
 }  # fmt: skip

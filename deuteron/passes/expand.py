@@ -1,9 +1,9 @@
 """Operators that stand for several, such as the gradients of a norm, written out in simpler ones
 wherever no kernel takes them whole.
 
-Whole they are kept on GPUs, for tensors in row-major order: hand-written kernels make all their
-results in one pass over memory. Everywhere else the generated code of the simpler operators is
-as good, and fuses with its neighbours.
+Whole they are kept on GPUs, for tensors in row-major order, and on the CPU those of layer norm and
+RMS norm in float32: hand-written kernels make all their results in one pass over memory. Everywhere
+else the generated code of the simpler operators is as good, and fuses with its neighbours.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Whole = Callable[[str, Sequence[TensorType | None]], bool]
 ANY_ROWS = frozenset({"rope"})  # whose kernels take any strides but that of the last dimension
 # Our kernels take nhwc as well as row-major, and on a CPU PyTorch's own are quicker than the parts.
 ANY_ORDER = frozenset({"batch_norm_act", "batch_norm_act_grad"})
+ROWS_ON_CPU = frozenset({"layer_norm_grad", "rms_norm_grad"})  # in float32
 EXTRA = "extra?"  # an input that is added to the first result
 
 
@@ -32,7 +33,10 @@ def taken_whole(op: str, types: Sequence[TensorType | None], target: Target) -> 
         return target.is_cuda and all(t.numel and t.strides[-1] == 1 for t in given)
     if op in ANY_ORDER:
         return all(t.numel for t in given)
-    return target.is_cuda and all(t.numel and t.is_layout("contiguous") for t in given)
+    plain = all(t.numel and t.is_layout("contiguous") for t in given)
+    if target.is_cuda or not plain:
+        return target.is_cuda and plain
+    return op in ROWS_ON_CPU and all(t.dtype.short == "f32" and t.numel < 2**31 for t in given)
 
 
 def expand(graph: Graph, ctx: Context) -> Graph:

@@ -1,0 +1,227 @@
+"""The gradients of layer norm and RMS norm over rows of float32, from one read of x and grad.
+
+    d = x − mean    hat = d · rstd    inner = grad · weight
+    dx = (inner − mean(inner) − hat · mean(inner · hat)) · rstd + extra
+    dweight = Σ grad · hat    dbias = Σ grad
+
+    bytes = 4 · (x + grad + dx + extra), all further passes over a row from L1
+
+Each thread takes a range of rows, and keeps sums for dweight and dbias of its own, which a second
+call adds up. So the order of a sum depends on how many threads there are, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deuteron.codegen.calls import Call, Room, Word
+from deuteron.codegen.llvm import F32, I32, Code, Loaded, Value, entry, load, vec, width
+
+SHORT = 32  # columns
+SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for: the norm, which inputs there are, which results are read."""
+
+    centred: bool
+    weight: bool
+    extra: bool
+    dx: bool
+    dweight: bool
+    dbias: bool
+    short: bool  # rows: little is left of dx, and inner · hat is rounded as it will be used
+
+
+Terms = Callable[[Value, int], Sequence[tuple[Value, Value | None]]]
+
+
+def _steps(c: Code, columns: Value, write: Callable[[Value, int], None]) -> None:
+    """``write(column, lanes)`` along a row: several vectors at a time, then one, then lanes."""
+    begin: Value = c.i(0)
+    for lanes in (4 * width(), width(), 1):
+        end = c.sub(columns, c.rem(columns, lanes))
+        with c.loop(begin, end, lanes) as i:
+            write(i, lanes)
+        begin = end
+
+
+def _sums(c: Code, columns: Value, count: int, terms: Terms) -> list[Value]:
+    """``count`` sums along a row, of factors or of single numbers."""
+    rooms = {n: [c.variable(vec(n)) for _ in range(count)] for n in (4 * width(), width(), 1)}
+    for lanes, own in rooms.items():
+        for room in own:
+            c.b.store(c.f(0.0, lanes), room)
+
+    def write(i: Value, lanes: int) -> None:
+        for room, (a, b) in zip(rooms[lanes], terms(i, lanes), strict=True):
+            total = c.get(room, vec(lanes))
+            c.b.store(c.b.fadd(total, a) if b is None else c.fma(a, b, total), room)
+
+    _steps(c, columns, write)
+    found = []
+    for k in range(count):
+        parts = [c.reduce(c.get(own[k], vec(n)), c.b.fadd) for n, own in rooms.items()]
+        found.append(c.b.fadd(c.b.fadd(parts[0], parts[1]), parts[2]))
+    return found
+
+
+class _Rows:
+    """One thread's rows."""
+
+    def __init__(self, c: Code, form: Form, words: Value, thread: Value) -> None:
+        self.c, self.form = c, form
+        self.x, self.grad, self.weight, self.extra, self.dx, parts = (
+            c.pointer(words, i) for i in range(6)
+        )
+        self.rows, self.columns = c.word(words, 6), c.word(words, 7)
+        self.eps = c.b.bitcast(c.b.trunc(c.word(words, 8), I32), F32)
+        self.count = c.b.sitofp(self.columns, F32)
+        self.dweight = c.at(parts, c.mul(thread, 2, self.columns))
+        self.dbias = c.at(self.dweight, self.columns)
+
+    def clear(self) -> None:
+        c = self.c
+
+        def write(i: Value, lanes: int) -> None:
+            for room in (self.dweight, self.dbias):
+                c.store(c.f(0.0, lanes), c.at(room, i))
+
+        _steps(c, self.columns, write)
+
+    def row(self, at: Value) -> None:
+        c, form = self.c, self.form
+
+        def x(i: Value, lanes: int) -> Value:
+            return c.load(c.at(self.x, at, i), lanes)
+
+        def grad(i: Value, lanes: int) -> Value:
+            return c.load(c.at(self.grad, at, i), lanes)
+
+        mean: Value = c.f(0.0)
+        if form.centred:
+            (total,) = _sums(c, self.columns, 1, lambda i, lanes: [(x(i, lanes), None)])
+            mean = c.b.fdiv(total, self.count)
+
+        def deviation(i: Value, lanes: int) -> Value:
+            here = x(i, lanes)
+            return c.b.fsub(here, c.splat(mean, lanes)) if form.centred else here
+
+        def inner(i: Value, lanes: int) -> Value:
+            g = grad(i, lanes)
+            return c.b.fmul(g, c.load(c.at(self.weight, i), lanes)) if form.weight else g
+
+        def square(i: Value, lanes: int) -> Sequence[tuple[Value, Value | None]]:
+            d = deviation(i, lanes)
+            return [(d, d)]
+
+        def products(i: Value, lanes: int, rstd: Value | None) -> Sequence[Any]:
+            d, part = deviation(i, lanes), inner(i, lanes)
+            hat = d if rstd is None else c.b.fmul(d, c.splat(rstd, lanes))
+            return [(hat, part), (part, None)][: 1 + form.centred]
+
+        def together(i: Value, lanes: int) -> Sequence[Any]:
+            return [*square(i, lanes), *products(i, lanes, None)]
+
+        def means(count: int, terms: Terms) -> list[Value]:
+            return [c.b.fdiv(s, self.count) for s in _sums(c, self.columns, count, terms)]
+
+        def inverse_root(variance: Value) -> Value:
+            return c.b.fdiv(c.f(1.0), c.intrinsic("sqrt", c.b.fadd(variance, self.eps)))
+
+        rest: list[Value] = []
+        if form.dx and not form.short:
+            variance, *rest = means(2 + form.centred, together)
+            rstd = inverse_root(variance)
+            rest[0] = c.b.fmul(rest[0], rstd)
+        else:
+            rstd = inverse_root(*means(1, square))
+            if form.dx:
+                rest = means(1 + form.centred, lambda i, lanes: products(i, lanes, rstd))
+
+        def results(i: Value, lanes: int) -> None:
+            hat = c.b.fmul(deviation(i, lanes), c.splat(rstd, lanes))
+            if form.dx:
+                flat = inner(i, lanes)
+                if form.centred:
+                    flat = c.b.fsub(flat, c.splat(rest[1], lanes))
+                flat = c.fma(c.b.fneg(hat), c.splat(rest[0], lanes), flat)
+                out = c.b.fmul(flat, c.splat(rstd, lanes))
+                if form.extra:
+                    out = c.b.fadd(out, c.load(c.at(self.extra, at, i), lanes))
+                c.store(out, c.at(self.dx, at, i))
+            g = grad(i, lanes)
+            if form.dweight:
+                room = c.at(self.dweight, i)
+                c.store(c.fma(g, hat, c.load(room, lanes)), room)
+            if form.dbias:
+                room = c.at(self.dbias, i)
+                c.store(c.b.fadd(c.load(room, lanes), g), room)
+
+        _steps(c, self.columns, results)
+
+
+def _write_rows(module: Any, form: Form) -> None:
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        w = _Rows(c, form, words, thread)
+        w.clear()
+        begin, end = c.share(w.rows, thread, threads)
+        with c.loop(begin, end) as row:
+            w.row(c.mul(row, w.columns))
+
+    entry(module, "run", body)
+
+
+def _write_totals(module: Any, form: Form) -> None:
+    """The sums of all threads, each thread a range of columns."""
+
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        parts, *outs = (c.pointer(words, i) for i in range(3))
+        columns = c.word(words, 3)
+        begin, end = c.share(columns, thread, threads)
+        for k, (out, wanted) in enumerate(zip(outs, (form.dweight, form.dbias), strict=True)):
+            if not wanted:
+                continue
+            with c.loop(begin, end) as i:
+                total = c.variable(F32)
+                c.b.store(c.f(0.0), total)
+                with c.loop(0, threads) as t:
+                    here = c.at(parts, c.mul(c.add(c.mul(t, 2), k), columns), i)
+                    c.b.store(c.b.fadd(c.get(total, F32), c.load(here)), total)
+                c.store(c.get(total, F32), c.at(out, i))
+
+    entry(module, "run", body)
+
+
+def compiled(form: Form) -> tuple[Loaded, Loaded]:
+    """The pass over the rows, and what adds up the sums of the threads."""
+    name = f"{form} of {width()}"
+    return (
+        load(f"norm gradient rows {name}", lambda module: _write_rows(module, form)),
+        load(f"norm gradient totals {name}", lambda module: _write_totals(module, form)),
+    )
+
+
+def prepare_norm_grad(
+    form: Form, rows: int, columns: int, eps: float
+) -> Callable[..., list[Call]]:  # fmt: skip
+    """The calls for x, grad, weight, extra, dx, dweight and dbias, where each is; 0 for none."""
+    first, second = compiled(form)
+    (bits,) = struct.unpack("<i", struct.pack("<f", eps))
+    parts = Room("norm gradient", 0, per_thread=2 * columns)
+    threaded = rows * columns > SERIAL
+
+    def calls(
+        x: Word, grad: Word, weight: Word, extra: Word, dx: Word, dweight: Word, dbias: Word
+    ) -> list[Call]:
+        words = (x, grad, weight, extra, dx, parts, rows, columns, bits)
+        found = [Call(first, words, threaded)]
+        if form.dweight or form.dbias:
+            found.append(Call(second, (parts, dweight, dbias, columns), threaded))
+        return found
+
+    return calls
