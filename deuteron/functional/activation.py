@@ -37,7 +37,7 @@ logsigmoid = log_sigmoid
 
 
 def _torch_gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return F.gelu(x, approximate=approximate)
+    return F.gelu(x) if approximate == "none" else F.gelu(x, approximate=approximate)
 
 
 @delegates(_torch_gelu)

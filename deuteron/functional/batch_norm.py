@@ -49,7 +49,10 @@ def _torch_batch_norm(
     activation: str | None = None,
 ) -> Any:  # fmt: skip
     more = residual is not None or activation is not None
-    if more and (activation not in KNOWN or not several_calls_win(x, weight, bias, residual)):
+    if activation not in KNOWN:
+        return NotImplemented
+    # in training ours is several launches, too
+    if more and not training and not several_calls_win(x, weight, bias, residual):
         return NotImplemented
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if residual is not None:

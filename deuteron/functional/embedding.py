@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deuteron.functional.core import Function
-from deuteron.functional.library import LIMITS, delegates, is_launch_bound, several_calls_win
+from deuteron.functional.library import LIMITS, delegates, several_calls_win
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -24,10 +24,11 @@ EMBEDDING = Function("embedding", _embedding)
 def _torch_embedding(
     index: Tensor, weight: Tensor, padding_idx: int | None = None, *, position: Tensor | None = None
 ) -> Any:
-    row = weight.shape[1] * weight.itemsize  # the result is as large as index, times this
-    if index.nbytes * row > LIMITS[index.get_device()] or not is_launch_bound(weight):
+    rows, width = weight.shape
+    most = max(weight.nbytes, index.numel() * width * weight.itemsize)  # gradient and result
+    if most > LIMITS[index.get_device()]:
         return NotImplemented
-    pad = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    pad = -1 if padding_idx is None else padding_idx % rows
     if position is None:
         return torch.embedding(weight, index, pad)
     if not several_calls_win(weight, position):

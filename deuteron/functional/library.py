@@ -44,12 +44,13 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 class Limits(dict[int, int]):
-    """By the index of a device (-1 is the CPU), the bytes of a tensor below which a call is
-    launch-bound: torch reads and writes it while the host would still look for our plan."""
+    """By the index of a device (-1 is the CPU), the bytes of a tensor up to which a call is
+    launch-bound: torch reads and writes it while the host would still look for our plan. Fewer
+    than none where calls may not be handed on, so that one look answers both."""
 
     def __missing__(self, index: int) -> int:
         target = find_target("cpu" if index < 0 else f"cuda:{index}")
-        found = self[index] = limit_of(target)
+        found = self[index] = limit_of(target) if delegation.allowed else -1
         return found
 
 
@@ -120,13 +121,18 @@ class delegation:
 
     def __init__(self, allowed: bool) -> None:
         self.before = delegation.allowed
+        self._set(allowed)
+
+    @staticmethod
+    def _set(allowed: bool) -> None:
         delegation.allowed = allowed
+        LIMITS.clear()
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *error: object) -> None:
-        delegation.allowed = self.before
+        self._set(self.before)
 
 
 def delegates(
@@ -139,7 +145,7 @@ def delegates(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if delegation.allowed and not is_compiling() and (not several or is_grad_enabled()):
+            if not is_compiling() and (not several or is_grad_enabled()):
                 try:
                     x: Any = args[0]
                     if (  # is_launch_bound(x), without the call
@@ -148,7 +154,8 @@ def delegates(
                         and not autocasting()
                         and (ordered or not must_be_ordered())
                     ):
-                        found = call(*args, **kwargs)
+                        # C++ reads its arguments sooner where there is no dictionary at all
+                        found = call(*args, **kwargs) if kwargs else call(*args)
                         if found is not NotImplemented:
                             if Heard.listeners:
                                 Heard.add(_handed(function.__name__, x))

@@ -20,13 +20,8 @@ def _torch_scan(call: Callable[..., Tensor]) -> Callable[..., Any]:
     return lambda x, dim: call(x, dim) if x.ndim > 1 else NotImplemented
 
 
-def _pair(call: Callable[..., Any]) -> Callable[..., Pair]:
-    return lambda *args, **kwargs: tuple(call(*args, **kwargs))
-
-
 def _torch_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
-    found = torch.sort(x, dim=dim, descending=descending, stable=stable)
-    return found.values, found.indices
+    return torch.sort(x, dim=dim, descending=descending, stable=stable)
 
 
 @delegates(_torch_scan(torch.cumsum))
@@ -41,14 +36,14 @@ def cumprod(x: Tensor, dim: int) -> Tensor:
     return one("cumprod", x, axis=dim)
 
 
-@delegates(_pair(torch.cummax))
+@delegates(torch.cummax)
 def cummax(x: Tensor, dim: int) -> Pair:
     """The largest element so far along ``dim``, and where it stands."""
     pair: Pair = call("cummax", x, axis=dim)
     return pair
 
 
-@delegates(_pair(torch.cummin))
+@delegates(torch.cummin)
 def cummin(x: Tensor, dim: int) -> Pair:
     """The smallest element so far along ``dim``, and where it stands."""
     pair: Pair = call("cummin", x, axis=dim)
@@ -62,7 +57,7 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True
     return pair
 
 
-@delegates(_pair(torch.topk))
+@delegates(torch.topk)
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> Pair:
     """The k largest (or smallest) elements along ``dim``, best first, and their places."""
     pair: Pair = call("topk", x, k=k, axis=dim, largest=largest)

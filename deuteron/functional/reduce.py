@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deuteron.functional.core import Function
-from deuteron.functional.library import delegates, is_launch_bound
+from deuteron.functional.library import delegates
 from deuteron.functional.operators import one
 from deuteron.ops import Ops, Sym
 
@@ -36,8 +36,9 @@ def _torch_prod(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Any:
 
 
 def _torch_where(condition: Tensor, x: Tensor, y: Tensor) -> Any:
-    alike = condition.shape == x.shape == y.shape and is_launch_bound(x)
-    return torch.where(condition, x, y) if alike else NotImplemented
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return torch.where(condition, x, y)
+    return NotImplemented
 
 
 def _torch_permute(x: Tensor, dims: Sequence[int]) -> Tensor:
