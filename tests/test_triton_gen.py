@@ -175,6 +175,21 @@ def test_offers_few_candidates_and_prices_them():
             assert "tl.store" in engine.render(region, candidate).source
 
 
+def test_a_gradient_is_stored_in_the_pass_that_sums_it():
+    from deuteron.codegen.triton_passes import passes_needed
+
+    case = graph_of(
+        "bias",
+        lambda g, x, y: ((d := x * y), g.sum(d, axes=(0,))),
+        x=torch.randn(70, 33), y=torch.randn(70, 33),
+    )  # fmt: skip
+    assert passes_needed(case.program) == 1
+    rendered = render(case.program, Knobs("split", 8, 4, 32, splits=4))
+    first, second = rendered.source.split("def kernel1")
+    assert "tl.store(y0" in first and "tl.load(x0" not in second
+    assert passes_needed(softmax_case(4, 40000).program) == 2
+
+
 def test_refuses_what_it_cannot_run():
     engine = TritonGen()
     region = region_of(norm_case(4, 8))

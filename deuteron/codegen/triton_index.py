@@ -20,11 +20,13 @@ Lookup = Callable[[str], tuple[str, Tokens]]  # a scalar's text and the spaces i
 
 @dataclass(frozen=True)
 class Space:
-    """Axes walked by one index variable called ``name``; a scalar one spans no tile axis."""
+    """Axes walked by one index variable called ``name``; a scalar one spans no tile axis. A
+    ``narrow`` one has 32 bits: it is never negative, and division is cheaper without a sign."""
 
     name: str
     axes: tuple[Var, ...]
     scalar: bool = False
+    narrow: bool = False
 
     @property
     def size(self) -> int:
@@ -77,14 +79,23 @@ def _runs(space: Space, factors: dict[Var, int], name: str) -> list[str]:
             at -= 1
             size *= space.axes[at].size
         if f:
-            text = name if after == 1 else f"{name} // {after}"
-            if at > 0:
-                text = f"({text}) % {size}" if after > 1 else f"{text} % {size}"
-            found.append(_times(text if text == name else f"({text})", f))
+            found.append(_times(_part(space, name, after, size if at > 0 else None), f))
         for v in space.axes[at : last + 1]:
             after *= v.size
         at -= 1
     return found[::-1]
+
+
+def _part(space: Space, name: str, after: int, size: int | None) -> str:
+    """``name`` without what comes after it, modulo ``size``."""
+    text = f"{name}.to(tl.uint32)" if space.narrow else name
+    if after > 1:
+        text += f" // {after}"
+    if size is not None:
+        text = f"({text}) % {size}" if after > 1 else f"{text} % {size}"
+    if after == 1 and size is None:
+        return name
+    return f"({text}).to(tl.int32)" if space.narrow else f"({text})"
 
 
 def condition(

@@ -6,13 +6,14 @@ latency of memory, more cost registers. At most six ways per region, so that mea
 
 from __future__ import annotations
 
-from deuteron.codegen.scalar import Load, ScalarProgram
+from deuteron.codegen.scalar import Compute, Load, ScalarProgram, Store
 from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
 from deuteron.codegen.triton_passes import dependent_reductions
 from deuteron.codegen.triton_render import Knobs, power_of_two
 
 MOST = 6
 FLAT = ((1024, 4), (2048, 4), (2048, 8), (512, 4), (4096, 8))  # block, warps
+SLOW = frozenset({"exp", "exp2", "log", "log1p", "expm1", "erf", "ndtr", "tanh", "sin", "cos"})
 FEW = ((256, 4), (512, 4), (128, 2), (1024, 4))  # flat, when there is less than a wave of work
 TILE = ((64, 64, 8), (32, 64, 4), (32, 32, 4), (64, 32, 4), (32, 128, 8))  # rows, block, warps
 PER_THREAD = (16, 8, 32, 4)  # elements of a row that a thread holds
@@ -21,6 +22,7 @@ LOOP = (  # block, warps, unroll: 32 warps leave 64 registers a thread, so fewer
     (2048, 8, 8), (8192, 32, 4), (4096, 16, 4), (2048, 8, 4), (1024, 4, 4), (1024, 4, 1),
 )  # fmt: skip
 COLUMN = ((64, 32, 8), (128, 16, 8), (32, 64, 8), (32, 16, 4))  # rows, block, warps
+WAVES = 8  # programs per multiprocessor that share the rows of a column reduction
 WAITING = ((4096, 16, 2), (2048, 8, 8), (4096, 16, 4))  # loops for sums that wait for sums
 LONGEST_ROW = 32768  # that registers of one program can hold
 LONG_ROW = 16384  # where a program in registers is alone on a multiprocessor
@@ -40,7 +42,7 @@ def choices(program: ScalarProgram, units: int = 132) -> list[Knobs]:
 
 def _elementwise(program: ScalarProgram, units: int) -> list[Knobs]:
     total = program.rows
-    table = FLAT if total >= units * 1024 else FEW
+    table = _flat(program) if total >= units * 1024 else FEW
     flat = [Knobs("flat", min(block, power_of_two(total)), warps) for block, warps in table]
     other = transposed_axis(program)
     if other is None:
@@ -51,6 +53,15 @@ def _elementwise(program: ScalarProgram, units: int) -> list[Knobs]:
         r, b = min(rows, power_of_two(other.size)), min(block, power_of_two(last.size))
         tiles.append(Knobs("tile", b, max(1, warps * r * b // (rows * block)), r))
     return tiles + flat[:1]
+
+
+def _flat(program: ScalarProgram) -> tuple[tuple[int, int], ...]:
+    """16 bytes a thread at a time; twice as many where 16 bits go through slow functions, so that
+    there is work while they wait."""
+    widest = max(s.dtype.bits for s in program.statements if isinstance(s, Load | Store))
+    slow = any(isinstance(s, Compute) and s.op in SLOW for s in program.statements)
+    first = (512, 4) if widest > 16 else (2048, 4) if slow else (1024, 4)
+    return tuple(dict.fromkeys((first, *FLAT)))
 
 
 def _rows(program: ScalarProgram, units: int) -> list[Knobs]:
@@ -119,10 +130,13 @@ def _columns(program: ScalarProgram, units: int) -> list[Knobs]:
         programs = -(-program.rows // count)
         if depth >= columns:
             found.append(Knobs("rows", depth, warps, count))
-        elif programs < units and columns >= 8 * depth:
-            parts = max(2, min(128, 2 * units // programs, columns // (4 * depth)))
+        elif programs < 4 * units and columns >= 8 * depth:
+            most = columns // (4 * depth)
+            parts = max(2, min(128, power_of_two(WAVES * units // programs), most))
             found.append(Knobs("split", depth, warps, count, splits=parts))
-            found.append(Knobs("loop", depth, warps, count))
+            found.append(Knobs("split", depth, warps, count, splits=max(2, parts // 2)))
+            if len(found) == 2:
+                found.append(Knobs("loop", depth, warps, count))
         else:
             found.append(Knobs("loop", depth, warps, count))
     return found

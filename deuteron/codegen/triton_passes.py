@@ -3,7 +3,8 @@
 Traffic for rows of N elements: the first pass reads them from memory and asks L2 to keep them,
 the following find them there, the last lets go of them. A softmax needs two passes, not three:
 its maximum and sum are found together, the sum rescaled whenever the maximum grows,
-``s ← s·e^(m−m′) + Σ e^(x−m′)``, once for all copies of an unrolled body.
+``s ← s·e^(m−m′) + Σ e^(x−m′)``, once for all copies of an unrolled body. What is stored along a row
+is stored in the first pass that knows it: a gradient beside its own sum is made in one pass.
 """
 
 from __future__ import annotations
@@ -56,6 +57,19 @@ class Passes:
     def _reductions(self, at: int) -> list[Reduce]:
         return [r for r in self.program.reductions if self.depth[r.name] == at]
 
+    @property
+    def count(self) -> int:
+        """How often the rows are read."""
+        return self.last + bool(self._stores(self.last + 1))
+
+    def _stores(self, at: int) -> list[Store]:
+        """What is stored along the row in pass ``at``, the first that knows it."""
+        return [s for s in self.element_stores if 1 + self._known(s) == at]
+
+    def _known(self, s: Store) -> int:
+        """The pass after which the stored value is known."""
+        return 0 if isinstance(s.source, Const) else self.depth[s.source]
+
     def _row_statements(self, at: int) -> list[Statement]:
         """What belongs to the row and can be known after pass ``at``."""
         found: list[Statement] = []
@@ -63,8 +77,7 @@ class Passes:
             if isinstance(s, Reduce):
                 continue
             if isinstance(s, Store):
-                known = 0 if isinstance(s.source, Const) else self.depth[s.source]
-                if not self._along(s) and known == at:
+                if not self._along(s) and self._known(s) == at:
                     found.append(s)
             elif self.program.level[s.name] == "row" and self.depth[s.name] == at:
                 found.append(s)
@@ -89,7 +102,7 @@ class Passes:
         found: list[Kernel] = []
         for at in range(1, self.last + 2):
             final = at > self.last
-            self.shared = self.splits if not final or self.element_stores else 1
+            self.shared = self.splits if not final or self._stores(at) else 1
             body, grid = start(block, self.shared)
             body.emit(s for s in self._row_statements(0) if not isinstance(s, Store) or final)
             for before in range(1, at):
@@ -135,8 +148,10 @@ class Passes:
         body.indent = outside
 
     def _hints(self, body: Body, at: int) -> None:
-        """Ask L2 to keep what a later pass reads again."""
+        """Ask L2 to keep what a later pass reads again; rows that are read once take no hints."""
         body.hints.clear()
+        if self.count == 1:
+            return
         outer = set(self.program.outer)
         again: set[str] = set()
         now: set[str] = set()
@@ -150,13 +165,13 @@ class Passes:
             if isinstance(s, Load) and s.tensor in now:
                 keep = s.tensor in again or not self.program.axes_of(s.offset) & outer
                 body.hints[s.tensor] = "evict_last" if keep else "evict_first"
+        for store in self._stores(at):
+            body.hints[store.tensor] = "evict_first"
 
     def _needed(self, at: int) -> list[Statement]:
-        if at > self.last:
-            wanted = [s.source for s in self.element_stores if isinstance(s.source, str)]
-        else:
-            totals = {p.total.name for p in self.pairs}
-            wanted = [r.source for r in self._reductions(at) if r.name not in totals]
+        totals = {p.total.name for p in self.pairs}
+        wanted = [r.source for r in self._reductions(at) if r.name not in totals]
+        wanted += [s.source for s in self._stores(at) if isinstance(s.source, str)]
         return list(closure(self.program, wanted))
 
     def _reduce_pass(self, body: Body, block: int, at: int) -> None:
@@ -169,7 +184,7 @@ class Passes:
             kind = "tl.int32" if r.kind == "bool" else body.math.type(r.kind)
             value = identity(r.op, r.kind)
             body.line(f"a_{r.name} = tl.full({body.shape}, {value}, {kind})")
-        statements = self._needed(at)
+        statements: list[Statement] = [*self._needed(at), *self._stores(at)]
         copies: list[str] = []
 
         def inside(suffix: str) -> None:
@@ -236,12 +251,11 @@ class Passes:
         self._close(body, at, "b_")
 
     def _store_pass(self, body: Body, block: int) -> None:
-        if not self.element_stores:
+        at = self.last + 1
+        if not self._stores(at):
             return
-        self._hints(body, self.last + 1)
-        for s in self.element_stores:
-            body.hints[s.tensor] = "evict_first"
-        statements: list[Statement] = [*self._needed(self.last + 1), *self.element_stores]
+        self._hints(body, at)
+        statements: list[Statement] = [*self._needed(at), *self._stores(at)]
         self._loop(body, block, lambda suffix: body.emit(statements, suffix))
 
 
@@ -253,5 +267,9 @@ def dependent_reductions(program: ScalarProgram) -> int:
 
 def passes_needed(program: ScalarProgram) -> int:
     """How often the rows are read in passes."""
-    made = Passes(program, 1, 1)
-    return made.last + bool(made.element_stores)
+    return Passes(program, 1, 1).count
+
+
+def dependent_passes(program: ScalarProgram) -> int:
+    """How many passes leave partial results for the next when programs share a row."""
+    return Passes(program, 1, 1).last

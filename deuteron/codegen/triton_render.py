@@ -18,8 +18,9 @@ Knobs choose the kind and sizes; they change the order of additions, never the m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from deuteron.codegen.index import Var
 from deuteron.codegen.scalar import Load, ScalarProgram, Store
 from deuteron.codegen.triton_body import Body, arithmetic
 from deuteron.codegen.triton_index import Space, arranged, needs_int64, transposed_axis
@@ -109,11 +110,14 @@ class Renderer:
     def _body(self, spaces: Sequence[Space], shape: tuple[int, ...]) -> Body:
         return Body(self.program, self.math, self.names | self.outs, tuple(spaces), shape)
 
+    def _space(self, name: str, axes: tuple[Var, ...]) -> Space:
+        return Space(name, axes, narrow=not self.wide_index)
+
     def _program_id(self) -> str:
         return "tl.program_id(0).to(tl.int64)" if self.wide_index else "tl.program_id(0)"
 
     def _flat(self) -> tuple[Body, int, tuple[str, ...]]:
-        space = Space("i", self.program.outer)
+        space = self._space("i", self.program.outer)
         block = min(self.knobs.block, power_of_two(space.size))
         body = self._body([space], (block,))
         body.line(f"i = {self._program_id()} * {block} + tl.arange(0, {block})")
@@ -130,7 +134,8 @@ class Renderer:
         rest = Space("q", tuple(v for v in self.program.outer if v not in (other, last)), True)
         rows = min(self.knobs.rows, power_of_two(other.size))
         block = min(self.knobs.block, power_of_two(last.size))
-        body = self._body([rest, Space("r", (other,)), Space("c", (last,))], (rows, block))
+        spaces = [rest, self._space("r", (other,)), self._space("c", (last,))]
+        body = self._body(spaces, (rows, block))
         across, down = -(-last.size // block), -(-other.size // rows)
         body.line(f"q = {self._program_id()}")
         body.line(f"c = (q % {across}) * {block} + tl.arange(0, {block})[None, :]")
@@ -150,9 +155,12 @@ class Renderer:
 
         ``programs`` share a row; the one at work is called ``part``."""
         rows = min(self.knobs.rows, power_of_two(self.program.rows))
-        row_space, column_space = Space("r", self.program.outer), Space("c", self.program.inner)
+        row_space = self._space("r", self.program.outer)
+        column_space = self._space("c", self.program.inner)
         shape = (block,) if rows == 1 else (rows, block)
-        body = self._body([replace(row_space, scalar=rows == 1), column_space], shape)
+        if rows == 1:
+            row_space = Space("r", self.program.outer, scalar=True)
+        body = self._body([row_space, column_space], shape)
         first = self._program_id()
         if programs > 1:
             body.line(f"part = tl.program_id(0) % {programs}")

@@ -6,15 +6,16 @@ bytes over the bandwidth it reaches, 92 % of a copy's, plus one launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
+from typing import Any
 
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import CannotLower, ScalarProgram
 from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_math import Unsupported
-from deuteron.codegen.triton_passes import passes_needed
+from deuteron.codegen.triton_passes import dependent_passes, passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
@@ -25,6 +26,7 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 BRIEF_S = 1e-6  # what moves in less is a matter of latency, however few the programs
+IN_FLIGHT = 48 << 10  # bytes that a multiprocessor must have asked for to be kept busy
 SHARE = 1.5  # times its part of the bandwidth that a multiprocessor alone can draw
 REACHED = 0.92  # of the bandwidth of a copy
 AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
@@ -42,6 +44,15 @@ def program_of(region: Region) -> ScalarProgram | Refusal:
     except (CannotLower, Unsupported) as error:
         return Refusal(*map(str, error.args))
     return program
+
+
+def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target: Target) -> float:
+    """The part of the bandwidth that programs over rows draw: less where they are fewer than
+    multiprocessors, and where what each has asked for at a time is too little to fill the wait."""
+    per_unit = -(-program.rows // knobs["rows"]) * knobs["splits"] / target.units
+    each = read / max(program.rows * program.columns, 1)  # bytes read for an element
+    asked = knobs["rows"] * knobs["block"] * knobs["unroll"] * each
+    return float(min(1.0, SHARE * per_unit, per_unit * asked / IN_FLIGHT))
 
 
 class TritonGen:
@@ -67,18 +78,16 @@ class TritonGen:
         once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
         program = program_of(region)
         assert isinstance(program, ScalarProgram)
-        if kind in ("rows", "loop", "split"):  # fewer programs than units leave bandwidth unused
-            programs = -(-program.rows // candidate.knobs["rows"]) * candidate.knobs["splits"]
-            busy = min(1.0, SHARE * programs / target.units)
-            moving = once - target.launch
+        if kind in ("rows", "loop", "split"):
+            moving, busy = once - target.launch, _busy(program, candidate.knobs, cost.reads, target)
             once += max(0.0, min(moving / busy - moving, 50 * (moving - BRIEF_S)))
         if kind == "rows" and crowded(program):
             return once / CROWDED
         if kind not in ("loop", "split"):
             return once
-        passes = passes_needed(program)
-        launches = passes - 1 if kind == "split" else 0
-        return once + AGAIN * (passes - 1) * cost.reads / target.stream + launches * target.launch
+        again = AGAIN * (passes_needed(program) - 1) * cost.reads / target.stream
+        launches = dependent_passes(program) if kind == "split" else 0
+        return once + again + launches * target.launch
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         from deuteron.codegen.triton_load import Launcher
