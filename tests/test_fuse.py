@@ -200,6 +200,23 @@ def test_gating_stays_inside():
     assert shape_of(sound(g.ir())) == [("conv", "sigmoid", "mul")]
 
 
+def test_gradients_of_a_product_share_what_they_read():
+    g = dt.Graph("gate")
+    gate, up = (g.tensor(n, (6, 5)) for n in ("gate", "up"))
+    (g.silu(gate) * up).output("y")
+    regions, _ = sound(g.grad("y", wrt=["gate", "up"]).ir())
+    assert len(regions) == 1
+
+
+def test_readers_of_one_tensor_stay_apart_in_another_order_or_behind_a_third():
+    g = dt.Graph("apart")
+    x, w = g.tensor("x", (6, 6)), g.tensor("w", (6, 6))
+    g.permute(g.relu(x), dims=(1, 0)).output("turned")
+    (g.matmul(g.exp(x), w) + x).output("after")
+    regions, _ = sound(g.ir())
+    assert len(regions) == 3  # exp is needed before the sum, and the turned one is in another order
+
+
 def test_elementwise_work_joins_the_reduction_it_feeds_and_follows():
     g = dt.Graph()
     x = g.tensor("x", (8, 16))

@@ -2,8 +2,9 @@
 
 Nodes are visited in order; each may join the group that makes one of its inputs. Whether it
 may is a question to :data:`RULES`, a table over (class of the group, class of the node); what
-it answers is kept, so that a plan can say what did not fuse and what that costs. Grouping two
-nodes is never allowed to make a cycle through a third.
+it answers is kept, so that a plan can say what did not fuse and what that costs. At the end groups
+of elementwise work that read the same tensor become one. Grouping two nodes is never allowed to
+make a cycle through a third.
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ class Fuser:
     def run(self) -> tuple[tuple[Region, ...], tuple[Veto, ...]]:
         for i, node in enumerate(self.graph.nodes):
             self._place(i, node)
+        self._share_reads()
         self._widen_where_read()
         return self._regions(), tuple(self.vetoes)
 
@@ -265,6 +267,38 @@ class Fuser:
         self.merged[group] = into
         target.high, high = sorted((target.high, gone.high))
         self._raise(into, high)
+
+    def _share_reads(self) -> None:
+        """Elementwise groups over the same elements that read the same tensor become one, so that
+        it is read once: the gradients of a product, each of which needs the other's factor."""
+        readers: dict[str, list[int]] = {}
+        for g, group in self.groups.items():
+            space = self._space(group)
+            for value in dict.fromkeys(v for i in group.nodes for v in self.graph.nodes[i].uses):
+                outside = value not in self.index or self.find(self.of[self.index[value]]) != g
+                if space is not None and outside and self._order(value) == space:
+                    readers.setdefault(value, []).append(g)
+        for several in readers.values():
+            first, *others = several
+            for other in others:
+                a, b = self.find(first), self.find(other)
+                if a != b and self._may_share(a, b):
+                    self._merge(a, b)
+
+    def _space(self, group: Group) -> tuple[tuple[int, ...], ...] | None:
+        """Shape and strides of all that an elementwise group makes, if nothing is moved in it."""
+        nodes = [self.graph.nodes[i] for i in group.nodes]
+        made = {self._order(v) for n in nodes for v in n.outputs}
+        moves = any(table.get(n.op).fusion is M for n in nodes)
+        return made.pop() if group.kind is E and not moves and len(made) == 1 else None
+
+    def _order(self, value: str) -> tuple[tuple[int, ...], ...]:
+        return self.graph.types[value].shape, self.graph.types[value].strides
+
+    def _may_share(self, a: int, b: int) -> bool:
+        one, two = self.groups[a], self.groups[b]
+        small = len(one.nodes) + len(two.nodes) <= MAX_NODES
+        return small and self._space(one) == self._space(two) and self._path_between(a, b) is None
 
     def _widen_where_read(self) -> None:
         """Casts to a wider type that leave their group beside the narrow value, as gradients read
