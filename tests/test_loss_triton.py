@@ -61,7 +61,8 @@ def test_compiles_without_spills(kind, arch):
         step = NUMBER if kind == "odd" else ROUND
         kinds = [*tensors, ROUND, ROUND, ROUND, step, ROUND, step, ROUND, step, *numbers]
         deep, wide, warps = ce.tile_of(128256, kind in ("plain", "even"), spread)
-        tile = {"R": deep, "W": wide, "SHIFTED": kind == "odd"}
+        ahead = warps == 32
+        tile = {"R": deep, "W": wide, "SHIFTED": kind == "odd", "AHEAD": ahead}
         kernel = ce._one_row.compile(kinds, tile | fixed, warps, 2, target)
     assert spilled(kernel, arch) == 0
     assert re.search(r"ld\.global[.\w:]*v4\.b32", kernel.asm["ptx"])
