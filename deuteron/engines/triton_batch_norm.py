@@ -153,7 +153,11 @@ def _knobs(read: Read, region: Region, target: Target, policy: Policy) -> Sequen
     usual = {"tile": TILE, "warps": 4}
     if _division(image, target, usual).once:
         return usual, {**usual, "warps": 8}, {**usual, "once": False}
-    return usual, {**usual, "stages": 4, "each": 8}, {"tile": 2 * TILE, "warps": 8, "waves": 2}
+    return (
+        usual,
+        {**usual, "waves": 3, "deep": 4, "stages": 4, "each": 1},
+        {"tile": 2 * TILE, "warps": 8, "deep": 3},
+    )
 
 
 def _seconds(read: Read, region: Region, target: Target, knobs: Mapping[str, Any]) -> float:

@@ -17,7 +17,7 @@ class TritonKernels(RecipeEngine):
     """Gradients of norms, batch normalisation in training, positions, scans and pyramid pooling."""
 
     name = "triton_kernels"
-    version = "2"
+    version = "3"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         return (NORM_BACKWARD, ROPE, SCAN, PYRAMID, *BATCH_NORM)

@@ -6,6 +6,8 @@ tiles is in ``batch_norm_tiles.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from deuteron.kernels.triton import batch_norm_passes as passes
@@ -43,10 +45,10 @@ def forward(
     pieces, channels = d.pieces, d.channels
     scratch = torch.empty(d.workspace // 4, dtype=torch.float32, device=x.device)
     counts = scratch[2 * pieces * channels :]
-    more = {"STAGES": d.stages, "WIDE": d.wide, "warps": d.warps, "stages": d.stages}
+    first, second = _more(d, d.deep), _more(d, d.stages)
     forward_statistics(
         (d.splits * d.blocks,), x, scratch, counts, d.blocks, d.splits, *size, d.across,
-        **d.constants, **more,
+        **d.constants, **first,
     )  # fmt: skip
     p, b = merge_tile(d)
     forward_merge(
@@ -56,8 +58,12 @@ def forward(
     groups = -(-d.tiles // d.each)
     forward_apply(
         (groups * d.blocks,), x, residual, y, weight, bias, mean, rstd, slope, d.blocks,
-        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **more,
+        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **second,
     )  # fmt: skip
+
+
+def _more(d: Division, stages: int) -> dict[str, Any]:
+    return {"STAGES": stages, "WIDE": d.wide, "warps": d.warps, "stages": stages}
 
 
 def backward(
@@ -78,10 +84,10 @@ def backward(
     pieces, channels = d.pieces, d.channels
     scratch = torch.empty(2 * (pieces + 1) * channels, dtype=torch.float32, device=x.device)
     means = scratch[2 * pieces * channels :]
-    more = {"STAGES": d.stages, "WIDE": d.wide, "warps": d.warps, "stages": d.stages}
+    first, second = _more(d, d.deep), _more(d, d.stages)
     backward_sums(
         (d.splits * d.blocks,), *read, dz, weight, bias, mean, rstd, scratch, slope, d.blocks,
-        d.splits, *size, d.across, ACT=activation, **d.constants, **more,
+        d.splits, *size, d.across, ACT=activation, **d.constants, **first,
     )  # fmt: skip
     p, b = merge_tile(d)
     backward_merge(
@@ -95,5 +101,5 @@ def backward(
     groups = -(-d.tiles // d.each)
     backward_apply(
         (groups * d.blocks,), *read, dz, dx, weight, bias, mean, rstd, means, slope, d.blocks,
-        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **more,
+        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **second,
     )  # fmt: skip

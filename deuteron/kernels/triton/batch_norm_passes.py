@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SAMPLES = tl.constexpr(32)  # values of a channel that its pivot is chosen from
+SAMPLES = tl.constexpr(8)  # values of a channel that its pivot is chosen from
 
 # ---- places ------------------------------------------------------------------------------------
 
@@ -69,26 +69,25 @@ def _number(of, c, channels, default: tl.constexpr):
 
 
 @triton.jit
-def _pivot(
-    x, c, rows, channels, units, LAST: tl.constexpr, V: tl.constexpr, SINGLE: tl.constexpr,
-):  # fmt: skip
+def _pivot(x, c, rows, channels, units, LAST: tl.constexpr, V: tl.constexpr):
     """The number nearest to 0 between the least and the largest of the first values of each
-    channel. c is a row of channels, or with SINGLE one alone."""
-    k = tl.arange(0, SAMPLES)[:, None]
+    channel. They are compared one after another: nothing crosses threads."""
     lanes = units * V
-    if LAST:
-        at, row = k * lanes + c.to(tl.int64), k
-    else:
-        row = k // lanes
-        at = (row * channels + c.to(tl.int64)) * lanes + k % lanes
-    inside = (row < rows) & (c < channels)
-    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    least = tl.min(tl.where(inside, v, float("inf")), 0, keep_dims=not SINGLE)
-    most = tl.max(tl.where(inside, v, float("-inf")), 0, keep_dims=not SINGLE)
-    if SINGLE:
-        least, most = tl.min(least, 0), tl.max(most, 0)
+    there = c < channels
+    for k in tl.static_range(SAMPLES):
+        if LAST:
+            at, row = k * lanes + c, k
+        else:
+            row = k // lanes
+            at = (row * channels + c).to(tl.int64) * lanes + k % lanes
+        v = tl.load(x + at, mask=there & (row < rows), other=0.0).to(tl.float32)
+        if k == 0:
+            least, most = v, v
+        else:
+            v = tl.where(row < rows, v, least)
+            least, most = tl.minimum(least, v), tl.maximum(most, v)
     pivot = tl.where(least > 0.0, least, tl.where(most < 0.0, most, 0.0))
-    return tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)  # no values, or all infinite
+    return tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
 
 
 @triton.jit
@@ -156,8 +155,7 @@ def _statistics(
 ):  # fmt: skip
     """Count, mean above the pivot and squared spread per channel over the tiles first,
     first + step, …"""
-    c = _channel(block, across, LAST, B)
-    pivot = _pivot(x, c, rows, channels, units, LAST, V, not LAST)
+    pivot = _pivot(x, _channel(block, across, LAST, B), rows, channels, units, LAST, V)
     mean = tl.zeros((A, B), tl.float32)
     spread = tl.zeros((A, B), tl.float32)
     seen = 0.0
@@ -280,7 +278,7 @@ def forward_once(
     block = tl.program_id(0)
     c = _channel(block, 1, LAST, B)
     n, mean, spread = _statistics(x, 0, 1, block, rows, tiles, channels, units, 1, LAST, A, B, V, 2)
-    mean += _pivot(x, c, rows, channels, units, LAST, V, not LAST)
+    mean += _pivot(x, c, rows, channels, units, LAST, V)
     var = spread / n
     rstd = 1.0 / tl.sqrt(var + eps)
     tl.store(mean_out + c, mean, mask=c < channels)
@@ -370,7 +368,7 @@ def forward_merge(
         spread = tl.load(at + pieces * channels, mask=inside, other=0.0)
         sums += tl.where(inside, spread + count * away * away, 0.0)
     var = tl.sum(sums, 0, keep_dims=True) / n
-    mean += _pivot(x, c, rows, channels, units, LAST, V, False)
+    mean += _pivot(x, c, rows, channels, units, LAST, V)
     tl.store(mean_out + c, mean, mask=c < channels)
     tl.store(rstd_out + c, 1.0 / tl.sqrt(var + eps), mask=c < channels)
     _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels)

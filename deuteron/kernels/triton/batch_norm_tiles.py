@@ -17,6 +17,7 @@ from deuteron.codegen.triton_render import power_of_two
 INT32 = 2**31
 SMALL = 1 << 16  # elements per program up to which one launch is quicker than three
 NARROW = 16  # channels of a program that has all rows: few, so that there are many programs
+LARGE = 4096  # elements of a tile, of which shared memory holds few
 PIECES = 512  # parts that a merge takes at a time
 WASTE = 1.15  # lanes of a tile that may be beyond the end, as a factor
 
@@ -34,7 +35,8 @@ class Division:
     splits: int
     each: int
     warps: int
-    stages: int
+    stages: int  # of loads in the second pass
+    deep: int  # and in the first, which waits for nothing but them
     wide: bool  # offsets need 64 bits
     once: bool  # one launch does it all
 
@@ -78,7 +80,7 @@ class Division:
 @lru_cache(maxsize=4096)
 def divide(
     shape: tuple[int, ...], last: bool, units: int, *, tile: int = 4096, warps: int = 4,
-    stages: int = 3, waves: int = 3, each: int = 4, once: bool = True,
+    stages: int = 3, deep: int = 5, waves: int = 2, each: int = 4, once: bool = True,
 ) -> Division:  # fmt: skip
     """The division of x [N, C, …] on a GPU with ``units`` multiprocessors: ``tile`` elements at a
     time, ``waves`` programs per multiprocessor in the first pass, ``each`` tiles per program in
@@ -90,9 +92,12 @@ def divide(
     once = once and not wide and rows * narrow <= SMALL and (last or lanes <= tile)
     b = narrow if once else _width(lanes, 256 if last else tile)
     a = max(1, min(tile // b, power_of_two(rows)))
+    deep = min(deep, 3) if tile > LARGE else deep
     blocks = -(-lanes // b) * (1 if last else channels)
     splits = 1 if once else max(1, min(-(-rows // a), waves * units // blocks, PIECES))
-    return Division(last, rows, channels, lanes, a, b, splits, each, warps, stages, wide, once)
+    return Division(
+        last, rows, channels, lanes, a, b, splits, each, warps, stages, deep, wide, once
+    )
 
 
 def _width(lanes: int, most: int) -> int:

@@ -406,10 +406,10 @@ def backward(work: Work, way: Way) -> Call:
     first: Callable[..., None]
     if work.kind == "groups":
         positions = work.columns // work.each
-        tall = min(power_of_two(positions), 512)
+        tall = min(power_of_two(positions), 4096, way.tile)
         constants |= {
             "GROUPS": work.groups, "EACH": work.each, "HW": positions, "H": tall,
-            "C": min(power_of_two(work.each), 2048 // tall),
+            "C": min(power_of_two(work.each), way.tile // tall),
         }  # fmt: skip
         grid, count, n = (work.rows,), work.rows // work.groups, work.groups * work.each
         first = partial(GROUPS, grid, warps=way.warps, **constants)

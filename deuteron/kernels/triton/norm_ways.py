@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from deuteron.codegen.triton_render import power_of_two
 
 LONGEST = {2: 8192, 4: 8192, 8: 2048}  # columns that registers hold, by the bytes of an element
-SHARED = 96 << 10  # bytes of shared memory for loads in flight: what every GPU since sm_80 has
+LONGEST_PLAIN = 16384  # without a mean and in 16 bits, which takes fewer registers
+SHARED = 96 << 10  # bytes of shared memory that every GPU since sm_80 has
+IN_FLIGHT = 72 << 10  # and those of loads that keep one busy: more take turns with the stores
 MOST_STAGES = 5
 COLUMNS = 512  # of a program in the long variant
 WAVES = 4  # programs of the long variant per multiprocessor
@@ -34,17 +36,21 @@ class Work:
     def kind(self) -> str:
         if self.groups:
             return "groups"
-        return "rows" if power_of_two(self.columns) <= LONGEST[self.size] else "long"
+        plain = self.size == 2 and not self.centred
+        longest = LONGEST_PLAIN if plain else LONGEST[self.size]
+        return "rows" if power_of_two(self.columns) <= longest else "long"
 
 
 @dataclass(frozen=True)
 class Way:
-    """How it is run: ``rows`` at a time by each of ``programs``, with loads in ``stages``."""
+    """How it is run: ``rows`` at a time by each of ``programs``, with loads in ``stages``; or
+    groups, ``tile`` elements at a time."""
 
     rows: int = 1
     programs: int = 1
     warps: int = 4
     stages: int = 1
+    tile: int = 0
 
 
 def ways(work: Work, units: int) -> list[Way]:
@@ -55,7 +61,9 @@ def ways(work: Work, units: int) -> list[Way]:
     with a mean.
     """
     if work.kind == "groups":
-        return [Way(warps=8), Way(warps=4)]
+        most = power_of_two(work.columns)
+        tiles = dict.fromkeys(min(most, tile) for tile in (16384, 8192, 2048))
+        return [Way(warps=max(1, min(16, tile // 512)), tile=tile) for tile in tiles]
     if work.kind == "long":
         across = -(-work.columns // COLUMNS)
         return [Way(4, max(1, min(work.rows // 16, WAVES * units // across)), 4, 3)]
@@ -80,8 +88,9 @@ def _shared_out(work: Work, units: int, per_unit: int, warps: int) -> Way:
     rows = power_of_two(together)
     tiles = -(-work.rows // rows)
     stages = 1
-    if tiles > most:
-        stages += min(MOST_STAGES - 1, SHARED // (per_unit * rows * width * work.size * work.reads))
+    if tiles > most and width <= LONGEST[work.size]:
+        each = per_unit * rows * width * work.size * work.reads
+        stages += min(MOST_STAGES - 1, max(min(2, SHARED // each), IN_FLIGHT // each))
     return Way(rows, min(tiles, most), max(1, min(warps, rows * width // 256)), stages)
 
 
