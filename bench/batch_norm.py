@@ -17,6 +17,7 @@ import deuteron as dt
 from bench.harness import (
     Record,
     captured,
+    copying,
     cpu_times,
     relative_error,
     replay_times,
@@ -183,9 +184,7 @@ def _measure_gpu(record: Record, case: Case, compile_peer: bool) -> None:
         timed[name] = captured(lambda p=plan, feeds=feeds: [p.program.run(f) for f in feeds])
         calls[name] = lambda p=plan: p.run(**first)
     del exact
-    source = torch.empty(case.passes * image // 2, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    timed["copy"] = captured(lambda: target.copy_(source))
+    timed["copy"] = copying(case.passes * image)
     times = {k: v * 1e3 for k, v in replay_times(timed, rounds=9).items()}
     for name in timed:
         row[f"{name}_us"] = times[name] / (1 if name == "copy" else len(sets))

@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from bench.harness import Record, captured, cpu_times, relative_error, replay_times, wall_times
+from bench.harness import (
+    Record,
+    captured,
+    copying,
+    cpu_times,
+    relative_error,
+    replay_times,
+    wall_times,
+)
 
 NOTE = (
     "Forward, and forward with backward, of calls that fuse two or more operators and of some "
@@ -249,14 +257,13 @@ def _gpu(record: Record, case: Case, tiny: bool, compile_peer: bool) -> None:
             row |= {f"{name}_{part}_us": t * 1e3 for name, t in wall.items()}
             row[f"over_eager_{part}"] = wall["eager"] / wall["ours"]
     else:
-        source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-        target = torch.empty_like(source)
+        copied = 1 << 29
         moved = _moved(case, tensors)
         for k, part in enumerate(("fwd", "fwd_bwd")):
             graphs = {name: captured(way[k]) for name, way in ways.items()}
-            graphs["copy"] = captured(lambda: target.copy_(source))
+            graphs["copy"] = copying(copied)
             times = replay_times(graphs, rounds=7)
-            rate = 2 * source.nbytes / times.pop("copy")
+            rate = copied / times.pop("copy")
             row |= {f"{name}_{part}_us": t * 1e3 for name, t in times.items()}
             row[f"of_a_copy_{part}"] = moved[k] / times["ours"] / rate
             if "compile" in times:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from bench.harness import Record, captured, relative_error, replay_times, wall_times
+from bench.harness import Record, captured, copying, relative_error, replay_times, wall_times
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton_gen import TritonGen
 from deuteron.ir.region import Region
@@ -171,11 +171,8 @@ def _measure(record: Record, case: Case, compile_peer: bool) -> None:
     def all_sets(fn: Callable[[Tensors], Any]) -> Callable[[], Any]:
         return captured(lambda: [fn(x) for x in sets])
 
-    half = moved // 4  # of 2-byte elements: read once, written once
-    sources = [torch.empty(half, dtype=torch.int16, device="cuda") for _ in sets]
-    target = torch.empty_like(sources[0])
     contenders: dict[str, Callable[[], Any]] = {
-        "copy": captured(lambda: [target.copy_(s) for s in sources]),
+        "copy": copying(moved, len(sets)),
         "eager": all_sets(lambda x: case.torch(**x)),
         "plan": all_sets(lambda x: plan.program.run(_ordered(plan.graph, x))),
     }

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from bench.harness import Record, captured, relative_error, replay_times, wall_times
+from bench.harness import Record, captured, copying, relative_error, replay_times, wall_times
 
 NOTE = (
     "GPU microseconds by CUDA Graph replay, medians of interleaved samples; tensors are larger "
@@ -217,10 +217,8 @@ def _measure(
         contenders["compile"] = lambda: call(fast, tensors)
     want = call(case.torch, tensors)
     moved = _bytes(graphs)
-    source = torch.empty(moved // 4, dtype=torch.int16, device="cuda")
-    target = torch.empty_like(source)
     graphed = {k: captured(fn) for k, fn in contenders.items()}
-    graphed["copy"] = captured(lambda: target.copy_(source))
+    graphed["copy"] = copying(moved)
     times = {k: v * 1e3 for k, v in replay_times(graphed, rounds=11).items()}
     wall = wall_times(contenders, calls=50) if case.wall else {}
     exact = call(case.torch, {k: x.double() for k, x in tensors.items()})
