@@ -1,0 +1,186 @@
+"""Every family of Triton kernels on small shapes under NVIDIA's compute-sanitizer.
+
+``python -m tests.sanitize`` on a machine with a GPU and the CUDA toolkit runs all of them twice:
+memcheck finds reads and writes out of bounds, racecheck those of shared memory that no barrier
+orders. ``python -m tests.sanitize norm rope`` runs some; ``--tool`` picks one of the two.
+
+PyTorch's allocator would hide a small step over the end of a tensor in a larger block, so it is
+told to give every tensor memory of its own. Kernels of PyTorch are left out: they take long.
+Results are compared as well, as in the tests marked ``gpu``, whose cases these are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+TOOLS = ("memcheck", "racecheck")
+PLACES = ("/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer")
+Check = tuple[str, Callable[[], str]]  # a name, and what is wrong or nothing
+
+
+def norm() -> Iterator[Check]:
+    import deuteron as dt
+    from tests.norm_cases import small_cases, wrong
+
+    target = dt.target("cuda")
+    for case in itertools.islice(small_cases(), 0, None, 3):
+        yield str(case), lambda case=case: wrong(case, target, "cuda")
+
+
+def batch_norm() -> Iterator[Check]:
+    from tests.batch_norm_cases import cases, run
+
+    for case in itertools.islice(cases(), 0, None, 6):
+        yield str(case), lambda case=case: run(case, "cuda")
+
+
+def rope() -> Iterator[Check]:
+    from tests.rope_cases import cases, compare
+
+    for case in itertools.islice(cases("bf16"), 0, None, 3):
+        yield case.name, lambda case=case: "\n".join(compare(case, "cuda", most=1)[1])
+
+
+def scan() -> Iterator[Check]:
+    import torch
+
+    from tests.test_triton_scan import SHAPES, case, wrong_over_blocks, wrong_with
+
+    for shape in SHAPES:
+        x = case(shape, torch.float32)
+        yield f"cumsum {shape}", lambda x=x: "\n".join(wrong_with("cumsum", x, "cuda"))
+    yield "over blocks", lambda: "\n".join(wrong_over_blocks(False, "cuda"))
+
+
+def cross_entropy() -> Iterator[Check]:
+    """The losses, the sums around them and the gradients, of short, long, odd and far rows."""
+    import torch
+
+    from tests.loss_cases import wrong
+
+    ways = (("classes", False, "mean", 0.0, 0.0), ("probabilities", True, "none", 0.1, 0.01))
+    shapes = ((5, 13), (3, 6, 5), (5, 4097), (3, 50257), (2, 128256), (2, 300, 33), (40000, 3))
+    for shape, way in itertools.product(shapes, ways):
+        for inplace in (False, True):
+            yield (
+                f"{shape} {way} in place: {inplace}",
+                lambda case=(shape, *way), inplace=inplace: wrong(
+                    case, torch.bfloat16, "cuda", inplace_backward=inplace
+                ),
+            )
+
+
+def augment() -> Iterator[Check]:
+    import torch
+
+    from tests.augment_cases import GRADIENTS, PIPELINES, images
+
+    def run(name: str) -> str:
+        x = images((2, 3, 9, 13), torch.float32, False).cuda().requires_grad_(name in GRADIENTS)
+        out = PIPELINES[name]()(x, step=1)
+        if name in GRADIENTS:
+            out.sum().backward()
+        return ""
+
+    for name in ("acceptance", "bicubic border", "everything", "to bytes", "contrast"):
+        yield name, lambda name=name: run(name)
+
+
+def optim() -> Iterator[Check]:
+    import torch
+
+    from tests.optim_cases import cases, check
+
+    for case in itertools.islice(cases(), 0, None, 3):
+        yield case.name, lambda case=case: check(case, torch.float32, "cuda", steps=2)
+
+
+def optim8() -> Iterator[Check]:
+    from tests.optim_cases import eight_bits
+
+    yield "8-bit AdamW", lambda: eight_bits("cuda")
+
+
+def generated() -> Iterator[Check]:
+    from tests.codegen_cases import kind_cases
+    from tests.gpu_codegen import run_case
+
+    for case, knobs in kind_cases("f32"):
+        yield f"{case.name} {knobs}", lambda case=case, knobs=knobs: run_case(case, knobs)
+
+
+FAMILIES = {
+    f.__name__: f
+    for f in (norm, batch_norm, rope, scan, cross_entropy, augment, optim, optim8, generated)
+}
+
+
+def run_here(families: list[str]) -> int:
+    """The families in this process, which the sanitizer watches: how many checks failed."""
+    import torch
+
+    failed = 0
+    for name in families:
+        count = 0
+        for what, check in FAMILIES[name]():
+            count += 1
+            try:
+                wrong = check()
+                torch.cuda.synchronize()
+            except Exception:
+                wrong = traceback.format_exc(limit=-4)
+            if wrong:
+                failed += 1
+                print(f"{name}: {what}\n{wrong}", flush=True)
+        print(f"{name}: {count} checks", flush=True)
+    return failed
+
+
+def sanitizer() -> str | None:
+    """Where compute-sanitizer is."""
+    found = [path for place in PLACES for path in glob.glob(f"{place}/compute-sanitizer")]
+    return shutil.which("compute-sanitizer") or (found[0] if found else None)
+
+
+def watched(tool: str, program: str, families: list[str]) -> int:
+    """The families in a process of their own under a tool: its exit status."""
+    print(f"---- {tool}", flush=True)
+    command = [
+        program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20",
+        "--kernel-name-exclude", "kns=at6native", sys.executable, "-m", "tests.sanitize", "--here",
+        *families,
+    ]  # fmt: skip
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return subprocess.run(command, env=env, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("families", nargs="*", metavar="family", help=", ".join(FAMILIES))
+    parser.add_argument("--tool", choices=TOOLS, help="this one alone")
+    parser.add_argument("--here", action="store_true", help="run them without a sanitizer")
+    args = parser.parse_args()
+    families = args.families or list(FAMILIES)
+    if unknown := set(families) - set(FAMILIES):
+        parser.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    if args.here:
+        return 1 if run_here(families) else 0
+    program = sanitizer()
+    if program is None:
+        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+        return 2
+    ends = [watched(tool, program, families) for tool in TOOLS if args.tool in (None, tool)]
+    print("clean" if not any(ends) else f"not clean: {ends}")
+    return int(any(ends))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
