@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from augment_cases import GEOMETRY, GRADIENTS, PIPELINES, WHOLE, images, plain
-from tolerances import GRADIENT, allowed, error
+from tolerances import DOUBLE, GRADIENT, allowed, error
 
 import deuteron as dt
 from deuteron.augment import (
@@ -362,3 +362,37 @@ def test_random_numbers_are_those_of_the_operators():
         ):
             at = (images_[:, None] * PLACES + place) * DRAWS + torch.arange(u.shape[-1])
             assert torch.equal(u, (words(key, at) >> (32 - BITS)).double() * 2.0**-BITS), seed
+
+
+# ---- under what torch does to functions
+
+
+def _jittered():
+    aug = Pipeline([RandomAffine(10, (0.1, 0.1)), ColorJitter(0.4, 0.4)])
+    x = torch.rand(2, 3, 8, 8, dtype=torch.float64)
+    table = aug.table(x, step=0)
+    return x, lambda v: aug.with_table(v, table)
+
+
+def test_transforms_see_its_operators():
+    x, fn = _jittered()
+    many = torch.stack((x, x * 0.5))
+    each = torch.stack([fn(one) for one in many])
+    assert error(torch.func.vmap(fn)(many), each) <= DOUBLE
+    got = torch.func.grad(lambda v: fn(v).square().sum())(x)
+    x.requires_grad_()
+    (want,) = torch.autograd.grad(fn(x).square().sum(), x)
+    assert error(got, want) <= DOUBLE
+
+
+def test_second_derivatives_of_images():
+    x, fn = _jittered()
+    (first,) = torch.autograd.grad(fn(x.requires_grad_()).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    step = 1e-6
+    ahead, behind = (x.detach() + s * step for s in (1, -1))
+    grads = [
+        torch.autograd.grad(fn(v.requires_grad_()).square().sum(), v)[0] for v in (ahead, behind)
+    ]
+    # along the direction of ones, by symmetry of the second derivative
+    assert error(second, (grads[0] - grads[1]) / (2 * step)) <= GRADIENT
