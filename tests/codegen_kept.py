@@ -137,6 +137,16 @@ def _rows() -> Iterator[Case]:
         lambda g, x: g.var(g.silu(x), axes=(1,), keepdim=False, correction=1),
         x=huge,
     )
+    tenths = torch.full((3, 9000), 0.1)
+    yield graph_of("a long row of equals", lambda g, x: g.sum(x, axes=(1,)), x=tenths)
+    yield graph_of("long columns of equals", lambda g, x: g.sum(x, axes=(0,)), x=tenths.mT)
+    yield graph_of(
+        "equals in many short rows",
+        lambda g, x: g.mean(g.exp(x), axes=(0, 2)),
+        x=torch.full((700, 2, 21), 0.1),
+    )
+    tail = torch.linspace(-7.0, -3.0, 70)
+    yield graph_of("the tail of gelu by tanh", lambda g, x: g.gelu(x, approximate="tanh"), x=tail)
     odd = torch.randn(6, 70)
     odd[1, 40], odd[2, 3], odd[2, 60], odd[3, 69], odd[4] = NAN, INF, INF, -INF, 0.5
     for op in ("argmax", "argmin"):

@@ -355,8 +355,8 @@ def _gelu(c: Code, x: Value, a: Attributes) -> Value:
     if a["approximate"] == "none":
         return c.b.fmul(x, ndtr(c, x))
     inner = c.fma(c.b.fmul(x, x), c.f(0.044715, n), c.f(1.0, n))
-    t = tanh(c, c.b.fmul(c.b.fmul(x, inner), c.f(math.sqrt(2.0 / math.pi), n)))
-    return c.b.fmul(c.b.fmul(c.f(0.5, n), x), c.b.fadd(c.f(1.0, n), t))
+    twice = c.b.fmul(c.b.fmul(x, inner), c.f(2.0 * math.sqrt(2.0 / math.pi), n))
+    return c.b.fmul(x, sigmoid(c, twice))  # (1 + tanh u) / 2, of which nothing cancels
 
 
 def _elu(c: Code, x: Value, a: Attributes) -> Value:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
 from typing import Any
 
 from llvmlite import ir
@@ -39,6 +41,7 @@ from deuteron.codegen.softmax import softmaxes
 
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
 PIECES = 16  # pieces of work wanted, so that threads share them evenly
+STRETCH = 32  # numbers that an accumulator takes in float32 before they are added up in float64
 
 
 def signature(program: ScalarProgram) -> str:
@@ -158,24 +161,48 @@ class Renderer(Arithmetic):
                             known[g] = False
         return known
 
-    def _cells(self, place: Place) -> Iterator[Place]:
-        """Every element of the row: nested loops over the reduced axes."""
-        yield from self._nest(place, list(self.shape.columns))
+    def _cells(self, place: Place, pause: Callable[[], None] | None = None) -> Iterator[Place]:
+        """Every element of the row: nested loops over the reduced axes. ``pause`` is called, so to
+        speak, after every :data:`STRETCH` steps."""
+        yield from self._nest(place, list(self.shape.columns), pause)
 
-    def _nest(self, place: Place, axes: list[Var]) -> Iterator[Place]:
-        if axes:
-            with self.c.loop(0, axes[0].size) as i:
-                yield from self._nest(
-                    Place({**place.at, axes[0]: i}, place.lanes, place.known), axes[1:]
-                )
-            return
-        if self.shape.inner_vector:
-            v = self.shape.vector
-            assert v is not None
-            for p in self._vectors(place.at, self.c.i(0), self.c.i(v.size), True):
-                yield Place(p.at, p.lanes, {**place.known, **p.known})
-        else:
+    def _nest(
+        self, place: Place, axes: list[Var], pause: Callable[[], None] | None
+    ) -> Iterator[Place]:
+        c = self.c
+        if not axes and not self.shape.inner_vector:
             yield place
+            return
+        v = axes[0] if axes else self.shape.vector
+        assert v is not None
+        each = self._steps(axes[1:]) if axes else 1 / self.shape.lanes  # for one index of v
+        if pause is None or each >= STRETCH:
+            yield from self._along(place, axes, c.i(0), c.i(v.size), True, pause)
+        else:
+            stretch = max(1, int(STRETCH / each))
+            with c.loop(0, v.size, stretch) as begin:
+                end = c.least(c.add(begin, stretch), v.size)
+                yield from self._along(place, axes, begin, end, False, None)
+                pause()
+
+    def _steps(self, axes: list[Var]) -> float:
+        """How often an accumulator is added to in these axes and the vector axis."""
+        v = self.shape.vector
+        inner = v.size / self.shape.lanes if self.shape.inner_vector and v is not None else 1.0
+        return inner * prod(a.size for a in axes)
+
+    def _along(
+        self, place: Place, axes: list[Var], begin: Value, end: Value, whole: bool,
+        pause: Callable[[], None] | None,
+    ) -> Iterator[Place]:  # fmt: skip
+        """The outermost of the axes from ``begin`` to ``end``, with all the others inside."""
+        if axes:
+            with self.c.loop(begin, end) as i:
+                inside = Place({**place.at, axes[0]: i}, place.lanes, place.known)
+                yield from self._nest(inside, axes[1:], pause)
+            return
+        for p in self._vectors(place.at, begin, end, whole):
+            yield Place(p.at, p.lanes, {**place.known, **p.known})
 
     # ---- one row
 
@@ -212,9 +239,10 @@ class Renderer(Arithmetic):
         acc = {lanes: c.variable(vec(lanes, kind)) for lanes in sizes}
         for lanes, room in acc.items():
             c.b.store(self.splat(start, lanes), room)
+        far = self._far_sums(s, acc)
         keep = [k for k in self.shape.kept if k not in stored]
         factors = self._factors(s)
-        for cell in self._cells(place):
+        for cell in self._cells(place, partial(self._move, acc, far) if far else None):
             local = dict(env)
             for name in factors or (s.source,):
                 self._need(name, cell, local, stored)
@@ -230,13 +258,36 @@ class Renderer(Arithmetic):
                 c.b.store(combine(total, self.lanes(local[s.source], cell.lanes)), room)
         made = {k for k in keep if needs(self.made, [s.source], k, stored, self.p)}
         stored |= made
-        totals = [c.b.load(room, typ=vec(lanes, kind)) for lanes, room in acc.items()]
-        if not self.shape.inner_vector:
-            return totals[0]
-        whole = [c.reduce(t, combine) for t in totals]  # halves first: errors grow with the depth
-        while len(whole) > 1:
-            whole = [combine(whole[0], whole.pop()), *whole[1:]]
-        return whole[0]
+        wide = F64 if far else kind
+        totals = [c.b.load(room, typ=vec(lanes, wide)) for lanes, room in (far or acc).items()]
+        if self.shape.inner_vector:
+            whole = [c.reduce(t, combine) for t in totals]  # halves first: errors grow with depth
+            while len(whole) > 1:
+                whole = [combine(whole[0], whole.pop()), *whole[1:]]
+            totals = whole
+        total = totals[0]
+        return c.b.fptrunc(total, vec(llvm.lanes_of(total), kind)) if wide is not kind else total
+
+    def _far_sums(self, s: Reduce, acc: dict[int, Value]) -> dict[int, Value]:
+        """Where a long sum goes from time to time, so that the error does not grow with its
+        length: for every accumulator one in float64. None for short ones."""
+        steps = self._steps(list(self.shape.columns))
+        if s.op != "sum" or s.kind != "float" or steps <= 2 * STRETCH:
+            return {}
+        far = {lanes: self.c.variable(vec(lanes, F64)) for lanes in acc}
+        for lanes, room in far.items():
+            self.c.b.store(self.splat(ir.Constant(F64, 0.0), lanes), room)
+        return far
+
+    def _move(self, acc: dict[int, Value], far: dict[int, Value]) -> None:
+        """What has been summed in float32 so far becomes part of the sum in float64."""
+        b = self.c.b
+        for lanes, room in acc.items():
+            kind = vec(lanes, self.float)
+            near, total = b.load(room, typ=kind), b.load(far[lanes], typ=vec(lanes, F64))
+            wide = near if self.p.wide else b.fpext(near, vec(lanes, F64))
+            b.store(b.fadd(total, wide), far[lanes])
+            b.store(self.splat(ir.Constant(self.float, 0.0), lanes), room)
 
     def _factors(self, s: Reduce) -> tuple[str, str] | None:
         """The two factors of a sum of products, which multiply-adds take without rounding between;

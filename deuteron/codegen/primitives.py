@@ -66,8 +66,8 @@ def _softplus(e: E, x: Any) -> Any:
 def _gelu(e: E, x: Any, approximate: str) -> Any:
     if approximate == "tanh":
         cube = e.mul(e.mul(x, x), x)
-        inside = e.mul(math.sqrt(2.0 / math.pi), e.add(x, e.mul(0.044715, cube)))
-        return e.mul(e.mul(0.5, x), e.add(1.0, e.tanh(inside)))
+        twice = e.mul(2.0 * math.sqrt(2.0 / math.pi), e.add(x, e.mul(0.044715, cube)))
+        return e.mul(x, _sigmoid(e, twice))  # (1 + tanh u) / 2, of which nothing cancels
     return e.mul(x, e.ndtr(x))
 
 

@@ -40,6 +40,8 @@ def _gelu_reference(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """PyTorch's own, but in float64, in which it has to be exact, with all its digits."""
     if x.dtype == torch.float64 and approximate == "none":
         return x * ndtr(x)
+    if x.dtype == torch.float64:
+        return x * torch.sigmoid(x * (x * x * 0.044715 + 1.0) * (2.0 * math.sqrt(2.0 / math.pi)))
     return F.gelu(x, approximate=approximate)
 
 
@@ -48,9 +50,9 @@ def _gelu(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
         return g * (b.ndtr(x) + x * b.exp(b.square(x) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)))
     k, c = math.sqrt(2.0 / math.pi), 0.044715
     square = b.square(x)
-    t = b.tanh(x * (square * c + 1.0) * k)
-    inner = (square * (3.0 * c) + 1.0) * k
-    return g * ((t + 1.0) + x * (1.0 - b.square(t)) * inner) * 0.5
+    s = b.sigmoid(x * (square * c + 1.0) * (2.0 * k))  # (1 + tanh u) / 2
+    inner = (square * (3.0 * c) + 1.0) * (2.0 * k)
+    return g * s * (x * (1.0 - s) * inner + 1.0)
 
 
 def _silu(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
