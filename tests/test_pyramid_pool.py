@@ -147,7 +147,7 @@ def test_compiles_without_spills(arch, dtype, order):
 
     from deuteron.engines.triton_pyramid import tiles
     from deuteron.ir import TensorType
-    from deuteron.kernels.triton.pyramid_pool import Image, Way, pool, spread
+    from deuteron.kernels.triton.pyramid_pool import Image, Way, pool, pool_last, spread
     from tests.test_triton_gen import spilled
 
     where = GPUTarget("cuda", arch, 32)
@@ -159,10 +159,12 @@ def test_compiles_without_spills(arch, dtype, order):
         way = Way(*tile)
         for kind in ("avg", "max", "where"):
             constants = {**image.constants(way), "KIND": kind}
-            out = places if kind == "where" else at
-            kernel = pool.compile([at, out, *numbers], constants, way.warps, target=where)
+            constants |= {"BANDS": 12} if image.last else {"ADJACENT": True}
+            out, of = places if kind == "where" else at, pool_last if image.last else pool
+            kernel = of.compile([at, out, *numbers], constants, way.warps, target=where)
             assert spilled(kernel, arch) == 0, (tile, kind)
         constants = image.constants(way) | image.reach()
+        constants |= {"LAST": image.last, "ADJACENT": not image.last}
         for winners in (None, places):
             kinds = [at, winners, at, *numbers]
             kernel = spread.compile(kinds, constants, way.warps, target=where)
@@ -219,7 +221,7 @@ def test_more_than_two_to_the_31_elements():
         pytest.skip("needs 12 GiB")
     x = torch.zeros(1, planes, 8, 8, dtype=torch.float16, device="cuda")
     x[0, -2:] = 2.0
-    image, way = Image(tuple(x.shape), x.stride(), (1, 2)), Way(32, 8, 4)
+    image, way = Image(tuple(x.shape), x.stride(), (1, 2)), Way(8, 8, 8, 1)
     y = torch.full((1, planes, 5), 7.0, dtype=x.dtype, device="cuda")
     forward(image, "max", way)(x, y)
     assert x.numel() > 2**31 and (y[0, -2:] == 2.0).all() and not y[0, :-2].any()

@@ -47,21 +47,28 @@ def _image(region: Region) -> TensorType:
     return region.graph.types[node.output if OPS[node.op] else node.uses[0]]
 
 
-def tiles(image: TensorType) -> list[tuple[int, int, int]]:
-    """(planes, rows, warps) of a program, most promising first. A tile is as wide as the image;
-    where channels are adjacent it follows these, else the rows."""
-    planes, height = power_of_two(prod(image.shape[:2])), power_of_two((1, *image.shape[2:])[-2])
-    width = power_of_two(image.shape[-1])
+def tiles(image: TensorType) -> list[tuple[int, int, int, int]]:
+    """(planes, rows, columns, warps) of a program, most promising first: as wide as the image, or
+    along the channels where these are adjacent. One warp needs no barriers for its sums; eight
+    elements of a thread are what its registers hold."""
+    channels, width = power_of_two(image.shape[1]), power_of_two(image.shape[-1])
+    height = power_of_two((1, *image.shape[2:])[-2])
+    if image.strides[1] == 1 and image.shape[1] > 1:
+        shapes = ((32, 4, 8, 4), (32, 4, 8, 8), (64, 2, 8, 4))
+        return list(dict.fromkeys(
+            (min(p, channels), min(r, height), min(c, width), w) for p, r, c, w in shapes
+        ))  # fmt: skip
     found = []
-    for elements, warps in ((2048, 4), (4096, 8), (1024, 4)):
-        room = max(elements * 32 // max(image.dtype.bits, 32) // width, 1)
-        wide = min(planes, room, 32 if image.strides[1] == 1 else max(room // min(height, 8), 1))
-        found.append((wide, max(min(height, room // wide, 8), 1), warps))
+    for elements, warps in ((256, 1), (512, 2), (1024, 4)):
+        room = max(elements // width, 1)
+        rows = min(height, room, 8)
+        found.append((max(min(channels, room // rows), 1), rows, width, warps))
     return list(dict.fromkeys(found))
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    return [dict(zip(("planes", "rows", "warps"), t, strict=True)) for t in tiles(_image(region))]
+    names = ("planes", "rows", "columns", "warps")
+    return [dict(zip(names, t, strict=True)) for t in tiles(_image(region))]
 
 
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
@@ -83,7 +90,8 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
         run = forward(image(_image(region)), node.attrs["kind"], way)
         return Kernel(run, writes=True, note="1 kernel")
     x = node.uses[1] if len(node.uses) > 1 else None
-    find = None if x is None else forward(image(types[x]), "where", way)
+    of_x = None if x is None else Way(*tiles(types[x])[0])  # which may lie in another order
+    find = None if x is None or of_x is None else forward(image(types[x]), "where", of_x)
     back = backward(image(_image(region)), way, find)
     at = [region.inputs.index(v) for v in node.uses]
 
