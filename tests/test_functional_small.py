@@ -106,6 +106,7 @@ def test_the_knob():
 def test_limits_are_estimates_of_the_machine():
     h200 = dt.target("h200")
     assert library.limit_of(h200) == int(3e-6 * h200.stream * 0.75 / 2)
+    assert library.limit_of(dt.target("cpu")) == 16 * 1024  # measured, and the same in every run
 
 
 def test_what_torch_refuses_is_planned_or_explained(planned_calls):
