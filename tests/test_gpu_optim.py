@@ -220,6 +220,20 @@ def test_past_two_to_the_31_elements():
     assert error(optimizer.grad_norm, torch.tensor(float(n)).sqrt()) < SINGLE_LAYERS
 
 
+def test_eight_bits_past_two_to_the_31_elements():
+    """The first step of AdamW is its rate, whatever the gradient's size."""
+    n = 2**31 + 1027
+    free = torch.cuda.mem_get_info()[0]
+    if free < 8 * n:
+        pytest.skip(f"needs {8 * n >> 30} GiB, {free >> 30} are free")
+    p = torch.ones(n, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    p.grad = torch.ones_like(p)
+    p.grad[-5:] = -1.0
+    dt.optim.AdamW8bit([p], lr=0.125, weight_decay=0.0).step()
+    ends = torch.cat((p.detach()[:5], p.detach()[-5:])).float().tolist()
+    assert ends == [0.875] * 5 + [1.125] * 5
+
+
 def test_factored_past_two_to_the_31_elements():
     """bfloat16 Adafactor: rows at the end of a large matrix move as those at its beginning."""
     free = torch.cuda.mem_get_info()[0]

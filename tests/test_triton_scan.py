@@ -135,5 +135,19 @@ def test_on_a_gpu(op):
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    from deuteron.kernels.triton.scan import row_scan
+
+    rows, columns = 2**20 + 3, 2048
+    if torch.cuda.mem_get_info()[0] < 5 * rows * columns:
+        pytest.skip("needs 10 GiB")
+    x = torch.zeros(rows, columns, dtype=torch.float16, device="cuda")
+    x[-2:, 0] = 1.0
+    out = torch.full_like(x, 7.0)
+    row_scan(rows, columns, False, (2, 2048), 4)(x, out)
+    assert x.numel() > 2**31 and (out[-2:] == 1.0).all() and not out[:-2].any()
+
+
 if __name__ == "__main__":
     main()
