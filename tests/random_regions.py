@@ -194,6 +194,12 @@ def _careful_binary(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]]
     return (ins, attrs) if ok else None
 
 
+def _float_binary(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]] | None:
+    """Of integers torch refuses a divisor of 0, and so nobody lowers it."""
+    found = _careful_binary(d, v)
+    return found if found and all(d.is_float(x) for x in found[0]) else None
+
+
 def _where(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]]:
     condition = d.value(lambda x: d.build.types[x].dtype.kind == "bool")
     return [condition or d.leaf(d.shape(v), torch.bool), v, d.operand()], {}
@@ -367,6 +373,7 @@ def _cast(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]]:
 
 FORMS: dict[str, Form] = {
     **dict.fromkeys(("add", "sub", "mul", "maximum", "minimum"), _binary),
+    **dict.fromkeys(("remainder", "floor_div", "atan2"), _float_binary),
     **dict.fromkeys(("div", "pow", "eq", "ne", "lt", "le", "gt", "ge", "logical_and",
                      "logical_or", "logical_xor"), _careful_binary),
     **dict.fromkeys(

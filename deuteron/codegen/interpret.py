@@ -35,6 +35,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "erf": torch.erf, "tanh": torch.tanh,
     "sin": torch.sin, "cos": torch.cos, "floor": torch.floor, "ceil": torch.ceil,
     "round": torch.round, "trunc": torch.trunc, "pow": torch.pow, "select": torch.where,
+    "fmod": torch.fmod, "atan2": torch.atan2,
     "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
     "ge": torch.ge, "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
     "to_bool": lambda x: x != 0, "to_int": lambda x: x.to(torch.int64), "expm1": torch.expm1,

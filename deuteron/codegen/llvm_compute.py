@@ -77,6 +77,8 @@ FLOAT: dict[str, Callable[..., Value]] = {
     "log1p": _function("log1p", llvm_math.log1p),
     "ndtr": _ndtr,
     "pow": lambda c, x, y: llvm_math.library(c, "pow", x, y),
+    "fmod": lambda c, x, y: llvm_math.library(c, "fmod", x, y),
+    "atan2": lambda c, x, y: llvm_math.library(c, "atan2", x, y),
 }
 
 INTEGER: dict[str, Callable[..., Value]] = {

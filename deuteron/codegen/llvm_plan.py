@@ -21,6 +21,8 @@ HEAVY = frozenset(
         "sin",
         "cos",
         "pow",
+        "fmod",
+        "atan2",
         "expm1",
         "log1p",
         "ndtr",

@@ -17,8 +17,8 @@ PRIMITIVES = frozenset(
     {
         "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "sqrt", "exp", "exp2",
         "log", "erf", "tanh", "sin", "cos", "floor", "ceil", "round", "trunc", "pow", "select",
-        "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "to_float", "to_int", "to_bool",
-        "expm1", "log1p", "ndtr", "rounded", "wrapped", "random",
+        "fmod", "atan2", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "to_float",
+        "to_int", "to_bool", "expm1", "log1p", "ndtr", "rounded", "wrapped", "random",
     }
 )  # fmt: skip
 COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -120,6 +120,29 @@ def _pow(e: E, x: Any, y: Any) -> Any:
     return e.pow(x, y)
 
 
+def _turned(e: E, left: Any, y: Any) -> Any:
+    """Whether what is left of x by y is not 0, and has not the sign of y."""
+    return e.both(e.ne(left, 0.0), e.ne(e.lt(y, 0.0), e.lt(left, 0.0)))
+
+
+def _remainder(e: E, x: Any, y: Any) -> Any:
+    """C's remainder, moved to the sign of y; exact, as that is."""
+    left = e.fmod(x, y)
+    return e.select(_turned(e, left, y), e.add(left, y), left)
+
+
+def _floor_div(e: E, x: Any, y: Any) -> Any:
+    """⌊x / y⌋ from x less its remainder, which a rounded quotient would miss just below a whole
+    number; x / 0 is what division gives, and a 0 has the sign of the quotient."""
+    left, quotient = e.fmod(x, y), e.div(x, y)
+    whole = e.div(e.sub(x, left), y)
+    whole = e.select(_turned(e, left, y), e.sub(whole, 1.0), whole)
+    floor = e.floor(whole)
+    floor = e.select(e.gt(e.sub(whole, floor), 0.5), e.add(floor, 1.0), floor)
+    found = e.select(e.eq(whole, 0.0), e.mul(quotient, 0.0), floor)
+    return e.select(e.eq(y, 0.0), quotient, found)
+
+
 def _root(e: E, x: Any, inverse: bool) -> Any:
     """√x or 1/√x as C's pow has them: +0 for −0, and +inf for −inf."""
     root = e.add(e.sqrt(x), 0.0)
@@ -142,6 +165,8 @@ POWERS: Mapping[float, Recipe] = {
 
 RECIPES: Mapping[str, Recipe] = {
     "pow": _pow,
+    "remainder": _remainder,
+    "floor_div": _floor_div,
     "square": lambda e, x: e.mul(x, x),
     "sign": _sign,
     "rsqrt": lambda e, x: e.div(1.0, e.sqrt(x)),
