@@ -6,7 +6,7 @@ objects and loops can be merged by looking at factors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,6 +49,7 @@ class Dynamic:
 
     name: str
     size: int  # it lies from 0 to ``size`` − 1 wherever the access is inside its guards
+    given: bool = True  # by whoever calls, who may be wrong about that
 
     @property
     def high(self) -> int:
@@ -143,6 +144,15 @@ class Affine:
             elif isinstance(atom, Quotient):
                 out |= atom.of.dynamic
         return frozenset(out)
+
+    @property
+    def lookups(self) -> Iterator[Dynamic]:
+        """The scalars among them that somebody gave."""
+        for atom, _ in self.terms:
+            if isinstance(atom, Dynamic) and atom.given:
+                yield atom
+            elif isinstance(atom, Quotient):
+                yield from atom.of.lookups
 
     def substitute(self, values: Mapping[Var, Affine]) -> Affine:
         """The same with variables replaced."""

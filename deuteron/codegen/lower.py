@@ -351,11 +351,11 @@ class Lowering:
             self.statements.append(Position(name, index))
         return self.known[key]
 
-    def dynamic(self, value: Arg, size: int) -> Affine:
-        """A number below ``size`` as an index."""
+    def dynamic(self, value: Arg, size: int, given: bool = True) -> Affine:
+        """A number below ``size`` as an index; ``given`` by somebody who may be wrong there."""
         if isinstance(value, Const):
             return Affine(int(value.value))
-        return Affine.var(Dynamic(value, size))
+        return Affine.var(Dynamic(value, size, given))
 
     def reduce(self, op: str, source: Arg) -> Arg:
         """One number per row from the element ``source``."""

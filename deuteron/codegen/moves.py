@@ -101,12 +101,12 @@ def _reflected(low: Lowering, i: Affine, size: int) -> Affine:
     place = low.op("abs", low.position(i))
     if i.high >= size:
         place = low.op("sub", size - 1, low.op("abs", low.op("sub", size - 1, place)))
-    return low.dynamic(place, size)
+    return low.dynamic(place, size, given=False)
 
 
 def _repeated(low: Lowering, i: Affine, size: int) -> Affine:
     place = low.op("minimum", low.op("maximum", low.position(i), 0), size - 1)
-    return low.dynamic(place, size)
+    return low.dynamic(place, size, given=False)
 
 
 EDGES: dict[str, Callable[[Lowering, Affine, int], Affine]] = {

@@ -125,6 +125,10 @@ class Body:
             at += f" + 0 * {some}{suffix if some == 'c' else ''}"
         tokens = own | guarded
         conds += self._masks(tokens, suffix)
+        for index in s.offset.lookups:  # as in torch, a wrong one ends the program
+            name = self.name(index.name, suffix)
+            conds.append(f"({name} >= 0) & ({name} < {index.size})")
+            self.line(f'tl.device_assert({conds[-1]}, "index out of range")')
         extra = f", mask={' & '.join(conds)}, other=0" if conds else ""
         if s.tensor in self.hints:
             extra += f', eviction_policy="{self.hints[s.tensor]}"'

@@ -41,6 +41,8 @@ def compiled(rendered: Rendered, launch: Launch, aligned: bool = True, target: A
     signature = dict(zip(fn.arg_names, kinds, strict=True))
     attrs = {(k,): [["tt.divisibility", 16]] for k in range(len(kinds))} if aligned else {}
     options = {"num_warps": rendered.warps, "num_stages": 1, "enable_fp_fusion": False}
+    if "tl.device_assert(" in rendered.source:
+        options |= {"debug": True, "sanitize_overflow": False}
     return triton.compile(ASTSource(fn, signature, attrs=attrs), target=target, options=options)
 
 

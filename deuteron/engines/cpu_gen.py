@@ -4,6 +4,7 @@ in LLVM IR for the machine it runs on."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -14,6 +15,7 @@ from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import CannotLower, Compute, Load, ScalarProgram
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.indices import checked, lookups
 from deuteron.engines.roofline import region_bound
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -84,6 +86,9 @@ class CpuGen:
             return Refusal("llvmlite is not installed", "pip install llvmlite")
         if all(table.get(node.op).view for node in region.nodes):
             return Refusal("only views: torch answers without touching memory")
+        indices = lookups(region)
+        if isinstance(indices, Refusal):
+            return indices
         found = program_of(region)
         return found if isinstance(found, Refusal) else None
 
@@ -118,4 +123,8 @@ class CpuGen:
             words.append(Room("rows", 0, room))
         threaded = found.rows * found.columns >= SERIAL_ELEMENTS
         call = Call(loaded, tuple(words), threaded)
-        return Kernel.generated([call], workspace=4 * room * torch.get_num_threads())
+        kernel = Kernel.generated([call], workspace=4 * room * torch.get_num_threads())
+        indices = lookups(region)
+        if not isinstance(indices, Refusal) and indices:  # then it is no mere call of native code
+            return replace(kernel, fn=checked(kernel.fn, indices, region.inputs), calls=())
+        return kernel

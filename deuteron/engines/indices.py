@@ -1,0 +1,100 @@
+"""Indices that a region is given: generated code uses them as addresses, so somebody has to look at
+them first. On a CPU that is the kernel, before it runs; on a GPU, where the host does not wait, the
+generated code itself traps as PyTorch's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deuteron.engines.base import Refusal
+from deuteron.errors import BindError
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+
+INDEX = 1  # the slot of the index in every operator that has one
+OPERATORS = ("gather", "index_select", "embedding", "nll_loss", "cross_entropy")
+SAME = ("reshape", "permute", "transpose", "expand", "squeeze", "unsqueeze", "to_layout")
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The index of one operator, which comes from outside as ``value``: from 0 to ``size`` − 1, or
+    ``ignored``."""
+
+    op: str
+    value: str
+    size: int
+    ignored: int | None = None
+
+    def check(self, index: torch.Tensor) -> None:
+        """Raise if an index is none."""
+        if index.numel() == 0:
+            return
+        low, high = torch.aminmax(index)
+        if low >= 0 and high < self.size:
+            return
+        bad = (index < 0) | (index >= self.size)
+        if self.ignored is not None:
+            bad &= index != self.ignored
+        if bad.any():
+            at = [int(i) for i in bad.nonzero()[0]]
+            or_else = "" if self.ignored is None else f", or {self.ignored} for what is ignored"
+            raise BindError(
+                f"index {int(index[tuple(at)])} at {at} is out of range",
+                asked=f"{self.op} from {self.size}",
+                remedy=f"use indices from 0 to {self.size - 1}{or_else}",
+            )
+
+
+def lookups(region: Region) -> list[Lookup] | Refusal:
+    """What the region looks up; a refusal if an index is computed on the way."""
+    made = {out: node for node in region.nodes for out in node.outputs}
+    found = []
+    for node in region.nodes:
+        value = node.inputs[INDEX] if node.op in OPERATORS else None
+        if value is None or region.graph.types[value].dtype.is_float:  # classes as probabilities
+            continue
+        root = _root(value, made)
+        if root is None:
+            return Refusal(
+                f"the index of {node.op} is computed in the region, where nobody can check it",
+                "let it be a value of its own",
+            )
+        found.append(Lookup(node.op, root, _size(region, node), node.attrs.get("ignore_index")))
+    return found
+
+
+def _root(value: str, made: Mapping[str, Node]) -> str | None:
+    """The value from outside that has the same numbers, if there is one."""
+    while value in made:
+        if made[value].op not in SAME:
+            return None
+        value = made[value].uses[0]
+    return value
+
+
+def _size(region: Region, node: Node) -> int:
+    shape = region.graph.types[node.uses[0]].shape
+    if node.op == "embedding":
+        return shape[0]
+    axis: int = node.attrs.get("axis", min(1, len(shape) - 1))
+    return shape[axis]
+
+
+def checked(
+    run: Callable[..., Any], found: Sequence[Lookup], inputs: Sequence[str]
+) -> Callable[..., Any]:
+    """``run`` after a look at the indices among its arguments."""
+    places = [(lookup, inputs.index(lookup.value)) for lookup in found]
+
+    def look_and_run(*tensors: torch.Tensor) -> Any:
+        for lookup, place in places:
+            lookup.check(tensors[place])
+        return run(*tensors)
+
+    return look_and_run

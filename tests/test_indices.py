@@ -1,0 +1,104 @@
+"""Indices out of range: generated code never reads what they point to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.codegen.lower import lower
+from deuteron.codegen.triton_knobs import choices
+from deuteron.codegen.triton_render import render
+from deuteron.engines.cpu_gen import CpuGen
+from deuteron.errors import BindError
+from deuteron.ir.region import Region
+from deuteron.policy import Policy
+from deuteron.target import target
+
+pytest.importorskip("llvmlite")
+
+OPERATORS = {
+    "embedding": ((10, 6), (3,), lambda g, x, i: g.embedding(x, i)),
+    "gather": ((10, 6), (3, 6), lambda g, x, i: g.gather(x, i, axis=0)),
+    "gather by rows": ((3, 10), (3, 4), lambda g, x, i: g.gather(x, i, axis=1)),
+    "index_select": ((10, 6), (3,), lambda g, x, i: g.index_select(x, i, axis=0)),
+    "nll_loss": ((3, 10), (3,), lambda g, x, i: g.nll_loss(x, i, reduction="none")),
+    "cross_entropy": ((3, 10), (3,), lambda g, x, i: g.cross_entropy(x, i, reduction="none")),
+    "reshaped": ((10, 6), (3, 1), lambda g, x, i: g.embedding(x, g.reshape(i, shape=(3,)))),
+}
+
+
+def region_of(name: str, kind: str = "i64") -> Region:
+    shape, index, write = OPERATORS[name]
+    g = dt.Graph(name)
+    x, i = g.tensor("x", shape), g.tensor("i", index, kind)
+    g.relu(write(g, x, i)).output("y")
+    return Region(g.ir())
+
+
+def run(region: Region, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    from deuteron.engines.base import BuildContext
+
+    engine, cpu, policy = CpuGen(), target("cpu"), Policy()
+    assert engine.refuse(region, cpu, policy) is None
+    ctx = BuildContext(cpu, torch.device("cpu"), policy, {})
+    kernel = engine.build(region, engine.candidates(region, cpu, policy)[0], ctx)
+    assert not kernel.calls  # data alone would look at nothing
+    (y,) = region.outputs
+    out = torch.empty(region.graph.types[y].shape)
+    kernel.fill([{"x": x, "i": i}[v] for v in region.inputs], [out])
+    return out
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("bad", [-1, 10, 2**40])
+def test_an_index_out_of_range_is_an_error(name, bad):
+    shape, index, _ = OPERATORS[name]
+    x, i = torch.randn(shape), torch.zeros(index, dtype=torch.int64)
+    region = region_of(name)
+    assert run(region, x, i).isfinite().all()
+    i.view(-1)[-1] = bad
+    with pytest.raises(BindError, match=f"index {bad} at .* is out of range"):
+        run(region, x, i)
+
+
+def test_what_is_ignored_is_no_error():
+    x, i = torch.randn(3, 10), torch.tensor([4, -100, 9])
+    assert run(region_of("cross_entropy"), x, i)[1] == 0.0
+    with pytest.raises(BindError, match="or -100 for what is ignored"):
+        run(region_of("cross_entropy"), x, torch.tensor([4, -100, 10]))
+
+
+def test_empty_indices_are_fine():
+    g = dt.Graph("none")
+    g.relu(g.embedding(g.tensor("x", (10, 6)), g.tensor("i", (0,), "i64"))).output("y")
+    plan = g.compile(device="cpu")
+    none = torch.zeros(0, dtype=torch.int64)
+    assert plan.run(x=torch.randn(10, 6), i=none)["y"].shape == (0, 6)
+
+
+def test_an_index_that_is_computed_on_the_way_is_refused():
+    g = dt.Graph("computed")
+    x, i = g.tensor("x", (10, 6)), g.tensor("i", (3,), "i64")
+    g.embedding(x, i + 1).output("y")
+    refusal = CpuGen().refuse(Region(g.ir()), target("cpu"), Policy())
+    assert refusal is not None and "nobody can check" in refusal.reason
+    plan = g.compile(device="cpu")
+    with pytest.raises((IndexError, BindError)):
+        plan.run(x=torch.randn(10, 6), i=torch.tensor([1, 2, 9]))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_on_a_gpu_the_kernel_traps_and_reads_nothing(name):
+    program = lower(region_of(name))
+    source = render(program, choices(program)[0]).source
+    assert "tl.device_assert(" in source
+    (load,) = [line for line in source.splitlines() if "tl.load(" in line and "< 10" in line][:1]
+    assert ">= 0) & (" in load
+
+
+def test_edges_that_we_compute_are_not_looked_at():
+    g = dt.Graph("edges")
+    g.pad(g.tensor("x", (4, 8)), low=(0, 2), high=(0, 2), mode="reflect").output("y")
+    program = lower(Region(g.ir()))
+    assert "device_assert" not in render(program, choices(program)[0]).source
