@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -212,9 +213,13 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def captured(fn: Thunk) -> Thunk:
-    """``fn`` as a CUDA Graph; what comes back replays it."""
-    graph, _ = capture(fn)
-    return graph.replay
+    """``fn`` as a CUDA Graph; what comes back replays it, and keeps alive what ``fn`` works on."""
+    graph, result = capture(fn)
+    return partial(_replay, graph, fn, result)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, *alive: Any) -> None:
+    graph.replay()
 
 
 def copying(moved: int, sets: int = 1) -> Thunk:

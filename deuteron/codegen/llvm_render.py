@@ -9,11 +9,9 @@ and that cost more than a load are kept in a row of scratch memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 from llvmlite import ir
@@ -21,7 +19,7 @@ from llvmlite import ir
 from deuteron.codegen import llvm, llvm_math
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
-from deuteron.codegen.llvm_compute import Arithmetic
+from deuteron.codegen.llvm_loops import STRETCH, Loops, Place
 from deuteron.codegen.llvm_plan import multiply_adds, needs, plan
 from deuteron.codegen.llvm_types import I1, STORED
 from deuteron.codegen.scalar import (
@@ -39,27 +37,13 @@ from deuteron.codegen.scalar import (
 )
 from deuteron.codegen.softmax import softmaxes
 
-CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
-PIECES = 16  # pieces of work wanted, so that threads share them evenly
-STRETCH = 32  # numbers that an accumulator takes in float32 before they are added up in float64
-
 
 def signature(program: ScalarProgram) -> str:
     """Everything the machine code depends on: the name under which it is kept."""
     return f"scalar program, {llvm.width()} lanes\n{program!r}"
 
 
-@dataclass
-class Place:
-    """Where the loops are: a scalar index for every axis; the vector axis at its first lane."""
-
-    at: dict[Var, Value]
-    lanes: int
-    known: dict[Guard, bool] = field(default_factory=dict)
-    env: dict[str, Value] = field(default_factory=dict)  # scalars that serve as indices
-
-
-class Renderer(Arithmetic):
+class Renderer(Loops):
     """Writes one kernel: ``name(words, thread, threads)`` with the tensors in the words."""
 
     def __init__(self, program: ScalarProgram) -> None:
@@ -90,119 +74,6 @@ class Renderer(Arithmetic):
             self.row_size = size
         for place in self._rows(thread, threads):
             self._row(place)
-
-    # ---- loops
-
-    @contextmanager
-    def _span(self, begin: Any, end: Any, step: int) -> Iterator[Value]:
-        with self.c.loop(begin, end, step) as i:
-            yield i
-
-    def _rows(self, thread: Value, threads: Value) -> Iterator[Place]:
-        """The share of this thread: rows, or pieces of the one long axis there is."""
-        c, shape = self.c, self.shape
-        total = 1
-        for row_axis in shape.rows:
-            total *= row_axis.size
-        axis = shape.vector
-        if axis is None or shape.inner_vector:
-            begin, end = c.share(c.i(total), thread, threads)
-            with c.loop(begin, end) as row:
-                yield Place(self._decode(row), shape.lanes)
-            return
-        v, chunk = axis, CHUNK
-        while chunk > 2 * shape.lanes and total * -(-v.size // chunk) < PIECES:
-            chunk //= 2
-        pieces = -(-v.size // chunk)
-        begin, end = c.share(c.i(total * pieces), thread, threads)
-        with c.loop(begin, end) as piece:
-            row = c.div(piece, pieces) if pieces > 1 else piece
-            start = c.mul(c.rem(piece, pieces), chunk) if pieces > 1 else c.i(0)
-            stop = c.least(c.add(start, chunk), v.size) if pieces > 1 else c.i(v.size)
-            at = self._decode(row)
-            yield from self._vectors(at, start, stop, pieces == 1)
-
-    def _decode(self, row: Value) -> dict[Var, Value]:
-        at: dict[Var, Value] = {}
-        for v in reversed(self.shape.rows[1:]):
-            at[v] = self.c.rem(row, v.size)
-            row = self.c.div(row, v.size)
-        if self.shape.rows:
-            at[self.shape.rows[0]] = row
-        return at
-
-    def _vectors(
-        self, at: dict[Var, Value], start: Value, stop: Value, whole: bool
-    ) -> Iterator[Place]:
-        """The vector axis from ``start`` to ``stop``: whole vectors, then what is left. Guards
-        that depend on nothing else are settled by cutting the axis where they change."""
-        v, c = self.shape.vector, self.c
-        assert v is not None
-        for low, high in zip(self.shape.breaks, self.shape.breaks[1:], strict=False):
-            known = self._settled(v, low, high)
-            begin = c.i(low) if whole else c.most(start, low)
-            end = c.i(high) if whole else c.least(stop, high)
-            for lanes in self.shape.steps:
-                full = c.sub(end, c.rem(c.most(c.sub(end, begin), 0), lanes)) if lanes > 1 else end
-                with c.loop(begin, full, lanes) as i:
-                    yield Place({**at, v: i}, lanes, known)
-                begin = c.most(begin, full)
-
-    def _settled(self, v: Var, low: int, high: int) -> dict[Guard, bool]:
-        known = {}
-        for s in self.p.statements:
-            if isinstance(s, Load | Inside):
-                for g in s.guards:
-                    if g.index.terms == ((v, 1),):
-                        first, last = low + g.index.const, high - 1 + g.index.const
-                        if g.low <= first and last < g.high:
-                            known[g] = True
-                        elif last < g.low or first >= g.high:
-                            known[g] = False
-        return known
-
-    def _cells(self, place: Place, pause: Callable[[], None] | None = None) -> Iterator[Place]:
-        """Every element of the row: nested loops over the reduced axes. ``pause`` is called, so to
-        speak, after every :data:`STRETCH` steps."""
-        yield from self._nest(place, list(self.shape.columns), pause)
-
-    def _nest(
-        self, place: Place, axes: list[Var], pause: Callable[[], None] | None
-    ) -> Iterator[Place]:
-        c = self.c
-        if not axes and not self.shape.inner_vector:
-            yield place
-            return
-        v = axes[0] if axes else self.shape.vector
-        assert v is not None
-        each = self._steps(axes[1:]) if axes else 1 / self.shape.lanes  # for one index of v
-        if pause is None or each >= STRETCH:
-            yield from self._along(place, axes, c.i(0), c.i(v.size), True, pause)
-        else:
-            stretch = max(1, int(STRETCH / each))
-            with c.loop(0, v.size, stretch) as begin:
-                end = c.least(c.add(begin, stretch), v.size)
-                yield from self._along(place, axes, begin, end, False, None)
-                pause()
-
-    def _steps(self, axes: list[Var]) -> float:
-        """How often an accumulator is added to in these axes and the vector axis."""
-        v = self.shape.vector
-        inner = v.size / self.shape.lanes if self.shape.inner_vector and v is not None else 1.0
-        return inner * prod(a.size for a in axes)
-
-    def _along(
-        self, place: Place, axes: list[Var], begin: Value, end: Value, whole: bool,
-        pause: Callable[[], None] | None,
-    ) -> Iterator[Place]:  # fmt: skip
-        """The outermost of the axes from ``begin`` to ``end``, with all the others inside."""
-        if axes:
-            with self.c.loop(begin, end) as i:
-                inside = Place({**place.at, axes[0]: i}, place.lanes, place.known)
-                yield from self._nest(inside, axes[1:], pause)
-            return
-        for p in self._vectors(place.at, begin, end, whole):
-            yield Place(p.at, p.lanes, {**place.known, **p.known})
 
     # ---- one row
 
