@@ -19,6 +19,7 @@ import torch
 
 from deuteron.codegen.interpret import interpret
 from deuteron.codegen.triton_knobs import MOST, choices
+from deuteron.codegen.triton_math import Unsupported
 from deuteron.codegen.triton_render import Knobs, render
 from deuteron.engines.triton_gen import TritonGen
 from deuteron.ir.region import Region
@@ -148,7 +149,11 @@ def test_every_helper_compiles():
     count = 0
     for case in operator_cases("f32"):
         knobs = choices(case.program)[0]
-        used = set(re.findall(r"(?:tl\.\w+|_\w+)\(", render(case.program, knobs).source))
+        try:
+            source = render(case.program, knobs).source
+        except Unsupported:  # written on the CPU alone
+            continue
+        used = set(re.findall(r"(?:tl\.\w+|_\w+)\(", source))
         if used - seen:
             seen |= used
             count += 1

@@ -69,5 +69,5 @@ def evaluate(
             if float64 and node.op == "cast" and graph.types[node.output].dtype.is_float:
                 env[node.output] = env[node.uses[0]].double()  # the exact answer is not rounded
                 continue
-            env.update(zip(node.outputs, run_node(node, args), strict=True))
+            env.update(zip(node.outputs, map(lift, run_node(node, args)), strict=True))
     return {name: env[value] for name, value in graph.outputs}
