@@ -16,6 +16,7 @@ CLASSES = torch.tensor([0, 1, 2, 3])
 HEADS, TABLE = torch.ones(1, 2, 3, 8), torch.ones(3, 4)
 
 WRONG = {
+    "no tensor": (lambda: f.gelu(None), "no tensor was given"),
     "a shape that x does not end with": (lambda: f.rms_norm(X, (7,)), "is not how x"),
     "a weight of another length": (lambda: f.layer_norm(X, (8,), torch.ones(7)), r"\[7\]"),
     "integers": (lambda: f.layer_norm(X.long(), (8,)), "int64|Long"),

@@ -471,6 +471,8 @@ def _empty(graph: Graph, tensors: Tensors) -> list[torch.Tensor]:
 
 def _one_device(name: str, tensors: Tensors) -> torch.device:
     found = {t.device for t in tensors if t is not None}
+    if not found:
+        raise BindError("no tensor was given", asked=f"{name}(…)", remedy="pass one")
     if len(found) != 1:
         listed = ", ".join(sorted(map(str, found)))
         raise BindError(

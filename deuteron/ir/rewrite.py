@@ -93,6 +93,12 @@ def start(graph: Graph, infer: Infer) -> tuple[GraphBuilder, dict[str, str]]:
     return build, {v: v for v in (*graph.inputs, *graph.constants)}
 
 
+def carry(build: GraphBuilder, names: dict[str, str], node: Node, graph: Graph) -> None:
+    """``node`` of ``graph`` as it is, over the values that stand for its inputs."""
+    inputs = [None if v is None else names[v] for v in node.inputs]
+    names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+
+
 def _walk(
     graph: Graph, table: dict[str, list[Rule]], everywhere: list[Rule], infer: Infer
 ) -> tuple[Graph, Counter[str]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import start
+from deuteron.ir.rewrite import carry, start
 from deuteron.ops import table
 from deuteron.ops.batch_norm import ACTIVATIONS
 
@@ -58,8 +58,7 @@ def join_batch_norm(graph: Graph) -> Graph:
             continue
         found = ends.get(id(node))
         if found is None:
-            inputs = [None if v is None else names[v] for v in node.inputs]
-            names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+            carry(build, names, node, graph)
             continue
         norm, act = found.norm, found.act
         given = [*norm.inputs, *[None] * (5 - len(norm.inputs)), found.residual]

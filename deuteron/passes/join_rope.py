@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import start
+from deuteron.ir.rewrite import carry, start
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.passes.context import Context
@@ -57,8 +57,7 @@ def join_rope(graph: Graph, ctx: Context) -> Graph:
             continue
         group = ends.get(id(node))
         if group is None:
-            inputs = [None if v is None else names[v] for v in node.inputs]
-            names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+            carry(build, names, node, graph)
             continue
         q, *rest = (names[r.x] for r in group)
         inputs = [q, rest[0] if rest else None, half(group[0].cos), half(group[0].sin)]
