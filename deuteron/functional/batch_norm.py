@@ -38,7 +38,9 @@ def _given(
     return activated(b, y if residual is None else y + residual, activation)
 
 
-TRAIN = Function("batch_norm_train", _train, silent=(1, 2, 3, 4))
+TRAIN = Function(
+    "batch_norm_train", _train, silent=(1, 2, 3, 4), overwritten=("running_mean", "running_var")
+)
 GIVEN = Function("batch_norm", _given)
 
 

@@ -52,9 +52,13 @@ class Function:
     A call gives all of them; defaults are a matter of the public function around it.
     """
 
-    def __init__(self, name: str, build: Build, silent: Sequence[int] = ()) -> None:
-        """``silent``: places of results that no gradient comes back from."""
+    def __init__(
+        self, name: str, build: Build, silent: Sequence[int] = (), overwritten: Sequence[str] = ()
+    ) -> None:
+        """``silent``: places of results that no gradient comes back from. ``overwritten``: tensors
+        that the caller writes to afterwards, so that the backward pass has to do without."""
         self.name, self.build, self.silent = name, build, frozenset(silent)
+        self.overwritten = frozenset(overwritten)
         parameters = list(inspect.signature(build).parameters.values())[1:]
         self.tensors = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.known: dict[Any, Known] = {}
@@ -166,7 +170,11 @@ class Pull:
         self, function: Function, types: Types, attrs: Attributes, needs: tuple[bool, ...]
     ):
         self.function, self.types, self.attrs, self.needs = function, types, attrs, needs
-        self.forward = function.graph(types, attrs)
+        there = [
+            None if name in function.overwritten else t
+            for name, t in zip(function.tensors, types, strict=True)
+        ]
+        self.forward = function.graph(tuple(there), attrs)
         self.wrt = [n for n, need in zip(function.tensors, needs, strict=True) if need]
         self.results = [self.forward.types[v] for _, v in self.forward.outputs]
         self.of = tuple(
