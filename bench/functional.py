@@ -42,6 +42,7 @@ class Case:
     theirs: Fn
     results: int = 1  # how many tensors like the first come out
     dtype: torch.dtype = torch.bfloat16
+    trains: bool = True  # whether there is a gradient to ask for
 
 
 def cases(rows: int, n: int) -> Iterator[Case]:
@@ -184,19 +185,19 @@ def _title(case: Case, tiny: bool) -> str:
     return f"{case.name} {list(case.shapes[0])}" + (" small" if tiny else "")
 
 
-def _tensors(case: Case, device: str, dtype: torch.dtype) -> Tensors:
+def tensors_of(case: Case, device: str, dtype: torch.dtype) -> Tensors:
     gen = torch.Generator(device=device).manual_seed(0)
     return [
         torch.randn(s, device=device, generator=gen).to(dtype).requires_grad_() for s in case.shapes
     ]
 
 
-def _both(fn: Fn, tensors: Tensors) -> tuple[Fn, Fn]:
+def both_ways(fn: Fn, tensors: Tensors) -> tuple[Fn, Fn]:
     """Forward alone, and forward with backward, as calls without arguments."""
     with torch.no_grad():
         outs = fn(*tensors)
     many = outs if isinstance(outs, tuple) else (outs,)
-    grads = [torch.randn_like(o) for o in many]
+    grads = [torch.randn_like(o) for o in many if o.is_floating_point()]
 
     def forward() -> Any:
         with torch.no_grad():
@@ -209,7 +210,9 @@ def _both(fn: Fn, tensors: Tensors) -> tuple[Fn, Fn]:
     return forward, backward
 
 
-def _errors(case: Case, device: str, dtype: torch.dtype, tiny: bool) -> dict[str, float]:
+def errors(
+    case: Case, device: str, dtype: torch.dtype, tiny: bool, rows: int | None = 64
+) -> dict[str, float]:
     """Ours and torch's, of results and gradients together; a random mask has no reference."""
     if "dropout" in case.name:
         return {}
@@ -218,7 +221,8 @@ def _errors(case: Case, device: str, dtype: torch.dtype, tiny: bool) -> dict[str
     for name, fn, kind in (("exact", case.theirs, torch.float64), ("error", case.ours, dtype),
                            ("eager_error", case.theirs, dtype)):  # fmt: skip
         few = [
-            t.detach()[:64] if t.ndim == 2 else t.detach() for t in _tensors(case, device, dtype)
+            t.detach()[:rows] if t.ndim == 2 else t.detach()
+            for t in tensors_of(case, device, dtype)
         ]
         xs = [t.to(kind).requires_grad_() for t in few]
         with f.delegation(tiny):  # the first rows alone might be small enough for torch's call
@@ -228,7 +232,7 @@ def _errors(case: Case, device: str, dtype: torch.dtype, tiny: bool) -> dict[str
         seeds = [
             torch.randn(o.shape, device=device, generator=gen).to(dtype).to(kind) for o in outs
         ]
-        every = [*outs, *torch.autograd.grad(outs, xs, seeds)]
+        every = [*outs, *(torch.autograd.grad(outs, xs, seeds) if case.trains else ())]
         if name == "exact":
             exact = every
         else:
@@ -245,11 +249,11 @@ def _moved(case: Case, tensors: Tensors) -> tuple[int, int]:
 
 
 def _gpu(record: Record, case: Case, tiny: bool, compile_peer: bool) -> None:
-    tensors = _tensors(case, "cuda", case.dtype)
-    ways = {"eager": _both(case.theirs, tensors), "ours": _both(case.ours, tensors)}
+    tensors = tensors_of(case, "cuda", case.dtype)
+    ways = {"eager": both_ways(case.theirs, tensors), "ours": both_ways(case.ours, tensors)}
     if compile_peer and not tiny:
         torch._dynamo.reset()
-        ways["compile"] = _both(torch.compile(case.theirs, dynamic=False), tensors)
+        ways["compile"] = both_ways(torch.compile(case.theirs, dynamic=False), tensors)
     row: dict[str, Any] = {"case": _title(case, tiny)}
     if tiny:
         for k, part in enumerate(("fwd", "fwd_bwd")):
@@ -268,15 +272,15 @@ def _gpu(record: Record, case: Case, tiny: bool, compile_peer: bool) -> None:
             row[f"of_a_copy_{part}"] = moved[k] / times["ours"] / rate
             if "compile" in times:
                 row[f"over_compile_{part}"] = times["compile"] / times["ours"]
-    record.add(**row, **_errors(case, "cuda", case.dtype, tiny))
+    record.add(**row, **errors(case, "cuda", case.dtype, tiny))
 
 
 def _cpu(record: Record, case: Case, tiny: bool, compile_peer: bool) -> None:
-    tensors = _tensors(case, "cpu", torch.float32)
-    ways = {"eager": _both(case.theirs, tensors), "ours": _both(case.ours, tensors)}
+    tensors = tensors_of(case, "cpu", torch.float32)
+    ways = {"eager": both_ways(case.theirs, tensors), "ours": both_ways(case.ours, tensors)}
     row: dict[str, Any] = {"case": _title(case, tiny)}
     for k, part in enumerate(("fwd", "fwd_bwd")):
         times = cpu_times({name: way[k] for name, way in ways.items()}, seconds=1.5, gap=0.005)
         row |= {f"{name}_{part}_us": t * 1e3 for name, t in times.items()}
         row[f"over_eager_{part}"] = times["eager"] / times["ours"]
-    record.add(**row, **_errors(case, "cpu", torch.float32, tiny))
+    record.add(**row, **errors(case, "cpu", torch.float32, tiny))

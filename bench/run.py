@@ -12,7 +12,7 @@ from bench.harness import Record
 ALL = (
     "overhead", "planning", "models", "prediction", "generated", "norms", "rope", "batch_norm",
     "cpu_products", "optim", "augment", "loss",
-    "functional", "cpu_rows", "pyramid_pool", "small",
+    "functional", "cpu_rows", "cpu_operators", "pyramid_pool", "small",
 )  # fmt: skip
 
 

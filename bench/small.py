@@ -62,9 +62,9 @@ def _many(fn: Thunk) -> Thunk:
 
 
 def _function(record: Record, case: functional.Case, device: str) -> None:
-    tensors = functional._tensors(case, device, case.dtype if device == "cuda" else torch.float32)
+    tensors = functional.tensors_of(case, device, case.dtype if device == "cuda" else torch.float32)
     ways = {
-        name: functional._both(fn, tensors)
+        name: functional.both_ways(fn, tensors)
         for name, fn in (("eager", case.theirs), ("ours", case.ours))
     }
     row = {}

@@ -79,10 +79,26 @@ def test_several_calls_only_where_a_gradient_follows(planned_calls):
 
 def test_large_calls_are_planned(planned_calls):
     edge = library.LIMITS[-1] // 4
-    f.relu(torch.zeros(edge))
+    f.gelu(torch.zeros(edge))
     assert not planned_calls
-    f.relu(torch.zeros(edge + 1))
-    assert planned_calls == ["op_relu"]
+    f.gelu(torch.zeros(edge + 1))
+    assert planned_calls == ["op_gelu"]
+
+
+def test_what_is_one_operator_stays_torchs_on_a_cpu(planned_calls):
+    x = torch.randn(1, 4, 64, 64, requires_grad=True)
+    y = f.max_pool2d(x, 3, 2, 1)
+    assert not planned_calls and y.grad_fn.name() == "MaxPool2DWithIndicesBackward0"
+    text = f.explain(f.max_pool2d, x, 3, 2, 1)
+    assert "torch's own function" in text and "nothing to fuse" in text
+    with f.delegation(False):
+        f.max_pool2d(x, 3, 2, 1)
+    assert planned_calls == ["op_max_pool"]
+
+
+def test_a_global_mean_is_ours_where_it_is_large(planned_calls):
+    f.adaptive_avg_pool2d(torch.randn(1, 4, 64, 64), 1)
+    assert planned_calls == ["adaptive_avg_pool"]
 
 
 def test_explain_says_that_and_why():

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 
 import torch
 
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.lower import lower
-from deuteron.codegen.scalar import CannotLower, Compute, Load, ScalarProgram
+from deuteron.codegen.scalar import CannotLower, Compute, Guard, Load, ScalarProgram, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.indices import checked, lookups
@@ -56,21 +57,28 @@ def _seconds(s: Compute, wide: bool) -> float:
 
 
 def _work(program: ScalarProgram) -> float:
-    """Seconds of arithmetic on one core. What follows from reductions and from tensors that do
-    not vary along a row is computed once for each row."""
-    along = set()  # names of values that differ within a row
+    """Seconds of arithmetic on one core. What is the same along the innermost loop (all reduced
+    axes, or the last axis of pointwise work) is computed once before it, and what hangs on loads
+    under a guard only where the guard holds."""
+    along = set(program.inner or program.outer[-1:])
+    length = program.columns if program.inner else prod(v.size for v in along)
+    cells = program.rows * program.columns
+    shares: dict[str, float] = {}  # of the elements, those for which a value is computed
     total = 0.0
     for s in program.statements:
         if isinstance(s, Load):
-            if any(s.offset.factor(v) != 0 for v in program.inner):
-                along.add(s.name)
+            shares[s.name] = prod(_share(g) for g in s.guards)
         elif isinstance(s, Compute):
-            inside = any(a in along for a in s.args if isinstance(a, str))
-            if inside:
-                along.add(s.name)
-            cells = program.rows * (program.columns if inside or not program.inner else 1)
-            total += _seconds(s, program.wide) * cells
+            shares[s.name] = min((shares.get(a, 1.0) for a in reads(s)), default=1.0)
+            times = cells if program.varies[s.name] & along else cells // length
+            total += _seconds(s, program.wide) * times * shares[s.name]
     return total
+
+
+def _share(guard: Guard) -> float:
+    """The part of the indices for which a guard holds."""
+    extent = guard.index.high - guard.index.low + 1
+    return min(1.0, (guard.high - guard.low) / extent)
 
 
 class CpuGen:

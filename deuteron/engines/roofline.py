@@ -180,6 +180,12 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("softmax", "cpu"): 0.08, ("log_softmax", "cpu"): 0.08, ("silu", "cpu"): 0.1,
     ("sigmoid", "cpu"): 0.12, ("tanh", "cpu"): 0.1, ("mish", "cpu"): 0.05, ("exp", "cpu"): 0.2,
     ("erf", "cpu"): 0.2, ("elu", "cpu"): 0.15, ("softplus", "cpu"): 0.08,
+    ("selu", "cpu"): 0.035, ("celu", "cpu"): 0.035, ("log_sigmoid", "cpu"): 0.025,
+    ("tanhshrink", "cpu"): 0.03, ("softsign", "cpu"): 0.25, ("glu", "cpu"): 0.12,
+    ("hardswish", "cpu"): 0.45, ("hardsigmoid", "cpu"): 0.45, ("softshrink", "cpu"): 0.45,
+    ("where", "cpu"): 0.3, ("le", "cpu"): 0.3, ("gt", "cpu"): 0.3,
+    ("dropout", "cpu"): 0.005,  # each step of the random bits is a call
+    ("var", "cpu"): 0.02, ("argmax", "cpu"): 0.03, ("argmin", "cpu"): 0.03,
     ("rms_norm", "cpu"): 0.2, ("group_norm", "cpu"): 0.2,
     ("layer_norm", "cpu"): 0.2, ("mean", "cpu"): 0.4, ("rope", "cuda"): 0.15, ("rope", "cpu"): 0.25,
     ("cumsum", "cuda"): 0.4, ("cumprod", "cuda"): 0.4,

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import delegates, several_calls_win
+from deuteron.functional.library import ANY, LOW, NEVER, delegates, several_calls_win
 from deuteron.functional.operators import TORCHS, activated, one
 from deuteron.ops import Ops, Sym, table
 
 Tensor = torch.Tensor
+CHEAP = frozenset({"relu", "relu6", "hardswish", "hardsigmoid"})  # no exponential to do better
 
 
 def _plain(name: str) -> Callable[[Tensor], Tensor]:
@@ -26,7 +27,9 @@ def _plain(name: str) -> Callable[[Tensor], Tensor]:
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{table.get(name).doc} As ``torch.nn.functional``'s, with its gradient."
-    return delegates(TORCHS[name])(function) if name in TORCHS else function
+    if name not in TORCHS:
+        return function
+    return delegates(TORCHS[name], on_cpu=ANY if name in CHEAP else NEVER)(function)
 
 
 relu, relu6, sigmoid, tanh = _plain("relu"), _plain("relu6"), _plain("sigmoid"), _plain("tanh")
@@ -46,7 +49,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return one("gelu", x, approximate=approximate)
 
 
-@delegates(F.leaky_relu)
+@delegates(F.leaky_relu, on_cpu=ANY)
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """x, times a slope below 0."""
     return one("leaky_relu", x, negative_slope=negative_slope)
@@ -70,31 +73,31 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return one("softplus", x, beta=beta, threshold=threshold)
 
 
-@delegates(F.hardtanh)
+@delegates(F.hardtanh, on_cpu=ANY)
 def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
     """x held between min_val and max_val."""
     return one("hardtanh", x, min=min_val, max=max_val)
 
 
-@delegates(F.softshrink)
+@delegates(F.softshrink, on_cpu=ANY)
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     """x moved towards 0 by lambd, and 0 within it."""
     return one("softshrink", x, lambd=lambd)
 
 
-@delegates(torch.hardshrink)
+@delegates(torch.hardshrink, on_cpu=ANY)
 def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     """x, but 0 where |x| ≤ lambd."""
     return one("hardshrink", x, lambd=lambd)
 
 
-@delegates(F.threshold)
+@delegates(F.threshold, on_cpu=ANY)
 def threshold(x: Tensor, threshold: float, value: float) -> Tensor:
     """x, but value where x ≤ threshold."""
     return one("threshold", x, threshold=threshold, value=value)
 
 
-@delegates(torch.prelu)
+@delegates(torch.prelu, on_cpu=LOW)
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """x, times a learned slope below 0, one for all or one for each channel (dimension 1)."""
     return one("prelu", x, weight)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deuteron.functional.core import Function
-from deuteron.functional.library import LIMITS, delegates, several_calls_win
+from deuteron.functional.library import ANY, LIMITS, delegates, several_calls_win
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -26,9 +26,9 @@ def _torch_embedding(
 ) -> Any:
     rows, width = weight.shape
     most = max(weight.nbytes, index.numel() * width * weight.itemsize)  # gradient and result
-    if most > LIMITS[index.get_device()]:
-        return NotImplemented
     pad = -1 if padding_idx is None else padding_idx % rows
+    if most > LIMITS[index.get_device()] and (weight.is_cuda or position is not None):
+        return NotImplemented
     if position is None:
         return torch.embedding(weight, index, pad)
     if not several_calls_win(weight, position):
@@ -36,7 +36,7 @@ def _torch_embedding(
     return torch.embedding(weight, index, pad) + position
 
 
-@delegates(_torch_embedding)
+@delegates(_torch_embedding, on_cpu=ANY)
 def embedding(
     index: Tensor, weight: Tensor, padding_idx: int | None = None, *, position: Tensor | None = None
 ) -> Tensor:

@@ -7,15 +7,20 @@ them, with torch's gradient. The numbers are torch's then.
 
 One call of torch's was quicker to launch than one of ours wherever that was measured. Several are
 not on a GPU, unless a gradient follows: a node in Python costs more than launching them. (On a CPU
-some would be, and are not handed on.) ``explain`` says when a call was handed on, and
-:class:`delegation` forbids it.
+some would be, and are not handed on.)
+
+On a CPU a few functions are torch's at any size: those that it has as one call, with one more for
+the gradient, whose kernels were the quicker ones in bench/results/cpu_operators-cpu-aarch64.md.
+There is nothing to fuse in a call that is one operator.
+
+``explain`` says when a call was handed on, and :class:`delegation` forbids it.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,6 +49,13 @@ OURS_S, REACHED = 3e-6, 0.75
 # A formula with the CPU's bandwidth, which is measured anew by each process, strayed threefold.
 CPU_BYTES = 16 * 1024
 STRIDED = torch.strided
+# Element types whose calls torch answers on a CPU, however large
+ANY: frozenset[torch.dtype] = frozenset(
+    t for t in vars(torch).values() if isinstance(t, torch.dtype) and not t.is_complex
+)
+WIDE = frozenset({torch.float32, torch.float64})
+LOW = frozenset({torch.float16, torch.bfloat16})
+NEVER: frozenset[torch.dtype] = frozenset()
 # With these torch refuses, and plans of ours may know better or say what is wrong.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
@@ -103,6 +115,18 @@ class Handed:
     target: Target
 
     def explain(self) -> str:
+        return (
+            f"{self.name}({self.shown}): torch's own function, not a plan of ours\n"
+            f"  why: {self._because()}\n"
+            "  forbid it: with dt.functional.delegation(False): …"
+        )
+
+    def _because(self) -> str:
+        if self.nbytes > self.limit:
+            return (
+                "one operator, so nothing to fuse, and torch's kernels for it were the quicker "
+                f"ones on a {self.target.name} where it was measured"
+            )
         because = (
             f"torch's kernels read and write them within the {OURS_S * 1e6:.0f} µs that finding a "
             "plan costs, by estimate"
@@ -110,10 +134,8 @@ class Handed:
             else "torch's calls were the quicker ones where it was measured"
         )
         return (
-            f"{self.name}({self.shown}): torch's own function, not a plan of ours\n"
-            f"  why: launch-bound on {self.target.name}: x has {self.nbytes:,} bytes, and up to "
-            f"{self.limit:,} {because}\n"
-            "  forbid it: with dt.functional.delegation(False): …"
+            f"launch-bound on {self.target.name}: x has {self.nbytes:,} bytes, and up to "
+            f"{self.limit:,} {because}"
         )
 
 
@@ -144,11 +166,16 @@ class delegation:
 
 
 def delegates(
-    call: Callable[..., Any], *, ordered: bool = True, several: bool = False
+    call: Callable[..., Any],
+    *,
+    ordered: bool = True,
+    several: bool = False,
+    on_cpu: Collection[torch.dtype] = NEVER,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose small calls ``call`` answers, which takes the same arguments; it may return
     NotImplemented. ``ordered``: whether its gradient has the same bits in every run on a GPU.
-    ``several``: whether it is several calls in any case, worth it only where gradients are on."""
+    ``several``: whether it is several calls in any case, worth it only where gradients are on.
+    ``on_cpu``: element types of which it answers calls of any size there."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -156,8 +183,12 @@ def delegates(
             if not is_compiling() and (not several or is_grad_enabled()):
                 try:
                     x: Any = args[0]
+                    device = x.get_device()
                     if (  # is_launch_bound(x), without the call
-                        x.nbytes <= LIMITS[x.get_device()]
+                        (
+                            x.nbytes <= LIMITS[device]
+                            or (device < 0 and x.dtype in on_cpu and delegation.allowed)
+                        )
                         and x.layout is STRIDED
                         and not autocasting()
                         and (ordered or not must_be_ordered())

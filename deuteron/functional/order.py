@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deuteron.functional.library import delegates
+from deuteron.functional.library import ANY, delegates
 from deuteron.functional.operators import OPERATORS, call, one
 
 Tensor = torch.Tensor
@@ -16,48 +16,48 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _torch_scan(call: Callable[..., Tensor]) -> Callable[..., Any]:
-    """torch's scan of rows; that of one long row adds in another order at every run."""
-    return lambda x, dim: call(x, dim) if x.ndim > 1 else NotImplemented
+    """torch's scan of rows; that of one long row on a GPU adds in another order at every run."""
+    return lambda x, dim: call(x, dim) if x.ndim > 1 or not x.is_cuda else NotImplemented
 
 
 def _torch_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
     return torch.sort(x, dim=dim, descending=descending, stable=stable)
 
 
-@delegates(_torch_scan(torch.cumsum))
+@delegates(_torch_scan(torch.cumsum), on_cpu=ANY)
 def cumsum(x: Tensor, dim: int) -> Tensor:
     """The sum of all elements up to each one, along ``dim``; the same bits in every run."""
     return one("cumsum", x, axis=dim)
 
 
-@delegates(_torch_scan(torch.cumprod))
+@delegates(_torch_scan(torch.cumprod), on_cpu=ANY)
 def cumprod(x: Tensor, dim: int) -> Tensor:
     """The product of all elements up to each one, along ``dim``."""
     return one("cumprod", x, axis=dim)
 
 
-@delegates(torch.cummax)
+@delegates(torch.cummax, on_cpu=ANY)
 def cummax(x: Tensor, dim: int) -> Pair:
     """The largest element so far along ``dim``, and where it stands."""
     pair: Pair = call("cummax", x, axis=dim)
     return pair
 
 
-@delegates(torch.cummin)
+@delegates(torch.cummin, on_cpu=ANY)
 def cummin(x: Tensor, dim: int) -> Pair:
     """The smallest element so far along ``dim``, and where it stands."""
     pair: Pair = call("cummin", x, axis=dim)
     return pair
 
 
-@delegates(_torch_sort)
+@delegates(_torch_sort, on_cpu=ANY)
 def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
     """x in order along ``dim``, and the places the elements came from."""
     pair: Pair = call("sort", x, axis=dim, descending=descending, stable=stable)
     return pair
 
 
-@delegates(torch.topk)
+@delegates(torch.topk, on_cpu=ANY)
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> Pair:
     """The k largest (or smallest) elements along ``dim``, best first, and their places."""
     pair: Pair = call("topk", x, k=k, axis=dim, largest=largest)

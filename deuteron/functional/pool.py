@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import delegates
+from deuteron.functional.library import ANY, delegates, is_launch_bound
 from deuteron.functional.operators import OPERATORS, call
 from deuteron.ops import Ops, Sym
 
@@ -71,7 +71,7 @@ def _torch_max_pool(dims: int) -> Callable[..., Any]:
     return run
 
 
-@delegates(_torch_max_pool(1), ordered=False)
+@delegates(_torch_max_pool(1), ordered=False, on_cpu=ANY)
 def max_pool1d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -81,7 +81,7 @@ def max_pool1d(
     return _max_pool(1, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
 
-@delegates(_torch_max_pool(2), ordered=False)
+@delegates(_torch_max_pool(2), ordered=False, on_cpu=ANY)
 def max_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -91,7 +91,7 @@ def max_pool2d(
     return _max_pool(2, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
 
-@delegates(_torch_max_pool(3), ordered=False)
+@delegates(_torch_max_pool(3), ordered=False, on_cpu=ANY)
 def max_pool3d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -113,7 +113,7 @@ def _avg_pool(
     return out
 
 
-@delegates(F.avg_pool1d, ordered=False)
+@delegates(F.avg_pool1d, ordered=False, on_cpu=ANY)
 def avg_pool1d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True,
@@ -122,7 +122,7 @@ def avg_pool1d(
     return _avg_pool(1, x, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
 
 
-@delegates(F.avg_pool2d, ordered=False)
+@delegates(F.avg_pool2d, ordered=False, on_cpu=ANY)
 def avg_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
@@ -133,7 +133,7 @@ def avg_pool2d(
     )
 
 
-@delegates(F.avg_pool3d, ordered=False)
+@delegates(F.avg_pool3d, ordered=False, on_cpu=ANY)
 def avg_pool3d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
@@ -173,40 +173,50 @@ ADAPTIVE = {
 }
 
 
-@delegates(F.adaptive_avg_pool1d, ordered=False)
+def _torch_means(call: Callable[..., Tensor]) -> Callable[..., Any]:
+    """torch's pool; the mean of everything is a reduction, and a large one better as ours."""
+
+    def run(x: Tensor, output_size: Output) -> Any:
+        whole = output_size == 1 or output_size == (1, 1) or output_size == [1, 1]
+        return NotImplemented if whole and not is_launch_bound(x) else call(x, output_size)
+
+    return run
+
+
+@delegates(_torch_means(F.adaptive_avg_pool1d), ordered=False, on_cpu=ANY)
 def adaptive_avg_pool1d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain."""
     out: Tensor = _adaptive("avg", 1, x, output_size)
     return out
 
 
-@delegates(F.adaptive_avg_pool2d, ordered=False)
+@delegates(_torch_means(F.adaptive_avg_pool2d), ordered=False, on_cpu=ANY)
 def adaptive_avg_pool2d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
     out: Tensor = _adaptive("avg", 2, x, output_size)
     return out
 
 
-@delegates(F.adaptive_avg_pool3d, ordered=False)
+@delegates(_torch_means(F.adaptive_avg_pool3d), ordered=False, on_cpu=ANY)
 def adaptive_avg_pool3d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
     out: Tensor = _adaptive("avg", 3, x, output_size)
     return out
 
 
-@delegates(F.adaptive_max_pool1d, ordered=False)
+@delegates(F.adaptive_max_pool1d, ordered=False, on_cpu=ANY)
 def adaptive_max_pool1d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain."""
     return _adaptive("max", 1, x, output_size, return_indices)
 
 
-@delegates(F.adaptive_max_pool2d, ordered=False)
+@delegates(F.adaptive_max_pool2d, ordered=False, on_cpu=ANY)
 def adaptive_max_pool2d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
     return _adaptive("max", 2, x, output_size, return_indices)
 
 
-@delegates(F.adaptive_max_pool3d, ordered=False)
+@delegates(F.adaptive_max_pool3d, ordered=False, on_cpu=ANY)
 def adaptive_max_pool3d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
     return _adaptive("max", 3, x, output_size, return_indices)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deuteron.functional.core import Function
-from deuteron.functional.library import delegates
+from deuteron.functional.library import ANY, WIDE, delegates
 from deuteron.functional.operators import one
 from deuteron.ops import Ops, Sym
 
@@ -45,7 +45,7 @@ def _torch_permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     return x.permute(tuple(dims)).clone(memory_format=torch.contiguous_format)
 
 
-@delegates(torch.sum)
+@delegates(torch.sum, on_cpu=ANY)
 def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """The sum along ``dim``: one axis, several, or all."""
     return one("sum", x, axes=_axes(dim), keepdim=keepdim)
@@ -57,7 +57,7 @@ def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     return one("mean", x, axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(_torch_prod)
+@delegates(_torch_prod, on_cpu=WIDE)
 def prod(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """The product along ``dim``: one axis, several, or all."""
     return one("prod", x, axes=_axes(dim), keepdim=keepdim)
@@ -122,7 +122,7 @@ def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return one("where", condition, x, y)
 
 
-@delegates(_torch_permute)
+@delegates(_torch_permute, on_cpu=ANY)
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     """The dimensions of x in another order, as a tensor laid out in that order (not a view)."""
     return PERMUTE.one(x, dims=tuple(dims))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import delegates
+from deuteron.functional.library import ANY, delegates
 from deuteron.functional.operators import one
 from deuteron.ops import Ops, Sym
 
@@ -29,7 +29,7 @@ def _resize(
 RESIZE = Function("interpolate", _resize)
 
 
-@delegates(F.interpolate, ordered=False)
+@delegates(F.interpolate, ordered=False, on_cpu=ANY)
 def interpolate(
     x: Tensor,
     size: int | Sequence[int] | None = None,
@@ -84,7 +84,7 @@ def _torch_shuffle(call: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, i
     return lambda x, factor: call(x, factor) if factor != 1 else NotImplemented
 
 
-@delegates(_torch_grid_sample, ordered=False)
+@delegates(_torch_grid_sample, ordered=False, on_cpu=ANY)
 def grid_sample(
     x: Tensor,
     grid: Tensor,
@@ -99,13 +99,13 @@ def grid_sample(
     )
 
 
-@delegates(_torch_shuffle(torch.pixel_shuffle))
+@delegates(_torch_shuffle(torch.pixel_shuffle), on_cpu=ANY)
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     """[…, C·r², H, W] to […, C, H·r, W·r]."""
     return one("pixel_shuffle", x, factor=upscale_factor)
 
 
-@delegates(_torch_shuffle(torch.pixel_unshuffle))
+@delegates(_torch_shuffle(torch.pixel_unshuffle), on_cpu=ANY)
 def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     """[…, C, H·r, W·r] to […, C·r², H, W]."""
     return one("pixel_unshuffle", x, factor=downscale_factor)

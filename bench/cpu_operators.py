@@ -1,0 +1,445 @@
+"""Every memory-bound operator on the CPU, about a million elements of float32 and of bfloat16,
+forward and with its gradient, against eager.
+
+``python -m bench.run --device cpu --only cpu_operators``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from bench import functional
+from bench.functional import Case, Fn
+from bench.harness import Record, cpu_times
+from deuteron.functional.operators import ACTIVATIONS, TORCHS
+
+NOTE = (
+    "Wall time in microseconds, medians in turns with pauses; `over_eager` is eager's time over "
+    "ours. `fuses` is the number of torch's calls that the row stands for, 1 where torch has the "
+    "function itself. Rows whose way is *torch* were handed to torch's own function, and say so in "
+    "`explain`. Errors are relative (2-norm), results and gradients together, to float64."
+)
+f = dt.functional
+Tensor = torch.Tensor
+
+
+def norms(rows: int, n: int) -> Iterator[Case]:
+    x, w = (rows, n), (n,)
+    yield Case(
+        "bias+residual+layer_norm",
+        (x, w, w, w, x),
+        lambda x, w, b, p, r: f.layer_norm(x, n, w, b, bias_before=p, residual=r),
+        lambda x, w, b, p, r: _with_sum(x + p + r, lambda s: F.layer_norm(s, (n,), w, b)),
+        2,
+    )
+    yield Case(
+        "residual+rms_norm+silu",
+        (x, w, x),
+        lambda x, w, r: f.rms_norm(x, n, w, 1e-6, residual=r, activation="silu"),
+        lambda x, w, r: _with_sum(x + r, lambda s: F.silu(F.rms_norm(s, (n,), w, 1e-6))),
+        2,
+    )
+
+
+def _with_sum(total: Tensor, norm: Fn) -> tuple[Tensor, Tensor]:
+    return norm(total), total
+
+
+def image_norms(batch: int, size: int) -> Iterator[Case]:
+    x, c = (batch, 64, size, size), (64,)
+    yield Case(
+        "residual+group_norm+silu",
+        (x, c, c, x),
+        lambda x, w, b, r: f.group_norm(x, 8, w, b, residual=r, activation="silu"),
+        lambda x, w, b, r: _with_sum(x + r, lambda s: F.silu(F.group_norm(s, 8, w, b))),
+        2,
+    )
+    yield Case(
+        "batch_norm+relu, training",
+        (x, c, c),
+        lambda x, w, b: f.batch_norm(x, None, None, w, b, True, activation="relu"),
+        lambda x, w, b: F.relu(F.batch_norm(x, None, None, w, b, True)),
+    )
+    yield Case(
+        "batch_norm, given statistics",
+        (x, c, c),
+        lambda x, w, b: f.batch_norm(x, _zeros(64, x), _ones(64, x), w, b),
+        lambda x, w, b: F.batch_norm(x, _zeros(64, x), _ones(64, x), w, b),
+    )
+    yield Case(
+        "batch_norm+residual+relu, given statistics",
+        (x, c, c, x),
+        lambda x, w, b, r: f.batch_norm(
+            x, _zeros(64, x), _ones(64, x), w, b, residual=r, activation="relu"
+        ),
+        lambda x, w, b, r: F.relu(F.batch_norm(x, _zeros(64, x), _ones(64, x), w, b) + r),
+    )
+
+
+def softmaxes(rows: int, n: int) -> Iterator[Case]:
+    x = (rows, n)
+    yield Case(
+        "masked softmax",
+        (x,),
+        lambda x: f.softmax(x, mask=_causal(x), scale=0.125),
+        lambda x: F.softmax((x * 0.125).masked_fill(~_causal(x), -torch.inf), -1),
+    )
+    yield Case(
+        "scaled, masked log_softmax",
+        (x, (n,)),
+        lambda x, m: f.log_softmax(x, mask=m, scale=0.125),
+        lambda x, m: F.log_softmax(x * 0.125 + m, -1),
+    )
+    yield Case("softmax of columns", (x,), lambda x: f.softmax(x, 0), lambda x: F.softmax(x, 0))
+    yield Case(
+        "softmax, long rows",
+        ((4, rows * n // 4),),
+        lambda x: f.softmax(x),
+        lambda x: F.softmax(x, -1),
+    )
+
+
+def losses(rows: int, n: int) -> Iterator[Case]:
+    x = (rows, n)
+    yield Case(
+        "cross_entropy, smoothed",
+        (x,),
+        lambda x: f.cross_entropy(x, _classes(x), label_smoothing=0.1),
+        lambda x: F.cross_entropy(x, _classes(x), label_smoothing=0.1),
+    )
+    yield Case(
+        "cross_entropy, weighted, ignoring",
+        (x, (n,)),
+        lambda x, w: (
+            f.cross_entropy(x, _classes(x), w.detach().abs(), ignore_index=3) + 0 * w.sum()
+        ),
+        lambda x, w: (
+            F.cross_entropy(x, _classes(x), w.detach().abs(), ignore_index=3) + 0 * w.sum()
+        ),
+    )
+    yield Case(
+        "cross_entropy+z_loss",
+        (x,),
+        lambda x: f.cross_entropy(x, _classes(x), z_loss=1e-4),
+        lambda x: F.cross_entropy(x, _classes(x)) + 1e-4 * x.logsumexp(-1).square().mean(),
+    )
+    yield Case(
+        "cross_entropy, soft targets",
+        (x,),
+        lambda x: f.cross_entropy(x, _soft(x)),
+        lambda x: F.cross_entropy(x, _soft(x)),
+    )
+    yield Case(
+        "linear+cross_entropy",
+        ((rows // 4, n // 4), (n * 4, n // 4)),
+        lambda h, w: f.linear_cross_entropy(h, w, _classes(h)),
+        lambda h, w: F.cross_entropy(F.linear(h, w), _classes(h)),
+    )
+
+
+def gates(rows: int, n: int) -> Iterator[Case]:
+    x, w = (rows, n), (n,)
+    done = ("relu", "gelu", "silu", "softplus")
+    for name in ACTIVATIONS:
+        if name in TORCHS and name not in done:
+            yield Case(name, (x,), getattr(f, name), TORCHS[name])
+    yield Case("softsign", (x,), f.softsign, F.softsign)
+    yield Case("tanhshrink", (x,), f.tanhshrink, F.tanhshrink)
+    yield Case(
+        "bias+relu", (x, w), lambda x, b: f.bias_act(x, b, "relu"), lambda x, b: F.relu(x + b)
+    )
+    yield Case(
+        "bias+silu", (x, w), lambda x, b: f.bias_act(x, b, "silu"), lambda x, b: F.silu(x + b)
+    )
+    yield Case("reglu", (x, x), lambda g, u: f.reglu(g, u), lambda g, u: F.relu(g) * u)
+    yield Case(
+        "swiglu of halves",
+        (x,),
+        lambda x: f.swiglu(x),
+        lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    )
+
+
+def positions(rows: int, n: int) -> Iterator[Case]:
+    q, k = (2, rows // 8, 16, n // 8), (2, rows // 8, 4, n // 8)
+    yield Case(
+        "rope of q and k",
+        (q, k),
+        lambda q, k: f.rope(q, k, *_angles(q)),
+        lambda q, k: (_rope(q, *_angles(q)), _rope(k, *_angles(q))),
+    )
+    yield Case(
+        "rope of q and k, interleaved",
+        (q, k),
+        lambda q, k: f.rope(q, k, *_angles(q), interleaved=True),
+        lambda q, k: (_rope_pairs(q, *_angles(q)), _rope_pairs(k, *_angles(q))),
+    )
+    table = (rows, n)
+    yield Case(
+        "embedding+position",
+        (table, (256, n)),
+        lambda w, p: f.embedding(_tokens(rows), w, position=p),
+        lambda w, p: F.embedding(_tokens(rows), w) + p,
+    )
+    yield Case(
+        "embedding of 1024 tokens",
+        (table,),
+        lambda w: f.embedding(_tokens(rows), w),
+        lambda w: F.embedding(_tokens(rows), w),
+    )
+
+
+def pools(batch: int, size: int) -> Iterator[Case]:
+    x = (batch, 64, size, size)
+    yield Case("max_pool2d 2", (x,), lambda x: f.max_pool2d(x, 2), lambda x: F.max_pool2d(x, 2))
+    yield Case(
+        "max_pool2d 3/2 with indices",
+        (x,),
+        lambda x: f.max_pool2d(x, 3, 2, 1, return_indices=True)[0],
+        lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True)[0],
+    )
+    yield Case(
+        "max_pool2d 3/2, nhwc",
+        (x,),
+        lambda x: f.max_pool2d(_nhwc(x), 3, 2, 1),
+        lambda x: F.max_pool2d(_nhwc(x), 3, 2, 1),
+    )
+    yield Case(
+        "avg_pool2d 3/2",
+        (x,),
+        lambda x: f.avg_pool2d(x, 3, 2, 1),
+        lambda x: F.avg_pool2d(x, 3, 2, 1),
+    )
+    yield Case(
+        "adaptive_avg_pool2d 7",
+        (x,),
+        lambda x: f.adaptive_avg_pool2d(x, 7),
+        lambda x: F.adaptive_avg_pool2d(x, 7),
+    )
+    yield Case(
+        "adaptive_max_pool2d 7",
+        (x,),
+        lambda x: f.adaptive_max_pool2d(x, 7),
+        lambda x: F.adaptive_max_pool2d(x, 7),
+    )
+    yield Case("global_avg_pool", (x,), f.global_avg_pool, lambda x: x.mean((2, 3), True))
+    yield Case("global_max_pool", (x,), f.global_max_pool, lambda x: x.amax((2, 3), True))
+    yield Case(
+        "weighted_pool2d 3/2",
+        (x, (64, 3, 3)),
+        lambda x, w: f.weighted_pool2d(x, w, 2, 1),
+        lambda x, w: F.conv2d(x, w[:, None], None, 2, 1, groups=64),
+    )
+    for kind in ("avg", "max"):
+        yield Case(
+            f"pyramid_pool2d {kind}",
+            (x,),
+            lambda x, kind=kind: f.pyramid_pool2d(x, (1, 2, 3, 6), kind),
+            lambda x, kind=kind: _pyramid(x, kind),
+        )
+
+
+def resampling(batch: int, size: int) -> Iterator[Case]:
+    x = (batch, 64, size, size)
+    ways: dict[str, dict[str, Any]] = {
+        "bilinear ×2, aligned": {"scale_factor": 2, "mode": "bilinear", "align_corners": True},
+        "bilinear ÷2": {"scale_factor": 0.5, "mode": "bilinear"},
+        "bilinear ÷2, antialiased": {"scale_factor": 0.5, "mode": "bilinear", "antialias": True},
+        "bicubic ×2": {"scale_factor": 2, "mode": "bicubic"},
+        "bicubic ÷2, antialiased": {"scale_factor": 0.5, "mode": "bicubic", "antialias": True},
+        "area ÷2": {"scale_factor": 0.5, "mode": "area"},
+        "nearest-exact ×2": {"scale_factor": 2, "mode": "nearest-exact"},
+    }
+    for name, given in ways.items():
+        yield Case(
+            name,
+            (x,),
+            lambda x, given=given: f.interpolate(x, **given),
+            lambda x, given=given: F.interpolate(x, **given),
+            4 if "×" in name else 1,
+        )
+    yield Case(
+        "pixel_unshuffle 2",
+        (x,),
+        lambda x: f.pixel_unshuffle(x, 2),
+        lambda x: F.pixel_unshuffle(x, 2),
+    )
+    for mode in ("nearest", "bicubic"):
+        yield Case(
+            f"grid_sample {mode}",
+            (x, (batch, size, size, 2)),
+            lambda x, g, mode=mode: f.grid_sample(x, g, mode),
+            lambda x, g, mode=mode: F.grid_sample(x, g, mode, align_corners=False),
+        )
+
+
+def reductions(rows: int, n: int) -> Iterator[Case]:
+    x = (rows, n)
+    for name in ("sum", "mean", "amax"):
+        ours, theirs = getattr(f, name), getattr(torch, name)
+        yield Case(
+            f"{name} of columns", (x,), lambda x, o=ours: o(x, 0), lambda x, t=theirs: t(x, 0)
+        )
+    yield Case("sum of all", (x,), lambda x: f.sum(x), lambda x: x.sum())
+    yield Case("var of columns", (x,), lambda x: f.var(x, 0), lambda x: x.var(0))
+    yield Case("norm of all", (x,), lambda x: f.norm(x), lambda x: torch.linalg.vector_norm(x))
+    yield Case(
+        "norm 1 of all", (x,), lambda x: f.norm(x, 1.0), lambda x: torch.linalg.vector_norm(x, 1.0)
+    )
+    yield Case("prod", (x,), lambda x: f.prod(x, -1), lambda x: x.prod(-1))
+    yield Case("argmax", (x,), lambda x: f.argmax(x, -1), lambda x: x.argmax(-1), trains=False)
+    yield Case("cumsum of columns", (x,), lambda x: f.cumsum(x, 0), lambda x: x.cumsum(0))
+    yield Case("cumprod", (x,), lambda x: f.cumprod(x, -1), lambda x: x.cumprod(-1))
+    yield Case("cummax", (x,), lambda x: f.cummax(x, -1)[0], lambda x: x.cummax(-1)[0])
+    yield Case("sort", (x,), lambda x: f.sort(x)[0], lambda x: torch.sort(x, stable=True)[0])
+    yield Case(
+        "histogram",
+        (x,),
+        lambda x: f.histogram(x, 100, -3, 3),
+        lambda x: torch.histc(x, 100, -3, 3),
+        trains=False,
+    )
+    yield Case(
+        "permute",
+        ((rows // 8, 8, n),),
+        lambda x: f.permute(x, (1, 2, 0)),
+        lambda x: x.permute(1, 2, 0).contiguous(),
+    )
+
+
+# ---- what the cases are given besides random tensors
+
+
+@lru_cache
+def _filled(value: float, n: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((n,), value, dtype=dtype)
+
+
+def _zeros(n: int, like: Tensor) -> Tensor:
+    return _filled(0.0, n, like.dtype)
+
+
+def _ones(n: int, like: Tensor) -> Tensor:
+    return _filled(1.0, n, like.dtype)
+
+
+@lru_cache
+def _triangle(rows: int, n: int) -> Tensor:
+    return torch.ones(rows, n, dtype=torch.bool).tril()
+
+
+def _causal(x: Tensor) -> Tensor:
+    return _triangle(*x.shape)
+
+
+@lru_cache
+def _numbers(n: int) -> Tensor:
+    return torch.arange(n) % 8
+
+
+def _classes(x: Tensor) -> Tensor:
+    return _numbers(x.shape[0])
+
+
+@lru_cache
+def _shares(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    gen = torch.Generator().manual_seed(5)
+    return torch.rand(shape, generator=gen, dtype=torch.float64).softmax(-1).to(dtype)
+
+
+def _soft(x: Tensor) -> Tensor:
+    return _shares(x.shape, x.dtype)
+
+
+@lru_cache
+def _tokens(rows: int) -> Tensor:
+    gen = torch.Generator().manual_seed(6)
+    return torch.randint(0, rows // 2, (rows // 256, 256), generator=gen)
+
+
+@lru_cache
+def _angle_tables(length: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    pace = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * pace
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _angles(q: Tensor) -> tuple[Tensor, Tensor]:
+    return _angle_tables(q.shape[1], q.shape[3] // 2, q.dtype)
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As models write it: x · cos + rotate_half(x) · sin."""
+    a, b = x.chunk(2, -1)
+    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (cos, sin))
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+def _rope_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x[..., ::2], x[..., 1::2]
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
+def _nhwc(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _pyramid(x: Tensor, kind: str) -> Tensor:
+    pool: Any = {"avg": F.adaptive_avg_pool2d, "max": F.adaptive_max_pool2d}[kind]
+    return torch.cat([pool(x, size).flatten(2) for size in (1, 2, 3, 6)], 2)
+
+
+# ---- the measurement
+
+
+def all_cases() -> Iterator[Case]:
+    rows, n, batch, size = 1024, 1024, 4, 64
+    for made in (
+        functional.cases,
+        norms,
+        softmaxes,
+        losses,
+        gates,
+        positions,
+        functional.singles,
+        reductions,
+    ):
+        yield from made(rows, n)
+    for made in (functional.images, functional.single_images, image_norms, pools, resampling):
+        yield from made(batch, size)
+
+
+def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+    record = Record("cpu_operators", device, NOTE)
+    torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
+    for case in all_cases():
+        for dtype in (torch.float32, torch.bfloat16):
+            _measure(record, replace(case, dtype=dtype))
+    return record
+
+
+def _measure(record: Record, case: Case) -> None:
+    kind = {torch.float32: "f32", torch.bfloat16: "bf16"}[case.dtype]
+    row: dict[str, Any] = {"case": case.name, "dtype": kind}
+    try:
+        tensors = functional.tensors_of(case, "cpu", case.dtype)
+        ways = {
+            "eager": functional.both_ways(case.theirs, tensors),
+            "ours": functional.both_ways(case.ours, tensors),
+        }
+        for k, part in enumerate(("fwd", "fwd_bwd") if case.trains else ("fwd",)):
+            times = cpu_times({name: way[k] for name, way in ways.items()}, seconds=0.5, gap=0.002)
+            row |= {f"{name}_{part}_us": t * 1e3 for name, t in times.items()}
+            row[f"over_eager_{part}"] = times["eager"] / times["ours"]
+        row |= functional.errors(case, "cpu", case.dtype, tiny=False, rows=None)
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+    record.add(**row)
