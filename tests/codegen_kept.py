@@ -6,6 +6,7 @@ Each runs in torch's interpreter of scalar programs, on the CPU engine and in Tr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,7 @@ def kept_cases() -> Iterator[Case]:
     yield from _whole_numbers()
     yield from _places()
     yield from _rows()
+    yield from _huge()
 
 
 def _functions() -> Iterator[Case]:
@@ -118,6 +120,33 @@ def _places() -> Iterator[Case]:
             x=torch.randn(shape),
             s=seed,
         )
+
+
+def _huge() -> Iterator[Case]:
+    """Rows whose squares overflow, of which 1 / √inf makes the bias or 0."""
+    shape = (4, 8)  # of the channels and the positions of each
+    norms = {
+        "layer norm": lambda g, x, b: g.layer_norm(x, None, b, dims=1),
+        "rms norm": lambda g, x, b: g.rms_norm(x, b, dims=1),
+        "rms norm of columns": lambda g, x, b: g.rms_norm(g.permute(x, dims=(1, 0)), None, dims=1),
+        "group norm": lambda g, x, b: g.group_norm(g.reshape(x, shape=(5, *shape)), None, None,
+                                                   groups=2),
+        "instance norm": lambda g, x, b: g.instance_norm(g.reshape(x, shape=(5, *shape)), None,
+                                                         None),
+        "batch norm": lambda g, x, b: g.batch_norm_train(x, None, b, None, None),
+        "variance": lambda g, x, b: g.var(x, axes=(1,), keepdim=True, correction=1),
+    }  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        most = torch.finfo(dtype).max
+        x = torch.randn(5, 32, dtype=torch.float64)
+        x[0, 3], x[1], x[2, ::2] = most**0.5 * 2, x[1] * most**0.55, -(most**0.9)
+        x[3, 7], x[4, 5] = most, -INF
+        for name, write in norms.items():
+            if dtype == torch.float64 and name.startswith("rms"):
+                continue  # of which torch's own float64 is 0, and ours is right
+            bias = torch.full((32,), 3.0, dtype=dtype)
+            case = graph_of(f"{name} of huge {dtype}", write, x=x.to(dtype), b=bias)
+            yield replace(case, overflows=not name.startswith("rms"))
 
 
 def _rows() -> Iterator[Case]:

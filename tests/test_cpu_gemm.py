@@ -752,9 +752,10 @@ def check_norm_grad(region: Region, tensors: dict[str, torch.Tensor]) -> None:
         assert error(out, exact[name]) <= bound
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_gradients_of_norms_spoil_only_their_row(bad: float) -> None:
-    region, tensors = norm_grad("layer_norm_grad", (6, 40), 1, "weight", (0,))
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e25])  # of which the last has no square
+@pytest.mark.parametrize("op", ["layer_norm_grad", "rms_norm_grad"])
+def test_gradients_of_norms_spoil_only_their_row(op: str, bad: float) -> None:
+    region, tensors = norm_grad(op, (6, 40), 1, "weight", (0,))
     tensors["x"][2, 3] = bad
     (candidate,) = ENGINE.candidates(region, CPU, POLICY)
     out = torch.empty(6, 40)

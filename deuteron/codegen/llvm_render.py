@@ -9,6 +9,7 @@ and that cost more than a load are kept in a row of scratch memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -82,7 +83,9 @@ class Renderer(Loops):
         env: dict[str, Value] = {}
         stored: set[str] = set()
         for s in self.p.statements:
-            if isinstance(s, Reduce):
+            if isinstance(s, Reduce) and s.seldom:
+                env[s.name] = self._seldom(s, place, env, stored)
+            elif isinstance(s, Reduce):
                 env[s.name] = self._reduce(s, place, env, stored)
             elif isinstance(s, Store):
                 continue
@@ -111,7 +114,7 @@ class Renderer(Loops):
         for lanes, room in acc.items():
             c.b.store(self.splat(start, lanes), room)
         far = self._far_sums(s, acc)
-        keep = [k for k in self.shape.kept if k not in stored]
+        keep = [k for k in self.shape.kept if k not in stored and not s.seldom]
         factors = self._factors(s)
         for cell in self._cells(place, partial(self._move, acc, far) if far else None):
             local = dict(env)
@@ -138,6 +141,19 @@ class Renderer(Loops):
             totals = whole
         total = totals[0]
         return c.b.fptrunc(total, vec(llvm.lanes_of(total), kind)) if wide is not kind else total
+
+    def _seldom(self, s: Reduce, place: Place, env: dict[str, Value], stored: set[str]) -> Value:
+        """A pass that is left out unless what it waits for is infinite in some lane."""
+        c, first = self.c, env[s.seldom]
+        lanes, kind = llvm.lanes_of(first), first.type
+        infinite = c.b.fcmp_ordered("==", first, self.splat(self.number(math.inf, s.kind), lanes))
+        if lanes > 1:
+            infinite = c.reduce(infinite, c.b.or_)
+        room = c.variable(kind)
+        c.b.store(ir.Constant(kind, None), room)
+        with c.when(infinite):
+            c.b.store(self._reduce(s, place, env, stored), room)
+        return c.b.load(room, typ=kind)
 
     def _far_sums(self, s: Reduce, acc: dict[int, Value]) -> dict[int, Value]:
         """Where a long sum goes from time to time, so that the error does not grow with its

@@ -357,13 +357,13 @@ class Lowering:
             return Affine(int(value.value))
         return Affine.var(Dynamic(value, size, given))
 
-    def reduce(self, op: str, source: Arg) -> Arg:
-        """One number per row from the element ``source``."""
+    def reduce(self, op: str, source: Arg, seldom: Arg = "") -> Arg:
+        """One number per row from the element ``source``; see :class:`Reduce` for ``seldom``."""
         if isinstance(source, Const):  # a constant summed over a row: give it a name first
             source = self.op("select", Const(True, "bool"), source, source, kind=source.kind)
-        assert isinstance(source, str)
+        assert isinstance(source, str) and isinstance(seldom, str)
         name = self.name("m", self.kind(source))
-        self.statements.append(Reduce(name, op, source, self.kind(source)))
+        self.statements.append(Reduce(name, op, source, self.kind(source), seldom))
         return name
 
     # ---- the emitter that recipes write through

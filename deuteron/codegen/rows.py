@@ -6,6 +6,7 @@ operator here is written with single reductions (sum, max, min …) and arithmet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,10 +105,22 @@ def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
     return mean, d, low.reduce("sum", low.op("mul", d, d))
 
 
+def _scaled_squares(low: Lowering, x: Arg, total: Arg) -> tuple[Arg, float]:
+    """Σ (x · scale)² and the scale, for where Σ x², the ``total``, is infinite: squares overflow
+    long before their root or their mean does, from 2⁶⁴ in float32."""
+    scale = 2.0**-540 if low.wide else 2.0**-78  # the largest square then fits 2²⁸ times
+    small = low.op("mul", x, scale)
+    return low.reduce("sum", low.op("mul", small, small), total), scale
+
+
 def _var(low: Lowering, node: Node, value: str) -> Arg:
-    *_, total = _centred(low, low.as_float(low.cell(node)))
-    freedom = low.columns - node.attrs["correction"]
-    return low.op("div", total, float(max(freedom, 0)))
+    """Where even the scaled squares are infinite, the mean or what is around it was: nan."""
+    _, d, total = _centred(low, low.as_float(low.cell(node)))
+    freedom = float(max(low.columns - node.attrs["correction"], 0))
+    small, scale = _scaled_squares(low, d, total)
+    huge = low.op("div", low.op("add", small, low.op("sub", small, small)), freedom)
+    huge = low.op("div", low.op("div", huge, scale), scale)
+    return low.op("select", low.op("eq", total, math.inf), huge, low.op("div", total, freedom))
 
 
 def _arg(low: Lowering, node: Node, value: str) -> Arg:
@@ -127,7 +140,11 @@ def _arg(low: Lowering, node: Node, value: str) -> Arg:
 
 
 def _statistics(low: Lowering, node: Node, centred: bool = True) -> tuple[Arg, Arg, Arg, Arg]:
-    """mean, x − mean, Σ (x − mean)² and 1 / √(var + eps) of the row, asked for once."""
+    """mean, x − mean, Σ (x − mean)² and 1 / √(var + eps) of the row, asked for once.
+
+    Where squares overflow, 1 / √inf would be 0 and the row its bias, a number like any other. A
+    centred row is nan then, as it is with an infinity in it, which costs nothing. Without a mean
+    the root comes from scaled squares: of a row with an infinity in it only that is nan."""
     key = f"{node.outputs[0]} statistics"
     if key not in low.reduced:
         x = low.as_float(low.cell(node))
@@ -135,11 +152,17 @@ def _statistics(low: Lowering, node: Node, centred: bool = True) -> tuple[Arg, A
         d, total = x, None
         if centred:
             mean, d, total = _centred(low, x)
+            total = low.op("select", low.op("eq", total, math.inf), math.nan, total)
         else:
             total = low.reduce("sum", low.op("mul", x, x))
         var = low.op("div", total, float(low.columns))
-        root = low.op("sqrt", low.op("add", var, node.attrs["eps"]))
-        low.reduced[key] = (mean, d, total, low.op("div", 1.0, root))
+        rstd = low.op("div", 1.0, low.op("sqrt", low.op("add", var, node.attrs["eps"])))
+        if not centred:
+            small, scale = _scaled_squares(low, x, total)
+            root = low.op("sqrt", low.op("div", small, float(low.columns)))
+            huge = low.op("mul", low.op("div", 1.0, root), scale)
+            rstd = low.op("select", low.op("eq", total, math.inf), huge, rstd)
+        low.reduced[key] = (mean, d, total, rstd)
     mean, d, total, rstd = low.reduced[key]
     return mean, d, total, rstd
 

@@ -97,12 +97,16 @@ class Position:
 
 @dataclass(frozen=True)
 class Reduce:
-    """``name = kind(source)`` over all reduced axes: sum, max, min, prod, any or all."""
+    """``name = kind(source)`` over all reduced axes: sum, max, min, prod, any or all.
+
+    With ``seldom``, the result of an earlier reduction, nobody looks at it unless that one is
+    infinite, and a renderer may leave it out where it is not."""
 
     name: str
     op: str
     source: str
     kind: str
+    seldom: str = ""
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,8 @@ def show(s: Statement, inner: str = "") -> str:
         args += [f"{k}={v!r}" for k, v in s.attrs]
         return f"{s.name} = {s.op}({', '.join(args)})"
     if isinstance(s, Reduce):
-        return f"{s.name} = {s.op}({s.source}) over {inner}"
+        seldom = f" if {s.seldom} is infinite" if s.seldom else ""
+        return f"{s.name} = {s.op}({s.source}) over {inner}{seldom}"
     source = s.source if isinstance(s.source, str) else repr(s.source.value)
     return f"store {s.tensor}[{s.offset}] = {source} as {s.dtype.short}"
 

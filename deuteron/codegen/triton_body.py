@@ -180,7 +180,13 @@ class Body:
             self.line(f"{s.name} = {s.source}", self._show(s))
             return
         over = ", ".join(f"{v.name}: {v.size}" for v in self.program.inner)
-        self.line(f"{s.name} = {self.finish(s, self.masked(s))}", show(s, over))
+        line = f"{s.name} = {self.finish(s, self.masked(s))}"
+        if s.seldom and self.flat_row:  # a row of its own: it can be left out
+            self.line(f"{s.name} = {s.seldom}", show(s, over))
+            self.line(f'if {s.seldom} == float("inf"):')
+            self.line("    " + line)
+        else:
+            self.line(line, show(s, over))
         self.row_value(s.name)
 
 

@@ -8,6 +8,7 @@ larger than the deviation does no harm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from math import prod
@@ -146,6 +147,13 @@ def _summed(b: Ops, grad: Sym, lies: Shape, param: TensorType) -> Sym:
     return b.to(_as(b, total, param.shape), param.dtype)
 
 
+def _over_root(b: Ops, square: Sym) -> Sym:
+    """1 / √square; nan where it is infinite: there squares overflowed, and 0 would make gradients
+    of 0 out of any others."""
+    out: Sym = b.where(b.isinf(square), math.nan, b.rsqrt(square))
+    return out
+
+
 class Wanted(NamedTuple):
     """Which gradients are asked for: that of x, and of parameters by the types they have."""
 
@@ -172,7 +180,7 @@ def gradients(
         rstd = _as(b, stats[1], lies)
     else:
         x = x - mean(x) if centred else x
-        rstd = b.rsqrt(mean(b.square(x)) + eps)
+        rstd = _over_root(b, mean(b.square(x)) + eps)
     hat = x * rstd
     out: Gradients = [None, None, None]
     if wanted.x:

@@ -12,6 +12,7 @@ call adds up. So the order of a sum depends on how many threads there are, and o
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -131,7 +132,10 @@ class _Rows:
             return [c.b.fdiv(s, self.count) for s in _sums(c, self.columns, count, terms)]
 
         def inverse_root(variance: Value) -> Value:
-            return c.b.fdiv(c.f(1.0), c.intrinsic("sqrt", c.b.fadd(variance, self.eps)))
+            """Where squares overflowed it is nan, and not a gradient of 0."""
+            root = c.b.fdiv(c.f(1.0), c.intrinsic("sqrt", c.b.fadd(variance, self.eps)))
+            infinite = c.b.fcmp_ordered("==", variance, c.f(math.inf))
+            return c.b.select(infinite, c.f(math.nan), root)
 
         rest: list[Value] = []
         if form.dx and not form.short:

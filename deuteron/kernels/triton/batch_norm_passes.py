@@ -91,6 +91,12 @@ def _pivot(x, c, rows, channels, units, LAST: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+def _rstd(var, eps):
+    """1 / √(var + eps); nan where squares overflowed, and not the 0 that makes y its bias."""
+    return tl.where(var == float("inf"), float("nan"), 1.0 / tl.sqrt(var + eps))
+
+
+@triton.jit
 def _total(v, LAST: tl.constexpr):
     """The sum over a tile for each channel."""
     if LAST:
@@ -280,7 +286,7 @@ def forward_once(
     n, mean, spread = _statistics(x, 0, 1, block, rows, tiles, channels, units, 1, LAST, A, B, V, 2)
     mean += _pivot(x, c, rows, channels, units, LAST, V)
     var = spread / n
-    rstd = 1.0 / tl.sqrt(var + eps)
+    rstd = _rstd(var, eps)
     tl.store(mean_out + c, mean, mask=c < channels)
     tl.store(rstd_out + c, rstd, mask=c < channels)
     _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels)
@@ -370,7 +376,7 @@ def forward_merge(
     var = tl.sum(sums, 0, keep_dims=True) / n
     mean += _pivot(x, c, rows, channels, units, LAST, V)
     tl.store(mean_out + c, mean, mask=c < channels)
-    tl.store(rstd_out + c, 1.0 / tl.sqrt(var + eps), mask=c < channels)
+    tl.store(rstd_out + c, _rstd(var, eps), mask=c < channels)
     _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels)
 
 

@@ -88,11 +88,13 @@ def _four_sums(a, b, c, d):
 
 @triton.jit
 def _over_root(v):
-    """1 / √v; the approximation that the GPU has for float64 is not as exact as float64."""
+    """1 / √v; the approximation that the GPU has for float64 is not as exact as float64. Where v is
+    infinite its squares overflowed: nan, and not a gradient of 0."""
     if v.dtype == tl.float64:
-        return 1.0 / tl.sqrt(v)
+        r = 1.0 / tl.sqrt(v)
     else:
-        return tl.rsqrt(v)
+        r = tl.rsqrt(v)
+    return tl.where(v == float("inf"), float("nan"), r)
 
 
 @triton.jit
