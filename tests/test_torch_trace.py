@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from deuteron import zoo
 from deuteron.errors import DeuteronError
 from deuteron.frontends import torch_export, torch_trace
+from deuteron.frontends.heavy_calls import zeros_like_result
 from deuteron.frontends.torch_export import import_module
 from deuteron.frontends.torch_trace import trace
 
@@ -198,3 +199,41 @@ def test_planning_a_network_loads_no_compiler_of_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+HEAVY = {
+    "stride": (F.conv2d, ((2, 4, 9, 7), (6, 2, 3, 3), (6,)), {"stride": (2, 1), "groups": 2}),
+    "dilation": (F.conv2d, ((1, 4, 9, 9), (3, 4, 3, 3)), {"dilation": 2, "padding": [3, 1]}),
+    "row": (F.conv1d, ((2, 3, 11), (5, 3, 4), (5,)), {"padding": 1, "stride": 3}),
+    "volume": (F.conv3d, ((1, 2, 4, 5, 6), (3, 2, 1, 2, 3)), {}),
+    "linear": (F.linear, ((2, 3, 4), (5, 4), (5,)), {}),
+    "vector": (F.linear, ((4,), (5, 4)), {}),
+    "empty": (F.linear, ((0, 4), (5, 4)), {}),
+}
+
+
+@pytest.mark.parametrize("case", HEAVY.values(), ids=HEAVY)
+@pytest.mark.parametrize("turned", [False, True], ids=["plain", "turned"])
+def test_what_computes_long_is_known_by_its_shape(case, turned):
+    function, shapes, attrs = case
+    op = getattr(torch.ops.aten, function.__name__.split(".")[-1]).default
+    tensors = [torch.randn(shape) for shape in shapes]
+    if turned:
+        tensors[0] = tensors[0].transpose(0, -1).contiguous().transpose(0, -1)
+    want = function(*tensors, **attrs)
+    got = zeros_like_result(op, tensors, attrs)
+    if not tensors[0].is_contiguous():
+        assert got is None  # its order in memory is torch's to say
+        return
+    assert got is not None and not got.any()
+    assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((1, 3, 9, 9), (6, 4, 3, 3)), ((1, 4, 2, 2), (6, 4, 3, 3)), ((9,), (6, 4, 3, 3))]
+)
+def test_what_torch_would_refuse_is_left_to_torch(shapes):
+    tensors = [torch.randn(shape) for shape in shapes]
+    assert zeros_like_result(torch.ops.aten.conv2d.default, tensors, {}) is None
+    wide = [torch.randn(2, 4), torch.randn(5, 4, dtype=torch.float64)]
+    assert zeros_like_result(torch.ops.aten.linear.default, wide, {}) is None

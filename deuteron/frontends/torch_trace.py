@@ -2,7 +2,8 @@
 
 Loading torch.export's tracer takes longer than planning a network, because it brings the whole of
 torch.compile along. A module in eval mode that only computes needs none of it: every call that
-torch is about to dispatch is written down before it is taken apart, ``conv2d`` as ``conv2d``.
+torch is about to dispatch is written down before it is taken apart, ``conv2d`` as ``conv2d``. What
+computes longest is not computed (``heavy_calls``): the numbers are of no interest.
 
 :func:`trace` answers None for everything that takes more care: training, writing in place, random
 numbers, calls that the ATen table does not know, tensors that are no weights, values that steer
@@ -30,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deuteron.frontends.aten import schema_order
+from deuteron.frontends.heavy_calls import zeros_like_result
 from deuteron.frontends.torch_fx import is_plain
 
 LIMIT_S = 2.0  # a model that runs longer is traced without data, by torch.export
@@ -136,7 +138,9 @@ class Recorder(ProxyTorchDispatchMode):
         node.meta["nn_module_stack"] = {path: (path, "")}
         real_args, real_kwargs = pytree.tree_map_only(Stand, _held, (args, kwargs))
         with no_python_dispatcher():
-            answer = func(*real_args, **real_kwargs)
+            answer = zeros_like_result(func, real_args, real_kwargs)
+            if answer is None:
+                answer = func(*real_args, **real_kwargs)
         if isinstance(answer, torch.Tensor):
             return Stand.of(answer, node)
         if not isinstance(answer, list | tuple):
