@@ -136,6 +136,15 @@ def test_every_engine_on_every_sample(op, kind):
 # ---- refusals and estimates ----------------------------------------------------------------------
 
 
+def test_of_a_table_only_the_rows_that_are_looked_up_cost_bytes():
+    g = dt.Graph("look up")
+    table, index = g.tensor("table", (1000, 8)), g.tensor("index", (3,), "i64")
+    shift = g.tensor("shift", (8,))
+    (g.embedding(table, index) + shift).output("y")
+    (region,), _ = fuse(g.ir())
+    assert region_cost(region).bytes == 3 * 8 + 4 * (3 * 8 + 8 + 3 * 8)
+
+
 @lru_cache
 def everything() -> tuple[Region, ...]:
     """Regions of all samples, and a few longer ones."""

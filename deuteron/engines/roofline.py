@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
-from deuteron.ops.opdef import Cost, Fusion
+from deuteron.ops.opdef import GATHERING, Cost, Fusion
 from deuteron.target import Target
 
 
@@ -42,8 +42,18 @@ def region_cost(region: Region) -> Cost:
         return Cost(flops, 0, 0)
     if len(region.nodes) == 1:
         return node_cost(graph, region.nodes[0])
-    reads = sum(graph.types[v].nbytes for v in region.inputs)
+    reads = sum(_bytes_read(graph, v) for v in region.inputs)
     return Cost(flops, reads, sum(graph.types[v].nbytes for v in region.outputs))
+
+
+def _bytes_read(graph: Graph, value: str) -> int:
+    """The bytes of an input, or of the part of it that its readers look up."""
+    whole, looked_up = graph.types[value].nbytes, 0
+    for node in graph.users.get(value, ()):
+        if node.op not in GATHERING or node.inputs[0] != value:
+            return whole
+        looked_up += graph.types[node.output].nbytes
+    return min(whole, looked_up) if looked_up else whole
 
 
 def is_product(graph: Graph, nodes: Sequence[Node]) -> bool:
