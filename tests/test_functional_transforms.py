@@ -1,10 +1,12 @@
-"""``dt.functional`` under what torch does to functions: second derivatives, vmap, jvp, grad."""
+"""``dt.functional`` under what torch does to functions: second derivatives, vmap, jvp, grad,
+traces, tensors that are not real."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deuteron as dt
 from tests.functional_cases import CALLS, Call, results
@@ -108,3 +110,47 @@ def test_a_loss_of_a_view_whose_signs_are_still_to_be_turned():
     w = torch.randn(4, 5, dtype=torch.complex128).conj().imag
     got = f.linear_cross_entropy(z, w, target % 4)
     assert error(got, F.cross_entropy(z @ w.t(), target % 4)) <= DOUBLE
+
+
+def _moved(t: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:
+    return t.to("meta") if mode is None else mode.from_tensor(t)
+
+
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "meta"])
+@EVERY
+def test_tensors_without_memory(call, fake):
+    """Kernels would read from nowhere; the second time, from a plan that is already known."""
+    if call.name in ("embedding", "embedding with positions", "softmax masked", *LOSSES) or (
+        call.name == "batch_norm eval"
+    ):
+        pytest.skip("the case holds tensors of its own, which are on the CPU")
+    want = results(ours(call)(*call.tensors()))
+    mode = FakeTensorMode() if fake else None
+    given = [_moved(t, mode).requires_grad_() for t in call.tensors()]
+    found = results(ours(call)(*given))
+    for a, b in zip(found, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+        assert type(a) is not torch.Tensor or a.is_meta
+    grads = torch.autograd.grad([a for a in found if a.requires_grad], given,
+                                [torch.ones_like(a) for a in found if a.requires_grad])  # fmt: skip
+    assert [g.shape for g in grads] == [t.shape for t in given]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_tensors_without_memory(name):
+    with FakeTensorMode():
+        x, w = torch.randn(5, 7, requires_grad=True), torch.randn(9, 7, requires_grad=True)
+        target = torch.zeros(5, dtype=torch.int64)
+        given = (x, target) if name == "cross_entropy" else (x, w, target)
+        loss = getattr(f, name)(*given)
+        loss.backward()
+    assert loss.shape == () and x.grad.shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@EVERY
+def test_a_trace_holds_the_call_and_not_its_result(call):
+    example, other = call.tensors(), call.tensors(seed=1)
+    traced = torch.jit.trace(ours(call), tuple(example), check_trace=False)
+    for a, b in zip(results(traced(*other)), results(ours(call)(*other)), strict=True):
+        assert error(a, b) <= DOUBLE

@@ -18,6 +18,7 @@ from deuteron.augment.emit import emit, finish
 from deuteron.augment.recipe import Recipe, recipe_of, torch_type
 from deuteron.errors import BindError
 from deuteron.frontends.builder import Graph
+from deuteron.functional.library import is_watched
 from deuteron.ir import TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan import Plan
@@ -40,7 +41,7 @@ def needs_operator(x: torch.Tensor) -> bool:
         (x.requires_grad and torch.is_grad_enabled())
         or type(x) is not torch.Tensor
         or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or is_watched()
     )
 
 

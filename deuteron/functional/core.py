@@ -23,7 +23,7 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.errors import BindError, DeuteronError
-from deuteron.functional.library import Heard, in_transform
+from deuteron.functional.library import Heard, in_transform, is_watched, without_memory
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
@@ -71,9 +71,14 @@ class Function:
             found = self.op(*tensors, **attrs)
         elif in_transform():
             found = self.by_references(tensors, attrs)
+        elif is_watched():
+            found = self.op(*tensors, **attrs)
         else:
             known = self.known.get(_signature(tensors, attrs))
             if known is None or Heard.listeners:
+                if without_memory(*tensors):
+                    found = self.op(*tensors, **attrs)
+                    return found[0] if len(found) == 1 else tuple(found)
                 tensors = tuple(_plain(self.name, t) for t in tensors)
                 known = self.knowing(tensors, attrs)
             if torch.is_grad_enabled() and _any_requires_grad(tensors):
@@ -391,10 +396,10 @@ torch.library.register_fake("deuteron::pullback", _fake_pullback, lib=LIBRARY)
 
 def _signature(tensors: Tensors, attrs: Attributes) -> Any:
     """All that a plan depends on. What is no strided tensor, or one whose signs are still to be
-    turned, has a signature that no plan is kept under."""
+    turned, or of a class that may have no memory, has a signature that no plan is kept under."""
     try:
         return (*[
-            None if t is None else NEGATIVE if t.is_neg() else
+            None if t is None else NEGATIVE if t.is_neg() or t.__class__ not in OWN_MEMORY else
             (t.shape, t.stride(), t.dtype, t.device) for t in tensors
         ], *attrs.values())  # fmt: skip
     except (AttributeError, RuntimeError):
@@ -402,6 +407,7 @@ def _signature(tensors: Tensors, attrs: Attributes) -> Any:
 
 
 NEGATIVE = "not plain memory"
+OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _any_requires_grad(tensors: Tensors) -> bool:
@@ -426,7 +432,11 @@ def _tensor(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
 def _plain(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
     """A tensor whose memory holds its values: kernels read nothing else."""
     t = _tensor(name, t)
-    return None if t is None else t.resolve_neg() if t.is_neg() else t
+    if t is None:
+        return None
+    if t.__class__ not in OWN_MEMORY:
+        t = t.as_subclass(torch.Tensor)
+    return t.resolve_neg() if t.is_neg() else t
 
 
 def _key(t: torch.Tensor) -> Any:

@@ -28,7 +28,9 @@ import torch
 from torch import are_deterministic_algorithms_enabled as must_be_ordered
 from torch import is_grad_enabled
 from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C import _get_tracing_state as jit_trace
 from torch._C import _is_any_autocast_enabled as autocasting
+from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -218,6 +220,28 @@ def in_transform() -> bool:
     """Whether vmap, jvp, torch.func.grad or dual numbers are at work, which must see torch's
     operators: to them a kernel of ours is a constant."""
     return transforms_active() or forward_ad._current_level >= 0
+
+
+def is_watched() -> bool:
+    """Whether somebody records operators, or runs them on tensors that are not real: a mode of the
+    dispatcher (FakeTensorMode, make_fx) or ``torch.jit.trace``. To them a kernel of ours is a
+    constant, so the call has to be an operator."""
+    return dispatch_modes() > 0 or jit_trace() is not None
+
+
+def without_memory(*tensors: Tensor | None) -> bool:
+    """Whether a tensor has no memory that a kernel could read: a meta one, a fake one, or one that
+    stands for others, as distributed tensors do. The dispatcher knows what to do with it."""
+    return any(
+        isinstance(t, Tensor)
+        and (t.is_meta or torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python))
+        for t in tensors
+    )
+
+
+def under_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``."""
+    return autocasting() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def several_calls_win(*tensors: Tensor | None) -> bool:

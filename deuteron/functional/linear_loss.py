@@ -22,8 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.errors import BindError, GraphError
-from deuteron.functional.library import LIMITS, delegates, in_transform, is_launch_bound
+from deuteron.functional.library import (
+    LIMITS,
+    delegates,
+    in_transform,
+    is_launch_bound,
+    under_autocast,
+)
 from deuteron.functional.loss import (
+    as_operator,
     by_torch,
     check,
     keeps_graph,
@@ -90,7 +97,7 @@ def linear_cross_entropy(
     with the loss. Under torch.compile all is "exact". There is no second derivative, except of
     small losses, which are torch's own as in ``cross_entropy``.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
+    if under_autocast(hidden):
         cast = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(cast), weight.to(cast)
         bias = None if bias is None else bias.to(cast)
@@ -111,7 +118,7 @@ def linear_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     target = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)
     tensors = (flat, weight, bias, target, class_weight)
-    if torch.compiler.is_compiling():
+    if as_operator(*tensors):
         needs = hidden.requires_grad and torch.is_grad_enabled()
         loss, lse, *_ = _linear_op(*tensors, *terms, dtype, needs, chunk)
     elif torch.is_grad_enabled() and any(

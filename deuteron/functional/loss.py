@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from deuteron.errors import BindError, EngineError, GraphError
-from deuteron.functional.library import delegates, in_transform
+from deuteron.functional.library import (
+    delegates,
+    in_transform,
+    is_watched,
+    under_autocast,
+    without_memory,
+)
 from deuteron.functional.loss_rows import (
     Terms,
     class_dim,
@@ -90,10 +96,10 @@ def cross_entropy(
     weight = None if weight is None else weight.resolve_neg()
     needs = logits.requires_grad and torch.is_grad_enabled()
     dtype = result_type(logits)
-    if torch.compiler.is_compiling():
+    if as_operator(logits, target, weight):
         if inplace_backward:
             raise EngineError(
-                "the gradient cannot take the memory of the logits under torch.compile",
+                "the gradient cannot take the memory of the logits under torch.compile or a trace",
                 asked="cross_entropy(…, inplace_backward=True)",
                 remedy="leave inplace_backward out, or call it outside of the compiled function",
             )
@@ -111,9 +117,12 @@ def cross_entropy(
 
 def result_type(logits: Tensor) -> torch.dtype:
     """The type of the loss: under autocast float32, as torch has it."""
-    if torch.is_autocast_enabled(logits.device.type):
-        return wide(logits.dtype)
-    return logits.dtype
+    return wide(logits.dtype) if under_autocast(logits) else logits.dtype
+
+
+def as_operator(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher must see the call, or alone knows what to do with the tensors."""
+    return torch.compiler.is_compiling() or is_watched() or without_memory(*tensors)
 
 
 def by_torch(
