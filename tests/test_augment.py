@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,8 +27,8 @@ from deuteron.augment import (
     ToLayout,
 )
 from deuteron.augment.recipe import recipe_of
+from tests.interpreted import found_in_interpreter
 
-REPO = Path(__file__).resolve().parent.parent
 KINDS = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -295,13 +290,7 @@ def test_errors_say_what_is_wrong(call, says):
 
 def test_the_kernels_in_the_interpreter():
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.augment_cases"],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {}
+    assert found_in_interpreter("tests.augment_cases") == {}
 
 
 JIT = ("brightness", "contrast", "saturation", "hue")

@@ -3,12 +3,7 @@ without a GPU, who is chosen to run it, and the same numbers on the CPU in every
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,11 +24,11 @@ from deuteron.plan.decide import decide
 from deuteron.policy import Policy
 from deuteron.target import GPUS
 from tests.batch_norm_cases import calm
+from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.test_ops import one_node_graph
 from tests.test_triton_gen import spilled
 from tests.tolerances import allowed, error
 
-REPO = Path(__file__).resolve().parent.parent
 H200 = GPUS["h200"]
 HALF, BRAIN, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 BIG = (64, 256, 56, 56)
@@ -41,15 +36,7 @@ BIG = (64, 256, 56, 56)
 
 def test_in_the_interpreter():
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.batch_norm_cases", "1"],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["count"] >= 60
-    assert not found["failed"], "\n\n".join(f"{k}\n{v}" for k, v in found["failed"].items())
+    assert_none_failed(found_in_interpreter("tests.batch_norm_cases", "1"), at_least=60)
 
 
 # ---- compiled for GPUs that are not there

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-REPO = Path(__file__).resolve().parent.parent
+from tests.interpreted import assert_none_failed, found_in_interpreter
 
 
 @pytest.mark.parametrize("group", ["f32", "f16", "bf16", "slices"])
 def test_in_the_interpreter(group):
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.loss_interpreter", group],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["count"] >= 8
-    assert not found["failed"], "\n".join(found["failed"])
+    assert_none_failed(found_in_interpreter("tests.loss_interpreter", group), at_least=8)
 
 
 NUMBER, ROUND, SCALAR = ("i32", False), ("i32", True), ("fp32", False)

@@ -5,11 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +13,10 @@ import deuteron as dt
 from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.kernels import optim as rules
 from deuteron.optim import base, eight_bits, machines
+from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.optim_cases import FLOATS, OPTIONS, cases, check, tensors
 from tests.test_triton_gen import spilled
 from tests.tolerances import EIGHT_BIT_MEAN, EPS, EVEN, FEW_STEPS, STEPS, error
-
-REPO = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -323,15 +317,7 @@ def test_levels_keep_the_mean_and_the_stated_error():
 
 def test_in_the_interpreter():
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.optim_cases"],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["count"] >= 30
-    assert not found["failed"], "\n\n".join(f"{k}\n{v}" for k, v in found["failed"].items())
+    assert_none_failed(found_in_interpreter("tests.optim_cases"), at_least=30)
 
 
 def compiled(rule: rules.Rule, types, arch: int, on_device: bool):

@@ -7,10 +7,6 @@ CPU, and offered.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +22,9 @@ from deuteron.passes.expand import written_out
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
+from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.tolerances import allowed, error
 
-REPO = Path(__file__).resolve().parent.parent
 H200 = target("h200")
 # shape, grids, memory order; sizes that divide, that do not, and more cells than elements
 CASES = [
@@ -122,14 +118,7 @@ def main() -> None:
 
 def test_in_the_interpreter():
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_pyramid_pool"],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    failed = json.loads(done.stdout.splitlines()[-1])["failed"]
-    assert not failed, "\n".join(failed)
+    assert_none_failed(found_in_interpreter("tests.test_pyramid_pool"))
 
 
 @pytest.mark.parametrize(

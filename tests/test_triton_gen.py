@@ -6,8 +6,6 @@ its own (``tests/triton_interpreter.py``); here they are only collected.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -35,6 +33,7 @@ from tests.codegen_cases import (
     softmax_case,
 )
 from tests.codegen_kept import kept_cases
+from tests.interpreted import assert_none_failed, found_in_interpreter
 
 pytest.importorskip("triton")
 REPO = Path(__file__).resolve().parent.parent
@@ -47,15 +46,7 @@ RANDOM = 60  # in the Triton interpreter; 300 in torch's
      "kinds:bf16", "kept", f"random:0-{RANDOM}"],
 )  # fmt: skip
 def test_in_the_interpreter(group):
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.triton_interpreter", group],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["count"] >= 20
-    assert not found["failed"], "\n\n".join(f"{k}\n{v}" for k, v in found["failed"].items())
+    assert_none_failed(found_in_interpreter("tests.triton_interpreter", group), at_least=20)
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))

@@ -3,8 +3,6 @@ when they are kept as one operator, when they are written out, and who is chosen
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from deuteron.passes import Context, run_passes
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
 from deuteron.target import GPUS
+from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.norm_cases import Case
 from tests.tolerances import allowed, error
 
@@ -35,15 +34,7 @@ HALF, BRAIN, F64 = torch.float16, torch.bfloat16, torch.float64
 
 def test_in_the_interpreter():
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.norm_cases"],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["count"] >= 40
-    assert not found["failed"], "\n\n".join(f"{k}\n{v}" for k, v in found["failed"].items())
+    assert_none_failed(found_in_interpreter("tests.norm_cases"), at_least=40)
 
 
 # ---- compiled for GPUs that are not there

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,23 +14,15 @@ from deuteron.ir.region import Region
 from deuteron.passes import Context, fuse, run_passes
 from deuteron.policy import Policy
 from deuteron.target import target
+from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.rope_cases import Case
 
 pytest.importorskip("triton")
-REPO = Path(__file__).resolve().parent.parent
 H200 = target("h200")
 
 
 def test_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.rope_cases"],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["count"] >= 150
-    assert not found["failed"], "\n".join(found["failed"])
+    assert_none_failed(found_in_interpreter("tests.rope_cases"), at_least=150)
 
 
 # ---- compiled without a GPU ----------------------------------------------------------------------

@@ -6,10 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +18,10 @@ from deuteron.ops.evaluate import evaluate
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
+from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.tolerances import allowed, error
 
 pytest.importorskip("triton")
-REPO = Path(__file__).resolve().parent.parent
 H200 = target("h200")
 SHAPES = ((140, 33), (150, 1), (3, 50, 129))
 
@@ -91,14 +87,7 @@ def main() -> None:
 
 
 def test_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_triton_scan"],
-        cwd=REPO, env=env, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    failed = json.loads(done.stdout.splitlines()[-1])["failed"]
-    assert not failed, "\n".join(failed)
+    assert_none_failed(found_in_interpreter("tests.test_triton_scan"))
 
 
 @pytest.mark.parametrize("arch", [80, 90])

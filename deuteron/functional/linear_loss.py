@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,21 @@ from deuteron.functional.loss import (
 from deuteron.functional.loss_rows import Terms, added_up, rows, scaled, some_classes, totals, wide
 
 SMALL = 2**25  # logits that are no burden: 64 MB of 16-bit numbers
+
+
+class Given(NamedTuple):
+    """What the loss is computed from, the tokens in one dimension."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Tokens, features and classes."""
+        return *self.hidden.shape, self.weight.shape[0]
 
 
 def _torch_linear_cross_entropy(
@@ -107,8 +122,8 @@ def linear_cross_entropy(
     if in_transform():
         logits = F.linear(hidden, weight, bias).movedim(-1, min(1, hidden.dim() - 1))
         probs = target.is_floating_point()
-        given = target.movedim(-1, min(1, target.dim() - 1)) if probs else target
-        both = by_torch(logits, given, class_weight, terms, result_type(hidden))
+        moved = target.movedim(-1, min(1, target.dim() - 1)) if probs else target
+        both = by_torch(logits, moved, class_weight, terms, result_type(hidden))
         return both if return_lse else both[0]
     # kernels read memory, which such a view has with other signs; elsewhere these are themselves
     hidden, weight, target = hidden.resolve_neg(), weight.resolve_neg(), target.resolve_neg()
@@ -117,17 +132,17 @@ def linear_cross_entropy(
     lead = hidden.shape[:-1]
     flat = hidden.reshape(-1, hidden.shape[-1])
     target = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)
-    tensors = (flat, weight, bias, target, class_weight)
-    if as_operator(*tensors):
+    given = Given(flat, weight, bias, target, class_weight)
+    if as_operator(*given):
         needs = hidden.requires_grad and torch.is_grad_enabled()
-        loss, lse, *_ = _linear_op(*tensors, *terms, dtype, needs, chunk)
+        loss, lse, *_ = _linear_op(*given, *terms, dtype, needs, chunk)
     elif torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (hidden, weight, bias)
     ):
         way = _FastLinear if fast else _Linear
-        loss, lse = way.apply(*tensors, terms, dtype, chunk)  # type: ignore[no-untyped-call]
+        loss, lse = way.apply(*given, terms, dtype, chunk)  # type: ignore[no-untyped-call]
     else:
-        loss, lse, *_ = _forward(*tensors, terms, dtype, False, chunk)
+        loss, lse, *_ = _forward(given, terms, dtype, False, chunk)
     loss = loss.view(lead) if reduction == "none" else loss
     return (loss, lse.view(lead)) if return_lse else loss
 
@@ -172,11 +187,7 @@ def classes_at_once(tokens: int, hidden: int, classes: int, chunk: int | None) -
 
 
 def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
+    given: Given,
     terms: Terms,
     dtype: torch.dtype,
     needs_hidden: bool,
@@ -186,7 +197,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, lse and masses of every row, the gradient of hidden (or nothing), the totals. The
     gradients of weight and bias are added to ``by_weight`` and ``by_bias`` where given."""
-    n, classes = hidden.shape[0], weight.shape[0]
+    hidden, weight, bias, target, class_weight = given
+    n, features, classes = given.sizes
     target = target.contiguous()
     total = totals(hidden, classes, target, class_weight, terms)
     lse, masses = torch.empty((2, n), dtype=total.dtype, device=hidden.device)
@@ -195,7 +207,7 @@ def _forward(
     grad = torch.empty(hidden.shape if needs_hidden else (0,), dtype=hidden.dtype,
                        device=hidden.device)  # fmt: skip
     needs_any = needs_hidden or by_weight is not None or by_bias is not None
-    step = tokens_at_once(n, hidden.shape[1], classes, chunk, by_weight is not None)
+    step = tokens_at_once(n, features, classes, chunk, by_weight is not None)
     room = torch.empty((min(step, n), classes), dtype=hidden.dtype, device=hidden.device)
     for a in range(0, n, step):
         piece = slice(a, min(a + step, n))
@@ -222,11 +234,7 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -
 
 
 def _weight_grads(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
+    given: Given,
     lse: Tensor,
     masses: Tensor,
     total: Tensor,
@@ -237,11 +245,12 @@ def _weight_grads(
     chunk: int | None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias; one that is not needed is empty."""
-    n, classes = hidden.shape[0], weight.shape[0]
+    hidden, weight, bias, target, class_weight = given
+    n, features, classes = given.sizes
     target, up = target.contiguous(), up.contiguous()
     by_weight = weight.new_empty(weight.shape if needs_weight else (0,))
     by_bias = weight.new_empty(classes if needs_bias else 0)
-    step = classes_at_once(n, hidden.shape[1], classes, chunk)
+    step = classes_at_once(n, features, classes, chunk)
     room = torch.empty(n * step, dtype=hidden.dtype, device=hidden.device)
     for a in range(0, classes, step):
         b = min(a + step, classes)
@@ -259,20 +268,10 @@ class _Linear(torch.autograd.Function):
     """The eager way: no dispatcher between the call and the launches."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        terms: Terms,
-        dtype: torch.dtype,
-        chunk: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        given = (hidden, weight, bias, target, class_weight)
+    def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor]:
+        given, (terms, dtype, chunk) = Given(*call[:5]), call[5:]
         loss, lse, masses, ctx.grad, total = _forward(
-            *given, terms, dtype, ctx.needs_input_grad[0], chunk
+            given, terms, dtype, ctx.needs_input_grad[0], chunk
         )
         ctx.save_for_backward(*given, lse, masses, total)
         ctx.terms, ctx.chunk = terms, chunk
@@ -286,7 +285,7 @@ class _Linear(torch.autograd.Function):
             return (None,) * 8
         refuse_second_derivative("linear_cross_entropy")
         up = up.resolve_neg()
-        hidden, weight, bias, target, class_weight, lse, masses, total = ctx.saved_tensors
+        *given, lse, masses, total = ctx.saved_tensors
         by_hidden = by_weight = by_bias = None
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if needs_hidden:
@@ -295,8 +294,8 @@ class _Linear(torch.autograd.Function):
             by_hidden = scaled(taken(ctx, "grad", keep), each, total, keep)
         if needs_weight or needs_bias:
             by_weight, by_bias = _weight_grads(
-                hidden, weight, bias, target, class_weight, lse, masses, total, up, ctx.terms,
-                needs_weight, needs_bias, ctx.chunk,
+                Given(*given), lse, masses, total, up, ctx.terms, needs_weight, needs_bias,
+                ctx.chunk,
             )  # fmt: skip
         return (
             by_hidden, by_weight if needs_weight else None, by_bias if needs_bias else None,
@@ -308,25 +307,14 @@ class _FastLinear(torch.autograd.Function):
     """All gradients with the loss; the backward pass only scales them."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        terms: Terms,
-        dtype: torch.dtype,
-        chunk: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        needs, given = ctx.needs_input_grad[:3], (hidden, weight, bias)
+    def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor]:
+        given, (terms, dtype, chunk) = Given(*call[:5]), call[5:]
+        needs = ctx.needs_input_grad[:3]
         sums = [
             torch.zeros_like(t) if need and t is not None else None
-            for t, need in zip(given[1:], needs[1:], strict=True)
+            for t, need in zip((given.weight, given.bias), needs[1:], strict=True)
         ]
-        loss, lse, _, by_hidden, ctx.total = _forward(
-            *given, target, class_weight, terms, dtype, needs[0], chunk, *sums
-        )
+        loss, lse, _, by_hidden, ctx.total = _forward(given, terms, dtype, needs[0], chunk, *sums)
         ctx.grads = (by_hidden if needs[0] else None, *sums)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
@@ -365,27 +353,14 @@ def _linear_op(
     chunk: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     terms = Terms(reduction, ignore_index, label_smoothing, z_loss)
-    loss, lse, masses, grad, total = _forward(
-        hidden, weight, bias, target, class_weight, terms, dtype, needs_hidden, chunk
-    )
+    given = Given(hidden, weight, bias, target, class_weight)
+    loss, lse, masses, grad, total = _forward(given, terms, dtype, needs_hidden, chunk)
     return loss, lse.clone(), masses.clone(), grad, total  # results may not share memory
 
 
 @_linear_op.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    dtype: torch.dtype,
-    needs_hidden: bool,
-    chunk: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, reduction, _, _, _, dtype, needs_hidden, _ = call
     n, sums = hidden.shape[0], wide(hidden.dtype)
     loss = hidden.new_empty((n,) if reduction == "none" else (), dtype=dtype)
     grad = hidden.new_empty(hidden.shape if needs_hidden else (0,))
@@ -413,10 +388,8 @@ def _linear_backward_op(
     chunk: int | None,
 ) -> tuple[Tensor, Tensor]:
     terms = Terms(reduction, ignore_index, label_smoothing, z_loss)
-    return _weight_grads(
-        hidden, weight, bias, target, class_weight, lse, masses, total, up, terms, needs_weight,
-        needs_bias, chunk,
-    )  # fmt: skip
+    given = Given(hidden, weight, bias, target, class_weight)
+    return _weight_grads(given, lse, masses, total, up, terms, needs_weight, needs_bias, chunk)
 
 
 @_linear_backward_op.register_fake
@@ -427,9 +400,9 @@ def _(hidden: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    hidden, weight, bias, target, class_weight, *ctx.terms, _, _, ctx.chunk = inputs
+    given, ctx.terms, ctx.chunk = inputs[:5], inputs[5:9], inputs[-1]
     _, lse, masses, grad, total = output
-    ctx.save_for_backward(hidden, weight, bias, target, class_weight, lse, masses, total, grad)
+    ctx.save_for_backward(*given, lse, masses, total, grad)
     ctx.mark_non_differentiable(lse, masses, grad, total)
     ctx.set_materialize_grads(False)
 

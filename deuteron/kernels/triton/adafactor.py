@@ -24,6 +24,7 @@ import triton.language as tl
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.optim import squares_of_chunks
 
 Tile = tuple[int, int, int]  # matrices, rows and columns that one program takes
 ELEMENTS, WIDEST, TALLEST = 2048, 128, 16
@@ -303,20 +304,13 @@ def _apply(
 def _rates(squares, firsts, chunks, table, rows, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):
     """rate = ρ·max(ε₂, rms p) / max(1, rms u / d) of one tensor, from the sums of its pieces."""
     t = tl.program_id(0)
-    begin = tl.load(firsts + t)
-    end = tl.load(firsts + t + 1)
-    p = tl.zeros((BLOCK,), tl.float64)
-    u = tl.zeros((BLOCK,), tl.float64)
-    for first in range(begin, end, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        p += tl.load(squares + i, mask=i < end, other=0.0)
-        u += tl.load(squares + chunks + i, mask=i < end, other=0.0)
+    pp, uu = squares_of_chunks(squares, firsts, chunks, t, BLOCK)
     size = tl.maximum(tl.load(table + t), 1).to(tl.float64)
     rho = tl.load(rows + t * NUMBERS + 2).to(tl.float64)
     eps2 = tl.load(rows + t * NUMBERS + 5).to(tl.float64)
     d = tl.load(rows + t * NUMBERS + 6).to(tl.float64)
-    large = tl.maximum(tl.sqrt(tl.sum(p, 0) / size), eps2, propagate_nan=tl.PropagateNan.ALL)
-    long = tl.maximum(tl.sqrt(tl.sum(u, 0) / size) / d, 1.0, propagate_nan=tl.PropagateNan.ALL)
+    large = tl.maximum(tl.sqrt(pp / size), eps2, propagate_nan=tl.PropagateNan.ALL)
+    long = tl.maximum(tl.sqrt(uu / size) / d, 1.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(rows + t * NUMBERS + 7, rho * large / long)
 
 

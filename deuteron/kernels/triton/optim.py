@@ -213,9 +213,8 @@ def _control(
 
 
 @triton.jit
-def _ratios(sums, firsts, chunks, rows, width, column, BLOCK: tl.constexpr):
-    """A number of tensor t becomes ‖p‖ / ‖u‖, from the sums of its chunks; 1 if either is 0."""
-    t = tl.program_id(0)
+def squares_of_chunks(sums, firsts, chunks, t, BLOCK: tl.constexpr):
+    """Σ p² and Σ u² of tensor t, from those of its chunks: all of p come first, then all of u."""
     begin = tl.load(firsts + t)
     end = tl.load(firsts + t + 1)
     p = tl.zeros((BLOCK,), tl.float64)
@@ -224,8 +223,14 @@ def _ratios(sums, firsts, chunks, rows, width, column, BLOCK: tl.constexpr):
         i = first + tl.arange(0, BLOCK)
         p += tl.load(sums + i, mask=i < end, other=0.0)
         u += tl.load(sums + chunks + i, mask=i < end, other=0.0)
-    pp = tl.sum(p, 0)
-    uu = tl.sum(u, 0)
+    return tl.sum(p, 0), tl.sum(u, 0)
+
+
+@triton.jit
+def _ratios(sums, firsts, chunks, rows, width, column, BLOCK: tl.constexpr):
+    """A number of tensor t becomes ‖p‖ / ‖u‖; 1 if either is 0."""
+    t = tl.program_id(0)
+    pp, uu = squares_of_chunks(sums, firsts, chunks, t, BLOCK)
     ratio = tl.where((pp == 0.0) | (uu == 0.0), 1.0, tl.sqrt(pp / uu))
     tl.store(rows + t * width + column, ratio)
 
