@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from deuteron.ops.evaluate import evaluate
 from tests.codegen_cases import Case, graph_of
 
 INF, NAN = float("inf"), float("nan")
@@ -19,6 +20,7 @@ def kept_cases() -> Iterator[Case]:
     """All of them."""
     torch.manual_seed(0)
     yield from _functions()
+    yield from _of_two()
     yield from _whole_numbers()
     yield from _places()
     yield from _rows()
@@ -45,6 +47,48 @@ def _functions() -> Iterator[Case]:
     small = torch.full((4,), 0.0123, dtype=torch.float64)
     yield graph_of("tanhshrink that cancels", lambda g, x: g.sin(g.tanhshrink(x)), x=small)
     yield graph_of("pow of a constant", lambda g, x: g.pow(2.0, x), x=torch.randn(33))
+
+
+def _of_two() -> Iterator[Case]:
+    """Functions of two numbers, signs of zeros included: quotients of up to 2¹¹⁰, which take many
+    steps of a division; every kind of operand against every other."""
+    some = [0.0, -0.0, 1.0, -1.0, 3.0, -2.5, 0.1, -0.3, 1e-3, 7e5, -1e10, 3e15, -1e20, 2.5e-13]
+    for dtype in (torch.float32, torch.float64):
+        eps = torch.finfo(dtype).eps
+        given = torch.tensor([*some, 1 + eps, INF, -INF, NAN], dtype=dtype)
+        x, y = (t.contiguous() for t in torch.broadcast_tensors(given[:, None], given[None, :]))
+        for op in ("remainder", "floor_div"):
+            want = evaluate(graph_of(op, lambda g, x, y, o=op: getattr(g, o)(x, y), x=x, y=y).graph,
+                            {"x": x, "y": y})["y0"]  # fmt: skip
+            yield graph_of(
+                f"{op} of every kind of {dtype}",
+                lambda g, x, y, e, o=op: (
+                    (z := getattr(g, o)(x, y)), g.eq(z, e), g.isnan(z), g.lt(g.reciprocal(z), 0.0)
+                ),
+                x=x, y=y, e=want,
+            )  # fmt: skip
+            for number in (3.0, -0.7):
+                yield graph_of(
+                    f"{op} of {dtype} by {number}",
+                    lambda g, x, o=op, n=number: getattr(g, o)(x, n), x=given,
+                )  # fmt: skip
+        for op, close in (("atan2", 4 * eps), ("pow", 4 * eps)):
+            want = getattr(torch, op)(x, y)
+            yield graph_of(
+                f"{op} of every kind of {dtype}",
+                lambda g, x, y, e, o=op, c=close: (
+                    (z := getattr(g, o)(x, y)),
+                    g.logical_or(g.eq(z, e), g.le(g.abs(g.sub(g.div(z, e), 1.0)), c)),
+                    g.lt(g.reciprocal(z), 0.0),
+                ),
+                x=x, y=y, e=want,
+            )  # fmt: skip
+    rows = torch.randn(5, 33) * 10
+    yield graph_of(
+        "remainder of rows by one number of each",
+        lambda g, x: g.remainder(x, g.max(x, axes=(1,), keepdim=True)),
+        x=rows,
+    )
 
 
 def _whole_numbers() -> Iterator[Case]:

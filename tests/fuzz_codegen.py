@@ -75,18 +75,7 @@ def by_triton(device: str) -> Verdict:
         from tests.triton_interpreter import run_case as run
 
         install()
-    from deuteron.codegen.triton_knobs import choices
-    from deuteron.codegen.triton_math import Unsupported
-    from deuteron.codegen.triton_render import render
-
-    def rendered(case: Case) -> str:
-        try:
-            render(case.program, choices(case.program)[0])
-        except Unsupported as refusal:
-            return REFUSED + str(refusal)
-        return run(case)
-
-    return rendered
+    return run
 
 
 def verdict_of(engine: str, device: str) -> Verdict:

@@ -16,6 +16,7 @@ from deuteron.ops import infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import PASSES, Context, run_passes
 from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
+from deuteron.passes.expand import expand
 from deuteron.passes.simplify import algebra, canonicalise
 from deuteron.policy import Policy
 from deuteron.target import GPUS
@@ -312,3 +313,34 @@ def test_equal_readers_do_not_hide_a_rule():
     (g.relu(product + b) + g.exp(product + b)).output("y")
     after, _ = run_passes(g.ir(), context())
     assert ops(after) == ["linear", "relu", "exp", "add"]
+
+
+# ---- written out
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("shape", "ignored", "kind"), [
+    ((5, 7), -100, "classes"), ((2, 7, 3), 2, "classes"), ((4, 3), 1, "all ignored"),
+    ((7,), -100, "classes"), ((5, 7), -100, "probabilities"),
+])  # fmt: skip
+def test_a_loss_that_joins_positions_becomes_rows_and_their_sum(
+    reduction, weighted, shape, ignored, kind
+):
+    g, classes = dt.Graph("loss"), shape[min(1, len(shape) - 1)]
+    positions = shape[:1] * (len(shape) > 1) + shape[2:]
+    feed = {"x": torch.randn(shape), "t": torch.randint(0, classes, positions)}
+    if kind == "probabilities":
+        feed["t"] = torch.rand(shape)
+    if kind == "all ignored":
+        feed["t"] = torch.full(positions, ignored)
+    if weighted:
+        feed["w"] = torch.rand(classes) + 0.5
+    given = [g.tensor(n, tuple(t.shape), t.dtype) for n, t in feed.items()]
+    loss = g.cross_entropy(*given, reduction=reduction, ignore_index=ignored, label_smoothing=0.1)
+    loss.output("y")
+    after, _ = run(expand, g)
+    assert [n.attrs["reduction"] for n in after.nodes if n.op == "cross_entropy"] == ["none"]
+    before = evaluate(g.ir(), feed, float64=True)["y"]
+    bound = allowed(error(evaluate(g.ir(), feed)["y"], before), torch.float32, feed["x"].numel())
+    assert error(evaluate(after, feed)["y"], before) <= bound

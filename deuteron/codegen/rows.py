@@ -74,8 +74,9 @@ def _classes(low: Lowering, node: Node) -> Form:
     shape, (axis, classes) = low.type(node).shape, class_axis(low, node)
     if node.attrs["reduction"] != "none" and low.type(node).numel != classes:
         raise CannotLower(
-            f"{node.op} reduces over classes and then over positions",
-            "use reduction='none' and join the positions afterwards",
+            f"{node.op} reduces over classes and then over positions: the sum waits for all rows, "
+            "so that it takes a second kernel",
+            "use reduction='none' and join the positions afterwards, as the passes do",
         )
     return Form(shape, shape, (axis,))
 

@@ -3,7 +3,8 @@
 Only what both Triton's compiler and its interpreter know is used. ``tl.log``, ``tl.erf``,
 ``tl.sin`` and ``tl.cos`` compile to correctly behaved library routines; ``tl.exp`` does not: it
 rounds x·log₂e once, which costs |x|·2⁻²⁴, so a float32 result gets an exponential of its own.
-What has no portable call (tanh, expm1, log1p, pow, rint, Φ) is written out in :data:`HELPERS`.
+What has no portable call (tanh, expm1, log1p, rint, Φ, and all of two numbers) is written out in
+:data:`HELPERS`.
 
 Kernels are compiled without contraction: an operation of the program rounds once, as in torch, so
 that x·y - x·y is 0. Only the helpers fuse, by ``tl.fma``.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from deuteron.codegen import normal
+from deuteron.codegen import normal, triton_binary
 from deuteron.codegen.scalar import Compute, Const
 from deuteron.ops import random
 
@@ -158,33 +159,15 @@ m = tl.full((), 6755399441055744.0, tl.float64)
 return tl.where(tl.abs(x) < 2251799813685248.0, (x + m) - m, x)
 """,
     ),
-    "_pow": helper(
-        "_pow", "x, y",
-        """
-# |x|^y in float64, where y ln|x| loses nothing that float32 would show
-a = tl.abs(x).to(tl.float64)
-w = y.to(tl.float64)
-p = tl.exp(w * tl.log(a))
-p = tl.where((w == 0.0) | (a == 1.0), 1.0, p)
-negative = (x < 0.0) | ((x == 0.0) & (1.0 / x < 0.0))
-whole = tl.floor(w) == w
-odd = whole & (tl.floor(w * 0.5) * 2.0 != w)
-p = tl.where(negative & odd, -p, p)
-p = tl.where((x < 0.0) & (w != 0.0) & (a != float("inf")) & (whole == 0), float("nan"), p)
-return p.to(tl.float32)
-""",
-    ),
+    **{name: helper(name, *given) for name, given in triton_binary.BODIES.items()},
 }  # fmt: skip
 NEEDS = {
     "_tanh64": ("_expm164",), "_expm1": ("_exp",), "_random": ("_mix",), "_random_far": ("_mix",),
+    **triton_binary.NEEDS,
 }  # fmt: skip
 
 
 LOG2_E = 1.4426950408889634
-
-
-class Unsupported(Exception):
-    """An operation this renderer does not write. ``args``: reason, remedy."""
 
 
 class Arithmetic:
@@ -235,10 +218,7 @@ class Arithmetic:
             return f"{args[0]} {BINARY[s.op]} {args[1]}"
         if s.op in CALLS:
             return CALLS[s.op].format(*args)
-        rule = getattr(self, "_" + s.op, None)
-        if rule is None:
-            raise Unsupported(f"{s.op} has no Triton form")
-        return str(rule(s, args))
+        return str(getattr(self, "_" + s.op)(s, args))
 
     def _maximum(self, s: Compute, args: Sequence[str]) -> str:
         nan = f", {ALL_NAN}" if s.kind == "float" else ""
@@ -287,15 +267,13 @@ class Arithmetic:
     def _log1p(self, s: Compute, args: Sequence[str]) -> str:
         return f"{self.need('_log1p')}({args[0]})"
 
-    def _pow(self, s: Compute, args: Sequence[str]) -> str:
-        x, y = args
-        if self.wide:
-            raise Unsupported("pow in f64 with a general exponent", "cast to f32")
-        if isinstance(s.args[1], Const):
-            y = self.literal(s.args[1], bare=False)
-        if isinstance(s.args[0], Const):
-            x = self.literal(s.args[0], bare=False)
-        return f"{self.need('_pow')}({x}, {y})"
+    def _of_two(self, s: Compute, args: Sequence[str]) -> str:
+        """A helper for each width; a number takes the type of the program."""
+        x, y = (self.literal(a, bare=False) if isinstance(a, Const) else text
+                for a, text in zip(s.args, args, strict=True))  # fmt: skip
+        return f"{self.need(f'_{s.op}64' if self.wide else f'_{s.op}')}({x}, {y})"
+
+    _pow = _fmod = _atan2 = _of_two
 
     def _random(self, s: Compute, args: Sequence[str]) -> str:
         seed, place = (self.literal(a, bare=False) if isinstance(a, Const) else text

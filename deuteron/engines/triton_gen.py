@@ -14,7 +14,6 @@ from typing import Any
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import CannotLower, ScalarProgram
 from deuteron.codegen.triton_knobs import choices, crowded
-from deuteron.codegen.triton_math import Unsupported
 from deuteron.codegen.triton_passes import dependent_passes, passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
@@ -35,15 +34,13 @@ CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads an
 
 @lru_cache(maxsize=256)
 def program_of(region: Region) -> ScalarProgram | Refusal:
-    """The region's scalar program, or why it has none that can be written in Triton."""
+    """The region's scalar program, or why it has none."""
     if len({*region.inputs, *region.outputs}) < len(region.inputs) + len(region.outputs):
         return Refusal("an output is also an input or another output")
     try:
-        program = lower(region)
-        render(program, choices(program)[0])
-    except (CannotLower, Unsupported) as error:
-        return Refusal(*map(str, error.args))
-    return program
+        return lower(region)
+    except CannotLower as error:
+        return Refusal(error.reason, error.remedy)
 
 
 def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target: Target) -> float:

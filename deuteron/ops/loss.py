@@ -192,6 +192,38 @@ def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return out
 
 
+# ---- positions joined afterwards ----
+
+
+def _joined_after(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
+    """The loss of each position, then their sum or mean: two kernels that read the logits once,
+    where one would have to wait for all others. Positions are summed in float32."""
+    x, target, weight = ins
+    assert x is not None and target is not None
+    given = b.upcast(target) if target.dtype.is_float else target
+    share = None if weight is None else b.upcast(weight)
+    each = b.cross_entropy(b.upcast(x), given, share, **{**attrs, "reduction": "none"})
+    total = b.sum(each)
+    if attrs["reduction"] == "mean":
+        total = total / _divisor(b, each, target, share, attrs["ignore_index"])
+    return [b.to(total, x.dtype)]
+
+
+def _divisor(b: Ops, each: Sym, target: Sym, weight: Sym | None, ignored: int) -> Sym | float:
+    """What the mean divides by: all positions, or the weights of the targets that count."""
+    count = each.type.numel
+    if target.dtype.is_float:
+        return float(count)
+    target = b.reshape(b.to(target, int64), shape=(count,))
+    valid = b.ne(target, ignored)
+    counts = b.to(valid, each.dtype)
+    if weight is not None:
+        of_class = b.index_select(weight, b.where(valid, target, 0), axis=0)
+        counts = b.where(valid, of_class, 0.0)
+    out: Sym = b.sum(counts)
+    return out
+
+
 # ---- the operators -------------------------------------------------------------------------------
 
 _TAIL = {
@@ -264,6 +296,7 @@ CROSS_ENTROPY = OpDef(
     reference=_reference(F.cross_entropy),
     fusion=Fusion.REDUCTION,
     vjp=_vjp,
+    expand=_joined_after,
     flops=lambda ins, outs, attrs: 12.0 * (ins[0].numel if ins[0] is not None else 0),
     samples=_cross_entropy_samples,
 )

@@ -3,12 +3,14 @@ wherever no kernel takes them whole.
 
 Whole they are kept on GPUs, for tensors in row-major order, and on the CPU those of layer norm and
 RMS norm in float32: hand-written kernels make all their results in one pass over memory. Everywhere
-else the generated code of the simpler operators is as good, and fuses with its neighbours.
+else the generated code of the simpler operators is as good, and fuses with its neighbours. A
+cross-entropy that joins positions becomes one that does not and their sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import start
@@ -18,7 +20,7 @@ from deuteron.ops.emit import Ops
 from deuteron.passes.context import Context
 from deuteron.target import Target
 
-Whole = Callable[[str, Sequence[TensorType | None]], bool]
+Whole = Callable[[str, Sequence[TensorType | None], Mapping[str, Any]], bool]
 ANY_ROWS = frozenset({"rope"})  # whose kernels take any strides but that of the last dimension
 # Our kernels take nhwc as well as row-major, and on a CPU PyTorch's own are quicker than the parts.
 ANY_ORDER = frozenset({"batch_norm_act", "batch_norm_act_grad"})
@@ -43,7 +45,9 @@ def expand(graph: Graph, ctx: Context) -> Graph:
     """Write out what no kernel of the target takes whole; what stays takes a sum of gradients
     along."""
 
-    def whole(op: str, types: Sequence[TensorType | None]) -> bool:
+    def whole(op: str, types: Sequence[TensorType | None], attrs: Mapping[str, Any]) -> bool:
+        if op == "cross_entropy":
+            return attrs["reduction"] == "none" or not types[0] or types[0].numel == 0
         return taken_whole(op, types, ctx.target)
 
     return _rewritten(graph, whole, ctx)
@@ -53,7 +57,7 @@ def written_out(graph: Graph) -> Graph:
     """``graph`` without operators that only :attr:`OpDef.expand` can differentiate."""
     if all(table.get(n.op).vjp or not table.get(n.op).expand for n in graph.nodes):
         return graph
-    return _rewritten(graph, lambda op, types: False, None)
+    return _rewritten(graph, lambda op, types, attrs: bool(table.get(op).vjp), None)
 
 
 def _rewritten(graph: Graph, whole: Whole, ctx: Context | None) -> Graph:
@@ -68,7 +72,7 @@ def _rewritten(graph: Graph, whole: Whole, ctx: Context | None) -> Graph:
             names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
             continue
         types = [None if v is None else build.types[v] for v in inputs]
-        if not whole(node.op, types):
+        if not whole(node.op, types, node.attrs):
             ops = Ops(build, node.source)
             padded = [*inputs, *[None] * (len(op.inputs) - len(inputs))]
             syms = [None if v is None else ops.sym(v) for v in padded]
@@ -78,9 +82,10 @@ def _rewritten(graph: Graph, whole: Whole, ctx: Context | None) -> Graph:
             continue
         total = _sum_of_first(graph, node) if EXTRA in op.inputs[len(inputs) :] else None
         other = None if total is None else _other(total, node.outputs[0])
-        if total is not None and other in names and whole(node.op, [build.types[names[other]]]):
+        added = names.get(other) if other is not None else None
+        if total is not None and added and whole(node.op, [build.types[added]], node.attrs):
             slot = op.inputs.index(EXTRA)
-            inputs = [*inputs, *[None] * (slot - len(inputs)), names[other]]
+            inputs = [*inputs, *[None] * (slot - len(inputs)), added]
             outs = build.emit(node.op, inputs, node.attrs, source=node.source)
             names.update(zip(node.outputs, outs, strict=True))
             names[total.output] = outs[0]
