@@ -30,6 +30,8 @@ from deuteron.functional.library import (
     under_autocast,
 )
 from deuteron.functional.loss import (
+    CPU_BYTES,
+    FLOATS,
     as_operator,
     by_torch,
     check,
@@ -68,7 +70,10 @@ def _torch_linear_cross_entropy(
     if z_loss or return_lse or chunk is not None or accumulate is not None or hidden.ndim != 2:
         return NotImplemented
     logits = hidden.shape[0] * weight.shape[0] * hidden.itemsize
-    if logits > LIMITS[hidden.get_device()] or target.requires_grad or not is_launch_bound(weight):
+    if target.requires_grad or _multiplies_slowly(hidden):
+        return NotImplemented
+    small = logits <= LIMITS[hidden.get_device()] and is_launch_bound(weight)
+    if not small and (hidden.is_cuda or logits > CPU_BYTES):
         return NotImplemented
     return F.cross_entropy(
         F.linear(hidden, weight, bias), target, class_weight, ignore_index=ignore_index,
@@ -76,7 +81,7 @@ def _torch_linear_cross_entropy(
     )  # fmt: skip
 
 
-@delegates(_torch_linear_cross_entropy)
+@delegates(_torch_linear_cross_entropy, on_cpu=FLOATS)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -145,6 +150,17 @@ def linear_cross_entropy(
         loss, lse, *_ = _forward(given, terms, dtype, False, chunk)
     loss = loss.view(lead) if reduction == "none" else loss
     return (loss, lse.view(lead)) if return_lse else loss
+
+
+def _multiplies_slowly(x: Tensor) -> bool:
+    """Whether this CPU has no products of 16-bit numbers: torch then does them one by one, and a
+    hundred times slower than in float32."""
+    if x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    ask = torch.ops.mkldnn
+    has = ask._is_mkldnn_bf16_supported if x.dtype is torch.bfloat16 else (
+        ask._is_mkldnn_fp16_supported)  # fmt: skip
+    return not has()
 
 
 def _is_fast(accumulate: str | None, reduction: str) -> bool:
@@ -218,9 +234,9 @@ def _forward(
             masses[piece], logits if needs_any else None,
         )  # fmt: skip
         if needs_hidden:
-            torch.mm(logits, weight, out=grad[piece])
+            _multiply(logits, weight, grad[piece])
         if by_weight is not None:
-            by_weight.addmm_(logits.t(), hidden[piece])
+            _multiply(logits.t(), hidden[piece], by_weight, add=True)
         if by_bias is not None:
             by_bias.add_(logits.sum(0))
     return added_up(losses, terms.reduction, dtype), lse, masses, grad, total
@@ -228,9 +244,22 @@ def _forward(
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if bias is None:
-        torch.mm(hidden, weight.t(), out=out)
+        _multiply(hidden, weight.t(), out)
+    elif _multiplies_slowly(hidden):
+        out.copy_(torch.addmm(bias.float(), hidden.float(), weight.float().t()))
     else:
         torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+    """a · b into ``out``, or added to it; in float32 where narrower products are slow."""
+    if _multiplies_slowly(a):
+        found = a.float() @ b.float()
+        out.add_(found) if add else out.copy_(found)
+    elif add:
+        out.addmm_(a, b)
+    else:
+        torch.mm(a, b, out=out)
 
 
 def _weight_grads(
@@ -258,7 +287,7 @@ def _weight_grads(
         _product(hidden, weight[a:b], None if bias is None else bias[a:b], logits)
         some_classes(logits, target, class_weight, total, terms, lse, masses, up, a, classes)
         if needs_weight:
-            torch.mm(logits.t(), hidden, out=by_weight[a:b])
+            _multiply(logits.t(), hidden, by_weight[a:b])
         if needs_bias:
             torch.sum(logits, 0, out=by_bias[a:b])
     return by_weight, by_bias

@@ -34,6 +34,7 @@ from deuteron.functional.loss_rows import (
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CLASSES = (torch.int64, torch.int32, torch.uint8)
 REDUCTIONS = ("mean", "sum", "none")
+CPU_BYTES = 2**19  # of logits: up to here torch's calls take less than ours need for the targets
 
 
 def _torch_cross_entropy(
@@ -43,13 +44,15 @@ def _torch_cross_entropy(
 ) -> Any:  # fmt: skip
     if z_loss or inplace_backward or return_lse or target.requires_grad:
         return NotImplemented
+    if not logits.is_cuda and logits.nbytes > CPU_BYTES:
+        return NotImplemented
     return F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, reduction=reduction,
         label_smoothing=label_smoothing,
     )  # fmt: skip
 
 
-@delegates(_torch_cross_entropy)
+@delegates(_torch_cross_entropy, on_cpu=FLOATS)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

@@ -1,8 +1,9 @@
-"""Cross-entropy of rows on whatever device they are: Triton's kernels on a GPU, else torch.
+"""Cross-entropy of rows on whatever device they are: Triton's kernels on a GPU, a generated one on
+a CPU where the classes are side by side, else torch.
 
 The torch side goes through the logits in pieces, in float32 for 16-bit numbers, with one
-exponential for each of them where torch's own loss and gradient take two. It serves the CPU, and
-float64 on a GPU. Both sides give the same things:
+exponential for each of them where torch's own loss and gradient take two. It serves images and
+float64. All sides give the same things:
 
 - ``total``: five numbers. 1 over what a mean divides the loss by and 1 over the rows that count
   (the z part's), the same two for the gradient, and what the gradient is still to be multiplied
@@ -20,7 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deuteron.codegen import openmp
 from deuteron.errors import GraphError
+from deuteron.kernels.cpu import converts_half
 
 PIECE = 2**23  # numbers of a piece: 32 MB of float32
 
@@ -99,6 +102,9 @@ def rows(
     if in_triton(x):
         _rows_in_triton(x, target, weight, total, terms, loss, lse, masses, grad)
         return
+    if _has_rows(x) and (grad is None or _has_rows(grad)):
+        _rows_generated(x, target, weight, total, terms, loss, lse, masses, grad)
+        return
     logits, out = _flat(x), None if grad is None else _flat(grad)
     n, classes, inner = logits.shape
     wanted = (n, classes, inner) if target.is_floating_point() else (n, inner)
@@ -116,6 +122,50 @@ def rows(
             masses.view(n, inner)[piece] = mass
     if grad is not None and out is not None and out.data_ptr() != grad.data_ptr():
         grad.copy_(out.view(grad.shape))
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether the generated kernel takes logits or a gradient like ``x``."""
+    if x.is_cuda or x.dtype not in SHORT or x.dim() > 2 or not x.numel() or x.stride(-1) != 1:
+        return False
+    return openmp.available() and (x.dtype is not torch.float16 or converts_half())
+
+
+def _rows_generated(
+    x: Tensor, target: Tensor, weight: Tensor | None, total: Tensor, terms: Terms,
+    loss: Tensor, lse: Tensor | None, masses: Tensor | None, grad: Tensor | None,
+) -> None:  # fmt: skip
+    from deuteron.kernels.cpu.cross_entropy import Form, prepare_rows
+
+    classes, probs = x.shape[-1], target.is_floating_point()
+    n, smoothing = x.numel() // classes, terms.label_smoothing
+    found = {name: torch.empty(n) for name in ("loss", "lse", "mass")}
+    given = {"x": x, "total": total, **found}
+    if weight is not None:
+        weight = given["weight"] = weight.to(total.dtype).contiguous()
+    if probs:
+        share = target.to(x.dtype) if target.dtype not in SHORT else target
+        target = given["share"] = share if share.stride(-1) == 1 else share.contiguous()
+        given["live"] = torch.ones(n, dtype=torch.bool)
+    else:
+        owns = _owns(target.reshape(n), weight, terms, classes, total.dtype)
+        given |= dict(zip(("live", "place", "own"), owns, strict=True))
+    if grad is not None:
+        given["grad"] = grad
+    form = Form(SHORT[x.dtype], SHORT[target.dtype] if probs else "", probs or smoothing != 0.0,
+                weight is not None, grad is not None)  # fmt: skip
+    by_row = [0 if t is None or t.dim() < 2 else t.stride(0) for t in (x, target, grad)]
+    fill = prepare_rows(form, frozenset(given), (n, classes, *by_row),
+                        (smoothing / classes, 1.0 - smoothing, terms.z_loss))  # fmt: skip
+    fill(given)
+    loss.copy_(found["loss"].view(loss.shape))
+    if lse is not None:
+        lse.copy_(found["lse"].view(lse.shape))
+    if masses is not None:
+        masses.copy_(found["mass"].view(masses.shape))
+
+
+SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 def _flat(x: Tensor) -> Tensor:

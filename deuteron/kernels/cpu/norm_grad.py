@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, I32, Code, Loaded, Value, entry, load, vec, width
+from deuteron.codegen.llvm import F32, I32, Code, Loaded, Value, entry, load, width
+from deuteron.kernels.cpu.sweep import Terms, steps, sums
 
 SHORT = 32  # columns
 SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains
@@ -36,39 +37,6 @@ class Form:
     dweight: bool
     dbias: bool
     short: bool  # rows: little is left of dx, and inner · hat is rounded as it will be used
-
-
-Terms = Callable[[Value, int], Sequence[tuple[Value, Value | None]]]
-
-
-def _steps(c: Code, columns: Value, write: Callable[[Value, int], None]) -> None:
-    """``write(column, lanes)`` along a row: several vectors at a time, then one, then lanes."""
-    begin: Value = c.i(0)
-    for lanes in (4 * width(), width(), 1):
-        end = c.sub(columns, c.rem(columns, lanes))
-        with c.loop(begin, end, lanes) as i:
-            write(i, lanes)
-        begin = end
-
-
-def _sums(c: Code, columns: Value, count: int, terms: Terms) -> list[Value]:
-    """``count`` sums along a row, of factors or of single numbers."""
-    rooms = {n: [c.variable(vec(n)) for _ in range(count)] for n in (4 * width(), width(), 1)}
-    for lanes, own in rooms.items():
-        for room in own:
-            c.b.store(c.f(0.0, lanes), room)
-
-    def write(i: Value, lanes: int) -> None:
-        for room, (a, b) in zip(rooms[lanes], terms(i, lanes), strict=True):
-            total = c.get(room, vec(lanes))
-            c.b.store(c.b.fadd(total, a) if b is None else c.fma(a, b, total), room)
-
-    _steps(c, columns, write)
-    found = []
-    for k in range(count):
-        parts = [c.reduce(c.get(own[k], vec(n)), c.b.fadd) for n, own in rooms.items()]
-        found.append(c.b.fadd(c.b.fadd(parts[0], parts[1]), parts[2]))
-    return found
 
 
 class _Rows:
@@ -92,7 +60,7 @@ class _Rows:
             for room in (self.dweight, self.dbias):
                 c.store(c.f(0.0, lanes), c.at(room, i))
 
-        _steps(c, self.columns, write)
+        steps(c, self.columns, write)
 
     def row(self, at: Value) -> None:
         c, form = self.c, self.form
@@ -105,7 +73,7 @@ class _Rows:
 
         mean: Value = c.f(0.0)
         if form.centred:
-            (total,) = _sums(c, self.columns, 1, lambda i, lanes: [(x(i, lanes), None)])
+            (total,) = sums(c, self.columns, 1, lambda i, lanes: [(x(i, lanes), None)])
             mean = c.b.fdiv(total, self.count)
 
         def deviation(i: Value, lanes: int) -> Value:
@@ -129,7 +97,7 @@ class _Rows:
             return [*square(i, lanes), *products(i, lanes, None)]
 
         def means(count: int, terms: Terms) -> list[Value]:
-            return [c.b.fdiv(s, self.count) for s in _sums(c, self.columns, count, terms)]
+            return [c.b.fdiv(s, self.count) for s in sums(c, self.columns, count, terms)]
 
         def inverse_root(variance: Value) -> Value:
             """Where squares overflowed it is nan, and not a gradient of 0."""
@@ -166,7 +134,7 @@ class _Rows:
                 room = c.at(self.dbias, i)
                 c.store(c.b.fadd(c.load(room, lanes), g), room)
 
-        _steps(c, self.columns, results)
+        steps(c, self.columns, results)
 
 
 def _write_rows(module: Any, form: Form) -> None:
