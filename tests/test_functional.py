@@ -280,6 +280,6 @@ def test_plans_are_kept_and_do_not_pile_up(monkeypatch):
 
 def test_a_pull_is_plain_text():
     x = torch.randn(3, 4)
-    attrs = {"dim": -1, "scale": 1.0}
+    attrs = {"dim": -1, "scale": 1.0, "dtype": None}
     pull = FUNCTIONS["softmax"].knowing((x, None), attrs).pull((True, False))
     assert isinstance(pull, Pull) and '"softmax"' in pull.spec

@@ -9,7 +9,13 @@ import deuteron as dt
 from deuteron.functional import library
 from deuteron.functional.core import FUNCTIONS
 from tests.functional_cases import CALLS, gradients, results
-from tests.tolerances import DOUBLE, DOUBLE_GRADIENT, HARDSIGMOID_SLOPE, error
+from tests.tolerances import (
+    DOUBLE,
+    DOUBLE_GRADIENT,
+    HARDSIGMOID_SLOPE,
+    SINGLE_LAYERS,
+    error,
+)
 
 f = dt.functional
 
@@ -75,6 +81,97 @@ def test_several_calls_only_where_a_gradient_follows(planned_calls):
         assert planned_calls == ["layer_norm", "gate"]
         f.layer_norm(x, 8, w)  # one call is always quicker
     assert planned_calls == ["layer_norm", "gate"]
+
+
+LARGE, SMALL = torch.randn(64, 512), torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("x", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [("sum", {"out": torch.empty(0)}), ("mean", {"axis": 0}), ("var", {"unbiased": False}),
+     ("sigmoid", {"out": torch.empty(0)}), ("gelu", {"tanh": True})],
+)  # fmt: skip
+def test_arguments_that_are_not_ours_are_refused_whatever_the_size(name, kwargs, x):
+    with pytest.raises(TypeError, match=next(iter(kwargs))):
+        getattr(f, name)(x, **kwargs)
+
+
+OPTIONS = {  # ours(module, x), where torch's module has the same arguments
+    "relu inplace": lambda m, x: m.relu(x, inplace=True),
+    "selu inplace": lambda m, x: m.selu(x, True),
+    "silu inplace": lambda m, x: m.silu(x, inplace=True),
+    "leaky_relu inplace": lambda m, x: m.leaky_relu(x, 0.2, True),
+    "elu inplace": lambda m, x: m.elu(x, 0.5, True),
+    "celu inplace": lambda m, x: m.celu(x, 0.5, True),
+    "hardtanh inplace": lambda m, x: m.hardtanh(x, -0.5, 0.5, True),
+    "threshold inplace": lambda m, x: m.threshold(x, 0.1, -1.0, True),
+    "dropout inplace": lambda m, x: m.dropout(x, 0.0, True, True),
+    "gelu by name": lambda m, x: m.gelu(input=x, approximate="tanh"),
+    "layer_norm by name": lambda m, x: m.layer_norm(input=x, normalized_shape=x.shape[-1:]),
+    "cross_entropy by name": lambda m, x: m.cross_entropy(
+        input=x, target=torch.zeros(len(x), dtype=torch.int64)),
+    "softmax dtype": lambda m, x: m.softmax(x.half(), dim=1, dtype=torch.float32),
+    "log_softmax dtype": lambda m, x: m.log_softmax(x.bfloat16(), 1, dtype=torch.float64),
+    "softmax of the usual dim": lambda m, x: m.softmax(x, dim=None),
+    "instance_norm": lambda m, x: m.instance_norm(
+        x[None], None, None, torch.ones(len(x)), torch.zeros(len(x)), True, 0.1, 1e-3),
+    "grid_sample": lambda m, x: m.grid_sample(
+        x[None, None], torch.zeros(1, 2, 2, 2), align_corners=None),
+    "sum dtype": lambda m, x: m.sum(x.half(), 0, dtype=torch.float32),
+    "mean dtype": lambda m, x: m.mean(x.int(), dim=0, dtype=torch.float32),
+    "prod dtype": lambda m, x: m.prod(x[:, :5], 1, dtype=torch.float64),
+    "cumsum dtype": lambda m, x: m.cumsum(x.half(), 1, dtype=torch.float64),
+    "cumprod dtype": lambda m, x: m.cumprod(x[:, :5], 1, dtype=torch.float64),
+    "sum of no axes": lambda m, x: m.sum(x, ()),
+    "amax of no axes": lambda m, x: m.amax(x, (), True),
+    "var": lambda m, x: m.var(x, 0, correction=None),
+    "topk": lambda m, x: m.topk(x, 3, -1, True, True)[0],
+    "where a number": lambda m, x: m.where(x > 0, x, 0.1),
+    "where a number is first": lambda m, x: m.where(x > 0, 0.1, x.double()),
+    "where an integer": lambda m, x: m.where(x > 0, x.half(), 3),
+    "where numbers": lambda m, x: m.where(x > 0, 1.0, 2.0),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice", "ignore:Default grid_sample")
+@pytest.mark.parametrize("x", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("call", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("delegated", [True, False], ids=["torch's", "planned"])
+def test_torchs_arguments_mean_the_same(call, x, delegated):
+    mine, theirs = x.clone(), x.clone()
+    try:
+        want = call(torch.nn.functional, theirs)
+    except AttributeError:
+        want = call(torch, theirs)
+    with f.delegation(delegated):
+        got = call(f, mine)
+    assert got.dtype == want.dtype and error(got, want) <= SINGLE_LAYERS
+    assert torch.equal(mine, theirs)  # written to, or not
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 2.0, 3.0, -1.0, float("inf"), float("-inf")])
+def test_norms_of_every_kind(p):
+    """Zeros among the numbers and a row of zeros, of which torch says that the slope is 0."""
+    x = torch.randn(5, 7, dtype=torch.float64)
+    x[2, 3] = 0.0
+    x[4] = 0.0
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with f.delegation(False):
+        y = f.norm(a, p, 1)
+    want = torch.linalg.vector_norm(b, p, 1)
+    assert error(y, want) <= DOUBLE
+    if p:  # the number of elements has no slope
+        y.sum().backward(), want.sum().backward()
+        assert error(a.grad, b.grad) <= DOUBLE_GRADIENT
+
+
+def test_a_wrong_call_leaves_nothing_behind():
+    """False equals 0, so the right call has the key of the wrong one."""
+    with f.delegation(False):
+        with pytest.raises(dt.GraphError):
+            f.prod(LARGE, dim=False)
+        assert f.prod(LARGE, dim=0).shape == (512,)
 
 
 def test_large_calls_are_planned(planned_calls):

@@ -25,18 +25,41 @@ def _plain(name: str) -> Callable[[Tensor], Tensor]:
     def function(x: Tensor) -> Tensor:
         return one(name, x)
 
+    return _named(name, function)
+
+
+def _in_place(name: str) -> Callable[..., Tensor]:
+    """An activation without parameters that torch may also write over its input; it does so
+    itself, for nothing is saved by planning that."""
+    over: Callable[..., Tensor] = getattr(F, name)
+
+    def function(x: Tensor, inplace: bool = False) -> Tensor:
+        return over(x, inplace=True) if inplace else one(name, x)
+
+    return _named(name, function)
+
+
+def _named(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{table.get(name).doc} As ``torch.nn.functional``'s, with its gradient."
-    if name not in TORCHS:
-        return function
-    return delegates(TORCHS[name], on_cpu=ANY if name in CHEAP else NEVER)(function)
+    return delegates(TORCHS.get(name, _never), on_cpu=ANY if name in CHEAP else NEVER)(function)
 
 
-relu, relu6, sigmoid, tanh = _plain("relu"), _plain("relu6"), _plain("sigmoid"), _plain("tanh")
-silu, mish, selu, softsign = _plain("silu"), _plain("mish"), _plain("selu"), _plain("softsign")
-hardswish, hardsigmoid = _plain("hardswish"), _plain("hardsigmoid")
-tanhshrink, log_sigmoid = _plain("tanhshrink"), _plain("log_sigmoid")
-logsigmoid = log_sigmoid
+def _never(x: Tensor) -> Any:
+    """For what takes torch several calls."""
+    return NotImplemented
+
+
+relu, relu6, sigmoid, tanh = (
+    _in_place("relu"),
+    _in_place("relu6"),
+    _plain("sigmoid"),
+    _plain("tanh"),
+)
+silu, mish, selu = _in_place("silu"), _in_place("mish"), _in_place("selu")
+hardswish, hardsigmoid = _in_place("hardswish"), _in_place("hardsigmoid")
+softsign, tanhshrink = _plain("softsign"), _plain("tanhshrink")
+logsigmoid = log_sigmoid = _plain("log_sigmoid")
 
 
 def _torch_gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -50,21 +73,23 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 @delegates(F.leaky_relu, on_cpu=ANY)
-def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
+def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """x, times a slope below 0."""
+    if inplace:
+        return F.leaky_relu(x, negative_slope, inplace=True)
     return one("leaky_relu", x, negative_slope=negative_slope)
 
 
 @delegates(F.elu)
-def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
+def elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """x, or alpha · (eˣ − 1) below 0."""
-    return one("elu", x, alpha=alpha)
+    return F.elu(x, alpha, inplace=True) if inplace else one("elu", x, alpha=alpha)
 
 
 @delegates(F.celu)
-def celu(x: Tensor, alpha: float = 1.0) -> Tensor:
+def celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """x, or alpha · (e^(x/alpha) − 1) below 0."""
-    return one("celu", x, alpha=alpha)
+    return F.celu(x, alpha, inplace=True) if inplace else one("celu", x, alpha=alpha)
 
 
 @delegates(F.softplus)
@@ -74,8 +99,12 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
 
 
 @delegates(F.hardtanh, on_cpu=ANY)
-def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
+def hardtanh(
+    x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> Tensor:
     """x held between min_val and max_val."""
+    if inplace:
+        return F.hardtanh(x, min_val, max_val, inplace=True)
     return one("hardtanh", x, min=min_val, max=max_val)
 
 
@@ -92,8 +121,10 @@ def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
 
 
 @delegates(F.threshold, on_cpu=ANY)
-def threshold(x: Tensor, threshold: float, value: float) -> Tensor:
+def threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """x, but value where x ≤ threshold."""
+    if inplace:
+        return F.threshold(x, threshold, value, inplace=True)
     return one("threshold", x, threshold=threshold, value=value)
 
 
@@ -215,21 +246,33 @@ def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
 
 
 def _torch_dropout(
-    x: Tensor, p: float = 0.5, training: bool = True, *, seed: int | Tensor | None = None
-) -> Any:
-    return torch.dropout(x, p, True) if training and seed is None else NotImplemented
+    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
+    seed: int | Tensor | None = None,
+) -> Any:  # fmt: skip
+    if not training or inplace or seed is not None:
+        return NotImplemented
+    return torch.dropout(x, p, True)
 
 
 @delegates(_torch_dropout)
 def dropout(
-    x: Tensor, p: float = 0.5, training: bool = True, *, seed: int | Tensor | None = None
-) -> Tensor:
+    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
+    seed: int | Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Each element is 0 with probability p, else x / (1 − p).
 
     Which ones depends on ``seed`` and on their place alone, so the mask is computed again in the
     backward pass instead of being stored, and the same on every device. Without a seed one is
-    drawn from torch's generator, or torch's dropout draws the mask.
+    drawn from torch's generator, or torch's dropout draws the mask, as it does ``inplace``.
     """
+    if inplace and seed is None:
+        return F.dropout(x, p, training, inplace=True)
+    if inplace:
+        raise BindError(
+            "a mask with a seed is not written over its input",
+            asked="dropout(…, inplace=True, seed=…)",
+            remedy="leave out inplace, or seed",
+        )
     return bias_dropout_residual(x, None, None, p, training, seed=seed)
 
 

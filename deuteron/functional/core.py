@@ -22,7 +22,18 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deuteron.errors import BindError, DeuteronError
+from deuteron.errors import DeuteronError
+from deuteron.functional.given import (
+    Attributes,
+    Tensors,
+    Types,
+    key_of,
+    one_device,
+    plain,
+    signature,
+    strided,
+    types_of,
+)
 from deuteron.functional.library import Heard, in_transform, is_watched, without_memory
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
@@ -33,9 +44,6 @@ from deuteron.passes import pullback
 from deuteron.plan import Plan, compile_graph
 from deuteron.policy import Policy
 
-Tensors = Sequence[torch.Tensor | None]
-Types = tuple[TensorType | None, ...]
-Attributes = dict[str, Any]
 Build = Callable[..., "Sym | tuple[Sym, ...]"]
 
 LIBRARY = torch.library.Library("deuteron", "FRAGMENT")
@@ -74,12 +82,13 @@ class Function:
         elif is_watched():
             found = self.op(*tensors, **attrs)
         else:
-            known = self.known.get(_signature(tensors, attrs))
+            known = self.known.get(signature(tensors, attrs))
             if known is None or Heard.listeners:
                 if without_memory(*tensors):
+                    one_device(self.name, tensors)
                     found = self.op(*tensors, **attrs)
                     return found[0] if len(found) == 1 else tuple(found)
-                tensors = tuple(_plain(self.name, t) for t in tensors)
+                tensors = tuple(plain(self.name, t) for t in tensors)
                 known = self.knowing(tensors, attrs)
             if torch.is_grad_enabled() and _any_requires_grad(tensors):
                 found = record(known, *tensors)
@@ -99,18 +108,18 @@ class Function:
 
     def knowing(self, tensors: Tensors, attrs: Attributes) -> Known:
         """What was worked out for such tensors, now or before."""
-        key = _signature(tensors, attrs)
+        key = signature(tensors, attrs)
         found = self.known.get(key)
         if found is None:
-            _one_device(self.name, tensors)
-            found = _keep(self.known, key, Known(self, _types(tensors), attrs))
+            one_device(self.name, tensors)
+            found = _keep(self.known, key, Known(self, types_of(tensors), attrs))
         return found
 
     def by_references(self, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
         """The results by torch's operators, one by one: for transforms that must see them."""
-        given = [_tensor(self.name, t) for t in tensors]
-        _one_device(self.name, given)
-        graph = self.graph(_types(given), attrs)
+        given = [strided(self.name, t) for t in tensors]
+        one_device(self.name, given)
+        graph = self.graph(types_of(given), attrs)
         named = {n: t for n, t in zip(self.tensors, given, strict=True) if t is not None}
         return list(evaluate(graph, named, differentiable=True).values())
 
@@ -139,6 +148,7 @@ class Known:
 
     def __init__(self, function: Function, types: Types, attrs: Attributes) -> None:
         self.function, self.types, self.attrs = function, types, attrs
+        self.graph: Graph | None = function.graph(types, attrs)  # what is wrong is not kept
         self.all_given = None not in types
         self.plan: Plan | None = None
         self.ready: Callable[..., list[torch.Tensor]] | None = None
@@ -153,8 +163,9 @@ class Known:
 
     def _first_run(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self.plan is None:
-            graph = self.function.graph(self.types, self.attrs)
-            self.plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
+            assert self.graph is not None
+            self.plan = compile_graph(self.graph, device=tensors[0].device, policy=EAGER)
+            self.graph = None
         found = _run(self.plan, tensors)
         self.ready = self.plan.ready()
         return found
@@ -218,10 +229,10 @@ class Pull:
     def way(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Way:
         """The plan from what was saved and the gradients of ``of`` to those of the inputs."""
         # what was saved is of known types: only the gradients can differ from call to call
-        key = (*of, *map(_key, tensors[len(self.saved) :]))
+        key = (*of, *map(key_of, tensors[len(self.saved) :]))
         found = self.ways.get(key)
         if found is None:
-            graph, places = self.graph(of, _types(tensors)[len(self.saved) :])
+            graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
             plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
             given = self.given(of)
             order = [given.index(name) for name in plan.inputs]
@@ -242,7 +253,7 @@ class Pull:
         self, of: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients by torch's operators, one by one, so that they have gradients as well."""
-        graph, places = self.graph(of, _types(tensors)[len(self.saved) :])
+        graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
         named = dict(zip(self.given(of), tensors, strict=True))
         named = {name: named[name] for name in graph.inputs}
         return self.spread(list(evaluate(graph, named, differentiable=True).values()), places)
@@ -338,11 +349,11 @@ def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> An
     LIBRARY.define(f"{function.name}({', '.join(words)}) -> Tensor[]")
 
     def run(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
-        given = [_plain(function.name, t) for t in tensors]
+        given = [plain(function.name, t) for t in tensors]
         return list(function.run(given, _frozen(attrs)))
 
     def fake(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
-        return _empty(function.graph(_types(tensors), _frozen(attrs)), tensors)
+        return _empty(function.graph(types_of(tensors), _frozen(attrs)), tensors)
 
     def keep(
         ctx: Any,
@@ -353,7 +364,9 @@ def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> An
         needs = [
             bool(n) and t is not None for n, t in zip(ctx.needs_input_grad, inputs, strict=False)
         ]
-        ctx.pull = Pull(function, _types(inputs), _frozen(keyword_only_inputs or {}), tuple(needs))
+        ctx.pull = Pull(
+            function, types_of(inputs), _frozen(keyword_only_inputs or {}), tuple(needs)
+        )
         everything = (*inputs, *output)
         ctx.save_for_backward(*(everything[i] for i in ctx.pull.saved))
         ctx.set_materialize_grads(False)
@@ -365,7 +378,7 @@ def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> An
             return (None,) * len(pull.needs)
         given = [*ctx.saved_tensors, *(grads[i] for i in of)]
         found = torch.ops.deuteron.pullback(pull.spec, of, given)
-        _, places = pull.graph(of, _types(given)[len(pull.saved) :])
+        _, places = pull.graph(of, types_of(given)[len(pull.saved) :])
         return pull.spread(found, places)
 
     name = f"deuteron::{function.name}"
@@ -383,7 +396,7 @@ def _fake_pullback(
     spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     pull = _pull_of(spec)
-    return _empty(pull.graph(of, _types(tensors)[len(pull.saved) :])[0], tensors)
+    return _empty(pull.graph(of, types_of(tensors)[len(pull.saved) :])[0], tensors)
 
 
 LIBRARY.define("pullback(str spec, int[] of, Tensor[] tensors) -> Tensor[]")
@@ -394,62 +407,11 @@ torch.library.register_fake("deuteron::pullback", _fake_pullback, lib=LIBRARY)
 # ---- small things
 
 
-def _signature(tensors: Tensors, attrs: Attributes) -> Any:
-    """All that a plan depends on. What is no strided tensor, or one whose signs are still to be
-    turned, or of a class that may have no memory, has a signature that no plan is kept under."""
-    try:
-        return (*[
-            None if t is None else NEGATIVE if t.is_neg() or t.__class__ not in OWN_MEMORY else
-            (t.shape, t.stride(), t.dtype, t.device) for t in tensors
-        ], *attrs.values())  # fmt: skip
-    except (AttributeError, RuntimeError):
-        return NEGATIVE
-
-
-NEGATIVE = "not plain memory"
-OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))
-
-
 def _any_requires_grad(tensors: Tensors) -> bool:
     for t in tensors:  # noqa: SIM110  any() with a generator takes twice as long
         if t is not None and t.requires_grad:
             return True
     return False
-
-
-def _tensor(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
-    """A strided tensor, or None where one may be left out."""
-    if t is not None and (not isinstance(t, torch.Tensor) or t.layout is not torch.strided):
-        kind = str(t.layout) if isinstance(t, torch.Tensor) else type(t).__name__
-        raise BindError(
-            f"a {kind} was given where a strided tensor is needed",
-            asked=f"{name}(…)",
-            remedy="pass a torch.Tensor; to_dense() makes a sparse one strided",
-        )
-    return t
-
-
-def _plain(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor whose memory holds its values: kernels read nothing else."""
-    t = _tensor(name, t)
-    if t is None:
-        return None
-    if t.__class__ not in OWN_MEMORY:
-        t = t.as_subclass(torch.Tensor)
-    return t.resolve_neg() if t.is_neg() else t
-
-
-def _key(t: torch.Tensor) -> Any:
-    return t.shape, t.stride(), t.dtype, t.device
-
-
-def _types(tensors: Iterable[torch.Tensor | None]) -> Types:
-    return tuple(
-        None
-        if t is None
-        else TensorType.of(tuple(map(int, t.shape)), t.dtype, strides=tuple(map(int, t.stride())))
-        for t in tensors
-    )
 
 
 def _keep(where: dict[Any, Any], key: Any, value: Any) -> Any:
@@ -485,20 +447,6 @@ def _empty(graph: Graph, tensors: Tensors) -> list[torch.Tensor]:
     return [
         torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=device) for t in types
     ]
-
-
-def _one_device(name: str, tensors: Tensors) -> torch.device:
-    found = {t.device for t in tensors if t is not None}
-    if not found:
-        raise BindError("no tensor was given", asked=f"{name}(…)", remedy="pass one")
-    if len(found) != 1:
-        listed = ", ".join(sorted(map(str, found)))
-        raise BindError(
-            f"tensors are on several devices: {listed}",
-            asked=f"{name}(…)",
-            remedy="move them to one",
-        )
-    return found.pop()
 
 
 def _shown(names: Sequence[str], types: Types, attrs: Attributes) -> str:

@@ -19,6 +19,7 @@ There is nothing to fuse in a call that is one operator.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -177,12 +178,24 @@ def delegates(
     """A function whose small calls ``call`` answers, which takes the same arguments; it may return
     NotImplemented. ``ordered``: whether its gradient has the same bits in every run on a GPU.
     ``several``: whether it is several calls in any case, worth it only where gradients are on.
-    ``on_cpu``: element types of which it answers calls of any size there."""
+    ``on_cpu``: element types of which it answers calls of any size there.
+
+    Arguments that ``function`` does not have are not handed on: what is right must not depend on
+    the size. The first one may be given by torch's name for it, ``input``."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters.values()
+        names = frozenset(p.name for p in parameters)
+        most = len([p for p in parameters if p.kind is not p.KEYWORD_ONLY])
+
         @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not is_compiling() and (not several or is_grad_enabled()):
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if (
+                not is_compiling()
+                and (not several or is_grad_enabled())
+                and len(args) <= most
+                and (not kwargs or names.issuperset(kwargs))
+            ):
                 try:
                     x: Any = args[0]
                     device = x.get_device()
@@ -200,9 +213,11 @@ def delegates(
                         if found is not NotImplemented:
                             if Heard.listeners:
                                 Heard.add(_handed(function.__name__, x))
-                            return found  # type: ignore[no-any-return]
+                            return found
                 except REFUSALS:
                     pass
+            if "input" in kwargs:
+                return run(kwargs.pop("input"), *args, **kwargs)
             return function(*args, **kwargs)
 
         return run

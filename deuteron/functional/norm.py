@@ -145,10 +145,13 @@ def _torch_group_norm(
 
 
 def _torch_instance_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
-    residual: Tensor | None = None, bias_before: Tensor | None = None,
-    activation: str | None = None,
+    x: Tensor, running_mean: None = None, running_var: None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True,
+    momentum: float = 0.1, eps: float = 1e-5, *, residual: Tensor | None = None,
+    bias_before: Tensor | None = None, activation: str | None = None,
 ) -> Any:  # fmt: skip
+    if running_mean is not None or running_var is not None or not use_input_stats:
+        return NotImplemented
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented
     return _torch_around(lambda s: F.instance_norm(s, weight=weight, bias=bias, eps=eps), x,
@@ -227,14 +230,25 @@ def group_norm(
 @delegates(_torch_instance_norm, several=True)
 def instance_norm(
     x: Tensor,
+    running_mean: None = None,
+    running_var: None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
     eps: float = 1e-5,
     *,
     residual: Tensor | None = None,
     bias_before: Tensor | None = None,
     activation: str | None = None,
 ) -> Any:
-    """Normalises each channel of each image by its own statistics, with the further arguments of
-    :func:`layer_norm`."""
+    """Normalises each channel of each image by its own statistics, as
+    ``torch.nn.functional.instance_norm`` without running statistics (their places, and that of
+    ``momentum``, are kept), with the further arguments of :func:`layer_norm`."""
+    if running_mean is not None or running_var is not None or not use_input_stats:
+        raise BindError(
+            "running statistics of instance norm are not kept here",
+            asked="instance_norm(x, running_mean, running_var, …)",
+            remedy="leave them None and use_input_stats True, or use torch.nn.functional",
+        )
     return INSTANCE(x, weight, bias, bias_before, residual, eps=eps, activation=activation)

@@ -10,6 +10,7 @@ import torch
 
 from deuteron.functional.library import ANY, delegates
 from deuteron.functional.operators import OPERATORS, call, one
+from deuteron.functional.reduce import cast
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
@@ -17,7 +18,11 @@ Pair = tuple[Tensor, Tensor]
 
 def _torch_scan(call: Callable[..., Tensor]) -> Callable[..., Any]:
     """torch's scan of rows; that of one long row on a GPU adds in another order at every run."""
-    return lambda x, dim: call(x, dim) if x.ndim > 1 or not x.is_cuda else NotImplemented
+
+    def run(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+        return NotImplemented if x.is_cuda and x.ndim == 1 else call(x, dim, dtype=dtype)
+
+    return run
 
 
 def _torch_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
@@ -25,15 +30,17 @@ def _torch_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool
 
 
 @delegates(_torch_scan(torch.cumsum), on_cpu=ANY)
-def cumsum(x: Tensor, dim: int) -> Tensor:
-    """The sum of all elements up to each one, along ``dim``; the same bits in every run."""
-    return one("cumsum", x, axis=dim)
+def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of all elements up to each one, along ``dim``; the same bits in every run.
+    ``dtype``: x is cast to it first."""
+    return one("cumsum", cast(x, dtype), axis=dim)
 
 
 @delegates(_torch_scan(torch.cumprod), on_cpu=ANY)
-def cumprod(x: Tensor, dim: int) -> Tensor:
-    """The product of all elements up to each one, along ``dim``."""
-    return one("cumprod", x, axis=dim)
+def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The product of all elements up to each one, along ``dim``. ``dtype``: x is cast to it
+    first."""
+    return one("cumprod", cast(x, dtype), axis=dim)
 
 
 @delegates(torch.cummax, on_cpu=ANY)
@@ -58,8 +65,11 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True
 
 
 @delegates(torch.topk, on_cpu=ANY)
-def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> Pair:
-    """The k largest (or smallest) elements along ``dim``, best first, and their places."""
+def topk(
+    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Pair:  # fmt: skip
+    """The k largest (or smallest) elements along ``dim``, best first (whether ``sorted`` or not),
+    and their places."""
     pair: Pair = call("topk", x, k=k, axis=dim, largest=largest)
     return pair
 

@@ -14,10 +14,17 @@ from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
 Dims = int | Sequence[int] | None
+INF = float("inf")
 
 
 def _axes(dim: Dims) -> tuple[int, ...] | None:
-    return None if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    """None for all of them, which torch also writes as ()."""
+    return None if dim is None else (dim,) if isinstance(dim, int) else tuple(dim) or None
+
+
+def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``x`` in the type in which it is to be added up."""
+    return x if dtype is None else x.to(dtype)
 
 
 def _torch_max(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -29,16 +36,12 @@ def _torch_max(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _torch_prod(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Any:
+def _torch_prod(
+    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     if isinstance(dim, int):
-        return torch.prod(x, dim, keepdim)
-    return NotImplemented if dim is not None or keepdim else torch.prod(x)
-
-
-def _torch_where(condition: Tensor, x: Tensor, y: Tensor) -> Any:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return torch.where(condition, x, y)
-    return NotImplemented
+        return torch.prod(x, dim, keepdim, dtype=dtype)
+    return NotImplemented if dim is not None or keepdim else torch.prod(x, dtype=dtype)
 
 
 def _torch_permute(x: Tensor, dims: Sequence[int]) -> Tensor:
@@ -46,27 +49,37 @@ def _torch_permute(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 @delegates(torch.sum, on_cpu=ANY)
-def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The sum along ``dim``: one axis, several, or all."""
-    return one("sum", x, axes=_axes(dim), keepdim=keepdim)
+def sum(
+    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The sum along ``dim``: one axis, several, or all. ``dtype``: x is cast to it first."""
+    return one("sum", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
 @delegates(torch.mean)
-def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The mean along ``dim``: one axis, several, or all."""
-    return one("mean", x, axes=_axes(dim), keepdim=keepdim)
+def mean(
+    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The mean along ``dim``: one axis, several, or all. ``dtype``: x is cast to it first."""
+    return one("mean", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
 @delegates(_torch_prod, on_cpu=WIDE)
-def prod(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The product along ``dim``: one axis, several, or all."""
-    return one("prod", x, axes=_axes(dim), keepdim=keepdim)
+def prod(
+    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The product along ``dim``: one axis, several, or all. ``dtype``: x is cast to it first."""
+    return one("prod", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
 @delegates(torch.var)
-def var(x: Tensor, dim: Dims = None, *, correction: int = 1, keepdim: bool = False) -> Tensor:
-    """The variance along ``dim``, from centred values: exact where the mean is large."""
-    return one("var", x, axes=_axes(dim), correction=correction, keepdim=keepdim)
+def var(
+    x: Tensor, dim: Dims = None, *, correction: int | None = 1, keepdim: bool = False
+) -> Tensor:
+    """The variance along ``dim``, from centred values: exact where the mean is large. The sum of
+    squares is divided by the number of elements less ``correction`` (None: 1)."""
+    less = 1 if correction is None else correction
+    return one("var", x, axes=_axes(dim), correction=less, keepdim=keepdim)
 
 
 @delegates(_torch_max(torch.amax))
@@ -96,30 +109,55 @@ def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
 def _norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
     along = {"axes": axes, "keepdim": keepdim}
     wide = b.upcast(x)
-    if p == float("inf"):
-        y = b.one("max", b.abs(wide), **along)
+    if p in (INF, -INF):
+        y = b.one("max" if p > 0 else "min", b.abs(wide), **along)
+    elif p == 0.0:
+        y = b.one("sum", b.to(b.one("ne", wide, 0.0), wide.dtype), **along)
     elif p == 1.0:
         y = b.one("sum", b.abs(wide), **along)
     elif p == 2.0:
-        y = b.one("sqrt", b.sum(b.square(wide), **along))
+        y = _rooted(b, b.sum(b.square(wide), **along), 2.0)
     else:
-        y = b.one("pow", b.sum(b.pow(b.abs(wide), p), **along), 1.0 / p)
+        zero = b.one("eq", wide, 0.0)
+        powers = b.pow(b.where(zero, 1.0, b.abs(wide)), p)
+        y = _rooted(b, b.sum(b.where(zero, 0.0 if p > 0 else INF, powers), **along), p)
     return b.to(y, x.dtype)
+
+
+def _rooted(b: Ops, total: Sym, p: float) -> Sym:
+    """total^(1/p), with a slope of 0 at 0, where there is none, as torch has it: else the gradient
+    of a row of zeros would be nan."""
+    zero = b.one("eq", total, 0.0)
+    safe = b.where(zero, 1.0, total)
+    root = b.sqrt(safe) if p == 2.0 else b.pow(safe, 1.0 / p)
+    return b.one("where", zero, 0.0, root)
 
 
 NORM = Function("norm", _norm)
 
 
 @delegates(torch.linalg.vector_norm)
-def norm(x: Tensor, p: float = 2.0, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """(Σ |x|ᵖ)^(1/p) along ``dim``; p may be ``float("inf")``."""
-    return NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim)
+def norm(
+    x: Tensor, p: float = 2.0, dim: Dims = None, keepdim: bool = False, *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """(Σ |x|ᵖ)^(1/p) along ``dim``; of p = ±inf the largest or smallest |x|, of 0 the number of
+    elements that are not 0. ``dtype``: x is cast to it first."""
+    return NORM.one(cast(x, dtype), p=float(p), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(_torch_where)
-def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """x where the condition holds, y elsewhere, broadcast."""
-    return one("where", condition, x, y)
+@delegates(torch.where)
+def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x where the condition holds, y elsewhere, broadcast; either may be a number."""
+    return one("where", condition, _tensor(x, y, condition), _tensor(y, x, condition))
+
+
+def _tensor(value: Any, other: Any, condition: Tensor) -> Tensor:
+    """``value``, a number as a tensor of the type that it has beside ``other``."""
+    if not isinstance(value, int | float):
+        return value  # type: ignore[no-any-return]
+    kind = torch.result_type(other, value) if isinstance(other, Tensor) else None
+    return torch.tensor(value, dtype=kind, device=condition.device)
 
 
 @delegates(_torch_permute, on_cpu=ANY)

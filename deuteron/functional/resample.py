@@ -90,13 +90,14 @@ def grid_sample(
     grid: Tensor,
     mode: str = "bilinear",
     padding_mode: str = "zeros",
-    align_corners: bool = False,
+    align_corners: bool | None = False,
 ) -> Tensor:
     """x at the places that ``grid`` names, as ``torch.nn.functional.grid_sample``, with gradients
     for both."""
     return one(
-        "grid_sample", x, grid, mode=mode, padding_mode=padding_mode, align_corners=align_corners
-    )
+        "grid_sample", x, grid, mode=mode, padding_mode=padding_mode,
+        align_corners=bool(align_corners),
+    )  # fmt: skip
 
 
 @delegates(_torch_shuffle(torch.pixel_shuffle), on_cpu=ANY)

@@ -10,12 +10,15 @@ import torch
 
 from deuteron.functional.core import Function
 from deuteron.functional.library import delegates, several_calls_win
+from deuteron.ir.dtype import dtype as to_dtype
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
 
 
-def _masked(b: Ops, x: Sym, mask: Sym | None, scale: float) -> Sym:
+def _masked(b: Ops, x: Sym, mask: Sym | None, scale: float, dtype: str | None) -> Sym:
+    if dtype is not None:
+        x = b.to(x, to_dtype(dtype))
     if scale != 1.0:
         x = x * scale
     if mask is None:
@@ -23,15 +26,17 @@ def _masked(b: Ops, x: Sym, mask: Sym | None, scale: float) -> Sym:
     return b.where(mask, x, -math.inf) if mask.dtype.kind == "bool" else x + mask
 
 
-def _softmax(b: Ops, x: Sym, mask: Sym | None, *, dim: int, scale: float) -> Sym:
-    y = b.one("softmax", _masked(b, x, mask, scale), axis=dim)
+def _softmax(b: Ops, x: Sym, mask: Sym | None, *, dim: int, scale: float, dtype: str | None) -> Sym:
+    y = b.one("softmax", _masked(b, x, mask, scale, dtype), axis=dim)
     if mask is not None and mask.dtype.kind == "bool":
         y = b.where(mask, y, 0.0)  # a row with nothing left is zero, not nan
     return y
 
 
-def _log_softmax(b: Ops, x: Sym, mask: Sym | None, *, dim: int, scale: float) -> Sym:
-    y = b.one("log_softmax", _masked(b, x, mask, scale), axis=dim)
+def _log_softmax(
+    b: Ops, x: Sym, mask: Sym | None, *, dim: int, scale: float, dtype: str | None
+) -> Sym:
+    y = b.one("log_softmax", _masked(b, x, mask, scale, dtype), axis=dim)
     if mask is not None and mask.dtype.kind == "bool":
         y = b.where(mask, y, -math.inf)
     return y
@@ -41,13 +46,18 @@ SOFTMAX = Function("softmax", _softmax)
 LOG_SOFTMAX = Function("log_softmax", _log_softmax)
 
 
-def _torchs(call: Callable[[Tensor, int], Tensor]) -> Callable[..., Any]:
+def _torchs(call: Callable[..., Tensor]) -> Callable[..., Any]:
     """torch's softmax with a scale and a mask that is added; a bool mask takes too many calls."""
 
-    def run(x: Tensor, dim: int = -1, *, mask: Tensor | None = None, scale: float = 1.0) -> Any:
+    def run(
+        x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> Any:  # fmt: skip
+        if dim is None:
+            return NotImplemented
         if mask is None and scale == 1.0:
-            return call(x, dim)
-        if not several_calls_win(x, mask):
+            return call(x, dim) if dtype is None else call(x, dim, dtype)
+        if dtype is not None or not several_calls_win(x, mask):
             return NotImplemented
         if mask is None:
             return call(x * scale, dim)
@@ -56,19 +66,32 @@ def _torchs(call: Callable[[Tensor, int], Tensor]) -> Callable[..., Any]:
     return run
 
 
+def _attributes(
+    x: Tensor, dim: int | None, scale: float, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    usual = 0 if x.ndim in (0, 1, 3) else 1  # torch's choice, where nothing is said
+    short = None if dtype is None else to_dtype(dtype).short
+    return {"dim": usual if dim is None else dim, "scale": scale, "dtype": short}
+
+
 @delegates(_torchs(torch.softmax))
-def softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def softmax(
+    x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """e^(scale·x) over its sum along ``dim``, for rows of any length.
 
     A bool ``mask`` (broadcast with x) keeps what is True; what is masked, and a row of which
-    nothing is left, is 0. Any other mask is added, like a bias of attention.
+    nothing is left, is 0. Any other mask is added, like a bias of attention. ``dtype``: x is cast
+    to it first, in the same pass.
     """
-    return SOFTMAX.one(x, mask, dim=dim, scale=scale)
+    return SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))
 
 
 @delegates(_torchs(torch.log_softmax))
 def log_softmax(
-    x: Tensor, dim: int = -1, *, mask: Tensor | None = None, scale: float = 1.0
-) -> Tensor:
+    x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """The logarithm of :func:`softmax`, exact where the softmax itself would be 0."""
-    return LOG_SOFTMAX.one(x, mask, dim=dim, scale=scale)
+    return LOG_SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))

@@ -179,16 +179,14 @@ class Softmax(nn.Softmax):
     """``torch.nn.Softmax``, with an optional mask."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
-        dim = self.dim if self.dim is not None else (0 if input.ndim in (0, 1, 3) else 1)
-        return F.softmax(input, dim, mask=mask)
+        return F.softmax(input, self.dim, mask=mask)
 
 
 class LogSoftmax(nn.LogSoftmax):
     """``torch.nn.LogSoftmax``, with an optional mask."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
-        dim = self.dim if self.dim is not None else (0 if input.ndim in (0, 1, 3) else 1)
-        return F.log_softmax(input, dim, mask=mask)
+        return F.log_softmax(input, self.dim, mask=mask)
 
 
 class Dropout(nn.Dropout):

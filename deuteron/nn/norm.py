@@ -80,8 +80,8 @@ class _InstanceNorm(_Activated):
                 raise BindError("a residual needs a batch", remedy="unsqueeze(0) both")
             return self.forward(input.unsqueeze(0)).squeeze(0)
         return F.instance_norm(
-            input, self.weight, self.bias, self.eps, residual=residual, bias_before=bias_before,
-            activation=self.activation,
+            input, weight=self.weight, bias=self.bias, eps=self.eps, residual=residual,
+            bias_before=bias_before, activation=self.activation,
         )  # fmt: skip
 
 
