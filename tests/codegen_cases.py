@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from random import Random
 
 import torch
 
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import CannotLower, ScalarProgram
+from deuteron.codegen.triton_index import arranged
+from deuteron.codegen.triton_knobs import choices
 from deuteron.codegen.triton_render import Knobs
 from deuteron.ir import Graph, GraphBuilder, TensorType
 from deuteron.ir.region import Region
@@ -20,6 +23,8 @@ from deuteron.ops import TABLE, Ops, infer
 from deuteron.ops.evaluate import evaluate, run_node
 from tests.random_regions import random_region
 from tests.tolerances import allowed, error
+
+HUGE = 1e15  # numbers from which a few squares and products overflow in float32
 
 
 @dataclass
@@ -51,8 +56,10 @@ def laid_out(values: torch.Tensor, strides: tuple[int, ...], device: str = "cpu"
 
 def case_of(name: str, graph: Graph, feed: dict[str, torch.Tensor]) -> Case | None:
     """A case, or None if the region has no scalar program."""
+    floats = [t[t.isfinite()].double() for t in feed.values() if t.is_floating_point()]
+    huge = any(t.abs().max() > HUGE for t in floats if t.numel())
     try:
-        return Case(name, graph, feed, lower(Region(graph)))
+        return Case(name, graph, feed, lower(Region(graph)), huge)
     except CannotLower:
         return None
 
@@ -223,6 +230,20 @@ def kind_cases(dtype: str) -> Iterator[tuple[Case, Knobs]]:
 
 
 # ---- random regions
+
+
+def some_way(case: Case) -> Knobs:
+    """A way to write the case, drawn by its name: one that would be offered, or one for far longer
+    rows, so that loops and split rows are met at sizes that are quickly run."""
+    program = arranged(case.program)
+    ways = choices(program)
+    if program.inner:
+        block = 16 if program.columns < 256 else 256
+        ways += [
+            Knobs("loop", block, rows=2, unroll=2), Knobs("loop", block), Knobs("loop", 8, rows=16),
+            Knobs("split", block, splits=3, unroll=2), Knobs("split", block, rows=4, splits=2),
+        ]  # fmt: skip
+    return Random(case.name).choice(ways)
 
 
 def random_cases(seeds: Iterable[int]) -> Iterator[Case]:

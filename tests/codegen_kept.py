@@ -246,6 +246,13 @@ def _rows() -> Iterator[Case]:
             t=target,
             w=torch.rand(70) + 0.5,
         )
+    yield graph_of(
+        "bytes as classes, of which there are more than 255",
+        lambda g, x, t: (g.nll_loss(x, t, reduction="none"),
+                         g.nll_loss(x, t, reduction="none", ignore_index=170)),
+        x=torch.randn(3, 300),
+        t=torch.tensor([0, 170, 255], dtype=torch.uint8),
+    )  # fmt: skip
     yield graph_of("nll, averaged", lambda g, x, t: g.nll_loss(x, t), x=scores, t=target)
     yield graph_of(
         "the score of the best class",

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ import torch
 from deuteron.codegen.interpret import interpret
 from deuteron.ir import Graph, Node
 from deuteron.ir.region import Region
-from tests.codegen_cases import Case, case_of, compare, laid_out
+from tests.codegen_cases import Case, case_of, compare, laid_out, some_way
 from tests.random_regions import random_region
 
 Verdict = Callable[[Case], str]
@@ -75,7 +76,7 @@ def by_triton(device: str) -> Verdict:
         from tests.triton_interpreter import run_case as run
 
         install()
-    return run
+    return lambda case: run(case, some_way(case))
 
 
 def verdict_of(engine: str, device: str) -> Verdict:
@@ -197,6 +198,8 @@ def search(args: argparse.Namespace) -> Counts:
 
 VERDICT = "# "  # opens the line in which a process says how one seed went
 CHUNK = 100  # seeds after which a process is replaced: loaded kernels are never freed
+# from a process that has imported everything: starting costs little more than a CUDA context
+FORKS = multiprocessing.get_context("forkserver")
 
 
 @dataclass
@@ -210,6 +213,8 @@ class Spread:
     def __call__(self) -> Counts:
         first, last = self.args.first, self.args.first + self.args.count
         self.end = time.monotonic() + self.args.limit
+        compiler = ["triton.compiler"] if self.args.device == "cuda" else []
+        FORKS.set_forkserver_preload(["tests.codegen_cases", "tests.gpu_codegen", *compiler])
         with ThreadPoolExecutor(self.args.workers) as pool:
             starts = range(first, last, CHUNK)
             list(pool.map(self._chunk, [range(k, min(k + CHUNK, last)) for k in starts]))
@@ -219,23 +224,30 @@ class Spread:
         left = self.end - time.monotonic()
         if not seeds or left <= 0:
             return
-        command = [sys.executable, "-m", "tests.fuzz_codegen", "--engine", self.args.engine,
-                   "--device", self.args.device, "--nodes", str(self.args.nodes),
-                   "--first", str(seeds.start), "--count", str(len(seeds)), "--limit", str(left),
-                   "--verdicts"]  # fmt: skip
-        few = {**os.environ, "OMP_NUM_THREADS": "2"}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=few)
-        lines = done.stdout.splitlines()
+        own = {"first": seeds.start, "count": len(seeds), "limit": left, "verdicts": True}
+        with tempfile.NamedTemporaryFile("r", prefix="deuteron-fuzz-") as told_in:
+            args = argparse.Namespace(**{**vars(self.args), **own})
+            process = FORKS.Process(target=_told, args=(args, told_in.name))
+            process.start()
+            process.join()
+            lines = told_in.read().splitlines()
         told = [line.removeprefix(VERDICT).split() for line in lines if line.startswith(VERDICT)]
         for seed, how in told:
             self.counts.add(int(seed), how)
         shown = [line for line in lines if not line.startswith(VERDICT)]
-        if done.returncode:
+        if process.exitcode:
             crashed = seeds.start + len(told)
             self.counts.add(crashed, "wrong")
-            shown.append(f"seed {crashed}: the process ended with {done.returncode}")
+            shown.append(f"seed {crashed}: the process ended with {process.exitcode}")
             self._chunk(range(crashed + 1, seeds.stop))
         print("\n".join([*shown, f"{self.args.engine}: {self.counts}"]), flush=True)
+
+
+def _told(args: argparse.Namespace, file: str) -> None:
+    """The search of one process, which says in ``file`` how it went."""
+    with open(file, "w", buffering=1) as out, contextlib.redirect_stdout(out):
+        torch.set_num_threads(1)  # as many processes as cores
+        search(args)
 
 
 def main() -> int:
@@ -247,11 +259,8 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=6)
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: this one does it all")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which to stop")
-    parser.add_argument("--verdicts", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(namespace=argparse.Namespace(verdicts=False))
     counts = Spread(args)() if args.workers else search(args)
-    if args.verdicts:
-        return 0
     last = args.first + args.count - 1
     print(f"{args.engine} on {args.device}, seeds {args.first} to {last}: {counts}")
     return int(bool(counts.wrong))

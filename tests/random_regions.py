@@ -10,7 +10,7 @@ last bit of difference before it would otherwise be a whole number after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -29,10 +29,12 @@ Shape = tuple[int, ...]
 SHAPES: tuple[Shape, ...] = (
     (3, 4), (4, 3), (1, 4), (3, 1), (4,), (), (2, 3, 4), (2, 1, 4), (5, 7), (2, 3, 4, 4),
     (5, 37), (70,), (3, 70), (33, 9), (2, 4, 19), (1, 50), (2, 4, 3, 18), (4, 1, 1, 5), (0, 4),
+    (1,), (1, 1), (3, 1030), (257, 6), (4100,), (2, 3, 129), (6, 1, 17), (2, 2, 3, 2, 5),
 )  # fmt: skip
 FLOATS = (torch.float32,) * 3 + (torch.float16, torch.bfloat16, torch.float64)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 ODD = (float("inf"), -float("inf"), float("nan"), 0.0, -0.0)
+SCALES = (1.0,) * 6 + (30.0, 1e-4)  # of the numbers in a region
 
 MOVING = frozenset({"permute", "reshape", "slice", "pad", "flip", "concat", "expand", "to_layout",
                     "gather", "index_select", "embedding"})  # fmt: skip
@@ -60,7 +62,10 @@ class Draft:
         rank = len(self.family)
         self.axes = tuple(sorted(self.random.sample(range(rank), self.random.randint(1, rank)))
                           if rank else ())  # fmt: skip
-        self.odd = self.random.random() < 0.1
+        self.odd = self.random.random() < 0.15
+        self.coarse = self.random.random() < 0.15  # few different numbers: ties and zeros
+        self.huge = self.random.random() < 0.03  # and some of which the squares overflow
+        self.scale = self.random.choice(SCALES)
 
     # ---- inputs
 
@@ -76,14 +81,21 @@ class Draft:
                 self.random.choice((n, 1))
                 for n in self.family[self.random.randrange(len(self.family) + 1) :]
             )  # fmt: skip
-        dtype = dtype or self.float
+        if dtype is None:
+            dtype = self.float if self.random.random() < 0.85 else self.random.choice(FLOATS)
         if dtype == torch.bool:
             values = torch.randint(0, 2, shape, generator=self.gen).bool()
         elif not dtype.is_floating_point:
             low = 0 if dtype == torch.uint8 else -100
             values = torch.randint(low, 120, shape, generator=self.gen).to(dtype)
         else:
-            values = torch.randn(shape, generator=self.gen, dtype=torch.float64).to(dtype)
+            values = torch.randn(shape, generator=self.gen, dtype=torch.float64) * self.scale
+            if self.coarse:
+                values = torch.randint(-2, 3, shape, generator=self.gen).double()
+            values = values.to(dtype)
+            if self.huge:
+                some = torch.rand(shape, generator=self.gen) < 0.1
+                values = torch.where(some, values * torch.finfo(dtype).max ** 0.6, values)
             if self.odd:
                 picks = torch.tensor(ODD, dtype=dtype)
                 which = torch.randint(0, 4 * len(ODD), shape, generator=self.gen)
@@ -115,6 +127,14 @@ class Draft:
             return wide[..., ::2]
         if values.ndim >= 1 and how < 0.6:
             return values[:1].expand(values.shape)
+        if values.ndim >= 1 and how < 0.64:
+            return values[..., :1].expand(values.shape)
+        if values.ndim >= 3 and how < 0.7:
+            return values.movedim(0, -1).contiguous().movedim(-1, 0)
+        if how < 0.78:  # not at an address that vectors like
+            room = torch.zeros(values.numel() + 1, dtype=values.dtype)
+            room[1:] = values.flatten()
+            return room[1:].reshape(values.shape)
         return values
 
     # ---- values
@@ -136,7 +156,7 @@ class Draft:
     def operand(self) -> str | None:
         """A value, or a number."""
         if self.random.random() < 0.2:
-            number = self.random.choice((0.5, 2.0, -1.0, 3.0, 0.0))
+            number = self.random.choice((0.5, 2.0, -1.0, 3.0, 0.0, 0.1, -2.5, 1000.0, 1e-5))
             whole = self.random.random() < 0.5 and number.is_integer()
             tensor = torch.tensor(number, dtype=torch.float64)
             return self.build.constant(tensor.long() if whole else tensor)
@@ -161,9 +181,20 @@ class Draft:
             self.exact |= set(outs)
         lower(Region(self.graph()))
 
-    def graph(self) -> Graph:
-        """Every value that nobody reads is an output."""
-        read = {v for node in self.build.nodes for v in node.uses}
+    def finished(self) -> Graph:
+        """The graph, now and then with an output that others read as well."""
+        made = [v for v in self.build.producer if self.random.random() < 0.1]
+        if made:
+            try:
+                lower(Region(self.graph(made)))
+                return self.graph(made)
+            except CannotLower:
+                pass  # of a shape that the loops do not have
+        return self.graph()
+
+    def graph(self, also: Sequence[str] = ()) -> Graph:
+        """Every value that nobody reads is an output, and so are those in ``also``."""
+        read = {v for node in self.build.nodes for v in node.uses} - set(also)
         ends = [v for v in self.build.producer if v not in read]
         self.build.outputs = [(f"y{i}", v) for i, v in enumerate(ends)]
         return self.build.finish()
@@ -309,7 +340,7 @@ def _slice(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]] | None:
     if shape[axis] < 2:
         return None
     start = d.random.randrange(shape[axis] - 1)
-    return [v], {"axis": axis, "start": start, "step": d.random.choice((1, 1, 2)),
+    return [v], {"axis": axis, "start": start, "step": d.random.choice((1, 1, 2, 3)),
                  "stop": d.random.randint(start + 1, shape[axis])}  # fmt: skip
 
 
@@ -364,8 +395,8 @@ def _dropout(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]]:
 
 def _cast(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]]:
     kinds = ["f32", "f16", "bf16", "f64"]
-    if v in d.exact and not d.odd:
-        kinds += ["i64", "i32", "bool"]
+    if v in d.exact and not (d.odd or d.huge):  # of what does not fit torch's own answers differ
+        kinds += ["i64", "i32", "bool", "i16", "i8"]
     if not d.is_float(v):
         kinds += ["i8", "u8", "i16"] * 2
     return [v], {"dtype": d.random.choice(kinds)}
@@ -389,7 +420,8 @@ FORMS: dict[str, Form] = {
     "gelu": _unary(lambda r: {"approximate": r.choice(("none", "tanh"))}),
     "leaky_relu": _unary(lambda r: {"negative_slope": 0.1}),
     "clamp": _unary(lambda r: {"min": -1.0, "max": r.choice((None, 2.0))}),
-    "elu": _unary(lambda r: {"alpha": 0.7}),
+    "elu": _unary(lambda r: {"alpha": 0.7}), "celu": _unary(lambda r: {"alpha": 1.3}),
+    "hardtanh": _unary(lambda r: {"min": -0.5, "max": 1.5}), "ndtr": _unary(),
     "softplus": _unary(lambda r: {"beta": 2.0}),
     "softshrink": _unary(lambda r: {"lambd": 0.4}),
     "hardshrink": _careful(_unary(lambda r: {"lambd": 0.4})),
@@ -435,4 +467,4 @@ def random_region(seed: int, nodes: int = 6) -> tuple[Graph, dict[str, torch.Ten
             found = FORMS[op](d, value)
             if found is not None:
                 d.emit(op, *found)
-    return d.graph(), d.feed
+    return d.finished(), d.feed

@@ -36,8 +36,9 @@ class Lookup:
         if index.numel() == 0:
             return
         low, high = torch.aminmax(index)
-        if low >= 0 and high < self.size:
+        if int(low) >= 0 and int(high) < self.size:
             return
+        index = index.long()  # or 300 would be 44 beside bytes
         bad = (index < 0) | (index >= self.size)
         if self.ignored is not None:
             bad &= index != self.ignored
