@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import io
 import json
 import platform
@@ -192,18 +193,26 @@ def replay_times(graphs: Mapping[str, Thunk], rounds: int = 15, calls: int = 4) 
 
 
 def wall_times(contenders: Mapping[str, Thunk], rounds: int = 15, calls: int = 10) -> dict:
-    """Median wall milliseconds per call with the queue kept full, launch overhead included."""
+    """Median wall milliseconds per call with the queue kept full, launch overhead included. The
+    turns begin with another contender each time, and Python collects no garbage meanwhile."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for fn in contenders.values():
         fn()
-    for _ in range(rounds):
-        for name, fn in contenders.items():
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                fn()
-            torch.cuda.synchronize()
-            samples[name].append((time.perf_counter() - begin) / calls * 1e3)
+    order = list(contenders.items())
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, fn in order:
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    fn()
+                torch.cuda.synchronize()
+                samples[name].append((time.perf_counter() - begin) / calls * 1e3)
+            order.append(order.pop(0))
+    finally:
+        gc.enable()
     return {name: statistics.median(values) for name, values in samples.items()}
 
 

@@ -13,6 +13,7 @@ ALL = (
     "overhead", "planning", "models", "prediction", "generated", "norms", "rope", "batch_norm",
     "cpu_products", "optim", "augment", "loss",
     "functional", "cpu_rows", "cpu_operators", "pyramid_pool", "small",
+    "delegation",
 )  # fmt: skip
 
 

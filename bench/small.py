@@ -5,52 +5,58 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+import deuteron as dt
 from bench import augment, functional, optim
+from bench.functional import Fn
 from bench.harness import Record, Thunk, cpu_times, wall_times
+from bench.small_cases import every_case, modules
 from deuteron.augment import Pipeline
 
 NOTE = (
-    "Wall time per call in microseconds, launches and Python included, queue kept full: functions "
-    "of [8, 64] and [1, 64, 8, 8] (bfloat16 on a GPU, float32 on a CPU), a step of an optimiser "
-    "over ten tensors of 64 against torch's fused and foreach steps, and augmentation of one 8×8 "
-    "image (ours draws its parameters, eager has them at hand). `over_eager` is eager's time over "
-    "ours, for an optimiser that of the better of torch's steps."
+    "Wall time per call in microseconds, launches and Python included, queue kept full, medians of "
+    "samples in turns: functions and modules of [8, 64] and [1, 64, 8, 8] (bfloat16 on a GPU, "
+    "float32 on a CPU), a step of an optimiser over ten tensors of 64 against torch's fused and "
+    "foreach steps, and augmentation of one 8×8 image (ours draws its parameters, eager has them "
+    "at hand). Modules are called nn.…, eager's is torch's of the same name. `over_eager` is "
+    "eager's time over ours, for an optimiser that of the better of torch's steps."
 )
+OPTIMISERS = ("AdamW", "SGD", "Lion", "LAMB", "Adafactor", "AdamW8bit")
+CALLS = 50
 
 
 def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     record = Record("small", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
-    for case in functional.small_cases():
-        try:
-            _function(record, case, device)
-        except Exception as error:
-            record.add(case=case.name, failed=f"{type(error).__name__}: {str(error)[:300]}")
-    for name in ("AdamW", "SGD", "Lion"):
-        steps = optim._steps(name, 10, 64, device, {})
-        times = _times(steps, device)
-        peers = [t for way, t in times.items() if way != "ours"]
-        row = {f"{way}_us": t for way, t in times.items()}
-        if peers:
-            row["over_eager"] = min(peers) / times["ours"]
-        record.add(case=f"{name} 10×64", **row)
+    for case in every_case():
+        _attempt(record, case.name, _function, case, device)
+    for name, make, shape in modules():
+        _attempt(record, f"nn.{name}", _module, make, shape, device)
+    for name in OPTIMISERS:
+        _attempt(record, f"{name} 10×64", _optimiser, name, device)
     with torch.no_grad():
-        _augmentation(record, device)
+        _attempt(record, "augmentation 1×3×8×8", _augmentation, device)
     return record
 
 
+def _attempt(record: Record, name: str, measure: Fn, *args: Any) -> None:
+    try:
+        record.add(case=name, **measure(*args))
+    except Exception as error:
+        record.add(case=name, failed=f"{type(error).__name__}: {str(error)[:300]}")
+
+
 def _times(ways: dict[str, Thunk], device: str) -> dict[str, float]:
+    """Microseconds."""
     if device == "cuda":
-        found = wall_times(ways, rounds=9, calls=40)
+        found = wall_times(ways, rounds=25, calls=20)
     else:
         found = cpu_times({k: _many(fn) for k, fn in ways.items()}, seconds=0.4, gap=0.005)
         found = {k: t / CALLS for k, t in found.items()}
     return {k: t * 1e3 for k, t in found.items()}
-
-
-CALLS = 50
 
 
 def _many(fn: Thunk) -> Thunk:
@@ -61,24 +67,52 @@ def _many(fn: Thunk) -> Thunk:
     return calls
 
 
-def _function(record: Record, case: functional.Case, device: str) -> None:
+def _function(case: functional.Case, device: str) -> dict[str, float]:
     tensors = functional.tensors_of(case, device, case.dtype if device == "cuda" else torch.float32)
     ways = {
         name: functional.both_ways(fn, tensors)
         for name, fn in (("eager", case.theirs), ("ours", case.ours))
     }
+    return _parts(ways, case.ours(*tensors), device)
+
+
+def _module(make: Fn, shape: tuple[int, ...], device: str) -> dict[str, float]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    made = {name: make(home).to(device, dtype) for name, home in HOMES.items()}
+    x = torch.randn(shape, device=device, dtype=dtype, requires_grad=bool(shape))
+    tensors = {name: [*([x] if shape else []), *m.parameters()] for name, m in made.items()}
+    ways = {
+        name: functional.both_ways(lambda *_, m=m: m(x), tensors[name]) for name, m in made.items()
+    }
+    return _parts(ways, made["ours"](x), device)
+
+
+HOMES = {"eager": torch.nn, "ours": dt.nn}
+
+
+def _parts(ways: dict[str, tuple[Thunk, Thunk]], result: Any, device: str) -> dict[str, float]:
+    """Forward alone, and with backward where there is a gradient."""
+    many = result if isinstance(result, tuple) else (result,)
+    parts = ("fwd", "fwd_bwd") if all(t.requires_grad for t in many) else ("fwd",)
     row = {}
-    for k, part in enumerate(("fwd", "fwd_bwd")):
+    for k, part in enumerate(parts):
         times = _times({name: way[k] for name, way in ways.items()}, device)
         row |= {f"{name}_{part}_us": t for name, t in times.items()}
         row[f"over_eager_{part}"] = times["eager"] / times["ours"]
-    record.add(case=case.name, **row)
+    return row
 
 
-def _augmentation(record: Record, device: str) -> None:
+def _optimiser(name: str, device: str) -> dict[str, float]:
+    times = _times(optim._steps(name, 10, 64, device, {}), device)
+    peers = [t for way, t in times.items() if way != "ours"]
+    row = {f"{way}_us": t for way, t in times.items()}
+    return {**row, "over_eager": min(peers) / times["ours"]} if peers else row
+
+
+def _augmentation(device: str) -> dict[str, float]:
     aug = Pipeline(augment.PIPELINES["affine+normalise"])
     x = torch.zeros((1, 3, 8, 8), dtype=torch.uint8, device=device)
     eager = augment.composed(aug, x, torch.float32, True)
     times = _times({"eager": lambda: eager(x), "ours": lambda: aug(x)}, device)
     row = {f"{way}_us": t for way, t in times.items()}
-    record.add(case="augmentation 1×3×8×8", **row, over_eager=times["eager"] / times["ours"])
+    return {**row, "over_eager": times["eager"] / times["ours"]}

@@ -43,7 +43,10 @@ def _activations() -> Iterator[Call]:
         yield Call(name, x, lambda f, x, n=name: getattr(f, n)(x),
                    lambda x, n=name: getattr(F, n)(x), margin=0.02)  # fmt: skip
     yield Call(
-        "gelu tanh", x, lambda f, x: f.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh")
+        "gelu tanh",
+        x,
+        lambda f, x: f.gelu(x, approximate="tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
     )
     yield Call("threshold", x, lambda f, x: f.threshold(x, 0.1, -2.0),
                lambda x: F.threshold(x, 0.1, -2.0), margin=0.2)  # fmt: skip

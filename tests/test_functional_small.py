@@ -60,7 +60,6 @@ def test_torchs_answers_are_ours(call, dtype):
 
 OURS_ALONE = {  # torch has no call, or too many, for them
     "softsign", "tanhshrink", "softmax masked", "rope", "rope of q", "pyramid_pool2d",
-    "weighted_pool2d",
 }  # fmt: skip
 
 
@@ -238,6 +237,34 @@ def test_what_torch_refuses_is_planned_or_explained(planned_calls):
         f.swiglu(torch.ones(2, 3, requires_grad=True))
 
 
+def _autocast_knows(name: str) -> bool:
+    """Whether autocast has a rule for an operator of torch's, on a GPU or on a CPU."""
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(full, key)
+        for full in torch._C._dispatch_get_all_op_names()
+        if full.split(".")[0] == name
+        for key in ("AutocastCUDA", "AutocastCPU")
+    )
+
+
+LOSSES = ("cross_entropy", "linear_cross_entropy")  # not planned, but they ask about autocast
+
+
+@pytest.mark.parametrize(
+    "call", [c for c in CALLS.values() if not c.name.startswith(LOSSES)], ids=lambda c: c.name
+)
+def test_what_autocast_would_change_is_ours(call, planned_calls):
+    tensors = [t.requires_grad_() for t in call.tensors(torch.float32)]
+    with torch.autograd.profiler.profile() as seen:
+        call.ours(f, *tensors)
+    outer = {e.name for e in seen.function_events if e.cpu_parent is None}
+    by_rule = [name for name in outer if _autocast_knows(name)]
+    planned_calls.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        results(call.ours(f, *tensors))
+    assert planned_calls or not by_rule
+
+
 def test_autocast_changes_no_types():
     x = torch.randn(4, 8, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -248,6 +275,44 @@ def test_results_are_never_their_arguments():
     x = torch.randn(4, 4)
     for y in (f.permute(x, (0, 1)), f.dropout(x, 0.5, training=False), f.pixel_shuffle(x[None], 1)):
         assert y.data_ptr() != x.data_ptr()
+
+
+def test_refused_by_torch_and_by_us():
+    x = torch.randn(1, 2, 4, 4)
+    with pytest.raises(dt.DeuteronError, match="min"):
+        f.hardtanh(x, 2.0, 1.0)
+    with pytest.raises(dt.DeuteronError, match="mode"):
+        f.interpolate(x, 2, mode="cubic")
+    with pytest.raises(dt.DeuteronError, match="one of size and scale_factor"):
+        f.interpolate(x)
+    with pytest.raises(dt.DeuteronError, match="mode"):
+        f.grid_sample(x, torch.zeros(1, 2, 2, 2), mode="linear")
+    with pytest.raises(dt.DeuteronError, match="reduction"):
+        f.cross_entropy(x[0, 0], torch.zeros(4, dtype=torch.int64), reduction="average")
+    with pytest.raises(dt.DeuteronError, match="windows for 3"):
+        f.weighted_pool2d(x, torch.ones(3, 2, 2))
+    with pytest.raises(dt.DeuteronError, match="low"):
+        f.histogram(x, 4, 1.0, 1.0)
+    with pytest.raises(dt.DeuteronError, match="no variance"):
+        f.batch_norm(torch.randn(1, 2, 1, 1), None, None, training=True)
+
+
+HOW = ({"size": 5}, {"size": (3, 7)}, {"scale_factor": 1.5}, {"scale_factor": (2.0, 0.75)},
+       {"scale_factor": 1.7, "recompute_scale_factor": True}, {"size": 3, "antialias": True},
+       {"scale_factor": 0.6, "antialias": True})  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic", "area"])
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_resampled_as_by_torch(mode, how):
+    x = torch.randn(2, 3, 6, 5)
+    linear = mode.startswith("bi")
+    if "antialias" in how and not linear:
+        pytest.skip("torch has it for bilinear and bicubic")
+    corners = (None, False, True) if linear else (None,)
+    for align in corners:
+        given = {"mode": mode, "align_corners": align, **how}
+        assert torch.equal(f.interpolate(x, **given), torch.nn.functional.interpolate(x, **given))
 
 
 def test_an_order_that_must_be_the_same_is_ours(planned_calls):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
+from deuteron.functional import library
 from tests.functional_cases import CALLS, Call, results
 from tests.tolerances import SINGLE, allowed, error
 
@@ -80,3 +81,28 @@ def test_a_captured_call_of_several_is_one_kernel():
             y = f.swiglu(x, r)
     graph.replay()
     assert error(y, F.silu(x) * r) <= SINGLE
+
+
+def test_a_gradient_moves_the_limit():
+    with f.delegation(True):
+        edge = library.LIMITS[0] // 4
+        for size, needs, torchs in (
+            (edge, False, True), (edge + 1, False, False), (edge + 1, True, True),
+            (2 * edge + 1, True, False),
+        ):  # fmt: skip
+            x = torch.zeros(size, device="cuda", requires_grad=needs)
+            assert ("torch's own function" in f.explain(f.gelu, x)) == torchs
+            with torch.no_grad():
+                assert ("torch's own function" in f.explain(f.gelu, x)) == (size == edge)
+
+
+@pytest.mark.parametrize("call", ELSEWHERE, ids=lambda call: call.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_autocast_changes_no_types(call, dtype):
+    tensors = [t.cuda() for t in call.tensors(dtype)]
+    with torch.autocast("cuda", torch.float16):
+        with f.delegation(False):
+            want = results(call.ours(f, *tensors))
+        with f.delegation(True):
+            got = results(call.ours(f, *tensors))
+    assert [t.dtype for t in got] == [t.dtype for t in want]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C import _nn
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
@@ -42,7 +43,8 @@ def _in_place(name: str) -> Callable[..., Tensor]:
 def _named(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{table.get(name).doc} As ``torch.nn.functional``'s, with its gradient."
-    return delegates(TORCHS.get(name, _never), on_cpu=ANY if name in CHEAP else NEVER)(function)
+    on_cpu = ANY if name in CHEAP else NEVER
+    return delegates(TORCHS.get(name, _never), keeps_type=True, on_cpu=on_cpu)(function)
 
 
 def _never(x: Tensor) -> Any:
@@ -62,17 +64,13 @@ softsign, tanhshrink = _plain("softsign"), _plain("tanhshrink")
 logsigmoid = log_sigmoid = _plain("log_sigmoid")
 
 
-def _torch_gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return F.gelu(x) if approximate == "none" else F.gelu(x, approximate=approximate)
-
-
-@delegates(_torch_gelu)
+@delegates(_nn.gelu, keeps_type=True)  # which takes no approximation without its name
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """x · Φ(x), with Φ the normal distribution, or its approximation by "tanh"."""
     return one("gelu", x, approximate=approximate)
 
 
-@delegates(F.leaky_relu, on_cpu=ANY)
+@delegates(_nn.leaky_relu, keeps_type=True, on_cpu=ANY)
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """x, times a slope below 0."""
     if inplace:
@@ -80,25 +78,33 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -
     return one("leaky_relu", x, negative_slope=negative_slope)
 
 
-@delegates(F.elu)
+def _torch_elu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    return _nn.elu(x, alpha)
+
+
+@delegates(_torch_elu, keeps_type=True)
 def elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """x, or alpha · (eˣ − 1) below 0."""
     return F.elu(x, alpha, inplace=True) if inplace else one("elu", x, alpha=alpha)
 
 
-@delegates(F.celu)
+@delegates(torch.celu, keeps_type=True)
 def celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """x, or alpha · (e^(x/alpha) − 1) below 0."""
     return F.celu(x, alpha, inplace=True) if inplace else one("celu", x, alpha=alpha)
 
 
-@delegates(F.softplus)
+@delegates(_nn.softplus)
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """ln(1 + e^(beta·x)) / beta, and x itself where beta·x is over the threshold."""
     return one("softplus", x, beta=beta, threshold=threshold)
 
 
-@delegates(F.hardtanh, on_cpu=ANY)
+def _torch_hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Any:
+    return _nn.hardtanh(x, min_val, max_val) if min_val <= max_val else NotImplemented
+
+
+@delegates(_torch_hardtanh, keeps_type=True, on_cpu=ANY)
 def hardtanh(
     x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 ) -> Tensor:
@@ -108,19 +114,19 @@ def hardtanh(
     return one("hardtanh", x, min=min_val, max=max_val)
 
 
-@delegates(F.softshrink, on_cpu=ANY)
+@delegates(_nn.softshrink, keeps_type=True, on_cpu=ANY)
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     """x moved towards 0 by lambd, and 0 within it."""
     return one("softshrink", x, lambd=lambd)
 
 
-@delegates(torch.hardshrink, on_cpu=ANY)
+@delegates(torch.hardshrink, keeps_type=True, on_cpu=ANY)
 def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     """x, but 0 where |x| ≤ lambd."""
     return one("hardshrink", x, lambd=lambd)
 
 
-@delegates(F.threshold, on_cpu=ANY)
+@delegates(torch.threshold, keeps_type=True, on_cpu=ANY)
 def threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """x, but value where x ≤ threshold."""
     if inplace:
@@ -134,7 +140,7 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
     return one("prelu", x, weight)
 
 
-@delegates(F.glu)
+@delegates(_nn.glu, keeps_type=True)
 def glu(x: Tensor, dim: int = -1) -> Tensor:
     """a · sigmoid(b), with a and b the halves of x along ``dim``."""
     return one("glu", x, axis=dim)
@@ -191,6 +197,7 @@ def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
 
 def _torch_gated(activation: str) -> Callable[..., Any]:
     """The gate in two calls, torch's halves being views."""
+    activate = TORCHS[activation]
 
     def call(gate: Tensor, up: Tensor | None = None) -> Any:
         if not several_calls_win(gate, up):
@@ -199,28 +206,31 @@ def _torch_gated(activation: str) -> Callable[..., Any]:
             if gate.shape[-1] % 2:
                 return NotImplemented
             gate, up = gate.chunk(2, -1)
-        return TORCHS[activation](gate) * up
+        return activate(gate) * up
 
     return call
 
 
+_GEGLUS = {"none": _torch_gated("gelu"), "tanh": _torch_gated("gelu_tanh")}
+
+
 def _torch_geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Any:
-    return _torch_gated("gelu" if approximate == "none" else "gelu_tanh")(gate, up)
+    return _GEGLUS[approximate](gate, up) if approximate in _GEGLUS else NotImplemented
 
 
-@delegates(_torch_gated("silu"), several=True)
+@delegates(_torch_gated("silu"), several=True, keeps_type=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("silu", gate, up)
 
 
-@delegates(_torch_geglu, several=True)
+@delegates(_torch_geglu, several=True, keeps_type=True)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("gelu" if approximate == "none" else "gelu_tanh", gate, up)
 
 
-@delegates(_torch_gated("relu"), several=True)
+@delegates(_torch_gated("relu"), several=True, keeps_type=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("relu", gate, up)
@@ -254,7 +264,7 @@ def _torch_dropout(
     return torch.dropout(x, p, True)
 
 
-@delegates(_torch_dropout)
+@delegates(_torch_dropout, keeps_type=True)
 def dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
     seed: int | Tensor | None = None,
@@ -286,7 +296,7 @@ def _torch_bias_dropout_residual(
     return y if residual is None else y + residual
 
 
-@delegates(_torch_bias_dropout_residual, several=True)
+@delegates(_torch_bias_dropout_residual, several=True, keeps_type=True)
 def bias_dropout_residual(
     x: Tensor,
     bias: Tensor | None,

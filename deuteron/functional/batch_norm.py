@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
@@ -56,7 +56,11 @@ def _torch_batch_norm(
     # in training ours is several launches, too
     if more and not training and not several_calls_win(x, weight, bias, residual):
         return NotImplemented
-    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    if eps <= 0.0 or (training and x.numel() <= x.shape[1]):
+        return NotImplemented  # what torch.nn.functional's refuses, or looks at twice
+    y = torch.batch_norm(
+        x, weight, bias, running_mean, running_var, training, momentum, eps, may_use_cudnn()
+    )
     if residual is not None:
         y = y + residual
     return y if activation is None else TORCHS[activation](y)
@@ -65,7 +69,7 @@ def _torch_batch_norm(
 KNOWN = {None, *TORCHS}
 
 
-@delegates(_torch_batch_norm)
+@delegates(_torch_batch_norm, keeps_type=True)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,

@@ -24,19 +24,26 @@ EMBEDDING = Function("embedding", _embedding)
 def _torch_embedding(
     index: Tensor, weight: Tensor, padding_idx: int | None = None, *, position: Tensor | None = None
 ) -> Any:
-    rows, width = weight.shape
-    most = max(weight.nbytes, index.numel() * width * weight.itemsize)  # gradient and result
-    pad = -1 if padding_idx is None else padding_idx % rows
-    if most > LIMITS[index.get_device()] and (weight.is_cuda or position is not None):
+    if not _is_small(weight, index) and (weight.is_cuda or position is not None):
         return NotImplemented
+    pad = () if padding_idx is None else (padding_idx % weight.shape[0],)
     if position is None:
-        return torch.embedding(weight, index, pad)
+        return torch.embedding(weight, index, *pad)
     if not several_calls_win(weight, position):
         return NotImplemented
-    return torch.embedding(weight, index, pad) + position
+    return torch.embedding(weight, index, *pad) + position
 
 
-@delegates(_torch_embedding, on_cpu=ANY)
+def _is_small(weight: Tensor, index: Tensor) -> bool:
+    """Whether the gradient, of the size of the table, and the result are."""
+    table, rows = weight.nbytes, index.numel()
+    if table * rows <= LIMITS.least:  # no result is larger, and no shape need be read
+        return True
+    limit = LIMITS[index.get_device()]
+    return table <= limit and rows * (table // max(weight.shape[0], 1)) <= limit
+
+
+@delegates(_torch_embedding, keeps_type=True, on_cpu=ANY)
 def embedding(
     index: Tensor, weight: Tensor, padding_idx: int | None = None, *, position: Tensor | None = None
 ) -> Tensor:

@@ -26,14 +26,15 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import are_deterministic_algorithms_enabled as must_be_ordered
-from torch import is_grad_enabled
+from torch import compiler, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C import _get_deterministic_algorithms as must_be_ordered
 from torch._C import _get_tracing_state as jit_trace
 from torch._C import _is_any_autocast_enabled as autocasting
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
+from torch.cuda import is_current_stream_capturing
 
 from deuteron.target import Target
 from deuteron.target import target as find_target
@@ -47,11 +48,13 @@ R = TypeVar("R")
 # take the GPU longer, even where the host still waits less. The part of the memory's speed that
 # they reach is assumed, the planner's usual number.
 OURS_S, REACHED = 3e-6, 0.75
+# Where a gradient follows one call of torch's, so many times as much: our node in Python costs the
+# host 30 to 60 µs more there, and torch's kernels cost the GPU 6 to 15 µs more at twice the limit.
+WITH_GRADIENT = 2
 # On a CPU a number that was measured, on two Neoverse-N1 cores with nobody else on them: there
 # torch's gelu, softmax and layer_norm are overtaken between 16 and 32 KB, relu and sum far beyond.
 # A formula with the CPU's bandwidth, which is measured anew by each process, strayed threefold.
 CPU_BYTES = 16 * 1024
-STRIDED = torch.strided
 # Element types whose calls torch answers on a CPU, however large
 ANY: frozenset[torch.dtype] = frozenset(
     t for t in vars(torch).values() if isinstance(t, torch.dtype) and not t.is_complex
@@ -66,12 +69,20 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 class Limits(dict[int, int]):
     """By the index of a device (-1 is the CPU), the bytes of a tensor up to which a call is
     launch-bound: torch reads and writes it while the host would still look for our plan. Fewer
-    than none where calls may not be handed on, so that one look answers both."""
+    than none where calls may not be handed on, so that one look answers both. ``least``: that of
+    any device."""
+
+    least = CPU_BYTES
 
     def __missing__(self, index: int) -> int:
         target = find_target("cpu" if index < 0 else f"cuda:{index}")
         found = self[index] = limit_of(target) if delegation.allowed else -1
         return found
+
+    def forget(self) -> None:
+        """Whether calls may be handed on has changed."""
+        self.clear()
+        self.least = CPU_BYTES if delegation.allowed else -1
 
 
 LIMITS = Limits()
@@ -125,7 +136,7 @@ class Handed:
         )
 
     def _because(self) -> str:
-        if self.nbytes > self.limit:
+        if self.nbytes > self.limit and not self.target.is_cuda:
             return (
                 "one operator, so nothing to fuse, and torch's kernels for it were the quicker "
                 f"ones on a {self.target.name} where it was measured"
@@ -136,6 +147,8 @@ class Handed:
             if self.target.is_cuda
             else "torch's calls were the quicker ones where it was measured"
         )
+        if self.nbytes > self.limit:
+            because += f", and {WITH_GRADIENT} times as many where a gradient follows"
         return (
             f"launch-bound on {self.target.name}: x has {self.nbytes:,} bytes, and up to "
             f"{self.limit:,} {because}"
@@ -159,7 +172,7 @@ class delegation:
     @staticmethod
     def _set(allowed: bool) -> None:
         delegation.allowed = allowed
-        LIMITS.clear()
+        LIMITS.forget()
 
     def __enter__(self) -> None:
         return None
@@ -173,15 +186,22 @@ def delegates(
     *,
     ordered: bool = True,
     several: bool = False,
+    keeps_type: bool = False,
     on_cpu: Collection[torch.dtype] = NEVER,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose small calls ``call`` answers, which takes the same arguments; it may return
     NotImplemented. ``ordered``: whether its gradient has the same bits in every run on a GPU.
     ``several``: whether it is several calls in any case, worth it only where gradients are on.
-    ``on_cpu``: element types of which it answers calls of any size there.
+    ``keeps_type``: whether autocast leaves its type alone, so that nobody need ask. ``on_cpu``:
+    element types of which it answers calls of any size there.
 
     Arguments that ``function`` does not have are not handed on: what is right must not depend on
-    the size. The first one may be given by torch's name for it, ``input``."""
+    the size. The first one may be given by torch's name for it, ``input``.
+
+    A call of torch's takes 8 µs, every question before it a tenth of one: what can be known
+    beforehand is not asked again."""
+    recast = None if keeps_type else autocasting
+    unfit = must_be_ordered if not ordered else _no_gradients if several else None
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
@@ -190,23 +210,16 @@ def delegates(
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if (
-                not is_compiling()
-                and (not several or is_grad_enabled())
-                and len(args) <= most
-                and (not kwargs or names.issuperset(kwargs))
-            ):
+            # compiler.is_compiling() in half of the time; Dynamo reads the first as a constant
+            if not is_dynamo_compiling() and not compiler._is_compiling_flag:
                 try:
                     x: Any = args[0]
-                    device = x.get_device()
-                    if (  # is_launch_bound(x), without the call
-                        (
-                            x.nbytes <= LIMITS[device]
-                            or (device < 0 and x.dtype in on_cpu and delegation.allowed)
-                        )
-                        and x.layout is STRIDED
-                        and not autocasting()
-                        and (ordered or not must_be_ordered())
+                    if (
+                        (x.nbytes <= LIMITS.least or _is_torchs(x, several, on_cpu))
+                        and len(args) <= most
+                        and (not kwargs or names.issuperset(kwargs))
+                        and (recast is None or not recast())
+                        and (unfit is None or not unfit())
                     ):
                         # C++ reads its arguments sooner where there is no dictionary at all
                         found = call(*args, **kwargs) if kwargs else call(*args)
@@ -225,10 +238,30 @@ def delegates(
     return decorate
 
 
+def _no_gradients() -> bool:
+    return not is_grad_enabled()
+
+
 def is_launch_bound(x: Tensor) -> bool:
-    """Whether torch would have read and written ``x`` before we had found our plan, and gives the
-    same type: autocast would change it."""
-    return x.nbytes <= LIMITS[x.get_device()] and x.layout is STRIDED and not autocasting()
+    """Whether torch would have read and written ``x`` before we had found our plan."""
+    nbytes = x.nbytes
+    return nbytes <= LIMITS.least or nbytes <= LIMITS[x.get_device()]
+
+
+def _is_torchs(x: Tensor, several: bool, on_cpu: Collection[torch.dtype]) -> bool:
+    """Whether torch's function should have a call that is not of the smallest."""
+    nbytes, device = x.nbytes, x.get_device()
+    if nbytes <= LIMITS[device]:
+        return True
+    if device < 0:
+        return x.dtype in on_cpu and delegation.allowed
+    return (
+        nbytes <= WITH_GRADIENT * LIMITS[device]
+        and not several
+        and x.requires_grad
+        and is_grad_enabled()
+        and not is_current_stream_capturing()
+    )
 
 
 def in_transform() -> bool:
@@ -262,13 +295,11 @@ def under_autocast(x: Tensor) -> bool:
 def several_calls_win(*tensors: Tensor | None) -> bool:
     """Whether a few calls of torch's are quicker than one of ours: where a gradient follows, and
     nobody records a CUDA Graph, in which launching costs nothing."""
-    if not is_grad_enabled():
-        return False
-    if not any(t is not None and t.requires_grad for t in tensors):
-        return False
-    first = tensors[0]
-    assert first is not None
-    return not (first.is_cuda and torch.cuda.is_current_stream_capturing())
+    if is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return not (t.is_cuda and is_current_stream_capturing())
+    return False
 
 
 def _handed(name: str, x: Any) -> Handed:

@@ -26,7 +26,6 @@ from deuteron.functional.library import (
     LIMITS,
     delegates,
     in_transform,
-    is_launch_bound,
     under_autocast,
 )
 from deuteron.functional.loss import (
@@ -40,6 +39,7 @@ from deuteron.functional.loss import (
     result_type,
     shown,
     taken,
+    torch_loss,
 )
 from deuteron.functional.loss_rows import Terms, added_up, rows, scaled, some_classes, totals, wide
 
@@ -69,15 +69,16 @@ def _torch_linear_cross_entropy(
 ) -> Any:  # fmt: skip
     if z_loss or return_lse or chunk is not None or accumulate is not None or hidden.ndim != 2:
         return NotImplemented
-    logits = hidden.shape[0] * weight.shape[0] * hidden.itemsize
     if target.requires_grad or _multiplies_slowly(hidden):
         return NotImplemented
-    small = logits <= LIMITS[hidden.get_device()] and is_launch_bound(weight)
+    logits = hidden.shape[0] * weight.shape[0] * hidden.itemsize
+    most = max(logits, weight.nbytes)
+    small = most <= LIMITS.least or most <= LIMITS[hidden.get_device()]
     if not small and (hidden.is_cuda or logits > CPU_BYTES):
         return NotImplemented
-    return F.cross_entropy(
-        F.linear(hidden, weight, bias), target, class_weight, ignore_index=ignore_index,
-        reduction=reduction, label_smoothing=label_smoothing,
+    return torch_loss(
+        F.linear(hidden, weight, bias), target, class_weight, reduction, ignore_index,
+        label_smoothing,
     )  # fmt: skip
 
 

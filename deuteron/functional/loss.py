@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _nn
 from torch.autograd.graph import increment_version
 
 from deuteron.errors import BindError, EngineError, GraphError
@@ -46,10 +47,21 @@ def _torch_cross_entropy(
         return NotImplemented
     if not logits.is_cuda and logits.nbytes > CPU_BYTES:
         return NotImplemented
-    return F.cross_entropy(
-        logits, target, weight, ignore_index=ignore_index, reduction=reduction,
-        label_smoothing=label_smoothing,
-    )  # fmt: skip
+    return torch_loss(logits, target, weight, reduction, ignore_index, label_smoothing)
+
+
+def torch_loss(
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
+    label_smoothing: float,
+) -> Any:  # fmt: skip
+    """What ``torch.nn.functional.cross_entropy`` calls."""
+    if reduction not in _REDUCTION_NUMBERS:
+        return NotImplemented
+    number: Any = _REDUCTION_NUMBERS[reduction]  # the stub of torch says that it is a str
+    return _nn.cross_entropy_loss(logits, target, weight, number, ignore_index, label_smoothing)
+
+
+_REDUCTION_NUMBERS = {"none": 0, "mean": 1, "sum": 2}  # torch's
 
 
 @delegates(_torch_cross_entropy, on_cpu=FLOATS)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
@@ -89,15 +89,15 @@ def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
 
 
 def _torch_around(
-    norm: Callable[[Tensor], Tensor], x: Tensor, before: Tensor | None, residual: Tensor | None,
-    activation: str | None,
+    norm: Callable[..., Tensor], given: tuple[Any, ...], x: Tensor, before: Tensor | None,
+    residual: Tensor | None, activation: str | None,
 ) -> Any:  # fmt: skip
-    """torch's norm with what stands around it."""
+    """torch's norm, with further arguments, and what stands around it."""
     if before is not None:
         x = x + before
     if residual is not None:
         x = x + residual
-    y = norm(x)
+    y = norm(x, *given)
     if activation is not None:
         y = TORCHS[activation](y)
     return y if residual is None else (y, x)
@@ -113,8 +113,8 @@ def _torch_layer_norm(
         return torch.layer_norm(x, shape, weight, bias, eps)
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented
-    return _torch_around(lambda s: torch.layer_norm(s, shape, weight, bias, eps), x, bias_before,
-                         residual, activation)  # fmt: skip
+    return _torch_around(torch.layer_norm, (shape, weight, bias, eps), x, bias_before, residual,
+                         activation)  # fmt: skip
 
 
 def _torch_rms_norm(
@@ -129,7 +129,7 @@ def _torch_rms_norm(
         return torch.rms_norm(x, shape, weight, eps)
     if activation not in KNOWN or not several_calls_win(x, weight, residual, bias_before):
         return NotImplemented
-    return _torch_around(lambda s: torch.rms_norm(s, shape, weight, eps), x, bias_before, residual,
+    return _torch_around(torch.rms_norm, (shape, weight, eps), x, bias_before, residual,
                          activation)  # fmt: skip
 
 
@@ -140,8 +140,8 @@ def _torch_group_norm(
 ) -> Any:  # fmt: skip
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented  # a single one is several launches in torch, too
-    return _torch_around(lambda s: torch.group_norm(s, num_groups, weight, bias, eps), x,
-                         bias_before, residual, activation)  # fmt: skip
+    return _torch_around(torch.group_norm, (num_groups, weight, bias, eps), x, bias_before,
+                         residual, activation)  # fmt: skip
 
 
 def _torch_instance_norm(
@@ -154,8 +154,10 @@ def _torch_instance_norm(
         return NotImplemented
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented
-    return _torch_around(lambda s: F.instance_norm(s, weight=weight, bias=bias, eps=eps), x,
-                         bias_before, residual, activation)  # fmt: skip
+    if x.numel() <= x.shape[0] * x.shape[1]:
+        return NotImplemented  # torch refuses channels of one element
+    given = (weight, bias, None, None, True, 0.1, eps, may_use_cudnn())
+    return _torch_around(torch.instance_norm, given, x, bias_before, residual, activation)
 
 
 KNOWN = {None, *TORCHS}

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
+from torch._C import _nn
 
 from deuteron.errors import GraphError
 from deuteron.functional.core import Function
@@ -27,16 +28,16 @@ ACTIVATIONS = (
 )  # fmt: skip
 
 
-# those that are one call in torch
+# those that are one call in torch: methods, whose arguments are read soonest, or the functions in
+# C++ that torch.nn.functional's call in turn
 TORCHS: dict[str, Callable[..., torch.Tensor]] = {
-    "relu": torch.relu, "relu6": F.relu6, "leaky_relu": F.leaky_relu, "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu, "mish": F.mish, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid,
-    "hardtanh": F.hardtanh, "elu": F.elu, "selu": torch.selu, "celu": torch.celu,
-    "softplus": F.softplus, "log_sigmoid": F.logsigmoid, "softshrink": F.softshrink,
-    "hardshrink": torch.hardshrink,
+    "relu": Tensor.relu, "relu6": _nn.relu6, "leaky_relu": _nn.leaky_relu,
+    "sigmoid": Tensor.sigmoid, "tanh": Tensor.tanh, "gelu": _nn.gelu,
+    "gelu_tanh": partial(_nn.gelu, approximate="tanh"), "silu": _nn.silu, "mish": _nn.mish,
+    "hardswish": _nn.hardswish, "hardsigmoid": _nn.hardsigmoid, "hardtanh": _nn.hardtanh,
+    "elu": _nn.elu, "selu": torch.selu, "celu": torch.celu, "softplus": _nn.softplus,
+    "log_sigmoid": _nn.log_sigmoid, "softshrink": _nn.softshrink, "hardshrink": torch.hardshrink,
 }  # fmt: skip
-
 
 SIMPLE = (  # operators that are functions as they stand
     *ACTIVATIONS, "threshold", "prelu", "glu", "sum", "mean", "prod", "var", "max", "min",

@@ -20,7 +20,9 @@ def _torch_scan(call: Callable[..., Tensor]) -> Callable[..., Any]:
     """torch's scan of rows; that of one long row on a GPU adds in another order at every run."""
 
     def run(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-        return NotImplemented if x.is_cuda and x.ndim == 1 else call(x, dim, dtype=dtype)
+        if x.is_cuda and x.ndim == 1:
+            return NotImplemented
+        return call(x, dim) if dtype is None else call(x, dim, dtype=dtype)
 
     return run
 
@@ -43,28 +45,28 @@ def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     return one("cumprod", cast(x, dtype), axis=dim)
 
 
-@delegates(torch.cummax, on_cpu=ANY)
+@delegates(torch.cummax, keeps_type=True, on_cpu=ANY)
 def cummax(x: Tensor, dim: int) -> Pair:
     """The largest element so far along ``dim``, and where it stands."""
     pair: Pair = call("cummax", x, axis=dim)
     return pair
 
 
-@delegates(torch.cummin, on_cpu=ANY)
+@delegates(torch.cummin, keeps_type=True, on_cpu=ANY)
 def cummin(x: Tensor, dim: int) -> Pair:
     """The smallest element so far along ``dim``, and where it stands."""
     pair: Pair = call("cummin", x, axis=dim)
     return pair
 
 
-@delegates(_torch_sort, on_cpu=ANY)
+@delegates(_torch_sort, keeps_type=True, on_cpu=ANY)
 def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
     """x in order along ``dim``, and the places the elements came from."""
     pair: Pair = call("sort", x, axis=dim, descending=descending, stable=stable)
     return pair
 
 
-@delegates(torch.topk, on_cpu=ANY)
+@delegates(torch.topk, keeps_type=True, on_cpu=ANY)
 def topk(
     x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Pair:  # fmt: skip
@@ -74,6 +76,19 @@ def topk(
     return pair
 
 
+def _torch_histogram(
+    x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
+) -> Any:
+    """torch's count, which is of the type of x."""
+    if weight is not None or x.dtype not in COUNTED or not low < high:
+        return NotImplemented
+    return torch.histc(x, bins, low, high).long()
+
+
+COUNTED = {torch.float32, torch.float64}
+
+
+@delegates(_torch_histogram, ordered=False)
 def histogram(
     x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
 ) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C import _nn
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
@@ -71,7 +72,7 @@ def _torch_max_pool(dims: int) -> Callable[..., Any]:
     return run
 
 
-@delegates(_torch_max_pool(1), ordered=False, on_cpu=ANY)
+@delegates(_torch_max_pool(1), ordered=False, keeps_type=True, on_cpu=ANY)
 def max_pool1d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -81,7 +82,7 @@ def max_pool1d(
     return _max_pool(1, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
 
-@delegates(_torch_max_pool(2), ordered=False, on_cpu=ANY)
+@delegates(_torch_max_pool(2), ordered=False, keeps_type=True, on_cpu=ANY)
 def max_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -113,7 +114,7 @@ def _avg_pool(
     return out
 
 
-@delegates(F.avg_pool1d, ordered=False, on_cpu=ANY)
+@delegates(torch.avg_pool1d, keeps_type=True, on_cpu=ANY)
 def avg_pool1d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True,
@@ -122,7 +123,7 @@ def avg_pool1d(
     return _avg_pool(1, x, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
 
 
-@delegates(F.avg_pool2d, ordered=False, on_cpu=ANY)
+@delegates(_nn.avg_pool2d, keeps_type=True, on_cpu=ANY)
 def avg_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
@@ -133,7 +134,7 @@ def avg_pool2d(
     )
 
 
-@delegates(F.avg_pool3d, ordered=False, on_cpu=ANY)
+@delegates(_nn.avg_pool3d, ordered=False, on_cpu=ANY)
 def avg_pool3d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
@@ -173,50 +174,70 @@ ADAPTIVE = {
 }
 
 
-def _torch_means(call: Callable[..., Tensor]) -> Callable[..., Any]:
-    """torch's pool; the mean of everything is a reduction, and a large one better as ours."""
+def _torch_adaptive_avg(dims: int) -> Callable[..., Any]:
+    """torch's function in C++, or with a None the one that reads it. The mean of everything is a
+    reduction, and a large one better as ours."""
+    direct = getattr(torch if dims == 1 else _nn, f"adaptive_avg_pool{dims}d")
+    read = getattr(F, f"adaptive_avg_pool{dims}d")
 
     def run(x: Tensor, output_size: Output) -> Any:
         whole = output_size == 1 or output_size == (1, 1) or output_size == [1, 1]
-        return NotImplemented if whole and not is_launch_bound(x) else call(x, output_size)
+        if whole and not is_launch_bound(x):
+            return NotImplemented
+        return (direct if isinstance(output_size, int) else read)(x, output_size)
 
     return run
 
 
-@delegates(_torch_means(F.adaptive_avg_pool1d), ordered=False, on_cpu=ANY)
+def _torch_adaptive_max(dims: int) -> Callable[..., Any]:
+    """torch's function in C++, which always finds the places, too; with a None, the one that
+    reads it."""
+    direct = getattr(torch if dims == 1 else _nn, f"adaptive_max_pool{dims}d")
+    whole = getattr(F, f"adaptive_max_pool{dims}d")
+
+    def run(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
+        if not isinstance(output_size, int):
+            return whole(x, output_size, return_indices)
+        found = direct(x, output_size)
+        return found if return_indices else found[0]
+
+    return run
+
+
+@delegates(_torch_adaptive_avg(1), ordered=False, keeps_type=True, on_cpu=ANY)
 def adaptive_avg_pool1d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain."""
     out: Tensor = _adaptive("avg", 1, x, output_size)
     return out
 
 
-@delegates(_torch_means(F.adaptive_avg_pool2d), ordered=False, on_cpu=ANY)
+@delegates(_torch_adaptive_avg(2), ordered=False, keeps_type=True, on_cpu=ANY)
 def adaptive_avg_pool2d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
     out: Tensor = _adaptive("avg", 2, x, output_size)
     return out
 
 
-@delegates(_torch_means(F.adaptive_avg_pool3d), ordered=False, on_cpu=ANY)
+@delegates(_torch_adaptive_avg(3), ordered=False, on_cpu=ANY)
 def adaptive_avg_pool3d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
     out: Tensor = _adaptive("avg", 3, x, output_size)
     return out
 
 
-@delegates(F.adaptive_max_pool1d, ordered=False, on_cpu=ANY)
+@delegates(_torch_adaptive_max(1), ordered=False, keeps_type=True, on_cpu=ANY)
 def adaptive_max_pool1d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain."""
     return _adaptive("max", 1, x, output_size, return_indices)
 
 
-@delegates(F.adaptive_max_pool2d, ordered=False, on_cpu=ANY)
+@delegates(_torch_adaptive_max(2), ordered=False, keeps_type=True, on_cpu=ANY)
 def adaptive_max_pool2d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
     return _adaptive("max", 2, x, output_size, return_indices)
 
 
-@delegates(F.adaptive_max_pool3d, ordered=False, on_cpu=ANY)
+@delegates(_torch_adaptive_max(3), ordered=False, on_cpu=ANY)
 def adaptive_max_pool3d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
     return _adaptive("max", 3, x, output_size, return_indices)
@@ -231,7 +252,10 @@ GLOBAL = Function("global_pool", _global)
 
 
 def _torch_global(call: Callable[..., Tensor]) -> Callable[[Tensor], Any]:
-    return lambda x: call(x, tuple(range(2, x.ndim)), True) if x.ndim > 2 else NotImplemented
+    return lambda x: call(x, SPATIAL[x.ndim], True) if x.ndim in SPATIAL else NotImplemented
+
+
+SPATIAL = {3: (2,), 4: (2, 3), 5: (2, 3, 4)}  # by rank
 
 
 @delegates(_torch_global(torch.mean))
@@ -246,6 +270,18 @@ def global_max_pool(x: Tensor) -> Tensor:
     return GLOBAL.one(x, kind="max")
 
 
+def _torch_weighted_pool2d(
+    x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
+) -> Any:
+    """As a convolution in which no channel sees another."""
+    channels, *window = x.shape[1], *weight.shape[-2:]
+    if x.ndim != 4 or weight.shape[:-2] not in ((), (channels,)):
+        return NotImplemented
+    taps = weight.reshape(-1, 1, *window).expand(channels, 1, *window)
+    return torch.conv2d(x, taps, None, window if stride is None else stride, padding, 1, channels)
+
+
+@delegates(_torch_weighted_pool2d, ordered=False)
 def weighted_pool2d(
     x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
 ) -> Tensor:

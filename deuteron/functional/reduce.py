@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,23 +27,6 @@ def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
-def _torch_max(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Where torch writes () for all axes."""
-
-    def run(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-        return call(x, () if dim is None else dim, keepdim)
-
-    return run
-
-
-def _torch_prod(
-    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    if isinstance(dim, int):
-        return torch.prod(x, dim, keepdim, dtype=dtype)
-    return NotImplemented if dim is not None or keepdim else torch.prod(x, dtype=dtype)
-
-
 def _torch_permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     return x.permute(tuple(dims)).clone(memory_format=torch.contiguous_format)
 
@@ -56,7 +39,7 @@ def sum(
     return one("sum", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.mean)
+@delegates(torch.mean, keeps_type=True)
 def mean(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -64,7 +47,7 @@ def mean(
     return one("mean", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(_torch_prod, on_cpu=WIDE)
+@delegates(torch.prod, on_cpu=WIDE)
 def prod(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -72,7 +55,7 @@ def prod(
     return one("prod", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.var)
+@delegates(torch.var, keeps_type=True)
 def var(
     x: Tensor, dim: Dims = None, *, correction: int | None = 1, keepdim: bool = False
 ) -> Tensor:
@@ -82,25 +65,25 @@ def var(
     return one("var", x, axes=_axes(dim), correction=less, keepdim=keepdim)
 
 
-@delegates(_torch_max(torch.amax))
+@delegates(torch.amax, keeps_type=True)
 def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """The largest value along ``dim``; nan if there is one. Equal ones share the gradient."""
     return one("max", x, axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(_torch_max(torch.amin))
+@delegates(torch.amin, keeps_type=True)
 def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """The smallest value along ``dim``; nan if there is one. Equal ones share the gradient."""
     return one("min", x, axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.argmax)
+@delegates(torch.argmax, keeps_type=True)
 def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Where the largest value stands, the first of equals; in all of x if ``dim`` is None."""
     return one("argmax", x, axis=dim, keepdim=keepdim)
 
 
-@delegates(torch.argmin)
+@delegates(torch.argmin, keeps_type=True)
 def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Where the smallest value stands, the first of equals; in all of x if ``dim`` is None."""
     return one("argmin", x, axis=dim, keepdim=keepdim)
@@ -146,7 +129,7 @@ def norm(
     return NORM.one(cast(x, dtype), p=float(p), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.where)
+@delegates(torch.where, keeps_type=True)
 def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
     """x where the condition holds, y elsewhere, broadcast; either may be a number."""
     return one("where", condition, _tensor(x, y, condition), _tensor(y, x, condition))
@@ -160,7 +143,7 @@ def _tensor(value: Any, other: Any, condition: Tensor) -> Tensor:
     return torch.tensor(value, dtype=kind, device=condition.device)
 
 
-@delegates(_torch_permute, on_cpu=ANY)
+@delegates(_torch_permute, keeps_type=True, on_cpu=ANY)
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     """The dimensions of x in another order, as a tensor laid out in that order (not a view)."""
     return PERMUTE.one(x, dims=tuple(dims))

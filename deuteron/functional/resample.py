@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C import _get_deterministic_algorithms as must_be_ordered
+from torch._C import _nn
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
@@ -29,7 +31,48 @@ def _resize(
 RESIZE = Function("interpolate", _resize)
 
 
-@delegates(F.interpolate, ordered=False, on_cpu=ANY)
+# torch's functions by mode, rank and antialias: those that know no corners, and those that do
+_NEAREST: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
+    ("nearest", 3, False): _nn.upsample_nearest1d, ("nearest", 4, False): _nn.upsample_nearest2d,
+    ("nearest", 5, False): _nn.upsample_nearest3d,
+    ("nearest-exact", 3, False): _nn._upsample_nearest_exact1d,
+    ("nearest-exact", 4, False): _nn._upsample_nearest_exact2d,
+    ("nearest-exact", 5, False): _nn._upsample_nearest_exact3d,
+}  # fmt: skip
+_LINEAR: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
+    ("linear", 3, False): _nn.upsample_linear1d, ("bilinear", 4, False): _nn.upsample_bilinear2d,
+    ("trilinear", 5, False): _nn.upsample_trilinear3d,
+    ("bicubic", 4, False): _nn.upsample_bicubic2d,
+    ("bilinear", 4, True): _nn._upsample_bilinear2d_aa,
+    ("bicubic", 4, True): _nn._upsample_bicubic2d_aa,
+}  # fmt: skip
+
+
+def _torch_interpolate(
+    x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:  # fmt: skip
+    """What ``torch.nn.functional.interpolate`` calls after many questions, if it is plain."""
+    rank = x.ndim
+    kind = mode, rank, antialias
+    given = size if scale_factor is None else scale_factor
+    if isinstance(given, (int, float)):
+        given = (given,) * (rank - 2)
+    full, by = (given, None) if scale_factor is None else (None, given)
+    plain = not recompute_scale_factor and (size is None) != (scale_factor is None)
+    if plain and align_corners is None and kind in _NEAREST:
+        return _NEAREST[kind](x, full, by)
+    if must_be_ordered():  # the gradients of the others are added up in any order
+        return NotImplemented
+    if plain and kind in _LINEAR:
+        return _LINEAR[kind](x, full, bool(align_corners), by)
+    return F.interpolate(
+        x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+    )
+
+
+@delegates(_torch_interpolate, on_cpu=ANY)
 def interpolate(
     x: Tensor,
     size: int | Sequence[int] | None = None,
@@ -75,8 +118,16 @@ def interpolate(
 def _torch_grid_sample(
     x: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool = False,
-) -> Tensor:  # fmt: skip
-    return F.grid_sample(x, grid, mode, padding_mode, align_corners)
+) -> Any:  # fmt: skip
+    if mode not in _SAMPLINGS or padding_mode not in _PADDINGS:
+        return NotImplemented
+    return torch.grid_sampler(
+        x, grid, _SAMPLINGS[mode], _PADDINGS[padding_mode], bool(align_corners)
+    )
+
+
+_SAMPLINGS = {"bilinear": 0, "nearest": 1, "bicubic": 2}  # torch's numbers for them
+_PADDINGS = {"zeros": 0, "border": 1, "reflection": 2}
 
 
 def _torch_shuffle(call: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Any]:
@@ -100,13 +151,13 @@ def grid_sample(
     )  # fmt: skip
 
 
-@delegates(_torch_shuffle(torch.pixel_shuffle), on_cpu=ANY)
+@delegates(_torch_shuffle(torch.pixel_shuffle), keeps_type=True, on_cpu=ANY)
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     """[…, C·r², H, W] to […, C, H·r, W·r]."""
     return one("pixel_shuffle", x, factor=upscale_factor)
 
 
-@delegates(_torch_shuffle(torch.pixel_unshuffle), on_cpu=ANY)
+@delegates(_torch_shuffle(torch.pixel_unshuffle), keeps_type=True, on_cpu=ANY)
 def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     """[…, C, H·r, W·r] to […, C·r², H, W]."""
     return one("pixel_unshuffle", x, factor=downscale_factor)

@@ -46,8 +46,9 @@ SOFTMAX = Function("softmax", _softmax)
 LOG_SOFTMAX = Function("log_softmax", _log_softmax)
 
 
-def _torchs(call: Callable[..., Tensor]) -> Callable[..., Any]:
-    """torch's softmax with a scale and a mask that is added; a bool mask takes too many calls."""
+def _torchs(call: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Callable[..., Any]:
+    """torch's softmax with a scale and a mask that is added; a bool mask takes too many calls.
+    ``kernel``: what torch's function calls where nothing is cast."""
 
     def run(
         x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
@@ -56,12 +57,14 @@ def _torchs(call: Callable[..., Tensor]) -> Callable[..., Any]:
         if dim is None:
             return NotImplemented
         if mask is None and scale == 1.0:
-            return call(x, dim) if dtype is None else call(x, dim, dtype)
+            return kernel(x, dim, False) if dtype is None else call(x, dim, dtype)
         if dtype is not None or not several_calls_win(x, mask):
             return NotImplemented
         if mask is None:
-            return call(x * scale, dim)
-        return NotImplemented if mask.dtype is torch.bool else call(x * scale + mask, dim)
+            return kernel(x * scale, dim, False)
+        if mask.dtype is torch.bool:
+            return NotImplemented
+        return kernel(x * scale + mask, dim, False)
 
     return run
 
@@ -74,7 +77,7 @@ def _attributes(
     return {"dim": usual if dim is None else dim, "scale": scale, "dtype": short}
 
 
-@delegates(_torchs(torch.softmax))
+@delegates(_torchs(torch.softmax, torch._softmax))
 def softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
     dtype: torch.dtype | None = None,
@@ -88,7 +91,7 @@ def softmax(
     return SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))
 
 
-@delegates(_torchs(torch.log_softmax))
+@delegates(_torchs(torch.log_softmax, torch._log_softmax))
 def log_softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
     dtype: torch.dtype | None = None,

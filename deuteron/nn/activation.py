@@ -63,7 +63,7 @@ class GELU(nn.GELU):
     """``torch.nn.GELU``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.gelu(input, self.approximate)
+        return F.gelu(input, approximate=self.approximate)
 
 
 class SiLU(nn.SiLU):
@@ -179,6 +179,8 @@ class Softmax(nn.Softmax):
     """``torch.nn.Softmax``, with an optional mask."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return F.softmax(input, self.dim)
         return F.softmax(input, self.dim, mask=mask)
 
 
@@ -186,6 +188,8 @@ class LogSoftmax(nn.LogSoftmax):
     """``torch.nn.LogSoftmax``, with an optional mask."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return F.log_softmax(input, self.dim)
         return F.log_softmax(input, self.dim, mask=mask)
 
 

@@ -26,6 +26,8 @@ class Embedding(nn.Embedding):
                 )
 
     def forward(self, input: Tensor, position: Tensor | None = None) -> Tensor:
+        if position is None:
+            return F.embedding(input, self.weight, self.padding_idx)
         return F.embedding(input, self.weight, self.padding_idx, position=position)
 
 

@@ -10,9 +10,10 @@ from deuteron import functional as F
 
 
 class _MaxPool:
+    pool: Any
+
     def forward(self: Any, input: Tensor) -> Any:
-        pool = getattr(F, f"max_pool{self.dims}d")
-        return pool(
+        return self.pool(
             input, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode,
             self.return_indices,
         )  # fmt: skip
@@ -21,19 +22,19 @@ class _MaxPool:
 class MaxPool1d(_MaxPool, nn.MaxPool1d):
     """``torch.nn.MaxPool1d``."""
 
-    dims = 1
+    pool = staticmethod(F.max_pool1d)
 
 
 class MaxPool2d(_MaxPool, nn.MaxPool2d):
     """``torch.nn.MaxPool2d``."""
 
-    dims = 2
+    pool = staticmethod(F.max_pool2d)
 
 
 class MaxPool3d(_MaxPool, nn.MaxPool3d):
     """``torch.nn.MaxPool3d``."""
 
-    dims = 3
+    pool = staticmethod(F.max_pool3d)
 
 
 class AvgPool1d(nn.AvgPool1d):
