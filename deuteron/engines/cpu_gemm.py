@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
+from deuteron.engines.cpu_channel_norm import CHANNEL_NORM
 from deuteron.engines.cpu_layout import TO_LAYOUT
 from deuteron.engines.cpu_norm import NORM_GRAD
 from deuteron.engines.cpu_pool import PYRAMID
@@ -31,10 +32,19 @@ class CpuGemm(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_gemm"
-    version = "3"
+    version = "4"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, PYRAMID, TO_LAYOUT, NORM_GRAD)
+        return (
+            PRODUCT,
+            WINOGRAD,
+            DEPTHWISE,
+            ATTENTION,
+            PYRAMID,
+            TO_LAYOUT,
+            NORM_GRAD,
+            CHANNEL_NORM,
+        )
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

@@ -201,6 +201,8 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("cumsum", "cuda"): 0.4, ("cumprod", "cuda"): 0.4,
     ("batch_norm_train", "cuda"): 0.45, ("batch_norm_act", "cuda"): 0.3,
     ("batch_norm_act_grad", "cuda"): 0.15,
+    ("batch_norm_act", "cpu"): 0.12, ("batch_norm_act_grad", "cpu"): 0.15,
+    ("group_norm_grad", "cpu"): 0.1, ("instance_norm_grad", "cpu"): 0.1,
     ("pyramid_pool", "cpu"): 0.08, ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
     ("pyramid_pool_grad", "cuda"): 0.06,
     ("group_norm", "cuda"): 0.5, ("instance_norm", "cuda"): 0.5,  # x is read twice

@@ -9,7 +9,7 @@ from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import delegates, several_calls_win
+from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
 from deuteron.ops import Ops, Sym
 from deuteron.ops.batch_norm import ACTIVATIONS
@@ -53,6 +53,8 @@ def _torch_batch_norm(
     more = residual is not None or activation is not None
     if activation not in KNOWN:
         return NotImplemented
+    if (more or training) and not x.is_cuda and not is_launch_bound(x):
+        return NotImplemented
     # in training ours is several launches, too
     if more and not training and not several_calls_win(x, weight, bias, residual):
         return NotImplemented
@@ -69,7 +71,7 @@ def _torch_batch_norm(
 KNOWN = {None, *TORCHS}
 
 
-@delegates(_torch_batch_norm, keeps_type=True)
+@delegates(_torch_batch_norm, keeps_type=True, on_cpu=ANY)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,

@@ -12,7 +12,7 @@ from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import delegates, several_calls_win
+from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
 from deuteron.ops import Ops, Sym
 
@@ -140,6 +140,9 @@ def _torch_group_norm(
 ) -> Any:  # fmt: skip
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented  # a single one is several launches in torch, too
+    joined = residual is not None or bias_before is not None or activation is not None
+    if joined and not x.is_cuda and not is_launch_bound(x):
+        return NotImplemented
     return _torch_around(torch.group_norm, (num_groups, weight, bias, eps), x, bias_before,
                          residual, activation)  # fmt: skip
 
@@ -210,7 +213,7 @@ def rms_norm(
     return RMS(x, weight, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(_torch_group_norm, several=True)
+@delegates(_torch_group_norm, several=True, on_cpu=ANY)
 def group_norm(
     x: Tensor,
     num_groups: int,

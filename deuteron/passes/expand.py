@@ -1,10 +1,10 @@
 """Operators that stand for several, such as the gradients of a norm, written out in simpler ones
 wherever no kernel takes them whole.
 
-Whole they are kept on GPUs, for tensors in row-major order, and on the CPU those of layer norm and
-RMS norm in float32: hand-written kernels make all their results in one pass over memory. Everywhere
-else the generated code of the simpler operators is as good, and fuses with its neighbours. A
-cross-entropy that joins positions becomes one that does not and their sum.
+Whole they are kept on GPUs, for tensors in row-major order, and on the CPU those of norms, too (of
+layer norm and RMS norm in float32): hand-written kernels make all their results in one pass over
+memory. Everywhere else the generated code of the simpler operators is as good, and fuses with its
+neighbours. A cross-entropy that joins positions becomes one that does not and their sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ Whole = Callable[[str, Sequence[TensorType | None], Mapping[str, Any]], bool]
 ANY_ROWS = frozenset({"rope"})  # whose kernels take any strides but that of the last dimension
 # Our kernels take nhwc as well as row-major, and on a CPU PyTorch's own are quicker than the parts.
 ANY_ORDER = frozenset({"batch_norm_act", "batch_norm_act_grad"})
-ROWS_ON_CPU = frozenset({"layer_norm_grad", "rms_norm_grad"})  # in float32
+ROWS_ON_CPU = {  # and the element types of each
+    "layer_norm_grad": ("f32",),
+    "rms_norm_grad": ("f32",),
+    "group_norm_grad": ("f32", "f16", "bf16"),
+    "instance_norm_grad": ("f32", "f16", "bf16"),
+}
 EXTRA = "extra?"  # an input that is added to the first result
 
 
@@ -38,7 +43,8 @@ def taken_whole(op: str, types: Sequence[TensorType | None], target: Target) -> 
     plain = all(t.numel and t.is_layout("contiguous") for t in given)
     if target.is_cuda or not plain:
         return target.is_cuda and plain
-    return op in ROWS_ON_CPU and all(t.dtype.short == "f32" and t.numel < 2**31 for t in given)
+    kinds = ROWS_ON_CPU.get(op, ())
+    return all(t.dtype.short in kinds and t.numel < 2**31 for t in given)
 
 
 def expand(graph: Graph, ctx: Context) -> Graph:

@@ -1,0 +1,111 @@
+"""Norms of channels in ``cpu_gemm``: the recipes around ``kernels/cpu/channel_norm.py``."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from deuteron.codegen.calls import Argument, Word
+from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.cpu_product import generated, on_this_cpu, roof
+from deuteron.engines.recipes import Knobs, one_way
+from deuteron.engines.roofline import region_cost
+from deuteron.ir.region import Region
+from deuteron.ops import table
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+REACHED = 0.3  # of the arithmetic: every pass waits for the cache
+GROUPS = ("group_norm_grad", "instance_norm_grad")
+OPS = ("batch_norm_act", "batch_norm_act_grad", *GROUPS)
+# what the kernel calls the results of each, in their order
+RESULTS = {
+    "batch_norm_act": ("y", "new_mean", "new_var", "mean", "rstd"),
+    "batch_norm_act_grad": ("dx", "dweight", "dbias", "dz"),
+}
+WIDE = ("mean", "rstd")  # statistics of the batch, which are float32
+PAIRS = (("weight", "bias"), ("running_mean", "running_var"))
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
+    if len(region.nodes) != 1 or region.ops[0] not in OPS:
+        return Refusal("is not batch norm in training or the gradient of a norm of channels")
+    wrong = on_this_cpu(region, target)
+    if wrong is not None:
+        return wrong
+    node, types = region.nodes[0], region.graph.types
+    tensors = _read(region) | _made(region)
+    x = types[tensors["x"]]
+    for name, value in tensors.items():
+        t = types[value]
+        if not t.is_layout("contiguous"):
+            return Refusal(f"{name} is not in row-major order", "call .contiguous()")
+        if t.shape == x.shape and t.dtype != x.dtype:
+            return Refusal(f"{name} is {t.dtype.short}, x is {x.dtype.short}", "cast it")
+        if name in WIDE and t.dtype.short != "f32":
+            return Refusal(f"{name} is {t.dtype.short}, not f32", "keep statistics in float32")
+    for pair in PAIRS:
+        if len({types[tensors[p]].dtype for p in pair if p in tensors}) > 1:
+            return Refusal(f"{' and '.join(pair)} differ in type", "cast one of them")
+    act = node.attrs.get("activation", "none")
+    if act not in ("none", "relu"):
+        return Refusal(f"has no {act} after the norm", "use relu, or apply it apart")
+    if act == "relu" and node.op.endswith("grad") and "residual" in tensors:
+        return Refusal("would have to add the residual again", "give y")
+    return None
+
+
+def _read(region: Region) -> dict[str, str]:
+    """The operands by the kernel's names for them."""
+    node = region.nodes[0]
+    slots = [slot.rstrip("?") for slot in table.get(node.op).inputs]
+    given = zip(slots, node.inputs, strict=False)
+    return {slot: value for slot, value in given if value is not None}
+
+
+def _made(region: Region) -> dict[str, str]:
+    """The results that somebody reads."""
+    node = region.nodes[0]
+    if node.op in GROUPS:
+        weight = "weight" in _read(region)
+        names = ("dx", *(("dweight",) if weight else ()), "dbias")
+    else:
+        names = RESULTS[node.op]
+    found = zip(names, node.outputs, strict=False)
+    return {name: value for name, value in found if value in region.outputs}
+
+
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    return roof(region, target, region_cost(region).flops / (target.rate("f32") * REACHED))
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.cpu.channel_norm import Form, batch_sizes, group_sizes, prepare
+
+    node, types = region.nodes[0], region.graph.types
+    read, made = _read(region), _made(region)
+    x, attrs = types[read["x"]], node.attrs
+    n, channels, length = x.shape[0], x.shape[1], prod(x.shape[2:])
+    grouped = node.op in GROUPS
+    if grouped:
+        sizes = group_sizes(n, channels, length, attrs.get("groups", channels))
+    else:
+        sizes = batch_sizes(n, channels, length)
+    param, running = (
+        next((types[read[p]].dtype.short for p in pair if p in read), "f32") for pair in PAIRS
+    )
+    relu = attrs.get("activation", "none") == "relu"
+    form = Form(x.dtype.short, param, running, grouped, relu, frozenset((*read, *made)))
+    first = len(region.inputs)
+    where: dict[str, Word] = {
+        **{name: Argument(region.inputs.index(value)) for name, value in read.items()},
+        **{name: Argument(first + region.outputs.index(value)) for name, value in made.items()},
+    }
+    numbers: dict[str, Any] = {"eps": attrs.get("eps", 0.0), "momentum": attrs.get("momentum", 0.0)}
+    if grouped and "dbias" in made:
+        numbers["of_bias"] = types[made["dbias"]].dtype.short
+    way = "backward" if node.op.endswith("grad") else "forward"
+    return Kernel.generated(prepare(way, form, sizes, where=where, **numbers))
+
+
+CHANNEL_NORM = generated("channel_norm", _refuse, one_way, _seconds, _build)

@@ -1,0 +1,70 @@
+"""Norms of channels in generated code on the CPU: every sample of theirs, in every type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_engines import Answers, regions_of, right
+from tolerances import allowed, error
+
+import deuteron as dt
+from deuteron.engines.cpu_channel_norm import OPS
+from deuteron.engines.cpu_gemm import CpuGemm
+from deuteron.ops import TABLE
+from deuteron.policy import Policy
+from deuteron.target import target
+
+CPU = target("cpu")
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_sample(op, kind):
+    engine, count = CpuGemm(), 0
+    for note, region, feed in regions_of(TABLE[op], kind):
+        for candidate in engine.candidates(region, CPU, Policy()):
+            if candidate.knobs["recipe"] == "channel_norm":
+                count += 1
+                try:
+                    right(engine, candidate, region, feed, Answers(region, feed))
+                except AssertionError as fault:
+                    raise AssertionError(f"{op} {note}: {fault}") from fault
+    # samples of the gradient bring 16-bit statistics, which only the functions below do not
+    assert count >= 3 or (op, kind != "f32") == ("batch_norm_act_grad", True)
+
+
+def test_refusals_say_why():
+    g = dt.Graph("norm")
+    x = g.tensor("x", (2, 4, 6), strides=(24, 1, 4))
+    g.batch_norm_act(x, None, None, None, None, None)[0].output("y")
+    (choice,) = g.compile(device="cpu").decision.choices
+    assert "not in row-major order" in dict(choice.refusals)["cpu_gemm"].reason
+    h = dt.Graph("norm")
+    h.batch_norm_act(h.tensor("x", (2, 4, 6)), None, None, None, None, None, activation="silu")[
+        0
+    ].output("y")
+    (choice,) = h.compile(device="cpu").decision.choices
+    assert "has no silu" in dict(choice.refusals)["cpu_gemm"].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 4, 5, 7), (2, 6), (5, 2, 129), (1, 3, 2, 3, 4)])
+def test_training_beside_torch_in_float64(shape, dtype):
+    torch.manual_seed(0)
+    large = 100 if dtype is torch.float32 else 2
+    x = (torch.randn(shape) * 3 + large).to(dtype).requires_grad_()
+    w, b = (torch.randn(shape[1]).to(dtype).requires_grad_() for _ in range(2))
+    r, seed = torch.randn(shape).to(dtype).requires_grad_(), torch.randn(shape).to(dtype)
+    f = dt.functional
+    got = torch.autograd.grad(
+        f.batch_norm(x, None, None, w, b, True, residual=r, activation="relu"), (x, w, b, r), seed
+    )
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b, r)]
+    y = torch.nn.functional.batch_norm(wide[0], None, None, wide[1], wide[2], True) + wide[3]
+    want = torch.autograd.grad(y.relu(), wide, seed.double())
+    plain = [t.detach().requires_grad_() for t in (x, w, b, r)]
+    z = torch.nn.functional.batch_norm(plain[0], None, None, plain[1], plain[2], True) + plain[3]
+    theirs = torch.autograd.grad(z.relu(), plain, seed)
+    for mine, torchs, exact in zip(got, theirs, want, strict=True):
+        off, reduced = error(torchs, exact), x.numel() // shape[1]
+        assert error(mine, exact) <= allowed(off, mine.dtype, reduced)
