@@ -230,9 +230,10 @@ def test_the_operators_pass_opcheck():
 
 
 def test_compiled_as_one_graph():
-    aug = Pipeline([RandomAffine(20), ColorJitter(0.2, 0.2, 0.2, 0.1)])
+    steps = [RandomAffine(20), ColorJitter(0.2, 0.2, 0.2, 0.1)]
+    aug = Pipeline(steps)  # compiled before it was ever called
     x = torch.rand(2, 3, 8, 9, requires_grad=True)
-    want = [aug(x, step=s) * 2 for s in range(3)]
+    want = [Pipeline(steps)(x, step=s) * 2 for s in range(3)]
     (grad,) = torch.autograd.grad(want[2].sum(), x)
     call = torch.compile(lambda v: aug(v) * 2, fullgraph=True, backend="aot_eager")
     for step in range(3):
@@ -273,6 +274,11 @@ X = torch.rand(2, 3, 8, 8)
         (lambda: Pipeline([Hue(0.1)])(X[:, :1]), "Hue of 1 channels"),
         (lambda: Pipeline([Normalize((0.5, 0.5), (1, 1))])(X), "2 means for 3 channels"),
         (lambda: Pipeline([])(X, index=torch.arange(3)), "index is int64[3]"),
+        (lambda: Pipeline([])(X, index=[0, 1]), "index is a list"),
+        (lambda: Pipeline([])(X.numpy()), "x is a ndarray"),
+        (lambda: Pipeline([])(X, step=1.5), "step=1.5"),
+        (lambda: Pipeline(HorizontalFlip()), "HorizontalFlip is one step"),
+        (lambda: Pipeline([RandomResizedCrop(3.5)]), "size=3.5"),
         (
             lambda: Pipeline([Hue(0.1)]).with_table(X, torch.zeros(2, 9)),
             "the table is float32[2, 9]",

@@ -266,6 +266,8 @@ def test_errors_say_what_helps():
     for cls in (dt.optim.Lion, dt.optim.LAMB, dt.optim.AdamW8bit):
         with pytest.raises(ValueError, match="Invalid beta parameter at index 1"):
             cls([p], betas=(0.9, 1.0))
+        with pytest.raises(ValueError, match="Invalid betas"):
+            cls([p], betas=(0.9, 0.9, 0.9))
     with pytest.raises(ValueError, match="use AdamW"):
         dt.optim.AdamW8bit([p], state_dtype=torch.bfloat16)
     with pytest.raises(DeuteronError, match="ema_decay"), dt.optim.AdamW([p]).averaged():

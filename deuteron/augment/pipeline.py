@@ -70,8 +70,8 @@ class Pipeline(nn.Module):
         self, x: torch.Tensor, *, index: torch.Tensor | None = None, step: int | None = None
     ) -> torch.Tensor:
         """The changed images. Without ``step`` the pipeline counts its calls."""
+        _check_call(x, index, step)
         self.recipe.check_image(x.shape, x.dtype)
-        _check_index(index, x)
         if torch.compiler.is_compiling():
             traced = self._step.clone() if step is None else torch.tensor(step)
             table = run.augment_draw(x.detach(), traced, index, self.recipe.text, self.seed)
@@ -148,10 +148,21 @@ class Pipeline(nn.Module):
         return f"{steps},\nseed={self.seed}, interpolation={self.recipe.interpolation!r}"
 
 
-def _check_index(index: torch.Tensor | None, x: torch.Tensor) -> None:
-    if index is None:
-        return
-    if index.shape != x.shape[:1] or index.is_floating_point():
+def _check_call(x: Any, index: Any, step: Any) -> None:
+    for name, given in (("x", x), ("index", index)):
+        if not isinstance(given, torch.Tensor) and (given is not None or name == "x"):
+            raise BindError(
+                f"{name} is a {type(given).__name__}, not a tensor",
+                asked="a pipeline on images",
+                remedy=f"torch.as_tensor({name})",
+            )
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise BindError(
+            f"step={step!r} is not an integer",
+            asked="a pipeline on images",
+            remedy="count from 0, or leave it out",
+        )
+    if index is not None and (index.shape != x.shape[:1] or index.is_floating_point()):
         raise BindError(
             f"index is {str(index.dtype).removeprefix('torch.')}{list(index.shape)}",
             asked=f"a pipeline on {x.shape[0]} images",

@@ -212,7 +212,7 @@ class RandomResizedCrop(Geometric):
         self.probability(self.p)
         self.interval("scale", self.scale, 1e-6, 1.0)
         self.interval("ratio", self.ratio, 1e-3, 1e3)
-        both = self.result_size((0, 0))
+        both = self.size if isinstance(self.size, tuple) else (self.size,) * 2
         if len(both) != 2 or any(not isinstance(s, int) or s < 1 for s in both):
             raise self.wrong(f"size={self.size!r} is no size of an image", "e.g. 224 or (224, 320)")
 

@@ -38,9 +38,22 @@ class Recipe:
     interpolation: str
     padding: str
 
+    def __post_init__(self) -> None:
+        """All that is kept is worked out now: the first look at a cached property takes a lock,
+        which torch.compile cannot."""
+        for name, kept in vars(type(self)).items():
+            if isinstance(kept, cached_property):
+                getattr(self, name)
+
     @staticmethod
     def make(steps: Sequence[Step], interpolation: str, padding: str | None) -> Recipe:
         """Checked and complete, or a GraphError that names the step."""
+        if isinstance(steps, Step):
+            raise GraphError(
+                f"{type(steps).__name__} is one step, and a list of them is needed",
+                asked="Pipeline",
+                remedy=f"Pipeline([{type(steps).__name__}(…)])",
+            )
         simple = tuple(part for step in steps for part in _known(step).parts())
         _check_order(simple)
         if interpolation not in MODES:

@@ -293,7 +293,7 @@ class Fused(torch.optim.Optimizer):
             raise BindError(
                 "its gradient is sparse",
                 asked=asked,
-                remedy="make the layer with sparse=False, or use torch.optim.SparseAdam",
+                remedy="make the layer with sparse=False, or use torch.optim.SparseAdam or SGD",
             )
         if p.dtype.to_real() not in FLOATS:
             raise BindError(

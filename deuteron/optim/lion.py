@@ -15,6 +15,8 @@ def check_common(lr: float | torch.Tensor, betas: tuple[float, float], decay: fl
     """The bounds that torch.optim sets, for classes that it does not have."""
     if not float(lr) >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
+    if len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas}; there are two of them")
     for i, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
