@@ -48,10 +48,13 @@ class Case:
 
 
 def laid_out(values: torch.Tensor, strides: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
-    """A copy with these strides on a device; along a stride of zero it holds one element."""
+    """A copy with these strides on a device, at an address as good or bad for vectors; along a
+    stride of zero it holds one element."""
     once = values[tuple(slice(None) if step else slice(1) for step in strides)]
-    room = torch.empty_strided(once.shape, strides, dtype=values.dtype, device=device)
-    return room.copy_(once).expand(values.shape)
+    first = int(values.data_ptr() % 16 != 0)
+    span = first + 1 + sum((n - 1) * step for n, step in zip(once.shape, strides, strict=True))
+    room = torch.empty(max(span, 0), dtype=values.dtype, device=device)
+    return room.as_strided(once.shape, strides, first).copy_(once).expand(values.shape)
 
 
 def case_of(name: str, graph: Graph, feed: dict[str, torch.Tensor]) -> Case | None:
