@@ -40,6 +40,10 @@ EVEN = 5e-3  # the mean of 2¹⁶ numbers that lie evenly in [0, 1), from a half
 AT_A_STEP = 1e-3  # the part of pixels
 AT_A_CORNER, CORNER = 2e-3, 1e-2  # the part of gradients, and by how much of the largest
 
+# Where the exact answer is nothing but zeros, such as a norm of equal numbers: roundings of the
+# numbers that cancel, of which a norm makes 1 / √eps times as many.
+CANCELLED = 1e4
+
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> float:
     """Largest |out − exact| relative to the scale of exact; inf if nan or inf differ."""
