@@ -241,7 +241,10 @@ def _candidates(graph: Any, want: torch.Tensor, sets: list[Tensors]) -> dict[str
             continue
 
         def over(kernel: Any = kernel) -> list[Any]:
-            return [kernel.fn(*_ordered(graph, x), torch.empty_like(want)) for x in sets]
+            outs = [torch.empty_like(want) for _ in sets]
+            for x, out in zip(sets, outs, strict=True):
+                kernel.fn(*_ordered(graph, x), out)
+            return outs
 
         found[name] = captured(over)
     return found

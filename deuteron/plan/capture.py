@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 
-def capture(fn: Callable[[], T], warmups: int = 2) -> tuple[torch.cuda.CUDAGraph, T]:
-    """``fn`` captured, and what it returned while it was.
+def capture(
+    fn: Callable[[], T], warmups: int = 2, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """``fn`` captured, and what it returned while it was. Its memory is its own, or that of other
+    graphs with the same ``pool``, which must not run at the same time.
 
     cuBLAS keeps its scratch memory per stream, wherever it was first allocated: possibly in the
     pool of another graph, which may be gone when this one is replayed. Clearing that memory
@@ -30,7 +33,7 @@ def capture(fn: Callable[[], T], warmups: int = 2) -> tuple[torch.cuda.CUDAGraph
     seed, offset = random.initial_seed(), random.get_offset()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             result = fn()
     except RuntimeError:
         # a capture that breaks off leaves the generator believing it goes on: give it a new state
