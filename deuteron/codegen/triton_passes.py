@@ -9,10 +9,10 @@ is stored in the first pass that knows it: a gradient beside its own sum is made
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from deuteron.codegen.scalar import Const, Load, Reduce, ScalarProgram, Statement, Store
+from deuteron.codegen.scalar import Const, Load, Reduce, ScalarProgram, Statement, Store, reads
 from deuteron.codegen.softmax import Softmax, softmaxes
 from deuteron.codegen.triton_body import Body, closure, depths
 from deuteron.codegen.triton_math import combine, identity
@@ -126,8 +126,13 @@ class Passes:
             found.append((body, grid, tuple(p.name for p in partials)))
         return found, tuple(partials)
 
-    def _loop(self, body: Body, block: int, inside: Callable[[str], None]) -> None:
-        """Write a loop over the columns; ``inside`` writes the body for each copy (suffix)."""
+    def _loop(
+        self, body: Body, block: int, statements: Sequence[Statement],
+        inside: Callable[[list[str]], None] = lambda copies: None,
+    ) -> None:  # fmt: skip
+        """Write a loop over the columns: ``statements`` for each copy (suffix), then what
+        ``inside`` makes of all copies. The loads of all copies come first, because a load never
+        overtakes a store: a program would wait for each in turn."""
         columns, step = self.program.columns, block * self.unroll
         shared = self.shared
         part = -(-columns // (shared * step)) * step
@@ -137,14 +142,18 @@ class Passes:
         body.line(f"for o in range({first}):")
         outside, body.indent = body.indent, body.indent + "    "
         lift = "" if body.flat_row else "[None, :]"
-        for u in range(self.unroll):
-            suffix = f"_{u}" if self.unroll > 1 else ""
+        copies = [f"_{u}" if self.unroll > 1 else "" for u in range(self.unroll)]
+        loads = [s for s in statements if isinstance(s, Load) and not reads(s)]
+        for u, suffix in enumerate(copies):
             shift = f" + {u * block}" if u else ""
             body.line(f"c{suffix} = o{shift} + tl.arange(0, {block}){lift}")
             if part * shared != columns:
                 body.masks["c"] = "inside_c"
                 body.line(f"inside_c{suffix} = c{suffix} < {columns}")
-            inside(suffix)
+            body.emit(loads, suffix)
+        for suffix in copies:
+            body.emit((s for s in statements if s not in loads), suffix)
+        inside(copies)
         body.indent = outside
 
     def _hints(self, body: Body, at: int) -> None:
@@ -184,20 +193,16 @@ class Passes:
             kind = "tl.int32" if r.kind == "bool" else body.math.type(r.kind)
             value = identity(r.op, r.kind)
             body.line(f"a_{r.name} = tl.full({body.shape}, {value}, {kind})")
-        statements: list[Statement] = [*self._needed(at), *self._stores(at)]
-        copies: list[str] = []
 
-        def inside(suffix: str) -> None:
-            copies.append(suffix)
-            body.emit(statements, suffix)
-            for r in single:
-                value = body.masked(r, suffix)
-                body.line(f"a_{r.name} = {combine(r.op, r.kind, 'a_' + r.name, value)}")
-            if len(copies) == self.unroll:
-                for pair in pairs:
-                    self._online(body, pair, copies)
+        def inside(copies: list[str]) -> None:
+            for suffix in copies:
+                for r in single:
+                    value = body.masked(r, suffix)
+                    body.line(f"a_{r.name} = {combine(r.op, r.kind, 'a_' + r.name, value)}")
+            for pair in pairs:
+                self._online(body, pair, copies)
 
-        self._loop(body, block, inside)
+        self._loop(body, block, [*self._needed(at), *self._stores(at)], inside)
 
     def _online(self, body: Body, pair: Softmax, copies: list[str]) -> None:
         m, s = f"a_{pair.top.name}", f"a_{pair.total.name}"
@@ -255,8 +260,7 @@ class Passes:
         if not self._stores(at):
             return
         self._hints(body, at)
-        statements: list[Statement] = [*self._needed(at), *self._stores(at)]
-        self._loop(body, block, lambda suffix: body.emit(statements, suffix))
+        self._loop(body, block, [*self._needed(at), *self._stores(at)])
 
 
 def dependent_reductions(program: ScalarProgram) -> int:
