@@ -60,6 +60,7 @@ def compiled(division, dtype, residual, activation, arch, monkeypatch) -> dict:
         found[self.fn.__name__] = self.compile(kinds, constants, warps, stages, target)
 
     monkeypatch.setattr(batch_norm.Launchable, "__call__", compile_only)
+    monkeypatch.setattr(batch_norm, "chained", lambda device: arch >= 90)
     t, s = torch.empty(1, dtype=dtype), torch.empty(1)
     r = t if residual else None
     act = {"activation": activation, "slope": 0.1}
@@ -88,6 +89,9 @@ def test_compile_without_spills_and_move_16_bytes(
     for arch in (80, 90):
         for name, kernel in compiled(d, dtype, residual, act, arch, monkeypatch).items():
             assert spilled(kernel, arch) == 0, name
+            follows = arch >= 90 and name.endswith(("merge", "apply"))
+            assert kernel.metadata.launch_pdl == follows, name
+            assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == follows, name
             if shape == BIG and "merge" not in name:
                 wide = re.search(
                     r"cp\.async\.cg.* 0x10|ld\.global[.\w:]*v4\.b32", kernel.asm["ptx"]

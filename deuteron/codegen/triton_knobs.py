@@ -21,6 +21,11 @@ FEWER_WARPS = (32, 16, 8)  # the same for long rows, where waiting for other war
 LOOP = (  # block, warps, unroll: 32 warps leave 64 registers a thread, so fewer copies
     (2048, 8, 8), (8192, 32, 4), (4096, 16, 4), (2048, 8, 4), (1024, 4, 4), (1024, 4, 1),
 )  # fmt: skip
+# Rows of which L2 holds few: a program that has one to itself, and copies as many as registers hold
+LONG_LOOP = {
+    65536: ((2048, 8, 16), (8192, 32, 8), (4096, 16, 8), (2048, 8, 8)),
+    131072: ((8192, 32, 8), (4096, 16, 16), (8192, 32, 4), (4096, 16, 8)),
+}
 COLUMN = ((64, 32, 8), (128, 16, 8), (32, 64, 8), (32, 16, 4))  # rows, block, warps
 WAVES = 8  # programs per multiprocessor that share the rows of a column reduction
 WAITING = ((4096, 16, 2), (2048, 8, 8), (4096, 16, 4))  # loops for sums that wait for sums
@@ -58,10 +63,14 @@ def _elementwise(program: ScalarProgram, units: int) -> list[Knobs]:
 def _flat(program: ScalarProgram) -> tuple[tuple[int, int], ...]:
     """16 bytes a thread at a time; twice as many where 16 bits go through slow functions, so that
     there is work while they wait."""
-    widest = max(s.dtype.bits for s in program.statements if isinstance(s, Load | Store))
     slow = any(isinstance(s, Compute) and s.op in SLOW for s in program.statements)
-    first = (512, 4) if widest > 16 else (2048, 4) if slow else (1024, 4)
+    first = (512, 4) if _widest(program) > 16 else (2048, 4) if slow else (1024, 4)
     return tuple(dict.fromkeys((first, *FLAT)))
+
+
+def _widest(program: ScalarProgram) -> int:
+    """Bits of the largest elements that are read or written."""
+    return max(s.dtype.bits for s in program.statements if isinstance(s, Load | Store))
 
 
 def _rows(program: ScalarProgram, units: int) -> list[Knobs]:
@@ -99,8 +108,12 @@ def _rows(program: ScalarProgram, units: int) -> list[Knobs]:
 
 def _loops(program: ScalarProgram, width: int, waits: bool) -> list[tuple[int, int, int]]:
     """Wide blocks where rows are very long or several tensors are read; else the usual order."""
-    if width > 65536 or _streams(program) > 1:
+    if _streams(program) > 1:
         return sorted(LOOP, reverse=True)
+    if width >= 65536:
+        halves = 2 if _widest(program) > 16 else 1  # of the copies, where they are twice as large
+        table = LONG_LOOP[min(width, 131072)]
+        return [(block, warps, unroll // halves) for block, warps, unroll in table]
     return list(WAITING if waits and width == LONG_ROW else LOOP)
 
 

@@ -19,6 +19,7 @@ from deuteron.codegen.triton_math import combine, identity
 
 Kernel = tuple[Body, int, tuple[str, ...]]
 KIND = {"float": "f32", "int": "i64", "bool": "i32"}
+LOWEST = {False: "-3.4028234663852886e+38", True: "-1.7976931348623157e+308"}  # by width
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,8 @@ class Passes:
         for r in self._reductions(at):
             kind = "tl.int32" if r.kind == "bool" else body.math.type(r.kind)
             value = identity(r.op, r.kind)
+            if any(r == pair.top for pair in pairs):
+                value = LOWEST[self.program.wide]  # finite: no -inf - -inf
             body.line(f"a_{r.name} = tl.full({body.shape}, {value}, {kind})")
 
         def inside(copies: list[str]) -> None:
@@ -215,10 +218,9 @@ class Passes:
         for x in xs[1:]:
             top = combine("max", "float", top, x)
         body.line(f"top = {combine('max', 'float', m, top)}")
-        body.line('zero = tl.where(top == float("-inf"), 0.0, top)')  # no -inf - -inf
         e = body.math.exponential
-        terms = " + ".join(e(f"{x} - zero") for x in xs)
-        body.line(f"{s} = {s} * {e(f'{m} - zero')} + ({terms})")
+        terms = " + ".join(e(f"{x} - top") for x in xs)
+        body.line(f"{s} = {s} * {e(f'{m} - top')} + ({terms})")
         body.line(f"{m} = top")
 
     def _pair_of(self, r: Reduce) -> Softmax | None:
@@ -233,11 +235,12 @@ class Passes:
                 body.line(f"{r.name} = {body.finish(r, tile)}", f"{r.op} over the row")
             else:
                 top = pair.top.name
-                body.line(f'zero = tl.where({top} == float("-inf"), 0.0, {top})')
-                scaled = f"{tile} * {body.math.exponential(f'{prefix}{top} - zero')}"
+                scaled = f"{tile} * {body.math.exponential(f'{prefix}{top} - {top}')}"
                 body.line(f"{r.name} = {body.finish(r, scaled)}", "sum of e^(x - max)")
                 if not part:
-                    nan = f'tl.where({top} == float("-inf"), float("nan"), {r.name})'
+                    low = f'tl.where({r.name} == 0.0, float("-inf"), {top})'
+                    body.line(f"{top} = {low}", "where all are -inf")
+                    nan = f'tl.where({r.name} == 0.0, float("nan"), {r.name})'
                     body.line(f"{r.name} = {nan}", "-inf - -inf, as without the shift")
             body.row_value(r.name)
 

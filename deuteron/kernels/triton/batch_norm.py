@@ -12,15 +12,15 @@ import torch
 
 from deuteron.kernels.triton import batch_norm_passes as passes
 from deuteron.kernels.triton.batch_norm_tiles import Division, merge_tile
-from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.launch import Launchable, chained
 
 forward_once, backward_once = Launchable(passes.forward_once), Launchable(passes.backward_once)
 forward_statistics = Launchable(passes.forward_statistics)
-forward_merge = Launchable(passes.forward_merge)
-forward_apply = Launchable(passes.forward_apply)
+forward_merge = Launchable(passes.forward_merge, follows=True)
+forward_apply = Launchable(passes.forward_apply, follows=True)
 backward_sums = Launchable(passes.backward_sums)
-backward_merge = Launchable(passes.backward_merge)
-backward_apply = Launchable(passes.backward_apply)
+backward_merge = Launchable(passes.backward_merge, follows=True)
+backward_apply = Launchable(passes.backward_apply, follows=True)
 
 Maybe = torch.Tensor | None
 
@@ -45,7 +45,8 @@ def forward(
     pieces, channels = d.pieces, d.channels
     scratch = torch.empty(d.workspace // 4, dtype=torch.float32, device=x.device)
     counts = scratch[2 * pieces * channels :]
-    first, second = _more(d, d.deep), _more(d, d.stages)
+    chain = chained(x.device)
+    first, second = _more(d, d.deep, chain), _more(d, d.stages, chain)
     forward_statistics(
         (d.splits * d.blocks,), x, scratch, counts, d.blocks, d.splits, *size, d.across,
         **d.constants, **first,
@@ -54,6 +55,7 @@ def forward(
     forward_merge(
         (-(-channels // b),), x, scratch, counts, *learned, float(d.count), share, unbiased, eps,
         pieces, d.rows, channels, d.units, LAST=d.last, V=d.constants["V"], P=p, B=b,
+        CHAIN=chain,
     )  # fmt: skip
     groups = -(-d.tiles // d.each)
     forward_apply(
@@ -62,8 +64,10 @@ def forward(
     )  # fmt: skip
 
 
-def _more(d: Division, stages: int) -> dict[str, Any]:
-    return {"STAGES": stages, "WIDE": d.wide, "warps": d.warps, "stages": stages}
+def _more(d: Division, stages: int, chain: bool) -> dict[str, Any]:
+    return {
+        "STAGES": stages, "WIDE": d.wide, "CHAIN": chain, "warps": d.warps, "stages": stages
+    }  # fmt: skip
 
 
 def backward(
@@ -84,7 +88,8 @@ def backward(
     pieces, channels = d.pieces, d.channels
     scratch = torch.empty(2 * (pieces + 1) * channels, dtype=torch.float32, device=x.device)
     means = scratch[2 * pieces * channels :]
-    first, second = _more(d, d.deep), _more(d, d.stages)
+    chain = chained(x.device)
+    first, second = _more(d, d.deep, chain), _more(d, d.stages, chain)
     backward_sums(
         (d.splits * d.blocks,), *read, dz, weight, bias, mean, rstd, scratch, slope, d.blocks,
         d.splits, *size, d.across, ACT=activation, **d.constants, **first,
@@ -92,7 +97,7 @@ def backward(
     p, b = merge_tile(d)
     backward_merge(
         (-(-channels // b),), scratch, rstd, dweight, dbias, means, part, pieces, channels,
-        P=p, B=b,
+        P=p, B=b, CHAIN=chain,
     )  # fmt: skip
     if dx is None:
         return

@@ -20,12 +20,17 @@ the same bits.
 
 A first pass goes through the tiles upwards, the second downwards: what the first read last is in
 L2 still. What is small takes one launch, each program with all rows of its channels.
+
+Where the GPU can (CHAIN), the merge and the second pass are launched at once and wait for their
+turn on the multiprocessors: a launch costs more than a merge.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from deuteron.kernels.triton.chain import enter
 
 SAMPLES = tl.constexpr(8)  # values of a channel that its pivot is chosen from
 
@@ -333,10 +338,11 @@ def backward_once(
 def forward_statistics(
     x, parts, counts, blocks, splits, rows, tiles, channels, units, across,
     LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """parts[0] and parts[1]: mean above the pivot and squared spread of each program's rows;
     counts: how many values that were."""
+    enter(CHAIN, True)
     split, block = _start(blocks, WIDE)
     n, mean, spread = _statistics(
         x, split, splits, block, rows, tiles, channels, units, across, LAST, A, B, V, STAGES
@@ -353,9 +359,10 @@ def forward_statistics(
 def forward_merge(
     x, parts, counts, running_mean, running_var, new_mean, new_var, mean_out, rstd_out,
     n, share, unbiased, eps, pieces, rows, channels, units,
-    LAST: tl.constexpr, V: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+    LAST: tl.constexpr, V: tl.constexpr, P: tl.constexpr, B: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Chan's formula over the parts of B channels."""
+    enter(CHAIN, False)
     c = (tl.program_id(0) * B + tl.arange(0, B))[None, :]
     p = tl.arange(0, P)[:, None]
     sums = tl.zeros((P, B), tl.float32)
@@ -385,9 +392,10 @@ def forward_apply(
     x, residual, y, weight, bias, mean_in, rstd_in, slope, blocks, last, each,
     rows, tiles, channels, units, across,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """y of ``each`` tiles in a row, the last tiles of x first."""
+    enter(CHAIN, False)
     split, block = _start(blocks, WIDE)
     first = (last - split) * each
     c = _channel(block, across, LAST, B)
@@ -403,9 +411,10 @@ def backward_sums(
     grad, x, y, residual, dz, weight, bias, mean_in, rstd_in, parts, slope, blocks, splits,
     rows, tiles, channels, units, across,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """parts[0] and parts[1]: Σ dz and Σ dz · (x − mean) of each program's rows."""
+    enter(CHAIN, True)
     split, block = _start(blocks, WIDE)
     c = _channel(block, across, LAST, B)
     mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
@@ -423,10 +432,11 @@ def backward_sums(
 @triton.jit
 def backward_merge(
     parts, rstd_in, dweight, dbias, means, share, pieces, channels,
-    P: tl.constexpr, B: tl.constexpr,
+    P: tl.constexpr, B: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The sums of B channels, and what the second pass needs of them: means[0] = Σ dz / n and
     means[1] = rstd² · Σ dz · (x − mean) / n."""
+    enter(CHAIN, False)
     c = (tl.program_id(0) * B + tl.arange(0, B))[None, :]
     p = tl.arange(0, P)[:, None]
     plain = tl.zeros((P, B), tl.float32)
@@ -451,9 +461,10 @@ def backward_apply(
     grad, x, y, residual, dz, dx, weight, bias, mean_in, rstd_in, means, slope, blocks, last, each,
     rows, tiles, channels, units, across,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """dx of ``each`` tiles in a row, the last tiles of x first."""
+    enter(CHAIN, False)
     split, block = _start(blocks, WIDE)
     first = (last - split) * each
     c = _channel(block, across, LAST, B)

@@ -11,6 +11,7 @@ integers, the constants) and a dictionary; after that only addresses and numbers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,10 +33,13 @@ class Launchable:
     Tensors become pointers: strides and sizes are arguments of their own. A None among the
     arguments is a constant: the kernel tests ``if bias is not None``. Python floats arrive as
     float32, integers as int32 where they fit, else as int64.
+
+    One that ``follows`` another kernel of ours, with the constant CHAIN, is launched while that
+    still runs, and must wait for it by ``gdc_wait()`` before it reads or writes anything.
     """
 
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
+    def __init__(self, fn: Any, follows: bool = False) -> None:
+        self.fn, self.follows = fn, follows
         self.interpreted = _interpreting()
         self.ready: dict[Any, Any] = {}
 
@@ -103,8 +107,17 @@ class Launchable:
             signature.setdefault(name, "constexpr")
         ordered = {name: signature[name] for name in names}
         source = ASTSource(self.fn, ordered, constexprs=_by_place(names, fixed), attrs=attrs)
-        options = {"num_warps": warps, "num_stages": stages}
+        early = self.follows and bool(constants.get("CHAIN"))
+        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
         return triton.compile(source, target=target, options=options)
+
+
+@cache
+def chained(device: torch.device) -> bool:
+    """Whether a kernel may be launched there before the one it follows has ended."""
+    if device.type != "cuda" or _interpreting():
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _by_place(names: Sequence[str], fixed: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:

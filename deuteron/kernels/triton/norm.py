@@ -34,7 +34,8 @@ import triton
 import triton.language as tl
 
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.chain import enter
+from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.kernels.triton.norm_ways import COLUMNS, Way, Work
 
 
@@ -109,6 +110,7 @@ def _rows(
     x, grad, weight, extra, dx, dweight, dbias, rows,
     N: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """A persistent program takes R rows at a time, the last first, and keeps sums of its columns.
 
@@ -119,6 +121,7 @@ def _rows(
     which is read while the row before is worked on: all sums are then found at once, and warps wait
     for each other once. The first element is at most √N deviations from the mean, so what the
     variance loses to cancellation is at most N roundings of float32, less than one of 16 bits."""
+    enter(CHAIN, True)
     REFINE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth >= 32
     c = tl.arange(0, BLOCK)[None, :]
     column = c < N
@@ -195,10 +198,11 @@ def _rows(
 def _sums_of_rows(
     x, grad, weight, sums,
     N: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The mean, what its rounding left of it, rstd, mean(inner · hat) and mean(inner) of one row,
     read block by block; what is read again comes from L2."""
+    enter(CHAIN, True)
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     x += r * N
@@ -242,9 +246,10 @@ def _sums_of_rows(
 def _long(
     x, grad, weight, extra, dx, dweight, dbias, sums, rows,
     N: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    R: tl.constexpr, STAGES: tl.constexpr,
+    R: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of every so-manieth row; the sums of the rows are known."""
+    enter(CHAIN, False)
     EVEN: tl.constexpr = N % BLOCK == 0
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     column = c < N
@@ -293,12 +298,13 @@ def _long(
 def _groups(
     x, grad, weight, extra, dx, dweight, dbias,
     GROUPS: tl.constexpr, EACH: tl.constexpr, HW: tl.constexpr, EPS: tl.constexpr,
-    WIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    WIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """One group of one sample: EACH channels of HW positions, in tiles of C channels × H.
 
     Mean and variance in one pass: values are taken relative to the mean of the first tile. That
     mean differs from the group's by at most √(tiles) deviations, so little cancels."""
+    enter(CHAIN, True)
     row = tl.program_id(0).to(tl.int64)
     L: tl.constexpr = EACH * HW
     BLOCK: tl.constexpr = C * H
@@ -367,8 +373,12 @@ def _groups(
 
 
 @triton.jit
-def _add_up(partial_w, partial_b, dweight, dbias, count, n, R: tl.constexpr, BLOCK: tl.constexpr):
+def _add_up(
+    partial_w, partial_b, dweight, dbias, count, n,
+    R: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
     """Partial results [count, n] summed down the columns."""
+    enter(CHAIN, False)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if dweight is not None:
         _write(dweight + c, _column_sums(partial_w, count, n, c, R, BLOCK), c < n, False)
@@ -386,8 +396,8 @@ def _column_sums(partials, count, n, c, R: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-ROWS, SUMS_OF_ROWS, LONG = map(Launchable, (_rows, _sums_of_rows, _long))
-GROUPS, ADD_UP = map(Launchable, (_groups, _add_up))
+ROWS, SUMS_OF_ROWS, GROUPS = map(Launchable, (_rows, _sums_of_rows, _groups))
+LONG, ADD_UP = Launchable(_long, follows=True), Launchable(_add_up, follows=True)
 
 
 # ---- the calls
@@ -425,15 +435,18 @@ def backward(work: Work, way: Way) -> Call:
         x: Tensor, grad: Tensor, weight: Maybe, extra: Maybe, dx: Maybe, dweight: Maybe,
         dbias: Maybe,
     ) -> None:  # fmt: skip
+        chain = chained(x.device)
         if count == 1 or (dweight is None and dbias is None):
-            first(x, grad, weight, extra, dx, dweight, dbias)
+            first(x, grad, weight, extra, dx, dweight, dbias, CHAIN=chain)
             return
         w, b = (
             None if p is None else torch.empty((count, n), dtype=wide, device=x.device)
             for p in (dweight, dbias)
         )  # fmt: skip
-        first(x, grad, weight, extra, dx, w, b)
-        ADD_UP((-(-n // 32),), w, b, dweight, dbias, count, n, R=64, BLOCK=32, warps=8)
+        first(x, grad, weight, extra, dx, w, b, CHAIN=chain)
+        ADD_UP(
+            (-(-n // 32),), w, b, dweight, dbias, count, n, R=64, BLOCK=32, CHAIN=chain, warps=8
+        )  # fmt: skip
 
     return run
 
@@ -450,7 +463,7 @@ def _rows_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[...,
         ROWS, (way.programs,), warps=way.warps, BLOCK=block, R=way.rows, EVEN=even,
         STAGES=way.stages, **constants,
     )  # fmt: skip
-    return lambda *tensors: call(*tensors, work.rows)
+    return lambda *tensors, CHAIN: call(*tensors, work.rows, CHAIN=CHAIN)
 
 
 def _long_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:
@@ -462,9 +475,9 @@ def _long_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[...,
         STAGES=way.stages, **constants,
     )  # fmt: skip
 
-    def run(x: Tensor, grad: Tensor, weight: Maybe, *rest: Maybe) -> None:
+    def run(x: Tensor, grad: Tensor, weight: Maybe, *rest: Maybe, CHAIN: bool) -> None:
         sums = torch.empty((rows, 5), dtype=wide, device=x.device)
-        sums_of_rows(x, grad, weight, sums)
-        columns(x, grad, weight, *rest, sums, rows)
+        sums_of_rows(x, grad, weight, sums, CHAIN=CHAIN)
+        columns(x, grad, weight, *rest, sums, rows, CHAIN=CHAIN)
 
     return run
