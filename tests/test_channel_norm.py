@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_engines import Answers, regions_of, right
-from tolerances import allowed, error
+from tolerances import SINGLE_LAYERS, allowed, error
 
 import deuteron as dt
 from deuteron.engines.cpu_channel_norm import OPS
@@ -68,3 +68,31 @@ def test_training_beside_torch_in_float64(shape, dtype):
     for mine, torchs, exact in zip(got, theirs, want, strict=True):
         off, reduced = error(torchs, exact), x.numel() // shape[1]
         assert error(mine, exact) <= allowed(off, mine.dtype, reduced)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (4,), (3, 4), (2, 3)])
+def test_results_that_nobody_reads_are_not_written(wanted):
+    """The gradient of a norm of few numbers computes the statistics again, and nothing else."""
+    g = dt.Graph("norm")
+    x, mean, var = g.tensor("x", (5, 8)), g.tensor("mean", (8,)), g.tensor("var", (8,))
+    results = g.batch_norm_act(x, None, None, mean, var, None)
+    for i in wanted:
+        results[i].output(str(i))
+    plan = g.compile(device="cpu")
+    assert plan.decision.choices[0].candidate.knobs["recipe"] == "channel_norm"
+    feed = {"x": torch.randn(5, 8), "mean": torch.randn(8), "var": torch.rand(8)}
+    want = TABLE["batch_norm_act"].reference(
+        feed["x"], None, None, feed["mean"], feed["var"], None, momentum=0.1, eps=1e-5,
+        activation="none", slope=0.01,
+    )  # fmt: skip
+    for i in wanted:
+        assert error(plan.run(**feed)[str(i)], want[i]) <= allowed(0.0, torch.float32, 5)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (3, 8, 2), (7, 3000)])
+def test_the_gradient_of_few_numbers_per_channel(shape):
+    x = torch.randn(shape, requires_grad=True)
+    y = x.detach().double().requires_grad_()
+    dt.functional.batch_norm(x, None, None, training=True).sin().sum().backward()
+    torch.nn.functional.batch_norm(y, None, None, training=True).sin().sum().backward()
+    assert error(x.grad, y.grad) <= SINGLE_LAYERS

@@ -138,11 +138,14 @@ class _Sets:
         c = self.c
         base = c.mul(channel, self.n["set_step"])
         mean, variance, rstd = self.statistics(base)
-        c.store(mean, c.at(self.at["mean"], channel))
-        c.store(rstd, c.at(self.at["rstd"], channel))
+        for name, value in (("mean", mean), ("rstd", rstd)):
+            if self.has(name):
+                c.store(value, c.at(self.at[name], channel))
         spread = c.b.fdiv(self.count, c.b.fsub(self.count, c.f(1.0)))
         self.move("mean", channel, mean)
         self.move("var", channel, c.b.fmul(variance, spread))
+        if not self.has("y"):  # a gradient that computes the statistics again
+            return
         scale = c.b.fmul(rstd, self.number("weight", channel, 1.0))
         shift = self.number("bias", channel, 0.0)
         with self.segments(base) as (_, at):
