@@ -185,7 +185,6 @@ SHAPES = (
     (3, 10, 20, 20),
 )  # fmt: skip
 SPLIT = (("tile", 256), ("each", 2), ("once", False))
-CHUNKS = ((*SPLIT, ("chunks", 2)), (*SPLIT, ("chunks", 3)))
 
 
 def cases() -> Iterator[Case]:
@@ -204,10 +203,6 @@ def cases() -> Iterator[Case]:
                 case = replace(case, activation="relu" if count % 2 else "none")
             yield replace(case, knobs=SPLIT) if k else case
             count += 1
-    for k, (last, knobs) in enumerate(product((False, True), CHUNKS)):
-        yield Case(
-            (3, 70, 3, 5), dtypes[k % 3], last, "relu", k % 2 == 0, "wbr", "offset", knobs=knobs
-        )  # fmt: skip
     for last, knobs in product((False, True), ((), SPLIT)):
         yield Case((3, 5, 7), torch.bfloat16, last, "none", False, "wb", "huge", knobs=knobs)
 

@@ -127,19 +127,6 @@ def test_tiles_cover_everything_and_programs_are_many(shape, last):
         assert d.splits * d.blocks >= H200.units
 
 
-@pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("shape", [BIG, (9, 1001), (128, 96, 14, 14), (2, 70, 30, 30)])
-@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
-def test_chunks_cover_every_block_and_channel_once(shape, last, chunks):
-    d = divide(shape, last, H200.units, chunks=chunks, once=False)
-    assert len(d.chunks) <= chunks
-    block = channel = 0
-    for first, blocks, begin, end in d.chunks:
-        assert (first, begin) == (block, channel) and blocks > 0 and end > begin
-        block, channel = first + blocks, end
-    assert (block, channel) == (d.blocks, d.channels)
-
-
 # ---- who runs it
 
 

@@ -149,18 +149,12 @@ def _must(read: Read, region: Region) -> Step:
 
 
 def _knobs(read: Read, region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    step = _must(read, region)
-    image = step.image
+    image = _must(read, region).image
     usual = {"tile": TILE, "warps": 4}
     if _division(image, target, usual).once:
         return usual, {**usual, "warps": 8}, {**usual, "once": False}
-    # L2 can hold a part of the channels until the second pass comes, an eighth of them at least:
-    # more launches would take longer than what they save
-    held = step.image.nbytes * (1 if read is forward_step else 2) / max(target.cache_bytes, 1)
-    cut = [n for n in (2, 4, 8) if 0.2 < held / n < 1.1 and image.shape[1] // n >= 32]
     return (
         usual,
-        *({**usual, "chunks": n} for n in cut),
         {**usual, "waves": 3, "deep": 4, "stages": 4, "each": 1},
         {"tile": 2 * TILE, "warps": 8, "deep": 3},
     )

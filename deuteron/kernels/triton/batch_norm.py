@@ -16,11 +16,9 @@ from deuteron.kernels.triton.launch import Launchable, chained
 
 forward_once, backward_once = Launchable(passes.forward_once), Launchable(passes.backward_once)
 forward_statistics = Launchable(passes.forward_statistics)
-later_statistics = Launchable(passes.forward_statistics, follows=True)
 forward_merge = Launchable(passes.forward_merge, follows=True)
 forward_apply = Launchable(passes.forward_apply, follows=True)
 backward_sums = Launchable(passes.backward_sums)
-later_sums = Launchable(passes.backward_sums, follows=True)
 backward_merge = Launchable(passes.backward_merge, follows=True)
 backward_apply = Launchable(passes.backward_apply, follows=True)
 
@@ -47,23 +45,23 @@ def forward(
     pieces, channels = d.pieces, d.channels
     scratch = torch.empty(d.workspace // 4, dtype=torch.float32, device=x.device)
     counts = scratch[2 * pieces * channels :]
-    chain, (p, b), groups = chained(x.device), merge_tile(d), -(-d.tiles // d.each)
+    chain = chained(x.device)
     first, second = _more(d, d.deep, chain), _more(d, d.stages, chain)
-    for base, blocks, start, end in d.chunks:
-        statistics = forward_statistics if base == 0 else later_statistics
-        statistics(
-            (d.splits * blocks,), x, scratch, counts, base, blocks, d.splits, *size, d.across,
-            FIRST=base == 0, **d.constants, **first,
-        )  # fmt: skip
-        forward_merge(
-            (-(-(end - start) // b),), x, scratch, counts, *learned, float(d.count), share,
-            unbiased, eps, pieces, start, end, d.rows, channels, d.units,
-            LAST=d.last, V=d.constants["V"], P=p, B=b, CHAIN=chain,
-        )  # fmt: skip
-        forward_apply(
-            (groups * blocks,), x, residual, y, weight, bias, mean, rstd, slope, base, blocks,
-            groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **second,
-        )  # fmt: skip
+    forward_statistics(
+        (d.splits * d.blocks,), x, scratch, counts, d.blocks, d.splits, *size, d.across,
+        **d.constants, **first,
+    )  # fmt: skip
+    p, b = merge_tile(d)
+    forward_merge(
+        (-(-channels // b),), x, scratch, counts, *learned, float(d.count), share, unbiased, eps,
+        pieces, d.rows, channels, d.units, LAST=d.last, V=d.constants["V"], P=p, B=b,
+        CHAIN=chain,
+    )  # fmt: skip
+    groups = -(-d.tiles // d.each)
+    forward_apply(
+        (groups * d.blocks,), x, residual, y, weight, bias, mean, rstd, slope, d.blocks,
+        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **second,
+    )  # fmt: skip
 
 
 def _more(d: Division, stages: int, chain: bool) -> dict[str, Any]:
@@ -90,23 +88,23 @@ def backward(
     pieces, channels = d.pieces, d.channels
     scratch = torch.empty(2 * (pieces + 1) * channels, dtype=torch.float32, device=x.device)
     means = scratch[2 * pieces * channels :]
-    chain, (p, b), groups = chained(x.device), merge_tile(d), -(-d.tiles // d.each)
+    chain = chained(x.device)
     first, second = _more(d, d.deep, chain), _more(d, d.stages, chain)
-    again = read if dz is None else (None, x, None, None)
-    for base, blocks, start, end in d.chunks:
-        sums = backward_sums if base == 0 else later_sums
-        sums(
-            (d.splits * blocks,), *read, dz, weight, bias, mean, rstd, scratch, slope, base,
-            blocks, d.splits, *size, d.across, FIRST=base == 0, ACT=activation, **d.constants,
-            **first,
-        )  # fmt: skip
-        backward_merge(
-            (-(-(end - start) // b),), scratch, rstd, dweight, dbias, means, part, pieces, start,
-            end, channels, P=p, B=b, CHAIN=chain,
-        )  # fmt: skip
-        if dx is not None:
-            backward_apply(
-                (groups * blocks,), *again, dz, dx, weight, bias, mean, rstd, means, slope, base,
-                blocks, groups - 1, d.each, *size, d.across, ACT=activation, **d.constants,
-                **second,
-            )  # fmt: skip
+    backward_sums(
+        (d.splits * d.blocks,), *read, dz, weight, bias, mean, rstd, scratch, slope, d.blocks,
+        d.splits, *size, d.across, ACT=activation, **d.constants, **first,
+    )  # fmt: skip
+    p, b = merge_tile(d)
+    backward_merge(
+        (-(-channels // b),), scratch, rstd, dweight, dbias, means, part, pieces, channels,
+        P=p, B=b, CHAIN=chain,
+    )  # fmt: skip
+    if dx is None:
+        return
+    if dz is not None:
+        read = (None, x, None, None)
+    groups = -(-d.tiles // d.each)
+    backward_apply(
+        (groups * d.blocks,), *read, dz, dx, weight, bias, mean, rstd, means, slope, d.blocks,
+        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **second,
+    )  # fmt: skip

@@ -19,9 +19,7 @@ pivot lies far off, statistics are still as exact as Welford's. There are no ato
 the same bits.
 
 A first pass goes through the tiles upwards, the second downwards: what the first read last is in
-L2 still. Where L2 holds a part of the channels, those can be finished before the next begin, so
-that the second pass finds all it reads again there. What is small takes one launch, each program
-with all rows of its channels.
+L2 still. What is small takes one launch, each program with all rows of its channels.
 
 Where the GPU can (CHAIN), the merge and the second pass are launched at once and wait for their
 turn on the multiprocessors: a launch costs more than a merge.
@@ -113,13 +111,12 @@ def _total(v, LAST: tl.constexpr):
 
 
 @triton.jit
-def _start(base, blocks, WIDE: tl.constexpr):
-    """Which part of the rows and which of ``blocks`` blocks from ``base`` on this program has; 64
-    bits where offsets need them."""
+def _start(blocks, WIDE: tl.constexpr):
+    """Which part of the rows and which block this program has; 64 bits where offsets need them."""
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
-    return program // blocks, base + program % blocks
+    return program // blocks, program % blocks
 
 
 # ---- activations -------------------------------------------------------------------------------
@@ -214,8 +211,7 @@ def _normalise(
     z = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     z = (z - mean) * scale + bias
     if residual is not None:
-        r = tl.load(residual + at, mask=inside, other=0.0, eviction_policy="evict_first")
-        z += r.to(tl.float32)
+        z += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, _act(z, slope, ACT), mask=inside)
 
 
@@ -224,21 +220,18 @@ def _normalise(
 
 @triton.jit
 def _before(
-    grad, x, y, residual, at, inside, mean, scale, bias, slope,
-    ACT: tl.constexpr, KEEP: tl.constexpr,
+    grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before the activation, and x − mean. L2 should KEEP what is read again."""
-    ONCE: tl.constexpr = "" if KEEP else "evict_first"
-    g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
+    """The gradient before the activation, and x − mean."""
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean
     if ACT != "none":
         if y is not None:
-            z = tl.load(y + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
+            z = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
         else:
             z = v * scale + bias
             if residual is not None:
-                r = tl.load(residual + at, mask=inside, other=0.0, eviction_policy=ONCE)
-                z += r.to(tl.float32)
+                z += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         g = _act_grad(g, z, slope, ACT)
     return g, v
 
@@ -256,8 +249,7 @@ def _sums(
     for t in tl.range(first, tiles, step, num_stages=STAGES):
         at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
         inside = row & lane
-        again: tl.constexpr = not AGAIN or dz is None  # whether grad is read once more
-        g, v = _before(grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT, again)
+        g, v = _before(grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT)
         if dz is not None:
             rounded = g.to(dz.dtype.element_ty)
             tl.store(dz + at, rounded, mask=inside)
@@ -280,8 +272,8 @@ def _input_gradient(
         v = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         v -= mean
     else:
-        g, v = _before(grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT, False)
-    tl.store(dx + at, scale * (g - centre - v * lean), mask=inside, eviction_policy="evict_first")
+        g, v = _before(grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT)
+    tl.store(dx + at, scale * (g - centre - v * lean), mask=inside)
 
 
 # ---- kernels: everything in one launch ---------------------------------------------------------
@@ -344,14 +336,14 @@ def backward_once(
 
 @triton.jit
 def forward_statistics(
-    x, parts, counts, base, blocks, splits, rows, tiles, channels, units, across,
+    x, parts, counts, blocks, splits, rows, tiles, channels, units, across,
     LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr, FIRST: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """parts[0] and parts[1]: mean above the pivot and squared spread of each program's rows;
     counts: how many values that were."""
-    enter(CHAIN, FIRST)
-    split, block = _start(base, blocks, WIDE)
+    enter(CHAIN, True)
+    split, block = _start(blocks, WIDE)
     n, mean, spread = _statistics(
         x, split, splits, block, rows, tiles, channels, units, across, LAST, A, B, V, STAGES
     )
@@ -366,23 +358,23 @@ def forward_statistics(
 @triton.jit
 def forward_merge(
     x, parts, counts, running_mean, running_var, new_mean, new_var, mean_out, rstd_out,
-    n, share, unbiased, eps, pieces, start, end, rows, channels, units,
+    n, share, unbiased, eps, pieces, rows, channels, units,
     LAST: tl.constexpr, V: tl.constexpr, P: tl.constexpr, B: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """Chan's formula over the parts of B channels, from start to end."""
+    """Chan's formula over the parts of B channels."""
     enter(CHAIN, False)
-    c = (start + tl.program_id(0) * B + tl.arange(0, B))[None, :]
+    c = (tl.program_id(0) * B + tl.arange(0, B))[None, :]
     p = tl.arange(0, P)[:, None]
     sums = tl.zeros((P, B), tl.float32)
     for first in tl.range(0, pieces, P):
-        inside = (first + p < pieces) & (c < end)
+        inside = (first + p < pieces) & (c < channels)
         count = tl.load(counts + first + p, mask=first + p < pieces, other=0.0)
         at = parts + (first + p) * channels + c
         sums += count * tl.load(at, mask=inside, other=0.0)
     mean = tl.sum(sums, 0, keep_dims=True) / n
     sums = tl.zeros((P, B), tl.float32)
     for first in tl.range(0, pieces, P):
-        inside = (first + p < pieces) & (c < end)
+        inside = (first + p < pieces) & (c < channels)
         count = tl.load(counts + first + p, mask=first + p < pieces, other=0.0)
         at = parts + (first + p) * channels + c
         away = tl.load(at, mask=inside, other=0.0) - mean
@@ -390,21 +382,21 @@ def forward_merge(
         sums += tl.where(inside, spread + count * away * away, 0.0)
     var = tl.sum(sums, 0, keep_dims=True) / n
     mean += _pivot(x, c, rows, channels, units, LAST, V)
-    tl.store(mean_out + c, mean, mask=c < end)
-    tl.store(rstd_out + c, _rstd(var, eps), mask=c < end)
-    _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, end)
+    tl.store(mean_out + c, mean, mask=c < channels)
+    tl.store(rstd_out + c, _rstd(var, eps), mask=c < channels)
+    _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels)
 
 
 @triton.jit
 def forward_apply(
-    x, residual, y, weight, bias, mean_in, rstd_in, slope, base, blocks, last, each,
+    x, residual, y, weight, bias, mean_in, rstd_in, slope, blocks, last, each,
     rows, tiles, channels, units, across,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
     STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """y of ``each`` tiles in a row, the last tiles of x first."""
     enter(CHAIN, False)
-    split, block = _start(base, blocks, WIDE)
+    split, block = _start(blocks, WIDE)
     first = (last - split) * each
     c = _channel(block, across, LAST, B)
     mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
@@ -416,14 +408,14 @@ def forward_apply(
 
 @triton.jit
 def backward_sums(
-    grad, x, y, residual, dz, weight, bias, mean_in, rstd_in, parts, slope, base, blocks, splits,
+    grad, x, y, residual, dz, weight, bias, mean_in, rstd_in, parts, slope, blocks, splits,
     rows, tiles, channels, units, across,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr, FIRST: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """parts[0] and parts[1]: Σ dz and Σ dz · (x − mean) of each program's rows."""
-    enter(CHAIN, FIRST)
-    split, block = _start(base, blocks, WIDE)
+    enter(CHAIN, True)
+    split, block = _start(blocks, WIDE)
     c = _channel(block, across, LAST, B)
     mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
     scale = _number(rstd_in, c, channels, 0.0) * _number(weight, c, channels, 1.0)
@@ -439,42 +431,41 @@ def backward_sums(
 
 @triton.jit
 def backward_merge(
-    parts, rstd_in, dweight, dbias, means, share, pieces, start, end, channels,
+    parts, rstd_in, dweight, dbias, means, share, pieces, channels,
     P: tl.constexpr, B: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The sums of B channels, and what the second pass needs of them: means[0] = Σ dz / n and
     means[1] = rstd² · Σ dz · (x − mean) / n."""
     enter(CHAIN, False)
-    c = (start + tl.program_id(0) * B + tl.arange(0, B))[None, :]
+    c = (tl.program_id(0) * B + tl.arange(0, B))[None, :]
     p = tl.arange(0, P)[:, None]
     plain = tl.zeros((P, B), tl.float32)
     along = tl.zeros((P, B), tl.float32)
     for first in tl.range(0, pieces, P):
-        inside = (first + p < pieces) & (c < end)
+        inside = (first + p < pieces) & (c < channels)
         at = parts + (first + p) * channels + c
         plain += tl.load(at, mask=inside, other=0.0)
         along += tl.load(at + pieces * channels, mask=inside, other=0.0)
-    rstd = _number(rstd_in, c, end, 0.0)
+    rstd = _number(rstd_in, c, channels, 0.0)
     dz, lean = tl.sum(plain, 0, keep_dims=True), tl.sum(along, 0, keep_dims=True) * rstd
     if dweight is not None:
-        tl.store(dweight + c, lean, mask=c < end)
+        tl.store(dweight + c, lean, mask=c < channels)
     if dbias is not None:
-        tl.store(dbias + c, dz, mask=c < end)
-    tl.store(means + c, dz * share, mask=c < end)
-    tl.store(means + channels + c, lean * rstd * share, mask=c < end)
+        tl.store(dbias + c, dz, mask=c < channels)
+    tl.store(means + c, dz * share, mask=c < channels)
+    tl.store(means + channels + c, lean * rstd * share, mask=c < channels)
 
 
 @triton.jit
 def backward_apply(
-    grad, x, y, residual, dz, dx, weight, bias, mean_in, rstd_in, means, slope,
-    base, blocks, last, each,
+    grad, x, y, residual, dz, dx, weight, bias, mean_in, rstd_in, means, slope, blocks, last, each,
     rows, tiles, channels, units, across,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
     STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """dx of ``each`` tiles in a row, the last tiles of x first."""
     enter(CHAIN, False)
-    split, block = _start(base, blocks, WIDE)
+    split, block = _start(blocks, WIDE)
     first = (last - split) * each
     c = _channel(block, across, LAST, B)
     mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)

@@ -2,8 +2,7 @@
 
 x is seen as rows of lanes. Channels last: a row is a pixel, its lanes are the channels. Channels
 first: a row is an image, its lanes are the positions of one channel. A tile is ``a`` rows of ``b``
-lanes; a block is a column of tiles; the tiles of a block are dealt to ``splits`` programs. A chunk
-is some blocks whose channels are finished before the next chunk begins.
+lanes; a block is a column of tiles; the tiles of a block are dealt to ``splits`` programs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class Division:
     deep: int  # and in the first, which waits for nothing but them
     wide: bool  # offsets need 64 bits
     once: bool  # one launch does it all
-    parts: int = 1  # chunks that the channels are cut into, at most
 
     @property
     def across(self) -> int:
@@ -50,19 +48,6 @@ class Division:
     @property
     def blocks(self) -> int:
         return -(-self.lanes // self.b) if self.last else self.channels * self.across
-
-    @property
-    def chunks(self) -> list[tuple[int, int, int, int]]:
-        """First block, blocks, first channel and end of the channels of each chunk."""
-        step = -(-self.channels // self.parts)
-        step = -(-step // self.b) * self.b if self.last else step  # channels
-        found = []
-        for start in range(0, self.channels, step):
-            end = min(start + step, self.channels)
-            first, last = (start // self.b, -(-end // self.b)) if self.last else (
-                start * self.across, end * self.across)  # fmt: skip
-            found.append((first, last - first, start, end))
-        return found
 
     @property
     def tiles(self) -> int:
@@ -96,26 +81,22 @@ class Division:
 def divide(
     shape: tuple[int, ...], last: bool, units: int, *, tile: int = 4096, warps: int = 4,
     stages: int = 3, deep: int = 5, waves: int = 2, each: int = 4, once: bool = True,
-    chunks: int = 1,
 ) -> Division:  # fmt: skip
     """The division of x [N, C, …] on a GPU with ``units`` multiprocessors: ``tile`` elements at a
     time, ``waves`` programs per multiprocessor in the first pass, ``each`` tiles per program in
-    the second, the channels in ``chunks``. Without ``once`` even the smallest takes a launch for
-    each pass."""
+    the second. Without ``once`` even the smallest takes a launch for each pass."""
     n, channels, positions = shape[0], shape[1], prod(shape[2:])
     rows, lanes = (n * positions, channels) if last else (n, positions)
     wide = n * channels * positions >= INT32
     narrow = power_of_two(min(lanes, NARROW) if last else lanes)
     once = once and not wide and rows * narrow <= SMALL and (last or lanes <= tile)
-    widest = min(256, max(32, power_of_two(-(-lanes // chunks)))) if last else tile
-    b = narrow if once else _width(lanes, widest)
+    b = narrow if once else _width(lanes, 256 if last else tile)
     a = max(1, min(tile // b, power_of_two(rows)))
     deep = min(deep, 3) if tile > LARGE else deep
     blocks = -(-lanes // b) * (1 if last else channels)
-    together = max(1, blocks // chunks)  # programs of these run at a time
-    splits = 1 if once else max(1, min(-(-rows // a), waves * units // together, PIECES))
+    splits = 1 if once else max(1, min(-(-rows // a), waves * units // blocks, PIECES))
     return Division(
-        last, rows, channels, lanes, a, b, splits, each, warps, stages, deep, wide, once, chunks
+        last, rows, channels, lanes, a, b, splits, each, warps, stages, deep, wide, once
     )
 
 
@@ -123,7 +104,7 @@ def _width(lanes: int, most: int) -> int:
     """The widest tile that has few lanes beyond the end."""
     if lanes <= 64:
         return power_of_two(lanes)
-    widths = [w for w in (4096, 2048, 1024, 512, 256, 128, 64) if w <= most] or [most]
+    widths = [w for w in (4096, 2048, 1024, 512, 256, 128, 64) if w <= most]
     padded = {w: -(-lanes // w) * w for w in widths}
     good = [w for w in widths if padded[w] <= WASTE * lanes]
     return good[0] if good else min(widths, key=lambda w: (padded[w], -w))
