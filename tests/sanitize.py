@@ -96,6 +96,22 @@ def augment() -> Iterator[Check]:
         yield name, lambda name=name: run(name)
 
 
+def pyramid_pool() -> Iterator[Check]:
+    import torch
+
+    from deuteron.engines.triton_kernels import TritonKernels
+    from deuteron.target import target
+    from tests.test_pyramid_pool import CASES, wrong_with
+
+    for case, kind in itertools.product(CASES[1:4], ("avg", "max")):
+        yield (
+            f"{case} {kind}",
+            lambda case=case, kind=kind: "\n".join(
+                wrong_with(TritonKernels(), target("cuda"), "cuda", *case, kind, torch.float32, 1)
+            ),
+        )
+
+
 def optim() -> Iterator[Check]:
     import torch
 
@@ -121,8 +137,10 @@ def generated() -> Iterator[Check]:
 
 FAMILIES = {
     f.__name__: f
-    for f in (norm, batch_norm, rope, scan, cross_entropy, augment, optim, optim8, generated)
-}
+    for f in (
+        norm, batch_norm, rope, scan, cross_entropy, augment, pyramid_pool, optim, optim8, generated
+    )
+}  # fmt: skip
 
 
 def run_here(families: list[str]) -> int:
