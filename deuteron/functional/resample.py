@@ -31,7 +31,7 @@ def _resize(
 RESIZE = Function("interpolate", _resize)
 
 
-# torch's functions by mode, rank and antialias: those that know no corners, and those that do
+# torch's functions by mode, rank and antialias: those that know no corners, those that do, means
 _NEAREST: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
     ("nearest", 3, False): _nn.upsample_nearest1d, ("nearest", 4, False): _nn.upsample_nearest2d,
     ("nearest", 5, False): _nn.upsample_nearest3d,
@@ -45,6 +45,11 @@ _LINEAR: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
     ("bicubic", 4, False): _nn.upsample_bicubic2d,
     ("bilinear", 4, True): _nn._upsample_bilinear2d_aa,
     ("bicubic", 4, True): _nn._upsample_bicubic2d_aa,
+}  # fmt: skip
+
+_AREA: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
+    ("area", 3, False): torch.adaptive_avg_pool1d, ("area", 4, False): _nn.adaptive_avg_pool2d,
+    ("area", 5, False): _nn.adaptive_avg_pool3d,
 }  # fmt: skip
 
 
@@ -67,6 +72,8 @@ def _torch_interpolate(
         return NotImplemented
     if plain and kind in _LINEAR:
         return _LINEAR[kind](x, full, bool(align_corners), by)
+    if plain and by is None and align_corners is None and kind in _AREA:
+        return _AREA[kind](x, full)
     return F.interpolate(
         x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     )
