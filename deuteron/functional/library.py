@@ -49,7 +49,8 @@ R = TypeVar("R")
 # they reach is assumed, the planner's usual number.
 OURS_S, REACHED = 3e-6, 0.75
 # Where a gradient follows one call of torch's, so many times as much: our node in Python costs the
-# host 30 to 60 µs more there, and torch's kernels cost the GPU 6 to 15 µs more at twice the limit.
+# host 30 to 110 µs more, and torch's kernels cost the GPU 6 to 15 µs more at not quite twice the
+# limit (8 MB in bench/results/delegation-h200.md), 7 to 45 at twice as much again.
 WITH_GRADIENT = 2
 # On a CPU a number that was measured, on two Neoverse-N1 cores with nobody else on them: there
 # torch's gelu, softmax and layer_norm are overtaken between 16 and 32 KB, relu and sum far beyond.
