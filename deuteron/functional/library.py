@@ -192,7 +192,7 @@ def delegates(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose small calls ``call`` answers, which takes the same arguments; it may return
     NotImplemented. ``ordered``: whether its gradient has the same bits in every run on a GPU.
-    ``several``: whether it is several calls in any case, worth it only where gradients are on.
+    ``several``: whether it is several calls in any case, which it does if they win.
     ``keeps_type``: whether autocast leaves its type alone, so that nobody need ask. ``on_cpu``:
     element types of which it answers calls of any size there.
 
@@ -202,7 +202,7 @@ def delegates(
     A call of torch's takes 8 µs, every question before it a tenth of one: what can be known
     beforehand is not asked again."""
     recast = None if keeps_type else autocasting
-    unfit = must_be_ordered if not ordered else _no_gradients if several else None
+    unfit = None if ordered else must_be_ordered
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
@@ -237,10 +237,6 @@ def delegates(
         return run
 
     return decorate
-
-
-def _no_gradients() -> bool:
-    return not is_grad_enabled()
 
 
 def is_launch_bound(x: Tensor) -> bool:
