@@ -130,13 +130,14 @@ def test_angles_are_right_at_large_positions():
 @pytest.mark.parametrize("sample", TABLE["rope"].samples(), ids=str)
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f64"])
 def test_rope_written_out_is_the_same(sample, kind):
-    """On a CPU a plan takes it apart; the parts give the same numbers."""
+    """On a CPU a plan takes it apart where no kernel takes it whole, as in float64; the parts give
+    the same numbers."""
     names = [n.strip("?") for n in TABLE["rope"].inputs]
     pairs = zip(names, sample.tensors(kind), strict=False)
     feed = {n: x for n, x in pairs if x is not None}
     g = rope_of(feed, **sample.attrs)
     plan = g.compile(device="cpu")
-    assert all("rope" not in c.region.ops for c in plan.decision.choices)
+    assert kind != "f64" or all("rope" not in c.region.ops for c in plan.decision.choices)
     exact, plain, got = (
         evaluate(g.ir(), feed, float64=True),
         evaluate(g.ir(), feed),

@@ -19,6 +19,7 @@ from deuteron.engines.cpu_layout import TO_LAYOUT
 from deuteron.engines.cpu_norm import NORM_GRAD
 from deuteron.engines.cpu_pool import PYRAMID
 from deuteron.engines.cpu_product import PRODUCT
+from deuteron.engines.cpu_rope import ROPE
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.ir.region import Region
@@ -44,6 +45,7 @@ class CpuGemm(RecipeEngine):
             TO_LAYOUT,
             NORM_GRAD,
             CHANNEL_NORM,
+            ROPE,
         )
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:

@@ -42,7 +42,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     return None
 
 
-def _parts(region: Region) -> list[tuple[str, str]]:
+def parts_of(region: Region) -> list[tuple[str, str]]:
     """(input, output) for q and for k, as far as somebody reads the result."""
     node = region.nodes[0]
     pairs = zip((v for v in node.inputs[:2] if v is not None), node.outputs, strict=True)
@@ -52,7 +52,7 @@ def _parts(region: Region) -> list[tuple[str, str]]:
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
     node, types = region.nodes[0], region.graph.types
     axis, q = node.attrs["axis"], types[node.uses[0]]
-    heads = max(types[source].shape[3 - axis] for source, _ in _parts(region))
+    heads = max(types[source].shape[3 - axis] for source, _ in parts_of(region))
     _, _, cos, _, positions = (*node.inputs, None, None, None, None)[:5]
     tables = [True] if cos is not None else [False] if positions is not None else [True, False]
     return [
@@ -96,7 +96,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     from deuteron.kernels.triton.rope import Rotation, Way
 
     node, types = region.nodes[0], region.graph.types
-    parts = _parts(region)
+    parts = parts_of(region)
     q, q_out, *others = [types[v] for part in parts for v in part]
     k, k_out = others or (None, None)
     way = Way(**{name: value for name, value in knobs.items() if name != "recipe"})

@@ -37,7 +37,8 @@ def taken_whole(op: str, types: Sequence[TensorType | None], target: Target) -> 
     """Whether a hand-written kernel takes operands of these types on ``target``."""
     given = [t for t in types if t is not None]
     if op in ANY_ROWS:
-        return target.is_cuda and all(t.numel and t.strides[-1] == 1 for t in given)
+        known = target.is_cuda or all(t.dtype.short in ("f32", "f16", "bf16") for t in given)
+        return known and all(t.numel and t.strides[-1] == 1 for t in given)
     if op in ANY_ORDER:
         return all(t.numel for t in given)
     plain = all(t.numel and t.is_layout("contiguous") for t in given)

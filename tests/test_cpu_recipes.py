@@ -1,4 +1,5 @@
-"""Norms of channels in generated code on the CPU: every sample of theirs, in every type."""
+"""Norms of channels and rotary positions in generated code on the CPU: every sample of theirs, in
+every type."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from deuteron.policy import Policy
 from deuteron.target import target
 
 CPU = target("cpu")
+RECIPES = {**dict.fromkeys(OPS, "channel_norm"), "rope": "rope"}
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", RECIPES)
 def test_every_sample(op, kind):
     engine, count = CpuGemm(), 0
     for note, region, feed in regions_of(TABLE[op], kind):
         for candidate in engine.candidates(region, CPU, Policy()):
-            if candidate.knobs["recipe"] == "channel_norm":
+            if candidate.knobs["recipe"] == RECIPES[op]:
                 count += 1
                 try:
                     right(engine, candidate, region, feed, Answers(region, feed))
