@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.errors import BindError, DeuteronError, EngineError, GraphError
-from deuteron.functional.linear_loss import (
-    classes_at_once,
-    linear_cross_entropy,
-    tokens_at_once,
-)
+from deuteron.functional.chunks import classes_at_once, tokens_at_once
+from deuteron.functional.linear_loss import linear_cross_entropy
 from deuteron.functional.loss import cross_entropy
 from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropy
 from tests.loss_cases import SHAPES, cases, inputs, reference, wrong
