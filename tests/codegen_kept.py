@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.evaluate import evaluate
 from tests.codegen_cases import Case, graph_of
 
@@ -156,6 +157,11 @@ def _places() -> Iterator[Case]:
         w=torch.randn(6, 70),
         i=torch.randint(0, 6, (4,)),
     )
+    yield graph_of(
+        "bytes repeated, in another order",
+        lambda g, x: _repeated(g, g.expand(x, shape=(3, 257, 6))),
+        x=torch.randint(-128, 128, (257, 6), dtype=torch.int8),
+    )
     for shape in ((3, 70), (2, 3, 4, 18)):
         seed = torch.tensor(-(2**40) + 7)
         yield graph_of(
@@ -164,6 +170,13 @@ def _places() -> Iterator[Case]:
             x=torch.randn(shape),
             s=seed,
         )
+
+
+def _repeated(g: Ops, x: Sym) -> tuple[Sym, ...]:
+    """A graph that was once flagged on a GPU (one of 2,819 of a run), for reasons not found."""
+    y = g.one("reshape", x, shape=(6, 257, 3))
+    most = g.one("max", g.one("gt", y, y), axes=(0, 1, 2), keepdim=True)
+    return y, g.one("to_layout", y, layout="nhwc"), most, g.one("exp", x)
 
 
 def _huge() -> Iterator[Case]:

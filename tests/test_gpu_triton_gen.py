@@ -17,6 +17,7 @@ from tests.codegen_cases import (
     random_cases,
     softmax_case,
 )
+from tests.codegen_kept import kept_cases
 from tests.gpu_codegen import run_case
 from tests.tolerances import EPS, error
 
@@ -44,6 +45,10 @@ def test_operators(float_type):
 @pytest.mark.parametrize("float_type", ["f32", "bf16"])
 def test_every_kind(float_type):
     assert not (wrong := failures(kind_cases(float_type))), wrong
+
+
+def test_kept_cases():
+    assert not (wrong := failures((c, None) for c in kept_cases())), wrong
 
 
 def test_random_regions():
