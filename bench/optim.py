@@ -151,6 +151,6 @@ def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("optim", device, NOTE)
     names = ("AdamW", "SGD", "Lion", "LAMB", "Adafactor", "AdamW8bit")
     for label, count, each in GPU_SIZES if device == "cuda" else CPU_SIZES:
-        for name in names if device == "cuda" else names[:5]:
+        for name in names:
             (_on_gpu if device == "cuda" else _on_cpu)(record, name, label, count, each)
     return record

@@ -314,6 +314,29 @@ def test_levels_keep_the_mean_and_the_stated_error():
     assert eight_bits.noise(1 << 16, 5).mean().sub(0.5).abs() < EVEN
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_eight_bits_are_the_same_with_and_without_generated_code(dtype, monkeypatch):
+    """Bit for bit: odd sizes, another memory order, a nan and an inf among the gradients."""
+    ends = []
+    for plain in (False, True):
+        if plain:
+            monkeypatch.setattr(base, "machine", lambda kind: machines.Plain())
+        gen = torch.Generator().manual_seed(0)
+        params = [torch.randn(n, generator=gen).to(dtype) for n in (4096, 8192 * 4 + 17)]
+        params.append(torch.randn(70, 90, generator=gen).to(dtype).t())
+        optimizer = dt.optim.AdamW8bit([p.requires_grad_() for p in params], lr=0.01)
+        for k in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=gen).to(dtype)
+            if k == 2:
+                params[0].grad[300], params[1].grad[5] = float("nan"), float("inf")
+            optimizer.step()
+        ends.append([[p.detach(), *optimizer.state[p].values()] for p in params])
+    for ours, theirs in zip(*ends, strict=True):
+        for x, y in zip(ours, theirs, strict=True):
+            assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x[~x.isnan()], y[~y.isnan()])
+
+
 # ---- Triton
 
 

@@ -7,8 +7,8 @@ Lion, LAMB and AdamW8bit are made in the same style.
 Clipping, unscaling, decay and an average of the parameters happen in the same pass over memory
 (:class:`Ours`); ``.grad`` is read, never written. On a GPU a step is one Triton launch per group
 and combination of element types (LAMB three, Adafactor several calls per tensor). On the CPU it is
-code generated through LLVM; torch's operators where llvmlite is not installed, and for Adafactor
-and the 8-bit state.
+code generated through LLVM; torch's operators where llvmlite is not installed, and for
+Adafactor.
 """
 
 from deuteron.optim.adafactor import Adafactor

@@ -28,9 +28,9 @@ class AdamW8bit(Fused):
     An inf or nan takes the state of its group with it.
 
     Tensors of fewer than ``min_8bit_size`` elements keep their state as
-    :class:`deuteron.optim.AdamW` does. On the CPU the large ones run on torch's operators: there
-    it saves memory, not time. Of the further arguments (:class:`deuteron.optim.Ours`) all but
-    ``state_dtype`` are there; averages and master weights are in float32.
+    :class:`deuteron.optim.AdamW` does. On the CPU it saves memory, not time. Of the further
+    arguments (:class:`deuteron.optim.Ours`) all but ``state_dtype`` are there; averages and master
+    weights are in float32.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""AdamW's state in 8 bits, in torch's operators: the same numbers as the Triton kernel's."""
+"""AdamW's state in 8 bits, in torch's operators: the same numbers as the kernels'."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import torch
 from deuteron.optim.batch import Batch
 
 GROUP = 256
+
+
+def seed(step: int) -> int:
+    """Of a step's noise; tensor i of a batch adds i."""
+    return (step * 0x3C6EF372) & 0xFFFFFFFF
 
 
 def noise(count: int, seed: int) -> torch.Tensor:
@@ -25,10 +30,15 @@ def level(
     """x ≥ 0 as a level between 0 and ``levels``: up or down by chance, the mean kept. A second
     moment (power 4) above 0 has level 1 or more, because it is divided by."""
     r = torch.where(top > 0, x / top, 0.0)
-    low = (r ** (1.0 / power) * levels).floor().clamp(max=levels - 1).nan_to_num()
-    below, above = (low / levels) ** power, ((low + 1) / levels) ** power
+    root = r.sqrt().sqrt() if power == 4 else r.sqrt()
+    low = (root * levels).floor().clamp(max=levels - 1).nan_to_num()
+    below, above = _power(low / levels, power), _power((low + 1) / levels, power)
     made = torch.where(r - below > by * (above - below), low + 1, low)
     return made.clamp(min=1).where(x > 0, made) if power == 4 else made
+
+
+def _power(x: torch.Tensor, power: int) -> torch.Tensor:
+    return x.square().square() if power == 4 else x.square()
 
 
 def step(batch: Batch, numbers: list[float], count: int) -> None:
@@ -46,17 +56,16 @@ def step(batch: Batch, numbers: list[float], count: int) -> None:
 
         g, mr, vr = groups(batch.held[i]) * gscale, groups(m8) / 127.0, groups(v8) / 255.0
         m = m_scale[:, None] * (mr * mr.abs())
-        v = v_scale[:, None] * vr**4
+        v = v_scale[:, None] * _power(vr, 4)
         m, v = m + c1 * (g - m), b2 * v + c2 * (g * g)
         old = groups(home if master is None else master)
         new = keep * old - size * (m / (v.sqrt() * root + eps))
-        seed = count * 0x3C6EF372 + i
         for x, store, scale, levels, power, salt in (
             (m, m8, m_scale, 127, 2, 0), (v, v8, v_scale, 255, 4, 0x51ED27),
         ):  # fmt: skip
             size_of = x.abs()
-            scale.copy_(size_of.nan_to_num(nan=torch.inf).amax(1))
-            by = noise(n + pad, seed + salt).view(-1, GROUP)
+            scale.copy_(size_of.nan_to_num(nan=torch.inf, posinf=torch.inf).amax(1))
+            by = noise(n + pad, seed(count) + i + salt).view(-1, GROUP)
             levels_of = level(size_of, scale[:, None], by, levels, power)
             signed = torch.where(x < 0, -levels_of, levels_of)
             store.as_strided((n,), (1,)).copy_(signed.flatten()[:n])

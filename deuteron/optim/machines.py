@@ -202,6 +202,22 @@ class Generated(Host):
             batch.count, batch.chunks, len(rows[0]) if len(rows) > 1 else 0,
         )  # fmt: skip
 
+    def step_8bit(
+        self, batch: Batch, constants: list[float], lr: Rate, control: Control | None
+    ) -> None:
+        from deuteron.kernels.cpu import optim8
+
+        found = self._numbers(batch, batch.rule.numbers, constants, lr, control)
+        if found is None:
+            return
+        p, m, v, _, _, *extras = batch.dtypes
+        types = (p, batch.grad_dtype, m, v, *extras)
+        numbers = torch.tensor(found, dtype=torch.float64)
+        optim8.update(batch.rule.program, types, sum(batch.sizes) > self.kernels.SERIAL)(
+            batch.table.data_ptr(), batch.grads.data_ptr(), batch.where.data_ptr(),
+            numbers.data_ptr(), batch.count, batch.chunks, eight_bits.seed(int(batch.step)),
+        )  # fmt: skip
+
 
 class Plain(Host):
     """torch's operators, tensor by tensor: for devices and machines without the others."""

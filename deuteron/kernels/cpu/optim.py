@@ -25,7 +25,7 @@ BLOCK = 8192  # elements of a chunk: the reading of a table is lost in them
 SERIAL = 32768  # elements below which a team of threads costs more than it gains
 
 
-class _Writer(Registers):
+class Writer(Registers):
     """One kernel: the program's statements as instructions on vectors."""
 
     def __init__(self, c: Code, program: Program, dtypes: Sequence[DType], wide: bool) -> None:
@@ -49,6 +49,27 @@ class _Writer(Registers):
             "sqrt": lambda x: self.c.intrinsic("sqrt", x), "max": self.c.fmax,
         }  # fmt: skip
 
+    def numbers(self, row: Value) -> dict[str, Value]:
+        """The numbers of a tensor, which lie side by side in float64."""
+        c, found = self.c, {}
+        for k, name in enumerate(self.program.numbers):
+            value = c.load(c.at(row, k, of=F64), of=F64)
+            found[name] = value if self.float == F64 else c.b.fptrunc(value, F32)
+        return found
+
+    def at(self, role: str, base: Value, i: Value) -> Value:
+        return self.c.at(base, i, of=STORED[self.dtypes[role].short])
+
+    def read(self, role: str, base: Value, i: Value, lanes: int) -> Value:
+        kind = self.dtypes[role]
+        where, stored = self.at(role, base, i), vec(lanes, STORED[kind.short])
+        return self.from_memory(self.c.b.load(where, typ=stored, align=kind.bits // 8), kind)
+
+    def write(self, role: str, value: Value, base: Value, i: Value) -> None:
+        kind = self.dtypes[role]
+        where = self.at(role, base, i)
+        self.c.b.store(self.to_memory(value, kind), where, align=kind.bits // 8)
+
     def span(
         self, begin: Value, end: Value, lanes: int, bases: dict[str, Value],
         numbers: dict[str, Value], totals: Sequence[Value],
@@ -57,19 +78,12 @@ class _Writer(Registers):
         c = self.c
         spread = {name: self.splat(value, lanes) for name, value in numbers.items()}
         with c.loop(begin, end, lanes) as i:
-            at = {
-                role: c.at(base, i, of=STORED[self.dtypes[role].short])
-                for role, base in bases.items()
-            }
             values = dict(spread)
             for role in self.program.reads:
-                kind = self.dtypes[role]
-                raw = c.b.load(at[role], typ=vec(lanes, STORED[kind.short]), align=kind.bits // 8)
-                values[role] = self.from_memory(raw, kind)
+                values[role] = self.read(role, bases[role], i, lanes)
             made = evaluate(self.program.body, values, self.table)
             for role, name in self.program.writes:
-                kind = self.dtypes[role]
-                c.b.store(self.to_memory(made[name], kind), at[role], align=kind.bits // 8)
+                self.write(role, made[name], bases[role], i)
             for name, total in zip(self.program.sums, totals, strict=True):
                 value = made[name]
                 if self.float == F32:
@@ -81,7 +95,7 @@ def _write(module: Any, program: Program, dtypes: Sequence[DType], wide: bool) -
     lanes = width() // 2 if wide else width()
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        w = _Writer(c, program, dtypes, wide)
+        w = Writer(c, program, dtypes, wide)
         table, grads, where, rows, sums = (c.pointer(words, i) for i in range(5))
         tensors, chunks, stride = (c.word(words, 5 + i) for i in range(3))
         first, last = c.share(chunks, thread, threads)
@@ -90,18 +104,15 @@ def _write(module: Any, program: Program, dtypes: Sequence[DType], wide: bool) -
             start = c.mul(c.index(where, c.add(chunks, chunk)), BLOCK)
             count = c.least(c.sub(c.word(table, t), start), BLOCK)
             bases, place = {}, 0
-            for role, kind in zip(program.roles, dtypes, strict=True):
+            for role in program.roles:
                 place += role != "g"
                 base = (
                     c.pointer(grads, t)
                     if role == "g"
                     else c.pointer(table, c.add(c.mul(tensors, place), t))
                 )
-                bases[role] = c.at(base, start, of=STORED[kind.short])
-            numbers = {}
-            for k, name in enumerate(program.numbers):
-                value = c.load(c.at(rows, c.mul(t, stride), k, of=F64), of=F64)
-                numbers[name] = value if wide else c.b.fptrunc(value, F32)
+                bases[role] = w.at(role, base, start)
+            numbers = w.numbers(c.at(rows, c.mul(t, stride), of=F64))
             whole = c.sub(count, c.rem(count, lanes))
             parts: list[list[Value]] = [[] for _ in program.sums]
             for step, begin, end in ((lanes, c.i(0), whole), (1, whole, count)):
@@ -118,6 +129,18 @@ def _write(module: Any, program: Program, dtypes: Sequence[DType], wide: bool) -
     entry(module, "run", body)
 
 
+def filled(tape: Tape) -> Callable[..., None]:
+    """The tape as a function of the words that are its arguments."""
+
+    def run(*given: int) -> None:
+        words = tape.words()
+        for (at, _), word in zip(tape.arguments, given, strict=True):
+            words[at] = word
+        tape.run(words)
+
+    return run
+
+
 @lru_cache
 def update(
     program: Program, dtypes: tuple[torch.dtype, ...], threaded: bool
@@ -127,12 +150,4 @@ def update(
     wide = torch.float64 in dtypes
     name = f"optim {program} {[k.short for k in kinds]} of {width()}"
     loaded = load(name, lambda module: _write(module, program, kinds, wide))
-    tape = Tape([Call(loaded, tuple(map(Argument, range(8))), threaded)])
-
-    def run(*given: int) -> None:
-        words = tape.words()
-        for (at, _), word in zip(tape.arguments, given, strict=True):
-            words[at] = word
-        tape.run(words)
-
-    return run
+    return filled(Tape([Call(loaded, tuple(map(Argument, range(8))), threaded)]))
