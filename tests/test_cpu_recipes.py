@@ -9,8 +9,10 @@ from test_engines import Answers, regions_of, right
 from tolerances import SINGLE_LAYERS, allowed, error
 
 import deuteron as dt
+from deuteron.engines.base import BuildContext
 from deuteron.engines.cpu_channel_norm import OPS
 from deuteron.engines.cpu_gemm import CpuGemm
+from deuteron.ir.region import Region
 from deuteron.ops import TABLE
 from deuteron.policy import Policy
 from deuteron.target import target
@@ -80,15 +82,21 @@ def test_results_that_nobody_reads_are_not_written(wanted):
     results = g.batch_norm_act(x, None, None, mean, var, None)
     for i in wanted:
         results[i].output(str(i))
-    plan = g.compile(device="cpu")
-    assert plan.decision.choices[0].candidate.knobs["recipe"] == "channel_norm"
+    region, engine = Region(g.ir()), CpuGemm()
+    (candidate,) = (
+        c for c in engine.candidates(region, CPU, Policy()) if c.knobs["recipe"] == "channel_norm"
+    )
+    context = BuildContext(CPU, torch.device("cpu"), Policy(), {})
+    kernel = engine.build(region, candidate, context)
     feed = {"x": torch.randn(5, 8), "mean": torch.randn(8), "var": torch.rand(8)}
     want = TABLE["batch_norm_act"].reference(
         feed["x"], None, None, feed["mean"], feed["var"], None, momentum=0.1, eps=1e-5,
         activation="none", slope=0.01,
     )  # fmt: skip
-    for i in wanted:
-        assert error(plan.run(**feed)[str(i)], want[i]) <= allowed(0.0, torch.float32, 5)
+    found = [torch.full_like(want[i], torch.nan) for i in wanted]
+    kernel.fn(*(feed[name] for name in region.inputs), *found)
+    for got, i in zip(found, wanted, strict=True):
+        assert error(got, want[i]) <= allowed(0.0, torch.float32, 5)
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (3, 8, 2), (7, 3000)])
@@ -98,3 +106,45 @@ def test_the_gradient_of_few_numbers_per_channel(shape):
     dt.functional.batch_norm(x, None, None, training=True).sin().sum().backward()
     torch.nn.functional.batch_norm(y, None, None, training=True).sin().sum().backward()
     assert error(x.grad, y.grad) <= SINGLE_LAYERS
+
+
+def _results(call, tensors, grad):
+    given = [t.clone().requires_grad_() for t in tensors]
+    y = call(*given)
+    y.backward(grad.to(y.dtype))
+    return [y.detach(), *(t.grad for t in given)]
+
+
+LONG = {  # ours, torch's
+    "batch norm": (
+        lambda x, w, b: dt.functional.batch_norm(x, None, None, w, b, training=True),
+        lambda x, w, b: torch.nn.functional.batch_norm(x, None, None, w, b, training=True),
+    ),
+    "group norm": (
+        lambda x, w, b: dt.functional.group_norm(x, 2, w, b, activation="silu"),
+        lambda x, w, b: torch.nn.functional.silu(torch.nn.functional.group_norm(x, 2, w, b)),
+    ),
+    "layer norm": (
+        lambda x, w, b: dt.functional.layer_norm(x.reshape(-1, 4), 4, w, b),
+        lambda x, w, b: torch.nn.functional.layer_norm(x.reshape(-1, 4), (4,), w, b),
+    ),
+    "rms norm": (
+        lambda x, w, b: dt.functional.rms_norm(x.reshape(-1, 4), 4, w) + b,
+        lambda x, w, b: torch.nn.functional.rms_norm(x.reshape(-1, 4), (4,), w) + b,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_sums_are_no_less_exact_than_short_ones(name):
+    """A few hundred thousand numbers around 3 for each channel or column: no bound that grows."""
+    gen = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(16, 4, 150, 150, generator=gen) for _ in range(2))
+    given = [x + 3, *(torch.randn(4, generator=gen) for _ in range(2))]
+    ours, torchs = LONG[name]
+    grad = grad if "norm" in name and name[0] in "bg" else grad.reshape(-1, 4)
+    exact = _results(torchs, [t.double() for t in given], grad)
+    with dt.functional.delegation(False):
+        found = _results(ours, given, grad)
+    for got, theirs, want in zip(found, _results(torchs, given, grad), exact, strict=True):
+        assert error(got, want) <= allowed(error(theirs, want), torch.float32)

@@ -10,8 +10,8 @@ gradients of batch, group and instance norm, over [N, C, S] in row-major order.
     elements that share their statistics fits in the cache: further passes over it come from there
 
 A set is several segments of S elements: the N pieces of a channel, or the channels of a group in
-one image. Threads share the sets. A group's share of dweight and dbias lies in a room of its own
-until a second call adds up those of all images, in their order.
+one image. Threads share the sets. Sums go on in float64 every 32 steps. A group's share of dweight
+and dbias lies in a room of its own until a second call adds up those of all images, in their order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, I32, Code, Loaded, Value, entry, load, width
+from deuteron.codegen.llvm import F32, F64, I32, Code, Loaded, Value, entry, load, width
 from deuteron.kernels.cpu.stored import Stored
-from deuteron.kernels.cpu.sweep import Gathered, steps
+from deuteron.kernels.cpu.sweep import LongSum, blocks, steps
 
 SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains
 POINTERS = (
@@ -88,7 +88,7 @@ class _Sets:
         self.n, self.length = given, given["length"]
         self.parts = c.pointer(words, len(POINTERS) + len(NUMBERS))
         self.count = c.b.sitofp(c.mul(given["segments"], self.length), F32)
-        self.first, self.second = (Gathered(c, c.b.fadd, 0.0) for _ in range(2))
+        self.first, self.second = LongSum(c), LongSum(c)
 
     def has(self, name: str) -> bool:
         return name in self.form.given
@@ -116,7 +116,9 @@ class _Sets:
         c = self.c
         self.first.clear()
         with self.segments(base) as (_, at):
-            steps(c, self.length, lambda i, n: self.first.take(term(at, i, n), n))
+            blocks(
+                c, self.length, lambda i, n: self.first.take(term(at, i, n), n), self.first.fold
+            )  # fmt: skip
         return c.b.fdiv(self.first.total(), self.count)
 
     def statistics(self, base: Value) -> tuple[Value, Value, Value]:
@@ -243,7 +245,11 @@ class _Sets:
                 self.first.take(d, lanes)
                 self.second.take(d, lanes, hat(at, i, lanes))
 
-            steps(c, self.length, take)
+            def fold() -> None:
+                self.first.fold()
+                self.second.fold()
+
+            blocks(c, self.length, take, fold)
             if form.grouped:
                 add_up(j, at)
         if not form.grouped:
@@ -292,12 +298,13 @@ def _write_totals(module: Any, form: Form, of_bias: str) -> None:
                 continue
             of = Stored(c, kind)
             with c.loop(begin, end) as i:
-                total = c.variable(F32)
-                c.b.store(c.f(0.0), total)
+                total = c.variable(F64)
+                c.b.store(F64(0.0), total)
                 with c.loop(0, images) as image:
                     here = c.at(parts, c.mul(c.add(c.mul(images, k), image), channels), i)
-                    c.b.store(c.b.fadd(c.get(total, F32), c.load(here)), total)
-                of.store(c.get(total, F32), of.at(out, i))
+                    more = c.b.fpext(c.load(here), F64)
+                    c.b.store(c.b.fadd(c.get(total, F64), more), total)
+                of.store(c.b.fptrunc(c.get(total, F64), F32), of.at(out, i))
 
     entry(module, "run", body)
 

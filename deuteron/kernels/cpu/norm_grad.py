@@ -7,7 +7,9 @@
     bytes = 4 · (x + grad + dx + extra), all further passes over a row from L1
 
 Each thread takes a range of rows, and keeps sums for dweight and dbias of its own, which a second
-call adds up. So the order of a sum depends on how many threads there are, and on nothing else.
+call adds up. So the order of a sum depends on how many threads there are, and on nothing else. The
+sums of 32 rows are added to those of all before, in float64: a rounding error grows with the
+length of a sum, and so it stays that of 32 rows.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, I32, Code, Loaded, Value, entry, load, width
+from deuteron.codegen.llvm import F32, F64, I32, Code, Loaded, Value, entry, load, vec, width
 from deuteron.kernels.cpu.sweep import Terms, steps, sums
 
 SHORT = 32  # columns
+TOGETHER = 32  # rows that are added up in float32
+PARTS = 6  # rows of float32 that a thread keeps: two sums, and twice the width for each in float64
 SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains
 
 
@@ -50,17 +54,29 @@ class _Rows:
         self.rows, self.columns = c.word(words, 6), c.word(words, 7)
         self.eps = c.b.bitcast(c.b.trunc(c.word(words, 8), I32), F32)
         self.count = c.b.sitofp(self.columns, F32)
-        self.dweight = c.at(parts, c.mul(thread, 2, self.columns))
-        self.dbias = c.at(self.dweight, self.columns)
+        # dweight and dbias of a few rows, then of all in float64
+        self.few = c.at(parts, c.mul(thread, PARTS, self.columns))
+        self.all = c.at(self.few, c.mul(2, self.columns))
+        self.dweight, self.dbias = self.few, c.at(self.few, self.columns)
 
     def clear(self) -> None:
         c = self.c
+        steps(
+            c, c.mul(PARTS, self.columns),
+            lambda i, lanes: c.store(c.f(0.0, lanes), c.at(self.few, i)),
+        )  # fmt: skip
 
-        def write(i: Value, lanes: int) -> None:
-            for room in (self.dweight, self.dbias):
-                c.store(c.f(0.0, lanes), c.at(room, i))
+    def fold(self) -> None:
+        """The sums of a few rows are added to those of all, and start again."""
+        c = self.c
 
-        steps(c, self.columns, write)
+        def add(i: Value, lanes: int) -> None:
+            few, all_ = c.at(self.few, i), c.at(self.all, i, of=F64)
+            more = c.b.fpext(c.load(few, lanes), vec(lanes, F64))
+            c.store(c.b.fadd(c.load(all_, lanes, of=F64), more), all_)
+            c.store(c.f(0.0, lanes), few)
+
+        steps(c, c.mul(2, self.columns), add)
 
     def row(self, at: Value) -> None:
         c, form = self.c, self.form
@@ -142,8 +158,11 @@ def _write_rows(module: Any, form: Form) -> None:
         w = _Rows(c, form, words, thread)
         w.clear()
         begin, end = c.share(w.rows, thread, threads)
-        with c.loop(begin, end) as row:
-            w.row(c.mul(row, w.columns))
+        with c.loop(begin, end, TOGETHER) as first:
+            with c.loop(first, c.least(c.add(first, TOGETHER), end)) as row:
+                w.row(c.mul(row, w.columns))
+            if form.dweight or form.dbias:
+                w.fold()
 
     entry(module, "run", body)
 
@@ -159,12 +178,13 @@ def _write_totals(module: Any, form: Form) -> None:
             if not wanted:
                 continue
             with c.loop(begin, end) as i:
-                total = c.variable(F32)
-                c.b.store(c.f(0.0), total)
+                total = c.variable(F64)
+                c.b.store(F64(0.0), total)
                 with c.loop(0, threads) as t:
-                    here = c.at(parts, c.mul(c.add(c.mul(t, 2), k), columns), i)
-                    c.b.store(c.b.fadd(c.get(total, F32), c.load(here)), total)
-                c.store(c.get(total, F32), c.at(out, i))
+                    mine = c.at(parts, c.mul(c.add(c.mul(t, PARTS), 2), columns))
+                    here = c.load(c.at(mine, c.mul(k, columns), i, of=F64), of=F64)
+                    c.b.store(c.b.fadd(c.get(total, F64), here), total)
+                c.store(c.b.fptrunc(c.get(total, F64), F32), c.at(out, i))
 
     entry(module, "run", body)
 
@@ -184,7 +204,7 @@ def prepare_norm_grad(
     """The calls for x, grad, weight, extra, dx, dweight and dbias, where each is; 0 for none."""
     first, second = compiled(form)
     (bits,) = struct.unpack("<i", struct.pack("<f", eps))
-    parts = Room("norm gradient", 0, per_thread=2 * columns)
+    parts = Room("norm gradient", 0, per_thread=PARTS * columns)
     threaded = rows * columns > SERIAL
 
     def calls(

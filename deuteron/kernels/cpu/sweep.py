@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from deuteron.codegen.llvm import Code, Value, vec, width
+from deuteron.codegen.llvm import F32, F64, Code, Value, vec, width
 
 Terms = Callable[[Value, int], Sequence[tuple[Value, Value | None]]]
 Combine = Callable[[Value, Value], Value]
@@ -15,14 +15,26 @@ def spans() -> tuple[int, int, int]:
     return 4 * width(), width(), 1
 
 
-def steps(c: Code, columns: Value, write: Callable[[Value, int], None]) -> None:
-    """``write(column, lanes)`` for all columns."""
+def steps(
+    c: Code, columns: Value, write: Callable[[Value, int], None], first: int | Value = 0
+) -> None:
+    """``write(column, lanes)`` for ``columns`` columns from the ``first`` on."""
     begin: Value = c.i(0)
     for lanes in spans():
         end = c.sub(columns, c.rem(columns, lanes))
         with c.loop(begin, end, lanes) as i:
-            write(i, lanes)
+            write(c.add(first, i), lanes)
         begin = end
+
+
+def blocks(
+    c: Code, columns: Value, write: Callable[[Value, int], None], fold: Callable[[], None]
+) -> None:
+    """:func:`steps`, and ``fold()`` whenever a few of the longest have been made."""
+    few = 32 * spans()[0]
+    with c.loop(0, columns, few) as first:
+        steps(c, c.least(c.i(few), c.sub(columns, first)), write, first)
+        fold()
 
 
 class Gathered:
@@ -51,6 +63,33 @@ class Gathered:
         for other in rest:
             first = self.op(first, other)
         return first
+
+
+class LongSum(Gathered):
+    """A sum of very many numbers: of a few in float32, which ``fold`` adds to one of all in
+    float64. A rounding error grows with the length of a sum; this one stays that of a few."""
+
+    def __init__(self, c: Code) -> None:
+        super().__init__(c, c.b.fadd, 0.0)
+        self.all = {lanes: c.variable(vec(lanes, F64)) for lanes in spans()}
+
+    def clear(self) -> None:
+        super().clear()
+        for lanes, room in self.all.items():
+            self.c.b.store(vec(lanes, F64)([0.0] * lanes if lanes > 1 else 0.0), room)
+
+    def fold(self) -> None:
+        c = self.c
+        for lanes, room in self.all.items():
+            few = c.b.fpext(c.get(self.rooms[lanes], vec(lanes)), vec(lanes, F64))
+            c.b.store(c.b.fadd(c.get(room, vec(lanes, F64)), few), room)
+        super().clear()
+
+    def total(self) -> Value:
+        """Of what was folded, as a float32."""
+        c = self.c
+        parts = [c.reduce(c.get(room, vec(n, F64)), c.b.fadd) for n, room in self.all.items()]
+        return c.b.fptrunc(c.b.fadd(c.b.fadd(parts[0], parts[1]), parts[2]), F32)
 
 
 def sums(c: Code, columns: Value, count: int, terms: Terms) -> list[Value]:
