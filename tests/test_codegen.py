@@ -276,6 +276,88 @@ def test_a_dear_value_is_kept_and_a_cheap_one_is_not():
     assert plan(lower(region)).kept == ()
 
 
+def relu_gradient(g, y, dy):
+    """The gradient of relu, and of the bias before it."""
+    dx = g.where(y <= 0.0, 0.0, dy)
+    return dx, g.sum(dx, axes=(0,))
+
+
+def two_sums_of_scaled(g, x, v):
+    """Two reductions that read a number computed once for each column."""
+    y = x * g.rsqrt(g.abs(v) + 0.5)
+    return g.sum(y, axes=(0,)), g.max(y * y, axes=(0,))
+
+
+DOWN = {
+    "gradient beside its sum": (relu_gradient, (77, 67), (77, 67)),
+    "columns of several panels": (relu_gradient, (33, 9001), (33, 9001)),
+    "two reductions": (two_sums_of_scaled, (101, 45), (45,)),
+    "something after the sum": (
+        lambda g, x, v: (g.exp(g.mean(x * v, axes=(0,))) + v,), (64, 39), (39,)),
+    "middle axis": (lambda g, x: (g.sum(x, axes=(1,)), g.neg(x)), (3, 50, 37)),
+    "two axes that lie apart": (lambda g, x: (g.sum(x, axes=(0, 2)),), (3, 4, 40, 35)),
+    "least": (lambda g, x: (g.min(x, axes=(0,)), g.prod(x, axes=(0,))), (40, 21)),
+}  # fmt: skip
+
+
+def walk_down(name: str, dtype: str) -> tuple[Region, dict[str, torch.Tensor]]:
+    build, *shapes = DOWN[name]
+    g = dt.Graph(name)
+    for i, y in enumerate(build(g, *(g.tensor(f"x{i}", s, dtype) for i, s in enumerate(shapes)))):
+        y.output(f"y{i}")
+    region, gen = Region(g.ir()), torch.Generator().manual_seed(1)
+    types = {v: region.graph.types[v] for v in region.inputs}
+    return region, {
+        v: torch.randn(t.shape, generator=gen).to(t.dtype.torch) for v, t in types.items()
+    }
+
+
+FLOATS = [(name, dtype) for name in DOWN for dtype in ("f32", "bf16", "f16", "f64")]
+WHOLE = [(name, "i32") for name in ("middle axis", "two axes that lie apart", "least")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), FLOATS + WHOLE)
+def test_columns_are_reduced_in_the_order_of_memory(name, dtype):
+    pytest.importorskip("llvmlite")
+    from deuteron.codegen.llvm_plan import plan
+
+    region, feed = walk_down(name, dtype)
+    assert plan(lower(region)).in_order
+    check_cpu(region, feed)
+
+
+def test_a_walk_down_the_rows_ends_with_the_last_reduction():
+    """Where an element waits for the sum of its column, one walk is not enough."""
+    pytest.importorskip("llvmlite")
+    from deuteron.codegen.llvm_plan import plan
+
+    for build in (lambda g, x: g.var(x, axes=(0,)), lambda g, x: x - g.sum(x, axes=(0,))):
+        region, feed = chain("twice", build, (50, 40))
+        assert not plan(lower(region)).in_order
+        check_cpu(region, feed)
+
+
+def test_sums_of_columns_have_the_same_bits_on_any_number_of_threads():
+    region, feed = walk_down("columns of several panels", "f32")
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.append(run_cpu(region, feed))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] is not None
+    for other in found[1:]:
+        assert other is not None and all(map(torch.equal, found[0], other))
+
+
+def test_nan_stays_in_its_column():
+    region, feed = walk_down("gradient beside its sum", "f32")
+    feed["x1"][5, 3], feed["x1"][6, 4] = torch.nan, torch.inf
+    feed["x0"][5:7, 3:5] = 1.0
+    check_cpu(region, feed)
+
+
 def test_programs_print_what_they_do():
     region, _ = chain("shown", lambda g, x: g.softmax(x), (4, 9))
     text = str(lower(region))

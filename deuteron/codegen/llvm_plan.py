@@ -9,7 +9,7 @@ from typing import Any
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Compute, Inside, Load, ScalarProgram, Store, reads
+from deuteron.codegen.scalar import Compute, Inside, Load, Reduce, ScalarProgram, Store, reads
 
 HEAVY = frozenset(
     {
@@ -31,6 +31,7 @@ HEAVY = frozenset(
     }
 )
 FEW = 2  # vectors per step where many do not fit
+MANY_ROWS = 32  # from here on a reduction down the columns follows the order of memory
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Shape:
     steps: tuple[int, ...]  # lanes per step: several vectors, one vector, what is left
     kept: tuple[str, ...] = ()
     breaks: tuple[int, ...] = ()  # where guards change along the vector axis
+    in_order: bool = False  # one walk down the rows of memory does it: see llvm_columns
 
     @property
     def lanes(self) -> int:
@@ -69,8 +71,30 @@ def plan(program: ScalarProgram) -> Shape:
         best, inner = None, False
     rows = tuple(v for v in program.outer if v != best)
     columns = tuple(v for v in program.inner if v != best)
-    kept = _kept(program) if program.reductions else ()
-    return Shape(best, rows, columns, inner, (*sizes, 1), kept, _breaks(program, best))
+    in_order = best is not None and not inner and _one_walk(program, columns)
+    kept = _kept(program) if program.reductions and not in_order else ()
+    breaks = _breaks(program, best)
+    return Shape(best, rows, columns, inner, (*sizes, 1), kept, breaks, in_order)
+
+
+def _one_walk(program: ScalarProgram, columns: tuple[Var, ...]) -> bool:
+    """Whether one pass over many rows is all there is to do: nothing of an element, reduced or
+    stored, waits for the result of a reduction."""
+    if not columns or columns[-1].size < MANY_ROWS:
+        return False
+    late, inner = after_reductions(program), set(program.inner)
+    reduced = all(s.source not in late and s.kind != "bool" for s in program.reductions)
+    stored = (s for s in program.statements if isinstance(s, Store) and s.offset.variables & inner)
+    return reduced and all(s.source not in late for s in stored)
+
+
+def after_reductions(program: ScalarProgram) -> frozenset[str]:
+    """The results of reductions and the values that depend on them."""
+    found: set[str] = set()
+    for s in program.statements:
+        if not isinstance(s, Store) and (isinstance(s, Reduce) or found.intersection(reads(s))):
+            found.add(s.name)
+    return frozenset(found)
 
 
 def _unroll() -> int:

@@ -64,6 +64,12 @@ class Renderer(Loops):
         llvm.entry(module, "run", self._body)
 
     def _body(self, code: Code, words: Value, thread: Value, threads: Value) -> None:
+        self._open(code, words, thread)
+        for place in self._rows(thread, threads):
+            self._row(place)
+
+    def _open(self, code: Code, words: Value, thread: Value) -> None:
+        """Find the tensors, and this thread's part of the scratch memory."""
         self.c = code
         self.base = {t: code.pointer(words, i) for i, t in enumerate(self.tensors)}
         self.scratch = None
@@ -73,8 +79,6 @@ class Renderer(Loops):
             start = code.mul(thread, size * len(self.shape.kept))
             self.scratch = code.at(room, start, of=self.float)
             self.row_size = size
-        for place in self._rows(thread, threads):
-            self._row(place)
 
     # ---- one row
 
@@ -92,17 +96,23 @@ class Renderer(Loops):
             elif level[s.name] == "row":
                 env[s.name] = self._evaluate(s, place, env)
         stores = [s for s in self.p.statements if isinstance(s, Store)]
-        per_row = [s for s in stores if not s.offset.variables & set(self.p.inner)]
-        per_cell = [s for s in stores if s not in per_row]
-        for s in per_row:
-            self._store(s, place, env)
-        if per_cell:
+        for s in stores:
+            if not self._per_cell(s):
+                self._store(s, place, env)
+        if any(map(self._per_cell, stores)):
             for cell in self._cells(place):
-                local = dict(env)
-                for s in per_cell:
-                    if isinstance(s.source, str):
-                        self._need(s.source, cell, local, stored)
-                    self._store(s, cell, local)
+                self._store_cell(cell, dict(env), stored)
+
+    def _per_cell(self, s: Store) -> bool:
+        """Whether every element of the row is stored, not one number for the row."""
+        return bool(s.offset.variables & set(self.p.inner))
+
+    def _store_cell(self, cell: Place, local: dict[str, Value], stored: set[str]) -> None:
+        for s in self.p.statements:
+            if isinstance(s, Store) and self._per_cell(s):
+                if isinstance(s.source, str):
+                    self._need(s.source, cell, local, stored)
+                self._store(s, cell, local)
 
     def _reduce(self, s: Reduce, place: Place, env: dict[str, Value], stored: set[str]) -> Value:
         """One pass over the row. Accumulates lane by lane; lanes meet at the end."""
@@ -115,21 +125,12 @@ class Renderer(Loops):
             c.b.store(self.splat(start, lanes), room)
         far = self._far_sums(s, acc)
         keep = [k for k in self.shape.kept if k not in stored and not s.seldom]
-        factors = self._factors(s)
         for cell in self._cells(place, partial(self._move, acc, far) if far else None):
             local = dict(env)
-            for name in factors or (s.source,):
-                self._need(name, cell, local, stored)
+            self._accumulate(s, acc[cell.lanes], cell, local, stored)
             for k in keep:
                 if k in local:
                     self._keep(k, local[k], cell)
-            room = acc[cell.lanes]
-            total = c.b.load(room, typ=vec(cell.lanes, kind))
-            if factors:
-                x, y = (self.lanes(local[name], cell.lanes) for name in factors)
-                c.b.store(c.fma(x, y, total), room)
-            else:
-                c.b.store(combine(total, self.lanes(local[s.source], cell.lanes)), room)
         made = {k for k in keep if needs(self.made, [s.source], k, stored, self.p)}
         stored |= made
         wide = F64 if far else kind
@@ -141,6 +142,21 @@ class Renderer(Loops):
             totals = whole
         total = totals[0]
         return c.b.fptrunc(total, vec(llvm.lanes_of(total), kind)) if wide is not kind else total
+
+    def _accumulate(
+        self, s: Reduce, room: Value, cell: Place, local: dict[str, Value], stored: set[str]
+    ) -> None:
+        """Compute what is reduced at this cell and add it to the accumulator."""
+        c, kind, factors = self.c, self.type_of(s.kind), self._factors(s)
+        for name in factors or (s.source,):
+            self._need(name, cell, local, stored)
+        total = c.b.load(room, typ=vec(cell.lanes, kind))
+        if factors:
+            x, y = (self.lanes(local[name], cell.lanes) for name in factors)
+            c.b.store(c.fma(x, y, total), room)
+        else:
+            combine = self._identity(s, kind)[1]
+            c.b.store(combine(total, self.lanes(local[s.source], cell.lanes)), room)
 
     def _seldom(self, s: Reduce, place: Place, env: dict[str, Value], stored: set[str]) -> Value:
         """A pass that is left out unless what it waits for is infinite in some lane."""

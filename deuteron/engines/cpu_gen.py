@@ -113,12 +113,13 @@ class CpuGen:
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         from deuteron.codegen import llvm
-        from deuteron.codegen.llvm_render import Renderer, signature
+        from deuteron.codegen.llvm_columns import renderer as renderer_of
+        from deuteron.codegen.llvm_render import signature
 
         found = program_of(region)
         assert isinstance(found, ScalarProgram)
         program = found.anonymous()
-        renderer = Renderer(program)
+        renderer = renderer_of(program)
         loaded = llvm.load(signature(program), renderer)
         order = [*(region.inputs.index(v) for v in found.inputs)]
         first_out = len(region.inputs)
