@@ -16,7 +16,7 @@ from deuteron.optim import base, eight_bits, machines
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.optim_cases import FLOATS, OPTIONS, cases, check, tensors
 from tests.test_triton_gen import spilled
-from tests.tolerances import EIGHT_BIT_MEAN, EPS, EVEN, FEW_STEPS, STEPS, error
+from tests.tolerances import EIGHT_BIT_MEAN, EPS, EVEN, FEW_STEPS, STEPS, allowed, error
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -289,6 +289,50 @@ def test_sparse_gradients_are_refused():
     whole.grad = torch.ones(4, dtype=torch.complex64)
     with pytest.raises(BindError, match="complex64"):
         dt.optim.Adafactor([whole]).step()
+
+
+# ---- factored second moments
+
+
+def factored(home, dtype, rounded=None, threads: int = 2, **given):
+    """After three steps; the shapes take several chunks to a matrix, several matrices to a chunk,
+    and more than one bundle."""
+    gen = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=gen).to(rounded or dtype).to(dtype)
+
+    shapes = [(300, 500), (4097, 5), (64, 32, 3, 3), (2, 20_000), (3, 20, 2000), (5, 1), (700, 41)]
+    params = [made(*shape).requires_grad_() for shape in shapes]
+    optimizer = home.Adafactor(params, lr=0.1, eps=(1e-6, 1e-3), **given)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(3):
+            for p in params:
+                p.grad = made(*p.shape)
+            optimizer.step()
+    finally:
+        torch.set_num_threads(before)
+    return [[p.detach(), *optimizer.state[p].values()] for p in params]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_large_matrices_with_factored_moments(dtype):
+    ours, plain = (factored(home, dtype) for home in (dt.optim, torch.optim))
+    exact = factored(torch.optim, torch.float64, dtype)
+    for mine, theirs, wide in zip(ours, plain, exact, strict=True):
+        if dtype == torch.float64:  # torch is its own reference there, and its sums less exact
+            assert error(mine[0], wide[0]) <= FEW_STEPS * EPS[dtype], mine[0].shape
+            continue
+        for x, y, z in zip(mine, theirs, wide, strict=True):
+            assert error(x, z) <= allowed(error(y, z), dtype), (mine[0].shape, x.shape)
+
+
+def test_factored_moments_do_not_depend_on_threads():
+    one, two = (factored(dt.optim, torch.float32, threads=n, ema_decay=0.5) for n in (1, 2))
+    for x, y in zip(one, two, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
 
 
 # ---- the 8-bit state

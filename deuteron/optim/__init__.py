@@ -6,9 +6,8 @@ SGD, Adam, AdamW and Adafactor take the arguments of torch.optim and read and wr
 Lion, LAMB and AdamW8bit are made in the same style.
 Clipping, unscaling, decay and an average of the parameters happen in the same pass over memory
 (:class:`Ours`); ``.grad`` is read, never written. On a GPU a step is one Triton launch per group
-and combination of element types (LAMB three, Adafactor several calls per tensor). On the CPU it is
-code generated through LLVM; torch's operators where llvmlite is not installed, and for
-Adafactor.
+and combination of element types (LAMB three, Adafactor four or seven). On the CPU it is
+code generated through LLVM; torch's operators where llvmlite is not installed.
 """
 
 from deuteron.optim.adafactor import Adafactor

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from deuteron.optim.batch import Batch
@@ -21,6 +24,18 @@ def step(batch: Batch, numbers: list[float]) -> None:
         home.copy_(p * keep - rate * u)
         for part in ema_rate:
             state["ema"].lerp_(home.to(state["ema"].dtype), part)
+
+
+def paces(
+    squares: Sequence[Sequence[float]], sizes: Sequence[int], numbers: Sequence[float]
+) -> list[float]:
+    """The rate of every tensor, from Σ p² and Σ u²; a nan stays one."""
+    rho, eps2, d = (numbers[k] for k in (2, 5, 6))
+    found = []
+    for (p, u), size in zip(squares, sizes, strict=True):
+        rms_p, rms_u = (math.sqrt(x / max(size, 1)) for x in (p, u))
+        found.append(max(rms_p, eps2) * rho / max(rms_u / d, 1.0))
+    return found
 
 
 def _below(

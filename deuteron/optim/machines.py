@@ -158,13 +158,10 @@ class Host(Machine):
         self.run(batch.rule.program, batch, [found], sums)
         rows = [found]
         if adapt:
-            column = apply.program.numbers.index("ratio")
-            owner = batch.where[: batch.chunks]
-            totals = torch.zeros(2, batch.count, dtype=torch.float64).index_add_(1, owner, sums)
             ratios = [
-                math.sqrt(p / u) if p != 0 and u != 0 else 1.0 for p, u in totals.t().tolist()
+                math.sqrt(p / u) if p != 0 and u != 0 else 1.0 for p, u in _totals(batch, sums)
             ]
-            rows = [[*found[:column], r, *found[column + 1 :]] for r in ratios]
+            rows = _with_number(apply, found, "ratio", ratios)
         self.run(apply.program, batch, rows, None)
 
     def step_8bit(
@@ -180,6 +177,22 @@ class Host(Machine):
         found = self._numbers(batch, batch.rule.numbers, constants, lr, control)
         if found is not None:
             factored.step(batch, found)
+
+
+def _totals(batch: Batch, sums: torch.Tensor) -> list[list[float]]:
+    """The sums of each tensor, from those of its chunks."""
+    owner = batch.where[: batch.chunks]
+    totals = torch.zeros(len(sums), batch.count, dtype=torch.float64).index_add_(1, owner, sums)
+    found: list[list[float]] = totals.t().tolist()
+    return found
+
+
+def _with_number(
+    rule: Rule, numbers: list[float], name: str, values: Sequence[float]
+) -> list[list[float]]:
+    """Numbers for each tensor, which has a value of its own for one of them."""
+    at = rule.program.numbers.index(name)
+    return [[*numbers[:at], value, *numbers[at + 1 :]] for value in values]
 
 
 class Generated(Host):
@@ -217,6 +230,27 @@ class Generated(Host):
             batch.table.data_ptr(), batch.grads.data_ptr(), batch.where.data_ptr(),
             numbers.data_ptr(), batch.count, batch.chunks, eight_bits.seed(int(batch.step)),
         )  # fmt: skip
+
+    def step_factored(
+        self, batch: Batch, apply: Rule, constants: list[float], lr: Rate, control: Control | None
+    ) -> None:
+        from deuteron.kernels.cpu import adafactor
+
+        found = self._numbers(batch, batch.rule.numbers, constants, lr, control)
+        if found is None:
+            return
+        if batch.keys[0] == "variance":
+            sums = torch.zeros(2, batch.chunks, dtype=torch.float64)
+            self.run(batch.rule.program, batch, [found], sums)
+            paces = factored.paces(_totals(batch, sums), batch.sizes, found)
+            self.run(apply.program, batch, _with_number(apply, found, "pace", paces), None)
+            return
+        if batch.layout is None:
+            p, row, _, *ema = batch.dtypes
+            shapes = [tuple(x.shape) for x in batch.params]
+            types = (p, batch.grad_dtype, row, *ema)
+            batch.layout = adafactor.Layout(batch.rule.program, types, shapes, batch.table)
+        batch.layout.step(batch.grads, found)
 
 
 class Plain(Host):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
 
 from deuteron.codegen.llvm import F32, F64, Code, Value, vec, width
 
@@ -40,24 +43,24 @@ def blocks(
 class Gathered:
     """A number of every step, combined: a sum or the largest, say. ``op`` ignores ``start``."""
 
-    def __init__(self, c: Code, op: Combine, start: float) -> None:
-        self.c, self.op, self.start = c, op, start
-        self.rooms = {lanes: c.variable(vec(lanes)) for lanes in spans()}
+    def __init__(self, c: Code, op: Combine, start: float, of: Any = F32) -> None:
+        self.c, self.op, self.of, self.start = c, op, of, ir.Constant(of, start)
+        self.rooms = {lanes: c.variable(vec(lanes, of)) for lanes in spans()}
 
     def clear(self) -> None:
         for lanes, room in self.rooms.items():
-            self.c.b.store(self.c.f(self.start, lanes), room)
+            self.c.b.store(self.c.splat(self.start, lanes), room)
 
     def take(self, value: Value, lanes: int, times: Value | None = None) -> None:
         """Combine with ``value``, or add ``value`` · ``times``."""
         room = self.rooms[lanes]
-        now = self.c.get(room, vec(lanes))
+        now = self.c.get(room, vec(lanes, self.of))
         made = self.op(now, value) if times is None else self.c.fma(value, times, now)
         self.c.b.store(made, room)
 
     def total(self) -> Value:
         first, *rest = (
-            self.c.reduce(self.c.get(room, vec(lanes)), self.op)
+            self.c.reduce(self.c.get(room, vec(lanes, self.of)), self.op)
             for lanes, room in self.rooms.items()
         )
         for other in rest:
