@@ -66,7 +66,7 @@ class Target:
         """Attainable operations per second on ``dtype``; products may use the matrix units."""
         if product and dtype == "f32" and allow_tf32 and "tf32" in self.peak:
             dtype = "tf32"
-        if not product and self.has_tensor_cores:
+        if not product:
             dtype = "f64" if dtype == "f64" else "f32"  # vector units, whatever the storage type
         return self.peak.get(dtype, self.peak["f32"]) * self.reach["compute"]
 

@@ -61,6 +61,11 @@ def test_products_use_the_matrix_units_and_the_rest_does_not():
     assert t.rate("i32") == t.rate("f32"), "what is not listed counts as float32"
 
 
+def test_elementwise_work_in_16_bits_is_float32_arithmetic_on_a_cpu_too():
+    t = target("cpu")
+    assert t.rate("bf16", product=False) == t.rate("f32", product=False) > t.rate("bf16")
+
+
 def test_a_target_is_plain_data():
     t = target("h200")
     assert json.loads(json.dumps(describe(t)))["name"] == "h200"
