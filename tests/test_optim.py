@@ -247,7 +247,9 @@ def test_nothing_to_do():
     assert dt.optim.AdamW([p], max_norm=1.0).step() is None
     empty = torch.randn(0, 4, requires_grad=True)
     empty.grad = torch.zeros(0, 4)
-    for cls in (dt.optim.AdamW, dt.optim.LAMB, dt.optim.SGD, dt.optim.AdamW8bit):
+    for cls in (
+        dt.optim.AdamW, dt.optim.LAMB, dt.optim.SGD, dt.optim.AdamW8bit, dt.optim.Adafactor
+    ):  # fmt: skip
         cls([empty], max_norm=1.0).step()
 
 
