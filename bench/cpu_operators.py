@@ -2,6 +2,8 @@
 forward and with its gradient, against eager.
 
 ``python -m bench.run --device cpu --only cpu_operators``
+
+``BENCH_CASES="bias+relu;gelu"`` measures these alone, in place of their rows on file.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ NOTE = (
     "`over_eager` is eager's time over ours. Where `way` is torch, our function handed the call to "
     "torch's own, and `explain` says so: the ratio is then what handing it on costs. Errors are "
     "relative (2-norm), results and gradients together, to float64. Measured in several "
-    "processes, one after another (`BENCH_PART=1/4` and so on), each row in one of them."
+    "processes, one after another (`BENCH_PART=1/4` and so on), each row in one of them; where the "
+    "code of a few cases changed, these alone were measured again (`BENCH_CASES`, column `again`)."
 )
 f = dt.functional
 Tensor = torch.Tensor
@@ -431,12 +434,28 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     cases = [replace(c, dtype=t) for c in all_cases() for t in (torch.float32, torch.bfloat16)]
     # torch 2.13's own gradient of this one dies of an illegal instruction on a Neoverse-N1
     cases = [c for c in cases if (c.name, c.dtype) != ("nearest-exact ×2", torch.bfloat16)]
-    if part > 1:  # the rows of the parts before are on file
+    named = os.environ.get("BENCH_CASES")
+    if part > 1 or named:  # the rows of the parts before, or of the other cases, are on file
         file = Path(Record.folder or ".") / f"cpu_operators-{machine_name(device)}.json"
         record.rows = json.loads(file.read_text())["rows"]
+    if named:
+        _again(record, [c for c in cases if c.name in named.split(";")])
+        return record
     for case in cases[(part - 1) * len(cases) // parts : part * len(cases) // parts]:
         _measure(record, case)
     return record
+
+
+def _again(record: Record, cases: list[Case]) -> None:
+    """Put new rows of ``cases`` where their old ones were, marked with the day and hour."""
+    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    for case in cases:
+        _measure(record, case)
+        new = record.rows.pop() | {"again": now}
+        names = [(row["case"], row["dtype"]) for row in record.rows]
+        record.rows[names.index((new["case"], new["dtype"]))] = new
+    if record.folder is not None:
+        record.save(record.folder)
 
 
 def _measure(record: Record, case: Case) -> None:
