@@ -71,21 +71,23 @@ def plan(program: ScalarProgram) -> Shape:
         best, inner = None, False
     rows = tuple(v for v in program.outer if v != best)
     columns = tuple(v for v in program.inner if v != best)
-    in_order = best is not None and not inner and _one_walk(program, columns)
+    wide = best is not None and best.size > many * one
+    in_order = best is not None and not inner and _one_walk(program, columns, wide)
     kept = _kept(program) if program.reductions and not in_order else ()
     breaks = _breaks(program, best)
     return Shape(best, rows, columns, inner, (*sizes, 1), kept, breaks, in_order)
 
 
-def _one_walk(program: ScalarProgram, columns: tuple[Var, ...]) -> bool:
+def _one_walk(program: ScalarProgram, columns: tuple[Var, ...], wide: bool) -> bool:
     """Whether one pass over many rows is all there is to do: nothing of an element, reduced or
-    stored, waits for the result of a reduction."""
+    stored, waits for the result of a reduction. Rows that registers hold (not ``wide``) are read in
+    order anyway, and gain only if something is stored on the way."""
     if not columns or columns[-1].size < MANY_ROWS:
         return False
     late, inner = after_reductions(program), set(program.inner)
     reduced = all(s.source not in late and s.kind != "bool" for s in program.reductions)
-    stored = (s for s in program.statements if isinstance(s, Store) and s.offset.variables & inner)
-    return reduced and all(s.source not in late for s in stored)
+    stored = [s for s in program.statements if isinstance(s, Store) and s.offset.variables & inner]
+    return (wide or bool(stored)) and reduced and all(s.source not in late for s in stored)
 
 
 def after_reductions(program: ScalarProgram) -> frozenset[str]:
