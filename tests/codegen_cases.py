@@ -201,6 +201,8 @@ def norm_case(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Ca
 def softmax_case(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Case:
     x = torch.randn(rows, columns)
     x[0, : columns // 2] = -torch.inf  # the running maximum starts at nothing
+    if rows > 2:
+        x[1], x[2] = -torch.inf, torch.finfo(dtype).min  # and may stay there
     return graph_of(f"softmax {rows}x{columns}", lambda g, x: g.softmax(x, axis=-1), x=x.to(dtype))
 
 

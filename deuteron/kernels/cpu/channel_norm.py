@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, F64, I32, Code, Loaded, Value, entry, load, width
 from deuteron.kernels.cpu.stored import Stored
-from deuteron.kernels.cpu.sweep import LongSum, blocks, steps
+from deuteron.kernels.cpu.sweep import SERIAL, LongSum, blocks, steps
 
-SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains
 POINTERS = (
     "x", "grad", "weight", "bias", "residual", "y", "extra", "mean", "rstd", "running_mean",
     "running_var", "dx", "dz", "dweight", "dbias", "new_mean", "new_var",

@@ -25,9 +25,8 @@ from deuteron.codegen.calls import Argument, Call, Room, runner
 from deuteron.codegen.llvm import F32, I8, I32, I64, Code, Loaded, Value, entry, load, width
 from deuteron.codegen.llvm_math import exp_nonpositive, log
 from deuteron.kernels.cpu.stored import Stored
-from deuteron.kernels.cpu.sweep import Gathered, steps
+from deuteron.kernels.cpu.sweep import SERIAL, Gathered, steps
 
-SERIAL = 1 << 14  # logits below which a team of threads costs more than it gains
 POINTERS = ("x", "share", "weight", "place", "own", "live", "total", "loss", "lse", "mass", "grad")
 NUMBERS = ("rows", "classes", "x_step", "share_step", "grad_step", "even", "sharp", "z")
 

@@ -22,12 +22,11 @@ from typing import Any
 
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, F64, I32, Code, Loaded, Value, entry, load, vec, width
-from deuteron.kernels.cpu.sweep import Terms, steps, sums
+from deuteron.kernels.cpu.sweep import SERIAL, Terms, steps, sums
 
 SHORT = 32  # columns
 TOGETHER = 32  # rows that are added up in float32
 PARTS = 6  # rows of float32 that a thread keeps: two sums, and twice the width for each in float64
-SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.llvm import Code, Loaded, Value, entry, load, width
 from deuteron.kernels.cpu.stored import Stored
-from deuteron.kernels.cpu.sweep import steps
-
-SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains
+from deuteron.kernels.cpu.sweep import SERIAL, steps
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from llvmlite import ir
 
 from deuteron.codegen.llvm import F32, F64, Code, Value, vec, width
 
+SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains
+
 Terms = Callable[[Value, int], Sequence[tuple[Value, Value | None]]]
 Combine = Callable[[Value, Value], Value]
 
