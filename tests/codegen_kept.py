@@ -173,7 +173,8 @@ def _places() -> Iterator[Case]:
 
 
 def _repeated(g: Ops, x: Sym) -> tuple[Sym, ...]:
-    """A graph that was once flagged on a GPU (one of 2,819 of a run), for reasons not found."""
+    """Indices that LLVM packs in pairs of 16 bits, whose constants ptxas drops on Hopper
+    (codegen/triton_compile.py)."""
     y = g.one("reshape", x, shape=(6, 257, 3))
     most = g.one("max", g.one("gt", y, y), axes=(0, 1, 2), keepdim=True)
     return y, g.one("to_layout", y, layout="nhwc"), most, g.one("exp", x)

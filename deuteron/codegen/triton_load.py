@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deuteron.codegen.triton_compile import compile_triton
 from deuteron.codegen.triton_render import Launch, Rendered
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "i64": torch.int64, "i32": torch.int32}
@@ -33,7 +34,6 @@ def functions(source: str) -> dict[str, Any]:
 
 def compiled(rendered: Rendered, launch: Launch, aligned: bool = True, target: Any = None) -> Any:
     """One kernel, compiled; ``aligned`` promises that every pointer is a multiple of 16."""
-    import triton
     from triton.compiler import ASTSource
 
     fn = functions(rendered.source)[launch.function]
@@ -43,7 +43,7 @@ def compiled(rendered: Rendered, launch: Launch, aligned: bool = True, target: A
     options = {"num_warps": rendered.warps, "num_stages": 1, "enable_fp_fusion": False}
     if "tl.device_assert(" in rendered.source:
         options |= {"debug": True, "sanitize_overflow": False}
-    return triton.compile(ASTSource(fn, signature, attrs=attrs), target=target, options=options)
+    return compile_triton(ASTSource(fn, signature, attrs=attrs), options, target)
 
 
 def interpreted(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deuteron.codegen.triton_compile import compile_triton
 from deuteron.codegen.triton_load import bound
 
 POINTERS = {
@@ -90,7 +91,6 @@ class Launchable:
         ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
         for a number, or None.
         """
-        import triton
         from triton.compiler import ASTSource
 
         names = self.fn.arg_names
@@ -109,7 +109,7 @@ class Launchable:
         source = ASTSource(self.fn, ordered, constexprs=_by_place(names, fixed), attrs=attrs)
         early = self.follows and bool(constants.get("CHAIN"))
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
-        return triton.compile(source, target=target, options=options)
+        return compile_triton(source, options, target)
 
 
 @cache

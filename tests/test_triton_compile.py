@@ -1,0 +1,89 @@
+"""What ptxas gets wrong does not reach it: see codegen/triton_compile.py."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deuteron.codegen.triton_compile import PACKED, compile_triton, unpacked
+from deuteron.codegen.triton_load import functions
+from deuteron.codegen.triton_render import Knobs, render
+from deuteron.errors import EngineError
+from tests.codegen_kept import kept_cases
+
+HOPPER = GPUTarget("cuda", 90, 32)
+OPTIONS = {"num_warps": 16, "num_stages": 1, "enable_fp_fusion": False}
+
+
+@pytest.fixture
+def source(monkeypatch, tmp_path):
+    """A kernel whose indices are added in pairs; nothing of it is found in a cache."""
+    monkeypatch.setenv("DEUTERON_CACHE", str(tmp_path / "ours"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "tritons"))
+    case = next(c for c in kept_cases() if c.name == "bytes repeated, in another order")
+    rendered = render(case.program, Knobs("rows", 8192, warps=16))
+    fn = functions(rendered.source)[rendered.launches[0].function]
+    kinds = [rendered.pointers[a] for a in rendered.launches[0].arguments]
+    attrs = {(k,): [["tt.divisibility", 16]] for k in range(len(kinds))}
+    return ASTSource(fn, dict(zip(fn.arg_names, kinds, strict=True)), attrs=attrs)
+
+
+def instructions(kernel, folder: Path) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    file = folder / "kernel.cubin"
+    file.write_bytes(kernel.asm["cubin"])
+    done = subprocess.run([str(tool), "-c", str(file)], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_packed_additions_are_taken_apart(source, tmp_path):
+    plain = triton.compile(source, target=HOPPER, options=OPTIONS)
+    assert PACKED.search(plain.asm["ptx"]), "nothing to take apart: this test needs another kernel"
+    ours = compile_triton(source, OPTIONS, HOPPER)
+    assert not PACKED.search(ours.asm["ptx"])
+    lost = r"VIADD\.16x2 R\d+, R\d+(\.\w+)?, 0x0 "
+    assert not re.search(lost, instructions(ours, tmp_path))
+    assert ours.metadata.shared == plain.metadata.shared
+
+
+def test_other_kernels_are_left_as_they_are(source):
+    ampere = compile_triton(source, OPTIONS, GPUTarget("cuda", 80, 32))
+    assert ampere.metadata.ir_override is None
+
+
+def test_without_a_place_for_files(source, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("DEUTERON_CACHE", str(tmp_path / "file"))
+    assert not PACKED.search(compile_triton(source, OPTIONS, HOPPER).asm["ptx"])
+
+
+def test_a_triton_that_does_not_replace_ptx_is_refused(source, monkeypatch):
+    whole = triton.compile
+
+    def without(source, target, options):
+        return whole(source, target=target, options={**options, "ir_override": None})
+
+    monkeypatch.setattr(triton, "compile", without)
+    with pytest.raises(EngineError, match="packed 16-bit addition"):
+        compile_triton(source, OPTIONS, HOPPER)
+
+
+def test_a_binary_that_cannot_be_checked_is_refused(source, monkeypatch):
+    monkeypatch.setattr(triton.knobs.compilation, "store_binary_only", True)
+    with pytest.raises(EngineError, match="TRITON_STORE_BINARY_ONLY"):
+        compile_triton(source, OPTIONS, HOPPER)
+
+
+def test_only_packed_additions_change():
+    ptx = "add.s16x2 \t%r3, %r1, %r2;\nadd.s16 \t%rs3, %rs1, %rs2;\nmin.s16x2 %r4, %r1, %r2;"
+    first, *others = unpacked(ptx).splitlines()
+    assert "16x2" not in first and first.count("add.s16 ") == 2 and "mov.b32 %r3," in first
+    assert others == ptx.splitlines()[1:]
+    assert unpacked("ret;") == "ret;"
