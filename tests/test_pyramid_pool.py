@@ -15,6 +15,7 @@ import deuteron as dt
 from deuteron.engines.base import BuildContext, Engine
 from deuteron.engines.cpu_gemm import CpuGemm
 from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.functional.operators import OPERATORS
 from deuteron.ir import Region
 from deuteron.ops import TABLE
 from deuteron.ops.evaluate import evaluate
@@ -76,8 +77,6 @@ def wrong_with(
     for region, feed in regions(shape, sizes, order, kind, dtype):
         exact = evaluate(region.graph, feed, float64=True)["y"]
         plain = evaluate(region.graph, feed)["y"]
-        if machine.kind == "cpu" and region.ops == ("pyramid_pool_grad",):
-            continue  # torch's own kernels do it there
         assert engine.refuse(region, machine, Policy()) is None
         ways = engine.candidates(region, machine, Policy())
         for candidate in ways[:most]:
@@ -182,11 +181,27 @@ def test_refuses_volumes():
     assert "volumes" in refusal.reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_on_the_cpu(dtype):
     pytest.importorskip("llvmlite")
     failed = all_wrong(CpuGemm(), target("cpu"), "cpu", (dtype,), 1)
     assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_the_gradient_on_the_cpu_takes_any_strides(kind):
+    """x with gaps between rows or channels, or in no order at all; a gradient of one number."""
+    pytest.importorskip("llvmlite")
+    base = data((2, 9, 14, 10), "contiguous", torch.float32, 2, False)
+    views = [base[:, :, 1:12, 2:9], base.movedim(1, -1).contiguous().movedim(-1, 1)[:, 1:6],
+             base.transpose(2, 3), base[:, :, :, 0]]  # fmt: skip
+    for view in views:
+        wanted = view.detach().double().requires_grad_()
+        pool = getattr(torch.nn.functional, f"adaptive_{kind}_pool{view.ndim - 2}d")
+        sum((pool(wanted, s).sum() for s in (1, 3, 4)), torch.zeros(())).backward()
+        x = view.detach().requires_grad_()
+        OPERATORS["pyramid_pool"].one(x, sizes=(1, 3, 4), kind=kind).sum().backward()
+        assert error(x.grad, wanted.grad) <= allowed(0.0, torch.float32), (view.shape, kind)
 
 
 @pytest.mark.gpu

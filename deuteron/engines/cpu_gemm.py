@@ -33,7 +33,7 @@ class CpuGemm(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_gemm"
-    version = "4"
+    version = "5"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         return (

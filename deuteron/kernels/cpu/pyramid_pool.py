@@ -141,12 +141,13 @@ def compiled(form: Form) -> Loaded:
     return load(f"pyramid {form} of {width()}", lambda module: _write(module, form))
 
 
+def spans(length: int, cells: int) -> list[tuple[int, int]]:
+    """Where each of so many cells begins and ends."""
+    return [(i * length // cells, -(-(i + 1) * length // cells)) for i in range(cells)]
+
+
 def boxes(space: tuple[int, int], grids: Sequence[tuple[int, int]]) -> torch.Tensor:
     """(top, bottom, left, right) of every cell of every grid."""
-
-    def spans(length: int, cells: int) -> list[tuple[int, int]]:
-        return [(i * length // cells, -(-(i + 1) * length // cells)) for i in range(cells)]
-
     found = [
         (*rows, *columns)
         for grid in grids
