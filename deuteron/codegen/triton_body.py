@@ -35,7 +35,17 @@ def arithmetic(program: ScalarProgram) -> Arithmetic:
     stored = [s.dtype for s in program.statements if isinstance(s, Store)]
     exact = any(not d.is_low for d in stored)
     pairs, shifted = softmaxes(program)
-    return Arithmetic(program.wide, exact, shifted, frozenset(p.total.name for p in pairs))
+    totals = frozenset(p.total.name for p in pairs)
+    return Arithmetic(program.wide, exact, shifted, totals, _beside_one(program))
+
+
+def _beside_one(program: ScalarProgram) -> frozenset[str]:
+    """Exponentials of which nothing is read but 1 + e^x."""
+    found = {s.name for s in program.statements if isinstance(s, Compute) and s.op == "exp"}
+    for s in program.statements:
+        if not (isinstance(s, Compute) and s.op == "add" and Const(1.0, "float") in s.args):
+            found.difference_update(reads(s))
+    return frozenset(found)
 
 
 @dataclass

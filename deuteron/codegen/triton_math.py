@@ -84,6 +84,16 @@ r = tl.fma(n, 2.12194440e-4, tl.fma(n, -0.693359375, x))
 return tl.exp2(r * 1.4426950408889634) * 2.0 * tl.exp2(n - 1.0)
 """,
     ),
+    "_exp_normal": helper(
+        "_exp_normal", "x",
+        f"""
+# e^x = 2^t 2^(x log2 e - t), t the rounded product, whose error is added; 0 below 2^-126
+x = tl.maximum(tl.minimum(x, 89.0, {ALL_NAN}), -105.0, {ALL_NAN})
+t = x * 1.4426950408889634
+d = tl.fma(x, 1.925963033500011e-08, tl.fma(x, 1.4426950216293335, -t))
+return tl.exp2(t) * tl.fma(d, 0.6931471805599453, 1.0)
+""",
+    ),
     "_tanh": helper(
         "_tanh", "x",
         """
@@ -175,13 +185,20 @@ class Arithmetic:
 
     ``exact`` is set where a float wider than 16 bits is stored. ``shifted`` holds the names of
     exponentials e^(x − max x), whose argument is never positive so that the plain one will do,
-    and ``totals`` the sums of them, at least 1, by which one may multiply inversely.
+    ``totals`` the sums of them, at least 1, by which one may multiply inversely, and
+    ``beside_one`` exponentials of which only 1 + e^x is read, where the smallest are nothing.
     """
 
     def __init__(
-        self, wide: bool, exact: bool, shifted: frozenset[str], totals: frozenset[str]
+        self,
+        wide: bool,
+        exact: bool,
+        shifted: frozenset[str],
+        totals: frozenset[str],
+        beside_one: frozenset[str],
     ) -> None:
         self.wide, self.exact, self.shifted, self.totals = wide, exact, shifted, totals
+        self.beside_one = beside_one
         self.float = "tl.float64" if wide else "tl.float32"
         self.used: dict[str, None] = {}
 
@@ -244,7 +261,9 @@ class Arithmetic:
 
     def _exp(self, s: Compute, args: Sequence[str]) -> str:
         plain = self.wide or not self.exact or s.name in self.shifted
-        return self.exponential(args[0]) if plain else f"{self.need('_exp')}({args[0]})"
+        if plain:
+            return self.exponential(args[0])
+        return f"{self.need('_exp_normal' if s.name in self.beside_one else '_exp')}({args[0]})"
 
     def exponential(self, x: str) -> str:
         """The plain e^x. ``tl.exp`` of a float32 keeps results below 2⁻¹²⁶, which takes five
