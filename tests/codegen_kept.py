@@ -26,6 +26,7 @@ def kept_cases() -> Iterator[Case]:
     yield from _places()
     yield from _rows()
     yield from _huge()
+    yield from _equal()
 
 
 def _functions() -> Iterator[Case]:
@@ -180,31 +181,72 @@ def _repeated(g: Ops, x: Sym) -> tuple[Sym, ...]:
     return y, g.one("to_layout", y, layout="nhwc"), most, g.one("exp", x)
 
 
+SHAPE = (4, 8)  # of the channels and the positions of each
+NORMS = {
+    "layer norm": lambda g, x, b: g.layer_norm(x, None, b, dims=1),
+    "rms norm": lambda g, x, b: g.rms_norm(x, b, dims=1),
+    "rms norm of columns": lambda g, x, b: g.rms_norm(g.permute(x, dims=(1, 0)), None, dims=1),
+    "group norm": lambda g, x, b: g.group_norm(g.reshape(x, shape=(5, *SHAPE)), None, None,
+                                               groups=2),
+    "instance norm": lambda g, x, b: g.instance_norm(g.reshape(x, shape=(5, *SHAPE)), None, None),
+    "batch norm": lambda g, x, b: g.batch_norm_train(x, None, b, None, None),
+    "variance": lambda g, x, b: g.var(x, axes=(1,), keepdim=True, correction=1),
+}  # fmt: skip
+
+
 def _huge() -> Iterator[Case]:
     """Rows whose squares overflow, of which 1 / √inf makes the bias or 0."""
-    shape = (4, 8)  # of the channels and the positions of each
-    norms = {
-        "layer norm": lambda g, x, b: g.layer_norm(x, None, b, dims=1),
-        "rms norm": lambda g, x, b: g.rms_norm(x, b, dims=1),
-        "rms norm of columns": lambda g, x, b: g.rms_norm(g.permute(x, dims=(1, 0)), None, dims=1),
-        "group norm": lambda g, x, b: g.group_norm(g.reshape(x, shape=(5, *shape)), None, None,
-                                                   groups=2),
-        "instance norm": lambda g, x, b: g.instance_norm(g.reshape(x, shape=(5, *shape)), None,
-                                                         None),
-        "batch norm": lambda g, x, b: g.batch_norm_train(x, None, b, None, None),
-        "variance": lambda g, x, b: g.var(x, axes=(1,), keepdim=True, correction=1),
-    }  # fmt: skip
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         most = torch.finfo(dtype).max
         x = torch.randn(5, 32, dtype=torch.float64)
         x[0, 3], x[1], x[2, ::2] = most**0.5 * 2, x[1] * most**0.55, -(most**0.9)
         x[3, 7], x[4, 5] = most, -INF
-        for name, write in norms.items():
+        for name, write in NORMS.items():
             if dtype == torch.float64 and name.startswith("rms"):
                 continue  # of which torch's own float64 is 0, and ours is right
             bias = torch.full((32,), 3.0, dtype=dtype)
             case = graph_of(f"{name} of huge {dtype}", write, x=x.to(dtype), b=bias)
             yield replace(case, strict=name.startswith("rms"))
+
+
+def _equal() -> Iterator[Case]:
+    """Norms of equal numbers are exactly their bias, also where what is equal is computed, where
+    it comes from another norm, and where the row is long."""
+
+    def whether_bias(g: Ops, y: Sym) -> tuple[Sym, ...]:
+        return y, g.eq(y, 3.0)
+
+    rows = torch.tensor([0.731, -1e-3, 1e4, 3e-30, 0.0])[:, None].repeat(1, 777)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, b = rows.to(dtype), torch.full((777,), 3.0, dtype=dtype)
+        yield graph_of(
+            f"layer norm of equal {dtype}",
+            lambda g, x, b: whether_bias(g, g.layer_norm(x, None, b, dims=1)), x=x, b=b,
+        )  # fmt: skip
+    norm = NORMS["layer norm"]
+    x, b = rows[:, :700], torch.full((700,), 3.0)
+    yield graph_of("norm of equal gelu", lambda g, x, b: whether_bias(g, norm(g, g.gelu(x), b)),
+                   x=x, b=b)  # fmt: skip
+    yield graph_of("norm of a norm", lambda g, x, b: whether_bias(g, norm(g, norm(g, x, b), b)),
+                   x=x, b=b)  # fmt: skip
+    yield graph_of("norm of equal columns",
+                   lambda g, x, b: whether_bias(g, norm(g, g.permute(x, dims=(1, 0)), b)),
+                   x=x.mT.contiguous(), b=b)  # fmt: skip
+    yield graph_of("norms of equal channels", lambda g, x: (
+        g.group_norm(x, None, None, groups=2), g.eq(g.group_norm(x, None, None, groups=2), 0.0)),
+        x=rows[0, :700].reshape(1, 4, 25, 7))  # fmt: skip
+    yield graph_of(
+        "batch norm of equals",
+        lambda g, x, b: g.batch_norm_train(x, None, b, None, None)[0],
+        x=rows[0].reshape(1, 1, 777).repeat(3, 2, 1),
+        b=torch.full((2,), 3.0),
+    )
+    long = torch.full((2, 70001), 0.731)
+    yield graph_of("a long norm of equals",
+                   lambda g, x, b: whether_bias(g, norm(g, x, b)),
+                   x=long, b=torch.full((70001,), 3.0))  # fmt: skip
+    far = torch.randn(3, 5000) + 1000.0
+    yield graph_of("norm of a large mean", lambda g, x: g.layer_norm(x, dims=1), x=far)
 
 
 def _rows() -> Iterator[Case]:

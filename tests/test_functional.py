@@ -186,6 +186,30 @@ def test_a_mean_a_thousand_times_the_deviation():
     assert error(ours, exact) <= allowed(error(theirs, exact), torch.float32, 64)
 
 
+@pytest.mark.parametrize(
+    ("norm", "last"),
+    [
+        (lambda x, w, b: f.layer_norm(x, 48, w, b), True),
+        (lambda x, w, b: f.group_norm(x, 3, w, b), False),
+        (lambda x, w, b: f.batch_norm(x, None, None, w, b, training=True), False),
+        (
+            lambda x, w, b: f.batch_norm(x, None, None, w, b, training=True, activation="relu"),
+            False,
+        ),
+    ],
+    ids=("layer", "group", "batch", "batch+relu"),
+)
+def test_norms_of_equal_numbers_are_their_bias(norm, last):
+    """And the gradient of their weight is 0, exactly."""
+    x = torch.full((2, 48, 50, 48), 0.731, requires_grad=True)
+    w = torch.randn(48, requires_grad=True)
+    b = torch.rand(48, requires_grad=True)
+    with f.delegation(False):
+        y = norm(x, w, b)
+        y.backward(torch.randn(y.shape))
+    assert torch.equal(y, (b if last else b.reshape(-1, 1, 1)).expand_as(y)) and not w.grad.any()
+
+
 def test_dropout_is_a_function_of_its_seed():
     x = torch.ones(64, 64, requires_grad=True)
     a, b, c = f.dropout(x, 0.25, seed=1), f.dropout(x, 0.25, seed=1), f.dropout(x, 0.25, seed=2)

@@ -131,7 +131,7 @@ def _breaks(program: ScalarProgram, v: Var | None) -> tuple[int, ...]:
 def _kept(program: ScalarProgram) -> tuple[str, ...]:
     """Element values that more than one pass reads and that are dear to compute again."""
     made = {s.name: s for s in program.statements if not isinstance(s, Store)}
-    passes = [[s.source] for s in program.reductions]
+    passes = [[s.source] for s in program.reductions if not s.seldom]
     passes.append([s.source for s in program.statements
                    if isinstance(s, Store) and isinstance(s.source, str)])  # fmt: skip
     kept: list[str] = []

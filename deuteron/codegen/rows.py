@@ -83,6 +83,8 @@ def _classes(low: Lowering, node: Node) -> Form:
 
 # ---- plain reductions
 
+FAR = 512.0  # deviations from 0 at which the roundings of a mean are looked at
+
 SUMS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod", "any": "any",
         "all": "all"}  # fmt: skip
 
@@ -100,10 +102,22 @@ def _plain(low: Lowering, node: Node, value: str) -> Arg:
 
 def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
     """The mean, each element's distance from it, and the sum of their squares: from centred
-    values, so that a mean far larger than the deviation does no harm."""
-    mean = low.op("div", low.reduce("sum", x), float(low.columns))
+    values, so that a mean far larger than the deviation does no harm.
+
+    The mean is off by the roundings of a sum. Where it is that far larger, so that they show, they
+    are what is left when all distances are added up, and are taken out: equal numbers are exactly
+    0 from their mean."""
+    count = float(low.columns)
+    mean = low.op("div", low.reduce("sum", x), count)
     d = low.op("sub", x, mean)
-    return mean, d, low.reduce("sum", low.op("mul", d, d))
+    total = low.reduce("sum", low.op("mul", d, d))
+    most = low.op("mul", low.op("mul", mean, mean), count / FAR**2)
+    far = low.op("select", low.op("le", total, most), math.inf, 0.0)
+    left = low.op("div", low.reduce("sum", d, far), count)
+    left = low.op("select", low.op("eq", far, math.inf), left, 0.0)
+    mean = low.op("add", mean, left)
+    total = low.op("sub", total, low.op("mul", low.op("mul", left, left), count))
+    return mean, low.op("sub", x, mean), low.op("maximum", total, 0.0)
 
 
 def _scaled_squares(low: Lowering, x: Arg, total: Arg) -> tuple[Arg, float]:

@@ -99,8 +99,8 @@ class Position:
 class Reduce:
     """``name = kind(source)`` over all reduced axes: sum, max, min, prod, any or all.
 
-    With ``seldom``, the result of an earlier reduction, nobody looks at it unless that one is
-    infinite, and a renderer may leave it out where it is not."""
+    With ``seldom``, a number of the row that is known by then, nobody looks at it unless that one
+    is infinite, and a renderer may leave it out where it is not."""
 
     name: str
     op: str

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, F64, I32, Code, Loaded, Value, entry, load, width
+from deuteron.codegen.rows import FAR
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import SERIAL, LongSum, blocks, steps
 
@@ -121,15 +122,26 @@ class _Sets:
         return c.b.fdiv(self.first.total(), self.count)
 
     def statistics(self, base: Value) -> tuple[Value, Value, Value]:
-        """Mean, variance, and 1/√(variance + eps): centred first, so exact for a large mean."""
+        """Mean, variance, and 1/√(variance + eps): centred first, so exact for a large mean. Where
+        it is so large that its roundings show, they are taken out, as in ``codegen/rows.py``."""
         c = self.c
         mean = self.mean_of(base, lambda at, i, n: self.load("x", at, i, n))
 
+        def away(at: Value, i: Value, lanes: int) -> Value:
+            return c.b.fsub(self.load("x", at, i, lanes), c.splat(mean, lanes))
+
         def square(at: Value, i: Value, lanes: int) -> Value:
-            d = c.b.fsub(self.load("x", at, i, lanes), c.splat(mean, lanes))
+            d = away(at, i, lanes)
             return c.b.fmul(d, d)
 
-        variance = self.mean_of(base, square)
+        variance, left = self.mean_of(base, square), c.variable(F32)
+        c.b.store(c.f(0.0), left)
+        most = c.b.fmul(c.b.fmul(mean, mean), c.f(1.0 / FAR**2))
+        with c.when(c.b.fcmp_ordered("<=", variance, most)):
+            c.b.store(self.mean_of(base, away), left)
+        off = c.get(left, F32)
+        mean = c.b.fadd(mean, off)
+        variance = c.fmax(c.b.fsub(variance, c.b.fmul(off, off)), c.f(0.0))
         root = c.intrinsic("sqrt", c.b.fadd(variance, self.n["eps"]))
         return mean, variance, c.b.fdiv(c.f(1.0), root)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, F64, I32, Code, Loaded, Value, entry, load, vec, width
-from deuteron.kernels.cpu.sweep import SERIAL, Terms, steps, sums
+from deuteron.kernels.cpu.sweep import SERIAL, Terms, pivot, steps, sums
 
 SHORT = 32  # columns
 TOGETHER = 32  # rows that are added up in float32
@@ -88,8 +88,13 @@ class _Rows:
 
         mean: Value = c.f(0.0)
         if form.centred:
-            (total,) = sums(c, self.columns, 1, lambda i, lanes: [(x(i, lanes), None)])
-            mean = c.b.fdiv(total, self.count)
+            start = pivot(c, x(c.i(0), 1), x(c.least(c.i(1), c.sub(self.columns, 1)), 1))
+
+            def away(i: Value, lanes: int) -> Sequence[tuple[Value, Value | None]]:
+                return [(c.b.fsub(x(i, lanes), c.splat(start, lanes)), None)]
+
+            (total,) = sums(c, self.columns, 1, away)
+            mean = c.b.fadd(start, c.b.fdiv(total, self.count))
 
         def deviation(i: Value, lanes: int) -> Value:
             here = x(i, lanes)

@@ -97,6 +97,13 @@ class LongSum(Gathered):
         return c.b.fptrunc(c.b.fadd(c.b.fadd(parts[0], parts[1]), parts[2]), F32)
 
 
+def pivot(c: Code, a: Value, b: Value) -> Value:
+    """Of two elements of a row the one nearer to 0, or 0 between them. Numbers relative to it sum
+    to exactly 0 where all are equal, and one that stands out by itself does not round the rest."""
+    least, most = c.fmin(a, b), c.fmax(a, b)
+    return c.b.fadd(c.fmax(least, c.f(0.0)), c.fmin(most, c.f(0.0)))
+
+
 def sums(c: Code, columns: Value, count: int, terms: Terms) -> list[Value]:
     """``count`` sums along a row, of products of two factors or of single numbers."""
     found = [Gathered(c, c.b.fadd, 0.0) for _ in range(count)]
