@@ -1,12 +1,11 @@
-"""``cpu_gemm``: generated products, convolutions, attention, pyramid pooling, changes of layout and
-gradients of norms for the CPU.
+"""``cpu_gemm``: generated products, convolutions, attention, pools, changes of layout and gradients
+of norms for the CPU.
 
 Each recipe has its own refusals, knobs, estimate and kernel (``deuteron/kernels/cpu``): a packed
 implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions, depthwise
-convolution, attention, pyramid pooling, the move between row-major order and nhwc, and the
-gradients of layer norm and RMS norm. The epilogue
-of the region (bias, residual, activation) runs inside. Object code is compiled once per machine and
-kept.
+convolution, attention, pyramid and weighted pooling, the move between row-major order and nhwc, and
+the gradients of layer norm and RMS norm. The epilogue of the region (bias, residual, activation)
+runs inside. Object code is compiled once per machine and kept.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from deuteron.engines.cpu_pool import PYRAMID
 from deuteron.engines.cpu_product import PRODUCT
 from deuteron.engines.cpu_rope import ROPE
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
+from deuteron.engines.cpu_weighted import WEIGHTED
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -42,6 +42,7 @@ class CpuGemm(RecipeEngine):
             DEPTHWISE,
             ATTENTION,
             PYRAMID,
+            WEIGHTED,
             TO_LAYOUT,
             NORM_GRAD,
             CHANNEL_NORM,

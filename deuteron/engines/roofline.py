@@ -205,6 +205,7 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("group_norm_grad", "cpu"): 0.1, ("instance_norm_grad", "cpu"): 0.1,
     ("pyramid_pool", "cpu"): 0.08, ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
     ("pyramid_pool_grad", "cuda"): 0.06, ("pyramid_pool_grad", "cpu"): 0.03,
+    ("weighted_pool", "cpu"): 0.04, ("weighted_pool_grad", "cpu"): 0.02,
     ("group_norm", "cuda"): 0.5, ("instance_norm", "cuda"): 0.5,  # x is read twice
     # a dozen calls on float32 copies of all operands
     ("layer_norm_grad", "cpu"): 0.1, ("rms_norm_grad", "cpu"): 0.1,

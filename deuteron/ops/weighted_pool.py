@@ -75,20 +75,24 @@ def _weighted_reference(x: Tensor, weight: Tensor, stride: Shape, padding: Shape
 
 
 def _weighted_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    x, weight, channels = v.arg(0), v.arg(1), v.arg(0).shape[1]
-    dims = x.rank - 2
-    window = weight.shape[weight.rank - dims :]
-    how = {**v.attrs, "groups": channels}
-    dx = dw = None
-    if v.needs[0]:
-        taps = b.reshape(weight, (-1, 1, *window))
-        full = b.expand(taps, (channels, 1, *window))
-        dx = b.conv_dx(v.grad, full, shape=x.shape, **how)
-    if v.needs[1]:
-        each = b.conv_dw(v.grad, x, shape=(channels, 1, *window), **how)
-        each = b.reshape(each, (channels, *window))
-        dw = b.unbroadcast(b.upcast(each), weight.type) if weight.rank == dims else each
-    return [dx, dw]
+    x, weight = v.arg(0), v.arg(1)
+    dx, each = b.call("weighted_pool_grad", v.grad, x, weight, **v.attrs)
+    if weight.rank < x.rank - 1:
+        each = b.unbroadcast(b.upcast(each), weight.type)
+    return [dx if v.needs[0] else None, each if v.needs[1] else None]
+
+
+def _taps(b: Ops, x: Sym, weight: Sym) -> Sym:
+    """The weight as that of a convolution in which no channel sees another."""
+    window = weight.shape[weight.rank - (x.rank - 2) :]
+    taps: Sym = b.reshape(weight, (-1, 1, *window))
+    return b.one("expand", taps, shape=(x.shape[1], 1, *window))
+
+
+def _weighted_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+    x, weight = ins
+    assert x is not None and weight is not None
+    return [b.conv(x, _taps(b, x, weight), None, groups=x.shape[1], **attrs)]
 
 
 def _weighted_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
@@ -96,6 +100,18 @@ def _weighted_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -
     assert x is not None and weight is not None
     return 2.0 * outs[0].numel * prod(weight.shape[weight.rank - (x.rank - 2) :])
 
+
+_SAMPLES = (
+    Sample((Arg((2, 3, 6, 5)), Arg((2, 2)))),
+    Sample((Arg((2, 3, 6, 5), layout="nhwc"), Arg((3, 3, 2))), {"stride": 1, "padding": 1}),
+    Sample((Arg((1, 2, 5, 5), layout="sliced"), Arg((3, 3))), {"stride": 2, "padding": 1}),
+    Sample((Arg((2, 3, 8)), Arg((3, 3)))),
+    Sample((Arg((1, 2, 3, 4, 3)), Arg((2, 2, 2))), {"stride": 1}),
+    Sample((Arg((0, 3, 4, 4)), Arg((2, 2))), note="empty"),
+)
+_RESULTS: tuple[Shape, ...] = (  # the shape of each
+    (2, 3, 3, 2), (2, 3, 6, 6), (1, 2, 3, 3), (2, 3, 2), (1, 2, 2, 3, 2), (0, 3, 2, 2)
+)  # fmt: skip
 
 WEIGHTED = OpDef(
     name="weighted_pool",
@@ -108,15 +124,82 @@ WEIGHTED = OpDef(
     reference=_weighted_reference,
     fusion=Fusion.OPAQUE,
     vjp=_weighted_vjp,
+    expand=_weighted_expand,
     flops=_weighted_flops,
-    samples=lambda: (
-        Sample((Arg((2, 3, 6, 5)), Arg((2, 2)))),
-        Sample((Arg((2, 3, 6, 5), layout="nhwc"), Arg((3, 3, 2))), {"stride": 1, "padding": 1}),
-        Sample((Arg((1, 2, 5, 5), layout="sliced"), Arg((3, 3))), {"stride": 2, "padding": 1}),
-        Sample((Arg((2, 3, 8)), Arg((3, 3)))),
-        Sample((Arg((1, 2, 3, 4, 3)), Arg((2, 2, 2))), {"stride": 1}),
-        Sample((Arg((0, 3, 4, 4)), Arg((2, 2))), note="empty"),
-    ),
+    samples=lambda: _SAMPLES,
 )
 
-OPS = (WEIGHTED,)
+# ---- backward ------------------------------------------------------------------------------------
+
+_GRAD = "weighted_pool_grad"
+
+
+def _grad_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    return _weighted_complete(types[1:], attrs)
+
+
+def _grad_infer(
+    grad: TensorType, x: TensorType, weight: TensorType, stride: Shape, padding: Shape
+) -> tuple[TensorType, TensorType]:
+    one_dtype(_GRAD, grad=grad, x=x, weight=weight)
+    expected = _weighted_infer(x, weight, stride, padding).shape
+    if grad.shape != expected:
+        raise GraphError(
+            f"{_GRAD}: the gradient is {list(grad.shape)}, the forward result {list(expected)}",
+            remedy="use the attributes of the forward operator",
+        )
+    window = weight.shape[weight.rank - (x.rank - 2) :]
+    each = TensorType.of((x.shape[1], *window), x.dtype)
+    return TensorType.of(x.shape, x.dtype, memory_order(x)), each
+
+
+def _grad_reference(
+    grad: Tensor, x: Tensor, weight: Tensor, stride: Shape, padding: Shape
+) -> tuple[Tensor, Tensor]:
+    dims, channels = x.ndim - 2, x.shape[1]
+    window = weight.shape[weight.ndim - dims :]
+    taps = weight.reshape(-1, 1, *window).expand(channels, 1, *window)
+    how = (stride, padding, [1] * dims, False, [0] * dims, channels, [True, True, False])
+    dx, dw, _ = torch.ops.aten.convolution_backward(grad, x, taps, None, *how)
+    each = dw.reshape(channels, *window).contiguous()
+    return ordered(dx, memory_order(TensorType.from_tensor(x))), each
+
+
+def _grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+    """As the gradients of a convolution in which no channel sees another."""
+    grad, x, weight = ins
+    assert grad is not None and x is not None and weight is not None
+    taps, how = _taps(b, x, weight), {**attrs, "groups": x.shape[1]}
+    dx = b.conv_dx(grad, taps, shape=x.shape, **how)
+    dw = b.conv_dw(grad, x, shape=taps.shape, **how)
+    return [dx, b.reshape(dw, (x.shape[1], *taps.shape[2:]))]
+
+
+def _grad_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
+    grad, each = ins[0], outs[1]
+    assert grad is not None
+    return 4.0 * grad.numel * prod(each.shape[1:])
+
+
+def _grad_samples() -> list[Sample]:
+    return [
+        Sample((Arg(result), *s.inputs), s.attrs, note=s.note)
+        for s, result in zip(_SAMPLES, _RESULTS, strict=True)
+    ]
+
+
+WEIGHTED_GRAD = OpDef(
+    name=_GRAD,
+    doc="The gradients of weighted_pool: for x, and for the weight of each channel [C, kh, kw].",
+    inputs=("grad", "x", "weight"),
+    attrs=_WINDOW,
+    complete=_grad_complete,
+    infer=_grad_infer,
+    reference=_grad_reference,
+    fusion=Fusion.OPAQUE,
+    expand=_grad_expand,
+    flops=_grad_flops,
+    samples=_grad_samples,
+)
+
+OPS = (WEIGHTED, WEIGHTED_GRAD)

@@ -2,10 +2,10 @@
 wherever no kernel takes them whole.
 
 Whole they are kept on GPUs, for tensors in row-major order, and on the CPU those of norms, too (of
-layer norm and RMS norm in float32) and that of pyramid pooling: hand-written kernels make all their
-results in one pass over memory. Everywhere else the generated code of the simpler operators is as
-good, and fuses with its neighbours. A cross-entropy that joins positions becomes one that does not
-and their sum.
+layer norm and RMS norm in float32) and those of pools: hand-written kernels make all their results
+in one pass over memory. Everywhere else the generated code of the simpler operators is as good, and
+fuses with its neighbours. A cross-entropy that joins positions becomes one that does not and their
+sum.
 """
 
 from __future__ import annotations
@@ -31,8 +31,31 @@ ROWS_ON_CPU = {  # and the element types of each
     "group_norm_grad": ("f32", "f16", "bf16"),
     "instance_norm_grad": ("f32", "f16", "bf16"),
 }
-POOLED_ON_CPU = "pyramid_pool_grad"  # of which only x, if there is one, has to lie well
 EXTRA = "extra?"  # an input that is added to the first result
+
+
+def _stored(given: Sequence[TensorType]) -> bool:
+    """Whether the CPU's kernels know the element types, and there is something to do."""
+    return all(t.numel and t.dtype.short in ("f32", "f16", "bf16") for t in given)
+
+
+def _rows(given: Sequence[TensorType]) -> bool:
+    """Whether images lie row by row."""
+    return all(t.rank < 5 and t.is_layout("contiguous") for t in given)
+
+
+POOLS: dict[tuple[str, str], Callable[[Sequence[TensorType]], bool]] = {
+    ("pyramid_pool_grad", "cpu"): lambda given: (
+        _stored(given) and all(1 in (t.strides[1], t.strides[-1]) for t in given[1:])
+    ),
+    # with channels innermost it is a depthwise convolution, for which there are kernels
+    ("weighted_pool", "cpu"): lambda given: (
+        not (_stored(given) and given[0].rank == 4 and given[0].is_layout("nhwc"))
+    ),
+    ("weighted_pool", "cuda"): lambda given: True,
+    ("weighted_pool_grad", "cpu"): lambda given: _stored(given) and _rows(given),
+    ("weighted_pool_grad", "cuda"): lambda given: False,
+}
 
 
 def taken_whole(op: str, types: Sequence[TensorType | None], target: Target) -> bool:
@@ -43,9 +66,8 @@ def taken_whole(op: str, types: Sequence[TensorType | None], target: Target) -> 
         return known and all(t.numel and t.strides[-1] == 1 for t in given)
     if op in ANY_ORDER:
         return all(t.numel for t in given)
-    if op == POOLED_ON_CPU and not target.is_cuda:
-        adjacent = all(1 in (t.strides[1], t.strides[-1]) for t in given[1:])
-        return adjacent and all(t.numel and t.dtype.short in ("f32", "f16", "bf16") for t in given)
+    if (op, target.kind) in POOLS:
+        return POOLS[op, target.kind](given)
     plain = all(t.numel and t.is_layout("contiguous") for t in given)
     if target.is_cuda or not plain:
         return target.is_cuda and plain

@@ -1,0 +1,302 @@
+"""y[n, c, o] = Σ w[c, t] · x[n, c, o·stride − padding + t] plane by plane, and its gradients.
+
+    dx[n, c, i] = Σ w[c, t] · g[n, c, (i + padding − t) / stride], over t that divide
+    dw[c, t] = Σ g[n, c, o] · x[n, c, o·stride − padding + t]
+
+    bytes = size · (x + y) and size · (x + g + dx): frames stay in the cache
+
+For images whose rows are adjacent in memory. A thread copies a plane into a frame of zeros, in
+float32, its columns sorted by what is left of them after division by the stride: then what a tap
+reads for neighbouring results is adjacent, whatever the stride. The frame of g for dx has zeros
+around it, too. Sums of dw go on in float64 after a few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deuteron.codegen.calls import Call, Room, Word
+from deuteron.codegen.llvm import F32, F64, Code, Loaded, Value, entry, load, vec, width
+from deuteron.kernels.cpu.stored import Stored
+from deuteron.kernels.cpu.sweep import SERIAL, steps
+
+FOLD = 512  # results of a row or some rows that a sum of dw takes in float32
+VECTORS = 4  # of results that are made at a time, so that few wait for each other
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for; ``makes``: "y", or of "dx" and "dw" what is wanted."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    makes: frozenset[str]
+    stored: str
+
+    @property
+    def taps(self) -> list[Pair]:
+        return [(ky, kx) for ky in range(self.kernel[0]) for kx in range(self.kernel[1])]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Planes and frames of a call."""
+
+    batch: int
+    channels: int
+    space: Pair
+    result: Pair
+
+    def frame(self, form: Form) -> Pair:
+        """Rows of the frame of x, and columns of each part of a row."""
+        (h, w), (ph, pw) = self.space, form.padding
+        return h + 2 * ph, -(-(w + 2 * pw) // form.stride[1])
+
+    def margin(self, form: Form) -> Pair:
+        """Zeros above and to the left of the frame of g."""
+        return (form.kernel[0] - 1) // form.stride[0], (form.kernel[1] - 1) // form.stride[1]
+
+    def reach(self, form: Form) -> Pair:
+        """One past the last row and column of g that dx could look at."""
+        found = ((n - 1 + p) // s + 1 for n, p, s in
+                 zip(self.space, form.padding, form.stride, strict=True))  # fmt: skip
+        down, across = (max(pair) for pair in zip(found, self.result, strict=True))
+        return down, across
+
+    def frame_of_g(self, form: Form) -> Pair:
+        (down, across), (above, before) = self.reach(form), self.margin(form)
+        return down + above, across + before + VECTORS * width()
+
+    def floats(self, form: Form) -> tuple[int, int, int]:
+        """Of the frame of x, that of g, and a line of dx."""
+        rows, columns = self.frame(form)
+        g_rows, g_columns = self.frame_of_g(form)
+        if form.makes == {"y"}:
+            return rows * columns * form.stride[1], 0, 0
+        line = form.stride[1] * (self.reach(form)[1] + VECTORS * width())
+        return (
+            rows * columns * form.stride[1] if "dw" in form.makes else 0,
+            g_rows * g_columns,
+            line,
+        )
+
+
+class _Plane:
+    """One kernel, a plane at a time."""
+
+    def __init__(self, c: Code, form: Form, words: Value, thread: Value) -> None:
+        self.c, self.form, self.of = c, form, Stored(c, form.stored)
+        self.x, self.w, self.g, self.to, self.dw, room = (c.pointer(words, i) for i in range(6))
+        (self.batch, self.channels, self.height, self.breadth, self.down, self.across, self.w_step,
+         self.columns, self.g_columns, self.x_floats, self.g_floats, each,
+         *strides) = (c.word(words, 6 + i) for i in range(18))  # fmt: skip
+        self.x_steps, self.g_steps = strides[:3], strides[3:]
+        self.frame = c.at(room, c.mul(thread, each))
+        self.frame_of_g = c.at(self.frame, self.x_floats)
+        self.line = c.at(self.frame_of_g, self.g_floats)
+        zeros = c.add(self.x_floats, self.g_floats)
+        steps(c, zeros, lambda i, n: c.store(c.f(0.0, n), c.at(self.frame, i)))
+
+    def weights(self, channel: Value) -> list[Value]:
+        c, of, taps = self.c, self.of, len(self.form.taps)
+        here = c.mul(channel, self.w_step)
+        return [of.load(of.at(self.w, here, t)) for t in range(taps)]
+
+    # ---- frames
+
+    def fill_frame(self, n: Value, channel: Value) -> None:
+        """A plane of x, the columns that have the same rest by the stride side by side."""
+        c, of, (ph, pw), by = self.c, self.of, self.form.padding, self.form.stride[1]
+        sn, sc, sh = self.x_steps
+        plane = of.at(self.x, c.mul(n, sn), c.mul(channel, sc))
+        with c.loop(0, self.height) as row:
+            source = of.at(plane, c.mul(row, sh))
+            line = c.at(self.frame, c.mul(c.add(row, ph), self.columns, by))
+            for rest in range(by):
+                first = (rest - pw) % by
+                to = c.at(line, c.mul(self.columns, rest), (first + pw) // by)
+                count = c.div(c.sub(c.add(self.breadth, by - 1), first), by)
+                self.pick(of.at(source, first), to, count, by)
+
+    def pick(self, source: Value, to: Value, count: Value, by: int) -> None:
+        """Every ``by``-th number; vectors as long as all of what they skip is there, too."""
+        c, of = self.c, self.of
+        safe = count if by == 1 else c.most(c.sub(count, 1), 0)
+        whole = c.sub(safe, c.rem(safe, width()))
+        for lanes, begin, end in ((width(), c.i(0), whole), (1, whole, count)):
+            with c.loop(begin, end, lanes) as i:
+                wide = of.load(of.at(source, c.mul(i, by)), lanes * by if lanes > 1 else 1)
+                if lanes > 1 and by > 1:
+                    wide = c.shuffle(wide, wide, range(0, lanes * by, by))
+                c.store(wide, c.at(to, i))
+
+    def fill_frame_of_g(self, n: Value, channel: Value, margin: Pair) -> None:
+        c, of, (sn, sc, sh) = self.c, self.of, self.g_steps
+        plane = of.at(self.g, c.mul(n, sn), c.mul(channel, sc))
+        with c.loop(0, self.down) as row:
+            source = of.at(plane, c.mul(row, sh))
+            line = c.at(self.frame_of_g, c.mul(c.add(row, margin[0]), self.g_columns), margin[1])
+            self.pick(source, line, self.across, 1)
+
+    def seen(self, row: Value, column: Value, tap: Pair, lanes: int) -> Value:
+        """What a tap reads for results from a place on."""
+        c, (ky, kx), (sh, sw) = self.c, tap, self.form.stride
+        line = c.mul(c.add(c.mul(c.add(c.mul(row, sh), ky), sw), kx % sw), self.columns)
+        return c.load(c.at(self.frame, line, column, kx // sw), lanes)
+
+    # ---- results
+
+    def forward(self, n: Value, channel: Value) -> None:
+        c, of = self.c, self.of
+        self.fill_frame(n, channel)
+        one = self.weights(channel)
+        wide = [c.splat(w, width()) for w in one]
+        plane = c.mul(c.add(c.mul(n, self.channels), channel), self.down, self.across)
+        with c.loop(0, self.down) as row:
+            line = of.at(self.to, plane, c.mul(row, self.across))
+            for column, vectors, lanes in _results(c, self.across):
+                weights = wide if lanes > 1 else one
+                for k in range(vectors):
+                    total, here = c.f(0.0, lanes), c.add(column, k * lanes)
+                    for tap, w in zip(self.form.taps, weights, strict=True):
+                        total = c.fma(self.seen(row, here, tap, lanes), w, total)
+                    of.store(total, of.at(line, here))
+
+    def backward(self, channel: Value, margin: Pair) -> None:
+        c, makes, taps = self.c, self.form.makes, self.form.taps
+        weights = [c.splat(w, width()) for w in self.weights(channel)] if "dx" in makes else []
+        totals = [c.variable(F64) for _ in taps]
+        for total in totals:
+            c.b.store(F64(0.0), total)
+        with c.loop(0, self.batch) as n:
+            self.fill_frame_of_g(n, channel, margin)
+            if "dw" in makes:
+                self.fill_frame(n, channel)
+                self.add_to(totals, margin)
+            if "dx" in makes:
+                self.spread(n, channel, weights, margin)
+        if "dw" in makes:
+            for t, total in enumerate(totals):
+                value = c.b.fptrunc(c.get(total, F64), F32)
+                self.of.store(value, self.of.at(self.dw, c.mul(channel, len(taps)), t))
+
+    def add_to(self, totals: Sequence[Value], margin: Pair) -> None:
+        """This plane's part of dw."""
+        c, taps = self.c, self.form.taps
+        rooms = {n: [c.variable(vec(n)) for _ in taps] for n in (width(), 1)}
+        few = c.most(c.div(c.i(FOLD), self.across), 1)
+        with c.loop(0, self.down, few) as block:
+            for lanes, some in rooms.items():
+                for room in some:
+                    c.b.store(c.f(0.0, lanes), room)
+            with c.loop(block, c.least(c.add(block, few), self.down)) as row:
+                line = c.mul(c.add(row, margin[0]), self.g_columns)
+                whole = c.sub(self.across, c.rem(self.across, width()))
+                for lanes, begin, end in ((width(), c.i(0), whole), (1, whole, self.across)):
+                    with c.loop(begin, end, lanes) as column:
+                        g = c.load(c.at(self.frame_of_g, line, margin[1], column), lanes)
+                        for tap, room in zip(taps, rooms[lanes], strict=True):
+                            x = self.seen(row, column, tap, lanes)
+                            c.b.store(c.fma(g, x, c.get(room, vec(lanes))), room)
+            for total, one, other in zip(totals, *rooms.values(), strict=True):
+                lanes_joined = c.reduce(c.get(one, vec(width())), c.b.fadd)
+                few_rows = c.b.fpext(c.b.fadd(lanes_joined, c.get(other, F32)), F64)
+                c.b.store(c.b.fadd(c.get(total, F64), few_rows), total)
+
+    def spread(self, n: Value, channel: Value, weights: Sequence[Value], margin: Pair) -> None:
+        """dx of a plane, row by row: which taps reach a row depends on its rest by the stride."""
+        c, of, (sh, _), (ph, pw) = self.c, self.of, self.form.stride, self.form.padding
+        plane = c.mul(c.add(c.mul(n, self.channels), channel), self.height, self.breadth)
+        with c.loop(0, self.height) as row:
+            above, rest = c.div(c.add(row, ph), sh), c.rem(c.add(row, ph), sh)
+            for this in range(sh):
+                with c.when(c.cmp("==", rest, this)):
+                    self.line_of_dx(c.add(above, margin[0]), this, weights, margin[1])
+            to = of.at(self.to, plane, c.mul(row, self.breadth))
+            steps(c, self.breadth, lambda i, lanes: of.store(
+                c.load(c.at(self.line, i, pw), lanes), of.at(to, i)))  # fmt: skip
+
+    def line_of_dx(self, row: Value, rest: int, weights: Sequence[Value], before: int) -> None:
+        """A row of dx with its padding, in the line; ``row`` is that of the frame of g which the
+        first tap reads."""
+        c, (kh, kw), (sh, sw), lanes = self.c, self.form.kernel, self.form.stride, width()
+        end = c.add(c.div(c.add(self.breadth, self.form.padding[1] - 1), sw), 1)
+        with c.loop(0, end, VECTORS * lanes) as start:
+            for k in range(VECTORS):
+                column, parts = c.add(start, k * lanes), []
+                for rest_across in range(sw):
+                    total = c.f(0.0, lanes)
+                    for ky in range(rest, kh, sh):
+                        for kx in range(rest_across, kw, sw):
+                            line = c.mul(c.sub(row, ky // sh), self.g_columns)
+                            there = c.at(self.frame_of_g, line, column, before - kx // sw)
+                            total = c.fma(c.load(there, lanes), weights[ky * kw + kx], total)
+                    parts.append(total)
+                self.weave(parts, c.at(self.line, c.mul(column, sw)))
+
+    def weave(self, parts: Sequence[Value], to: Value) -> None:
+        """One of each in turn."""
+        c, lanes = self.c, width()
+        if len(parts) == 1:
+            c.store(parts[0], to)
+        elif len(parts) == 2:
+            c.store(c.shuffle(*parts, [i for k in range(lanes) for i in (k, lanes + k)]), to)
+        else:
+            for rest, part in enumerate(parts):
+                for lane in range(lanes):
+                    c.store(c.item(part, lane), c.at(to, lane * len(parts) + rest))
+
+
+def _results(c: Code, count: Value) -> Iterator[tuple[Value, int, int]]:
+    """A row of results: from which on, how many vectors, of so many lanes."""
+    begin = c.i(0)
+    for vectors, lanes in ((VECTORS, width()), (1, width()), (1, 1)):
+        end = c.sub(count, c.rem(count, vectors * lanes))
+        with c.loop(begin, end, vectors * lanes) as i:
+            yield i, vectors, lanes
+        begin = end
+
+
+def _write(module: Any, form: Form, margin: Pair) -> None:
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        p = _Plane(c, form, words, thread)
+        if form.makes == {"y"}:
+            begin, end = c.share(c.mul(p.batch, p.channels), thread, threads)
+            with c.loop(begin, end) as job:
+                n = c.div(job, p.channels)
+                p.forward(n, c.sub(job, c.mul(n, p.channels)))
+            return
+        begin, end = c.share(p.channels, thread, threads)  # each has the sums of its channels
+        with c.loop(begin, end) as channel:
+            p.backward(channel, margin)
+
+    entry(module, "run", body)
+
+
+def compiled(form: Form, margin: Pair) -> Loaded:
+    shown = f"{form.kernel} {form.stride} {form.padding} {sorted(form.makes)} {form.stored}"
+    return load(f"weighted pool {shown} of {width()}", lambda module: _write(module, form, margin))
+
+
+def prepare_weighted(
+    form: Form, sizes: Sizes, shared: bool,
+    x_strides: Sequence[int], g_strides: Sequence[int] = (0, 0, 0),
+) -> tuple[Callable[[Word, Word, Word, Word, Word], Call], int]:  # fmt: skip
+    """The call for x, weight, g, y or dx, and dw, where each is, and the floats of scratch for each
+    thread. ``shared``: all channels have one weight. Strides are those of batch, channel and row;
+    y, dx and dw are dense. What is not read or made may be anywhere."""
+    x_floats, g_floats, line = sizes.floats(form)
+    each = -(-(x_floats + g_floats + line) // 16) * 16
+    numbers = (
+        sizes.batch, sizes.channels, *sizes.space, *sizes.result,
+        0 if shared else len(form.taps), sizes.frame(form)[1], sizes.frame_of_g(form)[1],
+        x_floats, g_floats, each, *x_strides, *g_strides,
+    )  # fmt: skip
+    code, room = compiled(form, sizes.margin(form)), Room("weighted pool", 0, each)
+    many = sizes.batch * sizes.channels * sizes.space[0] * sizes.space[1] > SERIAL
+    return lambda x, w, g, to, dw: Call(code, (x, w, g, to, dw, room, *numbers), many), each

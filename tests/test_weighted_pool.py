@@ -1,0 +1,162 @@
+"""Weighted pooling on the CPU: the kernels over planes, and how the operator is written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.engines.base import BuildContext
+from deuteron.engines.cpu_gemm import CpuGemm
+from deuteron.ir import Graph, Region
+from deuteron.ops import TABLE
+from deuteron.ops.evaluate import evaluate
+from deuteron.passes.expand import written_out
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.tolerances import allowed, error
+
+CPU = torch.device("cpu")
+# shape of x, window, stride, padding: rows that fill vectors and that do not, windows that overlap
+# and that leave gaps
+CASES = [
+    ((2, 3, 12, 12), (3, 3), (2, 2), (1, 1)),
+    ((2, 5, 7, 5), (2, 2), (2, 2), (0, 0)),
+    ((1, 4, 9, 33), (3, 5), (1, 1), (1, 2)),
+    ((3, 2, 17, 40), (4, 3), (3, 3), (2, 1)),
+    ((2, 3, 6, 21), (2, 2), (5, 4), (0, 0)),
+    ((2, 3, 40), (5,), (3,), (2,)),
+    ((1, 2, 1, 1), (1, 1), (1, 1), (0, 0)),
+    ((2, 2, 30, 70), (7, 7), (2, 3), (3, 3)),
+]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def given(case, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:
+    """x, the weight and the gradient of a result."""
+    shape, window, stride, padding = case
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=gen)
+    w = torch.randn(window if shared else (shape[1], *window), generator=gen)
+    space = ((n + 2 * p - k) // s + 1 for n, k, s, p in
+             zip(shape[2:], window, stride, padding, strict=True))  # fmt: skip
+    g = torch.randn((*shape[:2], *space), generator=gen)
+    return {"g": g.to(dtype), "x": x.to(dtype), "w": w.to(dtype)}
+
+
+def graph(op: str, feed: dict[str, torch.Tensor], made: tuple[str, ...], **how) -> Graph:
+    g = dt.Graph(op)
+    syms = [g.tensor(name, t.shape, t.dtype, strides=t.stride()) for name, t in feed.items()]
+    found = getattr(g, op)(*syms, **how)
+    results = dict(zip(("dx", "dw"), found, strict=True)) if op.endswith("grad") else {"y": found}
+    for name in made:
+        results[name].output(name)
+    return g.ir()
+
+
+def run(ir: Graph, feed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the kernels of cpu_gemm, into memory full of nan."""
+    engine, region, machine = CpuGemm(), Region(ir, frozenset(), 0), target("cpu")
+    assert engine.refuse(region, machine, Policy()) is None
+    (candidate,) = engine.candidates(region, machine, Policy())
+    outs = [poisoned(region.graph.types[v], CPU) for v in region.outputs]
+    kernel = engine.build(region, candidate, BuildContext(machine, CPU, Policy(), {}))
+    kernel.fill([feed[name] for name in ir.inputs], outs)
+    return dict(zip((name for name, _ in ir.outputs), outs, strict=True))
+
+
+def check(ir: Graph, feed: dict[str, torch.Tensor], n: int) -> None:
+    exact, plain = evaluate(ir, feed, float64=True), evaluate(ir, feed)
+    for name, out in run(ir, feed).items():
+        bound = allowed(error(plain[name], exact[name]), out.dtype, n)
+        assert error(out, exact[name]) <= bound, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_planes(case, dtype):
+    pytest.importorskip("llvmlite")
+    how = {"stride": case[2], "padding": case[3]}
+    for shared in (True, False):
+        feed = given(case, dtype, shared)
+        taps = feed["w"][0].numel() if not shared else feed["w"].numel()
+        ahead = {name: feed[name] for name in ("x", "w")}
+        check(graph("weighted_pool", ahead, ("y",), **how), ahead, taps)
+        check(graph("weighted_pool_grad", feed, ("dx", "dw"), **how), feed, taps)
+
+
+@pytest.mark.parametrize("made", ["dx", "dw"])
+def test_one_gradient_alone(made):
+    pytest.importorskip("llvmlite")
+    feed = given(CASES[0], torch.float32, False)
+    check(graph("weighted_pool_grad", feed, (made,), stride=2, padding=1), feed, 9)
+
+
+def test_rows_with_gaps_between_them():
+    pytest.importorskip("llvmlite")
+    x = torch.randn(2, 4, 20, 30, generator=torch.Generator().manual_seed(3))[:, 1:3, 2:15, 5:24]
+    feed = {"x": x, "w": torch.full((3, 3), 1 / 9)}
+    check(graph("weighted_pool", feed, ("y",), stride=1, padding=1), feed, 9)
+
+
+def test_sums_over_many_pixels_far_from_zero():
+    pytest.importorskip("llvmlite")
+    feed = given(((4, 2, 128, 96), (3, 3), (1, 1), (1, 1)), torch.float32, False)
+    feed["x"], feed["g"] = feed["x"] + 1000.0, feed["g"] + 1.0
+    check(graph("weighted_pool_grad", feed, ("dw",), stride=1, padding=1), feed, 1)
+
+
+def test_columns_that_no_window_reaches_stay_out_of_the_weight():
+    """The last column of x is in no window: an infinity there is in no sum."""
+    pytest.importorskip("llvmlite")
+    feed = given(((1, 2, 6, 6), (2, 2), (3, 3), (0, 0)), torch.float32, False)
+    feed["x"][..., -1], feed["x"][..., -1, :] = torch.inf, torch.nan
+    found = run(graph("weighted_pool_grad", feed, ("dx", "dw"), stride=3), feed)
+    assert found["dw"].isfinite().all() and found["dx"].isfinite().all()
+
+
+def test_the_gradient_written_out_is_the_gradient():
+    for sample in TABLE["weighted_pool_grad"].samples():
+        feed = dict(zip(("g", "x", "w"), sample.tensors("f64"), strict=True))
+        ir = graph("weighted_pool_grad", feed, ("dx", "dw"), **sample.attrs)
+        parts, exact = written_out(ir), evaluate(ir, feed)
+        assert "weighted_pool_grad" not in {n.op for n in parts.nodes}
+        for name, out in evaluate(parts, feed).items():
+            assert error(out, exact[name]) <= allowed(0.0, torch.float64), (sample, name)
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_both_orders_train(order):
+    gen = torch.Generator().manual_seed(5)
+    x = torch.randn(3, 32, 24, 18, generator=gen).contiguous(memory_format=order)
+    w = torch.rand(32, 3, 3, generator=gen)
+    ours, wanted = ([t.detach().to(k).requires_grad_() for t in (x, w)]
+                    for k in (torch.float32, torch.float64))  # fmt: skip
+    with dt.functional.delegation(False):
+        y = dt.functional.weighted_pool2d(*ours, stride=2, padding=1)
+    z = torch.conv2d(wanted[0], wanted[1][:, None], None, 2, 1, 1, 32)
+    assert error(y, z) <= allowed(0.0, torch.float32, 9)
+    assert y.is_contiguous(memory_format=order)
+    y.square().sum().backward()
+    z.square().sum().backward()
+    for t, exact in zip(ours, wanted, strict=True):
+        assert error(t.grad, exact.grad) <= allowed(0.0, torch.float32, x[:, 0].numel())
+
+
+def test_says_what_it_does_not_take():
+    pytest.importorskip("llvmlite")
+    wide = {"x": torch.zeros(1, 1, 20, 20), "w": torch.zeros(9, 9)}
+    turned = {"x": torch.zeros(1, 2, 6, 5).transpose(2, 3), "w": torch.zeros(2, 2)}
+    volume = {"x": torch.zeros(1, 1, 4, 4, 4), "w": torch.zeros(2, 2, 2)}
+    for feed, reason in ((wide, "81 taps"), (turned, "not adjacent"), (volume, "volumes")):
+        region = Region(graph("weighted_pool", feed, ("y",)), frozenset(), 0)
+        refusal = CpuGemm().refuse(region, target("cpu"), Policy())
+        assert reason in refusal.reason
+
+
+def test_a_gradient_of_another_shape_is_an_error():
+    g = dt.Graph("back")
+    x, w = g.tensor("x", (1, 2, 8, 8)), g.tensor("w", (2, 2))
+    with pytest.raises(dt.GraphError, match=r"\[1, 2, 8, 8\], the forward result \[1, 2, 4, 4\]"):
+        g.weighted_pool_grad(g.tensor("g", (1, 2, 8, 8)), x, w)
