@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -94,6 +96,48 @@ LARGE, SMALL = torch.randn(64, 512), torch.randn(4, 8)
 def test_arguments_that_are_not_ours_are_refused_whatever_the_size(name, kwargs, x):
     with pytest.raises(TypeError, match=next(iter(kwargs))):
         getattr(f, name)(x, **kwargs)
+
+
+@pytest.mark.parametrize("x", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [(lambda x: f.gelu(), "missing"), (lambda x: f.cumsum(x), "missing.*'dim'"),
+     (lambda x: f.layer_norm(input=x), "missing.*'normalized_shape'"),
+     (lambda x: f.gelu(x, "none", x), "more arguments"),
+     (lambda x: f.layer_norm(x, 8, None, None, 1e-5, x), "more arguments"),
+     (lambda x: f.gelu(x, input=x), "both 'x' and 'input'")],
+    ids=["none", "not all", "not all by name", "too many", "by place", "twice"],
+)  # fmt: skip
+def test_calls_that_do_not_fit_are_refused_whatever_the_size(call, words, x):
+    with pytest.raises(TypeError, match=words):
+        call(x)
+
+
+def _anew(value):
+    """An equal object, which is not the same one where Python can make another."""
+    return float(repr(value)) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["leaky_relu", "elu", "celu", "softplus", "hardtanh", "softshrink", "hardshrink", "gelu", "glu",
+     "softmax", "log_softmax", "sum", "mean", "prod", "var", "amax", "amin", "argmax", "argmin",
+     "norm", "sort", "layer_norm", "rms_norm", "cross_entropy", "avg_pool1d", "topk"],
+)  # fmt: skip
+def test_a_default_that_is_given_changes_nothing(name, planned_calls):
+    """Small calls leave out what has its default, which has to be torch's as well."""
+    needed = {"layer_norm": (8,), "rms_norm": (8,), "cross_entropy": (torch.arange(4),),
+              "avg_pool1d": (2,), "topk": (2,)}  # fmt: skip
+    function, given = getattr(f, name), needed.get(name, ())
+    defaults = {
+        p.name: _anew(p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.default is not p.empty and p.default is not None
+    }
+    results_of = [results(function(SMALL, *given, **more)) for more in ({}, defaults)]
+    for a, b in zip(*results_of, strict=True):
+        assert torch.equal(a, b)
+    assert not planned_calls
 
 
 OPTIONS = {  # ours(module, x), where torch's module has the same arguments

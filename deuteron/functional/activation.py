@@ -3,7 +3,7 @@ what the next operator keeps anyway."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from deuteron.ops import Ops, Sym, table
 
 Tensor = torch.Tensor
 CHEAP = frozenset({"relu", "relu6", "hardswish", "hardsigmoid"})  # no exponential to do better
+IN_PLACE = ("inplace",)  # torch has functions of their own for that
 
 
 def _plain(name: str) -> Callable[[Tensor], Tensor]:
@@ -26,7 +27,7 @@ def _plain(name: str) -> Callable[[Tensor], Tensor]:
     def function(x: Tensor) -> Tensor:
         return one(name, x)
 
-    return _named(name, function)
+    return _named(name, function, without=())
 
 
 def _in_place(name: str) -> Callable[..., Tensor]:
@@ -37,14 +38,17 @@ def _in_place(name: str) -> Callable[..., Tensor]:
     def function(x: Tensor, inplace: bool = False) -> Tensor:
         return over(x, inplace=True) if inplace else one(name, x)
 
-    return _named(name, function)
+    return _named(name, function, without=IN_PLACE)
 
 
-def _named(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _named(
+    name: str, function: Callable[..., Tensor], without: Sequence[str]
+) -> Callable[..., Tensor]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{table.get(name).doc} As ``torch.nn.functional``'s, with its gradient."
     on_cpu = ANY if name in CHEAP else NEVER
-    return delegates(TORCHS.get(name, _never), keeps_type=True, on_cpu=on_cpu)(function)
+    torchs = TORCHS.get(name, _never)
+    return delegates(torchs, without=without, keeps_type=True, on_cpu=on_cpu)(function)
 
 
 def _never(x: Tensor) -> Any:
@@ -64,13 +68,13 @@ softsign, tanhshrink = _plain("softsign"), _plain("tanhshrink")
 logsigmoid = log_sigmoid = _plain("log_sigmoid")
 
 
-@delegates(_nn.gelu, keeps_type=True)  # which takes no approximation without its name
+@delegates(_nn.gelu, by_name=("approximate",), keeps_type=True)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """x · Φ(x), with Φ the normal distribution, or its approximation by "tanh"."""
     return one("gelu", x, approximate=approximate)
 
 
-@delegates(_nn.leaky_relu, keeps_type=True, on_cpu=ANY)
+@delegates(_nn.leaky_relu, without=IN_PLACE, keeps_type=True, on_cpu=ANY)
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """x, times a slope below 0."""
     if inplace:
@@ -78,17 +82,13 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -
     return one("leaky_relu", x, negative_slope=negative_slope)
 
 
-def _torch_elu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    return _nn.elu(x, alpha)
-
-
-@delegates(_torch_elu, keeps_type=True)
+@delegates(_nn.elu, without=IN_PLACE, keeps_type=True)
 def elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """x, or alpha · (eˣ − 1) below 0."""
     return F.elu(x, alpha, inplace=True) if inplace else one("elu", x, alpha=alpha)
 
 
-@delegates(torch.celu, keeps_type=True)
+@delegates(torch.celu, without=IN_PLACE, keeps_type=True)
 def celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """x, or alpha · (e^(x/alpha) − 1) below 0."""
     return F.celu(x, alpha, inplace=True) if inplace else one("celu", x, alpha=alpha)
@@ -100,11 +100,11 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return one("softplus", x, beta=beta, threshold=threshold)
 
 
-def _torch_hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Any:
+def _torch_hardtanh(x: Tensor, min_val: float, max_val: float) -> Any:
     return _nn.hardtanh(x, min_val, max_val) if min_val <= max_val else NotImplemented
 
 
-@delegates(_torch_hardtanh, keeps_type=True, on_cpu=ANY)
+@delegates(_torch_hardtanh, without=IN_PLACE, keeps_type=True, on_cpu=ANY)
 def hardtanh(
     x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 ) -> Tensor:
@@ -126,7 +126,7 @@ def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     return one("hardshrink", x, lambd=lambd)
 
 
-@delegates(torch.threshold, keeps_type=True, on_cpu=ANY)
+@delegates(torch.threshold, without=IN_PLACE, keeps_type=True, on_cpu=ANY)
 def threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """x, but value where x ≤ threshold."""
     if inplace:
@@ -169,7 +169,7 @@ GATE = Function("gate", _gate)
 GATE_HALVES = Function("gate_halves", _gate_halves)
 
 
-def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Any:
+def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str) -> Any:
     if bias is None:
         return TORCHS[activation](x) if activation in TORCHS else NotImplemented
     if activation in TORCHS and several_calls_win(x, bias):
@@ -199,7 +199,7 @@ def _torch_gated(activation: str) -> Callable[..., Any]:
     """The gate in two calls, torch's halves being views."""
     activate = TORCHS[activation]
 
-    def call(gate: Tensor, up: Tensor | None = None) -> Any:
+    def call(gate: Tensor, up: Tensor | None) -> Any:
         if not several_calls_win(gate, up):
             return NotImplemented
         if up is None:
@@ -214,7 +214,7 @@ def _torch_gated(activation: str) -> Callable[..., Any]:
 _GEGLUS = {"none": _torch_gated("gelu"), "tanh": _torch_gated("gelu_tanh")}
 
 
-def _torch_geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Any:
+def _torch_geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Any:
     return _GEGLUS[approximate](gate, up) if approximate in _GEGLUS else NotImplemented
 
 
@@ -255,16 +255,11 @@ def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-def _torch_dropout(
-    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
-    seed: int | Tensor | None = None,
-) -> Any:  # fmt: skip
-    if not training or inplace or seed is not None:
-        return NotImplemented
-    return torch.dropout(x, p, True)
+def _torch_dropout(x: Tensor, p: float, training: bool) -> Any:
+    return torch.dropout(x, p, True) if training else NotImplemented
 
 
-@delegates(_torch_dropout, keeps_type=True)
+@delegates(_torch_dropout, without=("inplace", "seed"), keeps_type=True)
 def dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
     seed: int | Tensor | None = None,
@@ -287,16 +282,15 @@ def dropout(
 
 
 def _torch_bias_dropout_residual(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float = 0.5,
-    training: bool = True, *, seed: int | Tensor | None = None,
-) -> Any:  # fmt: skip
-    if not training or seed is not None or not several_calls_win(x, bias, residual):
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool
+) -> Any:
+    if not training or not several_calls_win(x, bias, residual):
         return NotImplemented
     y = torch.dropout(x if bias is None else x + bias, p, True)
     return y if residual is None else y + residual
 
 
-@delegates(_torch_bias_dropout_residual, several=True, keeps_type=True)
+@delegates(_torch_bias_dropout_residual, without=("seed",), several=True, keeps_type=True)
 def bias_dropout_residual(
     x: Tensor,
     bias: Tensor | None,

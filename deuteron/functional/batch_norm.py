@@ -45,18 +45,19 @@ GIVEN = Function("batch_norm", _given)
 
 
 def _torch_batch_norm(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
-    momentum: float = 0.1, eps: float = 1e-5, *, residual: Tensor | None = None,
-    activation: str | None = None,
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, training: bool, momentum: float, eps: float, residual: Tensor | None,
+    activation: str | None,
 ) -> Any:  # fmt: skip
     more = residual is not None or activation is not None
+    on_gpu = x.is_cuda
     if activation not in KNOWN:
         return NotImplemented
-    if (more or training) and not x.is_cuda and not is_launch_bound(x):
+    if (more or training) and not on_gpu and not is_launch_bound(x):
         return NotImplemented
-    # in training ours is several launches, too
-    if more and not training and not several_calls_win(x, weight, bias, residual):
+    # in training ours is several launches, too; without, torch's one takes longer than ours
+    one_of_ours = not training and (more or on_gpu)
+    if one_of_ours and not several_calls_win(x, weight, bias, residual):
         return NotImplemented
     if eps <= 0.0 or (training and x.numel() <= x.shape[1]):
         return NotImplemented  # what torch.nn.functional's refuses, or looks at twice

@@ -22,7 +22,7 @@ EMBEDDING = Function("embedding", _embedding)
 
 
 def _torch_embedding(
-    index: Tensor, weight: Tensor, padding_idx: int | None = None, *, position: Tensor | None = None
+    index: Tensor, weight: Tensor, padding_idx: int | None, position: Tensor | None
 ) -> Any:
     if not _is_small(weight, index) and (weight.is_cuda or position is not None):
         return NotImplemented

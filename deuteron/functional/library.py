@@ -18,8 +18,7 @@ There is nothing to fuse in a call that is one operator.
 
 from __future__ import annotations
 
-import functools
-import inspect
+import math
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.cuda import is_current_stream_capturing
 
+from deuteron.functional.wrapper import wrapper
 from deuteron.target import Target
 from deuteron.target import target as find_target
 
@@ -185,56 +185,34 @@ class delegation:
 def delegates(
     call: Callable[..., Any],
     *,
+    by_name: Collection[str] = (),
+    without: Collection[str] = (),
     ordered: bool = True,
     several: bool = False,
     keeps_type: bool = False,
     on_cpu: Collection[torch.dtype] = NEVER,
+    cpu_bytes: float = math.inf,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose small calls ``call`` answers, which takes the same arguments; it may return
-    NotImplemented. ``ordered``: whether its gradient has the same bits in every run on a GPU.
+    """A function whose small calls ``call`` answers, which takes the same arguments, each in its
+    place; it may return NotImplemented. ``by_name``: arguments that it takes by name alone.
+    ``without``: those that it does not have; a call that gives one is not handed on.
+    ``ordered``: whether its gradient has the same bits in every run on a GPU.
     ``several``: whether it is several calls in any case, which it does if they win.
     ``keeps_type``: whether autocast leaves its type alone, so that nobody need ask. ``on_cpu``:
-    element types of which it answers calls of any size there.
+    element types of which it answers calls up to ``cpu_bytes`` there.
 
     Arguments that ``function`` does not have are not handed on: what is right must not depend on
     the size. The first one may be given by torch's name for it, ``input``.
 
-    A call of torch's takes 8 µs, every question before it a tenth of one: what can be known
+    A call of torch's takes 8 µs, every question before it up to a tenth of one: what can be known
     beforehand is not asked again."""
-    recast = None if keeps_type else autocasting
-    unfit = None if ordered else must_be_ordered
+    tests = ["({x}.nbytes <= LIMITS.least or is_torchs({x}, several, on_cpu, cpu_bytes))"]
+    tests += [] if keeps_type else ["not autocasting()"]
+    tests += [] if ordered else ["not must_be_ordered()"]
+    names = {"several": several, "on_cpu": on_cpu, "cpu_bytes": cpu_bytes, **ASKED}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters.values()
-        names = frozenset(p.name for p in parameters)
-        most = len([p for p in parameters if p.kind is not p.KEYWORD_ONLY])
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            # compiler.is_compiling() in half of the time; Dynamo reads the first as a constant
-            if not is_dynamo_compiling() and not compiler._is_compiling_flag:
-                try:
-                    x: Any = args[0]
-                    if (
-                        (x.nbytes <= LIMITS.least or _is_torchs(x, several, on_cpu))
-                        and len(args) <= most
-                        and (not kwargs or names.issuperset(kwargs))
-                        and (recast is None or not recast())
-                        and (unfit is None or not unfit())
-                    ):
-                        # C++ reads its arguments sooner where there is no dictionary at all
-                        found = call(*args, **kwargs) if kwargs else call(*args)
-                        if found is not NotImplemented:
-                            if Heard.listeners:
-                                Heard.add(_handed(function.__name__, x))
-                            return found
-                except REFUSALS:
-                    pass
-            if "input" in kwargs:
-                return run(kwargs.pop("input"), *args, **kwargs)
-            return function(*args, **kwargs)
-
-        return run
+        return wrapper(function, call, tests, by_name, without, names)
 
     return decorate
 
@@ -245,13 +223,13 @@ def is_launch_bound(x: Tensor) -> bool:
     return nbytes <= LIMITS.least or nbytes <= LIMITS[x.get_device()]
 
 
-def _is_torchs(x: Tensor, several: bool, on_cpu: Collection[torch.dtype]) -> bool:
+def _is_torchs(x: Tensor, several: bool, on_cpu: Collection[torch.dtype], cpu_bytes: float) -> bool:
     """Whether torch's function should have a call that is not of the smallest."""
     nbytes, device = x.nbytes, x.get_device()
     if nbytes <= LIMITS[device]:
         return True
     if device < 0:
-        return x.dtype in on_cpu and delegation.allowed
+        return nbytes <= cpu_bytes and x.dtype in on_cpu and delegation.allowed
     return (
         nbytes <= WITH_GRADIENT * LIMITS[device]
         and not several
@@ -299,7 +277,17 @@ def several_calls_win(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _handed(name: str, x: Any) -> Handed:
+def _heard(found: R, name: str, x: Tensor) -> R:
+    """What torch's function found, after ``explain`` was told about it."""
     kind = str(x.dtype).removeprefix("torch.")
     limit, target = LIMITS[x.get_device()], find_target(x.device)
-    return Handed(name, f"x: {kind}{list(x.shape)}", x.nbytes, limit, target)
+    Heard.add(Handed(name, f"x: {kind}{list(x.shape)}", x.nbytes, limit, target))
+    return found
+
+
+# what the wrapper of a function refers to
+ASKED = {
+    "is_dynamo_compiling": is_dynamo_compiling, "compiler": compiler, "LIMITS": LIMITS,
+    "is_torchs": _is_torchs, "autocasting": autocasting, "must_be_ordered": must_be_ordered,
+    "Heard": Heard, "heard": _heard, "REFUSALS": REFUSALS,
+}  # fmt: skip

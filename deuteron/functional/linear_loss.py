@@ -56,17 +56,19 @@ class Given(NamedTuple):
 
 
 def _torch_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
-    class_weight: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, return_lse: bool = False,
-    chunk: int | None = None, accumulate: str | None = None,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+    class_weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float,
+    z_loss: float, return_lse: bool, chunk: int | None, accumulate: str | None,
 ) -> Any:  # fmt: skip
-    if z_loss or return_lse or chunk is not None or accumulate is not None or hidden.ndim != 2:
+    if z_loss or return_lse or chunk is not None or accumulate is not None:
         return NotImplemented
     if target.requires_grad or _multiplies_slowly(hidden):
         return NotImplemented
-    logits = hidden.shape[0] * weight.shape[0] * hidden.itemsize
-    most = max(logits, weight.nbytes)
+    shape, table = hidden.shape, weight.nbytes
+    if len(shape) != 2 or not shape[1]:
+        return NotImplemented
+    logits = shape[0] * table // shape[1]
+    most = max(logits, table)
     small = most <= LIMITS.least or most <= LIMITS[hidden.get_device()]
     if not small and (hidden.is_cuda or logits > CPU_BYTES):
         return NotImplemented

@@ -39,13 +39,10 @@ CPU_BYTES = 2**19  # of logits: up to here torch's calls take less than ours nee
 
 
 def _torch_cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean",
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    inplace_backward: bool = False, return_lse: bool = False,
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
+    label_smoothing: float, z_loss: float, inplace_backward: bool, return_lse: bool,
 ) -> Any:  # fmt: skip
     if z_loss or inplace_backward or return_lse or target.requires_grad:
-        return NotImplemented
-    if not logits.is_cuda and logits.nbytes > CPU_BYTES:
         return NotImplemented
     return torch_loss(logits, target, weight, reduction, ignore_index, label_smoothing)
 
@@ -55,16 +52,18 @@ def torch_loss(
     label_smoothing: float,
 ) -> Any:  # fmt: skip
     """What ``torch.nn.functional.cross_entropy`` calls."""
-    if reduction not in _REDUCTION_NUMBERS:
+    number: Any = _REDUCTION_NUMBERS.get(reduction)  # the stub of torch says that it is a str
+    if number is None:
         return NotImplemented
-    number: Any = _REDUCTION_NUMBERS[reduction]  # the stub of torch says that it is a str
+    if ignore_index == -100 and label_smoothing == 0.0:  # C++ takes 0.3 µs to read a number
+        return _nn.cross_entropy_loss(logits, target, weight, number)
     return _nn.cross_entropy_loss(logits, target, weight, number, ignore_index, label_smoothing)
 
 
 _REDUCTION_NUMBERS = {"none": 0, "mean": 1, "sum": 2}  # torch's
 
 
-@delegates(_torch_cross_entropy, on_cpu=FLOATS)
+@delegates(_torch_cross_entropy, on_cpu=FLOATS, cpu_bytes=CPU_BYTES)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

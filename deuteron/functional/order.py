@@ -19,15 +19,17 @@ Pair = tuple[Tensor, Tensor]
 def _torch_scan(call: Callable[..., Tensor]) -> Callable[..., Any]:
     """torch's scan of rows; that of one long row on a GPU adds in another order at every run."""
 
-    def run(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-        if x.is_cuda and x.ndim == 1:
+    def run(x: Tensor, dim: int, dtype: torch.dtype | None) -> Any:
+        if x.ndim == 1 and x.is_cuda:
             return NotImplemented
         return call(x, dim) if dtype is None else call(x, dim, dtype=dtype)
 
     return run
 
 
-def _torch_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
+def _torch_sort(x: Tensor, dim: int, descending: bool, stable: bool) -> Pair:
+    if dim == -1 and not descending:
+        return torch.sort(x, stable=stable)
     return torch.sort(x, dim=dim, descending=descending, stable=stable)
 
 
@@ -76,11 +78,9 @@ def topk(
     return pair
 
 
-def _torch_histogram(
-    x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
-) -> Any:
+def _torch_histogram(x: Tensor, bins: int, low: float, high: float) -> Any:
     """torch's count, which is of the type of x."""
-    if weight is not None or x.dtype not in COUNTED or not low < high:
+    if x.dtype not in COUNTED or not low < high:
         return NotImplemented
     return torch.histc(x, bins, low, high).long()
 
@@ -88,7 +88,7 @@ def _torch_histogram(
 COUNTED = {torch.float32, torch.float64}
 
 
-@delegates(_torch_histogram, ordered=False)
+@delegates(_torch_histogram, without=("weight",), ordered=False)
 def histogram(
     x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
 ) -> Tensor:

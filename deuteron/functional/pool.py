@@ -61,8 +61,8 @@ def _torch_max_pool(dims: int) -> Callable[..., Any]:
     plain, both = getattr(torch, f"max_pool{dims}d"), getattr(F, f"max_pool{dims}d_with_indices")
 
     def run(
-        x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
-        dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
+        x: Tensor, kernel_size: Size, stride: Size | None, padding: Size, dilation: Size,
+        ceil_mode: bool, return_indices: bool,
     ) -> Any:  # fmt: skip
         if return_indices:
             return both(x, kernel_size, stride, padding, dilation, ceil_mode)
@@ -195,7 +195,7 @@ def _torch_adaptive_max(dims: int) -> Callable[..., Any]:
     direct = getattr(torch if dims == 1 else _nn, f"adaptive_max_pool{dims}d")
     whole = getattr(F, f"adaptive_max_pool{dims}d")
 
-    def run(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
+    def run(x: Tensor, output_size: Output, return_indices: bool) -> Any:
         if not isinstance(output_size, int):
             return whole(x, output_size, return_indices)
         found = direct(x, output_size)
@@ -270,9 +270,7 @@ def global_max_pool(x: Tensor) -> Tensor:
     return GLOBAL.one(x, kind="max")
 
 
-def _torch_weighted_pool2d(
-    x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
-) -> Any:
+def _torch_weighted_pool2d(x: Tensor, weight: Tensor, stride: Size | None, padding: Size) -> Any:
     """As a convolution in which no channel sees another."""
     channels, *window = x.shape[1], *weight.shape[-2:]
     if x.ndim != 4 or weight.shape[:-2] not in ((), (channels,)):

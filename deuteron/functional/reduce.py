@@ -27,11 +27,7 @@ def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
-def _torch_permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    return x.permute(tuple(dims)).clone(memory_format=torch.contiguous_format)
-
-
-@delegates(torch.sum, on_cpu=ANY)
+@delegates(torch.sum, by_name=("dtype",), on_cpu=ANY)
 def sum(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -39,7 +35,7 @@ def sum(
     return one("sum", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.mean, keeps_type=True)
+@delegates(torch.mean, by_name=("dtype",), keeps_type=True)
 def mean(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -47,7 +43,7 @@ def mean(
     return one("mean", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.prod, on_cpu=WIDE)
+@delegates(torch.prod, by_name=("dtype",), on_cpu=WIDE)
 def prod(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -55,7 +51,7 @@ def prod(
     return one("prod", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.var, keeps_type=True)
+@delegates(torch.var, by_name=("correction", "keepdim"), keeps_type=True)
 def var(
     x: Tensor, dim: Dims = None, *, correction: int | None = 1, keepdim: bool = False
 ) -> Tensor:
@@ -119,7 +115,7 @@ def _rooted(b: Ops, total: Sym, p: float) -> Sym:
 NORM = Function("norm", _norm)
 
 
-@delegates(torch.linalg.vector_norm)
+@delegates(torch.linalg.vector_norm, by_name=("dtype",))
 def norm(
     x: Tensor, p: float = 2.0, dim: Dims = None, keepdim: bool = False, *,
     dtype: torch.dtype | None = None,
@@ -143,7 +139,7 @@ def _tensor(value: Any, other: Any, condition: Tensor) -> Tensor:
     return torch.tensor(value, dtype=kind, device=condition.device)
 
 
-@delegates(_torch_permute, keeps_type=True, on_cpu=ANY)
+@delegates(torch.permute_copy, keeps_type=True, on_cpu=ANY)
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     """The dimensions of x in another order, as a tensor laid out in that order (not a view)."""
     return PERMUTE.one(x, dims=tuple(dims))

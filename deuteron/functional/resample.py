@@ -54,9 +54,8 @@ _AREA: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
 
 
 def _torch_interpolate(
-    x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
-    align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
+    x: Tensor, size: Any, scale_factor: Any, mode: str, align_corners: bool | None,
+    recompute_scale_factor: bool | None, antialias: bool,
 ) -> Any:  # fmt: skip
     """What ``torch.nn.functional.interpolate`` calls after many questions, if it is plain."""
     rank = x.ndim
@@ -123,8 +122,7 @@ def interpolate(
 
 
 def _torch_grid_sample(
-    x: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros",
-    align_corners: bool = False,
+    x: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool | None
 ) -> Any:  # fmt: skip
     if mode not in _SAMPLINGS or padding_mode not in _PADDINGS:
         return NotImplemented

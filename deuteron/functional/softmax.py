@@ -48,12 +48,12 @@ LOG_SOFTMAX = Function("log_softmax", _log_softmax)
 
 def _torchs(call: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Callable[..., Any]:
     """torch's softmax with a scale and a mask that is added; a bool mask takes too many calls.
-    ``kernel``: what torch's function calls where nothing is cast."""
+    ``kernel``: what torch's function calls where nothing is cast; autocast has no rule for it, and
+    for ``call`` none but the type that it is given."""
 
     def run(
-        x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
-        dtype: torch.dtype | None = None,
-    ) -> Any:  # fmt: skip
+        x: Tensor, dim: int | None, mask: Tensor | None, scale: float, dtype: torch.dtype | None
+    ) -> Any:
         if dim is None:
             return NotImplemented
         if mask is None and scale == 1.0:
@@ -77,7 +77,7 @@ def _attributes(
     return {"dim": usual if dim is None else dim, "scale": scale, "dtype": short}
 
 
-@delegates(_torchs(torch.softmax, torch._softmax))
+@delegates(_torchs(torch.softmax, torch._softmax), keeps_type=True)
 def softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
     dtype: torch.dtype | None = None,
@@ -91,7 +91,7 @@ def softmax(
     return SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))
 
 
-@delegates(_torchs(torch.log_softmax, torch._log_softmax))
+@delegates(_torchs(torch.log_softmax, torch._log_softmax), keeps_type=True)
 def log_softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
     dtype: torch.dtype | None = None,

@@ -63,7 +63,7 @@ class GELU(nn.GELU):
     """``torch.nn.GELU``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.gelu(input, approximate=self.approximate)
+        return F.gelu(input, self.approximate)
 
 
 class SiLU(nn.SiLU):
