@@ -111,6 +111,7 @@ def _whole_numbers() -> Iterator[Case]:
         lambda g, x: g.cast(g.cast(x, dtype="i8"), dtype="i32"),
         x=torch.arange(-600, 600, 37, dtype=torch.int32),
     )
+    yield from _whole_divisions()
     flags = torch.arange(40) % 3 == 0
     yield graph_of(
         "bools add up to or", lambda g, x, y: (g.add(x, y), g.mul(x, y)), x=flags, y=~flags.roll(1)
@@ -120,6 +121,33 @@ def _whole_numbers() -> Iterator[Case]:
         lambda g, x: g.sum(x, axes=(1,), keepdim=False),
         x=torch.full((5, 70), 255, dtype=torch.uint8),
     )
+
+
+def _whole_divisions() -> Iterator[Case]:
+    """Remainders, quotients and powers of integers: by numbers, and by tensors without a 0."""
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        info = torch.iinfo(dtype)
+        some = [info.min, info.min + 1, -7, -2, -1, 0, 1, 2, 3, 7, 10, info.max - 1, info.max]
+        some = torch.tensor([n for n in some if info.min <= n]).to(dtype)
+        for by in (7, 1, 2, -1, -3, 100):
+            if by < 0 and dtype == torch.uint8:
+                continue
+            yield graph_of(
+                f"{dtype} divided by {by}",
+                lambda g, x, n=by: (g.remainder(x, n), g.floor_div(x, n)),
+                x=some.repeat(3),
+            )
+        for n in (0, 1, 5, 13, min(1000, info.max)):
+            yield graph_of(f"{dtype} to the {n}", lambda g, x, n=n: g.pow(x, n), x=some.repeat(3))
+        yield graph_of(f"a number to the {dtype}", lambda g, x: g.pow(-3, x), x=some.repeat(3))
+        x, y = (t.contiguous() for t in torch.broadcast_tensors(some[:, None], some[None, :]))
+        yield graph_of(f"{dtype} to the tensor", lambda g, x, y: g.pow(x, y), x=x, y=y)
+        y = torch.where((y == 0) | (y == -1), y + 3, y)
+        yield graph_of(
+            f"{dtype} divided by a tensor",
+            lambda g, x, y: (g.remainder(x, y), g.floor_div(x, y), g.remainder(100, y)),
+            x=x, y=y,
+        )  # fmt: skip
 
 
 def _places() -> Iterator[Case]:

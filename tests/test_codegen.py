@@ -194,7 +194,8 @@ def test_a_large_mean_does_no_harm_in_float64():
     ("write", "reason"),
     [
         (lambda g, x, t: g.cross_entropy(x, t), "over positions"),
-        (lambda g, x, t: g.pow(t, 7), "exponent"),
+        (lambda g, x, t: g.pow(t, -1), "negative power"),
+        (lambda g, x, t: g.remainder(t, 0), "divided by 0"),
         (lambda g, x, t: g.sum(g.softmax(x, axis=1), axes=(0,)), "different axes"),
         (lambda g, x, t: x + g.constant(torch.arange(5.0), "c"), "part of the region"),
         (lambda g, x, t: g.cumsum(x, axis=1), "no scalar form"),
@@ -206,6 +207,19 @@ def test_what_cannot_be_generated_says_why(write, reason):
     with pytest.raises(CannotLower) as refusal:
         lower(Region(g.ir()))
     assert reason in refusal.value.reason
+
+
+def test_a_division_of_integers_by_zero_still_raises():
+    """Generated code cannot, so that a divisor which is a tensor stays with torch."""
+    g = dt.Graph("division")
+    g.floor_div(g.tensor("x", (3,), "i64"), g.tensor("y", (3,), "i64")).output("y")
+    plan = g.compile(device="cpu")
+    one = torch.ones(3, dtype=torch.int64)
+    assert torch.equal(plan.run(x=one * 7, y=one * -2)["y"], one * -4)
+    with pytest.raises(RuntimeError, match="ZeroDivision"):
+        plan.run(x=one, y=one * 0)
+    refusal = CpuGen().refuse(Region(g.ir()), dt.target("cpu"), dt.Policy())
+    assert refusal is not None and "may hold a 0" in refusal.reason
 
 
 def regions_of(g: dt.Graph) -> list[Region]:

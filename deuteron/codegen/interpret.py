@@ -40,6 +40,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "ge": torch.ge, "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
     "to_bool": lambda x: x != 0, "to_int": lambda x: x.to(torch.int64), "expm1": torch.expm1,
     "log1p": torch.log1p, "ndtr": lambda x: ndtr(x.double()).to(x.dtype),
+    "quotient": lambda x, y: torch.div(x, y, rounding_mode="trunc"), "power": torch.pow,
     "random": lambda seed, place: words(seed, place) >> (32 - BITS),
 }  # fmt: skip
 

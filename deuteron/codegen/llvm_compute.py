@@ -90,6 +90,8 @@ INTEGER: dict[str, Callable[..., Value]] = {
                                    c.b.neg(x), x),
     "maximum": lambda c, x, y: c.b.select(c.b.icmp_signed(">", x, y), x, y),
     "minimum": lambda c, x, y: c.b.select(c.b.icmp_signed("<", x, y), x, y),
+    "quotient": lambda c, x, y: c.b.sdiv(x, y),
+    "power": llvm_math.power,
 }  # fmt: skip
 
 

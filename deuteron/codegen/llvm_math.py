@@ -398,6 +398,34 @@ def library(c: Code, name: str, *args: Value) -> Value:
     return out
 
 
+def power(c: Code, x: Value, y: Value) -> Value:
+    """An integer to the power of another by squares, as many as the exponents in all lanes have
+    bits; 0 for a negative one, unless x is 1 or −1."""
+    lanes, b = lanes_of(x), c.b
+
+    def k(n: int) -> Value:
+        return c.splat(c.i(n), lanes)
+
+    def odd(n: Value) -> Value:
+        return b.icmp_signed("!=", b.and_(n, k(1)), k(0))
+
+    kind = vec(lanes, I64)
+    negative = b.icmp_signed("<", y, k(0))
+    base, left, out = (c.variable(kind) for _ in range(3))
+    for room, value in ((base, x), (left, b.select(negative, k(0), y)), (out, k(1))):
+        b.store(value, room)
+    bits = c.reduce(c.get(left, kind), b.or_)
+    with c.loop(0, c.sub(64, b.ctlz(bits, ir.Constant(ir.IntType(1), 0)))):
+        now, n, p = (c.get(room, kind) for room in (base, left, out))
+        b.store(b.select(odd(n), b.mul(p, now), p), out)
+        b.store(b.mul(now, now), base)
+        b.store(b.lshr(n, k(1)), left)
+    sign = b.select(odd(y), k(-1), k(1))
+    alone = b.select(b.icmp_signed("==", x, k(-1)), sign, k(0))
+    alone = b.select(b.icmp_signed("==", x, k(1)), k(1), alone)
+    return b.select(negative, alone, c.get(out, kind))
+
+
 ACTIVATIONS: dict[str, Callable[[Code, Value, Attributes], Value]] = {
     "relu": lambda c, x, a: _clamp(c, x, 0.0, None),
     "relu6": lambda c, x, a: _clamp(c, x, 0.0, 6.0),

@@ -28,6 +28,8 @@ HEAVY = frozenset(
         "ndtr",
         "div",
         "random",
+        "quotient",
+        "power",
     }
 )
 FEW = 2  # vectors per step where many do not fit

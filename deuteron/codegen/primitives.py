@@ -18,7 +18,8 @@ PRIMITIVES = frozenset(
         "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "sqrt", "exp", "exp2",
         "log", "erf", "tanh", "sin", "cos", "floor", "ceil", "round", "trunc", "pow", "select",
         "fmod", "atan2", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "to_float",
-        "to_int", "to_bool", "expm1", "log1p", "ndtr", "rounded", "wrapped", "random",
+        "to_int", "to_bool", "expm1", "log1p", "ndtr", "rounded", "wrapped", "random", "quotient",
+        "power",
     }
 )  # fmt: skip
 COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -26,9 +27,10 @@ COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 LOGIC = frozenset({"logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf"})
 # what integers can do, what of that leaves a narrow type, and what booleans mean by it
 WHOLE = frozenset({"add", "sub", "mul", "neg", "abs", "maximum", "minimum", "where", "square",
-                   "sign", "relu", "clamp", "floor", "ceil", "round", "trunc", "pow"})  # fmt: skip
+                   "sign", "relu", "clamp", "floor", "ceil", "round", "trunc", "pow", "remainder",
+                   "floor_div"})  # fmt: skip
 UNCHANGED = frozenset({"floor", "ceil", "round", "trunc"})  # by which integers are
-OVERFLOWS = frozenset({"add", "sub", "mul", "neg", "abs", "square", "pow"})
+OVERFLOWS = frozenset({"add", "sub", "mul", "neg", "abs", "square", "pow", "floor_div"})
 BOOLEAN = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and", "where": "where"}
 
 
@@ -112,21 +114,56 @@ def _shrink(e: E, x: Any, lambd: float, soft: bool) -> Any:
 
 def _pow(e: E, x: Any, y: Any) -> Any:
     """Small whole exponents as products; a half as a root, with the signs that C's pow has."""
-    whole = e.emitter.kind(x) == "int"
-    if isinstance(y, Const) and y.value in POWERS and not (whole and y.value < 0):
+    if e.emitter.kind(x) == "int":
+        return _whole_pow(e, x, y)
+    if isinstance(y, Const) and y.value in POWERS:
         return POWERS[y.value](e, x)
-    if whole:
-        raise CannotLower("pow of integers with an exponent that is not 0 to 4", "cast to a float")
     return e.pow(x, y)
+
+
+def _whole_pow(e: E, x: Any, y: Any) -> Any:
+    """A known exponent as squares and products, which wrap around as those of a loop do."""
+    if not isinstance(y, Const):
+        return e.power(x, y)
+    left = int(y.value)
+    if left < 0:
+        raise CannotLower("a negative power of integers, for which torch raises", "cast to a float")
+    found: Any = Const(1, "int")
+    while left:
+        if left & 1:
+            found = x if isinstance(found, Const) else e.mul(found, x)
+        left >>= 1
+        if left:
+            x = e.mul(x, x)
+    return found
+
+
+def _whole_division(e: E, x: Any, y: Any) -> tuple[Any, Any]:
+    """⌊x / y⌋ of integers, and what it leaves of x, which has the sign of y."""
+    if isinstance(y, Const):
+        if y.value == 0:
+            raise CannotLower("integers divided by 0, for which torch raises", "cast to a float")
+        if y.value == -1:  # the least number has no opposite, and its division traps
+            return e.neg(x), Const(0, "int")
+    quotient = e.quotient(x, y)
+    left = e.sub(x, e.mul(quotient, y))
+    turned = _turned(e, left, y)
+    return (
+        e.select(turned, e.sub(quotient, 1), quotient),
+        e.select(turned, e.add(left, y), left),
+    )
 
 
 def _turned(e: E, left: Any, y: Any) -> Any:
     """Whether what is left of x by y is not 0, and has not the sign of y."""
-    return e.both(e.ne(left, 0.0), e.ne(e.lt(y, 0.0), e.lt(left, 0.0)))
+    below = y.value < 0 if isinstance(y, Const) else e.lt(y, 0.0)
+    return e.both(e.ne(left, 0.0), e.ne(e.lt(left, 0.0), below))
 
 
 def _remainder(e: E, x: Any, y: Any) -> Any:
     """C's remainder, moved to the sign of y; exact, as that is."""
+    if e.emitter.kind(x) == "int":
+        return _whole_division(e, x, y)[1]
     left = e.fmod(x, y)
     return e.select(_turned(e, left, y), e.add(left, y), left)
 
@@ -134,6 +171,8 @@ def _remainder(e: E, x: Any, y: Any) -> Any:
 def _floor_div(e: E, x: Any, y: Any) -> Any:
     """⌊x / y⌋ from x less its remainder, which a rounded quotient would miss just below a whole
     number; x / 0 is what division gives, and a 0 has the sign of the quotient."""
+    if e.emitter.kind(x) == "int":
+        return _whole_division(e, x, y)[0]
     left, quotient = e.fmod(x, y), e.div(x, y)
     whole = e.div(e.sub(x, left), y)
     whole = e.select(_turned(e, left, y), e.sub(whole, 1.0), whole)
@@ -154,7 +193,7 @@ def _root(e: E, x: Any, inverse: bool) -> Any:
 POWERS: Mapping[float, Recipe] = {
     -1: lambda e, x: e.div(1.0, x),
     -0.5: lambda e, x: _root(e, x, inverse=True),
-    0: lambda e, x: Const(1, "int") if e.emitter.kind(x) == "int" else Const(1.0, "float"),
+    0: lambda e, x: Const(1.0, "float"),
     0.5: lambda e, x: _root(e, x, inverse=False),
     1: lambda e, x: x,
     2: lambda e, x: e.mul(x, x),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from deuteron.codegen.index import Index, flatten
 from deuteron.codegen.moves import replaced
 from deuteron.codegen.placed import class_axis, has_input, nll_terms, target_at
-from deuteron.codegen.scalar import Arg, CannotLower
+from deuteron.codegen.scalar import Arg, CannotLower, Load
 from deuteron.ir.graph import Node
 from deuteron.ir.types import Shape
 
@@ -106,11 +106,14 @@ def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
 
     The mean is off by the roundings of a sum. Where it is that far larger, so that they show, they
     are what is left when all distances are added up, and are taken out: equal numbers are exactly
-    0 from their mean."""
+    0 from their mean. Numbers of 16 bits as they come from memory have no need of it: their sum
+    has more bits than they."""
     count = float(low.columns)
     mean = low.op("div", low.reduce("sum", x), count)
     d = low.op("sub", x, mean)
     total = low.reduce("sum", low.op("mul", d, d))
+    if any(isinstance(s, Load) and s.name == x and s.dtype.is_low for s in low.statements):
+        return mean, d, total
     most = low.op("mul", low.op("mul", mean, mean), count / FAR**2)
     far = low.op("select", low.op("le", total, most), math.inf, 0.0)
     left = low.op("div", low.reduce("sum", d, far), count)

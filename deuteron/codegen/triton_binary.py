@@ -1,4 +1,5 @@
-"""Functions of two numbers as Triton text: fmod, atan2 and pow, which have no portable call.
+"""Functions of two numbers as Triton text: fmod, atan2, pow and the power of integers, which have
+no portable call.
 
 ``fmod`` is exact. ``atan2`` is off by at most 2 units in the last place; ``pow`` in float32 is
 rounded from float64, in float64 off by at most 2 units, because its logarithm carries twice the
@@ -173,6 +174,22 @@ w = y
 return p
 """
 
+# as many squarings as the largest exponent of all elements has bits
+_POWER = """
+x, y = tl.broadcast(x, y)
+n = tl.maximum(y, 0)
+most = tl.max(n + tl.zeros((1,), tl.int64), axis=None)
+base = x
+p = x * 0 + 1
+while most > 0:
+    p = tl.where((n & 1) != 0, p * base, p)
+    base = base * base
+    n = n >> 1
+    most = most >> 1
+alone = tl.where(x == 1, 1, tl.where(x == -1, tl.where((y & 1) != 0, -1, 1), 0))
+return tl.where(y < 0, alone.to(tl.int64), p)
+"""
+
 # Dekker: the product of two float64 and its error
 _TIMES2 = """
 p = x * y
@@ -199,6 +216,7 @@ BODIES = {
     "_atan264": ("y, x", _atan2("64")),
     "_pow": ("x, y", _POW),
     "_pow64": ("x, y", _POW64),
+    "_power": ("x, y", _POWER),
     "_times2": ("x, y", _TIMES2),
     "_plus2": ("x, y", _PLUS2),
 }

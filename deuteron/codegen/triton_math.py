@@ -294,6 +294,9 @@ class Arithmetic:
 
     _pow = _fmod = _atan2 = _of_two
 
+    def _power(self, s: Compute, args: Sequence[str]) -> str:
+        return f"{self.need('_power')}({args[0]}, {args[1]})"
+
     def _random(self, s: Compute, args: Sequence[str]) -> str:
         seed, place = (self.literal(a, bare=False) if isinstance(a, Const) else text
                        for a, text in zip(s.args, args, strict=True))  # fmt: skip
@@ -315,7 +318,7 @@ class Arithmetic:
 
 BINARY = {
     "add": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
-    "gt": ">", "ge": ">=", "and": "&", "or": "|",
+    "gt": ">", "ge": ">=", "and": "&", "or": "|", "quotient": "//",
 }  # fmt: skip
 CALLS = {
     "abs": "tl.abs({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "erf": "tl.erf({0})",

@@ -13,7 +13,7 @@ import torch
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.lower import lower
-from deuteron.codegen.scalar import CannotLower, Compute, Guard, Load, ScalarProgram, reads
+from deuteron.codegen.scalar import CannotLower, Compute, Const, Guard, Load, ScalarProgram, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.indices import checked, lookups
@@ -25,7 +25,7 @@ from deuteron.target import Target
 
 SECONDS = {  # per element on one core, beyond what hides behind the loads
     "exp": 1.2e-9, "exp2": 1.2e-9, "erf": 1.4e-9, "tanh": 1.5e-9, "log": 2.0e-9, "sin": 2.5e-9,
-    "cos": 2.5e-9, "ndtr": 1.6e-9, "div": 0.6e-9, "sqrt": 0.6e-9,
+    "cos": 2.5e-9, "ndtr": 1.6e-9, "div": 0.6e-9, "sqrt": 0.6e-9, "quotient": 2.0e-9,
 }  # fmt: skip
 CALL_SECONDS = 1e-6
 SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
@@ -47,11 +47,17 @@ def program_of(region: Region) -> ScalarProgram | Refusal:
     found = _program(region)
     if isinstance(found, CannotLower):
         return Refusal(found.reason, found.remedy)
+    divisions = (s for s in found.statements if isinstance(s, Compute) and s.op == "quotient")
+    if any(not isinstance(s.args[1], Const) for s in divisions):
+        return Refusal(
+            "integers are divided by a tensor, which may hold a 0, and torch raises for it",
+            "divide by a number, or cast to a float",
+        )
     return found
 
 
 def _seconds(s: Compute, wide: bool) -> float:
-    if s.op == "pow" or (wide and s.op in LIBRARY):
+    if s.op in ("pow", "power") or (wide and s.op in LIBRARY):
         return LIBRARY_SECONDS
     return SECONDS.get(s.op, 0.045e-9)
 
