@@ -272,11 +272,18 @@ def global_max_pool(x: Tensor) -> Tensor:
 
 def _torch_weighted_pool2d(x: Tensor, weight: Tensor, stride: Size | None, padding: Size) -> Any:
     """As a convolution in which no channel sees another."""
-    channels, *window = x.shape[1], *weight.shape[-2:]
-    if x.ndim != 4 or weight.shape[:-2] not in ((), (channels,)):
+    shape, window = x.shape, weight.shape
+    if len(shape) != 4:
         return NotImplemented
-    taps = weight.reshape(-1, 1, *window).expand(channels, 1, *window)
-    return torch.conv2d(x, taps, None, window if stride is None else stride, padding, 1, channels)
+    channels = shape[1]
+    if len(window) == 2:
+        taps = weight.expand(channels, 1, *window)
+    elif len(window) == 3 and window[0] == channels:
+        taps = weight.unsqueeze(1)
+    else:
+        return NotImplemented
+    step = window[-2:] if stride is None else stride
+    return torch.conv2d(x, taps, None, step, padding, 1, channels)
 
 
 @delegates(_torch_weighted_pool2d, ordered=False)
