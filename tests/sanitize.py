@@ -62,6 +62,16 @@ def scan() -> Iterator[Check]:
     yield "over blocks", lambda: "\n".join(wrong_over_blocks(False, "cuda"))
 
 
+def histogram() -> Iterator[Check]:
+    import torch
+
+    from tests.test_triton_histogram import RANGES, SHAPES, case, wrong_with
+
+    for shape, given in itertools.product(SHAPES, RANGES):
+        x = case(shape, torch.float32)
+        yield f"{shape} {given}", lambda x=x, given=given: "\n".join(wrong_with(x, *given, "cuda"))
+
+
 def cross_entropy() -> Iterator[Check]:
     """The losses, the sums around them and the gradients, of short, long, odd and far rows."""
     import torch
@@ -138,7 +148,8 @@ def generated() -> Iterator[Check]:
 FAMILIES = {
     f.__name__: f
     for f in (
-        norm, batch_norm, rope, scan, cross_entropy, augment, pyramid_pool, optim, optim8, generated
+        norm, batch_norm, rope, scan, histogram, cross_entropy, augment, pyramid_pool, optim,
+        optim8, generated,
     )
 }  # fmt: skip
 

@@ -179,6 +179,7 @@ OVERHEAD = {  # seconds a call costs beyond its work
     # a dozen launches more
     ("layer_norm_grad", "cuda"): 2.5e-5, ("rms_norm_grad", "cuda"): 2e-5,
     ("group_norm_grad", "cuda"): 2.5e-5, ("instance_norm_grad", "cuda"): 2.5e-5,
+    ("histogram", "cuda"): 2.5e-5,
 }  # fmt: skip
 
 SLOW = {  # operators whose library kernels stay well under the roofline
@@ -198,7 +199,7 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("var", "cpu"): 0.02, ("argmax", "cpu"): 0.03, ("argmin", "cpu"): 0.03,
     ("rms_norm", "cpu"): 0.2, ("group_norm", "cpu"): 0.2,
     ("layer_norm", "cpu"): 0.2, ("mean", "cpu"): 0.4, ("rope", "cuda"): 0.15, ("rope", "cpu"): 0.08,
-    ("cumsum", "cuda"): 0.4, ("cumprod", "cuda"): 0.4,
+    ("cumsum", "cuda"): 0.4, ("cumprod", "cuda"): 0.4, ("histogram", "cuda"): 0.05,
     ("batch_norm_train", "cuda"): 0.45, ("batch_norm_act", "cuda"): 0.3,
     ("batch_norm_act_grad", "cuda"): 0.15,
     ("batch_norm_act", "cpu"): 0.12, ("batch_norm_act_grad", "cpu"): 0.15,

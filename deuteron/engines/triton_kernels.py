@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.engines.triton_batch_norm import BATCH_NORM
+from deuteron.engines.triton_histogram import HISTOGRAM
 from deuteron.engines.triton_norm import NORM_BACKWARD
 from deuteron.engines.triton_pyramid import PYRAMID
 from deuteron.engines.triton_rope import ROPE
@@ -14,10 +15,11 @@ from deuteron.target import Target
 
 
 class TritonKernels(RecipeEngine):
-    """Gradients of norms, batch normalisation in training, positions, scans and pyramid pooling."""
+    """Gradients of norms, batch normalisation in training, positions, scans, pyramid pooling and
+    histograms."""
 
     name = "triton_kernels"
     version = "3"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (NORM_BACKWARD, ROPE, SCAN, PYRAMID, *BATCH_NORM)
+        return (NORM_BACKWARD, ROPE, SCAN, PYRAMID, HISTOGRAM, *BATCH_NORM)

@@ -1,0 +1,78 @@
+"""Counts of elements by range: the recipe around ``kernels/triton/histogram.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deuteron.codegen.triton_render import power_of_two
+from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.match import only_node
+from deuteron.engines.recipes import Recipe
+from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
+from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+OPS = {"histogram": None}
+READS = ("f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8", "u8")
+REACHED = 0.3  # of the bandwidth of a copy, until a GPU says otherwise
+MOST_BINS = 1023  # which the registers of a program hold, with one more for what lies outside
+MOST = 2**38  # elements: a program counts its own in 32 bits
+ALONE = 8192  # elements up to which one program is quicker than zeros and a second launch
+BLOCK = 2048
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
+    node = refuse_anywhere(target) or only_node(region, OPS)
+    if isinstance(node, Refusal):
+        return node
+    x = _x(region)
+    if len(node.uses) > 1:
+        return Refusal("counts elements, and does not add up their weights")
+    if x.dtype.short not in READS:
+        return Refusal(f"does not read {x.dtype.short}", "cast it to f32 first")
+    if node.attrs["bins"] > MOST_BINS:
+        return Refusal(f"{node.attrs['bins']} bins are too many", f"at most {MOST_BINS}")
+    if x.numel == 0:
+        return Refusal("there is nothing to count: a size is 0")
+    if x.numel > MOST:
+        return Refusal("has more than 2³⁸ elements", "split it")
+    if not x.is_dense:
+        return Refusal("elements of x lie apart", "to_layout(x) first")
+    return None
+
+
+def _x(region: Region) -> TensorType:
+    return region.graph.types[region.nodes[0].uses[0]]
+
+
+def programs(size: int, units: int) -> int:
+    """One, or as many as keep the GPU busy."""
+    return 1 if size <= ALONE else min(-(-size // BLOCK), 8 * units)
+
+
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
+    return [{"programs": programs(_x(region).numel, target.units), "warps": w} for w in (4, 8)]
+
+
+def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+    once = modelled_seconds(region_cost(region), main_dtype(region), REACHED, False, target)
+    return once if knobs["programs"] == 1 else once + target.launch
+
+
+def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.histogram import count
+
+    bins, low, high = (region.nodes[0].attrs[name] for name in ("bins", "low", "high"))
+    slots = max(power_of_two(bins + 1), 32)
+    run = count(
+        _x(region).numel, bins, float(low), float(high), slots, BLOCK, knobs["programs"],
+        knobs["warps"],
+    )  # fmt: skip
+    return Kernel(run, writes=True, note="1 kernel" if knobs["programs"] == 1 else "2 kernels")
+
+
+HISTOGRAM = Recipe("histogram", _refuse, _build, _knobs, _seconds, build_s=0.4)

@@ -1,0 +1,150 @@
+"""Histograms by hand: in Triton's interpreter, compiled for GPUs that are not there, and offered.
+
+``python -m tests.test_triton_histogram`` runs the cases in the interpreter and prints what is
+wrong.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.ir import Region
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.interpreted import assert_none_failed, found_in_interpreter
+
+pytest.importorskip("triton")
+H200 = target("h200")
+SHAPES = ((1,), (7, 33), (3, 50, 129))  # the last one is more than a program counts alone
+RANGES = ((16, -2.0, 2.0), (1, -1.0, 1.0), (1023, -3.0, 3.1))
+KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8)
+
+
+def region_of(x: torch.Tensor, bins: int = 16, low: float = -2.0, high: float = 2.0) -> Region:
+    g = dt.Graph("histogram")
+    held = g.tensor("x", x.shape, x.dtype, strides=x.stride())
+    g.histogram(held, bins=bins, low=low, high=high).output("y")
+    return Region(g.ir(), frozenset(), 0)
+
+
+def case(shape, dtype) -> torch.Tensor:
+    """Numbers inside, outside and at the edges of the ranges, and what is no number."""
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=gen, dtype=torch.float64) * 1.5
+    if not dtype.is_floating_point:
+        return (x * 2).abs().to(dtype)
+    odd = torch.tensor([2.0, -2.0, 1.0, -1.0, 3.1, float("nan"), float("inf"), float("-inf"), 0.25])
+    x.view(-1)[: odd.numel()] = odd[: x.numel()]
+    return x.to(dtype)
+
+
+def wrong_with(x: torch.Tensor, bins: int, low: float, high: float, device: str) -> list[str]:
+    """Counts are whole numbers, and have to be the reference's."""
+    region, engine, bad = region_of(x, bins, low, high), TritonKernels(), []
+    want = evaluate(region.graph, {"x": x})["y"]
+    for candidate in engine.candidates(region, H200, Policy()):
+        ctx = BuildContext(H200, torch.device(device), Policy(), {})
+        (out,) = (poisoned(region.graph.types[v], torch.device(device)) for v in region.outputs)
+        engine.build(region, candidate, ctx).fill([x.to(device)], [out])
+        if not torch.equal(out.cpu(), want):
+            off = (out.cpu() - want).abs().sum().item()
+            bad.append(f"{list(x.shape)} {x.dtype} {bins} bins {candidate}: {off} off")
+    return bad
+
+
+def wrong_on(device: str) -> list[str]:
+    failed = [
+        wrong
+        for shape in SHAPES
+        for kind in KINDS
+        for given in RANGES
+        for wrong in wrong_with(case(shape, kind), *given, device)
+    ]
+    return failed + wrong_with(case((40, 33), torch.float32).t(), 5, -1.0, 2.0, device)
+
+
+def main() -> None:
+    from tests.triton_interpreter import install
+
+    install()
+    print(json.dumps({"failed": wrong_on("cpu")}))
+
+
+def test_in_the_interpreter():
+    assert_none_failed(found_in_interpreter("tests.test_triton_histogram"))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("slots", [32, 1024])
+@pytest.mark.parametrize("shared", [False, True])
+def test_compiles_without_spills(arch, dtype, slots, shared):
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.engines.triton_histogram import BLOCK
+    from deuteron.kernels.triton.histogram import histogram
+    from tests.test_triton_gen import spilled
+
+    kinds = [(dtype, True), (torch.int64, True), ("i32", True)]
+    constants = {"BINS": slots - 1, "LOW": -2.0, "HIGH": 2.0, "SLOTS": slots, "BLOCK": BLOCK,
+                 "SHARED": shared}  # fmt: skip
+    for warps in (4, 8):
+        kernel = histogram.compile(
+            kinds, constants, warps=warps, target=GPUTarget("cuda", arch, 32)
+        )
+        assert spilled(kernel, arch) == 0, warps
+
+
+def test_offers_counts_and_refuses_the_rest():
+    engine, x = TritonKernels(), torch.empty(64, 32)
+    assert engine.refuse(region_of(x), H200, Policy()) is None
+    assert engine.refuse(region_of(x.t()), H200, Policy()) is None
+    for other, bins, reason in (
+        (x[:, ::2], 16, "apart"), (x, 1024, "too many"), (x[:0], 16, "nothing"),
+    ):  # fmt: skip
+        assert reason in engine.refuse(region_of(other, bins), H200, Policy()).reason
+    g = dt.Graph("weighted")
+    both = (g.tensor(name, (64,), torch.float32) for name in ("x", "w"))
+    g.histogram(*both, bins=4, low=0.0, high=1.0).output("y")
+    assert "weights" in engine.refuse(Region(g.ir(), frozenset(), 0), H200, Policy()).reason
+
+
+def test_is_chosen_by_estimate():
+    g = dt.Graph("histogram")
+    g.histogram(g.tensor("x", (8, 64), torch.float32), bins=16, low=-2.0, high=2.0).output("y")
+    text = str(g.compile(device="cpu").explain(target="h200"))
+    assert "triton_kernels[recipe=histogram" in text
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    failed = wrong_on("cuda")
+    failed += wrong_with(case((3000, 1001), torch.float32), 100, -2.0, 2.0, "cuda")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.gpu
+def test_the_function_on_a_gpu():
+    x = case((8, 64), torch.float32)
+    got = dt.functional.histogram(x.cuda(), 16, -2.0, 2.0)
+    assert torch.equal(got.cpu(), torch.histc(x[x.isfinite()], 16, -2.0, 2.0).long())
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    x = torch.zeros(2**31 + 5000, dtype=torch.uint8, device="cuda")
+    x[-3:] = 2
+    got = dt.functional.histogram(x, 3, 0.0, 3.0)
+    assert got.tolist() == [x.numel() - 3, 0, 3]
+
+
+if __name__ == "__main__":
+    main()
