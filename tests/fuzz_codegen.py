@@ -197,6 +197,9 @@ def search(args: argparse.Namespace) -> Counts:
 # ---- several processes
 
 VERDICT = "# "  # opens the line in which a process says how one seed went
+# The last line of a process that was not in the way of a crash. Its exit code will not do: another
+# thread that starts a process asks for it too, and of two only one is told.
+DONE = "# done"
 CHUNK = 100  # seeds after which a process is replaced: loaded kernels are never freed
 # from a process that has imported everything: starting costs little more than a CUDA context
 FORKS = multiprocessing.get_context("forkserver")
@@ -231,11 +234,13 @@ class Spread:
             process.start()
             process.join()
             lines = told_in.read().splitlines()
+        done = DONE in lines
+        lines = [line for line in lines if line != DONE]
         told = [line.removeprefix(VERDICT).split() for line in lines if line.startswith(VERDICT)]
         for seed, how in told:
             self.counts.add(int(seed), how)
         shown = [line for line in lines if not line.startswith(VERDICT)]
-        if process.exitcode:
+        if not done:
             crashed = seeds.start + len(told)
             self.counts.add(crashed, "wrong")
             shown.append(f"seed {crashed}: the process ended with {process.exitcode}")
@@ -248,6 +253,7 @@ def _told(args: argparse.Namespace, file: str) -> None:
     with open(file, "w", buffering=1) as out, contextlib.redirect_stdout(out):
         torch.set_num_threads(1)  # as many processes as cores
         search(args)
+        print(DONE)
 
 
 def main() -> int:
