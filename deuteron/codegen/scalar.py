@@ -261,7 +261,7 @@ def merge_axes(program: ScalarProgram) -> ScalarProgram:
             if all(_walks_as_one(e, a, b) for e in program.accesses()):
                 both = Var(b.name, a.size * b.size)
                 joined = (*axes[:at], both, *axes[at + 2 :])
-                program = _substitute(program, {a: Affine(), b: Affine.var(both)})
+                program = substitute(program, {a: Affine(), b: Affine.var(both)})
                 program = (
                     replace(program, inner=joined) if reduced else replace(program, outer=joined)
                 )
@@ -289,7 +289,9 @@ def _walks_as_one(e: Affine, a: Var, b: Var) -> bool:
     return fa is not None and fb is not None and fa == fb * b.size
 
 
-def _substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProgram:
+def substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProgram:
+    """The same statements with variables replaced in every index."""
+
     def guards(gs: tuple[Guard, ...]) -> tuple[Guard, ...]:
         return tuple(replace(g, index=g.index.substitute(values)) for g in gs)
 

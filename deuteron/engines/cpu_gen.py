@@ -3,7 +3,7 @@ in LLVM IR for the machine it runs on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -13,6 +13,7 @@ import torch
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.lower import lower
+from deuteron.codegen.parts import in_parts
 from deuteron.codegen.scalar import CannotLower, Compute, Const, Guard, Load, ScalarProgram, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
@@ -91,7 +92,7 @@ class CpuGen:
     """Generated row and pointwise kernels on the CPU."""
 
     name = "cpu_gen"
-    version = "3"
+    version = "4"
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         if target.is_cuda:
@@ -118,28 +119,40 @@ class CpuGen:
         return region_bound(region, target).seconds / 0.9 + work / target.units + CALL_SECONDS
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
-        from deuteron.codegen import llvm
-        from deuteron.codegen.llvm_columns import renderer as renderer_of
-        from deuteron.codegen.llvm_render import signature
-
         found = program_of(region)
         assert isinstance(found, ScalarProgram)
-        program = found.anonymous()
-        renderer = renderer_of(program)
-        loaded = llvm.load(signature(program), renderer)
-        order = [*(region.inputs.index(v) for v in found.inputs)]
-        first_out = len(region.inputs)
-        order += [first_out + region.outputs.index(v) for v in found.outputs]
-        words: list[Word] = [Argument(i) for i in order]
-        kept, room = len(renderer.shape.kept), 0
-        if kept:
-            width = found.columns * (1 if renderer.shape.inner_vector else renderer.shape.lanes)
-            room = width * kept * (2 if found.wide else 1)
-            words.append(Room("rows", 0, room))
-        threaded = found.rows * found.columns >= SERIAL_ELEMENTS
-        call = Call(loaded, tuple(words), threaded)
-        kernel = Kernel.generated([call], workspace=4 * room * torch.get_num_threads())
+        programs = in_parts(found) or (found,)
+        words: dict[str, Word] = {v: Argument(i) for i, v in enumerate(region.inputs)}
+        words |= {v: Argument(len(region.inputs) + i) for i, v in enumerate(region.outputs)}
+        for part in programs[0].outputs if len(programs) > 1 else ():
+            words[part] = Room(part, 2 * programs[0].rows)  # of 8 bytes at most
+        calls, room = [], 0
+        for program in programs:
+            call, floats = _call(program, words)
+            calls.append(call)
+            room = max(room, floats)
+        kernel = Kernel.generated(calls, workspace=4 * room * torch.get_num_threads())
         indices = lookups(region)
         if not isinstance(indices, Refusal) and indices:  # then it is no mere call of native code
             return replace(kernel, fn=checked(kernel.fn, indices, region.inputs), calls=())
         return kernel
+
+
+def _call(program: ScalarProgram, words: Mapping[str, Word]) -> tuple[Call, int]:
+    """The call of a program whose tensors are where ``words`` say, and the floats that it keeps for
+    each thread."""
+    from deuteron.codegen import llvm
+    from deuteron.codegen.llvm_columns import renderer as renderer_of
+    from deuteron.codegen.llvm_render import signature
+
+    named = program.anonymous()
+    renderer = renderer_of(named)
+    loaded = llvm.load(signature(named), renderer)
+    given = [words[v] for v in (*program.inputs, *program.outputs)]
+    kept, room = len(renderer.shape.kept), 0
+    if kept:
+        width = program.columns * (1 if renderer.shape.inner_vector else renderer.shape.lanes)
+        room = width * kept * (2 if program.wide else 1)
+        given.append(Room("rows", 0, room))
+    threaded = program.rows * program.columns >= SERIAL_ELEMENTS
+    return Call(loaded, tuple(given), threaded), room

@@ -1,0 +1,112 @@
+"""A reduction of few long rows in two programs: of parts of each row, then of what they came to.
+
+Threads share rows. A sum over everything is a single row, which one thread would read alone while
+the others wait. How a row is cut follows from its length, never from the number of threads: the
+bits are the same on any number of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deuteron.codegen.index import Affine, Var, flatten
+from deuteron.codegen.scalar import (
+    Load,
+    Reduce,
+    ScalarProgram,
+    Statement,
+    Store,
+    reads,
+    substitute,
+)
+from deuteron.ir.dtype import dtype
+
+FEW_ROWS = 8  # from here on threads find enough to do
+LONG = 1 << 14  # elements of a row that are worth a second program
+PIECES = 32  # parts of all rows together that are wanted
+
+
+def in_parts(program: ScalarProgram) -> tuple[ScalarProgram, ScalarProgram] | None:
+    """The reductions of parts, which are stored in tensors ``part0``, ``part1``, …, and the program
+    that reads those. None where rows are many or short, or one walk is not all there is to do."""
+    if not program.inner or program.rows >= FEW_ROWS or program.columns < LONG:
+        return None
+    if not _one_walk(program):
+        return None
+    axis = max(program.inner, key=lambda v: v.size)
+    count = _count(axis.size, PIECES // program.rows)
+    if count == 1:
+        return None
+    part, rest = Var(f"{axis.name}p", count), Var(axis.name, axis.size // count)
+    shape = (*(v.size for v in program.outer), count)
+    place = flatten(tuple(map(Affine.var, (*program.outer, part))), shape)
+    tensors = {s.name: f"part{i}" for i, s in enumerate(program.reductions)}
+    kinds = {s.name: _stored(s, program.wide) for s in program.reductions}
+    first = substitute(program, {axis: Affine.var(part) * rest.size + Affine.var(rest)})
+    stores = [Store(tensors[n], place, n, dtype(kinds[n])) for n in tensors]
+    return (
+        replace(
+            first,
+            outer=(*program.outer, part),
+            inner=tuple(rest if v == axis else v for v in program.inner),
+            statements=(*_needed(first, list(tensors)), *stores),
+            outputs=tuple(tensors.values()),
+        ),
+        replace(
+            program,
+            inner=(part,),
+            statements=tuple(_after(program, tensors, kinds, place)),
+            inputs=(*program.inputs, *tensors.values()),
+        ),
+    )
+
+
+def _one_walk(program: ScalarProgram) -> bool:
+    """Whether no reduction waits for another, and only rows are stored."""
+    inner, made = set(program.inner), set[str]()
+    for s in program.statements:
+        if isinstance(s, Store):
+            if s.offset.variables & inner:
+                return False
+        elif isinstance(s, Reduce):
+            if s.source in made or s.seldom or s.kind == "bool":
+                return False
+            made.add(s.name)
+        elif made.intersection(reads(s)):
+            made.add(s.name)
+    return True
+
+
+def _count(size: int, wanted: int) -> int:
+    """How many equal parts there are, at most as many as wanted."""
+    return next(n for n in range(min(wanted, size), 0, -1) if size % n == 0)
+
+
+def _stored(s: Reduce, wide: bool) -> str:
+    return "i64" if s.kind == "int" else "f64" if wide else "f32"
+
+
+def _needed(program: ScalarProgram, names: list[str]) -> list[Statement]:
+    """The statements that make the named values."""
+    found: list[Statement] = []
+    wanted = set(names)
+    for s in reversed(program.statements):
+        if not isinstance(s, Store) and s.name in wanted:
+            wanted.update(reads(s))
+            found.append(s)
+    return found[::-1]
+
+
+def _after(
+    program: ScalarProgram, tensors: dict[str, str], kinds: dict[str, str], place: Affine
+) -> list[Statement]:
+    """What a row does with its parts; of its elements nothing is looked at any more."""
+    found: list[Statement] = []
+    for s in program.statements:
+        if isinstance(s, Reduce):
+            each = f"{s.name}p"
+            found.append(Load(each, tensors[s.name], place, dtype(kinds[s.name])))
+            found.append(replace(s, source=each))
+        elif isinstance(s, Store) or program.level[s.name] == "row":
+            found.append(s)
+    return found
