@@ -68,17 +68,19 @@ def operator(name: str) -> Function:
 
 
 OPERATORS = {name: operator(name) for name in SIMPLE}
+DEFAULTS = {
+    name: {key: attr.default for key, attr in table.get(name).attrs.items()} for name in SIMPLE
+}
 
 
 def call(name: str, *tensors: torch.Tensor, **attrs: Any) -> Any:
     """The operator on tensors; attributes that are left out take their defaults."""
-    given = {key: attrs.get(key, attr.default) for key, attr in table.get(name).attrs.items()}
-    return OPERATORS[name](*tensors, **given)
+    return OPERATORS[name](*tensors, **(DEFAULTS[name] | attrs))
 
 
 def one(name: str, *tensors: torch.Tensor, **attrs: Any) -> torch.Tensor:
     """:func:`call` for an operator with a single result."""
-    result: torch.Tensor = call(name, *tensors, **attrs)
+    result: torch.Tensor = OPERATORS[name](*tensors, **(DEFAULTS[name] | attrs))
     return result
 
 
