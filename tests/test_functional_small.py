@@ -236,8 +236,50 @@ def test_what_is_one_operator_stays_torchs_on_a_cpu(planned_calls):
     assert planned_calls == ["op_max_pool"]
 
 
-def test_a_global_mean_is_ours_where_it_is_large(planned_calls):
-    f.adaptive_avg_pool2d(torch.randn(1, 4, 64, 64), 1)
+MATRIX, IMAGE = (512, 1024), (8, 64, 32, 32)  # 2 MB of float32
+
+
+@pytest.mark.parametrize(
+    ("call", "shape", "dtype", "ours", "ours_to_train"),
+    [
+        (lambda x: f.sum(x, -1), MATRIX, torch.float32, False, False),
+        (lambda x: f.sum(x, -1), MATRIX, torch.bfloat16, True, False),
+        (lambda x: f.sum(x, 0), MATRIX, torch.float32, True, True),
+        (lambda x: f.sum(x, (0, -2)), (8, 64, 1024), torch.float32, True, True),
+        (lambda x: f.sum(x.t(), 0), MATRIX, torch.float32, False, False),
+        (lambda x: f.sum(x, 0), MATRIX, torch.float64, False, False),
+        (lambda x: f.sum(x), MATRIX, torch.float32, False, False),
+        (lambda x: f.mean(x, 1), MATRIX, torch.float32, False, True),
+        (lambda x: f.mean(x, ()), MATRIX, torch.bfloat16, True, True),
+        (lambda x: f.amax(x, [-1]), MATRIX, torch.float32, False, True),
+        (lambda x: f.amin(x, dim=0), MATRIX, torch.float32, True, True),
+        (lambda x: f.adaptive_avg_pool2d(x, 1), IMAGE, torch.float32, False, True),
+        (lambda x: f.adaptive_avg_pool2d(x, 1), IMAGE, torch.bfloat16, True, True),
+        (f.global_max_pool, IMAGE, torch.float32, False, True),
+        (lambda x: f.prelu(x, torch.ones(1, dtype=x.dtype)), MATRIX, torch.bfloat16, False, True),
+    ],
+)
+def test_who_answers_large_reductions_on_a_cpu(
+    call, shape, dtype, ours, ours_to_train, planned_calls
+):
+    x = torch.randn(shape).to(dtype)
+    call(x)
+    assert bool(planned_calls) == ours
+    planned_calls.clear()
+    call(x.requires_grad_())
+    assert bool(planned_calls) == ours_to_train
+    planned_calls.clear()
+    with torch.no_grad():
+        call(x)
+    assert bool(planned_calls) == ours
+    planned_calls.clear()
+    with f.delegation(False):
+        call(x)
+    assert planned_calls
+
+
+def test_channels_that_are_innermost_are_averaged_by_us(planned_calls):
+    f.adaptive_avg_pool2d(torch.randn(IMAGE).to(memory_format=torch.channels_last), 1)
     assert planned_calls == ["adaptive_avg_pool"]
 
 

@@ -12,7 +12,13 @@ from torch._C import _nn
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import ANY, LOW, NEVER, delegates, several_calls_win
+from deuteron.functional.library import (
+    ANY,
+    NEVER,
+    delegates,
+    is_differentiated,
+    several_calls_win,
+)
 from deuteron.functional.operators import TORCHS, activated, one
 from deuteron.ops import Ops, Sym, table
 
@@ -134,7 +140,7 @@ def threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) 
     return one("threshold", x, threshold=threshold, value=value)
 
 
-@delegates(torch.prelu, on_cpu=LOW)
+@delegates(torch.prelu, on_cpu=lambda x, weight: not is_differentiated(x))
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """x, times a learned slope below 0, one for all or one for each channel (dimension 1)."""
     return one("prelu", x, weight)

@@ -11,7 +11,8 @@ some would be, and are not handed on.)
 
 On a CPU a few functions are torch's at any size: those that it has as one call, with one more for
 the gradient, whose kernels were the quicker ones in bench/results/cpu_operators-cpu-aarch64.md.
-There is nothing to fuse in a call that is one operator.
+There is nothing to fuse in a call that is one operator. Others are where no gradient follows: their
+kernel is as quick as ours, and finding ours is not for nothing.
 
 ``explain`` says when a call was handed on, and :class:`delegation` forbids it.
 """
@@ -190,7 +191,7 @@ def delegates(
     ordered: bool = True,
     several: bool = False,
     keeps_type: bool = False,
-    on_cpu: Collection[torch.dtype] = NEVER,
+    on_cpu: Collection[torch.dtype] | Callable[[Tensor, Any], bool] = NEVER,
     cpu_bytes: float = math.inf,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose small calls ``call`` answers, which takes the same arguments, each in its
@@ -199,14 +200,19 @@ def delegates(
     ``ordered``: whether its gradient has the same bits in every run on a GPU.
     ``several``: whether it is several calls in any case, which it does if they win.
     ``keeps_type``: whether autocast leaves its type alone, so that nobody need ask. ``on_cpu``:
-    element types of which it answers calls up to ``cpu_bytes`` there.
+    element types of which it answers calls up to ``cpu_bytes`` there, or a question to the first
+    two arguments, whether it answers a call that is not of the smallest.
 
     Arguments that ``function`` does not have are not handed on: what is right must not depend on
     the size. The first one may be given by torch's name for it, ``input``.
 
     A call of torch's takes 8 µs, every question before it up to a tenth of one: what can be known
     beforehand is not asked again."""
-    tests = ["({x}.nbytes <= LIMITS.least or is_torchs({x}, several, on_cpu, cpu_bytes))"]
+    asked = "is_torchs({x}, several, on_cpu, cpu_bytes)"
+    if callable(on_cpu):
+        asked = "is_torchs({x}, several, NEVER, 0) or "
+        asked += "{x}.is_cpu and delegation.allowed and on_cpu({x}, {second})"
+    tests = [f"({{x}}.nbytes <= LIMITS.least or {asked})"]
     tests += [] if keeps_type else ["not autocasting()"]
     tests += [] if ordered else ["not must_be_ordered()"]
     names = {"several": several, "on_cpu": on_cpu, "cpu_bytes": cpu_bytes, **ASKED}
@@ -237,6 +243,11 @@ def _is_torchs(x: Tensor, several: bool, on_cpu: Collection[torch.dtype], cpu_by
         and is_grad_enabled()
         and not is_current_stream_capturing()
     )
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Whether a gradient of ``x`` may follow."""
+    return x.requires_grad and is_grad_enabled()
 
 
 def in_transform() -> bool:
@@ -289,5 +300,6 @@ def _heard(found: R, name: str, x: Tensor) -> R:
 ASKED = {
     "is_dynamo_compiling": is_dynamo_compiling, "compiler": compiler, "LIMITS": LIMITS,
     "is_torchs": _is_torchs, "autocasting": autocasting, "must_be_ordered": must_be_ordered,
-    "Heard": Heard, "heard": _heard, "REFUSALS": REFUSALS,
+    "Heard": Heard, "heard": _heard, "REFUSALS": REFUSALS, "NEVER": NEVER,
+    "delegation": delegation,
 }  # fmt: skip

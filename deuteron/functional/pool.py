@@ -13,6 +13,7 @@ from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound
 from deuteron.functional.operators import OPERATORS, call
+from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -182,7 +183,7 @@ def _torch_adaptive_avg(dims: int) -> Callable[..., Any]:
 
     def run(x: Tensor, output_size: Output) -> Any:
         whole = output_size == 1 or output_size == (1, 1) or output_size == [1, 1]
-        if whole and not is_launch_bound(x):
+        if whole and not is_launch_bound(x) and not (x.is_cpu and mean_is_torchs(x, None)):
             return NotImplemented
         return (direct if isinstance(output_size, int) else read)(x, output_size)
 
@@ -258,13 +259,13 @@ def _torch_global(call: Callable[..., Tensor]) -> Callable[[Tensor], Any]:
 SPATIAL = {3: (2,), 4: (2, 3), 5: (2, 3, 4)}  # by rank
 
 
-@delegates(_torch_global(torch.mean))
+@delegates(_torch_global(torch.mean), on_cpu=mean_is_torchs)
 def global_avg_pool(x: Tensor) -> Tensor:
     """The mean over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="avg")
 
 
-@delegates(_torch_global(torch.amax))
+@delegates(_torch_global(torch.amax), on_cpu=extreme_is_torchs)
 def global_max_pool(x: Tensor) -> Tensor:
     """The largest over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="max")

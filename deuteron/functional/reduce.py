@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deuteron.functional.core import Function
-from deuteron.functional.library import ANY, WIDE, delegates
+from deuteron.functional.library import ANY, LOW, WIDE, delegates, is_differentiated
 from deuteron.functional.operators import one
 from deuteron.ops import Ops, Sym
 
@@ -27,7 +27,54 @@ def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
-@delegates(torch.sum, by_name=("dtype",), on_cpu=ANY)
+# ---- which large calls are torch's on a CPU
+#
+# Measured on two Neoverse-N1 cores, bench/results/delegation-cpu-aarch64.md. Along rows of float32
+# torch reads memory as fast as anybody, and less is spent on finding its kernel; down columns, in
+# 16 bits and with a gradient ours are the quicker ones, from some size on: a gradient of ours costs
+# a node in Python.
+
+MB = 1 << 20
+
+
+def _down_columns(x: Tensor, dim: Dims) -> bool:
+    """Whether rows that follow each other in memory are joined: the last axis stays."""
+    axes, last = _axes(dim), x.ndim - 1
+    return axes is not None and x.is_contiguous() and all(a % x.ndim != last for a in axes)
+
+
+def _along_rows(x: Tensor, dim: Dims) -> bool:
+    """Whether float32 or float64 that follow each other in memory are joined."""
+    return x.dtype in WIDE and x.is_contiguous() and not _down_columns(x, dim)
+
+
+def _sum_is_torchs(x: Tensor, dim: Dims) -> bool:
+    """Its gradient is nothing but a view, which a node in Python makes no quicker."""
+    columns = _down_columns(x, dim)
+    if x.dtype not in LOW and not (columns and x.dtype is torch.float32):
+        return True
+    with_gradient = 2 * MB if columns else 4 * MB
+    return x.nbytes < (with_gradient if is_differentiated(x) else MB)
+
+
+def mean_is_torchs(x: Tensor, dim: Dims) -> bool:
+    """Of the mean along ``dim``, or along rows where that is None."""
+    if is_differentiated(x):
+        return x.nbytes <= MB // 2
+    return x.nbytes < 8 * MB and _along_rows(x, dim)
+
+
+def extreme_is_torchs(x: Tensor, dim: Dims) -> bool:
+    """Of the largest or the smallest value along ``dim``, or along rows."""
+    if is_differentiated(x):
+        return x.nbytes <= MB // 4
+    return _along_rows(x, dim)
+
+
+# ---- the functions
+
+
+@delegates(torch.sum, by_name=("dtype",), on_cpu=_sum_is_torchs)
 def sum(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -35,7 +82,7 @@ def sum(
     return one("sum", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.mean, by_name=("dtype",), keeps_type=True)
+@delegates(torch.mean, by_name=("dtype",), keeps_type=True, on_cpu=mean_is_torchs)
 def mean(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -61,13 +108,13 @@ def var(
     return one("var", x, axes=_axes(dim), correction=less, keepdim=keepdim)
 
 
-@delegates(torch.amax, keeps_type=True)
+@delegates(torch.amax, keeps_type=True, on_cpu=extreme_is_torchs)
 def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """The largest value along ``dim``; nan if there is one. Equal ones share the gradient."""
     return one("max", x, axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.amin, keeps_type=True)
+@delegates(torch.amin, keeps_type=True, on_cpu=extreme_is_torchs)
 def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """The smallest value along ``dim``; nan if there is one. Equal ones share the gradient."""
     return one("min", x, axes=_axes(dim), keepdim=keepdim)

@@ -51,8 +51,9 @@ def wrapper(
     names: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """``function``, and before it ``call`` where the ``tests`` hold; ``{x}`` in them is the first
-    argument. ``by_name``: arguments that ``call`` takes by name; ``without``: those that it does
-    not have, and is not asked where they are given. ``names``: what the text refers to."""
+    argument, ``{second}`` the next. ``by_name``: arguments that ``call`` takes by name;
+    ``without``: those that it does not have, and is not asked where they are given. ``names``: what
+    the text refers to."""
     parameters = list(inspect.signature(function).parameters.values())
     placed = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -61,12 +62,16 @@ def wrapper(
     taken = [p.name for p in parameters if p.name not in (*by_name, *without)]
     # a function in Python has the same arguments; one in C++ reads the fewer the sooner
     spare = [] if isinstance(call, FunctionType) else [name for name in taken if name in usual]
+    second = placed[1] if len(placed) > 1 else "None"
     text = SOURCE.format(
         name=function.__name__,
         first=placed[0],
         parameters=", ".join(_with_default(name) for name in (*placed, "input", *named)),
         tests=" and ".join(
-            [*(test.format(x=placed[0]) for test in tests), *map(_is_usual, (*without, "input"))]
+            [
+                *(test.format(x=placed[0], second=second) for test in tests),
+                *map(_is_usual, (*without, "input")),
+            ]
         ),
         call=_calls(taken, spare, by_name),
         complete=" and ".join(["input is None", *(f"{name} is not MISSING" for name in needed)]),
