@@ -307,5 +307,9 @@ def bias_dropout_residual(
     seed: int | Tensor | None = None,
 ) -> Tensor:
     """residual + dropout(x + bias) in one pass; see :func:`dropout` for the seed."""
+    if not 0.0 <= p <= 1.0:
+        raise BindError(
+            f"p={p} is not a probability", asked=f"dropout(…, p={p})", remedy="use 0 <= p <= 1"
+        )
     chance = p if training else 0.0
     return DROPOUT.one(x, bias, residual, _seed(seed, x.device), p=chance)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, LIMITS, delegates, several_calls_win
 from deuteron.ops import Ops, Sym
@@ -26,12 +27,24 @@ def _torch_embedding(
 ) -> Any:
     if not _is_small(weight, index) and (weight.is_cuda or position is not None):
         return NotImplemented
-    pad = () if padding_idx is None else (padding_idx % weight.shape[0],)
+    pad = () if padding_idx is None else (_row(padding_idx, weight),)
     if position is None:
         return torch.embedding(weight, index, *pad)
     if not several_calls_win(weight, position):
         return NotImplemented
     return torch.embedding(weight, index, *pad) + position
+
+
+def _row(padding_idx: int, weight: Tensor) -> int:
+    """The row that ``padding_idx`` names, counted from 0."""
+    rows = weight.shape[0]
+    if not -rows <= padding_idx < rows:
+        raise BindError(
+            f"padding_idx={padding_idx} is not one of {rows} rows",
+            asked=f"embedding(…, padding_idx={padding_idx})",
+            remedy=f"use {-rows} to {rows - 1}, or None",
+        )
+    return padding_idx % rows
 
 
 def _is_small(weight: Tensor, index: Tensor) -> bool:
@@ -52,7 +65,7 @@ def embedding(
     ``position``, which must broadcast with the result, is added in the same pass: a learned or
     sinusoidal table.
     """
-    pad = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    pad = -1 if padding_idx is None else _row(padding_idx, weight)
     return EMBEDDING.one(index, weight, position, padding_idx=pad)
 
 

@@ -36,6 +36,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.cuda import is_current_stream_capturing
 
+from deuteron.errors import DeuteronError
 from deuteron.functional.wrapper import wrapper
 from deuteron.target import Target
 from deuteron.target import target as find_target
@@ -129,6 +130,7 @@ class Handed:
     nbytes: int
     limit: int
     target: Target
+    refusal: str = ""
 
     def explain(self) -> str:
         return (
@@ -138,6 +140,8 @@ class Handed:
         )
 
     def _because(self) -> str:
+        if self.refusal:
+            return f"no plan of ours can be made: {self.refusal}"
         if self.nbytes > self.limit and not self.target.is_cuda:
             return (
                 "one operator, so nothing to fuse, and torch's kernels for it were the quicker "
@@ -288,12 +292,25 @@ def several_calls_win(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _heard(found: R, name: str, x: Tensor) -> R:
+def _heard(found: R, name: str, x: Tensor, refusal: str = "") -> R:
     """What torch's function found, after ``explain`` was told about it."""
     kind = str(x.dtype).removeprefix("torch.")
     limit, target = LIMITS[x.get_device()], find_target(x.device)
-    Heard.add(Handed(name, f"x: {kind}{list(x.shape)}", x.nbytes, limit, target))
+    Heard.add(Handed(name, f"x: {kind}{list(x.shape)}", x.nbytes, limit, target, refusal))
     return found
+
+
+def _instead(call: Callable[[], Any], refusal: DeuteronError, name: str, x: Tensor) -> Any:
+    """What torch makes of a call that no plan can be made for (complex numbers, a pool of
+    integers), so that large tensors are answered as small ones are; else the refusal. Small ones
+    that are not strided are not answered either."""
+    try:
+        found = call() if x.layout is torch.strided else NotImplemented
+    except REFUSALS:
+        found = NotImplemented
+    if found is NotImplemented:
+        raise refusal
+    return found if not Heard.listeners else _heard(found, name, x, refusal.wrong)
 
 
 # what the wrapper of a function refers to
@@ -301,5 +318,5 @@ ASKED = {
     "is_dynamo_compiling": is_dynamo_compiling, "compiler": compiler, "LIMITS": LIMITS,
     "is_torchs": _is_torchs, "autocasting": autocasting, "must_be_ordered": must_be_ordered,
     "Heard": Heard, "heard": _heard, "REFUSALS": REFUSALS, "NEVER": NEVER,
-    "delegation": delegation,
+    "delegation": delegation, "instead": _instead,
 }  # fmt: skip

@@ -125,12 +125,12 @@ def linear_cross_entropy(
         logits = F.linear(hidden, weight, bias).movedim(-1, min(1, hidden.dim() - 1))
         probs = target.is_floating_point()
         moved = target.movedim(-1, min(1, target.dim() - 1)) if probs else target
-        both = by_torch(logits, moved, class_weight, terms, result_type(hidden))
+        both = by_torch(logits, moved, class_weight, terms, result_type(hidden, target))
         return both if return_lse else both[0]
     # kernels read memory, which such a view has with other signs; elsewhere these are themselves
     hidden, weight, target = hidden.resolve_neg(), weight.resolve_neg(), target.resolve_neg()
     bias, class_weight = (None if t is None else t.resolve_neg() for t in (bias, class_weight))
-    classes, dtype = weight.shape[0], result_type(hidden)
+    classes, dtype = weight.shape[0], result_type(hidden, target)
     lead = hidden.shape[:-1]
     flat = hidden.reshape(-1, hidden.shape[-1])
     target = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)

@@ -103,13 +103,15 @@ def cross_entropy(
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
     check("cross_entropy", logits, logits.shape, target, weight, terms)
     if in_transform():
-        both = by_torch(logits, target, weight, terms, result_type(logits))
+        both = by_torch(logits, target, weight, terms, result_type(logits, target))
         return both if return_lse else both[0]
     # kernels read memory, which such a view has with other signs; elsewhere these are themselves
     logits, target = logits.resolve_neg(), target.resolve_neg()
+    if target.dtype is torch.uint8:  # of which 156 would equal an ignore_index of -100
+        target = target.long()
     weight = None if weight is None else weight.resolve_neg()
     needs = logits.requires_grad and torch.is_grad_enabled()
-    dtype = result_type(logits)
+    dtype = result_type(logits, target)
     if as_operator(logits, target, weight):
         if inplace_backward:
             raise EngineError(
@@ -129,9 +131,11 @@ def cross_entropy(
     return (loss, lse) if return_lse else loss
 
 
-def result_type(logits: Tensor) -> torch.dtype:
-    """The type of the loss: under autocast float32, as torch has it."""
-    return wide(logits.dtype) if under_autocast(logits) else logits.dtype
+def result_type(logits: Tensor, target: Tensor) -> torch.dtype:
+    """The type of the loss, as torch has it: under autocast float32, beside probabilities the wider
+    of both."""
+    kind = wide(logits.dtype) if under_autocast(logits) else logits.dtype
+    return torch.promote_types(kind, target.dtype) if target.is_floating_point() else kind
 
 
 def as_operator(*tensors: Tensor | None) -> bool:

@@ -125,9 +125,11 @@ def _torch_rms_norm(
     x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, eps: float | None,
     residual: Tensor | None, bias_before: Tensor | None, activation: str | None,
 ) -> Any:  # fmt: skip
-    if weight is not None and weight.dtype is not x.dtype:
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if x.shape[-len(shape) :] != shape or not shape:
+        return NotImplemented  # of which the kernel makes something
+    if weight is not None and (weight.dtype is not x.dtype or weight.shape != shape):
         return NotImplemented  # torch answers in the wider type
-    shape: Any = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
     if residual is None and bias_before is None and activation is None:
         # what torch.rms_norm calls in turn; autocast has a rule for that one, but none for this
         return rms_norm_kernel(x, shape, weight, eps)[0]

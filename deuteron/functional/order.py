@@ -37,14 +37,14 @@ def _torch_sort(x: Tensor, dim: int, descending: bool, stable: bool) -> Pair:
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of all elements up to each one, along ``dim``; the same bits in every run.
     ``dtype``: x is cast to it first."""
-    return one("cumsum", cast(x, dtype), axis=dim)
+    return cast(one("cumsum", cast(x, dtype), axis=dim), dtype)
 
 
 @delegates(_torch_scan(torch.cumprod), on_cpu=ANY)
 def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The product of all elements up to each one, along ``dim``. ``dtype``: x is cast to it
     first."""
-    return one("cumprod", cast(x, dtype), axis=dim)
+    return cast(one("cumprod", cast(x, dtype), axis=dim), dtype)
 
 
 @delegates(torch.cummax, keeps_type=True, on_cpu=ANY)

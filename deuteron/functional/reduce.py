@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
 
+from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, LOW, WIDE, delegates, is_differentiated
 from deuteron.functional.operators import one
@@ -19,11 +21,15 @@ INF = float("inf")
 
 def _axes(dim: Dims) -> tuple[int, ...] | None:
     """None for all of them, which torch also writes as ()."""
-    return None if dim is None else (dim,) if isinstance(dim, int) else tuple(dim) or None
+    if dim is None:
+        return None
+    dims = tuple(dim) if isinstance(dim, Sequence) else (dim,)
+    # 1.0 and False would find the plan of 1 and 0; a bool is refused there
+    return tuple(d if isinstance(d, bool) else index(d) for d in dims) or None
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``x`` in the type in which it is to be added up."""
+    """``x`` in the type in which it is to be added up, or in which the sum is wanted."""
     return x if dtype is None else x.to(dtype)
 
 
@@ -40,7 +46,9 @@ MB = 1 << 20
 def _down_columns(x: Tensor, dim: Dims) -> bool:
     """Whether rows that follow each other in memory are joined: the last axis stays."""
     axes, last = _axes(dim), x.ndim - 1
-    return axes is not None and x.is_contiguous() and all(a % x.ndim != last for a in axes)
+    if axes is None or not x.ndim:
+        return False
+    return x.is_contiguous() and all(a % x.ndim != last for a in axes)
 
 
 def _along_rows(x: Tensor, dim: Dims) -> bool:
@@ -79,7 +87,7 @@ def sum(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """The sum along ``dim``: one axis, several, or all. ``dtype``: x is cast to it first."""
-    return one("sum", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
+    return cast(one("sum", cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
 
 
 @delegates(torch.mean, by_name=("dtype",), keeps_type=True, on_cpu=mean_is_torchs)
@@ -95,7 +103,7 @@ def prod(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """The product along ``dim``: one axis, several, or all. ``dtype``: x is cast to it first."""
-    return one("prod", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
+    return cast(one("prod", cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
 
 
 @delegates(torch.var, by_name=("correction", "keepdim"), keeps_type=True)
@@ -103,8 +111,11 @@ def var(
     x: Tensor, dim: Dims = None, *, correction: int | None = 1, keepdim: bool = False
 ) -> Tensor:
     """The variance along ``dim``, from centred values: exact where the mean is large. The sum of
-    squares is divided by the number of elements less ``correction`` (None: 1)."""
+    squares is divided by the number of elements less ``correction`` (None: 1). A bool for ``dim``
+    is torch's older ``unbiased``."""
     less = 1 if correction is None else correction
+    if isinstance(dim, bool):
+        less, dim = int(dim), None
     return one("var", x, axes=_axes(dim), correction=less, keepdim=keepdim)
 
 
@@ -169,7 +180,11 @@ def norm(
 ) -> Tensor:  # fmt: skip
     """(Σ |x|ᵖ)^(1/p) along ``dim``; of p = ±inf the largest or smallest |x|, of 0 the number of
     elements that are not 0. ``dtype``: x is cast to it first."""
-    return NORM.one(cast(x, dtype), p=float(p), axes=_axes(dim), keepdim=keepdim)
+    x = cast(x, dtype)
+    if not x.is_floating_point():
+        kind = str(x.dtype).removeprefix("torch.")
+        raise BindError(f"norm of {kind} is not defined", asked="norm(…)", remedy="x.float()")
+    return NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim)
 
 
 @delegates(torch.where, keeps_type=True)

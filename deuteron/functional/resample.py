@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -102,6 +103,16 @@ def interpolate(
             asked="interpolate(…)",
             remedy="size=(h, w), or scale_factor=2.0",
         )
+    if align_corners is not None and mode in ("nearest", "nearest-exact", "area"):
+        raise BindError(
+            f"corners have no meaning in mode {mode!r}", asked=f"interpolate(…, {align_corners=})",
+            remedy="leave out align_corners",
+        )  # fmt: skip
+    if recompute_scale_factor and size is not None:
+        raise BindError(
+            "there is no scale to compute again where a size is given", asked="interpolate(…)",
+            remedy="leave out recompute_scale_factor, or give scale_factor",
+        )  # fmt: skip
     scale: tuple[float, ...] | None = None
     if scale_factor is not None:
         factors = scale_factor if isinstance(scale_factor, Sequence) else (scale_factor,) * dims
@@ -111,6 +122,11 @@ def interpolate(
     else:
         assert size is not None
         full = tuple(size) if isinstance(size, Sequence) else (size,) * dims
+        if len(full) != dims:
+            raise BindError(
+                f"{len(full)} numbers for {dims} dimensions of x {list(x.shape)}",
+                asked=f"interpolate(…, size={size})", remedy=f"give {dims}, or one for all of them",
+            )  # fmt: skip
     return RESIZE.one(
         x,
         size=full,
@@ -136,8 +152,8 @@ _PADDINGS = {"zeros": 0, "border": 1, "reflection": 2}
 
 
 def _torch_shuffle(call: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Any]:
-    """With a factor of 1 torch answers with x itself."""
-    return lambda x, factor: call(x, factor) if factor != 1 else NotImplemented
+    """With a factor of 1 torch answers with x itself, and so it does of nothing."""
+    return lambda x, factor: call(x, factor) if factor != 1 and x.numel() else NotImplemented
 
 
 @delegates(_torch_grid_sample, ordered=False, on_cpu=ANY)
@@ -159,10 +175,10 @@ def grid_sample(
 @delegates(_torch_shuffle(torch.pixel_shuffle), keeps_type=True, on_cpu=ANY)
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     """[…, C·r², H, W] to […, C, H·r, W·r]."""
-    return one("pixel_shuffle", x, factor=upscale_factor)
+    return one("pixel_shuffle", x, factor=index(upscale_factor))
 
 
 @delegates(_torch_shuffle(torch.pixel_unshuffle), keeps_type=True, on_cpu=ANY)
 def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     """[…, C, H·r, W·r] to […, C·r², H, W]."""
-    return one("pixel_unshuffle", x, factor=downscale_factor)
+    return one("pixel_unshuffle", x, factor=index(downscale_factor))

@@ -14,9 +14,11 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FunctionType
 from typing import Any
+
+from deuteron.errors import DeuteronError
 
 SOURCE = """\
 def {name}({parameters}):
@@ -29,7 +31,14 @@ def {name}({parameters}):
                     return found if not Heard.listeners else heard(found, {name!r}, {first})
         except REFUSALS:
             pass
-    if {complete}:
+        if {complete}:
+            try:
+                return function({arguments})
+            except DeuteronError as refusal:
+                if not ({otherwise}):
+                    raise
+                return instead(lambda: {call}, refusal, {name!r}, {first})
+    elif {complete}:
         return function({arguments})
     return sorted_out(function, again, dict({every}))
 """
@@ -45,7 +54,7 @@ MISSING = Missing()
 def wrapper(
     function: Callable[..., Any],
     call: Callable[..., Any],
-    tests: Collection[str],
+    tests: Sequence[str],
     by_name: Collection[str],
     without: Collection[str],
     names: Mapping[str, Any],
@@ -53,7 +62,10 @@ def wrapper(
     """``function``, and before it ``call`` where the ``tests`` hold; ``{x}`` in them is the first
     argument, ``{second}`` the next. ``by_name``: arguments that ``call`` takes by name;
     ``without``: those that it does not have, and is not asked where they are given. ``names``: what
-    the text refers to."""
+    the text refers to.
+
+    Where ``function`` refuses, ``call`` is asked too if all tests hold but the first, which is
+    about the size: what is accepted must not depend on that."""
     parameters = list(inspect.signature(function).parameters.values())
     placed = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -74,6 +86,9 @@ def wrapper(
             ]
         ),
         call=_calls(taken, spare, by_name),
+        otherwise=" and ".join(
+            ["delegation.allowed", *tests[1:], *map(_is_usual, (*without, "input"))]
+        ),
         complete=" and ".join(["input is None", *(f"{name} is not MISSING" for name in needed)]),
         arguments=", ".join([*placed, *(f"{name}={name}" for name in named)]),
         every=", ".join(f"{name}={name}" for name in (*placed, "input", *named)),
@@ -82,7 +97,7 @@ def wrapper(
         f"usual_{name}": usual.get(name, MISSING) for name in (*placed, *named)
     }
     scope |= {"usual_input": None, "function": function, "call": call, "sorted_out": sorted_out}
-    scope |= {"MISSING": MISSING, **names}
+    scope |= {"MISSING": MISSING, "DeuteronError": DeuteronError, **names}
     place = f"<deuteron.functional.{function.__name__}>"
     linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place
     made: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from deuteron.errors import GraphError
@@ -102,9 +103,9 @@ class Attr:
 
     def _coerce(self, value: Any) -> Any:
         if self.kind == "int":
-            if isinstance(value, bool) or int(value) != value:
+            if isinstance(value, bool):
                 raise TypeError
-            return int(value)
+            return index(value)
         if self.kind == "float":
             if isinstance(value, str):
                 raise TypeError

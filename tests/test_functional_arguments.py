@@ -1,0 +1,274 @@
+"""Unusual and wrong arguments of every function: what is accepted, and what it gives, does not
+depend on the size of a tensor, which decides whether torch answers or a plan of ours."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from deuteron.errors import DeuteronError
+from deuteron.functional.library import LIMITS
+from tests.tolerances import SINGLE_LAYERS, allowed, error
+
+f = dt.functional
+INF, NAN = float("inf"), float("nan")
+gen = torch.Generator().manual_seed(0)
+X = torch.randn(4, 8, generator=gen)
+I = torch.randint(-3, 4, (4, 8), generator=gen)  # noqa: E741
+B, U, H, S = X > 0, I.abs().to(torch.uint8), X.half(), torch.tensor(1.5)
+C, NONE = torch.complex(X, X.flip(0)), torch.empty(0, 8)
+IMAGE, GRID = torch.randn(2, 6, 8, 8, generator=gen), torch.rand(2, 4, 4, 2, generator=gen) * 2 - 1
+W, SIX, TABLE = torch.ones(8), torch.ones(6), torch.randn(10, 4, generator=gen)
+LOGITS, TARGET = torch.randn(4, 5, generator=gen), torch.tensor([0, 4, 2, -100])
+ROWS = {"float": X, "int": I, "bool": B, "complex": C, "scalar": S, "empty": NONE, "uint8": U}
+IMAGES = {
+    "int": IMAGE.long(), "bool": IMAGE > 0, "complex": IMAGE.to(torch.complex64), "matrix": X,
+    "no batch": IMAGE[0], "rank 5": IMAGE[None], "no image": IMAGE[:0], "no channel": IMAGE[:, :0],
+    "no row": IMAGE[:, :, :0], "uint8": IMAGE.to(torch.uint8), "half": IMAGE.half(),
+}  # fmt: skip
+
+Cases = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+CALLS: dict[str, Cases] = {}
+
+
+def add(function: str, *given: tuple[Any, ...] | dict[str, Any], first: Any = ()) -> None:
+    """Calls by position, ``(x, …)``, or by name after the ``first`` arguments."""
+    cases = CALLS.setdefault(function, {})
+    for each in given:
+        args, named = (each, {}) if isinstance(each, tuple) else (first, each)
+        shown = [*(_shown(a) for a in args), *(f"{k}={_shown(v)}" for k, v in named.items())]
+        cases[f"{len(cases)}: {', '.join(shown)}"[:60]] = args, named
+
+
+def _shown(a: Any) -> str:
+    return f"{a.dtype}{list(a.shape)}"[6:] if isinstance(a, torch.Tensor) else repr(a)
+
+
+for name in (
+    "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "mish", "hardswish",
+    "hardsigmoid", "hardtanh", "elu", "selu", "celu", "softplus", "softsign", "logsigmoid",
+    "tanhshrink", "softshrink", "hardshrink",
+):  # fmt: skip
+    add(name, *((x,) for x in (*ROWS.values(), H, None, [1.0], 2.0)))
+add("leaky_relu", (X, -0.5), (X, "a"), (X, NAN), (X, None), (X, True))
+add("elu", (X, -1.0), (X, 0.0), (X, INF))
+add("celu", (X, 0.0), (X, -1.0))
+add("softplus", (X, 0.0), (X, -1.0), (X, 1.0, -5.0))
+add("softshrink", (X, -0.5), (X, 0.0))
+add("hardshrink", (X, -0.5))
+add("hardtanh", (X, 1.0, -1.0), (X, 1.0, 1.0), (X, NAN, 1.0))
+add("gelu", (X, "x"), (X, None), (X, "tanh"))
+add("threshold", (I, 0, 5), (X, NAN, 1.0), (C, 0, 1), (B, 0, 1), (X, 0.1, -2.0))
+add("prelu", *((X, w) for w in (SIX, W, W[:1], W[0], W.half(), W[None])), (I, W), (S, W[:1]),
+    (NONE, W), (W, W))  # fmt: skip
+add("glu", *((X, d) for d in (5, -3, 0, -2, 1.0)), (X[:, :7],), (I,), (S,), (NONE, 0))
+add("dropout", *((X, p, False) for p in (2.0, -0.1, NAN, "a", None, 0.5)), (X, 2.0), (X, 1.0),
+    (X, 0.0), (I, 0.0), (I, 0.5, False), (C, 0.5, False), (NONE, 0.5))  # fmt: skip
+
+add("layer_norm", *((X, s) for s in ((), (4, 8, 1), [8], (7,), (-1,), (8.0,))), (S, ()),
+    (X, (8,), SIX), (X, (8,), W[:, None]), (X, (8,), W, SIX), (X, (8,), W.double()),
+    (X, (8,), W.half()), (X, (8,), I[0]), (H, (8,), W), (X, (8,), None, W), (H, (8,), None, W),
+    (torch.empty(4, 0), (0,)), *((x, (8,)) for x in (I, B, C, NONE)))  # fmt: skip
+add("rms_norm", *((X, s) for s in ((), (4, 8, 1), [8], (7,), (-1,))), (S, ()),
+    (X, (8,), W[:1]), (X, (8,), W[None]), (X, (8,), W.double()), (H, (8,), W),
+    (torch.empty(4, 0), (0,)), *((x, (8,)) for x in (I, B, C, NONE, H)))  # fmt: skip
+for name in ("layer_norm", "rms_norm"):
+    add(name, *({"eps": e} for e in (-1.0, 0.0, NAN, None)), first=(X, (8,)))
+add("group_norm", *((IMAGE, n) for n in (4, 0, -2, 2, 6)), (IMAGE, 2, W), (IMAGE.long(), 2),
+    (IMAGE.half(), 2, SIX), (IMAGE, 2, SIX.double()), (X[:, :6], 2), (SIX, 2), (S, 1),
+    (IMAGE[:0], 2), (IMAGE[:, :, :0], 2), (IMAGE[:, :0], 2), {"eps": -1.0},
+    first=(IMAGE, 2))  # fmt: skip
+add("instance_norm", (X,), (X[:, :, None],), (SIX,), (IMAGE.long(),), (IMAGE[:0],),
+    (IMAGE[:, :0],), {"eps": -1.0}, {"weight": W}, {"use_input_stats": False}, {"eps": 0.0},
+    first=(IMAGE,))  # fmt: skip
+zero = torch.zeros(6)
+add("batch_norm", (IMAGE, None, None), (IMAGE, zero[:5], SIX[:5]), (IMAGE, zero, SIX, W),
+    (IMAGE.long(), zero, SIX), (SIX, zero, SIX), (IMAGE[:0], zero, SIX), (IMAGE, zero, None),
+    (IMAGE, zero.double(), SIX.double()), (IMAGE.half(), zero, SIX), {"eps": -2.0},
+    {"weight": SIX.half()}, {"eps": 0.0}, first=(IMAGE, zero, SIX))  # fmt: skip
+for name in ("softmax", "log_softmax"):
+    add(name, *((X, d) for d in (2, -3, "a", (0, 1), 1.0)), (I, 1), (B, 1), (C, 1), (NONE, 0),
+        (NONE, 1), (S, 0), (S, -1), (S, 1))  # fmt: skip
+    types = (torch.float64, torch.float16, torch.int64, torch.complex64)
+    add(name, *({"dtype": d} for d in types), first=(X, 1))
+
+for name in ("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "var", "norm"):
+    for x in ROWS.values():
+        dims = (2, -3, (0, 1), (), (0, 0), [1], -1, None, "a", 1.0)
+        add(name, *({"dim": d} for d in dims), {"dim": 1, "keepdim": True}, {}, first=(x,))
+for name in ("sum", "mean", "prod", "norm", "cumsum", "cumprod"):
+    for x in (X, I, B):
+        types = (torch.float64, torch.int32, torch.float16, torch.bool, torch.complex64)
+        add(name, *({"dim": 1, "dtype": d} for d in types), first=(x,))
+add("var", (X, False), (X, True), *({"dim": 1, "correction": n} for n in (0, 100, -1, None, 0.5)),
+    first=(X,))  # fmt: skip
+add("norm", *((X, p) for p in (0, INF, -INF, -1, 1, 3, 0.5, "fro", "nuc", None, NAN)))
+for name in ("cumsum", "cumprod", "cummax", "cummin", "sort"):
+    for x in ROWS.values():
+        add(name, *((x, d) for d in (0, -1, 2, -3, "a", None, 1.0)))
+add("topk", *((X, k) for k in (0, -1, 9, 2.0, 2)), (X, 2, 2), (X, 2, -3), (I, 2), (B, 2), (C, 2),
+    (S, 1), (S, 2), (X, 3, 0, False), (NONE, 0, 0))  # fmt: skip
+add("permute", *((X, d) for d in ((0, 1), (-1, 0), (0, 0), (0,), (0, 1, 2), (2, 0), ())),
+    (S, ()), (C, (1, 0)))  # fmt: skip
+add("where", *((c, X, X) for c in (B, I, U, X, True)), (B, X, 1.0), (B, 1, 2), (B, I, 1.0),
+    (B, I, X), (B, X, X.double()), (B, X, SIX), (B, C, X), (B, X, None), (B, H, 2.0))  # fmt: skip
+
+windows: tuple[Any, ...] = (
+    0, -1, 9, (2, 3, 4), (2,), 2.0, "a", None, (2, 2), [3, 3],
+)  # fmt: skip
+for name in ("max_pool2d", "avg_pool2d"):
+    add(name, *((IMAGE, k) for k in windows), *((x, 2) for x in IMAGES.values()))
+    add(name, (IMAGE, 3, 0), (IMAGE, 3, -1), (IMAGE, 3, 1, 2), (IMAGE, 3, 1, -1), (IMAGE, 3, 1, 1),
+        (IMAGE, (2, 2), (1,)), (IMAGE, [2, 2], []), (IMAGE, 3, 5, 1, True))  # fmt: skip
+add("max_pool2d", *({"dilation": d} for d in (0, -1, 8, 2)), {"return_indices": True},
+    first=(IMAGE, 2))  # fmt: skip
+add("avg_pool2d", *({"divisor_override": d} for d in (0, -3, 3)), {"count_include_pad": False},
+    first=(IMAGE, 2))  # fmt: skip
+sizes: tuple[Any, ...] = (0, -1, (0, 3), (3,), (2, 3, 4), None, (None, 4), 20, 2.0, "a", 1, [2, 5])
+for name in ("adaptive_avg_pool2d", "adaptive_max_pool2d"):
+    add(name, *((IMAGE, s) for s in sizes), *((x, 2) for x in IMAGES.values()))
+for mode in ("nearest", "bilinear", "bicubic", "area"):
+    for x in IMAGES.values():
+        add("interpolate", {"scale_factor": 2, "mode": mode}, first=(x,))
+add("interpolate", {}, {"size": 3, "scale_factor": 2}, *({"size": s} for s in sizes),
+    *({"scale_factor": s} for s in (0, -1.0, (2.0,), (2.0, 3.0), 0.01, NAN, INF)),
+    *({"scale_factor": 2, "mode": m} for m in ("linear", "trilinear", "nearest-exact", "x")),
+    {"scale_factor": 2, "align_corners": False}, {"size": 4, "recompute_scale_factor": True},
+    {"scale_factor": 2, "mode": "area", "align_corners": True},
+    {"scale_factor": 2, "antialias": True}, {"scale_factor": 1.5, "recompute_scale_factor": True},
+    first=(IMAGE,))  # fmt: skip
+add("grid_sample", (IMAGE, GRID[:1]), (IMAGE, GRID[..., :1]), (IMAGE, GRID.double()),
+    (IMAGE.long(), GRID.long()), (IMAGE, GRID * NAN), (IMAGE[0], GRID), (IMAGE[:, :, :0], GRID),
+    (IMAGE, GRID[:, :0]), (IMAGE[:, :0], GRID), (IMAGE[:0], GRID[:0]), {"mode": "x"},
+    {"padding_mode": "x"}, {"mode": "bicubic"}, {"align_corners": None},
+    first=(IMAGE, GRID))  # fmt: skip
+for name, x in (("pixel_shuffle", IMAGE[:, :4]), ("pixel_unshuffle", IMAGE)):
+    add(name, *((x, n) for n in (0, -1, 3, 1, 2, 2.0, None)), (x.long(), 2), (X, 2), (x[0], 2),
+        (x.to(torch.complex64), 2), (x[:0], 2), (x > 0, 2))  # fmt: skip
+one = torch.tensor([1])
+add("embedding", *((torch.tensor(i), TABLE) for i in ([10], [-1], [1.0], [True], 3, [[1], [2]])),
+    *((one.to(d), TABLE) for d in (torch.int32, torch.int8, torch.uint8)), (one[:0], TABLE),
+    (one, TABLE[0]), (one, TABLE[None]), (one, TABLE.long()), (one, TABLE[:0]),
+    *({"padding_idx": p} for p in (10, -11, -1, 0)), first=(one, TABLE))  # fmt: skip
+soft = LOGITS.softmax(1)
+add("cross_entropy", *((LOGITS, t) for t in (
+    TARGET[:3], TARGET.float(), TARGET.int(), TARGET.to(torch.uint8), TARGET.bool(), soft,
+    soft.double(), soft[:, :4], torch.tensor([0, 5, 1, 1]), torch.tensor([0, -1, 1, 1]))),
+    *((LOGITS, TARGET, w) for w in (W[:4], W[:5].double(), torch.zeros(5), W[:5].long())),
+    (LOGITS.long(), TARGET), (LOGITS.to(torch.complex64), TARGET), (LOGITS[:0], TARGET[:0]),
+    (LOGITS[0], torch.tensor(2)), (LOGITS[0], torch.tensor([2])), (S, torch.tensor(0)),
+    (torch.empty(4, 0), TARGET), *({"reduction": r} for r in ("x", None, "sum")),
+    *({"label_smoothing": s} for s in (-0.1, 1.1, 1.0, NAN)), {"ignore_index": 2},
+    first=(LOGITS, TARGET))  # fmt: skip
+
+
+Outcome = DeuteronError | Exception | tuple[torch.Tensor, ...]
+
+
+def outcome(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Outcome:
+    """What a call gives: tensors, or the error that it ends with."""
+    try:
+        found = function(*args, **named)
+    except Exception as wrong:
+        return wrong
+    return tuple(found) if isinstance(found, tuple) else (found,)
+
+
+@contextmanager
+def as_if_large() -> Iterator[None]:
+    """Calls are planned first, as those of large tensors are."""
+    with f.delegation(True):
+        LIMITS.least = LIMITS[-1] = -1
+        yield
+
+
+def same(a: Outcome, b: Outcome) -> bool:
+    if isinstance(a, Exception) or isinstance(b, Exception):
+        return isinstance(a, Exception) and isinstance(b, Exception)
+    return len(a) == len(b) and all(map(_equal, a, b))
+
+
+def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    if x.is_complex():
+        return _equal(x.real, y.real) and _equal(x.imag, y.imag)
+    if not x.is_floating_point():
+        return torch.equal(x, y)
+    return error(x, y.double()) <= max(SINGLE_LAYERS, allowed(0.0, x.dtype, 8))
+
+
+def torchs(name: str) -> Callable[..., Any]:
+    if name == "norm":
+        return torch.linalg.vector_norm
+    found: Callable[..., Any] = getattr(F, name, None) or getattr(torch, name)
+    return found
+
+
+# where torch's answer is not one to repeat, and no argument is wrong
+OURS = {
+    "pixel_unshuffle": "of no image torch answers with its input, in the wrong shape",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_size_does_not_decide_what_is_accepted(name):
+    function, wrong = getattr(f, name), []
+    for case, (args, named) in CALLS[name].items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with f.delegation(True):
+                small = outcome(function, args, named)
+            with as_if_large():
+                large = outcome(function, args, named)
+            with f.delegation(False):
+                planned = outcome(function, args, named)
+            theirs = outcome(torchs(name), args, named)
+        if not same(small, large):
+            wrong.append(f"{case}: small {small}, large {large}")
+        if not same(small, planned) and not isinstance(planned, DeuteronError):
+            wrong.append(f"{case}: small {small}, planned {planned}")
+        both = not isinstance(small, Exception) and not isinstance(theirs, Exception)
+        if both and not same(small, theirs) and name not in OURS:
+            wrong.append(f"{case}: ours {small}, torch's {theirs}")
+    assert not wrong, "\n".join(wrong)
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "dropout": (lambda: f.dropout(X, 2.0, training=False), r"p=2\.0 is not a probability"),
+    "norm of integers": (lambda: f.norm(I), "norm of int64 is not defined"),
+    "a shape for rms_norm": (lambda: f.rms_norm(X, (7,)), r"\[7\] is not how x \[4, 8\] ends"),
+    "a weight for rms_norm": (lambda: f.rms_norm(X, (8,), W[:1]), r"weight of rms_norm is \[1\]"),
+    "padding": (lambda: f.embedding(one, TABLE, 10), "padding_idx=10 is not one of 10 rows"),
+    "corners": (lambda: f.interpolate(IMAGE, 3, align_corners=True), "corners have no meaning"),
+    "sizes": (lambda: f.interpolate(IMAGE, (3,)), "1 numbers for 2 dimensions"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_is_wrong(name):
+    call, words = ERRORS[name]
+    with pytest.raises(DeuteronError, match=words) as caught:
+        call()
+    assert caught.value.asked and caught.value.remedy
+
+
+def test_a_class_of_bytes_is_not_taken_for_one_to_ignore():
+    """156 is −100 in eight bits."""
+    logits = torch.randn(3, 200, generator=gen)
+    target = torch.tensor([3, 156, 199], dtype=torch.uint8)
+    with f.delegation(False):
+        assert _equal(f.cross_entropy(logits, target), F.cross_entropy(logits, target.long()))
+
+
+def test_explain_says_that_no_plan_could_be_made():
+    with as_if_large():
+        said = f.explain(f.sigmoid, C)
+    assert "no plan of ours can be made: unknown element type torch.complex64" in said
