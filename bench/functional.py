@@ -48,18 +48,18 @@ class Case:
 def cases(rows: int, n: int) -> Iterator[Case]:
     """Transformer-like calls on a matrix [rows, n]."""
     x, w = (rows, n), (n,)
-    yield Case("rms_norm", (x, w), lambda x, w: f.rms_norm(x, n, w, 1e-6),
+    yield Case("rms_norm", (x, w), lambda x, w: f.rms_norm(x, (n,), w, 1e-6),
                lambda x, w: F.rms_norm(x, (n,), w, 1e-6))  # fmt: skip
     yield Case("residual+rms_norm", (x, w, x),
-               lambda x, w, r: f.rms_norm(x, n, w, 1e-6, residual=r),
+               lambda x, w, r: f.rms_norm(x, (n,), w, 1e-6, residual=r),
                lambda x, w, r: (F.rms_norm(x + r, (n,), w, 1e-6), x + r), 2)  # fmt: skip
-    yield Case("layer_norm", (x, w, w), lambda x, w, b: f.layer_norm(x, n, w, b),
+    yield Case("layer_norm", (x, w, w), lambda x, w, b: f.layer_norm(x, (n,), w, b),
                lambda x, w, b: F.layer_norm(x, (n,), w, b))  # fmt: skip
     yield Case("residual+layer_norm", (x, w, w, x),
-               lambda x, w, b, r: f.layer_norm(x, n, w, b, residual=r),
+               lambda x, w, b, r: f.layer_norm(x, (n,), w, b, residual=r),
                lambda x, w, b, r: (F.layer_norm(x + r, (n,), w, b), x + r), 2)  # fmt: skip
     yield Case("layer_norm+gelu", (x, w, w),
-               lambda x, w, b: f.layer_norm(x, n, w, b, activation="gelu"),
+               lambda x, w, b: f.layer_norm(x, (n,), w, b, activation="gelu"),
                lambda x, w, b: F.gelu(F.layer_norm(x, (n,), w, b)))  # fmt: skip
     yield Case("softmax", (x,), lambda x: f.softmax(x), lambda x: F.softmax(x, -1))
     yield Case("scaled, masked softmax", (x, w), lambda x, m: f.softmax(x, mask=m, scale=0.125),

@@ -211,6 +211,9 @@ def _pyramids() -> Iterator[Call]:
                                     F.adaptive_avg_pool2d(x, 3).flatten(2)), 2))  # fmt: skip
     yield Call("weighted_pool2d", (x, (2, 2)), lambda f, x, w: f.weighted_pool2d(x, w),
                lambda x, w: F.conv2d(x, w.expand(3, 1, 2, 2), stride=2, groups=3))  # fmt: skip
+    yield Call("weighted_pool2d of channels", (x, (3, 2, 3)),
+               lambda f, x, w: f.weighted_pool2d(x, w, (2, 1), 1),
+               lambda x, w: F.conv2d(x, w[:, None], None, (2, 1), 1, 1, 3))  # fmt: skip
 
 
 def _losses() -> Iterator[Call]:

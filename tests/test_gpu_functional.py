@@ -45,6 +45,19 @@ def test_results_and_gradients(call, delegated):
         assert error(a, e) <= allowed(error(b, e), torch.float32, 64)
 
 
+@pytest.mark.parametrize("call", ELSEWHERE, ids=lambda call: call.name)
+def test_results_without_gradients(call):
+    """Some small calls go another way where none follows."""
+    x = [t.detach() for t in on_gpu(call, torch.float32)]
+    exact = results(call.theirs(*[t.double() for t in x]))
+    with f.delegation(True):
+        found = results(call.ours(f, *x)), results(call.theirs(*x))
+    with torch.no_grad(), f.delegation(True):
+        again = results(call.ours(f, *x))
+    for a, b, c, e in zip(*found, again, exact, strict=True):
+        assert max(error(a, e), error(c, e)) <= allowed(error(b, e), torch.float32, 16)
+
+
 @pytest.mark.parametrize("name", ["gelu", "layer_norm with all", "softmax", "swiglu", "max_pool2d"])
 def test_second_derivatives(name):
     call = CALLS[name]

@@ -20,6 +20,7 @@ from deuteron.functional.library import (
     several_calls_win,
 )
 from deuteron.functional.operators import TORCHS, activated, one
+from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym, table
 
 Tensor = torch.Tensor
@@ -110,7 +111,13 @@ def _torch_hardtanh(x: Tensor, min_val: float, max_val: float) -> Any:
     return _nn.hardtanh(x, min_val, max_val) if min_val <= max_val else NotImplemented
 
 
-@delegates(_torch_hardtanh, without=IN_PLACE, keeps_type=True, on_cpu=ANY)
+@delegates(
+    _torch_hardtanh,
+    plain=Plain(_nn.hardtanh, "plain(x)"),
+    without=IN_PLACE,
+    keeps_type=True,
+    on_cpu=ANY,
+)
 def hardtanh(
     x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 ) -> Tensor:

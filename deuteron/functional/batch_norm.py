@@ -11,6 +11,7 @@ from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
+from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
 from deuteron.ops.batch_norm import ACTIVATIONS
 
@@ -72,7 +73,17 @@ def _torch_batch_norm(
 KNOWN = {None, *TORCHS}
 
 
-@delegates(_torch_batch_norm, keeps_type=True, on_cpu=ANY)
+@delegates(
+    _torch_batch_norm,
+    plain=Plain(
+        torch.batch_norm,
+        "plain(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn())",
+        where="training and eps > 0.0 and x.numel() > x.shape[1]",
+        given={"cudnn": may_use_cudnn},
+    ),
+    keeps_type=True,
+    on_cpu=ANY,
+)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,

@@ -9,6 +9,7 @@ import torch
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, LIMITS, delegates, several_calls_win
+from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -56,7 +57,12 @@ def _is_small(weight: Tensor, index: Tensor) -> bool:
     return table <= limit and rows * (table // max(weight.shape[0], 1)) <= limit
 
 
-@delegates(_torch_embedding, keeps_type=True, on_cpu=ANY)
+@delegates(
+    _torch_embedding,
+    plain=Plain(torch.embedding, "plain(weight, index)", "weight.nbytes * index.numel() <= LEAST"),
+    keeps_type=True,
+    on_cpu=ANY,
+)
 def embedding(
     index: Tensor, weight: Tensor, padding_idx: int | None = None, *, position: Tensor | None = None
 ) -> Tensor:

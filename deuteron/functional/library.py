@@ -37,7 +37,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.cuda import is_current_stream_capturing
 
 from deuteron.errors import DeuteronError
-from deuteron.functional.wrapper import wrapper
+from deuteron.functional.wrapper import MISSING, Plain, sorted_out, wrapper
 from deuteron.target import Target
 from deuteron.target import target as find_target
 
@@ -86,6 +86,7 @@ class Limits(dict[int, int]):
         """Whether calls may be handed on has changed."""
         self.clear()
         self.least = CPU_BYTES if delegation.allowed else -1
+        _settle()
 
 
 LIMITS = Limits()
@@ -106,12 +107,14 @@ class Heard:
 
     def __enter__(self) -> list[Any]:
         Heard.listeners += 1
+        _settle()
         self.before, Heard._here.parts = getattr(Heard._here, "parts", None), self.parts
         return self.parts
 
     def __exit__(self, *error: object) -> None:
         Heard._here.parts = self.before
         Heard.listeners -= 1
+        _settle()
 
     @staticmethod
     def add(part: Any) -> None:
@@ -190,6 +193,7 @@ class delegation:
 def delegates(
     call: Callable[..., Any],
     *,
+    plain: Plain | None = None,
     by_name: Collection[str] = (),
     without: Collection[str] = (),
     ordered: bool = True,
@@ -199,7 +203,8 @@ def delegates(
     cpu_bytes: float = math.inf,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose small calls ``call`` answers, which takes the same arguments, each in its
-    place; it may return NotImplemented. ``by_name``: arguments that it takes by name alone.
+    place; one in Python may return NotImplemented. ``plain``: a call in C++ for the smallest ones
+    without anything special. ``by_name``: arguments that ``call`` takes by name alone.
     ``without``: those that it does not have; a call that gives one is not handed on.
     ``ordered``: whether its gradient has the same bits in every run on a GPU.
     ``several``: whether it is several calls in any case, which it does if they win.
@@ -212,17 +217,16 @@ def delegates(
 
     A call of torch's takes 8 µs, every question before it up to a tenth of one: what can be known
     beforehand is not asked again."""
-    asked = "is_torchs({x}, several, on_cpu, cpu_bytes)"
+    larger = "is_torchs({x}, several, on_cpu, cpu_bytes)"
     if callable(on_cpu):
-        asked = "is_torchs({x}, several, NEVER, 0) or "
-        asked += "{x}.is_cpu and delegation.allowed and on_cpu({x}, {second})"
-    tests = [f"({{x}}.nbytes <= LIMITS.least or {asked})"]
-    tests += [] if keeps_type else ["not autocasting()"]
-    tests += [] if ordered else ["not must_be_ordered()"]
-    names = {"several": several, "on_cpu": on_cpu, "cpu_bytes": cpu_bytes, **ASKED}
+        larger = "is_torchs({x}, several, NEVER, 0) or "
+        larger += "{x}.is_cpu and delegation.allowed and on_cpu({x}, {second})"
+    asked = [] if keeps_type else ["not autocasting()"]
+    asked += [] if ordered else ["not must_be_ordered()"]
+    given = {"several": several, "on_cpu": on_cpu, "cpu_bytes": cpu_bytes}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        return wrapper(function, call, tests, by_name, without, names)
+        return wrapper(function, call, plain, larger, asked, by_name, without, given, SCOPE)
 
     return decorate
 
@@ -300,12 +304,14 @@ def _heard(found: R, name: str, x: Tensor, refusal: str = "") -> R:
     return found
 
 
-def _instead(call: Callable[[], Any], refusal: DeuteronError, name: str, x: Tensor) -> Any:
+def _instead(
+    call: Callable[..., Any], given: dict[str, Any], refusal: DeuteronError, name: str, x: Tensor
+) -> Any:
     """What torch makes of a call that no plan can be made for (complex numbers, a pool of
     integers), so that large tensors are answered as small ones are; else the refusal. Small ones
     that are not strided are not answered either."""
     try:
-        found = call() if x.layout is torch.strided else NotImplemented
+        found = call(**given) if x.layout is torch.strided else NotImplemented
     except REFUSALS:
         found = NotImplemented
     if found is NotImplemented:
@@ -313,10 +319,17 @@ def _instead(call: Callable[[], Any], refusal: DeuteronError, name: str, x: Tens
     return found if not Heard.listeners else _heard(found, name, x, refusal.wrong)
 
 
-# what the wrapper of a function refers to
-ASKED = {
-    "is_dynamo_compiling": is_dynamo_compiling, "compiler": compiler, "LIMITS": LIMITS,
+# the globals of all wrappers: one of them is read sooner than an attribute
+SCOPE = {
+    "is_dynamo_compiling": is_dynamo_compiling, "compiler": compiler, "LEAST": LIMITS.least,
     "is_torchs": _is_torchs, "autocasting": autocasting, "must_be_ordered": must_be_ordered,
     "Heard": Heard, "heard": _heard, "REFUSALS": REFUSALS, "NEVER": NEVER,
-    "delegation": delegation, "instead": _instead,
+    "delegation": delegation, "instead": _instead, "DeuteronError": DeuteronError,
+    "MISSING": MISSING, "sorted_out": sorted_out,
 }  # fmt: skip
+
+
+def _settle() -> None:
+    """What wrappers need not ask one by one: while somebody listens, or calls may not be handed on,
+    no tensor is small enough to go to torch at once."""
+    SCOPE["LEAST"] = -1 if Heard.listeners else LIMITS.least

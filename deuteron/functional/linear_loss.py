@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _nn
 
 from deuteron.errors import BindError, GraphError
 from deuteron.functional.chunks import classes_at_once, tokens_at_once
@@ -27,6 +28,7 @@ from deuteron.functional.library import LIMITS, delegates, in_transform, under_a
 from deuteron.functional.loss import (
     CPU_BYTES,
     FLOATS,
+    REDUCTION_NUMBERS,
     as_operator,
     by_torch,
     check,
@@ -38,6 +40,7 @@ from deuteron.functional.loss import (
     torch_loss,
 )
 from deuteron.functional.loss_rows import Terms, added_up, rows, scaled, some_classes, totals, wide
+from deuteron.functional.wrapper import Plain
 
 
 class Given(NamedTuple):
@@ -78,7 +81,18 @@ def _torch_linear_cross_entropy(
     )  # fmt: skip
 
 
-@delegates(_torch_linear_cross_entropy, on_cpu=FLOATS)
+@delegates(
+    _torch_linear_cross_entropy,
+    plain=Plain(
+        _nn.cross_entropy_loss,
+        f"plain(linear(hidden, weight, bias), target, class_weight, {REDUCTION_NUMBERS['mean']})",
+        # logits of two small factors with many features are small, too
+        where="hidden.is_cuda and weight.nbytes <= LEAST and hidden.ndim == 2 "
+        "and hidden.shape[1] >= 64 and not target.requires_grad",
+        given={"linear": F.linear},
+    ),
+    on_cpu=FLOATS,
+)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -31,6 +31,7 @@ from deuteron.functional.loss_rows import (
     scaled,
     wide,
 )
+from deuteron.functional.wrapper import Plain
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CLASSES = (torch.int64, torch.int32, torch.uint8)
@@ -52,7 +53,7 @@ def torch_loss(
     label_smoothing: float,
 ) -> Any:  # fmt: skip
     """What ``torch.nn.functional.cross_entropy`` calls."""
-    number: Any = _REDUCTION_NUMBERS.get(reduction)  # the stub of torch says that it is a str
+    number: Any = REDUCTION_NUMBERS.get(reduction)  # the stub of torch says that it is a str
     if number is None:
         return NotImplemented
     if ignore_index == -100 and label_smoothing == 0.0:  # C++ takes 0.3 µs to read a number
@@ -60,10 +61,19 @@ def torch_loss(
     return _nn.cross_entropy_loss(logits, target, weight, number, ignore_index, label_smoothing)
 
 
-_REDUCTION_NUMBERS = {"none": 0, "mean": 1, "sum": 2}  # torch's
+REDUCTION_NUMBERS = {"none": 0, "mean": 1, "sum": 2}  # torch's
 
 
-@delegates(_torch_cross_entropy, on_cpu=FLOATS, cpu_bytes=CPU_BYTES)
+@delegates(
+    _torch_cross_entropy,
+    plain=Plain(
+        _nn.cross_entropy_loss,
+        f"plain(logits, target, weight, {REDUCTION_NUMBERS['mean']})",
+        where="not target.requires_grad",
+    ),
+    on_cpu=FLOATS,
+    cpu_bytes=CPU_BYTES,
+)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

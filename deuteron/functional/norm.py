@@ -16,6 +16,7 @@ from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
+from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -169,7 +170,14 @@ def _torch_instance_norm(
 KNOWN = {None, *TORCHS}
 
 
-@delegates(_torch_layer_norm)
+@delegates(
+    _torch_layer_norm,
+    plain=Plain(
+        torch.layer_norm,
+        "plain(x, normalized_shape, weight, bias)",
+        where="normalized_shape.__class__ is tuple",
+    ),
+)
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -194,7 +202,17 @@ def layer_norm(
     return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(_torch_rms_norm, keeps_type=True)
+@delegates(
+    _torch_rms_norm,
+    plain=Plain(
+        rms_norm_kernel,
+        "plain(x, normalized_shape, weight, eps)[0]",
+        # which nobody else compares: the kernel makes something of any shapes
+        where="normalized_shape.__class__ is tuple and x.shape[-1:] == normalized_shape and "
+        "(weight is None or weight.shape == normalized_shape and weight.dtype is x.dtype)",
+    ),
+    keeps_type=True,
+)
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],

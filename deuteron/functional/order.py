@@ -11,9 +11,11 @@ import torch
 from deuteron.functional.library import ANY, delegates
 from deuteron.functional.operators import OPERATORS, call, one
 from deuteron.functional.reduce import cast
+from deuteron.functional.wrapper import Plain
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
+OF_ROWS = "plain(x, dim)", "x.ndim > 1"
 
 
 def _torch_scan(call: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -33,14 +35,14 @@ def _torch_sort(x: Tensor, dim: int, descending: bool, stable: bool) -> Pair:
     return torch.sort(x, dim=dim, descending=descending, stable=stable)
 
 
-@delegates(_torch_scan(torch.cumsum), on_cpu=ANY)
+@delegates(_torch_scan(torch.cumsum), plain=Plain(torch.cumsum, *OF_ROWS), on_cpu=ANY)
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of all elements up to each one, along ``dim``; the same bits in every run.
     ``dtype``: x is cast to it first."""
     return cast(one("cumsum", cast(x, dtype), axis=dim), dtype)
 
 
-@delegates(_torch_scan(torch.cumprod), on_cpu=ANY)
+@delegates(_torch_scan(torch.cumprod), plain=Plain(torch.cumprod, *OF_ROWS), on_cpu=ANY)
 def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The product of all elements up to each one, along ``dim``. ``dtype``: x is cast to it
     first."""

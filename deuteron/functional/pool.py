@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch._C import _nn
+from torch._C._nn import _conv_depthwise2d as depthwise  # type: ignore[attr-defined]
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound
 from deuteron.functional.operators import OPERATORS, call
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
+from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
 Size = int | Sequence[int]
 
 
@@ -205,40 +209,54 @@ def _torch_adaptive_max(dims: int) -> Callable[..., Any]:
     return run
 
 
-@delegates(_torch_adaptive_avg(1), ordered=False, keeps_type=True, on_cpu=ANY)
+def _adaptive_by_torch(kind: str, dims: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Delegation of adaptive pooling, and at once where one number says the size."""
+    direct = getattr(torch if dims == 1 else _nn, f"adaptive_{kind}_pool{dims}d")
+    whole = _torch_adaptive_avg(dims) if kind == "avg" else _torch_adaptive_max(dims)
+    text = "plain(x, output_size)" + ("[0]" if kind == "max" else "")
+    return delegates(
+        whole,
+        plain=Plain(direct, text, where="output_size.__class__ is int"),
+        ordered=False,
+        keeps_type=dims < 3,
+        on_cpu=ANY,
+    )
+
+
+@_adaptive_by_torch("avg", 1)
 def adaptive_avg_pool1d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain."""
     out: Tensor = _adaptive("avg", 1, x, output_size)
     return out
 
 
-@delegates(_torch_adaptive_avg(2), ordered=False, keeps_type=True, on_cpu=ANY)
+@_adaptive_by_torch("avg", 2)
 def adaptive_avg_pool2d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
     out: Tensor = _adaptive("avg", 2, x, output_size)
     return out
 
 
-@delegates(_torch_adaptive_avg(3), ordered=False, on_cpu=ANY)
+@_adaptive_by_torch("avg", 3)
 def adaptive_avg_pool3d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
     out: Tensor = _adaptive("avg", 3, x, output_size)
     return out
 
 
-@delegates(_torch_adaptive_max(1), ordered=False, keeps_type=True, on_cpu=ANY)
+@_adaptive_by_torch("max", 1)
 def adaptive_max_pool1d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain."""
     return _adaptive("max", 1, x, output_size, return_indices)
 
 
-@delegates(_torch_adaptive_max(2), ordered=False, keeps_type=True, on_cpu=ANY)
+@_adaptive_by_torch("max", 2)
 def adaptive_max_pool2d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
     return _adaptive("max", 2, x, output_size, return_indices)
 
 
-@delegates(_torch_adaptive_max(3), ordered=False, on_cpu=ANY)
+@_adaptive_by_torch("max", 3)
 def adaptive_max_pool3d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
     return _adaptive("max", 3, x, output_size, return_indices)
@@ -252,20 +270,26 @@ def _global(b: Ops, x: Sym, *, kind: str) -> Sym:
 GLOBAL = Function("global_pool", _global)
 
 
-def _torch_global(call: Callable[..., Tensor]) -> Callable[[Tensor], Any]:
-    return lambda x: call(x, SPATIAL[x.ndim], True) if x.ndim in SPATIAL else NotImplemented
+def _global_by_torch(
+    call: Callable[..., Tensor], on_cpu: Callable[[Tensor, Any], bool]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def run(x: Tensor) -> Any:
+        return call(x, SPATIAL[x.ndim], True) if x.ndim in SPATIAL else NotImplemented
+
+    of_images = Plain(call, f"plain(x, {SPATIAL[4]}, True)", where="x.ndim == 4")
+    return delegates(run, plain=of_images, keeps_type=True, on_cpu=on_cpu)
 
 
 SPATIAL = {3: (2,), 4: (2, 3), 5: (2, 3, 4)}  # by rank
 
 
-@delegates(_torch_global(torch.mean), on_cpu=mean_is_torchs)
+@_global_by_torch(torch.mean, mean_is_torchs)
 def global_avg_pool(x: Tensor) -> Tensor:
     """The mean over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="avg")
 
 
-@delegates(_torch_global(torch.amax), on_cpu=extreme_is_torchs)
+@_global_by_torch(torch.amax, extreme_is_torchs)
 def global_max_pool(x: Tensor) -> Tensor:
     """The largest over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="max")
@@ -284,6 +308,9 @@ def _torch_weighted_pool2d(x: Tensor, weight: Tensor, stride: Size | None, paddi
     else:
         return NotImplemented
     step = window[-2:] if stride is None else stride
+    if x.is_cuda and not torch.is_grad_enabled():
+        # what conv2d calls in the end, after a look at all the libraries that might do it
+        return depthwise(x, taps, window[-2:], None, step, padding, 1)
     return torch.conv2d(x, taps, None, step, padding, 1, channels)
 
 

@@ -15,6 +15,7 @@ from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates
 from deuteron.functional.operators import one
+from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -156,7 +157,12 @@ def _torch_shuffle(call: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, i
     return lambda x, factor: call(x, factor) if factor != 1 and x.numel() else NotImplemented
 
 
-@delegates(_torch_grid_sample, ordered=False, on_cpu=ANY)
+@delegates(
+    _torch_grid_sample,
+    plain=Plain(torch.grid_sampler, "plain(x, grid, 0, 0, False)"),
+    ordered=False,
+    on_cpu=ANY,
+)
 def grid_sample(
     x: Tensor,
     grid: Tensor,
@@ -172,13 +178,29 @@ def grid_sample(
     )  # fmt: skip
 
 
-@delegates(_torch_shuffle(torch.pixel_shuffle), keeps_type=True, on_cpu=ANY)
+@delegates(
+    _torch_shuffle(torch.pixel_shuffle),
+    plain=Plain(
+        torch.pixel_shuffle, "plain(x, upscale_factor)", where="upscale_factor != 1 and x.nbytes"
+    ),
+    keeps_type=True,
+    on_cpu=ANY,
+)
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     """[…, C·r², H, W] to […, C, H·r, W·r]."""
     return one("pixel_shuffle", x, factor=index(upscale_factor))
 
 
-@delegates(_torch_shuffle(torch.pixel_unshuffle), keeps_type=True, on_cpu=ANY)
+@delegates(
+    _torch_shuffle(torch.pixel_unshuffle),
+    plain=Plain(
+        torch.pixel_unshuffle,
+        "plain(x, downscale_factor)",
+        where="downscale_factor != 1 and x.nbytes",
+    ),
+    keeps_type=True,
+    on_cpu=ANY,
+)
 def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     """[…, C, H·r, W·r] to […, C·r², H, W]."""
     return one("pixel_unshuffle", x, factor=index(downscale_factor))

@@ -10,6 +10,7 @@ import torch
 
 from deuteron.functional.core import Function
 from deuteron.functional.library import delegates, several_calls_win
+from deuteron.functional.wrapper import Plain
 from deuteron.ir.dtype import dtype as to_dtype
 from deuteron.ops import Ops, Sym
 
@@ -77,7 +78,11 @@ def _attributes(
     return {"dim": usual if dim is None else dim, "scale": scale, "dtype": short}
 
 
-@delegates(_torchs(torch.softmax, torch._softmax), keeps_type=True)
+@delegates(
+    _torchs(torch.softmax, torch._softmax),
+    plain=Plain(torch._softmax, "plain(x, dim, False)"),
+    keeps_type=True,
+)
 def softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
     dtype: torch.dtype | None = None,
@@ -91,7 +96,11 @@ def softmax(
     return SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))
 
 
-@delegates(_torchs(torch.log_softmax, torch._log_softmax), keeps_type=True)
+@delegates(
+    _torchs(torch.log_softmax, torch._log_softmax),
+    plain=Plain(torch._log_softmax, "plain(x, dim, False)"),
+    keeps_type=True,
+)
 def log_softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
     dtype: torch.dtype | None = None,

@@ -1,8 +1,10 @@
 """The function that stands before a delegated one, written for its signature.
 
-A wrapper for every signature would take ``*args`` and ``**kwargs``: a tuple and a dictionary for
-each call, taken apart again for the next one. Where all of a call is 8 µs that shows. So each
-function gets a wrapper of its own, as text that is compiled when it is decorated.
+All of a small call is 8 µs, and after torch has launched a kernel the processor finds little of
+Python where it left it: a step of a wrapper takes some 10 ns there, several times as long as in a
+loop of its own. A wrapper for every signature, with ``*args`` and ``**kwargs``, takes a hundred
+steps. So each function gets one of its own, as text that is compiled when it is decorated, with no
+step that it could do without.
 
 All arguments of a wrapper have a place and a default, which Python binds soonest. Those that may be
 given by name only come after ``input``, torch's name for the first one. Nobody gives that one by
@@ -11,37 +13,45 @@ its place: what stands there is one argument too many.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import linecache
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-from deuteron.errors import DeuteronError
-
 SOURCE = """\
-def {name}({parameters}):
-    # compiler.is_compiling() in half of the time; Dynamo reads the first as a constant
-    if not is_dynamo_compiling() and not compiler._is_compiling_flag:
-        try:
-            if {tests}:
-                found = {call}
-                if found is not NotImplemented:
-                    return found if not Heard.listeners else heard(found, {name!r}, {first})
-        except REFUSALS:
-            pass
-        if {complete}:
+def make({cells}):
+    def direct({parameters}):
+        return {call}
+    def {name}({parameters}):
+        # compiler.is_compiling() in half of the time; Dynamo reads the first as a constant
+        if not is_dynamo_compiling() and not compiler._is_compiling_flag:
             try:
-                return function({arguments})
-            except DeuteronError as refusal:
-                if not ({otherwise}):
-                    raise
-                return instead(lambda: {call}, refusal, {name!r}, {first})
-    elif {complete}:
-        return function({arguments})
-    return sorted_out(function, again, dict({every}))
+                {quick}
+                if ({x}.nbytes <= LEAST or {larger}) and {tests}:
+                    found = {call}
+                    if found is not NotImplemented:
+                        return found if not Heard.listeners else heard(found, {name!r}, {x})
+            except REFUSALS:
+                pass
+            if {complete}:
+                try:
+                    return function({arguments})
+                except DeuteronError as refusal:
+                    if not ({otherwise}):
+                        raise
+                    return instead(direct, dict({every}), refusal, {name!r}, {x})
+        elif {complete}:
+            return function({arguments})
+        return sorted_out(function, again, dict({every}))
+    again = {name}
+    return again
 """
+QUICK = """if {x}.nbytes <= LEAST and {tests}:
+                    return {call}"""
 
 
 class Missing:
@@ -51,81 +61,139 @@ class Missing:
 MISSING = Missing()
 
 
+@dataclass(frozen=True)
+class Plain:
+    """A call in C++ that answers at once where ``where`` holds and arguments that it does not name
+    have their defaults. ``text``: the call, as an expression of the arguments, of ``plain`` and of
+    names that are ``given``."""
+
+    call: Callable[..., Any]
+    text: str
+    where: str = "True"
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        return {node.id for node in ast.walk(ast.parse(self.text)) if isinstance(node, ast.Name)}
+
+
+class Signature:
+    """The arguments of a function, as text."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        self.placed = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.placed, *self.named]
+
+    @property
+    def parameters(self) -> str:
+        return ", ".join(
+            [*(f"{p}=usual_{p}" for p in self.placed), "input=None",
+             *(f"{p}=usual_{p}" for p in self.named)]
+        )  # fmt: skip
+
+    @property
+    def arguments(self) -> str:
+        return ", ".join([*self.placed, *(f"{p}={p}" for p in self.named)])
+
+    @property
+    def every(self) -> str:
+        return ", ".join(f"{p}={p}" for p in (*self.placed, "input", *self.named))
+
+    @property
+    def complete(self) -> str:
+        needed = (p for p in self.names if p not in self.defaults)
+        return _all(["input is None", *(f"{p} is not MISSING" for p in needed)])
+
+    def usual(self, names: Iterable[str]) -> list[str]:
+        """That these have their defaults, each in the fewest steps."""
+        return [self._is_usual(p) for p in names]
+
+    def _is_usual(self, p: str) -> str:
+        default = self.defaults[p]
+        if isinstance(default, bool):
+            return p if default else f"not {p}"
+        if default is None:
+            return f"{p} is None"
+        # of a small whole number there is one object, and 1.0, which is no axis, is another
+        one = isinstance(default, int) and -5 <= default <= 256
+        return f"{p} is usual_{p}" if one else f"{p} == usual_{p}"
+
+    def calls(self, taken: list[str], by_name: Collection[str], in_cpp: bool) -> str:
+        """The call; one in C++, which takes 0.3 µs to read a number, without the last arguments
+        where they have their defaults."""
+        also = [f"{p}={p}" for p in by_name]
+        found = f"call({', '.join([*taken, *also])})"
+        spare = [p for p in taken if p in self.defaults] if in_cpp else []
+        for n in range(1, len(spare) + 1):
+            short = f"call({', '.join([*taken[:-n], *also])})"
+            found = f"{short} if {_all(self.usual(spare[-n:]))} else {found}"
+        if not by_name:
+            return found
+        return f"({self.calls(taken, (), in_cpp)}) if {_all(self.usual(by_name))} else {found}"
+
+
 def wrapper(
     function: Callable[..., Any],
     call: Callable[..., Any],
-    tests: Sequence[str],
+    plain: Plain | None,
+    larger: str,
+    asked: Sequence[str],
     by_name: Collection[str],
     without: Collection[str],
-    names: Mapping[str, Any],
+    given: Mapping[str, Any],
+    scope: dict[str, Any],
 ) -> Callable[..., Any]:
-    """``function``, and before it ``call`` where the ``tests`` hold; ``{x}`` in them is the first
-    argument, ``{second}`` the next. ``by_name``: arguments that ``call`` takes by name;
-    ``without``: those that it does not have, and is not asked where they are given. ``names``: what
-    the text refers to.
+    """``function``, and before it ``plain``, or ``call`` where all that is ``asked`` holds.
+    ``larger``: whether it may have calls that are not of the smallest; in it ``{x}`` is the first
+    argument and ``{second}`` the next.
+    ``by_name``: arguments that ``call`` takes by name; ``without``: those that it does not have,
+    and is not called where they are given. ``given``: further names in the text. ``scope``: the
+    globals of all wrappers, with LEAST, the bytes up to which any tensor is small, and fewer than
+    none where that is not all there is to know.
 
-    Where ``function`` refuses, ``call`` is asked too if all tests hold but the first, which is
-    about the size: what is accepted must not depend on that."""
-    parameters = list(inspect.signature(function).parameters.values())
-    placed = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    usual = {p.name: p.default for p in parameters if p.default is not p.empty}
-    needed = [p.name for p in parameters if p.name not in usual]
-    taken = [p.name for p in parameters if p.name not in (*by_name, *without)]
-    # a function in Python has the same arguments; one in C++ reads the fewer the sooner
-    spare = [] if isinstance(call, FunctionType) else [name for name in taken if name in usual]
-    second = placed[1] if len(placed) > 1 else "None"
-    text = SOURCE.format(
-        name=function.__name__,
-        first=placed[0],
-        parameters=", ".join(_with_default(name) for name in (*placed, "input", *named)),
-        tests=" and ".join(
-            [
-                *(test.format(x=placed[0], second=second) for test in tests),
-                *map(_is_usual, (*without, "input")),
-            ]
-        ),
-        call=_calls(taken, spare, by_name),
-        otherwise=" and ".join(
-            ["delegation.allowed", *tests[1:], *map(_is_usual, (*without, "input"))]
-        ),
-        complete=" and ".join(["input is None", *(f"{name} is not MISSING" for name in needed)]),
-        arguments=", ".join([*placed, *(f"{name}={name}" for name in named)]),
-        every=", ".join(f"{name}={name}" for name in (*placed, "input", *named)),
-    )
-    scope: dict[str, Any] = {
-        f"usual_{name}": usual.get(name, MISSING) for name in (*placed, *named)
-    }
-    scope |= {"usual_input": None, "function": function, "call": call, "sorted_out": sorted_out}
-    scope |= {"MISSING": MISSING, "DeuteronError": DeuteronError, **names}
-    place = f"<deuteron.functional.{function.__name__}>"
-    linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place
+    Where ``function`` refuses, ``call`` is asked too if nothing but the size was against it: what
+    is accepted must not depend on that."""
+    own, name = Signature(function), function.__name__
+    in_cpp = not isinstance(call, FunctionType)  # others may decline
+    text = own.calls([p for p in own.names if p not in (*by_name, *without)], by_name, in_cpp)
+    tests = ["input is None", *own.usual(without), *asked]
+    quick = "pass"
+    if plain is not None:
+        rest = own.usual(p for p in own.defaults if p not in plain.names)
+        few = ["input is None", *rest, plain.where, *asked]
+        given = {"plain": plain.call, **plain.given, **given}
+        quick = QUICK.format(x=own.placed[0], tests=_all(few), call=plain.text)
+    elif in_cpp:
+        quick = QUICK.format(x=own.placed[0], tests=_all(tests), call=text)
+    x, second = (*own.placed, "None")[:2]
+    cells = {f"usual_{p}": own.defaults.get(p, MISSING) for p in own.names}
+    cells |= {"function": function, "call": call, **given}
+    source = SOURCE.format(
+        name=name, x=x, cells=", ".join(cells), parameters=own.parameters, quick=quick,
+        larger=larger.format(x=x, second=second), tests=_all(tests), call=text,
+        complete=own.complete, otherwise=_all(["delegation.allowed", *tests]),
+        arguments=own.arguments, every=own.every,
+    )  # fmt: skip
     made: dict[str, Any] = {}
-    exec(compile(text, place, "exec"), scope, made)
-    scope["again"] = made[function.__name__]
-    return functools.wraps(function)(scope["again"])
+    exec(compile(source, _kept(name, source), "exec"), scope, made)
+    return functools.wraps(function)(made["make"](**cells))
 
 
-def _with_default(name: str) -> str:
-    return f"{name}=usual_{name}"
+def _all(tests: Iterable[str]) -> str:
+    return " and ".join(tests)
 
 
-def _is_usual(name: str) -> str:
-    return f"{name} is usual_{name}"
-
-
-def _calls(taken: list[str], spare: list[str], by_name: Collection[str]) -> str:
-    """The call with as few arguments as say the same: without the last of those that may be
-    ``spare`` where these have their defaults."""
-    given = [f"{name}={name}" for name in by_name]
-    found = f"call({', '.join([*taken, *given])})"
-    for n in range(1, len(spare) + 1):
-        usual = " and ".join(map(_is_usual, spare[-n:]))
-        found = f"call({', '.join([*taken[:-n], *given])}) if {usual} else {found}"
-    if not by_name:
-        return found
-    usual = " and ".join(map(_is_usual, by_name))
-    return f"({_calls(taken, spare, ())}) if {usual} else {found}"
+def _kept(name: str, text: str) -> str:
+    """The name of a file under which a traceback finds the text."""
+    place = f"<deuteron.functional.{name}>"
+    linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place
+    return place
 
 
 def sorted_out(
