@@ -18,9 +18,9 @@ def step(batch: Batch, numbers: list[float]) -> None:
             continue
         wide = torch.promote_types(home.dtype, torch.float32)
         g, p = grad.to(wide) * gscale, home.to(wide)
-        rate = (p.norm() / p.numel() ** 0.5).clamp(min=eps2) * rho
+        rate = _at_least(p.norm() / p.numel() ** 0.5, eps2) * rho
         u = g * _below(g, state, weight, eps1).clamp(min=eps1 * eps1).rsqrt()
-        rate = rate / (u.norm() / (u.numel() ** 0.5 * d)).clamp(min=1.0)
+        rate = rate / _at_least(u.norm() / (u.numel() ** 0.5 * d), 1.0)
         home.copy_(p * keep - rate * u)
         for part in ema_rate:
             state["ema"].lerp_(home.to(state["ema"].dtype), part)
@@ -29,13 +29,19 @@ def step(batch: Batch, numbers: list[float]) -> None:
 def paces(
     squares: Sequence[Sequence[float]], sizes: Sequence[int], numbers: Sequence[float]
 ) -> list[float]:
-    """The rate of every tensor, from Σ p² and Σ u²; a nan stays one."""
+    """The rate of every tensor, from Σ p² and Σ u²; a sum that is nan counts for nothing."""
     rho, eps2, d = (numbers[k] for k in (2, 5, 6))
     found = []
     for (p, u), size in zip(squares, sizes, strict=True):
         rms_p, rms_u = (math.sqrt(x / max(size, 1)) for x in (p, u))
-        found.append(max(rms_p, eps2) * rho / max(rms_u / d, 1.0))
+        found.append(max(eps2, rms_p) * rho / max(1.0, rms_u / d))  # in this order, for nan
     return found
+
+
+def _at_least(x: torch.Tensor, least: float) -> torch.Tensor:
+    """The larger, or ``least`` if x is nan: a nan in one element does not reach the others of a
+    vector through its norm, as in torch.optim.Adafactor."""
+    return torch.where(x > least, x, least)
 
 
 def _below(

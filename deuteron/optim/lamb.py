@@ -14,7 +14,8 @@ from deuteron.optim.machines import Control, Machine
 
 
 class LAMB(Fused):
-    """u = m̂ / (√v̂ + ε) + λ·p;  p ← p − lr · ‖p‖ / ‖u‖ · u, norms per tensor, 1 where one is 0.
+    """u = m̂ / (√v̂ + ε) + λ·p;  p ← p − lr · ‖p‖ / ‖u‖ · u, norms per tensor, 1 where one is 0 or
+    nan: a nan in one element does not reach the others.
 
     ("Large Batch Optimization for Deep Learning", 2019.) State: ``step``, ``exp_avg``,
     ``exp_avg_sq``. Groups without decay, such as biases and norms, are not adapted unless

@@ -158,9 +158,7 @@ class Host(Machine):
         self.run(batch.rule.program, batch, [found], sums)
         rows = [found]
         if adapt:
-            ratios = [
-                math.sqrt(p / u) if p != 0 and u != 0 else 1.0 for p, u in _totals(batch, sums)
-            ]
+            ratios = [math.sqrt(p / u) if p > 0 and u > 0 else 1.0 for p, u in _totals(batch, sums)]
             rows = _with_number(apply, found, "ratio", ratios)
         self.run(apply.program, batch, rows, None)
 

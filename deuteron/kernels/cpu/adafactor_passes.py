@@ -314,8 +314,9 @@ class _Pass(Writer):
                     b.store(b.fadd(c.get(total, F64), more), total)
             size = b.sitofp(c.word(self.given["table"], t), F64)
             p, u = (c.intrinsic("sqrt", b.fdiv(c.get(x, F64), size)) for x in totals)
-            over = c.fmax(b.fdiv(u, d), ir.Constant(F64, 1.0))
-            pace = b.fdiv(b.fmul(rho, c.fmax(p, eps2)), over)
+            # of a nan and a number this maximum is the number: see optim/factored.py
+            over = c.intrinsic("maxnum", b.fdiv(u, d), ir.Constant(F64, 1.0))
+            pace = b.fdiv(b.fmul(rho, c.intrinsic("maxnum", p, eps2)), over)
             b.store(pace, c.at(self.given["paces"], t, of=F64))
 
     def apply(self, thread: Value, threads: Value) -> None:

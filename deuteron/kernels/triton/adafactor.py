@@ -309,8 +309,10 @@ def _rates(squares, firsts, chunks, table, rows, NUMBERS: tl.constexpr, BLOCK: t
     rho = tl.load(rows + t * NUMBERS + 2).to(tl.float64)
     eps2 = tl.load(rows + t * NUMBERS + 5).to(tl.float64)
     d = tl.load(rows + t * NUMBERS + 6).to(tl.float64)
-    large = tl.maximum(tl.sqrt(pp / size), eps2, propagate_nan=tl.PropagateNan.ALL)
-    long = tl.maximum(tl.sqrt(uu / size) / d, 1.0, propagate_nan=tl.PropagateNan.ALL)
+    large = tl.sqrt(pp / size)
+    large = tl.where(large > eps2, large, eps2)  # and not nan: see optim/factored.py
+    long = tl.sqrt(uu / size) / d
+    long = tl.where(long > 1.0, long, 1.0)
     tl.store(rows + t * NUMBERS + 7, rho * large / long)
 
 

@@ -228,10 +228,10 @@ def squares_of_chunks(sums, firsts, chunks, t, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ratios(sums, firsts, chunks, rows, width, column, BLOCK: tl.constexpr):
-    """A number of tensor t becomes ‖p‖ / ‖u‖; 1 if either is 0."""
+    """A number of tensor t becomes ‖p‖ / ‖u‖; 1 if either is 0 or nan."""
     t = tl.program_id(0)
     pp, uu = squares_of_chunks(sums, firsts, chunks, t, BLOCK)
-    ratio = tl.where((pp == 0.0) | (uu == 0.0), 1.0, tl.sqrt(pp / uu))
+    ratio = tl.where((pp > 0.0) & (uu > 0.0), tl.sqrt(pp / uu), 1.0)
     tl.store(rows + t * width + column, ratio)
 
 
