@@ -256,12 +256,16 @@ MATRIX, IMAGE = (512, 1024), (8, 64, 32, 32)  # 2 MB of float32
         (lambda x: f.adaptive_avg_pool2d(x, 1), IMAGE, torch.float32, False, True),
         (lambda x: f.adaptive_avg_pool2d(x, 1), IMAGE, torch.bfloat16, True, True),
         (f.global_max_pool, IMAGE, torch.float32, False, True),
-        (lambda x: f.prelu(x, torch.ones(1, dtype=x.dtype)), MATRIX, torch.bfloat16, False, True),
+        (lambda x: f.prelu(x, torch.ones(1, dtype=x.dtype)), MATRIX, torch.float32, False, True),
+        (lambda x: f.prelu(x, torch.ones(1, dtype=x.dtype)), MATRIX, torch.bfloat16, True, True),
+        (f.relu, MATRIX, torch.float32, False, False),
+        (f.relu, MATRIX, torch.float16, True, True),
+        (f.leaky_relu, MATRIX, torch.float16, False, False),
+        (f.leaky_relu, MATRIX, torch.bfloat16, True, True),
+        (f.hardtanh, (256, 256), torch.bfloat16, True, False),
     ],
 )
-def test_who_answers_large_reductions_on_a_cpu(
-    call, shape, dtype, ours, ours_to_train, planned_calls
-):
+def test_who_answers_large_calls_on_a_cpu(call, shape, dtype, ours, ours_to_train, planned_calls):
     x = torch.randn(shape).to(dtype)
     call(x)
     assert bool(planned_calls) == ours

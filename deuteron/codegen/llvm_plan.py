@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,16 @@ from typing import Any
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Compute, Inside, Load, Reduce, ScalarProgram, Store, reads
+from deuteron.codegen.scalar import (
+    Arg,
+    Compute,
+    Inside,
+    Load,
+    Reduce,
+    ScalarProgram,
+    Store,
+    reads,
+)
 
 HEAVY = frozenset(
     {
@@ -217,3 +227,39 @@ def multiply_adds(program: ScalarProgram, kept: Sequence[str]) -> dict[str, tupl
             if alone and isinstance(x, str) and isinstance(y, str):
                 found[s.name] = (x, y, number.name)
     return found
+
+
+CHOOSE = frozenset({"maximum", "minimum", "select", "abs", "neg"})  # an argument, or its sign
+
+
+def short_already(program: ScalarProgram) -> frozenset[str]:
+    """Values that are bfloat16 numbers as they stand: storing them there rounds nothing. Loaded
+    ones, those that were rounded before, and what is chosen among such."""
+    found: set[str] = set()
+
+    def short(a: Arg) -> bool:
+        return a in found if isinstance(a, str) else _is_bf16(a.value)
+
+    for s in program.statements:
+        if isinstance(s, Load):
+            is_short = s.dtype.short == "bf16"
+        elif isinstance(s, Reduce):
+            is_short = s.op in ("max", "min") and s.source in found
+        elif isinstance(s, Compute) and s.kind == "float":
+            rounded = s.op == "rounded" and dict(s.attrs)["dtype"] == "bf16"
+            chosen = s.args[1:] if s.op == "select" else s.args
+            is_short = rounded or (s.op in CHOOSE and all(map(short, chosen)))
+        else:
+            continue
+        if is_short:
+            found.add(s.name)
+    return frozenset(found)
+
+
+def _is_bf16(number: float) -> bool:
+    """Whether the lower half of the number as a float32 is zero, and no more is lost."""
+    try:
+        bits = struct.pack("<f", number)
+    except OverflowError:
+        return False
+    return bits[:2] == b"\0\0" and struct.unpack("<f", bits)[0] == number

@@ -21,7 +21,7 @@ from deuteron.codegen import llvm, llvm_math
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
 from deuteron.codegen.llvm_loops import STRETCH, Loops, Place
-from deuteron.codegen.llvm_plan import multiply_adds, needs, plan
+from deuteron.codegen.llvm_plan import multiply_adds, needs, plan, short_already
 from deuteron.codegen.llvm_types import I1, STORED
 from deuteron.codegen.scalar import (
     Arg,
@@ -59,6 +59,7 @@ class Renderer(Loops):
         self.shifted = frozenset() if program.wide else shifted
         self.totals = frozenset(() if program.wide else (p.total.name for p in pairs))
         self.joined = multiply_adds(program, self.shape.kept)
+        self.short = frozenset() if program.wide else short_already(program)
 
     def __call__(self, module: Any) -> None:
         llvm.entry(module, "run", self._body)
@@ -269,6 +270,8 @@ class Renderer(Loops):
             args = [env[name] for name in self.joined[s.name]]
             widest = max(llvm.lanes_of(a) for a in args)
             return self.c.fma(*(self.lanes(a, widest) for a in args))
+        if s.op == "rounded" and dict(s.attrs)["dtype"] == "bf16" and s.args[0] in self.short:
+            return env[str(s.args[0])]
         args = [self._arg(a, s, env) for a in s.args]
         if s.op == "div" and s.args[1] in self.totals:
             one = self.splat(self.number(1.0, "float"), llvm.lanes_of(args[1]))
@@ -393,9 +396,9 @@ class Renderer(Loops):
         where = self.c.at(self.base[s.tensor], self._index(s.offset, place), of=stored)
         if step == 0:
             one = self.c.item(value, 0) if llvm.lanes_of(value) > 1 else value
-            self.c.b.store(self.to_memory(one, s.dtype), where, align=align)
+            self.c.b.store(self._narrow(s, one), where, align=align)
             return
-        raw = self.to_memory(self.lanes(value, lanes), s.dtype)
+        raw = self._narrow(s, self.lanes(value, lanes))
         if step == 1:
             self.c.b.store(raw, where, align=align)
             return
@@ -403,3 +406,9 @@ class Renderer(Loops):
         for lane in range(lanes):
             one = self.c.item(raw, lane)
             self.c.b.store(one, self.c.at(where, lane * step, of=stored), align=align)
+
+    def _narrow(self, s: Store, value: Value) -> Value:
+        """A value as it is stored."""
+        if s.dtype.short == "bf16" and s.source in self.short:
+            return self.upper_half(value)
+        return self.to_memory(value, s.dtype)

@@ -61,6 +61,13 @@ class Registers:
         wider = want == F64
         return (b.fpext if wider else b.fptrunc)(value, vec(lanes, want))
 
+    def upper_half(self, x: Value) -> Value:
+        """A float32 that is a bfloat16 number, as one."""
+        b, lanes = self.c.b, llvm.lanes_of(x)
+        bits = b.bitcast(x, vec(lanes, I32))
+        upper = b.lshr(bits, self.splat(ir.Constant(I32, 16), lanes))
+        return b.trunc(upper, vec(lanes, I16))
+
     def _bf16(self, x: Value) -> Value:
         """Round to nearest even by hand; nan stays a quiet nan."""
         b, lanes = self.c.b, llvm.lanes_of(x)
@@ -69,8 +76,8 @@ class Registers:
             return self.splat(ir.Constant(I32, n), lanes)
 
         bits = b.bitcast(x, vec(lanes, I32))
-        odd = b.and_(b.lshr(bits, k(16)), k(1))
-        rounded = b.lshr(b.add(bits, b.add(odd, k(0x7FFF))), k(16))
-        quiet = b.or_(b.lshr(bits, k(16)), k(0x40))
+        odd = b.lshr(b.shl(bits, k(15)), k(31))  # which ARM shifts and adds at once
+        rounded = b.add(b.add(bits, k(0x7FFF)), odd)
+        quiet = b.or_(bits, k(0x400000))
         chosen = b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
-        return b.trunc(chosen, vec(lanes, I16))
+        return b.trunc(b.lshr(chosen, k(16)), vec(lanes, I16))

@@ -152,7 +152,10 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     """
     op = table.get(node.op)
     if op.fusion is not Fusion.COMPLEX or not target.is_cuda:
-        return SLOW.get((node.op, target.kind), 0.75)
+        reached = SLOW.get((node.op, target.kind), 0.75)
+        simple = op.fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST)
+        short = region.graph.types[node.outputs[0]].dtype.bits == 16
+        return reached * 0.3 if simple and short and not target.is_cuda else reached
     out = region.graph.types[node.outputs[0]]
     if node.op == "attention":
         return 0.5
@@ -193,7 +196,8 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("erf", "cpu"): 0.2, ("elu", "cpu"): 0.15, ("softplus", "cpu"): 0.08,
     ("selu", "cpu"): 0.035, ("celu", "cpu"): 0.035, ("log_sigmoid", "cpu"): 0.025,
     ("tanhshrink", "cpu"): 0.03, ("softsign", "cpu"): 0.25, ("glu", "cpu"): 0.12,
-    ("hardswish", "cpu"): 0.45, ("hardsigmoid", "cpu"): 0.45, ("softshrink", "cpu"): 0.45,
+    ("hardswish", "cpu"): 0.45, ("hardsigmoid", "cpu"): 0.45, ("softshrink", "cpu"): 0.35,
+    ("leaky_relu", "cpu"): 0.5, ("prelu", "cpu"): 0.55, ("hardshrink", "cpu"): 0.45,
     ("where", "cpu"): 0.3, ("le", "cpu"): 0.3, ("gt", "cpu"): 0.3,
     ("dropout", "cpu"): 0.005,  # each step of the random bits is a call
     ("var", "cpu"): 0.02, ("argmax", "cpu"): 0.03, ("argmin", "cpu"): 0.03,

@@ -13,8 +13,10 @@ from torch._C import _nn
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.library import (
-    ANY,
+    LOW,
     NEVER,
+    SHORT_BYTES,
+    all_but,
     delegates,
     is_differentiated,
     several_calls_win,
@@ -24,7 +26,9 @@ from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym, table
 
 Tensor = torch.Tensor
-CHEAP = frozenset({"relu", "relu6", "hardswish", "hardsigmoid"})  # no exponential to do better
+# No exponential to do better: on a CPU torch's, but for 16-bit numbers where its kernels are slow
+BF16 = frozenset({torch.bfloat16})
+CHEAP = {"relu": LOW, "relu6": LOW, "hardswish": BF16, "hardsigmoid": BF16}
 IN_PLACE = ("inplace",)  # torch has functions of their own for that
 
 
@@ -53,7 +57,7 @@ def _named(
 ) -> Callable[..., Tensor]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{table.get(name).doc} As ``torch.nn.functional``'s, with its gradient."
-    on_cpu = ANY if name in CHEAP else NEVER
+    on_cpu = all_but(CHEAP[name]) if name in CHEAP else NEVER
     torchs = TORCHS.get(name, _never)
     return delegates(torchs, without=without, keeps_type=True, on_cpu=on_cpu)(function)
 
@@ -81,7 +85,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return one("gelu", x, approximate=approximate)
 
 
-@delegates(_nn.leaky_relu, without=IN_PLACE, keeps_type=True, on_cpu=ANY)
+@delegates(_nn.leaky_relu, without=IN_PLACE, keeps_type=True, on_cpu=all_but(BF16))
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """x, times a slope below 0."""
     if inplace:
@@ -116,7 +120,7 @@ def _torch_hardtanh(x: Tensor, min_val: float, max_val: float) -> Any:
     plain=Plain(_nn.hardtanh, "plain(x)"),
     without=IN_PLACE,
     keeps_type=True,
-    on_cpu=ANY,
+    on_cpu=all_but(LOW),
 )
 def hardtanh(
     x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
@@ -127,19 +131,19 @@ def hardtanh(
     return one("hardtanh", x, min=min_val, max=max_val)
 
 
-@delegates(_nn.softshrink, keeps_type=True, on_cpu=ANY)
+@delegates(_nn.softshrink, keeps_type=True, on_cpu=all_but(LOW))
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     """x moved towards 0 by lambd, and 0 within it."""
     return one("softshrink", x, lambd=lambd)
 
 
-@delegates(torch.hardshrink, keeps_type=True, on_cpu=ANY)
+@delegates(torch.hardshrink, keeps_type=True, on_cpu=all_but(LOW))
 def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     """x, but 0 where |x| ≤ lambd."""
     return one("hardshrink", x, lambd=lambd)
 
 
-@delegates(torch.threshold, without=IN_PLACE, keeps_type=True, on_cpu=ANY)
+@delegates(torch.threshold, without=IN_PLACE, keeps_type=True, on_cpu=all_but(LOW))
 def threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """x, but value where x ≤ threshold."""
     if inplace:
@@ -147,7 +151,12 @@ def threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) 
     return one("threshold", x, threshold=threshold, value=value)
 
 
-@delegates(torch.prelu, on_cpu=lambda x, weight: not is_differentiated(x))
+def _prelu_is_torchs(x: Tensor, weight: Tensor) -> bool:
+    """torch has several calls for the gradient."""
+    return x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
+
+
+@delegates(torch.prelu, on_cpu=_prelu_is_torchs)
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """x, times a learned slope below 0, one for all or one for each channel (dimension 1)."""
     return one("prelu", x, weight)

@@ -65,6 +65,9 @@ ANY: frozenset[torch.dtype] = frozenset(
 WIDE = frozenset({torch.float32, torch.float64})
 LOW = frozenset({torch.float16, torch.bfloat16})
 NEVER: frozenset[torch.dtype] = frozenset()
+# From so many bytes on a kernel of ours for simple work on 16-bit numbers, for which torch's are
+# slow, makes up for what finding it costs; and one to train, for the node of its gradient.
+SHORT_BYTES, SHORT_TO_TRAIN = 128 * 1024, 256 * 1024
 # With these torch refuses, and plans of ours may know better or say what is wrong.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
@@ -251,6 +254,16 @@ def _is_torchs(x: Tensor, several: bool, on_cpu: Collection[torch.dtype], cpu_by
         and is_grad_enabled()
         and not is_current_stream_capturing()
     )
+
+
+def all_but(types: Collection[torch.dtype]) -> Callable[[Tensor, Any], bool]:
+    """For ``on_cpu``: torch answers all calls, except large ones of these 16-bit types."""
+
+    def is_torchs(x: Tensor, second: Any) -> bool:
+        large = SHORT_TO_TRAIN if is_differentiated(x) else SHORT_BYTES
+        return x.dtype not in types or x.nbytes < large
+
+    return is_torchs
 
 
 def is_differentiated(x: Tensor) -> bool:
