@@ -90,7 +90,7 @@ class Function:
                     return found[0] if len(found) == 1 else tuple(found)
                 tensors = tuple(plain(self.name, t) for t in tensors)
                 known = self.knowing(tensors, attrs)
-            if torch.is_grad_enabled() and _any_requires_grad(tensors):
+            if torch.is_grad_enabled() and any_requires_grad(tensors):
                 found = record(known, *tensors)
             else:
                 found = known.run(tensors)
@@ -203,10 +203,13 @@ class Pull:
         self.ways: dict[Any, Way] = {}
 
     def _bytes_saved(self, kept: Sequence[int]) -> tuple[int, int]:
-        """What the backward pass reads besides gradients; of equals, the one that computes less."""
+        """What the backward pass reads besides gradients and small results; of equals, the one
+        that computes less."""
         self.kept = tuple(kept)
         graph = self._usual()
-        return sum(graph.types[v].nbytes for v in graph.inputs), len(graph.nodes)
+        free = {self.forward.outputs[i][1] for i in _small(self.results)}
+        read = sum(graph.types[v].nbytes for v in graph.inputs if v not in free)
+        return read, len(graph.nodes)
 
     def _usual(self) -> Graph:
         """The backward pass with a gradient for every result."""
@@ -407,7 +410,7 @@ torch.library.register_fake("deuteron::pullback", _fake_pullback, lib=LIBRARY)
 # ---- small things
 
 
-def _any_requires_grad(tensors: Tensors) -> bool:
+def any_requires_grad(tensors: Tensors) -> bool:
     for t in tensors:  # noqa: SIM110  any() with a generator takes twice as long
         if t is not None and t.requires_grad:
             return True
@@ -422,13 +425,17 @@ def _keep(where: dict[Any, Any], key: Any, value: Any) -> Any:
 
 
 def _subsets(results: Sequence[TensorType]) -> Iterable[Sequence[int]]:
-    """Choices of results that might be kept: any of the first large ones, and all small ones,
-    such as statistics, which cost next to nothing."""
-    most = max(t.nbytes for t in results)
-    small = [i for i, t in enumerate(results) if t.nbytes * 16 <= most]
-    large = [i for i, t in enumerate(results) if t.nbytes * 16 > most][:3]
+    """Choices of results that might be kept: any of the first large ones, and all small ones."""
+    small = _small(results)
+    large = [i for i in range(len(results)) if i not in small][:3]
     for n in range(len(large) + 1):
         yield from (sorted((*some, *small)) for some in itertools.combinations(large, n))
+
+
+def _small(results: Sequence[TensorType]) -> list[int]:
+    """Results that cost next to nothing, such as statistics and the signs of a larger one."""
+    most = max(t.nbytes for t in results)
+    return [i for i, t in enumerate(results) if t.nbytes * 16 <= most]
 
 
 def _run(plan: Plan, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
