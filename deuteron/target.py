@@ -8,6 +8,7 @@ fractions until somebody measures them.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -149,6 +150,11 @@ def target(name: str | Target | torch.device | None = None) -> Target:
     raise GraphError(
         f"unknown target {name!r}", asked=f"target({name!r})", remedy=f"use {', '.join(names())}"
     )
+
+
+def has_triton() -> bool:
+    """Whether kernels in Triton can be compiled here; it is not imported."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @lru_cache

@@ -7,7 +7,7 @@ second case, in a process of its own) and those on a GPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -21,7 +21,8 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.triton.batch_norm_tiles import divide
 from deuteron.ops.batch_norm import ACT, ACT_GRAD, ACTIVATIONS
-from deuteron.ops.evaluate import evaluate
+from deuteron.ops.evaluate import evaluate, implied
+from deuteron.ops.signs import pack
 from deuteron.passes import Context, fuse, run_passes
 from deuteron.policy import Policy
 from deuteron.target import GPUS
@@ -43,10 +44,11 @@ class Case:
     kind: str = "normal"
     slope: float = 0.1
     knobs: tuple[tuple[str, int], ...] = ()
+    signs: bool = False  # relu's are kept as bits
 
     def __str__(self) -> str:
         order = "last" if self.last else "first"
-        knobs = "".join(f" {k}={v}" for k, v in self.knobs)
+        knobs = "".join(f" {k}={v}" for k, v in self.knobs) + (" signs" if self.signs else "")
         return (
             f"{'x'.join(map(str, self.shape))} {str(self.dtype)[6:]} {order} {self.activation}"
             f"{' residual' if self.residual else ''} {self.params or 'bare'} {self.kind}{knobs}"
@@ -55,6 +57,10 @@ class Case:
     @property
     def by_y(self) -> bool:
         return self.residual and ACTIVATIONS[self.activation].shown_by_y(self.slope)
+
+    @property
+    def packed(self) -> str:
+        return "none" if not self.signs else "channels" if self.last else "positions"
 
     def image(self, device: str, generator: torch.Generator) -> torch.Tensor:
         t = torch.randn(self.shape, generator=generator, dtype=torch.float64)
@@ -97,7 +103,7 @@ def calm(grad: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.double()
+    return t.double() if t is not None and t.is_floating_point() else t
 
 
 def run(case: Case, device: str = "cpu", units: int = 4) -> str:
@@ -107,32 +113,36 @@ def run(case: Case, device: str = "cpu", units: int = 4) -> str:
     t = case.tensors(device)
     x, grad = t["x"], t.pop("grad")
     assert x is not None and grad is not None
-    act = {"activation": case.activation, "slope": case.slope}
+    given_act = {"activation": case.activation, "slope": case.slope}
+    act = {**given_act, "packed": case.packed}
     attrs = {"momentum": 0.3, "eps": 1e-3, **act}
     d = divide(case.shape, case.last, units, **dict(case.knobs))
     types = ACT.infer(*(None if v is None else TensorType.from_tensor(v) for v in t.values()),
                       **attrs)  # fmt: skip
-    outs = [_filled(like, x, torch.nan) for like in types]
-    forward(d, *t.values(), *outs, **attrs)
+    outs = [_filled(like, x) for like in types]
+    signs = outs[5] if case.signs else None
+    forward(d, *t.values(), *outs[:5], signs, momentum=0.3, eps=1e-3, **given_act)
     exact = ACT.reference(*map(_wide, t.values()), **attrs)
     theirs = ACT.reference(*t.values(), **attrs)
     names = ("y", "running mean", "running var", "mean", "rstd")
     wrong = _compare(case, names, outs, exact, theirs)
+    if signs is not None and not torch.equal(signs, pack(outs[0], case.packed)):
+        wrong.append("signs are not those of y")
 
     flat = ACT.reference(*map(_wide, t.values()), **attrs | {"activation": "none"})[0]
     grad.copy_(calm(grad, flat))
     y, mean, rstd = torch.empty_like(x).copy_(theirs[0]), theirs[3], theirs[4]
     given = [
-        grad, x, mean, rstd, t["weight"], t["bias"], y if case.by_y else None,
-        t["residual"] if not case.by_y else None,
+        grad, x, mean, rstd, t["weight"], t["bias"], y if case.by_y and not case.signs else None,
+        t["residual"] if not case.by_y else None, pack(y, case.packed) if case.signs else None,
     ]  # fmt: skip
     types = ACT_GRAD.infer(*(None if v is None else TensorType.from_tensor(v) for v in given),
                            **act)  # fmt: skip
     exact = ACT_GRAD.reference(*map(_wide, given), **act)
     theirs = ACT_GRAD.reference(*given, **act)
     for with_dz in (True, False) if case.residual else (False,):
-        outs = [_filled(like, x, torch.nan) for like in types]
-        backward(d, *given, *outs[:3], outs[3] if with_dz else None, **act)
+        outs = [_filled(like, x) for like in types]
+        backward(d, *given, *outs[:3], outs[3] if with_dz else None, **given_act)
         names = ("dx", "dweight", "dbias", "dz")[: 4 if with_dz else 3]
         wrong += _compare(case, names, outs, exact, theirs)
     return "; ".join(wrong)
@@ -146,17 +156,19 @@ def mean_near_zero(last: bool) -> str:
     x = case.image("cpu", torch.Generator().manual_seed(1))
     y, *statistics = torch.empty_like(x), *(torch.empty(8) for _ in range(4))
     d = divide(case.shape, last, 4, **dict(SPLIT))
-    forward(d, x, None, None, None, None, None, y, *statistics, momentum=0.1, eps=1e-5,
+    forward(d, x, None, None, None, None, None, y, *statistics, None, momentum=0.1, eps=1e-5,
             activation="none", slope=0.0)  # fmt: skip
     off = error(statistics[2], x.double().mean((0, 2, 3)))
     bound = allowed(0.0, torch.float32)
     return "" if off <= bound else f"mean is off by {off:.2e}, allowed {bound:.2e}"
 
 
-def _filled(like: TensorType, x: torch.Tensor, value: float) -> torch.Tensor:
+def _filled(like: TensorType, x: torch.Tensor) -> torch.Tensor:
+    """A tensor to write to, full of what no kernel would write."""
+    odd = torch.nan if like.dtype.is_float else 0xA5
     if like.shape == x.shape:
-        return torch.full_like(x, value)
-    return torch.full(like.shape, value, dtype=like.dtype.torch, device=x.device)
+        return torch.full_like(x, odd)
+    return torch.full(like.shape, odd, dtype=like.dtype.torch, device=x.device)
 
 
 def _compare(case, names, outs, exact, theirs) -> list[str]:
@@ -184,6 +196,8 @@ SHAPES = (
     (3, 5, 7), (2, 37), (5, 3, 7, 9), (4, 70, 3, 5), (2, 64, 4, 4), (2, 6, 2, 3, 5), (6, 1, 11, 13),
     (3, 10, 20, 20),
 )  # fmt: skip
+# at least 8 channels and 8 positions: rows that are whole bytes and rows that are not
+PACKABLE = ((2, 16, 4, 4), (5, 9, 3, 5), (3, 12, 11), (2, 19, 3, 3))
 SPLIT = (("tile", 256), ("each", 2), ("once", False))
 
 
@@ -205,6 +219,10 @@ def cases() -> Iterator[Case]:
             count += 1
     for last, knobs in product((False, True), ((), SPLIT)):
         yield Case((3, 5, 7), torch.bfloat16, last, "none", False, "wb", "huge", knobs=knobs)
+    for i, (shape, last) in enumerate(product(PACKABLE, (False, True))):
+        kind, knobs = ("odd" if i == 4 else "normal"), (SPLIT if i % 3 else ())
+        yield Case(shape, dtypes[i % 3], last, "relu", i != 5, params[i % 4], kind, knobs=knobs,
+                   signs=True)  # fmt: skip
 
 
 # ---- the same through the engine: every value at its place, other orders converted
@@ -224,6 +242,9 @@ def regions() -> Iterator[tuple[str, Region]]:
         back = g.grad("y", wrt=["x", "b", "r"])
         for region in fuse(run_passes(back.ir(), Context(H200, Policy()))[0])[0]:
             yield f"{order} {other} {region.ops}", region
+    for order in ("nhwc", "contiguous"):
+        for region in _with_signs(order):
+            yield f"{order} {region.ops} with signs", region
     g = dt.Graph("train")
     x, r = (g.tensor(n, (3, 4, 5)) for n in "xr")
     y, _, var, *_ = g.batch_norm_train(x, None, g.tensor("b", (4,), strides=(2,)), eps=0.1)
@@ -231,6 +252,15 @@ def regions() -> Iterator[tuple[str, Region]]:
     var.output("var")
     for region in fuse(g.ir())[0]:
         yield str(region.ops), region
+
+
+def _with_signs(order: str) -> Sequence[Region]:
+    g = dt.Graph("signs")
+    x, r = (g.tensor(n, (2, 12, 3, 5), dt.float16, layout=order) for n in "xr")
+    g.batch_norm_act(x, residual=r, activation="relu")[0].output("y")
+    done, records = run_passes(g.grad("y", wrt=["x", "r"]).ir(), Context(H200, Policy()))
+    assert any(r.name == "keep signs" and r.fired for r in records)
+    return fuse(done)[0]
 
 
 def run_region(region: Region) -> str:
@@ -241,6 +271,8 @@ def run_region(region: Region) -> str:
     def tensor(name: str) -> torch.Tensor:
         t = types[name]
         out = torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch)
+        if not t.dtype.is_float:
+            return torch.randint(0, 256, t.shape, generator=gen).to(t.dtype.torch)
         return out.copy_(torch.rand(t.shape, generator=gen) + 0.1)
 
     feed = {name: tensor(name) for name in region.inputs}
@@ -248,8 +280,10 @@ def run_region(region: Region) -> str:
     ctx = BuildContext(H200, torch.device("cpu"), Policy(), {})
     wrong = []
     for candidate in engine.candidates(region, H200, Policy()):
-        outs = [tensor(value).fill_(torch.nan) for value in region.outputs]
+        outs = [_filled(types[value], tensor(value)) for value in region.outputs]
         engine.build(region, candidate, ctx).fill(list(feed.values()), outs)
+        found = {name: out for (name, _), out in zip(region.graph.outputs, outs, strict=True)}
+        exact |= implied(region.graph, found)
         for (name, _), out in zip(region.graph.outputs, outs, strict=True):
             off, bound = (
                 error(out, exact[name]),

@@ -49,6 +49,11 @@ def test_refusals_say_why():
     ].output("y")
     (choice,) = h.compile(device="cpu").decision.choices
     assert "has no silu" in dict(choice.refusals)["cpu_gemm"].reason
+    k = dt.Graph("norm")
+    x, act = k.tensor("x", (2, 4, 9)), {"activation": "relu", "packed": "positions"}
+    k.batch_norm_act(x, None, None, None, None, x, **act)[5].output("signs")
+    (choice,) = k.compile(device="cpu").decision.choices
+    assert "keeps no signs" in dict(choice.refusals)["cpu_gemm"].reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -91,7 +96,7 @@ def test_results_that_nobody_reads_are_not_written(wanted):
     feed = {"x": torch.randn(5, 8), "mean": torch.randn(8), "var": torch.rand(8)}
     want = TABLE["batch_norm_act"].reference(
         feed["x"], None, None, feed["mean"], feed["var"], None, momentum=0.1, eps=1e-5,
-        activation="none", slope=0.01,
+        activation="none", slope=0.01, packed="none",
     )  # fmt: skip
     found = [torch.full_like(want[i], torch.nan) for i in wanted]
     kernel.fn(*(feed[name] for name in region.inputs), *found)

@@ -13,7 +13,8 @@ import torch
 import deuteron as dt
 from deuteron.kernels.triton.batch_norm_tiles import divide
 from deuteron.ops.batch_norm import ACTIVATIONS
-from tests.batch_norm_cases import Case, cases, run
+from deuteron.ops.signs import pack, signs_type
+from tests.batch_norm_cases import Case, calm, cases, run
 from tests.test_batch_norm_kernels import block, by_torch, feed_of
 from tests.tolerances import allowed, error
 
@@ -58,6 +59,11 @@ def test_shapes_of_networks_and_shapes_that_divide_by_nothing(dtype, last):
             ((("stages", 4), ("each", 8)), (("tile", 8192), ("warps", 8), ("waves", 2))),
         )
     ]
+    some += [
+        Case(shape, dtype, last, "relu", True, knobs=knobs, signs=True)
+        for shape in ((16, 64, 28, 28), (4, 96, 31, 17), (3, 321, 28, 28), (8, 40, 255, 7))
+        for knobs in ((), (("width", 64), ("once", False)), (("tile", 8192), ("warps", 8)))
+    ]
     assert not (wrong := failures(some)), wrong
 
 
@@ -71,7 +77,7 @@ def test_two_runs_give_the_same_bits(last):
     seen = []
     for _ in range(3):
         y, *stats = torch.empty_like(x), *(torch.empty(100, device="cuda") for _ in range(4))
-        forward(d, x, None, None, None, None, None, y, *stats, momentum=0.1, eps=1e-5,
+        forward(d, x, None, None, None, None, None, y, *stats, None, momentum=0.1, eps=1e-5,
                 activation="none", slope=0.0)  # fmt: skip
         seen.append((y, *stats))
     assert all(torch.equal(a, b) for again in seen[1:] for a, b in zip(seen[0], again, strict=True))
@@ -116,6 +122,40 @@ def test_in_a_plan_as_pytorch_and_its_autograd(kind, layout, find):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("kind", [HALF, BRAIN, F32], ids=str)
+def test_the_function_saves_signs_and_its_gradients_are_torchs(kind, layout):
+    gen = torch.Generator(device="cuda").manual_seed(0)
+    x, r, grad = (torch.randn(16, 48, 57, 33, generator=gen, device="cuda").to(kind)
+                  .to(memory_format=layout) for _ in range(3))  # fmt: skip
+    w, b = (torch.randn(48, generator=gen, device="cuda") for _ in range(2))
+    asked = [t.requires_grad_() for t in (x, w, b, r)]
+
+    def step(f, *leaves):
+        x, w, b, r = leaves
+        y = f(x, w, b, r)
+        return y.detach(), *torch.autograd.grad(y, leaves, calmed.to(y.dtype))
+
+    def ours(x, w, b, r):
+        return dt.functional.batch_norm(x, None, None, w, b, True, residual=r, activation="relu")
+
+    def torchs(x, w, b, r):
+        return torch.relu(torch.nn.functional.batch_norm(x, None, None, w, b, True) + r)
+
+    wide = [t.detach().double().requires_grad_() for t in asked]
+    flat = torch.nn.functional.batch_norm(*wide[:1], None, None, *wide[1:3], True) + wide[3]
+    calmed = calm(grad, flat.detach())
+    with dt.functional.delegation(False):
+        got = step(ours, *asked)
+        y = ours(*asked)
+    exact, theirs = step(torchs, *wide), step(torchs, *asked)
+    for name, a, truth, other in zip(("y", "x", "w", "b", "r"), got, exact, theirs, strict=True):
+        assert error(a, truth) <= allowed(error(other, truth), a.dtype, 16 * 57 * 33), name
+    saved = y.grad_fn.saved_tensors
+    assert sum(t.dtype == torch.uint8 for t in saved) == 1
+    assert sum(t.shape == x.shape for t in saved) == 1  # x, and not y
+
+
 @pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
 def test_more_than_two_to_the_31_elements(last):
     from deuteron.kernels.triton.batch_norm import backward, forward
@@ -130,16 +170,24 @@ def test_more_than_two_to_the_31_elements(last):
     assert d.wide
     y, grad = torch.empty_like(x), x
     new_mean, new_var, mean, rstd = (torch.empty(c, device="cuda") for _ in range(4))
+    packed = "channels" if last else "positions"
+    signs = torch.empty(signs_type(tuple(x.shape), packed).shape, dtype=torch.uint8, device="cuda")
     act = {"activation": "relu", "slope": 0.0}
-    forward(d, x, None, None, None, None, None, y, new_mean, new_var, mean, rstd, momentum=0.1,
-            eps=1e-5, **act)  # fmt: skip
+    forward(d, x, None, None, None, None, None, y, new_mean, new_var, mean, rstd, signs,
+            momentum=0.1, eps=1e-5, **act)  # fmt: skip
     want = torch.stack([image.double().mean((1, 2)) for image in x]).mean(0)
     assert error(mean, want) <= allowed(0.0, F32, n * side * side)
     for i in (0, n // 2, n - 1):
         z = (x[i].float() - mean.view(c, 1, 1)) * rstd.view(c, 1, 1)
         assert error(y[i], torch.relu(z)) <= allowed(0.0, HALF), i
+        assert torch.equal(signs[i : i + 1], pack(y[i : i + 1], packed)), i
     dweight, dbias, dx = torch.empty_like(mean), torch.empty_like(mean), y
-    backward(d, grad, x, mean, rstd, None, None, None, None, dx, dweight, dbias, None, **act)
+    backward(d, grad, x, mean, rstd, None, None, None, None, None, dx, dweight,
+             dbias, None, **act)  # fmt: skip
+    by_signs = torch.empty_like(mean)
+    backward(d, grad, x, mean, rstd, None, None, None, None, signs, dx, dweight, by_signs, None,
+             **act)  # fmt: skip
+    assert error(by_signs, dbias) <= allowed(0.0, F32, n * side * side)
     total = torch.zeros(c, dtype=torch.float64, device="cuda")
     for image in x:
         total += torch.where(image > mean.view(c, 1, 1), image, 0.0).double().sum((1, 2))

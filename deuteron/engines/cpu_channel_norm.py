@@ -20,7 +20,7 @@ GROUPS = ("group_norm_grad", "instance_norm_grad")
 OPS = ("batch_norm_act", "batch_norm_act_grad", *GROUPS)
 # what the kernel calls the results of each, in their order
 RESULTS = {
-    "batch_norm_act": ("y", "new_mean", "new_var", "mean", "rstd"),
+    "batch_norm_act": ("y", "new_mean", "new_var", "mean", "rstd", "signs"),
     "batch_norm_act_grad": ("dx", "dweight", "dbias", "dz"),
 }
 WIDE = ("mean", "rstd")  # statistics of the batch, which are float32
@@ -30,11 +30,13 @@ PAIRS = (("weight", "bias"), ("running_mean", "running_var"))
 def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     if len(region.nodes) != 1 or region.ops[0] not in OPS:
         return Refusal("is not batch norm in training or the gradient of a norm of channels")
+    tensors = _read(region) | _made(region)
+    if "signs" in tensors:
+        return Refusal("keeps no signs", "leave packed out: y tells them")
     wrong = on_this_cpu(region, target)
     if wrong is not None:
         return wrong
     node, types = region.nodes[0], region.graph.types
-    tensors = _read(region) | _made(region)
     x = types[tensors["x"]]
     for name, value in tensors.items():
         t = types[value]

@@ -22,11 +22,13 @@ from deuteron.ir.types import TensorType, same_strides
 from deuteron.kernels.triton.batch_norm_tiles import Division, divide
 from deuteron.ops.batch_norm import ACTIVATIONS
 from deuteron.ops.movement import lay
+from deuteron.ops.signs import is_channels_last, packing
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 TYPES = ("f32", "f16", "bf16")
 TILE = 8192  # bytes; registers and shared memory then hold three programs on a multiprocessor
+NARROW = 64  # channels of the gradient's tiles; 256 were 1 to 3 % slower on an H200
 BUILD_S = 0.5  # compiled at the first launch, and kept on disk by Triton
 
 
@@ -38,6 +40,7 @@ class Step:
     images: tuple[str | None, ...]  # inputs of the size of x
     params: tuple[str | None, ...]
     results: tuple[str | None, ...]
+    signs: str | None  # read or written
     attrs: Mapping[str, Any]
 
 
@@ -51,16 +54,16 @@ def forward_step(region: Region) -> Step | Refusal:
         return Refusal("runs batch normalisation for training")
     anchor, *rest = region.nodes
     ins = (*anchor.inputs, *[None] * 6)[:6]
-    attrs = {"activation": "none", "slope": 0.0, **anchor.attrs}
+    attrs = {"activation": "none", "slope": 0.0, "packed": "none", **anchor.attrs}
     found = _epilogue(region, anchor, rest) if rest else (anchor.outputs[0], ins[5], attrs)
     if isinstance(found, Refusal):
         return found
     y, residual, attrs = found
     if y not in region.outputs:
         return Refusal("nobody reads y", "use mean and var for statistics alone")
-    statistics = tuple(v if v in region.outputs else None for v in anchor.outputs[1:])
+    made = [v if v in region.outputs else None for v in (*anchor.outputs[1:], None)]
     image = region.graph.types[y]
-    return Step(image, (ins[0], residual), ins[1:5], (y, *statistics), attrs)
+    return Step(image, (ins[0], residual), ins[1:5], (y, *made[:4]), made[4], attrs)
 
 
 def _epilogue(
@@ -71,7 +74,7 @@ def _epilogue(
     if anchor.op != "batch_norm_train":
         return Refusal("batch_norm_act has its own activation")
     types, value, residual = region.graph.types, anchor.outputs[0], None
-    attrs = {**anchor.attrs, "activation": "none", "slope": 0.0}
+    attrs = {**anchor.attrs, "activation": "none", "slope": 0.0, "packed": "none"}
     for node in rest:
         if attrs["activation"] != "none" or value not in node.uses or value in region.outputs:
             return Refusal(f"{node.op} is not a sum or an activation right after batch norm")
@@ -98,11 +101,11 @@ def backward_step(region: Region) -> Step | Refusal:
     if region.ops != ("batch_norm_act_grad",):
         return Refusal("runs batch_norm_act_grad alone")
     node = region.nodes[0]
-    grad, x, mean, rstd, weight, bias, y, residual = (*node.inputs, *[None] * 8)[:8]
+    grad, x, mean, rstd, weight, bias, y, residual, signs = (*node.inputs, *[None] * 9)[:9]
     results = tuple(v if v in region.outputs else None for v in node.outputs)
     image = region.graph.types[node.outputs[0]]
     params = (mean, rstd, weight, bias)
-    return Step(image, (grad, x, y, residual), params, results, node.attrs)
+    return Step(image, (grad, x, y, residual), params, results, signs, node.attrs)
 
 
 Read = Callable[[Region], Step | Refusal]
@@ -115,7 +118,8 @@ def _refuse(read: Read, region: Region, target: Target, policy: Policy) -> Refus
     refusal = refuse_anywhere(target)
     if refusal is not None:
         return refusal
-    types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
+    values = (v for v in (*region.inputs, *region.outputs) if v != step.signs)
+    types = [region.graph.types[v] for v in values]
     wrong = next((t.dtype.short for t in types if t.dtype.short not in TYPES), None)
     if wrong is not None:
         return Refusal(f"element type {wrong}", "use f16, bf16 or f32")
@@ -123,23 +127,24 @@ def _refuse(read: Read, region: Region, target: Target, policy: Policy) -> Refus
         return Refusal("there is nothing to compute: a size is 0")
     if not set(region.inputs).isdisjoint(region.outputs):
         return Refusal("an output is also an input")
-    return None
+    return None if step.signs is None else _refuse_signs(step)
+
+
+def _refuse_signs(step: Step) -> Refusal | None:
+    """A tile holds the bits of whole bytes only along what lies side by side."""
+    asked, usual = step.attrs["packed"], packing(step.image)
+    if asked == usual:
+        return None
+    return Refusal(f"signs along {asked} are not side by side", f'use packed="{usual}"')
 
 
 # ---- how it is run -------------------------------------------------------------------------------
 
 
-def channels_last(image: TensorType) -> bool:
-    """Whether the channels of one position lie side by side."""
-    if image.numel == image.shape[0] * image.shape[1]:
-        return True  # one position: a matrix
-    return image.shape[1] > 1 and image.is_layout("nhwc")
-
-
 def _division(image: TensorType, target: Target, knobs: Mapping[str, Any]) -> Division:
     chosen = {k: v for k, v in knobs.items() if k not in ("recipe", "tile")}
     tile = knobs["tile"] * 8 // image.dtype.bits
-    return divide(image.shape, channels_last(image), target.units, tile=tile, **chosen)
+    return divide(image.shape, is_channels_last(image), target.units, tile=tile, **chosen)
 
 
 def _must(read: Read, region: Region) -> Step:
@@ -150,11 +155,12 @@ def _must(read: Read, region: Region) -> Step:
 
 def _knobs(read: Read, region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
     image = _must(read, region).image
-    usual = {"tile": TILE, "warps": 4}
+    usual: dict[str, Any] = {"tile": TILE, "warps": 4}
     if _division(image, target, usual).once:
         return usual, {**usual, "warps": 8}, {**usual, "once": False}
+    narrow = {"width": NARROW} if read is backward_step and is_channels_last(image) else {}
     return (
-        usual,
+        {**usual, **narrow},
         {**usual, "waves": 3, "deep": 4, "stages": 4, "each": 1},
         {"tile": 2 * TILE, "warps": 8, "deep": 3},
     )
@@ -162,12 +168,12 @@ def _knobs(read: Read, region: Region, target: Target, policy: Policy) -> Sequen
 
 def _seconds(read: Read, region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
     """Every tensor once, what the second pass reads once more, and the launches."""
-    step = _must(read, region)
+    step, types = _must(read, region), region.graph.types
     moved = sum(v is not None for v in step.images)
-    written = sum(v is not None and region.graph.types[v].shape == step.image.shape
-                  for v in step.results)  # fmt: skip
+    written = sum(v is not None and types[v].shape == step.image.shape for v in step.results)
     again = 1 if read is forward_step else 2
     size = (moved + written + again) * step.image.nbytes
+    size += types[step.signs].nbytes if step.signs else 0
     once = _division(step.image, target, knobs).once
     speed = target.cache_bandwidth if size < target.cache_bytes / 2 else target.stream
     return size / (max(speed, target.stream) * REACHED) + (1 if once else 3) * target.launch
@@ -181,15 +187,16 @@ def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildConte
     given = (*region.inputs, *region.outputs)
     types = region.graph.types
     moved = {
-        v: types[v].with_layout("contiguous") if types[v].rank == 1 else step.image
-        for v in (*step.images, *step.params)
+        v: step.image if types[v].shape == step.image.shape else types[v].with_layout("contiguous")
+        for v in (*step.images, *step.params, step.signs)
         if v is not None and not _lies_well(types[v], step.image)
     }
     slots = [
         (None if v is None else given.index(v), moved.get(v or ""))
-        for v in (*step.images, *step.params, *step.results)
+        for v in (*step.images, *step.params, *step.results, step.signs)
     ]
-    call = partial(_forward if read is forward_step else _backward, d, step.attrs)
+    attrs = {name: value for name, value in step.attrs.items() if name != "packed"}
+    call = partial(_forward if read is forward_step else _backward, d, attrs)
     run = forward if read is forward_step else backward
 
     def kernel(*tensors: torch.Tensor) -> None:
@@ -201,7 +208,7 @@ def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildConte
 
 
 def _lies_well(t: TensorType, image: TensorType) -> bool:
-    if t.rank == 1 and image.rank > 1:
+    if t.shape != image.shape:
         return t.is_layout("contiguous")
     return same_strides(t.shape, t.strides, image.strides)
 
@@ -218,20 +225,22 @@ def _forward(
     d: Division, attrs: Mapping[str, Any], run: Callable[..., None],
     tensors: list[torch.Tensor | None],
 ) -> None:  # fmt: skip
-    x, residual, weight, bias, old_mean, old_var, y, new_mean, new_var, mean, rstd = tensors
+    x, residual, weight, bias, old_mean, old_var, y, new_mean, new_var, mean, rstd, signs = tensors
     assert x is not None
     if mean is None or rstd is None:  # nobody reads them, the second pass does
         spare = torch.empty(2, d.channels, dtype=torch.float32, device=x.device)
         mean, rstd = (spare[0] if mean is None else mean), (spare[1] if rstd is None else rstd)
-    run(d, x, weight, bias, old_mean, old_var, residual, y, new_mean, new_var, mean, rstd, **attrs)
+    given = (x, weight, bias, old_mean, old_var, residual)
+    run(d, *given, y, new_mean, new_var, mean, rstd, signs, **attrs)
 
 
 def _backward(
     d: Division, attrs: Mapping[str, Any], run: Callable[..., None],
     tensors: list[torch.Tensor | None],
 ) -> None:  # fmt: skip
-    grad, x, y, residual, mean, rstd, weight, bias, dx, dweight, dbias, dz = tensors
-    run(d, grad, x, mean, rstd, weight, bias, y, residual, dx, dweight, dbias, dz, **attrs)
+    grad, x, y, residual, mean, rstd, weight, bias, dx, dweight, dbias, dz, signs = tensors
+    given = (grad, x, mean, rstd, weight, bias, y, residual, signs)
+    run(d, *given, dx, dweight, dbias, dz, **attrs)
 
 
 def _recipe(name: str, read: Read) -> Recipe:

@@ -8,12 +8,15 @@ import torch
 from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
-from deuteron.functional.core import Function
+from deuteron.functional.core import Function, any_requires_grad
 from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
 from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
 from deuteron.ops.batch_norm import ACTIVATIONS
+from deuteron.ops.norm import suggested
+from deuteron.ops.signs import packing
+from deuteron.target import has_triton
 
 Tensor = torch.Tensor
 
@@ -21,12 +24,13 @@ Tensor = torch.Tensor
 def _train(
     b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, running_mean: Sym | None,
     running_var: Sym | None, residual: Sym | None, *, momentum: float, eps: float,
-    activation: str | None,
+    activation: str | None, keep_signs: bool,
 ) -> tuple[Sym, ...]:  # fmt: skip
     inside = activation if activation in ACTIVATIONS else "none"
+    image = x.type.with_layout(suggested(x.type))
     y, *stats = b.batch_norm_act(
         x, weight, bias, running_mean, running_var, residual, momentum=momentum, eps=eps,
-        activation=inside,
+        activation=inside, packed=packing(image) if keep_signs else "none",
     )  # fmt: skip
     return activated(b, y, None if inside == activation else activation), *stats
 
@@ -73,6 +77,16 @@ def _torch_batch_norm(
 KNOWN = {None, *TORCHS}
 
 
+def _wants_signs(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    activation: str | None,
+) -> bool:  # fmt: skip
+    """Whether a gradient will ask for the signs after relu, and a kernel can keep them."""
+    if residual is None or activation != "relu" or not x.is_cuda or not has_triton():
+        return False
+    return torch.is_grad_enabled() and any_requires_grad((x, weight, bias, residual))
+
+
 @delegates(
     _torch_batch_norm,
     plain=Plain(
@@ -113,9 +127,9 @@ def batch_norm(
         return GIVEN.one(
             x, running_mean, running_var, weight, bias, residual, eps=eps, activation=activation
         )
-    y, mean, var, _, _ = TRAIN(
+    y, mean, var, *_ = TRAIN(
         x, weight, bias, running_mean, running_var, residual, momentum=momentum, eps=eps,
-        activation=activation,
+        activation=activation, keep_signs=_wants_signs(x, weight, bias, residual, activation),
     )  # fmt: skip
     if running_mean is not None and running_var is not None and x.numel():
         with torch.no_grad():

@@ -5,12 +5,14 @@ least number of passes over memory. Counted in tensors of the size of x, with a 
 
     forward     read x for the statistics; read x and the residual, write y              4
     gradient    read grad, x and y, write dz; read dz and x, write dx                    7
+                read the signs of y instead, kept as bits by the forward step            6
 
 dz is the gradient before the activation. It is what the residual receives, so writing it costs
 nothing extra, and reading it again is one tensor less than working it out again from grad and y.
 Without a residual nothing but grad and x is read: the sign before the activation follows from x,
 5 tensors instead of 7. With one, the activations whose slope can be told from y read y, which the
-next layer keeps anyway; the others read the residual.
+next layer keeps anyway; the others read the residual. Of y relu wants to know the signs only
+(``signs.py``): on a GPU they are kept.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from deuteron.ops.movement import lay
 from deuteron.ops.norm import BATCH_TRAIN, Form, Wanted, gradients
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
 from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.signs import PACKED, pack, packed_of, signs_type, unpack, unpacked_of
 
 Tensor = torch.Tensor
 
@@ -74,6 +77,7 @@ ACTIVATIONS: Mapping[str, Act] = {
 _ATTRS = {
     "activation": Attr("str", "none", "what follows the sum", choices=tuple(ACTIVATIONS)),
     "slope": Attr("float", 0.01, "the slope of leaky_relu below 0"),
+    "packed": Attr("str", "none", "along what the signs after relu are bits", choices=PACKED),
 }
 
 # ---- forward -----------------------------------------------------------------------------------
@@ -98,23 +102,41 @@ def _same(what: str, t: TensorType | None, x: TensorType) -> None:
 
 
 def _infer(
-    x: TensorType, *rest: TensorType | None, momentum: float, eps: float, **act: Any
-) -> tuple[TensorType, ...]:
+    x: TensorType, *rest: TensorType | None, momentum: float, eps: float, activation: str,
+    slope: float, packed: str,
+) -> tuple[TensorType, ...]:  # fmt: skip
     *params, residual = rest
     types = BATCH_TRAIN.infer(x, *params, momentum=momentum, eps=eps)
     _same("residual", residual, x)
     assert isinstance(types, tuple)
-    return types
+    return types if _kept(activation, packed) == "none" else (*types, signs_type(x.shape, packed))
+
+
+def _kept(activation: str, packed: str) -> str:
+    """``packed``, which only relu may have."""
+    if packed != "none" and activation != "relu":
+        raise GraphError(
+            f"signs are kept of relu's results, not of those of {activation}",
+            remedy='leave packed out, or use activation="relu"',
+        )
+    return packed
 
 
 def _reference(
-    x: Tensor, *rest: Tensor | None, momentum: float, eps: float, activation: str, slope: float
-) -> tuple[Tensor, ...]:
+    x: Tensor, *rest: Tensor | None, momentum: float, eps: float, activation: str, slope: float,
+    packed: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
     *params, residual = rest
     y, *statistics = BATCH_TRAIN.reference(x, *params, momentum=momentum, eps=eps)
     like = TensorType.from_tensor(y)
     z = y if residual is None else y.add_(residual)  # y is new, and nobody else has it
-    return lay(ACTIVATIONS[activation].value(z, slope), like), *statistics
+    y = lay(ACTIVATIONS[activation].value(z, slope), like)
+    return (y, *statistics) if packed == "none" else (y, *statistics, pack(y, packed))
+
+
+def _implied(outs: Sequence[Tensor | None], attrs: Mapping[str, Any]) -> dict[int, Tensor]:
+    y, packed = outs[0], attrs["packed"]
+    return {} if y is None or packed == "none" else {5: pack(y, packed)}
 
 
 def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
@@ -123,11 +145,12 @@ def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     attrs = {name: v.attrs[name] for name in _ATTRS}
     bent = attrs["activation"] != "none"
     by_y = ACTIVATIONS[attrs["activation"]].shown_by_y(attrs["slope"])
-    y = v.outs[0] if v.has(5) and bent and by_y else None
+    signs = None if attrs["packed"] == "none" else v.outs[5]
+    y = v.outs[0] if v.has(5) and bent and by_y and signs is None else None
     residual = v.arg(5) if v.has(5) and not by_y else None
     weight, bias = v.ins[1], v.ins[2]
     dx, dweight, dbias, dz = b.batch_norm_act_grad(
-        v.grad, v.arg(0), v.outs[3], v.outs[4], weight, bias, y, residual, **attrs
+        v.grad, v.arg(0), v.outs[3], v.outs[4], weight, bias, y, residual, signs, **attrs
     )
     return [
         dx,
@@ -150,16 +173,19 @@ def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list
     momentum, eps, act = attrs["momentum"], attrs["eps"], attrs["activation"]
     y, *statistics = b.batch_norm_train(*given, momentum=momentum, eps=eps)
     z = y if residual is None else y + residual
-    return [z if act == "none" else b.call(act, z, **_act_attrs(attrs)), *statistics]
+    y = z if act == "none" else b.call(act, z, **_act_attrs(attrs))
+    packed = attrs["packed"]
+    return [y, *statistics, *([] if packed == "none" else [packed_of(b, y, packed)])]
 
 
 # ---- gradient ----------------------------------------------------------------------------------
 
 
 def _grad_infer(
-    grad: TensorType, x: TensorType, *rest: TensorType | None, activation: str, slope: float
-) -> tuple[TensorType, ...]:
-    mean, rstd, weight, bias, y, residual = rest
+    grad: TensorType, x: TensorType, *rest: TensorType | None, activation: str, slope: float,
+    packed: str,
+) -> tuple[TensorType, ...]:  # fmt: skip
+    mean, rstd, weight, bias, y, residual, signs = rest
     types = BATCH_TRAIN.infer(x, weight, bias, None, None, momentum=0.1, eps=0.0)
     assert isinstance(types, tuple)
     image, stat = types[0], types[3]
@@ -177,24 +203,44 @@ def _grad_infer(
         raise GraphError(
             f"the gradient of {activation} cannot be told from y", remedy="give the residual"
         )
+    _check_signs(x, signs, _kept(activation, packed))
     return image, stat, stat, image
 
 
+def _check_signs(x: TensorType, signs: TensorType | None, packed: str) -> None:
+    if signs is None and packed == "none":
+        return
+    if signs is None or packed == "none":
+        raise GraphError(
+            f"signs are {'missing' if signs is None else 'given'}, packed is {packed!r}",
+            remedy="give the signs and the packed of batch_norm_act, or neither",
+        )
+    wanted = signs_type(x.shape, packed)
+    if (signs.shape, signs.dtype) != (wanted.shape, wanted.dtype):
+        raise GraphError(
+            f"signs are {signs.dtype.short}{list(signs.shape)}, those of {list(x.shape)} along "
+            f"{packed} are {wanted.dtype.short}{list(wanted.shape)}",
+            remedy="give what batch_norm_act returned",
+        )
+
+
 def _grad_reference(
-    grad: Tensor, x: Tensor, *rest: Tensor | None, activation: str, slope: float
+    grad: Tensor, x: Tensor, *rest: Tensor | None, activation: str, slope: float, packed: str
 ) -> tuple[Tensor, ...]:
-    mean, rstd, weight, bias, y, residual = rest
+    mean, rstd, weight, bias, y, residual, signs = rest
     assert mean is not None and rstd is not None
     image, stat, *_ = _grad_infer(
         *(t if t is None else TensorType.from_tensor(t) for t in (grad, x, *rest)),  # type: ignore[arg-type]
-        activation=activation, slope=slope,
+        activation=activation, slope=slope, packed=packed,
     )  # fmt: skip
     mean, rstd = mean.to(stat.dtype.torch), rstd.to(stat.dtype.torch)
     if not x.numel():
         zero = torch.zeros_like(mean)
         return lay(torch.empty_like(x), image), zero, zero.clone(), lay(grad.clone(), image)
     dz = grad
-    if activation != "none":
+    if signs is not None:
+        dz = torch.where(unpack(signs, tuple(x.shape), packed), grad, 0.0).to(x.dtype)
+    elif activation != "none":
         z = y if y is not None else _before(x, mean, rstd, weight, bias, residual)
         dz = ACTIVATIONS[activation].grad(grad.to(mean.dtype), z.to(mean.dtype), slope).to(x.dtype)
     dz = lay(dz.clone() if dz is grad else dz, image)
@@ -207,7 +253,7 @@ def _grad_reference(
 
 def _grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
     """Its formula in simpler operators, in float32 at least."""
-    grad, x, mean, rstd, weight, bias, y, residual = ins
+    grad, x, mean, rstd, weight, bias, y, residual, signs = ins
     assert grad is not None and x is not None and mean is not None and rstd is not None
     shape, dtype = x.shape, x.dtype
     lies = (1, shape[1], *(1 for _ in shape[2:]))
@@ -216,7 +262,9 @@ def _grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) ->
         return b.one("reshape", b.upcast(t), shape=lies)
 
     dz = b.upcast(grad)
-    if attrs["activation"] != "none":
+    if signs is not None:
+        dz = b.one("where", unpacked_of(b, signs, shape, attrs["packed"]), dz, 0.0)
+    elif attrs["activation"] != "none":
         z = None if y is None else b.upcast(y)
         if z is None:
             z = (b.upcast(x) - spread(mean)) * spread(rstd)
@@ -268,13 +316,22 @@ _SHAPES = (
 )  # fmt: skip
 
 
+_KEPT = (  # with signs: bytes that are full and that are not, nothing at all, a matrix
+    ((2, 9, 3, 2), "nhwc", "channels"), ((2, 8, 3), "contiguous", "positions"),
+    ((2, 3, 5, 5), "contiguous", "positions"), ((3, 4), "contiguous", "channels"),
+    ((2, 4, 3, 3), "contiguous", "channels"), ((0, 8, 3), "contiguous", "positions"),
+)  # fmt: skip
+
+
 def _cases() -> Iterator[tuple[tuple[int, ...], str, dict[str, Any], bool]]:
-    """Shapes, orders, activations in turn; every second one has a residual."""
+    """Shapes, orders, activations in turn, without and with a residual; then those with signs."""
     acts: list[dict[str, Any]] = [{"activation": name} for name in ACTIVATIONS]
     acts += [{"activation": "leaky_relu", "slope": -0.5}]
     for i in range(2 * len(acts)):
         shape, layout = _SHAPES[i % len(_SHAPES)]
         yield shape, layout, acts[i % len(acts)], i >= len(acts)
+    for i, (lengths, layout, packed) in enumerate(_KEPT):
+        yield lengths, layout, {"activation": "relu", "packed": packed}, i < 4
 
 
 def _samples() -> Sequence[Sample]:
@@ -296,9 +353,11 @@ def _grad_samples() -> Sequence[Sample]:
         c, x = shape[1:2], Arg(shape, layout=layout)
         params = [Arg(c), Arg(c)] if i % 3 else [None, None]
         by_y = ACTIVATIONS[act["activation"]].shown_by_y(act.get("slope", 0.01))
-        y = Arg(shape, "away", layout=layout) if joined and by_y else None
+        packed = act.get("packed", "none")
+        y = Arg(shape, "away", layout=layout) if joined and by_y and packed == "none" else None
         residual = Arg(shape) if joined and not by_y else None
-        inputs = (Arg(shape), x, Arg(c), Arg(c, "positive"), *params, y, residual)
+        signs = None if packed == "none" else Arg(signs_type(shape, packed).shape, dtype="u8")
+        inputs = (Arg(shape), x, Arg(c), Arg(c, "positive"), *params, y, residual, signs)
         found.append(Sample(inputs, act, grad=False))
     return found
 
@@ -307,7 +366,8 @@ ACT = OpDef(
     name="batch_norm_act",
     doc="Batch normalisation for training, a residual and an activation in one: "
     "y = activation(batch_norm(x) + residual). Returns what batch_norm_train returns: y, the new "
-    "running mean and variance, the mean and 1/√(var + eps) of this batch. Nothing changes in "
+    "running mean and variance, the mean and 1/√(var + eps) of this batch; with packed also the "
+    "signs of y as bits, which is all that the gradient of relu wants of it. Nothing changes in "
     "place, and gradients flow through y alone.",
     inputs=("x", *_PARAMS, "residual?"),
     attrs={**BATCH_TRAIN.attrs, **_ATTRS},
@@ -318,15 +378,16 @@ ACT = OpDef(
     expand=_expand,
     flops=elementwise_flops(10),
     samples=_samples,
+    implied=_implied,
 )
 
 ACT_GRAD = OpDef(
     name="batch_norm_act_grad",
     doc="The gradient of batch_norm_act: dx, dweight, dbias, and dz, the gradient before the "
     "activation, which is the residual's. mean and rstd are what batch_norm_act returned. Where "
-    "it had a residual, relu, relu6 and leaky_relu (with a slope above 0) want its y, the other "
-    "activations want the residual again.",
-    inputs=("grad", "x", "mean", "rstd", "weight?", "bias?", "y?", "residual?"),
+    "it had a residual, relu, relu6 and leaky_relu (with a slope above 0) want its y, or relu its "
+    "signs, the other activations want the residual again.",
+    inputs=("grad", "x", "mean", "rstd", "weight?", "bias?", "y?", "residual?", "signs?"),
     attrs=_ATTRS,
     infer=_grad_infer,
     reference=_grad_reference,

@@ -71,3 +71,15 @@ def evaluate(
                 continue
             env.update(zip(node.outputs, map(lift, run_node(node, args)), strict=True))
     return {name: env[value] for name, value in graph.outputs}
+
+
+def implied(graph: Graph, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the values ``found`` by one run, those that follow exactly from others among them, and
+    what they must be."""
+    wanted: dict[str, torch.Tensor] = {}
+    for node in graph.nodes:
+        rule = table.get(node.op).implied
+        if rule is not None:
+            follow = rule([found.get(v) for v in node.outputs], node.attrs)
+            wanted.update({node.outputs[i]: t for i, t in follow.items()})
+    return {v: t for v, t in wanted.items() if v in found}

@@ -13,6 +13,8 @@ from deuteron.ir.dtype import DType, dtype
 from deuteron.ir.types import TensorType
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from deuteron.ops.emit import Ops, Sym
     from deuteron.ops.samples import Sample
 
@@ -124,6 +126,7 @@ class Attr:
 InferFn = Callable[..., "TensorType | tuple[TensorType, ...]"]
 VjpFn = Callable[["Ops", "Vjp"], "Sequence[Sym | None]"]
 CostFn = Callable[[Sequence[TensorType | None], Sequence[TensorType], Mapping[str, Any]], float]
+ImpliedFn = Callable[["Sequence[Tensor | None]", Mapping[str, Any]], "Mapping[int, Tensor]"]
 ExpandFn = Callable[["Ops", "Sequence[Sym | None]", Mapping[str, Any]], "Sequence[Sym]"]
 
 
@@ -185,6 +188,9 @@ class OpDef:
     * ``complete(types, attrs)``: attributes made canonical where that takes the types: axes
       counted from 0, one stride per spatial dimension, no −1 in a shape. Applying it twice
       changes nothing.
+    * ``implied(results, attrs)``: results that follow exactly from other results of the same call,
+      by place, such as the signs of another: near 0 rounding decides, so they are held to that
+      one, not to float64. A result that was not asked for is None there.
     * ``samples()``: cases for tests, fuzzing and benchmarks.
     """
 
@@ -200,6 +206,7 @@ class OpDef:
     flops: CostFn = _one_each
     samples: Callable[[], Sequence[Sample]] = tuple
     view: bool = False
+    implied: ImpliedFn | None = None
     complete: Callable[[Sequence[TensorType | None], dict[str, Any]], dict[str, Any]] | None = None
 
     @property

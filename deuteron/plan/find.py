@@ -23,7 +23,7 @@ from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
 from deuteron.plan.choose import Choice, Option, Survey, at_once
-from deuteron.plan.tensors import poisoned, random_tensor, relative_error, restrided
+from deuteron.plan.tensors import errors_of, poisoned, random_tensor, restrided
 from deuteron.plan.timing import timed
 
 # How much better a measurement must be to overturn the estimate's choice: twice what it strays
@@ -232,12 +232,12 @@ class Finder:
     ) -> tuple[dict[int, float], dict[int, str], float | None, str]:
         """Errors, what is wrong with those that err too much, torch's own error, held to what."""
         exact, reference = self._reference(region, feed, results, options)
-        errors = {i: list(map(relative_error, outs, exact)) for i, outs in results.items()}
+        errors = {i: errors_of(region, outs, exact) for i, outs in results.items()}
         plain = next((i for i in results if options[i].candidate.engine == "torch"), None)
         if plain is not None and math.inf in errors[plain]:
             # an overflow, or a comparison at its edge: torch's answer is then the one to give
             reference = "torch"
-            errors = {i: list(map(relative_error, r, results[plain])) for i, r in results.items()}
+            errors = {i: errors_of(region, r, results[plain]) for i, r in results.items()}
         theirs = errors[plain] if plain is not None else [0.0] * len(region.outputs)
         wrong = {i: self._too_wrong(region, found, theirs) for i, found in errors.items()}
         largest = {i: max(found, default=0.0) for i, found in errors.items()}

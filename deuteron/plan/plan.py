@@ -24,7 +24,7 @@ from deuteron.plan.decide import Decision, Progress, constants_on, decide
 from deuteron.plan.find import Finder
 from deuteron.plan.program import Program
 from deuteron.plan.reporting import make_report
-from deuteron.plan.tensors import random_tensor, relative_error
+from deuteron.plan.tensors import errors_of, random_tensor
 from deuteron.plan.timing import interleaved
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -203,9 +203,9 @@ class Plan:
             plain = evaluate(region.graph, feed)
             _, outs, _ = finder._ready(region, choice.option, self._context_of(choice),
                                        [feed[v] for v in region.inputs])  # fmt: skip
-            pairs = list(zip(outs, region.outputs, strict=True))
-            ours = max((relative_error(o, exact[v]) for o, v in pairs), default=0.0)
-            theirs = max((relative_error(plain[v], exact[v]) for v in region.outputs), default=0.0)
+            wanted = [exact[v] for v in region.outputs]
+            both = (outs, [plain[v] for v in region.outputs])
+            ours, theirs = (max(errors_of(region, o, wanted), default=0.0) for o in both)
             self._errors[region.name] = (ours, theirs, "float64")
         return {name: found[0] for name, found in self._errors.items()}
 

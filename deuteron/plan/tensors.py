@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
+from deuteron.ops.evaluate import implied
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
@@ -28,6 +31,16 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     if not bool(agree.all()):
         return math.inf
     return float(difference.nan_to_num(0.0, 0.0, 0.0).max()) / max(scale, 1e-30)
+
+
+def errors_of(
+    region: Region, outs: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> list[float]:
+    """:func:`relative_error` of every output. What follows exactly from other outputs is held to
+    those."""
+    follow = implied(region.graph, dict(zip(region.outputs, outs, strict=True)))
+    wanted = (follow.get(v, e) for v, e in zip(region.outputs, exact, strict=True))
+    return list(map(relative_error, outs, wanted))
 
 
 def overlaps(type_: TensorType) -> bool:

@@ -28,7 +28,7 @@ Maybe = torch.Tensor | None
 def forward(
     d: Division, x: torch.Tensor, weight: Maybe, bias: Maybe, running_mean: Maybe,
     running_var: Maybe, residual: Maybe, y: torch.Tensor, new_mean: Maybe, new_var: Maybe,
-    mean: torch.Tensor, rstd: torch.Tensor, *,
+    mean: torch.Tensor, rstd: torch.Tensor, signs: Maybe, *,
     momentum: float, eps: float, activation: str, slope: float,
 ) -> None:  # fmt: skip
     """Fill y and the statistics. Tensors of the size of x lie in one memory order."""
@@ -38,7 +38,7 @@ def forward(
     size = (d.rows, d.tiles, d.channels, d.units)
     if d.once:
         forward_once(
-            (d.blocks,), x, residual, y, weight, bias, *learned, share, unbiased, eps, slope,
+            (d.blocks,), x, residual, y, signs, weight, bias, *learned, share, unbiased, eps, slope,
             *size, ACT=activation, **d.constants, warps=d.warps,
         )  # fmt: skip
         return
@@ -59,7 +59,7 @@ def forward(
     )  # fmt: skip
     groups = -(-d.tiles // d.each)
     forward_apply(
-        (groups * d.blocks,), x, residual, y, weight, bias, mean, rstd, slope, d.blocks,
+        (groups * d.blocks,), x, residual, y, signs, weight, bias, mean, rstd, slope, d.blocks,
         groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **second,
     )  # fmt: skip
 
@@ -72,13 +72,14 @@ def _more(d: Division, stages: int, chain: bool) -> dict[str, Any]:
 
 def backward(
     d: Division, grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
-    weight: Maybe, bias: Maybe, y: Maybe, residual: Maybe, dx: Maybe, dweight: Maybe,
-    dbias: Maybe, dz: Maybe, *, activation: str, slope: float,
+    weight: Maybe, bias: Maybe, y: Maybe, residual: Maybe, signs: Maybe, dx: Maybe,
+    dweight: Maybe, dbias: Maybe, dz: Maybe, *, activation: str, slope: float,
 ) -> None:  # fmt: skip
     """Fill the gradients that are not None."""
     size = (d.rows, d.tiles, d.channels, d.units)
     part = 1.0 / d.count
-    read = (grad, x, y, residual)
+    read = (grad, x, y, residual, signs)
+    activation = activation if signs is None else "none"  # they tell all that is to know of it
     if d.once:
         backward_once(
             (d.blocks,), *read, dz, dx, weight, bias, mean, rstd, dweight, dbias, part, slope,
@@ -102,7 +103,7 @@ def backward(
     if dx is None:
         return
     if dz is not None:
-        read = (None, x, None, None)
+        read = (None, x, None, None, None)
     groups = -(-d.tiles // d.each)
     backward_apply(
         (groups * d.blocks,), *read, dz, dx, weight, bias, mean, rstd, means, slope, d.blocks,

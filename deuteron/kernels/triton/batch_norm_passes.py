@@ -6,7 +6,8 @@
 
 Bytes, in tensors of the size of x: forward reads x, then x (and the residual) and writes y: 3 (4).
 The gradient reads grad and x, then both again, and writes dx: 5. With a residual it reads grad, x
-and y, writes dz, which the residual receives, then reads dz and x and writes dx: 7.
+and y, writes dz, which the residual receives, then reads dz and x and writes dx: 7; of relu's y
+the signs are enough, which the forward step keeps as bits: 6 and a little.
 
 x is seen as rows of lanes. Channels last: a row is a pixel, its lanes are the channels. Channels
 first: a row is an image, its lanes are the positions of one channel. A tile is [A rows, B lanes].
@@ -53,6 +54,21 @@ def _tile(
         lane = block % across * B + tl.arange(0, B)[None, :]
         at = (row * channels + block // across) * lanes + lane
     return at, row < rows, lane < lanes
+
+
+@triton.jit
+def _bytes(
+    t, block, rows, channels, units, across,
+    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Offsets of the signs of a tile, eight lanes to a byte, and which of them exist. A row of
+    lanes begins with a byte of its own."""
+    if V >= 8:
+        at, row, byte = _tile(t, block, rows, channels, units, across, LAST, A, B // 8, V // 8)
+    else:
+        groups = (units * V + 7) // 8
+        at, row, byte = _tile(t, block, rows, channels, groups, across, LAST, A, B // 8, 1)
+    return at, row & byte
 
 
 @triton.jit
@@ -156,6 +172,37 @@ def _act_grad(g, z, slope, ACT: tl.constexpr):
     return g
 
 
+# ---- signs: where the gradient of relu passes, one bit for each element -------------------------
+
+
+@triton.jit
+def _write_signs(
+    signs, y, inside, t, block, rows, channels, units, across,
+    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """A thread has eight lanes side by side, so a byte is its own."""
+    if signs is not None:
+        at, there = _bytes(t, block, rows, channels, units, across, LAST, A, B, V)
+        kept = tl.where(inside & ~(y <= 0.0), 1, 0)
+        bits = tl.reshape(kept, (A, B // 8, 8)) << tl.arange(0, 8)[None, None, :]
+        tl.store(signs + at, tl.sum(bits, 2).to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _read_signs(
+    signs, t, block, rows, channels, units, across,
+    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """1 where the gradient passes, 0 elsewhere; without signs 1, and the compiler drops it."""
+    if signs is None:
+        return 1
+    else:
+        at, there = _bytes(t, block, rows, channels, units, across, LAST, A, B, V)
+        byte = tl.load(signs + at, mask=there, other=0).to(tl.int32)
+        bits = (byte[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+        return tl.reshape(bits, (A, B))
+
+
 # ---- pieces of the forward step ----------------------------------------------------------------
 
 
@@ -208,11 +255,14 @@ def _learn(
 def _normalise(
     x, residual, y, at, inside, mean, scale, bias, slope, ACT: tl.constexpr,
 ):  # fmt: skip
+    """Writes y of a tile, and returns it as it was written."""
     z = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     z = (z - mean) * scale + bias
     if residual is not None:
         z += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, _act(z, slope, ACT), mask=inside)
+    z = _act(z, slope, ACT).to(y.dtype.element_ty)
+    tl.store(y + at, z, mask=inside)
+    return z
 
 
 # ---- pieces of the gradient --------------------------------------------------------------------
@@ -220,11 +270,12 @@ def _normalise(
 
 @triton.jit
 def _before(
-    grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT: tl.constexpr,
+    grad, x, y, residual, kept, at, inside, mean, scale, bias, slope, ACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient before the activation, and x − mean."""
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean
+    g = tl.where(kept == 0, 0.0, g)
     if ACT != "none":
         if y is not None:
             z = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
@@ -238,7 +289,7 @@ def _before(
 
 @triton.jit
 def _sums(
-    grad, x, y, residual, dz, first, step, block, mean, scale, bias, slope,
+    grad, x, y, residual, signs, dz, first, step, block, mean, scale, bias, slope,
     rows, tiles, channels, units, across, AGAIN: tl.constexpr, ACT: tl.constexpr,
     LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +300,8 @@ def _sums(
     for t in tl.range(first, tiles, step, num_stages=STAGES):
         at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
         inside = row & lane
-        g, v = _before(grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT)
+        kept = _read_signs(signs, t, block, rows, channels, units, across, LAST, A, B, V)
+        g, v = _before(grad, x, y, residual, kept, at, inside, mean, scale, bias, slope, ACT)
         if dz is not None:
             rounded = g.to(dz.dtype.element_ty)
             tl.store(dz + at, rounded, mask=inside)
@@ -263,7 +315,7 @@ def _sums(
 
 @triton.jit
 def _input_gradient(
-    grad, x, y, residual, dz, dx, at, inside, mean, scale, bias, centre, lean, slope,
+    grad, x, y, residual, kept, dz, dx, at, inside, mean, scale, bias, centre, lean, slope,
     ACT: tl.constexpr,
 ):  # fmt: skip
     """dx of a tile, from dz where it was written, else from grad once more."""
@@ -272,7 +324,7 @@ def _input_gradient(
         v = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         v -= mean
     else:
-        g, v = _before(grad, x, y, residual, at, inside, mean, scale, bias, slope, ACT)
+        g, v = _before(grad, x, y, residual, kept, at, inside, mean, scale, bias, slope, ACT)
     tl.store(dx + at, scale * (g - centre - v * lean), mask=inside)
 
 
@@ -281,8 +333,8 @@ def _input_gradient(
 
 @triton.jit
 def forward_once(
-    x, residual, y, weight, bias, running_mean, running_var, new_mean, new_var, mean_out, rstd_out,
-    share, unbiased, eps, slope, rows, tiles, channels, units,
+    x, residual, y, signs, weight, bias, running_mean, running_var, new_mean, new_var, mean_out,
+    rstd_out, share, unbiased, eps, slope, rows, tiles, channels, units,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """A program owns its channels: statistics over all rows, then all rows once more."""
@@ -298,13 +350,15 @@ def forward_once(
     scale = rstd * _number(weight, c, channels, 1.0)
     shift = _number(bias, c, channels, 0.0)
     for t in tl.range(0, tiles):
-        at, row, lane = _tile(tiles - 1 - t, block, rows, channels, units, 1, LAST, A, B, V)
-        _normalise(x, residual, y, at, row & lane, mean, scale, shift, slope, ACT)
+        up = tiles - 1 - t
+        at, row, lane = _tile(up, block, rows, channels, units, 1, LAST, A, B, V)
+        z = _normalise(x, residual, y, at, row & lane, mean, scale, shift, slope, ACT)
+        _write_signs(signs, z, row & lane, up, block, rows, channels, units, 1, LAST, A, B, V)
 
 
 @triton.jit
 def backward_once(
-    grad, x, y, residual, dz, dx, weight, bias, mean_in, rstd_in, dweight, dbias,
+    grad, x, y, residual, signs, dz, dx, weight, bias, mean_in, rstd_in, dweight, dbias,
     part, slope, rows, tiles, channels, units,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -314,7 +368,7 @@ def backward_once(
     mean, rstd = _number(mean_in, c, channels, 0.0), _number(rstd_in, c, channels, 0.0)
     scale, shift = rstd * _number(weight, c, channels, 1.0), _number(bias, c, channels, 0.0)
     plain, along = _sums(
-        grad, x, y, residual, dz, 0, 1, block, mean, scale, shift, slope,
+        grad, x, y, residual, signs, dz, 0, 1, block, mean, scale, shift, slope,
         rows, tiles, channels, units, 1, False, ACT, LAST, A, B, V, 2,
     )  # fmt: skip
     if dweight is not None:
@@ -324,9 +378,11 @@ def backward_once(
     if dx is not None:
         centre, lean = plain * part, along * rstd * rstd * part
         for t in tl.range(0, tiles):
-            at, row, lane = _tile(tiles - 1 - t, block, rows, channels, units, 1, LAST, A, B, V)
+            up = tiles - 1 - t
+            at, row, lane = _tile(up, block, rows, channels, units, 1, LAST, A, B, V)
+            kept = _read_signs(signs, up, block, rows, channels, units, 1, LAST, A, B, V)
             _input_gradient(
-                grad, x, y, residual, None, dx, at, row & lane, mean, scale, shift,
+                grad, x, y, residual, kept, None, dx, at, row & lane, mean, scale, shift,
                 centre, lean, slope, ACT,
             )  # fmt: skip
 
@@ -389,7 +445,7 @@ def forward_merge(
 
 @triton.jit
 def forward_apply(
-    x, residual, y, weight, bias, mean_in, rstd_in, slope, blocks, last, each,
+    x, residual, y, signs, weight, bias, mean_in, rstd_in, slope, blocks, last, each,
     rows, tiles, channels, units, across,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
     STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
@@ -403,12 +459,13 @@ def forward_apply(
     scale = _number(rstd_in, c, channels, 0.0) * _number(weight, c, channels, 1.0)
     for t in tl.range(first, tl.minimum(first + each, tiles), num_stages=STAGES):
         at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
-        _normalise(x, residual, y, at, row & lane, mean, scale, shift, slope, ACT)
+        z = _normalise(x, residual, y, at, row & lane, mean, scale, shift, slope, ACT)
+        _write_signs(signs, z, row & lane, t, block, rows, channels, units, across, LAST, A, B, V)
 
 
 @triton.jit
 def backward_sums(
-    grad, x, y, residual, dz, weight, bias, mean_in, rstd_in, parts, slope, blocks, splits,
+    grad, x, y, residual, signs, dz, weight, bias, mean_in, rstd_in, parts, slope, blocks, splits,
     rows, tiles, channels, units, across,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
     STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
@@ -420,7 +477,7 @@ def backward_sums(
     mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
     scale = _number(rstd_in, c, channels, 0.0) * _number(weight, c, channels, 1.0)
     plain, along = _sums(
-        grad, x, y, residual, dz, split, splits, block, mean, scale, shift, slope,
+        grad, x, y, residual, signs, dz, split, splits, block, mean, scale, shift, slope,
         rows, tiles, channels, units, across, True, ACT, LAST, A, B, V, STAGES,
     )  # fmt: skip
     part = split if LAST else split * across + block % across
@@ -458,8 +515,8 @@ def backward_merge(
 
 @triton.jit
 def backward_apply(
-    grad, x, y, residual, dz, dx, weight, bias, mean_in, rstd_in, means, slope, blocks, last, each,
-    rows, tiles, channels, units, across,
+    grad, x, y, residual, signs, dz, dx, weight, bias, mean_in, rstd_in, means, slope, blocks,
+    last, each, rows, tiles, channels, units, across,
     ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
     STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
@@ -474,7 +531,8 @@ def backward_apply(
     lean = _number(means + channels, c, channels, 0.0)
     for t in tl.range(first, tl.minimum(first + each, tiles), num_stages=STAGES):
         at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
+        kept = _read_signs(signs, t, block, rows, channels, units, across, LAST, A, B, V)
         _input_gradient(
-            grad, x, y, residual, dz, dx, at, row & lane, mean, scale, shift,
+            grad, x, y, residual, kept, dz, dx, at, row & lane, mean, scale, shift,
             centre, lean, slope, ACT,
         )  # fmt: skip

@@ -65,7 +65,7 @@ class Division:
     @property
     def constants(self) -> dict[str, Any]:
         together = self.lanes & -self.lanes
-        return {"LAST": self.last, "A": self.a, "B": self.b, "V": min(together, 16)}
+        return {"LAST": self.last, "A": self.a, "B": self.b, "V": min(together, 32)}
 
     @property
     def units(self) -> int:
@@ -81,16 +81,18 @@ class Division:
 def divide(
     shape: tuple[int, ...], last: bool, units: int, *, tile: int = 4096, warps: int = 4,
     stages: int = 3, deep: int = 5, waves: int = 2, each: int = 4, once: bool = True,
+    width: int = 256,
 ) -> Division:  # fmt: skip
     """The division of x [N, C, …] on a GPU with ``units`` multiprocessors: ``tile`` elements at a
     time, ``waves`` programs per multiprocessor in the first pass, ``each`` tiles per program in
-    the second. Without ``once`` even the smallest takes a launch for each pass."""
+    the second. Without ``once`` even the smallest takes a launch for each pass. ``width`` is the
+    most channels of a tile, if they come last."""
     n, channels, positions = shape[0], shape[1], prod(shape[2:])
     rows, lanes = (n * positions, channels) if last else (n, positions)
     wide = n * channels * positions >= INT32
     narrow = power_of_two(min(lanes, NARROW) if last else lanes)
     once = once and not wide and rows * narrow <= SMALL and (last or lanes <= tile)
-    b = narrow if once else _width(lanes, 256 if last else tile)
+    b = narrow if once else _width(lanes, width if last else tile)
     a = max(1, min(tile // b, power_of_two(rows)))
     deep = min(deep, 3) if tile > LARGE else deep
     blocks = -(-lanes // b) * (1 if last else channels)
