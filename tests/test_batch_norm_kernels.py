@@ -3,7 +3,6 @@ without a GPU, who is chosen to run it, and the same numbers on the CPU in every
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -20,10 +19,9 @@ from deuteron.kernels.triton.batch_norm_tiles import PIECES, divide
 from deuteron.ops import Ops, infer
 from deuteron.ops.batch_norm import ACT, ACT_GRAD, ACTIVATIONS
 from deuteron.ops.evaluate import evaluate
-from deuteron.ops.signs import is_channels_last, pack, signs_type, unpack
+from deuteron.ops.signs import is_channels_last, signs_type
 from deuteron.passes import Context, run_passes
 from deuteron.plan.decide import decide
-from deuteron.plan.tensors import errors_of
 from deuteron.policy import Policy
 from deuteron.target import GPUS
 from tests.batch_norm_cases import calm
@@ -106,25 +104,6 @@ def test_compile_without_spills_and_move_16_bytes(
                 assert wide, f"{name} does not load 16 bytes at a time"
 
 
-@pytest.mark.parametrize(
-    ("last", "dtype", "width", "stages"),
-    [(True, HALF, 64, 5), (True, HALF, 256, 5), (False, BRAIN, 256, 5), (True, F32, 64, 0)],
-)
-def test_signs_cost_no_spills_and_travel_together(last, dtype, width, stages, monkeypatch):
-    """A thread packs what it holds; where a tile has 4 bytes for each, they are fetched ahead."""
-    pytest.importorskip("triton")
-    d = divide(BIG, last, H200.units, tile=8192 // dtype.itemsize, width=width)
-    for arch in (80, 90):
-        kernels = compiled(d, dtype, True, "relu", arch, monkeypatch, signs=True)
-        for name, kernel in kernels.items():
-            assert spilled(kernel, arch) == 0, name
-            ptx = kernel.asm["ptx"]
-            if "merge" not in name:
-                assert re.search(r"cp\.async\.cg.* 0x10|ld\.global[.\w:]*v4\.b32", ptx), name
-        ahead = re.findall(r"cp\.async\.ca.* 0x4,", kernels["backward_sums"].asm["ptx"])
-        assert len(ahead) == stages
-
-
 def test_offsets_past_two_to_the_31_are_64_bit(monkeypatch):
     pytest.importorskip("triton")
     for last in (True, False):
@@ -176,93 +155,6 @@ def test_a_plan_by_estimate_takes_the_kernels_on_a_gpu(shape, layout, residual):
     assert [c.candidate.engine for c in choices] == ["triton_kernels"] * 2
 
 
-def kept(graph: dt.Graph, target=H200) -> tuple[str, ...]:
-    """How the batch norms of a graph and their gradients keep signs, after the passes."""
-    done, _ = run_passes(graph.ir(), Context(target, Policy()))
-    return tuple(n.attrs["packed"] for n in done.nodes if n.op.startswith("batch_norm_act"))
-
-
-def test_signs_are_kept_for_the_gradient_on_a_gpu_where_they_save_bytes():
-    assert kept(block()) == ("channels", "channels")
-    assert kept(block(layout="contiguous")) == ("positions", "positions")
-    assert kept(block((16, 64, 9))) == ("positions", "positions")
-    assert kept(block((16, 64), layout="contiguous")) == ("channels", "channels")
-    nothing = ("none", "none")
-    assert kept(block(), dt.target("cpu")) == nothing
-    assert kept(block(residual=False)) == nothing  # x tells them
-    assert kept(block(activation="relu6")) == kept(block(activation="silu")) == nothing
-    assert kept(block((64, 4, 9, 9))) == nothing  # a byte for four channels
-    assert kept(block(dtype=dt.float64)) == nothing
-
-
-def test_signs_take_the_place_of_y_and_change_no_other_output():
-    graph = block((4, 16, 3, 3))
-    done, records = run_passes(graph.ir(), Context(H200, Policy()))
-    forward, backward = done.nodes
-    assert backward.inputs[6] is None and backward.inputs[8] == forward.outputs[5]
-    assert [n for n, _ in done.outputs] == [n for n, _ in graph.ir().outputs]
-    assert next(r.fired for r in records if r.name == "keep signs")
-    feed = feed_of(graph)
-    want, got = evaluate(graph.ir(), feed), evaluate(done, feed)
-    assert all(torch.equal(got[name], t) for name, t in want.items())
-
-
-def test_a_forward_step_alone_keeps_nothing():
-    g = dt.Graph()
-    x, r = (g.tensor(n, BIG, dt.float16, layout="nhwc") for n in "xr")
-    g.batch_norm_act(x, residual=r, activation="relu")[0].output("y")
-    assert kept(g) == ("none",)
-
-
-@pytest.mark.parametrize("packed", ["channels", "positions"])
-@pytest.mark.parametrize(
-    "shape", [(2, 9, 3, 5), (3, 8), (2, 16, 8), (1, 1, 1), (0, 8, 3), (2, 5, 0)]
-)
-def test_signs_come_back_as_they_were(shape, packed):
-    y = torch.randn(shape, generator=torch.Generator().manual_seed(0)).relu()
-    if y.numel() > 2:
-        y.view(-1)[1] = torch.nan
-    signs = pack(y, packed)
-    assert TensorType.from_tensor(signs) == signs_type(shape, packed)
-    assert torch.equal(unpack(signs, shape, packed), ~(y <= 0))
-    if packed == "channels" and shape == (3, 8):
-        assert signs.flatten().tolist() == [
-            sum((v > 0 or v != v) << k for k, v in enumerate(row)) for row in y.tolist()
-        ]
-
-
-def test_the_function_saves_signs_instead_of_y():
-    """As it would on a GPU; the references stand in for the kernels."""
-    from deuteron.functional.batch_norm import TRAIN
-    from deuteron.functional.core import Pull
-
-    x, c = TensorType.of((4, 16, 6, 6), "f16").with_layout("nhwc"), TensorType.of((16,), "f32")
-    attrs = {"momentum": 0.1, "eps": 1e-5, "activation": "relu"}
-    saved = {}
-    for keep in (True, False):
-        types, needs = (x, c, c, None, None, x), (True, True, True, False, False, True)
-        pull = Pull(TRAIN, types, {**attrs, "keep_signs": keep}, needs)
-        (node,) = (n for n in pull._usual().nodes if n.op == "batch_norm_act_grad")
-        y, _, signs = (*node.inputs, None, None)[6:9]
-        assert (y is None, signs is None) == (keep, not keep)
-        saved[keep] = pull._bytes_saved(pull.kept)[0]
-        assert [n.op for n in pull._usual().nodes] == ["batch_norm_act_grad"]  # nothing again
-    assert saved[False] - saved[True] == x.nbytes
-
-
-def test_measuring_holds_signs_to_the_result_they_are_of():
-    g = dt.Graph()
-    x, r = (g.tensor(n, (4, 16, 3, 3)) for n in "xr")
-    results = g.batch_norm_act(x, residual=r, activation="relu", packed="positions")
-    results[0].output("y"), results[5].output("signs")
-    region = Region(g.ir())
-    y = torch.randn(4, 16, 3, 3).relu()
-    other = torch.where(y > 0, 0.0, 1e-9)
-    signs = [pack(t, "positions") for t in (y, other)]
-    assert errors_of(region, [y, signs[0]], [other, signs[1]])[1] == 0.0
-    assert errors_of(region, [y, signs[1]], [y, signs[1]])[1] == math.inf
-
-
 def test_batch_norm_train_with_sum_and_activation_is_taken_as_one():
     g = dt.Graph()
     x, r = (g.tensor(n, BIG, dt.float16, layout="nhwc") for n in "xr")
@@ -296,13 +188,6 @@ def test_refuses_with_reasons():
     assert forward is None
     _, backward = refusal("relu", H200, x)
     assert "alone" in backward.reason
-    given, nhwc = {"activation": "relu"}, TensorType.of((2, 16, 3, 3), "f32", "nhwc")
-    forward, _ = refusal("batch_norm_act", H200, nhwc, packed="channels", **given)
-    assert forward is None
-    forward, _ = refusal("batch_norm_act", H200, nhwc, packed="positions", **given)
-    assert "side by side" in forward.reason and 'packed="channels"' in forward.remedy
-    forward, _ = refusal("batch_norm_act", H200, x, packed="channels", **given)
-    assert 'packed="positions"' in forward.remedy
 
 
 def test_one_position_is_a_matrix_and_one_channel_is_not():
