@@ -31,62 +31,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deuteron.kernels.triton.batch_norm_parts import (
+    act,
+    act_grad,
+    channel_of,
+    number,
+    read_signs,
+    start,
+    tile_at,
+    total,
+    write_signs,
+)
 from deuteron.kernels.triton.chain import enter
 
 SAMPLES = tl.constexpr(8)  # values of a channel that its pivot is chosen from
 
-# ---- places ------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _tile(
-    t, block, rows, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """Offsets of tile t of a block, and which of its rows and lanes exist. The number of lanes is
-    given as units · V, so that the compiler sees how many elements may travel together."""
-    lanes = units * V
-    row = t * A + tl.arange(0, A)[:, None]
-    if LAST:
-        lane = block * B + tl.arange(0, B)[None, :]
-        at = row * lanes + lane
-    else:
-        lane = block % across * B + tl.arange(0, B)[None, :]
-        at = (row * channels + block // across) * lanes + lane
-    return at, row < rows, lane < lanes
-
-
-@triton.jit
-def _bytes(
-    t, block, rows, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """Offsets of the signs of a tile, eight lanes to a byte, and which of them exist. A row of
-    lanes begins with a byte of its own."""
-    if V >= 8:
-        at, row, byte = _tile(t, block, rows, channels, units, across, LAST, A, B // 8, V // 8)
-    else:
-        groups = (units * V + 7) // 8
-        at, row, byte = _tile(t, block, rows, channels, groups, across, LAST, A, B // 8, 1)
-    return at, row & byte
-
-
-@triton.jit
-def _channel(block, across, LAST: tl.constexpr, B: tl.constexpr):
-    """The channels of a block: one for each lane, or a single one."""
-    if LAST:
-        return block * B + tl.arange(0, B)[None, :]
-    else:
-        return block // across
-
-
-@triton.jit
-def _number(of, c, channels, default: tl.constexpr):
-    """A number for each channel, or a default where the tensor is left out."""
-    if of is None:
-        return default
-    else:
-        return tl.load(of + c, mask=c < channels, other=0.0).to(tl.float32)
+# ---- pieces of the forward step ----------------------------------------------------------------
 
 
 @triton.jit
@@ -118,119 +78,30 @@ def _rstd(var, eps):
 
 
 @triton.jit
-def _total(v, LAST: tl.constexpr):
-    """The sum over a tile for each channel."""
-    if LAST:
-        return tl.sum(v, 0, keep_dims=True)
-    else:
-        return tl.sum(tl.sum(v, 1), 0)
-
-
-@triton.jit
-def _start(blocks, WIDE: tl.constexpr):
-    """Which part of the rows and which block this program has; 64 bits where offsets need them."""
-    program = tl.program_id(0)
-    if WIDE:
-        program = program.to(tl.int64)
-    return program // blocks, program % blocks
-
-
-# ---- activations -------------------------------------------------------------------------------
-
-
-@triton.jit
-def _act(z, slope, ACT: tl.constexpr):
-    """The activation of z; nan stays nan."""
-    if ACT == "relu":
-        z = tl.where(z <= 0.0, 0.0, z)
-    if ACT == "relu6":
-        z = tl.where(z <= 0.0, 0.0, tl.where(z >= 6.0, 6.0, z))
-    if ACT == "leaky_relu":
-        z = tl.where(z > 0.0, z, z * slope)
-    if ACT == "silu":
-        z = z / (1.0 + tl.exp(-z))
-    if ACT == "hardswish":
-        gate = tl.where(z <= -3.0, 0.0, tl.where(z >= 3.0, 6.0, z + 3.0))
-        z = z * gate * (1.0 / 6.0)
-    return z
-
-
-@triton.jit
-def _act_grad(g, z, slope, ACT: tl.constexpr):
-    """The gradient before the activation; z may be y where that shows the slope as well."""
-    if ACT == "relu":
-        g = tl.where(z <= 0.0, 0.0, g)
-    if ACT == "relu6":
-        g = tl.where((z <= 0.0) | (z >= 6.0), 0.0, g)
-    if ACT == "leaky_relu":
-        g = tl.where(z > 0.0, g, g * slope)
-    if ACT == "silu":
-        s = 1.0 / (1.0 + tl.exp(-z))
-        g = g * s * (1.0 + z * (1.0 - s))
-    if ACT == "hardswish":
-        g = tl.where(z >= 3.0, g, tl.where(z <= -3.0, 0.0, g * (z * (1.0 / 3.0) + 0.5)))
-    return g
-
-
-# ---- signs: where the gradient of relu passes, one bit for each element -------------------------
-
-
-@triton.jit
-def _write_signs(
-    signs, y, inside, t, block, rows, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """A thread has eight lanes side by side, so a byte is its own."""
-    if signs is not None:
-        at, there = _bytes(t, block, rows, channels, units, across, LAST, A, B, V)
-        kept = tl.where(inside & ~(y <= 0.0), 1, 0)
-        bits = tl.reshape(kept, (A, B // 8, 8)) << tl.arange(0, 8)[None, None, :]
-        tl.store(signs + at, tl.sum(bits, 2).to(tl.uint8), mask=there)
-
-
-@triton.jit
-def _read_signs(
-    signs, t, block, rows, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """1 where the gradient passes, 0 elsewhere; without signs 1, and the compiler drops it."""
-    if signs is None:
-        return 1
-    else:
-        at, there = _bytes(t, block, rows, channels, units, across, LAST, A, B, V)
-        byte = tl.load(signs + at, mask=there, other=0).to(tl.int32)
-        bits = (byte[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
-        return tl.reshape(bits, (A, B))
-
-
-# ---- pieces of the forward step ----------------------------------------------------------------
-
-
-@triton.jit
 def _statistics(
     x, first, step, block, rows, tiles, channels, units, across,
     LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Count, mean above the pivot and squared spread per channel over the tiles first,
     first + step, …"""
-    pivot = _pivot(x, _channel(block, across, LAST, B), rows, channels, units, LAST, V)
+    pivot = _pivot(x, channel_of(block, across, LAST, B), rows, channels, units, LAST, V)
     mean = tl.zeros((A, B), tl.float32)
     spread = tl.zeros((A, B), tl.float32)
     seen = 0.0
     for t in tl.range(first, tiles, step, num_stages=STAGES):
-        at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
+        at, row, lane = tile_at(t, block, rows, channels, units, across, LAST, A, B, V)
         v = tl.load(x + at, mask=row & lane, other=0.0).to(tl.float32) - pivot
         seen += 1.0
         off = tl.where(row & lane, v - mean, 0.0)
         mean += off * (1.0 / seen)
         spread += off * (v - mean)
     last = first + (tiles - 1 - first) // step * step
-    _, row, lane = _tile(last, block, rows, channels, units, across, LAST, A, B, V)
+    _, row, lane = tile_at(last, block, rows, channels, units, across, LAST, A, B, V)
     visits = tl.where(lane, seen - tl.where(row, 0.0, 1.0), 0.0)  # only the last tile has gaps
-    count = _total(visits, LAST)
-    centre = _total(visits * mean, LAST) / count
+    count = total(visits, LAST)
+    centre = total(visits * mean, LAST) / count
     away = mean - centre
-    return count, centre, _total(spread + visits * away * away, LAST)
+    return count, centre, total(spread + visits * away * away, LAST)
 
 
 @triton.jit
@@ -242,12 +113,12 @@ def _learn(
     if new_mean is not None:
         moved = mean
         if running_mean is not None:
-            moved = keep * _number(running_mean, c, channels, 0.0) + share * mean
+            moved = keep * number(running_mean, c, channels, 0.0) + share * mean
         tl.store(new_mean + c, moved, mask=c < channels)
     if new_var is not None:
         grown = var * unbiased
         if running_var is not None:
-            grown = keep * _number(running_var, c, channels, 0.0) + share * grown
+            grown = keep * number(running_var, c, channels, 0.0) + share * grown
         tl.store(new_var + c, grown, mask=c < channels)
 
 
@@ -260,7 +131,7 @@ def _normalise(
     z = (z - mean) * scale + bias
     if residual is not None:
         z += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    z = _act(z, slope, ACT).to(y.dtype.element_ty)
+    z = act(z, slope, ACT).to(y.dtype.element_ty)
     tl.store(y + at, z, mask=inside)
     return z
 
@@ -283,7 +154,7 @@ def _before(
             z = v * scale + bias
             if residual is not None:
                 z += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        g = _act_grad(g, z, slope, ACT)
+        g = act_grad(g, z, slope, ACT)
     return g, v
 
 
@@ -298,9 +169,9 @@ def _sums(
     plain = tl.zeros((A, B), tl.float32)
     along = tl.zeros((A, B), tl.float32)
     for t in tl.range(first, tiles, step, num_stages=STAGES):
-        at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
+        at, row, lane = tile_at(t, block, rows, channels, units, across, LAST, A, B, V)
         inside = row & lane
-        kept = _read_signs(signs, t, block, rows, channels, units, across, LAST, A, B, V)
+        kept = read_signs(signs, t, block, rows, channels, units, across, LAST, A, B, V)
         g, v = _before(grad, x, y, residual, kept, at, inside, mean, scale, bias, slope, ACT)
         if dz is not None:
             rounded = g.to(dz.dtype.element_ty)
@@ -310,7 +181,7 @@ def _sums(
         g = tl.where(inside, g, 0.0)
         plain += g
         along += g * tl.where(inside, v, 0.0)
-    return _total(plain, LAST), _total(along, LAST)
+    return total(plain, LAST), total(along, LAST)
 
 
 @triton.jit
@@ -339,7 +210,7 @@ def forward_once(
 ):  # fmt: skip
     """A program owns its channels: statistics over all rows, then all rows once more."""
     block = tl.program_id(0)
-    c = _channel(block, 1, LAST, B)
+    c = channel_of(block, 1, LAST, B)
     n, mean, spread = _statistics(x, 0, 1, block, rows, tiles, channels, units, 1, LAST, A, B, V, 2)
     mean += _pivot(x, c, rows, channels, units, LAST, V)
     var = spread / n
@@ -347,13 +218,13 @@ def forward_once(
     tl.store(mean_out + c, mean, mask=c < channels)
     tl.store(rstd_out + c, rstd, mask=c < channels)
     _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels)
-    scale = rstd * _number(weight, c, channels, 1.0)
-    shift = _number(bias, c, channels, 0.0)
+    scale = rstd * number(weight, c, channels, 1.0)
+    shift = number(bias, c, channels, 0.0)
     for t in tl.range(0, tiles):
         up = tiles - 1 - t
-        at, row, lane = _tile(up, block, rows, channels, units, 1, LAST, A, B, V)
+        at, row, lane = tile_at(up, block, rows, channels, units, 1, LAST, A, B, V)
         z = _normalise(x, residual, y, at, row & lane, mean, scale, shift, slope, ACT)
-        _write_signs(signs, z, row & lane, up, block, rows, channels, units, 1, LAST, A, B, V)
+        write_signs(signs, z, row & lane, up, block, rows, channels, units, 1, LAST, A, B, V)
 
 
 @triton.jit
@@ -364,9 +235,9 @@ def backward_once(
 ):  # fmt: skip
     """The same for the gradient. dz, where it is wanted, is written and not read again."""
     block = tl.program_id(0)
-    c = _channel(block, 1, LAST, B)
-    mean, rstd = _number(mean_in, c, channels, 0.0), _number(rstd_in, c, channels, 0.0)
-    scale, shift = rstd * _number(weight, c, channels, 1.0), _number(bias, c, channels, 0.0)
+    c = channel_of(block, 1, LAST, B)
+    mean, rstd = number(mean_in, c, channels, 0.0), number(rstd_in, c, channels, 0.0)
+    scale, shift = rstd * number(weight, c, channels, 1.0), number(bias, c, channels, 0.0)
     plain, along = _sums(
         grad, x, y, residual, signs, dz, 0, 1, block, mean, scale, shift, slope,
         rows, tiles, channels, units, 1, False, ACT, LAST, A, B, V, 2,
@@ -379,8 +250,8 @@ def backward_once(
         centre, lean = plain * part, along * rstd * rstd * part
         for t in tl.range(0, tiles):
             up = tiles - 1 - t
-            at, row, lane = _tile(up, block, rows, channels, units, 1, LAST, A, B, V)
-            kept = _read_signs(signs, up, block, rows, channels, units, 1, LAST, A, B, V)
+            at, row, lane = tile_at(up, block, rows, channels, units, 1, LAST, A, B, V)
+            kept = read_signs(signs, up, block, rows, channels, units, 1, LAST, A, B, V)
             _input_gradient(
                 grad, x, y, residual, kept, None, dx, at, row & lane, mean, scale, shift,
                 centre, lean, slope, ACT,
@@ -399,11 +270,11 @@ def forward_statistics(
     """parts[0] and parts[1]: mean above the pivot and squared spread of each program's rows;
     counts: how many values that were."""
     enter(CHAIN, True)
-    split, block = _start(blocks, WIDE)
+    split, block = start(blocks, WIDE)
     n, mean, spread = _statistics(
         x, split, splits, block, rows, tiles, channels, units, across, LAST, A, B, V, STAGES
     )
-    c = _channel(block, across, LAST, B)
+    c = channel_of(block, across, LAST, B)
     part = split if LAST else split * across + block % across
     pieces = splits if LAST else splits * across
     tl.store(parts + part * channels + c, mean, mask=c < channels)
@@ -452,15 +323,15 @@ def forward_apply(
 ):  # fmt: skip
     """y of ``each`` tiles in a row, the last tiles of x first."""
     enter(CHAIN, False)
-    split, block = _start(blocks, WIDE)
+    split, block = start(blocks, WIDE)
     first = (last - split) * each
-    c = _channel(block, across, LAST, B)
-    mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
-    scale = _number(rstd_in, c, channels, 0.0) * _number(weight, c, channels, 1.0)
+    c = channel_of(block, across, LAST, B)
+    mean, shift = number(mean_in, c, channels, 0.0), number(bias, c, channels, 0.0)
+    scale = number(rstd_in, c, channels, 0.0) * number(weight, c, channels, 1.0)
     for t in tl.range(first, tl.minimum(first + each, tiles), num_stages=STAGES):
-        at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
+        at, row, lane = tile_at(t, block, rows, channels, units, across, LAST, A, B, V)
         z = _normalise(x, residual, y, at, row & lane, mean, scale, shift, slope, ACT)
-        _write_signs(signs, z, row & lane, t, block, rows, channels, units, across, LAST, A, B, V)
+        write_signs(signs, z, row & lane, t, block, rows, channels, units, across, LAST, A, B, V)
 
 
 @triton.jit
@@ -472,10 +343,10 @@ def backward_sums(
 ):  # fmt: skip
     """parts[0] and parts[1]: Σ dz and Σ dz · (x − mean) of each program's rows."""
     enter(CHAIN, True)
-    split, block = _start(blocks, WIDE)
-    c = _channel(block, across, LAST, B)
-    mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
-    scale = _number(rstd_in, c, channels, 0.0) * _number(weight, c, channels, 1.0)
+    split, block = start(blocks, WIDE)
+    c = channel_of(block, across, LAST, B)
+    mean, shift = number(mean_in, c, channels, 0.0), number(bias, c, channels, 0.0)
+    scale = number(rstd_in, c, channels, 0.0) * number(weight, c, channels, 1.0)
     plain, along = _sums(
         grad, x, y, residual, signs, dz, split, splits, block, mean, scale, shift, slope,
         rows, tiles, channels, units, across, True, ACT, LAST, A, B, V, STAGES,
@@ -503,7 +374,7 @@ def backward_merge(
         at = parts + (first + p) * channels + c
         plain += tl.load(at, mask=inside, other=0.0)
         along += tl.load(at + pieces * channels, mask=inside, other=0.0)
-    rstd = _number(rstd_in, c, channels, 0.0)
+    rstd = number(rstd_in, c, channels, 0.0)
     dz, lean = tl.sum(plain, 0, keep_dims=True), tl.sum(along, 0, keep_dims=True) * rstd
     if dweight is not None:
         tl.store(dweight + c, lean, mask=c < channels)
@@ -522,16 +393,16 @@ def backward_apply(
 ):  # fmt: skip
     """dx of ``each`` tiles in a row, the last tiles of x first."""
     enter(CHAIN, False)
-    split, block = _start(blocks, WIDE)
+    split, block = start(blocks, WIDE)
     first = (last - split) * each
-    c = _channel(block, across, LAST, B)
-    mean, shift = _number(mean_in, c, channels, 0.0), _number(bias, c, channels, 0.0)
-    scale = _number(rstd_in, c, channels, 0.0) * _number(weight, c, channels, 1.0)
-    centre = _number(means, c, channels, 0.0)
-    lean = _number(means + channels, c, channels, 0.0)
+    c = channel_of(block, across, LAST, B)
+    mean, shift = number(mean_in, c, channels, 0.0), number(bias, c, channels, 0.0)
+    scale = number(rstd_in, c, channels, 0.0) * number(weight, c, channels, 1.0)
+    centre = number(means, c, channels, 0.0)
+    lean = number(means + channels, c, channels, 0.0)
     for t in tl.range(first, tl.minimum(first + each, tiles), num_stages=STAGES):
-        at, row, lane = _tile(t, block, rows, channels, units, across, LAST, A, B, V)
-        kept = _read_signs(signs, t, block, rows, channels, units, across, LAST, A, B, V)
+        at, row, lane = tile_at(t, block, rows, channels, units, across, LAST, A, B, V)
+        kept = read_signs(signs, t, block, rows, channels, units, across, LAST, A, B, V)
         _input_gradient(
             grad, x, y, residual, kept, dz, dx, at, row & lane, mean, scale, shift,
             centre, lean, slope, ACT,
