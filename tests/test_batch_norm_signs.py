@@ -170,6 +170,9 @@ def test_kernels_refuse_bits_that_lie_across_a_tile():
     first = nhwc.with_layout("contiguous")
     forward, _ = refusal("batch_norm_act", H200, first, packed="channels", **act)
     assert 'packed="positions"' in forward.remedy
+    few = TensorType.of((2, 4, 3, 3), "f32", "nhwc")
+    forward, _ = refusal("batch_norm_act", H200, few, packed="channels", **act)
+    assert "fewer than 8" in forward.reason and "leave" in forward.remedy
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,8 @@ def _refuse_signs(step: Step) -> Refusal | None:
     asked, usual = step.attrs["packed"], packing(step.image)
     if asked == usual:
         return None
+    if usual == "none":
+        return Refusal("fewer than 8 elements side by side fill no byte", "leave packed out")
     return Refusal(f"signs along {asked} are not side by side", f'use packed="{usual}"')
 
 

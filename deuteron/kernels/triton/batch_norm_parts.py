@@ -125,7 +125,7 @@ def write_signs(
     signs, y, inside, t, block, rows, channels, units, across,
     LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Eight lanes side by side make a byte, which nobody else writes; lanes beyond the end are 0."""
+    """Eight lanes side by side make a byte that nobody else writes; those beyond the end are 0."""
     if signs is not None:
         at, there = bytes_at(t, block, rows, channels, units, across, LAST, A, B, V)
         kept = tl.where(inside & ~(y <= 0.0), 1, 0)
