@@ -263,7 +263,7 @@ def test_find_verifies_and_remembers(tmp_path):
     builds = []
     for measured in (True, False):
         with registered(wrong):
-            plan = g.compile(device="cuda", find=True, budget_s=10.0, cache=Cache.open(path))
+            plan = g.compile(device="cuda", find=True, budget_s=300.0, cache=Cache.open(path))
         assert plan.decision.notes[-1].startswith("regions measured: 0") != measured
         options = plan.decision.choices[0].options
         assert all("error" in o.rejected for o in options if o.candidate.engine == "fake")

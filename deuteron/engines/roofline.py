@@ -183,6 +183,8 @@ OVERHEAD = {  # seconds a call costs beyond its work
     ("layer_norm_grad", "cuda"): 2.5e-5, ("rms_norm_grad", "cuda"): 2e-5,
     ("group_norm_grad", "cuda"): 2.5e-5, ("instance_norm_grad", "cuda"): 2.5e-5,
     ("histogram", "cuda"): 2.5e-5,
+    ("batch_norm_train", "cuda"): 4e-6, ("batch_norm_act", "cuda"): 6e-6,  # a few
+    ("batch_norm_act_grad", "cuda"): 1e-5,
 }  # fmt: skip
 
 SLOW = {  # operators whose library kernels stay well under the roofline

@@ -22,13 +22,14 @@ from deuteron.ir.types import TensorType, same_strides
 from deuteron.kernels.triton.batch_norm_tiles import Division, divide
 from deuteron.ops.batch_norm import ACTIVATIONS
 from deuteron.ops.movement import lay
-from deuteron.ops.signs import is_channels_last, packing
+from deuteron.ops.signs import is_channels_last, side_by_side
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 TYPES = ("f32", "f16", "bf16")
 TILE = 8192  # bytes; registers and shared memory then hold three programs on a multiprocessor
 NARROW = 64  # channels of the gradient's tiles; 256 were 1 to 3 % slower on an H200
+ALONE = 15e9  # bytes per second that one program moves; 128 of them reached 2 TB/s on an H200
 BUILD_S = 0.5  # compiled at the first launch, and kept on disk by Triton
 
 
@@ -132,7 +133,7 @@ def _refuse(read: Read, region: Region, target: Target, policy: Policy) -> Refus
 
 def _refuse_signs(step: Step) -> Refusal | None:
     """A tile holds the bits of whole bytes only along what lies side by side."""
-    asked, usual = step.attrs["packed"], packing(step.image)
+    asked, usual = step.attrs["packed"], side_by_side(step.image)
     if asked == usual:
         return None
     if usual == "none":
@@ -176,9 +177,12 @@ def _seconds(read: Read, region: Region, target: Target, knobs: Mapping[str, Any
     again = 1 if read is forward_step else 2
     size = (moved + written + again) * step.image.nbytes
     size += types[step.signs].nbytes if step.signs else 0
-    once = _division(step.image, target, knobs).once
     speed = target.cache_bandwidth if size < target.cache_bytes / 2 else target.stream
-    return size / (max(speed, target.stream) * REACHED) + (1 if once else 3) * target.launch
+    speed = max(speed, target.stream) * REACHED
+    d = _division(step.image, target, knobs)
+    if d.once:
+        return size / min(speed, d.blocks * ALONE) + target.launch
+    return size / speed + 3 * target.launch
 
 
 def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
