@@ -30,7 +30,7 @@ def _train(
     image = x.type.with_layout(suggested(x.type))
     y, *stats = b.batch_norm_act(
         x, weight, bias, running_mean, running_var, residual, momentum=momentum, eps=eps,
-        activation=inside, packed=packing(image) if keep_signs else "none",
+        activation=inside, packed=packing(image) if keep_signs and has_triton() else "none",
     )  # fmt: skip
     return activated(b, y, None if inside == activation else activation), *stats
 
@@ -81,10 +81,10 @@ def _wants_signs(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     activation: str | None,
 ) -> bool:  # fmt: skip
-    """Whether a gradient will ask for the signs after relu, and a kernel can keep them."""
-    if residual is None or activation != "relu" or not x.is_cuda or not has_triton():
+    """Whether a gradient will ask for the signs after relu, on a GPU."""
+    if residual is None or activation != "relu" or not torch.is_grad_enabled():
         return False
-    return torch.is_grad_enabled() and any_requires_grad((x, weight, bias, residual))
+    return any_requires_grad((x, weight, bias, residual)) and x.is_cuda
 
 
 @delegates(
