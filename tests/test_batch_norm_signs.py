@@ -16,7 +16,7 @@ from deuteron.ir import TensorType
 from deuteron.ir.region import Region
 from deuteron.kernels.triton.batch_norm_tiles import divide
 from deuteron.ops.evaluate import evaluate
-from deuteron.ops.signs import pack, signs_type, unpack
+from deuteron.ops.signs import pack, packing, signs_type, unpack
 from deuteron.passes import Context, run_passes
 from deuteron.plan.tensors import errors_of
 from deuteron.policy import Policy
@@ -149,6 +149,10 @@ def test_the_function_with_signs_has_torchs_gradients(order, monkeypatch):
     for a, c, truth, other in zip(ones, again, exact, want[1:5], strict=True):
         limit = allowed(error(other, truth), F32, 3 * 5 * 7)
         assert error(a, truth) <= limit and error(c, truth) <= limit
+
+
+def test_nothing_is_packed_of_a_vector():
+    assert packing(TensorType.of((1 << 22,), "f32")) == "none"
 
 
 def test_measuring_holds_signs_to_the_result_they_are_of():

@@ -45,7 +45,7 @@ def side_by_side(y: TensorType) -> str:
 
 def packing(y: TensorType) -> str:
     """How the signs of ``y`` are best kept on a GPU, or "none" where that is not worth it."""
-    known = y.dtype.short in ("f16", "bf16", "f32")
+    known = y.rank > 1 and y.dtype.short in ("f16", "bf16", "f32")
     return side_by_side(y) if known and y.nbytes >= WORTH else "none"
 
 
