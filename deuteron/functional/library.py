@@ -35,9 +35,10 @@ from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.cuda import is_current_stream_capturing
+from torch.fx import Proxy
 
 from deuteron.errors import DeuteronError
-from deuteron.functional.wrapper import MISSING, Plain, sorted_out, wrapper
+from deuteron.functional.wrapper import MISSING, Plain, recorded, sorted_out, wrapper
 from deuteron.target import Target
 from deuteron.target import target as find_target
 
@@ -338,7 +339,7 @@ SCOPE = {
     "is_torchs": _is_torchs, "autocasting": autocasting, "must_be_ordered": must_be_ordered,
     "Heard": Heard, "heard": _heard, "REFUSALS": REFUSALS, "NEVER": NEVER,
     "delegation": delegation, "instead": _instead, "DeuteronError": DeuteronError,
-    "MISSING": MISSING, "sorted_out": sorted_out,
+    "MISSING": MISSING, "sorted_out": sorted_out, "Proxy": Proxy, "recorded": recorded,
 }  # fmt: skip
 
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+from torch.fx import Proxy
+
 SOURCE = """\
 def make({cells}):
     def direct({parameters}):
@@ -36,7 +38,8 @@ def make({cells}):
                     if found is not NotImplemented:
                         return found if not Heard.listeners else heard(found, {name!r}, {x})
             except REFUSALS:
-                pass
+                if isinstance({x}, Proxy) and {complete}:
+                    return recorded(again, {x}, dict({every}))
             if {complete}:
                 try:
                     return function({arguments})
@@ -194,6 +197,26 @@ def _kept(name: str, text: str) -> str:
     place = f"<deuteron.functional.{name}>"
     linecache.cache[place] = len(text), None, text.splitlines(keepends=True), place
     return place
+
+
+def take_back(x: Proxy) -> None:
+    """Take the question that ended in an error out of the graph again: the last node that was
+    made, and what it was about."""
+    graph = x.node.graph
+    question = next(iter(reversed(graph.nodes)))
+    about = question.all_input_nodes
+    graph.erase_node(question)
+    for node in about:
+        if not node.users and node is not x.node:
+            graph.erase_node(node)
+
+
+def recorded(function: Callable[..., Any], x: Proxy, given: dict[str, Any]) -> Any:
+    """The call as one node of the graph that ``torch.fx`` traces. Whoever asks a symbol a question
+    gets an error: that is how it is known, at no cost to others."""
+    del given["input"], given[next(iter(given))]
+    take_back(x)
+    return x.__torch_function__(function, (type(x),), (x,), given)
 
 
 def sorted_out(

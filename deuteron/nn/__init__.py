@@ -66,6 +66,7 @@ from deuteron.nn.pool import (
     MaxPool3d,
 )
 from deuteron.nn.resample import PixelShuffle, PixelUnshuffle, Upsample
+from deuteron.nn.script import scriptable
 from deuteron.nn.swap import replace
 
 __all__ = [
@@ -130,3 +131,5 @@ __all__ = [
     "Upsample",
     "replace",
 ]  # fmt: skip
+
+scriptable(globals()[name] for name in __all__)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx.proxy import TraceError
 
 from deuteron import functional as F
 from deuteron.errors import BindError
+from deuteron.functional.wrapper import take_back
 
 
 class _Activated:
@@ -18,6 +20,14 @@ class _Activated:
     def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.activation = activation
+
+
+def as_leaf(module: nn.Module, input: Any, *others: Any) -> Any:
+    """The call of a module that asks its input questions, as one node of the graph that
+    ``torch.fx`` traces: so are torch's own."""
+    take_back(input)
+    path = input.tracer.path_of_module(module)
+    return input.tracer.create_proxy("call_module", path, (input, *others), {})
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
@@ -78,7 +88,10 @@ class _InstanceNorm(_Activated):
         residual: Tensor | None = None,
         bias_before: Tensor | None = None,
     ) -> Any:
-        self._check_input_dim(input)
+        try:
+            self._check_input_dim(input)
+        except TraceError:
+            return as_leaf(self, input, residual, bias_before)
         if input.dim() == self._get_no_batch_dim():
             if residual is not None or bias_before is not None:
                 raise BindError("a residual needs a batch", remedy="unsqueeze(0) both")
@@ -104,8 +117,11 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
 class _BatchNorm(_Activated):
     """What the three batch norms share."""
 
-    def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        self._check_input_dim(input)
+    def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Any:
+        try:
+            self._check_input_dim(input)
+        except TraceError:
+            return as_leaf(self, input, residual)
         share = self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

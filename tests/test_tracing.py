@@ -1,0 +1,115 @@
+"""Our modules under the older ways to take a model apart: ``torch.fx`` and ``torch.jit``."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deuteron as dt
+
+f = dt.functional
+X, IMAGE = torch.linspace(-2, 2, 32).reshape(4, 8), torch.linspace(-1, 1, 288).reshape(2, 4, 6, 6)
+VOLUME, CLASSES = (
+    IMAGE[:, :, :4, :4].unsqueeze(-1).repeat(1, 1, 1, 1, 4),
+    torch.tensor([1, 2, 3, 4]),
+)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "LayerNorm": (8,), "RMSNorm": (8,), "GroupNorm": (2, 4), "Embedding": (10, 8),
+    "Threshold": (0.1, 2.0), "Softmax": (-1,), "LogSoftmax": (-1,),
+    "PixelShuffle": (2,), "PixelUnshuffle": (2,), "Upsample": (None, 2.0),
+    **{f"{kind}Norm{n}d": (4,) for kind in ("Batch", "Instance") for n in (1, 2, 3)},
+    **{name: (2,) for name in dt.nn.__all__ if "Pool" in name},
+}  # fmt: skip
+DROP_IN = [n for n in dt.nn.__all__ if hasattr(nn, n) and n != "replace"]
+OTHERS = {"SwiGLU": (), "GeGLU": (), "ReGLU": (), "BiasAct": (8,)}
+
+
+def given(name: str) -> tuple[torch.Tensor, ...]:
+    if name in ("Embedding", "CrossEntropyLoss"):
+        return (CLASSES,) if name == "Embedding" else (X, CLASSES)
+    if name.endswith("3d"):
+        return (VOLUME,)
+    if name.endswith("1d"):
+        return (IMAGE[:, :, 0],)
+    return (IMAGE,) if name.endswith("2d") or name in ("GroupNorm", "Upsample") or (
+        name.startswith("Pixel")) else (X,)  # fmt: skip
+
+
+class One(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+class Two(One):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+        return self.inner(x, y)
+
+
+def model_of(name: str) -> nn.Module:
+    inner = getattr(dt.nn, name)(*(ARGUMENTS | OTHERS).get(name, ()))
+    return (One, Two)[len(given(name)) - 1](inner).eval()
+
+
+@pytest.mark.parametrize("name", [*DROP_IN, *OTHERS])
+def test_modules_are_traced_by_fx(name):
+    model = model_of(name)
+    traced = torch.fx.symbolic_trace(model)
+    assert torch.equal(traced(*given(name)), model(*given(name)))
+    ours = [n for n in traced.graph.nodes if n.op in ("call_function", "call_module")]
+    assert len(ours) == 1  # and nothing of what is inside
+
+
+def test_batch_norm_is_a_leaf_that_counts_its_batches():
+    model = One(dt.nn.BatchNorm2d(4))
+    traced = torch.fx.symbolic_trace(model)
+    assert int(model.inner.num_batches_tracked) == 0
+    traced(IMAGE)
+    assert int(traced.inner.num_batches_tracked) == 1
+
+
+def test_functions_are_recorded_with_all_their_arguments():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((8,), 2.0))
+
+        def forward(self, x, stream):
+            y, stream = f.rms_norm(x, (8,), self.weight, residual=stream)
+            return f.gelu(y, approximate="tanh") + f.sum(stream, dim=1, keepdim=True)
+
+    model = Block()
+    traced = torch.fx.symbolic_trace(model)
+    assert torch.equal(traced(X, X), model(X, X))
+    targets = {n.target for n in traced.graph.nodes if n.op == "call_function"}
+    assert targets == {f.rms_norm, f.gelu, f.sum, operator.add, operator.getitem}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", DROP_IN)
+def test_scripts_have_torchs_modules(name, tmp_path):
+    model = nn.Sequential(model_of(name).inner) if len(given(name)) == 1 else model_of(name).inner
+    want = model(*given(name))
+    script = torch.jit.script(model)
+    script.save(str(tmp_path / "script.pt"))
+    torch.testing.assert_close(script(*given(name)), want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "module",
+    [dt.nn.SwiGLU(), dt.nn.LayerNorm(8, activation="gelu"), dt.nn.CrossEntropyLoss(z_loss=1e-4),
+     dt.nn.LinearCrossEntropy(), type("Mine", (dt.nn.GELU,), {})()],
+    ids=lambda m: type(m).__name__,
+)  # fmt: skip
+def test_what_torch_does_not_have_is_refused_by_name(module):
+    with pytest.raises(dt.DeuteronError, match=f"{type(module).__name__}.* TorchScript") as caught:
+        torch.jit.script(nn.Sequential(module))
+    assert "torch.compile" in caught.value.remedy
