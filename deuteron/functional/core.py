@@ -219,13 +219,17 @@ class Pull:
         self, of: Sequence[int], grads: Sequence[TensorType | None]
     ) -> tuple[Graph, list[int]]:
         """From what is saved and the gradients of the results ``of`` to those of the inputs. A
-        gradient that several inputs share is one output: the list says which is whose."""
+        gradient that several inputs share is one output, and one that is a result's as it came is
+        none, beside others: the list says which is whose, the latter counted ~0, ~1, … of ``of``.
+        """
         given = {str(i): t for i, t in zip(of, grads, strict=True) if t is not None}
         with _disable_current_modes():
             whole = pullback(self.forward, given, self.wrt, [str(i) for i in self.kept])
         values = list(dict.fromkeys(value for _, value in whole.outputs))
-        outputs = tuple((str(i), value) for i, value in enumerate(values))
-        places = [values.index(value) for _, value in whole.outputs]
+        came = [f"grad_{i}" for i in of]
+        made = [value for value in values if value not in came] or values
+        outputs = tuple((str(i), value) for i, value in enumerate(made))
+        places = [made.index(v) if v in made else ~came.index(v) for _, v in whole.outputs]
         inputs, nodes, types = whole.inputs, whole.nodes, whole.types
         return Graph(whole.name, inputs, outputs, nodes, types, whole.constants), places
 
@@ -259,14 +263,16 @@ class Pull:
         graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
         named = dict(zip(self.given(of), tensors, strict=True))
         named = {name: named[name] for name in graph.inputs}
-        return self.spread(list(evaluate(graph, named, differentiable=True).values()), places)
+        found = list(evaluate(graph, named, differentiable=True).values())
+        return self.spread(found, places, tensors[len(self.saved) :])
 
     def spread(
-        self, found: Sequence[torch.Tensor], places: Sequence[int]
+        self, found: Sequence[torch.Tensor], places: Sequence[int], grads: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients for every input of the function."""
-        each = iter(places)
-        return tuple([found[next(each)] if need else None for need in self.needs])
+        """Gradients for every input of the function: those that were found, or those of its
+        results."""
+        each = iter([found[i] if i >= 0 else grads[~i] for i in places])
+        return tuple([next(each) if need else None for need in self.needs])
 
     @property
     def spec(self) -> str:
@@ -277,7 +283,7 @@ class Pull:
 
 class Way:
     """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``places``:
-    which of its results belong to the inputs that need a gradient."""
+    which of its results belong to the inputs that need a gradient, see :meth:`Pull.graph`."""
 
     def __init__(self, plan: Plan, order: list[int], places: list[int]) -> None:
         self.plan, self.order, self.places = plan, order, places
@@ -325,7 +331,7 @@ class _Differentiable(torch.autograd.Function):
             return None, *pull.by_references(of, given)
         given = [t.resolve_neg() if t.is_neg() else t for t in given]
         way = pull.way(of, given)
-        return None, *pull.spread(way.run(given), way.places)
+        return None, *pull.spread(way.run(given), way.places, given[len(pull.saved) :])
 
 
 # Function.apply, less its look at transforms, which is behind us already
@@ -382,7 +388,7 @@ def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> An
         given = [*ctx.saved_tensors, *(grads[i] for i in of)]
         found = torch.ops.deuteron.pullback(pull.spec, of, given)
         _, places = pull.graph(of, types_of(given)[len(pull.saved) :])
-        return pull.spread(found, places)
+        return pull.spread(found, places, given[len(pull.saved) :])
 
     name = f"deuteron::{function.name}"
     LIBRARY.impl(function.name, run, "CompositeExplicitAutograd")
