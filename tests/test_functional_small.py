@@ -226,7 +226,7 @@ def test_large_calls_are_planned(planned_calls):
 
 
 def test_what_is_one_operator_stays_torchs_on_a_cpu(planned_calls):
-    x = torch.randn(1, 4, 64, 64, requires_grad=True)
+    x = torch.randn(1, 4, 96, 96, requires_grad=True)
     y = f.max_pool2d(x, 3, 2, 1)
     assert not planned_calls and y.grad_fn.name() == "MaxPool2DWithIndicesBackward0"
     text = f.explain(f.max_pool2d, x, 3, 2, 1)
@@ -263,6 +263,10 @@ MATRIX, IMAGE = (512, 1024), (8, 64, 32, 32)  # 2 MB of float32
         (f.leaky_relu, MATRIX, torch.float16, False, False),
         (f.leaky_relu, MATRIX, torch.bfloat16, True, True),
         (f.hardtanh, (256, 256), torch.bfloat16, True, False),
+        (lambda x: f.avg_pool2d(x, 2), IMAGE, torch.float32, True, True),
+        (lambda x: f.avg_pool2d(x, 2), IMAGE, torch.float64, False, False),
+        (lambda x: f.max_pool2d(x, 3, 2, 1), IMAGE, torch.float16, True, False),
+        (lambda x: f.max_pool2d(x, 3, return_indices=True), IMAGE, torch.float32, False, False),
     ],
 )
 def test_who_answers_large_calls_on_a_cpu(call, shape, dtype, ours, ours_to_train, planned_calls):

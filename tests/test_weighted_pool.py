@@ -1,4 +1,5 @@
-"""Weighted pooling on the CPU: the kernels over planes, and how the operator is written out."""
+"""Pooling of equal windows on the CPU: the kernels over planes, and how weighted pooling is written
+out."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def graph(op: str, feed: dict[str, torch.Tensor], made: tuple[str, ...], **how) 
     g = dt.Graph(op)
     syms = [g.tensor(name, t.shape, t.dtype, strides=t.stride()) for name, t in feed.items()]
     found = getattr(g, op)(*syms, **how)
-    results = dict(zip(("dx", "dw"), found, strict=True)) if op.endswith("grad") else {"y": found}
+    many = found if isinstance(found, tuple) else (found,)
+    results = dict(zip(("dx", "dw") if op.endswith("grad") else ("y",), many, strict=False))
     for name in made:
         results[name].output(name)
     return g.ir()
@@ -84,6 +86,46 @@ def test_planes(case, dtype):
         ahead = {name: feed[name] for name in ("x", "w")}
         check(graph("weighted_pool", ahead, ("y",), **how), ahead, taps)
         check(graph("weighted_pool_grad", feed, ("dx", "dw"), **how), feed, taps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c[1] != (4, 3)], ids=str)
+def test_the_mean_and_the_largest_of_windows(case, dtype):
+    """Of windows that may be padded, by at most half of them."""
+    pytest.importorskip("llvmlite")
+    shape, window, stride, padding = case
+    feed = given(case, dtype, True)
+    x, taps = {"x": feed["x"]}, feed["w"].numel()
+    how = {"kernel": window, "stride": stride, "padding": padding}
+    check(graph("avg_pool", x, ("y",), **how), x, taps)
+    check(graph("avg_pool", x, ("y",), divisor=5, **how), x, taps)
+    g = {"g": feed["g"]}
+    check(graph("avg_pool_grad", g, ("dx",), shape=shape, **how), g, taps)
+    x["x"] = (x["x"] * 2).round() / 2  # ties, and what is not a number
+    flat = x["x"].view(-1)
+    flat[::5], flat[1::7], flat[2::11] = torch.nan, torch.inf, -torch.inf
+    check(graph("max_pool", x, ("y",), **how), x, 1)
+
+
+def test_windows_that_see_nothing_but_infinity():
+    pytest.importorskip("llvmlite")
+    x = {"x": torch.full((1, 2, 8, 8), -torch.inf)}
+    check(graph("max_pool", x, ("y",), kernel=3, stride=2, padding=1), x, 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "how", "reason"),
+    [
+        ("max_pool", {"kernel": 2, "dilation": 2}, "gaps"),
+        ("max_pool", {"kernel": 2, "stride": 2, "ceil_mode": True}, "hang over"),
+        ("avg_pool", {"kernel": 3, "padding": 1, "count_include_pad": False}, "count fewer"),
+    ],
+)
+def test_windows_that_differ_are_left_to_torch(op, how, reason):
+    pytest.importorskip("llvmlite")
+    x = {"x": torch.zeros(1, 2, 7, 7)}
+    region = Region(graph(op, x, ("y",), **how), frozenset(), 0)
+    assert reason in CpuGemm().refuse(region, target("cpu"), Policy()).reason
 
 
 @pytest.mark.parametrize("made", ["dx", "dw"])

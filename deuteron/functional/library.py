@@ -205,6 +205,7 @@ def delegates(
     keeps_type: bool = False,
     on_cpu: Collection[torch.dtype] | Callable[[Tensor, Any], bool] = NEVER,
     cpu_bytes: float = math.inf,
+    asks: str = "{second}",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose small calls ``call`` answers, which takes the same arguments, each in its
     place; one in Python may return NotImplemented. ``plain``: a call in C++ for the smallest ones
@@ -214,7 +215,8 @@ def delegates(
     ``several``: whether it is several calls in any case, which it does if they win.
     ``keeps_type``: whether autocast leaves its type alone, so that nobody need ask. ``on_cpu``:
     element types of which it answers calls up to ``cpu_bytes`` there, or a question to the first
-    two arguments, whether it answers a call that is not of the smallest.
+    two arguments, or the one called ``asks`` for the second, whether it answers a call that is not
+    of the smallest.
 
     Arguments that ``function`` does not have are not handed on: what is right must not depend on
     the size. The first one may be given by torch's name for it, ``input``.
@@ -224,7 +226,7 @@ def delegates(
     larger = "is_torchs({x}, several, on_cpu, cpu_bytes)"
     if callable(on_cpu):
         larger = "is_torchs({x}, several, NEVER, 0) or "
-        larger += "{x}.is_cpu and delegation.allowed and on_cpu({x}, {second})"
+        larger += f"{{x}}.is_cpu and delegation.allowed and on_cpu({{x}}, {asks})"
     asked = [] if keeps_type else ["not autocasting()"]
     asked += [] if ordered else ["not must_be_ordered()"]
     given = {"several": several, "on_cpu": on_cpu, "cpu_bytes": cpu_bytes}

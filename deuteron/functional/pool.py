@@ -12,7 +12,14 @@ from torch._C._nn import _conv_depthwise2d as depthwise  # type: ignore[attr-def
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import ANY, delegates, is_launch_bound
+from deuteron.functional.library import (
+    ANY,
+    LOW,
+    SHORT_BYTES,
+    delegates,
+    is_differentiated,
+    is_launch_bound,
+)
 from deuteron.functional.operators import OPERATORS, call
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
 from deuteron.functional.wrapper import Plain
@@ -50,6 +57,17 @@ def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
     return tuple(t.squeeze(0) for t in found) if isinstance(found, tuple) else found.squeeze(0)
 
 
+def _mean_is_torchs(x: Tensor, kernel_size: Size) -> bool:
+    """Whether torch pools on a CPU: what is small, or not in our kernel's types or order."""
+    known = x.dtype is torch.float32 or x.dtype in LOW
+    return x.nbytes < SHORT_BYTES or not known or not x.is_contiguous()
+
+
+def _max_is_torchs(x: Tensor, return_indices: bool) -> bool:
+    """Ours does not know the places, which the gradient needs, too."""
+    return return_indices or is_differentiated(x) or _mean_is_torchs(x, 0)
+
+
 def _max_pool(
     dims: int, x: Tensor, kernel: Size, stride: Size | None, padding: Size, dilation: Size,
     ceil_mode: bool, return_indices: bool,
@@ -77,7 +95,9 @@ def _torch_max_pool(dims: int) -> Callable[..., Any]:
     return run
 
 
-@delegates(_torch_max_pool(1), ordered=False, keeps_type=True, on_cpu=ANY)
+@delegates(
+    _torch_max_pool(1), ordered=False, keeps_type=True, on_cpu=_max_is_torchs, asks="return_indices"
+)
 def max_pool1d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -87,7 +107,9 @@ def max_pool1d(
     return _max_pool(1, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
 
-@delegates(_torch_max_pool(2), ordered=False, keeps_type=True, on_cpu=ANY)
+@delegates(
+    _torch_max_pool(2), ordered=False, keeps_type=True, on_cpu=_max_is_torchs, asks="return_indices"
+)
 def max_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
@@ -119,7 +141,7 @@ def _avg_pool(
     return out
 
 
-@delegates(torch.avg_pool1d, keeps_type=True, on_cpu=ANY)
+@delegates(torch.avg_pool1d, keeps_type=True, on_cpu=_mean_is_torchs)
 def avg_pool1d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True,
@@ -128,7 +150,7 @@ def avg_pool1d(
     return _avg_pool(1, x, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
 
 
-@delegates(_nn.avg_pool2d, keeps_type=True, on_cpu=ANY)
+@delegates(_nn.avg_pool2d, keeps_type=True, on_cpu=_mean_is_torchs)
 def avg_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,

@@ -9,6 +9,9 @@ For images whose rows are adjacent in memory. A thread copies a plane into a fra
 float32, its columns sorted by what is left of them after division by the stride: then what a tap
 reads for neighbouring results is adjacent, whatever the stride. The frame of g for dx has zeros
 around it, too. Sums of dw go on in float64 after a few rows.
+
+The mean and the largest of windows are the same walk with another step: there is no weight, and for
+the largest the frame is one of −inf.
 """
 
 from __future__ import annotations
@@ -30,13 +33,16 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for; ``makes``: "y", or of "dx" and "dw" what is wanted."""
+    """What a kernel is compiled for; ``makes``: "y", or of "dx" and "dw" what is wanted. ``kind``:
+    "weighted", "mean", whose sums are divided by ``divisor``, or "max"."""
 
     kernel: Pair
     stride: Pair
     padding: Pair
     makes: frozenset[str]
     stored: str
+    kind: str = "weighted"
+    divisor: float = 1.0
 
     @property
     def taps(self) -> list[Pair]:
@@ -99,13 +105,33 @@ class _Plane:
         self.frame = c.at(room, c.mul(thread, each))
         self.frame_of_g = c.at(self.frame, self.x_floats)
         self.line = c.at(self.frame_of_g, self.g_floats)
-        zeros = c.add(self.x_floats, self.g_floats)
-        steps(c, zeros, lambda i, n: c.store(c.f(0.0, n), c.at(self.frame, i)))
+        around = float("-inf") if form.kind == "max" else 0.0
+        floats = c.add(self.x_floats, self.g_floats)
+        steps(c, floats, lambda i, n: c.store(c.f(around, n), c.at(self.frame, i)))
 
     def weights(self, channel: Value) -> list[Value]:
+        """One for each tap; where there are none, numbers that nobody looks at."""
         c, of, taps = self.c, self.of, len(self.form.taps)
+        if self.form.kind != "weighted":
+            return [c.f(1.0)] * taps
         here = c.mul(channel, self.w_step)
         return [of.load(of.at(self.w, here, t)) for t in range(taps)]
+
+    # ---- one step
+
+    def start(self, lanes: int) -> Value:
+        return self.c.f(float("-inf") if self.form.kind == "max" else 0.0, lanes)
+
+    def step(self, total: Value, value: Value, weight: Value) -> Value:
+        c, kind = self.c, self.form.kind
+        if kind == "weighted":
+            return c.fma(value, weight, total)
+        return c.fmax(total, value) if kind == "max" else c.b.fadd(total, value)
+
+    def result(self, total: Value, lanes: int) -> Value:
+        if self.form.divisor == 1.0:
+            return total
+        return self.c.b.fdiv(total, self.c.f(self.form.divisor, lanes))
 
     # ---- frames
 
@@ -162,10 +188,10 @@ class _Plane:
             for column, vectors, lanes in _results(c, self.across):
                 weights = wide if lanes > 1 else one
                 for k in range(vectors):
-                    total, here = c.f(0.0, lanes), c.add(column, k * lanes)
+                    total, here = self.start(lanes), c.add(column, k * lanes)
                     for tap, w in zip(self.form.taps, weights, strict=True):
-                        total = c.fma(self.seen(row, here, tap, lanes), w, total)
-                    of.store(total, of.at(line, here))
+                        total = self.step(total, self.seen(row, here, tap, lanes), w)
+                    of.store(self.result(total, lanes), of.at(line, here))
 
     def backward(self, channel: Value, margin: Pair) -> None:
         c, makes, taps = self.c, self.form.makes, self.form.taps
@@ -235,8 +261,8 @@ class _Plane:
                         for kx in range(rest_across, kw, sw):
                             line = c.mul(c.sub(row, ky // sh), self.g_columns)
                             there = c.at(self.frame_of_g, line, column, before - kx // sw)
-                            total = c.fma(c.load(there, lanes), weights[ky * kw + kx], total)
-                    parts.append(total)
+                            total = self.step(total, c.load(there, lanes), weights[ky * kw + kx])
+                    parts.append(self.result(total, lanes))
                 self.weave(parts, c.at(self.line, c.mul(column, sw)))
 
     def weave(self, parts: Sequence[Value], to: Value) -> None:
@@ -280,7 +306,8 @@ def _write(module: Any, form: Form, margin: Pair) -> None:
 
 def compiled(form: Form, margin: Pair) -> Loaded:
     shown = f"{form.kernel} {form.stride} {form.padding} {sorted(form.makes)} {form.stored}"
-    return load(f"weighted pool {shown} of {width()}", lambda module: _write(module, form, margin))
+    name = f"{form.kind} pool {shown} / {form.divisor} of {width()}"
+    return load(name, lambda module: _write(module, form, margin))
 
 
 def prepare_weighted(
