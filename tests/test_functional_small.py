@@ -300,6 +300,16 @@ def test_explain_says_that_and_why():
         assert "torch's own function" not in f.explain(f.gelu, x)
 
 
+def test_an_explanation_that_fails_leaves_nothing_behind():
+    usual = library.SCOPE["LEAST"]
+    with pytest.raises(dt.DeuteronError):
+        f.explain(f.gelu, [1.0])
+    assert library.SCOPE["LEAST"] == usual == library.LIMITS.least > 0
+    with f.delegation(False):
+        f.explain(f.gelu, torch.randn(4))
+        assert library.SCOPE["LEAST"] == -1
+
+
 def test_the_knob():
     f.delegation(False)
     try:
