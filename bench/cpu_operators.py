@@ -2,20 +2,16 @@
 forward and with its gradient, against eager.
 
 ``python -m bench.run --device cpu --only cpu_operators``
-
-``BENCH_CASES="bias+relu;gelu"`` measures these alone, in place of their rows on file.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +20,7 @@ import torch.nn.functional as F
 import deuteron as dt
 from bench import functional
 from bench.functional import Case, Fn
-from bench.harness import Record, Thunk, machine_name
+from bench.harness import Record, Thunk
 from deuteron.functional.library import Handed, Heard
 from deuteron.functional.operators import ACTIVATIONS, TORCHS
 
@@ -433,13 +429,9 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     part, parts = map(int, os.environ.get("BENCH_PART", "1/1").split("/"))
     cases = [replace(c, dtype=t) for c in all_cases() for t in (torch.float32, torch.bfloat16)]
     cases = [c for c in cases if c.dtype != torch.bfloat16 or not _without_eager(c.name)]
-    named = os.environ.get("BENCH_CASES")
-    if part > 1 or named:  # the rows of the parts before, or of the other cases, are on file
-        file = Path(Record.folder or ".") / f"cpu_operators-{machine_name(device)}.json"
-        record.rows = json.loads(file.read_text())["rows"]
-    if named:
-        _again(record, [c for c in cases if c.name in named.split(";")])
-        return record
+    if part > 1:  # the rows of the parts before are on file
+        record.read()
+    cases = [c for c in cases if record.wants(c.name)]
     for case in cases[(part - 1) * len(cases) // parts : part * len(cases) // parts]:
         _measure(record, case)
     return record
@@ -449,18 +441,6 @@ def _without_eager(name: str) -> bool:
     """What torch 2.13 has no bfloat16 kernel for on a CPU, or one whose gradient dies of an illegal
     instruction on a Neoverse-N1 (nearest-exact)."""
     return name == "nearest-exact ×2" or "antialias" in name
-
-
-def _again(record: Record, cases: list[Case]) -> None:
-    """Put new rows of ``cases`` where their old ones were, marked with the day and hour."""
-    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    for case in cases:
-        _measure(record, case)
-        new = record.rows.pop() | {"again": now}
-        names = [(row["case"], row["dtype"]) for row in record.rows]
-        record.rows[names.index((new["case"], new["dtype"]))] = new
-    if record.folder is not None:
-        record.save(record.folder)
 
 
 def _measure(record: Record, case: Case) -> None:

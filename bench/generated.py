@@ -147,6 +147,8 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     torch.set_grad_enabled(False)
     begin = time.perf_counter()
     for case in (*row_cases(), *pointwise_cases()):
+        if not record.wants(case.name):
+            continue
         torch.manual_seed(0)
         peer = compile_peer and time.perf_counter() - begin < 150  # the rest without it
         try:

@@ -7,6 +7,7 @@ import datetime
 import gc
 import io
 import json
+import os
 import platform
 import random
 import shlex
@@ -32,7 +33,10 @@ Thunk = Callable[[], Any]
 
 @dataclass
 class Record:
-    """Rows of one benchmark with what is needed to judge and repeat them."""
+    """Rows of one benchmark with what is needed to judge and repeat them.
+
+    ``BENCH_CASES="gelu;bias+relu"`` measures these cases alone: their rows take the places of those
+    on file, marked with the day and hour."""
 
     name: str
     device: str
@@ -40,8 +44,34 @@ class Record:
     rows: list[dict[str, Any]] = field(default_factory=list)
     folder: ClassVar[str | None] = None  # where every row is saved at once, lest a cut lose them
 
+    def __post_init__(self) -> None:
+        named = os.environ.get("BENCH_CASES")
+        self.only = frozenset(named.split(";")) if named else None
+        self.kept = self.read() if self.only else {}
+
+    def read(self) -> dict[str, Any]:
+        """Take the rows on file. Returns what else a run of a few cases leaves as it is."""
+        file = Path(self.folder or ".") / f"{self.name}-{machine_name(self.device)}.json"
+        data = json.loads(file.read_text())
+        self.rows = data["rows"]
+        return {key: data[key] for key in ("note", "date", "command")}
+
+    def wants(self, case: str) -> bool:
+        """Whether a case is to be measured."""
+        return self.only is None or case in self.only
+
+    def _put(self, row: dict[str, Any]) -> None:
+        names = [(old["case"], old.get("dtype")) for old in self.rows] if self.only else []
+        if self.only:
+            now = datetime.datetime.now(datetime.UTC)
+            row["again"] = now.strftime("%Y-%m-%d %H:%M UTC")
+        if (row.get("case"), row.get("dtype")) in names:
+            self.rows[names.index((row["case"], row.get("dtype")))] = row
+        else:
+            self.rows.append(row)
+
     def add(self, **row: Any) -> None:
-        self.rows.append(row)
+        self._put(row)
         if self.folder is not None:
             self.save(self.folder)
         shown = "  ".join(f"{k} {_cell(v)}" for k, v in row.items())
@@ -58,6 +88,7 @@ class Record:
             "command": "python -m " + shlex.join(["bench.run", *_asked()]),
             "machine": describe(self.device),
             "rows": self.rows,
+            **self.kept,
         }
         write_atomic(stem.with_suffix(".json"), json.dumps(data, indent=1) + "\n")
         write_atomic(stem.with_suffix(".md"), markdown(data))

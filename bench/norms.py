@@ -123,6 +123,8 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         return record
     begin = time.perf_counter()
     for case in (*norm_cases(), *other_cases()):
+        if not record.wants(case.name):
+            continue
         for measure in (_forward, _training):
             torch.manual_seed(0)
             peer = compile_peer and time.perf_counter() - begin < PATIENCE_S
