@@ -1,7 +1,8 @@
 """By rank and by range: sort, topk, histogram, and the scatter that undoes a sort.
 
 Torch's library calls sort and select; nothing here is generated, and a plan shows these nodes as
-run by ``torch``. Sums over equal bins keep one order, so that two runs agree to the last bit.
+run by ``torch``, except counts on a GPU, for which there is a kernel. Sums over equal bins keep one
+order, so that two runs agree to the last bit.
 """
 
 from __future__ import annotations
