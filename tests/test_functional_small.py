@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.functional import library
+from deuteron.functional import autocast, library
 from deuteron.functional.core import FUNCTIONS
+from tests import autocast_cases, tolerances
 from tests.functional_cases import CALLS, gradients, results
 from tests.tolerances import (
     DOUBLE,
     DOUBLE_GRADIENT,
+    EPS,
     HARDSIGMOID_SLOPE,
     SINGLE_LAYERS,
     error,
@@ -369,10 +371,41 @@ def test_what_autocast_would_change_is_ours(call, planned_calls):
     assert planned_calls or not by_rule
 
 
-def test_autocast_changes_no_types():
-    x = torch.randn(4, 8, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", autocast_cases.CASES)
+def test_types_under_autocast_are_torchs(name):
+    assert not (found := autocast_cases.wrong(name, "cpu")), found
+
+
+def test_what_autocast_wants_in_float32_on_a_gpu(monkeypatch):
+    """By the same rules on the CPU: cast in the kernel, exact, with gradients of the right type,
+    while the sum with a residual stays as it is."""
+    here = dict.fromkeys(autocast.FLOAT32, frozenset({"cpu"}))
+    monkeypatch.setattr(autocast, "FLOAT32", here)
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(32)
+    wide = x.detach().double().requires_grad_()
+    for ours, theirs in (
+        (lambda x: f.softmax(x, 1), lambda x: torch.softmax(x, 1)),
+        (lambda x: f.layer_norm(x, (32,), w, w),
+         lambda x: torch.layer_norm(x, (32,), w.double(), w.double())),
+        (lambda x: f.rms_norm(x, (32,), w, 1e-6),
+         lambda x: torch.rms_norm(x, (32,), w.double(), 1e-6)),
+        (lambda x: f.cumsum(x, 1), lambda x: x.cumsum(1)),
+        (lambda x: f.norm(x, dim=1), lambda x: torch.linalg.vector_norm(x, dim=1)),
+        (lambda x: f.softplus(x), torch.nn.functional.softplus),
+    ):  # fmt: skip
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ours(x)
+        exact = theirs(wide)
+        assert y.dtype is torch.float32
+        assert error(y, exact) <= tolerances.allowed(0.0, torch.float32, 32)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        (exact_grad,) = torch.autograd.grad(exact.sum(), wide)
+        assert grad.dtype is torch.bfloat16
+        assert float((grad.double() - exact_grad).abs().max()) <= 2 * EPS[torch.bfloat16]
     with torch.autocast("cpu", torch.bfloat16):
-        assert f.softmax(x).dtype == f.layer_norm(x, 8).dtype == torch.bfloat16
+        y, total = f.layer_norm(x, (32,), w, w, residual=x)
+    assert (y.dtype, total.dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_results_are_never_their_arguments():

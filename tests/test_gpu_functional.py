@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from deuteron.functional import library
+from tests import autocast_cases
 from tests.functional_cases import CALLS, Call, results
 from tests.tolerances import SINGLE, allowed, error
 
@@ -119,3 +120,8 @@ def test_autocast_changes_no_types(call, dtype):
         with f.delegation(True):
             got = results(call.ours(f, *tensors))
     assert [t.dtype for t in got] == [t.dtype for t in want]
+
+
+@pytest.mark.parametrize("name", autocast_cases.CASES)
+def test_types_under_autocast_are_torchs(name):
+    assert not (found := autocast_cases.wrong(name, "cuda")), found

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch._C import _nn
 
 from deuteron.errors import BindError
+from deuteron.functional.autocast import lower
 from deuteron.functional.core import Function
 from deuteron.functional.library import (
     LOW,
@@ -159,7 +160,7 @@ def _prelu_is_torchs(x: Tensor, weight: Tensor) -> bool:
 @delegates(torch.prelu, on_cpu=_prelu_is_torchs)
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """x, times a learned slope below 0, one for all or one for each channel (dimension 1)."""
-    return one("prelu", x, weight)
+    return one("prelu", *lower(x, weight))
 
 
 @delegates(_nn.glu, keeps_type=True)

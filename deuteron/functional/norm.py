@@ -4,15 +4,16 @@ result."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import _fused_rms_norm as rms_norm_kernel
 from torch._C import _get_cudnn_enabled as may_use_cudnn
-from torch._C import _is_any_autocast_enabled as autocasting
 
 from deuteron.errors import BindError
+from deuteron.functional.autocast import Cast
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
@@ -45,6 +46,26 @@ def _layer_norm(
     return _finished(b, y, total, residual, activation)
 
 
+def _widened(build: Callable[..., Sym | tuple[Sym, Sym]]) -> Callable[..., Any]:
+    """A norm in float32 of a sum that stays in its type: the stream of a network."""
+    parameters = inspect.signature(build)
+    names = list(parameters.parameters)[1:]
+
+    def wide(b: Ops, *tensors: Sym | None, **attrs: Any) -> Sym | tuple[Sym, Sym]:
+        given = dict(zip(names, tensors, strict=False))
+        before, residual = given.pop("before"), given.pop("residual")
+        x = given.pop("x")
+        assert x is not None
+        total = _summed(b, x, before, residual)
+        others = {k: None if t is None else b.upcast(t) for k, t in given.items()}
+        y = build(b, b.upcast(total), **others, before=None, residual=None, **attrs)
+        assert isinstance(y, Sym)
+        return y if residual is None else (y, total)
+
+    wide.__signature__ = parameters  # type: ignore[attr-defined]
+    return wide
+
+
 def _rms_norm(
     b: Ops, x: Sym, weight: Sym | None, before: Sym | None, residual: Sym | None, *, dims: int,
     eps: float, activation: str | None,
@@ -72,9 +93,9 @@ def _instance_norm(
     return _finished(b, y, total, residual, activation)
 
 
-LAYER = Function("layer_norm", _layer_norm)
-RMS = Function("rms_norm", _rms_norm)
-GROUP = Function("group_norm", _group_norm)
+LAYER = Cast("layer_norm", _layer_norm, _widened(_layer_norm))
+RMS = Cast("rms_norm", _rms_norm, _widened(_rms_norm))
+GROUP = Cast("group_norm", _group_norm, _widened(_group_norm))
 INSTANCE = Function("instance_norm", _instance_norm)
 
 
@@ -132,11 +153,9 @@ def _torch_rms_norm(
     if weight is not None and (weight.dtype is not x.dtype or weight.shape != shape):
         return NotImplemented  # torch answers in the wider type
     if residual is None and bias_before is None and activation is None:
-        # what torch.rms_norm calls in turn; autocast has a rule for that one, but none for this
+        # what torch.rms_norm calls in turn
         return rms_norm_kernel(x, shape, weight, eps)[0]
     if activation not in KNOWN or not several_calls_win(x, weight, residual, bias_before):
-        return NotImplemented
-    if autocasting():
         return NotImplemented
     return _torch_around(torch.rms_norm, (shape, weight, eps), x, bias_before, residual,
                          activation)  # fmt: skip
@@ -211,7 +230,6 @@ def layer_norm(
         where="normalized_shape.__class__ is tuple and x.shape[-1:] == normalized_shape and "
         "(weight is None or weight.shape == normalized_shape and weight.dtype is x.dtype)",
     ),
-    keeps_type=True,
 )
 def rms_norm(
     x: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C import _nn
 
 from deuteron.errors import GraphError
+from deuteron.functional.autocast import FLOAT32, Cast
 from deuteron.functional.core import Function
 from deuteron.ops import Ops, Sym, table
 
@@ -64,7 +65,7 @@ def operator(name: str) -> Function:
         annotation = KINDS[attr.kind] + optional
         parameters.append(kind(key, kind.KEYWORD_ONLY, annotation=annotation))
     build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return Function(f"op_{name}", build)
+    return (Cast if f"op_{name}" in FLOAT32 else Function)(f"op_{name}", build)
 
 
 OPERATORS = {name: operator(name) for name in SIMPLE}

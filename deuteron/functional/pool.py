@@ -11,6 +11,7 @@ from torch._C import _nn
 from torch._C._nn import _conv_depthwise2d as depthwise  # type: ignore[attr-defined]
 
 from deuteron.errors import BindError
+from deuteron.functional.autocast import in_float32
 from deuteron.functional.core import Function
 from deuteron.functional.library import (
     ANY,
@@ -126,6 +127,7 @@ def max_pool3d(
 ) -> Any:  # fmt: skip
     """The largest value in each window, as ``torch.nn.functional.max_pool3d``; with
     ``return_indices`` also where it stood."""
+    x = in_float32(x, ("cpu",))
     return _max_pool(3, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
 
@@ -167,6 +169,7 @@ def avg_pool3d(
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The mean of each window, as ``torch.nn.functional.avg_pool3d``."""
+    x = in_float32(x, ("cpu",))
     return _avg_pool(
         3, x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     )
@@ -262,7 +265,7 @@ def adaptive_avg_pool2d(x: Tensor, output_size: Output) -> Tensor:
 @_adaptive_by_torch("avg", 3)
 def adaptive_avg_pool3d(x: Tensor, output_size: Output) -> Tensor:
     """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
-    out: Tensor = _adaptive("avg", 3, x, output_size)
+    out: Tensor = _adaptive("avg", 3, in_float32(x, ("cpu",)), output_size)
     return out
 
 
@@ -281,7 +284,7 @@ def adaptive_max_pool2d(x: Tensor, output_size: Output, return_indices: bool = F
 @_adaptive_by_torch("max", 3)
 def adaptive_max_pool3d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
     """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
-    return _adaptive("max", 3, x, output_size, return_indices)
+    return _adaptive("max", 3, in_float32(x, ("cpu",)), output_size, return_indices)
 
 
 def _global(b: Ops, x: Sym, *, kind: str) -> Sym:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deuteron.errors import BindError
+from deuteron.functional.autocast import Cast
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, LOW, WIDE, delegates, is_differentiated
 from deuteron.functional.operators import one
@@ -170,7 +171,7 @@ def _rooted(b: Ops, total: Sym, p: float) -> Sym:
     return b.one("where", zero, 0.0, root)
 
 
-NORM = Function("norm", _norm)
+NORM = Cast("norm", _norm)
 
 
 @delegates(torch.linalg.vector_norm, by_name=("dtype",))
@@ -184,7 +185,7 @@ def norm(
     if not x.is_floating_point():
         kind = str(x.dtype).removeprefix("torch.")
         raise BindError(f"norm of {kind} is not defined", asked="norm(…)", remedy="x.float()")
-    return NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim)
+    return cast(NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim), dtype)
 
 
 @delegates(torch.where, keeps_type=True)

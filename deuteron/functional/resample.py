@@ -12,7 +12,7 @@ from torch._C import _get_deterministic_algorithms as must_be_ordered
 from torch._C import _nn
 
 from deuteron.errors import BindError
-from deuteron.functional.core import Function
+from deuteron.functional.autocast import Cast, widest
 from deuteron.functional.library import ANY, delegates
 from deuteron.functional.operators import one
 from deuteron.functional.wrapper import Plain
@@ -30,7 +30,7 @@ def _resize(
                  antialias=antialias)  # fmt: skip
 
 
-RESIZE = Function("interpolate", _resize)
+RESIZE = Cast("interpolate", _resize)
 
 
 # torch's functions by mode, rank and antialias: those that know no corners, those that do, means
@@ -172,6 +172,7 @@ def grid_sample(
 ) -> Tensor:
     """x at the places that ``grid`` names, as ``torch.nn.functional.grid_sample``, with gradients
     for both."""
+    x, grid = widest(x, grid)
     return one(
         "grid_sample", x, grid, mode=mode, padding_mode=padding_mode,
         align_corners=bool(align_corners),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deuteron.functional.core import Function
+from deuteron.functional.autocast import Cast
 from deuteron.functional.library import delegates, several_calls_win
 from deuteron.functional.wrapper import Plain
 from deuteron.ir.dtype import dtype as to_dtype
@@ -43,14 +43,13 @@ def _log_softmax(
     return y
 
 
-SOFTMAX = Function("softmax", _softmax)
-LOG_SOFTMAX = Function("log_softmax", _log_softmax)
+SOFTMAX = Cast("softmax", _softmax)
+LOG_SOFTMAX = Cast("log_softmax", _log_softmax)
 
 
 def _torchs(call: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Callable[..., Any]:
     """torch's softmax with a scale and a mask that is added; a bool mask takes too many calls.
-    ``kernel``: what torch's function calls where nothing is cast; autocast has no rule for it, and
-    for ``call`` none but the type that it is given."""
+    ``kernel``: what torch's function calls where nothing is cast."""
 
     def run(
         x: Tensor, dim: int | None, mask: Tensor | None, scale: float, dtype: torch.dtype | None
@@ -81,7 +80,6 @@ def _attributes(
 @delegates(
     _torchs(torch.softmax, torch._softmax),
     plain=Plain(torch._softmax, "plain(x, dim, False)"),
-    keeps_type=True,
 )
 def softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
@@ -99,7 +97,6 @@ def softmax(
 @delegates(
     _torchs(torch.log_softmax, torch._log_softmax),
     plain=Plain(torch._log_softmax, "plain(x, dim, False)"),
-    keeps_type=True,
 )
 def log_softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,

@@ -1,0 +1,76 @@
+"""The types of ``torch.autocast``: which functions it wants in float32, in its own type, or in the
+widest of their arguments. Its lists differ from device to device; these are torch's, for ours."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from functools import reduce
+from typing import Any
+
+import torch
+from torch._C import _is_any_autocast_enabled as autocasting
+
+from deuteron.functional.core import Build, Function
+from deuteron.functional.library import under_autocast
+from deuteron.ops import Ops, Sym
+
+Tensor = torch.Tensor
+
+# function → the devices on which 16-bit tensors are cast to float32
+FLOAT32: dict[str, frozenset[str]] = {
+    **dict.fromkeys(
+        ("layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "norm", "interpolate",
+         "op_softplus", "op_sum", "op_cumsum", "op_cumprod"),
+        frozenset({"cuda"}),
+    ),
+    "op_prod": frozenset({"cuda", "cpu"}),
+    "op_grid_sample": frozenset({"cpu"}),
+}  # fmt: skip
+
+
+class Cast(Function):
+    """A function that autocast wants in float32 somewhere. There 16-bit tensors are cast in the
+    same kernel, by ``wide`` in the place of ``build`` where that is given."""
+
+    def __init__(self, name: str, build: Build, wide: Build | None = None) -> None:
+        super().__init__(name, build)
+        self.wide = Function(f"{name}_float32", wide or _widened(build))
+
+    def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
+        if autocasting():
+            x = next(t for t in tensors if t is not None)
+            if x.device.type in FLOAT32[self.name] and under_autocast(x):
+                return self.wide(*tensors, **attrs)
+        return super().__call__(*tensors, **attrs)
+
+
+def _widened(build: Build) -> Build:
+    def wide(b: Ops, *tensors: Sym | None, **attrs: Any) -> Any:
+        return build(b, *(None if t is None else b.upcast(t) for t in tensors), **attrs)
+
+    wide.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]
+    return wide
+
+
+def in_float32(x: Tensor, on: Collection[str]) -> Tensor:
+    """``x`` for a function that autocast wants in float32 on these devices."""
+    if autocasting() and x.device.type in on and under_autocast(x) and x.itemsize < 4:
+        return x.float()
+    return x
+
+
+def lower(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors for a function that autocast wants in its own type."""
+    if not autocasting() or not under_autocast(tensors[0]):
+        return tensors
+    kind = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(t if t.dtype is torch.float64 else t.to(kind) for t in tensors)
+
+
+def widest(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors for a function that autocast wants in the widest of their types on a GPU."""
+    if not autocasting() or not tensors[0].is_cuda or not under_autocast(tensors[0]):
+        return tensors
+    kind = reduce(torch.promote_types, (t.dtype for t in tensors))
+    return tuple(t.to(kind) for t in tensors)
