@@ -368,7 +368,8 @@ def test_what_autocast_would_change_is_ours(call, planned_calls):
     planned_calls.clear()
     with torch.autocast("cpu", torch.bfloat16):
         results(call.ours(f, *tensors))
-    assert planned_calls or not by_rule
+    by_the_same = call.name.startswith(("softmax", "log_softmax"))  # torch's, rule and all
+    assert planned_calls or not by_rule or by_the_same
 
 
 @pytest.mark.parametrize("name", autocast_cases.CASES)
@@ -394,7 +395,7 @@ def test_what_autocast_wants_in_float32_on_a_gpu(monkeypatch):
         (lambda x: f.norm(x, dim=1), lambda x: torch.linalg.vector_norm(x, dim=1)),
         (lambda x: f.softplus(x), torch.nn.functional.softplus),
     ):  # fmt: skip
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), f.delegation(False):
             y = ours(x)
         exact = theirs(wide)
         assert y.dtype is torch.float32
