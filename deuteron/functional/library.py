@@ -225,8 +225,8 @@ def delegates(
     beforehand is not asked again."""
     larger = "is_torchs({x}, several, on_cpu, cpu_bytes)"
     if callable(on_cpu):
-        larger = "is_torchs({x}, several, NEVER, 0) or "
-        larger += f"{{x}}.is_cpu and delegation.allowed and on_cpu({{x}}, {asks})"
+        larger = f"on_cpu({{x}}, {asks}) if {{x}}.is_cpu and delegation.allowed else "
+        larger = f"({larger}is_torchs({{x}}, several, NEVER, 0))"
     asked = [] if keeps_type else ["not autocasting()"]
     asked += [] if ordered else ["not must_be_ordered()"]
     given = {"several": several, "on_cpu": on_cpu, "cpu_bytes": cpu_bytes}
@@ -263,8 +263,9 @@ def all_but(types: Collection[torch.dtype]) -> Callable[[Tensor, Any], bool]:
     """For ``on_cpu``: torch answers all calls, except large ones of these 16-bit types."""
 
     def is_torchs(x: Tensor, second: Any) -> bool:
-        large = SHORT_TO_TRAIN if is_differentiated(x) else SHORT_BYTES
-        return x.dtype not in types or x.nbytes < large
+        if x.dtype not in types:
+            return True
+        return x.nbytes < (SHORT_TO_TRAIN if is_differentiated(x) else SHORT_BYTES)
 
     return is_torchs
 
