@@ -27,7 +27,8 @@ from deuteron.functional.operators import ACTIVATIONS, TORCHS
 NOTE = (
     "Wall time in microseconds, medians of calls in turns within a sixth of a second; "
     "`over_eager` is eager's time over ours. Where `way` is torch, our function handed the call to "
-    "torch's own, and `explain` says so: the ratio is then what handing it on costs. Errors are "
+    "torch's own, and `explain` says so: the ratio is then what handing it on costs; where it "
+    "depends on whether a gradient follows, both are named. Errors are "
     "relative (2-norm), results and gradients together, to float64. Measured in several "
     "processes, one after another (`BENCH_PART=1/4` and so on), each row in one of them; where the "
     "code of a few cases changed, these alone were measured again (`BENCH_CASES`, column `again`)."
