@@ -52,7 +52,7 @@ def _attempt(record: Record, name: str, measure: Fn, *args: Any) -> None:
 def _times(ways: dict[str, Thunk], device: str) -> dict[str, float]:
     """Microseconds."""
     if device == "cuda":
-        found = wall_times(ways, rounds=75, calls=20)
+        found = wall_times(ways, rounds=50, calls=20)
     else:
         found = cpu_times({k: _many(fn) for k, fn in ways.items()}, seconds=0.4, gap=0.005)
         found = {k: t / CALLS for k, t in found.items()}
