@@ -127,6 +127,20 @@ def test_every_operator_that_lowers_is_right(op, sample):
             check_cpu(*one_node(op, sample, narrow))
 
 
+def check_threads(region: Region, feed: dict[str, torch.Tensor]) -> None:
+    """The same bits on any number of threads."""
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.append(run_cpu(region, feed))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] is not None
+    for other in found[1:]:
+        assert other is not None and all(map(torch.equal, found[0], other))
+
+
 def check_cpu(region: Region, feed) -> None:
     outs = run_cpu(region, feed)
     if outs is not None:
@@ -352,17 +366,7 @@ def test_a_walk_down_the_rows_ends_with_the_last_reduction():
 
 
 def test_sums_of_columns_have_the_same_bits_on_any_number_of_threads():
-    region, feed = walk_down("columns of several panels", "f32")
-    threads, found = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            found.append(run_cpu(region, feed))
-    finally:
-        torch.set_num_threads(threads)
-    assert found[0] is not None
-    for other in found[1:]:
-        assert other is not None and all(map(torch.equal, found[0], other))
+    check_threads(*walk_down("columns of several panels", "f32"))
 
 
 def test_nan_stays_in_its_column():

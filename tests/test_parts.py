@@ -11,7 +11,7 @@ from deuteron.codegen.lower import lower
 from deuteron.codegen.parts import in_parts
 from deuteron.ir import Region
 from deuteron.ops.evaluate import evaluate
-from tests.test_codegen import check_cpu, run_cpu
+from tests.test_codegen import check_cpu, check_threads, run_cpu
 from tests.tolerances import allowed, error
 
 ROWS = {  # what is reduced, and the shapes of what it reads
@@ -90,16 +90,7 @@ def test_a_prime_number_of_elements_has_no_parts():
 
 def test_the_same_bits_on_any_number_of_threads():
     build, *shapes = ROWS["everything"]
-    region, feed = made(build, shapes, "f32")
-    threads, found = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            found.append(run_cpu(region, feed))
-    finally:
-        torch.set_num_threads(threads)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    check_threads(*made(build, shapes, "f32"))
 
 
 def test_nan_and_infinity_reach_the_result():
