@@ -13,10 +13,11 @@ from torch._C import _nn
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import Cast, widest
-from deuteron.functional.library import ANY, delegates
+from deuteron.functional.library import ANY, delegates, is_differentiated
 from deuteron.functional.operators import one
 from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
+from deuteron.ops.resample import gradient_faults
 
 Tensor = torch.Tensor
 MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic", "area")
@@ -61,6 +62,8 @@ def _torch_interpolate(
 ) -> Any:  # fmt: skip
     """What ``torch.nn.functional.interpolate`` calls after many questions, if it is plain."""
     rank = x.ndim
+    if rank == 5 and gradient_faults(x, mode) and is_differentiated(x):
+        return NotImplemented
     kind = mode, rank, antialias
     given = size if scale_factor is None else scale_factor
     if isinstance(given, (int, float)):

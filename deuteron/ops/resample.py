@@ -37,6 +37,7 @@ _MODES: dict[str, tuple[tuple[int, ...], int, str]] = {
     "area": ((1, 2, 3), 1, ""),
 }
 _BLENDING = ("linear", "bilinear", "trilinear", "bicubic")
+_NEAREST, _SHORT = ("nearest", "nearest-exact"), (torch.float16, torch.bfloat16)
 _ONLY_FOR = {"align_corners": _BLENDING, "antialias": ("bilinear", "bicubic")}
 
 _HOW = {
@@ -117,12 +118,20 @@ def _resize_infer(x: TensorType, size: Shape, mode: str, **how: Any) -> TensorTy
     return TensorType.of((*x.shape[:2], *size), x.dtype, _order(mode, x))
 
 
+def gradient_faults(x: torch.Tensor, mode: str) -> bool:
+    """Whether PyTorch's gradient of the nearest element must not be asked for: on some processors
+    its kernel for 16-bit volumes, channels last or with one channel, ends the process."""
+    return x.ndim == 5 and mode in _NEAREST and x.dtype in _SHORT and x.is_cpu
+
+
 def _resize_reference(
     x: torch.Tensor, size: Shape, mode: str, align_corners: bool, antialias: bool, scale: Any
 ) -> torch.Tensor:
     corners = align_corners if mode in _BLENDING else None
     wanted = size if scale is None else None
-    y = F.interpolate(x, wanted, scale, mode, corners, antialias=antialias)
+    followed = x.requires_grad and torch.is_grad_enabled()
+    given = x.float() if followed and gradient_faults(x, mode) else x
+    y = F.interpolate(given, wanted, scale, mode, corners, antialias=antialias).to(x.dtype)
     return ordered(y, _order(mode, TensorType.from_tensor(x)))
 
 
@@ -144,10 +153,11 @@ def _resize_grad_reference(
     name = _MODES[mode][2].format(dims)
     back = getattr(torch.ops.aten, f"_{name}_aa_backward" if antialias else f"{name}_backward")
     corners = [align_corners] if mode in _BLENDING else []
-    if dims == 3:  # PyTorch's kernel for nhwc volumes of bfloat16 faults on some processors
-        grad = grad.contiguous()
-    dx = back(grad, grad.shape[2:], shape, *corners, *(scale or (None,) * dims))
-    return ordered(dx, order)
+    given = grad.float() if gradient_faults(grad, mode) else grad
+    if dims == 3:  # as its kernels for nhwc volumes are not to be trusted, in any mode
+        given = given.contiguous()
+    dx = back(given, grad.shape[2:], shape, *corners, *(scale or (None,) * dims))
+    return ordered(dx.to(grad.dtype), order)
 
 
 def _resize_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
