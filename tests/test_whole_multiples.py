@@ -41,9 +41,9 @@ def test_every_pair_of_odd_numbers(op, dtype):
     assert error(out, want) <= (allowed(0.0, dtype) if op == "atan2" else 0.0)
 
 
-def test_integers_are_left_to_torch():
+def test_integers_by_a_tensor_are_left_to_torch():
     """Which refuses a divisor of 0."""
     g = dt.Graph("whole")
     g.remainder(*(g.tensor(n, (4,), dt.int64) for n in "xy")).output("z")
     refusal = CpuGen().refuse(Region(g.ir(), frozenset(), 0), dt.target("cpu"), Policy())
-    assert refusal is not None and "i64" in refusal.reason
+    assert refusal is not None and "may hold a 0" in refusal.reason
