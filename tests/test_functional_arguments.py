@@ -3,6 +3,7 @@ depend on the size of a tensor, which decides whether torch answers or a plan of
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -240,6 +241,28 @@ def test_size_does_not_decide_what_is_accepted(name):
         if both and not same(small, theirs) and name not in OURS:
             wrong.append(f"{case}: ours {small}, torch's {theirs}")
     assert not wrong, "\n".join(wrong)
+
+
+TOO_MANY: dict[str, Callable[[], Any]] = {
+    "relu": lambda: f.relu(X, False, None),
+    "sigmoid": lambda: f.sigmoid(X, None),
+    "layer_norm": lambda: f.layer_norm(X, (8,), None, None, 1e-5, None, X),
+    "cross_entropy": lambda: f.cross_entropy(LOGITS, TARGET, None, None, "sum"),
+    "softmax": lambda: f.softmax(X, 1, None, None),
+    "rope": lambda: f.rope(IMAGE, None, None, None, None),
+}
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_what_has_a_name_only_has_no_place(name, allowed):
+    kinds = [p.kind for p in inspect.signature(getattr(f, name)).parameters.values()]
+    places = len(kinds) - kinds.count(inspect.Parameter.KEYWORD_ONLY)
+    with (
+        f.delegation(allowed),
+        pytest.raises(TypeError, match=rf"{name}\(\) takes {places} positional argument"),
+    ):
+        TOO_MANY[name]()
 
 
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -25,7 +25,10 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **{name: (2,) for name in dt.nn.__all__ if "Pool" in name},
 }  # fmt: skip
 DROP_IN = [n for n in dt.nn.__all__ if hasattr(nn, n) and n != "replace"]
-OTHERS = {"SwiGLU": (), "GeGLU": (), "ReGLU": (), "BiasAct": (8,)}
+OTHERS = {
+    "SwiGLU": (), "GeGLU": (), "ReGLU": (), "BiasAct": (8,), "SinusoidalEmbedding": (8,),
+    "RotaryEmbedding": (6,),
+}  # fmt: skip
 
 
 def given(name: str) -> tuple[torch.Tensor, ...]:
@@ -35,7 +38,8 @@ def given(name: str) -> tuple[torch.Tensor, ...]:
         return (VOLUME,)
     if name.endswith("1d"):
         return (IMAGE[:, :, 0],)
-    return (IMAGE,) if name.endswith("2d") or name in ("GroupNorm", "Upsample") or (
+    of_images = ("GroupNorm", "Upsample", "RotaryEmbedding")
+    return (IMAGE,) if name.endswith("2d") or name in of_images or (
         name.startswith("Pixel")) else (X,)  # fmt: skip
 
 
@@ -65,6 +69,52 @@ def test_modules_are_traced_by_fx(name):
     assert torch.equal(traced(*given(name)), model(*given(name)))
     ours = [n for n in traced.graph.nodes if n.op in ("call_function", "call_module")]
     assert len(ours) == 1  # and nothing of what is inside
+
+
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "softmax": ((X,), {}), "log_softmax": ((X, -1), {"mask": X > 0}), "sum": ((X, 1), {}),
+    "layer_norm": ((X, (8,)), {"activation": "gelu"}), "cross_entropy": ((X, CLASSES), {}),
+    "embedding": ((CLASSES, X[:, :3].new_ones(9, 3)), {}), "swiglu": ((X, X), {}),
+    "relu": ((X,), {}), "topk": ((X, 2), {}), "pyramid_pool2d": ((IMAGE, (1, 2)), {}),
+    "rope": ((IMAGE,), {"offset": 3}), "linear_cross_entropy": ((X, X, CLASSES - 1), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_is_traced_by_itself(name):
+    args, named = CALLS[name]
+    function = getattr(f, name)
+    traced = torch.fx.symbolic_trace(function)
+    torch.testing.assert_close(traced(*args, **named), function(*args, **named))
+    inside = [n.op for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
+    assert inside == ["call_function"]
+
+
+@pytest.mark.parametrize("name", ["swiglu", "embedding", "layer_norm", "rope"])
+def test_a_symbol_may_be_any_argument(name):
+    """And what was unused when it was asked about is still there."""
+    calls = {
+        "swiglu": lambda x: f.swiglu(X, x), "embedding": lambda x: f.embedding(CLASSES, x),
+        "layer_norm": lambda x: f.layer_norm(X, (8,), residual=x),
+        "rope": lambda x: f.rope(IMAGE, None, x[:, :3], x[:, :3]),
+    }  # fmt: skip
+    x = torch.linspace(-1, 1, 72).reshape(9, 8)[: 4 if name in ("swiglu", "layer_norm") else 9]
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        twice = x * 2
+        return calls[name](x), twice, y
+
+    traced = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(traced(x, X), model(x, X))
+    targets = [n.target for n in traced.graph.nodes if n.op == "call_function"]
+    assert targets.count(getattr(f, name)) == 1
+    assert set(targets) <= {getattr(f, name), operator.mul, operator.getitem}
+
+
+def test_a_module_that_asks_is_not_traced_by_itself():
+    with pytest.raises(dt.DeuteronError, match="SinusoidalEmbedding asks") as caught:
+        torch.fx.symbolic_trace(dt.nn.SinusoidalEmbedding(8))
+    assert "Sequential" in caught.value.remedy
 
 
 def test_batch_norm_is_a_leaf_that_counts_its_batches():

@@ -35,10 +35,10 @@ from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.cuda import is_current_stream_capturing
-from torch.fx import Proxy
+from torch.fx.proxy import TraceError
 
 from deuteron.errors import DeuteronError
-from deuteron.functional.wrapper import MISSING, Plain, recorded, sorted_out, wrapper
+from deuteron.functional.wrapper import MISSING, Plain, any_symbol, recorded, sorted_out, wrapper
 from deuteron.target import Target
 from deuteron.target import target as find_target
 
@@ -237,6 +237,12 @@ def delegates(
     return decorate
 
 
+def traceable(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that no call of torch's answers; under ``torch.fx`` it is one node, as the others
+    are."""
+    return wrapper(function, function, None, "False", ["False"], (), (), {}, SCOPE)
+
+
 def is_launch_bound(x: Tensor) -> bool:
     """Whether torch would have read and written ``x`` before we had found our plan."""
     nbytes = x.nbytes
@@ -342,7 +348,8 @@ SCOPE = {
     "is_torchs": _is_torchs, "autocasting": autocasting, "must_be_ordered": must_be_ordered,
     "Heard": Heard, "heard": _heard, "REFUSALS": REFUSALS, "NEVER": NEVER,
     "delegation": delegation, "instead": _instead, "DeuteronError": DeuteronError,
-    "MISSING": MISSING, "sorted_out": sorted_out, "Proxy": Proxy, "recorded": recorded,
+    "MISSING": MISSING, "sorted_out": sorted_out, "TraceError": TraceError,
+    "any_symbol": any_symbol, "recorded": recorded,
 }  # fmt: skip
 
 

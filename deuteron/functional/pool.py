@@ -20,6 +20,7 @@ from deuteron.functional.library import (
     delegates,
     is_differentiated,
     is_launch_bound,
+    traceable,
 )
 from deuteron.functional.operators import OPERATORS, call
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
@@ -350,6 +351,7 @@ def weighted_pool2d(
     )
 
 
+@traceable
 def pyramid_pool2d(x: Tensor, sizes: Sequence[int] = (1, 2, 3, 6), kind: str = "avg") -> Tensor:
     """x [N, C, H, W] pooled ("avg" or "max") over grids of several sizes, one result after another:
     [N, C, Σ s²], as spatial-pyramid pooling wants it."""

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from deuteron.functional.library import traceable
 from deuteron.functional.operators import OPERATORS
 
 Tensor = torch.Tensor
 
 
+@traceable
 def rope(
     q: Tensor,
     k: Tensor | None = None,

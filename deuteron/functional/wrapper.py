@@ -8,7 +8,8 @@ step that it could do without.
 
 All arguments of a wrapper have a place and a default, which Python binds soonest. Those that may be
 given by name only come after ``input``, torch's name for the first one. Nobody gives that one by
-its place: what stands there is one argument too many.
+its place: what stands there, a None too, is one argument too many. Its default is ``...``, which
+nobody gives and which takes the fewest steps to compare with.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import inspect
 import linecache
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from types import FunctionType
 from typing import Any
 
-from torch.fx import Proxy
+from torch.fx import Node, Proxy
 
 SOURCE = """\
 def make({cells}):
@@ -37,9 +39,9 @@ def make({cells}):
                     found = {call}
                     if found is not NotImplemented:
                         return found if not Heard.listeners else heard(found, {name!r}, {x})
-            except REFUSALS:
-                if isinstance({x}, Proxy) and {complete}:
-                    return recorded(again, {x}, dict({every}))
+            except REFUSALS as wrong:
+                if any_symbol(locals()):
+                    return recorded(again, {names}, locals(), wrong)
             if {complete}:
                 try:
                     return function({arguments})
@@ -47,6 +49,8 @@ def make({cells}):
                     if not ({otherwise}):
                         raise
                     return instead(direct, dict({every}), refusal, {name!r}, {x})
+                except TraceError as wrong:
+                    return recorded(again, {names}, locals(), wrong)
         elif {complete}:
             return function({arguments})
         return sorted_out(function, again, dict({every}))
@@ -96,7 +100,7 @@ class Signature:
     @property
     def parameters(self) -> str:
         return ", ".join(
-            [*(f"{p}=usual_{p}" for p in self.placed), "input=None",
+            [*(f"{p}=usual_{p}" for p in self.placed), "input=...",
              *(f"{p}=usual_{p}" for p in self.named)]
         )  # fmt: skip
 
@@ -111,7 +115,7 @@ class Signature:
     @property
     def complete(self) -> str:
         needed = (p for p in self.names if p not in self.defaults)
-        return _all(["input is None", *(f"{p} is not MISSING" for p in needed)])
+        return _all(["input is ...", *(f"{p} is not MISSING" for p in needed)])
 
     def usual(self, names: Iterable[str]) -> list[str]:
         """That these have their defaults, each in the fewest steps."""
@@ -165,11 +169,11 @@ def wrapper(
     own, name = Signature(function), function.__name__
     in_cpp = not isinstance(call, FunctionType)  # others may decline
     text = own.calls([p for p in own.names if p not in (*by_name, *without)], by_name, in_cpp)
-    tests = ["input is None", *own.usual(without), *asked]
+    tests = ["input is ...", *own.usual(without), *asked]
     quick = "pass"
     if plain is not None:
         rest = own.usual(p for p in own.defaults if p not in plain.names)
-        few = ["input is None", *rest, plain.where, *asked]
+        few = ["input is ...", *rest, plain.where, *asked]
         given = {"plain": plain.call, **plain.given, **given}
         quick = QUICK.format(x=own.placed[0], tests=_all(few), call=plain.text)
     elif in_cpp:
@@ -181,7 +185,7 @@ def wrapper(
         name=name, x=x, cells=", ".join(cells), parameters=own.parameters, quick=quick,
         larger=larger.format(x=x, second=second), tests=_all(tests), call=text,
         complete=own.complete, otherwise=_all(["delegation.allowed", *tests]),
-        arguments=own.arguments, every=own.every,
+        arguments=own.arguments, every=own.every, names=(*own.placed, "input", *own.named),
     )  # fmt: skip
     made: dict[str, Any] = {}
     exec(compile(source, _kept(name, source), "exec"), scope, made)
@@ -199,24 +203,50 @@ def _kept(name: str, text: str) -> str:
     return place
 
 
-def take_back(x: Proxy) -> None:
-    """Take the question that ended in an error out of the graph again: the last node that was
-    made, and what it was about."""
-    graph = x.node.graph
-    question = next(iter(reversed(graph.nodes)))
-    about = question.all_input_nodes
-    graph.erase_node(question)
-    for node in about:
-        if not node.users and node is not x.node:
-            graph.erase_node(node)
+# ---- under torch.fx
+#
+# Whoever asks a symbol a question gets an error: that is how a symbol is known, at no cost to
+# others.
 
 
-def recorded(function: Callable[..., Any], x: Proxy, given: dict[str, Any]) -> Any:
-    """The call as one node of the graph that ``torch.fx`` traces. Whoever asks a symbol a question
-    gets an error: that is how it is known, at no cost to others."""
-    del given["input"], given[next(iter(given))]
-    take_back(x)
-    return x.__torch_function__(function, (type(x),), (x,), given)
+def any_symbol(given: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Proxy) for value in given.values())
+
+
+def recorded(
+    function: Callable[..., Any], names: Sequence[str], here: dict[str, Any], wrong: Exception
+) -> Any:
+    """The call as one node of the graph that ``torch.fx`` traces. ``here``: what the wrapper knows
+    by name. Where it is all that is traced, fx calls a copy of it, all arguments by place, and
+    takes it to have as many as ``function``: ``input`` is not one of them, and the last is none.
+    """
+    given = {name: here[name] for name in names if name in here}
+    if len(given) < len(names):
+        given = dict(zip((n for n in names if n != "input"), given.values(), strict=True))
+    elif given.pop("input") is not ...:
+        raise _too_many(function)
+    first, *rest = (name for name, value in given.items() if value is not MISSING)
+    symbols = [value for value in given.values() if isinstance(value, Proxy)]
+    take_back(wrong, {symbol.node for symbol in symbols})
+    keywords = {name: given[name] for name in rest}
+    return symbols[0].__torch_function__(function, (Proxy,), (given[first],), keywords)
+
+
+def take_back(wrong: Exception, kept: Collection[Node]) -> None:
+    """Take the question that ended in an error out of the graph again: the symbol that was asked,
+    and what was made for it alone, but not the arguments themselves."""
+    frames = (frame for frame, _ in walk_tb(wrong.__traceback__))
+    asked = next((s for f in frames if isinstance(s := f.f_locals.get("self"), Proxy)), None)
+    spare = [] if asked is None else [asked.node]
+    while spare:
+        node = spare.pop()
+        if node not in kept and not node.users:
+            about = node.all_input_nodes
+            node.graph.erase_node(node)
+            spare += about
+
+
+# ---- unusual arguments
 
 
 def sorted_out(
@@ -225,11 +255,17 @@ def sorted_out(
     """A call with its first argument by torch's name, or without all that it needs."""
     first, same = next(iter(given)), given.pop("input")
     given = {name: value for name, value in given.items() if value is not MISSING}
-    if same is None:
+    if same is ...:
         return function(**given)
     if first in given:
-        raise TypeError(
-            f"{function.__name__}() got more arguments than it has places for, "
-            f"or both '{first}' and 'input'"
-        )
+        raise _too_many(function)
     return again(**{first: same}, **given)
+
+
+def _too_many(function: Callable[..., Any]) -> TypeError:
+    """Of more arguments than there are places for, or of the first one under both its names."""
+    placed, name = Signature(function).placed, function.__name__
+    return TypeError(
+        f"{name}() takes {len(placed)} positional argument{'s' * (len(placed) > 1)}, and more "
+        f"were given, or both '{placed[0]}' and 'input'"
+    )

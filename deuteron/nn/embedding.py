@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.proxy import TraceError
 
 from deuteron import functional as F
 from deuteron.errors import BindError
+from deuteron.nn.norm import as_leaf
 
 
 class Embedding(nn.Embedding):
@@ -40,9 +42,13 @@ class SinusoidalEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("table", F.sinusoidal(max_length, dim, base), persistent=False)
 
-    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+    def forward(self, x: Tensor, offset: int = 0) -> Any:
+        try:
+            within = bool(offset >= 0 and offset + x.shape[-2] <= self.table.shape[0])
+        except TraceError as wrong:
+            return as_leaf(self, wrong, x, offset)
         length = x.shape[-2]
-        if offset < 0 or offset + length > self.table.shape[0]:
+        if not within:
             raise BindError(
                 f"positions {offset} to {offset + length} are beyond {self.table.shape[0]}",
                 remedy="make the module with a larger max_length",

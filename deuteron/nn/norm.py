@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 
 from deuteron import functional as F
@@ -22,12 +23,19 @@ class _Activated:
         self.activation = activation
 
 
-def as_leaf(module: nn.Module, input: Any, *others: Any) -> Any:
+def as_leaf(module: nn.Module, wrong: TraceError, input: Any, *others: Any) -> Any:
     """The call of a module that asks its input questions, as one node of the graph that
-    ``torch.fx`` traces: so are torch's own."""
-    take_back(input)
-    path = input.tracer.path_of_module(module)
-    return input.tracer.create_proxy("call_module", path, (input, *others), {})
+    ``torch.fx`` traces: so are torch's own. ``wrong``: what became of the question."""
+    symbols = [each for each in (input, *others) if isinstance(each, Proxy)]
+    take_back(wrong, {symbol.node for symbol in symbols})
+    tracer: Any = symbols[0].tracer
+    if module is tracer.root:
+        raise BindError(
+            f"{type(module).__name__} asks its input questions, which a symbol cannot answer",
+            asked=f"torch.fx.symbolic_trace({type(module).__name__}(…))",
+            remedy="trace a model that it is a part of, such as torch.nn.Sequential(module)",
+        ) from wrong
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (input, *others), {})
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
@@ -90,8 +98,8 @@ class _InstanceNorm(_Activated):
     ) -> Any:
         try:
             self._check_input_dim(input)
-        except TraceError:
-            return as_leaf(self, input, residual, bias_before)
+        except TraceError as wrong:
+            return as_leaf(self, wrong, input, residual, bias_before)
         if input.dim() == self._get_no_batch_dim():
             if residual is not None or bias_before is not None:
                 raise BindError("a residual needs a batch", remedy="unsqueeze(0) both")
@@ -120,8 +128,8 @@ class _BatchNorm(_Activated):
     def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Any:
         try:
             self._check_input_dim(input)
-        except TraceError:
-            return as_leaf(self, input, residual)
+        except TraceError as wrong:
+            return as_leaf(self, wrong, input, residual)
         share = self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
