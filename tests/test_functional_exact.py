@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deuteron as dt
-from tests.tolerances import allowed, error
+from tests.tolerances import allowed, error, rounded_mean
 
 f = dt.functional
 
@@ -44,3 +44,43 @@ def test_transforms_of_nearest_volumes_of_16_bits():
 
     x = torch.randn(1, 1, 1, 11, 5)
     assert torch.equal(torch.func.grad(total)(x.half()), torch.func.grad(total)(x).half())
+
+
+NORMS = {
+    "layer_norm": lambda f, x, w, b: f.layer_norm(x, x.shape[2:]) * w.view(1, -1, 1, 1) + b.sum(),
+    "group_norm": lambda f, x, w, b: f.group_norm(x, 4, w, b),
+    "instance_norm": lambda f, x, w, b: f.instance_norm(x, weight=w, bias=b),
+    "batch_norm": lambda f, x, w, b: f.batch_norm(x, None, None, w, b, training=True),
+}
+SHAPES = [(4, 16, 24, 24), (2, 16, 3, 5), (3, 8, 1, 4), (64, 8, 1, 1)]
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mean", [0.0, 1000.0])
+def test_norms_of_channels_last_with_a_large_mean(name, shape, mean, delegated):
+    """As good as PyTorch's in row-major order, which centres numbers before it squares them."""
+    if name in ("layer_norm", "instance_norm") and shape[2:] == (1, 1):
+        pytest.skip("nothing to normalise")
+    torch.manual_seed(0)
+    x, grad = torch.randn(shape) + mean, torch.randn(shape)
+    given = (x, torch.randn(shape[1]), torch.randn(shape[1]), grad)
+    exact = _trained(NORMS[name], torch.nn.functional, *(t.double() for t in given))
+    plain = _trained(NORMS[name], torch.nn.functional, *given)
+    last = [t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t for t in given]
+    found = _trained(NORMS[name], f, *last)
+    alone = NORMS[name](f, *last[:3])
+    least, reduced = rounded_mean(mean, torch.float32), x.numel() // shape[1]
+    for got, torchs, want in zip(
+        (alone, *found), plain[:1] + plain, exact[:1] + exact, strict=True
+    ):
+        torchs_error = max(error(torchs, want), least)
+        assert error(got, want) <= allowed(torchs_error, torch.float32, reduced)
+
+
+def _trained(norm, functions, x, weight, bias, grad):
+    """The result and the gradients."""
+    given = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = norm(functions, *given)
+    y.backward(grad)
+    return y, *(t.grad for t in given)

@@ -70,3 +70,8 @@ def allowed(torch_error: float, dtype: torch.dtype, reduced: int = 1) -> float:
     """The bound for an engine, given what PyTorch's own error was."""
     eps = EPS.get(dtype, 0.0)
     return 2.0 * torch_error + 4.0 * eps * math.sqrt(max(reduced, 1))
+
+
+def rounded_mean(deviations: float, dtype: torch.dtype) -> float:
+    """What a mean so many deviations from 0 costs a norm, once it is rounded to the type."""
+    return deviations * EPS[dtype] / 2

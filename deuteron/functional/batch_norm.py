@@ -60,6 +60,8 @@ def _torch_batch_norm(
         return NotImplemented
     if (more or training) and not on_gpu and not is_launch_bound(x):
         return NotImplemented
+    if training and x.is_cpu and not x.is_contiguous():
+        return NotImplemented  # channels last, where torch's kernel loses digits of a large mean
     # in training ours is several launches, too; without, torch's one takes longer than ours
     one_of_ours = not training and (more or on_gpu)
     if one_of_ours and not several_calls_win(x, weight, bias, residual):
@@ -92,7 +94,8 @@ def _wants_signs(
     plain=Plain(
         torch.batch_norm,
         "plain(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn())",
-        where="training and eps > 0.0 and x.numel() > x.shape[1]",
+        where="training and eps > 0.0 and x.numel() > x.shape[1] and "
+        "(x.is_contiguous() or x.is_cuda)",
         given={"cudnn": may_use_cudnn},
     ),
     keeps_type=True,

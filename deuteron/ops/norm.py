@@ -294,9 +294,37 @@ def _train_reference(
         torch.zeros_like(unknown) if r is None else r.to(wide_type(x), copy=True) for r in running
     ]
     share = 1.0 if running[0] is None else momentum
-    y, mean, rstd = torch.native_batch_norm(x, weight, bias, new[0], new[1], True, share, eps)
+    if x.is_cpu and not x.is_contiguous():
+        y, mean, rstd, *found = _in_two_passes(x, weight, bias, eps)
+        new = [torch.lerp(n, s, share) for n, s in zip(new, found, strict=True)]
+    else:
+        y, mean, rstd = torch.native_batch_norm(x, weight, bias, new[0], new[1], True, share, eps)
     new = [n if r is None else n.to(r.dtype) for n, r in zip(new, running, strict=True)]
     return in_order(y, x), *new, mean, rstd
+
+
+def _in_two_passes(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    """y, mean and rstd, then the mean and the unbiased variance for running statistics. On a CPU
+    torch's kernel for channels last adds up all rows in one float32, and is off where the mean is
+    large; here the rest of a mean that was rounded is taken from the distances, not from it."""
+    axes, lies = (0, *range(2, x.ndim)), (1, -1, *(1 for _ in x.shape[2:]))
+    wide = x.to(wide_type(x))
+    mean = wide.mean(axes)
+    d = wide - mean.view(lies)
+    rest = d.mean(axes).nan_to_num(0.0, 0.0, 0.0)  # the mean of infinities stays one
+    d = d.sub_(rest.view(lies))
+    var = d.square().mean(axes)
+    rstd = torch.where(var.isinf(), torch.nan, torch.rsqrt(var + eps))
+    scale = rstd if weight is None else rstd * weight
+    if bias is None:
+        y = d * scale.view(lies)
+    else:
+        y = torch.addcmul(bias.view(lies), d, scale.view(lies))
+    count = x.numel() // x.shape[1]
+    mean, rstd, var = (t.detach() for t in (mean + rest, rstd, var * (count / (count - 1))))
+    return y.to(x.dtype), mean, rstd, mean, var
 
 
 def _train_vjp(b: Ops, v: Vjp) -> Gradients:
@@ -342,6 +370,15 @@ BATCH_TRAIN = OpDef(
 )
 
 # ---- norms that need nothing but x -------------------------------------------------------------
+
+
+def _by_groups(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> Tensor:
+    """On a CPU torch's kernel for channels last takes a variance from squares that are not
+    centred, and makes anything of a large mean: positions in one row have one order only."""
+    rows = x.reshape(*x.shape[:2], prod(x.shape[2:])) if x.is_cpu and x.ndim > 3 else x
+    return torch.group_norm(rows, groups, weight, bias, eps).reshape(x.shape)
 
 
 class Row(NamedTuple):
@@ -418,14 +455,14 @@ ROWS = (
     Row("group_norm",
         {"groups": Attr("int", doc="a divisor of the number of channels"), "eps": _EPS},
         2, _check_groups, _group_form,
-        lambda x, w, b, groups, eps: torch.group_norm(x, groups, w, b, eps),
+        _by_groups,
         True, _samples(*_PAIR, ({"groups": 2}, {"groups": 1, "eps": 0.01}), ((3, 4),)),
         "Each sample's channels (dimension 1) in ``groups`` equal groups, each normalised over "
         "its channels and positions, then · weight + bias per channel."),
     Row("instance_norm", {"eps": _EPS}, 3,
         lambda name, x, attrs: _check_spread(name, x, prod(x.shape[2:]), "use group_norm"),
         _channel_form,
-        lambda x, w, b, eps: torch.group_norm(x, max(x.shape[1], 1), w, b, eps),
+        lambda x, w, b, eps: _by_groups(x, w, b, max(x.shape[1], 1), eps),
         False, _samples(*_PAIR, ({}, {"eps": 0.01})),
         "Each channel of each sample normalised over its positions, then · weight + bias per "
         "channel."),
