@@ -265,6 +265,58 @@ def test_what_has_a_name_only_has_no_place(name, allowed):
         TOO_MANY[name]()
 
 
+SCALARS: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: lambda m, name=name: getattr(m, name)(S, -1)
+        for name in ("cumsum", "cumprod", "cummax", "cummin", "sort", "sum", "prod", "mean",
+                     "amax", "argmax")
+    },
+    "topk": lambda m: m.topk(S, 1), "sort by name": lambda m: m.sort(S, dim=0, descending=True),
+    "norm": lambda m: (f.norm if m is f else torch.linalg.vector_norm)(S, 2.0, -1),
+}  # fmt: skip
+PAIRS: dict[str, Callable[[Any], Any]] = {
+    "topk": lambda m: m.topk(X, 3), "sort": lambda m: m.sort(X, dim=0, stable=True),
+    "cummax": lambda m: m.cummax(X, 1), "cummin": lambda m: m.cummin(X, 0),
+}  # fmt: skip
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    f"where {shown}": lambda m, x=x, y=y: m.where(B, x, y)
+    for shown, x, y in (
+        ("of floats", X, 0.0), ("of halves", 1, H), ("of integers", I, 1.5), ("of bytes", U, 2),
+        ("of bools", B, 2), ("of bools and a bool", B, True), ("of numbers", 1, 2.5),
+    )
+}  # fmt: skip
+ALIKE = {f"{name} of a scalar": call for name, call in SCALARS.items()} | PAIRS | NUMBERS
+
+
+@pytest.mark.parametrize("way", ["planned", "compiled"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_plans_answer_as_torch_does(name, way):
+    """Where no call is handed on: numbers, shapes, types, and the names of a pair's parts."""
+    call = ALIKE[name]
+    if way == "compiled":
+        torch._dynamo.reset()
+        found = torch.compile(lambda: call(f), fullgraph=True, backend="aot_eager")()
+    else:
+        with f.delegation(False):
+            found = call(f)
+    want = call(torch)
+    assert type(found) is type(want)
+    if name in PAIRS:
+        assert torch.equal(found.values, want.values)
+        assert torch.equal(found.indices, want.indices)
+    pair = isinstance(found, tuple)
+    assert same(*((tuple(t) if pair else (t,)) for t in (found, want)))
+
+
+def test_scalars_have_gradients_along_an_axis():
+    x = S.clone().requires_grad_()
+    with f.delegation(False):
+        values = [f.sort(x).values, f.topk(x, 1).values, f.cummax(x, 0).values]
+        total = f.cumsum(x, -1) + f.sum(x, -1) + f.norm(x, 2.0, -1) + sum(values)
+        (grad,) = torch.autograd.grad(total, x)
+    assert grad.item() == 6.0
+
+
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (lambda: f.dropout(X, 2.0, training=False), r"p=2\.0 is not a probability"),
     "norm of integers": (lambda: f.norm(I), "norm of int64 is not defined"),
@@ -272,6 +324,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "a weight for rms_norm": (lambda: f.rms_norm(X, (8,), W[:1]), r"weight of rms_norm is \[1\]"),
     "padding": (lambda: f.embedding(one, TABLE, 10), "padding_idx=10 is not one of 10 rows"),
     "corners": (lambda: f.interpolate(IMAGE, 3, align_corners=True), "corners have no meaning"),
+    "a scalar's axis": (lambda: f.sum(S, dim=-2), "-2 is out of range for rank 0"),
     "sizes": (lambda: f.interpolate(IMAGE, (3,)), "1 numbers for 2 dimensions"),
 }
 

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import return_types
 
 from deuteron.functional.library import ANY, delegates
-from deuteron.functional.operators import OPERATORS, call, one
+from deuteron.functional.operators import OPERATORS, call
 from deuteron.functional.reduce import cast
 from deuteron.functional.wrapper import Plain
 
 Tensor = torch.Tensor
-Pair = tuple[Tensor, Tensor]
+Pair = Any  # torch.return_types: (values, indices), by name too
 OF_ROWS = "plain(x, dim)", "x.ndim > 1"
 
 
@@ -35,39 +36,44 @@ def _torch_sort(x: Tensor, dim: int, descending: bool, stable: bool) -> Pair:
     return torch.sort(x, dim=dim, descending=descending, stable=stable)
 
 
+def _along(name: str, x: Tensor, dim: int, **attrs: Any) -> Any:
+    """The operator along ``dim``; of a scalar, which torch takes for a row, as the row it is."""
+    if x.ndim:
+        return call(name, x, axis=dim, **attrs)
+    found = call(name, x.unsqueeze(0), axis=dim, **attrs)
+    return tuple(t.squeeze(0) for t in found) if isinstance(found, tuple) else found.squeeze(0)
+
+
 @delegates(_torch_scan(torch.cumsum), plain=Plain(torch.cumsum, *OF_ROWS), on_cpu=ANY)
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of all elements up to each one, along ``dim``; the same bits in every run.
     ``dtype``: x is cast to it first."""
-    return cast(one("cumsum", cast(x, dtype), axis=dim), dtype)
+    return cast(_along("cumsum", cast(x, dtype), dim), dtype)
 
 
 @delegates(_torch_scan(torch.cumprod), plain=Plain(torch.cumprod, *OF_ROWS), on_cpu=ANY)
 def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The product of all elements up to each one, along ``dim``. ``dtype``: x is cast to it
     first."""
-    return cast(one("cumprod", cast(x, dtype), axis=dim), dtype)
+    return cast(_along("cumprod", cast(x, dtype), dim), dtype)
 
 
 @delegates(torch.cummax, keeps_type=True, on_cpu=ANY)
 def cummax(x: Tensor, dim: int) -> Pair:
     """The largest element so far along ``dim``, and where it stands."""
-    pair: Pair = call("cummax", x, axis=dim)
-    return pair
+    return return_types.cummax(_along("cummax", x, dim))
 
 
 @delegates(torch.cummin, keeps_type=True, on_cpu=ANY)
 def cummin(x: Tensor, dim: int) -> Pair:
     """The smallest element so far along ``dim``, and where it stands."""
-    pair: Pair = call("cummin", x, axis=dim)
-    return pair
+    return return_types.cummin(_along("cummin", x, dim))
 
 
 @delegates(_torch_sort, keeps_type=True, on_cpu=ANY)
 def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
     """x in order along ``dim``, and the places the elements came from."""
-    pair: Pair = call("sort", x, axis=dim, descending=descending, stable=stable)
-    return pair
+    return return_types.sort(_along("sort", x, dim, descending=descending, stable=stable))
 
 
 @delegates(torch.topk, keeps_type=True, on_cpu=ANY)
@@ -76,8 +82,7 @@ def topk(
 ) -> Pair:  # fmt: skip
     """The k largest (or smallest) elements along ``dim``, best first (whether ``sorted`` or not),
     and their places."""
-    pair: Pair = call("topk", x, k=k, axis=dim, largest=largest)
-    return pair
+    return return_types.topk(_along("topk", x, dim, k=k, largest=largest))
 
 
 def _torch_histogram(x: Tensor, bins: int, low: float, high: float) -> Any:

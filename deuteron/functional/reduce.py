@@ -204,8 +204,18 @@ def _tensor(value: Any, other: Any, condition: Tensor) -> Tensor:
     """``value``, a number as a tensor of the type that it has beside ``other``."""
     if not isinstance(value, int | float):
         return value  # type: ignore[no-any-return]
-    kind = torch.result_type(other, value) if isinstance(other, Tensor) else None
+    kind = _beside(other.dtype, value) if isinstance(other, Tensor) else None
     return torch.tensor(value, dtype=kind, device=condition.device)
+
+
+def _beside(dtype: torch.dtype, value: object) -> torch.dtype:
+    """torch.result_type, into which torch.compile cannot look: a number widens a type only where it
+    is of a higher kind, a float beside integers or an integer beside bools."""
+    if isinstance(value, float):
+        is_wide = dtype.is_floating_point or dtype.is_complex
+        return dtype if is_wide else torch.get_default_dtype()
+    is_lower = dtype is torch.bool and not isinstance(value, bool)
+    return torch.int64 if is_lower else dtype
 
 
 @delegates(torch.permute_copy, keeps_type=True, on_cpu=ANY)

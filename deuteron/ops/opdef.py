@@ -287,15 +287,16 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def norm_axes(axes: Sequence[int] | None, rank: int, what: str = "axes") -> tuple[int, ...]:
-    """Axes counted from 0, sorted, each once; None means all."""
+    """Axes counted from 0, sorted, each once; None means all. A scalar may be taken for a row, as
+    torch has it: its axis is 0 or -1, and none in the result."""
     if axes is None:
         return tuple(range(rank))
-    out = []
+    out, many = [], max(rank, 1)
     for axis in axes:
-        if not -rank <= axis < max(rank, 1):
+        if not -many <= axis < many:
             raise GraphError(
                 f"{what} {axis} is out of range for rank {rank}",
-                remedy=f"use a number from {-rank} to {rank - 1}",
+                remedy=f"use a number from {-many} to {many - 1}",
             )
         out.append(axis % rank if rank else 0)
     if len(set(out)) != len(out):
