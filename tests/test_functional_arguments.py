@@ -79,6 +79,7 @@ add("layer_norm", *((X, s) for s in ((), (4, 8, 1), [8], (7,), (-1,), (8.0,))), 
     (torch.empty(4, 0), (0,)), *((x, (8,)) for x in (I, B, C, NONE)))  # fmt: skip
 add("rms_norm", *((X, s) for s in ((), (4, 8, 1), [8], (7,), (-1,))),
     (X, (8,), W[:1]), (X, (8,), W[None]), (X, (8,), W.double()), (H, (8,), W),
+    (X, (8,), W.bfloat16()), (X.double(), (8,), W), (X, (8,), W.long()), (H, (8,), W.bfloat16()),
     (torch.empty(4, 0), (0,)), *((x, (8,)) for x in (I, B, C, NONE, H)))  # fmt: skip
 for name in ("layer_norm", "rms_norm"):
     add(name, *({"eps": e} for e in (-1.0, 0.0, NAN, None)), first=(X, (8,)))
@@ -308,6 +309,46 @@ def test_plans_answer_as_torch_does(name, way):
     assert same(*((tuple(t) if pair else (t,)) for t in (found, want)))
 
 
+def test_one_size_of_a_pyramid_may_be_a_number():
+    assert torch.equal(f.pyramid_pool2d(IMAGE, 2), f.pyramid_pool2d(IMAGE, (2,)))
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("of", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", FLOATS, ids=str)
+def test_rms_norm_takes_a_weight_of_any_type(kind, of):
+    """And answers in the type of x, no less exactly than torch does."""
+    x, weight = X.to(of), torch.linspace(0.5, 2, 8).to(kind).requires_grad_()
+    exact = F.rms_norm(x.double(), (8,), weight.double(), 1e-6)
+    theirs = F.rms_norm(x, (8,), weight, 1e-6)
+    for allow in (True, False):
+        with f.delegation(allow):
+            ours = f.rms_norm(x, (8,), weight, 1e-6)
+            (grad,) = torch.autograd.grad(ours.sum(), weight)
+        assert ours.dtype == theirs.dtype == of
+        assert error(ours, exact) <= allowed(error(theirs, exact), of, 8)
+        assert grad.dtype == kind
+
+
+def test_activations_that_torch_composes_make_floats_of_integers():
+    for name in ("softsign", "tanhshrink"):
+        for x in (I, U, I.int()):
+            for allow in (True, False):
+                with f.delegation(allow):
+                    assert _equal(getattr(f, name)(x), getattr(F, name)(x))
+
+
+def test_an_area_of_nothing_is_empty():
+    x = IMAGE[:, :, :, :1].clone().requires_grad_()
+    with f.delegation(False):
+        y = f.interpolate(x, scale_factor=0.6, mode="area")
+    assert y.shape == F.interpolate(x, scale_factor=0.6, mode="area").shape == (2, 6, 4, 0)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert not grad.any()
+
+
 def test_scalars_have_gradients_along_an_axis():
     x = S.clone().requires_grad_()
     with f.delegation(False):
@@ -325,6 +366,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "padding": (lambda: f.embedding(one, TABLE, 10), "padding_idx=10 is not one of 10 rows"),
     "corners": (lambda: f.interpolate(IMAGE, 3, align_corners=True), "corners have no meaning"),
     "a scalar's axis": (lambda: f.sum(S, dim=-2), "-2 is out of range for rank 0"),
+    "a window": (lambda: f.max_pool2d(IMAGE, 2.0), r"kernel_size=2\.0 is not a whole number"),
+    "windows": (lambda: f.avg_pool2d(IMAGE, (2, "a")), r"kernel_size=\(2, 'a'\) is not a whole"),
+    "an output": (lambda: f.adaptive_avg_pool2d(IMAGE, 2.0), r"output_size=.*2\.0.* is not a"),
+    "a pyramid": (lambda: f.pyramid_pool2d(IMAGE, 2.0), r"sizes=2\.0 is not a whole number"),
+    "an image": (lambda: f.weighted_pool2d(IMAGE[0], W[:4].reshape(2, 2)), "rank 3, .* needs 4"),
+    "a norm": (lambda: f.norm(X, "fro"), "p='fro' is not a number"),
     "sizes": (lambda: f.interpolate(IMAGE, (3,)), "1 numbers for 2 dimensions"),
 }
 

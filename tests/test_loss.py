@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from deuteron.errors import BindError, DeuteronError, EngineError, GraphError
 from deuteron.functional.chunks import classes_at_once, tokens_at_once
+from deuteron.functional.library import delegation
 from deuteron.functional.linear_loss import linear_cross_entropy
 from deuteron.functional.loss import cross_entropy
 from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropy
@@ -48,6 +49,42 @@ def test_gradient_by_finite_differences(kind, reduction):
         )
 
     assert torch.autograd.gradcheck(f, (x,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_probabilities_have_gradients_too(reduction):
+    x, target = (torch.rand(3, 5, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.rand(5, dtype=torch.float64) + 0.5
+    terms = {"reduction": reduction, "label_smoothing": 0.1}
+
+    def f(x, target):
+        return cross_entropy(x, target, weight, z_loss=0.3, **terms)
+
+    def product(x, target):
+        rows = x.movedim(1, -1), x.new_ones(5, 5).tril(), target.movedim(1, -1)
+        return linear_cross_entropy(*rows, z_loss=0.3, **terms)
+
+    for function in (f, product):
+        assert torch.autograd.gradcheck(function, (x, target))
+        assert torch.autograd.gradcheck(lambda t, of=function: of(x.detach(), t), (target,))
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for a, b in zip(grads(compiled(x, target), x, target), grads(f(x, target), x, target),
+                    strict=True):  # fmt: skip
+        assert error(a, b) <= allowed(0.0, torch.float64, 16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("allow", [True, False])
+def test_gradients_of_probabilities_are_torchs(allow, dtype):
+    x, target = (torch.rand(7, 5).to(dtype).requires_grad_() for _ in range(2))
+    wide = [t.detach().double().requires_grad_() for t in (x, target)]
+    exact = grads(F.cross_entropy(*wide), *wide)
+    theirs = grads(F.cross_entropy(x, target), x, target)
+    with delegation(allow):
+        ours = grads(cross_entropy(x, target), x, target)
+    for a, b, e in zip(ours, theirs, exact, strict=True):
+        assert a.dtype == dtype
+        assert error(a, e) <= allowed(error(b, e), dtype, 8)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +452,6 @@ X, Y = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
         (lambda: cross_entropy(X, Y[:2]), BindError, r"int64 classes of shape \[3\]"),
         (lambda: cross_entropy(X, Y.short()), BindError, "int64 classes"),
         (lambda: cross_entropy(X, X[:2]), BindError, r"probabilities of shape \[3, 4\]"),
-        (lambda: cross_entropy(X, X.clone().requires_grad_()), BindError, "detach"),
         (lambda: cross_entropy(X, X, ignore_index=1), GraphError, "leave ignore_index out"),
         (lambda: cross_entropy(X, Y, torch.ones(3)), BindError, r"shape \[4\]"),
         (lambda: cross_entropy(X, Y, reduction="max"), GraphError, "'mean', 'sum' or 'none'"),

@@ -30,6 +30,7 @@ Tensor = torch.Tensor
 # No exponential to do better: on a CPU torch's, but for 16-bit numbers where its kernels are slow
 BF16 = frozenset({torch.bfloat16})
 CHEAP = {"relu": LOW, "relu6": LOW, "hardswish": BF16, "hardsigmoid": BF16}
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 IN_PLACE = ("inplace",)  # torch has functions of their own for that
 
 
@@ -38,6 +39,16 @@ def _plain(name: str) -> Callable[[Tensor], Tensor]:
 
     def function(x: Tensor) -> Tensor:
         return one(name, x)
+
+    return _named(name, function, without=())
+
+
+def _of_numbers(name: str) -> Callable[[Tensor], Tensor]:
+    """One that torch writes with several operators, which make floats of integers."""
+
+    def function(x: Tensor) -> Tensor:
+        whole = isinstance(x, Tensor) and x.dtype in INTEGERS
+        return one(name, x.to(torch.get_default_dtype()) if whole else x)
 
     return _named(name, function, without=())
 
@@ -76,7 +87,7 @@ relu, relu6, sigmoid, tanh = (
 )
 silu, mish, selu = _in_place("silu"), _in_place("mish"), _in_place("selu")
 hardswish, hardsigmoid = _in_place("hardswish"), _in_place("hardsigmoid")
-softsign, tanhshrink = _plain("softsign"), _plain("tanhshrink")
+softsign, tanhshrink = _of_numbers("softsign"), _of_numbers("tanhshrink")
 logsigmoid = log_sigmoid = _plain("log_sigmoid")
 
 

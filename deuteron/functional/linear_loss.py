@@ -24,7 +24,13 @@ from torch._C import _nn
 
 from deuteron.errors import BindError, GraphError
 from deuteron.functional.chunks import classes_at_once, tokens_at_once
-from deuteron.functional.library import LIMITS, delegates, in_transform, under_autocast
+from deuteron.functional.library import (
+    LIMITS,
+    delegates,
+    in_transform,
+    is_differentiated,
+    under_autocast,
+)
 from deuteron.functional.loss import (
     CPU_BYTES,
     FLOATS,
@@ -65,7 +71,7 @@ def _torch_linear_cross_entropy(
 ) -> Any:  # fmt: skip
     if z_loss or return_lse or chunk is not None or accumulate is not None:
         return NotImplemented
-    if target.requires_grad or _multiplies_slowly(hidden):
+    if _multiplies_slowly(hidden):
         return NotImplemented
     shape, table = hidden.shape, weight.nbytes
     if len(shape) != 2 or not shape[1]:
@@ -88,7 +94,7 @@ def _torch_linear_cross_entropy(
         f"plain(linear(hidden, weight, bias), target, class_weight, {REDUCTION_NUMBERS['mean']})",
         # logits of two small factors with many features are small, too
         where="hidden.is_cuda and weight.nbytes <= LEAST and hidden.ndim == 2 "
-        "and hidden.shape[1] >= 64 and not target.requires_grad",
+        "and hidden.shape[1] >= 64",
         given={"linear": F.linear},
     ),
     on_cpu=FLOATS,
@@ -111,7 +117,8 @@ def linear_cross_entropy(
     """``cross_entropy(linear(hidden, weight, bias), target)`` without room for the logits.
 
     hidden   […, H]; weight [C, H]; bias [C]; all of one type (under autocast they are cast)
-    target   classes […], or probabilities […, C]: the classes are last here, as linear has them
+    target   classes […], or probabilities […, C]: the classes are last here, as linear has them.
+             If probabilities need a gradient, torch's operators compute all, logits and all
     chunk    tokens whose logits exist at a time; the backward pass holds no more numbers than that
              in its slices of the classes. By default what keeps products fast: half of H in the
              forward pass (an eighth if "fast"), and slices of about a sixteenth of the weight in
@@ -135,7 +142,7 @@ def linear_cross_entropy(
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
     _check(hidden, weight, bias, target, class_weight, terms, chunk)
     fast = _is_fast(accumulate, reduction)
-    if in_transform():
+    if in_transform() or is_differentiated(target):
         logits = F.linear(hidden, weight, bias).movedim(-1, min(1, hidden.dim() - 1))
         probs = target.is_floating_point()
         moved = target.movedim(-1, min(1, target.dim() - 1)) if probs else target

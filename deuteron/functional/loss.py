@@ -20,6 +20,7 @@ from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.functional.library import (
     delegates,
     in_transform,
+    is_differentiated,
     is_watched,
     under_autocast,
     without_memory,
@@ -43,7 +44,7 @@ def _torch_cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
     label_smoothing: float, z_loss: float, inplace_backward: bool, return_lse: bool,
 ) -> Any:  # fmt: skip
-    if z_loss or inplace_backward or return_lse or target.requires_grad:
+    if z_loss or inplace_backward or return_lse:
         return NotImplemented
     return torch_loss(logits, target, weight, reduction, ignore_index, label_smoothing)
 
@@ -69,7 +70,6 @@ REDUCTION_NUMBERS = {"none": 0, "mean": 1, "sum": 2}  # torch's
     plain=Plain(
         _nn.cross_entropy_loss,
         f"plain(logits, target, weight, {REDUCTION_NUMBERS['mean']})",
-        where="not target.requires_grad",
     ),
     on_cpu=FLOATS,
     cpu_bytes=CPU_BYTES,
@@ -90,7 +90,8 @@ def cross_entropy(
 
     logits           [C], [N, C] or [N, C, d1, …], of float64, float32, float16 or bfloat16
     target           classes (int64, int32, uint8) of the same shape without C; or probabilities
-                     of the same shape as the logits, for which there is no gradient
+                     of the same shape as the logits. Where they need a gradient torch's
+                     operators compute all of it, and inplace_backward is of no use
     weight           [C], a weight for each class
     reduction        "mean" (over the weights of the targets that count), "sum" or "none"
     ignore_index     the class of rows that do not count. Their gradient is 0, even of nan
@@ -112,7 +113,7 @@ def cross_entropy(
     """
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
     check("cross_entropy", logits, logits.shape, target, weight, terms)
-    if in_transform():
+    if in_transform() or is_differentiated(target):
         both = by_torch(logits, target, weight, terms, result_type(logits, target))
         return both if return_lse else both[0]
     # kernels read memory, which such a view has with other signs; elsewhere these are themselves
@@ -156,7 +157,8 @@ def as_operator(*tensors: Tensor | None) -> bool:
 def by_torch(
     logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Loss and lse by torch's operators alone, for transforms that must see them."""
+    """Loss and lse by torch's operators alone, for transforms that must see them and for targets
+    that are learned, too."""
     x, dim = logits.to(wide(logits.dtype)), class_dim(logits)
     probs = target.is_floating_point()
     loss = F.cross_entropy(
@@ -386,11 +388,6 @@ def _check_target(
                 f"the target of {name} is {shown(target)}, the logits are {list(shape)}",
                 remedy=f"give probabilities of shape {list(shape)}, or int64 classes of shape "
                 f"{list(without)}",
-            )
-        if target.requires_grad:
-            raise BindError(
-                f"{name} has no gradient for target probabilities",
-                remedy="target.detach(), or torch.nn.functional.cross_entropy",
             )
         if terms.ignore_index >= 0:
             raise GraphError(

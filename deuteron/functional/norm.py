@@ -18,6 +18,7 @@ from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
 from deuteron.functional.wrapper import Plain
+from deuteron.ir.dtype import float32
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -71,6 +72,9 @@ def _rms_norm(
     eps: float, activation: str | None,
 ) -> Sym | tuple[Sym, Sym]:  # fmt: skip
     total = _summed(b, x, before, residual)
+    wide = float32 if total.dtype.is_low else total.dtype
+    if weight is not None and weight.dtype not in (total.dtype, wide):
+        weight = b.to(weight, wide)  # of any type, as torch's may be
     y = b.one("rms_norm", total, weight, dims=dims, eps=eps)
     return _finished(b, y, total, residual, activation)
 

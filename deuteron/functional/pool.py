@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,14 +37,25 @@ Size = int | Sequence[int]
 def _each(value: Size | None, dims: int, name: str) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if isinstance(value, int):
-        return (value,) * dims
-    if len(value) not in (1, dims):
+    given = _whole(value, name)
+    if len(given) not in (1, dims):
         raise BindError(
-            f"{name}={tuple(value)} has {len(value)} numbers for {dims} dimensions",
+            f"{name}={given} has {len(given)} numbers for {dims} dimensions",
             remedy=f"give one number, or {dims}",
         )
-    return tuple(value) * (dims if len(value) == 1 else 1)
+    return given * (dims if len(given) == 1 else 1)
+
+
+def _whole(value: Any, name: str) -> tuple[int, ...]:
+    """One whole number or several, as a tuple."""
+    given = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(hasattr(each, "__index__") for each in given):
+        raise BindError(
+            f"{name}={value!r} is not a whole number, nor several",
+            asked=f"pooling with {name}={value!r}",
+            remedy=f"give {name} as an int or as a tuple of ints",
+        )
+    return tuple(index(each) for each in given)
 
 
 def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
@@ -180,7 +192,8 @@ Output = int | None | Sequence[int | None]
 
 
 def _adaptive(kind: str, dims: int, x: Tensor, size: Output, return_indices: bool = False) -> Any:
-    given = (size,) * dims if size is None or isinstance(size, int) else tuple(size)
+    given = tuple(size) if isinstance(size, list | tuple) else (size,) * dims
+    _whole([n for n in given if n is not None], "output_size")
     if len(given) != dims:
         raise BindError(
             f"output_size={given} has {len(given)} numbers for {dims} dimensions",
@@ -346,13 +359,19 @@ def weighted_pool2d(
 ) -> Tensor:
     """The sum of each window of x [N, C, H, W], its elements times ``weight``: one window [kh, kw]
     for all channels, or [C, kh, kw]. Weights that add up to 1 give a weighted mean."""
+    if x.ndim != 4:
+        raise BindError(
+            f"x {list(x.shape)} has rank {x.ndim}, weighted_pool2d needs 4",
+            asked="weighted_pool2d(x, weight)",
+            remedy="x is [batch, channels, h, w]; x.unsqueeze(0) gives it a batch",
+        )
     return OPERATORS["weighted_pool"].one(
         x, weight, stride=_each(stride, 2, "stride"), padding=_each(padding, 2, "padding")
     )
 
 
 @traceable
-def pyramid_pool2d(x: Tensor, sizes: Sequence[int] = (1, 2, 3, 6), kind: str = "avg") -> Tensor:
+def pyramid_pool2d(x: Tensor, sizes: Size = (1, 2, 3, 6), kind: str = "avg") -> Tensor:
     """x [N, C, H, W] pooled ("avg" or "max") over grids of several sizes, one result after another:
     [N, C, Σ s²], as spatial-pyramid pooling wants it."""
-    return OPERATORS["pyramid_pool"].one(x, sizes=tuple(sizes), kind=kind)
+    return OPERATORS["pyramid_pool"].one(x, sizes=_whole(sizes, "sizes"), kind=kind)

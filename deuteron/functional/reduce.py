@@ -191,6 +191,12 @@ def norm(
     if not x.is_floating_point():
         kind = str(x.dtype).removeprefix("torch.")
         raise BindError(f"norm of {kind} is not defined", asked="norm(…)", remedy="x.float()")
+    if not isinstance(p, int | float):
+        raise BindError(
+            f"p={p!r} is not a number",
+            asked=f"norm(…, p={p!r})",
+            remedy="use p=2.0, which is Frobenius' norm, too" if p == "fro" else "use p=2.0",
+        )
     return cast(NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim), dtype)
 
 

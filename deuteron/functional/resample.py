@@ -131,6 +131,9 @@ def interpolate(
                 f"{len(full)} numbers for {dims} dimensions of x {list(x.shape)}",
                 asked=f"interpolate(…, size={size})", remedy=f"give {dims}, or one for all of them",
             )  # fmt: skip
+    if mode == "area" and 0 in full and x.numel() and dims <= 3:
+        # means of no window at all, as torch has them
+        return x.flatten()[:0].reshape(*x.shape[:2], *(max(n, 0) for n in full))
     return RESIZE.one(
         x,
         size=full,
