@@ -84,3 +84,19 @@ def _trained(norm, functions, x, weight, bias, grad):
     y = norm(functions, *given)
     y.backward(grad)
     return y, *(t.grad for t in given)
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_batch_norm_keeps_the_digits_of_a_large_mean(order):
+    """What a mean was rounded by is taken out of the result, and is none of equal numbers'."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 8, 24, 24) + 1000.0, torch.randn(8), torch.randn(8)
+    x = x.contiguous(memory_format=order)
+    exact = f.batch_norm(x.double(), None, None, weight.double(), bias.double(), training=True)
+    with f.delegation(False):
+        found = f.batch_norm(x, None, None, weight, bias, training=True)
+        equal = f.batch_norm(torch.full_like(x, 1000.1), None, None, weight, bias, training=True)
+        huge = f.batch_norm((x - 1000.0) * 1e25, None, None, weight, bias, training=True)
+    assert error(found, exact) <= allowed(0.0, torch.float32)
+    assert torch.equal(equal, bias.view(1, -1, 1, 1).expand_as(equal))
+    assert huge.isnan().all()

@@ -16,6 +16,7 @@ and dbias lies in a room of its own until a second call adds up those of all ima
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from deuteron.codegen.llvm import F32, F64, I32, Code, Loaded, Value, entry, loa
 from deuteron.codegen.rows import FAR
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import SERIAL, LongSum, blocks, steps
+
+NEXT_TO_NONE = 2.0**-18  # the part of a mean's roundings that adding them up may be off by
 
 POINTERS = (
     "x", "grad", "weight", "bias", "residual", "y", "extra", "mean", "rstd", "running_mean",
@@ -121,9 +124,11 @@ class _Sets:
             )  # fmt: skip
         return c.b.fdiv(self.first.total(), self.count)
 
-    def statistics(self, base: Value) -> tuple[Value, Value, Value]:
-        """Mean, variance, and 1/√(variance + eps): centred first, so exact for a large mean. Where
-        it is so large that its roundings show, they are taken out, as in ``codegen/rows.py``."""
+    def statistics(self, base: Value) -> tuple[Value, Value, Value, Value]:
+        """Mean, what its type has no digits for, variance, and 1/√(variance + eps): centred first,
+        so exact for a large mean. Where it is so large that its roundings show, they are taken out,
+        as in ``codegen/rows.py``. There is no rest where it may be that of adding up: equal numbers
+        are exactly 0 from their mean."""
         c = self.c
         mean = self.mean_of(base, lambda at, i, n: self.load("x", at, i, n))
 
@@ -140,17 +145,23 @@ class _Sets:
         with c.when(c.b.fcmp_ordered("<=", variance, most)):
             c.b.store(self.mean_of(base, away), left)
         off = c.get(left, F32)
-        mean = c.b.fadd(mean, off)
+        better = c.b.fadd(mean, off)
+        rest = c.b.fsub(off, c.b.fsub(better, mean))
+        none = c.b.fmul(c.intrinsic("fabs", off), c.f(NEXT_TO_NONE))
+        small = c.b.fcmp_ordered("<=", c.intrinsic("fabs", rest), none)
+        rest = c.b.select(small, c.f(0.0), rest)
         variance = c.fmax(c.b.fsub(variance, c.b.fmul(off, off)), c.f(0.0))
         root = c.intrinsic("sqrt", c.b.fadd(variance, self.n["eps"]))
-        return mean, variance, c.b.fdiv(c.f(1.0), root)
+        infinite = c.b.fcmp_ordered("==", variance, c.f(math.inf))  # squares overflowed: no bias
+        rstd = c.b.select(infinite, c.f(math.nan), c.b.fdiv(c.f(1.0), root))
+        return better, rest, variance, rstd
 
     # ---- forward
 
     def forward(self, channel: Value) -> None:
         c = self.c
         base = c.mul(channel, self.n["set_step"])
-        mean, variance, rstd = self.statistics(base)
+        mean, rest, variance, rstd = self.statistics(base)
         for name, value in (("mean", mean), ("rstd", rstd)):
             if self.has(name):
                 c.store(value, c.at(self.at[name], channel))
@@ -161,6 +172,9 @@ class _Sets:
             return
         scale = c.b.fmul(rstd, self.number("weight", channel, 1.0))
         shift = self.number("bias", channel, 0.0)
+        if not self.form.relu or self.has("residual"):
+            # for nothing; elsewhere the gradient finds relu's signs by the mean as it is stored
+            shift = c.fma(c.b.fneg(rest), scale, shift)
         with self.segments(base) as (_, at):
 
             def write(i: Value, lanes: int) -> None:
@@ -197,7 +211,7 @@ class _Sets:
         c, form = self.c, self.form
         base = c.mul(index, self.n["set_step"])
         if form.grouped:
-            mean, _, rstd = self.statistics(base)
+            mean, _, _, rstd = self.statistics(base)
         else:
             mean, rstd = (c.load(c.at(self.at[name], index)) for name in ("mean", "rstd"))
         group = c.rem(index, self.n["groups"])
