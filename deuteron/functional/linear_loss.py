@@ -24,19 +24,14 @@ from torch._C import _nn
 
 from deuteron.errors import BindError, GraphError
 from deuteron.functional.chunks import classes_at_once, tokens_at_once
-from deuteron.functional.library import (
-    LIMITS,
-    delegates,
-    in_transform,
-    is_differentiated,
-    under_autocast,
-)
+from deuteron.functional.library import LIMITS, delegates, under_autocast
 from deuteron.functional.loss import (
     CPU_BYTES,
     FLOATS,
     REDUCTION_NUMBERS,
     as_operator,
     by_torch,
+    by_torch_alone,
     check,
     keeps_graph,
     refuse_second_derivative,
@@ -142,7 +137,7 @@ def linear_cross_entropy(
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
     _check(hidden, weight, bias, target, class_weight, terms, chunk)
     fast = _is_fast(accumulate, reduction)
-    if in_transform() or is_differentiated(target):
+    if by_torch_alone(target):
         logits = F.linear(hidden, weight, bias).movedim(-1, min(1, hidden.dim() - 1))
         probs = target.is_floating_point()
         moved = target.movedim(-1, min(1, target.dim() - 1)) if probs else target

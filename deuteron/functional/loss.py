@@ -113,7 +113,7 @@ def cross_entropy(
     """
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
     check("cross_entropy", logits, logits.shape, target, weight, terms)
-    if in_transform() or is_differentiated(target):
+    if by_torch_alone(target):
         both = by_torch(logits, target, weight, terms, result_type(logits, target))
         return both if return_lse else both[0]
     # kernels read memory, which such a view has with other signs; elsewhere these are themselves
@@ -154,11 +154,16 @@ def as_operator(*tensors: Tensor | None) -> bool:
     return torch.compiler.is_compiling() or is_watched() or without_memory(*tensors)
 
 
+def by_torch_alone(target: Tensor) -> bool:
+    """Whether transforms must see the operators, or the target is learned, too: our kernels have a
+    gradient for the logits only."""
+    return in_transform() or is_differentiated(target)
+
+
 def by_torch(
     logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Loss and lse by torch's operators alone, for transforms that must see them and for targets
-    that are learned, too."""
+    """Loss and lse by torch's operators alone."""
     x, dim = logits.to(wide(logits.dtype)), class_dim(logits)
     probs = target.is_floating_point()
     loss = F.cross_entropy(
