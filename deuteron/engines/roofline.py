@@ -203,7 +203,7 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("where", "cpu"): 0.3, ("le", "cpu"): 0.3, ("gt", "cpu"): 0.3,
     ("dropout", "cpu"): 0.005,  # each step of the random bits is a call
     ("var", "cpu"): 0.02, ("argmax", "cpu"): 0.03, ("argmin", "cpu"): 0.03,
-    ("rms_norm", "cpu"): 0.2, ("group_norm", "cpu"): 0.2,
+    ("rms_norm", "cpu"): 0.2, ("group_norm", "cpu"): 0.2, ("instance_norm", "cpu"): 0.2,
     ("layer_norm", "cpu"): 0.2, ("mean", "cpu"): 0.4, ("rope", "cuda"): 0.15, ("rope", "cpu"): 0.08,
     ("cumsum", "cuda"): 0.4, ("cumprod", "cuda"): 0.4, ("histogram", "cuda"): 0.05,
     ("batch_norm_train", "cuda"): 0.45, ("batch_norm_act", "cuda"): 0.3,
