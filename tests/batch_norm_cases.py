@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from unittest.mock import patch
 
 import torch
 
@@ -20,8 +21,10 @@ from deuteron.engines.triton_kernels import TritonKernels
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.triton.batch_norm_tiles import divide
+from deuteron.ops import norm
 from deuteron.ops.batch_norm import ACT, ACT_GRAD, ACTIVATIONS
 from deuteron.ops.evaluate import evaluate, implied
+from deuteron.ops.norm import wide_type
 from deuteron.ops.signs import pack, side_by_side
 from deuteron.passes import Context, fuse, run_passes
 from deuteron.policy import Policy
@@ -123,7 +126,8 @@ def run(case: Case, device: str = "cpu", units: int = 4) -> str:
     signs = outs[5] if case.signs else None
     forward(d, *t.values(), *outs[:5], signs, momentum=0.3, eps=1e-3, **given_act)
     exact = ACT.reference(*map(_wide, t.values()), **attrs)
-    theirs = ACT.reference(*t.values(), **attrs)
+    with patch.object(norm, "_in_two_passes", by_torch):
+        theirs = ACT.reference(*t.values(), **attrs)
     names = ("y", "running mean", "running var", "mean", "rstd")
     wrong = _compare(case, names, outs, exact, theirs)
     if signs is not None and not torch.equal(signs, pack(outs[0], case.packed)):
@@ -151,6 +155,13 @@ def run(case: Case, device: str = "cpu", units: int = 4) -> str:
             wrong += [f"{name} differs from that by y" for name, a, b in
                       zip(names, outs, again, strict=False) if not same_bits(a, b)]  # fmt: skip
     return "; ".join(wrong)
+
+
+def by_torch(x, weight, bias, eps) -> tuple[torch.Tensor, ...]:
+    """What PyTorch's own kernel finds for channels last, for which the reference is better."""
+    running = [torch.zeros(x.shape[1], dtype=wide_type(x)) for _ in range(2)]
+    found = torch.native_batch_norm(x, weight, bias, *running, True, 1.0, eps)
+    return *found, *running
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
