@@ -278,6 +278,13 @@ def _equal() -> Iterator[Case]:
 
 
 def _rows() -> Iterator[Case]:
+    last = torch.randn(2, 9, 4).transpose(1, 2)
+    last[0, 1, 2], last[1, 2, 3] = INF, NAN
+    yield graph_of(
+        "statistics of channels last with an infinity",
+        lambda g, x: g.batch_norm_train(x, momentum=0.3, eps=0.001),
+        x=last,
+    )
     alone = torch.tensor([0.6, -0.14, -0.13, 0.8], dtype=torch.float64).reshape(4, 1, 1, 1)
     yield graph_of(
         "group norm of single elements",

@@ -296,7 +296,8 @@ def _train_reference(
     share = 1.0 if running[0] is None else momentum
     if x.is_cpu and not x.is_contiguous():
         y, mean, rstd, *found = _in_two_passes(x, weight, bias, eps)
-        new = [torch.lerp(n, s, share) for n, s in zip(new, found, strict=True)]
+        # as torch does, and not by lerp, which makes nan of an infinity
+        new = [share * s + (1.0 - share) * n for n, s in zip(new, found, strict=True)]
     else:
         y, mean, rstd = torch.native_batch_norm(x, weight, bias, new[0], new[1], True, share, eps)
     new = [n if r is None else n.to(r.dtype) for n, r in zip(new, running, strict=True)]
