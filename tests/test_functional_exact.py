@@ -52,16 +52,18 @@ NORMS = {
     "instance_norm": lambda f, x, w, b: f.instance_norm(x, weight=w, bias=b),
     "batch_norm": lambda f, x, w, b: f.batch_norm(x, None, None, w, b, training=True),
 }
-SHAPES = [(4, 16, 24, 24), (2, 16, 3, 5), (3, 8, 1, 4), (64, 8, 1, 1)]
+SHAPES = [(4, 16, 24, 24), (2, 16, 3, 5), (3, 8, 1, 4)]
+POINTS = (64, 8, 1, 1)  # of which layer and instance norm have nothing to normalise
 
 
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "name, shape",
+    [*itertools.product(NORMS, SHAPES), ("group_norm", POINTS), ("batch_norm", POINTS)],
+    ids=str,
+)
 @pytest.mark.parametrize("mean", [0.0, 1000.0])
 def test_norms_of_channels_last_with_a_large_mean(name, shape, mean, delegated):
     """As good as PyTorch's in row-major order, which centres numbers before it squares them."""
-    if name in ("layer_norm", "instance_norm") and shape[2:] == (1, 1):
-        pytest.skip("nothing to normalise")
     torch.manual_seed(0)
     x, grad = torch.randn(shape) + mean, torch.randn(shape)
     given = (x, torch.randn(shape[1]), torch.randn(shape[1]), grad)
@@ -76,6 +78,16 @@ def test_norms_of_channels_last_with_a_large_mean(name, shape, mean, delegated):
     ):
         torchs_error = max(error(torchs, want), least)
         assert error(got, want) <= allowed(torchs_error, torch.float32, reduced)
+
+
+def test_norms_of_single_points(delegated):
+    """Layer norm leaves nothing of them, and instance norm is refused, by torch as well."""
+    x = torch.randn(POINTS) + 1000.0
+    assert torch.equal(f.layer_norm(x, (1, 1)), torch.zeros(POINTS))
+    with pytest.raises(ValueError, match="one value per channel"):
+        f.instance_norm(x)
+    with pytest.raises(ValueError, match="more than 1 spatial element"):
+        torch.nn.functional.instance_norm(x)
 
 
 def _trained(norm, functions, x, weight, bias, grad):
