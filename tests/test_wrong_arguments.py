@@ -3,6 +3,8 @@ number. What torch checks at the same place may answer in torch's words."""
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -91,3 +93,17 @@ def test_an_ignored_class_counts_for_nothing():
     given = torch.tensor([0, 1, 2, -100])
     want = torch.nn.functional.cross_entropy(X, given)
     assert error(f.cross_entropy(X, given), want) <= SINGLE
+
+
+FUNCTIONS = [n for n in f.__all__ if inspect.isfunction(getattr(f, n)) and n != "explain"]
+
+
+@pytest.mark.parametrize("given", [None, "word"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_no_tensor_is_named(name, given):
+    """Not by the attribute that it does not have."""
+    call = getattr(f, name)
+    needed = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
+    args = [given for p in needed if p.kind is not p.KEYWORD_ONLY]
+    with pytest.raises((DeuteronError, TypeError, ValueError)):
+        call(*args, **{p.name: 2 for p in needed if p.kind is p.KEYWORD_ONLY})

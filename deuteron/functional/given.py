@@ -43,6 +43,18 @@ def strided(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
     return t
 
 
+def a_tensor(name: str, t: torch.Tensor | None) -> torch.Tensor:
+    """A strided tensor, which may not be left out."""
+    t = strided(name, t)
+    if t is None:
+        raise _nothing(name)
+    return t
+
+
+def _nothing(name: str) -> BindError:
+    return BindError("no tensor was given", asked=f"{name}(…)", remedy="pass one")
+
+
 def plain(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
     """A tensor whose memory holds its values: kernels read nothing else."""
     t = strided(name, t)
@@ -69,7 +81,7 @@ def types_of(tensors: Iterable[torch.Tensor | None]) -> Types:
 def one_device(name: str, tensors: Tensors) -> torch.device:
     found = {t.device for t in tensors if t is not None}
     if not found:
-        raise BindError("no tensor was given", asked=f"{name}(…)", remedy="pass one")
+        raise _nothing(name)
     if len(found) != 1:
         listed = ", ".join(sorted(map(str, found)))
         raise BindError(

@@ -38,6 +38,7 @@ from torch.cuda import is_current_stream_capturing
 from torch.fx.proxy import TraceError
 
 from deuteron.errors import DeuteronError
+from deuteron.functional.given import a_tensor
 from deuteron.functional.wrapper import MISSING, Plain, any_symbol, recorded, sorted_out, wrapper
 from deuteron.target import Target
 from deuteron.target import target as find_target
@@ -349,7 +350,7 @@ SCOPE = {
     "Heard": Heard, "heard": _heard, "REFUSALS": REFUSALS, "NEVER": NEVER,
     "delegation": delegation, "instead": _instead, "DeuteronError": DeuteronError,
     "MISSING": MISSING, "sorted_out": sorted_out, "TraceError": TraceError,
-    "any_symbol": any_symbol, "recorded": recorded,
+    "any_symbol": any_symbol, "recorded": recorded, "a_tensor": a_tensor,
 }  # fmt: skip
 
 

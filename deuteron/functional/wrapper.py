@@ -49,6 +49,9 @@ def make({cells}):
                     if not ({otherwise}):
                         raise
                     return instead(direct, dict({every}), refusal, {name!r}, {x})
+                except AttributeError:
+                    a_tensor({name!r}, {x})
+                    raise
                 except TraceError as wrong:
                     return recorded(again, {names}, locals(), wrong)
         elif {complete}:
