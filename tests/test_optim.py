@@ -213,6 +213,50 @@ def test_parameters_that_move_are_found_again():
     assert error(*ends) <= FEW_STEPS * EPS[torch.float32]
 
 
+def forget_the_last(optimizer):
+    optimizer.state.pop(optimizer.param_groups[0]["params"][-1])
+
+
+def exchange_the_last(optimizer):
+    optimizer.param_groups[0]["params"][-1] = torch.ones(7, 7, requires_grad=True)
+
+
+def turn(optimizer):
+    for p in optimizer.param_groups[0]["params"]:
+        p.data = p.data.t()
+
+
+def set_steps(optimizer):
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(20.0)
+
+
+def clear_steps(optimizer):
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adafactor"])
+@pytest.mark.parametrize(
+    "change", [forget_the_last, exchange_the_last, turn, set_steps, clear_steps]
+)
+def test_changes_from_outside_are_seen(name, change):
+    """Tables of addresses are kept from step to step; nothing outside need know of them."""
+    ends = []
+    for home in (dt.optim, torch.optim):
+        torch.manual_seed(0)
+        params = [torch.randn(7, 7, requires_grad=True) for _ in range(3)]
+        optimizer = getattr(home, name)(params, lr=0.1)
+        for k in range(6):
+            if k == 3:
+                change(optimizer)
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.randn(7, 7)
+            optimizer.step()
+        ends.append(torch.stack([p.detach() for p in optimizer.param_groups[0]["params"]]))
+    assert error(*ends) <= FEW_STEPS * EPS[torch.float32]
+
+
 @pytest.mark.parametrize("generated", [True, False])
 @pytest.mark.parametrize("shape", [(100,), (6, 50), (5000,)])
 @pytest.mark.parametrize(

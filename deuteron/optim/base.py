@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
-from typing import Any, TypedDict
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -41,6 +41,14 @@ class Ours(TypedDict, total=False):
     master_weights: bool
 
 
+class Batches(NamedTuple):
+    """The batches of a group, and what they were made of."""
+
+    kinds: list[torch.dtype | torch.layout | None]  # of the gradients
+    params: list[torch.Tensor]
+    batches: list[Batch]
+
+
 class Fused(torch.optim.Optimizer):
     """An optimiser whose step is one launch per group and combination of element types.
 
@@ -52,7 +60,8 @@ class Fused(torch.optim.Optimizer):
     _factored = False  # whether state goes by rows and columns, and not element by element
     ours: Ours
     grad_norm: torch.Tensor | None = None
-    _batches: list[tuple[list[torch.dtype | torch.layout | None], list[Batch]] | None]
+    _batches: list[Batches | None]  # one for each group
+    _states: list[dict[str, Any]]  # of all parameters, when the batches were made
     _captured: list[Any]
 
     # ---- what a subclass says
@@ -104,7 +113,7 @@ class Fused(torch.optim.Optimizer):
         if kind is not None and kind not in FLOATS:
             raise ValueError(f"Invalid state_dtype: {kind}; it is one of {FLOATS}, or None")
         self.ours = ours
-        self._batches, self._captured = [], []
+        self._batches, self._states, self._captured = [], [], []
 
     def _extras(self, p: torch.Tensor) -> Extras:
         short = p.dtype in (torch.bfloat16, torch.float16)
@@ -166,7 +175,7 @@ class Fused(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._batches = []
+        self._batches, self._states = [], []
         self.__dict__.setdefault("_captured", [])
 
     @contextmanager
@@ -236,7 +245,9 @@ class Fused(torch.optim.Optimizer):
     def _collect(self) -> list[tuple[Batch, dict[str, Any]]]:
         """The batches of all groups, with the gradients of now."""
         work: list[tuple[Batch, dict[str, Any]]] = []
-        if len(self._batches) != len(self.param_groups):
+        same = len(self._states) == len(self.state)
+        same = same and all(map(is_, self._states, self.state.values()))
+        if not same or len(self._batches) != len(self.param_groups):
             self._batches = [None] * len(self.param_groups)
         for index, group in enumerate(self.param_groups):
             grads = list(map(GRADIENT, group["params"]))
@@ -244,21 +255,21 @@ class Fused(torch.optim.Optimizer):
                 None if g is None else g.layout if g.is_sparse else g.dtype for g in grads
             ]  # fmt: skip
             made = self._batches[index]
-            if made is None or made[0] != kinds or not self._hold(made[1], group):
-                made = self._batches[index] = (kinds, self._batch(group))
-            for batch in made[1]:
+            if made is None or made.kinds != kinds or not self._hold(made, group):
+                params, batches = list(group["params"]), self._batch(group)
+                made = self._batches[index] = Batches(kinds, params, batches)
+                self._states = list(self.state.values())
+            for batch in made.batches:
                 all_ = len(batch.index) == len(grads)
                 batch.take(grads if all_ else [grads[i] for i in batch.index])
                 work.append((batch, group))
         return work
 
-    def _hold(self, batches: list[Batch], group: dict[str, Any]) -> bool:
+    def _hold(self, made: Batches, group: dict[str, Any]) -> bool:
         """Whether the batches made before still fit."""
-        return all(
-            batch.rule is self._rule(group, self._extras(batch.params[0]))
-            and self.state.get(batch.params[0]) is batch.states[0]
-            and batch.still_holds()
-            for batch in batches
+        return all(map(is_, made.params, group["params"])) and all(
+            batch.rule is self._rule(group, self._extras(batch.params[0])) and batch.still_holds()
+            for batch in made.batches
         )
 
     def _batch(self, group: dict[str, Any]) -> list[Batch]:

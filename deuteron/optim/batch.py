@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_, itemgetter
 from typing import Any
 
@@ -14,6 +14,7 @@ from deuteron.kernels.optim import Rule
 
 # a step asks this of hundreds of tensors; mapped, a method takes half as long as in a loop
 ADDRESS, CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+COUNT, STRIDE = torch.Tensor.numel, torch.Tensor.stride
 CODES = {torch.int64: "q", torch.float64: "d"}
 
 
@@ -74,6 +75,11 @@ def is_dense(x: torch.Tensor) -> bool:
     return torch.empty_like(x, device="meta").stride() == x.stride()
 
 
+def _changes(x: torch.Tensor) -> int:
+    """How often torch's operators wrote to a tensor or its views."""
+    return 0 if x.is_inference() else x._version
+
+
 class Batch:
     """Parameters of one group on one device with equal element types.
 
@@ -103,6 +109,8 @@ class Batch:
         self.dtypes = tuple(row[0].dtype.to_real() for row in (self.homes, *self.tensors))
         self._role_dtypes: dict[Any, tuple[torch.dtype, ...]] = {}
         self.places = list(map(ADDRESS, params))
+        facts: tuple[Callable[[torch.Tensor], Any], ...] = (ADDRESS, COUNT, STRIDE)
+        self._facts = [(ask, list(map(ask, params))) for ask in facts]
         self.sizes = [p.numel() * (2 if p.is_complex() else 1) for p in params]
         self.count = len(params)
         self._check_memory()
@@ -112,7 +120,8 @@ class Batch:
         self.grads: torch.Tensor
         self.steps = self._adopt_steps()
         on_host = rule.counts and self.steps.is_cpu
-        self._counts = self.steps.numpy() if on_host else None  # adding to it takes no dispatch
+        # adding to it takes no dispatch, nor does it count as a change of the tensor
+        self._counts = self.steps.numpy() if on_host else None
         self.step = float(self.steps[0]) if on_host else 0.0
         self.rows: torch.Tensor | None = None  # numbers of the step, where a device makes them
         self.layout: Any = None  # tables of the kernels that go by rows and columns
@@ -145,6 +154,8 @@ class Batch:
 
     def _adopt_steps(self) -> torch.Tensor:
         """One tensor of step counts; each state holds a view of its own count, as torch has it."""
+        self._step_views: tuple[torch.Tensor, ...] = ()
+        self._steps_changed = 0
         if not self.rule.counts:
             return torch.empty(0)
         found = [s["step"] for s in self.states]
@@ -154,7 +165,8 @@ class Batch:
         return self._shared(steps)
 
     def _shared(self, steps: torch.Tensor) -> torch.Tensor:
-        for state, view in zip(self.states, steps.unbind(), strict=True):
+        self._step_views, self._steps_changed = steps.unbind(), _changes(steps)
+        for state, view in zip(self.states, self._step_views, strict=True):
             state["step"] = view
         return steps
 
@@ -169,13 +181,17 @@ class Batch:
     # ---- before each step
 
     def still_holds(self) -> bool:
-        """Whether parameters and state are still the tensors that the table was made of."""
-        if list(map(ADDRESS, self.params)) != self.places:
+        """Whether parameters and state are still the tensors that the table was made of, and the
+        counts of steps those that were counted here: anybody may write to a state."""
+        for ask, before in self._facts:
+            if list(map(ask, self.params)) != before:
+                return False
+        if _changes(self.steps) != self._steps_changed:
             return False
+        kept = zip((*self.keys, "step"), (*self.tensors, self._step_views), strict=True)
         try:
             return all(
-                all(map(is_, map(itemgetter(key), self.states), row))
-                for key, row in zip(self.keys, self.tensors, strict=True)
+                all(map(is_, map(itemgetter(key), self.states), row)) for key, row in kept if row
             )
         except KeyError:  # somebody took a tensor out of the state
             return False
