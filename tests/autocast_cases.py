@@ -72,6 +72,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     **{f"{n}{d}d": _pool(f"{n}{d}d", d) for n in (
         "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool") for d in (1, 2, 3)},
     **{n: _mode(n) for n in ("nearest", "nearest-exact", "bilinear", "bicubic", "area")},
+    "area of volumes": lambda m, t: m.interpolate(t(2, 3, 4, 4, 4), size=2, mode="area"),
     "grid_sample": lambda m, t: m.grid_sample(
         t(2, 3, 4, 4), t.full(2, 4, 4, 2), align_corners=False),
     "grid_sample same": lambda m, t: m.grid_sample(

@@ -116,14 +116,15 @@ def wobble(case: Case, feed: dict[str, torch.Tensor], name: str, want: torch.Ten
     can avoid where a graph cancels (the sum of a normalised row is nothing but that). In float64
     the reference rounds as well, and its inputs are moved too."""
     worst, graph, wide = 0.0, case.graph, case.program.wide
-    unit = 2.0**-52 if wide else 2.0**-24  # 1 + 2⁻⁵³ would round back to 1
+    unit, least = (2.0**-52, 0.0) if wide else (2.0**-24, 1e-30)  # 1 + 2⁻⁵³ would be 1 again
     gen = torch.Generator().manual_seed(0)
 
     def moved(t: torch.Tensor) -> torch.Tensor:
         if not t.is_floating_point():
             return t
         side = (torch.randint(0, 2, t.shape, generator=gen) * 2 - 1).double()
-        return t.double() * (1 + side * unit) + side * 1e-30
+        found = t.double() * (1 + side * unit) + side * least
+        return torch.where(found.isinf(), t.double(), found)  # the largest has no next one
 
     for _ in range(6):
         env = {

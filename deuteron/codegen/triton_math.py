@@ -35,6 +35,11 @@ def helper(name: str, args: str, body: str) -> str:
     return f"@triton.jit\ndef {name}({args}):\n{lines}\n"
 
 
+def _wide(number: float) -> str:
+    """A number of float64, of which a plain one would keep the first half."""
+    return f"tl.full((), {number!r}, tl.float64)"
+
+
 EXPM1 = """
 # Kahan: the error of u = e^x is undone by dividing by its own logarithm
 u = {exp}(x)
@@ -139,9 +144,18 @@ return tl.where(x < 0, p, 1.0 - p)
     ),
     "_ndtr64": helper(
         "_ndtr64", "x",
-        """
-half = tl.full((), 0.5, tl.float64)
-return tl.fma(half, tl.erf(x * tl.full((), 0.7071067811865476, tl.float64)), half)
+        f"""
+# as _ndtr, with what a * a loses by rounding added in the exponent
+a = tl.minimum(tl.abs(x), {normal.FAR}, {ALL_NAN})
+h = a * a
+t = 1.0 / tl.fma(a, 0.25, 1.0)
+s = tl.fma(t, 2.0, -1.0)
+r = {_wide(normal.WIDE[0])}
+"""
+        + "".join(f"r = tl.fma(r, s, {_wide(k)})\n" for k in normal.WIDE[1:])
+        + """
+p = t * tl.exp(h * -0.5) * tl.exp(tl.fma(tl.fma(a, a, -h), -0.5, r))
+return tl.where(x < 0, p, 1.0 - p)
 """,
     ),
     "_expm1": helper("_expm1", "x", EXPM1.format(exp="_exp")),

@@ -17,13 +17,21 @@ from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
 
+
+def _torch_casts(op: str) -> frozenset[str]:
+    """Where this version of torch has a rule for an operator that others do not have."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(d for d in ("cuda", "cpu") if has(f"aten::{op}", f"Autocast{d.upper()}"))
+
+
 # function → the devices on which 16-bit tensors are cast to float32
 FLOAT32: dict[str, frozenset[str]] = {
     **dict.fromkeys(
-        ("layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "norm", "interpolate",
+        ("layer_norm", "group_norm", "softmax", "log_softmax", "norm", "interpolate",
          "op_softplus", "op_sum", "op_cumsum", "op_cumprod"),
         frozenset({"cuda"}),
     ),
+    "rms_norm": _torch_casts("rms_norm"),
     "op_prod": frozenset({"cuda", "cpu"}),
     "op_grid_sample": frozenset({"cpu"}),
 }  # fmt: skip

@@ -12,7 +12,8 @@ from torch._C import _get_deterministic_algorithms as must_be_ordered
 from torch._C import _nn
 
 from deuteron.errors import BindError
-from deuteron.functional.autocast import Cast, widest
+from deuteron.functional.autocast import Cast, in_float32, widest
+from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_differentiated
 from deuteron.functional.operators import one
 from deuteron.functional.wrapper import Plain
@@ -32,6 +33,7 @@ def _resize(
 
 
 RESIZE = Cast("interpolate", _resize)
+AREA = Function("area", _resize)  # a pooling, which autocast leaves alone
 
 
 # torch's functions by mode, rank and antialias: those that know no corners, those that do, means
@@ -134,7 +136,9 @@ def interpolate(
     if mode == "area" and 0 in full and x.numel() and dims <= 3:
         # means of no window at all, as torch has them
         return x.flatten()[:0].reshape(*x.shape[:2], *(max(n, 0) for n in full))
-    return RESIZE.one(
+    if mode == "area" and dims == 3:
+        x = in_float32(x, ("cpu",))
+    return (AREA if mode == "area" else RESIZE).one(
         x,
         size=full,
         scale=scale,

@@ -23,6 +23,7 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
 from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.squares import squarable
 
 Tensor = torch.Tensor
 Values = Mapping[str, Any]
@@ -419,7 +420,11 @@ def _define(row: Row) -> OpDef:
 
     def reference(x: Tensor, *params: Tensor | None, **attrs: Any) -> Tensor:
         mixed = any(p is not None and p.dtype != x.dtype for p in params)
-        args = (None if t is None else t.float() if mixed else t for t in (x, *params))
+        v = x
+        if x.dtype == torch.float64:
+            form = row.form(tuple(x.shape), attrs)
+            v = squarable(x.reshape(form.work), form.axes)[0].reshape(x.shape)
+        args = (None if t is None else t.float() if mixed else t for t in (v, *params))
         y = row.torch(*args, **attrs).to(x.dtype)
         return in_order(y, x) if row.keeps_nhwc else y.contiguous()
 

@@ -33,6 +33,7 @@ from deuteron.ops.movement import (
 )  # fmt: skip
 from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, norm_axes
 from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.squares import squarable
 
 Grad = Callable[[Ops, Vjp], Any]
 
@@ -112,7 +113,11 @@ def _prod_reference(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor
 
 
 def _var_reference(x: torch.Tensor, axes: Shape, keepdim: bool, correction: int) -> torch.Tensor:
-    return torch.var(x, dim=axes, keepdim=keepdim, correction=correction)
+    v, down = squarable(x, axes)
+    if down is None:
+        return torch.var(x, dim=axes, keepdim=keepdim, correction=correction)
+    out = torch.var(v, dim=axes, keepdim=True, correction=correction) / down / down
+    return out if keepdim else out.squeeze(axes)
 
 
 def _widened(name: str, x: TensorType) -> DType:
