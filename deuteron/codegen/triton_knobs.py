@@ -61,10 +61,11 @@ def _elementwise(program: ScalarProgram, units: int) -> list[Knobs]:
 
 
 def _flat(program: ScalarProgram) -> tuple[tuple[int, int], ...]:
-    """16 bytes a thread at a time; twice as many where 16 bits go through slow functions, so that
-    there is work while they wait."""
+    """16 bytes a thread at a time, of the smaller where a cast has two sizes; twice as many where
+    16 bits go through slow functions, so that there is work while they wait."""
     slow = any(isinstance(s, Compute) and s.op in SLOW for s in program.statements)
-    first = (512, 4) if _widest(program) > 16 else (2048, 4) if slow else (1024, 4)
+    halves = any(s.dtype.bits == 16 for s in program.statements if isinstance(s, Load | Store))
+    first = (512, 4) if not halves and _widest(program) > 16 else (2048, 4) if slow else (1024, 4)
     return tuple(dict.fromkeys((first, *FLAT)))
 
 
