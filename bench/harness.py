@@ -29,6 +29,7 @@ from deuteron.plan.capture import capture
 from deuteron.target import cpu_identity
 
 Thunk = Callable[[], Any]
+Samples = dict[str, list[float]]  # by contender, milliseconds of its turn in every round
 
 
 @dataclass
@@ -155,12 +156,28 @@ def describe(device: str) -> dict[str, Any]:
 WARM_S = 0.05  # a core that slept needs tens of milliseconds to be at speed again
 
 
+def medians(samples: Samples) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def over(samples: Samples, peer: str, name: str) -> float:
+    """The peer's time over that of ``name``, turns of the same round compared: a machine that
+    becomes slower or quicker meanwhile does so for both, and the median of their ratios strays half
+    as far as the ratio of their medians."""
+    return statistics.median(a / b for a, b in zip(samples[peer], samples[name], strict=True))
+
+
 def cpu_times(contenders: Mapping[str, Thunk], seconds: float = 6.0, gap: float = 0.02) -> dict:
-    """Median milliseconds, contenders in turns with a pause between them, so that thread pools
-    that spin after a call do not charge their neighbour. Calls that are not counted come first,
-    until cores are awake, and the turns begin with another contender each time: who follows a
-    spinning pool finds them awake."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    """Median milliseconds of :func:`cpu_samples`."""
+    return medians(cpu_samples(contenders, seconds, gap))
+
+
+def cpu_samples(contenders: Mapping[str, Thunk], seconds: float, gap: float) -> Samples:
+    """Contenders in turns with a pause between them, so that thread pools that spin after a call
+    do not charge their neighbour. Calls that are not counted come first, until cores are awake, and
+    the turns begin with another contender each time: who follows a spinning pool finds them
+    awake."""
+    samples: Samples = {name: [] for name in contenders}
     for fn in contenders.values():
         fn()
         fn()
@@ -179,7 +196,7 @@ def cpu_times(contenders: Mapping[str, Thunk], seconds: float = 6.0, gap: float 
         rounds += 1
         if rounds >= 3 and time.perf_counter() > end:
             break
-    return {name: statistics.median(values) for name, values in samples.items()}
+    return samples
 
 
 def is_short(samples: list[float]) -> bool:
@@ -209,7 +226,7 @@ def onnx_runtime(module: torch.nn.Module, *args: torch.Tensor) -> Thunk | None:
 def replay_times(graphs: Mapping[str, Thunk], rounds: int = 15) -> dict:
     """Median GPU milliseconds per call of things that only replay, by events, in turns of
     random order: who follows whom made up to one per cent."""
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    samples: Samples = {name: [] for name in graphs}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for fn in graphs.values():
         fn()
@@ -226,20 +243,26 @@ def replay_times(graphs: Mapping[str, Thunk], rounds: int = 15) -> dict:
             end.record()
             end.synchronize()
             samples[name].append(begin.elapsed_time(end) / calls)
-    return {name: statistics.median(values) for name, values in samples.items()}
+    return medians(samples)
 
 
 def wall_times(contenders: Mapping[str, Thunk], rounds: int = 15, calls: int = 10) -> dict:
-    """Median wall milliseconds per call with the queue kept full, launch overhead included. The
-    turns begin with another contender each time, and Python collects no garbage meanwhile."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    """Median milliseconds of :func:`wall_samples`."""
+    return medians(wall_samples(contenders, rounds, calls))
+
+
+def wall_samples(contenders: Mapping[str, Thunk], rounds: int, calls: int) -> Samples:
+    """Wall time per call with the queue kept full, launch overhead included. The contenders of a
+    round come in random order, and Python collects no garbage meanwhile."""
+    samples: Samples = {name: [] for name in contenders}
     for fn in contenders.values():
         fn()
-    order = list(contenders.items())
+    order, shuffle = list(contenders.items()), random.Random(0).shuffle
     gc.collect()
     gc.disable()
     try:
         for _ in range(rounds):
+            shuffle(order)
             for name, fn in order:
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
@@ -247,10 +270,9 @@ def wall_times(contenders: Mapping[str, Thunk], rounds: int = 15, calls: int = 1
                     fn()
                 torch.cuda.synchronize()
                 samples[name].append((time.perf_counter() - begin) / calls * 1e3)
-            order.append(order.pop(0))
     finally:
         gc.enable()
-    return {name: statistics.median(values) for name, values in samples.items()}
+    return samples
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:

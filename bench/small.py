@@ -12,20 +12,22 @@ import torch
 import deuteron as dt
 from bench import augment, functional, optim
 from bench.functional import Fn
-from bench.harness import Record, Thunk, cpu_times, wall_times
+from bench.harness import Record, Samples, Thunk, cpu_samples, medians, over, wall_samples
 from bench.small_cases import every_case, modules
 from deuteron.augment import Pipeline
 
 NOTE = (
     "Wall time per call in microseconds, launches and Python included, queue kept full, medians of "
-    "samples in turns: functions and modules of [8, 64] and [1, 64, 8, 8] (bfloat16 on a GPU, "
-    "float32 on a CPU), a step of an optimiser over ten tensors of 64 against torch's fused and "
-    "foreach steps, and augmentation of one 8×8 image (ours draws its parameters, eager has them "
-    "at hand). Modules are called nn.…, eager's is torch's of the same name. `over_eager` is "
-    "eager's time over ours, for an optimiser that of the better of torch's steps."
+    "samples in short turns of random order: functions and modules of [8, 64] and [1, 64, 8, 8] "
+    "(bfloat16 on a GPU, float32 on a CPU), a step of an optimiser over ten tensors of 64 against "
+    "torch's fused and foreach steps, and augmentation of one 8×8 image (ours draws its "
+    "parameters, eager has them at hand). Modules are called nn.…, eager's is torch's of the same "
+    "name. `over_eager` is eager's time over ours, for an optimiser that of the better of torch's "
+    "steps, the median of the rounds; `eager_again` is the same for eager's own call, measured a "
+    "second time among the others: as far as it strays from 1 nothing can be said."
 )
 OPTIMISERS = ("AdamW", "SGD", "Lion", "LAMB", "Adafactor", "AdamW8bit")
-CALLS = 50
+CALLS = 50  # of a turn on a CPU, where each is followed by a pause
 
 
 def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
@@ -49,14 +51,17 @@ def _attempt(record: Record, name: str, measure: Fn, *args: Any) -> None:
         record.add(case=name, failed=f"{type(error).__name__}: {str(error)[:300]}")
 
 
-def _times(ways: dict[str, Thunk], device: str) -> dict[str, float]:
-    """Microseconds."""
+def _samples(ways: dict[str, Thunk], device: str) -> Samples:
+    """Microseconds. Turns on a GPU are short and many: what follows a launch is slow now and then,
+    for milliseconds, and most of all where a gradient wakes the thread of the device."""
     if device == "cuda":
-        found = wall_times(ways, rounds=50, calls=20)
-    else:
-        found = cpu_times({k: _many(fn) for k, fn in ways.items()}, seconds=0.4, gap=0.005)
-        found = {k: t / CALLS for k, t in found.items()}
-    return {k: t * 1e3 for k, t in found.items()}
+        return _scaled(wall_samples(ways, rounds=160, calls=5), 1e3)
+    many = {k: _many(fn) for k, fn in ways.items()}
+    return _scaled(cpu_samples(many, seconds=0.5, gap=0.005), 1e3 / CALLS)
+
+
+def _scaled(samples: Samples, by: float) -> Samples:
+    return {name: [t * by for t in times] for name, times in samples.items()}
 
 
 def _many(fn: Thunk) -> Thunk:
@@ -71,7 +76,7 @@ def _function(case: functional.Case, device: str) -> dict[str, float]:
     tensors = functional.tensors_of(case, device, case.dtype if device == "cuda" else torch.float32)
     ways = {
         name: functional.both_ways(fn, tensors)
-        for name, fn in (("eager", case.theirs), ("ours", case.ours))
+        for name, fn in (("eager", case.theirs), ("ours", case.ours), ("again", case.theirs))
     }
     return _parts(ways, case.ours(*tensors), device)
 
@@ -87,7 +92,7 @@ def _module(make: Fn, shape: tuple[int, ...], device: str) -> dict[str, float]:
     return _parts(ways, made["ours"](x), device)
 
 
-HOMES = {"eager": torch.nn, "ours": dt.nn}
+HOMES = {"eager": torch.nn, "ours": dt.nn, "again": torch.nn}
 
 
 def _parts(ways: dict[str, tuple[Thunk, Thunk]], result: Any, device: str) -> dict[str, float]:
@@ -96,23 +101,32 @@ def _parts(ways: dict[str, tuple[Thunk, Thunk]], result: Any, device: str) -> di
     parts = ("fwd", "fwd_bwd") if all(t.requires_grad for t in many) else ("fwd",)
     row = {}
     for k, part in enumerate(parts):
-        times = _times({name: way[k] for name, way in ways.items()}, device)
-        row |= {f"{name}_{part}_us": t for name, t in times.items()}
-        row[f"over_eager_{part}"] = times["eager"] / times["ours"]
+        row |= _against_eager({name: way[k] for name, way in ways.items()}, device, f"_{part}")
     return row
 
 
+def _against_eager(ways: dict[str, Thunk], device: str, part: str = "") -> dict[str, float]:
+    samples = _samples(ways, device)
+    times = medians(samples)
+    return {
+        f"eager{part}_us": times["eager"],
+        f"ours{part}_us": times["ours"],
+        f"over_eager{part}": over(samples, "eager", "ours"),
+        f"eager_again{part}": over(samples, "eager", "again"),
+    }
+
+
 def _optimiser(name: str, device: str) -> dict[str, float]:
-    times = _times(optim._steps(name, 10, 64, device, {}), device)
-    peers = [t for way, t in times.items() if way != "ours"]
+    samples = _samples(optim._steps(name, 10, 64, device, {}), device)
+    times = medians(samples)
     row = {f"{way}_us": t for way, t in times.items()}
-    return {**row, "over_eager": min(peers) / times["ours"]} if peers else row
+    best = min((way for way in times if way != "ours"), key=times.__getitem__, default=None)
+    return row if best is None else {**row, "over_eager": over(samples, best, "ours")}
 
 
 def _augmentation(device: str) -> dict[str, float]:
     aug = Pipeline(augment.PIPELINES["affine+normalise"])
     x = torch.zeros((1, 3, 8, 8), dtype=torch.uint8, device=device)
     eager = augment.composed(aug, x, torch.float32, True)
-    times = _times({"eager": lambda: eager(x), "ours": lambda: aug(x)}, device)
-    row = {f"{way}_us": t for way, t in times.items()}
-    return {**row, "over_eager": times["eager"] / times["ours"]}
+    ways = {"eager": lambda: eager(x), "ours": lambda: aug(x), "again": lambda: eager(x)}
+    return _against_eager(ways, device)
