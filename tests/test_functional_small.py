@@ -63,7 +63,7 @@ def test_torchs_answers_are_ours(call, dtype):
 
 
 OURS_ALONE = {  # torch has no call, or too many, for them
-    "softsign", "tanhshrink", "softmax masked", "rope", "rope of q", "pyramid_pool2d",
+    "softsign", "softmax masked", "rope", "rope of q", "pyramid_pool2d",
 }  # fmt: skip
 
 
@@ -84,6 +84,36 @@ def test_several_calls_only_where_a_gradient_follows(planned_calls):
         assert planned_calls == ["layer_norm", "gate"]
         f.layer_norm(x, 8, w)  # one call is always quicker
     assert planned_calls == ["layer_norm", "gate"]
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("scale", [0.25, 1.0, 2], ids=str)
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("learned", ["x", "mask"])
+def test_a_mask_that_is_added(name, scale, kind, learned, planned_calls):
+    """Of a wider type, of more dimensions, or the one that learns."""
+    x, mask = torch.randn(4, 8, dtype=torch.float64), torch.randn(3, 1, 8).to(kind)
+    one = x if learned == "x" else mask
+    one.requires_grad_()
+    call = getattr(f, name)
+    got = call(x, mask=mask, scale=scale)
+    assert not planned_calls
+    with f.delegation(False):
+        want = call(x, mask=mask, scale=scale)
+    assert got.dtype == want.dtype and error(got, want) <= DOUBLE
+    slope = torch.randn_like(got)
+    a, b = (torch.autograd.grad(y, one, slope)[0] for y in (got, want))
+    limit = DOUBLE_GRADIENT if one.dtype is torch.float64 else EPS[kind]
+    assert a.dtype == b.dtype and error(a, b) <= limit
+
+
+def test_a_seed_that_would_be_drawn_is_a_call_too(planned_calls):
+    x, bias = torch.zeros(64, 8), torch.ones(8)
+    y = f.bias_dropout_residual(x, bias, x, 0.5)
+    assert not planned_calls and set(y.unique().tolist()) == {0.0, 2.0}
+    f.bias_dropout_residual(x, bias, x, 0.5, seed=1)
+    f.bias_dropout_residual(x, bias, x, 0.5, training=False)
+    assert planned_calls == ["dropout", "dropout"]
 
 
 LARGE, SMALL = torch.randn(64, 512), torch.randn(4, 8)
@@ -353,6 +383,11 @@ def _autocast_knows(name: str) -> bool:
     )
 
 
+# torch's under autocast as well: its rule gives them the types that ours would have, which
+# test_types_under_autocast_are_torchs compares
+BY_RULE = (
+    "softmax", "log_softmax", "softplus", "prelu", "sum", "prod", "norm", "cumsum", "cumprod",
+)  # fmt: skip
 LOSSES = ("cross_entropy", "linear_cross_entropy")  # not planned, but they ask about autocast
 
 
@@ -368,8 +403,7 @@ def test_what_autocast_would_change_is_ours(call, planned_calls):
     planned_calls.clear()
     with torch.autocast("cpu", torch.bfloat16):
         results(call.ours(f, *tensors))
-    by_the_same = call.name.startswith(("softmax", "log_softmax"))  # torch's, rule and all
-    assert planned_calls or not by_rule or by_the_same
+    assert planned_calls or not by_rule or call.name.startswith(BY_RULE)
 
 
 @pytest.mark.parametrize("name", autocast_cases.CASES)

@@ -97,6 +97,15 @@ def test_a_captured_call_of_several_is_one_kernel():
     assert error(y, F.silu(x) * r) <= SINGLE
 
 
+def test_what_is_captured():
+    x = torch.zeros(4, device="cuda")
+    assert not library.is_captured(x) and not library.is_captured(x.cpu())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert not library.is_captured(x)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert library.is_captured(x)
+
+
 def test_a_gradient_moves_the_limit():
     with f.delegation(True):
         edge = library.LIMITS[0] // 4

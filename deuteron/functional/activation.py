@@ -14,12 +14,15 @@ from deuteron.errors import BindError
 from deuteron.functional.autocast import lower
 from deuteron.functional.core import Function
 from deuteron.functional.library import (
+    CAPTURED,
     LOW,
     NEVER,
     SHORT_BYTES,
     all_but,
     delegates,
+    is_captured,
     is_differentiated,
+    learning,
     several_calls_win,
 )
 from deuteron.functional.operators import TORCHS, activated, one
@@ -70,13 +73,24 @@ def _named(
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{table.get(name).doc} As ``torch.nn.functional``'s, with its gradient."
     on_cpu = all_but(CHEAP[name]) if name in CHEAP else NEVER
-    torchs = TORCHS.get(name, _never)
-    return delegates(torchs, without=without, keeps_type=True, on_cpu=on_cpu)(function)
+    torchs = TORCHS.get(name) or SEVERAL[name]
+    handed = delegates(
+        torchs, plain=PLAIN.get(name, ()), without=without, several=name in SEVERAL,
+        keeps_type=True, on_cpu=on_cpu,
+    )  # fmt: skip
+    return handed(function)
+
+
+def _torch_tanhshrink(x: Tensor) -> Any:
+    return x - x.tanh() if several_calls_win(x) else NotImplemented
 
 
 def _never(x: Tensor) -> Any:
-    """For what takes torch several calls."""
     return NotImplemented
+
+
+SEVERAL = {"softsign": _never, "tanhshrink": _torch_tanhshrink}  # calls in torch, many or two
+PLAIN = {"tanhshrink": Plain(Tensor.tanh, "x - plain(x)", where=learning("x"))}
 
 
 relu, relu6, sigmoid, tanh = (
@@ -117,7 +131,7 @@ def celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     return F.celu(x, alpha, inplace=True) if inplace else one("celu", x, alpha=alpha)
 
 
-@delegates(_nn.softplus)
+@delegates(_nn.softplus, keeps_type=True)
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """ln(1 + e^(beta·x)) / beta, and x itself where beta·x is over the threshold."""
     return one("softplus", x, beta=beta, threshold=threshold)
@@ -168,7 +182,7 @@ def _prelu_is_torchs(x: Tensor, weight: Tensor) -> bool:
     return x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
 
 
-@delegates(torch.prelu, on_cpu=_prelu_is_torchs)
+@delegates(torch.prelu, keeps_type=True, on_cpu=_prelu_is_torchs)
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """x, times a learned slope below 0, one for all or one for each channel (dimension 1)."""
     return one("prelu", *lower(x, weight))
@@ -211,7 +225,14 @@ def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str) -> Any:
     return NotImplemented
 
 
-@delegates(_torch_bias_act)
+@delegates(
+    _torch_bias_act,
+    plain=Plain(
+        TORCHS,
+        "plain[activation](x + bias)",
+        where=f"bias is not None and activation in plain and {learning('x', 'bias')}",
+    ),
+)
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
     """activation(x + bias) in one pass; the gradient of bias is a sum in float32."""
     return BIAS_ACT.one(x, bias, activation=activation)
@@ -245,6 +266,11 @@ def _torch_gated(activation: str) -> Callable[..., Any]:
     return call
 
 
+def _plain_gate(activation: str) -> Plain:
+    two = f"up is not None and {learning('gate', 'up')}"
+    return Plain(TORCHS[activation], "plain(gate) * up", where=two)
+
+
 _GEGLUS = {"none": _torch_gated("gelu"), "tanh": _torch_gated("gelu_tanh")}
 
 
@@ -252,19 +278,19 @@ def _torch_geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Any:
     return _GEGLUS[approximate](gate, up) if approximate in _GEGLUS else NotImplemented
 
 
-@delegates(_torch_gated("silu"), several=True, keeps_type=True)
+@delegates(_torch_gated("silu"), plain=_plain_gate("silu"), several=True, keeps_type=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("silu", gate, up)
 
 
-@delegates(_torch_geglu, several=True, keeps_type=True)
+@delegates(_torch_geglu, plain=_plain_gate("gelu"), several=True, keeps_type=True)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("gelu" if approximate == "none" else "gelu_tanh", gate, up)
 
 
-@delegates(_torch_gated("relu"), several=True, keeps_type=True)
+@delegates(_torch_gated("relu"), plain=_plain_gate("relu"), several=True, keeps_type=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("relu", gate, up)
@@ -293,7 +319,12 @@ def _torch_dropout(x: Tensor, p: float, training: bool) -> Any:
     return torch.dropout(x, p, True) if training else NotImplemented
 
 
-@delegates(_torch_dropout, without=("inplace", "seed"), keeps_type=True)
+@delegates(
+    _torch_dropout,
+    plain=Plain(torch.dropout, "plain(x, p, True)"),
+    without=("inplace", "seed"),
+    keeps_type=True,
+)
 def dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
     seed: int | Tensor | None = None,
@@ -318,13 +349,24 @@ def dropout(
 def _torch_bias_dropout_residual(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool
 ) -> Any:
-    if not training or not several_calls_win(x, bias, residual):
+    """Three calls; one of ours is two, with that which draws a seed, and no sooner launched."""
+    if not training or is_captured(x):
         return NotImplemented
     y = torch.dropout(x if bias is None else x + bias, p, True)
     return y if residual is None else y + residual
 
 
-@delegates(_torch_bias_dropout_residual, without=("seed",), several=True, keeps_type=True)
+@delegates(
+    _torch_bias_dropout_residual,
+    plain=Plain(
+        torch.dropout,
+        "residual + plain(x + bias, p, True)",
+        where=f"bias is not None and residual is not None and not ({CAPTURED.format(x='x')})",
+    ),
+    without=("seed",),
+    several=True,
+    keeps_type=True,
+)
 def bias_dropout_residual(
     x: Tensor,
     bias: Tensor | None,

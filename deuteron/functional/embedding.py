@@ -8,11 +8,12 @@ import torch
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import ANY, LIMITS, delegates, several_calls_win
+from deuteron.functional.library import ANY, LIMITS, delegates, learning, several_calls_win
 from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
+SMALL = "weight.nbytes * index.numel() <= LEAST"  # no result is larger, and no shape need be read
 
 
 def _embedding(b: Ops, index: Sym, weight: Sym, position: Sym | None, *, padding_idx: int) -> Sym:
@@ -59,7 +60,14 @@ def _is_small(weight: Tensor, index: Tensor) -> bool:
 
 @delegates(
     _torch_embedding,
-    plain=Plain(torch.embedding, "plain(weight, index)", "weight.nbytes * index.numel() <= LEAST"),
+    plain=(
+        Plain(torch.embedding, "plain(weight, index)", SMALL),
+        Plain(
+            torch.embedding,
+            "plain(weight, index) + position",
+            where=f"position is not None and {SMALL} and {learning('weight', 'position')}",
+        ),
+    ),
     keeps_type=True,
     on_cpu=ANY,
 )

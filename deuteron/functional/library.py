@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,6 +44,7 @@ from deuteron.target import Target
 from deuteron.target import target as find_target
 
 Tensor = torch.Tensor
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # where there is CUDA
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -198,7 +199,7 @@ class delegation:
 def delegates(
     call: Callable[..., Any],
     *,
-    plain: Plain | None = None,
+    plain: Plain | Sequence[Plain] = (),
     by_name: Collection[str] = (),
     without: Collection[str] = (),
     ordered: bool = True,
@@ -209,15 +210,15 @@ def delegates(
     asks: str = "{second}",
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose small calls ``call`` answers, which takes the same arguments, each in its
-    place; one in Python may return NotImplemented. ``plain``: a call in C++ for the smallest ones
-    without anything special. ``by_name``: arguments that ``call`` takes by name alone.
-    ``without``: those that it does not have; a call that gives one is not handed on.
-    ``ordered``: whether its gradient has the same bits in every run on a GPU.
+    place; one in Python may return NotImplemented. ``plain``: calls in C++ for the smallest ones
+    without anything special, the first of several that fits. ``by_name``: arguments that ``call``
+    takes by name alone. ``without``: those that it does not have; a call that gives one is not
+    handed on. ``ordered``: whether its gradient has the same bits in every run on a GPU.
     ``several``: whether it is several calls in any case, which it does if they win.
-    ``keeps_type``: whether autocast leaves its type alone, so that nobody need ask. ``on_cpu``:
-    element types of which it answers calls up to ``cpu_bytes`` there, or a question to the first
-    two arguments, or the one called ``asks`` for the second, whether it answers a call that is not
-    of the smallest.
+    ``keeps_type``: whether autocast leaves its type alone, or knows it by name and gives it the
+    type that ours would have, so that nobody need ask. ``on_cpu``: element types of which it
+    answers calls up to ``cpu_bytes`` there, or a question to the first two arguments, or the one
+    called ``asks`` for the second, whether it answers a call that is not of the smallest.
 
     Arguments that ``function`` does not have are not handed on: what is right must not depend on
     the size. The first one may be given by torch's name for it, ``input``.
@@ -231,9 +232,10 @@ def delegates(
     asked = [] if keeps_type else ["not autocasting()"]
     asked += [] if ordered else ["not must_be_ordered()"]
     given = {"several": several, "on_cpu": on_cpu, "cpu_bytes": cpu_bytes}
+    ways = (plain,) if isinstance(plain, Plain) else plain
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        return wrapper(function, call, plain, larger, asked, by_name, without, given, SCOPE)
+        return wrapper(function, call, ways, larger, asked, by_name, without, given, SCOPE)
 
     return decorate
 
@@ -241,7 +243,7 @@ def delegates(
 def traceable(function: Callable[P, R]) -> Callable[P, R]:
     """A function that no call of torch's answers; under ``torch.fx`` it is one node, as the others
     are."""
-    return wrapper(function, function, None, "False", ["False"], (), (), {}, SCOPE)
+    return wrapper(function, function, (), "False", ["False"], (), (), {}, SCOPE)
 
 
 def is_launch_bound(x: Tensor) -> bool:
@@ -262,7 +264,7 @@ def _is_torchs(x: Tensor, several: bool, on_cpu: Collection[torch.dtype], cpu_by
         and not several
         and x.requires_grad
         and is_grad_enabled()
-        and not is_current_stream_capturing()
+        and not is_captured(x)
     )
 
 
@@ -316,8 +318,23 @@ def several_calls_win(*tensors: Tensor | None) -> bool:
     if is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
-                return not (t.is_cuda and is_current_stream_capturing())
+                return not is_captured(t)
     return False
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA Graph records what is done with ``x``. The stream in which all is done unless
+    another is chosen, 0, cannot be captured, and to ask CUDA about one takes a microsecond."""
+    return bool(x.is_cuda and raw_stream(x.get_device()) and is_current_stream_capturing())
+
+
+# the same two questions in the text of a wrapper, of arguments that are there
+CAPTURED = "{x}.is_cuda and raw_stream({x}.get_device()) and is_current_stream_capturing()"
+
+
+def learning(*names: str) -> str:
+    needed = " or ".join(f"{name}.requires_grad" for name in names)
+    return f"is_grad_enabled() and ({needed}) and not ({CAPTURED.format(x=names[0])})"
 
 
 def _heard(found: R, name: str, x: Tensor, refusal: str = "") -> R:
@@ -351,6 +368,8 @@ SCOPE = {
     "delegation": delegation, "instead": _instead, "DeuteronError": DeuteronError,
     "MISSING": MISSING, "sorted_out": sorted_out, "TraceError": TraceError,
     "any_symbol": any_symbol, "recorded": recorded, "a_tensor": a_tensor,
+    "is_grad_enabled": is_grad_enabled, "is_current_stream_capturing": is_current_stream_capturing,
+    "raw_stream": raw_stream,
 }  # fmt: skip
 
 

@@ -233,7 +233,8 @@ def layer_norm(
         rms_norm_kernel,
         "plain(x, normalized_shape, weight, eps)[0]",
         # which nobody else compares: the kernel makes something of any shapes
-        where="normalized_shape.__class__ is tuple and x.shape[-1:] == normalized_shape and "
+        where="normalized_shape.__class__ is tuple and len(normalized_shape) == 1 and "
+        "x.shape[-1] == normalized_shape[0] and "
         "(weight is None or weight.shape == normalized_shape and weight.dtype is x.dtype)",
     ),
 )

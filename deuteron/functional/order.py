@@ -44,14 +44,18 @@ def _along(name: str, x: Tensor, dim: int, **attrs: Any) -> Any:
     return tuple(t.squeeze(0) for t in found) if isinstance(found, tuple) else found.squeeze(0)
 
 
-@delegates(_torch_scan(torch.cumsum), plain=Plain(torch.cumsum, *OF_ROWS), on_cpu=ANY)
+@delegates(
+    _torch_scan(torch.cumsum), plain=Plain(torch.cumsum, *OF_ROWS), keeps_type=True, on_cpu=ANY
+)
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of all elements up to each one, along ``dim``; the same bits in every run.
     ``dtype``: x is cast to it first."""
     return cast(_along("cumsum", cast(x, dtype), dim), dtype)
 
 
-@delegates(_torch_scan(torch.cumprod), plain=Plain(torch.cumprod, *OF_ROWS), on_cpu=ANY)
+@delegates(
+    _torch_scan(torch.cumprod), plain=Plain(torch.cumprod, *OF_ROWS), keeps_type=True, on_cpu=ANY
+)
 def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """The product of all elements up to each one, along ``dim``. ``dtype``: x is cast to it
     first."""

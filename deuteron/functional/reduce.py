@@ -89,7 +89,7 @@ def extreme_is_torchs(x: Tensor, dim: Dims) -> bool:
 # ---- the functions
 
 
-@delegates(torch.sum, by_name=("dtype",), on_cpu=_sum_is_torchs)
+@delegates(torch.sum, by_name=("dtype",), keeps_type=True, on_cpu=_sum_is_torchs)
 def sum(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -105,7 +105,7 @@ def mean(
     return one("mean", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.prod, by_name=("dtype",), on_cpu=WIDE)
+@delegates(torch.prod, by_name=("dtype",), keeps_type=True, on_cpu=WIDE)
 def prod(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -180,7 +180,7 @@ def _rooted(b: Ops, total: Sym, p: float) -> Sym:
 NORM = Cast("norm", _norm)
 
 
-@delegates(torch.linalg.vector_norm, by_name=("dtype",))
+@delegates(torch.linalg.vector_norm, by_name=("dtype",), keeps_type=True)
 def norm(
     x: Tensor, p: float = 2.0, dim: Dims = None, keepdim: bool = False, *,
     dtype: torch.dtype | None = None,

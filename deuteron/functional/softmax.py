@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deuteron.functional.autocast import Cast
-from deuteron.functional.library import delegates, several_calls_win
+from deuteron.functional.library import delegates, learning, several_calls_win
 from deuteron.functional.wrapper import Plain
 from deuteron.ir.dtype import dtype as to_dtype
 from deuteron.ops import Ops, Sym
@@ -48,9 +48,7 @@ LOG_SOFTMAX = Cast("log_softmax", _log_softmax)
 
 
 def _torchs(call: Callable[..., Tensor]) -> Callable[..., Any]:
-    """torch's softmax with a scale and a mask that is added; a bool mask takes too many calls. What
-    it calls in turn would be 0.2 µs quicker, and to ask about autocast, which has a rule for the
-    one but not for the other, takes longer than that."""
+    """torch's softmax with a scale and a mask that is added; a bool mask takes too many calls."""
 
     def run(
         x: Tensor, dim: int | None, mask: Tensor | None, scale: float, dtype: torch.dtype | None
@@ -70,6 +68,18 @@ def _torchs(call: Callable[..., Tensor]) -> Callable[..., Any]:
     return run
 
 
+def _plain(call: Callable[..., Tensor], inner: Callable[..., Tensor]) -> tuple[Plain, Plain]:
+    """The bare function by what it calls in turn, which autocast does not know, and the function of
+    an x with a mask that is added, where a gradient follows: scaling and adding are one call."""
+    added = f"scale.__class__ is float and mask.dtype is not boolean and {learning('x', 'mask')}"
+    return Plain(inner, "plain(x, dim, False)", where="not autocasting()"), Plain(
+        call,
+        "plain(add(mask, x, alpha=scale), dim)",
+        where=f"mask is not None and {added}",
+        given={"add": torch.add, "boolean": torch.bool},
+    )
+
+
 def _attributes(
     x: Tensor, dim: int | None, scale: float, dtype: torch.dtype | None
 ) -> dict[str, Any]:
@@ -78,7 +88,7 @@ def _attributes(
     return {"dim": usual if dim is None else dim, "scale": scale, "dtype": short}
 
 
-@delegates(_torchs(torch.softmax), plain=Plain(torch.softmax, "plain(x, dim)"), keeps_type=True)
+@delegates(_torchs(torch.softmax), plain=_plain(torch.softmax, torch._softmax), keeps_type=True)
 def softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
     dtype: torch.dtype | None = None,
@@ -93,7 +103,7 @@ def softmax(
 
 
 @delegates(
-    _torchs(torch.log_softmax), plain=Plain(torch.log_softmax, "plain(x, dim)"), keeps_type=True
+    _torchs(torch.log_softmax), plain=_plain(torch.log_softmax, torch._log_softmax), keeps_type=True
 )
 def log_softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,

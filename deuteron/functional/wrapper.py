@@ -18,6 +18,7 @@ import ast
 import functools
 import inspect
 import linecache
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_tb
@@ -60,8 +61,10 @@ def make({cells}):
     again = {name}
     return again
 """
-QUICK = """if {x}.nbytes <= LEAST and {tests}:
-                    return {call}"""
+QUICK = "if {x}.nbytes <= LEAST and input is ...:"
+WAY = """
+                    if {tests}:
+                        return {call}"""
 
 
 class Missing:
@@ -73,11 +76,11 @@ MISSING = Missing()
 
 @dataclass(frozen=True)
 class Plain:
-    """A call in C++ that answers at once where ``where`` holds and arguments that it does not name
-    have their defaults. ``text``: the call, as an expression of the arguments, of ``plain`` and of
-    names that are ``given``."""
+    """A call in C++, or two or three of them, that answer at once where ``where`` holds and
+    arguments that ``text`` does not name have their defaults. ``text``: the call, as an expression
+    of the arguments, of ``plain`` and of names that are ``given``."""
 
-    call: Callable[..., Any]
+    call: Any  # or a table of calls
     text: str
     where: str = "True"
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -85,6 +88,11 @@ class Plain:
     @property
     def names(self) -> set[str]:
         return {node.id for node in ast.walk(ast.parse(self.text)) if isinstance(node, ast.Name)}
+
+    def called(self, name: str) -> Plain:
+        """The same with another name for ``plain``, beside those of other ways."""
+        text, where = (re.sub(r"\bplain\b", name, t) for t in (self.text, self.where))
+        return Plain(self.call, text, where, {name: self.call, **self.given})
 
 
 class Signature:
@@ -151,7 +159,7 @@ class Signature:
 def wrapper(
     function: Callable[..., Any],
     call: Callable[..., Any],
-    plain: Plain | None,
+    plain: Sequence[Plain],
     larger: str,
     asked: Sequence[str],
     by_name: Collection[str],
@@ -159,7 +167,8 @@ def wrapper(
     given: Mapping[str, Any],
     scope: dict[str, Any],
 ) -> Callable[..., Any]:
-    """``function``, and before it ``plain``, or ``call`` where all that is ``asked`` holds.
+    """``function``, and before it the first of ``plain`` that answers, or ``call``, where all that
+    is ``asked`` holds.
     ``larger``: whether it may have calls that are not of the smallest; in it ``{x}`` is the first
     argument and ``{second}`` the next.
     ``by_name``: arguments that ``call`` takes by name; ``without``: those that it does not have,
@@ -173,14 +182,13 @@ def wrapper(
     in_cpp = not isinstance(call, FunctionType)  # others may decline
     text = own.calls([p for p in own.names if p not in (*by_name, *without)], by_name, in_cpp)
     tests = ["input is ...", *own.usual(without), *asked]
-    quick = "pass"
-    if plain is not None:
-        rest = own.usual(p for p in own.defaults if p not in plain.names)
-        few = ["input is ...", *rest, plain.where, *asked]
-        given = {"plain": plain.call, **plain.given, **given}
-        quick = QUICK.format(x=own.placed[0], tests=_all(few), call=plain.text)
-    elif in_cpp:
-        quick = QUICK.format(x=own.placed[0], tests=_all(tests), call=text)
+    quick = QUICK.format(x=own.placed[0]) if plain or in_cpp else "pass"
+    for way in (each.called(f"plain_{i}") for i, each in enumerate(plain)):
+        rest = own.usual(p for p in own.defaults if p not in way.names)
+        quick += WAY.format(tests=_all([*rest, way.where, *asked]), call=way.text)
+        given = {**way.given, **given}
+    if in_cpp and not plain:
+        quick += WAY.format(tests=_all([*own.usual(without), *asked]) or "True", call=text)
     x, second = (*own.placed, "None")[:2]
     cells = {f"usual_{p}": own.defaults.get(p, MISSING) for p in own.names}
     cells |= {"function": function, "call": call, **given}
