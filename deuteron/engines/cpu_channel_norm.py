@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from deuteron.codegen.calls import Argument, Word
 from deuteron.engines.base import BuildContext, Kernel, Refusal
@@ -11,6 +11,7 @@ from deuteron.engines.cpu_product import generated, on_this_cpu, roof
 from deuteron.engines.recipes import Knobs, one_way
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -38,10 +39,11 @@ def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
         return wrong
     node, types = region.nodes[0], region.graph.types
     x = types[tensors["x"]]
+    wrong = _out_of_order({name: types[value] for name, value in tensors.items()})
+    if wrong is not None:
+        return wrong
     for name, value in tensors.items():
         t = types[value]
-        if not t.is_layout("contiguous"):
-            return Refusal(f"{name} is not in row-major order", "call .contiguous()")
         if t.shape == x.shape and t.dtype != x.dtype:
             return Refusal(f"{name} is {t.dtype.short}, x is {x.dtype.short}", "cast it")
         if name in WIDE and t.dtype.short != "f32":
@@ -55,6 +57,31 @@ def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     if act == "relu" and node.op.endswith("grad") and "residual" in tensors:
         return Refusal("would have to add the residual again", "give y")
     return None
+
+
+def _out_of_order(types: Mapping[str, TensorType]) -> Refusal | None:
+    """Whether images are not all in row-major order and not all in nhwc, or vectors have gaps."""
+    x = types["x"]
+    for name, t in types.items():
+        if t.shape != x.shape and not t.is_layout("contiguous"):
+            return Refusal(f"{name} has gaps", "call .contiguous()")
+    images = {name: t for name, t in types.items() if t.shape == x.shape}
+    if any(all(t.is_layout(order) for t in images.values()) for order in ("contiguous", "nhwc")):
+        return None
+    odd = next((n for n, t in images.items() if t.layout not in ("contiguous", "nhwc")), None)
+    if odd is not None:
+        return Refusal(f"{odd} is not in row-major order and not in nhwc", "call .contiguous()")
+    return Refusal(
+        f"of {', '.join(images)} some are in row-major order and some in nhwc",
+        "lay all of them in one order",
+    )
+
+
+def _channels_last(x: TensorType, grouped: bool) -> bool:
+    """Whether channels lie innermost. Where there are no positions they do in any order."""
+    if grouped or prod(x.shape[2:]) > 1:
+        return not x.is_layout("contiguous")
+    return True
 
 
 def _read(region: Region) -> dict[str, str]:
@@ -82,32 +109,41 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu.channel_norm import Form, batch_sizes, group_sizes, prepare
+    from deuteron.kernels.cpu import channel_norm, channels_last_norm
+    from deuteron.kernels.cpu.channel_terms import Form
 
     node, types = region.nodes[0], region.graph.types
     read, made = _read(region), _made(region)
     x, attrs = types[read["x"]], node.attrs
     n, channels, length = x.shape[0], x.shape[1], prod(x.shape[2:])
     grouped = node.op in GROUPS
-    if grouped:
-        sizes = group_sizes(n, channels, length, attrs.get("groups", channels))
-    else:
-        sizes = batch_sizes(n, channels, length)
+    groups = attrs.get("groups", channels)
     param, running = (
         next((types[read[p]].dtype.short for p in pair if p in read), "f32") for pair in PAIRS
     )
     relu = attrs.get("activation", "none") == "relu"
-    form = Form(x.dtype.short, param, running, grouped, relu, frozenset((*read, *made)))
+    given = {name: types[made[name]].dtype.short for name in ("dweight", "dbias") if name in made}
+    form = Form(
+        x.dtype.short, param, running, grouped, relu, frozenset((*read, *made)),
+        given.get("dweight", "f32"), given.get("dbias", "f32"),
+    )  # fmt: skip
     first = len(region.inputs)
     where: dict[str, Word] = {
         **{name: Argument(region.inputs.index(value)) for name, value in read.items()},
         **{name: Argument(first + region.outputs.index(value)) for name, value in made.items()},
     }
-    numbers: dict[str, Any] = {"eps": attrs.get("eps", 0.0), "momentum": attrs.get("momentum", 0.0)}
-    if grouped and "dbias" in made:
-        numbers["of_bias"] = types[made["dbias"]].dtype.short
+    numbers = (attrs.get("eps", 0.0), attrs.get("momentum", 0.0))
     way = "backward" if node.op.endswith("grad") else "forward"
-    return Kernel.generated(prepare(way, form, sizes, where=where, **numbers))
+    if _channels_last(x, grouped):
+        image = (n, length) if grouped else (1, n * length)
+        last = channels_last_norm.Sizes(*image, channels, channels // groups if grouped else 1)
+        calls, _ = channels_last_norm.prepare(way, form, last, *numbers, where)
+        return Kernel.generated(calls)
+    if grouped:
+        sizes = channel_norm.group_sizes(n, channels, length, groups)
+    else:
+        sizes = channel_norm.batch_sizes(n, channels, length)
+    return Kernel.generated(channel_norm.prepare(way, form, sizes, *numbers, where))
 
 
 CHANNEL_NORM = generated("channel_norm", _refuse, one_way, _seconds, _build)

@@ -34,6 +34,14 @@ ROWS_ON_CPU = {  # and the element types of each
 EXTRA = "extra?"  # an input that is added to the first result
 
 
+CHANNELS = frozenset({"group_norm_grad"})  # whose kernels take nhwc, too
+
+
+def _channels_last(given: Sequence[TensorType]) -> bool:
+    """Whether images lie with their channels innermost, and vectors without gaps."""
+    return all(t.is_layout("nhwc" if t.rank > 1 else "contiguous") for t in given)
+
+
 def _stored(given: Sequence[TensorType]) -> bool:
     """Whether the CPU's kernels know the element types, and there is something to do."""
     return all(t.numel and t.dtype.short in ("f32", "f16", "bf16") for t in given)
@@ -69,10 +77,11 @@ def taken_whole(op: str, types: Sequence[TensorType | None], target: Target) -> 
     if (op, target.kind) in POOLS:
         return POOLS[op, target.kind](given)
     plain = all(t.numel and t.is_layout("contiguous") for t in given)
-    if target.is_cuda or not plain:
-        return target.is_cuda and plain
+    if target.is_cuda:
+        return plain
     kinds = ROWS_ON_CPU.get(op, ())
-    return all(t.dtype.short in kinds and t.numel < 2**31 for t in given)
+    known = all(t.dtype.short in kinds and 0 < t.numel < 2**31 for t in given)
+    return known and (plain or (op in CHANNELS and _channels_last(given)))
 
 
 def expand(graph: Graph, ctx: Context) -> Graph:

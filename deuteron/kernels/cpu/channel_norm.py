@@ -16,45 +16,21 @@ and dbias lies in a room of its own until a second call adds up those of all ima
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, F64, I32, Code, Loaded, Value, entry, load, width
+from deuteron.codegen.llvm import F32, F64, Code, Loaded, Value, entry, load
 from deuteron.codegen.rows import FAR
+from deuteron.kernels.cpu.channel_terms import POINTERS, Form, Tensors
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import SERIAL, LongSum, blocks, steps
 
 NEXT_TO_NONE = 2.0**-18  # the part of a mean's roundings that adding them up may be off by
 
-POINTERS = (
-    "x", "grad", "weight", "bias", "residual", "y", "extra", "mean", "rstd", "running_mean",
-    "running_var", "dx", "dz", "dweight", "dbias", "new_mean", "new_var",
-)  # fmt: skip
 NUMBERS = ("sets", "segments", "length", "set_step", "segment_step", "groups", "eps", "momentum")
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a kernel is compiled for: the types of x, of the parameters and of running statistics,
-    whether segments have weights of their own (a group's), whether relu follows, and which tensors
-    there are."""
-
-    stored: str
-    param: str
-    running: str
-    grouped: bool
-    relu: bool
-    given: frozenset[str]
-
-    @property
-    def name(self) -> str:
-        kind = f"{self.stored} {self.param} {self.running} {self.grouped} {self.relu}"
-        return f"{kind} {sorted(self.given)} of {width()}"
 
 
 class Sizes(NamedTuple):
@@ -78,35 +54,14 @@ def group_sizes(n: int, channels: int, length: int, groups: int) -> Sizes:
     return Sizes(n * groups, each, length, each * length, length, groups)
 
 
-class _Sets:
+class _Sets(Tensors):
     """What a thread does with one set after another."""
 
     def __init__(self, c: Code, form: Form, words: Value) -> None:
-        self.c, self.form = c, form
-        self.of, self.param = Stored(c, form.stored), Stored(c, form.param)
-        self.at = {name: c.pointer(words, k) for k, name in enumerate(POINTERS)}
-        given = {name: c.word(words, len(POINTERS) + k) for k, name in enumerate(NUMBERS)}
-        for name in ("eps", "momentum"):
-            given[name] = c.b.bitcast(c.b.trunc(given[name], I32), F32)
-        self.n, self.length = given, given["length"]
-        self.parts = c.pointer(words, len(POINTERS) + len(NUMBERS))
-        self.count = c.b.sitofp(c.mul(given["segments"], self.length), F32)
+        super().__init__(c, form, words, NUMBERS)
+        self.length = self.n["length"]
+        self.count = c.b.sitofp(c.mul(self.n["segments"], self.length), F32)
         self.first, self.second = LongSum(c), LongSum(c)
-
-    def has(self, name: str) -> bool:
-        return name in self.form.given
-
-    def load(self, name: str, at: Value, i: Value, lanes: int) -> Value:
-        return self.of.load(self.of.at(self.at[name], at, i), lanes)
-
-    def store(self, value: Value, name: str, at: Value, i: Value) -> None:
-        self.of.store(value, self.of.at(self.at[name], at, i))
-
-    def number(self, name: str, at: Value, otherwise: float) -> Value:
-        """A parameter of a channel."""
-        if not self.has(name):
-            return self.c.f(otherwise)
-        return self.param.load(self.param.at(self.at[name], at))
 
     @contextmanager
     def segments(self, base: Value) -> Any:
@@ -151,10 +106,7 @@ class _Sets:
         small = c.b.fcmp_ordered("<=", c.intrinsic("fabs", rest), none)
         rest = c.b.select(small, c.f(0.0), rest)
         variance = c.fmax(c.b.fsub(variance, c.b.fmul(off, off)), c.f(0.0))
-        root = c.intrinsic("sqrt", c.b.fadd(variance, self.n["eps"]))
-        infinite = c.b.fcmp_ordered("==", variance, c.f(math.inf))  # squares overflowed: no bias
-        rstd = c.b.select(infinite, c.f(math.nan), c.b.fdiv(c.f(1.0), root))
-        return better, rest, variance, rstd
+        return better, rest, variance, self.root(variance)
 
     # ---- forward
 
@@ -162,48 +114,17 @@ class _Sets:
         c = self.c
         base = c.mul(channel, self.n["set_step"])
         mean, rest, variance, rstd = self.statistics(base)
-        for name, value in (("mean", mean), ("rstd", rstd)):
-            if self.has(name):
-                c.store(value, c.at(self.at[name], channel))
-        spread = c.b.fdiv(self.count, c.b.fsub(self.count, c.f(1.0)))
-        self.move("mean", channel, mean)
-        self.move("var", channel, c.b.fmul(variance, spread))
+        self.keep(channel, mean, variance, rstd, self.count)
         if not self.has("y"):  # a gradient that computes the statistics again
             return
-        scale = c.b.fmul(rstd, self.number("weight", channel, 1.0))
-        shift = self.number("bias", channel, 0.0)
-        if not self.form.relu or self.has("residual"):
-            # for nothing; elsewhere the gradient finds relu's signs by the mean as it is stored
-            shift = c.fma(c.b.fneg(rest), scale, shift)
+        scale, shift = self.affine(channel, rest, rstd)
         with self.segments(base) as (_, at):
-
-            def write(i: Value, lanes: int) -> None:
-                z = self.before(at, i, lanes, mean, scale, shift)
-                if self.has("residual"):
-                    z = c.b.fadd(z, self.load("residual", at, i, lanes))
-                if self.form.relu:
-                    z = c.fmax(z, c.f(0.0, lanes))
-                self.store(z, "y", at, i)
-
-            steps(c, self.length, write)
-
-    def move(self, what: str, channel: Value, found: Value) -> None:
-        """The new running statistic: the old one on its way to what was found."""
-        c, new, old = self.c, f"new_{what}", f"running_{what}"
-        of = Stored(c, self.form.running)
-        if self.has(old):
-            before = of.load(of.at(self.at[old], channel))
-            found = c.fma(self.n["momentum"], c.b.fsub(found, before), before)
-        if self.has(new):
-            of.store(found, of.at(self.at[new], channel))
-
-    def before(
-        self, at: Value, i: Value, lanes: int, mean: Value, scale: Value, shift: Value
-    ) -> Value:
-        """(x − mean) · scale + shift, the same forward and backward."""
-        c = self.c
-        d = c.b.fsub(self.load("x", at, i, lanes), c.splat(mean, lanes))
-        return c.fma(d, c.splat(scale, lanes), c.splat(shift, lanes))
+            steps(
+                c, self.length,
+                lambda i, lanes: self.finish(
+                    self.before(at, i, lanes, mean, scale, shift), at, i
+                ),
+            )  # fmt: skip
 
     # ---- gradient
 
@@ -224,20 +145,8 @@ class _Sets:
             return c.add(first_channel, j) if form.grouped else first_channel
 
         def dz(at: Value, i: Value, lanes: int, weight: Value) -> Value:
-            g = self.load("grad", at, i, lanes)
-            if not form.relu:
-                return g
-            if self.has("y"):
-                z = self.load("y", at, i, lanes)
-            else:
-                shift = self.number("bias", first_channel, 0.0)
-                z = self.before(at, i, lanes, mean, c.b.fmul(rstd, weight), shift)
-            off = c.b.fcmp_ordered("<=", z, c.f(0.0, lanes))
-            return c.b.select(off, c.f(0.0, lanes), g)
-
-        def hat(at: Value, i: Value, lanes: int) -> Value:
-            d = c.b.fsub(self.load("x", at, i, lanes), c.splat(mean, lanes))
-            return c.b.fmul(d, c.splat(rstd, lanes))
+            bias = self.number("bias", first_channel, 0.0) if form.relu else c.f(0.0)
+            return self.dz(at, i, lanes, mean, rstd, weight, bias)
 
         def add_up(j: Value, at: Value) -> None:
             """Σ dz and Σ dz · hat of what was taken, for a channel and with its weight."""
@@ -268,7 +177,7 @@ class _Sets:
             def take(i: Value, lanes: int) -> None:
                 d = dz(at, i, lanes, weight)
                 self.first.take(d, lanes)
-                self.second.take(d, lanes, hat(at, i, lanes))
+                self.second.take(d, lanes, self.hat(at, i, lanes, mean, rstd))
 
             def fold() -> None:
                 self.first.fold()
@@ -284,17 +193,10 @@ class _Sets:
             weight = self.number("weight", channel(j), 1.0)
 
             def write(i: Value, lanes: int) -> None:
-                d = dz(at, i, lanes, weight)
-                if self.has("dz"):
-                    self.store(d, "dz", at, i)
-                if not self.has("dx"):
-                    return
-                rest = c.b.fsub(c.b.fmul(d, c.splat(weight, lanes)), c.splat(level, lanes))
-                rest = c.fma(c.b.fneg(hat(at, i, lanes)), c.splat(slope, lanes), rest)
-                out = c.b.fmul(rest, c.splat(rstd, lanes))
-                if self.has("extra"):
-                    out = c.b.fadd(out, self.load("extra", at, i, lanes))
-                self.store(out, "dx", at, i)
+                self.give(
+                    dz(at, i, lanes, weight), self.hat(at, i, lanes, mean, rstd), at, i,
+                    rstd, weight, level, slope,
+                )  # fmt: skip
 
             steps(c, self.length, write)
 
@@ -309,7 +211,7 @@ def _write(module: Any, form: Form, way: str) -> None:
     entry(module, "run", body)
 
 
-def _write_totals(module: Any, form: Form, of_bias: str) -> None:
+def _write_totals(module: Any, form: Form) -> None:
     """dweight and dbias from the sums of all images, each thread a range of channels."""
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
@@ -317,7 +219,7 @@ def _write_totals(module: Any, form: Form, of_bias: str) -> None:
         images, channels = c.word(words, 3), c.word(words, 4)
         begin, end = c.share(channels, thread, threads)
         for k, (name, out, kind) in enumerate(
-            (("dweight", dweight, form.param), ("dbias", dbias, of_bias))
+            (("dweight", dweight, form.of_weight), ("dbias", dbias, form.of_bias))
         ):
             if name not in form.given:
                 continue
@@ -339,11 +241,9 @@ def compiled(form: Form, way: str) -> Loaded:
 
 
 def prepare(
-    way: str, form: Form, sizes: Sizes, eps: float, momentum: float, where: Mapping[str, Word],
-    of_bias: str = "f32",
-) -> list[Call]:  # fmt: skip
-    """The calls of ``way`` "forward" or "backward" for tensors that lie ``where``; ``of_bias`` is
-    the type of a group's dbias."""
+    way: str, form: Form, sizes: Sizes, eps: float, momentum: float, where: Mapping[str, Word]
+) -> list[Call]:
+    """The calls of ``way`` "forward" or "backward" for tensors that lie ``where``."""
     floats = struct.unpack("<2i", struct.pack("<2f", eps, momentum))
     each = sizes.sets * sizes.segments
     parts: Word = Room("channel norm", 2 * each) if form.grouped else 0
@@ -351,8 +251,8 @@ def prepare(
     threaded = each * sizes.length > SERIAL
     calls = [Call(compiled(form, way), words, threaded)]
     if form.grouped and {"dweight", "dbias"} & form.given:
-        name = f"channel norm totals {of_bias} {form.name}"
-        totals = load(name, lambda module: _write_totals(module, form, of_bias))
+        name = f"channel norm totals {form.name}"
+        totals = load(name, lambda module: _write_totals(module, form))
         images, channels = sizes.sets // sizes.groups, sizes.groups * sizes.segments
         out = (where.get("dweight", 0), where.get("dbias", 0))
         calls.append(Call(totals, (parts, *out, images, channels), threaded))
