@@ -193,10 +193,11 @@ class _Sets(Tensors):
             weight = self.number("weight", channel(j), 1.0)
 
             def write(i: Value, lanes: int) -> None:
-                self.give(
-                    dz(at, i, lanes, weight), self.hat(at, i, lanes, mean, rstd), at, i,
-                    rstd, weight, level, slope,
-                )  # fmt: skip
+                d = dz(at, i, lanes, weight)
+                if self.has("dz"):
+                    self.store(d, "dz", at, i)
+                hat = self.hat(at, i, lanes, mean, rstd)
+                self.give(d, hat, at, i, rstd, weight, level, slope)
 
             steps(c, self.length, write)
 

@@ -147,10 +147,8 @@ class Tensors:
         self, dz: Value, hat: Value, at: Value, i: Value, rstd: Value, weight: Value,
         level: Value, slope: Value,
     ) -> None:  # fmt: skip
-        """dz and dx, where somebody reads them."""
+        """dx, where somebody reads it."""
         c, lanes, wide = self.c, lanes_of(dz), self.of.lanes
-        if self.has("dz"):
-            self.store(dz, "dz", at, i)
         if not self.has("dx"):
             return
         rest = c.b.fsub(c.b.fmul(dz, wide(weight, lanes)), wide(level, lanes))

@@ -1,8 +1,9 @@
 """Norms whose statistics belong to channels where channels lie innermost: over [N, S, C] in
 row-major order, the formulas of ``channel_norm.py``.
 
-    bytes = size · (2 x + residual + y) forward, size · (2 x + 2 grad + 2 y + dz + dx + extra)
-    backward and size · x more for the statistics of groups: no cache holds all rows
+    bytes = size · (2 x + residual + y) forward, size · (2 x + 2 grad + 2 y + dx + extra) backward,
+    or (2 x + grad + y + 2 dz + dx), and x once more for the statistics of groups: no cache holds
+    all rows
 
 Threads share parts of the rows, a number that does not depend on how many threads there are, so
 that neither do the bits. In a part 64 rows at a time give sums of each channel, which go on in
@@ -385,6 +386,8 @@ class _Rows(Tensors):
 
             def find(at: Value) -> Sequence[tuple[Value, Value | None]]:
                 dz = self.dz(at, i, lanes, mean, rstd, weight, bias)
+                if self.has("dz"):
+                    self.store(dz, "dz", at, i)
                 return [(dz, None), (dz, self.hat(at, i, lanes, mean, rstd))]
 
             return find
@@ -451,7 +454,10 @@ class _Rows(Tensors):
             mean, rstd, weight, bias = self.of_channel(image, i, lanes)
             level, slope = (self.number_of(name, image, i, lanes) for name in ("level", "slope"))
             for at in places:
-                dz = self.dz(at, i, lanes, mean, rstd, weight, bias)
+                if self.has("dz"):  # gather_grad wrote it: one tensor to read instead of two
+                    dz = self.load("dz", at, i, lanes)
+                else:
+                    dz = self.dz(at, i, lanes, mean, rstd, weight, bias)
                 hat = self.hat(at, i, lanes, mean, rstd)
                 self.give(dz, hat, at, i, rstd, weight, level, slope)
 
@@ -493,7 +499,7 @@ def prepare(
     ways = WAYS[way]
     if way == "backward" and form.grouped:
         ways = ("gather", "settle", *ways)
-    if not {"y", "dx", "dz"} & form.given:
+    if ("dx" if way == "backward" else "y") not in form.given:
         ways = tuple(w for w in ways if not w.startswith("apply"))
     large = sizes.numel > SERIAL
     return [_call(w, form, kept, words, large) for w in ways], rooms
