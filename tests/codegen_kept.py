@@ -51,6 +51,10 @@ def _functions() -> Iterator[Case]:
     for number in (-4.5, -7.0, -20.0, -37.0):  # of which 1 + erf keeps few digits or none
         far = torch.tensor([number], dtype=torch.float64)
         yield graph_of(f"gelu of {number} in f64", lambda g, x: (g.gelu(x), g.ndtr(x)), x=far)
+    odd = torch.tensor([NAN, INF, -INF, 0.0, -0.0, -2.0, 1.0] * 11)
+    yield graph_of("what ptxas takes for true of nan", lambda g, x: (
+        g.ge(g.abs(x * 3.0), -1.0), g.gt(g.exp2(x), -1.0), g.ge(g.abs(x * 3.0) + 1.0, 0.0),
+        g.le(-1.0, g.abs(x * 3.0)), g.where(g.ge(g.abs(x * 3.0), 0.0), 5.0, x)), x=odd)  # fmt: skip
     yield graph_of("pow of a constant", lambda g, x: g.pow(2.0, x), x=torch.randn(33))
 
 

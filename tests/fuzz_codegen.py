@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deuteron.codegen.interpret import interpret
+from deuteron.errors import EngineError
 from deuteron.ir import Graph, Node
 from deuteron.ir.region import Region
 from tests.codegen_cases import Case, case_of, compare, laid_out, some_way
@@ -88,6 +89,8 @@ def verdict_of(engine: str, device: str) -> Verdict:
 def judged(verdict: Verdict, case: Case) -> str:
     try:
         return verdict(case)
+    except EngineError as refusal:  # no kernel, so that a plan takes another
+        return f"{REFUSED}{refusal.wrong}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

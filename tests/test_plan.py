@@ -353,6 +353,21 @@ def test_an_engine_that_writes_several_results_of_different_types():
             check_right(plan.run(feed), g.ir(), feed)
 
 
+def test_what_cannot_be_built_gives_way_to_the_next_best_and_is_told():
+    g = dt.Graph()
+    g.softmax(g.tensor("x", (3, 4)), axis=1).output("y")
+    failing = FakeEngine(wants=["softmax"], build_error=RuntimeError("pass failed\nin detail"))
+    with registered(failing):
+        plan = g.compile(device="cpu")
+        (choice,) = plan.decision.choices
+        assert choice.candidate.engine != "fake"
+        assert "fake could not be built: pass failed" in choice.note
+        assert "in detail" not in choice.note
+        assert "could not be built" in plan.explain("json")
+        feed = {"x": torch.randn(3, 4)}
+        check_right(plan.run(feed), g.ir(), feed)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

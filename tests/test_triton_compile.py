@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -12,10 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deuteron.codegen.triton_compile import PACKED, compile_triton, unpacked
+from deuteron.codegen.triton_compile import PACKED, compile_triton, mended
 from deuteron.codegen.triton_load import functions
 from deuteron.codegen.triton_render import Knobs, render
 from deuteron.errors import EngineError
+from tests.codegen_cases import graph_of
 from tests.codegen_kept import kept_cases
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -83,7 +85,58 @@ def test_a_binary_that_cannot_be_checked_is_refused(source, monkeypatch):
 
 def test_only_packed_additions_change():
     ptx = "add.s16x2 \t%r3, %r1, %r2;\nadd.s16 \t%rs3, %rs1, %rs2;\nmin.s16x2 %r4, %r1, %r2;"
-    first, *others = unpacked(ptx).splitlines()
+    first, *others = mended(ptx).splitlines()
     assert "16x2" not in first and first.count("add.s16 ") == 2 and "mov.b32 %r3," in first
     assert others == ptx.splitlines()[1:]
-    assert unpacked("ret;") == "ret;"
+    assert mended("ret;") == "ret;"
+
+
+RANGES = {
+    "absolute": lambda g, x: g.ge(g.abs(x * 3.0), -1.0),
+    "power of two": lambda g, x: g.ge(g.exp2(x), 0.0),
+    "chosen": lambda g, x: g.ge(g.where(g.gt(x, 1.0), g.abs(x * 3.0), 2.0), -1.0),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", RANGES)
+def test_comparisons_of_nan_are_made(name, arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "tritons"))
+    case = graph_of(name, RANGES[name], x=torch.randn(512))
+    rendered = render(case.program, Knobs("flat", 512, 4))
+    fn = functions(rendered.source)[rendered.launches[0].function]
+    kinds = [rendered.pointers[a] for a in rendered.launches[0].arguments]
+    source = ASTSource(fn, dict(zip(fn.arg_names, kinds, strict=True)))
+    target = GPUTarget("cuda", arch, 32)
+    plain = instructions(triton.compile(source, target=target, options=OPTIONS), tmp_path)
+    ours = instructions(compile_triton(source, OPTIONS, target), tmp_path)
+    assert ours.count("FSETP") > plain.count("FSETP"), "ptxas knows about nan: nothing to mend"
+
+
+def test_only_comparisons_of_known_ranges_turn():
+    ptx = """\
+        abs.f32  %r2, %r1;
+        setp.ge.f32  %p1, %r2, 0fBF800000;
+        setp.gt.f32  %p2, %r2, 0f3F800000;
+        setp.lt.f32  %p3, %r2, 0fBF800000;
+        setp.ge.f32  %p4, %r1, 0fBF800000;
+        mov.b64  {%r3, %r4}, %rd1;
+        mov.b64  %rd1, {%r5, %r2};
+        setp.le.f32  %p5, %r6, %r4;
+        @%p1 setp.ge.f32  %p6, %r2, 0fBF800000;
+        setp.ge.f64  %p7, %rd1, 0dBFF0000000000000;"""
+    found = mended(ptx).splitlines()
+    changed = [k for k, (a, b) in enumerate(zip(ptx.splitlines(), found, strict=True)) if a != b]
+    assert changed == [1, 7]
+    assert found[1].split(maxsplit=1)[1] == "%p1, %r2, 0fBF800000; not.pred %p1, %p1;"
+    assert "setp.ltu.f32" in found[1] and "setp.gtu.f32 %p5, %r6, %r4;" in found[7]
+    assert mended("\n".join(found)) == "\n".join(found)
+
+
+def test_a_kernel_that_triton_cannot_compile_is_refused(source, monkeypatch):
+    def failing(source, target, options):
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(triton, "compile", failing)
+    with pytest.raises(EngineError, match="cannot compile this kernel: PassManager"):
+        compile_triton(source, OPTIONS, HOPPER)

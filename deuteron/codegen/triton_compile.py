@@ -1,9 +1,16 @@
 """The one way a Triton function is compiled, with what the assembler gets wrong taken out.
 
-On Hopper LLVM packs two 16-bit additions into ``add.s16x2``, for indices of small ranges among
-others. The ptxas of CUDA 12.8 and 12.9, which Triton brings along, then drops the constant of some
-of them (``VIADD.16x2 R2, R2, 0x0``) at every optimisation level above 0: numbers are stored at
-wrong addresses. So such an addition reaches it as two plain ones.
+The ptxas of CUDA 12.8 and 12.9, which Triton brings along, is wrong in two places:
+
+Packed additions. On Hopper LLVM packs two 16-bit additions into ``add.s16x2``, for indices of small
+ranges among others. ptxas drops the constant of some of them (``VIADD.16x2 R2, R2, 0x0``) at every
+optimisation level above 0: numbers are stored at wrong addresses. So such an addition reaches it as
+two plain ones.
+
+Comparisons. ptxas knows that ``|x|`` and ``2^x`` are not negative, and what follows for their sums,
+products and choices. With that it takes ``|x| >= -1`` for true, and forgets nan, for which it is
+false. It does not do so for the opposite: so where ranges are known, a comparison that is false for
+nan reaches it as the opposite of one that is true for nan, which costs no instruction.
 """
 
 from __future__ import annotations
@@ -24,6 +31,14 @@ TWO = (
     "{{ .reg .b16 %al, %ah, %bl, %bh; mov.b32 {{%al, %ah}}, {1}; mov.b32 {{%bl, %bh}}, {2}; "
     "add.s16 %al, %al, %bl; add.s16 %ah, %ah, %bh; mov.b32 {0}, {{%al, %ah}}; }}"
 )
+RANGED = re.compile(r"\b(?:abs(?:\.ftz)?\.f32|ex2\.approx\b|\w+(?:\.\w+)*\.sat\.)")
+COMPARED = re.compile(
+    r"^(\s*)setp\.(ge|gt|le|lt)\.f32\s+(%\w+), ([^,;\s]+), ([^,;\s]+);", re.MULTILINE
+)
+OPPOSITE = {"ge": "ltu", "gt": "leu", "le": "gtu", "lt": "geu"}
+SINGLE = re.compile(r"0f([0-9A-F]{8})")
+INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*(?:\.\w+)+)\s+([^;]*);", re.MULTILINE)
+REGISTER = re.compile(r"%\w+")
 
 
 def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) -> Any:
@@ -31,15 +46,23 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     current one."""
     import triton
 
-    kernel = triton.compile(source, target=target, options=dict(options))
-    ptx = _ptx(kernel)
-    if "16x2" not in ptx or not PACKED.search(ptx):
-        return kernel
-    with _file(unpacked(ptx)) as path:
-        kernel = triton.compile(source, target=target, options={**options, "ir_override": path})
-    if PACKED.search(_ptx(kernel)):
+    try:
+        kernel = triton.compile(source, target=target, options=dict(options))
+    except RuntimeError as failure:  # of a pass, after it has printed the program it failed at
         raise EngineError(
-            "ptxas may drop the constant of a packed 16-bit addition of this kernel, and triton "
+            f"triton {triton.__version__} cannot compile this kernel: {failure}",
+            asked=f"compile {source.name}",
+            remedy="report it to Triton with what it printed; other sizes may do",
+        ) from failure
+    ptx = _ptx(kernel)
+    right = mended(ptx)
+    if right == ptx:
+        return kernel
+    with _file(right) as path:
+        kernel = triton.compile(source, target=target, options={**options, "ir_override": path})
+    if mended(_ptx(kernel)) != _ptx(kernel):
+        raise EngineError(
+            "ptxas gets a packed 16-bit addition or a comparison of this kernel wrong, and triton "
             f"{triton.__version__} does not let its PTX be replaced",
             asked=f"compile {kernel.name} for sm_{kernel.metadata.target.arch}",
             remedy="use triton 3.6, whose option ir_override does",
@@ -47,9 +70,46 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     return kernel
 
 
-def unpacked(ptx: str) -> str:
-    """PTX without packed 16-bit additions."""
-    return PACKED.sub(lambda found: TWO.format(*found.groups()), ptx)
+def mended(ptx: str) -> str:
+    """PTX that ptxas gets right."""
+    if "16x2" in ptx:
+        ptx = PACKED.sub(lambda found: TWO.format(*found.groups()), ptx)
+    return turned(ptx) if RANGED.search(ptx) else ptx
+
+
+def turned(ptx: str) -> str:
+    """PTX in which comparisons of numbers with a known range are the opposite of others."""
+    direct, known = _ranged(ptx)
+
+    def turn(found: re.Match[str]) -> str:
+        space, how, p, a, b = found.groups()
+        if a in direct and (number := SINGLE.fullmatch(b)):
+            least = int(number[1], 16)  # |x| may be less than a positive number, or more, or 0
+            if how in ("lt", "le") or 0 < least < 1 << 31 or (how, least) == ("gt", 0):
+                return found[0]
+        if a not in known and b not in known:
+            return found[0]
+        return f"{space}setp.{OPPOSITE[how]}.f32 {p}, {a}, {b}; not.pred {p}, {p};"
+
+    return COMPARED.sub(turn, ptx)
+
+
+def _ranged(ptx: str) -> tuple[set[str], set[str]]:
+    """Registers that hold |x| or 2^x and nothing else, and all that ptxas may know the range of."""
+    made = [(op, *_operands(rest)) for op, rest in INSTRUCTION.findall(ptx)]
+    first = {r for op, to, _ in made if RANGED.match(op) for r in to}
+    known, before = set(first), 0
+    while len(known) > before:  # until what comes back at the head of a loop is known too
+        before = len(known)
+        known.update(r for _, to, of in made if not known.isdisjoint(of) for r in to)
+    other = {r for op, to, _ in made if not RANGED.match(op) for r in to}
+    return first - other, known
+
+
+def _operands(text: str) -> tuple[list[str], list[str]]:
+    """Registers that an instruction writes, and all others."""
+    to, _, of = text.partition("}" if text.startswith("{") else ",")
+    return REGISTER.findall(to), REGISTER.findall(of)
 
 
 def _ptx(kernel: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from deuteron.ir.types import TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.binding import Binder
 from deuteron.plan.cache import Cache
-from deuteron.plan.choose import Choice
+from deuteron.plan.choose import Choice, at_once
 from deuteron.plan.cuda_graph import CapturedProgram
 from deuteron.plan.decide import Decision, Progress, constants_on, decide
 from deuteron.plan.find import Finder
@@ -51,7 +52,9 @@ class Plan:
         self.binder = Binder(list(self.inputs), list(self.inputs.values()), device)
         self._constants = constants_on(graph, device, copy=True)
         self._ctx = BuildContext(decision.target, device, decision.policy, self._constants)
-        kernels = [self._build(choice) for choice in decision.choices]
+        built = [self._built(choice) for choice in decision.choices]
+        self.decision = replace(decision, choices=tuple(choice for choice, _ in built))
+        kernels = [kernel for _, kernel in built]
         self.program = Program(graph, decision.regions, kernels, self._constants, device)
         self._captured: CapturedProgram | None = None
         self._capture_note = self._why_not_captured()
@@ -59,14 +62,32 @@ class Plan:
         self._errors: dict[str, tuple[float, float, str]] = {}
         self._total_s: float | None = None
 
+    def _built(self, choice: Choice) -> tuple[Choice, Kernel]:
+        """The chosen kernel, or where its compiler fails the next best that can be built, and the
+        choice with that said in it."""
+        try:
+            return choice, self._build(choice)
+        except EngineError as failure:
+            options = tuple(
+                replace(o, rejected=failure.wrong) if o.candidate == choice.candidate else o
+                for o in choice.options
+            )
+            usable = [o for o in options if not o.rejected]
+            if not usable:
+                raise
+            second = at_once(choice.region, usable)
+            note = "; ".join(filter(None, (choice.note, failure.wrong)))
+            return self._built(replace(choice, option=second, options=options, note=note))
+
     def _build(self, choice: Choice) -> Kernel:
         constants = {v: self._constants[v] for v in choice.region.constants}
         ctx = BuildContext(self._ctx.target, self.device, self._ctx.policy, constants)
         try:
             return engine(choice.candidate.engine).build(choice.region, choice.candidate, ctx)
         except Exception as error:
+            why = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError(
-                f"{choice.candidate} could not be built: {error}",
+                f"{choice.candidate} could not be built: {why[0]}",
                 where=f"region {choice.region.name} ({' + '.join(choice.region.ops)})",
                 remedy="this candidate was offered by its engine; report it",
             ) from error
