@@ -57,6 +57,13 @@ def test_what_is_put_is_got_back(path):
     assert again.get("c", CPU, dt.Policy()) is None
 
 
+def test_a_path_may_be_a_string(path):
+    cache = Cache(str(path))
+    cache.put("a", "text of a", CPU, dt.Policy(), [ROW])
+    cache.save()
+    assert known(path, "a") == ["a"]
+
+
 def test_a_missing_file_is_an_empty_cache(tmp_path):
     cache = Cache.open(tmp_path / "nowhere" / "x.jsonl")
     assert cache.entries == {} and cache.problems == []

@@ -120,6 +120,23 @@ def test_batch_norm_folds_in_half_precision(params):
     assert after.types[after.outputs[0][1]].dtype.short == "f16"
 
 
+def test_a_mean_far_from_the_sum_costs_a_transposed_one_no_digits():
+    """Folded, it is a bias, beside which a sum that started from it would be rounded."""
+    torch.manual_seed(0)
+    g = dt.Graph()
+    y = g.conv(
+        g.tensor("x", (2, 32, 6, 5), "f16"), (torch.randn(32, 8, 2, 2) / 64).half(), transposed=True
+    )
+    stats = torch.full((8,), 3.0), torch.ones(8)
+    g.batch_norm(y, *(x.half() for x in stats)).output("y")
+    after, fired = run(fold_batch_norm, g)
+    assert fired == {INTO: 1}
+    feed = {"x": random(after.types["x"])}
+    exact = evaluate(g.ir(), feed, float64=True)["y"]
+    plain, folded = (error(evaluate(graph, feed)["y"], exact) for graph in (g.ir(), after))
+    assert folded <= allowed(plain, torch.float16)
+
+
 def test_batch_norm_alone_is_one_multiply_and_add():
     for kind, want in (("f32", ["mul", "add"]), ("f64", ["mul", "add"]), ("f16", ["batch_norm"])):
         for shape in ((3, 4), (2, 4, 3), (2, 4, 3, 5)):

@@ -84,6 +84,9 @@ class Cache:
     fresh: dict[str, dict[str, Any]] = field(default_factory=dict)
     readable: bool = True
 
+    def __post_init__(self) -> None:
+        self.path = Path(self.path)
+
     @staticmethod
     def open(path: str | Path | None = None) -> Cache:
         """Read a cache file; a missing one is empty."""
