@@ -113,10 +113,15 @@ def _prod_reference(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor
 
 
 def _var_reference(x: torch.Tensor, axes: Shape, keepdim: bool, correction: int) -> torch.Tensor:
-    v, down = squarable(x, axes)
-    if down is None:
+    if x.dtype != torch.float64:
         return torch.var(x, dim=axes, keepdim=keepdim, correction=correction)
-    out = torch.var(v, dim=axes, keepdim=True, correction=correction) / down / down
+    # torch's is one pass, of which the error grows with the length; here it has to be exact
+    v, down = squarable(x, axes)
+    centred = v - v.mean(axes, keepdim=True)
+    centred = centred - centred.mean(axes, keepdim=True)
+    count = math.prod(x.shape[a] for a in axes)
+    out = centred.square().sum(axes, keepdim=True) / max(count - correction, 0)
+    out = out if down is None else out / down / down
     return out if keepdim else out.squeeze(axes)
 
 
