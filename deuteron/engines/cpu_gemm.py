@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu_channel_norm import CHANNEL_NORM
+from deuteron.engines.cpu_group_norm import GROUP_NORM
 from deuteron.engines.cpu_layout import TO_LAYOUT
 from deuteron.engines.cpu_norm import NORM_GRAD
 from deuteron.engines.cpu_pool import PYRAMID
@@ -46,6 +47,7 @@ class CpuGemm(RecipeEngine):
             TO_LAYOUT,
             NORM_GRAD,
             CHANNEL_NORM,
+            GROUP_NORM,
             ROPE,
         )
 

@@ -31,6 +31,7 @@ SECONDS = {  # per element on one core, beyond what hides behind the loads
 CALL_SECONDS = 1e-6
 SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
 ACROSS_SECONDS = 2.5e-9  # an element that is read across the order of memory
+SHORT_RUN = 64  # elements side by side, with others between those and the next of the same row
 LIBRARY = frozenset({"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "expm1", "log1p", "ndtr"})
 LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64, and pow
 
@@ -88,6 +89,17 @@ def _share(guard: Guard) -> float:
     return min(1.0, (guard.high - guard.low) / extent)
 
 
+def _in_short_runs(program: ScalarProgram) -> bool:
+    """Whether the largest tensor of a reduction is read a few elements here and a few there, as the
+    groups of channels that lie innermost are."""
+    loads = [s for s in program.statements if isinstance(s, Load)]
+    main = max(loads, key=lambda s: s.offset.high - s.offset.low, default=None)
+    if main is None:
+        return False
+    runs = [v.size for v in program.inner if main.offset.factor(v) == 1]
+    return any(1 < run < min(SHORT_RUN, program.columns) for run in runs)
+
+
 class CpuGen:
     """Generated row and pointwise kernels on the CPU."""
 
@@ -116,6 +128,8 @@ class CpuGen:
         work = _work(found)
         if not found.inner and transposed_axis(found) is not None:
             work += ACROSS_SECONDS * found.rows
+        if _in_short_runs(found):
+            work += ACROSS_SECONDS * found.rows * found.columns
         return region_bound(region, target).seconds / 0.9 + work / target.units + CALL_SECONDS
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
@@ -128,7 +142,7 @@ class CpuGen:
             words[part] = Room(part, 2 * programs[0].rows)  # of 8 bytes at most
         calls, room = [], 0
         for program in programs:
-            call, floats = _call(program, words)
+            call, floats = call_of(program, words)
             calls.append(call)
             room = max(room, floats)
         kernel = Kernel.generated(calls, workspace=4 * room * torch.get_num_threads())
@@ -138,7 +152,7 @@ class CpuGen:
         return kernel
 
 
-def _call(program: ScalarProgram, words: Mapping[str, Word]) -> tuple[Call, int]:
+def call_of(program: ScalarProgram, words: Mapping[str, Word]) -> tuple[Call, int]:
     """The call of a program whose tensors are where ``words`` say, and the floats that it keeps for
     each thread."""
     from deuteron.codegen import llvm
