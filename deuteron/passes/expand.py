@@ -34,7 +34,8 @@ ROWS_ON_CPU = {  # and the element types of each
 EXTRA = "extra?"  # an input that is added to the first result
 
 
-CHANNELS = frozenset({"group_norm_grad"})  # whose kernels take nhwc, too
+# whose kernels on a CPU take any order that all images have
+CHANNELS = frozenset({"group_norm_grad", "instance_norm_grad"})
 
 
 def _channels_last(given: Sequence[TensorType]) -> bool:
@@ -93,7 +94,30 @@ def expand(graph: Graph, ctx: Context) -> Graph:
             return attrs["reduction"] == "none" or not types[0] or types[0].numel == 0
         return taken_whole(op, types, ctx.target)
 
-    return _rewritten(graph, whole, ctx)
+    return _rewritten(graph if ctx.target.is_cuda else _in_one_order(graph, ctx), whole, ctx)
+
+
+def _in_one_order(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with all images of a gradient of a norm of channels in the order of its result,
+    where a kernel takes it whole then: to move one is less work than to write out the gradient."""
+    if not any(node.op in CHANNELS for node in graph.nodes):
+        return graph
+    build, names = start(graph, table.infer)
+    for node in graph.nodes:
+        types = [None if v is None else graph.types[v] for v in node.inputs]
+        order = graph.types[node.outputs[0]].layout
+        laid = [_laid(t, order) for t in types]
+        inputs = [None if v is None else names[v] for v in node.inputs]
+        if node.op in CHANNELS and laid != types and taken_whole(node.op, laid, ctx.target):
+            inputs = [
+                v if before == after else build.emit("to_layout", (v,), {"layout": order})[0]
+                for v, before, after in zip(inputs, types, laid, strict=True)
+            ]
+            ctx.fired["laid in one order"] += 1
+        names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+    for name, value in graph.outputs:
+        build.output(name, names[value])
+    return build.finish()
 
 
 def written_out(graph: Graph) -> Graph:
@@ -140,6 +164,11 @@ def _rewritten(graph: Graph, whole: Whole, ctx: Context | None) -> Graph:
     if ctx is not None:
         ctx.fired.update(fired)
     return build.finish()
+
+
+def _laid(t: TensorType | None, order: str) -> TensorType | None:
+    """An image in ``order``; all else as it is."""
+    return t if t is None or t.rank < 3 or t.is_layout(order) else t.with_layout(order)
 
 
 def _sum_of_first(graph: Graph, node: Node) -> Node | None:
