@@ -18,7 +18,7 @@ from deuteron.policy import Policy
 from deuteron.target import target
 
 CPU = target("cpu")
-RECIPES = {**dict.fromkeys(OPS, "channel_norm"), "rope": "rope"}
+RECIPES = {**dict.fromkeys(OPS, "channel_norm"), "group_norm": "group_norm", "rope": "rope"}
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])

@@ -1,10 +1,10 @@
-"""``cpu_gemm``: generated products, convolutions, attention, pools, changes of layout and gradients
-of norms for the CPU.
+"""``cpu_gemm``: generated products, convolutions, attention, pools, changes of layout, norms of
+channels and gradients of norms for the CPU.
 
 Each recipe has its own refusals, knobs, estimate and kernel (``deuteron/kernels/cpu``): a packed
 implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions, depthwise
-convolution, attention, pyramid and weighted pooling, the move between row-major order and nhwc, and
-the gradients of layer norm and RMS norm. The epilogue of the region (bias, residual, activation)
+convolution, attention, pyramid and weighted pooling, the move between row-major order and nhwc, batch
+norm in training, group norm of channels last, and the gradients of all norms. The epilogue of the region (bias, residual, activation)
 runs inside. Object code is compiled once per machine and kept.
 """
 
@@ -34,7 +34,7 @@ class CpuGemm(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_gemm"
-    version = "5"
+    version = "6"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         return (

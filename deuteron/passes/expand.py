@@ -2,10 +2,10 @@
 wherever no kernel takes them whole.
 
 Whole they are kept on GPUs, for tensors in row-major order, and on the CPU those of norms, too (of
-layer norm and RMS norm in float32) and those of pools: hand-written kernels make all their results
-in one pass over memory. Everywhere else the generated code of the simpler operators is as good, and
-fuses with its neighbours. A cross-entropy that joins positions becomes one that does not and their
-sum.
+layer norm and RMS norm in float32; of group norm with channels last as well) and those of pools:
+hand-written kernels make all their results in one pass over memory. Everywhere else the generated
+code of the simpler operators is as good, and fuses with its neighbours. A cross-entropy that joins
+positions becomes one that does not and their sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from deuteron.target import Target
 
 Whole = Callable[[str, Sequence[TensorType | None], Mapping[str, Any]], bool]
 ANY_ROWS = frozenset({"rope"})  # whose kernels take any strides but that of the last dimension
-# Our kernels take nhwc as well as row-major, and on a CPU PyTorch's own are quicker than the parts.
+# Our kernels take nhwc as well as row-major, and where they do not PyTorch's own, on a CPU, are
+# quicker than the parts.
 ANY_ORDER = frozenset({"batch_norm_act", "batch_norm_act_grad"})
 ROWS_ON_CPU = {  # and the element types of each
     "layer_norm_grad": ("f32",),
