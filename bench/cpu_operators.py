@@ -90,6 +90,46 @@ def image_norms(batch: int, size: int) -> Iterator[Case]:
     )
 
 
+def channels_last(batch: int, size: int) -> Iterator[Case]:
+    x, c = (batch, 64, size, size), (64,)
+    for case in (
+        Case(
+            "batch_norm, training, nhwc",
+            (x, c, c),
+            lambda x, w, b: f.batch_norm(x, None, None, w, b, True),
+            lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        ),
+        Case(
+            "batch_norm+residual+relu, training, nhwc",
+            (x, c, c, x),
+            lambda x, w, b, r: f.batch_norm(
+                x, None, None, w, b, True, residual=r, activation="relu"
+            ),
+            lambda x, w, b, r: F.relu(F.batch_norm(x, None, None, w, b, True) + r),
+        ),
+        Case(
+            "group_norm, nhwc",
+            (x, c, c),
+            lambda x, w, b: f.group_norm(x, 32, w, b),
+            lambda x, w, b: F.group_norm(x, 32, w, b),
+        ),
+        Case(
+            "residual+group_norm+silu, nhwc",
+            (x, c, c, x),
+            lambda x, w, b, r: f.group_norm(x, 32, w, b, residual=r, activation="silu"),
+            lambda x, w, b, r: _with_sum(x + r, lambda s: F.silu(F.group_norm(s, 32, w, b))),
+            2,
+        ),
+        Case(
+            "instance_norm, nhwc",
+            (x, c, c),
+            lambda x, w, b: f.instance_norm(x, None, None, w, b),
+            lambda x, w, b: F.instance_norm(x, None, None, w, b),
+        ),
+    ):
+        yield replace(case, nhwc=True)
+
+
 def softmaxes(rows: int, n: int) -> Iterator[Case]:
     x = (rows, n)
     yield Case(
@@ -420,7 +460,14 @@ def all_cases() -> Iterator[Case]:
         reductions,
     ):
         yield from made(rows, n)
-    for made in (functional.images, functional.single_images, image_norms, pools, resampling):
+    for made in (
+        functional.images,
+        functional.single_images,
+        image_norms,
+        channels_last,
+        pools,
+        resampling,
+    ):
         yield from made(batch, size)
 
 

@@ -43,6 +43,7 @@ class Case:
     results: int = 1  # how many tensors like the first come out
     dtype: torch.dtype = torch.bfloat16
     trains: bool = True  # whether there is a gradient to ask for
+    nhwc: bool = False  # whether images have their channels last
 
 
 def cases(rows: int, n: int) -> Iterator[Case]:
@@ -187,9 +188,12 @@ def _title(case: Case, tiny: bool) -> str:
 
 def tensors_of(case: Case, device: str, dtype: torch.dtype) -> Tensors:
     gen = torch.Generator(device=device).manual_seed(0)
-    return [
-        torch.randn(s, device=device, generator=gen).to(dtype).requires_grad_() for s in case.shapes
-    ]
+    found = [torch.randn(s, device=device, generator=gen).to(dtype) for s in case.shapes]
+    if case.nhwc:
+        found = [
+            t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t for t in found
+        ]
+    return [t.requires_grad_() for t in found]
 
 
 def both_ways(fn: Fn, tensors: Tensors) -> tuple[Fn, Fn]:
@@ -230,7 +234,8 @@ def errors(
         outs = list(out) if isinstance(out, tuple) else [out]
         gen = torch.Generator(device=device).manual_seed(1)
         seeds = [
-            torch.randn(o.shape, device=device, generator=gen).to(dtype).to(kind) for o in outs
+            torch.empty_like(o).copy_(torch.randn(o.shape, device=device, generator=gen).to(dtype))
+            for o in outs
         ]
         every = [*outs, *(torch.autograd.grad(outs, xs, seeds) if case.trains else ())]
         if name == "exact":

@@ -35,8 +35,8 @@ ROWS_ON_CPU = {  # and the element types of each
 EXTRA = "extra?"  # an input that is added to the first result
 
 
-# whose kernels on a CPU take any order that all images have
-CHANNELS = frozenset({"group_norm_grad", "instance_norm_grad"})
+# whose kernels on a CPU take either order if all images have it
+CHANNELS = ANY_ORDER | {"group_norm_grad", "instance_norm_grad"}
 
 
 def _channels_last(given: Sequence[TensorType]) -> bool:
@@ -99,8 +99,8 @@ def expand(graph: Graph, ctx: Context) -> Graph:
 
 
 def _in_one_order(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with all images of a gradient of a norm of channels in the order of its result,
-    where a kernel takes it whole then: to move one is less work than to write out the gradient."""
+    """``graph`` with all images of a norm of channels in the order of its result, where a kernel
+    takes it whole then: to move one is less work than to do without the kernel."""
     if not any(node.op in CHANNELS for node in graph.nodes):
         return graph
     build, names = start(graph, table.infer)
