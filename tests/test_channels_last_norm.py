@@ -267,3 +267,19 @@ def test_group_norm_says_why_it_is_not_by_rows():
 
     assert "not in nhwc" in reason()
     assert "has gaps" in reason(layout="nhwc")
+
+
+@pytest.mark.parametrize("groups", [0, 5])
+def test_a_gradient_in_another_order_is_laid_beside_x(groups):
+    x, w, b, _, grad = drawn((3, 20, 9, 10), torch.float32, 4.0)
+
+    def ours(x, w, b):
+        if groups:
+            return f.group_norm(x, groups, w, b)
+        return f.batch_norm(x, None, None, w, b, True)
+
+    want = gradients(ours, [x, w, b], grad)
+    with dt.functional.delegation(False):
+        found, ways = heard(lambda: gradients(ours, [x, w, b], grad.contiguous()))
+    assert [way for way, region in ways if region.ops[0].endswith("_grad")] == ["channel_norm"]
+    assert all(map(torch.equal, found, want))
