@@ -742,6 +742,18 @@ def test_gradients_of_norms_that_nobody_reads_are_not_made(keep: tuple[int, ...]
     check_norm_grad(*norm_grad("layer_norm_grad", (50, 40), 1, "weight bias", keep))
 
 
+def test_a_long_row_costs_a_gradient_no_digits() -> None:
+    """A sum of a million positive numbers in float32 would be off by hundreds of roundings."""
+    region, tensors = norm_grad("rms_norm_grad", (1, 1 << 20), 1, "")
+    tensors = {name: tensor.sigmoid() for name, tensor in tensors.items()}
+    tensors["x"] = tensors["grad"].flip(1)
+    (exact,) = evaluate(region.graph, tensors, float64=True).values()
+    (candidate,) = ENGINE.candidates(region, CPU, POLICY)
+    out = torch.full_like(exact, math.nan, dtype=torch.float32)
+    built(region, candidate, tensors).fill([tensors[v] for v in region.inputs], [out])
+    assert error(out, exact) <= allowed(0.0, torch.float32)
+
+
 def check_norm_grad(region: Region, tensors: dict[str, torch.Tensor]) -> None:
     exact, plain = (evaluate(region.graph, tensors, float64=wide) for wide in (True, False))
     (candidate,) = ENGINE.candidates(region, CPU, POLICY)

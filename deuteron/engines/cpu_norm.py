@@ -35,7 +35,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu.norm_grad import SHORT, Form, prepare_norm_grad
+    from deuteron.kernels.cpu.norm_grad import LONG, SHORT, Form, prepare_norm_grad
 
     node, types = region.nodes[0], region.graph.types
     x, grad, weight, extra = (*node.inputs, None, None)[:4]
@@ -51,7 +51,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     for d, n in enumerate(shape):
         rows, columns = (rows * n, columns) if d < len(shape) - dims else (rows, columns * n)
     form = Form(CENTRED[node.op], weight is not None, extra is not None, made(dx), made(dweight),
-                made(dbias), columns < SHORT)  # fmt: skip
+                made(dbias), columns < SHORT, columns >= LONG)  # fmt: skip
     calls = prepare_norm_grad(form, rows, columns, node.attrs["eps"])
 
     def read(value: str | None) -> Argument | int:

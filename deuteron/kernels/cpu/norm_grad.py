@@ -25,6 +25,7 @@ from deuteron.codegen.llvm import F32, F64, I32, Code, Loaded, Value, entry, loa
 from deuteron.kernels.cpu.sweep import SERIAL, Terms, pivot, steps, sums
 
 SHORT = 32  # columns
+LONG = 1 << 15  # columns from which on sums along a row are made in parts, too
 TOGETHER = 32  # rows that are added up in float32
 PARTS = 6  # rows of float32 that a thread keeps: two sums, and twice the width for each in float64
 
@@ -40,6 +41,7 @@ class Form:
     dweight: bool
     dbias: bool
     short: bool  # rows: little is left of dx, and inner · hat is rounded as it will be used
+    long: bool  # rows: float32 cannot add up so many
 
 
 class _Rows:
@@ -93,7 +95,7 @@ class _Rows:
             def away(i: Value, lanes: int) -> Sequence[tuple[Value, Value | None]]:
                 return [(c.b.fsub(x(i, lanes), c.splat(start, lanes)), None)]
 
-            (total,) = sums(c, self.columns, 1, away)
+            (total,) = sums(c, self.columns, 1, away, form.long)
             mean = c.b.fadd(start, c.b.fdiv(total, self.count))
 
         def deviation(i: Value, lanes: int) -> Value:
@@ -117,7 +119,8 @@ class _Rows:
             return [*square(i, lanes), *products(i, lanes, None)]
 
         def means(count: int, terms: Terms) -> list[Value]:
-            return [c.b.fdiv(s, self.count) for s in sums(c, self.columns, count, terms)]
+            found = sums(c, self.columns, count, terms, form.long)
+            return [c.b.fdiv(s, self.count) for s in found]
 
         def inverse_root(variance: Value) -> Value:
             """Where squares overflowed it is nan, and not a gradient of 0."""

@@ -104,9 +104,10 @@ def pivot(c: Code, a: Value, b: Value) -> Value:
     return c.b.fadd(c.fmax(least, c.f(0.0)), c.fmin(most, c.f(0.0)))
 
 
-def sums(c: Code, columns: Value, count: int, terms: Terms) -> list[Value]:
-    """``count`` sums along a row, of products of two factors or of single numbers."""
-    found = [Gathered(c, c.b.fadd, 0.0) for _ in range(count)]
+def sums(c: Code, columns: Value, count: int, terms: Terms, long: bool = False) -> list[Value]:
+    """``count`` sums along a row, of products of two factors or of single numbers. ``long``: a row
+    of so many that they are added up in parts."""
+    found = [LongSum(c) if long else Gathered(c, c.b.fadd, 0.0) for _ in range(count)]
     for each in found:
         each.clear()
 
@@ -114,5 +115,13 @@ def sums(c: Code, columns: Value, count: int, terms: Terms) -> list[Value]:
         for each, (a, b) in zip(found, terms(i, lanes), strict=True):
             each.take(a, lanes, b)
 
-    steps(c, columns, write)
+    def fold() -> None:
+        for each in found:
+            if isinstance(each, LongSum):
+                each.fold()
+
+    if long:
+        blocks(c, columns, write, fold)
+    else:
+        steps(c, columns, write)
     return [each.total() for each in found]
