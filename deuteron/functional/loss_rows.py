@@ -135,7 +135,7 @@ def _rows_generated(
     x: Tensor, target: Tensor, weight: Tensor | None, total: Tensor, terms: Terms,
     loss: Tensor, lse: Tensor | None, masses: Tensor | None, grad: Tensor | None,
 ) -> None:  # fmt: skip
-    from deuteron.kernels.cpu.cross_entropy import Form, prepare_rows
+    from deuteron.kernels.cpu.cross_entropy import LONG, Form, prepare_rows
 
     classes, probs = x.shape[-1], target.is_floating_point()
     n, smoothing = x.numel() // classes, terms.label_smoothing
@@ -153,7 +153,7 @@ def _rows_generated(
     if grad is not None:
         given["grad"] = grad
     form = Form(SHORT[x.dtype], SHORT[target.dtype] if probs else "", probs or smoothing != 0.0,
-                weight is not None, grad is not None)  # fmt: skip
+                weight is not None, grad is not None, classes >= LONG)  # fmt: skip
     by_row = [0 if t is None or t.dim() < 2 else t.stride(0) for t in (x, target, grad)]
     fill = prepare_rows(form, frozenset(given), (n, classes, *by_row),
                         (smoothing / classes, 1.0 - smoothing, terms.z_loss))  # fmt: skip

@@ -25,9 +25,10 @@ from deuteron.codegen.calls import Argument, Call, Room, runner
 from deuteron.codegen.llvm import F32, I8, I32, I64, Code, Loaded, Value, entry, load, width
 from deuteron.codegen.llvm_math import exp_nonpositive, log
 from deuteron.kernels.cpu.stored import Stored
-from deuteron.kernels.cpu.sweep import SERIAL, Gathered, steps
+from deuteron.kernels.cpu.sweep import SERIAL, Gathered, LongSum, blocks, steps
 
 POINTERS = ("x", "share", "weight", "place", "own", "live", "total", "loss", "lse", "mass", "grad")
+LONG = 1 << 13  # classes from which on sums along a row are made in parts
 NUMBERS = ("rows", "classes", "x_step", "share_step", "grad_step", "even", "sharp", "z")
 
 
@@ -40,6 +41,7 @@ class Form:
     spread: bool  # whether every class has a share
     weight: bool
     grad: bool
+    long: bool  # rows: float32 cannot add up so many
 
 
 class _Rows:
@@ -56,7 +58,9 @@ class _Rows:
         self.kept = c.at(room, c.mul(thread, self.classes))
         self.totals = [c.load(c.at(self.at["total"], k)) for k in range(4)]
         self.best = Gathered(c, c.fmax, float("-inf"))
-        self.power, self.part, self.mass = (Gathered(c, c.b.fadd, 0.0) for _ in range(3))
+        self.power, self.part, self.mass = self.sums = [
+            LongSum(c) if form.long else Gathered(c, c.b.fadd, 0.0) for _ in range(3)
+        ]
 
     def logit(self, row: Value, i: Value, lanes: int) -> Value:
         where = self.of.at(self.at["x"], self.c.mul(row, self.given["x_step"]), i)
@@ -76,7 +80,7 @@ class _Rows:
 
     def row(self, row: Value) -> None:
         c, form, t = self.c, self.form, self.totals
-        for each in (self.best, self.power, self.part, self.mass):
+        for each in (self.best, *self.sums):
             each.clear()
         steps(c, self.classes, lambda i, n: self.best.take(self.logit(row, i, n), n))
         top = self.best.total()
@@ -94,7 +98,15 @@ class _Rows:
                 self.part.take(less, lanes, q)
                 self.mass.take(q, lanes)
 
-        steps(c, self.classes, powers)
+        def fold() -> None:
+            for each in self.sums:
+                if isinstance(each, LongSum):
+                    each.fold()
+
+        if form.long:
+            blocks(c, self.classes, powers, fold)
+        else:
+            steps(c, self.classes, powers)
         part, mass, power = self.part.total(), self.mass.total(), self.power.total()
         place: Value = c.i(0)
         own: Value = c.f(0.0)
