@@ -16,6 +16,7 @@ f, nn = dt.functional, dt.nn
 X, IMAGE = torch.ones(4, 8), torch.ones(2, 3, 6, 6)
 CLASSES = torch.tensor([0, 1, 2, 3])
 HEADS, TABLE = torch.ones(1, 2, 3, 8), torch.ones(3, 4)
+NHWC, TRAINED = IMAGE.to(memory_format=torch.channels_last), torch.ones(3, requires_grad=True)
 
 WRONG = {
     "no tensor": (lambda: f.gelu(None), "no tensor was given"),
@@ -26,6 +27,9 @@ WRONG = {
         lambda: f.layer_norm(X.half(), (8,), torch.ones(8, dtype=torch.float64)), "float64|mixed"),
     "groups that do not divide": (lambda: f.group_norm(IMAGE, 2), "3 channels"),
     "no statistics": (lambda: f.batch_norm(IMAGE, None, None), "running_mean"),
+    "statistics that train": (
+        lambda: f.batch_norm(NHWC, TABLE[:, 0], TRAINED, training=True), "have no gradient",
+    ),
     "an activation that is none": (
         lambda: f.layer_norm(X, (8,), activation="rulu"), "no activation 'rulu'"),
     "an axis out of range": (lambda: f.softmax(X, 5), "out of range|range of"),

@@ -130,6 +130,14 @@ def batch_norm(
         return GIVEN.one(
             x, running_mean, running_var, weight, bias, residual, eps=eps, activation=activation
         )
+    if torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in (running_mean, running_var)
+    ):
+        raise BindError(
+            "running_mean and running_var are written to and have no gradient",
+            asked="batch_norm(…, training=True) with running statistics that require one",
+            remedy="give running_mean.detach() and running_var.detach()",
+        )
     y, mean, var, *_ = TRAIN(
         x, weight, bias, running_mean, running_var, residual, momentum=momentum, eps=eps,
         activation=activation, keep_signs=_wants_signs(x, weight, bias, residual, activation),
