@@ -87,6 +87,27 @@ def test_batch_norm_in_training(shape, dtype, act, joined):
     assert norms == ["channel_norm"] * 2
 
 
+@pytest.mark.parametrize("order", ["nhwc", "contiguous"])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("act", ["relu6", "leaky_relu", "silu", "hardswish"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batch_norm_with_other_activations(act, joined, order, dtype):
+    x, w, b, r, grad = drawn((5, 18, 8, 9), dtype, 1.0)
+    x, r, grad = (t if order == "nhwc" else t.contiguous() for t in (x * 3, r, grad))
+    given = [x, w, b, r] if joined else [x, w, b]
+
+    def ours(x, w, b, r=None):
+        return f.batch_norm(x, None, None, w * 3, b, True, residual=r, activation=act)
+
+    def theirs(x, w, b, r=None):
+        y = F.batch_norm(x, None, None, w * 3, b, True)
+        return getattr(F, act)(y if r is None else y + r)
+
+    ways = compare(ours, theirs, given, grad, x.numel() // 18)
+    norms = [way for way, region in ways if region.ops[0].startswith("batch_norm_act")]
+    assert norms == ["channel_norm"] * 2
+
+
 def away_from_steps(theirs, given, grad):
     """The gradient without what arrives where relu has its step: a rounding decides there."""
     near = theirs(*(t.double() for t in given)) < 0.01

@@ -37,7 +37,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     wrong = on_this_cpu(region, target)
     if wrong is not None:
         return wrong
-    node, types = region.nodes[0], region.graph.types
+    types = region.graph.types
     x = types[tensors["x"]]
     wrong = _out_of_order({name: types[value] for name, value in tensors.items()})
     if wrong is not None:
@@ -51,11 +51,6 @@ def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     for pair in PAIRS:
         if len({types[tensors[p]].dtype for p in pair if p in tensors}) > 1:
             return Refusal(f"{' and '.join(pair)} differ in type", "cast one of them")
-    act = node.attrs.get("activation", "none")
-    if act not in ("none", "relu"):
-        return Refusal(f"has no {act} after the norm", "use relu, or apply it apart")
-    if act == "relu" and node.op.endswith("grad") and "residual" in tensors:
-        return Refusal("would have to add the residual again", "give y")
     return None
 
 
@@ -121,11 +116,11 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     param, running = (
         next((types[read[p]].dtype.short for p in pair if p in read), "f32") for pair in PAIRS
     )
-    relu = attrs.get("activation", "none") == "relu"
     given = {name: types[made[name]].dtype.short for name in ("dweight", "dbias") if name in made}
     form = Form(
-        x.dtype.short, param, running, grouped, relu, frozenset((*read, *made)),
-        given.get("dweight", "f32"), given.get("dbias", "f32"),
+        x.dtype.short, param, running, grouped, attrs.get("activation", "none"),
+        frozenset((*read, *made)), given.get("dweight", "f32"), given.get("dbias", "f32"),
+        attrs.get("slope", 0.0),
     )  # fmt: skip
     first = len(region.inputs)
     where: dict[str, Word] = {

@@ -129,7 +129,7 @@ class CpuGen:
         if not found.inner and transposed_axis(found) is not None:
             work += ACROSS_SECONDS * found.rows
         if _in_short_runs(found):
-            work += ACROSS_SECONDS * found.rows * found.columns
+            work += ACROSS_SECONDS * found.rows * found.columns * len(found.reductions)
         return region_bound(region, target).seconds / 0.9 + work / target.units + CALL_SECONDS
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:

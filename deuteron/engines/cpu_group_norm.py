@@ -24,12 +24,13 @@ from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.cpu_gen import CpuGen, call_of, program_of
 from deuteron.engines.cpu_product import generated, on_this_cpu
 from deuteron.engines.recipes import Knobs, one_way
+from deuteron.engines.roofline import times
 from deuteron.ir.dtype import float32
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ir.rewrite import carry, start
 from deuteron.ir.types import TensorType
-from deuteron.ops import Ops, table
+from deuteron.ops import Cost, Ops, table
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -116,7 +117,8 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     engine = CpuGen()
     parts = [piece for piece in (before, after) if piece is not None]
     others = sum(engine.estimate(piece, target, Candidate("", "")) for piece in parts)
-    return others + max(x.nbytes / target.stream, 5 * x.numel / (target.rate("f32") * REACHED))
+    memory, compute = times(Cost(5.0 * x.numel, x.nbytes, 0), "f32", False, target)
+    return others + max(memory, compute / REACHED)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -137,7 +139,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     given = {slot: value for slot, value in slots.items() if value is not None}
     x = types[given["x"]]
     param = next((types[given[p]].dtype.short for p in ("weight", "bias") if p in given), "f32")
-    form = Form(x.dtype.short, param, "f32", True, False, frozenset(given))
+    form = Form(x.dtype.short, param, "f32", True, "none", frozenset(given))
     each = x.shape[1] // norm.attrs["groups"]
     sizes = channels_last_norm.Sizes(x.shape[0], prod(x.shape[2:]), x.shape[1], each)
     found, rooms = channels_last_norm.prepare(

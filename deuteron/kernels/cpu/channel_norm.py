@@ -145,7 +145,7 @@ class _Sets(Tensors):
             return c.add(first_channel, j) if form.grouped else first_channel
 
         def dz(at: Value, i: Value, lanes: int, weight: Value) -> Value:
-            bias = self.number("bias", first_channel, 0.0) if form.relu else c.f(0.0)
+            bias = self.number("bias", first_channel, 0.0)
             return self.dz(at, i, lanes, mean, rstd, weight, bias)
 
         def add_up(j: Value, at: Value) -> None:

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deuteron.codegen.llvm import F32, I32, Code, Value, lanes_of, width
+from deuteron.codegen.llvm_math import ACTIVATIONS, sigmoid
 from deuteron.kernels.cpu.stored import Stored
 
 POINTERS = (
@@ -17,24 +18,72 @@ POINTERS = (
 )  # fmt: skip
 
 
+# ---- gradients of activations: of the gradient, z (or y) and a slope, nan as in torch
+
+
+def _relu(c: Code, g: Value, z: Value, slope: float) -> Value:
+    lanes = lanes_of(z)
+    off = c.b.fcmp_ordered("<=", z, c.f(0.0, lanes))
+    return c.b.select(off, c.f(0.0, lanes), g)
+
+
+def _relu6(c: Code, g: Value, z: Value, slope: float) -> Value:
+    lanes = lanes_of(z)
+    off = c.b.fcmp_ordered(">=", z, c.f(6.0, lanes))
+    return c.b.select(off, c.f(0.0, lanes), _relu(c, g, z, slope))
+
+
+def _leaky_relu(c: Code, g: Value, z: Value, slope: float) -> Value:
+    lanes = lanes_of(z)
+    on = c.b.fcmp_ordered(">", z, c.f(0.0, lanes))
+    return c.b.select(on, g, c.b.fmul(g, c.f(slope, lanes)))
+
+
+def _silu(c: Code, g: Value, z: Value, slope: float) -> Value:
+    """s · (1 + z · (1 − s)) with s = sigmoid(z)."""
+    one, s = c.f(1.0, lanes_of(z)), sigmoid(c, z)
+    return c.b.fmul(g, c.b.fmul(s, c.fma(z, c.b.fsub(one, s), one)))
+
+
+def _hardswish(c: Code, g: Value, z: Value, slope: float) -> Value:
+    """0 below −3, 1 above 3, z/3 + 1/2 between."""
+    lanes = lanes_of(z)
+    between = c.b.fadd(c.b.fdiv(z, c.f(3.0, lanes)), c.f(0.5, lanes))
+    above = c.b.fcmp_ordered(">", z, c.f(3.0, lanes))
+    out = c.b.select(above, g, c.b.fmul(g, between))
+    below = c.b.fcmp_ordered("<", z, c.f(-3.0, lanes))
+    return c.b.select(below, c.f(0.0, lanes), out)
+
+
+GRADIENTS: dict[str, Callable[[Code, Value, Value, float], Value]] = {
+    "relu": _relu,
+    "relu6": _relu6,
+    "leaky_relu": _leaky_relu,
+    "silu": _silu,
+    "hardswish": _hardswish,
+}
+STEPS = frozenset({"relu", "relu6", "leaky_relu"})  # whose gradients hang on a sign
+
+
 @dataclass(frozen=True)
 class Form:
     """What a kernel is compiled for: the types of x, of the parameters and of running statistics,
-    whether segments have weights of their own (a group's), whether relu follows, which tensors
-    there are, and the types of dweight and dbias."""
+    whether segments have weights of their own (a group's), which activation follows, which tensors
+    there are, the types of dweight and dbias, and leaky_relu's slope."""
 
     stored: str
     param: str
     running: str
     grouped: bool
-    relu: bool
+    act: str
     given: frozenset[str]
     of_weight: str = "f32"
     of_bias: str = "f32"
+    slope: float = 0.0
 
     @property
     def name(self) -> str:
-        kind = f"{self.stored} {self.param} {self.running} {self.grouped} {self.relu}"
+        kind = f"{self.stored} {self.param} {self.running} {self.grouped} {self.act} {self.slope}"
         made = f"{self.of_weight} {self.of_bias}"
         return f"{kind} {sorted(self.given)} {made} of {width()}"
 
@@ -101,7 +150,7 @@ class Tensors:
         c, lanes = self.c, lanes_of(rstd)
         scale = c.b.fmul(rstd, self.number("weight", channel, 1.0, lanes))
         shift = self.number("bias", channel, 0.0, lanes)
-        if not self.form.relu or self.has("residual"):
+        if self.form.act not in STEPS or self.has("residual"):
             # for nothing; elsewhere the gradient finds relu's signs by the mean as it is stored
             shift = c.fma(c.b.fneg(rest), scale, shift)
         return scale, shift
@@ -119,8 +168,8 @@ class Tensors:
         c, lanes = self.c, lanes_of(z)
         if self.has("residual"):
             z = c.b.fadd(z, self.load("residual", at, i, lanes))
-        if self.form.relu:
-            z = c.fmax(z, c.f(0.0, lanes))
+        if self.form.act != "none":
+            z = ACTIVATIONS[self.form.act](c, z, {"negative_slope": self.form.slope})
         self.store(z, "y", at, i)
 
     def dz(
@@ -129,14 +178,15 @@ class Tensors:
         """The gradient before the activation."""
         c = self.c
         g = self.load("grad", at, i, lanes)
-        if not self.form.relu:
+        if self.form.act == "none":
             return g
         if self.has("y"):
             z = self.load("y", at, i, lanes)
         else:
             z = self.before(at, i, lanes, mean, c.b.fmul(rstd, weight), bias)
-        off = c.b.fcmp_ordered("<=", z, c.f(0.0, lanes))
-        return c.b.select(off, c.f(0.0, lanes), g)
+            if self.has("residual"):
+                z = c.b.fadd(z, self.load("residual", at, i, lanes))
+        return GRADIENTS[self.form.act](c, g, z, self.form.slope)
 
     def hat(self, at: Value, i: Value, lanes: int, mean: Value, rstd: Value) -> Value:
         c, wide = self.c, self.of.lanes

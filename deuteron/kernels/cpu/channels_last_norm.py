@@ -226,7 +226,7 @@ class _Norm(Rows):
         """mean, rstd, weight and bias."""
         mean, rstd = (self.number_of(name, image, i, lanes) for name in ("mean", "rstd"))
         weight = self.number("weight", i, 1.0, lanes)
-        bias = self.number("bias", i, 0.0, lanes) if self.form.relu else self.c.f(0.0, lanes)
+        bias = self.number("bias", i, 0.0, lanes)
         return mean, rstd, weight, bias
 
     def gather_grad(self) -> None:
