@@ -14,7 +14,6 @@ from deuteron.errors import BindError
 from deuteron.functional.autocast import lower
 from deuteron.functional.core import Function
 from deuteron.functional.library import (
-    CAPTURED,
     LOW,
     NEVER,
     SHORT_BYTES,
@@ -22,11 +21,10 @@ from deuteron.functional.library import (
     delegates,
     is_captured,
     is_differentiated,
-    learning,
     several_calls_win,
 )
 from deuteron.functional.operators import TORCHS, activated, one
-from deuteron.functional.wrapper import Plain
+from deuteron.functional.wrapper import CAPTURED, Plain
 from deuteron.ops import Ops, Sym, table
 
 Tensor = torch.Tensor
@@ -76,7 +74,7 @@ def _named(
     torchs = TORCHS.get(name) or SEVERAL[name]
     handed = delegates(
         torchs, plain=PLAIN.get(name, ()), without=without, several=name in SEVERAL,
-        keeps_type=True, on_cpu=on_cpu,
+        single=str(name not in SEVERAL), keeps_type=True, on_cpu=on_cpu,
     )  # fmt: skip
     return handed(function)
 
@@ -90,7 +88,7 @@ def _never(x: Tensor) -> Any:
 
 
 SEVERAL = {"softsign": _never, "tanhshrink": _torch_tanhshrink}  # calls in torch, many or two
-PLAIN = {"tanhshrink": Plain(Tensor.tanh, "x - plain(x)", where=learning("x"))}
+PLAIN = {"tanhshrink": Plain(Tensor.tanh, "x - plain(x)", learns=("x",))}
 
 
 relu, relu6, sigmoid, tanh = (
@@ -230,8 +228,10 @@ def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str) -> Any:
     plain=Plain(
         TORCHS,
         "plain[activation](x + bias)",
-        where=f"bias is not None and activation in plain and {learning('x', 'bias')}",
+        where="bias is not None and activation in plain",
+        learns=("x", "bias"),
     ),
+    single="bias is None",
 )
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
     """activation(x + bias) in one pass; the gradient of bias is a sum in float32."""
@@ -267,10 +267,11 @@ def _torch_gated(activation: str) -> Callable[..., Any]:
 
 
 def _plain_gate(activation: str) -> Plain:
-    two = f"up is not None and {learning('gate', 'up')}"
-    return Plain(TORCHS[activation], "plain(gate) * up", where=two)
+    two = "up is not None"
+    return Plain(TORCHS[activation], "plain(gate) * up", where=two, learns=("gate", "up"))
 
 
+GATED: dict[str, Any] = {"several": True, "single": "False", "keeps_type": True}
 _GEGLUS = {"none": _torch_gated("gelu"), "tanh": _torch_gated("gelu_tanh")}
 
 
@@ -278,19 +279,19 @@ def _torch_geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Any:
     return _GEGLUS[approximate](gate, up) if approximate in _GEGLUS else NotImplemented
 
 
-@delegates(_torch_gated("silu"), plain=_plain_gate("silu"), several=True, keeps_type=True)
+@delegates(_torch_gated("silu"), plain=_plain_gate("silu"), **GATED)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("silu", gate, up)
 
 
-@delegates(_torch_geglu, plain=_plain_gate("gelu"), several=True, keeps_type=True)
+@delegates(_torch_geglu, plain=_plain_gate("gelu"), **GATED)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("gelu" if approximate == "none" else "gelu_tanh", gate, up)
 
 
-@delegates(_torch_gated("relu"), plain=_plain_gate("relu"), several=True, keeps_type=True)
+@delegates(_torch_gated("relu"), plain=_plain_gate("relu"), **GATED)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
     return _gated("relu", gate, up)

@@ -19,7 +19,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
+from torch import compiler
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.errors import DeuteronError
@@ -75,7 +76,7 @@ class Function:
 
     def __call__(self, *tensors: torch.Tensor | None, **attrs: Any) -> Any:
         """One tensor, or a tuple where the graph has several results."""
-        if is_compiling():
+        if is_dynamo_compiling() or compiler._is_compiling_flag:  # is_compiling(), sooner
             found = self.op(*tensors, **attrs)
         elif in_transform():
             found = self.by_references(tensors, attrs)

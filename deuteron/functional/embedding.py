@@ -8,7 +8,7 @@ import torch
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import ANY, LIMITS, delegates, learning, several_calls_win
+from deuteron.functional.library import ANY, LIMITS, delegates, several_calls_win
 from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
 
@@ -65,9 +65,11 @@ def _is_small(weight: Tensor, index: Tensor) -> bool:
         Plain(
             torch.embedding,
             "plain(weight, index) + position",
-            where=f"position is not None and {SMALL} and {learning('weight', 'position')}",
+            where=f"position is not None and {SMALL}",
+            learns=("weight", "position"),
         ),
     ),
+    single="position is None",
     keeps_type=True,
     on_cpu=ANY,
 )

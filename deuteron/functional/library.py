@@ -29,8 +29,8 @@ import torch
 from torch import compiler, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _get_deterministic_algorithms as must_be_ordered
-from torch._C import _get_tracing_state as jit_trace
 from torch._C import _is_any_autocast_enabled as autocasting
+from torch._C import _is_tracing as jit_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
@@ -204,6 +204,7 @@ def delegates(
     without: Collection[str] = (),
     ordered: bool = True,
     several: bool = False,
+    single: str = "True",
     keeps_type: bool = False,
     on_cpu: Collection[torch.dtype] | Callable[[Tensor, Any], bool] = NEVER,
     cpu_bytes: float = math.inf,
@@ -214,7 +215,9 @@ def delegates(
     without anything special, the first of several that fits. ``by_name``: arguments that ``call``
     takes by name alone. ``without``: those that it does not have; a call that gives one is not
     handed on. ``ordered``: whether its gradient has the same bits in every run on a GPU.
-    ``several``: whether it is several calls in any case, which it does if they win.
+    ``several``: whether it is several calls in any case. ``single``: an expression of the
+    arguments for whether it is one; several are only made where a gradient follows, and where none
+    is recorded that is all that is asked.
     ``keeps_type``: whether autocast leaves its type alone, or knows it by name and gives it the
     type that ours would have, so that nobody need ask. ``on_cpu``: element types of which it
     answers calls up to ``cpu_bytes`` there, or a question to the first two arguments, or the one
@@ -235,7 +238,7 @@ def delegates(
     ways = (plain,) if isinstance(plain, Plain) else plain
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        return wrapper(function, call, ways, larger, asked, by_name, without, given, SCOPE)
+        return wrapper(function, call, ways, larger, asked, single, by_name, without, given, SCOPE)
 
     return decorate
 
@@ -243,7 +246,7 @@ def delegates(
 def traceable(function: Callable[P, R]) -> Callable[P, R]:
     """A function that no call of torch's answers; under ``torch.fx`` it is one node, as the others
     are."""
-    return wrapper(function, function, (), "False", ["False"], (), (), {}, SCOPE)
+    return wrapper(function, function, (), "False", ["False"], "True", (), (), {}, SCOPE)
 
 
 def is_launch_bound(x: Tensor) -> bool:
@@ -294,7 +297,7 @@ def is_watched() -> bool:
     """Whether somebody records operators, or runs them on tensors that are not real: a mode of the
     dispatcher (FakeTensorMode, make_fx) or ``torch.jit.trace``. To them a kernel of ours is a
     constant, so the call has to be an operator."""
-    return dispatch_modes() > 0 or jit_trace() is not None
+    return dispatch_modes() > 0 or jit_tracing()
 
 
 def without_memory(*tensors: Tensor | None) -> bool:
@@ -323,18 +326,8 @@ def several_calls_win(*tensors: Tensor | None) -> bool:
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether a CUDA Graph records what is done with ``x``. The stream in which all is done unless
-    another is chosen, 0, cannot be captured, and to ask CUDA about one takes a microsecond."""
+    """Whether a CUDA Graph records what is done with ``x``; see ``CAPTURED``."""
     return bool(x.is_cuda and raw_stream(x.get_device()) and is_current_stream_capturing())
-
-
-# the same two questions in the text of a wrapper, of arguments that are there
-CAPTURED = "{x}.is_cuda and raw_stream({x}.get_device()) and is_current_stream_capturing()"
-
-
-def learning(*names: str) -> str:
-    needed = " or ".join(f"{name}.requires_grad" for name in names)
-    return f"is_grad_enabled() and ({needed}) and not ({CAPTURED.format(x=names[0])})"
 
 
 def _heard(found: R, name: str, x: Tensor, refusal: str = "") -> R:

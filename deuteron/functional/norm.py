@@ -193,6 +193,7 @@ def _torch_instance_norm(
 
 
 KNOWN = {None, *TORCHS}
+ALONE = "residual is None and bias_before is None and activation is None"
 
 
 @delegates(
@@ -202,6 +203,7 @@ KNOWN = {None, *TORCHS}
         "plain(x, normalized_shape, weight, bias)",
         where="normalized_shape.__class__ is tuple",
     ),
+    single=ALONE,
 )
 def layer_norm(
     x: Tensor,
@@ -237,6 +239,7 @@ def layer_norm(
         "x.shape[-1] == normalized_shape[0] and "
         "(weight is None or weight.shape == normalized_shape and weight.dtype is x.dtype)",
     ),
+    single=ALONE,
 )
 def rms_norm(
     x: Tensor,
@@ -259,7 +262,7 @@ def rms_norm(
     return RMS(x, weight, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(_torch_group_norm, several=True, on_cpu=ANY)
+@delegates(_torch_group_norm, several=True, single="False", on_cpu=ANY)
 def group_norm(
     x: Tensor,
     num_groups: int,
@@ -282,6 +285,7 @@ def group_norm(
     _torch_instance_norm,
     without=("running_mean", "running_var", "use_input_stats", "momentum"),
     several=True,
+    single="False",
 )
 def instance_norm(
     x: Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deuteron.functional.autocast import Cast
-from deuteron.functional.library import delegates, learning, several_calls_win
+from deuteron.functional.library import delegates, several_calls_win
 from deuteron.functional.wrapper import Plain
 from deuteron.ir.dtype import dtype as to_dtype
 from deuteron.ops import Ops, Sym
@@ -71,13 +71,16 @@ def _torchs(call: Callable[..., Tensor]) -> Callable[..., Any]:
 def _plain(call: Callable[..., Tensor], inner: Callable[..., Tensor]) -> tuple[Plain, Plain]:
     """The bare function by what it calls in turn, which autocast does not know, and the function of
     an x with a mask that is added, where a gradient follows: scaling and adding are one call."""
-    added = f"scale.__class__ is float and mask.dtype is not boolean and {learning('x', 'mask')}"
     return Plain(inner, "plain(x, dim, False)", where="not autocasting()"), Plain(
         call,
         "plain(add(mask, x, alpha=scale), dim)",
-        where=f"mask is not None and {added}",
+        where="mask is not None and scale.__class__ is float and mask.dtype is not boolean",
         given={"add": torch.add, "boolean": torch.bool},
+        learns=("x", "mask"),
     )
+
+
+BARE: dict[str, Any] = {"single": "mask is None", "keeps_type": True}
 
 
 def _attributes(
@@ -88,7 +91,7 @@ def _attributes(
     return {"dim": usual if dim is None else dim, "scale": scale, "dtype": short}
 
 
-@delegates(_torchs(torch.softmax), plain=_plain(torch.softmax, torch._softmax), keeps_type=True)
+@delegates(_torchs(torch.softmax), plain=_plain(torch.softmax, torch._softmax), **BARE)
 def softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
     dtype: torch.dtype | None = None,
@@ -102,9 +105,7 @@ def softmax(
     return SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))
 
 
-@delegates(
-    _torchs(torch.log_softmax), plain=_plain(torch.log_softmax, torch._log_softmax), keeps_type=True
-)
+@delegates(_torchs(torch.log_softmax), plain=_plain(torch.log_softmax, torch._log_softmax), **BARE)
 def log_softmax(
     x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
     dtype: torch.dtype | None = None,

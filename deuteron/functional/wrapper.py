@@ -21,6 +21,7 @@ import linecache
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import indent
 from traceback import walk_tb
 from types import FunctionType
 from typing import Any
@@ -35,11 +36,7 @@ def make({cells}):
         # compiler.is_compiling() in half of the time; Dynamo reads the first as a constant
         if not is_dynamo_compiling() and not compiler._is_compiling_flag:
             try:
-                {quick}
-                if ({x}.nbytes <= LEAST or {larger}) and {tests}:
-                    found = {call}
-                    if found is not NotImplemented:
-                        return found if not Heard.listeners else heard(found, {name!r}, {x})
+{body}
             except REFUSALS as wrong:
                 if any_symbol(locals()):
                     return recorded(again, {names}, locals(), wrong)
@@ -61,10 +58,22 @@ def make({cells}):
     again = {name}
     return again
 """
-QUICK = "if {x}.nbytes <= LEAST and input is ...:"
-WAY = """
-                    if {tests}:
-                        return {call}"""
+QUICK = """\
+if {x}.nbytes <= LEAST and input is ...:
+"""
+WAY = """\
+    if {tests}:
+        return {call}
+"""
+HANDED = """\
+if ({x}.nbytes <= LEAST or {larger}) and {tests}:
+    found = {call}
+    if found is not NotImplemented:
+        return found if not Heard.listeners else heard(found, {name!r}, {x})
+"""
+# The stream in which all is done unless another is chosen, 0, cannot be captured by a CUDA Graph,
+# and to ask CUDA about one takes a microsecond.
+CAPTURED = "{x}.is_cuda and raw_stream({x}.get_device()) and is_current_stream_capturing()"
 
 
 class Missing:
@@ -78,12 +87,14 @@ MISSING = Missing()
 class Plain:
     """A call in C++, or two or three of them, that answer at once where ``where`` holds and
     arguments that ``text`` does not name have their defaults. ``text``: the call, as an expression
-    of the arguments, of ``plain`` and of names that are ``given``."""
+    of the arguments, of ``plain`` and of names that are ``given``. ``learns``: arguments of which
+    one has to need a gradient, as for ``several_calls_win``."""
 
     call: Any  # or a table of calls
     text: str
     where: str = "True"
     given: Mapping[str, Any] = field(default_factory=dict)
+    learns: tuple[str, ...] = ()
 
     @property
     def names(self) -> set[str]:
@@ -92,7 +103,14 @@ class Plain:
     def called(self, name: str) -> Plain:
         """The same with another name for ``plain``, beside those of other ways."""
         text, where = (re.sub(r"\bplain\b", name, t) for t in (self.text, self.where))
-        return Plain(self.call, text, where, {name: self.call, **self.given})
+        return Plain(self.call, text, where, {name: self.call, **self.given}, self.learns)
+
+    @property
+    def tests(self) -> list[str]:
+        if not self.learns:
+            return [self.where]
+        needed = " or ".join(f"{argument}.requires_grad" for argument in self.learns)
+        return [self.where, f"({needed})", f"not ({CAPTURED.format(x=self.learns[0])})"]
 
 
 class Signature:
@@ -162,6 +180,7 @@ def wrapper(
     plain: Sequence[Plain],
     larger: str,
     asked: Sequence[str],
+    single: str,
     by_name: Collection[str],
     without: Collection[str],
     given: Mapping[str, Any],
@@ -170,7 +189,7 @@ def wrapper(
     """``function``, and before it the first of ``plain`` that answers, or ``call``, where all that
     is ``asked`` holds.
     ``larger``: whether it may have calls that are not of the smallest; in it ``{x}`` is the first
-    argument and ``{second}`` the next.
+    argument and ``{second}`` the next. ``single``: whether a gradient need not follow.
     ``by_name``: arguments that ``call`` takes by name; ``without``: those that it does not have,
     and is not called where they are given. ``given``: further names in the text. ``scope``: the
     globals of all wrappers, with LEAST, the bytes up to which any tensor is small, and fewer than
@@ -182,25 +201,44 @@ def wrapper(
     in_cpp = not isinstance(call, FunctionType)  # others may decline
     text = own.calls([p for p in own.names if p not in (*by_name, *without)], by_name, in_cpp)
     tests = ["input is ...", *own.usual(without), *asked]
-    quick = QUICK.format(x=own.placed[0]) if plain or in_cpp else "pass"
-    for way in (each.called(f"plain_{i}") for i, each in enumerate(plain)):
-        rest = own.usual(p for p in own.defaults if p not in way.names)
-        quick += WAY.format(tests=_all([*rest, way.where, *asked]), call=way.text)
-        given = {**way.given, **given}
-    if in_cpp and not plain:
-        quick += WAY.format(tests=_all([*own.usual(without), *asked]) or "True", call=text)
     x, second = (*own.placed, "None")[:2]
+    ways = [each.called(f"plain_{i}") for i, each in enumerate(plain)]
+    if in_cpp and not plain:
+        ways = [Plain(call, text)]
+    larger = larger.format(x=x, second=second)
+    handed = HANDED.format(x=x, larger=larger, tests=_all(tests), call=text, name=name)
+    body = _at_once(own, [way for way in ways if not way.learns], asked)
+    body += _where(single, _at_once(own, [way for way in ways if way.learns], asked) + handed)
+    for way in ways:
+        given = {**way.given, **given}
     cells = {f"usual_{p}": own.defaults.get(p, MISSING) for p in own.names}
     cells |= {"function": function, "call": call, **given}
     source = SOURCE.format(
-        name=name, x=x, cells=", ".join(cells), parameters=own.parameters, quick=quick,
-        larger=larger.format(x=x, second=second), tests=_all(tests), call=text,
+        name=name, x=x, cells=", ".join(cells), parameters=own.parameters, call=text,
+        body=indent(body, " " * 16).rstrip(),
         complete=own.complete, otherwise=_all(["delegation.allowed", *tests]),
         arguments=own.arguments, every=own.every, names=(*own.placed, "input", *own.named),
     )  # fmt: skip
     made: dict[str, Any] = {}
     exec(compile(source, _kept(name, source), "exec"), scope, made)
     return functools.wraps(function)(made["make"](**cells))
+
+
+def _at_once(own: Signature, ways: Iterable[Plain], asked: Sequence[str]) -> str:
+    """The ways to answer the smallest calls, in order."""
+    found = ""
+    for way in ways:
+        rest = own.usual(p for p in own.defaults if p not in way.names)
+        found += WAY.format(tests=_all([*rest, *way.tests, *asked]), call=way.text)
+    return found and QUICK.format(x=own.placed[0]) + found
+
+
+def _where(single: str, text: str) -> str:
+    """The text, for more than a single call only where gradients are recorded."""
+    if single == "True":
+        return text
+    may = "is_grad_enabled()" if single == "False" else f"{single} or is_grad_enabled()"
+    return f"if {may}:\n{indent(text, '    ')}"
 
 
 def _all(tests: Iterable[str]) -> str:
