@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 def squarable(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """x, and None; or in float64 x with rows whose squares would overflow brought down to 2¹⁰⁰,
-    and the power of two that did it for each row. A row is what ``axes`` run over.
+    and the power of two by which each row was multiplied. A row is what ``axes`` run over.
 
     The norm of such a row stays the same: eps is nothing beside its variance, unless that is 0.
     """
@@ -19,8 +19,6 @@ def squarable(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         return x, None
     most = x.abs().amax(tuple(axes), keepdim=True) if axes else x.abs()
     far = most.isfinite() & (most > 2.0**500)
-    if not far.any():
-        return x, None
-    down = torch.exp2(100.0 - torch.frexp(most).exponent.double())
-    down = torch.where(far, down, 1.0)
+    # chosen, not branched upon: under torch.func a tensor has no truth
+    down = torch.where(far, torch.exp2(100.0 - torch.floor(torch.log2(most))), 1.0)
     return x * down, down
