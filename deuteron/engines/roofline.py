@@ -179,7 +179,9 @@ OVERHEAD = {  # seconds a call costs beyond its work
     ("conv", "cpu"): 1.2e-4,  # oneDNN looks up its primitive and packs the weight at every call
     ("linear", "cpu"): 8e-6, ("matmul", "cpu"): 6e-6,
     ("group_norm", "cpu"): 1.5e-5, ("instance_norm", "cpu"): 1.5e-5,  # and changes of shape
-    ("layer_norm_grad", "cpu"): 5e-5, ("rms_norm_grad", "cpu"): 4e-5,  # a dozen calls
+    ("batch_norm_act", "cpu"): 1.5e-5, ("batch_norm_act_grad", "cpu"): 1.5e-5,  # a few calls
+    ("layer_norm_grad", "cpu"): 5e-5, ("rms_norm_grad", "cpu"): 4e-5,  # a dozen
+    ("group_norm_grad", "cpu"): 5e-5, ("instance_norm_grad", "cpu"): 5e-5,
     # a dozen launches more
     ("layer_norm_grad", "cuda"): 2.5e-5, ("rms_norm_grad", "cuda"): 2e-5,
     ("group_norm_grad", "cuda"): 2.5e-5, ("instance_norm_grad", "cuda"): 2.5e-5,
