@@ -105,16 +105,17 @@ def _in_one_order(graph: Graph, ctx: Context) -> Graph:
         return graph
     build, names = start(graph, table.infer)
     for node in graph.nodes:
-        types = [None if v is None else graph.types[v] for v in node.inputs]
-        order = graph.types[node.outputs[0]].layout
-        laid = [_laid(t, order) for t in types]
         inputs = [None if v is None else names[v] for v in node.inputs]
-        if node.op in CHANNELS and laid != types and taken_whole(node.op, laid, ctx.target):
-            inputs = [
-                v if before == after else build.emit("to_layout", (v,), {"layout": order})[0]
-                for v, before, after in zip(inputs, types, laid, strict=True)
-            ]
-            ctx.fired["laid in one order"] += 1
+        order = graph.types[node.outputs[0]].layout
+        if node.op in CHANNELS and order != "strided":
+            types = [None if v is None else graph.types[v] for v in node.inputs]
+            laid = [_laid(t, order) for t in types]
+            if laid != types and taken_whole(node.op, laid, ctx.target):
+                inputs = [
+                    v if before == after else build.emit("to_layout", (v,), {"layout": order})[0]
+                    for v, before, after in zip(inputs, types, laid, strict=True)
+                ]
+                ctx.fired["laid in one order"] += 1
         names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
     for name, value in graph.outputs:
         build.output(name, names[value])
