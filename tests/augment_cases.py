@@ -192,6 +192,7 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "brightness": lambda x, f: (x * f).clamp(0, 1),
     "contrast": lambda x, f: _blend(x, _grey(x).mean((1, 2, 3), keepdim=True), f),
     "saturation": lambda x, f: _blend(x, _grey(x), f),
+    "grey": lambda x, f: torch.where(f > 0, x, _grey(x).expand_as(x)),
     "hue": _hue,
     "hsv": _hsv,
 }

@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 from augment_cases import GEOMETRY, GRADIENTS, PIPELINES, WHOLE, images, plain
-from tolerances import DOUBLE, GRADIENT, allowed, error
+from tolerances import DOUBLE, GRADIENT, SINGLE, allowed, error
 
 import deuteron as dt
 from deuteron.augment import (
     Brightness,
     ColorJitter,
     Contrast,
+    Grayscale,
     HorizontalFlip,
     Hue,
     Normalize,
@@ -133,6 +134,15 @@ def test_nan_stays_where_it_is():
 
 
 # ---- the parameters
+
+
+def test_grey_leaves_numbers_outside_0_to_1():
+    x = torch.randn(32, 3, 4, 5) * 100
+    y = Pipeline([Grayscale(0.5)], seed=1)(x)
+    grey = (x * torch.tensor([0.2989, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)
+    kept = (y == x).flatten(1).all(1)
+    assert 0 < int(kept.sum()) < len(x)
+    assert error(y[~kept], grey.expand_as(x)[~kept]) <= SINGLE
 
 
 def test_parameters_belong_to_the_image():

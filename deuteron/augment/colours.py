@@ -94,10 +94,11 @@ class HSVShift(Colour):
 
 @dataclass(frozen=True)
 class Grayscale(Colour):
-    """All three channels become the pixel's grey with probability ``p``."""
+    """All three channels become the pixel's grey with probability ``p``; values below 0 and above 1
+    stay what they are."""
 
     p: float = 0.1
-    kind: ClassVar[str] = "saturation"
+    kind: ClassVar[str] = "grey"
     needs_rgb: ClassVar[bool] = True
 
     def check(self) -> None:

@@ -133,8 +133,12 @@ def _contrast(g: Ops, planes: Planes, column: Column) -> Planes:
 
 
 def _saturation(g: Ops, planes: Planes, column: Column) -> Planes:
+    return [_unit(g, x) for x in _greyed(g, planes, column)]
+
+
+def _greyed(g: Ops, planes: Planes, column: Column) -> Planes:
     factor, grey = column(0), _grey(planes)
-    return [_unit(g, x * factor + (1.0 - factor) * grey) for x in planes]
+    return [x * factor + (1.0 - factor) * grey for x in planes]
 
 
 def _hue_and_range(g: Ops, planes: Planes) -> tuple[Sym, Sym, Sym]:
@@ -182,4 +186,5 @@ COLOURS: dict[str, Callable[[Ops, Planes, Column], Planes]] = {
     "saturation": _saturation,
     "hue": _hue,
     "hsv": _hsv,
+    "grey": _greyed,
 }

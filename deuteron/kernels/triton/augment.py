@@ -31,7 +31,7 @@ import triton.language as tl
 from deuteron.kernels.triton.launch import INT32, Launchable
 
 MATRIX, WIDTH = 9, 3  # columns of a table: the matrix, turned, then three per colour step
-CODES = {"brightness": 1, "contrast": 2, "saturation": 3, "hue": 4, "hsv": 5}
+CODES = {"brightness": 1, "contrast": 2, "saturation": 3, "hue": 4, "hsv": 5, "grey": 6}
 MODES = {"none": 0, "nearest": 1, "bilinear": 2, "bicubic": 3}
 WHOLE = (1024, 16)  # pixels and warps of a program that owns an image
 PIECE = (512, 8)  # of one that has a piece of it
@@ -75,7 +75,7 @@ def _from_hue(hue, offset, top, spread):
 @triton.jit
 def _colour(r, g, b, at, mean, CODE: tl.constexpr, RGB: tl.constexpr):
     """One colour step, with its numbers at ``at``; the formulas are those of augment/emit.py."""
-    if CODE <= 3:
+    if CODE <= 3 or CODE == 6:
         factor = tl.load(at)
         if CODE == 1:
             rest = 0.0
@@ -83,7 +83,9 @@ def _colour(r, g, b, at, mean, CODE: tl.constexpr, RGB: tl.constexpr):
             rest = (1.0 - factor) * mean
         else:
             rest = (1.0 - factor) * _grey(r, g, b, RGB)
-        r, g, b = _unit(r * factor + rest), _unit(g * factor + rest), _unit(b * factor + rest)
+        r, g, b = r * factor + rest, g * factor + rest, b * factor + rest
+        if CODE <= 3:
+            r, g, b = _unit(r), _unit(g), _unit(b)
     else:
         top = tl.maximum(tl.maximum(r, g, _NAN), b, _NAN)
         spread = top - tl.minimum(tl.minimum(r, g, _NAN), b, _NAN)
