@@ -7,6 +7,7 @@ wrong.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -144,6 +145,29 @@ def test_more_than_two_to_the_31_elements():
     x[-3:] = 2
     got = dt.functional.histogram(x, 3, 0.0, 3.0)
     assert got.tolist() == [x.numel() - 3, 0, 3]
+
+
+def test_a_settled_launch_hands_over_the_same(monkeypatch):
+    """On a GPU that is not there: what is compiled, and what its launcher gets."""
+    from deuteron.kernels.triton import launch
+    from deuteron.kernels.triton.histogram import histogram
+
+    seen: list = []
+    monkeypatch.setattr(launch, "bound", lambda kernel: lambda *args: seen.append(args))
+    monkeypatch.setattr(launch.Launchable, "compile", lambda self, *how: seen.append(how))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(histogram, "ready", {})
+    x, counts = torch.randn(65), torch.empty(16, dtype=torch.int64)
+    constants = {"BINS": 16, "LOW": -2.0, "HIGH": 2.0, "SLOTS": 32, "BLOCK": 64, "SHARED": False}
+    settled = histogram.settled((1,), 64, warps=4, **constants)
+    for view in (x[:64], x[:64], x[1:]):  # the last one is not aligned
+        settled(view, counts)
+    found, again = list(seen), len(seen)
+    for view in (x[:64], x[:64]):
+        histogram((1,), view, counts, 64, warps=4, **constants)
+    assert again == 5 and found[:3] == seen[again:]  # compiled once, launched twice
+    assert found[3][0][0] == (torch.float32, False)
 
 
 if __name__ == "__main__":

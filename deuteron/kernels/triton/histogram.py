@@ -54,12 +54,13 @@ def count(
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """The counts of ``size`` elements that lie next to each other, in any order."""
 
-    def run(x: torch.Tensor, counts: torch.Tensor) -> None:
-        if programs > 1:
-            counts.zero_()
-        histogram(
-            (programs,), x, counts, size, warps=warps,
-            BINS=bins, LOW=low, HIGH=high, SLOTS=slots, BLOCK=block, SHARED=programs > 1,
-        )  # fmt: skip
+    launch = histogram.settled(
+        (programs,), size, warps=warps,
+        BINS=bins, LOW=low, HIGH=high, SLOTS=slots, BLOCK=block, SHARED=programs > 1,
+    )  # fmt: skip
 
-    return run
+    def add_up(x: torch.Tensor, counts: torch.Tensor) -> None:
+        counts.zero_()
+        launch(x, counts)
+
+    return launch if programs == 1 else add_up
