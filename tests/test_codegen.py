@@ -23,7 +23,7 @@ from deuteron.ir import GraphBuilder, Region, TensorType
 from deuteron.ops import TABLE, infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, fuse, run_passes
-from tests.codegen_cases import compare
+from tests.codegen_cases import compare, graph_of
 from tests.codegen_kept import kept_cases
 
 CPU = torch.device("cpu")
@@ -174,6 +174,27 @@ def test_kept_cases(case):
     outs = run_cpu(region, case.feed)
     if outs is not None:
         assert not (wrong := compare(case, dict(zip(region.outputs, outs, strict=True)))), wrong
+
+
+def test_the_judge_tells_rounding_from_cancellation():
+    """What a function's roundings do to the variance after it passes, a variance in one pass
+    does not, nor the right one of which a thousandth is missing."""
+    torch.manual_seed(0)
+    x = torch.randn(1542) * 1e-4
+    case = graph_of(
+        "var", lambda g, x: g.var(g.ndtr(x), axes=(0,), keepdim=True, correction=0), x=x
+    )
+    right = torch.special.ndtr(x)
+    rounded = right + torch.where(x < 0, -(2.0**-26), 2.0**-26)
+    once = (right * right).mean(0, keepdim=True) - right.mean(0, keepdim=True) ** 2
+    plain = graph_of("var", lambda g, x: g.var(x, axes=(0,), keepdim=True, correction=0), x=right)
+    for judge, found, fine in (
+        (case, rounded.double().var(0, correction=0, keepdim=True).float(), True),
+        (case, once, False),
+        (plain, right.var(0, correction=0, keepdim=True), True),
+        (plain, right.var(0, correction=0, keepdim=True) * 0.999, False),
+    ):
+        assert (compare(judge, {judge.graph.outputs[0][1]: found}) == "") == fine
 
 
 def test_dropout_has_the_same_bits_everywhere():
