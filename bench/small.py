@@ -18,7 +18,7 @@ from deuteron.augment import Pipeline
 
 NOTE = (
     "Wall time per call in microseconds, launches and Python included, queue kept full, medians of "
-    "samples in turns of random order, 20 calls each, 5 with backward: functions and modules of "
+    "samples in turns of random order, 20 calls each: functions and modules of "
     "[8, 64] and [1, 64, 8, 8] (bfloat16 on a GPU, float32 on a CPU), a step of an optimiser over "
     "ten tensors of 64 against torch's fused and foreach steps, and augmentation of one 8×8 image "
     "(ours draws its parameters, eager has them at hand). Modules are called nn.…, eager's is "
@@ -52,13 +52,14 @@ def _attempt(record: Record, name: str, measure: Fn, *args: Any) -> None:
         record.add(case=name, failed=f"{type(error).__name__}: {str(error)[:300]}")
 
 
-def _samples(ways: dict[str, Thunk], device: str, calls: int = 20) -> Samples:
-    """Microseconds. Turns on a GPU are short and many, half a millisecond each: a host is slow now
-    and then, for longer than that. A turn of 5 calls forward would measure how long Python takes
-    that nobody has run for a while: swiglu, 1.02 to 1.13 times as quick as eager in turns of 20 on
-    an H200's host, was 1.01 to 1.06 times as quick in those."""
+def _samples(ways: dict[str, Thunk], device: str, rounds: int = 100) -> Samples:
+    """Microseconds. Turns on a GPU are short and many, half a millisecond each and a few with
+    backward: a host is slow now and then, for longer than that. A turn of 5 calls would measure how
+    long Python takes that nobody has run for a while: swiglu, 1.02 to 1.13 times as quick as eager
+    in turns of 20 on an H200's host, was 1.01 to 1.06 times as quick in those. It would be unfair
+    as well, since eager has two turns of three."""
     if device == "cuda":
-        return _scaled(wall_samples(ways, rounds=100, calls=calls), 1e3)
+        return _scaled(wall_samples(ways, rounds=rounds, calls=20), 1e3)
     many = {k: _many(fn) for k, fn in ways.items()}
     return _scaled(cpu_samples(many, seconds=0.5, gap=0.005), 1e3 / CALLS)
 
@@ -105,14 +106,14 @@ def _parts(ways: dict[str, tuple[Thunk, Thunk]], result: Any, device: str) -> di
     row = {}
     for k, part in enumerate(parts):
         each = {name: way[k] for name, way in ways.items()}
-        row |= _against_eager(each, device, f"_{part}", calls=5 if part == "fwd_bwd" else 20)
+        row |= _against_eager(each, device, f"_{part}", rounds=40 if part == "fwd_bwd" else 100)
     return row
 
 
 def _against_eager(
-    ways: dict[str, Thunk], device: str, part: str = "", calls: int = 20
+    ways: dict[str, Thunk], device: str, part: str = "", rounds: int = 100
 ) -> dict[str, float]:
-    samples = _samples(ways, device, calls)
+    samples = _samples(ways, device, rounds)
     times = medians(samples)
     return {
         f"eager{part}_us": times["eager"],
