@@ -220,6 +220,7 @@ SHAPE = [
     case("index_select.default", X, -1, whole(5, high=4)),
     case("gather.default", X, 1, whole(2, 2, 4, high=3)),
     case("embedding.default", t(5, 6), whole(3, 4)),
+    case("embedding.default", t(5, 6), whole(3, 4), -1, True),
     case("embedding.default", t(5, 6), whole(3, 4), 2), case("one_hot.default", INT, 5),
     case("tril.default", X), case("triu.default", X, 1), case("tril.default", INT, -1),
 ]  # fmt: skip
@@ -393,6 +394,7 @@ GRAD = [
     case("_adaptive_avg_pool3d_backward.default", t(1, 2, 2, 3, 2), VOL),
     case("embedding_dense_backward.default", t(2, 3, 4), whole(2, 3), 5, -1, False),
     case("embedding_dense_backward.default", t(6, 4), whole(6), 5, 2, False),
+    case("embedding_dense_backward.default", t(6, 4), whole(6), 5, 2, True),
     case("nll_loss_backward.default", t(), t(6, 5), whole(6), None, 1, -100, torch.tensor(6.0)),
     case("nll_loss_backward.default", t(6), t(6, 5), whole(6), pos(5), 0, 2, torch.tensor(0.0)),
     case("nll_loss2d_backward.default", t(2, 3, 3), t(2, 5, 3, 3), whole(2, 3, 3), None, 0, -100,

@@ -153,6 +153,9 @@ def _lookups() -> Iterator[Call]:
     index = torch.tensor([[1, 3, 1], [0, 4, 2]])
     yield Call("embedding", ((5, 6),), lambda f, w: f.embedding(index, w),
                lambda w: F.embedding(index, w))  # fmt: skip
+    yield Call("embedding by frequency", ((5, 6),),
+               lambda f, w: f.embedding(index, w, scale_grad_by_freq=True),
+               lambda w: F.embedding(index, w, scale_grad_by_freq=True), frozen=True)  # fmt: skip
     yield Call("embedding with positions", ((5, 6), (3, 6)),
                lambda f, w, p: f.embedding(index, w, 1, position=p),
                lambda w, p: F.embedding(index, w, 1) + p, frozen=True)  # fmt: skip

@@ -158,7 +158,9 @@ one = torch.tensor([1])
 add("embedding", *((torch.tensor(i), TABLE) for i in ([10], [-1], [1.0], [True], 3, [[1], [2]])),
     *((one.to(d), TABLE) for d in (torch.int32, torch.int8, torch.uint8)), (one[:0], TABLE),
     (one, TABLE[0]), (one, TABLE[None]), (one, TABLE.long()), (one, TABLE[:0]),
-    *({"padding_idx": p} for p in (10, -11, -1, 0)), first=(one, TABLE))  # fmt: skip
+    *({"padding_idx": p} for p in (10, -11, -1, 0)), {"scale_grad_by_freq": True}, {"sparse": True},
+    *({"max_norm": n} for n in (1.0, 0.0, -1.0, NAN)), {"max_norm": 1, "norm_type": 1},
+    first=(one, TABLE))  # fmt: skip
 soft = LOGITS.softmax(1)
 add("cross_entropy", *((LOGITS, t) for t in (
     TARGET[:3], TARGET.float(), TARGET.int(), TARGET.to(torch.uint8), TARGET.bool(), soft,

@@ -113,7 +113,14 @@ def test_a_loss_of_a_view_whose_signs_are_still_to_be_turned():
 
 
 # these cases hold tensors of their own, which lie on the CPU; all tensors of theirs come below
-OWN = ("embedding", "embedding with positions", "softmax masked", "batch_norm eval", *LOSSES)
+OWN = (
+    "embedding",
+    "embedding by frequency",
+    "embedding with positions",
+    "softmax masked",
+    "batch_norm eval",
+    *LOSSES,
+)
 
 
 def _moved(t: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from deuteron.ops import table
 from deuteron.ops.emit import Sym
 from deuteron.ops.norm import ROWS, Wanted, gradients
 from deuteron.ops.opdef import Vjp
+from deuteron.ops.reduce import by_frequency
 
 # ---- by the rule of the operator -----------------------------------------------------------------
 
@@ -135,9 +136,11 @@ def _adaptive_avg_pool(b: Site, grad: Sym, x: Sym) -> Any:
     return b.adaptive_avg_pool_grad(grad, shape=x.shape)
 
 
-def _embedding(b: Site, grad: Sym, index: Sym, rows: int, padding: int, by_count: bool) -> Any:
-    b.need(not by_count, "gradients of an embedding divided by how often a row is read")
-    return b.embedding_grad(grad, index, rows=rows, padding_idx=max(padding, -1))
+def _embedding(b: Site, grad: Sym, index: Sym, rows: int, padding: int, scaled: bool) -> Any:
+    dtype = grad.dtype
+    if scaled:
+        grad = by_frequency(b, grad, index, rows)
+    return b.to(b.embedding_grad(grad, index, rows=rows, padding_idx=max(padding, -1)), dtype)
 
 
 _REDUCTION = ("none", "mean", "sum")

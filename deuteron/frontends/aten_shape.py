@@ -292,8 +292,8 @@ TABLE: dict[str, Entry] = {
     "gather.default": lambda b, x, dim, index, sparse: b.gather(
         x, index, axis=axis_of(dim, x.rank)
     ),
-    "embedding.default": lambda b, weight, index, padding_idx, *ignored: b.embedding(
-        weight, index, padding_idx=padding_idx
+    "embedding.default": lambda b, weight, index, padding_idx, by_frequency, sparse: b.embedding(
+        weight, index, padding_idx=padding_idx, scale_grad_by_freq=by_frequency
     ),
     "one_hot.default": _one_hot,
     "tril.default": _triangle(torch.tril),

@@ -330,7 +330,7 @@ def is_captured(x: Tensor) -> bool:
     return bool(x.is_cuda and raw_stream(x.get_device()) and is_current_stream_capturing())
 
 
-def _heard(found: R, name: str, x: Tensor, refusal: str = "") -> R:
+def heard(found: R, name: str, x: Tensor, refusal: str = "") -> R:
     """What torch's function found, after ``explain`` was told about it."""
     kind = str(x.dtype).removeprefix("torch.")
     limit, target = LIMITS[x.get_device()], find_target(x.device)
@@ -350,14 +350,14 @@ def _instead(
         found = NotImplemented
     if found is NotImplemented:
         raise refusal
-    return found if not Heard.listeners else _heard(found, name, x, refusal.wrong)
+    return found if not Heard.listeners else heard(found, name, x, refusal.wrong)
 
 
 # the globals of all wrappers: one of them is read sooner than an attribute
 SCOPE = {
     "is_dynamo_compiling": is_dynamo_compiling, "compiler": compiler, "LEAST": LIMITS.least,
     "is_torchs": _is_torchs, "autocasting": autocasting, "must_be_ordered": must_be_ordered,
-    "Heard": Heard, "heard": _heard, "REFUSALS": REFUSALS, "NEVER": NEVER,
+    "Heard": Heard, "heard": heard, "REFUSALS": REFUSALS, "NEVER": NEVER,
     "delegation": delegation, "instead": _instead, "DeuteronError": DeuteronError,
     "MISSING": MISSING, "sorted_out": sorted_out, "TraceError": TraceError,
     "any_symbol": any_symbol, "recorded": recorded, "a_tensor": a_tensor,

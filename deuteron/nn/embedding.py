@@ -15,22 +15,23 @@ from deuteron.nn.norm import as_leaf
 
 class Embedding(nn.Embedding):
     """``torch.nn.Embedding`` with a deterministic gradient; a table of positions may be added in
-    the same pass."""
+    the same pass.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(self, name):
-                raise BindError(
-                    f"{name} is not supported",
-                    asked=f"Embedding({name}={getattr(self, name)!r})",
-                    remedy=f"leave {name} out, or use torch.nn.Embedding",
-                )
+    >>> tokens = dt.nn.Embedding(50257, 768, padding_idx=0)
+    >>> x = tokens(index, position=places.weight[: index.shape[1]])
+
+    Arguments and state dict are torch's. ``max_norm`` shortens rows of ``weight`` in place as they
+    are looked up; ``sparse`` gives a sparse gradient, by torch's own call.
+    """
 
     def forward(self, input: Tensor, position: Tensor | None = None) -> Tensor:
-        if position is None:
+        usual = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
+        if usual and position is None:
             return F.embedding(input, self.weight, self.padding_idx)
-        return F.embedding(input, self.weight, self.padding_idx, position=position)
+        return F.embedding(
+            input, self.weight, self.padding_idx, self.max_norm, self.norm_type,
+            self.scale_grad_by_freq, self.sparse, position=position,
+        )  # fmt: skip
 
 
 class SinusoidalEmbedding(nn.Module):

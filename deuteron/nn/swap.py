@@ -22,8 +22,6 @@ def replace(model: nn.Module) -> nn.Module:
 
 def _fits(module: nn.Module) -> bool:
     """Whether the stand-in does all that this module was made for."""
-    if isinstance(module, nn.Embedding):
-        return module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
     if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
         return not module.track_running_stats
     return True

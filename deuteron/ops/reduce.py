@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, bool_, int32, int64
+from deuteron.ir.dtype import DType, bool_, float64, int32, int64
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.determinism import fixed_order
 from deuteron.ops.emit import Ops, Sym
@@ -377,7 +377,9 @@ SCATTER_ADD = OpDef(
 )  # fmt: skip
 
 
-def _embedding_infer(weight: TensorType, index: TensorType, padding_idx: int) -> TensorType:
+def _embedding_infer(
+    weight: TensorType, index: TensorType, padding_idx: int, scale_grad_by_freq: bool = False
+) -> TensorType:
     check_index(index, int64, int32)
     if weight.rank != 2:
         raise GraphError(f"weight has rank {weight.rank}, not 2", remedy="use [rows, features]")
@@ -389,25 +391,47 @@ def _embedding_infer(weight: TensorType, index: TensorType, padding_idx: int) ->
     return TensorType.of((*index.shape, weight.shape[1]), weight.dtype)
 
 
+def by_frequency(b: Ops, grad: Sym, index: Sym, rows: int) -> Sym:
+    """``grad`` of the rows that ``index`` names, each divided by how often its row is named."""
+    one = b.constant(
+        torch.ones((), dtype=torch.float64 if grad.dtype == float64 else torch.float32)
+    )
+    named = b.embedding_grad(b.one("expand", one, shape=(*index.shape, 1)), index, rows)
+    return b.upcast(grad) / b.one("embedding", named, index)
+
+
+def _embedding_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    weight, index, grad = v.arg(0), v.arg(1), v.grad
+    if v.attrs["scale_grad_by_freq"]:
+        grad = by_frequency(b, grad, index, weight.shape[0])
+    found = b.one("embedding_grad", grad, index, weight.shape[0], v.attrs["padding_idx"])
+    return [b.to(found, weight.dtype), None]
+
+
+_PADDING = {"padding_idx": Attr("int", -1, "the row without a gradient, or -1")}
+
 EMBEDDING = OpDef(
     name="embedding",
     doc="The rows of weight that index names. The row padding_idx receives no gradient; -1 means "
-    "no such row.",
+    "no such row. With scale_grad_by_freq a gradient is divided by how often its row is named.",
     inputs=("weight", "index"),
     fusion=Fusion.INJECTIVE,
     flops=lambda ins, outs, attrs: 0.0,
-    attrs={"padding_idx": Attr("int", -1, "the row without a gradient, or -1")},
+    attrs=_PADDING
+    | {"scale_grad_by_freq": Attr("bool", False, "whether to divide gradients by frequency")},
     infer=_embedding_infer,
-    reference=lambda weight, index, padding_idx: torch.embedding(weight, index, padding_idx),
-    vjp=lambda b, v: [
-        b.embedding_grad(v.grad, v.arg(1), v.arg(0).shape[0], v.attrs["padding_idx"]), None
-    ],
+    reference=lambda weight, index, padding_idx, scale_grad_by_freq=False: torch.embedding(
+        weight, index, padding_idx, scale_grad_by_freq
+    ),
+    vjp=_embedding_vjp,
     samples=lambda: tuple(
-        Sample((Arg(w, layout=layout), Arg(i, "index", dt, high=w[0])), {"padding_idx": p}, p < 0)
-        for w, layout, i, dt, p in (
-            ((5, 3), ROW, (2, 4), None, -1), ((5, 3), ROW, (2, 4), None, 2),
-            ((5, 3), ROW, (), None, -1), ((5, 3), ROW, (0, 2), None, -1),
-            ((5, 3), TURNED, (4,), "i32", -1), ((5, 4), SLICED, (3, 1), None, -1),
+        Sample((Arg(w, layout=layout), Arg(i, "index", dt, high=w[0])),
+               {"padding_idx": p, "scale_grad_by_freq": scaled}, p < 0 and not scaled)
+        for w, layout, i, dt, p, scaled in (
+            ((5, 3), ROW, (2, 4), None, -1, False), ((5, 3), ROW, (2, 4), None, 2, False),
+            ((5, 3), ROW, (), None, -1, False), ((5, 3), ROW, (0, 2), None, -1, False),
+            ((5, 3), TURNED, (4,), "i32", -1, False), ((5, 4), SLICED, (3, 1), None, -1, False),
+            ((2, 3), ROW, (7,), None, -1, True),
         )
     ),
 )  # fmt: skip
@@ -452,7 +476,7 @@ EMBEDDING_GRAD = OpDef(
     doc="The gradient of embedding for its weight: rows of grad added up by index, always in the "
     "same order. The row padding_idx stays zero.",
     inputs=("grad", "index"),
-    attrs={"rows": Attr("int", doc="how many rows weight has"), **EMBEDDING.attrs},
+    attrs={"rows": Attr("int", doc="how many rows weight has"), **_PADDING},
     infer=_embedding_grad_infer,
     reference=_embedding_grad_reference,
     fusion=Fusion.OPAQUE,
