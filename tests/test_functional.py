@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -96,6 +97,18 @@ def test_under_torch_compile(call):
         assert error(a, b) <= SAME_CODE
     for a, b in zip(gradients(got, x), gradients(want, y), strict=True):
         assert error(a, b) <= SAME_CODE
+
+
+def test_attributes_have_names_that_inductor_leaves_free():
+    """It hands them on by name, beside arguments of its own: ``kernel`` was one, and every pool
+    failed under torch.compile's default backend."""
+    from torch._inductor.ir import FallbackKernel
+
+    makers = (FallbackKernel.create, FallbackKernel.process_kernel)
+    taken = {name for maker in makers for name in inspect.signature(maker).parameters}
+    for function in FUNCTIONS.values():
+        words = {a.name for a in function.op._schema.arguments if a.kwarg_only}
+        assert not words & taken, function.name
 
 
 CHECKED = (

@@ -48,19 +48,25 @@ SIMPLE = (  # operators that are functions as they stand
 )  # fmt: skip
 
 
+# attributes by the name that they have in a function: Inductor calls an operator that it passes
+# through ``kernel``, and hands its attributes on by name
+RENAMED = {"kernel": "kernel_size"}
+
+
 def operator(name: str) -> Function:
     """The operator ``name`` of the table as a function of tensors and attributes."""
     op = table.get(name)
+    names = {RENAMED.get(key, key): key for key in op.attrs}
 
     def build(b: Ops, *tensors: Sym | None, **attrs: Any) -> Any:
-        return b.call(name, *tensors, **attrs)
+        return b.call(name, *tensors, **{names[key]: value for key, value in attrs.items()})
 
     kind = inspect.Parameter
     parameters = [kind("b", kind.POSITIONAL_ONLY)]
     for slot in op.inputs:
         annotation = "Sym | None" if slot.endswith("?") else "Sym"
         parameters.append(kind(slot.rstrip("?"), kind.POSITIONAL_OR_KEYWORD, annotation=annotation))
-    for key, attr in op.attrs.items():
+    for key, attr in zip(names, op.attrs.values(), strict=True):
         optional = " | None" if attr.default is None else ""
         annotation = KINDS[attr.kind] + optional
         parameters.append(kind(key, kind.KEYWORD_ONLY, annotation=annotation))
@@ -70,7 +76,8 @@ def operator(name: str) -> Function:
 
 OPERATORS = {name: operator(name) for name in SIMPLE}
 DEFAULTS = {
-    name: {key: attr.default for key, attr in table.get(name).attrs.items()} for name in SIMPLE
+    name: {RENAMED.get(key, key): attr.default for key, attr in table.get(name).attrs.items()}
+    for name in SIMPLE
 }
 
 

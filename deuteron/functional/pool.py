@@ -88,7 +88,8 @@ def _max_pool(
 ) -> Any:  # fmt: skip
     name = "max_pool_with_indices" if return_indices else "max_pool"
     return _batched(x, dims, lambda x: call(
-        name, x, kernel=_each(kernel, dims, "kernel_size"), stride=_each(stride, dims, "stride"),
+        name, x,
+        kernel_size=_each(kernel, dims, "kernel_size"), stride=_each(stride, dims, "stride"),
         padding=_each(padding, dims, "padding"), dilation=_each(dilation, dims, "dilation"),
         ceil_mode=ceil_mode,
     ))  # fmt: skip
@@ -149,7 +150,7 @@ def _avg_pool(
     count_include_pad: bool, divisor: int | None,
 ) -> Tensor:  # fmt: skip
     out: Tensor = _batched(x, dims, lambda x: call(
-        "avg_pool", x, kernel=_each(kernel, dims, "kernel_size"),
+        "avg_pool", x, kernel_size=_each(kernel, dims, "kernel_size"),
         stride=_each(stride, dims, "stride"), padding=_each(padding, dims, "padding"),
         ceil_mode=ceil_mode, count_include_pad=count_include_pad, divisor=divisor,
     ))  # fmt: skip
