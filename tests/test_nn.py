@@ -142,7 +142,6 @@ def test_what_torchs_do_not_have():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: dt.nn.InstanceNorm2d(3, track_running_stats=True), "running statistics"),
         (lambda: dt.nn.SinusoidalEmbedding(8, 4)(torch.zeros(1, 5, 8)), "beyond 4"),
     ],
 )

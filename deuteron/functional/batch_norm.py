@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,6 +90,25 @@ def _wants_signs(
     return any_requires_grad((x, weight, bias, residual)) and x.is_cuda
 
 
+def check_written(asked: str, *running: Tensor | None) -> None:
+    """Running statistics are written to: they may not need a gradient."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in running):
+        raise BindError(
+            "running_mean and running_var are written to and have no gradient",
+            asked=f"{asked} with running statistics that require one",
+            remedy="give running_mean.detach() and running_var.detach()",
+        )
+
+
+def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
+    """Write new running statistics over those that were given. ``detach`` is for ``torch.func``,
+    which lets nobody write to a tensor from outside, but to another name of it, as torch's do."""
+    pairs = [(r.detach(), n) for r, n in zip(running, new, strict=True) if r is not None]
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([r for r, _ in pairs], [n for _, n in pairs])
+
+
 @delegates(
     _torch_batch_norm,
     plain=Plain(
@@ -130,20 +150,12 @@ def batch_norm(
         return GIVEN.one(
             x, running_mean, running_var, weight, bias, residual, eps=eps, activation=activation
         )
-    if torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in (running_mean, running_var)
-    ):
-        raise BindError(
-            "running_mean and running_var are written to and have no gradient",
-            asked="batch_norm(…, training=True) with running statistics that require one",
-            remedy="give running_mean.detach() and running_var.detach()",
-        )
+    check_written("batch_norm(…, training=True)", running_mean, running_var)
     y, mean, var, *_ = TRAIN(
         x, weight, bias, running_mean, running_var, residual, momentum=momentum, eps=eps,
         activation=activation, keep_signs=_wants_signs(x, weight, bias, residual, activation),
     )  # fmt: skip
-    if running_mean is not None and running_var is not None and x.numel():
-        with torch.no_grad():
-            torch._foreach_copy_([running_mean, running_var], [mean, var])
+    if x.numel():
+        overwrite((running_mean, running_var), (mean, var))
     result: Tensor = y
     return result

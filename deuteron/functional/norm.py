@@ -14,6 +14,7 @@ from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import Cast
+from deuteron.functional.batch_norm import check_written, overwrite
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
@@ -97,10 +98,48 @@ def _instance_norm(
     return _finished(b, y, total, residual, activation)
 
 
+def _instance_norm_tracked(
+    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, running_mean: Sym | None,
+    running_var: Sym | None, before: Sym | None, residual: Sym | None, *, momentum: float,
+    eps: float, activation: str | None,
+) -> tuple[Sym, ...]:  # fmt: skip
+    """The running mean and variance, moved towards those of the images, and then the results. One
+    mean over images and positions is the mean over the images of theirs."""
+    total = _summed(b, x, before, residual)
+    wide, positions = b.upcast(total), tuple(range(2, total.rank))
+    mean = b.one("mean", wide, axes=(0, *positions))
+    var = b.one("mean", b.one("var", wide, axes=positions, correction=1), axes=(0,))
+    y = b.one("instance_norm", total, weight, bias, eps=eps)
+    found = _finished(b, y, total, residual, activation)
+    moved = (
+        _moved(b, old, new, momentum) for old, new in ((running_mean, mean), (running_var, var))
+    )
+    return *moved, *(found if isinstance(found, tuple) else (found,))
+
+
+def _moved(b: Ops, old: Sym | None, new: Sym, share: float) -> Sym:
+    """``old`` with a share of ``new``, in its own type."""
+    return new if old is None else b.to(b.upcast(old) * (1.0 - share) + new * share, old.dtype)
+
+
+def _instance_norm_given(
+    b: Ops, x: Sym, mean: Sym, var: Sym, weight: Sym | None, bias: Sym | None, before: Sym | None,
+    residual: Sym | None, *, eps: float, activation: str | None,
+) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    total = _summed(b, x, before, residual)
+    y = b.one("batch_norm", total, mean, var, weight, bias, eps=eps)
+    return _finished(b, y, total, residual, activation)
+
+
 LAYER = Cast("layer_norm", _layer_norm, _widened(_layer_norm))
 RMS = Cast("rms_norm", _rms_norm, _widened(_rms_norm))
 GROUP = Cast("group_norm", _group_norm, _widened(_group_norm))
 INSTANCE = Function("instance_norm", _instance_norm)
+INSTANCE_TRACKED = Function(
+    "instance_norm_tracked", _instance_norm_tracked, silent=(0, 1),
+    overwritten=("running_mean", "running_var"),
+)  # fmt: skip
+INSTANCE_GIVEN = Function("instance_norm_given", _instance_norm_given)
 
 
 def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
@@ -181,15 +220,21 @@ def _torch_group_norm(
 
 
 def _torch_instance_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None,
-    bias_before: Tensor | None, activation: str | None,
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, use_input_stats: bool, momentum: float, eps: float,
+    residual: Tensor | None, bias_before: Tensor | None, activation: str | None,
 ) -> Any:  # fmt: skip
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented
-    if x.numel() <= x.shape[0] * x.shape[1]:
+    if not use_input_stats and (running_mean is None or running_var is None):
+        return NotImplemented
+    if use_input_stats and x.numel() <= x.shape[0] * x.shape[1]:
         return NotImplemented  # torch refuses channels of one element
-    given = (weight, bias, None, None, True, 0.1, eps, may_use_cudnn())
-    return _torch_around(torch.instance_norm, given, x, bias_before, residual, activation)
+    given = (weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
+             may_use_cudnn())  # fmt: skip
+    # given statistics torch's instance_norm writes back, rounded once more
+    norm = torch.instance_norm if use_input_stats else torch.batch_norm
+    return _torch_around(norm, given, x, bias_before, residual, activation)
 
 
 KNOWN = {None, *TORCHS}
@@ -281,16 +326,11 @@ def group_norm(
     )
 
 
-@delegates(
-    _torch_instance_norm,
-    without=("running_mean", "running_var", "use_input_stats", "momentum"),
-    several=True,
-    single="False",
-)
+@delegates(_torch_instance_norm, several=True, single="False")
 def instance_norm(
     x: Tensor,
-    running_mean: None = None,
-    running_var: None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     use_input_stats: bool = True,
@@ -302,12 +342,30 @@ def instance_norm(
     activation: str | None = None,
 ) -> Any:
     """Normalises each channel of each image by its own statistics, as
-    ``torch.nn.functional.instance_norm`` without running statistics (their places, and that of
-    ``momentum``, are kept), with the further arguments of :func:`layer_norm`."""
-    if running_mean is not None or running_var is not None or not use_input_stats:
-        raise BindError(
-            "running statistics of instance norm are not kept here",
-            asked="instance_norm(x, running_mean, running_var, …)",
-            remedy="leave them None and use_input_stats True, or use torch.nn.functional",
-        )
-    return INSTANCE(x, weight, bias, bias_before, residual, eps=eps, activation=activation)
+    ``torch.nn.functional.instance_norm``, with the further arguments of :func:`layer_norm`.
+
+    ``running_mean`` and ``running_var`` [C] are moved by ``momentum`` towards the mean over the
+    batch of the images' means and unbiased variances, in place; of an empty batch they stay as
+    they are. With ``use_input_stats=False`` they are what is normalised by, and stay.
+    """
+    if not use_input_stats:
+        if running_mean is None or running_var is None:
+            raise BindError(
+                "without statistics of the input, running_mean and running_var are needed",
+                asked="instance_norm(…, use_input_stats=False)",
+                remedy="give both, or use_input_stats=True",
+            )
+        return INSTANCE_GIVEN(
+            x, running_mean, running_var, weight, bias, bias_before, residual, eps=eps,
+            activation=activation,
+        )  # fmt: skip
+    if running_mean is None and running_var is None:
+        return INSTANCE(x, weight, bias, bias_before, residual, eps=eps, activation=activation)
+    check_written("instance_norm(…)", running_mean, running_var)
+    mean, var, *found = INSTANCE_TRACKED(
+        x, weight, bias, running_mean, running_var, bias_before, residual, momentum=momentum,
+        eps=eps, activation=activation,
+    )  # fmt: skip
+    if x.numel():
+        overwrite((running_mean, running_var), (mean, var))
+    return found[0] if len(found) == 1 else tuple(found)

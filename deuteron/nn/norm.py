@@ -79,16 +79,7 @@ class GroupNorm(_Activated, nn.GroupNorm):
 
 
 class _InstanceNorm(_Activated):
-    """What the three instance norms share; running statistics are left to torch's classes."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if getattr(self, "track_running_stats", False):
-            raise BindError(
-                "running statistics of instance norm are not kept here",
-                asked=f"{type(self).__name__}(track_running_stats=True)",
-                remedy="leave track_running_stats at False, or use torch.nn's class",
-            )
+    """What the three instance norms share."""
 
     def forward(
         self: Any,
@@ -105,21 +96,23 @@ class _InstanceNorm(_Activated):
                 raise BindError("a residual needs a batch", remedy="unsqueeze(0) both")
             return self.forward(input.unsqueeze(0)).squeeze(0)
         return F.instance_norm(
-            input, weight=self.weight, bias=self.bias, eps=self.eps, residual=residual,
+            input, self.running_mean, self.running_var, self.weight, self.bias,
+            self.training or not self.track_running_stats,
+            0.0 if self.momentum is None else self.momentum, self.eps, residual=residual,
             bias_before=bias_before, activation=self.activation,
         )  # fmt: skip
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
-    """``torch.nn.InstanceNorm1d`` without running statistics."""
+    """``torch.nn.InstanceNorm1d``; ``residual`` is added first and the sum returned too."""
 
 
 class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
-    """``torch.nn.InstanceNorm2d`` without running statistics."""
+    """``torch.nn.InstanceNorm2d``; ``residual`` is added first and the sum returned too."""
 
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
-    """``torch.nn.InstanceNorm3d`` without running statistics."""
+    """``torch.nn.InstanceNorm3d``; ``residual`` is added first and the sum returned too."""
 
 
 class _BatchNorm(_Activated):

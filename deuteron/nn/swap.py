@@ -15,13 +15,6 @@ def replace(model: nn.Module) -> nn.Module:
     """
     for module in model.modules():
         name = type(module).__name__
-        if type(module) is getattr(nn, name, None) and name in ours.__all__ and _fits(module):
+        if type(module) is getattr(nn, name, None) and name in ours.__all__:
             module.__class__ = getattr(ours, name)
     return model
-
-
-def _fits(module: nn.Module) -> bool:
-    """Whether the stand-in does all that this module was made for."""
-    if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
-        return not module.track_running_stats
-    return True
