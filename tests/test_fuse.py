@@ -275,6 +275,34 @@ def test_a_widened_copy_is_made_where_it_is_read():
     assert through == {regions[0].outputs[0], regions[1].outputs[0]}
 
 
+def test_what_one_reduction_reads_beside_its_rows_is_computed_there():
+    g = dt.Graph()
+    x, grad = g.tensor("x", (4, 6), "bf16"), g.tensor("grad", (4, 6), "bf16")
+    wide = g.exp(g.cast(grad, dtype="f32"))
+    (g.cast(g.softmax(x, axis=-1), dtype="f32") * wide).output("y")
+    regions, vetoes = sound(g.ir())
+    assert len(regions) == 1 and not vetoes
+    g = dt.Graph()  # the gradient of log_softmax
+    y, grad = g.tensor("y", (4, 6), "f32"), g.tensor("grad", (4, 6), "f32")
+    (grad - g.exp(y) * g.sum(grad, axes=(1,), keepdim=True)).output("z")
+    assert [r.ops for r in sound(g.ir())[0]] == [("exp", "sum", "mul", "sub")]
+
+
+@pytest.mark.parametrize("other", ["an output", "another reader", "moved", "other rows"])
+def test_what_is_needed_elsewhere_or_is_not_of_the_rows_stays_outside(other):
+    g = dt.Graph()
+    x = g.tensor("x", (6, 6), "f32")
+    first = g.tensor("first", (6, 1) if other == "other rows" else (6, 6), "f32")
+    beside = g.exp(g.relu(g.permute(first, dims=(1, 0)) if other == "moved" else first))
+    if other == "an output":
+        beside.output("z")
+    if other == "another reader":
+        g.matmul(beside, x).output("z")
+    (g.sum(x, axes=(0,), keepdim=True) * beside).output("y")
+    regions, _ = sound(g.ir())
+    assert not any({"sum", "exp"} <= set(r.ops) for r in regions)
+
+
 def test_a_widened_copy_stays_where_the_narrow_value_goes_nowhere():
     g = dt.Graph()
     wide = g.cast(g.relu(g.tensor("x", (4, 6), "bf16")), dtype="f32")

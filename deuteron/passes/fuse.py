@@ -3,8 +3,8 @@
 Nodes are visited in order; each may join the group that makes one of its inputs. Whether it
 may is a question to :data:`RULES`, a table over (class of the group, class of the node); what
 it answers is kept, so that a plan can say what did not fuse and what that costs. At the end groups
-of elementwise work that read the same tensor become one. Grouping two nodes is never allowed to
-make a cycle through a third.
+of elementwise work that read the same tensor become one, and such work for the results of a single
+reduction goes there. Grouping two nodes is never allowed to make a cycle through a third.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Fuser:
             self._place(i, node)
         self._share_reads()
         self._widen_where_read()
-        return self._regions(), tuple(self.vetoes)
+        self._compute_where_read()
+        return self._regions(), tuple(v for v in self.vetoes if self._is_written(v.value))
 
     def _place(self, i: int, node: Node) -> None:
         kind = table.get(node.op).fusion
@@ -324,6 +325,38 @@ class Fuser:
         beside = anchor is not None and cast.output in anchor.inputs[1:]
         return to if group.kind in (E, R) and not beside and len(group.nodes) < MAX_NODES else None
 
+    def _compute_where_read(self) -> None:
+        """Elementwise work that one reduction alone reads beside its rows, such as a gradient that
+        is widened before the derivative of an activation meets it, is done there."""
+        for g in list(self.groups):
+            to = self._reads_alone(g)
+            if to is not None and self._fits_beside(self.groups[g], self.groups[to]):
+                self._merge(to, g)
+
+    def _reads_alone(self, g: int) -> int | None:
+        """The one group that reads what an elementwise group makes, if that goes nowhere else."""
+        group = self.groups[g]
+        made = [v for i in group.nodes for v in self.graph.nodes[i].outputs]
+        if group.kind is not E or any(v in self.graph.output_values for v in made):
+            return None
+        users = (u for v in made for u in self.graph.users.get(v, ()))
+        readers = {self.find(self.of[self.index[u.outputs[0]]]) for u in users}
+        readers.discard(g)
+        return readers.pop() if len(readers) == 1 else None
+
+    def _fits_beside(self, group: Group, reduction: Group) -> bool:
+        if reduction.kind is not R or len(group.nodes) + len(reduction.nodes) > MAX_NODES:
+            return False
+        assert reduction.anchor is not None
+        given = self.graph.nodes[reduction.anchor].uses
+        nodes = [self.graph.nodes[i] for i in group.nodes]
+        return not any(
+            n.output in given  # what a reduction is made of is not computed for each of its passes
+            or table.get(n.op).fusion is M
+            or _after_reduction(self, reduction, n, n.output) is not None
+            for n in nodes
+        )
+
     def _leaves(self, value: str, home: int) -> bool:
         """Whether a value made in ``home`` is written to memory for others than its casts."""
         if value not in self.index or self.find(self.of[self.index[value]]) != home:
@@ -331,6 +364,14 @@ class Fuser:
         others = [u for u in self.graph.users[value] if u.op != "cast"]
         return value in self.graph.output_values or any(
             self.find(self.of[self.index[u.outputs[0]]]) != home for u in others
+        )
+
+    def _is_written(self, value: str) -> bool:
+        """Whether a value goes through memory in the end."""
+        home = self.find(self.of[self.index[value]])
+        users = self.graph.users.get(value, ())
+        return value in self.graph.output_values or any(
+            self.find(self.of[self.index[u.outputs[0]]]) != home for u in users
         )
 
     def _veto(self, value: str, node: Node, reason: str) -> None:
