@@ -40,14 +40,16 @@ class Brightness(Colour):
 
 @dataclass(frozen=True)
 class Contrast(Brightness):
-    """clamp(factor · x + (1 − factor) · mean of the grey image as it is at this step)."""
+    """clamp(factor · x + (1 − factor) · mean of the grey image as it is at this step), the factor
+    from 1 ± amount or from a range."""
 
     kind: ClassVar[str] = "contrast"
 
 
 @dataclass(frozen=True)
 class Saturation(Brightness):
-    """clamp(factor · x + (1 − factor) · grey of the pixel)."""
+    """clamp(factor · x + (1 − factor) · grey of the pixel), the factor from 1 ± amount or from a
+    range."""
 
     kind: ClassVar[str] = "saturation"
     needs_rgb: ClassVar[bool] = True
@@ -110,7 +112,8 @@ class Grayscale(Colour):
 
 @dataclass(frozen=True)
 class ColorJitter(Colour):
-    """Brightness, contrast, saturation and hue, those that are not 0, always in this order."""
+    """``brightness``, ``contrast``, ``saturation`` and ``hue``, those that are not 0, always in
+    this order; each as in the step of that name."""
 
     brightness: float | Range = 0.0
     contrast: float | Range = 0.0

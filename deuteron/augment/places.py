@@ -68,7 +68,7 @@ class RandomAffine(Geometric):
 
     ``degrees`` (clockwise) and ``shear`` are a number (both ways) or a range, shear also four
     numbers (a range across, a range down); ``translate`` is the largest move as a part of width
-    and height; ``scale`` is a range of factors.
+    and height; ``scale`` is a range of factors. ``p``: how probable it is for an image.
     """
 
     degrees: float | Range = 0.0
@@ -135,7 +135,8 @@ class RandomAffine(Geometric):
 
 @dataclass(frozen=True)
 class Rotate(Geometric):
-    """Turn about the centre, counter-clockwise, by a number of degrees drawn from a range."""
+    """Turn about the centre, counter-clockwise, with probability ``p``. ``degrees``: a number (both
+    ways) or a range to draw from."""
 
     degrees: float | Range = 0.0
     p: float = 1.0
@@ -157,7 +158,8 @@ class Rotate(Geometric):
 
 @dataclass(frozen=True)
 class Perspective(Geometric):
-    """Pull each corner inwards by up to ``distortion`` times half the width and height."""
+    """Pull each corner inwards by up to ``distortion`` times half the width and height, with
+    probability ``p``."""
 
     distortion: float = 0.5
     p: float = 0.5
@@ -200,6 +202,7 @@ class RandomResizedCrop(Geometric):
     ``scale`` is the range of its area as a part of the image's, ``ratio`` that of width to height;
     ten boxes are drawn and the first that fits is taken, else the largest fitting one in the
     middle, as in torchvision. The box is sampled at points, without averaging while it shrinks.
+    With probability 1 − ``p`` the whole image is brought to ``size``.
     """
 
     size: int | Size = 224

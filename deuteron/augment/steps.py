@@ -44,7 +44,7 @@ class Normalize(Step):
 
 @dataclass(frozen=True)
 class ToDtype(Step):
-    """The element type of the result: floats from 0 to 1, or uint8 from 0 to 255."""
+    """The element type of the result, ``dtype``: floats from 0 to 1, or uint8 from 0 to 255."""
 
     dtype: Any
     stage: ClassVar[int] = 3
@@ -60,7 +60,7 @@ class ToDtype(Step):
 
 @dataclass(frozen=True)
 class ToLayout(Step):
-    """The memory order of the result, whose shape stays [N, C, H, W]: "nhwc" or "nchw"."""
+    """The memory order of the result, which stays [N, C, H, W]: ``layout`` "nhwc" or "nchw"."""
 
     layout: str
     stage: ClassVar[int] = 4

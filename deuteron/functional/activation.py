@@ -105,13 +105,14 @@ logsigmoid = log_sigmoid = _plain("log_sigmoid")
 
 @delegates(_nn.gelu, by_name=("approximate",), keeps_type=True)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x · Φ(x), with Φ the normal distribution, or its approximation by "tanh"."""
+    """x · Φ(x), with Φ the normal distribution, or with ``approximate="tanh"`` its approximation by
+    tanh, as ``torch.nn.functional.gelu``."""
     return one("gelu", x, approximate=approximate)
 
 
 @delegates(_nn.leaky_relu, without=IN_PLACE, keeps_type=True, on_cpu=all_but(BF16))
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-    """x, times a slope below 0."""
+    """x, times ``negative_slope`` below 0, as ``torch.nn.functional.leaky_relu``."""
     if inplace:
         return F.leaky_relu(x, negative_slope, inplace=True)
     return one("leaky_relu", x, negative_slope=negative_slope)
@@ -119,19 +120,20 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -
 
 @delegates(_nn.elu, without=IN_PLACE, keeps_type=True)
 def elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """x, or alpha · (eˣ − 1) below 0."""
+    """x, or alpha · (eˣ − 1) below 0, as ``torch.nn.functional.elu``."""
     return F.elu(x, alpha, inplace=True) if inplace else one("elu", x, alpha=alpha)
 
 
 @delegates(torch.celu, without=IN_PLACE, keeps_type=True)
 def celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """x, or alpha · (e^(x/alpha) − 1) below 0."""
+    """x, or alpha · (e^(x/alpha) − 1) below 0, as ``torch.nn.functional.celu``."""
     return F.celu(x, alpha, inplace=True) if inplace else one("celu", x, alpha=alpha)
 
 
 @delegates(_nn.softplus, keeps_type=True)
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    """ln(1 + e^(beta·x)) / beta, and x itself where beta·x is over the threshold."""
+    """ln(1 + e^(beta·x)) / beta, and x itself where beta·x is over ``threshold``, as
+    ``torch.nn.functional.softplus``."""
     return one("softplus", x, beta=beta, threshold=threshold)
 
 
@@ -149,7 +151,7 @@ def _torch_hardtanh(x: Tensor, min_val: float, max_val: float) -> Any:
 def hardtanh(
     x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 ) -> Tensor:
-    """x held between min_val and max_val."""
+    """x held between ``min_val`` and ``max_val``, as ``torch.nn.functional.hardtanh``."""
     if inplace:
         return F.hardtanh(x, min_val, max_val, inplace=True)
     return one("hardtanh", x, min=min_val, max=max_val)
@@ -157,19 +159,19 @@ def hardtanh(
 
 @delegates(_nn.softshrink, keeps_type=True, on_cpu=all_but(LOW))
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    """x moved towards 0 by lambd, and 0 within it."""
+    """x moved towards 0 by ``lambd``, and 0 within it, as ``torch.nn.functional.softshrink``."""
     return one("softshrink", x, lambd=lambd)
 
 
 @delegates(torch.hardshrink, keeps_type=True, on_cpu=all_but(LOW))
 def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    """x, but 0 where |x| ≤ lambd."""
+    """x, but 0 where |x| ≤ ``lambd``, as ``torch.nn.functional.hardshrink``."""
     return one("hardshrink", x, lambd=lambd)
 
 
 @delegates(torch.threshold, without=IN_PLACE, keeps_type=True, on_cpu=all_but(LOW))
 def threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
-    """x, but value where x ≤ threshold."""
+    """x, but ``value`` where x ≤ ``threshold``, as ``torch.nn.functional.threshold``."""
     if inplace:
         return F.threshold(x, threshold, value, inplace=True)
     return one("threshold", x, threshold=threshold, value=value)
@@ -182,13 +184,14 @@ def _prelu_is_torchs(x: Tensor, weight: Tensor) -> bool:
 
 @delegates(torch.prelu, keeps_type=True, on_cpu=_prelu_is_torchs)
 def prelu(x: Tensor, weight: Tensor) -> Tensor:
-    """x, times a learned slope below 0, one for all or one for each channel (dimension 1)."""
+    """x, times ``weight`` below 0: one slope for all or one for each channel (dimension 1), as
+    ``torch.nn.functional.prelu``."""
     return one("prelu", *lower(x, weight))
 
 
 @delegates(_nn.glu, keeps_type=True)
 def glu(x: Tensor, dim: int = -1) -> Tensor:
-    """a · sigmoid(b), with a and b the halves of x along ``dim``."""
+    """a · sigmoid(b) of a and b, the halves of x along ``dim``, as ``torch.nn.functional.glu``."""
     return one("glu", x, axis=dim)
 
 
@@ -234,7 +237,13 @@ def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str) -> Any:
     single="bias is None",
 )
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
-    """activation(x + bias) in one pass; the gradient of bias is a sum in float32."""
+    """activation(x + bias) in one pass; the gradient of bias is a sum in float32.
+
+    ``bias`` must broadcast with x; ``activation`` is "relu", "gelu", "gelu_tanh", "silu" or another
+    elementwise activation.
+
+    >>> y = dt.functional.bias_act(x @ w.T, b, "silu")
+    """
     return BIAS_ACT.one(x, bias, activation=activation)
 
 
@@ -281,19 +290,31 @@ def _torch_geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Any:
 
 @delegates(_torch_gated("silu"), plain=_plain_gate("silu"), **GATED)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
+    """silu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
+    and up.
+
+    >>> y = dt.functional.swiglu(x @ w_gate.T, x @ w_up.T)
+    """
     return _gated("silu", gate, up)
 
 
 @delegates(_torch_geglu, plain=_plain_gate("gelu"), **GATED)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """gelu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
+    """gelu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
+    and up. ``approximate="tanh"`` takes that of :func:`gelu`.
+
+    >>> y = dt.functional.geglu(x @ w_gate.T, x @ w_up.T)
+    """
     return _gated("gelu" if approximate == "none" else "gelu_tanh", gate, up)
 
 
 @delegates(_torch_gated("relu"), plain=_plain_gate("relu"), **GATED)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """relu(gate) · up. With one tensor, its halves along the last dimension are gate and up."""
+    """relu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
+    and up.
+
+    >>> y = dt.functional.reglu(x @ w_gate.T, x @ w_up.T)
+    """
     return _gated("relu", gate, up)
 
 
@@ -330,11 +351,11 @@ def dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
     seed: int | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each element is 0 with probability p, else x / (1 − p).
+    """Each element is 0 with probability ``p``, else x / (1 − p); x itself unless ``training``.
 
     Which ones depends on ``seed`` and on their place alone, so the mask is computed again in the
-    backward pass instead of being stored, and the same on every device. Without a seed one is
-    drawn from torch's generator, or torch's dropout draws the mask, as it does ``inplace``.
+    backward pass instead of being stored, and the same on every device. Without a seed one is drawn
+    from torch's generator, or torch's dropout draws the mask, as it does ``inplace``.
     """
     if inplace and seed is None:
         return F.dropout(x, p, training, inplace=True)
@@ -377,7 +398,11 @@ def bias_dropout_residual(
     *,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """residual + dropout(x + bias) in one pass; see :func:`dropout` for the seed."""
+    """residual + dropout(x + bias) in one pass; ``p``, ``training`` and ``seed`` are those of
+    :func:`dropout`. Either of bias and residual may be None.
+
+    >>> y = dt.functional.bias_dropout_residual(x @ w.T, b, stream, p=0.1, training=model.training)
+    """
     if not 0.0 <= p <= 1.0:
         raise BindError(
             f"p={p} is not a probability", asked=f"dropout(…, p={p})", remedy="use 0 <= p <= 1"

@@ -171,8 +171,12 @@ def sinusoidal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The table [length, dim] of sin and cos of positions over wavelengths up to 2π·base, sines in
-    the even columns. Computed in float64: exact to the last bit at any position."""
+    """The table [length, dim] of sin and cos of positions ``offset``, ``offset`` + 1, … over
+    wavelengths up to 2π·base, sines in the even columns. Computed in float64, so exact to the last
+    bit at any position, then cast to ``dtype``; ``device``: where it is to be.
+
+    >>> x = x + dt.functional.sinusoidal(x.shape[1], x.shape[2])
+    """
     place = torch.arange(offset, offset + length, dtype=torch.float64, device=device)
     rate = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     angle = place[:, None] * rate

@@ -172,6 +172,7 @@ class Handed:
 
 class delegation:
     """Whether small calls may go to torch's own functions: at once, or within ``with``.
+    ``allowed``: at first they may.
 
     >>> dt.functional.delegation(False)          # from now on every call is planned
     >>> with dt.functional.delegation(False):    # only in here

@@ -125,10 +125,10 @@ def linear_cross_entropy(
              chunk (8192 tokens, 4096 → 128256 in bfloat16: the error of all gradients is 1.1e-3
              for 1.0e-3). It is for "mean" and "sum", and the default there
 
-    The other arguments are those of ``cross_entropy``; ``class_weight`` is its ``weight``. Logits
-    are rounded to the type of the inputs, as linear would. The gradient of ``hidden`` is computed
-    with the loss. Under torch.compile all is "exact". There is no second derivative, except of
-    small losses, which are torch's own as in ``cross_entropy``.
+    The other arguments are those of :func:`cross_entropy`; ``class_weight`` is its ``weight``.
+    Logits are rounded to the type of the inputs, as linear would. The gradient of ``hidden`` is
+    computed with the loss. Under torch.compile all is "exact". There is no second derivative,
+    except of small losses, which are torch's own as in ``cross_entropy``.
     """
     if under_autocast(hidden):
         cast = torch.get_autocast_dtype(hidden.device.type)

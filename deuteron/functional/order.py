@@ -48,8 +48,8 @@ def _along(name: str, x: Tensor, dim: int, **attrs: Any) -> Any:
     _torch_scan(torch.cumsum), plain=Plain(torch.cumsum, *OF_ROWS), keeps_type=True, on_cpu=ANY
 )
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum of all elements up to each one, along ``dim``; the same bits in every run.
-    ``dtype``: x is cast to it first."""
+    """The sum of all elements up to each one, along ``dim``; the same bits in every run. ``dtype``:
+    x is cast to it first. As ``torch.cumsum``."""
     return cast(_along("cumsum", cast(x, dtype), dim), dtype)
 
 
@@ -57,26 +57,27 @@ def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     _torch_scan(torch.cumprod), plain=Plain(torch.cumprod, *OF_ROWS), keeps_type=True, on_cpu=ANY
 )
 def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The product of all elements up to each one, along ``dim``. ``dtype``: x is cast to it
-    first."""
+    """The product of all elements up to each one, along ``dim``. ``dtype``: x is cast to it first.
+    As ``torch.cumprod``."""
     return cast(_along("cumprod", cast(x, dtype), dim), dtype)
 
 
 @delegates(torch.cummax, keeps_type=True, on_cpu=ANY)
 def cummax(x: Tensor, dim: int) -> Pair:
-    """The largest element so far along ``dim``, and where it stands."""
+    """The largest element so far along ``dim``, and where it stands. As ``torch.cummax``."""
     return return_types.cummax(_along("cummax", x, dim))
 
 
 @delegates(torch.cummin, keeps_type=True, on_cpu=ANY)
 def cummin(x: Tensor, dim: int) -> Pair:
-    """The smallest element so far along ``dim``, and where it stands."""
+    """The smallest element so far along ``dim``, and where it stands. As ``torch.cummin``."""
     return return_types.cummin(_along("cummin", x, dim))
 
 
 @delegates(_torch_sort, keeps_type=True, on_cpu=ANY)
 def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
-    """x in order along ``dim``, and the places the elements came from."""
+    """x in order along ``dim``, the largest first if ``descending``, and the places the elements
+    came from. As ``torch.sort``; equal elements keep their order unless ``stable`` is False."""
     return return_types.sort(_along("sort", x, dim, descending=descending, stable=stable))
 
 
@@ -84,8 +85,8 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True
 def topk(
     x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Pair:  # fmt: skip
-    """The k largest (or smallest) elements along ``dim``, best first (whether ``sorted`` or not),
-    and their places."""
+    """The ``k`` largest (or smallest) elements along ``dim``, best first (whether ``sorted`` or
+    not), and their places. As ``torch.topk``."""
     return return_types.topk(_along("topk", x, dim, k=k, largest=largest))
 
 
@@ -104,6 +105,9 @@ COUNTED = {torch.float32, torch.float64}
 def histogram(
     x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
 ) -> Tensor:
-    """How many elements lie in each of ``bins`` equal parts of low … high, or the sum of their
-    weights; the last part includes high, what lies outside is left out."""
+    """How many elements of x lie in each of ``bins`` equal parts of ``low`` to ``high``, or the sum
+    of their ``weight``; the last part includes high, what lies outside is left out.
+
+    >>> counts = dt.functional.histogram(x, 64, -3.0, 3.0)
+    """
     return OPERATORS["histogram"].one(x, weight, bins=bins, low=float(low), high=float(high))

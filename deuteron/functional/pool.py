@@ -265,40 +265,48 @@ def _adaptive_by_torch(kind: str, dims: int) -> Callable[[Callable[P, R]], Calla
 
 @_adaptive_by_torch("avg", 1)
 def adaptive_avg_pool1d(x: Tensor, output_size: Output) -> Tensor:
-    """The mean of windows chosen so that so many remain."""
+    """The mean of windows chosen so that ``output_size`` remain. As
+    ``torch.nn.functional.adaptive_avg_pool1d``."""
     out: Tensor = _adaptive("avg", 1, x, output_size)
     return out
 
 
 @_adaptive_by_torch("avg", 2)
 def adaptive_avg_pool2d(x: Tensor, output_size: Output) -> Tensor:
-    """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
+    """The mean of windows chosen so that ``output_size`` remain; None keeps a dimension as it is.
+    As ``torch.nn.functional.adaptive_avg_pool2d``."""
     out: Tensor = _adaptive("avg", 2, x, output_size)
     return out
 
 
 @_adaptive_by_torch("avg", 3)
 def adaptive_avg_pool3d(x: Tensor, output_size: Output) -> Tensor:
-    """The mean of windows chosen so that so many remain; None keeps a dimension as it is."""
+    """The mean of windows chosen so that ``output_size`` remain; None keeps a dimension as it is.
+    As ``torch.nn.functional.adaptive_avg_pool3d``."""
     out: Tensor = _adaptive("avg", 3, in_float32(x, ("cpu",)), output_size)
     return out
 
 
 @_adaptive_by_torch("max", 1)
 def adaptive_max_pool1d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
-    """The largest of windows chosen so that so many remain."""
+    """The largest of windows chosen so that ``output_size`` remain. As
+    ``torch.nn.functional.adaptive_max_pool1d``. With ``return_indices`` also where they stood."""
     return _adaptive("max", 1, x, output_size, return_indices)
 
 
 @_adaptive_by_torch("max", 2)
 def adaptive_max_pool2d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
-    """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
+    """The largest of windows chosen so that ``output_size`` remain; None keeps a dimension as it
+    is. As ``torch.nn.functional.adaptive_max_pool2d``. With ``return_indices`` also where they
+    stood."""
     return _adaptive("max", 2, x, output_size, return_indices)
 
 
 @_adaptive_by_torch("max", 3)
 def adaptive_max_pool3d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
-    """The largest of windows chosen so that so many remain; None keeps a dimension as it is."""
+    """The largest of windows chosen so that ``output_size`` remain; None keeps a dimension as it
+    is. As ``torch.nn.functional.adaptive_max_pool3d``. With ``return_indices`` also where they
+    stood."""
     return _adaptive("max", 3, in_float32(x, ("cpu",)), output_size, return_indices)
 
 
@@ -325,13 +333,13 @@ SPATIAL = {3: (2,), 4: (2, 3), 5: (2, 3, 4)}  # by rank
 
 @_global_by_torch(torch.mean, mean_is_torchs)
 def global_avg_pool(x: Tensor) -> Tensor:
-    """The mean over all positions, [N, C, …] to [N, C, 1, …]."""
+    """The mean of x over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="avg")
 
 
 @_global_by_torch(torch.amax, extreme_is_torchs)
 def global_max_pool(x: Tensor) -> Tensor:
-    """The largest over all positions, [N, C, …] to [N, C, 1, …]."""
+    """The largest of x over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="max")
 
 
@@ -359,7 +367,12 @@ def weighted_pool2d(
     x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
 ) -> Tensor:
     """The sum of each window of x [N, C, H, W], its elements times ``weight``: one window [kh, kw]
-    for all channels, or [C, kh, kw]. Weights that add up to 1 give a weighted mean."""
+    for all channels, or [C, kh, kw]. Weights that add up to 1 give a weighted mean.
+
+    Windows start every ``stride`` (by default next to each other), after ``padding`` zeros.
+
+    >>> blurred = dt.functional.weighted_pool2d(x, torch.full((3, 3), 1 / 9), stride=1, padding=1)
+    """
     if x.ndim != 4:
         raise BindError(
             f"x {list(x.shape)} has rank {x.ndim}, weighted_pool2d needs 4",
@@ -373,6 +386,9 @@ def weighted_pool2d(
 
 @traceable
 def pyramid_pool2d(x: Tensor, sizes: Size = (1, 2, 3, 6), kind: str = "avg") -> Tensor:
-    """x [N, C, H, W] pooled ("avg" or "max") over grids of several sizes, one result after another:
-    [N, C, Σ s²], as spatial-pyramid pooling wants it."""
+    """x [N, C, H, W] pooled over grids of several ``sizes``, one result after another, as
+    spatial-pyramid pooling wants it: [N, C, Σ s²]. ``kind``: "avg" or "max".
+
+    >>> features = dt.functional.pyramid_pool2d(x, (1, 2, 4), "max").flatten(1)
+    """
     return OPERATORS["pyramid_pool"].one(x, sizes=_whole(sizes, "sizes"), kind=kind)

@@ -93,7 +93,8 @@ def extreme_is_torchs(x: Tensor, dim: Dims) -> bool:
 def sum(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The sum along ``dim``: one axis, several, or all. ``dtype``: x is cast to it first."""
+    """The sum along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1.
+    ``dtype``: x is cast to it first. As ``torch.sum``."""
     return cast(one("sum", cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
 
 
@@ -101,7 +102,8 @@ def sum(
 def mean(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The mean along ``dim``: one axis, several, or all. ``dtype``: x is cast to it first."""
+    """The mean along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1.
+    ``dtype``: x is cast to it first. As ``torch.mean``."""
     return one("mean", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
@@ -109,7 +111,8 @@ def mean(
 def prod(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The product along ``dim``: one axis, several, or all. ``dtype``: x is cast to it first."""
+    """The product along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1.
+    ``dtype``: x is cast to it first. As ``torch.prod``."""
     return cast(one("prod", cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
 
 
@@ -119,7 +122,7 @@ def var(
 ) -> Tensor:
     """The variance along ``dim``, from centred values: exact where the mean is large. The sum of
     squares is divided by the number of elements less ``correction`` (None: 1). A bool for ``dim``
-    is torch's older ``unbiased``."""
+    is torch's older ``unbiased``. As ``torch.var``."""
     less = 1 if correction is None else correction
     if isinstance(dim, bool):
         less, dim = int(dim), None
@@ -128,25 +131,29 @@ def var(
 
 @delegates(torch.amax, keeps_type=True, on_cpu=extreme_is_torchs)
 def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The largest value along ``dim``; nan if there is one. Equal ones share the gradient."""
+    """The largest value along ``dim``; nan if there is one. Equal ones share the gradient. As
+    ``torch.amax``."""
     return one("max", x, axes=_axes(dim), keepdim=keepdim)
 
 
 @delegates(torch.amin, keeps_type=True, on_cpu=extreme_is_torchs)
 def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The smallest value along ``dim``; nan if there is one. Equal ones share the gradient."""
+    """The smallest value along ``dim``; nan if there is one. Equal ones share the gradient. As
+    ``torch.amin``."""
     return one("min", x, axes=_axes(dim), keepdim=keepdim)
 
 
 @delegates(torch.argmax, keeps_type=True)
 def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the largest value stands, the first of equals; in all of x if ``dim`` is None."""
+    """Where the largest value stands, the first of equals; in all of x if ``dim`` is None. As
+    ``torch.argmax``."""
     return one("argmax", x, axis=dim, keepdim=keepdim)
 
 
 @delegates(torch.argmin, keeps_type=True)
 def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the smallest value stands, the first of equals; in all of x if ``dim`` is None."""
+    """Where the smallest value stands, the first of equals; in all of x if ``dim`` is None. As
+    ``torch.argmin``."""
     return one("argmin", x, axis=dim, keepdim=keepdim)
 
 
@@ -186,7 +193,8 @@ def norm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """(Σ |x|ᵖ)^(1/p) along ``dim``; of p = ±inf the largest or smallest |x|, of 0 the number of
-    elements that are not 0. ``dtype``: x is cast to it first."""
+    elements that are not 0. ``dtype``: x is cast to it first. As ``torch.linalg.vector_norm``,
+    whose ``ord`` is ``p``."""
     x = cast(x, dtype)
     if not x.is_floating_point():
         kind = str(x.dtype).removeprefix("torch.")
@@ -202,7 +210,8 @@ def norm(
 
 @delegates(torch.where, keeps_type=True)
 def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
-    """x where the condition holds, y elsewhere, broadcast; either may be a number."""
+    """x where ``condition`` holds, y elsewhere, broadcast; either may be a number. As
+    ``torch.where``."""
     return one("where", condition, _tensor(x, y, condition), _tensor(y, x, condition))
 
 
@@ -226,7 +235,8 @@ def _beside(dtype: torch.dtype, value: object) -> torch.dtype:
 
 @delegates(torch.permute_copy, keeps_type=True, on_cpu=ANY)
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The dimensions of x in another order, as a tensor laid out in that order (not a view)."""
+    """The dimensions of x in the order ``dims``, as a tensor laid out in that order (not a view, as
+    ``torch.permute`` gives)."""
     return PERMUTE.one(x, dims=tuple(dims))
 
 

@@ -198,7 +198,8 @@ def grid_sample(
     on_cpu=ANY,
 )
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
-    """[…, C·r², H, W] to […, C, H·r, W·r]."""
+    """[…, C·r², H, W] to […, C, H·r, W·r] with r = ``upscale_factor``, as
+    ``torch.nn.functional.pixel_shuffle``."""
     return one("pixel_shuffle", x, factor=index(upscale_factor))
 
 
@@ -213,5 +214,6 @@ def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     on_cpu=ANY,
 )
 def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
-    """[…, C, H·r, W·r] to […, C·r², H, W]."""
+    """[…, C, H·r, W·r] to […, C·r², H, W] with r = ``downscale_factor``, as
+    ``torch.nn.functional.pixel_unshuffle``."""
     return one("pixel_unshuffle", x, factor=index(downscale_factor))

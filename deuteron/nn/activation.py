@@ -10,106 +10,113 @@ from torch import Tensor, nn
 from deuteron import functional as F
 
 
+class _Bare:
+    """A module that takes no arguments, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
 class ReLU(nn.ReLU):
-    """``torch.nn.ReLU``. With ``inplace`` the result is written over the input."""
+    """max(x, 0), as ``torch.nn.ReLU``. With ``inplace`` the result is written over the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.relu(input)
 
 
 class ReLU6(nn.ReLU6):
-    """``torch.nn.ReLU6``."""
+    """x held between 0 and 6, as ``torch.nn.ReLU6``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.relu6(input)
 
 
 class LeakyReLU(nn.LeakyReLU):
-    """``torch.nn.LeakyReLU``."""
+    """x, times ``negative_slope`` below 0, as ``torch.nn.LeakyReLU``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.leaky_relu(input, self.negative_slope)
 
 
 class PReLU(nn.PReLU):
-    """``torch.nn.PReLU``."""
+    """x, times a learned slope below 0, as ``torch.nn.PReLU``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.prelu(input, self.weight)
 
 
 class ELU(nn.ELU):
-    """``torch.nn.ELU``."""
+    """x, or alpha · (eˣ − 1) below 0, as ``torch.nn.ELU``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.elu(input, self.alpha)
 
 
 class CELU(nn.CELU):
-    """``torch.nn.CELU``."""
+    """x, or alpha · (e^(x/alpha) − 1) below 0, as ``torch.nn.CELU``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.celu(input, self.alpha)
 
 
 class SELU(nn.SELU):
-    """``torch.nn.SELU``."""
+    """elu with the two constants of self-normalising networks, as ``torch.nn.SELU``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.selu(input)
 
 
 class GELU(nn.GELU):
-    """``torch.nn.GELU``."""
+    """x · Φ(x), with Φ the normal distribution, as ``torch.nn.GELU``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.gelu(input, self.approximate)
 
 
 class SiLU(nn.SiLU):
-    """``torch.nn.SiLU``."""
+    """x · sigmoid(x), as ``torch.nn.SiLU``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.silu(input)
 
 
 class Mish(nn.Mish):
-    """``torch.nn.Mish``."""
+    """x · tanh(softplus(x)), as ``torch.nn.Mish``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.mish(input)
 
 
-class Sigmoid(nn.Sigmoid):
-    """``torch.nn.Sigmoid``."""
+class Sigmoid(_Bare, nn.Sigmoid):
+    """1 / (1 + e⁻ˣ), as ``torch.nn.Sigmoid``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.sigmoid(input)
 
 
-class Tanh(nn.Tanh):
-    """``torch.nn.Tanh``."""
+class Tanh(_Bare, nn.Tanh):
+    """tanh x, as ``torch.nn.Tanh``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.tanh(input)
 
 
 class Hardswish(nn.Hardswish):
-    """``torch.nn.Hardswish``."""
+    """x · hardsigmoid(x), as ``torch.nn.Hardswish``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.hardswish(input)
 
 
 class Hardsigmoid(nn.Hardsigmoid):
-    """``torch.nn.Hardsigmoid``."""
+    """x/6 + 1/2 held between 0 and 1, as ``torch.nn.Hardsigmoid``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if self.inplace else F.hardsigmoid(input)
 
 
 class Hardtanh(nn.Hardtanh):
-    """``torch.nn.Hardtanh``."""
+    """x held between ``min_val`` and ``max_val``, as ``torch.nn.Hardtanh``."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.inplace:
@@ -118,42 +125,42 @@ class Hardtanh(nn.Hardtanh):
 
 
 class Softplus(nn.Softplus):
-    """``torch.nn.Softplus``."""
+    """ln(1 + e^(beta·x)) / beta, as ``torch.nn.Softplus``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.softplus(input, self.beta, self.threshold)
 
 
-class Softsign(nn.Softsign):
-    """``torch.nn.Softsign``."""
+class Softsign(_Bare, nn.Softsign):
+    """x / (1 + |x|), as ``torch.nn.Softsign``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.softsign(input)
 
 
 class Softshrink(nn.Softshrink):
-    """``torch.nn.Softshrink``."""
+    """x moved towards 0 by ``lambd``, and 0 within it, as ``torch.nn.Softshrink``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.softshrink(input, self.lambd)
 
 
 class Hardshrink(nn.Hardshrink):
-    """``torch.nn.Hardshrink``."""
+    """x, but 0 where |x| ≤ ``lambd``, as ``torch.nn.Hardshrink``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardshrink(input, self.lambd)
 
 
-class Tanhshrink(nn.Tanhshrink):
-    """``torch.nn.Tanhshrink``."""
+class Tanhshrink(_Bare, nn.Tanhshrink):
+    """x − tanh x, as ``torch.nn.Tanhshrink``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.tanhshrink(input)
 
 
 class Threshold(nn.Threshold):
-    """``torch.nn.Threshold``."""
+    """x, but ``value`` where x ≤ ``threshold``, as ``torch.nn.Threshold``."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.inplace:
@@ -161,22 +168,22 @@ class Threshold(nn.Threshold):
         return F.threshold(input, self.threshold, self.value)
 
 
-class LogSigmoid(nn.LogSigmoid):
-    """``torch.nn.LogSigmoid``."""
+class LogSigmoid(_Bare, nn.LogSigmoid):
+    """ln sigmoid(x), as ``torch.nn.LogSigmoid``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.log_sigmoid(input)
 
 
 class GLU(nn.GLU):
-    """``torch.nn.GLU``."""
+    """a · sigmoid(b), with a and b the halves of x along ``dim``, as ``torch.nn.GLU``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.glu(input, self.dim)
 
 
 class Softmax(nn.Softmax):
-    """``torch.nn.Softmax``, with an optional mask."""
+    """eˣ over its sum along ``dim``, as ``torch.nn.Softmax``; ``mask`` as in :func:`softmax`."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:
@@ -185,7 +192,8 @@ class Softmax(nn.Softmax):
 
 
 class LogSoftmax(nn.LogSoftmax):
-    """``torch.nn.LogSoftmax``, with an optional mask."""
+    """The logarithm of softmax along ``dim``, as ``torch.nn.LogSoftmax``; ``mask`` as in
+    :func:`softmax`."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:
@@ -194,7 +202,8 @@ class LogSoftmax(nn.LogSoftmax):
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` whose mask is computed again in the backward pass, not stored."""
+    """``torch.nn.Dropout`` whose mask is computed again in the backward pass, not stored; the same
+    mask for the same ``seed``."""
 
     def forward(self, input: Tensor, seed: int | Tensor | None = None) -> Tensor:
         if self.inplace or not self.training or self.p == 0.0:
@@ -205,15 +214,22 @@ class Dropout(nn.Dropout):
 # ---- what torch.nn does not have
 
 
-class SwiGLU(nn.Module):
-    """silu(gate) · up, of two tensors or of the halves of one."""
+class SwiGLU(_Bare, nn.Module):
+    """silu(gate) · up, of two tensors or of the halves of one along the last dimension.
+
+    >>> y = dt.nn.SwiGLU()(gate_proj(x), up_proj(x))
+    """
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         return F.swiglu(gate, up)
 
 
 class GeGLU(nn.Module):
-    """gelu(gate) · up, of two tensors or of the halves of one."""
+    """gelu(gate) · up, of two tensors or of the halves of one along the last dimension.
+    ``approximate="tanh"`` takes that of gelu.
+
+    >>> y = dt.nn.GeGLU()(gate_proj(x), up_proj(x))
+    """
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
@@ -223,15 +239,22 @@ class GeGLU(nn.Module):
         return F.geglu(gate, up, self.approximate)
 
 
-class ReGLU(nn.Module):
-    """relu(gate) · up, of two tensors or of the halves of one."""
+class ReGLU(_Bare, nn.Module):
+    """relu(gate) · up, of two tensors or of the halves of one along the last dimension.
+
+    >>> y = dt.nn.ReGLU()(gate_proj(x), up_proj(x))
+    """
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         return F.reglu(gate, up)
 
 
 class BiasAct(nn.Module):
-    """activation(x + bias) with a learned bias along the last dimension."""
+    """activation(x + bias) with a learned bias [features] along the last dimension of ``input``,
+    zeros at first, made on ``device`` in ``dtype``.
+
+    >>> layer = torch.nn.Sequential(torch.nn.Linear(64, 256, bias=False), dt.nn.BiasAct(256))
+    """
 
     def __init__(
         self,

@@ -35,7 +35,13 @@ class Embedding(nn.Embedding):
 
 
 class SinusoidalEmbedding(nn.Module):
-    """Adds sin and cos of the position to x [batch, length, dim]; nothing is learned or saved."""
+    """Adds sin and cos of the position to x [batch, length, dim]; nothing is learned or saved.
+
+    Wavelengths go up to 2π·base, positions up to ``max_length``; the first token of x stands at
+    ``offset``.
+
+    >>> x = dt.nn.SinusoidalEmbedding(512)(tokens(index))
+    """
 
     table: Tensor
 
@@ -58,7 +64,15 @@ class SinusoidalEmbedding(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions on q and k [B, S, H, D] in one launch; nothing is learned or saved."""
+    """Rotary positions on q and k [B, S, H, D] in one launch; nothing is learned or saved.
+
+    The first ``dim`` features of each head are turned, by angles from ``base``, for positions up to
+    ``max_length``. ``interleaved``, ``seq_dim`` and, when it is called, ``positions`` and
+    ``offset`` are those of :func:`rope`.
+
+    >>> rotary = dt.nn.RotaryEmbedding(128)
+    >>> q, k = rotary(q, k, offset=cache_length)
+    """
 
     cos: Tensor
     sin: Tensor

@@ -12,8 +12,8 @@ from deuteron.functional.loss import cross_entropy
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """``torch.nn.CrossEntropyLoss``: the same arguments and state dict, and those that
-    ``deuteron.functional.cross_entropy`` adds."""
+    """``torch.nn.CrossEntropyLoss``: the same arguments and state dict, and ``z_loss``,
+    ``inplace_backward`` and ``return_lse``, which :func:`cross_entropy` adds."""
 
     def __init__(
         self,
@@ -55,11 +55,12 @@ class LinearCrossEntropy(torch.nn.CrossEntropyLoss):
     """Cross-entropy of a linear layer that it does not own: the layer's weight is an argument of
     the call, so that an output layer tied to an embedding stays tied.
 
-    >>> loss = LinearCrossEntropy(ignore_index=0)
+    >>> loss = dt.nn.LinearCrossEntropy(ignore_index=0)
     >>> loss(hidden, head.weight, target, head.bias)
 
-    The arguments are those of ``torch.nn.CrossEntropyLoss`` (``weight`` is that of the classes) and
-    of ``deuteron.functional.linear_cross_entropy``.
+    The arguments are those of ``torch.nn.CrossEntropyLoss`` (``weight`` is that of the classes;
+    ``size_average`` and ``reduce`` are its old names for ``reduction``) and of
+    :func:`linear_cross_entropy`.
     """
 
     def __init__(

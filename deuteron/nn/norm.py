@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +24,28 @@ class _Activated:
         super().__init__(*args, **kwargs)
         self.activation = activation
 
+    def __init_subclass__(cls) -> None:
+        """A class that adds nothing to the arguments gets them written out, for ``help``: those of
+        torch's class, as the version that is installed has them, and ours."""
+        super().__init_subclass__()
+        torchs = next((base for base in cls.__mro__ if base.__module__.startswith("torch.")), None)
+        if torchs is not None and cls.__init__ is _Activated.__init__:
+            cls.__init__ = _with_activation(torchs)  # type: ignore[method-assign]
+
+
+def _with_activation(torchs: type) -> Any:
+    """``_Activated.__init__`` that shows the arguments of ``torchs``."""
+
+    @wraps(_Activated.__init__)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        _Activated.__init__(self, *args, **kwargs)
+
+    theirs = inspect.signature(torchs.__init__)  # type: ignore[misc]
+    ours = inspect.signature(_Activated.__init__).parameters["activation"]
+    shown = theirs.replace(parameters=[*theirs.parameters.values(), ours])
+    init.__signature__ = shown  # type: ignore[attr-defined]
+    return init
+
 
 def as_leaf(module: nn.Module, wrong: TraceError, input: Any, *others: Any) -> Any:
     """The call of a module that asks its input questions, as one node of the graph that
@@ -39,7 +63,12 @@ def as_leaf(module: nn.Module, wrong: TraceError, input: Any, *others: Any) -> A
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
-    """``torch.nn.LayerNorm``; ``residual`` is added first and the sum returned too."""
+    """``torch.nn.LayerNorm`` that takes more: ``residual`` is added first and the sum returned too,
+    ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
+    result.
+
+    >>> y, stream = dt.nn.LayerNorm(768)(x, residual=stream)
+    """
 
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
@@ -53,7 +82,12 @@ class LayerNorm(_Activated, nn.LayerNorm):
 
 
 class RMSNorm(_Activated, nn.RMSNorm):
-    """``torch.nn.RMSNorm``; ``residual`` is added first and the sum returned too."""
+    """``torch.nn.RMSNorm`` that takes more: ``residual`` is added first and the sum returned too,
+    ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
+    result.
+
+    >>> y, stream = dt.nn.RMSNorm(4096)(x, residual=stream)
+    """
 
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
@@ -67,7 +101,12 @@ class RMSNorm(_Activated, nn.RMSNorm):
 
 
 class GroupNorm(_Activated, nn.GroupNorm):
-    """``torch.nn.GroupNorm``; ``residual`` is added first and the sum returned too."""
+    """``torch.nn.GroupNorm`` that takes more: ``residual`` is added first and the sum returned too,
+    ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
+    result.
+
+    >>> y, stream = dt.nn.GroupNorm(8, 64)(x, residual=stream)
+    """
 
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
@@ -104,15 +143,30 @@ class _InstanceNorm(_Activated):
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
-    """``torch.nn.InstanceNorm1d``; ``residual`` is added first and the sum returned too."""
+    """``torch.nn.InstanceNorm1d`` that takes more: ``residual`` is added first and the sum returned
+    too, ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to
+    the result.
+
+    >>> y, stream = dt.nn.InstanceNorm1d(64)(x, residual=stream)
+    """
 
 
 class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
-    """``torch.nn.InstanceNorm2d``; ``residual`` is added first and the sum returned too."""
+    """``torch.nn.InstanceNorm2d`` that takes more: ``residual`` is added first and the sum returned
+    too, ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to
+    the result.
+
+    >>> y, stream = dt.nn.InstanceNorm2d(64)(x, residual=stream)
+    """
 
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
-    """``torch.nn.InstanceNorm3d``; ``residual`` is added first and the sum returned too."""
+    """``torch.nn.InstanceNorm3d`` that takes more: ``residual`` is added first and the sum returned
+    too, ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to
+    the result.
+
+    >>> y, stream = dt.nn.InstanceNorm3d(64)(x, residual=stream)
+    """
 
 
 class _BatchNorm(_Activated):
@@ -138,12 +192,24 @@ class _BatchNorm(_Activated):
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """``torch.nn.BatchNorm1d``; ``residual`` is added after it, then the activation applied."""
+    """``torch.nn.BatchNorm1d`` that takes more: ``residual`` is added after it, then ``activation``
+    ("relu", "silu", …) applied.
+
+    >>> y = dt.nn.BatchNorm1d(64, activation="relu")(x, residual=shortcut)
+    """
 
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """``torch.nn.BatchNorm2d``; ``residual`` is added after it, then the activation applied."""
+    """``torch.nn.BatchNorm2d`` that takes more: ``residual`` is added after it, then ``activation``
+    ("relu", "silu", …) applied.
+
+    >>> y = dt.nn.BatchNorm2d(64, activation="relu")(x, residual=shortcut)
+    """
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """``torch.nn.BatchNorm3d``; ``residual`` is added after it, then the activation applied."""
+    """``torch.nn.BatchNorm3d`` that takes more: ``residual`` is added after it, then ``activation``
+    ("relu", "silu", …) applied.
+
+    >>> y = dt.nn.BatchNorm3d(64, activation="relu")(x, residual=shortcut)
+    """

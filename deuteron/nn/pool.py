@@ -20,25 +20,25 @@ class _MaxPool:
 
 
 class MaxPool1d(_MaxPool, nn.MaxPool1d):
-    """``torch.nn.MaxPool1d``."""
+    """The largest value in each window, as ``torch.nn.MaxPool1d``."""
 
     pool = staticmethod(F.max_pool1d)
 
 
 class MaxPool2d(_MaxPool, nn.MaxPool2d):
-    """``torch.nn.MaxPool2d``."""
+    """The largest value in each window, as ``torch.nn.MaxPool2d``."""
 
     pool = staticmethod(F.max_pool2d)
 
 
 class MaxPool3d(_MaxPool, nn.MaxPool3d):
-    """``torch.nn.MaxPool3d``."""
+    """The largest value in each window, as ``torch.nn.MaxPool3d``."""
 
     pool = staticmethod(F.max_pool3d)
 
 
 class AvgPool1d(nn.AvgPool1d):
-    """``torch.nn.AvgPool1d``."""
+    """The mean of each window, as ``torch.nn.AvgPool1d``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.avg_pool1d(
@@ -48,7 +48,7 @@ class AvgPool1d(nn.AvgPool1d):
 
 
 class AvgPool2d(nn.AvgPool2d):
-    """``torch.nn.AvgPool2d``."""
+    """The mean of each window, as ``torch.nn.AvgPool2d``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.avg_pool2d(
@@ -58,7 +58,7 @@ class AvgPool2d(nn.AvgPool2d):
 
 
 class AvgPool3d(nn.AvgPool3d):
-    """``torch.nn.AvgPool3d``."""
+    """The mean of each window, as ``torch.nn.AvgPool3d``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.avg_pool3d(
@@ -68,42 +68,42 @@ class AvgPool3d(nn.AvgPool3d):
 
 
 class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
-    """``torch.nn.AdaptiveAvgPool1d``."""
+    """The mean of windows of which ``output_size`` remain, as ``torch.nn.AdaptiveAvgPool1d``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.adaptive_avg_pool1d(input, self.output_size)
 
 
 class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
-    """``torch.nn.AdaptiveAvgPool2d``."""
+    """The mean of windows of which ``output_size`` remain, as ``torch.nn.AdaptiveAvgPool2d``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d(input, self.output_size)
 
 
 class AdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
-    """``torch.nn.AdaptiveAvgPool3d``."""
+    """The mean of windows of which ``output_size`` remain, as ``torch.nn.AdaptiveAvgPool3d``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.adaptive_avg_pool3d(input, self.output_size)
 
 
 class AdaptiveMaxPool1d(nn.AdaptiveMaxPool1d):
-    """``torch.nn.AdaptiveMaxPool1d``."""
+    """The largest of windows of which ``output_size`` remain, as ``torch.nn.AdaptiveMaxPool1d``."""
 
     def forward(self, input: Tensor) -> Any:
         return F.adaptive_max_pool1d(input, self.output_size, self.return_indices)
 
 
 class AdaptiveMaxPool2d(nn.AdaptiveMaxPool2d):
-    """``torch.nn.AdaptiveMaxPool2d``."""
+    """The largest of windows of which ``output_size`` remain, as ``torch.nn.AdaptiveMaxPool2d``."""
 
     def forward(self, input: Tensor) -> Any:
         return F.adaptive_max_pool2d(input, self.output_size, self.return_indices)
 
 
 class AdaptiveMaxPool3d(nn.AdaptiveMaxPool3d):
-    """``torch.nn.AdaptiveMaxPool3d``."""
+    """The largest of windows of which ``output_size`` remain, as ``torch.nn.AdaptiveMaxPool3d``."""
 
     def forward(self, input: Tensor) -> Any:
         return F.adaptive_max_pool3d(input, self.output_size, self.return_indices)

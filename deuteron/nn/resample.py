@@ -8,7 +8,7 @@ from deuteron import functional as F
 
 
 class Upsample(nn.Upsample):
-    """``torch.nn.Upsample``."""
+    """Images [N, C, …] at another size, as ``torch.nn.Upsample``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.interpolate(
@@ -18,14 +18,14 @@ class Upsample(nn.Upsample):
 
 
 class PixelShuffle(nn.PixelShuffle):
-    """``torch.nn.PixelShuffle``."""
+    """[…, C·r², H, W] to […, C, H·r, W·r], as ``torch.nn.PixelShuffle``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.pixel_shuffle(input, self.upscale_factor)
 
 
 class PixelUnshuffle(nn.PixelUnshuffle):
-    """``torch.nn.PixelUnshuffle``."""
+    """[…, C, H·r, W·r] to […, C·r², H, W], as ``torch.nn.PixelUnshuffle``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.pixel_unshuffle(input, self.downscale_factor)

@@ -30,7 +30,10 @@ class AdamW8bit(Fused):
     Tensors of fewer than ``min_8bit_size`` elements keep their state as
     :class:`deuteron.optim.AdamW` does. On the CPU it saves memory, not time. Of the further
     arguments (:class:`deuteron.optim.Ours`) all but ``state_dtype`` are there; averages and master
-    weights are in float32.
+    weights are in float32. ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``
+    and ``capturable`` are those of ``torch.optim.AdamW``.
+
+    >>> opt = dt.optim.AdamW8bit(model.parameters(), lr=3e-4)
     """
 
     def __init__(

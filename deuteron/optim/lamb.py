@@ -19,8 +19,11 @@ class LAMB(Fused):
 
     ("Large Batch Optimization for Deep Learning", 2019.) State: ``step``, ``exp_avg``,
     ``exp_avg_sq``. Groups without decay, such as biases and norms, are not adapted unless
-    ``always_adapt``. Its usual clipping is ``max_norm=1.0``; further arguments: see
-    :class:`deuteron.optim.Ours`.
+    ``always_adapt``. ``params``, ``lr``, ``betas``, ``eps`` (ε), ``weight_decay`` (λ), ``maximize``
+    and ``capturable`` are those of ``torch.optim.AdamW``. Its usual clipping is ``max_norm=1.0``;
+    further arguments: see :class:`deuteron.optim.Ours`.
+
+    >>> opt = dt.optim.LAMB(model.parameters(), lr=2e-3, weight_decay=0.01, max_norm=1.0)
 
     Three launches per batch on a GPU: moments and sums, ratios, update.
     """

@@ -25,10 +25,14 @@ def check_common(lr: float | torch.Tensor, betas: tuple[float, float], decay: fl
 
 
 class Lion(Fused):
-    """p ← (1 − lr·λ)·p − lr·sign(β₁·m + (1 − β₁)·g);  m ← β₂·m + (1 − β₂)·g
+    """p ← (1 − lr·λ)·p − lr·sign(β₁·m + (1 − β₁)·g); m ← β₂·m + (1 − β₂)·g, λ being
+    ``weight_decay``.
 
-    ("Symbolic Discovery of Optimization Algorithms", 2023.) State: ``exp_avg``. Decay is
-    decoupled. Further arguments: see :class:`deuteron.optim.Ours`.
+    ("Symbolic Discovery of Optimization Algorithms", 2023.) State: ``exp_avg``. Decay is decoupled.
+    ``params``, ``lr``, ``betas``, ``maximize`` and ``capturable`` are those of
+    ``torch.optim.AdamW``; further arguments: see :class:`deuteron.optim.Ours`.
+
+    >>> opt = dt.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
 
     def __init__(
