@@ -30,7 +30,7 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deuteron.frontends.aten import schema_order
+from deuteron.frontends.aten import TABLE, Entry, schema_order
 from deuteron.frontends.heavy_calls import zeros_like_result
 from deuteron.frontends.torch_fx import is_plain
 
@@ -96,11 +96,11 @@ class Recorder(ProxyTorchDispatchMode):
     parent class; nothing of it is used but its place.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, entries: Mapping[str, Entry]) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack = []
-        self.graph = fx.Graph()
+        self.graph, self.entries = fx.Graph(), entries
         self.refused = False
         self._end = time.perf_counter() + LIMIT_S
         self._paths = {id(m): path for path, m in module.named_modules()}
@@ -131,7 +131,8 @@ class Recorder(ProxyTorchDispatchMode):
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         if not all(isinstance(t, Stand) for t in tensors):
             raise NeedsExport(f"{func} reads a tensor that is no weight")
-        if not (is_plain(func) if tensors else _makes(func)) or _draws(func, args, kwargs):
+        plain = is_plain(func, self.entries) if tensors else _makes(func)
+        if not plain or _draws(func, args, kwargs):
             raise NeedsExport(str(func))
         node = self.graph.call_function(func, *pytree.tree_map_only(Stand, _node, (args, kwargs)))
         path = self._inside[-1]
@@ -197,13 +198,18 @@ def _held(stand: Stand) -> torch.Tensor | None:
     return stand.held
 
 
-def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace | None:
+def trace(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    entries: Mapping[str, Entry] = TABLE,
+) -> Trace | None:
     """The calls of ``module`` on an example, or None where torch.export has to be asked."""
     if any(m.training or isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
         return None
     before = Attributes(module)
     try:
-        found = _trace(module, args, kwargs)
+        found = _trace(module, args, kwargs, entries)
         if not before.changed():
             return found
     except Exception:  # torch.export goes through it again and says what is wrong
@@ -212,8 +218,10 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     return None
 
 
-def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    recorder = Recorder(module)
+def _trace(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entries: Mapping[str, Entry]
+) -> Trace:
+    recorder = Recorder(module, entries)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     given = [recorder.placeholder(a) if isinstance(a, torch.Tensor) else a for a in leaves]
     named = dict((*module.named_parameters(), *module.named_buffers()))
