@@ -145,7 +145,7 @@ class Passes:
             body.line(f"for stretch in range({self.program.columns // columns}):")
             body.indent += "    "
             wide = not any(space.narrow for space in spaces if space.name == "c")
-            body.line("q = stretch" + ".to(tl.int64)" * wide)
+            body.line("q = stretch" + " + tl.full((), 0, tl.int64)" * wide)
             body.spaces = (spaces[0], Space("q", tuple(across), True), Space("c", (along,)))
             body.emit(once)
         body.once = frozenset(s.name for s in once)
