@@ -40,7 +40,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]
     ours: Fn
     theirs: Fn
-    results: int = 1  # how many tensors like the first come out
+    results: float = 1  # how many tensors like the first come out
     dtype: torch.dtype = torch.bfloat16
     trains: bool = True  # whether there is a gradient to ask for
     nhwc: bool = False  # whether images have their channels last
@@ -81,8 +81,12 @@ def images(batch: int, size: int) -> Iterator[Case]:
                lambda x, w, b: F.silu(F.group_norm(x, 8, w, b)))  # fmt: skip
     yield Case("instance_norm+relu", (x,), lambda x: f.instance_norm(x, activation="relu"),
                lambda x: F.relu(F.instance_norm(x)))  # fmt: skip
-    yield Case("max_pool2d 3/2", (x,), lambda x: f.max_pool2d(x, 3, 2, 1),
-               lambda x: F.max_pool2d(x, 3, 2, 1))  # fmt: skip
+    for nhwc in (False, True):
+        order = ", nhwc" if nhwc else ""
+        yield Case(f"max_pool2d 3/2{order}", (x,), lambda x: f.max_pool2d(x, 3, 2, 1),
+                   lambda x: F.max_pool2d(x, 3, 2, 1), 0.25, nhwc=nhwc)  # fmt: skip
+        yield Case(f"max_pool2d 2/2{order}", (x,), lambda x: f.max_pool2d(x, 2),
+                   lambda x: F.max_pool2d(x, 2), 0.25, nhwc=nhwc)  # fmt: skip
     yield Case("bilinear ×2", (x,), lambda x: f.interpolate(x, scale_factor=2, mode="bilinear"),
                lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 4)  # fmt: skip
 
@@ -249,7 +253,7 @@ def errors(
 def _moved(case: Case, tensors: Tensors) -> tuple[int, int]:
     """Bytes that must move forward, and forward and backward together."""
     read = sum(t.nbytes for t in tensors)
-    made = case.results * tensors[0].nbytes
+    made = int(case.results * tensors[0].nbytes)
     return read + made, 2 * read + 2 * made + read  # again the inputs, gradients in, gradients out
 
 

@@ -123,6 +123,19 @@ def pyramid_pool() -> Iterator[Check]:
         )
 
 
+def max_pool() -> Iterator[Check]:
+    import torch
+
+    from deuteron.target import target
+    from tests.test_max_pool import ADAPTIVE, CASES, wrong_with
+
+    for case in (*CASES[:8], *ADAPTIVE):
+        yield (
+            str(case),
+            lambda case=case: "\n".join(wrong_with(target("cuda"), "cuda", case, torch.float32, 1)),
+        )
+
+
 def optim() -> Iterator[Check]:
     import torch
 
@@ -149,8 +162,8 @@ def generated() -> Iterator[Check]:
 FAMILIES = {
     f.__name__: f
     for f in (
-        norm, batch_norm, rope, scan, histogram, cross_entropy, augment, pyramid_pool, optim,
-        optim8, generated,
+        norm, batch_norm, rope, scan, histogram, cross_entropy, augment, pyramid_pool,
+        max_pool, optim, optim8, generated,
     )
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.engines.triton_batch_norm import BATCH_NORM
 from deuteron.engines.triton_histogram import HISTOGRAM
+from deuteron.engines.triton_max_pool import MAX_POOL
 from deuteron.engines.triton_norm import NORM_BACKWARD
 from deuteron.engines.triton_pyramid import PYRAMID
 from deuteron.engines.triton_rope import ROPE
@@ -15,11 +16,11 @@ from deuteron.target import Target
 
 
 class TritonKernels(RecipeEngine):
-    """Gradients of norms, batch normalisation in training, positions, scans, pyramid pooling and
-    histograms."""
+    """Gradients of norms, batch normalisation in training, positions, scans, pyramid and max
+    pooling and histograms."""
 
     name = "triton_kernels"
-    version = "3"
+    version = "4"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (NORM_BACKWARD, ROPE, SCAN, PYRAMID, HISTOGRAM, *BATCH_NORM)
+        return (NORM_BACKWARD, ROPE, SCAN, PYRAMID, MAX_POOL, HISTOGRAM, *BATCH_NORM)
