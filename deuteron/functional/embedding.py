@@ -106,6 +106,11 @@ def _is_small(weight: Tensor, index: Tensor) -> bool:
         Plain(torch.embedding, "plain(weight, index)", SMALL),
         Plain(
             torch.embedding,
+            "plain(weight, index, padding_idx)",
+            where=f"padding_idx.__class__ is int and -1 < padding_idx < weight.size(0) and {SMALL}",
+        ),
+        Plain(
+            torch.embedding,
             "plain(weight, index) + position",
             where=f"position is not None and {SMALL}",
             learns=("weight", "position"),
