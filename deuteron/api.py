@@ -119,6 +119,12 @@ def optimize(
         )
     args = tuple(example) if isinstance(example, tuple | list) else (example,)
     device = _device_of(model, args, kwargs or {})
+    if device.type in BUDGET_S and torch.is_autocast_enabled(device.type):
+        raise BindError(
+            "autocast is on, and a module is imported without what is around it",
+            asked="optimize(…) under torch.autocast",
+            remedy="write 'with torch.autocast(…):' inside forward, or cast model and example",
+        )
     args, named = pytree.tree_map(_dense, (args, dict(kwargs or {})))
     seconds = {}
     begin = time.perf_counter()

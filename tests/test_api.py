@@ -199,6 +199,32 @@ def test_what_cannot_be_optimised_is_refused(model, example, kind, says):
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("how", "says"), [({"policy": "fast"}, "not a Policy"), ({"budget_s": "2"}, "not a number")]
+)
+def test_arguments_of_another_kind_are_refused(how, says):
+    with pytest.raises(dt.BindError, match=says) as caught:
+        dt.optimize(nn.Linear(4, 4), torch.randn(2, 4), **how)
+    assert caught.value.remedy
+
+
+def test_autocast_counts_inside_forward_and_is_refused_around_it():
+    class Inside(nn.Linear):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x)
+
+    model, x = Inside(4, 4).eval(), torch.randn(2, 4)
+    with torch.no_grad():
+        assert bit_equal(dt.optimize(model, x, find=False)(x), model(x))
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(dt.BindError, match="autocast is on") as caught,
+    ):
+        dt.optimize(model, x, find=False)
+    assert "inside forward" in caught.value.remedy
+
+
 def test_an_optimised_module_is_saved_and_explained(tmp_path):
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).eval()
     x = torch.randn(5, 16)

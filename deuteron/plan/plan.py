@@ -310,6 +310,12 @@ def compile_graph(
 ) -> Plan:
     """Decide and build: what ``Graph.compile`` and ``optimize`` stand on."""
     where = resolve_device(device)
+    if policy is not None and not isinstance(policy, Policy):
+        raise BindError(
+            f"policy is {policy!r}, not a Policy", remedy="write dt.Policy(deterministic=True), say"
+        )
+    if not isinstance(budget_s, int | float):
+        raise BindError(f"budget_s is {budget_s!r}, not a number", remedy="give seconds: 2.0, say")
     decision = decide(
         graph, find_target(where), policy or Policy(), find=find, budget_s=budget_s,
         device=where, cache=cache, progress=progress,
