@@ -44,6 +44,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     trains: bool = True  # whether there is a gradient to ask for
     nhwc: bool = False  # whether images have their channels last
+    linear: bool = False  # whether the gradient needs no input again
 
 
 def cases(rows: int, n: int) -> Iterator[Case]:
@@ -81,14 +82,34 @@ def images(batch: int, size: int) -> Iterator[Case]:
                lambda x, w, b: F.silu(F.group_norm(x, 8, w, b)))  # fmt: skip
     yield Case("instance_norm+relu", (x,), lambda x: f.instance_norm(x, activation="relu"),
                lambda x: F.relu(F.instance_norm(x)))  # fmt: skip
-    for nhwc in (False, True):
-        order = ", nhwc" if nhwc else ""
-        yield Case(f"max_pool2d 3/2{order}", (x,), lambda x: f.max_pool2d(x, 3, 2, 1),
-                   lambda x: F.max_pool2d(x, 3, 2, 1), 0.25, nhwc=nhwc)  # fmt: skip
-        yield Case(f"max_pool2d 2/2{order}", (x,), lambda x: f.max_pool2d(x, 2),
-                   lambda x: F.max_pool2d(x, 2), 0.25, nhwc=nhwc)  # fmt: skip
+    yield Case("max_pool2d 3/2", (x,), lambda x: f.max_pool2d(x, 3, 2, 1),
+               lambda x: F.max_pool2d(x, 3, 2, 1))  # fmt: skip
     yield Case("bilinear ×2", (x,), lambda x: f.interpolate(x, scale_factor=2, mode="bilinear"),
-               lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 4)  # fmt: skip
+               lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 4,
+               linear=True)  # fmt: skip
+
+
+def resampled(batch: int, size: int) -> Iterator[Case]:
+    """Images at another size and means of windows, in both memory orders."""
+    x = (batch, 64, size, size)
+    ways: tuple[tuple[str, float, dict[str, Any]], ...] = (
+        ("bilinear ×2", 2, {"mode": "bilinear"}), ("bicubic ×2", 2, {"mode": "bicubic"}),
+        ("nearest ×2", 2, {"mode": "nearest"}),
+        ("bilinear ×0.5, antialias", 0.5, {"mode": "bilinear", "antialias": True}),
+        ("area ×0.5", 0.5, {"mode": "area"}),
+    )  # fmt: skip
+    for last in (False, True):
+        order = ", channels last" if last else ""
+        for name, factor, how in ways[:1] if last else ways[1:]:  # images() has the first
+            how = {"scale_factor": factor, **how}
+            yield Case(name + order, (x,), lambda x, how=how: f.interpolate(x, **how),
+                       lambda x, how=how: F.interpolate(x, **how), factor**2, nhwc=last,
+                       linear=True)  # fmt: skip
+        for window in ((2, 2, 0), (3, 2, 1)):
+            name = f"avg_pool2d {window[0]}/{window[1]}{order}"
+            yield Case(name, (x,), lambda x, window=window: f.avg_pool2d(x, *window),
+                       lambda x, window=window: F.avg_pool2d(x, *window), 0.25, nhwc=last,
+                       linear=True)  # fmt: skip
 
 
 def singles(rows: int, n: int) -> Iterator[Case]:
@@ -170,7 +191,8 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     record = Record("functional", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     gpu = device == "cuda"
-    big = (*cases(8192, 4096), *cases(8192, 14336), *images(32, 112)) if gpu else (
+    big = (*cases(8192, 4096), *cases(8192, 14336), *images(32, 112),
+           *resampled(32, 112)) if gpu else (
         *cases(1024, 1024), *images(2, 56))  # fmt: skip
     for case, tiny in ((c, t) for t, group in ((False, big), (True, small_cases())) for c in group):
         if "14336" in str(case.shapes) and case.name not in ("swiglu", "bias+gelu"):
@@ -254,7 +276,8 @@ def _moved(case: Case, tensors: Tensors) -> tuple[int, int]:
     """Bytes that must move forward, and forward and backward together."""
     read = sum(t.nbytes for t in tensors)
     made = int(case.results * tensors[0].nbytes)
-    return read + made, 2 * read + 2 * made + read  # again the inputs, gradients in, gradients out
+    again = 0 if case.linear else read
+    return read + made, 2 * read + 2 * made + again  # gradients in and out, the inputs again
 
 
 def _gpu(record: Record, case: Case, tiny: bool, compile_peer: bool) -> None:

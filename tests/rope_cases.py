@@ -72,7 +72,7 @@ def cases(kind: str) -> Iterator[Case]:
     yield Case("one token", {"q": t(1, 1, 32, 64), "k": t(1, 1, 8, 64)}, {"offset": 4095})
 
 
-def _moved(x: torch.Tensor, device: str) -> torch.Tensor:
+def moved(x: torch.Tensor, device: str) -> torch.Tensor:
     """On the device with its strides and its place in memory, which ``to`` keeps only for tensors
     without gaps."""
     whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
@@ -89,7 +89,7 @@ def compare(case: Case, device: str, most: int = 9) -> tuple[int, list[str]]:
         wrong = fits and "empty" not in refusal.reason
         return 0, [f"{case.name}: refused, {refusal.reason}"] if wrong else []
     exact, plain = evaluate(graph, case.feed, float64=True), evaluate(graph, case.feed)
-    feed = {n: _moved(x, device) for n, x in case.feed.items()}
+    feed = {n: moved(x, device) for n, x in case.feed.items()}
     bad, offered = [], engine.candidates(region, gpu, Policy())[:most]
     for candidate in offered:
         ctx = BuildContext(gpu, torch.device(device), Policy(), {})

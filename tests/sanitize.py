@@ -123,16 +123,16 @@ def pyramid_pool() -> Iterator[Check]:
         )
 
 
-def max_pool() -> Iterator[Check]:
-    import torch
-
+def resample() -> Iterator[Check]:
     from deuteron.target import target
-    from tests.test_max_pool import ADAPTIVE, CASES, wrong_with
+    from tests.test_triton_resample import samples, wrong_with
 
-    for case in (*CASES[:8], *ADAPTIVE):
+    for op, sample in itertools.islice(samples(), 0, None, 4):
         yield (
-            str(case),
-            lambda case=case: "\n".join(wrong_with(target("cuda"), "cuda", case, torch.float32, 1)),
+            f"{op} {sample}",
+            lambda op=op, sample=sample: "\n".join(
+                wrong_with(op, sample, "f32", target("cuda"), "cuda")
+            ),
         )
 
 
@@ -162,8 +162,8 @@ def generated() -> Iterator[Check]:
 FAMILIES = {
     f.__name__: f
     for f in (
-        norm, batch_norm, rope, scan, histogram, cross_entropy, augment, pyramid_pool,
-        max_pool, optim, optim8, generated,
+        norm, batch_norm, rope, scan, histogram, cross_entropy, augment, pyramid_pool, resample,
+        optim, optim8, generated,
     )
 }  # fmt: skip
 

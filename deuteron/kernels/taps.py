@@ -1,0 +1,221 @@
+"""Which elements of an axis each element of a result reads, and with which weights.
+
+    y[i] = Σ_k weights[k, i] · x[first[i] + k] / divisors[i],  k < count[i]
+
+Resizing by any rule and averaging are such maps, one along each axis, and so are their gradients,
+which read the other way round. Places and weights are found as torch finds them on a GPU, in
+float32, and in float64 for float64; nearest elements always in float32.
+
+Taps that fall on one element, as at the border of an image, are added up here. So an infinite
+element there stays infinite where torch makes nan of ∞ − ∞.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Taps:
+    """``length`` elements are read. Weights [most, n] and divisors [n] are left out where they
+    are all 1."""
+
+    length: int
+    first: Tensor
+    count: Tensor
+    weights: Tensor | None = None
+    divisors: Tensor | None = None
+
+    @property
+    def results(self) -> int:
+        return self.first.numel()
+
+    @cached_property
+    def most(self) -> int:
+        return max(int(self.count.max()), 1)
+
+    def transposed(self) -> Taps:
+        """Who reads each element, and with which weight: the map of the gradient. First and last
+        taps never go back along the axis, so an element's readers stand next to each other."""
+        return self._trimmed()._turned()
+
+    def _trimmed(self) -> Taps:
+        """Without last taps of weight 0, as an upsampled image has one at its border."""
+        if self.weights is None:
+            return self
+        lasting = (self.weights != 0).int() * torch.arange(1, self.most + 1)[:, None]
+        count = lasting.amax(0).clamp(min=1).minimum(self.count).int()
+        if ((self.first + count).diff() < 0).any():
+            return self
+        return Taps(self.length, self.first, count, self.weights[: int(count.max())])
+
+    def _turned(self) -> Taps:
+        each = torch.arange(self.length)
+        first = torch.searchsorted(self.first + self.count, each, right=True)
+        count = torch.searchsorted(self.first.contiguous(), each, right=True) - first
+        found = Taps(self.results, first.int(), count.clamp(min=0).int())
+        given = self._as_weights()
+        if given is None:
+            return found
+        tap = torch.arange(self.most)[:, None].expand_as(given)
+        reader = torch.arange(self.results).expand_as(given)
+        element = (self.first + tap).clamp(max=self.length - 1).long()
+        there = tap < self.count
+        weights = given.new_zeros(found.most, self.length)
+        weights[(reader - first[element])[there], element[there]] = given[there]
+        return Taps(self.results, found.first, found.count, weights)
+
+    def _as_weights(self) -> Tensor | None:
+        if self.divisors is None:
+            return self.weights
+        return (1.0 / self.divisors).expand(self.most, -1)
+
+
+def _real(double: bool) -> torch.dtype:
+    return torch.float64 if double else torch.float32
+
+
+@cache
+def untouched(length: int) -> Taps:
+    """Every element is itself."""
+    return Taps(length, torch.arange(length).int(), torch.ones(length).int())
+
+
+# ---- means ---------------------------------------------------------------------------------------
+
+
+@cache
+def cells(length: int, size: int, double: bool) -> Taps:
+    """Means over ``size`` cells that cover the axis, and overlap where they do not divide it."""
+    i = torch.arange(size)
+    first = i * length // size
+    count = -(-(i + 1) * length // size) - first
+    return Taps(length, first.int(), count.int(), None, count.to(_real(double)))
+
+
+@cache
+def windows(
+    length: int, size: int, kernel: int, stride: int, padding: int, padding_counts: bool,
+    divisor: int | None, double: bool,
+) -> Taps:  # fmt: skip
+    """Means over windows; ``divisor`` stands for the count."""
+    start = torch.arange(size) * stride - padding
+    end = (start + kernel).clamp(max=length + padding)
+    first, last = start.clamp(min=0, max=length), end.clamp(max=length)
+    count = (last - first).clamp(min=0)
+    by = end - start if padding_counts else count.clamp(min=1)
+    if divisor is not None:
+        by = torch.full_like(by, divisor)
+    return Taps(length, first.int(), count.int(), None, by.to(_real(double)))
+
+
+# ---- resizing ------------------------------------------------------------------------------------
+
+
+@cache
+def resized(
+    mode: str, length: int, size: int, corners: bool, antialias: bool, scale: float | None,
+    double: bool,
+) -> Taps:  # fmt: skip
+    """An axis at another size; ``scale`` is the factor if one was given."""
+    if length == size:
+        return untouched(length)
+    if mode == "area":
+        return cells(length, size, double)
+    if mode in ("nearest", "nearest-exact"):
+        return _nearest(length, size, scale, 0.5 if mode == "nearest-exact" else 0.0)
+    step = _step(length, size, corners, scale, double)
+    if antialias:
+        return _smoothed(length, size, step, *_FILTERS[mode])
+    place = torch.arange(size, dtype=step.dtype)
+    source = step * place if corners else step * (place + 0.5) - 0.5
+    if mode == "bicubic":
+        whole = source.floor()
+        return _clamped(length, whole.int() - 1, torch.stack(_cubic(source - whole)))
+    source = source.clamp(min=0, max=length - 1 + 0.5)
+    whole = source.floor().clamp(max=length - 1)
+    part = source - whole
+    return _clamped(length, whole.int(), torch.stack((1 - part, part)))
+
+
+def _step(length: int, size: int, corners: bool, scale: float | None, double: bool) -> Tensor:
+    """How far apart the places of two results are in what is read."""
+    kind = _real(double)
+    if corners:
+        return (
+            torch.tensor(length - 1, dtype=kind) / (size - 1)
+            if size > 1
+            else torch.zeros(1, dtype=kind)
+        )
+    if scale is not None:
+        return torch.tensor(1.0 / scale, dtype=kind)
+    return torch.tensor(length, dtype=kind) / size
+
+
+def _nearest(length: int, size: int, scale: float | None, half: float) -> Taps:
+    place = torch.arange(size, dtype=torch.float32) + half
+    source = (place * _step(length, size, False, scale, False)).floor()
+    first = source.clamp(max=length - 1).int()
+    return Taps(length, first, torch.ones_like(first))
+
+
+def _clamped(length: int, first: Tensor, weights: Tensor) -> Taps:
+    """Taps outside read the element at the border, to whose weight theirs is added."""
+    wanted = first + torch.arange(len(weights))[:, None]
+    begin = first.clamp(min=0, max=length - 1)
+    count = (first + len(weights)).clamp(max=length) - begin
+    total = torch.zeros_like(weights)
+    total.scatter_add_(0, (wanted.clamp(0, length - 1) - begin).long(), weights)
+    most = int(count.max())
+    return Taps(length, begin.int(), count.int(), total[:most].contiguous())
+
+
+def _near(x: Tensor, a: float) -> Tensor:
+    """The cubic kernel within one element of its middle."""
+    return ((a + 2) * x - (a + 3)) * x * x + 1
+
+
+def _far(x: Tensor, a: float) -> Tensor:
+    """The same between one and two elements away."""
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+
+def _cubic(t: Tensor, a: float = -0.75) -> tuple[Tensor, ...]:
+    """The weights of the four elements around a place ``t`` after the second."""
+    return _far(t + 1, a), _near(t, a), _near(1 - t, a), _far(2 - t, a)
+
+
+def _tent(x: Tensor) -> Tensor:
+    return (1 - x).clamp(min=0)
+
+
+def _soft_cubic(x: Tensor) -> Tensor:
+    far = torch.where(x < 2, _far(x, -0.5), torch.zeros_like(x))
+    return torch.where(x < 1, _near(x, -0.5), far)
+
+
+Filter = Callable[[Tensor], Tensor]
+# by mode the function of the distance, and how far it reaches
+_FILTERS: dict[str, tuple[Filter, float]] = {
+    "bilinear": (_tent, 1.0),
+    "bicubic": (_soft_cubic, 2.0),
+}
+
+
+def _smoothed(length: int, size: int, step: Tensor, shape: Filter, reach: float) -> Taps:
+    """A filter as wide as the step between results, so that none of what is read is skipped."""
+    wide = step.clamp(min=1.0)
+    middle = step * (torch.arange(size, dtype=step.dtype) + 0.5)
+    first = (middle - reach * wide + 0.5).int().clamp(min=0)
+    count = (middle + reach * wide + 0.5).int().clamp(max=length) - first
+    tap = torch.arange(int(count.max()))[:, None]
+    away = (tap + (first - middle) + 0.5) * (1.0 / wide)
+    weights = torch.where(tap < count, shape(away.abs()), torch.zeros_like(away))
+    total = weights.sum(0)
+    return Taps(length, first, count, weights / torch.where(total == 0, 1.0, total))

@@ -1,0 +1,242 @@
+"""Resizing and average pooling of images: a linear map along each axis.
+
+    y[n, c, i, j] = Σ_k Σ_l wy[k, i] · wx[l, j] · x[n, c, top[i] + k, left[j] + l]
+
+What is read and with which weights stands in a table for each axis (``kernels/taps.py``). The
+gradient is the same map with the tables turned round: every element gathers from those that read
+it, so nothing is added by atomics and two runs agree to the last bit.
+
+    bytes = size · (x + y): taps come from memory once, and again from the caches
+
+A program makes a tile of y, for some planes, so that what it looks up in the tables serves many
+results. Neighbouring threads make neighbours in memory: results along a row, which each load their
+taps, or vectors of channels where these are adjacent. What limits it is the number of loads and
+instructions, so much more where there are many taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deuteron.kernels.taps import Taps
+from deuteron.kernels.triton.launch import Launchable
+
+UNROLLED = 8  # taps along an axis that are written out one by one
+
+
+@dataclass(frozen=True)
+class Way:
+    """A program's planes, rows and columns, and its warps."""
+
+    planes: int
+    rows: int
+    columns: int
+    warps: int
+
+
+@triton.jit
+def _along(n, AT: tl.constexpr, LAST: tl.constexpr):
+    """Numbers along one side of a tile, which is [rows, columns, planes] where channels are
+    adjacent, else [columns, rows, planes]: of loads from places in a table the compiler knows
+    nothing, and gives neighbours along the first side to neighbouring threads."""
+    if AT == "plane":
+        return n[None, None, :]
+    elif (AT == "row") == LAST:
+        return n[:, None, None]
+    else:
+        return n[None, :, None]
+
+
+@triton.jit
+def _weights(table, at, size, live, MOST: tl.constexpr):
+    """The weights of all taps at some places, to be kept in registers."""
+    found = (tl.load(table + at, mask=live, other=0.0),)
+    for k in tl.static_range(1, MOST):
+        found = found + (tl.load(table + (k * size + at), mask=live, other=0.0),)
+    return found
+
+
+@triton.jit
+def _read(at, step, live, count, BROAD: tl.constexpr):
+    """One row of each result's window. What is not read counts as 0."""
+    found = (tl.load(at, mask=live & (count > 0), other=0.0),)
+    for k in tl.static_range(1, BROAD):
+        found = found + (tl.load(at + k * step, mask=live & (k < count), other=0.0),)
+    return found
+
+
+@triton.jit
+def _blend(taps, weights, WIDE: tl.constexpr, BROAD: tl.constexpr):
+    """The sum of what was read, each times its weight if there are weights."""
+    total = taps[0].to(WIDE)
+    if weights is not None:
+        total *= weights[0]
+    for k in tl.static_range(1, BROAD):
+        if weights is not None:
+            total += taps[k].to(WIDE) * weights[k]
+        else:
+            total += taps[k].to(WIDE)
+    return total
+
+
+@triton.jit
+def _sum_across(
+    at, step, live, count, table, column, size, WIDE: tl.constexpr, BROAD: tl.constexpr
+):
+    """The same of a row of many taps, one after another."""
+    total = tl.zeros(live.shape, WIDE)
+    for k in range(BROAD):
+        v = tl.load(at + k * step, mask=live & (k < count), other=0.0).to(WIDE)
+        if table is not None:
+            v *= tl.load(table + (k * size + column), mask=column < size, other=0.0)
+        total += v
+    return total
+
+
+@triton.jit
+def _across(
+    at, step, live, count, weights, table, column, size, WIDE: tl.constexpr, BROAD: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    if BROAD > UNROLL:
+        return _sum_across(at, step, live, count, table, column, size, WIDE, BROAD)
+    else:
+        return _blend(_read(at, step, live, count, BROAD), weights, WIDE, BROAD)
+
+
+@triton.jit
+def _narrow(y, total, divide_y, divide_x, row, column, height, width):
+    """The result as it is stored, after the division of a mean."""
+    if divide_x is not None:
+        by = tl.load(divide_x + column, mask=column < width, other=1.0)
+        if divide_y is not None:
+            by *= tl.load(divide_y + row, mask=row < height, other=1.0)
+        total = total / by
+    return total.to(y.dtype.element_ty)
+
+
+@triton.jit
+def _tile(
+    x, y, first_y, count_y, weight_y, divide_y, first_x, count_x, weight_x, divide_x,
+    channels, height, width, sn, sc, sh, sw, tn, tc, th, one,
+    TALL: tl.constexpr, BROAD: tl.constexpr, LAST: tl.constexpr, ADJACENT: tl.constexpr,
+    PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """A tile of some planes of one image. LAST: channels are adjacent in y. ADJACENT: along the
+    axis that is the last one in y, x has no gaps either."""
+    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    across = tl.cdiv(width, COLUMNS)
+    pieces = tl.cdiv(height, ROWS) * across
+    piece = tl.program_id(0) % pieces
+    blocks = tl.cdiv(channels, PLANES)
+    n = (tl.program_id(0) // pieces // blocks).to(tl.int64)
+    begin = tl.program_id(0) // pieces % blocks * PLANES
+    channel = _along(begin + tl.arange(0, PLANES), "plane", LAST)
+    row = _along(piece // across * ROWS + tl.arange(0, ROWS), "row", LAST)
+    column = _along(piece % across * COLUMNS + tl.arange(0, COLUMNS), "column", LAST)
+    live = (channel < channels) & (row < height) & (column < width)
+    top = tl.load(first_y + row, mask=row < height, other=0)
+    tall = tl.load(count_y + row, mask=row < height, other=0)
+    left = tl.load(first_x + column, mask=column < width, other=0)
+    broad = tl.load(count_x + column, mask=column < width, other=0)
+    weights = None
+    if weight_x is not None and BROAD <= UNROLL:
+        weights = _weights(weight_x, column, width, column < width, BROAD)
+    step = 1 if ADJACENT and not LAST else sw
+    aside = channel if ADJACENT and LAST else channel.to(tl.int64) * sc
+    source = x + n * sn + (top * sh + left * step) + aside
+    total = tl.zeros((ROWS, COLUMNS, PLANES) if LAST else (COLUMNS, ROWS, PLANES), WIDE)
+    if TALL > UNROLL:
+        for k in range(TALL):
+            line = _across(source + k * sh, step, live & (k < tall), broad, weights, weight_x,
+                           column, width, WIDE, BROAD, UNROLL)  # fmt: skip
+            if weight_y is not None:
+                line *= tl.load(weight_y + (k * height + row), mask=row < height, other=0.0)
+            total += line
+    else:
+        for k in tl.static_range(TALL):
+            line = _across(source + k * sh, step, live & (k < tall), broad, weights, weight_x,
+                           column, width, WIDE, BROAD, UNROLL)  # fmt: skip
+            if weight_y is not None:
+                line *= tl.load(weight_y + (k * height + row), mask=row < height, other=0.0)
+            total = line if k == 0 else total + line
+    # the compiler learns of no more alignment than VECTOR: so many neighbours are a thread's, as
+    # with more it would read them apart and exchange them
+    place = y + n * tn + (one - 1) * VECTOR
+    if LAST:
+        at = place + (row * th + column * tc) + channel
+    else:
+        at = place + channel.to(tl.int64) * tc + (row * th + column)
+    total = _narrow(y, total, divide_y, divide_x, row, column, height, width)
+    tl.store(at, total, mask=live)
+
+
+tile = Launchable(_tile)
+
+
+@dataclass(frozen=True)
+class Map:
+    """From x to y, [N, C, H, W] or [N, C, W] in memory, with the taps along both axes."""
+
+    shape: tuple[int, ...]  # of y
+    of_x: tuple[int, ...]  # strides
+    of_y: tuple[int, ...]
+    down: Taps
+    across: Taps
+
+    @property
+    def space(self) -> tuple[int, int]:
+        """Rows and columns of y."""
+        height, width = (1, *self.shape[2:])[-2:]
+        return height, width
+
+    @property
+    def last(self) -> bool:
+        """Whether channels are adjacent in y."""
+        return self.of_y[1] == 1 and self.shape[1] > 1
+
+    def numbers(self) -> tuple[int, ...]:
+        (sn, sc, *steps), (tn, tc, *to) = self.of_x, self.of_y
+        sh, sw = (0, *steps)[-2:]
+        th, tw = (0, *to)[-2:]
+        return (self.shape[1], *self.space, sn, sc, sh, sw, tn, tw if self.last else tc, th, 1)
+
+    def constants(self, way: Way) -> dict[str, Any]:
+        unit = self.of_x[1] if self.last else self.of_x[-1]
+        vector = 8 if self.last else max(way.columns // (32 * way.warps), 1)
+        return {
+            "TALL": self.down.most, "BROAD": self.across.most, "LAST": self.last,
+            "ADJACENT": unit == 1, "PLANES": way.planes, "ROWS": way.rows, "COLUMNS": way.columns,
+            "VECTOR": vector, "UNROLL": UNROLLED,
+        }  # fmt: skip
+
+    def programs(self, way: Way) -> int:
+        height, width = self.space
+        pieces = -(-height // way.rows) * -(-width // way.columns)
+        return self.shape[0] * -(-self.shape[1] // way.planes) * pieces
+
+
+def tables(taps: Taps, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """first, count, weights and divisors as the kernels take them."""
+    given = (taps.first, taps.count, taps.weights, taps.divisors)
+    return tuple(None if t is None else t.contiguous().to(device) for t in given)
+
+
+def resample(
+    of: Map, way: Way, device: torch.device
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """``run(x, y)``."""
+    grid, numbers, constants = (of.programs(way),), of.numbers(), of.constants(way)
+    given = (*tables(of.down, device), *tables(of.across, device))
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+        tile(grid, x, y, *given, *numbers, warps=way.warps, **constants)
+
+    return run

@@ -1,0 +1,300 @@
+"""Resizing and average pooling by hand: which elements are read, in Triton's interpreter, compiled
+for GPUs that are not there, and offered.
+
+``python -m tests.test_triton_resample`` runs the cases in the interpreter and prints what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice, product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton_resample import MOST_TAPS, OPS, axes, tiles
+from deuteron.ir import Region, TensorType
+from deuteron.kernels.taps import Taps, resized, windows
+from deuteron.ops import TABLE
+from deuteron.ops.evaluate import evaluate
+from deuteron.ops.samples import Arg, Sample
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import Target, target
+from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.rope_cases import moved
+from tests.tolerances import SAME_CODE, SINGLE, allowed, error
+
+H200 = target("h200")
+KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
+# beside the operators' own samples: many taps, wide rows, more channels than a tile takes
+MORE = {
+    "resize": (
+        Sample((Arg((1, 2, 40, 37)),), {"size": (3, 4), "mode": "area"}),
+        Sample((Arg((1, 2, 41, 37)),), {"size": (4, 5), "mode": "bicubic", "antialias": True}),
+        Sample((Arg((2, 70, 3, 5), layout="nhwc"),), {"scale": 2.0, "mode": "bilinear"}),
+        Sample((Arg((1, 1, 5, 300)),), {"size": (9, 290), "mode": "bilinear"}),
+        Sample((Arg((1, 5, 33, 9)),), {"size": (61, 7), "mode": "nearest"}),
+        Sample((Arg((1, 3, 20, 6), "extreme"),), {"size": (7, 11), "mode": "bilinear"}),
+        Sample((Arg((1, 3, 20, 6), "extreme"),), {"size": (7, 5), "mode": "area"}),
+    ),
+    "resize_grad": (
+        Sample((Arg((1, 2, 36, 40)),), {"shape": (1, 2, 3, 4), "mode": "bilinear"}),
+        Sample((Arg((2, 70, 6, 10), layout="nhwc"),),
+               {"shape": (2, 70, 3, 5), "mode": "bilinear", "scale": 2.0}),
+        Sample((Arg((1, 2, 3, 40)),), {"shape": (1, 2, 20, 4), "mode": "nearest-exact"}),
+    ),
+    "avg_pool": (
+        Sample((Arg((1, 2, 9, 19), "extreme"),), {"kernel": (5, 3), "stride": 1, "padding": 1}),
+        Sample((Arg((1, 3, 30, 24)),), {"kernel": (11, 12), "stride": (3, 4)}),
+    ),
+    "avg_pool_grad": (
+        Sample((Arg((1, 2, 5, 5)),), {"shape": (1, 2, 13, 13), "kernel": 3, "stride": 3,
+                                      "padding": 1, "count_include_pad": False}),
+    ),
+}  # fmt: skip
+
+
+def samples() -> Iterator[tuple[str, Sample]]:
+    for op in OPS:
+        yield from ((op, sample) for sample in (*TABLE[op].samples(), *MORE.get(op, ())))
+
+
+def region_of(op: str, x: torch.Tensor, attrs) -> Region:
+    g = dt.Graph(op)
+    getattr(g, op)(g.tensor("x", x.shape, x.dtype, strides=x.stride()), **attrs).output("y")
+    return Region(g.ir(), frozenset(), 0)
+
+
+def wrong_with(op: str, sample: Sample, kind: str, machine: Target, device: str) -> list[str]:
+    """What the ways offered get wrong, compared with the reference in float64."""
+    (x,), engine, bad = sample.tensors(kind), TritonKernels(), []
+    assert x is not None
+    region = region_of(op, x, sample.attrs)
+    refusal = engine.refuse(region, machine, Policy())
+    if refusal is not None:
+        assert x.ndim == 5 or x.numel() == 0 or "a factor was given" in refusal.reason
+        return []
+    feed = {"x": x}
+    exact = evaluate(region.graph, feed, float64=True)["y"]
+    try:
+        plain = evaluate(region.graph, feed)["y"]
+    except NotImplementedError:  # torch smooths no 16-bit images on a CPU
+        plain = exact.to(KINDS[kind])
+    reduced = max(taps.most for taps in axes(region)) ** 2
+    bound = allowed(error(plain, exact), KINDS[kind], reduced)
+    for candidate in engine.candidates(region, machine, Policy()):
+        ctx = BuildContext(machine, torch.device(device), Policy(), {})
+        out = poisoned(region.graph.types[region.outputs[0]], torch.device(device))
+        engine.build(region, candidate, ctx).fill([moved(x, device)], [out])
+        off = error(out, exact)
+        if not off <= bound:
+            bad.append(f"{op} {sample} {kind} {candidate}: {off:.3g} > {bound:.3g}")
+    return bad
+
+
+def all_wrong(machine: Target, device: str, kinds: dict[str, int]) -> tuple[int, list[str]]:
+    """Of each kind every so-manieth sample."""
+    cases = [
+        (*case, kind) for kind, nth in kinds.items() for case in islice(samples(), 0, None, nth)
+    ]
+    return len(cases), [w for case in cases for w in wrong_with(*case, machine, device)]
+
+
+def main() -> None:
+    from tests.triton_interpreter import install
+
+    install()
+    count, failed = all_wrong(H200, "cpu", {"f32": 1, "bf16": 3, "f16": 7, "f64": 5})
+    print(json.dumps({"count": count, "failed": failed}))
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    assert_none_failed(found_in_interpreter("tests.test_triton_resample"), at_least=100)
+
+
+# ---- which elements are read ---------------------------------------------------------------------
+
+
+def matrix(taps: Taps) -> torch.Tensor:
+    """The map as a matrix [results, length]."""
+    found = torch.zeros(taps.results, taps.length, dtype=torch.float64)
+    for i, (first, count) in enumerate(zip(taps.first.tolist(), taps.count.tolist(), strict=True)):
+        row = torch.ones(count) if taps.weights is None else taps.weights[:count, i]
+        by = 1.0 if taps.divisors is None else taps.divisors[i]
+        found[i, first : first + count] = row.double() / by
+    return found
+
+
+def columns_of(length: int, fn, dtype: torch.dtype) -> torch.Tensor:
+    """The same matrix by torch, from images that are 1 in one row each."""
+    rows = torch.eye(length, dtype=dtype)[:, None, :, None].expand(-1, 2, -1, 3).contiguous()
+    return fn(rows)[:, 1, :, 1].t().double()
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_the_nearest_are_those_of_torch_for_all_ratios(mode):
+    for length, size in product((1, 2, 3, 5, 7, 31, 100), (1, 2, 3, 4, 9, 17, 33, 99, 224)):
+        x = torch.arange(length, dtype=torch.float32).view(1, 1, length)
+        want = F.interpolate(x, size, mode=mode).flatten()
+        assert torch.equal(
+            resized(mode, length, size, False, False, None, False).first.float(), want
+        )
+    for length, scale in product((4, 7, 31, 100), (0.3, 0.5, 0.77, 1.51, 2.9, 3.3)):
+        x = torch.arange(length, dtype=torch.float32).view(1, 1, length)
+        want = F.interpolate(x, scale_factor=scale, mode=mode).flatten()
+        found = resized(mode, length, int(length * scale), False, False, scale, False)
+        assert torch.equal(found.first.float(), want), (length, scale)
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_weights_are_those_of_torch(mode, corners, antialias):
+    sizes = product((1, 2, 7, 33), (1, 3, 14, 40), (torch.float32, torch.float64))
+    for length, size, dtype in sizes:
+        how = {"mode": mode, "align_corners": corners, "antialias": antialias}
+        double = dtype == torch.float64
+        want = columns_of(length, lambda x: F.interpolate(x, (size, 3), **how), dtype)  # noqa: B023
+        taps = resized(mode, length, size, corners, antialias, None, double)
+        bound = (SAME_CODE if double else SINGLE) * max(length, size)
+        assert (matrix(taps) - want).abs().max() <= bound, (length, size)
+
+
+@pytest.mark.parametrize("ceil_mode", [False, True])
+@pytest.mark.parametrize("padding_counts", [False, True])
+def test_means_are_those_of_torch_and_gradients_their_transpose(ceil_mode, padding_counts):
+    for length, kernel, stride, divisor in product((5, 8, 13), (1, 2, 3, 5), (1, 2, 4), (None, 3)):
+        for padding in range(kernel // 2 + 1):
+            how = (padding, 0), ceil_mode, padding_counts, divisor
+            want = columns_of(
+                length,
+                lambda x: F.avg_pool2d(x, (kernel, 1), (stride, 1), *how),  # noqa: B023
+                torch.float64,
+            )
+            taps = windows(
+                length, len(want), kernel, stride, padding, padding_counts, divisor, True
+            )
+            assert torch.allclose(matrix(taps), want, rtol=SAME_CODE, atol=0)
+            turned = matrix(taps.transposed())
+            assert torch.allclose(turned, want.t(), rtol=SAME_CODE, atol=0)
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    ("dtype", "order"),
+    [("bf16", "contiguous"), ("bf16", "nhwc"), ("f32", "contiguous"), ("f64", "contiguous")],
+)
+def test_compiles_without_spills(arch, dtype, order):
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.kernels.triton.resample import Map, Way, tile
+    from tests.test_triton_gen import spilled
+
+    kind = KINDS[dtype]
+    real = torch.float64 if dtype == "f64" else torch.float32
+    x = TensorType.of((4, 64, 112, 112), kind, order)
+    twice = resized("bilinear", 112, 224, False, False, 2.0, dtype == "f64")
+    cubic = resized("bicubic", 112, 224, False, False, 2.0, dtype == "f64")
+    mean = windows(112, 56, 3, 2, 1, True, None, dtype == "f64")
+    for taps in (twice, twice.transposed(), cubic, mean, mean.transposed()):
+        x = TensorType.of((4, 64, taps.length, taps.length), kind, order)
+        y = TensorType.of((4, 64, taps.results, taps.results), kind, order)
+        of = Map(y.shape, x.strides, y.strides, taps, taps)
+        table = [(torch.int32, True)] * 2
+        table += [None if t is None else (real, True) for t in (taps.weights, taps.divisors)]
+        numbers = [("i32", n % 16 == 0) for n in of.numbers()]
+        for way in (Way(*t) for t in tiles(y, taps, taps)[: 2 if dtype == "bf16" else 1]):
+            kernel = tile.compile(
+                [(kind, True), (kind, True), *table, *table, *numbers], of.constants(way),
+                way.warps, target=GPUTarget("cuda", arch, 32),
+            )  # fmt: skip
+            assert spilled(kernel, arch) == 0, (taps.most, way)
+
+
+# ---- offered -------------------------------------------------------------------------------------
+
+
+def test_refuses_with_a_reason():
+    pytest.importorskip("triton")
+    engine, x = TritonKernels(), torch.empty(1, 2, 100, 100)
+    for op, given, attrs, reason in (
+        ("resize", x, {"size": (1, MOST_TAPS + 1), "mode": "area"}, "too many"),
+        ("resize", x[..., None, :], {"size": (2, 2, 2)}, "volumes"),
+        ("resize", x[:0], {"size": (2, 2)}, "nothing"),
+        ("resize", x, {"scale": 1.001}, "factor"),
+        ("avg_pool", torch.empty(1).expand(1, 2, 2**16, 2**16), {"kernel": 2}, "32 bits"),
+    ):
+        refusal = engine.refuse(region_of(op, given, attrs), H200, Policy())
+        assert refusal is not None and reason in refusal.reason, (op, attrs)
+
+
+def test_is_chosen_by_estimate():
+    pytest.importorskip("triton")
+    g = dt.Graph("resize")
+    x = g.tensor("x", (8, 64, 56, 56), torch.bfloat16)
+    g.resize(x, scale=2, mode="bilinear").output("y")
+    text = str(g.compile(device="cpu").explain(target="h200"))
+    assert "triton_kernels[recipe=resample" in text
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind):
+    _, failed = all_wrong(target("cuda"), "cuda", {kind: 5 if kind == "f32" else 9})
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.gpu
+def test_functions_and_their_gradients_on_a_gpu():
+    x = torch.randn(4, 64, 56, 56, device="cuda", dtype=torch.float64)
+    for name, fn in (
+        ("interpolate", lambda f, x: f.interpolate(x, scale_factor=2, mode="bicubic")),
+        ("interpolate", lambda f, x: f.interpolate(x, (20, 33), mode="area")),
+        ("avg_pool2d", lambda f, x: f.avg_pool2d(x, 3, 2, 1)),
+    ):
+        ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+        with dt.functional.delegation(False):
+            found = fn(dt.functional, ours)
+        want = fn(F, theirs)
+        seed = torch.randn_like(want)
+        found.backward(seed)
+        want.backward(seed)
+        bound = allowed(0.0, torch.float64, 64)
+        assert error(found, want) <= bound and error(ours.grad, theirs.grad) <= bound, name
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    from deuteron.kernels.triton.resample import Map, Way, resample
+
+    planes = 2**25 + 3
+    if torch.cuda.mem_get_info()[0] < 6 * planes * 64:
+        pytest.skip("needs 12 GiB")
+    x = torch.zeros(1, planes, 8, 8, dtype=torch.float16, device="cuda")
+    x[0, -2:] = 2.0
+    taps = windows(8, 4, 2, 2, 0, True, None, False)
+    y = torch.full((1, planes, 4, 4), 7.0, dtype=x.dtype, device="cuda")
+    dx = torch.full_like(x, 7.0)
+    for given, out, along in ((x, y, taps), (y, dx, taps.transposed())):
+        of = Map(tuple(out.shape), given.stride(), out.stride(), along, along)
+        resample(of, Way(32, 4, 8, 4), x.device)(given, out)
+    assert (y[0, -2:] == 2.0).all() and not y[0, :-2].any()
+    assert (dx[0, -2:] == 0.5).all() and not dx[0, :-2].any()
+
+
+if __name__ == "__main__":
+    main()
