@@ -77,24 +77,19 @@ def _load(
     if kind is None or not named.is_float:
         raise dt.DeuteronError(f"a model cannot be {named.name}", remedy="use f32, f16 or bf16")
     if ":" in model:
-        path, _, attribute = model.partition(":")
-        sys.path.insert(0, ".")
-        try:
-            made = getattr(importlib.import_module(path), attribute)()
-        except (ImportError, AttributeError) as error:
+        if batch != 1:
             raise dt.DeuteronError(
-                f"{model!r} cannot be loaded: {error}",
-                asked=f"model {model!r}",
-                remedy="name a callable that returns (module, example inputs)",
-            ) from None
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise dt.DeuteronError(
-                f"{model!r} returned a {type(made).__name__}",
-                remedy="return (module, tuple of example inputs)",
+                f"the example of {model!r} has a batch size already",
+                asked=f"--batch {batch}",
+                remedy="leave --batch out, and make the example that large",
             )
-        module, example = made
-        inputs = (example,) if isinstance(example, torch.Tensor) else tuple(example)
+        module, inputs = _own(model)
         moved = pytree.tree_map_only(torch.Tensor, lambda t: t.to(where), inputs)
+        if dtype:
+            module = module.to(kind)
+            moved = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.to(kind) if t.is_floating_point() else t, moved
+            )
         return module.to(where).eval(), moved
     try:
         net = dt.zoo.build(model).to(where).to(kind)
@@ -105,6 +100,28 @@ def _load(
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         example = tuple(t.contiguous(memory_format=torch.channels_last) for t in example)
     return net, example
+
+
+def _own(model: str) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """What the callable ``package.module:name`` returns: a module and its example inputs."""
+    path, _, attribute = model.partition(":")
+    sys.path.insert(0, ".")
+    try:
+        made = getattr(importlib.import_module(path), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise dt.DeuteronError(
+            f"{model!r} cannot be loaded: {error}",
+            asked=f"model {model!r}",
+            remedy="name a callable that returns (module, example inputs)",
+        ) from None
+    pair = isinstance(made, tuple) and len(made) == 2
+    if not pair or not isinstance(made[0], torch.nn.Module):
+        what = f"({type(made[0]).__name__}, …)" if pair else f"a {type(made).__name__}"
+        raise dt.DeuteronError(
+            f"{model!r} returned {what}", remedy="return (module, tuple of example inputs)"
+        )
+    module, example = made
+    return module, (example,) if isinstance(example, torch.Tensor) else tuple(example)
 
 
 def _optimize(net: torch.nn.Module, example: tuple[Any, ...], budget: float) -> dt.Optimized:

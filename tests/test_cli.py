@@ -31,6 +31,10 @@ def not_a_pair():
     return nn.Linear(2, 2)
 
 
+def not_a_module():
+    return 3, torch.randn(2)
+
+
 class Cli:
     def __init__(self, capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch) -> None:
         self.capsys, self.patch = capsys, patch
@@ -54,6 +58,12 @@ def run(capsys, monkeypatch) -> Cli:
     monkeypatch.setattr(cli, "errors", cli.Console(stderr=True, width=300))
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     return Cli(capsys, monkeypatch)
+
+
+def test_a_model_of_ones_own_takes_the_type_that_was_asked_for(run):
+    for name, short in (("f16", "f16"), ("bf16", "bf16"), ("", "f32")):
+        code, out, _ = run("explain", SMALL, *(("--dtype", name) if name else ()))
+        assert code == 0 and f"{short}[2,8]" in out
 
 
 def test_demo_optimises_checks_and_explains(run, monkeypatch):
@@ -120,6 +130,8 @@ def test_doctor_names_machine_engines_and_cache(run, monkeypatch, tmp_path):
         (["explain", "no.such.module:thing"], ["cannot be loaded", "remedy"], 1),
         (["explain", f"{Path(__file__).stem}:nothing"], ["cannot be loaded", "remedy"], 1),
         (["explain", f"{Path(__file__).stem}:not_a_pair"], ["returned a Linear", "remedy"], 1),
+        (["explain", f"{Path(__file__).stem}:not_a_module"], ["returned (int, …)", "remedy"], 1),
+        (["explain", SMALL, "--batch", "8"], ["has a batch size already", "remedy"], 1),
         (["explain", SMALL, "--device", "tpu"], ["'tpu' is not a device"], 1),
         (["explain", SMALL, "--device", "meta"], ["not supported"], 1),
         (["explain", SMALL, "--dtype", "f99"], ["f99", "remedy"], 1),
