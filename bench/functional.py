@@ -82,8 +82,12 @@ def images(batch: int, size: int) -> Iterator[Case]:
                lambda x, w, b: F.silu(F.group_norm(x, 8, w, b)))  # fmt: skip
     yield Case("instance_norm+relu", (x,), lambda x: f.instance_norm(x, activation="relu"),
                lambda x: F.relu(F.instance_norm(x)))  # fmt: skip
-    yield Case("max_pool2d 3/2", (x,), lambda x: f.max_pool2d(x, 3, 2, 1),
-               lambda x: F.max_pool2d(x, 3, 2, 1))  # fmt: skip
+    for nhwc in (False, True):
+        order = ", nhwc" if nhwc else ""
+        yield Case(f"max_pool2d 3/2{order}", (x,), lambda x: f.max_pool2d(x, 3, 2, 1),
+                   lambda x: F.max_pool2d(x, 3, 2, 1), 0.25, nhwc=nhwc, linear=True)  # fmt: skip
+        yield Case(f"max_pool2d 2/2{order}", (x,), lambda x: f.max_pool2d(x, 2),
+                   lambda x: F.max_pool2d(x, 2), 0.25, nhwc=nhwc, linear=True)  # fmt: skip
     yield Case("bilinear ×2", (x,), lambda x: f.interpolate(x, scale_factor=2, mode="bilinear"),
                lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 4,
                linear=True)  # fmt: skip

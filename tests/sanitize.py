@@ -136,6 +136,19 @@ def resample() -> Iterator[Check]:
         )
 
 
+def max_pool() -> Iterator[Check]:
+    import torch
+
+    from deuteron.target import target
+    from tests.test_max_pool import ADAPTIVE, CASES, wrong_with
+
+    for case in (*CASES[:8], *ADAPTIVE):
+        yield (
+            str(case),
+            lambda case=case: "\n".join(wrong_with(target("cuda"), "cuda", case, torch.float32, 1)),
+        )
+
+
 def optim() -> Iterator[Check]:
     import torch
 
@@ -163,7 +176,7 @@ FAMILIES = {
     f.__name__: f
     for f in (
         norm, batch_norm, rope, scan, histogram, cross_entropy, augment, pyramid_pool, resample,
-        optim, optim8, generated,
+        max_pool, optim, optim8, generated,
     )
 }  # fmt: skip
 

@@ -191,7 +191,7 @@ OVERHEAD = {  # seconds a call costs beyond its work
 }  # fmt: skip
 
 SLOW = {  # operators whose library kernels stay well under the roofline
-    ("resize", "cuda"): 0.06, ("resize_grad", "cuda"): 0.03, ("max_pool", "cuda"): 0.2,
+    ("resize", "cuda"): 0.06, ("resize_grad", "cuda"): 0.03, ("max_pool", "cuda"): 0.15,
     ("avg_pool", "cuda"): 0.2, ("avg_pool_grad", "cuda"): 0.03, ("softmax", "cuda"): 0.6,
     ("to_layout", "cuda"): 0.55, ("mean", "cuda"): 0.8, ("var", "cuda"): 0.4,
     ("max_pool", "cpu"): 0.05, ("resize", "cpu"): 0.2, ("to_layout", "cpu"): 0.4,
@@ -217,6 +217,9 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("pyramid_pool", "cpu"): 0.08, ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
     ("pyramid_pool_grad", "cuda"): 0.06, ("pyramid_pool_grad", "cpu"): 0.03,
     ("weighted_pool", "cpu"): 0.04, ("weighted_pool_grad", "cpu"): 0.02,
+    ("max_pool_with_indices", "cuda"): 0.25, ("max_pool_grad", "cuda"): 0.07,
+    ("max_pool_with_taps", "cuda"): 0.05, ("max_pool_taps_grad", "cuda"): 0.05,  # a dozen calls
+    ("adaptive_max_pool", "cuda"): 0.15, ("adaptive_max_pool_grad", "cuda"): 0.07,
     ("avg_pool", "cpu"): 0.05, ("avg_pool_grad", "cpu"): 0.05,
     ("group_norm", "cuda"): 0.5, ("instance_norm", "cuda"): 0.5,  # x is read twice
     # a dozen calls on float32 copies of all operands

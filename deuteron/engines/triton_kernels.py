@@ -7,6 +7,7 @@ from __future__ import annotations
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.engines.triton_batch_norm import BATCH_NORM
 from deuteron.engines.triton_histogram import HISTOGRAM
+from deuteron.engines.triton_max_pool import MAX_POOL
 from deuteron.engines.triton_norm import NORM_BACKWARD
 from deuteron.engines.triton_pyramid import PYRAMID
 from deuteron.engines.triton_resample import RESAMPLE
@@ -17,10 +18,10 @@ from deuteron.target import Target
 
 class TritonKernels(RecipeEngine):
     """Gradients of norms, batch normalisation in training, positions, scans, resampling,
-    pyramid pooling and histograms."""
+    pyramid and max pooling and histograms."""
 
     name = "triton_kernels"
-    version = "4"
+    version = "5"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (NORM_BACKWARD, ROPE, SCAN, PYRAMID, RESAMPLE, HISTOGRAM, *BATCH_NORM)
+        return (NORM_BACKWARD, ROPE, SCAN, PYRAMID, MAX_POOL, RESAMPLE, HISTOGRAM, *BATCH_NORM)

@@ -42,9 +42,9 @@ TORCHS: dict[str, Callable[..., torch.Tensor]] = {
 
 SIMPLE = (  # operators that are functions as they stand
     *ACTIVATIONS, "threshold", "prelu", "glu", "sum", "mean", "prod", "var", "max", "min",
-    "argmax", "argmin", "where", "max_pool", "max_pool_with_indices", "avg_pool", "grid_sample",
-    "pixel_shuffle", "pixel_unshuffle", "rope", "cumsum", "cumprod", "cummax", "cummin", "sort",
-    "topk", "histogram", "weighted_pool", "pyramid_pool",
+    "argmax", "argmin", "where", "max_pool", "max_pool_with_indices", "max_pool_with_taps",
+    "avg_pool", "grid_sample", "pixel_shuffle", "pixel_unshuffle", "rope", "cumsum", "cumprod",
+    "cummax", "cummin", "sort", "topk", "histogram", "weighted_pool", "pyramid_pool",
 )  # fmt: skip
 
 

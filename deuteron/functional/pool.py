@@ -27,6 +27,8 @@ from deuteron.functional.operators import OPERATORS, call
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
 from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
+from deuteron.ops.pool_taps import fits
+from deuteron.target import has_triton
 
 Tensor = torch.Tensor
 P = ParamSpec("P")
@@ -86,13 +88,27 @@ def _max_pool(
     dims: int, x: Tensor, kernel: Size, stride: Size | None, padding: Size, dilation: Size,
     ceil_mode: bool, return_indices: bool,
 ) -> Any:  # fmt: skip
-    name = "max_pool_with_indices" if return_indices else "max_pool"
-    return _batched(x, dims, lambda x: call(
-        name, x,
-        kernel_size=_each(kernel, dims, "kernel_size"), stride=_each(stride, dims, "stride"),
-        padding=_each(padding, dims, "padding"), dilation=_each(dilation, dims, "dilation"),
-        ceil_mode=ceil_mode,
-    ))  # fmt: skip
+    window = _each(kernel, dims, "kernel_size")
+    keep = not return_indices and _wants_taps(x, dims, window)
+    name = (
+        "max_pool_with_indices" if return_indices else "max_pool_with_taps" if keep else "max_pool"
+    )
+
+    def run(x: Tensor) -> Any:
+        found = call(
+            name, x, kernel_size=window, stride=_each(stride, dims, "stride"), ceil_mode=ceil_mode,
+            padding=_each(padding, dims, "padding"), dilation=_each(dilation, dims, "dilation"),
+        )  # fmt: skip
+        return found[0] if keep else found
+
+    return _batched(x, dims, run)
+
+
+def _wants_taps(x: Tensor, dims: int, window: Sequence[int] | None) -> bool:
+    """Whether the gradient is to read which tap of each window won, a byte, instead of x: on a GPU,
+    where a kernel of ours notes it on the way."""
+    known = dims < 3 and window is not None and fits(window)
+    return known and x.is_cuda and is_differentiated(x) and has_triton()
 
 
 def _torch_max_pool(dims: int) -> Callable[..., Any]:

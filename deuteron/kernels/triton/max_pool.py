@@ -35,7 +35,6 @@ from deuteron.kernels.triton.launch import Launchable
 Pair = tuple[int, int]
 Strides = tuple[int, int, int, int]
 UNROLLED = 32  # taps that are written out; more are gone through in a loop
-MOST_TAPS = 255  # that a byte can number
 
 
 @triton.constexpr_function
@@ -380,12 +379,12 @@ class Tile:
 
 
 def forward(
-    windows: Windows, size: int, tile: Tile, pairs: bool = True
+    windows: Windows, size: int, tile: Tile
 ) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]:
     """``run(x, y, where)`` for elements of ``size`` bytes: see :func:`_pool`."""
     w = windows
     in_pairs = w.in_pairs and w.dilation[1] == 1 and w.kernel[1] > 1
-    way = "loop" if w.taps > UNROLLED else "pairs" if in_pairs and pairs else "taps"
+    way = "loop" if w.taps > UNROLLED else "pairs" if in_pairs else "taps"
     lines, grid = w.grid(w.out, tile)
     numbers = (*w.shape[1:], *w.out, lines, *w.strides, *w.out_strides)
     vector = 16 // size

@@ -1,0 +1,176 @@
+"""Max pooling, its winners and its gradient: the recipe around ``kernels/triton/max_pool.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deuteron.codegen.triton_render import power_of_two
+from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.match import only_node
+from deuteron.engines.recipes import Recipe
+from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
+from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.ops.pool_taps import MOST_TAPS, fits
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+if TYPE_CHECKING:
+    from deuteron.kernels.triton.max_pool import Tile, Windows
+
+# operator → what it gives: the maxima, which elements they are too, or the gradient
+OPS = {
+    "max_pool": "y", "max_pool_with_indices": "y, where", "max_pool_grad": "dx",
+    "max_pool_with_taps": "y, where", "max_pool_taps_grad": "dx",
+    "adaptive_max_pool": "y", "adaptive_max_pool_with_indices": "y, where",
+    "adaptive_max_pool_grad": "dx",
+}  # fmt: skip
+SEARCHING = ("max_pool_grad", "adaptive_max_pool_grad")  # gradients that are given x
+# of the bandwidth of a copy, on an H200, 3 × 3 windows two apart: who won costs more than who is
+# largest, and to find the winners again as much again
+REACHED = {"y": 0.78, "y, where": 0.45, "dx": 0.65}
+REACHED_SEARCHING = 0.4
+MOST = 2**31 - 2**20  # lines, places and programs are counted in 32 bits
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
+    node = refuse_anywhere(target) or only_node(region, OPS)
+    if isinstance(node, Refusal):
+        return node
+    x, y = _image(region), _pooled(region)
+    if x.rank == 5:
+        return Refusal("pools rows and images, not volumes", "pool slice by slice")
+    if x.numel == 0:
+        return Refusal("there is nothing to compute: a size is 0")
+    if "size" in node.attrs and any(n % m for n, m in zip(x.shape[2:], y.shape[2:], strict=True)):
+        return Refusal(
+            f"{list(y.shape[2:])} windows over {list(x.shape[2:])} are not all of one size",
+            "a size that divides x's",
+        )
+    if not fits(window(node, x, y)["kernel"]):
+        return Refusal(f"windows have more than {MOST_TAPS} elements", "reduce them: amax")
+    if prod(x.shape[:-1]) > MOST or prod(x.shape) // x.shape[1] > MOST:
+        return Refusal("has more lines than 32 bits count", "split the batch")
+    return None
+
+
+def _image(region: Region) -> TensorType:
+    """The type of x, or of its gradient."""
+    node = region.nodes[0]
+    return region.graph.types[node.outputs[0] if OPS[node.op] == "dx" else node.uses[0]]
+
+
+def _pooled(region: Region) -> TensorType:
+    """The type of the result, or of its gradient."""
+    node = region.nodes[0]
+    return region.graph.types[node.uses[0] if OPS[node.op] == "dx" else node.outputs[0]]
+
+
+def window(node: Node, x: TensorType, y: TensorType) -> dict[str, tuple[int, ...]]:
+    """Kernel, stride, padding and dilation; adaptive windows that are all of one size have them,
+    too."""
+    if "size" not in node.attrs:
+        return {name: node.attrs[name] for name in ("kernel", "stride", "padding", "dilation")}
+    each = tuple(n // m for n, m in zip(x.shape[2:], y.shape[2:], strict=True))
+    none, one = (0,) * len(each), (1,) * len(each)
+    return {"kernel": each, "stride": each, "padding": none, "dilation": one}
+
+
+def tiles(x: TensorType, along: int, back: bool = False) -> list[tuple[int, int, int]]:
+    """(lines, elements of each, warps) of a program, most promising first: a vector of 16 bytes for
+    a thread, or half of one where a line is not of channels but of ``along`` windows."""
+    vector = 128 // x.dtype.bits
+    if x.strides[1] == 1 and x.shape[1] > 1:
+        inner = min(power_of_two(x.shape[1]), 64)
+        once = max(128 * vector // inner, 1)
+        return [(once, inner, 4), (2 * once, inner, 4), (4 * once, inner, 8)]
+    # as wide as leaves the fewest threads idle
+    inner = min((64, 32, 16), key=lambda n: (-(-along // n) * n, -n))
+    once = max(64 * vector // inner, 1)
+    found = [(once, inner, 4), (2 * once, inner, 4), (2 * once, inner, 8)]
+    return [found[1], found[0], found[2]] if back else found
+
+
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
+    names = ("outer", "inner", "warps")
+    back = OPS[region.nodes[0].op] == "dx"
+    found = tiles(_image(region), _pooled(region).shape[-1], back)
+    return [dict(zip(names, tile, strict=True)) for tile in found]
+
+
+def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+    """Every tensor from memory once; a gradient that was given x finds the winners in a launch of
+    its own."""
+    op = region.nodes[0].op
+    reached = REACHED_SEARCHING if op in SEARCHING else REACHED[OPS[op]]
+    once = modelled_seconds(region_cost(region), main_dtype(region), reached, False, target)
+    return once + (op in SEARCHING) * target.launch
+
+
+def _windows(node: Node, x: TensorType, y: TensorType) -> Windows:
+    """A row is an image of height 1."""
+    from deuteron.kernels.triton.max_pool import Windows
+
+    def image(numbers: Sequence[int], one: int) -> Any:
+        *front, last = numbers
+        return (*front, last) if x.rank == 4 else (*front, one, last)
+
+    how = {name: image(v, int(name != "padding")) for name, v in window(node, x, y).items()}
+    out = image(y.shape, 1)[2:]
+    return Windows(image(x.shape, 1), image(x.strides, 0), out, image(y.strides, 0), **how)
+
+
+def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.max_pool import Tile, forward
+
+    node, x, y = region.nodes[0], _image(region), _pooled(region)
+    tile = Tile(knobs["outer"], knobs["inner"], knobs["warps"])
+    if OPS[node.op] == "dx":
+        return _gradient(region, tile)
+    run = forward(_windows(node, x, y), x.dtype.bits // 8, tile)
+    if OPS[node.op] == "y":
+        return Kernel(lambda x, y: run(x, y, None), writes=True, note="1 kernel")
+    at = [len(region.inputs) + region.outputs.index(v) if v in region.outputs else None
+          for v in node.outputs]  # fmt: skip
+
+    def both(*tensors: torch.Tensor) -> None:
+        run(tensors[0], *(None if i is None else tensors[i] for i in at))
+
+    return Kernel(both, writes=True, note="1 kernel")
+
+
+def _gradient(region: Region, tile: Tile) -> Kernel:
+    """From the taps that won, which are given, or found first and put into scratch memory."""
+    from deuteron.kernels.triton.max_pool import backward, forward
+
+    node, types = region.nodes[0], region.graph.types
+    grad, second, dx = types[node.uses[0]], types[node.uses[1]], _image(region)
+    size, search = dx.dtype.bits // 8, node.op in SEARCHING
+    order = "nhwc" if dx.is_layout("nhwc") else "contiguous"
+    taps = TensorType.of(grad.shape, "u8", order) if search else second
+    grad_strides = _windows(node, dx, grad).out_strides
+    spread = backward(_windows(node, dx, taps), grad_strides, size, tile)
+    at = [region.inputs.index(v) for v in node.uses]
+    if not search:
+        return Kernel(
+            lambda *tensors: spread(tensors[at[0]], tensors[at[1]], tensors[-1]),
+            writes=True, note="1 kernel",
+        )  # fmt: skip
+    find = forward(_windows(node, second, taps), size, tile)
+
+    def run(*tensors: torch.Tensor) -> None:
+        of, x = (tensors[i] for i in at)
+        found = torch.empty_strided(taps.shape, taps.strides, dtype=torch.uint8, device=of.device)
+        find(x, None, found)
+        spread(of, found, tensors[-1])
+
+    return Kernel(run, writes=True, workspace=taps.numel, note="2 kernels")
+
+
+MAX_POOL = Recipe("max_pool", _refuse, _build, _knobs, _seconds, build_s=0.6)

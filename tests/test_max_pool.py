@@ -1,0 +1,247 @@
+"""Max pooling by hand: in Triton's interpreter, compiled for GPUs that are not there, and offered;
+and the operators that keep the winners' taps.
+
+``python -m tests.test_max_pool`` runs the cases in the interpreter and prints what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.functional.operators import call
+from deuteron.ir import Region, TensorType
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import Target, target
+from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.tolerances import allowed, error
+
+f = dt.functional
+H200 = target("h200")
+Case = tuple[tuple[int, ...], dict[str, Any], str]
+CASES: list[Case] = [
+    ((2, 3, 13, 11), {"kernel": 3, "stride": 2, "padding": 1}, "contiguous"),
+    ((2, 3, 8, 48), {"kernel": 3, "stride": 2, "padding": 1}, "contiguous"),
+    ((2, 3, 13, 11), {"kernel": 3, "stride": 2, "padding": 1}, "nhwc"),
+    ((2, 3, 13, 11), {"kernel": 2}, "contiguous"),
+    ((1, 20, 7, 6), {"kernel": 2}, "nhwc"),
+    ((1, 2, 12, 11), {"kernel": 3, "stride": 1, "padding": 1}, "contiguous"),
+    ((1, 3, 12, 11), {"kernel": 3, "stride": 2, "padding": 1, "ceil_mode": True}, "contiguous"),
+    ((1, 2, 12, 17), {"kernel": (3, 2), "stride": (2, 3), "padding": (1, 0)}, "sliced"),
+    ((1, 2, 12, 17), {"kernel": 3, "stride": 2, "padding": 1, "dilation": 2}, "contiguous"),
+    ((1, 2, 9, 17), {"kernel": (1, 4), "stride": (1, 2), "padding": (0, 2)}, "contiguous"),
+    ((1, 4, 9, 10), {"kernel": 3, "stride": 2}, "half of the channels"),
+    ((1, 2, 7, 9), {"kernel": 7, "stride": 1, "padding": 3}, "contiguous"),  # in a loop
+    ((1, 2, 12, 13), {"kernel": 6, "stride": 5, "padding": 1, "dilation": 2}, "nhwc"),
+    ((2, 3, 40), {"kernel": 3, "stride": 2, "padding": 1}, "contiguous"),
+    ((2, 6, 10), {"kernel": 2, "ceil_mode": True}, "nhwc"),
+]
+ADAPTIVE: list[Case] = [((2, 3, 12, 9), {"size": (4, 3)}, "contiguous")]
+
+
+def data(shape: tuple[int, ...], order: str, dtype: torch.dtype) -> torch.Tensor:
+    """Ties, what is not a number, and a plane of nothing but −inf."""
+    gen = torch.Generator().manual_seed(0)
+    x = (torch.randn(shape, generator=gen, dtype=torch.float64) * 2).round() / 2
+    x.view(shape[0], shape[1], -1)[0, 0, ::5] = float("nan")
+    x[-1, -1] = -float("inf")
+    x = x.to(dtype)
+    if order == "sliced":
+        return torch.cat([x, x], -1)[..., : shape[-1]]
+    if order == "half of the channels":
+        return _last(torch.cat([x, x], 1))[:, : shape[1]]
+    return _last(x) if order == "nhwc" else x
+
+
+def _last(x: torch.Tensor) -> torch.Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def region(op: str, feed: dict[str, torch.Tensor], attrs: dict[str, Any]) -> Region:
+    g = dt.Graph("pool")
+    given = [g.tensor(n, t.shape, t.dtype, strides=t.stride()) for n, t in feed.items()]
+    found = getattr(g, op)(*given, **attrs)
+    for i, y in enumerate(found if isinstance(found, tuple) else (found,)):
+        y.output(str(i))
+    return Region(g.ir(), frozenset(), 0)
+
+
+def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, torch.Tensor]]]:
+    """The operators of a case, each with tensors to feed it."""
+    shape, attrs, order = case
+    x = data(shape, order, dtype)
+    base = "adaptive_max_pool" if "size" in attrs else "max_pool"
+    for op in (base, f"{base}_with_indices"):
+        yield region(op, {"x": x}, attrs), {"x": x}
+    y = evaluate(region(base, {"x": x}, attrs).graph, {"x": x})["0"]
+    gen = torch.Generator().manual_seed(1)
+    grad = torch.randn(y.shape, generator=gen, dtype=torch.float64).to(dtype)
+    yield region(f"{base}_grad", {"g": grad, "x": x}, attrs), {"g": grad, "x": x}
+    if "size" in attrs:
+        return
+    both = region("max_pool_with_taps", {"x": x}, attrs)
+    yield both, {"x": x}
+    taps = evaluate(both.graph, {"x": x})["1"]
+    attrs = {**attrs, "shape": shape, "order": "nhwc" if order == "nhwc" else "contiguous"}
+    one = grad[:1, :1].expand(grad.shape)  # as the gradient of a sum comes
+    for g in (grad, one):
+        feed = {"g": g, "taps": taps}
+        yield region("max_pool_taps_grad", feed, attrs), feed
+
+
+def wrong_with(
+    machine: Target, device: str, case: Case, dtype: torch.dtype, most: int
+) -> list[str]:
+    engine, bad = TritonKernels(), []
+    for pool, feed in regions(case, dtype):
+        exact, plain = evaluate(pool.graph, feed, float64=True), evaluate(pool.graph, feed)
+        assert engine.refuse(pool, machine, Policy()) is None
+        for candidate in engine.candidates(pool, machine, Policy())[:most]:
+            ctx = BuildContext(machine, torch.device(device), Policy(), {})
+            outs = [poisoned(pool.graph.types[v], torch.device(device)) for v in pool.outputs]
+            engine.build(pool, candidate, ctx).fill([t.to(device) for t in feed.values()], outs)
+            for name, out in zip(exact, outs, strict=True):
+                off = error(out, exact[name])
+                bound = allowed(error(plain[name], exact[name]), dtype)
+                if not (off <= bound if out.is_floating_point() else off == 0):
+                    bad.append(f"{pool.ops} {case} {dtype} {candidate}: {off:.3g} > {bound:.3g}")
+    return bad
+
+
+def main() -> None:
+    from tests.triton_interpreter import install
+
+    install()
+    failed = [
+        w for case in CASES + ADAPTIVE for w in wrong_with(H200, "cpu", case, torch.float32, 1)
+    ]
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        for case in (CASES[0], CASES[2]):
+            failed += wrong_with(H200, "cpu", case, dtype, 1)
+    print(json.dumps({"failed": failed}))
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    assert_none_failed(found_in_interpreter("tests.test_max_pool"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "order"),
+    [
+        (80, torch.bfloat16, "contiguous"),
+        (90, torch.bfloat16, "nhwc"),
+        (90, torch.float64, "contiguous"),
+        (90, torch.float32, "nhwc"),
+    ],
+)
+def test_compiles_without_spills(arch, dtype, order, monkeypatch):
+    """And where steps are short no element changes hands on its way: no barriers."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.kernels.triton import launch
+    from tests.test_triton_gen import spilled
+
+    kernels = []
+
+    def compiled(self, grid, *args, warps, **constants):
+        kinds = [a if a is None else (a, True) if isinstance(a, torch.dtype) else launch._kind(a)
+                 for a in args]  # fmt: skip
+        where = GPUTarget("cuda", arch, 32)
+        kernels.append(self.compile(kinds, constants, warps, target=where))
+
+    monkeypatch.setattr(launch.Launchable, "__call__", compiled)
+    from deuteron.engines.triton_max_pool import _windows, tiles
+    from deuteron.kernels.triton.max_pool import Tile, backward, forward
+
+    x = TensorType.of((4, 64, 112, 112), dtype, order)
+    for kernel, stride, padding in ((3, 2, 1), (2, 2, 0), (3, 1, 1), (7, 4, 3)):
+        attrs = {"kernel": kernel, "stride": stride, "padding": padding}
+        g = dt.Graph("pool")
+        y = g.max_pool(g.tensor("x", x.shape, dtype, strides=x.strides), **attrs).output("y")
+        windows = _windows(g.ir().nodes[0], x, y.type)
+        tile = Tile(*tiles(x, y.shape[-1])[0])
+        for out, where in ((dtype, None), (dtype, torch.int64), (None, torch.uint8)):
+            forward(windows, dtype.itemsize, tile)(dtype, out, where)
+        backward(windows, y.type.strides, dtype.itemsize, tile)(dtype, torch.uint8, dtype)
+        assert [spilled(k, arch) for k in kernels] == [0] * 4, attrs
+        del kernels[1]  # places of 64 bits are dealt out differently to be written
+        assert stride > 2 or not any("bar.sync" in k.asm["ptx"] for k in kernels), attrs
+        kernels.clear()
+
+
+@pytest.mark.parametrize(
+    ("shape", "attrs", "reason"),
+    [
+        ((2, 3, 4, 4, 4), {"kernel": 2}, "volumes"),
+        ((2, 3, 40, 40), {"kernel": 16}, "more than 255"),
+        ((0, 3, 4, 4), {"kernel": 2}, "a size is 0"),
+        ((1, 3, 7, 7), {"size": 3}, "not all of one size"),
+    ],
+)
+def test_what_is_refused(shape, attrs, reason):
+    pytest.importorskip("triton")
+    op = "adaptive_max_pool" if "size" in attrs else "max_pool"
+    pool = region(op, {"x": torch.empty(shape)}, attrs)
+    refusal = TritonKernels().refuse(pool, H200, Policy())
+    assert refusal is not None and reason in refusal.reason
+
+
+# ---- the operators that keep taps ----------------------------------------------------------------
+
+
+def with_taps(x: torch.Tensor, *how: Any) -> torch.Tensor:
+    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+    found: torch.Tensor = call("max_pool_with_taps", x, **dict(zip(names, how, strict=False)))[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "how", [(2, None, 0, 1, False), (3, 2, 1, 1, True), ((3, 2), (1, 2), (1, 0), (2, 1), False)]
+)
+@pytest.mark.parametrize("order", ["contiguous", "nhwc"])
+def test_the_gradient_by_taps_is_torchs(how, order):
+    kernel, stride, padding, dilation, ceil = [
+        (v,) if isinstance(v, int) and not isinstance(v, bool) else v for v in how
+    ]
+    x = data((2, 3, 9, 8), order, torch.float64).nan_to_num(3.0, neginf=-9.0)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = with_taps(ours, kernel, stride, padding, dilation, ceil)
+    z = F.max_pool2d(theirs, *how)
+    grad = torch.randn(z.shape, dtype=z.dtype)
+    y.backward(grad)
+    z.backward(grad)
+    assert torch.equal(y, z) and y.stride() == z.stride()
+    assert error(ours.grad, theirs.grad) <= allowed(0.0, torch.float64)
+
+
+def test_the_backward_pass_keeps_a_byte_of_each_window():
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    y = with_taps(x, (2,))
+    (kept,) = y.grad_fn.saved_tensors
+    assert kept.dtype is torch.uint8 and kept.shape == y.shape
+
+
+def test_second_derivatives_go_through_taps():
+    x = torch.randn(1, 2, 6, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: with_taps(x, (3,), (2,), (1,)).square(), x)
+
+
+def test_a_window_that_a_byte_cannot_number():
+    with pytest.raises(dt.errors.GraphError, match="a byte numbers 255"):
+        with_taps(torch.randn(1, 1, 32, 32), (16,))
+
+
+if __name__ == "__main__":
+    main()
