@@ -25,7 +25,7 @@ NUMBERS = (0.0, -0.0, 1.0, 2.0, -1.0, 0.5, 3.0, 8.0)
 # What must point into another tensor comes from the operator's own samples.
 POINTING = frozenset(
     name for name, op in TABLE.items() if {"index", "target"} & {s.strip("*?") for s in op.inputs}
-) | {"aten"}
+) | {"aten", "max_pool_taps_grad"}
 # Results that jump: a last bit of difference before them is a whole number after them.
 JUMPS = frozenset(
     {
@@ -33,7 +33,7 @@ JUMPS = frozenset(
         "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor",
         "logical_not", "isnan", "isinf", "argmax", "argmin", "hardshrink",
         "threshold", "max_pool_with_indices", "adaptive_max_pool_with_indices", "max_pool_grad",
-        "adaptive_max_pool_grad", "cummax", "cummin", "sort", "topk", "histogram",
+        "max_pool_with_taps", "adaptive_max_pool_grad", "cummax", "cummin", "sort", "topk", "histogram",
     }
 )  # fmt: skip
 
