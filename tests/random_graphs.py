@@ -33,7 +33,8 @@ JUMPS = frozenset(
         "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor",
         "logical_not", "isnan", "isinf", "argmax", "argmin", "hardshrink",
         "threshold", "max_pool_with_indices", "adaptive_max_pool_with_indices", "max_pool_grad",
-        "max_pool_with_taps", "adaptive_max_pool_grad", "cummax", "cummin", "sort", "topk", "histogram",
+        "max_pool_with_taps", "adaptive_max_pool_grad", "cummax", "cummin", "sort", "topk",
+        "histogram",
     }
 )  # fmt: skip
 
