@@ -20,6 +20,7 @@ from deuteron.engines.triton_kernels import TritonKernels
 from deuteron.functional.operators import call
 from deuteron.ir import Region, TensorType
 from deuteron.ops.evaluate import evaluate
+from deuteron.passes import Context, run_passes
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
@@ -241,6 +242,29 @@ def test_second_derivatives_go_through_taps():
 def test_a_window_that_a_byte_cannot_number():
     with pytest.raises(dt.errors.GraphError, match="a byte numbers 255"):
         with_taps(torch.randn(1, 1, 32, 32), (16,))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "nhwc"])
+def test_a_graph_with_its_gradient_keeps_taps_on_a_gpu(layout):
+    pytest.importorskip("triton")
+    g = dt.Graph("step")
+    x = g.tensor("x", (2, 3, 9, 8), "f64", layout=layout)
+    pooled = [g.max_pool(x, kernel=3, stride=2, padding=1), g.max_pool(x, kernel=2)]
+    g.sum(g.square(pooled[0])).output("loss")
+    pooled[1].output("other")
+    graph = g.grad("loss", wrt=["x"]).ir()
+    kept, records = run_passes(graph, Context(H200, Policy()))
+    assert next(r.fired for r in records if r.name == "keep taps")
+    ops = [n.op for n in kept.nodes]
+    assert ops.count("max_pool_with_taps") == ops.count("max_pool_taps_grad") == 1
+    assert ops.count("max_pool") == 1 and "max_pool_grad" not in ops
+    feed = {"x": data((2, 3, 9, 8), layout, torch.float64).nan_to_num(3.0, neginf=-9.0)}
+    wanted, found = evaluate(graph, feed), evaluate(kept, feed)
+    for name, value in wanted.items():
+        assert error(found[name], value) <= allowed(0.0, torch.float64), name
+    assert "max_pool_grad" in [
+        n.op for n in run_passes(graph, Context(target("cpu"), Policy()))[0].nodes
+    ]
 
 
 if __name__ == "__main__":

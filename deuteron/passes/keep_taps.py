@@ -1,0 +1,60 @@
+"""A max pool keeps which tap of each window won, a byte, for its gradient to read instead of
+looking for the winners in x again.
+
+    y = max_pool(x)                          y, taps = max_pool_with_taps(x)
+    max_pool_grad(grad, x)             →     max_pool_taps_grad(grad, taps)
+
+It happens for GPUs, where a kernel of ours notes the taps on the way.
+"""
+
+from __future__ import annotations
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.rewrite import carry, start
+from deuteron.ops import table
+from deuteron.ops.conv import memory_order
+from deuteron.ops.pool_taps import fits
+from deuteron.passes.context import Context
+from deuteron.target import has_triton
+
+
+def keep_taps(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with taps for every max pool whose gradient is in it, too."""
+    if not ctx.target.is_cuda or not has_triton():
+        return graph
+    pools = {_pool(n): n for n in graph.nodes if n.op == "max_pool" and _known(graph, n)}
+    asked = {_pool(n) for n in graph.nodes if n.op == "max_pool_grad"} & pools.keys()
+    if not asked:
+        return graph
+    build, names = start(graph, table.infer)
+    taps = {}
+    for node in graph.nodes:
+        key = _pool(node) if node.op in ("max_pool", "max_pool_grad") else None
+        if key not in asked:
+            carry(build, names, node, graph)
+        elif node.op == "max_pool":
+            y, taps[key] = build.emit(
+                "max_pool_with_taps", [names[node.uses[0]]], node.attrs, source=node.source
+            )
+            names[node.output] = y
+        else:
+            x = graph.types[node.uses[1]]
+            attrs = {**node.attrs, "shape": x.shape, "order": memory_order(x)}
+            given = [names[node.uses[0]], taps[key]]
+            names[node.output] = build.emit("max_pool_taps_grad", given, attrs, source=node.source)[
+                0
+            ]
+            ctx.fired["taps instead of a search"] += 1
+    for name, value in graph.outputs:
+        build.output(name, names[value])
+    return build.finish()
+
+
+def _pool(node: Node) -> tuple[str, str]:
+    """What is pooled, and how: the same for a pool and its gradient."""
+    return node.uses[-1], str(dict(node.attrs))
+
+
+def _known(graph: Graph, node: Node) -> bool:
+    """Whether the kernels take it."""
+    return graph.types[node.uses[0]].rank < 5 and fits(node.attrs["kernel"])
