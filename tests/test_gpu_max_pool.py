@@ -28,9 +28,9 @@ def test_element_types(case, dtype):
     assert not failed, "\n".join(failed)
 
 
-def test_every_tile():
-    failed = [w for case in CASES[1:3] for w in
-              wrong_with(target("cuda"), "cuda", case, torch.bfloat16, 9)]  # fmt: skip
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_every_tile(case):
+    failed = wrong_with(target("cuda"), "cuda", case, torch.bfloat16, 9)
     assert not failed, "\n".join(failed)
 
 

@@ -82,25 +82,24 @@ def window(node: Node, x: TensorType, y: TensorType) -> dict[str, tuple[int, ...
     return {"kernel": each, "stride": each, "padding": none, "dilation": one}
 
 
-def tiles(x: TensorType, along: int, back: bool = False) -> list[tuple[int, int, int]]:
-    """(lines, elements of each, warps) of a program, most promising first: a vector of 16 bytes for
-    a thread, or half of one where a line is not of channels but of ``along`` windows."""
+def tiles(x: TensorType, along: int) -> list[tuple[int, int, int, int]]:
+    """(lines, elements of each, warps, rows of windows) of a program, most promising first: a
+    vector of 16 bytes for a thread, or half of one where a line is not of channels but of
+    ``along`` windows."""
     vector = 128 // x.dtype.bits
     if x.strides[1] == 1 and x.shape[1] > 1:
         inner = min(power_of_two(x.shape[1]), 64)
         once = max(128 * vector // inner, 1)
-        return [(once, inner, 4), (2 * once, inner, 4), (4 * once, inner, 8)]
+        return [(once, inner, 4, 2), (once, inner, 4, 4), (once, inner, 4, 1)]
     # as wide as leaves the fewest threads idle
     inner = min((64, 32, 16), key=lambda n: (-(-along // n) * n, -n))
     once = max(64 * vector // inner, 1)
-    found = [(once, inner, 4), (2 * once, inner, 4), (2 * once, inner, 8)]
-    return [found[1], found[0], found[2]] if back else found
+    return [(once, inner, 4, 4), (once, inner, 4, 2), (2 * once, inner, 4, 1)]
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    names = ("outer", "inner", "warps")
-    back = OPS[region.nodes[0].op] == "dx"
-    found = tiles(_image(region), _pooled(region).shape[-1], back)
+    names = ("outer", "inner", "warps", "rows")
+    found = tiles(_image(region), _pooled(region).shape[-1])
     return [dict(zip(names, tile, strict=True)) for tile in found]
 
 
@@ -130,7 +129,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     from deuteron.kernels.triton.max_pool import Tile, forward
 
     node, x, y = region.nodes[0], _image(region), _pooled(region)
-    tile = Tile(knobs["outer"], knobs["inner"], knobs["warps"])
+    tile = Tile(knobs["outer"], knobs["inner"], knobs["warps"], knobs["rows"])
     if OPS[node.op] == "dx":
         return _gradient(region, tile)
     run = forward(_windows(node, x, y), x.dtype.bits // 8, tile)

@@ -11,7 +11,8 @@ its tap, t · k + u, in a byte: an eighth of an index, and the gradient needs no
 A tile is [OUTER, INNER]: lines of an image and positions along them, or, where channels are
 adjacent, positions and their channels. Few of a window's elements come from memory, the others were
 read for its neighbours and are in the cache: what costs is the number of instructions. So taps are
-written out, and steps of two along a line are read and written as pairs.
+written out, steps of two along a line are read and written as pairs, and a program has several rows
+of windows, which share rows of x: what these come to along a window is found once.
 
 Backwards a program takes cells of as many elements as a window moves on by, s × s: all elements of
 a place in their cell lie at the same taps of the same windows, so a tap is compared with a constant
@@ -107,79 +108,60 @@ def _take(best, tap, v, number, KEEP: tl.constexpr):
 
 
 @triton.jit
-def _try(best, tap, at, inside, number, KEEP: tl.constexpr):
-    """The same with a tap that is read first; outside of x nothing wins."""
-    v = tl.load(at, mask=inside, other=float("-inf")).to(best.dtype)
-    return _take(best, tap, v, number, KEEP)
+def _read(at, inside, WIDE: tl.constexpr, KEEP: tl.constexpr):
+    """A tap of every window; outside of x nothing wins. Numbers of bfloat16 that are selected are
+    made wide by hand: the compiler, if it sees what they were, selects in 16 bits, and that takes
+    longer. Where only the largest is wanted that is quicker."""
+    v = tl.load(at, mask=inside, other=float("-inf"))
+    if KEEP and v.dtype == tl.bfloat16:
+        return (v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return v.to(WIDE)
 
 
 @triton.jit
-def _pool(
-    x, y, where, channels, height, width, tall, wide, lines, sn, sc, sh, sw, yn, yc, yh, yw,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
-    PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, LAST: tl.constexpr,
-    X_ADJACENT: tl.constexpr, X_STEP: tl.constexpr, Y_ADJACENT: tl.constexpr,
-    Y_STEP: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr, WAY: tl.constexpr,
-    OUTER: tl.constexpr, INNER: tl.constexpr,
+def _row(
+    line, two, left, first, ahead, width, sw, KW: tl.constexpr, PW: tl.constexpr,
+    DW: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, BESIDE: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
-    """y, unless it is None, and into ``where`` the numbers of the winning taps, or, if it is of
-    64 bits, the winners' places in their planes. WAY: taps one by one ("taps"), those of windows
-    two apart in pairs ("pairs"), or many in a loop ("loop")."""
-    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    KEEP: tl.constexpr = where is not None
-    if LAST:
-        channels = _whole(channels, LINE)
+    """The largest along one row of every window, and its tap in the row; ``first`` is the first one
+    inside. PAIRS: of windows two apart, whose taps are read in pairs ``two``. BESIDE: whether taps
+    one apart are next to each other in memory."""
+    best, tap = float("-inf"), first
+    if PAIRS:
+        for e in tl.static_range(-PW // 2, (KW - PW + 1) // 2):
+            at = two + 2 * e
+            inside = ahead & (at < width)
+            if e < 0:
+                inside = inside & (at >= 0)
+            v = _read(line + at, inside, WIDE, KEEP)
+            one, other = tl.split(tl.reshape(v, (v.shape[0], v.shape[1] // 2, 2)))
+            if 2 * e + PW == 0:
+                best = one
+            elif 2 * e + PW > 0:
+                best, tap = _take(best, tap, one, 2 * e + PW, KEEP)
+            if 2 * e + PW + 1 == 0:
+                best = other
+            elif 2 * e + PW + 1 < KW:
+                best, tap = _take(best, tap, other, 2 * e + PW + 1, KEEP)
     else:
-        wide = _whole(wide, LINE)
-    n, c, i, j, live = _places(
-        tl.program_id(0), tall, wide, channels, lines, OUTER, INNER, LAST
-    )  # fmt: skip
-    sh, sw = _steps(sh, sw, X_STEP, LAST)
-    width = _whole(width, WIDTH)
-    top, left = i * SH - PH, j * SW - PW
-    best = tl.full((OUTER, INNER), float("-inf"), WIDE)
-    # before any tap: the first one inside
-    tap = tl.cdiv(tl.maximum(-top, 0), DH) * KW + tl.cdiv(tl.maximum(-left, 0), DW)
-    tap = tl.broadcast_to(tap, (OUTER, INNER))
-    line = x + _far(n, c, top, left, sn, sc, sh, sw, X_STEP, LAST)
-    if WAY == "pairs":
-        first = tl.program_id(0) % tl.cdiv(wide, INNER) * (2 * INNER)
-        two = first + tl.arange(0, 2 * INNER)[None, :]
-        for t in tl.static_range(KH):
-            in_row = (top + t >= 0) & (top + t < height)
-            for e in tl.static_range(-PW // 2, (KW - PW + 1) // 2):
-                at = two + 2 * e
-                inside = in_row & (at < width)
-                if e < 0:
-                    inside = inside & (at >= 0)
-                v = tl.load(line + at, mask=inside, other=float("-inf")).to(WIDE)
-                one, other = tl.split(tl.reshape(v, (OUTER, INNER, 2)))
-                if 2 * e + PW >= 0:
-                    best, tap = _take(best, tap, one, t * KW + 2 * e + PW, KEEP)
-                if 2 * e + PW + 1 < KW:
-                    best, tap = _take(best, tap, other, t * KW + 2 * e + PW + 1, KEEP)
-            line += sh
-    else:
-        line += _near(c, left, sc, sw, LAST, X_ADJACENT)
-        ahead = c < channels if LAST else tl.full((1, 1), 1, tl.int1)
-        if WAY == "taps":
-            for t in tl.static_range(KH):
-                in_row = (top + t * DH >= 0) & (top + t * DH < height) & ahead
-                for u in tl.static_range(KW):
-                    inside = in_row & (left + u * DW >= 0) & (left + u * DW < width)
-                    at = line + (u * DW if X_ADJACENT and not LAST else u * DW * sw)
-                    best, tap = _try(best, tap, at, inside, t * KW + u, KEEP)
-                line += DH * sh
-        else:
-            for t in range(KH):
-                in_row = (top + t * DH >= 0) & (top + t * DH < height) & ahead
-                at = line
-                for u in range(KW):
-                    inside = in_row & (left + u * DW >= 0) & (left + u * DW < width)
-                    best, tap = _try(best, tap, at, inside, t * KW + u, KEEP)
-                    at += DW * sw
-                line += DH * sh
-    out = _far(n, c, i, j, yn, yc, yh, yw, Y_STEP, LAST) + _near(c, j, yc, yw, LAST, Y_ADJACENT)
+        for u in tl.static_range(KW):
+            inside = ahead & (left + u * DW >= 0) & (left + u * DW < width)
+            v = _read(line + (u * DW if BESIDE else u * DW * sw), inside, WIDE, KEEP)
+            if u == 0:
+                best = v
+            else:
+                best, tap = _take(best, tap, v, u, KEEP)
+    return best, tap
+
+
+@triton.jit
+def _put(
+    y, where, best, tap, out, live, top, left, width, KW: tl.constexpr, DH: tl.constexpr,
+    DW: tl.constexpr,
+):  # fmt: skip
+    """What was found of every window."""
     if y is not None:
         tl.store(y + out, best.to(y.dtype.element_ty), mask=live)
     if where is not None:
@@ -188,6 +170,75 @@ def _pool(
             tl.store(where + out, row.to(tl.int64) * width + column, mask=live)
         else:
             tl.store(where + out, tap.to(tl.uint8), mask=live)
+
+
+@triton.jit
+def _pool(
+    x, y, where, channels, height, width, tall, wide, groups, lines,
+    sn, sc, sh, sw, yn, yc, yh, yw,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
+    PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, LAST: tl.constexpr,
+    X_ADJACENT: tl.constexpr, X_STEP: tl.constexpr, Y_ADJACENT: tl.constexpr,
+    Y_STEP: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr, WAY: tl.constexpr,
+    ROWS: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """y, unless it is None, and into ``where`` the numbers of the winning taps, or, if it is of
+    64 bits, the winners' places in their planes. WAY: taps one by one ("taps"), those of windows
+    two apart in pairs ("pairs"), or many, or far apart, in a loop ("loop"). A program has ROWS rows
+    of windows for each of its lines, which are ``groups`` of rows: what the row of one window comes
+    to it does not look at again for the next."""
+    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    KEEP: tl.constexpr = where is not None
+    if LAST:
+        channels = _whole(channels, LINE)
+    else:
+        wide = _whole(wide, LINE)
+    n, c, group, j, live = _places(
+        tl.program_id(0), groups, wide, channels, lines, OUTER, INNER, LAST
+    )  # fmt: skip
+    sh, sw = _steps(sh, sw, X_STEP, LAST)
+    yh, yw = _steps(yh, yw, Y_STEP, LAST)
+    width = _whole(width, WIDTH)
+    i = group * ROWS
+    top, left = i * SH - PH, j * SW - PW
+    line = x + _far(n, c, top if WAY == "loop" else top * 0, left, sn, sc, sh, sw, X_STEP, LAST)
+    out = _far(n, c, i, j, yn, yc, yh, yw, Y_STEP, LAST) + _near(c, j, yc, yw, LAST, Y_ADJACENT)
+    # before any tap: the first one inside
+    first = tl.broadcast_to(tl.cdiv(tl.maximum(-left, 0), DW), (OUTER, INNER))
+    two = tl.program_id(0) % tl.cdiv(wide, INNER) * (2 * INNER) + tl.arange(0, 2 * INNER)[None, :]
+    ahead = c < channels if LAST else tl.full((1, 1), 1, tl.int1)
+    if WAY != "pairs":
+        line += _near(c, left, sc, sw, LAST, X_ADJACENT)
+    if WAY == "loop":
+        best = tl.full((OUTER, INNER), float("-inf"), WIDE)
+        tap = first + tl.cdiv(tl.maximum(-top, 0), DH) * KW
+        for t in range(KH):
+            in_row = (top + t * DH >= 0) & (top + t * DH < height) & ahead
+            at = line
+            for u in range(KW):
+                inside = in_row & (left + u * DW >= 0) & (left + u * DW < width)
+                best, tap = _take(best, tap, _read(at, inside, WIDE, KEEP), t * KW + u, KEEP)
+                at += DW * sw
+            line += DH * sh
+        _put(y, where, best, tap, out, live, top, left, width, KW, DH, DW)
+    else:
+        rows, taps, downs = (), (), ()
+        for t in tl.static_range((ROWS - 1) * SH + KH):
+            # a row outside is the nearest one inside, which its window has as well
+            row = tl.minimum(tl.maximum(top + t, 0), height - 1)
+            best, tap = _row(
+                line + row.to(tl.int64) * sh, two, left, first, ahead, width, sw, KW, PW, DW, WIDE,
+                WAY == "pairs", X_ADJACENT and not LAST, KEEP,
+            )  # fmt: skip
+            rows, taps, downs = rows + (best,), taps + (tap,), downs + (row - top,)
+        for r in tl.static_range(ROWS):
+            best, tap = rows[r * SH], taps[r * SH] + (downs[r * SH] - r * SH) * KW
+            for t in tl.static_range(r * SH + 1, r * SH + KH):
+                number = taps[t] + (downs[t] - r * SH) * KW
+                best, tap = _take(best, tap, rows[t], number, KEEP)
+            inside = live if ROWS == 1 else live & (i + r < tall)
+            at = out if r == 0 else out + r * yh
+            _put(y, where, best, tap, at, inside, top + r * SH, left, width, KW, DH, DW)
 
 
 @triton.jit
@@ -364,6 +415,11 @@ class Windows:
         return down, along
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether a window reads rows that the one above it reads, too."""
+        return self.kernel[0] > self.stride[0]
+
+    @property
     def in_cells(self) -> bool:
         """Whether taps are few enough to be written out."""
         return self.taps <= UNROLLED and self.stride[0] * self.stride[1] <= 16
@@ -371,11 +427,12 @@ class Windows:
 
 @dataclass(frozen=True)
 class Tile:
-    """Lines, elements of each, and warps of a program."""
+    """Lines, elements of each, and warps of a program; and forwards rows of windows for a line."""
 
     outer: int
     inner: int
     warps: int
+    rows: int = 1
 
 
 def forward(
@@ -384,14 +441,16 @@ def forward(
     """``run(x, y, where)`` for elements of ``size`` bytes: see :func:`_pool`."""
     w = windows
     in_pairs = w.in_pairs and w.dilation[1] == 1 and w.kernel[1] > 1
-    way = "loop" if w.taps > UNROLLED else "pairs" if in_pairs else "taps"
-    lines, grid = w.grid(w.out, tile)
-    numbers = (*w.shape[1:], *w.out, lines, *w.strides, *w.out_strides)
+    way = "loop" if w.taps > UNROLLED or w.dilation[0] > 1 else "pairs" if in_pairs else "taps"
+    rows = tile.rows if w.shares_rows and way != "loop" else 1
+    groups = -(-w.out[0] // rows)
+    lines, grid = w.grid((groups, w.out[1]), tile)
+    numbers = (*w.shape[1:], *w.out, groups, lines, *w.strides, *w.out_strides)
     vector = 16 // size
     of_y = vector // 2 if way == "pairs" else vector if w.last or w.stride[1] == 1 else 1
     constants = w.constants | w.line("X", w.strides, vector) | w.line("Y", w.out_strides, of_y)
     constants |= {"WIDTH": gcd(16, w.shape[3]), "LINE": gcd(16, w.along(w.out)), "WAY": way,
-                  "OUTER": tile.outer, "INNER": tile.inner}  # fmt: skip
+                  "ROWS": rows, "OUTER": tile.outer, "INNER": tile.inner}  # fmt: skip
 
     def run(x: torch.Tensor, y: torch.Tensor | None, where: torch.Tensor | None) -> None:
         pool(grid, x, y, where, *numbers, warps=tile.warps, **constants)
