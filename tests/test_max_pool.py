@@ -244,12 +244,15 @@ def test_a_window_that_a_byte_cannot_number():
         with_taps(torch.randn(1, 1, 32, 32), (16,))
 
 
+@pytest.mark.parametrize("places", [False, True], ids=["", "places that nobody reads"])
 @pytest.mark.parametrize("layout", ["contiguous", "nhwc"])
-def test_a_graph_with_its_gradient_keeps_taps_on_a_gpu(layout):
+def test_a_graph_with_its_gradient_keeps_taps_on_a_gpu(layout, places):
     pytest.importorskip("triton")
     g = dt.Graph("step")
     x = g.tensor("x", (2, 3, 9, 8), "f64", layout=layout)
-    pooled = [g.max_pool(x, kernel=3, stride=2, padding=1), g.max_pool(x, kernel=2)]
+    how = {"kernel": 3, "stride": 2, "padding": 1}
+    first = g.max_pool_with_indices(x, **how)[0] if places else g.max_pool(x, **how)
+    pooled = [first, g.max_pool(x, kernel=2)]
     g.sum(g.square(pooled[0])).output("loss")
     pooled[1].output("other")
     graph = g.grad("loss", wrt=["x"]).ir()

@@ -22,21 +22,22 @@ def keep_taps(graph: Graph, ctx: Context) -> Graph:
     """``graph`` with taps for every max pool whose gradient is in it, too."""
     if not ctx.target.is_cuda or not has_triton():
         return graph
-    pools = {_pool(n): n for n in graph.nodes if n.op == "max_pool" and _known(graph, n)}
-    asked = {_pool(n) for n in graph.nodes if n.op == "max_pool_grad"} & pools.keys()
+    pools = {_pool(n) for n in graph.nodes if _is_pool(graph, n)}
+    asked = {_pool(n) for n in graph.nodes if n.op == "max_pool_grad"} & pools
     if not asked:
         return graph
     build, names = start(graph, table.infer)
     taps = {}
     for node in graph.nodes:
-        key = _pool(node) if node.op in ("max_pool", "max_pool_grad") else None
+        forward, back = _is_pool(graph, node), node.op == "max_pool_grad"
+        key = _pool(node) if forward or back else None
         if key not in asked:
             carry(build, names, node, graph)
-        elif node.op == "max_pool":
+        elif forward:
             y, taps[key] = build.emit(
                 "max_pool_with_taps", [names[node.uses[0]]], node.attrs, source=node.source
             )
-            names[node.output] = y
+            names[node.outputs[0]] = y
         else:
             x = graph.types[node.uses[1]]
             attrs = {**node.attrs, "shape": x.shape, "order": memory_order(x)}
@@ -55,6 +56,13 @@ def _pool(node: Node) -> tuple[str, str]:
     return node.uses[-1], str(dict(node.attrs))
 
 
-def _known(graph: Graph, node: Node) -> bool:
-    """Whether the kernels take it."""
-    return graph.types[node.uses[0]].rank < 5 and fits(node.attrs["kernel"])
+def _is_pool(graph: Graph, node: Node) -> bool:
+    """Whether it is a max pool that the kernels take, and of which nobody reads the places."""
+    if node.op not in ("max_pool", "max_pool_with_indices"):
+        return False
+    rank = graph.types[node.uses[0]].rank
+    if node.op == "max_pool_with_indices":
+        places = node.outputs[1]
+        if rank != 4 or places in graph.output_values or graph.users.get(places):
+            return False  # rows with places may lie in another order in memory
+    return rank < 5 and fits(node.attrs["kernel"])
