@@ -586,3 +586,28 @@ def test_hooks_and_profilers_see_a_step():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         optimizer.step()
     assert any("SGD.step" in event.name for event in found.events())
+
+
+def test_a_step_within_torch_compile_is_left_alone():
+    """The compiler would trace into generated code, and fail."""
+    torch.manual_seed(0)
+    ours = torch.nn.Linear(5, 3)
+    theirs = copy.deepcopy(ours)
+    fused = dt.optim.AdamW(ours.parameters(), lr=0.01)
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+
+    @torch.compile(backend="eager")
+    def step(x):
+        fused.zero_grad()
+        loss = ours(x).square().sum()
+        loss.backward()
+        fused.step()
+        return loss
+
+    for x in torch.randn(4, 2, 5):
+        step(x)
+        plain.zero_grad()
+        theirs(x).square().sum().backward()
+        plain.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert error(a, b) <= FEW_STEPS

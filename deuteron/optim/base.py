@@ -8,6 +8,9 @@ from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiling_frames
+from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from deuteron.errors import BindError, EngineError, GraphError
@@ -200,6 +203,8 @@ class Fused(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns what ``closure`` returns."""
+        if is_dynamo_compiling() or compiling_frames() is not None:
+            return _step_as_it_is(self, closure)
         if self._is_watched():
             return _watched_step(self, closure)
         return self._step(closure)
@@ -343,6 +348,9 @@ class Fused(torch.optim.Optimizer):
 
 
 _watched_step = torch.optim.Optimizer.profile_hook_step(Fused._step)
+# Within torch.compile a step is left alone: it is one launch already, of code that is not traced.
+# A frame that the compiler gives up is run as it is, but the frames it calls are compiled again.
+_step_as_it_is = _disable_dynamo(Fused.step)
 
 
 def _known_step(step: torch.Tensor, p: torch.Tensor) -> float | None:
