@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton_kernels import TritonKernels
-from deuteron.engines.triton_resample import MOST_TAPS, OPS, axes, tiles
+from deuteron.engines.triton_resample import MOST_TAPS, OPS, axes, ways
 from deuteron.ir import Region, TensorType
 from deuteron.kernels.taps import Taps, resized, windows
 from deuteron.ops import TABLE
@@ -36,7 +36,7 @@ KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f6
 MORE = {
     "resize": (
         Sample((Arg((1, 2, 40, 37)),), {"size": (3, 4), "mode": "area"}),
-        Sample((Arg((1, 2, 41, 37)),), {"size": (4, 5), "mode": "bicubic", "antialias": True}),
+        Sample((Arg((1, 2, 13, 7)),), {"size": (3, 6), "mode": "bicubic", "antialias": True}),
         Sample((Arg((2, 70, 3, 5), layout="nhwc"),), {"scale": 2.0, "mode": "bilinear"}),
         Sample((Arg((1, 1, 5, 300)),), {"size": (9, 290), "mode": "bilinear"}),
         Sample((Arg((1, 5, 33, 9)),), {"size": (61, 7), "mode": "nearest"}),
@@ -44,7 +44,7 @@ MORE = {
         Sample((Arg((1, 3, 20, 6), "extreme"),), {"size": (7, 5), "mode": "area"}),
     ),
     "resize_grad": (
-        Sample((Arg((1, 2, 36, 40)),), {"shape": (1, 2, 3, 4), "mode": "bilinear"}),
+        Sample((Arg((1, 2, 20, 5)),), {"shape": (1, 2, 2, 3), "mode": "bilinear"}),
         Sample((Arg((2, 70, 6, 10), layout="nhwc"),),
                {"shape": (2, 70, 3, 5), "mode": "bilinear", "scale": 2.0}),
         Sample((Arg((1, 2, 3, 40)),), {"shape": (1, 2, 20, 4), "mode": "nearest-exact"}),
@@ -88,7 +88,7 @@ def wrong_with(op: str, sample: Sample, kind: str, machine: Target, device: str)
         plain = exact.to(KINDS[kind])
     reduced = max(taps.most for taps in axes(region)) ** 2
     bound = allowed(error(plain, exact), KINDS[kind], reduced)
-    for candidate in engine.candidates(region, machine, Policy()):
+    for candidate in engine.candidates(region, machine, Policy())[::2]:  # of each kind the first
         ctx = BuildContext(machine, torch.device(device), Policy(), {})
         out = poisoned(region.graph.types[region.outputs[0]], torch.device(device))
         engine.build(region, candidate, ctx).fill([moved(x, device)], [out])
@@ -198,7 +198,7 @@ def test_compiles_without_spills(arch, dtype, order):
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from deuteron.kernels.triton.resample import Map, Way, tile
+    from deuteron.kernels.triton.resample import Map, Way
     from tests.test_triton_gen import spilled
 
     kind = KINDS[dtype]
@@ -213,12 +213,11 @@ def test_compiles_without_spills(arch, dtype, order):
         of = Map(y.shape, x.strides, y.strides, taps, taps)
         table = [(torch.int32, True)] * 2
         table += [None if t is None else (real, True) for t in (taps.weights, taps.divisors)]
-        numbers = [("i32", n % 16 == 0) for n in of.numbers()]
-        for way in (Way(*t) for t in tiles(y, taps, taps)[: 2 if dtype == "bf16" else 1]):
-            kernel = tile.compile(
-                [(kind, True), (kind, True), *table, *table, *numbers], of.constants(way),
-                way.warps, target=GPUTarget("cuda", arch, 32),
-            )  # fmt: skip
+        offered = ways(y, taps, taps)
+        for way in (Way(*w) for w in (offered if dtype == "bf16" else offered[:1])):
+            kernel, numbers, constants = of.call(way)
+            kinds = [(kind, True)] * 2 + table * 2 + [("i32", n % 16 == 0) for n in numbers]
+            kernel = kernel.compile(kinds, constants, way.warps, target=GPUTarget("cuda", arch, 32))
             assert spilled(kernel, arch) == 0, (taps.most, way)
 
 

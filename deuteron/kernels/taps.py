@@ -40,6 +40,17 @@ class Taps:
     def most(self) -> int:
         return max(int(self.count.max()), 1)
 
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether elements between two results' taps are skipped."""
+        return bool((self.first[1:] > self.first[:-1] + self.most).any())
+
+    @cached_property
+    def is_ragged(self) -> bool:
+        """Whether somebody reads fewer than most though there would be more."""
+        room = (self.length - self.first).clamp(max=self.most)
+        return bool((self.count < room).any())
+
     def transposed(self) -> Taps:
         """Who reads each element, and with which weight: the map of the gradient. First and last
         taps never go back along the axis, so an element's readers stand next to each other."""

@@ -11,7 +11,10 @@ it, so nothing is added by atomics and two runs agree to the last bit.
 A program makes a tile of y, for some planes, so that what it looks up in the tables serves many
 results. Neighbouring threads make neighbours in memory: results along a row, which each load their
 taps, or vectors of channels where these are adjacent. What limits it is the number of loads and
-instructions, so much more where there are many taps.
+instructions, the more so the more taps there are.
+
+So where rows are read again, ``walk`` goes down the rows and keeps what it read of the last ones,
+blended along the row: upsampling by 2 loads one element for a result instead of four.
 """
 
 from __future__ import annotations
@@ -32,12 +35,13 @@ UNROLLED = 8  # taps along an axis that are written out one by one
 
 @dataclass(frozen=True)
 class Way:
-    """A program's planes, rows and columns, and its warps."""
+    """A program's planes, rows and columns, its warps, and whether it walks down the rows."""
 
     planes: int
     rows: int
     columns: int
     warps: int
+    walks: bool = False
 
 
 @triton.jit
@@ -122,6 +126,20 @@ def _narrow(y, total, divide_y, divide_x, row, column, height, width):
 
 
 @triton.jit
+def _corner(
+    channels, height, width, PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The image of a program, and where its planes, rows and columns begin."""
+    across = tl.cdiv(width, COLUMNS)
+    pieces = tl.cdiv(height, ROWS) * across
+    piece = tl.program_id(0) % pieces
+    block = tl.program_id(0) // pieces
+    blocks = tl.cdiv(channels, PLANES)
+    n = (block // blocks).to(tl.int64)
+    return n, block % blocks * PLANES, piece // across * ROWS, piece % across * COLUMNS
+
+
+@triton.jit
 def _tile(
     x, y, first_y, count_y, weight_y, divide_y, first_x, count_x, weight_x, divide_x,
     channels, height, width, sn, sc, sh, sw, tn, tc, th, one,
@@ -132,15 +150,10 @@ def _tile(
     """A tile of some planes of one image. LAST: channels are adjacent in y. ADJACENT: along the
     axis that is the last one in y, x has no gaps either."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    across = tl.cdiv(width, COLUMNS)
-    pieces = tl.cdiv(height, ROWS) * across
-    piece = tl.program_id(0) % pieces
-    blocks = tl.cdiv(channels, PLANES)
-    n = (tl.program_id(0) // pieces // blocks).to(tl.int64)
-    begin = tl.program_id(0) // pieces % blocks * PLANES
-    channel = _along(begin + tl.arange(0, PLANES), "plane", LAST)
-    row = _along(piece // across * ROWS + tl.arange(0, ROWS), "row", LAST)
-    column = _along(piece % across * COLUMNS + tl.arange(0, COLUMNS), "column", LAST)
+    n, plane, upper, begin = _corner(channels, height, width, PLANES, ROWS, COLUMNS)
+    channel = _along(plane + tl.arange(0, PLANES), "plane", LAST)
+    row = _along(upper + tl.arange(0, ROWS), "row", LAST)
+    column = _along(begin + tl.arange(0, COLUMNS), "column", LAST)
     live = (channel < channels) & (row < height) & (column < width)
     top = tl.load(first_y + row, mask=row < height, other=0)
     tall = tl.load(count_y + row, mask=row < height, other=0)
@@ -178,7 +191,80 @@ def _tile(
     tl.store(at, total, mask=live)
 
 
-tile = Launchable(_tile)
+@triton.jit
+def _gathered(rows, scales, count, TALL: tl.constexpr, RAGGED: tl.constexpr):
+    """The sum of rows, those that are read."""
+    total = rows[0]
+    if scales is not None:
+        total *= scales[0]
+    if RAGGED:
+        total = tl.where(count > 0, total, 0.0)
+    for k in tl.static_range(1, TALL):
+        line = rows[k]
+        if scales is not None:
+            line *= scales[k]
+        if RAGGED:
+            line = tl.where(k < count, line, 0.0)
+        total += line
+    return total
+
+
+@triton.jit
+def _walk(
+    x, y, first_y, count_y, weight_y, divide_y, first_x, count_x, weight_x, divide_x,
+    channels, height, width, sn, sc, sh, sw, tn, tc, th, one, length,
+    TALL: tl.constexpr, BROAD: tl.constexpr, LAST: tl.constexpr, ADJACENT: tl.constexpr,
+    PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of some planes of one image, one after another. The rows of x that a result reads
+    are kept, blended along the row, and the next one is on its way while they are added up.
+    ``length``: the rows of x. RAGGED: there are rows among those kept that a result does not read.
+    """
+    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    n, plane, upper, begin = _corner(channels, height, width, PLANES, ROWS, COLUMNS)
+    channel = (plane + tl.arange(0, PLANES))[None, :]
+    column = (begin + tl.arange(0, COLUMNS))[:, None]
+    live = (channel < channels) & (column < width)
+    left = tl.load(first_x + column, mask=column < width, other=0)
+    broad = tl.load(count_x + column, mask=column < width, other=0)
+    weights = None
+    if weight_x is not None:
+        weights = _weights(weight_x, column, width, column < width, BROAD)
+    step = 1 if ADJACENT and not LAST else sw
+    aside = channel if ADJACENT and LAST else channel.to(tl.int64) * sc
+    source = x + n * sn + left * step + aside
+    place = y + n * tn + (one - 1) * VECTOR
+    if LAST:
+        place = place + column * tc + channel
+    else:
+        place = place + channel.to(tl.int64) * tc + column
+    lower = tl.minimum(upper + ROWS, height)
+    end = tl.minimum(tl.load(first_y + lower - 1) + TALL, length)
+    top = tl.load(first_y + upper)
+    ahead = _read(source + top * sh, step, live & (top < end), broad, BROAD)
+    kept = (tl.zeros((COLUMNS, PLANES), WIDE),) * TALL
+    for row in range(upper, lower):
+        top = tl.load(first_y + row)
+        # looked up again, because Triton 3.6 loses a variable that goes from turn to turn and only
+        # bounds an inner loop
+        have = tl.load(first_y + tl.maximum(row - 1, upper)) + tl.where(row > upper, TALL, 0)
+        scales = None
+        if weight_y is not None:
+            scales = _weights(weight_y, row, height, True, TALL)
+        tall = TALL
+        if RAGGED:
+            tall = tl.load(count_y + row)
+        for r in range(have, top + TALL):
+            line = _blend(ahead, weights, WIDE, BROAD)
+            ahead = _read(source + (r + 1) * sh, step, live & (r + 1 < end), broad, BROAD)
+            kept = kept[1:] + (line,)
+        total = _gathered(kept, scales, tall, TALL, RAGGED)
+        total = _narrow(y, total, divide_y, divide_x, row, column, height, width)
+        tl.store(place + row * th, total, mask=live)
+
+
+tile, walk = Launchable(_tile), Launchable(_walk)
 
 
 @dataclass(frozen=True)
@@ -202,20 +288,21 @@ class Map:
         """Whether channels are adjacent in y."""
         return self.of_y[1] == 1 and self.shape[1] > 1
 
-    def numbers(self) -> tuple[int, ...]:
+    def call(self, way: Way) -> tuple[Launchable, tuple[int, ...], dict[str, Any]]:
+        """The kernel, its numbers and its constants."""
         (sn, sc, *steps), (tn, tc, *to) = self.of_x, self.of_y
         sh, sw = (0, *steps)[-2:]
         th, tw = (0, *to)[-2:]
-        return (self.shape[1], *self.space, sn, sc, sh, sw, tn, tw if self.last else tc, th, 1)
-
-    def constants(self, way: Way) -> dict[str, Any]:
-        unit = self.of_x[1] if self.last else self.of_x[-1]
-        vector = 8 if self.last else max(way.columns // (32 * way.warps), 1)
-        return {
+        beside, unit = (tw, sc) if self.last else (tc, sw)
+        numbers = (self.shape[1], *self.space, sn, sc, sh, sw, tn, beside, th, 1)
+        constants = {
             "TALL": self.down.most, "BROAD": self.across.most, "LAST": self.last,
             "ADJACENT": unit == 1, "PLANES": way.planes, "ROWS": way.rows, "COLUMNS": way.columns,
-            "VECTOR": vector, "UNROLL": UNROLLED,
+            "VECTOR": 8 if self.last else max(way.columns // (32 * way.warps), 1),
         }  # fmt: skip
+        if not way.walks:
+            return tile, numbers, {**constants, "UNROLL": UNROLLED}
+        return walk, (*numbers, self.down.length), {**constants, "RAGGED": self.down.is_ragged}
 
     def programs(self, way: Way) -> int:
         height, width = self.space
@@ -233,10 +320,10 @@ def resample(
     of: Map, way: Way, device: torch.device
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``run(x, y)``."""
-    grid, numbers, constants = (of.programs(way),), of.numbers(), of.constants(way)
+    grid, (kernel, numbers, constants) = (of.programs(way),), of.call(way)
     given = (*tables(of.down, device), *tables(of.across, device))
 
     def run(x: torch.Tensor, y: torch.Tensor) -> None:
-        tile(grid, x, y, *given, *numbers, warps=way.warps, **constants)
+        kernel(grid, x, y, *given, *numbers, warps=way.warps, **constants)
 
     return run
