@@ -241,6 +241,19 @@ def test_dropout_is_a_function_of_its_seed():
     assert error(y.detach(), kept * (x.detach() + bias) + r) <= SINGLE
 
 
+@pytest.mark.parametrize("rows", [2, 300])
+def test_nothing_is_drawn_where_nothing_is_dropped(rows):
+    """An evaluation between two steps does not change the masks of the next one."""
+    x = torch.randn(rows, 64)
+    f.dropout(x, 0.5, training=False)  # the first call of a shape plans it
+    before = torch.get_rng_state()
+    f.dropout(x, 0.5, training=False)
+    f.bias_dropout_residual(x, x[0], x, 0.5, training=False)
+    f.bias_dropout_residual(x, x[0], x, 0.0, seed=None)
+    dt.nn.Dropout(0.5).eval()(x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     "again, compiled", [(False, False), (True, False), (False, True)], ids=["", "again", "compiled"]
 )

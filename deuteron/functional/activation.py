@@ -408,4 +408,6 @@ def bias_dropout_residual(
             f"p={p} is not a probability", asked=f"dropout(…, p={p})", remedy="use 0 <= p <= 1"
         )
     chance = p if training else 0.0
+    if seed is None and chance == 0.0:
+        seed = 0  # as in torch, nothing is drawn where nothing is dropped
     return DROPOUT.one(x, bias, residual, _seed(seed, x.device), p=chance)
