@@ -201,7 +201,7 @@ def _pool(
     width = _whole(width, WIDTH)
     i = group * ROWS
     top, left = i * SH - PH, j * SW - PW
-    line = x + _far(n, c, top if WAY == "loop" else top * 0, left, sn, sc, sh, sw, X_STEP, LAST)
+    line = x + _far(n, c, tl.zeros_like(top), left, sn, sc, sh, sw, X_STEP, LAST)
     out = _far(n, c, i, j, yn, yc, yh, yw, Y_STEP, LAST) + _near(c, j, yc, yw, LAST, Y_ADJACENT)
     # before any tap: the first one inside
     first = tl.broadcast_to(tl.cdiv(tl.maximum(-left, 0), DW), (OUTER, INNER))
@@ -214,12 +214,11 @@ def _pool(
         tap = first + tl.cdiv(tl.maximum(-top, 0), DH) * KW
         for t in range(KH):
             in_row = (top + t * DH >= 0) & (top + t * DH < height) & ahead
-            at = line
+            at = line + (top + t * DH).to(tl.int64) * sh
             for u in range(KW):
                 inside = in_row & (left + u * DW >= 0) & (left + u * DW < width)
                 best, tap = _take(best, tap, _read(at, inside, WIDE, KEEP), t * KW + u, KEEP)
                 at += DW * sw
-            line += DH * sh
         _put(y, where, best, tap, out, live, top, left, width, KW, DH, DW)
     else:
         rows, taps, downs = (), (), ()
