@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from deuteron.errors import BindError, DeuteronError
 from deuteron.explain import Explanation
 from deuteron.frontends.torch_export import Imported, import_module
+from deuteron.functional.core import entries
 from deuteron.ir.types import TensorType
 from deuteron.plan import Cache, Plan, compile_graph
 from deuteron.plan.decide import Progress
@@ -127,7 +128,7 @@ def optimize(
     args, named = pytree.tree_map(_dense, (args, dict(kwargs or {})))
     seconds = {}
     begin = time.perf_counter()
-    imported = import_module(model, args, named)
+    imported = import_module(model, args, named, ours=entries())
     seconds["import"] = time.perf_counter() - begin
     begin = time.perf_counter()
     plan = compile_graph(

@@ -242,6 +242,14 @@ def kind_cases(dtype: str) -> Iterator[tuple[Case, Knobs]]:
         yield case, Knobs("loop", 16, rows=32)
         yield case, Knobs("rows", 128, rows=16)
         yield case, Knobs("split", 8, rows=16, splits=5)
+    groups = graph_of("groups", lambda g, x, w, b: g.silu(g.group_norm(x, w, b, groups=3)),
+                      x=randn(2, 6, 5, 9), w=randn(6), b=randn(6))  # fmt: skip
+    weighted = graph_of("weighted sum of channels", lambda g, x, w: g.sum(
+        g.mul(x, w), axes=(1, 2), keepdim=False), x=randn(3, 4, 32), w=randn(4, 1))  # fmt: skip
+    for case in (groups, weighted):  # read stretch by stretch, the last one with a mask and without
+        for knobs in (Knobs("loop", 16, unroll=4), Knobs("loop", 32, rows=2), Knobs("rows", 128)):
+            yield case, knobs
+        yield case, Knobs("split", 16, unroll=2, splits=2)
     both = graph_of(
         "two outputs",
         lambda g, x: (g.mean(x, axes=(1,), keepdim=True), g.sub(x, g.max(x, axes=(1,),

@@ -89,6 +89,10 @@ def _norms() -> Iterator[Call]:
     yield Call("group_norm", ((2, 6, 5), (6,), (6,)), lambda f, x, w, b: f.group_norm(x, 3, w, b),
                lambda x, w, b: F.group_norm(x, 3, w, b))  # fmt: skip
     yield Call("instance_norm", ((2, 3, 4, 5),), lambda f, x: f.instance_norm(x), F.instance_norm)
+    yield Call("instance_norm given", ((2, 3, 4, 5),),
+               lambda f, x: f.instance_norm(x, x.new_full((3,), 0.3), x.new_full((3,), 1.5),
+                                            use_input_stats=False),
+               lambda x: F.batch_norm(x, x.new_full((3,), 0.3), x.new_full((3,), 1.5)))  # fmt: skip
 
 
 def _softmaxes() -> Iterator[Call]:

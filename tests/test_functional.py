@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
+from deuteron.frontends import torch_export
 from deuteron.functional.core import FUNCTIONS, Pull
 from tests.functional_cases import CALLS, Call, gradients, results
 from tests.tolerances import (
@@ -97,6 +99,57 @@ def test_under_torch_compile(call):
         assert error(a, b) <= SAME_CODE
     for a, b in zip(gradients(got, x), gradients(want, y), strict=True):
         assert error(a, b) <= SAME_CODE
+
+
+class Module(torch.nn.Module):
+    """A call in a module, where ``dt.optimize`` finds it."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *tensors):
+        return self.call.ours(f, *tensors)
+
+
+@EVERY
+def test_a_module_that_calls_ours_is_planned_whole(call):
+    """Its calls become operators of one graph, none of them opaque."""
+    if "cross_entropy" in call.name:
+        pytest.skip("a loss with its gradient is no part of a plan")
+    tensors = tuple(call.tensors())
+    with f.delegation(False):
+        want = call.ours(f, *tensors)
+        fast = dt.optimize(Module(call).eval(), tensors, find=False)
+    assert not fast.opaque
+    for a, b in zip(results(fast(*tensors)), results(want), strict=True):
+        assert a.dtype == b.dtype and error(a, b) <= DOUBLE
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["traced", "exported"])
+def test_a_trained_module_is_planned(exported, monkeypatch):
+    """After training with modules of ours, in 16 bits too, traced either way."""
+    if exported:
+        monkeypatch.setattr(torch_export, "trace", lambda *_: None)
+    made = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+        torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Dropout(), torch.nn.Softmax(1),
+    )  # fmt: skip
+    x = torch.randn(4, 3, 40, 40, generator=torch.Generator().manual_seed(0))
+    model = dt.nn.replace(made)
+    model(x).sum().backward()
+    for dtype in (torch.float32, torch.bfloat16):
+        model.eval().to(dtype)
+        eager, fast = model(x.to(dtype)), dt.optimize(model, x.to(dtype), find=False)
+        exact = copy.deepcopy(model).double()(x.to(dtype).double())
+        assert not fast.opaque
+        assert error(fast(x.to(dtype)), exact) <= allowed(error(eager, exact), dtype, 64)
+
+
+def test_a_loss_in_a_module_is_refused_by_name():
+    call = CALLS["cross_entropy"]
+    with pytest.raises(dt.GraphError, match="outside of what is optimised"):
+        dt.optimize(Module(call).eval(), tuple(call.tensors()), find=False)
 
 
 def test_attributes_have_names_that_inductor_leaves_free():

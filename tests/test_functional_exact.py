@@ -11,6 +11,7 @@ import deuteron as dt
 from tests.tolerances import allowed, error, rounded_mean
 
 f = dt.functional
+INF, NAN = float("inf"), float("nan")
 
 
 @pytest.fixture(params=[True, False], ids=["delegated", "planned"])
@@ -112,3 +113,89 @@ def test_batch_norm_keeps_the_digits_of_a_large_mean(order):
     assert error(found, exact) <= allowed(0.0, torch.float32)
     assert torch.equal(equal, bias.view(1, -1, 1, 1).expand_as(equal))
     assert huge.isnan().all()
+
+
+ODD_ROWS = [
+    [0.0, INF, 2.0], [INF, 0.0, 2.0], [0.0, NAN, 2.0], [NAN, 0.0, 3.0], [0.0, 0.0, INF],
+    [0.0, 0.0, NAN], [2.0, INF, 3.0], [2.0, NAN, 3.0], [INF, -INF, 0.0], [0.0, 3.0, INF],
+    [2.0, 0.0, 3.0], [0.0, 2.0, 0.0], [INF, 2.0, NAN], [-0.0, INF, 1.0],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ODD_ROWS, ids=str)
+@pytest.mark.parametrize("name", ["prod", "cumprod"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_products_of_zeros_and_infinities(name, row, dtype, delegated):
+    found = []
+    for home in (f, torch):
+        x = torch.tensor([row], dtype=dtype, requires_grad=True)
+        y = getattr(home, name)(x, -1)
+        found.append((y, *torch.autograd.grad(y, x, torch.full_like(y, 2.0))))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_a_product_without_zeros_beside_one_with_a_zero():
+    """A row has its own answer, whatever the others hold."""
+    rows = torch.tensor([[0.0, INF, 2.0], [2.0, 3.0, 4.0]], requires_grad=True)
+    (grad,) = torch.autograd.grad(f.prod(rows, 1).sum(), rows)
+    assert grad[1].tolist() == [12.0, 8.0, 6.0] and grad[0].isnan().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("p", [-1.0, -2.5, -INF, INF, 0.0, 2.0])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), ()], ids=str)
+def test_norms_of_nothing_are_refused_where_torch_refuses(p, shape, delegated):
+    x = torch.empty(shape)
+    for dim in (None, 0, -1):
+        try:
+            want = torch.linalg.vector_norm(x, p, dim)
+        except RuntimeError:
+            with pytest.raises(dt.DeuteronError, match="an empty one, has no answer"):
+                f.norm(x, p, dim)
+        else:
+            assert f.norm(x, p, dim).shape == want.shape
+
+
+MISSED = r"dilation=\(.*\) and padding=\(.*\) the taps of a window step over all of x"
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("with_indices", [False, True])
+def test_a_window_wholly_in_the_padding_is_refused(dims, with_indices, delegated):
+    """torch's indices of it lie outside of the image, and on a CPU its gradient writes there."""
+    x = torch.randn(2, 3, *[2] * dims, requires_grad=True)
+    pool, module = getattr(f, f"max_pool{dims}d"), getattr(dt.nn, f"MaxPool{dims}d")
+    given = {"padding": 1, "dilation": 3, "return_indices": with_indices}
+    for call in (lambda: pool(x, 2, 1, **given), lambda: module(2, 1, **given)(x)):
+        with pytest.raises(dt.DeuteronError, match=MISSED):
+            call()
+    with pytest.raises(dt.DeuteronError, match=MISSED), torch.no_grad():
+        pool(x[0], 2, 1, **given)
+    assert pool(x, 2, 1, **given | {"dilation": 2}) is not None  # one tap of each meets x
+
+
+def test_a_window_wholly_in_the_padding_is_refused_in_graphs():
+    g = dt.Graph("pool")
+    x = g.tensor("x", (2, 3, 1, 9))
+    for build in (g.max_pool, g.max_pool_with_indices):
+        with pytest.raises(dt.GraphError, match=MISSED):
+            build(x, kernel=(2, 2), stride=1, padding=1, dilation=2)
+
+
+def test_which_windows_miss():
+    """Against torch's forward pass, in which such a window is -inf."""
+    many = itertools.product(
+        range(1, 6), range(2, 6), (1, 2, 3), (1, 2), range(2, 8), (False, True)
+    )
+    for n, kernel, stride, padding, dilation, ceil in many:
+        given = (torch.ones(1, 1, n), kernel, stride, padding, dilation, ceil)
+        try:
+            missed = bool(torch.max_pool1d(*given).isinf().any())
+        except RuntimeError:
+            continue
+        try:
+            f.max_pool1d(*given)
+        except dt.DeuteronError as error:
+            assert missed and "step over all of x" in str(error), given
+        else:
+            assert not missed, given

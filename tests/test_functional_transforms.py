@@ -188,3 +188,22 @@ def test_other_tensors_without_memory(name, fake):
     if not fake:  # one of them somewhere else is said, and nothing is read
         with pytest.raises((dt.DeuteronError, RuntimeError), match="meta"):
             call(_moved(tensors[0], mode), tensors[1])
+
+
+@pytest.mark.parametrize("name", ["BatchNorm2d", "InstanceNorm2d"])
+def test_several_models_at_once_each_with_running_statistics(name):
+    """As ``torch.func.stack_module_state`` is used: buffers are written to under vmap."""
+    x = torch.randn(3, 4, 2, 5, 5, dtype=torch.float64)
+    ends = []
+    for home in (dt.nn, torch.nn):
+        given = {"track_running_stats": True, "affine": True, "dtype": torch.float64}
+        models = [getattr(home, name)(2, **given) for _ in range(3)]
+        params, buffers = torch.func.stack_module_state(models)
+
+        def call(params, buffers, x, model=models[0]):
+            return torch.func.functional_call(model, (params, buffers), (x,))
+
+        y = torch.func.vmap(call)(params, buffers, x)
+        ends.append((y, buffers["running_mean"], buffers["running_var"]))
+    for a, b in zip(*ends, strict=True):
+        assert error(a, b) <= DOUBLE

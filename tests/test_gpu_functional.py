@@ -86,6 +86,54 @@ def test_views_whose_signs_are_still_to_be_turned():
     assert error(aug.with_table(image, table), aug.with_table(image.clone(), table)) <= SINGLE
 
 
+@pytest.mark.parametrize("delegated", [False, True])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_running_statistics_of_instance_norm(order, delegated):
+    x = (torch.randn(4, 6, 33, 17) * 2.0 + 3.0).to(memory_format=order)
+    exact = torch.nn.InstanceNorm2d(6, affine=True, track_running_stats=True).double()
+    theirs, ours = (c(6, affine=True, track_running_stats=True).cuda()
+                    for c in (torch.nn.InstanceNorm2d, dt.nn.InstanceNorm2d))  # fmt: skip
+    found = []
+    for module, given in ((ours, x.cuda()), (theirs, x.cuda()), (exact, x.double())):
+        given = given.detach().requires_grad_()
+        with f.delegation(delegated):
+            y = module(given)
+            grads = torch.autograd.grad(y.sin().sum(), (given, *module.parameters()))
+            again = module.eval()(given)
+        found.append((y, again, *grads, module.running_mean, module.running_var))
+    for a, b, e in zip(*found, strict=True):
+        assert error(a, e) <= allowed(error(b, e), torch.float32, 64)
+
+
+@pytest.mark.parametrize("count", [50, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_with_gradients_by_frequency(count, dtype):
+    """The same bits in every run, however many rows are added."""
+    index = torch.randint(0, 40, (count,), device="cuda")
+    weight, seed = (torch.randn(n, 24, device="cuda").to(dtype) for n in (40, count))
+    given = {"padding_idx": 3, "scale_grad_by_freq": True}
+    found = []
+    for call, t in ((f.embedding, weight), (f.embedding, weight), (F.embedding, weight),
+                    (F.embedding, weight.double())):  # fmt: skip
+        t = t.detach().requires_grad_()
+        found += torch.autograd.grad(call(index, t, **given), t, seed.to(t.dtype))
+    ours, again, theirs, exact = found
+    assert torch.equal(ours, again)
+    assert error(ours, exact) <= allowed(error(theirs, exact), dtype, 16)
+
+
+def test_what_else_embeddings_do():
+    index = torch.tensor([1, 1, 4], device="cuda")
+    weight = torch.randn(9, 16, device="cuda") * 3.0
+    other = weight.clone()
+    with f.delegation(True):
+        assert error(f.embedding(index, weight, max_norm=1.0),
+                     F.embedding(index, other, max_norm=1.0)) <= SINGLE  # fmt: skip
+        y = f.embedding(index, weight.requires_grad_(), sparse=True)
+    assert error(weight, other) <= SINGLE
+    assert torch.autograd.grad(y.sum(), weight)[0].is_sparse
+
+
 def test_a_captured_call_of_several_is_one_kernel():
     x, r = (torch.randn(8, 64, device="cuda", requires_grad=True) for _ in range(2))
     with f.delegation(True):

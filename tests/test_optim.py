@@ -318,13 +318,68 @@ def test_nothing_to_do():
         cls([empty], max_norm=1.0).step()
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("kinds", ["ours", "ours to torch's", "torch's to ours"])
+def test_a_first_step_that_a_scaler_skips_and_a_state_that_is_loaded(kinds, dampening):
+    """The first gradient that counts goes into the buffer undamped, before and after loading."""
+    first, second = {
+        "ours": (dt.optim.SGD, dt.optim.SGD), "ours to torch's": (dt.optim.SGD, torch.optim.SGD),
+        "torch's to ours": (torch.optim.SGD, dt.optim.SGD),
+    }[kinds]  # fmt: skip
+    ends = []
+    for classes in ((first, second), (torch.optim.SGD, torch.optim.SGD)):
+        torch.manual_seed(0)
+        p = torch.randn(5, 3, requires_grad=True)
+        made = [c([p], lr=0.1, momentum=0.9, dampening=dampening) for c in classes]
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        _scaled_step(scaler, made[0], p, float("inf"))
+        made[1].load_state_dict(copy.deepcopy(made[0].state_dict()))
+        for _ in range(3):
+            _scaled_step(scaler, made[1], p, 1.0)
+        ends.append(p.detach())
+    assert error(*ends) <= FEW_STEPS * EPS[torch.float32]
+
+
+def _scaled_step(scaler, optimizer, p, factor):
+    optimizer.zero_grad()
+    scaler.scale((p * torch.randn_like(p) * factor).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_a_skipped_first_step_leaves_no_buffer():
+    p = torch.randn(3, requires_grad=True)
+    p.grad = torch.full_like(p, float("inf"))
+    optimizer = dt.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.5, skip_nonfinite=True)
+    optimizer.step()
+    assert not optimizer.state_dict()["state"]
+    p.grad = torch.ones_like(p)
+    optimizer.add_param_group({"params": [torch.randn(2, requires_grad=True)]})
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], p.grad)
+
+
 # ---- errors
+
+
+def test_a_group_or_a_state_dict_that_asks_for_a_differentiable_step():
+    p, q = (torch.randn(3, requires_grad=True) for _ in "pq")
+    p.grad = q.grad = torch.ones(3)
+    said = torch.optim.AdamW([p], differentiable=True)
+    loaded = dt.optim.AdamW([p])
+    loaded.load_state_dict(said.state_dict())
+    for optimizer in (loaded, dt.optim.AdamW([{"params": [q], "differentiable": True}])):
+        before = q.detach().clone()
+        with pytest.raises(GraphError, match="which autograd does not see"):
+            optimizer.step()
+        assert torch.equal(q, before)
 
 
 def test_errors_say_what_helps():
     p = torch.randn(4, 3, requires_grad=True)
-    with pytest.raises(GraphError, match=r"torch\.optim\.AdamW\(differentiable=True\)"):
-        dt.optim.AdamW([p], differentiable=True)
+    for name in ("SGD", "Adam", "AdamW"):
+        with pytest.raises(GraphError, match=rf"torch\.optim\.{name}\(…, differentiable=True\)"):
+            getattr(dt.optim, name)([p], differentiable=True)
     with pytest.raises(TypeError, match="max_norm"):
         dt.optim.AdamW([p], max_nrom=1.0)
     for bad in ({"max_norm": 0.0}, {"ema_decay": 1.5}, {"state_dtype": torch.int8}, {"lr": -1.0}):

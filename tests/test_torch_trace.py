@@ -45,7 +45,24 @@ class Two(nn.Module):
         return x - y
 
 
+class InPlace(nn.Module):
+    """Writes over what it has computed, as most published networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.relu, self.six = nn.ReLU(inplace=True), nn.ReLU6(inplace=True)
+
+    def forward(self, x):
+        y = again = self.relu(self.norm(self.conv(x)))
+        before = y * 2
+        y += x
+        y.mul_(before).clamp_(min=-1.0)
+        return self.six(again), F.silu(before - 1, inplace=True)
+
+
 CALLS = {
+    "in place": (InPlace(), (IMAGE,), {}),
     "two": (Two(), (X, X + 1), {}),
     "several": (Several(), (X, True, X + 1), {"Extra": {"bias": [X + 2]}, "gain": X + 3}),
     "transformer": (nn.TransformerEncoderLayer(8, 2, 16), (X.repeat(1, 2)[None],), {}),
@@ -128,7 +145,12 @@ def under_autocast(module, x):
 MORE_THAN_COMPUTING = [
     sets_an_attribute, counts, keeps_in_a_list, replaces_a_buffer, hides_an_error, under_autocast,
     lambda m, x: x.add_(1),
-    lambda m, x: torch.relu_(x * 1),
+    lambda m, x: torch.relu_(x.view(-1)),
+    lambda m, x: torch.relu_((x * 1)[0]),
+    lambda m, x: (y := x * 1, y.view(-1), y.relu_())[1],
+    lambda m, x: (y := x * 1, [t.relu_() for t in y.chunk(2)])[0],
+    lambda m, x: (x * 1).copy_(x.double()).t_(),
+    lambda m, x: torch.relu_(F.dropout(x, 0.5, False)),
     lambda m, x: m.state.copy_(x[0]),
     lambda m, x: x * x.sum().item(),
     lambda m, x: x * x.tolist()[0][0],

@@ -23,6 +23,7 @@ from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import GPUS, target
 from tests.codegen_cases import (
+    Case,
     compare,
     graph_of,
     kind_cases,
@@ -101,10 +102,29 @@ def main_cases():
         graph_of("turn", lambda g, x, y: g.add(g.permute(x, dims=(1, 0)), y),
                  x=big, y=torch.empty(768, 512, dtype=half)),
         graph_of("down", lambda g, x: g.sum(x, axes=(0,), keepdim=False), x=big),
+        groups_case(),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("index", range(10))
+def groups_case() -> Case:
+    """Rows of 8 channels of 12544 pixels."""
+    half = torch.float16
+    return graph_of("groups", lambda g, x, w, b: g.silu(g.group_norm(x, w, b, groups=8)),
+                    x=torch.empty(32, 64, 112, 112, dtype=half), w=torch.empty(64, dtype=half),
+                    b=torch.empty(64, dtype=half))  # fmt: skip
+
+
+def test_a_weight_is_read_once_for_all_pixels_of_its_channel():
+    case = groups_case()
+    knobs = choices(case.program, 132)[0]
+    last = render(case.program, knobs).source.split("for stretch in range(8):")[1]
+    before, inside = last.split("for o in range(")
+    weights = [n for n in ("x1", "x2") if f"tl.load({n} +" in before]
+    assert knobs.kind == "loop" and weights == ["x1", "x2"]
+    assert "tl.load(x0 +" in inside and "tl.load(x1 +" not in inside
+
+
+@pytest.mark.parametrize("index", range(11))
 def test_main_kernels_compile_without_spills_and_load_16_bytes(index):
     case = main_cases()[index]
     for kernel in compile_for(case, choices(case.program, 132)[0], 90):

@@ -53,7 +53,8 @@ class Body:
     """Lines in the making for one kernel over ``spaces``.
 
     ``masks`` names, per space, the mask that is true inside (absent where all of it is);
-    ``shape`` is the tile. ``hints`` maps a tensor to the eviction policy of its loads.
+    ``shape`` is the tile. ``hints`` maps a tensor to the eviction policy of its loads. ``once``:
+    values along a row of which the copies of a loop's body have one in common.
     """
 
     program: ScalarProgram
@@ -63,6 +64,7 @@ class Body:
     shape: tuple[int, ...]
     masks: dict[str, str] = field(default_factory=dict)
     hints: dict[str, str] = field(default_factory=dict)
+    once: frozenset[str] = frozenset()
     lines: list[str] = field(default_factory=list)
     tokens: dict[str, Tokens] = field(default_factory=dict)
     indent: str = "    "
@@ -80,7 +82,7 @@ class Body:
 
     def name(self, value: str, suffix: str = "") -> str:
         element = self.program.inner and self.program.level[value] == "element"
-        return value + suffix if element else value
+        return value + suffix if element and value not in self.once else value
 
     def text(self, a: Arg, suffix: str = "") -> str:
         if isinstance(a, Const):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from deuteron.codegen.scalar import Const, Load, Reduce, ScalarProgram, Statement, Store, reads
 from deuteron.codegen.softmax import Softmax, softmaxes
 from deuteron.codegen.triton_body import Body, closure, depths
+from deuteron.codegen.triton_index import Space
 from deuteron.codegen.triton_math import combine, identity
 
 Kernel = tuple[Body, int, tuple[str, ...]]
@@ -134,17 +135,31 @@ class Passes:
         """Write a loop over the columns: ``statements`` for each copy (suffix), then what
         ``inside`` makes of all copies. The loads of all copies come first, because a load never
         overtakes a store: a program would wait for each in turn."""
-        columns, step = self.program.columns, block * self.unroll
-        shared = self.shared
+        outside, spaces = body.indent, body.spaces
+        columns, unroll = self.program.columns, self.unroll
+        loads = [s for s in statements if isinstance(s, Load) and not reads(s)]
+        once = self._of_a_stretch(loads, block)
+        if once:
+            *across, along = self.program.inner
+            columns, unroll = along.size, min(unroll, -(-along.size // block))
+            body.line(f"for stretch in range({self.program.columns // columns}):")
+            body.indent += "    "
+            wide = not any(space.narrow for space in spaces if space.name == "c")
+            body.line("q = stretch" + " + tl.full((), 0, tl.int64)" * wide)
+            body.spaces = (spaces[0], Space("q", tuple(across), True), Space("c", (along,)))
+            body.emit(once)
+        body.once = frozenset(s.name for s in once)
+        body.masks.pop("c", None)
+        step, shared = block * unroll, self.shared
         part = -(-columns // (shared * step)) * step
         first = f"0, {part}, {step}"
         if shared > 1:
             first = f"part * {part}, part * {part} + {part}, {step}"
         body.line(f"for o in range({first}):")
-        outside, body.indent = body.indent, body.indent + "    "
+        body.indent += "    "
         lift = "" if body.flat_row else "[None, :]"
-        copies = [f"_{u}" if self.unroll > 1 else "" for u in range(self.unroll)]
-        loads = [s for s in statements if isinstance(s, Load) and not reads(s)]
+        copies = [f"_{u}" if unroll > 1 else "" for u in range(unroll)]
+        loads = [s for s in loads if s not in once]
         for u, suffix in enumerate(copies):
             shift = f" + {u * block}" if u else ""
             body.line(f"c{suffix} = o{shift} + tl.arange(0, {block}){lift}")
@@ -153,9 +168,19 @@ class Passes:
                 body.line(f"inside_c{suffix} = c{suffix} < {columns}")
             body.emit(loads, suffix)
         for suffix in copies:
-            body.emit((s for s in statements if s not in loads), suffix)
+            body.emit((s for s in statements if s not in loads and s not in once), suffix)
         inside(copies)
-        body.indent = outside
+        body.indent, body.spaces, body.once = outside, spaces, frozenset()
+
+    def _of_a_stretch(self, loads: Sequence[Load], block: int) -> list[Load]:
+        """Loads that are the same all along the last axis of the columns, as a channel's weight is
+        for all its pixels. Where that axis fills a block and programs do not share rows, the
+        columns are walked stretch by stretch, and these are read once in each."""
+        if self.shared > 1 or len(self.program.inner) < 2 or self.program.inner[-1].size < block:
+            return []
+        inner, last = set(self.program.inner), self.program.inner[-1]
+        axes = [(s, self.program.axes_of(s.offset) & inner) for s in loads]
+        return [s for s, along in axes if along and last not in along and not s.guards]
 
     def _hints(self, body: Body, at: int) -> None:
         """Ask L2 to keep what a later pass reads again; rows that are read once take no hints."""

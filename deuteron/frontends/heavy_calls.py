@@ -1,8 +1,9 @@
-"""Products and convolutions, by shape alone.
+"""Products, convolutions and operators of ours, by shape alone.
 
 While a module is traced nobody sees the numbers, and these calls are nearly all of what running it
 costs: a segmentation network at 512² takes seconds. So they are answered with zeros of the shape
-and memory order that torch would give. What is not plainly of that kind is left to torch, which
+and memory order that torch would give. So are operators of ours, for which a plan of their own
+would be made only to be thrown away. What is not plainly of that kind is left to torch, which
 computes it, or says what is wrong with it.
 """
 
@@ -21,8 +22,10 @@ Tensor = torch.Tensor
 
 def zeros_like_result(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Tensor | None:
+) -> Tensor | list[Tensor] | None:
     """Zeros in the place of what a call of real tensors would compute, or None: compute it."""
+    if func.namespace == "deuteron":
+        return _zeros_of_ours(func, args, kwargs)
     shape_of = SHAPES.get(str(func))
     if shape_of is None:
         return None
@@ -34,6 +37,17 @@ def zeros_like_result(
         return None
     shape = shape_of(given)
     return None if shape is None else first.new_zeros(shape)
+
+
+def _zeros_of_ours(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    typed = func(*[_without_data(a) if isinstance(a, Tensor) else a for a in args], **kwargs)
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).zero_()
+            for t in typed]  # fmt: skip
+
+
+def _without_data(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def _convolved(given: Sequence[Any]) -> tuple[int, ...] | None:

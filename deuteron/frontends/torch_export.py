@@ -31,6 +31,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError, GraphError
+from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known
 from deuteron.frontends.torch_trace import Trace, trace
@@ -142,8 +143,12 @@ def import_module(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     name: str = "",
+    ours: Mapping[str, Entry] | None = None,
 ) -> Imported:
     """Trace ``module`` on an example call and return it as a graph.
+
+    ``ours`` says how to write operators that are no ATen calls, by their names, as the ATen table
+    does for those.
 
     The module's training flag is respected; what would write to its buffers or inputs is
     refused. Raises GraphError where the module cannot be a graph, and DeuteronError with
@@ -158,14 +163,15 @@ def import_module(
     parameters = _positional(module)
     paths = tuple(path for path, _ in leaf_paths(call, parameters))
     leaves, in_spec = pytree.tree_flatten(call)
-    importer = Importer(name)
+    entries = {**TABLE, **(ours or {})}
+    importer = Importer(name, entries)
     with _quiet():
-        traced = trace(module, *call)
+        traced = trace(module, *call, entries)
     if traced is not None:
         inputs = _bind_traced(importer, traced, leaves, _input_names(module, paths))
         nodes, out_spec = traced.graph.nodes, traced.out_spec
     else:
-        program = _export(module, *call, name)
+        program = _export(module, *call, name, entries)
         _refuse_writes(program)
         inputs = _bind_placeholders(importer, program, leaves)
         nodes = program.graph.nodes
@@ -207,7 +213,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    entries: Mapping[str, Entry],
 ) -> torch.export.ExportedProgram:
     """The module as functional ATen calls, composite ones such as conv2d kept whole."""
     try:
@@ -215,7 +225,8 @@ def _export(
             args, kwargs = _all_different((args, kwargs))
             traced = torch.export.export(module, args, kwargs, strict=False)
             if not any(m.training for m in module.modules()) and all(
-                node.op != "call_function" or is_plain(node.target) for node in traced.graph.nodes
+                node.op != "call_function" or is_plain(node.target, entries)
+                for node in traced.graph.nodes
             ):
                 return traced  # nothing is written in place: the costlier half can be left out
             program: torch.export.ExportedProgram = traced.run_decompositions({})

@@ -5,14 +5,15 @@ type of every result in ``node.meta["val"]``. Each is tried in this order:
 
 1. It checks something and computes nothing: dropped.
 2. It depends on no input of the graph: computed now, once.
-3. The ATen table has an entry, and what it emits has the shape and type torch says: ours.
+3. The ATen table has an entry, or whoever imports brought one for operators of their own, and what
+   it emits has the shape and type torch says: ours.
 4. Otherwise it stays an ATen call, the opaque operator ``aten``, and the reason is kept.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from deuteron.errors import DeuteronError, GraphError
-from deuteron.frontends.aten import FILLS, SILENT, TABLE, Inexpressible, Site, schema_order
+from deuteron.frontends.aten import FILLS, SILENT, TABLE, Entry, Inexpressible, Site, schema_order
 from deuteron.frontends.torch_fx_facts import (
     READS_STRIDES,
     STATIC,
@@ -49,13 +50,13 @@ from deuteron.ops.opaque import encode, resolve
 _CONTROL = "keep control flow such as torch.cond outside the part that is imported"
 
 
-def is_plain(target: Any) -> bool:
+def is_plain(target: Any, entries: Mapping[str, Entry] = TABLE) -> bool:
     """Whether a call only computes new values and is one the table knows as it stands."""
     if target is operator.getitem:
         return True
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
-    return str(target) in TABLE or str(target) in FILLS or str(target) in SILENT
+    return str(target) in entries or str(target) in FILLS or str(target) in SILENT
 
 
 class Importer:
@@ -67,8 +68,8 @@ class Importer:
     otherwise than torch, which is a fault of ours, answered by keeping the ATen call.
     """
 
-    def __init__(self, name: str) -> None:
-        self.build = GraphBuilder(table.infer, name)
+    def __init__(self, name: str, entries: Mapping[str, Entry] = TABLE) -> None:
+        self.build, self.entries = GraphBuilder(table.infer, name), entries
         self.why: dict[str, str] = {}
         self.mismatches: list[str] = []
         self._env: dict[fx.Node, Any] = {}
@@ -166,10 +167,10 @@ class Importer:
         used = used_results(node)
         want = [type_of(t, needed=i in used) for i, t in enumerate(seen)]
         why = "the ATen table has no entry for it"
-        if name in TABLE:
+        if name in self.entries:
             site = Site(self.build, source, want, used, self._known)
             try:
-                answer = TABLE[name](site, *self.entered(ordered))
+                answer = self.entries[name](site, *self.entered(ordered))
                 self._check(name, answer, want, used)
                 return answer
             except (Inexpressible, GraphError) as reason:

@@ -3,12 +3,15 @@
 Loading torch.export's tracer takes longer than planning a network, because it brings the whole of
 torch.compile along. A module in eval mode that only computes needs none of it: every call that
 torch is about to dispatch is written down before it is taken apart, ``conv2d`` as ``conv2d``. What
-computes longest is not computed (``heavy_calls``): the numbers are of no interest.
+computes longest is not computed (``heavy_calls``): the numbers are of no interest. A call that
+writes over a tensor of forward's own, as ``ReLU(inplace=True)`` does, is written down as the one
+that does not, whose result the tensor stands for from then on.
 
-:func:`trace` answers None for everything that takes more care: training, writing in place, random
-numbers, calls that the ATen table does not know, tensors that are no weights, values that steer
-Python, autocast, attributes set by forward, and models that take longer to run than torch.export
-to load. torch.export then decides, and has the words for what is wrong.
+:func:`trace` answers None for everything that takes more care: training, writing over arguments,
+weights and what shares memory with another tensor, random numbers, calls that the ATen table does
+not know, tensors that are no weights, values that steer Python, autocast, attributes set by
+forward, and models that take longer to run than torch.export to load. torch.export then decides,
+and has the words for what is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deuteron.frontends.aten import schema_order
+from deuteron.frontends.aten import TABLE, Entry, schema_order
 from deuteron.frontends.heavy_calls import zeros_like_result
 from deuteron.frontends.torch_fx import is_plain
 
@@ -58,6 +61,7 @@ class Stand(torch.Tensor):
 
     held: torch.Tensor | None  # None where only the type is of interest
     node: fx.Node
+    own: bool  # whether forward made it, and no other tensor has the same memory
 
     @staticmethod
     def of(tensor: torch.Tensor, node: fx.Node) -> Stand:
@@ -75,6 +79,7 @@ class Stand(torch.Tensor):
         )
         assert isinstance(stand, Stand)
         stand.held, stand.node, node.meta["val"] = tensor, node, typed
+        stand.own = node.op != "placeholder"
         return stand
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -96,11 +101,11 @@ class Recorder(ProxyTorchDispatchMode):
     parent class; nothing of it is used but its place.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, entries: Mapping[str, Entry]) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack = []
-        self.graph = fx.Graph()
+        self.graph, self.entries = fx.Graph(), entries
         self.refused = False
         self._end = time.perf_counter() + LIMIT_S
         self._paths = {id(m): path for path, m in module.named_modules()}
@@ -131,7 +136,11 @@ class Recorder(ProxyTorchDispatchMode):
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         if not all(isinstance(t, Stand) for t in tensors):
             raise NeedsExport(f"{func} reads a tensor that is no weight")
-        if not (is_plain(func) if tensors else _makes(func)) or _draws(func, args, kwargs):
+        over = _written(func, args)
+        if over is not None:
+            func = _writing_nothing(func)
+        plain = is_plain(func, self.entries) if tensors else _makes(func)
+        if not plain or _draws(func, args, kwargs):
             raise NeedsExport(str(func))
         node = self.graph.call_function(func, *pytree.tree_map_only(Stand, _node, (args, kwargs)))
         path = self._inside[-1]
@@ -142,11 +151,14 @@ class Recorder(ProxyTorchDispatchMode):
             if answer is None:
                 answer = func(*real_args, **real_kwargs)
         if isinstance(answer, torch.Tensor):
-            return Stand.of(answer, node)
+            stand = Stand.of(answer, node)
+            return _apart(stand, tensors) if over is None else _stands_now(over, stand)
         if not isinstance(answer, list | tuple):
             raise NeedsExport(f"{func} gives no tensor")
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
-        several = type(answer)(map(Stand.of, answer, parts))
+        several = type(answer)(
+            _apart(Stand.of(a, part), tensors) for a, part in zip(answer, parts, strict=True)
+        )
         node.meta["val"] = [part.meta["val"] for part in parts]
         return several
 
@@ -173,6 +185,48 @@ class Recorder(ProxyTorchDispatchMode):
                 handle.remove()
 
 
+# ---- writing in place
+
+
+def _written(func: Any, args: Sequence[Any]) -> Stand | None:
+    """The tensor that a call writes over and gives back, if it is one that only forward has."""
+    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+        return None
+    own = args[0] if args and isinstance(args[0], Stand) and args[0].own else None
+    return own if func._schema.name.endswith("_") else None
+
+
+def _writing_nothing(func: OpOverload) -> OpOverload:
+    """The same call, its result in new memory: ``relu`` for ``relu_``."""
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    packet = getattr(torch.ops.aten, name, None)
+    if func.namespace != "aten" or func._overloadname not in (packet.overloads() if packet else ()):
+        raise NeedsExport(str(func))
+    found: OpOverload = getattr(packet, func._overloadname)
+    return found
+
+
+def _stands_now(written: Stand, result: Stand) -> Stand:
+    """The tensor that was written over, which stands for the result from now on."""
+    a, b = written.held, result.held
+    assert a is not None and b is not None
+    if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
+        raise NeedsExport("what is written in place changes its type")
+    written.held, written.node = result.held, result.node
+    return written
+
+
+def _apart(made: Stand, given: Sequence[torch.Tensor]) -> Stand:
+    """``made``; it and those of ``given`` whose memory it has are nobody's own."""
+    assert made.held is not None
+    memory = made.held.untyped_storage()._cdata
+    for stand in given:
+        assert isinstance(stand, Stand) and stand.held is not None
+        if stand.held.untyped_storage()._cdata == memory:
+            stand.own = made.own = False
+    return made
+
+
 _CHANCE = {"aten.dropout.default": 2, "aten.scaled_dot_product_attention.default": 4}
 
 
@@ -197,13 +251,18 @@ def _held(stand: Stand) -> torch.Tensor | None:
     return stand.held
 
 
-def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace | None:
+def trace(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    entries: Mapping[str, Entry] = TABLE,
+) -> Trace | None:
     """The calls of ``module`` on an example, or None where torch.export has to be asked."""
     if any(m.training or isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
         return None
     before = Attributes(module)
     try:
-        found = _trace(module, args, kwargs)
+        found = _trace(module, args, kwargs, entries)
         if not before.changed():
             return found
     except Exception:  # torch.export goes through it again and says what is wrong
@@ -212,8 +271,10 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     return None
 
 
-def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    recorder = Recorder(module)
+def _trace(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entries: Mapping[str, Entry]
+) -> Trace:
+    recorder = Recorder(module, entries)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     given = [recorder.placeholder(a) if isinstance(a, torch.Tensor) else a for a in leaves]
     named = dict((*module.named_parameters(), *module.named_buffers()))

@@ -10,7 +10,13 @@ from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function, any_requires_grad
-from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
+from deuteron.functional.library import (
+    ANY,
+    delegates,
+    in_transform,
+    is_launch_bound,
+    several_calls_win,
+)
 from deuteron.functional.operators import TORCHS, activated
 from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
@@ -101,11 +107,15 @@ def check_written(asked: str, *running: Tensor | None) -> None:
 
 
 def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
-    """Write new running statistics over those that were given. ``detach`` is for ``torch.func``,
-    which lets nobody write to a tensor from outside, but to another name of it, as torch's do."""
-    pairs = [(r.detach(), n) for r, n in zip(running, new, strict=True) if r is not None]
-    if pairs:
-        with torch.no_grad():
+    """Write new running statistics over those that were given. ``torch.func`` lets nobody write to
+    a tensor from outside, but to another name of it, which torch's own norms use; and vmap knows no
+    more than one copy at a time."""
+    pairs = [(r, n) for r, n in zip(running, new, strict=True) if r is not None]
+    with torch.no_grad():
+        if in_transform():
+            for r, n in pairs:
+                torch.ops.aten.alias(r).copy_(n)
+        elif pairs:
             torch._foreach_copy_([r for r, _ in pairs], [n for _, n in pairs])
 
 

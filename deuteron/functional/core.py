@@ -70,6 +70,7 @@ class Function:
         self.overwritten = frozenset(overwritten)
         parameters = list(inspect.signature(build).parameters.values())[1:]
         self.tensors = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.attributes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         self.known: dict[Any, Known] = {}
         FUNCTIONS[name] = self
         self.op = _register(self, parameters)
@@ -123,6 +124,14 @@ class Function:
         graph = self.graph(types_of(given), attrs)
         named = {n: t for n, t in zip(self.tensors, given, strict=True) if t is not None}
         return list(evaluate(graph, named, differentiable=True).values())
+
+    def write(self, b: Ops, *given: Any) -> tuple[Sym, ...]:
+        """A call, with its arguments in the order of the operator's, into a graph that is being
+        made of a whole module."""
+        count = len(self.tensors)
+        attrs = _frozen(dict(zip(self.attributes, given[count:], strict=True)))
+        found = self.build(b, *given[:count], **attrs)
+        return found if isinstance(found, tuple) else (found,)
 
     def graph(self, types: Types, attrs: Attributes) -> Graph:
         """The function for tensors of these types; its results are called 0, 1, …"""
@@ -396,6 +405,12 @@ def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> An
     torch.library.register_fake(name, fake, lib=LIBRARY)
     torch.library.register_autograd(name, backward, setup_context=keep, lib=LIBRARY)
     return getattr(torch.ops.deuteron, function.name).default
+
+
+def entries() -> dict[str, Callable[..., tuple[Sym, ...]]]:
+    """How to write the operators above into a graph, by the names that torch has for them: a module
+    that calls our functions is planned as if it were written in our operators."""
+    return {f"deuteron.{name}.default": function.write for name, function in FUNCTIONS.items()}
 
 
 def _pullback(spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

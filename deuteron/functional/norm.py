@@ -21,6 +21,7 @@ from deuteron.functional.operators import TORCHS, activated
 from deuteron.functional.wrapper import Plain
 from deuteron.ir.dtype import float32
 from deuteron.ops import Ops, Sym
+from deuteron.ops.norm import check_params
 
 Tensor = torch.Tensor
 USUAL_EPS = 1e-5  # torch's, of all norms but rms_norm
@@ -106,10 +107,13 @@ def _instance_norm_tracked(
     """The running mean and variance, moved towards those of the images, and then the results. One
     mean over images and positions is the mean over the images of theirs."""
     total = _summed(b, x, before, residual)
+    y = b.one("instance_norm", total, weight, bias, eps=eps)
+    running = {"running_mean": running_mean, "running_var": running_var}
+    types = {name: None if t is None else t.type for name, t in running.items()}
+    check_params("instance_norm", total.type, total.shape[1:2], types)
     wide, positions = b.upcast(total), tuple(range(2, total.rank))
     mean = b.one("mean", wide, axes=(0, *positions))
     var = b.one("mean", b.one("var", wide, axes=positions, correction=1), axes=(0,))
-    y = b.one("instance_norm", total, weight, bias, eps=eps)
     found = _finished(b, y, total, residual, activation)
     moved = (
         _moved(b, old, new, momentum) for old, new in ((running_mean, mean), (running_var, var))

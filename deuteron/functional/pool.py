@@ -111,6 +111,13 @@ def _wants_taps(x: Tensor, dims: int, window: Sequence[int] | None) -> bool:
     return known and x.is_cuda and is_differentiated(x) and has_triton()
 
 
+def _may_miss(dims: int, x: Tensor, dilation: Size) -> bool:
+    """Whether a window may step over all of x, from padding to padding: torch's kernels take
+    that for a place in memory. Ours looks closer."""
+    steps = _each(dilation, dims, "dilation") or ()
+    return any(d > n for d, n in zip(steps, x.shape[-dims:], strict=True))
+
+
 def _torch_max_pool(dims: int) -> Callable[..., Any]:
     plain, both = getattr(torch, f"max_pool{dims}d"), getattr(F, f"max_pool{dims}d_with_indices")
 
@@ -118,6 +125,8 @@ def _torch_max_pool(dims: int) -> Callable[..., Any]:
         x: Tensor, kernel_size: Size, stride: Size | None, padding: Size, dilation: Size,
         ceil_mode: bool, return_indices: bool,
     ) -> Any:  # fmt: skip
+        if dilation != 1 and padding != 0 and _may_miss(dims, x, dilation):
+            return NotImplemented
         if return_indices:
             return both(x, kernel_size, stride, padding, dilation, ceil_mode)
         step = () if stride is None else stride

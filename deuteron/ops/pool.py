@@ -124,7 +124,26 @@ def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
             f"{op}: kernel={kernel} does not fit into x {list(shape)}",
             remedy="use a smaller kernel or dilation, more padding, or ceil_mode=True",
         )
+    if _misses(shape[2:], sizes, stride, padding, dilation):
+        raise GraphError(
+            f"{op}: with dilation={dilation} and padding={padding} the taps of a window step over "
+            f"all of x {list(shape)}, and there is no largest of none",
+            remedy="use a dilation no larger than x, or no padding",
+        )
     return (*shape[:2], *sizes)
+
+
+def _misses(
+    space: Shape, windows: Sequence[int], stride: Shape, padding: Shape, dilation: Shape
+) -> bool:
+    """Whether a window has all its taps in the padding. One that begins there comes out of it,
+    since the padding is at most half of its taps, but a step of more than all of x may lead from
+    the padding before it to that behind. (torch counts places outside of x for such a window, and
+    on a CPU its gradient writes to them.)"""
+    return any(
+        d > n and any(start % d >= n for start in range(-p, min(0, count * s - p), s))
+        for n, count, s, p, d in zip(space, windows, stride, padding, dilation, strict=True)
+    )
 
 
 def _matches(op: str, grad: TensorType, expected: Shape) -> None:

@@ -79,15 +79,18 @@ def _mean_grad(b: Ops, v: Vjp) -> Any:
 
 
 def _prod_grad(b: Ops, v: Vjp) -> Any:
-    """g · (product of the others). With one zero in a group only that element has any; with
-    two or more, none has. No division by zero takes place."""
+    """g · (product of the others). Where a zero is among the others that is 0, or nan if an
+    infinity or a nan is, too; where there is none nothing is divided by zero."""
     x, grad = b.upcast(v.arg(0)), _spread(b, v, b.upcast(v.grad))
     how = {"axes": v.attrs["axes"], "keepdim": True}
-    is_zero = b.eq(x, 0.0)
+    is_zero, is_odd = b.eq(x, 0.0), b.logical_or(b.isnan(x), b.isinf(x))
     safe = b.where(is_zero, 1.0, x)
     zeros, rest = b.sum(is_zero, **how), grad * b.prod(safe, **how)
-    at_zero, elsewhere = b.where(b.eq(zeros, 1), rest, 0.0), b.where(b.eq(zeros, 0), rest, 0.0)
-    return b.where(is_zero, at_zero, elsewhere / safe)
+    odd_others = b.sum(is_odd, **how) - b.to(is_odd, int64)
+    times_zero = b.where(b.gt(odd_others, 0), math.nan, b.zeros(x.type))
+    at_zero = b.where(b.eq(zeros, 1), rest, times_zero)
+    elsewhere = b.where(b.eq(zeros, 0), rest / safe, times_zero)
+    return b.where(is_zero, at_zero, elsewhere)
 
 
 def _extreme_grad(b: Ops, v: Vjp) -> Any:

@@ -68,6 +68,9 @@ def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> t
     """dx_k = (Π_{j<k} x_j) · r_k with r_k = g_k + x_{k+1}·r_{k+1}: nothing is divided by, so
     zeros are like any other number. The recurrence is solved by doubling its reach, log₂ n times:
     r_k ← r_k + m_k·r_{k+d},  m_k ← m_k·m_{k+d}.
+
+    As in torch's, a zero ends it: what comes after has no slope, whatever it holds, and an
+    infinity or a nan before has none that is known.
     """
     kind = _wide(x) or x.dtype
     g, wide = (t.to(kind).movedim(axis, -1) for t in (grad, x))
@@ -77,11 +80,16 @@ def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> t
     r, m = g, torch.cat((wide[..., 1:], torch.zeros_like(ones)), -1)[..., :n]
     reach = 1
     while reach < n:
-        near, far = r[..., :-reach], r[..., reach:]
-        r = torch.cat((torch.addcmul(near, m[..., :-reach], far), r[..., -reach:]), -1)
-        m = torch.cat((m[..., :-reach] * m[..., reach:], torch.zeros_like(m[..., -reach:])), -1)
+        near, far = m[..., :-reach], m[..., reach:]
+        step = torch.where(near == 0, 0.0, near * r[..., reach:])
+        r = torch.cat((r[..., :-reach] + step, r[..., -reach:]), -1)
+        both = torch.where((near == 0) | (far == 0), 0.0, near * far)
+        m = torch.cat((both, torch.zeros_like(m[..., -reach:])), -1)
         reach *= 2
-    return (before * r).movedim(-1, axis).to(x.dtype).contiguous()
+    found = torch.where(wide.isfinite(), before * r, torch.nan)
+    zeros = (wide == 0).cumsum(-1)
+    after = zeros > (wide == 0).to(zeros.dtype)  # some zero lies before this element
+    return torch.where(after, 0.0, found).movedim(-1, axis).to(x.dtype).contiguous()
 
 
 # ---- running extremes ----------------------------------------------------------------------------

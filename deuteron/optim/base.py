@@ -103,11 +103,7 @@ class Fused(torch.optim.Optimizer):
                 f"{sorted(unknown)[0]!r}; besides those of torch.optim there are {known}"
             )
         if differentiable:
-            raise GraphError(
-                "a fused step cannot be differentiated",
-                asked=f"{type(self).__name__}(differentiable=True)",
-                remedy=f"torch.optim.{type(self).__name__}(differentiable=True)",
-            )
+            raise self._not_differentiable(f"{type(self).__name__}(…, differentiable=True)")
         decay, norm, kind = (ours.get(k) for k in ("ema_decay", "max_norm", "state_dtype"))
         if decay is not None and not 0.0 <= decay <= 1.0:  # type: ignore[operator]
             raise ValueError(f"Invalid ema_decay: {decay}; it lies between 0 and 1")
@@ -117,6 +113,14 @@ class Fused(torch.optim.Optimizer):
             raise ValueError(f"Invalid state_dtype: {kind}; it is one of {FLOATS}, or None")
         self.ours = ours
         self._batches, self._states, self._captured = [], [], []
+
+    def _not_differentiable(self, asked: str) -> GraphError:
+        return GraphError(
+            "a fused step writes parameters and state in one kernel, which autograd does not see",
+            asked=asked,
+            remedy=f"torch.optim.{type(self).__name__}(…, differentiable=True), whose state dict "
+            "fits both ways; or leave differentiable out, unless you differentiate through step()",
+        )
 
     def _extras(self, p: torch.Tensor) -> Extras:
         short = p.dtype in (torch.bfloat16, torch.float16)
@@ -279,6 +283,8 @@ class Fused(torch.optim.Optimizer):
 
     def _batch(self, group: dict[str, Any]) -> list[Batch]:
         """The group's parameters, sorted into batches."""
+        if group.get("differentiable"):  # said by a group, or by a state dict that was loaded
+            raise self._not_differentiable('a step of a group with "differentiable": True')
         sorted_: dict[Any, tuple[list[int], list[dict[str, Any]], Rule, tuple[str, ...]]] = {}
         for i, p in enumerate(group["params"]):
             if p.grad is None:

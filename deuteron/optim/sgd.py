@@ -57,4 +57,16 @@ class SGD(Fused, torch.optim.SGD):
         super()._run(run, batch, group, control)
         if batch.fresh:
             asks = group["dampening"] != 0 and control is not None and control.may_skip
-            batch.fresh = bool(control.pair[1].item()) if asks and control is not None else False
+            if asks and control is not None and control.pair[1].item():
+                self._forget(batch)
+            batch.fresh = False
+
+    def _forget(self, batch: Batch) -> None:
+        """After a first step that was skipped there is no buffer, as if it had not been asked for:
+        whoever saves the state now, or makes batches anew, finds that the first is still to come.
+        """
+        for p, state in zip(batch.params, batch.states, strict=True):
+            del state["momentum_buffer"]
+            if not state:
+                del self.state[p]
+        self._batches = []
