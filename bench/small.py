@@ -46,6 +46,8 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
 
 
 def _attempt(record: Record, name: str, measure: Fn, *args: Any) -> None:
+    if not record.wants(name):
+        return
     try:
         record.add(case=name, **measure(*args))
     except Exception as error:
