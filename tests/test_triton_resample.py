@@ -182,7 +182,7 @@ def test_means_are_those_of_torch_and_gradients_their_transpose(ceil_mode, paddi
                 length, len(want), kernel, stride, padding, padding_counts, divisor, True
             )
             assert torch.allclose(matrix(taps), want, rtol=SAME_CODE, atol=0)
-            turned = matrix(taps.transposed())
+            turned = matrix(taps.transposed)
             assert torch.allclose(turned, want.t(), rtol=SAME_CODE, atol=0)
 
 
@@ -207,7 +207,7 @@ def test_compiles_without_spills(arch, dtype, order):
     twice = resized("bilinear", 112, 224, False, False, 2.0, dtype == "f64")
     cubic = resized("bicubic", 112, 224, False, False, 2.0, dtype == "f64")
     mean = windows(112, 56, 3, 2, 1, True, None, dtype == "f64")
-    for taps in (twice, twice.transposed(), cubic, mean, mean.transposed()):
+    for taps in (twice, twice.transposed, cubic, mean, mean.transposed):
         x = TensorType.of((4, 64, taps.length, taps.length), kind, order)
         y = TensorType.of((4, 64, taps.results, taps.results), kind, order)
         of = Map(y.shape, x.strides, y.strides, taps, taps)
@@ -288,7 +288,7 @@ def test_more_than_two_to_the_31_elements():
     taps = windows(8, 4, 2, 2, 0, True, None, False)
     y = torch.full((1, planes, 4, 4), 7.0, dtype=x.dtype, device="cuda")
     dx = torch.full_like(x, 7.0)
-    for given, out, along in ((x, y, taps), (y, dx, taps.transposed())):
+    for given, out, along in ((x, y, taps), (y, dx, taps.transposed)):
         of = Map(tuple(out.shape), given.stride(), out.stride(), along, along)
         resample(of, Way(32, 4, 8, 4), x.device)(given, out)
     assert (y[0, -2:] == 2.0).all() and not y[0, :-2].any()

@@ -78,7 +78,7 @@ def axes(region: Region) -> tuple[Taps, Taps]:
     found = [
         _along(node, at, n, m, double) for at, (n, m) in enumerate(zip(before, after, strict=True))
     ]
-    down, across = (untouched(1), *(taps.transposed() if back else taps for taps in found))[-2:]
+    down, across = (untouched(1), *(taps.transposed if back else taps for taps in found))[-2:]
     return down, across
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -51,6 +51,7 @@ class Taps:
         room = (self.length - self.first).clamp(max=self.most)
         return bool((self.count < room).any())
 
+    @cached_property
     def transposed(self) -> Taps:
         """Who reads each element, and with which weight: the map of the gradient. First and last
         taps never go back along the axis, so an element's readers stand next to each other."""
@@ -92,7 +93,7 @@ def _real(double: bool) -> torch.dtype:
     return torch.float64 if double else torch.float32
 
 
-@cache
+@lru_cache(256)
 def untouched(length: int) -> Taps:
     """Every element is itself."""
     return Taps(length, torch.arange(length).int(), torch.ones(length).int())
@@ -101,7 +102,7 @@ def untouched(length: int) -> Taps:
 # ---- means ---------------------------------------------------------------------------------------
 
 
-@cache
+@lru_cache(256)
 def cells(length: int, size: int, double: bool) -> Taps:
     """Means over ``size`` cells that cover the axis, and overlap where they do not divide it."""
     i = torch.arange(size)
@@ -110,7 +111,7 @@ def cells(length: int, size: int, double: bool) -> Taps:
     return Taps(length, first.int(), count.int(), None, count.to(_real(double)))
 
 
-@cache
+@lru_cache(256)
 def windows(
     length: int, size: int, kernel: int, stride: int, padding: int, padding_counts: bool,
     divisor: int | None, double: bool,
@@ -129,7 +130,7 @@ def windows(
 # ---- resizing ------------------------------------------------------------------------------------
 
 
-@cache
+@lru_cache(256)
 def resized(
     mode: str, length: int, size: int, corners: bool, antialias: bool, scale: float | None,
     double: bool,
