@@ -25,6 +25,7 @@ from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
 from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.rope_cases import moved
 from tests.tolerances import allowed, error
 
 f = dt.functional
@@ -110,7 +111,8 @@ def wrong_with(
         for candidate in engine.candidates(pool, machine, Policy())[:most]:
             ctx = BuildContext(machine, torch.device(device), Policy(), {})
             outs = [poisoned(pool.graph.types[v], torch.device(device)) for v in pool.outputs]
-            engine.build(pool, candidate, ctx).fill([t.to(device) for t in feed.values()], outs)
+            given = [moved(t, device) for t in feed.values()]
+            engine.build(pool, candidate, ctx).fill(given, outs)
             for name, out in zip(exact, outs, strict=True):
                 off = error(out, exact[name])
                 bound = allowed(error(plain[name], exact[name]), dtype)
