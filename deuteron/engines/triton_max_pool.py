@@ -172,4 +172,4 @@ def _gradient(region: Region, tile: Tile) -> Kernel:
     return Kernel(run, writes=True, workspace=taps.numel, note="2 kernels")
 
 
-MAX_POOL = Recipe("max_pool", _refuse, _build, _knobs, _seconds, build_s=0.6)
+MAX_POOL = Recipe("max_pool", _refuse, _build, _knobs, _seconds, build_s=1.0)
