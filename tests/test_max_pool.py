@@ -17,10 +17,12 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.functional.core import FUNCTIONS, Pull
 from deuteron.functional.operators import call
 from deuteron.ir import Region, TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes
+from deuteron.plan.decide import decide
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
@@ -227,6 +229,21 @@ def test_the_gradient_by_taps_is_torchs(how, order):
     z.backward(grad)
     assert torch.equal(y, z) and y.stride() == z.stride()
     assert error(ours.grad, theirs.grad) <= allowed(0.0, torch.float64)
+
+
+@pytest.mark.parametrize("op", ["max_pool", "max_pool_with_taps", "max_pool_with_indices"])
+@pytest.mark.parametrize("order", ["contiguous", "nhwc"])
+def test_is_chosen_by_estimate(op, order):
+    """And so are the gradients, which a function of ours plans by themselves."""
+    pytest.importorskip("triton")
+    window = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1)}
+    attrs, x = {**window, "ceil_mode": False}, TensorType.of((8, 64, 56, 56), "bf16", order)
+    function = FUNCTIONS[f"op_{op}"]
+    pull = Pull(function, (x,), attrs, (True,))
+    back, _ = pull.graph(pull.of, [pull.results[i].dense_like() for i in pull.of])
+    for graph in (function.graph((x,), attrs), back):
+        (choice,) = decide(graph, H200, Policy()).choices
+        assert choice.candidate.engine == "triton_kernels", graph
 
 
 def test_the_backward_pass_keeps_a_byte_of_each_window():

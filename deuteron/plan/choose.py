@@ -12,7 +12,7 @@ from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-PATIENCE_S = 0.5  # a heuristic plan does not wait for candidates that take longer to build
+PATIENCE_S = 1.0  # a heuristic plan does not wait for candidates that take longer to build
 FALLBACKS = ("torch", "inductor")  # engines that take any region, so prove nothing about it
 
 

@@ -22,7 +22,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
-from deuteron.plan.choose import Choice, Option, Survey, at_once
+from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
 from deuteron.plan.tensors import errors_of, poisoned, random_tensor, restrided
 from deuteron.plan.timing import timed
 
@@ -341,7 +341,7 @@ class Finder:
             c = option.candidate
             row = by_candidate.get((c.engine, c.version, knobs_key(c.knobs)))
             if row is None:
-                if c.build_s > 0.5 or option.rejected:
+                if c.build_s > PATIENCE_S or option.rejected:
                     continue  # was too slow to build then, and is not worth measuring again
                 return None
             torch_error, reference = row["torch_error"], row["reference"]
