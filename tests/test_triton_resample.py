@@ -238,13 +238,16 @@ def test_refuses_with_a_reason():
         assert refusal is not None and reason in refusal.reason, (op, attrs)
 
 
-def test_is_chosen_by_estimate():
+@pytest.mark.parametrize("op", ["resize", "avg_pool", "adaptive_avg_pool"])
+def test_is_chosen_by_estimate_forward_and_backward(op):
     pytest.importorskip("triton")
-    g = dt.Graph("resize")
-    x = g.tensor("x", (8, 64, 56, 56), torch.bfloat16)
-    g.resize(x, scale=2, mode="bilinear").output("y")
-    text = str(g.compile(device="cpu").explain(target="h200"))
-    assert "triton_kernels[recipe=resample" in text
+    how = {"resize": {"scale": 2, "mode": "bilinear"}, "avg_pool": {"kernel": 2},
+           "adaptive_avg_pool": {"size": 28}}[op]  # fmt: skip
+    g = dt.Graph(op)
+    y = getattr(g, op)(g.tensor("x", (8, 64, 56, 56), torch.bfloat16), **how)
+    y.output("y")
+    text = str(g.grad("y", wrt="x").compile(device="cpu").explain(target="h200"))
+    assert text.count("triton_kernels[recipe=resample") >= 2
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -193,6 +193,7 @@ OVERHEAD = {  # seconds a call costs beyond its work
 SLOW = {  # operators whose library kernels stay well under the roofline
     ("resize", "cuda"): 0.06, ("resize_grad", "cuda"): 0.03, ("max_pool", "cuda"): 0.15,
     ("avg_pool", "cuda"): 0.2, ("avg_pool_grad", "cuda"): 0.03, ("softmax", "cuda"): 0.6,
+    ("adaptive_avg_pool", "cuda"): 0.17, ("adaptive_avg_pool_grad", "cuda"): 0.11,
     ("to_layout", "cuda"): 0.55, ("mean", "cuda"): 0.8, ("var", "cuda"): 0.4,
     ("max_pool", "cpu"): 0.05, ("resize", "cpu"): 0.2, ("to_layout", "cpu"): 0.4,
     ("conv", "cpu"): 0.6, ("linear", "cpu"): 0.85, ("matmul", "cpu"): 0.85,
