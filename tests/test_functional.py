@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import math
 
@@ -405,3 +406,18 @@ def test_a_pull_is_plain_text():
     attrs = {"dim": -1, "scale": 1.0, "dtype": None}
     pull = FUNCTIONS["softmax"].knowing((x, None), attrs).pull((True, False))
     assert isinstance(pull, Pull) and '"softmax"' in pull.spec
+
+
+def test_padded_means_of_channels_last_are_not_torchs_on_a_gpu(monkeypatch):
+    """Whose gradient forgets the padding there; on a CPU it does not."""
+    pool = importlib.import_module("deuteron.functional.pool")
+    x = torch.randn(1, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+    rest = (False, True, None)
+    assert pool._torch_avg_pool2d(x, 2, None, 1, *rest) is not NotImplemented
+    monkeypatch.setattr(pool, "mean_gradient_faults", lambda x: not x.is_contiguous())
+    assert pool._torch_avg_pool2d(x, 2, None, 1, *rest) is NotImplemented
+    for fine in (x.detach(), x.contiguous()):
+        assert pool._torch_avg_pool2d(fine, 2, None, 1, *rest) is not NotImplemented
+    assert pool._torch_avg_pool2d(x, 2, None, 0, *rest) is not NotImplemented
+    y = f.avg_pool2d(x, 2, padding=1)
+    assert torch.equal(y, F.avg_pool2d(x, 2, padding=1))

@@ -183,3 +183,16 @@ def test_autocast_changes_no_types(call, dtype):
 @pytest.mark.parametrize("name", autocast_cases.CASES)
 def test_types_under_autocast_are_torchs(name):
     assert not (found := autocast_cases.wrong(name, "cuda")), found
+
+
+@pytest.mark.parametrize("size", [6, 120])  # handed to torch, or would be; planned
+def test_gradients_of_padded_means_of_channels_last(size):
+    """Which torch's own kernel gets wrong in some versions: the CPU's is the reference."""
+    x = torch.randn(2, 64, size, size, dtype=torch.float64)
+    grads = []
+    for given in (x, x.float().cuda().contiguous(memory_format=torch.channels_last)):
+        leaf = given.detach().requires_grad_()
+        pool = F.avg_pool2d if given is x else f.avg_pool2d
+        y = pool(leaf, 3, 2, 1)
+        grads.append(torch.autograd.grad(y, leaf, torch.ones_like(y))[0].cpu())
+    assert error(grads[1], grads[0]) <= SINGLE

@@ -27,6 +27,7 @@ from deuteron.functional.operators import OPERATORS, call
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
 from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
+from deuteron.ops.pool import mean_gradient_faults
 from deuteron.ops.pool_taps import fits
 from deuteron.target import has_triton
 
@@ -191,7 +192,23 @@ def avg_pool1d(
     return _avg_pool(1, x, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
 
 
-@delegates(_nn.avg_pool2d, keeps_type=True, on_cpu=_mean_is_torchs)
+def _torch_avg_pool2d(
+    x: Tensor, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool,
+    count_include_pad: bool, divisor: int | None,
+) -> Any:  # fmt: skip
+    if padding != 0 and mean_gradient_faults(x) and is_differentiated(x):
+        return NotImplemented
+    return _nn.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor)
+
+
+@delegates(
+    _torch_avg_pool2d,
+    plain=Plain(
+        _nn.avg_pool2d, "plain(x, kernel_size) if stride is None else plain(x, kernel_size, stride)"
+    ),
+    keeps_type=True,
+    on_cpu=_mean_is_torchs,
+)
 def avg_pool2d(
     x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,

@@ -233,12 +233,21 @@ def _back(op: str, like: torch.Tensor, *results: torch.Tensor) -> tuple[torch.Te
     return tuple(ordered(r.squeeze(2) if like.ndim == 3 else r, order) for r in results)
 
 
+def mean_gradient_faults(x: torch.Tensor) -> bool:
+    """Whether PyTorch's gradient of means of padded windows must not be asked for: on a GPU that of
+    channels last forgets the padding (2.11; mended by pytorch/pytorch#188345)."""
+    return x.is_cuda and x.ndim == 4 and not x.is_contiguous()
+
+
 def _reference(op: str, base: str) -> Callable[..., Any]:
     def forward(x: torch.Tensor, **attrs: Any) -> Any:
+        given = x
+        if base == "avg_pool" and x.requires_grad and mean_gradient_faults(x):
+            x = x.contiguous()
         found = _kernel(base, x)(_image(x), *_args(base, attrs))
         if op.endswith("indices"):
-            return _back(op, x, *found)
-        return _back(op, x, found[0] if isinstance(found, tuple) else found)[0]
+            return _back(op, given, *found)
+        return _back(op, given, found[0] if isinstance(found, tuple) else found)[0]
 
     def max_grad(grad: torch.Tensor, x: torch.Tensor, **attrs: Any) -> torch.Tensor:
         args = _args(base, attrs)
