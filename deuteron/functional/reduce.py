@@ -88,6 +88,10 @@ def extreme_is_torchs(x: Tensor, dim: Dims) -> bool:
     return x.dtype in WIDE and _along_rows(x, dim)
 
 
+def _prod_is_torchs(x: Tensor, dim: Dims) -> bool:
+    return x.dtype in WIDE or (x.requires_grad and is_grad_enabled())
+
+
 # ---- the functions
 
 
@@ -109,7 +113,7 @@ def mean(
     return one("mean", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
 
 
-@delegates(torch.prod, by_name=("dtype",), keeps_type=True, on_cpu=WIDE)
+@delegates(torch.prod, by_name=("dtype",), keeps_type=True, on_cpu=_prod_is_torchs)
 def prod(
     x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
