@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from deuteron.engines import Candidate, Engine, Refusal, engines
@@ -123,12 +123,20 @@ def at_once(region: Region, options: Sequence[Option]) -> Option:
 
 
 def splits(region: Region) -> Iterator[tuple[Region, Region]]:
-    """Ways to cut a region in two: a product keeps ever less of its epilogue."""
-    if region.anchor != 0 or not is_product(region.graph, region.nodes[:1]):
+    """Ways to cut a region in two: a product keeps ever less of its epilogue, and what cannot be
+    generated, such as the largest of windows, stands alone."""
+    if region.anchor is None:
         return
-    for cut in range(len(region.nodes) - 1, 0, -1):
-        head = region.part(f"{region.name}a", region.nodes[:cut], 0)
-        tail = region.part(f"{region.name}b", region.nodes[cut:], None)
+    if region.anchor > 0:
+        cuts: Iterable[int] = (region.anchor,)
+    elif is_product(region.graph, region.nodes[:1]):
+        cuts = range(len(region.nodes) - 1, 0, -1)
+    else:
+        cuts = (1,)
+    for cut in cuts:
+        before, after = (None, 0) if region.anchor > 0 else (0, None)
+        head = region.part(f"{region.name}a", region.nodes[:cut], before)
+        tail = region.part(f"{region.name}b", region.nodes[cut:], after)
         yield head, tail
 
 
