@@ -2,9 +2,7 @@
 
 ``python -m tests.sanitize`` on a machine with a GPU and the CUDA toolkit runs all of them under
 memcheck, which finds reads and writes out of bounds; ``python -m tests.sanitize norm rope`` runs
-some. ``--tool racecheck`` looks for accesses of shared memory that no barrier orders. It is clean
-for generated kernels; for small norms it reports writes of one instruction against themselves,
-which is how threads that all store their copy of one number would look. That is a guess so far.
+some. ``--tool racecheck`` looks for accesses of shared memory that no barrier orders.
 
 PyTorch's allocator would hide a small step over the end of a tensor in a larger block, so it is
 told to give every tensor memory of its own. Kernels of PyTorch are left out: they take long.
