@@ -95,3 +95,12 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield from _walk(path)
         else:
             yield path
+
+
+@pytest.fixture
+def huge_images() -> torch.Tensor:
+    """Zeros [1, planes, 8, 8] on the GPU, more than 2³¹ of them."""
+    planes = 2**25 + 3
+    if torch.cuda.mem_get_info()[0] < 6 * planes * 64:
+        pytest.skip("needs a GPU with 12 GiB free")
+    return torch.zeros(1, planes, 8, 8, dtype=torch.float16, device="cuda")

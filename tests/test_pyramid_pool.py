@@ -217,13 +217,10 @@ def test_on_a_gpu(dtype):
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
+def test_more_than_two_to_the_31_elements(huge_images):
     from deuteron.kernels.triton.pyramid_pool import Image, Way, backward, forward
 
-    planes = 2**25 + 3
-    if torch.cuda.mem_get_info()[0] < 6 * planes * 64:
-        pytest.skip("needs 12 GiB")
-    x = torch.zeros(1, planes, 8, 8, dtype=torch.float16, device="cuda")
+    x, planes = huge_images, huge_images.shape[1]
     x[0, -2:] = 2.0
     image, way = Image(tuple(x.shape), x.stride(), (1, 2)), Way(8, 8, 8, 1)
     y = torch.full((1, planes, 5), 7.0, dtype=x.dtype, device="cuda")

@@ -96,6 +96,12 @@ def _wants_signs(
     return any_requires_grad((x, weight, bias, residual)) and x.is_cuda
 
 
+def check_given(asked: str, remedy: str, *running: Tensor | None) -> None:
+    """Running statistics are normalised by: they have to be there."""
+    if any(t is None for t in running):
+        raise BindError("running_mean and running_var are needed", asked=asked, remedy=remedy)
+
+
 def check_written(asked: str, *running: Tensor | None) -> None:
     """Running statistics are written to: they may not need a gradient."""
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in running):
@@ -151,12 +157,8 @@ def batch_norm(
     passes over memory, forward and backward. Without training the running statistics are used.
     """
     if not training:
-        if running_mean is None or running_var is None:
-            raise BindError(
-                "without training, running_mean and running_var are needed",
-                asked="batch_norm(…, training=False)",
-                remedy="give both, or training=True",
-            )
+        asked, remedy = "batch_norm(…, training=False)", "give both, or training=True"
+        check_given(asked, remedy, running_mean, running_var)
         return GIVEN.one(
             x, running_mean, running_var, weight, bias, residual, eps=eps, activation=activation
         )

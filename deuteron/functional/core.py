@@ -145,7 +145,8 @@ class Function:
             with _disable_current_modes():  # numbers in a graph are real, whoever traces the call
                 found = self.build(ops, *given, **attrs)
         except DeuteronError as error:
-            error.asked = f"{self.name}({_shown(self.tensors, types, attrs)})"
+            called = self.name.removeprefix("op_")
+            error.asked = f"{called}({_shown(self.tensors, types, attrs)})"
             raise error
         for i, result in enumerate(found if isinstance(found, tuple) else (found,)):
             result.output(str(i))

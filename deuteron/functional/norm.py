@@ -14,7 +14,7 @@ from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import Cast
-from deuteron.functional.batch_norm import check_written, overwrite
+from deuteron.functional.batch_norm import check_given, check_written, overwrite
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
@@ -353,12 +353,8 @@ def instance_norm(
     they are. With ``use_input_stats=False`` they are what is normalised by, and stay.
     """
     if not use_input_stats:
-        if running_mean is None or running_var is None:
-            raise BindError(
-                "without statistics of the input, running_mean and running_var are needed",
-                asked="instance_norm(…, use_input_stats=False)",
-                remedy="give both, or use_input_stats=True",
-            )
+        asked = "instance_norm(…, use_input_stats=False)"
+        check_given(asked, "give both, or use_input_stats=True", running_mean, running_var)
         return INSTANCE_GIVEN(
             x, running_mean, running_var, weight, bias, bias_before, residual, eps=eps,
             activation=activation,
