@@ -160,7 +160,9 @@ class Fuser:
         self._share_reads()
         self._widen_where_read()
         self._compute_where_read()
-        return self._regions(), tuple(v for v in self.vetoes if self._is_written(v.value))
+        users = self.graph.users
+        vetoes = (v for v in self.vetoes if self._is_written(v.value, users.get(v.value, ())))
+        return self._regions(), tuple(vetoes)
 
     def _place(self, i: int, node: Node) -> None:
         kind = table.get(node.op).fusion
@@ -276,7 +278,7 @@ class Fuser:
         for g, group in self.groups.items():
             space = self._space(group)
             for value in dict.fromkeys(v for i in group.nodes for v in self.graph.nodes[i].uses):
-                outside = value not in self.index or self.find(self.of[self.index[value]]) != g
+                outside = value not in self.index or self._group_of(value) != g
                 if space is not None and outside and self._order(value) == space:
                     readers.setdefault(value, []).append(g)
         for several in readers.values():
@@ -316,7 +318,7 @@ class Fuser:
         """The group that alone reads a widening cast and can hold it."""
         narrow, wide = self.graph.types[cast.uses[0]].dtype, self.graph.types[cast.output].dtype
         users = self.graph.users.get(cast.output, ())
-        readers = {self.find(self.of[self.index[u.outputs[0]]]) for u in users}
+        readers = {self._group_of(u.outputs[0]) for u in users}
         if len(readers) != 1 or wide.bits <= narrow.bits:
             return None
         (to,) = readers
@@ -340,7 +342,7 @@ class Fuser:
         if group.kind is not E or any(v in self.graph.output_values for v in made):
             return None
         users = (u for v in made for u in self.graph.users.get(v, ()))
-        readers = {self.find(self.of[self.index[u.outputs[0]]]) for u in users}
+        readers = {self._group_of(u.outputs[0]) for u in users}
         readers.discard(g)
         return readers.pop() if len(readers) == 1 else None
 
@@ -359,20 +361,20 @@ class Fuser:
 
     def _leaves(self, value: str, home: int) -> bool:
         """Whether a value made in ``home`` is written to memory for others than its casts."""
-        if value not in self.index or self.find(self.of[self.index[value]]) != home:
+        if value not in self.index or self._group_of(value) != home:
             return False
-        others = [u for u in self.graph.users[value] if u.op != "cast"]
+        return self._is_written(value, [u for u in self.graph.users[value] if u.op != "cast"])
+
+    def _is_written(self, value: str, users: Iterable[Node]) -> bool:
+        """Whether a value goes through memory, for these users of it or as an output."""
+        home = self._group_of(value)
         return value in self.graph.output_values or any(
-            self.find(self.of[self.index[u.outputs[0]]]) != home for u in others
+            self._group_of(u.outputs[0]) != home for u in users
         )
 
-    def _is_written(self, value: str) -> bool:
-        """Whether a value goes through memory in the end."""
-        home = self.find(self.of[self.index[value]])
-        users = self.graph.users.get(value, ())
-        return value in self.graph.output_values or any(
-            self.find(self.of[self.index[u.outputs[0]]]) != home for u in users
-        )
+    def _group_of(self, value: str) -> int:
+        """The group that makes a value."""
+        return self.find(self.of[self.index[value]])
 
     def _veto(self, value: str, node: Node, reason: str) -> None:
         producer = self.graph.producer[value]

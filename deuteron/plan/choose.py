@@ -127,14 +127,11 @@ def splits(region: Region) -> Iterator[tuple[Region, Region]]:
     generated, such as the largest of windows, stands alone."""
     if region.anchor is None:
         return
-    if region.anchor > 0:
-        cuts: Iterable[int] = (region.anchor,)
-    elif is_product(region.graph, region.nodes[:1]):
+    cuts: Iterable[int] = (region.anchor or 1,)
+    if is_product(region.graph, region.nodes[:1]):
         cuts = range(len(region.nodes) - 1, 0, -1)
-    else:
-        cuts = (1,)
+    before, after = (None, 0) if region.anchor else (0, None)
     for cut in cuts:
-        before, after = (None, 0) if region.anchor > 0 else (0, None)
         head = region.part(f"{region.name}a", region.nodes[:cut], before)
         tail = region.part(f"{region.name}b", region.nodes[cut:], after)
         yield head, tail
