@@ -115,6 +115,23 @@ def test_batch_norm_keeps_the_digits_of_a_large_mean(order):
     assert huge.isnan().all()
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm", "instance_norm"])
+def test_norms_and_gradients_keep_the_digits_of_a_large_mean(name):
+    """To a few roundings of the result: 3e-5 is what the mean alone is rounded by."""
+    torch.manual_seed(0)
+    given = (torch.randn(4, 8, 24, 24) + 1000.0, torch.randn(8), torch.randn(8),
+             torch.randn(4, 8, 24, 24))  # fmt: skip
+    exact = _trained(NORMS[name], torch.nn.functional, *(t.double() for t in given))
+    with f.delegation(False):
+        found = _trained(NORMS[name], f, *given)
+        equal, none = (
+            NORMS[name](f, torch.full_like(given[0], of), *given[1:3]) for of in (1000.1, 0.0)
+        )
+    for got, want in zip(found, exact, strict=True):
+        assert error(got, want) <= allowed(0.0, torch.float32)
+    assert torch.equal(equal, none)
+
+
 ODD_ROWS = [
     [0.0, INF, 2.0], [INF, 0.0, 2.0], [0.0, NAN, 2.0], [NAN, 0.0, 3.0], [0.0, 0.0, INF],
     [0.0, 0.0, NAN], [2.0, INF, 3.0], [2.0, NAN, 3.0], [INF, -INF, 0.0], [0.0, 3.0, INF],

@@ -83,7 +83,8 @@ def _classes(low: Lowering, node: Node) -> Form:
 
 # ---- plain reductions
 
-FAR = 512.0  # deviations from 0 at which the roundings of a mean are looked at
+FAR = 16.0  # deviations from 0 at which the roundings of a mean are looked at
+NEXT_TO_NONE = 2.0**-18  # the part of a mean's roundings that adding them up may be off by
 
 SUMS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod", "any": "any",
         "all": "all"}  # fmt: skip
@@ -105,9 +106,10 @@ def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
     values, so that a mean far larger than the deviation does no harm.
 
     The mean is off by the roundings of a sum. Where it is that far larger, so that they show, they
-    are what is left when all distances are added up, and are taken out: equal numbers are exactly
-    0 from their mean. Numbers of 16 bits as they come from memory have no need of it: their sum
-    has more bits than they."""
+    are what is left when all distances are added up, and are taken out. A mean that was put right
+    is rounded once more: that rest is subtracted by itself, unless it is no more than what the
+    second sum was rounded by, so that equal numbers are exactly 0 from their mean. Numbers of 16
+    bits as they come from memory have no need of it: their sum has more bits than they."""
     count = float(low.columns)
     mean = low.op("div", low.reduce("sum", x), count)
     d = low.op("sub", x, mean)
@@ -118,9 +120,13 @@ def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
     far = low.op("select", low.op("le", total, most), math.inf, 0.0)
     left = low.op("div", low.reduce("sum", d, far), count)
     left = low.op("select", low.op("eq", far, math.inf), left, 0.0)
-    mean = low.op("add", mean, left)
+    right = low.op("add", mean, left)
+    rest = low.op("sub", left, low.op("sub", right, mean))
+    least = low.op("mul", low.op("abs", left), NEXT_TO_NONE)
+    rest = low.op("select", low.op("le", low.op("abs", rest), least), 0.0, rest)
     total = low.op("sub", total, low.op("mul", low.op("mul", left, left), count))
-    return mean, low.op("sub", x, mean), low.op("maximum", total, 0.0)
+    d = low.op("sub", low.op("sub", x, right), rest)
+    return right, d, low.op("maximum", total, 0.0)
 
 
 def _scaled_squares(low: Lowering, x: Arg, total: Arg) -> tuple[Arg, float]:

@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, F64, Code, Loaded, Value, entry, load
-from deuteron.codegen.rows import FAR
+from deuteron.codegen.rows import FAR, NEXT_TO_NONE
 from deuteron.kernels.cpu.channel_terms import POINTERS, Form, Tensors
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import SERIAL, LongSum, blocks, steps
-
-NEXT_TO_NONE = 2.0**-18  # the part of a mean's roundings that adding them up may be off by
 
 NUMBERS = ("sets", "segments", "length", "set_step", "segment_step", "groups", "eps", "momentum")
 
@@ -131,10 +129,13 @@ class _Sets(Tensors):
     def backward(self, index: Value) -> None:
         c, form = self.c, self.form
         base = c.mul(index, self.n["set_step"])
+        shift: Value | None
         if form.grouped:
-            mean, _, _, rstd = self.statistics(base)
+            mean, rest, _, rstd = self.statistics(base)
+            shift = c.b.fneg(c.b.fmul(rest, rstd))
         else:
             mean, rstd = (c.load(c.at(self.at[name], index)) for name in ("mean", "rstd"))
+            shift = None  # of a mean that was kept nobody knows
         group = c.rem(index, self.n["groups"])
         first_channel = c.mul(group, self.n["segments"]) if form.grouped else group
         flat, slanted = c.variable(F32), c.variable(F32)
@@ -177,7 +178,7 @@ class _Sets(Tensors):
             def take(i: Value, lanes: int) -> None:
                 d = dz(at, i, lanes, weight)
                 self.first.take(d, lanes)
-                self.second.take(d, lanes, self.hat(at, i, lanes, mean, rstd))
+                self.second.take(d, lanes, self.hat(at, i, lanes, mean, rstd, shift))
 
             def fold() -> None:
                 self.first.fold()
@@ -196,7 +197,7 @@ class _Sets(Tensors):
                 d = dz(at, i, lanes, weight)
                 if self.has("dz"):
                     self.store(d, "dz", at, i)
-                hat = self.hat(at, i, lanes, mean, rstd)
+                hat = self.hat(at, i, lanes, mean, rstd, shift)
                 self.give(d, hat, at, i, rstd, weight, level, slope)
 
             steps(c, self.length, write)

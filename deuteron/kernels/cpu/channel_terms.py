@@ -188,7 +188,12 @@ class Tensors:
                 z = c.b.fadd(z, self.load("residual", at, i, lanes))
         return GRADIENTS[self.form.act](c, g, z, self.form.slope)
 
-    def hat(self, at: Value, i: Value, lanes: int, mean: Value, rstd: Value) -> Value:
+    def hat(
+        self, at: Value, i: Value, lanes: int, mean: Value, rstd: Value, shift: Value | None = None
+    ) -> Value:
+        """(x − mean) · rstd; ``shift`` is what a mean that was rounded is off by, times −rstd."""
+        if shift is not None:
+            return self.before(at, i, lanes, mean, rstd, shift)
         c, wide = self.c, self.of.lanes
         d = c.b.fsub(self.load("x", at, i, lanes), wide(mean, lanes))
         return c.b.fmul(d, wide(rstd, lanes))

@@ -88,7 +88,7 @@ class _Rows:
         def grad(i: Value, lanes: int) -> Value:
             return c.load(c.at(self.grad, at, i), lanes)
 
-        mean: Value = c.f(0.0)
+        mean = off = c.f(0.0)
         if form.centred:
             start = pivot(c, x(c.i(0), 1), x(c.least(c.i(1), c.sub(self.columns, 1)), 1))
 
@@ -96,7 +96,9 @@ class _Rows:
                 return [(c.b.fsub(x(i, lanes), c.splat(start, lanes)), None)]
 
             (total,) = sums(c, self.columns, 1, away, form.long)
-            mean = c.b.fadd(start, c.b.fdiv(total, self.count))
+            more = c.b.fdiv(total, self.count)
+            mean = c.b.fadd(start, more)
+            off = c.b.fsub(more, c.b.fsub(mean, start))  # what a mean of 1000 has no digits for
 
         def deviation(i: Value, lanes: int) -> Value:
             here = x(i, lanes)
@@ -110,9 +112,15 @@ class _Rows:
             d = deviation(i, lanes)
             return [(d, d)]
 
+        def hat_of(i: Value, lanes: int, rstd: Value) -> Value:
+            d, scale = deviation(i, lanes), c.splat(rstd, lanes)
+            if not form.centred:
+                return c.b.fmul(d, scale)
+            return c.fma(d, scale, c.splat(c.b.fneg(c.b.fmul(off, rstd)), lanes))
+
         def products(i: Value, lanes: int, rstd: Value | None) -> Sequence[Any]:
-            d, part = deviation(i, lanes), inner(i, lanes)
-            hat = d if rstd is None else c.b.fmul(d, c.splat(rstd, lanes))
+            part = inner(i, lanes)
+            hat = deviation(i, lanes) if rstd is None else hat_of(i, lanes, rstd)
             return [(hat, part), (part, None)][: 1 + form.centred]
 
         def together(i: Value, lanes: int) -> Sequence[Any]:
@@ -132,6 +140,8 @@ class _Rows:
         if form.dx and not form.short:
             variance, *rest = means(2 + form.centred, together)
             rstd = inverse_root(variance)
+            if form.centred:
+                rest[0] = c.fma(c.b.fneg(off), rest[1], rest[0])
             rest[0] = c.b.fmul(rest[0], rstd)
         else:
             rstd = inverse_root(*means(1, square))
@@ -139,7 +149,7 @@ class _Rows:
                 rest = means(1 + form.centred, lambda i, lanes: products(i, lanes, rstd))
 
         def results(i: Value, lanes: int) -> None:
-            hat = c.b.fmul(deviation(i, lanes), c.splat(rstd, lanes))
+            hat = hat_of(i, lanes, rstd)
             if form.dx:
                 flat = inner(i, lanes)
                 if form.centred:
