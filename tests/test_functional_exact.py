@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deuteron as dt
-from tests.tolerances import allowed, error, rounded_mean
+from tests.tolerances import SINGLE, allowed, error, rounded_mean
 
 f = dt.functional
 INF, NAN = float("inf"), float("nan")
@@ -130,6 +130,37 @@ def test_norms_and_gradients_keep_the_digits_of_a_large_mean(name):
     for got, want in zip(found, exact, strict=True):
         assert error(got, want) <= allowed(0.0, torch.float32)
     assert torch.equal(equal, none)
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_running_statistics_keep_small_numbers_beside_large_old_ones(order, share):
+    torch.manual_seed(0)
+    x = (torch.randn(4, 3, 8, 8) * 1e-6).contiguous(memory_format=order)
+    found = []
+    with f.delegation(False):
+        for norm in (f.batch_norm, torch.nn.functional.batch_norm):
+            old = [torch.tensor([1000.0, INF, -2.0]), torch.tensor([1000.0, INF, 2.0])]
+            norm(x if norm is f.batch_norm else x.contiguous(), *old, training=True, momentum=share)
+            found.append(old)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=SINGLE, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_gelu_by_tanh_far_below_0(dtype, delegated):
+    """Where the cube of x overflows there is still nothing left of it."""
+    x = torch.tensor([-1e18, -1e14, -50.0, 1e14, 1e18], dtype=dtype).repeat(9).requires_grad_()
+    (grad,) = torch.autograd.grad(f.gelu(x, approximate="tanh").sum(), x)
+    assert torch.equal(grad.abs(), (x > 0).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("number", [NAN, INF, -INF, 3.0])
+def test_the_gradient_of_a_softmax_of_one_number(name, number, delegated):
+    x = torch.tensor(number, requires_grad=True)
+    (grad,) = torch.autograd.grad(getattr(f, name)(x, 0), x)
+    assert grad.isnan() if number != 3.0 else grad == 0.0
 
 
 ODD_ROWS = [

@@ -52,7 +52,8 @@ def _gelu(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
     square = b.square(x)
     s = b.sigmoid(x * (square * c + 1.0) * (2.0 * k))  # (1 + tanh u) / 2
     inner = (square * (3.0 * c) + 1.0) * (2.0 * k)
-    return g * s * (x * (1.0 - s) * inner + 1.0)
+    # s first: far below 0 it is 0, and x · inner alone would overflow
+    return g * (x * (s * (1.0 - s)) * inner + s)
 
 
 def _silu(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:

@@ -37,23 +37,24 @@ def _infer(name: str) -> Callable[..., TensorType]:
     return infer
 
 
+def _along(b: Ops, x: Sym, axis: int) -> Sym:
+    """The sum along the axis; one number alone is its own."""
+    return x if x.rank == 0 else b.sum(x, axes=(axis,), keepdim=True)
+
+
 def _softmax_grad(b: Ops, y: Sym, grad: Sym, axis: int) -> Sym:
     inner = grad * y
-    total: Sym = b.sum(inner, axes=(axis,), keepdim=True)
-    return inner - y * total
+    return inner - y * _along(b, inner, axis)
 
 
 def _log_softmax_grad(b: Ops, y: Sym, grad: Sym, axis: int) -> Sym:
     p: Sym = b.exp(y)
-    total: Sym = b.sum(grad, axes=(axis,), keepdim=True)
-    return grad - p * total
+    return grad - p * _along(b, grad, axis)
 
 
 def _vjp(rule: Callable[[Ops, Sym, Sym, int], Sym]) -> Callable[[Ops, Vjp], list[Sym | None]]:
     def vjp(b: Ops, v: Vjp) -> list[Sym | None]:
         x = v.arg(0)
-        if x.rank == 0:  # one number alone: softmax is 1 whatever it is
-            return [b.zeros(x.type)]
         return [b.to(rule(b, b.upcast(v.outs[0]), b.upcast(v.grad), v.attrs["axis"]), x.dtype)]
 
     return vjp

@@ -135,13 +135,15 @@ class Tensors:
         self._move("var", channel, c.b.fmul(variance, self.of.lanes(spread, lanes)))
 
     def _move(self, what: str, channel: Value, found: Value) -> None:
-        """The new running statistic: the old one on its way to what was found."""
+        """The new running statistic: the old one on its way to what was found. Two products, as in
+        torch: one of their difference would round small numbers away beside large old ones."""
         c, new, old, lanes = self.c, f"new_{what}", f"running_{what}", lanes_of(found)
         of = Stored(c, self.form.running)
         if self.has(old):
             before = of.load(of.at(self.at[old], channel), lanes)
             share = of.lanes(self.n["momentum"], lanes)
-            found = c.fma(share, c.b.fsub(found, before), before)
+            kept = c.b.fmul(c.b.fsub(c.f(1.0, lanes), share), before)
+            found = c.fma(share, found, kept)
         if self.has(new):
             of.store(found, of.at(self.at[new], channel))
 
