@@ -139,7 +139,8 @@ def test_the_function_with_signs_has_torchs_gradients(order, monkeypatch):
     exact = torch.autograd.grad(torchs(*wide), wide, grad.double())
     with dt.functional.delegation(False):
         got, want = found(ours), found(torchs)
-        kept = ours(*leaves).grad_fn.saved_tensors
+        alive = ours(*leaves)
+        kept = alive.grad_fn.saved_tensors
         compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")(*leaves)
         again = torch.autograd.grad(compiled, leaves, grad)
         ones = torch.autograd.grad(ours(*leaves), leaves, grad)

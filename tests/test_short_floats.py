@@ -32,7 +32,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 KEEP = {  # operators that only choose among numbers
-    "relu6": (lambda g, x: g.relu6(x), lambda x: torch.nn.functional.relu6(x)),
+    # of -0.0 torch makes either zero, as the processor does
+    "relu6": (lambda g, x: g.relu6(x), lambda x: torch.nn.functional.relu6(x) + 0.0),
     "abs": (lambda g, x: g.abs(x), torch.abs),
     "neg": (lambda g, x: g.neg(x), torch.neg),
     "where": (lambda g, x: g.where(g.gt(x, 1.0), x, -0.5), lambda x: torch.where(x > 1, x, -0.5)),

@@ -111,6 +111,9 @@ def linear_cross_entropy(
 ) -> Any:
     """``cross_entropy(linear(hidden, weight, bias), target)`` without room for the logits.
 
+    >>> loss = dt.functional.linear_cross_entropy(hidden, embedding.weight, tokens)
+    >>> loss.backward()  # of 8192 tokens and 128256 classes, in a fifth of the memory
+
     hidden   […, H]; weight [C, H]; bias [C]; all of one type (under autocast they are cast)
     target   classes […], or probabilities […, C]: the classes are last here, as linear has them.
              If probabilities need a gradient, torch's operators compute all, logits and all
