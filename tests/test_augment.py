@@ -203,6 +203,38 @@ def test_gradients(name):
     assert torch.autograd.gradcheck(lambda v: aug(v, step=2), x, atol=GRADIENT)
 
 
+@pytest.mark.parametrize("name", ["affine", "all places", "bicubic", "jitter backwards"])
+def test_gradients_of_parameters(name):
+    aug, x = PIPELINES[name](), images((2, 3, 5, 6), torch.float64, False).requires_grad_()
+    table = aug.table(x, step=1).clone().requires_grad_()
+    assert torch.autograd.gradcheck(aug.with_table, (x, table), atol=GRADIENT)
+    assert torch.autograd.gradcheck(lambda t: aug.with_table(x.detach(), t), table, atol=GRADIENT)
+
+
+def test_gradients_of_parameters_compiled():
+    aug, x = WHOLE["acceptance"](), images((2, 3, 5, 6), torch.float32, False).requires_grad_()
+    table = aug.table(x, step=1).clone().requires_grad_()
+    call = torch.compile(aug.with_table, fullgraph=True, backend="aot_eager")
+    for found, want in zip(
+        *(torch.autograd.grad(fn(x, table).sum(), (x, table)) for fn in (call, aug.with_table)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, want)
+
+
+def test_parameters_of_no_step_have_no_gradient():
+    aug, x = Pipeline([]), torch.rand(2, 3, 5, 6)
+    table = aug.table(x, step=1).clone().requires_grad_()
+    y = aug.with_table(x, table)
+    assert torch.autograd.grad(y.sum(), table, allow_unused=True) == (None,)
+
+
+def test_a_table_of_any_strides():
+    aug, x = WHOLE["everything"](), torch.rand(2, 3, 8, 9)
+    table = aug.table(x, step=1)
+    assert torch.equal(aug.with_table(x, table.t().contiguous().t()), aug.with_table(x, table))
+
+
 def test_bytes_have_no_gradient():
     with pytest.raises(dt.GraphError, match="x"):
         g = dt.Graph()
@@ -264,6 +296,7 @@ X = torch.rand(2, 3, 8, 8)
         (lambda: Pipeline([HorizontalFlip(1.5)]), "p=1.5 is not a probability"),
         (lambda: Pipeline([RandomAffine((20, 10))]), "degrees=(20, 10) is not a range"),
         (lambda: Pipeline([RandomAffine(0, translate=(2, 0))]), "translate=(2, 0)"),
+        (lambda: Pipeline([RandomAffine(0, translate=0.1)]), "translate=0.1"),
         (lambda: Pipeline([RandomAffine(0, scale=(0, 1))]), "scale=(0, 1)"),
         (lambda: Pipeline([RandomResizedCrop(0)]), "size=0"),
         (lambda: Pipeline([Perspective(1.0)]), "distortion=1.0"),
@@ -287,6 +320,10 @@ X = torch.rand(2, 3, 8, 8)
         (lambda: Pipeline([])(X, index=[0, 1]), "index is a list"),
         (lambda: Pipeline([])(X.numpy()), "x is a ndarray"),
         (lambda: Pipeline([])(X, step=1.5), "step=1.5"),
+        (lambda: Pipeline([])(X, step=2**63), "step=9223372036854775808"),
+        (lambda: Pipeline([]).parameters_for(-1), "n=-1"),
+        (lambda: Pipeline([]).parameters_for(2.5), "n=2.5"),
+        (lambda: Pipeline([]).parameters_for(2, size=5), "size=5"),
         (lambda: Pipeline(HorizontalFlip()), "HorizontalFlip is one step"),
         (lambda: Pipeline([RandomResizedCrop(3.5)]), "size=3.5"),
         (

@@ -311,6 +311,14 @@ def test_plans_answer_as_torch_does(name, way):
     assert same(*((tuple(t) if pair else (t,)) for t in (found, want)))
 
 
+def test_a_pyramid_of_one_image():
+    """It is an image, not rows of a batch; and a volume is none."""
+    assert torch.equal(f.pyramid_pool2d(IMAGE[0]), f.pyramid_pool2d(IMAGE)[0])
+    for wrong in (X, IMAGE[None]):
+        with pytest.raises(DeuteronError, match="pooling in 2 dimensions needs 4"):
+            f.pyramid_pool2d(wrong)
+
+
 def test_one_size_of_a_pyramid_may_be_a_number():
     assert torch.equal(f.pyramid_pool2d(IMAGE, 2), f.pyramid_pool2d(IMAGE, (2,)))
 

@@ -247,3 +247,24 @@ def test_which_windows_miss():
             assert missed and "step over all of x" in str(error), given
         else:
             assert not missed, given
+
+
+@pytest.mark.parametrize("axes", [-1, 0, (0, 2), None], ids=str)
+@pytest.mark.parametrize("scale", [1e18, 1e25, 1e30])
+def test_a_variance_whose_squares_overflow(axes, scale, delegated):
+    """It is the number that it is, or infinite if there is no such number; never nan."""
+    x = torch.randn(7, 11, 300, generator=torch.Generator().manual_seed(0)) * scale
+    exact = x.double().var(axes)
+    exact = torch.where(exact > torch.finfo(torch.float32).max, INF, exact)
+    assert error(f.var(x, axes), exact) <= allowed(0.0, torch.float32, 300)
+
+
+@pytest.mark.parametrize("correction", [4, 5, 7])
+@pytest.mark.filterwarnings("ignore:var")
+def test_the_gradient_of_a_variance_without_freedom_is_torchs(correction, delegated):
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    found, want = (
+        torch.autograd.grad(home.var(x, 1, correction=correction).sum(), x)[0]
+        for home in (f, torch)
+    )
+    assert error(found, want) <= allowed(0.0, torch.float64, 5)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deuteron as dt
 from tests.functional_cases import CALLS, Call, results
-from tests.tolerances import DOUBLE, DOUBLE_GRADIENT, HARDSIGMOID_SLOPE, error
+from tests.tolerances import DOUBLE, DOUBLE_GRADIENT, HARDSIGMOID_SLOPE, SINGLE, error
 
 f = dt.functional
 
@@ -61,6 +61,17 @@ def test_vmap(call):
     each = [results(ours(call)(*(t[i] for t in many))) for i in range(3)]
     for k, got in enumerate(found):
         assert error(got, torch.stack([one[k] for one in each])) <= DOUBLE
+
+
+def test_vmap_of_a_histogram():
+    x, weight = torch.randn(2, 3, 40)
+
+    def count(x, weight=None):
+        return f.histogram(x, 5, -1.0, 1.0, weight=weight)
+
+    assert torch.equal(torch.func.vmap(count)(x), torch.stack([count(row) for row in x]))
+    sums = torch.stack([count(*pair) for pair in zip(x, weight, strict=True)])
+    assert error(torch.func.vmap(count)(x, weight), sums) <= SINGLE
 
 
 @EVERY

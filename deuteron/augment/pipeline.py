@@ -52,7 +52,7 @@ class Pipeline(nn.Module):
         padding: str | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        if not _is_int64(seed):
             raise GraphError(
                 f"seed={seed!r} is not a 64-bit integer", asked="Pipeline", remedy="e.g. seed=0"
             )
@@ -100,8 +100,11 @@ class Pipeline(nn.Module):
         return table_for(self.recipe, self.seed, step, which, size, kind, x.device)
 
     def with_table(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """The images changed with the parameters in ``table``; nothing is drawn or counted."""
-        call = run.augment if run.needs_operator(x) else run.augment_now
+        """The images changed with the parameters in ``table``; nothing is drawn or counted.
+
+        A table that requires a gradient gets one, by torch's operators: clone it first.
+        """
+        call = run.augment if run.needs_operator(x, table) else run.augment_now
         if in_transform():
             call = run.by_references
         y: torch.Tensor = call(x, table, self.recipe.text)
@@ -115,6 +118,7 @@ class Pipeline(nn.Module):
         The keys are ``"<place>.<step>.<parameter>"`` and ``"matrix"``; angles are in degrees,
         moves in pixels.
         """
+        _check_wanted(n, step, size)
         which = n.to("cpu", torch.int64) if isinstance(n, torch.Tensor) else torch.arange(n)
         named, _ = drawn(self.recipe, self.seed, torch.tensor([step]), which, size)
         return {name: value[0] for name, value in named.items()}
@@ -148,6 +152,11 @@ class Pipeline(nn.Module):
         return f"{steps},\nseed={self.seed}, interpolation={self.recipe.interpolation!r}"
 
 
+def _is_int64(number: Any) -> bool:
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    return whole and -(2**63) <= number < 2**63
+
+
 def _check_call(x: Any, index: Any, step: Any) -> None:
     for name, given in (("x", x), ("index", index)):
         if not isinstance(given, torch.Tensor) and (given is not None or name == "x"):
@@ -156,9 +165,9 @@ def _check_call(x: Any, index: Any, step: Any) -> None:
                 asked="a pipeline on images",
                 remedy=f"torch.as_tensor({name})",
             )
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+    if step is not None and not _is_int64(step):
         raise BindError(
-            f"step={step!r} is not an integer",
+            f"step={step!r} is not a 64-bit integer",
             asked="a pipeline on images",
             remedy="count from 0, or leave it out",
         )
@@ -167,4 +176,19 @@ def _check_call(x: Any, index: Any, step: Any) -> None:
             f"index is {str(index.dtype).removeprefix('torch.')}{list(index.shape)}",
             asked=f"a pipeline on {x.shape[0]} images",
             remedy="give one integer per image",
+        )
+
+
+def _check_wanted(n: Any, step: Any, size: Any) -> None:
+    if isinstance(n, torch.Tensor):
+        images = n.ndim == 1 and not n.is_floating_point()
+    else:
+        images = _is_int64(n) and n >= 0
+    sides = tuple(size) if isinstance(size, tuple | list) else ()
+    fine = len(sides) == 2 and all(_is_int64(s) and s > 0 for s in sides)
+    if not (images and fine and _is_int64(step)):
+        raise BindError(
+            f"n={n!r}, step={step!r}, size={size!r} are not images, a step and their size",
+            asked="parameters_for",
+            remedy="e.g. n=4 or a tensor of their numbers, step=0, size=(224, 320)",
         )

@@ -82,7 +82,9 @@ class RandomAffine(Geometric):
         self.probability(self.p)
         self.interval("degrees", both_sides(self.degrees), -360.0, 360.0)
         if self.translate is not None and not (
-            len(self.translate) == 2 and all(is_number(t) and 0 <= t <= 1 for t in self.translate)
+            isinstance(self.translate, tuple)
+            and len(self.translate) == 2
+            and all(is_number(t) and 0 <= t <= 1 for t in self.translate)
         ):
             raise self.wrong(
                 f"translate={self.translate!r} is not two parts of the size", "e.g. (0.1, 0.1)"

@@ -34,11 +34,11 @@ def augment(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
     return augment_now(x, table, recipe)
 
 
-def needs_operator(x: torch.Tensor) -> bool:
+def needs_operator(x: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether autograd, a trace or a transform must see the call. An operator written in Python
     takes 60 µs to get to its code, which for a few small images is most of the time."""
     return (
-        (x.requires_grad and torch.is_grad_enabled())
+        ((x.requires_grad or table.requires_grad) and torch.is_grad_enabled())
         or type(x) is not torch.Tensor
         or torch.compiler.is_compiling()
         or is_watched()
@@ -49,7 +49,8 @@ def augment_now(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tens
     """What the operator does."""
     made = recipe_of(recipe)
     _check(made, x, table)
-    x, table = x.resolve_neg(), table.resolve_neg()  # kernels read memory as it is
+    # kernels read memory as it is
+    x, table = x.resolve_neg(), table.resolve_neg().contiguous()
     if x.shape[0] == 0:
         return _empty_result(made, x)
     if x.is_cuda and has_triton():
@@ -74,7 +75,7 @@ def augment_backward(
     order = _format(_is_nhwc(x))
     if x.shape[0] == 0:
         return torch.empty_like(x, memory_format=order)
-    grad, x, table = grad.resolve_neg(), x.resolve_neg(), table.resolve_neg()
+    grad, x, table = grad.resolve_neg(), x.resolve_neg(), table.resolve_neg().contiguous()
     grad = grad.contiguous(memory_format=_format(made.layout(_is_nhwc(x)) == "nhwc"))
     if made.geometric and x.is_cuda and has_triton():
         return backward_kernel(grad, x, table, recipe)
@@ -95,14 +96,29 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(x, table)
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The kernel knows the gradient for images; that for parameters, and second derivatives, come
+    from torch's operators."""
     x, table = ctx.saved_tensors
-    if not ctx.needs_input_grad[0]:
-        return None, None, None
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for second derivatives
-        y = by_references(x, table, ctx.recipe)
-        return torch.autograd.grad(y, x, grad, create_graph=True)[0], None, None
-    return augment_backward(grad, x, table, ctx.recipe), None, None
+    of_images, of_table, _ = ctx.needs_input_grad
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if of_table or (of_images and again):
+        return *_by_autograd(grad, x, table, ctx.recipe, (of_images, of_table), again), None
+    return augment_backward(grad, x, table, ctx.recipe) if of_images else None, None, None
+
+
+def _by_autograd(
+    grad: torch.Tensor, x: torch.Tensor, table: torch.Tensor, recipe: str,
+    wanted: tuple[bool, bool], again: bool,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The gradients for x and table by torch's operators, differentiable if ``again``."""
+    with torch.enable_grad():
+        y = by_references(x, table, recipe)
+    if not y.requires_grad:  # the parameters of no step
+        return None, None
+    some = [t for t, w in zip((x, table), wanted, strict=True) if w]
+    found = iter(torch.autograd.grad(y, some, grad, create_graph=again, allow_unused=True))
+    return tuple(next(found) if w else None for w in wanted)
 
 
 augment.register_autograd(_backward, setup_context=_save)

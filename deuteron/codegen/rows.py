@@ -117,7 +117,8 @@ def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
     if any(isinstance(s, Load) and s.name == x and s.dtype.is_low for s in low.statements):
         return mean, d, total
     most = low.op("mul", low.op("mul", mean, mean), count / FAR**2)
-    far = low.op("select", low.op("le", total, most), math.inf, 0.0)
+    shows = low.op("and", low.op("le", total, most), low.op("lt", total, math.inf))
+    far = low.op("select", shows, math.inf, 0.0)
     left = low.op("div", low.reduce("sum", d, far), count)
     left = low.op("select", low.op("eq", far, math.inf), left, 0.0)
     right = low.op("add", mean, left)

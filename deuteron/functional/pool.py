@@ -429,8 +429,10 @@ def weighted_pool2d(
 @traceable
 def pyramid_pool2d(x: Tensor, sizes: Size = (1, 2, 3, 6), kind: str = "avg") -> Tensor:
     """x [N, C, H, W] pooled over grids of several ``sizes``, one result after another, as
-    spatial-pyramid pooling wants it: [N, C, Σ s²]. ``kind``: "avg" or "max".
+    spatial-pyramid pooling wants it: [N, C, Σ s²]; N may be left out. ``kind``: "avg" or "max".
 
     >>> features = dt.functional.pyramid_pool2d(x, (1, 2, 4), "max").flatten(1)
     """
-    return OPERATORS["pyramid_pool"].one(x, sizes=_whole(sizes, "sizes"), kind=kind)
+    grids = _whole(sizes, "sizes")
+    out: Tensor = _batched(x, 2, lambda x: OPERATORS["pyramid_pool"].one(x, sizes=grids, kind=kind))
+    return out

@@ -213,11 +213,11 @@ def _histogram_reference(
     index = _bins_of(x, bins, low, high)
     if weight is None:  # whole numbers: the order of sums makes no difference
         counts = torch.zeros(bins + 1, dtype=torch.int64, device=x.device)
-        return counts.scatter_add_(0, index, torch.ones_like(index))[:bins].clone()
+        return counts.scatter_add(0, index, torch.ones_like(index))[:bins].clone()
     wide = weight.flatten().to(torch.promote_types(weight.dtype, torch.float32))
     sums = torch.zeros(bins + 1, dtype=wide.dtype, device=x.device)
     with fixed_order(sums):
-        sums.index_put_((index,), wide, accumulate=True)
+        sums = sums.index_put((index,), wide, accumulate=True)
     return sums[:bins].to(weight.dtype, copy=True)
 
 

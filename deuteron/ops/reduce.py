@@ -102,7 +102,7 @@ def _extreme_grad(b: Ops, v: Vjp) -> Any:
 
 def _var_grad(b: Ops, v: Vjp) -> Any:
     x, freedom = b.upcast(v.arg(0)), _count(v) - v.attrs["correction"]
-    scale = 2.0 / freedom if freedom > 0 else math.nan
+    scale = 2.0 / freedom if freedom else math.inf
     centred = x - b.mean(x, axes=v.attrs["axes"], keepdim=True)
     return centred * (_spread(b, v, b.upcast(v.grad)) * scale)
 
@@ -255,7 +255,7 @@ REDUCE = tuple(
 VAR = OpDef(
     name="var",
     doc="The variance along the axes: squared distances from the mean, summed and divided by "
-    "(count − correction). Nan where the count is not larger than the correction.",
+    "(count − correction), or by 0 where the correction is larger.",
     inputs=("x",),
     attrs={**_AXES, "correction": Attr("int", 1, "1 for samples, 0 for whole populations")},
     complete=_complete,
