@@ -137,10 +137,8 @@ def check(case: Case, dtype: torch.dtype, device: str = "cpu", steps: int = 10) 
     import deuteron as dt
     from tests.tolerances import SIGNS_TURNED, allowed, error
 
-    extra = dict(case.extra)
-    if case.ours == "LAMB" and dtype == torch.float16:
-        extra["state_dtype"] = torch.float32  # its second moments lie below what float16 holds
-    ours = trained(getattr(dt.optim, case.ours), dtype, dtype, device, steps, **case.given, **extra)
+    given = {**case.given, **case.extra}
+    ours = trained(getattr(dt.optim, case.ours), dtype, dtype, device, steps, **given)
     plain = trained(case.reference, dtype, dtype, device, steps, **case.given)
     exact = trained(case.reference, torch.float64, dtype, device, steps, **case.given)
     wrong = []

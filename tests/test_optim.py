@@ -290,6 +290,16 @@ def test_nan_and_inf_go_where_torch_lets_them_go(name, given, shape, generated, 
         assert int(found.sum()) <= 3
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion", "LAMB"])
+def test_no_memory_of_larger_gradients_where_none_is_asked_for(name):
+    p = torch.zeros(64, requires_grad=True)
+    optimizer = getattr(dt.optim, name)([p], betas=(0.0, 0.0))
+    for scale in (1e3, 1e-4):
+        p.grad = torch.randn(64) * scale
+        optimizer.step()
+    assert torch.equal(optimizer.state[p]["exp_avg"], p.grad)
+
+
 def test_types_may_mix_in_a_group():
     kinds = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float16)
     ends = []
@@ -392,6 +402,8 @@ def test_errors_say_what_helps():
             cls([p], betas=(0.9, 0.9, 0.9))
     with pytest.raises(ValueError, match="use AdamW"):
         dt.optim.AdamW8bit([p], state_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="float16, in which squares"):
+        dt.optim.LAMB([p], state_dtype=torch.float16)
     with pytest.raises(DeuteronError, match="ema_decay"), dt.optim.AdamW([p]).averaged():
         pass
     with pytest.raises(ValueError, match="Nesterov"):

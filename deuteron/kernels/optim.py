@@ -1,7 +1,7 @@
 """Update rules of optimisers, each written down once.
 
     SGD    g ← g + λ·p;  b ← μ·b + (1 − τ)·g;  p ← p − γ·(g + μ·b or b)
-    Adam   m ← m + (1 − β₁)(g − m);  v ← β₂·v + (1 − β₂)·g²
+    Adam   m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²
            p ← (1 − γ·λ)·p − γ / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
     Lion   p ← (1 − γ·λ)·p − γ·sign(β₁·m + (1 − β₁)·g);  m ← β₂·m + (1 − β₂)·g
     LAMB   u = Adam's quotient + λ·p;  p ← p − γ·(‖p‖ / ‖u‖)·u
@@ -235,7 +235,7 @@ def sgd(momentum: bool, nesterov: bool, decay: bool, extras: Extras = NOTHING_EL
 
 def _adam_moments(x: dict[str, Term], g: Term, amsgrad: bool) -> tuple[dict[str, Term], Term]:
     """The new state, and what the quotient divides by."""
-    m = x["m"] + x["c1"] * (g - x["m"])
+    m = x["b1"] * x["m"] + x["c1"] * g
     v = x["b2"] * x["v"] + x["c2"] * (g * g)
     top = x["vmax"].larger(v) if amsgrad else v
     made = {"m": m, "v": v} | ({"vmax": top} if amsgrad else {})
@@ -245,6 +245,7 @@ def _adam_moments(x: dict[str, Term], g: Term, amsgrad: bool) -> tuple[dict[str,
 def _adam_numbers(decoupled: bool) -> Numbers:
     def derive(lr: Term, step: Term, b1: Term, b2: Term, eps: Term, decay: Term) -> Any:
         made = {
+            "b1": b1,
             "c1": 1.0 - b1,
             "b2": b2,
             "c2": 1.0 - b2,
@@ -257,7 +258,7 @@ def _adam_numbers(decoupled: bool) -> Numbers:
     return numbers(("b1", "b2", "eps", "decay"), derive)
 
 
-_ADAM = ("c1", "b2", "c2", "root", "eps", "size")
+_ADAM = ("b1", "c1", "b2", "c2", "root", "eps", "size")
 
 
 @lru_cache
@@ -277,15 +278,16 @@ def adam(amsgrad: bool, decoupled: bool, decay: bool, extras: Extras = NOTHING_E
 @lru_cache
 def lion(extras: Extras = NOTHING_ELSE) -> Rule:
     def update(p: Term, g: Term, **x: Term) -> Mapping[str, Term]:
-        step = (x["m"] + x["c1"] * (g - x["m"])).sign()
-        m = x["m"] + x["c2"] * (g - x["m"])
+        step = (x["b1"] * x["m"] + x["c1"] * g).sign()
+        m = x["b2"] * x["m"] + x["c2"] * g
         return {"m": m, "p": x["keep"] * p - x["lr"] * step}
 
     def derive(lr: Term, step: Term, b1: Term, b2: Term, decay: Term) -> Mapping[str, Term]:
-        return {"lr": lr, "keep": 1.0 - lr * decay, "c1": 1.0 - b1, "c2": 1.0 - b2}
+        kept = {"lr": lr, "keep": 1.0 - lr * decay}
+        return kept | {"b1": b1, "c1": 1.0 - b1, "b2": b2, "c2": 1.0 - b2}
 
     of = numbers(("b1", "b2", "decay"), derive)
-    return _rule(("p", "g", "m"), ("lr", "keep", "c1", "c2"), update, of, extras)
+    return _rule(("p", "g", "m"), ("lr", "keep", "b1", "c1", "b2", "c2"), update, of, extras)
 
 
 def _lamb_numbers() -> Numbers:
@@ -293,6 +295,7 @@ def _lamb_numbers() -> Numbers:
         lr: Term, step: Term, b1: Term, b2: Term, eps: Term, decay: Term, ratio: Term
     ) -> Any:
         return {
+            "b1": b1,
             "c1": 1.0 - b1,
             "b2": b2,
             "c2": 1.0 - b2,
@@ -307,7 +310,7 @@ def _lamb_numbers() -> Numbers:
     return numbers(("b1", "b2", "eps", "decay", "ratio"), derive)
 
 
-_LAMB = ("c1", "b2", "c2", "root", "eps", "first", "decay", "lr")
+_LAMB = ("b1", "c1", "b2", "c2", "root", "eps", "first", "decay", "lr")
 
 
 @lru_cache

@@ -43,7 +43,7 @@ def _power(x: torch.Tensor, power: int) -> torch.Tensor:
 
 def step(batch: Batch, numbers: list[float], count: int) -> None:
     """One step of every tensor of a batch."""
-    gscale, c1, b2, c2, root, eps, size, keep, *ema_rate = numbers
+    gscale, b1, c1, b2, c2, root, eps, size, keep, *ema_rate = numbers
     for i, home in enumerate(batch.homes):
         m8, v8, m_scale, v_scale = (row[i] for row in batch.tensors[:4])
         master, average = (batch.states[i].get(key) for key in ("master", "ema"))
@@ -57,7 +57,7 @@ def step(batch: Batch, numbers: list[float], count: int) -> None:
         g, mr, vr = groups(batch.held[i]) * gscale, groups(m8) / 127.0, groups(v8) / 255.0
         m = m_scale[:, None] * (mr * mr.abs())
         v = v_scale[:, None] * _power(vr, 4)
-        m, v = m + c1 * (g - m), b2 * v + c2 * (g * g)
+        m, v = b1 * m + c1 * g, b2 * v + c2 * (g * g)
         old = groups(home if master is None else master)
         new = keep * old - size * (m / (v.sqrt() * root + eps))
         for x, store, scale, levels, power, salt in (

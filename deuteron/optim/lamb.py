@@ -21,7 +21,8 @@ class LAMB(Fused):
     ``exp_avg_sq``. Groups without decay, such as biases and norms, are not adapted unless
     ``always_adapt``. ``params``, ``lr``, ``betas``, ``eps`` (ε), ``weight_decay`` (λ), ``maximize``
     and ``capturable`` are those of ``torch.optim.AdamW``. Its usual clipping is ``max_norm=1.0``;
-    further arguments: see :class:`deuteron.optim.Ours`.
+    further arguments: see :class:`deuteron.optim.Ours`. The state of float16 parameters is float32:
+    squares of gradients underflow in float16, and the norms would not be those of the update.
 
     >>> opt = dt.optim.LAMB(model.parameters(), lr=2e-3, weight_decay=0.01, max_norm=1.0)
 
@@ -37,6 +38,11 @@ class LAMB(Fused):
         check_common(lr, betas, weight_decay)
         if not eps >= 0.0:
             raise ValueError(f"Invalid epsilon value: {eps}")
+        if ours.get("state_dtype") is torch.float16:
+            raise ValueError(
+                "LAMB has no state_dtype float16, in which squares of gradients underflow; use "
+                "bfloat16 or float32"
+            )
         self._set(ours)
         super().__init__(
             params,
@@ -49,6 +55,10 @@ class LAMB(Fused):
 
     def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
+
+    def _stored_as(self, p: torch.Tensor, key: str) -> torch.dtype:
+        kind = super()._stored_as(p, key)
+        return torch.float32 if kind is torch.float16 else kind
 
     def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
         return [*group["betas"], group["eps"], group["weight_decay"], 1.0]

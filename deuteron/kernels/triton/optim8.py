@@ -62,7 +62,7 @@ def _level(x, top, noise, LEVELS: tl.constexpr, FOURTH: tl.constexpr):
 @triton.jit
 def _chunk(
     p_at, g_at, m_at, v_at, w_at, e_at, scale_at, square_at, place, mask, some,
-    gscale, c1, b2, c2, root, eps, size, keep, ema_rate, seed,
+    gscale, b1, c1, b2, c2, root, eps, size, keep, ema_rate, seed,
     P: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """ROWS groups of one tensor. ``mask`` is None for whole chunks: masked loads are slow. Master
@@ -87,7 +87,7 @@ def _chunk(
     vr = vq / 255.0
     m = m_top * (mr * tl.abs(mr))
     v = v_top * ((vr * vr) * (vr * vr))
-    m = m + c1 * (g - m)
+    m = b1 * m + c1 * g
     v = b2 * v + c2 * (g * g)
     new = keep * p - size * (m / (tl.sqrt(v) * root + eps))
     if MASKED:
@@ -134,21 +134,22 @@ def _adamw8(
     a_w = tl.load(table + 6 * tensors + t) if MASTER else a_p
     a_e = tl.load(table + (7 if MASTER else 6) * tensors + t) if EMA else a_p
     a_g = tl.load(grads + t)
-    own = rows + t * (9 if EMA else 8)
+    own = rows + t * (10 if EMA else 9)
     gscale = tl.load(own).to(tl.float32)
     skip = 0.0
     if control is not None:
         gscale = (gscale * tl.load(control)).to(tl.float32)
         skip = tl.load(control + 1)
     if skip == 0.0:
-        c1 = tl.load(own + 1).to(tl.float32)
-        b2 = tl.load(own + 2).to(tl.float32)
-        c2 = tl.load(own + 3).to(tl.float32)
-        root = tl.load(own + 4).to(tl.float32)
-        eps = tl.load(own + 5).to(tl.float32)
-        size = tl.load(own + 6).to(tl.float32)
-        keep = tl.load(own + 7).to(tl.float32)
-        ema_rate = tl.load(own + 8).to(tl.float32) if EMA else 0.0
+        b1 = tl.load(own + 1).to(tl.float32)
+        c1 = tl.load(own + 2).to(tl.float32)
+        b2 = tl.load(own + 3).to(tl.float32)
+        c2 = tl.load(own + 4).to(tl.float32)
+        root = tl.load(own + 5).to(tl.float32)
+        eps = tl.load(own + 6).to(tl.float32)
+        size = tl.load(own + 7).to(tl.float32)
+        keep = tl.load(own + 8).to(tl.float32)
+        ema_rate = tl.load(own + 9).to(tl.float32) if EMA else 0.0
         seed = tl.load(steps + t).to(tl.int64) * 0x3C6EF372 + t
         lane = tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         groups = start // GROUP + tl.arange(0, ROWS)
@@ -166,7 +167,7 @@ def _adamw8(
                 tl.multiple_of(a_m.to(tl.pointer_type(tl.int8)), 16) + start + lane,
                 tl.multiple_of(a_v.to(tl.pointer_type(tl.uint8)), 16) + start + lane,
                 w_at if MASTER else None, e_at if EMA else None, s_at, q_at, place, None, some,
-                gscale, c1, b2, c2, root, eps, size, keep, ema_rate, seed, P, False,
+                gscale, b1, c1, b2, c2, root, eps, size, keep, ema_rate, seed, P, False,
             )  # fmt: skip
         else:
             w_at = a_w.to(tl.pointer_type(tl.float32)) + start + lane
@@ -178,7 +179,7 @@ def _adamw8(
                 a_v.to(tl.pointer_type(tl.uint8)) + start + lane,
                 w_at if MASTER else None, e_at if EMA else None, s_at, q_at, place,
                 lane < length - start, some,
-                gscale, c1, b2, c2, root, eps, size, keep, ema_rate, seed, P, True,
+                gscale, b1, c1, b2, c2, root, eps, size, keep, ema_rate, seed, P, True,
             )  # fmt: skip
 
 
