@@ -107,6 +107,28 @@ def test_a_mask_that_is_added(name, scale, kind, learned, planned_calls):
     assert a.dtype == b.dtype and error(a, b) <= limit
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "gelu_tanh"])
+def test_norms_whose_gradients_torch_answers_at_once(activation, planned_calls):
+    x = torch.randn(2, 4, 3, 3, requires_grad=True)
+    mean, var = torch.randn(4), torch.rand(4) + 0.5
+    calls = (
+        lambda: f.batch_norm(x, mean, var, activation=activation),
+        lambda: f.instance_norm(x, activation=activation),
+        lambda: f.layer_norm(x, (3, 3), activation=activation),
+    )
+    for call in calls:
+        got = call()
+        assert not planned_calls
+        with f.delegation(False):
+            want = call()
+        planned_calls.clear()
+        assert error(got, want) <= tolerances.SINGLE
+    with torch.no_grad():
+        f.instance_norm(x)
+        f.batch_norm(x, mean, var, activation="relu")
+    assert planned_calls == ["instance_norm", "batch_norm"]
+
+
 def test_a_seed_that_would_be_drawn_is_a_call_too(planned_calls):
     x, bias = torch.zeros(64, 8), torch.ones(8)
     y = f.bias_dropout_residual(x, bias, x, 0.5)

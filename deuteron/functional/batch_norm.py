@@ -84,6 +84,9 @@ def _torch_batch_norm(
 
 
 KNOWN = {None, *TORCHS}
+CALL = "plain(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn())"
+LEARNED = "is_grad_enabled() and not training and eps > 0.0"
+NAMES = {"cudnn": may_use_cudnn, "after": TORCHS}
 
 
 def _wants_signs(
@@ -127,12 +130,22 @@ def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
 
 @delegates(
     _torch_batch_norm,
-    plain=Plain(
-        torch.batch_norm,
-        "plain(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn())",
-        where="training and eps > 0.0 and x.numel() > x.shape[1] and "
-        "(x.is_contiguous() or x.is_cuda)",
-        given={"cudnn": may_use_cudnn},
+    plain=(
+        Plain(
+            torch.batch_norm,
+            CALL,
+            where="training and eps > 0.0 and x.numel() > x.shape[1] and "
+            "(x.is_contiguous() or x.is_cuda)",
+            given=NAMES,
+        ),
+        Plain(torch.batch_norm, CALL, where=LEARNED, given=NAMES, learns=("x",)),
+        Plain(
+            torch.batch_norm,
+            f"after[activation]({CALL})",
+            where=f"activation in after and {LEARNED}",
+            given=NAMES,
+            learns=("x",),
+        ),
     ),
     keeps_type=True,
     on_cpu=ANY,

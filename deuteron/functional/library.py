@@ -39,7 +39,15 @@ from torch.fx.proxy import TraceError
 
 from deuteron.errors import DeuteronError
 from deuteron.functional.given import a_tensor
-from deuteron.functional.wrapper import MISSING, Plain, any_symbol, recorded, sorted_out, wrapper
+from deuteron.functional.wrapper import (
+    MISSING,
+    SCOPES,
+    Plain,
+    any_symbol,
+    recorded,
+    sorted_out,
+    wrapper,
+)
 from deuteron.target import Target
 from deuteron.target import target as find_target
 
@@ -354,7 +362,7 @@ def _instead(
     return found if not Heard.listeners else heard(found, name, x, refusal.wrong)
 
 
-# the globals of all wrappers: one of them is read sooner than an attribute
+# what all wrappers name: a global is read sooner than an attribute
 SCOPE = {
     "is_dynamo_compiling": is_dynamo_compiling, "compiler": compiler, "LEAST": LIMITS.least,
     "is_torchs": _is_torchs, "autocasting": autocasting, "must_be_ordered": must_be_ordered,
@@ -370,4 +378,6 @@ SCOPE = {
 def _settle() -> None:
     """What wrappers need not ask one by one: while somebody listens, or calls may not be handed on,
     no tensor is small enough to go to torch at once."""
-    SCOPE["LEAST"] = -1 if Heard.listeners else LIMITS.least
+    least = -1 if Heard.listeners else LIMITS.least
+    for scope in (SCOPE, *SCOPES):
+        scope["LEAST"] = least

@@ -63,13 +63,17 @@ def torch_loss(
 
 
 REDUCTION_NUMBERS = {"none": 0, "mean": 1, "sum": 2}  # torch's
+MEAN = REDUCTION_NUMBERS["mean"]
 
 
 @delegates(
     _torch_cross_entropy,
-    plain=Plain(
-        _nn.cross_entropy_loss,
-        f"plain(logits, target, weight, {REDUCTION_NUMBERS['mean']})",
+    plain=(
+        Plain(_nn.cross_entropy_loss, f"plain(logits, target, weight, {MEAN})"),
+        Plain(
+            _nn.cross_entropy_loss,
+            f"plain(logits, target, weight, {MEAN}, ignore_index, label_smoothing)",
+        ),
     ),
     on_cpu=FLOATS,
     cpu_bytes=CPU_BYTES,

@@ -243,14 +243,26 @@ def _torch_instance_norm(
 
 KNOWN = {None, *TORCHS}
 ALONE = "residual is None and bias_before is None and activation is None"
+NAMES = {"cudnn": may_use_cudnn, "after": TORCHS}
+OWN_STATISTICS = "plain(x, weight, bias, None, None, True, momentum, eps, cudnn())"
+FILLED = "(shape := x.shape).numel() > shape[0] * shape[1]"  # torch refuses channels of one element
 
 
 @delegates(
     _torch_layer_norm,
-    plain=Plain(
-        torch.layer_norm,
-        "plain(x, normalized_shape, weight, bias)",
-        where="normalized_shape.__class__ is tuple",
+    plain=(
+        Plain(
+            torch.layer_norm,
+            "plain(x, normalized_shape, weight, bias)",
+            where="normalized_shape.__class__ is tuple",
+        ),
+        Plain(
+            torch.layer_norm,
+            "after[activation](plain(x, normalized_shape, weight, bias))",
+            where="normalized_shape.__class__ is tuple and activation in after",
+            given={"after": TORCHS},
+            learns=("x",),
+        ),
     ),
     single=ALONE,
 )
@@ -330,7 +342,21 @@ def group_norm(
     )
 
 
-@delegates(_torch_instance_norm, several=True, single="False")
+@delegates(
+    _torch_instance_norm,
+    plain=(
+        Plain(torch.instance_norm, OWN_STATISTICS, where=FILLED, given=NAMES, learns=("x",)),
+        Plain(
+            torch.instance_norm,
+            f"after[activation]({OWN_STATISTICS})",
+            where=f"activation in after and {FILLED}",
+            given=NAMES,
+            learns=("x",),
+        ),
+    ),
+    several=True,
+    single="False",
+)
 def instance_norm(
     x: Tensor,
     running_mean: Tensor | None = None,

@@ -192,7 +192,7 @@ def grid_sample(
 @delegates(
     _torch_shuffle(torch.pixel_shuffle),
     plain=Plain(
-        torch.pixel_shuffle, "plain(x, upscale_factor)", where="upscale_factor != 1 and x.nbytes"
+        torch.pixel_shuffle, "plain(x, upscale_factor)", where="upscale_factor != 1 and nbytes"
     ),
     keeps_type=True,
     on_cpu=ANY,
@@ -208,7 +208,7 @@ def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     plain=Plain(
         torch.pixel_unshuffle,
         "plain(x, downscale_factor)",
-        where="downscale_factor != 1 and x.nbytes",
+        where="downscale_factor != 1 and nbytes",
     ),
     keeps_type=True,
     on_cpu=ANY,

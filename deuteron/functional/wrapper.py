@@ -4,7 +4,8 @@ All of a small call is 8 µs, and after torch has launched a kernel the processo
 Python where it left it: a step of a wrapper takes some 10 ns there, several times as long as in a
 loop of its own. A wrapper for every signature, with ``*args`` and ``**kwargs``, takes a hundred
 steps. So each function gets one of its own, as text that is compiled when it is decorated, with no
-step that it could do without.
+step that it could do without. What it names are globals of its own: a closure's cells would be
+fetched at every call, those that are not needed, too.
 
 All arguments of a wrapper have a place and a default, which Python binds soonest. Those that may be
 given by name only come after ``input``, torch's name for the first one. Nobody gives that one by
@@ -29,44 +30,42 @@ from typing import Any
 from torch.fx import Node, Proxy
 
 SOURCE = """\
-def make({cells}):
-    def direct({parameters}):
-        return {call}
-    def {name}({parameters}):
-        # compiler.is_compiling() in half of the time; Dynamo reads the first as a constant
-        if not is_dynamo_compiling() and not compiler._is_compiling_flag:
-            try:
+def direct({parameters}):
+    return {call}
+def {name}({parameters}):
+    # compiler.is_compiling() in half of the time; Dynamo reads the first as a constant
+    if not is_dynamo_compiling() and not compiler._is_compiling_flag:
+        try:
 {body}
-            except REFUSALS as wrong:
-                if any_symbol(locals()):
-                    return recorded(again, {names}, locals(), wrong)
-            if {complete}:
-                try:
-                    return function({arguments})
-                except DeuteronError as refusal:
-                    if not ({otherwise}):
-                        raise
-                    return instead(direct, dict({every}), refusal, {name!r}, {x})
-                except AttributeError:
-                    a_tensor({name!r}, {x})
+        except REFUSALS as wrong:
+            if any_symbol(locals()):
+                return recorded(again, {names}, locals(), wrong)
+        if {complete}:
+            try:
+                return function({arguments})
+            except DeuteronError as refusal:
+                if not ({otherwise}):
                     raise
-                except TraceError as wrong:
-                    return recorded(again, {names}, locals(), wrong)
-        elif {complete}:
-            return function({arguments})
-        return sorted_out(function, again, dict({every}))
-    again = {name}
-    return again
+                return instead(direct, dict({every}), refusal, {name!r}, {x})
+            except AttributeError:
+                a_tensor({name!r}, {x})
+                raise
+            except TraceError as wrong:
+                return recorded(again, {names}, locals(), wrong)
+    elif {complete}:
+        return function({arguments})
+    return sorted_out(function, again, dict({every}))
+again = {name}
 """
 QUICK = """\
-if {x}.nbytes <= LEAST and input is ...:
+if nbytes <= LEAST and input is ...:
 """
 WAY = """\
     if {tests}:
         return {call}
 """
 HANDED = """\
-if ({x}.nbytes <= LEAST or {larger}) and {tests}:
+if (nbytes <= LEAST or {larger}) and {tests}:
     found = {call}
     if found is not NotImplemented:
         return found if not Heard.listeners else heard(found, {name!r}, {x})
@@ -74,6 +73,9 @@ if ({x}.nbytes <= LEAST or {larger}) and {tests}:
 # The stream in which all is done unless another is chosen, 0, cannot be captured by a CUDA Graph,
 # and to ask CUDA about one takes a microsecond.
 CAPTURED = "{x}.is_cuda and raw_stream({x}.get_device()) and is_current_stream_capturing()"
+
+
+SCOPES: list[dict[str, Any]] = []  # the globals of every wrapper
 
 
 class Missing:
@@ -87,7 +89,8 @@ MISSING = Missing()
 class Plain:
     """A call in C++, or two or three of them, that answer at once where ``where`` holds and
     arguments that ``text`` does not name have their defaults. ``text``: the call, as an expression
-    of the arguments, of ``plain`` and of names that are ``given``. ``learns``: arguments of which
+    of the arguments, of ``plain`` and of names that are ``given``. Both may name ``nbytes``, those
+    of the first argument. ``learns``: arguments of which
     one has to need a gradient, as for ``several_calls_win``."""
 
     call: Any  # or a table of calls
@@ -191,9 +194,9 @@ def wrapper(
     ``larger``: whether it may have calls that are not of the smallest; in it ``{x}`` is the first
     argument and ``{second}`` the next. ``single``: whether a gradient need not follow.
     ``by_name``: arguments that ``call`` takes by name; ``without``: those that it does not have,
-    and is not called where they are given. ``given``: further names in the text. ``scope``: the
-    globals of all wrappers, with LEAST, the bytes up to which any tensor is small, and fewer than
-    none where that is not all there is to know.
+    and is not called where they are given. ``given``: further names in the text. ``scope``: what
+    all wrappers name, with LEAST, the bytes up to which any tensor is small, and fewer than none
+    where that is not all there is to know; who changes it does so in ``SCOPES``.
 
     Where ``function`` refuses, ``call`` is asked too if nothing but the size was against it: what
     is accepted must not depend on that."""
@@ -207,21 +210,23 @@ def wrapper(
         ways = [Plain(call, text)]
     larger = larger.format(x=x, second=second)
     handed = HANDED.format(x=x, larger=larger, tests=_all(tests), call=text, name=name)
-    body = _at_once(own, [way for way in ways if not way.learns], asked)
-    body += _where(single, _at_once(own, [way for way in ways if way.learns], asked) + handed)
+    at_once = _at_once(own, [way for way in ways if not way.learns], asked)
+    later = _at_once(own, [way for way in ways if way.learns], asked) + handed
+    size = f"nbytes = {x}.nbytes\n"
+    body = size + at_once + _where(single, later) if at_once else _where(single, size + later)
     for way in ways:
         given = {**way.given, **given}
-    cells = {f"usual_{p}": own.defaults.get(p, MISSING) for p in own.names}
-    cells |= {"function": function, "call": call, **given}
+    scope = scope | {f"usual_{p}": own.defaults.get(p, MISSING) for p in own.names}
+    scope |= {"function": function, "call": call, **given}
     source = SOURCE.format(
-        name=name, x=x, cells=", ".join(cells), parameters=own.parameters, call=text,
-        body=indent(body, " " * 16).rstrip(),
+        name=name, x=x, parameters=own.parameters, call=text,
+        body=indent(body, " " * 12).rstrip(),
         complete=own.complete, otherwise=_all(["delegation.allowed", *tests]),
         arguments=own.arguments, every=own.every, names=(*own.placed, "input", *own.named),
     )  # fmt: skip
-    made: dict[str, Any] = {}
-    exec(compile(source, _kept(name, source), "exec"), scope, made)
-    return functools.wraps(function)(made["make"](**cells))
+    exec(compile(source, _kept(name, source), "exec"), scope)
+    SCOPES.append(scope)
+    return functools.wraps(function)(scope[name])
 
 
 def _at_once(own: Signature, ways: Iterable[Plain], asked: Sequence[str]) -> str:
@@ -230,7 +235,7 @@ def _at_once(own: Signature, ways: Iterable[Plain], asked: Sequence[str]) -> str
     for way in ways:
         rest = own.usual(p for p in own.defaults if p not in way.names)
         found += WAY.format(tests=_all([*rest, *way.tests, *asked]), call=way.text)
-    return found and QUICK.format(x=own.placed[0]) + found
+    return found and QUICK + found
 
 
 def _where(single: str, text: str) -> str:
