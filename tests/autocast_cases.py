@@ -37,6 +37,11 @@ def _pool(name: str, dims: int) -> Callable[[Any, Given], Any]:
     return lambda m, t: getattr(m, name)(t(2, 4, *(4,) * dims), 2)
 
 
+def _with_places(dims: int) -> Callable[[Any, Given], Any]:
+    name = f"max_pool{dims}d"
+    return lambda m, t: getattr(m, name)(t(2, 4, *(4,) * dims), 2, return_indices=True)
+
+
 def _mode(mode: str) -> Callable[[Any, Given], Any]:
     return lambda m, t: m.interpolate(t(2, 3, 4, 4), scale_factor=2, mode=mode)
 
@@ -71,6 +76,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "permute": lambda m, t: m.permute(t(4, 8), (1, 0)),
     **{f"{n}{d}d": _pool(f"{n}{d}d", d) for n in (
         "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool") for d in (1, 2, 3)},
+    **{f"max_pool{d}d with places": _with_places(d) for d in (1, 2, 3)},
     **{n: _mode(n) for n in ("nearest", "nearest-exact", "bilinear", "bicubic", "area")},
     "area of volumes": lambda m, t: m.interpolate(t(2, 3, 4, 4, 4), size=2, mode="area"),
     "grid_sample": lambda m, t: m.grid_sample(

@@ -167,7 +167,8 @@ def max_pool3d(
 ) -> Any:  # fmt: skip
     """The largest value in each window, as ``torch.nn.functional.max_pool3d``; with
     ``return_indices`` also where it stood."""
-    x = in_float32(x, ("cpu",))
+    if not return_indices:  # torch's autocast has no rule for the function that finds them, too
+        x = in_float32(x, ("cpu",))
     return _max_pool(3, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
 
