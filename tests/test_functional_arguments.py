@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.errors import DeuteronError
 from deuteron.functional import library
-from tests.tolerances import SINGLE_LAYERS, allowed, error
+from tests.tolerances import DOUBLE, SINGLE_LAYERS, allowed, error
 
 f = dt.functional
 INF, NAN = float("inf"), float("nan")
@@ -340,6 +340,21 @@ def test_rms_norm_takes_a_weight_of_any_type(kind, of):
         assert ours.dtype == theirs.dtype == of
         assert error(ours, exact) <= allowed(error(theirs, exact), of, 8)
         assert grad.dtype == kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rms_norm_without_an_eps_takes_torchs(dtype):
+    """Which is float32's for 16 bits, whatever torch's pages say; small rows tell."""
+    x = (torch.randn(5, 33) * 1e-3).to(dtype)
+    exact = torch.rms_norm(x.double(), (33,), None, torch.finfo(torch.float32).eps)
+    theirs = F.rms_norm(x, (33,))
+    for handed_on in (True, False):
+        with f.delegation(handed_on):
+            found = f.rms_norm(x, (33,))
+        if dtype is torch.float64:
+            assert error(found, theirs) <= DOUBLE
+        else:
+            assert error(found, exact) <= allowed(error(theirs, exact), dtype)
 
 
 def test_activations_that_torch_composes_make_floats_of_integers():

@@ -147,6 +147,28 @@ def test_running_statistics_keep_small_numbers_beside_large_old_ones(order, shar
         torch.testing.assert_close(ours, theirs, rtol=SINGLE, atol=0.0, equal_nan=True)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("gaps", [False, True], ids=["weight", "weight with gaps"])
+def test_gradients_of_batch_norm_of_one_permuted_image(training, gaps, delegated):
+    """[H, W, C] permuted and unsqueezed, whose gradient torch takes for row-major; and weights with
+    gaps between them, which torch does not see."""
+    torch.manual_seed(0)
+    x, grad = torch.randn(1, 6, 4, 5), torch.randn(1, 6, 4, 5)
+    image = x[0].permute(1, 2, 0).contiguous().permute(2, 0, 1).unsqueeze(0)
+    weight, running = torch.randn(6, 2), [torch.zeros(6), torch.ones(6)]
+
+    def norm(home, x, weight):
+        return home.batch_norm(x, *(t.to(x.dtype) for t in running), weight, None, training)
+
+    found = []
+    for home, of in ((f, image), (torch.nn.functional, x.double())):
+        given = [of.detach().requires_grad_(), weight.to(of.dtype)[:, 0].requires_grad_()]
+        y = norm(home, given[0], given[1] if gaps and home is f else given[1].contiguous())
+        found.append((y, *torch.autograd.grad(y, given, grad.to(of.dtype))))
+    for got, want in zip(*found, strict=True):
+        assert error(got, want) <= allowed(0.0, torch.float32, reduced=20)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_gradient_of_gelu_by_tanh_far_below_0(dtype, delegated):
     """Where the cube of x overflows there is still nothing left of it."""

@@ -16,7 +16,7 @@ from deuteron.functional.linear_loss import linear_cross_entropy
 from deuteron.functional.loss import cross_entropy
 from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropy
 from tests.loss_cases import SHAPES, cases, inputs, reference, wrong
-from tests.tolerances import EPS, allowed, error
+from tests.tolerances import DOUBLE, EPS, allowed, error
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -353,6 +353,15 @@ def test_second_derivatives_are_refused():
     for loss in (cross_entropy(x, y), linear_cross_entropy(x, w, y)):
         with pytest.raises(EngineError, match="second derivative"):
             torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_autocast_leaves_float64_alone():
+    hidden, weight = torch.randn(5, 8).double(), torch.randn(7, 8).double()
+    target = torch.randint(7, (5,))
+    with delegation(False), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, target)
+        want = F.cross_entropy(F.linear(hidden, weight), target)
+    assert loss.dtype is want.dtype is torch.float64 and error(loss, want) <= DOUBLE
 
 
 def test_autocast_is_torchs():

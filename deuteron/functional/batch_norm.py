@@ -67,8 +67,8 @@ def _torch_batch_norm(
         return NotImplemented
     if (more or training) and not on_gpu and not is_launch_bound(x):
         return NotImplemented
-    if training and x.is_cpu and not x.is_contiguous():
-        return NotImplemented  # channels last, where torch's kernel loses digits of a large mean
+    if x.is_cpu and not is_read_right(x, weight, training):
+        return NotImplemented
     # in training ours is several launches, too; without, torch's one takes longer than ours
     one_of_ours = not training and (more or on_gpu)
     if one_of_ours and not several_calls_win(x, weight, bias, residual):
@@ -85,8 +85,20 @@ def _torch_batch_norm(
 
 KNOWN = {None, *TORCHS}
 CALL = "plain(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn())"
-LEARNED = "is_grad_enabled() and not training and eps > 0.0"
+# what ``is_read_right`` asks, of what is the usual order
+READ_RIGHT = "(x.is_cuda or x.is_contiguous() and (weight is None or weight.is_contiguous()))"
+LEARNED = f"is_grad_enabled() and not training and eps > 0.0 and {READ_RIGHT}"
 NAMES = {"cudnn": may_use_cudnn, "after": TORCHS}
+
+
+def is_read_right(x: Tensor, weight: Tensor | None, training: bool) -> bool:
+    """Whether torch's kernels on a CPU, and those of the gradient, find the numbers and keep their
+    digits. Channels last lose those of a large mean in training; one image of them, or one row or
+    column (an image [H, W, C] that was permuted and unsqueezed), is taken for row-major by the
+    gradient; and weights are read as if there were no gaps between them."""
+    if weight is not None and not weight.is_contiguous():
+        return False
+    return x.is_contiguous() or not (training or 1 in x.shape)
 
 
 def _wants_signs(
@@ -134,8 +146,7 @@ def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
         Plain(
             torch.batch_norm,
             CALL,
-            where="training and eps > 0.0 and x.numel() > x.shape[1] and "
-            "(x.is_contiguous() or x.is_cuda)",
+            where=f"training and eps > 0.0 and x.numel() > x.shape[1] and {READ_RIGHT}",
             given=NAMES,
         ),
         Plain(torch.batch_norm, CALL, where=LEARNED, given=NAMES, learns=("x",)),

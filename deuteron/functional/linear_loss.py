@@ -23,8 +23,9 @@ from torch import Tensor
 from torch._C import _nn
 
 from deuteron.errors import BindError, GraphError
+from deuteron.functional.autocast import lower
 from deuteron.functional.chunks import classes_at_once, tokens_at_once
-from deuteron.functional.library import LIMITS, delegates, under_autocast
+from deuteron.functional.library import LIMITS, delegates
 from deuteron.functional.loss import (
     CPU_BYTES,
     FLOATS,
@@ -133,10 +134,8 @@ def linear_cross_entropy(
     computed with the loss. Under torch.compile all is "exact". There is no second derivative,
     except of small losses, which are torch's own as in ``cross_entropy``.
     """
-    if under_autocast(hidden):
-        cast = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(cast), weight.to(cast)
-        bias = None if bias is None else bias.to(cast)
+    hidden, weight, *rest = lower(hidden, weight, *(() if bias is None else (bias,)))
+    bias = rest[0] if rest else None
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss))
     _check(hidden, weight, bias, target, class_weight, terms, chunk)
     fast = _is_fast(accumulate, reduction)

@@ -14,7 +14,12 @@ from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import Cast
-from deuteron.functional.batch_norm import check_given, check_written, overwrite
+from deuteron.functional.batch_norm import (
+    check_given,
+    check_written,
+    is_read_right,
+    overwrite,
+)
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
@@ -234,6 +239,8 @@ def _torch_instance_norm(
         return NotImplemented
     if use_input_stats and x.numel() <= x.shape[0] * x.shape[1]:
         return NotImplemented  # torch refuses channels of one element
+    if x.is_cpu and not use_input_stats and not is_read_right(x, weight, False):
+        return NotImplemented
     given = (weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
              may_use_cudnn())  # fmt: skip
     # given statistics torch's instance_norm writes back, rounded once more
@@ -314,12 +321,12 @@ def rms_norm(
 ) -> Any:
     """s / √(mean(s²) + eps) · weight over the last dimensions, with s = x + bias_before + residual.
 
-    As ``torch.nn.functional.rms_norm`` (eps None: the smallest step of x's type above 1), with the
-    further arguments of :func:`layer_norm`.
+    As ``torch.nn.functional.rms_norm`` (eps None: the smallest step above 1 of the type that is
+    computed in, float32 for 16-bit x), with the further arguments of :func:`layer_norm`.
     """
     dims = _dims("rms_norm", x, normalized_shape)
     if eps is None:
-        eps = torch.finfo(x.dtype).eps
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     return RMS(x, weight, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
