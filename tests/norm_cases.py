@@ -42,6 +42,7 @@ class Case:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     # or "offset" (mean 1000), "edge", "odd" (nan and inf in two rows), "huge" (squares overflow)
     fill: str = "normal"
+    activation: str = "none"  # that follows the norm, with the bias as its offset
 
     @property
     def params(self) -> tuple[int, ...]:
@@ -70,6 +71,8 @@ class Case:
             found["weight"] = draw(self.params, self.param or self.dtype)
         if self.extra:
             found["extra"] = draw(self.shape, self.dtype)
+        if self.bias and self.activation != "none":
+            found["offset"] = draw(self.params, self.param or self.dtype)
         return found
 
     def region(self, feed: Mapping[str, torch.Tensor] | None = None) -> Region:
@@ -77,14 +80,15 @@ class Case:
         build = GraphBuilder(infer, self.op)
         ins = [
             build.input(n, TensorType.from_tensor(feed[n])) if n in feed else None
-            for n in ("x", "grad", "weight", "extra")
+            for n in ("x", "grad", "weight", "extra", "offset")
         ]
         bias = "none"
         if self.bias and self.op != "rms_norm":
             bias = "same" if self.param in (None, self.dtype) else "f32"
         while ins[-1] is None:
             ins.pop()
-        outs = build.emit(f"{self.op}_grad", ins, {**self.attrs, "bias": bias})
+        attrs = {**self.attrs, "bias": bias, "activation": self.activation}
+        outs = build.emit(f"{self.op}_grad", ins, attrs)
         names = [n for n in RESULTS if (n != "dweight" or self.weight) and
                  (n != "dbias" or bias != "none")]  # fmt: skip
         for name, out in zip(names, outs, strict=True):
@@ -155,6 +159,7 @@ def small_cases() -> Iterator[Case]:
         yield Case("layer_norm", (64, 8), dtype, fill="offset")
         yield Case("layer_norm", (9, 300), dtype, fill="edge")
     yield Case("group_norm", (3, 4, 130), fill="offset", attrs={"groups": 2})
+    yield Case("group_norm", (3, 4, 130), half, fill="offset", attrs={"groups": 2})
     yield Case("instance_norm", (2, 3, 5, 7), extra=True, fill="offset")
     yield Case("layer_norm", (6, 10), fill="odd")
     yield Case("rms_norm", (6, 10), fill="odd")
@@ -170,6 +175,15 @@ def small_cases() -> Iterator[Case]:
     yield Case("group_norm", (3, 4), attrs={"groups": 2, "eps": 0.01})
     yield Case("group_norm", (1, 70, 33), attrs={"groups": 1})
     yield Case("group_norm", (2, 6, 600), torch.float16, attrs={"groups": 3})
+    for dtype in (torch.float32, brain, f64):  # with what follows; tiles of one channel and of more
+        yield Case("group_norm", (2, 6, 5, 5), dtype, attrs={"groups": 2}, activation="silu")
+        yield Case("instance_norm", (2, 3, 70, 30), dtype, weight=False, bias=False, extra=True,
+                   activation="relu")  # fmt: skip
+    yield Case("instance_norm", (2, 3, 40), activation="leaky_relu", attrs={"slope": 0.2})
+    yield Case("group_norm", (1, 20, 64), brain, torch.float32, activation="hardswish",
+               attrs={"groups": 2})  # fmt: skip
+    yield Case("group_norm", (2, 4, 9), bias=False, activation="relu6", attrs={"groups": 1})
+    yield Case("group_norm", (2, 4, 2**13), brain, activation="silu", attrs={"groups": 1})
     for dtype in (torch.float32, brain):
         yield Case("layer_norm", (5, 8200), dtype, extra=True)
         yield Case("rms_norm", (3, 16384), dtype)

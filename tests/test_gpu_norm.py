@@ -61,6 +61,22 @@ def test_groups_of_many_sizes(dtype):
     ])), text  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, BRAIN, F64])
+def test_an_activation_taken_along(dtype):
+    """Held in registers and not, with tiles of one channel and of many."""
+    assert not (text := failures([
+        Case("group_norm", (8, 256, 56, 56), dtype, attrs={"groups": 32}, activation="silu"),
+        Case("group_norm", (4, 64, 112, 112), dtype, attrs={"groups": 32}, activation="silu"),
+        Case("group_norm", (2, 64, 112, 112), dtype, attrs={"groups": 8}, activation="relu"),
+        Case("group_norm", (2, 320, 17, 13), dtype, attrs={"groups": 32}, activation="hardswish"),
+        Case("group_norm", (3, 512, 7, 7), dtype, attrs={"groups": 32}, activation="relu6"),
+        Case("instance_norm", (4, 33, 112, 112), dtype, weight=False, bias=False,
+             activation="relu"),
+        Case("instance_norm", (4, 33, 112, 112), dtype, fill="offset", extra=True,
+             activation="leaky_relu"),
+    ])), text  # fmt: skip
+
+
 def test_a_mean_of_a_thousand_deviations():
     assert not (text := failures([
         Case("layer_norm", (512, 4096), fill="offset"),

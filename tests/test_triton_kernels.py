@@ -60,7 +60,8 @@ def compiled(work: Work, way: Way, dtype: torch.dtype, extra: bool, arch: int, m
     monkeypatch.setattr(norm.Launchable, "__call__", compile_only)
     t = torch.empty(8, dtype=dtype)
     bias = t if work.centred else None
-    norm.backward(work, way)(t, t, t, t if extra else None, t, t, bias)
+    offset = t if work.activation != "none" else None
+    norm.backward(work, way)(t, t, t, t if extra else None, t, t, bias, offset)
     return found
 
 
@@ -74,6 +75,10 @@ MAIN = [  # the shapes that the table of the H200 holds, and the widest that reg
     (Work(32768, 768, 1e-5, True, 2, 2), HALF, False),
     (Work(4096, 16384, 1e-5, True, 2, 3), BRAIN, True),
     (Work(64 * 32, 8 * 3136, 1e-5, True, 2, 3, 32, 8), HALF, True),
+    (Work(32 * 64, 12544, 1e-5, True, 2, 2, 64, 1, "relu"), BRAIN, False),
+    (Work(32 * 32, 2 * 12544, 1e-5, True, 2, 2, 32, 2, "silu"), BRAIN, False),
+    (Work(32 * 64, 12544, 1e-5, True, 4, 3, 64, 1, "silu"), torch.float32, True),
+    (Work(8 * 32, 20 * 1024, 1e-5, True, 2, 2, 32, 20, "silu"), BRAIN, False),
 ]
 
 
@@ -99,6 +104,18 @@ def test_sizes_decide_the_kind():
     for size, longest in LONGEST.items():
         assert kind(longest, size) == "rows" and kind(longest + 1, size) == "long"
     assert Work(8, 4, 1e-5, True, 4, 2, groups=2, each=2).kind == "groups"
+
+
+def test_groups_that_registers_hold():
+    """The fewest warps that do; what is larger is read again."""
+
+    def first(each: int, positions: int, size: int = 2) -> Way:
+        return ways(Work(64, each * positions, 1e-5, True, size, 2, 32, each), 132)[0]
+
+    assert first(1, 12544) == Way(warps=8, tile=2048, channels=1)
+    assert first(8, 49) == Way(warps=1, tile=256, channels=4)
+    assert first(40, 256) == Way(warps=8, tile=2048, channels=8)
+    assert first(8, 12544).channels == 0 and first(1, 12544, 8).channels == 0
 
 
 def test_one_program_for_little_work_and_few_ways_for_all():
@@ -191,6 +208,80 @@ def test_a_second_gradient_of_x_joins_on_a_gpu():
     assert "add" not in [n.op for n in done.nodes if "grad" in n.source]
 
 
+def bent(norm: str, act: str, shape, kind="f32", wrt=None, **attrs) -> dt.Graph:
+    """y = act(norm(x)) with weight and bias where the norm has them, and the gradients of all."""
+    g = dt.Graph(norm)
+    size = shape[-1:] if norm in ("layer_norm", "rms_norm") else shape[1:2]
+    params = "w" if norm == "rms_norm" else "wb"
+    given = [g.tensor(n, size, kind) for n in params]
+    z = getattr(g, norm)(g.tensor("x", shape, kind), *given, **attrs)
+    getattr(g, act)(z).output("y")
+    return g.grad("y", wrt=wrt or ["x", *params])
+
+
+ACTS = ("relu", "silu", "leaky_relu", "hardswish", "relu6")
+TORCH_NORMS = {
+    "layer_norm": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
+    "rms_norm": lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6),
+    "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b),
+    "instance_norm": lambda x, w, b: F.group_norm(x, x.shape[1], w, b),
+}
+
+
+@pytest.mark.parametrize(("norm", "shape", "attrs"), NORMS)
+def test_an_activation_is_part_of_the_gradient(norm, shape, attrs):
+    """One operator takes the gradient through both; where no kernel does it is written out."""
+    for act in ACTS:
+        graph = bent(norm, act, shape, "f64", **attrs)
+        gen = torch.Generator().manual_seed(1)
+        types = graph.ir().types
+        feed = {n: torch.randn(types[n].shape, generator=gen, dtype=F64) for n in graph.ir().inputs}
+        leaves = {n: t.clone().requires_grad_() for n, t in feed.items() if n != "grad_y"}
+        z = TORCH_NORMS[norm](*(leaves[n] for n in ("x", "w", "b") if n in leaves))
+        getattr(F, act)(z).backward(feed["grad_y"])
+        for target in (H200, dt.target("cpu")):
+            done, _ = run_passes(graph.ir(), Context(target, Policy()))
+            whole = [n for n in done.nodes if n.attrs.get("activation", "none") == act]
+            expected = target is H200 and norm in ("group_norm", "instance_norm")
+            assert len(whole) == expected, (act, target.name)
+            got = evaluate(done, feed)
+            for name, leaf in leaves.items():
+                off = error(got[f"grad_{name}"], leaf.grad)
+                assert off <= allowed(0.0, F64, leaf.numel() * 8), (act, name, target.name)
+
+
+def test_an_activation_with_others_beside_it_is_not():
+    """Whose gradient reads the norm's result, or whose norm gives a result of its own."""
+    g = dt.Graph()
+    x = g.tensor("x", (2, 4, 3, 3))
+    z = g.instance_norm(x)
+    (g.relu(z) + z).output("y")
+    ops = [n for n in g.grad("y", wrt="x").ir().nodes if n.op == "instance_norm_grad"]
+    assert [n.attrs["activation"] for n in ops] == ["none"]
+
+
+def test_a_sum_of_gradients_joins_beside_an_offset():
+    g = dt.Graph()
+    x, w, b = g.tensor("x", (2, 4, 3, 3)), g.tensor("w", (4,)), g.tensor("b", (4,))
+    s = g.relu(x)
+    (g.silu(g.group_norm(s, w, b, groups=2)) + s).output("y")
+    done, _ = run_passes(g.grad("y", wrt="x").ir(), Context(H200, Policy()))
+    (node,) = (n for n in done.nodes if n.op == "group_norm_grad")
+    assert len(node.uses) == 5 and node.inputs[3] == "grad_y"
+
+
+def test_second_gradients_through_an_activation():
+    first = bent("group_norm", "silu", (2, 4, 3), "f64", ["x"], groups=2)
+    second = first.grad("grad_x", wrt="w").ir()
+    gen = torch.Generator().manual_seed(0)
+    feed = {n: torch.randn(second.types[n].shape, generator=gen, dtype=F64) for n in second.inputs}
+    leaves = {n: t.clone().requires_grad_() for n, t in feed.items()}
+    y = F.silu(F.group_norm(leaves["x"], 2, leaves["w"], leaves["b"]))
+    (dx,) = torch.autograd.grad(y, leaves["x"], feed["grad_y"], create_graph=True)
+    (want,) = torch.autograd.grad(dx, leaves["w"], feed["grad_grad_x"])
+    assert error(evaluate(second, feed)["grad_w"], want) <= allowed(0.0, F64, 24)
+
+
 def test_what_no_kernel_takes_is_written_out_on_a_gpu_as_well():
     graph = dt.Graph()
     x = graph.tensor("x", (4, 6), strides=(1, 4))
@@ -272,6 +363,8 @@ def test_deciding_does_not_import_triton():
     (lambda g, x, w: g.layer_norm_grad(x, x, w, w), "extra of layer_norm_grad"),
     (lambda g, x, w: g.rms_norm_grad(x, x, w, bias="same"), "rms_norm has no bias"),
     (lambda g, x, w: g.layer_norm_grad(x, x, bias="f16"), "attribute bias='f16'"),
+    (lambda g, x, w: g.layer_norm_grad(x, x, w, None, w), "where an activation follows alone"),
+    (lambda g, x, w: g.rms_norm_grad(x, x, w, None, w, activation="relu"), "rms_norm has no bias"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(make, says):
     g = dt.Graph()

@@ -16,8 +16,9 @@ from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
-from deuteron.kernels.triton.norm_ways import Way, Work, scratch, ways
+from deuteron.kernels.triton.norm_ways import Way, Work, is_held, scratch, ways
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -26,6 +27,8 @@ NORMS = {  # operator → whether its statistics have a mean
     "instance_norm_grad": True,
 }  # fmt: skip
 REACHED = 0.92  # of the bandwidth of a copy, as measured for kernels of this kind
+# what groups read again, in tensors: in tiles, and held by a program that has a unit to itself
+AGAIN = {False: 1.6, True: 0.9}
 ROWS_LIMIT = 2**31 - 2**20  # rows are counted in 32 bits, with room for the last step
 
 
@@ -36,6 +39,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     node = only_node(region, NORMS)
     if isinstance(node, Refusal):
         return node
+    if "dims" in node.attrs and node.attrs["activation"] != "none":
+        return Refusal("takes an activation along after group and instance norm alone")
     types = [region.graph.types[v] for v in (*node.uses, *region.outputs)]
     if not all(t.numel for t in types):
         return Refusal("there is nothing to compute: a size is 0")
@@ -61,11 +66,17 @@ def _work(region: Region) -> Work:
     node = region.nodes[0]
     x = region.graph.types[node.inputs[0] or ""]
     rows, columns = _sizes(region)
-    reads = 2 + (len(node.inputs) > 3 and node.inputs[3] is not None)
+    reads = 2 + (_given(node)[3] is not None)
     groups = 0 if "dims" in node.attrs else node.attrs.get("groups", x.shape[1])
     each = x.shape[1] // groups if groups else 0
     eps, size = node.attrs["eps"], x.dtype.bits // 8
-    return Work(rows, columns, eps, NORMS[node.op], size, reads, groups, each)
+    bend = (node.attrs["activation"], node.attrs["slope"])
+    return Work(rows, columns, eps, NORMS[node.op], size, reads, groups, each, *bend)
+
+
+def _given(node: Node) -> tuple[str | None, ...]:
+    """x, grad, weight, extra and offset."""
+    return (*node.inputs, None, None, None)[:5]
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
@@ -73,13 +84,20 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[s
 
 
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """The bytes at the speed that such kernels reach, once more for what long rows read again,
-    and the launches. Fewer rows than programs leave multiprocessors idle."""
+    """The bytes at the speed that such kernels reach, once more for what long rows and large
+    groups read again, and the launches. Fewer rows than programs leave multiprocessors idle."""
     work, cost = _work(region), region_cost(region)
     once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
-    again = cost.reads / target.stream if work.kind == "long" else 0.0
+    times = float(work.kind == "long")
+    if work.kind == "groups" and not is_held(work, _way(knobs)):
+        times = AGAIN[bool(knobs["channels"])]
+    again = times * cost.reads / target.stream
     launches = (knobs["programs"] > 1 or work.kind == "groups") + (work.kind == "long")
     return once + again + launches * target.launch
+
+
+def _way(knobs: Mapping[str, Any]) -> Way:
+    return Way(**{k: v for k, v in knobs.items() if k != "recipe"})
 
 
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
@@ -87,19 +105,19 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
 
     node = region.nodes[0]
     work = _work(region)
-    way = Way(**{k: v for k, v in knobs.items() if k != "recipe"})
+    way = _way(knobs)
     call = backward(work, way)
     wanted = iter(node.outputs[1:])
-    weight = node.inputs[2] if len(node.inputs) > 2 else None
-    dweight = next(wanted) if weight is not None else None
-    order = (*(*node.inputs, None, None)[:4], node.outputs[0], dweight, next(wanted, None))
+    *read, offset = _given(node)
+    dweight = next(wanted) if read[2] is not None else None
+    order = (*read, node.outputs[0], dweight, next(wanted, None), offset)
     given = (*region.inputs, *region.outputs)
     places = [given.index(v) if v in given else None for v in order]
 
     def run(*tensors: Any) -> None:
-        call(*[None if p is None else tensors[p] for p in places])  # type: ignore[arg-type]
+        call(*[None if p is None else tensors[p] for p in places])
 
-    sums = sum(p is not None for p in places[5:])
+    sums = sum(p is not None for p in places[5:7])
     return Kernel(run, writes=True, workspace=scratch(work, way, sums), note=work.kind)
 
 

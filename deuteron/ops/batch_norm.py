@@ -48,6 +48,13 @@ class Act(NamedTuple):
 
 _aten = torch.ops.aten
 
+
+def _silu_grad(g: Tensor, z: Tensor) -> Tensor:
+    """torch's own formula, whose operator alone has no derivative."""
+    s = torch.sigmoid(z)
+    return g * s * (1.0 + z * (1.0 - s))
+
+
 ACTIVATIONS: Mapping[str, Act] = {
     "none": Act(lambda z, slope: z, lambda g, z, slope: g, lambda slope: True),
     "relu": Act(
@@ -65,18 +72,19 @@ ACTIVATIONS: Mapping[str, Act] = {
         lambda g, z, slope: _aten.leaky_relu_backward(g, z, slope, False),
         lambda slope: slope > 0.0,
     ),
-    "silu": Act(
-        lambda z, slope: F.silu(z, inplace=True), lambda g, z, slope: _aten.silu_backward(g, z)
-    ),
+    "silu": Act(lambda z, slope: F.silu(z, inplace=True), lambda g, z, slope: _silu_grad(g, z)),
     "hardswish": Act(
         lambda z, slope: F.hardswish(z, inplace=True),
         lambda g, z, slope: _aten.hardswish_backward(g, z),
     ),
 }
 
-_ATTRS = {
-    "activation": Attr("str", "none", "what follows the sum", choices=tuple(ACTIVATIONS)),
+BEND = {
+    "activation": Attr("str", "none", "what follows", choices=tuple(ACTIVATIONS)),
     "slope": Attr("float", 0.01, "the slope of leaky_relu below 0"),
+}
+_ATTRS = {
+    **BEND,
     "packed": Attr("str", "none", "along what the signs after relu are bits", choices=PACKED),
 }
 
@@ -162,7 +170,7 @@ def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     ]
 
 
-def _act_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
+def act_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of the activation as an operator of its own."""
     return {"negative_slope": attrs["slope"]} if attrs["activation"] == "leaky_relu" else {}
 
@@ -173,7 +181,7 @@ def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list
     momentum, eps, act = attrs["momentum"], attrs["eps"], attrs["activation"]
     y, *statistics = b.batch_norm_train(*given, momentum=momentum, eps=eps)
     z = y if residual is None else y + residual
-    y = z if act == "none" else b.call(act, z, **_act_attrs(attrs))
+    y = z if act == "none" else b.call(act, z, **act_attrs(attrs))
     packed = attrs["packed"]
     return [y, *statistics, *([] if packed == "none" else [packed_of(b, y, packed)])]
 
@@ -273,7 +281,7 @@ def _grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) ->
             z = z if residual is None else z + b.upcast(residual)
         act = table.get(attrs["activation"])
         assert act.vjp is not None
-        (found,) = act.vjp(b, Vjp((z,), (z,), (dz,), _act_attrs(attrs), (True,)))
+        (found,) = act.vjp(b, Vjp((z,), (z,), (dz,), act_attrs(attrs), (True,)))
         assert found is not None
         dz = found
     axes = (0, *range(2, len(shape)))

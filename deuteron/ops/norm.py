@@ -402,12 +402,15 @@ def _define(row: Row) -> OpDef:
     slots = ("weight", "bias") if row.centred else ("weight",)
 
     def vjp(b: Ops, v: Vjp) -> Gradients:
-        """One node for all: x and the gradient are then read once for dx and for the sums."""
+        """One node for all: x and the gradient are then read once for dx and for the sums. Where
+        the attributes name an activation, the gradient is that of its result."""
         weight = v.arg(1) if v.has(1) else None
         bias = "none"
         if v.has(2) and v.needs[2]:
             bias = "same" if v.arg(2).dtype == v.arg(0).dtype else v.arg(2).dtype.short
-        results = b.call(f"{row.name}_grad", v.arg(0), v.grad, weight, bias=bias, **v.attrs)
+        offset = v.arg(2) if v.has(2) and "activation" in v.attrs else None
+        given = (v.arg(0), v.grad, weight, None, offset)
+        results = b.call(f"{row.name}_grad", *given, bias=bias, **v.attrs)
         rest = iter(results if isinstance(results, tuple) else (results,))
         out: Gradients = [next(rest), None if weight is None else next(rest)]
         return [*out, *rest, *[None] * len(v.ins)][: len(v.ins)]

@@ -9,14 +9,16 @@ import torch
 
 from deuteron.errors import GraphError
 from deuteron.ir.builder import GraphBuilder
-from deuteron.ir.graph import Graph
+from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import start
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Vjp
 from deuteron.passes.expand import written_out
-from deuteron.passes.join_batch_norm import join_batch_norm
+from deuteron.passes.join_batch_norm import BENDING, bend_of, join_batch_norm, only_reader
+
+NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm"})
 
 
 def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
@@ -114,11 +116,17 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
     for node in graph.nodes:
         if any(v in needs for v in node.uses):
             needs.update(out for out in node.outputs if graph.types[out].dtype.is_float)
+    bent = _bent_norms(graph)
+    passed = {act.output for act in bent.values()}
     grads: dict[str, Sym] = dict(seeds)
     for node in reversed(graph.nodes):
         out_grads = tuple(grads.get(out) for out in node.outputs)
         wants = tuple(v is not None and v in needs for v in node.inputs)
         if not any(wants) or all(g is None for g in out_grads):
+            continue
+        if node.outputs[0] in passed:  # its slope is a matter of the norm before it
+            assert out_grads[0] is not None
+            grads[node.uses[0]] = out_grads[0]
             continue
         op = table.get(node.op)
         if op.vjp is None:
@@ -132,7 +140,9 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
         if not op.variadic:
             ins += (None,) * (len(op.inputs) - len(ins))
             wants += (False,) * (len(ins) - len(wants))
-        view = Vjp(ins, tuple(ops.sym(o) for o in node.outputs), out_grads, node.attrs, wants)
+        act = bent.get(node.outputs[0])
+        attrs = node.attrs if act is None else {**node.attrs, **bend_of(act)}
+        view = Vjp(ins, tuple(ops.sym(o) for o in node.outputs), out_grads, attrs, wants)
         found = list(op.vjp(ops, view))
         for value, want, grad in zip(node.inputs, wants, found, strict=False):
             if value is None or not want or grad is None:
@@ -147,3 +157,11 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
             grads[value] = grads[value] + grad if value in grads else grad
     ops.source = ""
     return grads
+
+
+def _bent_norms(graph: Graph) -> dict[str, Node]:
+    """Norms by their results, where an activation alone reads these: it stands beside. One kernel
+    then takes the gradient through both, and nothing between them goes through memory."""
+    norms = (node for node in graph.nodes if node.op in NORMS)
+    found = {node.outputs[0]: only_reader(graph, node, *BENDING) for node in norms}
+    return {value: act for value, act in found.items() if act is not None}

@@ -32,6 +32,8 @@ ROWS_ON_CPU = {  # and the element types of each
     "group_norm_grad": ("f32", "f16", "bf16"),
     "instance_norm_grad": ("f32", "f16", "bf16"),
 }
+NORM_GRADS = frozenset(ROWS_ON_CPU)
+BENT_ON_GPU = frozenset({"group_norm_grad", "instance_norm_grad"})
 EXTRA = "extra?"  # an input that is added to the first result
 
 
@@ -68,8 +70,13 @@ POOLS: dict[tuple[str, str], Callable[[Sequence[TensorType]], bool]] = {
 }
 
 
-def taken_whole(op: str, types: Sequence[TensorType | None], target: Target) -> bool:
-    """Whether a hand-written kernel takes operands of these types on ``target``."""
+def taken_whole(
+    op: str, types: Sequence[TensorType | None], target: Target, bent: bool = False
+) -> bool:
+    """Whether a hand-written kernel takes operands of these types on ``target``; ``bent``: with an
+    activation that follows a norm."""
+    if bent and op in NORM_GRADS and not (target.is_cuda and op in BENT_ON_GPU):
+        return False
     given = [t for t in types if t is not None]
     if op in ANY_ROWS:
         known = target.is_cuda or all(t.dtype.short in ("f32", "f16", "bf16") for t in given)
@@ -93,9 +100,18 @@ def expand(graph: Graph, ctx: Context) -> Graph:
     def whole(op: str, types: Sequence[TensorType | None], attrs: Mapping[str, Any]) -> bool:
         if op == "cross_entropy":
             return attrs["reduction"] == "none" or not types[0] or types[0].numel == 0
-        return taken_whole(op, types, ctx.target)
+        return taken_whole(op, types, ctx.target, _is_bent(attrs))
 
-    return _rewritten(graph if ctx.target.is_cuda else _in_one_order(graph, ctx), whole, ctx)
+    while True:  # what is written out may hold what is to be written out, too
+        before = ctx.fired["written out"]
+        graph = _rewritten(graph if ctx.target.is_cuda else _in_one_order(graph, ctx), whole, ctx)
+        if ctx.fired["written out"] == before:
+            return graph
+
+
+def _is_bent(attrs: Mapping[str, Any]) -> bool:
+    """Whether an activation follows."""
+    return str(attrs.get("activation", "none")) != "none"
 
 
 def _in_one_order(graph: Graph, ctx: Context) -> Graph:
@@ -110,7 +126,7 @@ def _in_one_order(graph: Graph, ctx: Context) -> Graph:
         if node.op in CHANNELS and order != "strided":
             types = [None if v is None else graph.types[v] for v in node.inputs]
             laid = [_laid(t, order) for t in types]
-            if laid != types and taken_whole(node.op, laid, ctx.target):
+            if laid != types and taken_whole(node.op, laid, ctx.target, _is_bent(node.attrs)):
                 inputs = [
                     v if before == after else build.emit("to_layout", (v,), {"layout": order})[0]
                     for v, before, after in zip(inputs, types, laid, strict=True)
@@ -124,9 +140,9 @@ def _in_one_order(graph: Graph, ctx: Context) -> Graph:
 
 def written_out(graph: Graph) -> Graph:
     """``graph`` without operators that only :attr:`OpDef.expand` can differentiate."""
-    if all(table.get(n.op).vjp or not table.get(n.op).expand for n in graph.nodes):
-        return graph
-    return _rewritten(graph, lambda op, types, attrs: bool(table.get(op).vjp), None)
+    while any(table.get(n.op).expand and not table.get(n.op).vjp for n in graph.nodes):
+        graph = _rewritten(graph, lambda op, types, attrs: bool(table.get(op).vjp), None)
+    return graph
 
 
 def _rewritten(graph: Graph, whole: Whole, ctx: Context | None) -> Graph:
@@ -149,12 +165,13 @@ def _rewritten(graph: Graph, whole: Whole, ctx: Context | None) -> Graph:
             names.update(zip(node.outputs, (s.name for s in found), strict=True))
             fired["written out"] += 1
             continue
-        total = _sum_of_first(graph, node) if EXTRA in op.inputs[len(inputs) :] else None
+        slot = op.inputs.index(EXTRA) if EXTRA in op.inputs else -1
+        free = slot >= 0 and (slot >= len(inputs) or inputs[slot] is None)
+        total = _sum_of_first(graph, node) if free else None
         other = None if total is None else _other(total, node.outputs[0])
         added = names.get(other) if other is not None else None
         if total is not None and added and whole(node.op, [build.types[added]], node.attrs):
-            slot = op.inputs.index(EXTRA)
-            inputs = [*inputs, *[None] * (slot - len(inputs)), added]
+            inputs = [*inputs[:slot], *[None] * (slot - len(inputs)), added, *inputs[slot + 1 :]]
             outs = build.emit(node.op, inputs, node.attrs, source=node.source)
             names.update(zip(node.outputs, outs, strict=True))
             names[total.output] = outs[0]

@@ -9,12 +9,14 @@ their own by then, which pass over memory once each.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import carry, start
 from deuteron.ops import table
 from deuteron.ops.batch_norm import ACTIVATIONS
+
+BENDING = tuple(name for name in ACTIVATIONS if name != "none")
 
 
 class _Chain(NamedTuple):
@@ -64,9 +66,7 @@ def join_batch_norm(graph: Graph) -> Graph:
         given = [*norm.inputs, *[None] * (5 - len(norm.inputs)), found.residual]
         attrs = dict(norm.attrs)
         if act is not None:
-            attrs["activation"] = act.op
-            if act.op == "leaky_relu":
-                attrs["slope"] = act.attrs["negative_slope"]
+            attrs |= bend_of(act)
         inputs = [None if v is None else names[v] for v in given]
         while inputs[-1] is None:
             inputs.pop()
@@ -78,16 +78,22 @@ def join_batch_norm(graph: Graph) -> Graph:
     return build.finish()
 
 
+def bend_of(act: Node) -> dict[str, Any]:
+    """An activation as the attributes of the operator that takes it along."""
+    slope = {"slope": act.attrs["negative_slope"]} if act.op == "leaky_relu" else {}
+    return {"activation": act.op, **slope}
+
+
 def _chain(graph: Graph, norm: Node) -> _Chain:
-    total = _only_reader(graph, norm, "add")
+    total = only_reader(graph, norm, "add")
     if total is not None:
         kinds = [(graph.types[v].shape, graph.types[v].dtype) for v in (*total.uses, total.output)]
         if len(set(kinds)) > 1 or total.uses[0] == total.uses[1]:
             total = None
-    return _Chain(norm, total, _only_reader(graph, total or norm, *(set(ACTIVATIONS) - {"none"})))
+    return _Chain(norm, total, only_reader(graph, total or norm, *BENDING))
 
 
-def _only_reader(graph: Graph, node: Node, *ops: str) -> Node | None:
+def only_reader(graph: Graph, node: Node, *ops: str) -> Node | None:
     """The one node that reads the first result, if it is one of ``ops``."""
     value = node.outputs[0]
     readers = graph.users.get(value, ())

@@ -1,4 +1,5 @@
-"""Backward of LayerNorm, RMSNorm, GroupNorm and InstanceNorm.
+"""Backward of LayerNorm and RMSNorm, and the calls for all norms; the kernels of GroupNorm and
+InstanceNorm are in ``norm_groups.py``.
 
     hat = (x − mean) · rstd                      inner = grad · weight
     dx = (inner − mean(inner) − hat · mean(inner · hat)) · rstd + extra
@@ -14,8 +15,6 @@ Bytes, counted in tensors of the size of x:
 rows      a row fits in registers: read x, grad (extra), write dx      3, with extra 4
 long      rows that do not: sums of each row first, then x and grad    5, with extra 6
           again, by blocks of columns
-groups    the weight is constant over positions: x three times, grad   3 from memory, 3 from L2
-          twice, all but the first time from L2
 ========  ===========================================================  =======================
 
 Programs keep the sums for dweight and dbias of all their rows in registers and leave them as
@@ -36,24 +35,9 @@ import triton.language as tl
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton.chain import enter
 from deuteron.kernels.triton.launch import Launchable, chained
-from deuteron.kernels.triton.norm_ways import COLUMNS, Way, Work
-
-
-@triton.jit
-def _read(pointer, inside, EVEN: tl.constexpr):
-    """Without a mask where every element is inside: loads of 16 bytes."""
-    if EVEN:
-        return tl.load(pointer)
-    else:
-        return tl.load(pointer, mask=inside, other=0.0)
-
-
-@triton.jit
-def _write(pointer, value, inside, EVEN: tl.constexpr):
-    if EVEN:
-        tl.store(pointer, value.to(pointer.dtype.element_ty))
-    else:
-        tl.store(pointer, value.to(pointer.dtype.element_ty), mask=inside)
+from deuteron.kernels.triton.norm_groups import held, looped
+from deuteron.kernels.triton.norm_parts import over_root, read, write
+from deuteron.kernels.triton.norm_ways import COLUMNS, Way, Work, tile_of
 
 
 @triton.jit
@@ -88,17 +72,6 @@ def _four_sums(a, b, c, d):
 
 
 @triton.jit
-def _over_root(v):
-    """1 / √v; the approximation that the GPU has for float64 is not as exact as float64. Where v is
-    infinite its squares overflowed: nan, and not a gradient of 0."""
-    if v.dtype == tl.float64:
-        r = 1.0 / tl.sqrt(v)
-    else:
-        r = tl.rsqrt(v)
-    return tl.where(v == float("inf"), float("nan"), r)
-
-
-@triton.jit
 def _first_of_rows(x, tile, rows, N: tl.constexpr, R: tl.constexpr):
     """The first element of each row of a tile; 0 for rows that are not there."""
     r = tile * R + tl.arange(0, R)[:, None]
@@ -126,7 +99,7 @@ def _rows(
     c = tl.arange(0, BLOCK)[None, :]
     column = c < N
     if weight is not None:
-        w = _read(weight + c, column, N == BLOCK).to(WIDE)
+        w = read(weight + c, column, N == BLOCK).to(WIDE)
     if dweight is not None:
         sum_w = tl.zeros((R, BLOCK), WIDE)
     if dbias is not None:
@@ -139,8 +112,8 @@ def _rows(
         r = (tiles - 1 - t) * R + tl.arange(0, R)[:, None]
         inside = (r < rows) & column
         at = r.to(tl.int64) * N + c
-        v = _read(x + at, inside, EVEN).to(WIDE)
-        g = _read(grad + at, inside, EVEN).to(WIDE)
+        v = read(x + at, inside, EVEN).to(WIDE)
+        g = read(grad + at, inside, EVEN).to(WIDE)
         inner = g
         if weight is not None:
             inner = g * w
@@ -171,7 +144,7 @@ def _rows(
             products -= off * of_inner
         else:
             squares, products = _two_sums(v * v, inner * v)
-        rstd = _over_root(squares / N + EPS)
+        rstd = over_root(squares / N + EPS)
         if not EVEN:
             rstd = tl.where(r < rows, rstd, 0.0)  # or eps = 0 makes nan of rows that are not there
         v *= rstd
@@ -185,13 +158,13 @@ def _rows(
                 d -= of_inner / N
             d *= rstd
             if extra is not None:
-                d += _read(extra + at, inside, EVEN).to(WIDE)
-            _write(dx + at, d, inside, EVEN)
+                d += read(extra + at, inside, EVEN).to(WIDE)
+            write(dx + at, d, inside, EVEN)
     out = tl.program_id(0) * N + tl.arange(0, BLOCK)
     if dweight is not None:
-        _write(dweight + out, tl.sum(sum_w, 0), tl.arange(0, BLOCK) < N, N == BLOCK)
+        write(dweight + out, tl.sum(sum_w, 0), tl.arange(0, BLOCK) < N, N == BLOCK)
     if dbias is not None:
-        _write(dbias + out, tl.sum(sum_b, 0), tl.arange(0, BLOCK) < N, N == BLOCK)
+        write(dbias + out, tl.sum(sum_b, 0), tl.arange(0, BLOCK) < N, N == BLOCK)
 
 
 @triton.jit
@@ -211,7 +184,7 @@ def _sums_of_rows(
     if CENTRED:
         total = tl.zeros((BLOCK,), WIDE)
         for o in range(0, N, BLOCK):
-            total += _read(x + o + c, o + c < N, N % BLOCK == 0).to(WIDE)
+            total += read(x + o + c, o + c < N, N % BLOCK == 0).to(WIDE)
         mean = tl.sum(total, 0) / N
     left = tl.zeros((BLOCK,), WIDE)
     squares = tl.zeros((BLOCK,), WIDE)
@@ -219,10 +192,10 @@ def _sums_of_rows(
     inner = tl.zeros((BLOCK,), WIDE)
     for o in range(0, N, BLOCK):
         inside = o + c < N
-        v = _read(x + o + c, inside, N % BLOCK == 0).to(WIDE) - mean
-        g = _read(grad + o + c, inside, N % BLOCK == 0).to(WIDE)
+        v = read(x + o + c, inside, N % BLOCK == 0).to(WIDE) - mean
+        g = read(grad + o + c, inside, N % BLOCK == 0).to(WIDE)
         if weight is not None:
-            g *= _read(weight + o + c, inside, N % BLOCK == 0).to(WIDE)
+            g *= read(weight + o + c, inside, N % BLOCK == 0).to(WIDE)
         if N % BLOCK != 0:
             v = tl.where(inside, v, 0.0)
         left += v
@@ -233,7 +206,7 @@ def _sums_of_rows(
     if CENTRED:
         off = tl.sum(left, 0) / N
     of_inner = tl.sum(inner, 0) / N
-    rstd = _over_root(tl.sum(squares, 0) / N - off * off + EPS)
+    rstd = over_root(tl.sum(squares, 0) / N - off * off + EPS)
     sums += r * 5
     tl.store(sums, mean)
     tl.store(sums + 1, off)
@@ -254,7 +227,7 @@ def _long(
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     column = c < N
     if weight is not None:
-        w = _read(weight + c, column, EVEN).to(WIDE)
+        w = read(weight + c, column, EVEN).to(WIDE)
     if dweight is not None:
         sum_w = tl.zeros((R, BLOCK), WIDE)
     if dbias is not None:
@@ -285,91 +258,13 @@ def _long(
             d *= rstd
             if extra is not None:
                 d += tl.load(extra + at, mask=inside, other=0.0).to(WIDE)
-            _write(dx + at, d, inside, False)
+            write(dx + at, d, inside, False)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     out = tl.program_id(1) * N + c
     if dweight is not None:
-        _write(dweight + out, tl.sum(sum_w, 0), c < N, EVEN)
+        write(dweight + out, tl.sum(sum_w, 0), c < N, EVEN)
     if dbias is not None:
-        _write(dbias + out, tl.sum(sum_b, 0), c < N, EVEN)
-
-
-@triton.jit
-def _groups(
-    x, grad, weight, extra, dx, dweight, dbias,
-    GROUPS: tl.constexpr, EACH: tl.constexpr, HW: tl.constexpr, EPS: tl.constexpr,
-    WIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
-    """One group of one sample: EACH channels of HW positions, in tiles of C channels × H.
-
-    Mean and variance in one pass: values are taken relative to the mean of the first tile. That
-    mean differs from the group's by at most √(tiles) deviations, so little cancels."""
-    enter(CHAIN, True)
-    row = tl.program_id(0).to(tl.int64)
-    L: tl.constexpr = EACH * HW
-    BLOCK: tl.constexpr = C * H
-    base = row * L
-    c = tl.arange(0, BLOCK)
-    shift = tl.sum(_read(x + base + c, c < L, L % BLOCK == 0).to(WIDE), 0) / min(L, BLOCK)
-    first = tl.zeros((BLOCK,), WIDE)
-    second = tl.zeros((BLOCK,), WIDE)
-    for o in range(0, L, BLOCK):
-        v = _read(x + base + o + c, o + c < L, L % BLOCK == 0).to(WIDE) - shift
-        if L % BLOCK != 0:
-            v = tl.where(o + c < L, v, 0.0)
-        first += v
-        second += v * v
-    off = tl.sum(first, 0) / L
-    var = tl.maximum(tl.sum(second, 0) / L - off * off, 0.0, tl.PropagateNan.ALL)
-    rstd = _over_root(var + EPS)
-    channel = (row % GROUPS) * EACH
-    partials = (row // GROUPS) * (GROUPS * EACH) + channel
-    j = tl.arange(0, C)
-    h = tl.arange(0, H)[None, :]
-    EVEN: tl.constexpr = EACH % C == 0 and HW % H == 0
-    total = tl.zeros((C,), WIDE)
-    products = tl.zeros((C,), WIDE)
-    for k in range(0, EACH, C):
-        sum_g = tl.zeros((C, H), WIDE)
-        sum_gv = tl.zeros((C, H), WIDE)
-        for o in range(0, HW, H):
-            at = base + (k + j[:, None]) * HW + o + h
-            inside = (k + j[:, None] < EACH) & (o + h < HW)
-            v = (_read(x + at, inside, EVEN).to(WIDE) - shift - off) * rstd
-            g = _read(grad + at, inside, EVEN).to(WIDE)
-            if not EVEN:
-                v = tl.where(inside, v, 0.0)
-            sum_g += g
-            sum_gv += g * v
-        of_g = tl.sum(sum_g, 1)
-        of_gv = tl.sum(sum_gv, 1)
-        if dweight is not None:
-            _write(dweight + partials + k + j, of_gv, k + j < EACH, EACH % C == 0)
-        if dbias is not None:
-            _write(dbias + partials + k + j, of_g, k + j < EACH, EACH % C == 0)
-        if weight is not None:
-            w = _read(weight + channel + k + j, k + j < EACH, EACH % C == 0).to(WIDE)
-            of_g *= w
-            of_gv *= w
-        total += of_g
-        products += of_gv
-    if dx is not None:
-        all_g = tl.sum(total, 0) / L
-        all_gv = tl.sum(products, 0) / L
-        for k in range(0, EACH, C):
-            if weight is not None:
-                w = _read(weight + channel + k + j, k + j < EACH, EACH % C == 0).to(WIDE)
-            for o in range(0, HW, H):
-                at = base + (k + j[:, None]) * HW + o + h
-                inside = (k + j[:, None] < EACH) & (o + h < HW)
-                v = (_read(x + at, inside, EVEN).to(WIDE) - shift - off) * rstd
-                g = _read(grad + at, inside, EVEN).to(WIDE)
-                if weight is not None:
-                    g *= w[:, None]
-                d = (g - all_g - v * all_gv) * rstd
-                if extra is not None:
-                    d += _read(extra + at, inside, EVEN).to(WIDE)
-                _write(dx + at, d, inside, EVEN)
+        write(dbias + out, tl.sum(sum_b, 0), c < N, EVEN)
 
 
 @triton.jit
@@ -381,9 +276,9 @@ def _add_up(
     enter(CHAIN, False)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if dweight is not None:
-        _write(dweight + c, _column_sums(partial_w, count, n, c, R, BLOCK), c < n, False)
+        write(dweight + c, _column_sums(partial_w, count, n, c, R, BLOCK), c < n, False)
     if dbias is not None:
-        _write(dbias + c, _column_sums(partial_b, count, n, c, R, BLOCK), c < n, False)
+        write(dbias + c, _column_sums(partial_b, count, n, c, R, BLOCK), c < n, False)
 
 
 @triton.jit
@@ -396,7 +291,7 @@ def _column_sums(partials, count, n, c, R: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-ROWS, SUMS_OF_ROWS, GROUPS = map(Launchable, (_rows, _sums_of_rows, _groups))
+ROWS, SUMS_OF_ROWS, HELD, LOOPED = map(Launchable, (_rows, _sums_of_rows, held, looped))
 LONG, ADD_UP = Launchable(_long, follows=True), Launchable(_add_up, follows=True)
 
 
@@ -405,26 +300,20 @@ LONG, ADD_UP = Launchable(_long, follows=True), Launchable(_add_up, follows=True
 
 Tensor = torch.Tensor
 Maybe = Tensor | None
-Call = Callable[[Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Maybe], None]
+Call = Callable[..., None]
 
 
 def backward(work: Work, way: Way) -> Call:
-    """A function of x, grad, weight, extra, dx, dweight and dbias that fills the last three. Any
-    but x and grad may be None; a result that is None is not computed."""
+    """A function of x, grad, weight, extra, dx, dweight, dbias and offset that fills dx, dweight
+    and dbias. Any but x and grad may be None; a result that is None is not computed."""
     wide = _wide(work)
     constants: dict[str, Any] = {
         "EPS": work.eps, "WIDE": tl.float64 if work.size == 8 else tl.float32,
     }  # fmt: skip
     first: Callable[..., None]
     if work.kind == "groups":
-        positions = work.columns // work.each
-        tall = min(power_of_two(positions), 4096, way.tile)
-        constants |= {
-            "GROUPS": work.groups, "EACH": work.each, "HW": positions, "H": tall,
-            "C": min(power_of_two(work.each), way.tile // tall),
-        }  # fmt: skip
-        grid, count, n = (work.rows,), work.rows // work.groups, work.groups * work.each
-        first = partial(GROUPS, grid, warps=way.warps, **constants)
+        count, n = work.rows // work.groups, work.groups * work.each
+        first = _groups_call(work, way, constants)
     else:
         count, n = way.programs, work.columns
         constants |= {"N": n, "CENTRED": work.centred}
@@ -433,17 +322,18 @@ def backward(work: Work, way: Way) -> Call:
 
     def run(
         x: Tensor, grad: Tensor, weight: Maybe, extra: Maybe, dx: Maybe, dweight: Maybe,
-        dbias: Maybe,
+        dbias: Maybe, offset: Maybe = None,
     ) -> None:  # fmt: skip
         chain = chained(x.device)
+        given = (x, grad, weight, offset) if work.kind == "groups" else (x, grad, weight)
         if count == 1 or (dweight is None and dbias is None):
-            first(x, grad, weight, extra, dx, dweight, dbias, CHAIN=chain)
+            first(*given, extra, dx, dweight, dbias, CHAIN=chain)
             return
         w, b = (
             None if p is None else torch.empty((count, n), dtype=wide, device=x.device)
             for p in (dweight, dbias)
         )  # fmt: skip
-        first(x, grad, weight, extra, dx, w, b, CHAIN=chain)
+        first(*given, extra, dx, w, b, CHAIN=chain)
         ADD_UP(
             (-(-n // 32),), w, b, dweight, dbias, count, n, R=64, BLOCK=32, CHAIN=chain, warps=8
         )  # fmt: skip
@@ -454,6 +344,15 @@ def backward(work: Work, way: Way) -> Call:
 def _wide(work: Work) -> torch.dtype:
     """The type of sums."""
     return torch.float64 if work.size == 8 else torch.float32
+
+
+def _groups_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:
+    kernel, (channels, positions) = HELD if way.channels else LOOPED, tile_of(work, way)
+    return partial(
+        kernel, (work.rows,), warps=way.warps, GROUPS=work.groups, EACH=work.each,
+        HW=work.columns // work.each, ACT=work.activation, SLOPE=work.slope, C=channels,
+        H=positions, **constants,
+    )  # fmt: skip
 
 
 def _rows_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:

@@ -12,6 +12,9 @@ SHARED = 96 << 10  # bytes of shared memory that every GPU since sm_80 has
 IN_FLIGHT = 72 << 10  # and those of loads that keep one busy: more take turns with the stores
 MOST_STAGES = 5
 COLUMNS = 512  # of a program in the long variant
+TALLEST = 8192  # positions of a tile of a group that is read again and again
+EACH = 8  # elements of a tile that a thread has, which are a load of 16 bytes in 16 bits
+FEW, MOST = 7, 14  # tiles of a group that registers hold: for two programs on a unit, for one
 WAVES = 4  # programs of the long variant per multiprocessor
 
 
@@ -20,7 +23,7 @@ class Work:
     """What is to be differentiated: ``rows`` of ``columns`` elements that share statistics.
 
     With ``groups`` the weight has one element for each of ``each`` channels of a group, else one
-    for each column.
+    for each column, and an ``activation`` may follow whose gradient is taken along.
     """
 
     rows: int
@@ -31,6 +34,8 @@ class Work:
     reads: int  # tensors of the size of x that are read: x, grad and perhaps extra
     groups: int = 0
     each: int = 0
+    activation: str = "none"
+    slope: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -44,13 +49,14 @@ class Work:
 @dataclass(frozen=True)
 class Way:
     """How it is run: ``rows`` at a time by each of ``programs``, with loads in ``stages``; or
-    groups, ``tile`` elements at a time."""
+    groups, ``tile`` elements at a time, or all at once in tiles of so many ``channels``."""
 
     rows: int = 1
     programs: int = 1
     warps: int = 4
     stages: int = 1
     tile: int = 0
+    channels: int = 0
 
 
 def ways(work: Work, units: int) -> list[Way]:
@@ -62,8 +68,9 @@ def ways(work: Work, units: int) -> list[Way]:
     """
     if work.kind == "groups":
         most = power_of_two(work.columns)
-        tiles = dict.fromkeys(min(most, tile) for tile in (16384, 8192, 2048))
-        return [Way(warps=max(1, min(16, tile // 512)), tile=tile) for tile in tiles]
+        tiles = dict.fromkeys(min(most, tile) for tile in (8192, 16384, 2048))
+        again = [Way(warps=max(1, min(16, tile // 512)), tile=tile) for tile in tiles]
+        return [*_held(work), *again]
     if work.kind == "long":
         across = -(-work.columns // COLUMNS)
         return [Way(4, max(1, min(work.rows // 16, WAVES * units // across)), 4, 3)]
@@ -75,6 +82,38 @@ def ways(work: Work, units: int) -> list[Way]:
         shares = [(2, 8), (1, 16)]
     fitting = [(p, w) for p, w in shares if p == 1 or width <= 512 * w]
     return list(dict.fromkeys(_shared_out(work, units, p, w) for p, w in fitting))
+
+
+def _held(work: Work) -> list[Way]:
+    """The fewest warps whose registers hold a group, if there are any: more programs on a unit then
+    cover each other's waiting for sums."""
+    if work.size > 4:
+        return []
+    for most, choices in ((FEW, (1, 2, 4, 8)), (MOST, (8,))):
+        for warps in choices:
+            tile = warps * 32 * EACH
+            wide = [1 << k for k in range(power_of_two(work.each).bit_length()) if 1 << k <= tile]
+            channels = min(wide, key=lambda c: _tiles(work, c, tile // c))
+            if _tiles(work, channels, tile // channels) <= most:
+                return [Way(warps=warps, tile=tile, channels=channels)]
+    return []
+
+
+def _tiles(work: Work, channels: int, positions: int) -> int:
+    return -(-work.each // channels) * -(-(work.columns // work.each) // positions)
+
+
+def tile_of(work: Work, way: Way) -> tuple[int, int]:
+    """Channels and positions of a tile of a group."""
+    if way.channels:
+        return way.channels, way.tile // way.channels
+    tall = min(power_of_two(work.columns // work.each), TALLEST, way.tile)
+    return min(power_of_two(work.each), way.tile // tall), tall
+
+
+def is_held(work: Work, way: Way) -> bool:
+    """Whether what is read stays in registers, with room for other programs beside."""
+    return bool(way.channels) and _tiles(work, *tile_of(work, way)) <= FEW
 
 
 def _shared_out(work: Work, units: int, per_unit: int, warps: int) -> Way:
