@@ -177,6 +177,21 @@ def test_the_gradient_of_gelu_by_tanh_far_below_0(dtype, delegated):
     assert torch.equal(grad.abs(), (x > 0).to(dtype))
 
 
+@pytest.mark.parametrize("name", ["elu", "selu", "celu"])
+def test_second_derivatives_where_the_exponential_overflows(name, delegated):
+    x = torch.tensor([-1.0, 1.0, 88.0, 100.0, 1e6], dtype=torch.float32).requires_grad_()
+    (first,) = torch.autograd.grad(getattr(f, name)(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert second[0] > 0.0 and not second[1:].any()
+
+
+def test_gradients_of_group_norm_with_a_bias_alone(delegated):
+    """For which torch's own backward pass raises."""
+    x, bias = torch.randn(3, 4, 5, requires_grad=True), torch.randn(4, requires_grad=True)
+    (by_bias,) = torch.autograd.grad(f.group_norm(x, 2, None, bias).sum(), bias)
+    assert torch.equal(by_bias, torch.full((4,), 15.0))
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("number", [NAN, INF, -INF, 3.0])
 def test_the_gradient_of_a_softmax_of_one_number(name, number, delegated):

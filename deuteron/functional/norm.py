@@ -219,6 +219,8 @@ def _torch_group_norm(
 ) -> Any:  # fmt: skip
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented  # a single one is several launches in torch, too
+    if weight is None and bias is not None:
+        return NotImplemented  # torch's gradient fails without a weight
     if x.is_cpu and x.ndim > 3 and x.stride(1) <= x.stride(-1):
         return NotImplemented  # channels last, where torch's kernel is wrong for a large mean
     joined = residual is not None or bias_before is not None or activation is not None

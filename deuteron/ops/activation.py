@@ -85,9 +85,11 @@ def _beyond(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
 
 
 def _elu(b: Ops, g: Sym, x: Sym, above: float, below: float, rate: float = 1.0) -> Any:
-    """The slope is ``above`` over 0, and below · e^(rate·x) under it."""
-    over = g if above == 1.0 else g * above
-    return b.where(b.gt(x, 0.0), over, g * b.exp(x if rate == 1.0 else x * rate) * below)
+    """The slope is ``above`` over 0, and below · e^(rate·x) under it. Over 0 the exponential is of
+    0: of x it would overflow, and the derivative of this slope would be 0 · inf there."""
+    over, positive = g if above == 1.0 else g * above, b.gt(x, 0.0)
+    x = b.where(positive, 0.0, x)
+    return b.where(positive, over, g * b.exp(x if rate == 1.0 else x * rate) * below)
 
 
 def _log_sigmoid(x: torch.Tensor) -> torch.Tensor:
