@@ -163,6 +163,12 @@ def _vectors(channels: int) -> int:
     return next((n for n in (16, 8, 4, 2) if n * width() <= channels), 1)
 
 
+def by_channels(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a vector runs along channels: they are adjacent in memory, and if there is but one,
+    of which that is no news, then rows are not."""
+    return strides[1] == 1 and (shape[1] > 1 or strides[-1] != 1)
+
+
 def prepare_pyramid(
     shape: tuple[int, ...], strides: tuple[int, ...], sizes: tuple[int, ...], maximum: bool,
     stored: str,
@@ -171,8 +177,7 @@ def prepare_pyramid(
     flat = len(shape) == 3
     space, steps = (1, *shape[2:])[-2:], (0, *strides[2:])[-2:]
     table = boxes((space[0], space[1]), [(1 if flat else s, s) for s in sizes])
-    last = strides[1] == 1 and shape[1] > 1
-    form = Form(maximum, _vectors(shape[1]) if last else 0, stored)
+    form = Form(maximum, _vectors(shape[1]) if by_channels(shape, strides) else 0, stored)
     work = len(sizes) * shape[0] * shape[1] * space[0] * space[1]
     code, numbers = compiled(form), (shape[0], shape[1], len(table), *strides[:2], *steps)
     return lambda x, y: Call(code, (x, y, table, *numbers), work > SERIAL)

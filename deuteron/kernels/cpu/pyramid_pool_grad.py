@@ -24,7 +24,7 @@ import torch
 
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I32, I64, Code, Loaded, Value, entry, load, vec, width
-from deuteron.kernels.cpu.pyramid_pool import SERIAL, boxes, spans
+from deuteron.kernels.cpu.pyramid_pool import SERIAL, boxes, by_channels, spans
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import steps
 
@@ -368,7 +368,7 @@ def prepare_pyramid_grad(
     height, breadth = (1, *space)[-2:]
     downs = [1 if flat else s for s in sizes]
     table = boxes((height, breadth), list(zip(downs, sizes, strict=True)))
-    bundled = last if x_strides is None else x_strides[1] == 1 and channels > 1
+    bundled = last if x_strides is None else by_channels(shape, x_strides)
     form = Form(x_strides is not None, len(sizes), _vectors(channels) if bundled else 0, last,
                 stored)  # fmt: skip
     pixels, cells, lanes = height * breadth, len(table), form.bundle
