@@ -152,8 +152,8 @@ MATH = [
       for op in ("var", "std", "var_mean", "std_mean") for c in (None, 0, 2)),
     case("logsumexp.default", X, [1]), case("logsumexp.default", X, [0, 1], True),
     case("logsumexp.default", torch.full((2, 3), -math.inf), [1]),
-    *(case("linalg_vector_norm.default", X, o, d) for o in (2, 1, math.inf, -math.inf)
-      for d in (None, [1])),
+    *(case("linalg_vector_norm.default", X, o, d)
+      for o in (2, 1, 0, 3, -0.5, math.inf, -math.inf) for d in (None, [1])),
     case("linalg_vector_norm.default", X.half() * 400, 2, [-1], True),
     *(case(f"{n}.default", X, Y, r) for n in ("mse_loss", "l1_loss") for r in (0, 1, 2)),
     *(case(f"{n}.default", v, d) for n in ("cumsum", "cumprod") for v, d in ((X, 1), (INT, -1))),
@@ -421,7 +421,6 @@ KEPT = [
     case("div.Tensor_mode", INT, INT + 1, rounding_mode="trunc"),
     case("bitwise_and.Tensor", INT, INT),
     case("var.correction", X, [1], correction=0.5), case("elu.default", X, 1.0, 2.0, 1.0),
-    case("linalg_vector_norm.default", X, 3),
     case("max_pool2d.default", IMG.to(torch.int64), [2, 2]),
     case("pad.default", IMG, [1, 1, 1, 1], "circular"),
     case("index.Tensor", X, [whole(3, high=2), whole(3, high=3)]),

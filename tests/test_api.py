@@ -274,6 +274,46 @@ WAVE = dt.OpDef(
 )
 
 
+COMPOSED = {
+    **{f"norm {p}": (lambda g, x, y, p=p: g.norm(x * y, p, axes=(1,)),
+                     lambda x, y, p=p: torch.linalg.vector_norm(x * y, p, 1))
+       for p in (0.0, 1.0, 2.0, 3.0, -1.5, float("inf"), float("-inf"))},
+    "norm of all": (lambda g, x, y: g.norm(x, keepdim=True) * y,
+                    lambda x, y: torch.linalg.vector_norm(x, keepdim=True) * y),
+    "swiglu": (lambda g, x, y: g.swiglu(x, y), lambda x, y: F.silu(x) * y),
+    "geglu": (lambda g, x, y: g.geglu(x, y), lambda x, y: F.gelu(x) * y),
+    "geglu tanh": (lambda g, x, y: g.geglu(x, y, approximate="tanh"),
+                   lambda x, y: F.gelu(x, approximate="tanh") * y),
+    "reglu": (lambda g, x, y: g.reglu(x, y), lambda x, y: F.relu(x) * y),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_what_several_operators_make_in_a_graph(name):
+    """A region of its own, and a gradient as torch's."""
+    ours, torchs = COMPOSED[name]
+    g = dt.Graph("composed")
+    handles = [g.tensor(n, (37, 129)) for n in ("x", "y")]
+    ours(g, *handles).output("z")
+    assert len(g.compile(device="cpu").decision.choices) == 1
+    x, y = (torch.randn(37, 129, dtype=torch.float64).requires_grad_() for _ in range(2))
+    want = torchs(x, y)
+    grad = torch.randn(want.shape)
+    wanted = torch.autograd.grad(want, (x, y), grad.double(), materialize_grads=True)
+    feed = {"x": x.detach().float(), "y": y.detach().float(), "grad_z": grad}
+    found = g.grad("z", ["x", "y"]).compile(device="cpu").run(**feed)
+    for key, exact in zip(("z", "grad_x", "grad_y"), (want, *wanted), strict=True):
+        assert error(found[key], exact.detach()) <= allowed(0.0, torch.float32, 129), key
+
+
+def test_norms_a_graph_does_not_have():
+    g = dt.Graph("wrong")
+    with pytest.raises(dt.errors.GraphError, match="norm of int64 is not defined"):
+        g.norm(g.tensor("i", (3, 4), "i64"))
+    with pytest.raises(dt.errors.GraphError, match="an empty one, has no answer"):
+        g.norm(g.tensor("x", (3, 0)), float("inf"), axes=(1,))
+
+
 @pytest.fixture
 def wave():
     dt.register_op(WAVE)

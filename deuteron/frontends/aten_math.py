@@ -11,6 +11,7 @@ import torch
 from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
 from deuteron.ir.dtype import bool_
 from deuteron.ops.emit import Sym
+from deuteron.ops.vector_norm import vector_norm
 
 # ---- the same by another name ----------------------------------------------------------------
 
@@ -229,14 +230,7 @@ def _logsumexp(b: Site, x: Sym, dim: Any, keepdim: bool) -> Any:
 def _vector_norm(
     b: Site, x: Sym, order: Number, dim: Any, keepdim: bool, dt: torch.dtype | None
 ) -> Any:
-    x = b.typed(x, dt)
-    wide = b.upcast(x)  # squares of 16-bit numbers overflow
-    if order == 2:
-        return b.to(b.sqrt(_reduce("sum", b.square(wide), b, dim, keepdim)), x.dtype)
-    if order == 1:
-        return b.to(_reduce("sum", b.abs(wide), b, dim, keepdim), x.dtype)
-    b.need(abs(order) == math.inf, f"a norm of order {order}")
-    return _reduce("max" if order > 0 else "min", b.abs(x), b, dim, keepdim)
+    return vector_norm(b, b.typed(x, dt), float(order), _axes(dim, x.rank), keepdim)
 
 
 def _aminmax(b: Site, x: Sym, dim: int | None, keepdim: bool) -> Any:

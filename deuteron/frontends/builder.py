@@ -16,6 +16,7 @@ from deuteron.ir.dtype import DType
 from deuteron.ir.rewrite import start
 from deuteron.ir.types import TensorType
 from deuteron.ops import REQUIRED, TABLE, OpDef, Ops, Sym, table
+from deuteron.ops.vector_norm import vector_norm
 from deuteron.passes import differentiate
 from deuteron.plan import Cache, Plan, compile_graph
 from deuteron.policy import Policy
@@ -61,6 +62,27 @@ class Graph(Ops):
         """Declare an input: name, shape, element type, and layout ("contiguous", "nhwc") or
         strides in elements. Tensors bound to it later must fit exactly."""
         return self.sym(self.build.input(name, TensorType.of(shape, dtype, layout, strides)))
+
+    # ---- what several operators make, under one name
+
+    def norm(
+        self, x: Sym, p: float = 2.0, *, axes: Sequence[int] | None = None, keepdim: bool = False
+    ) -> Sym:
+        """(Σ |x|ᵖ)^(1/p) over ``axes``, all of them if None; of p = ±inf the largest or smallest
+        |x|, of 0 how many elements are not 0."""
+        return vector_norm(self, x, float(p), None if axes is None else tuple(axes), keepdim)
+
+    def swiglu(self, gate: Sym, up: Sym) -> Sym:
+        """silu(gate) · up."""
+        return self.one("mul", self.silu(gate), up)
+
+    def geglu(self, gate: Sym, up: Sym, *, approximate: str = "none") -> Sym:
+        """gelu(gate) · up; ``approximate`` is gelu's, "none" or "tanh"."""
+        return self.one("mul", self.gelu(gate, approximate=approximate), up)
+
+    def reglu(self, gate: Sym, up: Sym) -> Sym:
+        """relu(gate) · up."""
+        return self.one("mul", self.relu(gate), up)
 
     def ir(self) -> ir.Graph:
         """The graph as it stands, frozen; ``print`` it to read it."""

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
-from deuteron.errors import BindError, GraphError
+from deuteron.errors import BindError
 from deuteron.functional.autocast import Cast
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, LOW, WIDE, delegates, is_differentiated
 from deuteron.functional.operators import one
-from deuteron.ir.types import TensorType
 from deuteron.ops import Ops, Sym
-from deuteron.ops.opdef import norm_axes
+from deuteron.ops.vector_norm import vector_norm
 
 Tensor = torch.Tensor
 Dims = int | Sequence[int] | None
-INF = float("inf")
 
 
 def _axes(dim: Dims) -> tuple[int, ...] | None:
@@ -164,43 +162,7 @@ def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
 
 
 def _norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
-    along = {"axes": axes, "keepdim": keepdim}
-    wide = b.upcast(x)
-    if p < 0.0 or p == INF:
-        _check_filled(x.type, p, axes)
-    if p in (INF, -INF):
-        y = b.one("max" if p > 0 else "min", b.abs(wide), **along)
-    elif p == 0.0:
-        y = b.one("sum", b.to(b.one("ne", wide, 0.0), wide.dtype), **along)
-    elif p == 1.0:
-        y = b.one("sum", b.abs(wide), **along)
-    elif p == 2.0:
-        y = _rooted(b, b.sum(b.square(wide), **along), 2.0)
-    else:
-        zero = b.one("eq", wide, 0.0)
-        powers = b.pow(b.where(zero, 1.0, b.abs(wide)), p)
-        y = _rooted(b, b.sum(b.where(zero, 0.0 if p > 0 else INF, powers), **along), p)
-    return b.to(y, x.dtype)
-
-
-def _check_filled(x: TensorType, p: float, axes: tuple[int, ...] | None) -> None:
-    """Of no elements a sum is 0; the root of a sum that is 0 for p below 0, or the largest of none,
-    is nothing."""
-    for axis in norm_axes(axes, x.rank):
-        if x.shape[axis] == 0:
-            raise GraphError(
-                f"the {p:g}-norm over axis {axis} of {list(x.shape)}, an empty one, has no answer",
-                remedy="reduce over other axes, leave empty tensors out, or a finite p from 0 on",
-            )
-
-
-def _rooted(b: Ops, total: Sym, p: float) -> Sym:
-    """total^(1/p), with a slope of 0 at 0, where there is none, as torch has it: else the gradient
-    of a row of zeros would be nan."""
-    zero = b.one("eq", total, 0.0)
-    safe = b.where(zero, 1.0, total)
-    root = b.sqrt(safe) if p == 2.0 else b.pow(safe, 1.0 / p)
-    return b.one("where", zero, 0.0, root)
+    return vector_norm(b, x, p, axes, keepdim)
 
 
 NORM = Cast("norm", _norm)
