@@ -281,6 +281,16 @@ def test_norms_of_equal_numbers_are_their_bias(norm, last):
     assert torch.equal(y, (b if last else b.reshape(-1, 1, 1)).expand_as(y)) and not w.grad.any()
 
 
+@pytest.mark.parametrize("name", ["gelu", "softmax"])
+def test_hooks_may_keep_what_was_saved_in_another_memory_order(name):
+    """As ``save_on_cpu(pin_memory=True)`` does."""
+    x, slope = torch.randn(7, 5).t().requires_grad_(), torch.randn(5, 7)
+    (want,) = torch.autograd.grad(getattr(f, name)(x), x, slope)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
+        y = getattr(f, name)(x)
+    assert torch.equal(torch.autograd.grad(y, x, slope)[0], want)
+
+
 def test_dropout_is_a_function_of_its_seed():
     x = torch.ones(64, 64, requires_grad=True)
     a, b, c = f.dropout(x, 0.25, seed=1), f.dropout(x, 0.25, seed=1), f.dropout(x, 0.25, seed=2)

@@ -9,6 +9,7 @@ import torch
 
 import deuteron as dt
 from deuteron.functional import autocast, library
+from deuteron.functional.activation import SEEDS, _seeds
 from deuteron.functional.core import FUNCTIONS
 from tests import autocast_cases, tolerances
 from tests.functional_cases import CALLS, gradients, results
@@ -136,6 +137,12 @@ def test_a_seed_that_would_be_drawn_is_a_call_too(planned_calls):
     f.bias_dropout_residual(x, bias, x, 0.5, seed=1)
     f.bias_dropout_residual(x, bias, x, 0.5, training=False)
     assert planned_calls == ["dropout", "dropout"]
+
+
+def test_seeds_are_read_from_a_table():
+    table = _seeds(torch.device("cpu"), 0)
+    assert table.dtype is torch.int64 and torch.equal(table, torch.arange(SEEDS))
+    assert all(table[seed].data_ptr() % 16 == 0 for seed in (0, 1, 2, SEEDS - 1))
 
 
 LARGE, SMALL = torch.randn(64, 512), torch.randn(4, 8)

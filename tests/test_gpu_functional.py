@@ -146,6 +146,20 @@ def test_a_captured_call_of_several_is_one_kernel():
     assert error(y, F.silu(x) * r) <= SINGLE
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2**16 - 1, 2**16, -1, 2**62])
+def test_a_seed_is_the_same_as_a_number_and_as_a_tensor(seed):
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # which has a table of its own
+        got = f.dropout(x, 0.5, seed=seed)
+        want = f.dropout(x, 0.5, seed=torch.tensor(seed, device="cuda"))
+        assert torch.equal(got, want) and 0 < int((got == 0).sum()) < x.numel()
+    with torch.inference_mode():
+        assert torch.equal(f.dropout(x, 0.5, seed=seed), want)
+    (slope,) = torch.autograd.grad(f.dropout(x, 0.5, seed=seed).sum(), x)
+    assert torch.equal(slope != 0, want != 0)
+
+
 def test_what_is_captured():
     x = torch.zeros(4, device="cuda")
     assert not library.is_captured(x) and not library.is_captured(x.cpu())

@@ -4,10 +4,12 @@ what the next operator keeps anyway."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import compiler
 from torch._C import _nn
 
 from deuteron.errors import BindError
@@ -19,8 +21,11 @@ from deuteron.functional.library import (
     SHORT_BYTES,
     all_but,
     delegates,
+    in_transform,
     is_captured,
     is_differentiated,
+    is_watched,
+    raw_stream,
     several_calls_win,
 )
 from deuteron.functional.operators import TORCHS, activated, one
@@ -329,12 +334,34 @@ def _dropout(b: Ops, x: Sym, bias: Sym | None, residual: Sym | None, seed: Sym, 
 DROPOUT = Function("dropout", _dropout)
 
 
-def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+SEEDS = 2**16  # so many are at hand on a GPU, from 0 on
+
+
+def _seed(seed: int | Tensor | None, x: Tensor) -> Tensor:
     if isinstance(seed, Tensor):
         return seed
     if seed is None:
-        return torch.randint(0, 2**62, (), device=device)
-    return torch.full((), seed, dtype=torch.int64, device=device)
+        return torch.randint(0, 2**62, (), device=x.device)
+    if seed.__class__ is int and 0 <= seed < SEEDS and _may_read_table(x):
+        return _seeds(x.device, raw_stream(x.get_device()))[seed]
+    return torch.full((), seed, dtype=torch.int64, device=x.device)
+
+
+def _may_read_table(x: Tensor) -> bool:
+    """Whether a launch is saved by a tensor that outlives the call: none that somebody records or
+    replaces, and none of which a CUDA Graph would note the address."""
+    if not x.is_cuda or compiler.is_compiling():
+        return False
+    return not (in_transform() or is_watched() or is_captured(x))
+
+
+@lru_cache(maxsize=8)
+def _seeds(device: torch.device, stream: int) -> Tensor:
+    """The first whole numbers. Writing one is a launch, as long as that of the dropout itself;
+    taking one out of a table is none. Each is 16 bytes from the next, which kernels like best, and
+    every ``stream`` reads its own: nobody else has to wait for what wrote it."""
+    with torch.inference_mode(False):  # gradients may be asked for later
+        return torch.arange(2 * SEEDS, device=device).div_(2, rounding_mode="floor")[::2]
 
 
 def _torch_dropout(x: Tensor, p: float, training: bool) -> Any:
@@ -410,4 +437,4 @@ def bias_dropout_residual(
     chance = p if training else 0.0
     if seed is None and chance == 0.0:
         seed = 0  # as in torch, nothing is drawn where nothing is dropped
-    return DROPOUT.one(x, bias, residual, _seed(seed, x.device), p=chance)
+    return DROPOUT.one(x, bias, residual, _seed(seed, x), p=chance)

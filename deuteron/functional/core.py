@@ -28,7 +28,6 @@ from deuteron.functional.given import (
     Attributes,
     Tensors,
     Types,
-    key_of,
     one_device,
     plain,
     signature,
@@ -38,11 +37,12 @@ from deuteron.functional.given import (
 from deuteron.functional.library import Heard, in_transform, is_watched, without_memory
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
-from deuteron.ir.types import TensorType
+from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import pullback
 from deuteron.plan import Plan, compile_graph
+from deuteron.plan.tensors import restrided
 from deuteron.policy import Policy
 
 Build = Callable[..., "Sym | tuple[Sym, ...]"]
@@ -246,16 +246,27 @@ class Pull:
 
     def way(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Way:
         """The plan from what was saved and the gradients of ``of`` to those of the inputs."""
-        # what was saved is of known types: only the gradients can differ from call to call
-        key = (*of, *map(key_of, tensors[len(self.saved) :]))
+        # sizes and types are those of the results; of what was saved a hook may have changed the
+        # strides, too
+        key = (*of, *[t.stride() for t in tensors])
         found = self.ways.get(key)
         if found is None:
             graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
             plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
             given = self.given(of)
             order = [given.index(name) for name in plan.inputs]
-            found = _keep(self.ways, key, Way(plan, order, places))
+            way = Way(plan, order, self._slots(places), self._moved(tensors))
+            found = _keep(self.ways, key, way)
         return found
+
+    def _moved(self, tensors: Sequence[torch.Tensor]) -> dict[int, TensorType]:
+        """Which of the saved tensors came back in another memory order than they were saved in."""
+        types = [(*self.types, *self.results)[i] for i in self.saved]
+        return {
+            i: saved
+            for i, (t, saved) in enumerate(zip(tensors, types, strict=False))
+            if saved is not None and not same_strides(saved.shape, t.stride(), saved.strides)
+        }
 
     def given(self, of: Sequence[int]) -> list[str]:
         """The names that a backward graph has for what was saved and the gradients of ``of``."""
@@ -282,8 +293,12 @@ class Pull:
     ) -> tuple[torch.Tensor | None, ...]:
         """Gradients for every input of the function: those that were found, or those of its
         results."""
-        each = iter([found[i] if i >= 0 else grads[~i] for i in places])
-        return tuple([next(each) if need else None for need in self.needs])
+        return _spread(found, self._slots(places), grads)
+
+    def _slots(self, places: Sequence[int]) -> list[int | None]:
+        """For every input of the function the place of its gradient, if it needs one."""
+        each = iter(places)
+        return [next(each) if need else None for need in self.needs]
 
     @property
     def spec(self) -> str:
@@ -293,14 +308,21 @@ class Pull:
 
 
 class Way:
-    """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``places``:
-    which of its results belong to the inputs that need a gradient, see :meth:`Pull.graph`."""
+    """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``slots``:
+    for each input of the function the place of its gradient, counted as in :meth:`Pull.graph`, or
+    None; ``moved``: given tensors that have to be put back into a memory order."""
 
-    def __init__(self, plan: Plan, order: list[int], places: list[int]) -> None:
-        self.plan, self.order, self.places = plan, order, places
+    def __init__(
+        self, plan: Plan, order: list[int], slots: list[int | None], moved: dict[int, TensorType]
+    ) -> None:
+        self.plan, self.order, self.slots, self.moved = plan, order, slots, moved
         self.ready: Callable[..., list[torch.Tensor]] | None = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self.moved:
+            tensors = [
+                restrided(t, self.moved[i]) if i in self.moved else t for i, t in enumerate(tensors)
+            ]
         given = [tensors[i] for i in self.order]
         if self.ready is None or Heard.listeners:
             found = _run(self.plan, given)
@@ -310,7 +332,8 @@ class Way:
 
 
 @lru_cache(maxsize=KEPT)
-def _pull_of(spec: str) -> Pull:
+def _pull_of(spec: str, device: torch.device) -> Pull:
+    """The pull that a text stands for, on one device: plans are kept for it alone."""
     name, types, attrs, needs = json.loads(spec)
     read = tuple(None if t is None else TensorType.of(t[0], t[1], strides=t[2]) for t in types)
     return Pull(FUNCTIONS[name], read, _frozen(attrs), tuple(needs))
@@ -337,12 +360,12 @@ class _Differentiable(torch.autograd.Function):
         if not of:
             return (None,) * len(ctx.needs_input_grad)
         pull: Pull = ctx.pull
-        given = [*ctx.saved_tensors, *[g for g in grads if g is not None]]
+        came = [g.resolve_neg() if g.is_neg() else g for g in grads if g is not None]
+        given = [*ctx.saved_tensors, *came]
         if torch.is_grad_enabled():  # somebody means to differentiate what comes out
             return None, *pull.by_references(of, given)
-        given = [t.resolve_neg() if t.is_neg() else t for t in given]
         way = pull.way(of, given)
-        return None, *pull.spread(way.run(given), way.places, given[len(pull.saved) :])
+        return None, *_spread(way.run(given), way.slots, came)
 
 
 # Function.apply, less its look at transforms, which is behind us already
@@ -415,13 +438,13 @@ def entries() -> dict[str, Callable[..., tuple[Sym, ...]]]:
 
 
 def _pullback(spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(_pull_of(spec).run(of, tensors))
+    return list(_pull_of(spec, tensors[0].device).run(of, tensors))
 
 
 def _fake_pullback(
     spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    pull = _pull_of(spec)
+    pull = _pull_of(spec, tensors[0].device)
     return _empty(pull.graph(of, types_of(tensors)[len(pull.saved) :])[0], tensors)
 
 
@@ -438,6 +461,12 @@ def any_requires_grad(tensors: Tensors) -> bool:
         if t is not None and t.requires_grad:
             return True
     return False
+
+
+def _spread(
+    found: Sequence[torch.Tensor], slots: Sequence[int | None], grads: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    return tuple([None if s is None else found[s] if s >= 0 else grads[~s] for s in slots])
 
 
 def _keep(where: dict[Any, Any], key: Any, value: Any) -> Any:

@@ -65,10 +65,6 @@ def plain(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
     return t.resolve_neg() if t.is_neg() else t
 
 
-def key_of(t: torch.Tensor) -> Any:
-    return t.shape, t.stride(), t.dtype, t.device
-
-
 def types_of(tensors: Iterable[torch.Tensor | None]) -> Types:
     return tuple(
         None
