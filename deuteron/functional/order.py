@@ -101,7 +101,7 @@ def _torch_histogram(x: Tensor, bins: int, low: float, high: float) -> Any:
 COUNTED = {torch.float32, torch.float64}
 
 
-@delegates(_torch_histogram, without=("weight",), ordered=False)
+@delegates(_torch_histogram, without=("weight",), keeps_type=True)
 def histogram(
     x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
 ) -> Tensor:

@@ -57,13 +57,11 @@ def _torchs(call: Callable[..., Tensor]) -> Callable[..., Any]:
             return NotImplemented
         if mask is None and scale == 1.0:
             return call(x, dim) if dtype is None else call(x, dim, dtype)
-        if dtype is not None or not several_calls_win(x, mask):
+        if dtype is not None or (mask is not None and mask.dtype is torch.bool):
             return NotImplemented
-        if mask is None:
-            return call(x * scale, dim)
-        if mask.dtype is torch.bool:
+        if not several_calls_win(x, mask):
             return NotImplemented
-        return call(x * scale + mask, dim)
+        return call(x * scale if mask is None else x * scale + mask, dim)
 
     return run
 
