@@ -17,9 +17,10 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton_kernels import TritonKernels
-from deuteron.engines.triton_resample import MOST_TAPS, OPS, axes, ways
+from deuteron.engines.triton_resample import MOST_TAPS, OPS, axes
 from deuteron.ir import Region, TensorType
 from deuteron.kernels.taps import Taps, resized, windows
+from deuteron.kernels.triton.resample_ways import ways
 from deuteron.ops import TABLE
 from deuteron.ops.evaluate import evaluate
 from deuteron.ops.samples import Arg, Sample
@@ -42,6 +43,10 @@ MORE = {
         Sample((Arg((1, 5, 33, 9)),), {"size": (61, 7), "mode": "nearest"}),
         Sample((Arg((1, 3, 20, 6), "extreme"),), {"size": (7, 11), "mode": "bilinear"}),
         Sample((Arg((1, 3, 20, 6), "extreme"),), {"size": (7, 5), "mode": "area"}),
+        Sample((Arg((1, 3, 20, 6)),), {"size": (10, 6), "mode": "area"}),
+        Sample((Arg((2, 6, 10, 6), layout="nhwc"),), {"size": (10, 3), "mode": "area"}),
+        Sample((Arg((2, 3, 5, 40)),), {"scale": (3.0, 2.0), "mode": "nearest"}),
+        Sample((Arg((2, 70, 3, 5), layout="nhwc"),), {"scale": (2.0, 1.0), "mode": "nearest"}),
     ),
     "resize_grad": (
         Sample((Arg((1, 2, 20, 5)),), {"shape": (1, 2, 2, 3), "mode": "bilinear"}),
@@ -50,10 +55,16 @@ MORE = {
         Sample((Arg((1, 2, 3, 40)),), {"shape": (1, 2, 20, 4), "mode": "nearest-exact"}),
     ),
     "avg_pool": (
+        Sample((Arg((2, 3, 9, 64)),), {"kernel": (3, 2), "stride": 2, "padding": (1, 0)}),
+        Sample((Arg((2, 70, 9, 12), layout="nhwc"),), {"kernel": 3, "stride": 2, "padding": 1}),
+        Sample((Arg((2, 6, 7, 9), layout="nhwc"),),
+               {"kernel": (2, 3), "stride": (3, 1), "padding": 1, "count_include_pad": False}),
         Sample((Arg((1, 2, 9, 19), "extreme"),), {"kernel": (5, 3), "stride": 1, "padding": 1}),
         Sample((Arg((1, 3, 30, 24)),), {"kernel": (11, 12), "stride": (3, 4)}),
     ),
     "avg_pool_grad": (
+        Sample((Arg((2, 5, 4, 3), layout="nhwc"),), {"shape": (2, 5, 12, 6), "kernel": (3, 2)}),
+        Sample((Arg((1, 2, 4, 3)),), {"shape": (1, 2, 12, 6), "kernel": (3, 2)}),
         Sample((Arg((1, 2, 5, 5)),), {"shape": (1, 2, 13, 13), "kernel": 3, "stride": 3,
                                       "padding": 1, "count_include_pad": False}),
     ),
@@ -198,27 +209,40 @@ def test_compiles_without_spills(arch, dtype, order):
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from deuteron.kernels.triton.resample import Map, Way
+    from deuteron.kernels.triton.resample import Map
     from tests.test_triton_gen import spilled
 
     kind = KINDS[dtype]
-    real = torch.float64 if dtype == "f64" else torch.float32
-    x = TensorType.of((4, 64, 112, 112), kind, order)
     twice = resized("bilinear", 112, 224, False, False, 2.0, dtype == "f64")
     cubic = resized("bicubic", 112, 224, False, False, 2.0, dtype == "f64")
     mean = windows(112, 56, 3, 2, 1, True, None, dtype == "f64")
-    for taps in (twice, twice.transposed, cubic, mean, mean.transposed):
+    pair = windows(112, 56, 2, 2, 0, True, None, dtype == "f64")
+    near = resized("nearest", 112, 224, False, False, 2.0, False)
+    for taps in (
+        twice,
+        twice.transposed,
+        cubic,
+        mean,
+        mean.transposed,
+        pair,
+        pair.transposed,
+        near,
+    ):
         x = TensorType.of((4, 64, taps.length, taps.length), kind, order)
         y = TensorType.of((4, 64, taps.results, taps.results), kind, order)
         of = Map(y.shape, x.strides, y.strides, taps, taps)
-        table = [(torch.int32, True)] * 2
-        table += [None if t is None else (real, True) for t in (taps.weights, taps.divisors)]
-        offered = ways(y, taps, taps)
-        for way in (Way(*w) for w in (offered if dtype == "bf16" else offered[:1])):
-            kernel, numbers, constants = of.call(way)
-            kinds = [(kind, True)] * 2 + table * 2 + [("i32", n % 16 == 0) for n in numbers]
-            kernel = kernel.compile(kinds, constants, way.warps, target=GPUTarget("cuda", arch, 32))
+        offered = ways(x, y, taps, taps)
+        for way in offered if dtype == "bf16" else offered[:1]:
+            call = of.call(way)
+            kinds = [(kind, True)] * 2 + [
+                None if t is None else (t.dtype, True) for t in call.tables
+            ]
+            kinds += [("i32", n % 16 == 0) for n in call.numbers]
+            machine = GPUTarget("cuda", arch, 32)
+            kernel = call.kernel.compile(kinds, call.constants, way.warps, target=machine)
             assert spilled(kernel, arch) == 0, (taps.most, way)
+            if way.regular and dtype == "bf16":
+                assert "st.global.v4.b32" in kernel.asm["ptx"], way
 
 
 # ---- offered -------------------------------------------------------------------------------------
@@ -281,7 +305,8 @@ def test_functions_and_their_gradients_on_a_gpu():
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements(huge_images):
-    from deuteron.kernels.triton.resample import Map, Way, resample
+    from deuteron.kernels.triton.resample import Map, resample
+    from deuteron.kernels.triton.resample_ways import Way
 
     x, planes = huge_images, huge_images.shape[1]
     x[0, -2:] = 2.0
@@ -290,9 +315,12 @@ def test_more_than_two_to_the_31_elements(huge_images):
     dx = torch.full_like(x, 7.0)
     for given, out, along in ((x, y, taps), (y, dx, taps.transposed)):
         of = Map(tuple(out.shape), given.stride(), out.stride(), along, along)
-        resample(of, Way(32, 4, 8, 4), x.device)(given, out)
-    assert (y[0, -2:] == 2.0).all() and not y[0, :-2].any()
-    assert (dx[0, -2:] == 0.5).all() and not dx[0, :-2].any()
+        kinds = [TensorType.from_tensor(t) for t in (given, out)]
+        for way in (Way(32, 4, 8, 4), ways(*kinds, along, along)[0]):
+            out.fill_(7.0)
+            resample(of, way, x.device)(given, out)
+            value = 2.0 if along is taps else 0.5
+            assert (out[0, -2:] == value).all() and not out[0, :-2].any(), way
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe
@@ -16,6 +16,7 @@ from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.taps import Taps, cells, resized, untouched, windows
+from deuteron.kernels.triton.resample_ways import Way, is_last, ways
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -24,10 +25,10 @@ OPS = {
     "resize": False, "resize_grad": True, "avg_pool": False, "avg_pool_grad": True,
     "adaptive_avg_pool": False, "adaptive_avg_pool_grad": True,
 }  # fmt: skip
-MOST_TAPS, UNROLLED = 64, 8  # along an axis: at all, and to be kept in registers
+MOST_TAPS = 64  # along an axis
 REACHED = 0.8  # of the bandwidth of a copy, with few taps
+REGULAR = 0.93  # and where places follow from numbers
 UNITS = 132  # multiprocessors, for which times were measured
-FEW = 2**21  # results: with fewer, large programs would leave multiprocessors idle
 MOST = 2**31 - 2**20  # places within an image and programs are counted in 32 bits
 
 
@@ -96,69 +97,7 @@ def _along(node: Node, at: int, length: int, size: int, double: bool) -> Taps:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    _, y = _ends(region)
-    names = ("planes", "rows", "columns", "warps", "walks")
-    return [dict(zip(names, way, strict=True)) for way in ways(y, *axes(region))]
-
-
-Shape = tuple[int, int, int, int, bool]  # planes, rows and columns, warps, whether it walks
-
-
-def ways(y: TensorType, down: Taps, across: Taps) -> list[Shape]:
-    return [*walks(y, down, across), *tiles(y, down, across)]
-
-
-def walks(y: TensorType, down: Taps, across: Taps) -> list[Shape]:
-    """Programs that go down the rows, where some are read again, most promising first."""
-    height, most = (1, *y.shape[2:])[-2], max(down.most, across.most)
-    if down.has_gaps or most > UNROLLED or down.most * height <= down.length:
-        return []
-    each = 8 if most == 1 or _is_last(y) else 16 if most == 2 else 8 if most <= 4 else 4
-    planes, columns = _sides(y, _held(y, each) * 128)
-    lengths = (32, 16) if most > 2 and height > down.length else (16, 8)
-    if y.numel < FEW:
-        lengths = (8, 4)
-    return [(planes, rows, columns, 4, True) for rows in lengths]
-
-
-def tiles(y: TensorType, down: Taps, across: Taps) -> list[Shape]:
-    """Programs that read all taps of their results, most promising first. The more taps, the fewer
-    results a thread has registers for."""
-    height, most = (1, *y.shape[2:])[-2], max(down.most, across.most)
-    each = _held(y, 16 if most <= 2 else 8 if most <= 4 else 4)
-    found = []
-    for rows in (4, 2) if each > 4 else (2, 1):
-        rows = min(rows, power_of_two(height))
-        planes, columns = _sides(y, each * 128 // rows * (2 if _is_last(y) else 1))
-        found.append((planes, rows, columns, 4, False))
-    return list(dict.fromkeys(found))
-
-
-def _held(y: TensorType, each: int) -> int:
-    """Results of a thread: fewer where numbers are wide, or where there are few results."""
-    return max(each >> (y.dtype.short == "f64") >> 2 * (y.numel < FEW), 1)
-
-
-def _sides(y: TensorType, room: int) -> tuple[int, int]:
-    """Planes and columns: as many as fit of what is adjacent in memory."""
-    channels, width = y.shape[1], y.shape[-1]
-    if _is_last(y):
-        planes = _evenly(channels, 64, 8)
-        return planes, max(min(room // planes, 1024 // planes, power_of_two(width)), 1)
-    columns = _evenly(width, 256, 32)
-    return max(min(room // columns, power_of_two(channels)), 1), columns
-
-
-def _is_last(y: TensorType) -> bool:
-    return y.strides[1] == 1 and y.shape[1] > 1
-
-
-def _evenly(length: int, most: int, least: int) -> int:
-    """A power of two, as large as may be, in whose multiples little of a length is left over."""
-    size = min(power_of_two(length), most)
-    while size > least and -(-length // size) * size > 1.25 * length:
-        size //= 2
-    return size
+    return [asdict(way) for way in ways(*_ends(region), *axes(region))]
 
 
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
@@ -166,18 +105,21 @@ def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
     are read."""
     _, y = _ends(region)
     down, across = axes(region)
+    reached = REGULAR if knobs["regular"] else REACHED
+    once = modelled_seconds(region_cost(region), main_dtype(region), reached, False, target)
+    if knobs["regular"]:
+        return once
     if knobs["walks"]:  # a row of x is blended once
         loads = across.most * down.length / down.results
         each = 4e-13 + 6e-13 * loads + 1e-13 * down.most
     else:
         each = 6e-13 + 3.5e-13 * down.most * across.most
-    work = y.numel * each * UNITS / target.units * (0.5 if _is_last(y) else 1.0)
-    once = modelled_seconds(region_cost(region), main_dtype(region), REACHED, False, target)
+    work = y.numel * each * UNITS / target.units * (0.5 if is_last(y) else 1.0)
     return max(once, work + target.launch)
 
 
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.resample import Map, Way, resample
+    from deuteron.kernels.triton.resample import Map, resample
 
     x, y = _ends(region)
     way = Way(**{k: v for k, v in knobs.items() if k != "recipe"})

@@ -15,13 +15,16 @@ instructions, the more so the more taps there are.
 
 So where rows are read again, ``walk`` goes down the rows and keeps what it read of the last ones,
 blended along the row: upsampling by 2 loads one element for a result instead of four.
+
+Where places need no table, ``resample_regular.py`` has kernels that come near to a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from math import gcd
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,19 +32,15 @@ import triton.language as tl
 
 from deuteron.kernels.taps import Taps
 from deuteron.kernels.triton.launch import Launchable
-
-UNROLLED = 8  # taps along an axis that are written out one by one
-
-
-@dataclass(frozen=True)
-class Way:
-    """A program's planes, rows and columns, its warps, and whether it walks down the rows."""
-
-    planes: int
-    rows: int
-    columns: int
-    warps: int
-    walks: bool = False
+from deuteron.kernels.triton.resample_regular import (
+    corner,
+    means_last,
+    means_pairs,
+    narrow,
+    repeat_last,
+    repeat_rows,
+)
+from deuteron.kernels.triton.resample_ways import UNROLLED, Way
 
 
 @triton.jit
@@ -115,31 +114,6 @@ def _across(
 
 
 @triton.jit
-def _narrow(y, total, divide_y, divide_x, row, column, height, width):
-    """The result as it is stored, after the division of a mean."""
-    if divide_x is not None:
-        by = tl.load(divide_x + column, mask=column < width, other=1.0)
-        if divide_y is not None:
-            by *= tl.load(divide_y + row, mask=row < height, other=1.0)
-        total = total / by
-    return total.to(y.dtype.element_ty)
-
-
-@triton.jit
-def _corner(
-    channels, height, width, PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """The image of a program, and where its planes, rows and columns begin."""
-    across = tl.cdiv(width, COLUMNS)
-    pieces = tl.cdiv(height, ROWS) * across
-    piece = tl.program_id(0) % pieces
-    block = tl.program_id(0) // pieces
-    blocks = tl.cdiv(channels, PLANES)
-    n = (block // blocks).to(tl.int64)
-    return n, block % blocks * PLANES, piece // across * ROWS, piece % across * COLUMNS
-
-
-@triton.jit
 def _tile(
     x, y, first_y, count_y, weight_y, divide_y, first_x, count_x, weight_x, divide_x,
     channels, height, width, sn, sc, sh, sw, tn, tc, th, one,
@@ -150,7 +124,7 @@ def _tile(
     """A tile of some planes of one image. LAST: channels are adjacent in y. ADJACENT: along the
     axis that is the last one in y, x has no gaps either."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    n, plane, upper, begin = _corner(channels, height, width, PLANES, ROWS, COLUMNS)
+    n, plane, upper, begin = corner(channels, height, width, PLANES, ROWS, COLUMNS)
     channel = _along(plane + tl.arange(0, PLANES), "plane", LAST)
     row = _along(upper + tl.arange(0, ROWS), "row", LAST)
     column = _along(begin + tl.arange(0, COLUMNS), "column", LAST)
@@ -187,7 +161,7 @@ def _tile(
         at = place + (row * th + column * tc) + channel
     else:
         at = place + channel.to(tl.int64) * tc + (row * th + column)
-    total = _narrow(y, total, divide_y, divide_x, row, column, height, width)
+    total = narrow(y, total, divide_y, divide_x, row, column, height, width)
     tl.store(at, total, mask=live)
 
 
@@ -222,7 +196,7 @@ def _walk(
     ``length``: the rows of x. RAGGED: there are rows among those kept that a result does not read.
     """
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    n, plane, upper, begin = _corner(channels, height, width, PLANES, ROWS, COLUMNS)
+    n, plane, upper, begin = corner(channels, height, width, PLANES, ROWS, COLUMNS)
     channel = (plane + tl.arange(0, PLANES))[None, :]
     column = (begin + tl.arange(0, COLUMNS))[:, None]
     live = (channel < channels) & (column < width)
@@ -260,11 +234,21 @@ def _walk(
             ahead = _read(source + (r + 1) * sh, step, live & (r + 1 < end), broad, BROAD)
             kept = kept[1:] + (line,)
         total = _gathered(kept, scales, tall, TALL, RAGGED)
-        total = _narrow(y, total, divide_y, divide_x, row, column, height, width)
+        total = narrow(y, total, divide_y, divide_x, row, column, height, width)
         tl.store(place + row * th, total, mask=live)
 
 
 tile, walk = Launchable(_tile), Launchable(_walk)
+
+
+class Call(NamedTuple):
+    """A kernel, its programs, and after x and y the tables, numbers and constants that it takes."""
+
+    kernel: Launchable
+    programs: int
+    tables: tuple[torch.Tensor | None, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -284,15 +268,22 @@ class Map:
         return height, width
 
     @property
+    def strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of x and of y, for images, rows of which there is one where there are none."""
+        (sn, sc, *steps), (tn, tc, *to) = self.of_x, self.of_y
+        return (sn, sc, *(0, *steps)[-2:]), (tn, tc, *(0, *to)[-2:])
+
+    @property
     def last(self) -> bool:
         """Whether channels are adjacent in y."""
         return self.of_y[1] == 1 and self.shape[1] > 1
 
-    def call(self, way: Way) -> tuple[Launchable, tuple[int, ...], dict[str, Any]]:
-        """The kernel, its numbers and its constants."""
-        (sn, sc, *steps), (tn, tc, *to) = self.of_x, self.of_y
-        sh, sw = (0, *steps)[-2:]
-        th, tw = (0, *to)[-2:]
+    def call(self, way: Way) -> Call:
+        """The kernel and all that it is given besides x and y."""
+        return self._regular(way) if way.regular else self._by_tables(way)
+
+    def _by_tables(self, way: Way) -> Call:
+        (sn, sc, sh, sw), (tn, tc, th, tw) = self.strides
         beside, unit = (tw, sc) if self.last else (tc, sw)
         numbers = (self.shape[1], *self.space, sn, sc, sh, sw, tn, beside, th, 1)
         constants = {
@@ -300,30 +291,76 @@ class Map:
             "ADJACENT": unit == 1, "PLANES": way.planes, "ROWS": way.rows, "COLUMNS": way.columns,
             "VECTOR": 8 if self.last else max(way.columns // (32 * way.warps), 1),
         }  # fmt: skip
+        tables = (*self.down.tables, *self.across.tables)
+        programs = self._tiles(way, self.space)
         if not way.walks:
-            return tile, numbers, {**constants, "UNROLL": UNROLLED}
-        return walk, (*numbers, self.down.length), {**constants, "RAGGED": self.down.is_ragged}
+            return Call(tile, programs, tables, numbers, {**constants, "UNROLL": UNROLLED})
+        numbers, constants = (
+            (*numbers, self.down.length),
+            constants | {"RAGGED": self.down.is_ragged},
+        )
+        return Call(walk, programs, tables, numbers, constants)
 
-    def programs(self, way: Way) -> int:
-        height, width = self.space
-        pieces = -(-height // way.rows) * -(-width // way.columns)
+    def _regular(self, way: Way) -> Call:
+        (sn, sc, sh, sw), (tn, tc, th, tw) = self.strides
+        down, across, (height, width) = self.down, self.across, self.space
+        images, channels = self.shape[:2]
+        read, repeats = (down.length, across.length), way.regular.startswith("repeat")
+        side = (sn, sh, sw, tn, th, tw) if self.last else (sn, sc, sh, tn, tc, th)
+        adjacent = channels if self.last else width
+        v = gcd(16, adjacent, *side)
+        side, adjacent = tuple(s // v for s in side), adjacent // v
+        constants: dict[str, Any] = {"V": v, "ROWS": way.rows, "COLUMNS": way.columns}
+        constants |= _repeated(down, across) if repeats else _averaged(down, across, self.last)
+        tables = () if repeats else (down.divisors, across.divisors)
+        if self.last:
+            constants["PLANES"] = way.planes
+            space = read if repeats else self.space
+            numbers = (adjacent, *(() if repeats else self.space), *read, *side)
+            kernel = repeat_last if repeats else means_last
+            return Call(kernel, self._tiles(way, space), tables, numbers, constants)
+        rows = down.length if repeats else height
+        lines = () if repeats else (down.length,)
+        numbers = (images * channels, channels, rows, adjacent, *lines, *side)
+        kernel = repeat_rows if repeats else means_pairs
+        return Call(kernel, self._rows(way, rows), tables, numbers, constants)
+
+    def _tiles(self, way: Way, space: tuple[int, int]) -> int:
+        """How many there are of some planes of images with so many rows and columns."""
+        pieces = -(-space[0] // way.rows) * -(-space[1] // way.columns)
         return self.shape[0] * -(-self.shape[1] // way.planes) * pieces
 
+    def _rows(self, way: Way, height: int) -> int:
+        """The same where the rows of all planes follow each other."""
+        rows = self.shape[0] * self.shape[1] * height
+        return -(-rows // way.rows) * -(-self.space[1] // way.columns)
 
-def tables(taps: Taps, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """first, count, weights and divisors as the kernels take them."""
-    given = (taps.first, taps.count, taps.weights, taps.divisors)
-    return tuple(None if t is None else t.contiguous().to(device) for t in given)
+
+def _repeated(down: Taps, across: Taps) -> dict[str, Any]:
+    """What the kernels that repeat elements want to know of the axes."""
+    scale = down.scale * across.scale
+    return {"SCALE": scale, "FACTOR_Y": down.factor, "FACTOR_X": across.factor}
+
+
+def _averaged(down: Taps, across: Taps, last: bool) -> dict[str, Any]:
+    """What the kernels of windows want to know of the axes."""
+    assert down.steps is not None and across.steps is not None
+    (step_y, before_y), (step_x, before_x) = down.steps, across.steps
+    found = {"TALL": down.most, "STEP_Y": step_y, "BEFORE_Y": before_y, "CUT_Y": down.is_cut}
+    if last:
+        found |= {"BROAD": across.most, "STEP_X": step_x, "BEFORE_X": before_x}
+        found["CUT_X"] = across.is_cut
+    return found
 
 
 def resample(
     of: Map, way: Way, device: torch.device
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``run(x, y)``."""
-    grid, (kernel, numbers, constants) = (of.programs(way),), of.call(way)
-    given = (*tables(of.down, device), *tables(of.across, device))
+    kernel, programs, tables, numbers, constants = of.call(way)
+    given = [None if t is None else t.contiguous().to(device) for t in tables]
 
     def run(x: torch.Tensor, y: torch.Tensor) -> None:
-        kernel(grid, x, y, *given, *numbers, warps=way.warps, **constants)
+        kernel((programs,), x, y, *given, *numbers, warps=way.warps, **constants)
 
     return run

@@ -1,0 +1,127 @@
+"""How resampling is spread over a GPU. No Triton here: engines ask while deciding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deuteron.codegen.triton_render import power_of_two
+from deuteron.ir.types import TensorType
+from deuteron.kernels.taps import Taps
+
+UNROLLED = 8  # taps along an axis that are written out one by one
+MOST_ROWS = 2**31 - 2**20  # which are counted in 32 bits
+MOST_COPIES = 16  # of an element that is repeated
+FEW = 2**21  # results: with fewer, large programs would leave multiprocessors idle
+
+
+@dataclass(frozen=True)
+class Way:
+    """A program's planes, rows and columns, its warps, and whether it walks down the rows; or which
+    kernel of ``resample_regular.py`` it is."""
+
+    planes: int
+    rows: int
+    columns: int
+    warps: int
+    walks: bool = False
+    regular: str = ""
+
+
+def ways(x: TensorType, y: TensorType, down: Taps, across: Taps) -> list[Way]:
+    """Ways worth trying, most promising first."""
+    return [*regular(x, y, down, across), *walks(y, down, across), *tiles(y, down, across)]
+
+
+# ---- places that follow from numbers -------------------------------------------------------------
+
+
+def regular(x: TensorType, y: TensorType, down: Taps, across: Taps) -> list[Way]:
+    """Tiles in which a thread has 16 bytes of what it writes."""
+    kind = _kind(x, y, down, across)
+    each = 16 * 8 // y.dtype.bits
+    width, found = y.shape[-1], []
+    for warps in (4, 8) if y.numel < FEW else (8, 4):
+        room = warps * 32 * each
+        if kind in ("means_pairs", "repeat_rows"):
+            columns = _evenly(width, min(256, room), 32)
+            found.append(Way(1, room // columns, columns, warps, False, kind))
+        elif kind:
+            planes = _evenly(y.shape[1], min(64, room), 8)
+            rows = min(warps // 2, power_of_two((1, *y.shape[2:])[-2]))
+            columns = max(1, min(room // planes // rows, power_of_two(width)))
+            found.append(Way(planes, rows, columns, warps, False, kind))
+    return found
+
+
+def _kind(x: TensorType, y: TensorType, down: Taps, across: Taps) -> str:
+    """The kernel that takes it, or nothing."""
+    adjacent = 1 if is_last(y) else -1
+    if x.strides[adjacent] != 1 or y.strides[adjacent] != 1:
+        return ""
+    if not is_last(y) and max(t.numel // t.shape[-1] for t in (x, y)) > MOST_ROWS:
+        return ""
+    if 1 < (down.factor or 0) * (across.factor or 0) <= MOST_COPIES:
+        return "repeat_last" if is_last(y) else "repeat_rows"
+    if down.steps is None or across.steps is None or max(down.most, across.most) > UNROLLED:
+        return ""
+    if is_last(y):
+        return "means_last"
+    pairs = across.steps == (2, 0) and across.most == 2 and not across.is_cut
+    return "means_pairs" if pairs else ""
+
+
+# ---- places in a table ---------------------------------------------------------------------------
+
+
+def walks(y: TensorType, down: Taps, across: Taps) -> list[Way]:
+    """Programs that go down the rows, where some are read again, most promising first."""
+    height, most = (1, *y.shape[2:])[-2], max(down.most, across.most)
+    if down.has_gaps or most > UNROLLED or down.most * height <= down.length:
+        return []
+    each = 8 if most == 1 or is_last(y) else 16 if most == 2 else 8 if most <= 4 else 4
+    planes, columns = _sides(y, _held(y, each) * 128)
+    lengths = (32, 16) if most > 2 and height > down.length else (16, 8)
+    if y.numel < FEW:
+        lengths = (8, 4)
+    return [Way(planes, rows, columns, 4, True) for rows in lengths]
+
+
+def tiles(y: TensorType, down: Taps, across: Taps) -> list[Way]:
+    """Programs that read all taps of their results, most promising first. The more taps, the fewer
+    results a thread has registers for."""
+    height, most = (1, *y.shape[2:])[-2], max(down.most, across.most)
+    each = _held(y, 16 if most <= 2 else 8 if most <= 4 else 4)
+    found = []
+    for rows in (4, 2) if each > 4 else (2, 1):
+        rows = min(rows, power_of_two(height))
+        planes, columns = _sides(y, each * 128 // rows * (2 if is_last(y) else 1))
+        found.append(Way(planes, rows, columns, 4))
+    return list(dict.fromkeys(found))
+
+
+def _held(y: TensorType, each: int) -> int:
+    """Results of a thread: fewer where numbers are wide, or where there are few results."""
+    return max(each >> (y.dtype.short == "f64") >> 2 * (y.numel < FEW), 1)
+
+
+def _sides(y: TensorType, room: int) -> tuple[int, int]:
+    """Planes and columns: as many as fit of what is adjacent in memory."""
+    channels, width = y.shape[1], y.shape[-1]
+    if is_last(y):
+        planes = _evenly(channels, 64, 8)
+        return planes, max(min(room // planes, 1024 // planes, power_of_two(width)), 1)
+    columns = _evenly(width, 256, 32)
+    return max(min(room // columns, power_of_two(channels)), 1), columns
+
+
+def is_last(y: TensorType) -> bool:
+    """Whether channels are adjacent."""
+    return y.strides[1] == 1 and y.shape[1] > 1
+
+
+def _evenly(length: int, most: int, least: int) -> int:
+    """A power of two, as large as may be, in whose multiples little of a length is left over."""
+    size = min(power_of_two(length), most)
+    while size > least and -(-length // size) * size > 1.25 * length:
+        size //= 2
+    return size
