@@ -184,10 +184,76 @@ def small_cases() -> Iterator[Case]:
                attrs={"groups": 2})  # fmt: skip
     yield Case("group_norm", (2, 4, 9), bias=False, activation="relu6", attrs={"groups": 1})
     yield Case("group_norm", (2, 4, 2**13), brain, activation="silu", attrs={"groups": 1})
+    for dtype in (torch.float32, half):  # in parts: whole channels, and pieces of one
+        yield Case("group_norm", (2, 6, 20, 113), dtype, attrs={"groups": 1}, extra=True,
+                   fill="offset", activation="relu")  # fmt: skip
+        yield Case("group_norm", (2, 4, 9000), dtype, attrs={"groups": 2}, weight=False)
     for dtype in (torch.float32, brain):
         yield Case("layer_norm", (5, 8200), dtype, extra=True)
         yield Case("rms_norm", (3, 16384), dtype)
     yield Case("layer_norm", (2, 2100), f64, keep=("dweight", "dbias"))
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A norm of groups and what follows it, on random tensors."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    act: str | None = None
+    affine: bool = True
+    fill: str = "normal"
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+    def feed(self) -> dict[str, torch.Tensor]:
+        case = Case(self.op, self.shape, self.dtype, weight=self.affine, activation="relu",
+                    bias=self.affine, fill=self.fill)  # fmt: skip
+        found = case.feed()
+        del found["grad"]
+        return found
+
+    def region(self, feed: Mapping[str, torch.Tensor]) -> Region:
+        build = GraphBuilder(infer, self.op)
+        ins = [build.input(n, TensorType.from_tensor(t)) for n, t in feed.items()]
+        (y,) = build.emit(self.op, ins, self.attrs)
+        if self.act is not None:
+            (y,) = build.emit(self.act, [y], {})
+        build.output("y", y)
+        return Region(build.finish(), anchor=0)
+
+
+def wrong_forward(case: Forward, target: Target, device: str) -> str:
+    """What is wrong with every candidate of the engine on the case, or nothing."""
+    feed = case.feed()
+    region = case.region(feed)
+    refusal = ENGINE.refuse(region, target, Policy())
+    if refusal is not None:
+        return f"refused: {refusal.reason}"
+    feed = {n: t.to(device) for n, t in feed.items()}
+    exact = evaluate(region.graph, feed, float64=True)["y"]
+    limit = allowed(error(evaluate(region.graph, feed)["y"], exact), case.dtype)
+    found = []
+    for candidate in ENGINE.candidates(region, target, Policy()):
+        ctx = BuildContext(target, torch.device(device), Policy(), {})
+        out = torch.full(case.shape, 99.0, dtype=case.dtype, device=device)
+        ENGINE.build(region, candidate, ctx).fn(*(feed[v] for v in region.inputs), out)
+        off = error(out, exact)
+        if not off <= limit:
+            found.append(f"{candidate}: off by {off:.3g}, allowed {limit:.3g}")
+    return "\n".join(found)
+
+
+def forward_cases() -> Iterator[Forward]:
+    """Groups that registers hold and parts of groups, tiles of one channel and of many."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        yield Forward("group_norm", (2, 6, 5, 5), dtype, "silu", attrs={"groups": 2})
+        yield Forward("instance_norm", (2, 3, 70, 30), dtype, "relu", affine=False)
+        yield Forward("group_norm", (2, 6, 20, 113), dtype, fill="offset", attrs={"groups": 1})
+        yield Forward("group_norm", (1, 2, 17000), dtype, "hardswish", attrs={"groups": 1})
+    yield Forward("instance_norm", (2, 3, 40), act="leaky_relu", fill="edge")
+    yield Forward("group_norm", (2, 4, 6), act="relu6", fill="odd", attrs={"groups": 2})
+    yield Forward("group_norm", (3, 4), attrs={"groups": 2, "eps": 0.01})
 
 
 def quick_tuples() -> None:
@@ -220,6 +286,7 @@ def main() -> None:
     tiny = replace(GPUS["h200"], units=2)  # so that programs take several rows
     cases = list(small_cases())
     failed = {str(c): w for c in cases if (w := wrong(c, tiny, "cpu"))}
+    failed |= {str(c): w for c in forward_cases() if (w := wrong_forward(c, tiny, "cpu"))}
     print(json.dumps({"count": len(cases), "failed": failed}))
 
 

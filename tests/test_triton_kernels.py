@@ -16,7 +16,7 @@ import deuteron as dt
 from deuteron.engines.triton_kernels import TritonKernels
 from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ir.region import Region
-from deuteron.kernels.triton.norm_ways import LONGEST, Way, Work, scratch, ways
+from deuteron.kernels.triton.norm_ways import LONGEST, Way, Work, forward_ways, scratch, ways
 from deuteron.ops import infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes
@@ -40,7 +40,9 @@ def test_in_the_interpreter():
 # ---- compiled for GPUs that are not there
 
 
-def compiled(work: Work, way: Way, dtype: torch.dtype, extra: bool, arch: int, monkeypatch) -> list:
+def compiled(
+    work: Work, way: Way, dtype: torch.dtype, extra: bool, arch: int, monkeypatch, back: bool = True
+) -> list:
     """Every kernel that a call would launch, with all operands, as (name, kernel)."""
     from triton.backends.compiler import GPUTarget
 
@@ -59,6 +61,9 @@ def compiled(work: Work, way: Way, dtype: torch.dtype, extra: bool, arch: int, m
 
     monkeypatch.setattr(norm.Launchable, "__call__", compile_only)
     t = torch.empty(8, dtype=dtype)
+    if not back:
+        norm.forward(work, way)(t, t, t, t)
+        return found
     bias = t if work.centred else None
     offset = t if work.activation != "none" else None
     norm.backward(work, way)(t, t, t, t if extra else None, t, t, bias, offset)
@@ -79,6 +84,7 @@ MAIN = [  # the shapes that the table of the H200 holds, and the widest that reg
     (Work(32 * 32, 2 * 12544, 1e-5, True, 2, 2, 32, 2, "silu"), BRAIN, False),
     (Work(32 * 64, 12544, 1e-5, True, 4, 3, 64, 1, "silu"), torch.float32, True),
     (Work(8 * 32, 20 * 1024, 1e-5, True, 2, 2, 32, 20, "silu"), BRAIN, False),
+    (Work(32 * 8, 8 * 12544, 1e-5, True, 2, 2, 8, 8, "silu"), BRAIN, False),
 ]
 
 
@@ -95,6 +101,20 @@ def test_main_kernels_compile_without_spills_and_prefetch(index, monkeypatch):
                 assert kernel.metadata.shared <= 99 << 10, (name, way, arch)
                 if name == "_rows" and way.stages > 1:
                     assert re.search(r"cp\.async\.cg\.shared\.global", kernel.asm["ptx"]), way
+
+
+@pytest.mark.parametrize(("each", "positions"), [(1, 12544), (2, 12544), (8, 12544), (40, 256)])
+@pytest.mark.parametrize("dtype", [BRAIN, torch.float32])
+def test_norms_of_groups_compile_without_spills(each, positions, dtype, monkeypatch):
+    pytest.importorskip("triton")
+    from tests.test_triton_gen import spilled
+
+    size = torch.empty(0, dtype=dtype).element_size()
+    work = Work(256, each * positions, 1e-5, True, size, 1, 32, each, "silu")
+    for way in forward_ways(work):
+        for arch in (90, 80):
+            for name, kernel in compiled(work, way, dtype, False, arch, monkeypatch, back=False):
+                assert spilled(kernel, arch) == 0, (name, way, arch)
 
 
 def test_sizes_decide_the_kind():
@@ -115,7 +135,9 @@ def test_groups_that_registers_hold():
     assert first(1, 12544) == Way(warps=8, tile=2048, channels=1)
     assert first(8, 49) == Way(warps=1, tile=256, channels=4)
     assert first(40, 256) == Way(warps=8, tile=2048, channels=8)
-    assert first(8, 12544).channels == 0 and first(1, 12544, 8).channels == 0
+    assert first(8, 12544) == Way(warps=4, tile=1024, channels=1, each=1, positions=6272)
+    assert first(40, 1024) == Way(warps=4, tile=1024, channels=1, each=5, positions=1024)
+    assert first(1, 12544, 8).channels == first(3, 14347).channels == 0  # a prime has no parts
 
 
 def test_one_program_for_little_work_and_few_ways_for_all():

@@ -29,6 +29,8 @@ IN_FLIGHT = 48 << 10  # bytes that a multiprocessor must have asked for to be ke
 SHARE = 1.5  # times its part of the bandwidth that a multiprocessor alone can draw
 REACHED = 0.92  # of the bandwidth of a copy
 AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
+# of REACHED, in loops over groups: passes wait for L2, and each element looks for its channel
+GROUPED = {"group_norm": 0.48}
 CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads and work take turns
 
 
@@ -82,6 +84,7 @@ class TritonGen:
             return once / CROWDED
         if kind not in ("loop", "split"):
             return once
+        once /= min(GROUPED.get(op, 1.0) for op in region.ops)
         again = AGAIN * (passes_needed(program) - 1) * cost.reads / target.stream
         launches = dependent_passes(program) if kind == "split" else 0
         return once + again + launches * target.launch

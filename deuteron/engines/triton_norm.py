@@ -27,8 +27,9 @@ NORMS = {  # operator → whether its statistics have a mean
     "instance_norm_grad": True,
 }  # fmt: skip
 REACHED = 0.92  # of the bandwidth of a copy, as measured for kernels of this kind
-# what groups read again, in tensors: in tiles, and held by a program that has a unit to itself
-AGAIN = {False: 1.6, True: 0.9}
+# how often groups' operands are read once more, as measured: held by a program that has a unit to
+# itself, in parts, and in tiles one after the other
+AGAIN = {"held": 0.9, "parts": 0.9, "looped": 1.6}
 ROWS_LIMIT = 2**31 - 2**20  # rows are counted in 32 bits, with room for the last step
 
 
@@ -90,7 +91,7 @@ def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
     once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
     times = float(work.kind == "long")
     if work.kind == "groups" and not is_held(work, _way(knobs)):
-        times = AGAIN[bool(knobs["channels"])]
+        times = AGAIN["parts" if knobs["each"] else "held" if knobs["channels"] else "looped"]
     again = times * cost.reads / target.stream
     launches = (knobs["programs"] > 1 or work.kind == "groups") + (work.kind == "long")
     return once + again + launches * target.launch

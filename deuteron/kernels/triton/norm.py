@@ -37,7 +37,8 @@ from deuteron.kernels.triton.chain import enter
 from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.kernels.triton.norm_groups import held, looped
 from deuteron.kernels.triton.norm_parts import over_root, read, write
-from deuteron.kernels.triton.norm_ways import COLUMNS, Way, Work, tile_of
+from deuteron.kernels.triton.norm_split import BACKWARD, FORWARD, MOMENTS, SUMS, WHOLE
+from deuteron.kernels.triton.norm_ways import COLUMNS, Way, Work, samples, tile_of
 
 
 @triton.jit
@@ -308,12 +309,12 @@ def backward(work: Work, way: Way) -> Call:
     and dbias. Any but x and grad may be None; a result that is None is not computed."""
     wide = _wide(work)
     constants: dict[str, Any] = {
-        "EPS": work.eps, "WIDE": tl.float64 if work.size == 8 else tl.float32,
+        "EPS": work.eps, "WIDE": _kind(work),
     }  # fmt: skip
     first: Callable[..., None]
     if work.kind == "groups":
-        count, n = work.rows // work.groups, work.groups * work.each
-        first = _groups_call(work, way, constants)
+        count, n = samples(work, way), work.groups * work.each
+        first = (_split_call if way.each else _groups_call)(work, way, constants)
     else:
         count, n = way.programs, work.columns
         constants |= {"N": n, "CENTRED": work.centred}
@@ -346,6 +347,11 @@ def _wide(work: Work) -> torch.dtype:
     return torch.float64 if work.size == 8 else torch.float32
 
 
+def _kind(work: Work) -> tl.dtype:
+    """The same as Triton calls it."""
+    return tl.float64 if work.size == 8 else tl.float32
+
+
 def _groups_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:
     kernel, (channels, positions) = HELD if way.channels else LOOPED, tile_of(work, way)
     return partial(
@@ -353,6 +359,60 @@ def _groups_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..
         HW=work.columns // work.each, ACT=work.activation, SLOPE=work.slope, C=channels,
         H=positions, **constants,
     )  # fmt: skip
+
+
+def _split_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:
+    programs, common, rest = _parts(work, way, constants)
+
+    def run(
+        x: Tensor, grad: Tensor, weight: Maybe, offset: Maybe, extra: Maybe, dx: Maybe,
+        dweight: Maybe, dbias: Maybe, CHAIN: bool,
+    ) -> None:  # fmt: skip
+        wide = _wide(work)
+        moments, sums = (torch.empty((programs, 2), dtype=wide, device=x.device) for _ in range(2))
+        given = (x, grad, weight, offset)
+        MOMENTS((programs,), x, moments, CHAIN=CHAIN, **common)
+        SUMS((programs,), *given, moments, sums, dweight, dbias, CHAIN=CHAIN, **common, **rest)
+        if dx is not None:
+            BACKWARD((programs,), *given, extra, dx, moments, sums, CHAIN=CHAIN, **common, **rest)
+
+    return run
+
+
+def _parts(
+    work: Work, way: Way, constants: dict[str, Any]
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """How many parts all groups have, and the constants of kernels that take parts: those for
+    moments, and further ones."""
+    each = way.each or work.each
+    positions = way.positions or work.columns // work.each
+    parts = work.columns // (each * positions)
+    common = {
+        "ALL": work.each, "POSITIONS": work.columns // work.each, "PARTS": parts, "EACH": each,
+        "HW": positions, "WIDE": constants["WIDE"], "C": way.channels,
+        "H": way.tile // way.channels, "warps": way.warps,
+    }  # fmt: skip
+    rest = {
+        "GROUPS": work.groups, "MANY": power_of_two(parts), "EPS": work.eps,
+        "ACT": work.activation, "SLOPE": work.slope,
+    }  # fmt: skip
+    return work.rows * parts, common, rest
+
+
+def forward(work: Work, way: Way) -> Callable[[Tensor, Maybe, Maybe, Tensor], None]:
+    """A function of x, weight, bias and y that fills y: a norm of groups and its activation."""
+    programs, common, rest = _parts(work, way, {"WIDE": _kind(work)})
+
+    def run(x: Tensor, weight: Maybe, bias: Maybe, y: Tensor) -> None:
+        if not way.each:
+            WHOLE((programs,), x, weight, bias, y, None, CHAIN=False, **common, **rest)
+            return
+        chain = chained(x.device)
+        moments = torch.empty((programs, 2), dtype=_wide(work), device=x.device)
+        MOMENTS((programs,), x, moments, CHAIN=chain, **common)
+        FORWARD((programs,), x, weight, bias, y, moments, CHAIN=chain, **common, **rest)
+
+    return run
 
 
 def _rows_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:

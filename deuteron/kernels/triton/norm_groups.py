@@ -25,14 +25,14 @@ from deuteron.kernels.triton.norm_parts import over_root, read, write
 
 
 @triton.jit
-def _of_channels(p, channel, k, EACH: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+def of_channels(p, channel, k, EACH: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
     """The numbers of a tile's channels, a column."""
     j = k + tl.arange(0, C)[:, None]
     return read(p + channel + j, j < EACH, EACH % C == 0).to(WIDE)
 
 
 @triton.jit
-def _bent(
+def bent_tile(
     g, v, w, weight, offset, channel, k, EACH: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr,
     SLOPE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def _bent(
         if weight is not None:
             z *= w
         if offset is not None:
-            z += _of_channels(offset, channel, k, EACH, C, WIDE)
+            z += of_channels(offset, channel, k, EACH, C, WIDE)
         return act_grad(g, z, SLOPE, ACT)
 
 
@@ -87,7 +87,7 @@ def looped(
         sum_g = tl.zeros((C, H), WIDE)
         sum_gv = tl.zeros((C, H), WIDE)
         if weight is not None:
-            w = _of_channels(weight, channel, k, EACH, C, WIDE)
+            w = of_channels(weight, channel, k, EACH, C, WIDE)
         for o in range(0, HW, H):
             at = base + (k + j) * HW + o + h
             inside = (k + j < EACH) & (o + h < HW)
@@ -95,7 +95,7 @@ def looped(
             g = read(grad + at, inside, EVEN).to(WIDE)
             if not EVEN:
                 v = tl.where(inside, v, 0.0)
-            g = _bent(g, v, w, weight, offset, channel, k, EACH, C, ACT, SLOPE, WIDE)
+            g = bent_tile(g, v, w, weight, offset, channel, k, EACH, C, ACT, SLOPE, WIDE)
             sum_g += g
             sum_gv += g * v
         of_g = tl.sum(sum_g, 1, keep_dims=True)
@@ -111,13 +111,13 @@ def looped(
         all_gv = tl.sum(products) / L
         for k in range(0, EACH, C):
             if weight is not None:
-                w = _of_channels(weight, channel, k, EACH, C, WIDE)
+                w = of_channels(weight, channel, k, EACH, C, WIDE)
             for o in range(0, HW, H):
                 at = base + (k + j) * HW + o + h
                 inside = (k + j < EACH) & (o + h < HW)
                 v = (read(x + at, inside, EVEN).to(WIDE) - shift - off) * rstd
                 g = read(grad + at, inside, EVEN).to(WIDE)
-                g = _bent(g, v, w, weight, offset, channel, k, EACH, C, ACT, SLOPE, WIDE)
+                g = bent_tile(g, v, w, weight, offset, channel, k, EACH, C, ACT, SLOPE, WIDE)
                 d = (g * w - all_g - v * all_gv) * rstd
                 if extra is not None:
                     d += read(extra + at, inside, EVEN).to(WIDE)
@@ -125,7 +125,7 @@ def looped(
 
 
 @triton.jit
-def _place(i, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr, H: tl.constexpr):
+def place(i, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr, H: tl.constexpr):
     """Offsets of the i-th tile of a group, and which of its elements are inside."""
     ACROSS: tl.constexpr = (HW + H - 1) // H
     j = i // ACROSS * C + tl.arange(0, C)[:, None]
@@ -134,19 +134,19 @@ def _place(i, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr, H: tl.const
 
 
 @triton.jit
-def _tiles(p, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr, H: tl.constexpr):
+def tiles_of(p, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr, H: tl.constexpr):
     """All tiles of a group, on their way at once."""
     ACROSS: tl.constexpr = (HW + H - 1) // H
-    at, inside = _place(0, EACH, HW, C, H)
+    at, inside = place(0, EACH, HW, C, H)
     found = (read(p + at, inside, EACH % C == 0 and H <= HW),)
     for i in tl.static_range(1, (EACH + C - 1) // C * ACROSS):
-        at, inside = _place(i, EACH, HW, C, H)
+        at, inside = place(i, EACH, HW, C, H)
         found = found + (read(p + at, inside, EACH % C == 0 and (i % ACROSS + 1) * H <= HW),)
     return found
 
 
 @triton.jit
-def _distance(
+def distance(
     tile, mean, I: tl.constexpr, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr,
     H: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def _distance(
     ACROSS: tl.constexpr = (HW + H - 1) // H
     v = tile.to(mean.dtype) - mean
     if EACH % C != 0 or (I % ACROSS + 1) * H > HW:
-        _, inside = _place(I, EACH, HW, C, H)
+        _, inside = place(I, EACH, HW, C, H)
         v = tl.where(inside, v, 0.0)
     return v
 
@@ -175,8 +175,8 @@ def held(
     DOWN: tl.constexpr = (EACH + C - 1) // C
     row = tl.program_id(0).to(tl.int64)
     base = row * L
-    xs = _tiles(x + base, EACH, HW, C, H)
-    gs = _tiles(grad + base, EACH, HW, C, H)
+    xs = tiles_of(x + base, EACH, HW, C, H)
+    gs = tiles_of(grad + base, EACH, HW, C, H)
     total = xs[0].to(WIDE)
     for i in tl.static_range(1, DOWN * ACROSS):
         total += xs[i].to(WIDE)
@@ -184,7 +184,7 @@ def held(
     squares = tl.zeros((C, H), WIDE)
     left = tl.zeros((C, H), WIDE)
     for i in tl.static_range(DOWN * ACROSS):
-        v = _distance(xs[i], mean, i, EACH, HW, C, H)
+        v = distance(xs[i], mean, i, EACH, HW, C, H)
         squares += v * v
         if REFINE:
             left += v
@@ -203,14 +203,14 @@ def held(
         sum_g = tl.zeros((C, H), WIDE)
         sum_gv = tl.zeros((C, H), WIDE)
         if weight is not None:
-            w = _of_channels(weight, channel, k * C, EACH, C, WIDE)
+            w = of_channels(weight, channel, k * C, EACH, C, WIDE)
         for o in tl.static_range(ACROSS):
-            v = _distance(xs[k * ACROSS + o], mean, k * ACROSS + o, EACH, HW, C, H)
+            v = distance(xs[k * ACROSS + o], mean, k * ACROSS + o, EACH, HW, C, H)
             if REFINE:
                 v -= off
             v *= rstd
             g = gs[k * ACROSS + o].to(WIDE)
-            g = _bent(g, v, w, weight, offset, channel, k * C, EACH, C, ACT, SLOPE, WIDE)
+            g = bent_tile(g, v, w, weight, offset, channel, k * C, EACH, C, ACT, SLOPE, WIDE)
             bent = bent + (g,)
             sum_g += g
             sum_gv += g * v
@@ -228,14 +228,14 @@ def held(
         mean_gv = tl.sum(all_gv) / L
         for k in tl.static_range(DOWN):
             if weight is not None:
-                w = _of_channels(weight, channel, k * C, EACH, C, WIDE)
+                w = of_channels(weight, channel, k * C, EACH, C, WIDE)
             for o in tl.static_range(ACROSS):
                 v = xs[k * ACROSS + o].to(WIDE) - mean
                 if REFINE:
                     v -= off
                 v *= rstd
                 d = (bent[k * ACROSS + o] * w - mean_g - v * mean_gv) * rstd
-                at, inside = _place(k * ACROSS + o, EACH, HW, C, H)
+                at, inside = place(k * ACROSS + o, EACH, HW, C, H)
                 if extra is not None:
                     more = read(extra + base + at, inside, EACH % C == 0 and (o + 1) * H <= HW)
                     d += more.to(WIDE)

@@ -15,6 +15,7 @@ COLUMNS = 512  # of a program in the long variant
 TALLEST = 8192  # positions of a tile of a group that is read again and again
 EACH = 8  # elements of a tile that a thread has, which are a load of 16 bytes in 16 bits
 FEW, MOST = 7, 14  # tiles of a group that registers hold: for two programs on a unit, for one
+LEAST_PART, MOST_PARTS = 1024, 4096  # elements of a part of a group, parts of one
 WAVES = 4  # programs of the long variant per multiprocessor
 
 
@@ -49,7 +50,8 @@ class Work:
 @dataclass(frozen=True)
 class Way:
     """How it is run: ``rows`` at a time by each of ``programs``, with loads in ``stages``; or
-    groups, ``tile`` elements at a time, or all at once in tiles of so many ``channels``."""
+    groups, ``tile`` elements at a time, or all at once in tiles of so many ``channels``; or in
+    parts of ``each`` channels by ``positions``, each of them all at once."""
 
     rows: int = 1
     programs: int = 1
@@ -57,6 +59,8 @@ class Way:
     stages: int = 1
     tile: int = 0
     channels: int = 0
+    each: int = 0
+    positions: int = 0
 
 
 def ways(work: Work, units: int) -> list[Way]:
@@ -70,7 +74,7 @@ def ways(work: Work, units: int) -> list[Way]:
         most = power_of_two(work.columns)
         tiles = dict.fromkeys(min(most, tile) for tile in (8192, 16384, 2048))
         again = [Way(warps=max(1, min(16, tile // 512)), tile=tile) for tile in tiles]
-        return [*_held(work), *again]
+        return [*_held(work), *_split(work), *again]
     if work.kind == "long":
         across = -(-work.columns // COLUMNS)
         return [Way(4, max(1, min(work.rows // 16, WAVES * units // across)), 4, 3)]
@@ -84,23 +88,54 @@ def ways(work: Work, units: int) -> list[Way]:
     return list(dict.fromkeys(_shared_out(work, units, p, w) for p, w in fitting))
 
 
+def forward_ways(work: Work) -> list[Way]:
+    """Ways of the norm itself; groups whose parts are no fair size have none."""
+    return [*_held(work), *_split(work)]
+
+
 def _held(work: Work) -> list[Way]:
     """The fewest warps whose registers hold a group, if there are any: more programs on a unit then
     cover each other's waiting for sums."""
     if work.size > 4:
         return []
+    positions = work.columns // work.each
     for most, choices in ((FEW, (1, 2, 4, 8)), (MOST, (8,))):
         for warps in choices:
-            tile = warps * 32 * EACH
-            wide = [1 << k for k in range(power_of_two(work.each).bit_length()) if 1 << k <= tile]
-            channels = min(wide, key=lambda c: _tiles(work, c, tile // c))
-            if _tiles(work, channels, tile // channels) <= most:
-                return [Way(warps=warps, tile=tile, channels=channels)]
+            channels, tiles = _cut(work.each, positions, warps)
+            if tiles <= most:
+                return [Way(warps=warps, tile=warps * 32 * EACH, channels=channels)]
     return []
 
 
-def _tiles(work: Work, channels: int, positions: int) -> int:
-    return -(-work.each // channels) * -(-(work.columns // work.each) // positions)
+def _split(work: Work) -> list[Way]:
+    """Equal parts of a group that the registers of 4 warps hold: whole channels, or equal pieces
+    of one."""
+    positions, warps = work.columns // work.each, 4
+    most = FEW * warps * 32 * EACH
+    if positions <= most:
+        fair = max(1, most * 6 // 7 // positions)  # several channels take more registers
+        each = max(d for d in range(1, fair + 1) if work.each % d == 0)
+    else:
+        each = 1
+        pieces = range(-(-positions // most), positions // LEAST_PART + 1)
+        positions = next((positions // q for q in pieces if positions % q == 0), 0)
+    size = each * positions
+    if work.size > 4 or size < LEAST_PART or not 1 < work.columns // size <= MOST_PARTS:
+        return []
+    channels, tiles = _cut(each, positions, warps)
+    if tiles > MOST:
+        return []
+    return [Way(warps=warps, tile=warps * 32 * EACH, channels=channels, each=each,
+                positions=positions)]  # fmt: skip
+
+
+def _cut(each: int, positions: int, warps: int) -> tuple[int, int]:
+    """How many channels a tile has that leaves least over, and how many tiles there are then."""
+    tile = warps * 32 * EACH
+    wide = [1 << k for k in range(power_of_two(each).bit_length()) if 1 << k <= tile]
+    counts = {c: -(-each // c) * -(-positions // (tile // c)) for c in wide}
+    channels = min(wide, key=lambda c: counts[c])
+    return channels, counts[channels]
 
 
 def tile_of(work: Work, way: Way) -> tuple[int, int]:
@@ -113,7 +148,8 @@ def tile_of(work: Work, way: Way) -> tuple[int, int]:
 
 def is_held(work: Work, way: Way) -> bool:
     """Whether what is read stays in registers, with room for other programs beside."""
-    return bool(way.channels) and _tiles(work, *tile_of(work, way)) <= FEW
+    positions = work.columns // work.each
+    return bool(way.channels and not way.each) and _cut(work.each, positions, way.warps)[1] <= FEW
 
 
 def _shared_out(work: Work, units: int, per_unit: int, warps: int) -> Way:
@@ -133,11 +169,18 @@ def _shared_out(work: Work, units: int, per_unit: int, warps: int) -> Way:
     return Way(rows, min(tiles, most), max(1, min(warps, rows * width // 256)), stages)
 
 
+def samples(work: Work, way: Way) -> int:
+    """How many partial results there are for a channel."""
+    pieces = work.columns // work.each // way.positions if way.positions else 1
+    return work.rows // work.groups * pieces
+
+
 def scratch(work: Work, way: Way, sums: int) -> int:
     """Bytes of partial results for ``sums`` parameters, and of the sums of long rows."""
     wide = max(work.size, 4)
     if work.kind == "groups":
-        count = work.rows // work.groups
-        return 0 if count == 1 else sums * count * work.groups * work.each * wide
+        count, size = samples(work, way), way.each * way.positions
+        of_parts = 4 * work.rows * (work.columns // size) * wide if size else 0
+        return of_parts + (0 if count == 1 else sums * count * work.groups * work.each * wide)
     partials = 0 if way.programs == 1 else sums * way.programs * work.columns * wide
     return partials + (5 * work.rows * wide if work.kind == "long" else 0)
