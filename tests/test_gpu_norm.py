@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from deuteron.kernels.triton.norm_ways import Work, ways
-from tests.norm_cases import Case, small_cases, wrong
+from tests.norm_cases import Case, Forward, forward_cases, small_cases, wrong, wrong_forward
 from tests.tolerances import allowed, error
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +75,23 @@ def test_an_activation_taken_along(dtype):
         Case("instance_norm", (4, 33, 112, 112), dtype, fill="offset", extra=True,
              activation="leaky_relu"),
     ])), text  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, BRAIN])
+def test_norms_of_groups(dtype):
+    """Held in registers and in parts, with what follows."""
+    target, groups = dt.target("cuda"), {"groups": 32}
+    cases = [
+        *forward_cases(),
+        Forward("group_norm", (8, 256, 56, 56), dtype, "silu", attrs=groups),
+        Forward("group_norm", (4, 64, 112, 112), dtype, "relu", attrs={"groups": 8}),
+        Forward("group_norm", (2, 320, 64, 64), dtype, fill="offset", attrs=groups),
+        Forward("group_norm", (2, 1280, 16, 16), dtype, "silu", affine=False, attrs=groups),
+        Forward("instance_norm", (4, 33, 112, 112), dtype, "leaky_relu", fill="offset"),
+        Forward("group_norm", (1, 128, 512, 512), dtype, "silu", attrs=groups),
+    ]
+    found = [(case, text) for case in cases if (text := wrong_forward(case, target, "cuda"))]
+    assert not found, found
 
 
 def test_a_mean_of_a_thousand_deviations():

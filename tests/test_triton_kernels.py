@@ -344,7 +344,29 @@ def test_gradients_of_gradients():
 def test_a_heuristic_plan_picks_the_kernel(norm, shape, attrs):
     decision = decide(block(norm, shape, "bf16", **attrs).ir(), H200, Policy())
     chosen = {c.region.ops: c.candidate.engine for c in decision.choices}
-    assert chosen == {(norm,): "triton_gen", (f"{norm}_grad",): "triton_kernels"}
+    forward = "triton_kernels" if norm == "group_norm" else "triton_gen"
+    assert chosen == {(norm,): forward, (f"{norm}_grad",): "triton_kernels"}
+
+
+def test_a_norm_of_groups_takes_one_activation_along():
+    engine = TritonKernels()
+
+    def reason(*ops: str, shape=(2, 4, 8, 8), read_both=False) -> str | None:
+        g = dt.Graph()
+        x = z = g.group_norm(g.tensor("x", shape), groups=2)
+        for op in ops:
+            x = getattr(g, op)(x)
+        x.output("y")
+        if read_both:
+            z.output("z")
+        refusal = engine.refuse(Region(g.ir(), anchor=0), H200, Policy())
+        return None if refusal is None else refusal.reason
+
+    assert reason() is None and reason("silu") is None and reason("relu") is None
+    assert "one activation along, not relu + relu" in str(reason("relu", "relu"))
+    assert "one activation along, not exp" in str(reason("exp"))
+    assert "is read, too" in str(reason("relu", read_both=True))
+    assert "neither a group nor" in str(reason(shape=(2, 4, 100003)))
 
 
 def test_prices_are_near_the_bytes():
