@@ -29,7 +29,7 @@ NORMS = {  # operator → whether its statistics have a mean
 REACHED = 0.92  # of the bandwidth of a copy, as measured for kernels of this kind
 # how often groups' operands are read once more, as measured: held by a program that has a unit to
 # itself, in parts, and in tiles one after the other
-AGAIN = {"held": 0.9, "parts": 0.9, "looped": 1.6}
+AGAIN = {"held": 1.4, "parts": 1.8, "looped": 2.6}
 ROWS_LIMIT = 2**31 - 2**20  # rows are counted in 32 bits, with room for the last step
 
 
