@@ -14,7 +14,8 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.errors import DeuteronError
 from deuteron.frontends import torch_export
-from deuteron.functional.core import FUNCTIONS, Pull
+from deuteron.functional.core import FUNCTIONS
+from deuteron.functional.pull import Pull
 from tests.functional_cases import CALLS, Call, gradients, results
 from tests.tolerances import (
     DOUBLE,

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton_kernels import TritonKernels
-from deuteron.functional.core import FUNCTIONS, Pull
+from deuteron.functional.core import FUNCTIONS
 from deuteron.functional.operators import call
+from deuteron.functional.pull import Pull
 from deuteron.ir import Region, TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes

@@ -31,6 +31,8 @@ PAIRS = (("weight", "bias"), ("running_mean", "running_var"))
 def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     if len(region.nodes) != 1 or region.ops[0] not in OPS:
         return Refusal("is not batch norm in training or the gradient of a norm of channels")
+    if region.ops[0] in GROUPS and region.nodes[0].attrs["activation"] != "none":
+        return Refusal("takes an activation along after batch norm alone", "leave it outside")
     tensors = _read(region) | _made(region)
     if "signs" in tensors:
         return Refusal("keeps no signs", "leave packed out: y tells them")

@@ -18,6 +18,8 @@ REACHED = 0.25  # of the arithmetic: four passes over the row wait for its first
 def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     if len(region.nodes) != 1 or region.ops[0] not in CENTRED:
         return Refusal("is not the gradient of a layer_norm or rms_norm alone")
+    if region.nodes[0].attrs["activation"] != "none":
+        return Refusal("takes no activation along", "leave it outside")
     wrong = on_this_cpu(region, target)
     if wrong is not None:
         return wrong

@@ -12,9 +12,8 @@ it needs it computes again inside the fused kernel, which reads those anyway.
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -35,22 +34,18 @@ from deuteron.functional.given import (
     types_of,
 )
 from deuteron.functional.library import Heard, in_transform, is_watched, without_memory
+from deuteron.functional.pull import EAGER, KEPT, Pull, keep, run_plan, spread
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
-from deuteron.ir.types import TensorType, same_strides
+from deuteron.ir.types import TensorType
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.evaluate import evaluate
-from deuteron.passes import pullback
 from deuteron.plan import Plan, compile_graph
-from deuteron.plan.tensors import restrided
-from deuteron.policy import Policy
 
 Build = Callable[..., "Sym | tuple[Sym, ...]"]
 
 LIBRARY = torch.library.Library("deuteron", "FRAGMENT")
 FUNCTIONS: dict[str, Function] = {}
-KEPT = 1024  # plans of one function; beyond, the oldest makes room
-EAGER = Policy(cuda_graph=False)  # a caller may capture the call in a graph of its own
 
 
 class Function:
@@ -114,7 +109,7 @@ class Function:
         found = self.known.get(key)
         if found is None:
             one_device(self.name, tensors)
-            found = _keep(self.known, key, Known(self, types_of(tensors), attrs))
+            found = keep(self.known, key, Known(self, types_of(tensors), attrs))
         return found
 
     def by_references(self, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
@@ -177,7 +172,7 @@ class Known:
             assert self.graph is not None
             self.plan = compile_graph(self.graph, device=tensors[0].device, policy=EAGER)
             self.graph = None
-        found = _run(self.plan, tensors)
+        found = run_plan(self.plan, tensors)
         self.ready = self.plan.ready()
         return found
 
@@ -187,148 +182,6 @@ class Known:
         if found is None:
             found = self.pulls[needs] = Pull(self.function, self.types, self.attrs, needs)
         return found
-
-
-class Pull:
-    """The backward pass of a function for inputs of given types: what to save for it, and its
-    plans. ``saved`` counts through the inputs and then the results of the function."""
-
-    def __init__(
-        self, function: Function, types: Types, attrs: Attributes, needs: tuple[bool, ...]
-    ):
-        self.function, self.types, self.attrs, self.needs = function, types, attrs, needs
-        there = [
-            None if name in function.overwritten else t
-            for name, t in zip(function.tensors, types, strict=True)
-        ]
-        self.forward = function.graph(tuple(there), attrs)
-        self.wrt = [n for n, need in zip(function.tensors, needs, strict=True) if need]
-        self.results = [self.forward.types[v] for _, v in self.forward.outputs]
-        self.of = tuple(
-            i for i, t in enumerate(self.results) if t.dtype.is_float and i not in function.silent
-        )
-        self.kept = min(_subsets(self.results), key=self._bytes_saved)
-        used = set(self._usual().inputs)
-        self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
-        self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
-        self.ways: dict[Any, Way] = {}
-
-    def _bytes_saved(self, kept: Sequence[int]) -> tuple[int, int]:
-        """What the backward pass reads besides gradients and small results; of equals, the one
-        that computes less."""
-        self.kept = tuple(kept)
-        graph = self._usual()
-        free = {self.forward.outputs[i][1] for i in _small(self.results)}
-        read = sum(graph.types[v].nbytes for v in graph.inputs if v not in free)
-        return read, len(graph.nodes)
-
-    def _usual(self) -> Graph:
-        """The backward pass with a gradient for every result."""
-        return self.graph(self.of, [self.results[i].dense_like() for i in self.of])[0]
-
-    def graph(
-        self, of: Sequence[int], grads: Sequence[TensorType | None]
-    ) -> tuple[Graph, list[int]]:
-        """From what is saved and the gradients of the results ``of`` to those of the inputs. A
-        gradient that several inputs share is one output, and one that is a result's as it came is
-        none, beside others: the list says which is whose, the latter counted ~0, ~1, … of ``of``.
-        """
-        given = {str(i): t for i, t in zip(of, grads, strict=True) if t is not None}
-        with _disable_current_modes():
-            whole = pullback(self.forward, given, self.wrt, [str(i) for i in self.kept])
-        values = list(dict.fromkeys(value for _, value in whole.outputs))
-        came = [f"grad_{i}" for i in of]
-        made = [value for value in values if value not in came] or values
-        outputs = tuple((str(i), value) for i, value in enumerate(made))
-        places = [made.index(v) if v in made else ~came.index(v) for _, v in whole.outputs]
-        inputs, nodes, types = whole.inputs, whole.nodes, whole.types
-        return Graph(whole.name, inputs, outputs, nodes, types, whole.constants), places
-
-    def way(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Way:
-        """The plan from what was saved and the gradients of ``of`` to those of the inputs."""
-        # sizes and types are those of the results; of what was saved a hook may have changed the
-        # strides, too
-        key = (*of, *[t.stride() for t in tensors])
-        found = self.ways.get(key)
-        if found is None:
-            graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
-            plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
-            given = self.given(of)
-            order = [given.index(name) for name in plan.inputs]
-            way = Way(plan, order, self._slots(places), self._moved(tensors))
-            found = _keep(self.ways, key, way)
-        return found
-
-    def _moved(self, tensors: Sequence[torch.Tensor]) -> dict[int, TensorType]:
-        """Which of the saved tensors came back in another memory order than they were saved in."""
-        types = [(*self.types, *self.results)[i] for i in self.saved]
-        return {
-            i: saved
-            for i, (t, saved) in enumerate(zip(tensors, types, strict=False))
-            if saved is not None and not same_strides(saved.shape, t.stride(), saved.strides)
-        }
-
-    def given(self, of: Sequence[int]) -> list[str]:
-        """The names that a backward graph has for what was saved and the gradients of ``of``."""
-        return [*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of)]
-
-    def run(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Different gradients from what was saved and the gradients of ``of``; :meth:`spread`
-        gives every input its own."""
-        tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
-        return self.way(of, tensors).run(tensors)
-
-    def by_references(
-        self, of: Sequence[int], tensors: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """The gradients by torch's operators, one by one, so that they have gradients as well."""
-        graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
-        named = dict(zip(self.given(of), tensors, strict=True))
-        named = {name: named[name] for name in graph.inputs}
-        found = list(evaluate(graph, named, differentiable=True).values())
-        return self.spread(found, places, tensors[len(self.saved) :])
-
-    def spread(
-        self, found: Sequence[torch.Tensor], places: Sequence[int], grads: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients for every input of the function: those that were found, or those of its
-        results."""
-        return _spread(found, self._slots(places), grads)
-
-    def _slots(self, places: Sequence[int]) -> list[int | None]:
-        """For every input of the function the place of its gradient, if it needs one."""
-        each = iter(places)
-        return [next(each) if need else None for need in self.needs]
-
-    @property
-    def spec(self) -> str:
-        """All of it as text: an operator's arguments are tensors and plain values."""
-        types = [None if t is None else (t.shape, t.dtype.short, t.strides) for t in self.types]
-        return json.dumps([self.function.name, types, self.attrs, self.needs])
-
-
-class Way:
-    """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``slots``:
-    for each input of the function the place of its gradient, counted as in :meth:`Pull.graph`, or
-    None; ``moved``: given tensors that have to be put back into a memory order."""
-
-    def __init__(
-        self, plan: Plan, order: list[int], slots: list[int | None], moved: dict[int, TensorType]
-    ) -> None:
-        self.plan, self.order, self.slots, self.moved = plan, order, slots, moved
-        self.ready: Callable[..., list[torch.Tensor]] | None = None
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self.moved:
-            tensors = [
-                restrided(t, self.moved[i]) if i in self.moved else t for i, t in enumerate(tensors)
-            ]
-        given = [tensors[i] for i in self.order]
-        if self.ready is None or Heard.listeners:
-            found = _run(self.plan, given)
-            self.ready = self.plan.ready()
-            return found
-        return self.ready(*given)
 
 
 @lru_cache(maxsize=KEPT)
@@ -365,7 +218,7 @@ class _Differentiable(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody means to differentiate what comes out
             return None, *pull.by_references(of, given)
         way = pull.way(of, given)
-        return None, *_spread(way.run(given), way.slots, came)
+        return None, *spread(way.run(given), way.slots, came)
 
 
 # Function.apply, less its look at transforms, which is behind us already
@@ -461,39 +314,6 @@ def any_requires_grad(tensors: Tensors) -> bool:
         if t is not None and t.requires_grad:
             return True
     return False
-
-
-def _spread(
-    found: Sequence[torch.Tensor], slots: Sequence[int | None], grads: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
-    return tuple([None if s is None else found[s] if s >= 0 else grads[~s] for s in slots])
-
-
-def _keep(where: dict[Any, Any], key: Any, value: Any) -> Any:
-    while len(where) >= KEPT:
-        where.pop(next(iter(where)))
-    where[key] = value
-    return value
-
-
-def _subsets(results: Sequence[TensorType]) -> Iterable[Sequence[int]]:
-    """Choices of results that might be kept: any of the first large ones, and all small ones."""
-    small = _small(results)
-    large = [i for i in range(len(results)) if i not in small][:3]
-    for n in range(len(large) + 1):
-        yield from (sorted((*some, *small)) for some in itertools.combinations(large, n))
-
-
-def _small(results: Sequence[TensorType]) -> list[int]:
-    """Results that cost next to nothing, such as statistics and the signs of a larger one."""
-    most = max(t.nbytes for t in results)
-    return [i for i, t in enumerate(results) if t.nbytes * 16 <= most]
-
-
-def _run(plan: Plan, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    if Heard.listeners:
-        Heard.add(plan)
-    return plan.run_checked(tensors)
 
 
 def _frozen(attrs: Attributes) -> Attributes:

@@ -113,7 +113,6 @@ def linear_cross_entropy(
     """``cross_entropy(linear(hidden, weight, bias), target)`` without room for the logits.
 
     >>> loss = dt.functional.linear_cross_entropy(hidden, embedding.weight, tokens)
-    >>> loss.backward()  # of 8192 tokens and 128256 classes, in a fifth of the memory
 
     hidden   […, H]; weight [C, H]; bias [C]; all of one type (under autocast they are cast)
     target   classes […], or probabilities […, C]: the classes are last here, as linear has them.
@@ -128,8 +127,7 @@ def linear_cross_entropy(
              chunks in the type of the weight, three products for four; one rounding more for each
              chunk (8192 tokens, 4096 → 128256 in bfloat16: the error of all gradients is 1.1e-3
              for 1.0e-3). It is for "mean" and "sum", and the default there. In float32 "exact" is
-             off by the rounding of log Σ exp, 6e-8 of it in each probability: torch's gradients
-             are better where logits are far from 0 and a class is almost sure
+             off by 6e-8 of log Σ exp in each probability, where torch's gradients may be better
 
     The other arguments are those of :func:`cross_entropy`; ``class_weight`` is its ``weight``.
     Logits are rounded to the type of the inputs, as linear would. The gradient of ``hidden`` is

@@ -49,7 +49,7 @@ _BIAS = Attr(
 
 
 _BENDS: tuple[dict[str, Any], ...] = (
-    {}, {"activation": "silu"}, {}, {"activation": "leaky_relu", "slope": 0.2}, {},
+    {"activation": "silu"}, {"activation": "leaky_relu", "slope": 0.2},
     {"activation": "hardswish"}, {"activation": "relu"},
 )  # fmt: skip
 
@@ -183,10 +183,11 @@ def _define(row: Row) -> OpDef:
             bias = "none" if given is None else given.dtype or "same"
             extra = like if k % 3 == 1 else None
             turned = replace(like, layout="transposed" if k == 2 else "contiguous")
-            bend = _BENDS[k % len(_BENDS)]
-            offset = given if bend and row.centred else None
-            inputs = (x, turned, weight, extra, offset)
-            found.append(Sample(inputs, {**s.attrs, "bias": bias, **bend}))
+            attrs = {**s.attrs, "bias": bias}
+            found.append(Sample((x, turned, weight, extra), attrs))
+            if k < len(_BENDS):
+                offset = given if row.centred else None
+                found.append(Sample((x, turned, weight, extra, offset), {**attrs, **_BENDS[k]}))
         return found
 
     return OpDef(
