@@ -410,7 +410,7 @@ def test_plans_are_kept_and_do_not_pile_up(monkeypatch):
     many = len(function.known)
     f.swiglu(x, x)
     assert len(function.known) == many
-    monkeypatch.setattr("deuteron.functional.core.KEPT", many)
+    monkeypatch.setattr("deuteron.functional.pull.KEPT", many)
     f.swiglu(torch.randn(3, 6), torch.randn(3, 6))
     assert len(function.known) == many
     function.known.update(before)
