@@ -68,19 +68,13 @@ def _turn_hue(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     spread = top - low
     whole = torch.where(spread == 0, 1.0, spread)
     sixths = torch.where(
-        top == r,
-        (g - b) / whole,
-        torch.where(top == g, 2 + (b - r) / whole, 4 + (r - g) / whole),
+        top == r, (g - b) / whole, torch.where(top == g, 2 + (b - r) / whole, 4 + (r - g) / whole)
     )
     hue = (sixths / 6 + turn) % 1
     saturation = spread / torch.where(top == 0, 1.0, top)
     sector = torch.floor(hue * 6)
     f = hue * 6 - sector
-    p, q, t = (
-        top * (1 - saturation),
-        top * (1 - saturation * f),
-        top * (1 - saturation * (1 - f)),
-    )
+    p, q, t = (top * (1 - saturation), top * (1 - saturation * f), top * (1 - saturation * (1 - f)))
     sector = sector.long() % 6
     rows = ((top, t, p), (q, top, p), (p, top, t), (p, q, top), (t, p, top), (top, p, q))
     out = torch.stack(rows[0], 1)
@@ -92,8 +86,10 @@ def _turn_hue(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 def composed(aug: Pipeline, x: torch.Tensor, kind: torch.dtype, half: bool) -> Callable[..., Any]:
     """The pipeline in torch operators, its parameters of step 0 at hand on the device."""
     size = (x.shape[2], x.shape[3])
-    drawn = {k.split(".", 1)[-1]: v.to(x.device, kind)
-             for k, v in aug.parameters_for(x.shape[0], 0, size).items()}  # fmt: skip
+    drawn = {
+        k.split(".", 1)[-1]: v.to(x.device, kind)
+        for k, v in aug.parameters_for(x.shape[0], 0, size).items()
+    }
     shape = [x.shape[0], 3, *aug.recipe.result_size(size)]
     matrix = drawn["matrix"][:, :2].contiguous()
     numbers = [drawn[k][:, None, None, None] for k in drawn if k.endswith(".factor")]
@@ -138,8 +134,12 @@ def _row(name: str, shape: tuple[int, ...], got: Any, eager: Any, exact: Any) ->
     error, torch_error = relative_error(got, exact), relative_error(eager, exact)
     if error > 2 * torch_error + 1e-5:
         raise AssertionError(f"{name}: error {error:.3g}, torch's own {torch_error:.3g}")
-    return {"case": name, "images": "×".join(map(str, shape)), "error": error,
-            "torch_error": torch_error}  # fmt: skip
+    return {
+        "case": name,
+        "images": "×".join(map(str, shape)),
+        "error": error,
+        "torch_error": torch_error,
+    }
 
 
 def _measure(
@@ -185,8 +185,10 @@ def _measure_training(record: Record, shape: tuple[int, ...], device: str) -> No
     calls = {"eager": grad(eager), "ours": grad(lambda v: aug.with_table(v, table))}
     exact = grad(composed(aug, x, torch.float64, False))()
     # clamp and hue have corners, where the slope of the other side is right as well
-    off = {k: float(((fn() - exact).abs() > 1e-2 * exact.abs().max()).double().mean())
-           for k, fn in calls.items()}  # fmt: skip
+    off = {
+        k: float(((fn() - exact).abs() > 1e-2 * exact.abs().max()).double().mean())
+        for k, fn in calls.items()
+    }
     if off["ours"] > 2 * off["eager"] + 1e-4:
         raise AssertionError(f"{name}: {off} of the elements are off")
     times = cpu_times(calls, seconds=3.0) if device == "cpu" else wall_times(calls)

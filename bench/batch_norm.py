@@ -82,8 +82,14 @@ def gpu_cases() -> Iterator[Case]:
         yield Case(big, f32, residual=residual)
     yield Case(big, f32, nhwc=False, residual=True)
     yield Case(big, bf16, residual=True)
-    for shape in ((64, 64, 56, 56), (64, 512, 28, 28), (64, 1024, 14, 14), (64, 2048, 7, 7),
-                  (256, 64, 112, 112), (8, 32, 512, 512)):  # fmt: skip
+    for shape in (
+        (64, 64, 56, 56),
+        (64, 512, 28, 28),
+        (64, 1024, 14, 14),
+        (64, 2048, 7, 7),
+        (256, 64, 112, 112),
+        (8, 32, 512, 512),
+    ):
         yield Case(shape, residual=shape[1] > 64)
     for shape in ((2, 16, 8, 8), (8, 64, 14, 14), (32, 256, 7, 7)):
         yield Case(shape, residual=True, wall=True)
@@ -127,8 +133,9 @@ def _step(fn: Callable[..., Any], t: Tensors) -> Callable[[], Tensors]:
 
 def _plan(case: Case, t: Tensors, device: str, find: bool) -> Any:
     g = dt.Graph(str(case))
-    h = {n: g.tensor(n, v.shape, v.dtype, strides=v.stride()) for n, v in t.items()
-         if n != "grad_y"}  # fmt: skip
+    h = {
+        n: g.tensor(n, v.shape, v.dtype, strides=v.stride()) for n, v in t.items() if n != "grad_y"
+    }
     y, mean, var, *_ = g.batch_norm_act(
         h["x"], h["w"], h["b"], h["m"], h["v"], h.get("r"), activation="relu"
     )

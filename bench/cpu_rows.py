@@ -46,8 +46,14 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     torch.manual_seed(0)
     chain = _Chain(1024)
     x, r = torch.randn(4096, 1024), torch.randn(4096, 1024)
-    _row(record, "bias+GELU+residual+LayerNorm 4096×1024", chain, (x, r),
-         lambda: _chain_graph(chain, x), compile_peer)  # fmt: skip
+    _row(
+        record,
+        "bias+GELU+residual+LayerNorm 4096×1024",
+        chain,
+        (x, r),
+        lambda: _chain_graph(chain, x),
+        compile_peer,
+    )
     s = torch.randn(1536, 128)
 
     def softmax_graph() -> dt.Graph:

@@ -50,70 +50,136 @@ class Case:
 def cases(rows: int, n: int) -> Iterator[Case]:
     """Transformer-like calls on a matrix [rows, n]."""
     x, w = (rows, n), (n,)
-    yield Case("rms_norm", (x, w), lambda x, w: f.rms_norm(x, (n,), w, 1e-6),
-               lambda x, w: F.rms_norm(x, (n,), w, 1e-6))  # fmt: skip
-    yield Case("residual+rms_norm", (x, w, x),
-               lambda x, w, r: f.rms_norm(x, (n,), w, 1e-6, residual=r),
-               lambda x, w, r: (F.rms_norm(x + r, (n,), w, 1e-6), x + r), 2)  # fmt: skip
-    yield Case("layer_norm", (x, w, w), lambda x, w, b: f.layer_norm(x, (n,), w, b),
-               lambda x, w, b: F.layer_norm(x, (n,), w, b))  # fmt: skip
-    yield Case("residual+layer_norm", (x, w, w, x),
-               lambda x, w, b, r: f.layer_norm(x, (n,), w, b, residual=r),
-               lambda x, w, b, r: (F.layer_norm(x + r, (n,), w, b), x + r), 2)  # fmt: skip
-    yield Case("layer_norm+gelu", (x, w, w),
-               lambda x, w, b: f.layer_norm(x, (n,), w, b, activation="gelu"),
-               lambda x, w, b: F.gelu(F.layer_norm(x, (n,), w, b)))  # fmt: skip
+    yield Case(
+        "rms_norm",
+        (x, w),
+        lambda x, w: f.rms_norm(x, (n,), w, 1e-6),
+        lambda x, w: F.rms_norm(x, (n,), w, 1e-6),
+    )
+    yield Case(
+        "residual+rms_norm",
+        (x, w, x),
+        lambda x, w, r: f.rms_norm(x, (n,), w, 1e-6, residual=r),
+        lambda x, w, r: (F.rms_norm(x + r, (n,), w, 1e-6), x + r),
+        2,
+    )
+    yield Case(
+        "layer_norm",
+        (x, w, w),
+        lambda x, w, b: f.layer_norm(x, (n,), w, b),
+        lambda x, w, b: F.layer_norm(x, (n,), w, b),
+    )
+    yield Case(
+        "residual+layer_norm",
+        (x, w, w, x),
+        lambda x, w, b, r: f.layer_norm(x, (n,), w, b, residual=r),
+        lambda x, w, b, r: (F.layer_norm(x + r, (n,), w, b), x + r),
+        2,
+    )
+    yield Case(
+        "layer_norm+gelu",
+        (x, w, w),
+        lambda x, w, b: f.layer_norm(x, (n,), w, b, activation="gelu"),
+        lambda x, w, b: F.gelu(F.layer_norm(x, (n,), w, b)),
+    )
     yield Case("softmax", (x,), lambda x: f.softmax(x), lambda x: F.softmax(x, -1))
-    yield Case("scaled, masked softmax", (x, w), lambda x, m: f.softmax(x, mask=m, scale=0.125),
-               lambda x, m: F.softmax(x * 0.125 + m, -1))  # fmt: skip
-    yield Case("bias+gelu", (x, w), lambda x, b: f.bias_act(x, b, "gelu"),
-               lambda x, b: F.gelu(x + b))  # fmt: skip
+    yield Case(
+        "scaled, masked softmax",
+        (x, w),
+        lambda x, m: f.softmax(x, mask=m, scale=0.125),
+        lambda x, m: F.softmax(x * 0.125 + m, -1),
+    )
+    yield Case(
+        "bias+gelu", (x, w), lambda x, b: f.bias_act(x, b, "gelu"), lambda x, b: F.gelu(x + b)
+    )
     yield Case("swiglu", (x, x), lambda g, u: f.swiglu(g, u), lambda g, u: F.silu(g) * u)
     yield Case("geglu", (x, x), lambda g, u: f.geglu(g, u), lambda g, u: F.gelu(g) * u)
-    yield Case("bias+dropout+residual", (x, w, x),
-               lambda x, b, r: f.bias_dropout_residual(x, b, r, 0.1, seed=1),
-               lambda x, b, r: r + F.dropout(x + b, 0.1))  # fmt: skip
+    yield Case(
+        "bias+dropout+residual",
+        (x, w, x),
+        lambda x, b, r: f.bias_dropout_residual(x, b, r, 0.1, seed=1),
+        lambda x, b, r: r + F.dropout(x + b, 0.1),
+    )
 
 
 def images(batch: int, size: int) -> Iterator[Case]:
     x = (batch, 64, size, size)
-    yield Case("group_norm+silu", (x, (64,), (64,)),
-               lambda x, w, b: f.group_norm(x, 8, w, b, activation="silu"),
-               lambda x, w, b: F.silu(F.group_norm(x, 8, w, b)))  # fmt: skip
-    yield Case("instance_norm+relu", (x,), lambda x: f.instance_norm(x, activation="relu"),
-               lambda x: F.relu(F.instance_norm(x)))  # fmt: skip
+    yield Case(
+        "group_norm+silu",
+        (x, (64,), (64,)),
+        lambda x, w, b: f.group_norm(x, 8, w, b, activation="silu"),
+        lambda x, w, b: F.silu(F.group_norm(x, 8, w, b)),
+    )
+    yield Case(
+        "instance_norm+relu",
+        (x,),
+        lambda x: f.instance_norm(x, activation="relu"),
+        lambda x: F.relu(F.instance_norm(x)),
+    )
     for nhwc in (False, True):
         order = ", nhwc" if nhwc else ""
-        yield Case(f"max_pool2d 3/2{order}", (x,), lambda x: f.max_pool2d(x, 3, 2, 1),
-                   lambda x: F.max_pool2d(x, 3, 2, 1), 0.25, nhwc=nhwc, linear=True)  # fmt: skip
-        yield Case(f"max_pool2d 2/2{order}", (x,), lambda x: f.max_pool2d(x, 2),
-                   lambda x: F.max_pool2d(x, 2), 0.25, nhwc=nhwc, linear=True)  # fmt: skip
-    yield Case("bilinear ×2", (x,), lambda x: f.interpolate(x, scale_factor=2, mode="bilinear"),
-               lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 4,
-               linear=True)  # fmt: skip
+        yield Case(
+            f"max_pool2d 3/2{order}",
+            (x,),
+            lambda x: f.max_pool2d(x, 3, 2, 1),
+            lambda x: F.max_pool2d(x, 3, 2, 1),
+            0.25,
+            nhwc=nhwc,
+            linear=True,
+        )
+        yield Case(
+            f"max_pool2d 2/2{order}",
+            (x,),
+            lambda x: f.max_pool2d(x, 2),
+            lambda x: F.max_pool2d(x, 2),
+            0.25,
+            nhwc=nhwc,
+            linear=True,
+        )
+    yield Case(
+        "bilinear ×2",
+        (x,),
+        lambda x: f.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        4,
+        linear=True,
+    )
 
 
 def resampled(batch: int, size: int) -> Iterator[Case]:
     """Images at another size and means of windows, in both memory orders."""
     x = (batch, 64, size, size)
     ways: tuple[tuple[str, float, dict[str, Any]], ...] = (
-        ("bilinear ×2", 2, {"mode": "bilinear"}), ("bicubic ×2", 2, {"mode": "bicubic"}),
+        ("bilinear ×2", 2, {"mode": "bilinear"}),
+        ("bicubic ×2", 2, {"mode": "bicubic"}),
         ("nearest ×2", 2, {"mode": "nearest"}),
         ("bilinear ×0.5, antialias", 0.5, {"mode": "bilinear", "antialias": True}),
         ("area ×0.5", 0.5, {"mode": "area"}),
-    )  # fmt: skip
+    )
     for last in (False, True):
         order = ", channels last" if last else ""
         for name, factor, how in ways[:1] if last else ways[1:]:  # images() has the first
             how = {"scale_factor": factor, **how}
-            yield Case(name + order, (x,), lambda x, how=how: f.interpolate(x, **how),
-                       lambda x, how=how: F.interpolate(x, **how), factor**2, nhwc=last,
-                       linear=True)  # fmt: skip
+            yield Case(
+                name + order,
+                (x,),
+                lambda x, how=how: f.interpolate(x, **how),
+                lambda x, how=how: F.interpolate(x, **how),
+                factor**2,
+                nhwc=last,
+                linear=True,
+            )
         for window in ((2, 2, 0), (3, 2, 1)):
             name = f"avg_pool2d {window[0]}/{window[1]}{order}"
-            yield Case(name, (x,), lambda x, window=window: f.avg_pool2d(x, *window),
-                       lambda x, window=window: F.avg_pool2d(x, *window), 0.25, nhwc=last,
-                       linear=True)  # fmt: skip
+            yield Case(
+                name,
+                (x,),
+                lambda x, window=window: f.avg_pool2d(x, *window),
+                lambda x, window=window: F.avg_pool2d(x, *window),
+                0.25,
+                nhwc=last,
+                linear=True,
+            )
 
 
 def singles(rows: int, n: int) -> Iterator[Case]:
@@ -125,47 +191,85 @@ def singles(rows: int, n: int) -> Iterator[Case]:
     yield Case("prelu", (x, w), f.prelu, F.prelu)
     yield Case("dropout", (x,), lambda x: f.dropout(x, 0.1), lambda x: F.dropout(x, 0.1))
     yield Case("log_softmax", (x,), f.log_softmax, lambda x: F.log_softmax(x, -1))
-    yield Case("embedding", (x,), lambda w: f.embedding(_classes(rows, w), w),
-               lambda w: F.embedding(_classes(rows, w), w))  # fmt: skip
+    yield Case(
+        "embedding",
+        (x,),
+        lambda w: f.embedding(_classes(rows, w), w),
+        lambda w: F.embedding(_classes(rows, w), w),
+    )
     yield Case("sum", (x,), lambda x: f.sum(x, -1), lambda x: x.sum(-1))
     yield Case("mean", (x,), lambda x: f.mean(x, -1), lambda x: x.mean(-1))
     yield Case("var", (x,), lambda x: f.var(x, -1), lambda x: x.var(-1))
     yield Case("amax", (x,), lambda x: f.amax(x, -1), lambda x: x.amax(-1))
-    yield Case("norm", (x,), lambda x: f.norm(x, 2.0, -1),
-               lambda x: torch.linalg.vector_norm(x, 2.0, -1))  # fmt: skip
+    yield Case(
+        "norm", (x,), lambda x: f.norm(x, 2.0, -1), lambda x: torch.linalg.vector_norm(x, 2.0, -1)
+    )
     yield Case("cumsum", (x,), lambda x: f.cumsum(x, -1), lambda x: x.cumsum(-1))
     yield Case("topk", (x,), lambda x: f.topk(x, 2)[0], lambda x: x.topk(2)[0])
-    yield Case("where", (x, x), lambda x, y: f.where(_even(x), x, y),
-               lambda x, y: torch.where(_even(x), x, y))  # fmt: skip
-    yield Case("cross_entropy", (x,), lambda x: f.cross_entropy(x, _classes(rows, x)),
-               lambda x: F.cross_entropy(x, _classes(rows, x)))  # fmt: skip
-    yield Case("linear_cross_entropy", (x, (10, n)),
-               lambda h, w: f.linear_cross_entropy(h, w, _classes(rows, h)),
-               lambda h, w: F.cross_entropy(F.linear(h, w), _classes(rows, h)))  # fmt: skip
+    yield Case(
+        "where",
+        (x, x),
+        lambda x, y: f.where(_even(x), x, y),
+        lambda x, y: torch.where(_even(x), x, y),
+    )
+    yield Case(
+        "cross_entropy",
+        (x,),
+        lambda x: f.cross_entropy(x, _classes(rows, x)),
+        lambda x: F.cross_entropy(x, _classes(rows, x)),
+    )
+    yield Case(
+        "linear_cross_entropy",
+        (x, (10, n)),
+        lambda h, w: f.linear_cross_entropy(h, w, _classes(rows, h)),
+        lambda h, w: F.cross_entropy(F.linear(h, w), _classes(rows, h)),
+    )
 
 
 def single_images(batch: int, size: int) -> Iterator[Case]:
     """Functions that torch has as one call, on images."""
     x, c = (batch, 64, size, size), (64,)
-    yield Case("group_norm", (x, c, c), lambda x, w, b: f.group_norm(x, 8, w, b),
-               lambda x, w, b: F.group_norm(x, 8, w, b))  # fmt: skip
+    yield Case(
+        "group_norm",
+        (x, c, c),
+        lambda x, w, b: f.group_norm(x, 8, w, b),
+        lambda x, w, b: F.group_norm(x, 8, w, b),
+    )
     yield Case("instance_norm", (x,), f.instance_norm, F.instance_norm)
-    yield Case("batch_norm, training", (x, c, c),
-               lambda x, w, b: f.batch_norm(x, None, None, w, b, True),
-               lambda x, w, b: F.batch_norm(x, None, None, w, b, True))  # fmt: skip
-    yield Case("batch_norm+residual+relu, training", (x, c, c, x),
-               lambda x, w, b, r: f.batch_norm(x, None, None, w, b, True, residual=r,
-                                               activation="relu"),
-               lambda x, w, b, r: F.relu(F.batch_norm(x, None, None, w, b, True) + r))  # fmt: skip
+    yield Case(
+        "batch_norm, training",
+        (x, c, c),
+        lambda x, w, b: f.batch_norm(x, None, None, w, b, True),
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+    )
+    yield Case(
+        "batch_norm+residual+relu, training",
+        (x, c, c, x),
+        lambda x, w, b, r: f.batch_norm(x, None, None, w, b, True, residual=r, activation="relu"),
+        lambda x, w, b, r: F.relu(F.batch_norm(x, None, None, w, b, True) + r),
+    )
     yield Case("avg_pool2d 2", (x,), lambda x: f.avg_pool2d(x, 2), lambda x: F.avg_pool2d(x, 2))
-    yield Case("adaptive_avg_pool2d 1", (x,), lambda x: f.adaptive_avg_pool2d(x, 1),
-               lambda x: F.adaptive_avg_pool2d(x, 1))  # fmt: skip
-    yield Case("nearest ×2", (x,), lambda x: f.interpolate(x, scale_factor=2),
-               lambda x: F.interpolate(x, scale_factor=2))  # fmt: skip
-    yield Case("grid_sample", (x, (batch, size, size, 2)), f.grid_sample,
-               lambda x, g: F.grid_sample(x, g, align_corners=False))  # fmt: skip
-    yield Case("pixel_shuffle 2", (x,), lambda x: f.pixel_shuffle(x, 2),
-               lambda x: F.pixel_shuffle(x, 2))  # fmt: skip
+    yield Case(
+        "adaptive_avg_pool2d 1",
+        (x,),
+        lambda x: f.adaptive_avg_pool2d(x, 1),
+        lambda x: F.adaptive_avg_pool2d(x, 1),
+    )
+    yield Case(
+        "nearest ×2",
+        (x,),
+        lambda x: f.interpolate(x, scale_factor=2),
+        lambda x: F.interpolate(x, scale_factor=2),
+    )
+    yield Case(
+        "grid_sample",
+        (x, (batch, size, size, 2)),
+        f.grid_sample,
+        lambda x, g: F.grid_sample(x, g, align_corners=False),
+    )
+    yield Case(
+        "pixel_shuffle 2", (x,), lambda x: f.pixel_shuffle(x, 2), lambda x: F.pixel_shuffle(x, 2)
+    )
 
 
 @lru_cache
@@ -195,9 +299,11 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     record = Record("functional", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     gpu = device == "cuda"
-    big = (*cases(8192, 4096), *cases(8192, 14336), *images(32, 112),
-           *resampled(32, 112)) if gpu else (
-        *cases(1024, 1024), *images(2, 56))  # fmt: skip
+    big = (
+        (*cases(8192, 4096), *cases(8192, 14336), *images(32, 112), *resampled(32, 112))
+        if gpu
+        else (*cases(1024, 1024), *images(2, 56))
+    )
     for case, tiny in ((c, t) for t, group in ((False, big), (True, small_cases())) for c in group):
         if "14336" in str(case.shapes) and case.name not in ("swiglu", "bias+gelu"):
             continue
@@ -254,8 +360,11 @@ def errors(
         return {}
     found: dict[str, float] = {}
     exact: list[torch.Tensor] = []
-    for name, fn, kind in (("exact", case.theirs, torch.float64), ("error", case.ours, dtype),
-                           ("eager_error", case.theirs, dtype)):  # fmt: skip
+    for name, fn, kind in (
+        ("exact", case.theirs, torch.float64),
+        ("error", case.ours, dtype),
+        ("eager_error", case.theirs, dtype),
+    ):
         few = [
             t.detach()[:rows] if t.ndim == 2 else t.detach()
             for t in tensors_of(case, device, dtype)
@@ -275,8 +384,9 @@ def errors(
         if name == "exact":
             exact = every
         else:
-            found[name] = max(relative_error(a.detach(), e.detach())
-                              for a, e in zip(every, exact, strict=True))  # fmt: skip
+            found[name] = max(
+                relative_error(a.detach(), e.detach()) for a, e in zip(every, exact, strict=True)
+            )
     return found
 
 

@@ -60,10 +60,13 @@ def row_cases() -> Iterator[Case]:
     for rows, n in ((16384, 1024), (16384, 8192), (128, 64)):
         yield Case(
             f"bias+ReLU+LayerNorm f32 {rows}x{n}",
-            lambda rows=rows, n=n: {"x": t(rows, n, dtype=f32)}
-            | {k: t(n, dtype=f32) for k in "bws"},
-            norm, norm_torch, wall=rows == 128,
-        )  # fmt: skip
+            lambda rows=rows, n=n: (
+                {"x": t(rows, n, dtype=f32)} | {k: t(n, dtype=f32) for k in "bws"}
+            ),
+            norm,
+            norm_torch,
+            wall=rows == 128,
+        )
     yield Case(
         "residual+LayerNorm f16 64x512x768",
         lambda: {"x": t(64, 512, 768), "r": t(64, 512, 768), "w": t(768), "s": t(768)},
@@ -74,8 +77,9 @@ def row_cases() -> Iterator[Case]:
         yield Case(
             f"softmax bf16 {rows}x{n}",
             lambda rows=rows, n=n: {"x": t(rows, n, dtype=bf16)},
-            lambda g, x: g.softmax(x, axis=-1), lambda x: torch.softmax(x, -1),
-        )  # fmt: skip
+            lambda g, x: g.softmax(x, axis=-1),
+            lambda x: torch.softmax(x, -1),
+        )
 
 
 def pointwise_cases() -> Iterator[Case]:
@@ -90,54 +94,103 @@ def pointwise_cases() -> Iterator[Case]:
 
     yield Case("add f32", two(f32), lambda g, x, y: x + y, lambda x, y: x + y)
     yield Case("add f16", two(torch.float16), lambda g, x, y: x + y, lambda x, y: x + y)
-    yield Case("x*y+x, relu bf16", two(bf16), lambda g, x, y: g.relu(x * y + x),
-               lambda x, y: torch.relu(x * y + x))  # fmt: skip
-    yield Case("silu(x)*y bf16", two(bf16), lambda g, x, y: g.silu(x) * y,
-               lambda x, y: F.silu(x) * y)  # fmt: skip
-    yield Case("gelu(x)*y f32", two(f32), lambda g, x, y: g.gelu(x) * y,
-               lambda x, y: F.gelu(x) * y)  # fmt: skip
-    yield Case("gelu tanh f16", lambda: {"x": t(*big)}, lambda g, x: g.gelu(x, approximate="tanh"),
-               lambda x: F.gelu(x, approximate="tanh"))  # fmt: skip
-    yield Case("sigmoid f32", lambda: {"x": t(*big, dtype=f32)}, lambda g, x: g.sigmoid(x),
-               torch.sigmoid)  # fmt: skip
-    yield Case("tanh(x+1)*2 f32", lambda: {"x": t(*big, dtype=f32)},
-               lambda g, x: g.tanh(x + 1.0) * 2.0, lambda x: torch.tanh(x + 1.0) * 2.0)  # fmt: skip
-    yield Case("bias gelu f16 8192x3072", lambda: {"x": t(8192, 3072), "b": t(3072)},
-               lambda g, x, b: g.gelu(x + b), lambda x, b: F.gelu(x + b))  # fmt: skip
-    yield Case("row and column broadcast f32",
-               lambda: {"x": t(*big, dtype=f32), "r": t(8192, 1, dtype=f32),
-                        "c": t(4096, dtype=f32)},
-               lambda g, x, r, c: x * r + c, lambda x, r, c: x * r + c)  # fmt: skip
-    yield Case("cast f32 to bf16", lambda: {"x": t(*big, dtype=f32)},
-               lambda g, x: g.cast(x, dtype="bf16"), lambda x: x.to(bf16))  # fmt: skip
-    yield Case("cast f16 to f32, scaled", lambda: {"x": t(*big)},
-               lambda g, x: g.cast(x, dtype="f32") * 0.5, lambda x: x.float() * 0.5)  # fmt: skip
-    yield Case("NCHW scale shift relu f16", image(False, s=(256, 1, 1), b=(256, 1, 1)),
-               lambda g, x, s, b: g.relu(x * s + b),
-               lambda x, s, b: torch.relu(x * s + b))  # fmt: skip
-    yield Case("NHWC bias silu f16", image(True, b=(256, 1, 1)),
-               lambda g, x, b: g.silu(x + b), lambda x, b: F.silu(x + b))  # fmt: skip
-    yield Case("NHWC bias relu residual f16",
-               lambda: {"x": t(*many, nhwc=True), "y": t(*many, nhwc=True), "b": t(256, 1, 1)},
-               lambda g, x, y, b: g.relu(x + b + y),
-               lambda x, y, b: torch.relu(x + b + y))  # fmt: skip
-    yield Case("transpose + add f32",
-               lambda: {"x": t(4096, 8192, dtype=f32), "y": t(*big, dtype=f32)},
-               lambda g, x, y: g.permute(x, dims=(1, 0)) + y, lambda x, y: x.t() + y)  # fmt: skip
-    yield Case("transpose + add f16 64x512x768",
-               lambda: {"x": t(64, 512, 768), "y": t(64, 768, 512)},
-               lambda g, x, y: g.permute(x, dims=(0, 2, 1)) + y,
-               lambda x, y: x.transpose(1, 2) + y)  # fmt: skip
-    yield Case("heads together f16", lambda: {"x": t(32, 16, 1024, 64), "b": t(32, 1024, 16, 64)},
-               lambda g, x, b: g.permute(x, dims=(0, 2, 1, 3)) + b,
-               lambda x, b: x.permute(0, 2, 1, 3) + b)  # fmt: skip
-    yield Case("pad relu f16", image(False),
-               lambda g, x: g.relu(g.pad(x, low=(0, 0, 1, 1), high=(0, 0, 1, 1))),
-               lambda x: torch.relu(F.pad(x, (1, 1, 1, 1))))  # fmt: skip
-    yield Case("concat channels relu f16",
-               lambda: {"x": t(*many), "y": t(32, 128, 56, 56)},
-               lambda g, x, y: g.relu(g.concat(x, y, axis=1)),
-               lambda x, y: torch.relu(torch.cat([x, y], 1)))  # fmt: skip
+    yield Case(
+        "x*y+x, relu bf16",
+        two(bf16),
+        lambda g, x, y: g.relu(x * y + x),
+        lambda x, y: torch.relu(x * y + x),
+    )
+    yield Case(
+        "silu(x)*y bf16", two(bf16), lambda g, x, y: g.silu(x) * y, lambda x, y: F.silu(x) * y
+    )
+    yield Case("gelu(x)*y f32", two(f32), lambda g, x, y: g.gelu(x) * y, lambda x, y: F.gelu(x) * y)
+    yield Case(
+        "gelu tanh f16",
+        lambda: {"x": t(*big)},
+        lambda g, x: g.gelu(x, approximate="tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
+    )
+    yield Case(
+        "sigmoid f32", lambda: {"x": t(*big, dtype=f32)}, lambda g, x: g.sigmoid(x), torch.sigmoid
+    )
+    yield Case(
+        "tanh(x+1)*2 f32",
+        lambda: {"x": t(*big, dtype=f32)},
+        lambda g, x: g.tanh(x + 1.0) * 2.0,
+        lambda x: torch.tanh(x + 1.0) * 2.0,
+    )
+    yield Case(
+        "bias gelu f16 8192x3072",
+        lambda: {"x": t(8192, 3072), "b": t(3072)},
+        lambda g, x, b: g.gelu(x + b),
+        lambda x, b: F.gelu(x + b),
+    )
+    yield Case(
+        "row and column broadcast f32",
+        lambda: {"x": t(*big, dtype=f32), "r": t(8192, 1, dtype=f32), "c": t(4096, dtype=f32)},
+        lambda g, x, r, c: x * r + c,
+        lambda x, r, c: x * r + c,
+    )
+    yield Case(
+        "cast f32 to bf16",
+        lambda: {"x": t(*big, dtype=f32)},
+        lambda g, x: g.cast(x, dtype="bf16"),
+        lambda x: x.to(bf16),
+    )
+    yield Case(
+        "cast f16 to f32, scaled",
+        lambda: {"x": t(*big)},
+        lambda g, x: g.cast(x, dtype="f32") * 0.5,
+        lambda x: x.float() * 0.5,
+    )
+    yield Case(
+        "NCHW scale shift relu f16",
+        image(False, s=(256, 1, 1), b=(256, 1, 1)),
+        lambda g, x, s, b: g.relu(x * s + b),
+        lambda x, s, b: torch.relu(x * s + b),
+    )
+    yield Case(
+        "NHWC bias silu f16",
+        image(True, b=(256, 1, 1)),
+        lambda g, x, b: g.silu(x + b),
+        lambda x, b: F.silu(x + b),
+    )
+    yield Case(
+        "NHWC bias relu residual f16",
+        lambda: {"x": t(*many, nhwc=True), "y": t(*many, nhwc=True), "b": t(256, 1, 1)},
+        lambda g, x, y, b: g.relu(x + b + y),
+        lambda x, y, b: torch.relu(x + b + y),
+    )
+    yield Case(
+        "transpose + add f32",
+        lambda: {"x": t(4096, 8192, dtype=f32), "y": t(*big, dtype=f32)},
+        lambda g, x, y: g.permute(x, dims=(1, 0)) + y,
+        lambda x, y: x.t() + y,
+    )
+    yield Case(
+        "transpose + add f16 64x512x768",
+        lambda: {"x": t(64, 512, 768), "y": t(64, 768, 512)},
+        lambda g, x, y: g.permute(x, dims=(0, 2, 1)) + y,
+        lambda x, y: x.transpose(1, 2) + y,
+    )
+    yield Case(
+        "heads together f16",
+        lambda: {"x": t(32, 16, 1024, 64), "b": t(32, 1024, 16, 64)},
+        lambda g, x, b: g.permute(x, dims=(0, 2, 1, 3)) + b,
+        lambda x, b: x.permute(0, 2, 1, 3) + b,
+    )
+    yield Case(
+        "pad relu f16",
+        image(False),
+        lambda g, x: g.relu(g.pad(x, low=(0, 0, 1, 1), high=(0, 0, 1, 1))),
+        lambda x: torch.relu(F.pad(x, (1, 1, 1, 1))),
+    )
+    yield Case(
+        "concat channels relu f16",
+        lambda: {"x": t(*many), "y": t(32, 128, 56, 56)},
+        lambda g, x, y: g.relu(g.concat(x, y, axis=1)),
+        lambda x, y: torch.relu(torch.cat([x, y], 1)),
+    )
 
 
 def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:

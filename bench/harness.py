@@ -107,9 +107,13 @@ def _asked() -> list[str]:
 def markdown(data: Mapping[str, Any]) -> str:
     facts = ", ".join(f"{k} {v}" for k, v in data["machine"].items())
     lines = [
-        f"# {data['name']}", "", data["note"], "",
-        f"{facts}; {data['date']}; `{data['command']}`", "",
-    ]  # fmt: skip
+        f"# {data['name']}",
+        "",
+        data["note"],
+        "",
+        f"{facts}; {data['date']}; `{data['command']}`",
+        "",
+    ]
     columns = list(dict.fromkeys(key for row in data["rows"] for key in row))
     lines.append("| " + " | ".join(columns) + " |")
     lines.append("|" + "---|" * len(columns))

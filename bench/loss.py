@@ -12,14 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.harness import (
-    Record,
-    captured,
-    cpu_times,
-    relative_error,
-    replay_times,
-    wall_times,
-)
+from bench.harness import Record, captured, cpu_times, relative_error, replay_times, wall_times
 from deuteron.functional.linear_loss import linear_cross_entropy
 from deuteron.functional.loss import cross_entropy
 
@@ -77,9 +70,14 @@ def _free(device: str) -> None:
 
 
 def _plain(
-    record: Record, device: str, name: str, shape: tuple[int, ...], dtype: torch.dtype,
-    smoothing: float, compile_peer: bool,
-) -> None:  # fmt: skip
+    record: Record,
+    device: str,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    smoothing: float,
+    compile_peer: bool,
+) -> None:
     x = torch.randn(shape, device=device).to(dtype).requires_grad_()
     y = torch.randint(shape[1], (shape[0], *shape[2:]), device=device)
     scratch = x.detach().clone().requires_grad_()
@@ -124,9 +122,8 @@ def _plain(
 
 
 def _product(
-    record: Record, device: str, sizes: tuple[int, int, int], dtype: torch.dtype,
-    compile_peer: bool,
-) -> None:  # fmt: skip
+    record: Record, device: str, sizes: tuple[int, int, int], dtype: torch.dtype, compile_peer: bool
+) -> None:
     tokens, hidden, classes = sizes
     h = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
     w = torch.randn(classes, hidden, device=device).mul_(hidden**-0.5).to(dtype).requires_grad_()
@@ -156,9 +153,7 @@ def _product(
         "dtype": str(dtype).removeprefix("torch."),
     }
     right = _weight_rows(h, w, y)
-    for label, name in (
-        ("error", "ours"), ("fast_error", "fast"), ("torch_error", "eager"),
-    ):  # fmt: skip
+    for label, name in (("error", "ours"), ("fast_error", "fast"), ("torch_error", "eager")):
         row[label] = relative_error(steps[name]()[1][:ROWS], right)
     if device == "cuda":
         row |= {f"{k}_peak_mb": _peak_mb(f) for k, f in steps.items()}

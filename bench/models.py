@@ -29,8 +29,12 @@ NOTE = (
     "process with an empty cache. Errors are relative "
     "(2-norm) to the same network in float64."
 )
-GPU_CASES = (("resnet50", 1), ("resnet50", 32), ("deeplabv3_resnet50", 1),
-             ("deeplabv3_resnet50", 32))  # fmt: skip
+GPU_CASES = (
+    ("resnet50", 1),
+    ("resnet50", 32),
+    ("deeplabv3_resnet50", 1),
+    ("deeplabv3_resnet50", 32),
+)
 CPU_CASES = (("resnet50", 1), ("mobilenet_v2", 1), ("bert_4l", 1), ("deeplabv3_resnet50", 1))
 
 
@@ -65,10 +69,7 @@ def _gpu(record: Record, name: str, batch: int, compile_peer: bool) -> None:
     torch.cuda.synchronize()
     plan_s = time.perf_counter() - begin
     ours, eager = tensor_of(fast(x))[:1], tensor_of(model(x))[:1]
-    graphs = {
-        "eager graph": captured(lambda: model(x)),
-        "deuteron": fast.plan.captured.replay,
-    }
+    graphs = {"eager graph": captured(lambda: model(x)), "deuteron": fast.plan.captured.replay}
     calls = {"eager": lambda: model(x), "deuteron": lambda: fast(x)}
     compile_s = float("nan")
     if compile_peer:

@@ -60,25 +60,41 @@ def norm_cases() -> Iterator[Case]:
             return {"x": t(rows, n), "w": t(n), "b": t(n)}
 
         yield Case(
-            f"RMSNorm {size}", two, lambda g, x, w: g.rms_norm(x, w),
-            lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), ("x", "w"), wall=small,
-        )  # fmt: skip
+            f"RMSNorm {size}",
+            two,
+            lambda g, x, w: g.rms_norm(x, w),
+            lambda x, w: F.rms_norm(x, w.shape, w, 1e-6),
+            ("x", "w"),
+            wall=small,
+        )
         yield Case(
-            f"LayerNorm {size}", three, lambda g, x, w, b: g.layer_norm(x, w, b),
-            lambda x, w, b: F.layer_norm(x, w.shape, w, b), ("x", "w", "b"), wall=small,
-        )  # fmt: skip
+            f"LayerNorm {size}",
+            three,
+            lambda g, x, w, b: g.layer_norm(x, w, b),
+            lambda x, w, b: F.layer_norm(x, w.shape, w, b),
+            ("x", "w", "b"),
+            wall=small,
+        )
         if n > 8192:
             continue
         yield Case(
-            f"residual+RMSNorm {size}", lambda two=two: two() | {"r": two()["x"]},
-            _summed("rms_norm"), _summed_torch(lambda s, w: F.rms_norm(s, w.shape, w, 1e-6)),
-            ("x", "w"), "rms_norm_grad", wall=small,
-        )  # fmt: skip
+            f"residual+RMSNorm {size}",
+            lambda two=two: two() | {"r": two()["x"]},
+            _summed("rms_norm"),
+            _summed_torch(lambda s, w: F.rms_norm(s, w.shape, w, 1e-6)),
+            ("x", "w"),
+            "rms_norm_grad",
+            wall=small,
+        )
         yield Case(
-            f"residual+LayerNorm {size}", lambda three=three: three() | {"r": three()["x"]},
-            _summed("layer_norm"), _summed_torch(lambda s, w, b: F.layer_norm(s, w.shape, w, b)),
-            ("x", "w", "b"), "layer_norm_grad", wall=small,
-        )  # fmt: skip
+            f"residual+LayerNorm {size}",
+            lambda three=three: three() | {"r": three()["x"]},
+            _summed("layer_norm"),
+            _summed_torch(lambda s, w, b: F.layer_norm(s, w.shape, w, b)),
+            ("x", "w", "b"),
+            "layer_norm_grad",
+            wall=small,
+        )
 
 
 def _summed(norm: str) -> Callable[..., Any]:
@@ -101,20 +117,28 @@ def other_cases() -> Iterator[Case]:
     for columns in (1024, 32768, 131072):
         rows = 2**27 // columns
         yield Case(
-            f"softmax bf16 {rows}x{columns}", lambda r=rows, c=columns: {"x": t(r, c)},
-            lambda g, x: g.softmax(x, axis=-1), lambda x: torch.softmax(x, -1), ("x",),
-        )  # fmt: skip
+            f"softmax bf16 {rows}x{columns}",
+            lambda r=rows, c=columns: {"x": t(r, c)},
+            lambda g, x: g.softmax(x, axis=-1),
+            lambda x: torch.softmax(x, -1),
+            ("x",),
+        )
     yield Case(
-        "softmax bf16 8x64", lambda: {"x": t(8, 64)}, lambda g, x: g.softmax(x, axis=-1),
-        lambda x: torch.softmax(x, -1), ("x",), wall=True,
-    )  # fmt: skip
+        "softmax bf16 8x64",
+        lambda: {"x": t(8, 64)},
+        lambda g, x: g.softmax(x, axis=-1),
+        lambda x: torch.softmax(x, -1),
+        ("x",),
+        wall=True,
+    )
     half = torch.float16
     yield Case(
         "GroupNorm f16 64x256x56x56, 32 groups",
         lambda: {"x": t(64, 256, 56, 56, dtype=half)} | {k: t(256, dtype=half) for k in "wb"},
         lambda g, x, w, b: g.group_norm(x, w, b, groups=32),
-        lambda x, w, b: F.group_norm(x, 32, w, b), ("x", "w", "b"),
-    )  # fmt: skip
+        lambda x, w, b: F.group_norm(x, 32, w, b),
+        ("x", "w", "b"),
+    )
 
 
 def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
@@ -165,16 +189,15 @@ def _training(record: Record, case: Case, compile_peer: bool) -> None:
     graphs = _with_sum(case, tensors) if case.backward else [_one_graph(case, tensors)]
 
     def call(fn: Callable[..., Any], given: Tensors) -> tuple[torch.Tensor, ...]:
-        leaves = {n: x.detach().requires_grad_(n in case.wrt) for n, x in given.items()
-                  if n not in seeds}  # fmt: skip
+        leaves = {
+            n: x.detach().requires_grad_(n in case.wrt) for n, x in given.items() if n not in seeds
+        }
         out = _several(fn(**leaves))
         grads = [given[n] for n in seeds]
         found = torch.autograd.grad(out, [leaves[n] for n in case.wrt], grads)
         return *(o.detach() for o in out), *found
 
-    _measure(
-        record, f"{case.name}, training", case, graphs, tensors | seeds, call, compile_peer
-    )  # fmt: skip
+    _measure(record, f"{case.name}, training", case, graphs, tensors | seeds, call, compile_peer)
 
 
 def _one_graph(case: Case, tensors: Tensors) -> dt.Graph:
@@ -203,9 +226,14 @@ def _with_sum(case: Case, tensors: Tensors) -> list[dt.Graph]:
 
 
 def _measure(
-    record: Record, name: str, case: Case, graphs: list[dt.Graph], tensors: Tensors,
-    call: Callable[..., tuple[torch.Tensor, ...]], compile_peer: bool,
-) -> None:  # fmt: skip
+    record: Record,
+    name: str,
+    case: Case,
+    graphs: list[dt.Graph],
+    tensors: Tensors,
+    call: Callable[..., tuple[torch.Tensor, ...]],
+    compile_peer: bool,
+) -> None:
     guess = [g.compile(device="cuda") for g in graphs]
     plans = [g.compile(device="cuda", find=True, budget_s=4) for g in graphs]
     contenders: dict[str, Callable[[], Any]] = {
@@ -227,8 +255,10 @@ def _measure(
     ours = _run(guess, tensors), _run(plans, tensors)
     record.add(
         case=name,
-        **{f"{k}_us": times.get(k, float("nan"))
-           for k in ("copy", "eager", "compile", "guess", "plan")},
+        **{
+            f"{k}_us": times.get(k, float("nan"))
+            for k in ("copy", "eager", "compile", "guess", "plan")
+        },
         tb_per_s=moved / times["plan"] / 1e6,
         of_a_copy=times["copy"] / times["plan"],
         error=max(_worst(o, exact) for o in ours),
@@ -236,7 +266,7 @@ def _measure(
         plan=" + ".join(_shown(c) for p in plans for c in p.decision.choices),
         guessed=" + ".join(str(c.candidate) for p in guess for c in p.decision.choices),
         **{f"{k}_wall_us": v * 1e3 for k, v in wall.items()},
-    )  # fmt: skip
+    )
 
 
 def _run(plans: list[Any], tensors: Tensors) -> tuple[torch.Tensor, ...]:

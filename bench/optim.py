@@ -24,10 +24,18 @@ OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"lr": 0.1, "momentum": 0.9}}
 Step = Callable[[], Any]
 
 # name of the case, number of tensors, elements of each
-GPU_SIZES = (("100 M in 300", 300, 333_333), ("16 M in 4", 4, 1 << 22), ("tiny 10×64", 10, 64),
-             ("tiny 300×1000", 300, 1000))  # fmt: skip
-CPU_SIZES = (("10 M in 100", 100, 100_003), ("12 M in 3", 3, 4_000_000),
-             ("300 K in 300", 300, 1000), ("tiny 10×64", 10, 64))  # fmt: skip
+GPU_SIZES = (
+    ("100 M in 300", 300, 333_333),
+    ("16 M in 4", 4, 1 << 22),
+    ("tiny 10×64", 10, 64),
+    ("tiny 300×1000", 300, 1000),
+)
+CPU_SIZES = (
+    ("10 M in 100", 100, 100_003),
+    ("12 M in 3", 3, 4_000_000),
+    ("300 K in 300", 300, 1000),
+    ("tiny 10×64", 10, 64),
+)
 
 
 def _sizes(count: int, each: int) -> list[int]:
@@ -119,16 +127,18 @@ def _on_gpu(record: Record, name: str, label: str, count: int, each: int) -> Non
     torch.cuda.empty_cache()
     peers = [times[k] for k in ("foreach", "fused") if k in times]
     record.add(
-        optimizer=name, case=label,
+        optimizer=name,
+        case=label,
         us=times["ours"] * 1e3,
         **{f"{k}_us": times[k] * 1e3 for k in ("foreach", "fused") if k in times},
         copy_us=times["copy"] * 1e3,
-        tb_per_s=moved / times["ours"] / 1e9, of_a_copy=times["copy"] / times["ours"],
+        tb_per_s=moved / times["ours"] / 1e9,
+        of_a_copy=times["copy"] / times["ours"],
         ratio=min(peers) / times["ours"] if peers else float("nan"),
         wall_us=wall["ours"] * 1e3,
         **{f"{k}_wall_us": wall[k] * 1e3 for k in ("foreach", "fused") if k in wall},
         **_errors(name, "cuda"),
-    )  # fmt: skip
+    )
 
 
 def _on_cpu(record: Record, name: str, label: str, count: int, each: int) -> None:
@@ -138,13 +148,16 @@ def _on_cpu(record: Record, name: str, label: str, count: int, each: int) -> Non
     times = cpu_times({"copy": lambda: target.copy_(source), **steps})
     peers = [times[k] for k in ("loop", "foreach", "fused") if k in times]
     record.add(
-        optimizer=name, case=label, ms=times["ours"],
+        optimizer=name,
+        case=label,
+        ms=times["ours"],
         **{f"{k}_ms": times[k] for k in ("loop", "foreach", "fused") if k in times},
-        copy_ms=times["copy"], gb_per_s=moved / times["ours"] / 1e6,
+        copy_ms=times["copy"],
+        gb_per_s=moved / times["ours"] / 1e6,
         of_a_copy=times["copy"] / times["ours"],
         ratio=min(peers) / times["ours"] if peers else float("nan"),
         **_errors(name, "cpu"),
-    )  # fmt: skip
+    )
 
 
 def run(device: str, compile_peer: bool = True) -> Record:

@@ -8,9 +8,13 @@ import deuteron as dt
 from bench.harness import Record
 
 CASES = (
-    ("resnet50", 32), ("deeplabv3_resnet50", 8), ("mobilenet_v2", 32), ("unet", 4),
-    ("bert", 8), ("llama_tiny", 8),
-)  # fmt: skip
+    ("resnet50", 32),
+    ("deeplabv3_resnet50", 8),
+    ("mobilenet_v2", 32),
+    ("unet", 4),
+    ("bert", 8),
+    ("llama_tiny", 8),
+)
 NOTE = (
     "Every distinct region over 10 µs of the zoo's networks (fp16 on a GPU, fp32 on a CPU): the "
     "time the plan predicts for the engine it chose against the time measured alone. `within 2x` "
@@ -41,18 +45,23 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
             close += 0.8 <= ratio <= 1.25
             details.append(
                 {
-                    "model": name, "ops": " + ".join(region.ops), "shape": region.shape,
-                    "candidate": region.candidate, "bound": region.bound,
+                    "model": name,
+                    "ops": " + ".join(region.ops),
+                    "shape": region.shape,
+                    "candidate": region.candidate,
+                    "bound": region.bound,
                     "predicted_us": region.predicted_s * 1e6,
-                    "measured_us": region.measured_s * 1e6, "ratio": ratio,
+                    "measured_us": region.measured_s * 1e6,
+                    "ratio": ratio,
                 }
-            )  # fmt: skip
+            )
         record.add(model=f"{name} b{size}", regions=len(seen), within_2x=inside, within_25pct=close)
     total = len(details)
     record.add(
-        model="all", regions=total,
+        model="all",
+        regions=total,
         within_2x=sum(0.5 <= d["ratio"] <= 2.0 for d in details),
         within_25pct=sum(0.8 <= d["ratio"] <= 1.25 for d in details),
-    )  # fmt: skip
+    )
     record.rows += [{"model": f"· {d.pop('model')}", **d} for d in details]
     return record

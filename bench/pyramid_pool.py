@@ -21,14 +21,17 @@ NOTE = (
 SIZES = (1, 2, 3, 6)
 SHAPES = {
     "cuda": (
-        ((8, 2048, 60, 60), "contiguous"), ((8, 2048, 60, 60), "nhwc"),
+        ((8, 2048, 60, 60), "contiguous"),
+        ((8, 2048, 60, 60), "nhwc"),
         ((64, 512, 14, 14), "contiguous"),
     ),
     "cpu": (
-        ((1, 512, 60, 60), "contiguous"), ((1, 512, 60, 60), "nhwc"),
-        ((4, 256, 14, 14), "contiguous"), ((4, 256, 14, 14), "nhwc"),
+        ((1, 512, 60, 60), "contiguous"),
+        ((1, 512, 60, 60), "nhwc"),
+        ((4, 256, 14, 14), "contiguous"),
+        ((4, 256, 14, 14), "nhwc"),
     ),
-}  # fmt: skip
+}
 
 
 def eager(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -51,9 +54,9 @@ def plans(x: torch.Tensor, kind: str, device: str) -> tuple[dt.Plan, dt.Plan]:
     grad = back.tensor("g", y.shape, x.dtype)
     kept = [back.tensor("x", x.shape, x.dtype, strides=x.stride())] if kind == "max" else [None]
     order = "contiguous" if x.is_contiguous() else "nhwc"
-    back.pyramid_pool_grad(
-        grad, *kept, shape=x.shape, order=order, sizes=SIZES, kind=kind
-    ).output("dx")  # fmt: skip
+    back.pyramid_pool_grad(grad, *kept, shape=x.shape, order=order, sizes=SIZES, kind=kind).output(
+        "dx"
+    )
     return forward, back.compile(find=True, device=device, budget_s=8)
 
 
@@ -108,8 +111,12 @@ def _measure(
             times = replay_times({name: captured(fn) for name, fn in contenders.items()})
         else:
             times = cpu_times(contenders, seconds=2.0)
-        row: dict[str, Any] = {"case": "x".join(map(str, shape)), "order": order, "kind": kind,
-                               "direction": direction}  # fmt: skip
+        row: dict[str, Any] = {
+            "case": "x".join(map(str, shape)),
+            "order": order,
+            "kind": kind,
+            "direction": direction,
+        }
         row |= {f"{name}_us": ms * 1e3 for name, ms in times.items()}
         row["speedup_eager"] = times["eager"] / times["ours"]
         if compile_peer:

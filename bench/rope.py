@@ -108,8 +108,7 @@ def _measure(
         contenders["copy"] = lambda: target.copy_(source)
         times = replay_times({name: captured(fn) for name, fn in contenders.items()})
         moved = 2 * source.nbytes
-        row |= {"of_a_copy": times["copy"] / times["ours"],
-                "tb_per_s": moved / times["ours"] / 1e9}  # fmt: skip
+        row |= {"of_a_copy": times["copy"] / times["ours"], "tb_per_s": moved / times["ours"] / 1e9}
     else:
         contenders["ours"] = lambda: plan.run(q=q, k=k)
         times = cpu_times(contenders, seconds=3.0)
@@ -141,9 +140,11 @@ def _one_token(record: Record) -> None:
     )
     exact = eager(q.double(), k.double(), cos[at].double(), sin[at].double())
     record.add(
-        case="one token 1x1x(32+8)x128", direction="forward",
-        eager_token_wall_us=wall["eager"] * 1e3, token_wall_us=wall["ours"] * 1e3,
+        case="one token 1x1x(32+8)x128",
+        direction="forward",
+        eager_token_wall_us=wall["eager"] * 1e3,
+        token_wall_us=wall["ours"] * 1e3,
         launches=launches(lambda: plan.program.run([names[n] for n in plan.graph.inputs])),
         error_y_q=relative_error(plan.run(**names)["y_q"], exact[0]),
         plan=" + ".join(str(c.candidate) for c in plan.decision.choices),
-    )  # fmt: skip
+    )

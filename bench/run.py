@@ -10,11 +10,25 @@ import tempfile
 from bench.harness import Record
 
 ALL = (
-    "overhead", "planning", "models", "prediction", "generated", "norms", "rope", "batch_norm",
-    "cpu_products", "optim", "augment", "loss",
-    "functional", "cpu_rows", "cpu_operators", "pyramid_pool", "small",
+    "overhead",
+    "planning",
+    "models",
+    "prediction",
+    "generated",
+    "norms",
+    "rope",
+    "batch_norm",
+    "cpu_products",
+    "optim",
+    "augment",
+    "loss",
+    "functional",
+    "cpu_rows",
+    "cpu_operators",
+    "pyramid_pool",
+    "small",
     "delegation",
-)  # fmt: skip
+)
 
 
 def main() -> None:

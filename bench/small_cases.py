@@ -29,29 +29,59 @@ def every_case() -> Iterator[Case]:
 
 
 def _rows() -> Iterator[Case]:
-    yield Case("softmax, bool mask", (X,), lambda x: f.softmax(x, mask=_mask(x.device)),
-               lambda x: F.softmax(x.masked_fill(~_mask(x.device), float("-inf")), -1))  # fmt: skip
-    yield Case("cross_entropy, smoothed", (X,),
-               lambda x: f.cross_entropy(x, _index(x.device), label_smoothing=0.1),
-               lambda x: F.cross_entropy(x, _index(x.device), label_smoothing=0.1))  # fmt: skip
-    yield Case("bias+dropout+residual, no seed", (X, W, X),
-               lambda x, b, r: f.bias_dropout_residual(x, b, r, 0.1),
-               lambda x, b, r: r + F.dropout(x + b, 0.1))  # fmt: skip
+    yield Case(
+        "softmax, bool mask",
+        (X,),
+        lambda x: f.softmax(x, mask=_mask(x.device)),
+        lambda x: F.softmax(x.masked_fill(~_mask(x.device), float("-inf")), -1),
+    )
+    yield Case(
+        "cross_entropy, smoothed",
+        (X,),
+        lambda x: f.cross_entropy(x, _index(x.device), label_smoothing=0.1),
+        lambda x: F.cross_entropy(x, _index(x.device), label_smoothing=0.1),
+    )
+    yield Case(
+        "bias+dropout+residual, no seed",
+        (X, W, X),
+        lambda x, b, r: f.bias_dropout_residual(x, b, r, 0.1),
+        lambda x, b, r: r + F.dropout(x + b, 0.1),
+    )
     yield Case("reglu", (X, X), f.reglu, lambda g, u: F.relu(g) * u)
-    yield Case("rope", (HEADS, HEADS), lambda q, k: f.rope(q, k, *_angles(q.device, q.dtype)),
-               _rotated)  # fmt: skip
-    yield Case("embedding+position", (X, X),
-               lambda w, p: f.embedding(_index(w.device), w, position=p),
-               lambda w, p: F.embedding(_index(w.device), w) + p)  # fmt: skip
+    yield Case(
+        "rope", (HEADS, HEADS), lambda q, k: f.rope(q, k, *_angles(q.device, q.dtype)), _rotated
+    )
+    yield Case(
+        "embedding+position",
+        (X, X),
+        lambda w, p: f.embedding(_index(w.device), w, position=p),
+        lambda w, p: F.embedding(_index(w.device), w) + p,
+    )
 
 
 def _activations() -> Iterator[Case]:
-    for name in ("relu6", "leaky_relu", "sigmoid", "tanh", "mish", "hardswish", "hardsigmoid",
-                 "hardtanh", "elu", "selu", "celu", "softsign", "logsigmoid", "tanhshrink",
-                 "softshrink", "hardshrink"):  # fmt: skip
+    for name in (
+        "relu6",
+        "leaky_relu",
+        "sigmoid",
+        "tanh",
+        "mish",
+        "hardswish",
+        "hardsigmoid",
+        "hardtanh",
+        "elu",
+        "selu",
+        "celu",
+        "softsign",
+        "logsigmoid",
+        "tanhshrink",
+        "softshrink",
+        "hardshrink",
+    ):
         yield Case(name, (X,), getattr(f, name), getattr(F, name, None) or getattr(torch, name))
-    yield Case("threshold", (X,), lambda x: f.threshold(x, 0.1, 0.0),
-               lambda x: F.threshold(x, 0.1, 0.0))  # fmt: skip
+    yield Case(
+        "threshold", (X,), lambda x: f.threshold(x, 0.1, 0.0), lambda x: F.threshold(x, 0.1, 0.0)
+    )
 
 
 def _reductions() -> Iterator[Case]:
@@ -61,36 +91,65 @@ def _reductions() -> Iterator[Case]:
     yield Case("cumprod", (X,), lambda x: f.cumprod(x, -1), lambda x: x.cumprod(-1))
     yield Case("cummax", (X,), lambda x: f.cummax(x, -1)[0], lambda x: x.cummax(-1)[0])
     yield Case("sort", (X,), lambda x: f.sort(x)[0], lambda x: x.sort(stable=True)[0])
-    yield Case("histogram", (X,), lambda x: f.histogram(x, 16, -2.0, 2.0),
-               lambda x: torch.histc(x, 16, -2.0, 2.0), dtype=torch.float32)  # fmt: skip
-    yield Case("permute", (X,), lambda x: f.permute(x, (1, 0)),
-               lambda x: x.permute(1, 0).contiguous())  # fmt: skip
+    yield Case(
+        "histogram",
+        (X,),
+        lambda x: f.histogram(x, 16, -2.0, 2.0),
+        lambda x: torch.histc(x, 16, -2.0, 2.0),
+        dtype=torch.float32,
+    )
+    yield Case(
+        "permute", (X,), lambda x: f.permute(x, (1, 0)), lambda x: x.permute(1, 0).contiguous()
+    )
 
 
 def _images() -> Iterator[Case]:
-    yield Case("batch_norm", (IMAGE, C, C),
-               lambda x, w, b: f.batch_norm(x, *_statistics(x), w, b),
-               lambda x, w, b: F.batch_norm(x, *_statistics(x), w, b))  # fmt: skip
-    yield Case("batch_norm+relu", (IMAGE, C, C),
-               lambda x, w, b: f.batch_norm(x, *_statistics(x), w, b, activation="relu"),
-               lambda x, w, b: F.relu(F.batch_norm(x, *_statistics(x), w, b)))  # fmt: skip
-    yield Case("adaptive_max_pool2d 2", (IMAGE,), lambda x: f.adaptive_max_pool2d(x, 2),
-               lambda x: F.adaptive_max_pool2d(x, 2))  # fmt: skip
+    yield Case(
+        "batch_norm",
+        (IMAGE, C, C),
+        lambda x, w, b: f.batch_norm(x, *_statistics(x), w, b),
+        lambda x, w, b: F.batch_norm(x, *_statistics(x), w, b),
+    )
+    yield Case(
+        "batch_norm+relu",
+        (IMAGE, C, C),
+        lambda x, w, b: f.batch_norm(x, *_statistics(x), w, b, activation="relu"),
+        lambda x, w, b: F.relu(F.batch_norm(x, *_statistics(x), w, b)),
+    )
+    yield Case(
+        "adaptive_max_pool2d 2",
+        (IMAGE,),
+        lambda x: f.adaptive_max_pool2d(x, 2),
+        lambda x: F.adaptive_max_pool2d(x, 2),
+    )
     yield Case("global_avg_pool", (IMAGE,), f.global_avg_pool, lambda x: x.mean((2, 3), True))
-    yield Case("weighted_pool2d", (IMAGE, (2, 2)), lambda x, w: f.weighted_pool2d(x, w, 2),
-               lambda x, w: F.conv2d(x, w.expand(CHANNELS, 1, 2, 2), stride=2,
-                                     groups=CHANNELS))  # fmt: skip
-    yield Case("pyramid_pool2d", (IMAGE,), lambda x: f.pyramid_pool2d(x, (1, 2, 4)),
-               lambda x: torch.cat([F.adaptive_avg_pool2d(x, n).flatten(2) for n in (1, 2, 4)],
-                                   -1))  # fmt: skip
+    yield Case(
+        "weighted_pool2d",
+        (IMAGE, (2, 2)),
+        lambda x, w: f.weighted_pool2d(x, w, 2),
+        lambda x, w: F.conv2d(x, w.expand(CHANNELS, 1, 2, 2), stride=2, groups=CHANNELS),
+    )
+    yield Case(
+        "pyramid_pool2d",
+        (IMAGE,),
+        lambda x: f.pyramid_pool2d(x, (1, 2, 4)),
+        lambda x: torch.cat([F.adaptive_avg_pool2d(x, n).flatten(2) for n in (1, 2, 4)], -1),
+    )
     for mode, more in (("bicubic", {}), ("area", {}), ("bilinear", {"antialias": True})):
         given: dict[str, Any] = {"size": (5, 5), "mode": mode, **more}
-        yield Case(f"{mode} 5×5{', antialias' if more else ''}", (IMAGE,),
-                   lambda x, given=given: f.interpolate(x, **given),
-                   lambda x, given=given: F.interpolate(x, **given),
-                   dtype=torch.float32)  # fmt: skip
-    yield Case("pixel_unshuffle 2", (IMAGE,), lambda x: f.pixel_unshuffle(x, 2),
-               lambda x: F.pixel_unshuffle(x, 2))  # fmt: skip
+        yield Case(
+            f"{mode} 5×5{', antialias' if more else ''}",
+            (IMAGE,),
+            lambda x, given=given: f.interpolate(x, **given),
+            lambda x, given=given: F.interpolate(x, **given),
+            dtype=torch.float32,
+        )
+    yield Case(
+        "pixel_unshuffle 2",
+        (IMAGE,),
+        lambda x: f.pixel_unshuffle(x, 2),
+        lambda x: F.pixel_unshuffle(x, 2),
+    )
 
 
 def modules() -> Iterator[tuple[str, Callable[[Any], nn.Module], tuple[int, ...]]]:
@@ -101,8 +160,18 @@ def modules() -> Iterator[tuple[str, Callable[[Any], nn.Module], tuple[int, ...]
     yield "InstanceNorm2d", lambda nn: nn.InstanceNorm2d(CHANNELS), IMAGE
     yield "BatchNorm2d, training", lambda nn: nn.BatchNorm2d(CHANNELS), IMAGE
     yield "BatchNorm2d", lambda nn: nn.BatchNorm2d(CHANNELS).eval(), IMAGE
-    for name in ("ReLU", "LeakyReLU", "PReLU", "GELU", "SiLU", "Sigmoid", "Tanh", "Hardswish",
-                 "Softplus", "GLU"):  # fmt: skip
+    for name in (
+        "ReLU",
+        "LeakyReLU",
+        "PReLU",
+        "GELU",
+        "SiLU",
+        "Sigmoid",
+        "Tanh",
+        "Hardswish",
+        "Softplus",
+        "GLU",
+    ):
         yield name, lambda nn, name=name: getattr(nn, name)(), X
     yield "Softmax", lambda nn: nn.Softmax(-1), X
     yield "LogSoftmax", lambda nn: nn.LogSoftmax(-1), X

@@ -109,4 +109,4 @@ __all__ = [
     "uint8",
     "unregister_engine",
     "zoo",
-]  # fmt: skip
+]

@@ -132,10 +132,14 @@ def optimize(
     seconds["import"] = time.perf_counter() - begin
     begin = time.perf_counter()
     plan = compile_graph(
-        imported.graph, device=device, find=find,
+        imported.graph,
+        device=device,
+        find=find,
         budget_s=BUDGET_S.get(device.type, 4.0) if budget_s is None else budget_s,
-        policy=policy, cache=cache, progress=progress,
-    )  # fmt: skip
+        policy=policy,
+        cache=cache,
+        progress=progress,
+    )
     seconds["plan"] = time.perf_counter() - begin
     begin = time.perf_counter()
     if device.type == "cuda":

@@ -156,8 +156,14 @@ def _seconds(
     return {name: statistics.median(s[1:] or s) for name, s in samples.items()}
 
 
-def _compare(model: str, net: torch.nn.Module, example: tuple[Any, ...], budget: float,
-             limit: float, compile_too: bool) -> dt.Optimized:  # fmt: skip
+def _compare(
+    model: str,
+    net: torch.nn.Module,
+    example: tuple[Any, ...],
+    budget: float,
+    limit: float,
+    compile_too: bool,
+) -> dt.Optimized:
     """Optimise, check against eager, time both in one run, print the table."""
     begin = time.perf_counter()
     fast = _optimize(net, example, budget)
@@ -210,10 +216,13 @@ def demo(
 
 @app.command()
 def optimize(
-    model: Model, batch: Batch = 1, device: Device = "", dtype: DTypeName = "",
+    model: Model,
+    batch: Batch = 1,
+    device: Device = "",
+    dtype: DTypeName = "",
     budget: Budget = 4.0,
     save: Annotated[Path | None, typer.Option(help="Write the plan here (.plan.json)")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Plan a model, check it against eager, and optionally save the plan."""
     net, example = _load(model, batch, device, dtype)
     fast = _compare(model, net, example, budget, 10.0, compile_too=False)
@@ -223,13 +232,16 @@ def optimize(
 
 @app.command()
 def explain(
-    model: Model, batch: Batch = 1, device: Device = "", dtype: DTypeName = "",
+    model: Model,
+    batch: Batch = 1,
+    device: Device = "",
+    dtype: DTypeName = "",
     budget: Budget = 0.0,
     target: Annotated[str, typer.Option(help="Plan for this machine, present or not")] = "",
     format: Annotated[str, typer.Option(help="text, json or html")] = "text",
     out: Annotated[Path | None, typer.Option(help="Write to this file")] = None,
     errors: Annotated[bool, typer.Option(help="Measure errors against float64")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Print what would run where, what it costs and why."""
     there = dt.target(target) if target else None
     net, example = _load(model, batch, device, dtype)
@@ -247,9 +259,12 @@ def explain(
 @app.command()
 def bench(
     models: Annotated[list[str], typer.Argument(help="Zoo models")],
-    batch: Batch = 1, device: Device = "", dtype: DTypeName = "", budget: Budget = 4.0,
+    batch: Batch = 1,
+    device: Device = "",
+    dtype: DTypeName = "",
+    budget: Budget = 4.0,
     compile: Annotated[bool, typer.Option(help="Time torch.compile as well")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Time models against eager (and torch.compile) in one run."""
     for model in models:
         net, example = _load(model, batch, device, dtype)

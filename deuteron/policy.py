@@ -9,8 +9,16 @@ from typing import Any
 
 from deuteron.errors import GraphError
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
-          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}  # fmt: skip
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 def parse_bytes(size: int | str) -> int:

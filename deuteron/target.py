@@ -96,9 +96,19 @@ def _gpu(
         features.add("fp8")
     fractions = {"memory": 0.88, "compute": 0.72} | reach
     return Target(
-        name, "cuda", units, bandwidth * T, rates, int(cache_mb * 2**20), cache_bandwidth * T,
-        int(memory_gb * G), launch=2.2e-6, call=6e-6, reach=fractions, features=frozenset(features),
-    )  # fmt: skip
+        name,
+        "cuda",
+        units,
+        bandwidth * T,
+        rates,
+        int(cache_mb * 2**20),
+        cache_bandwidth * T,
+        int(memory_gb * G),
+        launch=2.2e-6,
+        call=6e-6,
+        reach=fractions,
+        features=frozenset(features),
+    )
 
 
 GPUS: dict[str, Target] = {
@@ -106,20 +116,44 @@ GPUS: dict[str, Target] = {
     for t in (
         _gpu("a100", 108, 2.039, 40, 80, (19.5, 19.5, 156, 312, 624), cache_bandwidth=4.0),
         _gpu("h100", 132, 3.35, 50, 80, (67, 67, 494, 989, 1979), fp8=1979),
-        _gpu("h200", 132, 4.8, 60, 141, (67, 67, 494, 989, 1979), fp8=1979,
-             memory=0.885, compute=0.73),
-        _gpu("b200", 148, 8.0, 126, 180, (37, 75, 1100, 2250, 4500), fp8=4500,
-             cache_bandwidth=10.0),
+        _gpu(
+            "h200",
+            132,
+            4.8,
+            60,
+            141,
+            (67, 67, 494, 989, 1979),
+            fp8=1979,
+            memory=0.885,
+            compute=0.73,
+        ),
+        _gpu(
+            "b200", 148, 8.0, 126, 180, (37, 75, 1100, 2250, 4500), fp8=4500, cache_bandwidth=10.0
+        ),
         _gpu("l4", 58, 0.3, 48, 24, (0.47, 30.3, 60, 121, 242), fp8=242, cache_bandwidth=1.5),
-        _gpu("rtx4090", 128, 1.008, 72, 24, (1.29, 82.6, 82.6, 165, 330), fp8=330,
-             cache_bandwidth=5.0),
+        _gpu(
+            "rtx4090",
+            128,
+            1.008,
+            72,
+            24,
+            (1.29, 82.6, 82.6, 165, 330),
+            fp8=330,
+            cache_bandwidth=5.0,
+        ),
     )
-}  # fmt: skip
+}
 
 _GPU_NAMES = {  # a word of what the driver calls it → our name
-    "H200": "h200", "GH200": "h200", "H100": "h100", "A100": "a100", "B200": "b200",
-    "GB200": "b200", "L4": "l4", "4090": "rtx4090",
-}  # fmt: skip
+    "H200": "h200",
+    "GH200": "h200",
+    "H100": "h100",
+    "A100": "a100",
+    "B200": "b200",
+    "GB200": "b200",
+    "L4": "l4",
+    "4090": "rtx4090",
+}
 
 
 def names() -> list[str]:
@@ -167,11 +201,19 @@ def _present_gpu(index: int) -> Target:
     base = GPUS["h100"] if props.major >= 9 else GPUS["a100"] if props.major == 8 else GPUS["l4"]
     scale = props.multi_processor_count / base.units
     return Target(
-        props.name.lower().replace(" ", "-"), "cuda", props.multi_processor_count,
-        base.bandwidth * scale, {k: v * scale for k, v in base.peak.items()},
-        getattr(props, "L2_cache_size", base.cache_bytes), base.cache_bandwidth * scale,
-        props.total_memory, base.launch, base.call, base.reach, base.features,
-    )  # fmt: skip
+        props.name.lower().replace(" ", "-"),
+        "cuda",
+        props.multi_processor_count,
+        base.bandwidth * scale,
+        {k: v * scale for k, v in base.peak.items()},
+        getattr(props, "L2_cache_size", base.cache_bytes),
+        base.cache_bandwidth * scale,
+        props.total_memory,
+        base.launch,
+        base.call,
+        base.reach,
+        base.features,
+    )
 
 
 # ---- the CPU it runs on: measured once, remembered ------------------------------------------
@@ -223,9 +265,18 @@ def _cpu_target(f32: float, f64: float, memory: float, cache: float, call: float
         total = 8 * 2**30
     rates = {"f32": f32, "f64": f64, "f16": f32 / 4, "bf16": f32 / 4, "i8": f32 / 2}
     return Target(
-        "cpu", "cpu", threads, memory, rates, 2**20 * threads, cache, total, launch=call,
-        call=call, reach={"memory": 1.0, "compute": 1.0},
-    )  # fmt: skip
+        "cpu",
+        "cpu",
+        threads,
+        memory,
+        rates,
+        2**20 * threads,
+        cache,
+        total,
+        launch=call,
+        call=call,
+        reach={"memory": 1.0, "compute": 1.0},
+    )
 
 
 def measure_cpu() -> dict[str, float]:

@@ -53,14 +53,15 @@ GEOMETRY: dict[str, Build] = {
     "perspective": _of(Perspective(0.5, p=1.0)),
     "crop": _of(CROP),
     "flips": _of(HorizontalFlip(), VerticalFlip()),
-    "all places": _of(AFFINE, CROP, HorizontalFlip(), VerticalFlip(), Rotate(10),
-                      Perspective(0.3, p=0.7)),
+    "all places": _of(
+        AFFINE, CROP, HorizontalFlip(), VerticalFlip(), Rotate(10), Perspective(0.3, p=0.7)
+    ),
     "nearest": _of(AFFINE, CROP, interpolation="nearest"),
     "bicubic": _of(AFFINE, CROP, interpolation="bicubic"),
     "border": _of(AFFINE, CROP, padding="border"),
     "nearest border": _of(AFFINE, interpolation="nearest", padding="border"),
     "bicubic border": _of(AFFINE, interpolation="bicubic", padding="border"),
-}  # fmt: skip
+}
 COLOURS: dict[str, Build] = {
     "nothing": _of(),
     "brightness": _of(Brightness(0.4)),
@@ -74,10 +75,19 @@ COLOURS: dict[str, Build] = {
 }
 WHOLE: dict[str, Build] = {
     "acceptance": _of(AFFINE, JITTER, NORMAL, HALF, NHWC),
-    "everything": _of(AFFINE, CROP, HorizontalFlip(), JITTER, HSVShift(0.1, 0.2, 0.2),
-                      Grayscale(0.2), NORMAL, ToDtype("f32"), ToLayout("nchw")),
+    "everything": _of(
+        AFFINE,
+        CROP,
+        HorizontalFlip(),
+        JITTER,
+        HSVShift(0.1, 0.2, 0.2),
+        Grayscale(0.2),
+        NORMAL,
+        ToDtype("f32"),
+        ToLayout("nchw"),
+    ),
     "to bytes": _of(CROP, JITTER, ToDtype(torch.uint8)),
-}  # fmt: skip
+}
 PIPELINES = {**GEOMETRY, **COLOURS, **WHOLE}
 GRADIENTS = {k: v for k, v in PIPELINES.items() if k not in ("to bytes", "nothing")}
 
@@ -123,8 +133,10 @@ def plain(aug: Pipeline, x: torch.Tensor, step: int, wide: bool) -> torch.Tensor
         numbers = [v.to(kind)[:, None, None, None] for k, v in drawn.items() if k.startswith(label)]
         values = _PLAIN[colour.kind](values, *numbers)
     if recipe.normalize:
-        mean, std = (torch.tensor(v, dtype=kind)[:, None, None]
-                     for v in (recipe.normalize.mean, recipe.normalize.std))  # fmt: skip
+        mean, std = (
+            torch.tensor(v, dtype=kind)[:, None, None]
+            for v in (recipe.normalize.mean, recipe.normalize.std)
+        )
         values = (values - mean) / std
     result = recipe.result_dtype(x.dtype)
     if result == torch.uint8:

@@ -48,13 +48,52 @@ def _mode(mode: str) -> Callable[[Any, Given], Any]:
 
 # t(…) is of the type under test, t.full(…) in float32
 CASES: dict[str, Callable[[Any, Any], Any]] = {
-    **{n: _simple(n) for n in (
-        "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "mish", "hardswish",
-        "hardsigmoid", "hardtanh", "elu", "selu", "celu", "softplus", "softsign", "logsigmoid",
-        "tanhshrink", "softshrink", "hardshrink", "glu", "sort")},
-    **{n: _along(n) for n in (
-        "softmax", "log_softmax", "sum", "mean", "prod", "var", "amax", "amin", "argmax", "norm",
-        "cumsum", "cumprod", "cummax", "cummin")},
+    **{
+        n: _simple(n)
+        for n in (
+            "relu",
+            "relu6",
+            "leaky_relu",
+            "sigmoid",
+            "tanh",
+            "gelu",
+            "silu",
+            "mish",
+            "hardswish",
+            "hardsigmoid",
+            "hardtanh",
+            "elu",
+            "selu",
+            "celu",
+            "softplus",
+            "softsign",
+            "logsigmoid",
+            "tanhshrink",
+            "softshrink",
+            "hardshrink",
+            "glu",
+            "sort",
+        )
+    },
+    **{
+        n: _along(n)
+        for n in (
+            "softmax",
+            "log_softmax",
+            "sum",
+            "mean",
+            "prod",
+            "var",
+            "amax",
+            "amin",
+            "argmax",
+            "norm",
+            "cumsum",
+            "cumprod",
+            "cummax",
+            "cummin",
+        )
+    },
     "sum dtype": lambda m, t: m.sum(t(4, 8), dim=1, dtype=torch.bfloat16),
     "softmax dtype": lambda m, t: m.softmax(t(4, 8), 1, dtype=torch.bfloat16),
     "cumsum dtype": lambda m, t: m.cumsum(t(4, 8), 1, dtype=torch.float64),
@@ -74,21 +113,26 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "batch_norm": lambda m, t: m.batch_norm(t(2, 4, 3, 3), t.full(4) * 0, t.full(4)),
     "where": lambda m, t: m.where(t.full(4, 8) > 0, t(4, 8), t.full(4, 8)),
     "permute": lambda m, t: m.permute(t(4, 8), (1, 0)),
-    **{f"{n}{d}d": _pool(f"{n}{d}d", d) for n in (
-        "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool") for d in (1, 2, 3)},
+    **{
+        f"{n}{d}d": _pool(f"{n}{d}d", d)
+        for n in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
+        for d in (1, 2, 3)
+    },
     **{f"max_pool{d}d with places": _with_places(d) for d in (1, 2, 3)},
     **{n: _mode(n) for n in ("nearest", "nearest-exact", "bilinear", "bicubic", "area")},
     "area of volumes": lambda m, t: m.interpolate(t(2, 3, 4, 4, 4), size=2, mode="area"),
     "grid_sample": lambda m, t: m.grid_sample(
-        t(2, 3, 4, 4), t.full(2, 4, 4, 2), align_corners=False),
+        t(2, 3, 4, 4), t.full(2, 4, 4, 2), align_corners=False
+    ),
     "grid_sample same": lambda m, t: m.grid_sample(
-        t(2, 3, 4, 4), t(2, 4, 4, 2), align_corners=False),
+        t(2, 3, 4, 4), t(2, 4, 4, 2), align_corners=False
+    ),
     "pixel_shuffle": lambda m, t: m.pixel_shuffle(t(2, 4, 3, 3), 2),
     "pixel_unshuffle": lambda m, t: m.pixel_unshuffle(t(2, 3, 4, 4), 2),
     "embedding": lambda m, t: m.embedding(t.full(4).long(), t(4, 8)),
     "cross_entropy": lambda m, t: m.cross_entropy(t(4, 8), t.full(4).long()),
     "cross_entropy soft": lambda m, t: m.cross_entropy(t(4, 8), t.full(4, 8)),
-}  # fmt: skip
+}
 
 
 class Tensors:

@@ -91,11 +91,14 @@ class Case:
             return t.to(device) if letter in self.params else None
 
         return {
-            "x": x, "weight": given("w"), "bias": given("b"), "running_mean": given("r"),
+            "x": x,
+            "weight": given("w"),
+            "bias": given("b"),
+            "running_mean": given("r"),
             "running_var": given("r", positive=True),
             "residual": self.image(device, gen) if self.residual else None,
             "grad": self.image(device, gen),
-        }  # fmt: skip
+        }
 
 
 def calm(grad: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -120,8 +123,9 @@ def run(case: Case, device: str = "cpu", units: int = 4) -> str:
     act = {**given_act, "packed": case.packed}
     attrs = {"momentum": 0.3, "eps": 1e-3, **act}
     d = divide(case.shape, case.last, units, **dict(case.knobs))
-    types = ACT.infer(*(None if v is None else TensorType.from_tensor(v) for v in t.values()),
-                      **attrs)  # fmt: skip
+    types = ACT.infer(
+        *(None if v is None else TensorType.from_tensor(v) for v in t.values()), **attrs
+    )
     outs = [_filled(like, x) for like in types]
     signs = outs[5] if case.signs else None
     forward(d, *t.values(), *outs[:5], signs, momentum=0.3, eps=1e-3, **given_act)
@@ -137,11 +141,19 @@ def run(case: Case, device: str = "cpu", units: int = 4) -> str:
     grad.copy_(calm(grad, flat))
     y, mean, rstd = torch.empty_like(x).copy_(theirs[0]), theirs[3], theirs[4]
     given = [
-        grad, x, mean, rstd, t["weight"], t["bias"], y if case.by_y and not case.signs else None,
-        t["residual"] if not case.by_y else None, pack(y, case.packed) if case.signs else None,
-    ]  # fmt: skip
-    types = ACT_GRAD.infer(*(None if v is None else TensorType.from_tensor(v) for v in given),
-                           **act)  # fmt: skip
+        grad,
+        x,
+        mean,
+        rstd,
+        t["weight"],
+        t["bias"],
+        y if case.by_y and not case.signs else None,
+        t["residual"] if not case.by_y else None,
+        pack(y, case.packed) if case.signs else None,
+    ]
+    types = ACT_GRAD.infer(
+        *(None if v is None else TensorType.from_tensor(v) for v in given), **act
+    )
     exact = ACT_GRAD.reference(*map(_wide, given), **act)
     theirs = ACT_GRAD.reference(*given, **act)
     for with_dz in (True, False) if case.residual else (False,):
@@ -152,8 +164,11 @@ def run(case: Case, device: str = "cpu", units: int = 4) -> str:
         if case.signs:  # which say the same as y
             again, by_y = [_filled(like, x) for like in types], [*given[:6], y, None, None]
             backward(d, *by_y, *again[:3], again[3] if with_dz else None, **given_act)
-            wrong += [f"{name} differs from that by y" for name, a, b in
-                      zip(names, outs, again, strict=False) if not same_bits(a, b)]  # fmt: skip
+            wrong += [
+                f"{name} differs from that by y"
+                for name, a, b in zip(names, outs, again, strict=False)
+                if not same_bits(a, b)
+            ]
     return "; ".join(wrong)
 
 
@@ -177,8 +192,22 @@ def mean_near_zero(last: bool) -> str:
     x = case.image("cpu", torch.Generator().manual_seed(1))
     y, *statistics = torch.empty_like(x), *(torch.empty(8) for _ in range(4))
     d = divide(case.shape, last, 4, **dict(SPLIT))
-    forward(d, x, None, None, None, None, None, y, *statistics, None, momentum=0.1, eps=1e-5,
-            activation="none", slope=0.0)  # fmt: skip
+    forward(
+        d,
+        x,
+        None,
+        None,
+        None,
+        None,
+        None,
+        y,
+        *statistics,
+        None,
+        momentum=0.1,
+        eps=1e-5,
+        activation="none",
+        slope=0.0,
+    )
     off = error(statistics[2], x.double().mean((0, 2, 3)))
     bound = allowed(0.0, torch.float32)
     return "" if off <= bound else f"mean is off by {off:.2e}, allowed {bound:.2e}"
@@ -214,9 +243,15 @@ def _depth(case: Case, name: str) -> int:
 
 
 SHAPES = (
-    (3, 5, 7), (2, 37), (5, 3, 7, 9), (4, 70, 3, 5), (2, 64, 4, 4), (2, 6, 2, 3, 5), (6, 1, 11, 13),
+    (3, 5, 7),
+    (2, 37),
+    (5, 3, 7, 9),
+    (4, 70, 3, 5),
+    (2, 64, 4, 4),
+    (2, 6, 2, 3, 5),
+    (6, 1, 11, 13),
     (3, 10, 20, 20),
-)  # fmt: skip
+)
 # at least 8 channels and 8 positions: rows that are whole bytes and rows that are not
 PACKABLE = ((2, 16, 4, 4), (5, 9, 3, 5), (3, 12, 11), (2, 19, 3, 3))
 SPLIT = (("tile", 256), ("each", 2), ("once", False))
@@ -231,9 +266,15 @@ def cases() -> Iterator[Case]:
         for k in range(2):
             activation = tuple(ACTIVATIONS)[count % len(ACTIVATIONS)]
             case = Case(
-                shape, dtypes[count % 3], last, activation, residual,
-                params[(count // 2) % 4], kinds[(count // 3) % 5], (0.1, -0.5)[count % 2],
-            )  # fmt: skip
+                shape,
+                dtypes[count % 3],
+                last,
+                activation,
+                residual,
+                params[(count // 2) % 4],
+                kinds[(count // 3) % 5],
+                (0.1, -0.5)[count % 2],
+            )
             if case.kind == "odd" or (case.kind != "normal" and case.dtype == torch.bfloat16):
                 case = replace(case, activation="relu" if count % 2 else "none")
             yield replace(case, knobs=SPLIT) if k else case
@@ -242,8 +283,9 @@ def cases() -> Iterator[Case]:
         yield Case((3, 5, 7), torch.bfloat16, last, "none", False, "wb", "huge", knobs=knobs)
     for i, (shape, last) in enumerate(product(PACKABLE, (False, True))):
         kind, knobs = ("odd" if i == 4 else "normal"), (SPLIT if i % 3 else ())
-        yield Case(shape, dtypes[i % 3], last, "relu", i != 5, params[i % 4], kind, knobs=knobs,
-                   signs=True)  # fmt: skip
+        yield Case(
+            shape, dtypes[i % 3], last, "relu", i != 5, params[i % 4], kind, knobs=knobs, signs=True
+        )
 
 
 # ---- the same through the engine: every value at its place, other orders converted

@@ -24,8 +24,9 @@ from deuteron.ops.evaluate import evaluate, run_node
 from tests.random_regions import random_region
 from tests.tolerances import CANCELLED, EPS, allowed, error
 
-SUMS = frozenset({"sum", "mean", "var", "layer_norm", "group_norm", "instance_norm",
-                  "batch_norm_train"})  # fmt: skip
+SUMS = frozenset(
+    {"sum", "mean", "var", "layer_norm", "group_norm", "instance_norm", "batch_norm_train"}
+)
 HUGE = 1e15  # numbers from which a few squares and products overflow in float32
 
 
@@ -199,9 +200,11 @@ def norm_case(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Ca
     return graph_of(
         f"norm {rows}x{columns}",
         lambda g, x, b, w, s: g.layer_norm(g.relu(g.add(x, b)), w, s, dims=1),
-        x=torch.randn(rows, columns).to(dtype), b=torch.randn(columns).to(dtype),
-        w=torch.randn(columns).to(dtype), s=torch.randn(columns).to(dtype),
-    )  # fmt: skip
+        x=torch.randn(rows, columns).to(dtype),
+        b=torch.randn(columns).to(dtype),
+        w=torch.randn(columns).to(dtype),
+        s=torch.randn(columns).to(dtype),
+    )
 
 
 def softmax_case(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Case:
@@ -221,8 +224,12 @@ def kind_cases(dtype: str) -> Iterator[tuple[Case, Knobs]]:
 
     chain = graph_of("chain", lambda g, x, b: g.gelu(g.add(x, b)), x=randn(7, 131), b=randn(131))
     yield chain, Knobs("flat", 256)
-    turned = graph_of("transpose", lambda g, x, y: g.add(g.permute(x, dims=(0, 2, 1)), y),
-                      x=randn(3, 37, 29), y=randn(3, 29, 37))  # fmt: skip
+    turned = graph_of(
+        "transpose",
+        lambda g, x, y: g.add(g.permute(x, dims=(0, 2, 1)), y),
+        x=randn(3, 37, 29),
+        y=randn(3, 29, 37),
+    )
     for rows, block in ((16, 32), (32, 16)):
         yield turned, Knobs("tile", block, rows=rows)
     yield turned, Knobs("flat", 1024)
@@ -235,33 +242,48 @@ def kind_cases(dtype: str) -> Iterator[tuple[Case, Knobs]]:
             yield case, Knobs("loop", 16, unroll=3)
             yield case, Knobs("split", 16, splits=3, unroll=2)
             yield case, Knobs("split", 32, rows=4, splits=2)
-    down = graph_of("columns", lambda g, x: g.sum(g.mul(x, x), axes=(0,), keepdim=False),
-                    x=randn(67, 45))  # fmt: skip
+    down = graph_of(
+        "columns", lambda g, x: g.sum(g.mul(x, x), axes=(0,), keepdim=False), x=randn(67, 45)
+    )
     mixed = graph_of("mixed", lambda g, x: g.softmax(x, axis=1), x=randn(3, 50, 21))
     for case in (down, mixed):
         yield case, Knobs("loop", 16, rows=32)
         yield case, Knobs("rows", 128, rows=16)
         yield case, Knobs("split", 8, rows=16, splits=5)
-    groups = graph_of("groups", lambda g, x, w, b: g.silu(g.group_norm(x, w, b, groups=3)),
-                      x=randn(2, 6, 5, 9), w=randn(6), b=randn(6))  # fmt: skip
-    weighted = graph_of("weighted sum of channels", lambda g, x, w: g.sum(
-        g.mul(x, w), axes=(1, 2), keepdim=False), x=randn(3, 4, 32), w=randn(4, 1))  # fmt: skip
+    groups = graph_of(
+        "groups",
+        lambda g, x, w, b: g.silu(g.group_norm(x, w, b, groups=3)),
+        x=randn(2, 6, 5, 9),
+        w=randn(6),
+        b=randn(6),
+    )
+    weighted = graph_of(
+        "weighted sum of channels",
+        lambda g, x, w: g.sum(g.mul(x, w), axes=(1, 2), keepdim=False),
+        x=randn(3, 4, 32),
+        w=randn(4, 1),
+    )
     for case in (groups, weighted):  # read stretch by stretch, the last one with a mask and without
         for knobs in (Knobs("loop", 16, unroll=4), Knobs("loop", 32, rows=2), Knobs("rows", 128)):
             yield case, knobs
         yield case, Knobs("split", 16, unroll=2, splits=2)
     both = graph_of(
         "two outputs",
-        lambda g, x: (g.mean(x, axes=(1,), keepdim=True), g.sub(x, g.max(x, axes=(1,),
-                                                                         keepdim=True))),
+        lambda g, x: (
+            g.mean(x, axes=(1,), keepdim=True),
+            g.sub(x, g.max(x, axes=(1,), keepdim=True)),
+        ),
         x=randn(6, 93),
-    )  # fmt: skip
+    )
     for knobs in (Knobs("rows", 128), Knobs("loop", 32), Knobs("split", 32, splits=2)):
         yield both, knobs
     odd = randn(4, 50)
     odd[1, 3], odd[2, 7] = torch.nan, torch.inf
-    most = graph_of("nan", lambda g, x: (g.max(x, axes=(1,), keepdim=False),
-                                         g.min(x, axes=(1,), keepdim=False)), x=odd)  # fmt: skip
+    most = graph_of(
+        "nan",
+        lambda g, x: (g.max(x, axes=(1,), keepdim=False), g.min(x, axes=(1,), keepdim=False)),
+        x=odd,
+    )
     for knobs in (Knobs("rows", 64, rows=2), Knobs("loop", 16), Knobs("split", 16, splits=2)):
         yield most, knobs
 
@@ -277,9 +299,12 @@ def some_way(case: Case) -> Knobs:
     if program.inner:
         block = 16 if program.columns < 256 else 256
         ways += [
-            Knobs("loop", block, rows=2, unroll=2), Knobs("loop", block), Knobs("loop", 8, rows=16),
-            Knobs("split", block, splits=3, unroll=2), Knobs("split", block, rows=4, splits=2),
-        ]  # fmt: skip
+            Knobs("loop", block, rows=2, unroll=2),
+            Knobs("loop", block),
+            Knobs("loop", 8, rows=16),
+            Knobs("split", block, splits=3, unroll=2),
+            Knobs("split", block, rows=4, splits=2),
+        ]
     return Random(case.name).choice(ways)
 
 

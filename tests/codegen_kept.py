@@ -52,12 +52,23 @@ def _functions() -> Iterator[Case]:
         far = torch.tensor([number], dtype=torch.float64)
         yield graph_of(f"gelu of {number} in f64", lambda g, x: (g.gelu(x), g.ndtr(x)), x=far)
     half = torch.randn(1542) * 1e-4  # around ½ the roundings of ndtr are all that cancels leaves
-    yield graph_of("the variance of ndtr near 0", lambda g, x: (
-        g.var(g.ndtr(x), axes=(0,), keepdim=True, correction=0)), x=half)  # fmt: skip
+    yield graph_of(
+        "the variance of ndtr near 0",
+        lambda g, x: g.var(g.ndtr(x), axes=(0,), keepdim=True, correction=0),
+        x=half,
+    )
     odd = torch.tensor([NAN, INF, -INF, 0.0, -0.0, -2.0, 1.0] * 11)
-    yield graph_of("what ptxas takes for true of nan", lambda g, x: (
-        g.ge(g.abs(x * 3.0), -1.0), g.gt(g.exp2(x), -1.0), g.ge(g.abs(x * 3.0) + 1.0, 0.0),
-        g.le(-1.0, g.abs(x * 3.0)), g.where(g.ge(g.abs(x * 3.0), 0.0), 5.0, x)), x=odd)  # fmt: skip
+    yield graph_of(
+        "what ptxas takes for true of nan",
+        lambda g, x: (
+            g.ge(g.abs(x * 3.0), -1.0),
+            g.gt(g.exp2(x), -1.0),
+            g.ge(g.abs(x * 3.0) + 1.0, 0.0),
+            g.le(-1.0, g.abs(x * 3.0)),
+            g.where(g.ge(g.abs(x * 3.0), 0.0), 5.0, x),
+        ),
+        x=odd,
+    )
     yield graph_of("pow of a constant", lambda g, x: g.pow(2.0, x), x=torch.randn(33))
 
 
@@ -70,20 +81,28 @@ def _of_two() -> Iterator[Case]:
         given = torch.tensor([*some, 1 + eps, INF, -INF, NAN], dtype=dtype)
         x, y = (t.contiguous() for t in torch.broadcast_tensors(given[:, None], given[None, :]))
         for op in ("remainder", "floor_div"):
-            want = evaluate(graph_of(op, lambda g, x, y, o=op: getattr(g, o)(x, y), x=x, y=y).graph,
-                            {"x": x, "y": y})["y0"]  # fmt: skip
+            want = evaluate(
+                graph_of(op, lambda g, x, y, o=op: getattr(g, o)(x, y), x=x, y=y).graph,
+                {"x": x, "y": y},
+            )["y0"]
             yield graph_of(
                 f"{op} of every kind of {dtype}",
                 lambda g, x, y, e, o=op: (
-                    (z := getattr(g, o)(x, y)), g.eq(z, e), g.isnan(z), g.lt(g.reciprocal(z), 0.0)
+                    (z := getattr(g, o)(x, y)),
+                    g.eq(z, e),
+                    g.isnan(z),
+                    g.lt(g.reciprocal(z), 0.0),
                 ),
-                x=x, y=y, e=want,
-            )  # fmt: skip
+                x=x,
+                y=y,
+                e=want,
+            )
             for number in (3.0, -0.7):
                 yield graph_of(
                     f"{op} of {dtype} by {number}",
-                    lambda g, x, o=op, n=number: getattr(g, o)(x, n), x=given,
-                )  # fmt: skip
+                    lambda g, x, o=op, n=number: getattr(g, o)(x, n),
+                    x=given,
+                )
         for op, close in (("atan2", 4 * eps), ("pow", 4 * eps)):
             want = getattr(torch, op)(x, y)
             yield graph_of(
@@ -93,8 +112,10 @@ def _of_two() -> Iterator[Case]:
                     g.logical_or(g.eq(z, e), g.le(g.abs(g.sub(g.div(z, e), 1.0)), c)),
                     g.lt(g.reciprocal(z), 0.0),
                 ),
-                x=x, y=y, e=want,
-            )  # fmt: skip
+                x=x,
+                y=y,
+                e=want,
+            )
     rows = torch.randn(5, 33) * 10
     yield graph_of(
         "remainder of rows by one number of each",
@@ -156,8 +177,9 @@ def _whole_divisions() -> Iterator[Case]:
         yield graph_of(
             f"{dtype} divided by a tensor",
             lambda g, x, y: (g.remainder(x, y), g.floor_div(x, y), g.remainder(100, y)),
-            x=x, y=y,
-        )  # fmt: skip
+            x=x,
+            y=y,
+        )
 
 
 def _places() -> Iterator[Case]:
@@ -224,12 +246,13 @@ NORMS = {
     "layer norm": lambda g, x, b: g.layer_norm(x, None, b, dims=1),
     "rms norm": lambda g, x, b: g.rms_norm(x, b, dims=1),
     "rms norm of columns": lambda g, x, b: g.rms_norm(g.permute(x, dims=(1, 0)), None, dims=1),
-    "group norm": lambda g, x, b: g.group_norm(g.reshape(x, shape=(5, *SHAPE)), None, None,
-                                               groups=2),
+    "group norm": lambda g, x, b: g.group_norm(
+        g.reshape(x, shape=(5, *SHAPE)), None, None, groups=2
+    ),
     "instance norm": lambda g, x, b: g.instance_norm(g.reshape(x, shape=(5, *SHAPE)), None, None),
     "batch norm": lambda g, x, b: g.batch_norm_train(x, None, b, None, None),
     "variance": lambda g, x, b: g.var(x, axes=(1,), keepdim=True, correction=1),
-}  # fmt: skip
+}
 
 
 def _huge() -> Iterator[Case]:
@@ -257,20 +280,32 @@ def _equal() -> Iterator[Case]:
         x, b = rows.to(dtype), torch.full((777,), 3.0, dtype=dtype)
         yield graph_of(
             f"layer norm of equal {dtype}",
-            lambda g, x, b: whether_bias(g, g.layer_norm(x, None, b, dims=1)), x=x, b=b,
-        )  # fmt: skip
+            lambda g, x, b: whether_bias(g, g.layer_norm(x, None, b, dims=1)),
+            x=x,
+            b=b,
+        )
     norm = NORMS["layer norm"]
     x, b = rows[:, :700], torch.full((700,), 3.0)
-    yield graph_of("norm of equal gelu", lambda g, x, b: whether_bias(g, norm(g, g.gelu(x), b)),
-                   x=x, b=b)  # fmt: skip
-    yield graph_of("norm of a norm", lambda g, x, b: whether_bias(g, norm(g, norm(g, x, b), b)),
-                   x=x, b=b)  # fmt: skip
-    yield graph_of("norm of equal columns",
-                   lambda g, x, b: whether_bias(g, norm(g, g.permute(x, dims=(1, 0)), b)),
-                   x=x.mT.contiguous(), b=b)  # fmt: skip
-    yield graph_of("norms of equal channels", lambda g, x: (
-        g.group_norm(x, None, None, groups=2), g.eq(g.group_norm(x, None, None, groups=2), 0.0)),
-        x=rows[0, :700].reshape(1, 4, 25, 7))  # fmt: skip
+    yield graph_of(
+        "norm of equal gelu", lambda g, x, b: whether_bias(g, norm(g, g.gelu(x), b)), x=x, b=b
+    )
+    yield graph_of(
+        "norm of a norm", lambda g, x, b: whether_bias(g, norm(g, norm(g, x, b), b)), x=x, b=b
+    )
+    yield graph_of(
+        "norm of equal columns",
+        lambda g, x, b: whether_bias(g, norm(g, g.permute(x, dims=(1, 0)), b)),
+        x=x.mT.contiguous(),
+        b=b,
+    )
+    yield graph_of(
+        "norms of equal channels",
+        lambda g, x: (
+            g.group_norm(x, None, None, groups=2),
+            g.eq(g.group_norm(x, None, None, groups=2), 0.0),
+        ),
+        x=rows[0, :700].reshape(1, 4, 25, 7),
+    )
     yield graph_of(
         "batch norm of equals",
         lambda g, x, b: g.batch_norm_train(x, None, b, None, None)[0],
@@ -278,9 +313,12 @@ def _equal() -> Iterator[Case]:
         b=torch.full((2,), 3.0),
     )
     long = torch.full((2, 70001), 0.731)
-    yield graph_of("a long norm of equals",
-                   lambda g, x, b: whether_bias(g, norm(g, x, b)),
-                   x=long, b=torch.full((70001,), 3.0))  # fmt: skip
+    yield graph_of(
+        "a long norm of equals",
+        lambda g, x, b: whether_bias(g, norm(g, x, b)),
+        x=long,
+        b=torch.full((70001,), 3.0),
+    )
     far = torch.randn(3, 5000) + 1000.0
     yield graph_of("norm of a large mean", lambda g, x: g.layer_norm(x, dims=1), x=far)
 
@@ -347,11 +385,13 @@ def _rows() -> Iterator[Case]:
         )
     yield graph_of(
         "bytes as classes, of which there are more than 255",
-        lambda g, x, t: (g.nll_loss(x, t, reduction="none"),
-                         g.nll_loss(x, t, reduction="none", ignore_index=170)),
+        lambda g, x, t: (
+            g.nll_loss(x, t, reduction="none"),
+            g.nll_loss(x, t, reduction="none", ignore_index=170),
+        ),
         x=torch.randn(3, 300),
         t=torch.tensor([0, 170, 255], dtype=torch.uint8),
-    )  # fmt: skip
+    )
     yield graph_of("nll, averaged", lambda g, x, t: g.nll_loss(x, t), x=scores, t=target)
     yield graph_of(
         "the score of the best class",

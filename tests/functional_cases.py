@@ -35,64 +35,130 @@ class Call:
 def _activations() -> Iterator[Call]:
     x = ((4, 9),)
     names = (
-        "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "mish", "hardswish",
-        "hardtanh", "elu", "selu", "celu", "softplus", "softsign", "logsigmoid", "tanhshrink",
-        "softshrink", "hardshrink", "hardsigmoid",
-    )  # fmt: skip
+        "relu",
+        "relu6",
+        "leaky_relu",
+        "sigmoid",
+        "tanh",
+        "gelu",
+        "silu",
+        "mish",
+        "hardswish",
+        "hardtanh",
+        "elu",
+        "selu",
+        "celu",
+        "softplus",
+        "softsign",
+        "logsigmoid",
+        "tanhshrink",
+        "softshrink",
+        "hardshrink",
+        "hardsigmoid",
+    )
     for name in names:
-        yield Call(name, x, lambda f, x, n=name: getattr(f, n)(x),
-                   lambda x, n=name: getattr(F, n)(x), margin=0.02)  # fmt: skip
+        yield Call(
+            name,
+            x,
+            lambda f, x, n=name: getattr(f, n)(x),
+            lambda x, n=name: getattr(F, n)(x),
+            margin=0.02,
+        )
     yield Call(
         "gelu tanh",
         x,
         lambda f, x: f.gelu(x, approximate="tanh"),
         lambda x: F.gelu(x, approximate="tanh"),
     )
-    yield Call("threshold", x, lambda f, x: f.threshold(x, 0.1, -2.0),
-               lambda x: F.threshold(x, 0.1, -2.0), margin=0.2)  # fmt: skip
+    yield Call(
+        "threshold",
+        x,
+        lambda f, x: f.threshold(x, 0.1, -2.0),
+        lambda x: F.threshold(x, 0.1, -2.0),
+        margin=0.2,
+    )
     yield Call("prelu", ((2, 3, 5), (3,)), lambda f, x, w: f.prelu(x, w), F.prelu, margin=0.02)
     yield Call("glu", ((3, 8, 2),), lambda f, x: f.glu(x, 1), lambda x: F.glu(x, 1))
-    yield Call("bias_act", ((5, 7), (7,)), lambda f, x, b: f.bias_act(x, b, "gelu"),
-               lambda x, b: F.gelu(x + b))  # fmt: skip
+    yield Call(
+        "bias_act",
+        ((5, 7), (7,)),
+        lambda f, x, b: f.bias_act(x, b, "gelu"),
+        lambda x, b: F.gelu(x + b),
+    )
     yield Call(
         "swiglu", ((5, 7), (5, 7)), lambda f, g, u: f.swiglu(g, u), lambda g, u: F.silu(g) * u
     )
-    yield Call("swiglu halves", ((5, 14),), lambda f, x: f.swiglu(x),
-               lambda x: F.silu(x[:, :7]) * x[:, 7:])  # fmt: skip
+    yield Call(
+        "swiglu halves", ((5, 14),), lambda f, x: f.swiglu(x), lambda x: F.silu(x[:, :7]) * x[:, 7:]
+    )
     yield Call("geglu", ((5, 7), (5, 7)), lambda f, g, u: f.geglu(g, u), lambda g, u: F.gelu(g) * u)
-    yield Call("reglu", ((5, 7), (5, 7)), lambda f, g, u: f.reglu(g, u), lambda g, u: F.relu(g) * u,
-               margin=0.02)  # fmt: skip
+    yield Call(
+        "reglu",
+        ((5, 7), (5, 7)),
+        lambda f, g, u: f.reglu(g, u),
+        lambda g, u: F.relu(g) * u,
+        margin=0.02,
+    )
 
 
 def _norms() -> Iterator[Call]:
     row = ((6, 10), (10,), (10,))
-    yield Call("layer_norm", row, lambda f, x, w, b: f.layer_norm(x, (10,), w, b),
-               lambda x, w, b: F.layer_norm(x, (10,), w, b))  # fmt: skip
-    yield Call("layer_norm two dims", ((3, 4, 5),), lambda f, x: f.layer_norm(x, (4, 5)),
-               lambda x: F.layer_norm(x, (4, 5)))  # fmt: skip
-    yield Call("rms_norm", row[:2], lambda f, x, w: f.rms_norm(x, (10,), w, 1e-6),
-               lambda x, w: F.rms_norm(x, (10,), w, 1e-6))  # fmt: skip
+    yield Call(
+        "layer_norm",
+        row,
+        lambda f, x, w, b: f.layer_norm(x, (10,), w, b),
+        lambda x, w, b: F.layer_norm(x, (10,), w, b),
+    )
+    yield Call(
+        "layer_norm two dims",
+        ((3, 4, 5),),
+        lambda f, x: f.layer_norm(x, (4, 5)),
+        lambda x: F.layer_norm(x, (4, 5)),
+    )
+    yield Call(
+        "rms_norm",
+        row[:2],
+        lambda f, x, w: f.rms_norm(x, (10,), w, 1e-6),
+        lambda x, w: F.rms_norm(x, (10,), w, 1e-6),
+    )
 
     def with_all(x: Tensor, w: Tensor, b: Tensor, r: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         s = x + p + r
         return F.silu(F.layer_norm(s, (10,), w, b)), s
 
-    yield Call("layer_norm with all", (*row, (6, 10), (10,)),
-               lambda f, x, w, b, r, p: f.layer_norm(x, (10,), w, b, residual=r, bias_before=p,
-                                                     activation="silu"), with_all)  # fmt: skip
+    yield Call(
+        "layer_norm with all",
+        (*row, (6, 10), (10,)),
+        lambda f, x, w, b, r, p: f.layer_norm(
+            x, (10,), w, b, residual=r, bias_before=p, activation="silu"
+        ),
+        with_all,
+    )
 
     def residual(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         return F.rms_norm(x + r, (10,), w, 1e-6), x + r
 
-    yield Call("rms_norm residual", ((6, 10), (10,), (6, 10)),
-               lambda f, x, w, r: f.rms_norm(x, 10, w, 1e-6, residual=r), residual)  # fmt: skip
-    yield Call("group_norm", ((2, 6, 5), (6,), (6,)), lambda f, x, w, b: f.group_norm(x, 3, w, b),
-               lambda x, w, b: F.group_norm(x, 3, w, b))  # fmt: skip
+    yield Call(
+        "rms_norm residual",
+        ((6, 10), (10,), (6, 10)),
+        lambda f, x, w, r: f.rms_norm(x, 10, w, 1e-6, residual=r),
+        residual,
+    )
+    yield Call(
+        "group_norm",
+        ((2, 6, 5), (6,), (6,)),
+        lambda f, x, w, b: f.group_norm(x, 3, w, b),
+        lambda x, w, b: F.group_norm(x, 3, w, b),
+    )
     yield Call("instance_norm", ((2, 3, 4, 5),), lambda f, x: f.instance_norm(x), F.instance_norm)
-    yield Call("instance_norm given", ((2, 3, 4, 5),),
-               lambda f, x: f.instance_norm(x, x.new_full((3,), 0.3), x.new_full((3,), 1.5),
-                                            use_input_stats=False),
-               lambda x: F.batch_norm(x, x.new_full((3,), 0.3), x.new_full((3,), 1.5)))  # fmt: skip
+    yield Call(
+        "instance_norm given",
+        ((2, 3, 4, 5),),
+        lambda f, x: f.instance_norm(
+            x, x.new_full((3,), 0.3), x.new_full((3,), 1.5), use_input_stats=False
+        ),
+        lambda x: F.batch_norm(x, x.new_full((3,), 0.3), x.new_full((3,), 1.5)),
+    )
 
 
 def _softmaxes() -> Iterator[Call]:
@@ -101,12 +167,19 @@ def _softmaxes() -> Iterator[Call]:
     yield Call(
         "log_softmax", ((3, 11),), lambda f, x: f.log_softmax(x), lambda x: F.log_softmax(x, -1)
     )
-    yield Call("softmax scaled, bias", ((3, 11), (11,)),
-               lambda f, x, m: f.softmax(x, mask=m, scale=0.5),
-               lambda x, m: F.softmax(x * 0.5 + m, -1))  # fmt: skip
+    yield Call(
+        "softmax scaled, bias",
+        ((3, 11), (11,)),
+        lambda f, x, m: f.softmax(x, mask=m, scale=0.5),
+        lambda x, m: F.softmax(x * 0.5 + m, -1),
+    )
     mask = torch.arange(33).reshape(3, 11) % 3 != 1
-    yield Call("softmax masked", ((3, 11),), lambda f, x: f.softmax(x, mask=mask),
-               lambda x: F.softmax(x.masked_fill(~mask, -torch.inf), -1))  # fmt: skip
+    yield Call(
+        "softmax masked",
+        ((3, 11),),
+        lambda f, x: f.softmax(x, mask=mask),
+        lambda x: F.softmax(x.masked_fill(~mask, -torch.inf), -1),
+    )
 
 
 def _images() -> Iterator[Call]:
@@ -129,11 +202,18 @@ def _images() -> Iterator[Call]:
     }
     for name, call in table.items():
         yield Call(name, x, call, lambda x, c=call: c(F, x))
-    yield Call("grid_sample", ((2, 3, 5, 6), (2, 4, 4, 2)),
-               lambda f, x, g: f.grid_sample(x, g * 0.4), lambda x, g: F.grid_sample(
-                   x, g * 0.4, align_corners=False))  # fmt: skip
-    yield Call("global_avg_pool", x, lambda f, x: f.global_avg_pool(x),
-               lambda x: x.mean((2, 3), keepdim=True))  # fmt: skip
+    yield Call(
+        "grid_sample",
+        ((2, 3, 5, 6), (2, 4, 4, 2)),
+        lambda f, x, g: f.grid_sample(x, g * 0.4),
+        lambda x, g: F.grid_sample(x, g * 0.4, align_corners=False),
+    )
+    yield Call(
+        "global_avg_pool",
+        x,
+        lambda f, x: f.global_avg_pool(x),
+        lambda x: x.mean((2, 3), keepdim=True),
+    )
 
 
 def _reductions() -> Iterator[Call]:
@@ -145,24 +225,45 @@ def _reductions() -> Iterator[Call]:
     yield Call("amax", x, lambda f, x: f.amax(x, (0, 1)), lambda x: x.amax((0, 1)))
     yield Call("amin", x, lambda f, x: f.amin(x), lambda x: x.amin())
     for p in (1.0, 2.0, 3.0, float("inf")):
-        yield Call(f"norm {p}", x, lambda f, x, p=p: f.norm(x, p, (1, 2)),
-                   lambda x, p=p: torch.linalg.vector_norm(x, p, (1, 2)))  # fmt: skip
-    yield Call("permute", x, lambda f, x: f.permute(x, (2, 0, 1)),
-               lambda x: x.permute(2, 0, 1).contiguous())  # fmt: skip
-    yield Call("where", ((4, 5), (4, 5)), lambda f, x, y: f.where(x.detach() > 0, x, y),
-               lambda x, y: torch.where(x > 0, x, y))  # fmt: skip
+        yield Call(
+            f"norm {p}",
+            x,
+            lambda f, x, p=p: f.norm(x, p, (1, 2)),
+            lambda x, p=p: torch.linalg.vector_norm(x, p, (1, 2)),
+        )
+    yield Call(
+        "permute",
+        x,
+        lambda f, x: f.permute(x, (2, 0, 1)),
+        lambda x: x.permute(2, 0, 1).contiguous(),
+    )
+    yield Call(
+        "where",
+        ((4, 5), (4, 5)),
+        lambda f, x, y: f.where(x.detach() > 0, x, y),
+        lambda x, y: torch.where(x > 0, x, y),
+    )
 
 
 def _lookups() -> Iterator[Call]:
     index = torch.tensor([[1, 3, 1], [0, 4, 2]])
-    yield Call("embedding", ((5, 6),), lambda f, w: f.embedding(index, w),
-               lambda w: F.embedding(index, w))  # fmt: skip
-    yield Call("embedding by frequency", ((5, 6),),
-               lambda f, w: f.embedding(index, w, scale_grad_by_freq=True),
-               lambda w: F.embedding(index, w, scale_grad_by_freq=True), frozen=True)  # fmt: skip
-    yield Call("embedding with positions", ((5, 6), (3, 6)),
-               lambda f, w, p: f.embedding(index, w, 1, position=p),
-               lambda w, p: F.embedding(index, w, 1) + p, frozen=True)  # fmt: skip
+    yield Call(
+        "embedding", ((5, 6),), lambda f, w: f.embedding(index, w), lambda w: F.embedding(index, w)
+    )
+    yield Call(
+        "embedding by frequency",
+        ((5, 6),),
+        lambda f, w: f.embedding(index, w, scale_grad_by_freq=True),
+        lambda w: F.embedding(index, w, scale_grad_by_freq=True),
+        frozen=True,
+    )
+    yield Call(
+        "embedding with positions",
+        ((5, 6), (3, 6)),
+        lambda f, w, p: f.embedding(index, w, 1, position=p),
+        lambda w, p: F.embedding(index, w, 1) + p,
+        frozen=True,
+    )
 
 
 def _scans() -> Iterator[Call]:
@@ -176,23 +277,37 @@ def _scans() -> Iterator[Call]:
 
 def _batch_norms() -> Iterator[Call]:
     shapes = ((4, 3, 2, 5), (3,), (3,))
-    yield Call("batch_norm", shapes,
-               lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True),
-               lambda x, w, b: F.batch_norm(x, None, None, w, b, True))  # fmt: skip
-    yield Call("batch_norm residual", (*shapes, shapes[0]),
-               lambda f, x, w, b, r: f.batch_norm(x, None, None, w, b, True, residual=r,
-                                                  activation="relu"),
-               lambda x, w, b, r: F.relu(F.batch_norm(x, None, None, w, b, True) + r))  # fmt: skip
-    yield Call("batch_norm gelu", shapes,
-               lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True, activation="gelu"),
-               lambda x, w, b: F.gelu(F.batch_norm(x, None, None, w, b, True)))  # fmt: skip
+    yield Call(
+        "batch_norm",
+        shapes,
+        lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True),
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+    )
+    yield Call(
+        "batch_norm residual",
+        (*shapes, shapes[0]),
+        lambda f, x, w, b, r: f.batch_norm(
+            x, None, None, w, b, True, residual=r, activation="relu"
+        ),
+        lambda x, w, b, r: F.relu(F.batch_norm(x, None, None, w, b, True) + r),
+    )
+    yield Call(
+        "batch_norm gelu",
+        shapes,
+        lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True, activation="gelu"),
+        lambda x, w, b: F.gelu(F.batch_norm(x, None, None, w, b, True)),
+    )
     mean, var = torch.tensor([0.1, -0.3, 0.0]), torch.tensor([1.0, 0.5, 2.0])
 
     def given(fn: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return fn(x, mean.to(x.dtype), var.to(x.dtype), w, b)
 
-    yield Call("batch_norm eval", shapes, lambda f, x, w, b: given(f.batch_norm, x, w, b),
-               lambda x, w, b: given(F.batch_norm, x, w, b))  # fmt: skip
+    yield Call(
+        "batch_norm eval",
+        shapes,
+        lambda f, x, w, b: given(f.batch_norm, x, w, b),
+        lambda x, w, b: given(F.batch_norm, x, w, b),
+    )
 
 
 def turned(x: Tensor, offset: int = 0) -> Tensor:
@@ -206,36 +321,68 @@ def turned(x: Tensor, offset: int = 0) -> Tensor:
 
 
 def _positions() -> Iterator[Call]:
-    yield Call("rope", ((2, 5, 3, 8), (2, 5, 1, 8)), lambda f, q, k: f.rope(q, k, offset=3),
-               lambda q, k: (turned(q, 3), turned(k, 3)))  # fmt: skip
+    yield Call(
+        "rope",
+        ((2, 5, 3, 8), (2, 5, 1, 8)),
+        lambda f, q, k: f.rope(q, k, offset=3),
+        lambda q, k: (turned(q, 3), turned(k, 3)),
+    )
     yield Call("rope of q", ((2, 5, 3, 8),), lambda f, q: f.rope(q), turned)
 
 
 def _pyramids() -> Iterator[Call]:
     x = (2, 3, 6, 6)
-    yield Call("pyramid_pool2d", (x,), lambda f, x: f.pyramid_pool2d(x, (1, 3)),
-               lambda x: torch.cat((F.adaptive_avg_pool2d(x, 1).flatten(2),
-                                    F.adaptive_avg_pool2d(x, 3).flatten(2)), 2))  # fmt: skip
-    yield Call("weighted_pool2d", (x, (2, 2)), lambda f, x, w: f.weighted_pool2d(x, w),
-               lambda x, w: F.conv2d(x, w.expand(3, 1, 2, 2), stride=2, groups=3))  # fmt: skip
-    yield Call("weighted_pool2d of channels", (x, (3, 2, 3)),
-               lambda f, x, w: f.weighted_pool2d(x, w, (2, 1), 1),
-               lambda x, w: F.conv2d(x, w[:, None], None, (2, 1), 1, 1, 3))  # fmt: skip
+    yield Call(
+        "pyramid_pool2d",
+        (x,),
+        lambda f, x: f.pyramid_pool2d(x, (1, 3)),
+        lambda x: torch.cat(
+            (F.adaptive_avg_pool2d(x, 1).flatten(2), F.adaptive_avg_pool2d(x, 3).flatten(2)), 2
+        ),
+    )
+    yield Call(
+        "weighted_pool2d",
+        (x, (2, 2)),
+        lambda f, x, w: f.weighted_pool2d(x, w),
+        lambda x, w: F.conv2d(x, w.expand(3, 1, 2, 2), stride=2, groups=3),
+    )
+    yield Call(
+        "weighted_pool2d of channels",
+        (x, (3, 2, 3)),
+        lambda f, x, w: f.weighted_pool2d(x, w, (2, 1), 1),
+        lambda x, w: F.conv2d(x, w[:, None], None, (2, 1), 1, 1, 3),
+    )
 
 
 def _losses() -> Iterator[Call]:
     target = torch.tensor([1, 4, 0, -100, 6])
-    yield Call("cross_entropy", ((5, 7),), lambda f, x: f.cross_entropy(x, target),
-               lambda x: F.cross_entropy(x, target))  # fmt: skip
-    yield Call("linear_cross_entropy", ((5, 4), (7, 4)),
-               lambda f, h, w: f.linear_cross_entropy(h, w, target),
-               lambda h, w: F.cross_entropy(F.linear(h, w), target))  # fmt: skip
+    yield Call(
+        "cross_entropy",
+        ((5, 7),),
+        lambda f, x: f.cross_entropy(x, target),
+        lambda x: F.cross_entropy(x, target),
+    )
+    yield Call(
+        "linear_cross_entropy",
+        ((5, 4), (7, 4)),
+        lambda f, h, w: f.linear_cross_entropy(h, w, target),
+        lambda h, w: F.cross_entropy(F.linear(h, w), target),
+    )
 
 
 EVERY = (
-    _activations, _norms, _softmaxes, _images, _reductions, _lookups, _scans, _batch_norms,
-    _positions, _pyramids, _losses,
-)  # fmt: skip
+    _activations,
+    _norms,
+    _softmaxes,
+    _images,
+    _reductions,
+    _lookups,
+    _scans,
+    _batch_norms,
+    _positions,
+    _pyramids,
+    _losses,
+)
 CALLS = {c.name: c for each in EVERY for c in each()}
 
 

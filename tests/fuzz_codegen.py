@@ -123,8 +123,9 @@ def _known(case: Case, value: str) -> torch.Tensor:
     from deuteron.ops.evaluate import evaluate
 
     graph = case.graph
-    part = Graph(graph.name, graph.inputs, (("y", value),), graph.nodes, graph.types,
-                 graph.constants)  # fmt: skip
+    part = Graph(
+        graph.name, graph.inputs, (("y", value),), graph.nodes, graph.types, graph.constants
+    )
     return laid_out(evaluate(part, case.feed)["y"], graph.types[value].strides)
 
 

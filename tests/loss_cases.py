@@ -19,9 +19,12 @@ SHAPES = [(7,), (5, 13), (3, 6, 5), (2, 3, 5, 4)]
 
 def cases(shape: tuple[int, ...]) -> Iterator[Case]:
     for kind, weighted, reduction, smoothing, z in itertools.product(
-        ("classes", "int32", "probabilities"), (False, True), ("mean", "sum", "none"),
-        (0.0, 0.1), (0.0, 0.05),
-    ):  # fmt: skip
+        ("classes", "int32", "probabilities"),
+        (False, True),
+        ("mean", "sum", "none"),
+        (0.0, 0.1),
+        (0.0, 0.05),
+    ):
         yield shape, kind, weighted, reduction, smoothing, z
 
 
@@ -79,9 +82,14 @@ def wrong(
         x = x.clone().requires_grad_()
         if name == "ours":
             loss = ours(
-                x, target, weight, reduction=reduction, label_smoothing=smoothing, z_loss=z,
+                x,
+                target,
+                weight,
+                reduction=reduction,
+                label_smoothing=smoothing,
+                z_loss=z,
                 **options,
-            )  # fmt: skip
+            )
         else:
             loss = reference(x, target, weight, case)
         torch.manual_seed(1)

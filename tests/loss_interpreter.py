@@ -28,8 +28,10 @@ def rows_cases() -> Iterator[tuple[Case, dict]]:
                 yield case, {"inplace_backward": i % 2 == 1}
     for columns in (4099, 33001):
         for kind, weighted, smoothing in (
-            ("classes", False, 0.0), ("int32", True, 0.1), ("probabilities", True, 0.1),
-        ):  # fmt: skip
+            ("classes", False, 0.0),
+            ("int32", True, 0.1),
+            ("probabilities", True, 0.1),
+        ):
             yield ((3, columns), kind, weighted, "mean", smoothing, 0.01), {}
     for shape in ((2, 300, 5), (1, 3, 33001)):  # classes in pieces; sums in parts
         yield (shape, "int32", True, "mean", 0.1, 0.01), {"inplace_backward": True}
@@ -92,8 +94,11 @@ def slices() -> Iterator[str]:
     """Linear + cross-entropy, whose backward pass sees a slice of the classes at a time."""
     for dtype in TYPES.values():
         for reduction, smoothing, probs in (
-            ("mean", 0.0, False), ("sum", 0.1, False), ("none", 0.1, True), ("mean", 0.0, True),
-        ):  # fmt: skip
+            ("mean", 0.0, False),
+            ("sum", 0.1, False),
+            ("none", 0.1, True),
+            ("mean", 0.0, True),
+        ):
             torch.manual_seed(0)
             h = torch.randn(7, 8).to(dtype).requires_grad_()
             w = torch.randn(21, 8).to(dtype).requires_grad_()

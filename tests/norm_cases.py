@@ -89,8 +89,11 @@ class Case:
             ins.pop()
         attrs = {**self.attrs, "bias": bias, "activation": self.activation}
         outs = build.emit(f"{self.op}_grad", ins, attrs)
-        names = [n for n in RESULTS if (n != "dweight" or self.weight) and
-                 (n != "dbias" or bias != "none")]  # fmt: skip
+        names = [
+            n
+            for n in RESULTS
+            if (n != "dweight" or self.weight) and (n != "dbias" or bias != "none")
+        ]
         for name, out in zip(names, outs, strict=True):
             if name in self.keep:
                 build.output(name, out)
@@ -177,16 +180,31 @@ def small_cases() -> Iterator[Case]:
     yield Case("group_norm", (2, 6, 600), torch.float16, attrs={"groups": 3})
     for dtype in (torch.float32, brain, f64):  # with what follows; tiles of one channel and of more
         yield Case("group_norm", (2, 6, 5, 5), dtype, attrs={"groups": 2}, activation="silu")
-        yield Case("instance_norm", (2, 3, 70, 30), dtype, weight=False, bias=False, extra=True,
-                   activation="relu")  # fmt: skip
+        yield Case(
+            "instance_norm",
+            (2, 3, 70, 30),
+            dtype,
+            weight=False,
+            bias=False,
+            extra=True,
+            activation="relu",
+        )
     yield Case("instance_norm", (2, 3, 40), activation="leaky_relu", attrs={"slope": 0.2})
-    yield Case("group_norm", (1, 20, 64), brain, torch.float32, activation="hardswish",
-               attrs={"groups": 2})  # fmt: skip
+    yield Case(
+        "group_norm", (1, 20, 64), brain, torch.float32, activation="hardswish", attrs={"groups": 2}
+    )
     yield Case("group_norm", (2, 4, 9), bias=False, activation="relu6", attrs={"groups": 1})
     yield Case("group_norm", (2, 4, 2**13), brain, activation="silu", attrs={"groups": 1})
     for dtype in (torch.float32, half):  # in parts: whole channels, and pieces of one
-        yield Case("group_norm", (2, 6, 20, 113), dtype, attrs={"groups": 1}, extra=True,
-                   fill="offset", activation="relu")  # fmt: skip
+        yield Case(
+            "group_norm",
+            (2, 6, 20, 113),
+            dtype,
+            attrs={"groups": 1},
+            extra=True,
+            fill="offset",
+            activation="relu",
+        )
         yield Case("group_norm", (2, 4, 9000), dtype, attrs={"groups": 2}, weight=False)
     for dtype in (torch.float32, brain):
         yield Case("layer_norm", (5, 8200), dtype, extra=True)
@@ -207,8 +225,15 @@ class Forward:
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
     def feed(self) -> dict[str, torch.Tensor]:
-        case = Case(self.op, self.shape, self.dtype, weight=self.affine, activation="relu",
-                    bias=self.affine, fill=self.fill)  # fmt: skip
+        case = Case(
+            self.op,
+            self.shape,
+            self.dtype,
+            weight=self.affine,
+            activation="relu",
+            bias=self.affine,
+            fill=self.fill,
+        )
         found = case.feed()
         del found["grad"]
         return found

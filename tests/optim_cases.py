@@ -47,9 +47,9 @@ class PlainLamb(torch.optim.Optimizer):
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=1e-2, always_adapt=False
     ):
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "decay": weight_decay,
-                     "always": always_adapt},
-        )  # fmt: skip
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "decay": weight_decay, "always": always_adapt},
+        )
 
     @torch.no_grad()
     def step(self):
@@ -87,25 +87,45 @@ def cases() -> list[Case]:
 
     t = torch.optim
     return [
-        *of("SGD", t.SGD,
-            {"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "momentum": 0.9},
+        *of(
+            "SGD",
+            t.SGD,
+            {"lr": 0.1},
+            {"lr": 0.1, "weight_decay": 0.1},
+            {"lr": 0.1, "momentum": 0.9},
             {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-            {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
-        *of("Adam", t.Adam,
-            {"eps": 1e-4}, {"eps": 1e-4, "weight_decay": 0.1, "lr": 0.01},
+            {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True},
+        ),
+        *of(
+            "Adam",
+            t.Adam,
+            {"eps": 1e-4},
+            {"eps": 1e-4, "weight_decay": 0.1, "lr": 0.01},
             {"eps": 1e-4, "amsgrad": True, "weight_decay": 0.1, "maximize": True},
-            {"eps": 1e-4, "betas": (0.0, 0.99), "decoupled_weight_decay": True}),
-        *of("AdamW", t.AdamW,
-            {"eps": 1e-4}, {"eps": 1e-4, "amsgrad": True, "lr": 0.01},
-            {"eps": 1e-4, "maximize": True, "weight_decay": 0.0}),
+            {"eps": 1e-4, "betas": (0.0, 0.99), "decoupled_weight_decay": True},
+        ),
+        *of(
+            "AdamW",
+            t.AdamW,
+            {"eps": 1e-4},
+            {"eps": 1e-4, "amsgrad": True, "lr": 0.01},
+            {"eps": 1e-4, "maximize": True, "weight_decay": 0.0},
+        ),
         *of("Lion", PlainLion, {"lr": 0.01}, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
-        *of("LAMB", PlainLamb,
-            {"lr": 0.01, "eps": 1e-4}, {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.0},
-            {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.0, "always_adapt": True}),
-        *of("Adafactor", t.Adafactor,
+        *of(
+            "LAMB",
+            PlainLamb,
+            {"lr": 0.01, "eps": 1e-4},
+            {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.0},
+            {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.0, "always_adapt": True},
+        ),
+        *of(
+            "Adafactor",
+            t.Adafactor,
             {"lr": 0.1, "eps": (1e-6, 1e-3)},
-            {"lr": 0.1, "eps": (1e-6, 1e-3), "weight_decay": 0.1, "maximize": True, "d": 2.0}),
-    ]  # fmt: skip
+            {"lr": 0.1, "eps": (1e-6, 1e-3), "weight_decay": 0.1, "maximize": True, "d": 2.0},
+        ),
+    ]
 
 
 def tensors(dtype: torch.dtype, device: str, seed: int = 0) -> list[torch.Tensor]:
@@ -118,9 +138,13 @@ def tensors(dtype: torch.dtype, device: str, seed: int = 0) -> list[torch.Tensor
 
 
 def trained(
-    make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, rounded: torch.dtype,
-    device: str, steps: int, **given: Any,
-) -> list[torch.Tensor]:  # fmt: skip
+    make: Callable[..., torch.optim.Optimizer],
+    dtype: torch.dtype,
+    rounded: torch.dtype,
+    device: str,
+    steps: int,
+    **given: Any,
+) -> list[torch.Tensor]:
     """Parameters after some steps; start and gradients are values of ``rounded``."""
     params = [x.to(dtype).requires_grad_() for x in tensors(rounded, device)]
     optimizer = make(params, **given)
@@ -358,10 +382,14 @@ def eight_bits(device: str) -> str:
 # ---- the same for every optimiser: each against itself, given what the option should amount to
 
 EVERY: dict[str, dict[str, Any]] = {
-    "SGD": {"lr": 0.1, "momentum": 0.9}, "Adam": {"lr": 0.01, "eps": 1e-4},
-    "AdamW": {"lr": 0.01, "eps": 1e-4}, "Lion": {"lr": 0.01}, "LAMB": {"lr": 0.01, "eps": 1e-4},
-    "Adafactor": {"lr": 0.1}, "AdamW8bit": {"lr": 0.01, "eps": 1e-4, "min_8bit_size": 60},
-}  # fmt: skip
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adam": {"lr": 0.01, "eps": 1e-4},
+    "AdamW": {"lr": 0.01, "eps": 1e-4},
+    "Lion": {"lr": 0.01},
+    "LAMB": {"lr": 0.01, "eps": 1e-4},
+    "Adafactor": {"lr": 0.1},
+    "AdamW8bit": {"lr": 0.01, "eps": 1e-4, "min_8bit_size": 60},
+}
 FEW = [(7, 13), (300,), (3, 5, 4), (40, 32)]
 
 
@@ -508,11 +536,24 @@ def every_one_goes_on_from_its_state(name: str, device: str) -> str:
 
 OPTIONS = {
     f.__name__: f
-    for f in (clipping, unscaling, skipping, averages, master_weights, groups_and_gaps,
-              odd_memory, eight_bits, every_one_clips, every_one_unscales_and_skips,
-              every_one_leaves_a_bad_step_out, every_one_averages, every_one_keeps_master_weights,
-              every_one_has_groups, every_one_goes_on_from_its_state)
-}  # fmt: skip
+    for f in (
+        clipping,
+        unscaling,
+        skipping,
+        averages,
+        master_weights,
+        groups_and_gaps,
+        odd_memory,
+        eight_bits,
+        every_one_clips,
+        every_one_unscales_and_skips,
+        every_one_leaves_a_bad_step_out,
+        every_one_averages,
+        every_one_keeps_master_weights,
+        every_one_has_groups,
+        every_one_goes_on_from_its_state,
+    )
+}
 
 
 def in_the_interpreter() -> None:

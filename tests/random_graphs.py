@@ -29,14 +29,43 @@ POINTING = frozenset(
 # Results that jump: a last bit of difference before them is a whole number after them.
 JUMPS = frozenset(
     {
-        "floor", "ceil", "round", "trunc", "sign", "remainder", "floor_div", "cast", "aten",
-        "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor",
-        "logical_not", "isnan", "isinf", "argmax", "argmin", "hardshrink",
-        "threshold", "max_pool_with_indices", "adaptive_max_pool_with_indices", "max_pool_grad",
-        "max_pool_with_taps", "adaptive_max_pool_grad", "cummax", "cummin", "sort", "topk",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "sign",
+        "remainder",
+        "floor_div",
+        "cast",
+        "aten",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "logical_not",
+        "isnan",
+        "isinf",
+        "argmax",
+        "argmin",
+        "hardshrink",
+        "threshold",
+        "max_pool_with_indices",
+        "adaptive_max_pool_with_indices",
+        "max_pool_grad",
+        "max_pool_with_taps",
+        "adaptive_max_pool_grad",
+        "cummax",
+        "cummin",
+        "sort",
+        "topk",
         "histogram",
     }
-)  # fmt: skip
+)
 
 
 @dataclass

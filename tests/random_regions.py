@@ -27,20 +27,81 @@ from deuteron.ops import infer
 
 Shape = tuple[int, ...]
 SHAPES: tuple[Shape, ...] = (
-    (3, 4), (4, 3), (1, 4), (3, 1), (4,), (), (2, 3, 4), (2, 1, 4), (5, 7), (2, 3, 4, 4),
-    (5, 37), (70,), (3, 70), (33, 9), (2, 4, 19), (1, 50), (2, 4, 3, 18), (4, 1, 1, 5), (0, 4),
-    (1,), (1, 1), (3, 1030), (257, 6), (4100,), (2, 3, 129), (6, 1, 17), (2, 2, 3, 2, 5),
-)  # fmt: skip
+    (3, 4),
+    (4, 3),
+    (1, 4),
+    (3, 1),
+    (4,),
+    (),
+    (2, 3, 4),
+    (2, 1, 4),
+    (5, 7),
+    (2, 3, 4, 4),
+    (5, 37),
+    (70,),
+    (3, 70),
+    (33, 9),
+    (2, 4, 19),
+    (1, 50),
+    (2, 4, 3, 18),
+    (4, 1, 1, 5),
+    (0, 4),
+    (1,),
+    (1, 1),
+    (3, 1030),
+    (257, 6),
+    (4100,),
+    (2, 3, 129),
+    (6, 1, 17),
+    (2, 2, 3, 2, 5),
+)
 FLOATS = (torch.float32,) * 3 + (torch.float16, torch.bfloat16, torch.float64)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 ODD = (float("inf"), -float("inf"), float("nan"), 0.0, -0.0)
 SCALES = (1.0,) * 6 + (30.0, 1e-4)  # of the numbers in a region
 
-MOVING = frozenset({"permute", "reshape", "slice", "pad", "flip", "concat", "expand", "to_layout",
-                    "gather", "index_select", "embedding"})  # fmt: skip
-EXACT = MOVING | {"maximum", "minimum", "neg", "abs", "relu", "sign", "where", "max", "min",
-                  "argmax", "argmin", "any", "all", "logical_not", "eq", "ne", "lt", "le", "gt",
-                  "ge", "logical_and", "logical_or", "logical_xor", "isnan", "isinf"}  # fmt: skip
+MOVING = frozenset(
+    {
+        "permute",
+        "reshape",
+        "slice",
+        "pad",
+        "flip",
+        "concat",
+        "expand",
+        "to_layout",
+        "gather",
+        "index_select",
+        "embedding",
+    }
+)
+EXACT = MOVING | {
+    "maximum",
+    "minimum",
+    "neg",
+    "abs",
+    "relu",
+    "sign",
+    "where",
+    "max",
+    "min",
+    "argmax",
+    "argmin",
+    "any",
+    "all",
+    "logical_not",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "isnan",
+    "isinf",
+}
 
 
 @dataclass
@@ -60,8 +121,9 @@ class Draft:
         self.family = self.random.choice(SHAPES)
         self.float = self.random.choice(FLOATS)
         rank = len(self.family)
-        self.axes = tuple(sorted(self.random.sample(range(rank), self.random.randint(1, rank)))
-                          if rank else ())  # fmt: skip
+        self.axes = tuple(
+            sorted(self.random.sample(range(rank), self.random.randint(1, rank))) if rank else ()
+        )
         self.odd = self.random.random() < 0.15
         self.coarse = self.random.random() < 0.15  # few different numbers: ties and zeros
         self.huge = self.random.random() < 0.03  # and some of which the squares overflow
@@ -77,10 +139,14 @@ class Draft:
 
     def leaf(self, shape: Shape | None = None, dtype: torch.dtype | None = None) -> str:
         if shape is None:
-            shape = self.family if self.random.random() < 0.7 else tuple(
-                self.random.choice((n, 1))
-                for n in self.family[self.random.randrange(len(self.family) + 1) :]
-            )  # fmt: skip
+            shape = (
+                self.family
+                if self.random.random() < 0.7
+                else tuple(
+                    self.random.choice((n, 1))
+                    for n in self.family[self.random.randrange(len(self.family) + 1) :]
+                )
+            )
         if dtype is None:
             dtype = self.float if self.random.random() < 0.85 else self.random.choice(FLOATS)
         if dtype == torch.bool:
@@ -166,13 +232,29 @@ class Draft:
     def attempt(self) -> Iterator[None]:
         """Whatever was added is taken back if something is refused."""
         b = self.build
-        kept = (dict(b.types), dict(b.constants), list(b.nodes), list(b.inputs), dict(b.producer),
-                dict(b._scalars), dict(self.feed), set(self.exact))  # fmt: skip
+        kept = (
+            dict(b.types),
+            dict(b.constants),
+            list(b.nodes),
+            list(b.inputs),
+            dict(b.producer),
+            dict(b._scalars),
+            dict(self.feed),
+            set(self.exact),
+        )
         try:
             yield
         except (DeuteronError, CannotLower, RuntimeError, IndexError):
-            (b.types, b.constants, b.nodes, b.inputs, b.producer, b._scalars, self.feed,
-             self.exact) = kept  # fmt: skip
+            (
+                b.types,
+                b.constants,
+                b.nodes,
+                b.inputs,
+                b.producer,
+                b._scalars,
+                self.feed,
+                self.exact,
+            ) = kept
 
     def emit(self, op: str, ins: list[str | None], attrs: dict[str, Any]) -> None:
         outs = self.build.emit(op, ins, attrs)
@@ -340,8 +422,12 @@ def _slice(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]] | None:
     if shape[axis] < 2:
         return None
     start = d.random.randrange(shape[axis] - 1)
-    return [v], {"axis": axis, "start": start, "step": d.random.choice((1, 1, 2, 3)),
-                 "stop": d.random.randint(start + 1, shape[axis])}  # fmt: skip
+    return [v], {
+        "axis": axis,
+        "start": start,
+        "step": d.random.choice((1, 1, 2, 3)),
+        "stop": d.random.randint(start + 1, shape[axis]),
+    }
 
 
 def _pad(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]]:
@@ -405,48 +491,130 @@ def _cast(d: Draft, v: str) -> tuple[list[str | None], dict[str, Any]]:
 FORMS: dict[str, Form] = {
     **dict.fromkeys(("add", "sub", "mul", "maximum", "minimum"), _binary),
     **dict.fromkeys(("remainder", "floor_div", "atan2"), _float_binary),
-    **dict.fromkeys(("div", "pow", "eq", "ne", "lt", "le", "gt", "ge", "logical_and",
-                     "logical_or", "logical_xor"), _careful_binary),
     **dict.fromkeys(
-        ("relu", "sigmoid", "tanh", "abs", "square", "silu", "erf", "sin", "cos", "neg", "mish",
-         "softsign", "hardswish", "hardsigmoid", "expm1", "exp", "relu6", "selu", "log_sigmoid",
-         "exp2"), _unary(),
+        (
+            "div",
+            "pow",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "logical_and",
+            "logical_or",
+            "logical_xor",
+        ),
+        _careful_binary,
     ),
     **dict.fromkeys(
-        ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log1p", "tan", "floor", "ceil", "round",
-         "trunc", "sign", "isnan", "isinf", "logical_not",
-         "tanhshrink"), _careful(_unary()),
+        (
+            "relu",
+            "sigmoid",
+            "tanh",
+            "abs",
+            "square",
+            "silu",
+            "erf",
+            "sin",
+            "cos",
+            "neg",
+            "mish",
+            "softsign",
+            "hardswish",
+            "hardsigmoid",
+            "expm1",
+            "exp",
+            "relu6",
+            "selu",
+            "log_sigmoid",
+            "exp2",
+        ),
+        _unary(),
+    ),
+    **dict.fromkeys(
+        (
+            "sqrt",
+            "rsqrt",
+            "reciprocal",
+            "log",
+            "log2",
+            "log1p",
+            "tan",
+            "floor",
+            "ceil",
+            "round",
+            "trunc",
+            "sign",
+            "isnan",
+            "isinf",
+            "logical_not",
+            "tanhshrink",
+        ),
+        _careful(_unary()),
     ),
     "gelu": _unary(lambda r: {"approximate": r.choice(("none", "tanh"))}),
     "leaky_relu": _unary(lambda r: {"negative_slope": 0.1}),
     "clamp": _unary(lambda r: {"min": -1.0, "max": r.choice((None, 2.0))}),
-    "elu": _unary(lambda r: {"alpha": 0.7}), "celu": _unary(lambda r: {"alpha": 1.3}),
-    "hardtanh": _unary(lambda r: {"min": -0.5, "max": 1.5}), "ndtr": _unary(),
+    "elu": _unary(lambda r: {"alpha": 0.7}),
+    "celu": _unary(lambda r: {"alpha": 1.3}),
+    "hardtanh": _unary(lambda r: {"min": -0.5, "max": 1.5}),
+    "ndtr": _unary(),
     "softplus": _unary(lambda r: {"beta": 2.0}),
     "softshrink": _unary(lambda r: {"lambd": 0.4}),
     "hardshrink": _careful(_unary(lambda r: {"lambd": 0.4})),
     "threshold": _careful(_unary(lambda r: {"threshold": 0.1, "value": -7.0})),
-    "where": _where, "cast": _cast,
+    "where": _where,
+    "cast": _cast,
     **dict.fromkeys(("sum", "mean", "max", "min", "prod"), _reduction),
-    **dict.fromkeys(("any", "all"), _careful(_reduction)), "var": _var,
+    **dict.fromkeys(("any", "all"), _careful(_reduction)),
+    "var": _var,
     **dict.fromkeys(("argmax", "argmin"), _arg),
     **dict.fromkeys(("softmax", "log_softmax", "glu"), _along),
-    "layer_norm": _layer(2), "rms_norm": _layer(1), "group_norm": _groups,
-    "instance_norm": _channels(2), "batch_norm": _batch, "batch_norm_train": _batch_train,
-    "nll_loss": _loss(), "cross_entropy": _loss(label_smoothing=(0.0, 0.0, 0.2)),
-    "permute": _permute, "reshape": _reshape, "slice": _slice, "pad": _pad, "flip": _flip,
-    "concat": _concat, "expand": lambda d, v: ([v], {"shape": (d.random.choice((2, 3)),
-                                                               *d.shape(v))}),
+    "layer_norm": _layer(2),
+    "rms_norm": _layer(1),
+    "group_norm": _groups,
+    "instance_norm": _channels(2),
+    "batch_norm": _batch,
+    "batch_norm_train": _batch_train,
+    "nll_loss": _loss(),
+    "cross_entropy": _loss(label_smoothing=(0.0, 0.0, 0.2)),
+    "permute": _permute,
+    "reshape": _reshape,
+    "slice": _slice,
+    "pad": _pad,
+    "flip": _flip,
+    "concat": _concat,
+    "expand": lambda d, v: ([v], {"shape": (d.random.choice((2, 3)), *d.shape(v))}),
     "to_layout": _unary(lambda r: {"layout": r.choice(("contiguous", "nhwc"))}),
-    "gather": _gather, "index_select": _index_select, "embedding": _embedding,
-    "prelu": _prelu, "dropout": _dropout,
-}  # fmt: skip
+    "gather": _gather,
+    "index_select": _index_select,
+    "embedding": _embedding,
+    "prelu": _prelu,
+    "dropout": _dropout,
+}
 
 
 # what shapes a kernel, and not only fills it, comes up three times as often
-SHAPING = MOVING | {"sum", "mean", "max", "min", "var", "argmax", "argmin", "softmax",
-                    "log_softmax", "glu", "layer_norm", "rms_norm", "group_norm",
-                    "instance_norm", "batch_norm_train", "cross_entropy", "nll_loss"}  # fmt: skip
+SHAPING = MOVING | {
+    "sum",
+    "mean",
+    "max",
+    "min",
+    "var",
+    "argmax",
+    "argmin",
+    "softmax",
+    "log_softmax",
+    "glu",
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "instance_norm",
+    "batch_norm_train",
+    "cross_entropy",
+    "nll_loss",
+}
 NAMES = tuple(name for name in FORMS for _ in range(3 if name in SHAPING else 1))
 
 

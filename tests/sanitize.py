@@ -173,10 +173,21 @@ def generated() -> Iterator[Check]:
 FAMILIES = {
     f.__name__: f
     for f in (
-        norm, batch_norm, rope, scan, histogram, cross_entropy, augment, pyramid_pool, resample,
-        max_pool, optim, optim8, generated,
+        norm,
+        batch_norm,
+        rope,
+        scan,
+        histogram,
+        cross_entropy,
+        augment,
+        pyramid_pool,
+        resample,
+        max_pool,
+        optim,
+        optim8,
+        generated,
     )
-}  # fmt: skip
+}
 
 
 def run_here(families: list[str]) -> int:
@@ -210,10 +221,21 @@ def watched(tool: str, program: str, families: list[str]) -> int:
     """The families in a process of their own under a tool: its exit status."""
     print(f"---- {tool}", flush=True)
     command = [
-        program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20",
-        "--kernel-name-exclude", "kns=at6native", sys.executable, "-m", "tests.sanitize", "--here",
+        program,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        "--print-limit",
+        "20",
+        "--kernel-name-exclude",
+        "kns=at6native",
+        sys.executable,
+        "-m",
+        "tests.sanitize",
+        "--here",
         *families,
-    ]  # fmt: skip
+    ]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.run(command, env=env, check=False).returncode
 

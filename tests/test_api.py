@@ -275,17 +275,25 @@ WAVE = dt.OpDef(
 
 
 COMPOSED = {
-    **{f"norm {p}": (lambda g, x, y, p=p: g.norm(x * y, p, axes=(1,)),
-                     lambda x, y, p=p: torch.linalg.vector_norm(x * y, p, 1))
-       for p in (0.0, 1.0, 2.0, 3.0, -1.5, float("inf"), float("-inf"))},
-    "norm of all": (lambda g, x, y: g.norm(x, keepdim=True) * y,
-                    lambda x, y: torch.linalg.vector_norm(x, keepdim=True) * y),
+    **{
+        f"norm {p}": (
+            lambda g, x, y, p=p: g.norm(x * y, p, axes=(1,)),
+            lambda x, y, p=p: torch.linalg.vector_norm(x * y, p, 1),
+        )
+        for p in (0.0, 1.0, 2.0, 3.0, -1.5, float("inf"), float("-inf"))
+    },
+    "norm of all": (
+        lambda g, x, y: g.norm(x, keepdim=True) * y,
+        lambda x, y: torch.linalg.vector_norm(x, keepdim=True) * y,
+    ),
     "swiglu": (lambda g, x, y: g.swiglu(x, y), lambda x, y: F.silu(x) * y),
     "geglu": (lambda g, x, y: g.geglu(x, y), lambda x, y: F.gelu(x) * y),
-    "geglu tanh": (lambda g, x, y: g.geglu(x, y, approximate="tanh"),
-                   lambda x, y: F.gelu(x, approximate="tanh") * y),
+    "geglu tanh": (
+        lambda g, x, y: g.geglu(x, y, approximate="tanh"),
+        lambda x, y: F.gelu(x, approximate="tanh") * y,
+    ),
     "reglu": (lambda g, x, y: g.reglu(x, y), lambda x, y: F.relu(x) * y),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", COMPOSED)

@@ -79,8 +79,11 @@ def test_a_crop_is_the_box_it_names():
     aug = Pipeline([RandomResizedCrop(4, scale=(0.1, 0.9))], interpolation="nearest")
     x = torch.arange(3.0 * 16 * 24).reshape(1, 3, 16, 24)
     for step in range(8):
-        box = {k.split(".")[-1]: int(v) for k, v in aug.parameters_for(1, step, (16, 24)).items()
-               if v.ndim == 1}  # fmt: skip
+        box = {
+            k.split(".")[-1]: int(v)
+            for k, v in aug.parameters_for(1, step, (16, 24)).items()
+            if v.ndim == 1
+        }
         y = aug(x, step=step)
         assert box["top"] >= 0 and box["top"] + box["height"] <= 16
         assert box["left"] >= 0 and box["left"] + box["width"] <= 24
@@ -375,19 +378,30 @@ def test_the_kernels_compile_without_spills(arch, given, made, kinds, mode, proj
     whole = "contrast" in kinds
     block, warps = augment.WHOLE if whole else augment.PIECE
     more = {"COUNT": len(kinds), "TO_BYTES": made == torch.uint8, "SUMS": 1, "BLOCK": block}
-    built = [kernel.compile(
-        [(given, True), table, table, None, (made, True), *[number] * 17],
-        shared | more, warps, target=target,
-    )]  # fmt: skip
+    built = [
+        kernel.compile(
+            [(given, True), table, table, None, (made, True), *[number] * 17],
+            shared | more,
+            warps,
+            target=target,
+        )
+    ]
     if whole:
         block, warps = augment.PIECE
-        built.append(sums.compile([(given, True), table, table, *[number] * 11],
-                                  shared | {"BLOCK": block}, warps, target=target))  # fmt: skip
+        built.append(
+            sums.compile(
+                [(given, True), table, table, *[number] * 11],
+                shared | {"BLOCK": block},
+                warps,
+                target=target,
+            )
+        )
     if given != torch.uint8:
         code = augment_grad.constants(y, x, mode, "border", projective)
         kinds_of = [(made, True), table, table, (given, True), *[number] * 15]
-        built.append(augment_grad.kernel().compile(kinds_of, code, augment_grad.WARPS,
-                                                   target=target))  # fmt: skip
+        built.append(
+            augment_grad.kernel().compile(kinds_of, code, augment_grad.WARPS, target=target)
+        )
     assert [spilled(k, arch) for k in built] == [0] * len(built)
 
 

@@ -119,9 +119,19 @@ def test_offsets_past_two_to_the_31_are_64_bit(monkeypatch):
 
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize(
-    "shape", [BIG, (64, 64, 112, 112), (2, 3, 1024, 2048), (256, 2048, 7, 7), (1, 5, 7), (9, 1001),
-              (2, 70000, 2, 2), (1, 1, 4096, 4096), (128, 96, 14, 14)],
-)  # fmt: skip
+    "shape",
+    [
+        BIG,
+        (64, 64, 112, 112),
+        (2, 3, 1024, 2048),
+        (256, 2048, 7, 7),
+        (1, 5, 7),
+        (9, 1001),
+        (2, 70000, 2, 2),
+        (1, 1, 4096, 4096),
+        (128, 96, 14, 14),
+    ],
+)
 def test_tiles_cover_everything_and_programs_are_many(shape, last):
     d = divide(shape, last, H200.units)
     assert d.tiles * d.a >= d.rows > (d.tiles - 1) * d.a

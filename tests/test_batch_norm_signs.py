@@ -119,8 +119,9 @@ def test_the_function_with_signs_has_torchs_gradients(order, monkeypatch):
     monkeypatch.setattr(module, "_wants_signs", lambda *given: True)
     monkeypatch.setattr("deuteron.ops.signs.WORTH", 0)
     gen = torch.Generator().manual_seed(0)
-    x, r, grad = (torch.randn(3, 9, 5, 7, generator=gen, dtype=F32).to(memory_format=order)
-                  for _ in range(3))  # fmt: skip
+    x, r, grad = (
+        torch.randn(3, 9, 5, 7, generator=gen, dtype=F32).to(memory_format=order) for _ in range(3)
+    )
     w, b = torch.randn(9, generator=gen), torch.randn(9, generator=gen)
     leaves = [t.requires_grad_() for t in (x, w, b, r)]
 

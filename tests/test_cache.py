@@ -20,9 +20,15 @@ from deuteron.plan.cache import FORMAT, Cache, checksum, environment
 
 CPU = torch.device("cpu")
 ROW = {
-    "engine": "torch", "version": "1", "knobs": {}, "seconds": 1e-5, "error": 1e-8,
-    "rejected": "", "torch_error": 1e-8, "reference": "float64",
-}  # fmt: skip
+    "engine": "torch",
+    "version": "1",
+    "knobs": {},
+    "seconds": 1e-5,
+    "error": 1e-8,
+    "rejected": "",
+    "torch_error": 1e-8,
+    "reference": "float64",
+}
 
 
 def filled(path: Path, *regions: str) -> Cache:
@@ -121,11 +127,20 @@ def test_an_edited_entry_is_not_used(path, edit):
 @pytest.mark.parametrize(
     "row",
     [
-        {}, dict(ROW, seconds="fast"), dict(ROW, seconds=-1.0), dict(ROW, seconds=True),
-        dict(ROW, error=[1]), dict(ROW, knobs=[]), dict(ROW, engine=None), dict(ROW, rejected=0),
-        {k: v for k, v in ROW.items() if k != "torch_error"}, "text", None, 7,
+        {},
+        dict(ROW, seconds="fast"),
+        dict(ROW, seconds=-1.0),
+        dict(ROW, seconds=True),
+        dict(ROW, error=[1]),
+        dict(ROW, knobs=[]),
+        dict(ROW, engine=None),
+        dict(ROW, rejected=0),
+        {k: v for k, v in ROW.items() if k != "torch_error"},
+        "text",
+        None,
+        7,
     ],
-)  # fmt: skip
+)
 def test_a_signed_entry_with_odd_contents_is_not_used(path, row):
     cache = filled(path, "a")
     entry = dict(next(iter(cache.entries.values())), region="odd", options=[row])

@@ -155,8 +155,10 @@ def test_instance_norm(shape):
     ways = compare(
         lambda x, w, b: f.instance_norm(x, None, None, w, b),
         lambda x, w, b: F.instance_norm(x, None, None, w, b),
-        [x, w, b], grad, x[0, 0].numel(),
-    )  # fmt: skip
+        [x, w, b],
+        grad,
+        x[0, 0].numel(),
+    )
     assert {way for way, region in ways if "instance_norm_grad" in region.ops} == {"channel_norm"}
 
 
@@ -252,10 +254,12 @@ def test_what_is_asked_for_alone():
 def test_no_weight_no_bias_and_a_view_with_gaps():
     x, _, _, _, grad = drawn((3, 20, 9, 10), torch.float32, 4.0)
     for theirs, ours in (
-        (lambda x: F.batch_norm(x, None, None, training=True),
-         lambda x: f.batch_norm(x, None, None, training=True)),
+        (
+            lambda x: F.batch_norm(x, None, None, training=True),
+            lambda x: f.batch_norm(x, None, None, training=True),
+        ),
         (lambda x: F.group_norm(x, 5), lambda x: f.group_norm(x, 5)),
-    ):  # fmt: skip
+    ):
         compare(ours, theirs, [x], grad, x.numel() // 20)
         with dt.functional.delegation(False):
             got = ours(x[:, ::2, 1:])

@@ -71,8 +71,15 @@ def test_demo_optimises_checks_and_explains(run, monkeypatch):
     monkeypatch.setattr(cli, "_seconds", lambda calls, device, limit: patient(calls, device, 0.2))
     code, out, err = run("demo", "mobilenet_v2", "--budget", "1")
     assert code == 0, err
-    for part in ("mobilenet_v2: 3.5 M parameters", "eager", "deuteron", "plan ready in",
-                 "largest difference from eager", "conv", "planned for an H200"):  # fmt: skip
+    for part in (
+        "mobilenet_v2: 3.5 M parameters",
+        "eager",
+        "deuteron",
+        "plan ready in",
+        "largest difference from eager",
+        "conv",
+        "planned for an H200",
+    ):
         assert part in out, part
 
 
@@ -115,8 +122,14 @@ def test_doctor_names_machine_engines_and_cache(run, monkeypatch, tmp_path):
     (odd / "measurements.jsonl").write_text("{cut short\n")
     code, out, _ = run("doctor")
     assert code == 0
-    for part in (dt.__version__, torch.__version__, "vendor_fused 1", "resnet50", str(odd),
-                 "cache problem: measurements.jsonl line 1"):  # fmt: skip
+    for part in (
+        dt.__version__,
+        torch.__version__,
+        "vendor_fused 1",
+        "resnet50",
+        str(odd),
+        "cache problem: measurements.jsonl line 1",
+    ):
         assert part in out, part
 
 
@@ -171,8 +184,11 @@ def test_the_command_in_a_process_of_its_own(repo):
     code = "from deuteron.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "explain", "resnet19"],
-        cwd=repo, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=repo,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("error: no model named 'resnet19'")
     assert "Traceback" not in done.stderr and done.stdout == ""

@@ -102,8 +102,9 @@ def test_the_normal_distribution_keeps_its_digits(op, near):
     build.output("y", build.emit(op, ["x"], {})[0])
     region = Region(build.finish())
     check_cpu(region, feed)
-    interpret(lower(region), feed, out := {v: poisoned(region.graph.types[v])
-                                           for v in region.outputs})  # fmt: skip
+    interpret(
+        lower(region), feed, out := {v: poisoned(region.graph.types[v]) for v in region.outputs}
+    )
     agrees(region, feed, out.values())
 
 
@@ -280,8 +281,12 @@ def chain(name: str, build, *shapes, layout="contiguous") -> tuple[Region, dict[
 
 CHAINS = {
     "bias+gelu+residual+layer_norm": (
-        lambda g, x, b, r, w: g.layer_norm(g.gelu(x + b) + r, w, b), (37, 101), (101,), (37, 101),
-        (101,)),
+        lambda g, x, b, r, w: g.layer_norm(g.gelu(x + b) + r, w, b),
+        (37, 101),
+        (101,),
+        (37, 101),
+        (101,),
+    ),
     "long rows": (lambda g, x: g.softmax(g.exp(x) * 0.1), (3, 5001)),
     "one long axis": (lambda g, x, y: g.silu(x) * y + 1.0, (70001,), (70001,)),
     "columns": (lambda g, x: g.sum(g.relu(x), axes=(0,)), (301, 67)),
@@ -289,15 +294,20 @@ CHAINS = {
     "transposed": (lambda g, x: g.tanh(g.permute(x, (1, 0))) * 2.0, (65, 43)),
     "concat of slices": (
         lambda g, x, y: g.relu(g.concat(g.slice(x, axis=1, start=1, stop=20), y, axis=1)),
-        (7, 30), (7, 9)),
-    "pad both sides": (
-        lambda g, x: g.pad(x, low=(1, 3), high=(2, 4), value=1.5) * 2.0, (6, 21)),
+        (7, 30),
+        (7, 9),
+    ),
+    "pad both sides": (lambda g, x: g.pad(x, low=(1, 3), high=(2, 4), value=1.5) * 2.0, (6, 21)),
     "broadcast down and across": (lambda g, x, r, c: x * r + c, (9, 50), (50,), (9, 1)),
     "variance": (lambda g, x: g.var(x, axes=(1,), correction=1), (11, 130)),
     "rotary halves": (
-        lambda g, x, c: x * c + g.concat(g.neg(g.slice(x, axis=1, start=8)),
-                                         g.slice(x, axis=1, stop=8), axis=1), (40, 16), (40, 16)),
-}  # fmt: skip
+        lambda g, x, c: (
+            x * c + g.concat(g.neg(g.slice(x, axis=1, start=8)), g.slice(x, axis=1, stop=8), axis=1)
+        ),
+        (40, 16),
+        (40, 16),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -342,11 +352,14 @@ DOWN = {
     "columns of several panels": (relu_gradient, (33, 9001), (33, 9001)),
     "two reductions": (two_sums_of_scaled, (101, 145), (145,)),
     "something after the sum": (
-        lambda g, x, v: (g.exp(g.mean(x * v, axes=(0,))) + v,), (64, 139), (139,)),
+        lambda g, x, v: (g.exp(g.mean(x * v, axes=(0,))) + v,),
+        (64, 139),
+        (139,),
+    ),
     "middle axis": (lambda g, x: (g.sum(x, axes=(1,)), g.neg(x)), (3, 50, 37)),
     "two axes that lie apart": (lambda g, x: (g.sum(x, axes=(0, 2)),), (3, 4, 40, 135)),
     "least": (lambda g, x: (g.min(x, axes=(0,)), g.prod(x, axes=(0,))), (40, 131)),
-}  # fmt: skip
+}
 
 
 def walk_down(name: str, dtype: str) -> tuple[Region, dict[str, torch.Tensor]]:

@@ -150,10 +150,16 @@ def test_linear(m: int, n: int, k: int) -> None:
 
 ACTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("relu", "relu6", "sigmoid", "tanh", "silu", "mish")),
-    ("hardswish", {}), ("hardsigmoid", {}), ("gelu", {}), ("gelu", {"approximate": "tanh"}),
-    ("leaky_relu", {"negative_slope": 0.2}), ("clamp", {"min": -0.5, "max": None}),
-    ("hardtanh", {}), ("elu", {"alpha": 1.3}), ("softplus", {"beta": 2.0}),
-]  # fmt: skip
+    ("hardswish", {}),
+    ("hardsigmoid", {}),
+    ("gelu", {}),
+    ("gelu", {"approximate": "tanh"}),
+    ("leaky_relu", {"negative_slope": 0.2}),
+    ("clamp", {"min": -0.5, "max": None}),
+    ("hardtanh", {}),
+    ("elu", {"alpha": 1.3}),
+    ("softplus", {"beta": 2.0}),
+]
 
 
 @pytest.mark.parametrize(("name", "attrs"), ACTS)
@@ -197,8 +203,11 @@ def test_every_activation_of_16_bits(of: str, name: str, attrs: dict[str, Any]) 
 @pytest.mark.parametrize("of", ["f32", *LOW])
 @pytest.mark.parametrize("k", [1028, 1536, 2053, 4099])
 def test_a_long_k_is_taken_in_stretches(of: str, k: int) -> None:
-    inputs = [("x", t(21, k, of=of), False), ("w", t(35, k, of=of), True),
-              ("b", t(35, of=of), True)]  # fmt: skip
+    inputs = [
+        ("x", t(21, k, of=of), False),
+        ("w", t(35, k, of=of), True),
+        ("b", t(35, of=of), True),
+    ]
     check(region_of("linear", inputs, residual=True, act=("gelu", {})), k)
 
 
@@ -206,8 +215,11 @@ def test_a_long_k_is_taken_in_stretches(of: str, k: int) -> None:
 @pytest.mark.parametrize("m", [1, 6, 13])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (19, 37), (64, 130)])
 def test_a_weight_that_comes_with_the_call(of: str, m: int, n: int, k: int) -> None:
-    inputs = [("x", t(m, k, of=of), False), ("w", t(n, k, of=of), False),
-              ("b", t(n, of=of), m == 6)]  # fmt: skip
+    inputs = [
+        ("x", t(m, k, of=of), False),
+        ("w", t(n, k, of=of), False),
+        ("b", t(n, of=of), m == 6),
+    ]
     check(region_of("linear", inputs, residual=True, act=("relu", {})), k)
 
 
@@ -266,7 +278,7 @@ CONVS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
     ((2, 3, 9), (5, 3, 4), {"padding": 1, "stride": 2}),
     ((1, 4, 5, 4, 6), (6, 4, 2, 3, 3), {"padding": 1}),
     ((1, 1, 6, 6), (2, 1, 3, 3), {"padding": 1}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("extra", [False, True])
@@ -287,8 +299,11 @@ def test_conv_of_every_type_and_weight(
 ) -> None:
     if len(x) != 4 or x[1] == 1:  # there the weight's layout decides that of the result
         layout = "nhwc"
-    inputs = [("x", t(*x, layout="nhwc", of=of), False), ("w", t(*w, layout=layout, of=of), known),
-              ("b", t(w[0], of=of), known)]  # fmt: skip
+    inputs = [
+        ("x", t(*x, layout="nhwc", of=of), False),
+        ("w", t(*w, layout=layout, of=of), known),
+        ("b", t(w[0], of=of), known),
+    ]
     check(region_of("conv", inputs, attrs, ("relu", {}), residual=True), math.prod(w[1:]))
 
 
@@ -303,9 +318,11 @@ def test_an_image_with_gaps() -> None:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("channels", [2, 18])
 def test_depthwise_of_16_bits(channels: int, known: bool, of: str) -> None:
-    inputs = [("x", t(2, channels, 11, 9, layout="nhwc", of=of), False),
-              ("w", t(channels, 1, 3, 3, of=of), known),
-              ("b", t(channels, of=of), known)]  # fmt: skip
+    inputs = [
+        ("x", t(2, channels, 11, 9, layout="nhwc", of=of), False),
+        ("w", t(channels, 1, 3, 3, of=of), known),
+        ("b", t(channels, of=of), known),
+    ]
     attrs = {"padding": 1, "groups": channels}
     found = check(region_of("conv", inputs, attrs, ("silu", {}), residual=True), 9)
     assert {c.knobs["recipe"] for c in found} == {"depthwise"}
@@ -364,8 +381,11 @@ def test_an_estimate_alone_never_chooses_the_larger_winograd_tile() -> None:
 def test_attention(
     causal: bool, bias: str, lead: Any, shared: Any, queries: int, keys: int, d: int, dv: int
 ) -> None:
-    inputs = [("q", t(*lead, queries, d), False), ("k", t(*shared, keys, d), False),
-              ("v", t(*shared, keys, dv), False)]  # fmt: skip
+    inputs = [
+        ("q", t(*lead, queries, d), False),
+        ("k", t(*shared, keys, d), False),
+        ("v", t(*shared, keys, dv), False),
+    ]
     if bias == "row":
         inputs.append(("bias", t(1, keys), False))
     elif bias != "none":
@@ -377,8 +397,11 @@ def test_attention(
 @pytest.mark.parametrize("bias", ["none", "same", "bool"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_of_16_bits(causal: bool, bias: str, of: str) -> None:
-    inputs = [("q", t(2, 4, 9, 21, of=of), False), ("k", t(2, 2, 22, 21, of=of), False),
-              ("v", t(2, 2, 22, 7, of=of), False)]  # fmt: skip
+    inputs = [
+        ("q", t(2, 4, 9, 21, of=of), False),
+        ("k", t(2, 2, 22, 21, of=of), False),
+        ("v", t(2, 2, 22, 7, of=of), False),
+    ]
     if bias != "none":
         kind = of if bias == "same" else bias
         inputs.append(("bias", TensorType.of((4, 9, 22), kind), False))
@@ -437,10 +460,11 @@ print("untouched")
 def walled_regions() -> list[Region]:
     """Odd sizes of everything, for the test that puts walls around each tensor."""
     found = [
-        region_of("linear", [("x", t(m, k), False), ("w", t(n, k), True)], residual=True,
-                  act=(act, {}))
+        region_of(
+            "linear", [("x", t(m, k), False), ("w", t(n, k), True)], residual=True, act=(act, {})
+        )
         for m, n, k, act in ((1, 5, 3, "relu"), (7, 19, 37, "gelu"), (5, 16, 9, "relu"))
-    ]  # fmt: skip
+    ]
     for x, w, attrs in (
         *CONVS[1:8],
         ((1, 5, 9, 9), (5, 1, 3, 3), {"padding": 1, "groups": 5}),
@@ -454,12 +478,17 @@ def walled_regions() -> list[Region]:
         found.append(region_of("linear", inputs, residual=True, act=("relu", {})))
         inputs = [("x", t(3, 5, 7, of=of), False), ("y", t(3, 7, 18, of=of), False)]
         found.append(region_of("matmul", inputs))
-        inputs = [("x", t(1, 3, 9, 7, layout="nhwc", of=of), False),
-                  ("w", t(5, 3, 3, 3, of=of), False)]  # fmt: skip
+        inputs = [
+            ("x", t(1, 3, 9, 7, layout="nhwc", of=of), False),
+            ("w", t(5, 3, 3, 3, of=of), False),
+        ]
         found.append(region_of("conv", inputs, {"padding": 1}))
     for kind in ("f32", "bool"):
-        inputs = [("q", t(1, 4, 7, 5), False), ("k", t(1, 2, 21, 5), False),
-                  ("v", t(1, 2, 21, 19), False)]  # fmt: skip
+        inputs = [
+            ("q", t(1, 4, 7, 5), False),
+            ("k", t(1, 2, 21, 5), False),
+            ("v", t(1, 2, 21, 19), False),
+        ]
         inputs.append(("bias", TensorType.of((4, 7, 21), kind), False))
         found.append(region_of("attention", inputs))
     return found
@@ -491,11 +520,17 @@ def test_nan_and_infinity_go_through(name: str, attrs: dict[str, Any]) -> None:
 
 
 REFERENCES = {
-    "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "log": torch.log,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "expm1": torch.expm1,
+    "log": torch.log,
     "erf": torch.erf,
-    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "sin": torch.sin,
+    "cos": torch.cos,
     "ndtr": ndtr,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 8])
@@ -557,8 +592,9 @@ def test_two_threads_run_one_kernel_at_once(way: str) -> None:
     tensors = feed(region)
     offers = ENGINE.candidates(region, CPU, POLICY)
     kernel = built(region, next(c for c in offers if c.knobs["recipe"] == way), tensors)
-    images = [torch.randn(1, 32, 20, 20).contiguous(memory_format=torch.channels_last)
-              for _ in range(2)]  # fmt: skip
+    images = [
+        torch.randn(1, 32, 20, 20).contiguous(memory_format=torch.channels_last) for _ in range(2)
+    ]
     order = [region.inputs.index("x"), region.inputs.index("w")]
 
     def once(image: torch.Tensor) -> torch.Tensor:
@@ -637,29 +673,32 @@ def _linear(dtype: str = "f32", constant: bool = True, act: str = "relu") -> Reg
         (_linear(), dt.target("h200"), "for the CPU", "cpu"),
         (_linear("f64"), CPU, "f64", "float32"),
         (_linear(act="selu"), CPU, "selu", "relu"),
-        (
-            region_of("linear", [("x", t(0, 8), False), ("w", t(4, 8), True)]),
-            CPU, "empty", "torch",
-        ),
-        (
-            region_of("linear", [("x", t(3, 0), False), ("w", t(4, 0), True)]),
-            CPU, "empty", "torch",
-        ),
+        (region_of("linear", [("x", t(0, 8), False), ("w", t(4, 8), True)]), CPU, "empty", "torch"),
+        (region_of("linear", [("x", t(3, 0), False), ("w", t(4, 0), True)]), CPU, "empty", "torch"),
         (
             region_of("matmul", [("x", t(3, 8), False), ("y", t(8), False)]),
-            CPU, "vector", "one column",
+            CPU,
+            "vector",
+            "one column",
         ),
         (
-            region_of("conv", [("x", t(1, 4, 5, 5, layout="nhwc"), False),
-                               ("w", t(4, 3, 3, 3), True)], {"transposed": True}),
-            CPU, "transposed", "upsample",
+            region_of(
+                "conv",
+                [("x", t(1, 4, 5, 5, layout="nhwc"), False), ("w", t(4, 3, 3, 3), True)],
+                {"transposed": True},
+            ),
+            CPU,
+            "transposed",
+            "upsample",
         ),
         (
             region_of("conv", [("x", t(1, 4, 5, 5), False), ("w", t(3, 4, 3, 3), True)]),
-            CPU, "not in nhwc", "layout",
+            CPU,
+            "not in nhwc",
+            "layout",
         ),
     ],
-)  # fmt: skip
+)
 def test_refusals_teach(region: Region, target: Target, says: str, remedy: str) -> None:
     refusal = ENGINE.refuse(region, target, POLICY)
     assert isinstance(refusal, Refusal)
@@ -669,8 +708,10 @@ def test_refusals_teach(region: Region, target: Target, says: str, remedy: str) 
 
 def test_winograd_is_for_constant_weights_of_32_bits() -> None:
     for of, known in (("f16", True), ("f32", False)):
-        inputs = [("x", t(1, 16, 9, 9, layout="nhwc", of=of), False),
-                  ("w", t(16, 16, 3, 3, of=of), known)]  # fmt: skip
+        inputs = [
+            ("x", t(1, 16, 9, 9, layout="nhwc", of=of), False),
+            ("w", t(16, 16, 3, 3, of=of), known),
+        ]
         offers = ENGINE.candidates(region_of("conv", inputs, {"padding": 1}), CPU, POLICY)
         assert {o.knobs["recipe"] for o in offers} == {"product"}
 
@@ -711,8 +752,11 @@ def norm_grad(
     """One gradient on numbers far from 0; ``given`` names the inputs beyond x and grad."""
     gen = torch.Generator().manual_seed(0)
     sizes = {"x": shape, "grad": shape, "weight": shape[-dims:], "extra": shape}
-    tensors = {name: torch.randn(size, generator=gen) for name, size in sizes.items()
-               if name in ("x", "grad") or name in given}  # fmt: skip
+    tensors = {
+        name: torch.randn(size, generator=gen)
+        for name, size in sizes.items()
+        if name in ("x", "grad") or name in given
+    }
     tensors["x"] += 1000.0
     b = GraphBuilder(table.infer, op)
     for name, tensor in tensors.items():

@@ -99,9 +99,18 @@ def test_results_that_nobody_reads_are_not_written(wanted):
     kernel = engine.build(region, candidate, context)
     feed = {"x": torch.randn(5, 8), "mean": torch.randn(8), "var": torch.rand(8)}
     want = TABLE["batch_norm_act"].reference(
-        feed["x"], None, None, feed["mean"], feed["var"], None, momentum=0.1, eps=1e-5,
-        activation="none", slope=0.01, packed="none",
-    )  # fmt: skip
+        feed["x"],
+        None,
+        None,
+        feed["mean"],
+        feed["var"],
+        None,
+        momentum=0.1,
+        eps=1e-5,
+        activation="none",
+        slope=0.01,
+        packed="none",
+    )
     found = [torch.full_like(want[i], torch.nan) for i in wanted]
     kernel.fn(*(feed[name] for name in region.inputs), *found)
     for got, i in zip(found, wanted, strict=True):

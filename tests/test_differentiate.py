@@ -183,9 +183,14 @@ def test_an_operator_without_a_rule_is_named_only_if_it_is_needed(monkeypatch):
 
 def test_a_rule_that_gives_another_type_is_named(monkeypatch):
     op = OpDef(
-        "bent", "x, with a wrong rule.", ("x",), TABLE["relu"].infer, torch.clone,
-        Fusion.ELEMENTWISE, vjp=lambda b, v: [b.sum(v.grad)],
-    )  # fmt: skip
+        "bent",
+        "x, with a wrong rule.",
+        ("x",),
+        TABLE["relu"].infer,
+        torch.clone,
+        Fusion.ELEMENTWISE,
+        vjp=lambda b, v: [b.sum(v.grad)],
+    )
     monkeypatch.setitem(table.TABLE, "bent", op)
     g = dt.Graph()
     g.sum(g.call("bent", g.tensor("x", (3,)))).output("loss")

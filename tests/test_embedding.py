@@ -18,20 +18,23 @@ from tests.tolerances import DOUBLE, EPS, allowed, error
 f = dt.functional
 INDEX = torch.tensor([[1, 1, 3], [0, 4, 1]])
 OPTIONS = {
-    "max_norm": {"max_norm": 1.0}, "norm of 1": {"max_norm": 0.5, "norm_type": 1.0},
+    "max_norm": {"max_norm": 1.0},
+    "norm of 1": {"max_norm": 0.5, "norm_type": 1.0},
     "longest": {"max_norm": 0.4, "norm_type": float("inf")},
     "frequency": {"scale_grad_by_freq": True},
     "frequency, padding": {"scale_grad_by_freq": True, "padding_idx": -2},
     "all but sparse": {"max_norm": 0.5, "scale_grad_by_freq": True, "padding_idx": 1},
-    "sparse": {"sparse": True}, "sparse, padding": {"sparse": True, "padding_idx": 1},
+    "sparse": {"sparse": True},
+    "sparse, padding": {"sparse": True, "padding_idx": 1},
     "sparse, max_norm": {"sparse": True, "max_norm": 1.0},
-}  # fmt: skip
+}
 EVERY = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 # a sparse gradient with a padding row torch itself cannot compile, nor take of an index of rank 0
 COMPILED = pytest.mark.parametrize(
-    "options", [o for n, o in OPTIONS.items() if n != "sparse, padding"],
+    "options",
+    [o for n, o in OPTIONS.items() if n != "sparse, padding"],
     ids=[n for n in OPTIONS if n != "sparse, padding"],
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)

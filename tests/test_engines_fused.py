@@ -54,21 +54,27 @@ CONVOLUTIONS = {
     "3x3 strided": ((2, 8, 9, 8), (4, 8, 3, 3), {"stride": 2, "padding": 1}, {"onednn_packed"}),
     "5x3": ((1, 4, 9, 8), (4, 4, 5, 3), {"padding": (2, 0)}, {"onednn_packed", "shifted_gemm"}),
     "dilated": (
-        (1, 8, 9, 8), (4, 8, 3, 3), {"padding": 3, "dilation": 3},
+        (1, 8, 9, 8),
+        (4, 8, 3, 3),
+        {"padding": 3, "dilation": 3},
         {"onednn_packed", "shifted_gemm"},
     ),
     "dead taps": (  # every tap but the middle one falls into the padding
-        (1, 8, 5, 4), (4, 8, 3, 3), {"padding": 12, "dilation": 12},
+        (1, 8, 5, 4),
+        (4, 8, 3, 3),
+        {"padding": 12, "dilation": 12},
         {"onednn_packed", "shifted_gemm"},
     ),
     "dead columns": (
-        (1, 8, 9, 4), (4, 8, 3, 3), {"padding": (1, 7), "dilation": (1, 7)},
+        (1, 8, 9, 4),
+        (4, 8, 3, 3),
+        {"padding": (1, 7), "dilation": (1, 7)},
         {"onednn_packed", "shifted_gemm"},
     ),
     "depthwise": ((2, 8, 5, 6), (8, 1, 3, 3), {"groups": 8, "padding": 1}, {"onednn_packed"}),
     "grouped": ((2, 8, 5, 6), (4, 4, 3, 3), {"groups": 2, "padding": 1}, {"onednn_packed"}),
     "padded 1x1": ((1, 8, 4, 4), (4, 8, 1, 1), {"padding": 1}, {"onednn_packed", "shifted_gemm"}),
-}  # fmt: skip
+}
 
 
 def region_of(g: dt.Graph) -> tuple[Region, dict[str, torch.Tensor]]:
@@ -297,8 +303,10 @@ def test_scalar_constants_of_every_type_on_either_side(op):
                     except dt.GraphError:
                         continue
                     for region in fuse(g.ir())[0]:
-                        feed = {v: torch.ones(shape).to(region.graph.types[v].dtype.torch)
-                                for v in region.inputs}  # fmt: skip
+                        feed = {
+                            v: torch.ones(shape).to(region.graph.types[v].dtype.torch)
+                            for v in region.inputs
+                        }
                         run(TORCH, offered(region, TORCH)[0], region, feed)
 
 

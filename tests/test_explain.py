@@ -30,18 +30,37 @@ HOSTILE = "<script>alert('x')</script>\"&\x1b[31m\n\u202e"
 def region(name: str = "r0", **changes: Any) -> RegionReport:
     """Two GFLOP over 4 MB, 10 µs at best, predicted 16 and measured 20."""
     plain = RegionReport(
-        name, ("conv", "relu"), f"net.{name}", "f16[32,64,56,56]@nhwc", "vendor_fused",
-        "vendor_fused[recipe=cudnn, benchmark=True]", flops=2e9, bytes=4_000_000, bound="compute",
-        roofline_s=10e-6, predicted_s=16e-6, measured_s=20e-6,
-    )  # fmt: skip
+        name,
+        ("conv", "relu"),
+        f"net.{name}",
+        "f16[32,64,56,56]@nhwc",
+        "vendor_fused",
+        "vendor_fused[recipe=cudnn, benchmark=True]",
+        flops=2e9,
+        bytes=4_000_000,
+        bound="compute",
+        roofline_s=10e-6,
+        predicted_s=16e-6,
+        measured_s=20e-6,
+    )
     return replace(plain, **changes)
 
 
 def report(*regions: RegionReport, **changes: Any) -> Report:
     plain = Report(
-        "net", "h200", "cuda:0", "found", "yes", regions, vetoes=(), passes=(),
-        memory=MemoryReport(0, 0, 0, 0), nodes_before=9, nodes_after=4, plan_s=0.25,
-    )  # fmt: skip
+        "net",
+        "h200",
+        "cuda:0",
+        "found",
+        "yes",
+        regions,
+        vetoes=(),
+        passes=(),
+        memory=MemoryReport(0, 0, 0, 0),
+        nodes_before=9,
+        nodes_after=4,
+        plan_s=0.25,
+    )
     return replace(plain, **changes)
 
 
@@ -51,9 +70,17 @@ def illustration() -> Report:
     def timed(work: tuple[float, int, str], *figures: float, **rest: Any) -> RegionReport:
         roof, predicted, measured, error, torch_error = figures
         return region(
-            flops=work[0], bytes=work[1], bound=work[2], roofline_s=roof, predicted_s=predicted,
-            measured_s=measured, error=error, torch_error=torch_error, reference="float64", **rest,
-        )  # fmt: skip
+            flops=work[0],
+            bytes=work[1],
+            bound=work[2],
+            roofline_s=roof,
+            predicted_s=predicted,
+            measured_s=measured,
+            error=error,
+            torch_error=torch_error,
+            reference="float64",
+            **rest,
+        )
 
     triton = RefusalReport("inductor", "Triton is not installed", "pip install triton")
     gelu = RefusalReport("vendor_fused", "cudnn: cuDNN's fused call ends in ReLU, not in gelu")
@@ -62,28 +89,59 @@ def illustration() -> Report:
     small = (3.288e9, 64_257_000, "memory")
     squeeze = timed(small, 17.3e-6, 23.1e-6, 22.4e-6, 3.1e-4, 3.2e-4, refusals=(triton,))
     spatial = timed(
-        (7.399e9, 25_764_000, "compute"), 12.4e-6, 20.0e-6, 27.9e-6, 4.0e-4, 4.4e-4,
-        refusals=(triton,), options=(
+        (7.399e9, 25_764_000, "compute"),
+        12.4e-6,
+        20.0e-6,
+        27.9e-6,
+        4.0e-4,
+        4.4e-4,
+        refusals=(triton,),
+        options=(
             OptionReport("vendor_fused[recipe=cudnn, benchmark=True]", 20.0e-6, 27.9e-6, 4.0e-4),
             OptionReport("torch", 31.7e-6, 50.8e-6, 4.4e-4),
             OptionReport("triton_conv[block=128x64, stages=4]", 19.2e-6, 24.9e-6, 3.1e-2, rough),
         ),
-    )  # fmt: skip
+    )
     widen = timed(
-        (3.314e9, 115_639_000, "memory"), 29.4e-6, 39.2e-6, 37.6e-6, 3.3e-4, 5.0e-4,
-        refusals=(triton,), ops=("conv", "add", "relu"), shape="f16[32,256,56,56]@nhwc",
+        (3.314e9, 115_639_000, "memory"),
+        29.4e-6,
+        39.2e-6,
+        37.6e-6,
+        3.3e-4,
+        5.0e-4,
+        refusals=(triton,),
+        ops=("conv", "add", "relu"),
+        shape="f16[32,256,56,56]@nhwc",
         options=(OptionReport("torch", 66.0e-6, 92.3e-6, 5.0e-4),),
-    )  # fmt: skip
+    )
     head = timed(
-        (2.57e7, 51_400_000, "memory"), 14.3e-6, 24.2e-6, 21.8e-6, 2.4e-4, 2.4e-4, name="r6",
-        ops=("mean",), shape="f16[32,256]", source="pool", **by_torch,
+        (2.57e7, 51_400_000, "memory"),
+        14.3e-6,
+        24.2e-6,
+        21.8e-6,
+        2.4e-4,
+        2.4e-4,
+        name="r6",
+        ops=("mean",),
+        shape="f16[32,256]",
+        source="pool",
+        **by_torch,
         refusals=(triton, RefusalReport("vendor_fused", "is not a product")),
-    )  # fmt: skip
+    )
     last = timed(
-        (1.64e7, 592_000, "launch"), 2.3e-6, 6.6e-6, 7.1e-6, 4.9e-4, 4.9e-4, name="r7",
-        ops=("linear", "gelu"), shape="f16[32,1000]", source="fc", **by_torch,
+        (1.64e7, 592_000, "launch"),
+        2.3e-6,
+        6.6e-6,
+        7.1e-6,
+        4.9e-4,
+        4.9e-4,
+        name="r7",
+        ops=("linear", "gelu"),
+        shape="f16[32,1000]",
+        source="fc",
+        **by_torch,
         refusals=(triton, gelu),
-    )  # fmt: skip
+    )
     layers = [(squeeze, "conv1"), (spatial, "conv2"), (widen, "conv3")] * 2
     body = [
         replace(r, name=f"r{i}", source=f"layer1.{i // 3}.{layer}")
@@ -91,14 +149,23 @@ def illustration() -> Report:
     ]
     product = "a product starts a region of its own: its operands must be in memory"
     between = (
-        VetoReport(f"relu_{i}", f"relu (layer1.{i // 3}.relu{i % 3 + 1})",
-                   f"conv (layer1.{(i + 1) // 3}.conv{(i + 1) % 3 + 1})", product, n, n / 4.25e12)
+        VetoReport(
+            f"relu_{i}",
+            f"relu (layer1.{i // 3}.relu{i % 3 + 1})",
+            f"conv (layer1.{(i + 1) // 3}.conv{(i + 1) % 3 + 1})",
+            product,
+            n,
+            n / 4.25e12,
+        )
         for i, n in enumerate((25_690_000, 25_690_000, 102_760_000, 25_690_000, 25_690_000))
-    )  # fmt: skip
+    )
     shared, wide = "%relu_2 is read by conv as well, so it is written anyway", 102_760_000
     rows = "a reduction after a product needs whole rows, the product makes tiles"
     return report(
-        *body, head, last, name="resnet_stage",
+        *body,
+        head,
+        last,
+        name="resnet_stage",
         vetoes=(
             *between,
             VetoReport("relu_2", "relu (layer1.0.relu3)", "add (layer1.1)", shared, wide, 24.2e-6),
@@ -111,40 +178,70 @@ def illustration() -> Report:
             PassReport("common subexpressions", {}, 21, 21, 0.0003),
         ),
         memory=MemoryReport(1_050_000, 154_140_000, 51_380_000, 411_040_000),
-        nodes_before=26, nodes_after=21, plan_s=1.31, total_measured_s=189e-6,
+        nodes_before=26,
+        nodes_after=21,
+        plan_s=1.31,
+        total_measured_s=189e-6,
         versions={"deuteron": "0.1.0", "torch": "2.11.0", "cuda": "13.0"},
-    )  # fmt: skip
+    )
 
 
 def broken() -> Report:
     """Nothing in it is known."""
     r = region(
-        flops=NAN, roofline_s=NAN, predicted_s=NAN, measured_s=None, bound="", shape="",
+        flops=NAN,
+        roofline_s=NAN,
+        predicted_s=NAN,
+        measured_s=None,
+        bound="",
+        shape="",
         options=(OptionReport("a", NAN), OptionReport("b", NAN, NAN, NAN)),
         refusals=(RefusalReport("", ""),),
-    )  # fmt: skip
+    )
     infinite = region("r1", predicted_s=math.inf, measured_s=math.inf, error=NAN, torch_error=NAN)
     vetoes = (VetoReport("v", "", "", "", 0, NAN),)
     return report(
-        r, infinite, name="", target="", device="", mode="", cuda_graph="", vetoes=vetoes,
-        passes=(PassReport("", {}, 0, 0, NAN),), plan_s=NAN, total_measured_s=NAN,
-    )  # fmt: skip
+        r,
+        infinite,
+        name="",
+        target="",
+        device="",
+        mode="",
+        cuda_graph="",
+        vetoes=vetoes,
+        passes=(PassReport("", {}, 0, 0, NAN),),
+        plan_s=NAN,
+        total_measured_s=NAN,
+    )
 
 
 def hostile() -> Report:
     """Every piece of text tries to escape."""
     r = region(
-        HOSTILE * 9, ops=(HOSTILE,) * 40, source=HOSTILE, shape=HOSTILE, engine=HOSTILE,
-        candidate=HOSTILE, bound=HOSTILE, reference=HOSTILE, note=HOSTILE,
+        HOSTILE * 9,
+        ops=(HOSTILE,) * 40,
+        source=HOSTILE,
+        shape=HOSTILE,
+        engine=HOSTILE,
+        candidate=HOSTILE,
+        bound=HOSTILE,
+        reference=HOSTILE,
+        note=HOSTILE,
         options=(OptionReport(HOSTILE * 9, 1.0, rejected=HOSTILE),),
         refusals=(RefusalReport(HOSTILE, HOSTILE * 9, HOSTILE),),
-    )  # fmt: skip
+    )
     return report(
-        r, name=HOSTILE * 9, target=HOSTILE, device=HOSTILE, mode=HOSTILE, cuda_graph=HOSTILE,
+        r,
+        name=HOSTILE * 9,
+        target=HOSTILE,
+        device=HOSTILE,
+        mode=HOSTILE,
+        cuda_graph=HOSTILE,
         vetoes=(VetoReport(HOSTILE, HOSTILE * 9, HOSTILE, HOSTILE, 1, 1e-6),),
         passes=(PassReport(HOSTILE, {HOSTILE * 9: 1}, 1, 2, 0.1),),
-        versions={HOSTILE: HOSTILE}, notes=(HOSTILE * 9,),
-    )  # fmt: skip
+        versions={HOSTILE: HOSTILE},
+        notes=(HOSTILE * 9,),
+    )
 
 
 def many(n: int = 200) -> Report:
@@ -153,9 +250,13 @@ def many(n: int = 200) -> Report:
 
 
 REPORTS: dict[str, Callable[[], Report]] = {
-    "empty": report, "one": lambda: report(region()), "illustration": illustration,
-    "many": many, "broken": broken, "hostile": hostile,
-}  # fmt: skip
+    "empty": report,
+    "one": lambda: report(region()),
+    "illustration": illustration,
+    "many": many,
+    "broken": broken,
+    "hostile": hostile,
+}
 every = pytest.mark.parametrize("made", REPORTS.values(), ids=REPORTS)
 
 
@@ -240,8 +341,16 @@ def line_of(out: str, start: str) -> list[str]:
 
 def test_the_header_says_what_was_planned() -> None:
     out = render(illustration())
-    for fact in ("resnet_stage", "26 nodes → 21", "8 regions", "h200 (cuda:0)", "found",
-                 "1.31 s", "torch 2.11.0", "CUDA Graph  yes"):  # fmt: skip
+    for fact in (
+        "resnet_stage",
+        "26 nodes → 21",
+        "8 regions",
+        "h200 (cuda:0)",
+        "found",
+        "1.31 s",
+        "torch 2.11.0",
+        "CUDA Graph  yes",
+    ):
         assert fact in out, fact
     for reason in ("it reads the clock", "no: it reads the clock"):
         assert "CUDA Graph  no: it reads the clock" in render(report(cuda_graph=reason))
@@ -274,10 +383,19 @@ def test_a_region_shows_its_figures() -> None:
     head = re.split(r"\s{2,}", next(x for x in out.splitlines() if x.startswith("region ")))
     cells = dict(zip(head, line_of(out, "r0 "), strict=True))
     assert cells == {
-        "region": "r0", "GFLOP": "2.00", "MB": "4.00", "FLOP/B": "500", "bound": "compute",
-        "roof µs": "10.0", "pred. µs": "16.0", "meas. µs": "20.0", "% roof": "50",
-        "error": "1.5e-04", "torch": "2.0e-04", "% time": "100",
-    }  # fmt: skip
+        "region": "r0",
+        "GFLOP": "2.00",
+        "MB": "4.00",
+        "FLOP/B": "500",
+        "bound": "compute",
+        "roof µs": "10.0",
+        "pred. µs": "16.0",
+        "meas. µs": "20.0",
+        "% roof": "50",
+        "error": "1.5e-04",
+        "torch": "2.0e-04",
+        "% time": "100",
+    }
     assert (
         "    conv+relu · f16[32,64,56,56]@nhwc · vendor_fused/cudnn · from net.r0 · packed" in out
     )
@@ -371,25 +489,49 @@ def test_the_roofs_are_those_of_the_target() -> None:
 
 
 WRITTEN = (
-    (units.seconds(1.234e-9), "1.23 ns"), (units.seconds(999.9e-6), "1.00 ms"),
-    (units.seconds(0), "0 ns"), (units.seconds(90), "90.0 s"),
-    (units.size(64), "64 B"), (units.size(999_999), "1.00 MB"),
-    (units.size(12.9e6), "12.9 MB"), (units.bandwidth(4.248e12), "4.25 TB/s"),
-    (units.flops(7.4e9), "7.40 GFLOP"), (units.flop_rate(7.22e14), "722 TFLOP/s"),
-    (units.number(0.01234), "0.0123"), (units.number(12345.6), "12346"),
-    (units.number(1.24e-7), "1.2e-07"), (units.micro(27.9e-6), "27.9"),
-    (units.percent(0.314), "31 %"), (units.percent(0.001), "<1 %"),
-    (units.percent(0.9999), "99 %"), (units.percent(1 - 1e-15), "100 %"),
-    (units.error(0.0), "0"), (units.times(1.8), "1.80×"),
-    (units.count(1, "region"), "1 region"), (units.listed(["a", "b", "c"]), "a, b and c"),
-    (units.shorten("abcdefghij", 5), "ab…ij"), (units.clean("a\nb\x1b[0m"), "a b\ufffd[0m"),
-)  # fmt: skip
+    (units.seconds(1.234e-9), "1.23 ns"),
+    (units.seconds(999.9e-6), "1.00 ms"),
+    (units.seconds(0), "0 ns"),
+    (units.seconds(90), "90.0 s"),
+    (units.size(64), "64 B"),
+    (units.size(999_999), "1.00 MB"),
+    (units.size(12.9e6), "12.9 MB"),
+    (units.bandwidth(4.248e12), "4.25 TB/s"),
+    (units.flops(7.4e9), "7.40 GFLOP"),
+    (units.flop_rate(7.22e14), "722 TFLOP/s"),
+    (units.number(0.01234), "0.0123"),
+    (units.number(12345.6), "12346"),
+    (units.number(1.24e-7), "1.2e-07"),
+    (units.micro(27.9e-6), "27.9"),
+    (units.percent(0.314), "31 %"),
+    (units.percent(0.001), "<1 %"),
+    (units.percent(0.9999), "99 %"),
+    (units.percent(1 - 1e-15), "100 %"),
+    (units.error(0.0), "0"),
+    (units.times(1.8), "1.80×"),
+    (units.count(1, "region"), "1 region"),
+    (units.listed(["a", "b", "c"]), "a, b and c"),
+    (units.shorten("abcdefghij", 5), "ab…ij"),
+    (units.clean("a\nb\x1b[0m"), "a b\ufffd[0m"),
+)
 
 
 def test_units() -> None:
     assert [written for written, _ in WRITTEN] == [expected for _, expected in WRITTEN]
-    ways = ("number", "seconds", "size", "flops", "flop_rate", "bandwidth", "micro", "giga", "mega",
-            "percent", "error", "times")  # fmt: skip
+    ways = (
+        "number",
+        "seconds",
+        "size",
+        "flops",
+        "flop_rate",
+        "bandwidth",
+        "micro",
+        "giga",
+        "mega",
+        "percent",
+        "error",
+        "times",
+    )
     for x in (None, NAN, math.inf):
         assert {getattr(units, way)(x) for way in ways} == {units.MISSING}
 

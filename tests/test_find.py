@@ -348,6 +348,9 @@ def test_workspace_and_determinism_are_limits(cache):
             )
         assert plan.decision.choices[0].candidate.engine == "torch"
     with registered(dice):
-        assert Survey(dt.target("cpu"), dt.Policy(deterministic=True)).ask(
-            plan.decision.regions[0]
-        )[0][0].rejected == "not deterministic"  # fmt: skip
+        assert (
+            Survey(dt.target("cpu"), dt.Policy(deterministic=True))
+            .ask(plan.decision.regions[0])[0][0]
+            .rejected
+            == "not deterministic"
+        )

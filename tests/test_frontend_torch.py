@@ -131,14 +131,23 @@ def test_the_gradient_of_an_rms_norm_is_the_formula():
 aten_ = torch.ops.aten
 NORMS_BACK = {
     "layer_norm_grad": lambda x, g, w, b: aten_.native_layer_norm_backward(
-        g, x, [6], *aten_.native_layer_norm(x, [6], w, b, 1e-3)[1:], w, b, [True] * 3),
+        g, x, [6], *aten_.native_layer_norm(x, [6], w, b, 1e-3)[1:], w, b, [True] * 3
+    ),
     "group_norm_grad": lambda x, g, w, b: aten_.native_group_norm_backward(
-        g, x, *aten_.native_group_norm(x, w, b, 2, 6, 6, 3, 1e-3)[1:], w, 2, 6, 6, 3, [True] * 3),
+        g, x, *aten_.native_group_norm(x, w, b, 2, 6, 6, 3, 1e-3)[1:], w, 2, 6, 6, 3, [True] * 3
+    ),
     "batch_norm_act_grad": lambda x, g, w, b: aten_.native_batch_norm_backward(
-        g, x, w, None, None,
-        *aten_._native_batch_norm_legit_functional(x, w, b, b, w, True, 0.1, 1e-3)[1:3], True,
-        1e-3, [True] * 3),
-}  # fmt: skip
+        g,
+        x,
+        w,
+        None,
+        None,
+        *aten_._native_batch_norm_legit_functional(x, w, b, b, w, True, 0.1, 1e-3)[1:3],
+        True,
+        1e-3,
+        [True] * 3,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", NORMS_BACK)
@@ -219,10 +228,14 @@ IMAGES = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
 TOKENS = torch.randint(0, 500, (2, 12), generator=torch.Generator().manual_seed(3))
 SMALL = {"num_hidden_layers": 2}
 ZOO = [
-    ("resnet18", {}, IMAGES), ("mobilenet_v2", {}, IMAGES), ("mobilenet_v3_large", {}, IMAGES),
-    ("unet", {}, IMAGES), ("deeplabv3_resnet50", {}, IMAGES), ("bert", SMALL, TOKENS),
+    ("resnet18", {}, IMAGES),
+    ("mobilenet_v2", {}, IMAGES),
+    ("mobilenet_v3_large", {}, IMAGES),
+    ("unet", {}, IMAGES),
+    ("deeplabv3_resnet50", {}, IMAGES),
+    ("bert", SMALL, TOKENS),
     ("llama_tiny", SMALL, TOKENS),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "sizes", "x"), ZOO, ids=[name for name, *_ in ZOO])
@@ -361,9 +374,7 @@ def test_calls_and_results_of_any_structure():
     result = imported(module, IDS, True, extra={"bias": [BIAS]})
     assert result.inputs == ("ids", Fixed(True), "extra_bias_0")
     assert result.paths == ("ids", "flag", "extra['bias'][0]")
-    assert result.outputs == (
-        "logits", "all_0", Fixed(None), Fixed(3), "all_3", "all_4", "w",
-    )  # fmt: skip
+    assert result.outputs == ("logits", "all_0", Fixed(None), Fixed(3), "all_3", "all_4", "w")
     assert result.opaque == ()
     weights = [v for v, c in result.graph.constants.items() if c.data.shape == (7, 4)]
     assert weights == ["embed_weight"] or weights == ["head_weight"]
@@ -388,7 +399,7 @@ def test_calls_and_results_of_any_structure():
         ((3, True), {"extra": {"bias": [BIAS]}}, "ids", "was a tensor"),
         ((IDS, BIAS), {"extra": {"bias": [BIAS]}}, "flag", "a tensor of shape [4]"),
     ],
-)  # fmt: skip
+)
 def test_a_call_that_does_not_fit_is_refused(args, kwargs, path, says):
     result = import_module(Everything(), (IDS, True), {"extra": {"bias": [BIAS]}})
     with pytest.raises(BindError) as caught:

@@ -138,9 +138,15 @@ def test_a_trained_module_is_planned(exported, monkeypatch):
     if exported:
         monkeypatch.setattr(torch_export, "trace", lambda *_: None)
     made = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
-        torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Dropout(), torch.nn.Softmax(1),
-    )  # fmt: skip
+        torch.nn.Conv2d(3, 8, 3),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.GroupNorm(2, 8),
+        torch.nn.SiLU(),
+        torch.nn.Dropout(),
+        torch.nn.Softmax(1),
+    )
     x = torch.randn(4, 3, 40, 40, generator=torch.Generator().manual_seed(0))
     model = dt.nn.replace(made)
     model(x).sum().backward()
@@ -171,9 +177,18 @@ def test_attributes_have_names_that_inductor_leaves_free():
 
 
 CHECKED = (
-    "layer_norm with all", "rms_norm residual", "softmax masked", "swiglu", "max_pool2d", "gelu",
-    "bilinear", "norm 2.0", "embedding", "group_norm", "permute",
-)  # fmt: skip
+    "layer_norm with all",
+    "rms_norm residual",
+    "softmax masked",
+    "swiglu",
+    "max_pool2d",
+    "gelu",
+    "bilinear",
+    "norm 2.0",
+    "embedding",
+    "group_norm",
+    "permute",
+)
 
 
 @pytest.mark.parametrize("name", CHECKED)

@@ -30,10 +30,18 @@ W, SIX, TABLE = torch.ones(8), torch.ones(6), torch.randn(10, 4, generator=gen)
 LOGITS, TARGET = torch.randn(4, 5, generator=gen), torch.tensor([0, 4, 2, -100])
 ROWS = {"float": X, "int": I, "bool": B, "complex": C, "scalar": S, "empty": NONE, "uint8": U}
 IMAGES = {
-    "int": IMAGE.long(), "bool": IMAGE > 0, "complex": IMAGE.to(torch.complex64), "matrix": X,
-    "no batch": IMAGE[0], "rank 5": IMAGE[None], "no image": IMAGE[:0], "no channel": IMAGE[:, :0],
-    "no row": IMAGE[:, :, :0], "uint8": IMAGE.to(torch.uint8), "half": IMAGE.half(),
-}  # fmt: skip
+    "int": IMAGE.long(),
+    "bool": IMAGE > 0,
+    "complex": IMAGE.to(torch.complex64),
+    "matrix": X,
+    "no batch": IMAGE[0],
+    "rank 5": IMAGE[None],
+    "no image": IMAGE[:0],
+    "no channel": IMAGE[:, :0],
+    "no row": IMAGE[:, :, :0],
+    "uint8": IMAGE.to(torch.uint8),
+    "half": IMAGE.half(),
+}
 
 Cases = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 CALLS: dict[str, Cases] = {}
@@ -53,10 +61,27 @@ def _shown(a: Any) -> str:
 
 
 for name in (
-    "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "mish", "hardswish",
-    "hardsigmoid", "hardtanh", "elu", "selu", "celu", "softplus", "softsign", "logsigmoid",
-    "tanhshrink", "softshrink", "hardshrink",
-):  # fmt: skip
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "sigmoid",
+    "tanh",
+    "gelu",
+    "silu",
+    "mish",
+    "hardswish",
+    "hardsigmoid",
+    "hardtanh",
+    "elu",
+    "selu",
+    "celu",
+    "softplus",
+    "softsign",
+    "logsigmoid",
+    "tanhshrink",
+    "softshrink",
+    "hardshrink",
+):
     add(name, *((x,) for x in (*ROWS.values(), H, None, [1.0], 2.0)))
 add("leaky_relu", (X, -0.5), (X, "a"), (X, NAN), (X, None), (X, True))
 add("elu", (X, -1.0), (X, 0.0), (X, INF))
@@ -67,37 +92,119 @@ add("hardshrink", (X, -0.5))
 add("hardtanh", (X, 1.0, -1.0), (X, 1.0, 1.0), (X, NAN, 1.0))
 add("gelu", (X, "x"), (X, None), (X, "tanh"))
 add("threshold", (I, 0, 5), (X, NAN, 1.0), (C, 0, 1), (B, 0, 1), (X, 0.1, -2.0))
-add("prelu", *((X, w) for w in (SIX, W, W[:1], W[0], W.half(), W[None])), (I, W), (S, W[:1]),
-    (NONE, W), (W, W))  # fmt: skip
+add(
+    "prelu",
+    *((X, w) for w in (SIX, W, W[:1], W[0], W.half(), W[None])),
+    (I, W),
+    (S, W[:1]),
+    (NONE, W),
+    (W, W),
+)
 add("glu", *((X, d) for d in (5, -3, 0, -2, 1.0)), (X[:, :7],), (I,), (S,), (NONE, 0))
-add("dropout", *((X, p, False) for p in (2.0, -0.1, NAN, "a", None, 0.5)), (X, 2.0), (X, 1.0),
-    (X, 0.0), (I, 0.0), (I, 0.5, False), (C, 0.5, False), (NONE, 0.5))  # fmt: skip
+add(
+    "dropout",
+    *((X, p, False) for p in (2.0, -0.1, NAN, "a", None, 0.5)),
+    (X, 2.0),
+    (X, 1.0),
+    (X, 0.0),
+    (I, 0.0),
+    (I, 0.5, False),
+    (C, 0.5, False),
+    (NONE, 0.5),
+)
 
-add("layer_norm", *((X, s) for s in ((), (4, 8, 1), [8], (7,), (-1,), (8.0,))), (S, ()),
-    (X, (8,), SIX), (X, (8,), W[:, None]), (X, (8,), W, SIX), (X, (8,), W.double()),
-    (X, (8,), W.half()), (X, (8,), I[0]), (H, (8,), W), (X, (8,), None, W), (H, (8,), None, W),
-    (torch.empty(4, 0), (0,)), *((x, (8,)) for x in (I, B, C, NONE)))  # fmt: skip
-add("rms_norm", *((X, s) for s in ((), (4, 8, 1), [8], (7,), (-1,))),
-    (X, (8,), W[:1]), (X, (8,), W[None]), (X, (8,), W.double()), (H, (8,), W),
-    (X, (8,), W.bfloat16()), (X.double(), (8,), W), (X, (8,), W.long()), (H, (8,), W.bfloat16()),
-    (torch.empty(4, 0), (0,)), *((x, (8,)) for x in (I, B, C, NONE, H)))  # fmt: skip
+add(
+    "layer_norm",
+    *((X, s) for s in ((), (4, 8, 1), [8], (7,), (-1,), (8.0,))),
+    (S, ()),
+    (X, (8,), SIX),
+    (X, (8,), W[:, None]),
+    (X, (8,), W, SIX),
+    (X, (8,), W.double()),
+    (X, (8,), W.half()),
+    (X, (8,), I[0]),
+    (H, (8,), W),
+    (X, (8,), None, W),
+    (H, (8,), None, W),
+    (torch.empty(4, 0), (0,)),
+    *((x, (8,)) for x in (I, B, C, NONE)),
+)
+add(
+    "rms_norm",
+    *((X, s) for s in ((), (4, 8, 1), [8], (7,), (-1,))),
+    (X, (8,), W[:1]),
+    (X, (8,), W[None]),
+    (X, (8,), W.double()),
+    (H, (8,), W),
+    (X, (8,), W.bfloat16()),
+    (X.double(), (8,), W),
+    (X, (8,), W.long()),
+    (H, (8,), W.bfloat16()),
+    (torch.empty(4, 0), (0,)),
+    *((x, (8,)) for x in (I, B, C, NONE, H)),
+)
 for name in ("layer_norm", "rms_norm"):
     add(name, *({"eps": e} for e in (-1.0, 0.0, NAN, None)), first=(X, (8,)))
-add("group_norm", *((IMAGE, n) for n in (4, 0, -2, 2, 6)), (IMAGE, 2, W), (IMAGE.long(), 2),
-    (IMAGE.half(), 2, SIX), (IMAGE, 2, SIX.double()), (X[:, :6], 2), (SIX, 2), (S, 1),
-    (IMAGE[:0], 2), (IMAGE[:, :, :0], 2), (IMAGE[:, :0], 2), {"eps": -1.0},
-    first=(IMAGE, 2))  # fmt: skip
-add("instance_norm", (X,), (X[:, :, None],), (SIX,), (IMAGE.long(),), (IMAGE[:0],),
-    (IMAGE[:, :0],), {"eps": -1.0}, {"weight": W}, {"use_input_stats": False}, {"eps": 0.0},
-    first=(IMAGE,))  # fmt: skip
+add(
+    "group_norm",
+    *((IMAGE, n) for n in (4, 0, -2, 2, 6)),
+    (IMAGE, 2, W),
+    (IMAGE.long(), 2),
+    (IMAGE.half(), 2, SIX),
+    (IMAGE, 2, SIX.double()),
+    (X[:, :6], 2),
+    (SIX, 2),
+    (S, 1),
+    (IMAGE[:0], 2),
+    (IMAGE[:, :, :0], 2),
+    (IMAGE[:, :0], 2),
+    {"eps": -1.0},
+    first=(IMAGE, 2),
+)
+add(
+    "instance_norm",
+    (X,),
+    (X[:, :, None],),
+    (SIX,),
+    (IMAGE.long(),),
+    (IMAGE[:0],),
+    (IMAGE[:, :0],),
+    {"eps": -1.0},
+    {"weight": W},
+    {"use_input_stats": False},
+    {"eps": 0.0},
+    first=(IMAGE,),
+)
 zero = torch.zeros(6)
-add("batch_norm", (IMAGE, None, None), (IMAGE, zero[:5], SIX[:5]), (IMAGE, zero, SIX, W),
-    (IMAGE.long(), zero, SIX), (SIX, zero, SIX), (IMAGE[:0], zero, SIX), (IMAGE, zero, None),
-    (IMAGE, zero.double(), SIX.double()), (IMAGE.half(), zero, SIX), {"eps": -2.0},
-    {"weight": SIX.half()}, {"eps": 0.0}, first=(IMAGE, zero, SIX))  # fmt: skip
+add(
+    "batch_norm",
+    (IMAGE, None, None),
+    (IMAGE, zero[:5], SIX[:5]),
+    (IMAGE, zero, SIX, W),
+    (IMAGE.long(), zero, SIX),
+    (SIX, zero, SIX),
+    (IMAGE[:0], zero, SIX),
+    (IMAGE, zero, None),
+    (IMAGE, zero.double(), SIX.double()),
+    (IMAGE.half(), zero, SIX),
+    {"eps": -2.0},
+    {"weight": SIX.half()},
+    {"eps": 0.0},
+    first=(IMAGE, zero, SIX),
+)
 for name in ("softmax", "log_softmax"):
-    add(name, *((X, d) for d in (2, -3, "a", (0, 1), 1.0)), (I, 1), (B, 1), (C, 1), (NONE, 0),
-        (NONE, 1), (S, 0), (S, -1), (S, 1))  # fmt: skip
+    add(
+        name,
+        *((X, d) for d in (2, -3, "a", (0, 1), 1.0)),
+        (I, 1),
+        (B, 1),
+        (C, 1),
+        (NONE, 0),
+        (NONE, 1),
+        (S, 0),
+        (S, -1),
+        (S, 1),
+    )
     types = (torch.float64, torch.float16, torch.int64, torch.complex64)
     add(name, *({"dtype": d} for d in types), first=(X, 1))
 
@@ -109,68 +216,173 @@ for name in ("sum", "mean", "prod", "norm", "cumsum", "cumprod"):
     for x in (X, I, B):
         types = (torch.float64, torch.int32, torch.float16, torch.bool, torch.complex64)
         add(name, *({"dim": 1, "dtype": d} for d in types), first=(x,))
-add("var", (X, False), (X, True), *({"dim": 1, "correction": n} for n in (0, 100, -1, None, 0.5)),
-    first=(X,))  # fmt: skip
+add(
+    "var",
+    (X, False),
+    (X, True),
+    *({"dim": 1, "correction": n} for n in (0, 100, -1, None, 0.5)),
+    first=(X,),
+)
 add("norm", *((X, p) for p in (0, INF, -INF, -1, 1, 3, 0.5, "fro", "nuc", None, NAN)))
 for name in ("cumsum", "cumprod", "cummax", "cummin", "sort"):
     for x in ROWS.values():
         add(name, *((x, d) for d in (0, -1, 2, -3, "a", None, 1.0)))
-add("topk", *((X, k) for k in (0, -1, 9, 2.0, 2)), (X, 2, 2), (X, 2, -3), (I, 2), (B, 2), (C, 2),
-    (S, 1), (S, 2), (X, 3, 0, False), (NONE, 0, 0))  # fmt: skip
-add("permute", *((X, d) for d in ((0, 1), (-1, 0), (0, 0), (0,), (0, 1, 2), (2, 0), ())),
-    (S, ()), (C, (1, 0)))  # fmt: skip
-add("where", *((c, X, X) for c in (B, I, U, X, True)), (B, X, 1.0), (B, 1, 2), (B, I, 1.0),
-    (B, I, X), (B, X, X.double()), (B, X, SIX), (B, C, X), (B, X, None), (B, H, 2.0))  # fmt: skip
+add(
+    "topk",
+    *((X, k) for k in (0, -1, 9, 2.0, 2)),
+    (X, 2, 2),
+    (X, 2, -3),
+    (I, 2),
+    (B, 2),
+    (C, 2),
+    (S, 1),
+    (S, 2),
+    (X, 3, 0, False),
+    (NONE, 0, 0),
+)
+add(
+    "permute",
+    *((X, d) for d in ((0, 1), (-1, 0), (0, 0), (0,), (0, 1, 2), (2, 0), ())),
+    (S, ()),
+    (C, (1, 0)),
+)
+add(
+    "where",
+    *((c, X, X) for c in (B, I, U, X, True)),
+    (B, X, 1.0),
+    (B, 1, 2),
+    (B, I, 1.0),
+    (B, I, X),
+    (B, X, X.double()),
+    (B, X, SIX),
+    (B, C, X),
+    (B, X, None),
+    (B, H, 2.0),
+)
 
-windows: tuple[Any, ...] = (
-    0, -1, 9, (2, 3, 4), (2,), 2.0, "a", None, (2, 2), [3, 3],
-)  # fmt: skip
+windows: tuple[Any, ...] = (0, -1, 9, (2, 3, 4), (2,), 2.0, "a", None, (2, 2), [3, 3])
 for name in ("max_pool2d", "avg_pool2d"):
     add(name, *((IMAGE, k) for k in windows), *((x, 2) for x in IMAGES.values()))
-    add(name, (IMAGE, 3, 0), (IMAGE, 3, -1), (IMAGE, 3, 1, 2), (IMAGE, 3, 1, -1), (IMAGE, 3, 1, 1),
-        (IMAGE, (2, 2), (1,)), (IMAGE, [2, 2], []), (IMAGE, 3, 5, 1, True))  # fmt: skip
-add("max_pool2d", *({"dilation": d} for d in (0, -1, 8, 2)), {"return_indices": True},
-    first=(IMAGE, 2))  # fmt: skip
-add("avg_pool2d", *({"divisor_override": d} for d in (0, -3, 3)), {"count_include_pad": False},
-    first=(IMAGE, 2))  # fmt: skip
+    add(
+        name,
+        (IMAGE, 3, 0),
+        (IMAGE, 3, -1),
+        (IMAGE, 3, 1, 2),
+        (IMAGE, 3, 1, -1),
+        (IMAGE, 3, 1, 1),
+        (IMAGE, (2, 2), (1,)),
+        (IMAGE, [2, 2], []),
+        (IMAGE, 3, 5, 1, True),
+    )
+add(
+    "max_pool2d",
+    *({"dilation": d} for d in (0, -1, 8, 2)),
+    {"return_indices": True},
+    first=(IMAGE, 2),
+)
+add(
+    "avg_pool2d",
+    *({"divisor_override": d} for d in (0, -3, 3)),
+    {"count_include_pad": False},
+    first=(IMAGE, 2),
+)
 sizes: tuple[Any, ...] = (0, -1, (0, 3), (3,), (2, 3, 4), None, (None, 4), 20, 2.0, "a", 1, [2, 5])
 for name in ("adaptive_avg_pool2d", "adaptive_max_pool2d"):
     add(name, *((IMAGE, s) for s in sizes), *((x, 2) for x in IMAGES.values()))
 for mode in ("nearest", "bilinear", "bicubic", "area"):
     for x in IMAGES.values():
         add("interpolate", {"scale_factor": 2, "mode": mode}, first=(x,))
-add("interpolate", {}, {"size": 3, "scale_factor": 2}, *({"size": s} for s in sizes),
+add(
+    "interpolate",
+    {},
+    {"size": 3, "scale_factor": 2},
+    *({"size": s} for s in sizes),
     *({"scale_factor": s} for s in (0, -1.0, (2.0,), (2.0, 3.0), 0.01, NAN, INF)),
     *({"scale_factor": 2, "mode": m} for m in ("linear", "trilinear", "nearest-exact", "x")),
-    {"scale_factor": 2, "align_corners": False}, {"size": 4, "recompute_scale_factor": True},
+    {"scale_factor": 2, "align_corners": False},
+    {"size": 4, "recompute_scale_factor": True},
     {"scale_factor": 2, "mode": "area", "align_corners": True},
-    {"scale_factor": 2, "antialias": True}, {"scale_factor": 1.5, "recompute_scale_factor": True},
-    first=(IMAGE,))  # fmt: skip
-add("grid_sample", (IMAGE, GRID[:1]), (IMAGE, GRID[..., :1]), (IMAGE, GRID.double()),
-    (IMAGE.long(), GRID.long()), (IMAGE, GRID * NAN), (IMAGE[0], GRID), (IMAGE[:, :, :0], GRID),
-    (IMAGE, GRID[:, :0]), (IMAGE[:, :0], GRID), (IMAGE[:0], GRID[:0]), {"mode": "x"},
-    {"padding_mode": "x"}, {"mode": "bicubic"}, {"align_corners": None},
-    first=(IMAGE, GRID))  # fmt: skip
+    {"scale_factor": 2, "antialias": True},
+    {"scale_factor": 1.5, "recompute_scale_factor": True},
+    first=(IMAGE,),
+)
+add(
+    "grid_sample",
+    (IMAGE, GRID[:1]),
+    (IMAGE, GRID[..., :1]),
+    (IMAGE, GRID.double()),
+    (IMAGE.long(), GRID.long()),
+    (IMAGE, GRID * NAN),
+    (IMAGE[0], GRID),
+    (IMAGE[:, :, :0], GRID),
+    (IMAGE, GRID[:, :0]),
+    (IMAGE[:, :0], GRID),
+    (IMAGE[:0], GRID[:0]),
+    {"mode": "x"},
+    {"padding_mode": "x"},
+    {"mode": "bicubic"},
+    {"align_corners": None},
+    first=(IMAGE, GRID),
+)
 for name, x in (("pixel_shuffle", IMAGE[:, :4]), ("pixel_unshuffle", IMAGE)):
-    add(name, *((x, n) for n in (0, -1, 3, 1, 2, 2.0, None)), (x.long(), 2), (X, 2), (x[0], 2),
-        (x.to(torch.complex64), 2), (x[:0], 2), (x > 0, 2))  # fmt: skip
+    add(
+        name,
+        *((x, n) for n in (0, -1, 3, 1, 2, 2.0, None)),
+        (x.long(), 2),
+        (X, 2),
+        (x[0], 2),
+        (x.to(torch.complex64), 2),
+        (x[:0], 2),
+        (x > 0, 2),
+    )
 one = torch.tensor([1])
-add("embedding", *((torch.tensor(i), TABLE) for i in ([10], [-1], [1.0], [True], 3, [[1], [2]])),
-    *((one.to(d), TABLE) for d in (torch.int32, torch.int8, torch.uint8)), (one[:0], TABLE),
-    (one, TABLE[0]), (one, TABLE[None]), (one, TABLE.long()), (one, TABLE[:0]),
-    *({"padding_idx": p} for p in (10, -11, -1, 0)), {"scale_grad_by_freq": True}, {"sparse": True},
-    *({"max_norm": n} for n in (1.0, 0.0, -1.0, NAN)), {"max_norm": 1, "norm_type": 1},
-    first=(one, TABLE))  # fmt: skip
+add(
+    "embedding",
+    *((torch.tensor(i), TABLE) for i in ([10], [-1], [1.0], [True], 3, [[1], [2]])),
+    *((one.to(d), TABLE) for d in (torch.int32, torch.int8, torch.uint8)),
+    (one[:0], TABLE),
+    (one, TABLE[0]),
+    (one, TABLE[None]),
+    (one, TABLE.long()),
+    (one, TABLE[:0]),
+    *({"padding_idx": p} for p in (10, -11, -1, 0)),
+    {"scale_grad_by_freq": True},
+    {"sparse": True},
+    *({"max_norm": n} for n in (1.0, 0.0, -1.0, NAN)),
+    {"max_norm": 1, "norm_type": 1},
+    first=(one, TABLE),
+)
 soft = LOGITS.softmax(1)
-add("cross_entropy", *((LOGITS, t) for t in (
-    TARGET[:3], TARGET.float(), TARGET.int(), TARGET.to(torch.uint8), TARGET.bool(), soft,
-    soft.double(), soft[:, :4], torch.tensor([0, 5, 1, 1]), torch.tensor([0, -1, 1, 1]))),
+add(
+    "cross_entropy",
+    *(
+        (LOGITS, t)
+        for t in (
+            TARGET[:3],
+            TARGET.float(),
+            TARGET.int(),
+            TARGET.to(torch.uint8),
+            TARGET.bool(),
+            soft,
+            soft.double(),
+            soft[:, :4],
+            torch.tensor([0, 5, 1, 1]),
+            torch.tensor([0, -1, 1, 1]),
+        )
+    ),
     *((LOGITS, TARGET, w) for w in (W[:4], W[:5].double(), torch.zeros(5), W[:5].long())),
-    (LOGITS.long(), TARGET), (LOGITS.to(torch.complex64), TARGET), (LOGITS[:0], TARGET[:0]),
-    (LOGITS[0], torch.tensor(2)), (LOGITS[0], torch.tensor([2])), (S, torch.tensor(0)),
-    (torch.empty(4, 0), TARGET), *({"reduction": r} for r in ("x", None, "sum")),
-    *({"label_smoothing": s} for s in (-0.1, 1.1, 1.0, NAN)), {"ignore_index": 2},
-    first=(LOGITS, TARGET))  # fmt: skip
+    (LOGITS.long(), TARGET),
+    (LOGITS.to(torch.complex64), TARGET),
+    (LOGITS[:0], TARGET[:0]),
+    (LOGITS[0], torch.tensor(2)),
+    (LOGITS[0], torch.tensor([2])),
+    (S, torch.tensor(0)),
+    (torch.empty(4, 0), TARGET),
+    *({"reduction": r} for r in ("x", None, "sum")),
+    *({"label_smoothing": s} for s in (-0.1, 1.1, 1.0, NAN)),
+    {"ignore_index": 2},
+    first=(LOGITS, TARGET),
+)
 
 
 Outcome = DeuteronError | Exception | tuple[torch.Tensor, ...]
@@ -218,9 +430,7 @@ def torchs(name: str) -> Callable[..., Any]:
 
 
 # where torch's answer is not one to repeat, and no argument is wrong
-OURS = {
-    "pixel_unshuffle": "of no image torch answers with its input, in the wrong shape",
-}
+OURS = {"pixel_unshuffle": "of no image torch answers with its input, in the wrong shape"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -271,23 +481,41 @@ def test_what_has_a_name_only_has_no_place(name, allowed):
 SCALARS: dict[str, Callable[[Any], Any]] = {
     **{
         name: lambda m, name=name: getattr(m, name)(S, -1)
-        for name in ("cumsum", "cumprod", "cummax", "cummin", "sort", "sum", "prod", "mean",
-                     "amax", "argmax")
+        for name in (
+            "cumsum",
+            "cumprod",
+            "cummax",
+            "cummin",
+            "sort",
+            "sum",
+            "prod",
+            "mean",
+            "amax",
+            "argmax",
+        )
     },
-    "topk": lambda m: m.topk(S, 1), "sort by name": lambda m: m.sort(S, dim=0, descending=True),
+    "topk": lambda m: m.topk(S, 1),
+    "sort by name": lambda m: m.sort(S, dim=0, descending=True),
     "norm": lambda m: (f.norm if m is f else torch.linalg.vector_norm)(S, 2.0, -1),
-}  # fmt: skip
+}
 PAIRS: dict[str, Callable[[Any], Any]] = {
-    "topk": lambda m: m.topk(X, 3), "sort": lambda m: m.sort(X, dim=0, stable=True),
-    "cummax": lambda m: m.cummax(X, 1), "cummin": lambda m: m.cummin(X, 0),
-}  # fmt: skip
+    "topk": lambda m: m.topk(X, 3),
+    "sort": lambda m: m.sort(X, dim=0, stable=True),
+    "cummax": lambda m: m.cummax(X, 1),
+    "cummin": lambda m: m.cummin(X, 0),
+}
 NUMBERS: dict[str, Callable[[Any], Any]] = {
     f"where {shown}": lambda m, x=x, y=y: m.where(B, x, y)
     for shown, x, y in (
-        ("of floats", X, 0.0), ("of halves", 1, H), ("of integers", I, 1.5), ("of bytes", U, 2),
-        ("of bools", B, 2), ("of bools and a bool", B, True), ("of numbers", 1, 2.5),
+        ("of floats", X, 0.0),
+        ("of halves", 1, H),
+        ("of integers", I, 1.5),
+        ("of bytes", U, 2),
+        ("of bools", B, 2),
+        ("of bools and a bool", B, True),
+        ("of numbers", 1, 2.5),
     )
-}  # fmt: skip
+}
 ALIKE = {f"{name} of a scalar": call for name, call in SCALARS.items()} | PAIRS | NUMBERS
 
 

@@ -119,8 +119,12 @@ def test_batch_norm_keeps_the_digits_of_a_large_mean(order):
 def test_norms_and_gradients_keep_the_digits_of_a_large_mean(name):
     """To a few roundings of the result: 3e-5 is what the mean alone is rounded by."""
     torch.manual_seed(0)
-    given = (torch.randn(4, 8, 24, 24) + 1000.0, torch.randn(8), torch.randn(8),
-             torch.randn(4, 8, 24, 24))  # fmt: skip
+    given = (
+        torch.randn(4, 8, 24, 24) + 1000.0,
+        torch.randn(8),
+        torch.randn(8),
+        torch.randn(4, 8, 24, 24),
+    )
     exact = _trained(NORMS[name], torch.nn.functional, *(t.double() for t in given))
     with f.delegation(False):
         found = _trained(NORMS[name], f, *given)
@@ -201,10 +205,21 @@ def test_the_gradient_of_a_softmax_of_one_number(name, number, delegated):
 
 
 ODD_ROWS = [
-    [0.0, INF, 2.0], [INF, 0.0, 2.0], [0.0, NAN, 2.0], [NAN, 0.0, 3.0], [0.0, 0.0, INF],
-    [0.0, 0.0, NAN], [2.0, INF, 3.0], [2.0, NAN, 3.0], [INF, -INF, 0.0], [0.0, 3.0, INF],
-    [2.0, 0.0, 3.0], [0.0, 2.0, 0.0], [INF, 2.0, NAN], [-0.0, INF, 1.0],
-]  # fmt: skip
+    [0.0, INF, 2.0],
+    [INF, 0.0, 2.0],
+    [0.0, NAN, 2.0],
+    [NAN, 0.0, 3.0],
+    [0.0, 0.0, INF],
+    [0.0, 0.0, NAN],
+    [2.0, INF, 3.0],
+    [2.0, NAN, 3.0],
+    [INF, -INF, 0.0],
+    [0.0, 3.0, INF],
+    [2.0, 0.0, 3.0],
+    [0.0, 2.0, 0.0],
+    [INF, 2.0, NAN],
+    [-0.0, INF, 1.0],
+]
 
 
 @pytest.mark.parametrize("row", ODD_ROWS, ids=str)

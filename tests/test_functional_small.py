@@ -13,14 +13,7 @@ from deuteron.functional.activation import SEEDS, _seeds
 from deuteron.functional.core import FUNCTIONS
 from tests import autocast_cases, tolerances
 from tests.functional_cases import CALLS, gradients, results
-from tests.tolerances import (
-    DOUBLE,
-    DOUBLE_GRADIENT,
-    EPS,
-    HARDSIGMOID_SLOPE,
-    SINGLE_LAYERS,
-    error,
-)
+from tests.tolerances import DOUBLE, DOUBLE_GRADIENT, EPS, HARDSIGMOID_SLOPE, SINGLE_LAYERS, error
 
 f = dt.functional
 
@@ -64,8 +57,12 @@ def test_torchs_answers_are_ours(call, dtype):
 
 
 OURS_ALONE = {  # torch has no call, or too many, for them
-    "softsign", "softmax masked", "rope", "rope of q", "pyramid_pool2d",
-}  # fmt: skip
+    "softsign",
+    "softmax masked",
+    "rope",
+    "rope of q",
+    "pyramid_pool2d",
+}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -151,9 +148,14 @@ LARGE, SMALL = torch.randn(64, 512), torch.randn(4, 8)
 @pytest.mark.parametrize("x", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(
     ("name", "kwargs"),
-    [("sum", {"out": torch.empty(0)}), ("mean", {"axis": 0}), ("var", {"unbiased": False}),
-     ("sigmoid", {"out": torch.empty(0)}), ("gelu", {"tanh": True})],
-)  # fmt: skip
+    [
+        ("sum", {"out": torch.empty(0)}),
+        ("mean", {"axis": 0}),
+        ("var", {"unbiased": False}),
+        ("sigmoid", {"out": torch.empty(0)}),
+        ("gelu", {"tanh": True}),
+    ],
+)
 def test_arguments_that_are_not_ours_are_refused_whatever_the_size(name, kwargs, x):
     with pytest.raises(TypeError, match=next(iter(kwargs))):
         getattr(f, name)(x, **kwargs)
@@ -162,13 +164,16 @@ def test_arguments_that_are_not_ours_are_refused_whatever_the_size(name, kwargs,
 @pytest.mark.parametrize("x", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(
     ("call", "words"),
-    [(lambda x: f.gelu(), "missing"), (lambda x: f.cumsum(x), "missing.*'dim'"),
-     (lambda x: f.layer_norm(input=x), "missing.*'normalized_shape'"),
-     (lambda x: f.gelu(x, "none", x), "positional argument"),
-     (lambda x: f.layer_norm(x, 8, None, None, 1e-5, x), "positional argument"),
-     (lambda x: f.gelu(x, input=x), "both 'x' and 'input'")],
+    [
+        (lambda x: f.gelu(), "missing"),
+        (lambda x: f.cumsum(x), "missing.*'dim'"),
+        (lambda x: f.layer_norm(input=x), "missing.*'normalized_shape'"),
+        (lambda x: f.gelu(x, "none", x), "positional argument"),
+        (lambda x: f.layer_norm(x, 8, None, None, 1e-5, x), "positional argument"),
+        (lambda x: f.gelu(x, input=x), "both 'x' and 'input'"),
+    ],
     ids=["none", "not all", "not all by name", "too many", "by place", "twice"],
-)  # fmt: skip
+)
 def test_calls_that_do_not_fit_are_refused_whatever_the_size(call, words, x):
     with pytest.raises(TypeError, match=words):
         call(x)
@@ -181,14 +186,44 @@ def _anew(value):
 
 @pytest.mark.parametrize(
     "name",
-    ["leaky_relu", "elu", "celu", "softplus", "hardtanh", "softshrink", "hardshrink", "gelu", "glu",
-     "softmax", "log_softmax", "sum", "mean", "prod", "var", "amax", "amin", "argmax", "argmin",
-     "norm", "sort", "layer_norm", "rms_norm", "cross_entropy", "avg_pool1d", "topk"],
-)  # fmt: skip
+    [
+        "leaky_relu",
+        "elu",
+        "celu",
+        "softplus",
+        "hardtanh",
+        "softshrink",
+        "hardshrink",
+        "gelu",
+        "glu",
+        "softmax",
+        "log_softmax",
+        "sum",
+        "mean",
+        "prod",
+        "var",
+        "amax",
+        "amin",
+        "argmax",
+        "argmin",
+        "norm",
+        "sort",
+        "layer_norm",
+        "rms_norm",
+        "cross_entropy",
+        "avg_pool1d",
+        "topk",
+    ],
+)
 def test_a_default_that_is_given_changes_nothing(name, planned_calls):
     """Small calls leave out what has its default, which has to be torch's as well."""
-    needed = {"layer_norm": (8,), "rms_norm": (8,), "cross_entropy": (torch.arange(4),),
-              "avg_pool1d": (2,), "topk": (2,)}  # fmt: skip
+    needed = {
+        "layer_norm": (8,),
+        "rms_norm": (8,),
+        "cross_entropy": (torch.arange(4),),
+        "avg_pool1d": (2,),
+        "topk": (2,),
+    }
     function, given = getattr(f, name), needed.get(name, ())
     defaults = {
         p.name: _anew(p.default)
@@ -214,14 +249,17 @@ OPTIONS = {  # ours(module, x), where torch's module has the same arguments
     "gelu by name": lambda m, x: m.gelu(input=x, approximate="tanh"),
     "layer_norm by name": lambda m, x: m.layer_norm(input=x, normalized_shape=x.shape[-1:]),
     "cross_entropy by name": lambda m, x: m.cross_entropy(
-        input=x, target=torch.zeros(len(x), dtype=torch.int64)),
+        input=x, target=torch.zeros(len(x), dtype=torch.int64)
+    ),
     "softmax dtype": lambda m, x: m.softmax(x.half(), dim=1, dtype=torch.float32),
     "log_softmax dtype": lambda m, x: m.log_softmax(x.bfloat16(), 1, dtype=torch.float64),
     "softmax of the usual dim": lambda m, x: m.softmax(x, dim=None),
     "instance_norm": lambda m, x: m.instance_norm(
-        x[None], None, None, torch.ones(len(x)), torch.zeros(len(x)), True, 0.1, 1e-3),
+        x[None], None, None, torch.ones(len(x)), torch.zeros(len(x)), True, 0.1, 1e-3
+    ),
     "grid_sample": lambda m, x: m.grid_sample(
-        x[None, None], torch.zeros(1, 2, 2, 2), align_corners=None),
+        x[None, None], torch.zeros(1, 2, 2, 2), align_corners=None
+    ),
     "sum dtype": lambda m, x: m.sum(x.half(), 0, dtype=torch.float32),
     "mean dtype": lambda m, x: m.mean(x.int(), dim=0, dtype=torch.float32),
     "prod dtype": lambda m, x: m.prod(x[:, :5], 1, dtype=torch.float64),
@@ -235,7 +273,7 @@ OPTIONS = {  # ours(module, x), where torch's module has the same arguments
     "where a number is first": lambda m, x: m.where(x > 0, 0.1, x.double()),
     "where an integer": lambda m, x: m.where(x > 0, x.half(), 3),
     "where numbers": lambda m, x: m.where(x > 0, 1.0, 2.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice", "ignore:Default grid_sample")
@@ -415,8 +453,16 @@ def _autocast_knows(name: str) -> bool:
 # torch's under autocast as well: its rule gives them the types that ours would have, which
 # test_types_under_autocast_are_torchs compares
 BY_RULE = (
-    "softmax", "log_softmax", "softplus", "prelu", "sum", "prod", "norm", "cumsum", "cumprod",
-)  # fmt: skip
+    "softmax",
+    "log_softmax",
+    "softplus",
+    "prelu",
+    "sum",
+    "prod",
+    "norm",
+    "cumsum",
+    "cumprod",
+)
 LOSSES = ("cross_entropy", "linear_cross_entropy")  # not planned, but they ask about autocast
 
 
@@ -450,14 +496,18 @@ def test_what_autocast_wants_in_float32_on_a_gpu(monkeypatch):
     wide = x.detach().double().requires_grad_()
     for ours, theirs in (
         (lambda x: f.softmax(x, 1), lambda x: torch.softmax(x, 1)),
-        (lambda x: f.layer_norm(x, (32,), w, w),
-         lambda x: torch.layer_norm(x, (32,), w.double(), w.double())),
-        (lambda x: f.rms_norm(x, (32,), w, 1e-6),
-         lambda x: torch.rms_norm(x, (32,), w.double(), 1e-6)),
+        (
+            lambda x: f.layer_norm(x, (32,), w, w),
+            lambda x: torch.layer_norm(x, (32,), w.double(), w.double()),
+        ),
+        (
+            lambda x: f.rms_norm(x, (32,), w, 1e-6),
+            lambda x: torch.rms_norm(x, (32,), w.double(), 1e-6),
+        ),
         (lambda x: f.cumsum(x, 1), lambda x: x.cumsum(1)),
         (lambda x: f.norm(x, dim=1), lambda x: torch.linalg.vector_norm(x, dim=1)),
         (lambda x: f.softplus(x), torch.nn.functional.softplus),
-    ):  # fmt: skip
+    ):
         with torch.autocast("cpu", torch.bfloat16), f.delegation(False):
             y = ours(x)
         exact = theirs(wide)
@@ -498,9 +548,15 @@ def test_refused_by_torch_and_by_us():
         f.batch_norm(torch.randn(1, 2, 1, 1), None, None, training=True)
 
 
-HOW = ({"size": 5}, {"size": (3, 7)}, {"scale_factor": 1.5}, {"scale_factor": (2.0, 0.75)},
-       {"scale_factor": 1.7, "recompute_scale_factor": True}, {"size": 3, "antialias": True},
-       {"scale_factor": 0.6, "antialias": True})  # fmt: skip
+HOW = (
+    {"size": 5},
+    {"size": (3, 7)},
+    {"scale_factor": 1.5},
+    {"scale_factor": (2.0, 0.75)},
+    {"scale_factor": 1.7, "recompute_scale_factor": True},
+    {"size": 3, "antialias": True},
+    {"scale_factor": 0.6, "antialias": True},
+)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic", "area"])

@@ -151,8 +151,11 @@ def test_tensors_without_memory(call, fake):
     for a, b in zip(found, want, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
         assert type(a) is not torch.Tensor or a.is_meta
-    grads = torch.autograd.grad([a for a in found if a.requires_grad], given,
-                                [torch.ones_like(a) for a in found if a.requires_grad])  # fmt: skip
+    grads = torch.autograd.grad(
+        [a for a in found if a.requires_grad],
+        given,
+        [torch.ones_like(a) for a in found if a.requires_grad],
+    )
     assert [g.shape for g in grads] == [t.shape for t in given]
 
 
@@ -180,11 +183,13 @@ WITH_OTHERS = {
     "embedding": (lambda w, i: f.embedding(i, w), (10, 4), 3),
     "cross_entropy": (f.cross_entropy, (5, 7), 5),
     "linear_cross_entropy": (
-        lambda x, t: f.linear_cross_entropy(x, x.new_ones(9, 7), t), (5, 7), 5
+        lambda x, t: f.linear_cross_entropy(x, x.new_ones(9, 7), t),
+        (5, 7),
+        5,
     ),
     "softmax masked": (lambda x, m: f.softmax(x, mask=(m > 0)[:, None]), (5, 7), 5),
     "batch_norm eval": (lambda x, m: f.batch_norm(x, m.float(), m.float() + 1.0), (4, 3, 5), 3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "meta"])

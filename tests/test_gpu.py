@@ -233,8 +233,11 @@ assert plan.captured is None and "no: " in plan.explain("json")
     path = os.pathsep.join([str(here.parent), str(here)])
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -84,8 +84,15 @@ def kernels_of(call) -> list[str]:
 
 def test_a_batch_is_one_launch():
     x = torch.randint(0, 256, (256, 3, 224, 224), dtype=torch.uint8, device="cuda")
-    aug = Pipeline([RandomAffine(10, (0.1, 0.1), (0.9, 1.1)), JITTER, NORMAL,
-                    ToDtype(torch.float16), ToLayout("nhwc")])  # fmt: skip
+    aug = Pipeline(
+        [
+            RandomAffine(10, (0.1, 0.1), (0.9, 1.1)),
+            JITTER,
+            NORMAL,
+            ToDtype(torch.float16),
+            ToLayout("nhwc"),
+        ]
+    )
     aug(x)
     found = kernels_of(lambda: aug(x))
     assert len(found) == 1, found
@@ -152,11 +159,21 @@ def test_torchvision_agrees():
     got = aug(x.cuda(), step=0).cpu()
     for i in range(2):
         p = {k: float(v[i]) for k, v in drawn.items() if v.ndim == 1}
-        want = F.affine(x[i], p["angle"], [p["translate_x"], p["translate_y"]], p["scale"],
-                        [p["shear_x"], p["shear_y"]], F.InterpolationMode.BILINEAR)  # fmt: skip
+        want = F.affine(
+            x[i],
+            p["angle"],
+            [p["translate_x"], p["translate_y"]],
+            p["scale"],
+            [p["shear_x"], p["shear_y"]],
+            F.InterpolationMode.BILINEAR,
+        )
         assert error(got[i], want) < THEIRS, report("affine", x.dtype, got[i], want, THEIRS)
-    pairs = ((Brightness, F.adjust_brightness), (Contrast, F.adjust_contrast),
-             (Saturation, F.adjust_saturation), (Hue, F.adjust_hue))  # fmt: skip
+    pairs = (
+        (Brightness, F.adjust_brightness),
+        (Contrast, F.adjust_contrast),
+        (Saturation, F.adjust_saturation),
+        (Hue, F.adjust_hue),
+    )
     for step, their in pairs:
         aug = Pipeline([step(0.4)])
         (values,) = (v for k, v in aug.parameters_for(2, 0).items() if k != "matrix")
@@ -188,7 +205,8 @@ def test_one_image_beyond_32_bits():
         pytest.skip("needs 24 GiB")
     x = torch.zeros(1, 3, 30000, 30000, dtype=torch.uint8, device="cuda")
     x[:, 2, -64:, -64:] = 200
-    y = Pipeline([RandomResizedCrop(100, scale=(1.0, 1.0), ratio=(1.0, 1.0))],
-                 interpolation="nearest")(x, step=0)  # fmt: skip
+    y = Pipeline(
+        [RandomResizedCrop(100, scale=(1.0, 1.0), ratio=(1.0, 1.0))], interpolation="nearest"
+    )(x, step=0)
     whole = Pipeline([Brightness((1.0, 1.0))])(x, step=0)
     assert torch.equal(whole, x) and y.shape == (1, 3, 100, 100)

@@ -46,8 +46,15 @@ def test_small_shapes():
 @pytest.mark.parametrize("dtype", [F32, HALF, BRAIN], ids=str)
 @pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
 def test_shapes_of_networks_and_shapes_that_divide_by_nothing(dtype, last):
-    shapes = [(16, 64, 56, 56), (8, 2048, 7, 7), (4, 96, 31, 17), (3, 321, 28, 28),
-              (2, 3, 255, 257), (33, 1000), (2, 70000, 2, 2)]  # fmt: skip
+    shapes = [
+        (16, 64, 56, 56),
+        (8, 2048, 7, 7),
+        (4, 96, 31, 17),
+        (3, 321, 28, 28),
+        (2, 3, 255, 257),
+        (33, 1000),
+        (2, 70000, 2, 2),
+    ]
     kinds = ("normal", "offset", "edge")
     some = [
         Case(shape, dtype, last, tuple(ACTIVATIONS)[i % 6], bool(i % 2), kind=kinds[i % 3])
@@ -78,8 +85,22 @@ def test_two_runs_give_the_same_bits(last):
     seen = []
     for _ in range(3):
         y, *stats = torch.empty_like(x), *(torch.empty(100, device="cuda") for _ in range(4))
-        forward(d, x, None, None, None, None, None, y, *stats, None, momentum=0.1, eps=1e-5,
-                activation="none", slope=0.0)  # fmt: skip
+        forward(
+            d,
+            x,
+            None,
+            None,
+            None,
+            None,
+            None,
+            y,
+            *stats,
+            None,
+            momentum=0.1,
+            eps=1e-5,
+            activation="none",
+            slope=0.0,
+        )
         seen.append((y, *stats))
     assert all(torch.equal(a, b) for again in seen[1:] for a, b in zip(seen[0], again, strict=True))
 
@@ -118,8 +139,9 @@ def test_in_a_plan_as_pytorch_and_its_autograd(kind, layout, find):
                 off = error(got[name], truth)
                 if not off <= limit:
                     by = [str(c.candidate) for c in plan.decision.choices]
-                    wrong.append(f"{activation} {residual} {shape} {name}: {off:.2e} > {limit:.2e}"
-                                 f" by {by}")  # fmt: skip
+                    wrong.append(
+                        f"{activation} {residual} {shape} {name}: {off:.2e} > {limit:.2e} by {by}"
+                    )
     assert not wrong, "\n".join(wrong)
 
 
@@ -127,8 +149,10 @@ def test_in_a_plan_as_pytorch_and_its_autograd(kind, layout, find):
 @pytest.mark.parametrize("kind", [HALF, BRAIN, F32], ids=str)
 def test_the_function_saves_signs_and_its_gradients_are_torchs(kind, layout):
     gen = torch.Generator(device="cuda").manual_seed(0)
-    x, r, grad = (torch.randn(16, 96, 57, 33, generator=gen, device="cuda").to(kind)
-                  .to(memory_format=layout) for _ in range(3))  # fmt: skip
+    x, r, grad = (
+        torch.randn(16, 96, 57, 33, generator=gen, device="cuda").to(kind).to(memory_format=layout)
+        for _ in range(3)
+    )
     w, b = (torch.randn(96, generator=gen, device="cuda") for _ in range(2))
     asked = [t.requires_grad_() for t in (x, w, b, r)]
 
@@ -165,8 +189,9 @@ def test_signs_say_the_same_as_y(last, kind):
 
     shape, packed = (64, 256, 56, 56), "channels" if last else "positions"
     order = torch.channels_last if last else torch.contiguous_format
-    x, r, grad = (torch.randn(shape, device="cuda").to(kind).to(memory_format=order)
-                  for _ in range(3))  # fmt: skip
+    x, r, grad = (
+        torch.randn(shape, device="cuda").to(kind).to(memory_format=order) for _ in range(3)
+    )
     y, params = torch.empty_like(x), [torch.randn(256, device="cuda") for _ in range(2)]
     stats = [torch.empty(256, device="cuda") for _ in range(4)]
     signs = torch.empty(signs_type(shape, packed).shape, dtype=torch.uint8, device="cuda")
@@ -200,8 +225,24 @@ def test_more_than_two_to_the_31_elements(last):
     packed = "channels" if last else "positions"
     signs = torch.empty(signs_type(tuple(x.shape), packed).shape, dtype=torch.uint8, device="cuda")
     act = {"activation": "relu", "slope": 0.0}
-    forward(d, x, None, None, None, None, None, y, new_mean, new_var, mean, rstd, signs,
-            momentum=0.1, eps=1e-5, **act)  # fmt: skip
+    forward(
+        d,
+        x,
+        None,
+        None,
+        None,
+        None,
+        None,
+        y,
+        new_mean,
+        new_var,
+        mean,
+        rstd,
+        signs,
+        momentum=0.1,
+        eps=1e-5,
+        **act,
+    )
     want = torch.stack([image.double().mean((1, 2)) for image in x]).mean(0)
     assert error(mean, want) <= allowed(0.0, F32, n * side * side)
     for i in (0, n // 2, n - 1):
@@ -209,11 +250,11 @@ def test_more_than_two_to_the_31_elements(last):
         assert error(y[i], torch.relu(z)) <= allowed(0.0, HALF), i
         assert torch.equal(signs[i : i + 1], pack(y[i : i + 1], packed)), i
     dweight, dbias, dx = torch.empty_like(mean), torch.empty_like(mean), y
-    backward(d, grad, x, mean, rstd, None, None, None, None, None, dx, dweight,
-             dbias, None, **act)  # fmt: skip
+    backward(d, grad, x, mean, rstd, None, None, None, None, None, dx, dweight, dbias, None, **act)
     by_signs = torch.empty_like(mean)
-    backward(d, grad, x, mean, rstd, None, None, None, None, signs, dx, dweight, by_signs, None,
-             **act)  # fmt: skip
+    backward(
+        d, grad, x, mean, rstd, None, None, None, None, signs, dx, dweight, by_signs, None, **act
+    )
     assert error(by_signs, dbias) <= allowed(0.0, F32, n * side * side)
     total = torch.zeros(c, dtype=torch.float64, device="cuda")
     for image in x:

@@ -16,9 +16,17 @@ from tests.tolerances import SINGLE, allowed, error
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 f = dt.functional
-HERE = ("softmax masked", "embedding", "embedding by frequency", "embedding with positions",
-        "batch_norm eval", "rope", "rope of q", "cross_entropy",
-        "linear_cross_entropy")  # fmt: skip
+HERE = (
+    "softmax masked",
+    "embedding",
+    "embedding by frequency",
+    "embedding with positions",
+    "batch_norm eval",
+    "rope",
+    "rope of q",
+    "cross_entropy",
+    "linear_cross_entropy",
+)
 ELSEWHERE = [c for name, c in CALLS.items() if name not in HERE]  # with tensors of their own
 
 
@@ -91,8 +99,10 @@ def test_views_whose_signs_are_still_to_be_turned():
 def test_running_statistics_of_instance_norm(order, delegated):
     x = (torch.randn(4, 6, 33, 17) * 2.0 + 3.0).to(memory_format=order)
     exact = torch.nn.InstanceNorm2d(6, affine=True, track_running_stats=True).double()
-    theirs, ours = (c(6, affine=True, track_running_stats=True).cuda()
-                    for c in (torch.nn.InstanceNorm2d, dt.nn.InstanceNorm2d))  # fmt: skip
+    theirs, ours = (
+        c(6, affine=True, track_running_stats=True).cuda()
+        for c in (torch.nn.InstanceNorm2d, dt.nn.InstanceNorm2d)
+    )
     found = []
     for module, given in ((ours, x.cuda()), (theirs, x.cuda()), (exact, x.double())):
         given = given.detach().requires_grad_()
@@ -113,8 +123,12 @@ def test_embeddings_with_gradients_by_frequency(count, dtype):
     weight, seed = (torch.randn(n, 24, device="cuda").to(dtype) for n in (40, count))
     given = {"padding_idx": 3, "scale_grad_by_freq": True}
     found = []
-    for call, t in ((f.embedding, weight), (f.embedding, weight), (F.embedding, weight),
-                    (F.embedding, weight.double())):  # fmt: skip
+    for call, t in (
+        (f.embedding, weight),
+        (f.embedding, weight),
+        (F.embedding, weight),
+        (F.embedding, weight.double()),
+    ):
         t = t.detach().requires_grad_()
         found += torch.autograd.grad(call(index, t, **given), t, seed.to(t.dtype))
     ours, again, theirs, exact = found
@@ -127,8 +141,10 @@ def test_what_else_embeddings_do():
     weight = torch.randn(9, 16, device="cuda") * 3.0
     other = weight.clone()
     with f.delegation(True):
-        assert error(f.embedding(index, weight, max_norm=1.0),
-                     F.embedding(index, other, max_norm=1.0)) <= SINGLE  # fmt: skip
+        assert (
+            error(f.embedding(index, weight, max_norm=1.0), F.embedding(index, other, max_norm=1.0))
+            <= SINGLE
+        )
         y = f.embedding(index, weight.requires_grad_(), sparse=True)
     assert error(weight, other) <= SINGLE
     assert torch.autograd.grad(y.sum(), weight)[0].is_sparse
@@ -173,9 +189,11 @@ def test_a_gradient_moves_the_limit():
     with f.delegation(True):
         edge = library.LIMITS[0] // 4
         for size, needs, torchs in (
-            (edge, False, True), (edge + 1, False, False), (edge + 1, True, True),
+            (edge, False, True),
+            (edge + 1, False, False),
+            (edge + 1, True, True),
             (2 * edge + 1, True, False),
-        ):  # fmt: skip
+        ):
             x = torch.zeros(size, device="cuda", requires_grad=needs)
             assert ("torch's own function" in f.explain(f.gelu, x)) == torchs
             with torch.no_grad():

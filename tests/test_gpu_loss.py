@@ -26,17 +26,31 @@ def test_every_combination_against_torch(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape",
-    [(9, 1000), (300, 10), (5, 4096), (5, 4097), (6, 32768), (6, 50257), (4, 128256), (2, 1048583),
-     (3, 21, 33, 35), (2, 150, 17, 64), (2, 21, 200, 200), (4, 5000, 6)],
+    [
+        (9, 1000),
+        (300, 10),
+        (5, 4096),
+        (5, 4097),
+        (6, 32768),
+        (6, 50257),
+        (4, 128256),
+        (2, 1048583),
+        (3, 21, 33, 35),
+        (2, 150, 17, 64),
+        (2, 21, 200, 200),
+        (4, 5000, 6),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_sizes(shape, dtype):
     found = []
     for kind, weighted, reduction, smoothing, z in (
-        ("classes", False, "mean", 0.0, 0.0), ("classes", True, "sum", 0.1, 0.01),
-        ("int32", False, "none", 0.1, 0.0), ("probabilities", False, "mean", 0.0, 0.0),
+        ("classes", False, "mean", 0.0, 0.0),
+        ("classes", True, "sum", 0.1, 0.01),
+        ("int32", False, "none", 0.1, 0.0),
+        ("probabilities", False, "mean", 0.0, 0.0),
         ("probabilities", True, "none", 0.1, 0.01),
-    ):  # fmt: skip
+    ):
         case = (shape, kind, weighted, reduction, smoothing, z)
         for inplace in (False, True):
             bad = wrong(case, dtype, "cuda", inplace_backward=inplace)

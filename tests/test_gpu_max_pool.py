@@ -41,9 +41,11 @@ def test_the_function_and_its_gradient(how, order):
     x = torch.randn(8, 64, 56, 58, device="cuda", generator=gen, dtype=torch.bfloat16)
     x = x.contiguous(memory_format=order)
     found = {}
-    for name, pool, dtype in (("exact", F.max_pool2d, torch.float64),
-                              ("theirs", F.max_pool2d, x.dtype),
-                              ("ours", f.max_pool2d, x.dtype)):  # fmt: skip
+    for name, pool, dtype in (
+        ("exact", F.max_pool2d, torch.float64),
+        ("theirs", F.max_pool2d, x.dtype),
+        ("ours", f.max_pool2d, x.dtype),
+    ):
         given = x.to(dtype, copy=True).requires_grad_()
         with f.delegation(False):
             y = pool(given, *how)

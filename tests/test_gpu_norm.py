@@ -41,40 +41,83 @@ def test_small_cases():
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, BRAIN, F64])
 def test_rows_of_many_lengths(dtype):
-    sizes = [(1, 1000), (300, 768), (1001, 769), (1056, 4096), (133, 8192), (7, 50257), (3, 131072),
-             (20003, 33)]  # fmt: skip
-    assert not (text := failures(
-        Case(norm, size, dtype, extra=k % 2 == 0)
-        for k, size in enumerate(sizes) for norm in ("layer_norm", "rms_norm")
-    )), text  # fmt: skip
+    sizes = [
+        (1, 1000),
+        (300, 768),
+        (1001, 769),
+        (1056, 4096),
+        (133, 8192),
+        (7, 50257),
+        (3, 131072),
+        (20003, 33),
+    ]
+    assert not (
+        text := failures(
+            Case(norm, size, dtype, extra=k % 2 == 0)
+            for k, size in enumerate(sizes)
+            for norm in ("layer_norm", "rms_norm")
+        )
+    ), text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 def test_groups_of_many_sizes(dtype):
-    assert not (text := failures([
-        Case("group_norm", (8, 256, 56, 56), dtype, attrs={"groups": 32}),
-        Case("group_norm", (2, 320, 17, 13), dtype, attrs={"groups": 32}, extra=True),
-        Case("group_norm", (3, 512, 7, 7), dtype, attrs={"groups": 1}),
-        Case("group_norm", (5, 96), dtype, attrs={"groups": 4}),
-        Case("instance_norm", (4, 33, 129, 65), dtype),
-        Case("instance_norm", (1, 3, 1000), dtype, weight=False, bias=False),
-    ])), text  # fmt: skip
+    assert not (
+        text := failures(
+            [
+                Case("group_norm", (8, 256, 56, 56), dtype, attrs={"groups": 32}),
+                Case("group_norm", (2, 320, 17, 13), dtype, attrs={"groups": 32}, extra=True),
+                Case("group_norm", (3, 512, 7, 7), dtype, attrs={"groups": 1}),
+                Case("group_norm", (5, 96), dtype, attrs={"groups": 4}),
+                Case("instance_norm", (4, 33, 129, 65), dtype),
+                Case("instance_norm", (1, 3, 1000), dtype, weight=False, bias=False),
+            ]
+        )
+    ), text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, BRAIN, F64])
 def test_an_activation_taken_along(dtype):
     """Held in registers and not, with tiles of one channel and of many."""
-    assert not (text := failures([
-        Case("group_norm", (8, 256, 56, 56), dtype, attrs={"groups": 32}, activation="silu"),
-        Case("group_norm", (4, 64, 112, 112), dtype, attrs={"groups": 32}, activation="silu"),
-        Case("group_norm", (2, 64, 112, 112), dtype, attrs={"groups": 8}, activation="relu"),
-        Case("group_norm", (2, 320, 17, 13), dtype, attrs={"groups": 32}, activation="hardswish"),
-        Case("group_norm", (3, 512, 7, 7), dtype, attrs={"groups": 32}, activation="relu6"),
-        Case("instance_norm", (4, 33, 112, 112), dtype, weight=False, bias=False,
-             activation="relu"),
-        Case("instance_norm", (4, 33, 112, 112), dtype, fill="offset", extra=True,
-             activation="leaky_relu"),
-    ])), text  # fmt: skip
+    assert not (
+        text := failures(
+            [
+                Case(
+                    "group_norm", (8, 256, 56, 56), dtype, attrs={"groups": 32}, activation="silu"
+                ),
+                Case(
+                    "group_norm", (4, 64, 112, 112), dtype, attrs={"groups": 32}, activation="silu"
+                ),
+                Case(
+                    "group_norm", (2, 64, 112, 112), dtype, attrs={"groups": 8}, activation="relu"
+                ),
+                Case(
+                    "group_norm",
+                    (2, 320, 17, 13),
+                    dtype,
+                    attrs={"groups": 32},
+                    activation="hardswish",
+                ),
+                Case("group_norm", (3, 512, 7, 7), dtype, attrs={"groups": 32}, activation="relu6"),
+                Case(
+                    "instance_norm",
+                    (4, 33, 112, 112),
+                    dtype,
+                    weight=False,
+                    bias=False,
+                    activation="relu",
+                ),
+                Case(
+                    "instance_norm",
+                    (4, 33, 112, 112),
+                    dtype,
+                    fill="offset",
+                    extra=True,
+                    activation="leaky_relu",
+                ),
+            ]
+        )
+    ), text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, BRAIN])
@@ -95,11 +138,15 @@ def test_norms_of_groups(dtype):
 
 
 def test_a_mean_of_a_thousand_deviations():
-    assert not (text := failures([
-        Case("layer_norm", (512, 4096), fill="offset"),
-        Case("layer_norm", (16, 20000), fill="offset"),
-        Case("group_norm", (4, 64, 56, 56), fill="offset", attrs={"groups": 8}),
-    ])), text  # fmt: skip
+    assert not (
+        text := failures(
+            [
+                Case("layer_norm", (512, 4096), fill="offset"),
+                Case("layer_norm", (16, 20000), fill="offset"),
+                Case("group_norm", (4, 64, 56, 56), fill="offset", attrs={"groups": 8}),
+            ]
+        )
+    ), text
 
 
 def test_addresses_that_are_not_aligned_and_graph_capture():

@@ -45,8 +45,10 @@ def test_a_plan_with_its_gradient_uses_the_kernel_and_is_captured():
     plan = g.grad("loss", wrt=["q", "k"]).compile(device="cuda")
     used = [c.candidate.engine for c in plan.decision.choices if "rope" in c.region.ops]
     assert used == ["triton_kernels"] * 2, [str(c.candidate) for c in plan.decision.choices]
-    feed = {n: torch.randn(s, device="cuda").bfloat16()
-            for n, s in (("q", (2, 256, 8, 64)), ("k", (2, 256, 2, 64)))}  # fmt: skip
+    feed = {
+        n: torch.randn(s, device="cuda").bfloat16()
+        for n, s in (("q", (2, 256, 8, 64)), ("k", (2, 256, 2, 64)))
+    }
     for _ in range(3):
         got = plan.run(**feed)
     assert error(got["grad_q"], 2 * feed["q"]) <= 4 * EPS[torch.bfloat16]
@@ -67,9 +69,18 @@ def test_more_than_two_to_the_31_elements():
     candidate = engine.candidates(region, gpu, Policy())[-1]  # angles computed
     engine.build(region, candidate, BuildContext(gpu, q.device, Policy(), {})).fill([q], [out])
     want = TABLE["rope"].reference(
-        q[:, -3:], None, None, None, None, axis=1, interleaved=False, dims=128, base=10000.0,
-        offset=length - 3, inverse=False,
-    )  # fmt: skip
+        q[:, -3:],
+        None,
+        None,
+        None,
+        None,
+        axis=1,
+        interleaved=False,
+        dims=128,
+        base=10000.0,
+        offset=length - 3,
+        inverse=False,
+    )
     assert error(out[:, -3:], want) <= 4 * EPS[torch.bfloat16]
     assert not out[:, :-3].any()
 
@@ -77,9 +88,20 @@ def test_more_than_two_to_the_31_elements():
 # ---- what torch is asked to do, on a GPU ---------------------------------------------------------
 
 DELEGATED = (
-    "cumsum", "cumprod", "cumprod_grad", "cummax", "cummin", "sort", "topk", "histogram",
-    "scatter", "sinusoidal", "embedding_grad", "pyramid_pool", "weighted_pool",
-)  # fmt: skip
+    "cumsum",
+    "cumprod",
+    "cumprod_grad",
+    "cummax",
+    "cummin",
+    "sort",
+    "topk",
+    "histogram",
+    "scatter",
+    "sinusoidal",
+    "embedding_grad",
+    "pyramid_pool",
+    "weighted_pool",
+)
 
 
 @pytest.mark.parametrize("name", DELEGATED)
@@ -116,6 +138,10 @@ def test_sums_by_index_do_not_vary():
             line, weights, bins=100, low=-3.0, high=3.0
         ),
     }
-    varied = [n for n, call in calls.items() if len({call().sum().item() for _ in range(8)}) > 1
-              or any(not torch.equal(call(), call()) for _ in range(8))]  # fmt: skip
+    varied = [
+        n
+        for n, call in calls.items()
+        if len({call().sum().item() for _ in range(8)}) > 1
+        or any(not torch.equal(call(), call()) for _ in range(8))
+    ]
     assert not varied, varied

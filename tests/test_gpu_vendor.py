@@ -73,7 +73,8 @@ VENDOR: dict[str, tuple[str, Callable[[], dt.Graph]]] = {
     "padded, five channels": ("cudnn_padded", lambda: conv(1, 5, 12, 10, 8, 3, bias=False)),
     "taps": ("taps", lambda: conv(2, 16, 17, 19, 24, 3, padding=12, dilation=12)),
     "taps residual": (
-        "taps", lambda: conv(1, 8, 9, 9, 16, 3, padding=8, dilation=8, residual=True, bias=False)
+        "taps",
+        lambda: conv(1, 8, 9, 9, 16, 3, padding=8, dilation=8, residual=True, bias=False),
     ),
     "taps, no middle": ("taps", lambda: conv(1, 8, 20, 21, 8, 2, padding=9, dilation=18)),
     "cublaslt": ("cublaslt", lambda: linear((5, 7), 72, 40)),
@@ -89,7 +90,7 @@ VENDOR: dict[str, tuple[str, Callable[[], dt.Graph]]] = {
     "sdpa f32": ("sdpa", lambda: attention(kind="f32", queries=33, keys=65)),
     "planar": ("planar", resize),
     "planar nearest": ("planar", lambda: resize("nearest", (14, 18))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VENDOR)

@@ -28,9 +28,11 @@ def block(name: str, torch_way: Callable[..., torch.Tensor], **tensors: torch.Te
 @block(
     "conv block",
     lambda x, w, b, v: F.relu(F.conv2d(F.relu(F.conv2d(x, w, b, padding=1)), v, stride=2) * 0.5),
-    x=torch.Size([2, 3, 9, 7]), w=torch.Size([4, 3, 3, 3]), b=torch.Size([4]),
+    x=torch.Size([2, 3, 9, 7]),
+    w=torch.Size([4, 3, 3, 3]),
+    b=torch.Size([4]),
     v=torch.Size([5, 4, 3, 3]),
-)  # fmt: skip
+)
 def conv_block(g, x, w, b, v):
     h = g.relu(g.conv(x, w, b, padding=1))
     return g.relu(g.conv(h, v, stride=2) * 0.5)
@@ -42,10 +44,15 @@ def torch_mlp(x, w, b, gamma, beta, v):
 
 
 @block(
-    "mlp with layer_norm and gelu", torch_mlp,
-    x=torch.Size([5, 8]), w=torch.Size([12, 8]), b=torch.Size([12]), gamma=torch.Size([12]),
-    beta=torch.Size([12]), v=torch.Size([8, 12]),
-)  # fmt: skip
+    "mlp with layer_norm and gelu",
+    torch_mlp,
+    x=torch.Size([5, 8]),
+    w=torch.Size([12, 8]),
+    b=torch.Size([12]),
+    gamma=torch.Size([12]),
+    beta=torch.Size([12]),
+    v=torch.Size([8, 12]),
+)
 def mlp(g, x, w, b, gamma, beta, v):
     h = g.layer_norm(g.linear(x, w, b), gamma, beta)
     return x + g.linear(g.gelu(h), v)
@@ -54,8 +61,10 @@ def mlp(g, x, w, b, gamma, beta, v):
 @block(
     "attention",
     lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-    q=torch.Size([2, 4, 7, 8]), k=torch.Size([2, 2, 7, 8]), v=torch.Size([2, 2, 7, 8]),
-)  # fmt: skip
+    q=torch.Size([2, 4, 7, 8]),
+    k=torch.Size([2, 2, 7, 8]),
+    v=torch.Size([2, 2, 7, 8]),
+)
 def attention(g, q, k, v):
     return g.attention(q, k, v, causal=True)
 
@@ -63,8 +72,10 @@ def attention(g, q, k, v):
 @block(
     "cross-entropy",
     lambda x, w, labels: F.cross_entropy(F.linear(x, w), labels),
-    x=torch.Size([6, 5]), w=torch.Size([9, 5]), labels=torch.tensor([0, 8, 3, 3, 1, 7]),
-)  # fmt: skip
+    x=torch.Size([6, 5]),
+    w=torch.Size([9, 5]),
+    labels=torch.tensor([0, 8, 3, 3, 1, 7]),
+)
 def cross_entropy(g, x, w, labels):
     loss = g.cross_entropy(g.linear(x, w), labels)
     return loss[0] if isinstance(loss, tuple) else loss

@@ -40,8 +40,12 @@ def torchs(home: str, name: str) -> Any:
 
 def own_doc(found: Any) -> str:
     """Its own text, not one that it has from torch's class."""
-    return inspect.cleandoc((vars(found) if isinstance(found, type) else found.__dict__ | {
-        "__doc__": found.__doc__}).get("__doc__") or "")  # fmt: skip
+    return inspect.cleandoc(
+        (
+            vars(found) if isinstance(found, type) else found.__dict__ | {"__doc__": found.__doc__}
+        ).get("__doc__")
+        or ""
+    )
 
 
 def calls(found: Any) -> Iterator[Callable[..., Any]]:

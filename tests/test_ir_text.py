@@ -40,9 +40,18 @@ def block() -> Graph:
 # ---- types and literals ------------------------------------------------------------------------
 
 TYPES = [
-    "f32[]", "bool[3]", "f16[2,0,3]", "f16[32,64,56,56]@nhwc", "bf16[2,3,4]@nhwc", "i4[5]",
-    "u8[2,3,4,5,6]@nhwc", "f64[2,3]{1,2}", "f32[2,3]{0,7}", "f8e4m3[1,1]{9,9}", "f32[0]{3}",
-]  # fmt: skip
+    "f32[]",
+    "bool[3]",
+    "f16[2,0,3]",
+    "f16[32,64,56,56]@nhwc",
+    "bf16[2,3,4]@nhwc",
+    "i4[5]",
+    "u8[2,3,4,5,6]@nhwc",
+    "f64[2,3]{1,2}",
+    "f32[2,3]{0,7}",
+    "f8e4m3[1,1]{9,9}",
+    "f32[0]{3}",
+]
 
 
 @pytest.mark.parametrize("text", TYPES)
@@ -80,13 +89,40 @@ def test_literals_read_back(value):
 @pytest.mark.parametrize(
     "text",
     [
-        "__import__('os')", "__import__('os').system('true')", "(lambda: 1)()", "1 + 1", "2 ** 99",
-        "[1, 2]", "{1: 2}", "{1}", "x", "True.real", "f'{1}'", "b'a'", "1j", "...", "-True", "-'a'",
-        "(1", "", "1 if 1 else 2", "-" * 100_000 + "1", "(" * 5_000, "9" * 5_000, "'a", "not 1",
-        "(i for i in (1,))", "print", "yield", "await x", "x := 1", "1;2", "1\n2",
+        "__import__('os')",
+        "__import__('os').system('true')",
+        "(lambda: 1)()",
+        "1 + 1",
+        "2 ** 99",
+        "[1, 2]",
+        "{1: 2}",
+        "{1}",
+        "x",
+        "True.real",
+        "f'{1}'",
+        "b'a'",
+        "1j",
+        "...",
+        "-True",
+        "-'a'",
+        "(1",
+        "",
+        "1 if 1 else 2",
+        "-" * 100_000 + "1",
+        "(" * 5_000,
+        "9" * 5_000,
+        "'a",
+        "not 1",
+        "(i for i in (1,))",
+        "print",
+        "yield",
+        "await x",
+        "x := 1",
+        "1;2",
+        "1\n2",
     ],
     ids=lambda text: text[:24],
-)  # fmt: skip
+)
 def test_code_is_refused_and_not_run(text):
     with pytest.raises(FileError, match="not a literal"):
         parse_literal(text)
@@ -222,15 +258,25 @@ def test_damaged_text_never_raises_anything_else(data):
 @pytest.mark.parametrize(
     "line",
     [
-        "const %c: f32[2] = __import__('os')", "const %c: f32[2] = 'ab'", "const %c: f32[2] = (1,)",
-        "const %c: i64[] = 1e400", "const %c: i8[] = 999999999999999999999", "const %c: f32[2]",
-        "const %c: f32[2]{90000000000} = (1, 2)", "const %c: f32[2]{2} = (1, 2)",
+        "const %c: f32[2] = __import__('os')",
+        "const %c: f32[2] = 'ab'",
+        "const %c: f32[2] = (1,)",
+        "const %c: i64[] = 1e400",
+        "const %c: i8[] = 999999999999999999999",
+        "const %c: f32[2]",
+        "const %c: f32[2]{90000000000} = (1, 2)",
+        "const %c: f32[2]{2} = (1, 2)",
         "const %c: f32[9999999999999] = 1",
-        "const %c: f32[2] = sha256:0", "%y: f32[2] = relu(%x, __import__('os'))",
-        "%y: f32[2] = relu(%x", "%y: f32[2] = relu(%x) and more", "%y = relu(%x)",
-        "%y: f32[2] = relu(%x, a=1, a=2)", "%x: f32[2] = relu(%x)", "%y: f32[2] = os.system(%x)",
+        "const %c: f32[2] = sha256:0",
+        "%y: f32[2] = relu(%x, __import__('os'))",
+        "%y: f32[2] = relu(%x",
+        "%y: f32[2] = relu(%x) and more",
+        "%y = relu(%x)",
+        "%y: f32[2] = relu(%x, a=1, a=2)",
+        "%x: f32[2] = relu(%x)",
+        "%y: f32[2] = os.system(%x)",
     ],
-)  # fmt: skip
+)
 def test_hostile_lines_are_refused(line):
     with pytest.raises(DeuteronError):
         check(parse_graph(f'graph "g"(%x: f32[2]) {{\n  {line}\n  return "y"=%x\n}}'), infer)
@@ -239,12 +285,18 @@ def test_hostile_lines_are_refused(line):
 @pytest.mark.parametrize(
     ("target", "out"),
     [
-        ("os.system.default", ("f32[2]",)), ("aten.roll.overloads", ()), ("aten.__class__.mro", ()),
-        ("aten.add_.Tensor", ("f32[2]",)), ("aten.from_file.default", ()), ("aten.roll", ()),
-        ("aten.no_such_thing.default", ()), ("aten.roll.default", 3), ("aten.roll.default", (3,)),
+        ("os.system.default", ("f32[2]",)),
+        ("aten.roll.overloads", ()),
+        ("aten.__class__.mro", ()),
+        ("aten.add_.Tensor", ("f32[2]",)),
+        ("aten.from_file.default", ()),
+        ("aten.roll", ()),
+        ("aten.no_such_thing.default", ()),
+        ("aten.roll.default", 3),
+        ("aten.roll.default", (3,)),
         ("aten.roll.default", ("f32[two]",)),
     ],
-)  # fmt: skip
+)
 def test_opaque_calls_reach_harmless_operators_only(target, out):
     call = f'aten(%x, target="{target}", args=(), kwargs=(), out={literal(out)})'
     with pytest.raises(DeuteronError):

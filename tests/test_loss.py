@@ -68,8 +68,9 @@ def test_probabilities_have_gradients_too(reduction):
         assert torch.autograd.gradcheck(function, (x, target))
         assert torch.autograd.gradcheck(lambda t, of=function: of(x.detach(), t), (target,))
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for a, b in zip(grads(compiled(x, target), x, target), grads(f(x, target), x, target),
-                    strict=True):  # fmt: skip
+    for a, b in zip(
+        grads(compiled(x, target), x, target), grads(f(x, target), x, target), strict=True
+    ):
         assert error(a, b) <= allowed(0.0, torch.float64, 16)
 
 
@@ -103,9 +104,17 @@ def test_gradients_of_the_product_by_finite_differences(kind, reduction, accumul
 
     def f(h, w, b):
         return linear_cross_entropy(
-            h, w, target, b, class_weight=share, reduction=reduction, label_smoothing=0.1,
-            z_loss=0.3, chunk=2, accumulate=accumulate,
-        )  # fmt: skip
+            h,
+            w,
+            target,
+            b,
+            class_weight=share,
+            reduction=reduction,
+            label_smoothing=0.1,
+            z_loss=0.3,
+            chunk=2,
+            accumulate=accumulate,
+        )
 
     assert torch.autograd.gradcheck(f, (h, w, b))
 
@@ -435,8 +444,7 @@ def test_opcheck():
     plain = [None if t is None else t.detach() for t in given]
     _, lse, masses, _, total = linear(*plain, "mean", -100, 0.0, 0.1, torch.float32, True, None)
     torch.library.opcheck(
-        back,
-        (*plain, lse, masses, total, torch.ones(()), "mean", -100, 0.0, 0.1, True, True, None),
+        back, (*plain, lse, masses, total, torch.ones(()), "mean", -100, 0.0, 0.1, True, True, None)
     )
 
 
@@ -486,10 +494,13 @@ X, Y = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y + 9), GraphError, "class 9"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, chunk=0), BindError, "chunk=1"),
         (lambda: linear_cross_entropy(X, X, Y, accumulate="slow"), GraphError, "'exact' or 'fast'"),
-        (lambda: linear_cross_entropy(X, X, Y, accumulate="fast", reduction="none"), GraphError,
-         "accumulate='exact', or reduction"),
+        (
+            lambda: linear_cross_entropy(X, X, Y, accumulate="fast", reduction="none"),
+            GraphError,
+            "accumulate='exact', or reduction",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_teach(call, kind, says):
     with pytest.raises(kind, match=says) as found:
         call()

@@ -67,8 +67,24 @@ def test_the_small_kernels_compile(arch):
     half, single, classes = (torch.bfloat16, True), (torch.float32, True), (torch.int64, True)
     target = GPUTarget("cuda", arch, 32)
     for probs, spread in ((False, False), (False, True), (True, True)):
-        kinds = [half, half if probs else classes, single, single, single, single, half, ROUND,
-                 ROUND, ROUND, NUMBER, ROUND, ROUND, NUMBER, SCALAR, SCALAR]  # fmt: skip
+        kinds = [
+            half,
+            half if probs else classes,
+            single,
+            single,
+            single,
+            single,
+            half,
+            ROUND,
+            ROUND,
+            ROUND,
+            NUMBER,
+            ROUND,
+            ROUND,
+            NUMBER,
+            SCALAR,
+            SCALAR,
+        ]
         fixed = {"W": 4096, "PROBS": probs, "SPREAD": spread}
         ce._some_classes.compile(kinds, fixed, 4, 2, target)
     for weight in (None, half):

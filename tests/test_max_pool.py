@@ -162,8 +162,10 @@ def test_compiles_without_spills(arch, dtype, order, monkeypatch):
     kernels = []
 
     def compiled(self, grid, *args, warps, **constants):
-        kinds = [a if a is None else (a, True) if isinstance(a, torch.dtype) else launch._kind(a)
-                 for a in args]  # fmt: skip
+        kinds = [
+            a if a is None else (a, True) if isinstance(a, torch.dtype) else launch._kind(a)
+            for a in args
+        ]
         where = GPUTarget("cuda", arch, 32)
         kernels.append(self.compile(kinds, constants, warps, target=where))
 

@@ -21,20 +21,38 @@ from tests.tolerances import (
 SHARED = [name for name in dt.nn.__all__ if hasattr(nn, name)]
 IMAGE, ROWS, SIGNAL, VOLUME = (2, 4, 8, 8), (3, 10), (2, 4, 8), (1, 4, 4, 6, 6)
 MADE = {  # arguments and the shape of an input
-    "LayerNorm": ((10,), ROWS), "RMSNorm": ((10,), ROWS), "GroupNorm": ((2, 4), IMAGE),
-    "InstanceNorm1d": ((4,), SIGNAL), "InstanceNorm2d": ((4, 1e-5, 0.1, True), IMAGE),
-    "InstanceNorm3d": ((4,), VOLUME), "Threshold": ((0.1, 2.0), ROWS), "GLU": ((), ROWS),
-    "Softmax": ((-1,), ROWS), "LogSoftmax": ((1,), ROWS), "MaxPool1d": ((2,), SIGNAL),
-    "MaxPool2d": ((3, 2, 1), IMAGE), "MaxPool3d": ((2,), VOLUME), "AvgPool1d": ((2,), SIGNAL),
-    "AvgPool2d": ((3, 2, 1), IMAGE), "AvgPool3d": ((2,), VOLUME),
-    "AdaptiveAvgPool1d": ((3,), SIGNAL), "AdaptiveAvgPool2d": (((3, None),), IMAGE),
-    "AdaptiveAvgPool3d": ((2,), VOLUME), "AdaptiveMaxPool1d": ((3,), SIGNAL),
-    "AdaptiveMaxPool2d": ((3,), IMAGE), "AdaptiveMaxPool3d": ((2,), VOLUME),
-    "PixelShuffle": ((2,), IMAGE), "PixelUnshuffle": ((2,), IMAGE),
-    "Upsample": ((None, 2.0, "bilinear"), IMAGE), "Embedding": ((7, 5), None),
-    "Dropout": ((0.0,), ROWS), "PReLU": ((4,), IMAGE), "BatchNorm1d": ((4,), SIGNAL),
-    "BatchNorm2d": ((4,), IMAGE), "BatchNorm3d": ((4, 1e-3, None), VOLUME),
-}  # fmt: skip
+    "LayerNorm": ((10,), ROWS),
+    "RMSNorm": ((10,), ROWS),
+    "GroupNorm": ((2, 4), IMAGE),
+    "InstanceNorm1d": ((4,), SIGNAL),
+    "InstanceNorm2d": ((4, 1e-5, 0.1, True), IMAGE),
+    "InstanceNorm3d": ((4,), VOLUME),
+    "Threshold": ((0.1, 2.0), ROWS),
+    "GLU": ((), ROWS),
+    "Softmax": ((-1,), ROWS),
+    "LogSoftmax": ((1,), ROWS),
+    "MaxPool1d": ((2,), SIGNAL),
+    "MaxPool2d": ((3, 2, 1), IMAGE),
+    "MaxPool3d": ((2,), VOLUME),
+    "AvgPool1d": ((2,), SIGNAL),
+    "AvgPool2d": ((3, 2, 1), IMAGE),
+    "AvgPool3d": ((2,), VOLUME),
+    "AdaptiveAvgPool1d": ((3,), SIGNAL),
+    "AdaptiveAvgPool2d": (((3, None),), IMAGE),
+    "AdaptiveAvgPool3d": ((2,), VOLUME),
+    "AdaptiveMaxPool1d": ((3,), SIGNAL),
+    "AdaptiveMaxPool2d": ((3,), IMAGE),
+    "AdaptiveMaxPool3d": ((2,), VOLUME),
+    "PixelShuffle": ((2,), IMAGE),
+    "PixelUnshuffle": ((2,), IMAGE),
+    "Upsample": ((None, 2.0, "bilinear"), IMAGE),
+    "Embedding": ((7, 5), None),
+    "Dropout": ((0.0,), ROWS),
+    "PReLU": ((4,), IMAGE),
+    "BatchNorm1d": ((4,), SIGNAL),
+    "BatchNorm2d": ((4,), IMAGE),
+    "BatchNorm3d": ((4, 1e-3, None), VOLUME),
+}
 HERE = [name for name in SHARED if not name.endswith("Loss")]  # those take a target: test_loss.py
 
 
@@ -110,9 +128,13 @@ def test_a_module_takes_torchs_arguments(name):
 
 def test_replacing_keeps_everything_but_the_class():
     model = nn.Sequential(
-        nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.0),
+        nn.Embedding(9, 8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 8),
+        nn.GELU(),
+        nn.Dropout(0.0),
         nn.Sequential(nn.RMSNorm(8), nn.SiLU()),
-    )  # fmt: skip
+    )
     before = {k: v.clone() for k, v in model.state_dict().items()}
     x = torch.tensor([[1, 5, 8]])
     want = model(x)
@@ -143,9 +165,7 @@ def test_what_torchs_do_not_have():
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [
-        (lambda: dt.nn.SinusoidalEmbedding(8, 4)(torch.zeros(1, 5, 8)), "beyond 4"),
-    ],
+    [(lambda: dt.nn.SinusoidalEmbedding(8, 4)(torch.zeros(1, 5, 8)), "beyond 4")],
 )
 def test_wrong_arguments(wrong, words):
     with pytest.raises(dt.BindError, match=words):

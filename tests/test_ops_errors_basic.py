@@ -99,8 +99,12 @@ BAD = [
         )
     ),
     *(
-        (op.name, "bool[3]", {"threshold": 0.0, "value": 0.0} if op.name == "threshold" else {},
-         f"{op.name} of bool")
+        (
+            op.name,
+            "bool[3]",
+            {"threshold": 0.0, "value": 0.0} if op.name == "threshold" else {},
+            f"{op.name} of bool",
+        )
         for op in activation.UNARY
         if op.name not in ("sigmoid", "tanh")
     ),
@@ -127,7 +131,7 @@ BAD = [
     ("dropout", "f32[3] i32[]", {}, "the seed is i32[]"),
     ("dropout", "i64[3] i64[]", {}, "dropout of int64"),
     ("dropout", "f32[3]", {}, "1 given"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -200,21 +204,41 @@ AGAINST_TORCH = [
     ("min", [LANDS_ON_EDGES], {"axes": 1}, lambda x: x.amin(1)),
     ("prod", [LANDS_ON_EDGES], {"axes": 1}, lambda x: x.prod(1)),
     ("var", [LANDS_ON_EDGES], {"axes": 0}, lambda x: x.var(0)),
-    ("pad", [X4], {"low": (0, 0, 1, 4), "high": (0, 0, 3, 2), "mode": "reflect"},
-     lambda x: F.pad(x, (4, 2, 1, 3), mode="reflect")),
-    ("pad", [X4], {"low": (0, 0, 1, 4), "high": (0, 0, 3, 2), "mode": "replicate"},
-     lambda x: F.pad(x, (4, 2, 1, 3), mode="replicate")),
-    ("pad", [X4], {"low": (0, 0, -1, 4), "high": (0, 1, 3, -2), "value": 2.0},
-     lambda x: F.pad(x, (4, -2, -1, 3, 0, 1), value=2.0)),
+    (
+        "pad",
+        [X4],
+        {"low": (0, 0, 1, 4), "high": (0, 0, 3, 2), "mode": "reflect"},
+        lambda x: F.pad(x, (4, 2, 1, 3), mode="reflect"),
+    ),
+    (
+        "pad",
+        [X4],
+        {"low": (0, 0, 1, 4), "high": (0, 0, 3, 2), "mode": "replicate"},
+        lambda x: F.pad(x, (4, 2, 1, 3), mode="replicate"),
+    ),
+    (
+        "pad",
+        [X4],
+        {"low": (0, 0, -1, 4), "high": (0, 1, 3, -2), "value": 2.0},
+        lambda x: F.pad(x, (4, -2, -1, 3, 0, 1), value=2.0),
+    ),
     ("slice", [X4], {"axis": 2, "start": 1, "step": 3}, lambda x: x[:, :, 1::3]),
-    ("index_select", [X4, torch.tensor([1, 1, 4], dtype=torch.int32)], {"axis": 2},
-     lambda x, i: x.index_select(2, i)),
-    ("embedding", [LANDS_ON_EDGES, torch.tensor([0, 2, 2, 1])], {"padding_idx": 2},
-     lambda w, i: F.embedding(i, w, padding_idx=2)),
+    (
+        "index_select",
+        [X4, torch.tensor([1, 1, 4], dtype=torch.int32)],
+        {"axis": 2},
+        lambda x, i: x.index_select(2, i),
+    ),
+    (
+        "embedding",
+        [LANDS_ON_EDGES, torch.tensor([0, 2, 2, 1])],
+        {"padding_idx": 2},
+        lambda w, i: F.embedding(i, w, padding_idx=2),
+    ),
     ("relu", [LANDS_ON_EDGES], {}, F.relu),
     ("hardtanh", [LANDS_ON_EDGES], {}, F.hardtanh),
     ("prelu", [LANDS_ON_EDGES - 1.0, torch.tensor(0.3, dtype=torch.float64)], {}, F.prelu),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

@@ -187,17 +187,28 @@ NORMS = [
     ("rms_norm", (5, 6), (6,), 1, {}, lambda x, w: F.rms_norm(x, (6,), w, 1e-6)),
     ("group_norm", (2, 4, 3), (4,), 2, {"groups": 2}, lambda x, w, b: F.group_norm(x, 2, w, b)),
     ("instance_norm", (2, 4, 3), (4,), 2, {}, lambda x, w, b: F.instance_norm(x, None, None, w, b)),
-    ("batch_norm_train", (5, 4, 3), (4,), 2, {},
-     lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True)),
-]  # fmt: skip
+    (
+        "batch_norm_train",
+        (5, 4, 3),
+        (4,),
+        2,
+        {},
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "shape", "param", "count", "attrs", "fn"), NORMS)
 @pytest.mark.parametrize(
     ("dtype", "offset"),  # bfloat16 cannot tell 1000 from 1001
-    [(torch.float64, 0.0), (torch.float64, 1000.0), (torch.float32, 0.0), (torch.float32, 1000.0),
-     (torch.bfloat16, 0.0)],
-)  # fmt: skip
+    [
+        (torch.float64, 0.0),
+        (torch.float64, 1000.0),
+        (torch.float32, 0.0),
+        (torch.float32, 1000.0),
+        (torch.bfloat16, 0.0),
+    ],
+)
 def test_norms_and_their_gradients_match_torch(name, shape, param, count, attrs, fn, dtype, offset):
     x = (randn(*shape) + offset).to(dtype)
     tensors = [x, *(randn(*param, dtype=dtype) for _ in range(count))]

@@ -127,7 +127,7 @@ BAD = [
     ("grid_sample", "f32[1,2,3,3,3] f32[1,2,2,2,3]", {"mode": "bicubic"}, "not volumes"),
     ("grid_sample_grad", f"{IMAGE} {IMAGE} f32[2,3,3,2]", {}, "forward result [2, 4, 3, 3]"),
     ("grid_sample_grad", f"f16[2,4,3,3] {IMAGE} f32[2,3,3,2]", {}, "x is float32"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -238,15 +238,19 @@ FLOPS = [
     ("conv", f"{IMAGE} f32[4,3,2,2]", {**UP, "groups": 2, "stride": 2}, 2 * 2 * 4 * 36 * 3 * 4),
     ("conv_dx", f"{BACK} {KERNEL}", {"shape": (2, 4, 6, 6)}, 2 * 2 * 8 * 4 * 4 * 4 * 9),
     ("conv_dw", f"{BACK} {IMAGE}", {"shape": (8, 4, 3, 3)}, 2 * 2 * 8 * 4 * 4 * 4 * 9),
-    ("conv_dx", "f32[2,6,12,12] f32[4,3,2,2]",
-     {"shape": (2, 4, 6, 6), **UP, "groups": 2, "stride": 2}, 2 * 2 * 4 * 36 * 3 * 4),
+    (
+        "conv_dx",
+        "f32[2,6,12,12] f32[4,3,2,2]",
+        {"shape": (2, 4, 6, 6), **UP, "groups": 2, "stride": 2},
+        2 * 2 * 4 * 36 * 3 * 4,
+    ),
     ("max_pool", IMAGE, {"kernel": 3, "stride": 1}, 2 * 4 * 16 * 9),
     ("avg_pool_grad", "f32[2,4,3,3]", {"kernel": 2, "shape": (2, 4, 6, 6)}, 2 * 4 * 9 * 4),
     ("adaptive_avg_pool", IMAGE, {"size": 1}, 2 * 4 * 36),
     ("adaptive_avg_pool", "f32[1,1,5]", {"size": 2}, 6),  # windows 0…2 and 2…4
     ("resize", IMAGE, {"scale": 2}, 0),
     ("pixel_shuffle", IMAGE, {"factor": 2}, 0),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,10 @@ def test_every_input_of_rope_has_a_gradient_through_every_output(reads):
     loss = dt.Graph("loss")
     handles = {n: loss.tensor(n, x.shape, x.dtype, strides=x.stride()) for n, x in feed.items()}
     outs = dict(zip(("y_q", "y_k"), loss.rope(**handles, **attrs), strict=True))
-    total = sum((loss.sum(loss.square(outs[n])) * (i + 1.0) for i, n in enumerate(reads)),
-                start=loss.sum(loss.square(handles["q"])))  # fmt: skip
+    total = sum(
+        (loss.sum(loss.square(outs[n])) * (i + 1.0) for i, n in enumerate(reads)),
+        start=loss.sum(loss.square(handles["q"])),
+    )
     total.output("loss")
     got = evaluate(loss.grad("loss", wrt=wrt).ir(), feed)
 

@@ -261,10 +261,17 @@ def test_changes_from_outside_are_seen(name, change):
 @pytest.mark.parametrize("shape", [(100,), (6, 50), (5000,)])
 @pytest.mark.parametrize(
     ("name", "given"),
-    [("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {}), ("Adam", {}), ("Adafactor", {}),
-     ("Lion", {}), ("LAMB", {}), ("AdamW8bit", {})],
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("AdamW", {}),
+        ("Adam", {}),
+        ("Adafactor", {}),
+        ("Lion", {}),
+        ("LAMB", {}),
+        ("AdamW8bit", {}),
+    ],
     ids=lambda given: given if isinstance(given, str) else "",
-)  # fmt: skip
+)
 def test_nan_and_inf_go_where_torch_lets_them_go(name, given, shape, generated, monkeypatch):
     """Where torch has no such class: no further than to the element, or in 8 bits to its group."""
     if not generated:
@@ -323,8 +330,12 @@ def test_nothing_to_do():
     empty = torch.randn(0, 4, requires_grad=True)
     empty.grad = torch.zeros(0, 4)
     for cls in (
-        dt.optim.AdamW, dt.optim.LAMB, dt.optim.SGD, dt.optim.AdamW8bit, dt.optim.Adafactor
-    ):  # fmt: skip
+        dt.optim.AdamW,
+        dt.optim.LAMB,
+        dt.optim.SGD,
+        dt.optim.AdamW8bit,
+        dt.optim.Adafactor,
+    ):
         cls([empty], max_norm=1.0).step()
 
 
@@ -333,9 +344,10 @@ def test_nothing_to_do():
 def test_a_first_step_that_a_scaler_skips_and_a_state_that_is_loaded(kinds, dampening):
     """The first gradient that counts goes into the buffer undamped, before and after loading."""
     first, second = {
-        "ours": (dt.optim.SGD, dt.optim.SGD), "ours to torch's": (dt.optim.SGD, torch.optim.SGD),
+        "ours": (dt.optim.SGD, dt.optim.SGD),
+        "ours to torch's": (dt.optim.SGD, torch.optim.SGD),
         "torch's to ours": (torch.optim.SGD, dt.optim.SGD),
-    }[kinds]  # fmt: skip
+    }[kinds]
     ends = []
     for classes in ((first, second), (torch.optim.SGD, torch.optim.SGD)):
         torch.manual_seed(0)
@@ -545,8 +557,17 @@ def compiled(rule: rules.Rule, types, arch: int, on_device: bool):
     wide = (torch.float64, True)
     numbers = [None if on_device else ("fp32", False)] * len(program.numbers)
     rows = (torch.float64 if torch.float64 in types else torch.float32, True)
-    kinds = [table, table, where, ("i32", False), ("i32", False), rows if on_device else None,
-             wide if on_device else None, wide if program.sums else None, *numbers]  # fmt: skip
+    kinds = [
+        table,
+        table,
+        where,
+        ("i32", False),
+        ("i32", False),
+        rows if on_device else None,
+        wide if on_device else None,
+        wide if program.sums else None,
+        *numbers,
+    ]
     return kernels.update(program, types).compile(
         kinds, {"BLOCK": kernels.BLOCK}, kernels.WARPS, 2, GPUTarget("cuda", arch, 32)
     )
@@ -597,19 +618,34 @@ def test_the_other_kernels_compile_without_spills(arch):
     made = [
         kernels.squares.compile(
             [table, table, where, i32, wide],
-            {"TYPE": tl.bfloat16, "WIDE": tl.float32, "SPAN": 16, "BLOCK": 1024}, target=target),
+            {"TYPE": tl.bfloat16, "WIDE": tl.float32, "SPAN": 16, "BLOCK": 1024},
+            target=target,
+        ),
         kernels.control.compile(
-            [wide, i32, f32, f32, ("fp32", False), f32, wide], {"SKIP": True, "BLOCK": 1024},
-            target=target),
-        kernels.ratios.compile(
-            [wide, where, i32, f32, i32, i32], {"BLOCK": 1024}, target=target),
+            [wide, i32, f32, f32, ("fp32", False), f32, wide],
+            {"SKIP": True, "BLOCK": 1024},
+            target=target,
+        ),
+        kernels.ratios.compile([wide, where, i32, f32, i32, i32], {"BLOCK": 1024}, target=target),
         kernels.numbers(of, True).compile(
-            [wide, f32, f32, wide, f32, i32], {"BLOCK": 128}, target=target),
-        *(optim8.adamw8.compile(
-            [table, table, where, i32, i32, f32, f32, wide],
-            {"P": tl.bfloat16 if more else tl.float32, "G": tl.bfloat16, "MASTER": more,
-             "EMA": more, "ROWS": 4, "GROUP": 256}, target=target) for more in (False, True)),
-    ]  # fmt: skip
+            [wide, f32, f32, wide, f32, i32], {"BLOCK": 128}, target=target
+        ),
+        *(
+            optim8.adamw8.compile(
+                [table, table, where, i32, i32, f32, f32, wide],
+                {
+                    "P": tl.bfloat16 if more else tl.float32,
+                    "G": tl.bfloat16,
+                    "MASTER": more,
+                    "EMA": more,
+                    "ROWS": 4,
+                    "GROUP": 256,
+                },
+                target=target,
+            )
+            for more in (False, True)
+        ),
+    ]
     assert [spilled(kernel, arch) for kernel in made] == [0] * len(made)
 
 
@@ -634,11 +670,20 @@ def test_factored_updates_compile_without_spills(arch, kind, shape):
         "sums": ([table, table, *common, sums], {"P": of, **tiled}),
         "length": ([table, *common, sums], tiled),
         "apply": ([table, table, *common], {"P": of, "E": getattr(tl, str(wide)[6:]), **tiled}),
-        "moments": ([table, *common], {"S": of, "NUMBERS": 9, "BR": tile["BR"], "BC": tile["BC"],
-                                       "PARTS": kernels.PARTS, "BLOCK": kernels.BLOCK}),
+        "moments": (
+            [table, *common],
+            {
+                "S": of,
+                "NUMBERS": 9,
+                "BR": tile["BR"],
+                "BC": tile["BC"],
+                "PARTS": kernels.PARTS,
+                "BLOCK": kernels.BLOCK,
+            },
+        ),
         "means": ([table, where, i32, i32, rows], {"BLOCK": 1024}),
         "rates": ([sums, where, i32, table, rows], {"NUMBERS": 9, "BLOCK": 1024}),
-    }  # fmt: skip
+    }
     for name, (kinds, constants) in given.items():
         warps = kernels.WARPS if name in ("sums", "length", "apply") else 4
         made = getattr(kernels, name).compile(

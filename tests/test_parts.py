@@ -21,10 +21,16 @@ ROWS = {  # what is reduced, and the shapes of what it reads
     "norm": (lambda g, x: (g.sqrt(g.sum(g.square(x))),), (130, 130)),
     "the middle": (lambda g, x: (g.sum(x, axes=(1,)),), (2, 20000, 3)),
     "beside a row": (
-        lambda g, x, v: (g.sum(x * v, axes=(1,)) + g.max(x, axes=(1,)),), (2, 16500), (16500,)),
+        lambda g, x, v: (g.sum(x * v, axes=(1,)) + g.max(x, axes=(1,)),),
+        (2, 16500),
+        (16500,),
+    ),
     "after a number of the row": (
-        lambda g, x, v: (g.max(x * v, axes=(1,), keepdim=True) * v,), (4, 16384), (4, 1)),
-}  # fmt: skip
+        lambda g, x, v: (g.max(x * v, axes=(1,), keepdim=True) * v,),
+        (4, 16384),
+        (4, 1),
+    ),
+}
 
 
 def made(build, shapes, dtype: str) -> tuple[Region, dict[str, torch.Tensor]]:

@@ -134,11 +134,16 @@ F = [
     ("no-op dropped", lambda g, x: g.to_layout(x), []),
     ("chain merged", lambda g, x: g.reshape(g.reshape(x, shape=(10,)), shape=(5, 2)), ["reshape"]),
     ("chain merged", lambda g, x: g.permute(g.permute(x, dims=(1, 0)), dims=(1, 0)), []),
-    ("chain merged",  # the inner one copies: what follows is row-major
-     lambda g, x: g.reshape(g.reshape(g.permute(x, dims=(1, 0)), shape=(10,)), shape=(5, 2)), None),
-    ("layout chain merged",
-     lambda g, x: g.to_layout(g.to_layout(g.expand(x, shape=(3, 2, 5)), layout="nhwc")),
-     ["expand", "to_layout"]),
+    (
+        "chain merged",  # the inner one copies: what follows is row-major
+        lambda g, x: g.reshape(g.reshape(g.permute(x, dims=(1, 0)), shape=(10,)), shape=(5, 2)),
+        None,
+    ),
+    (
+        "layout chain merged",
+        lambda g, x: g.to_layout(g.to_layout(g.expand(x, shape=(3, 2, 5)), layout="nhwc")),
+        ["expand", "to_layout"],
+    ),
     ("clamp by its own name", lambda g, x: g.relu6(x), ["clamp"]),
     ("clamp by its own name", lambda g, x: g.hardtanh(x, min=-2.0, max=0.5), ["clamp"]),
     ("neutral element dropped", lambda g, x: x * 1.0, []),
@@ -172,7 +177,7 @@ F = [
     ("division by a power of two", lambda g, x: x / float("inf"), None),
     ("division by a power of two", lambda g, x: g.gt(x, 0.0) / 2.0, None),  # a bool
     ("division by a power of two", lambda g, x: 2.0 / x, None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "f64"])
@@ -320,10 +325,16 @@ def test_equal_readers_do_not_hide_a_rule():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("shape", "ignored", "kind"), [
-    ((5, 7), -100, "classes"), ((2, 7, 3), 2, "classes"), ((4, 3), 1, "all ignored"),
-    ((7,), -100, "classes"), ((5, 7), -100, "probabilities"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "ignored", "kind"),
+    [
+        ((5, 7), -100, "classes"),
+        ((2, 7, 3), 2, "classes"),
+        ((4, 3), 1, "all ignored"),
+        ((7,), -100, "classes"),
+        ((5, 7), -100, "probabilities"),
+    ],
+)
 def test_a_loss_that_joins_positions_becomes_rows_and_their_sum(
     reduction, weighted, shape, ignored, kind
 ):

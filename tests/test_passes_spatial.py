@@ -39,12 +39,14 @@ CONVOLUTIONS = {
     "depthwise": ((2, 4, 6, 5), (4, 1, 3, 3), 4, {"groups": 4}),
     "transposed": ((2, 4, 3, 4), (4, 6, 3, 3), 6, {"transposed": True, "stride": 2}),
     "transposed, grouped": (
-        (2, 4, 3, 4), (4, 3, 3, 2), 6,
+        (2, 4, 3, 4),
+        (4, 3, 3, 2),
+        6,
         {"transposed": True, "stride": 2, "groups": 2, "output_padding": 1},
     ),
     "one dimension": ((2, 4, 7), (6, 4, 3), 6, {}),
     "three dimensions": ((1, 2, 3, 4, 3), (3, 2, 2, 2, 2), 3, {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -85,8 +85,10 @@ def wrong_with(
             engine.build(region, candidate, ctx).fill([t.to(device) for t in feed.values()], [out])
             off, bound = error(out, exact), allowed(error(plain, exact), dtype, x_per_cell(shape))
             if not off <= bound:
-                bad.append(f"{region.ops} {shape} {sizes} {order} {kind} {dtype} {candidate}: "
-                           f"{off:.3g} > {bound:.3g}")  # fmt: skip
+                bad.append(
+                    f"{region.ops} {shape} {sizes} {order} {kind} {dtype} {candidate}: "
+                    f"{off:.3g} > {bound:.3g}"
+                )
     return bad
 
 
@@ -194,9 +196,13 @@ def test_on_the_cpu_with_any_strides(kind):
     there is a row of the same column; a gradient of one number."""
     pytest.importorskip("llvmlite")
     base = data((2, 9, 14, 10), "contiguous", torch.float32, 2, False)
-    views = [base[:, :, 1:12, 2:9], base.movedim(1, -1).contiguous().movedim(-1, 1)[:, 1:6],
-             base.transpose(2, 3), base[:, :, :, 0],
-             base[:, :1].movedim(3, 1).contiguous().movedim(1, 3)]  # fmt: skip
+    views = [
+        base[:, :, 1:12, 2:9],
+        base.movedim(1, -1).contiguous().movedim(-1, 1)[:, 1:6],
+        base.transpose(2, 3),
+        base[:, :, :, 0],
+        base[:, :1].movedim(3, 1).contiguous().movedim(1, 3),
+    ]
     for view in views:
         wanted = view.detach().double().requires_grad_()
         pool = getattr(torch.nn.functional, f"adaptive_{kind}_pool{view.ndim - 2}d")

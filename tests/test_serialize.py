@@ -118,11 +118,15 @@ def test_a_file_cut_short_is_refused(saved):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "not JSON"), (b"\xff\xfe\x00", "not JSON"), (b"[" * 100_000, "not JSON"),
-        (b"[]", "not a plan file"), (b"null", "not a plan file"), (b"{}", "not a plan file"),
+        (b"", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "not a plan file"),
+        (b"null", "not a plan file"),
+        (b"{}", "not a plan file"),
         (b"import os; os.abort()", "not JSON"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_plan_is_refused(tmp_path, content, says):
     path = tmp_path / "x.json"
     path.write_bytes(content)
@@ -179,12 +183,16 @@ def test_another_version_is_refused_by_name(saved, version):
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda p: p.pop("deterministic"), lambda p: p.update(deterministic="yes"),
-        lambda p: p.update(max_error=-1.0), lambda p: p.update(max_error="small"),
-        lambda p: p.update(max_workspace="lots"), lambda p: p.update(layout="upside down"),
-        lambda p: p.update(unheard_of=True), lambda p: p.update(cuda_graph=1),
+        lambda p: p.pop("deterministic"),
+        lambda p: p.update(deterministic="yes"),
+        lambda p: p.update(max_error=-1.0),
+        lambda p: p.update(max_error="small"),
+        lambda p: p.update(max_workspace="lots"),
+        lambda p: p.update(layout="upside down"),
+        lambda p: p.update(unheard_of=True),
+        lambda p: p.update(cuda_graph=1),
     ],
-)  # fmt: skip
+)
 def test_a_limit_that_is_damaged_is_not_ignored(saved, edit):
     rewrite(saved, lambda r: edit(r["policy"]))
     with pytest.raises(dt.FileError, match="policy"):
@@ -348,9 +356,9 @@ def test_calls_that_reach_outside_are_refused(tmp_path, name):
         ("= softmax(", "= exec("),
         ("= softmax(", "= no_such_operator("),
         ("f32[2,8,6,6]", "f32[2,8,6]"),
-        ("return ", "return \"q\"=%nobody, "),
+        ("return ", 'return "q"=%nobody, '),
     ],
-)  # fmt: skip
+)
 def test_a_graph_signed_by_somebody_else_is_still_checked(saved, old, new):
     def edit(record: dict) -> None:
         text = "\n".join(record["graph"])

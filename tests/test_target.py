@@ -184,10 +184,16 @@ def test_the_measurement_gives_finite_rates():
 @pytest.mark.parametrize(
     ("size", "count"),
     [
-        (0, 0), (4096, 4096), ("17", 17), ("256MB", 256_000_000), ("1GiB", 2**30), ("3B", 3),
-        (" 2 GB ", 2 * 10**9), ("1.5 kib", 1536),
+        (0, 0),
+        (4096, 4096),
+        ("17", 17),
+        ("256MB", 256_000_000),
+        ("1GiB", 2**30),
+        ("3B", 3),
+        (" 2 GB ", 2 * 10**9),
+        ("1.5 kib", 1536),
     ],
-)  # fmt: skip
+)
 def test_sizes_are_read(size, count):
     assert parse_bytes(size) == count
     assert Policy(max_workspace=size).max_workspace == count
@@ -203,11 +209,17 @@ def test_what_is_no_size_is_refused(size):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("layout", "nchw"), ("max_error", 0.0), ("max_error", -1.0), ("max_error", math.nan),
-        ("max_error", "1e-3"), ("max_workspace", "lots"), ("deterministic", "no"),
-        ("cuda_graph", 1), ("allow_tf32", None),
+        ("layout", "nchw"),
+        ("max_error", 0.0),
+        ("max_error", -1.0),
+        ("max_error", math.nan),
+        ("max_error", "1e-3"),
+        ("max_workspace", "lots"),
+        ("deterministic", "no"),
+        ("cuda_graph", 1),
+        ("allow_tf32", None),
     ],
-)  # fmt: skip
+)
 def test_a_policy_that_makes_no_sense_is_refused(field, value):
     with pytest.raises(GraphError, match=field if field != "max_workspace" else "'lots'"):
         Policy(**{field: value})

@@ -68,7 +68,7 @@ CALLS = {
     "transformer": (nn.TransformerEncoderLayer(8, 2, 16), (X.repeat(1, 2)[None],), {}),
     "resnet": (zoo.build("resnet18"), (IMAGE,), {}),
     "mobilenet": (zoo.build("mobilenet_v2"), (IMAGE,), {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -143,7 +143,12 @@ def under_autocast(module, x):
 
 
 MORE_THAN_COMPUTING = [
-    sets_an_attribute, counts, keeps_in_a_list, replaces_a_buffer, hides_an_error, under_autocast,
+    sets_an_attribute,
+    counts,
+    keeps_in_a_list,
+    replaces_a_buffer,
+    hides_an_error,
+    under_autocast,
     lambda m, x: x.add_(1),
     lambda m, x: torch.relu_(x.view(-1)),
     lambda m, x: torch.relu_((x * 1)[0]),
@@ -162,7 +167,7 @@ MORE_THAN_COMPUTING = [
     lambda m, x: F.dropout(x, 0.5, True),
     lambda m, x: (x, object()),
     lambda m, x: torch.linalg.svdvals(x),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("function", MORE_THAN_COMPUTING)

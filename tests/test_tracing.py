@@ -18,17 +18,28 @@ VOLUME, CLASSES = (
     torch.tensor([1, 2, 3, 4]),
 )
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "LayerNorm": (8,), "RMSNorm": (8,), "GroupNorm": (2, 4), "Embedding": (10, 8),
-    "Threshold": (0.1, 2.0), "Softmax": (-1,), "LogSoftmax": (-1,),
-    "PixelShuffle": (2,), "PixelUnshuffle": (2,), "Upsample": (None, 2.0),
+    "LayerNorm": (8,),
+    "RMSNorm": (8,),
+    "GroupNorm": (2, 4),
+    "Embedding": (10, 8),
+    "Threshold": (0.1, 2.0),
+    "Softmax": (-1,),
+    "LogSoftmax": (-1,),
+    "PixelShuffle": (2,),
+    "PixelUnshuffle": (2,),
+    "Upsample": (None, 2.0),
     **{f"{kind}Norm{n}d": (4,) for kind in ("Batch", "Instance") for n in (1, 2, 3)},
     **{name: (2,) for name in dt.nn.__all__ if "Pool" in name},
-}  # fmt: skip
+}
 DROP_IN = [n for n in dt.nn.__all__ if hasattr(nn, n) and n != "replace"]
 OTHERS = {
-    "SwiGLU": (), "GeGLU": (), "ReGLU": (), "BiasAct": (8,), "SinusoidalEmbedding": (8,),
+    "SwiGLU": (),
+    "GeGLU": (),
+    "ReGLU": (),
+    "BiasAct": (8,),
+    "SinusoidalEmbedding": (8,),
     "RotaryEmbedding": (6,),
-}  # fmt: skip
+}
 
 
 def given(name: str) -> tuple[torch.Tensor, ...]:
@@ -39,8 +50,9 @@ def given(name: str) -> tuple[torch.Tensor, ...]:
     if name.endswith("1d"):
         return (IMAGE[:, :, 0],)
     of_images = ("GroupNorm", "Upsample", "RotaryEmbedding")
-    return (IMAGE,) if name.endswith("2d") or name in of_images or (
-        name.startswith("Pixel")) else (X,)  # fmt: skip
+    return (
+        (IMAGE,) if name.endswith("2d") or name in of_images or (name.startswith("Pixel")) else (X,)
+    )
 
 
 class One(nn.Module):
@@ -72,12 +84,19 @@ def test_modules_are_traced_by_fx(name):
 
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "softmax": ((X,), {}), "log_softmax": ((X, -1), {"mask": X > 0}), "sum": ((X, 1), {}),
-    "layer_norm": ((X, (8,)), {"activation": "gelu"}), "cross_entropy": ((X, CLASSES), {}),
-    "embedding": ((CLASSES, X[:, :3].new_ones(9, 3)), {}), "swiglu": ((X, X), {}),
-    "relu": ((X,), {}), "topk": ((X, 2), {}), "pyramid_pool2d": ((IMAGE, (1, 2)), {}),
-    "rope": ((IMAGE,), {"offset": 3}), "linear_cross_entropy": ((X, X, CLASSES - 1), {}),
-}  # fmt: skip
+    "softmax": ((X,), {}),
+    "log_softmax": ((X, -1), {"mask": X > 0}),
+    "sum": ((X, 1), {}),
+    "layer_norm": ((X, (8,)), {"activation": "gelu"}),
+    "cross_entropy": ((X, CLASSES), {}),
+    "embedding": ((CLASSES, X[:, :3].new_ones(9, 3)), {}),
+    "swiglu": ((X, X), {}),
+    "relu": ((X,), {}),
+    "topk": ((X, 2), {}),
+    "pyramid_pool2d": ((IMAGE, (1, 2)), {}),
+    "rope": ((IMAGE,), {"offset": 3}),
+    "linear_cross_entropy": ((X, X, CLASSES - 1), {}),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -94,10 +113,11 @@ def test_a_function_is_traced_by_itself(name):
 def test_a_symbol_may_be_any_argument(name):
     """And what was unused when it was asked about is still there."""
     calls = {
-        "swiglu": lambda x: f.swiglu(X, x), "embedding": lambda x: f.embedding(CLASSES, x),
+        "swiglu": lambda x: f.swiglu(X, x),
+        "embedding": lambda x: f.embedding(CLASSES, x),
         "layer_norm": lambda x: f.layer_norm(X, (8,), residual=x),
         "rope": lambda x: f.rope(IMAGE, None, x[:, :3], x[:, :3]),
-    }  # fmt: skip
+    }
     x = torch.linspace(-1, 1, 72).reshape(9, 8)[: 4 if name in ("swiglu", "layer_norm") else 9]
 
     def model(x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -155,10 +175,15 @@ def test_scripts_have_torchs_modules(name, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "module",
-    [dt.nn.SwiGLU(), dt.nn.LayerNorm(8, activation="gelu"), dt.nn.CrossEntropyLoss(z_loss=1e-4),
-     dt.nn.LinearCrossEntropy(), type("Mine", (dt.nn.GELU,), {})()],
+    [
+        dt.nn.SwiGLU(),
+        dt.nn.LayerNorm(8, activation="gelu"),
+        dt.nn.CrossEntropyLoss(z_loss=1e-4),
+        dt.nn.LinearCrossEntropy(),
+        type("Mine", (dt.nn.GELU,), {})(),
+    ],
     ids=lambda m: type(m).__name__,
-)  # fmt: skip
+)
 def test_what_torch_does_not_have_is_refused_by_name(module):
     with pytest.raises(dt.DeuteronError, match=f"{type(module).__name__}.* TorchScript") as caught:
         torch.jit.script(nn.Sequential(module))

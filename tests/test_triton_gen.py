@@ -42,9 +42,17 @@ RANDOM = 60  # in the Triton interpreter; 300 in torch's
 
 @pytest.mark.parametrize(
     "group",
-    ["operators:f32", "operators:f16", "operators:bf16", "operators:f64", "kinds:f32",
-     "kinds:bf16", "kept", f"random:0-{RANDOM}"],
-)  # fmt: skip
+    [
+        "operators:f32",
+        "operators:f16",
+        "operators:bf16",
+        "operators:f64",
+        "kinds:f32",
+        "kinds:bf16",
+        "kept",
+        f"random:0-{RANDOM}",
+    ],
+)
 def test_in_the_interpreter(group):
     assert_none_failed(found_in_interpreter("tests.triton_interpreter", group), at_least=20)
 
@@ -85,8 +93,10 @@ def spilled(kernel, arch: int) -> int:
         assert name is not None
         done = subprocess.run(
             [str(tool), "-v", f"--gpu-name={name[1]}", str(file), "-o", str(Path(folder) / "out")],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     return sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
 
 
@@ -95,23 +105,35 @@ def main_cases():
     half, brain = torch.float16, torch.bfloat16
     big = torch.empty(512, 768, dtype=half)
     return [
-        norm_case(256, 1024), norm_case(256, 8192), norm_case(128, 64), norm_case(64, 768, half),
-        softmax_case(512, 32768, brain), softmax_case(256, 131072, brain),
+        norm_case(256, 1024),
+        norm_case(256, 8192),
+        norm_case(128, 64),
+        norm_case(64, 768, half),
+        softmax_case(512, 32768, brain),
+        softmax_case(256, 131072, brain),
         softmax_case(4, 65536, brain),
         graph_of("gelu", lambda g, x, b: g.gelu(g.add(x, b)), x=big, b=torch.empty(768).half()),
-        graph_of("turn", lambda g, x, y: g.add(g.permute(x, dims=(1, 0)), y),
-                 x=big, y=torch.empty(768, 512, dtype=half)),
+        graph_of(
+            "turn",
+            lambda g, x, y: g.add(g.permute(x, dims=(1, 0)), y),
+            x=big,
+            y=torch.empty(768, 512, dtype=half),
+        ),
         graph_of("down", lambda g, x: g.sum(x, axes=(0,), keepdim=False), x=big),
         groups_case(),
-    ]  # fmt: skip
+    ]
 
 
 def groups_case() -> Case:
     """Rows of 8 channels of 12544 pixels."""
     half = torch.float16
-    return graph_of("groups", lambda g, x, w, b: g.silu(g.group_norm(x, w, b, groups=8)),
-                    x=torch.empty(32, 64, 112, 112, dtype=half), w=torch.empty(64, dtype=half),
-                    b=torch.empty(64, dtype=half))  # fmt: skip
+    return graph_of(
+        "groups",
+        lambda g, x, w, b: g.silu(g.group_norm(x, w, b, groups=8)),
+        x=torch.empty(32, 64, 112, 112, dtype=half),
+        w=torch.empty(64, dtype=half),
+        b=torch.empty(64, dtype=half),
+    )
 
 
 def test_a_weight_is_read_once_for_all_pixels_of_its_channel():
@@ -193,8 +215,9 @@ def test_a_gradient_is_stored_in_the_pass_that_sums_it():
     case = graph_of(
         "bias",
         lambda g, x, y: ((d := x * y), g.sum(d, axes=(0,))),
-        x=torch.randn(70, 33), y=torch.randn(70, 33),
-    )  # fmt: skip
+        x=torch.randn(70, 33),
+        y=torch.randn(70, 33),
+    )
     assert passes_needed(case.program) == 1
     rendered = render(case.program, Knobs("split", 8, 4, 32, splits=4))
     first, second = rendered.source.split("def kernel1")
@@ -208,8 +231,10 @@ def test_refuses_what_it_cannot_run():
     assert "GPU" in engine.refuse(region, target("cpu"), Policy()).reason
     deciding = subprocess.run(
         [sys.executable, "-c", "import sys, deuteron.engines; assert 'triton' not in sys.modules"],
-        cwd=REPO, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
     assert deciding.returncode == 0, deciding.stderr
 
 

@@ -95,8 +95,14 @@ def test_compiles_without_spills(arch, dtype, slots, shared):
     from tests.test_triton_gen import spilled
 
     kinds = [(dtype, True), (torch.int64, True), ("i32", True)]
-    constants = {"BINS": slots - 1, "LOW": -2.0, "HIGH": 2.0, "SLOTS": slots, "BLOCK": BLOCK,
-                 "SHARED": shared}  # fmt: skip
+    constants = {
+        "BINS": slots - 1,
+        "LOW": -2.0,
+        "HIGH": 2.0,
+        "SLOTS": slots,
+        "BLOCK": BLOCK,
+        "SHARED": shared,
+    }
     for warps in (4, 8):
         kernel = histogram.compile(
             kinds, constants, warps=warps, target=GPUTarget("cuda", arch, 32)
@@ -109,8 +115,10 @@ def test_offers_counts_and_refuses_the_rest():
     assert engine.refuse(region_of(x), H200, Policy()) is None
     assert engine.refuse(region_of(x.t()), H200, Policy()) is None
     for other, bins, reason in (
-        (x[:, ::2], 16, "apart"), (x, 1024, "too many"), (x[:0], 16, "nothing"),
-    ):  # fmt: skip
+        (x[:, ::2], 16, "apart"),
+        (x, 1024, "too many"),
+        (x[:0], 16, "nothing"),
+    ):
         assert reason in engine.refuse(region_of(other, bins), H200, Policy()).reason
     g = dt.Graph("weighted")
     both = (g.tensor(name, (64,), torch.float32) for name in ("x", "w"))

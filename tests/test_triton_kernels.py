@@ -170,8 +170,12 @@ def block(norm: str, shape=(5, 8), kind="f32", residual=False, **attrs) -> dt.Gr
     return g.grad("y", wrt=["x", *"wb"[: len(params)]])
 
 
-NORMS = [("layer_norm", (5, 8), {}), ("rms_norm", (5, 8), {}),
-         ("group_norm", (2, 4, 3, 3), {"groups": 2}), ("instance_norm", (2, 4, 3), {})]  # fmt: skip
+NORMS = [
+    ("layer_norm", (5, 8), {}),
+    ("rms_norm", (5, 8), {}),
+    ("group_norm", (2, 4, 3, 3), {"groups": 2}),
+    ("instance_norm", (2, 4, 3), {}),
+]
 
 
 def ops_after(graph: dt.Graph, target) -> list[str]:
@@ -337,10 +341,16 @@ def test_gradients_of_gradients():
 # ---- the engine
 
 
-@pytest.mark.parametrize(("norm", "shape", "attrs"), [
-    ("layer_norm", (16384, 4096), {}), ("rms_norm", (16384, 4096), {}), ("rms_norm", (8, 64), {}),
-    ("layer_norm", (4096, 16384), {}), ("group_norm", (64, 256, 56, 56), {"groups": 32}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("norm", "shape", "attrs"),
+    [
+        ("layer_norm", (16384, 4096), {}),
+        ("rms_norm", (16384, 4096), {}),
+        ("rms_norm", (8, 64), {}),
+        ("layer_norm", (4096, 16384), {}),
+        ("group_norm", (64, 256, 56, 56), {"groups": 32}),
+    ],
+)
 def test_a_heuristic_plan_picks_the_kernel(norm, shape, attrs):
     decision = decide(block(norm, shape, "bf16", **attrs).ir(), H200, Policy())
     chosen = {c.region.ops: c.candidate.engine for c in decision.choices}
@@ -401,15 +411,24 @@ def test_deciding_does_not_import_triton():
 # ---- bad input
 
 
-@pytest.mark.parametrize(("make", "says"), [
-    (lambda g, x, w: g.layer_norm_grad(x, w), "grad of layer_norm_grad is f32[8], x is f32[5, 8]"),
-    (lambda g, x, w: g.layer_norm_grad(x, x, x), "weight of layer_norm_grad"),
-    (lambda g, x, w: g.layer_norm_grad(x, x, w, w), "extra of layer_norm_grad"),
-    (lambda g, x, w: g.rms_norm_grad(x, x, w, bias="same"), "rms_norm has no bias"),
-    (lambda g, x, w: g.layer_norm_grad(x, x, bias="f16"), "attribute bias='f16'"),
-    (lambda g, x, w: g.layer_norm_grad(x, x, w, None, w), "where an activation follows alone"),
-    (lambda g, x, w: g.rms_norm_grad(x, x, w, None, w, activation="relu"), "rms_norm has no bias"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda g, x, w: g.layer_norm_grad(x, w),
+            "grad of layer_norm_grad is f32[8], x is f32[5, 8]",
+        ),
+        (lambda g, x, w: g.layer_norm_grad(x, x, x), "weight of layer_norm_grad"),
+        (lambda g, x, w: g.layer_norm_grad(x, x, w, w), "extra of layer_norm_grad"),
+        (lambda g, x, w: g.rms_norm_grad(x, x, w, bias="same"), "rms_norm has no bias"),
+        (lambda g, x, w: g.layer_norm_grad(x, x, bias="f16"), "attribute bias='f16'"),
+        (lambda g, x, w: g.layer_norm_grad(x, x, w, None, w), "where an activation follows alone"),
+        (
+            lambda g, x, w: g.rms_norm_grad(x, x, w, None, w, activation="relu"),
+            "rms_norm has no bias",
+        ),
+    ],
+)
 def test_wrong_arguments_are_named(make, says):
     g = dt.Graph()
     with pytest.raises(dt.GraphError, match=re.escape(says)):

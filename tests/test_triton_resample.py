@@ -50,25 +50,37 @@ MORE = {
     ),
     "resize_grad": (
         Sample((Arg((1, 2, 20, 5)),), {"shape": (1, 2, 2, 3), "mode": "bilinear"}),
-        Sample((Arg((2, 70, 6, 10), layout="nhwc"),),
-               {"shape": (2, 70, 3, 5), "mode": "bilinear", "scale": 2.0}),
+        Sample(
+            (Arg((2, 70, 6, 10), layout="nhwc"),),
+            {"shape": (2, 70, 3, 5), "mode": "bilinear", "scale": 2.0},
+        ),
         Sample((Arg((1, 2, 3, 40)),), {"shape": (1, 2, 20, 4), "mode": "nearest-exact"}),
     ),
     "avg_pool": (
         Sample((Arg((2, 3, 9, 64)),), {"kernel": (3, 2), "stride": 2, "padding": (1, 0)}),
         Sample((Arg((2, 70, 9, 12), layout="nhwc"),), {"kernel": 3, "stride": 2, "padding": 1}),
-        Sample((Arg((2, 6, 7, 9), layout="nhwc"),),
-               {"kernel": (2, 3), "stride": (3, 1), "padding": 1, "count_include_pad": False}),
+        Sample(
+            (Arg((2, 6, 7, 9), layout="nhwc"),),
+            {"kernel": (2, 3), "stride": (3, 1), "padding": 1, "count_include_pad": False},
+        ),
         Sample((Arg((1, 2, 9, 19), "extreme"),), {"kernel": (5, 3), "stride": 1, "padding": 1}),
         Sample((Arg((1, 3, 30, 24)),), {"kernel": (11, 12), "stride": (3, 4)}),
     ),
     "avg_pool_grad": (
         Sample((Arg((2, 5, 4, 3), layout="nhwc"),), {"shape": (2, 5, 12, 6), "kernel": (3, 2)}),
         Sample((Arg((1, 2, 4, 3)),), {"shape": (1, 2, 12, 6), "kernel": (3, 2)}),
-        Sample((Arg((1, 2, 5, 5)),), {"shape": (1, 2, 13, 13), "kernel": 3, "stride": 3,
-                                      "padding": 1, "count_include_pad": False}),
+        Sample(
+            (Arg((1, 2, 5, 5)),),
+            {
+                "shape": (1, 2, 13, 13),
+                "kernel": 3,
+                "stride": 3,
+                "padding": 1,
+                "count_include_pad": False,
+            },
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def samples() -> Iterator[tuple[str, Sample]]:
@@ -265,8 +277,11 @@ def test_refuses_with_a_reason():
 @pytest.mark.parametrize("op", ["resize", "avg_pool", "adaptive_avg_pool"])
 def test_is_chosen_by_estimate_forward_and_backward(op):
     pytest.importorskip("triton")
-    how = {"resize": {"scale": 2, "mode": "bilinear"}, "avg_pool": {"kernel": 2},
-           "adaptive_avg_pool": {"size": 28}}[op]  # fmt: skip
+    how = {
+        "resize": {"scale": 2, "mode": "bilinear"},
+        "avg_pool": {"kernel": 2},
+        "adaptive_avg_pool": {"size": 28},
+    }[op]
     g = dt.Graph(op)
     y = getattr(g, op)(g.tensor("x", (8, 64, 56, 56), torch.bfloat16), **how)
     y.output("y")

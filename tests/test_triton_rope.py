@@ -35,16 +35,29 @@ def kinds(dtype, *, k=True, table=True, positions=False):
     pace = (torch.float64, True) if dtype == torch.float64 else i64
     pointers += [f32, f32, None] if table else [None, None, pace]
     odd, even = ("i32", False), ("i32", True)
-    return [*pointers, i64 if positions else None, even, even, *[odd] * 5, even, even, odd,
-            *[even] * 12]  # fmt: skip
+    return [
+        *pointers,
+        i64 if positions else None,
+        even,
+        even,
+        *[odd] * 5,
+        even,
+        even,
+        odd,
+        *[even] * 12,
+    ]
 
 
 def constants(cut, dims, tail=0, interleaved=False):
     return {
-        "TOKENS": cut[0], "HEADS": cut[1], "HALF": dims // 2,
-        "PAIRS": 1 << (dims // 2 - 1).bit_length(), "TAIL": tail, "INTERLEAVED": interleaved,
+        "TOKENS": cut[0],
+        "HEADS": cut[1],
+        "HALF": dims // 2,
+        "PAIRS": 1 << (dims // 2 - 1).bit_length(),
+        "TAIL": tail,
+        "INTERLEAVED": interleaved,
         "INVERSE": False,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -40,8 +40,10 @@ def given(case, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=gen)
     w = torch.randn(window if shared else (shape[1], *window), generator=gen)
-    space = ((n + 2 * p - k) // s + 1 for n, k, s, p in
-             zip(shape[2:], window, stride, padding, strict=True))  # fmt: skip
+    space = (
+        (n + 2 * p - k) // s + 1
+        for n, k, s, p in zip(shape[2:], window, stride, padding, strict=True)
+    )
     g = torch.randn((*shape[:2], *space), generator=gen)
     return {"g": g.to(dtype), "x": x.to(dtype), "w": w.to(dtype)}
 
@@ -173,8 +175,9 @@ def test_both_orders_train(order):
     gen = torch.Generator().manual_seed(5)
     x = torch.randn(3, 32, 24, 18, generator=gen).contiguous(memory_format=order)
     w = torch.rand(32, 3, 3, generator=gen)
-    ours, wanted = ([t.detach().to(k).requires_grad_() for t in (x, w)]
-                    for k in (torch.float32, torch.float64))  # fmt: skip
+    ours, wanted = (
+        [t.detach().to(k).requires_grad_() for t in (x, w)] for k in (torch.float32, torch.float64)
+    )
     with dt.functional.delegation(False):
         y = dt.functional.weighted_pool2d(*ours, stride=2, padding=1)
     z = torch.conv2d(wanted[0], wanted[1][:, None], None, 2, 1, 1, 32)

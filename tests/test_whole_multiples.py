@@ -15,8 +15,27 @@ from deuteron.ir import Region
 from deuteron.policy import Policy
 from tests.tolerances import allowed, error
 
-ODD = (0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 0.3, -0.3, 5.0, 7.25, -7.25, 6.0, 3.0, 0.1, 0.7, 123.75,
-       math.inf, -math.inf, math.nan)  # fmt: skip
+ODD = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    2.5,
+    -2.5,
+    0.3,
+    -0.3,
+    5.0,
+    7.25,
+    -7.25,
+    6.0,
+    3.0,
+    0.1,
+    0.7,
+    123.75,
+    math.inf,
+    -math.inf,
+    math.nan,
+)
 CALLS = {"remainder": torch.remainder, "floor_div": torch.floor_divide, "atan2": torch.atan2}
 
 

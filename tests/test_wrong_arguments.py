@@ -24,14 +24,19 @@ WRONG = {
     "a weight of another length": (lambda: f.layer_norm(X, (8,), torch.ones(7)), r"\[7\]"),
     "integers": (lambda: f.layer_norm(X.long(), (8,)), "int64|Long"),
     "a weight of another type": (
-        lambda: f.layer_norm(X.half(), (8,), torch.ones(8, dtype=torch.float64)), "float64|mixed"),
+        lambda: f.layer_norm(X.half(), (8,), torch.ones(8, dtype=torch.float64)),
+        "float64|mixed",
+    ),
     "groups that do not divide": (lambda: f.group_norm(IMAGE, 2), "3 channels"),
     "no statistics": (lambda: f.batch_norm(IMAGE, None, None), "running_mean"),
     "statistics that train": (
-        lambda: f.batch_norm(NHWC, TABLE[:, 0], TRAINED, training=True), "have no gradient",
+        lambda: f.batch_norm(NHWC, TABLE[:, 0], TRAINED, training=True),
+        "have no gradient",
     ),
     "an activation that is none": (
-        lambda: f.layer_norm(X, (8,), activation="rulu"), "no activation 'rulu'"),
+        lambda: f.layer_norm(X, (8,), activation="rulu"),
+        "no activation 'rulu'",
+    ),
     "an axis out of range": (lambda: f.softmax(X, 5), "out of range|range of"),
     "softmax of integers": (lambda: f.softmax(X.long(), 1), "int64|Long"),
     "an axis of a sum": (lambda: f.sum(X, dim=7), "out of range"),
@@ -43,14 +48,21 @@ WRONG = {
     "a class below 0": (lambda: f.cross_entropy(X, torch.tensor([0, 1, 2, -5])), "class -5"),
     "labels of another length": (lambda: f.cross_entropy(X, CLASSES[:3]), r"int64\[3\]"),
     "smoothing above 1": (
-        lambda: f.cross_entropy(X, CLASSES, label_smoothing=1.5), "label_smoothing=1.5"),
+        lambda: f.cross_entropy(X, CLASSES, label_smoothing=1.5),
+        "label_smoothing=1.5",
+    ),
     "a class of a product": (
         lambda: f.linear_cross_entropy(X, torch.ones(5, 8), torch.tensor([0, 1, 2, 9])),
-        "class 9 is not one of 5"),
+        "class 9 is not one of 5",
+    ),
     "a product that does not fit": (
-        lambda: f.linear_cross_entropy(X, torch.ones(5, 7), CLASSES), "cannot multiply"),
+        lambda: f.linear_cross_entropy(X, torch.ones(5, 7), CLASSES),
+        "cannot multiply",
+    ),
     "a row that is not there": (
-        lambda: f.embedding(torch.tensor([0, 9]), torch.ones(5, 4)), "out of range"),
+        lambda: f.embedding(torch.tensor([0, 9]), torch.ones(5, 4)),
+        "out of range",
+    ),
     "a row below 0": (lambda: f.embedding(torch.tensor([-1]), torch.ones(5, 4)), "out of range"),
     "rows as floats": (lambda: f.embedding(torch.rand(3), torch.ones(5, 4)), "float32|Float"),
     "a probability above 1": (lambda: f.dropout(X, 1.5), "1.5"),
@@ -72,7 +84,8 @@ WRONG = {
     "positions as floats": (lambda: f.rope(HEADS, positions=torch.rand(1, 2)), "float32"),
     "a position beyond the tables": (
         lambda: f.rope(HEADS, cos=TABLE, sin=TABLE, positions=torch.tensor([[0, 7]])),
-        "out of range"),
+        "out of range",
+    ),
     "a condition of floats": (lambda: f.where(X, X, X), "not bool|boolean"),
     "half of an odd number": (lambda: f.swiglu(torch.ones(4, 7)), "halved"),
     "Dropout": (lambda: nn.Dropout(2.0), "between 0 and 1"),
@@ -81,8 +94,10 @@ WRONG = {
     "GroupNorm": (lambda: nn.GroupNorm(3, 8), "divisible"),
     "BatchNorm2d of a matrix": (lambda: nn.BatchNorm2d(3)(X), "4D"),
     "BatchNorm2d of one value": (
-        lambda: nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1)), "one value|more than 1 value"),
-}  # fmt: skip
+        lambda: nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1)),
+        "one value|more than 1 value",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -238,8 +238,7 @@ def test_unet_keeps_the_input_size(bilinear, size):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("resnet18", {}), ("mobilenet_v3_large", {}), ("unet", {"width": 4})],
+    ("name", "sizes"), [("resnet18", {}), ("mobilenet_v3_large", {}), ("unet", {"width": 4})]
 )
 def test_channels_last_gives_the_same_result(name, sizes):
     net = zoo.build(name, **sizes)

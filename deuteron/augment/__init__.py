@@ -30,7 +30,21 @@ from deuteron.augment.places import (
 from deuteron.augment.steps import Normalize, ToDtype, ToLayout
 
 __all__ = [
-    "Brightness", "ColorJitter", "Contrast", "Grayscale", "HSVShift", "HorizontalFlip", "Hue",
-    "Normalize", "Perspective", "Pipeline", "RandomAffine", "RandomResizedCrop", "Rotate",
-    "Saturation", "ToDtype", "ToLayout", "VerticalFlip",
-]  # fmt: skip
+    "Brightness",
+    "ColorJitter",
+    "Contrast",
+    "Grayscale",
+    "HSVShift",
+    "HorizontalFlip",
+    "Hue",
+    "Normalize",
+    "Perspective",
+    "Pipeline",
+    "RandomAffine",
+    "RandomResizedCrop",
+    "Rotate",
+    "Saturation",
+    "ToDtype",
+    "ToLayout",
+    "VerticalFlip",
+]

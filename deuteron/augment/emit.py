@@ -40,9 +40,12 @@ def emit(g: Ops, recipe: Recipe, x: Sym, table: Sym) -> Sym:
     if recipe.geometric:
         places = _places(g, recipe, x.shape, table)
         values = g.grid_sample(
-            values, places, mode=recipe.interpolation, padding_mode=recipe.padding,
+            values,
+            places,
+            mode=recipe.interpolation,
+            padding_mode=recipe.padding,
             align_corners=False,
-        )  # fmt: skip
+        )
     if given == torch.uint8:
         values = values * (1 / 255)
     return finish(g, recipe, values, table, recipe.result_dtype(given), nhwc)

@@ -121,9 +121,7 @@ class RandomAffine(Geometric):
 
             1/scale · [1 + t·d, t; d, 1] · [cos, sin; −sin, cos] · [1, 0, −x; 0, 1, −y]
         """
-        angle, across, down = (
-            torch.deg2rad(drawn[k]) for k in ("angle", "shear_x", "shear_y")
-        )  # fmt: skip
+        angle, across, down = (torch.deg2rad(drawn[k]) for k in ("angle", "shear_x", "shear_y"))
         shrink = 1 / drawn["scale"]
         sin, cos = angle.sin() * shrink, angle.cos() * shrink
         t, d = across.tan(), down.tan()
@@ -238,10 +236,12 @@ class RandomResizedCrop(Geometric):
         first = fits.to(torch.int64).argmax(-1, keepdim=True)
         whole = width / height
         middle = (
-            (height, max(1.0, round(height * self.ratio[1]))) if whole > self.ratio[1]
-            else (max(1.0, round(width / self.ratio[0])), width) if whole < self.ratio[0]
+            (height, max(1.0, round(height * self.ratio[1])))
+            if whole > self.ratio[1]
+            else (max(1.0, round(width / self.ratio[0])), width)
+            if whole < self.ratio[0]
             else (height, width)
-        )  # fmt: skip
+        )
         found = fits.any(-1)
         h = torch.where(found, h.gather(-1, first)[..., 0], float(middle[0]))
         w = torch.where(found, w.gather(-1, first)[..., 0], float(middle[1]))

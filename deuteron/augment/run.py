@@ -108,9 +108,13 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 def _by_autograd(
-    grad: torch.Tensor, x: torch.Tensor, table: torch.Tensor, recipe: str,
-    wanted: tuple[bool, bool], again: bool,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    table: torch.Tensor,
+    recipe: str,
+    wanted: tuple[bool, bool],
+    again: bool,
+) -> tuple[torch.Tensor | None, ...]:
     """The gradients for x and table by torch's operators, differentiable if ``again``."""
     with torch.enable_grad():
         y = by_references(x, table, recipe)
@@ -166,8 +170,9 @@ def backward_kernel(
     if made.colours:
         sampled = torch.empty(grad.shape, dtype=table.dtype, device=x.device)
         launch(x, table, sampled, None, (), *how)
-        plan = _finish_plan(recipe, TensorType.from_tensor(sampled), TensorType.from_tensor(grad),
-                            x.device)  # fmt: skip
+        plan = _finish_plan(
+            recipe, TensorType.from_tensor(sampled), TensorType.from_tensor(grad), x.device
+        )
         grad = plan.run(sampled=sampled, table=table, grad_y=grad)["grad_sampled"]
         scale = None
     dx = torch.empty_like(x, memory_format=_format(_is_nhwc(x)))

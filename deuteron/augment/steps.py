@@ -73,8 +73,21 @@ class ToLayout(Step):
 STEPS: dict[str, type[Step]] = {
     kind.__name__: kind
     for kind in (
-        RandomAffine, Rotate, Perspective, RandomResizedCrop, HorizontalFlip, VerticalFlip,
-        Brightness, Contrast, Saturation, Hue, HSVShift, Grayscale, ColorJitter,
-        Normalize, ToDtype, ToLayout,
+        RandomAffine,
+        Rotate,
+        Perspective,
+        RandomResizedCrop,
+        HorizontalFlip,
+        VerticalFlip,
+        Brightness,
+        Contrast,
+        Saturation,
+        Hue,
+        HSVShift,
+        Grayscale,
+        ColorJitter,
+        Normalize,
+        ToDtype,
+        ToLayout,
     )
-}  # fmt: skip
+}

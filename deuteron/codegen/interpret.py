@@ -29,20 +29,48 @@ from deuteron.ops.elementwise import ndtr
 from deuteron.ops.random import BITS, words
 
 OPS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "neg": operator.neg, "abs": torch.abs, "maximum": torch.maximum, "minimum": torch.minimum,
-    "sqrt": torch.sqrt, "exp": torch.exp, "exp2": torch.exp2, "log": torch.log,
-    "erf": torch.erf, "tanh": torch.tanh,
-    "sin": torch.sin, "cos": torch.cos, "floor": torch.floor, "ceil": torch.ceil,
-    "round": torch.round, "trunc": torch.trunc, "pow": torch.pow, "select": torch.where,
-    "fmod": torch.fmod, "atan2": torch.atan2,
-    "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
-    "ge": torch.ge, "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
-    "to_bool": lambda x: x != 0, "to_int": lambda x: x.to(torch.int64), "expm1": torch.expm1,
-    "log1p": torch.log1p, "ndtr": lambda x: ndtr(x.double()).to(x.dtype),
-    "quotient": lambda x, y: torch.div(x, y, rounding_mode="trunc"), "power": torch.pow,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "abs": torch.abs,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "sqrt": torch.sqrt,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "log": torch.log,
+    "erf": torch.erf,
+    "tanh": torch.tanh,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round": torch.round,
+    "trunc": torch.trunc,
+    "pow": torch.pow,
+    "select": torch.where,
+    "fmod": torch.fmod,
+    "atan2": torch.atan2,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+    "not": torch.logical_not,
+    "to_bool": lambda x: x != 0,
+    "to_int": lambda x: x.to(torch.int64),
+    "expm1": torch.expm1,
+    "log1p": torch.log1p,
+    "ndtr": lambda x: ndtr(x.double()).to(x.dtype),
+    "quotient": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "power": torch.pow,
     "random": lambda seed, place: words(seed, place) >> (32 - BITS),
-}  # fmt: skip
+}
 
 REDUCE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": lambda x, d: x.sum(d, keepdim=True),
@@ -54,9 +82,7 @@ REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def interpret(
-    program: ScalarProgram,
-    inputs: Mapping[str, torch.Tensor],
-    outputs: Mapping[str, torch.Tensor],
+    program: ScalarProgram, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
 ) -> None:
     """Fill ``outputs`` (tensors of the right type and strides)."""
     kind = torch.float64 if program.wide else torch.float32
@@ -86,8 +112,9 @@ def interpret(
 
     def value(a: Arg) -> torch.Tensor:
         if isinstance(a, Const):
-            return torch.tensor(a.value, dtype={"float": kind, "int": torch.int64,
-                                                "bool": torch.bool}[a.kind])  # fmt: skip
+            return torch.tensor(
+                a.value, dtype={"float": kind, "int": torch.int64, "bool": torch.bool}[a.kind]
+            )
         return env[a]
 
     for s in program.statements:
@@ -100,9 +127,12 @@ def interpret(
             got = flat[torch.where(ok, at, 0)]
             got = torch.where(ok, got, torch.zeros((), dtype=got.dtype))
             env[s.name] = (
-                got.to(kind) if s.dtype.is_float
-                else got if s.dtype.kind == "bool" else got.to(torch.int64)
-            )  # fmt: skip
+                got.to(kind)
+                if s.dtype.is_float
+                else got
+                if s.dtype.kind == "bool"
+                else got.to(torch.int64)
+            )
         elif isinstance(s, Inside):
             env[s.name] = inside(s.guards)
         elif isinstance(s, Position):

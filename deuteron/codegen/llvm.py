@@ -311,8 +311,14 @@ def _generators() -> bytes:
 
 
 def _key(name: str) -> str:
-    parts = (name, binding.get_host_cpu_name(), _features(), llvmlite.__version__,
-             str(binding.llvm_version_info), binding.get_default_triple())  # fmt: skip
+    parts = (
+        name,
+        binding.get_host_cpu_name(),
+        _features(),
+        llvmlite.__version__,
+        str(binding.llvm_version_info),
+        binding.get_default_triple(),
+    )
     return hashlib.sha256("\n".join(parts).encode() + _generators()).hexdigest()
 
 
@@ -335,9 +341,14 @@ def compile_module(module: Any) -> bytes:
 
 
 PASSES = (
-    "sroa", "simplify_cfg", "loop_rotate", "instruction_combine", "new_gvn",
-    "dead_code_elimination", "simplify_cfg",
-)  # fmt: skip
+    "sroa",
+    "simplify_cfg",
+    "loop_rotate",
+    "instruction_combine",
+    "new_gvn",
+    "dead_code_elimination",
+    "simplify_cfg",
+)
 
 
 @lru_cache

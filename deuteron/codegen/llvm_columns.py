@@ -74,9 +74,11 @@ class ColumnRenderer(Renderer):
         return [
             name
             for name, s in self.made.items()
-            if name in read and isinstance(s, Compute) and self.p.level[name] == "row"
+            if name in read
+            and isinstance(s, Compute)
+            and self.p.level[name] == "row"
             and s.kind == "float"
-        ]  # fmt: skip
+        ]
 
     # ---- the loops
 

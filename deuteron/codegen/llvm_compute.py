@@ -18,8 +18,14 @@ from deuteron.codegen.llvm_types import I1, Registers
 from deuteron.codegen.scalar import Compute
 from deuteron.ir.dtype import dtype
 
-COMPARE = {"eq": ("==", "=="), "ne": ("!=", "!="), "lt": ("<", "<"), "le": ("<=", "<="),
-           "gt": (">", ">"), "ge": (">=", ">=")}  # fmt: skip
+COMPARE = {
+    "eq": ("==", "=="),
+    "ne": ("!=", "!="),
+    "lt": ("<", "<"),
+    "le": ("<=", "<="),
+    "gt": (">", ">"),
+    "ge": (">=", ">="),
+}
 
 
 def _expm1(c: Code, x: Value) -> Value:
@@ -86,13 +92,14 @@ INTEGER: dict[str, Callable[..., Value]] = {
     "sub": lambda c, x, y: c.b.sub(x, y),
     "mul": lambda c, x, y: c.b.mul(x, y),
     "neg": lambda c, x: c.b.neg(x),
-    "abs": lambda c, x: c.b.select(c.b.icmp_signed("<", x, ir.Constant(x.type, None)),
-                                   c.b.neg(x), x),
+    "abs": lambda c, x: c.b.select(
+        c.b.icmp_signed("<", x, ir.Constant(x.type, None)), c.b.neg(x), x
+    ),
     "maximum": lambda c, x, y: c.b.select(c.b.icmp_signed(">", x, y), x, y),
     "minimum": lambda c, x, y: c.b.select(c.b.icmp_signed("<", x, y), x, y),
     "quotient": lambda c, x, y: c.b.sdiv(x, y),
     "power": llvm_math.power,
-}  # fmt: skip
+}
 
 
 class Arithmetic(Registers):

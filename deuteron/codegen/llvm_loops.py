@@ -129,9 +129,14 @@ class Loops(Arithmetic):
         return inner * prod(a.size for a in axes)
 
     def _along(
-        self, place: Place, axes: list[Var], begin: Value, end: Value, whole: bool,
+        self,
+        place: Place,
+        axes: list[Var],
+        begin: Value,
+        end: Value,
+        whole: bool,
         pause: Callable[[], None] | None,
-    ) -> Iterator[Place]:  # fmt: skip
+    ) -> Iterator[Place]:
         """The outermost of the axes from ``begin`` to ``end``, with all the others inside."""
         if axes:
             with self.c.loop(begin, end) as i:

@@ -10,16 +10,7 @@ from typing import Any
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import (
-    Arg,
-    Compute,
-    Inside,
-    Load,
-    Reduce,
-    ScalarProgram,
-    Store,
-    reads,
-)
+from deuteron.codegen.scalar import Arg, Compute, Inside, Load, Reduce, ScalarProgram, Store, reads
 
 HEAVY = frozenset(
     {
@@ -144,8 +135,9 @@ def _kept(program: ScalarProgram) -> tuple[str, ...]:
     """Element values that more than one pass reads and that are dear to compute again."""
     made = {s.name: s for s in program.statements if not isinstance(s, Store)}
     passes = [[s.source] for s in program.reductions if not s.seldom]
-    passes.append([s.source for s in program.statements
-                   if isinstance(s, Store) and isinstance(s.source, str)])  # fmt: skip
+    passes.append(
+        [s.source for s in program.statements if isinstance(s, Store) and isinstance(s.source, str)]
+    )
     kept: list[str] = []
     for name, level in program.level.items():
         s = made[name]
@@ -156,9 +148,10 @@ def _kept(program: ScalarProgram) -> tuple[str, ...]:
             kept.append(name)
     # a value that only feeds another kept value need not be kept itself
     useful = [
-        k for k in kept
+        k
+        for k in kept
         if any(needs(made, roots, k, set(kept) - {k}, program) for roots in passes[1:])
-    ]  # fmt: skip
+    ]
     return tuple(dict.fromkeys(_gate(made, passes, k, program) for k in useful))
 
 

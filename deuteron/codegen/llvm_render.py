@@ -208,9 +208,11 @@ class Renderer(Loops):
         c, b = self.c, self.c.b
         if s.kind == "float":
             table: dict[str, tuple[float, Callable[[Value, Value], Value]]] = {
-                "sum": (0.0, b.fadd), "prod": (1.0, b.fmul),
-                "max": (float("-inf"), c.fmax), "min": (float("inf"), c.fmin),
-            }  # fmt: skip
+                "sum": (0.0, b.fadd),
+                "prod": (1.0, b.fmul),
+                "max": (float("-inf"), c.fmax),
+                "min": (float("inf"), c.fmin),
+            }
             number, combine = table[s.op]
             return ir.Constant(kind, number), combine
 
@@ -218,9 +220,13 @@ class Renderer(Loops):
             return lambda x, y: b.select(b.icmp_signed(op, x, y), x, y)
 
         whole: dict[str, tuple[int, Callable[[Value, Value], Value]]] = {
-            "sum": (0, b.add), "prod": (1, b.mul), "max": (-(2**63), pick(">")),
-            "min": (2**63 - 1, pick("<")), "any": (0, b.or_), "all": (1, b.and_),
-        }  # fmt: skip
+            "sum": (0, b.add),
+            "prod": (1, b.mul),
+            "max": (-(2**63), pick(">")),
+            "min": (2**63 - 1, pick("<")),
+            "any": (0, b.or_),
+            "all": (1, b.and_),
+        }
         first, merge = whole[s.op]
         return ir.Constant(kind, first), merge
 

@@ -11,8 +11,18 @@ from deuteron.codegen.llvm import F32, F64, I8, I32, I64, Code, Value, vec
 from deuteron.ir.dtype import DType
 
 I1, I16, HALF = ir.IntType(1), ir.IntType(16), ir.HalfType()
-STORED = {"f64": F64, "f32": F32, "f16": HALF, "bf16": I16, "i64": I64, "i32": I32, "i16": I16,
-          "i8": I8, "u8": I8, "bool": I8}  # fmt: skip
+STORED = {
+    "f64": F64,
+    "f32": F32,
+    "f16": HALF,
+    "bf16": I16,
+    "i64": I64,
+    "i32": I32,
+    "i16": I16,
+    "i8": I8,
+    "u8": I8,
+    "bool": I8,
+}
 
 
 class Registers:
@@ -38,8 +48,11 @@ class Registers:
             raw = b.bitcast(up, vec(lanes, F32))
         if dt.is_float:
             here = raw.type.element if lanes > 1 else raw.type
-            return raw if here == self.float else (
-                b.fptrunc if here == F64 else b.fpext)(raw, vec(lanes, self.float))  # fmt: skip
+            return (
+                raw
+                if here == self.float
+                else (b.fptrunc if here == F64 else b.fpext)(raw, vec(lanes, self.float))
+            )
         if dt.kind == "bool":
             return b.icmp_unsigned("!=", raw, self.splat(ir.Constant(I8, 0), lanes))
         if dt.short == "i64":

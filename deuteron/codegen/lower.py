@@ -158,10 +158,14 @@ class Lowering:
         used = {s.tensor for s in self.statements if isinstance(s, Load)}
         return merge_axes(
             ScalarProgram(
-                self.outer, self.inner, (*self.statements, *stores),
-                tuple(sorted(used, key=order.__getitem__)), self.region.outputs, self.wide,
+                self.outer,
+                self.inner,
+                (*self.statements, *stores),
+                tuple(sorted(used, key=order.__getitem__)),
+                self.region.outputs,
+                self.wide,
             )
-        )  # fmt: skip
+        )
 
     def _output_index(self, t: TensorType) -> Index:
         """The index of an output in terms of the loops."""
@@ -270,8 +274,10 @@ class Lowering:
             raise CannotLower(f"{op} on {out.short} has no scalar form", "cast to a float first")
         attrs = dict(node.attrs)
         if kind == "int" and op == "clamp":  # bounds are numbers of that type
-            attrs = {k: v if v is None else _converted_number(Const(v, "float"), out)
-                     for k, v in attrs.items()}  # fmt: skip
+            attrs = {
+                k: v if v is None else _converted_number(Const(v, "float"), out)
+                for k, v in attrs.items()
+            }
         if kind == "int" and op in UNCHANGED:
             result: Any = args[0]
         elif op in RECIPES:

@@ -10,15 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deuteron.codegen.index import Affine, Var, flatten
-from deuteron.codegen.scalar import (
-    Load,
-    Reduce,
-    ScalarProgram,
-    Statement,
-    Store,
-    reads,
-    substitute,
-)
+from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads, substitute
 from deuteron.ir.dtype import dtype
 
 FEW_ROWS = 8  # from here on threads find enough to do

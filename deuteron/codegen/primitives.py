@@ -15,20 +15,79 @@ from deuteron.codegen.scalar import CannotLower, Const
 
 PRIMITIVES = frozenset(
     {
-        "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "sqrt", "exp", "exp2",
-        "log", "erf", "tanh", "sin", "cos", "floor", "ceil", "round", "trunc", "pow", "select",
-        "fmod", "atan2", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "to_float",
-        "to_int", "to_bool", "expm1", "log1p", "ndtr", "rounded", "wrapped", "random", "quotient",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "abs",
+        "maximum",
+        "minimum",
+        "sqrt",
+        "exp",
+        "exp2",
+        "log",
+        "erf",
+        "tanh",
+        "sin",
+        "cos",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "pow",
+        "select",
+        "fmod",
+        "atan2",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "not",
+        "to_float",
+        "to_int",
+        "to_bool",
+        "expm1",
+        "log1p",
+        "ndtr",
+        "rounded",
+        "wrapped",
+        "random",
+        "quotient",
         "power",
     }
-)  # fmt: skip
+)
 COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 # each operand is asked by itself whether it is zero or odd: they need no common type
 LOGIC = frozenset({"logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf"})
 # what integers can do, what of that leaves a narrow type, and what booleans mean by it
-WHOLE = frozenset({"add", "sub", "mul", "neg", "abs", "maximum", "minimum", "where", "square",
-                   "sign", "relu", "clamp", "floor", "ceil", "round", "trunc", "pow", "remainder",
-                   "floor_div"})  # fmt: skip
+WHOLE = frozenset(
+    {
+        "add",
+        "sub",
+        "mul",
+        "neg",
+        "abs",
+        "maximum",
+        "minimum",
+        "where",
+        "square",
+        "sign",
+        "relu",
+        "clamp",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "pow",
+        "remainder",
+        "floor_div",
+    }
+)
 UNCHANGED = frozenset({"floor", "ceil", "round", "trunc"})  # by which integers are
 OVERFLOWS = frozenset({"add", "sub", "mul", "neg", "abs", "square", "pow", "floor_div"})
 BOOLEAN = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and", "where": "where"}
@@ -148,10 +207,7 @@ def _whole_division(e: E, x: Any, y: Any) -> tuple[Any, Any]:
     quotient = e.quotient(x, y)
     left = e.sub(x, e.mul(quotient, y))
     turned = _turned(e, left, y)
-    return (
-        e.select(turned, e.sub(quotient, 1), quotient),
-        e.select(turned, e.add(left, y), left),
-    )
+    return (e.select(turned, e.sub(quotient, 1), quotient), e.select(turned, e.add(left, y), left))
 
 
 def _turned(e: E, left: Any, y: Any) -> Any:
@@ -225,9 +281,7 @@ RECIPES: Mapping[str, Recipe] = {
     "relu": lambda e, x: e.max(x, 0.0),
     "relu6": lambda e, x: _clamp(e, x, 0.0, 6.0),
     "hardtanh": _clamp,
-    "leaky_relu": lambda e, x, negative_slope: e.select(
-        e.gt(x, 0.0), x, e.mul(x, negative_slope)
-    ),
+    "leaky_relu": lambda e, x, negative_slope: e.select(e.gt(x, 0.0), x, e.mul(x, negative_slope)),
     "sigmoid": _sigmoid,
     "log_sigmoid": lambda e, x: e.neg(_softplus(e, e.neg(x))),
     "silu": lambda e, x: e.mul(x, _sigmoid(e, x)),
@@ -242,10 +296,11 @@ RECIPES: Mapping[str, Recipe] = {
     "tanhshrink": _tanhshrink,
     "softshrink": lambda e, x, lambd: _shrink(e, x, lambd, soft=True),
     "hardshrink": lambda e, x, lambd: _shrink(e, x, lambd, soft=False),
-    "threshold": lambda e, x, threshold, value: e.select(e.gt(x, threshold), x, e.select(
-        e.ne(x, x), x, value)),
+    "threshold": lambda e, x, threshold, value: e.select(
+        e.gt(x, threshold), x, e.select(e.ne(x, x), x, value)
+    ),
     "softplus": lambda e, x, beta, threshold: e.select(
         e.gt(e.mul(x, beta), threshold), x, e.div(_softplus(e, e.mul(x, beta)), beta)
     ),
-}  # fmt: skip
+}
 """Operator → its formula. Primitives under the same name need no entry."""

@@ -86,8 +86,15 @@ def _classes(low: Lowering, node: Node) -> Form:
 FAR = 16.0  # deviations from 0 at which the roundings of a mean are looked at
 NEXT_TO_NONE = 2.0**-18  # the part of a mean's roundings that adding them up may be off by
 
-SUMS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod", "any": "any",
-        "all": "all"}  # fmt: skip
+SUMS = {
+    "sum": "sum",
+    "mean": "sum",
+    "max": "max",
+    "min": "min",
+    "prod": "prod",
+    "any": "any",
+    "all": "all",
+}
 
 
 def _plain(low: Lowering, node: Node, value: str) -> Arg:

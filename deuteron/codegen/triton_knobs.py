@@ -19,8 +19,13 @@ TILE = ((64, 64, 8), (32, 64, 4), (32, 32, 4), (64, 32, 4), (32, 128, 8))  # row
 PER_THREAD = (16, 8, 32, 4)  # elements of a row that a thread holds
 FEWER_WARPS = (32, 16, 8)  # the same for long rows, where waiting for other warps costs more
 LOOP = (  # block, warps, unroll: 32 warps leave 64 registers a thread, so fewer copies
-    (2048, 8, 8), (8192, 32, 4), (4096, 16, 4), (2048, 8, 4), (1024, 4, 4), (1024, 4, 1),
-)  # fmt: skip
+    (2048, 8, 8),
+    (8192, 32, 4),
+    (4096, 16, 4),
+    (2048, 8, 4),
+    (1024, 4, 4),
+    (1024, 4, 1),
+)
 # Rows of which L2 holds few: a program that has one to itself, and copies as many as registers hold
 LONG_LOOP = {
     65536: ((2048, 8, 16), (8192, 32, 8), (4096, 16, 8), (2048, 8, 8)),
@@ -122,8 +127,9 @@ def _streams(program: ScalarProgram) -> int:
     """Tensors that are read along the row and differ from row to row."""
     outer, inner = set(program.outer), set(program.inner)
     loads = [s for s in program.statements if isinstance(s, Load)]
-    return len({s.tensor for s in loads if (axes := program.axes_of(s.offset)) & outer
-                and axes & inner})  # fmt: skip
+    return len(
+        {s.tensor for s in loads if (axes := program.axes_of(s.offset)) & outer and axes & inner}
+    )
 
 
 def crowded(program: ScalarProgram) -> bool:

@@ -130,8 +130,20 @@ def bound(kernel: Any) -> Callable[..., None]:
 
     def call(x: int, y: int, z: int, stream: int, *args: Any) -> None:
         bare(
-            x, y, z, stream, function, together, early, None, None,
-            metadata, None, None, None, *args,
-        )  # fmt: skip
+            x,
+            y,
+            z,
+            stream,
+            function,
+            together,
+            early,
+            None,
+            None,
+            metadata,
+            None,
+            None,
+            None,
+            *args,
+        )
 
     return call

@@ -20,13 +20,27 @@ from deuteron.codegen.scalar import Compute, Const
 from deuteron.ops import random
 
 POINTERS = {
-    "f64": "*fp64", "f32": "*fp32", "f16": "*fp16", "bf16": "*bf16", "i64": "*i64",
-    "i32": "*i32", "i16": "*i16", "i8": "*i8", "u8": "*u8", "bool": "*i1",
-}  # fmt: skip
+    "f64": "*fp64",
+    "f32": "*fp32",
+    "f16": "*fp16",
+    "bf16": "*bf16",
+    "i64": "*i64",
+    "i32": "*i32",
+    "i16": "*i16",
+    "i8": "*i8",
+    "u8": "*u8",
+    "bool": "*i1",
+}
 NAMES = {
-    "f64": "tl.float64", "f32": "tl.float32", "f16": "tl.float16", "bf16": "tl.bfloat16",
-    "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8",
-}  # fmt: skip
+    "f64": "tl.float64",
+    "f32": "tl.float32",
+    "f16": "tl.float16",
+    "bf16": "tl.bfloat16",
+    "i32": "tl.int32",
+    "i16": "tl.int16",
+    "i8": "tl.int8",
+    "u8": "tl.uint8",
+}
 ALL_NAN = "propagate_nan=tl.PropagateNan.ALL"
 
 
@@ -57,7 +71,8 @@ return (_mix(_mix(place.to(tl.uint32) ^ c) + b) >> {drop}).to(tl.int64)
 
 HELPERS = {
     "_mix": helper(
-        "_mix", "h",
+        "_mix",
+        "h",
         f"""
 h = h ^ (h >> 16)
 h = h * tl.full((), {random.FIRST}, tl.uint32)
@@ -67,19 +82,23 @@ return h ^ (h >> 16)
 """,
     ),
     "_random": helper(
-        "_random", "seed, place",
+        "_random",
+        "seed, place",
         RANDOM.format(golden=random.GOLDEN, high="b", drop=32 - random.BITS),
     ),
     "_random_far": helper(
-        "_random_far", "seed, place",
-        RANDOM.format(golden=random.GOLDEN, high="b ^ (place >> 32).to(tl.uint32)",
-                      drop=32 - random.BITS),
+        "_random_far",
+        "seed, place",
+        RANDOM.format(
+            golden=random.GOLDEN, high="b ^ (place >> 32).to(tl.uint32)", drop=32 - random.BITS
+        ),
     ),
     "_largest": helper("_largest", "a, b", f"return tl.maximum(a, b, {ALL_NAN})"),
     "_smallest": helper("_smallest", "a, b", f"return tl.minimum(a, b, {ALL_NAN})"),
     "_times": helper("_times", "a, b", "return a * b"),
     "_exp": helper(
-        "_exp", "x",
+        "_exp",
+        "x",
         # the first factor of n has nine bits, so the product is exact; 2^(n-1) cannot overflow
         f"""
 # e^x = 2^n 2^(r log2 e), r = x - n ln 2 in two exact steps
@@ -90,7 +109,8 @@ return tl.exp2(r * 1.4426950408889634) * 2.0 * tl.exp2(n - 1.0)
 """,
     ),
     "_exp_normal": helper(
-        "_exp_normal", "x",
+        "_exp_normal",
+        "x",
         f"""
 # e^x = 2^t 2^(x log2 e - t), t the rounded product, whose error is added; 0 below 2^-126
 x = tl.maximum(tl.minimum(x, 89.0, {ALL_NAN}), -105.0, {ALL_NAN})
@@ -100,7 +120,8 @@ return tl.exp2(t) * tl.fma(d, 0.6931471805599453, 1.0)
 """,
     ),
     "_tanh": helper(
-        "_tanh", "x",
+        "_tanh",
+        "x",
         """
 # a polynomial where 1 - 2 / (e^2x + 1) would cancel
 a = tl.abs(x)
@@ -114,7 +135,8 @@ return tl.where(a < 0.625, tl.fma(x * z, p, x), tl.where(x < 0, -far, far))
 """,
     ),
     "_tanh16": helper(
-        "_tanh16", "x",
+        "_tanh16",
+        "x",
         """
 # for a result of 16 bits: the quotient cancels only where x - x^3 / 3 has 20 bits
 far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
@@ -122,7 +144,8 @@ return tl.where(tl.abs(x) < 0.05, tl.fma(x * x * x, -0.33333333, x), far)
 """,
     ),
     "_tanh64": helper(
-        "_tanh64", "x",
+        "_tanh64",
+        "x",
         """
 e = _expm164(2.0 * tl.minimum(tl.abs(x), 30.0, propagate_nan=tl.PropagateNan.ALL))
 y = e / (e + 2.0)
@@ -130,7 +153,8 @@ return tl.where(x < 0, -y, y)
 """,
     ),
     "_ndtr": helper(
-        "_ndtr", "x",
+        "_ndtr",
+        "x",
         f"""
 # the normal distribution: 2^q(|x|), or what is left of 1; nothing cancels
 a = tl.minimum(tl.abs(x), {normal.GONE}, {ALL_NAN})
@@ -143,7 +167,8 @@ return tl.where(x < 0, p, 1.0 - p)
 """,
     ),
     "_ndtr64": helper(
-        "_ndtr64", "x",
+        "_ndtr64",
+        "x",
         f"""
 # as _ndtr, with what a * a loses by rounding added in the exponent
 a = tl.minimum(tl.abs(x), {normal.FAR}, {ALL_NAN})
@@ -161,7 +186,8 @@ return tl.where(x < 0, p, 1.0 - p)
     "_expm1": helper("_expm1", "x", EXPM1.format(exp="_exp")),
     "_expm164": helper("_expm164", "x", EXPM1.format(exp="tl.exp")),
     "_log1p": helper(
-        "_log1p", "x",
+        "_log1p",
+        "x",
         """
 u = 1.0 + x
 d = u - 1.0
@@ -170,25 +196,30 @@ return tl.where(d == 0.0, x, tl.where(tl.abs(x) > 4.0, tl.log(u), near))
 """,
     ),
     "_round": helper(
-        "_round", "x",
+        "_round",
+        "x",
         """
 # adding 1.5 * 2^23 leaves no room for a fraction: rounds half to even
 return tl.where(tl.abs(x) < 4194304.0, (x + 12582912.0) - 12582912.0, x)
 """,
     ),
     "_round64": helper(
-        "_round64", "x",
+        "_round64",
+        "x",
         """
 m = tl.full((), 6755399441055744.0, tl.float64)
 return tl.where(tl.abs(x) < 2251799813685248.0, (x + m) - m, x)
 """,
     ),
     **{name: helper(name, *given) for name, given in triton_binary.BODIES.items()},
-}  # fmt: skip
+}
 NEEDS = {
-    "_tanh64": ("_expm164",), "_expm1": ("_exp",), "_random": ("_mix",), "_random_far": ("_mix",),
+    "_tanh64": ("_expm164",),
+    "_expm1": ("_exp",),
+    "_random": ("_mix",),
+    "_random_far": ("_mix",),
     **triton_binary.NEEDS,
-}  # fmt: skip
+}
 
 
 LOG2_E = 1.4426950408889634
@@ -302,8 +333,10 @@ class Arithmetic:
 
     def _of_two(self, s: Compute, args: Sequence[str]) -> str:
         """A helper for each width; a number takes the type of the program."""
-        x, y = (self.literal(a, bare=False) if isinstance(a, Const) else text
-                for a, text in zip(s.args, args, strict=True))  # fmt: skip
+        x, y = (
+            self.literal(a, bare=False) if isinstance(a, Const) else text
+            for a, text in zip(s.args, args, strict=True)
+        )
         return f"{self.need(f'_{s.op}64' if self.wide else f'_{s.op}')}({x}, {y})"
 
     _pow = _fmod = _atan2 = _of_two
@@ -312,8 +345,10 @@ class Arithmetic:
         return f"{self.need('_power')}({args[0]}, {args[1]})"
 
     def _random(self, s: Compute, args: Sequence[str]) -> str:
-        seed, place = (self.literal(a, bare=False) if isinstance(a, Const) else text
-                       for a, text in zip(s.args, args, strict=True))  # fmt: skip
+        seed, place = (
+            self.literal(a, bare=False) if isinstance(a, Const) else text
+            for a, text in zip(s.args, args, strict=True)
+        )
         name = "_random_far" if dict(s.attrs)["far"] else "_random"
         return f"{self.need(name)}({seed}, {place})"
 
@@ -331,25 +366,45 @@ class Arithmetic:
 
 
 BINARY = {
-    "add": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
-    "gt": ">", "ge": ">=", "and": "&", "or": "|", "quotient": "//",
-}  # fmt: skip
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "and": "&",
+    "or": "|",
+    "quotient": "//",
+}
 CALLS = {
-    "abs": "tl.abs({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "erf": "tl.erf({0})",
-    "sin": "tl.sin({0})", "cos": "tl.cos({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
-    "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))", "not": "{0} == 0",
-    "to_bool": "{0} != 0", "to_int": "{0}.to(tl.int64)",
-}  # fmt: skip
+    "abs": "tl.abs({0})",
+    "exp2": "tl.exp2({0})",
+    "log": "tl.log({0})",
+    "erf": "tl.erf({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))",
+    "not": "{0} == 0",
+    "to_bool": "{0} != 0",
+    "to_int": "{0}.to(tl.int64)",
+}
 
 
 # ---- reductions
 
 IDENTITY = {
-    "sum": {"float": "0.0", "int": "0"}, "prod": {"float": "1.0", "int": "1"},
+    "sum": {"float": "0.0", "int": "0"},
+    "prod": {"float": "1.0", "int": "1"},
     "max": {"float": 'float("-inf")', "int": str(-(2**63))},
     "min": {"float": 'float("inf")', "int": str(2**63 - 1)},
-    "any": {"bool": "0"}, "all": {"bool": "1"},
-}  # fmt: skip
+    "any": {"bool": "0"},
+    "all": {"bool": "1"},
+}
 AS_MAX = {"any": "max", "all": "min"}  # a bool is reduced as a number
 
 

@@ -129,9 +129,12 @@ class Passes:
         return found, tuple(partials)
 
     def _loop(
-        self, body: Body, block: int, statements: Sequence[Statement],
+        self,
+        body: Body,
+        block: int,
+        statements: Sequence[Statement],
         inside: Callable[[list[str]], None] = lambda copies: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write a loop over the columns: ``statements`` for each copy (suffix), then what
         ``inside`` makes of all copies. The loads of all copies come first, because a load never
         overtakes a store: a program would wait for each in turn."""

@@ -18,9 +18,14 @@ from deuteron.engines.vendor_fused import VendorFused
 from deuteron.errors import EngineError
 
 BUILT_IN: tuple[Engine, ...] = (
-    TorchEngine(), VendorFused(), TritonGen(), TritonKernels(), CpuGen(), CpuGemm(),
+    TorchEngine(),
+    VendorFused(),
+    TritonGen(),
+    TritonKernels(),
+    CpuGen(),
+    CpuGemm(),
     InductorEngine(),
-)  # fmt: skip
+)
 _added: list[Engine] = []
 
 
@@ -90,6 +95,13 @@ def engine(name: str) -> Engine:
 
 
 __all__ = [
-    "BuildContext", "Candidate", "Engine", "Kernel", "Refusal", "engine", "engines",
-    "register_engine", "unregister_engine",
-]  # fmt: skip
+    "BuildContext",
+    "Candidate",
+    "Engine",
+    "Kernel",
+    "Refusal",
+    "engine",
+    "engines",
+    "register_engine",
+    "unregister_engine",
+]

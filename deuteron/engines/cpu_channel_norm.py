@@ -120,10 +120,16 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     )
     given = {name: types[made[name]].dtype.short for name in ("dweight", "dbias") if name in made}
     form = Form(
-        x.dtype.short, param, running, grouped, attrs.get("activation", "none"),
-        frozenset((*read, *made)), given.get("dweight", "f32"), given.get("dbias", "f32"),
+        x.dtype.short,
+        param,
+        running,
+        grouped,
+        attrs.get("activation", "none"),
+        frozenset((*read, *made)),
+        given.get("dweight", "f32"),
+        given.get("dbias", "f32"),
         attrs.get("slope", 0.0),
-    )  # fmt: skip
+    )
     first = len(region.inputs)
     where: dict[str, Word] = {
         **{name: Argument(region.inputs.index(value)) for name, value in read.items()},

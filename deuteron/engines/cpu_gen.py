@@ -25,9 +25,18 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 SECONDS = {  # per element on one core, beyond what hides behind the loads
-    "exp": 1.2e-9, "exp2": 1.2e-9, "erf": 1.4e-9, "tanh": 1.5e-9, "log": 2.0e-9, "sin": 2.5e-9,
-    "cos": 2.5e-9, "ndtr": 1.6e-9, "div": 0.6e-9, "sqrt": 0.6e-9, "quotient": 2.0e-9,
-}  # fmt: skip
+    "exp": 1.2e-9,
+    "exp2": 1.2e-9,
+    "erf": 1.4e-9,
+    "tanh": 1.5e-9,
+    "log": 2.0e-9,
+    "sin": 2.5e-9,
+    "cos": 2.5e-9,
+    "ndtr": 1.6e-9,
+    "div": 0.6e-9,
+    "sqrt": 0.6e-9,
+    "quotient": 2.0e-9,
+}
 CALL_SECONDS = 1e-6
 SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
 ACROSS_SECONDS = 2.5e-9  # an element that is read across the order of memory

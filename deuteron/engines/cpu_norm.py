@@ -52,8 +52,16 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     rows = columns = 1
     for d, n in enumerate(shape):
         rows, columns = (rows * n, columns) if d < len(shape) - dims else (rows, columns * n)
-    form = Form(CENTRED[node.op], weight is not None, extra is not None, made(dx), made(dweight),
-                made(dbias), columns < SHORT, columns >= LONG)  # fmt: skip
+    form = Form(
+        CENTRED[node.op],
+        weight is not None,
+        extra is not None,
+        made(dx),
+        made(dweight),
+        made(dbias),
+        columns < SHORT,
+        columns >= LONG,
+    )
     calls = prepare_norm_grad(form, rows, columns, node.attrs["eps"])
 
     def read(value: str | None) -> Argument | int:

@@ -68,9 +68,13 @@ def _build_grad(region: Region, x: TensorType | None) -> Kernel:
     node, types = region.nodes[0], region.graph.types
     g, dx = types[node.uses[0]], types[node.output]
     call, each = prepare_pyramid_grad(
-        dx.shape, node.attrs["sizes"], dx.dtype.short, node.attrs["order"] == "nhwc",
-        g.strides, None if x is None else x.strides,
-    )  # fmt: skip
+        dx.shape,
+        node.attrs["sizes"],
+        dx.dtype.short,
+        node.attrs["order"] == "nhwc",
+        g.strides,
+        None if x is None else x.strides,
+    )
     places = [Argument(place(region, v)) for v in node.uses]
     words = [call(places[0], places[-1], Argument(len(region.inputs)))]
     return Kernel.generated(words, workspace=4 * each * torch.get_num_threads())

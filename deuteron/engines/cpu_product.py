@@ -165,9 +165,13 @@ def sizes(c: Chain, padded: bool = False) -> Sizes:
     run = kernel[-1] if joined else 1
     groups = a["groups"]
     return Sizes(
-        c.out.numel // c.out.shape[1], c.out.shape[1] // groups, groups, taps // run, each * run,
+        c.out.numel // c.out.shape[1],
+        c.out.shape[1] // groups,
+        groups,
+        taps // run,
+        each * run,
         1.0 if padded else _live(c),
-    )  # fmt: skip
+    )
 
 
 def _live(c: Chain) -> float:

@@ -78,9 +78,8 @@ def _tables(region: Region, length: int) -> tuple[Word, Word, str]:
         cos, sin = (Argument(place(region, v), skip) for v in given)
         return cos, sin, t.dtype.short
     made = rotation_tables(
-        None, None, None, length, attrs["dims"], attrs["base"], attrs["offset"],
-        torch.device("cpu"),
-    )  # fmt: skip
+        None, None, None, length, attrs["dims"], attrs["base"], attrs["offset"], torch.device("cpu")
+    )
     return made[0].float().contiguous(), made[1].float().contiguous(), "f32"
 
 

@@ -107,9 +107,14 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     c = must_chain(region, ("conv",))
     bias = None if c.bias is None else ctx.constants[c.bias]
     calls = winograd.prepare_winograd(
-        *images(region, c), c.anchor.attrs["padding"], ctx.constants[c.anchor.inputs[1] or ""],
-        bias, epilogue_of(c), matmul.Tile(knobs["rows"], knobs["vectors"]), knobs["tile"],
-    )  # fmt: skip
+        *images(region, c),
+        c.anchor.attrs["padding"],
+        ctx.constants[c.anchor.inputs[1] or ""],
+        bias,
+        epilogue_of(c),
+        matmul.Tile(knobs["rows"], knobs["vectors"]),
+        knobs["tile"],
+    )
     floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())
     return Kernel.generated(calls(*operands(region, c)), workspace=4 * floats)
 
@@ -234,8 +239,15 @@ def _build_attention(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         ]
         return tuple(padded[:3])
 
-    sizes = (batch, q.shape[-3], q.shape[-3] // k.shape[-3], q.shape[-2], k.shape[-2],
-             q.shape[-1], v.shape[-1])  # fmt: skip
+    sizes = (
+        batch,
+        q.shape[-3],
+        q.shape[-3] // k.shape[-3],
+        q.shape[-2],
+        k.shape[-2],
+        q.shape[-1],
+        v.shape[-1],
+    )
     kind = "none" if bias is None else bias.dtype.short
     none = (0, 0, 0)
     strides = (*map(outer, (q, k, v, out)), none if bias is None else outer(bias))

@@ -92,9 +92,14 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     kind = {"max_pool": "max", "avg_pool": "mean", "avg_pool_grad": "mean"}.get(node.op, "weighted")
     divisor = node.attrs["divisor"] or prod(window) if kind == "mean" else 1
     form = Form(
-        _two(window), _two(node.attrs["stride"]), _two(node.attrs["padding"], 0),
-        frozenset(names[v] for v in region.outputs), x.dtype.short, kind, float(divisor),
-    )  # fmt: skip
+        _two(window),
+        _two(node.attrs["stride"]),
+        _two(node.attrs["padding"], 0),
+        frozenset(names[v] for v in region.outputs),
+        x.dtype.short,
+        kind,
+        float(divisor),
+    )
     sizes = Sizes(x.shape[0], x.shape[1], _two(x.shape[2:]), _two(y.shape[2:]))
     shared = weight is None or weight.rank < x.rank - 1
     steps = [_steps(t) for t in (images[-1], y)]  # x is not looked at where it is not given

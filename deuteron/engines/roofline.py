@@ -73,9 +73,9 @@ def bound(cost: Cost, dtype: str, product: bool, target: Target, launches: int =
         return Bound(0.0, 0, 0.0, "free")
     memory, compute = times(cost, dtype, product, target)
     launch = target.launch * launches
-    kind = "launch" if launch > max(memory, compute) else (
-        "compute" if compute > memory else "memory"
-    )  # fmt: skip
+    kind = (
+        "launch" if launch > max(memory, compute) else ("compute" if compute > memory else "memory")
+    )
     return Bound(cost.flops, cost.bytes, max(memory, compute) + launch, kind)
 
 
@@ -117,12 +117,16 @@ def separate_seconds(region: Region, target: Target) -> float:
     """The time of the region's nodes run one kernel each."""
     total = 0.0
     for node in region.nodes:
-        short = region.graph.types[node.inputs[0] or node.outputs[0] if node.inputs
-                                   else node.outputs[0]].dtype.short  # fmt: skip
+        short = region.graph.types[
+            node.inputs[0] or node.outputs[0] if node.inputs else node.outputs[0]
+        ].dtype.short
         total += modelled_seconds(
-            node_cost(region.graph, node), short, efficiency(region, node, target),
-            is_product(region.graph, [node]), target,
-        )  # fmt: skip
+            node_cost(region.graph, node),
+            short,
+            efficiency(region, node, target),
+            is_product(region.graph, [node]),
+            target,
+        )
         total += OVERHEAD.get((node.op, target.kind), 0.0)
         if node.op == "attention":  # the reference writes the matrix of scores out, several times
             keys = region.graph.types[node.inputs[1] or ""].shape[-2]
@@ -177,54 +181,115 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
 
 OVERHEAD = {  # seconds a call costs beyond its work
     ("conv", "cpu"): 1.2e-4,  # oneDNN looks up its primitive and packs the weight at every call
-    ("linear", "cpu"): 8e-6, ("matmul", "cpu"): 6e-6,
-    ("group_norm", "cpu"): 1.5e-5, ("instance_norm", "cpu"): 1.5e-5,  # and changes of shape
-    ("batch_norm_act", "cpu"): 1.5e-5, ("batch_norm_act_grad", "cpu"): 1.5e-5,  # a few calls
-    ("layer_norm_grad", "cpu"): 5e-5, ("rms_norm_grad", "cpu"): 4e-5,  # a dozen
-    ("group_norm_grad", "cpu"): 5e-5, ("instance_norm_grad", "cpu"): 5e-5,
+    ("linear", "cpu"): 8e-6,
+    ("matmul", "cpu"): 6e-6,
+    ("group_norm", "cpu"): 1.5e-5,
+    ("instance_norm", "cpu"): 1.5e-5,  # and changes of shape
+    ("batch_norm_act", "cpu"): 1.5e-5,
+    ("batch_norm_act_grad", "cpu"): 1.5e-5,  # a few calls
+    ("layer_norm_grad", "cpu"): 5e-5,
+    ("rms_norm_grad", "cpu"): 4e-5,  # a dozen
+    ("group_norm_grad", "cpu"): 5e-5,
+    ("instance_norm_grad", "cpu"): 5e-5,
     # a dozen launches more
-    ("layer_norm_grad", "cuda"): 2.5e-5, ("rms_norm_grad", "cuda"): 2e-5,
-    ("group_norm_grad", "cuda"): 2.5e-5, ("instance_norm_grad", "cuda"): 2.5e-5,
+    ("layer_norm_grad", "cuda"): 2.5e-5,
+    ("rms_norm_grad", "cuda"): 2e-5,
+    ("group_norm_grad", "cuda"): 2.5e-5,
+    ("instance_norm_grad", "cuda"): 2.5e-5,
     ("histogram", "cuda"): 2.5e-5,
-    ("batch_norm_train", "cuda"): 4e-6, ("batch_norm_act", "cuda"): 6e-6,  # a few
+    ("batch_norm_train", "cuda"): 4e-6,
+    ("batch_norm_act", "cuda"): 6e-6,  # a few
     ("batch_norm_act_grad", "cuda"): 1e-5,
-}  # fmt: skip
+}
 
 SLOW = {  # operators whose library kernels stay well under the roofline
-    ("resize", "cuda"): 0.06, ("resize_grad", "cuda"): 0.03, ("max_pool", "cuda"): 0.15,
-    ("avg_pool", "cuda"): 0.2, ("avg_pool_grad", "cuda"): 0.03, ("softmax", "cuda"): 0.6,
-    ("adaptive_avg_pool", "cuda"): 0.17, ("adaptive_avg_pool_grad", "cuda"): 0.11,
-    ("to_layout", "cuda"): 0.55, ("mean", "cuda"): 0.8, ("var", "cuda"): 0.4,
-    ("max_pool", "cpu"): 0.05, ("resize", "cpu"): 0.2, ("to_layout", "cpu"): 0.4,
-    ("conv", "cpu"): 0.6, ("linear", "cpu"): 0.85, ("matmul", "cpu"): 0.85,
-    ("attention", "cpu"): 0.4, ("concat", "cuda"): 0.7, ("gelu", "cpu"): 0.18,
-    ("softmax", "cpu"): 0.08, ("log_softmax", "cpu"): 0.08, ("silu", "cpu"): 0.1,
-    ("sigmoid", "cpu"): 0.12, ("tanh", "cpu"): 0.1, ("mish", "cpu"): 0.05, ("exp", "cpu"): 0.2,
-    ("erf", "cpu"): 0.2, ("elu", "cpu"): 0.15, ("softplus", "cpu"): 0.08,
-    ("selu", "cpu"): 0.035, ("celu", "cpu"): 0.035, ("log_sigmoid", "cpu"): 0.025,
-    ("tanhshrink", "cpu"): 0.03, ("softsign", "cpu"): 0.25, ("glu", "cpu"): 0.12,
-    ("hardswish", "cpu"): 0.45, ("hardsigmoid", "cpu"): 0.45, ("softshrink", "cpu"): 0.35,
-    ("leaky_relu", "cpu"): 0.5, ("prelu", "cpu"): 0.55, ("hardshrink", "cpu"): 0.45,
-    ("where", "cpu"): 0.3, ("le", "cpu"): 0.3, ("gt", "cpu"): 0.3,
+    ("resize", "cuda"): 0.06,
+    ("resize_grad", "cuda"): 0.03,
+    ("max_pool", "cuda"): 0.15,
+    ("avg_pool", "cuda"): 0.2,
+    ("avg_pool_grad", "cuda"): 0.03,
+    ("softmax", "cuda"): 0.6,
+    ("adaptive_avg_pool", "cuda"): 0.17,
+    ("adaptive_avg_pool_grad", "cuda"): 0.11,
+    ("to_layout", "cuda"): 0.55,
+    ("mean", "cuda"): 0.8,
+    ("var", "cuda"): 0.4,
+    ("max_pool", "cpu"): 0.05,
+    ("resize", "cpu"): 0.2,
+    ("to_layout", "cpu"): 0.4,
+    ("conv", "cpu"): 0.6,
+    ("linear", "cpu"): 0.85,
+    ("matmul", "cpu"): 0.85,
+    ("attention", "cpu"): 0.4,
+    ("concat", "cuda"): 0.7,
+    ("gelu", "cpu"): 0.18,
+    ("softmax", "cpu"): 0.08,
+    ("log_softmax", "cpu"): 0.08,
+    ("silu", "cpu"): 0.1,
+    ("sigmoid", "cpu"): 0.12,
+    ("tanh", "cpu"): 0.1,
+    ("mish", "cpu"): 0.05,
+    ("exp", "cpu"): 0.2,
+    ("erf", "cpu"): 0.2,
+    ("elu", "cpu"): 0.15,
+    ("softplus", "cpu"): 0.08,
+    ("selu", "cpu"): 0.035,
+    ("celu", "cpu"): 0.035,
+    ("log_sigmoid", "cpu"): 0.025,
+    ("tanhshrink", "cpu"): 0.03,
+    ("softsign", "cpu"): 0.25,
+    ("glu", "cpu"): 0.12,
+    ("hardswish", "cpu"): 0.45,
+    ("hardsigmoid", "cpu"): 0.45,
+    ("softshrink", "cpu"): 0.35,
+    ("leaky_relu", "cpu"): 0.5,
+    ("prelu", "cpu"): 0.55,
+    ("hardshrink", "cpu"): 0.45,
+    ("where", "cpu"): 0.3,
+    ("le", "cpu"): 0.3,
+    ("gt", "cpu"): 0.3,
     ("dropout", "cpu"): 0.005,  # each step of the random bits is a call
-    ("var", "cpu"): 0.02, ("argmax", "cpu"): 0.03, ("argmin", "cpu"): 0.03,
-    ("rms_norm", "cpu"): 0.2, ("group_norm", "cpu"): 0.2, ("instance_norm", "cpu"): 0.2,
-    ("layer_norm", "cpu"): 0.2, ("mean", "cpu"): 0.4, ("rope", "cuda"): 0.15, ("rope", "cpu"): 0.08,
-    ("cumsum", "cuda"): 0.4, ("cumprod", "cuda"): 0.4, ("histogram", "cuda"): 0.05,
-    ("batch_norm_train", "cuda"): 0.45, ("batch_norm_act", "cuda"): 0.3,
+    ("var", "cpu"): 0.02,
+    ("argmax", "cpu"): 0.03,
+    ("argmin", "cpu"): 0.03,
+    ("rms_norm", "cpu"): 0.2,
+    ("group_norm", "cpu"): 0.2,
+    ("instance_norm", "cpu"): 0.2,
+    ("layer_norm", "cpu"): 0.2,
+    ("mean", "cpu"): 0.4,
+    ("rope", "cuda"): 0.15,
+    ("rope", "cpu"): 0.08,
+    ("cumsum", "cuda"): 0.4,
+    ("cumprod", "cuda"): 0.4,
+    ("histogram", "cuda"): 0.05,
+    ("batch_norm_train", "cuda"): 0.45,
+    ("batch_norm_act", "cuda"): 0.3,
     ("batch_norm_act_grad", "cuda"): 0.15,
-    ("batch_norm_act", "cpu"): 0.12, ("batch_norm_act_grad", "cpu"): 0.15,
-    ("group_norm_grad", "cpu"): 0.1, ("instance_norm_grad", "cpu"): 0.1,
-    ("pyramid_pool", "cpu"): 0.08, ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
-    ("pyramid_pool_grad", "cuda"): 0.06, ("pyramid_pool_grad", "cpu"): 0.03,
-    ("weighted_pool", "cpu"): 0.04, ("weighted_pool_grad", "cpu"): 0.02,
-    ("max_pool_with_indices", "cuda"): 0.25, ("max_pool_grad", "cuda"): 0.07,
-    ("max_pool_with_taps", "cuda"): 0.05, ("max_pool_taps_grad", "cuda"): 0.05,  # a dozen calls
-    ("adaptive_max_pool", "cuda"): 0.15, ("adaptive_max_pool_grad", "cuda"): 0.07,
-    ("avg_pool", "cpu"): 0.05, ("avg_pool_grad", "cpu"): 0.05,
-    ("group_norm", "cuda"): 0.5, ("instance_norm", "cuda"): 0.5,  # x is read twice
+    ("batch_norm_act", "cpu"): 0.12,
+    ("batch_norm_act_grad", "cpu"): 0.15,
+    ("group_norm_grad", "cpu"): 0.1,
+    ("instance_norm_grad", "cpu"): 0.1,
+    ("pyramid_pool", "cpu"): 0.08,
+    ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
+    ("pyramid_pool_grad", "cuda"): 0.06,
+    ("pyramid_pool_grad", "cpu"): 0.03,
+    ("weighted_pool", "cpu"): 0.04,
+    ("weighted_pool_grad", "cpu"): 0.02,
+    ("max_pool_with_indices", "cuda"): 0.25,
+    ("max_pool_grad", "cuda"): 0.07,
+    ("max_pool_with_taps", "cuda"): 0.05,
+    ("max_pool_taps_grad", "cuda"): 0.05,  # a dozen calls
+    ("adaptive_max_pool", "cuda"): 0.15,
+    ("adaptive_max_pool_grad", "cuda"): 0.07,
+    ("avg_pool", "cpu"): 0.05,
+    ("avg_pool_grad", "cpu"): 0.05,
+    ("group_norm", "cuda"): 0.5,
+    ("instance_norm", "cuda"): 0.5,  # x is read twice
     # a dozen calls on float32 copies of all operands
-    ("layer_norm_grad", "cpu"): 0.1, ("rms_norm_grad", "cpu"): 0.1,
-    ("layer_norm_grad", "cuda"): 0.06, ("rms_norm_grad", "cuda"): 0.08,
-    ("group_norm_grad", "cuda"): 0.06, ("instance_norm_grad", "cuda"): 0.06,
-}  # fmt: skip
+    ("layer_norm_grad", "cpu"): 0.1,
+    ("rms_norm_grad", "cpu"): 0.1,
+    ("layer_norm_grad", "cuda"): 0.06,
+    ("rms_norm_grad", "cuda"): 0.08,
+    ("group_norm_grad", "cuda"): 0.06,
+    ("instance_norm_grad", "cuda"): 0.06,
+}

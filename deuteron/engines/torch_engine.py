@@ -39,18 +39,7 @@ INPLACE: dict[str, Callable[..., torch.Tensor]] = {
 
 # Operators whose scalar operands may be given as Python numbers, which torch keeps in full
 # precision; a rank-0 tensor would be rounded to the other operand's type on a GPU.
-TAKES_NUMBERS = frozenset(
-    [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "pow",
-        "remainder",
-        "floor_div",
-        "where",
-    ]
-)
+TAKES_NUMBERS = frozenset(["add", "sub", "mul", "div", "pow", "remainder", "floor_div", "where"])
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])  # the second operand only
 
 # Operators with a real out= variant: the plan's arena can hold their result.
@@ -287,8 +276,9 @@ def _sequence(graph: Graph, region: Region, device: torch.device) -> Callable[..
             owned.difference_update(node.uses)  # the result may show the same memory
         reads = tuple(slot[v] for v in node.uses if v not in graph.constants)
         writes = tuple(slot[v] for v in node.outputs)
-        dead = tuple(slot[v] for v in set(node.uses) if last[v] == i and v in slot
-                     and v not in outputs)  # fmt: skip
+        dead = tuple(
+            slot[v] for v in set(node.uses) if last[v] == i and v in slot and v not in outputs
+        )
         steps.append((fn, reads, writes, dead))
     size, count = len(slot), len(region.inputs)
     results = [slot[v] for v in region.outputs]

@@ -228,9 +228,11 @@ def _fetch(
 
 
 def _forward(
-    d: Division, attrs: Mapping[str, Any], run: Callable[..., None],
+    d: Division,
+    attrs: Mapping[str, Any],
+    run: Callable[..., None],
     tensors: list[torch.Tensor | None],
-) -> None:  # fmt: skip
+) -> None:
     x, residual, weight, bias, old_mean, old_var, y, new_mean, new_var, mean, rstd, signs = tensors
     assert x is not None
     if mean is None or rstd is None:  # nobody reads them, the second pass does
@@ -241,9 +243,11 @@ def _forward(
 
 
 def _backward(
-    d: Division, attrs: Mapping[str, Any], run: Callable[..., None],
+    d: Division,
+    attrs: Mapping[str, Any],
+    run: Callable[..., None],
     tensors: list[torch.Tensor | None],
-) -> None:  # fmt: skip
+) -> None:
     grad, x, y, residual, mean, rstd, weight, bias, dx, dweight, dbias, dz, signs = tensors
     given = (grad, x, mean, rstd, weight, bias, y, residual, signs)
     run(d, *given, dx, dweight, dbias, dz, **attrs)
@@ -260,7 +264,4 @@ def _recipe(name: str, read: Read) -> Recipe:
     )
 
 
-BATCH_NORM = (
-    _recipe("batch_norm", forward_step),
-    _recipe("batch_norm_backward", backward_step),
-)
+BATCH_NORM = (_recipe("batch_norm", forward_step), _recipe("batch_norm_backward", backward_step))

@@ -63,8 +63,18 @@ def _work(region: Region) -> Work:
     rows = x.shape[0] * groups
     act = rest[0].op if rest else "none"
     slope = rest[0].attrs.get("negative_slope", 0.0) if rest else 0.0
-    return Work(rows, x.numel // rows, norm.attrs["eps"], True, x.dtype.bits // 8, 1, groups,
-                x.shape[1] // groups, act, slope)  # fmt: skip
+    return Work(
+        rows,
+        x.numel // rows,
+        norm.attrs["eps"],
+        True,
+        x.dtype.bits // 8,
+        1,
+        groups,
+        x.shape[1] // groups,
+        act,
+        slope,
+    )
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:

@@ -69,9 +69,15 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     bins, low, high = (region.nodes[0].attrs[name] for name in ("bins", "low", "high"))
     slots = max(power_of_two(bins + 1), 32)
     run = count(
-        _x(region).numel, bins, float(low), float(high), slots, BLOCK, knobs["programs"],
+        _x(region).numel,
+        bins,
+        float(low),
+        float(high),
+        slots,
+        BLOCK,
+        knobs["programs"],
         knobs["warps"],
-    )  # fmt: skip
+    )
     return Kernel(run, writes=True, note="1 kernel" if knobs["programs"] == 1 else "2 kernels")
 
 

@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 # operator → what it gives: the maxima, which elements they are too, or the gradient
 OPS = {
-    "max_pool": "y", "max_pool_with_indices": "y, where", "max_pool_grad": "dx",
-    "max_pool_with_taps": "y, where", "max_pool_taps_grad": "dx",
-    "adaptive_max_pool": "y", "adaptive_max_pool_with_indices": "y, where",
+    "max_pool": "y",
+    "max_pool_with_indices": "y, where",
+    "max_pool_grad": "dx",
+    "max_pool_with_taps": "y, where",
+    "max_pool_taps_grad": "dx",
+    "adaptive_max_pool": "y",
+    "adaptive_max_pool_with_indices": "y, where",
     "adaptive_max_pool_grad": "dx",
-}  # fmt: skip
+}
 SEARCHING = ("max_pool_grad", "adaptive_max_pool_grad")  # gradients that are given x
 # of the bandwidth of a copy, on an H200, 3 × 3 windows two apart: who won costs more than who is
 # largest, and to find the winners again as much again
@@ -135,8 +139,10 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     run = forward(_windows(node, x, y), x.dtype.bits // 8, tile)
     if OPS[node.op] == "y":
         return Kernel(lambda x, y: run(x, y, None), writes=True, note="1 kernel")
-    at = [len(region.inputs) + region.outputs.index(v) if v in region.outputs else None
-          for v in node.outputs]  # fmt: skip
+    at = [
+        len(region.inputs) + region.outputs.index(v) if v in region.outputs else None
+        for v in node.outputs
+    ]
 
     def both(*tensors: torch.Tensor) -> None:
         run(tensors[0], *(None if i is None else tensors[i] for i in at))
@@ -159,8 +165,9 @@ def _gradient(region: Region, tile: Tile) -> Kernel:
     if not search:
         return Kernel(
             lambda *tensors: spread(tensors[at[0]], tensors[at[1]], tensors[-1]),
-            writes=True, note="1 kernel",
-        )  # fmt: skip
+            writes=True,
+            note="1 kernel",
+        )
     find = forward(_windows(node, second, taps), size, tile)
 
     def run(*tensors: torch.Tensor) -> None:

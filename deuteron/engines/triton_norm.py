@@ -23,9 +23,11 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 NORMS = {  # operator → whether its statistics have a mean
-    "layer_norm_grad": True, "rms_norm_grad": False, "group_norm_grad": True,
+    "layer_norm_grad": True,
+    "rms_norm_grad": False,
+    "group_norm_grad": True,
     "instance_norm_grad": True,
-}  # fmt: skip
+}
 REACHED = 0.92  # of the bandwidth of a copy, as measured for kernels of this kind
 # how often groups' operands are read once more, as measured: held by a program that has a unit to
 # itself, in parts, and in tiles one after the other

@@ -55,9 +55,11 @@ def tiles(image: TensorType) -> list[tuple[int, int, int, int]]:
     height = power_of_two((1, *image.shape[2:])[-2])
     if image.strides[1] == 1 and image.shape[1] > 1:
         shapes = ((32, 4, 8, 4), (32, 4, 8, 8), (64, 2, 8, 4))
-        return list(dict.fromkeys(
-            (min(p, channels), min(r, height), min(c, width), w) for p, r, c, w in shapes
-        ))  # fmt: skip
+        return list(
+            dict.fromkeys(
+                (min(p, channels), min(r, height), min(c, width), w) for p, r, c, w in shapes
+            )
+        )
     found = []
     for elements, warps in ((256, 1), (512, 2), (1024, 4)):
         room = max(elements // width, 1)

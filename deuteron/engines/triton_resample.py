@@ -22,9 +22,13 @@ from deuteron.target import Target
 
 # operator → whether it is the gradient
 OPS = {
-    "resize": False, "resize_grad": True, "avg_pool": False, "avg_pool_grad": True,
-    "adaptive_avg_pool": False, "adaptive_avg_pool_grad": True,
-}  # fmt: skip
+    "resize": False,
+    "resize_grad": True,
+    "avg_pool": False,
+    "avg_pool_grad": True,
+    "adaptive_avg_pool": False,
+    "adaptive_avg_pool_grad": True,
+}
 MOST_TAPS = 64  # along an axis
 REACHED = 0.8  # of the bandwidth of a copy, with few taps
 REGULAR = 0.93  # and where places follow from numbers
@@ -91,8 +95,16 @@ def _along(node: Node, at: int, length: int, size: int, double: bool) -> Taps:
         return resized(a["mode"], length, size, a["align_corners"], a["antialias"], scale, double)
     if "kernel" in a:
         divisor = a["divisor"] if at == 0 or a["divisor"] is None else 1
-        return windows(length, size, a["kernel"][at], a["stride"][at], a["padding"][at],
-                       a["count_include_pad"], divisor, double)  # fmt: skip
+        return windows(
+            length,
+            size,
+            a["kernel"][at],
+            a["stride"][at],
+            a["padding"][at],
+            a["count_include_pad"],
+            divisor,
+            double,
+        )
     return cells(length, size, double)
 
 

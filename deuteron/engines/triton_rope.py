@@ -74,8 +74,9 @@ def tiles(
     """
     pairs, room, most = (_power(max(n, 1)) for n in (dims // 2, heads, tokens))
     found = []
-    for size, warps in ((2048, 4), (1024, 4), (4096, 8), (1024, 2)) if table else (
-        (1024, 4), (512, 2)):  # fmt: skip
+    for size, warps in (
+        ((2048, 4), (1024, 4), (4096, 8), (1024, 2)) if table else ((1024, 4), (512, 2))
+    ):
         spots = max(size // pairs, 1)
         by_heads = min(room, spots, 8 if axis == 1 else 4)
         found.append((min(max(spots // by_heads, 1), most, 64), by_heads, warps))
@@ -105,8 +106,10 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     names = (*region.inputs, *region.outputs)
     at = [names.index(v) for part in parts for v in part]
     at += [-1] * (4 - len(at))
-    at += [-1 if (i := maybe(region, v)) is None else i
-           for v in (*node.inputs, None, None, None, None)[2:5]]  # fmt: skip
+    at += [
+        -1 if (i := maybe(region, v)) is None else i
+        for v in (*node.inputs, None, None, None, None)[2:5]
+    ]
 
     def run(*tensors: Any) -> None:
         given = (*tensors, None)  # the last stands for what is left out

@@ -199,9 +199,13 @@ def live_fraction(c: Chain) -> float:
     """The part of the kernel's taps that read pixels rather than padding."""
     part = 1.0
     for size, out, k, pad, step in zip(
-        c.x.shape[2:], c.out.shape[2:], c.weight.shape[2:],
-        c.anchor.attrs["padding"], c.anchor.attrs["dilation"], strict=True,
-    ):  # fmt: skip
+        c.x.shape[2:],
+        c.out.shape[2:],
+        c.weight.shape[2:],
+        c.anchor.attrs["padding"],
+        c.anchor.attrs["dilation"],
+        strict=True,
+    ):
         live = sum(len(reach(size, out, t * step - pad)) for t in range(k))
         part *= live / max(k * out, 1)
     return part
@@ -226,9 +230,15 @@ def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) 
             ys, xs = reach(height, oh, dy), reach(width, ow, dx)
             if len(ys) and len(xs):
                 matrix = weight[:, :, i, j].t().contiguous()
-                taps.append((slice(ys.start, ys.stop), slice(ys.start + dy, ys.stop + dy),
-                             slice(xs.start, xs.stop), slice(xs.start + dx, xs.stop + dx),
-                             matrix))  # fmt: skip
+                taps.append(
+                    (
+                        slice(ys.start, ys.stop),
+                        slice(ys.start + dy, ys.stop + dy),
+                        slice(xs.start, xs.stop),
+                        slice(xs.start + dx, xs.stop + dx),
+                        matrix,
+                    )
+                )
     x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
     act = activate(c.act)
     channels, k = c.x.shape[1], c.out.shape[1]
@@ -295,8 +305,9 @@ def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
 
     def run(*t: Any) -> torch.Tensor:
         mask = None if bias is None else t[bias]
-        return sdpa(t[q], t[k], t[v], attn_mask=mask, is_causal=causal, scale=scale,
-                    enable_gqa=grouped)  # fmt: skip
+        return sdpa(
+            t[q], t[k], t[v], attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
 
     return Kernel(run)
 
@@ -313,13 +324,17 @@ def _shifted_overhead(region: Region, target: Target) -> float:
 
 RECIPES = (
     Recipe(
-        "onednn_packed", _refuse_packed, _build_packed,
+        "onednn_packed",
+        _refuse_packed,
+        _build_packed,
         seconds=library(_packed_penalty, 1e-4),  # oneDNN looks its primitive up at every call
     ),
     Recipe("gemm", _refuse_gemm, _build_gemm, seconds=library(_gemm_penalty, 1e-5)),
     Recipe(
-        "shifted_gemm", _refuse_shifted, _build_shifted,
+        "shifted_gemm",
+        _refuse_shifted,
+        _build_shifted,
         seconds=library(_shifted_penalty, _shifted_overhead),
     ),
     Recipe("sdpa", _refuse_sdpa, _build_sdpa),
-)  # fmt: skip
+)

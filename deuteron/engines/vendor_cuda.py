@@ -103,9 +103,16 @@ def _build_conv(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     def run(*t: Any) -> torch.Tensor:
         with numerics(policy, benchmark=True):
             return torch.convolution(
-                t[x], t[w], None if b is None else t[b], a["stride"], a["padding"],
-                a["dilation"], a["transposed"], a["output_padding"], a["groups"],
-            )  # fmt: skip
+                t[x],
+                t[w],
+                None if b is None else t[b],
+                a["stride"],
+                a["padding"],
+                a["dilation"],
+                a["transposed"],
+                a["output_padding"],
+                a["groups"],
+            )
 
     return Kernel(run)
 
@@ -214,9 +221,14 @@ def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
             key, value = (u.repeat_interleave(repeat, 1) for u in (key, value))
         with sdpa_kernel(backend):
             return sdpa(
-                t[q], key, value, attn_mask=None if bias is None else t[bias],
-                is_causal=causal, scale=scale, enable_gqa=grouped and repeat == 1,
-            )  # fmt: skip
+                t[q],
+                key,
+                value,
+                attn_mask=None if bias is None else t[bias],
+                is_causal=causal,
+                scale=scale,
+                enable_gqa=grouped and repeat == 1,
+            )
 
     return Kernel(under(ctx.policy, run))
 

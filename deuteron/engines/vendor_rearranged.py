@@ -109,14 +109,18 @@ def _build_taps(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
             dx = j * a["dilation"][1] - a["padding"][1]
             ys, xs = reach(height, oh, dy), reach(width, ow, dx)
             if len(ys) and len(xs):
-                taps.append((i * columns + j, slice(ys.start, ys.stop), slice(xs.start, xs.stop),
-                             slice(ys.start + dy, ys.stop + dy),
-                             slice(xs.start + dx, xs.stop + dx)))  # fmt: skip
+                taps.append(
+                    (
+                        i * columns + j,
+                        slice(ys.start, ys.stop),
+                        slice(xs.start, xs.stop),
+                        slice(ys.start + dy, ys.stop + dy),
+                        slice(xs.start + dx, xs.stop + dx),
+                    )
+                )
     taps.sort(key=lambda tap: (tap[1].start - tap[1].stop, tap[2].start - tap[2].stop))
     whole = taps[0][1] == slice(0, oh) and taps[0][2] == slice(0, ow)
-    x, b, z = (
-        place(region, c.anchor.inputs[0]), maybe(region, c.bias), maybe(region, c.residual),
-    )  # fmt: skip
+    x, b, z = (place(region, c.anchor.inputs[0]), maybe(region, c.bias), maybe(region, c.residual))
     act = activate(c.act)
     wide = bool(knobs["wide"])  # sum in float32
 
@@ -173,12 +177,17 @@ def _build_planar(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 
 RECIPES = (
     Recipe(
-        "cudnn_padded", _refuse_padded, _build_padded,
+        "cudnn_padded",
+        _refuse_padded,
+        _build_padded,
         seconds=library(0.5, lambda region, target: target.launch),
     ),
     Recipe(
-        "taps", _refuse_taps, _build_taps, _taps_knobs,
+        "taps",
+        _refuse_taps,
+        _build_taps,
+        _taps_knobs,
         seconds=library(0.6, lambda region, target: 12 * target.launch),
     ),
     Recipe("planar", _refuse_planar, _build_planar, seconds=library(0.65)),
-)  # fmt: skip
+)

@@ -114,13 +114,16 @@ def _raw_table(
         for title, c, hint in zip(titles, how, hints, strict=True)
     )
     lines = [
-        "<tr>" + "".join(f'<td class="{c}">{v}</td>' for v, c in zip(row, how, strict=True))
-        + "</tr>" for row in rows
-    ]  # fmt: skip
+        "<tr>"
+        + "".join(f'<td class="{c}">{v}</td>' for v, c in zip(row, how, strict=True))
+        + "</tr>"
+        for row in rows
+    ]
     return (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>'
-        + "\n".join(lines) + "</tbody></table></div>"
-    )  # fmt: skip
+        + "\n".join(lines)
+        + "</tbody></table></div>"
+    )
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> str:
@@ -136,8 +139,11 @@ def _details(title: str, body: str, is_open: bool = False) -> str:
 def _regions(report: Report, rows: list[text.Row], limit: int) -> str:
     shown, left = text.expensive(rows, limit)
     whole = u.total(row.seconds for row in rows) or math.nan
-    used = [i for i, c in enumerate(u.COLUMNS)
-            if not c.optional or any(row.cells[i] != u.MISSING for row in shown)]  # fmt: skip
+    used = [
+        i
+        for i, c in enumerate(u.COLUMNS)
+        if not c.optional or any(row.cells[i] != u.MISSING for row in shown)
+    ]
     body = []
     for row in shown:
         r, share = row.first, row.seconds / whole
@@ -148,13 +154,19 @@ def _regions(report: Report, rows: list[text.Row], limit: int) -> str:
         what = f'{_e(u.operators(r, 90))}<div class="dim">{_e(below)}</div>'
         body.append([_e(row.label(24)), bar, what, *(_e(row.cells[i]) for i in used)])
     titles = ["region", "% time", "operators", *(u.COLUMNS[i].title for i in used)]
-    hints = ["", "share of the plan's time", "with the type of the first output, who runs it, and "
-             "where it stands in the model", *(u.COLUMNS[i].hint for i in used)]  # fmt: skip
+    hints = [
+        "",
+        "share of the plan's time",
+        "with the type of the first output, who runs it, and where it stands in the model",
+        *(u.COLUMNS[i].hint for i in used),
+    ]
     table = _raw_table(titles, body, "kno" + "n" * len(used), hints) if body else ""
     if left:
         n, part = sum(len(row.regions) for row in left), u.total(row.seconds for row in left)
-        table += (f"<p>{u.count(len(left), 'row')} left out: {u.count(n, 'region')}, "
-                  f"{_e(u.percent(part / whole))} of the time.</p>")  # fmt: skip
+        table += (
+            f"<p>{u.count(len(left), 'row')} left out: {u.count(n, 'region')}, "
+            f"{_e(u.percent(part / whole))} of the time.</p>"
+        )
     legend = f'<p class="dim">{_e(text.legend(report))}</p>' if rows else ""
     return _details("Regions, in the order they run", table + legend, is_open=True) if rows else ""
 
@@ -162,10 +174,16 @@ def _regions(report: Report, rows: list[text.Row], limit: int) -> str:
 def _vetoes(report: Report) -> str:
     found = text.vetoes(report)
     rows = [
-        (u.seconds(t.seconds), u.size(t.bytes), f"×{t.count}", t.reason, "; ".join(t.examples[:2]),
-         t.remedy)
+        (
+            u.seconds(t.seconds),
+            u.size(t.bytes),
+            f"×{t.count}",
+            t.reason,
+            "; ".join(t.examples[:2]),
+            t.remedy,
+        )
         for t in found
-    ]  # fmt: skip
+    ]
     cost = u.seconds(u.total(t.seconds for t in found))
     title = f"What did not fuse: {u.count(sum(t.count for t in found), 'value')}, {cost}"
     heads = ("time", "bytes", "count", "reason", "for example", "remedy")
@@ -190,9 +208,7 @@ def _alternatives(report: Report) -> str:
         rows.append((row.label(), r.candidate, f"{u.seconds(r.best_s)} {kind}", "chosen", ""))
         rows += [("", o.candidate, o.time, o.slower, o.verdict) for o in losers]
     heads = ("region", "candidate", "time", "against", "out of the race because")
-    return _details(
-        "Alternatives to the most expensive regions", _table(heads, rows, "kwnnw")
-    )  # fmt: skip
+    return _details("Alternatives to the most expensive regions", _table(heads, rows, "kwnnw"))
 
 
 # ---- pictures -------------------------------------------------------------------------------
@@ -249,8 +265,10 @@ def _time_bar(report: Report) -> str:
     return (
         f"<h2>Where the time goes, {u.seconds(whole)} from left to right</h2>\n"
         f'<svg viewBox="0 0 {WIDE} 44" role="img" aria-label="time by region">\n'
-        + "\n".join(boxes) + "\n</svg>\n" + _keys(report)
-    )  # fmt: skip
+        + "\n".join(boxes)
+        + "\n</svg>\n"
+        + _keys(report)
+    )
 
 
 class Roof(NamedTuple):
@@ -296,9 +314,9 @@ class Scale(NamedTuple):
         return [10.0**k for k in range(first, last + 1, step)]
 
 
-def _scales(points: Sequence[tuple[float, float]], slanted: list[Roof], flat: list[Roof]) -> tuple[
-    Scale, Scale
-]:  # fmt: skip
+def _scales(
+    points: Sequence[tuple[float, float]], slanted: list[Roof], flat: list[Roof]
+) -> tuple[Scale, Scale]:
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     if slanted and flat:
         xs += [top.rate / slanted[0].rate for top in flat]
@@ -315,10 +333,11 @@ def _roofline(report: Report) -> str:
         return ""
     slanted, flat = _roofs(report)
     points = [
-        (r.intensity, rate) if u.known(rate := _attained(r)) and rate > 0 and
-        u.known(r.intensity) and r.intensity > 0 else None
+        (r.intensity, rate)
+        if u.known(rate := _attained(r)) and rate > 0 and u.known(r.intensity) and r.intensity > 0
+        else None
         for r in report.regions
-    ]  # fmt: skip
+    ]
     x, y = _scales([p for p in points if p], slanted, flat)
     shapes = [*_axes(x, y), *_roof_lines(x, y, slanted, flat)]
     whole = u.total(r.best_s for r in report.regions) or math.nan
@@ -332,16 +351,23 @@ def _roofline(report: Report) -> str:
             f'stroke="{colour}" pointer-events="all">{_tip(r)}</circle>'
         )
     unplaced = sum(p is None for p in points)
-    missing = (f"Hollow, in the corner: {u.count(unplaced, 'region')} that only move data or "
-               "have no known time.") if unplaced else ""  # fmt: skip
+    missing = (
+        (
+            f"Hollow, in the corner: {u.count(unplaced, 'region')} that only move data or "
+            "have no known time."
+        )
+        if unplaced
+        else ""
+    )
     roofs = "" if slanted else f"The limits of {report.target or 'the target'} are not known here."
     return (
         "<h2>Roofline</h2>\n"
         f'<svg viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="roofline chart">\n'
-        + "\n".join(shapes) + "\n</svg>\n"
+        + "\n".join(shapes)
+        + "\n</svg>\n"
         + '<p class="dim">One dot per region, its area by time; the closer to a line, the less '
         + f"there is to gain. {_e(missing)} {_e(roofs)}</p>"
-    )  # fmt: skip
+    )
 
 
 def _axes(x: Scale, y: Scale) -> list[str]:
@@ -349,15 +375,17 @@ def _axes(x: Scale, y: Scale) -> list[str]:
     grid = 'stroke="currentColor" stroke-opacity=".15"'
     for v in x.decades():
         shapes.append(f'<path d="M{x(v):.1f} {TOP}V{HIGH - BOTTOM}" {grid}/>')
-        shapes.append(f'<text x="{x(v):.1f}" y="{HIGH - BOTTOM + 15}" text-anchor="middle">'
-                      f"{v:g}</text>")  # fmt: skip
+        shapes.append(
+            f'<text x="{x(v):.1f}" y="{HIGH - BOTTOM + 15}" text-anchor="middle">{v:g}</text>'
+        )
     for v in y.decades():
         label = u.flop_rate(v).replace(".00 ", " ").replace(".0 ", " ")
         shapes.append(f'<path d="M{LEFT} {y(v):.1f}H{WIDE - RIGHT}" {grid}/>')
         shapes.append(f'<text x="{LEFT - 5}" y="{y(v) + 4:.1f}" text-anchor="end">{label}</text>')
     middle = (LEFT + WIDE - RIGHT) / 2
-    shapes.append(f'<text x="{middle}" y="{HIGH - 8}" text-anchor="middle">operations per byte '
-                  "moved</text>")  # fmt: skip
+    shapes.append(
+        f'<text x="{middle}" y="{HIGH - 8}" text-anchor="middle">operations per byte moved</text>'
+    )
     return shapes
 
 
@@ -373,11 +401,15 @@ def _roof_lines(x: Scale, y: Scale, slanted: list[Roof], flat: list[Roof]) -> li
         at = (a[0] + 0.3 * (b[0] - a[0]), a[1] + 0.3 * (b[1] - a[1]))
         side = -5 if i else 14  # the cache's words above its line, the memory's below
         shapes.append(f'<path d="M{a[0]:.1f} {a[1]:.1f}L{b[0]:.1f} {b[1]:.1f}" {line}{dash}/>')
-        shapes.append(f'<text transform="translate({at[0]:.1f} {at[1]:.1f}) rotate({tilt:.1f})" '
-                      f'y="{side}">{_e(roof.label)}</text>')  # fmt: skip
+        shapes.append(
+            f'<text transform="translate({at[0]:.1f} {at[1]:.1f}) rotate({tilt:.1f})" '
+            f'y="{side}">{_e(roof.label)}</text>'
+        )
     for roof in flat:
         start = x(roof.rate / slanted[-1].rate)
         shapes.append(f'<path d="M{start:.1f} {y(roof.rate):.1f}H{WIDE - RIGHT}" {line}/>')
-        shapes.append(f'<text x="{WIDE - RIGHT}" y="{y(roof.rate) - 5:.1f}" text-anchor="end">'
-                      f"{_e(roof.label)}</text>")  # fmt: skip
+        shapes.append(
+            f'<text x="{WIDE - RIGHT}" y="{y(roof.rate) - 5:.1f}" text-anchor="end">'
+            f"{_e(roof.label)}</text>"
+        )
     return shapes

@@ -73,10 +73,13 @@ def fold(report: Report) -> list[Row]:
         cells = tuple(column.show(r) for column in u.COLUMNS)
         groups.setdefault((cells, r.ops, r.shape, u.engine(r), r.note), []).append(r)
     return [
-        Row(tuple(same), tuple(column.show(same[0]) for column in u.COLUMNS),
-            u.total(r.best_s for r in same))
+        Row(
+            tuple(same),
+            tuple(column.show(same[0]) for column in u.COLUMNS),
+            u.total(r.best_s for r in same),
+        )
         for same in groups.values()
-    ]  # fmt: skip
+    ]
 
 
 def expensive(rows: Sequence[Row], limit: int | None) -> tuple[list[Row], list[Row]]:
@@ -113,11 +116,13 @@ def _tally(items: Iterable[tuple[str, str, float, float, str]]) -> list[Tally]:
         tallies.append(
             Tally(
                 (said.pop() if len(said) == 1 else masked) or "no reason given",
-                u.clean(remedy), len(same),
-                u.total(item[2] for item in same), u.total(item[3] for item in same),
+                u.clean(remedy),
+                len(same),
+                u.total(item[2] for item in same),
+                u.total(item[3] for item in same),
                 tuple(dict.fromkeys(item[4] for item in same)),
             )
-        )  # fmt: skip
+        )
     return sorted(tallies, key=lambda t: (-t.seconds, -t.bytes, -t.count))
 
 
@@ -127,14 +132,15 @@ def vetoes(report: Report) -> list[Tally]:
     return _tally(
         (
             v.reason,
-            CONVERSION if v.consumer.startswith("to_layout") or v.producer.startswith("to_layout")
+            CONVERSION
+            if v.consumer.startswith("to_layout") or v.producer.startswith("to_layout")
             else next((advice for part, advice in REMEDIES.items() if part in v.reason), ""),
             v.bytes,
             v.seconds,
             u.clean(f"%{v.value}: {v.producer} → {v.consumer}"),
         )
         for v in dearest
-    )  # fmt: skip
+    )
 
 
 def refusals(report: Report) -> dict[str, list[Tally]]:
@@ -186,14 +192,17 @@ def header(report: Report) -> list[tuple[str, str]]:
     graph = report.cuda_graph if plain else f"no: {report.cuda_graph}"
     here = report.target or u.MISSING
     facts = [
-        ("graph", f"{u.count(report.nodes_before, 'node')} → {report.nodes_after} after passes, "
-                  f"in {u.count(len(report.regions), 'region')}"),
+        (
+            "graph",
+            f"{u.count(report.nodes_before, 'node')} → {report.nodes_after} after passes, "
+            f"in {u.count(len(report.regions), 'region')}",
+        ),
         ("target", here if where == here else f"{here} ({where})"),
         ("mode", MODES.get(report.mode, report.mode) or u.MISSING),
         ("CUDA Graph", graph if report.cuda_graph else u.MISSING),
         ("planned in", u.seconds(report.plan_s)),
         ("versions", ", ".join(f"{k} {v}" for k, v in report.versions.items()) or u.MISSING),
-    ]  # fmt: skip
+    ]
     return [(name, u.clean(fact)) for name, fact in facts]
 
 
@@ -231,25 +240,33 @@ def _how_long(priced: Sequence[RegionReport], whole: float | None, apart: float)
     work = [r for r in priced if r.bound != "free"]
     timed = sum(u.known(r.measured_s) for r in work)
     if u.known(whole):
-        return (f"One run takes {u.seconds(whole)}, measured as a whole; its regions one by one "
-                f"add up to {u.seconds(apart)}.")  # fmt: skip
+        return (
+            f"One run takes {u.seconds(whole)}, measured as a whole; its regions one by one "
+            f"add up to {u.seconds(apart)}."
+        )
     if timed == 0:
         return f"One run should take {u.seconds(apart)}: predicted, nothing was measured."
     if timed == len(work):
         return f"One run takes {u.seconds(apart)}, the sum of its regions, each measured alone."
-    return (f"One run should take {u.seconds(apart)}: {timed} of {u.count(len(work), 'region')} "
-            f"measured alone, the rest predicted.")  # fmt: skip
+    return (
+        f"One run should take {u.seconds(apart)}: {timed} of {u.count(len(work), 'region')} "
+        f"measured alone, the rest predicted."
+    )
 
 
 def _how_far(target: str, time: float, roof: float) -> str:
     least = f"the least that its bytes and operations allow on {u.clean(target) or 'the target'}"
     if roof > time:
-        return (f"That is below the roofline, {u.seconds(roof)}, {least}: values were still "
-                f"in a cache, or an algorithm does less arithmetic than the plain one (Winograd, "
-                f"taps in the padding left out).")  # fmt: skip
-    return (f"The roofline, {least}, is {u.seconds(roof)}: the plan reaches "
-            f"{u.percent(roof / time)} of it and takes {u.times(time / roof if roof else None)} "
-            f"as long.")  # fmt: skip
+        return (
+            f"That is below the roofline, {u.seconds(roof)}, {least}: values were still "
+            f"in a cache, or an algorithm does less arithmetic than the plain one (Winograd, "
+            f"taps in the padding left out)."
+        )
+    return (
+        f"The roofline, {least}, is {u.seconds(roof)}: the plan reaches "
+        f"{u.percent(roof / time)} of it and takes {u.times(time / roof if roof else None)} "
+        f"as long."
+    )
 
 
 def memory(report: Report) -> list[tuple[str, str]]:
@@ -270,10 +287,14 @@ def passes(report: Report) -> list[tuple[str, str, str, str]]:
     """Name, nodes, time and rules of each pass that did something; the idle ones in one line."""
     busy = [p for p in report.passes if p.fired or p.before != p.after]
     rows = [
-        (u.clean(p.name), f"{p.before} → {p.after}", u.seconds(p.seconds),
-         ", ".join(f"{u.clean(rule)} ×{n}" for rule, n in p.fired.items()))
+        (
+            u.clean(p.name),
+            f"{p.before} → {p.after}",
+            u.seconds(p.seconds),
+            ", ".join(f"{u.clean(rule)} ×{n}" for rule, n in p.fired.items()),
+        )
         for p in busy
-    ]  # fmt: skip
+    ]
     if idle := [p for p in report.passes if p not in busy]:
         spent = u.seconds(u.total(p.seconds for p in idle))
         rows.append((u.count(len(idle), "idle pass", "idle passes"), "", spent, "changed nothing"))
@@ -285,11 +306,13 @@ def legend(report: Report) -> str:
     against = dict.fromkeys(u.clean(r.reference) for r in report.regions if r.reference)
     parts = [
         "×N: N regions that look alike; figures are for one of them, % time for all."
-        if len(fold(report)) < len(report.regions) else "",
+        if len(fold(report)) < len(report.regions)
+        else "",
         "% roof: roofline over measured time, over predicted where nothing was measured.",
         f"error: the largest, relative to the largest value, against {u.listed(list(against))}."
-        if against else "",
-    ]  # fmt: skip
+        if against
+        else "",
+    ]
     return " ".join(filter(None, parts))
 
 
@@ -324,8 +347,11 @@ def _regions(report: Report, limit: int | None) -> list[str]:
     rows = fold(report)
     whole = u.total(row.seconds for row in rows) or float("nan")
     shown, left = expensive(rows, limit)
-    used = [i for i, c in enumerate(u.COLUMNS)
-            if not c.optional or any(row.cells[i] != u.MISSING for row in shown)]  # fmt: skip
+    used = [
+        i
+        for i, c in enumerate(u.COLUMNS)
+        if not c.optional or any(row.cells[i] != u.MISSING for row in shown)
+    ]
     table = [("region", *(u.COLUMNS[i].title for i in used), "% time")]
     for row in shown:
         share = u.percent(row.seconds / whole, "")
@@ -341,8 +367,10 @@ def _regions(report: Report, limit: int | None) -> list[str]:
         n, part = sum(len(row.regions) for row in left), u.total(row.seconds for row in left)
         body += u.wrap(
             f"{u.count(len(left), 'row')} left out: {u.count(n, 'region')}, "
-            f"{u.percent(part / whole)} of the time (limit={len(rows)} shows all)", WIDTH, "… "
-        )  # fmt: skip
+            f"{u.percent(part / whole)} of the time (limit={len(rows)} shows all)",
+            WIDTH,
+            "… ",
+        )
     return body + u.wrap(legend(report), WIDTH) if rows else []
 
 

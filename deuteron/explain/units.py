@@ -211,7 +211,8 @@ COLUMNS = (
     Column("pred. µs", "time the engine should take", lambda r: micro(r.predicted_s)),
     Column("meas. µs", "time it took, run alone", lambda r: micro(r.measured_s), True),
     Column("% roof", "part of the roofline reached", lambda r: percent(r.fraction, "")),
-    Column("error", "against float64, relative to the largest value", lambda r: error(r.error),
-           True),
+    Column(
+        "error", "against float64, relative to the largest value", lambda r: error(r.error), True
+    ),
     Column("torch", "PyTorch's own error", lambda r: error(r.torch_error), True),
-)  # fmt: skip
+)

@@ -93,15 +93,35 @@ def _dropout(b: Site, grad: Sym, mask: Sym, scale: float) -> Any:
 
 
 def _convolution(
-    b: Site, grad: Sym, x: Sym, weight: Sym, bias_sizes: Any, stride: Any, padding: Any,
-    dilation: Any, transposed: bool, output_padding: Any, groups: int, mask: Sequence[bool],
-) -> Any:  # fmt: skip
+    b: Site,
+    grad: Sym,
+    x: Sym,
+    weight: Sym,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    mask: Sequence[bool],
+) -> Any:
     b.need(x.rank == weight.rank, "the gradient of a convolution without a batch")
     needs = (bool(mask[0]), bool(mask[1]))
     dx, dw = through(
-        b, "conv", grad, x, weight, needs=needs, stride=stride, padding=padding, dilation=dilation,
-        groups=groups, transposed=transposed, output_padding=output_padding,
-    )[:2]  # fmt: skip
+        b,
+        "conv",
+        grad,
+        x,
+        weight,
+        needs=needs,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        transposed=transposed,
+        output_padding=output_padding,
+    )[:2]
     db = None
     if mask[2]:
         db = b.to(b.sum(b.upcast(grad), axes=(0, *range(2, grad.rank)), keepdim=False), grad.dtype)
@@ -109,26 +129,51 @@ def _convolution(
 
 
 def _max_pool(
-    b: Site, grad: Sym, x: Sym, kernel: Any, stride: Any, padding: Any, dilation: Any,
-    ceil_mode: bool, indices: Any,
-) -> Any:  # fmt: skip
+    b: Site,
+    grad: Sym,
+    x: Sym,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    indices: Any,
+) -> Any:
     """The indices are found again: they are cheaper to compute than to keep."""
     b.need(x.rank == len(kernel) + 2, "the gradient of a pool without a batch")
     return b.max_pool_grad(
-        grad, x, kernel=kernel, stride=stride or None, padding=padding, dilation=dilation,
+        grad,
+        x,
+        kernel=kernel,
+        stride=stride or None,
+        padding=padding,
+        dilation=dilation,
         ceil_mode=ceil_mode,
-    )  # fmt: skip
+    )
 
 
 def _avg_pool(
-    b: Site, grad: Sym, x: Sym, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
-    count_include_pad: bool, divisor: int | None,
-) -> Any:  # fmt: skip
+    b: Site,
+    grad: Sym,
+    x: Sym,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None,
+) -> Any:
     b.need(x.rank == len(kernel) + 2, "the gradient of a pool without a batch")
     return b.avg_pool_grad(
-        grad, shape=x.shape, kernel=kernel, stride=stride or None, padding=padding,
-        ceil_mode=ceil_mode, count_include_pad=count_include_pad, divisor=divisor,
-    )  # fmt: skip
+        grad,
+        shape=x.shape,
+        kernel=kernel,
+        stride=stride or None,
+        padding=padding,
+        ceil_mode=ceil_mode,
+        count_include_pad=count_include_pad,
+        divisor=divisor,
+    )
 
 
 def _adaptive_avg_pool(b: Site, grad: Sym, x: Sym) -> Any:
@@ -202,9 +247,16 @@ def _eps_behind(b: Site, rstd: Sym, x: Sym) -> float | None:
 
 
 def _norm(
-    b: Site, op: str, grad: Sym, x: Sym, stats: tuple[Sym | None, Sym], weight: Sym | None,
-    bias: TensorType | None, mask: Sequence[bool], attrs: Mapping[str, Any],
-) -> tuple[Sym | None, Sym | None, Sym | None]:  # fmt: skip
+    b: Site,
+    op: str,
+    grad: Sym,
+    x: Sym,
+    stats: tuple[Sym | None, Sym],
+    weight: Sym | None,
+    bias: TensorType | None,
+    mask: Sequence[bool],
+    attrs: Mapping[str, Any],
+) -> tuple[Sym | None, Sym | None, Sym | None]:
     """dx, dweight and dbias, as far as the mask asks for them."""
     row = _FORMS[op]
     eps = _eps_behind(b, stats[1], x)
@@ -227,9 +279,16 @@ def _norm(
 
 
 def _layer_norm(
-    b: Site, grad: Sym, x: Sym, shape: Sequence[int], mean: Sym, rstd: Sym, weight: Any, bias: Any,
+    b: Site,
+    grad: Sym,
+    x: Sym,
+    shape: Sequence[int],
+    mean: Sym,
+    rstd: Sym,
+    weight: Any,
+    bias: Any,
     mask: Sequence[bool],
-) -> Any:  # fmt: skip
+) -> Any:
     of_bias = None if bias is None else bias.type
     attrs = {"dims": len(shape)}
     return _norm(b, "layer_norm", grad, x, (mean, rstd), weight, of_bias, mask, attrs)
@@ -243,18 +302,36 @@ def _rms_norm(
 
 
 def _group_norm(
-    b: Site, grad: Sym, x: Sym, mean: Sym, rstd: Sym, weight: Any, n: int, c: int, positions: int,
-    groups: int, mask: Sequence[bool],
-) -> Any:  # fmt: skip
+    b: Site,
+    grad: Sym,
+    x: Sym,
+    mean: Sym,
+    rstd: Sym,
+    weight: Any,
+    n: int,
+    c: int,
+    positions: int,
+    groups: int,
+    mask: Sequence[bool],
+) -> Any:
     of_bias = TensorType.of((c,), x.dtype if weight is None else weight.dtype)
     attrs = {"groups": groups}
     return _norm(b, "group_norm", grad, x, (mean, rstd), weight, of_bias, mask, attrs)
 
 
 def _batch_norm(
-    b: Site, grad: Sym, x: Sym, weight: Any, running_mean: Any, running_var: Any, mean: Any,
-    rstd: Any, train: bool, eps: float, mask: Sequence[bool],
-) -> Any:  # fmt: skip
+    b: Site,
+    grad: Sym,
+    x: Sym,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    mean: Any,
+    rstd: Any,
+    train: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> Any:
     b.need(train, "the gradient of batch norm in evaluation")
     b.need(mean is not None and rstd is not None, "the gradient of batch norm without statistics")
     dx, dw, db, _ = b.batch_norm_act_grad(grad, x, mean, rstd, weight, None)

@@ -16,9 +16,13 @@ def _max_pool(spatial: int) -> Entry:
     ) -> Any:
         x = b.batched(x, spatial)
         y = b.max_pool(
-            x, kernel=kernel, stride=stride or None, padding=padding, dilation=dilation,
+            x,
+            kernel=kernel,
+            stride=stride or None,
+            padding=padding,
+            dilation=dilation,
             ceil_mode=ceil,
-        )  # fmt: skip
+        )
         return b.shaped(y)
 
     return entry
@@ -34,9 +38,13 @@ def _max_pool_indices(spatial: int) -> Entry:
             return plain(b, x, kernel, stride, padding, dilation, ceil), None
         x = b.batched(x, spatial)
         found = b.max_pool_with_indices(
-            x, kernel=kernel, stride=stride or None, padding=padding, dilation=dilation,
+            x,
+            kernel=kernel,
+            stride=stride or None,
+            padding=padding,
+            dilation=dilation,
             ceil_mode=ceil,
-        )  # fmt: skip
+        )
         return tuple(b.shaped(t) for t in found)
 
     return entry
@@ -44,14 +52,25 @@ def _max_pool_indices(spatial: int) -> Entry:
 
 def _avg_pool(spatial: int) -> Entry:
     def entry(
-        b: Site, x: Sym, kernel: Any, stride: Any, padding: Any, ceil: bool, include: bool,
+        b: Site,
+        x: Sym,
+        kernel: Any,
+        stride: Any,
+        padding: Any,
+        ceil: bool,
+        include: bool,
         divisor: int | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         x = b.batched(x, spatial)
         y = b.avg_pool(
-            x, kernel=kernel, stride=stride or None, padding=padding, ceil_mode=ceil,
-            count_include_pad=include, divisor=divisor,
-        )  # fmt: skip
+            x,
+            kernel=kernel,
+            stride=stride or None,
+            padding=padding,
+            ceil_mode=ceil,
+            count_include_pad=include,
+            divisor=divisor,
+        )
         return b.shaped(y)
 
     return entry
@@ -104,9 +123,13 @@ def _upsample(name: str, mode: str, has_corners: bool) -> Entry:
         given = [s for s in scales if s is not None]
         b.need(len(given) in (0, x.rank - 2), "a scale for some dimensions only")
         return b.resize(
-            x, size=b.out.shape[2:], mode=mode, align_corners=corners,
-            antialias=name.endswith("_aa"), scale=tuple(given) or None,
-        )  # fmt: skip
+            x,
+            size=b.out.shape[2:],
+            mode=mode,
+            align_corners=corners,
+            antialias=name.endswith("_aa"),
+            scale=tuple(given) or None,
+        )
 
     return entry
 

@@ -19,30 +19,72 @@ from deuteron.ops.vector_norm import vector_norm
 _UNARY: dict[str, str] = {
     name: name
     for name in (
-        "neg", "abs", "sign", "square", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt",
-        "rsqrt", "reciprocal", "sin", "cos", "tan", "erf", "floor", "ceil", "round", "trunc",
-        "isnan", "isinf", "logical_not", "relu", "relu6", "sigmoid", "tanh", "silu", "mish",
-        "hardswish", "hardsigmoid", "selu", "log_sigmoid",
+        "neg",
+        "abs",
+        "sign",
+        "square",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log1p",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "sin",
+        "cos",
+        "tan",
+        "erf",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "isnan",
+        "isinf",
+        "logical_not",
+        "relu",
+        "relu6",
+        "sigmoid",
+        "tanh",
+        "silu",
+        "mish",
+        "hardswish",
+        "hardsigmoid",
+        "selu",
+        "log_sigmoid",
     )
-} | {"sgn": "sign", "special_ndtr": "ndtr"}  # fmt: skip
+} | {"sgn": "sign", "special_ndtr": "ndtr"}
 
 # Calls of two operands, each a tensor or a number, that are one operator.
 _BINARY: dict[str, str] = {
-    "mul.Tensor": "mul", "mul.Scalar": "mul",
-    "div.Tensor": "div", "div.Scalar": "div",
+    "mul.Tensor": "mul",
+    "mul.Scalar": "mul",
+    "div.Tensor": "div",
+    "div.Scalar": "div",
     "true_divide.Tensor": "div",
-    "pow.Tensor_Tensor": "pow", "pow.Tensor_Scalar": "pow", "pow.Scalar": "pow",
-    "remainder.Tensor": "remainder", "remainder.Scalar": "remainder",
+    "pow.Tensor_Tensor": "pow",
+    "pow.Tensor_Scalar": "pow",
+    "pow.Scalar": "pow",
+    "remainder.Tensor": "remainder",
+    "remainder.Scalar": "remainder",
     "remainder.Scalar_Tensor": "remainder",
-    "floor_divide.default": "floor_div", "floor_divide.Scalar": "floor_div",
-    "maximum.default": "maximum", "max.other": "maximum",
-    "minimum.default": "minimum", "min.other": "minimum",
+    "floor_divide.default": "floor_div",
+    "floor_divide.Scalar": "floor_div",
+    "maximum.default": "maximum",
+    "max.other": "maximum",
+    "minimum.default": "minimum",
+    "min.other": "minimum",
     "atan2.default": "atan2",
-    "logical_and.default": "logical_and", "logical_or.default": "logical_or",
+    "logical_and.default": "logical_and",
+    "logical_or.default": "logical_or",
     "logical_xor.default": "logical_xor",
-    **{f"{op}.{kind}": op for op in ("eq", "ne", "lt", "le", "gt", "ge")
-       for kind in ("Tensor", "Scalar")},
-}  # fmt: skip
+    **{
+        f"{op}.{kind}": op
+        for op in ("eq", "ne", "lt", "le", "gt", "ge")
+        for kind in ("Tensor", "Scalar")
+    },
+}
 
 # Activations with settings: our attributes, in the order of ATen's arguments.
 _SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {

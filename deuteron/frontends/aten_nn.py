@@ -46,16 +46,31 @@ def _conv(
 ) -> Any:
     x = b.batched(x, weight.rank - 2)
     y = b.conv(
-        x, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
-        transposed=transposed, output_padding=output_padding,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        transposed=transposed,
+        output_padding=output_padding,
+    )
     return b.shaped(y)
 
 
 def _convolution(
-    b: Site, x: Sym, weight: Sym, bias: Any, stride: Any, padding: Any, dilation: Any,
-    transposed: bool, output_padding: Any, groups: int,
-) -> Any:  # fmt: skip
+    b: Site,
+    x: Sym,
+    weight: Sym,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
     return _conv(b, x, weight, bias, stride, padding, dilation, groups, transposed, output_padding)
 
 
@@ -78,9 +93,16 @@ def _conv_named_padding(
 
 
 def _conv_transpose(
-    b: Site, x: Sym, weight: Sym, bias: Any, stride: Any, padding: Any, output_padding: Any,
-    groups: int, dilation: Any,
-) -> Any:  # fmt: skip
+    b: Site,
+    x: Sym,
+    weight: Sym,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    groups: int,
+    dilation: Any,
+) -> Any:
     return _conv(b, x, weight, bias, stride, padding, dilation, groups, True, output_padding)
 
 
@@ -93,9 +115,17 @@ def _batch_norm(b: Site, x: Sym, w: Any, bias: Any, mean: Any, var: Any, eps: fl
 
 
 def _batch_norm_flag(
-    b: Site, x: Sym, w: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
-    eps: float, *ignored: Any,
-) -> Any:  # fmt: skip
+    b: Site,
+    x: Sym,
+    w: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *ignored: Any,
+) -> Any:
     """Evaluation, or batch statistics where there are no running ones to update."""
     if not training:
         return _batch_norm(b, x, w, bias, mean, var, eps)
@@ -104,9 +134,16 @@ def _batch_norm_flag(
 
 
 def _batch_norm_functional(
-    b: Site, x: Sym, w: Any, bias: Any, mean: Sym, var: Sym, training: bool, momentum: float,
+    b: Site,
+    x: Sym,
+    w: Any,
+    bias: Any,
+    mean: Sym,
+    var: Sym,
+    training: bool,
+    momentum: float,
     eps: float,
-) -> Any:  # fmt: skip
+) -> Any:
     """Training that returns the running statistics instead of writing them."""
     if not training:
         return _batch_norm(b, x, w, bias, mean, var, eps), None, None, mean, var
@@ -140,9 +177,17 @@ def _only_first(entry: Entry, results: int = 3) -> Entry:
 
 
 def _instance_norm(
-    b: Site, x: Sym, w: Any, bias: Any, mean: Any, var: Any, batch_stats: bool, momentum: float,
-    eps: float, *ignored: Any,
-) -> Any:  # fmt: skip
+    b: Site,
+    x: Sym,
+    w: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    batch_stats: bool,
+    momentum: float,
+    eps: float,
+    *ignored: Any,
+) -> Any:
     if not batch_stats:
         return _batch_norm(b, x, w, bias, mean, var, eps)
     b.need(mean is None and var is None, "instance norm that updates running statistics")
@@ -207,9 +252,13 @@ def _cross_entropy(
     b: Site, x: Sym, target: Sym, weight: Any, reduction: int, ignore: int, smoothing: float
 ) -> Any:
     return b.cross_entropy(
-        x, target, weight, label_smoothing=smoothing, ignore_index=ignore,
+        x,
+        target,
+        weight,
+        label_smoothing=smoothing,
+        ignore_index=ignore,
         reduction=_REDUCTION[reduction],
-    )  # fmt: skip
+    )
 
 
 def _nll(b: Site, x: Sym, target: Sym, weight: Any, reduction: int, ignore: int) -> Any:

@@ -240,17 +240,30 @@ def _cast(b: Site, x: Sym, *options: Any) -> Sym:
 TABLE: dict[str, Entry] = {
     **dict.fromkeys(
         (
-            "view.default", "_unsafe_view.default", "reshape.default", "flatten.using_ints",
-            "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
-            "unflatten.int", "view_as.default",
+            "view.default",
+            "_unsafe_view.default",
+            "reshape.default",
+            "flatten.using_ints",
+            "squeeze.default",
+            "squeeze.dim",
+            "squeeze.dims",
+            "unsqueeze.default",
+            "unflatten.int",
+            "view_as.default",
         ),
         _to_shape,
     ),
     **dict.fromkeys(("expand.default", "expand_as.default", "broadcast_to.default"), _to_size),
     **dict.fromkeys(("alias.default", "detach.default", "lift_fresh_copy.default"), _same),
     **dict.fromkeys(
-        ("_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "to.other",
-         "type_as.default"),
+        (
+            "_to_copy.default",
+            "to.dtype",
+            "to.dtype_layout",
+            "to.device",
+            "to.other",
+            "type_as.default",
+        ),
         _cast,
     ),
     "clone.default": _copy_of,
@@ -298,7 +311,7 @@ TABLE: dict[str, Entry] = {
     "one_hot.default": _one_hot,
     "tril.default": _triangle(torch.tril),
     "triu.default": _triangle(torch.triu),
-}  # fmt: skip
+}
 
 # Calls whose result is one number everywhere: where that number stands among the arguments, or
 # the number itself. They become a stretched scalar; nothing of their size is stored.
@@ -309,9 +322,15 @@ FILLS: dict[str, Callable[[Sequence[Any]], Number]] = {
     "fill.Scalar": lambda args: args[1],
     "scalar_tensor.default": lambda args: args[0],
     **dict.fromkeys(
-        ("zeros.default", "zeros_like.default", "new_zeros.default", "empty.memory_format",
-         "empty_like.default", "new_empty.default"),
+        (
+            "zeros.default",
+            "zeros_like.default",
+            "new_zeros.default",
+            "empty.memory_format",
+            "empty_like.default",
+            "new_empty.default",
+        ),
         lambda args: 0,
     ),
     **dict.fromkeys(("ones.default", "ones_like.default", "new_ones.default"), lambda args: 1),
-}  # fmt: skip
+}

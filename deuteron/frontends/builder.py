@@ -151,10 +151,11 @@ def _method(op: OpDef) -> Callable[..., Any]:
         parameters.append(kind(name, kind.KEYWORD_ONLY, default=default))
     lines = [op.doc, ""]
     lines += [
-        f"    {name}: {attr.kind}" + (f"; {attr.doc}" if attr.doc else "")
+        f"    {name}: {attr.kind}"
+        + (f"; {attr.doc}" if attr.doc else "")
         + (f" (one of {', '.join(attr.choices)})" if attr.choices else "")
         for name, attr in op.attrs.items()
-    ]  # fmt: skip
+    ]
     method.__name__, method.__qualname__ = op.name, f"Graph.{op.name}"
     method.__doc__ = "\n".join(lines).rstrip()
     method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

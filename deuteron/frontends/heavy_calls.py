@@ -42,8 +42,10 @@ def zeros_like_result(
 def _zeros_of_ours(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     device = next(a.device for a in args if isinstance(a, Tensor))
     typed = func(*[_without_data(a) if isinstance(a, Tensor) else a for a in args], **kwargs)
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).zero_()
-            for t in typed]  # fmt: skip
+    return [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).zero_()
+        for t in typed
+    ]
 
 
 def _without_data(t: Tensor) -> Tensor:

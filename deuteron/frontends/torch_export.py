@@ -279,8 +279,10 @@ def _refuse_writes(program: torch.export.ExportedProgram) -> None:
         if what is None:
             continue
         statistics = str(spec.target).rpartition(".")[2] in (
-            "running_mean", "running_var", "num_batches_tracked"
-        )  # fmt: skip
+            "running_mean",
+            "running_var",
+            "num_batches_tracked",
+        )
         raise GraphError(
             f"the module writes to its {what} {spec.target!r}",
             asked="a graph, in which nothing is written to",

@@ -78,9 +78,14 @@ def _named(
     on_cpu = all_but(CHEAP[name]) if name in CHEAP else NEVER
     torchs = TORCHS.get(name) or SEVERAL[name]
     handed = delegates(
-        torchs, plain=PLAIN.get(name, ()), without=without, several=name in SEVERAL,
-        single=str(name not in SEVERAL), keeps_type=True, on_cpu=on_cpu,
-    )  # fmt: skip
+        torchs,
+        plain=PLAIN.get(name, ()),
+        without=without,
+        several=name in SEVERAL,
+        single=str(name not in SEVERAL),
+        keeps_type=True,
+        on_cpu=on_cpu,
+    )
     return handed(function)
 
 
@@ -375,9 +380,13 @@ def _torch_dropout(x: Tensor, p: float, training: bool) -> Any:
     keeps_type=True,
 )
 def dropout(
-    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
+    x: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
     seed: int | Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Each element is 0 with probability ``p``, else x / (1 − p); x itself unless ``training``.
 
     Which ones depends on ``seed`` and on their place alone, so the mask is computed again in the

@@ -27,14 +27,24 @@ def _torch_casts(op: str) -> frozenset[str]:
 # function → the devices on which 16-bit tensors are cast to float32
 FLOAT32: dict[str, frozenset[str]] = {
     **dict.fromkeys(
-        ("layer_norm", "group_norm", "softmax", "log_softmax", "norm", "interpolate",
-         "op_softplus", "op_sum", "op_cumsum", "op_cumprod"),
+        (
+            "layer_norm",
+            "group_norm",
+            "softmax",
+            "log_softmax",
+            "norm",
+            "interpolate",
+            "op_softplus",
+            "op_sum",
+            "op_cumsum",
+            "op_cumprod",
+        ),
         frozenset({"cuda"}),
     ),
     "rms_norm": _torch_casts("rms_norm"),
     "op_prod": frozenset({"cuda", "cpu"}),
     "op_grid_sample": frozenset({"cpu"}),
-}  # fmt: skip
+}
 
 
 class Cast(Function):

@@ -29,23 +29,48 @@ Tensor = torch.Tensor
 
 
 def _train(
-    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, running_mean: Sym | None,
-    running_var: Sym | None, residual: Sym | None, *, momentum: float, eps: float,
-    activation: str | None, keep_signs: bool,
-) -> tuple[Sym, ...]:  # fmt: skip
+    b: Ops,
+    x: Sym,
+    weight: Sym | None,
+    bias: Sym | None,
+    running_mean: Sym | None,
+    running_var: Sym | None,
+    residual: Sym | None,
+    *,
+    momentum: float,
+    eps: float,
+    activation: str | None,
+    keep_signs: bool,
+) -> tuple[Sym, ...]:
     inside = activation if activation in ACTIVATIONS else "none"
     image = x.type.with_layout(suggested(x.type))
     y, *stats = b.batch_norm_act(
-        x, weight, bias, running_mean, running_var, residual, momentum=momentum, eps=eps,
-        activation=inside, packed=packing(image) if keep_signs and has_triton() else "none",
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        residual,
+        momentum=momentum,
+        eps=eps,
+        activation=inside,
+        packed=packing(image) if keep_signs and has_triton() else "none",
+    )
     return activated(b, y, None if inside == activation else activation), *stats
 
 
 def _given(
-    b: Ops, x: Sym, mean: Sym, var: Sym, weight: Sym | None, bias: Sym | None,
-    residual: Sym | None, *, eps: float, activation: str | None,
-) -> Sym:  # fmt: skip
+    b: Ops,
+    x: Sym,
+    mean: Sym,
+    var: Sym,
+    weight: Sym | None,
+    bias: Sym | None,
+    residual: Sym | None,
+    *,
+    eps: float,
+    activation: str | None,
+) -> Sym:
     y = b.one("batch_norm", x, mean, var, weight, bias, eps=eps)
     return activated(b, y if residual is None else y + residual, activation)
 
@@ -57,10 +82,17 @@ GIVEN = Function("batch_norm", _given)
 
 
 def _torch_batch_norm(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None, training: bool, momentum: float, eps: float, residual: Tensor | None,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    residual: Tensor | None,
     activation: str | None,
-) -> Any:  # fmt: skip
+) -> Any:
     more = residual is not None or activation is not None
     on_gpu = x.is_cuda
     if activation not in KNOWN:
@@ -102,9 +134,12 @@ def is_read_right(x: Tensor, weight: Tensor | None, training: bool) -> bool:
 
 
 def _wants_signs(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
     activation: str | None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether a gradient will ask for the signs after relu, on a GPU."""
     if residual is None or activation != "relu" or not torch.is_grad_enabled():
         return False
@@ -188,9 +223,17 @@ def batch_norm(
         )
     check_written("batch_norm(…, training=True)", running_mean, running_var)
     y, mean, var, *_ = TRAIN(
-        x, weight, bias, running_mean, running_var, residual, momentum=momentum, eps=eps,
-        activation=activation, keep_signs=_wants_signs(x, weight, bias, residual, activation),
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        residual,
+        momentum=momentum,
+        eps=eps,
+        activation=activation,
+        keep_signs=_wants_signs(x, weight, bias, residual, activation),
+    )
     if x.numel():
         overwrite((running_mean, running_var), (mean, var))
     result: Tensor = y

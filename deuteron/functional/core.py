@@ -229,11 +229,19 @@ record: Callable[..., tuple[torch.Tensor, ...]] = super(
 # ---- for torch.compile
 
 _SCHEMA = {
-    "Sym": "Tensor", "Sym | None": "Tensor?", "float": "float", "int": "int", "bool": "bool",
-    "str": "str", "float | None": "float?", "int | None": "int?", "str | None": "str?",
-    "tuple[int, ...]": "int[]", "tuple[int, ...] | None": "int[]?",
+    "Sym": "Tensor",
+    "Sym | None": "Tensor?",
+    "float": "float",
+    "int": "int",
+    "bool": "bool",
+    "str": "str",
+    "float | None": "float?",
+    "int | None": "int?",
+    "str | None": "str?",
+    "tuple[int, ...]": "int[]",
+    "tuple[int, ...] | None": "int[]?",
     "tuple[float, ...] | None": "float[]?",
-}  # fmt: skip
+}
 
 
 def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> Any:

@@ -25,9 +25,14 @@ SMALL = "weight.nbytes * index.numel() <= LEAST"  # no result is larger, and no 
 
 
 def _embedding(
-    b: Ops, index: Sym, weight: Sym, position: Sym | None, *, padding_idx: int,
+    b: Ops,
+    index: Sym,
+    weight: Sym,
+    position: Sym | None,
+    *,
+    padding_idx: int,
     scale_grad_by_freq: bool,
-) -> Sym:  # fmt: skip
+) -> Sym:
     y = b.one(
         "embedding", weight, index, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq
     )
@@ -38,9 +43,12 @@ EMBEDDING = Function("embedding", _embedding)
 
 
 def _torch_embedding(
-    index: Tensor, weight: Tensor, padding_idx: int | None, scale_grad_by_freq: bool,
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None,
+    scale_grad_by_freq: bool,
     position: Tensor | None,
-) -> Any:  # fmt: skip
+) -> Any:
     ours = weight.is_cuda or position is not None
     if ours and (scale_grad_by_freq or not _is_small(weight, index)):
         return NotImplemented
@@ -50,9 +58,13 @@ def _torch_embedding(
 
 
 def _looked_up(
-    index: Tensor, weight: Tensor, padding_idx: int | None, scale_grad_by_freq: bool, sparse: bool,
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None,
+    scale_grad_by_freq: bool,
+    sparse: bool,
     position: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """By torch's call, without arguments that have their defaults: it is quicker."""
     more: tuple[Any, ...] = () if padding_idx is None else (_row(padding_idx, weight),)
     if scale_grad_by_freq or sparse:
@@ -147,9 +159,13 @@ def embedding(
         index = index.contiguous()
         _shorten(index, weight, max_norm, norm_type)
         return embedding(
-            index, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse,
+            index,
+            weight,
+            padding_idx,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
             position=position,
-        )  # fmt: skip
+        )
     if sparse:
         return _with_sparse_gradient(index, weight, padding_idx, scale_grad_by_freq, position)
     pad = -1 if padding_idx is None else _row(padding_idx, weight)
@@ -159,9 +175,12 @@ def embedding(
 
 
 def _with_sparse_gradient(
-    index: Tensor, weight: Tensor, padding_idx: int | None, scale_grad_by_freq: bool,
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None,
+    scale_grad_by_freq: bool,
     position: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     _may_be_torchs("sparse", True)
     found = _looked_up(index, weight, padding_idx, scale_grad_by_freq, True, position)
     return heard(found, "embedding", weight, "its gradient is sparse") if Heard.listeners else found

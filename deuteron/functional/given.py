@@ -19,10 +19,17 @@ def signature(tensors: Tensors, attrs: Attributes) -> Any:
     """All that a plan depends on. What is no strided tensor, or one whose signs are still to be
     turned, or of a class that may have no memory, has a signature that no plan is kept under."""
     try:
-        return (*[
-            None if t is None else NEGATIVE if t.is_neg() or t.__class__ not in OWN_MEMORY else
-            (t.shape, t.stride(), t.dtype, t.device) for t in tensors
-        ], *attrs.values())  # fmt: skip
+        return (
+            *[
+                None
+                if t is None
+                else NEGATIVE
+                if t.is_neg() or t.__class__ not in OWN_MEMORY
+                else (t.shape, t.stride(), t.dtype, t.device)
+                for t in tensors
+            ],
+            *attrs.values(),
+        )
     except (AttributeError, RuntimeError):
         return NEGATIVE
 

@@ -364,15 +364,29 @@ def _instead(
 
 # what all wrappers name: a global is read sooner than an attribute
 SCOPE = {
-    "is_dynamo_compiling": is_dynamo_compiling, "compiler": compiler, "LEAST": LIMITS.least,
-    "is_torchs": _is_torchs, "autocasting": autocasting, "must_be_ordered": must_be_ordered,
-    "Heard": Heard, "heard": heard, "REFUSALS": REFUSALS, "NEVER": NEVER,
-    "delegation": delegation, "instead": _instead, "DeuteronError": DeuteronError,
-    "MISSING": MISSING, "sorted_out": sorted_out, "TraceError": TraceError,
-    "any_symbol": any_symbol, "recorded": recorded, "a_tensor": a_tensor,
-    "is_grad_enabled": is_grad_enabled, "is_current_stream_capturing": is_current_stream_capturing,
+    "is_dynamo_compiling": is_dynamo_compiling,
+    "compiler": compiler,
+    "LEAST": LIMITS.least,
+    "is_torchs": _is_torchs,
+    "autocasting": autocasting,
+    "must_be_ordered": must_be_ordered,
+    "Heard": Heard,
+    "heard": heard,
+    "REFUSALS": REFUSALS,
+    "NEVER": NEVER,
+    "delegation": delegation,
+    "instead": _instead,
+    "DeuteronError": DeuteronError,
+    "MISSING": MISSING,
+    "sorted_out": sorted_out,
+    "TraceError": TraceError,
+    "any_symbol": any_symbol,
+    "recorded": recorded,
+    "a_tensor": a_tensor,
+    "is_grad_enabled": is_grad_enabled,
+    "is_current_stream_capturing": is_current_stream_capturing,
     "raw_stream": raw_stream,
-}  # fmt: skip
+}
 
 
 def _settle() -> None:

@@ -61,10 +61,19 @@ class Given(NamedTuple):
 
 
 def _torch_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-    class_weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float,
-    z_loss: float, return_lse: bool, chunk: int | None, accumulate: str | None,
-) -> Any:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    return_lse: bool,
+    chunk: int | None,
+    accumulate: str | None,
+) -> Any:
     if z_loss or return_lse or chunk is not None or accumulate is not None:
         return NotImplemented
     if _multiplies_slowly(hidden):
@@ -78,9 +87,13 @@ def _torch_linear_cross_entropy(
     if not small and (hidden.is_cuda or logits > CPU_BYTES):
         return NotImplemented
     return torch_loss(
-        F.linear(hidden, weight, bias), target, class_weight, reduction, ignore_index,
+        F.linear(hidden, weight, bias),
+        target,
+        class_weight,
+        reduction,
+        ignore_index,
         label_smoothing,
-    )  # fmt: skip
+    )
 
 
 @delegates(
@@ -173,8 +186,11 @@ def _multiplies_slowly(x: Tensor) -> bool:
     if x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
         return False
     ask = torch.ops.mkldnn
-    has = ask._is_mkldnn_bf16_supported if x.dtype is torch.bfloat16 else (
-        ask._is_mkldnn_fp16_supported)  # fmt: skip
+    has = (
+        ask._is_mkldnn_bf16_supported
+        if x.dtype is torch.bfloat16
+        else (ask._is_mkldnn_fp16_supported)
+    )
     return not has()
 
 
@@ -215,8 +231,9 @@ def _forward(
     lse, masses = torch.empty((2, n), dtype=total.dtype, device=hidden.device)
     each = dtype if terms.reduction == "none" else total.dtype
     losses = torch.empty(n, dtype=each, device=hidden.device)
-    grad = torch.empty(hidden.shape if needs_hidden else (0,), dtype=hidden.dtype,
-                       device=hidden.device)  # fmt: skip
+    grad = torch.empty(
+        hidden.shape if needs_hidden else (0,), dtype=hidden.dtype, device=hidden.device
+    )
     needs_any = needs_hidden or by_weight is not None or by_bias is not None
     step = tokens_at_once(n, features, classes, chunk, by_weight is not None)
     room = torch.empty((min(step, n), classes), dtype=hidden.dtype, device=hidden.device)
@@ -225,9 +242,16 @@ def _forward(
         logits = room[: piece.stop - a]
         _product(hidden[piece], weight, bias, logits)
         rows(
-            logits, target[piece], class_weight, total, terms, losses[piece], lse[piece],
-            masses[piece], logits if needs_any else None,
-        )  # fmt: skip
+            logits,
+            target[piece],
+            class_weight,
+            total,
+            terms,
+            losses[piece],
+            lse[piece],
+            masses[piece],
+            logits if needs_any else None,
+        )
         if needs_hidden:
             _multiply(logits, weight, grad[piece])
         if by_weight is not None:
@@ -318,13 +342,22 @@ class _Linear(torch.autograd.Function):
             by_hidden = scaled(taken(ctx, "grad", keep), each, total, keep)
         if needs_weight or needs_bias:
             by_weight, by_bias = _weight_grads(
-                Given(*given), lse, masses, total, up, ctx.terms, needs_weight, needs_bias,
+                Given(*given),
+                lse,
+                masses,
+                total,
+                up,
+                ctx.terms,
+                needs_weight,
+                needs_bias,
                 ctx.chunk,
-            )  # fmt: skip
+            )
         return (
-            by_hidden, by_weight if needs_weight else None, by_bias if needs_bias else None,
+            by_hidden,
+            by_weight if needs_weight else None,
+            by_bias if needs_bias else None,
             *(None,) * 5,
-        )  # fmt: skip
+        )
 
 
 class _FastLinear(torch.autograd.Function):
@@ -444,9 +477,11 @@ def _pull(ctx: Any, up: Tensor | None, *_: Any) -> Any:
             *saved, total, up, *ctx.terms, needs_weight, needs_bias, ctx.chunk
         )
     return (
-        by_hidden, by_weight if needs_weight else None, by_bias if needs_bias else None,
+        by_hidden,
+        by_weight if needs_weight else None,
+        by_bias if needs_bias else None,
         *(None,) * 9,
-    )  # fmt: skip
+    )
 
 
 _linear_op.register_autograd(_pull, setup_context=_save)

@@ -25,13 +25,7 @@ from deuteron.functional.library import (
     under_autocast,
     without_memory,
 )
-from deuteron.functional.loss_rows import (
-    Terms,
-    class_dim,
-    reduced_loss,
-    scaled,
-    wide,
-)
+from deuteron.functional.loss_rows import Terms, class_dim, reduced_loss, scaled, wide
 from deuteron.functional.wrapper import Plain
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,18 +35,29 @@ CPU_BYTES = 2**19  # of logits: up to here torch's calls take less than ours nee
 
 
 def _torch_cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
-    label_smoothing: float, z_loss: float, inplace_backward: bool, return_lse: bool,
-) -> Any:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    inplace_backward: bool,
+    return_lse: bool,
+) -> Any:
     if z_loss or inplace_backward or return_lse:
         return NotImplemented
     return torch_loss(logits, target, weight, reduction, ignore_index, label_smoothing)
 
 
 def torch_loss(
-    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
     label_smoothing: float,
-) -> Any:  # fmt: skip
+) -> Any:
     """What ``torch.nn.functional.cross_entropy`` calls."""
     number: Any = REDUCTION_NUMBERS.get(reduction)  # the stub of torch says that it is a str
     if number is None:
@@ -171,10 +176,13 @@ def by_torch(
     x, dim = logits.to(wide(logits.dtype)), class_dim(logits)
     probs = target.is_floating_point()
     loss = F.cross_entropy(
-        x, target.to(x.dtype) if probs else target.long(), None if weight is None else weight.to(x),
-        ignore_index=terms.ignore_index, reduction=terms.reduction,
+        x,
+        target.to(x.dtype) if probs else target.long(),
+        None if weight is None else weight.to(x),
+        ignore_index=terms.ignore_index,
+        reduction=terms.reduction,
         label_smoothing=terms.label_smoothing,
-    )  # fmt: skip
+    )
     lse = x.logsumexp(dim)
     if not probs:
         lse = torch.where(target == terms.ignore_index, 0.0, lse)
@@ -182,9 +190,12 @@ def by_torch(
         z = terms.z_loss * lse * lse
         rows = lse.numel() if probs else (target != terms.ignore_index).sum()
         loss = loss + (
-            z if terms.reduction == "none" else
-            z.sum() / rows if terms.reduction == "mean" else z.sum()
-        )  # fmt: skip
+            z
+            if terms.reduction == "none"
+            else z.sum() / rows
+            if terms.reduction == "mean"
+            else z.sum()
+        )
     return loss.to(dtype), lse.detach()
 
 
@@ -274,10 +285,7 @@ def refuse_second_derivative(name: str) -> None:
         )
 
 
-_IN_TORCH = {
-    "cross_entropy": "cross_entropy",
-    "linear_cross_entropy": "linear and cross_entropy",
-}
+_IN_TORCH = {"cross_entropy": "cross_entropy", "linear_cross_entropy": "linear and cross_entropy"}
 
 # ---- under torch.compile ---------------------------------------------------------------------
 
@@ -360,10 +368,12 @@ def check(
     dim = min(1, len(shape) - 1)
     classes = shape[dim]
     if classes == 0:
-        raise BindError(f"the logits of {name} have no classes: {list(shape)}",
-                        remedy="give at least one class")  # fmt: skip
-    _check_target(name, logits, tuple(shape), tuple(shape[:dim]) + tuple(shape[dim + 1 :]), target,
-                  terms)  # fmt: skip
+        raise BindError(
+            f"the logits of {name} have no classes: {list(shape)}", remedy="give at least one class"
+        )
+    _check_target(
+        name, logits, tuple(shape), tuple(shape[:dim]) + tuple(shape[dim + 1 :]), target, terms
+    )
     if weight is not None and (
         tuple(weight.shape) != (classes,)
         or weight.device != logits.device

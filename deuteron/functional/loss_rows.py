@@ -132,9 +132,16 @@ def _has_rows(x: Tensor) -> bool:
 
 
 def _rows_generated(
-    x: Tensor, target: Tensor, weight: Tensor | None, total: Tensor, terms: Terms,
-    loss: Tensor, lse: Tensor | None, masses: Tensor | None, grad: Tensor | None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    total: Tensor,
+    terms: Terms,
+    loss: Tensor,
+    lse: Tensor | None,
+    masses: Tensor | None,
+    grad: Tensor | None,
+) -> None:
     from deuteron.kernels.cpu.cross_entropy import LONG, Form, prepare_rows
 
     classes, probs = x.shape[-1], target.is_floating_point()
@@ -152,11 +159,21 @@ def _rows_generated(
         given |= dict(zip(("live", "place", "own"), owns, strict=True))
     if grad is not None:
         given["grad"] = grad
-    form = Form(SHORT[x.dtype], SHORT[target.dtype] if probs else "", probs or smoothing != 0.0,
-                weight is not None, grad is not None, classes >= LONG)  # fmt: skip
+    form = Form(
+        SHORT[x.dtype],
+        SHORT[target.dtype] if probs else "",
+        probs or smoothing != 0.0,
+        weight is not None,
+        grad is not None,
+        classes >= LONG,
+    )
     by_row = [0 if t is None or t.dim() < 2 else t.stride(0) for t in (x, target, grad)]
-    fill = prepare_rows(form, frozenset(given), (n, classes, *by_row),
-                        (smoothing / classes, 1.0 - smoothing, terms.z_loss))  # fmt: skip
+    fill = prepare_rows(
+        form,
+        frozenset(given),
+        (n, classes, *by_row),
+        (smoothing / classes, 1.0 - smoothing, terms.z_loss),
+    )
     fill(given)
     loss.copy_(found["loss"].view(loss.shape))
     if lse is not None:
@@ -176,9 +193,16 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _rows_in_triton(
-    x: Tensor, target: Tensor, weight: Tensor | None, total: Tensor, terms: Terms,
-    loss: Tensor, lse: Tensor | None, masses: Tensor | None, grad: Tensor | None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    total: Tensor,
+    terms: Terms,
+    loss: Tensor,
+    lse: Tensor | None,
+    masses: Tensor | None,
+    grad: Tensor | None,
+) -> None:
     from deuteron.kernels.triton.cross_entropy import Spec, launch_rows, plan_rows
 
     x, target, out = _with_layouts(x, target, grad)
@@ -189,9 +213,14 @@ def _rows_in_triton(
 
 
 def reduced_loss(
-    x: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, dtype: torch.dtype,
-    lse: Tensor | None, grad: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    terms: Terms,
+    dtype: torch.dtype,
+    lse: Tensor | None,
+    grad: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """The loss as it is returned, and the totals; fills lse and grad where given."""
     if in_triton(x) and x.numel():
         return _loss_in_triton(x, target, weight, terms, dtype, lse, grad)
@@ -204,9 +233,14 @@ def reduced_loss(
 
 
 def _loss_in_triton(
-    x: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, dtype: torch.dtype,
-    lse: Tensor | None, grad: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    terms: Terms,
+    dtype: torch.dtype,
+    lse: Tensor | None,
+    grad: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Few rows are one launch; else programs of several rows hand on the sums of their losses."""
     from deuteron.kernels.triton.cross_entropy import Spec, launch_rows, plan_rows
 
@@ -217,8 +251,9 @@ def _loss_in_triton(
         loss = torch.empty((), dtype=dtype, device=device)
         total = torch.empty(5, dtype=torch.float32, device=device)
         later = x.dtype == torch.float16
-        launch_rows(plan, x, target, weight, total, loss, lse, None, out, spec, True, reduction,
-                    later)  # fmt: skip
+        launch_rows(
+            plan, x, target, weight, total, loss, lse, None, out, spec, True, reduction, later
+        )
     else:
         dim = class_dim(x)
         total = totals(x, x.shape[dim], target, weight, terms)
@@ -295,9 +330,13 @@ def _silence(d: Tensor, live: Tensor) -> None:
 
 
 def _rows_in_torch(
-    x: Tensor, target: Tensor, weight: Tensor | None, total: Tensor, terms: Terms,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    total: Tensor,
+    terms: Terms,
     grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, lse and masses of a piece of logits [N, C, rest], and its gradient into ``grad``."""
     classes, probs = x.shape[1], target.is_floating_point()
     x = x.to(total.dtype)

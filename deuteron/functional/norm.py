@@ -14,12 +14,7 @@ from torch._C import _get_cudnn_enabled as may_use_cudnn
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import Cast
-from deuteron.functional.batch_norm import (
-    check_given,
-    check_written,
-    is_read_right,
-    overwrite,
-)
+from deuteron.functional.batch_norm import check_given, check_written, is_read_right, overwrite
 from deuteron.functional.core import Function
 from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
 from deuteron.functional.operators import TORCHS, activated
@@ -46,9 +41,17 @@ def _finished(
 
 
 def _layer_norm(
-    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, before: Sym | None,
-    residual: Sym | None, *, dims: int, eps: float, activation: str | None,
-) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    b: Ops,
+    x: Sym,
+    weight: Sym | None,
+    bias: Sym | None,
+    before: Sym | None,
+    residual: Sym | None,
+    *,
+    dims: int,
+    eps: float,
+    activation: str | None,
+) -> Sym | tuple[Sym, Sym]:
     total = _summed(b, x, before, residual)
     y = b.one("layer_norm", total, weight, bias, dims=dims, eps=eps)
     return _finished(b, y, total, residual, activation)
@@ -75,9 +78,16 @@ def _widened(build: Callable[..., Sym | tuple[Sym, Sym]]) -> Callable[..., Any]:
 
 
 def _rms_norm(
-    b: Ops, x: Sym, weight: Sym | None, before: Sym | None, residual: Sym | None, *, dims: int,
-    eps: float, activation: str | None,
-) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    b: Ops,
+    x: Sym,
+    weight: Sym | None,
+    before: Sym | None,
+    residual: Sym | None,
+    *,
+    dims: int,
+    eps: float,
+    activation: str | None,
+) -> Sym | tuple[Sym, Sym]:
     total = _summed(b, x, before, residual)
     wide = float32 if total.dtype.is_low else total.dtype
     if weight is not None and weight.dtype not in (total.dtype, wide):
@@ -87,28 +97,52 @@ def _rms_norm(
 
 
 def _group_norm(
-    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, before: Sym | None,
-    residual: Sym | None, *, groups: int, eps: float, activation: str | None,
-) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    b: Ops,
+    x: Sym,
+    weight: Sym | None,
+    bias: Sym | None,
+    before: Sym | None,
+    residual: Sym | None,
+    *,
+    groups: int,
+    eps: float,
+    activation: str | None,
+) -> Sym | tuple[Sym, Sym]:
     total = _summed(b, x, before, residual)
     y = b.one("group_norm", total, weight, bias, groups=groups, eps=eps)
     return _finished(b, y, total, residual, activation)
 
 
 def _instance_norm(
-    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, before: Sym | None,
-    residual: Sym | None, *, eps: float, activation: str | None,
-) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    b: Ops,
+    x: Sym,
+    weight: Sym | None,
+    bias: Sym | None,
+    before: Sym | None,
+    residual: Sym | None,
+    *,
+    eps: float,
+    activation: str | None,
+) -> Sym | tuple[Sym, Sym]:
     total = _summed(b, x, before, residual)
     y = b.one("instance_norm", total, weight, bias, eps=eps)
     return _finished(b, y, total, residual, activation)
 
 
 def _instance_norm_tracked(
-    b: Ops, x: Sym, weight: Sym | None, bias: Sym | None, running_mean: Sym | None,
-    running_var: Sym | None, before: Sym | None, residual: Sym | None, *, momentum: float,
-    eps: float, activation: str | None,
-) -> tuple[Sym, ...]:  # fmt: skip
+    b: Ops,
+    x: Sym,
+    weight: Sym | None,
+    bias: Sym | None,
+    running_mean: Sym | None,
+    running_var: Sym | None,
+    before: Sym | None,
+    residual: Sym | None,
+    *,
+    momentum: float,
+    eps: float,
+    activation: str | None,
+) -> tuple[Sym, ...]:
     """The running mean and variance, moved towards those of the images, and then the results. One
     mean over images and positions is the mean over the images of theirs."""
     total = _summed(b, x, before, residual)
@@ -132,9 +166,18 @@ def _moved(b: Ops, old: Sym | None, new: Sym, share: float) -> Sym:
 
 
 def _instance_norm_given(
-    b: Ops, x: Sym, mean: Sym, var: Sym, weight: Sym | None, bias: Sym | None, before: Sym | None,
-    residual: Sym | None, *, eps: float, activation: str | None,
-) -> Sym | tuple[Sym, Sym]:  # fmt: skip
+    b: Ops,
+    x: Sym,
+    mean: Sym,
+    var: Sym,
+    weight: Sym | None,
+    bias: Sym | None,
+    before: Sym | None,
+    residual: Sym | None,
+    *,
+    eps: float,
+    activation: str | None,
+) -> Sym | tuple[Sym, Sym]:
     total = _summed(b, x, before, residual)
     y = b.one("batch_norm", total, mean, var, weight, bias, eps=eps)
     return _finished(b, y, total, residual, activation)
@@ -145,9 +188,11 @@ RMS = Cast("rms_norm", _rms_norm, _widened(_rms_norm))
 GROUP = Cast("group_norm", _group_norm, _widened(_group_norm))
 INSTANCE = Function("instance_norm", _instance_norm)
 INSTANCE_TRACKED = Function(
-    "instance_norm_tracked", _instance_norm_tracked, silent=(0, 1),
+    "instance_norm_tracked",
+    _instance_norm_tracked,
+    silent=(0, 1),
     overwritten=("running_mean", "running_var"),
-)  # fmt: skip
+)
 INSTANCE_GIVEN = Function("instance_norm_given", _instance_norm_given)
 
 
@@ -166,9 +211,13 @@ def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
 
 
 def _torch_around(
-    norm: Callable[..., Tensor], given: tuple[Any, ...], x: Tensor, before: Tensor | None,
-    residual: Tensor | None, activation: str | None,
-) -> Any:  # fmt: skip
+    norm: Callable[..., Tensor],
+    given: tuple[Any, ...],
+    x: Tensor,
+    before: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+) -> Any:
     """torch's norm, with further arguments, and what stands around it."""
     if before is not None:
         x = x + before
@@ -181,9 +230,15 @@ def _torch_around(
 
 
 def _torch_layer_norm(
-    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None,
-    eps: float, residual: Tensor | None, bias_before: Tensor | None, activation: str | None,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    bias_before: Tensor | None,
+    activation: str | None,
+) -> Any:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
     if residual is None and bias_before is None and activation is None:
         if eps == USUAL_EPS:  # C++ takes 0.3 µs to read a number
@@ -191,14 +246,20 @@ def _torch_layer_norm(
         return torch.layer_norm(x, shape, weight, bias, eps)
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented
-    return _torch_around(torch.layer_norm, (shape, weight, bias, eps), x, bias_before, residual,
-                         activation)  # fmt: skip
+    return _torch_around(
+        torch.layer_norm, (shape, weight, bias, eps), x, bias_before, residual, activation
+    )
 
 
 def _torch_rms_norm(
-    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, eps: float | None,
-    residual: Tensor | None, bias_before: Tensor | None, activation: str | None,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    residual: Tensor | None,
+    bias_before: Tensor | None,
+    activation: str | None,
+) -> Any:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if x.shape[-len(shape) :] != shape or not shape:
         return NotImplemented  # of which the kernel makes something
@@ -209,14 +270,19 @@ def _torch_rms_norm(
         return rms_norm_kernel(x, shape, weight, eps)[0]
     if activation not in KNOWN or not several_calls_win(x, weight, residual, bias_before):
         return NotImplemented
-    return _torch_around(torch.rms_norm, (shape, weight, eps), x, bias_before, residual,
-                         activation)  # fmt: skip
+    return _torch_around(torch.rms_norm, (shape, weight, eps), x, bias_before, residual, activation)
 
 
 def _torch_group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float,
-    residual: Tensor | None, bias_before: Tensor | None, activation: str | None,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    bias_before: Tensor | None,
+    activation: str | None,
+) -> Any:
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented  # a single one is several launches in torch, too
     if weight is None and bias is not None:
@@ -226,15 +292,24 @@ def _torch_group_norm(
     joined = residual is not None or bias_before is not None or activation is not None
     if joined and not x.is_cuda and not is_launch_bound(x):
         return NotImplemented
-    return _torch_around(torch.group_norm, (num_groups, weight, bias, eps), x, bias_before,
-                         residual, activation)  # fmt: skip
+    return _torch_around(
+        torch.group_norm, (num_groups, weight, bias, eps), x, bias_before, residual, activation
+    )
 
 
 def _torch_instance_norm(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None, use_input_stats: bool, momentum: float, eps: float,
-    residual: Tensor | None, bias_before: Tensor | None, activation: str | None,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    residual: Tensor | None,
+    bias_before: Tensor | None,
+    activation: str | None,
+) -> Any:
     if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
         return NotImplemented
     if not use_input_stats and (running_mean is None or running_var is None):
@@ -243,8 +318,16 @@ def _torch_instance_norm(
         return NotImplemented  # torch refuses channels of one element
     if x.is_cpu and not use_input_stats and not is_read_right(x, weight, False):
         return NotImplemented
-    given = (weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
-             may_use_cudnn())  # fmt: skip
+    given = (
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        use_input_stats,
+        momentum,
+        eps,
+        may_use_cudnn(),
+    )
     # given statistics torch's instance_norm writes back, rounded once more
     norm = torch.instance_norm if use_input_stats else torch.batch_norm
     return _torch_around(norm, given, x, bias_before, residual, activation)
@@ -391,16 +474,31 @@ def instance_norm(
         asked = "instance_norm(…, use_input_stats=False)"
         check_given(asked, "give both, or use_input_stats=True", running_mean, running_var)
         return INSTANCE_GIVEN(
-            x, running_mean, running_var, weight, bias, bias_before, residual, eps=eps,
+            x,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            bias_before,
+            residual,
+            eps=eps,
             activation=activation,
-        )  # fmt: skip
+        )
     if running_mean is None and running_var is None:
         return INSTANCE(x, weight, bias, bias_before, residual, eps=eps, activation=activation)
     check_written("instance_norm(…)", running_mean, running_var)
     mean, var, *found = INSTANCE_TRACKED(
-        x, weight, bias, running_mean, running_var, bias_before, residual, momentum=momentum,
-        eps=eps, activation=activation,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        bias_before,
+        residual,
+        momentum=momentum,
+        eps=eps,
+        activation=activation,
+    )
     if x.numel():
         overwrite((running_mean, running_var), (mean, var))
     return found[0] if len(found) == 1 else tuple(found)

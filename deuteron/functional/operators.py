@@ -17,35 +17,95 @@ from deuteron.functional.core import Function
 from deuteron.ops import Ops, Sym, table
 
 KINDS = {
-    "int": "int", "float": "float", "bool": "bool", "str": "str", "dtype": "str",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+    "dtype": "str",
     "ints": "tuple[int, ...]",
-}  # fmt: skip
+}
 
 # activations that need nothing but the tensor, by the name that an argument may give
 ACTIVATIONS = (
-    "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "mish", "hardswish",
-    "hardsigmoid", "hardtanh", "elu", "selu", "celu", "softplus", "softsign", "log_sigmoid",
-    "tanhshrink", "softshrink", "hardshrink",
-)  # fmt: skip
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "sigmoid",
+    "tanh",
+    "gelu",
+    "silu",
+    "mish",
+    "hardswish",
+    "hardsigmoid",
+    "hardtanh",
+    "elu",
+    "selu",
+    "celu",
+    "softplus",
+    "softsign",
+    "log_sigmoid",
+    "tanhshrink",
+    "softshrink",
+    "hardshrink",
+)
 
 
 # those that are one call in torch: methods, whose arguments are read soonest, or the functions in
 # C++ that torch.nn.functional's call in turn
 TORCHS: dict[str, Callable[..., torch.Tensor]] = {
-    "relu": Tensor.relu, "relu6": _nn.relu6, "leaky_relu": _nn.leaky_relu,
-    "sigmoid": Tensor.sigmoid, "tanh": Tensor.tanh, "gelu": _nn.gelu,
-    "gelu_tanh": partial(_nn.gelu, approximate="tanh"), "silu": _nn.silu, "mish": _nn.mish,
-    "hardswish": _nn.hardswish, "hardsigmoid": _nn.hardsigmoid, "hardtanh": _nn.hardtanh,
-    "elu": _nn.elu, "selu": torch.selu, "celu": torch.celu, "softplus": _nn.softplus,
-    "log_sigmoid": _nn.log_sigmoid, "softshrink": _nn.softshrink, "hardshrink": torch.hardshrink,
-}  # fmt: skip
+    "relu": Tensor.relu,
+    "relu6": _nn.relu6,
+    "leaky_relu": _nn.leaky_relu,
+    "sigmoid": Tensor.sigmoid,
+    "tanh": Tensor.tanh,
+    "gelu": _nn.gelu,
+    "gelu_tanh": partial(_nn.gelu, approximate="tanh"),
+    "silu": _nn.silu,
+    "mish": _nn.mish,
+    "hardswish": _nn.hardswish,
+    "hardsigmoid": _nn.hardsigmoid,
+    "hardtanh": _nn.hardtanh,
+    "elu": _nn.elu,
+    "selu": torch.selu,
+    "celu": torch.celu,
+    "softplus": _nn.softplus,
+    "log_sigmoid": _nn.log_sigmoid,
+    "softshrink": _nn.softshrink,
+    "hardshrink": torch.hardshrink,
+}
 
 SIMPLE = (  # operators that are functions as they stand
-    *ACTIVATIONS, "threshold", "prelu", "glu", "sum", "mean", "prod", "var", "max", "min",
-    "argmax", "argmin", "where", "max_pool", "max_pool_with_indices", "max_pool_with_taps",
-    "avg_pool", "grid_sample", "pixel_shuffle", "pixel_unshuffle", "rope", "cumsum", "cumprod",
-    "cummax", "cummin", "sort", "topk", "histogram", "weighted_pool", "pyramid_pool",
-)  # fmt: skip
+    *ACTIVATIONS,
+    "threshold",
+    "prelu",
+    "glu",
+    "sum",
+    "mean",
+    "prod",
+    "var",
+    "max",
+    "min",
+    "argmax",
+    "argmin",
+    "where",
+    "max_pool",
+    "max_pool_with_indices",
+    "max_pool_with_taps",
+    "avg_pool",
+    "grid_sample",
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    "rope",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "sort",
+    "topk",
+    "histogram",
+    "weighted_pool",
+    "pyramid_pool",
+)
 
 
 # attributes by the name that they have in a function: Inductor calls an operator that it passes

@@ -82,9 +82,7 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True
 
 
 @delegates(torch.topk, keeps_type=True, on_cpu=ANY)
-def topk(
-    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> Pair:  # fmt: skip
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Pair:
     """The ``k`` largest (or smallest) elements along ``dim``, best first (whether ``sorted`` or
     not), and their places. As ``torch.topk``."""
     return return_types.topk(_along("topk", x, dim, k=k, largest=largest))

@@ -86,9 +86,15 @@ def _max_is_torchs(x: Tensor, return_indices: bool) -> bool:
 
 
 def _max_pool(
-    dims: int, x: Tensor, kernel: Size, stride: Size | None, padding: Size, dilation: Size,
-    ceil_mode: bool, return_indices: bool,
-) -> Any:  # fmt: skip
+    dims: int,
+    x: Tensor,
+    kernel: Size,
+    stride: Size | None,
+    padding: Size,
+    dilation: Size,
+    ceil_mode: bool,
+    return_indices: bool,
+) -> Any:
     window = _each(kernel, dims, "kernel_size")
     keep = not return_indices and _wants_taps(x, dims, window)
     name = (
@@ -97,9 +103,14 @@ def _max_pool(
 
     def run(x: Tensor) -> Any:
         found = call(
-            name, x, kernel_size=window, stride=_each(stride, dims, "stride"), ceil_mode=ceil_mode,
-            padding=_each(padding, dims, "padding"), dilation=_each(dilation, dims, "dilation"),
-        )  # fmt: skip
+            name,
+            x,
+            kernel_size=window,
+            stride=_each(stride, dims, "stride"),
+            ceil_mode=ceil_mode,
+            padding=_each(padding, dims, "padding"),
+            dilation=_each(dilation, dims, "dilation"),
+        )
         return found[0] if keep else found
 
     return _batched(x, dims, run)
@@ -123,9 +134,14 @@ def _torch_max_pool(dims: int) -> Callable[..., Any]:
     plain, both = getattr(torch, f"max_pool{dims}d"), getattr(F, f"max_pool{dims}d_with_indices")
 
     def run(
-        x: Tensor, kernel_size: Size, stride: Size | None, padding: Size, dilation: Size,
-        ceil_mode: bool, return_indices: bool,
-    ) -> Any:  # fmt: skip
+        x: Tensor,
+        kernel_size: Size,
+        stride: Size | None,
+        padding: Size,
+        dilation: Size,
+        ceil_mode: bool,
+        return_indices: bool,
+    ) -> Any:
         if dilation != 1 and padding != 0 and _may_miss(dims, x, dilation):
             return NotImplemented
         if return_indices:
@@ -140,9 +156,14 @@ def _torch_max_pool(dims: int) -> Callable[..., Any]:
     _torch_max_pool(1), ordered=False, keeps_type=True, on_cpu=_max_is_torchs, asks="return_indices"
 )
 def max_pool1d(
-    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
-    dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    dilation: Size = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
     """The largest value in each window, as ``torch.nn.functional.max_pool1d``; with
     ``return_indices`` also where it stood."""
     return _max_pool(1, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
@@ -152,9 +173,14 @@ def max_pool1d(
     _torch_max_pool(2), ordered=False, keeps_type=True, on_cpu=_max_is_torchs, asks="return_indices"
 )
 def max_pool2d(
-    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
-    dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    dilation: Size = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
     """The largest value in each window, as ``torch.nn.functional.max_pool2d``; with
     ``return_indices`` also where it stood."""
     return _max_pool(2, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
@@ -162,9 +188,14 @@ def max_pool2d(
 
 @delegates(_torch_max_pool(3), ordered=False, on_cpu=ANY)
 def max_pool3d(
-    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
-    dilation: Size = 1, ceil_mode: bool = False, return_indices: bool = False,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    dilation: Size = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
     """The largest value in each window, as ``torch.nn.functional.max_pool3d``; with
     ``return_indices`` also where it stood."""
     if not return_indices:  # torch's autocast has no rule for the function that finds them, too
@@ -173,30 +204,54 @@ def max_pool3d(
 
 
 def _avg_pool(
-    dims: int, x: Tensor, kernel: Size, stride: Size | None, padding: Size, ceil_mode: bool,
-    count_include_pad: bool, divisor: int | None,
-) -> Tensor:  # fmt: skip
-    out: Tensor = _batched(x, dims, lambda x: call(
-        "avg_pool", x, kernel_size=_each(kernel, dims, "kernel_size"),
-        stride=_each(stride, dims, "stride"), padding=_each(padding, dims, "padding"),
-        ceil_mode=ceil_mode, count_include_pad=count_include_pad, divisor=divisor,
-    ))  # fmt: skip
+    dims: int,
+    x: Tensor,
+    kernel: Size,
+    stride: Size | None,
+    padding: Size,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None,
+) -> Tensor:
+    out: Tensor = _batched(
+        x,
+        dims,
+        lambda x: call(
+            "avg_pool",
+            x,
+            kernel_size=_each(kernel, dims, "kernel_size"),
+            stride=_each(stride, dims, "stride"),
+            padding=_each(padding, dims, "padding"),
+            ceil_mode=ceil_mode,
+            count_include_pad=count_include_pad,
+            divisor=divisor,
+        ),
+    )
     return out
 
 
 @delegates(torch.avg_pool1d, keeps_type=True, on_cpu=_mean_is_torchs)
 def avg_pool1d(
-    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
-    ceil_mode: bool = False, count_include_pad: bool = True,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Tensor:
     """The mean of each window, as ``torch.nn.functional.avg_pool1d``."""
     return _avg_pool(1, x, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
 
 
 def _torch_avg_pool2d(
-    x: Tensor, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool,
-    count_include_pad: bool, divisor: int | None,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None,
+) -> Any:
     if padding != 0 and mean_gradient_faults(x) and is_differentiated(x):
         return NotImplemented
     return _nn.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor)
@@ -211,9 +266,14 @@ def _torch_avg_pool2d(
     on_cpu=_mean_is_torchs,
 )
 def avg_pool2d(
-    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
-    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
     """The mean of each window, as ``torch.nn.functional.avg_pool2d``."""
     return _avg_pool(
         2, x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
@@ -222,9 +282,14 @@ def avg_pool2d(
 
 @delegates(_nn.avg_pool3d, ordered=False, on_cpu=ANY)
 def avg_pool3d(
-    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0,
-    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
     """The mean of each window, as ``torch.nn.functional.avg_pool3d``."""
     x = in_float32(x, ("cpu",))
     return _avg_pool(

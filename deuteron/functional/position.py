@@ -36,6 +36,15 @@ def rope(
     >>> q, k = dt.functional.rope(q, k, offset=cache_length)
     """
     return OPERATORS["rope"](
-        q, k, cos, sin, positions, axis=seq_dim, interleaved=interleaved, dims=dims, base=base,
-        offset=offset, inverse=False,
-    )  # fmt: skip
+        q,
+        k,
+        cos,
+        sin,
+        positions,
+        axis=seq_dim,
+        interleaved=interleaved,
+        dims=dims,
+        base=base,
+        offset=offset,
+        inverse=False,
+    )

@@ -170,9 +170,13 @@ NORM = Cast("norm", _norm)
 
 @delegates(torch.linalg.vector_norm, by_name=("dtype",), keeps_type=True)
 def norm(
-    x: Tensor, p: float = 2.0, dim: Dims = None, keepdim: bool = False, *,
+    x: Tensor,
+    p: float = 2.0,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(Σ |x|ᵖ)^(1/p) along ``dim``; of p = ±inf the largest or smallest |x|, of 0 the number of
     elements that are not 0. ``dtype``: x is cast to it first. As ``torch.linalg.vector_norm``,
     whose ``ord`` is ``p``."""

@@ -25,11 +25,24 @@ MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic
 
 
 def _resize(
-    b: Ops, x: Sym, *, size: tuple[int, ...], scale: tuple[float, ...] | None, mode: str,
-    align_corners: bool, antialias: bool,
-) -> Sym:  # fmt: skip
-    return b.one("resize", x, size=size, scale=scale, mode=mode, align_corners=align_corners,
-                 antialias=antialias)  # fmt: skip
+    b: Ops,
+    x: Sym,
+    *,
+    size: tuple[int, ...],
+    scale: tuple[float, ...] | None,
+    mode: str,
+    align_corners: bool,
+    antialias: bool,
+) -> Sym:
+    return b.one(
+        "resize",
+        x,
+        size=size,
+        scale=scale,
+        mode=mode,
+        align_corners=align_corners,
+        antialias=antialias,
+    )
 
 
 RESIZE = Cast("interpolate", _resize)
@@ -38,30 +51,38 @@ AREA = Function("area", _resize)  # a pooling, which autocast leaves alone
 
 # torch's functions by mode, rank and antialias: those that know no corners, those that do, means
 _NEAREST: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
-    ("nearest", 3, False): _nn.upsample_nearest1d, ("nearest", 4, False): _nn.upsample_nearest2d,
+    ("nearest", 3, False): _nn.upsample_nearest1d,
+    ("nearest", 4, False): _nn.upsample_nearest2d,
     ("nearest", 5, False): _nn.upsample_nearest3d,
     ("nearest-exact", 3, False): _nn._upsample_nearest_exact1d,
     ("nearest-exact", 4, False): _nn._upsample_nearest_exact2d,
     ("nearest-exact", 5, False): _nn._upsample_nearest_exact3d,
-}  # fmt: skip
+}
 _LINEAR: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
-    ("linear", 3, False): _nn.upsample_linear1d, ("bilinear", 4, False): _nn.upsample_bilinear2d,
+    ("linear", 3, False): _nn.upsample_linear1d,
+    ("bilinear", 4, False): _nn.upsample_bilinear2d,
     ("trilinear", 5, False): _nn.upsample_trilinear3d,
     ("bicubic", 4, False): _nn.upsample_bicubic2d,
     ("bilinear", 4, True): _nn._upsample_bilinear2d_aa,
     ("bicubic", 4, True): _nn._upsample_bicubic2d_aa,
-}  # fmt: skip
+}
 
 _AREA: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
-    ("area", 3, False): torch.adaptive_avg_pool1d, ("area", 4, False): _nn.adaptive_avg_pool2d,
+    ("area", 3, False): torch.adaptive_avg_pool1d,
+    ("area", 4, False): _nn.adaptive_avg_pool2d,
     ("area", 5, False): _nn.adaptive_avg_pool3d,
-}  # fmt: skip
+}
 
 
 def _torch_interpolate(
-    x: Tensor, size: Any, scale_factor: Any, mode: str, align_corners: bool | None,
-    recompute_scale_factor: bool | None, antialias: bool,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    size: Any,
+    scale_factor: Any,
+    mode: str,
+    align_corners: bool | None,
+    recompute_scale_factor: bool | None,
+    antialias: bool,
+) -> Any:
     """What ``torch.nn.functional.interpolate`` calls after many questions, if it is plain."""
     rank = x.ndim
     if rank == 5 and gradient_faults(x, mode) and is_differentiated(x):
@@ -111,14 +132,16 @@ def interpolate(
         )
     if align_corners is not None and mode in ("nearest", "nearest-exact", "area"):
         raise BindError(
-            f"corners have no meaning in mode {mode!r}", asked=f"interpolate(…, {align_corners=})",
+            f"corners have no meaning in mode {mode!r}",
+            asked=f"interpolate(…, {align_corners=})",
             remedy="leave out align_corners",
-        )  # fmt: skip
+        )
     if recompute_scale_factor and size is not None:
         raise BindError(
-            "there is no scale to compute again where a size is given", asked="interpolate(…)",
+            "there is no scale to compute again where a size is given",
+            asked="interpolate(…)",
             remedy="leave out recompute_scale_factor, or give scale_factor",
-        )  # fmt: skip
+        )
     scale: tuple[float, ...] | None = None
     if scale_factor is not None:
         factors = scale_factor if isinstance(scale_factor, Sequence) else (scale_factor,) * dims
@@ -131,26 +154,22 @@ def interpolate(
         if len(full) != dims:
             raise BindError(
                 f"{len(full)} numbers for {dims} dimensions of x {list(x.shape)}",
-                asked=f"interpolate(…, size={size})", remedy=f"give {dims}, or one for all of them",
-            )  # fmt: skip
+                asked=f"interpolate(…, size={size})",
+                remedy=f"give {dims}, or one for all of them",
+            )
     if mode == "area" and 0 in full and x.numel() and dims <= 3:
         # means of no window at all, as torch has them
         return x.flatten()[:0].reshape(*x.shape[:2], *(max(n, 0) for n in full))
     if mode == "area" and dims == 3:
         x = in_float32(x, ("cpu",))
     return (AREA if mode == "area" else RESIZE).one(
-        x,
-        size=full,
-        scale=scale,
-        mode=mode,
-        align_corners=bool(align_corners),
-        antialias=antialias,
+        x, size=full, scale=scale, mode=mode, align_corners=bool(align_corners), antialias=antialias
     )
 
 
 def _torch_grid_sample(
     x: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool | None
-) -> Any:  # fmt: skip
+) -> Any:
     if mode not in _SAMPLINGS or padding_mode not in _PADDINGS:
         return NotImplemented
     return torch.grid_sampler(
@@ -184,9 +203,13 @@ def grid_sample(
     for both."""
     x, grid = widest(x, grid)
     return one(
-        "grid_sample", x, grid, mode=mode, padding_mode=padding_mode,
+        "grid_sample",
+        x,
+        grid,
+        mode=mode,
+        padding_mode=padding_mode,
         align_corners=bool(align_corners),
-    )  # fmt: skip
+    )
 
 
 @delegates(

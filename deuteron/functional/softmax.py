@@ -91,9 +91,13 @@ def _attributes(
 
 @delegates(_torchs(torch.softmax), plain=_plain(torch.softmax, torch._softmax), **BARE)
 def softmax(
-    x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
+    x: Tensor,
+    dim: int | None = -1,
+    *,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """e^(scale·x) over its sum along ``dim``, for rows of any length.
 
     A bool ``mask`` (broadcast with x) keeps what is True; what is masked, and a row of which
@@ -105,8 +109,12 @@ def softmax(
 
 @delegates(_torchs(torch.log_softmax), plain=_plain(torch.log_softmax, torch._log_softmax), **BARE)
 def log_softmax(
-    x: Tensor, dim: int | None = -1, *, mask: Tensor | None = None, scale: float = 1.0,
+    x: Tensor,
+    dim: int | None = -1,
+    *,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The logarithm of :func:`softmax`, exact where the softmax itself would be 0."""
     return LOG_SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))

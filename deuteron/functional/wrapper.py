@@ -132,9 +132,12 @@ class Signature:
     @property
     def parameters(self) -> str:
         return ", ".join(
-            [*(f"{p}=usual_{p}" for p in self.placed), "input=...",
-             *(f"{p}=usual_{p}" for p in self.named)]
-        )  # fmt: skip
+            [
+                *(f"{p}=usual_{p}" for p in self.placed),
+                "input=...",
+                *(f"{p}=usual_{p}" for p in self.named),
+            ]
+        )
 
     @property
     def arguments(self) -> str:
@@ -219,11 +222,17 @@ def wrapper(
     scope = scope | {f"usual_{p}": own.defaults.get(p, MISSING) for p in own.names}
     scope |= {"function": function, "call": call, **given}
     source = SOURCE.format(
-        name=name, x=x, parameters=own.parameters, call=text,
+        name=name,
+        x=x,
+        parameters=own.parameters,
+        call=text,
         body=indent(body, " " * 12).rstrip(),
-        complete=own.complete, otherwise=_all(["delegation.allowed", *tests]),
-        arguments=own.arguments, every=own.every, names=(*own.placed, "input", *own.named),
-    )  # fmt: skip
+        complete=own.complete,
+        otherwise=_all(["delegation.allowed", *tests]),
+        arguments=own.arguments,
+        every=own.every,
+        names=(*own.placed, "input", *own.named),
+    )
     exec(compile(source, _kept(name, source), "exec"), scope)
     SCOPES.append(scope)
     return functools.wraps(function)(scope[name])

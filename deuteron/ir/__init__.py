@@ -13,6 +13,19 @@ from deuteron.ir.text import parse_graph, print_graph
 from deuteron.ir.types import TensorType
 
 __all__ = [
-    "Attrs", "Constant", "DType", "Graph", "GraphBuilder", "Node", "Region", "Rewriter", "Rule",
-    "TensorType", "check", "dtype", "parse_graph", "print_graph", "rewrite",
-]  # fmt: skip
+    "Attrs",
+    "Constant",
+    "DType",
+    "Graph",
+    "GraphBuilder",
+    "Node",
+    "Region",
+    "Rewriter",
+    "Rule",
+    "TensorType",
+    "check",
+    "dtype",
+    "parse_graph",
+    "print_graph",
+    "rewrite",
+]

@@ -56,9 +56,20 @@ int4 = DType("int4", "i4", 4, "int", _t("int4"))
 bool_ = DType("bool", "bool", 8, "bool", torch.bool)
 
 ALL: tuple[DType, ...] = (
-    float64, float32, float16, bfloat16, float8_e4m3, float8_e5m2,
-    int64, int32, int16, int8, uint8, int4, bool_,
-)  # fmt: skip
+    float64,
+    float32,
+    float16,
+    bfloat16,
+    float8_e4m3,
+    float8_e5m2,
+    int64,
+    int32,
+    int16,
+    int8,
+    uint8,
+    int4,
+    bool_,
+)
 
 _BY_NAME: dict[Any, DType] = {}
 for _d in ALL:
@@ -66,9 +77,16 @@ for _d in ALL:
     if _d.torch is not None:
         _BY_NAME[_d.torch] = _d
 for _alias, _d in {
-    "fp64": float64, "fp32": float32, "fp16": float16, "half": float16, "float": float32,
-    "double": float64, float: float32, int: int64, bool: bool_,
-}.items():  # fmt: skip
+    "fp64": float64,
+    "fp32": float32,
+    "fp16": float16,
+    "half": float16,
+    "float": float32,
+    "double": float64,
+    float: float32,
+    int: int64,
+    bool: bool_,
+}.items():
     _BY_NAME[_alias] = _d
 
 

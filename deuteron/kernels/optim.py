@@ -76,13 +76,23 @@ class Term:
 
 
 ON_NUMBERS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "power": operator.pow, "sqrt": math.sqrt, "min": min,
-}  # fmt: skip
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "power": operator.pow,
+    "sqrt": math.sqrt,
+    "min": min,
+}
 ON_TENSORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "sqrt": torch.sqrt, "sign": torch.sign, "max": torch.maximum,
-}  # fmt: skip
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "sqrt": torch.sqrt,
+    "sign": torch.sign,
+    "max": torch.maximum,
+}
 
 
 def evaluate(
@@ -207,9 +217,13 @@ def _with_extras(update: Callable[..., Mapping[str, Term]]) -> Callable[..., Any
 
 
 def _rule(
-    roles: Sequence[str], names: Sequence[str], update: Callable[..., Mapping[str, Term]],
-    of: Numbers, extras: Extras, counts: bool = False,
-) -> Rule:  # fmt: skip
+    roles: Sequence[str],
+    names: Sequence[str],
+    update: Callable[..., Mapping[str, Term]],
+    of: Numbers,
+    extras: Extras,
+    counts: bool = False,
+) -> Rule:
     scalars = ("gscale", *names, *extras.numbers)
     of = Numbers(
         ("gscale", *of.constants, *extras.numbers),

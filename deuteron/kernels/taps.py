@@ -156,9 +156,15 @@ def cells(length: int, size: int, double: bool) -> Taps:
 
 @lru_cache(256)
 def windows(
-    length: int, size: int, kernel: int, stride: int, padding: int, padding_counts: bool,
-    divisor: int | None, double: bool,
-) -> Taps:  # fmt: skip
+    length: int,
+    size: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    padding_counts: bool,
+    divisor: int | None,
+    double: bool,
+) -> Taps:
     """Means over windows; ``divisor`` stands for the count."""
     start = torch.arange(size) * stride - padding
     end = (start + kernel).clamp(max=length + padding)
@@ -175,9 +181,14 @@ def windows(
 
 @lru_cache(256)
 def resized(
-    mode: str, length: int, size: int, corners: bool, antialias: bool, scale: float | None,
+    mode: str,
+    length: int,
+    size: int,
+    corners: bool,
+    antialias: bool,
+    scale: float | None,
     double: bool,
-) -> Taps:  # fmt: skip
+) -> Taps:
     """An axis at another size; ``scale`` is the factor if one was given."""
     if length == size:
         return untouched(length)

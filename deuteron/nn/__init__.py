@@ -130,6 +130,6 @@ __all__ = [
     "Threshold",
     "Upsample",
     "replace",
-]  # fmt: skip
+]
 
 scriptable(globals()[name] for name in __all__)

@@ -29,9 +29,15 @@ class Embedding(nn.Embedding):
         if usual and position is None:
             return F.embedding(input, self.weight, self.padding_idx)
         return F.embedding(
-            input, self.weight, self.padding_idx, self.max_norm, self.norm_type,
-            self.scale_grad_by_freq, self.sparse, position=position,
-        )  # fmt: skip
+            input,
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+            position=position,
+        )
 
 
 class SinusoidalEmbedding(nn.Module):
@@ -96,6 +102,13 @@ class RotaryEmbedding(nn.Module):
         self, q: Tensor, k: Tensor | None = None, positions: Tensor | None = None, offset: int = 0
     ) -> Any:
         return F.rope(
-            q, k, self.cos, self.sin, positions=positions, offset=offset, seq_dim=self.seq_dim,
-            interleaved=self.interleaved, dims=2 * self.cos.shape[1],
-        )  # fmt: skip
+            q,
+            k,
+            self.cos,
+            self.sin,
+            positions=positions,
+            offset=offset,
+            seq_dim=self.seq_dim,
+            interleaved=self.interleaved,
+            dims=2 * self.cos.shape[1],
+        )

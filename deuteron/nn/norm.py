@@ -76,9 +76,15 @@ class LayerNorm(_Activated, nn.LayerNorm):
         if residual is None and bias_before is None and self.activation is None:
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return F.layer_norm(
-            input, self.normalized_shape, self.weight, self.bias, self.eps, residual=residual,
-            bias_before=bias_before, activation=self.activation,
-        )  # fmt: skip
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            residual=residual,
+            bias_before=bias_before,
+            activation=self.activation,
+        )
 
 
 class RMSNorm(_Activated, nn.RMSNorm):
@@ -95,9 +101,14 @@ class RMSNorm(_Activated, nn.RMSNorm):
         if residual is None and bias_before is None and self.activation is None:
             return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
         return F.rms_norm(
-            input, self.normalized_shape, self.weight, self.eps, residual=residual,
-            bias_before=bias_before, activation=self.activation,
-        )  # fmt: skip
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            residual=residual,
+            bias_before=bias_before,
+            activation=self.activation,
+        )
 
 
 class GroupNorm(_Activated, nn.GroupNorm):
@@ -112,19 +123,22 @@ class GroupNorm(_Activated, nn.GroupNorm):
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
         return F.group_norm(
-            input, self.num_groups, self.weight, self.bias, self.eps, residual=residual,
-            bias_before=bias_before, activation=self.activation,
-        )  # fmt: skip
+            input,
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            residual=residual,
+            bias_before=bias_before,
+            activation=self.activation,
+        )
 
 
 class _InstanceNorm(_Activated):
     """What the three instance norms share."""
 
     def forward(
-        self: Any,
-        input: Tensor,
-        residual: Tensor | None = None,
-        bias_before: Tensor | None = None,
+        self: Any, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
         try:
             self._check_input_dim(input)
@@ -135,11 +149,18 @@ class _InstanceNorm(_Activated):
                 raise BindError("a residual needs a batch", remedy="unsqueeze(0) both")
             return self.forward(input.unsqueeze(0)).squeeze(0)
         return F.instance_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias,
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
             self.training or not self.track_running_stats,
-            0.0 if self.momentum is None else self.momentum, self.eps, residual=residual,
-            bias_before=bias_before, activation=self.activation,
-        )  # fmt: skip
+            0.0 if self.momentum is None else self.momentum,
+            self.eps,
+            residual=residual,
+            bias_before=bias_before,
+            activation=self.activation,
+        )
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
@@ -185,10 +206,17 @@ class _BatchNorm(_Activated):
         training = self.training or (self.running_mean is None and self.running_var is None)
         keeps = not self.training or self.track_running_stats
         return F.batch_norm(
-            input, self.running_mean if keeps else None, self.running_var if keeps else None,
-            self.weight, self.bias, training, 0.0 if share is None else share, self.eps,
-            residual=residual, activation=self.activation,
-        )  # fmt: skip
+            input,
+            self.running_mean if keeps else None,
+            self.running_var if keeps else None,
+            self.weight,
+            self.bias,
+            training,
+            0.0 if share is None else share,
+            self.eps,
+            residual=residual,
+            activation=self.activation,
+        )
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

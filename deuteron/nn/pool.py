@@ -14,9 +14,14 @@ class _MaxPool:
 
     def forward(self: Any, input: Tensor) -> Any:
         return self.pool(
-            input, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode,
+            input,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.ceil_mode,
             self.return_indices,
-        )  # fmt: skip
+        )
 
 
 class MaxPool1d(_MaxPool, nn.MaxPool1d):
@@ -42,9 +47,13 @@ class AvgPool1d(nn.AvgPool1d):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.avg_pool1d(
-            input, self.kernel_size, self.stride, self.padding, self.ceil_mode,
+            input,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.ceil_mode,
             self.count_include_pad,
-        )  # fmt: skip
+        )
 
 
 class AvgPool2d(nn.AvgPool2d):
@@ -52,9 +61,14 @@ class AvgPool2d(nn.AvgPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.avg_pool2d(
-            input, self.kernel_size, self.stride, self.padding, self.ceil_mode,
-            self.count_include_pad, self.divisor_override,
-        )  # fmt: skip
+            input,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.ceil_mode,
+            self.count_include_pad,
+            self.divisor_override,
+        )
 
 
 class AvgPool3d(nn.AvgPool3d):
@@ -62,9 +76,14 @@ class AvgPool3d(nn.AvgPool3d):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.avg_pool3d(
-            input, self.kernel_size, self.stride, self.padding, self.ceil_mode,
-            self.count_include_pad, self.divisor_override,
-        )  # fmt: skip
+            input,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.ceil_mode,
+            self.count_include_pad,
+            self.divisor_override,
+        )
 
 
 class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):

@@ -12,9 +12,13 @@ class Upsample(nn.Upsample):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.interpolate(
-            input, self.size, self.scale_factor, self.mode, self.align_corners,
+            input,
+            self.size,
+            self.scale_factor,
+            self.mode,
+            self.align_corners,
             self.recompute_scale_factor,
-        )  # fmt: skip
+        )
 
 
 class PixelShuffle(nn.PixelShuffle):

@@ -63,6 +63,17 @@ for _family in FAMILIES:
         table.add(_op)
 
 __all__ = [
-    "REQUIRED", "TABLE", "Arg", "Attr", "Cost", "Fusion", "OpDef", "Ops", "Sample", "Sym", "Vjp",
-    "get", "infer",
-]  # fmt: skip
+    "REQUIRED",
+    "TABLE",
+    "Arg",
+    "Attr",
+    "Cost",
+    "Fusion",
+    "OpDef",
+    "Ops",
+    "Sample",
+    "Sym",
+    "Vjp",
+    "get",
+    "infer",
+]

@@ -110,9 +110,14 @@ def _same(what: str, t: TensorType | None, x: TensorType) -> None:
 
 
 def _infer(
-    x: TensorType, *rest: TensorType | None, momentum: float, eps: float, activation: str,
-    slope: float, packed: str,
-) -> tuple[TensorType, ...]:  # fmt: skip
+    x: TensorType,
+    *rest: TensorType | None,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
+    packed: str,
+) -> tuple[TensorType, ...]:
     *params, residual = rest
     types = BATCH_TRAIN.infer(x, *params, momentum=momentum, eps=eps)
     _same("residual", residual, x)
@@ -131,9 +136,14 @@ def _kept(activation: str, packed: str) -> str:
 
 
 def _reference(
-    x: Tensor, *rest: Tensor | None, momentum: float, eps: float, activation: str, slope: float,
+    x: Tensor,
+    *rest: Tensor | None,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
     packed: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     *params, residual = rest
     y, *statistics = BATCH_TRAIN.reference(x, *params, momentum=momentum, eps=eps)
     like = TensorType.from_tensor(y)
@@ -190,9 +200,13 @@ def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list
 
 
 def _grad_infer(
-    grad: TensorType, x: TensorType, *rest: TensorType | None, activation: str, slope: float,
+    grad: TensorType,
+    x: TensorType,
+    *rest: TensorType | None,
+    activation: str,
+    slope: float,
     packed: str,
-) -> tuple[TensorType, ...]:  # fmt: skip
+) -> tuple[TensorType, ...]:
     mean, rstd, weight, bias, y, residual, signs = rest
     types = BATCH_TRAIN.infer(x, weight, bias, None, None, momentum=0.1, eps=0.0)
     assert isinstance(types, tuple)
@@ -239,8 +253,10 @@ def _grad_reference(
     assert mean is not None and rstd is not None
     image, stat, *_ = _grad_infer(
         *(t if t is None else TensorType.from_tensor(t) for t in (grad, x, *rest)),  # type: ignore[arg-type]
-        activation=activation, slope=slope, packed=packed,
-    )  # fmt: skip
+        activation=activation,
+        slope=slope,
+        packed=packed,
+    )
     mean, rstd = mean.to(stat.dtype.torch), rstd.to(stat.dtype.torch)
     if not x.numel():
         zero = torch.zeros_like(mean)
@@ -303,9 +319,13 @@ def _grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
 
 
 def _before(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What went into the activation, in the type of the statistics. The mean is taken off first:
     folded into the bias it would cost digits where it is large."""
     lies = (1, -1, *(1 for _ in x.shape[2:]))
@@ -318,17 +338,26 @@ def _before(
 # ---- samples and definitions ---------------------------------------------------------------------
 
 _SHAPES = (
-    ((2, 4, 3), "contiguous"), ((2, 4, 3, 2), "nhwc"), ((2, 4, 2, 3), "transposed"),
-    ((3, 4), "contiguous"), ((2, 3, 3), "sliced"), ((1, 4, 2, 1, 3), "nhwc"),
-    ((0, 4, 3), "contiguous"), ((3, 2, 5), "contiguous"), ((2, 4, 0), "contiguous"),
-)  # fmt: skip
+    ((2, 4, 3), "contiguous"),
+    ((2, 4, 3, 2), "nhwc"),
+    ((2, 4, 2, 3), "transposed"),
+    ((3, 4), "contiguous"),
+    ((2, 3, 3), "sliced"),
+    ((1, 4, 2, 1, 3), "nhwc"),
+    ((0, 4, 3), "contiguous"),
+    ((3, 2, 5), "contiguous"),
+    ((2, 4, 0), "contiguous"),
+)
 
 
 _KEPT = (  # with signs: bytes that are full and that are not, nothing at all, a matrix
-    ((2, 9, 3, 2), "nhwc", "channels"), ((2, 8, 3), "contiguous", "positions"),
-    ((2, 3, 5, 5), "contiguous", "positions"), ((3, 4), "contiguous", "channels"),
-    ((2, 4, 3, 3), "contiguous", "channels"), ((0, 8, 3), "contiguous", "positions"),
-)  # fmt: skip
+    ((2, 9, 3, 2), "nhwc", "channels"),
+    ((2, 8, 3), "contiguous", "positions"),
+    ((2, 3, 5, 5), "contiguous", "positions"),
+    ((3, 4), "contiguous", "channels"),
+    ((2, 4, 3, 3), "contiguous", "channels"),
+    ((0, 8, 3), "contiguous", "positions"),
+)
 
 
 def _cases() -> Iterator[tuple[tuple[int, ...], str, dict[str, Any], bool]]:
@@ -347,8 +376,10 @@ def _samples() -> Sequence[Sample]:
     for i, (shape, layout, act, joined) in enumerate(_cases()):
         c = shape[1:2]
         params = [Arg(c), Arg(c), Arg(c), Arg(c, "positive")]
-        given = [p if m == "x" else None
-                 for p, m in zip(params, ("xxxx", "xx--", "----")[i % 3], strict=True)]  # fmt: skip
+        given = [
+            p if m == "x" else None
+            for p, m in zip(params, ("xxxx", "xx--", "----")[i % 3], strict=True)
+        ]
         kind = "offset" if i % 5 == 4 else "normal"
         residual = Arg(shape, layout="contiguous" if i % 4 else layout) if joined else None
         found.append(Sample((Arg(shape, kind, layout=layout), *given, residual), act))

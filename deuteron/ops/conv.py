@@ -362,10 +362,15 @@ _GRAD_CASES: tuple[tuple[Shape, Shape, Shape, str, dict[str, Any]], ...] = (
     ((1, 4, 6, 6), (6, 2, 2, 2), (1, 6, 4, 4), "contiguous", {"groups": 2, "dilation": 2}),
     ((2, 3, 8), (4, 3, 3), (2, 4, 4), "nhwc", {"stride": 2, "padding": 1}),
     ((1, 2, 4, 3, 4), (3, 2, 2, 2, 2), (1, 3, 3, 2, 3), "nhwc", {}),
-    ((2, 4, 3, 4), (4, 3, 3, 3), (2, 6, 6, 8), "contiguous",
-     {"transposed": True, "stride": 2, "output_padding": 1, "padding": 1, "groups": 2}),
+    (
+        (2, 4, 3, 4),
+        (4, 3, 3, 3),
+        (2, 6, 6, 8),
+        "contiguous",
+        {"transposed": True, "stride": 2, "output_padding": 1, "padding": 1, "groups": 2},
+    ),
     ((0, 3, 5, 5), (4, 3, 3, 3), (0, 4, 3, 3), "contiguous", {}),
-)  # fmt: skip
+)
 
 
 def _grad_samples(op: str) -> tuple[Sample, ...]:
@@ -395,11 +400,23 @@ GRADIENTS = tuple(
         samples=partial(_grad_samples, name),
     )
     for name, second, infer, reference, vjp, doc in (
-        ("conv_dx", "weight", _dx_infer, _dx_reference, _dx_vjp,
-         "The gradient of conv for x: that of the result, pulled back through the weight."),
-        ("conv_dw", "x", _dw_infer, _dw_reference, _dw_vjp,
-         "The gradient of conv for its weight: that of the result against shifted copies of x."),
+        (
+            "conv_dx",
+            "weight",
+            _dx_infer,
+            _dx_reference,
+            _dx_vjp,
+            "The gradient of conv for x: that of the result, pulled back through the weight.",
+        ),
+        (
+            "conv_dw",
+            "x",
+            _dw_infer,
+            _dw_reference,
+            _dw_vjp,
+            "The gradient of conv for its weight: that of the result against shifted copies of x.",
+        ),
     )
-)  # fmt: skip
+)
 
 OPS = (CONV, *GRADIENTS)

@@ -17,15 +17,7 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, bool_, dtype, float32
 from deuteron.ir.types import TensorType
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import (
-    Attr,
-    Fusion,
-    OpDef,
-    Vjp,
-    broadcast,
-    elementwise_flops,
-    promoted,
-)
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, broadcast, elementwise_flops, promoted
 from deuteron.ops.samples import Arg, Sample, unary_samples
 
 Grad = Callable[[Ops, Vjp], Sym]
@@ -70,24 +62,46 @@ _UNARY: tuple[tuple[str, Callable[..., Any], Grad | None, float, str, str], ...]
     ("log2", torch.log2, lambda b, v: v.grad / (v.arg(0) * math.log(2.0)), 8, "positive", "log₂ x"),
     ("log1p", torch.log1p, lambda b, v: v.grad / (v.arg(0) + 1.0), 10, "positive", "ln(1 + x)"),
     ("sqrt", torch.sqrt, lambda b, v: v.grad * 0.5 / v.outs[0], 4, "positive", "√x"),
-    ("rsqrt", torch.rsqrt, lambda b, v: v.grad * -0.5 * v.outs[0] * v.outs[0] * v.outs[0], 4,
-     "positive", "1/√x"),
-    ("reciprocal", torch.reciprocal, lambda b, v: -v.grad * v.outs[0] * v.outs[0], 4, "away",
-     "1/x"),
+    (
+        "rsqrt",
+        torch.rsqrt,
+        lambda b, v: v.grad * -0.5 * v.outs[0] * v.outs[0] * v.outs[0],
+        4,
+        "positive",
+        "1/√x",
+    ),
+    (
+        "reciprocal",
+        torch.reciprocal,
+        lambda b, v: -v.grad * v.outs[0] * v.outs[0],
+        4,
+        "away",
+        "1/x",
+    ),
     ("sin", torch.sin, lambda b, v: v.grad * b.cos(v.arg(0)), 10, "normal", "sin x"),
     ("cos", torch.cos, lambda b, v: -v.grad * b.sin(v.arg(0)), 10, "normal", "cos x"),
     ("tan", torch.tan, lambda b, v: v.grad * (b.square(v.outs[0]) + 1.0), 14, "unit", "tan x"),
-    ("erf", torch.erf,
-     lambda b, v: v.grad * b.exp(-b.square(v.arg(0))) * (2.0 / math.sqrt(math.pi)),
-     12, "normal", "the error function"),
-    ("ndtr", ndtr,
-     lambda b, v: v.grad * b.exp(b.square(v.arg(0)) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)),
-     14, "normal", "Φ(x), the normal distribution"),
+    (
+        "erf",
+        torch.erf,
+        lambda b, v: v.grad * b.exp(-b.square(v.arg(0))) * (2.0 / math.sqrt(math.pi)),
+        12,
+        "normal",
+        "the error function",
+    ),
+    (
+        "ndtr",
+        ndtr,
+        lambda b, v: v.grad * b.exp(b.square(v.arg(0)) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)),
+        14,
+        "normal",
+        "Φ(x), the normal distribution",
+    ),
     ("floor", torch.floor, None, 1, "normal", "largest integer ≤ x"),
     ("ceil", torch.ceil, None, 1, "normal", "smallest integer ≥ x"),
     ("round", torch.round, None, 1, "normal", "nearest integer, ties to even"),
     ("trunc", torch.trunc, None, 1, "normal", "x without its fraction"),
-)  # fmt: skip
+)
 
 _KEEPS_INT = {"neg", "abs", "sign", "square", "floor", "ceil", "round", "trunc"}
 
@@ -175,24 +189,69 @@ _BINARY = (
     # name, reference, gradient of x and of y, operations, sample data for x and y, what it is
     ("add", torch.add, lambda b, v: v.grad, lambda b, v: v.grad, 1, "normal", "normal", "x + y"),
     ("sub", torch.sub, lambda b, v: v.grad, lambda b, v: -v.grad, 1, "normal", "normal", "x − y"),
-    ("mul", torch.mul, lambda b, v: v.grad * v.arg(1), lambda b, v: v.grad * v.arg(0), 1,
-     "normal", "normal", "x · y"),
-    ("div", torch.div, lambda b, v: v.grad / v.arg(1),
-     lambda b, v: -v.grad * v.arg(0) / b.square(v.arg(1)), 4, "normal", "away", "x / y"),
+    (
+        "mul",
+        torch.mul,
+        lambda b, v: v.grad * v.arg(1),
+        lambda b, v: v.grad * v.arg(0),
+        1,
+        "normal",
+        "normal",
+        "x · y",
+    ),
+    (
+        "div",
+        torch.div,
+        lambda b, v: v.grad / v.arg(1),
+        lambda b, v: -v.grad * v.arg(0) / b.square(v.arg(1)),
+        4,
+        "normal",
+        "away",
+        "x / y",
+    ),
     ("pow", torch.pow, _pow_dx, _pow_dy, 20, "positive", "normal", "x to the power y"),
-    ("maximum", torch.maximum, lambda b, v: _tie(b, v, 0), lambda b, v: _tie(b, v, 1), 1,
-     "distinct", "distinct", "the larger of x and y; nan wins"),
-    ("minimum", torch.minimum, lambda b, v: _tie(b, v, 0), lambda b, v: _tie(b, v, 1), 1,
-     "distinct", "distinct", "the smaller of x and y; nan wins"),
-    ("remainder", torch.remainder, lambda b, v: v.grad,
-     lambda b, v: -v.grad * b.floor(v.arg(0) / v.arg(1)), 6, "normal", "positive",
-     "what is left of x after whole multiples of y, with the sign of y"),
+    (
+        "maximum",
+        torch.maximum,
+        lambda b, v: _tie(b, v, 0),
+        lambda b, v: _tie(b, v, 1),
+        1,
+        "distinct",
+        "distinct",
+        "the larger of x and y; nan wins",
+    ),
+    (
+        "minimum",
+        torch.minimum,
+        lambda b, v: _tie(b, v, 0),
+        lambda b, v: _tie(b, v, 1),
+        1,
+        "distinct",
+        "distinct",
+        "the smaller of x and y; nan wins",
+    ),
+    (
+        "remainder",
+        torch.remainder,
+        lambda b, v: v.grad,
+        lambda b, v: -v.grad * b.floor(v.arg(0) / v.arg(1)),
+        6,
+        "normal",
+        "positive",
+        "what is left of x after whole multiples of y, with the sign of y",
+    ),
     ("floor_div", torch.floor_divide, None, None, 6, "normal", "positive", "⌊x / y⌋"),
-    ("atan2", torch.atan2,
-     lambda b, v: v.grad * v.arg(1) / (b.square(v.arg(0)) + b.square(v.arg(1))),
-     lambda b, v: -v.grad * v.arg(0) / (b.square(v.arg(0)) + b.square(v.arg(1))), 20,
-     "away", "away", "the angle of the point (y, x)"),
-)  # fmt: skip
+    (
+        "atan2",
+        torch.atan2,
+        lambda b, v: v.grad * v.arg(1) / (b.square(v.arg(0)) + b.square(v.arg(1))),
+        lambda b, v: -v.grad * v.arg(0) / (b.square(v.arg(0)) + b.square(v.arg(1))),
+        20,
+        "away",
+        "away",
+        "the angle of the point (y, x)",
+    ),
+)
 
 
 def _zero(side: int) -> Grad:

@@ -110,12 +110,21 @@ RESHAPE = viewing(
     reference=torch.reshape,
     vjp=lambda b, v: [b.reshape(v.grad, shape=v.arg(0).shape)],
     samples=lambda: cases(
-        "shape", ((3, 4), ROW, (2, 6)), ((3, 4), ROW, (-1,)), ((), ROW, (1, 1)), ((1, 1), ROW, ()),
-        ((0, 4), ROW, (2, 0, 3)), ((4, 6), TURNED, (2, 2, 6)), ((4, 6), TURNED, (24,)),
-        ((4, 6), SLICED, (2, 12)), ((4, 6), SAME, (4, 2, 3)), ((4, 6), SAME, (24,)),
-        ((2, 3, 4, 5), NHWC, (2, 3, 20)), ((2, 3, 4, 5), NHWC, (2, 60)),
+        "shape",
+        ((3, 4), ROW, (2, 6)),
+        ((3, 4), ROW, (-1,)),
+        ((), ROW, (1, 1)),
+        ((1, 1), ROW, ()),
+        ((0, 4), ROW, (2, 0, 3)),
+        ((4, 6), TURNED, (2, 2, 6)),
+        ((4, 6), TURNED, (24,)),
+        ((4, 6), SLICED, (2, 12)),
+        ((4, 6), SAME, (4, 2, 3)),
+        ((4, 6), SAME, (24,)),
+        ((2, 3, 4, 5), NHWC, (2, 3, 20)),
+        ((2, 3, 4, 5), NHWC, (2, 60)),
     ),
-)  # fmt: skip
+)
 
 
 def _permute_complete(types: Types, attrs: Attributes) -> Attributes:
@@ -144,11 +153,16 @@ PERMUTE = viewing(
     reference=torch.permute,
     vjp=_permute_vjp,
     samples=lambda: cases(
-        "dims", ((3, 4), ROW, (1, 0)), ((), ROW, ()), ((2, 0, 3), ROW, (2, 0, 1)),
-        ((2, 3, 4), ROW, (-1, 0, 1)), ((3, 4), SLICED, (1, 0)), ((3, 4), SAME, (1, 0)),
+        "dims",
+        ((3, 4), ROW, (1, 0)),
+        ((), ROW, ()),
+        ((2, 0, 3), ROW, (2, 0, 1)),
+        ((2, 3, 4), ROW, (-1, 0, 1)),
+        ((3, 4), SLICED, (1, 0)),
+        ((3, 4), SAME, (1, 0)),
         ((2, 3, 4, 5), NHWC, (0, 2, 3, 1)),
     ),
-)  # fmt: skip
+)
 
 
 def _expand_complete(types: Types, attrs: Attributes) -> Attributes:
@@ -181,11 +195,17 @@ EXPAND = viewing(
     reference=lambda x, shape: x.expand(shape),
     vjp=lambda b, v: [b.unbroadcast(v.grad, v.arg(0).type)],
     samples=lambda: cases(
-        "shape", ((3, 1), ROW, (3, 4)), ((3, 1), ROW, (2, -1, 5)), ((), ROW, (2, 3)), ((), ROW, ()),
-        ((1, 3), ROW, (0, 3)), ((4, 3), TURNED, (2, 4, 3)), ((4, 1, 3), SLICED, (4, 2, 3)),
+        "shape",
+        ((3, 1), ROW, (3, 4)),
+        ((3, 1), ROW, (2, -1, 5)),
+        ((), ROW, (2, 3)),
+        ((), ROW, ()),
+        ((1, 3), ROW, (0, 3)),
+        ((4, 3), TURNED, (2, 4, 3)),
+        ((4, 1, 3), SLICED, (4, 2, 3)),
         ((2, 3, 1, 1), NHWC, (2, 3, 4, 5)),
     ),
-)  # fmt: skip
+)
 
 
 def _slice_complete(types: Types, attrs: Attributes) -> Attributes:
@@ -237,12 +257,20 @@ SLICE = viewing(
     reference=lambda x, axis, start, stop, step: torch.ops.aten.slice(x, axis, start, stop, step),
     vjp=_slice_vjp,
     samples=lambda: cases(
-        "axis start stop step", ((5, 4), ROW, 0, 1, 4), ((5, 4), ROW, -1, -3), ((5,), ROW, 0, 4, 2),
-        ((7,), ROW, 0, 1, 7, 3), ((7, 2), ROW, 0, 0, None, 2), ((0, 3), ROW, 0),
-        ((5,), ROW, 0, -99, 99), ((2, 6), SLICED, 1, 1, 6, 4), ((4, 6), TURNED, 1, 2),
-        ((4, 3), SAME, 0, 1, 3), ((2, 3, 4, 5), NHWC, 1, 0, 2),
+        "axis start stop step",
+        ((5, 4), ROW, 0, 1, 4),
+        ((5, 4), ROW, -1, -3),
+        ((5,), ROW, 0, 4, 2),
+        ((7,), ROW, 0, 1, 7, 3),
+        ((7, 2), ROW, 0, 0, None, 2),
+        ((0, 3), ROW, 0),
+        ((5,), ROW, 0, -99, 99),
+        ((2, 6), SLICED, 1, 1, 6, 4),
+        ((4, 6), TURNED, 1, 2),
+        ((4, 3), SAME, 0, 1, 3),
+        ((2, 3, 4, 5), NHWC, 1, 0, 2),
     ),
-)  # fmt: skip
+)
 
 # ---- copies: flip, concat, pad, to_layout --------------------------------------------------------
 
@@ -255,11 +283,18 @@ FLIP = moving(
     reference=lambda x, axes: torch.flip(x, axes),
     vjp=lambda b, v: [b.flip(v.grad, axes=v.attrs["axes"])],
     samples=lambda: cases(
-        "axes", ((3, 4), ROW, (0,)), ((3, 4), ROW, (-1, 0)), ((), ROW, ()), ((0, 3), ROW, (0,)),
-        ((3, 4), ROW, ()), ((3, 4), TURNED, (1,)), ((3, 4), SLICED, (1,)), ((3, 4), SAME, (0,)),
+        "axes",
+        ((3, 4), ROW, (0,)),
+        ((3, 4), ROW, (-1, 0)),
+        ((), ROW, ()),
+        ((0, 3), ROW, (0,)),
+        ((3, 4), ROW, ()),
+        ((3, 4), TURNED, (1,)),
+        ((3, 4), SLICED, (1,)),
+        ((3, 4), SAME, (0,)),
         ((2, 3, 4, 5), NHWC, (2, 3)),
     ),
-)  # fmt: skip
+)
 
 
 def _concat_infer(*xs: TensorType, axis: int) -> TensorType:
@@ -311,7 +346,8 @@ CONCAT = moving(
     samples=lambda: (
         Sample((Arg((2, 3)), Arg((4, 3))), {"axis": 0}),
         Sample((Arg((2, 3)), Arg((2, 1)), Arg((2, 2), layout=TURNED)), {"axis": -1}),
-        Sample((Arg((5,)),), {"axis": 0}), Sample((Arg((0, 3)), Arg((2, 3))), {"axis": 0}),
+        Sample((Arg((5,)),), {"axis": 0}),
+        Sample((Arg((0, 3)), Arg((2, 3))), {"axis": 0}),
         Sample((Arg((2, 3), dtype="f64"), Arg((2, 3), dtype="f32")), {"axis": 0}, grad=False),
         Sample((Arg((2, 3), dtype="i32"), Arg((2, 3), layout=SLICED)), {"axis": 1}),
         Sample((Arg((2, 3, 4, 5), layout=NHWC), Arg((2, 1, 4, 5), layout=NHWC)), {"axis": 1}),
@@ -319,7 +355,7 @@ CONCAT = moving(
         Sample((Arg((2, 3, 1, 1)), Arg((2, 3, 1, 1), layout=NHWC)), {"axis": 2}),
         Sample((Arg((2, 3, 4), layout=NHWC), Arg((2, 2, 4), layout=NHWC)), {"axis": 1}),
     ),
-)  # fmt: skip
+)
 
 
 def _pad_infer(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> TensorType:
@@ -393,15 +429,21 @@ PAD = moving(
     reference=_pad_reference,
     vjp=_pad_vjp,
     samples=lambda: cases(
-        "low high mode value", ((3, 4), ROW, (0, 1), (2, 0)), ((), ROW, (), ()),
-        ((3, 4), ROW, (-1, 1), (1, -2), "constant", 7.0), ((0, 2), ROW, (1, 0), (0, 1)),
-        ((3, 4), TURNED, (0, -1), (0, -1)), ((2, 3, 4, 5), NHWC, (0, 0, 1, 1), (0, 0, 1, 2)),
-        ((3, 4), SLICED, (2, 1), (1, 3), "reflect"), ((2, 3), ROW, (0, 2), (1, 0), "reflect"),
+        "low high mode value",
+        ((3, 4), ROW, (0, 1), (2, 0)),
+        ((), ROW, (), ()),
+        ((3, 4), ROW, (-1, 1), (1, -2), "constant", 7.0),
+        ((0, 2), ROW, (1, 0), (0, 1)),
+        ((3, 4), TURNED, (0, -1), (0, -1)),
+        ((2, 3, 4, 5), NHWC, (0, 0, 1, 1), (0, 0, 1, 2)),
+        ((3, 4), SLICED, (2, 1), (1, 3), "reflect"),
+        ((2, 3), ROW, (0, 2), (1, 0), "reflect"),
         ((2, 2, 3, 4), NHWC, (0, 0, 1, 1), (0, 0, 2, 2), "reflect"),
-        ((3, 1), ROW, (2, 1), (0, 3), "replicate"), ((0, 2), ROW, (0, 1), (0, 1), "replicate"),
+        ((3, 1), ROW, (2, 1), (0, 3), "replicate"),
+        ((0, 2), ROW, (0, 1), (0, 1), "replicate"),
         ((2, 2, 3, 4), NHWC, (0, 0, 1, 1), (0, 0, 2, 2), "replicate"),
     ),
-)  # fmt: skip
+)
 
 TO_LAYOUT = moving(
     name="to_layout",
@@ -413,11 +455,18 @@ TO_LAYOUT = moving(
     ).copy_(x),
     vjp=lambda b, v: [v.grad],
     samples=lambda: cases(
-        "layout", ((3, 4), TURNED), ((), ROW), ((3, 4), SLICED), ((3, 4), SAME),
-        ((2, 3, 4, 5), NHWC), ((2, 3, 4, 5), ROW, NHWC), ((2, 3, 4), ROW, NHWC),
-        ((0, 2, 3), ROW, NHWC), ((2, 3, 2, 2, 2), ROW, NHWC),
+        "layout",
+        ((3, 4), TURNED),
+        ((), ROW),
+        ((3, 4), SLICED),
+        ((3, 4), SAME),
+        ((2, 3, 4, 5), NHWC),
+        ((2, 3, 4, 5), ROW, NHWC),
+        ((2, 3, 4), ROW, NHWC),
+        ((0, 2, 3), ROW, NHWC),
+        ((2, 3, 2, 2, 2), ROW, NHWC),
     ),
-)  # fmt: skip
+)
 
 # ---- by index: gather, index_select --------------------------------------------------------------
 
@@ -480,18 +529,37 @@ PICK = tuple(
         samples=partial(index_cases, rows),
     )
     for name, fn, infer, doc, rows in (
-        ("gather", lambda x, index, axis: torch.gather(x, axis, index), _gather_infer,
-         "out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others.",
-         (((4, 3), ROW, (6, 3), 0), ((4, 3), ROW, (2, 5), -1), ((5,), ROW, (0,), 0),
-          ((4, 3), TURNED, (4, 2), 1), ((4, 3), SLICED, (1, 3), 0), ((4, 3), SAME, (2, 3), 0),
-          ((2, 3, 2, 2), NHWC, (2, 1, 2, 2), 1))),
-        ("index_select", lambda x, index, axis: torch.index_select(x, axis, index),
-         _index_select_infer,
-         "The slices of x along an axis that a list of indices names, in that order.",
-         (((4, 3), ROW, (6,), 0), ((4, 3), ROW, (2,), -1), ((4, 3), ROW, (0,), 0),
-          ((4, 3), TURNED, (4,), 1), ((4, 3), SLICED, (1,), 0), ((4, 3), SAME, (3,), 0),
-          ((2, 3, 4, 5), NHWC, (2,), 2))),
+        (
+            "gather",
+            lambda x, index, axis: torch.gather(x, axis, index),
+            _gather_infer,
+            "out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others.",
+            (
+                ((4, 3), ROW, (6, 3), 0),
+                ((4, 3), ROW, (2, 5), -1),
+                ((5,), ROW, (0,), 0),
+                ((4, 3), TURNED, (4, 2), 1),
+                ((4, 3), SLICED, (1, 3), 0),
+                ((4, 3), SAME, (2, 3), 0),
+                ((2, 3, 2, 2), NHWC, (2, 1, 2, 2), 1),
+            ),
+        ),
+        (
+            "index_select",
+            lambda x, index, axis: torch.index_select(x, axis, index),
+            _index_select_infer,
+            "The slices of x along an axis that a list of indices names, in that order.",
+            (
+                ((4, 3), ROW, (6,), 0),
+                ((4, 3), ROW, (2,), -1),
+                ((4, 3), ROW, (0,), 0),
+                ((4, 3), TURNED, (4,), 1),
+                ((4, 3), SLICED, (1,), 0),
+                ((4, 3), SAME, (3,), 0),
+                ((2, 3, 4, 5), NHWC, (2,), 2),
+            ),
+        ),
     )
-)  # fmt: skip
+)
 
 OPS = (RESHAPE, PERMUTE, EXPAND, SLICE, FLIP, CONCAT, PAD, TO_LAYOUT, *PICK)

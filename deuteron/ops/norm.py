@@ -164,9 +164,17 @@ class Wanted(NamedTuple):
 
 
 def gradients(
-    b: Ops, x: Sym, grad: Sym, weight: Sym | None, form: Form, eps: float, wanted: Wanted,
-    *, centred: bool = True, stats: tuple[Sym | None, Sym] | None = None,
-) -> Gradients:  # fmt: skip
+    b: Ops,
+    x: Sym,
+    grad: Sym,
+    weight: Sym | None,
+    form: Form,
+    eps: float,
+    wanted: Wanted,
+    *,
+    centred: bool = True,
+    stats: tuple[Sym | None, Sym] | None = None,
+) -> Gradients:
     """Gradients for x, weight and bias, through the statistics too. Where ``stats`` gives mean
     and rstd they are not computed again."""
     source, x, grad = x.type, _as(b, x, form.work), _as(b, grad, form.work)
@@ -199,12 +207,17 @@ def gradients(
 # ---- samples, shared by all norms --------------------------------------------------------------
 
 _SHAPES = (
-    ((2, 4, 3), "contiguous", "normal"), ((2, 4, 5), "contiguous", "offset"),
-    ((2, 4, 3), "transposed", "normal"), ((2, 4, 3), "sliced", "normal"),
-    ((2, 4, 3, 2), "nhwc", "normal"), ((2, 4, 2, 3), "transposed", "normal"),
-    ((1, 4, 2, 1, 3), "nhwc", "normal"), ((2, 4, 3), "expanded", "normal"),
-    ((0, 4, 3), "contiguous", "normal"), ((2, 4, 0), "contiguous", "normal"),
-)  # fmt: skip
+    ((2, 4, 3), "contiguous", "normal"),
+    ((2, 4, 5), "contiguous", "offset"),
+    ((2, 4, 3), "transposed", "normal"),
+    ((2, 4, 3), "sliced", "normal"),
+    ((2, 4, 3, 2), "nhwc", "normal"),
+    ((2, 4, 2, 3), "transposed", "normal"),
+    ((1, 4, 2, 1, 3), "nhwc", "normal"),
+    ((2, 4, 3), "expanded", "normal"),
+    ((0, 4, 3), "contiguous", "normal"),
+    ((2, 4, 0), "contiguous", "normal"),
+)
 
 
 def _samples(
@@ -335,9 +348,15 @@ def _train_vjp(b: Ops, v: Vjp) -> Gradients:
     form = _channel_form(v.arg(0).shape, v.attrs, 0)
     weight, bias = (v.arg(i).type if v.has(i) and v.needs[i] else None for i in (1, 2))
     found = gradients(
-        b, v.arg(0), v.grad, v.arg(1) if v.has(1) else None, form, v.attrs["eps"],
-        Wanted(v.needs[0], weight, bias), stats=(v.outs[3], v.outs[4]),
-    )  # fmt: skip
+        b,
+        v.arg(0),
+        v.grad,
+        v.arg(1) if v.has(1) else None,
+        form,
+        v.attrs["eps"],
+        Wanted(v.needs[0], weight, bias),
+        stats=(v.outs[3], v.outs[4]),
+    )
     return [*found, None, None]
 
 
@@ -450,31 +469,54 @@ _TRAILING = ({"dims": 1}, {"dims": 2, "eps": 0.01}, {"dims": 1})
 _PAIR = ("weight", "bias"), ("xx", "--", "x-", "-x")
 
 ROWS = (
-    Row("layer_norm", {"dims": _DIMS, "eps": _EPS}, 1, _check_dims, _trailing_form,
+    Row(
+        "layer_norm",
+        {"dims": _DIMS, "eps": _EPS},
+        1,
+        _check_dims,
+        _trailing_form,
         lambda x, w, b, dims, eps: F.layer_norm(x, x.shape[-dims:], w, b, eps),
-        False, _samples(*_PAIR, _TRAILING, ((5,),)),
+        False,
+        _samples(*_PAIR, _TRAILING, ((5,),)),
         "(x − mean) / √(var + eps) · weight + bias over the last ``dims`` dimensions; weight "
-        "and bias have the shape of these."),
-    Row("rms_norm",
+        "and bias have the shape of these.",
+    ),
+    Row(
+        "rms_norm",
         {"dims": _DIMS, "eps": Attr("float", 1e-6, "added to the mean square, e.g. 1e-6")},
-        1, _check_dims, _trailing_form,
+        1,
+        _check_dims,
+        _trailing_form,
         lambda x, w, dims, eps: F.rms_norm(x, x.shape[-dims:], w, eps),
-        False, _samples(("weight",), ("x", "x", "-"), _TRAILING, ((5,),)),
-        "x / √(mean of x² + eps) · weight over the last ``dims`` dimensions.", centred=False),
-    Row("group_norm",
+        False,
+        _samples(("weight",), ("x", "x", "-"), _TRAILING, ((5,),)),
+        "x / √(mean of x² + eps) · weight over the last ``dims`` dimensions.",
+        centred=False,
+    ),
+    Row(
+        "group_norm",
         {"groups": Attr("int", doc="a divisor of the number of channels"), "eps": _EPS},
-        2, _check_groups, _group_form,
+        2,
+        _check_groups,
+        _group_form,
         _by_groups,
-        True, _samples(*_PAIR, ({"groups": 2}, {"groups": 1, "eps": 0.01}), ((3, 4),)),
+        True,
+        _samples(*_PAIR, ({"groups": 2}, {"groups": 1, "eps": 0.01}), ((3, 4),)),
         "Each sample's channels (dimension 1) in ``groups`` equal groups, each normalised over "
-        "its channels and positions, then · weight + bias per channel."),
-    Row("instance_norm", {"eps": _EPS}, 3,
+        "its channels and positions, then · weight + bias per channel.",
+    ),
+    Row(
+        "instance_norm",
+        {"eps": _EPS},
+        3,
         lambda name, x, attrs: _check_spread(name, x, prod(x.shape[2:]), "use group_norm"),
         _channel_form,
         lambda x, w, b, eps: _by_groups(x, w, b, max(x.shape[1], 1), eps),
-        False, _samples(*_PAIR, ({}, {"eps": 0.01})),
+        False,
+        _samples(*_PAIR, ({}, {"eps": 0.01})),
         "Each channel of each sample normalised over its positions, then · weight + bias per "
-        "channel."),
-)  # fmt: skip
+        "channel.",
+    ),
+)
 
 OPS = (BATCH, BATCH_TRAIN, *map(_define, ROWS))

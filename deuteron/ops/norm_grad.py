@@ -43,15 +43,19 @@ from deuteron.ops.samples import Arg, Sample
 
 Tensor = torch.Tensor
 _BIAS = Attr(
-    "str", "none", "the bias whose gradient is asked for: none, of the same type as x, or f32",
+    "str",
+    "none",
+    "the bias whose gradient is asked for: none, of the same type as x, or f32",
     choices=("none", "same", "f32"),
-)  # fmt: skip
+)
 
 
 _BENDS: tuple[dict[str, Any], ...] = (
-    {"activation": "silu"}, {"activation": "leaky_relu", "slope": 0.2},
-    {"activation": "hardswish"}, {"activation": "relu"},
-)  # fmt: skip
+    {"activation": "silu"},
+    {"activation": "leaky_relu", "slope": 0.2},
+    {"activation": "hardswish"},
+    {"activation": "relu"},
+)
 
 
 def _split(attrs: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -106,9 +110,13 @@ def _define(row: Row) -> OpDef:
     name = f"{row.name}_grad"
 
     def infer(
-        x: TensorType, grad: TensorType, weight: TensorType | None, extra: TensorType | None,
-        offset: TensorType | None, **attrs: Any,
-    ) -> tuple[TensorType, ...]:  # fmt: skip
+        x: TensorType,
+        grad: TensorType,
+        weight: TensorType | None,
+        extra: TensorType | None,
+        offset: TensorType | None,
+        **attrs: Any,
+    ) -> tuple[TensorType, ...]:
         bias, rest, bend = _split(attrs)
         check_x(name, x, row.least_rank, rest["eps"])
         shape = row.check(name, x, rest)
@@ -124,9 +132,13 @@ def _define(row: Row) -> OpDef:
         return dx, *(t for t in (of_weight, of_bias) if t is not None)
 
     def reference(
-        x: Tensor, grad: Tensor, weight: Tensor | None, extra: Tensor | None,
-        offset: Tensor | None, **attrs: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        x: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        extra: Tensor | None,
+        offset: Tensor | None,
+        **attrs: Any,
+    ) -> tuple[Tensor, ...]:
         bias, rest, bend = _split(attrs)
         form, wide = row.form(tuple(x.shape), rest), wide_type(x)
         v, given = (t.to(wide).reshape(form.work) for t in (x, grad))

@@ -219,10 +219,7 @@ class OpDef:
         return sum(not name.endswith("?") and not name.startswith("*") for name in self.inputs)
 
     def cost(
-        self,
-        ins: Sequence[TensorType | None],
-        outs: Sequence[TensorType],
-        attrs: Mapping[str, Any],
+        self, ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Mapping[str, Any]
     ) -> Cost:
         """Operations, and bytes with each input read once and each result written once."""
         if self.view:

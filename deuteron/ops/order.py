@@ -51,9 +51,11 @@ def _scatter_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) -> T
 def _scatter_samples() -> tuple[Sample, ...]:
     """One element a row: no place is named twice."""
     rows: tuple[tuple[Shape, Shape, str], ...] = (
-        ((3, 1), (3, 4), "contiguous"), ((2, 1), (3, 5), "sliced"), ((4, 1), (4, 1), "transposed"),
+        ((3, 1), (3, 4), "contiguous"),
+        ((2, 1), (3, 5), "sliced"),
+        ((4, 1), (4, 1), "transposed"),
         ((0, 1), (2, 3), "contiguous"),
-    )  # fmt: skip
+    )
     return tuple(
         Sample((Arg(i, "index", high=s[1]), Arg(i, layout=how)), {"shape": s, "axis": 1})
         for i, s, how in rows
@@ -115,10 +117,15 @@ def _back_to_places(b: Ops, v: Vjp) -> list[Sym | None]:
 
 def _order_samples(*settings: dict[str, Any]) -> tuple[Sample, ...]:
     shapes: tuple[tuple[Shape, str, int], ...] = (
-        ((3, 5), "contiguous", -1), ((5, 3), "contiguous", 0), ((33,), "contiguous", 0),
-        ((2, 4, 3), "contiguous", 1), ((0, 4), "contiguous", 1), ((4, 5), "transposed", 1),
-        ((4, 5), "sliced", 0), ((2, 3, 4, 5), "nhwc", 1),
-    )  # fmt: skip
+        ((3, 5), "contiguous", -1),
+        ((5, 3), "contiguous", 0),
+        ((33,), "contiguous", 0),
+        ((2, 4, 3), "contiguous", 1),
+        ((0, 4), "contiguous", 1),
+        ((4, 5), "transposed", 1),
+        ((4, 5), "sliced", 0),
+        ((2, 3, 4, 5), "nhwc", 1),
+    )
     found = [
         Sample((Arg(s, "distinct", layout=how),), {"axis": a} | settings[i % len(settings)])
         for i, (s, how, a) in enumerate(shapes)
@@ -228,8 +235,11 @@ def _histogram_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     if not v.has(1) or not v.needs[1]:
         return [dx, None]
     wide = x if x.dtype.short in ("f32", "f64") else b.cast(x, dtype="f64")
-    place = b.clamp(b.floor((wide - a["low"]) * float(a["bins"]) / (a["high"] - a["low"])),
-                    min=0.0, max=a["bins"] - 1.0)  # fmt: skip
+    place = b.clamp(
+        b.floor((wide - a["low"]) * float(a["bins"]) / (a["high"] - a["low"])),
+        min=0.0,
+        max=a["bins"] - 1.0,
+    )
     inside = b.logical_and(wide >= a["low"], wide <= a["high"])
     safe = b.cast(b.where(inside, place, 0.0), dtype="i64")
     picked = b.index_select(v.grad, b.reshape(safe, (-1,)), axis=0)

@@ -51,11 +51,7 @@ _ATTRS: dict[str, dict[str, Attr]] = {
 # ---- attributes and shapes -------------------------------------------------------------------
 
 # Where nhwc in gives nhwc out, by number of spatial dimensions, as in PyTorch; (1, 2) elsewhere.
-_KEEPS = {
-    "max_pool": (2, 3),
-    "max_pool_with_indices": (1, 2, 3),
-    "max_pool_grad": (1, 2, 3),
-}
+_KEEPS = {"max_pool": (2, 3), "max_pool_with_indices": (1, 2, 3), "max_pool_grad": (1, 2, 3)}
 
 
 def _order(op: str, t: TensorType) -> str:
@@ -303,15 +299,19 @@ Case = tuple[Shape, Shape, str, dict[str, Any]]  # shape of x and of the result,
 _WINDOW_CASES: tuple[Case, ...] = (
     ((2, 3, 6, 5), (2, 3, 3, 2), "contiguous", {"kernel": 2}),
     ((1, 2, 7, 6), (1, 2, 4, 2), "sliced", {"kernel": (3, 2), "stride": (2, 3), "padding": (1, 0)}),
-    ((1, 2, 6, 5), (1, 2, 4, 3), "transposed",
-     {"kernel": 3, "stride": 2, "padding": 1, "ceil_mode": True}),
+    (
+        (1, 2, 6, 5),
+        (1, 2, 4, 3),
+        "transposed",
+        {"kernel": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+    ),
     ((2, 3, 5, 5), (2, 3, 3, 3), "nhwc", {"kernel": 3, "stride": 2, "padding": 1}),
     ((2, 3, 8), (2, 3, 4), "contiguous", {"kernel": 3, "stride": 2, "padding": 1}),
     ((2, 3, 5), (2, 3, 3), "nhwc", {"kernel": 2, "ceil_mode": True}),
     ((1, 2, 4, 3, 4), (1, 2, 3, 2, 3), "nhwc", {"kernel": 2, "stride": 1}),
     ((2, 2, 1, 1), (2, 2, 1, 1), "contiguous", {"kernel": 1}),
     ((0, 3, 4, 4), (0, 3, 2, 2), "contiguous", {"kernel": 2}),
-)  # fmt: skip
+)
 _ADAPTIVE_CASES: tuple[Case, ...] = (
     ((2, 3, 6, 5), (2, 3, 2, 2), "contiguous", {"size": 2}),
     ((2, 3, 5, 4), (2, 3, 3, 4), "nhwc", {"size": (3, None)}),
@@ -325,11 +325,15 @@ _ADAPTIVE_CASES: tuple[Case, ...] = (
 _OWN_CASES: dict[str, tuple[Case, ...]] = {
     "max_pool": (((1, 2, 6, 6), (1, 2, 3, 3), "nhwc", {"kernel": 2, "dilation": 3, "stride": 1}),),
     "avg_pool": (
-        ((1, 2, 5, 5), (1, 2, 3, 3), "nhwc",
-         {"kernel": 3, "stride": 2, "padding": 1, "count_include_pad": False}),
+        (
+            (1, 2, 5, 5),
+            (1, 2, 3, 3),
+            "nhwc",
+            {"kernel": 3, "stride": 2, "padding": 1, "count_include_pad": False},
+        ),
         ((2, 2, 5), (2, 2, 2), "contiguous", {"kernel": 2, "divisor": 3}),
     ),
-}  # fmt: skip
+}
 
 
 def _samples(op: str, base: str) -> list[Sample]:
@@ -377,18 +381,30 @@ OPS = tuple(
     _define(base, role, doc)
     for base, role, doc in (
         ("max_pool", "", "The largest element of each window of x [N, C, ...]; nan wins."),
-        ("max_pool", "_with_indices",
-         "The largest element of each window, and its place in the flattened image as int64."),
+        (
+            "max_pool",
+            "_with_indices",
+            "The largest element of each window, and its place in the flattened image as int64.",
+        ),
         ("max_pool", "_grad", "The gradient of max_pool: each window's goes to its winner in x."),
         ("avg_pool", "", "The mean of each window of x [N, C, ...]."),
         ("avg_pool", "_grad", "The gradient of avg_pool: each window's is shared out evenly."),
         ("adaptive_max_pool", "", "The largest elements of ``size`` windows that cover x."),
-        ("adaptive_max_pool", "_with_indices",
-         "The largest elements of ``size`` windows that cover x, and their places as int64."),
-        ("adaptive_max_pool", "_grad",
-         "The gradient of adaptive_max_pool: each window's goes to its winner in x."),
+        (
+            "adaptive_max_pool",
+            "_with_indices",
+            "The largest elements of ``size`` windows that cover x, and their places as int64.",
+        ),
+        (
+            "adaptive_max_pool",
+            "_grad",
+            "The gradient of adaptive_max_pool: each window's goes to its winner in x.",
+        ),
         ("adaptive_avg_pool", "", "The means of ``size`` windows that cover x [N, C, ...]."),
-        ("adaptive_avg_pool", "_grad",
-         "The gradient of adaptive_avg_pool: each window's is shared out evenly."),
+        (
+            "adaptive_avg_pool",
+            "_grad",
+            "The gradient of adaptive_avg_pool: each window's is shared out evenly.",
+        ),
     )
-)  # fmt: skip
+)

@@ -80,8 +80,9 @@ def _check_heads(q: TensorType, k: TensorType | None, axis: int) -> None:
             f"rope got q of {q.dtype.name} and k of {k.dtype.name}", remedy="cast one of them"
         )
     heads = 3 - axis
-    if k.rank != 4 or any(a != b for d, (a, b) in enumerate(zip(q.shape, k.shape, strict=True))
-                          if d != heads):  # fmt: skip
+    if k.rank != 4 or any(
+        a != b for d, (a, b) in enumerate(zip(q.shape, k.shape, strict=True)) if d != heads
+    ):
         raise GraphError(
             f"k {list(k.shape)} does not fit q {list(q.shape)}",
             remedy=f"only the number of heads, axis {heads}, may differ",
@@ -113,10 +114,18 @@ def _check_tables(
 
 
 def _rope_infer(
-    q: TensorType, k: TensorType | None, cos: TensorType | None, sin: TensorType | None,
-    positions: TensorType | None, axis: int, interleaved: bool, dims: int, base: float,
-    offset: int, inverse: bool,
-) -> tuple[TensorType, ...]:  # fmt: skip
+    q: TensorType,
+    k: TensorType | None,
+    cos: TensorType | None,
+    sin: TensorType | None,
+    positions: TensorType | None,
+    axis: int,
+    interleaved: bool,
+    dims: int,
+    base: float,
+    offset: int,
+    inverse: bool,
+) -> tuple[TensorType, ...]:
     _check_heads(q, k, axis)
     batch, length, features = q.shape[0], q.shape[axis], q.shape[3]
     if dims < 2 or dims % 2 or dims > features:
@@ -143,9 +152,15 @@ def _rope_infer(
 
 
 def rotation_tables(
-    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, length: int, dims: int,
-    base: float, offset: int, device: torch.device,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    length: int,
+    dims: int,
+    base: float,
+    offset: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
     """cos θ and sin θ of every token: [S, dims/2], or [B, S, dims/2] where positions differ."""
     if cos is not None and sin is not None:
         if positions is None:
@@ -173,10 +188,18 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dims: int, interleaved: bool) 
 
 
 def _rope_reference(
-    q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    positions: Tensor | None, axis: int, interleaved: bool, dims: int, base: float, offset: int,
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    axis: int,
+    interleaved: bool,
+    dims: int,
+    base: float,
+    offset: int,
     inverse: bool,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+) -> Tensor | tuple[Tensor, ...]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     tables = rotation_tables(cos, sin, positions, q.shape[axis], dims, base, offset, q.device)
     c, s = (t.unsqueeze(-2 if axis == 1 else -3).to(wide) for t in tables)
@@ -383,8 +406,11 @@ def _sine_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     positions, dim = v.arg(0), v.attrs["dim"]
     if not v.needs[0]:
         return [None]
-    shape = (*positions.shape, dim // 2, 2) if v.attrs["interleaved"] else (
-        *positions.shape, 2, dim // 2)  # fmt: skip
+    shape = (
+        (*positions.shape, dim // 2, 2)
+        if v.attrs["interleaved"]
+        else (*positions.shape, 2, dim // 2)
+    )
     axis = len(shape) - (1 if v.attrs["interleaved"] else 2)
     parts = [b.reshape(b.upcast(t), shape) for t in (v.grad, v.outs[0])]
     (g_sin, sin), (g_cos, cos) = (

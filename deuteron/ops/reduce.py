@@ -30,7 +30,7 @@ from deuteron.ops.movement import (
     check_index,
     first,
     with_axis,
-)  # fmt: skip
+)
 from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, norm_axes
 from deuteron.ops.samples import Arg, Sample
 from deuteron.ops.squares import squarable
@@ -210,28 +210,88 @@ def _dims(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 _REDUCE: tuple[
     tuple[
-        str, Callable[..., Any], Grad | None, Callable[..., DType], bool, float, str,
-        tuple[Sample, ...], str,
+        str,
+        Callable[..., Any],
+        Grad | None,
+        Callable[..., DType],
+        bool,
+        float,
+        str,
+        tuple[Sample, ...],
+        str,
     ],
     ...,
 ] = (
     # name, reference, gradient, element type, defined over nothing, operations per element,
     # sample data, further samples, what it is
-    ("sum", _dims(torch.sum), _sum_grad, _widened, True, 1, "normal", (_WHOLE, _BOOLS),
-     "the sum; integers and booleans add up to int64"),
-    ("mean", _dims(torch.mean), _mean_grad, _only_float, True, 1, "normal", (_ODD,),
-     "the mean"),
-    ("prod", _prod_reference, _prod_grad, _widened, True, 1, "normal", (_WHOLE, _ZEROS),
-     "the product; integers and booleans multiply to int64"),
-    ("max", _dims(torch.amax), _extreme_grad, _same, False, 1, "distinct", (_WHOLE, _ODD),
-     "the largest element; nan wins, and ties share the gradient evenly"),
-    ("min", _dims(torch.amin), _extreme_grad, _same, False, 1, "distinct", (_WHOLE, _BOOLS),
-     "the smallest element; nan wins, and ties share the gradient evenly"),
-    ("any", lambda x, axes, keepdim: torch.any(x.bool(), axes, keepdim), None, _always_bool,
-     True, 1, "bool", (_WHOLE,), "whether some element is not zero"),
-    ("all", lambda x, axes, keepdim: torch.all(x.bool(), axes, keepdim), None, _always_bool,
-     True, 1, "bool", (_ODD,), "whether no element is zero"),
-)  # fmt: skip
+    (
+        "sum",
+        _dims(torch.sum),
+        _sum_grad,
+        _widened,
+        True,
+        1,
+        "normal",
+        (_WHOLE, _BOOLS),
+        "the sum; integers and booleans add up to int64",
+    ),
+    ("mean", _dims(torch.mean), _mean_grad, _only_float, True, 1, "normal", (_ODD,), "the mean"),
+    (
+        "prod",
+        _prod_reference,
+        _prod_grad,
+        _widened,
+        True,
+        1,
+        "normal",
+        (_WHOLE, _ZEROS),
+        "the product; integers and booleans multiply to int64",
+    ),
+    (
+        "max",
+        _dims(torch.amax),
+        _extreme_grad,
+        _same,
+        False,
+        1,
+        "distinct",
+        (_WHOLE, _ODD),
+        "the largest element; nan wins, and ties share the gradient evenly",
+    ),
+    (
+        "min",
+        _dims(torch.amin),
+        _extreme_grad,
+        _same,
+        False,
+        1,
+        "distinct",
+        (_WHOLE, _BOOLS),
+        "the smallest element; nan wins, and ties share the gradient evenly",
+    ),
+    (
+        "any",
+        lambda x, axes, keepdim: torch.any(x.bool(), axes, keepdim),
+        None,
+        _always_bool,
+        True,
+        1,
+        "bool",
+        (_WHOLE,),
+        "whether some element is not zero",
+    ),
+    (
+        "all",
+        lambda x, axes, keepdim: torch.all(x.bool(), axes, keepdim),
+        None,
+        _always_bool,
+        True,
+        1,
+        "bool",
+        (_ODD,),
+        "whether no element is zero",
+    ),
+)
 
 REDUCE = tuple(
     OpDef(
@@ -317,11 +377,20 @@ ARG = tuple(
         vjp=_vjp(None),
         flops=input_flops(1),
         samples=lambda: (
-            replace(_ODD, attrs={"axis": 0}), replace(_WHOLE, attrs={"axis": 0}),
+            replace(_ODD, attrs={"axis": 0}),
+            replace(_WHOLE, attrs={"axis": 0}),
             *cases(
-                "axis keepdim", ((3, 5), ROW), ((3, 5), ROW, None, True), ((3, 5), ROW, -1),
-                ((2, 3, 4), ROW, 1, True), ((), ROW), ((), ROW, 0), ((0, 4), ROW, 1),
-                ((4, 5), TURNED, 0), ((4, 5), SLICED, 1), ((2, 3, 4, 5), NHWC, 1),
+                "axis keepdim",
+                ((3, 5), ROW),
+                ((3, 5), ROW, None, True),
+                ((3, 5), ROW, -1),
+                ((2, 3, 4), ROW, 1, True),
+                ((), ROW),
+                ((), ROW, 0),
+                ((0, 4), ROW, 1),
+                ((4, 5), TURNED, 0),
+                ((4, 5), SLICED, 1),
+                ((2, 3, 4, 5), NHWC, 1),
             ),
         ),
     )
@@ -329,7 +398,7 @@ ARG = tuple(
         ("argmax", lambda x, axis, keepdim: torch.argmax(x, axis, keepdim), "largest"),
         ("argmin", lambda x, axis, keepdim: torch.argmin(x, axis, keepdim), "smallest"),
     )
-)  # fmt: skip
+)
 
 # ---- by index: elements that share an index meet ------------------------------------------------
 
@@ -372,12 +441,16 @@ SCATTER_ADD = OpDef(
     samples=lambda: tuple(
         Sample((Arg(i, "index", high=s[a]), Arg(i, layout=order)), {"shape": s, "axis": a})
         for i, order, s, a in (
-            ((6, 3), ROW, (4, 3), 0), ((2, 5), ROW, (4, 3), -1), ((0,), ROW, (5,), 0),
-            ((4, 2), TURNED, (4, 3), 1), ((1, 3), SLICED, (4, 3), 0), ((5, 3), SAME, (1, 3), 0),
+            ((6, 3), ROW, (4, 3), 0),
+            ((2, 5), ROW, (4, 3), -1),
+            ((0,), ROW, (5,), 0),
+            ((4, 2), TURNED, (4, 3), 1),
+            ((1, 3), SLICED, (4, 3), 0),
+            ((5, 3), SAME, (1, 3), 0),
             ((2, 1, 2, 2), NHWC, (2, 3, 2, 2), 1),
         )
     ),
-)  # fmt: skip
+)
 
 
 def _embedding_infer(
@@ -428,16 +501,22 @@ EMBEDDING = OpDef(
     ),
     vjp=_embedding_vjp,
     samples=lambda: tuple(
-        Sample((Arg(w, layout=layout), Arg(i, "index", dt, high=w[0])),
-               {"padding_idx": p, "scale_grad_by_freq": scaled}, p < 0 and not scaled)
+        Sample(
+            (Arg(w, layout=layout), Arg(i, "index", dt, high=w[0])),
+            {"padding_idx": p, "scale_grad_by_freq": scaled},
+            p < 0 and not scaled,
+        )
         for w, layout, i, dt, p, scaled in (
-            ((5, 3), ROW, (2, 4), None, -1, False), ((5, 3), ROW, (2, 4), None, 2, False),
-            ((5, 3), ROW, (), None, -1, False), ((5, 3), ROW, (0, 2), None, -1, False),
-            ((5, 3), TURNED, (4,), "i32", -1, False), ((5, 4), SLICED, (3, 1), None, -1, False),
+            ((5, 3), ROW, (2, 4), None, -1, False),
+            ((5, 3), ROW, (2, 4), None, 2, False),
+            ((5, 3), ROW, (), None, -1, False),
+            ((5, 3), ROW, (0, 2), None, -1, False),
+            ((5, 3), TURNED, (4,), "i32", -1, False),
+            ((5, 4), SLICED, (3, 1), None, -1, False),
             ((2, 3), ROW, (7,), None, -1, True),
         )
     ),
-)  # fmt: skip
+)
 
 
 def _embedding_grad_infer(
@@ -486,14 +565,19 @@ EMBEDDING_GRAD = OpDef(
     vjp=_embedding_grad_vjp,
     flops=input_flops(1),
     samples=lambda: tuple(
-        Sample((Arg(g, layout=order), Arg(g[:-1], "index", dt, high=5)),
-               {"rows": 5, "padding_idx": p})
+        Sample(
+            (Arg(g, layout=order), Arg(g[:-1], "index", dt, high=5)), {"rows": 5, "padding_idx": p}
+        )
         for g, order, dt, p in (
-            ((2, 4, 3), ROW, None, -1), ((9, 3), ROW, None, 2), ((3,), ROW, None, -1),
-            ((0, 2, 3), ROW, None, -1), ((4, 3), TURNED, "i32", -1), ((4, 3), SLICED, None, 0),
+            ((2, 4, 3), ROW, None, -1),
+            ((9, 3), ROW, None, 2),
+            ((3,), ROW, None, -1),
+            ((0, 2, 3), ROW, None, -1),
+            ((4, 3), TURNED, "i32", -1),
+            ((4, 3), SLICED, None, 0),
             ((4, 3), SAME, None, -1),
         )
     ),
-)  # fmt: skip
+)
 
 OPS = (*REDUCE, VAR, *ARG, SCATTER_ADD, EMBEDDING, EMBEDDING_GRAD)

@@ -195,8 +195,12 @@ _CASES: tuple[tuple[Shape, str, Shape, dict[str, Any]], ...] = (
     ((2, 2, 4, 3), "expanded", (6, 5), {"mode": "bicubic"}),
     ((1, 2, 5, 6), "contiguous", (3, 4), {"mode": "bicubic", "antialias": True}),
     ((1, 2, 4, 3), "contiguous", (2, 6), {"mode": "bicubic", "align_corners": True}),
-    ((1, 2, 5, 6), "sliced", (3, 3),
-     {"mode": "bilinear", "antialias": True, "align_corners": True}),
+    (
+        (1, 2, 5, 6),
+        "sliced",
+        (3, 3),
+        {"mode": "bilinear", "antialias": True, "align_corners": True},
+    ),
     ((2, 3, 5), "contiguous", (8,), {"mode": "nearest-exact", "scale": 1.7}),
     ((2, 3, 5), "nhwc", (8,), {"mode": "linear"}),
     ((1, 2, 3, 2, 3), "nhwc", (4, 3, 5), {"mode": "trilinear"}),
@@ -204,7 +208,7 @@ _CASES: tuple[tuple[Shape, str, Shape, dict[str, Any]], ...] = (
     ((0, 3, 4, 4), "contiguous", (2, 2), {"mode": "bilinear"}),
     ((2, 3, 5, 6), "nhwc", (2, 4), {"mode": "area"}),
     ((1, 2, 7), "contiguous", (3,), {"mode": "area"}),
-)  # fmt: skip
+)
 
 
 def _resize_samples(op: str) -> list[Sample]:
@@ -234,12 +238,26 @@ RESIZE = tuple(
         samples=partial(_resize_samples, name),
     )
     for name, given, attrs, infer, reference, vjp, doc in (
-        ("resize", "x", _RESIZE, _resize_infer, _resize_reference, _resize_vjp,
-         "x [N, C, ...] at another spatial size, given as size or as scale factors."),
-        ("resize_grad", "grad", _RESIZE_GRAD, _resize_grad_infer, _resize_grad_reference,
-         _resize_grad_vjp, "The gradient of resize: each element's goes back to what it blended."),
+        (
+            "resize",
+            "x",
+            _RESIZE,
+            _resize_infer,
+            _resize_reference,
+            _resize_vjp,
+            "x [N, C, ...] at another spatial size, given as size or as scale factors.",
+        ),
+        (
+            "resize_grad",
+            "grad",
+            _RESIZE_GRAD,
+            _resize_grad_infer,
+            _resize_grad_reference,
+            _resize_grad_vjp,
+            "The gradient of resize: each element's goes back to what it blended.",
+        ),
     )
-)  # fmt: skip
+)
 
 # ---- pixel shuffles: channels to places and back ----------------------------------------------
 
@@ -276,10 +294,14 @@ def _shuffle_vjp(inverse: str, b: Ops, v: Vjp) -> list[Sym | None]:
 def _shuffle_samples(small: bool) -> list[Sample]:
     """[..., C, H, W] as pixel_shuffle takes it (small images) or as pixel_unshuffle does."""
     cases: tuple[tuple[Shape, str, int, int, int, int], ...] = (
-        ((2,), "contiguous", 2, 2, 3, 2), ((2,), "nhwc", 2, 2, 3, 2), ((1,), "sliced", 1, 1, 2, 3),
-        ((2,), "transposed", 3, 2, 2, 1), ((), "contiguous", 2, 2, 2, 2),
-        ((2, 2), "nhwc", 1, 2, 1, 2), ((0,), "contiguous", 1, 2, 2, 2),
-    )  # fmt: skip
+        ((2,), "contiguous", 2, 2, 3, 2),
+        ((2,), "nhwc", 2, 2, 3, 2),
+        ((1,), "sliced", 1, 1, 2, 3),
+        ((2,), "transposed", 3, 2, 2, 1),
+        ((), "contiguous", 2, 2, 2, 2),
+        ((2, 2), "nhwc", 1, 2, 1, 2),
+        ((0,), "contiguous", 1, 2, 2, 2),
+    )
     found = []
     for lead, layout, c, h, w, r in cases:
         image = (c * r * r, h, w) if small else (c, h * r, w * r)
@@ -301,12 +323,18 @@ PIXEL = tuple(
         samples=partial(_shuffle_samples, name == "pixel_shuffle"),
     )
     for name, inverse, doc in (
-        ("pixel_shuffle", "pixel_unshuffle",
-         "[..., C·r², H, W] → [..., C, H·r, W·r]: r² channels become r × r places."),
-        ("pixel_unshuffle", "pixel_shuffle",
-         "[..., C, H·r, W·r] → [..., C·r², H, W]: r × r places become r² channels."),
+        (
+            "pixel_shuffle",
+            "pixel_unshuffle",
+            "[..., C·r², H, W] → [..., C, H·r, W·r]: r² channels become r × r places.",
+        ),
+        (
+            "pixel_unshuffle",
+            "pixel_shuffle",
+            "[..., C, H·r, W·r] → [..., C·r², H, W]: r × r places become r² channels.",
+        ),
     )
-)  # fmt: skip
+)
 
 # ---- grid_sample -----------------------------------------------------------------------------
 
@@ -408,12 +436,24 @@ GRID = tuple(
         samples=partial(_sample_samples, len(inputs)),
     )
     for name, inputs, infer, reference, vjp, doc in (
-        ("grid_sample", ("x", "grid"), _sample_infer, F.grid_sample, _sample_vjp,
-         "x [N, C, H, W] read at the places that grid [N, h, w, 2] names, as (across, down) from "
-         "−1 to 1; a volume takes grid [N, d, h, w, 3]."),
-        ("grid_sample_grad", ("grad", "x", "grid"), _sample_grad_infer, _sample_grad_reference,
-         None, "The gradients of grid_sample for x and for grid. It has none of its own."),
+        (
+            "grid_sample",
+            ("x", "grid"),
+            _sample_infer,
+            F.grid_sample,
+            _sample_vjp,
+            "x [N, C, H, W] read at the places that grid [N, h, w, 2] names, as (across, down) "
+            "from −1 to 1; a volume takes grid [N, d, h, w, 3].",
+        ),
+        (
+            "grid_sample_grad",
+            ("grad", "x", "grid"),
+            _sample_grad_infer,
+            _sample_grad_reference,
+            None,
+            "The gradients of grid_sample for x and for grid. It has none of its own.",
+        ),
     )
-)  # fmt: skip
+)
 
 OPS = (*RESIZE, *PIXEL, *GRID)

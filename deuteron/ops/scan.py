@@ -118,11 +118,18 @@ def _extreme_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
 # ---- samples and the table -----------------------------------------------------------------------
 
 _SHAPES: tuple[tuple[tuple[int, ...], str, int], ...] = (
-    ((3, 5), "contiguous", 1), ((3, 5), "contiguous", 0), ((33,), "contiguous", -1),
-    ((2, 3, 4), "contiguous", 1), ((0, 4), "contiguous", 0), ((3, 0), "contiguous", 1),
-    ((1, 1), "contiguous", 0), ((4, 5), "transposed", 1), ((4, 5), "sliced", 0),
-    ((4, 5), "expanded", 1), ((2, 3, 4, 5), "nhwc", 1),
-)  # fmt: skip
+    ((3, 5), "contiguous", 1),
+    ((3, 5), "contiguous", 0),
+    ((33,), "contiguous", -1),
+    ((2, 3, 4), "contiguous", 1),
+    ((0, 4), "contiguous", 0),
+    ((3, 0), "contiguous", 1),
+    ((1, 1), "contiguous", 0),
+    ((4, 5), "transposed", 1),
+    ((4, 5), "sliced", 0),
+    ((4, 5), "expanded", 1),
+    ((2, 3, 4, 5), "nhwc", 1),
+)
 
 
 def _samples(kind: str) -> tuple[Sample, ...]:
@@ -157,12 +164,20 @@ TOTALS = tuple(
         samples=partial(_samples, "normal"),
     )
     for name, scan, vjp, doc in (
-        ("cumsum", torch.cumsum, _cumsum_vjp,
-         "The sum of all elements up to each one, along axis."),
-        ("cumprod", torch.cumprod, _cumprod_vjp,
-         "The product of all elements up to each one, along axis."),
+        (
+            "cumsum",
+            torch.cumsum,
+            _cumsum_vjp,
+            "The sum of all elements up to each one, along axis.",
+        ),
+        (
+            "cumprod",
+            torch.cumprod,
+            _cumprod_vjp,
+            "The product of all elements up to each one, along axis.",
+        ),
     )
-)  # fmt: skip
+)
 
 CUMPROD_GRAD = OpDef(
     name="cumprod_grad",

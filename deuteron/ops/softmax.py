@@ -92,11 +92,21 @@ OPS = tuple(
         complete=_complete,
     )
     for name, fn, rule, flops, doc in (
-        ("softmax", lambda x, axis: F.softmax(x, axis), _softmax_grad, 12,
-         "eˣ divided by its sum along one axis; a row of −inf alone gives nan."),
-        ("log_softmax", lambda x, axis: F.log_softmax(x, axis), _log_softmax_grad, 12,
-         "ln of softmax along one axis, without forming softmax first."),
+        (
+            "softmax",
+            lambda x, axis: F.softmax(x, axis),
+            _softmax_grad,
+            12,
+            "eˣ divided by its sum along one axis; a row of −inf alone gives nan.",
+        ),
+        (
+            "log_softmax",
+            lambda x, axis: F.log_softmax(x, axis),
+            _log_softmax_grad,
+            12,
+            "ln of softmax along one axis, without forming softmax first.",
+        ),
     )
-)  # fmt: skip
+)
 
 SOFTMAX, LOG_SOFTMAX = OPS

@@ -110,8 +110,13 @@ _SAMPLES = (
     Sample((Arg((0, 3, 4, 4)), Arg((2, 2))), note="empty"),
 )
 _RESULTS: tuple[Shape, ...] = (  # the shape of each
-    (2, 3, 3, 2), (2, 3, 6, 6), (1, 2, 3, 3), (2, 3, 2), (1, 2, 2, 3, 2), (0, 3, 2, 2)
-)  # fmt: skip
+    (2, 3, 3, 2),
+    (2, 3, 6, 6),
+    (1, 2, 3, 3),
+    (2, 3, 2),
+    (1, 2, 2, 3, 2),
+    (0, 3, 2, 2),
+)
 
 WEIGHTED = OpDef(
     name="weighted_pool",

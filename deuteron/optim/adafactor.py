@@ -27,11 +27,18 @@ class Adafactor(Fused, torch.optim.Adafactor):
     _factored = True
 
     def __init__(
-        self, params: Any, lr: float | torch.Tensor = 1e-2, beta2_decay: float = -0.8,
-        eps: tuple[float | None, float] = (None, 1e-3), d: float = 1.0,
-        weight_decay: float = 0.0, *, foreach: bool | None = None, maximize: bool = False,
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
         **ours: Unpack[Ours],
-    ) -> None:  # fmt: skip
+    ) -> None:
         for name in ("state_dtype", "master_weights"):
             if ours.get(name):
                 raise ValueError(f"Adafactor has no {name}; use AdamW for it")

@@ -18,9 +18,11 @@ class _Adam(Fused):
 
     def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
         return adam(
-            bool(group["amsgrad"]), bool(group["decoupled_weight_decay"]),
-            group["weight_decay"] != 0, extras,
-        )  # fmt: skip
+            bool(group["amsgrad"]),
+            bool(group["decoupled_weight_decay"]),
+            group["weight_decay"] != 0,
+            extras,
+        )
 
     def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
         third = ("max_exp_avg_sq",) if group["amsgrad"] else ()
@@ -38,18 +40,37 @@ class Adam(_Adam, torch.optim.Adam):
     """
 
     def __init__(
-        self, params: Any, lr: float | torch.Tensor = 1e-3, betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0, amsgrad: bool = False, *,
-        foreach: bool | None = None, maximize: bool = False, capturable: bool = False,
-        differentiable: bool = False, fused: bool | None = None,
-        decoupled_weight_decay: bool = False, **ours: Unpack[Ours],
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **ours: Unpack[Ours],
+    ) -> None:
         self._set(ours, differentiable)
         torch.optim.Adam.__init__(
-            self, params, lr, betas, eps, weight_decay, amsgrad,
-            foreach=foreach, maximize=maximize, capturable=capturable, fused=fused,
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
-        )  # fmt: skip
+        )
 
 
 class AdamW(_Adam, torch.optim.AdamW):
@@ -62,13 +83,32 @@ class AdamW(_Adam, torch.optim.AdamW):
     """
 
     def __init__(
-        self, params: Any, lr: float | torch.Tensor = 1e-3, betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 1e-2, amsgrad: bool = False, *,
-        maximize: bool = False, foreach: bool | None = None, capturable: bool = False,
-        differentiable: bool = False, fused: bool | None = None, **ours: Unpack[Ours],
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **ours: Unpack[Ours],
+    ) -> None:
         self._set(ours, differentiable)
         torch.optim.AdamW.__init__(
-            self, params, lr, betas, eps, weight_decay, amsgrad,
-            maximize=maximize, foreach=foreach, capturable=capturable, fused=fused,
-        )  # fmt: skip
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            fused=fused,
+        )

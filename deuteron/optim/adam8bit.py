@@ -37,11 +37,18 @@ class AdamW8bit(Fused):
     """
 
     def __init__(
-        self, params: Any, lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, min_8bit_size: int = 4096, maximize: bool = False,
-        capturable: bool = False, **ours: Unpack[Ours],
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        min_8bit_size: int = 4096,
+        maximize: bool = False,
+        capturable: bool = False,
+        **ours: Unpack[Ours],
+    ) -> None:
         check_common(lr, betas, weight_decay)
         if not eps >= 0.0:
             raise ValueError(f"Invalid epsilon value: {eps}")
@@ -51,9 +58,15 @@ class AdamW8bit(Fused):
         self.min_8bit_size = min_8bit_size
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-             "maximize": maximize, "capturable": capturable},
-        )  # fmt: skip
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+                "capturable": capturable,
+            },
+        )
 
     def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
         return adam(False, True, True, extras)

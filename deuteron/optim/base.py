@@ -260,9 +260,7 @@ class Fused(torch.optim.Optimizer):
             self._batches = [None] * len(self.param_groups)
         for index, group in enumerate(self.param_groups):
             grads = list(map(GRADIENT, group["params"]))
-            kinds = [
-                None if g is None else g.layout if g.is_sparse else g.dtype for g in grads
-            ]  # fmt: skip
+            kinds = [None if g is None else g.layout if g.is_sparse else g.dtype for g in grads]
             made = self._batches[index]
             if made is None or made.kinds != kinds or not self._hold(made, group):
                 params, batches = list(group["params"]), self._batch(group)

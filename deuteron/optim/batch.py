@@ -88,10 +88,16 @@ class Batch:
     """
 
     def __init__(
-        self, rule: Rule, params: list[torch.Tensor], states: list[dict[str, Any]],
-        keys: Sequence[str], index: Sequence[int], block: int, fresh: bool,
+        self,
+        rule: Rule,
+        params: list[torch.Tensor],
+        states: list[dict[str, Any]],
+        keys: Sequence[str],
+        index: Sequence[int],
+        block: int,
+        fresh: bool,
         row_major: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``row_major``: tensors in any other memory order are copied there and back."""
         self.rule, self.params, self.states, self.keys = rule, params, states, tuple(keys)
         self.device = params[0].device
@@ -238,5 +244,16 @@ class Batch:
 
     def in_use(self) -> tuple[Any, ...]:
         """What a CUDA Graph captured now reads and writes."""
-        return (self.table, self.grads, self.where, self.firsts, self.steps, self.rows,
-                self.constants, self.homes, self.tensors, self.upload, self.layout)  # fmt: skip
+        return (
+            self.table,
+            self.grads,
+            self.where,
+            self.firsts,
+            self.steps,
+            self.rows,
+            self.constants,
+            self.homes,
+            self.tensors,
+            self.upload,
+            self.layout,
+        )

@@ -61,8 +61,9 @@ def step(batch: Batch, numbers: list[float], count: int) -> None:
         old = groups(home if master is None else master)
         new = keep * old - size * (m / (v.sqrt() * root + eps))
         for x, store, scale, levels, power, salt in (
-            (m, m8, m_scale, 127, 2, 0), (v, v8, v_scale, 255, 4, 0x51ED27),
-        ):  # fmt: skip
+            (m, m8, m_scale, 127, 2, 0),
+            (v, v8, v_scale, 255, 4, 0x51ED27),
+        ):
             size_of = x.abs()
             scale.copy_(size_of.nan_to_num(nan=torch.inf, posinf=torch.inf).amax(1))
             by = noise(n + pad, seed(count) + i + salt).view(-1, GROUP)

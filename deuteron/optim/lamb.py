@@ -30,11 +30,18 @@ class LAMB(Fused):
     """
 
     def __init__(
-        self, params: Any, lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
-        weight_decay: float = 1e-2, *, always_adapt: bool = False, maximize: bool = False,
-        capturable: bool = False, **ours: Unpack[Ours],
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        always_adapt: bool = False,
+        maximize: bool = False,
+        capturable: bool = False,
+        **ours: Unpack[Ours],
+    ) -> None:
         check_common(lr, betas, weight_decay)
         if not eps >= 0.0:
             raise ValueError(f"Invalid epsilon value: {eps}")
@@ -46,9 +53,16 @@ class LAMB(Fused):
         self._set(ours)
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-             "always_adapt": always_adapt, "maximize": maximize, "capturable": capturable},
-        )  # fmt: skip
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "always_adapt": always_adapt,
+                "maximize": maximize,
+                "capturable": capturable,
+            },
+        )
 
     def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
         return lamb_moments(extras)

@@ -36,17 +36,28 @@ class Lion(Fused):
     """
 
     def __init__(
-        self, params: Any, lr: float | torch.Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, *,
-        maximize: bool = False, capturable: bool = False, **ours: Unpack[Ours],
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        capturable: bool = False,
+        **ours: Unpack[Ours],
+    ) -> None:
         check_common(lr, betas, weight_decay)
         self._set(ours)
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize,
-             "capturable": capturable},
-        )  # fmt: skip
+            {
+                "lr": lr,
+                "betas": betas,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+                "capturable": capturable,
+            },
+        )
 
     def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
         return lion(extras)

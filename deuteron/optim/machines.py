@@ -56,23 +56,35 @@ class Machine(ABC):
 
     @abstractmethod
     def control(
-        self, squares: torch.Tensor | None, scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None, limits: Limits,
-    ) -> Control:  # fmt: skip
+        self,
+        squares: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        limits: Limits,
+    ) -> Control:
         """Unscale, clip and skip in two numbers."""
 
     @abstractmethod
     def step(
-        self, batch: Batch, constants: list[float], lr: Rate, control: Control | None,
+        self,
+        batch: Batch,
+        constants: list[float],
+        lr: Rate,
+        control: Control | None,
         capturable: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run the batch's rule over its tensors."""
 
     @abstractmethod
     def step_by_ratio(
-        self, batch: Batch, apply: Rule, constants: list[float], lr: Rate,
-        control: Control | None, adapt: bool,
-    ) -> None:  # fmt: skip
+        self,
+        batch: Batch,
+        apply: Rule,
+        constants: list[float],
+        lr: Rate,
+        control: Control | None,
+        adapt: bool,
+    ) -> None:
         """The batch's rule for its sums, then ``apply`` with the ratio of their roots."""
 
     @abstractmethod
@@ -113,9 +125,12 @@ class Host(Machine):
         return torch.cat(made)
 
     def control(
-        self, squares: torch.Tensor | None, scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None, limits: Limits,
-    ) -> Control:  # fmt: skip
+        self,
+        squares: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        limits: Limits,
+    ) -> Control:
         factor = 1.0 / float(scale) if scale is not None else 1.0
         skip = found_inf is not None and float(found_inf) != 0.0
         norm = None
@@ -140,17 +155,26 @@ class Host(Machine):
         return of.on_host(constants, float(lr), batch.advance())
 
     def step(
-        self, batch: Batch, constants: list[float], lr: Rate, control: Control | None,
+        self,
+        batch: Batch,
+        constants: list[float],
+        lr: Rate,
+        control: Control | None,
         capturable: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         found = self._numbers(batch, batch.rule.numbers, constants, lr, control)
         if found is not None:
             self.run(batch.rule.program, batch, [found], None)
 
     def step_by_ratio(
-        self, batch: Batch, apply: Rule, constants: list[float], lr: Rate,
-        control: Control | None, adapt: bool,
-    ) -> None:  # fmt: skip
+        self,
+        batch: Batch,
+        apply: Rule,
+        constants: list[float],
+        lr: Rate,
+        control: Control | None,
+        adapt: bool,
+    ) -> None:
         found = self._numbers(batch, batch.rule.numbers, constants, lr, control)
         if found is None:
             return
@@ -208,10 +232,15 @@ class Generated(Host):
         types = batch.role_dtypes(program.roles, batch.grad_dtype)
         numbers = torch.tensor(rows, dtype=torch.float64)
         self.kernels.update(program, types, threaded)(
-            batch.table.data_ptr(), batch.grads.data_ptr(), batch.where.data_ptr(),
-            numbers.data_ptr(), sums.data_ptr() if sums is not None else 0,
-            batch.count, batch.chunks, len(rows[0]) if len(rows) > 1 else 0,
-        )  # fmt: skip
+            batch.table.data_ptr(),
+            batch.grads.data_ptr(),
+            batch.where.data_ptr(),
+            numbers.data_ptr(),
+            sums.data_ptr() if sums is not None else 0,
+            batch.count,
+            batch.chunks,
+            len(rows[0]) if len(rows) > 1 else 0,
+        )
 
     def step_8bit(
         self, batch: Batch, constants: list[float], lr: Rate, control: Control | None
@@ -225,9 +254,14 @@ class Generated(Host):
         types = (p, batch.grad_dtype, m, v, *extras)
         numbers = torch.tensor(found, dtype=torch.float64)
         optim8.update(batch.rule.program, types, sum(batch.sizes) > self.kernels.SERIAL)(
-            batch.table.data_ptr(), batch.grads.data_ptr(), batch.where.data_ptr(),
-            numbers.data_ptr(), batch.count, batch.chunks, eight_bits.seed(int(batch.step)),
-        )  # fmt: skip
+            batch.table.data_ptr(),
+            batch.grads.data_ptr(),
+            batch.where.data_ptr(),
+            numbers.data_ptr(),
+            batch.count,
+            batch.chunks,
+            eight_bits.seed(int(batch.step)),
+        )
 
     def step_factored(
         self, batch: Batch, apply: Rule, constants: list[float], lr: Rate, control: Control | None
@@ -302,24 +336,43 @@ class OnGpu(Machine):
         for batch, count, start in zip(batches, programs, starts[:-1], strict=True):
             wide = torch.float64 if batch.grad_dtype == torch.float64 else torch.float32
             k.squares(
-                (count,), batch.table, batch.grads, batch.where, batch.chunks, out[start:],
-                TYPE=k.FLOATS[batch.grad_dtype], WIDE=k.FLOATS[wide], SPAN=k.SPAN, BLOCK=k.BLOCK,
-            )  # fmt: skip
+                (count,),
+                batch.table,
+                batch.grads,
+                batch.where,
+                batch.chunks,
+                out[start:],
+                TYPE=k.FLOATS[batch.grad_dtype],
+                WIDE=k.FLOATS[wide],
+                SPAN=k.SPAN,
+                BLOCK=k.BLOCK,
+            )
         return out
 
     def control(
-        self, squares: torch.Tensor | None, scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None, limits: Limits,
-    ) -> Control:  # fmt: skip
+        self,
+        squares: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        limits: Limits,
+    ) -> Control:
         given = next(x for x in (squares, scale, found_inf) if x is not None)
         pair = torch.empty(2, dtype=torch.float64, device=given.device)
         norm = torch.empty((), dtype=torch.float32, device=given.device)
         count = len(squares) if squares is not None else 0
         top = None if limits.max_norm is None else float(limits.max_norm)
         self.kernels.control(
-            (1,), squares, count, scale, found_inf, top, norm, pair,
-            SKIP=limits.skip_nonfinite, BLOCK=1024,
-        )  # fmt: skip
+            (1,),
+            squares,
+            count,
+            scale,
+            found_inf,
+            top,
+            norm,
+            pair,
+            SKIP=limits.skip_nonfinite,
+            BLOCK=1024,
+        )
         may_skip = found_inf is not None or limits.skip_nonfinite
         return Control(pair, norm if squares is not None else None, may_skip)
 
@@ -337,27 +390,51 @@ class OnGpu(Machine):
             kind = torch.float64 if torch.float64 in batch.dtypes else torch.float32
             batch.rows = torch.empty(shape, dtype=kind, device=batch.device)
         k.numbers(rule.numbers, rule.counts)(
-            (-(-batch.count // 128),), values, rate, batch.steps if rule.counts else None,
-            control.pair if control is not None else None, batch.rows, batch.count, BLOCK=128,
-        )  # fmt: skip
+            (-(-batch.count // 128),),
+            values,
+            rate,
+            batch.steps if rule.counts else None,
+            control.pair if control is not None else None,
+            batch.rows,
+            batch.count,
+            BLOCK=128,
+        )
         return batch.rows
 
     def _launch(
-        self, program: Program, batch: Batch, rows: torch.Tensor | None, values: list[float],
-        control: Control | None, sums: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        program: Program,
+        batch: Batch,
+        rows: torch.Tensor | None,
+        values: list[float],
+        control: Control | None,
+        sums: torch.Tensor | None,
+    ) -> None:
         k = self.kernels
         numbers = [None] * len(program.numbers) if rows is not None else values
         k.update(program, batch.role_dtypes(program.roles, batch.grad_dtype))(
-            (batch.chunks,), batch.table, batch.grads, batch.where, batch.count, batch.chunks,
-            rows, control.pair if control is not None else None, sums, *numbers,
-            BLOCK=k.BLOCK, warps=k.WARPS,
-        )  # fmt: skip
+            (batch.chunks,),
+            batch.table,
+            batch.grads,
+            batch.where,
+            batch.count,
+            batch.chunks,
+            rows,
+            control.pair if control is not None else None,
+            sums,
+            *numbers,
+            BLOCK=k.BLOCK,
+            warps=k.WARPS,
+        )
 
     def step(
-        self, batch: Batch, constants: list[float], lr: Rate, control: Control | None,
+        self,
+        batch: Batch,
+        constants: list[float],
+        lr: Rate,
+        control: Control | None,
         capturable: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         remote = isinstance(lr, torch.Tensor) and not lr.is_cpu
         stays = batch.rule.counts and not batch.steps.is_cpu
         exact = torch.float64 in batch.dtypes
@@ -375,18 +452,29 @@ class OnGpu(Machine):
         self._launch(batch.rule.program, batch, None, values, control, None)
 
     def step_by_ratio(
-        self, batch: Batch, apply: Rule, constants: list[float], lr: Rate,
-        control: Control | None, adapt: bool,
-    ) -> None:  # fmt: skip
+        self,
+        batch: Batch,
+        apply: Rule,
+        constants: list[float],
+        lr: Rate,
+        control: Control | None,
+        adapt: bool,
+    ) -> None:
         rows = self._rows(batch, constants, lr, control)
         sums = torch.empty(2 * batch.chunks, dtype=torch.float64, device=batch.device)
         self._launch(batch.rule.program, batch, rows, [], control, sums)
         if adapt:
             column = apply.program.numbers.index("ratio")
             self.kernels.ratios(
-                (batch.count,), sums, batch.firsts, batch.chunks, rows, rows.shape[1], column,
+                (batch.count,),
+                sums,
+                batch.firsts,
+                batch.chunks,
+                rows,
+                rows.shape[1],
+                column,
                 BLOCK=1024,
-            )  # fmt: skip
+            )
         self._launch(apply.program, batch, rows, [], control, None)
 
     def step_8bit(
@@ -397,11 +485,22 @@ class OnGpu(Machine):
         rows = self._rows(batch, constants, lr, control)
         floats = self.kernels.FLOATS
         optim8.adamw8(
-            (batch.chunks,), batch.table, batch.grads, batch.where, batch.count, batch.chunks,
-            rows, batch.steps, control.pair if control is not None else None,
-            P=floats[batch.dtypes[0]], G=floats[batch.grad_dtype], MASTER="master" in batch.keys,
-            EMA="ema" in batch.keys, ROWS=optim8.ROWS, GROUP=optim8.GROUP,
-        )  # fmt: skip
+            (batch.chunks,),
+            batch.table,
+            batch.grads,
+            batch.where,
+            batch.count,
+            batch.chunks,
+            rows,
+            batch.steps,
+            control.pair if control is not None else None,
+            P=floats[batch.dtypes[0]],
+            G=floats[batch.grad_dtype],
+            MASTER="master" in batch.keys,
+            EMA="ema" in batch.keys,
+            ROWS=optim8.ROWS,
+            GROUP=optim8.GROUP,
+        )
 
     def form(self, p: torch.Tensor) -> Any:
         from deuteron.kernels.triton import adafactor

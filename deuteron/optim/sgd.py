@@ -22,16 +22,33 @@ class SGD(Fused, torch.optim.SGD):
     """
 
     def __init__(
-        self, params: Any, lr: float | torch.Tensor = 1e-3, momentum: float = 0,
-        dampening: float = 0, weight_decay: float | torch.Tensor = 0, nesterov: bool = False, *,
-        maximize: bool = False, foreach: bool | None = None, differentiable: bool = False,
-        fused: bool | None = None, **ours: Unpack[Ours],
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | torch.Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **ours: Unpack[Ours],
+    ) -> None:
         self._set(ours, differentiable)
         torch.optim.SGD.__init__(
-            self, params, lr, momentum, dampening, weight_decay, nesterov,
-            maximize=maximize, foreach=foreach, fused=fused,
-        )  # fmt: skip
+            self,
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+        )
 
     def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
         return sgd(

@@ -61,6 +61,13 @@ def run_passes(
 
 
 __all__ = [
-    "PASSES", "Context", "Pass", "PassRecord", "Veto", "differentiate", "fuse", "pullback",
+    "PASSES",
+    "Context",
+    "Pass",
+    "PassRecord",
+    "Veto",
+    "differentiate",
+    "fuse",
+    "pullback",
     "run_passes",
-]  # fmt: skip
+]

@@ -114,25 +114,36 @@ def _never(reason: str) -> Check:
 
 
 E, B, M, R, C, X = (
-    Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE, Fusion.REDUCTION, Fusion.COMPLEX,
+    Fusion.ELEMENTWISE,
+    Fusion.BROADCAST,
+    Fusion.INJECTIVE,
+    Fusion.REDUCTION,
+    Fusion.COMPLEX,
     Fusion.OPAQUE,
-)  # fmt: skip
+)
 _product = _never("a product starts a region of its own: its operands must be in memory")
 _alone = _never("an opaque operator runs alone")
 
 RULES: dict[tuple[Fusion, Fusion], Check] = {
     # (what the group is, what wants to join)
-    (E, E): _same_space, (E, B): _same_space, (E, M): _moved, (E, R): _into_reduction,
-    (R, E): _after_reduction, (R, B): _after_reduction,
+    (E, E): _same_space,
+    (E, B): _same_space,
+    (E, M): _moved,
+    (E, R): _into_reduction,
+    (R, E): _after_reduction,
+    (R, B): _after_reduction,
     (R, M): _never("moves the result of a reduction, which is complete only at the end"),
     (R, R): _never("a second reduction needs the first to be complete"),
-    (C, E): _epilogue, (C, B): _epilogue,
+    (C, E): _epilogue,
+    (C, B): _epilogue,
     (C, M): _never("moves elements out of the tile of the product"),
     (C, R): _never("a reduction after a product needs whole rows, the product makes tiles"),
-    (E, C): _product, (R, C): _product, (C, C): _product,
+    (E, C): _product,
+    (R, C): _product,
+    (C, C): _product,
     **{(kind, X): _alone for kind in (E, R, C, X)},
     **{(X, kind): _alone for kind in (E, B, M, R, C)},
-}  # fmt: skip
+}
 
 
 class Fuser:
@@ -189,9 +200,15 @@ class Fuser:
             self._read(i, producers)
 
     def _may_join(
-        self, group: int, value: str, i: int, node: Node, kind: Fusion,
-        home: int | None, producers: dict[int, str],
-    ) -> str | None:  # fmt: skip
+        self,
+        group: int,
+        value: str,
+        i: int,
+        node: Node,
+        kind: Fusion,
+        home: int | None,
+        producers: dict[int, str],
+    ) -> str | None:
         g = self.groups[group]
         rule = RULES.get((g.kind, kind))
         if rule is None:

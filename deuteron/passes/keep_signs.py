@@ -61,7 +61,10 @@ def _read(node: Node) -> str | None:
 
 def _asked(graph: Graph) -> dict[str, str]:
     """Results that gradients read for their signs, and how these are to be packed."""
-    made = {n.outputs[0] for n in graph.nodes
-            if n.op == "batch_norm_act" and n.attrs["activation"] == "relu"}  # fmt: skip
+    made = {
+        n.outputs[0]
+        for n in graph.nodes
+        if n.op == "batch_norm_act" and n.attrs["activation"] == "relu"
+    }
     asked = {y: packing(graph.types[y]) for y in map(_read, graph.nodes) if y in made}
     return {y: packed for y, packed in asked.items() if packed != "none"}

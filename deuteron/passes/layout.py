@@ -49,8 +49,11 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
                     inputs[slot] = nhwc(value, node.source)
         elif table.get(node.op).fusion in FOLLOWS:
             # a residual that was converted for a convolution joins in its converted form
-            shapes = {build.types[v].shape for v in inputs if v is not None
-                      and build.types[v].layout == "nhwc"}  # fmt: skip
+            shapes = {
+                build.types[v].shape
+                for v in inputs
+                if v is not None and build.types[v].layout == "nhwc"
+            }
             inputs = [
                 converted[v] if v in converted and build.types[v].shape in shapes else v
                 for v in inputs

@@ -136,9 +136,13 @@ class Cache:
         return entry["options"] if entry is not None else None
 
     def put(
-        self, region: str, text: str, device: torch.device, policy: Policy,
+        self,
+        region: str,
+        text: str,
+        device: torch.device,
+        policy: Policy,
         options: list[dict[str, Any]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Remember measurements; they reach the file at :meth:`save`."""
         entry: dict[str, Any] = {
             "format": FORMAT,

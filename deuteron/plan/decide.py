@@ -66,9 +66,16 @@ def decide(
     if not find:
         choices = [c for region in regions for c in choose(region, guess)]
         return Decision(
-            graph, optimised, target, policy, _numbered(choices), vetoes, records, "heuristic",
+            graph,
+            optimised,
+            target,
+            policy,
+            _numbered(choices),
+            vetoes,
+            records,
+            "heuristic",
             time.perf_counter() - begin,
-        )  # fmt: skip
+        )
     assert device is not None
     opened = cache or Cache.open()
     constants = constants_on(optimised, device)
@@ -80,9 +87,17 @@ def decide(
         opened.save()
     notes += [f"cache: {problem}" for problem in opened.problems]
     return Decision(
-        graph, optimised, target, policy, _numbered(choices), vetoes, records, "found",
-        time.perf_counter() - begin, tuple(notes),
-    )  # fmt: skip
+        graph,
+        optimised,
+        target,
+        policy,
+        _numbered(choices),
+        vetoes,
+        records,
+        "found",
+        time.perf_counter() - begin,
+        tuple(notes),
+    )
 
 
 def _search(
@@ -124,10 +139,11 @@ def constants_on(graph: Graph, device: torch.device, copy: bool = False) -> dict
 def _numbered(choices: list[Choice]) -> tuple[Choice, ...]:
     """Regions named by their place in the plan."""
     return tuple(
-        replace(c, region=Region(_renamed(c.region.graph, f"r{i}"), c.region.constants,
-                                 c.region.anchor))
+        replace(
+            c, region=Region(_renamed(c.region.graph, f"r{i}"), c.region.constants, c.region.anchor)
+        )
         for i, c in enumerate(choices)
-    )  # fmt: skip
+    )
 
 
 def _renamed(graph: Graph, name: str) -> Graph:

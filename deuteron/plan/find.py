@@ -347,10 +347,7 @@ class Finder:
             torch_error, reference = row["torch_error"], row["reference"]
             found.append(
                 replace(
-                    option,
-                    measured_s=row["seconds"],
-                    error=row["error"],
-                    rejected=row["rejected"],
+                    option, measured_s=row["seconds"], error=row["error"], rejected=row["rejected"]
                 )
             )
         return (found, torch_error, reference) if found else None

@@ -132,9 +132,7 @@ class Plan:
         if all(c.candidate.engine.startswith(OURS) for c in self.decision.choices):
             return direct
         autocasting = torch._C._is_any_autocast_enabled
-        return lambda *tensors: (
-            self.run_checked(tensors) if autocasting() else direct(*tensors)
-        )  # fmt: skip
+        return lambda *tensors: self.run_checked(tensors) if autocasting() else direct(*tensors)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._capture_note or torch.cuda.is_current_stream_capturing():
@@ -209,9 +207,14 @@ class Plan:
             for v in self.program.conversions
         )
         report = make_report(
-            self.decision, device=self.device, memory=self.program.memory, cuda_graph=note,
-            notes=converted, total_measured_s=self._total_s, errors=self._errors,
-        )  # fmt: skip
+            self.decision,
+            device=self.device,
+            memory=self.program.memory,
+            cuda_graph=note,
+            notes=converted,
+            total_measured_s=self._total_s,
+            errors=self._errors,
+        )
         return _as(Explanation(report), format)
 
     def measure_errors(self) -> dict[str, float]:
@@ -222,8 +225,9 @@ class Plan:
             feed = finder.inputs(region)
             exact = evaluate(region.graph, feed, float64=True)
             plain = evaluate(region.graph, feed)
-            _, outs, _ = finder._ready(region, choice.option, self._context_of(choice),
-                                       [feed[v] for v in region.inputs])  # fmt: skip
+            _, outs, _ = finder._ready(
+                region, choice.option, self._context_of(choice), [feed[v] for v in region.inputs]
+            )
             wanted = [exact[v] for v in region.outputs]
             both = (outs, [plain[v] for v in region.outputs])
             ours, theirs = (max(errors_of(region, o, wanted), default=0.0) for o in both)
@@ -317,9 +321,15 @@ def compile_graph(
     if not isinstance(budget_s, int | float):
         raise BindError(f"budget_s is {budget_s!r}, not a number", remedy="give seconds: 2.0, say")
     decision = decide(
-        graph, find_target(where), policy or Policy(), find=find, budget_s=budget_s,
-        device=where, cache=cache, progress=progress,
-    )  # fmt: skip
+        graph,
+        find_target(where),
+        policy or Policy(),
+        find=find,
+        budget_s=budget_s,
+        device=where,
+        cache=cache,
+        progress=progress,
+    )
     return Plan(decision, where)
 
 

@@ -275,17 +275,26 @@ class Program:
         """Write the calls down as one function."""
         steps = [
             Step(
-                region, kernel, self._told(region, kernel), i in self._wrapped, dead,
+                region,
+                kernel,
+                self._told(region, kernel),
+                i in self._wrapped,
+                dead,
                 self._views.get(i),
             )
             for i, (region, kernel, dead) in enumerate(
                 zip(self.regions, self.kernels, self._dead(), strict=True)
             )
-        ]  # fmt: skip
+        ]
         writer = Writer(
-            self.graph, self.constants, tuple(self.memory.offsets), steps, self.conversions,
-            self._shared, self._empty,
-        )  # fmt: skip
+            self.graph,
+            self.constants,
+            tuple(self.memory.offsets),
+            steps,
+            self.conversions,
+            self._shared,
+            self._empty,
+        )
         self.source = writer.write()
         exec(compile(self.source, f"<plan {id(self):x}>", "exec"), writer.space)
         self._pooled = bool(self.memory.offsets) or writer.natives > 0

@@ -47,8 +47,7 @@ def make_report(
         regions=tuple(_region(c, decision.target, errors or {}) for c in decision.choices),
         vetoes=tuple(
             VetoReport(
-                v.value, v.producer, v.consumer, v.reason, v.bytes,
-                v.bytes / decision.target.stream,
+                v.value, v.producer, v.consumer, v.reason, v.bytes, v.bytes / decision.target.stream
             )
             for v in decision.vetoes
         ),
@@ -62,7 +61,7 @@ def make_report(
         total_measured_s=total_measured_s,
         versions=versions(device),
         notes=(*decision.notes, *notes),
-    )  # fmt: skip
+    )
 
 
 def _option(option: Option) -> OptionReport:

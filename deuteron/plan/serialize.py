@@ -230,9 +230,14 @@ def _anchor(graph: Graph) -> int | None:
 
 
 def _restore(
-    region: Region, entry: dict[str, Any], survey: Survey, guess: Choice, i: int,
-    elsewhere: bool, notes: list[str],
-) -> Choice:  # fmt: skip
+    region: Region,
+    entry: dict[str, Any],
+    survey: Survey,
+    guess: Choice,
+    i: int,
+    elsewhere: bool,
+    notes: list[str],
+) -> Choice:
     try:
         intact = entry["sum"] == checksum(entry)
         wanted = (entry["engine"], entry["version"], knobs_key(entry["knobs"]))

@@ -15,11 +15,7 @@ Thunk = Callable[[], object]
 
 
 def interleaved(
-    contenders: Mapping[str, Thunk],
-    device: torch.device,
-    *,
-    rounds: int = 5,
-    seconds: float = 0.25,
+    contenders: Mapping[str, Thunk], device: torch.device, *, rounds: int = 5, seconds: float = 0.25
 ) -> dict[str, float]:
     """Median seconds per call of each contender, within about ``seconds`` in total.
 

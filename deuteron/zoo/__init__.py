@@ -150,10 +150,7 @@ def build(name: str, *, seed: int = 0, **kw: Any) -> nn.Module:
 
 
 def example(
-    name: str,
-    batch: int = 1,
-    device: Device = "cpu",
-    dtype: torch.dtype = torch.float32,
+    name: str, batch: int = 1, device: Device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, ...]:
     """Positional inputs for the model called ``name`` at its customary size.
 

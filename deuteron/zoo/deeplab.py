@@ -43,10 +43,7 @@ class ASPP(nn.Module):
         branches += [nn.Sequential(*_conv_bn_relu(c_in, c_out, 3, rate)) for rate in rates]
         branches.append(ImagePooling(c_in, c_out))
         self.convs = nn.ModuleList(branches)
-        self.project = nn.Sequential(
-            *_conv_bn_relu(len(branches) * c_out, c_out),
-            nn.Dropout(0.5),
-        )
+        self.project = nn.Sequential(*_conv_bn_relu(len(branches) * c_out, c_out), nn.Dropout(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.project(torch.cat([branch(x) for branch in self.convs], dim=1))
@@ -58,9 +55,7 @@ class DeepLabHead(nn.Sequential):
 
     def __init__(self, c_in: int, num_classes: int, rates: Sequence[int] = (12, 24, 36)) -> None:
         super().__init__(
-            ASPP(c_in, rates),
-            *_conv_bn_relu(256, 256, 3),
-            nn.Conv2d(256, num_classes, 1),
+            ASPP(c_in, rates), *_conv_bn_relu(256, 256, 3), nn.Conv2d(256, num_classes, 1)
         )
 
 

@@ -186,10 +186,7 @@ class MobileNetV3(nn.Module):
         )
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Sequential(
-            nn.Linear(top, last),
-            nn.Hardswish(),
-            nn.Dropout(0.2),
-            nn.Linear(last, num_classes),
+            nn.Linear(top, last), nn.Hardswish(), nn.Dropout(0.2), nn.Linear(last, num_classes)
         )
 
     def forward(self, x: Tensor) -> Tensor:

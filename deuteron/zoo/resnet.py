@@ -166,32 +166,28 @@ class ResNet(ResNetBackbone):
 
 
 def resnet18(
-    num_classes: int = 1000,
-    replace_stride_with_dilation: Sequence[bool] = (False, False, False),
+    num_classes: int = 1000, replace_stride_with_dilation: Sequence[bool] = (False, False, False)
 ) -> ResNet:
     """ResNet-18, 11.7 M parameters."""
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, replace_stride_with_dilation)
 
 
 def resnet34(
-    num_classes: int = 1000,
-    replace_stride_with_dilation: Sequence[bool] = (False, False, False),
+    num_classes: int = 1000, replace_stride_with_dilation: Sequence[bool] = (False, False, False)
 ) -> ResNet:
     """ResNet-34, 21.8 M parameters."""
     return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, replace_stride_with_dilation)
 
 
 def resnet50(
-    num_classes: int = 1000,
-    replace_stride_with_dilation: Sequence[bool] = (False, False, False),
+    num_classes: int = 1000, replace_stride_with_dilation: Sequence[bool] = (False, False, False)
 ) -> ResNet:
     """ResNet-50, 25.6 M parameters."""
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, replace_stride_with_dilation)
 
 
 def resnet101(
-    num_classes: int = 1000,
-    replace_stride_with_dilation: Sequence[bool] = (False, False, False),
+    num_classes: int = 1000, replace_stride_with_dilation: Sequence[bool] = (False, False, False)
 ) -> ResNet:
     """ResNet-101, 44.5 M parameters."""
     return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, replace_stride_with_dilation)

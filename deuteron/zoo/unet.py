@@ -93,11 +93,7 @@ class UNet(nn.Module):
     """
 
     def __init__(
-        self,
-        in_channels: int = 3,
-        num_classes: int = 2,
-        bilinear: bool = False,
-        width: int = 64,
+        self, in_channels: int = 3, num_classes: int = 2, bilinear: bool = False, width: int = 64
     ) -> None:
         super().__init__()
         # Interpolation keeps the channels, so the decoder above it works with half as many.

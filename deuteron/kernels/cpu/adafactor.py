@@ -30,9 +30,12 @@ class Layout:
     """The step of some tensors with all its tables; only gradients and numbers are still open."""
 
     def __init__(
-        self, program: Program, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]],
+        self,
+        program: Program,
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Sequence[int]],
         table: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``dtypes`` are of p, g, the moments, and the average where there is one."""
         kinds = [dtype(d) for d in dtypes]
         wide = torch.float64 if torch.float64 in dtypes else torch.float32

@@ -36,8 +36,20 @@ from deuteron.kernels.optim import Program
 
 CHUNK = 16384  # elements
 TALL = 256  # rows of a chunk: sums of columns are that long before they go on in float64
-POINTERS = ("table", "grads", "numbers", "tensors", "chunks", "spans", "rows", "columns", "parts",
-            "p_squares", "u_squares", "paces")  # fmt: skip
+POINTERS = (
+    "table",
+    "grads",
+    "numbers",
+    "tensors",
+    "chunks",
+    "spans",
+    "rows",
+    "columns",
+    "parts",
+    "p_squares",
+    "u_squares",
+    "paces",
+)
 COUNTS = ("tensors", "chunks", "spans")
 
 
@@ -342,8 +354,13 @@ class _Pass(Writer):
         self._updates(thread, threads, row_of)
 
 
-PASSES = {"sums": "chunk", "moments": "span", "length": "chunk", "rates": "tensor",
-          "apply": "chunk"}  # fmt: skip
+PASSES = {
+    "sums": "chunk",
+    "moments": "span",
+    "length": "chunk",
+    "rates": "tensor",
+    "apply": "chunk",
+}
 
 
 def compiled(name: str, program: Program, dtypes: Sequence[DType]) -> Loaded:

@@ -56,8 +56,7 @@ def _tile(module: object, tile: Tile) -> Code:
     n = width()
     c = Code(module, "tile", [PTR, I64, I64, PTR, PTR, I64], internal=True)
     a, a_step, length, panel, out, out_step = c.args
-    acc = [[c.variable(vec(n), c.f(0.0, n)) for _ in range(tile.vectors)]
-           for _ in range(tile.rows)]  # fmt: skip
+    acc = [[c.variable(vec(n), c.f(0.0, n)) for _ in range(tile.vectors)] for _ in range(tile.rows)]
     runs = [c.at(a, c.mul(a_step, i)) for i in range(tile.rows)]
     plain = Stored(c, "f32")
     accumulate(c, tile, acc, runs, c.variable(PTR, panel), length, plain, plain)
@@ -177,8 +176,15 @@ def _write(module: object, form: Form) -> None:
                         c.store(one, c.at(asked, c.mul(i, depth), d))
             limit = c.least(keys, c.add(first, ROWS)) if form.causal else keys
             with c.loop(0, limit, wide) as j:
-                c.call(multiply, asked, depth, depth, c.at(k_panels, c.mul(j, depth)),
-                       c.at(scores, j), columns)  # fmt: skip
+                c.call(
+                    multiply,
+                    asked,
+                    depth,
+                    depth,
+                    c.at(k_panels, c.mul(j, depth)),
+                    c.at(scores, j),
+                    columns,
+                )
             with c.loop(0, ROWS) as i:
                 row = c.add(first, c.least(i, c.sub(count, 1)))
                 seen = c.least(limit, c.add(row, 1)) if form.causal else limit
@@ -190,12 +196,20 @@ def _write(module: object, form: Form) -> None:
                 with c.loop(seen, limit) as j:
                     c.store(c.f(0.0), c.at(line, j))
             with c.loop(0, values, wide) as j:
-                c.call(multiply, scores, columns, limit, c.at(v_panels, c.mul(j, keys)),
-                       c.at(answers, j), results)  # fmt: skip
+                c.call(
+                    multiply,
+                    scores,
+                    columns,
+                    limit,
+                    c.at(v_panels, c.mul(j, keys)),
+                    c.at(answers, j),
+                    results,
+                )
             with c.loop(0, count) as i:
                 part, line = c.load(c.at(inverse, i)), c.at(answers, c.mul(i, results))
-                to = of.at(out, c.mul(b, w["ob"]), c.mul(h, w["oh"]),
-                           c.mul(c.add(first, i), w["os"]))  # fmt: skip
+                to = of.at(
+                    out, c.mul(b, w["ob"]), c.mul(h, w["oh"]), c.mul(c.add(first, i), w["os"])
+                )
                 for lanes, low, high in halves(values):
                     with c.loop(low, high, lanes) as d:
                         x = c.b.fmul(c.load(c.at(line, d), lanes), c.f(part, lanes))

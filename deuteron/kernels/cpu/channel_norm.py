@@ -72,9 +72,7 @@ class _Sets(Tensors):
         c = self.c
         self.first.clear()
         with self.segments(base) as (_, at):
-            blocks(
-                c, self.length, lambda i, n: self.first.take(term(at, i, n), n), self.first.fold
-            )  # fmt: skip
+            blocks(c, self.length, lambda i, n: self.first.take(term(at, i, n), n), self.first.fold)
         return c.b.fdiv(self.first.total(), self.count)
 
     def statistics(self, base: Value) -> tuple[Value, Value, Value, Value]:
@@ -118,11 +116,10 @@ class _Sets(Tensors):
         scale, shift = self.affine(channel, rest, rstd)
         with self.segments(base) as (_, at):
             steps(
-                c, self.length,
-                lambda i, lanes: self.finish(
-                    self.before(at, i, lanes, mean, scale, shift), at, i
-                ),
-            )  # fmt: skip
+                c,
+                self.length,
+                lambda i, lanes: self.finish(self.before(at, i, lanes, mean, scale, shift), at, i),
+            )
 
     # ---- gradient
 

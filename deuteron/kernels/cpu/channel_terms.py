@@ -13,9 +13,24 @@ from deuteron.codegen.llvm_math import ACTIVATIONS, sigmoid
 from deuteron.kernels.cpu.stored import Stored
 
 POINTERS = (
-    "x", "grad", "weight", "bias", "residual", "y", "extra", "mean", "rstd", "running_mean",
-    "running_var", "dx", "dz", "dweight", "dbias", "new_mean", "new_var",
-)  # fmt: skip
+    "x",
+    "grad",
+    "weight",
+    "bias",
+    "residual",
+    "y",
+    "extra",
+    "mean",
+    "rstd",
+    "running_mean",
+    "running_var",
+    "dx",
+    "dz",
+    "dweight",
+    "dbias",
+    "new_mean",
+    "new_var",
+)
 
 
 # ---- gradients of activations: of the gradient, z (or y) and a slope, nan as in torch
@@ -201,9 +216,16 @@ class Tensors:
         return c.b.fmul(d, wide(rstd, lanes))
 
     def give(
-        self, dz: Value, hat: Value, at: Value, i: Value, rstd: Value, weight: Value,
-        level: Value, slope: Value,
-    ) -> None:  # fmt: skip
+        self,
+        dz: Value,
+        hat: Value,
+        at: Value,
+        i: Value,
+        rstd: Value,
+        weight: Value,
+        level: Value,
+        slope: Value,
+    ) -> None:
         """dx, where somebody reads it."""
         c, lanes, wide = self.c, lanes_of(dz), self.of.lanes
         if not self.has("dx"):

@@ -122,9 +122,13 @@ class _Norm(Rows):
         steps(c, self.channels, join)
 
     def joined(
-        self, begin: Value | int, end: Value, lanes: int, count: Value,
+        self,
+        begin: Value | int,
+        end: Value,
+        lanes: int,
+        count: Value,
         part: Callable[[Value], tuple[Value, Value, Value]],
-    ) -> tuple[Value, Value]:  # fmt: skip
+    ) -> tuple[Value, Value]:
         """The sum and the squares around the mean of several parts, which have so many numbers
         each, and ``count`` in all."""
         b, wide = self.c.b, self.of.lanes
@@ -177,12 +181,13 @@ class _Norm(Rows):
                 with c.loop(first, stop, self.each) as group:
                     found = self.statistics(*self.of_group(image, group))
                     steps(
-                        c, self.each,
+                        c,
+                        self.each,
                         lambda i, lanes: self.put_statistics(
                             image, i, *(self.of.lanes(v, lanes) for v in found)
                         ),
                         group,
-                    )  # fmt: skip
+                    )
 
     def statistics(self, total: Value, squares: Value) -> tuple[Value, Value, Value, Value]:
         """Mean, what its type has no digits for, variance, and 1/√(variance + eps)."""
@@ -284,9 +289,12 @@ class _Norm(Rows):
             if self.form.grouped:
                 with c.loop(first, stop, self.each) as group:
                     found = self.added(
-                        group, c.add(group, self.each), 1, 2,
+                        group,
+                        c.add(group, self.each),
+                        1,
+                        2,
                         lambda i: means(i, self.sums_of(image, 0, i), 1),
-                    )  # fmt: skip
+                    )
                     steps(c, self.each, lambda i, lanes: put(image, i, lanes, found), group)
         steps(c, c.sub(stop, first), self.put_gradients, first)
 
@@ -346,8 +354,15 @@ def prepare(
     numbers = sums + len(kept) * each
     room = Room("channels last norm", numbers, LINES * sizes.channels + APART)
     rooms = {n: replace(room, offset=4 * (sums + k * each)) for k, n in enumerate(kept)}
-    words = (*(where.get(name, 0) for name in POINTERS), *sizes, sizes.parts, *floats, room,
-             rooms[kept[0]], replace(room, offset=4 * numbers))  # fmt: skip
+    words = (
+        *(where.get(name, 0) for name in POINTERS),
+        *sizes,
+        sizes.parts,
+        *floats,
+        room,
+        rooms[kept[0]],
+        replace(room, offset=4 * numbers),
+    )
     ways = WAYS[way]
     if way == "backward" and form.grouped:
         ways = ("gather", "settle", *ways)

@@ -126,9 +126,14 @@ class Rows(Tensors):
         return self.c.at(self.lines, self.c.mul(k, self.channels), i)
 
     def down(
-        self, image: Value, top: Value, bottom: Value, lines: Sequence[int], terms: Terms,
+        self,
+        image: Value,
+        top: Value,
+        bottom: Value,
+        lines: Sequence[int],
+        terms: Terms,
         at_once: int = AT_ONCE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Sums over rows, in as many ``lines``, of what ``terms(column, lanes)`` finds at a row:
         products or single numbers."""
         c = self.c
@@ -150,9 +155,13 @@ class Rows(Tensors):
         self.strips(image, top, bottom, add, at_once)
 
     def added(
-        self, begin: Value | int, end: Value, lanes: int, count: int,
+        self,
+        begin: Value | int,
+        end: Value,
+        lanes: int,
+        count: int,
         terms: Callable[[Value], Sequence[Value]],
-    ) -> list[Value]:  # fmt: skip
+    ) -> list[Value]:
         """``count`` sums in float64 of what ``terms(k)`` gives for each k of a range."""
         c, kind = self.c, vec(lanes, F64)
         rooms = [c.variable(kind) for _ in range(count)]

@@ -109,8 +109,13 @@ def conv_rows(x: Image, y: Image, r: Image | None, window: Window, k: int) -> Ro
     offsets = pixel_offsets(x, window, y.shape[2:], joined)
     number = np.arange(groups, dtype=np.int64)
     starts = np.stack([number * each, number, number * columns, number * columns], 1)
-    return Rows(offsets, y.rows, None if r is None else r.rows,
-                each * (window.kernel[-1] if joined else 1), starts)  # fmt: skip
+    return Rows(
+        offsets,
+        y.rows,
+        None if r is None else r.rows,
+        each * (window.kernel[-1] if joined else 1),
+        starts,
+    )
 
 
 def without_padding(window: Window) -> Window:

@@ -123,9 +123,10 @@ class _Rows:
         slope = c.fma(c.b.fmul(c.f(2.0), pull), t[3], c.b.fmul(mass, t[2]))
         live = c.cmp("!=", c.b.zext(c.load(c.at(self.at["live"], row, of=I8), of=I8), I64), 0)
         for name, value, otherwise in (
-            ("loss", loss, c.b.fmul(c.f(0.0), t[0])), ("lse", lse, c.f(0.0)),
+            ("loss", loss, c.b.fmul(c.f(0.0), t[0])),
+            ("lse", lse, c.f(0.0)),
             ("mass", mass, c.f(0.0)),
-        ):  # fmt: skip
+        ):
             c.store(c.b.select(live, value, otherwise), c.at(self.at[name], row))
         if form.grad:
             c.either(

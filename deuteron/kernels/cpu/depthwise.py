@@ -46,10 +46,19 @@ class Shape:
 
 
 def _channels(
-    c: Code, shape: Shape, epilogue: Epilogue, lanes: int, begin: Value, end: Value,
-    pixel: Callable[[Value | int, int], Value], weight: Value, bias: Value, channels: Value,
-    outs: list[Value], others: list[Value],
-) -> None:  # fmt: skip
+    c: Code,
+    shape: Shape,
+    epilogue: Epilogue,
+    lanes: int,
+    begin: Value,
+    end: Value,
+    pixel: Callable[[Value | int, int], Value],
+    weight: Value,
+    bias: Value,
+    channels: Value,
+    outs: list[Value],
+    others: list[Value],
+) -> None:
     """A tile over channels ``begin`` … ``end``; ``pixel(row, column)`` is its address."""
     (kh, kw), step, gap = shape.kernel, shape.stride[1], shape.dilation[1]
     of = Stored(c, shape.stored)
@@ -115,8 +124,9 @@ def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
 
             def run(pixel: Callable[[Value | int, int], Value]) -> None:
                 for lanes, a, b in ((width(), c.i(0), whole), (1, whole, channels)):
-                    _channels(c, shape, epilogue, lanes, a, b, pixel, weight, bias, channels,
-                              outs, others)  # fmt: skip
+                    _channels(
+                        c, shape, epilogue, lanes, a, b, pixel, weight, bias, channels, outs, others
+                    )
 
             def middle() -> None:
                 run(lambda ky, i: of.at(origin, c.mul(ky, dh, xh), c.mul(xw, columns[i])))
@@ -175,17 +185,28 @@ def prepare_depthwise(
     kernel, stride, dilation, padding = (
         (front, *value) if flat else value
         for value, front in (
-            (window.kernel, 1), (window.stride, 1), (window.dilation, 1), (window.padding, 0)
+            (window.kernel, 1),
+            (window.stride, 1),
+            (window.dilation, 1),
+            (window.padding, 0),
         )
-    )  # fmt: skip
+    )
     shape = Shape(kernel, stride, dilation, min(pixels, y.shape[3]), stored)
     channels = x.shape[1]
     empty = zeros(max(channels, 64))
     flops = 2.0 * y.shape[0] * y.shape[2] * y.shape[3] * channels * kernel[0] * kernel[1]
     code, threaded = compiled(shape, epilogue), flops > SERIAL_FLOPS
     strides = [s for i in (x, y, r) for s in (i.strides[0], i.strides[2], i.strides[3])]
-    sizes = (x.shape[0], y.shape[2], y.shape[3], x.shape[2], x.shape[3], channels, *padding,
-             *strides)  # fmt: skip
+    sizes = (
+        x.shape[0],
+        y.shape[2],
+        y.shape[3],
+        x.shape[2],
+        x.shape[3],
+        channels,
+        *padding,
+        *strides,
+    )
 
     def call(t: Word, out: Word, residual: Word, taps: Word, bias: Word) -> Call:
         return Call(code, (t, taps, bias, out, residual, empty, *sizes), threaded)

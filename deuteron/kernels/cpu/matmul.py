@@ -89,9 +89,16 @@ class Ahead:
 
 
 def accumulate(
-    c: Code, tile: Tile, acc: list[list[Value]], runs: list[Value], panel: Value, length: Value,
-    of: Stored, packed: Stored, ahead: Ahead | None = None,
-) -> None:  # fmt: skip
+    c: Code,
+    tile: Tile,
+    acc: list[list[Value]],
+    runs: list[Value],
+    panel: Value,
+    length: Value,
+    of: Stored,
+    packed: Stored,
+    ahead: Ahead | None = None,
+) -> None:
     """acc[i] += runs[i][k] · panel[k] for k below ``length``; ``panel`` is a variable that ends
     up behind what was read. Lines of memory ``ahead`` are asked for along the way."""
     n, rows, vectors = width(), tile.rows, tile.vectors
@@ -151,10 +158,31 @@ def _product(module: object, form: Form) -> Code:
     ``last``; meanwhile memory from ``ahead`` on is asked for, so many bytes at a step."""
     tile, epilogue = form.tile, form.epilogue
     n, rows, vectors = width(), tile.rows, tile.vectors
-    c = Code(module, "tile", [PTR, PTR, I64, I64] + [PTR] * 7 + [I64, PTR, I64, I64, PTR, I64],
-             internal=True)  # fmt: skip
-    (a, table, segments, length, b, out, outs, bias, res, ress, zeros, columns, sums, first,
-     last, ahead, pace) = c.args  # fmt: skip
+    c = Code(
+        module,
+        "tile",
+        [PTR, PTR, I64, I64] + [PTR] * 7 + [I64, PTR, I64, I64, PTR, I64],
+        internal=True,
+    )
+    (
+        a,
+        table,
+        segments,
+        length,
+        b,
+        out,
+        outs,
+        bias,
+        res,
+        ress,
+        zeros,
+        columns,
+        sums,
+        first,
+        last,
+        ahead,
+        pace,
+    ) = c.args
     of, packed = Stored(c, form.stored), Stored(c, form.panel)
     acc = [[c.variable(vec(n)) for _ in range(vectors)] for _ in range(rows)]
     nowhere = c.variable(F32, count=tile.columns)
@@ -264,10 +292,14 @@ def _write(module: object, form: Form) -> None:
         everything = c.mul(groups, panels)
         split = c.cmp("!=", by_columns, 0)
         p_share, m_share = c.share(everything, thread, threads), c.share(count, thread, threads)
-        p0, p1 = (c.b.select(split, mine, all_) for mine, all_ in zip(
-            p_share, (c.i(0), everything), strict=True))  # fmt: skip
-        m0, m1 = (c.b.select(split, all_, mine) for mine, all_ in zip(
-            m_share, (c.i(0), count), strict=True))  # fmt: skip
+        p0, p1 = (
+            c.b.select(split, mine, all_)
+            for mine, all_ in zip(p_share, (c.i(0), everything), strict=True)
+        )
+        m0, m1 = (
+            c.b.select(split, all_, mine)
+            for mine, all_ in zip(m_share, (c.i(0), count), strict=True)
+        )
         kept = c.at(room, c.mul(thread, everything, block, each))
         with c.loop(m0, m1, block) as top, c.loop(0, segments, stretch) as s, c.loop(p0, p1) as p:
             bottom = c.least(m1, c.add(top, block))
@@ -291,13 +323,22 @@ def _write(module: object, form: Form) -> None:
                     product,
                     of.at(a, a_at),
                     c.at(table, c.mul(c.add(c.mul(m, segments), s), tile.rows), of=I32),
-                    here, length, factor, of.at(out, c_at, column),
-                    c.at(outs, c.mul(m, tile.rows), of=I32), c.at(bias, c.mul(panel, wide)),
-                    of.at(res, r_at, column), c.at(ress, c.mul(m, tile.rows), of=I32), zeros,
+                    here,
+                    length,
+                    factor,
+                    of.at(out, c_at, column),
+                    c.at(outs, c.mul(m, tile.rows), of=I32),
+                    c.at(bias, c.mul(panel, wide)),
+                    of.at(res, r_at, column),
+                    c.at(ress, c.mul(m, tile.rows), of=I32),
+                    zeros,
                     c.least(c.sub(columns, column), wide),
-                    c.at(sums, c.mul(c.sub(m, top), each)), first, last,
-                    c.at(after, c.mul(c.sub(m, top), part), of=I8), pace,
-                )  # fmt: skip
+                    c.at(sums, c.mul(c.sub(m, top), each)),
+                    first,
+                    last,
+                    c.at(after, c.mul(c.sub(m, top), part), of=I8),
+                    pace,
+                )
 
     entry(module, "run", body)
 

@@ -63,9 +63,10 @@ class _Rows:
     def clear(self) -> None:
         c = self.c
         steps(
-            c, c.mul(PARTS, self.columns),
+            c,
+            c.mul(PARTS, self.columns),
             lambda i, lanes: c.store(c.f(0.0, lanes), c.at(self.few, i)),
-        )  # fmt: skip
+        )
 
     def fold(self) -> None:
         """The sums of a few rows are added to those of all, and start again."""
@@ -215,9 +216,7 @@ def compiled(form: Form) -> tuple[Loaded, Loaded]:
     )
 
 
-def prepare_norm_grad(
-    form: Form, rows: int, columns: int, eps: float
-) -> Callable[..., list[Call]]:  # fmt: skip
+def prepare_norm_grad(form: Form, rows: int, columns: int, eps: float) -> Callable[..., list[Call]]:
     """The calls for x, grad, weight, extra, dx, dweight and dbias, where each is; 0 for none."""
     first, second = compiled(form)
     (bits,) = struct.unpack("<i", struct.pack("<f", eps))

@@ -45,9 +45,14 @@ class Writer(Registers):
     def table(self) -> dict[str, Callable[..., Value]]:
         b = self.c.b
         return {
-            "add": b.fadd, "sub": b.fsub, "mul": b.fmul, "div": b.fdiv, "sign": self._sign,
-            "sqrt": lambda x: self.c.intrinsic("sqrt", x), "max": self.c.fmax,
-        }  # fmt: skip
+            "add": b.fadd,
+            "sub": b.fsub,
+            "mul": b.fmul,
+            "div": b.fdiv,
+            "sign": self._sign,
+            "sqrt": lambda x: self.c.intrinsic("sqrt", x),
+            "max": self.c.fmax,
+        }
 
     def numbers(self, row: Value) -> dict[str, Value]:
         """The numbers of a tensor, which lie side by side in float64."""
@@ -71,9 +76,14 @@ class Writer(Registers):
         self.c.b.store(self.to_memory(value, kind), where, align=kind.bits // 8)
 
     def span(
-        self, begin: Value, end: Value, lanes: int, bases: dict[str, Value],
-        numbers: dict[str, Value], totals: Sequence[Value],
-    ) -> None:  # fmt: skip
+        self,
+        begin: Value,
+        end: Value,
+        lanes: int,
+        bases: dict[str, Value],
+        numbers: dict[str, Value],
+        totals: Sequence[Value],
+    ) -> None:
         """Elements ``begin`` … ``end``, ``lanes`` at a time."""
         c = self.c
         spread = {name: self.splat(value, lanes) for name, value in numbers.items()}

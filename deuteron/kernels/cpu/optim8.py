@@ -92,9 +92,12 @@ class _Groups(Writer):
         return self.c.b.fmul(square, square) if fourth else square
 
     def update(
-        self, count: Value, bases: dict[str, Value], scales: dict[str, Value],
+        self,
+        count: Value,
+        bases: dict[str, Value],
+        scales: dict[str, Value],
         numbers: dict[str, Value],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The step of a group; its new moments stay in float32, the largest are kept."""
         c = self.c
         for top in self.tops.values():

@@ -30,9 +30,15 @@ SERIAL_NUMBERS = 8192  # fewer are packed sooner than a second thread wakes up
 
 
 def across(
-    c: Code, of: Stored, source: Value, step: Value, columns: Value, depth: Value, to: Value,
+    c: Code,
+    of: Stored,
+    source: Value,
+    step: Value,
+    columns: Value,
+    depth: Value,
+    to: Value,
     wide: int,
-) -> None:  # fmt: skip
+) -> None:
     """Panels of a factor whose k lies side by side and whose columns are ``step`` apart."""
     whole_n, whole_k = (c.sub(x, c.rem(x, 4)) for x in (columns, depth))
 
@@ -46,8 +52,11 @@ def across(
             rows = [of.load(of.at(source, c.mul(c.add(n, i), step), k), 4) for i in range(4)]
             low = [c.shuffle(rows[i], rows[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
             high = [c.shuffle(rows[i], rows[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
-            turned = [c.shuffle(*half, order) for half in (low, high)
-                      for order in ((0, 1, 4, 5), (2, 3, 6, 7))]  # fmt: skip
+            turned = [
+                c.shuffle(*half, order)
+                for half in (low, high)
+                for order in ((0, 1, 4, 5), (2, 3, 6, 7))
+            ]
             for i, row in enumerate(turned):
                 c.store(row, place(n, c.add(k, i)))
         with c.loop(whole_k, depth) as k:
@@ -62,9 +71,15 @@ def across(
 
 
 def along(
-    c: Code, of: Stored, source: Value, step: Value, depth: Value, columns: Value, to: Value,
+    c: Code,
+    of: Stored,
+    source: Value,
+    step: Value,
+    depth: Value,
+    columns: Value,
+    to: Value,
     wide: int,
-) -> None:  # fmt: skip
+) -> None:
     """Panels of a factor whose columns lie side by side and whose k is ``step`` apart."""
     n = width()
     whole = c.mul(c.div(columns, wide), wide)
@@ -83,9 +98,16 @@ def along(
 
 
 def _scattered(
-    c: Code, of: Stored, source: Value, step: Value, depth: Value, columns: Value, to: Value,
-    wide: int, places: Value,
-) -> None:  # fmt: skip
+    c: Code,
+    of: Stored,
+    source: Value,
+    step: Value,
+    depth: Value,
+    columns: Value,
+    to: Value,
+    wide: int,
+    places: Value,
+) -> None:
     """One panel, number by number; ``places`` has the offset of every k."""
     with c.loop(0, depth) as k:
         row, there = of.at(source, c.index(places, k)), c.at(to, c.mul(k, wide))

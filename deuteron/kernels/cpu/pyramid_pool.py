@@ -170,9 +170,12 @@ def by_channels(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def prepare_pyramid(
-    shape: tuple[int, ...], strides: tuple[int, ...], sizes: tuple[int, ...], maximum: bool,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
+    maximum: bool,
     stored: str,
-) -> Callable[[Word, Word], Call]:  # fmt: skip
+) -> Callable[[Word, Word], Call]:
     """The call for x and y, where each is, for [N, C, H, W] or [N, C, W]."""
     flat = len(shape) == 3
     space, steps = (1, *shape[2:])[-2:], (0, *strides[2:])[-2:]

@@ -237,8 +237,11 @@ class _Maximum(_Planes):
             c.store(c.b.fadd(c.load(here), self.gradient(n, channel, cell)), here)
 
         each_winner(add)
-        each_winner(lambda cell, pixel: of.store(
-            c.load(c.at(self.room, pixel)), of.at(target, c.mul(pixel, self.step))))  # fmt: skip
+        each_winner(
+            lambda cell, pixel: of.store(
+                c.load(c.at(self.room, pixel)), of.at(target, c.mul(pixel, self.step))
+            )
+        )
         each_winner(lambda cell, pixel: c.store(c.f(0.0), c.at(self.room, pixel)))
 
     def box(self, cell: Value) -> list[Value]:
@@ -358,9 +361,13 @@ def patches(length: int, counts: Sequence[int]) -> torch.Tensor:
 
 
 def prepare_pyramid_grad(
-    shape: tuple[int, ...], sizes: tuple[int, ...], stored: str, last: bool,
-    g_strides: tuple[int, ...], x_strides: tuple[int, ...] | None,
-) -> tuple[Callable[[Word, Word, Word], Call], int]:  # fmt: skip
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    stored: str,
+    last: bool,
+    g_strides: tuple[int, ...],
+    x_strides: tuple[int, ...] | None,
+) -> tuple[Callable[[Word, Word, Word], Call], int]:
     """The call for g, x and dx, where each is, and the floats of scratch for each thread. ``shape``
     is [N, C, H, W] or [N, C, W]; ``last`` says that channels are adjacent in dx, which is dense;
     without strides of x the pool is a mean, and x is not looked at."""
@@ -369,8 +376,9 @@ def prepare_pyramid_grad(
     downs = [1 if flat else s for s in sizes]
     table = boxes((height, breadth), list(zip(downs, sizes, strict=True)))
     bundled = last if x_strides is None else by_channels(shape, x_strides)
-    form = Form(x_strides is not None, len(sizes), _vectors(channels) if bundled else 0, last,
-                stored)  # fmt: skip
+    form = Form(
+        x_strides is not None, len(sizes), _vectors(channels) if bundled else 0, last, stored
+    )
     pixels, cells, lanes = height * breadth, len(table), form.bundle
     each = cells * lanes + (sum(sizes) * lanes if x_strides is None else pixels + 2 * breadth)
     each = -(-each // 16) * 16
@@ -380,8 +388,18 @@ def prepare_pyramid_grad(
         grids += (first, down, across, before)
         first, before = first + down * across, before + across
     steps_of_dx = (channels * pixels, 1, channels) if last else (channels * pixels, pixels, 1)
-    numbers = (batch, channels, height, breadth, cells, each, *g_strides, *steps_of_x,
-               *steps_of_dx, *grids)  # fmt: skip
+    numbers = (
+        batch,
+        channels,
+        height,
+        breadth,
+        cells,
+        each,
+        *g_strides,
+        *steps_of_x,
+        *steps_of_dx,
+        *grids,
+    )
     if x_strides is None:
         area = (table[:, 1] - table[:, 0]) * (table[:, 3] - table[:, 2])
         down, across = patches(height, downs), patches(breadth, sizes)

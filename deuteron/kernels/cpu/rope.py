@@ -86,8 +86,11 @@ class _Tokens:
 
         steps(c, self.half, turn)
         done = c.mul(self.half, 2)
-        steps(c, self.rest, lambda i, n: of.store(
-            of.load(of.at(here, done, i), n), of.at(there, done, i)))  # fmt: skip
+        steps(
+            c,
+            self.rest,
+            lambda i, n: of.store(of.load(of.at(here, done, i), n), of.at(there, done, i)),
+        )
 
     def pair(self, here: Value, i: Value, lanes: int) -> tuple[Value, Value]:
         c, of = self.c, self.of

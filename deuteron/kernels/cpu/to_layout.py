@@ -43,8 +43,11 @@ class _Mover:
         lines = [self.load(x, c.mul(c.add(a, i), columns), b, lanes=4) for i in range(4)]
         low = [c.shuffle(lines[i], lines[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
         high = [c.shuffle(lines[i], lines[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
-        turned = [c.shuffle(*half, order) for half in (low, high)
-                  for order in ((0, 1, 4, 5), (2, 3, 6, 7))]  # fmt: skip
+        turned = [
+            c.shuffle(*half, order)
+            for half in (low, high)
+            for order in ((0, 1, 4, 5), (2, 3, 6, 7))
+        ]
         for i, line in enumerate(turned):
             self.store(line, y, c.mul(c.add(b, i), rows), a)
 

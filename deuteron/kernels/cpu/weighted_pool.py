@@ -69,8 +69,10 @@ class Sizes:
 
     def reach(self, form: Form) -> Pair:
         """One past the last row and column of g that dx could look at."""
-        found = ((n - 1 + p) // s + 1 for n, p, s in
-                 zip(self.space, form.padding, form.stride, strict=True))  # fmt: skip
+        found = (
+            (n - 1 + p) // s + 1
+            for n, p, s in zip(self.space, form.padding, form.stride, strict=True)
+        )
         down, across = (max(pair) for pair in zip(found, self.result, strict=True))
         return down, across
 
@@ -98,9 +100,21 @@ class _Plane:
     def __init__(self, c: Code, form: Form, words: Value, thread: Value) -> None:
         self.c, self.form, self.of = c, form, Stored(c, form.stored)
         self.x, self.w, self.g, self.to, self.dw, room = (c.pointer(words, i) for i in range(6))
-        (self.batch, self.channels, self.height, self.breadth, self.down, self.across, self.w_step,
-         self.columns, self.g_columns, self.x_floats, self.g_floats, each,
-         *strides) = (c.word(words, 6 + i) for i in range(18))  # fmt: skip
+        (
+            self.batch,
+            self.channels,
+            self.height,
+            self.breadth,
+            self.down,
+            self.across,
+            self.w_step,
+            self.columns,
+            self.g_columns,
+            self.x_floats,
+            self.g_floats,
+            each,
+            *strides,
+        ) = (c.word(words, 6 + i) for i in range(18))
         self.x_steps, self.g_steps = strides[:3], strides[3:]
         self.frame = c.at(room, c.mul(thread, each))
         self.frame_of_g = c.at(self.frame, self.x_floats)
@@ -244,8 +258,11 @@ class _Plane:
                 with c.when(c.cmp("==", rest, this)):
                     self.line_of_dx(c.add(above, margin[0]), this, weights, margin[1])
             to = of.at(self.to, plane, c.mul(row, self.breadth))
-            steps(c, self.breadth, lambda i, lanes: of.store(
-                c.load(c.at(self.line, i, pw), lanes), of.at(to, i)))  # fmt: skip
+            steps(
+                c,
+                self.breadth,
+                lambda i, lanes: of.store(c.load(c.at(self.line, i, pw), lanes), of.at(to, i)),
+            )
 
     def line_of_dx(self, row: Value, rest: int, weights: Sequence[Value], before: int) -> None:
         """A row of dx with its padding, in the line; ``row`` is that of the frame of g which the
@@ -311,19 +328,31 @@ def compiled(form: Form, margin: Pair) -> Loaded:
 
 
 def prepare_weighted(
-    form: Form, sizes: Sizes, shared: bool,
-    x_strides: Sequence[int], g_strides: Sequence[int] = (0, 0, 0),
-) -> tuple[Callable[[Word, Word, Word, Word, Word], Call], int]:  # fmt: skip
+    form: Form,
+    sizes: Sizes,
+    shared: bool,
+    x_strides: Sequence[int],
+    g_strides: Sequence[int] = (0, 0, 0),
+) -> tuple[Callable[[Word, Word, Word, Word, Word], Call], int]:
     """The call for x, weight, g, y or dx, and dw, where each is, and the floats of scratch for each
     thread. ``shared``: all channels have one weight. Strides are those of batch, channel and row;
     y, dx and dw are dense. What is not read or made may be anywhere."""
     x_floats, g_floats, line = sizes.floats(form)
     each = -(-(x_floats + g_floats + line) // 16) * 16
     numbers = (
-        sizes.batch, sizes.channels, *sizes.space, *sizes.result,
-        0 if shared else len(form.taps), sizes.frame(form)[1], sizes.frame_of_g(form)[1],
-        x_floats, g_floats, each, *x_strides, *g_strides,
-    )  # fmt: skip
+        sizes.batch,
+        sizes.channels,
+        *sizes.space,
+        *sizes.result,
+        0 if shared else len(form.taps),
+        sizes.frame(form)[1],
+        sizes.frame_of_g(form)[1],
+        x_floats,
+        g_floats,
+        each,
+        *x_strides,
+        *g_strides,
+    )
     code, room = compiled(form, sizes.margin(form)), Room("weighted pool", 0, each)
     many = sizes.batch * sizes.channels * sizes.space[0] * sizes.space[1] > SERIAL
     return lambda x, w, g, to, dw: Call(code, (x, w, g, to, dw, room, *numbers), many), each

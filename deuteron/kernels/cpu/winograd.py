@@ -47,8 +47,9 @@ def matrices(m: int) -> tuple[Matrix, Matrix, Matrix]:
         """Coefficients of Π (x − root), lowest first."""
         out = [Fraction(1)]
         for root in roots:
-            out = [a - root * b for a, b in zip([Fraction(0), *out], [*out, Fraction(0)],
-                                                strict=True)]  # fmt: skip
+            out = [
+                a - root * b for a, b in zip([Fraction(0), *out], [*out, Fraction(0)], strict=True)
+            ]
         return out + [Fraction(0)] * (t - len(out))
 
     others = [[q for q in points if q != p] for p in points]
@@ -124,8 +125,11 @@ def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value
 
 def _both_sides(
     one: Callable[[Code, int, Sequence[Value], int], list[Value]],
-    c: Code, m: int, grid: list[list[Value]], lanes: int,
-) -> list[list[Value]]:  # fmt: skip
+    c: Code,
+    m: int,
+    grid: list[list[Value]],
+    lanes: int,
+) -> list[list[Value]]:
     columns = [one(c, m, [row[j] for row in grid], lanes) for j in range(len(grid))]
     return [one(c, m, [column[i] for column in columns], lanes) for i in range(len(columns[0]))]
 
@@ -149,9 +153,15 @@ def _tiles(c: Code, words: Value, first: int, thread: Value, threads: Value):
 
 
 def _addresses(
-    c: Code, table: Value, side: int, base: Value, origin: tuple[Value, Value],
-    steps: tuple[Value, Value], size: tuple[Value, Value], outside: Value,
-) -> None:  # fmt: skip
+    c: Code,
+    table: Value,
+    side: int,
+    base: Value,
+    origin: tuple[Value, Value],
+    steps: tuple[Value, Value],
+    size: tuple[Value, Value],
+    outside: Value,
+) -> None:
     """Addresses of side² pixels from ``origin``; those not in the image are ``outside``."""
     with c.loop(0, side) as i:
         y = c.add(origin[0], i)
@@ -184,8 +194,9 @@ def _write_input(module: object, m: int) -> None:
         with c.loop(begin, end) as local:
             n, ty, tx = place(local)
             origin = c.sub(c.mul(ty, m), ph), c.sub(c.mul(tx, m), pw)
-            _addresses(c, table, t, c.at(x, c.mul(n, xn)), origin, (xh, xw), (height, breadth),
-                       empty)  # fmt: skip
+            _addresses(
+                c, table, t, c.at(x, c.mul(n, xn)), origin, (xh, xw), (height, breadth), empty
+            )
             to = c.at(u, c.mul(local, channels))
 
             def transform(ch: Value, lanes: int) -> None:
@@ -287,9 +298,13 @@ def prepare_winograd(
     number = np.arange((m + 2) ** 2, dtype=np.int64)
     starts = np.stack([number * chunk * channels, number, number * chunk * k, number * 0], 1)
     product = prepare(
-        Rows(*inner, None, channels, starts), k, packed_now(transformed(weight, m), tile.columns),
-        bias_now(None, len(number), k, tile.columns), Form(tile, Epilogue()), by_columns=True,
-    ).calls  # fmt: skip
+        Rows(*inner, None, channels, starts),
+        k,
+        packed_now(transformed(weight, m), tile.columns),
+        bias_now(None, len(number), k, tile.columns),
+        Form(tile, Epilogue()),
+        by_columns=True,
+    ).calls
     first, last = compiled(m, epilogue)
     start = torch.zeros(k) if bias is None else bias.contiguous()
     empty = zeros(max(channels, k, 64))

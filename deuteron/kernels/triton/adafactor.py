@@ -68,8 +68,13 @@ class Layout:
             count, height, width = prod(shape[:-2]), *shape[-2:]
             across, down = -(-width // self.tile[2]), -(-height // self.tile[1])
             places = []
-            for need in (count * height * across, count * width * down, count * height,
-                         count * width, count):  # fmt: skip
+            for need in (
+                count * height * across,
+                count * width * down,
+                count * height,
+                count * width,
+                count,
+            ):
                 places.append(room)
                 room += need
             sizes.append([count, height, width, *places])
@@ -173,10 +178,23 @@ def _scaled(rows, control, t, NUMBERS: tl.constexpr):
 
 @triton.jit
 def _sums(
-    table, grads, sizes, tiles, count, tensors, rows, control, scratch, squares,
-    P: tl.constexpr, G: tl.constexpr, NUMBERS: tl.constexpr,
-    NB: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    table,
+    grads,
+    sizes,
+    tiles,
+    count,
+    tensors,
+    rows,
+    control,
+    scratch,
+    squares,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    NB: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
     """Σ g² of every row and column of the tile, and Σ p²."""
     t, b, r, c, matrices, height, width = _place(tiles, count, sizes, tensors, NB, BR, BC)
     WIDE: tl.constexpr = scratch.dtype.element_ty
@@ -194,20 +212,37 @@ def _sums(
         to_columns = scratch + tl.load(sizes + 4 * tensors + t)
         live = b < matrices
         # tile by tile, so that whoever adds them up reads neighbours
-        tl.store(to_rows + k % across * matrices * height + b * height + r, by_row,
-                 mask=live & (r < height))  # fmt: skip
-        tl.store(to_columns + k // across % down * matrices * width + b * width + c, by_column,
-                 mask=live & (c < width))  # fmt: skip
+        tl.store(
+            to_rows + k % across * matrices * height + b * height + r,
+            by_row,
+            mask=live & (r < height),
+        )
+        tl.store(
+            to_columns + k // across % down * matrices * width + b * width + c,
+            by_column,
+            mask=live & (c < width),
+        )
         total = tl.sum(tl.sum(tl.sum(p * p, 2), 1), 0)
         tl.store(squares + tl.program_id(0), total.to(tl.float64))
 
 
 @triton.jit
 def _moments(
-    table, sizes, lines, count, tensors, rows, control, scratch,
-    S: tl.constexpr, NUMBERS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    table,
+    sizes,
+    lines,
+    count,
+    tensors,
+    rows,
+    control,
+    scratch,
+    S: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BLOCK rows or columns of one tensor: their new moments, from the sums of the tiles."""
     t = tl.load(lines + tl.program_id(0))
     k = tl.load(lines + count + tl.program_id(0))
@@ -256,9 +291,21 @@ def _means(sizes, matrices, count, tensors, scratch, BLOCK: tl.constexpr):
 
 @triton.jit
 def _length(
-    grads, sizes, tiles, count, tensors, rows, control, scratch, squares,
-    G: tl.constexpr, NUMBERS: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    grads,
+    sizes,
+    tiles,
+    count,
+    tensors,
+    rows,
+    control,
+    scratch,
+    squares,
+    G: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    NB: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
     """Σ u² of the tile."""
     t, b, r, c, matrices, height, width = _place(tiles, count, sizes, tensors, NB, BR, BC)
     WIDE: tl.constexpr = scratch.dtype.element_ty
@@ -275,10 +322,23 @@ def _length(
 
 @triton.jit
 def _apply(
-    table, grads, sizes, tiles, count, tensors, rows, control, scratch,
-    P: tl.constexpr, G: tl.constexpr, E: tl.constexpr, NUMBERS: tl.constexpr,
-    NB: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    table,
+    grads,
+    sizes,
+    tiles,
+    count,
+    tensors,
+    rows,
+    control,
+    scratch,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    E: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    NB: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
     """The step, with the rate of the tensor; E is the type of its moving average, or None."""
     t, b, r, c, matrices, height, width = _place(tiles, count, sizes, tensors, NB, BR, BC)
     WIDE: tl.constexpr = scratch.dtype.element_ty
@@ -330,9 +390,13 @@ def make_rates(
 
 
 def step(
-    at: Layout, table: torch.Tensor, grads: torch.Tensor, rows: torch.Tensor,
-    control: torch.Tensor | None, types: Sequence[Any],
-) -> None:  # fmt: skip
+    at: Layout,
+    table: torch.Tensor,
+    grads: torch.Tensor,
+    rows: torch.Tensor,
+    control: torch.Tensor | None,
+    types: Sequence[Any],
+) -> None:
     """One step of all matrices; ``types`` are those of gradients, parameters, moments twice, and
     averages if there are any."""
     tensors, numbers, scratch = table.shape[1], rows.shape[1], at.scratch
@@ -344,9 +408,22 @@ def step(
     common = (at.sizes, at.tiles, tiles, tensors, rows, control, scratch)
     sums((tiles,), table, grads, *common, squares, P=param, **tiled)
     moments(
-        (lines,), table, at.sizes, at.lines, lines, tensors, rows, control, scratch,
-        S=state, NUMBERS=numbers, BR=tile["BR"], BC=tile["BC"], PARTS=PARTS, BLOCK=BLOCK,
-    )  # fmt: skip
+        (lines,),
+        table,
+        at.sizes,
+        at.lines,
+        lines,
+        tensors,
+        rows,
+        control,
+        scratch,
+        S=state,
+        NUMBERS=numbers,
+        BR=tile["BR"],
+        BC=tile["BC"],
+        PARTS=PARTS,
+        BLOCK=BLOCK,
+    )
     means((matrices,), at.sizes, at.matrices, matrices, tensors, scratch, BLOCK=1024)
     length((tiles,), grads, *common, squares, **tiled)
     make_rates(squares, at.firsts, table, rows)

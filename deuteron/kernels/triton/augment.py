@@ -128,8 +128,24 @@ def place(row, i, j, H, W, HO, WO, PROJECTIVE: tl.constexpr):
 
 
 @triton.jit
-def _tap(x, fy, fx, weight, r, g, b, live, H, W, sc, sh, sw,
-         BORDER: tl.constexpr, RGB: tl.constexpr, BIG: tl.constexpr):  # fmt: skip
+def _tap(
+    x,
+    fy,
+    fx,
+    weight,
+    r,
+    g,
+    b,
+    live,
+    H,
+    W,
+    sc,
+    sh,
+    sw,
+    BORDER: tl.constexpr,
+    RGB: tl.constexpr,
+    BIG: tl.constexpr,
+):
     """Adds a neighbour at whole (fy, fx) to a blend; outside the image it is 0, or the edge."""
     if BORDER:
         fy = tl.minimum(tl.maximum(fy, 0.0), H - 1.0)
@@ -165,24 +181,43 @@ def cubic(t, k: tl.constexpr):
 
 
 @triton.jit
-def _pixels(x, row, i, j, live, H, W, HO, WO, sc, sh, sw,
-            MODE: tl.constexpr, BORDER: tl.constexpr, PROJECTIVE: tl.constexpr,
-            RGB: tl.constexpr, BYTES: tl.constexpr, BIG: tl.constexpr):  # fmt: skip
+def _pixels(
+    x,
+    row,
+    i,
+    j,
+    live,
+    H,
+    W,
+    HO,
+    WO,
+    sc,
+    sh,
+    sw,
+    MODE: tl.constexpr,
+    BORDER: tl.constexpr,
+    PROJECTIVE: tl.constexpr,
+    RGB: tl.constexpr,
+    BYTES: tl.constexpr,
+    BIG: tl.constexpr,
+):
     """The image where the pixels (i, j) of the result lie, as numbers from 0 to 1."""
     kind: tl.constexpr = row.dtype.element_ty
     r = tl.zeros(i.shape, kind)
     g, b = r, r
     if MODE == 0:
-        r, g, b = _tap(x, i.to(kind), j.to(kind), 1.0, r, g, b, live, H, W, sc, sh, sw,
-                       False, RGB, BIG)  # fmt: skip
+        r, g, b = _tap(
+            x, i.to(kind), j.to(kind), 1.0, r, g, b, live, H, W, sc, sh, sw, False, RGB, BIG
+        )
     else:
         py, px = place(row, i.to(kind), j.to(kind), H, W, HO, WO, PROJECTIVE)
         if BORDER and MODE != 3:
             px = tl.minimum(tl.maximum(px, 0.0), W - 1.0)
             py = tl.minimum(tl.maximum(py, 0.0), H - 1.0)
         if MODE == 1:
-            r, g, b = _tap(x, rint(py), rint(px), 1.0, r, g, b, live, H, W, sc, sh, sw,
-                           BORDER, RGB, BIG)  # fmt: skip
+            r, g, b = _tap(
+                x, rint(py), rint(px), 1.0, r, g, b, live, H, W, sc, sh, sw, BORDER, RGB, BIG
+            )
         else:
             x0, y0 = tl.floor(px), tl.floor(py)
             tx, ty = px - x0, py - y0
@@ -190,57 +225,195 @@ def _pixels(x, row, i, j, live, H, W, HO, WO, sc, sh, sw,
                 for k in tl.static_range(4):
                     wy = ty if k // 2 else 1.0 - ty
                     wx = tx if k % 2 else 1.0 - tx
-                    r, g, b = _tap(x, y0 + k // 2, x0 + k % 2, wy * wx, r, g, b, live, H, W,
-                                   sc, sh, sw, BORDER, RGB, BIG)  # fmt: skip
+                    r, g, b = _tap(
+                        x,
+                        y0 + k // 2,
+                        x0 + k % 2,
+                        wy * wx,
+                        r,
+                        g,
+                        b,
+                        live,
+                        H,
+                        W,
+                        sc,
+                        sh,
+                        sw,
+                        BORDER,
+                        RGB,
+                        BIG,
+                    )
             else:
                 for k in tl.static_range(16):
                     weight = cubic(ty, k // 4) * cubic(tx, k % 4)
-                    r, g, b = _tap(x, y0 + (k // 4 - 1), x0 + (k % 4 - 1), weight, r, g, b, live,
-                                   H, W, sc, sh, sw, BORDER, RGB, BIG)  # fmt: skip
+                    r, g, b = _tap(
+                        x,
+                        y0 + (k // 4 - 1),
+                        x0 + (k % 4 - 1),
+                        weight,
+                        r,
+                        g,
+                        b,
+                        live,
+                        H,
+                        W,
+                        sc,
+                        sh,
+                        sw,
+                        BORDER,
+                        RGB,
+                        BIG,
+                    )
     if BYTES:
         r, g, b = r / 255.0, g / 255.0, b / 255.0
     return r, g, b
 
 
 @triton.jit
-def _grey_sum(x, row, first, last, H, W, HO, WO, sc, sh, sw,
-              STEPS: tl.constexpr, CONTRAST: tl.constexpr, MODE: tl.constexpr,
-              BORDER: tl.constexpr, PROJECTIVE: tl.constexpr, RGB: tl.constexpr,
-              BYTES: tl.constexpr, BIG: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _grey_sum(
+    x,
+    row,
+    first,
+    last,
+    H,
+    W,
+    HO,
+    WO,
+    sc,
+    sh,
+    sw,
+    STEPS: tl.constexpr,
+    CONTRAST: tl.constexpr,
+    MODE: tl.constexpr,
+    BORDER: tl.constexpr,
+    PROJECTIVE: tl.constexpr,
+    RGB: tl.constexpr,
+    BYTES: tl.constexpr,
+    BIG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The sum of the grey image before the contrast step, over pixels first … last − 1."""
     total = tl.zeros([BLOCK], row.dtype.element_ty)
     for start in range(first, last, BLOCK):
         pixel = start + tl.arange(0, BLOCK)
         live = pixel < last
-        r, g, b = _pixels(x, row, pixel // WO, pixel % WO, live, H, W, HO, WO, sc, sh, sw,
-                          MODE, BORDER, PROJECTIVE, RGB, BYTES, BIG)  # fmt: skip
+        r, g, b = _pixels(
+            x,
+            row,
+            pixel // WO,
+            pixel % WO,
+            live,
+            H,
+            W,
+            HO,
+            WO,
+            sc,
+            sh,
+            sw,
+            MODE,
+            BORDER,
+            PROJECTIVE,
+            RGB,
+            BYTES,
+            BIG,
+        )
         r, g, b = _colours(r, g, b, row, 0.0, STEPS, CONTRAST, RGB)
         total += tl.where(live, _grey(r, g, b, RGB), 0.0)
     return tl.sum(total)
 
 
 @triton.jit
-def _sums(x, table, sums, columns, H, W, HO, WO, sn, sc, sh, sw, parts, chunk,
-          STEPS: tl.constexpr, CONTRAST: tl.constexpr, MODE: tl.constexpr, BORDER: tl.constexpr,
-          PROJECTIVE: tl.constexpr, RGB: tl.constexpr, BYTES: tl.constexpr, BIG: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+def _sums(
+    x,
+    table,
+    sums,
+    columns,
+    H,
+    W,
+    HO,
+    WO,
+    sn,
+    sc,
+    sh,
+    sw,
+    parts,
+    chunk,
+    STEPS: tl.constexpr,
+    CONTRAST: tl.constexpr,
+    MODE: tl.constexpr,
+    BORDER: tl.constexpr,
+    PROJECTIVE: tl.constexpr,
+    RGB: tl.constexpr,
+    BYTES: tl.constexpr,
+    BIG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Where images are few: the grey sum of each part of each image."""
     n = (tl.program_id(0) // parts).to(tl.int64)
     first = tl.program_id(0) % parts * chunk
     last = tl.minimum(first + chunk, HO * WO)
-    total = _grey_sum(x + n * sn, table + n * columns, first, last, H, W, HO, WO, sc, sh, sw,
-                      STEPS, CONTRAST, MODE, BORDER, PROJECTIVE, RGB, BYTES, BIG,
-                      BLOCK)  # fmt: skip
+    total = _grey_sum(
+        x + n * sn,
+        table + n * columns,
+        first,
+        last,
+        H,
+        W,
+        HO,
+        WO,
+        sc,
+        sh,
+        sw,
+        STEPS,
+        CONTRAST,
+        MODE,
+        BORDER,
+        PROJECTIVE,
+        RGB,
+        BYTES,
+        BIG,
+        BLOCK,
+    )
     tl.store(sums + tl.program_id(0), total)
 
 
 @triton.jit
-def _augment(x, table, normal, sums, y, columns, H, W, HO, WO, sn, sc, sh, sw, yn, yc, yh, yw,
-             parts, chunk, channels, summed,
-             STEPS: tl.constexpr, COUNT: tl.constexpr, CONTRAST: tl.constexpr,
-             MODE: tl.constexpr, BORDER: tl.constexpr, PROJECTIVE: tl.constexpr,
-             RGB: tl.constexpr, BYTES: tl.constexpr, TO_BYTES: tl.constexpr, BIG: tl.constexpr,
-             SUMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _augment(
+    x,
+    table,
+    normal,
+    sums,
+    y,
+    columns,
+    H,
+    W,
+    HO,
+    WO,
+    sn,
+    sc,
+    sh,
+    sw,
+    yn,
+    yc,
+    yh,
+    yw,
+    parts,
+    chunk,
+    channels,
+    summed,
+    STEPS: tl.constexpr,
+    COUNT: tl.constexpr,
+    CONTRAST: tl.constexpr,
+    MODE: tl.constexpr,
+    BORDER: tl.constexpr,
+    PROJECTIVE: tl.constexpr,
+    RGB: tl.constexpr,
+    BYTES: tl.constexpr,
+    TO_BYTES: tl.constexpr,
+    BIG: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Pixels of one part of one image, of its three channels or, without RGB, of one channel."""
     kind: tl.constexpr = table.dtype.element_ty
     groups = 1 if RGB else channels
@@ -260,15 +433,36 @@ def _augment(x, table, normal, sums, y, columns, H, W, HO, WO, sn, sc, sh, sw, y
             part = tl.arange(0, SUMS)
             mean = tl.sum(tl.load(sums + n * summed + part, part < summed, 0.0))
         else:
-            mean = _grey_sum(x, row, 0, HO * WO, H, W, HO, WO, sc, sh, sw, STEPS, CONTRAST, MODE,
-                             BORDER, PROJECTIVE, RGB, BYTES, BIG, BLOCK)  # fmt: skip
+            mean = _grey_sum(
+                x,
+                row,
+                0,
+                HO * WO,
+                H,
+                W,
+                HO,
+                WO,
+                sc,
+                sh,
+                sw,
+                STEPS,
+                CONTRAST,
+                MODE,
+                BORDER,
+                PROJECTIVE,
+                RGB,
+                BYTES,
+                BIG,
+                BLOCK,
+            )
         mean = mean / (HO * WO).to(kind)
     for start in range(first, last, BLOCK):
         pixel = start + tl.arange(0, BLOCK)
         live = pixel < last
         i, j = pixel // WO, pixel % WO
-        r, g, b = _pixels(x, row, i, j, live, H, W, HO, WO, sc, sh, sw,
-                          MODE, BORDER, PROJECTIVE, RGB, BYTES, BIG)  # fmt: skip
+        r, g, b = _pixels(
+            x, row, i, j, live, H, W, HO, WO, sc, sh, sw, MODE, BORDER, PROJECTIVE, RGB, BYTES, BIG
+        )
         r, g, b = _colours(r, g, b, row, mean, STEPS, COUNT, RGB)
         if normal is not None:
             scale = normal + channel
@@ -300,9 +494,13 @@ def _processors(device: torch.device) -> int:
 
 
 def constants(
-    x: torch.Tensor, y: torch.Tensor, kinds: tuple[str, ...], mode: str, padding: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    kinds: tuple[str, ...],
+    mode: str,
+    padding: str,
     projective: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What the code of the kernel depends on beside element types."""
     together = x.shape[1] == 3
     span = max(
@@ -349,16 +547,32 @@ def augment(
         chunk = triton.cdiv(ho * wo, pieces * block) * block
         pieces = triton.cdiv(ho * wo, chunk)
         sums = torch.empty(n, pieces, dtype=table.dtype, device=x.device)
-        sums_kernel((n * pieces,), x, table, sums, *sizes, pieces, chunk,
-                    **shared, BLOCK=block, warps=warps)  # fmt: skip
+        sums_kernel(
+            (n * pieces,), x, table, sums, *sizes, pieces, chunk, **shared, BLOCK=block, warps=warps
+        )
     whole = shared["CONTRAST"] >= 0 and sums is None
     block, warps = WHOLE if whole else PIECE
     parts, chunk = (1, ho * wo) if whole else (triton.cdiv(ho * wo, block), block)
     kernel(
-        (n * groups * parts,), x, table, normal, sums, y, *sizes, *y.stride(), parts, chunk,
-        channels, pieces, **shared, COUNT=len(kinds), TO_BYTES=y.dtype == torch.uint8,
-        SUMS=triton.next_power_of_2(pieces), BLOCK=block, warps=warps,
-    )  # fmt: skip
+        (n * groups * parts,),
+        x,
+        table,
+        normal,
+        sums,
+        y,
+        *sizes,
+        *y.stride(),
+        parts,
+        chunk,
+        channels,
+        pieces,
+        **shared,
+        COUNT=len(kinds),
+        TO_BYTES=y.dtype == torch.uint8,
+        SUMS=triton.next_power_of_2(pieces),
+        BLOCK=block,
+        warps=warps,
+    )
     return 1 if sums is None else 2
 
 

@@ -35,10 +35,16 @@ def _inverse(row):
     b, e, h = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
     c, f, i = tl.load(row + 6), tl.load(row + 7), tl.load(row + 8)
     return (
-        e * i - f * h, c * h - b * i, b * f - c * e,
-        f * g - d * i, a * i - c * g, c * d - a * f,
-        d * h - e * g, b * g - a * h, a * e - b * d,
-    )  # fmt: skip
+        e * i - f * h,
+        c * h - b * i,
+        b * f - c * e,
+        f * g - d * i,
+        a * i - c * g,
+        c * d - a * f,
+        d * h - e * g,
+        b * g - a * h,
+        a * e - b * d,
+    )
 
 
 @triton.jit
@@ -72,16 +78,18 @@ def _one_weight(p, at, size, MODE: tl.constexpr, BORDER: tl.constexpr):
 
 
 @triton.jit
-def _box(row, i, j, H, W, HO, WO, REACH: tl.constexpr, BORDER: tl.constexpr,
-         PROJECTIVE: tl.constexpr):  # fmt: skip
+def _box(
+    row, i, j, H, W, HO, WO, REACH: tl.constexpr, BORDER: tl.constexpr, PROJECTIVE: tl.constexpr
+):
     """First and last row and column of the result that may have read pixel (i, j)."""
     kind: tl.constexpr = row.dtype.element_ty
     zero = tl.zeros([], kind)
     low_y, low_x = place(row, zero, zero, H, W, HO, WO, PROJECTIVE)
     high_y, high_x = low_y, low_x
     for k in tl.static_range(1, 4):
-        py, px = place(row, zero + (HO - 1) * (k // 2), zero + (WO - 1) * (k % 2), H, W, HO, WO,
-                       PROJECTIVE)  # fmt: skip
+        py, px = place(
+            row, zero + (HO - 1) * (k // 2), zero + (WO - 1) * (k % 2), H, W, HO, WO, PROJECTIVE
+        )
         low_y, high_y = tl.minimum(low_y, py), tl.maximum(high_y, py)
         low_x, high_x = tl.minimum(low_x, px), tl.maximum(high_x, px)
     top, bottom = _edge(i, H, REACH, low_y, high_y, BORDER)
@@ -113,10 +121,34 @@ def _box(row, i, j, H, W, HO, WO, REACH: tl.constexpr, BORDER: tl.constexpr,
 
 
 @triton.jit
-def _gather(dy, table, scale, dx, columns, H, W, HO, WO, gn, gc, gh, gw, xn, xc, xh, xw, parts,
-            channels, MODE: tl.constexpr, REACH: tl.constexpr, BORDER: tl.constexpr,
-            PROJECTIVE: tl.constexpr, RGB: tl.constexpr, BIG: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def _gather(
+    dy,
+    table,
+    scale,
+    dx,
+    columns,
+    H,
+    W,
+    HO,
+    WO,
+    gn,
+    gc,
+    gh,
+    gw,
+    xn,
+    xc,
+    xh,
+    xw,
+    parts,
+    channels,
+    MODE: tl.constexpr,
+    REACH: tl.constexpr,
+    BORDER: tl.constexpr,
+    PROJECTIVE: tl.constexpr,
+    RGB: tl.constexpr,
+    BIG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A block of pixels of the image, of its three channels or, without RGB, of one channel."""
     kind: tl.constexpr = table.dtype.element_ty
     groups = 1 if RGB else channels
@@ -199,7 +231,20 @@ def gather_grad(
     parts = triton.cdiv(height * width, BLOCK)
     groups = 1 if channels == 3 else channels
     kernel()(
-        (n * groups * parts,), dy, table, scale, dx, table.stride(0), height, width, ho, wo,
-        *dy.stride(), *dx.stride(), parts, channels,
-        **constants(dy, dx, mode, padding, projective), warps=WARPS,
-    )  # fmt: skip
+        (n * groups * parts,),
+        dy,
+        table,
+        scale,
+        dx,
+        table.stride(0),
+        height,
+        width,
+        ho,
+        wo,
+        *dy.stride(),
+        *dx.stride(),
+        parts,
+        channels,
+        **constants(dy, dx, mode, padding, projective),
+        warps=WARPS,
+    )

@@ -26,11 +26,25 @@ Maybe = torch.Tensor | None
 
 
 def forward(
-    d: Division, x: torch.Tensor, weight: Maybe, bias: Maybe, running_mean: Maybe,
-    running_var: Maybe, residual: Maybe, y: torch.Tensor, new_mean: Maybe, new_var: Maybe,
-    mean: torch.Tensor, rstd: torch.Tensor, signs: Maybe, *,
-    momentum: float, eps: float, activation: str, slope: float,
-) -> None:  # fmt: skip
+    d: Division,
+    x: torch.Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    running_mean: Maybe,
+    running_var: Maybe,
+    residual: Maybe,
+    y: torch.Tensor,
+    new_mean: Maybe,
+    new_var: Maybe,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    signs: Maybe,
+    *,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
+) -> None:
     """Fill y and the statistics. Tensors of the size of x lie in one memory order."""
     share = 1.0 if running_mean is None else momentum
     unbiased = d.count / (d.count - 1)
@@ -38,9 +52,23 @@ def forward(
     size = (d.rows, d.tiles, d.channels, d.units)
     if d.once:
         forward_once(
-            (d.blocks,), x, residual, y, signs, weight, bias, *learned, share, unbiased, eps, slope,
-            *size, ACT=activation, **d.constants, warps=d.warps,
-        )  # fmt: skip
+            (d.blocks,),
+            x,
+            residual,
+            y,
+            signs,
+            weight,
+            bias,
+            *learned,
+            share,
+            unbiased,
+            eps,
+            slope,
+            *size,
+            ACT=activation,
+            **d.constants,
+            warps=d.warps,
+        )
         return
     pieces, channels = d.pieces, d.channels
     scratch = torch.empty(d.workspace // 4, dtype=torch.float32, device=x.device)
@@ -48,33 +76,84 @@ def forward(
     chain = chained(x.device)
     first, second = _more(d, d.deep, chain), _more(d, d.stages, chain)
     forward_statistics(
-        (d.splits * d.blocks,), x, scratch, counts, d.blocks, d.splits, *size, d.across,
-        **d.constants, **first,
-    )  # fmt: skip
+        (d.splits * d.blocks,),
+        x,
+        scratch,
+        counts,
+        d.blocks,
+        d.splits,
+        *size,
+        d.across,
+        **d.constants,
+        **first,
+    )
     p, b = merge_tile(d)
     forward_merge(
-        (-(-channels // b),), x, scratch, counts, *learned, float(d.count), share, unbiased, eps,
-        pieces, d.rows, channels, d.units, LAST=d.last, V=d.constants["V"], P=p, B=b,
+        (-(-channels // b),),
+        x,
+        scratch,
+        counts,
+        *learned,
+        float(d.count),
+        share,
+        unbiased,
+        eps,
+        pieces,
+        d.rows,
+        channels,
+        d.units,
+        LAST=d.last,
+        V=d.constants["V"],
+        P=p,
+        B=b,
         CHAIN=chain,
-    )  # fmt: skip
+    )
     groups = -(-d.tiles // d.each)
     forward_apply(
-        (groups * d.blocks,), x, residual, y, signs, weight, bias, mean, rstd, slope, d.blocks,
-        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **second,
-    )  # fmt: skip
+        (groups * d.blocks,),
+        x,
+        residual,
+        y,
+        signs,
+        weight,
+        bias,
+        mean,
+        rstd,
+        slope,
+        d.blocks,
+        groups - 1,
+        d.each,
+        *size,
+        d.across,
+        ACT=activation,
+        **d.constants,
+        **second,
+    )
 
 
 def _more(d: Division, stages: int, chain: bool) -> dict[str, Any]:
-    return {
-        "STAGES": stages, "WIDE": d.wide, "CHAIN": chain, "warps": d.warps, "stages": stages
-    }  # fmt: skip
+    return {"STAGES": stages, "WIDE": d.wide, "CHAIN": chain, "warps": d.warps, "stages": stages}
 
 
 def backward(
-    d: Division, grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
-    weight: Maybe, bias: Maybe, y: Maybe, residual: Maybe, signs: Maybe, dx: Maybe,
-    dweight: Maybe, dbias: Maybe, dz: Maybe, *, activation: str, slope: float,
-) -> None:  # fmt: skip
+    d: Division,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    y: Maybe,
+    residual: Maybe,
+    signs: Maybe,
+    dx: Maybe,
+    dweight: Maybe,
+    dbias: Maybe,
+    dz: Maybe,
+    *,
+    activation: str,
+    slope: float,
+) -> None:
     """Fill the gradients that are not None."""
     size = (d.rows, d.tiles, d.channels, d.units)
     part = 1.0 / d.count
@@ -82,9 +161,23 @@ def backward(
     activation = activation if signs is None else "none"  # they tell all that is to know of it
     if d.once:
         backward_once(
-            (d.blocks,), *read, dz, dx, weight, bias, mean, rstd, dweight, dbias, part, slope,
-            *size, ACT=activation, **d.constants, warps=d.warps,
-        )  # fmt: skip
+            (d.blocks,),
+            *read,
+            dz,
+            dx,
+            weight,
+            bias,
+            mean,
+            rstd,
+            dweight,
+            dbias,
+            part,
+            slope,
+            *size,
+            ACT=activation,
+            **d.constants,
+            warps=d.warps,
+        )
         return
     pieces, channels = d.pieces, d.channels
     scratch = torch.empty(2 * (pieces + 1) * channels, dtype=torch.float32, device=x.device)
@@ -92,20 +185,60 @@ def backward(
     chain = chained(x.device)
     first, second = _more(d, d.deep, chain), _more(d, d.stages, chain)
     backward_sums(
-        (d.splits * d.blocks,), *read, dz, weight, bias, mean, rstd, scratch, slope, d.blocks,
-        d.splits, *size, d.across, ACT=activation, **d.constants, **first,
-    )  # fmt: skip
+        (d.splits * d.blocks,),
+        *read,
+        dz,
+        weight,
+        bias,
+        mean,
+        rstd,
+        scratch,
+        slope,
+        d.blocks,
+        d.splits,
+        *size,
+        d.across,
+        ACT=activation,
+        **d.constants,
+        **first,
+    )
     p, b = merge_tile(d)
     backward_merge(
-        (-(-channels // b),), scratch, rstd, dweight, dbias, means, part, pieces, channels,
-        P=p, B=b, CHAIN=chain,
-    )  # fmt: skip
+        (-(-channels // b),),
+        scratch,
+        rstd,
+        dweight,
+        dbias,
+        means,
+        part,
+        pieces,
+        channels,
+        P=p,
+        B=b,
+        CHAIN=chain,
+    )
     if dx is None:
         return
     if dz is not None:
         read = (None, x, None, None, None)
     groups = -(-d.tiles // d.each)
     backward_apply(
-        (groups * d.blocks,), *read, dz, dx, weight, bias, mean, rstd, means, slope, d.blocks,
-        groups - 1, d.each, *size, d.across, ACT=activation, **d.constants, **second,
-    )  # fmt: skip
+        (groups * d.blocks,),
+        *read,
+        dz,
+        dx,
+        weight,
+        bias,
+        mean,
+        rstd,
+        means,
+        slope,
+        d.blocks,
+        groups - 1,
+        d.each,
+        *size,
+        d.across,
+        ACT=activation,
+        **d.constants,
+        **second,
+    )

@@ -13,9 +13,17 @@ import triton.language as tl
 
 @triton.jit
 def tile_at(
-    t, block, rows, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
+    t,
+    block,
+    rows,
+    channels,
+    units,
+    across,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+):
     """Offsets of tile t of a block, and which of its rows and lanes exist. The number of lanes is
     given as units · V, so that the compiler sees how many elements may travel together."""
     lanes = units * V
@@ -31,9 +39,17 @@ def tile_at(
 
 @triton.jit
 def bytes_at(
-    t, block, rows, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
+    t,
+    block,
+    rows,
+    channels,
+    units,
+    across,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+):
     """Offsets of the signs of a tile, eight lanes to a byte, and which of them exist. A row of
     lanes begins with a byte of its own."""
     if V >= 8:
@@ -122,9 +138,20 @@ def act_grad(g, z, slope, ACT: tl.constexpr):
 
 @triton.jit
 def write_signs(
-    signs, y, inside, t, block, rows, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
+    signs,
+    y,
+    inside,
+    t,
+    block,
+    rows,
+    channels,
+    units,
+    across,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+):
     """Eight lanes side by side make a byte that nobody else writes; those beyond the end are 0."""
     if signs is not None:
         at, there = bytes_at(t, block, rows, channels, units, across, LAST, A, B, V)
@@ -135,9 +162,18 @@ def write_signs(
 
 @triton.jit
 def read_signs(
-    signs, t, block, rows, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
+    signs,
+    t,
+    block,
+    rows,
+    channels,
+    units,
+    across,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+):
     """1 where the gradient passes, 0 elsewhere; without signs 1, and the compiler drops it."""
     if signs is None:
         return 1

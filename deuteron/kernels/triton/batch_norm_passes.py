@@ -79,9 +79,21 @@ def _rstd(var, eps):
 
 @triton.jit
 def _statistics(
-    x, first, step, block, rows, tiles, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    first,
+    step,
+    block,
+    rows,
+    tiles,
+    channels,
+    units,
+    across,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Count, mean above the pivot and squared spread per channel over the tiles first,
     first + step, …"""
     pivot = _pivot(x, channel_of(block, across, LAST, B), rows, channels, units, LAST, V)
@@ -105,9 +117,7 @@ def _statistics(
 
 
 @triton.jit
-def _learn(
-    c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels,
-):  # fmt: skip
+def _learn(c, mean, var, share, unbiased, running_mean, running_var, new_mean, new_var, channels):
     """The running statistics after this batch."""
     keep = 1.0 - share
     if new_mean is not None:
@@ -123,9 +133,7 @@ def _learn(
 
 
 @triton.jit
-def _normalise(
-    x, residual, y, at, inside, mean, scale, bias, slope, ACT: tl.constexpr,
-):  # fmt: skip
+def _normalise(x, residual, y, at, inside, mean, scale, bias, slope, ACT: tl.constexpr):
     """Writes y of a tile, and returns it as it was written."""
     z = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     z = (z - mean) * scale + bias
@@ -140,9 +148,7 @@ def _normalise(
 
 
 @triton.jit
-def _before(
-    grad, x, y, residual, kept, at, inside, mean, scale, bias, slope, ACT: tl.constexpr,
-):  # fmt: skip
+def _before(grad, x, y, residual, kept, at, inside, mean, scale, bias, slope, ACT: tl.constexpr):
     """The gradient before the activation, and x − mean."""
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean
@@ -160,10 +166,32 @@ def _before(
 
 @triton.jit
 def _sums(
-    grad, x, y, residual, signs, dz, first, step, block, mean, scale, bias, slope,
-    rows, tiles, channels, units, across, AGAIN: tl.constexpr, ACT: tl.constexpr,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    grad,
+    x,
+    y,
+    residual,
+    signs,
+    dz,
+    first,
+    step,
+    block,
+    mean,
+    scale,
+    bias,
+    slope,
+    rows,
+    tiles,
+    channels,
+    units,
+    across,
+    AGAIN: tl.constexpr,
+    ACT: tl.constexpr,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Σ dz and Σ dz · (x − mean) per channel over the tiles first, first + step, … If dz will be
     read AGAIN the sums are those of its rounded values, or dx would not sum to 0."""
     plain = tl.zeros((A, B), tl.float32)
@@ -186,9 +214,23 @@ def _sums(
 
 @triton.jit
 def _input_gradient(
-    grad, x, y, residual, kept, dz, dx, at, inside, mean, scale, bias, centre, lean, slope,
+    grad,
+    x,
+    y,
+    residual,
+    kept,
+    dz,
+    dx,
+    at,
+    inside,
+    mean,
+    scale,
+    bias,
+    centre,
+    lean,
+    slope,
     ACT: tl.constexpr,
-):  # fmt: skip
+):
     """dx of a tile, from dz where it was written, else from grad once more."""
     if dz is not None:
         g = tl.load(dz + at, mask=inside, other=0.0).to(tl.float32)
@@ -204,10 +246,32 @@ def _input_gradient(
 
 @triton.jit
 def forward_once(
-    x, residual, y, signs, weight, bias, running_mean, running_var, new_mean, new_var, mean_out,
-    rstd_out, share, unbiased, eps, slope, rows, tiles, channels, units,
-    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    y,
+    signs,
+    weight,
+    bias,
+    running_mean,
+    running_var,
+    new_mean,
+    new_var,
+    mean_out,
+    rstd_out,
+    share,
+    unbiased,
+    eps,
+    slope,
+    rows,
+    tiles,
+    channels,
+    units,
+    ACT: tl.constexpr,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+):
     """A program owns its channels: statistics over all rows, then all rows once more."""
     block = tl.program_id(0)
     c = channel_of(block, 1, LAST, B)
@@ -229,19 +293,63 @@ def forward_once(
 
 @triton.jit
 def backward_once(
-    grad, x, y, residual, signs, dz, dx, weight, bias, mean_in, rstd_in, dweight, dbias,
-    part, slope, rows, tiles, channels, units,
-    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
+    grad,
+    x,
+    y,
+    residual,
+    signs,
+    dz,
+    dx,
+    weight,
+    bias,
+    mean_in,
+    rstd_in,
+    dweight,
+    dbias,
+    part,
+    slope,
+    rows,
+    tiles,
+    channels,
+    units,
+    ACT: tl.constexpr,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+):
     """The same for the gradient. dz, where it is wanted, is written and not read again."""
     block = tl.program_id(0)
     c = channel_of(block, 1, LAST, B)
     mean, rstd = number(mean_in, c, channels, 0.0), number(rstd_in, c, channels, 0.0)
     scale, shift = rstd * number(weight, c, channels, 1.0), number(bias, c, channels, 0.0)
     plain, along = _sums(
-        grad, x, y, residual, signs, dz, 0, 1, block, mean, scale, shift, slope,
-        rows, tiles, channels, units, 1, False, ACT, LAST, A, B, V, 2,
-    )  # fmt: skip
+        grad,
+        x,
+        y,
+        residual,
+        signs,
+        dz,
+        0,
+        1,
+        block,
+        mean,
+        scale,
+        shift,
+        slope,
+        rows,
+        tiles,
+        channels,
+        units,
+        1,
+        False,
+        ACT,
+        LAST,
+        A,
+        B,
+        V,
+        2,
+    )
     if dweight is not None:
         tl.store(dweight + c, along * rstd, mask=c < channels)
     if dbias is not None:
@@ -253,9 +361,23 @@ def backward_once(
             at, row, lane = tile_at(up, block, rows, channels, units, 1, LAST, A, B, V)
             kept = read_signs(signs, up, block, rows, channels, units, 1, LAST, A, B, V)
             _input_gradient(
-                grad, x, y, residual, kept, None, dx, at, row & lane, mean, scale, shift,
-                centre, lean, slope, ACT,
-            )  # fmt: skip
+                grad,
+                x,
+                y,
+                residual,
+                kept,
+                None,
+                dx,
+                at,
+                row & lane,
+                mean,
+                scale,
+                shift,
+                centre,
+                lean,
+                slope,
+                ACT,
+            )
 
 
 # ---- kernels: a pass over x, a merge, a second pass --------------------------------------------
@@ -263,10 +385,24 @@ def backward_once(
 
 @triton.jit
 def forward_statistics(
-    x, parts, counts, blocks, splits, rows, tiles, channels, units, across,
-    LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    x,
+    parts,
+    counts,
+    blocks,
+    splits,
+    rows,
+    tiles,
+    channels,
+    units,
+    across,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """parts[0] and parts[1]: mean above the pivot and squared spread of each program's rows;
     counts: how many values that were."""
     enter(CHAIN, True)
@@ -284,10 +420,29 @@ def forward_statistics(
 
 @triton.jit
 def forward_merge(
-    x, parts, counts, running_mean, running_var, new_mean, new_var, mean_out, rstd_out,
-    n, share, unbiased, eps, pieces, rows, channels, units,
-    LAST: tl.constexpr, V: tl.constexpr, P: tl.constexpr, B: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    x,
+    parts,
+    counts,
+    running_mean,
+    running_var,
+    new_mean,
+    new_var,
+    mean_out,
+    rstd_out,
+    n,
+    share,
+    unbiased,
+    eps,
+    pieces,
+    rows,
+    channels,
+    units,
+    LAST: tl.constexpr,
+    V: tl.constexpr,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """Chan's formula over the parts of B channels."""
     enter(CHAIN, False)
     c = (tl.program_id(0) * B + tl.arange(0, B))[None, :]
@@ -316,11 +471,32 @@ def forward_merge(
 
 @triton.jit
 def forward_apply(
-    x, residual, y, signs, weight, bias, mean_in, rstd_in, slope, blocks, last, each,
-    rows, tiles, channels, units, across,
-    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    y,
+    signs,
+    weight,
+    bias,
+    mean_in,
+    rstd_in,
+    slope,
+    blocks,
+    last,
+    each,
+    rows,
+    tiles,
+    channels,
+    units,
+    across,
+    ACT: tl.constexpr,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """y of ``each`` tiles in a row, the last tiles of x first."""
     enter(CHAIN, False)
     split, block = start(blocks, WIDE)
@@ -336,11 +512,34 @@ def forward_apply(
 
 @triton.jit
 def backward_sums(
-    grad, x, y, residual, signs, dz, weight, bias, mean_in, rstd_in, parts, slope, blocks, splits,
-    rows, tiles, channels, units, across,
-    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    grad,
+    x,
+    y,
+    residual,
+    signs,
+    dz,
+    weight,
+    bias,
+    mean_in,
+    rstd_in,
+    parts,
+    slope,
+    blocks,
+    splits,
+    rows,
+    tiles,
+    channels,
+    units,
+    across,
+    ACT: tl.constexpr,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """parts[0] and parts[1]: Σ dz and Σ dz · (x − mean) of each program's rows."""
     enter(CHAIN, True)
     split, block = start(blocks, WIDE)
@@ -348,9 +547,32 @@ def backward_sums(
     mean, shift = number(mean_in, c, channels, 0.0), number(bias, c, channels, 0.0)
     scale = number(rstd_in, c, channels, 0.0) * number(weight, c, channels, 1.0)
     plain, along = _sums(
-        grad, x, y, residual, signs, dz, split, splits, block, mean, scale, shift, slope,
-        rows, tiles, channels, units, across, True, ACT, LAST, A, B, V, STAGES,
-    )  # fmt: skip
+        grad,
+        x,
+        y,
+        residual,
+        signs,
+        dz,
+        split,
+        splits,
+        block,
+        mean,
+        scale,
+        shift,
+        slope,
+        rows,
+        tiles,
+        channels,
+        units,
+        across,
+        True,
+        ACT,
+        LAST,
+        A,
+        B,
+        V,
+        STAGES,
+    )
     part = split if LAST else split * across + block % across
     pieces = splits if LAST else splits * across
     tl.store(parts + part * channels + c, plain, mask=c < channels)
@@ -359,9 +581,18 @@ def backward_sums(
 
 @triton.jit
 def backward_merge(
-    parts, rstd_in, dweight, dbias, means, share, pieces, channels,
-    P: tl.constexpr, B: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    parts,
+    rstd_in,
+    dweight,
+    dbias,
+    means,
+    share,
+    pieces,
+    channels,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """The sums of B channels, and what the second pass needs of them: means[0] = Σ dz / n and
     means[1] = rstd² · Σ dz · (x − mean) / n."""
     enter(CHAIN, False)
@@ -386,11 +617,36 @@ def backward_merge(
 
 @triton.jit
 def backward_apply(
-    grad, x, y, residual, signs, dz, dx, weight, bias, mean_in, rstd_in, means, slope, blocks,
-    last, each, rows, tiles, channels, units, across,
-    ACT: tl.constexpr, LAST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    grad,
+    x,
+    y,
+    residual,
+    signs,
+    dz,
+    dx,
+    weight,
+    bias,
+    mean_in,
+    rstd_in,
+    means,
+    slope,
+    blocks,
+    last,
+    each,
+    rows,
+    tiles,
+    channels,
+    units,
+    across,
+    ACT: tl.constexpr,
+    LAST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    V: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """dx of ``each`` tiles in a row, the last tiles of x first."""
     enter(CHAIN, False)
     split, block = start(blocks, WIDE)
@@ -404,6 +660,20 @@ def backward_apply(
         at, row, lane = tile_at(t, block, rows, channels, units, across, LAST, A, B, V)
         kept = read_signs(signs, t, block, rows, channels, units, across, LAST, A, B, V)
         _input_gradient(
-            grad, x, y, residual, kept, dz, dx, at, row & lane, mean, scale, shift,
-            centre, lean, slope, ACT,
-        )  # fmt: skip
+            grad,
+            x,
+            y,
+            residual,
+            kept,
+            dz,
+            dx,
+            at,
+            row & lane,
+            mean,
+            scale,
+            shift,
+            centre,
+            lean,
+            slope,
+            ACT,
+        )

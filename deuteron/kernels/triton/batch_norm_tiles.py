@@ -79,10 +79,19 @@ class Division:
 
 @lru_cache(maxsize=4096)
 def divide(
-    shape: tuple[int, ...], last: bool, units: int, *, tile: int = 4096, warps: int = 4,
-    stages: int = 3, deep: int = 5, waves: int = 2, each: int = 4, once: bool = True,
+    shape: tuple[int, ...],
+    last: bool,
+    units: int,
+    *,
+    tile: int = 4096,
+    warps: int = 4,
+    stages: int = 3,
+    deep: int = 5,
+    waves: int = 2,
+    each: int = 4,
+    once: bool = True,
     width: int = 256,
-) -> Division:  # fmt: skip
+) -> Division:
     """The division of x [N, C, …] on a GPU with ``units`` multiprocessors: ``tile`` elements at a
     time, ``waves`` programs per multiprocessor in the first pass, ``each`` tiles per program in
     the second. Without ``once`` even the smallest takes a launch for each pass. ``width`` is the

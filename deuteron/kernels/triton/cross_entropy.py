@@ -109,16 +109,28 @@ def plan_rows(
     out = x if grad is None else grad
     together = x.dtype == out.dtype and (x is out or not (x.data_ptr() ^ out.data_ptr()) & 15)
     return _plan(
-        x.device, x.shape, x.stride(), out.stride(), target.stride() if probs else None,
-        weight is not None, smooth, together,
-    )  # fmt: skip
+        x.device,
+        x.shape,
+        x.stride(),
+        out.stride(),
+        target.stride() if probs else None,
+        weight is not None,
+        smooth,
+        together,
+    )
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: torch.device, shape: tuple[int, ...], x: tuple[int, ...], grad: tuple[int, ...],
-    target: tuple[int, ...] | None, weighted: bool, smooth: bool, together: bool,
-) -> Plan:  # fmt: skip
+    device: torch.device,
+    shape: tuple[int, ...],
+    x: tuple[int, ...],
+    grad: tuple[int, ...],
+    target: tuple[int, ...] | None,
+    weighted: bool,
+    smooth: bool,
+    together: bool,
+) -> Plan:
     probs = target is not None
     where, there = layout(shape, x), layout(shape, grad)
     wanted = layout(shape, target) if target is not None else Layout(0, 0, 0, 0, 1)
@@ -174,9 +186,20 @@ def launch_rows(
     targets must be contiguous."""
     how = {"SUMMED": summed, "ALONE": alone, "LATER": later} if plan.sums else {}
     plan.kernel(
-        (plan.programs,), x, target, weight, total, loss, lse, masses, grad, *plan.numbers, *spec,
-        **plan.constants, **how,
-    )  # fmt: skip
+        (plan.programs,),
+        x,
+        target,
+        weight,
+        total,
+        loss,
+        lse,
+        masses,
+        grad,
+        *plan.numbers,
+        *spec,
+        **plan.constants,
+        **how,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -204,11 +227,26 @@ def launch_some_classes(
     contiguous."""
     probs = target.is_floating_point()
     _some_classes(
-        (x.shape[0],), x, target, weight, total, lse, masses, up, x.stride(0),
-        target.stride(0) if probs else 0, min(up.dim(), 1), first, x.shape[1], classes,
-        *spec, W=triton.next_power_of_2(min(x.shape[1], LONG)), PROBS=probs,
-        SPREAD=probs or spec.smoothing != 0.0, warps=4,
-    )  # fmt: skip
+        (x.shape[0],),
+        x,
+        target,
+        weight,
+        total,
+        lse,
+        masses,
+        up,
+        x.stride(0),
+        target.stride(0) if probs else 0,
+        min(up.dim(), 1),
+        first,
+        x.shape[1],
+        classes,
+        *spec,
+        W=triton.next_power_of_2(min(x.shape[1], LONG)),
+        PROBS=probs,
+        SPREAD=probs or spec.smoothing != 0.0,
+        warps=4,
+    )
 
 
 def _unit(stride: int) -> Any:

@@ -47,23 +47,66 @@ def _piece(x, i, low, high, EDGE: tl.constexpr, SHIFTED: tl.constexpr, POLICY: t
 
 @triton.jit
 def _read(
-    x, i, low, high, target, weight, m, s, masses, spreads, ref, smoothing, classes,
-    EDGE: tl.constexpr, SHIFTED: tl.constexpr, PROBS: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
+    x,
+    i,
+    low,
+    high,
+    target,
+    weight,
+    m,
+    s,
+    masses,
+    spreads,
+    ref,
+    smoothing,
+    classes,
+    EDGE: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    PROBS: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
     """The first read of a tile. Shares that are the same for all classes need no sum of their
     own."""
     v = _piece(x, i, low, high, EDGE, SHIFTED, "evict_last")
     return _seen(
-        v, i, low, high, target, weight, m, s, masses, spreads, ref, smoothing, classes,
-        EDGE, PROBS, SPREAD,
-    )  # fmt: skip
+        v,
+        i,
+        low,
+        high,
+        target,
+        weight,
+        m,
+        s,
+        masses,
+        spreads,
+        ref,
+        smoothing,
+        classes,
+        EDGE,
+        PROBS,
+        SPREAD,
+    )
 
 
 @triton.jit
 def _seen(
-    v, i, low, high, target, weight, m, s, masses, spreads, ref, smoothing, classes,
-    EDGE: tl.constexpr, PROBS: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
+    v,
+    i,
+    low,
+    high,
+    target,
+    weight,
+    m,
+    s,
+    masses,
+    spreads,
+    ref,
+    smoothing,
+    classes,
+    EDGE: tl.constexpr,
+    PROBS: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
     """What is known of a row after a tile v of it more."""
     m, s = online(v, m, s, 0)
     if SPREAD:
@@ -82,9 +125,23 @@ def _seen(
 
 @triton.jit
 def _write(
-    x, grad, i, low, high, target, weight, k, rate, g0, smoothing, classes,
-    EDGE: tl.constexpr, SHIFTED: tl.constexpr, PROBS: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    i,
+    low,
+    high,
+    target,
+    weight,
+    k,
+    rate,
+    g0,
+    smoothing,
+    classes,
+    EDGE: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    PROBS: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
     """The second read of a tile, and its gradient. At an edge of a shifted row only whole 16 bytes
     are written: what lies beside belongs to others."""
     v = _piece(x, i, low, high, EDGE, SHIFTED, "evict_first")
@@ -103,9 +160,8 @@ def _write(
 
 @triton.jit
 def _slope(
-    v, c, target, weight, k, rate, g0, smoothing, classes,
-    PROBS: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
+    v, c, target, weight, k, rate, g0, smoothing, classes, PROBS: tl.constexpr, SPREAD: tl.constexpr
+):
     """The gradient at classes c, without what an integer target takes from its own."""
     d = tl.exp2(v * LOG2E - k) * rate
     if SPREAD:
@@ -119,9 +175,20 @@ def _slope(
 
 @triton.jit
 def _write_ends(
-    x, grad, low, high, target, weight, k, rate, g0, smoothing, classes,
-    PROBS: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    low,
+    high,
+    target,
+    weight,
+    k,
+    rate,
+    g0,
+    smoothing,
+    classes,
+    PROBS: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
     """The elements of a shifted row before its first and after its last whole 16 bytes."""
     wide: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
     for end in tl.static_range(2):
@@ -142,17 +209,41 @@ def _whole_16_bytes(x, n):
 
 @triton.jit
 def _read_end(
-    x, stop, high, low, target, weight, ref, smoothing, classes,
-    PROBS: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
+    x,
+    stop,
+    high,
+    low,
+    target,
+    weight,
+    ref,
+    smoothing,
+    classes,
+    PROBS: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
     """Maximum, sum and shares of what a shifted row has after its last whole 16 bytes."""
     wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     i = (stop + tl.arange(0, wide))[None, :]
     zero = tl.zeros((wide,), tl.float32)
     m, s, ms, ss = _read(
-        x, i, low, high, target, weight, zero + float("-inf"), zero, zero, zero, ref, smoothing,
-        classes, True, False, PROBS, SPREAD,
-    )  # fmt: skip
+        x,
+        i,
+        low,
+        high,
+        target,
+        weight,
+        zero + float("-inf"),
+        zero,
+        zero,
+        zero,
+        ref,
+        smoothing,
+        classes,
+        True,
+        False,
+        PROBS,
+        SPREAD,
+    )
     top = tl.max(m, 0)
     return top, tl.sum(s * tl.exp2(m - anchor(top)), 0), tl.sum(ms, 0), tl.sum(ss, 0)
 
@@ -165,12 +256,33 @@ def _first_tile(x, row, inner, x_outer, x_inner, i):
 
 @triton.jit
 def one_row(
-    x, target, weight, total, loss, lse, masses, grad, rows, inner,
-    x_outer, x_inner, g_outer, g_inner, p_outer, p_inner,
-    classes, ignore, smoothing, z,
-    R: tl.constexpr, W: tl.constexpr, PROBS: tl.constexpr, SPREAD: tl.constexpr,
-    SHIFTED: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+    x,
+    target,
+    weight,
+    total,
+    loss,
+    lse,
+    masses,
+    grad,
+    rows,
+    inner,
+    x_outer,
+    x_inner,
+    g_outer,
+    g_inner,
+    p_outer,
+    p_inner,
+    classes,
+    ignore,
+    smoothing,
+    z,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    PROBS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
     """A program has one long row at a time, whose classes lie side by side. Lane by lane it keeps a
     maximum and a sum of its own, so nothing crosses lanes before the end of the row. Only the tiles
     at the edges of a row have masks. The target of the next row is asked for a row ahead: with one
@@ -241,26 +353,85 @@ def one_row(
             if AHEAD:
                 start = R * W
                 m, s, ms, ss = _seen(
-                    ahead.to(tl.float32), i, low, high, shared, weight, m, s, ms, ss, ref,
-                    smoothing, classes, False, PROBS, SPREAD,
-                )  # fmt: skip
+                    ahead.to(tl.float32),
+                    i,
+                    low,
+                    high,
+                    shared,
+                    weight,
+                    m,
+                    s,
+                    ms,
+                    ss,
+                    ref,
+                    smoothing,
+                    classes,
+                    False,
+                    PROBS,
+                    SPREAD,
+                )
             else:
                 for o in range(begin, stop, apart):
                     m, s, ms, ss = _read(
-                        at, o + i, low, stop, shared, weight, m, s, ms, ss, ref, smoothing, classes,
-                        True, SHIFTED, PROBS, SPREAD,
-                    )  # fmt: skip
+                        at,
+                        o + i,
+                        low,
+                        stop,
+                        shared,
+                        weight,
+                        m,
+                        s,
+                        ms,
+                        ss,
+                        ref,
+                        smoothing,
+                        classes,
+                        True,
+                        SHIFTED,
+                        PROBS,
+                        SPREAD,
+                    )
             for o in range(start, whole, R * W):
                 m, s, ms, ss = _read(
-                    at, o + i, low, high, shared, weight, m, s, ms, ss, ref, smoothing, classes,
-                    False, SHIFTED, PROBS, SPREAD,
-                )  # fmt: skip
+                    at,
+                    o + i,
+                    low,
+                    high,
+                    shared,
+                    weight,
+                    m,
+                    s,
+                    ms,
+                    ss,
+                    ref,
+                    smoothing,
+                    classes,
+                    False,
+                    SHIFTED,
+                    PROBS,
+                    SPREAD,
+                )
             if AHEAD:
                 for o in range(begin, stop, apart):
                     m, s, ms, ss = _read(
-                        at, o + i, low, stop, shared, weight, m, s, ms, ss, ref, smoothing, classes,
-                        True, SHIFTED, PROBS, SPREAD,
-                    )  # fmt: skip
+                        at,
+                        o + i,
+                        low,
+                        stop,
+                        shared,
+                        weight,
+                        m,
+                        s,
+                        ms,
+                        ss,
+                        ref,
+                        smoothing,
+                        classes,
+                        True,
+                        SHIFTED,
+                        PROBS,
+                        SPREAD,
+                    )
             top = tl.max(m, 0)
             if SHIFTED:
                 last, s2, mass, spread = _read_end(
@@ -291,19 +462,58 @@ def one_row(
                 tl.debug_barrier()  # the row is read by all before any of it is overwritten
                 for o in range(first, whole, R * W):  # backwards: what was read last is nearest
                     _write(
-                        at, to, whole - R * W - (o - first) + i, low, high, shared, weight, k, rate,
-                        g0, smoothing, classes, False, SHIFTED, PROBS, SPREAD,
-                    )  # fmt: skip
+                        at,
+                        to,
+                        whole - R * W - (o - first) + i,
+                        low,
+                        high,
+                        shared,
+                        weight,
+                        k,
+                        rate,
+                        g0,
+                        smoothing,
+                        classes,
+                        False,
+                        SHIFTED,
+                        PROBS,
+                        SPREAD,
+                    )
                 for o in range(begin, stop, apart):
                     _write(
-                        at, to, o + i, low, stop, shared, weight, k, rate, g0, smoothing, classes,
-                        True, SHIFTED, PROBS, SPREAD,
-                    )  # fmt: skip
+                        at,
+                        to,
+                        o + i,
+                        low,
+                        stop,
+                        shared,
+                        weight,
+                        k,
+                        rate,
+                        g0,
+                        smoothing,
+                        classes,
+                        True,
+                        SHIFTED,
+                        PROBS,
+                        SPREAD,
+                    )
                 if SHIFTED:
                     _write_ends(
-                        at, to, low, high, shared, weight, k, rate, g0, smoothing, classes, PROBS,
+                        at,
+                        to,
+                        low,
+                        high,
+                        shared,
+                        weight,
+                        k,
+                        rate,
+                        g0,
+                        smoothing,
+                        classes,
+                        PROBS,
                         SPREAD,
-                    )  # fmt: skip
+                    )
                 if not PROBS:
                     there = tl.where(known, y, 0)
                     d = tl.exp2(picked * LOG2E - k) * rate - own * g0

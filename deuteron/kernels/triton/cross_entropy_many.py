@@ -31,12 +31,38 @@ def _tile(x, offset, inside):
 
 @triton.jit
 def many_rows(
-    x, target, weight, total, loss, lse, masses, grad, inner, blocks,
-    x_outer, x_inner, x_class, g_outer, g_inner, g_class, p_outer, p_inner, p_class,
-    classes, ignore, smoothing, z,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PROBS: tl.constexpr, SPREAD: tl.constexpr,
-    ONCE: tl.constexpr, SUMMED: tl.constexpr, ALONE: tl.constexpr, LATER: tl.constexpr,
-):  # fmt: skip
+    x,
+    target,
+    weight,
+    total,
+    loss,
+    lse,
+    masses,
+    grad,
+    inner,
+    blocks,
+    x_outer,
+    x_inner,
+    x_class,
+    g_outer,
+    g_inner,
+    g_class,
+    p_outer,
+    p_inner,
+    p_class,
+    classes,
+    ignore,
+    smoothing,
+    z,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROBS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    ONCE: tl.constexpr,
+    SUMMED: tl.constexpr,
+    ALONE: tl.constexpr,
+    LATER: tl.constexpr,
+):
     """A program has several rows. ONCE: all classes are in one tile. SUMMED: ``loss`` gets the sum
     of the rows of a program, else each row. ALONE: there is one program for all rows, which finds
     the ``total`` itself, "sum" or "mean" (see ``store_totals`` for LATER), and needs nobody before
@@ -146,10 +172,26 @@ def many_rows(
 
 @triton.jit
 def some_classes(
-    x, target, weight, total, lse, masses, up, x_row, p_row, up_row,
-    first, count, classes, ignore, smoothing, z,
-    W: tl.constexpr, PROBS: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
+    x,
+    target,
+    weight,
+    total,
+    lse,
+    masses,
+    up,
+    x_row,
+    p_row,
+    up_row,
+    first,
+    count,
+    classes,
+    ignore,
+    smoothing,
+    z,
+    W: tl.constexpr,
+    PROBS: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
     """Turns the logits of ``count`` classes, from ``first`` on, into their gradients, for rows
     whose lse and Σ q are known already."""
     row = tl.program_id(0).to(tl.int64)

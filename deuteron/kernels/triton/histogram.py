@@ -21,10 +21,16 @@ from deuteron.kernels.triton.launch import Launchable
 
 @triton.jit
 def _histogram(
-    x, counts, size,
-    BINS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
+    x,
+    counts,
+    size,
+    BINS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+):
     found = tl.zeros((SLOTS,), tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
@@ -55,9 +61,16 @@ def count(
     """The counts of ``size`` elements that lie next to each other, in any order."""
 
     launch = histogram.settled(
-        (programs,), size, warps=warps,
-        BINS=bins, LOW=low, HIGH=high, SLOTS=slots, BLOCK=block, SHARED=programs > 1,
-    )  # fmt: skip
+        (programs,),
+        size,
+        warps=warps,
+        BINS=bins,
+        LOW=low,
+        HIGH=high,
+        SLOTS=slots,
+        BLOCK=block,
+        SHARED=programs > 1,
+    )
 
     def add_up(x: torch.Tensor, counts: torch.Tensor) -> None:
         counts.zero_()

@@ -20,11 +20,19 @@ from deuteron.codegen.triton_compile import compile_triton
 from deuteron.codegen.triton_load import bound
 
 POINTERS = {
-    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16",
-    torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16",
-    torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
-    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
-}  # fmt: skip
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
 INT32 = 2**31
 
 
@@ -75,9 +83,13 @@ class Launchable:
         call(x, y, z, torch._C._cuda_getCurrentRawStream(device), *raw, *rest)
 
     def _bound(
-        self, device: int, kinds: Sequence[Any], constants: Mapping[str, Any], warps: int,
+        self,
+        device: int,
+        kinds: Sequence[Any],
+        constants: Mapping[str, Any],
+        warps: int,
         stages: int,
-    ) -> tuple[Callable[..., None], tuple[Any, ...]]:  # fmt: skip
+    ) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """What launches the kernel, and its last arguments: a launcher wants constants in their
         places too, though it does not pass them on."""
         with torch.cuda.device(device):
@@ -85,9 +97,13 @@ class Launchable:
         return call, tuple(constants.get(n) for n in self.fn.arg_names[len(kinds) :])
 
     def settled(
-        self, grid: tuple[int, ...], *numbers: Any, warps: int = 4, stages: int = 2,
+        self,
+        grid: tuple[int, ...],
+        *numbers: Any,
+        warps: int = 4,
+        stages: int = 2,
         **constants: Any,
-    ) -> Callable[..., None]:  # fmt: skip
+    ) -> Callable[..., None]:
         """The call as a function of its tensors alone, which come before the numbers and are of the
         same types and on the same device every time. Where their addresses are multiples of 16,
         as those of new tensors are, nothing is looked up: half of the time of a call."""

@@ -118,8 +118,9 @@ def launch_totals(
     n = target.numel()
     if n <= ONE:
         block = _block(n)
-        _totals((1,), target, weight, None, out, n, classes, ignore, LATER=later, BLOCK=block,
-                warps=8)  # fmt: skip
+        _totals(
+            (1,), target, weight, None, out, n, classes, ignore, LATER=later, BLOCK=block, warps=8
+        )
         return out
     parts = torch.empty((2, PARTS), dtype=torch.float32, device=target.device)
     _count_parts((PARTS,), target, weight, parts, n, classes, ignore, BLOCK=1024, warps=4)

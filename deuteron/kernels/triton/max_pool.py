@@ -47,8 +47,9 @@ def _tap(place, window, stride, padding, dilation, kernel):
 
 
 @triton.jit
-def _places(block, tall, wide, channels, lines, OUTER: tl.constexpr, INNER: tl.constexpr,
-            LAST: tl.constexpr):  # fmt: skip
+def _places(
+    block, tall, wide, channels, lines, OUTER: tl.constexpr, INNER: tl.constexpr, LAST: tl.constexpr
+):
     """Image, channel, row and column of a tile; of lines beyond the last, those of the last."""
     along = channels if LAST else wide
     blocks = tl.cdiv(along, INNER)
@@ -121,10 +122,21 @@ def _read(at, inside, WIDE: tl.constexpr, KEEP: tl.constexpr):
 
 @triton.jit
 def _row(
-    line, two, left, first, ahead, width, sw, KW: tl.constexpr, PW: tl.constexpr,
-    DW: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, BESIDE: tl.constexpr,
+    line,
+    two,
+    left,
+    first,
+    ahead,
+    width,
+    sw,
+    KW: tl.constexpr,
+    PW: tl.constexpr,
+    DW: tl.constexpr,
+    WIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BESIDE: tl.constexpr,
     KEEP: tl.constexpr,
-):  # fmt: skip
+):
     """The largest along one row of every window, and its tap in the row; ``first`` is the first one
     inside. PAIRS: of windows two apart, whose taps are read in pairs ``two``. BESIDE: whether taps
     one apart are next to each other in memory."""
@@ -158,9 +170,19 @@ def _row(
 
 @triton.jit
 def _put(
-    y, where, best, tap, out, live, top, left, width, KW: tl.constexpr, DH: tl.constexpr,
+    y,
+    where,
+    best,
+    tap,
+    out,
+    live,
+    top,
+    left,
+    width,
+    KW: tl.constexpr,
+    DH: tl.constexpr,
     DW: tl.constexpr,
-):  # fmt: skip
+):
     """What was found of every window."""
     if y is not None:
         tl.store(y + out, best.to(y.dtype.element_ty), mask=live)
@@ -174,14 +196,44 @@ def _put(
 
 @triton.jit
 def _pool(
-    x, y, where, channels, height, width, tall, wide, groups, lines,
-    sn, sc, sh, sw, yn, yc, yh, yw,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
-    PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, LAST: tl.constexpr,
-    X_ADJACENT: tl.constexpr, X_STEP: tl.constexpr, Y_ADJACENT: tl.constexpr,
-    Y_STEP: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr, WAY: tl.constexpr,
-    ROWS: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    where,
+    channels,
+    height,
+    width,
+    tall,
+    wide,
+    groups,
+    lines,
+    sn,
+    sc,
+    sh,
+    sw,
+    yn,
+    yc,
+    yh,
+    yw,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    DH: tl.constexpr,
+    DW: tl.constexpr,
+    LAST: tl.constexpr,
+    X_ADJACENT: tl.constexpr,
+    X_STEP: tl.constexpr,
+    Y_ADJACENT: tl.constexpr,
+    Y_STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINE: tl.constexpr,
+    WAY: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+):
     """y, unless it is None, and into ``where`` the numbers of the winning taps, or, if it is of
     64 bits, the winners' places in their planes. WAY: taps one by one ("taps"), those of windows
     two apart in pairs ("pairs"), or many, or far apart, in a loop ("loop"). A program has ROWS rows
@@ -195,7 +247,7 @@ def _pool(
         wide = _whole(wide, LINE)
     n, c, group, j, live = _places(
         tl.program_id(0), groups, wide, channels, lines, OUTER, INNER, LAST
-    )  # fmt: skip
+    )
     sh, sw = _steps(sh, sw, X_STEP, LAST)
     yh, yw = _steps(yh, yw, Y_STEP, LAST)
     width = _whole(width, WIDTH)
@@ -226,9 +278,21 @@ def _pool(
             # a row outside is the nearest one inside, which its window has as well
             row = tl.minimum(tl.maximum(top + t, 0), height - 1)
             best, tap = _row(
-                line + row.to(tl.int64) * sh, two, left, first, ahead, width, sw, KW, PW, DW, WIDE,
-                WAY == "pairs", X_ADJACENT and not LAST, KEEP,
-            )  # fmt: skip
+                line + row.to(tl.int64) * sh,
+                two,
+                left,
+                first,
+                ahead,
+                width,
+                sw,
+                KW,
+                PW,
+                DW,
+                WIDE,
+                WAY == "pairs",
+                X_ADJACENT and not LAST,
+                KEEP,
+            )
             rows, taps, downs = rows + (best,), taps + (tap,), downs + (row - top,)
         for r in tl.static_range(ROWS):
             best, tap = rows[r * SH], taps[r * SH] + (downs[r * SH] - r * SH) * KW
@@ -242,16 +306,55 @@ def _pool(
 
 @triton.jit
 def _cells(
-    grad, where, dx, channels, height, width, tall, wide, down, across, lines,
-    gn, gc, gh, gw, yn, yc, yh, yw, sn, sc, sh, sw,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
-    PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr,
-    OVER: tl.constexpr, ON: tl.constexpr, LAST: tl.constexpr, G_ADJACENT: tl.constexpr,
-    G_STEP: tl.constexpr, Y_ADJACENT: tl.constexpr, Y_STEP: tl.constexpr,
-    X_ADJACENT: tl.constexpr, X_STEP: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr,
-    WINDOWS: tl.constexpr, PAIRS: tl.constexpr,
-    OUTER: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
+    grad,
+    where,
+    dx,
+    channels,
+    height,
+    width,
+    tall,
+    wide,
+    down,
+    across,
+    lines,
+    gn,
+    gc,
+    gh,
+    gw,
+    yn,
+    yc,
+    yh,
+    yw,
+    sn,
+    sc,
+    sh,
+    sw,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    DH: tl.constexpr,
+    DW: tl.constexpr,
+    UP: tl.constexpr,
+    DOWN: tl.constexpr,
+    OVER: tl.constexpr,
+    ON: tl.constexpr,
+    LAST: tl.constexpr,
+    G_ADJACENT: tl.constexpr,
+    G_STEP: tl.constexpr,
+    Y_ADJACENT: tl.constexpr,
+    Y_STEP: tl.constexpr,
+    X_ADJACENT: tl.constexpr,
+    X_STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINE: tl.constexpr,
+    WINDOWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+):
     """dx in cells of SH × SW, ``down`` × ``across`` of them. Elements of cell (i, j) lie in windows
     (i + UP, j + OVER) to (i + DOWN, j + ON)."""
     WIDE: tl.constexpr = tl.float64 if dx.dtype.element_ty == tl.float64 else tl.float32
@@ -259,9 +362,7 @@ def _cells(
         channels = _whole(channels, LINE)
     else:
         across, wide = _whole(across, LINE), _whole(wide, WINDOWS)
-    n, c, i, j, live = _places(
-        tl.program_id(0), down, across, channels, lines, OUTER, INNER, LAST
-    )  # fmt: skip
+    n, c, i, j, live = _places(tl.program_id(0), down, across, channels, lines, OUTER, INNER, LAST)
     gh, gw = _steps(gh, gw, G_STEP, LAST)
     yh, yw = _steps(yh, yw, Y_STEP, LAST)
     sh, sw = _steps(sh, sw, X_STEP, LAST)
@@ -310,18 +411,48 @@ def _cells(
 
 @triton.jit
 def _each(
-    grad, where, dx, channels, height, width, tall, wide, lines,
-    gn, gc, gh, gw, yn, yc, yh, yw, sn, sc, sh, sw,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
-    PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, TALL: tl.constexpr, BROAD: tl.constexpr,
-    LAST: tl.constexpr, X_ADJACENT: tl.constexpr, X_STEP: tl.constexpr, OUTER: tl.constexpr,
+    grad,
+    where,
+    dx,
+    channels,
+    height,
+    width,
+    tall,
+    wide,
+    lines,
+    gn,
+    gc,
+    gh,
+    gw,
+    yn,
+    yc,
+    yh,
+    yw,
+    sn,
+    sc,
+    sh,
+    sw,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    SH: tl.constexpr,
+    SW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    DH: tl.constexpr,
+    DW: tl.constexpr,
+    TALL: tl.constexpr,
+    BROAD: tl.constexpr,
+    LAST: tl.constexpr,
+    X_ADJACENT: tl.constexpr,
+    X_STEP: tl.constexpr,
+    OUTER: tl.constexpr,
     INNER: tl.constexpr,
-):  # fmt: skip
+):
     """dx where every element goes through its windows, TALL × BROAD at most."""
     WIDE: tl.constexpr = tl.float64 if dx.dtype.element_ty == tl.float64 else tl.float32
     n, c, row, column, live = _places(
         tl.program_id(0), height, width, channels, lines, OUTER, INNER, LAST
-    )  # fmt: skip
+    )
     total = tl.zeros((OUTER, INNER), WIDE)
     for di in range(TALL):
         i = (row + PH) // SH - di
@@ -448,8 +579,14 @@ def forward(
     vector = 16 // size
     of_y = vector // 2 if way == "pairs" else vector if w.last or w.stride[1] == 1 else 1
     constants = w.constants | w.line("X", w.strides, vector) | w.line("Y", w.out_strides, of_y)
-    constants |= {"WIDTH": gcd(16, w.shape[3]), "LINE": gcd(16, w.along(w.out)), "WAY": way,
-                  "ROWS": rows, "OUTER": tile.outer, "INNER": tile.inner}  # fmt: skip
+    constants |= {
+        "WIDTH": gcd(16, w.shape[3]),
+        "LINE": gcd(16, w.along(w.out)),
+        "WAY": way,
+        "ROWS": rows,
+        "OUTER": tile.outer,
+        "INNER": tile.inner,
+    }
 
     def run(x: torch.Tensor, y: torch.Tensor | None, where: torch.Tensor | None) -> None:
         pool(grid, x, y, where, *numbers, warps=tile.warps, **constants)
@@ -470,9 +607,16 @@ def backward(
         some = vector // 2 if w.in_pairs else vector if w.last or w.stride[1] == 1 else 1
         constants |= w.line("G", grad_strides, some) | w.line("Y", w.out_strides, some)
         (up, down), (over, on) = w.reach
-        constants |= {"UP": up, "DOWN": down, "OVER": over, "ON": on, "PAIRS": w.in_pairs,
-                      "WIDTH": gcd(16, w.shape[3]), "LINE": gcd(16, w.along(w.cells)),
-                      "WINDOWS": gcd(16, w.out[1])}  # fmt: skip
+        constants |= {
+            "UP": up,
+            "DOWN": down,
+            "OVER": over,
+            "ON": on,
+            "PAIRS": w.in_pairs,
+            "WIDTH": gcd(16, w.shape[3]),
+            "LINE": gcd(16, w.along(w.cells)),
+            "WINDOWS": gcd(16, w.out[1]),
+        }
     else:
         kernel, positions = each, w.shape[2:]
         spans = zip(w.kernel, w.dilation, w.stride, strict=True)

@@ -81,11 +81,24 @@ def _first_of_rows(x, tile, rows, N: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _rows(
-    x, grad, weight, extra, dx, dweight, dbias, rows,
-    N: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    x,
+    grad,
+    weight,
+    extra,
+    dx,
+    dweight,
+    dbias,
+    rows,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
     CHAIN: tl.constexpr,
-):  # fmt: skip
+):
     """A persistent program takes R rows at a time, the last first, and keeps sums of its columns.
 
     A mean of 1000 is rounded by 3e-5 in float32, and so would be every centred value. What is left
@@ -170,10 +183,17 @@ def _rows(
 
 @triton.jit
 def _sums_of_rows(
-    x, grad, weight, sums,
-    N: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    weight,
+    sums,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """The mean, what its rounding left of it, rstd, mean(inner · hat) and mean(inner) of one row,
     read block by block; what is read again comes from L2."""
     enter(CHAIN, True)
@@ -218,10 +238,23 @@ def _sums_of_rows(
 
 @triton.jit
 def _long(
-    x, grad, weight, extra, dx, dweight, dbias, sums, rows,
-    N: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    R: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    weight,
+    extra,
+    dx,
+    dweight,
+    dbias,
+    sums,
+    rows,
+    N: tl.constexpr,
+    CENTRED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """A block of columns of every so-manieth row; the sums of the rows are known."""
     enter(CHAIN, False)
     EVEN: tl.constexpr = N % BLOCK == 0
@@ -270,9 +303,16 @@ def _long(
 
 @triton.jit
 def _add_up(
-    partial_w, partial_b, dweight, dbias, count, n,
-    R: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    partial_w,
+    partial_b,
+    dweight,
+    dbias,
+    count,
+    n,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """Partial results [count, n] summed down the columns."""
     enter(CHAIN, False)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -308,9 +348,7 @@ def backward(work: Work, way: Way) -> Call:
     """A function of x, grad, weight, extra, dx, dweight, dbias and offset that fills dx, dweight
     and dbias. Any but x and grad may be None; a result that is None is not computed."""
     wide = _wide(work)
-    constants: dict[str, Any] = {
-        "EPS": work.eps, "WIDE": _kind(work),
-    }  # fmt: skip
+    constants: dict[str, Any] = {"EPS": work.eps, "WIDE": _kind(work)}
     first: Callable[..., None]
     if work.kind == "groups":
         count, n = samples(work, way), work.groups * work.each
@@ -322,9 +360,15 @@ def backward(work: Work, way: Way) -> Call:
         first = _long_call(work, way, constants) if long else _rows_call(work, way, constants)
 
     def run(
-        x: Tensor, grad: Tensor, weight: Maybe, extra: Maybe, dx: Maybe, dweight: Maybe,
-        dbias: Maybe, offset: Maybe = None,
-    ) -> None:  # fmt: skip
+        x: Tensor,
+        grad: Tensor,
+        weight: Maybe,
+        extra: Maybe,
+        dx: Maybe,
+        dweight: Maybe,
+        dbias: Maybe,
+        offset: Maybe = None,
+    ) -> None:
         chain = chained(x.device)
         given = (x, grad, weight, offset) if work.kind == "groups" else (x, grad, weight)
         if count == 1 or (dweight is None and dbias is None):
@@ -333,11 +377,9 @@ def backward(work: Work, way: Way) -> Call:
         w, b = (
             None if p is None else torch.empty((count, n), dtype=wide, device=x.device)
             for p in (dweight, dbias)
-        )  # fmt: skip
+        )
         first(*given, extra, dx, w, b, CHAIN=chain)
-        ADD_UP(
-            (-(-n // 32),), w, b, dweight, dbias, count, n, R=64, BLOCK=32, CHAIN=chain, warps=8
-        )  # fmt: skip
+        ADD_UP((-(-n // 32),), w, b, dweight, dbias, count, n, R=64, BLOCK=32, CHAIN=chain, warps=8)
 
     return run
 
@@ -355,19 +397,34 @@ def _kind(work: Work) -> tl.dtype:
 def _groups_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:
     kernel, (channels, positions) = HELD if way.channels else LOOPED, tile_of(work, way)
     return partial(
-        kernel, (work.rows,), warps=way.warps, GROUPS=work.groups, EACH=work.each,
-        HW=work.columns // work.each, ACT=work.activation, SLOPE=work.slope, C=channels,
-        H=positions, **constants,
-    )  # fmt: skip
+        kernel,
+        (work.rows,),
+        warps=way.warps,
+        GROUPS=work.groups,
+        EACH=work.each,
+        HW=work.columns // work.each,
+        ACT=work.activation,
+        SLOPE=work.slope,
+        C=channels,
+        H=positions,
+        **constants,
+    )
 
 
 def _split_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[..., None]:
     programs, common, rest = _parts(work, way, constants)
 
     def run(
-        x: Tensor, grad: Tensor, weight: Maybe, offset: Maybe, extra: Maybe, dx: Maybe,
-        dweight: Maybe, dbias: Maybe, CHAIN: bool,
-    ) -> None:  # fmt: skip
+        x: Tensor,
+        grad: Tensor,
+        weight: Maybe,
+        offset: Maybe,
+        extra: Maybe,
+        dx: Maybe,
+        dweight: Maybe,
+        dbias: Maybe,
+        CHAIN: bool,
+    ) -> None:
         wide = _wide(work)
         moments, sums = (torch.empty((programs, 2), dtype=wide, device=x.device) for _ in range(2))
         given = (x, grad, weight, offset)
@@ -388,14 +445,23 @@ def _parts(
     positions = way.positions or work.columns // work.each
     parts = work.columns // (each * positions)
     common = {
-        "ALL": work.each, "POSITIONS": work.columns // work.each, "PARTS": parts, "EACH": each,
-        "HW": positions, "WIDE": constants["WIDE"], "C": way.channels,
-        "H": way.tile // way.channels, "warps": way.warps,
-    }  # fmt: skip
+        "ALL": work.each,
+        "POSITIONS": work.columns // work.each,
+        "PARTS": parts,
+        "EACH": each,
+        "HW": positions,
+        "WIDE": constants["WIDE"],
+        "C": way.channels,
+        "H": way.tile // way.channels,
+        "warps": way.warps,
+    }
     rest = {
-        "GROUPS": work.groups, "MANY": power_of_two(parts), "EPS": work.eps,
-        "ACT": work.activation, "SLOPE": work.slope,
-    }  # fmt: skip
+        "GROUPS": work.groups,
+        "MANY": power_of_two(parts),
+        "EPS": work.eps,
+        "ACT": work.activation,
+        "SLOPE": work.slope,
+    }
     return work.rows * parts, common, rest
 
 
@@ -419,9 +485,15 @@ def _rows_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[...,
     block = power_of_two(work.columns)
     even = block == work.columns and work.rows % way.rows == 0
     call = partial(
-        ROWS, (way.programs,), warps=way.warps, BLOCK=block, R=way.rows, EVEN=even,
-        STAGES=way.stages, **constants,
-    )  # fmt: skip
+        ROWS,
+        (way.programs,),
+        warps=way.warps,
+        BLOCK=block,
+        R=way.rows,
+        EVEN=even,
+        STAGES=way.stages,
+        **constants,
+    )
     return lambda *tensors, CHAIN: call(*tensors, work.rows, CHAIN=CHAIN)
 
 
@@ -430,9 +502,14 @@ def _long_call(work: Work, way: Way, constants: dict[str, Any]) -> Callable[...,
     sums_of_rows = partial(SUMS_OF_ROWS, (rows,), warps=8, BLOCK=4096, **constants)
     constants = {k: v for k, v in constants.items() if k != "EPS"}
     columns = partial(
-        LONG, (-(-n // COLUMNS), way.programs), warps=way.warps, BLOCK=COLUMNS, R=way.rows,
-        STAGES=way.stages, **constants,
-    )  # fmt: skip
+        LONG,
+        (-(-n // COLUMNS), way.programs),
+        warps=way.warps,
+        BLOCK=COLUMNS,
+        R=way.rows,
+        STAGES=way.stages,
+        **constants,
+    )
 
     def run(x: Tensor, grad: Tensor, weight: Maybe, *rest: Maybe, CHAIN: bool) -> None:
         sums = torch.empty((rows, 5), dtype=wide, device=x.device)

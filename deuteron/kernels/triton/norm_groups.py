@@ -33,9 +33,19 @@ def of_channels(p, channel, k, EACH: tl.constexpr, C: tl.constexpr, WIDE: tl.con
 
 @triton.jit
 def bent_tile(
-    g, v, w, weight, offset, channel, k, EACH: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr,
-    SLOPE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    g,
+    v,
+    w,
+    weight,
+    offset,
+    channel,
+    k,
+    EACH: tl.constexpr,
+    C: tl.constexpr,
+    ACT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """The gradient before the activation, of a tile whose normalised values are v."""
     if ACT == "none":
         return g
@@ -50,11 +60,25 @@ def bent_tile(
 
 @triton.jit
 def looped(
-    x, grad, weight, offset, extra, dx, dweight, dbias,
-    GROUPS: tl.constexpr, EACH: tl.constexpr, HW: tl.constexpr, EPS: tl.constexpr,
-    ACT: tl.constexpr, SLOPE: tl.constexpr, WIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    x,
+    grad,
+    weight,
+    offset,
+    extra,
+    dx,
+    dweight,
+    dbias,
+    GROUPS: tl.constexpr,
+    EACH: tl.constexpr,
+    HW: tl.constexpr,
+    EPS: tl.constexpr,
+    ACT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
     CHAIN: tl.constexpr,
-):  # fmt: skip
+):
     """Mean and variance in one pass: values are taken relative to the mean of the first tile. That
     mean differs from the group's by at most √(tiles) deviations, so little cancels."""
     enter(CHAIN, True)
@@ -147,9 +171,14 @@ def tiles_of(p, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr, H: tl.con
 
 @triton.jit
 def distance(
-    tile, mean, I: tl.constexpr, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr,
+    tile,
+    mean,
+    I: tl.constexpr,
+    EACH: tl.constexpr,
+    HW: tl.constexpr,
+    C: tl.constexpr,
     H: tl.constexpr,
-):  # fmt: skip
+):
     """The I-th tile less the mean; 0 outside of the group."""
     ACROSS: tl.constexpr = (HW + H - 1) // H
     v = tile.to(mean.dtype) - mean
@@ -161,11 +190,25 @@ def distance(
 
 @triton.jit
 def held(
-    x, grad, weight, offset, extra, dx, dweight, dbias,
-    GROUPS: tl.constexpr, EACH: tl.constexpr, HW: tl.constexpr, EPS: tl.constexpr,
-    ACT: tl.constexpr, SLOPE: tl.constexpr, WIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    x,
+    grad,
+    weight,
+    offset,
+    extra,
+    dx,
+    dweight,
+    dbias,
+    GROUPS: tl.constexpr,
+    EACH: tl.constexpr,
+    HW: tl.constexpr,
+    EPS: tl.constexpr,
+    ACT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
     CHAIN: tl.constexpr,
-):  # fmt: skip
+):
     """The variance is that of centred values. A mean of 1000 is rounded by 3e-5 in float32; what is
     left of it is taken out where the elements are fine enough to show it."""
     enter(CHAIN, True)

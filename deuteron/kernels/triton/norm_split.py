@@ -27,9 +27,14 @@ from deuteron.kernels.triton.norm_parts import over_root, read, write
 
 
 @triton.jit
-def _part(GROUPS: tl.constexpr, ALL: tl.constexpr, HW: tl.constexpr, PARTS: tl.constexpr,
-    SIZE: tl.constexpr, LAST_FIRST: tl.constexpr,
-):  # fmt: skip
+def _part(
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    HW: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
+):
     """The part of a program, its group, where both begin, and the first channel. ALL: channels of a
     group, HW: positions of each, SIZE: elements of a part."""
     part = tl.program_id(0)
@@ -42,9 +47,9 @@ def _part(GROUPS: tl.constexpr, ALL: tl.constexpr, HW: tl.constexpr, PARTS: tl.c
 
 
 @triton.jit
-def _moments_of(tiles, pivot, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr,
-    H: tl.constexpr,
-):  # fmt: skip
+def _moments_of(
+    tiles, pivot, EACH: tl.constexpr, HW: tl.constexpr, C: tl.constexpr, H: tl.constexpr
+):
     """The mean distance from ``pivot``, and the sum of squares around that mean."""
     ACROSS: tl.constexpr = (HW + H - 1) // H
     COUNT: tl.constexpr = (EACH + C - 1) // C * ACROSS
@@ -63,9 +68,9 @@ def _moments_of(tiles, pivot, EACH: tl.constexpr, HW: tl.constexpr, C: tl.conste
 
 
 @triton.jit
-def _merged(moments, row, EPS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
-    MANY: tl.constexpr,
-):  # fmt: skip
+def _merged(
+    moments, row, EPS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, MANY: tl.constexpr
+):
     """The mean distance of a group from its first element, and rstd."""
     p = tl.arange(0, MANY)
     there = p < PARTS
@@ -80,10 +85,18 @@ def _merged(moments, row, EPS: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.const
 
 @triton.jit
 def _moments(
-    x, moments, ALL: tl.constexpr, POSITIONS: tl.constexpr, PARTS: tl.constexpr,
-    EACH: tl.constexpr, HW: tl.constexpr, WIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    x,
+    moments,
+    ALL: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EACH: tl.constexpr,
+    HW: tl.constexpr,
+    WIDE: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
     CHAIN: tl.constexpr,
-):  # fmt: skip
+):
     enter(CHAIN, True)
     part, _, group, base, _ = _part(1, ALL, POSITIONS, PARTS, EACH * HW, False)
     tiles = tiles_of(x + base, EACH, HW, C, H)
@@ -95,11 +108,26 @@ def _moments(
 
 @triton.jit
 def _forward(
-    x, weight, bias, y, moments, GROUPS: tl.constexpr, ALL: tl.constexpr, POSITIONS: tl.constexpr,
-    PARTS: tl.constexpr, MANY: tl.constexpr, EACH: tl.constexpr, HW: tl.constexpr,
-    EPS: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr, WIDE: tl.constexpr,
-    C: tl.constexpr, H: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    y,
+    moments,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MANY: tl.constexpr,
+    EACH: tl.constexpr,
+    HW: tl.constexpr,
+    EPS: tl.constexpr,
+    ACT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """Without moments the part is the whole group."""
     enter(CHAIN, moments is None)
     SIZE: tl.constexpr = EACH * HW
@@ -125,11 +153,29 @@ def _forward(
 
 @triton.jit
 def _sums(
-    x, grad, weight, offset, moments, sums, dweight, dbias, GROUPS: tl.constexpr,
-    ALL: tl.constexpr, POSITIONS: tl.constexpr, PARTS: tl.constexpr, MANY: tl.constexpr,
-    EACH: tl.constexpr, HW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr,
-    SLOPE: tl.constexpr, WIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    weight,
+    offset,
+    moments,
+    sums,
+    dweight,
+    dbias,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MANY: tl.constexpr,
+    EACH: tl.constexpr,
+    HW: tl.constexpr,
+    EPS: tl.constexpr,
+    ACT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """The sums of inner and inner · hat over a part; those of g and g · hat for each channel are
     partial results, [samples · pieces of a channel, channels]."""
     enter(CHAIN, False)
@@ -173,11 +219,29 @@ def _sums(
 
 @triton.jit
 def _backward(
-    x, grad, weight, offset, extra, dx, moments, sums, GROUPS: tl.constexpr, ALL: tl.constexpr,
-    POSITIONS: tl.constexpr, PARTS: tl.constexpr, MANY: tl.constexpr, EACH: tl.constexpr,
-    HW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, SLOPE: tl.constexpr,
-    WIDE: tl.constexpr, C: tl.constexpr, H: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    weight,
+    offset,
+    extra,
+    dx,
+    moments,
+    sums,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MANY: tl.constexpr,
+    EACH: tl.constexpr,
+    HW: tl.constexpr,
+    EPS: tl.constexpr,
+    ACT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
     """dx of a part, whose group's moments and sums are known."""
     enter(CHAIN, False)
     L: tl.constexpr = PARTS * EACH * HW

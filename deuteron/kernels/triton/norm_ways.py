@@ -125,8 +125,9 @@ def _split(work: Work) -> list[Way]:
     channels, tiles = _cut(each, positions, warps)
     if tiles > MOST:
         return []
-    return [Way(warps=warps, tile=warps * 32 * EACH, channels=channels, each=each,
-                positions=positions)]  # fmt: skip
+    return [
+        Way(warps=warps, tile=warps * 32 * EACH, channels=channels, each=each, positions=positions)
+    ]
 
 
 def _cut(each: int, positions: int, warps: int) -> tuple[int, int]:

@@ -29,9 +29,11 @@ from deuteron.kernels.triton.launch import Launchable
 BLOCK, WARPS = 1024, 4
 SPAN = 16  # chunks that one program of a norm adds up
 FLOATS = {
-    torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16,
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
-}  # fmt: skip
+}
 TEXT: dict[str, Callable[..., str]] = {
     "add": "({} + {})".format,
     "sub": "({} - {})".format,
@@ -90,9 +92,13 @@ def update_source(program: Program, dtypes: tuple[torch.dtype, ...]) -> str:
     wide = "tl.float64" if torch.float64 in dtypes else "tl.float32"
     count = len(program.numbers)
     given = "".join(f"v_{name}, " for name in program.numbers)
-    lines = ["i = tl.program_id(0)", "t = tl.load(where + i)",
-             "start = tl.load(where + chunks + i).to(tl.int64) * BLOCK",
-             "length = tl.load(table + t)", "lane = tl.arange(0, BLOCK)"]  # fmt: skip
+    lines = [
+        "i = tl.program_id(0)",
+        "t = tl.load(where + i)",
+        "start = tl.load(where + chunks + i).to(tl.int64) * BLOCK",
+        "length = tl.load(table + t)",
+        "lane = tl.arange(0, BLOCK)",
+    ]
     place = 0
     for role in program.roles:
         place += role != "g"
@@ -110,8 +116,7 @@ def update_source(program: Program, dtypes: tuple[torch.dtype, ...]) -> str:
     if "gscale" in program.numbers:
         lines.append(f"    gscale = gscale * tl.load(control).to({wide})")
     aligned = " | ".join(f"a_{role}" for role in program.roles)
-    lines += ["if skip == 0.0:",
-              f"    if (start + BLOCK <= length) & ((({aligned}) & 15) == 0):"]  # fmt: skip
+    lines += ["if skip == 0.0:", f"    if (start + BLOCK <= length) & ((({aligned}) & 15) == 0):"]
     lines += [f"        {line}" for line in _update_lines(program, types, wide, False)]
     lines += ["    else:", "        mask = lane < length - start"]
     lines += [f"        {line}" for line in _update_lines(program, types, wide, True)]
@@ -139,9 +144,13 @@ def numbers_source(of: Numbers, counts: bool) -> str:
     for k, name in enumerate(of.results):
         lines.append(f"tl.store(rows + i * {len(of.results)} + {k}, {name}, mask=mask)")
     if counts:
-        lines += ["skip = 0.0", "if control is not None:", "    skip = tl.load(control + 1)",
-                  "if skip == 0.0:",
-                  "    tl.store(steps + i, step.to(tl.float32), mask=mask)"]  # fmt: skip
+        lines += [
+            "skip = 0.0",
+            "if control is not None:",
+            "    skip = tl.load(control + 1)",
+            "if skip == 0.0:",
+            "    tl.store(steps + i, step.to(tl.float32), mask=mask)",
+        ]
     head = (
         "@triton.jit\ndef numbers(constants, rate, steps, control, rows, tensors, "
         "BLOCK: tl.constexpr):\n"
@@ -159,9 +168,16 @@ def numbers(of: Numbers, counts: bool) -> Launchable:
 
 @triton.jit
 def _squares(
-    table, grads, where, chunks, out,
-    TYPE: tl.constexpr, WIDE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    table,
+    grads,
+    where,
+    chunks,
+    out,
+    TYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """out[i] = Σ g² over SPAN chunks: reads every gradient once."""
     i = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -183,9 +199,16 @@ def _squares(
 
 @triton.jit
 def _control(
-    partials, count, grad_scale, found_inf, max_norm, norm, control,
-    SKIP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    partials,
+    count,
+    grad_scale,
+    found_inf,
+    max_norm,
+    norm,
+    control,
+    SKIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """control = (what gradients are multiplied with, whether the step is left out).
 
     norm = √Σ partials / scale;  factor = min(1, max_norm / (norm + 1e-6)) / scale

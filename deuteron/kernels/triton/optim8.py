@@ -61,10 +61,31 @@ def _level(x, top, noise, LEVELS: tl.constexpr, FOURTH: tl.constexpr):
 
 @triton.jit
 def _chunk(
-    p_at, g_at, m_at, v_at, w_at, e_at, scale_at, square_at, place, mask, some,
-    gscale, b1, c1, b2, c2, root, eps, size, keep, ema_rate, seed,
-    P: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    p_at,
+    g_at,
+    m_at,
+    v_at,
+    w_at,
+    e_at,
+    scale_at,
+    square_at,
+    place,
+    mask,
+    some,
+    gscale,
+    b1,
+    c1,
+    b2,
+    c2,
+    root,
+    eps,
+    size,
+    keep,
+    ema_rate,
+    seed,
+    P: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """ROWS groups of one tensor. ``mask`` is None for whole chunks: masked loads are slow. Master
     weights and averages are at ``w_at`` and ``e_at``, or these are None."""
     if w_at is not None:
@@ -117,10 +138,21 @@ def _chunk(
 
 @triton.jit
 def _adamw8(
-    table, grads, where, tensors, chunks, rows, steps, control,
-    P: tl.constexpr, G: tl.constexpr, MASTER: tl.constexpr, EMA: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    table,
+    grads,
+    where,
+    tensors,
+    chunks,
+    rows,
+    steps,
+    control,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    MASTER: tl.constexpr,
+    EMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Chunk i of the list; numbers as in the rows of the rule, the seed from the step count."""
     i = tl.program_id(0)
     t = tl.load(where + i)
@@ -166,9 +198,27 @@ def _adamw8(
                 tl.multiple_of(a_g.to(tl.pointer_type(G)), 16) + start + lane,
                 tl.multiple_of(a_m.to(tl.pointer_type(tl.int8)), 16) + start + lane,
                 tl.multiple_of(a_v.to(tl.pointer_type(tl.uint8)), 16) + start + lane,
-                w_at if MASTER else None, e_at if EMA else None, s_at, q_at, place, None, some,
-                gscale, b1, c1, b2, c2, root, eps, size, keep, ema_rate, seed, P, False,
-            )  # fmt: skip
+                w_at if MASTER else None,
+                e_at if EMA else None,
+                s_at,
+                q_at,
+                place,
+                None,
+                some,
+                gscale,
+                b1,
+                c1,
+                b2,
+                c2,
+                root,
+                eps,
+                size,
+                keep,
+                ema_rate,
+                seed,
+                P,
+                False,
+            )
         else:
             w_at = a_w.to(tl.pointer_type(tl.float32)) + start + lane
             e_at = a_e.to(tl.pointer_type(tl.float32)) + start + lane
@@ -177,10 +227,27 @@ def _adamw8(
                 a_g.to(tl.pointer_type(G)) + start + lane,
                 a_m.to(tl.pointer_type(tl.int8)) + start + lane,
                 a_v.to(tl.pointer_type(tl.uint8)) + start + lane,
-                w_at if MASTER else None, e_at if EMA else None, s_at, q_at, place,
-                lane < length - start, some,
-                gscale, b1, c1, b2, c2, root, eps, size, keep, ema_rate, seed, P, True,
-            )  # fmt: skip
+                w_at if MASTER else None,
+                e_at if EMA else None,
+                s_at,
+                q_at,
+                place,
+                lane < length - start,
+                some,
+                gscale,
+                b1,
+                c1,
+                b2,
+                c2,
+                root,
+                eps,
+                size,
+                keep,
+                ema_rate,
+                seed,
+                P,
+                True,
+            )
 
 
 adamw8 = Launchable(_adamw8)

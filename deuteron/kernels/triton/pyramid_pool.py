@@ -99,10 +99,24 @@ def _put(out, held, where, count, live, AXIS: tl.constexpr, KIND: tl.constexpr, 
 
 @triton.jit
 def _pool(
-    x, y, channels, height, width, sn, sc, sh, sw,
-    SIZES: tl.constexpr, CELLS: tl.constexpr, FLAT: tl.constexpr, KIND: tl.constexpr,
-    ADJACENT: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    channels,
+    height,
+    width,
+    sn,
+    sc,
+    sh,
+    sw,
+    SIZES: tl.constexpr,
+    CELLS: tl.constexpr,
+    FLAT: tl.constexpr,
+    KIND: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """All cells of PLANES planes. KIND: "avg", "max", or "where", which writes the winner's place
     in the image. ADJACENT says that a row is. A row of cells is added up from above to below."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
@@ -144,10 +158,24 @@ def _pool(
 
 @triton.jit
 def _pool_last(
-    x, y, channels, height, width, sn, sc, sh, sw,
-    SIZES: tl.constexpr, BANDS: tl.constexpr, CELLS: tl.constexpr, FLAT: tl.constexpr,
-    KIND: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    channels,
+    height,
+    width,
+    sn,
+    sc,
+    sh,
+    sw,
+    SIZES: tl.constexpr,
+    BANDS: tl.constexpr,
+    CELLS: tl.constexpr,
+    FLAT: tl.constexpr,
+    KIND: tl.constexpr,
+    PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """One row of cells of one grid, for channels that are adjacent in memory: vectors of channels
     are added up cell by cell."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
@@ -190,11 +218,27 @@ def _pool_last(
 
 @triton.jit
 def _spread(
-    grad, where, dx, channels, height, width, sn, sc, sh, sw,
-    SIZES: tl.constexpr, TALL: tl.constexpr, BROAD: tl.constexpr, CELLS: tl.constexpr,
-    FLAT: tl.constexpr, LAST: tl.constexpr, ADJACENT: tl.constexpr, PLANES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    grad,
+    where,
+    dx,
+    channels,
+    height,
+    width,
+    sn,
+    sc,
+    sh,
+    sw,
+    SIZES: tl.constexpr,
+    TALL: tl.constexpr,
+    BROAD: tl.constexpr,
+    CELLS: tl.constexpr,
+    FLAT: tl.constexpr,
+    LAST: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """dx in a tile of PLANES planes. TALL and BROAD say in how many rows and columns of cells of a
     grid one element can lie. What a cell is follows from rows and columns apart, so little is
     computed for every element."""
@@ -202,9 +246,7 @@ def _spread(
     down = tl.cdiv(height, ROWS)
     across = tl.cdiv(width, COLUMNS)
     piece = tl.program_id(0) % (down * across)
-    n, channel, start = _place(
-        tl.program_id(0) // (down * across), channels, sn, sc, PLANES, LAST
-    )  # fmt: skip
+    n, channel, start = _place(tl.program_id(0) // (down * across), channels, sn, sc, PLANES, LAST)
     row = _spread_out(piece // across * ROWS + tl.arange(0, ROWS), "row", LAST)
     column = _spread_out(piece % across * COLUMNS + tl.arange(0, COLUMNS), "column", LAST)
     live = (channel < channels) & (row < height) & (column < width)
@@ -285,8 +327,14 @@ class Image:
         return self.shape[0] * -(-self.shape[1] // way.planes)
 
     def constants(self, way: Way) -> dict[str, Any]:
-        return {"SIZES": self.sizes, "CELLS": self.cells, "FLAT": self.flat, "PLANES": way.planes,
-                "ROWS": way.rows, "COLUMNS": way.columns}  # fmt: skip
+        return {
+            "SIZES": self.sizes,
+            "CELLS": self.cells,
+            "FLAT": self.flat,
+            "PLANES": way.planes,
+            "ROWS": way.rows,
+            "COLUMNS": way.columns,
+        }
 
     def reach(self) -> dict[str, int]:
         height, width = (1, *self.shape[2:])[-2:]

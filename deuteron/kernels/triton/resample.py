@@ -104,9 +104,18 @@ def _sum_across(
 
 @triton.jit
 def _across(
-    at, step, live, count, weights, table, column, size, WIDE: tl.constexpr, BROAD: tl.constexpr,
+    at,
+    step,
+    live,
+    count,
+    weights,
+    table,
+    column,
+    size,
+    WIDE: tl.constexpr,
+    BROAD: tl.constexpr,
     UNROLL: tl.constexpr,
-):  # fmt: skip
+):
     if BROAD > UNROLL:
         return _sum_across(at, step, live, count, table, column, size, WIDE, BROAD)
     else:
@@ -115,12 +124,37 @@ def _across(
 
 @triton.jit
 def _tile(
-    x, y, first_y, count_y, weight_y, divide_y, first_x, count_x, weight_x, divide_x,
-    channels, height, width, sn, sc, sh, sw, tn, tc, th, one,
-    TALL: tl.constexpr, BROAD: tl.constexpr, LAST: tl.constexpr, ADJACENT: tl.constexpr,
-    PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
+    x,
+    y,
+    first_y,
+    count_y,
+    weight_y,
+    divide_y,
+    first_x,
+    count_x,
+    weight_x,
+    divide_x,
+    channels,
+    height,
+    width,
+    sn,
+    sc,
+    sh,
+    sw,
+    tn,
+    tc,
+    th,
+    one,
+    TALL: tl.constexpr,
+    BROAD: tl.constexpr,
+    LAST: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
     UNROLL: tl.constexpr,
-):  # fmt: skip
+):
     """A tile of some planes of one image. LAST: channels are adjacent in y. ADJACENT: along the
     axis that is the last one in y, x has no gaps either."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
@@ -142,15 +176,37 @@ def _tile(
     total = tl.zeros((ROWS, COLUMNS, PLANES) if LAST else (COLUMNS, ROWS, PLANES), WIDE)
     if TALL > UNROLL:
         for k in range(TALL):
-            line = _across(source + k * sh, step, live & (k < tall), broad, weights, weight_x,
-                           column, width, WIDE, BROAD, UNROLL)  # fmt: skip
+            line = _across(
+                source + k * sh,
+                step,
+                live & (k < tall),
+                broad,
+                weights,
+                weight_x,
+                column,
+                width,
+                WIDE,
+                BROAD,
+                UNROLL,
+            )
             if weight_y is not None:
                 line *= tl.load(weight_y + (k * height + row), mask=row < height, other=0.0)
             total += line
     else:
         for k in tl.static_range(TALL):
-            line = _across(source + k * sh, step, live & (k < tall), broad, weights, weight_x,
-                           column, width, WIDE, BROAD, UNROLL)  # fmt: skip
+            line = _across(
+                source + k * sh,
+                step,
+                live & (k < tall),
+                broad,
+                weights,
+                weight_x,
+                column,
+                width,
+                WIDE,
+                BROAD,
+                UNROLL,
+            )
             if weight_y is not None:
                 line *= tl.load(weight_y + (k * height + row), mask=row < height, other=0.0)
             total = line if k == 0 else total + line
@@ -185,12 +241,38 @@ def _gathered(rows, scales, count, TALL: tl.constexpr, RAGGED: tl.constexpr):
 
 @triton.jit
 def _walk(
-    x, y, first_y, count_y, weight_y, divide_y, first_x, count_x, weight_x, divide_x,
-    channels, height, width, sn, sc, sh, sw, tn, tc, th, one, length,
-    TALL: tl.constexpr, BROAD: tl.constexpr, LAST: tl.constexpr, ADJACENT: tl.constexpr,
-    PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
+    x,
+    y,
+    first_y,
+    count_y,
+    weight_y,
+    divide_y,
+    first_x,
+    count_x,
+    weight_x,
+    divide_x,
+    channels,
+    height,
+    width,
+    sn,
+    sc,
+    sh,
+    sw,
+    tn,
+    tc,
+    th,
+    one,
+    length,
+    TALL: tl.constexpr,
+    BROAD: tl.constexpr,
+    LAST: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
     RAGGED: tl.constexpr,
-):  # fmt: skip
+):
     """ROWS rows of some planes of one image, one after another. The rows of x that a result reads
     are kept, blended along the row, and the next one is on its way while they are added up.
     ``length``: the rows of x. RAGGED: there are rows among those kept that a result does not read.
@@ -287,10 +369,15 @@ class Map:
         beside, unit = (tw, sc) if self.last else (tc, sw)
         numbers = (self.shape[1], *self.space, sn, sc, sh, sw, tn, beside, th, 1)
         constants = {
-            "TALL": self.down.most, "BROAD": self.across.most, "LAST": self.last,
-            "ADJACENT": unit == 1, "PLANES": way.planes, "ROWS": way.rows, "COLUMNS": way.columns,
+            "TALL": self.down.most,
+            "BROAD": self.across.most,
+            "LAST": self.last,
+            "ADJACENT": unit == 1,
+            "PLANES": way.planes,
+            "ROWS": way.rows,
+            "COLUMNS": way.columns,
             "VECTOR": 8 if self.last else max(way.columns // (32 * way.warps), 1),
-        }  # fmt: skip
+        }
         tables = (*self.down.tables, *self.across.tables)
         programs = self._tiles(way, self.space)
         if not way.walks:

@@ -49,11 +49,34 @@ def narrow(y, total, divide_y, divide_x, row, column, height, width):
 
 @triton.jit
 def _means_last(
-    x, y, divide_y, divide_x, channels, height, width, lines, length, sn, sh, sw, tn, th, tw,
-    TALL: tl.constexpr, BROAD: tl.constexpr, STEP_Y: tl.constexpr, STEP_X: tl.constexpr,
-    BEFORE_Y: tl.constexpr, BEFORE_X: tl.constexpr, CUT_Y: tl.constexpr, CUT_X: tl.constexpr,
-    V: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    divide_y,
+    divide_x,
+    channels,
+    height,
+    width,
+    lines,
+    length,
+    sn,
+    sh,
+    sw,
+    tn,
+    th,
+    tw,
+    TALL: tl.constexpr,
+    BROAD: tl.constexpr,
+    STEP_Y: tl.constexpr,
+    STEP_X: tl.constexpr,
+    BEFORE_Y: tl.constexpr,
+    BEFORE_X: tl.constexpr,
+    CUT_Y: tl.constexpr,
+    CUT_X: tl.constexpr,
+    V: tl.constexpr,
+    PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Means where channels are adjacent, in tiles of one image. ``lines`` and ``length``: the rows
     and columns of x. CUT: some windows reach beyond them."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
@@ -80,10 +103,29 @@ def _means_last(
 
 @triton.jit
 def _means_pairs(
-    x, y, divide_y, divide_x, planes, channels, height, width, lines, sn, sc, sh, tn, tc, th,
-    TALL: tl.constexpr, STEP_Y: tl.constexpr, BEFORE_Y: tl.constexpr, CUT_Y: tl.constexpr,
-    V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    divide_y,
+    divide_x,
+    planes,
+    channels,
+    height,
+    width,
+    lines,
+    sn,
+    sc,
+    sh,
+    tn,
+    tc,
+    th,
+    TALL: tl.constexpr,
+    STEP_Y: tl.constexpr,
+    BEFORE_Y: tl.constexpr,
+    CUT_Y: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Means of pairs of columns that are adjacent, and of TALL rows: rows of all planes, one after
     the other. Pairs are read side by side and parted in registers."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
@@ -113,10 +155,25 @@ def _means_pairs(
 
 @triton.jit
 def _repeat_last(
-    x, y, channels, lines, length, sn, sh, sw, tn, th, tw, SCALE: tl.constexpr,
-    FACTOR_Y: tl.constexpr, FACTOR_X: tl.constexpr, V: tl.constexpr,
-    PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    channels,
+    lines,
+    length,
+    sn,
+    sh,
+    sw,
+    tn,
+    th,
+    tw,
+    SCALE: tl.constexpr,
+    FACTOR_Y: tl.constexpr,
+    FACTOR_X: tl.constexpr,
+    V: tl.constexpr,
+    PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Every element of a tile of x is read once and written where it belongs, where channels are
     adjacent."""
     n, plane, upper, begin = corner(channels * V, lines, length, PLANES, ROWS, COLUMNS)
@@ -134,10 +191,25 @@ def _repeat_last(
 
 @triton.jit
 def _repeat_rows(
-    x, y, planes, channels, lines, width, sn, sc, sh, tn, tc, th, SCALE: tl.constexpr,
-    FACTOR_Y: tl.constexpr, FACTOR_X: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+    x,
+    y,
+    planes,
+    channels,
+    lines,
+    width,
+    sn,
+    sc,
+    sh,
+    tn,
+    tc,
+    th,
+    SCALE: tl.constexpr,
+    FACTOR_Y: tl.constexpr,
+    FACTOR_X: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Rows of x of all planes, one after the other, each written FACTOR_Y times. ``width``: the
     columns of y, whose elements come from the same places of x by L1."""
     width *= V

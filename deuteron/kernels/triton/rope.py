@@ -48,9 +48,22 @@ def _circle(phase):
 
 @triton.jit
 def _angles(
-    cos, sin, turns, positions, token, batch, offset, rows, position_stride, features, live,
-    HEADS: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    cos,
+    sin,
+    turns,
+    positions,
+    token,
+    batch,
+    offset,
+    rows,
+    position_stride,
+    features,
+    live,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    INVERSE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """cos θ and sin θ for a tile of tokens × heads. Table rows are read for each head anew: that
     finds them in L1, where sharing them among threads would take barriers."""
     place = token.to(tl.int64)
@@ -80,11 +93,34 @@ def _angles(
 
 @triton.jit
 def _turn(
-    x, y, first, heads, x_batch, x_token, x_head, y_batch, y_token, y_head,
-    cos, sin, turns, positions, token, batch, offset, rows, position_stride, live, rest,
-    HEADS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    first,
+    heads,
+    x_batch,
+    x_token,
+    x_head,
+    y_batch,
+    y_token,
+    y_head,
+    cos,
+    sin,
+    turns,
+    positions,
+    token,
+    batch,
+    offset,
+    rows,
+    position_stride,
+    live,
+    rest,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TAIL: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
     """A tile of ``HEADS`` heads from ``first`` on, turned. What is turned is asked for first, so
     that the angles come while it is under way."""
     kind = y.dtype.element_ty
@@ -109,9 +145,22 @@ def _turn(
         kept = tl.load(source + 2 * HALF + more, mask=here & (more < rest))
         tl.store(target + 2 * HALF + more, kept, mask=here & (more < rest))
     c, s = _angles(
-        cos, sin, turns, positions, token, batch, offset, rows, position_stride, features, live,
-        HEADS, HALF, INVERSE, WIDE,
-    )  # fmt: skip
+        cos,
+        sin,
+        turns,
+        positions,
+        token,
+        batch,
+        offset,
+        rows,
+        position_stride,
+        features,
+        live,
+        HEADS,
+        HALF,
+        INVERSE,
+        WIDE,
+    )
     if INTERLEAVED:
         turned = tl.join(p * c - q * s, q * c + p * s)
         turned = tl.reshape(turned, (p.shape[0], HEADS, 2 * PAIRS))
@@ -123,13 +172,44 @@ def _turn(
 
 @triton.jit
 def _rope(
-    q, k, q_out, k_out, cos, sin, turns, positions,
-    tokens, length, q_heads, k_heads, q_blocks, blocks, offset, rows, position_stride, rest,
-    q_batch, q_token, q_head, qo_batch, qo_token, qo_head,
-    k_batch, k_token, k_head, ko_batch, ko_token, ko_head,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
-    TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    q_out,
+    k_out,
+    cos,
+    sin,
+    turns,
+    positions,
+    tokens,
+    length,
+    q_heads,
+    k_heads,
+    q_blocks,
+    blocks,
+    offset,
+    rows,
+    position_stride,
+    rest,
+    q_batch,
+    q_token,
+    q_head,
+    qo_batch,
+    qo_token,
+    qo_head,
+    k_batch,
+    k_token,
+    k_head,
+    ko_batch,
+    ko_token,
+    ko_head,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TAIL: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
     """Program: TOKENS tokens × HEADS heads; heads of q and then of k vary fastest."""
     block = tl.program_id(0) % blocks
     number = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
@@ -137,16 +217,64 @@ def _rope(
     batch, token = number // length, number % length
     if block < q_blocks:
         _turn(
-            q, q_out, block * HEADS, q_heads, q_batch, q_token, q_head,
-            qo_batch, qo_token, qo_head, cos, sin, turns, positions, token, batch, offset, rows,
-            position_stride, live, rest, HEADS, HALF, PAIRS, TAIL, INTERLEAVED, INVERSE,
-        )  # fmt: skip
+            q,
+            q_out,
+            block * HEADS,
+            q_heads,
+            q_batch,
+            q_token,
+            q_head,
+            qo_batch,
+            qo_token,
+            qo_head,
+            cos,
+            sin,
+            turns,
+            positions,
+            token,
+            batch,
+            offset,
+            rows,
+            position_stride,
+            live,
+            rest,
+            HEADS,
+            HALF,
+            PAIRS,
+            TAIL,
+            INTERLEAVED,
+            INVERSE,
+        )
     elif k is not None:
         _turn(
-            k, k_out, (block - q_blocks) * HEADS, k_heads, k_batch, k_token, k_head,
-            ko_batch, ko_token, ko_head, cos, sin, turns, positions, token, batch, offset, rows,
-            position_stride, live, rest, HEADS, HALF, PAIRS, TAIL, INTERLEAVED, INVERSE,
-        )  # fmt: skip
+            k,
+            k_out,
+            (block - q_blocks) * HEADS,
+            k_heads,
+            k_batch,
+            k_token,
+            k_head,
+            ko_batch,
+            ko_token,
+            ko_head,
+            cos,
+            sin,
+            turns,
+            positions,
+            token,
+            batch,
+            offset,
+            rows,
+            position_stride,
+            live,
+            rest,
+            HEADS,
+            HALF,
+            PAIRS,
+            TAIL,
+            INTERLEAVED,
+            INVERSE,
+        )
 
 
 rope = Launchable(_rope)
@@ -178,10 +306,17 @@ class Rotation:
     """
 
     def __init__(
-        self, q: TensorType, q_out: TensorType, k: TensorType | None, k_out: TensorType | None,
-        cos: TensorType | None, positions: TensorType | None, attrs: Mapping[str, Any], way: Way,
+        self,
+        q: TensorType,
+        q_out: TensorType,
+        k: TensorType | None,
+        k_out: TensorType | None,
+        cos: TensorType | None,
+        positions: TensorType | None,
+        attrs: Mapping[str, Any],
+        way: Way,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         axis, dims, offset = attrs["axis"], attrs["dims"], attrs["offset"]
         batch, length, heads = q.shape[0], q.shape[axis], q.shape[3 - axis]
         others = 0 if k is None else k.shape[3 - axis]
@@ -202,26 +337,50 @@ class Rotation:
         self.grid = (-(-batch * length // way.tokens) * (q_blocks + k_blocks),)
         self.warps = way.warps
         self.numbers = [
-            batch * length, length, heads, others, q_blocks, q_blocks + k_blocks, offset, rows,
-            length if own else 0, rest,
-        ]  # fmt: skip
+            batch * length,
+            length,
+            heads,
+            others,
+            q_blocks,
+            q_blocks + k_blocks,
+            offset,
+            rows,
+            length if own else 0,
+            rest,
+        ]
         for x in (q, q_out, k, k_out):
             strides = (0, 0, 0, 0) if x is None else x.strides
             self.numbers += (strides[0], strides[axis], strides[3 - axis])
         self.constants = {
-            "TOKENS": way.tokens, "HEADS": way.heads, "HALF": dims // 2,
+            "TOKENS": way.tokens,
+            "HEADS": way.heads,
+            "HALF": dims // 2,
             "PAIRS": triton.next_power_of_2(dims // 2),
             "TAIL": triton.next_power_of_2(rest) if rest else 0,
-            "INTERLEAVED": attrs["interleaved"], "INVERSE": attrs["inverse"],
-        }  # fmt: skip
+            "INTERLEAVED": attrs["interleaved"],
+            "INVERSE": attrs["inverse"],
+        }
 
     def __call__(
-        self, q: torch.Tensor, q_out: torch.Tensor, k: torch.Tensor | None,
-        k_out: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None,
+        self,
+        q: torch.Tensor,
+        q_out: torch.Tensor,
+        k: torch.Tensor | None,
+        k_out: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
         positions: torch.Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         tables = self.known if cos is None else (cos, sin, None)
         rope(
-            self.grid, q, k, q_out, k_out, *tables, positions, *self.numbers,
-            warps=self.warps, **self.constants,
-        )  # fmt: skip
+            self.grid,
+            q,
+            k,
+            q_out,
+            k_out,
+            *tables,
+            positions,
+            *self.numbers,
+            warps=self.warps,
+            **self.constants,
+        )

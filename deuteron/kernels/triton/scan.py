@@ -20,10 +20,7 @@ from deuteron.kernels.triton.launch import Launchable
 
 
 @triton.jit
-def _scan(
-    x, y, rows, columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRODUCT: tl.constexpr,
-):  # fmt: skip
+def _scan(x, y, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRODUCT: tl.constexpr):
     kind = y.dtype.element_ty
     WIDE: tl.constexpr = tl.float32 if kind == tl.float16 or kind == tl.bfloat16 else kind
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -55,8 +52,7 @@ def row_scan(
 
     def run(x: torch.Tensor, y: torch.Tensor) -> None:
         scan(
-            grid, x, y, rows, columns, warps=warps,
-            ROWS=block[0], COLUMNS=block[1], PRODUCT=product,
-        )  # fmt: skip
+            grid, x, y, rows, columns, warps=warps, ROWS=block[0], COLUMNS=block[1], PRODUCT=product
+        )
 
     return run
