@@ -41,6 +41,7 @@ from deuteron.ir.dtype import (
     uint8,
 )
 from deuteron.ops import Arg, Attr, Fusion, OpDef, Sample, Sym
+from deuteron.ops.elementwise import elementwise
 from deuteron.plan import Cache, Plan, load_plan
 from deuteron.policy import Policy
 from deuteron.target import Target, target
@@ -90,6 +91,7 @@ __all__ = [
     "TensorType",
     "bfloat16",
     "bool_",
+    "elementwise",
     "engines",
     "float8_e4m3",
     "float8_e5m2",

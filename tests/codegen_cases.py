@@ -13,7 +13,7 @@ from random import Random
 import torch
 
 from deuteron.codegen.lower import lower
-from deuteron.codegen.scalar import CannotLower, ScalarProgram
+from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged
 from deuteron.codegen.triton_knobs import choices
 from deuteron.codegen.triton_render import Knobs
@@ -21,6 +21,7 @@ from deuteron.ir import Graph, GraphBuilder, TensorType
 from deuteron.ir.region import Region
 from deuteron.ops import TABLE, Ops, infer
 from deuteron.ops.evaluate import evaluate, run_node
+from deuteron.ops.formula import CannotLower
 from tests.random_regions import random_region
 from tests.tolerances import CANCELLED, EPS, allowed, error
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from deuteron.codegen.lower import lower
-from deuteron.codegen.scalar import CannotLower
 from deuteron.errors import DeuteronError
 from deuteron.ir import Graph, GraphBuilder, TensorType
 from deuteron.ir.region import Region
 from deuteron.ops import infer
+from deuteron.ops.formula import CannotLower
 
 Shape = tuple[int, ...]
 SHAPES: tuple[Shape, ...] = (

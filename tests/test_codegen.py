@@ -16,12 +16,13 @@ import deuteron as dt
 from deuteron.codegen.index import Affine, Var, flatten, unflatten
 from deuteron.codegen.interpret import interpret
 from deuteron.codegen.lower import lower
-from deuteron.codegen.scalar import CannotLower, ScalarProgram
+from deuteron.codegen.scalar import ScalarProgram
 from deuteron.engines.base import BuildContext
 from deuteron.engines.cpu_gen import CpuGen
 from deuteron.ir import GraphBuilder, Region, TensorType
 from deuteron.ops import TABLE, infer
 from deuteron.ops.evaluate import evaluate
+from deuteron.ops.formula import CannotLower
 from deuteron.passes import Context, fuse, run_passes
 from tests.codegen_cases import compare, graph_of
 from tests.codegen_kept import kept_cases

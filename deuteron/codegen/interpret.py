@@ -12,20 +12,10 @@ from typing import Any
 import torch
 
 from deuteron.codegen.index import Affine, Atom, Quotient, Var
-from deuteron.codegen.scalar import (
-    Arg,
-    Compute,
-    Const,
-    Guard,
-    Inside,
-    Load,
-    Position,
-    Reduce,
-    ScalarProgram,
-    Store,
-)
+from deuteron.codegen.scalar import Guard, Inside, Load, Position, Reduce, ScalarProgram, Store
 from deuteron.ir.dtype import dtype
-from deuteron.ops.elementwise import ndtr
+from deuteron.ops.arithmetic import ndtr
+from deuteron.ops.formula import Arg, Compute, Const
 from deuteron.ops.random import BITS, words
 
 OPS: dict[str, Callable[..., Any]] = {

@@ -21,7 +21,8 @@ from deuteron.codegen.llvm import F64, Code, Value, vec
 from deuteron.codegen.llvm_loops import STRETCH, Place
 from deuteron.codegen.llvm_plan import after_reductions, plan
 from deuteron.codegen.llvm_render import Renderer
-from deuteron.codegen.scalar import Compute, Reduce, ScalarProgram, Store, reads
+from deuteron.codegen.scalar import Reduce, ScalarProgram, Store, reads
+from deuteron.ops.formula import Compute
 
 PANEL = 4096  # numbers that a thread holds for its columns and reads in every row: 16 KB of float32
 

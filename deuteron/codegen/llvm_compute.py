@@ -7,7 +7,7 @@ floats and for whole numbers; loops and memory are the renderer's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -15,8 +15,8 @@ from llvmlite import ir
 from deuteron.codegen import llvm, llvm_math
 from deuteron.codegen.llvm import F32, F64, I64, Code, Value, vec
 from deuteron.codegen.llvm_types import I1, Registers
-from deuteron.codegen.scalar import Compute
 from deuteron.ir.dtype import dtype
+from deuteron.ops.formula import Arg, Compute, Const, Traced
 
 COMPARE = {
     "eq": ("==", "=="),
@@ -166,3 +166,28 @@ class Arithmetic(Registers):
         if fn is None:
             fn = ir.Function(self.c.module, ir.FunctionType(out, [x.type]), name)
         return self.c.b.call(fn, [x])
+
+
+class _Inline(Arithmetic):
+    """Statements among other code, in float32."""
+
+    def __init__(self, c: Code) -> None:
+        self.c, self.float = c, F32
+
+    def run(self, formula: Traced, values: Sequence[Value]) -> Value:
+        lanes = llvm.lanes_of(values[0])
+        known: dict[Arg, Value] = dict(zip(formula.inputs, values, strict=True))
+
+        def value(a: Arg) -> Value:
+            if isinstance(a, Const):
+                return self.splat(self.number(a.value, a.kind), lanes)
+            return known[a]
+
+        for s in formula.statements:
+            known[s.name] = self.compute(s, [value(a) for a in s.args])
+        return value(formula.result)
+
+
+def inline(c: Code, formula: Traced, *values: Value) -> Value:
+    """What a formula makes of values of float32, written where ``c`` is."""
+    return _Inline(c).run(formula, values)

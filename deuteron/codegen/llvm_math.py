@@ -1,4 +1,4 @@
-"""Elementary functions and activations on vectors of float32, written out in LLVM IR.
+"""Elementary functions on vectors of float32, written out in LLVM IR.
 
 No C library has vector versions of these on every machine, and a call per element costs ten
 times the arithmetic. Nan goes through, infinities and denormals are answered as libm does.
@@ -12,7 +12,6 @@ expm1    2.0   the same polynomial without its 1
 log      1.0   Cephes' polynomial on √½ … √2
 erf      6.5   rational on |x| ≤ 4 (the coefficients Eigen and XLA use)
 tanh     4.5   rational on |x| ≤ 8 (the same source)
-sigmoid  2.5   through exp(−|x|), so that neither side cancels
 ndtr     5.0   2^q(|x|) with the polynomial of codegen/normal.py; below 2⁻⁴ as at 2⁻⁴ (``LEAST``),
                which is 4e-8; below −3 it is 3e-9
 sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is asked
@@ -22,7 +21,7 @@ sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is asked
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -38,7 +37,6 @@ ERRORS = {
     "log": 1.0,
     "erf": 6.5,
     "tanh": 4.5,
-    "sigmoid": 2.5,
     "sin": 2.0,
     "cos": 2.0,
     "ndtr": 5.0,
@@ -283,13 +281,6 @@ def tanh(c: Code, x: Value) -> Value:
     return c.b.select(small, x, y)
 
 
-def sigmoid(c: Code, x: Value) -> Value:
-    n = lanes_of(x)
-    e = exp(c, c.b.fneg(c.intrinsic("fabs", x)))
-    over = c.b.select(c.b.fcmp_ordered(">=", x, c.f(0.0, n)), c.f(1.0, n), e)
-    return c.b.fdiv(over, c.b.fadd(c.f(1.0, n), e))
-
-
 _PI_2 = (1.57079637050628662109375, -4.37113900018624283e-8, -1.71512451206e-15)
 _SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 _COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
@@ -344,7 +335,6 @@ FUNCTIONS: dict[str, Callable[[Code, Value], Value]] = {
     "log": log,
     "erf": erf,
     "tanh": tanh,
-    "sigmoid": sigmoid,
     "sin": sin,
     "cos": cos,
     "ndtr": ndtr,
@@ -378,61 +368,7 @@ def random(c: Code, seed: Value, place: Value, far: bool) -> Value:
     return b.zext(b.lshr(word, _ints(c, 32 - words.BITS, n)), vec(n, I64))
 
 
-# ---- activations -------------------------------------------------------------------------------
-
-Attributes = Mapping[str, Any]
-
-
-def _clamp(c: Code, x: Value, low: float | None, high: float | None) -> Value:
-    n = lanes_of(x)
-    x = x if low is None else c.fmax(x, c.f(low, n))
-    return x if high is None else c.fmin(x, c.f(high, n))
-
-
-def _positive(c: Code, x: Value, otherwise: Value) -> Value:
-    return c.b.select(c.b.fcmp_ordered(">", x, c.f(0.0, lanes_of(x))), x, otherwise)
-
-
-def _hardsigmoid(c: Code, x: Value, a: Attributes) -> Value:
-    n = lanes_of(x)
-    held = _clamp(c, c.b.fadd(x, c.f(3.0, n)), 0.0, 6.0)
-    return c.b.fdiv(held, c.f(6.0, n))
-
-
-def _hardswish(c: Code, x: Value, a: Attributes) -> Value:
-    n = lanes_of(x)
-    held = _clamp(c, c.b.fadd(x, c.f(3.0, n)), 0.0, 6.0)
-    return c.b.fdiv(c.b.fmul(x, held), c.f(6.0, n))
-
-
-def _gelu(c: Code, x: Value, a: Attributes) -> Value:
-    n = lanes_of(x)
-    if a["approximate"] == "none":
-        return c.b.fmul(x, ndtr(c, x))
-    inner = c.fma(c.b.fmul(x, x), c.f(0.044715, n), c.f(1.0, n))
-    twice = c.b.fmul(c.b.fmul(x, inner), c.f(2.0 * math.sqrt(2.0 / math.pi), n))
-    return c.b.fmul(x, sigmoid(c, twice))  # (1 + tanh u) / 2, of which nothing cancels
-
-
-def _elu(c: Code, x: Value, a: Attributes) -> Value:
-    return _positive(
-        c, x, c.b.fmul(expm1(c, _clamp(c, x, None, 0.0)), c.f(a["alpha"], lanes_of(x)))
-    )
-
-
-def _softplus(c: Code, x: Value, a: Attributes) -> Value:
-    n = lanes_of(x)
-    scaled = c.b.fmul(x, c.f(a["beta"], n))
-    soft = c.b.fdiv(log1p(c, exp(c, scaled)), c.f(a["beta"], n))
-    return c.b.select(c.b.fcmp_ordered(">", scaled, c.f(a["threshold"], n)), x, soft)
-
-
-def _mish(c: Code, x: Value, a: Attributes) -> Value:
-    """tanh(ln(1 + e)) = w / (w + 2) with w = e · (e + 2); from 20 on it is 1."""
-    n = lanes_of(x)
-    e = exp(c, c.fmin(x, c.f(20.0, n)))
-    w = c.b.fmul(e, c.b.fadd(e, c.f(2.0, n)))
-    return c.b.fmul(x, c.b.fdiv(w, c.b.fadd(w, c.f(2.0, n))))
+# ---- by the C library, and by squares -----------------------------------------------------------
 
 
 def library(c: Code, name: str, *args: Value) -> Value:
@@ -479,26 +415,6 @@ def power(c: Code, x: Value, y: Value) -> Value:
     alone = b.select(b.icmp_signed("==", x, k(-1)), sign, k(0))
     alone = b.select(b.icmp_signed("==", x, k(1)), k(1), alone)
     return b.select(negative, alone, c.get(out, kind))
-
-
-ACTIVATIONS: dict[str, Callable[[Code, Value, Attributes], Value]] = {
-    "relu": lambda c, x, a: _clamp(c, x, 0.0, None),
-    "relu6": lambda c, x, a: _clamp(c, x, 0.0, 6.0),
-    "clamp": lambda c, x, a: _clamp(c, x, a["min"], a["max"]),
-    "hardtanh": lambda c, x, a: _clamp(c, x, a["min"], a["max"]),
-    "leaky_relu": lambda c, x, a: _positive(
-        c, x, c.b.fmul(x, c.f(a["negative_slope"], lanes_of(x)))
-    ),
-    "sigmoid": lambda c, x, a: sigmoid(c, x),
-    "tanh": lambda c, x, a: tanh(c, x),
-    "silu": lambda c, x, a: c.b.fmul(x, sigmoid(c, x)),
-    "gelu": _gelu,
-    "hardswish": _hardswish,
-    "hardsigmoid": _hardsigmoid,
-    "elu": _elu,
-    "softplus": _softplus,
-    "mish": _mish,
-}
 
 
 def table(module: Any, name: str, of: Callable[[Code, Value], Value], lanes: int) -> None:

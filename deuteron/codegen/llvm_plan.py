@@ -10,7 +10,8 @@ from typing import Any
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Arg, Compute, Inside, Load, Reduce, ScalarProgram, Store, reads
+from deuteron.codegen.scalar import Inside, Load, Reduce, ScalarProgram, Store, reads
+from deuteron.ops.formula import Arg, Compute
 
 HEAVY = frozenset(
     {

@@ -24,8 +24,6 @@ from deuteron.codegen.llvm_loops import STRETCH, Loops, Place
 from deuteron.codegen.llvm_plan import multiply_adds, needs, plan, short_already
 from deuteron.codegen.llvm_types import I1, STORED
 from deuteron.codegen.scalar import (
-    Arg,
-    Compute,
     Guard,
     Inside,
     Load,
@@ -37,6 +35,7 @@ from deuteron.codegen.scalar import (
     reads,
 )
 from deuteron.codegen.softmax import softmaxes
+from deuteron.ops.formula import Arg, Compute
 
 
 def signature(program: ScalarProgram) -> str:

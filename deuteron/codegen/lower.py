@@ -13,23 +13,8 @@ from typing import Any
 from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatten
 from deuteron.codegen.moves import MOVES
 from deuteron.codegen.placed import PLACED, has_input
-from deuteron.codegen.primitives import (
-    BOOLEAN,
-    COMPARES,
-    LOGIC,
-    OVERFLOWS,
-    PRIMITIVES,
-    RECIPES,
-    UNCHANGED,
-    WHOLE,
-    E,
-)
 from deuteron.codegen.rows import ROWS, Form, is_reduction
 from deuteron.codegen.scalar import (
-    Arg,
-    CannotLower,
-    Compute,
-    Const,
     Guard,
     Inside,
     Load,
@@ -45,8 +30,16 @@ from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops import table
-from deuteron.ops.opdef import Fusion, promoted
+from deuteron.ops.formula import COMPARISONS, Arg, CannotLower, Const, Scalars, is_scalar
+from deuteron.ops.opdef import promoted
 
+# each operand is asked by itself whether it is zero or odd: they need no common type
+LOGIC = frozenset("logical_and logical_or logical_xor logical_not isnan isinf".split())
+# what integers can do, what of that leaves a narrow type, and what booleans mean by it
+UNCHANGED = frozenset("floor ceil round trunc".split())  # by which integers are
+OVERFLOWS = frozenset("add sub mul neg abs square pow floor_div".split())
+WHOLE = UNCHANGED | OVERFLOWS | set("maximum minimum where sign relu clamp remainder".split())
+BOOLEAN = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and", "where": "where"}
 KINDS = {"float": "float", "int": "int", "uint": "int", "bool": "bool"}
 
 
@@ -55,17 +48,15 @@ def lower(region: Region) -> ScalarProgram:
     return Lowering(region).run()
 
 
-class Lowering:
+class Lowering(Scalars):
     """One region on its way: statements so far, and what has been asked for already."""
 
     def __init__(self, region: Region) -> None:
+        super().__init__()
         self.region, self.graph = region, region.graph
         self.statements: list[Statement] = []
         self.known: dict[tuple[Any, ...], Arg] = {}
-        self.kinds: dict[str, str] = {}
         self.reduced: dict[str, Any] = {}
-        self.count = 0
-        self.e = E(self)
         self._check()
         made = (*region.inputs, *(v for node in region.nodes for v in node.outputs))
         self.wide = any(self.graph.types[v].dtype.short == "f64" for v in made)
@@ -77,10 +68,7 @@ class Lowering:
 
     def _check(self) -> None:
         for node in self.region.nodes:
-            op = table.get(node.op)
-            simple = op.fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST) and (
-                node.op in PRIMITIVES or node.op in RECIPES
-            )
+            simple = is_scalar(table.get(node.op))
             if not (simple or node.op in MOVES or node.op in PLACED or node.op in ROWS):
                 raise CannotLower(f"{node.op} has no scalar form")
             for value in (*node.uses, *node.outputs):
@@ -266,7 +254,7 @@ class Lowering:
         op, kind = node.op, KINDS[out.kind]
         if op not in LOGIC:
             args = self._agree(node, args, out)
-        if kind == "bool" and op not in COMPARES and op not in LOGIC:
+        if kind == "bool" and op not in COMPARISONS and op not in LOGIC:
             if op not in BOOLEAN:
                 raise CannotLower(f"{op} on bool has no scalar form")
             op = BOOLEAN[op]
@@ -275,15 +263,15 @@ class Lowering:
         attrs = dict(node.attrs)
         if kind == "int" and op == "clamp":  # bounds are numbers of that type
             attrs = {
-                k: v if v is None else _converted_number(Const(v, "float"), out)
+                k: v if v is None else _converted_number(Const(v, "float"), out).value
                 for k, v in attrs.items()
             }
         if kind == "int" and op in UNCHANGED:
             result: Any = args[0]
-        elif op in RECIPES:
-            result = RECIPES[op](self.e, *args, **attrs)
-        else:
+        elif op in BOOLEAN.values() and op != "where":
             result = self.op(op, *args, kind=kind)
+        else:
+            result = self.formula(op, *args, **attrs)
         if kind == "int" and self.kind(result) != "int":
             result = self.op("to_int", result, kind="int")
         return self._wrapped(result, out) if op in OVERFLOWS else result
@@ -297,7 +285,7 @@ class Lowering:
         """Operands meet in their common type (the condition of where stays a bool)."""
         start = 1 if node.op == "where" else 0
         given = [None if v is None else self.graph.types[v] for v in node.inputs]
-        common = promoted(*given[start:]) if node.op in COMPARES else out
+        common = promoted(*given[start:]) if node.op in COMPARISONS else out
         return [
             a if a is None or t is None or i < start else self.converted(a, t.dtype, common)
             for i, (a, t) in enumerate(zip(args, given, strict=True))
@@ -372,43 +360,10 @@ class Lowering:
         self.statements.append(Reduce(name, op, source, self.kind(source), seldom))
         return name
 
-    # ---- the emitter that recipes write through
-
-    def op(
-        self,
-        name: str,
-        *args: Any,
-        kind: str | None = None,
-        attrs: tuple[tuple[str, Any], ...] = (),
-    ) -> Arg:
-        refs = tuple(self._ref(a) for a in args)
-        if any(isinstance(r, str) and self.kinds[r] == "int" for r in refs):
-            refs = tuple(_as_whole(r) for r in refs)
-        out = kind or _result_kind(name, [self.kind(r) for r in refs])
-        fresh = self.name("v", out)
-        self.statements.append(Compute(fresh, name, refs, out, attrs))
-        return fresh
-
     def constant(self, value: float, dtype: DType | None = None) -> Const:
         """``value`` in the kind of ``dtype``; a float if none is given."""
         kind = "float" if dtype is None else KINDS[dtype.kind]
         return Const({"float": float, "int": int, "bool": bool}[kind](value), kind)
-
-    def kind(self, value: Any) -> str:
-        ref = self._ref(value)
-        return ref.kind if isinstance(ref, Const) else self.kinds[ref]
-
-    def _ref(self, value: Any) -> Arg:
-        if isinstance(value, str | Const):
-            return value
-        kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
-        return Const(value, kind)
-
-    def name(self, letter: str, kind: str) -> str:
-        name = f"{letter}{self.count}"
-        self.count += 1
-        self.kinds[name] = kind
-        return name
 
 
 def _size(shape: Shape) -> int:
@@ -427,16 +382,3 @@ def _converted_number(a: Const, out: DType) -> Const:
     if out.kind == "int" and value >> (out.bits - 1):
         value -= 1 << out.bits
     return Const(value, "int")
-
-
-def _as_whole(a: Arg) -> Arg:
-    """A constant that recipes write as a float, beside integers."""
-    if isinstance(a, Const) and a.kind == "float" and float(a.value).is_integer():
-        return Const(int(a.value), "int")
-    return a
-
-
-def _result_kind(name: str, kinds: Sequence[str]) -> str:
-    if name in COMPARES or name in ("and", "or", "not", "to_bool"):
-        return "bool"
-    return kinds[-1] if name == "select" else kinds[0]

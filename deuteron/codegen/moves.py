@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from deuteron.codegen.index import Affine, Index, flatten, unflatten
-from deuteron.codegen.scalar import Arg, CannotLower, Guard
+from deuteron.codegen.scalar import Guard
 from deuteron.ir.graph import Node
+from deuteron.ops.formula import Arg, CannotLower
 
 if TYPE_CHECKING:
     from deuteron.codegen.lower import Lowering

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from deuteron.codegen.index import Affine, Index, flatten
 from deuteron.codegen.moves import Guards, replaced
-from deuteron.codegen.primitives import RECIPES
-from deuteron.codegen.scalar import Arg
 from deuteron.ir.graph import Node
+from deuteron.ops.formula import Arg
 from deuteron.ops.random import cutoff
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def _glu(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
     half = low.type(node).shape[axis] // 2
     value = low.float_at(low.input(node), index, guards)
     gate = low.float_at(low.input(node), replaced(index, axis, index[axis] + half), guards)
-    return low.op("mul", value, RECIPES["sigmoid"](low.e, gate))
+    return low.op("mul", value, low.formula("sigmoid", gate))
 
 
 def _batch_norm(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from deuteron.codegen.index import Index, flatten
 from deuteron.codegen.moves import replaced
 from deuteron.codegen.placed import class_axis, has_input, nll_terms, target_at
-from deuteron.codegen.scalar import Arg, CannotLower, Load
+from deuteron.codegen.scalar import Load
 from deuteron.ir.graph import Node
 from deuteron.ir.types import Shape
+from deuteron.ops.formula import Arg, CannotLower
 
 if TYPE_CHECKING:
     from deuteron.codegen.lower import Lowering

@@ -19,22 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from deuteron.codegen.index import Affine, Var
 from deuteron.ir.dtype import DType
-
-
-class CannotLower(Exception):
-    """The region has no scalar program. ``args``: reason, remedy."""
-
-    @property
-    def reason(self) -> str:
-        return str(self.args[0])
-
-    @property
-    def remedy(self) -> str:
-        return str(self.args[1]) if len(self.args) > 1 else ""
+from deuteron.ops.formula import Arg, Compute
 
 
 @dataclass(frozen=True)
@@ -50,14 +38,6 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Const:
-    """A number known now."""
-
-    value: float | int | bool
-    kind: str  # "float", "int" or "bool"
-
-
-@dataclass(frozen=True)
 class Load:
     """One element of an input; outside its guards it reads as 0 and is not touched."""
 
@@ -66,17 +46,6 @@ class Load:
     offset: Affine
     dtype: DType
     guards: tuple[Guard, ...] = ()
-
-
-@dataclass(frozen=True)
-class Compute:
-    """``name = op(args)`` on scalars; ``kind`` is float, int or bool."""
-
-    name: str
-    op: str
-    args: tuple[Arg, ...]
-    kind: str
-    attrs: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +88,6 @@ class Store:
     dtype: DType
 
 
-Arg = str | Const
 Statement = Load | Compute | Inside | Position | Reduce | Store
 
 

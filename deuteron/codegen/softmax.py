@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deuteron.codegen.scalar import Compute, Reduce, ScalarProgram, Store
+from deuteron.codegen.scalar import Reduce, ScalarProgram, Store
+from deuteron.ops.formula import Compute
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from deuteron.codegen.index import Affine
 from deuteron.codegen.scalar import (
-    Arg,
-    Compute,
-    Const,
     Inside,
     Load,
     Position,
@@ -28,6 +25,7 @@ from deuteron.codegen.scalar import (
 from deuteron.codegen.softmax import Softmax, softmaxes
 from deuteron.codegen.triton_index import Lookup, Space, Tokens, condition, offset
 from deuteron.codegen.triton_math import AS_MAX, Arithmetic, across, identity
+from deuteron.ops.formula import Arg, Compute, Const
 
 
 def arithmetic(program: ScalarProgram) -> Arithmetic:

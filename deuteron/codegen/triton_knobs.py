@@ -6,10 +6,11 @@ latency of memory, more cost registers. At most six ways per region, so that mea
 
 from __future__ import annotations
 
-from deuteron.codegen.scalar import Compute, Load, ScalarProgram, Store
+from deuteron.codegen.scalar import Load, ScalarProgram, Store
 from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
 from deuteron.codegen.triton_passes import dependent_reductions
 from deuteron.codegen.triton_render import Knobs, power_of_two
+from deuteron.ops.formula import Compute
 
 MOST = 6
 FLAT = ((1024, 4), (2048, 4), (2048, 8), (512, 4), (4096, 8))  # block, warps

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from deuteron.codegen.triton_compile import compile_triton
-from deuteron.codegen.triton_render import Launch, Rendered
+from deuteron.codegen.triton_math import Arithmetic
+from deuteron.codegen.triton_render import HEAD, Launch, Rendered
+from deuteron.ops.formula import Traced
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "i64": torch.int64, "i32": torch.int32}
 
@@ -30,6 +32,19 @@ def functions(source: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": f"deuteron_triton_{digest}"}
     exec(compile(source, file, "exec"), names)
     return names
+
+
+@lru_cache(maxsize=512)
+def jitted(formula: Traced, exact: bool) -> Any:
+    """A formula as a Triton function of its inputs, for kernels written by hand: they take it as a
+    constant and call it. ``exact`` where a float32 is stored, not a number of 16 bits."""
+    none: frozenset[str] = frozenset()
+    math = Arithmetic(False, exact, none, none, none)
+    lines = [f"    {s.name} = {math.compute(s, str)}\n" for s in formula.statements]
+    result = formula.result if isinstance(formula.result, str) else math.literal(formula.result)
+    head = f"@triton.jit\ndef formula({', '.join(formula.inputs)}):\n"
+    body = f"{head}{''.join(lines)}    return {result}\n"
+    return functions("\n\n".join((HEAD, *math.helpers(), body)))["formula"]
 
 
 def compiled(rendered: Rendered, launch: Launch, aligned: bool = True, target: Any = None) -> Any:

@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from deuteron.codegen import normal, triton_binary
-from deuteron.codegen.scalar import Compute, Const
 from deuteron.ops import random
+from deuteron.ops.formula import Compute, Const
 
 POINTERS = {
     "f64": "*fp64",

@@ -14,13 +14,14 @@ from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.lower import lower
 from deuteron.codegen.parts import in_parts
-from deuteron.codegen.scalar import CannotLower, Compute, Const, Guard, Load, ScalarProgram, reads
+from deuteron.codegen.scalar import Guard, Load, ScalarProgram, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.indices import checked, lookups
 from deuteron.engines.roofline import region_bound
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.formula import CannotLower, Compute, Const
 from deuteron.policy import Policy
 from deuteron.target import Target
 

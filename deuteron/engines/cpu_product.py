@@ -18,7 +18,9 @@ from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, must_chain, pla
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import EPILOGUES, ONE_ROW, TILES, converts_half, lanes
+from deuteron.kernels.cpu import ONE_ROW, TILES, converts_half, lanes
+from deuteron.ops import table
+from deuteron.ops.formula import is_scalar
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -72,10 +74,8 @@ def chain_here(
     c = fits(region, anchors, constant)
     if isinstance(c, Refusal):
         return c
-    if c.act is not None and c.act_name not in EPILOGUES:
-        return Refusal(
-            f"has no epilogue for {c.act_name}", f"use one of {', '.join(sorted(EPILOGUES))}"
-        )
+    if c.act is not None and not is_scalar(table.get(c.act.op)):
+        return Refusal(f"{c.act_name} has no formula", "give its OpDef one")
     if c.anchor.op == "conv" and c.anchor.attrs["transposed"]:
         return Refusal("the convolution is transposed", "upsample and convolve instead")
     inner = 1 if c.anchor.op == "conv" else -1
@@ -95,8 +95,8 @@ def chain_here(
 def epilogue_of(c: Chain) -> Any:
     from deuteron.kernels.cpu.epilogue import Epilogue
 
-    attrs = {} if c.act is None else dict(c.act.attrs)
-    return Epilogue.of(c.residual is not None, c.act_name, attrs)
+    attrs = () if c.act is None else tuple(c.act.attrs.items())
+    return Epilogue(c.residual is not None, c.act_name, attrs)
 
 
 def image(t: TensorType) -> Any:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from deuteron.codegen.lower import lower
-from deuteron.codegen.scalar import CannotLower, ScalarProgram
+from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_passes import dependent_passes, passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
@@ -21,6 +21,7 @@ from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton_here import refuse_anywhere
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
+from deuteron.ops.formula import CannotLower
 from deuteron.policy import Policy
 from deuteron.target import Target
 

@@ -5,10 +5,10 @@
 
 from deuteron.ops import (
     activation,
+    arithmetic,
     attention,
     batch_norm,
     conv,
-    elementwise,
     loss,
     matmul,
     movement,
@@ -34,7 +34,7 @@ from deuteron.ops.samples import Arg, Sample
 from deuteron.ops.table import TABLE, get, infer
 
 FAMILIES = (
-    elementwise,
+    arithmetic,
     activation,
     movement,
     reduce,

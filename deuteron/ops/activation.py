@@ -3,37 +3,230 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, bool_, float32
+from deuteron.ir.dtype import DType, bool_
 from deuteron.ir.types import TensorType
-from deuteron.ops.elementwise import ndtr
+from deuteron.ops.arithmetic import ndtr
+from deuteron.ops.elementwise import elementwise, floats, made_float
 from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.formula import TENSORS
 from deuteron.ops.movement import lay, with_axis
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample, unary_samples
+from deuteron.ops.samples import Arg, Sample
 
-# rule(ops, grad, s, attrs) → the gradient of the input, where s is the input or the result.
-Rule = Callable[[Ops, Sym, Sym, Mapping[str, Any]], Any]
+# ---- held within bounds ---------------------------------------------------------------------
+
+
+def _inside(b: Any, g: Any, x: Any, low: float, high: float) -> Any:
+    """Of nan the gradient passes, as in torch."""
+    return b.where(b.logical_or(x <= low, x >= high), 0.0, g)
+
+
+def _whole_too(name: str, x: TensorType) -> DType:
+    """relu of integers is one of them."""
+    return x.dtype if x.dtype != bool_ and not x.dtype.is_float else floats(name, x)
+
+
+@elementwise(
+    reference=F.relu,
+    gradient=lambda b, g, out: b.where(out <= 0.0, 0.0, g),
+    result=_whole_too,
+    samples="away",
+    wide=False,  # only chosen, not rounded
+)
+def relu(b: Any, x: Any) -> Any:
+    """max(x, 0)"""
+    return b.maximum(x, 0.0)
+
+
+@elementwise(
+    reference=F.relu6,
+    gradient=lambda b, g, out: _inside(b, g, out, 0.0, 6.0),
+    samples="away",
+    wide=False,
+)
+def relu6(b: Any, x: Any) -> Any:
+    """x held between 0 and 6"""
+    return b.clamp(x, min=0.0, max=6.0)
+
+
+@elementwise(
+    reference=lambda x, min, max: F.hardtanh(x, min, max),
+    gradient=lambda b, g, x, min, max: _inside(b, g, x, min, max),
+    rules={"min must not be larger than max": lambda min, max: min <= max},
+    tried=({}, {"min": -0.3, "max": 0.4}),
+)
+def hardtanh(b: Any, x: Any, min: float = -1.0, max: float = 1.0) -> Any:
+    """x held between min and max"""
+    return b.clamp(x, min=min, max=max)
+
+
+@elementwise(
+    reference=F.hardsigmoid, gradient=lambda b, g, x: b.where(b.abs(x) < 3.0, g * (1.0 / 6.0), 0.0)
+)
+def hardsigmoid(b: Any, x: Any) -> Any:
+    """x/6 + 1/2 held between 0 and 1"""
+    return b.clamp(x + 3.0, min=0.0, max=6.0) / 6.0
+
+
+def _hardswish_gradient(b: Any, g: Any, x: Any) -> Any:
+    return b.where(x >= 3.0, g, b.where(x <= -3.0, 0.0, g * (x * (1.0 / 3.0) + 0.5)))
+
+
+@elementwise(reference=F.hardswish, gradient=_hardswish_gradient)
+def hardswish(b: Any, x: Any) -> Any:
+    """x · hardsigmoid(x)"""
+    return x * b.hardsigmoid(x)
+
+
+# ---- two branches ---------------------------------------------------------------------------
+
+
+def _leaky_gradient(b: Any, g: Any, x: Any, out: Any, negative_slope: float) -> Any:
+    """The result has the sign of x, unless the slope turns it round or makes it 0."""
+    sign = out if negative_slope > 0.0 else x
+    return b.where(sign > 0.0, g, g * negative_slope)
+
+
+@elementwise(
+    reference=F.leaky_relu,
+    gradient=_leaky_gradient,
+    samples="away",
+    tried=({}, {"negative_slope": -0.5}),
+)
+def leaky_relu(b: Any, x: Any, negative_slope: float = 0.01) -> Any:
+    """x, times a slope below 0"""
+    return b.where(x > 0.0, x, x * negative_slope)
+
+
+def _exponential(b: Any, x: Any, alpha: float, scale: float = 1.0, rate: float = 1.0) -> Any:
+    below = b.expm1(x if rate == 1.0 else x * rate) * (alpha * scale)
+    return b.where(x > 0.0, x if scale == 1.0 else x * scale, below)
+
+
+def _slope(b: Any, g: Any, x: Any, above: float, below: float, rate: float = 1.0) -> Any:
+    """The slope is ``above`` over 0, and below · e^(rate·x) under it. Over 0 the exponential is of
+    0: of x it would overflow, and the derivative of this slope would be 0 · inf there."""
+    over, positive = g if above == 1.0 else g * above, x > 0.0
+    x = b.where(positive, 0.0, x)
+    return b.where(positive, over, g * b.exp(x if rate == 1.0 else x * rate) * below)
+
+
+@elementwise(
+    reference=F.elu,
+    gradient=lambda b, g, x, alpha: _slope(b, g, x, 1.0, alpha),
+    samples="away",
+    tried=({}, {"alpha": 0.7}),
+)
+def elu(b: Any, x: Any, alpha: float = 1.0) -> Any:
+    """x, or alpha · (eˣ − 1) below 0"""
+    return _exponential(b, x, alpha)
+
 
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
-def _tanhshrink(x: torch.Tensor) -> torch.Tensor:
-    """PyTorch's difference loses its digits near 0, where x and tanh x cancel. In float64, in which
-    it has to be exact, the continued fraction of tanh takes over there."""
-    if x.dtype != torch.float64:
-        return F.tanhshrink(x)
-    square, tail = x * x, torch.zeros_like(x)
-    for odd in range(17, 3, -2):
-        tail = square / (odd + tail)
-    return torch.where(x.abs() < 1.0, x * square / (3.0 + square + tail), F.tanhshrink(x))
+@elementwise(
+    reference=F.selu,
+    gradient=lambda b, g, x: _slope(b, g, x, _SELU_SCALE, _SELU_ALPHA * _SELU_SCALE),
+    samples="away",
+)
+def selu(b: Any, x: Any) -> Any:
+    """elu with the two constants of self-normalising networks"""
+    return _exponential(b, x, _SELU_ALPHA, _SELU_SCALE)
+
+
+@elementwise(
+    reference=F.celu,
+    gradient=lambda b, g, x, alpha: _slope(b, g, x, 1.0, 1.0, 1.0 / alpha),
+    rules={"alpha must not be 0": lambda alpha: alpha != 0},
+    samples="away",
+    tried=({}, {"alpha": 0.7}),
+)
+def celu(b: Any, x: Any, alpha: float = 1.0) -> Any:
+    """x, or alpha · (e^(x/alpha) − 1) below 0"""
+    return _exponential(b, x, alpha, rate=1.0 / alpha)
+
+
+def _beyond(b: Any, g: Any, x: Any, lambd: float) -> Any:
+    return b.where(b.abs(x) > lambd, g, 0.0)
+
+
+@elementwise(
+    reference=F.softshrink,
+    gradient=_beyond,
+    rules={"lambd must be at least 0": lambda lambd: lambd >= 0},
+    tried=({}, {"lambd": 0.0}),
+)
+def softshrink(b: Any, x: Any, lambd: float = 0.5) -> Any:
+    """x moved towards 0 by lambd, and 0 within it"""
+    rest = b.where(b.ne(x, x), x, 0.0)  # nan stays nan
+    return b.where(x > lambd, x - lambd, b.where(x < -lambd, x + lambd, rest))
+
+
+@elementwise(reference=F.hardshrink, gradient=_beyond, tried=({}, {"lambd": 1.0}))
+def hardshrink(b: Any, x: Any, lambd: float = 0.5) -> Any:
+    """x, but 0 where |x| ≤ lambd"""
+    keep = b.logical_or(x > lambd, x < -lambd)
+    return b.where(b.logical_or(keep, b.ne(x, x)), x, 0.0)
+
+
+@elementwise(
+    reference=F.threshold,
+    gradient=lambda b, g, x, threshold: b.where(x <= threshold, 0.0, g),
+    tried=({"threshold": 0.1, "value": -7.0}, {"threshold": -0.2, "value": 3.0}),
+)
+def threshold(b: Any, x: Any, threshold: float, value: float) -> Any:
+    """x, but value where x ≤ threshold"""
+    return b.where(x > threshold, x, b.where(b.ne(x, x), x, value))
+
+
+# ---- smooth ones ----------------------------------------------------------------------------
+
+
+@elementwise(
+    reference=torch.sigmoid, gradient=lambda b, g, out: g * out * (1.0 - out), result=made_float
+)
+def sigmoid(b: Any, x: Any) -> Any:
+    """1 / (1 + e⁻ˣ)"""
+    return 1.0 / (1.0 + b.exp(-x))
+
+
+@elementwise(
+    reference=torch.tanh, gradient=lambda b, g, out: g * (1.0 - b.square(out)), result=made_float
+)
+def tanh(b: Any, x: Any) -> Any:
+    """tanh x"""
+    return b.primitive("tanh", x)
+
+
+def _silu_gradient(b: Any, g: Any, x: Any) -> Any:
+    s = b.sigmoid(x)
+    return g * s * (x * (1.0 - s) + 1.0)
+
+
+@elementwise(reference=F.silu, gradient=_silu_gradient)
+def silu(b: Any, x: Any) -> Any:
+    """x · sigmoid(x)"""
+    return x * b.sigmoid(x)
+
+
+_TANH_SCALE, _TANH_CUBE = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
+
+
+def _gelu_gradient(b: Any, g: Any, x: Any, approximate: str) -> Any:
+    if approximate == "none":
+        return g * (b.ndtr(x) + x * b.exp(b.square(x) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)))
+    square = b.square(x)
+    s = b.sigmoid(x * (square * _TANH_CUBE + 1.0) * _TANH_SCALE)
+    inner = (square * (3.0 * _TANH_CUBE) + 1.0) * _TANH_SCALE
+    # s first: far below 0 it is 0, and x · inner alone would overflow
+    return g * (x * (s * (1.0 - s)) * inner + s)
 
 
 def _gelu_reference(x: torch.Tensor, approximate: str) -> torch.Tensor:
@@ -41,328 +234,91 @@ def _gelu_reference(x: torch.Tensor, approximate: str) -> torch.Tensor:
     if x.dtype == torch.float64 and approximate == "none":
         return x * ndtr(x)
     if x.dtype == torch.float64:
-        return x * torch.sigmoid(x * (x * x * 0.044715 + 1.0) * (2.0 * math.sqrt(2.0 / math.pi)))
+        return x * torch.sigmoid(x * (x * x * _TANH_CUBE + 1.0) * _TANH_SCALE)
     return F.gelu(x, approximate=approximate)
 
 
-def _gelu(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
-    if a["approximate"] == "none":
-        return g * (b.ndtr(x) + x * b.exp(b.square(x) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)))
-    k, c = math.sqrt(2.0 / math.pi), 0.044715
-    square = b.square(x)
-    s = b.sigmoid(x * (square * c + 1.0) * (2.0 * k))  # (1 + tanh u) / 2
-    inner = (square * (3.0 * c) + 1.0) * (2.0 * k)
-    # s first: far below 0 it is 0, and x · inner alone would overflow
-    return g * (x * (s * (1.0 - s)) * inner + s)
+_APPROXIMATE: Any = Attr("str", "none", "how Φ is computed", ("none", "tanh"))
 
 
-def _silu(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
-    s = b.sigmoid(x)
-    return g * s * (x * (1.0 - s) + 1.0)
+@elementwise(
+    reference=_gelu_reference, gradient=_gelu_gradient, tried=({}, {"approximate": "tanh"})
+)
+def gelu(b: Any, x: Any, approximate: str = _APPROXIMATE) -> Any:
+    """x · Φ(x), with Φ the normal distribution or its tanh approximation"""
+    if approximate == "none":
+        return x * b.ndtr(x)
+    # (1 + tanh u) / 2 is sigmoid(2u), of which nothing cancels
+    return x * b.sigmoid((x + x * x * x * _TANH_CUBE) * _TANH_SCALE)
 
 
-def _mish(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
-    t = b.tanh(b.softplus(x))
-    return g * (t + x * b.sigmoid(x) * (1.0 - b.square(t)))
+def _softplus_gradient(b: Any, g: Any, x: Any, beta: float, threshold: float) -> Any:
+    scaled = x * beta
+    return b.where(scaled > threshold, g, g * b.sigmoid(scaled))
 
 
-def _hardswish(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
-    middle = b.where(b.le(x, -3.0), 0.0, g * (x * (1.0 / 3.0) + 0.5))
-    return b.where(b.ge(x, 3.0), g, middle)
+@elementwise(
+    reference=F.softplus,
+    gradient=_softplus_gradient,
+    rules={"beta must not be 0": lambda beta: beta != 0},
+    tried=({}, {"beta": 2.0, "threshold": 1.0}),
+)
+def softplus(b: Any, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    """ln(1 + e^(beta·x)) / beta, and x itself where beta · x is over threshold"""
+    scaled = x if beta == 1.0 else x * beta
+    # ln(1 + eᵗ) without overflow
+    soft = b.maximum(scaled, 0.0) + b.log1p(b.exp(-b.abs(scaled)))
+    return b.where(scaled > threshold, x, soft if beta == 1.0 else soft / beta)
 
 
-def _softplus(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
-    scaled = x * a["beta"]
-    return b.where(b.gt(scaled, a["threshold"]), g, g * b.sigmoid(scaled))
-
-
-def _between(b: Ops, g: Sym, x: Sym, low: float, high: float) -> Any:
-    return b.where(b.logical_and(b.gt(x, low), b.lt(x, high)), g, 0.0)
-
-
-def _beyond(b: Ops, g: Sym, x: Sym, a: Mapping[str, Any]) -> Any:
-    return b.where(b.gt(b.abs(x), a["lambd"]), g, 0.0)
-
-
-def _elu(b: Ops, g: Sym, x: Sym, above: float, below: float, rate: float = 1.0) -> Any:
-    """The slope is ``above`` over 0, and below · e^(rate·x) under it. Over 0 the exponential is of
-    0: of x it would overflow, and the derivative of this slope would be 0 · inf there."""
-    over, positive = g if above == 1.0 else g * above, b.gt(x, 0.0)
-    x = b.where(positive, 0.0, x)
-    return b.where(positive, over, g * b.exp(x if rate == 1.0 else x * rate) * below)
-
-
-def _log_sigmoid(x: torch.Tensor) -> torch.Tensor:
+def _log_sigmoid_reference(x: torch.Tensor) -> torch.Tensor:
     """torch forgets the memory order here, but only on the CPU."""
     return lay(F.logsigmoid(x), TensorType.from_tensor(x).dense_like())
 
 
-_Row = tuple[str, Callable[..., torch.Tensor], str, Rule, float, str, Mapping[str, Attr], str]
+@elementwise(reference=_log_sigmoid_reference, gradient=lambda b, g, x: g * b.sigmoid(-x))
+def log_sigmoid(b: Any, x: Any) -> Any:
+    """ln sigmoid(x)"""
+    return b.minimum(x, 0.0) - b.log1p(b.exp(-b.abs(x)))
 
-_ALPHA = {"alpha": Attr("float", 1.0, "the depth of the negative side")}
-_LAMBD = {"lambd": Attr("float", 0.5, "the half-width of the flat part, at least 0")}
 
-_ACTIVATIONS: tuple[_Row, ...] = (
-    # name, reference, what the gradient is found from (the input x or the result y), its rule,
-    # operations per element, sample data, attributes, what it is
-    (
-        "relu",
-        F.relu,
-        "y",
-        lambda b, g, y, a: b.where(b.le(y, 0.0), 0.0, g),
-        1,
-        "away",
-        {},
-        "max(x, 0)",
-    ),
-    (
-        "relu6",
-        F.relu6,
-        "x",
-        lambda b, g, x, a: _between(b, g, x, 0.0, 6.0),
-        2,
-        "away",
-        {},
-        "x held between 0 and 6",
-    ),
-    (
-        "leaky_relu",
-        F.leaky_relu,
-        "x",
-        lambda b, g, x, a: b.where(b.gt(x, 0.0), g, g * a["negative_slope"]),
-        2,
-        "away",
-        {"negative_slope": Attr("float", 0.01, "the slope below 0")},
-        "x, times a slope below 0",
-    ),
-    (
-        "sigmoid",
-        torch.sigmoid,
-        "y",
-        lambda b, g, y, a: g * y * (1.0 - y),
-        10,
-        "normal",
-        {},
-        "1 / (1 + e⁻ˣ)",
-    ),
-    (
-        "tanh",
-        torch.tanh,
-        "y",
-        lambda b, g, y, a: g * (1.0 - b.square(y)),
-        12,
-        "normal",
-        {},
-        "tanh x",
-    ),
-    (
-        "gelu",
-        _gelu_reference,
-        "x",
-        _gelu,
-        16,
-        "normal",
-        {"approximate": Attr("str", "none", "how Φ is computed", choices=("none", "tanh"))},
-        "x · Φ(x), with Φ the normal distribution or its tanh approximation",
-    ),
-    ("silu", F.silu, "x", _silu, 11, "normal", {}, "x · sigmoid(x)"),
-    ("mish", F.mish, "x", _mish, 24, "normal", {}, "x · tanh(softplus(x))"),
-    ("hardswish", F.hardswish, "x", _hardswish, 5, "normal", {}, "x · hardsigmoid(x)"),
-    (
-        "hardsigmoid",
-        F.hardsigmoid,
-        "x",
-        lambda b, g, x, a: _between(b, g * (1.0 / 6.0), x, -3.0, 3.0),
-        4,
-        "normal",
-        {},
-        "x/6 + 1/2 held between 0 and 1",
-    ),
-    (
-        "hardtanh",
-        lambda x, min, max: F.hardtanh(x, min, max),
-        "x",
-        lambda b, g, x, a: _between(b, g, x, a["min"], a["max"]),
-        2,
-        "normal",
-        {"min": Attr("float", -1.0, "lower bound"), "max": Attr("float", 1.0, "upper bound")},
-        "x held between min and max",
-    ),
-    (
-        "elu",
-        F.elu,
-        "x",
-        lambda b, g, x, a: _elu(b, g, x, 1.0, a["alpha"]),
-        10,
-        "away",
-        _ALPHA,
-        "x, or alpha · (eˣ − 1) below 0",
-    ),
-    (
-        "selu",
-        F.selu,
-        "x",
-        lambda b, g, x, a: _elu(b, g, x, _SELU_SCALE, _SELU_ALPHA * _SELU_SCALE),
-        11,
-        "away",
-        {},
-        "elu with the two constants of self-normalising networks",
-    ),
-    (
-        "celu",
-        F.celu,
-        "x",
-        lambda b, g, x, a: _elu(b, g, x, 1.0, 1.0, 1.0 / a["alpha"]),
-        11,
-        "away",
-        _ALPHA,
-        "x, or alpha · (e^(x/alpha) − 1) below 0",
-    ),
-    (
-        "softplus",
-        F.softplus,
-        "x",
-        _softplus,
-        18,
-        "normal",
-        {
-            "beta": Attr("float", 1.0, "the sharpness, not 0"),
-            "threshold": Attr("float", 20.0, "beyond this value of beta · x the result is x"),
-        },
-        "ln(1 + e^(beta·x)) / beta",
-    ),
-    (
-        "softsign",
-        F.softsign,
-        "x",
-        lambda b, g, x, a: g / b.square(b.abs(x) + 1.0),
-        6,
-        "away",
-        {},
-        "x / (1 + |x|)",
-    ),
-    (
-        "log_sigmoid",
-        _log_sigmoid,
-        "x",
-        lambda b, g, x, a: g * b.sigmoid(-x),
-        18,
-        "normal",
-        {},
-        "ln sigmoid(x)",
-    ),
-    (
-        "tanhshrink",
-        _tanhshrink,
-        "x",
-        lambda b, g, x, a: g * b.square(b.tanh(x)),
-        13,
-        "normal",
-        {},
-        "x − tanh x",
-    ),
-    (
-        "softshrink",
-        F.softshrink,
-        "x",
-        _beyond,
-        3,
-        "normal",
-        _LAMBD,
-        "x moved towards 0 by lambd, and 0 within it",
-    ),
-    ("hardshrink", F.hardshrink, "x", _beyond, 2, "normal", _LAMBD, "x, but 0 where |x| ≤ lambd"),
-    (
-        "threshold",
-        F.threshold,
-        "x",
-        lambda b, g, x, a: b.where(b.le(x, a["threshold"]), 0.0, g),
-        1,
-        "normal",
-        {
-            "threshold": Attr("float", doc="the largest x that is replaced"),
-            "value": Attr("float", doc="what stands in its place"),
-        },
-        "x, but value where x ≤ threshold",
-    ),
+def _mish_gradient(b: Any, g: Any, x: Any) -> Any:
+    t = b.tanh(b.softplus(x))
+    return g * (t + x * b.sigmoid(x) * (1.0 - b.square(t)))
+
+
+@elementwise(reference=F.mish, gradient=_mish_gradient)
+def mish(b: Any, x: Any) -> Any:
+    """x · tanh(softplus(x))"""
+    return x * b.tanh(b.softplus(x))
+
+
+@elementwise(
+    reference=F.softsign, gradient=lambda b, g, x: g / b.square(b.abs(x) + 1.0), samples="away"
 )
-
-_EXACT = {"relu", "relu6"}  # gradients that only select: nothing is rounded in 16 bits
-
-# attribute → (what makes it bad, remedy)
-_BAD: Mapping[tuple[str, str], tuple[Callable[[Mapping[str, float]], bool], str]] = {
-    ("hardtanh", "min"): (lambda a: a["min"] > a["max"], "min must not be larger than max"),
-    ("celu", "alpha"): (lambda a: a["alpha"] == 0, "alpha must not be 0"),
-    ("softplus", "beta"): (lambda a: a["beta"] == 0, "beta must not be 0"),
-    ("softshrink", "lambd"): (lambda a: a["lambd"] < 0, "lambd must be at least 0"),
-}
-
-_ON_INTEGERS: Mapping[str, Callable[[DType], DType]] = {
-    "relu": lambda dt: dt,
-    "sigmoid": lambda dt: float32,
-    "tanh": lambda dt: float32,
-}
+def softsign(b: Any, x: Any) -> Any:
+    """x / (1 + |x|)"""
+    return x / (1.0 + b.abs(x))
 
 
-def _only_float(name: str, dt: DType) -> DType:
-    if dt.is_float:
-        return dt
-    if name in _ON_INTEGERS and (dt != bool_ or name != "relu"):
-        return _ON_INTEGERS[name](dt)
-    raise GraphError(f"{name} of {dt.name} is not defined", remedy='cast(x, dtype="f32") first')
+def _tanhshrink(b: Any, x: Any) -> Any:
+    """Near 0 x and tanh x cancel; there it is x³ / (3 + x² + x² / (5 + x² / (7 + …))), by the
+    continued fraction of tanh: all terms are positive, and after 17 below float64's last bit."""
+    square = x * x
+    tail = square / 17.0
+    for odd in (15.0, 13.0, 11.0, 9.0, 7.0, 5.0):
+        tail = square / (odd + tail)
+    return b.where(b.abs(x) < 1.0, x * square / (3.0 + square + tail), x - b.tanh(x))
 
 
-def _infer(name: str) -> Callable[..., TensorType]:
-    def infer(x: TensorType, **attrs: Any) -> TensorType:
-        for (op, attr), (is_bad, remedy) in _BAD.items():
-            if op == name and is_bad(attrs):
-                raise GraphError(f"{name} with {attr}={attrs[attr]} is not defined", remedy=remedy)
-        return x.dense_like(dt=_only_float(name, x.dtype))
-
-    return infer
-
-
-def _vjp(name: str, of: str, rule: Rule, b: Ops, v: Vjp) -> list[Sym | None]:
-    grad, source = v.grad, v.arg(0) if of == "x" else v.outs[0]
-    if name not in _EXACT:
-        grad, source = b.upcast(grad), b.upcast(source)
-    return [b.to(rule(b, grad, source, v.attrs), v.arg(0).dtype)]
-
-
-_OTHER: Mapping[str, Sequence[Mapping[str, Any]]] = {  # attributes to try besides the defaults
-    "leaky_relu": [{"negative_slope": -0.5}],
-    "gelu": [{"approximate": "tanh"}],
-    "hardtanh": [{"min": -0.3, "max": 0.4}],
-    "elu": [{"alpha": 0.7}],
-    "celu": [{"alpha": 0.7}],
-    "softplus": [{"beta": 2.0, "threshold": 1.0}],
-    "softshrink": [{"lambd": 0.0}],
-    "hardshrink": [{"lambd": 1.0}],
-    "threshold": [{"threshold": -0.2, "value": 3.0}],
-}
-
-
-def _samples(name: str, kind: str) -> tuple[Sample, ...]:
-    usual: Mapping[str, Any] = {"threshold": 0.1, "value": -7.0} if name == "threshold" else {}
-    other = [s for a in _OTHER.get(name, ()) for s in unary_samples(kind, a)[:2]]
-    return (*unary_samples(kind, usual), *other)
-
-
-UNARY = tuple(
-    OpDef(
-        name=name,
-        doc=f"{doc}, elementwise.",
-        inputs=("x",),
-        attrs=attrs,
-        infer=_infer(name),
-        reference=fn,
-        fusion=Fusion.ELEMENTWISE,
-        vjp=partial(_vjp, name, of, rule),
-        flops=elementwise_flops(flops),
-        samples=partial(_samples, name, kind),
-    )
-    for name, fn, of, rule, flops, kind, attrs, doc in _ACTIVATIONS
+@elementwise(
+    reference=lambda x: F.tanhshrink(x) if x.dtype != torch.float64 else _tanhshrink(TENSORS, x),
+    gradient=lambda b, g, x: g * b.square(b.tanh(x)),
 )
+def tanhshrink(b: Any, x: Any) -> Any:
+    """x − tanh x"""
+    return _tanhshrink(b, x)
+
 
 # ---- prelu and glu -----------------------------------------------------------------------------
 
@@ -380,7 +336,7 @@ def _prelu_infer(x: TensorType, weight: TensorType) -> TensorType:
             f"x is {x.dtype.name} and weight {weight.dtype.name}",
             remedy=f'cast(weight, dtype="{x.dtype.short}")',
         )
-    return x.dense_like(dt=_only_float("prelu", x.dtype))
+    return x.dense_like(dt=floats("prelu", x))
 
 
 def _prelu_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
@@ -431,7 +387,7 @@ def _glu_infer(x: TensorType, axis: int) -> TensorType:
             f"axis {axis} of x {list(x.shape)} cannot be halved", remedy="its size must be even"
         )
     shape = (*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :])
-    dt = _only_float("glu", x.dtype)
+    dt = floats("glu", x)
     return TensorType(shape, dt, x.strides).dense_like()
 
 
@@ -472,4 +428,9 @@ GLU = OpDef(
     ),
 )
 
+UNARY = (
+    *(relu, relu6, hardtanh, hardsigmoid, hardswish, leaky_relu, elu, selu, celu),
+    *(softshrink, hardshrink, threshold, sigmoid, tanh, silu, gelu, softplus, log_sigmoid),
+    *(mish, softsign, tanhshrink),
+)
 OPS = (*UNARY, PRELU, GLU)

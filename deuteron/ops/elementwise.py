@@ -1,4 +1,5 @@
-"""Arithmetic, comparison and choice: one result element from the same element of each input.
+"""Elementwise operators from their formulas: one result element from the same element of each
+input.
 
 Types promote as in PyTorch; shapes broadcast; the result keeps the memory order of the first
 input that has the full shape.
@@ -6,21 +7,58 @@ input that has the full shape.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from inspect import Parameter, signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, bool_, dtype, float32
+from deuteron.ir.dtype import DType, bool_, float32
 from deuteron.ir.types import TensorType
+from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, broadcast, elementwise_flops, promoted
-from deuteron.ops.samples import Arg, Sample, unary_samples
+from deuteron.ops.formula import TENSORS, Formula, trace_op
+from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp, broadcast, parameters, promoted
+from deuteron.ops.samples import Sample, unary_samples
 
-Grad = Callable[[Ops, Vjp], Sym]
+Result = Callable[..., DType]
+
+# ---- the element type of a result -----------------------------------------------------------
+
+
+def floats(name: str, *types: TensorType) -> DType:
+    """Floats stay what they are; nothing else is taken."""
+    dt = promoted(*types)
+    if dt.is_float:
+        return dt
+    raise GraphError(f"{name} of {dt.name} is not defined", remedy='cast(x, dtype="f32") first')
+
+
+def made_float(name: str, *types: TensorType) -> DType:
+    """Integers and booleans become float32 in functions that only make sense on reals."""
+    dt = promoted(*types)
+    return dt if dt.is_float else float32
+
+
+def numbers(name: str, *types: TensorType) -> DType:
+    """Any number stays what it is; booleans are none."""
+    dt = promoted(*types)
+    if dt == bool_:
+        raise GraphError(
+            f"{name} is not defined on bool", remedy='cast first: cast(x, dtype="i32")'
+        )
+    return dt
+
+
+def anything(name: str, *types: TensorType) -> DType:
+    return promoted(*types)
+
+
+def truth(name: str, *types: TensorType) -> DType:
+    return bool_
 
 
 def result_type(dt: DType, *types: TensorType | None) -> TensorType:
@@ -33,418 +71,151 @@ def result_type(dt: DType, *types: TensorType | None) -> TensorType:
     return present[0].dense_like(shape, dt)
 
 
-def _floating(name: str, dt: DType) -> DType:
-    """Integers and booleans become float32 in functions that only make sense on reals."""
-    return dt if dt.is_float else float32
+# ---- the operator -----------------------------------------------------------------------------
 
 
-def ndtr(x: torch.Tensor) -> torch.Tensor:
-    """Φ(x). PyTorch's 1 + erf loses its digits below −4: in float64, in which it has to be exact,
-    through erfc. 16-bit floats it does not take."""
-    if x.dtype == torch.float64:
-        return torch.erfc(x * -math.sqrt(0.5)) * 0.5
-    out: torch.Tensor = torch.special.ndtr(x.float())
-    return out.to(x.dtype) if x.dtype.is_floating_point else out
+def elementwise(
+    *,
+    rules: Mapping[str, Callable[..., bool]] | None = None,
+    gradient: Callable[..., Any] | Sequence[Callable[..., Any] | None] | None = None,
+    reference: Callable[..., torch.Tensor] | None = None,
+    result: Result = floats,
+    samples: str | Callable[[], Sequence[Sample]] = "normal",
+    tried: Sequence[Mapping[str, Any]] = ({},),
+    wide: bool = True,
+) -> Callable[[Formula], OpDef]:
+    """An operator of which one element comes from one element of each input, from its formula.
 
+    >>> @dt.elementwise(rules={"use cap above 0": lambda cap: cap > 0})
+    ... def softcap(b, x, cap: float = 30.0):
+    ...     \"""x held between −cap and cap without a corner\"""
+    ...     return b.tanh(x / cap) * cap
+    >>> dt.register_op(softcap)
 
-# ---- one input ---------------------------------------------------------------------------
+    The name, the description, the inputs and the attributes (those with a type) are the function's;
+    what its body may use is told in :mod:`deuteron.ops.formula`.
 
-_UNARY: tuple[tuple[str, Callable[..., Any], Grad | None, float, str, str], ...] = (
-    # name, reference, gradient, operations per element, sample data, what it is
-    ("neg", torch.neg, lambda b, v: -v.grad, 1, "normal", "−x"),
-    ("abs", torch.abs, lambda b, v: v.grad * b.sign(v.arg(0)), 1, "away", "|x|"),
-    ("sign", torch.sign, None, 1, "away", "−1, 0 or 1"),
-    ("square", torch.square, lambda b, v: v.grad * v.arg(0) * 2.0, 1, "normal", "x²"),
-    ("exp", torch.exp, lambda b, v: v.grad * v.outs[0], 8, "normal", "eˣ"),
-    ("exp2", torch.exp2, lambda b, v: v.grad * v.outs[0] * math.log(2.0), 8, "normal", "2ˣ"),
-    ("expm1", torch.expm1, lambda b, v: v.grad * (v.outs[0] + 1.0), 10, "normal", "eˣ − 1"),
-    ("log", torch.log, lambda b, v: v.grad / v.arg(0), 8, "positive", "ln x"),
-    ("log2", torch.log2, lambda b, v: v.grad / (v.arg(0) * math.log(2.0)), 8, "positive", "log₂ x"),
-    ("log1p", torch.log1p, lambda b, v: v.grad / (v.arg(0) + 1.0), 10, "positive", "ln(1 + x)"),
-    ("sqrt", torch.sqrt, lambda b, v: v.grad * 0.5 / v.outs[0], 4, "positive", "√x"),
-    (
-        "rsqrt",
-        torch.rsqrt,
-        lambda b, v: v.grad * -0.5 * v.outs[0] * v.outs[0] * v.outs[0],
-        4,
-        "positive",
-        "1/√x",
-    ),
-    (
-        "reciprocal",
-        torch.reciprocal,
-        lambda b, v: -v.grad * v.outs[0] * v.outs[0],
-        4,
-        "away",
-        "1/x",
-    ),
-    ("sin", torch.sin, lambda b, v: v.grad * b.cos(v.arg(0)), 10, "normal", "sin x"),
-    ("cos", torch.cos, lambda b, v: -v.grad * b.sin(v.arg(0)), 10, "normal", "cos x"),
-    ("tan", torch.tan, lambda b, v: v.grad * (b.square(v.outs[0]) + 1.0), 14, "unit", "tan x"),
-    (
-        "erf",
-        torch.erf,
-        lambda b, v: v.grad * b.exp(-b.square(v.arg(0))) * (2.0 / math.sqrt(math.pi)),
-        12,
-        "normal",
-        "the error function",
-    ),
-    (
-        "ndtr",
-        ndtr,
-        lambda b, v: v.grad * b.exp(b.square(v.arg(0)) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)),
-        14,
-        "normal",
-        "Φ(x), the normal distribution",
-    ),
-    ("floor", torch.floor, None, 1, "normal", "largest integer ≤ x"),
-    ("ceil", torch.ceil, None, 1, "normal", "smallest integer ≥ x"),
-    ("round", torch.round, None, 1, "normal", "nearest integer, ties to even"),
-    ("trunc", torch.trunc, None, 1, "normal", "x without its fraction"),
-)
+    rules      remedy → whether attributes, asked for by name, make sense
+    gradient   ``gradient(b, g, …)``: what reaches an input of the gradient g. It asks by name for
+               inputs, attributes and ``out``, the result. A sequence has one for each input, None
+               where there is none. Left out: it follows from the formula
+    reference  plain torch, right in float64. Left out: the formula, in float32 at least
+    result     the element type of the result: a function of the operator's name and the inputs'
+               types. Left out: floats stay what they are, and nothing else is taken
+    samples    data for the tests ("normal", "positive", … as in ``dt.Arg``), or a function that
+               gives samples; ``tried``: attributes to try them with
+    wide       whether gradients of 16-bit numbers are computed in float32
+    """
 
-_KEEPS_INT = {"neg", "abs", "sign", "square", "floor", "ceil", "round", "trunc"}
-
-
-def _unary_infer(name: str) -> Callable[..., TensorType]:
-    def infer(x: TensorType) -> TensorType:
-        if x.dtype == bool_ and name in _KEEPS_INT:
-            raise GraphError(
-                f"{name} is not defined on bool", remedy='cast first: cast(x, dtype="i32")'
-            )
-        return x.dense_like(dt=x.dtype if name in _KEEPS_INT else _floating(name, x.dtype))
-
-    return infer
-
-
-def _unary_vjp(grad: Grad | None) -> Callable[[Ops, Vjp], list[Sym | None]] | None:
-    """No rule means the derivative is zero almost everywhere (sign, floor …)."""
-    if grad is None:
-        return lambda b, v: [b.zeros(v.arg(0).type)]
-    return lambda b, v: [b.to(grad(b, v), v.arg(0).dtype)]
-
-
-UNARY = tuple(
-    OpDef(
-        name=name,
-        doc=f"{doc}, elementwise.",
-        inputs=("x",),
-        infer=_unary_infer(name),
-        reference=fn,
-        fusion=Fusion.ELEMENTWISE,
-        vjp=_unary_vjp(grad),
-        flops=elementwise_flops(flops),
-        samples=partial(unary_samples, kind),
-    )
-    for name, fn, grad, flops, kind, doc in _UNARY
-)
-
-# ---- two inputs ----------------------------------------------------------------------------
-
-
-def _binary_infer(name: str) -> Callable[..., TensorType]:
-    def infer(x: TensorType, y: TensorType) -> TensorType:
-        dt = promoted(x, y)
-        if name in ("div", "atan2"):
-            dt = _floating(name, dt)
-        if name == "sub" and bool_ in (x.dtype, y.dtype):
-            raise GraphError("sub is not defined on bool", remedy="use logical_xor or ne")
-        if name in ("pow", "remainder", "floor_div") and dt == bool_:
-            raise GraphError(f"{name} is not defined on bool", remedy='cast(x, dtype="i64") first')
-        return result_type(dt, x, y)
-
-    return infer
-
-
-def _both(gx: Grad, gy: Grad) -> Callable[[Ops, Vjp], list[Sym | None]]:
-    def vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-        return [
-            b.unbroadcast(g(b, v), v.arg(i).type) if v.needs[i] else None
-            for i, g in enumerate((gx, gy))
-        ]
-
-    return vjp
-
-
-def _tie(b: Ops, v: Vjp, side: int) -> Sym:
-    """max and min split the gradient where both inputs are equal, as PyTorch does."""
-    x, y = v.arg(0), v.arg(1)
-    mine = b.to(b.eq(v.arg(side), v.outs[0]), v.grad.dtype)
-    return v.grad * mine * b.one("where", b.eq(x, y), 0.5, 1.0)
-
-
-def _pow_dx(b: Ops, v: Vjp) -> Sym:
-    x, y = v.arg(0), v.arg(1)
-    return b.one("where", b.eq(y, 0.0), 0.0, v.grad * y * b.pow(x, y - 1.0))
-
-
-def _pow_dy(b: Ops, v: Vjp) -> Sym:
-    x = v.arg(0)
-    safe = b.where(b.eq(x, 0.0), 1.0, x)
-    return b.one("where", b.eq(x, 0.0), 0.0, v.grad * v.outs[0] * b.log(safe))
-
-
-_BINARY: tuple[tuple[str, Callable[..., Any], Grad | None, Grad | None, float, str, str, str], ...]
-_BINARY = (
-    # name, reference, gradient of x and of y, operations, sample data for x and y, what it is
-    ("add", torch.add, lambda b, v: v.grad, lambda b, v: v.grad, 1, "normal", "normal", "x + y"),
-    ("sub", torch.sub, lambda b, v: v.grad, lambda b, v: -v.grad, 1, "normal", "normal", "x − y"),
-    (
-        "mul",
-        torch.mul,
-        lambda b, v: v.grad * v.arg(1),
-        lambda b, v: v.grad * v.arg(0),
-        1,
-        "normal",
-        "normal",
-        "x · y",
-    ),
-    (
-        "div",
-        torch.div,
-        lambda b, v: v.grad / v.arg(1),
-        lambda b, v: -v.grad * v.arg(0) / b.square(v.arg(1)),
-        4,
-        "normal",
-        "away",
-        "x / y",
-    ),
-    ("pow", torch.pow, _pow_dx, _pow_dy, 20, "positive", "normal", "x to the power y"),
-    (
-        "maximum",
-        torch.maximum,
-        lambda b, v: _tie(b, v, 0),
-        lambda b, v: _tie(b, v, 1),
-        1,
-        "distinct",
-        "distinct",
-        "the larger of x and y; nan wins",
-    ),
-    (
-        "minimum",
-        torch.minimum,
-        lambda b, v: _tie(b, v, 0),
-        lambda b, v: _tie(b, v, 1),
-        1,
-        "distinct",
-        "distinct",
-        "the smaller of x and y; nan wins",
-    ),
-    (
-        "remainder",
-        torch.remainder,
-        lambda b, v: v.grad,
-        lambda b, v: -v.grad * b.floor(v.arg(0) / v.arg(1)),
-        6,
-        "normal",
-        "positive",
-        "what is left of x after whole multiples of y, with the sign of y",
-    ),
-    ("floor_div", torch.floor_divide, None, None, 6, "normal", "positive", "⌊x / y⌋"),
-    (
-        "atan2",
-        torch.atan2,
-        lambda b, v: v.grad * v.arg(1) / (b.square(v.arg(0)) + b.square(v.arg(1))),
-        lambda b, v: -v.grad * v.arg(0) / (b.square(v.arg(0)) + b.square(v.arg(1))),
-        20,
-        "away",
-        "away",
-        "the angle of the point (y, x)",
-    ),
-)
-
-
-def _zero(side: int) -> Grad:
-    return lambda b, v: b.zeros(v.outs[0].type)
-
-
-def _binary_samples(kx: str, ky: str) -> tuple[Sample, ...]:
-    def pair(sx: tuple[int, ...], sy: tuple[int, ...], **how: Any) -> Sample:
-        return Sample((Arg(sx, kx, **how), Arg(sy, ky)))
-
-    extreme = kx not in ("positive",)
-    return (
-        pair((3, 5), (3, 5)),
-        pair((3, 5), (5,)),
-        pair((2, 1, 4), (3, 1)),
-        pair((3, 5), ()),
-        pair((), ()),
-        pair((0, 3), (1, 3)),
-        pair((4, 5), (4, 1), layout="transposed"),
-        pair((4, 5), (4, 5), layout="sliced"),
-        pair((2, 3, 4, 5), (2, 3, 4, 5), layout="nhwc"),
-        pair((2, 3, 4, 5), (3, 1, 1), layout="nhwc"),
-        Sample((Arg((33,), "extreme"), Arg((33,), "extreme")), grad=False, note="extreme")
-        if extreme
-        else pair((7,), (7,)),
-    )
-
-
-BINARY = tuple(
-    OpDef(
-        name=name,
-        doc=f"{doc}, elementwise with broadcasting.",
-        inputs=("x", "y"),
-        infer=_binary_infer(name),
-        reference=fn,
-        fusion=Fusion.BROADCAST,
-        vjp=_both(gx or _zero(0), gy or _zero(1)),
-        flops=elementwise_flops(flops),
-        samples=partial(_binary_samples, kx, ky),
-    )
-    for name, fn, gx, gy, flops, kx, ky, doc in _BINARY
-)
-
-# ---- comparisons and logic: bool results, no gradient ----------------------------------------
-
-
-def _bool_infer(*types: TensorType) -> TensorType:
-    return result_type(bool_, *types)
-
-
-def _no_grad(b: Ops, v: Vjp) -> list[Sym | None]:
-    return [None] * len(v.ins)
-
-
-COMPARE = tuple(
-    OpDef(
-        name=name,
-        doc=f"{doc}, elementwise; the result is bool.",
-        inputs=("x", "y") if two else ("x",),
-        infer=_bool_infer,
-        reference=fn,
-        fusion=Fusion.BROADCAST if two else Fusion.ELEMENTWISE,
-        vjp=_no_grad,
-        samples=(lambda: _binary_samples("normal", "normal")) if two else unary_samples,
-    )
-    for name, fn, two, doc in (
-        ("eq", torch.eq, True, "x = y"),
-        ("ne", torch.ne, True, "x ≠ y"),
-        ("lt", torch.lt, True, "x < y"),
-        ("le", torch.le, True, "x ≤ y"),
-        ("gt", torch.gt, True, "x > y"),
-        ("ge", torch.ge, True, "x ≥ y"),
-        ("logical_and", torch.logical_and, True, "x and y"),
-        ("logical_or", torch.logical_or, True, "x or y"),
-        ("logical_xor", torch.logical_xor, True, "either x or y"),
-        ("logical_not", torch.logical_not, False, "not x"),
-        ("isnan", torch.isnan, False, "whether x is nan"),
-        ("isinf", torch.isinf, False, "whether x is ±infinity"),
-    )
-)
-
-# ---- where, clamp, cast ------------------------------------------------------------------------
-
-
-def _where_infer(condition: TensorType, x: TensorType, y: TensorType) -> TensorType:
-    if condition.dtype != bool_:
-        raise GraphError(
-            f"the condition of where is {condition.dtype.name}, not bool",
-            remedy="compare first, e.g. ne(c, 0)",
+    def make(formula: Formula) -> OpDef:
+        name, given = formula.__name__, list(signature(formula).parameters.values())[1:]
+        attrs = {p.name: _attr(p) for p in given if p.annotation not in (p.empty, "Any", Any)}
+        return define(
+            name,
+            (formula.__doc__ or name).rstrip("."),
+            tuple(p.name for p in given if p.name not in attrs),
+            formula,
+            attrs=attrs,
+            rules=rules or {},
+            gradient=gradient,
+            reference=reference,
+            result=result,
+            samples=partial(_cases, samples, tried) if isinstance(samples, str) else samples,
+            wide=wide,
         )
-    dt = promoted(x, y)
-    return result_type(dt, condition, x, y)
+
+    return make
 
 
-def _where_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    cond, grad = v.arg(0), v.grad
-    gx = b.unbroadcast(b.where(cond, grad, 0.0), v.arg(1).type) if v.needs[1] else None
-    gy = b.unbroadcast(b.where(cond, 0.0, grad), v.arg(2).type) if v.needs[2] else None
-    return [None, gx, gy]
+def define(
+    name: str,
+    doc: str,
+    inputs: tuple[str, ...],
+    formula: Formula | None,
+    *,
+    gradient: Callable[..., Any] | Sequence[Callable[..., Any] | None] | None,
+    reference: Callable[..., torch.Tensor] | None,
+    result: Result,
+    samples: Callable[[], Sequence[Sample]],
+    attrs: Mapping[str, Attr] = MappingProxyType({}),
+    rules: Mapping[str, Callable[..., bool]] = MappingProxyType({}),
+    wide: bool = False,
+) -> OpDef:
+    """What :func:`elementwise` makes; without a formula it is what every renderer knows by name."""
+
+    def infer(*types: TensorType, **given: Any) -> TensorType:
+        for remedy, holds in rules.items():
+            asked = signature(holds).parameters
+            if not holds(**{key: given[key] for key in asked}):
+                shown = ", ".join(f"{key}={given[key]}" for key in asked)
+                raise GraphError(f"{name} with {shown} is not defined", remedy=remedy)
+        dt = result(name, *types)
+        return types[0].dense_like(dt=dt) if len(types) == 1 else result_type(dt, *types)
+
+    one = gradient is None or isinstance(gradient, Sequence)
+    return OpDef(
+        name=name,
+        doc=f"{doc}, elementwise{' with broadcasting' * (len(inputs) > 1)}.",
+        inputs=inputs,
+        attrs=attrs,
+        infer=infer,
+        reference=reference or _by_formula(formula),
+        fusion=Fusion.BROADCAST if len(inputs) > 1 else Fusion.ELEMENTWISE,
+        formula=formula,
+        gradients=gradient if one else (gradient,),  # type: ignore[arg-type]
+        vjp=lambda b, v: _vjp(table.get(name), b, v, wide),
+        flops=lambda ins, outs, given: outs[0].numel * _flops(name, tuple(given.items())),
+        samples=samples,
+    )
 
 
-WHERE = OpDef(
-    name="where",
-    doc="x where the condition holds, else y; elementwise with broadcasting.",
-    inputs=("condition", "x", "y"),
-    infer=_where_infer,
-    reference=torch.where,
-    fusion=Fusion.BROADCAST,
-    vjp=_where_vjp,
-    samples=lambda: (
-        Sample((Arg((3, 5), "bool"), Arg((3, 5)), Arg((3, 5)))),
-        Sample((Arg((3, 1), "bool"), Arg((5,)), Arg(()))),
-        Sample((Arg((0,), "bool"), Arg((0,)), Arg((1,)))),
-        Sample((Arg((4,), "bool"), Arg((4,), "extreme"), Arg((4,), "extreme")), grad=False),
-        Sample((Arg((2, 3, 4, 5), "bool"), Arg((2, 3, 4, 5), layout="nhwc"), Arg((3, 1, 1)))),
-    ),
-)
+def _attr(p: Parameter) -> Attr:
+    """An attribute from a parameter: ``cap: float = 30.0``, or one that says more of itself."""
+    if isinstance(p.default, Attr):
+        return p.default
+    kind = p.annotation if isinstance(p.annotation, str) else p.annotation.__name__
+    return Attr(kind.removesuffix(" | None"), REQUIRED if p.default is p.empty else p.default)
 
 
-def _clamp_infer(x: TensorType, min: float | None, max: float | None) -> TensorType:
-    if min is None and max is None:
-        raise GraphError("clamp needs min, max or both", remedy="e.g. clamp(x, min=0.0)")
-    if x.dtype == bool_:
-        raise GraphError("clamp is not defined on bool")
-    if not x.dtype.is_float and any(b is not None and b != int(b) for b in (min, max)):
-        raise GraphError("clamp of integers needs whole bounds", remedy="cast to a float first")
-    return x.dense_like()
+def _cases(kind: str, tried: Sequence[Mapping[str, Any]]) -> Sequence[Sample]:
+    rest = (s for given in tried[1:] for s in unary_samples(kind, given)[:2])
+    return (*unary_samples(kind, tried[0]), *rest)
 
 
-def _clamp_reference(x: torch.Tensor, min: float | None, max: float | None) -> torch.Tensor:
-    if not x.is_floating_point():
-        min = None if min is None else int(min)
-        max = None if max is None else int(max)
-    return torch.clamp(x, min, max)
+def _by_formula(formula: Formula | None) -> Callable[..., torch.Tensor]:
+    """The formula as a reference: in float32 where tensors have 16 bits."""
+    assert formula is not None, "an operator without a formula needs a reference"
+
+    def reference(*tensors: torch.Tensor, **attrs: Any) -> torch.Tensor:
+        low = [t.dtype for t in tensors if t.is_floating_point() and t.dtype.itemsize < 4]
+        given = [t.float() if t.dtype in low else t for t in tensors]
+        out: torch.Tensor = formula(TENSORS, *given, **attrs)
+        return out.to(low[0]) if low and out.dtype == torch.float32 else out
+
+    return reference
 
 
-def _clamp_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    x, keep = v.arg(0), None
-    for bound, compare in ((v.attrs["min"], b.ge), (v.attrs["max"], b.le)):
-        if bound is not None:
-            inside = compare(x, bound)
-            keep = inside if keep is None else b.logical_and(keep, inside)
-    return [b.where(keep, v.grad, 0.0)]
+@lru_cache
+def _flops(name: str, attrs: tuple[tuple[str, Any], ...]) -> float:
+    return trace_op(name, dict(attrs)).flops
 
 
-CLAMP = OpDef(
-    name="clamp",
-    doc="x held between min and max; nan stays nan.",
-    inputs=("x",),
-    attrs={"min": Attr("float", None, "lower bound"), "max": Attr("float", None, "upper bound")},
-    infer=_clamp_infer,
-    reference=_clamp_reference,
-    fusion=Fusion.ELEMENTWISE,
-    vjp=_clamp_vjp,
-    flops=elementwise_flops(2),
-    samples=lambda: (
-        *unary_samples("distinct", {"min": -0.53, "max": 0.72}),
-        *unary_samples("distinct", {"min": 0.01})[:2],
-        *unary_samples("distinct", {"max": 0.01})[:1],
-    ),
-)
+def _vjp(op: OpDef, b: Ops, v: Vjp, wide: bool) -> list[Sym | None]:
+    def widened(s: Sym) -> Sym:
+        return b.upcast(s) if wide else s
 
-
-def _cast_infer(x: TensorType, dtype: str) -> TensorType:
-    return x.dense_like(dt=_dtype(dtype))
-
-
-def _cast_reference(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    return x.to(_dtype(dtype).torch, copy=True)
-
-
-_dtype = dtype
-
-CAST = OpDef(
-    name="cast",
-    doc="x in another element type, rounded to nearest even.",
-    inputs=("x",),
-    attrs={"dtype": Attr("dtype", doc="the element type wanted, e.g. 'f16'")},
-    infer=_cast_infer,
-    reference=_cast_reference,
-    fusion=Fusion.ELEMENTWISE,
-    vjp=lambda b, v: [
-        b.to(v.grad, v.arg(0).dtype) if v.arg(0).dtype.is_float and v.grad.dtype.is_float else None
-    ],
-    samples=lambda: (
-        Sample((Arg((3, 5)),), {"dtype": "f32"}),
-        Sample((Arg((3, 5), dtype="f32"),), {"dtype": "f16"}, grad=False),
-        Sample((Arg((3, 5), dtype="f32"),), {"dtype": "bf16"}, grad=False),
-        Sample((Arg((3, 5), dtype="i32"),), {"dtype": "f32"}, grad=False),
-        Sample((Arg((3, 5), "bool"),), {"dtype": "i64"}, grad=False),
-        Sample((Arg((7,), dtype="f32"),), {"dtype": "i32"}, grad=False),
-        Sample((Arg((2, 3, 4, 5), layout="nhwc", dtype="f32"),), {"dtype": "f64"}, grad=False),
-    ),
-)
-
-OPS = (*UNARY, *BINARY, *COMPARE, WHERE, CLAMP, CAST)
+    grad, found = widened(v.grad), list[Sym | None]()
+    asked = None if op.gradients is None else op.gradients
+    for i, need in enumerate(v.needs):
+        rule = asked[i] if asked else None
+        if not need or (asked is not None and rule is None):
+            found.append(None)
+            continue
+        # only what a rule asks for is widened: nothing else should look as if it were read
+        reads = op.inputs if rule is None else parameters(rule)
+        ins = [widened(v.arg(k)) if n in reads else v.arg(k) for k, n in enumerate(op.inputs)]
+        out = widened(v.outs[0]) if "out" in reads else v.outs[0]
+        part = op.pulled(b, i, grad, ins, out, v.attrs)
+        like = v.arg(i).type
+        found.append(b.unbroadcast(part, like) if isinstance(part, Sym) else b.zeros(like))
+    return found

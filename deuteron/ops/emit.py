@@ -16,12 +16,13 @@ from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.dtype import DType, dtype
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
+from deuteron.ops.formula import Value
 from deuteron.ops.opdef import OpDef
 
 Operand = "Sym | int | float | bool"
 
 
-class Sym:
+class Sym(Value):
     """A value in a graph under construction. Supports ``+ - * / ** @`` and comparisons."""
 
     __slots__ = ("name", "ops")
@@ -60,25 +61,11 @@ class Sym:
             remedy="use where(condition, a, b) instead of if",
         )
 
-    def _binary(op: str, swap: bool = False) -> Callable[[Sym, Any], Sym]:  # type: ignore[misc]
-        def method(self: Sym, other: Any) -> Any:
-            if not isinstance(other, Sym | int | float):
-                return NotImplemented
-            return self.ops.call(op, other, self) if swap else self.ops.call(op, self, other)
+    def apply(self, op: str, *args: Any) -> Any:
+        return self.ops.call(op, *args)
 
-        return method
-
-    __add__, __radd__ = _binary("add"), _binary("add", swap=True)
-    __sub__, __rsub__ = _binary("sub"), _binary("sub", swap=True)
-    __mul__, __rmul__ = _binary("mul"), _binary("mul", swap=True)
-    __truediv__, __rtruediv__ = _binary("div"), _binary("div", swap=True)
-    __pow__, __rpow__ = _binary("pow"), _binary("pow", swap=True)
-    __matmul__ = _binary("matmul")
-    __lt__, __le__ = _binary("lt"), _binary("le")
-    __gt__, __ge__ = _binary("gt"), _binary("ge")
-
-    def __neg__(self) -> Sym:
-        return self.ops.one("neg", self)
+    def __matmul__(self, other: Sym) -> Any:
+        return self.ops.call("matmul", self, other)
 
 
 class Ops:

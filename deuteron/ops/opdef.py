@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from inspect import signature
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +174,12 @@ def elementwise_flops(per_element: float) -> CostFn:
     return lambda ins, outs, attrs: per_element * outs[0].numel
 
 
+@lru_cache(maxsize=1024)
+def parameters(rule: Callable[..., Any]) -> tuple[str, ...]:
+    """What a gradient formula asks for, by name, after ``b`` and the gradient."""
+    return tuple(signature(rule).parameters)[2:]
+
+
 @dataclass(frozen=True)
 class OpDef:
     """Everything an operator is.
@@ -180,6 +188,10 @@ class OpDef:
     * ``attrs``: name → :class:`Attr`. What changes numbers is an attribute, never a knob.
     * ``infer(*types, **attrs)``: the result type(s), or a GraphError.
     * ``reference(*tensors, **attrs)``: plain torch, right in float64; the ground truth.
+    * ``formula(b, *inputs, **attrs)``: an elementwise operator on one element, written with others
+      (``ops/formula.py``): generated code, epilogues and prices follow from it. ``gradients``: a
+      formula for the gradient of each input, ``rule(b, g, …)`` that asks by name for inputs,
+      attributes and ``out``; left out, they follow from the formula.
     * ``vjp(ops, v)``: gradients for each input, emitted as nodes through ``ops``.
     * ``expand(ops, ins, attrs)``: the same results written with simpler operators, for machines
       where no kernel takes the operator whole (passes/expand.py), and to differentiate it.
@@ -201,6 +213,8 @@ class OpDef:
     reference: Callable[..., Any]
     fusion: Fusion
     attrs: Mapping[str, Attr] = field(default_factory=dict)
+    formula: Callable[..., Any] | None = None
+    gradients: tuple[Callable[..., Any] | None, ...] | None = None
     vjp: VjpFn | None = None
     expand: ExpandFn | None = None
     flops: CostFn = _one_each
@@ -228,6 +242,21 @@ class OpDef:
         if self.name in GATHERING and ins[0] is not None:
             reads += min(0, outs[0].nbytes - ins[0].nbytes)
         return Cost(float(self.flops(ins, outs, attrs)), reads, sum(t.nbytes for t in outs))
+
+    def pulled(
+        self, b: Any, slot: int, grad: Any, ins: Sequence[Any], out: Any, attrs: Mapping[str, Any]
+    ) -> Any:
+        """What reaches input ``slot`` of the gradient ``grad`` of ``out``, in values of ``b``; a
+        number where that is the same for all elements, None where there is no gradient."""
+        from deuteron.ops.formula import walked_back
+
+        if self.gradients is None:
+            if self.formula is None:
+                raise GraphError(f"{self.name} has no formula", remedy="give its OpDef one")
+            return walked_back(b, self.formula, grad, ins, attrs)[slot]
+        rule = self.gradients[slot] if self.gradients else None
+        known = {**dict(zip(self.inputs, ins, strict=False)), "out": out, **attrs}
+        return None if rule is None else rule(b, grad, **{n: known[n] for n in parameters(rule)})
 
     def normalise(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """All attributes in schema order, defaults filled in, each in canonical form."""

@@ -10,26 +10,6 @@ from functools import lru_cache
 
 import torch
 
-# activations that an epilogue can hold; codegen.llvm_math writes them
-EPILOGUES = frozenset(
-    {
-        "relu",
-        "relu6",
-        "clamp",
-        "hardtanh",
-        "leaky_relu",
-        "sigmoid",
-        "tanh",
-        "silu",
-        "gelu",
-        "hardswish",
-        "hardsigmoid",
-        "elu",
-        "softplus",
-        "mish",
-    }
-)
-
 # floats in a vector → tiles (rows, vectors of columns) that fill the registers, best first
 TILES = {4: ((4, 4), (5, 4), (6, 3)), 8: ((6, 2), (4, 3)), 16: ((6, 4), (8, 3), (12, 2))}
 # largest error of Winograd's F(m×m, 3×3) relative to the largest result, 8 to 512 channels

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deuteron.codegen.llvm import F32, I32, Code, Value, lanes_of, width
-from deuteron.codegen.llvm_math import ACTIVATIONS, sigmoid
+from deuteron.codegen.llvm_compute import inline
 from deuteron.kernels.cpu.stored import Stored
+from deuteron.ops.formula import trace_gradient, trace_op
 
 POINTERS = (
     "x",
@@ -33,50 +34,6 @@ POINTERS = (
 )
 
 
-# ---- gradients of activations: of the gradient, z (or y) and a slope, nan as in torch
-
-
-def _relu(c: Code, g: Value, z: Value, slope: float) -> Value:
-    lanes = lanes_of(z)
-    off = c.b.fcmp_ordered("<=", z, c.f(0.0, lanes))
-    return c.b.select(off, c.f(0.0, lanes), g)
-
-
-def _relu6(c: Code, g: Value, z: Value, slope: float) -> Value:
-    lanes = lanes_of(z)
-    off = c.b.fcmp_ordered(">=", z, c.f(6.0, lanes))
-    return c.b.select(off, c.f(0.0, lanes), _relu(c, g, z, slope))
-
-
-def _leaky_relu(c: Code, g: Value, z: Value, slope: float) -> Value:
-    lanes = lanes_of(z)
-    on = c.b.fcmp_ordered(">", z, c.f(0.0, lanes))
-    return c.b.select(on, g, c.b.fmul(g, c.f(slope, lanes)))
-
-
-def _silu(c: Code, g: Value, z: Value, slope: float) -> Value:
-    """s · (1 + z · (1 − s)) with s = sigmoid(z)."""
-    one, s = c.f(1.0, lanes_of(z)), sigmoid(c, z)
-    return c.b.fmul(g, c.b.fmul(s, c.fma(z, c.b.fsub(one, s), one)))
-
-
-def _hardswish(c: Code, g: Value, z: Value, slope: float) -> Value:
-    """0 below −3, 1 above 3, z/3 + 1/2 between."""
-    lanes = lanes_of(z)
-    between = c.b.fadd(c.b.fdiv(z, c.f(3.0, lanes)), c.f(0.5, lanes))
-    above = c.b.fcmp_ordered(">", z, c.f(3.0, lanes))
-    out = c.b.select(above, g, c.b.fmul(g, between))
-    below = c.b.fcmp_ordered("<", z, c.f(-3.0, lanes))
-    return c.b.select(below, c.f(0.0, lanes), out)
-
-
-GRADIENTS: dict[str, Callable[[Code, Value, Value, float], Value]] = {
-    "relu": _relu,
-    "relu6": _relu6,
-    "leaky_relu": _leaky_relu,
-    "silu": _silu,
-    "hardswish": _hardswish,
-}
 STEPS = frozenset({"relu", "relu6", "leaky_relu"})  # whose gradients hang on a sign
 
 
@@ -95,6 +52,11 @@ class Form:
     of_weight: str = "f32"
     of_bias: str = "f32"
     slope: float = 0.0
+
+    @property
+    def attrs(self) -> dict[str, float]:
+        """Of the activation."""
+        return {"negative_slope": self.slope} if self.act == "leaky_relu" else {}
 
     @property
     def name(self) -> str:
@@ -186,7 +148,7 @@ class Tensors:
         if self.has("residual"):
             z = c.b.fadd(z, self.load("residual", at, i, lanes))
         if self.form.act != "none":
-            z = ACTIVATIONS[self.form.act](c, z, {"negative_slope": self.form.slope})
+            z = inline(c, trace_op(self.form.act, self.form.attrs), z)
         self.store(z, "y", at, i)
 
     def dz(
@@ -203,7 +165,8 @@ class Tensors:
             z = self.before(at, i, lanes, mean, c.b.fmul(rstd, weight), bias)
             if self.has("residual"):
                 z = c.b.fadd(z, self.load("residual", at, i, lanes))
-        return GRADIENTS[self.form.act](c, g, z, self.form.slope)
+        # the result has the sign of z where that is all that the slope depends on
+        return inline(c, trace_gradient(self.form.act, self.form.attrs), g, z, z)
 
     def hat(
         self, at: Value, i: Value, lanes: int, mean: Value, rstd: Value, shift: Value | None = None

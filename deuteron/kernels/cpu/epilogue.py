@@ -6,41 +6,40 @@ written and read again for each of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from deuteron.codegen.llvm import Code, Value
-from deuteron.codegen.llvm_math import ACTIVATIONS
+from deuteron.codegen.llvm_compute import inline
+from deuteron.ops.formula import Traced, trace_op
 
-CHEAP = ("none", "relu", "relu6", "clamp", "hardtanh", "leaky_relu")
+CHEAP = 3.0  # operations of a formula that is repeated for each register
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What happens to a product before it is stored. ``key`` names kernels that share it."""
+    """What happens to a product before it is stored: an operator with a formula, or none."""
 
     residual: bool = False
     act: str = "none"
     attrs: tuple[tuple[str, Any], ...] = ()
 
-    @staticmethod
-    def of(residual: bool, act: str, attrs: Mapping[str, Any]) -> Epilogue:
-        if act in ("relu6", "clamp", "hardtanh"):  # one kernel for all that hold within bounds
-            low, high = (0.0, 6.0) if act == "relu6" else (attrs["min"], attrs["max"])
-            return Epilogue(residual, "clamp", (("max", high), ("min", low)))
-        return Epilogue(residual, act, tuple(sorted(attrs.items())))
+    @cached_property
+    def formula(self) -> Traced | None:
+        return None if self.act == "none" else trace_op(self.act, dict(self.attrs))
 
     @property
     def key(self) -> str:
-        return f"{'residual ' if self.residual else ''}{self.act}{list(self.attrs)!r}"
+        """Names kernels that share it: by what is computed, not by what that is called."""
+        return f"{'residual ' if self.residual else ''}{self.formula}"
 
     @property
     def heavy(self) -> bool:
         """Whether the code is long enough to be written once, in a loop, and not per register."""
-        return self.act not in CHEAP
+        return self.formula is not None and self.formula.flops > CHEAP
 
     def emit(self, c: Code, x: Value, residual: Value | None) -> Value:
         if residual is not None:
             x = c.b.fadd(x, residual)
-        return x if self.act == "none" else ACTIVATIONS[self.act](c, x, dict(self.attrs))
+        return x if self.formula is None else inline(c, self.formula, x)
