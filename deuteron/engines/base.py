@@ -22,10 +22,14 @@ from deuteron.target import Target
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an engine will not run a region, and the smallest change that would let it in."""
+    """Why an engine will not run a region, and the smallest change that would let it in.
+
+    A ``quiet`` one is not shown to people: the engine is for another kind of machine or for other
+    operators, so that there is nothing that they could change."""
 
     reason: str
     remedy: str = ""
+    quiet: bool = False
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class CpuGemm(RecipeEngine):
 
     name = "cpu_gemm"
     version = "6"
+    kind = "cpu"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         return (

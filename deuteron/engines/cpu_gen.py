@@ -18,7 +18,7 @@ from deuteron.codegen.scalar import Guard, Load, ScalarProgram, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.indices import checked, lookups
-from deuteron.engines.roofline import region_bound
+from deuteron.engines.roofline import PRODUCT, is_product, region_bound
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.formula import CannotLower, Compute, Const
@@ -118,11 +118,13 @@ class CpuGen:
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         if target.is_cuda:
-            return Refusal("is a CPU engine")
+            return Refusal("is a CPU engine", quiet=True)
         if not openmp.available():
             return Refusal("llvmlite is not installed", "pip install llvmlite")
         if all(table.get(node.op).view for node in region.nodes):
-            return Refusal("only views: torch answers without touching memory")
+            return Refusal("only views: torch answers without touching memory", quiet=True)
+        if is_product(region.graph, region.nodes):
+            return PRODUCT
         indices = lookups(region)
         if isinstance(indices, Refusal):
             return indices

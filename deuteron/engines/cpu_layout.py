@@ -49,4 +49,4 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel.generated([call(Argument(0), Argument(1))])
 
 
-TO_LAYOUT = generated("to_layout", _refuse, one_way, _seconds, _build)
+TO_LAYOUT = generated("to_layout", _refuse, one_way, _seconds, _build, ("to_layout",))

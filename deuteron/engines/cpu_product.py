@@ -37,15 +37,16 @@ def generated(
     knobs: Callable[[Region, Target, Policy], Sequence[Knobs]],
     seconds: Callable[[Region, Target, Knobs], float],
     build: Callable[[Region, Knobs, BuildContext], Kernel],
+    ops: tuple[str, ...] = (),
 ) -> Recipe:
     """A recipe whose kernel is compiled on this machine."""
-    return Recipe(name, refuse, build, knobs, seconds, build_s=0.15)
+    return Recipe(name, refuse, build, knobs, seconds, 0.15, ops)
 
 
 def on_this_cpu(region: Region, target: Target) -> Refusal | None:
     """What every way needs."""
     if target.is_cuda:
-        return Refusal("generates code for the CPU", "plan for the CPU: device='cpu'")
+        return Refusal("generates code for the CPU", "plan for the CPU: device='cpu'", quiet=True)
     if not openmp.available():
         return Refusal("llvmlite is not installed", "pip install llvmlite")
     types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
@@ -403,4 +404,6 @@ def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> 
     return row_offsets(tuple(lead), (*front, *moves)).reshape(-1)
 
 
-PRODUCT = generated("product", _refuse_product, _product_knobs, product_seconds, _build_product)
+PRODUCT = generated(
+    "product", _refuse_product, _product_knobs, product_seconds, _build_product, ANCHORS
+)

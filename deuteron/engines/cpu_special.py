@@ -24,7 +24,7 @@ from deuteron.engines.cpu_product import (
     window_of,
 )
 from deuteron.engines.match import Chain
-from deuteron.engines.recipes import Knobs, maybe, must_chain, place
+from deuteron.engines.recipes import Knobs, maybe, must_chain, one_way, place
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -120,7 +120,7 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 WINOGRAD = generated(
-    "winograd", _refuse_winograd, _winograd_knobs, _winograd_seconds, _build_winograd
+    "winograd", _refuse_winograd, _winograd_knobs, _winograd_seconds, _build_winograd, ("conv",)
 )
 
 
@@ -174,7 +174,12 @@ def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 DEPTHWISE = generated(
-    "depthwise", _refuse_depthwise, _depthwise_knobs, _depthwise_seconds, _build_depthwise
+    "depthwise",
+    _refuse_depthwise,
+    _depthwise_knobs,
+    _depthwise_seconds,
+    _build_depthwise,
+    ("conv",),
 )
 
 
@@ -210,10 +215,6 @@ def _attended(
     q, k, v = (types[value or ""] for value in node.inputs[:3])
     bias = node.inputs[3] if len(node.inputs) > 3 else None
     return q, k, v, types[node.output], None if bias is None else types[bias]
-
-
-def _attention_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    return ({},)
 
 
 def _attention_seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -268,5 +269,5 @@ def _build_attention(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 ATTENTION = generated(
-    "attention", _refuse_attention, _attention_knobs, _attention_seconds, _build_attention
+    "attention", _refuse_attention, one_way, _attention_seconds, _build_attention, ("attention",)
 )

@@ -24,13 +24,13 @@ class InductorEngine:
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         if len(region.nodes) < 2:
-            return Refusal("a single operator has nothing to fuse")
+            return Refusal("a single operator has nothing to fuse", quiet=True)
         if is_product(region.graph, region.nodes):
             return Refusal(
-                "products are left to the libraries", "torch.compile calls the same libraries"
+                "products are left to the libraries", "torch.compile calls the same libraries", True
             )
         if any(node.op == "aten" for node in region.nodes):
-            return Refusal("the region holds an opaque call")
+            return Refusal("the region holds an opaque call", quiet=True)
         if target.is_cuda and importlib.util.find_spec("triton") is None:
             return Refusal("Triton is not installed", "pip install triton")
         if not target.is_cuda and not any(map(shutil.which, ("g++", "c++", "clang++"))):

@@ -39,7 +39,7 @@ def chain(region: Region, anchors: tuple[str, ...]) -> Chain | Refusal:
     """The region as a :class:`Chain`, or the reason why it is not one."""
     if not region.nodes or region.nodes[0].op not in anchors:
         found = region.ops[0] if region.nodes else "nothing"
-        return Refusal(f"starts with {found}, not with {' or '.join(anchors)}")
+        return Refusal(f"starts with {found}, not with {' or '.join(anchors)}", quiet=True)
     if len(region.outputs) != 1:
         return Refusal(
             f"has {len(region.outputs)} outputs", "let only one value of the region be read outside"
@@ -76,6 +76,8 @@ def chain(region: Region, anchors: tuple[str, ...]) -> Chain | Refusal:
 
 def only_node(region: Region, ops: Mapping[str, Any]) -> Node | Refusal:
     """The region's one node if it is among ``ops``."""
-    if len(region.nodes) != 1 or region.nodes[0].op not in ops:
-        return Refusal(f"runs {', '.join(ops)}, one at a time, not {' + '.join(region.ops)}")
+    if not set(region.ops) & set(ops):
+        return Refusal(f"runs {', '.join(ops)}, not {' + '.join(region.ops)}", quiet=True)
+    if len(region.nodes) != 1:
+        return Refusal(f"runs {', '.join(ops)} alone, not {' + '.join(region.ops)}")
     return region.nodes[0]

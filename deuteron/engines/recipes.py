@@ -47,8 +47,9 @@ def library(penalty: Amount = 1.0, overhead: Amount = 0.0) -> Callable[..., floa
 
 @dataclass(frozen=True)
 class Recipe:
-    """One kind of call or kernel: whom it takes, how it is built, what can be tuned, what it
-    should cost, and how long building it takes."""
+    """One kind of call or kernel: the operators it is for (it is not asked about regions without
+    any of them), whom of these it takes, how it is built, what can be tuned, what it should cost,
+    and how long building it takes."""
 
     name: str
     refuse: Refuse
@@ -56,30 +57,54 @@ class Recipe:
     knobs: Callable[[Region, Target, Policy], Sequence[Knobs]] = one_way
     seconds: Callable[[Region, Target, Knobs], float] = field(default=library())
     build_s: float = 0.0
+    ops: tuple[str, ...] = ()
 
 
 class RecipeEngine(ABC):
-    """An engine that is a list of recipes; the ones that fit compete."""
+    """An engine that is a list of recipes; the ones that fit compete. ``kind``: the kind of machine
+    it is for, "" for any."""
 
     name: str
     version: str
+    kind: str = ""
 
     @abstractmethod
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         """The recipes for a kind of machine, best known first."""
 
+    def unavailable(self, target: Target) -> Refusal | None:
+        """Why none of its recipes can be built, such as a library that is not installed."""
+        return None
+
+    def _asked(self, region: Region, target: Target) -> list[Recipe]:
+        """The recipes for any operator of the region."""
+        ops = set(region.ops)
+        recipes = self.recipes(target)
+        return [r for r in recipes if not r.ops or not ops.isdisjoint(r.ops)]
+
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
-        refusals = []
-        for recipe in self.recipes(target):
+        if self.kind and target.kind != self.kind:
+            place, device = ("GPUs", "cuda") if self.kind == "cuda" else ("the CPU", "cpu")
+            return Refusal(f"is for {place}", f"plan for {place}: device={device!r}", quiet=True)
+        asked = self._asked(region, target)
+        if not asked:
+            return Refusal(f"has no kernel for {' + '.join(region.ops)}", quiet=True)
+        missing = self.unavailable(target)
+        if missing is not None:
+            return missing
+        found: dict[str, Refusal] = {}
+        for recipe in asked:
             refusal = recipe.refuse(region, target, policy)
             if refusal is None:
                 return None
-            refusals.append((recipe.name, refusal))
-        if len({refusal.reason for _, refusal in refusals}) == 1:
-            return refusals[0][1]
-        reasons = "; ".join(f"{name}: {refusal.reason}" for name, refusal in refusals)
-        remedies = [refusal.remedy for _, refusal in refusals if refusal.remedy]
-        return Refusal(reasons, remedies[0] if remedies else "")
+            found[recipe.name] = refusal
+        loud = {name: r for name, r in found.items() if not r.quiet} or found
+        first = next(iter(loud.values()))
+        if len({r.reason for r in loud.values()}) == 1:
+            return first
+        reasons = "; ".join(f"{name}: {r.reason}" for name, r in loud.items())
+        remedy = next((r.remedy for r in loud.values() if r.remedy), "")
+        return Refusal(reasons, remedy, first.quiet)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         return [
@@ -89,7 +114,7 @@ class RecipeEngine(ABC):
                 Attrs({"recipe": recipe.name, **knobs}),
                 build_s=recipe.build_s,
             )
-            for recipe in self.recipes(target)
+            for recipe in self._asked(region, target)
             if recipe.refuse(region, target, policy) is None
             for knobs in recipe.knobs(region, target, policy)
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deuteron.engines.base import Refusal
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -54,6 +55,9 @@ def _bytes_read(graph: Graph, value: str) -> int:
             return whole
         looked_up += graph.types[node.output].nbytes
     return min(whole, looked_up) if looked_up else whole
+
+
+PRODUCT = Refusal("products have kernels of their own", quiet=True)
 
 
 def is_product(graph: Graph, nodes: Sequence[Node]) -> bool:
@@ -265,10 +269,10 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("batch_norm_train", "cuda"): 0.45,
     ("batch_norm_act", "cuda"): 0.3,
     ("batch_norm_act_grad", "cuda"): 0.15,
-    ("batch_norm_act", "cpu"): 0.12,
+    ("batch_norm_act", "cpu"): 0.06,
     ("batch_norm_act_grad", "cpu"): 0.15,
-    ("group_norm_grad", "cpu"): 0.1,
-    ("instance_norm_grad", "cpu"): 0.1,
+    ("group_norm_grad", "cpu"): 0.02,
+    ("instance_norm_grad", "cpu"): 0.02,
     ("pyramid_pool", "cpu"): 0.08,
     ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
     ("pyramid_pool_grad", "cuda"): 0.06,
@@ -286,8 +290,8 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("group_norm", "cuda"): 0.5,
     ("instance_norm", "cuda"): 0.5,  # x is read twice
     # a dozen calls on float32 copies of all operands
-    ("layer_norm_grad", "cpu"): 0.1,
-    ("rms_norm_grad", "cpu"): 0.1,
+    ("layer_norm_grad", "cpu"): 0.04,
+    ("rms_norm_grad", "cpu"): 0.04,
     ("layer_norm_grad", "cuda"): 0.06,
     ("rms_norm_grad", "cuda"): 0.08,
     ("group_norm_grad", "cuda"): 0.06,

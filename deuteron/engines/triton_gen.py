@@ -17,7 +17,7 @@ from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_passes import dependent_passes, passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
-from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
+from deuteron.engines.roofline import PRODUCT, is_product, main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton_here import refuse_anywhere
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
@@ -62,6 +62,8 @@ class TritonGen:
     version = "4"
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
+        if is_product(region.graph, region.nodes):
+            return PRODUCT
         found = refuse_anywhere(target) or program_of(region)
         return found if isinstance(found, Refusal) else None
 

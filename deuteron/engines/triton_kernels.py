@@ -23,6 +23,7 @@ class TritonKernels(RecipeEngine):
 
     name = "triton_kernels"
     version = "6"
+    kind = "cuda"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         norms = (NORM_BACKWARD, GROUP_NORM, *BATCH_NORM)

@@ -328,13 +328,21 @@ RECIPES = (
         _refuse_packed,
         _build_packed,
         seconds=library(_packed_penalty, 1e-4),  # oneDNN looks its primitive up at every call
+        ops=("conv",),
     ),
-    Recipe("gemm", _refuse_gemm, _build_gemm, seconds=library(_gemm_penalty, 1e-5)),
+    Recipe(
+        "gemm",
+        _refuse_gemm,
+        _build_gemm,
+        seconds=library(_gemm_penalty, 1e-5),
+        ops=("conv", "linear", "matmul"),
+    ),
     Recipe(
         "shifted_gemm",
         _refuse_shifted,
         _build_shifted,
         seconds=library(_shifted_penalty, _shifted_overhead),
+        ops=("conv",),
     ),
-    Recipe("sdpa", _refuse_sdpa, _build_sdpa),
+    Recipe("sdpa", _refuse_sdpa, _build_sdpa, ops=("attention",)),
 )

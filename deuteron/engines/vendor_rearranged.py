@@ -181,6 +181,7 @@ RECIPES = (
         _refuse_padded,
         _build_padded,
         seconds=library(0.5, lambda region, target: target.launch),
+        ops=("conv",),
     ),
     Recipe(
         "taps",
@@ -188,6 +189,7 @@ RECIPES = (
         _build_taps,
         _taps_knobs,
         seconds=library(0.6, lambda region, target: 12 * target.launch),
+        ops=("conv",),
     ),
-    Recipe("planar", _refuse_planar, _build_planar, seconds=library(0.65)),
+    Recipe("planar", _refuse_planar, _build_planar, seconds=library(0.65), ops=("resize",)),
 )

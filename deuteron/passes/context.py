@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
@@ -16,12 +16,16 @@ from deuteron.target import Target
 @dataclass
 class Context:
     """Handed to every pass. ``fired`` counts the rules of the pass that is running;
-    ``promised`` are the types of the outputs as the user knows them."""
+    ``promised`` are the types of the outputs as the user knows them. ``price``: the seconds that a
+    plan of a graph would take on the target, by estimate; without it operators stay as they are.
+    ``forms``: what it was asked for already."""
 
     target: Target
     policy: Policy
     fired: Counter[str] = field(default_factory=Counter)
     promised: dict[str, TensorType] = field(default_factory=dict)
+    price: Callable[[Graph], float] | None = None
+    forms: dict[Any, str] = field(default_factory=dict)
 
 
 class Pass(NamedTuple):

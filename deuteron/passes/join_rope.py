@@ -20,7 +20,7 @@ from deuteron.ir.rewrite import carry, start
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.passes.context import Context
-from deuteron.passes.expand import taken_whole
+from deuteron.passes.expand import cheapest
 
 
 class _Rotation(NamedTuple):
@@ -35,10 +35,9 @@ class _Rotation(NamedTuple):
 
 def join_rope(graph: Graph, ctx: Context) -> Graph:
     found = [r for node in graph.nodes if (r := _rotation(graph, node)) is not None]
-    found = [r for r in found if taken_whole("rope", [graph.types[r.x]], ctx.target)]
-    if not found:
+    groups = [group for group in _paired(graph, found) if _is_cheaper(graph, group, ctx)]
+    if not groups:
         return graph
-    groups = list(_paired(graph, found))
     ends = {id(group[-1].total): group for group in groups}
     inside = {id(r.total) for group in groups for r in group} - set(ends)
     build, names = start(graph, table.infer)
@@ -67,6 +66,15 @@ def join_rope(graph: Graph, ctx: Context) -> Graph:
         build.output(name, names[value])
     ctx.fired["rotary positions"] += len(groups)
     return build.finish()
+
+
+def _is_cheaper(graph: Graph, group: Sequence[_Rotation], ctx: Context) -> bool:
+    """Whether a kernel takes the rotation whole, for less than the parts cost."""
+    types = [graph.types[r.x] for r in group]
+    rows, width = types[0].shape[group[0].axis], types[0].shape[-1]
+    angles = TensorType.of((rows, width // 2), graph.types[group[0].cos].dtype)
+    given = [types[0], types[1] if len(types) > 1 else None, angles, angles]
+    return cheapest("rope", given, {"axis": group[0].axis}, ctx) == "whole"
 
 
 # ---- what it looks like --------------------------------------------------------------------------

@@ -8,11 +8,15 @@ from dataclasses import dataclass, field, replace
 from deuteron.engines import Candidate, Engine, Refusal, engines
 from deuteron.engines.roofline import is_product
 from deuteron.errors import EngineError
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
+from deuteron.ops import table
+from deuteron.ops.opdef import Fusion
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 PATIENCE_S = 1.0  # a heuristic plan does not wait for candidates that take longer to build
+MARGIN = 0.98  # of a region's time that its parts must stay below
 FALLBACKS = ("torch", "inductor")  # engines that take any region, so prove nothing about it
 
 
@@ -67,6 +71,10 @@ class Survey:
         if region.text not in self.known:
             self.known[region.text] = self._ask(region)
         return self.known[region.text]
+
+    def wanted(self, region: Region) -> bool:
+        """Whether any engine but the fallbacks offers to run it."""
+        return any(o.candidate.engine not in FALLBACKS for o in self.ask(region)[0])
 
     def _ask(self, region: Region) -> tuple[tuple[Option, ...], tuple[tuple[str, Refusal], ...]]:
         options: list[Option] = []
@@ -137,22 +145,48 @@ def splits(region: Region) -> Iterator[tuple[Region, Region]]:
         yield head, tail
 
 
-def choose(region: Region, pick: Pick, margin: float = 0.98) -> list[Choice]:
+def around_odd_nodes(region: Region, survey: Survey) -> list[Region]:
+    """The region cut at every node that only a fallback runs: such a node, say an operator without
+    a formula, stands alone, and what lies before, between and after can be generated. Empty where
+    there is none, or nothing else."""
+    pieces: list[list[Node]] = [[]]
+    for node in region.nodes:
+        if survey.wanted(region.part("alone", [node], _anchor([node]))):
+            pieces[-1].append(node)
+        else:
+            pieces += [[node], []]
+    found = [nodes for nodes in pieces if nodes]
+    if len(found) == 1 or all(len(nodes) == 1 for nodes in found):
+        return []
+    return [region.part(f"{region.name}{i}", n, _anchor(n)) for i, n in enumerate(found)]
+
+
+def _anchor(nodes: Sequence[Node]) -> int | None:
+    """The first node that decides how others are run."""
+    heavy = (Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE)
+    return next((i for i, n in enumerate(nodes) if table.get(n.op).fusion in heavy), None)
+
+
+def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
     """The region whole, or cut where no engine wants it whole and the parts are faster."""
     whole = pick(region)
     if len(region.nodes) == 1 or whole.candidate.engine not in FALLBACKS:
         return [whole]
-    best, best_s = [whole], whole.best_s
+    best, best_s = [whole], whole.best_s * MARGIN
     for head, tail in splits(region):
         first = pick(head)
         if first.candidate.engine in FALLBACKS and len(head.nodes) > 1:
             continue  # nobody wants the longer piece either
-        parts = [first, *choose(tail, pick, margin)]
+        parts = [first, *choose(tail, pick, survey)]
         seconds = sum(c.best_s for c in parts)
-        if seconds < best_s * margin:
+        if seconds < best_s:
             best, best_s = parts, seconds
         if first.candidate.engine not in FALLBACKS:
             break  # the longest piece that a fused call takes
+    pieces = around_odd_nodes(region, survey)
+    parts = [c for piece in pieces for c in choose(piece, pick, survey)]
+    if parts and sum(c.best_s for c in parts) < best_s:
+        best = parts
     if len(best) > 1:
         best[0] = replace(best[0], note="cut from a longer chain that no engine fuses whole")
     return best

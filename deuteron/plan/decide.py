@@ -12,6 +12,7 @@ import torch
 from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
 from deuteron.passes import Context, PassRecord, Veto, fuse, run_passes
+from deuteron.passes.cleanup import dead_code
 from deuteron.plan.cache import Cache
 from deuteron.plan.choose import Choice, Pick, Survey, choose, heuristic
 from deuteron.plan.find import Finder
@@ -59,12 +60,12 @@ def decide(
     """
     find = find or (policy.max_error is not None and device is not None)
     begin = time.perf_counter()
-    optimised, records = run_passes(graph, Context(target, policy))
-    regions, vetoes = fuse(optimised)
     survey = Survey(target, policy)
     guess = heuristic(survey)
+    optimised, records = run_passes(graph, context(survey))
+    regions, vetoes = fuse(optimised)
     if not find:
-        choices = [c for region in regions for c in choose(region, guess)]
+        choices = [c for region in regions for c in choose(region, guess, survey)]
         return Decision(
             graph,
             optimised,
@@ -82,7 +83,7 @@ def decide(
     finder = Finder(survey, device, constants, opened, budget_s)
     try:
         notes = _search(regions, guess, finder, progress)
-        choices = [c for region in regions for c in choose(region, finder.pick)]
+        choices = [c for region in regions for c in choose(region, finder.pick, survey)]
     finally:  # what was measured is kept, whatever stops the search
         opened.save()
     notes += [f"cache: {problem}" for problem in opened.problems]
@@ -100,6 +101,17 @@ def decide(
     )
 
 
+def context(survey: Survey) -> Context:
+    """What passes are told: how much a graph would cost, by the cheapest offers of all engines."""
+    guess = heuristic(survey)
+
+    def price(graph: Graph) -> float:
+        regions, _ = fuse(dead_code(graph, Context(survey.target, survey.policy)))
+        return sum(c.best_s for region in regions for c in choose(region, guess, survey))
+
+    return Context(survey.target, survey.policy, price=price)
+
+
 def _search(
     regions: tuple[Region, ...], guess: Pick, finder: Finder, progress: Progress | None
 ) -> list[str]:
@@ -111,7 +123,7 @@ def _search(
         weight[region.text] = weight.get(region.text, 0.0) + guess(region).best_s
     order = sorted(sample, key=lambda text: -weight[text])
     for i, text in enumerate(order):
-        choose(sample[text], finder.pick)
+        choose(sample[text], finder.pick, finder.survey)
         if progress is not None:
             progress("measuring regions", i + 1, len(order))
     notes = []

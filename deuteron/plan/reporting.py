@@ -97,6 +97,8 @@ def _region(
         torch_error=torch_error,
         reference=reference,
         options=tuple(_option(o) for o in choice.options),
-        refusals=tuple(RefusalReport(n, r.reason, r.remedy) for n, r in choice.refusals),
+        refusals=tuple(
+            RefusalReport(name, r.reason, r.remedy) for name, r in choice.refusals if not r.quiet
+        ),
         note=choice.note,
     )

@@ -182,7 +182,7 @@ def load_decision(path: Path, device: torch.device) -> tuple[Decision, dict[str,
     if problem:
         notes.append(f"{problem}; all regions were chosen anew")
         fused, vetoes = fuse(graph)
-        choices = [c for region in fused for c in choose(region, pick)]
+        choices = [c for region in fused for c in choose(region, pick, survey)]
     else:
         _, vetoes = fuse(graph)
         choices = [
