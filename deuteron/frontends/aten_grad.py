@@ -14,10 +14,10 @@ from typing import Any
 from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
+from deuteron.ops.embedding import by_frequency
 from deuteron.ops.emit import Sym
 from deuteron.ops.norm import ROWS, Wanted, gradients
 from deuteron.ops.opdef import Vjp
-from deuteron.ops.reduce import by_frequency
 
 # ---- by the rule of the operator -----------------------------------------------------------------
 

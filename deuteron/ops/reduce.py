@@ -14,23 +14,10 @@ from typing import Any
 import torch
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, bool_, float64, int32, int64
+from deuteron.ir.dtype import DType, bool_, int64
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.determinism import fixed_order
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import (
-    AXIS,
-    NHWC,
-    ROW,
-    SAME,
-    SLICED,
-    TURNED,
-    Types,
-    cases,
-    check_index,
-    first,
-    with_axis,
-)
+from deuteron.ops.movement import NHWC, ROW, SLICED, TURNED, Types, cases, first
 from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, norm_axes
 from deuteron.ops.samples import Arg, Sample
 from deuteron.ops.squares import squarable
@@ -144,8 +131,16 @@ def _only_float(name: str, x: TensorType) -> DType:
     return x.dtype
 
 
-def _always_bool(name: str, x: TensorType) -> DType:
+def _bool(name: str, x: TensorType) -> DType:
     return bool_
+
+
+def _any(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor:
+    return torch.any(x.bool(), axes, keepdim)
+
+
+def _all(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor:
+    return torch.all(x.bool(), axes, keepdim)
 
 
 def _infer(
@@ -194,6 +189,7 @@ def _samples(kind: str, empty: bool, extra: tuple[Sample, ...] = ()) -> tuple[Sa
 
 _WHOLE = Sample((Arg((3, 4), dtype="i32"),), {"axes": 1}, grad=False)
 _BOOLS = Sample((Arg((3, 4), "bool"),), {"axes": 0}, grad=False)
+_MORE = (_WHOLE, _BOOLS)
 _ZEROS = Sample((Arg((4, 3), "index", dtype="f64", high=3),), {"axes": 1}, note="zeros")
 _ODD = Sample((Arg((33,), "extreme"),), grad=False, note="extreme")
 
@@ -208,93 +204,18 @@ def _dims(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda x, axes, keepdim: fn(x, dim=axes, keepdim=keepdim)
 
 
-_REDUCE: tuple[
-    tuple[
-        str,
-        Callable[..., Any],
-        Grad | None,
-        Callable[..., DType],
-        bool,
-        float,
-        str,
-        tuple[Sample, ...],
-        str,
-    ],
-    ...,
-] = (
-    # name, reference, gradient, element type, defined over nothing, operations per element,
-    # sample data, further samples, what it is
-    (
-        "sum",
-        _dims(torch.sum),
-        _sum_grad,
-        _widened,
-        True,
-        1,
-        "normal",
-        (_WHOLE, _BOOLS),
-        "the sum; integers and booleans add up to int64",
-    ),
-    ("mean", _dims(torch.mean), _mean_grad, _only_float, True, 1, "normal", (_ODD,), "the mean"),
-    (
-        "prod",
-        _prod_reference,
-        _prod_grad,
-        _widened,
-        True,
-        1,
-        "normal",
-        (_WHOLE, _ZEROS),
-        "the product; integers and booleans multiply to int64",
-    ),
-    (
-        "max",
-        _dims(torch.amax),
-        _extreme_grad,
-        _same,
-        False,
-        1,
-        "distinct",
-        (_WHOLE, _ODD),
-        "the largest element; nan wins, and ties share the gradient evenly",
-    ),
-    (
-        "min",
-        _dims(torch.amin),
-        _extreme_grad,
-        _same,
-        False,
-        1,
-        "distinct",
-        (_WHOLE, _BOOLS),
-        "the smallest element; nan wins, and ties share the gradient evenly",
-    ),
-    (
-        "any",
-        lambda x, axes, keepdim: torch.any(x.bool(), axes, keepdim),
-        None,
-        _always_bool,
-        True,
-        1,
-        "bool",
-        (_WHOLE,),
-        "whether some element is not zero",
-    ),
-    (
-        "all",
-        lambda x, axes, keepdim: torch.all(x.bool(), axes, keepdim),
-        None,
-        _always_bool,
-        True,
-        1,
-        "bool",
-        (_ODD,),
-        "whether no element is zero",
-    ),
-)
-
-REDUCE = tuple(
-    OpDef(
+def _reduction(
+    name: str,
+    doc: str,
+    fn: Callable[..., torch.Tensor],
+    grad: Grad | None,
+    result: Callable[..., DType],
+    *extra: Sample,
+    samples: str = "normal",
+    empty: bool = True,
+) -> OpDef:
+    """``empty``: whether it is defined over nothing; ``extra``: further samples."""
+    return OpDef(
         name=name,
         doc=f"Along the axes: {doc}.",
         inputs=("x",),
@@ -304,10 +225,28 @@ REDUCE = tuple(
         reference=fn,
         fusion=Fusion.REDUCTION,
         vjp=_vjp(grad),
-        flops=input_flops(flops),
-        samples=partial(_samples, kind, empty, extra),
+        flops=input_flops(1),
+        samples=partial(_samples, samples, empty, extra),
     )
-    for name, fn, grad, result, empty, flops, kind, extra, doc in _REDUCE
+
+
+_extreme = partial(_reduction, samples="distinct", empty=False)
+_TIES = "element; nan wins, and ties share the gradient evenly"
+_INT64 = "integers and booleans"
+
+REDUCE = (
+    _reduction(
+        "sum", f"the sum; {_INT64} add up to int64", _dims(torch.sum), _sum_grad, _widened, *_MORE
+    ),
+    _reduction("mean", "the mean", _dims(torch.mean), _mean_grad, _only_float, _ODD),
+    _reduction(
+        *("prod", f"the product; {_INT64} multiply to int64", _prod_reference, _prod_grad),
+        *(_widened, _WHOLE, _ZEROS),
+    ),
+    _extreme("max", f"the largest {_TIES}", _dims(torch.amax), _extreme_grad, _same, _WHOLE, _ODD),
+    _extreme("min", f"the smallest {_TIES}", _dims(torch.amin), _extreme_grad, _same, *_MORE),
+    _reduction("any", "whether an element is not zero", _any, None, _bool, _WHOLE, samples="bool"),
+    _reduction("all", "whether no element is zero", _all, None, _bool, _ODD, samples="bool"),
 )
 
 # ---- variance, and where the extremes are ------------------------------------------------------
@@ -400,184 +339,4 @@ ARG = tuple(
     )
 )
 
-# ---- by index: elements that share an index meet ------------------------------------------------
-
-
-def _scatter_add_infer(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
-    check_index(index, int64)
-    if index.shape != src.shape or len(shape) != src.rank or any(n < 0 for n in shape):
-        raise GraphError(
-            f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)} do not fit",
-            remedy="index and src must be of one shape, and of the rank of shape",
-        )
-    if any(i > n and d != axis for d, (i, n) in enumerate(zip(src.shape, shape, strict=True))):
-        raise GraphError(
-            f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}",
-            remedy=f"only along axis {axis} may src be the larger one",
-        )
-    return TensorType.of(shape, src.dtype)
-
-
-def _scatter_add_reference(
-    index: torch.Tensor, src: torch.Tensor, shape: Shape, axis: int
-) -> torch.Tensor:
-    wide = src.float() if src.dtype in _LOW else src
-    out = torch.zeros(shape, dtype=wide.dtype, device=src.device)
-    return out.scatter_add(axis, index, wide).to(src.dtype)
-
-
-SCATTER_ADD = OpDef(
-    name="scatter_add",
-    doc="Zeros of the given shape, and each element of src added where index says along the axis: "
-    "the gradient of gather.",
-    inputs=("index", "src"),
-    attrs={"shape": Attr("ints", doc="the sizes of the result"), "axis": AXIS},
-    complete=with_axis,
-    infer=_scatter_add_infer,
-    reference=_scatter_add_reference,
-    fusion=Fusion.OPAQUE,
-    vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
-    flops=input_flops(1),
-    samples=lambda: tuple(
-        Sample((Arg(i, "index", high=s[a]), Arg(i, layout=order)), {"shape": s, "axis": a})
-        for i, order, s, a in (
-            ((6, 3), ROW, (4, 3), 0),
-            ((2, 5), ROW, (4, 3), -1),
-            ((0,), ROW, (5,), 0),
-            ((4, 2), TURNED, (4, 3), 1),
-            ((1, 3), SLICED, (4, 3), 0),
-            ((5, 3), SAME, (1, 3), 0),
-            ((2, 1, 2, 2), NHWC, (2, 3, 2, 2), 1),
-        )
-    ),
-)
-
-
-def _embedding_infer(
-    weight: TensorType, index: TensorType, padding_idx: int, scale_grad_by_freq: bool = False
-) -> TensorType:
-    check_index(index, int64, int32)
-    if weight.rank != 2:
-        raise GraphError(f"weight has rank {weight.rank}, not 2", remedy="use [rows, features]")
-    if not -1 <= padding_idx < weight.shape[0]:
-        raise GraphError(
-            f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows",
-            remedy="count from 0; -1 means no padding row",
-        )
-    return TensorType.of((*index.shape, weight.shape[1]), weight.dtype)
-
-
-def by_frequency(b: Ops, grad: Sym, index: Sym, rows: int) -> Sym:
-    """``grad`` of the rows that ``index`` names, each divided by how often its row is named."""
-    one = b.constant(
-        torch.ones((), dtype=torch.float64 if grad.dtype == float64 else torch.float32)
-    )
-    named = b.embedding_grad(b.one("expand", one, shape=(*index.shape, 1)), index, rows)
-    return b.upcast(grad) / b.one("embedding", named, index)
-
-
-def _embedding_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    weight, index, grad = v.arg(0), v.arg(1), v.grad
-    if v.attrs["scale_grad_by_freq"]:
-        grad = by_frequency(b, grad, index, weight.shape[0])
-    found = b.one("embedding_grad", grad, index, weight.shape[0], v.attrs["padding_idx"])
-    return [b.to(found, weight.dtype), None]
-
-
-_PADDING = {"padding_idx": Attr("int", -1, "the row without a gradient, or -1")}
-
-EMBEDDING = OpDef(
-    name="embedding",
-    doc="The rows of weight that index names. The row padding_idx receives no gradient; -1 means "
-    "no such row. With scale_grad_by_freq a gradient is divided by how often its row is named.",
-    inputs=("weight", "index"),
-    fusion=Fusion.INJECTIVE,
-    flops=lambda ins, outs, attrs: 0.0,
-    attrs=_PADDING
-    | {"scale_grad_by_freq": Attr("bool", False, "whether to divide gradients by frequency")},
-    infer=_embedding_infer,
-    reference=lambda weight, index, padding_idx, scale_grad_by_freq=False: torch.embedding(
-        weight, index, padding_idx, scale_grad_by_freq
-    ),
-    vjp=_embedding_vjp,
-    samples=lambda: tuple(
-        Sample(
-            (Arg(w, layout=layout), Arg(i, "index", dt, high=w[0])),
-            {"padding_idx": p, "scale_grad_by_freq": scaled},
-            p < 0 and not scaled,
-        )
-        for w, layout, i, dt, p, scaled in (
-            ((5, 3), ROW, (2, 4), None, -1, False),
-            ((5, 3), ROW, (2, 4), None, 2, False),
-            ((5, 3), ROW, (), None, -1, False),
-            ((5, 3), ROW, (0, 2), None, -1, False),
-            ((5, 3), TURNED, (4,), "i32", -1, False),
-            ((5, 4), SLICED, (3, 1), None, -1, False),
-            ((2, 3), ROW, (7,), None, -1, True),
-        )
-    ),
-)
-
-
-def _embedding_grad_infer(
-    grad: TensorType, index: TensorType, rows: int, padding_idx: int
-) -> TensorType:
-    if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
-        raise GraphError(
-            f"grad {list(grad.shape)} does not fit index {list(index.shape)}",
-            remedy="grad has the shape of index and one more dimension, the features",
-        )
-    _only_float("embedding_grad", grad)
-    weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
-    _embedding_infer(weight, index, padding_idx)
-    return weight
-
-
-def _embedding_grad_reference(
-    grad: torch.Tensor, index: torch.Tensor, rows: int, padding_idx: int
-) -> torch.Tensor:
-    wide = grad.float() if grad.dtype in _LOW else grad
-    with fixed_order(grad):
-        out: torch.Tensor = torch.ops.aten.embedding_dense_backward(
-            wide, index, rows, padding_idx, False
-        )
-    return out.to(grad.dtype)
-
-
-def _embedding_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    index, padding = v.arg(1), v.attrs["padding_idx"]
-    grad = b.embedding(v.grad, index)
-    if padding >= 0:
-        counts = b.reshape(b.ne(index, padding), (*index.shape, 1))
-        grad = b.where(counts, grad, 0.0)
-    return [grad, None]
-
-
-EMBEDDING_GRAD = OpDef(
-    name="embedding_grad",
-    doc="The gradient of embedding for its weight: rows of grad added up by index, always in the "
-    "same order. The row padding_idx stays zero.",
-    inputs=("grad", "index"),
-    attrs={"rows": Attr("int", doc="how many rows weight has"), **_PADDING},
-    infer=_embedding_grad_infer,
-    reference=_embedding_grad_reference,
-    fusion=Fusion.OPAQUE,
-    vjp=_embedding_grad_vjp,
-    flops=input_flops(1),
-    samples=lambda: tuple(
-        Sample(
-            (Arg(g, layout=order), Arg(g[:-1], "index", dt, high=5)), {"rows": 5, "padding_idx": p}
-        )
-        for g, order, dt, p in (
-            ((2, 4, 3), ROW, None, -1),
-            ((9, 3), ROW, None, 2),
-            ((3,), ROW, None, -1),
-            ((0, 2, 3), ROW, None, -1),
-            ((4, 3), TURNED, "i32", -1),
-            ((4, 3), SLICED, None, 0),
-            ((4, 3), SAME, None, -1),
-        )
-    ),
-)
-
-OPS = (*REDUCE, VAR, *ARG, SCATTER_ADD, EMBEDDING, EMBEDDING_GRAD)
+OPS = (*REDUCE, VAR, *ARG)
