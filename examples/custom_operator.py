@@ -7,49 +7,17 @@ It holds attention logits between −cap and cap. docs/adding-an-operator.md wal
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import deuteron as dt
-from deuteron.ops import Ops, Vjp
-from deuteron.ops.opdef import elementwise_flops
-from deuteron.ops.samples import unary_samples
 
 
-def infer(x: dt.TensorType, cap: float) -> dt.TensorType:
-    """The type of the result, or an error that names the smallest change that works."""
-    if not x.dtype.is_float:
-        raise dt.GraphError(
-            f"softcap of {x.dtype.name} is not defined", remedy='cast(x, dtype="f32") first'
-        )
-    if not cap > 0:
-        raise dt.GraphError(f"softcap with cap={cap} is not defined", remedy="use cap above 0")
-    return x.dense_like()
-
-
-def reference(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """Plain torch. In float64 this is the truth that every engine is held against."""
-    return torch.tanh(x / cap) * cap
-
-
-def vjp(ops: Ops, v: Vjp) -> list[dt.Sym | None]:
-    """dx = g · (1 − (y / cap)²), emitted as nodes; in float32 where x has 16 bits."""
-    grad, y = ops.upcast(v.grad), ops.upcast(v.outs[0])
-    slope = 1.0 - ops.square(y * (1.0 / v.attrs["cap"]))
-    return [ops.to(grad * slope, v.arg(0).dtype)]
-
-
-SOFTCAP = dt.OpDef(
-    name="softcap",
-    doc="cap · tanh(x / cap), elementwise: x, held between −cap and cap without a corner.",
-    inputs=("x",),
-    attrs={"cap": dt.Attr("float", 30.0, "the bound, above 0")},
-    infer=infer,
-    reference=reference,
-    fusion=dt.Fusion.ELEMENTWISE,
-    vjp=vjp,
-    flops=elementwise_flops(14),
-    samples=lambda: (*unary_samples("normal", {"cap": 2.0}), *unary_samples()[:2]),
-)
+@dt.elementwise(rules={"use cap above 0": lambda cap: cap > 0}, tried=({}, {"cap": 2.0}))
+def softcap(b: Any, x: Any, cap: float = 30.0) -> Any:
+    """x held between −cap and cap without a corner"""
+    return b.tanh(x / cap) * cap
 
 
 def largest_gradient_error(graph: dt.Graph, x: torch.Tensor, step: float = 1e-6) -> float:
@@ -70,7 +38,7 @@ def largest_gradient_error(graph: dt.Graph, x: torch.Tensor, step: float = 1e-6)
 
 def main() -> None:
     torch.manual_seed(0)
-    dt.register_op(SOFTCAP)  # from here on it is a method of every dt.Graph
+    dt.register_op(softcap)  # from here on it is everywhere
 
     g = dt.Graph("logits")
     x = g.tensor("x", (4, 6), dt.float64)
@@ -82,8 +50,14 @@ def main() -> None:
     print(f"gradient against finite differences: {error:.1e}")
     assert error < 1e-7
 
-    plan = g.compile(device="cpu")  # its class says that it may join the product before it
-    print([" + ".join(region.ops) for region in plan.decision.regions])
+    h = dt.Graph("layer")  # in float32 it is part of the product's kernel on a CPU
+    h.softcap(h.linear(h.tensor("x", (64, 64)), h.constant(torch.randn(64, 64), "w"))).output("y")
+    for choice in h.compile(device="cpu").decision.choices:
+        print(" + ".join(choice.region.ops), "by", choice.candidate.engine)
+
+    logits = torch.randn(8, 16, requires_grad=True)
+    dt.functional.softcap(logits, cap=5.0).sum().backward()  # eager, with its gradient
+    print("largest slope:", float(logits.grad.max()))
 
 
 if __name__ == "__main__":

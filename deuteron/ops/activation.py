@@ -428,9 +428,4 @@ GLU = OpDef(
     ),
 )
 
-UNARY = (
-    *(relu, relu6, hardtanh, hardsigmoid, hardswish, leaky_relu, elu, selu, celu),
-    *(softshrink, hardshrink, threshold, sigmoid, tanh, silu, gelu, softplus, log_sigmoid),
-    *(mish, softsign, tanhshrink),
-)
-OPS = (*UNARY, PRELU, GLU)
+OPS = tuple(op for op in vars().values() if isinstance(op, OpDef))  # all that stand above
