@@ -11,7 +11,7 @@ from math import prod
 from deuteron.codegen.index import Var
 from deuteron.codegen.llvm import Value
 from deuteron.codegen.llvm_compute import Arithmetic
-from deuteron.codegen.llvm_plan import Shape
+from deuteron.codegen.llvm_plan import Shape, opens
 from deuteron.codegen.scalar import Guard, Inside, Load, ScalarProgram
 
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
@@ -90,12 +90,11 @@ class Loops(Arithmetic):
         for s in self.p.statements:
             if isinstance(s, Load | Inside):
                 for g in s.guards:
-                    if g.index.terms == ((v, 1),):
-                        first, last = low + g.index.const, high - 1 + g.index.const
-                        if g.low <= first and last < g.high:
-                            known[g] = True
-                        elif last < g.low or first >= g.high:
-                            known[g] = False
+                    begin, end = opens(g, v) or (high, low)
+                    if begin <= low and high <= end:
+                        known[g] = True
+                    elif begin < end and (high <= begin or end <= low):
+                        known[g] = False
         return known
 
     def _cells(self, place: Place, pause: Callable[[], None] | None = None) -> Iterator[Place]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Inside, Load, Reduce, ScalarProgram, Store, reads
+from deuteron.codegen.scalar import Guard, Inside, Load, Reduce, ScalarProgram, Store, reads
 from deuteron.ops.formula import Arg, Compute
 
 HEAVY = frozenset(
@@ -63,7 +63,7 @@ def plan(program: ScalarProgram) -> Shape:
         factors = [e.factor(v) for e in program.accesses()]
         if any(f is None for f in factors) or not _settles(program, v):
             continue
-        points = sum(f == 1 for f in factors) - sum(f not in (0, 1) for f in factors)
+        points = sum(f == 1 for f in factors) - sum(f not in (0, 1, 2) for f in factors)
         if points > score or (points == score and best is not None and v in program.inner):
             best, score = v, points
     inner = best is not None and best in program.inner
@@ -114,9 +114,18 @@ def _settles(program: ScalarProgram, v: Var) -> bool:
     hides a scalar that changes along it."""
     for s in program.statements:
         for g in s.guards if isinstance(s, Load | Inside) else ():
-            if v in program.axes_of(g.index) and g.index.terms != ((v, 1),):
+            if v in program.axes_of(g.index) and opens(g, v) is None:
                 return False
     return True
+
+
+def opens(g: Guard, v: Var) -> tuple[int, int] | None:
+    """From where to where along ``v`` a guard holds, if that is all that it depends on."""
+    match g.index.terms:
+        case ((axis, step),) if axis == v and step > 0:
+            low, high = g.low - g.index.const, g.high - g.index.const
+            return -(-low // step), -(-high // step)
+    return None
 
 
 def _breaks(program: ScalarProgram, v: Var | None) -> tuple[int, ...]:
@@ -127,8 +136,7 @@ def _breaks(program: ScalarProgram, v: Var | None) -> tuple[int, ...]:
     for s in program.statements:
         if isinstance(s, Load | Inside):
             for g in s.guards:
-                if g.index.terms == ((v, 1),):
-                    found |= {g.low - g.index.const, g.high - g.index.const}
+                found |= set(opens(g, v) or ())
     return tuple(sorted(b for b in found if 0 <= b <= v.size))
 
 

@@ -371,11 +371,22 @@ class Renderer(Loops):
             raw = c.b.load(where, typ=vec(place.lanes, stored), align=align)
             return self.from_memory(raw, s.dtype)
         assert step is not None
+        if step == 2:
+            return self.from_memory(self._every_second(where, stored, place.lanes, align), s.dtype)
         raw = ir.Constant(vec(place.lanes, stored), ir.Undefined)
         for lane in range(place.lanes):
             one = c.b.load(c.at(where, lane * step, of=stored), typ=stored, align=align)
             raw = c.b.insert_element(raw, one, ir.Constant(I32, lane))
         return self.from_memory(raw, s.dtype)
+
+    def _every_second(self, where: Value, stored: Any, lanes: int, align: int) -> Value:
+        """Elements 0, 2, 4, … from two vectors, of which the second ends with the last of them:
+        nothing beyond is touched."""
+        c = self.c
+        starts = (where, c.at(where, lanes - 1, of=stored))
+        two = [c.b.load(start, typ=vec(lanes, stored), align=align) for start in starts]
+        picks = [k if k < lanes else k + 1 for k in range(0, 2 * lanes, 2)]
+        return c.b.shuffle_vector(*two, ir.Constant(vec(lanes, I32), picks))
 
     def _guarded(self, s: Load, guards: tuple[Guard, ...], place: Place) -> Value:
         """A load that happens only inside; the guards do not vary along the lanes."""

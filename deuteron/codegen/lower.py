@@ -25,6 +25,7 @@ from deuteron.codegen.scalar import (
     Store,
     merge_axes,
 )
+from deuteron.codegen.windows import WINDOWS
 from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -69,7 +70,8 @@ class Lowering(Scalars):
     def _check(self) -> None:
         for node in self.region.nodes:
             simple = is_scalar(table.get(node.op))
-            if not (simple or node.op in MOVES or node.op in PLACED or node.op in ROWS):
+            placed = node.op in PLACED or node.op in WINDOWS
+            if not (simple or placed or node.op in MOVES or node.op in ROWS):
                 raise CannotLower(f"{node.op} has no scalar form")
             for value in (*node.uses, *node.outputs):
                 t = self.graph.types[value]
@@ -210,6 +212,8 @@ class Lowering(Scalars):
             return self._row(node, value, index)
         if node.op in PLACED:
             return PLACED[node.op](self, node, index, guards)
+        if node.op in WINDOWS:
+            return WINDOWS[node.op](self, node, value, index, guards)
         return self._elementwise(node, index, guards)
 
     def _known_number(self, value: str) -> Const:

@@ -22,10 +22,16 @@ Move = Callable[["Lowering", Node, Index, Guards], Arg]
 
 
 def _reshape(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
-    position = flatten(index, low.graph.types[node.output].shape)
+    given, made = low.type(node).shape, low.graph.types[node.output].shape
+    if [n for n in given if n != 1] == [n for n in made if n != 1]:  # only sizes of 1 come or go
+        kept = iter([i for i, n in zip(index, made, strict=True) if n != 1])
+        return low.at(
+            low.input(node), tuple(Affine() if n == 1 else next(kept) for n in given), guards
+        )
+    position = flatten(index, made)
     if position.low < 0:  # outside a pad or concat, which a division cannot tell apart
         raise CannotLower("a reshape is read at indices shifted by pad or concat")
-    return low.at(low.input(node), unflatten(position, low.type(node).shape), guards)
+    return low.at(low.input(node), unflatten(position, given), guards)
 
 
 def _permute(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:

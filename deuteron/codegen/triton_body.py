@@ -63,6 +63,7 @@ class Body:
     masks: dict[str, str] = field(default_factory=dict)
     hints: dict[str, str] = field(default_factory=dict)
     once: frozenset[str] = frozenset()
+    pairs: dict[str, tuple[Load, Load]] = field(default_factory=dict)  # see :func:`side_by_side`
     lines: list[str] = field(default_factory=list)
     tokens: dict[str, Tokens] = field(default_factory=dict)
     indent: str = "    "
@@ -89,7 +90,9 @@ class Body:
 
     def emit(self, statements: Iterable[Statement], suffix: str = "") -> None:
         for s in statements:
-            if isinstance(s, Load):
+            if isinstance(s, Load) and s.name in self.pairs:
+                self._load_pair(*self.pairs[s.name])
+            elif isinstance(s, Load):
                 self._load(s, suffix)
             elif isinstance(s, Inside):
                 conds, tokens = condition(s.guards, self.spaces, suffix, self._lookup(suffix))
@@ -126,6 +129,20 @@ class Body:
             for space, mask in self.masks.items()
             if space in tokens
         ]
+
+    def _load_pair(self, even: Load, odd: Load) -> None:
+        """Two loads as one of twice the width; the second time they are there already."""
+        if even.name in self.tokens:
+            return
+        at, tokens = self._offset(even.offset, "")
+        conds, guarded = condition(even.guards, self.spaces, "", self._lookup(""))
+        conds += self._masks(tokens | guarded, "")
+        extra = f", mask=({' & '.join(conds)})[:, None], other=0" if conds else ""
+        where = f"{self.arguments[even.tensor]} + ({at})[:, None] + tl.arange(0, 2)[None, :]"
+        self.line(f"{even.name}, {odd.name} = tl.split(tl.load({where}{extra}))", self._show(even))
+        for s in (even, odd):
+            self.line(f"{s.name} = {s.name}.to({self.math.float})")
+            self.tokens[s.name] = tokens | guarded
 
     def _load(self, s: Load, suffix: str) -> None:
         at, own = self._offset(s.offset, suffix)
@@ -198,6 +215,23 @@ class Body:
         else:
             self.line(line, show(s, over))
         self.row_value(s.name)
+
+
+def side_by_side(program: ScalarProgram) -> dict[str, tuple[Load, Load]]:
+    """Loads by name that read an element at an even place and the one after it, under the same
+    guards, where neighbours of a result read neighbouring pairs: windows two apart do."""
+    loads = {
+        (s.tensor, s.offset, s.guards): s
+        for s in program.statements
+        if isinstance(s, Load) and s.dtype.is_float and not s.offset.dynamic
+    }
+    found = {}
+    for (tensor, place, guards), even in loads.items():
+        odd = loads.get((tensor, place + 1, guards))
+        steps = [factor for _, factor in place.terms]
+        if odd is not None and 2 in steps and not any(n % 2 for n in (place.const, *steps)):
+            found[even.name] = found[odd.name] = (even, odd)
+    return found
 
 
 def _bracket(text: str) -> str:

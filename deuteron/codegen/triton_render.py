@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from deuteron.codegen.index import Var
 from deuteron.codegen.scalar import Load, ScalarProgram, Store
-from deuteron.codegen.triton_body import Body, arithmetic
+from deuteron.codegen.triton_body import Body, arithmetic, side_by_side
 from deuteron.codegen.triton_index import Space, arranged, needs_int64, transposed_axis
 from deuteron.codegen.triton_math import POINTERS, Arithmetic
 from deuteron.codegen.triton_passes import Partial, Passes
@@ -124,6 +124,7 @@ class Renderer:
         if space.size % block:
             body.line(f"inside = i < {space.size}")
             body.masks["i"] = "inside"
+        body.pairs = side_by_side(self.program)
         body.emit(self.program.statements)
         return body, -(-space.size // block), ()
 

@@ -39,6 +39,7 @@ SECONDS = {  # per element on one core, beyond what hides behind the loads
     "quotient": 2.0e-9,
 }
 CALL_SECONDS = 1e-6
+SCALAR_SECONDS = 0.5e-9  # more for each statement and element where nothing can be a vector
 SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
 ACROSS_SECONDS = 2.5e-9  # an element that is read across the order of memory
 SHORT_RUN = 64  # elements side by side, with others between those and the next of the same row
@@ -110,6 +111,14 @@ def _in_short_runs(program: ScalarProgram) -> bool:
     return any(1 < run < min(SHORT_RUN, program.columns) for run in runs)
 
 
+@lru_cache(maxsize=4096)
+def is_vector(program: ScalarProgram) -> bool:
+    """Whether the loops of a program run over vectors of elements."""
+    from deuteron.codegen.llvm_plan import plan
+
+    return plan(program).vector is not None
+
+
 class CpuGen:
     """Generated row and pointwise kernels on the CPU."""
 
@@ -138,6 +147,8 @@ class CpuGen:
         found = program_of(region)
         assert isinstance(found, ScalarProgram)
         work = _work(found)
+        if not is_vector(found):
+            work += SCALAR_SECONDS * len(found.statements) * found.rows * found.columns
         if not found.inner and transposed_axis(found) is not None:
             work += ACROSS_SECONDS * found.rows
         if _in_short_runs(found):

@@ -21,7 +21,7 @@ from deuteron.engines.roofline import PRODUCT, is_product, main_dtype, modelled_
 from deuteron.engines.triton_here import refuse_anywhere
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
-from deuteron.ops.formula import CannotLower
+from deuteron.ops.formula import PRIMITIVES, CannotLower, Compute
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -55,6 +55,12 @@ def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target:
     return float(min(1.0, SHARE * per_unit, per_unit * asked / IN_FLIGHT))
 
 
+def _instructions(program: ScalarProgram) -> float:
+    """Instructions of all elements together: windows that are written out take many."""
+    each = sum(PRIMITIVES[s.op] if isinstance(s, Compute) else 1.0 for s in program.statements)
+    return each * program.rows * program.columns
+
+
 class TritonGen:
     """Writes a Triton kernel for a region of elementwise, movement and reduction operators."""
 
@@ -80,6 +86,7 @@ class TritonGen:
         once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
         program = program_of(region)
         assert isinstance(program, ScalarProgram)
+        once = max(once, _instructions(program) / (target.rate("f32", False) / 2) + target.launch)
         if kind in ("rows", "loop", "split"):
             moving, busy = once - target.launch, _busy(program, candidate.knobs, cost.reads, target)
             once += max(0.0, min(moving / busy - moving, 50 * (moving - BRIEF_S)))
@@ -88,7 +95,9 @@ class TritonGen:
         if kind not in ("loop", "split"):
             return once
         once /= min(GROUPED.get(op, 1.0) for op in region.ops)
-        again = AGAIN * (passes_needed(program) - 1) * cost.reads / target.stream
+        at_once = cost.reads * min(1.0, target.units / max(program.rows, 1))
+        part = AGAIN if at_once < target.cache_bytes else 1.0
+        again = part * (passes_needed(program) - 1) * cost.reads / target.stream
         launches = dependent_passes(program) if kind == "split" else 0
         return once + again + launches * target.launch
 
