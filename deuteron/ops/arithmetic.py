@@ -305,8 +305,8 @@ _LOGIC: dict[str, Formula] = {
     "logical_or": _joined("or"),
     "logical_xor": _joined("ne"),
     "logical_not": lambda b, x: b.primitive("not", b.to_bool(x)),
-    "isnan": lambda b, x: False if x.is_whole else b.ne(x, x),
-    "isinf": lambda b, x: False if x.is_whole else b.eq(b.abs(x), math.inf),
+    "isnan": lambda b, x: b.ne(x, x) if x.is_float else False,
+    "isinf": lambda b, x: b.eq(b.abs(x), math.inf) if x.is_float else False,
 }
 
 COMPARE = tuple(

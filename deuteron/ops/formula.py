@@ -172,6 +172,10 @@ class Scalar(Value):
         return self.of.kind(self.ref) == "int"
 
     @property
+    def is_float(self) -> bool:
+        return self.of.kind(self.ref) == "float"
+
+    @property
     def number(self) -> float | int | bool | None:
         """Its value, if that is known now."""
         return self.ref.value if isinstance(self.ref, Const) else None
