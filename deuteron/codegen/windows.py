@@ -30,28 +30,51 @@ Window = Callable[["Lowering", Node, str, Index, Guards], Arg]
 MOST = 64  # elements of a window: more are longer code than a loop would be
 
 
-class Shapes(NamedTuple):
-    """Windows over the spatial dimensions of x, and how many of them there are."""
+class Axis(NamedTuple):
+    """The windows along one dimension of x. Those of an adaptive pool whose number does not divide
+    the ``size`` are ``uneven``: they begin at ⌊o · size / windows⌋ and end before
+    ⌈(o + 1) · size / windows⌉, and ``kernel`` is the longest of them."""
 
-    space: Shape
-    windows: Shape
-    kernel: Shape
-    stride: Shape
-    padding: Shape
-    dilation: Shape
+    size: int
+    windows: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int = 1
+    uneven: bool = False
+
+    def begin(self, o: Affine) -> Affine:
+        if self.uneven:
+            return (o * self.size).divided(self.windows, False)
+        return o * self.stride + -self.padding
+
+    def end(self, o: Affine) -> Affine:
+        """Behind the last element; of windows without gaps."""
+        if self.uneven:
+            last = o * self.size + (self.size + self.windows - 1)
+            return last.divided(self.windows, False)
+        return self.begin(o) + self.kernel
+
+    def guards(self, o: Affine, k: int) -> tuple[Guard, ...]:
+        """Under which element ``k`` of window ``o`` is there."""
+        place = self.begin(o) + k * self.dilation
+        found = [Guard(place, 0, self.size)] if place.low < 0 or place.high >= self.size else []
+        if self.uneven and k >= self.size // self.windows:
+            found.append(Guard(self.end(o) + place * -1, 1, self.size + 1))
+        return tuple(found)
 
 
-def _shapes(node: Node, x: Shape, y: Shape) -> Shapes:
-    size, count, attrs = x[2:], y[2:], node.attrs
-    if "kernel" in attrs:
-        dilation = attrs.get("dilation", (1,) * len(size))
-        found = Shapes(size, count, attrs["kernel"], attrs["stride"], attrs["padding"], dilation)
-    elif any(n % c for n, c in zip(size, count, strict=True)):
-        raise CannotLower(f"{node.op}: windows of different sizes", "use sizes that divide x's")
-    else:
-        each, none = tuple(n // c for n, c in zip(size, count, strict=True)), (0,) * len(size)
-        found = Shapes(size, count, each, each, none, (1,) * len(size))
-    if prod(found.kernel) > MOST:
+def _axes(node: Node, x: Shape, y: Shape) -> list[Axis]:
+    found, attrs = [], node.attrs
+    for d, (size, count) in enumerate(zip(x[2:], y[2:], strict=True)):
+        if "kernel" in attrs:
+            step = attrs["dilation"][d] if "dilation" in attrs else 1
+            given = (attrs["kernel"][d], attrs["stride"][d], attrs["padding"][d], step)
+            found.append(Axis(size, count, *given))
+        else:
+            longest = max(-(-(o + 1) * size // count) - o * size // count for o in range(count))
+            found.append(Axis(size, count, longest, size // count, 0, 1, size % count != 0))
+    if prod(axis.kernel for axis in found) > MOST:
         raise CannotLower(f"{node.op}: windows of more than {MOST} elements")
     return found
 
@@ -62,15 +85,13 @@ def _inside(places: Index, sizes: Sequence[int]) -> Guards:
     return tuple(Guard(i, 0, n) for i, n in pairs if i.low < 0 or i.high >= n)
 
 
-def _elements(w: Shapes, window: Index) -> Iterator[tuple[Index, Guards]]:
+def _elements(axes: Sequence[Axis], window: Index) -> Iterator[tuple[Index, Guards]]:
     """Where the elements of a window lie in x, in order."""
-    for steps in product(*map(range, w.kernel)):
-        terms = zip(window, w.stride, w.padding, steps, w.dilation, strict=True)
-        places = tuple(o * s + (k * d - p) for o, s, p, k, d in terms)
-        if all(i.high >= 0 and i.low < n for i, n in zip(places, w.space, strict=True)):
-            yield places, _inside(places, w.space)
-        else:
-            yield places, (Guard(Affine(0), 1, 1),)  # for every window outside
+    for steps in product(*(range(axis.kernel) for axis in axes)):
+        each = list(zip(axes, window, steps, strict=True))
+        places = tuple(axis.begin(o) + k * axis.dilation for axis, o, k in each)
+        guards = tuple(g for axis, o, k in each for g in axis.guards(o, k))
+        yield places, guards
 
 
 # ---- pools
@@ -81,12 +102,12 @@ def _largest(low: Lowering, node: Node, value: str, index: Index, guards: Guards
     and the last of nans, as in torch. (Their numbers are kept as floats: whole numbers have 64 bits
     in a program, which take a GPU twice as long.)"""
     x, y = low.type(node), low.graph.types[node.outputs[0]]
-    w, lead = _shapes(node, x.shape, y.shape), index[:2]
+    axes, lead = _axes(node, x.shape, y.shape), index[:2]
     key = ("window", node.outputs[0], index, guards)
     if key not in low.known:
         best: Any = None
         place: Any = 0.0
-        for k, (at, inside) in enumerate(_elements(w, index[2:])):
+        for k, (at, inside) in enumerate(_elements(axes, index[2:])):
             v = low.float_at(low.input(node), (*lead, *at), (*guards, *inside))
             if inside:
                 v = low.op("select", low.inside(inside), v, -math.inf)
@@ -99,36 +120,37 @@ def _largest(low: Lowering, node: Node, value: str, index: Index, guards: Guards
     return low.known[key] if value == node.outputs[0] else low.known[*key, "place"]
 
 
-def _divisor(low: Lowering, w: Shapes, window: Index, attrs: Any) -> Any:
+def _divisor(low: Lowering, axes: Sequence[Axis], window: Index, attrs: Any) -> Any:
     """What the sum over a window is divided by: a number, or one that changes near the ends."""
     if attrs.get("divisor"):
         return float(attrs["divisor"])
-    padded = attrs.get("count_include_pad", True)
     known, changing = 1, list[Arg]()
-    for o, s, p, k, n, count in zip(
-        window, w.stride, w.padding, w.kernel, w.space, w.windows, strict=True
-    ):
-        first, last = (-p, n + p) if padded else (0, n)
-        sizes = {min(i * s - p + k, last) - max(i * s - p, first) for i in range(count)}
-        if len(sizes) == 1:
-            known *= sizes.pop()
+    for axis, o in zip(axes, window, strict=True):
+        padded = attrs.get("count_include_pad", True)
+        first, last = (-axis.padding, axis.size + axis.padding) if padded else (0, axis.size)
+        ends = [
+            (axis.begin(Affine(k)).const, axis.end(Affine(k)).const) for k in range(axis.windows)
+        ]
+        lengths = {min(end, last) - max(begin, first) for begin, end in ends}
+        if len(lengths) == 1:
+            known *= lengths.pop()
             continue
-        end = low.op("minimum", low.position(o * s + (k - p)), last)
-        begin = low.position(o * s + -p)
-        changing.append(low.op("sub", end, begin if padded else low.op("maximum", begin, 0)))
+        end = low.op("minimum", low.position(axis.end(o)), last)
+        begin = low.op("maximum", low.position(axis.begin(o)), first)
+        changing.append(low.as_float(low.op("sub", end, begin)))
     total: Any = float(known)
-    for size in changing:
-        total = low.op("mul", low.as_float(size), total)
+    for length in changing:
+        total = low.op("mul", length, total)
     return total
 
 
 def _mean(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
-    w = _shapes(node, low.type(node).shape, low.graph.types[value].shape)
+    axes = _axes(node, low.type(node).shape, low.graph.types[value].shape)
     total: Any = None
-    for at, inside in _elements(w, index[2:]):
+    for at, inside in _elements(axes, index[2:]):
         v = low.float_at(low.input(node), (*index[:2], *at), (*guards, *inside))
         total = v if total is None else low.op("add", total, v)
-    return low.op("div", total, _divisor(low, w, index[2:], node.attrs))
+    return low.op("div", total, _divisor(low, axes, index[2:], node.attrs))
 
 
 def _weighted(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
@@ -136,11 +158,11 @@ def _weighted(low: Lowering, node: Node, value: str, index: Index, guards: Guard
     weight, x = low.type(node, 1), low.type(node)
     kernel = weight.shape[weight.rank - (x.rank - 2) :]
     given = replace(node, attrs=Attrs({**node.attrs, "kernel": kernel}))
-    w = _shapes(given, x.shape, low.graph.types[value].shape)
+    axes = _axes(given, x.shape, low.graph.types[value].shape)
     own = index[1:2] if weight.rank > len(kernel) else ()
     total: Any = None
     steps = product(*map(range, kernel))
-    for (at, inside), step in zip(_elements(w, index[2:]), steps, strict=True):
+    for (at, inside), step in zip(_elements(axes, index[2:]), steps, strict=True):
         v = low.float_at(low.input(node), (*index[:2], *at), (*guards, *inside))
         factor = low.float_at(low.input(node, 1), (*own, *map(Affine, step)), guards)
         v = low.op("mul", v, factor)
@@ -161,6 +183,8 @@ def _factors(node: Node, small: Shape, large: Shape) -> Shape:
 
 
 def _repeated(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
+    if node.attrs["mode"] == "area":  # which is an adaptive mean
+        return _mean(low, node, value, index, guards)
     factors = _factors(node, low.type(node).shape, low.graph.types[value].shape)
     places = (i.divided(f, False) for i, f in zip(index[2:], factors, strict=True))
     return low.at(low.input(node), (*index[:2], *places), guards)
@@ -181,28 +205,32 @@ def _repeated_grad(low: Lowering, node: Node, value: str, index: Index, guards: 
 # ---- gradients
 
 
-def _windows(w: Shapes, place: Index, op: str) -> Iterator[tuple[Index, Index, Guards]]:
-    """Windows that may hold an element of x, and which of their elements it would be in each
-    dimension; the guards are of the windows that there are."""
-    if set(w.dilation) != {1}:
-        raise CannotLower(f"{op}: windows with gaps", "use dilation=1")
-    moved = tuple(i + p for i, p in zip(place, w.padding, strict=True))
-    lasts = tuple(i.divided(s, False) for i, s in zip(moved, w.stride, strict=True))
-    reach = (-(-k // s) for k, s in zip(w.kernel, w.stride, strict=True))
-    for back in product(*map(range, reach)):
+def _windows(axes: Sequence[Axis], place: Index, op: str) -> Iterator[tuple[Index, Affine, Guards]]:
+    """Windows that may hold an element of x, which of their elements it is, counted along rows, and
+    the guards under which it is one."""
+    if any(axis.dilation != 1 or axis.uneven for axis in axes):
+        raise CannotLower(f"{op}: windows with gaps or of different sizes")
+    moved = tuple(i + axis.padding for axis, i in zip(axes, place, strict=True))
+    lasts = tuple(i.divided(axis.stride, False) for axis, i in zip(axes, moved, strict=True))
+    for back in product(*(range(-(-axis.kernel // axis.stride)) for axis in axes)):
         window = tuple(last + -j for last, j in zip(lasts, back, strict=True))
-        terms = zip(moved, window, w.stride, strict=True)
-        yield window, tuple(i + o * -s for i, o, s in terms), _inside(window, w.windows)
+        own, steps = Affine(), list[Affine]()
+        for axis, i, o in zip(axes, moved, window, strict=True):
+            steps.append(i + o * -axis.stride)
+            own = own * axis.kernel + steps[-1]
+        there = _inside(window, [axis.windows for axis in axes])
+        yield window, own, (*there, *_inside(tuple(steps), [axis.kernel for axis in axes]))
 
 
-def _mean_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
-    grad = low.type(node)
-    w = _shapes(node, low.graph.types[value].shape, grad.shape)
+def _gathered(
+    low: Lowering, node: Node, value: str, index: Index, guards: Guards, share: Share
+) -> Arg:
+    """What an element of x receives from all windows that hold it."""
+    axes = _axes(node, low.graph.types[value].shape, low.type(node).shape)
     total: Any = None
-    for window, element, there in _windows(w, index[2:], node.op):
-        inside = (*there, *_inside(element, w.kernel))
-        g = low.float_at(low.input(node), (*index[:2], *window), (*guards, *inside))
-        g = low.op("div", g, _divisor(low, w, window, node.attrs))
+    for window, own, inside in _windows(axes, index[2:], node.op):
+        at, under = (*index[:2], *window), (*guards, *inside)
+        g = share(axes, window, own, at, under, low.float_at(low.input(node), at, under))
         if inside:
             g = low.op("select", low.inside(inside), g, 0.0)
         total = g if total is None else low.op("add", total, g)
@@ -211,25 +239,28 @@ def _mean_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guar
     return found
 
 
+Share = Callable[[Sequence[Axis], Index, Affine, Index, Guards, Arg], Arg]
+
+
+def _mean_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
+    def share(
+        axes: Sequence[Axis], window: Index, own: Affine, at: Index, under: Guards, g: Arg
+    ) -> Arg:
+        return low.op("div", g, _divisor(low, axes, window, node.attrs))
+
+    return _gathered(low, node, value, index, guards, share)
+
+
 def _winners_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
     """The gradients of those windows of which this element is the winner."""
-    w = _shapes(node, low.graph.types[value].shape, low.type(node).shape)
-    total: Any = None
-    for window, element, there in _windows(w, index[2:], node.op):
-        inside = (*there, *_inside(element, w.kernel))
-        at, under = (*index[:2], *window), (*guards, *inside)
-        own = Affine()
-        for i, k in zip(element, w.kernel, strict=True):
-            own = own * k + i
+
+    def share(
+        axes: Sequence[Axis], window: Index, own: Affine, at: Index, under: Guards, g: Arg
+    ) -> Arg:
         winner = low.float_at(low.input(node, 1), at, under)
-        hit = low.op("eq", winner, low.as_float(low.position(own)))
-        if inside:
-            hit = low.op("and", hit, low.inside(inside))
-        g = low.op("select", hit, low.float_at(low.input(node), at, under), 0.0)
-        total = g if total is None else low.op("add", total, g)
-    assert total is not None
-    found: Arg = total
-    return found
+        return low.op("select", low.op("eq", winner, low.as_float(low.position(own))), g, 0.0)
+
+    return _gathered(low, node, value, index, guards, share)
 
 
 WINDOWS: dict[str, Window] = {
