@@ -18,6 +18,7 @@ import json
 import sys
 import traceback
 import warnings
+from functools import cache
 from random import Random
 
 import numpy as np
@@ -28,6 +29,7 @@ from triton.runtime import interpreter as ti
 from deuteron.codegen.triton_knobs import choices
 from deuteron.codegen.triton_load import interpreted
 from deuteron.codegen.triton_render import Knobs, render
+from tests import quick_interpreter
 from tests.codegen_cases import Case, compare, kind_cases, operator_cases, random_cases
 from tests.codegen_kept import kept_cases
 
@@ -43,6 +45,7 @@ def _from_bf16(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
+@cache
 def install() -> None:
     """Make the interpreter right in bfloat16 and quick in our reductions."""
     cast, reduce = ti.InterpreterBuilder.cast_impl, ti.ReduceOps.apply_impl
@@ -76,6 +79,7 @@ def install() -> None:
     ti.InterpreterBuilder.cast_impl = cast_impl
     ti.InterpreterBuilder.create_fp_to_fp = lambda self, src, dst, mode: cast_impl(self, src, dst)
     ti.ReduceOps.apply_impl = apply_impl
+    quick_interpreter.install()
 
 
 def run_case(case: Case, knobs: Knobs | None = None) -> str:
