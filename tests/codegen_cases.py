@@ -195,20 +195,24 @@ def graph_of(name: str, write, **tensors: torch.Tensor) -> Case:
     return case
 
 
-def norm_case(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Case:
+def norm_case(
+    rows: int, columns: int, dtype: torch.dtype = torch.float32, draw=torch.randn
+) -> Case:
     """bias + ReLU + LayerNorm."""
     return graph_of(
         f"norm {rows}x{columns}",
         lambda g, x, b, w, s: g.layer_norm(g.relu(g.add(x, b)), w, s, dims=1),
-        x=torch.randn(rows, columns).to(dtype),
-        b=torch.randn(columns).to(dtype),
-        w=torch.randn(columns).to(dtype),
-        s=torch.randn(columns).to(dtype),
+        x=draw(rows, columns).to(dtype),
+        b=draw(columns).to(dtype),
+        w=draw(columns).to(dtype),
+        s=draw(columns).to(dtype),
     )
 
 
-def softmax_case(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Case:
-    x = torch.randn(rows, columns)
+def softmax_case(
+    rows: int, columns: int, dtype: torch.dtype = torch.float32, draw=torch.randn
+) -> Case:
+    x = draw(rows, columns)
     x[0, : columns // 2] = -torch.inf  # the running maximum starts at nothing
     if rows > 2:
         x[1], x[2] = -torch.inf, torch.finfo(dtype).min  # and may stay there

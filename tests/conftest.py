@@ -5,12 +5,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
+# Each process has a cache of its own; compiled code, whose name says what it is made of, is shared.
+RUN_FOLDER = "DEUTERON_TESTS_RUN"
 SKIPPED_FOLDERS = {"build", "dist", "scratch", "venv", "node_modules", "__pycache__"}
 
 try:
@@ -25,16 +28,32 @@ else:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Here and not in a fixture: test modules may reach for the cache while they are collected.
-    folder = tempfile.mkdtemp(prefix="deuteron-tests-")
-    before = os.environ.get("DEUTERON_CACHE")
-    os.environ["DEUTERON_CACHE"] = folder
+    run = os.environ.get(RUN_FOLDER)  # in the processes that pytest-xdist starts
+    folders = [Path(tempfile.mkdtemp(prefix="deuteron-tests-"))]
+    if run is None:
+        run = tempfile.mkdtemp(prefix="deuteron-tests-run-")
+        folders.append(Path(run))
+    own, shared = folders[0], Path(run)
+    for name in ("objects", "ptx"):
+        (shared / name).mkdir(exist_ok=True)
+        (own / name).symlink_to(shared / name)
+    new = {RUN_FOLDER: run, "DEUTERON_CACHE": str(own)}
+    if not torch.cuda.is_available() and find_spec("triton"):
+        from tests.ptx import stop_at_ptx
+
+        new["TRITON_CACHE_DIR"] = str(shared / "triton")
+        stop_at_ptx()
+    before = {name: os.environ.get(name) for name in new}
+    os.environ.update(new)
 
     def restore() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        if before is None:
-            os.environ.pop("DEUTERON_CACHE", None)
-        else:
-            os.environ["DEUTERON_CACHE"] = before
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     config.add_cleanup(restore)
 

@@ -31,11 +31,19 @@ def install() -> None:
 
 
 def _patch_the_language_once() -> None:
-    def kernel(tl: Any = tl, core: Any = core) -> None: ...
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inside = getattr(member, "__wrapped__", member)  # without asking whether this is a kernel
 
-    patch, nothing = ti._patch_lang, ti._LangPatchScope()
-    sees_all = type(kernel)(kernel.__code__, {"tl": tl, "core": core})
-    patch(sees_all)
+        def call(*args: Any, _semantic: Any = None, **more: Any) -> Any:
+            return inside(*args, _semantic=ti.interpreter_semantic, **more)
+
+        scope.set_attr(obj, name, call)
+
+    def kernel() -> None: ...
+
+    ti._patch_attr = patch
+    ti._patch_lang(type(kernel)(kernel.__code__, {"tl": tl, "core": core}))
+    nothing = ti._LangPatchScope()
     ti._patch_lang = lambda fn: nothing
 
 
