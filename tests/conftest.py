@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from deuteron.target import remember_cpu
+
 REPO = Path(__file__).resolve().parent.parent
 # Each process has a cache of its own; compiled code, whose name says what it is made of, is shared.
 RUN_FOLDER = "DEUTERON_TESTS_RUN"
+# What plans by estimate go by, in place of a measurement on whatever else this machine does now.
+CPU = {"f32": 6.9e10, "f64": 3.4e10, "memory": 2.4e10, "cache": 6.9e10, "call": 1.4e-6}
 SKIPPED_FOLDERS = {"build", "dist", "scratch", "venv", "node_modules", "__pycache__"}
 
 try:
@@ -45,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         stop_at_ptx()
     before = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
+    remember_cpu(CPU)
 
     def restore() -> None:
         for folder in folders:

@@ -250,7 +250,6 @@ def test_inductor_leaves_products_single_and_opaque_operators_alone():
     assert "products" in INDUCTOR.refuse(region, target("h200"), Policy()).reason
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler here"
 )
