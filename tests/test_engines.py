@@ -195,7 +195,7 @@ def test_recipes_stay_on_their_own_machine():
 
 
 def test_deciding_imports_nothing_heavy(repo):
-    """Asking all engines about a GPU region, in a process of its own."""
+    """Asking all engines about regions on a GPU, in a process of its own."""
     program = """
 import sys, torch
 before = set(sys.modules)
@@ -205,7 +205,9 @@ from deuteron.passes import fuse
 g = dt.Graph()
 x = g.tensor("x", (2, 8, 9, 9), "f16", layout="nhwc")
 g.softmax(g.reshape(g.relu(g.conv(x, torch.randn(8, 8, 3, 3).half())), shape=(16, 49))).output("y")
-for region in fuse(g.ir())[0]:
+norm = dt.Graph()
+norm.layer_norm(norm.tensor("x", (4096, 1024))).output("y")
+for region in (*fuse(g.ir())[0], *fuse(norm.grad("y", wrt="x").ir())[0]):
     Survey(dt.target("h200"), dt.Policy()).ask(region)
 heavy = ("triton", "llvmlite", "torch._inductor.compile_fx", "onnx", "cuda")
 print([name for name in heavy if name in sys.modules and name not in before])

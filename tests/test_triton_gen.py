@@ -7,9 +7,6 @@ its own (``tests/triton_interpreter.py``); here they are only collected.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +33,6 @@ from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.ptx import spilled
 
 pytest.importorskip("triton")
-REPO = Path(__file__).resolve().parent.parent
 RANDOM = 60  # in the Triton interpreter; 300 in torch's
 
 
@@ -224,13 +220,6 @@ def test_refuses_what_it_cannot_run():
     engine = TritonGen()
     region = region_of(norm_case(4, 8))
     assert "GPU" in engine.refuse(region, target("cpu"), Policy()).reason
-    deciding = subprocess.run(
-        [sys.executable, "-c", "import sys, deuteron.engines; assert 'triton' not in sys.modules"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert deciding.returncode == 0, deciding.stderr
 
 
 def test_offsets_past_two_to_the_31_are_64_bit():
