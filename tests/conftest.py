@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(restore)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Whole groups of cases in one test take longest: first, so that no worker ends alone with one.
     items.sort(key=lambda item: "interpreter" not in item.name)
@@ -70,6 +72,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    compiled_for_ampere: set[str] = set()
+    for item in items:
+        test, arch = item.nodeid.partition("[")[0], _parameters(item).get("arch")
+        if arch == 80 and test in compiled_for_ampere:
+            item.add_marker(pytest.mark.sweep)  # Hopper has all cases, its forerunner one
+        elif arch == 80:
+            compiled_for_ampere.add(test)
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    spec = getattr(item, "callspec", None)
+    return {} if spec is None else spec.params
 
 
 @pytest.fixture(autouse=True)

@@ -126,22 +126,13 @@ def test_a_weight_is_read_once_for_all_pixels_of_its_channel():
     assert "tl.load(x0 +" in inside and "tl.load(x1 +" not in inside
 
 
+@pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize("name", MAIN)
-def test_main_kernels_compile_without_spills_and_load_16_bytes(name):
+def test_main_kernels_compile_without_spills_and_load_16_bytes(name, arch):
     case = MAIN[name]()
-    knobs = choices(case.program, 132)[0]
-    kernels = compile_for(case, knobs, 90)
-    assert [spilled(kernel, 90) for kernel in kernels] == [0] * len(kernels)
+    kernels = compile_for(case, choices(case.program, 132)[0], arch)
+    assert [spilled(kernel, arch) for kernel in kernels] == [0] * len(kernels)
     wide = re.search(r"ld\.global[.\w:]*v4\.b32", kernels[0].asm["ptx"])
-    assert wide or name == "norm 128x64"
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", MAIN)
-def test_main_kernels_compile_for_ampere(name):
-    case = MAIN[name]()
-    first = compile_for(case, choices(case.program, 132)[0], 80)[0]
-    wide = re.search(r"ld\.global[.\w:]*v4\.b32", first.asm["ptx"])
     assert wide or name == "norm 128x64"
 
 
