@@ -9,13 +9,6 @@ from pathlib import Path
 from typing import Any
 
 
-def sweep_unless(needed: bool) -> Any:
-    """Marks of a case: compiling takes long, so that one of each kind is in every run."""
-    import pytest
-
-    return () if needed else pytest.mark.sweep
-
-
 def stop_at_ptx() -> None:
     """Triton assembles everything it compiles; without a GPU nobody loads the binary, and
     :func:`spilled` asks the assembler for itself. What was compiled so must not reach a cache that

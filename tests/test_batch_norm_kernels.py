@@ -26,7 +26,8 @@ from deuteron.policy import Policy
 from deuteron.target import GPUS
 from tests.batch_norm_cases import calm
 from tests.interpreted import assert_none_failed, found_in_interpreter
-from tests.ptx import spilled, sweep_unless
+from tests.ptx import spilled
+from tests.sweeps import sweep_unless
 from tests.test_ops import one_node_graph
 from tests.tolerances import allowed, error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -273,19 +274,21 @@ def test_writers_do_not_lose_each_others_lines(path):
     assert {p.name for p in path.parent.iterdir()} == {path.name, path.name + ".lock"}
 
 
-def test_writing_processes_do_not_lose_each_others_lines(path, repo):
-    code = (
-        "import sys, torch, deuteron as dt\n"
-        "for j in range(10):\n"
-        "    c = dt.Cache.open(sys.argv[1])\n"
-        "    c.put(f'{sys.argv[2]}.{j}', '', torch.device('cpu'), dt.Policy(), [])\n"
-        "    c.save()\n"
-    )
-    env = {**os.environ, "PYTHONPATH": str(repo)}
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, str(path), name], env=env) for name in "pq"
-    ]
-    assert [p.wait(timeout=60) for p in running] == [0, 0]
+def _write(path: Path, name: str) -> None:
+    for j in range(10):
+        cache = Cache.open(path)
+        cache.put(f"{name}.{j}", "", CPU, dt.Policy(), [])
+        cache.save()
+
+
+def test_writing_processes_do_not_lose_each_others_lines(path):
+    fork = multiprocessing.get_context("fork")
+    running = [fork.Process(target=_write, args=(path, name)) for name in "pq"]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(timeout=60)
+    assert [process.exitcode for process in running] == [0, 0]
     assert len(Cache.open(path).entries) == 20
 
 

@@ -22,7 +22,8 @@ from deuteron.policy import Policy
 from deuteron.target import GPUS
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.norm_cases import Case
-from tests.ptx import spilled, sweep_unless
+from tests.ptx import spilled
+from tests.sweeps import sweep_unless
 from tests.tolerances import allowed, error
 
 H200 = GPUS["h200"]
