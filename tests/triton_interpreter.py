@@ -18,6 +18,8 @@ import json
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -85,7 +87,7 @@ def install() -> None:
 def run_case(case: Case, knobs: Knobs | None = None) -> str:
     """The case in the interpreter: what is wrong with it, or nothing."""
     program = case.program
-    for way in [knobs] if knobs else [few_programs(k) for k in choices(program, 4)[:2]]:
+    for way in [knobs] if knobs else ways(case):
         outputs = case.empty_outputs()
         rendered = render(program, way)
         try:
@@ -98,19 +100,24 @@ def run_case(case: Case, knobs: Knobs | None = None) -> str:
     return ""
 
 
-def few_programs(k: Knobs) -> Knobs:
-    """Larger blocks: the interpreter's cost is per operation and program."""
-    from dataclasses import replace
+def ways(case: Case) -> list[Knobs]:
+    """The first two that would be offered, with larger blocks: the interpreter's cost is per
+    operation and program."""
+    return [few_programs(k) for k in choices(case.program, 4)[:2]]
 
+
+def few_programs(k: Knobs) -> Knobs:
     if k.kind == "flat":
         return replace(k, block=max(k.block, 4096))
     return replace(k, rows=max(k.rows, 16)) if k.kind == "rows" else k
 
 
-def cases(group: str):
+def cases(group: str) -> Iterator[tuple[Case, Knobs | None]]:
     name, _, rest = group.partition(":")
-    if name == "operators":
-        yield from ((c, None) for c in operator_cases(rest))
+    if name == "operators":  # whose samples take turns: two ways of each would be all there is
+        for k, case in enumerate(operator_cases(rest)):
+            offered = ways(case)
+            yield case, offered[k % len(offered)]
     elif name == "kinds":
         yield from kind_cases(rest)
     elif name == "kept":
