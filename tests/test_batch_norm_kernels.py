@@ -27,7 +27,7 @@ from deuteron.target import GPUS
 from tests.batch_norm_cases import calm
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.ptx import spilled
-from tests.sweeps import sweep_unless
+from tests.sweeps import one_in, sweep_unless
 from tests.test_ops import one_node_graph
 from tests.tolerances import allowed, error
 
@@ -78,6 +78,7 @@ def compiled(division, dtype, residual, activation, arch, monkeypatch, signs=Fal
     return found
 
 
+IN_EVERY_RUN = {1, 2, 4, 6}  # of those below: either order, large and small, the largest tile
 MAIN = [  # shape, channels last, element type, tile, residual, activation
     (BIG, True, HALF, 4096, False, "relu"),
     (BIG, True, HALF, 4096, True, "relu"),
@@ -90,7 +91,10 @@ MAIN = [  # shape, channels last, element type, tile, residual, activation
 
 
 @pytest.mark.parametrize("arch", [90, 80])
-@pytest.mark.parametrize(("shape", "last", "dtype", "tile", "residual", "act"), MAIN)
+@pytest.mark.parametrize(
+    ("shape", "last", "dtype", "tile", "residual", "act"),
+    [pytest.param(*c, marks=sweep_unless(k in IN_EVERY_RUN)) for k, c in enumerate(MAIN)],
+)
 def test_compile_without_spills_and_move_16_bytes(
     arch, shape, last, dtype, tile, residual, act, monkeypatch
 ):
@@ -106,14 +110,14 @@ def test_compile_without_spills_and_move_16_bytes(
             assert wide, f"{name} does not load 16 bytes at a time"
 
 
-def test_offsets_past_two_to_the_31_are_64_bit(monkeypatch):
+@pytest.mark.parametrize("last", one_in(2, [True, False]))
+def test_offsets_past_two_to_the_31_are_64_bit(last, monkeypatch):
     pytest.importorskip("triton")
-    for last in (True, False):
-        d = divide((1024, 256, 96, 96), last, H200.units)
-        assert d.wide and not divide((512, 256, 96, 96), last, H200.units).wide
-        for name, kernel in compiled(d, HALF, True, "relu", 90, monkeypatch, signs=True).items():
-            if "merge" not in name:
-                assert "i64" in kernel.asm["ttir"], name
+    d = divide((1024, 256, 96, 96), last, H200.units)
+    assert d.wide and not divide((512, 256, 96, 96), last, H200.units).wide
+    for name, kernel in compiled(d, HALF, True, "relu", 90, monkeypatch, signs=True).items():
+        if "merge" not in name:
+            assert "i64" in kernel.asm["ttir"], name
 
 
 # ---- how the work is divided
