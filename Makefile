@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-stamp
 BENCH_ARGS = $(if $(ONLY),--only $(ONLY)) --out $(or $(RESULTS),bench/results) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench gpu-test gpu-bench clean
+.PHONY: help demo test test-all lint bench gpu-test gpu-bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -23,8 +23,11 @@ help:  ## list the targets
 demo: $(READY)  ## a short tour: optimise a model, run it, explain the plan
 	$(BIN)/deuteron demo
 
-test: $(READY)  ## run the tests
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+test: $(READY)  ## run the tests, in a few minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep" $(ARGS)
+
+test-all: $(READY)  ## run the long sweeps as well
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY)  ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .

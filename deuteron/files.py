@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
 
 
 def cache_dir() -> Path:
@@ -14,6 +18,18 @@ def cache_dir() -> Path:
     named = os.environ.get("DEUTERON_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(named) if named else Path(base) / "deuteron"
+
+
+@lru_cache
+def source_digest(*folders: str, package: Path = PACKAGE) -> str:
+    """A digest of the source in these folders of the package, or in all of it: part of the key of
+    whatever is kept on disk and was made by that source."""
+    digest = hashlib.sha256()
+    for folder in folders or ("",):
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(package).as_posix()}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def write_atomic(path: str | Path, data: str | bytes) -> None:

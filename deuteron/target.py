@@ -9,16 +9,18 @@ fractions until somebody measures them.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
 import platform
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -241,8 +243,7 @@ def cpu_identity() -> dict[str, Any]:
 @lru_cache
 def _cpu(threads: int) -> Target:
     """Of the CPU with this many threads, which torch.set_num_threads may change."""
-    path = cache_dir() / "cpu.json"
-    identity = cpu_identity()
+    path, identity = _record_of_cpu(threads)
     try:
         saved = json.loads(path.read_text())
         measured = {k: float(v) for k, v in dict(saved["measured"]).items()}
@@ -250,11 +251,28 @@ def _cpu(threads: int) -> Target:
             return _cpu_target(**measured)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent, damaged or of another machine: measure again
-    measured = measure_cpu()
-    record = {"identity": identity, "measured": measured}
+    measured = {k: coarse(v) for k, v in measure_cpu().items()}
+    remember_cpu(measured)
+    return _cpu_target(**measured)
+
+
+def _record_of_cpu(threads: int) -> tuple[Path, dict[str, Any]]:
+    """Where the rates of this CPU are kept, and what they are true of."""
+    return cache_dir() / f"cpu-{threads}.json", cpu_identity() | {"measured by": MEASURED_BY}
+
+
+def remember_cpu(measured: Mapping[str, float]) -> None:
+    """Let plans for this CPU, with as many threads as now, go by these rates."""
+    path, identity = _record_of_cpu(torch.get_num_threads())
+    record = {"identity": identity, "measured": dict(measured)}
     with suppress(OSError):  # a read-only home costs a measurement per process, nothing else
         write_atomic(path, json.dumps(record, indent=1) + "\n")
-    return _cpu_target(**measured)
+
+
+def coarse(rate: float) -> float:
+    """The nearest of 1, 1.41, 2, 2.83, … Which candidate is the cheapest must not hang on what else
+    ran while the machine was measured: whoever measures again finds the same number."""
+    return float(2.0 ** (round(2 * math.log2(rate)) / 2))
 
 
 def _cpu_target(f32: float, f64: float, memory: float, cache: float, call: float) -> Target:
@@ -279,33 +297,66 @@ def _cpu_target(f32: float, f64: float, memory: float, cache: float, call: float
     )
 
 
+MEASURED_BY = 2  # to be counted up when measure_cpu measures otherwise
+SAMPLES, SAMPLED_S = 50, 0.1  # of each quantity, whichever comes first
+
+
 def measure_cpu() -> dict[str, float]:
-    """Product rate, copy bandwidth (from memory and from cache) and the cost of one call."""
+    """Product rate, copy bandwidth (from memory and from cache) and the cost of one call.
 
-    def best(fn: Any, repeat: int) -> float:
-        fn()
-        times = []
-        for _ in range(repeat):
-            begin = time.perf_counter()
-            fn()
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    def product(n: int, dt: torch.dtype) -> float:
-        a, b = torch.randn(n, n, dtype=dt), torch.randn(n, n, dtype=dt)
-        out = torch.empty(n, n, dtype=dt)
-        return 2 * n**3 / best(lambda: torch.mm(a, b, out=out), 3)
-
-    big, small = torch.ones(2**24), torch.ones(2**16)
-    big_out, small_out = torch.empty_like(big), torch.empty_like(small)
+    Other programs may run meanwhile, and then threads that wait for each other take many times as
+    long by the clock. One thread alone is measured by the time that it was really running: all of
+    them together are no slower than that, and no faster than as many times that.
+    """
+    n = 512 if torch.get_num_threads() <= 8 else 1024
+    big, small = torch.ones(2, 32, 2**19), torch.ones(2, 2**16)  # 128 MB, copied part by part
+    part = itertools.cycle(range(32))
     one, one_out = torch.ones(8), torch.empty(8)
-    return {
-        "f32": product(1024, torch.float32),
-        "f64": product(512, torch.float64),
-        "memory": 8 * 2**24 / best(lambda: big_out.copy_(big), 3),
-        "cache": 8 * 2**16 / best(lambda: small_out.copy_(small), 20),
-        "call": best(lambda: torch.add(one, one, out=one_out), 50),
+
+    def copy_next() -> None:
+        k = next(part)
+        big[1, k].copy_(big[0, k])
+
+    def product(size: int, dt: torch.dtype) -> Callable[[], object]:
+        a, b = torch.randn(2, size, size, dtype=dt)
+        out = torch.empty(size, size, dtype=dt)
+        return lambda: torch.mm(a, b, out=out)
+
+    work: dict[str, tuple[float, Callable[[], object]]] = {
+        "f32": (2 * n**3, product(n, torch.float32)),
+        "f64": (2 * (n // 2) ** 3, product(n // 2, torch.float64)),
+        "memory": (8 * 2**19, copy_next),
+        "cache": (8 * 2**16, lambda: small[1].copy_(small[0])),
     }
+    threads = torch.get_num_threads()
+    together = {
+        name: amount / _best(run, time.perf_counter) for name, (amount, run) in work.items()
+    }
+    torch.set_num_threads(1)
+    try:
+        alone = {
+            name: amount / _best(run, time.thread_time) for name, (amount, run) in work.items()
+        }
+        calls = _best(
+            lambda: [torch.add(one, one, out=one_out) for _ in range(10)], time.thread_time
+        )
+    finally:
+        torch.set_num_threads(threads)
+    rates = {k: min(max(together[k], alone[k]), threads * alone[k]) for k in work}
+    return rates | {"cache": max(rates["cache"], rates["memory"]), "call": calls / 10}
+
+
+def _best(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    """The shortest time that a call takes, by this clock."""
+    run()
+    best, end = math.inf, time.perf_counter() + SAMPLED_S
+    for _ in range(SAMPLES):
+        begin = clock()
+        run()
+        best = min(best, clock() - begin)
+        if time.perf_counter() > end:
+            break
+    return max(best, 1e-9)
 
 
 def describe(t: Target) -> dict[str, Any]:

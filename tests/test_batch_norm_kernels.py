@@ -26,8 +26,9 @@ from deuteron.policy import Policy
 from deuteron.target import GPUS
 from tests.batch_norm_cases import calm
 from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.ptx import spilled
+from tests.sweeps import one_in, sweep_unless
 from tests.test_ops import one_node_graph
-from tests.test_triton_gen import spilled
 from tests.tolerances import allowed, error
 
 H200 = GPUS["h200"]
@@ -35,9 +36,12 @@ HALF, BRAIN, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.floa
 BIG = (64, 256, 56, 56)
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize(
+    ("cases", "count"), [("some", 40), pytest.param("all", 85, marks=pytest.mark.sweep)]
+)
+def test_in_the_interpreter(cases, count):
     pytest.importorskip("triton")
-    assert_none_failed(found_in_interpreter("tests.batch_norm_cases", "1"), at_least=60)
+    assert_none_failed(found_in_interpreter("tests.batch_norm_cases", cases), at_least=count)
 
 
 # ---- compiled for GPUs that are not there
@@ -74,6 +78,7 @@ def compiled(division, dtype, residual, activation, arch, monkeypatch, signs=Fal
     return found
 
 
+IN_EVERY_RUN = {1, 2, 4, 6}  # of those below: either order, large and small, the largest tile
 MAIN = [  # shape, channels last, element type, tile, residual, activation
     (BIG, True, HALF, 4096, False, "relu"),
     (BIG, True, HALF, 4096, True, "relu"),
@@ -85,33 +90,34 @@ MAIN = [  # shape, channels last, element type, tile, residual, activation
 ]
 
 
-@pytest.mark.parametrize(("shape", "last", "dtype", "tile", "residual", "act"), MAIN)
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize(
+    ("shape", "last", "dtype", "tile", "residual", "act"),
+    [pytest.param(*c, marks=sweep_unless(k in IN_EVERY_RUN)) for k, c in enumerate(MAIN)],
+)
 def test_compile_without_spills_and_move_16_bytes(
-    shape, last, dtype, tile, residual, act, monkeypatch
+    arch, shape, last, dtype, tile, residual, act, monkeypatch
 ):
     pytest.importorskip("triton")
     d = divide(shape, last, H200.units, tile=tile, warps=8 if tile > 4096 else 4)
-    for arch in (80, 90):
-        for name, kernel in compiled(d, dtype, residual, act, arch, monkeypatch).items():
-            assert spilled(kernel, arch) == 0, name
-            follows = arch >= 90 and name.endswith(("merge", "apply"))
-            assert kernel.metadata.launch_pdl == follows, name
-            assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == follows, name
-            if shape == BIG and "merge" not in name:
-                wide = re.search(
-                    r"cp\.async\.cg.* 0x10|ld\.global[.\w:]*v4\.b32", kernel.asm["ptx"]
-                )
-                assert wide, f"{name} does not load 16 bytes at a time"
+    for name, kernel in compiled(d, dtype, residual, act, arch, monkeypatch).items():
+        assert spilled(kernel, arch) == 0, name
+        follows = arch >= 90 and name.endswith(("merge", "apply"))
+        assert kernel.metadata.launch_pdl == follows, name
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == follows, name
+        if shape == BIG and "merge" not in name:
+            wide = re.search(r"cp\.async\.cg.* 0x10|ld\.global[.\w:]*v4\.b32", kernel.asm["ptx"])
+            assert wide, f"{name} does not load 16 bytes at a time"
 
 
-def test_offsets_past_two_to_the_31_are_64_bit(monkeypatch):
+@pytest.mark.parametrize("last", one_in(2, [True, False]))
+def test_offsets_past_two_to_the_31_are_64_bit(last, monkeypatch):
     pytest.importorskip("triton")
-    for last in (True, False):
-        d = divide((1024, 256, 96, 96), last, H200.units)
-        assert d.wide and not divide((512, 256, 96, 96), last, H200.units).wide
-        for name, kernel in compiled(d, HALF, True, "relu", 90, monkeypatch, signs=True).items():
-            if "merge" not in name:
-                assert "i64" in kernel.asm["ttir"], name
+    d = divide((1024, 256, 96, 96), last, H200.units)
+    assert d.wide and not divide((512, 256, 96, 96), last, H200.units).wide
+    for name, kernel in compiled(d, HALF, True, "relu", 90, monkeypatch, signs=True).items():
+        if "merge" not in name:
+            assert "i64" in kernel.asm["ttir"], name
 
 
 # ---- how the work is divided
@@ -240,9 +246,18 @@ def by_torch(feed, activation, dtype) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("kind", ["f64", "f32", "f16", "bf16"])
+KINDS = ("f32", "f64", "f16", "bf16")
+
+
 @pytest.mark.parametrize("layout", ["nhwc", "contiguous"])
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [
+        pytest.param(kind, act, marks=sweep_unless(k == 0 or (a + k) % 3 == 0))
+        for k, kind in enumerate(KINDS)
+        for a, act in enumerate(ACTIVATIONS)
+    ],
+)
 def test_on_the_cpu_as_pytorch_and_its_autograd(activation, kind, layout):
     dtype = dt.ir.dtype(kind).torch
     for residual in (True, False):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
+import shutil
 import stat
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +19,13 @@ import torch
 from fakes import check_right
 
 import deuteron as dt
-from deuteron.files import locked, replacing, write_atomic
+from deuteron import files
+from deuteron.codegen import llvm
+from deuteron.files import locked, replacing, source_digest, write_atomic
+from deuteron.plan import cache as cache_module
+from deuteron.plan import find
 from deuteron.plan.cache import FORMAT, Cache, checksum, environment
+from tests.test_layering import imports
 
 CPU = torch.device("cpu")
 ROW = {
@@ -265,19 +274,21 @@ def test_writers_do_not_lose_each_others_lines(path):
     assert {p.name for p in path.parent.iterdir()} == {path.name, path.name + ".lock"}
 
 
-def test_writing_processes_do_not_lose_each_others_lines(path, repo):
-    code = (
-        "import sys, torch, deuteron as dt\n"
-        "for j in range(10):\n"
-        "    c = dt.Cache.open(sys.argv[1])\n"
-        "    c.put(f'{sys.argv[2]}.{j}', '', torch.device('cpu'), dt.Policy(), [])\n"
-        "    c.save()\n"
-    )
-    env = {**os.environ, "PYTHONPATH": str(repo)}
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, str(path), name], env=env) for name in "pq"
-    ]
-    assert [p.wait(timeout=60) for p in running] == [0, 0]
+def _write(path: Path, name: str) -> None:
+    for j in range(10):
+        cache = Cache.open(path)
+        cache.put(f"{name}.{j}", "", CPU, dt.Policy(), [])
+        cache.save()
+
+
+def test_writing_processes_do_not_lose_each_others_lines(path):
+    fork = multiprocessing.get_context("fork")
+    running = [fork.Process(target=_write, args=(path, name)) for name in "pq"]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(timeout=60)
+    assert [process.exitcode for process in running] == [0, 0]
     assert len(Cache.open(path).entries) == 20
 
 
@@ -307,3 +318,98 @@ def test_files_are_replaced_whole_and_belong_to_the_user(tmp_path):
     with locked(path):
         write_atomic(path, b"new")
     assert path.read_text() == "new"
+
+
+# ---- what is kept was made by source that may change ---------------------------------------------
+
+
+@pytest.mark.parametrize("folder", llvm.SOURCES)
+def test_machine_code_is_of_the_source_that_wrote_it(folder, tmp_path, monkeypatch):
+    """A coefficient that is put right is compiled anew: any file of a folder that kernels are made
+    from is part of the name that their code is kept under."""
+    copy = tmp_path / "deuteron"
+    for name in llvm.SOURCES:
+        shutil.copytree(files.PACKAGE / name, copy / name)
+    monkeypatch.setattr(llvm, "source_digest", partial(source_digest.__wrapped__, package=copy))
+    whole = llvm.object_path("gelu")
+    assert llvm.object_path("gelu") == whole and whole.name != llvm.object_path("relu").name
+    damaged = sorted((copy / folder).rglob("*.py"))[-1]
+    text = damaged.read_text()
+    damaged.write_text(text + "\nHALF = 0.4999\n")
+    assert llvm.object_path("gelu") != whole
+    damaged.write_text(text)
+    assert llvm.object_path("gelu") == whole
+    damaged.rename(damaged.with_name("moved.py"))
+    assert llvm.object_path("gelu") != whole
+
+
+def test_kernels_are_made_from_no_other_source(repo):
+    """Whatever the writers of machine code import lies in the folders that its name depends on."""
+    known = {".".join(path.with_suffix("").parts): path for path in package_files(repo)}
+    todo = [m for m in known if m.startswith(("deuteron.codegen.", "deuteron.kernels."))]
+    seen = set(todo)
+    while todo:
+        path = known[todo.pop()]
+        for found in imports((repo / path).read_text(), str(path)):
+            names = {found.module, found.module.rpartition(".")[0], f"{found.module}.__init__"}
+            new = {name for name in names if name in known} - seen
+            seen |= new
+            todo += new
+    rooms = {name.split(".")[1] for name in seen}
+    assert {"codegen", "kernels"} < rooms
+    assert rooms <= {*llvm.SOURCES, "errors", "files"}, "add the folder to SOURCES"
+
+
+def package_files(repo: Path) -> list[Path]:
+    return [path.relative_to(repo) for path in (repo / "deuteron").rglob("*.py")]
+
+
+@pytest.mark.parametrize("what", ["source", "llvmlite"])
+def test_what_was_measured_with_other_code_is_measured_again(path, what, monkeypatch):
+    """Times and errors are of our source and of the compiler below it."""
+
+    def measured() -> list[str]:
+        g = dt.Graph()
+        g.softmax(g.tensor("x", (3, 4))).output("y")
+        plan = g.compile(device="cpu", find=True, budget_s=5.0, cache=Cache.open(path))
+        return [note for note in plan.decision.notes if note.startswith("regions measured")]
+
+    once, again = "regions measured: 1, remembered: 0", "regions measured: 0, remembered: 1"
+    assert measured() == [once] and measured() == [again]
+    if what == "source":
+        monkeypatch.setattr(find, "source_digest", lambda: "mended")
+    else:
+        monkeypatch.setattr(cache_module, "_installed", lambda package: "99")
+        cache_module._environment.cache_clear()
+    assert measured() == [once] and measured() == [again]
+    cache_module._environment.cache_clear()
+
+
+GELU = """
+import torch, deuteron as dt
+x = torch.linspace(-4, 4, 10001)
+with dt.functional.delegation(False):
+    off = dt.functional.gelu(x).double() - torch.nn.functional.gelu(x.double())
+print(float(off.abs().max()))
+"""
+
+
+@pytest.mark.sweep
+def test_a_repaired_coefficient_is_believed(tmp_path, repo):
+    copy = tmp_path / "copy" / "deuteron"
+    shutil.copytree(repo / "deuteron", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    file = copy / "codegen" / "normal.py"
+    good = file.read_text()
+    number = re.search(r"1\.\d{6,}", good)
+    assert number is not None
+    bad = good.replace(number[0], f"{float(number[0]) * 1.01}", 1)
+    env = {**os.environ, "PYTHONPATH": str(copy.parent), "DEUTERON_CACHE": str(tmp_path / "cache")}
+    errors = []
+    for text in (good, bad, good):
+        file.write_text(text)
+        done = subprocess.run(
+            [sys.executable, "-c", GELU], env=env, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        errors.append(float(done.stdout))
+    assert errors[0] == errors[2] < 1e-6 < errors[1], errors

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
 from deuteron.target import Target
+from tests.sweeps import one_in
 from tests.tolerances import allowed, error
 
 pytest.importorskip("llvmlite")
@@ -183,7 +185,7 @@ def test_linear_of_16_bits(of: str, m: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("of", LOW)
-@pytest.mark.parametrize(("name", "attrs"), ACTS)
+@pytest.mark.parametrize(("name", "attrs"), one_in(4, ACTS))
 def test_every_activation_of_16_bits(of: str, name: str, attrs: dict[str, Any]) -> None:
     inputs = [("x", t(9, 21, of=of), False), ("w", t(21, 21, of=of), True)]
     check(region_of("linear", inputs, residual=True, act=(name, attrs)), 21)
@@ -279,9 +281,10 @@ def test_conv(x: tuple[int, ...], w: tuple[int, ...], attrs: dict[str, Any], ext
     check(region_of("conv", inputs, attrs, act, residual=extra), math.prod(w[1:]))
 
 
-@pytest.mark.parametrize("of", ["f32", *LOW])
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("layout", ["contiguous", "nhwc"])
+WEIGHTS = product(("f32", *LOW), (False, True), ("contiguous", "nhwc"))
+
+
+@pytest.mark.parametrize(("of", "known", "layout"), one_in(5, WEIGHTS))
 @pytest.mark.parametrize(("x", "w", "attrs"), CONVS)
 def test_conv_of_every_type_and_weight(
     x: tuple[int, ...], w: tuple[int, ...], attrs: dict[str, Any], layout: str, known: bool, of: str

@@ -25,6 +25,7 @@ from deuteron.frontends.torch_fx import Importer
 from deuteron.ir import check, parse_graph
 from deuteron.ops import infer
 from deuteron.ops.evaluate import evaluate
+from tests.sweeps import sweep_unless
 
 WORK = 4096  # elements that meet in one, at most: what the error bound is told
 
@@ -238,7 +239,17 @@ ZOO = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "x"), ZOO, ids=[name for name, *_ in ZOO])
+IN_TEST_API = ("resnet18", "bert", "llama_tiny")  # which optimises them, and finds no opaque node
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "x"),
+    [
+        pytest.param(*model, marks=sweep_unless(model[0] not in (*IN_TEST_API, "mobilenet_v2")))
+        for model in ZOO
+    ],
+    ids=[name for name, *_ in ZOO],
+)
 def test_models_of_the_zoo_have_no_opaque_nodes(name, sizes, x):
     result, want = compared(zoo.build(name, **sizes), (x,))
     assert result.opaque == ()

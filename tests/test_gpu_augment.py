@@ -187,7 +187,6 @@ def test_torchvision_agrees():
 # ---- past 32 bits, last because they are large
 
 
-@pytest.mark.slow
 def test_more_than_two_to_the_31_elements():
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GiB")

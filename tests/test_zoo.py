@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deuteron import zoo
 from deuteron.zoo import bert, deeplab, llama, mobilenet, resnet, unet
 from deuteron.zoo.weights import randomise_
+from tests.sweeps import sweep_unless
 
 SMALL_BERT = {
     "vocab_size": 100,
@@ -444,17 +445,23 @@ def test_randomise_refuses_layers_it_does_not_know():
         randomise_(nn.Sequential(nn.PReLU()))
 
 
+QUICK = {"resnet18", "mobilenet_v3_large", "unet", "bert_4l", "llama_tiny"}
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("resnet18", {}),
-        ("resnet50", {}),
-        ("deeplabv3_resnet50", {}),
-        ("mobilenet_v2", {}),
-        ("mobilenet_v3_large", {}),
-        ("unet", {}),
-        ("bert_4l", {"vocab_size": 30522, "hidden_size": 96, "intermediate_size": 384}),
-        ("llama_tiny", {}),
+        pytest.param(name, sizes, marks=sweep_unless(name in QUICK))
+        for name, sizes in (
+            ("resnet18", {}),
+            ("resnet50", {}),
+            ("deeplabv3_resnet50", {}),
+            ("mobilenet_v2", {}),
+            ("mobilenet_v3_large", {}),
+            ("unet", {}),
+            ("bert_4l", {"vocab_size": 30522, "hidden_size": 96, "intermediate_size": 384}),
+            ("llama_tiny", {}),
+        )
     ],
 )
 def test_activations_keep_their_size(name, sizes):
@@ -508,14 +515,14 @@ def test_unknown_name_lists_near_matches_and_all_names(call):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("resnet18", {}),
-        ("deeplabv3_resnet50", {"aux": True}),
-        ("mobilenet_v2", {}),
-        ("mobilenet_v3_large", {}),
         ("unet", {"width": 4}),
-        ("unet", {"width": 4, "bilinear": True}),
         ("bert_4l", SMALL_BERT),
-        ("llama_tiny", SMALL_LLAMA),
+        pytest.param("resnet18", {}, marks=pytest.mark.sweep),
+        pytest.param("deeplabv3_resnet50", {"aux": True}, marks=pytest.mark.sweep),
+        pytest.param("mobilenet_v2", {}, marks=pytest.mark.sweep),
+        pytest.param("mobilenet_v3_large", {}, marks=pytest.mark.sweep),
+        pytest.param("unet", {"width": 4, "bilinear": True}, marks=pytest.mark.sweep),
+        pytest.param("llama_tiny", SMALL_LLAMA, marks=pytest.mark.sweep),
     ],
 )
 def test_models_export(name, sizes):

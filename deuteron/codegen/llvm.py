@@ -26,7 +26,7 @@ import llvmlite
 import llvmlite.binding as binding
 from llvmlite import ir
 
-from deuteron.files import cache_dir, write_atomic
+from deuteron.files import cache_dir, source_digest, write_atomic
 
 Value = Any  # an LLVM value; llvmlite has no types of its own
 F32, F64 = ir.FloatType(), ir.DoubleType()
@@ -300,14 +300,7 @@ def has_lanes() -> bool:
 # ---- machine code, and where it is kept --------------------------------------------------------
 
 
-@lru_cache
-def _generators() -> bytes:
-    """A digest of everything that writes kernels: their code changes only with these files."""
-    here = Path(__file__).resolve().parent
-    digest = hashlib.sha256()
-    for path in sorted((*here.glob("llvm*.py"), *here.parent.glob("kernels/cpu/*.py"))):
-        digest.update(path.read_bytes())
-    return digest.digest()
+SOURCES = ("codegen", "ir", "kernels", "ops")  # all that kernels are written by, and from
 
 
 def _key(name: str) -> str:
@@ -318,8 +311,9 @@ def _key(name: str) -> str:
         llvmlite.__version__,
         str(binding.llvm_version_info),
         binding.get_default_triple(),
+        source_digest(*SOURCES),
     )
-    return hashlib.sha256("\n".join(parts).encode() + _generators()).hexdigest()
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def object_path(name: str) -> Path:

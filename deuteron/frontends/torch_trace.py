@@ -37,7 +37,7 @@ from deuteron.frontends.aten import TABLE, Entry, schema_order
 from deuteron.frontends.heavy_calls import zeros_like_result
 from deuteron.frontends.torch_fx import is_plain
 
-LIMIT_S = 2.0  # a model that runs longer is traced without data, by torch.export
+LIMIT_S = 2.0  # of this thread: a model that runs longer is traced without data, by torch.export
 
 
 class NeedsExport(Exception):
@@ -107,7 +107,7 @@ class Recorder(ProxyTorchDispatchMode):
         self.enter_stack = []
         self.graph, self.entries = fx.Graph(), entries
         self.refused = False
-        self._end = time.perf_counter() + LIMIT_S
+        self._end = time.thread_time() + LIMIT_S
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._inside = [""]
         self._thread = threading.get_ident()
@@ -129,7 +129,7 @@ class Recorder(ProxyTorchDispatchMode):
             raise
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        if time.perf_counter() > self._end:
+        if time.thread_time() > self._end:
             raise NeedsExport("takes too long to run")
         if torch._C._is_any_autocast_enabled():
             raise NeedsExport("autocast changes what the calls compute")

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,17 @@ def _environment(kind: str, index: int, threads: int) -> dict[str, Any]:
             "driver": str(driver),
             "torch": torch.__version__,
             "cudnn": str(torch.backends.cudnn.version()),
+            "triton": _installed("triton"),
         }
-    return {"device": "cpu", **cpu_identity()}
+    return {"device": "cpu", **cpu_identity(), "llvmlite": _installed("llvmlite")}
+
+
+def _installed(package: str) -> str:
+    """The version of a package that compiles our kernels; it is not imported for that."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def environment(device: torch.device) -> dict[str, Any]:

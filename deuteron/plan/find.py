@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from deuteron.engines import BuildContext, Candidate, engine
+from deuteron.engines import BUILT_IN, BuildContext, Candidate, engine
 from deuteron.engines.roofline import is_product, region_cost
 from deuteron.errors import EngineError
+from deuteron.files import source_digest
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import evaluate
@@ -315,7 +316,7 @@ class Finder:
         rows = [
             {
                 "engine": o.candidate.engine,
-                "version": o.candidate.version,
+                "version": _measured_version(o.candidate),
                 "knobs": plain_knobs(o.candidate.knobs),
                 "seconds": o.measured_s,
                 "error": o.error if o.error is None or math.isfinite(o.error) else None,
@@ -339,7 +340,7 @@ class Finder:
         found, torch_error, reference = [], None, ""
         for option in options:
             c = option.candidate
-            row = by_candidate.get((c.engine, c.version, knobs_key(c.knobs)))
+            row = by_candidate.get((c.engine, _measured_version(c), knobs_key(c.knobs)))
             if row is None:
                 if c.build_s > PATIENCE_S or option.rejected:
                     continue  # was too slow to build then, and is not worth measuring again
@@ -351,6 +352,14 @@ class Finder:
                 )
             )
         return (found, torch_error, reference) if found else None
+
+
+def _measured_version(candidate: Candidate) -> str:
+    """What was measured: a version of the engine and, if the engine is ours, of all our source. A
+    kernel that was too slow or wrong yesterday, and is mended, has to be measured again."""
+    if any(candidate.engine == ours.name for ours in BUILT_IN):
+        return f"{candidate.version} of {source_digest()[:12]}"
+    return candidate.version
 
 
 def _kind(option: Option) -> tuple[str, object]:
