@@ -42,9 +42,8 @@ from deuteron.functional.activation import (
     threshold,
 )
 from deuteron.functional.batch_norm import batch_norm
-from deuteron.functional.core import explain
 from deuteron.functional.embedding import embedding, sinusoidal
-from deuteron.functional.library import delegation
+from deuteron.functional.explain import explain
 from deuteron.functional.linear_loss import linear_cross_entropy
 from deuteron.functional.loss import cross_entropy
 from deuteron.functional.norm import group_norm, instance_norm, layer_norm, rms_norm
@@ -67,7 +66,6 @@ from deuteron.functional.pool import (
     pyramid_pool2d,
     weighted_pool2d,
 )
-from deuteron.functional.position import rope
 from deuteron.functional.reduce import (
     amax,
     amin,
@@ -82,6 +80,8 @@ from deuteron.functional.reduce import (
     where,
 )
 from deuteron.functional.resample import grid_sample, interpolate, pixel_shuffle, pixel_unshuffle
+from deuteron.functional.rope import rope
+from deuteron.functional.small import delegation
 from deuteron.functional.softmax import log_softmax, softmax
 
 __all__ = [

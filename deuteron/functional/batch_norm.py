@@ -6,26 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C import _get_cudnn_enabled as may_use_cudnn
+import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import BindError
-from deuteron.functional.core import Function, any_requires_grad
-from deuteron.functional.library import (
-    ANY,
-    delegates,
-    in_transform,
-    is_launch_bound,
-    several_calls_win,
-)
+from deuteron.functional.context import any_requires_grad, in_transform
+from deuteron.functional.core import Function
+from deuteron.functional.delegate import ANY, delegates
 from deuteron.functional.operators import TORCHS, activated
-from deuteron.functional.wrapper import Plain
+from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym
 from deuteron.ops.batch_norm import ACTIVATIONS
 from deuteron.ops.norm import suggested
 from deuteron.ops.signs import packing
 from deuteron.target import has_triton
-
-Tensor = torch.Tensor
 
 
 def _train(
@@ -81,48 +75,6 @@ TRAIN = Function(
 GIVEN = Function("batch_norm", _given)
 
 
-def _torch_batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    residual: Tensor | None,
-    activation: str | None,
-) -> Any:
-    more = residual is not None or activation is not None
-    on_gpu = x.is_cuda
-    if activation not in KNOWN:
-        return NotImplemented
-    if (more or training) and not on_gpu and not is_launch_bound(x):
-        return NotImplemented
-    if x.is_cpu and not is_read_right(x, weight, training):
-        return NotImplemented
-    # in training ours is several launches, too; without, torch's one takes longer than ours
-    one_of_ours = not training and (more or on_gpu)
-    if one_of_ours and not several_calls_win(x, weight, bias, residual):
-        return NotImplemented
-    if eps <= 0.0 or (training and x.numel() <= x.shape[1]):
-        return NotImplemented  # what torch.nn.functional's refuses, or looks at twice
-    y = torch.batch_norm(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, may_use_cudnn()
-    )
-    if residual is not None:
-        y = y + residual
-    return y if activation is None else TORCHS[activation](y)
-
-
-KNOWN = {None, *TORCHS}
-CALL = "plain(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn())"
-# what ``is_read_right`` asks, of what is the usual order
-READ_RIGHT = "(x.is_cuda or x.is_contiguous() and (weight is None or weight.is_contiguous()))"
-LEARNED = f"is_grad_enabled() and not training and eps > 0.0 and {READ_RIGHT}"
-NAMES = {"cudnn": may_use_cudnn, "after": TORCHS}
-
-
 def is_read_right(x: Tensor, weight: Tensor | None, training: bool) -> bool:
     """Whether torch's kernels on a CPU, and those of the gradient, find the numbers and keep their
     digits. Channels last lose those of a large mean in training; one image of them, or one row or
@@ -175,27 +127,52 @@ def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
             torch._foreach_copy_([r for r, _ in pairs], [n for _, n in pairs])
 
 
-@delegates(
-    _torch_batch_norm,
-    plain=(
-        Plain(
-            torch.batch_norm,
-            CALL,
-            where=f"training and eps > 0.0 and x.numel() > x.shape[1] and {READ_RIGHT}",
-            given=NAMES,
-        ),
-        Plain(torch.batch_norm, CALL, where=LEARNED, given=NAMES, learns=("x",)),
-        Plain(
-            torch.batch_norm,
-            f"after[activation]({CALL})",
-            where=f"activation in after and {LEARNED}",
-            given=NAMES,
-            learns=("x",),
-        ),
-    ),
-    keeps_type=True,
-    on_cpu=ANY,
-)
+def _is_joined(*_: Any, residual: Any = None, activation: Any = None, **__: Any) -> bool:
+    return residual is not None or activation is not None
+
+
+def _is_several(
+    x: Tensor,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    *_: Any,
+    **named: Any,
+) -> bool:
+    """In training ours is several launches, too; without, on a GPU, torch's one takes longer."""
+    return not training and (x.is_cuda or _is_joined(**named))
+
+
+def _is_ours(
+    x: Tensor,
+    running_mean: Any,
+    running_var: Any,
+    weight: Tensor | None = None,
+    bias: Any = None,
+    training: bool = False,
+    *_: Any,
+    **named: Any,
+) -> bool:
+    if training and x.numel() <= x.shape[1]:
+        return True  # of nothing torch would write statistics, too
+    if not x.is_cpu:
+        return False
+    large = (training or _is_joined(**named)) and not is_small(x)
+    return large or not is_read_right(x, weight, training)
+
+
+def _torch_batch_norm(
+    *args: Any, residual: Tensor | None = None, activation: str | None = None, **named: Any
+) -> Tensor:
+    y = F.batch_norm(*args, **named)
+    if residual is not None:
+        y = y + residual
+    return y if activation is None else TORCHS[activation](y)
+
+
+@delegates(_torch_batch_norm, several=_is_several, unless=_is_ours, on_cpu=ANY, autocast=True)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,

@@ -7,99 +7,88 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import return_types
+from torch import Tensor, return_types
 
-from deuteron.functional.library import ANY, delegates
-from deuteron.functional.operators import OPERATORS, call
+from deuteron.functional.core import Function
+from deuteron.functional.delegate import ANY, delegates
+from deuteron.functional.operators import named, operator
 from deuteron.functional.reduce import cast
-from deuteron.functional.wrapper import Plain
 
-Tensor = torch.Tensor
 Pair = Any  # torch.return_types: (values, indices), by name too
-OF_ROWS = "plain(x, dim)", "x.ndim > 1"
 
 
-def _torch_scan(call: Callable[..., Tensor]) -> Callable[..., Any]:
-    """torch's scan of rows; that of one long row on a GPU adds in another order at every run."""
-
-    def run(x: Tensor, dim: int, dtype: torch.dtype | None) -> Any:
-        if x.ndim == 1 and x.is_cuda:
-            return NotImplemented
-        return call(x, dim) if dtype is None else call(x, dim, dtype=dtype)
-
-    return run
-
-
-def _torch_sort(x: Tensor, dim: int, descending: bool, stable: bool) -> Pair:
-    if dim == -1 and not descending:
-        return torch.sort(x, stable=stable)
-    return torch.sort(x, dim=dim, descending=descending, stable=stable)
-
-
-def _along(name: str, x: Tensor, dim: int, **attrs: Any) -> Any:
+def _along(run: Function, x: Tensor, dim: int, **attrs: Any) -> Any:
     """The operator along ``dim``; of a scalar, which torch takes for a row, as the row it is."""
     if x.ndim:
-        return call(name, x, axis=dim, **attrs)
-    found = call(name, x.unsqueeze(0), axis=dim, **attrs)
+        return run(x, axis=dim, **attrs)
+    found = run(x.unsqueeze(0), axis=dim, **attrs)
     return tuple(t.squeeze(0) for t in found) if isinstance(found, tuple) else found.squeeze(0)
 
 
-@delegates(
-    _torch_scan(torch.cumsum), plain=Plain(torch.cumsum, *OF_ROWS), keeps_type=True, on_cpu=ANY
-)
-def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum of all elements up to each one, along ``dim``; the same bits in every run. ``dtype``:
-    x is cast to it first. As ``torch.cumsum``."""
-    return cast(_along("cumsum", cast(x, dtype), dim), dtype)
+def _is_one_long_row(x: Tensor, *_: Any, **__: Any) -> bool:
+    """On a GPU torch adds those up in another order at every run."""
+    return x.is_cuda and x.ndim == 1
 
 
-@delegates(
-    _torch_scan(torch.cumprod), plain=Plain(torch.cumprod, *OF_ROWS), keeps_type=True, on_cpu=ANY
-)
-def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The product of all elements up to each one, along ``dim``. ``dtype``: x is cast to it first.
-    As ``torch.cumprod``."""
-    return cast(_along("cumprod", cast(x, dtype), dim), dtype)
+def _scan(name: str, what: str) -> Callable[..., Tensor]:
+    run = operator(name)
+
+    def function(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        return cast(_along(run, cast(x, dtype), dim), dtype)
+
+    doc = (
+        f"The {what} of all elements up to each one, along ``dim``; the same bits in every run.\n"
+        f"``dtype``: x is cast to it first. As ``torch.{name}``."
+    )
+    handed = delegates(getattr(torch, name), unless=_is_one_long_row, on_cpu=ANY, autocast=True)
+    return handed(named(function, name, doc))
 
 
-@delegates(torch.cummax, keeps_type=True, on_cpu=ANY)
-def cummax(x: Tensor, dim: int) -> Pair:
-    """The largest element so far along ``dim``, and where it stands. As ``torch.cummax``."""
-    return return_types.cummax(_along("cummax", x, dim))
+def _extreme_so_far(name: str, what: str) -> Callable[..., Pair]:
+    run, torchs = operator(name), getattr(torch, name)
+
+    def function(x: Tensor, dim: int) -> Pair:
+        return getattr(return_types, name)(_along(run, x, dim))
+
+    doc = f"The {what} element so far along ``dim``, and where it stands. As ``torch.{name}``."
+    return delegates(torchs, on_cpu=ANY, autocast=True)(named(function, name, doc))
 
 
-@delegates(torch.cummin, keeps_type=True, on_cpu=ANY)
-def cummin(x: Tensor, dim: int) -> Pair:
-    """The smallest element so far along ``dim``, and where it stands. As ``torch.cummin``."""
-    return return_types.cummin(_along("cummin", x, dim))
+cumsum, cumprod = _scan("cumsum", "sum"), _scan("cumprod", "product")
+cummax, cummin = _extreme_so_far("cummax", "largest"), _extreme_so_far("cummin", "smallest")
+SORT, TOPK, HISTOGRAM = operator("sort"), operator("topk"), operator("histogram")
 
 
-@delegates(_torch_sort, keeps_type=True, on_cpu=ANY)
+def _torch_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
+    return torch.sort(x, dim=dim, descending=descending, stable=stable)
+
+
+@delegates(_torch_sort, on_cpu=ANY, autocast=True)
 def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
     """x in order along ``dim``, the largest first if ``descending``, and the places the elements
     came from. As ``torch.sort``; equal elements keep their order unless ``stable`` is False."""
-    return return_types.sort(_along("sort", x, dim, descending=descending, stable=stable))
+    return return_types.sort(_along(SORT, x, dim, descending=descending, stable=stable))
 
 
-@delegates(torch.topk, keeps_type=True, on_cpu=ANY)
+@delegates(torch.topk, on_cpu=ANY, autocast=True)
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Pair:
     """The ``k`` largest (or smallest) elements along ``dim``, best first (whether ``sorted`` or
     not), and their places. As ``torch.topk``."""
-    return return_types.topk(_along("topk", x, dim, k=k, largest=largest))
+    return return_types.topk(_along(TOPK, x, dim, k=k, largest=largest))
 
 
-def _torch_histogram(x: Tensor, bins: int, low: float, high: float) -> Any:
+def _torch_histogram(
+    x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
+) -> Any:
     """torch's count, which is of the type of x. Casting it is one launch more; ours is one in
     all."""
-    if x.is_cuda or x.dtype not in COUNTED or not low < high:
+    wide = x.dtype in (torch.float32, torch.float64)
+    if x.is_cuda or not wide or weight is not None or not low < high:
         return NotImplemented
     return torch.histc(x, bins, low, high).long()
 
 
-COUNTED = {torch.float32, torch.float64}
-
-
-@delegates(_torch_histogram, without=("weight",), keeps_type=True)
+@delegates(_torch_histogram, autocast=True)
 def histogram(
     x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
 ) -> Tensor:
@@ -108,4 +97,4 @@ def histogram(
 
     >>> counts = dt.functional.histogram(x, 64, -3.0, 3.0)
     """
-    return OPERATORS["histogram"].one(x, weight, bins=bins, low=float(low), high=float(high))
+    return HISTOGRAM.one(x, weight, bins=bins, low=float(low), high=float(high))

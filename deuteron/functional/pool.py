@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
 from operator import index
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._C import _nn
-from torch._C._nn import _conv_depthwise2d as depthwise  # type: ignore[attr-defined]
+from torch import Tensor
 
 from deuteron.errors import BindError
+from deuteron.functional.activation import SHORT_BYTES
 from deuteron.functional.autocast import in_float32
+from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
-from deuteron.functional.library import (
-    ANY,
-    LOW,
-    SHORT_BYTES,
-    delegates,
-    is_differentiated,
-    is_launch_bound,
-    traceable,
-)
-from deuteron.functional.operators import OPERATORS, call
+from deuteron.functional.delegate import ANY, LOW, delegates, traceable
+from deuteron.functional.operators import named, operator
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
-from deuteron.functional.wrapper import Plain
+from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym
 from deuteron.ops.pool import mean_gradient_faults
 from deuteron.ops.pool_taps import fits
 from deuteron.target import has_triton
 
-Tensor = torch.Tensor
-P = ParamSpec("P")
-R = TypeVar("R")
 Size = int | Sequence[int]
+Output = int | None | Sequence[int | None]
+MAX, MAX_WITH_INDICES = operator("max_pool"), operator("max_pool_with_indices")
+MAX_WITH_TAPS, AVG = operator("max_pool_with_taps"), operator("avg_pool")
+WEIGHTED, PYRAMID = operator("weighted_pool"), operator("pyramid_pool")
 
 
 def _each(value: Size | None, dims: int, name: str) -> tuple[int, ...] | None:
+    """A number for each dimension."""
     if value is None:
         return None
     given = _whole(value, name)
@@ -47,6 +44,10 @@ def _each(value: Size | None, dims: int, name: str) -> tuple[int, ...] | None:
             remedy=f"give one number, or {dims}",
         )
     return given * (dims if len(given) == 1 else 1)
+
+
+def _sizes(dims: int, **given: Size | None) -> dict[str, Any]:
+    return {name: _each(value, dims, name) for name, value in given.items()}
 
 
 def _whole(value: Any, name: str) -> tuple[int, ...]:
@@ -74,46 +75,18 @@ def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
     return tuple(t.squeeze(0) for t in found) if isinstance(found, tuple) else found.squeeze(0)
 
 
-def _mean_is_torchs(x: Tensor, kernel_size: Size) -> bool:
+# ---- windows
+
+
+def _mean_is_torchs(x: Tensor, *_: Any, **__: Any) -> bool:
     """Whether torch pools on a CPU: what is small, or not in our kernel's types or order."""
     known = x.dtype is torch.float32 or x.dtype in LOW
     return x.nbytes < SHORT_BYTES or not known or not x.is_contiguous()
 
 
-def _max_is_torchs(x: Tensor, return_indices: bool) -> bool:
+def _max_is_torchs(x: Tensor, *args: Any, return_indices: bool = False, **_: Any) -> bool:
     """Ours does not know the places, which the gradient needs, too."""
-    return return_indices or is_differentiated(x) or _mean_is_torchs(x, 0)
-
-
-def _max_pool(
-    dims: int,
-    x: Tensor,
-    kernel: Size,
-    stride: Size | None,
-    padding: Size,
-    dilation: Size,
-    ceil_mode: bool,
-    return_indices: bool,
-) -> Any:
-    window = _each(kernel, dims, "kernel_size")
-    keep = not return_indices and _wants_taps(x, dims, window)
-    name = (
-        "max_pool_with_indices" if return_indices else "max_pool_with_taps" if keep else "max_pool"
-    )
-
-    def run(x: Tensor) -> Any:
-        found = call(
-            name,
-            x,
-            kernel_size=window,
-            stride=_each(stride, dims, "stride"),
-            ceil_mode=ceil_mode,
-            padding=_each(padding, dims, "padding"),
-            dilation=_each(dilation, dims, "dilation"),
-        )
-        return found[0] if keep else found
-
-    return _batched(x, dims, run)
+    return return_indices or args[5:] == (True,) or is_differentiated(x) or _mean_is_torchs(x)
 
 
 def _wants_taps(x: Tensor, dims: int, window: Sequence[int] | None) -> bool:
@@ -123,195 +96,102 @@ def _wants_taps(x: Tensor, dims: int, window: Sequence[int] | None) -> bool:
     return known and x.is_cuda and is_differentiated(x) and has_triton()
 
 
-def _may_miss(dims: int, x: Tensor, dilation: Size) -> bool:
-    """Whether a window may step over all of x, from padding to padding: torch's kernels take
-    that for a place in memory. Ours looks closer."""
-    steps = _each(dilation, dims, "dilation") or ()
-    return any(d > n for d, n in zip(steps, x.shape[-dims:], strict=True))
+def _max_pool(dims: int) -> Callable[..., Any]:
+    name = f"max_pool{dims}d"
 
-
-def _torch_max_pool(dims: int) -> Callable[..., Any]:
-    plain, both = getattr(torch, f"max_pool{dims}d"), getattr(F, f"max_pool{dims}d_with_indices")
-
-    def run(
+    def function(
         x: Tensor,
         kernel_size: Size,
-        stride: Size | None,
-        padding: Size,
-        dilation: Size,
-        ceil_mode: bool,
-        return_indices: bool,
+        stride: Size | None = None,
+        padding: Size = 0,
+        dilation: Size = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
     ) -> Any:
-        if dilation != 1 and padding != 0 and _may_miss(dims, x, dilation):
-            return NotImplemented
-        if return_indices:
-            return both(x, kernel_size, stride, padding, dilation, ceil_mode)
-        step = () if stride is None else stride
-        return plain(x, kernel_size, step, padding, dilation, ceil_mode)
+        if dims == 3 and not return_indices:  # autocast has no rule for torch's that finds places
+            x = in_float32(x, ("cpu",))
+        window = _each(kernel_size, dims, "kernel_size")
+        keep = not return_indices and _wants_taps(x, dims, window)
+        run = MAX_WITH_INDICES if return_indices else MAX_WITH_TAPS if keep else MAX
+        sizes = _sizes(dims, stride=stride, padding=padding, dilation=dilation)
+        call = partial(run, kernel_size=window, ceil_mode=ceil_mode, **sizes)
+        found = _batched(x, dims, call)
+        return found[0] if keep else found
 
-    return run
+    def may_miss(
+        x: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Size = 0,
+        dilation: Size = 1,
+        *_: Any,
+        **__: Any,
+    ) -> bool:
+        """Whether a window may step over all of x, from padding to padding: torch's kernels take
+        that for a place in memory. Ours looks closer."""
+        if dilation == 1 or padding == 0:
+            return False
+        steps = _each(dilation, dims, "dilation") or ()
+        return any(d > n for d, n in zip(steps, x.shape[-dims:], strict=True))
 
-
-@delegates(
-    _torch_max_pool(1), ordered=False, keeps_type=True, on_cpu=_max_is_torchs, asks="return_indices"
-)
-def max_pool1d(
-    x: Tensor,
-    kernel_size: Size,
-    stride: Size | None = None,
-    padding: Size = 0,
-    dilation: Size = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    """The largest value in each window, as ``torch.nn.functional.max_pool1d``; with
-    ``return_indices`` also where it stood."""
-    return _max_pool(1, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-
-
-@delegates(
-    _torch_max_pool(2), ordered=False, keeps_type=True, on_cpu=_max_is_torchs, asks="return_indices"
-)
-def max_pool2d(
-    x: Tensor,
-    kernel_size: Size,
-    stride: Size | None = None,
-    padding: Size = 0,
-    dilation: Size = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    """The largest value in each window, as ``torch.nn.functional.max_pool2d``; with
-    ``return_indices`` also where it stood."""
-    return _max_pool(2, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-
-
-@delegates(_torch_max_pool(3), ordered=False, on_cpu=ANY)
-def max_pool3d(
-    x: Tensor,
-    kernel_size: Size,
-    stride: Size | None = None,
-    padding: Size = 0,
-    dilation: Size = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    """The largest value in each window, as ``torch.nn.functional.max_pool3d``; with
-    ``return_indices`` also where it stood."""
-    if not return_indices:  # torch's autocast has no rule for the function that finds them, too
-        x = in_float32(x, ("cpu",))
-    return _max_pool(3, x, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-
-
-def _avg_pool(
-    dims: int,
-    x: Tensor,
-    kernel: Size,
-    stride: Size | None,
-    padding: Size,
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor: int | None,
-) -> Tensor:
-    out: Tensor = _batched(
-        x,
-        dims,
-        lambda x: call(
-            "avg_pool",
-            x,
-            kernel_size=_each(kernel, dims, "kernel_size"),
-            stride=_each(stride, dims, "stride"),
-            padding=_each(padding, dims, "padding"),
-            ceil_mode=ceil_mode,
-            count_include_pad=count_include_pad,
-            divisor=divisor,
-        ),
+    doc = (
+        f"The largest value in each window, as ``torch.nn.functional.{name}``; with\n"
+        "``return_indices`` also where it stood."
     )
-    return out
-
-
-@delegates(torch.avg_pool1d, keeps_type=True, on_cpu=_mean_is_torchs)
-def avg_pool1d(
-    x: Tensor,
-    kernel_size: Size,
-    stride: Size | None = None,
-    padding: Size = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-) -> Tensor:
-    """The mean of each window, as ``torch.nn.functional.avg_pool1d``."""
-    return _avg_pool(1, x, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
-
-
-def _torch_avg_pool2d(
-    x: Tensor,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor: int | None,
-) -> Any:
-    if padding != 0 and mean_gradient_faults(x) and is_differentiated(x):
-        return NotImplemented
-    return _nn.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor)
-
-
-@delegates(
-    _torch_avg_pool2d,
-    plain=Plain(
-        _nn.avg_pool2d, "plain(x, kernel_size) if stride is None else plain(x, kernel_size, stride)"
-    ),
-    keeps_type=True,
-    on_cpu=_mean_is_torchs,
-)
-def avg_pool2d(
-    x: Tensor,
-    kernel_size: Size,
-    stride: Size | None = None,
-    padding: Size = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Tensor:
-    """The mean of each window, as ``torch.nn.functional.avg_pool2d``."""
-    return _avg_pool(
-        2, x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    on_cpu = ANY if dims == 3 else _max_is_torchs
+    handed = delegates(
+        getattr(F, name), unless=may_miss, on_cpu=on_cpu, ordered=False, autocast=dims < 3
     )
+    return handed(named(function, name, doc))
 
 
-@delegates(_nn.avg_pool3d, ordered=False, on_cpu=ANY)
-def avg_pool3d(
-    x: Tensor,
-    kernel_size: Size,
-    stride: Size | None = None,
-    padding: Size = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Tensor:
-    """The mean of each window, as ``torch.nn.functional.avg_pool3d``."""
-    x = in_float32(x, ("cpu",))
-    return _avg_pool(
-        3, x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+def mean_gradient_is_wrong(
+    x: Tensor, kernel_size: Any, stride: Any = None, padding: Size = 0, *_: Any, **__: Any
+) -> bool:
+    """Of padded windows of channels last, in some versions of torch on a GPU."""
+    return padding != 0 and mean_gradient_faults(x) and is_differentiated(x)
+
+
+def _avg_pool(dims: int) -> Callable[..., Tensor]:
+    name = f"avg_pool{dims}d"
+
+    def function(
+        x: Tensor,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Tensor:
+        if dims == 3:
+            x = in_float32(x, ("cpu",))
+        sizes = _sizes(dims, kernel_size=kernel_size, stride=stride, padding=padding)
+        means = {"count_include_pad": count_include_pad, "divisor": divisor_override}
+        out: Tensor = _batched(x, dims, partial(AVG, ceil_mode=ceil_mode, **sizes, **means))
+        return out
+
+    shown: Any = named(
+        function, name, f"The mean of each window, as ``torch.nn.functional.{name}``."
     )
+    if dims == 1:  # torch's has no divisor
+        own = signature(function)
+        shown.__signature__ = own.replace(parameters=list(own.parameters.values())[:-1])
+    handed = delegates(
+        getattr(F, name),
+        unless=mean_gradient_is_wrong if dims == 2 else None,
+        on_cpu=ANY if dims == 3 else _mean_is_torchs,
+        ordered=dims < 3,
+        autocast=dims < 3,
+    )
+    return handed(shown)
 
 
-Output = int | None | Sequence[int | None]
+max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
+avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
 
 
-def _adaptive(kind: str, dims: int, x: Tensor, size: Output, return_indices: bool = False) -> Any:
-    given = tuple(size) if isinstance(size, list | tuple) else (size,) * dims
-    _whole([n for n in given if n is not None], "output_size")
-    if len(given) != dims:
-        raise BindError(
-            f"output_size={given} has {len(given)} numbers for {dims} dimensions",
-            remedy=f"give one number, or {dims}",
-        )
-    space = x.shape[-dims:]
-    full = tuple(n if s is None else s for n, s in zip(space, given, strict=True))
-    name = f"adaptive_{kind}_pool" + ("_with_indices" if return_indices else "")
-    return _batched(x, dims, lambda x: ADAPTIVE[name](x, size=full))
+# ---- windows chosen so that a given number remains
 
 
 def _adaptive_function(name: str) -> Function:
@@ -321,153 +201,106 @@ def _adaptive_function(name: str) -> Function:
     return Function(name, build)
 
 
-ADAPTIVE = {
-    name: _adaptive_function(name)
-    for name in ("adaptive_avg_pool", "adaptive_max_pool", "adaptive_max_pool_with_indices")
-}
+ADAPTIVE_AVG = _adaptive_function("adaptive_avg_pool")
+ADAPTIVE_MAX = _adaptive_function("adaptive_max_pool")
+ADAPTIVE_MAX_WITH_INDICES = _adaptive_function("adaptive_max_pool_with_indices")
 
 
-def _torch_adaptive_avg(dims: int) -> Callable[..., Any]:
-    """torch's function in C++, or with a None the one that reads it. The mean of everything is a
-    reduction, and a large one better as ours."""
-    direct = getattr(torch if dims == 1 else _nn, f"adaptive_avg_pool{dims}d")
-    read = getattr(F, f"adaptive_avg_pool{dims}d")
-
-    def run(x: Tensor, output_size: Output) -> Any:
-        whole = output_size == 1 or output_size == (1, 1) or output_size == [1, 1]
-        if whole and not is_launch_bound(x) and not (x.is_cpu and mean_is_torchs(x, None)):
-            return NotImplemented
-        return (direct if isinstance(output_size, int) else read)(x, output_size)
-
-    return run
-
-
-def _torch_adaptive_max(dims: int) -> Callable[..., Any]:
-    """torch's function in C++, which always finds the places, too; with a None, the one that
-    reads it."""
-    direct = getattr(torch if dims == 1 else _nn, f"adaptive_max_pool{dims}d")
-    whole = getattr(F, f"adaptive_max_pool{dims}d")
-
-    def run(x: Tensor, output_size: Output, return_indices: bool) -> Any:
-        if not isinstance(output_size, int):
-            return whole(x, output_size, return_indices)
-        found = direct(x, output_size)
-        return found if return_indices else found[0]
-
-    return run
+def _adaptive(run: Function, dims: int, x: Tensor, size: Output) -> Any:
+    if dims == 3:
+        x = in_float32(x, ("cpu",))
+    given = tuple(size) if isinstance(size, list | tuple) else (size,) * dims
+    _whole([n for n in given if n is not None], "output_size")
+    if len(given) != dims:
+        raise BindError(
+            f"output_size={given} has {len(given)} numbers for {dims} dimensions",
+            remedy=f"give one number, or {dims}",
+        )
+    full = tuple(n if s is None else s for n, s in zip(x.shape[-dims:], given, strict=True))
+    return _batched(x, dims, partial(run, size=full))
 
 
-def _adaptive_by_torch(kind: str, dims: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Delegation of adaptive pooling, and at once where one number says the size."""
-    direct = getattr(torch if dims == 1 else _nn, f"adaptive_{kind}_pool{dims}d")
-    whole = _torch_adaptive_avg(dims) if kind == "avg" else _torch_adaptive_max(dims)
-    text = "plain(x, output_size)" + ("[0]" if kind == "max" else "")
-    return delegates(
-        whole,
-        plain=Plain(direct, text, where="output_size.__class__ is int"),
-        ordered=False,
-        keeps_type=dims < 3,
-        on_cpu=ANY,
+def _is_a_large_mean(x: Tensor, output_size: Output) -> bool:
+    """The mean of everything is a reduction, and a large one better as ours."""
+    whole = output_size == 1 or output_size == (1, 1) or output_size == [1, 1]
+    return whole and not is_small(x) and not (x.is_cpu and mean_is_torchs(x))
+
+
+def _adaptive_avg_pool(dims: int) -> Callable[..., Tensor]:
+    name = f"adaptive_avg_pool{dims}d"
+
+    def function(x: Tensor, output_size: Output) -> Tensor:
+        out: Tensor = _adaptive(ADAPTIVE_AVG, dims, x, output_size)
+        return out
+
+    doc = (
+        "The mean of windows chosen so that ``output_size`` remain; None keeps a dimension as it\n"
+        f"is. As ``torch.nn.functional.{name}``."
     )
+    handed = delegates(
+        getattr(F, name), unless=_is_a_large_mean, on_cpu=ANY, ordered=False, autocast=dims < 3
+    )
+    return handed(named(function, name, doc))
 
 
-@_adaptive_by_torch("avg", 1)
-def adaptive_avg_pool1d(x: Tensor, output_size: Output) -> Tensor:
-    """The mean of windows chosen so that ``output_size`` remain. As
-    ``torch.nn.functional.adaptive_avg_pool1d``."""
-    out: Tensor = _adaptive("avg", 1, x, output_size)
-    return out
+def _adaptive_max_pool(dims: int) -> Callable[..., Any]:
+    name = f"adaptive_max_pool{dims}d"
+
+    def function(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
+        run = ADAPTIVE_MAX_WITH_INDICES if return_indices else ADAPTIVE_MAX
+        return _adaptive(run, dims, x, output_size)
+
+    doc = (
+        "The largest of windows chosen so that ``output_size`` remain; None keeps a dimension as\n"
+        f"it is. As ``torch.nn.functional.{name}``. With ``return_indices`` also where they stood."
+    )
+    handed = delegates(getattr(F, name), on_cpu=ANY, ordered=False, autocast=dims < 3)
+    return handed(named(function, name, doc))
 
 
-@_adaptive_by_torch("avg", 2)
-def adaptive_avg_pool2d(x: Tensor, output_size: Output) -> Tensor:
-    """The mean of windows chosen so that ``output_size`` remain; None keeps a dimension as it is.
-    As ``torch.nn.functional.adaptive_avg_pool2d``."""
-    out: Tensor = _adaptive("avg", 2, x, output_size)
-    return out
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = map(_adaptive_avg_pool, (1, 2, 3))
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = map(_adaptive_max_pool, (1, 2, 3))
 
 
-@_adaptive_by_torch("avg", 3)
-def adaptive_avg_pool3d(x: Tensor, output_size: Output) -> Tensor:
-    """The mean of windows chosen so that ``output_size`` remain; None keeps a dimension as it is.
-    As ``torch.nn.functional.adaptive_avg_pool3d``."""
-    out: Tensor = _adaptive("avg", 3, in_float32(x, ("cpu",)), output_size)
-    return out
-
-
-@_adaptive_by_torch("max", 1)
-def adaptive_max_pool1d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
-    """The largest of windows chosen so that ``output_size`` remain. As
-    ``torch.nn.functional.adaptive_max_pool1d``. With ``return_indices`` also where they stood."""
-    return _adaptive("max", 1, x, output_size, return_indices)
-
-
-@_adaptive_by_torch("max", 2)
-def adaptive_max_pool2d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
-    """The largest of windows chosen so that ``output_size`` remain; None keeps a dimension as it
-    is. As ``torch.nn.functional.adaptive_max_pool2d``. With ``return_indices`` also where they
-    stood."""
-    return _adaptive("max", 2, x, output_size, return_indices)
-
-
-@_adaptive_by_torch("max", 3)
-def adaptive_max_pool3d(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
-    """The largest of windows chosen so that ``output_size`` remain; None keeps a dimension as it
-    is. As ``torch.nn.functional.adaptive_max_pool3d``. With ``return_indices`` also where they
-    stood."""
-    return _adaptive("max", 3, in_float32(x, ("cpu",)), output_size, return_indices)
+# ---- everything, weights, pyramids
 
 
 def _global(b: Ops, x: Sym, *, kind: str) -> Sym:
-    axes = tuple(range(2, x.rank))
-    return b.one("mean" if kind == "avg" else "max", x, axes=axes, keepdim=True)
+    return b.one(kind, x, axes=tuple(range(2, x.rank)), keepdim=True)
 
 
 GLOBAL = Function("global_pool", _global)
 
 
-def _global_by_torch(
-    call: Callable[..., Tensor], on_cpu: Callable[[Tensor, Any], bool]
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def _over_positions(call: Callable[..., Tensor]) -> Callable[[Tensor], Any]:
     def run(x: Tensor) -> Any:
-        return call(x, SPATIAL[x.ndim], True) if x.ndim in SPATIAL else NotImplemented
+        return call(x, tuple(range(2, x.ndim)), True) if x.ndim > 2 else NotImplemented
 
-    of_images = Plain(call, f"plain(x, {SPATIAL[4]}, True)", where="x.ndim == 4")
-    return delegates(run, plain=of_images, keeps_type=True, on_cpu=on_cpu)
-
-
-SPATIAL = {3: (2,), 4: (2, 3), 5: (2, 3, 4)}  # by rank
+    return run
 
 
-@_global_by_torch(torch.mean, mean_is_torchs)
+@delegates(_over_positions(torch.mean), on_cpu=mean_is_torchs, autocast=True)
 def global_avg_pool(x: Tensor) -> Tensor:
     """The mean of x over all positions, [N, C, …] to [N, C, 1, …]."""
-    return GLOBAL.one(x, kind="avg")
+    return GLOBAL.one(x, kind="mean")
 
 
-@_global_by_torch(torch.amax, extreme_is_torchs)
+@delegates(_over_positions(torch.amax), on_cpu=extreme_is_torchs, autocast=True)
 def global_max_pool(x: Tensor) -> Tensor:
     """The largest of x over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="max")
 
 
-def _torch_weighted_pool2d(x: Tensor, weight: Tensor, stride: Size | None, padding: Size) -> Any:
+def _torch_weighted_pool2d(
+    x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
+) -> Any:
     """As a convolution in which no channel sees another."""
-    shape, window = x.shape, weight.shape
-    if len(shape) != 4:
+    channels, window = x.shape[1], weight.shape
+    if x.ndim != 4 or (weight.ndim != 2 and (weight.ndim != 3 or window[0] != channels)):
         return NotImplemented
-    channels = shape[1]
-    if len(window) == 2:
-        taps = weight.expand(channels, 1, *window)
-    elif len(window) == 3 and window[0] == channels:
-        taps = weight.unsqueeze(1)
-    else:
-        return NotImplemented
+    taps = weight.expand(channels, 1, *window) if weight.ndim == 2 else weight.unsqueeze(1)
     step = window[-2:] if stride is None else stride
-    if x.is_cuda and not torch.is_grad_enabled():
-        # what conv2d calls in the end, after a look at all the libraries that might do it
-        return depthwise(x, taps, window[-2:], None, step, padding, 1)
-    return torch.conv2d(x, taps, None, step, padding, 1, channels)
+    return F.conv2d(x, taps, None, step, padding, 1, channels)
 
 
 @delegates(_torch_weighted_pool2d, ordered=False)
@@ -487,9 +320,7 @@ def weighted_pool2d(
             asked="weighted_pool2d(x, weight)",
             remedy="x is [batch, channels, h, w]; x.unsqueeze(0) gives it a batch",
         )
-    return OPERATORS["weighted_pool"].one(
-        x, weight, stride=_each(stride, 2, "stride"), padding=_each(padding, 2, "padding")
-    )
+    return WEIGHTED.one(x, weight, **_sizes(2, stride=stride, padding=padding))
 
 
 @traceable
@@ -500,5 +331,5 @@ def pyramid_pool2d(x: Tensor, sizes: Size = (1, 2, 3, 6), kind: str = "avg") -> 
     >>> features = dt.functional.pyramid_pool2d(x, (1, 2, 4), "max").flatten(1)
     """
     grids = _whole(sizes, "sizes")
-    out: Tensor = _batched(x, 2, lambda x: OPERATORS["pyramid_pool"].one(x, sizes=grids, kind=kind))
+    out: Tensor = _batched(x, 2, partial(PYRAMID, sizes=grids, kind=kind))
     return out

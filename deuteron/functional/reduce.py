@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
 import torch
-from torch import is_grad_enabled
+from torch import Tensor
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import Cast
+from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
-from deuteron.functional.library import ANY, LOW, WIDE, delegates, is_differentiated
-from deuteron.functional.operators import one
+from deuteron.functional.delegate import ANY, LOW, WIDE, delegates
+from deuteron.functional.operators import named, operator
 from deuteron.ops import Ops, Sym
 from deuteron.ops.vector_norm import vector_norm
 
-Tensor = torch.Tensor
 Dims = int | Sequence[int] | None
 
 
@@ -54,73 +54,96 @@ def _down_columns(x: Tensor, dim: Dims) -> bool:
 
 
 def _along_rows(x: Tensor, dim: Dims) -> bool:
-    """Whether numbers that follow each other in memory are joined. The usual dims are looked at
-    first: where torch's kernel takes 100 µs, every question counts."""
-    usual = dim is None or dim == -1
-    return x.is_contiguous() and (usual or not _down_columns(x, dim))
+    """Whether numbers that follow each other in memory are joined."""
+    return x.is_contiguous() and not _down_columns(x, dim)
 
 
-def _sum_is_torchs(x: Tensor, dim: Dims) -> bool:
+def _sum_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
     """Its gradient is nothing but a view, which a node in Python makes no quicker."""
-    wide = x.dtype not in LOW
-    if wide and (dim is None or dim == -1 or x.dtype is not torch.float32):
-        return True
     columns = _down_columns(x, dim)
-    if wide and not columns:
+    if x.dtype not in LOW and (not columns or x.dtype is not torch.float32):
         return True
     with_gradient = 2 * MB if columns else 4 * MB
     return x.nbytes < (with_gradient if is_differentiated(x) else MB)
 
 
-def mean_is_torchs(x: Tensor, dim: Dims) -> bool:
+def mean_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
     """Of the mean along ``dim``, or along rows where that is None."""
-    if x.requires_grad and is_grad_enabled():
+    if is_differentiated(x):
         return x.nbytes <= MB // 2
     return x.dtype in WIDE and x.nbytes < 8 * MB and _along_rows(x, dim)
 
 
-def extreme_is_torchs(x: Tensor, dim: Dims) -> bool:
+def extreme_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
     """Of the largest or the smallest value along ``dim``, or along rows."""
-    if x.requires_grad and is_grad_enabled():
+    if is_differentiated(x):
         return x.nbytes <= MB // 4
     return x.dtype in WIDE and _along_rows(x, dim)
 
 
-def _prod_is_torchs(x: Tensor, dim: Dims) -> bool:
-    return x.dtype in WIDE or (x.requires_grad and is_grad_enabled())
+def _prod_is_torchs(x: Tensor, *_: Any, **__: Any) -> bool:
+    return x.dtype in WIDE or is_differentiated(x)
 
 
 # ---- the functions
 
 
-@delegates(torch.sum, by_name=("dtype",), keeps_type=True, on_cpu=_sum_is_torchs)
-def sum(
-    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The sum along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1.
-    ``dtype``: x is cast to it first. As ``torch.sum``."""
-    return cast(one("sum", cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
+def _added_up(name: str, what: str, on_cpu: Callable[..., bool]) -> Callable[..., Tensor]:
+    """A reduction that may cast x first."""
+    run, torchs = operator(name), getattr(torch, name)
+
+    def call(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        rest = () if dim is None and not keepdim else (dim, keepdim)  # prod takes no dim of None
+        return torchs(x, *rest, dtype=dtype)  # type: ignore[no-any-return]
+
+    def function(
+        x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return cast(run.one(cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
+
+    doc = (
+        f"The {what} along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1."
+        f"\n``dtype``: x is cast to it first. As ``torch.{name}``."
+    )
+    return delegates(call, on_cpu=on_cpu, autocast=True)(named(function, name, doc))
 
 
-@delegates(torch.mean, by_name=("dtype",), keeps_type=True, on_cpu=mean_is_torchs)
-def mean(
-    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The mean along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1.
-    ``dtype``: x is cast to it first. As ``torch.mean``."""
-    return one("mean", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
+def _extreme(name: str, op: str, what: str) -> Callable[..., Tensor]:
+    run = operator(op)
+
+    def function(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+        return run.one(x, axes=_axes(dim), keepdim=keepdim)
+
+    doc = (
+        f"The {what} value along ``dim``; nan if there is one. Equal ones share the gradient. As\n"
+        f"``torch.{name}``."
+    )
+    handed = delegates(getattr(torch, name), on_cpu=extreme_is_torchs, autocast=True)
+    return handed(named(function, name, doc))
 
 
-@delegates(torch.prod, by_name=("dtype",), keeps_type=True, on_cpu=_prod_is_torchs)
-def prod(
-    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The product along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1.
-    ``dtype``: x is cast to it first. As ``torch.prod``."""
-    return cast(one("prod", cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
+def _place(name: str, what: str) -> Callable[..., Tensor]:
+    run = operator(name)
+
+    def function(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        return run.one(x, axis=dim, keepdim=keepdim)
+
+    doc = (
+        f"Where the {what} value stands, the first of equals; in all of x if ``dim`` is None. As\n"
+        f"``torch.{name}``."
+    )
+    return delegates(getattr(torch, name), autocast=True)(named(function, name, doc))
 
 
-@delegates(torch.var, by_name=("correction", "keepdim"), keeps_type=True)
+sum = _added_up("sum", "sum", _sum_is_torchs)
+mean = _added_up("mean", "mean", mean_is_torchs)
+prod = _added_up("prod", "product", _prod_is_torchs)
+amax, amin = _extreme("amax", "max", "largest"), _extreme("amin", "min", "smallest")
+argmax, argmin = _place("argmax", "largest"), _place("argmin", "smallest")
+VAR, WHERE = operator("var"), operator("where")
+
+
+@delegates(torch.var, autocast=True)
 def var(
     x: Tensor, dim: Dims = None, *, correction: int | None = 1, keepdim: bool = False
 ) -> Tensor:
@@ -130,35 +153,7 @@ def var(
     less = 1 if correction is None else correction
     if isinstance(dim, bool):
         less, dim = int(dim), None
-    return one("var", x, axes=_axes(dim), correction=less, keepdim=keepdim)
-
-
-@delegates(torch.amax, keeps_type=True, on_cpu=extreme_is_torchs)
-def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The largest value along ``dim``; nan if there is one. Equal ones share the gradient. As
-    ``torch.amax``."""
-    return one("max", x, axes=_axes(dim), keepdim=keepdim)
-
-
-@delegates(torch.amin, keeps_type=True, on_cpu=extreme_is_torchs)
-def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The smallest value along ``dim``; nan if there is one. Equal ones share the gradient. As
-    ``torch.amin``."""
-    return one("min", x, axes=_axes(dim), keepdim=keepdim)
-
-
-@delegates(torch.argmax, keeps_type=True)
-def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the largest value stands, the first of equals; in all of x if ``dim`` is None. As
-    ``torch.argmax``."""
-    return one("argmax", x, axis=dim, keepdim=keepdim)
-
-
-@delegates(torch.argmin, keeps_type=True)
-def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the smallest value stands, the first of equals; in all of x if ``dim`` is None. As
-    ``torch.argmin``."""
-    return one("argmin", x, axis=dim, keepdim=keepdim)
+    return VAR.one(x, axes=_axes(dim), correction=less, keepdim=keepdim)
 
 
 def _norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
@@ -168,7 +163,11 @@ def _norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bo
 NORM = Cast("norm", _norm)
 
 
-@delegates(torch.linalg.vector_norm, by_name=("dtype",), keeps_type=True)
+def _torch_norm(x: Tensor, p: float = 2.0, *args: Any, **named: Any) -> Tensor:
+    return torch.linalg.vector_norm(x, p, *args, **named)  # type: ignore[no-any-return]
+
+
+@delegates(_torch_norm, autocast=True)
 def norm(
     x: Tensor,
     p: float = 2.0,
@@ -193,11 +192,15 @@ def norm(
     return cast(NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim), dtype)
 
 
-@delegates(torch.where, keeps_type=True)
+def _torch_where(condition: Tensor, x: Any, y: Any) -> Tensor:
+    return torch.where(condition, x, y)
+
+
+@delegates(_torch_where, autocast=True)
 def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
     """x where ``condition`` holds, y elsewhere, broadcast; either may be a number. As
     ``torch.where``."""
-    return one("where", condition, _tensor(x, y, condition), _tensor(y, x, condition))
+    return WHERE.one(condition, _tensor(x, y, condition), _tensor(y, x, condition))
 
 
 def _tensor(value: Any, other: Any, condition: Tensor) -> Tensor:
@@ -218,15 +221,15 @@ def _beside(dtype: torch.dtype, value: object) -> torch.dtype:
     return torch.int64 if is_lower else dtype
 
 
-@delegates(torch.permute_copy, keeps_type=True, on_cpu=ANY)
-def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The dimensions of x in the order ``dims``, as a tensor laid out in that order (not a view, as
-    ``torch.permute`` gives)."""
-    return PERMUTE.one(x, dims=tuple(dims))
-
-
 def _permute(b: Ops, x: Sym, *, dims: tuple[int, ...]) -> Sym:
     return b.one("to_layout", b.permute(x, dims=dims), layout="contiguous")
 
 
 PERMUTE = Function("permute", _permute)
+
+
+@delegates(torch.permute_copy, on_cpu=ANY, autocast=True)
+def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """The dimensions of x in the order ``dims``, as a tensor laid out in that order (not a view, as
+    ``torch.permute`` gives)."""
+    return PERMUTE.one(x, dims=tuple(dims))

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.proxy import TraceError
 
 from deuteron import functional as F
 from deuteron.errors import BindError
@@ -56,12 +55,10 @@ class SinusoidalEmbedding(nn.Module):
         self.register_buffer("table", F.sinusoidal(max_length, dim, base), persistent=False)
 
     def forward(self, x: Tensor, offset: int = 0) -> Any:
-        try:
-            within = bool(offset >= 0 and offset + x.shape[-2] <= self.table.shape[0])
-        except TraceError as wrong:
-            return as_leaf(self, wrong, x, offset)
+        if (leaf := as_leaf(self, x, offset)) is not None:
+            return leaf
         length = x.shape[-2]
-        if not within:
+        if offset < 0 or offset + length > self.table.shape[0]:
             raise BindError(
                 f"positions {offset} to {offset + length} are beyond {self.table.shape[0]}",
                 remedy="make the module with a larger max_length",

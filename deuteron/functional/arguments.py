@@ -1,0 +1,129 @@
+"""The arguments of a call: whether they fit its signature, what of its tensors a plan depends on,
+and whether a kernel can read them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from deuteron.errors import BindError
+from deuteron.ir.types import TensorType
+
+Tensors = Sequence[torch.Tensor | None]
+Types = tuple[TensorType | None, ...]
+Attributes = dict[str, Any]
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by place, and by name
+
+NO_PLAN = "no plan is kept under this"
+OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def signature(tensors: Tensors, attrs: Attributes) -> Any:
+    """All that a plan depends on. A tensor that is not strided, whose signs are still to be turned
+    (``is_neg``), or of a class that may have no memory gives a signature no plan is kept under."""
+    try:
+        return (
+            *[
+                None
+                if t is None
+                else NO_PLAN
+                if t.is_neg() or t.__class__ not in OWN_MEMORY
+                else (t.shape, t.stride(), t.dtype, t.device)
+                for t in tensors
+            ],
+            *attrs.values(),
+        )
+    except (AttributeError, RuntimeError):
+        return NO_PLAN
+
+
+def fitting(
+    name: str, signature: inspect.Signature
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Given]:
+    """A function that puts the first argument, which may be called ``input`` as torch calls it, at
+    its place, and refuses arguments that do not fit."""
+    known = list(signature.parameters.values())
+    names = [p.name for p in known]
+    first, others = names[0], frozenset(names)
+    places: float = sum(p.kind is not p.KEYWORD_ONLY for p in known)
+    if known[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        places = math.inf
+
+    def fit(args: tuple[Any, ...], named: dict[str, Any]) -> Given:
+        if not named and 0 < len(args) <= places:
+            return args, named
+        if "input" in named and (args or first in named):
+            raise TypeError(f"{name}() was given both {first!r} and 'input'")
+        for key in ("input", first):
+            if not args and key in named:
+                args, named = (named[key],), {k: v for k, v in named.items() if k != key}
+        twice = any(key in named for key in names[: len(args)])
+        if twice or not 0 < len(args) <= places or not others.issuperset(named):
+            try:
+                signature.bind(*args, **named)
+            except TypeError as misfit:
+                raise TypeError(f"{name}(): {misfit}") from None
+        return args, named
+
+    return fit
+
+
+def strided(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+    """A strided tensor, or None where one may be left out."""
+    if t is not None and (not isinstance(t, torch.Tensor) or t.layout is not torch.strided):
+        kind = str(t.layout) if isinstance(t, torch.Tensor) else type(t).__name__
+        raise BindError(
+            f"a {kind} was given where a strided tensor is needed",
+            asked=f"{name}(…)",
+            remedy="pass a torch.Tensor; to_dense() makes a sparse one strided",
+        )
+    return t
+
+
+def check_tensor(name: str, t: Any) -> None:
+    """Raise unless ``t`` is a strided tensor."""
+    if strided(name, t) is None:
+        raise _nothing(name)
+
+
+def _nothing(name: str) -> BindError:
+    return BindError("no tensor was given", asked=f"{name}(…)", remedy="pass one")
+
+
+def readable(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+    """``t`` as a tensor whose memory holds its values: kernels read nothing else."""
+    t = strided(name, t)
+    if t is None:
+        return None
+    if t.__class__ not in OWN_MEMORY:
+        t = t.as_subclass(torch.Tensor)
+    return t.resolve_neg() if t.is_neg() else t
+
+
+def types_of(tensors: Iterable[torch.Tensor | None]) -> Types:
+    return tuple(
+        None
+        if t is None
+        else TensorType.of(tuple(map(int, t.shape)), t.dtype, strides=tuple(map(int, t.stride())))
+        for t in tensors
+    )
+
+
+def one_device(name: str, tensors: Tensors) -> torch.device:
+    """The device that all tensors are on."""
+    found = {t.device for t in tensors if t is not None}
+    if not found:
+        raise _nothing(name)
+    if len(found) != 1:
+        listed = ", ".join(sorted(map(str, found)))
+        raise BindError(
+            f"tensors are on several devices: {listed}",
+            asked=f"{name}(…)",
+            remedy="move them to one",
+        )
+    return found.pop()
