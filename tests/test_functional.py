@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -442,13 +443,14 @@ def test_padded_means_of_channels_last_are_not_torchs_on_a_gpu(monkeypatch):
     """Whose gradient forgets the padding there; on a CPU it does not."""
     pool = importlib.import_module("deuteron.functional.pool")
     x = torch.randn(1, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
-    assert not pool.mean_gradient_is_wrong(x, 2, None, 1)
+
+    def is_wrong(x, padding):
+        return pool.mean_gradient_is_wrong(SimpleNamespace(x=x, padding=padding))
+
+    assert not is_wrong(x, 1)
     monkeypatch.setattr(pool, "mean_gradient_faults", lambda x: not x.is_contiguous())
-    assert pool.mean_gradient_is_wrong(x, 2, None, 1)
-    assert pool.mean_gradient_is_wrong(x, kernel_size=2, padding=(0, 1))
-    for fine in (x.detach(), x.contiguous()):
-        assert not pool.mean_gradient_is_wrong(fine, 2, None, 1)
-    assert not pool.mean_gradient_is_wrong(x, 2, None, 0)
+    assert is_wrong(x, 1) and is_wrong(x, (0, 1))
+    assert not any(map(is_wrong, (x.detach(), x.contiguous(), x), (1, 1, 0)))
     with f.delegation(True):
         said = f.explain(f.avg_pool2d, x, 2, padding=1)
         assert "torch's own" not in said

@@ -211,7 +211,9 @@ def test_what_is_refused(shape, attrs, reason):
 
 def with_taps(x: torch.Tensor, *how: Any) -> torch.Tensor:
     names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    found: torch.Tensor = operator("max_pool_with_taps")(x, **dict(zip(names, how, strict=False)))[0]
+    found: torch.Tensor = operator("max_pool_with_taps")(x, **dict(zip(names, how, strict=False)))[
+        0
+    ]
     return found
 
 

@@ -22,8 +22,8 @@ from deuteron.functional.context import (
     raw_stream,
 )
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import LOW, delegates, traceable
-from deuteron.functional.operators import TORCHS, activated, from_table
+from deuteron.functional.delegate import LOW, delegates
+from deuteron.functional.operators import TORCHS, activated, from_table, operator
 from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym
 
@@ -32,47 +32,54 @@ INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 # From so many bytes on a kernel of ours for simple work on 16-bit numbers, for which torch's are
 # slow, makes up for what finding it costs; and one to train, for the node of its gradient.
 SHORT_BYTES, SHORT_TO_TRAIN = 128 * 1024, 256 * 1024
-# Without an exponential there is nothing to do better than torch on a CPU, except in the types for
-# which its kernels are slow
+# Without an exponential there is nothing to do better than torch on a CPU, except for large tensors
+# of the types for which its kernels are slow
 CHEAP = {
     **dict.fromkeys("relu relu6 hardtanh softshrink hardshrink threshold".split(), LOW),
     **dict.fromkeys("hardswish hardsigmoid leaky_relu".split(), BF16),
 }
-IN_PLACE = frozenset(
+IN_PLACE = (
     "relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh threshold".split()
 )
 TORCH_NAMES = {"hardtanh": {"min": "min_val", "max": "max_val"}, "glu": {"axis": "dim"}}
 
 
-def _all_but(types: Collection[torch.dtype]) -> Callable[..., bool]:
-    """On a CPU torch answers all calls, except large ones of these 16-bit types."""
-
-    def is_torchs(x: Tensor, *_: Any, **__: Any) -> bool:
-        if x.dtype not in types:
-            return True
-        return x.nbytes < (SHORT_TO_TRAIN if is_differentiated(x) else SHORT_BYTES)
-
-    return is_torchs
+def _cheap_is_torchs(slow: Collection[torch.dtype], a: Any) -> bool:
+    most = SHORT_TO_TRAIN if is_differentiated(a.x) else SHORT_BYTES
+    return a.x.dtype not in slow or a.x.nbytes < most
 
 
-def _from_table(name: str, called: str = "", **more: Any) -> Callable[..., Tensor]:
-    """An activation of the table under torch's name, with torch's names for its arguments."""
-    torchs = getattr(F, called or name)
-    return from_table(
+def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
+    """An activation of the table under torch's name; torch writes over its input if asked to."""
+    called = called or name
+    torchs, planned = getattr(F, called), operator(name)
+
+    def run(*tensors: Any, inplace: bool = False, **attrs: Any) -> Any:
+        if inplace:
+            return torchs(*tensors, *attrs.values(), True)
+        if name == "prelu":
+            tensors = lower(*tensors)
+        elif name in ("softsign", "tanhshrink") and tensors[0].dtype in INTEGERS:
+            # torch writes these with operators that make floats of integers
+            tensors = (tensors[0].to(torch.get_default_dtype()),)
+        return planned(*tensors, **attrs)
+
+    function = from_table(
         name,
         called,
         rename=TORCH_NAMES.get(name),
-        inplace=torchs if name in IN_PLACE else None,
-        see=f"As ``torch.nn.functional.{called or name}``, with its gradient.",
-        **more,
+        more={"inplace": False} if name in IN_PLACE else None,
+        run=run,
+        see=f"As ``torch.nn.functional.{called}``, with its gradient.",
     )
+    if name in CHEAP:
+        rule["on_cpu"] = partial(_cheap_is_torchs, CHEAP[name])
+    return delegates(**({"call": torchs, "autocast": True} | rule))(function)
 
 
-def _activation(name: str, called: str = "") -> Callable[..., Tensor]:
-    """One that is a single call in torch, which writes over its input as well if asked to."""
-    on_cpu: Any = _all_but(CHEAP[name]) if name in CHEAP else ()
-    handed = delegates(getattr(F, called or name), on_cpu=on_cpu, autocast=True)
-    return handed(_from_table(name, called))
+def _prelu_is_torchs(a: Any) -> bool:
+    """On a CPU, where torch has several calls for the gradient."""
+    return a.x.nbytes < SHORT_BYTES or (a.x.dtype not in LOW and not is_differentiated(a.x))
 
 
 relu, relu6, leaky_relu, hardtanh, hardswish, hardsigmoid, softshrink, hardshrink, threshold = map(
@@ -83,32 +90,10 @@ sigmoid, tanh, silu, mish, elu, selu, celu, softplus, glu = map(
     _activation, "sigmoid tanh silu mish elu selu celu softplus glu".split()
 )
 logsigmoid = log_sigmoid = _activation("log_sigmoid", "logsigmoid")
-
-
-def _torch_gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
-def _prelu_is_torchs(x: Tensor, weight: Tensor) -> bool:
-    """On a CPU, where torch has several calls for the gradient."""
-    return x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
-
-
-def _floats(x: Any) -> tuple[Any]:
-    """x, as floats if it holds integers: torch writes softsign and tanhshrink with operators that
-    do so."""
-    whole = isinstance(x, Tensor) and x.dtype in INTEGERS
-    return (x.to(torch.get_default_dtype()) if whole else x,)
-
-
-gelu = delegates(_torch_gelu, autocast=True)(_from_table("gelu"))
-prelu = delegates(F.prelu, on_cpu=_prelu_is_torchs, autocast=True)(
-    _from_table("prelu", prepare=lower)
-)
-softsign = traceable(_from_table("softsign", prepare=_floats))
-tanhshrink = delegates(F.tanhshrink, several=True, autocast=True)(
-    _from_table("tanhshrink", prepare=_floats)
-)
+gelu = _activation("gelu", call=None, by=lambda a: F.gelu(a.x, approximate=a.approximate))
+prelu = _activation("prelu", on_cpu=_prelu_is_torchs)
+softsign = _activation("softsign", call=None)  # too many calls in torch
+tanhshrink = _activation("tanhshrink", several=True)
 
 
 # ---- bias, gates
@@ -134,15 +119,11 @@ GATE = Function("gate", _gate)
 GATE_HALVES = Function("gate_halves", _gate_halves)
 
 
-def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
-    return TORCHS[activation](x if bias is None else x + bias)
+def _torch_bias_act(a: Any) -> Tensor:
+    return TORCHS[a.activation](a.x if a.bias is None else a.x + a.bias)
 
 
-def _has_bias(x: Tensor, bias: Tensor | None, *_: Any, **__: Any) -> bool:
-    return bias is not None
-
-
-@delegates(_torch_bias_act, several=_has_bias)
+@delegates(by=_torch_bias_act, several=lambda a: a.bias is not None)
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
     """activation(x + bias) in one pass; the gradient of bias is a sum in float32.
 
@@ -166,23 +147,18 @@ def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
     )
 
 
-def _torch_gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Any:
+def _torch_gated(activation: str, a: Any) -> Any:
     """The gate in two calls of torch's, for which halves are views."""
-    if up is None:
-        if gate.shape[-1] % 2:
-            return NotImplemented
-        gate, up = gate.chunk(2, -1)
+    if a.up is None and a.gate.shape[-1] % 2:
+        return NotImplemented
+    gate, up = (a.gate, a.up) if a.up is not None else a.gate.chunk(2, -1)
     return TORCHS[activation](gate) * up
-
-
-def _torch_geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Any:
-    return _torch_gated(GELUS[approximate], gate, up)
 
 
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-@delegates(partial(_torch_gated, "silu"), several=True, autocast=True)
+@delegates(by=partial(_torch_gated, "silu"), several=True, autocast=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
     and up.
@@ -192,7 +168,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _gated("silu", gate, up)
 
 
-@delegates(_torch_geglu, several=True, autocast=True)
+@delegates(by=lambda a: _torch_gated(GELUS[a.approximate], a), several=True, autocast=True)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
     and up. ``approximate="tanh"`` takes that of :func:`gelu`.
@@ -202,7 +178,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
     return _gated(GELUS.get(approximate, f"gelu_{approximate}"), gate, up)
 
 
-@delegates(partial(_torch_gated, "relu"), several=True, autocast=True)
+@delegates(by=partial(_torch_gated, "relu"), several=True, autocast=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
     and up.
@@ -253,15 +229,13 @@ def _seeds(device: torch.device, stream: int) -> Tensor:
         return torch.arange(2 * SEEDS, device=device).div_(2, rounding_mode="floor")[::2]
 
 
-def _torch_dropout(
-    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Any = None
-) -> Any:
-    if not training or seed is not None:  # torch answers with x itself, or does not know seeds
-        return NotImplemented
-    return F.dropout(x, p, True, inplace)
+def _torch_dropout(a: Any) -> Any:
+    """torch answers with x itself where it does not train, and knows no seeds."""
+    known = a.training and a.seed is None
+    return F.dropout(a.x, a.p, True, a.inplace) if known else NotImplemented
 
 
-@delegates(_torch_dropout, autocast=True)
+@delegates(by=_torch_dropout, autocast=True)
 def dropout(
     x: Tensor,
     p: float = 0.5,
@@ -287,23 +261,16 @@ def dropout(
     return bias_dropout_residual(x, None, None, p, training, seed=seed)
 
 
-def _torch_bias_dropout_residual(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float = 0.5,
-    training: bool = True,
-    *,
-    seed: Any = None,
-) -> Any:
+def _torch_bias_dropout_residual(a: Any) -> Any:
     """Three calls; ours are two, with the one that draws a seed, and launched no sooner."""
-    if not training or seed is not None or is_captured(x) or (x.is_cuda and not is_small(x)):
+    large = a.x.is_cuda and not is_small(a.x)
+    if not a.training or a.seed is not None or large or is_captured(a.x):
         return NotImplemented
-    y = F.dropout(x if bias is None else x + bias, p)
-    return y if residual is None else residual + y
+    y = F.dropout(a.x if a.bias is None else a.x + a.bias, a.p)
+    return y if a.residual is None else a.residual + y
 
 
-@delegates(_torch_bias_dropout_residual, autocast=True)
+@delegates(by=_torch_bias_dropout_residual, autocast=True)
 def bias_dropout_residual(
     x: Tensor,
     bias: Tensor | None,

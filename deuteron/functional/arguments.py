@@ -42,35 +42,49 @@ def signature(tensors: Tensors, attrs: Attributes) -> Any:
         return NO_PLAN
 
 
-def fitting(
-    name: str, signature: inspect.Signature
-) -> Callable[[tuple[Any, ...], dict[str, Any]], Given]:
-    """A function that puts the first argument, which may be called ``input`` as torch calls it, at
-    its place, and refuses arguments that do not fit."""
-    known = list(signature.parameters.values())
-    names = [p.name for p in known]
-    first, others = names[0], frozenset(names)
-    places: float = sum(p.kind is not p.KEYWORD_ONLY for p in known)
-    if known[0].kind is inspect.Parameter.VAR_POSITIONAL:
-        places = math.inf
+class Parameters:
+    """The signature of a function, and whether arguments fit it."""
 
-    def fit(args: tuple[Any, ...], named: dict[str, Any]) -> Given:
-        if not named and 0 < len(args) <= places:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name, self.signature = function.__name__, inspect.signature(function)
+        known = list(self.signature.parameters.values())
+        self.names = [p.name for p in known]
+        self.defaults = {p.name: p.default for p in known if p.default is not p.empty}
+        self.places: float = sum(p.kind is not p.KEYWORD_ONLY for p in known)
+        if known[0].kind is inspect.Parameter.VAR_POSITIONAL:
+            self.places = math.inf
+
+    def fit(self, args: tuple[Any, ...], named: dict[str, Any]) -> Given:
+        """Arguments with the first one, which may be called ``input`` as torch calls it, at its
+        place. Those that do not fit are refused."""
+        if not named and 0 < len(args) <= self.places:
             return args, named
+        first = self.names[0]
         if "input" in named and (args or first in named):
-            raise TypeError(f"{name}() was given both {first!r} and 'input'")
+            raise TypeError(f"{self.name}() was given both {first!r} and 'input'")
         for key in ("input", first):
             if not args and key in named:
                 args, named = (named[key],), {k: v for k, v in named.items() if k != key}
-        twice = any(key in named for key in names[: len(args)])
-        if twice or not 0 < len(args) <= places or not others.issuperset(named):
+        twice = any(key in named for key in self.names[: len(args)])
+        if twice or not 0 < len(args) <= self.places or any(k not in self.names for k in named):
             try:
-                signature.bind(*args, **named)
+                self.signature.bind(*args, **named)
             except TypeError as misfit:
-                raise TypeError(f"{name}(): {misfit}") from None
+                raise TypeError(f"{self.name}(): {misfit}") from None
         return args, named
 
-    return fit
+
+class Arguments:
+    """The arguments of a call by their names, ``a.x``, ``a.dim``; defaults where none was given."""
+
+    def __init__(self, of: Parameters, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.of, self.args, self.named = of, args, named
+
+    def __getattr__(self, key: str) -> Any:
+        """The first question sorts all of them."""
+        given = dict(zip(self.of.names, self.args, strict=False)) | self.named
+        self.__dict__.update(self.of.defaults | given)
+        return self.__dict__[key]
 
 
 def strided(name: str, t: torch.Tensor | None) -> torch.Tensor | None:

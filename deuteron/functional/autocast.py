@@ -26,10 +26,10 @@ def _torch_casts(op: str) -> frozenset[str]:
 
 # function → the devices on which 16-bit tensors are cast to float32
 FLOAT32: dict[str, frozenset[str]] = {
+    **dict.fromkeys("layer_norm group_norm softmax log_softmax norm".split(), frozenset({"cuda"})),
     **dict.fromkeys(
-        "layer_norm group_norm softmax log_softmax norm interpolate".split(), frozenset({"cuda"})
+        "op_softplus op_sum op_cumsum op_cumprod op_resize".split(), frozenset({"cuda"})
     ),
-    **dict.fromkeys("op_softplus op_sum op_cumsum op_cumprod".split(), frozenset({"cuda"})),
     "rms_norm": _torch_casts("rms_norm"),
     "op_prod": frozenset({"cuda", "cpu"}),
     "op_grid_sample": frozenset({"cpu"}),

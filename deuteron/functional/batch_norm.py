@@ -13,9 +13,9 @@ from deuteron.errors import BindError
 from deuteron.functional.context import any_requires_grad, in_transform
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, delegates
-from deuteron.functional.operators import TORCHS, activated
+from deuteron.functional.operators import TORCHS, activated, schema
 from deuteron.functional.small import is_small
-from deuteron.ops import Ops, Sym
+from deuteron.ops import Ops, Sym, table
 from deuteron.ops.batch_norm import ACTIVATIONS
 from deuteron.ops.norm import suggested
 from deuteron.ops.signs import packing
@@ -23,56 +23,31 @@ from deuteron.target import has_triton
 
 
 def _train(
-    b: Ops,
-    x: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    running_mean: Sym | None,
-    running_var: Sym | None,
-    residual: Sym | None,
-    *,
-    momentum: float,
-    eps: float,
-    activation: str | None,
-    keep_signs: bool,
+    b: Ops, x: Sym, *tensors: Sym | None, activation: str | None, keep_signs: bool, **how: float
 ) -> tuple[Sym, ...]:
     inside = activation if activation in ACTIVATIONS else "none"
     image = x.type.with_layout(suggested(x.type))
-    y, *stats = b.batch_norm_act(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        residual,
-        momentum=momentum,
-        eps=eps,
-        activation=inside,
-        packed=packing(image) if keep_signs and has_triton() else "none",
-    )
+    packed = packing(image) if keep_signs and has_triton() else "none"
+    y, *stats = b.batch_norm_act(x, *tensors, **how, activation=inside, packed=packed)
     return activated(b, y, None if inside == activation else activation), *stats
 
 
-def _given(
-    b: Ops,
-    x: Sym,
-    mean: Sym,
-    var: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    residual: Sym | None,
-    *,
-    eps: float,
-    activation: str | None,
-) -> Sym:
-    y = b.one("batch_norm", x, mean, var, weight, bias, eps=eps)
+def _given(b: Ops, x: Sym, *tensors: Sym | None, eps: float, activation: str | None) -> Sym:
+    *params, residual = tensors
+    y = b.one("batch_norm", x, *params, eps=eps)
     return activated(b, y if residual is None else y + residual, activation)
 
 
+ATTRS = {"eps": "float", "activation": "str | None"}
 TRAIN = Function(
-    "batch_norm_train", _train, silent=(1, 2, 3, 4), overwritten=("running_mean", "running_var")
+    "batch_norm_train",
+    _train,
+    (schema(table.get("batch_norm_act"))[0], {"momentum": "float", "keep_signs": "bool"} | ATTRS),
+    silent=(1, 2, 3, 4),
+    overwritten=("running_mean", "running_var"),
 )
-GIVEN = Function("batch_norm", _given)
+TENSORS = schema(table.get("batch_norm"))[0] | {"residual": "Sym | None"}
+GIVEN = Function("batch_norm", _given, (TENSORS, ATTRS))
 
 
 def is_read_right(x: Tensor, weight: Tensor | None, training: bool) -> bool:
@@ -127,52 +102,30 @@ def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
             torch._foreach_copy_([r for r, _ in pairs], [n for _, n in pairs])
 
 
-def _is_joined(*_: Any, residual: Any = None, activation: Any = None, **__: Any) -> bool:
-    return residual is not None or activation is not None
+def _is_joined(a: Any) -> bool:
+    return a.residual is not None or a.activation is not None
 
 
-def _is_several(
-    x: Tensor,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    *_: Any,
-    **named: Any,
-) -> bool:
+def _is_several(a: Any) -> bool:
     """In training ours is several launches, too; without, on a GPU, torch's one takes longer."""
-    return not training and (x.is_cuda or _is_joined(**named))
+    return not a.training and (a.x.is_cuda or _is_joined(a))
 
 
-def _is_ours(
-    x: Tensor,
-    running_mean: Any,
-    running_var: Any,
-    weight: Tensor | None = None,
-    bias: Any = None,
-    training: bool = False,
-    *_: Any,
-    **named: Any,
-) -> bool:
-    if training and x.numel() <= x.shape[1]:
+def _is_ours(a: Any) -> bool:
+    if a.training and a.x.numel() <= a.x.shape[1]:
         return True  # of nothing torch would write statistics, too
-    if not x.is_cpu:
-        return False
-    large = (training or _is_joined(**named)) and not is_small(x)
-    return large or not is_read_right(x, weight, training)
+    large = (a.training or _is_joined(a)) and not is_small(a.x)
+    return a.x.is_cpu and (large or not is_read_right(a.x, a.weight, a.training))
 
 
-def _torch_batch_norm(
-    *args: Any, residual: Tensor | None = None, activation: str | None = None, **named: Any
-) -> Tensor:
-    y = F.batch_norm(*args, **named)
-    if residual is not None:
-        y = y + residual
-    return y if activation is None else TORCHS[activation](y)
+def _torch_batch_norm(a: Any) -> Tensor:
+    params = a.running_mean, a.running_var, a.weight, a.bias
+    y = F.batch_norm(a.x, *params, a.training, a.momentum, a.eps)
+    y = y if a.residual is None else y + a.residual
+    return y if a.activation is None else TORCHS[a.activation](y)
 
 
-@delegates(_torch_batch_norm, several=_is_several, unless=_is_ours, on_cpu=ANY, autocast=True)
+@delegates(by=_torch_batch_norm, several=_is_several, unless=_is_ours, on_cpu=ANY, autocast=True)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,
@@ -192,26 +145,15 @@ def batch_norm(
     ``residual`` is added after, then ``activation`` ("relu", "silu", …) applied, in the same
     passes over memory, forward and backward. Without training the running statistics are used.
     """
+    running = running_mean, running_var
+    attrs: Any = {"eps": eps, "activation": activation}
     if not training:
-        asked, remedy = "batch_norm(…, training=False)", "give both, or training=True"
-        check_given(asked, remedy, running_mean, running_var)
-        return GIVEN.one(
-            x, running_mean, running_var, weight, bias, residual, eps=eps, activation=activation
-        )
-    check_written("batch_norm(…, training=True)", running_mean, running_var)
-    y, mean, var, *_ = TRAIN(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        residual,
-        momentum=momentum,
-        eps=eps,
-        activation=activation,
-        keep_signs=_wants_signs(x, weight, bias, residual, activation),
-    )
+        check_given("batch_norm(…, training=False)", "give both, or training=True", *running)
+        return GIVEN.one(x, *running, weight, bias, residual, **attrs)
+    check_written("batch_norm(…, training=True)", *running)
+    attrs |= {"keep_signs": _wants_signs(x, weight, bias, residual, activation)}
+    y, mean, var, *_ = TRAIN(x, weight, bias, *running, residual, momentum=momentum, **attrs)
     if x.numel():
-        overwrite((running_mean, running_var), (mean, var))
+        overwrite(running, (mean, var))
     result: Tensor = y
     return result

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import update_wrapper
-from inspect import signature
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -32,16 +31,14 @@ from torch.fx import Proxy
 from torch.overrides import handle_torch_function, has_torch_function
 
 from deuteron.errors import DeuteronError
-from deuteron.functional.arguments import check_tensor, fitting
+from deuteron.functional.arguments import Arguments, Parameters, check_tensor
 from deuteron.functional.context import any_requires_grad, is_captured, is_differentiated
 from deuteron.functional.explain import HandedOn, Recording
 from deuteron.functional.small import LIMITS, WITH_GRADIENT, delegation, why_torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Arguments = tuple[Any, ...]
-Named = dict[str, Any]
-Question = Callable[..., bool]  # of the arguments of a call
+Question = Callable[[Any], bool]  # of the arguments of a call, as ``a.x``, ``a.dim``, …
 
 # Element types, for ``on_cpu``
 ANY = frozenset(t for t in vars(torch).values() if isinstance(t, torch.dtype) and not t.is_complex)
@@ -53,10 +50,10 @@ REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, As
 
 @dataclass(frozen=True)
 class Rule:
-    """torch's function for calls of one of ours, and which calls it is for; :func:`delegates` says
-    what the fields mean."""
+    """Which calls of a function of ours torch's own answers; :func:`delegates` says what the fields
+    mean. Its methods take the arguments of a call."""
 
-    call: Callable[..., Any]
+    by: Callable[[Any], Any]
     several: bool | Question
     unless: Question | None
     on_cpu: Collection[torch.dtype] | Question
@@ -64,49 +61,51 @@ class Rule:
     ordered: bool
     autocast: bool
 
-    def answer(self, args: Arguments, named: Named, at_any_size: bool = False) -> Any:
+    def answer(self, a: Arguments, at_any_size: bool = False) -> Any:
         """torch's result, or NotImplemented where the call is not for it or it refuses."""
         try:
-            if self._may(args, named) and (at_any_size or self._should(args[0], args, named)):
-                return self.call(*args, **named)
+            if self._may(a) and (at_any_size or self._should(a)):
+                return self.by(a)
         except REFUSALS:
             pass
         return NotImplemented
 
-    def _may(self, args: Arguments, named: Named) -> bool:
+    def _may(self, a: Arguments) -> bool:
         """Whether torch's function is allowed and right, and one call or better than ours."""
-        if not delegation.allowed or not (self.autocast or not autocasting()):
+        if not delegation.allowed or (not self.autocast and autocasting()):
             return False
         if not self.ordered and must_be_ordered():
             return False
-        if self.unless is not None and self.unless(*args, **named):
+        if self.unless is not None and self.unless(a):
             return False
-        if not self._is_several(args, named):
+        if not self._is_several(a):
             return True
         # launches in a CUDA Graph, which is replayed, cost next to nothing
-        needed = torch.is_grad_enabled() and any_requires_grad((*args, *named.values()))
-        return needed and not is_captured(args[0])
+        needed = torch.is_grad_enabled() and any_requires_grad((*a.args, *a.named.values()))
+        return needed and not is_captured(a.args[0])
 
-    def _should(self, x: Tensor, args: Arguments, named: Named) -> bool:
+    def _should(self, a: Arguments) -> bool:
         """Whether a call of this size is better off with torch."""
+        x: Tensor = a.args[0]
         nbytes, device = x.nbytes, x.get_device()
         limit = LIMITS[device]
         if nbytes <= limit:
             return True
         if device >= 0:
             needed = nbytes <= WITH_GRADIENT * limit and is_differentiated(x)
-            return needed and not self._is_several(args, named) and not is_captured(x)
+            return needed and not self._is_several(a) and not is_captured(x)
         if callable(self.on_cpu):
-            return self.on_cpu(*args, **named)
+            return self.on_cpu(a)
         return nbytes <= self.cpu_bytes and x.dtype in self.on_cpu
 
-    def _is_several(self, args: Arguments, named: Named) -> bool:
-        return self.several(*args, **named) if callable(self.several) else self.several
+    def _is_several(self, a: Arguments) -> bool:
+        return self.several(a) if callable(self.several) else self.several
 
 
 def delegates(
-    call: Callable[..., Any],
+    call: Callable[..., Any] | None = None,
     *,
+    by: Callable[[Any], Any] | None = None,
     several: bool | Question = False,
     unless: Question | None = None,
     on_cpu: Collection[torch.dtype] | Question = frozenset(),
@@ -114,8 +113,9 @@ def delegates(
     ordered: bool = True,
     autocast: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose small calls ``call`` answers. That takes the same arguments, by place and by
-    name; one in Python may return NotImplemented.
+    """A function whose small calls ``call`` answers, torch's own, which takes the same arguments by
+    place and by name; or ``by``, which is given all of them as one object, ``a.x``, ``a.dim``, …,
+    and may return NotImplemented. With neither it is one node under ``torch.fx``, as all are.
 
     several    whether it is several calls of torch's, which are made only where a gradient follows
     unless     calls that are never handed on: torch's answer, or its gradient, would be wrong
@@ -127,38 +127,39 @@ def delegates(
     What no plan can be made for is torch's at any size: how large a tensor is must not decide what
     is accepted. The first argument may be given by torch's name for it, ``input``.
     """
-    rule = Rule(call, several, unless, on_cpu, cpu_bytes, ordered, autocast)
+    if call is not None:
+        by = lambda a: call(*a.args, **a.named)  # noqa: E731
+    rule = by and Rule(by, several, unless, on_cpu, cpu_bytes, ordered, autocast)
     return lambda function: _wrapped(function, rule)
 
 
-def traceable(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that no call of torch's answers, and which ``torch.fx`` records as one node."""
-    return _wrapped(function, None)
-
-
 def _wrapped(function: Callable[P, R], rule: Rule | None) -> Callable[P, R]:
-    name, shown = function.__name__, signature(function)
-    run, fit = cast(Callable[..., Any], function), fitting(name, shown)
+    run, name, parameters = (
+        cast(Callable[..., Any], function),
+        function.__name__,
+        Parameters(function),
+    )
 
     def wrapper(*args: Any, **named: Any) -> Any:
         symbol: Any = args
         if symbol.__class__ is Proxy:  # torch.fx traces this very function: all of args is a symbol
             return symbol.tracer.create_proxy("call_function", spread, (args, named), {})
-        args, named = fit(args, named)
+        args, named = parameters.fit(args, named)
         if is_compiling():
             return run(*args, **named)
         values = (*args, *named.values())
         if has_torch_function(values):  # symbols of torch.fx, tensor subclasses
             return handle_torch_function(wrapper, values, *args, **named)
+        a = Arguments(parameters, args, named)
         if rule is not None:
-            found = rule.answer(args, named)
+            found = rule.answer(a)
             if found is not NotImplemented:
                 return told(found, name, args[0]) if Recording.active else found
         check_tensor(name, args[0])
         try:
             return run(*args, **named)
         except DeuteronError as refusal:
-            found = NotImplemented if rule is None else rule.answer(args, named, at_any_size=True)
+            found = NotImplemented if rule is None else rule.answer(a, at_any_size=True)
             if found is NotImplemented:
                 raise
             return told(found, name, args[0], f"no plan of ours can be made: {refusal.wrong}")
@@ -168,7 +169,7 @@ def _wrapped(function: Callable[P, R], rule: Rule | None) -> Callable[P, R]:
 
     update_wrapper(wrapper, function)
     del wrapper.__wrapped__  # type: ignore[attr-defined]  # torch.fx would trace that instead
-    wrapper.__signature__ = shown  # type: ignore[attr-defined]
+    wrapper.__signature__ = parameters.signature  # type: ignore[attr-defined]
     return cast(Callable[P, R], wrapper)
 
 

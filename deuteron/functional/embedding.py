@@ -11,61 +11,35 @@ from torch import Tensor
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, delegates, told
+from deuteron.functional.operators import schema
 from deuteron.functional.small import delegation, is_small
-from deuteron.ops import Ops, Sym
+from deuteron.ops import Ops, Sym, table
 
 
-def _embedding(
-    b: Ops,
-    index: Sym,
-    weight: Sym,
-    position: Sym | None,
-    *,
-    padding_idx: int,
-    scale_grad_by_freq: bool,
-) -> Sym:
-    y = b.one(
-        "embedding", weight, index, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq
-    )
+def _embedding(b: Ops, index: Sym, weight: Sym, position: Sym | None, **how: Any) -> Sym:
+    y = b.one("embedding", weight, index, **how)
     return y if position is None else y + position
 
 
-EMBEDDING = Function("embedding", _embedding)
+TENSORS = {"index": "Sym", "weight": "Sym", "position": "Sym | None"}
+EMBEDDING = Function("embedding", _embedding, (TENSORS, schema(table.get("embedding"))[1]))
 
 
-def _is_ours(
-    index: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-    *,
-    position: Tensor | None = None,
-) -> bool:
+def _is_ours(a: Any) -> bool:
     """On a GPU, or with a position, all but small tables; and whatever torch's call alone does is
     left to the function, which says so."""
-    if max_norm is not None or sparse:
+    if a.max_norm is not None or a.sparse:
         return True
-    return (weight.is_cuda or position is not None) and (
-        scale_grad_by_freq or not _is_small(weight, index)
-    )
+    if not a.weight.is_cuda and a.position is None:
+        return False
+    row = a.weight.nbytes // max(a.weight.shape[0], 1)  # the gradient has the size of the table
+    small = is_small(a.index, a.weight.nbytes) and is_small(a.index, a.index.numel() * row)
+    return bool(a.scale_grad_by_freq) or not small
 
 
-def _is_small(weight: Tensor, index: Tensor) -> bool:
-    """Whether the gradient, of the size of the table, and the result are."""
-    row = weight.nbytes // max(weight.shape[0], 1)
-    return is_small(index, weight.nbytes) and is_small(index, index.numel() * row)
-
-
-def _has_position(*_: Any, position: Tensor | None = None, **__: Any) -> bool:
-    return position is not None
-
-
-def _torch_embedding(*args: Any, position: Tensor | None = None, **named: Any) -> Tensor:
-    y = F.embedding(*args, **named)
-    return y if position is None else y + position
+def _torch_embedding(a: Any) -> Tensor:
+    y = F.embedding(a.index, a.weight, a.padding_idx, scale_grad_by_freq=a.scale_grad_by_freq)
+    return y if a.position is None else y + a.position
 
 
 def _shorten(index: Tensor, weight: Tensor, max_norm: float, norm_type: float) -> None:
@@ -97,7 +71,13 @@ def _row(padding_idx: int, weight: Tensor) -> int:
     return padding_idx % rows
 
 
-@delegates(_torch_embedding, several=_has_position, unless=_is_ours, on_cpu=ANY, autocast=True)
+@delegates(
+    by=_torch_embedding,
+    several=lambda a: a.position is not None,
+    unless=_is_ours,
+    on_cpu=ANY,
+    autocast=True,
+)
 def embedding(
     index: Tensor,
     weight: Tensor,
@@ -123,17 +103,23 @@ def embedding(
     if max_norm is not None:
         index = index.contiguous()
         _shorten(index, weight, max_norm, norm_type)
-        more: Any = {"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse, "position": position}
+        more: Any = {
+            "scale_grad_by_freq": scale_grad_by_freq,
+            "sparse": sparse,
+            "position": position,
+        }
         return embedding(index, weight, padding_idx, **more)
     row = None if padding_idx is None else _row(padding_idx, weight)
-    by_frequency = bool(scale_grad_by_freq)
     if sparse:
         _may_be_torchs("sparse", True)
-        more = {"scale_grad_by_freq": by_frequency, "sparse": True, "position": position}
-        found = _torch_embedding(index, weight, row, **more)
+        y = F.embedding(index, weight, row, None, 2.0, scale_grad_by_freq, True)
+        found = y if position is None else y + position
         return told(found, "embedding", weight, "its gradient is sparse")
-    pad = -1 if row is None else row
-    return EMBEDDING.one(index, weight, position, padding_idx=pad, scale_grad_by_freq=by_frequency)
+    how = {
+        "padding_idx": -1 if row is None else row,
+        "scale_grad_by_freq": bool(scale_grad_by_freq),
+    }
+    return EMBEDDING.one(index, weight, position, **how)
 
 
 def sinusoidal(

@@ -15,21 +15,13 @@ from torch import Tensor
 from deuteron.errors import BindError
 from deuteron.functional.autocast import FLOAT32, Cast
 from deuteron.functional.batch_norm import check_given, check_written, is_read_right, overwrite
-from deuteron.functional.core import Function, Schema
+from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, delegates
 from deuteron.functional.operators import TORCHS, activated, schema
 from deuteron.functional.small import is_small
 from deuteron.ir.dtype import float32
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.norm import check_params
-
-AROUND = {"before": "Sym | None", "residual": "Sym | None"}
-
-
-def _around(name: str) -> Schema:
-    """The signature of the operator ``name`` with what stands around it."""
-    tensors, attrs = schema(table.get(name))
-    return tensors | AROUND, attrs | {"activation": "str | None"}
 
 
 def _write(
@@ -52,35 +44,24 @@ def _write(
     return (y,) if residual is None else (y, total)
 
 
-def _norm(name: str, called: str) -> Function:
+def _norm(name: str, called: str = "") -> Function:
     """The operator ``name`` as an eager function, with what stands around it."""
-    build = partial(_write, name, False)
+    build, called = partial(_write, name, False), called or name
+    tensors, attrs = schema(table.get(name))
+    around = tensors | AROUND, attrs | {"activation": "str | None"}
     if called in FLOAT32:
-        return Cast(called, build, _around(name), wide=partial(_write, name, True))
-    return Function(called, build, _around(name))
+        return Cast(called, build, around, wide=partial(_write, name, True))
+    return Function(called, build, around)
 
 
-def _instance_norm_tracked(
-    b: Ops,
-    x: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    before: Sym | None,
-    residual: Sym | None,
-    running_mean: Sym | None,
-    running_var: Sym | None,
-    *,
-    momentum: float,
-    eps: float,
-    activation: str | None,
+def _write_tracked(
+    b: Ops, x: Sym, *tensors: Sym | None, momentum: float, **attrs: Any
 ) -> tuple[Sym, ...]:
-    """The running mean and variance, moved towards those of the images, and then the results. One
-    mean over images and positions is the mean over the images of theirs."""
-    found = _write(
-        "instance_norm", False, b, x, weight, bias, before, residual, eps=eps, activation=activation
-    )
-    total = x if before is None else x + before
-    total = found[1] if residual is not None else total
+    """The running mean and variance of an instance norm, moved towards those of the images, and
+    then its results. One mean over images and positions is the mean over the images of theirs."""
+    *own, before, residual, running_mean, running_var = tensors
+    found = _write("instance_norm", False, b, x, *own, before, residual, **attrs)
+    total = found[1] if residual is not None else x if before is None else x + before
     running = {"running_mean": running_mean, "running_var": running_var}
     types = {name: None if t is None else t.type for name, t in running.items()}
     check_params("instance_norm", total.type, total.shape[1:2], types)
@@ -94,14 +75,16 @@ def _instance_norm_tracked(
     return *moved, *found
 
 
-LAYER, RMS = _norm("layer_norm", "layer_norm"), _norm("rms_norm", "rms_norm")
-GROUP, INSTANCE = _norm("group_norm", "group_norm"), _norm("instance_norm", "instance_norm")
+AROUND = {"before": "Sym | None", "residual": "Sym | None"}
+RUNNING = {"running_mean": "Sym | None", "running_var": "Sym | None"}
+LAYER, RMS, GROUP, INSTANCE = map(_norm, "layer_norm rms_norm group_norm instance_norm".split())
 INSTANCE_GIVEN = _norm("batch_norm", "instance_norm_given")
 INSTANCE_TRACKED = Function(
     "instance_norm_tracked",
-    _instance_norm_tracked,
+    _write_tracked,
+    (INSTANCE.schema[0] | RUNNING, {"momentum": "float"} | INSTANCE.schema[1]),
     silent=(0, 1),
-    overwritten=("running_mean", "running_var"),
+    overwritten=tuple(RUNNING),
 )
 
 
@@ -123,100 +106,70 @@ def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
 # ---- the same by torch's calls
 
 
-def _by_torch(norm: Callable[..., Tensor]) -> Callable[..., Any]:
+def _by_torch(norm: Callable[[Tensor, Any], Tensor]) -> Callable[[Any], Any]:
     """torch's ``norm``, what comes before it and what comes after it."""
 
-    def call(
-        x: Tensor,
-        *args: Any,
-        residual: Tensor | None = None,
-        bias_before: Tensor | None = None,
-        activation: str | None = None,
-        **named: Any,
-    ) -> Any:
-        if bias_before is not None:
-            x = x + bias_before
-        if residual is not None:
-            x = x + residual
-        y = norm(x, *args, **named)
-        if activation is not None:
-            y = TORCHS[activation](y)
-        return y if residual is None else (y, x)
+    def call(a: Any) -> Any:
+        x = a.x if a.bias_before is None else a.x + a.bias_before
+        x = x if a.residual is None else x + a.residual
+        y = norm(x, a)
+        y = y if a.activation is None else TORCHS[a.activation](y)
+        return y if a.residual is None else (y, x)
 
     return call
 
 
-def _is_joined(
-    *_: Any, residual: Any = None, bias_before: Any = None, activation: Any = None, **__: Any
-) -> bool:
-    return residual is not None or bias_before is not None or activation is not None
+def _is_joined(a: Any) -> bool:
+    return a.residual is not None or a.bias_before is not None or a.activation is not None
 
 
 @_by_torch
-def _torch_layer_norm(x: Tensor, normalized_shape: Any, *args: Any, **named: Any) -> Tensor:
-    return F.layer_norm(x, _shape(normalized_shape), *args, **named)
+def _torch_layer_norm(x: Tensor, a: Any) -> Tensor:
+    return F.layer_norm(x, _shape(a.normalized_shape), a.weight, a.bias, a.eps)
 
 
 @_by_torch
-def _torch_rms_norm(x: Tensor, normalized_shape: Any, *args: Any, **named: Any) -> Tensor:
-    return F.rms_norm(x, _shape(normalized_shape), *args, **named)
-
-
-def _has_another_weight(
-    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, *_: Any, **__: Any
-) -> bool:
-    """With a weight of another type torch's rms_norm answers in the wider one."""
-    return weight is not None and weight.dtype is not x.dtype
-
-
-def _group_norm_is_ours(
-    x: Tensor, num_groups: int, weight: Any = None, bias: Any = None, *_: Any, **named: Any
-) -> bool:
-    if weight is None and bias is not None:
-        return True  # torch's gradient fails without a weight
-    if x.is_cpu and x.ndim > 3 and x.stride(1) <= x.stride(-1):
-        return True  # channels last, where torch's kernel is wrong for a large mean
-    return x.is_cpu and _is_joined(**named) and not is_small(x)
-
-
-def _instance_norm_is_ours(
-    x: Tensor,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Tensor | None = None,
-    bias: Any = None,
-    use_input_stats: bool = True,
-    *_: Any,
-    **__: Any,
-) -> bool:
-    if use_input_stats:
-        return not x.numel()  # torch would write statistics of nothing
-    return x.is_cpu and not is_read_right(x, weight, False)
+def _torch_rms_norm(x: Tensor, a: Any) -> Tensor:
+    return F.rms_norm(x, _shape(a.normalized_shape), a.weight, a.eps)
 
 
 @_by_torch
-def _torch_instance_norm(
-    x: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    *args: Any,
-    **named: Any,
-) -> Tensor:
+def _torch_group_norm(x: Tensor, a: Any) -> Tensor:
+    return F.group_norm(x, a.num_groups, a.weight, a.bias, a.eps)
+
+
+@_by_torch
+def _torch_instance_norm(x: Tensor, a: Any) -> Tensor:
     # torch's instance_norm writes statistics that it was given back, rounded once more
-    norm: Any = F.instance_norm if use_input_stats else F.batch_norm
-    found: Tensor = norm(
-        x, running_mean, running_var, weight, bias, use_input_stats, *args, **named
-    )
+    norm: Any = F.instance_norm if a.use_input_stats else F.batch_norm
+    params = a.running_mean, a.running_var, a.weight, a.bias
+    found: Tensor = norm(x, *params, a.use_input_stats, a.momentum, a.eps)
     return found
+
+
+def _has_another_weight(a: Any) -> bool:
+    """With a weight of another type torch's rms_norm answers in the wider one."""
+    return a.weight is not None and a.weight.dtype is not a.x.dtype
+
+
+def _group_norm_is_ours(a: Any) -> bool:
+    if a.weight is None and a.bias is not None:
+        return True  # torch's gradient fails without a weight
+    if a.x.is_cpu and a.x.ndim > 3 and a.x.stride(1) <= a.x.stride(-1):
+        return True  # channels last, where torch's kernel is wrong for a large mean
+    return a.x.is_cpu and _is_joined(a) and not is_small(a.x)
+
+
+def _instance_norm_is_ours(a: Any) -> bool:
+    if a.use_input_stats:
+        return not a.x.numel()  # torch would write statistics of nothing
+    return a.x.is_cpu and not is_read_right(a.x, a.weight, False)
 
 
 # ---- the functions
 
 
-@delegates(_torch_layer_norm, several=_is_joined)
+@delegates(by=_torch_layer_norm, several=_is_joined)
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -241,7 +194,7 @@ def layer_norm(
     return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(_torch_rms_norm, several=_is_joined, unless=_has_another_weight)
+@delegates(by=_torch_rms_norm, several=_is_joined, unless=_has_another_weight)
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -264,7 +217,7 @@ def rms_norm(
 
 
 # a single norm is several launches in torch, too
-@delegates(_by_torch(F.group_norm), several=True, unless=_group_norm_is_ours, on_cpu=ANY)
+@delegates(by=_torch_group_norm, several=True, unless=_group_norm_is_ours, on_cpu=ANY)
 def group_norm(
     x: Tensor,
     num_groups: int,
@@ -282,7 +235,7 @@ def group_norm(
     return GROUP(x, weight, bias, bias_before, residual, **attrs)
 
 
-@delegates(_torch_instance_norm, several=True, unless=_instance_norm_is_ours)
+@delegates(by=_torch_instance_norm, several=True, unless=_instance_norm_is_ours)
 def instance_norm(
     x: Tensor,
     running_mean: Tensor | None = None,

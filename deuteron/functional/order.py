@@ -9,86 +9,69 @@ from typing import Any
 import torch
 from torch import Tensor, return_types
 
-from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, delegates
-from deuteron.functional.operators import named, operator
-from deuteron.functional.reduce import cast
+from deuteron.functional.operators import from_table, operator
 
-Pair = Any  # torch.return_types: (values, indices), by name too
-
-
-def _along(run: Function, x: Tensor, dim: int, **attrs: Any) -> Any:
-    """The operator along ``dim``; of a scalar, which torch takes for a row, as the row it is."""
-    if x.ndim:
-        return run(x, axis=dim, **attrs)
-    found = run(x.unsqueeze(0), axis=dim, **attrs)
-    return tuple(t.squeeze(0) for t in found) if isinstance(found, tuple) else found.squeeze(0)
+SAYS = {
+    "topk": "; best first, whether ``sorted`` or not",
+    "sort": "; equal elements keep their order unless ``stable`` is False",
+    **dict.fromkeys(("cumsum", "cumprod"), "; the same bits in every run"),
+}
 
 
-def _is_one_long_row(x: Tensor, *_: Any, **__: Any) -> bool:
+def _along(name: str, **rule: Any) -> Callable[..., Any]:
+    """An operator along one axis ``dim``, whose pair of results has torch's names."""
+    planned, pair = operator(name), getattr(return_types, name, None)
+
+    def run(x: Tensor, **attrs: Any) -> Any:
+        attrs.pop("sorted", None)  # ours always are
+        if x.ndim:
+            found = planned(x, **attrs)
+        else:  # a scalar, which torch takes for a row
+            of_row = planned(x.unsqueeze(0), **attrs)
+            many = isinstance(of_row, tuple)
+            found = tuple(t.squeeze(0) for t in of_row) if many else of_row.squeeze(0)
+        return found if pair is None else pair(found)
+
+    function = from_table(
+        name,
+        rename={"axis": "dim"},
+        more={"sorted": True} if name == "topk" else None,
+        casts=pair is None,
+        run=run,
+        see=f"As ``torch.{name}``{SAYS.get(name, '')}.",
+    )
+    return delegates(**({"call": getattr(torch, name), "on_cpu": ANY, "autocast": True} | rule))(
+        function
+    )
+
+
+def _is_one_long_row(a: Any) -> bool:
     """On a GPU torch adds those up in another order at every run."""
+    x: Tensor = a.x
     return x.is_cuda and x.ndim == 1
 
 
-def _scan(name: str, what: str) -> Callable[..., Tensor]:
-    run = operator(name)
-
-    def function(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-        return cast(_along(run, cast(x, dtype), dim), dtype)
-
-    doc = (
-        f"The {what} of all elements up to each one, along ``dim``; the same bits in every run.\n"
-        f"``dtype``: x is cast to it first. As ``torch.{name}``."
-    )
-    handed = delegates(getattr(torch, name), unless=_is_one_long_row, on_cpu=ANY, autocast=True)
-    return handed(named(function, name, doc))
+cumsum, cumprod = (_along(name, unless=_is_one_long_row) for name in ("cumsum", "cumprod"))
+cummax, cummin, topk = _along("cummax"), _along("cummin"), _along("topk")
+sort = _along(
+    "sort",
+    call=None,
+    by=lambda a: torch.sort(a.x, dim=a.dim, descending=a.descending, stable=a.stable),
+)
+HISTOGRAM = operator("histogram")
 
 
-def _extreme_so_far(name: str, what: str) -> Callable[..., Pair]:
-    run, torchs = operator(name), getattr(torch, name)
-
-    def function(x: Tensor, dim: int) -> Pair:
-        return getattr(return_types, name)(_along(run, x, dim))
-
-    doc = f"The {what} element so far along ``dim``, and where it stands. As ``torch.{name}``."
-    return delegates(torchs, on_cpu=ANY, autocast=True)(named(function, name, doc))
-
-
-cumsum, cumprod = _scan("cumsum", "sum"), _scan("cumprod", "product")
-cummax, cummin = _extreme_so_far("cummax", "largest"), _extreme_so_far("cummin", "smallest")
-SORT, TOPK, HISTOGRAM = operator("sort"), operator("topk"), operator("histogram")
-
-
-def _torch_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
-    return torch.sort(x, dim=dim, descending=descending, stable=stable)
-
-
-@delegates(_torch_sort, on_cpu=ANY, autocast=True)
-def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Pair:
-    """x in order along ``dim``, the largest first if ``descending``, and the places the elements
-    came from. As ``torch.sort``; equal elements keep their order unless ``stable`` is False."""
-    return return_types.sort(_along(SORT, x, dim, descending=descending, stable=stable))
-
-
-@delegates(torch.topk, on_cpu=ANY, autocast=True)
-def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Pair:
-    """The ``k`` largest (or smallest) elements along ``dim``, best first (whether ``sorted`` or
-    not), and their places. As ``torch.topk``."""
-    return return_types.topk(_along(TOPK, x, dim, k=k, largest=largest))
-
-
-def _torch_histogram(
-    x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
-) -> Any:
+def _torch_histogram(a: Any) -> Any:
     """torch's count, which is of the type of x. Casting it is one launch more; ours is one in
     all."""
-    wide = x.dtype in (torch.float32, torch.float64)
-    if x.is_cuda or not wide or weight is not None or not low < high:
+    wide = a.x.dtype in (torch.float32, torch.float64)
+    if a.x.is_cuda or not wide or a.weight is not None or not a.low < a.high:
         return NotImplemented
-    return torch.histc(x, bins, low, high).long()
+    return torch.histc(a.x, a.bins, a.low, a.high).long()
 
 
-@delegates(_torch_histogram, autocast=True)
+@delegates(by=_torch_histogram, autocast=True)
 def histogram(
     x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
 ) -> Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import signature
-from operator import index
 from typing import Any
 
 import torch
@@ -17,8 +15,8 @@ from deuteron.functional.activation import SHORT_BYTES
 from deuteron.functional.autocast import in_float32
 from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import ANY, LOW, delegates, traceable
-from deuteron.functional.operators import named, operator
+from deuteron.functional.delegate import ANY, LOW, delegates
+from deuteron.functional.operators import from_table, operator
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
 from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym
@@ -27,39 +25,11 @@ from deuteron.ops.pool_taps import fits
 from deuteron.target import has_triton
 
 Size = int | Sequence[int]
-Output = int | None | Sequence[int | None]
 MAX, MAX_WITH_INDICES = operator("max_pool"), operator("max_pool_with_indices")
 MAX_WITH_TAPS, AVG = operator("max_pool_with_taps"), operator("avg_pool")
-WEIGHTED, PYRAMID = operator("weighted_pool"), operator("pyramid_pool")
-
-
-def _each(value: Size | None, dims: int, name: str) -> tuple[int, ...] | None:
-    """A number for each dimension."""
-    if value is None:
-        return None
-    given = _whole(value, name)
-    if len(given) not in (1, dims):
-        raise BindError(
-            f"{name}={given} has {len(given)} numbers for {dims} dimensions",
-            remedy=f"give one number, or {dims}",
-        )
-    return given * (dims if len(given) == 1 else 1)
-
-
-def _sizes(dims: int, **given: Size | None) -> dict[str, Any]:
-    return {name: _each(value, dims, name) for name, value in given.items()}
-
-
-def _whole(value: Any, name: str) -> tuple[int, ...]:
-    """One whole number or several, as a tuple."""
-    given = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(hasattr(each, "__index__") for each in given):
-        raise BindError(
-            f"{name}={value!r} is not a whole number, nor several",
-            asked=f"pooling with {name}={value!r}",
-            remedy=f"give {name} as an int or as a tuple of ints",
-        )
-    return tuple(index(each) for each in given)
+WEIGHTED, PYRAMID = from_table("weighted_pool"), from_table("pyramid_pool")
+ADAPTIVE_MAX, ADAPTIVE_AVG = operator("adaptive_max_pool"), operator("adaptive_avg_pool")
+ADAPTIVE_MAX_WITH_INDICES = operator("adaptive_max_pool_with_indices")
 
 
 def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
@@ -78,188 +48,135 @@ def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
 # ---- windows
 
 
-def _mean_is_torchs(x: Tensor, *_: Any, **__: Any) -> bool:
+def _mean_is_torchs(a: Any) -> bool:
     """Whether torch pools on a CPU: what is small, or not in our kernel's types or order."""
-    known = x.dtype is torch.float32 or x.dtype in LOW
-    return x.nbytes < SHORT_BYTES or not known or not x.is_contiguous()
+    known = a.x.dtype is torch.float32 or a.x.dtype in LOW
+    return a.x.nbytes < SHORT_BYTES or not known or not a.x.is_contiguous()
 
 
-def _max_is_torchs(x: Tensor, *args: Any, return_indices: bool = False, **_: Any) -> bool:
+def _max_is_torchs(a: Any) -> bool:
     """Ours does not know the places, which the gradient needs, too."""
-    return return_indices or args[5:] == (True,) or is_differentiated(x) or _mean_is_torchs(x)
+    return a.return_indices or is_differentiated(a.x) or _mean_is_torchs(a)
 
 
-def _wants_taps(x: Tensor, dims: int, window: Sequence[int] | None) -> bool:
+def _wants_taps(x: Tensor, dims: int, window: tuple[int, ...]) -> bool:
     """Whether the gradient is to read which tap of each window won, a byte, instead of x: on a GPU,
     where a kernel of ours notes it on the way."""
-    known = dims < 3 and window is not None and fits(window)
+    known = dims < 3 and fits(window * (dims if len(window) == 1 else 1))
     return known and x.is_cuda and is_differentiated(x) and has_triton()
 
 
-def _max_pool(dims: int) -> Callable[..., Any]:
-    name = f"max_pool{dims}d"
+def _may_miss(dims: int, a: Any) -> bool:
+    """Whether a window may step over all of x, from padding to padding: torch's kernels take that
+    for a place in memory. Ours looks closer."""
+    if a.dilation in (1, (1,)) or a.padding in (0, (0,)):
+        return False
+    steps = a.dilation if isinstance(a.dilation, list | tuple) else (a.dilation,) * dims
+    return any(d > n for d, n in zip(steps, a.x.shape[-dims:], strict=True))
 
-    def function(
-        x: Tensor,
-        kernel_size: Size,
-        stride: Size | None = None,
-        padding: Size = 0,
-        dilation: Size = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Any:
+
+def _max_pool(dims: int) -> Callable[..., Any]:
+    def run(x: Tensor, *, kernel_size: Any, return_indices: bool, **attrs: Any) -> Any:
         if dims == 3 and not return_indices:  # autocast has no rule for torch's that finds places
             x = in_float32(x, ("cpu",))
-        window = _each(kernel_size, dims, "kernel_size")
-        keep = not return_indices and _wants_taps(x, dims, window)
-        run = MAX_WITH_INDICES if return_indices else MAX_WITH_TAPS if keep else MAX
-        sizes = _sizes(dims, stride=stride, padding=padding, dilation=dilation)
-        call = partial(run, kernel_size=window, ceil_mode=ceil_mode, **sizes)
-        found = _batched(x, dims, call)
-        return found[0] if keep else found
+        taps = not return_indices and _wants_taps(x, dims, kernel_size)
+        planned = MAX_WITH_INDICES if return_indices else MAX_WITH_TAPS if taps else MAX
+        found = _batched(x, dims, partial(planned, kernel_size=kernel_size, **attrs))
+        return found[0] if taps else found
 
-    def may_miss(
-        x: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Size = 0,
-        dilation: Size = 1,
-        *_: Any,
-        **__: Any,
-    ) -> bool:
-        """Whether a window may step over all of x, from padding to padding: torch's kernels take
-        that for a place in memory. Ours looks closer."""
-        if dilation == 1 or padding == 0:
-            return False
-        steps = _each(dilation, dims, "dilation") or ()
-        return any(d > n for d, n in zip(steps, x.shape[-dims:], strict=True))
-
-    doc = (
-        f"The largest value in each window, as ``torch.nn.functional.{name}``; with\n"
-        "``return_indices`` also where it stood."
+    return _pool(
+        f"max_pool{dims}d",
+        "max_pool",
+        more={"return_indices": False},
+        run=run,
+        see="With ``return_indices`` also where it stood.",
+        unless=partial(_may_miss, dims),
+        on_cpu=ANY if dims == 3 else _max_is_torchs,
     )
-    on_cpu = ANY if dims == 3 else _max_is_torchs
-    handed = delegates(
-        getattr(F, name), unless=may_miss, on_cpu=on_cpu, ordered=False, autocast=dims < 3
-    )
-    return handed(named(function, name, doc))
 
 
-def mean_gradient_is_wrong(
-    x: Tensor, kernel_size: Any, stride: Any = None, padding: Size = 0, *_: Any, **__: Any
-) -> bool:
+def mean_gradient_is_wrong(a: Any) -> bool:
     """Of padded windows of channels last, in some versions of torch on a GPU."""
-    return padding != 0 and mean_gradient_faults(x) and is_differentiated(x)
+    padded = a.padding not in (0, (0,))
+    return padded and mean_gradient_faults(a.x) and is_differentiated(a.x)
 
 
-def _avg_pool(dims: int) -> Callable[..., Tensor]:
-    name = f"avg_pool{dims}d"
+def _avg_pool(dims: int) -> Callable[..., Any]:
+    def run(x: Tensor, **attrs: Any) -> Any:
+        x = in_float32(x, ("cpu",)) if dims == 3 else x
+        return _batched(x, dims, partial(AVG, **attrs))
 
-    def function(
-        x: Tensor,
-        kernel_size: Size,
-        stride: Size | None = None,
-        padding: Size = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Tensor:
-        if dims == 3:
-            x = in_float32(x, ("cpu",))
-        sizes = _sizes(dims, kernel_size=kernel_size, stride=stride, padding=padding)
-        means = {"count_include_pad": count_include_pad, "divisor": divisor_override}
-        out: Tensor = _batched(x, dims, partial(AVG, ceil_mode=ceil_mode, **sizes, **means))
-        return out
-
-    shown: Any = named(
-        function, name, f"The mean of each window, as ``torch.nn.functional.{name}``."
-    )
-    if dims == 1:  # torch's has no divisor
-        own = signature(function)
-        shown.__signature__ = own.replace(parameters=list(own.parameters.values())[:-1])
-    handed = delegates(
-        getattr(F, name),
+    return _pool(
+        f"avg_pool{dims}d",
+        "avg_pool",
+        rename={"divisor": "divisor_override"},
+        run=run,
         unless=mean_gradient_is_wrong if dims == 2 else None,
         on_cpu=ANY if dims == 3 else _mean_is_torchs,
         ordered=dims < 3,
-        autocast=dims < 3,
     )
-    return handed(shown)
 
 
+def _pool(
+    called: str,
+    op: str,
+    *,
+    rename: Any = None,
+    more: Any = None,
+    run: Callable[..., Any],
+    see: str = "",
+    **rule: Any,
+) -> Callable[..., Any]:
+    """A pooling of the table under torch's name, for one number of dimensions."""
+    see = f"As ``torch.nn.functional.{called}``. {see}"
+    function = from_table(op, called, rename=rename, more=more, run=run, see=see)
+    usual = {"ordered": False, "autocast": not called.endswith("3d")}
+    return delegates(getattr(F, called), **(usual | rule))(function)
+
+
+def _is_a_large_mean(a: Any) -> bool:
+    """The mean of everything is a reduction, and a large one better as ours."""
+    whole = a.output_size in (1, (1, 1), [1, 1])
+    return whole and not is_small(a.x) and not (a.x.is_cpu and mean_is_torchs(a.x))
+
+
+def _adaptive(kind: str, dims: int) -> Callable[..., Any]:
+    """Windows chosen so that a given number of them remains."""
+
+    def run(x: Tensor, *, size: Any, return_indices: bool = False) -> Any:
+        x = in_float32(x, ("cpu",)) if dims == 3 else x
+        given = size if isinstance(size, tuple) else (size,) * dims
+        if len(given) != dims or not all(n is None or hasattr(n, "__index__") for n in given):
+            raise BindError(
+                f"output_size={size} is not a whole number, nor {dims} of them",
+                asked=f"adaptive_{kind}_pool{dims}d(…, output_size={size})",
+                remedy=f"give one number, or {dims}; None keeps a dimension as it is",
+            )
+        full = tuple(n if s is None else s for n, s in zip(x.shape[-dims:], given, strict=True))
+        planned = ADAPTIVE_MAX_WITH_INDICES if return_indices else ADAPTIVES[kind]
+        return _batched(x, dims, partial(planned, size=full))
+
+    return _pool(
+        f"adaptive_{kind}_pool{dims}d",
+        f"adaptive_{kind}_pool",
+        rename={"size": "output_size"},
+        more={"return_indices": False} if kind == "max" else None,
+        run=run,
+        see="With ``return_indices`` also where they stood." if kind == "max" else "",
+        unless=_is_a_large_mean if kind == "avg" else None,
+        on_cpu=ANY,
+    )
+
+
+ADAPTIVES = {"max": ADAPTIVE_MAX, "avg": ADAPTIVE_AVG}
 max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
 avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
-
-
-# ---- windows chosen so that a given number remains
-
-
-def _adaptive_function(name: str) -> Function:
-    def build(b: Ops, x: Sym, *, size: tuple[int, ...]) -> Any:
-        return b.call(name, x, size=size)
-
-    return Function(name, build)
-
-
-ADAPTIVE_AVG = _adaptive_function("adaptive_avg_pool")
-ADAPTIVE_MAX = _adaptive_function("adaptive_max_pool")
-ADAPTIVE_MAX_WITH_INDICES = _adaptive_function("adaptive_max_pool_with_indices")
-
-
-def _adaptive(run: Function, dims: int, x: Tensor, size: Output) -> Any:
-    if dims == 3:
-        x = in_float32(x, ("cpu",))
-    given = tuple(size) if isinstance(size, list | tuple) else (size,) * dims
-    _whole([n for n in given if n is not None], "output_size")
-    if len(given) != dims:
-        raise BindError(
-            f"output_size={given} has {len(given)} numbers for {dims} dimensions",
-            remedy=f"give one number, or {dims}",
-        )
-    full = tuple(n if s is None else s for n, s in zip(x.shape[-dims:], given, strict=True))
-    return _batched(x, dims, partial(run, size=full))
-
-
-def _is_a_large_mean(x: Tensor, output_size: Output) -> bool:
-    """The mean of everything is a reduction, and a large one better as ours."""
-    whole = output_size == 1 or output_size == (1, 1) or output_size == [1, 1]
-    return whole and not is_small(x) and not (x.is_cpu and mean_is_torchs(x))
-
-
-def _adaptive_avg_pool(dims: int) -> Callable[..., Tensor]:
-    name = f"adaptive_avg_pool{dims}d"
-
-    def function(x: Tensor, output_size: Output) -> Tensor:
-        out: Tensor = _adaptive(ADAPTIVE_AVG, dims, x, output_size)
-        return out
-
-    doc = (
-        "The mean of windows chosen so that ``output_size`` remain; None keeps a dimension as it\n"
-        f"is. As ``torch.nn.functional.{name}``."
-    )
-    handed = delegates(
-        getattr(F, name), unless=_is_a_large_mean, on_cpu=ANY, ordered=False, autocast=dims < 3
-    )
-    return handed(named(function, name, doc))
-
-
-def _adaptive_max_pool(dims: int) -> Callable[..., Any]:
-    name = f"adaptive_max_pool{dims}d"
-
-    def function(x: Tensor, output_size: Output, return_indices: bool = False) -> Any:
-        run = ADAPTIVE_MAX_WITH_INDICES if return_indices else ADAPTIVE_MAX
-        return _adaptive(run, dims, x, output_size)
-
-    doc = (
-        "The largest of windows chosen so that ``output_size`` remain; None keeps a dimension as\n"
-        f"it is. As ``torch.nn.functional.{name}``. With ``return_indices`` also where they stood."
-    )
-    handed = delegates(getattr(F, name), on_cpu=ANY, ordered=False, autocast=dims < 3)
-    return handed(named(function, name, doc))
-
-
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = map(_adaptive_avg_pool, (1, 2, 3))
-adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = map(_adaptive_max_pool, (1, 2, 3))
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
+    _adaptive("avg", dims) for dims in (1, 2, 3)
+)
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
+    _adaptive("max", dims) for dims in (1, 2, 3)
+)
 
 
 # ---- everything, weights, pyramids
@@ -272,38 +189,37 @@ def _global(b: Ops, x: Sym, *, kind: str) -> Sym:
 GLOBAL = Function("global_pool", _global)
 
 
-def _over_positions(call: Callable[..., Tensor]) -> Callable[[Tensor], Any]:
-    def run(x: Tensor) -> Any:
-        return call(x, tuple(range(2, x.ndim)), True) if x.ndim > 2 else NotImplemented
-
-    return run
+def _over_positions(call: Callable[..., Tensor], a: Any) -> Any:
+    return call(a.x, tuple(range(2, a.x.ndim)), True) if a.x.ndim > 2 else NotImplemented
 
 
-@delegates(_over_positions(torch.mean), on_cpu=mean_is_torchs, autocast=True)
+@delegates(
+    by=partial(_over_positions, torch.mean), on_cpu=lambda a: mean_is_torchs(a.x), autocast=True
+)
 def global_avg_pool(x: Tensor) -> Tensor:
     """The mean of x over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="mean")
 
 
-@delegates(_over_positions(torch.amax), on_cpu=extreme_is_torchs, autocast=True)
+@delegates(
+    by=partial(_over_positions, torch.amax), on_cpu=lambda a: extreme_is_torchs(a.x), autocast=True
+)
 def global_max_pool(x: Tensor) -> Tensor:
     """The largest of x over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="max")
 
 
-def _torch_weighted_pool2d(
-    x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
-) -> Any:
+def _torch_weighted_pool2d(a: Any) -> Any:
     """As a convolution in which no channel sees another."""
-    channels, window = x.shape[1], weight.shape
-    if x.ndim != 4 or (weight.ndim != 2 and (weight.ndim != 3 or window[0] != channels)):
+    channels, window = a.x.shape[1], a.weight.shape
+    if a.x.ndim != 4 or (len(window) != 2 and (len(window) != 3 or window[0] != channels)):
         return NotImplemented
-    taps = weight.expand(channels, 1, *window) if weight.ndim == 2 else weight.unsqueeze(1)
-    step = window[-2:] if stride is None else stride
-    return F.conv2d(x, taps, None, step, padding, 1, channels)
+    taps = a.weight.expand(channels, 1, *window) if len(window) == 2 else a.weight.unsqueeze(1)
+    step = window[-2:] if a.stride is None else a.stride
+    return F.conv2d(a.x, taps, None, step, a.padding, 1, channels)
 
 
-@delegates(_torch_weighted_pool2d, ordered=False)
+@delegates(by=_torch_weighted_pool2d, ordered=False)
 def weighted_pool2d(
     x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
 ) -> Tensor:
@@ -320,16 +236,16 @@ def weighted_pool2d(
             asked="weighted_pool2d(x, weight)",
             remedy="x is [batch, channels, h, w]; x.unsqueeze(0) gives it a batch",
         )
-    return WEIGHTED.one(x, weight, **_sizes(2, stride=stride, padding=padding))
+    out: Tensor = WEIGHTED(x, weight, stride=stride, padding=padding)
+    return out
 
 
-@traceable
+@delegates()
 def pyramid_pool2d(x: Tensor, sizes: Size = (1, 2, 3, 6), kind: str = "avg") -> Tensor:
     """x [N, C, H, W] pooled over grids of several ``sizes``, one result after another, as
     spatial-pyramid pooling wants it: [N, C, Σ s²]; N may be left out. ``kind``: "avg" or "max".
 
     >>> features = dt.functional.pyramid_pool2d(x, (1, 2, 4), "max").flatten(1)
     """
-    grids = _whole(sizes, "sizes")
-    out: Tensor = _batched(x, 2, partial(PYRAMID, sizes=grids, kind=kind))
+    out: Tensor = _batched(x, 2, lambda x: PYRAMID(x, sizes=sizes, kind=kind))
     return out

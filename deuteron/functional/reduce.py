@@ -14,7 +14,7 @@ from deuteron.functional.autocast import Cast
 from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, LOW, WIDE, delegates
-from deuteron.functional.operators import named, operator
+from deuteron.functional.operators import from_table, operator
 from deuteron.ops import Ops, Sym
 from deuteron.ops.vector_norm import vector_norm
 
@@ -28,11 +28,6 @@ def _axes(dim: Dims) -> tuple[int, ...] | None:
     dims = tuple(dim) if isinstance(dim, Sequence) else (dim,)
     # 1.0 and False would find the plan of 1 and 0; a bool is refused there
     return tuple(d if isinstance(d, bool) else index(d) for d in dims) or None
-
-
-def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``x`` in the type in which it is to be added up, or in which the sum is wanted."""
-    return x if dtype is None else x.to(dtype)
 
 
 # ---- which large calls are torch's on a CPU
@@ -58,88 +53,62 @@ def _along_rows(x: Tensor, dim: Dims) -> bool:
     return x.is_contiguous() and not _down_columns(x, dim)
 
 
-def _sum_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
+def _sum_is_torchs(a: Any) -> bool:
     """Its gradient is nothing but a view, which a node in Python makes no quicker."""
-    columns = _down_columns(x, dim)
+    x: Tensor = a.x
+    columns = _down_columns(x, a.dim)
     if x.dtype not in LOW and (not columns or x.dtype is not torch.float32):
         return True
     with_gradient = 2 * MB if columns else 4 * MB
     return x.nbytes < (with_gradient if is_differentiated(x) else MB)
 
 
-def mean_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
+def mean_is_torchs(x: Tensor, dim: Dims = None) -> bool:
     """Of the mean along ``dim``, or along rows where that is None."""
     if is_differentiated(x):
         return x.nbytes <= MB // 2
     return x.dtype in WIDE and x.nbytes < 8 * MB and _along_rows(x, dim)
 
 
-def extreme_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
+def extreme_is_torchs(x: Tensor, dim: Dims = None) -> bool:
     """Of the largest or the smallest value along ``dim``, or along rows."""
     if is_differentiated(x):
         return x.nbytes <= MB // 4
     return x.dtype in WIDE and _along_rows(x, dim)
 
 
-def _prod_is_torchs(x: Tensor, *_: Any, **__: Any) -> bool:
-    return x.dtype in WIDE or is_differentiated(x)
-
-
 # ---- the functions
 
 
-def _added_up(name: str, what: str, on_cpu: Callable[..., bool]) -> Callable[..., Tensor]:
-    """A reduction that may cast x first."""
-    run, torchs = operator(name), getattr(torch, name)
+def _reduction(op: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
+    """An operator along axes, under torch's name."""
+    planned, called = operator(op), called or op
+    torchs, casts = getattr(torch, called), op in ("sum", "mean", "prod")
 
-    def call(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-        rest = () if dim is None and not keepdim else (dim, keepdim)  # prod takes no dim of None
-        return torchs(x, *rest, dtype=dtype)  # type: ignore[no-any-return]
+    def run(x: Tensor, **attrs: Any) -> Any:
+        if attrs.get("axes") == ():  # which is how torch writes all of them, too
+            attrs["axes"] = None
+        return planned(x, **attrs)
 
-    def function(
-        x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        return cast(run.one(cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
+    def of_all(a: Any) -> Any:
+        """With a dtype: that function of torch's has another signature for all of the axes."""
+        rest = () if a.dim is None and not a.keepdim else (a.dim, a.keepdim)
+        return torchs(a.x, *rest, dtype=a.dtype)
 
-    doc = (
-        f"The {what} along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1."
-        f"\n``dtype``: x is cast to it first. As ``torch.{name}``."
-    )
-    return delegates(call, on_cpu=on_cpu, autocast=True)(named(function, name, doc))
-
-
-def _extreme(name: str, op: str, what: str) -> Callable[..., Tensor]:
-    run = operator(op)
-
-    def function(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-        return run.one(x, axes=_axes(dim), keepdim=keepdim)
-
-    doc = (
-        f"The {what} value along ``dim``; nan if there is one. Equal ones share the gradient. As\n"
-        f"``torch.{name}``."
-    )
-    handed = delegates(getattr(torch, name), on_cpu=extreme_is_torchs, autocast=True)
-    return handed(named(function, name, doc))
+    see, rename = f"As ``torch.{called}``.", {"axes": "dim", "axis": "dim"}
+    function = from_table(op, called, rename=rename, casts=casts, run=run, see=see)
+    call = {"by": of_all} if casts else {"call": torchs}
+    return delegates(**call, autocast=True, **rule)(function)
 
 
-def _place(name: str, what: str) -> Callable[..., Tensor]:
-    run = operator(name)
-
-    def function(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        return run.one(x, axis=dim, keepdim=keepdim)
-
-    doc = (
-        f"Where the {what} value stands, the first of equals; in all of x if ``dim`` is None. As\n"
-        f"``torch.{name}``."
-    )
-    return delegates(getattr(torch, name), autocast=True)(named(function, name, doc))
-
-
-sum = _added_up("sum", "sum", _sum_is_torchs)
-mean = _added_up("mean", "mean", mean_is_torchs)
-prod = _added_up("prod", "product", _prod_is_torchs)
-amax, amin = _extreme("amax", "max", "largest"), _extreme("amin", "min", "smallest")
-argmax, argmin = _place("argmax", "largest"), _place("argmin", "smallest")
+sum = _reduction("sum", on_cpu=_sum_is_torchs)
+mean = _reduction("mean", on_cpu=lambda a: mean_is_torchs(a.x, a.dim))
+prod = _reduction("prod", on_cpu=lambda a: a.x.dtype in WIDE or is_differentiated(a.x))
+amax, amin = (
+    _reduction(op, f"a{op}", on_cpu=lambda a: extreme_is_torchs(a.x, a.dim))
+    for op in ("max", "min")
+)
+argmax, argmin = _reduction("argmax"), _reduction("argmin")
 VAR, WHERE = operator("var"), operator("where")
 
 
@@ -163,11 +132,12 @@ def _norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bo
 NORM = Cast("norm", _norm)
 
 
-def _torch_norm(x: Tensor, p: float = 2.0, *args: Any, **named: Any) -> Tensor:
-    return torch.linalg.vector_norm(x, p, *args, **named)  # type: ignore[no-any-return]
+def _torch_norm(a: Any) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(a.x, a.p, a.dim, a.keepdim, dtype=a.dtype)
+    return found
 
 
-@delegates(_torch_norm, autocast=True)
+@delegates(by=_torch_norm, autocast=True)
 def norm(
     x: Tensor,
     p: float = 2.0,
@@ -179,7 +149,7 @@ def norm(
     """(Σ |x|ᵖ)^(1/p) along ``dim``; of p = ±inf the largest or smallest |x|, of 0 the number of
     elements that are not 0. ``dtype``: x is cast to it first. As ``torch.linalg.vector_norm``,
     whose ``ord`` is ``p``."""
-    x = cast(x, dtype)
+    x = x if dtype is None else x.to(dtype)
     if not x.is_floating_point():
         kind = str(x.dtype).removeprefix("torch.")
         raise BindError(f"norm of {kind} is not defined", asked="norm(…)", remedy="x.float()")
@@ -189,14 +159,11 @@ def norm(
             asked=f"norm(…, p={p!r})",
             remedy="use p=2.0, which is Frobenius' norm, too" if p == "fro" else "use p=2.0",
         )
-    return cast(NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim), dtype)
+    found = NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim)
+    return found if dtype is None else found.to(dtype)
 
 
-def _torch_where(condition: Tensor, x: Any, y: Any) -> Tensor:
-    return torch.where(condition, x, y)
-
-
-@delegates(_torch_where, autocast=True)
+@delegates(by=lambda a: torch.where(a.condition, a.x, a.y), autocast=True)
 def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
     """x where ``condition`` holds, y elsewhere, broadcast; either may be a number. As
     ``torch.where``."""

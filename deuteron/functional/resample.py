@@ -10,50 +10,25 @@ from torch import Tensor
 from torch._C import _get_deterministic_algorithms as must_be_ordered
 
 from deuteron.errors import BindError
-from deuteron.functional.autocast import Cast, in_float32, widest
+from deuteron.functional.autocast import in_float32, widest
 from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, delegates
 from deuteron.functional.operators import from_table, operator
-from deuteron.ops import Ops, Sym
 from deuteron.ops.resample import gradient_faults
 
 MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic", "area")
 
 
-def _resize(
-    b: Ops,
-    x: Sym,
-    *,
-    size: tuple[int, ...],
-    scale: tuple[float, ...] | None,
-    mode: str,
-    align_corners: bool,
-    antialias: bool,
-) -> Sym:
-    return b.one(
-        "resize",
-        x,
-        size=size,
-        scale=scale,
-        mode=mode,
-        align_corners=align_corners,
-        antialias=antialias,
-    )
+RESIZE, GRID_SAMPLE = operator("resize"), operator("grid_sample")
+AREA = Function("area", RESIZE.build, RESIZE.schema)  # a pooling, which autocast leaves alone
 
 
-RESIZE = Cast("interpolate", _resize)
-AREA = Function("area", _resize)  # a pooling, which autocast leaves alone
-GRID_SAMPLE = operator("grid_sample")
-
-
-def _torch_is_wrong(
-    x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *_: Any, **__: Any
-) -> bool:
+def _torch_is_wrong(a: Any) -> bool:
     """Or adds up the gradient in another order at every run, where that is forbidden."""
-    if must_be_ordered() and not mode.startswith("nearest"):
+    if must_be_ordered() and not a.mode.startswith("nearest"):
         return True
-    return x.ndim == 5 and gradient_faults(x, mode) and is_differentiated(x)
+    return a.x.ndim == 5 and gradient_faults(a.x, a.mode) and is_differentiated(a.x)
 
 
 @delegates(F.interpolate, unless=_torch_is_wrong, on_cpu=ANY)
@@ -112,48 +87,29 @@ def interpolate(
         return x.flatten()[:0].reshape(*x.shape[:2], *(max(n, 0) for n in full))
     if mode == "area" and dims == 3:
         x = in_float32(x, ("cpu",))
-    return (AREA if mode == "area" else RESIZE).one(
-        x, size=full, scale=scale, mode=mode, align_corners=bool(align_corners), antialias=antialias
-    )
+    how = {"mode": mode, "align_corners": bool(align_corners), "antialias": antialias}
+    return (AREA if mode == "area" else RESIZE).one(x, size=full, **how, scale=scale)
 
 
-def _torch_grid_sample(
-    x: Tensor,
-    grid: Tensor,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool | None = False,
-) -> Tensor:
-    return F.grid_sample(x, grid, mode, padding_mode, bool(align_corners))
+def _sample(x: Tensor, grid: Tensor, **how: Any) -> Any:
+    return GRID_SAMPLE(*widest(x, grid), **how)
 
 
-@delegates(_torch_grid_sample, on_cpu=ANY, ordered=False)
-def grid_sample(
-    x: Tensor,
-    grid: Tensor,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool | None = False,
-) -> Tensor:
-    """x at the places that ``grid`` names, as ``torch.nn.functional.grid_sample``, with gradients
-    for both."""
-    x, grid = widest(x, grid)
-    how = {"mode": mode, "padding_mode": padding_mode, "align_corners": bool(align_corners)}
-    return GRID_SAMPLE.one(x, grid, **how)
+grid_sample = delegates(
+    by=lambda a: F.grid_sample(a.x, a.grid, a.mode, a.padding_mode, bool(a.align_corners)),
+    on_cpu=ANY,
+    ordered=False,
+)(from_table("grid_sample", run=_sample, see="As ``torch.nn.functional.grid_sample``."))
 
 
 def _shuffle(name: str, factor: str) -> Callable[..., Tensor]:
-    def is_itself(x: Tensor, by: int | None = None, **given: int) -> bool:
+    def is_itself(a: Any) -> bool:
         """With a factor of 1 torch answers with x itself, and so it does of nothing."""
-        return given.get(factor, by) == 1 or not x.numel()
+        return getattr(a, factor) == 1 or not a.x.numel()
 
-    function = from_table(
-        name,
-        rename={"factor": factor},
-        see=f"r is ``{factor}``. As ``torch.nn.functional.{name}``.",
-    )
+    see = f"r is ``{factor}``. As ``torch.nn.functional.{name}``."
     handed = delegates(getattr(F, name), unless=is_itself, on_cpu=ANY, autocast=True)
-    return handed(function)
+    return handed(from_table(name, rename={"factor": factor}, see=see))
 
 
 pixel_shuffle = _shuffle("pixel_shuffle", "upscale_factor")

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from deuteron.functional.delegate import traceable
+from deuteron.functional.delegate import delegates
 from deuteron.functional.operators import operator
 
 ROPE = operator("rope")
 
 
-@traceable
+@delegates()
 def rope(
     q: Tensor,
     k: Tensor | None = None,

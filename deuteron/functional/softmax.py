@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from deuteron.functional.autocast import Cast
 from deuteron.functional.delegate import delegates
 from deuteron.ir.dtype import dtype as to_dtype
 from deuteron.ops import Ops, Sym
-
 
 
 def _masked(b: Ops, x: Sym, mask: Sym | None, scale: float, dtype: str | None) -> Sym:
@@ -46,31 +46,21 @@ SOFTMAX = Cast("softmax", _build("softmax", 0.0))
 LOG_SOFTMAX = Cast("log_softmax", _build("log_softmax", -math.inf))
 
 
-def _by_torch(call: Callable[..., Tensor]) -> Callable[..., Any]:
+def _is_joined(a: Any) -> bool:
+    return a.mask is not None or a.scale != 1.0
+
+
+def _by_torch(call: Callable[..., Tensor], a: Any) -> Any:
     """torch's softmax, after a scale and a mask that is added; a bool mask takes too many calls."""
-
-    def run(
-        x: Tensor,
-        dim: int | None = -1,
-        *,
-        mask: Tensor | None = None,
-        scale: float = 1.0,
-        dtype: torch.dtype | None = None,
-    ) -> Any:
-        joined = _is_joined(mask=mask, scale=scale)
-        if dim is None or (joined and dtype is not None):
-            return NotImplemented
-        if mask is not None and mask.dtype is torch.bool:
-            return NotImplemented
-        if joined:
-            x = x * scale if mask is None else torch.add(mask, x, alpha=scale)
-        return call(x, dim, dtype=dtype)
-
-    return run
-
-
-def _is_joined(*_: Any, mask: Tensor | None = None, scale: float = 1.0, **__: Any) -> bool:
-    return mask is not None or scale != 1.0
+    joined = _is_joined(a)
+    if a.dim is None or (joined and a.dtype is not None):
+        return NotImplemented
+    if a.mask is not None and a.mask.dtype is torch.bool:
+        return NotImplemented
+    x = a.x
+    if joined:
+        x = x * a.scale if a.mask is None else torch.add(a.mask, x, alpha=a.scale)
+    return call(x, a.dim, dtype=a.dtype)
 
 
 def _attributes(
@@ -81,7 +71,7 @@ def _attributes(
     return {"dim": usual if dim is None else dim, "scale": scale, "dtype": short}
 
 
-@delegates(_by_torch(torch.softmax), several=_is_joined, autocast=True)
+@delegates(by=partial(_by_torch, torch.softmax), several=_is_joined, autocast=True)
 def softmax(
     x: Tensor,
     dim: int | None = -1,
@@ -99,7 +89,7 @@ def softmax(
     return SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))
 
 
-@delegates(_by_torch(torch.log_softmax), several=_is_joined, autocast=True)
+@delegates(by=partial(_by_torch, torch.log_softmax), several=_is_joined, autocast=True)
 def log_softmax(
     x: Tensor,
     dim: int | None = -1,
