@@ -4,7 +4,6 @@ and whether a kernel can read them."""
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,23 +49,26 @@ class Parameters:
         known = list(self.signature.parameters.values())
         self.names = [p.name for p in known]
         self.defaults = {p.name: p.default for p in known if p.default is not p.empty}
-        self.places: float = sum(p.kind is not p.KEYWORD_ONLY for p in known)
-        if known[0].kind is inspect.Parameter.VAR_POSITIONAL:
-            self.places = math.inf
+        self.variadic = known[0].kind is inspect.Parameter.VAR_POSITIONAL
+        self.places = sum(p.kind is not p.KEYWORD_ONLY for p in known)
+        # what may be given by name, by how many are given by place
+        self.later = [frozenset(self.names[n:]) for n in range(self.places + 1)]
 
     def fit(self, args: tuple[Any, ...], named: dict[str, Any]) -> Given:
         """Arguments with the first one, which may be called ``input`` as torch calls it, at its
         place. Those that do not fit are refused."""
-        if not named and 0 < len(args) <= self.places:
-            return args, named
-        first = self.names[0]
-        if "input" in named and (args or first in named):
-            raise TypeError(f"{self.name}() was given both {first!r} and 'input'")
-        for key in ("input", first):
-            if not args and key in named:
-                args, named = (named[key],), {k: v for k, v in named.items() if k != key}
-        twice = any(key in named for key in self.names[: len(args)])
-        if twice or not 0 < len(args) <= self.places or any(k not in self.names for k in named):
+        first, count = self.names[0], len(args)
+        if not count:
+            key = "input" if "input" in named and first not in named else first
+            if key not in named:
+                raise TypeError(f"{self.name}() missing 1 required positional argument: {first!r}")
+            args, count = (named[key],), 1
+            named = {k: v for k, v in named.items() if k != key}
+        if self.variadic:
+            count = 1
+        if count > self.places or not self.later[count].issuperset(named):
+            if "input" in named:
+                raise TypeError(f"{self.name}() was given both {first!r} and 'input'")
             try:
                 self.signature.bind(*args, **named)
             except TypeError as misfit:

@@ -90,7 +90,7 @@ def from_table(
     shown = _signature(op, own, more or {}, casts)
     names, slots = list(shown.parameters), [slot.strip("*?") for slot in op.inputs]
     required = [p.name for p in shown.parameters.values() if p.default is p.empty]
-    call = run or (partial(_variadic, name) if op.variadic else operator(name))
+    call = run or (_variadic(name) if op.variadic else operator(name))
 
     def function(*args: Any, **named: Any) -> Any:
         given = named if op.variadic else dict(zip(names, args, strict=False)) | named
@@ -117,8 +117,10 @@ def from_table(
     return named(function, called, text)
 
 
-def _variadic(name: str, *tensors: Tensor, **attrs: Any) -> Any:
-    return operator(name, len(tensors))(*tensors, **attrs)
+def _variadic(name: str) -> Callable[..., Any]:
+    for count in range(1, 9):  # so many tensors torch.compile, too, finds ready; it makes nothing
+        operator(name, count)
+    return lambda *tensors, **attrs: operator(name, len(tensors))(*tensors, **attrs)
 
 
 def _coerced(called: str, key: str, attr: Attr, value: Any) -> Any:
@@ -145,8 +147,9 @@ def _signature(
             found.append(Parameter(slot[:-1], place, default=None, annotation="Tensor | None"))
         else:
             found.append(Parameter(slot, place, annotation="Tensor"))
-    if op.required < len(op.inputs):  # after tensors that may be left out
-        place = only
+    needed = [attr.default is REQUIRED for attr in op.attrs.values()]
+    if op.required < len(op.inputs) or needed != sorted(needed, reverse=True):
+        place = only  # by name, where something before them may be left out
     for new, (key, attr) in own.items():
         default = Parameter.empty if attr.default is REQUIRED else attr.default
         kind = _kind(key, attr).replace("tuple[int, ...]", "int | Sequence[int]")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
-from deuteron.nn.norm import as_leaf
+from deuteron.nn.forward import as_leaf
 
 
 class Embedding(nn.Embedding):
@@ -24,9 +24,6 @@ class Embedding(nn.Embedding):
     """
 
     def forward(self, input: Tensor, position: Tensor | None = None) -> Tensor:
-        usual = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
-        if usual and position is None:
-            return F.embedding(input, self.weight, self.padding_idx)
         return F.embedding(
             input,
             self.weight,

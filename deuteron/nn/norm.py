@@ -7,10 +7,10 @@ from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from deuteron import functional as F
 from deuteron.errors import BindError
+from deuteron.nn.forward import as_leaf
 
 
 class _Activated:
@@ -45,22 +45,6 @@ def _with_activation(torchs: type) -> Any:
     return init
 
 
-def as_leaf(module: nn.Module, *given: Any) -> Any:
-    """The call of a module that asks its input questions, as one node of the graph that
-    ``torch.fx`` traces: so are torch's own. None where nothing is traced."""
-    symbol = next((each for each in given if isinstance(each, Proxy)), None)
-    if symbol is None:
-        return None
-    tracer: Any = symbol.tracer
-    if module is tracer.root:
-        raise BindError(
-            f"{type(module).__name__} asks its input questions, which a symbol cannot answer",
-            asked=f"torch.fx.symbolic_trace({type(module).__name__}(…))",
-            remedy="trace a model that it is a part of, such as torch.nn.Sequential(module)",
-        )
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), given, {})
-
-
 class LayerNorm(_Activated, nn.LayerNorm):
     """``torch.nn.LayerNorm`` that takes more: ``residual`` is added first and the sum returned too,
     ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
@@ -72,8 +56,6 @@ class LayerNorm(_Activated, nn.LayerNorm):
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
-        if residual is None and bias_before is None and self.activation is None:
-            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return F.layer_norm(
             input,
             self.normalized_shape,
@@ -97,8 +79,6 @@ class RMSNorm(_Activated, nn.RMSNorm):
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
-        if residual is None and bias_before is None and self.activation is None:
-            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
         return F.rms_norm(
             input,
             self.normalized_shape,
