@@ -54,7 +54,7 @@ from deuteron.functional.norm import group_norm as group_norm
 from deuteron.functional.norm import instance_norm as instance_norm
 from deuteron.functional.norm import layer_norm as layer_norm
 from deuteron.functional.norm import rms_norm as rms_norm
-from deuteron.functional.operators import public as _public
+from deuteron.functional.operators import from_table as _from_table
 from deuteron.functional.order import cummax as cummax
 from deuteron.functional.order import cummin as cummin
 from deuteron.functional.order import cumprod as cumprod
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
     """The operator ``name`` of the table as an eager function with gradients."""
     if name not in TABLE:
         raise AttributeError(f"deuteron.functional has no function {name!r}, nor the table")
-    found = globals()[name] = _public(name)
+    found = globals()[name] = _from_table(name)
     return found
 
 

@@ -51,8 +51,7 @@ def _cheap_is_torchs(slow: Collection[torch.dtype], a: Any) -> bool:
 
 def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
     """An activation of the table under torch's name; torch writes over its input if asked to."""
-    called = called or name
-    torchs, planned = getattr(F, called), operator(name)
+    torchs, planned = getattr(F, called or name), operator(name)
 
     def run(*tensors: Any, inplace: bool = False, **attrs: Any) -> Any:
         if inplace:
@@ -64,17 +63,12 @@ def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tenso
             tensors = (tensors[0].to(torch.get_default_dtype()),)
         return planned(*tensors, **attrs)
 
-    function = from_table(
-        name,
-        called,
-        rename=TORCH_NAMES.get(name),
-        more={"inplace": False} if name in IN_PLACE else None,
-        run=run,
-        see=f"As ``torch.nn.functional.{called}``, with its gradient.",
-    )
+    more = {"inplace": False} if name in IN_PLACE else None
     if name in CHEAP:
         rule["on_cpu"] = partial(_cheap_is_torchs, CHEAP[name])
-    return delegates(**({"call": torchs, "autocast": True} | rule))(function)
+    return from_table(
+        name, called, home=F, rename=TORCH_NAMES.get(name), more=more, run=run, **rule
+    )
 
 
 def _prelu_is_torchs(a: Any) -> bool:
@@ -90,7 +84,7 @@ sigmoid, tanh, silu, mish, elu, selu, celu, softplus, glu = map(
     _activation, "sigmoid tanh silu mish elu selu celu softplus glu".split()
 )
 logsigmoid = log_sigmoid = _activation("log_sigmoid", "logsigmoid")
-gelu = _activation("gelu", call=None, by=lambda a: F.gelu(a.x, approximate=a.approximate))
+gelu = _activation("gelu", by=lambda a: F.gelu(a.x, approximate=a.approximate))
 prelu = _activation("prelu", on_cpu=_prelu_is_torchs)
 softsign = _activation("softsign", call=None)  # too many calls in torch
 tanhshrink = _activation("tanhshrink", several=True)
@@ -170,8 +164,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 @delegates(by=lambda a: _torch_gated(GELUS[a.approximate], a), several=True, autocast=True)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """gelu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
-    and up. ``approximate="tanh"`` takes that of :func:`gelu`.
+    """gelu(gate) · up in one pass, as :func:`swiglu`. ``approximate="tanh"`` takes that of gelu.
 
     >>> y = dt.functional.geglu(x @ w_gate.T, x @ w_up.T)
     """
@@ -180,8 +173,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
 
 @delegates(by=partial(_torch_gated, "relu"), several=True, autocast=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """relu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
-    and up.
+    """relu(gate) · up in one pass, as :func:`swiglu`.
 
     >>> y = dt.functional.reglu(x @ w_gate.T, x @ w_up.T)
     """

@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import BindError
 from deuteron.ir.types import TensorType
 
-Tensors = Sequence[torch.Tensor | None]
+Tensors = Sequence[Tensor | None]
 Types = tuple[TensorType | None, ...]
 Attributes = dict[str, Any]
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by place, and by name
 
 NO_PLAN = "no plan is kept under this"
-OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))
+OWN_MEMORY = frozenset((Tensor, torch.nn.Parameter))
 
 
 def signature(tensors: Tensors, attrs: Attributes) -> Any:
@@ -89,14 +90,14 @@ class Arguments:
         return self.__dict__[key]
 
 
-def strided(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+def strided(name: str, t: Tensor | None) -> Tensor | None:
     """A strided tensor, or None where one may be left out."""
-    if t is not None and (not isinstance(t, torch.Tensor) or t.layout is not torch.strided):
-        kind = str(t.layout) if isinstance(t, torch.Tensor) else type(t).__name__
+    if t is not None and (not isinstance(t, Tensor) or t.layout is not torch.strided):
+        kind = str(t.layout) if isinstance(t, Tensor) else type(t).__name__
         raise BindError(
             f"a {kind} was given where a strided tensor is needed",
             asked=f"{name}(…)",
-            remedy="pass a torch.Tensor; to_dense() makes a sparse one strided",
+            remedy="pass a Tensor; to_dense() makes a sparse one strided",
         )
     return t
 
@@ -111,17 +112,17 @@ def _nothing(name: str) -> BindError:
     return BindError("no tensor was given", asked=f"{name}(…)", remedy="pass one")
 
 
-def readable(name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+def readable(name: str, t: Tensor | None) -> Tensor | None:
     """``t`` as a tensor whose memory holds its values: kernels read nothing else."""
     t = strided(name, t)
     if t is None:
         return None
     if t.__class__ not in OWN_MEMORY:
-        t = t.as_subclass(torch.Tensor)
+        t = t.as_subclass(Tensor)
     return t.resolve_neg() if t.is_neg() else t
 
 
-def types_of(tensors: Iterable[torch.Tensor | None]) -> Types:
+def types_of(tensors: Iterable[Tensor | None]) -> Types:
     return tuple(
         None
         if t is None

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.functional.arguments import Attributes, Types, types_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KEPT = 1024  # plans of one function; beyond, the oldest makes room
 EAGER = Policy(cuda_graph=False)  # a caller may capture the call in a graph of its own
-Grads = tuple[torch.Tensor | None, ...]
+Grads = tuple[Tensor | None, ...]
 
 
 class Backward:
@@ -67,9 +67,9 @@ class Backward:
 
     def graph(
         self, of: Sequence[int], grads: Sequence[TensorType | None]
-    ) -> tuple[Graph, list[int]]:
+    ) -> tuple[Graph, list[int | None]]:
         """The graph from what is saved and the gradients of the results ``of`` to those of the
-        inputs, and for each input that needs one the place of its gradient.
+        inputs, and for each input the place of its gradient, or None if it needs none.
 
         Inputs that share a gradient share an output. A gradient that is handed through unchanged,
         as a residual's is, is no output unless it is the only one: its place is ~0, ~1, … counted
@@ -82,11 +82,12 @@ class Backward:
         came = [f"grad_{i}" for i in of]
         made = [value for value in values if value not in came] or values
         outputs = tuple((str(i), value) for i, value in enumerate(made))
-        places = [made.index(v) if v in made else ~came.index(v) for _, v in whole.outputs]
+        each = iter(made.index(v) if v in made else ~came.index(v) for _, v in whole.outputs)
+        places = [next(each) if need else None for need in self.needs]
         inputs, nodes, types = whole.inputs, whole.nodes, whole.types
         return Graph(whole.name, inputs, outputs, nodes, types, whole.constants), places
 
-    def plan(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> BackwardPlan:
+    def plan(self, of: Sequence[int], tensors: Sequence[Tensor]) -> BackwardPlan:
         """The plan for what was saved and the gradients of ``of``, which ``tensors`` are."""
         # Sizes and types are known from the forward pass. Strides are not: a hook may have changed
         # those of what was saved, too.
@@ -97,11 +98,11 @@ class Backward:
             plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
             given = self._given(of)
             order = [given.index(name) for name in plan.inputs]
-            made = BackwardPlan(plan, order, self._slots(places), self._moved(tensors))
+            made = BackwardPlan(plan, order, places, self._moved(tensors))
             found = keep(self.plans, key, made)
         return found
 
-    def _moved(self, tensors: Sequence[torch.Tensor]) -> dict[int, TensorType]:
+    def _moved(self, tensors: Sequence[Tensor]) -> dict[int, TensorType]:
         """Which of the saved tensors came back in another memory order than they were saved in."""
         types = [(*self.types, *self.results)[i] for i in self.saved]
         return {
@@ -114,29 +115,18 @@ class Backward:
         """The names that a backward graph has for what was saved and the gradients of ``of``."""
         return [*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of)]
 
-    def run(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The outputs of the backward graph; :meth:`spread` gives every input its own."""
+    def run(self, of: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The outputs of the backward graph; :func:`spread` gives every input its own."""
         tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
         return self.plan(of, tensors).run(tensors)
 
-    def by_references(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Grads:
+    def by_references(self, of: Sequence[int], tensors: Sequence[Tensor]) -> Grads:
         """The gradients by torch's operators, one by one, so that they have gradients as well."""
         graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
         named = dict(zip(self._given(of), tensors, strict=True))
         named = {name: named[name] for name in graph.inputs}
         found = list(evaluate(graph, named, differentiable=True).values())
-        return self.spread(found, places, tensors[len(self.saved) :])
-
-    def spread(
-        self, found: Sequence[torch.Tensor], places: Sequence[int], grads: Sequence[torch.Tensor]
-    ) -> Grads:
-        """A gradient for every input that needs one, by its place in :meth:`graph`."""
-        return spread(found, self._slots(places), grads)
-
-    def _slots(self, places: Sequence[int]) -> list[int | None]:
-        """For every input of the function the place of its gradient, if it needs one."""
-        each = iter(places)
-        return [next(each) if need else None for need in self.needs]
+        return spread(found, places, tensors[len(self.saved) :])
 
     @property
     def spec(self) -> str:
@@ -150,9 +140,9 @@ class ReadyPlan:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.ready: Callable[..., list[torch.Tensor]] | None = None
+        self.ready: Callable[..., list[Tensor]] | None = None
 
-    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         if self.ready is not None and not Recording.active:
             return self.ready(*tensors)
         if Recording.active:
@@ -163,16 +153,16 @@ class ReadyPlan:
 
 
 class BackwardPlan:
-    """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``slots``:
-    the place of each input's gradient, as in :meth:`Backward.graph`, or None; ``moved``: given
-    tensors that have to be put back into the memory order of the forward pass."""
+    """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``places``:
+    those of the gradients, as in :meth:`Backward.graph`; ``moved``: given tensors that have to be
+    put back into the memory order of the forward pass."""
 
     def __init__(
-        self, plan: Plan, order: list[int], slots: list[int | None], moved: dict[int, TensorType]
+        self, plan: Plan, order: list[int], places: list[int | None], moved: dict[int, TensorType]
     ) -> None:
-        self.ready, self.order, self.slots, self.moved = ReadyPlan(plan), order, slots, moved
+        self.ready, self.order, self.places, self.moved = ReadyPlan(plan), order, places, moved
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.moved:
             tensors = [
                 restrided(t, self.moved[i]) if i in self.moved else t for i, t in enumerate(tensors)
@@ -180,10 +170,9 @@ class BackwardPlan:
         return self.ready(*[tensors[i] for i in self.order])
 
 
-def spread(
-    found: Sequence[torch.Tensor], slots: Sequence[int | None], grads: Sequence[torch.Tensor]
-) -> Grads:
-    return tuple([None if s is None else found[s] if s >= 0 else grads[~s] for s in slots])
+def spread(found: Sequence[Tensor], places: Sequence[int | None], grads: Sequence[Tensor]) -> Grads:
+    """A gradient for every input that needs one, by its place in :meth:`Backward.graph`."""
+    return tuple([None if p is None else found[p] if p >= 0 else grads[~p] for p in places])
 
 
 def keep(where: dict[Any, Any], key: Any, value: Any) -> Any:

@@ -60,17 +60,11 @@ def is_read_right(x: Tensor, weight: Tensor | None, training: bool) -> bool:
     return x.is_contiguous() or not (training or 1 in x.shape)
 
 
-def _wants_signs(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-) -> bool:
+def _wants_signs(x: Tensor, *others: Tensor | None, activation: str | None) -> bool:
     """Whether a gradient will ask for the signs after relu, on a GPU."""
-    if residual is None or activation != "relu" or not torch.is_grad_enabled():
+    if others[-1] is None or activation != "relu" or not torch.is_grad_enabled():
         return False
-    return any_requires_grad((x, weight, bias, residual)) and x.is_cuda
+    return any_requires_grad((x, *others)) and x.is_cuda
 
 
 def check_given(asked: str, remedy: str, *running: Tensor | None) -> None:
@@ -151,7 +145,8 @@ def batch_norm(
         check_given("batch_norm(…, training=False)", "give both, or training=True", *running)
         return GIVEN.one(x, *running, weight, bias, residual, **attrs)
     check_written("batch_norm(…, training=True)", *running)
-    attrs |= {"keep_signs": _wants_signs(x, weight, bias, residual, activation)}
+    keep_signs = _wants_signs(x, weight, bias, residual, activation=activation)
+    attrs |= {"keep_signs": keep_signs}
     y, mean, var, *_ = TRAIN(x, weight, bias, *running, residual, momentum=momentum, **attrs)
     if x.numel():
         overwrite(running, (mean, var))

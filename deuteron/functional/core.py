@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -78,7 +79,7 @@ class Function:
         FUNCTIONS[name] = self
         self.op = _register(self)
 
-    def __call__(self, *tensors: torch.Tensor | None, **attrs: Any) -> Any:
+    def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
         """One tensor, or a tuple where the graph has several results."""
         attrs = self.defaults | attrs
         if is_compiling():
@@ -96,15 +97,13 @@ class Function:
                     return found[0] if len(found) == 1 else tuple(found)
                 tensors = tuple(readable(self.name, t) for t in tensors)
                 planned = self.plan(tensors, attrs)
-            if torch.is_grad_enabled() and any_requires_grad(tensors):
-                found = differentiably(planned, *tensors)
-            else:
-                found = planned.run(tensors)
+            needed = torch.is_grad_enabled() and any_requires_grad(tensors)
+            found = differentiably(planned, *tensors) if needed else planned.run(tensors)
         return found[0] if len(found) == 1 else tuple(found)
 
-    def one(self, *tensors: torch.Tensor | None, **attrs: Any) -> torch.Tensor:
+    def one(self, *tensors: Tensor | None, **attrs: Any) -> Tensor:
         """The call of a function with a single result."""
-        result: torch.Tensor = self(*tensors, **attrs)
+        result: Tensor = self(*tensors, **attrs)
         return result
 
     def plan(self, tensors: Tensors, attrs: Attributes) -> Planned:
@@ -116,7 +115,7 @@ class Function:
             found = keep(self.planned, key, Planned(self, types_of(tensors), attrs))
         return found
 
-    def by_references(self, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
+    def by_references(self, tensors: Tensors, attrs: Attributes) -> Sequence[Tensor]:
         """The results by torch's operators, one by one: for transforms that must see them."""
         given = [strided(self.name, t) for t in tensors]
         one_device(self.name, given)
@@ -163,7 +162,7 @@ class Planned:
         self.ready: ReadyPlan | None = None
         self.backwards: dict[tuple[bool, ...], Backward] = {}
 
-    def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
+    def run(self, tensors: Tensors) -> Sequence[Tensor]:
         """The results, without a thought of gradients."""
         given = tensors if self.all_given else [t for t in tensors if t is not None]
         if self.ready is None:
@@ -184,9 +183,7 @@ class _Differentiable(torch.autograd.Function):
     """The eager path with gradients: less overhead than the dispatcher's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, planned: Planned, *tensors: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, planned: Planned, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         backward = ctx.back = planned.backward(ctx.needs_input_grad[1:])
         results = planned.run(tensors)
         everything = (*tensors, *results)
@@ -198,7 +195,7 @@ class _Differentiable(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         of = [i for i, g in enumerate(grads) if g is not None]
         if not of:
             return (None,) * len(ctx.needs_input_grad)
@@ -208,11 +205,11 @@ class _Differentiable(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody means to differentiate what comes out
             return None, *back.by_references(of, given)
         plan = back.plan(of, given)
-        return None, *spread(plan.run(given), plan.slots, came)
+        return None, *spread(plan.run(given), plan.places, came)
 
 
 # Function.apply without its question about transforms, which was asked before
-differentiably: Callable[..., tuple[torch.Tensor, ...]] = super(
+differentiably: Callable[..., tuple[Tensor, ...]] = super(
     torch.autograd.Function, _Differentiable
 ).apply
 
@@ -242,29 +239,23 @@ def _register(function: Function) -> Any:
     words += ["*", *(_word(*each) for each in attrs.items())] if attrs else []
     LIBRARY.define(f"{function.name}({', '.join(words)}) -> Tensor[]")
 
-    def run(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
+    def run(*tensors: Tensor | None, **attrs: Any) -> list[Tensor]:
         given = [readable(function.name, t) for t in tensors]
         return list(function.plan(given, _frozen(attrs)).run(given))
 
-    def fake(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
+    def fake(*tensors: Tensor | None, **attrs: Any) -> list[Tensor]:
         return _empty(function.graph(types_of(tensors), _frozen(attrs)), tensors)
 
-    def keep(
-        ctx: Any,
-        inputs: tuple[Any, ...],
-        output: Any,
-        keyword_only_inputs: Attributes | None = None,
-    ) -> None:
-        needs = [
-            bool(n) and t is not None for n, t in zip(ctx.needs_input_grad, inputs, strict=False)
-        ]
+    def keep(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        asked = zip(ctx.needs_input_grad, inputs, strict=False)
+        needs = tuple(bool(need) and t is not None for need, t in asked)
         attrs = _frozen(keyword_only_inputs or {})
-        ctx.back = Backward(function, types_of(inputs), attrs, tuple(needs))
+        ctx.back = Backward(function, types_of(inputs), attrs, needs)
         everything = (*inputs, *output)
         ctx.save_for_backward(*(everything[i] for i in ctx.back.saved))
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    def backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         back: Backward = ctx.back
         of = [i for i, g in enumerate(grads) if g is not None and i in back.of]
         if not of:
@@ -272,7 +263,7 @@ def _register(function: Function) -> Any:
         given = [*ctx.saved_tensors, *(grads[i] for i in of)]
         found = torch.ops.deuteron.pullback(back.spec, of, given)
         _, places = back.graph(of, types_of(given)[len(back.saved) :])
-        return back.spread(found, places, given[len(back.saved) :])
+        return spread(found, places, given[len(back.saved) :])
 
     name = f"deuteron::{function.name}"
     LIBRARY.impl(function.name, run, "CompositeExplicitAutograd")
@@ -295,13 +286,11 @@ def _backward_of(spec: str, device: torch.device) -> Backward:
     return Backward(FUNCTIONS[name], read, _frozen(attrs), tuple(needs))
 
 
-def _pullback(spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _pullback(spec: str, of: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(_backward_of(spec, tensors[0].device).run(of, tensors))
 
 
-def _fake_pullback(
-    spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def _fake_pullback(spec: str, of: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
     back = _backward_of(spec, tensors[0].device)
     return _empty(back.graph(of, types_of(tensors)[len(back.saved) :])[0], tensors)
 
@@ -318,11 +307,11 @@ def _frozen(attrs: Attributes) -> Attributes:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in attrs.items()}
 
 
-def _empty(graph: Graph, tensors: Tensors) -> list[torch.Tensor]:
-    device = next(t.device for t in tensors if t is not None)
+def _empty(graph: Graph, tensors: Tensors) -> list[Tensor]:
+    home = next(t.device for t in tensors if t is not None)
     types = [graph.types[value] for _, value in graph.outputs]
     return [
-        torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=device) for t in types
+        torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=home) for t in types
     ]
 
 

@@ -103,23 +103,17 @@ def embedding(
     if max_norm is not None:
         index = index.contiguous()
         _shorten(index, weight, max_norm, norm_type)
-        more: Any = {
-            "scale_grad_by_freq": scale_grad_by_freq,
-            "sparse": sparse,
-            "position": position,
-        }
-        return embedding(index, weight, padding_idx, **more)
+        rest = None, 2.0, scale_grad_by_freq, sparse
+        return embedding(index, weight, padding_idx, *rest, position=position)
     row = None if padding_idx is None else _row(padding_idx, weight)
     if sparse:
         _may_be_torchs("sparse", True)
         y = F.embedding(index, weight, row, None, 2.0, scale_grad_by_freq, True)
         found = y if position is None else y + position
         return told(found, "embedding", weight, "its gradient is sparse")
-    how = {
-        "padding_idx": -1 if row is None else row,
-        "scale_grad_by_freq": bool(scale_grad_by_freq),
-    }
-    return EMBEDDING.one(index, weight, position, **how)
+    pad, by_frequency = -1 if row is None else row, bool(scale_grad_by_freq)
+    given = index, weight, position
+    return EMBEDDING.one(*given, padding_idx=pad, scale_grad_by_freq=by_frequency)
 
 
 def sinusoidal(

@@ -124,32 +124,12 @@ def _is_joined(a: Any) -> bool:
 
 
 @_by_torch
-def _torch_layer_norm(x: Tensor, a: Any) -> Tensor:
-    return F.layer_norm(x, _shape(a.normalized_shape), a.weight, a.bias, a.eps)
-
-
-@_by_torch
-def _torch_rms_norm(x: Tensor, a: Any) -> Tensor:
-    return F.rms_norm(x, _shape(a.normalized_shape), a.weight, a.eps)
-
-
-@_by_torch
-def _torch_group_norm(x: Tensor, a: Any) -> Tensor:
-    return F.group_norm(x, a.num_groups, a.weight, a.bias, a.eps)
-
-
-@_by_torch
 def _torch_instance_norm(x: Tensor, a: Any) -> Tensor:
     # torch's instance_norm writes statistics that it was given back, rounded once more
     norm: Any = F.instance_norm if a.use_input_stats else F.batch_norm
     params = a.running_mean, a.running_var, a.weight, a.bias
     found: Tensor = norm(x, *params, a.use_input_stats, a.momentum, a.eps)
     return found
-
-
-def _has_another_weight(a: Any) -> bool:
-    """With a weight of another type torch's rms_norm answers in the wider one."""
-    return a.weight is not None and a.weight.dtype is not a.x.dtype
 
 
 def _group_norm_is_ours(a: Any) -> bool:
@@ -169,7 +149,10 @@ def _instance_norm_is_ours(a: Any) -> bool:
 # ---- the functions
 
 
-@delegates(by=_torch_layer_norm, several=_is_joined)
+@delegates(
+    by=_by_torch(lambda x, a: F.layer_norm(x, _shape(a.normalized_shape), a.weight, a.bias, a.eps)),
+    several=_is_joined,
+)
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -194,7 +177,12 @@ def layer_norm(
     return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(by=_torch_rms_norm, several=_is_joined, unless=_has_another_weight)
+@delegates(
+    by=_by_torch(lambda x, a: F.rms_norm(x, _shape(a.normalized_shape), a.weight, a.eps)),
+    several=_is_joined,
+    # with a weight of another type torch answers in the wider one
+    unless=lambda a: a.weight is not None and a.weight.dtype is not a.x.dtype,
+)
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -216,8 +204,12 @@ def rms_norm(
     return RMS(x, weight, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-# a single norm is several launches in torch, too
-@delegates(by=_torch_group_norm, several=True, unless=_group_norm_is_ours, on_cpu=ANY)
+@delegates(
+    by=_by_torch(lambda x, a: F.group_norm(x, a.num_groups, a.weight, a.bias, a.eps)),
+    several=True,  # a single norm is several launches in torch, too
+    unless=_group_norm_is_ours,
+    on_cpu=ANY,
+)
 def group_norm(
     x: Tensor,
     num_groups: int,

@@ -6,27 +6,23 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import Parameter, Signature
 from textwrap import fill
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.functional.autocast import FLOAT32, Cast
-from deuteron.functional.core import Build, Function, Schema
+from deuteron.functional.core import Function, Schema
 from deuteron.functional.delegate import delegates
 from deuteron.ops import REQUIRED, TABLE, Attr, Fusion, OpDef, Ops, Sym, table
 
-KINDS = {
-    **{kind: kind for kind in ("int", "float", "bool", "str")},
-    "dtype": "str",
-    "ints": "tuple[int, ...]",
-}
+KINDS = {kind: kind for kind in ("int", "float", "bool", "str")}
+KINDS |= {"dtype": "str", "ints": "tuple[int, ...]"}
 ANY = {"size": "tuple[int, ...]", "scale": "tuple[float, ...]"}  # of kind any, by name
 # Inductor calls an operator that it passes through ``kernel``, beside attributes by their names
 INDUCTORS = {"kernel": "kernel_size"}
 OPERATORS: dict[str, Function] = {}
-R = TypeVar("R")
 
 
 def _kind(key: str, attr: Attr) -> str:
@@ -44,83 +40,88 @@ def schema(op: OpDef, count: int = 0) -> Schema:
     return tensors, {INDUCTORS.get(key, key): _kind(key, attr) for key, attr in op.attrs.items()}
 
 
-def _writing(op: OpDef) -> Build:
-    names = {INDUCTORS.get(key, key): key for key in op.attrs}
-
-    def build(b: Ops, *tensors: Sym | None, **attrs: Any) -> Any:
-        return b.call(op.name, *tensors, **{names[key]: value for key, value in attrs.items()})
-
-    return build
-
-
 def operator(name: str, count: int = 0) -> Function:
     """The operator ``name`` as a function of tensors; attributes left out take their defaults.
     ``count``: how many tensors a variadic one is given."""
     op, own = table.get(name), f"op_{name}{count or ''}"
     if own not in OPERATORS:
-        defaults = {INDUCTORS.get(key, key): attr.default for key, attr in op.attrs.items()}
+        names = {INDUCTORS.get(key, key): key for key in op.attrs}
+
+        def build(b: Ops, *tensors: Sym | None, **attrs: Any) -> Any:
+            return b.call(name, *tensors, **{names[key]: value for key, value in attrs.items()})
+
+        defaults = {new: op.attrs[key].default for new, key in names.items()}
         kind = Cast if own in FLOAT32 else Function
-        OPERATORS[own] = kind(own, _writing(op), schema(op, count), defaults)
+        OPERATORS[own] = kind(own, build, schema(op, count), defaults)
     return OPERATORS[own]
+
+
+def _variadic(name: str) -> Callable[..., Any]:
+    for count in range(1, 9):  # torch.compile cannot make one, and finds so many ready
+        operator(name, count)
+    return lambda *tensors, **attrs: operator(name, len(tensors))(*tensors, **attrs)
 
 
 def from_table(
     name: str,
     called: str = "",
     *,
+    home: Any = None,
     rename: Mapping[str, str] | None = None,
     more: Mapping[str, bool] | None = None,
     casts: bool = False,
     run: Callable[..., Any] | None = None,
     see: str = "",
+    **rule: Any,
 ) -> Callable[..., Any]:
     """A public function of the operator ``name``, with its own signature and help.
 
     called  its name, if that is another one
+    home    the module of torch's that has a function of that name, for small calls
     rename  attributes that torch has under other names
     more    further arguments and their defaults, such as ``inplace``
     casts   whether there is an argument ``dtype``, a type that x is cast to first
     run     what is called in the place of the operator: with the tensors by place, and attributes
             by the operator's names and further arguments by theirs
-    see     sentences for the help
+    see     a sentence for the help
+    rule    which small calls go to torch's function, as for :func:`delegates`
     """
-    op = table.get(name)
-    called, new_names = called or name, INDUCTORS | dict(rename or {})
-    own = {new_names.get(key, key): (key, attr) for key, attr in op.attrs.items()}
-    shown = _signature(op, own, more or {}, casts)
-    names, slots = list(shown.parameters), [slot.strip("*?") for slot in op.inputs]
+    op, called, more = table.get(name), called or name, more or {}
+    names = INDUCTORS | dict(rename or {})
+    own = {names.get(key, key): (key, attr) for key, attr in op.attrs.items()}
+    shown = _signature(op, own, more, casts)
+    places, slots = list(shown.parameters), [slot.strip("*?") for slot in op.inputs]
     required = [p.name for p in shown.parameters.values() if p.default is p.empty]
     call = run or (_variadic(name) if op.variadic else operator(name))
 
     def function(*args: Any, **named: Any) -> Any:
-        given = named if op.variadic else dict(zip(names, args, strict=False)) | named
-        if not op.variadic and not all(key in given for key in required):
-            shown.bind(*args, **named)  # says what is missing
-        tensors: tuple[Any, ...] = args
+        given, tensors = named, args
         if not op.variadic:
+            given = dict(zip(places, args, strict=False)) | named
+            if not all(key in given for key in required):
+                shown.bind(*args, **named)  # says what is missing
             tensors = tuple([given.get(slot) for slot in slots])
         attrs = {
             INDUCTORS.get(key, key): _coerced(called, new, attr, given.get(new, attr.default))
             for new, (key, attr) in own.items()
         }
-        for key, default in (more or {}).items():
+        for key, default in more.items():
             attrs[key] = given.get(key, default)
         dtype = given.get("dtype") if casts else None
         if dtype is None:
             return call(*tensors, **attrs)
         return call(tensors[0].to(dtype), *tensors[1:], **attrs).to(dtype)
 
-    function.__signature__ = shown  # type: ignore[attr-defined]
+    if home is not None:
+        see = f"As ``{home.__name__}.{called}``. {see}".strip()
+        rule = {"autocast": True} | ({} if "by" in rule else {"call": getattr(home, called)}) | rule
     lines = [f"    {new}: {attr.doc}" for new, (_, attr) in own.items() if attr.doc]
     lines += ["    dtype: the type that x is cast to first"] if casts else []
-    text = "\n".join([fill(f"{op.doc} {see}".strip(), 96), *([""] if lines else []), *lines])
-    return named(function, called, text)
-
-
-def _variadic(name: str) -> Callable[..., Any]:
-    for count in range(1, 9):  # so many tensors torch.compile, too, finds ready; it makes nothing
-        operator(name, count)
-    return lambda *tensors, **attrs: operator(name, len(tensors))(*tensors, **attrs)
+    text = [fill(f"{op.doc} {see}".strip(), 96), *([""] if lines else []), *lines]
+    function.__name__ = function.__qualname__ = called
+    function.__module__, function.__doc__ = "deuteron.functional", "\n".join(text)
+    function.__signature__ = shown  # type: ignore[attr-defined]
+    return delegates(**rule)(function)
 
 
 def _coerced(called: str, key: str, attr: Attr, value: Any) -> Any:
@@ -128,6 +129,9 @@ def _coerced(called: str, key: str, attr: Attr, value: Any) -> Any:
     bool None is the default, as torch has it."""
     if value is attr.default or (value is None and attr.kind == "bool"):
         return attr.default
+    several = value if attr.kind == "ints" and isinstance(value, list | tuple) else ()
+    if several and all(each.__class__ is int for each in several):
+        return tuple(several)  # torch.compile cannot look into what follows
     try:
         return attr.coerce(key, value)
     except GraphError as error:
@@ -138,40 +142,29 @@ def _coerced(called: str, key: str, attr: Attr, value: Any) -> Any:
 def _signature(
     op: OpDef, own: Mapping[str, tuple[str, Attr]], more: Mapping[str, bool], casts: bool
 ) -> Signature:
-    place: Any = Parameter.POSITIONAL_OR_KEYWORD
-    only, found = Parameter.KEYWORD_ONLY, []
-    for slot in op.inputs:
-        if slot.startswith("*"):
-            found.append(Parameter(slot[1:], Parameter.VAR_POSITIONAL, annotation="Tensor"))
-        elif slot.endswith("?"):
-            found.append(Parameter(slot[:-1], place, default=None, annotation="Tensor | None"))
-        else:
-            found.append(Parameter(slot, place, annotation="Tensor"))
+    place, only, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.empty
+    found = [
+        Parameter(
+            slot.strip("*?"),
+            Parameter.VAR_POSITIONAL if slot.startswith("*") else place,
+            default=None if slot.endswith("?") else empty,
+            annotation="Tensor | None" if slot.endswith("?") else "Tensor",
+        )
+        for slot in op.inputs
+    ]
     needed = [attr.default is REQUIRED for attr in op.attrs.values()]
-    if op.required < len(op.inputs) or needed != sorted(needed, reverse=True):
-        place = only  # by name, where something before them may be left out
+    # by name, where something before them may be left out
+    named = op.required < len(op.inputs) or needed != sorted(needed, reverse=True)
     for new, (key, attr) in own.items():
-        default = Parameter.empty if attr.default is REQUIRED else attr.default
+        default = empty if attr.default is REQUIRED else attr.default
         kind = _kind(key, attr).replace("tuple[int, ...]", "int | Sequence[int]")
-        found.append(Parameter(new, place, default=default, annotation=kind))
+        found.append(Parameter(new, only if named else place, default=default, annotation=kind))
     found += [
         Parameter(key, place, default=value, annotation="bool") for key, value in more.items()
     ]
     if casts:
         found.append(Parameter("dtype", only, default=None, annotation="torch.dtype | None"))
     return Signature(found, return_annotation="Tensor")
-
-
-def named(function: Callable[..., R], name: str, doc: str) -> Callable[..., R]:
-    """``function`` as the public one of that name, with a text for ``help``."""
-    function.__name__ = function.__qualname__ = name
-    function.__module__, function.__doc__ = "deuteron.functional", doc
-    return function
-
-
-def public(name: str) -> Callable[..., Any]:
-    """The operator ``name``, which has no function of its own here, as one."""
-    return delegates()(from_table(name))
 
 
 # ---- activations by name
@@ -185,10 +178,9 @@ def _is_activation(op: OpDef) -> bool:
 
 # those that are a function of torch's, too
 TORCHS: dict[str, Callable[..., Tensor]] = {
-    name: getattr(F, name.replace("log_sigmoid", "logsigmoid"))
-    for name, op in TABLE.items()
-    if _is_activation(op) and hasattr(F, name.replace("log_sigmoid", "logsigmoid"))
-} | {"gelu_tanh": partial(F.gelu, approximate="tanh")}
+    name: getattr(F, name) for name, op in TABLE.items() if _is_activation(op) and hasattr(F, name)
+}
+TORCHS |= {"log_sigmoid": F.logsigmoid, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def activated(b: Ops, x: Sym, activation: str | None) -> Sym:
@@ -198,8 +190,6 @@ def activated(b: Ops, x: Sym, activation: str | None) -> Sym:
     if activation == "gelu_tanh":
         return b.one("gelu", x, approximate="tanh")
     if activation not in TABLE or not _is_activation(TABLE[activation]):
-        raise GraphError(
-            f"there is no activation {activation!r}",
-            remedy=f"use one of {', '.join(TORCHS)}, or another elementwise operator by its name",
-        )
+        known = f"one of {', '.join(TORCHS)}, or another elementwise operator by its name"
+        raise GraphError(f"there is no activation {activation!r}", remedy=f"use {known}")
     return b.one(activation, x)

@@ -13,9 +13,9 @@ from deuteron.functional.delegate import ANY, delegates
 from deuteron.functional.operators import from_table, operator
 
 SAYS = {
-    "topk": "; best first, whether ``sorted`` or not",
-    "sort": "; equal elements keep their order unless ``stable`` is False",
-    **dict.fromkeys(("cumsum", "cumprod"), "; the same bits in every run"),
+    "topk": "Best first, whether ``sorted`` or not.",
+    "sort": "Equal elements keep their order unless ``stable`` is False.",
+    "cumsum": "The same bits in every run.",
 }
 
 
@@ -33,16 +33,16 @@ def _along(name: str, **rule: Any) -> Callable[..., Any]:
             found = tuple(t.squeeze(0) for t in of_row) if many else of_row.squeeze(0)
         return found if pair is None else pair(found)
 
-    function = from_table(
+    return from_table(
         name,
+        home=torch,
         rename={"axis": "dim"},
         more={"sorted": True} if name == "topk" else None,
         casts=pair is None,
         run=run,
-        see=f"As ``torch.{name}``{SAYS.get(name, '')}.",
-    )
-    return delegates(**({"call": getattr(torch, name), "on_cpu": ANY, "autocast": True} | rule))(
-        function
+        see=SAYS.get(name, ""),
+        on_cpu=ANY,
+        **rule,
     )
 
 
@@ -55,9 +55,7 @@ def _is_one_long_row(a: Any) -> bool:
 cumsum, cumprod = (_along(name, unless=_is_one_long_row) for name in ("cumsum", "cumprod"))
 cummax, cummin, topk = _along("cummax"), _along("cummin"), _along("topk")
 sort = _along(
-    "sort",
-    call=None,
-    by=lambda a: torch.sort(a.x, dim=a.dim, descending=a.descending, stable=a.stable),
+    "sort", by=lambda a: torch.sort(a.x, dim=a.dim, descending=a.descending, stable=a.stable)
 )
 HISTOGRAM = operator("histogram")
 

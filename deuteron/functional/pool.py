@@ -25,11 +25,8 @@ from deuteron.ops.pool_taps import fits
 from deuteron.target import has_triton
 
 Size = int | Sequence[int]
-MAX, MAX_WITH_INDICES = operator("max_pool"), operator("max_pool_with_indices")
-MAX_WITH_TAPS, AVG = operator("max_pool_with_taps"), operator("avg_pool")
-WEIGHTED, PYRAMID = from_table("weighted_pool"), from_table("pyramid_pool")
-ADAPTIVE_MAX, ADAPTIVE_AVG = operator("adaptive_max_pool"), operator("adaptive_avg_pool")
-ADAPTIVE_MAX_WITH_INDICES = operator("adaptive_max_pool_with_indices")
+MAX_WITH_TAPS, PYRAMID = operator("max_pool_with_taps"), from_table("pyramid_pool")
+WEIGHTED = from_table("weighted_pool")
 
 
 def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
@@ -75,107 +72,74 @@ def _may_miss(dims: int, a: Any) -> bool:
     return any(d > n for d, n in zip(steps, a.x.shape[-dims:], strict=True))
 
 
-def _max_pool(dims: int) -> Callable[..., Any]:
-    def run(x: Tensor, *, kernel_size: Any, return_indices: bool, **attrs: Any) -> Any:
-        if dims == 3 and not return_indices:  # autocast has no rule for torch's that finds places
-            x = in_float32(x, ("cpu",))
-        taps = not return_indices and _wants_taps(x, dims, kernel_size)
-        planned = MAX_WITH_INDICES if return_indices else MAX_WITH_TAPS if taps else MAX
-        found = _batched(x, dims, partial(planned, kernel_size=kernel_size, **attrs))
-        return found[0] if taps else found
-
-    return _pool(
-        f"max_pool{dims}d",
-        "max_pool",
-        more={"return_indices": False},
-        run=run,
-        see="With ``return_indices`` also where it stood.",
-        unless=partial(_may_miss, dims),
-        on_cpu=ANY if dims == 3 else _max_is_torchs,
-    )
-
-
-def mean_gradient_is_wrong(a: Any) -> bool:
+def mean_gradient_is_wrong(dims: int, a: Any) -> bool:
     """Of padded windows of channels last, in some versions of torch on a GPU."""
-    padded = a.padding not in (0, (0,))
+    padded = dims == 2 and a.padding not in (0, (0,))
     return padded and mean_gradient_faults(a.x) and is_differentiated(a.x)
 
 
-def _avg_pool(dims: int) -> Callable[..., Any]:
-    def run(x: Tensor, **attrs: Any) -> Any:
-        x = in_float32(x, ("cpu",)) if dims == 3 else x
-        return _batched(x, dims, partial(AVG, **attrs))
-
-    return _pool(
-        f"avg_pool{dims}d",
-        "avg_pool",
-        rename={"divisor": "divisor_override"},
-        run=run,
-        unless=mean_gradient_is_wrong if dims == 2 else None,
-        on_cpu=ANY if dims == 3 else _mean_is_torchs,
-        ordered=dims < 3,
-    )
-
-
-def _pool(
-    called: str,
-    op: str,
-    *,
-    rename: Any = None,
-    more: Any = None,
-    run: Callable[..., Any],
-    see: str = "",
-    **rule: Any,
-) -> Callable[..., Any]:
-    """A pooling of the table under torch's name, for one number of dimensions."""
-    see = f"As ``torch.nn.functional.{called}``. {see}"
-    function = from_table(op, called, rename=rename, more=more, run=run, see=see)
-    usual = {"ordered": False, "autocast": not called.endswith("3d")}
-    return delegates(getattr(F, called), **(usual | rule))(function)
-
-
-def _is_a_large_mean(a: Any) -> bool:
+def _is_a_large_mean(dims: int, a: Any) -> bool:
     """The mean of everything is a reduction, and a large one better as ours."""
     whole = a.output_size in (1, (1, 1), [1, 1])
     return whole and not is_small(a.x) and not (a.x.is_cpu and mean_is_torchs(a.x))
 
 
-def _adaptive(kind: str, dims: int) -> Callable[..., Any]:
-    """Windows chosen so that a given number of them remains."""
+def _full(x: Tensor, size: Any, called: str, dims: int) -> tuple[int, ...]:
+    """``output_size`` with a number for each dimension; None keeps one as it is."""
+    given = size if isinstance(size, tuple) else (size,) * dims
+    if len(given) != dims or not all(n is None or hasattr(n, "__index__") for n in given):
+        raise BindError(
+            f"output_size={size} is not a whole number, nor {dims} of them",
+            asked=f"{called}(…, output_size={size})",
+            remedy=f"give one number, or {dims}; None keeps a dimension as it is",
+        )
+    return tuple(n if s is None else s for n, s in zip(x.shape[-dims:], given, strict=True))
 
-    def run(x: Tensor, *, size: Any, return_indices: bool = False) -> Any:
-        x = in_float32(x, ("cpu",)) if dims == 3 else x
-        given = size if isinstance(size, tuple) else (size,) * dims
-        if len(given) != dims or not all(n is None or hasattr(n, "__index__") for n in given):
-            raise BindError(
-                f"output_size={size} is not a whole number, nor {dims} of them",
-                asked=f"adaptive_{kind}_pool{dims}d(…, output_size={size})",
-                remedy=f"give one number, or {dims}; None keeps a dimension as it is",
-            )
-        full = tuple(n if s is None else s for n, s in zip(x.shape[-dims:], given, strict=True))
-        planned = ADAPTIVE_MAX_WITH_INDICES if return_indices else ADAPTIVES[kind]
-        return _batched(x, dims, partial(planned, size=full))
 
-    return _pool(
-        f"adaptive_{kind}_pool{dims}d",
-        f"adaptive_{kind}_pool",
-        rename={"size": "output_size"},
-        more={"return_indices": False} if kind == "max" else None,
+def _pool(kind: str, dims: int) -> Callable[..., Any]:
+    """A pooling of the table under torch's name, for one number of dimensions."""
+    op, called, places = f"{kind}_pool", f"{kind}_pool{dims}d", kind.endswith("max")
+    usual, with_places = operator(op), operator(f"{op}_with_indices" if places else op)
+
+    def run(x: Tensor, *, return_indices: bool = False, **attrs: Any) -> Any:
+        if dims == 3 and not (kind == "max" and return_indices):  # autocast has no rule for that
+            x = in_float32(x, ("cpu",))
+        if "size" in attrs:
+            attrs["size"] = _full(x, attrs["size"], called, dims)
+        taps = kind == "max" and _wants_taps(x, dims, attrs["kernel_size"]) and not return_indices
+        planned = with_places if return_indices else MAX_WITH_TAPS if taps else usual
+        found = _batched(x, dims, partial(planned, **attrs))
+        return found[0] if taps else found
+
+    return from_table(
+        op,
+        called,
+        home=F,
+        rename={"divisor": "divisor_override", "size": "output_size"},
+        more={"return_indices": False} if places else None,
         run=run,
-        see="With ``return_indices`` also where they stood." if kind == "max" else "",
-        unless=_is_a_large_mean if kind == "avg" else None,
-        on_cpu=ANY,
+        see="With ``return_indices`` also where they stood." if places else "",
+        unless=partial(UNLESS[kind], dims),
+        on_cpu=ON_CPU.get(kind, ANY) if dims < 3 else ANY,
+        ordered=kind == "avg" and dims < 3,
+        autocast=dims < 3,
     )
 
 
-ADAPTIVES = {"max": ADAPTIVE_MAX, "avg": ADAPTIVE_AVG}
-max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
-avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
+UNLESS: dict[str, Callable[[int, Any], bool]] = {
+    "max": _may_miss,
+    "avg": mean_gradient_is_wrong,
+    "adaptive_avg": _is_a_large_mean,
+    "adaptive_max": lambda dims, a: False,
+}
+ON_CPU = {"max": _max_is_torchs, "avg": _mean_is_torchs}
+max_pool1d, max_pool2d, max_pool3d = (_pool("max", n) for n in (1, 2, 3))
+avg_pool1d, avg_pool2d, avg_pool3d = (_pool("avg", n) for n in (1, 2, 3))
 adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
-    _adaptive("avg", dims) for dims in (1, 2, 3)
+    _pool("adaptive_avg", n) for n in (1, 2, 3)
 )
 adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
-    _adaptive("max", dims) for dims in (1, 2, 3)
+    _pool("adaptive_max", n) for n in (1, 2, 3)
 )
 
 

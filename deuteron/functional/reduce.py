@@ -95,10 +95,9 @@ def _reduction(op: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
         rest = () if a.dim is None and not a.keepdim else (a.dim, a.keepdim)
         return torchs(a.x, *rest, dtype=a.dtype)
 
-    see, rename = f"As ``torch.{called}``.", {"axes": "dim", "axis": "dim"}
-    function = from_table(op, called, rename=rename, casts=casts, run=run, see=see)
-    call = {"by": of_all} if casts else {"call": torchs}
-    return delegates(**call, autocast=True, **rule)(function)
+    rule |= {"by": of_all} if casts else {}
+    rename = {"axes": "dim", "axis": "dim"}
+    return from_table(op, called, home=torch, rename=rename, casts=casts, run=run, **rule)
 
 
 sum = _reduction("sum", on_cpu=_sum_is_torchs)
@@ -192,11 +191,11 @@ def _permute(b: Ops, x: Sym, *, dims: tuple[int, ...]) -> Sym:
     return b.one("to_layout", b.permute(x, dims=dims), layout="contiguous")
 
 
-PERMUTE = Function("permute", _permute)
-
-
-@delegates(torch.permute_copy, on_cpu=ANY, autocast=True)
-def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The dimensions of x in the order ``dims``, as a tensor laid out in that order (not a view, as
-    ``torch.permute`` gives)."""
-    return PERMUTE.one(x, dims=tuple(dims))
+permute = from_table(
+    "permute",
+    run=Function("permute", _permute),
+    see="Laid out in that order, not a view as ``torch.permute`` gives.",
+    call=torch.permute_copy,
+    on_cpu=ANY,
+    autocast=True,
+)

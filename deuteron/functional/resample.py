@@ -95,11 +95,15 @@ def _sample(x: Tensor, grid: Tensor, **how: Any) -> Any:
     return GRID_SAMPLE(*widest(x, grid), **how)
 
 
-grid_sample = delegates(
+grid_sample = from_table(
+    "grid_sample",
+    home=F,
+    run=_sample,
     by=lambda a: F.grid_sample(a.x, a.grid, a.mode, a.padding_mode, bool(a.align_corners)),
     on_cpu=ANY,
     ordered=False,
-)(from_table("grid_sample", run=_sample, see="As ``torch.nn.functional.grid_sample``."))
+    autocast=False,
+)
 
 
 def _shuffle(name: str, factor: str) -> Callable[..., Tensor]:
@@ -107,9 +111,8 @@ def _shuffle(name: str, factor: str) -> Callable[..., Tensor]:
         """With a factor of 1 torch answers with x itself, and so it does of nothing."""
         return getattr(a, factor) == 1 or not a.x.numel()
 
-    see = f"r is ``{factor}``. As ``torch.nn.functional.{name}``."
-    handed = delegates(getattr(F, name), unless=is_itself, on_cpu=ANY, autocast=True)
-    return handed(from_table(name, rename={"factor": factor}, see=see))
+    rename = {"factor": factor}
+    return from_table(name, home=F, rename=rename, unless=is_itself, on_cpu=ANY)
 
 
 pixel_shuffle = _shuffle("pixel_shuffle", "upscale_factor")

@@ -63,12 +63,12 @@ def _by_torch(call: Callable[..., Tensor], a: Any) -> Any:
     return call(x, a.dim, dtype=a.dtype)
 
 
-def _attributes(
-    x: Tensor, dim: int | None, scale: float, dtype: torch.dtype | None
-) -> dict[str, Any]:
+def _run(
+    function: Cast, x: Tensor, dim: int | None, mask: Any, scale: float, dtype: torch.dtype | None
+) -> Tensor:
     usual = 0 if x.ndim in (0, 1, 3) else 1  # torch's choice, where nothing is said
     short = None if dtype is None else to_dtype(dtype).short
-    return {"dim": usual if dim is None else dim, "scale": scale, "dtype": short}
+    return function.one(x, mask, dim=usual if dim is None else dim, scale=scale, dtype=short)
 
 
 @delegates(by=partial(_by_torch, torch.softmax), several=_is_joined, autocast=True)
@@ -86,7 +86,7 @@ def softmax(
     nothing is left, is 0. Any other mask is added, like a bias of attention. ``dtype``: x is cast
     to it first, in the same pass.
     """
-    return SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))
+    return _run(SOFTMAX, x, dim, mask, scale, dtype)
 
 
 @delegates(by=partial(_by_torch, torch.log_softmax), several=_is_joined, autocast=True)
@@ -99,4 +99,4 @@ def log_softmax(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The logarithm of :func:`softmax`, exact where the softmax itself would be 0."""
-    return LOG_SOFTMAX.one(x, mask, **_attributes(x, dim, scale, dtype))
+    return _run(LOG_SOFTMAX, x, dim, mask, scale, dtype)
