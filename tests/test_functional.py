@@ -6,7 +6,6 @@ import copy
 import importlib
 import inspect
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -445,7 +444,7 @@ def test_padded_means_of_channels_last_are_not_torchs_on_a_gpu(monkeypatch):
     x = torch.randn(1, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
 
     def is_wrong(x, padding):
-        return pool.mean_gradient_is_wrong(2, SimpleNamespace(x=x, padding=padding))
+        return pool.mean_gradient_is_wrong(2, x, 2, padding=padding)
 
     assert not is_wrong(x, 1)
     monkeypatch.setattr(pool, "mean_gradient_faults", lambda x: not x.is_contiguous())

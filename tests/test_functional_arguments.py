@@ -401,11 +401,11 @@ def as_if_large() -> Iterator[None]:
     """Calls are planned first, as those of large tensors are."""
     usual = small.LIMITS[-1]
     with f.delegation(True):
-        small.LIMITS[-1] = -1
+        small.LIMITS[-1] = small.LIMITS.least = -1
         try:
             yield
         finally:
-            small.LIMITS[-1] = usual
+            small.LIMITS[-1] = small.LIMITS.least = usual
 
 
 def same(a: Outcome, b: Outcome) -> bool:

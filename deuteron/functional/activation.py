@@ -44,9 +44,9 @@ IN_PLACE = (
 TORCH_NAMES = {"hardtanh": {"min": "min_val", "max": "max_val"}, "glu": {"axis": "dim"}}
 
 
-def _cheap_is_torchs(slow: Collection[torch.dtype], a: Any) -> bool:
-    most = SHORT_TO_TRAIN if is_differentiated(a.x) else SHORT_BYTES
-    return a.x.dtype not in slow or a.x.nbytes < most
+def _cheap_is_torchs(slow: Collection[torch.dtype], x: Tensor, *_: Any, **__: Any) -> bool:
+    most = SHORT_TO_TRAIN if is_differentiated(x) else SHORT_BYTES
+    return x.dtype not in slow or x.nbytes < most
 
 
 def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
@@ -71,11 +71,6 @@ def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tenso
     )
 
 
-def _prelu_is_torchs(a: Any) -> bool:
-    """On a CPU, where torch has several calls for the gradient."""
-    return a.x.nbytes < SHORT_BYTES or (a.x.dtype not in LOW and not is_differentiated(a.x))
-
-
 relu, relu6, leaky_relu, hardtanh, hardswish, hardsigmoid, softshrink, hardshrink, threshold = map(
     _activation,
     "relu relu6 leaky_relu hardtanh hardswish hardsigmoid softshrink hardshrink threshold".split(),
@@ -84,8 +79,13 @@ sigmoid, tanh, silu, mish, elu, selu, celu, softplus, glu = map(
     _activation, "sigmoid tanh silu mish elu selu celu softplus glu".split()
 )
 logsigmoid = log_sigmoid = _activation("log_sigmoid", "logsigmoid")
-gelu = _activation("gelu", by=lambda a: F.gelu(a.x, approximate=a.approximate))
-prelu = _activation("prelu", on_cpu=_prelu_is_torchs)
+gelu = _activation("gelu", call=lambda x, approximate="none": F.gelu(x, approximate=approximate))
+prelu = _activation(
+    "prelu",  # for whose gradient torch has several calls
+    on_cpu=lambda x, weight: (
+        x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
+    ),
+)
 softsign = _activation("softsign", call=None)  # too many calls in torch
 tanhshrink = _activation("tanhshrink", several=True)
 
@@ -113,11 +113,11 @@ GATE = Function("gate", _gate)
 GATE_HALVES = Function("gate_halves", _gate_halves)
 
 
-def _torch_bias_act(a: Any) -> Tensor:
-    return TORCHS[a.activation](a.x if a.bias is None else a.x + a.bias)
+def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
+    return TORCHS[activation](x if bias is None else x + bias)
 
 
-@delegates(by=_torch_bias_act, several=lambda a: a.bias is not None)
+@delegates(_torch_bias_act, several=lambda x, bias, *_, **__: bias is not None)
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
     """activation(x + bias) in one pass; the gradient of bias is a sum in float32.
 
@@ -141,18 +141,18 @@ def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
     )
 
 
-def _torch_gated(activation: str, a: Any) -> Any:
+def _torch_gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Any:
     """The gate in two calls of torch's, for which halves are views."""
-    if a.up is None and a.gate.shape[-1] % 2:
+    if up is None and gate.shape[-1] % 2:
         return NotImplemented
-    gate, up = (a.gate, a.up) if a.up is not None else a.gate.chunk(2, -1)
+    gate, up = (gate, up) if up is not None else gate.chunk(2, -1)
     return TORCHS[activation](gate) * up
 
 
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-@delegates(by=partial(_torch_gated, "silu"), several=True, autocast=True)
+@delegates(partial(_torch_gated, "silu"), several=True, autocast=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
     and up.
@@ -162,7 +162,11 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _gated("silu", gate, up)
 
 
-@delegates(by=lambda a: _torch_gated(GELUS[a.approximate], a), several=True, autocast=True)
+@delegates(
+    lambda gate, up=None, approximate="none": _torch_gated(GELUS[approximate], gate, up),
+    several=True,
+    autocast=True,
+)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) · up in one pass, as :func:`swiglu`. ``approximate="tanh"`` takes that of gelu.
 
@@ -171,7 +175,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
     return _gated(GELUS.get(approximate, f"gelu_{approximate}"), gate, up)
 
 
-@delegates(by=partial(_torch_gated, "relu"), several=True, autocast=True)
+@delegates(partial(_torch_gated, "relu"), several=True, autocast=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up in one pass, as :func:`swiglu`.
 
@@ -221,13 +225,15 @@ def _seeds(device: torch.device, stream: int) -> Tensor:
         return torch.arange(2 * SEEDS, device=device).div_(2, rounding_mode="floor")[::2]
 
 
-def _torch_dropout(a: Any) -> Any:
+def _torch_dropout(
+    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Any = None
+) -> Any:
     """torch answers with x itself where it does not train, and knows no seeds."""
-    known = a.training and a.seed is None
-    return F.dropout(a.x, a.p, True, a.inplace) if known else NotImplemented
+    known = training and seed is None
+    return F.dropout(x, p, True, inplace) if known else NotImplemented
 
 
-@delegates(by=_torch_dropout, autocast=True)
+@delegates(_torch_dropout, autocast=True)
 def dropout(
     x: Tensor,
     p: float = 0.5,
@@ -253,16 +259,17 @@ def dropout(
     return bias_dropout_residual(x, None, None, p, training, seed=seed)
 
 
-def _torch_bias_dropout_residual(a: Any) -> Any:
+def _torch_bias_dropout_residual(
+    x: Tensor, bias: Any, residual: Any, p: float = 0.5, training: bool = True, *, seed: Any = None
+) -> Any:
     """Three calls; ours are two, with the one that draws a seed, and launched no sooner."""
-    large = a.x.is_cuda and not is_small(a.x)
-    if not a.training or a.seed is not None or large or is_captured(a.x):
+    if not training or seed is not None or is_captured(x) or (x.is_cuda and not is_small(x)):
         return NotImplemented
-    y = F.dropout(a.x if a.bias is None else a.x + a.bias, a.p)
-    return y if a.residual is None else a.residual + y
+    y = F.dropout(x if bias is None else x + bias, p)
+    return y if residual is None else residual + y
 
 
-@delegates(by=_torch_bias_dropout_residual, autocast=True)
+@delegates(_torch_bias_dropout_residual, autocast=True)
 def bias_dropout_residual(
     x: Tensor,
     bias: Tensor | None,

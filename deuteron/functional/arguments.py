@@ -48,17 +48,18 @@ class Parameters:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name, self.signature = function.__name__, inspect.signature(function)
         known = list(self.signature.parameters.values())
-        self.names = [p.name for p in known]
-        self.defaults = {p.name: p.default for p in known if p.default is not p.empty}
+        self.first = known[0].name
         self.variadic = known[0].kind is inspect.Parameter.VAR_POSITIONAL
         self.places = sum(p.kind is not p.KEYWORD_ONLY for p in known)
-        # what may be given by name, by how many are given by place
-        self.later = [frozenset(self.names[n:]) for n in range(self.places + 1)]
+        # what may be given by name, by how many are given by place; and which of that has a place
+        names, counts = [p.name for p in known], range(self.places + 1)
+        self.known = [frozenset(names[n:]) for n in counts]
+        self.has_place = [frozenset(names[n : self.places]) for n in counts]
 
     def fit(self, args: tuple[Any, ...], named: dict[str, Any]) -> Given:
         """Arguments with the first one, which may be called ``input`` as torch calls it, at its
         place. Those that do not fit are refused."""
-        first, count = self.names[0], len(args)
+        first, count = self.first, len(args)
         if not count:
             key = "input" if "input" in named and first not in named else first
             if key not in named:
@@ -67,7 +68,7 @@ class Parameters:
             named = {k: v for k, v in named.items() if k != key}
         if self.variadic:
             count = 1
-        if count > self.places or not self.later[count].issuperset(named):
+        if count > self.places or not self.known[count].issuperset(named):
             if "input" in named:
                 raise TypeError(f"{self.name}() was given both {first!r} and 'input'")
             try:
@@ -75,19 +76,6 @@ class Parameters:
             except TypeError as misfit:
                 raise TypeError(f"{self.name}(): {misfit}") from None
         return args, named
-
-
-class Arguments:
-    """The arguments of a call by their names, ``a.x``, ``a.dim``; defaults where none was given."""
-
-    def __init__(self, of: Parameters, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.of, self.args, self.named = of, args, named
-
-    def __getattr__(self, key: str) -> Any:
-        """The first question sorts all of them."""
-        given = dict(zip(self.of.names, self.args, strict=False)) | self.named
-        self.__dict__.update(self.of.defaults | given)
-        return self.__dict__[key]
 
 
 def strided(name: str, t: Tensor | None) -> Tensor | None:

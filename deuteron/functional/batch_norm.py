@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.errors import BindError
-from deuteron.functional.context import any_requires_grad, in_transform
+from deuteron.functional.context import any_requires_grad, gradient_follows, in_transform
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, delegates
 from deuteron.functional.operators import TORCHS, activated, schema
@@ -96,30 +96,35 @@ def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
             torch._foreach_copy_([r for r, _ in pairs], [n for _, n in pairs])
 
 
-def _is_joined(a: Any) -> bool:
-    return a.residual is not None or a.activation is not None
+def _torch_batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    joined = residual is not None or activation is not None
+    if training and x.numel() <= x.shape[1]:
+        return NotImplemented  # of nothing torch would write statistics, too
+    if x.is_cpu and (training or joined) and not is_small(x):
+        return NotImplemented
+    if x.is_cpu and not is_read_right(x, weight, training):
+        return NotImplemented
+    # in training ours is several launches, too; without, torch's one takes a GPU longer than ours
+    if not training and (joined or x.is_cuda) and not gradient_follows(x, weight, bias, residual):
+        return NotImplemented
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    y = y if residual is None else y + residual
+    return y if activation is None else TORCHS[activation](y)
 
 
-def _is_several(a: Any) -> bool:
-    """In training ours is several launches, too; without, on a GPU, torch's one takes longer."""
-    return not a.training and (a.x.is_cuda or _is_joined(a))
-
-
-def _is_ours(a: Any) -> bool:
-    if a.training and a.x.numel() <= a.x.shape[1]:
-        return True  # of nothing torch would write statistics, too
-    large = (a.training or _is_joined(a)) and not is_small(a.x)
-    return a.x.is_cpu and (large or not is_read_right(a.x, a.weight, a.training))
-
-
-def _torch_batch_norm(a: Any) -> Tensor:
-    params = a.running_mean, a.running_var, a.weight, a.bias
-    y = F.batch_norm(a.x, *params, a.training, a.momentum, a.eps)
-    y = y if a.residual is None else y + a.residual
-    return y if a.activation is None else TORCHS[a.activation](y)
-
-
-@delegates(by=_torch_batch_norm, several=_is_several, unless=_is_ours, on_cpu=ANY, autocast=True)
+@delegates(_torch_batch_norm, on_cpu=ANY, autocast=True)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,

@@ -62,3 +62,13 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
         if isinstance(t, Tensor) and t.requires_grad:
             return True
     return False
+
+
+def gradient_follows(*values: Any) -> bool:
+    """Whether a gradient of one of ``values`` may follow, and no CUDA Graph is being captured: that
+    is replayed without Python, so that a node written in Python costs nothing."""
+    if is_grad_enabled():
+        for t in values:
+            if isinstance(t, Tensor) and t.requires_grad:
+                return not is_captured(t)
+    return False

@@ -25,21 +25,28 @@ TENSORS = {"index": "Sym", "weight": "Sym", "position": "Sym | None"}
 EMBEDDING = Function("embedding", _embedding, (TENSORS, schema(table.get("embedding"))[1]))
 
 
-def _is_ours(a: Any) -> bool:
-    """On a GPU, or with a position, all but small tables; and whatever torch's call alone does is
-    left to the function, which says so."""
-    if a.max_norm is not None or a.sparse:
-        return True
-    if not a.weight.is_cuda and a.position is None:
-        return False
-    row = a.weight.nbytes // max(a.weight.shape[0], 1)  # the gradient has the size of the table
-    small = is_small(a.index, a.weight.nbytes) and is_small(a.index, a.index.numel() * row)
-    return bool(a.scale_grad_by_freq) or not small
-
-
-def _torch_embedding(a: Any) -> Tensor:
-    y = F.embedding(a.index, a.weight, a.padding_idx, scale_grad_by_freq=a.scale_grad_by_freq)
-    return y if a.position is None else y + a.position
+def _torch_embedding(
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    *,
+    position: Tensor | None = None,
+) -> Any:
+    """Not on a GPU, nor with a position, for tables that are not small; and what torch's call alone
+    does is left to the function, which says so."""
+    if max_norm is not None or sparse:
+        return NotImplemented
+    if weight.is_cuda or position is not None:
+        row = weight.nbytes // max(weight.shape[0], 1)  # the gradient has the size of the table
+        small = is_small(index, weight.nbytes) and is_small(index, index.numel() * row)
+        if scale_grad_by_freq or not small:
+            return NotImplemented
+    y = F.embedding(index, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+    return y if position is None else y + position
 
 
 def _shorten(index: Tensor, weight: Tensor, max_norm: float, norm_type: float) -> None:
@@ -72,9 +79,8 @@ def _row(padding_idx: int, weight: Tensor) -> int:
 
 
 @delegates(
-    by=_torch_embedding,
-    several=lambda a: a.position is not None,
-    unless=_is_ours,
+    _torch_embedding,
+    several=lambda *_, position=None, **__: position is not None,
     on_cpu=ANY,
     autocast=True,
 )

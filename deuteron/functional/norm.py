@@ -106,53 +106,78 @@ def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
 # ---- the same by torch's calls
 
 
-def _by_torch(norm: Callable[[Tensor, Any], Tensor]) -> Callable[[Any], Any]:
+def _by_torch(norm: Callable[..., Any]) -> Callable[..., Any]:
     """torch's ``norm``, what comes before it and what comes after it."""
 
-    def call(a: Any) -> Any:
-        x = a.x if a.bias_before is None else a.x + a.bias_before
-        x = x if a.residual is None else x + a.residual
-        y = norm(x, a)
-        y = y if a.activation is None else TORCHS[a.activation](y)
-        return y if a.residual is None else (y, x)
+    def call(
+        x: Tensor,
+        *args: Any,
+        residual: Tensor | None = None,
+        bias_before: Tensor | None = None,
+        activation: str | None = None,
+        **named: Any,
+    ) -> Any:
+        x = x if bias_before is None else x + bias_before
+        x = x if residual is None else x + residual
+        y = norm(x, *args, **named)
+        if y is not NotImplemented and activation is not None:
+            y = TORCHS[activation](y)
+        return y if residual is None or y is NotImplemented else (y, x)
 
     return call
 
 
-def _is_joined(a: Any) -> bool:
-    return a.residual is not None or a.bias_before is not None or a.activation is not None
+def _is_joined(
+    *_: Any, residual: Any = None, bias_before: Any = None, activation: Any = None, **__: Any
+) -> bool:
+    return residual is not None or bias_before is not None or activation is not None
+
+
+def _torch_layer_norm(x: Tensor, normalized_shape: Any, *args: Any, **named: Any) -> Tensor:
+    return torch.layer_norm(x, _shape(normalized_shape), *args, **named)
+
+
+def _torch_rms_norm(
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    if weight is not None and weight.dtype is not x.dtype:
+        return NotImplemented  # torch answers in the wider type
+    return torch.rms_norm(x, _shape(normalized_shape), weight, eps)
+
+
+def _group_norm_is_ours(
+    x: Tensor, num_groups: int, weight: Any = None, bias: Any = None, *_: Any, **named: Any
+) -> bool:
+    if weight is None and bias is not None:
+        return True  # torch's gradient fails without a weight
+    if x.is_cpu and x.ndim > 3 and x.stride(1) <= x.stride(-1):
+        return True  # channels last, where torch's kernel is wrong for a large mean
+    return x.is_cpu and _is_joined(**named) and not is_small(x)
 
 
 @_by_torch
-def _torch_instance_norm(x: Tensor, a: Any) -> Tensor:
+def _torch_instance_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if use_input_stats and x.numel():  # of nothing torch would write statistics, too
+        return F.instance_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+    if use_input_stats or (x.is_cpu and not is_read_right(x, weight, False)):
+        return NotImplemented
     # torch's instance_norm writes statistics that it was given back, rounded once more
-    norm: Any = F.instance_norm if a.use_input_stats else F.batch_norm
-    params = a.running_mean, a.running_var, a.weight, a.bias
-    found: Tensor = norm(x, *params, a.use_input_stats, a.momentum, a.eps)
-    return found
-
-
-def _group_norm_is_ours(a: Any) -> bool:
-    if a.weight is None and a.bias is not None:
-        return True  # torch's gradient fails without a weight
-    if a.x.is_cpu and a.x.ndim > 3 and a.x.stride(1) <= a.x.stride(-1):
-        return True  # channels last, where torch's kernel is wrong for a large mean
-    return a.x.is_cpu and _is_joined(a) and not is_small(a.x)
-
-
-def _instance_norm_is_ours(a: Any) -> bool:
-    if a.use_input_stats:
-        return not a.x.numel()  # torch would write statistics of nothing
-    return a.x.is_cpu and not is_read_right(a.x, a.weight, False)
+    return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
 # ---- the functions
 
 
-@delegates(
-    by=_by_torch(lambda x, a: F.layer_norm(x, _shape(a.normalized_shape), a.weight, a.bias, a.eps)),
-    several=_is_joined,
-)
+@delegates(_torch_layer_norm, joined=_by_torch(_torch_layer_norm), several=_is_joined)
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -177,12 +202,7 @@ def layer_norm(
     return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(
-    by=_by_torch(lambda x, a: F.rms_norm(x, _shape(a.normalized_shape), a.weight, a.eps)),
-    several=_is_joined,
-    # with a weight of another type torch answers in the wider one
-    unless=lambda a: a.weight is not None and a.weight.dtype is not a.x.dtype,
-)
+@delegates(_torch_rms_norm, joined=_by_torch(_torch_rms_norm), several=_is_joined)
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -204,12 +224,8 @@ def rms_norm(
     return RMS(x, weight, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(
-    by=_by_torch(lambda x, a: F.group_norm(x, a.num_groups, a.weight, a.bias, a.eps)),
-    several=True,  # a single norm is several launches in torch, too
-    unless=_group_norm_is_ours,
-    on_cpu=ANY,
-)
+# a single norm is several launches in torch, too
+@delegates(_by_torch(F.group_norm), several=True, unless=_group_norm_is_ours, on_cpu=ANY)
 def group_norm(
     x: Tensor,
     num_groups: int,
@@ -227,7 +243,7 @@ def group_norm(
     return GROUP(x, weight, bias, bias_before, residual, **attrs)
 
 
-@delegates(by=_torch_instance_norm, several=True, unless=_instance_norm_is_ours)
+@delegates(_torch_instance_norm, several=True)
 def instance_norm(
     x: Tensor,
     running_mean: Tensor | None = None,

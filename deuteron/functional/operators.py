@@ -8,6 +8,7 @@ from inspect import Parameter, Signature
 from textwrap import fill
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -114,7 +115,7 @@ def from_table(
 
     if home is not None:
         see = f"As ``{home.__name__}.{called}``. {see}".strip()
-        rule = {"autocast": True} | ({} if "by" in rule else {"call": getattr(home, called)}) | rule
+        rule = {"autocast": True, "call": getattr(home, called)} | rule
     lines = [f"    {new}: {attr.doc}" for new, (_, attr) in own.items() if attr.doc]
     lines += ["    dtype: the type that x is cast to first"] if casts else []
     text = [fill(f"{op.doc} {see}".strip(), 96), *([""] if lines else []), *lines]
@@ -176,9 +177,11 @@ def _is_activation(op: OpDef) -> bool:
     return op.fusion is Fusion.ELEMENTWISE and op.inputs == ("x",) and plain
 
 
-# those that are a function of torch's, too
+# those that are a function of torch's, too: in C++ if it is there, which takes less to call
 TORCHS: dict[str, Callable[..., Tensor]] = {
-    name: getattr(F, name) for name, op in TABLE.items() if _is_activation(op) and hasattr(F, name)
+    name: getattr(torch, name, None) or getattr(torch._C._nn, name, getattr(F, name))
+    for name in TABLE
+    if _is_activation(TABLE[name]) and hasattr(F, name)
 }
 TORCHS |= {"log_sigmoid": F.logsigmoid, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 

@@ -46,30 +46,31 @@ def _along(name: str, **rule: Any) -> Callable[..., Any]:
     )
 
 
-def _is_one_long_row(a: Any) -> bool:
-    """On a GPU torch adds those up in another order at every run."""
-    x: Tensor = a.x
-    return x.is_cuda and x.ndim == 1
-
-
-cumsum, cumprod = (_along(name, unless=_is_one_long_row) for name in ("cumsum", "cumprod"))
+# one long row torch adds up in another order at every run, on a GPU
+cumsum, cumprod = (
+    _along(name, unless=lambda x, *_, **__: x.is_cuda and x.ndim == 1)
+    for name in ("cumsum", "cumprod")
+)
 cummax, cummin, topk = _along("cummax"), _along("cummin"), _along("topk")
 sort = _along(
-    "sort", by=lambda a: torch.sort(a.x, dim=a.dim, descending=a.descending, stable=a.stable)
+    "sort",
+    call=lambda x, dim=-1, descending=False, stable=True: torch.sort(
+        x, dim=dim, descending=descending, stable=stable
+    ),
 )
 HISTOGRAM = operator("histogram")
 
 
-def _torch_histogram(a: Any) -> Any:
+def _torch_histogram(x: Tensor, bins: int, low: float, high: float, weight: Any = None) -> Any:
     """torch's count, which is of the type of x. Casting it is one launch more; ours is one in
     all."""
-    wide = a.x.dtype in (torch.float32, torch.float64)
-    if a.x.is_cuda or not wide or a.weight is not None or not a.low < a.high:
+    wide = x.dtype in (torch.float32, torch.float64)
+    if x.is_cuda or not wide or weight is not None or not low < high:
         return NotImplemented
-    return torch.histc(a.x, a.bins, a.low, a.high).long()
+    return torch.histc(x, bins, low, high).long()
 
 
-@delegates(by=_torch_histogram, autocast=True)
+@delegates(_torch_histogram, autocast=True)
 def histogram(
     x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
 ) -> Tensor:

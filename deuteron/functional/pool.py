@@ -45,15 +45,15 @@ def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
 # ---- windows
 
 
-def _mean_is_torchs(a: Any) -> bool:
+def _mean_is_torchs(x: Tensor, *_: Any, **__: Any) -> bool:
     """Whether torch pools on a CPU: what is small, or not in our kernel's types or order."""
-    known = a.x.dtype is torch.float32 or a.x.dtype in LOW
-    return a.x.nbytes < SHORT_BYTES or not known or not a.x.is_contiguous()
+    known = x.dtype is torch.float32 or x.dtype in LOW
+    return x.nbytes < SHORT_BYTES or not known or not x.is_contiguous()
 
 
-def _max_is_torchs(a: Any) -> bool:
+def _max_is_torchs(x: Tensor, *args: Any, return_indices: bool = False, **_: Any) -> bool:
     """Ours does not know the places, which the gradient needs, too."""
-    return a.return_indices or is_differentiated(a.x) or _mean_is_torchs(a)
+    return return_indices or args[5:] == (True,) or is_differentiated(x) or _mean_is_torchs(x)
 
 
 def _wants_taps(x: Tensor, dims: int, window: tuple[int, ...]) -> bool:
@@ -63,25 +63,35 @@ def _wants_taps(x: Tensor, dims: int, window: tuple[int, ...]) -> bool:
     return known and x.is_cuda and is_differentiated(x) and has_triton()
 
 
-def _may_miss(dims: int, a: Any) -> bool:
+def _may_miss(
+    dims: int,
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    *_: Any,
+    **__: Any,
+) -> bool:
     """Whether a window may step over all of x, from padding to padding: torch's kernels take that
     for a place in memory. Ours looks closer."""
-    if a.dilation in (1, (1,)) or a.padding in (0, (0,)):
+    if dilation == 1 or padding == 0:
         return False
-    steps = a.dilation if isinstance(a.dilation, list | tuple) else (a.dilation,) * dims
-    return any(d > n for d, n in zip(steps, a.x.shape[-dims:], strict=True))
+    steps = dilation if isinstance(dilation, list | tuple) else (dilation,) * dims
+    return any(d > n for d, n in zip(steps, x.shape[-dims:], strict=True))
 
 
-def mean_gradient_is_wrong(dims: int, a: Any) -> bool:
+def mean_gradient_is_wrong(
+    dims: int, x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *_: Any, **__: Any
+) -> bool:
     """Of padded windows of channels last, in some versions of torch on a GPU."""
-    padded = dims == 2 and a.padding not in (0, (0,))
-    return padded and mean_gradient_faults(a.x) and is_differentiated(a.x)
+    return dims == 2 and padding != 0 and mean_gradient_faults(x) and is_differentiated(x)
 
 
-def _is_a_large_mean(dims: int, a: Any) -> bool:
+def _is_a_large_mean(dims: int, x: Tensor, output_size: Any) -> bool:
     """The mean of everything is a reduction, and a large one better as ours."""
-    whole = a.output_size in (1, (1, 1), [1, 1])
-    return whole and not is_small(a.x) and not (a.x.is_cpu and mean_is_torchs(a.x))
+    whole = output_size in (1, (1, 1), [1, 1])
+    return whole and not is_small(x) and not (x.is_cpu and mean_is_torchs(x))
 
 
 def _full(x: Tensor, size: Any, called: str, dims: int) -> tuple[int, ...]:
@@ -119,18 +129,17 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         more={"return_indices": False} if places else None,
         run=run,
         see="With ``return_indices`` also where they stood." if places else "",
-        unless=partial(UNLESS[kind], dims),
+        unless=partial(UNLESS[kind], dims) if kind in UNLESS else None,
         on_cpu=ON_CPU.get(kind, ANY) if dims < 3 else ANY,
         ordered=kind == "avg" and dims < 3,
         autocast=dims < 3,
     )
 
 
-UNLESS: dict[str, Callable[[int, Any], bool]] = {
+UNLESS: dict[str, Callable[..., bool]] = {
     "max": _may_miss,
     "avg": mean_gradient_is_wrong,
     "adaptive_avg": _is_a_large_mean,
-    "adaptive_max": lambda dims, a: False,
 }
 ON_CPU = {"max": _max_is_torchs, "avg": _mean_is_torchs}
 max_pool1d, max_pool2d, max_pool3d = (_pool("max", n) for n in (1, 2, 3))
@@ -153,37 +162,33 @@ def _global(b: Ops, x: Sym, *, kind: str) -> Sym:
 GLOBAL = Function("global_pool", _global)
 
 
-def _over_positions(call: Callable[..., Tensor], a: Any) -> Any:
-    return call(a.x, tuple(range(2, a.x.ndim)), True) if a.x.ndim > 2 else NotImplemented
+def _over_positions(call: Callable[..., Tensor], x: Tensor) -> Any:
+    return call(x, tuple(range(2, x.ndim)), True) if x.ndim > 2 else NotImplemented
 
 
-@delegates(
-    by=partial(_over_positions, torch.mean), on_cpu=lambda a: mean_is_torchs(a.x), autocast=True
-)
+@delegates(partial(_over_positions, torch.mean), on_cpu=mean_is_torchs, autocast=True)
 def global_avg_pool(x: Tensor) -> Tensor:
     """The mean of x over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="mean")
 
 
-@delegates(
-    by=partial(_over_positions, torch.amax), on_cpu=lambda a: extreme_is_torchs(a.x), autocast=True
-)
+@delegates(partial(_over_positions, torch.amax), on_cpu=extreme_is_torchs, autocast=True)
 def global_max_pool(x: Tensor) -> Tensor:
     """The largest of x over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="max")
 
 
-def _torch_weighted_pool2d(a: Any) -> Any:
+def _torch_weighted_pool2d(x: Tensor, weight: Tensor, stride: Any = None, padding: Any = 0) -> Any:
     """As a convolution in which no channel sees another."""
-    channels, window = a.x.shape[1], a.weight.shape
-    if a.x.ndim != 4 or (len(window) != 2 and (len(window) != 3 or window[0] != channels)):
+    channels, window = x.shape[1], weight.shape
+    if x.ndim != 4 or (len(window) != 2 and (len(window) != 3 or window[0] != channels)):
         return NotImplemented
-    taps = a.weight.expand(channels, 1, *window) if len(window) == 2 else a.weight.unsqueeze(1)
-    step = window[-2:] if a.stride is None else a.stride
-    return F.conv2d(a.x, taps, None, step, a.padding, 1, channels)
+    taps = weight.expand(channels, 1, *window) if len(window) == 2 else weight.unsqueeze(1)
+    step = window[-2:] if stride is None else stride
+    return F.conv2d(x, taps, None, step, padding, 1, channels)
 
 
-@delegates(by=_torch_weighted_pool2d, ordered=False)
+@delegates(_torch_weighted_pool2d, ordered=False)
 def weighted_pool2d(
     x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
 ) -> Tensor:

@@ -53,24 +53,23 @@ def _along_rows(x: Tensor, dim: Dims) -> bool:
     return x.is_contiguous() and not _down_columns(x, dim)
 
 
-def _sum_is_torchs(a: Any) -> bool:
+def _sum_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
     """Its gradient is nothing but a view, which a node in Python makes no quicker."""
-    x: Tensor = a.x
-    columns = _down_columns(x, a.dim)
+    columns = _down_columns(x, dim)
     if x.dtype not in LOW and (not columns or x.dtype is not torch.float32):
         return True
     with_gradient = 2 * MB if columns else 4 * MB
     return x.nbytes < (with_gradient if is_differentiated(x) else MB)
 
 
-def mean_is_torchs(x: Tensor, dim: Dims = None) -> bool:
+def mean_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
     """Of the mean along ``dim``, or along rows where that is None."""
     if is_differentiated(x):
         return x.nbytes <= MB // 2
     return x.dtype in WIDE and x.nbytes < 8 * MB and _along_rows(x, dim)
 
 
-def extreme_is_torchs(x: Tensor, dim: Dims = None) -> bool:
+def extreme_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
     """Of the largest or the smallest value along ``dim``, or along rows."""
     if is_differentiated(x):
         return x.nbytes <= MB // 4
@@ -90,23 +89,20 @@ def _reduction(op: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
             attrs["axes"] = None
         return planned(x, **attrs)
 
-    def of_all(a: Any) -> Any:
-        """With a dtype: that function of torch's has another signature for all of the axes."""
-        rest = () if a.dim is None and not a.keepdim else (a.dim, a.keepdim)
-        return torchs(a.x, *rest, dtype=a.dtype)
+    def of_all(x: Tensor, dim: Any = None, keepdim: bool = False, **dtype: Any) -> Any:
+        """torch's functions that cast have another signature for all of the axes."""
+        rest = () if dim is None and not keepdim else (dim, keepdim) if keepdim else (dim,)
+        return torchs(x, *rest, **dtype)
 
-    rule |= {"by": of_all} if casts else {}
+    rule |= {"joined": of_all} if casts else {}
     rename = {"axes": "dim", "axis": "dim"}
     return from_table(op, called, home=torch, rename=rename, casts=casts, run=run, **rule)
 
 
 sum = _reduction("sum", on_cpu=_sum_is_torchs)
-mean = _reduction("mean", on_cpu=lambda a: mean_is_torchs(a.x, a.dim))
-prod = _reduction("prod", on_cpu=lambda a: a.x.dtype in WIDE or is_differentiated(a.x))
-amax, amin = (
-    _reduction(op, f"a{op}", on_cpu=lambda a: extreme_is_torchs(a.x, a.dim))
-    for op in ("max", "min")
-)
+mean = _reduction("mean", on_cpu=mean_is_torchs)
+prod = _reduction("prod", on_cpu=lambda x, *_, **__: x.dtype in WIDE or is_differentiated(x))
+amax, amin = (_reduction(op, f"a{op}", on_cpu=extreme_is_torchs) for op in ("max", "min"))
 argmax, argmin = _reduction("argmax"), _reduction("argmin")
 VAR, WHERE = operator("var"), operator("where")
 
@@ -131,12 +127,9 @@ def _norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bo
 NORM = Cast("norm", _norm)
 
 
-def _torch_norm(a: Any) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(a.x, a.p, a.dim, a.keepdim, dtype=a.dtype)
-    return found
-
-
-@delegates(by=_torch_norm, autocast=True)
+@delegates(
+    lambda x, p=2.0, *args, **named: torch.linalg.vector_norm(x, p, *args, **named), autocast=True
+)
 def norm(
     x: Tensor,
     p: float = 2.0,
@@ -162,7 +155,7 @@ def norm(
     return found if dtype is None else found.to(dtype)
 
 
-@delegates(by=lambda a: torch.where(a.condition, a.x, a.y), autocast=True)
+@delegates(lambda condition, x, y: torch.where(condition, x, y), autocast=True)
 def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
     """x where ``condition`` holds, y elsewhere, broadcast; either may be a number. As
     ``torch.where``."""

@@ -24,11 +24,13 @@ RESIZE, GRID_SAMPLE = operator("resize"), operator("grid_sample")
 AREA = Function("area", RESIZE.build, RESIZE.schema)  # a pooling, which autocast leaves alone
 
 
-def _torch_is_wrong(a: Any) -> bool:
+def _torch_is_wrong(
+    x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *_: Any, **__: Any
+) -> bool:
     """Or adds up the gradient in another order at every run, where that is forbidden."""
-    if must_be_ordered() and not a.mode.startswith("nearest"):
+    if must_be_ordered() and not mode.startswith("nearest"):
         return True
-    return a.x.ndim == 5 and gradient_faults(a.x, a.mode) and is_differentiated(a.x)
+    return x.ndim == 5 and gradient_faults(x, mode) and is_differentiated(x)
 
 
 @delegates(F.interpolate, unless=_torch_is_wrong, on_cpu=ANY)
@@ -99,7 +101,9 @@ grid_sample = from_table(
     "grid_sample",
     home=F,
     run=_sample,
-    by=lambda a: F.grid_sample(a.x, a.grid, a.mode, a.padding_mode, bool(a.align_corners)),
+    call=lambda x, grid, mode="bilinear", padding_mode="zeros", align_corners=False: F.grid_sample(
+        x, grid, mode, padding_mode, bool(align_corners)
+    ),
     on_cpu=ANY,
     ordered=False,
     autocast=False,
@@ -107,9 +111,9 @@ grid_sample = from_table(
 
 
 def _shuffle(name: str, factor: str) -> Callable[..., Tensor]:
-    def is_itself(a: Any) -> bool:
+    def is_itself(x: Tensor, by: Any = None, **named: Any) -> bool:
         """With a factor of 1 torch answers with x itself, and so it does of nothing."""
-        return getattr(a, factor) == 1 or not a.x.numel()
+        return named.get(factor, by) == 1 or not x.numel()
 
     rename = {"factor": factor}
     return from_table(name, home=F, rename=rename, unless=is_itself, on_cpu=ANY)

@@ -51,7 +51,9 @@ def small_bytes(target: Target) -> int:
 
 
 class Limits(dict[int, int]):
-    """:func:`small_bytes` by the index of a device; -1 is the CPU."""
+    """:func:`small_bytes` by the index of a device; -1 is the CPU. ``least``: of any device."""
+
+    least = CPU_BYTES
 
     def __missing__(self, index: int) -> int:
         target = find_target("cpu" if index < 0 else f"cuda:{index}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,21 +45,23 @@ SOFTMAX = Cast("softmax", _build("softmax", 0.0))
 LOG_SOFTMAX = Cast("log_softmax", _build("log_softmax", -math.inf))
 
 
-def _is_joined(a: Any) -> bool:
-    return a.mask is not None or a.scale != 1.0
+def _is_joined(*_: Any, mask: Tensor | None = None, scale: float = 1.0, **__: Any) -> bool:
+    return mask is not None or scale != 1.0
 
 
-def _by_torch(call: Callable[..., Tensor], a: Any) -> Any:
+def _by_torch(call: Callable[..., Tensor]) -> Callable[..., Any]:
     """torch's softmax, after a scale and a mask that is added; a bool mask takes too many calls."""
-    joined = _is_joined(a)
-    if a.dim is None or (joined and a.dtype is not None):
-        return NotImplemented
-    if a.mask is not None and a.mask.dtype is torch.bool:
-        return NotImplemented
-    x = a.x
-    if joined:
-        x = x * a.scale if a.mask is None else torch.add(a.mask, x, alpha=a.scale)
-    return call(x, a.dim, dtype=a.dtype)
+
+    def run(
+        x: Tensor, dim: Any = -1, *, mask: Any = None, scale: float = 1.0, dtype: Any = None
+    ) -> Any:
+        if mask is None and scale == 1.0:
+            return call(x, dim, dtype=dtype) if dim is not None else NotImplemented
+        if dim is None or dtype is not None or (mask is not None and mask.dtype is torch.bool):
+            return NotImplemented
+        return call(x * scale if mask is None else torch.add(mask, x, alpha=scale), dim)
+
+    return run
 
 
 def _run(
@@ -71,7 +72,7 @@ def _run(
     return function.one(x, mask, dim=usual if dim is None else dim, scale=scale, dtype=short)
 
 
-@delegates(by=partial(_by_torch, torch.softmax), several=_is_joined, autocast=True)
+@delegates(torch.softmax, joined=_by_torch(torch.softmax), several=_is_joined, autocast=True)
 def softmax(
     x: Tensor,
     dim: int | None = -1,
@@ -89,7 +90,9 @@ def softmax(
     return _run(SOFTMAX, x, dim, mask, scale, dtype)
 
 
-@delegates(by=partial(_by_torch, torch.log_softmax), several=_is_joined, autocast=True)
+@delegates(
+    torch.log_softmax, joined=_by_torch(torch.log_softmax), several=_is_joined, autocast=True
+)
 def log_softmax(
     x: Tensor,
     dim: int | None = -1,

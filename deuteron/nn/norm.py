@@ -56,6 +56,8 @@ class LayerNorm(_Activated, nn.LayerNorm):
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
+        if residual is None and bias_before is None and self.activation is None:
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return F.layer_norm(
             input,
             self.normalized_shape,
@@ -79,6 +81,8 @@ class RMSNorm(_Activated, nn.RMSNorm):
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
+        if residual is None and bias_before is None and self.activation is None:
+            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
         return F.rms_norm(
             input,
             self.normalized_shape,
