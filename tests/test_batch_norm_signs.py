@@ -116,7 +116,7 @@ def test_the_function_with_signs_has_torchs_gradients(order, monkeypatch):
     """By the references, first and second gradients, and under torch.compile."""
     function = dt.functional.batch_norm
     module = import_module("deuteron.functional.batch_norm")
-    monkeypatch.setattr(module, "_wants_signs", lambda *given: True)
+    monkeypatch.setattr(module, "_wants_signs", lambda *given, **named: True)
     monkeypatch.setattr("deuteron.ops.signs.WORTH", 0)
     gen = torch.Generator().manual_seed(0)
     x, r, grad = (

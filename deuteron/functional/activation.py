@@ -79,7 +79,9 @@ sigmoid, tanh, silu, mish, elu, selu, celu, softplus, glu = map(
     _activation, "sigmoid tanh silu mish elu selu celu softplus glu".split()
 )
 logsigmoid = log_sigmoid = _activation("log_sigmoid", "logsigmoid")
-gelu = _activation("gelu", call=lambda x, approximate="none": F.gelu(x, approximate=approximate))
+gelu = _activation(
+    "gelu", takes=1, joined=lambda x, approximate="none": F.gelu(x, approximate=approximate)
+)
 prelu = _activation(
     "prelu",  # for whose gradient torch has several calls
     on_cpu=lambda x, weight: (
@@ -141,18 +143,25 @@ def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
     )
 
 
-def _torch_gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Any:
+def _torch_gated(activation: str) -> Callable[..., Any]:
     """The gate in two calls of torch's, for which halves are views."""
-    if up is None and gate.shape[-1] % 2:
-        return NotImplemented
-    gate, up = (gate, up) if up is not None else gate.chunk(2, -1)
-    return TORCHS[activation](gate) * up
+    activate = TORCHS[activation]
+
+    def call(gate: Tensor, up: Tensor | None = None) -> Any:
+        if up is None:
+            if gate.shape[-1] % 2:
+                return NotImplemented
+            gate, up = gate.chunk(2, -1)
+        return activate(gate) * up
+
+    return call
 
 
+_GEGLUS = {"none": _torch_gated("gelu"), "tanh": _torch_gated("gelu_tanh")}
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-@delegates(partial(_torch_gated, "silu"), several=True, autocast=True)
+@delegates(_torch_gated("silu"), several=True, autocast=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
     and up.
@@ -163,7 +172,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 @delegates(
-    lambda gate, up=None, approximate="none": _torch_gated(GELUS[approximate], gate, up),
+    lambda gate, up=None, approximate="none": _GEGLUS[approximate](gate, up),
     several=True,
     autocast=True,
 )
@@ -175,7 +184,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
     return _gated(GELUS.get(approximate, f"gelu_{approximate}"), gate, up)
 
 
-@delegates(partial(_torch_gated, "relu"), several=True, autocast=True)
+@delegates(_torch_gated("relu"), several=True, autocast=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up in one pass, as :func:`swiglu`.
 

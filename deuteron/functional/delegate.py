@@ -28,6 +28,7 @@ from torch._C import _get_deterministic_algorithms as must_be_ordered
 from torch._C import _is_any_autocast_enabled as autocasting
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
+from torch.fx.proxy import TraceError
 from torch.overrides import handle_torch_function, has_torch_function
 
 from deuteron.errors import DeuteronError
@@ -52,6 +53,7 @@ def delegates(
     call: Callable[..., Any] | None = None,
     *,
     joined: Callable[..., Any] | None = None,
+    takes: int | None = None,
     several: bool | Question = False,
     unless: Question | None = None,
     on_cpu: Collection[torch.dtype] | Question = frozenset(),
@@ -63,8 +65,9 @@ def delegates(
     NotImplemented. That, and all questions, take the same arguments, by place and by name. Without
     a ``call`` a function is one node under ``torch.fx``, as all are.
 
-    joined     what answers in its place where an argument is given that has a name only: those are
-               ours, and torch's function does not have them
+    joined     what answers in its place where an argument is given that has a name only, which
+               torch's function does not have, or more by place than
+    takes      so many arguments that ``call`` takes by place, if not all
     several    whether it is several calls of torch's, which are made only where a gradient follows
     unless     calls that are never handed on: torch's answer, or its gradient, would be wrong
     on_cpu     which calls that are not small it answers on a CPU: element types, or a question
@@ -81,15 +84,16 @@ def delegates(
     def is_several(args: Any, named: Any) -> bool:
         return several(*args, **named) if callable(several) else several
 
-    def may(args: Any, named: Any) -> bool:
-        """Whether torch's function is right, and one call or better than ours."""
+    def asked(args: Any, named: Any) -> Any:
+        """torch's answer, or NotImplemented where it would be wrong or slower than ours."""
         if (unless is not None and unless(*args, **named)) or (not ordered and must_be_ordered()):
-            return False
-        if several is False or not is_several(args, named):
-            return True
-        return gradient_follows(*args, *named.values())
+            return NotImplemented
+        many = several is not False and is_several(args, named)
+        if many and not gradient_follows(*args, *named.values()):
+            return NotImplemented
+        return with_ours(*args, **named)
 
-    def should(x: Tensor, args: Any, named: Any) -> bool:
+    def is_torchs(x: Tensor, args: Any, named: Any) -> bool:
         """Whether a call that is not of the smallest is better off with torch."""
         nbytes, device = x.nbytes, x.get_device()
         limit = LIMITS[device]
@@ -102,65 +106,69 @@ def delegates(
             return on_cpu(*args, **named)
         return nbytes <= cpu_bytes and x.dtype in on_cpu
 
-    def answer(args: Any, named: Any, at_any_size: bool = False) -> Any:
-        """torch's result, or NotImplemented where the call is not for it or it refuses."""
-        if call is not None and delegation.allowed and (autocast or not autocasting()):
-            with suppress(*REFUSALS):
-                if may(args, named) and (at_any_size or should(args[0], args, named)):
-                    return with_ours(*args, **named)
-        return NotImplemented
-
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         run: Any = function
         name, parameters = function.__name__, Parameters(function)
         places, known, has_place = parameters.places, parameters.known, parameters.has_place
+        most = places if takes is None else takes
 
-        def wrapper(*args: Any, **named: Any) -> Any:
-            try:  # the smallest calls, in the fewest steps: a microsecond is felt
-                if (
-                    call is not None
-                    and not (is_dynamo_compiling() or compiler._is_compiling_flag)
-                    and not has_torch_function((*args, *named.values()) if named else args)
-                    and args[0].nbytes <= LIMITS.least
-                    and delegation.allowed
-                    and not Recording.active
-                    and (autocast or not autocasting())
-                    and len(args) <= places
-                    and (not named or known[len(args)].issuperset(named))
-                ):
-                    if plain and (not named or has_place[len(args)].issuperset(named)):
-                        found = torchs(*args, **named)
-                    else:
-                        found = with_ours(*args, **named) if may(args, named) else NotImplemented
-                    if found is not NotImplemented:
-                        return found
-            except REFUSALS:
-                pass
-            return slowly(args, named)
+        def wrapper(*args: Any, **named: Any) -> Any:  # in few steps: a microsecond is felt
+            try:
+                unusual = (
+                    is_dynamo_compiling()
+                    or compiler._is_compiling_flag
+                    or has_torch_function((*args, *named.values()) if named else args)
+                    or not 0 < len(args) <= places
+                    or (named and not known[len(args)].issuperset(named))
+                )
+            except TraceError:  # torch.fx traces this very function, and args is a symbol
+                unusual = True
+            if unusual:
+                return sorted_out(args, named)
+            x, count = args[0], len(args)
+            if call is not None and delegation.allowed and (autocast or not autocasting()):
+                try:
+                    if x.nbytes <= LIMITS.least or is_torchs(x, args, named):
+                        if plain and count <= most and (not named or has_place[count] >= {*named}):
+                            found = torchs(*args, **named)
+                        else:
+                            found = asked(args, named)
+                        if found is not NotImplemented:
+                            return told(found, name, x) if Recording.active else found
+                except REFUSALS:
+                    pass
+            try:
+                return run(*args, **named)
+            except (DeuteronError, AttributeError) as wrong:
+                return instead(wrong, args, named)
 
-        def slowly(args: Any, named: Any) -> Any:
-            if args.__class__ is Proxy:  # torch.fx traces this very function: a symbol for all args
+        def sorted_out(args: Any, named: Any) -> Any:
+            """An unusual call: compiled, traced, of tensor subclasses, or with odd arguments."""
+            if args.__class__ is Proxy:
                 return args.tracer.create_proxy("call_function", spread, (args, named), {})
             args, named = parameters.fit(args, named)
             if is_compiling():
                 return run(*args, **named)
             values = (*args, *named.values())
-            if has_torch_function(values):  # symbols of torch.fx, tensor subclasses
+            if has_torch_function(values):
                 return handle_torch_function(wrapper, values, *args, **named)
-            found = answer(args, named)
-            if found is not NotImplemented:
-                return told(found, name, args[0])
-            check_tensor(name, args[0])
-            try:
-                return run(*args, **named)
-            except DeuteronError as refusal:
-                found = answer(args, named, at_any_size=True)
-                if found is NotImplemented:
-                    raise
-                return told(found, name, args[0], f"no plan of ours can be made: {refusal.wrong}")
+            return run(*args, **named) if parameters.variadic else wrapper(*args, **named)
 
         def spread(args: Any, named: Any) -> Any:
             return wrapper(*args, **named)
+
+        def instead(wrong: Exception, args: Any, named: Any) -> Any:
+            """What torch makes of a call that no plan can be made for, at any size."""
+            check_tensor(name, args[0])
+            allowed = call is not None and delegation.allowed and (autocast or not autocasting())
+            if isinstance(wrong, DeuteronError) and allowed:
+                why = f"no plan of ours can be made: {wrong.wrong}"
+                found: Any = NotImplemented
+                with suppress(*REFUSALS):
+                    found = asked(args, named)
+                if found is not NotImplemented:
+                    return told(found, name, args[0], why)
+            raise wrong
 
         update_wrapper(wrapper, function)
         del wrapper.__wrapped__  # type: ignore[attr-defined]  # torch.fx would trace that instead

@@ -134,7 +134,8 @@ def _is_joined(
 
 
 def _torch_layer_norm(x: Tensor, normalized_shape: Any, *args: Any, **named: Any) -> Tensor:
-    return torch.layer_norm(x, _shape(normalized_shape), *args, **named)
+    shape = (normalized_shape,) if normalized_shape.__class__ is int else normalized_shape
+    return torch.layer_norm(x, shape, *args, **named)
 
 
 def _torch_rms_norm(
@@ -142,7 +143,8 @@ def _torch_rms_norm(
 ) -> Any:
     if weight is not None and weight.dtype is not x.dtype:
         return NotImplemented  # torch answers in the wider type
-    return torch.rms_norm(x, _shape(normalized_shape), weight, eps)
+    shape = (normalized_shape,) if normalized_shape.__class__ is int else normalized_shape
+    return torch.rms_norm(x, shape, weight, eps)
 
 
 def _group_norm_is_ours(

@@ -94,7 +94,7 @@ def _reduction(op: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
         rest = () if dim is None and not keepdim else (dim, keepdim) if keepdim else (dim,)
         return torchs(x, *rest, **dtype)
 
-    rule |= {"joined": of_all} if casts else {}
+    rule |= {"call": of_all} if casts else {}
     rename = {"axes": "dim", "axis": "dim"}
     return from_table(op, called, home=torch, rename=rename, casts=casts, run=run, **rule)
 

@@ -72,7 +72,12 @@ def _run(
     return function.one(x, mask, dim=usual if dim is None else dim, scale=scale, dtype=short)
 
 
-@delegates(torch.softmax, joined=_by_torch(torch.softmax), several=_is_joined, autocast=True)
+@delegates(
+    lambda x, dim=-1: torch.softmax(x, dim),
+    joined=_by_torch(torch.softmax),
+    several=_is_joined,
+    autocast=True,
+)
 def softmax(
     x: Tensor,
     dim: int | None = -1,
@@ -91,7 +96,10 @@ def softmax(
 
 
 @delegates(
-    torch.log_softmax, joined=_by_torch(torch.log_softmax), several=_is_joined, autocast=True
+    lambda x, dim=-1: torch.log_softmax(x, dim),
+    joined=_by_torch(torch.log_softmax),
+    several=_is_joined,
+    autocast=True,
 )
 def log_softmax(
     x: Tensor,
