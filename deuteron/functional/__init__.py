@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
     """The operator ``name`` of the table as an eager function with gradients."""
     if name not in TABLE:
         raise AttributeError(f"deuteron.functional has no function {name!r}, nor the table")
-    found = globals()[name] = _from_table(name)
+    found = globals()[name] = _from_table(name, returns="Any")
     return found
 
 

@@ -73,6 +73,7 @@ def from_table(
     casts: bool = False,
     run: Callable[..., Any] | None = None,
     see: str = "",
+    returns: str = "Tensor",
     **rule: Any,
 ) -> Callable[..., Any]:
     """A public function of the operator ``name``, with its own signature and help.
@@ -85,12 +86,13 @@ def from_table(
     run     what is called in the place of the operator: with the tensors by place, and attributes
             by the operator's names and further arguments by theirs
     see     a sentence for the help
+    returns what its signature says
     rule    which small calls go to torch's function, as for :func:`delegates`
     """
     op, called, more = table.get(name), called or name, more or {}
     names = INDUCTORS | dict(rename or {})
     own = {names.get(key, key): (key, attr) for key, attr in op.attrs.items()}
-    shown = _signature(op, own, more, casts)
+    shown = _signature(op, own, more, casts).replace(return_annotation=returns)
     places, slots = list(shown.parameters), [slot.strip("*?") for slot in op.inputs]
     required = [p.name for p in shown.parameters.values() if p.default is p.empty]
     call = run or (_variadic(name) if op.variadic else operator(name))
@@ -165,7 +167,7 @@ def _signature(
     ]
     if casts:
         found.append(Parameter("dtype", only, default=None, annotation="torch.dtype | None"))
-    return Signature(found, return_annotation="Tensor")
+    return Signature(found)
 
 
 # ---- activations by name

@@ -39,6 +39,7 @@ def _along(name: str, **rule: Any) -> Callable[..., Any]:
         rename={"axis": "dim"},
         more={"sorted": True} if name == "topk" else None,
         casts=pair is None,
+        returns="Tensor" if pair is None else "Any",
         run=run,
         see=SAYS.get(name, ""),
         on_cpu=ANY,

@@ -129,6 +129,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         more={"return_indices": False} if places else None,
         run=run,
         see="With ``return_indices`` also where they stood." if places else "",
+        returns="Any" if places else "Tensor",
         unless=partial(UNLESS[kind], dims) if kind in UNLESS else None,
         on_cpu=ON_CPU.get(kind, ANY) if dims < 3 else ANY,
         ordered=kind == "avg" and dims < 3,
