@@ -21,8 +21,8 @@ import deuteron as dt
 from bench import functional
 from bench.functional import Case, Fn
 from bench.harness import Record, Thunk
-from deuteron.functional.library import Handed, Heard
-from deuteron.functional.operators import ACTIVATIONS, TORCHS
+from deuteron.functional.explain import HandedOn, Recording
+from deuteron.functional.operators import TORCHS
 
 NOTE = (
     "Wall time in microseconds, medians of calls in turns within a sixth of a second; "
@@ -194,8 +194,8 @@ def losses(rows: int, n: int) -> Iterator[Case]:
 def gates(rows: int, n: int) -> Iterator[Case]:
     x, w = (rows, n), (n,)
     done = ("relu", "gelu", "silu", "softplus")
-    for name in ACTIVATIONS:
-        if name in TORCHS and name not in done:
+    for name in TORCHS:
+        if hasattr(f, name) and name not in done:
             yield Case(name, (x,), getattr(f, name), TORCHS[name])
     yield Case("softsign", (x,), f.softsign, F.softsign)
     yield Case("tanhshrink", (x,), f.tanhshrink, F.tanhshrink)
@@ -514,9 +514,9 @@ def _measure(record: Record, case: Case) -> None:
 
 def _taken(call: Thunk) -> str:
     """Whose function answers: any of torch's is torch."""
-    with Heard() as heard:
+    with Recording() as heard:
         call()
-    return "torch" if any(isinstance(part, Handed) for part in heard) else "ours"
+    return "torch" if any(isinstance(part, HandedOn) for part in heard) else "ours"
 
 
 def medians(calls: dict[str, Thunk], seconds: float = 0.15) -> dict[str, float]:

@@ -94,7 +94,7 @@ def test_signs_come_back_as_they_were(shape, packed):
 def test_the_function_saves_signs_instead_of_y():
     """As it would on a GPU; the references stand in for the kernels."""
     from deuteron.functional.batch_norm import TRAIN
-    from deuteron.functional.pull import Pull
+    from deuteron.functional.backward import Backward
 
     x = TensorType.of((16, 64, 56, 40), "f16").with_layout("nhwc")
     c = TensorType.of((64,), "f32")
@@ -102,12 +102,12 @@ def test_the_function_saves_signs_instead_of_y():
     saved = {}
     for keep in (True, False):
         types, needs = (x, c, c, None, None, x), (True, True, True, False, False, True)
-        pull = Pull(TRAIN, types, {**attrs, "keep_signs": keep}, needs)
-        (node,) = (n for n in pull._usual().nodes if n.op == "batch_norm_act_grad")
+        pull = Backward(TRAIN, types, {**attrs, "keep_signs": keep}, needs)
+        (node,) = (n for n in pull.usual_graph().nodes if n.op == "batch_norm_act_grad")
         y, _, signs = (*node.inputs, None, None)[6:9]
         assert (y is None, signs is None) == (keep, not keep)
         saved[keep] = pull._bytes_saved(pull.kept)[0]
-        assert [n.op for n in pull._usual().nodes] == ["batch_norm_act_grad"]  # nothing again
+        assert [n.op for n in pull.usual_graph().nodes] == ["batch_norm_act_grad"]  # nothing again
     assert saved[False] - saved[True] == x.nbytes
 
 
@@ -116,7 +116,7 @@ def test_the_function_with_signs_has_torchs_gradients(order, monkeypatch):
     """By the references, first and second gradients, and under torch.compile."""
     function = dt.functional.batch_norm
     module = import_module("deuteron.functional.batch_norm")
-    monkeypatch.setattr(module, "_wants_signs", lambda *given: True)
+    monkeypatch.setattr(module, "_wants_signs", lambda *given, **named: True)
     monkeypatch.setattr("deuteron.ops.signs.WORTH", 0)
     gen = torch.Generator().manual_seed(0)
     x, r, grad = (

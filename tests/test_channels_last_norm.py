@@ -13,7 +13,7 @@ from tolerances import allowed, error
 
 import deuteron as dt
 from deuteron.engines.cpu_gemm import CpuGemm
-from deuteron.functional.library import Heard
+from deuteron.functional.explain import Recording
 from deuteron.ir.dtype import dtype
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -56,7 +56,7 @@ def gradients(call, given, grad):
 
 def heard(call):
     """What ``call`` returns, and who ran which operators in it."""
-    with Heard() as parts:
+    with Recording() as parts:
         found = call()
     choices = [c for plan in parts for c in plan.decision.choices]
     return found, [(c.candidate.knobs.get("recipe", c.candidate.engine), c.region) for c in choices]

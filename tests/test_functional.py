@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.errors import DeuteronError
 from deuteron.frontends import torch_export
+from deuteron.functional.backward import Backward
 from deuteron.functional.core import FUNCTIONS
-from deuteron.functional.pull import Pull
 from tests.functional_cases import CALLS, Call, gradients, results
 from tests.tolerances import (
     DOUBLE,
@@ -194,7 +194,7 @@ CHECKED = (
 @pytest.mark.parametrize("name", CHECKED)
 def test_opcheck(name, monkeypatch):
     call, seen = CALLS[name], []
-    monkeypatch.setattr("deuteron.functional.core.is_dynamo_compiling", lambda: True)
+    monkeypatch.setattr("deuteron.functional.core.is_compiling", lambda: True)
     for function in FUNCTIONS.values():
 
         def watched(*tensors, op=function.op, **attrs):
@@ -419,35 +419,40 @@ def test_explain_says_what_runs():
 
 def test_plans_are_kept_and_do_not_pile_up(monkeypatch):
     function = FUNCTIONS["gate"]
-    before = dict(function.known)
+    before = dict(function.planned)
     x = torch.randn(3, 5)
     f.swiglu(x, x)
-    many = len(function.known)
+    many = len(function.planned)
     f.swiglu(x, x)
-    assert len(function.known) == many
-    monkeypatch.setattr("deuteron.functional.pull.KEPT", many)
+    assert len(function.planned) == many
+    monkeypatch.setattr("deuteron.functional.backward.KEPT", many)
     f.swiglu(torch.randn(3, 6), torch.randn(3, 6))
-    assert len(function.known) == many
-    function.known.update(before)
+    assert len(function.planned) == many
+    function.planned.update(before)
 
 
-def test_a_pull_is_plain_text():
+def test_a_backward_pass_is_plain_text():
     x = torch.randn(3, 4)
     attrs = {"dim": -1, "scale": 1.0, "dtype": None}
-    pull = FUNCTIONS["softmax"].knowing((x, None), attrs).pull((True, False))
-    assert isinstance(pull, Pull) and '"softmax"' in pull.spec
+    found = FUNCTIONS["softmax"].plan((x, None), attrs).backward((True, False))
+    assert isinstance(found, Backward) and '"softmax"' in found.spec
 
 
 def test_padded_means_of_channels_last_are_not_torchs_on_a_gpu(monkeypatch):
     """Whose gradient forgets the padding there; on a CPU it does not."""
     pool = importlib.import_module("deuteron.functional.pool")
     x = torch.randn(1, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
-    rest = (False, True, None)
-    assert pool._torch_avg_pool2d(x, 2, None, 1, *rest) is not NotImplemented
+
+    def is_wrong(x, padding):
+        return pool.mean_gradient_is_wrong(2, x, 2, padding=padding)
+
+    assert not is_wrong(x, 1)
     monkeypatch.setattr(pool, "mean_gradient_faults", lambda x: not x.is_contiguous())
-    assert pool._torch_avg_pool2d(x, 2, None, 1, *rest) is NotImplemented
-    for fine in (x.detach(), x.contiguous()):
-        assert pool._torch_avg_pool2d(fine, 2, None, 1, *rest) is not NotImplemented
-    assert pool._torch_avg_pool2d(x, 2, None, 0, *rest) is not NotImplemented
+    assert is_wrong(x, 1) and is_wrong(x, (0, 1))
+    assert not any(map(is_wrong, (x.detach(), x.contiguous(), x), (1, 1, 0)))
+    with f.delegation(True):
+        said = f.explain(f.avg_pool2d, x, 2, padding=1)
+        assert "torch's own" not in said
+        assert "torch's own" in f.explain(f.avg_pool2d, x, 2)
     y = f.avg_pool2d(x, 2, padding=1)
     assert torch.equal(y, F.avg_pool2d(x, 2, padding=1))

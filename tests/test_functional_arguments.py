@@ -3,7 +3,6 @@ depend on the size of a tensor, which decides whether torch answers or a plan of
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from deuteron.errors import DeuteronError
-from deuteron.functional import library
+from deuteron.functional import small
 from tests.tolerances import DOUBLE, SINGLE_LAYERS, allowed, error
 
 f = dt.functional
@@ -400,10 +399,13 @@ def outcome(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str
 @contextmanager
 def as_if_large() -> Iterator[None]:
     """Calls are planned first, as those of large tensors are."""
+    usual = small.LIMITS[-1]
     with f.delegation(True):
-        library.LIMITS.least = library.LIMITS[-1] = -1
-        library._settle()
-        yield
+        small.LIMITS[-1] = small.LIMITS.least = -1
+        try:
+            yield
+        finally:
+            small.LIMITS[-1] = small.LIMITS.least = usual
 
 
 def same(a: Outcome, b: Outcome) -> bool:
@@ -469,11 +471,9 @@ TOO_MANY: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.parametrize("name", TOO_MANY)
 def test_what_has_a_name_only_has_no_place(name, allowed):
-    kinds = [p.kind for p in inspect.signature(getattr(f, name)).parameters.values()]
-    places = len(kinds) - kinds.count(inspect.Parameter.KEYWORD_ONLY)
     with (
         f.delegation(allowed),
-        pytest.raises(TypeError, match=rf"{name}\(\) takes {places} positional argument"),
+        pytest.raises(TypeError, match=rf"{name}\(\): too many positional arguments"),
     ):
         TOO_MANY[name]()
 
@@ -619,10 +619,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "padding": (lambda: f.embedding(one, TABLE, 10), "padding_idx=10 is not one of 10 rows"),
     "corners": (lambda: f.interpolate(IMAGE, 3, align_corners=True), "corners have no meaning"),
     "a scalar's axis": (lambda: f.sum(S, dim=-2), "-2 is out of range for rank 0"),
-    "a window": (lambda: f.max_pool2d(IMAGE, 2.0), r"kernel_size=2\.0 is not a whole number"),
-    "windows": (lambda: f.avg_pool2d(IMAGE, (2, "a")), r"kernel_size=\(2, 'a'\) is not a whole"),
+    "a window": (lambda: f.max_pool2d(IMAGE, 2.0), r"kernel_size=2\.0 is not of kind ints"),
+    "windows": (lambda: f.avg_pool2d(IMAGE, (2, "a")), r"kernel_size=\(2, 'a'\) is not of kind"),
     "an output": (lambda: f.adaptive_avg_pool2d(IMAGE, 2.0), r"output_size=.*2\.0.* is not a"),
-    "a pyramid": (lambda: f.pyramid_pool2d(IMAGE, 2.0), r"sizes=2\.0 is not a whole number"),
+    "a pyramid": (lambda: f.pyramid_pool2d(IMAGE, 2.0), r"sizes=2\.0 is not of kind ints"),
     "an image": (lambda: f.weighted_pool2d(IMAGE[0], W[:4].reshape(2, 2)), "rank 3, .* needs 4"),
     "a norm": (lambda: f.norm(X, "fro"), "p='fro' is not a number"),
     "sizes": (lambda: f.interpolate(IMAGE, (3,)), "1 numbers for 2 dimensions"),

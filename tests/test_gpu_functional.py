@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from deuteron.functional import library
+from deuteron.functional import small
+from deuteron.functional.context import is_captured
 from tests import autocast_cases
 from tests.functional_cases import CALLS, Call, results
 from tests.tolerances import SINGLE, allowed, error
@@ -178,16 +179,16 @@ def test_a_seed_is_the_same_as_a_number_and_as_a_tensor(seed):
 
 def test_what_is_captured():
     x = torch.zeros(4, device="cuda")
-    assert not library.is_captured(x) and not library.is_captured(x.cpu())
+    assert not is_captured(x) and not is_captured(x.cpu())
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert not library.is_captured(x)
+        assert not is_captured(x)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert library.is_captured(x)
+        assert is_captured(x)
 
 
 def test_a_gradient_moves_the_limit():
     with f.delegation(True):
-        edge = library.LIMITS[0] // 4
+        edge = small.LIMITS[0] // 4
         for size, needs, torchs in (
             (edge, False, True),
             (edge + 1, False, False),

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.functional.backward import Backward
 from deuteron.functional.core import FUNCTIONS
-from deuteron.functional.operators import call
-from deuteron.functional.pull import Pull
+from deuteron.functional.operators import operator
 from deuteron.ir import Region, TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes
@@ -211,7 +211,9 @@ def test_what_is_refused(shape, attrs, reason):
 
 def with_taps(x: torch.Tensor, *how: Any) -> torch.Tensor:
     names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    found: torch.Tensor = call("max_pool_with_taps", x, **dict(zip(names, how, strict=False)))[0]
+    found: torch.Tensor = operator("max_pool_with_taps")(x, **dict(zip(names, how, strict=False)))[
+        0
+    ]
     return found
 
 
@@ -242,7 +244,7 @@ def test_is_chosen_by_estimate(op, order):
     window = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1)}
     attrs, x = {**window, "ceil_mode": False}, TensorType.of((8, 64, 56, 56), "bf16", order)
     function = FUNCTIONS[f"op_{op}"]
-    pull = Pull(function, (x,), attrs, (True,))
+    pull = Backward(function, (x,), attrs, (True,))
     back, _ = pull.graph(pull.of, [pull.results[i].dense_like() for i in pull.of])
     for graph in (function.graph((x,), attrs), back):
         (choice,) = decide(graph, H200, Policy()).choices

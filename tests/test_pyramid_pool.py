@@ -15,7 +15,7 @@ import deuteron as dt
 from deuteron.engines.base import BuildContext, Engine
 from deuteron.engines.cpu_gemm import CpuGemm
 from deuteron.engines.triton_kernels import TritonKernels
-from deuteron.functional.operators import OPERATORS
+from deuteron.functional.operators import operator
 from deuteron.ir import Region
 from deuteron.ops import TABLE
 from deuteron.ops.evaluate import evaluate
@@ -209,7 +209,7 @@ def test_on_the_cpu_with_any_strides(kind):
         exact = torch.cat([pool(wanted, s).flatten(2) for s in (1, 3, 4)], 2)
         exact.sum().backward()
         x = view.detach().requires_grad_()
-        y = OPERATORS["pyramid_pool"].one(x, sizes=(1, 3, 4), kind=kind)
+        y = operator("pyramid_pool").one(x, sizes=(1, 3, 4), kind=kind)
         y.sum().backward()
         assert error(y, exact) <= allowed(0.0, torch.float32, 140), (view.shape, kind)
         assert error(x.grad, wanted.grad) <= allowed(0.0, torch.float32), (view.shape, kind)

@@ -15,7 +15,7 @@ from deuteron.augment.recipe import Recipe
 from deuteron.augment.step import Size, Step
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.frontends.builder import Graph
-from deuteron.functional.library import in_transform
+from deuteron.functional.context import in_transform
 from deuteron.ops import Sym
 
 

@@ -18,7 +18,7 @@ from deuteron.augment.emit import emit, finish
 from deuteron.augment.recipe import Recipe, recipe_of, torch_type
 from deuteron.errors import BindError
 from deuteron.frontends.builder import Graph
-from deuteron.functional.library import is_watched
+from deuteron.functional.context import is_watched
 from deuteron.ir import TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan import Plan

@@ -7,164 +7,113 @@
 
 Arguments are those of ``torch.nn.functional`` where it has the function. Each shape is planned
 once, at its first call, and kept; small calls go to torch's own functions (:class:`delegation`).
+Every other operator of the table is here as well, under its own name, and so is one that was added
+with ``dt.register_op``.
 """
 
-from deuteron.functional.activation import (
-    bias_act,
-    bias_dropout_residual,
-    celu,
-    dropout,
-    elu,
-    geglu,
-    gelu,
-    glu,
-    hardshrink,
-    hardsigmoid,
-    hardswish,
-    hardtanh,
-    leaky_relu,
-    log_sigmoid,
-    logsigmoid,
-    mish,
-    prelu,
-    reglu,
-    relu,
-    relu6,
-    selu,
-    sigmoid,
-    silu,
-    softplus,
-    softshrink,
-    softsign,
-    swiglu,
-    tanh,
-    tanhshrink,
-    threshold,
-)
-from deuteron.functional.batch_norm import batch_norm
-from deuteron.functional.core import explain
-from deuteron.functional.embedding import embedding, sinusoidal
-from deuteron.functional.library import delegation
-from deuteron.functional.linear_loss import linear_cross_entropy
-from deuteron.functional.loss import cross_entropy
-from deuteron.functional.norm import group_norm, instance_norm, layer_norm, rms_norm
-from deuteron.functional.order import cummax, cummin, cumprod, cumsum, histogram, sort, topk
-from deuteron.functional.pool import (
-    adaptive_avg_pool1d,
-    adaptive_avg_pool2d,
-    adaptive_avg_pool3d,
-    adaptive_max_pool1d,
-    adaptive_max_pool2d,
-    adaptive_max_pool3d,
-    avg_pool1d,
-    avg_pool2d,
-    avg_pool3d,
-    global_avg_pool,
-    global_max_pool,
-    max_pool1d,
-    max_pool2d,
-    max_pool3d,
-    pyramid_pool2d,
-    weighted_pool2d,
-)
-from deuteron.functional.position import rope
-from deuteron.functional.reduce import (
-    amax,
-    amin,
-    argmax,
-    argmin,
-    mean,
-    norm,
-    permute,
-    prod,
-    sum,
-    var,
-    where,
-)
-from deuteron.functional.resample import grid_sample, interpolate, pixel_shuffle, pixel_unshuffle
-from deuteron.functional.softmax import log_softmax, softmax
+from collections.abc import Callable
+from typing import Any
 
-__all__ = [
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "adaptive_max_pool1d",
-    "adaptive_max_pool2d",
-    "adaptive_max_pool3d",
-    "amax",
-    "amin",
-    "argmax",
-    "argmin",
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "batch_norm",
-    "bias_act",
-    "bias_dropout_residual",
-    "celu",
-    "cross_entropy",
-    "cummax",
-    "cummin",
-    "cumprod",
-    "cumsum",
-    "delegation",
-    "dropout",
-    "elu",
-    "embedding",
-    "explain",
-    "geglu",
-    "gelu",
-    "global_avg_pool",
-    "global_max_pool",
-    "glu",
-    "grid_sample",
-    "group_norm",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "histogram",
-    "instance_norm",
-    "interpolate",
-    "layer_norm",
-    "leaky_relu",
-    "linear_cross_entropy",
-    "log_sigmoid",
-    "log_softmax",
-    "logsigmoid",
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-    "mean",
-    "mish",
-    "norm",
-    "permute",
-    "pixel_shuffle",
-    "pixel_unshuffle",
-    "prelu",
-    "prod",
-    "pyramid_pool2d",
-    "reglu",
-    "relu",
-    "relu6",
-    "rms_norm",
-    "rope",
-    "selu",
-    "sigmoid",
-    "silu",
-    "sinusoidal",
-    "softmax",
-    "softplus",
-    "softshrink",
-    "softsign",
-    "sort",
-    "sum",
-    "swiglu",
-    "tanh",
-    "tanhshrink",
-    "threshold",
-    "topk",
-    "var",
-    "weighted_pool2d",
-    "where",
-]
+from deuteron.functional.activation import bias_act as bias_act
+from deuteron.functional.activation import bias_dropout_residual as bias_dropout_residual
+from deuteron.functional.activation import celu as celu
+from deuteron.functional.activation import dropout as dropout
+from deuteron.functional.activation import elu as elu
+from deuteron.functional.activation import geglu as geglu
+from deuteron.functional.activation import gelu as gelu
+from deuteron.functional.activation import glu as glu
+from deuteron.functional.activation import hardshrink as hardshrink
+from deuteron.functional.activation import hardsigmoid as hardsigmoid
+from deuteron.functional.activation import hardswish as hardswish
+from deuteron.functional.activation import hardtanh as hardtanh
+from deuteron.functional.activation import leaky_relu as leaky_relu
+from deuteron.functional.activation import log_sigmoid as log_sigmoid
+from deuteron.functional.activation import logsigmoid as logsigmoid
+from deuteron.functional.activation import mish as mish
+from deuteron.functional.activation import prelu as prelu
+from deuteron.functional.activation import reglu as reglu
+from deuteron.functional.activation import relu as relu
+from deuteron.functional.activation import relu6 as relu6
+from deuteron.functional.activation import selu as selu
+from deuteron.functional.activation import sigmoid as sigmoid
+from deuteron.functional.activation import silu as silu
+from deuteron.functional.activation import softplus as softplus
+from deuteron.functional.activation import softshrink as softshrink
+from deuteron.functional.activation import softsign as softsign
+from deuteron.functional.activation import swiglu as swiglu
+from deuteron.functional.activation import tanh as tanh
+from deuteron.functional.activation import tanhshrink as tanhshrink
+from deuteron.functional.activation import threshold as threshold
+from deuteron.functional.batch_norm import batch_norm as batch_norm
+from deuteron.functional.embedding import embedding as embedding
+from deuteron.functional.embedding import sinusoidal as sinusoidal
+from deuteron.functional.explain import explain as explain
+from deuteron.functional.linear_loss import linear_cross_entropy as linear_cross_entropy
+from deuteron.functional.loss import cross_entropy as cross_entropy
+from deuteron.functional.norm import group_norm as group_norm
+from deuteron.functional.norm import instance_norm as instance_norm
+from deuteron.functional.norm import layer_norm as layer_norm
+from deuteron.functional.norm import rms_norm as rms_norm
+from deuteron.functional.operators import from_table as _from_table
+from deuteron.functional.order import cummax as cummax
+from deuteron.functional.order import cummin as cummin
+from deuteron.functional.order import cumprod as cumprod
+from deuteron.functional.order import cumsum as cumsum
+from deuteron.functional.order import histogram as histogram
+from deuteron.functional.order import sort as sort
+from deuteron.functional.order import topk as topk
+from deuteron.functional.pool import adaptive_avg_pool1d as adaptive_avg_pool1d
+from deuteron.functional.pool import adaptive_avg_pool2d as adaptive_avg_pool2d
+from deuteron.functional.pool import adaptive_avg_pool3d as adaptive_avg_pool3d
+from deuteron.functional.pool import adaptive_max_pool1d as adaptive_max_pool1d
+from deuteron.functional.pool import adaptive_max_pool2d as adaptive_max_pool2d
+from deuteron.functional.pool import adaptive_max_pool3d as adaptive_max_pool3d
+from deuteron.functional.pool import avg_pool1d as avg_pool1d
+from deuteron.functional.pool import avg_pool2d as avg_pool2d
+from deuteron.functional.pool import avg_pool3d as avg_pool3d
+from deuteron.functional.pool import global_avg_pool as global_avg_pool
+from deuteron.functional.pool import global_max_pool as global_max_pool
+from deuteron.functional.pool import max_pool1d as max_pool1d
+from deuteron.functional.pool import max_pool2d as max_pool2d
+from deuteron.functional.pool import max_pool3d as max_pool3d
+from deuteron.functional.pool import pyramid_pool2d as pyramid_pool2d
+from deuteron.functional.pool import weighted_pool2d as weighted_pool2d
+from deuteron.functional.reduce import amax as amax
+from deuteron.functional.reduce import amin as amin
+from deuteron.functional.reduce import argmax as argmax
+from deuteron.functional.reduce import argmin as argmin
+from deuteron.functional.reduce import mean as mean
+from deuteron.functional.reduce import norm as norm
+from deuteron.functional.reduce import permute as permute
+from deuteron.functional.reduce import prod as prod
+from deuteron.functional.reduce import sum as sum
+from deuteron.functional.reduce import var as var
+from deuteron.functional.reduce import where as where
+from deuteron.functional.resample import grid_sample as grid_sample
+from deuteron.functional.resample import interpolate as interpolate
+from deuteron.functional.resample import pixel_shuffle as pixel_shuffle
+from deuteron.functional.resample import pixel_unshuffle as pixel_unshuffle
+from deuteron.functional.rope import rope as rope
+from deuteron.functional.small import delegation as delegation
+from deuteron.functional.softmax import log_softmax as log_softmax
+from deuteron.functional.softmax import softmax as softmax
+from deuteron.ops import TABLE
+
+__all__ = sorted(
+    name
+    for name, value in globals().items()
+    if not name.startswith("_")
+    and getattr(value, "__module__", "").startswith("deuteron.functional")
+)
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """The operator ``name`` of the table as an eager function with gradients."""
+    if name not in TABLE:
+        raise AttributeError(f"deuteron.functional has no function {name!r}, nor the table")
+    found = globals()[name] = _from_table(name, returns="Any")
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *TABLE})

@@ -3,206 +3,93 @@ what the next operator keeps anyway."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import compiler
-from torch._C import _nn
+from torch import Tensor
+from torch.compiler import is_compiling
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import lower
-from deuteron.functional.core import Function
-from deuteron.functional.library import (
-    LOW,
-    NEVER,
-    SHORT_BYTES,
-    all_but,
-    delegates,
+from deuteron.functional.context import (
     in_transform,
     is_captured,
     is_differentiated,
     is_watched,
     raw_stream,
-    several_calls_win,
 )
-from deuteron.functional.operators import TORCHS, activated, one
-from deuteron.functional.wrapper import CAPTURED, Plain
-from deuteron.ops import Ops, Sym, table
+from deuteron.functional.core import Function
+from deuteron.functional.delegate import LOW, delegates
+from deuteron.functional.operators import TORCHS, activated, from_table, operator
+from deuteron.functional.small import is_small
+from deuteron.ops import Ops, Sym
 
-Tensor = torch.Tensor
-# No exponential to do better: on a CPU torch's, but for 16-bit numbers where its kernels are slow
 BF16 = frozenset({torch.bfloat16})
-CHEAP = {"relu": LOW, "relu6": LOW, "hardswish": BF16, "hardsigmoid": BF16}
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-IN_PLACE = ("inplace",)  # torch has functions of their own for that
+# From so many bytes on a kernel of ours for simple work on 16-bit numbers, for which torch's are
+# slow, makes up for what finding it costs; and one to train, for the node of its gradient.
+SHORT_BYTES, SHORT_TO_TRAIN = 128 * 1024, 256 * 1024
+# Without an exponential there is nothing to do better than torch on a CPU, except for large tensors
+# of the types for which its kernels are slow
+CHEAP = {
+    **dict.fromkeys("relu relu6 hardtanh softshrink hardshrink threshold".split(), LOW),
+    **dict.fromkeys("hardswish hardsigmoid leaky_relu".split(), BF16),
+}
+IN_PLACE = (
+    "relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh threshold".split()
+)
+TORCH_NAMES = {"hardtanh": {"min": "min_val", "max": "max_val"}, "glu": {"axis": "dim"}}
 
 
-def _plain(name: str) -> Callable[[Tensor], Tensor]:
-    """An activation without parameters, under torch's name."""
-
-    def function(x: Tensor) -> Tensor:
-        return one(name, x)
-
-    return _named(name, function, without=())
+def _cheap_is_torchs(slow: Collection[torch.dtype], x: Tensor, *_: Any, **__: Any) -> bool:
+    most = SHORT_TO_TRAIN if is_differentiated(x) else SHORT_BYTES
+    return x.dtype not in slow or x.nbytes < most
 
 
-def _of_numbers(name: str) -> Callable[[Tensor], Tensor]:
-    """One that torch writes with several operators, which make floats of integers."""
+def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
+    """An activation of the table under torch's name; torch writes over its input if asked to."""
+    torchs, planned = getattr(F, called or name), operator(name)
 
-    def function(x: Tensor) -> Tensor:
-        whole = isinstance(x, Tensor) and x.dtype in INTEGERS
-        return one(name, x.to(torch.get_default_dtype()) if whole else x)
+    def run(*tensors: Any, inplace: bool = False, **attrs: Any) -> Any:
+        if inplace:
+            return torchs(*tensors, *attrs.values(), True)
+        if name == "prelu":
+            tensors = lower(*tensors)
+        elif name in ("softsign", "tanhshrink") and tensors[0].dtype in INTEGERS:
+            # torch writes these with operators that make floats of integers
+            tensors = (tensors[0].to(torch.get_default_dtype()),)
+        return planned(*tensors, **attrs)
 
-    return _named(name, function, without=())
-
-
-def _in_place(name: str) -> Callable[..., Tensor]:
-    """An activation without parameters that torch may also write over its input; it does so
-    itself, for nothing is saved by planning that."""
-    over: Callable[..., Tensor] = getattr(F, name)
-
-    def function(x: Tensor, inplace: bool = False) -> Tensor:
-        return over(x, inplace=True) if inplace else one(name, x)
-
-    return _named(name, function, without=IN_PLACE)
-
-
-def _named(
-    name: str, function: Callable[..., Tensor], without: Sequence[str]
-) -> Callable[..., Tensor]:
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"{table.get(name).doc} As ``torch.nn.functional``'s, with its gradient."
-    on_cpu = all_but(CHEAP[name]) if name in CHEAP else NEVER
-    torchs = TORCHS.get(name) or SEVERAL[name]
-    handed = delegates(
-        torchs,
-        plain=PLAIN.get(name, ()),
-        without=without,
-        several=name in SEVERAL,
-        single=str(name not in SEVERAL),
-        keeps_type=True,
-        on_cpu=on_cpu,
+    more = {"inplace": False} if name in IN_PLACE else None
+    if name in CHEAP:
+        rule["on_cpu"] = partial(_cheap_is_torchs, CHEAP[name])
+    return from_table(
+        name, called, home=F, rename=TORCH_NAMES.get(name), more=more, run=run, **rule
     )
-    return handed(function)
 
 
-def _torch_tanhshrink(x: Tensor) -> Any:
-    return x - x.tanh() if several_calls_win(x) else NotImplemented
-
-
-def _never(x: Tensor) -> Any:
-    return NotImplemented
-
-
-SEVERAL = {"softsign": _never, "tanhshrink": _torch_tanhshrink}  # calls in torch, many or two
-PLAIN = {"tanhshrink": Plain(Tensor.tanh, "x - plain(x)", learns=("x",))}
-
-
-relu, relu6, sigmoid, tanh = (
-    _in_place("relu"),
-    _in_place("relu6"),
-    _plain("sigmoid"),
-    _plain("tanh"),
+relu, relu6, leaky_relu, hardtanh, hardswish, hardsigmoid, softshrink, hardshrink, threshold = map(
+    _activation,
+    "relu relu6 leaky_relu hardtanh hardswish hardsigmoid softshrink hardshrink threshold".split(),
 )
-silu, mish, selu = _in_place("silu"), _in_place("mish"), _in_place("selu")
-hardswish, hardsigmoid = _in_place("hardswish"), _in_place("hardsigmoid")
-softsign, tanhshrink = _of_numbers("softsign"), _of_numbers("tanhshrink")
-logsigmoid = log_sigmoid = _plain("log_sigmoid")
-
-
-@delegates(_nn.gelu, by_name=("approximate",), keeps_type=True)
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x · Φ(x), with Φ the normal distribution, or with ``approximate="tanh"`` its approximation by
-    tanh, as ``torch.nn.functional.gelu``."""
-    return one("gelu", x, approximate=approximate)
-
-
-@delegates(_nn.leaky_relu, without=IN_PLACE, keeps_type=True, on_cpu=all_but(BF16))
-def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-    """x, times ``negative_slope`` below 0, as ``torch.nn.functional.leaky_relu``."""
-    if inplace:
-        return F.leaky_relu(x, negative_slope, inplace=True)
-    return one("leaky_relu", x, negative_slope=negative_slope)
-
-
-@delegates(_nn.elu, without=IN_PLACE, keeps_type=True)
-def elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """x, or alpha · (eˣ − 1) below 0, as ``torch.nn.functional.elu``."""
-    return F.elu(x, alpha, inplace=True) if inplace else one("elu", x, alpha=alpha)
-
-
-@delegates(torch.celu, without=IN_PLACE, keeps_type=True)
-def celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """x, or alpha · (e^(x/alpha) − 1) below 0, as ``torch.nn.functional.celu``."""
-    return F.celu(x, alpha, inplace=True) if inplace else one("celu", x, alpha=alpha)
-
-
-@delegates(_nn.softplus, keeps_type=True)
-def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    """ln(1 + e^(beta·x)) / beta, and x itself where beta·x is over ``threshold``, as
-    ``torch.nn.functional.softplus``."""
-    return one("softplus", x, beta=beta, threshold=threshold)
-
-
-def _torch_hardtanh(x: Tensor, min_val: float, max_val: float) -> Any:
-    return _nn.hardtanh(x, min_val, max_val) if min_val <= max_val else NotImplemented
-
-
-@delegates(
-    _torch_hardtanh,
-    plain=Plain(_nn.hardtanh, "plain(x)"),
-    without=IN_PLACE,
-    keeps_type=True,
-    on_cpu=all_but(LOW),
+sigmoid, tanh, silu, mish, elu, selu, celu, softplus, glu = map(
+    _activation, "sigmoid tanh silu mish elu selu celu softplus glu".split()
 )
-def hardtanh(
-    x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
-) -> Tensor:
-    """x held between ``min_val`` and ``max_val``, as ``torch.nn.functional.hardtanh``."""
-    if inplace:
-        return F.hardtanh(x, min_val, max_val, inplace=True)
-    return one("hardtanh", x, min=min_val, max=max_val)
-
-
-@delegates(_nn.softshrink, keeps_type=True, on_cpu=all_but(LOW))
-def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    """x moved towards 0 by ``lambd``, and 0 within it, as ``torch.nn.functional.softshrink``."""
-    return one("softshrink", x, lambd=lambd)
-
-
-@delegates(torch.hardshrink, keeps_type=True, on_cpu=all_but(LOW))
-def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    """x, but 0 where |x| ≤ ``lambd``, as ``torch.nn.functional.hardshrink``."""
-    return one("hardshrink", x, lambd=lambd)
-
-
-@delegates(torch.threshold, without=IN_PLACE, keeps_type=True, on_cpu=all_but(LOW))
-def threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
-    """x, but ``value`` where x ≤ ``threshold``, as ``torch.nn.functional.threshold``."""
-    if inplace:
-        return F.threshold(x, threshold, value, inplace=True)
-    return one("threshold", x, threshold=threshold, value=value)
-
-
-def _prelu_is_torchs(x: Tensor, weight: Tensor) -> bool:
-    """torch has several calls for the gradient."""
-    return x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
-
-
-@delegates(torch.prelu, keeps_type=True, on_cpu=_prelu_is_torchs)
-def prelu(x: Tensor, weight: Tensor) -> Tensor:
-    """x, times ``weight`` below 0: one slope for all or one for each channel (dimension 1), as
-    ``torch.nn.functional.prelu``."""
-    return one("prelu", *lower(x, weight))
-
-
-@delegates(_nn.glu, keeps_type=True)
-def glu(x: Tensor, dim: int = -1) -> Tensor:
-    """a · sigmoid(b) of a and b, the halves of x along ``dim``, as ``torch.nn.functional.glu``."""
-    return one("glu", x, axis=dim)
+logsigmoid = log_sigmoid = _activation("log_sigmoid", "logsigmoid")
+gelu = _activation(
+    "gelu", takes=1, joined=lambda x, approximate="none": F.gelu(x, approximate=approximate)
+)
+prelu = _activation(
+    "prelu",  # for whose gradient torch has several calls
+    on_cpu=lambda x, weight: (
+        x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
+    ),
+)
+softsign = _activation("softsign", call=None)  # too many calls in torch
+tanhshrink = _activation("tanhshrink", several=True)
 
 
 # ---- bias, gates
@@ -228,24 +115,11 @@ GATE = Function("gate", _gate)
 GATE_HALVES = Function("gate_halves", _gate_halves)
 
 
-def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str) -> Any:
-    if bias is None:
-        return TORCHS[activation](x) if activation in TORCHS else NotImplemented
-    if activation in TORCHS and several_calls_win(x, bias):
-        return TORCHS[activation](x + bias)
-    return NotImplemented
+def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
+    return TORCHS[activation](x if bias is None else x + bias)
 
 
-@delegates(
-    _torch_bias_act,
-    plain=Plain(
-        TORCHS,
-        "plain[activation](x + bias)",
-        where="bias is not None and activation in plain",
-        learns=("x", "bias"),
-    ),
-    single="bias is None",
-)
+@delegates(_torch_bias_act, several=lambda x, bias, *_, **__: bias is not None)
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
     """activation(x + bias) in one pass; the gradient of bias is a sum in float32.
 
@@ -270,12 +144,10 @@ def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 def _torch_gated(activation: str) -> Callable[..., Any]:
-    """The gate in two calls, torch's halves being views."""
+    """The gate in two calls of torch's, for which halves are views."""
     activate = TORCHS[activation]
 
-    def call(gate: Tensor, up: Tensor | None) -> Any:
-        if not several_calls_win(gate, up):
-            return NotImplemented
+    def call(gate: Tensor, up: Tensor | None = None) -> Any:
         if up is None:
             if gate.shape[-1] % 2:
                 return NotImplemented
@@ -285,20 +157,11 @@ def _torch_gated(activation: str) -> Callable[..., Any]:
     return call
 
 
-def _plain_gate(activation: str) -> Plain:
-    two = "up is not None"
-    return Plain(TORCHS[activation], "plain(gate) * up", where=two, learns=("gate", "up"))
-
-
-GATED: dict[str, Any] = {"several": True, "single": "False", "keeps_type": True}
 _GEGLUS = {"none": _torch_gated("gelu"), "tanh": _torch_gated("gelu_tanh")}
+GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-def _torch_geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Any:
-    return _GEGLUS[approximate](gate, up) if approximate in _GEGLUS else NotImplemented
-
-
-@delegates(_torch_gated("silu"), plain=_plain_gate("silu"), **GATED)
+@delegates(_torch_gated("silu"), several=True, autocast=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
     and up.
@@ -308,20 +171,22 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _gated("silu", gate, up)
 
 
-@delegates(_torch_geglu, plain=_plain_gate("gelu"), **GATED)
+@delegates(
+    lambda gate, up=None, approximate="none": _GEGLUS[approximate](gate, up),
+    several=True,
+    autocast=True,
+)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """gelu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
-    and up. ``approximate="tanh"`` takes that of :func:`gelu`.
+    """gelu(gate) · up in one pass, as :func:`swiglu`. ``approximate="tanh"`` takes that of gelu.
 
     >>> y = dt.functional.geglu(x @ w_gate.T, x @ w_up.T)
     """
-    return _gated("gelu" if approximate == "none" else "gelu_tanh", gate, up)
+    return _gated(GELUS.get(approximate, f"gelu_{approximate}"), gate, up)
 
 
-@delegates(_torch_gated("relu"), plain=_plain_gate("relu"), **GATED)
+@delegates(_torch_gated("relu"), several=True, autocast=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """relu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
-    and up.
+    """relu(gate) · up in one pass, as :func:`swiglu`.
 
     >>> y = dt.functional.reglu(x @ w_gate.T, x @ w_up.T)
     """
@@ -353,9 +218,9 @@ def _seed(seed: int | Tensor | None, x: Tensor) -> Tensor:
 
 
 def _may_read_table(x: Tensor) -> bool:
-    """Whether a launch is saved by a tensor that outlives the call: none that somebody records or
-    replaces, and none of which a CUDA Graph would note the address."""
-    if not x.is_cuda or compiler.is_compiling():
+    """Whether a launch is saved by a tensor that outlives the call: not by one that somebody
+    records or replaces, nor by one of which a CUDA Graph would note the address."""
+    if not x.is_cuda or is_compiling():
         return False
     return not (in_transform() or is_watched() or is_captured(x))
 
@@ -369,16 +234,15 @@ def _seeds(device: torch.device, stream: int) -> Tensor:
         return torch.arange(2 * SEEDS, device=device).div_(2, rounding_mode="floor")[::2]
 
 
-def _torch_dropout(x: Tensor, p: float, training: bool) -> Any:
-    return torch.dropout(x, p, True) if training else NotImplemented
+def _torch_dropout(
+    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Any = None
+) -> Any:
+    """torch answers with x itself where it does not train, and knows no seeds."""
+    known = training and seed is None
+    return F.dropout(x, p, True, inplace) if known else NotImplemented
 
 
-@delegates(
-    _torch_dropout,
-    plain=Plain(torch.dropout, "plain(x, p, True)"),
-    without=("inplace", "seed"),
-    keeps_type=True,
-)
+@delegates(_torch_dropout, autocast=True)
 def dropout(
     x: Tensor,
     p: float = 0.5,
@@ -405,26 +269,16 @@ def dropout(
 
 
 def _torch_bias_dropout_residual(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool
+    x: Tensor, bias: Any, residual: Any, p: float = 0.5, training: bool = True, *, seed: Any = None
 ) -> Any:
-    """Three calls; one of ours is two, with that which draws a seed, and no sooner launched."""
-    if not training or is_captured(x):
+    """Three calls; ours are two, with the one that draws a seed, and launched no sooner."""
+    if not training or seed is not None or is_captured(x) or (x.is_cuda and not is_small(x)):
         return NotImplemented
-    y = torch.dropout(x if bias is None else x + bias, p, True)
-    return y if residual is None else y + residual
+    y = F.dropout(x if bias is None else x + bias, p)
+    return y if residual is None else residual + y
 
 
-@delegates(
-    _torch_bias_dropout_residual,
-    plain=Plain(
-        torch.dropout,
-        "residual + plain(x + bias, p, True)",
-        where=f"bias is not None and residual is not None and not ({CAPTURED.format(x='x')})",
-    ),
-    without=("seed",),
-    several=True,
-    keeps_type=True,
-)
+@delegates(_torch_bias_dropout_residual, autocast=True)
 def bias_dropout_residual(
     x: Tensor,
     bias: Tensor | None,

@@ -3,7 +3,6 @@ widest of their arguments. Its lists differ from device to device; these are tor
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection
 from functools import reduce
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch._C import _is_any_autocast_enabled as autocasting
 
-from deuteron.functional.core import Build, Function
-from deuteron.functional.library import under_autocast
+from deuteron.functional.arguments import Attributes
+from deuteron.functional.context import under_autocast
+from deuteron.functional.core import Build, Function, Schema
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -26,20 +26,9 @@ def _torch_casts(op: str) -> frozenset[str]:
 
 # function → the devices on which 16-bit tensors are cast to float32
 FLOAT32: dict[str, frozenset[str]] = {
+    **dict.fromkeys("layer_norm group_norm softmax log_softmax norm".split(), frozenset({"cuda"})),
     **dict.fromkeys(
-        (
-            "layer_norm",
-            "group_norm",
-            "softmax",
-            "log_softmax",
-            "norm",
-            "interpolate",
-            "op_softplus",
-            "op_sum",
-            "op_cumsum",
-            "op_cumprod",
-        ),
-        frozenset({"cuda"}),
+        "op_softplus op_sum op_cumsum op_cumprod op_resize".split(), frozenset({"cuda"})
     ),
     "rms_norm": _torch_casts("rms_norm"),
     "op_prod": frozenset({"cuda", "cpu"}),
@@ -51,9 +40,16 @@ class Cast(Function):
     """A function that autocast wants in float32 somewhere. There 16-bit tensors are cast in the
     same kernel, by ``wide`` in the place of ``build`` where that is given."""
 
-    def __init__(self, name: str, build: Build, wide: Build | None = None) -> None:
-        super().__init__(name, build)
-        self.wide = Function(f"{name}_float32", wide or _widened(build))
+    def __init__(
+        self,
+        name: str,
+        build: Build,
+        schema: Schema | None = None,
+        defaults: Attributes | None = None,
+        wide: Build | None = None,
+    ) -> None:
+        super().__init__(name, build, schema, defaults)
+        self.wide = Function(f"{name}_float32", wide or _widened(build), self.schema, defaults)
 
     def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
         if autocasting():
@@ -67,7 +63,6 @@ def _widened(build: Build) -> Build:
     def wide(b: Ops, *tensors: Sym | None, **attrs: Any) -> Any:
         return build(b, *(None if t is None else b.upcast(t) for t in tensors), **attrs)
 
-    wide.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]
     return wide
 
 

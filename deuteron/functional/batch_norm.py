@@ -6,121 +6,48 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C import _get_cudnn_enabled as may_use_cudnn
+import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import BindError
-from deuteron.functional.core import Function, any_requires_grad
-from deuteron.functional.library import (
-    ANY,
-    delegates,
-    in_transform,
-    is_launch_bound,
-    several_calls_win,
-)
-from deuteron.functional.operators import TORCHS, activated
-from deuteron.functional.wrapper import Plain
-from deuteron.ops import Ops, Sym
+from deuteron.functional.context import any_requires_grad, gradient_follows, in_transform
+from deuteron.functional.core import Function
+from deuteron.functional.delegate import ANY, delegates
+from deuteron.functional.operators import TORCHS, activated, schema
+from deuteron.functional.small import is_small
+from deuteron.ops import Ops, Sym, table
 from deuteron.ops.batch_norm import ACTIVATIONS
 from deuteron.ops.norm import suggested
 from deuteron.ops.signs import packing
 from deuteron.target import has_triton
 
-Tensor = torch.Tensor
-
 
 def _train(
-    b: Ops,
-    x: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    running_mean: Sym | None,
-    running_var: Sym | None,
-    residual: Sym | None,
-    *,
-    momentum: float,
-    eps: float,
-    activation: str | None,
-    keep_signs: bool,
+    b: Ops, x: Sym, *tensors: Sym | None, activation: str | None, keep_signs: bool, **how: float
 ) -> tuple[Sym, ...]:
     inside = activation if activation in ACTIVATIONS else "none"
     image = x.type.with_layout(suggested(x.type))
-    y, *stats = b.batch_norm_act(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        residual,
-        momentum=momentum,
-        eps=eps,
-        activation=inside,
-        packed=packing(image) if keep_signs and has_triton() else "none",
-    )
+    packed = packing(image) if keep_signs and has_triton() else "none"
+    y, *stats = b.batch_norm_act(x, *tensors, **how, activation=inside, packed=packed)
     return activated(b, y, None if inside == activation else activation), *stats
 
 
-def _given(
-    b: Ops,
-    x: Sym,
-    mean: Sym,
-    var: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    residual: Sym | None,
-    *,
-    eps: float,
-    activation: str | None,
-) -> Sym:
-    y = b.one("batch_norm", x, mean, var, weight, bias, eps=eps)
+def _given(b: Ops, x: Sym, *tensors: Sym | None, eps: float, activation: str | None) -> Sym:
+    *params, residual = tensors
+    y = b.one("batch_norm", x, *params, eps=eps)
     return activated(b, y if residual is None else y + residual, activation)
 
 
+ATTRS = {"eps": "float", "activation": "str | None"}
 TRAIN = Function(
-    "batch_norm_train", _train, silent=(1, 2, 3, 4), overwritten=("running_mean", "running_var")
+    "batch_norm_train",
+    _train,
+    (schema(table.get("batch_norm_act"))[0], {"momentum": "float", "keep_signs": "bool"} | ATTRS),
+    silent=(1, 2, 3, 4),
+    overwritten=("running_mean", "running_var"),
 )
-GIVEN = Function("batch_norm", _given)
-
-
-def _torch_batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    residual: Tensor | None,
-    activation: str | None,
-) -> Any:
-    more = residual is not None or activation is not None
-    on_gpu = x.is_cuda
-    if activation not in KNOWN:
-        return NotImplemented
-    if (more or training) and not on_gpu and not is_launch_bound(x):
-        return NotImplemented
-    if x.is_cpu and not is_read_right(x, weight, training):
-        return NotImplemented
-    # in training ours is several launches, too; without, torch's one takes longer than ours
-    one_of_ours = not training and (more or on_gpu)
-    if one_of_ours and not several_calls_win(x, weight, bias, residual):
-        return NotImplemented
-    if eps <= 0.0 or (training and x.numel() <= x.shape[1]):
-        return NotImplemented  # what torch.nn.functional's refuses, or looks at twice
-    y = torch.batch_norm(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, may_use_cudnn()
-    )
-    if residual is not None:
-        y = y + residual
-    return y if activation is None else TORCHS[activation](y)
-
-
-KNOWN = {None, *TORCHS}
-CALL = "plain(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn())"
-# what ``is_read_right`` asks, of what is the usual order
-READ_RIGHT = "(x.is_cuda or x.is_contiguous() and (weight is None or weight.is_contiguous()))"
-LEARNED = f"is_grad_enabled() and not training and eps > 0.0 and {READ_RIGHT}"
-NAMES = {"cudnn": may_use_cudnn, "after": TORCHS}
+TENSORS = schema(table.get("batch_norm"))[0] | {"residual": "Sym | None"}
+GIVEN = Function("batch_norm", _given, (TENSORS, ATTRS))
 
 
 def is_read_right(x: Tensor, weight: Tensor | None, training: bool) -> bool:
@@ -133,17 +60,11 @@ def is_read_right(x: Tensor, weight: Tensor | None, training: bool) -> bool:
     return x.is_contiguous() or not (training or 1 in x.shape)
 
 
-def _wants_signs(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-) -> bool:
+def _wants_signs(x: Tensor, *others: Tensor | None, activation: str | None) -> bool:
     """Whether a gradient will ask for the signs after relu, on a GPU."""
-    if residual is None or activation != "relu" or not torch.is_grad_enabled():
+    if others[-1] is None or activation != "relu" or not torch.is_grad_enabled():
         return False
-    return any_requires_grad((x, weight, bias, residual)) and x.is_cuda
+    return any_requires_grad((x, *others)) and x.is_cuda
 
 
 def check_given(asked: str, remedy: str, *running: Tensor | None) -> None:
@@ -175,27 +96,35 @@ def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
             torch._foreach_copy_([r for r, _ in pairs], [n for _, n in pairs])
 
 
-@delegates(
-    _torch_batch_norm,
-    plain=(
-        Plain(
-            torch.batch_norm,
-            CALL,
-            where=f"training and eps > 0.0 and x.numel() > x.shape[1] and {READ_RIGHT}",
-            given=NAMES,
-        ),
-        Plain(torch.batch_norm, CALL, where=LEARNED, given=NAMES, learns=("x",)),
-        Plain(
-            torch.batch_norm,
-            f"after[activation]({CALL})",
-            where=f"activation in after and {LEARNED}",
-            given=NAMES,
-            learns=("x",),
-        ),
-    ),
-    keeps_type=True,
-    on_cpu=ANY,
-)
+def _torch_batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    joined = residual is not None or activation is not None
+    if training and x.numel() <= x.shape[1]:
+        return NotImplemented  # of nothing torch would write statistics, too
+    if x.is_cpu and (training or joined) and not is_small(x):
+        return NotImplemented
+    if x.is_cpu and not is_read_right(x, weight, training):
+        return NotImplemented
+    # in training ours is several launches, too; without, torch's one takes a GPU longer than ours
+    if not training and (joined or x.is_cuda) and not gradient_follows(x, weight, bias, residual):
+        return NotImplemented
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    y = y if residual is None else y + residual
+    return y if activation is None else TORCHS[activation](y)
+
+
+@delegates(_torch_batch_norm, on_cpu=ANY, autocast=True)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,
@@ -215,26 +144,16 @@ def batch_norm(
     ``residual`` is added after, then ``activation`` ("relu", "silu", …) applied, in the same
     passes over memory, forward and backward. Without training the running statistics are used.
     """
+    running = running_mean, running_var
+    attrs: Any = {"eps": eps, "activation": activation}
     if not training:
-        asked, remedy = "batch_norm(…, training=False)", "give both, or training=True"
-        check_given(asked, remedy, running_mean, running_var)
-        return GIVEN.one(
-            x, running_mean, running_var, weight, bias, residual, eps=eps, activation=activation
-        )
-    check_written("batch_norm(…, training=True)", running_mean, running_var)
-    y, mean, var, *_ = TRAIN(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        residual,
-        momentum=momentum,
-        eps=eps,
-        activation=activation,
-        keep_signs=_wants_signs(x, weight, bias, residual, activation),
-    )
+        check_given("batch_norm(…, training=False)", "give both, or training=True", *running)
+        return GIVEN.one(x, *running, weight, bias, residual, **attrs)
+    check_written("batch_norm(…, training=True)", *running)
+    keep_signs = _wants_signs(x, weight, bias, residual, activation=activation)
+    attrs |= {"keep_signs": keep_signs}
+    y, mean, var, *_ = TRAIN(x, weight, bias, *running, residual, momentum=momentum, **attrs)
     if x.numel():
-        overwrite((running_mean, running_var), (mean, var))
+        overwrite(running, (mean, var))
     result: Tensor = y
     return result

@@ -18,31 +18,33 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import compiler
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.errors import DeuteronError
-from deuteron.functional.given import (
+from deuteron.functional.arguments import (
     Attributes,
     Tensors,
     Types,
     one_device,
-    plain,
+    readable,
     signature,
     strided,
     types_of,
 )
-from deuteron.functional.library import Heard, in_transform, is_watched, without_memory
-from deuteron.functional.pull import EAGER, KEPT, Pull, keep, run_plan, spread
+from deuteron.functional.backward import EAGER, KEPT, Backward, ReadyPlan, keep, spread
+from deuteron.functional.context import any_requires_grad, in_transform, is_watched, without_memory
+from deuteron.functional.explain import Recording
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.evaluate import evaluate
-from deuteron.plan import Plan, compile_graph
+from deuteron.plan import compile_graph
 
 Build = Callable[..., "Sym | tuple[Sym, ...]"]
+Schema = tuple[dict[str, str], dict[str, str]]  # tensors and attributes: name → annotation
 
 LIBRARY = torch.library.Library("deuteron", "FRAGMENT")
 FUNCTIONS: dict[str, Function] = {}
@@ -53,66 +55,67 @@ class Function:
 
     The parameters of ``build`` after the first are its signature: positional ones are tensors
     (``Sym``, or ``Sym | None`` where the tensor may be left out), keyword-only ones attributes.
-    A call gives all of them; defaults are a matter of the public function around it.
+    A call gives all of them, but for attributes that have ``defaults``.
     """
 
     def __init__(
-        self, name: str, build: Build, silent: Sequence[int] = (), overwritten: Sequence[str] = ()
+        self,
+        name: str,
+        build: Build,
+        schema: Schema | None = None,
+        defaults: Attributes | None = None,
+        silent: Sequence[int] = (),
+        overwritten: Sequence[str] = (),
     ) -> None:
-        """``silent``: places of results that no gradient comes back from. ``overwritten``: tensors
-        that the caller writes to afterwards, so that the backward pass has to do without."""
+        """``schema``: the signature, if that of ``build`` does not show it. ``silent``: places of
+        results that no gradient comes back from. ``overwritten``: tensors that the caller writes
+        to afterwards, so that the backward pass has to do without."""
         self.name, self.build, self.silent = name, build, frozenset(silent)
         self.overwritten = frozenset(overwritten)
-        parameters = list(inspect.signature(build).parameters.values())[1:]
-        self.tensors = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-        self.attributes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        self.known: dict[Any, Known] = {}
+        self.schema = schema or schema_of(build)
+        self.tensors, self.attributes = map(list, self.schema)
+        self.defaults = defaults or {}
+        self.planned: dict[Any, Planned] = {}
         FUNCTIONS[name] = self
-        self.op = _register(self, parameters)
+        self.op = _register(self)
 
-    def __call__(self, *tensors: torch.Tensor | None, **attrs: Any) -> Any:
+    def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
         """One tensor, or a tuple where the graph has several results."""
-        if is_dynamo_compiling() or compiler._is_compiling_flag:  # is_compiling(), sooner
+        attrs = self.defaults | attrs
+        if is_compiling():
             found = self.op(*tensors, **attrs)
         elif in_transform():
             found = self.by_references(tensors, attrs)
         elif is_watched():
             found = self.op(*tensors, **attrs)
         else:
-            known = self.known.get(signature(tensors, attrs))
-            if known is None or Heard.listeners:
+            planned = self.planned.get(signature(tensors, attrs))
+            if planned is None or Recording.active:
                 if without_memory(*tensors):
                     one_device(self.name, tensors)
                     found = self.op(*tensors, **attrs)
                     return found[0] if len(found) == 1 else tuple(found)
-                tensors = tuple(plain(self.name, t) for t in tensors)
-                known = self.knowing(tensors, attrs)
-            if torch.is_grad_enabled() and any_requires_grad(tensors):
-                found = record(known, *tensors)
-            else:
-                found = known.run(tensors)
+                tensors = tuple(readable(self.name, t) for t in tensors)
+                planned = self.plan(tensors, attrs)
+            needed = torch.is_grad_enabled() and any_requires_grad(tensors)
+            found = differentiably(planned, *tensors) if needed else planned.run(tensors)
         return found[0] if len(found) == 1 else tuple(found)
 
-    def one(self, *tensors: torch.Tensor | None, **attrs: Any) -> torch.Tensor:
+    def one(self, *tensors: Tensor | None, **attrs: Any) -> Tensor:
         """The call of a function with a single result."""
-        result: torch.Tensor = self(*tensors, **attrs)
+        result: Tensor = self(*tensors, **attrs)
         return result
 
-    def run(self, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
-        """The results for tensors whose memory holds their values, without a thought of
-        gradients."""
-        return self.knowing(tensors, attrs).run(tensors)
-
-    def knowing(self, tensors: Tensors, attrs: Attributes) -> Known:
-        """What was worked out for such tensors, now or before."""
+    def plan(self, tensors: Tensors, attrs: Attributes) -> Planned:
+        """What was worked out for such tensors, whose memory holds their values, now or before."""
         key = signature(tensors, attrs)
-        found = self.known.get(key)
+        found = self.planned.get(key)
         if found is None:
             one_device(self.name, tensors)
-            found = keep(self.known, key, Known(self, types_of(tensors), attrs))
+            found = keep(self.planned, key, Planned(self, types_of(tensors), attrs))
         return found
 
-    def by_references(self, tensors: Tensors, attrs: Attributes) -> Sequence[torch.Tensor]:
+    def by_references(self, tensors: Tensors, attrs: Attributes) -> Sequence[Tensor]:
         """The results by torch's operators, one by one: for transforms that must see them."""
         given = [strided(self.name, t) for t in tensors]
         one_device(self.name, given)
@@ -148,142 +151,119 @@ class Function:
         return builder.finish()
 
 
-class Known:
-    """A function for tensors of given types: its plan, and the ways back. A second call finds
-    this, and nothing is looked at any more."""
+class Planned:
+    """A function for tensors of given types: its plan, and its backward passes by which tensors
+    need a gradient. A later call with the same types finds all of it ready."""
 
     def __init__(self, function: Function, types: Types, attrs: Attributes) -> None:
         self.function, self.types, self.attrs = function, types, attrs
-        self.graph: Graph | None = function.graph(types, attrs)  # what is wrong is not kept
+        self.graph: Graph | None = function.graph(types, attrs)  # raises if something is wrong
         self.all_given = None not in types
-        self.plan: Plan | None = None
-        self.ready: Callable[..., list[torch.Tensor]] | None = None
-        self.pulls: dict[tuple[bool, ...], Pull] = {}
+        self.ready: ReadyPlan | None = None
+        self.backwards: dict[tuple[bool, ...], Backward] = {}
 
-    def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
-        """The results; a gradient is none of its business."""
+    def run(self, tensors: Tensors) -> Sequence[Tensor]:
+        """The results, without a thought of gradients."""
         given = tensors if self.all_given else [t for t in tensors if t is not None]
-        if self.ready is None or Heard.listeners:
-            return self._first_run([t for t in given if t is not None])
-        return self.ready(*given)
+        if self.ready is None:
+            assert self.graph is not None and given[0] is not None
+            plan = compile_graph(self.graph, device=given[0].device, policy=EAGER)
+            self.ready, self.graph = ReadyPlan(plan), None
+        return self.ready(*given)  # type: ignore[arg-type]  # none of them is None
 
-    def _first_run(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self.plan is None:
-            assert self.graph is not None
-            self.plan = compile_graph(self.graph, device=tensors[0].device, policy=EAGER)
-            self.graph = None
-        found = run_plan(self.plan, tensors)
-        self.ready = self.plan.ready()
-        return found
-
-    def pull(self, needs: tuple[bool, ...]) -> Pull:
-        """The way back, where these of the tensors need a gradient."""
-        found = self.pulls.get(needs)
+    def backward(self, needs: tuple[bool, ...]) -> Backward:
+        """The backward pass where these of the tensors need a gradient."""
+        found = self.backwards.get(needs)
         if found is None:
-            found = self.pulls[needs] = Pull(self.function, self.types, self.attrs, needs)
+            found = self.backwards[needs] = Backward(self.function, self.types, self.attrs, needs)
         return found
-
-
-@lru_cache(maxsize=KEPT)
-def _pull_of(spec: str, device: torch.device) -> Pull:
-    """The pull that a text stands for, on one device: plans are kept for it alone."""
-    name, types, attrs, needs = json.loads(spec)
-    read = tuple(None if t is None else TensorType.of(t[0], t[1], strides=t[2]) for t in types)
-    return Pull(FUNCTIONS[name], read, _frozen(attrs), tuple(needs))
 
 
 class _Differentiable(torch.autograd.Function):
     """The eager path with gradients: less overhead than the dispatcher's."""
 
     @staticmethod
-    def forward(ctx: Any, known: Known, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        pull = known.pull(ctx.needs_input_grad[1:])
-        results = known.run(tensors)
+    def forward(ctx: Any, planned: Planned, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        backward = ctx.back = planned.backward(ctx.needs_input_grad[1:])
+        results = planned.run(tensors)
         everything = (*tensors, *results)
-        ctx.pull = pull
-        ctx.save_for_backward(*[everything[i] for i in pull.saved])
+        ctx.save_for_backward(*[everything[i] for i in backward.saved])
         ctx.set_materialize_grads(False)
-        if len(pull.of) < len(results):
-            ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in pull.of))
+        if len(backward.of) < len(results):
+            constant = (r for i, r in enumerate(results) if i not in backward.of)
+            ctx.mark_non_differentiable(*constant)
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         of = [i for i, g in enumerate(grads) if g is not None]
         if not of:
             return (None,) * len(ctx.needs_input_grad)
-        pull: Pull = ctx.pull
+        back: Backward = ctx.back
         came = [g.resolve_neg() if g.is_neg() else g for g in grads if g is not None]
         given = [*ctx.saved_tensors, *came]
         if torch.is_grad_enabled():  # somebody means to differentiate what comes out
-            return None, *pull.by_references(of, given)
-        way = pull.way(of, given)
-        return None, *spread(way.run(given), way.slots, came)
+            return None, *back.by_references(of, given)
+        plan = back.plan(of, given)
+        return None, *spread(plan.run(given), plan.places, came)
 
 
-# Function.apply, less its look at transforms, which is behind us already
-record: Callable[..., tuple[torch.Tensor, ...]] = super(
+# Function.apply without its question about transforms, which was asked before
+differentiably: Callable[..., tuple[Tensor, ...]] = super(
     torch.autograd.Function, _Differentiable
 ).apply
 
 # ---- for torch.compile
 
-_SCHEMA = {
-    "Sym": "Tensor",
-    "Sym | None": "Tensor?",
-    "float": "float",
-    "int": "int",
-    "bool": "bool",
-    "str": "str",
-    "float | None": "float?",
-    "int | None": "int?",
-    "str | None": "str?",
-    "tuple[int, ...]": "int[]",
-    "tuple[int, ...] | None": "int[]?",
-    "tuple[float, ...] | None": "float[]?",
-}
+_WORDS = {"Sym": "Tensor", "tuple[int, ...]": "int[]", "tuple[float, ...]": "float[]"}
 
 
-def _register(function: Function, parameters: Sequence[inspect.Parameter]) -> Any:
+def schema_of(build: Build) -> Schema:
+    """Tensors and attributes of a function that writes a graph."""
+    known = list(inspect.signature(build).parameters.values())[1:]
+    attrs = {p.name: p.annotation for p in known if p.kind is p.KEYWORD_ONLY}
+    return {p.name: p.annotation for p in known if p.name not in attrs}, attrs
+
+
+def _word(name: str, annotation: str) -> str:
+    """A parameter as torch's dispatcher writes it, without a default: the dispatcher would leave
+    out what equals it."""
+    kind = annotation.removesuffix(" | None")
+    return f"{_WORDS.get(kind, kind)}{'?' if kind != annotation else ''} {name}"
+
+
+def _register(function: Function) -> Any:
     """The function as an operator that torch.compile sees and does not look into."""
-    # without defaults: the dispatcher would leave out what equals them
-    words = [f"{_SCHEMA[p.annotation]} {p.name}" for p in parameters]
-    if len(function.tensors) < len(words):
-        words.insert(len(function.tensors), "*")
+    tensors, attrs = function.schema
+    words = [_word(*each) for each in tensors.items()]
+    words += ["*", *(_word(*each) for each in attrs.items())] if attrs else []
     LIBRARY.define(f"{function.name}({', '.join(words)}) -> Tensor[]")
 
-    def run(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
-        given = [plain(function.name, t) for t in tensors]
-        return list(function.run(given, _frozen(attrs)))
+    def run(*tensors: Tensor | None, **attrs: Any) -> list[Tensor]:
+        given = [readable(function.name, t) for t in tensors]
+        return list(function.plan(given, _frozen(attrs)).run(given))
 
-    def fake(*tensors: torch.Tensor | None, **attrs: Any) -> list[torch.Tensor]:
+    def fake(*tensors: Tensor | None, **attrs: Any) -> list[Tensor]:
         return _empty(function.graph(types_of(tensors), _frozen(attrs)), tensors)
 
-    def keep(
-        ctx: Any,
-        inputs: tuple[Any, ...],
-        output: Any,
-        keyword_only_inputs: Attributes | None = None,
-    ) -> None:
-        needs = [
-            bool(n) and t is not None for n, t in zip(ctx.needs_input_grad, inputs, strict=False)
-        ]
-        ctx.pull = Pull(
-            function, types_of(inputs), _frozen(keyword_only_inputs or {}), tuple(needs)
-        )
+    def keep(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        asked = zip(ctx.needs_input_grad, inputs, strict=False)
+        needs = tuple(bool(need) and t is not None for need, t in asked)
+        attrs = _frozen(keyword_only_inputs or {})
+        ctx.back = Backward(function, types_of(inputs), attrs, needs)
         everything = (*inputs, *output)
-        ctx.save_for_backward(*(everything[i] for i in ctx.pull.saved))
+        ctx.save_for_backward(*(everything[i] for i in ctx.back.saved))
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
-        of = [i for i, g in enumerate(grads) if g is not None and i in ctx.pull.of]
-        pull: Pull = ctx.pull
+    def backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+        back: Backward = ctx.back
+        of = [i for i, g in enumerate(grads) if g is not None and i in back.of]
         if not of:
-            return (None,) * len(pull.needs)
+            return (None,) * len(back.needs)
         given = [*ctx.saved_tensors, *(grads[i] for i in of)]
-        found = torch.ops.deuteron.pullback(pull.spec, of, given)
-        _, places = pull.graph(of, types_of(given)[len(pull.saved) :])
-        return pull.spread(found, places, given[len(pull.saved) :])
+        found = torch.ops.deuteron.pullback(back.spec, of, given)
+        _, places = back.graph(of, types_of(given)[len(back.saved) :])
+        return spread(found, places, given[len(back.saved) :])
 
     name = f"deuteron::{function.name}"
     LIBRARY.impl(function.name, run, "CompositeExplicitAutograd")
@@ -298,15 +278,21 @@ def entries() -> dict[str, Callable[..., tuple[Sym, ...]]]:
     return {f"deuteron.{name}.default": function.write for name, function in FUNCTIONS.items()}
 
 
-def _pullback(spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(_pull_of(spec, tensors[0].device).run(of, tensors))
+@lru_cache(maxsize=KEPT)
+def _backward_of(spec: str, device: torch.device) -> Backward:
+    """The backward pass that a text stands for, on one device: plans are kept for it alone."""
+    name, types, attrs, needs = json.loads(spec)
+    read = tuple(None if t is None else TensorType.of(t[0], t[1], strides=t[2]) for t in types)
+    return Backward(FUNCTIONS[name], read, _frozen(attrs), tuple(needs))
 
 
-def _fake_pullback(
-    spec: str, of: Sequence[int], tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    pull = _pull_of(spec, tensors[0].device)
-    return _empty(pull.graph(of, types_of(tensors)[len(pull.saved) :])[0], tensors)
+def _pullback(spec: str, of: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list(_backward_of(spec, tensors[0].device).run(of, tensors))
+
+
+def _fake_pullback(spec: str, of: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    back = _backward_of(spec, tensors[0].device)
+    return _empty(back.graph(of, types_of(tensors)[len(back.saved) :])[0], tensors)
 
 
 LIBRARY.define("pullback(str spec, int[] of, Tensor[] tensors) -> Tensor[]")
@@ -317,35 +303,18 @@ torch.library.register_fake("deuteron::pullback", _fake_pullback, lib=LIBRARY)
 # ---- small things
 
 
-def any_requires_grad(tensors: Tensors) -> bool:
-    for t in tensors:  # noqa: SIM110  any() with a generator takes twice as long
-        if t is not None and t.requires_grad:
-            return True
-    return False
-
-
 def _frozen(attrs: Attributes) -> Attributes:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in attrs.items()}
 
 
-def _empty(graph: Graph, tensors: Tensors) -> list[torch.Tensor]:
-    device = next(t.device for t in tensors if t is not None)
+def _empty(graph: Graph, tensors: Tensors) -> list[Tensor]:
+    home = next(t.device for t in tensors if t is not None)
     types = [graph.types[value] for _, value in graph.outputs]
     return [
-        torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=device) for t in types
+        torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=home) for t in types
     ]
 
 
 def _shown(names: Sequence[str], types: Types, attrs: Attributes) -> str:
     tensors = [f"{n}: {t}" for n, t in zip(names, types, strict=True) if t is not None]
     return ", ".join([*tensors, *(f"{k}={v!r}" for k, v in attrs.items())])
-
-
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What ``function(*args, **kwargs)`` runs, where and why, forward only.
-
-    >>> print(dt.functional.explain(dt.functional.rms_norm, x, (4096,), w))
-    """
-    with Heard() as parts:
-        function(*args, **kwargs)
-    return "\n".join(str(part.explain()) for part in parts)

@@ -5,71 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.library import (
-    ANY,
-    LIMITS,
-    Heard,
-    delegates,
-    delegation,
-    heard,
-    several_calls_win,
-)
-from deuteron.functional.wrapper import Plain
-from deuteron.ops import Ops, Sym
-
-Tensor = torch.Tensor
-SMALL = "weight.nbytes * index.numel() <= LEAST"  # no result is larger, and no shape need be read
+from deuteron.functional.delegate import ANY, delegates, told
+from deuteron.functional.operators import schema
+from deuteron.functional.small import delegation, is_small
+from deuteron.ops import Ops, Sym, table
 
 
-def _embedding(
-    b: Ops,
-    index: Sym,
-    weight: Sym,
-    position: Sym | None,
-    *,
-    padding_idx: int,
-    scale_grad_by_freq: bool,
-) -> Sym:
-    y = b.one(
-        "embedding", weight, index, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq
-    )
+def _embedding(b: Ops, index: Sym, weight: Sym, position: Sym | None, **how: Any) -> Sym:
+    y = b.one("embedding", weight, index, **how)
     return y if position is None else y + position
 
 
-EMBEDDING = Function("embedding", _embedding)
+TENSORS = {"index": "Sym", "weight": "Sym", "position": "Sym | None"}
+EMBEDDING = Function("embedding", _embedding, (TENSORS, schema(table.get("embedding"))[1]))
 
 
 def _torch_embedding(
     index: Tensor,
     weight: Tensor,
-    padding_idx: int | None,
-    scale_grad_by_freq: bool,
-    position: Tensor | None,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    *,
+    position: Tensor | None = None,
 ) -> Any:
-    ours = weight.is_cuda or position is not None
-    if ours and (scale_grad_by_freq or not _is_small(weight, index)):
+    """Not on a GPU, nor with a position, for tables that are not small; and what torch's call alone
+    does is left to the function, which says so."""
+    if max_norm is not None or sparse:
         return NotImplemented
-    if position is not None and not several_calls_win(weight, position):
-        return NotImplemented
-    return _looked_up(index, weight, padding_idx, scale_grad_by_freq, False, position)
-
-
-def _looked_up(
-    index: Tensor,
-    weight: Tensor,
-    padding_idx: int | None,
-    scale_grad_by_freq: bool,
-    sparse: bool,
-    position: Tensor | None,
-) -> Tensor:
-    """By torch's call, without arguments that have their defaults: it is quicker."""
-    more: tuple[Any, ...] = () if padding_idx is None else (_row(padding_idx, weight),)
-    if scale_grad_by_freq or sparse:
-        more = (*(more or (-1,)), scale_grad_by_freq, sparse)
-    y = torch.embedding(weight, index, *more)
+    if weight.is_cuda or position is not None:
+        row = weight.nbytes // max(weight.shape[0], 1)  # the gradient has the size of the table
+        small = is_small(index, weight.nbytes) and is_small(index, index.numel() * row)
+        if scale_grad_by_freq or not small:
+            return NotImplemented
+    y = F.embedding(index, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
     return y if position is None else y + position
 
 
@@ -77,8 +53,7 @@ def _shorten(index: Tensor, weight: Tensor, max_norm: float, norm_type: float) -
     """Rows that ``index`` names and that are longer than ``max_norm`` get that length, in place."""
     _may_be_torchs("max_norm", max_norm)
     torch.embedding_renorm_(weight.detach(), index, max_norm, norm_type)
-    if Heard.listeners:
-        heard(None, "embedding_renorm_", weight, "max_norm writes to weight")
+    told(None, "embedding_renorm_", weight, "max_norm writes to weight")
 
 
 def _may_be_torchs(name: str, value: Any) -> None:
@@ -103,35 +78,11 @@ def _row(padding_idx: int, weight: Tensor) -> int:
     return padding_idx % rows
 
 
-def _is_small(weight: Tensor, index: Tensor) -> bool:
-    """Whether the gradient, of the size of the table, and the result are."""
-    table, rows = weight.nbytes, index.numel()
-    if table * rows <= LIMITS.least:  # no result is larger, and no shape need be read
-        return True
-    limit = LIMITS[index.get_device()]
-    return table <= limit and rows * (table // max(weight.shape[0], 1)) <= limit
-
-
 @delegates(
     _torch_embedding,
-    plain=(
-        Plain(torch.embedding, "plain(weight, index)", SMALL),
-        Plain(
-            torch.embedding,
-            "plain(weight, index, padding_idx)",
-            where=f"padding_idx.__class__ is int and -1 < padding_idx < weight.size(0) and {SMALL}",
-        ),
-        Plain(
-            torch.embedding,
-            "plain(weight, index) + position",
-            where=f"position is not None and {SMALL}",
-            learns=("weight", "position"),
-        ),
-    ),
-    without=("max_norm", "norm_type", "sparse"),
-    single="position is None",
-    keeps_type=True,
+    several=lambda *_, position=None, **__: position is not None,
     on_cpu=ANY,
+    autocast=True,
 )
 def embedding(
     index: Tensor,
@@ -158,32 +109,17 @@ def embedding(
     if max_norm is not None:
         index = index.contiguous()
         _shorten(index, weight, max_norm, norm_type)
-        return embedding(
-            index,
-            weight,
-            padding_idx,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            position=position,
-        )
+        rest = None, 2.0, scale_grad_by_freq, sparse
+        return embedding(index, weight, padding_idx, *rest, position=position)
+    row = None if padding_idx is None else _row(padding_idx, weight)
     if sparse:
-        return _with_sparse_gradient(index, weight, padding_idx, scale_grad_by_freq, position)
-    pad = -1 if padding_idx is None else _row(padding_idx, weight)
-    return EMBEDDING.one(
-        index, weight, position, padding_idx=pad, scale_grad_by_freq=bool(scale_grad_by_freq)
-    )
-
-
-def _with_sparse_gradient(
-    index: Tensor,
-    weight: Tensor,
-    padding_idx: int | None,
-    scale_grad_by_freq: bool,
-    position: Tensor | None,
-) -> Tensor:
-    _may_be_torchs("sparse", True)
-    found = _looked_up(index, weight, padding_idx, scale_grad_by_freq, True, position)
-    return heard(found, "embedding", weight, "its gradient is sparse") if Heard.listeners else found
+        _may_be_torchs("sparse", True)
+        y = F.embedding(index, weight, row, None, 2.0, scale_grad_by_freq, True)
+        found = y if position is None else y + position
+        return told(found, "embedding", weight, "its gradient is sparse")
+    pad, by_frequency = -1 if row is None else row, bool(scale_grad_by_freq)
+    given = index, weight, position
+    return EMBEDDING.one(*given, padding_idx=pad, scale_grad_by_freq=by_frequency)
 
 
 def sinusoidal(

@@ -20,16 +20,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _nn
 
 from deuteron.errors import BindError, GraphError
 from deuteron.functional.autocast import lower
 from deuteron.functional.chunks import classes_at_once, tokens_at_once
-from deuteron.functional.library import LIMITS, delegates
+from deuteron.functional.delegate import delegates
 from deuteron.functional.loss import (
     CPU_BYTES,
     FLOATS,
-    REDUCTION_NUMBERS,
     as_operator,
     by_torch,
     by_torch_alone,
@@ -42,7 +40,7 @@ from deuteron.functional.loss import (
     torch_loss,
 )
 from deuteron.functional.loss_rows import Terms, added_up, rows, scaled, some_classes, totals, wide
-from deuteron.functional.wrapper import Plain
+from deuteron.functional.small import is_small
 
 
 class Given(NamedTuple):
@@ -64,15 +62,16 @@ def _torch_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    return_lse: bool,
-    chunk: int | None,
-    accumulate: str | None,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+    chunk: int | None = None,
+    accumulate: str | None = None,
 ) -> Any:
     if z_loss or return_lse or chunk is not None or accumulate is not None:
         return NotImplemented
@@ -82,9 +81,7 @@ def _torch_linear_cross_entropy(
     if len(shape) != 2 or not shape[1]:
         return NotImplemented
     logits = shape[0] * table // shape[1]
-    most = max(logits, table)
-    small = most <= LIMITS.least or most <= LIMITS[hidden.get_device()]
-    if not small and (hidden.is_cuda or logits > CPU_BYTES):
+    if not is_small(hidden, max(logits, table)) and (hidden.is_cuda or logits > CPU_BYTES):
         return NotImplemented
     return torch_loss(
         F.linear(hidden, weight, bias),
@@ -96,18 +93,7 @@ def _torch_linear_cross_entropy(
     )
 
 
-@delegates(
-    _torch_linear_cross_entropy,
-    plain=Plain(
-        _nn.cross_entropy_loss,
-        f"plain(linear(hidden, weight, bias), target, class_weight, {REDUCTION_NUMBERS['mean']})",
-        # logits of two small factors with many features are small, too
-        where="hidden.is_cuda and weight.nbytes <= LEAST and hidden.ndim == 2 "
-        "and hidden.shape[1] >= 64",
-        given={"linear": F.linear},
-    ),
-    on_cpu=FLOATS,
-)
+@delegates(_torch_linear_cross_entropy, on_cpu=FLOATS)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -17,16 +17,15 @@ from torch._C import _nn
 from torch.autograd.graph import increment_version
 
 from deuteron.errors import BindError, EngineError, GraphError
-from deuteron.functional.library import (
-    delegates,
+from deuteron.functional.context import (
     in_transform,
     is_differentiated,
     is_watched,
     under_autocast,
     without_memory,
 )
+from deuteron.functional.delegate import delegates
 from deuteron.functional.loss_rows import Terms, class_dim, reduced_loss, scaled, wide
-from deuteron.functional.wrapper import Plain
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CLASSES = (torch.int64, torch.int32, torch.uint8)
@@ -37,13 +36,14 @@ CPU_BYTES = 2**19  # of logits: up to here torch's calls take less than ours nee
 def _torch_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    inplace_backward: bool,
-    return_lse: bool,
+    weight: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    inplace_backward: bool = False,
+    return_lse: bool = False,
 ) -> Any:
     if z_loss or inplace_backward or return_lse:
         return NotImplemented
@@ -68,21 +68,9 @@ def torch_loss(
 
 
 REDUCTION_NUMBERS = {"none": 0, "mean": 1, "sum": 2}  # torch's
-MEAN = REDUCTION_NUMBERS["mean"]
 
 
-@delegates(
-    _torch_cross_entropy,
-    plain=(
-        Plain(_nn.cross_entropy_loss, f"plain(logits, target, weight, {MEAN})"),
-        Plain(
-            _nn.cross_entropy_loss,
-            f"plain(logits, target, weight, {MEAN}, ignore_index, label_smoothing)",
-        ),
-    ),
-    on_cpu=FLOATS,
-    cpu_bytes=CPU_BYTES,
-)
+@delegates(_torch_cross_entropy, on_cpu=FLOATS, cpu_bytes=CPU_BYTES)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

@@ -4,200 +4,96 @@ result."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import _fused_rms_norm as rms_norm_kernel
-from torch._C import _get_cudnn_enabled as may_use_cudnn
+import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import BindError
-from deuteron.functional.autocast import Cast
+from deuteron.functional.autocast import FLOAT32, Cast
 from deuteron.functional.batch_norm import check_given, check_written, is_read_right, overwrite
 from deuteron.functional.core import Function
-from deuteron.functional.library import ANY, delegates, is_launch_bound, several_calls_win
-from deuteron.functional.operators import TORCHS, activated
-from deuteron.functional.wrapper import Plain
+from deuteron.functional.delegate import ANY, delegates
+from deuteron.functional.operators import TORCHS, activated, schema
+from deuteron.functional.small import is_small
 from deuteron.ir.dtype import float32
-from deuteron.ops import Ops, Sym
+from deuteron.ops import Ops, Sym, table
 from deuteron.ops.norm import check_params
 
-Tensor = torch.Tensor
-USUAL_EPS = 1e-5  # torch's, of all norms but rms_norm
 
-
-def _summed(b: Ops, x: Sym, before: Sym | None, residual: Sym | None) -> Sym:
-    if before is not None:
-        x = x + before
-    return x if residual is None else x + residual
-
-
-def _finished(
-    b: Ops, y: Sym, total: Sym, residual: Sym | None, activation: str | None
-) -> Sym | tuple[Sym, Sym]:
-    y = activated(b, y, activation)
-    return y if residual is None else (y, total)
-
-
-def _layer_norm(
-    b: Ops,
-    x: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    before: Sym | None,
-    residual: Sym | None,
-    *,
-    dims: int,
-    eps: float,
-    activation: str | None,
-) -> Sym | tuple[Sym, Sym]:
-    total = _summed(b, x, before, residual)
-    y = b.one("layer_norm", total, weight, bias, dims=dims, eps=eps)
-    return _finished(b, y, total, residual, activation)
-
-
-def _widened(build: Callable[..., Sym | tuple[Sym, Sym]]) -> Callable[..., Any]:
-    """A norm in float32 of a sum that stays in its type: the stream of a network."""
-    parameters = inspect.signature(build)
-    names = list(parameters.parameters)[1:]
-
-    def wide(b: Ops, *tensors: Sym | None, **attrs: Any) -> Sym | tuple[Sym, Sym]:
-        given = dict(zip(names, tensors, strict=False))
-        before, residual = given.pop("before"), given.pop("residual")
-        x = given.pop("x")
-        assert x is not None
-        total = _summed(b, x, before, residual)
-        others = {k: None if t is None else b.upcast(t) for k, t in given.items()}
-        y = build(b, b.upcast(total), **others, before=None, residual=None, **attrs)
-        assert isinstance(y, Sym)
-        return y if residual is None else (y, total)
-
-    wide.__signature__ = parameters  # type: ignore[attr-defined]
-    return wide
-
-
-def _rms_norm(
-    b: Ops,
-    x: Sym,
-    weight: Sym | None,
-    before: Sym | None,
-    residual: Sym | None,
-    *,
-    dims: int,
-    eps: float,
-    activation: str | None,
-) -> Sym | tuple[Sym, Sym]:
-    total = _summed(b, x, before, residual)
-    wide = float32 if total.dtype.is_low else total.dtype
-    if weight is not None and weight.dtype not in (total.dtype, wide):
-        weight = b.to(weight, wide)  # of any type, as torch's may be
-    y = b.one("rms_norm", total, weight, dims=dims, eps=eps)
-    return _finished(b, y, total, residual, activation)
-
-
-def _group_norm(
-    b: Ops,
-    x: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    before: Sym | None,
-    residual: Sym | None,
-    *,
-    groups: int,
-    eps: float,
-    activation: str | None,
-) -> Sym | tuple[Sym, Sym]:
-    total = _summed(b, x, before, residual)
-    y = b.one("group_norm", total, weight, bias, groups=groups, eps=eps)
-    return _finished(b, y, total, residual, activation)
-
-
-def _instance_norm(
-    b: Ops,
-    x: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    before: Sym | None,
-    residual: Sym | None,
-    *,
-    eps: float,
-    activation: str | None,
-) -> Sym | tuple[Sym, Sym]:
-    total = _summed(b, x, before, residual)
-    y = b.one("instance_norm", total, weight, bias, eps=eps)
-    return _finished(b, y, total, residual, activation)
-
-
-def _instance_norm_tracked(
-    b: Ops,
-    x: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    running_mean: Sym | None,
-    running_var: Sym | None,
-    before: Sym | None,
-    residual: Sym | None,
-    *,
-    momentum: float,
-    eps: float,
-    activation: str | None,
+def _write(
+    name: str, in_float32: bool, b: Ops, x: Sym, *tensors: Sym | None, activation: Any, **attrs: Any
 ) -> tuple[Sym, ...]:
-    """The running mean and variance, moved towards those of the images, and then the results. One
-    mean over images and positions is the mean over the images of theirs."""
-    total = _summed(b, x, before, residual)
-    y = b.one("instance_norm", total, weight, bias, eps=eps)
+    """activation(norm(s)) with s = x + before + residual, and s where a residual is given. With
+    ``in_float32`` the norm is computed in that type, while s, the stream of a network, stays in
+    its own."""
+    *params, before, residual = tensors
+    total = x if before is None else x + before
+    total = total if residual is None else total + residual
+    of = total
+    if in_float32:
+        of, params = b.upcast(of), [None if t is None else b.upcast(t) for t in params]
+    if name == "rms_norm" and params[0] is not None:
+        wide = float32 if of.dtype.is_low else of.dtype
+        if params[0].dtype not in (of.dtype, wide):  # of any type, as torch's may be
+            params = [b.to(params[0], wide)]
+    y = activated(b, b.one(name, of, *params, **attrs), activation)
+    return (y,) if residual is None else (y, total)
+
+
+def _norm(name: str, called: str = "") -> Function:
+    """The operator ``name`` as an eager function, with what stands around it."""
+    build, called = partial(_write, name, False), called or name
+    tensors, attrs = schema(table.get(name))
+    around = tensors | AROUND, attrs | {"activation": "str | None"}
+    if called in FLOAT32:
+        return Cast(called, build, around, wide=partial(_write, name, True))
+    return Function(called, build, around)
+
+
+def _write_tracked(
+    b: Ops, x: Sym, *tensors: Sym | None, momentum: float, **attrs: Any
+) -> tuple[Sym, ...]:
+    """The running mean and variance of an instance norm, moved towards those of the images, and
+    then its results. One mean over images and positions is the mean over the images of theirs."""
+    *own, before, residual, running_mean, running_var = tensors
+    found = _write("instance_norm", False, b, x, *own, before, residual, **attrs)
+    total = found[1] if residual is not None else x if before is None else x + before
     running = {"running_mean": running_mean, "running_var": running_var}
     types = {name: None if t is None else t.type for name, t in running.items()}
     check_params("instance_norm", total.type, total.shape[1:2], types)
     wide, positions = b.upcast(total), tuple(range(2, total.rank))
     mean = b.one("mean", wide, axes=(0, *positions))
     var = b.one("mean", b.one("var", wide, axes=positions, correction=1), axes=(0,))
-    found = _finished(b, y, total, residual, activation)
     moved = (
-        _moved(b, old, new, momentum) for old, new in ((running_mean, mean), (running_var, var))
+        new if old is None else b.to(b.upcast(old) * (1.0 - momentum) + new * momentum, old.dtype)
+        for old, new in ((running_mean, mean), (running_var, var))
     )
-    return *moved, *(found if isinstance(found, tuple) else (found,))
+    return *moved, *found
 
 
-def _moved(b: Ops, old: Sym | None, new: Sym, share: float) -> Sym:
-    """``old`` with a share of ``new``, in its own type."""
-    return new if old is None else b.to(b.upcast(old) * (1.0 - share) + new * share, old.dtype)
-
-
-def _instance_norm_given(
-    b: Ops,
-    x: Sym,
-    mean: Sym,
-    var: Sym,
-    weight: Sym | None,
-    bias: Sym | None,
-    before: Sym | None,
-    residual: Sym | None,
-    *,
-    eps: float,
-    activation: str | None,
-) -> Sym | tuple[Sym, Sym]:
-    total = _summed(b, x, before, residual)
-    y = b.one("batch_norm", total, mean, var, weight, bias, eps=eps)
-    return _finished(b, y, total, residual, activation)
-
-
-LAYER = Cast("layer_norm", _layer_norm, _widened(_layer_norm))
-RMS = Cast("rms_norm", _rms_norm, _widened(_rms_norm))
-GROUP = Cast("group_norm", _group_norm, _widened(_group_norm))
-INSTANCE = Function("instance_norm", _instance_norm)
+AROUND = {"before": "Sym | None", "residual": "Sym | None"}
+RUNNING = {"running_mean": "Sym | None", "running_var": "Sym | None"}
+LAYER, RMS, GROUP, INSTANCE = map(_norm, "layer_norm rms_norm group_norm instance_norm".split())
+INSTANCE_GIVEN = _norm("batch_norm", "instance_norm_given")
 INSTANCE_TRACKED = Function(
     "instance_norm_tracked",
-    _instance_norm_tracked,
+    _write_tracked,
+    (INSTANCE.schema[0] | RUNNING, {"momentum": "float"} | INSTANCE.schema[1]),
     silent=(0, 1),
-    overwritten=("running_mean", "running_var"),
+    overwritten=tuple(RUNNING),
 )
-INSTANCE_GIVEN = Function("instance_norm_given", _instance_norm_given)
+
+
+def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
 
 
 def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    shape = _shape(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
         raise BindError(
             f"normalized_shape {list(shape)} is not how x {list(x.shape)} ends",
@@ -207,163 +103,89 @@ def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
     return len(shape)
 
 
-# ---- the same by torch's calls, for shapes where launches are all there is to pay
+# ---- the same by torch's calls
 
 
-def _torch_around(
-    norm: Callable[..., Tensor],
-    given: tuple[Any, ...],
-    x: Tensor,
-    before: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-) -> Any:
-    """torch's norm, with further arguments, and what stands around it."""
-    if before is not None:
-        x = x + before
-    if residual is not None:
-        x = x + residual
-    y = norm(x, *given)
-    if activation is not None:
-        y = TORCHS[activation](y)
-    return y if residual is None else (y, x)
+def _by_torch(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``norm``, what comes before it and what comes after it."""
+
+    def call(
+        x: Tensor,
+        *args: Any,
+        residual: Tensor | None = None,
+        bias_before: Tensor | None = None,
+        activation: str | None = None,
+        **named: Any,
+    ) -> Any:
+        x = x if bias_before is None else x + bias_before
+        x = x if residual is None else x + residual
+        y = norm(x, *args, **named)
+        if y is not NotImplemented and activation is not None:
+            y = TORCHS[activation](y)
+        return y if residual is None or y is NotImplemented else (y, x)
+
+    return call
 
 
-def _torch_layer_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    bias_before: Tensor | None,
-    activation: str | None,
-) -> Any:
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-    if residual is None and bias_before is None and activation is None:
-        if eps == USUAL_EPS:  # C++ takes 0.3 µs to read a number
-            return torch.layer_norm(x, shape, weight, bias)
-        return torch.layer_norm(x, shape, weight, bias, eps)
-    if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
-        return NotImplemented
-    return _torch_around(
-        torch.layer_norm, (shape, weight, bias, eps), x, bias_before, residual, activation
-    )
+def _is_joined(
+    *_: Any, residual: Any = None, bias_before: Any = None, activation: Any = None, **__: Any
+) -> bool:
+    return residual is not None or bias_before is not None or activation is not None
+
+
+def _torch_layer_norm(x: Tensor, normalized_shape: Any, *args: Any, **named: Any) -> Tensor:
+    shape = (normalized_shape,) if normalized_shape.__class__ is int else normalized_shape
+    return torch.layer_norm(x, shape, *args, **named)
 
 
 def _torch_rms_norm(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    residual: Tensor | None,
-    bias_before: Tensor | None,
-    activation: str | None,
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if x.shape[-len(shape) :] != shape or not shape:
-        return NotImplemented  # of which the kernel makes something
-    if weight is not None and (weight.dtype is not x.dtype or weight.shape != shape):
+    if weight is not None and weight.dtype is not x.dtype:
         return NotImplemented  # torch answers in the wider type
-    if residual is None and bias_before is None and activation is None:
-        # what torch.rms_norm calls in turn
-        return rms_norm_kernel(x, shape, weight, eps)[0]
-    if activation not in KNOWN or not several_calls_win(x, weight, residual, bias_before):
-        return NotImplemented
-    return _torch_around(torch.rms_norm, (shape, weight, eps), x, bias_before, residual, activation)
+    shape = (normalized_shape,) if normalized_shape.__class__ is int else normalized_shape
+    return torch.rms_norm(x, shape, weight, eps)
 
 
-def _torch_group_norm(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    bias_before: Tensor | None,
-    activation: str | None,
-) -> Any:
-    if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
-        return NotImplemented  # a single one is several launches in torch, too
+def _group_norm_is_ours(
+    x: Tensor, num_groups: int, weight: Any = None, bias: Any = None, *_: Any, **named: Any
+) -> bool:
     if weight is None and bias is not None:
-        return NotImplemented  # torch's gradient fails without a weight
+        return True  # torch's gradient fails without a weight
     if x.is_cpu and x.ndim > 3 and x.stride(1) <= x.stride(-1):
-        return NotImplemented  # channels last, where torch's kernel is wrong for a large mean
-    joined = residual is not None or bias_before is not None or activation is not None
-    if joined and not x.is_cuda and not is_launch_bound(x):
-        return NotImplemented
-    return _torch_around(
-        torch.group_norm, (num_groups, weight, bias, eps), x, bias_before, residual, activation
-    )
+        return True  # channels last, where torch's kernel is wrong for a large mean
+    return x.is_cpu and _is_joined(**named) and not is_small(x)
 
 
+@_by_torch
 def _torch_instance_norm(
     x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    residual: Tensor | None,
-    bias_before: Tensor | None,
-    activation: str | None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Any:
-    if activation not in KNOWN or not several_calls_win(x, weight, bias, residual, bias_before):
+    if use_input_stats and x.numel():  # of nothing torch would write statistics, too
+        return F.instance_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+    if use_input_stats or (x.is_cpu and not is_read_right(x, weight, False)):
         return NotImplemented
-    if not use_input_stats and (running_mean is None or running_var is None):
-        return NotImplemented
-    if use_input_stats and x.numel() <= x.shape[0] * x.shape[1]:
-        return NotImplemented  # torch refuses channels of one element
-    if x.is_cpu and not use_input_stats and not is_read_right(x, weight, False):
-        return NotImplemented
-    given = (
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        use_input_stats,
-        momentum,
-        eps,
-        may_use_cudnn(),
-    )
-    # given statistics torch's instance_norm writes back, rounded once more
-    norm = torch.instance_norm if use_input_stats else torch.batch_norm
-    return _torch_around(norm, given, x, bias_before, residual, activation)
+    # torch's instance_norm writes statistics that it was given back, rounded once more
+    return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
-KNOWN = {None, *TORCHS}
-ALONE = "residual is None and bias_before is None and activation is None"
-NAMES = {"cudnn": may_use_cudnn, "after": TORCHS}
-OWN_STATISTICS = "plain(x, weight, bias, None, None, True, momentum, eps, cudnn())"
-FILLED = "(shape := x.shape).numel() > shape[0] * shape[1]"  # torch refuses channels of one element
+# ---- the functions
 
 
-@delegates(
-    _torch_layer_norm,
-    plain=(
-        Plain(
-            torch.layer_norm,
-            "plain(x, normalized_shape, weight, bias)",
-            where="normalized_shape.__class__ is tuple",
-        ),
-        Plain(
-            torch.layer_norm,
-            "after[activation](plain(x, normalized_shape, weight, bias))",
-            where="normalized_shape.__class__ is tuple and activation in after",
-            given={"after": TORCHS},
-            learns=("x",),
-        ),
-    ),
-    single=ALONE,
-)
+@delegates(_torch_layer_norm, joined=_by_torch(_torch_layer_norm), several=_is_joined)
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: float = USUAL_EPS,
+    eps: float = 1e-5,
     *,
     residual: Tensor | None = None,
     bias_before: Tensor | None = None,
@@ -382,18 +204,7 @@ def layer_norm(
     return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(
-    _torch_rms_norm,
-    plain=Plain(
-        rms_norm_kernel,
-        "plain(x, normalized_shape, weight, eps)[0]",
-        # which nobody else compares: the kernel makes something of any shapes
-        where="normalized_shape.__class__ is tuple and len(normalized_shape) == 1 and "
-        "x.shape[-1] == normalized_shape[0] and "
-        "(weight is None or weight.shape == normalized_shape and weight.dtype is x.dtype)",
-    ),
-    single=ALONE,
-)
+@delegates(_torch_rms_norm, joined=_by_torch(_torch_rms_norm), several=_is_joined)
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -415,13 +226,14 @@ def rms_norm(
     return RMS(x, weight, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(_torch_group_norm, several=True, single="False", on_cpu=ANY)
+# a single norm is several launches in torch, too
+@delegates(_by_torch(F.group_norm), several=True, unless=_group_norm_is_ours, on_cpu=ANY)
 def group_norm(
     x: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: float = USUAL_EPS,
+    eps: float = 1e-5,
     *,
     residual: Tensor | None = None,
     bias_before: Tensor | None = None,
@@ -429,26 +241,11 @@ def group_norm(
 ) -> Any:
     """Normalises groups of channels, as ``torch.nn.functional.group_norm``, with the further
     arguments of :func:`layer_norm`. ``bias_before`` must broadcast with x: [C, 1, 1] for images."""
-    return GROUP(
-        x, weight, bias, bias_before, residual, groups=num_groups, eps=eps, activation=activation
-    )
+    attrs = {"groups": num_groups, "eps": eps, "activation": activation}
+    return GROUP(x, weight, bias, bias_before, residual, **attrs)
 
 
-@delegates(
-    _torch_instance_norm,
-    plain=(
-        Plain(torch.instance_norm, OWN_STATISTICS, where=FILLED, given=NAMES, learns=("x",)),
-        Plain(
-            torch.instance_norm,
-            f"after[activation]({OWN_STATISTICS})",
-            where=f"activation in after and {FILLED}",
-            given=NAMES,
-            learns=("x",),
-        ),
-    ),
-    several=True,
-    single="False",
-)
+@delegates(_torch_instance_norm, several=True)
 def instance_norm(
     x: Tensor,
     running_mean: Tensor | None = None,
@@ -457,7 +254,7 @@ def instance_norm(
     bias: Tensor | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
-    eps: float = USUAL_EPS,
+    eps: float = 1e-5,
     *,
     residual: Tensor | None = None,
     bias_before: Tensor | None = None,
@@ -470,35 +267,16 @@ def instance_norm(
     batch of the images' means and unbiased variances, in place; of an empty batch they stay as
     they are. With ``use_input_stats=False`` they are what is normalised by, and stay.
     """
+    running, attrs = (running_mean, running_var), {"eps": eps, "activation": activation}
+    around = (weight, bias, bias_before, residual)
     if not use_input_stats:
         asked = "instance_norm(…, use_input_stats=False)"
-        check_given(asked, "give both, or use_input_stats=True", running_mean, running_var)
-        return INSTANCE_GIVEN(
-            x,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            bias_before,
-            residual,
-            eps=eps,
-            activation=activation,
-        )
+        check_given(asked, "give both, or use_input_stats=True", *running)
+        return INSTANCE_GIVEN(x, *running, *around, **attrs)
     if running_mean is None and running_var is None:
-        return INSTANCE(x, weight, bias, bias_before, residual, eps=eps, activation=activation)
-    check_written("instance_norm(…)", running_mean, running_var)
-    mean, var, *found = INSTANCE_TRACKED(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        bias_before,
-        residual,
-        momentum=momentum,
-        eps=eps,
-        activation=activation,
-    )
+        return INSTANCE(x, *around, **attrs)
+    check_written("instance_norm(…)", *running)
+    mean, var, *found = INSTANCE_TRACKED(x, *around, *running, momentum=momentum, **attrs)
     if x.numel():
-        overwrite((running_mean, running_var), (mean, var))
+        overwrite(running, (mean, var))
     return found[0] if len(found) == 1 else tuple(found)

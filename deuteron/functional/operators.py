@@ -1,155 +1,191 @@
-"""Operators of the table as eager functions, and what several functions have in common."""
+"""Operators of the table as eager functions: names, defaults and help come from their OpDef."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter, Signature
+from textwrap import fill
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _nn
 
 from deuteron.errors import GraphError
 from deuteron.functional.autocast import FLOAT32, Cast
-from deuteron.functional.core import Function
-from deuteron.ops import Ops, Sym, table
+from deuteron.functional.core import Function, Schema
+from deuteron.functional.delegate import delegates
+from deuteron.ops import REQUIRED, TABLE, Attr, Fusion, OpDef, Ops, Sym, table
 
-KINDS = {
-    "int": "int",
-    "float": "float",
-    "bool": "bool",
-    "str": "str",
-    "dtype": "str",
-    "ints": "tuple[int, ...]",
+KINDS = {kind: kind for kind in ("int", "float", "bool", "str")}
+KINDS |= {"dtype": "str", "ints": "tuple[int, ...]"}
+ANY = {"size": "tuple[int, ...]", "scale": "tuple[float, ...]"}  # of kind any, by name
+# Inductor calls an operator that it passes through ``kernel``, beside attributes by their names
+INDUCTORS = {"kernel": "kernel_size"}
+OPERATORS: dict[str, Function] = {}
+
+
+def _kind(key: str, attr: Attr) -> str:
+    """The annotation of an attribute."""
+    kind = KINDS.get(attr.kind) or ANY.get(key)
+    if kind is None:
+        raise AttributeError(f"{key!r} is not a plain value, so there is no eager function")
+    return kind + (" | None" if attr.default is None else "")
+
+
+def schema(op: OpDef, count: int = 0) -> Schema:
+    """Tensors and attributes of ``op``, of which a variadic one is given ``count`` tensors."""
+    slots = [f"x{i}" for i in range(count)] if op.variadic else op.inputs
+    tensors = {s.rstrip("?"): "Sym | None" if s.endswith("?") else "Sym" for s in slots}
+    return tensors, {INDUCTORS.get(key, key): _kind(key, attr) for key, attr in op.attrs.items()}
+
+
+def operator(name: str, count: int = 0) -> Function:
+    """The operator ``name`` as a function of tensors; attributes left out take their defaults.
+    ``count``: how many tensors a variadic one is given."""
+    op, own = table.get(name), f"op_{name}{count or ''}"
+    if own not in OPERATORS:
+        names = {INDUCTORS.get(key, key): key for key in op.attrs}
+
+        def build(b: Ops, *tensors: Sym | None, **attrs: Any) -> Any:
+            return b.call(name, *tensors, **{names[key]: value for key, value in attrs.items()})
+
+        defaults = {new: op.attrs[key].default for new, key in names.items()}
+        kind = Cast if own in FLOAT32 else Function
+        OPERATORS[own] = kind(own, build, schema(op, count), defaults)
+    return OPERATORS[own]
+
+
+def _variadic(name: str) -> Callable[..., Any]:
+    for count in range(1, 9):  # torch.compile cannot make one, and finds so many ready
+        operator(name, count)
+    return lambda *tensors, **attrs: operator(name, len(tensors))(*tensors, **attrs)
+
+
+def from_table(
+    name: str,
+    called: str = "",
+    *,
+    home: Any = None,
+    rename: Mapping[str, str] | None = None,
+    more: Mapping[str, bool] | None = None,
+    casts: bool = False,
+    run: Callable[..., Any] | None = None,
+    see: str = "",
+    returns: str = "Tensor",
+    **rule: Any,
+) -> Callable[..., Any]:
+    """A public function of the operator ``name``, with its own signature and help.
+
+    called  its name, if that is another one
+    home    the module of torch's that has a function of that name, for small calls
+    rename  attributes that torch has under other names
+    more    further arguments and their defaults, such as ``inplace``
+    casts   whether there is an argument ``dtype``, a type that x is cast to first
+    run     what is called in the place of the operator: with the tensors by place, and attributes
+            by the operator's names and further arguments by theirs
+    see     a sentence for the help
+    returns what its signature says
+    rule    which small calls go to torch's function, as for :func:`delegates`
+    """
+    op, called, more = table.get(name), called or name, more or {}
+    names = INDUCTORS | dict(rename or {})
+    own = {names.get(key, key): (key, attr) for key, attr in op.attrs.items()}
+    shown = _signature(op, own, more, casts).replace(return_annotation=returns)
+    places, slots = list(shown.parameters), [slot.strip("*?") for slot in op.inputs]
+    required = [p.name for p in shown.parameters.values() if p.default is p.empty]
+    call = run or (_variadic(name) if op.variadic else operator(name))
+
+    def function(*args: Any, **named: Any) -> Any:
+        given, tensors = named, args
+        if not op.variadic:
+            given = dict(zip(places, args, strict=False)) | named
+            if not all(key in given for key in required):
+                shown.bind(*args, **named)  # says what is missing
+            tensors = tuple([given.get(slot) for slot in slots])
+        attrs = {
+            INDUCTORS.get(key, key): _coerced(called, new, attr, given.get(new, attr.default))
+            for new, (key, attr) in own.items()
+        }
+        for key, default in more.items():
+            attrs[key] = given.get(key, default)
+        dtype = given.get("dtype") if casts else None
+        if dtype is None:
+            return call(*tensors, **attrs)
+        return call(tensors[0].to(dtype), *tensors[1:], **attrs).to(dtype)
+
+    if home is not None:
+        see = f"As ``{home.__name__}.{called}``. {see}".strip()
+        rule = {"autocast": True, "call": getattr(home, called)} | rule
+    lines = [f"    {new}: {attr.doc}" for new, (_, attr) in own.items() if attr.doc]
+    lines += ["    dtype: the type that x is cast to first"] if casts else []
+    text = [fill(f"{op.doc} {see}".strip(), 96), *([""] if lines else []), *lines]
+    function.__name__ = function.__qualname__ = called
+    function.__module__, function.__doc__ = "deuteron.functional", "\n".join(text)
+    function.__signature__ = shown  # type: ignore[attr-defined]
+    return delegates(**rule)(function)
+
+
+def _coerced(called: str, key: str, attr: Attr, value: Any) -> Any:
+    """An attribute in its one form: 1.0 and True must not find the plan that is kept for 1. Of a
+    bool None is the default, as torch has it."""
+    if value is attr.default or (value is None and attr.kind == "bool"):
+        return attr.default
+    several = value if attr.kind == "ints" and isinstance(value, list | tuple) else ()
+    if several and all(each.__class__ is int for each in several):
+        return tuple(several)  # torch.compile cannot look into what follows
+    try:
+        return attr.coerce(key, value)
+    except GraphError as error:
+        error.asked = f"{called}(…, {key}={value!r})"
+        raise
+
+
+def _signature(
+    op: OpDef, own: Mapping[str, tuple[str, Attr]], more: Mapping[str, bool], casts: bool
+) -> Signature:
+    place, only, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.empty
+    found = [
+        Parameter(
+            slot.strip("*?"),
+            Parameter.VAR_POSITIONAL if slot.startswith("*") else place,
+            default=None if slot.endswith("?") else empty,
+            annotation="Tensor | None" if slot.endswith("?") else "Tensor",
+        )
+        for slot in op.inputs
+    ]
+    needed = [attr.default is REQUIRED for attr in op.attrs.values()]
+    # by name, where something before them may be left out
+    named = op.required < len(op.inputs) or needed != sorted(needed, reverse=True)
+    for new, (key, attr) in own.items():
+        default = empty if attr.default is REQUIRED else attr.default
+        kind = _kind(key, attr).replace("tuple[int, ...]", "int | Sequence[int]")
+        found.append(Parameter(new, only if named else place, default=default, annotation=kind))
+    found += [
+        Parameter(key, place, default=value, annotation="bool") for key, value in more.items()
+    ]
+    if casts:
+        found.append(Parameter("dtype", only, default=None, annotation="torch.dtype | None"))
+    return Signature(found)
+
+
+# ---- activations by name
+
+
+def _is_activation(op: OpDef) -> bool:
+    """Whether an operator needs nothing but a tensor, of which it changes each element."""
+    plain = all(attr.default is not REQUIRED for attr in op.attrs.values())
+    return op.fusion is Fusion.ELEMENTWISE and op.inputs == ("x",) and plain
+
+
+# those that are a function of torch's, too: in C++ if it is there, which takes less to call
+TORCHS: dict[str, Callable[..., Tensor]] = {
+    name: getattr(torch, name, None) or getattr(torch._C._nn, name, getattr(F, name))
+    for name in TABLE
+    if _is_activation(TABLE[name]) and hasattr(F, name)
 }
-
-# activations that need nothing but the tensor, by the name that an argument may give
-ACTIVATIONS = (
-    "relu",
-    "relu6",
-    "leaky_relu",
-    "sigmoid",
-    "tanh",
-    "gelu",
-    "silu",
-    "mish",
-    "hardswish",
-    "hardsigmoid",
-    "hardtanh",
-    "elu",
-    "selu",
-    "celu",
-    "softplus",
-    "softsign",
-    "log_sigmoid",
-    "tanhshrink",
-    "softshrink",
-    "hardshrink",
-)
-
-
-# those that are one call in torch: methods, whose arguments are read soonest, or the functions in
-# C++ that torch.nn.functional's call in turn
-TORCHS: dict[str, Callable[..., torch.Tensor]] = {
-    "relu": Tensor.relu,
-    "relu6": _nn.relu6,
-    "leaky_relu": _nn.leaky_relu,
-    "sigmoid": Tensor.sigmoid,
-    "tanh": Tensor.tanh,
-    "gelu": _nn.gelu,
-    "gelu_tanh": partial(_nn.gelu, approximate="tanh"),
-    "silu": _nn.silu,
-    "mish": _nn.mish,
-    "hardswish": _nn.hardswish,
-    "hardsigmoid": _nn.hardsigmoid,
-    "hardtanh": _nn.hardtanh,
-    "elu": _nn.elu,
-    "selu": torch.selu,
-    "celu": torch.celu,
-    "softplus": _nn.softplus,
-    "log_sigmoid": _nn.log_sigmoid,
-    "softshrink": _nn.softshrink,
-    "hardshrink": torch.hardshrink,
-}
-
-SIMPLE = (  # operators that are functions as they stand
-    *ACTIVATIONS,
-    "threshold",
-    "prelu",
-    "glu",
-    "sum",
-    "mean",
-    "prod",
-    "var",
-    "max",
-    "min",
-    "argmax",
-    "argmin",
-    "where",
-    "max_pool",
-    "max_pool_with_indices",
-    "max_pool_with_taps",
-    "avg_pool",
-    "grid_sample",
-    "pixel_shuffle",
-    "pixel_unshuffle",
-    "rope",
-    "cumsum",
-    "cumprod",
-    "cummax",
-    "cummin",
-    "sort",
-    "topk",
-    "histogram",
-    "weighted_pool",
-    "pyramid_pool",
-)
-
-
-# attributes by the name that they have in a function: Inductor calls an operator that it passes
-# through ``kernel``, and hands its attributes on by name
-RENAMED = {"kernel": "kernel_size"}
-
-
-def operator(name: str) -> Function:
-    """The operator ``name`` of the table as a function of tensors and attributes."""
-    op = table.get(name)
-    names = {RENAMED.get(key, key): key for key in op.attrs}
-
-    def build(b: Ops, *tensors: Sym | None, **attrs: Any) -> Any:
-        return b.call(name, *tensors, **{names[key]: value for key, value in attrs.items()})
-
-    kind = inspect.Parameter
-    parameters = [kind("b", kind.POSITIONAL_ONLY)]
-    for slot in op.inputs:
-        annotation = "Sym | None" if slot.endswith("?") else "Sym"
-        parameters.append(kind(slot.rstrip("?"), kind.POSITIONAL_OR_KEYWORD, annotation=annotation))
-    for key, attr in zip(names, op.attrs.values(), strict=True):
-        optional = " | None" if attr.default is None else ""
-        annotation = KINDS[attr.kind] + optional
-        parameters.append(kind(key, kind.KEYWORD_ONLY, annotation=annotation))
-    build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return (Cast if f"op_{name}" in FLOAT32 else Function)(f"op_{name}", build)
-
-
-OPERATORS = {name: operator(name) for name in SIMPLE}
-DEFAULTS = {
-    name: {RENAMED.get(key, key): attr.default for key, attr in table.get(name).attrs.items()}
-    for name in SIMPLE
-}
-
-
-def call(name: str, *tensors: torch.Tensor, **attrs: Any) -> Any:
-    """The operator on tensors; attributes that are left out take their defaults."""
-    return OPERATORS[name](*tensors, **(DEFAULTS[name] | attrs))
-
-
-def one(name: str, *tensors: torch.Tensor, **attrs: Any) -> torch.Tensor:
-    """:func:`call` for an operator with a single result."""
-    result: torch.Tensor = OPERATORS[name](*tensors, **(DEFAULTS[name] | attrs))
-    return result
+TORCHS |= {"log_sigmoid": F.logsigmoid, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def activated(b: Ops, x: Sym, activation: str | None) -> Sym:
@@ -158,7 +194,7 @@ def activated(b: Ops, x: Sym, activation: str | None) -> Sym:
         return x
     if activation == "gelu_tanh":
         return b.one("gelu", x, approximate="tanh")
-    if activation not in ACTIVATIONS:
-        known = ", ".join((*ACTIVATIONS, "gelu_tanh"))
-        raise GraphError(f"there is no activation {activation!r}", remedy=f"use one of {known}")
+    if activation not in TABLE or not _is_activation(TABLE[activation]):
+        known = f"one of {', '.join(TORCHS)}, or another elementwise operator by its name"
+        raise GraphError(f"there is no activation {activation!r}", remedy=f"use {known}")
     return b.one(activation, x)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
 import torch
-from torch import is_grad_enabled
+from torch import Tensor
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import Cast
+from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
-from deuteron.functional.library import ANY, LOW, WIDE, delegates, is_differentiated
-from deuteron.functional.operators import one
+from deuteron.functional.delegate import ANY, LOW, WIDE, delegates
+from deuteron.functional.operators import from_table, operator
 from deuteron.ops import Ops, Sym
 from deuteron.ops.vector_norm import vector_norm
 
-Tensor = torch.Tensor
 Dims = int | Sequence[int] | None
 
 
@@ -28,11 +28,6 @@ def _axes(dim: Dims) -> tuple[int, ...] | None:
     dims = tuple(dim) if isinstance(dim, Sequence) else (dim,)
     # 1.0 and False would find the plan of 1 and 0; a bool is refused there
     return tuple(d if isinstance(d, bool) else index(d) for d in dims) or None
-
-
-def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``x`` in the type in which it is to be added up, or in which the sum is wanted."""
-    return x if dtype is None else x.to(dtype)
 
 
 # ---- which large calls are torch's on a CPU
@@ -54,73 +49,65 @@ def _down_columns(x: Tensor, dim: Dims) -> bool:
 
 
 def _along_rows(x: Tensor, dim: Dims) -> bool:
-    """Whether numbers that follow each other in memory are joined. The usual dims are looked at
-    first: where torch's kernel takes 100 µs, every question counts."""
-    usual = dim is None or dim == -1
-    return x.is_contiguous() and (usual or not _down_columns(x, dim))
+    """Whether numbers that follow each other in memory are joined."""
+    return x.is_contiguous() and not _down_columns(x, dim)
 
 
-def _sum_is_torchs(x: Tensor, dim: Dims) -> bool:
+def _sum_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
     """Its gradient is nothing but a view, which a node in Python makes no quicker."""
-    wide = x.dtype not in LOW
-    if wide and (dim is None or dim == -1 or x.dtype is not torch.float32):
-        return True
     columns = _down_columns(x, dim)
-    if wide and not columns:
+    if x.dtype not in LOW and (not columns or x.dtype is not torch.float32):
         return True
     with_gradient = 2 * MB if columns else 4 * MB
     return x.nbytes < (with_gradient if is_differentiated(x) else MB)
 
 
-def mean_is_torchs(x: Tensor, dim: Dims) -> bool:
+def mean_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
     """Of the mean along ``dim``, or along rows where that is None."""
-    if x.requires_grad and is_grad_enabled():
+    if is_differentiated(x):
         return x.nbytes <= MB // 2
     return x.dtype in WIDE and x.nbytes < 8 * MB and _along_rows(x, dim)
 
 
-def extreme_is_torchs(x: Tensor, dim: Dims) -> bool:
+def extreme_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
     """Of the largest or the smallest value along ``dim``, or along rows."""
-    if x.requires_grad and is_grad_enabled():
+    if is_differentiated(x):
         return x.nbytes <= MB // 4
     return x.dtype in WIDE and _along_rows(x, dim)
-
-
-def _prod_is_torchs(x: Tensor, dim: Dims) -> bool:
-    return x.dtype in WIDE or (x.requires_grad and is_grad_enabled())
 
 
 # ---- the functions
 
 
-@delegates(torch.sum, by_name=("dtype",), keeps_type=True, on_cpu=_sum_is_torchs)
-def sum(
-    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The sum along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1.
-    ``dtype``: x is cast to it first. As ``torch.sum``."""
-    return cast(one("sum", cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
+def _reduction(op: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
+    """An operator along axes, under torch's name."""
+    planned, called = operator(op), called or op
+    torchs, casts = getattr(torch, called), op in ("sum", "mean", "prod")
+
+    def run(x: Tensor, **attrs: Any) -> Any:
+        if attrs.get("axes") == ():  # which is how torch writes all of them, too
+            attrs["axes"] = None
+        return planned(x, **attrs)
+
+    def of_all(x: Tensor, dim: Any = None, keepdim: bool = False, **dtype: Any) -> Any:
+        """torch's functions that cast have another signature for all of the axes."""
+        rest = () if dim is None and not keepdim else (dim, keepdim) if keepdim else (dim,)
+        return torchs(x, *rest, **dtype)
+
+    rule |= {"call": of_all} if casts else {}
+    rename = {"axes": "dim", "axis": "dim"}
+    return from_table(op, called, home=torch, rename=rename, casts=casts, run=run, **rule)
 
 
-@delegates(torch.mean, by_name=("dtype",), keeps_type=True, on_cpu=mean_is_torchs)
-def mean(
-    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The mean along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1.
-    ``dtype``: x is cast to it first. As ``torch.mean``."""
-    return one("mean", cast(x, dtype), axes=_axes(dim), keepdim=keepdim)
+sum = _reduction("sum", on_cpu=_sum_is_torchs)
+mean = _reduction("mean", on_cpu=mean_is_torchs)
+prod = _reduction("prod", on_cpu=lambda x, *_, **__: x.dtype in WIDE or is_differentiated(x))
+amax, amin = (_reduction(op, f"a{op}", on_cpu=extreme_is_torchs) for op in ("max", "min"))
+argmax, argmin = _reduction("argmax"), _reduction("argmin")
+VAR, WHERE = operator("var"), operator("where")
 
 
-@delegates(torch.prod, by_name=("dtype",), keeps_type=True, on_cpu=_prod_is_torchs)
-def prod(
-    x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The product along ``dim``: one axis, several, or all. ``keepdim`` leaves them with size 1.
-    ``dtype``: x is cast to it first. As ``torch.prod``."""
-    return cast(one("prod", cast(x, dtype), axes=_axes(dim), keepdim=keepdim), dtype)
-
-
-@delegates(torch.var, by_name=("correction", "keepdim"), keeps_type=True)
+@delegates(torch.var, autocast=True)
 def var(
     x: Tensor, dim: Dims = None, *, correction: int | None = 1, keepdim: bool = False
 ) -> Tensor:
@@ -130,35 +117,7 @@ def var(
     less = 1 if correction is None else correction
     if isinstance(dim, bool):
         less, dim = int(dim), None
-    return one("var", x, axes=_axes(dim), correction=less, keepdim=keepdim)
-
-
-@delegates(torch.amax, keeps_type=True, on_cpu=extreme_is_torchs)
-def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The largest value along ``dim``; nan if there is one. Equal ones share the gradient. As
-    ``torch.amax``."""
-    return one("max", x, axes=_axes(dim), keepdim=keepdim)
-
-
-@delegates(torch.amin, keeps_type=True, on_cpu=extreme_is_torchs)
-def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """The smallest value along ``dim``; nan if there is one. Equal ones share the gradient. As
-    ``torch.amin``."""
-    return one("min", x, axes=_axes(dim), keepdim=keepdim)
-
-
-@delegates(torch.argmax, keeps_type=True)
-def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the largest value stands, the first of equals; in all of x if ``dim`` is None. As
-    ``torch.argmax``."""
-    return one("argmax", x, axis=dim, keepdim=keepdim)
-
-
-@delegates(torch.argmin, keeps_type=True)
-def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the smallest value stands, the first of equals; in all of x if ``dim`` is None. As
-    ``torch.argmin``."""
-    return one("argmin", x, axis=dim, keepdim=keepdim)
+    return VAR.one(x, axes=_axes(dim), correction=less, keepdim=keepdim)
 
 
 def _norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
@@ -168,7 +127,9 @@ def _norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bo
 NORM = Cast("norm", _norm)
 
 
-@delegates(torch.linalg.vector_norm, by_name=("dtype",), keeps_type=True)
+@delegates(
+    lambda x, p=2.0, *args, **named: torch.linalg.vector_norm(x, p, *args, **named), autocast=True
+)
 def norm(
     x: Tensor,
     p: float = 2.0,
@@ -180,7 +141,7 @@ def norm(
     """(Σ |x|ᵖ)^(1/p) along ``dim``; of p = ±inf the largest or smallest |x|, of 0 the number of
     elements that are not 0. ``dtype``: x is cast to it first. As ``torch.linalg.vector_norm``,
     whose ``ord`` is ``p``."""
-    x = cast(x, dtype)
+    x = x if dtype is None else x.to(dtype)
     if not x.is_floating_point():
         kind = str(x.dtype).removeprefix("torch.")
         raise BindError(f"norm of {kind} is not defined", asked="norm(…)", remedy="x.float()")
@@ -190,14 +151,15 @@ def norm(
             asked=f"norm(…, p={p!r})",
             remedy="use p=2.0, which is Frobenius' norm, too" if p == "fro" else "use p=2.0",
         )
-    return cast(NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim), dtype)
+    found = NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim)
+    return found if dtype is None else found.to(dtype)
 
 
-@delegates(torch.where, keeps_type=True)
+@delegates(lambda condition, x, y: torch.where(condition, x, y), autocast=True)
 def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
     """x where ``condition`` holds, y elsewhere, broadcast; either may be a number. As
     ``torch.where``."""
-    return one("where", condition, _tensor(x, y, condition), _tensor(y, x, condition))
+    return WHERE.one(condition, _tensor(x, y, condition), _tensor(y, x, condition))
 
 
 def _tensor(value: Any, other: Any, condition: Tensor) -> Tensor:
@@ -218,15 +180,15 @@ def _beside(dtype: torch.dtype, value: object) -> torch.dtype:
     return torch.int64 if is_lower else dtype
 
 
-@delegates(torch.permute_copy, keeps_type=True, on_cpu=ANY)
-def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The dimensions of x in the order ``dims``, as a tensor laid out in that order (not a view, as
-    ``torch.permute`` gives)."""
-    return PERMUTE.one(x, dims=tuple(dims))
-
-
 def _permute(b: Ops, x: Sym, *, dims: tuple[int, ...]) -> Sym:
     return b.one("to_layout", b.permute(x, dims=dims), layout="contiguous")
 
 
-PERMUTE = Function("permute", _permute)
+permute = from_table(
+    "permute",
+    run=Function("permute", _permute),
+    see="Laid out in that order, not a view as ``torch.permute`` gives.",
+    call=torch.permute_copy,
+    on_cpu=ANY,
+    autocast=True,
+)

@@ -3,110 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import index
 from typing import Any
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._C import _get_deterministic_algorithms as must_be_ordered
-from torch._C import _nn
 
 from deuteron.errors import BindError
-from deuteron.functional.autocast import Cast, in_float32, widest
+from deuteron.functional.autocast import in_float32, widest
+from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
-from deuteron.functional.library import ANY, delegates, is_differentiated
-from deuteron.functional.operators import one
-from deuteron.functional.wrapper import Plain
-from deuteron.ops import Ops, Sym
+from deuteron.functional.delegate import ANY, delegates
+from deuteron.functional.operators import from_table, operator
 from deuteron.ops.resample import gradient_faults
 
-Tensor = torch.Tensor
 MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic", "area")
 
 
-def _resize(
-    b: Ops,
-    x: Sym,
-    *,
-    size: tuple[int, ...],
-    scale: tuple[float, ...] | None,
-    mode: str,
-    align_corners: bool,
-    antialias: bool,
-) -> Sym:
-    return b.one(
-        "resize",
-        x,
-        size=size,
-        scale=scale,
-        mode=mode,
-        align_corners=align_corners,
-        antialias=antialias,
-    )
+RESIZE, GRID_SAMPLE = operator("resize"), operator("grid_sample")
+AREA = Function("area", RESIZE.build, RESIZE.schema)  # a pooling, which autocast leaves alone
 
 
-RESIZE = Cast("interpolate", _resize)
-AREA = Function("area", _resize)  # a pooling, which autocast leaves alone
+def _torch_is_wrong(
+    x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *_: Any, **__: Any
+) -> bool:
+    """Or adds up the gradient in another order at every run, where that is forbidden."""
+    if must_be_ordered() and not mode.startswith("nearest"):
+        return True
+    return x.ndim == 5 and gradient_faults(x, mode) and is_differentiated(x)
 
 
-# torch's functions by mode, rank and antialias: those that know no corners, those that do, means
-_NEAREST: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
-    ("nearest", 3, False): _nn.upsample_nearest1d,
-    ("nearest", 4, False): _nn.upsample_nearest2d,
-    ("nearest", 5, False): _nn.upsample_nearest3d,
-    ("nearest-exact", 3, False): _nn._upsample_nearest_exact1d,
-    ("nearest-exact", 4, False): _nn._upsample_nearest_exact2d,
-    ("nearest-exact", 5, False): _nn._upsample_nearest_exact3d,
-}
-_LINEAR: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
-    ("linear", 3, False): _nn.upsample_linear1d,
-    ("bilinear", 4, False): _nn.upsample_bilinear2d,
-    ("trilinear", 5, False): _nn.upsample_trilinear3d,
-    ("bicubic", 4, False): _nn.upsample_bicubic2d,
-    ("bilinear", 4, True): _nn._upsample_bilinear2d_aa,
-    ("bicubic", 4, True): _nn._upsample_bicubic2d_aa,
-}
-
-_AREA: dict[tuple[str, int, bool], Callable[..., Tensor]] = {
-    ("area", 3, False): torch.adaptive_avg_pool1d,
-    ("area", 4, False): _nn.adaptive_avg_pool2d,
-    ("area", 5, False): _nn.adaptive_avg_pool3d,
-}
-
-
-def _torch_interpolate(
-    x: Tensor,
-    size: Any,
-    scale_factor: Any,
-    mode: str,
-    align_corners: bool | None,
-    recompute_scale_factor: bool | None,
-    antialias: bool,
-) -> Any:
-    """What ``torch.nn.functional.interpolate`` calls after many questions, if it is plain."""
-    rank = x.ndim
-    if rank == 5 and gradient_faults(x, mode) and is_differentiated(x):
-        return NotImplemented
-    kind = mode, rank, antialias
-    given = size if scale_factor is None else scale_factor
-    if isinstance(given, (int, float)):
-        given = (given,) * (rank - 2)
-    full, by = (given, None) if scale_factor is None else (None, given)
-    plain = not recompute_scale_factor and (size is None) != (scale_factor is None)
-    if plain and align_corners is None and kind in _NEAREST:
-        return _NEAREST[kind](x, full, by)
-    if must_be_ordered():  # the gradients of the others are added up in any order
-        return NotImplemented
-    if plain and kind in _LINEAR:
-        return _LINEAR[kind](x, full, bool(align_corners), by)
-    if plain and by is None and align_corners is None and kind in _AREA:
-        return _AREA[kind](x, full)
-    return F.interpolate(
-        x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
-    )
-
-
-@delegates(_torch_interpolate, on_cpu=ANY)
+@delegates(F.interpolate, unless=_torch_is_wrong, on_cpu=ANY)
 def interpolate(
     x: Tensor,
     size: int | Sequence[int] | None = None,
@@ -162,81 +89,35 @@ def interpolate(
         return x.flatten()[:0].reshape(*x.shape[:2], *(max(n, 0) for n in full))
     if mode == "area" and dims == 3:
         x = in_float32(x, ("cpu",))
-    return (AREA if mode == "area" else RESIZE).one(
-        x, size=full, scale=scale, mode=mode, align_corners=bool(align_corners), antialias=antialias
-    )
+    how = {"mode": mode, "align_corners": bool(align_corners), "antialias": antialias}
+    return (AREA if mode == "area" else RESIZE).one(x, size=full, **how, scale=scale)
 
 
-def _torch_grid_sample(
-    x: Tensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool | None
-) -> Any:
-    if mode not in _SAMPLINGS or padding_mode not in _PADDINGS:
-        return NotImplemented
-    return torch.grid_sampler(
-        x, grid, _SAMPLINGS[mode], _PADDINGS[padding_mode], bool(align_corners)
-    )
+def _sample(x: Tensor, grid: Tensor, **how: Any) -> Any:
+    return GRID_SAMPLE(*widest(x, grid), **how)
 
 
-_SAMPLINGS = {"bilinear": 0, "nearest": 1, "bicubic": 2}  # torch's numbers for them
-_PADDINGS = {"zeros": 0, "border": 1, "reflection": 2}
-
-
-def _torch_shuffle(call: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Any]:
-    """With a factor of 1 torch answers with x itself, and so it does of nothing."""
-    return lambda x, factor: call(x, factor) if factor != 1 and x.numel() else NotImplemented
-
-
-@delegates(
-    _torch_grid_sample,
-    plain=Plain(torch.grid_sampler, "plain(x, grid, 0, 0, False)"),
+grid_sample = from_table(
+    "grid_sample",
+    home=F,
+    run=_sample,
+    call=lambda x, grid, mode="bilinear", padding_mode="zeros", align_corners=False: F.grid_sample(
+        x, grid, mode, padding_mode, bool(align_corners)
+    ),
+    on_cpu=ANY,
     ordered=False,
-    on_cpu=ANY,
+    autocast=False,
 )
-def grid_sample(
-    x: Tensor,
-    grid: Tensor,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool | None = False,
-) -> Tensor:
-    """x at the places that ``grid`` names, as ``torch.nn.functional.grid_sample``, with gradients
-    for both."""
-    x, grid = widest(x, grid)
-    return one(
-        "grid_sample",
-        x,
-        grid,
-        mode=mode,
-        padding_mode=padding_mode,
-        align_corners=bool(align_corners),
-    )
 
 
-@delegates(
-    _torch_shuffle(torch.pixel_shuffle),
-    plain=Plain(
-        torch.pixel_shuffle, "plain(x, upscale_factor)", where="upscale_factor != 1 and nbytes"
-    ),
-    keeps_type=True,
-    on_cpu=ANY,
-)
-def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
-    """[…, C·r², H, W] to […, C, H·r, W·r] with r = ``upscale_factor``, as
-    ``torch.nn.functional.pixel_shuffle``."""
-    return one("pixel_shuffle", x, factor=index(upscale_factor))
+def _shuffle(name: str, factor: str) -> Callable[..., Tensor]:
+    def is_itself(x: Tensor, by: Any = None, **named: Any) -> bool:
+        """With a factor of 1 torch answers with x itself, and so it does of nothing."""
+        return named.get(factor, by) == 1 or not x.numel()
+
+    rename = {"factor": factor}
+    return from_table(name, home=F, rename=rename, unless=is_itself, on_cpu=ANY)
 
 
-@delegates(
-    _torch_shuffle(torch.pixel_unshuffle),
-    plain=Plain(
-        torch.pixel_unshuffle,
-        "plain(x, downscale_factor)",
-        where="downscale_factor != 1 and nbytes",
-    ),
-    keeps_type=True,
-    on_cpu=ANY,
-)
-def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
-    """[…, C, H·r, W·r] to […, C·r², H, W] with r = ``downscale_factor``, as
-    ``torch.nn.functional.pixel_unshuffle``."""
-    return one("pixel_unshuffle", x, factor=index(downscale_factor))
+pixel_shuffle = _shuffle("pixel_shuffle", "upscale_factor")
+pixel_unshuffle = _shuffle("pixel_unshuffle", "downscale_factor")

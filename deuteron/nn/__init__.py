@@ -6,130 +6,71 @@
 >>> dt.nn.replace(model)                        # every module that has a stand-in, in place
 """
 
-from deuteron.nn.activation import (
-    CELU,
-    ELU,
-    GELU,
-    GLU,
-    SELU,
-    BiasAct,
-    Dropout,
-    GeGLU,
-    Hardshrink,
-    Hardsigmoid,
-    Hardswish,
-    Hardtanh,
-    LeakyReLU,
-    LogSigmoid,
-    LogSoftmax,
-    Mish,
-    PReLU,
-    ReGLU,
-    ReLU,
-    ReLU6,
-    Sigmoid,
-    SiLU,
-    Softmax,
-    Softplus,
-    Softshrink,
-    Softsign,
-    SwiGLU,
-    Tanh,
-    Tanhshrink,
-    Threshold,
-)
-from deuteron.nn.embedding import Embedding, RotaryEmbedding, SinusoidalEmbedding
-from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropy
-from deuteron.nn.norm import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
-    GroupNorm,
-    InstanceNorm1d,
-    InstanceNorm2d,
-    InstanceNorm3d,
-    LayerNorm,
-    RMSNorm,
-)
-from deuteron.nn.pool import (
-    AdaptiveAvgPool1d,
-    AdaptiveAvgPool2d,
-    AdaptiveAvgPool3d,
-    AdaptiveMaxPool1d,
-    AdaptiveMaxPool2d,
-    AdaptiveMaxPool3d,
-    AvgPool1d,
-    AvgPool2d,
-    AvgPool3d,
-    MaxPool1d,
-    MaxPool2d,
-    MaxPool3d,
-)
-from deuteron.nn.resample import PixelShuffle, PixelUnshuffle, Upsample
-from deuteron.nn.script import scriptable
-from deuteron.nn.swap import replace
+from deuteron.nn.activation import CELU as CELU
+from deuteron.nn.activation import ELU as ELU
+from deuteron.nn.activation import GELU as GELU
+from deuteron.nn.activation import GLU as GLU
+from deuteron.nn.activation import SELU as SELU
+from deuteron.nn.activation import BiasAct as BiasAct
+from deuteron.nn.activation import Dropout as Dropout
+from deuteron.nn.activation import GeGLU as GeGLU
+from deuteron.nn.activation import Hardshrink as Hardshrink
+from deuteron.nn.activation import Hardsigmoid as Hardsigmoid
+from deuteron.nn.activation import Hardswish as Hardswish
+from deuteron.nn.activation import Hardtanh as Hardtanh
+from deuteron.nn.activation import LeakyReLU as LeakyReLU
+from deuteron.nn.activation import LogSigmoid as LogSigmoid
+from deuteron.nn.activation import LogSoftmax as LogSoftmax
+from deuteron.nn.activation import Mish as Mish
+from deuteron.nn.activation import PReLU as PReLU
+from deuteron.nn.activation import ReGLU as ReGLU
+from deuteron.nn.activation import ReLU as ReLU
+from deuteron.nn.activation import ReLU6 as ReLU6
+from deuteron.nn.activation import Sigmoid as Sigmoid
+from deuteron.nn.activation import SiLU as SiLU
+from deuteron.nn.activation import Softmax as Softmax
+from deuteron.nn.activation import Softplus as Softplus
+from deuteron.nn.activation import Softshrink as Softshrink
+from deuteron.nn.activation import Softsign as Softsign
+from deuteron.nn.activation import SwiGLU as SwiGLU
+from deuteron.nn.activation import Tanh as Tanh
+from deuteron.nn.activation import Tanhshrink as Tanhshrink
+from deuteron.nn.activation import Threshold as Threshold
+from deuteron.nn.embedding import Embedding as Embedding
+from deuteron.nn.embedding import RotaryEmbedding as RotaryEmbedding
+from deuteron.nn.embedding import SinusoidalEmbedding as SinusoidalEmbedding
+from deuteron.nn.loss import CrossEntropyLoss as CrossEntropyLoss
+from deuteron.nn.loss import LinearCrossEntropy as LinearCrossEntropy
+from deuteron.nn.norm import BatchNorm1d as BatchNorm1d
+from deuteron.nn.norm import BatchNorm2d as BatchNorm2d
+from deuteron.nn.norm import BatchNorm3d as BatchNorm3d
+from deuteron.nn.norm import GroupNorm as GroupNorm
+from deuteron.nn.norm import InstanceNorm1d as InstanceNorm1d
+from deuteron.nn.norm import InstanceNorm2d as InstanceNorm2d
+from deuteron.nn.norm import InstanceNorm3d as InstanceNorm3d
+from deuteron.nn.norm import LayerNorm as LayerNorm
+from deuteron.nn.norm import RMSNorm as RMSNorm
+from deuteron.nn.pool import AdaptiveAvgPool1d as AdaptiveAvgPool1d
+from deuteron.nn.pool import AdaptiveAvgPool2d as AdaptiveAvgPool2d
+from deuteron.nn.pool import AdaptiveAvgPool3d as AdaptiveAvgPool3d
+from deuteron.nn.pool import AdaptiveMaxPool1d as AdaptiveMaxPool1d
+from deuteron.nn.pool import AdaptiveMaxPool2d as AdaptiveMaxPool2d
+from deuteron.nn.pool import AdaptiveMaxPool3d as AdaptiveMaxPool3d
+from deuteron.nn.pool import AvgPool1d as AvgPool1d
+from deuteron.nn.pool import AvgPool2d as AvgPool2d
+from deuteron.nn.pool import AvgPool3d as AvgPool3d
+from deuteron.nn.pool import MaxPool1d as MaxPool1d
+from deuteron.nn.pool import MaxPool2d as MaxPool2d
+from deuteron.nn.pool import MaxPool3d as MaxPool3d
+from deuteron.nn.resample import PixelShuffle as PixelShuffle
+from deuteron.nn.resample import PixelUnshuffle as PixelUnshuffle
+from deuteron.nn.resample import Upsample as Upsample
+from deuteron.nn.script import scriptable as _scriptable
+from deuteron.nn.swap import replace as replace
 
-__all__ = [
-    "CELU",
-    "ELU",
-    "GELU",
-    "GLU",
-    "SELU",
-    "AdaptiveAvgPool1d",
-    "AdaptiveAvgPool2d",
-    "AdaptiveAvgPool3d",
-    "AdaptiveMaxPool1d",
-    "AdaptiveMaxPool2d",
-    "AdaptiveMaxPool3d",
-    "AvgPool1d",
-    "AvgPool2d",
-    "AvgPool3d",
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "BiasAct",
-    "CrossEntropyLoss",
-    "Dropout",
-    "Embedding",
-    "GeGLU",
-    "GroupNorm",
-    "Hardshrink",
-    "Hardsigmoid",
-    "Hardswish",
-    "Hardtanh",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "LayerNorm",
-    "LeakyReLU",
-    "LinearCrossEntropy",
-    "LogSigmoid",
-    "LogSoftmax",
-    "MaxPool1d",
-    "MaxPool2d",
-    "MaxPool3d",
-    "Mish",
-    "PReLU",
-    "PixelShuffle",
-    "PixelUnshuffle",
-    "RMSNorm",
-    "ReGLU",
-    "ReLU",
-    "ReLU6",
-    "RotaryEmbedding",
-    "SiLU",
-    "Sigmoid",
-    "SinusoidalEmbedding",
-    "Softmax",
-    "Softplus",
-    "Softshrink",
-    "Softsign",
-    "SwiGLU",
-    "Tanh",
-    "Tanhshrink",
-    "Threshold",
-    "Upsample",
-    "replace",
-]
-
-scriptable(globals()[name] for name in __all__)
+__all__ = sorted(
+    name
+    for name, value in globals().items()
+    if name[0] != "_" and getattr(value, "__module__", "").startswith("deuteron.nn")
+)
+_scriptable(globals()[name] for name in __all__)

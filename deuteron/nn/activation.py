@@ -8,178 +8,122 @@ import torch
 from torch import Tensor, nn
 
 from deuteron import functional as F
+from deuteron.nn.forward import runs
 
 
-class _Bare:
-    """A module that takes no arguments, and says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-
+@runs(F.relu)
 class ReLU(nn.ReLU):
     """max(x, 0), as ``torch.nn.ReLU``. With ``inplace`` the result is written over the input."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.relu(input)
 
-
+@runs(F.relu6)
 class ReLU6(nn.ReLU6):
     """x held between 0 and 6, as ``torch.nn.ReLU6``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.relu6(input)
 
-
+@runs(F.leaky_relu)
 class LeakyReLU(nn.LeakyReLU):
     """x, times ``negative_slope`` below 0, as ``torch.nn.LeakyReLU``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.leaky_relu(input, self.negative_slope)
 
-
+@runs(F.prelu)
 class PReLU(nn.PReLU):
     """x, times a learned slope below 0, as ``torch.nn.PReLU``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.prelu(input, self.weight)
 
-
+@runs(F.elu)
 class ELU(nn.ELU):
     """x, or alpha · (eˣ − 1) below 0, as ``torch.nn.ELU``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.elu(input, self.alpha)
 
-
+@runs(F.celu)
 class CELU(nn.CELU):
     """x, or alpha · (e^(x/alpha) − 1) below 0, as ``torch.nn.CELU``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.celu(input, self.alpha)
 
-
+@runs(F.selu)
 class SELU(nn.SELU):
     """elu with the two constants of self-normalising networks, as ``torch.nn.SELU``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.selu(input)
 
-
+@runs(F.gelu)
 class GELU(nn.GELU):
     """x · Φ(x), with Φ the normal distribution, as ``torch.nn.GELU``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.gelu(input, self.approximate)
 
-
+@runs(F.silu)
 class SiLU(nn.SiLU):
     """x · sigmoid(x), as ``torch.nn.SiLU``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.silu(input)
 
-
+@runs(F.mish)
 class Mish(nn.Mish):
     """x · tanh(softplus(x)), as ``torch.nn.Mish``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.mish(input)
 
-
-class Sigmoid(_Bare, nn.Sigmoid):
+@runs(F.sigmoid)
+class Sigmoid(nn.Sigmoid):
     """1 / (1 + e⁻ˣ), as ``torch.nn.Sigmoid``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.sigmoid(input)
 
-
-class Tanh(_Bare, nn.Tanh):
+@runs(F.tanh)
+class Tanh(nn.Tanh):
     """tanh x, as ``torch.nn.Tanh``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.tanh(input)
 
-
+@runs(F.hardswish)
 class Hardswish(nn.Hardswish):
     """x · hardsigmoid(x), as ``torch.nn.Hardswish``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.hardswish(input)
 
-
+@runs(F.hardsigmoid)
 class Hardsigmoid(nn.Hardsigmoid):
     """x/6 + 1/2 held between 0 and 1, as ``torch.nn.Hardsigmoid``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.inplace else F.hardsigmoid(input)
 
-
+@runs(F.hardtanh)
 class Hardtanh(nn.Hardtanh):
     """x held between ``min_val`` and ``max_val``, as ``torch.nn.Hardtanh``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.inplace:
-            return super().forward(input)
-        return F.hardtanh(input, self.min_val, self.max_val)
 
-
+@runs(F.softplus)
 class Softplus(nn.Softplus):
     """ln(1 + e^(beta·x)) / beta, as ``torch.nn.Softplus``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.softplus(input, self.beta, self.threshold)
 
-
-class Softsign(_Bare, nn.Softsign):
+@runs(F.softsign)
+class Softsign(nn.Softsign):
     """x / (1 + |x|), as ``torch.nn.Softsign``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.softsign(input)
 
-
+@runs(F.softshrink)
 class Softshrink(nn.Softshrink):
     """x moved towards 0 by ``lambd``, and 0 within it, as ``torch.nn.Softshrink``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.softshrink(input, self.lambd)
 
-
+@runs(F.hardshrink)
 class Hardshrink(nn.Hardshrink):
     """x, but 0 where |x| ≤ ``lambd``, as ``torch.nn.Hardshrink``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.hardshrink(input, self.lambd)
 
-
-class Tanhshrink(_Bare, nn.Tanhshrink):
+@runs(F.tanhshrink)
+class Tanhshrink(nn.Tanhshrink):
     """x − tanh x, as ``torch.nn.Tanhshrink``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.tanhshrink(input)
 
-
+@runs(F.threshold)
 class Threshold(nn.Threshold):
     """x, but ``value`` where x ≤ ``threshold``, as ``torch.nn.Threshold``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.inplace:
-            return super().forward(input)
-        return F.threshold(input, self.threshold, self.value)
 
-
-class LogSigmoid(_Bare, nn.LogSigmoid):
+@runs(F.log_sigmoid)
+class LogSigmoid(nn.LogSigmoid):
     """ln sigmoid(x), as ``torch.nn.LogSigmoid``."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.log_sigmoid(input)
 
-
+@runs(F.glu)
 class GLU(nn.GLU):
     """a · sigmoid(b), with a and b the halves of x along ``dim``, as ``torch.nn.GLU``."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.glu(input, self.dim)
 
 
 class Softmax(nn.Softmax):
@@ -214,11 +158,14 @@ class Dropout(nn.Dropout):
 # ---- what torch.nn does not have
 
 
-class SwiGLU(_Bare, nn.Module):
+class SwiGLU(nn.Module):
     """silu(gate) · up, of two tensors or of the halves of one along the last dimension.
 
     >>> y = dt.nn.SwiGLU()(gate_proj(x), up_proj(x))
     """
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         return F.swiglu(gate, up)
@@ -239,11 +186,14 @@ class GeGLU(nn.Module):
         return F.geglu(gate, up, self.approximate)
 
 
-class ReGLU(_Bare, nn.Module):
+class ReGLU(nn.Module):
     """relu(gate) · up, of two tensors or of the halves of one along the last dimension.
 
     >>> y = dt.nn.ReGLU()(gate_proj(x), up_proj(x))
     """
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         return F.reglu(gate, up)

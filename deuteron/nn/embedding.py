@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.proxy import TraceError
 
 from deuteron import functional as F
 from deuteron.errors import BindError
-from deuteron.nn.norm import as_leaf
+from deuteron.nn.forward import as_leaf
 
 
 class Embedding(nn.Embedding):
@@ -25,9 +24,6 @@ class Embedding(nn.Embedding):
     """
 
     def forward(self, input: Tensor, position: Tensor | None = None) -> Tensor:
-        usual = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
-        if usual and position is None:
-            return F.embedding(input, self.weight, self.padding_idx)
         return F.embedding(
             input,
             self.weight,
@@ -56,12 +52,10 @@ class SinusoidalEmbedding(nn.Module):
         self.register_buffer("table", F.sinusoidal(max_length, dim, base), persistent=False)
 
     def forward(self, x: Tensor, offset: int = 0) -> Any:
-        try:
-            within = bool(offset >= 0 and offset + x.shape[-2] <= self.table.shape[0])
-        except TraceError as wrong:
-            return as_leaf(self, wrong, x, offset)
+        if (leaf := as_leaf(self, x, offset)) is not None:
+            return leaf
         length = x.shape[-2]
-        if not within:
+        if offset < 0 or offset + length > self.table.shape[0]:
             raise BindError(
                 f"positions {offset} to {offset + length} are beyond {self.table.shape[0]}",
                 remedy="make the module with a larger max_length",

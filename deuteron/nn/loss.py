@@ -33,15 +33,6 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Any:
         """The loss of logits ``input``; with ``return_lse`` also log Σ exp of each row."""
-        if not (self.z_loss or self.inplace_backward or self.return_lse):
-            return cross_entropy(
-                input,
-                target,
-                self.weight,
-                reduction=self.reduction,
-                ignore_index=self.ignore_index,
-                label_smoothing=self.label_smoothing,
-            )
         return cross_entropy(
             input,
             target,

@@ -7,12 +7,10 @@ from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import Proxy
-from torch.fx.proxy import TraceError
 
 from deuteron import functional as F
 from deuteron.errors import BindError
-from deuteron.functional.wrapper import take_back
+from deuteron.nn.forward import as_leaf
 
 
 class _Activated:
@@ -45,21 +43,6 @@ def _with_activation(torchs: type) -> Any:
     shown = theirs.replace(parameters=[*theirs.parameters.values(), ours])
     init.__signature__ = shown  # type: ignore[attr-defined]
     return init
-
-
-def as_leaf(module: nn.Module, wrong: TraceError, input: Any, *others: Any) -> Any:
-    """The call of a module that asks its input questions, as one node of the graph that
-    ``torch.fx`` traces: so are torch's own. ``wrong``: what became of the question."""
-    symbols = [each for each in (input, *others) if isinstance(each, Proxy)]
-    take_back(wrong, {symbol.node for symbol in symbols})
-    tracer: Any = symbols[0].tracer
-    if module is tracer.root:
-        raise BindError(
-            f"{type(module).__name__} asks its input questions, which a symbol cannot answer",
-            asked=f"torch.fx.symbolic_trace({type(module).__name__}(…))",
-            remedy="trace a model that it is a part of, such as torch.nn.Sequential(module)",
-        ) from wrong
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), (input, *others), {})
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
@@ -140,10 +123,9 @@ class _InstanceNorm(_Activated):
     def forward(
         self: Any, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
-        try:
-            self._check_input_dim(input)
-        except TraceError as wrong:
-            return as_leaf(self, wrong, input, residual, bias_before)
+        if (leaf := as_leaf(self, input, residual, bias_before)) is not None:
+            return leaf
+        self._check_input_dim(input)
         if input.dim() == self._get_no_batch_dim():
             if residual is not None or bias_before is not None:
                 raise BindError("a residual needs a batch", remedy="unsqueeze(0) both")
@@ -194,10 +176,9 @@ class _BatchNorm(_Activated):
     """What the three batch norms share."""
 
     def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Any:
-        try:
-            self._check_input_dim(input)
-        except TraceError as wrong:
-            return as_leaf(self, wrong, input, residual)
+        if (leaf := as_leaf(self, input, residual)) is not None:
+            return leaf
+        self._check_input_dim(input)
         share = self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

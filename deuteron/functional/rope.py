@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from deuteron.functional.library import traceable
-from deuteron.functional.operators import OPERATORS
+from deuteron.functional.delegate import delegates
+from deuteron.functional.operators import operator
 
-Tensor = torch.Tensor
+ROPE = operator("rope")
 
 
-@traceable
+@delegates()
 def rope(
     q: Tensor,
     k: Tensor | None = None,
@@ -35,16 +35,5 @@ def rope(
 
     >>> q, k = dt.functional.rope(q, k, offset=cache_length)
     """
-    return OPERATORS["rope"](
-        q,
-        k,
-        cos,
-        sin,
-        positions,
-        axis=seq_dim,
-        interleaved=interleaved,
-        dims=dims,
-        base=base,
-        offset=offset,
-        inverse=False,
-    )
+    attrs = {"interleaved": interleaved, "dims": dims, "base": base, "offset": offset}
+    return ROPE(q, k, cos, sin, positions, axis=seq_dim, **attrs)

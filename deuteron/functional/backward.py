@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deuteron.functional.given import Attributes, Types, types_of
-from deuteron.functional.library import Heard
+from deuteron.functional.arguments import Attributes, Types, types_of
+from deuteron.functional.explain import Recording
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import evaluate
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 KEPT = 1024  # plans of one function; beyond, the oldest makes room
 EAGER = Policy(cuda_graph=False)  # a caller may capture the call in a graph of its own
+Grads = tuple[Tensor | None, ...]
 
 
-class Pull:
+class Backward:
     """The backward pass of a function for inputs of given types: what to save for it, and its
     plans. ``saved`` counts through the inputs and then the results of the function."""
 
@@ -45,31 +46,34 @@ class Pull:
         self.of = tuple(
             i for i, t in enumerate(self.results) if t.dtype.is_float and i not in function.silent
         )
-        self.kept = min(_subsets(self.results), key=self._bytes_saved)
-        used = set(self._usual().inputs)
+        self.kept = min(_choices(self.results), key=self._bytes_saved)
+        used = set(self.usual_graph().inputs)
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
         self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
-        self.ways: dict[Any, Way] = {}
+        self.plans: dict[Any, BackwardPlan] = {}
 
     def _bytes_saved(self, kept: Sequence[int]) -> tuple[int, int]:
-        """What the backward pass reads besides gradients and small results; of equals, the one
-        that computes less."""
+        """What the backward pass reads besides gradients and small results, if it may read the
+        results ``kept``; between equals the one that computes less wins."""
         self.kept = tuple(kept)
-        graph = self._usual()
+        graph = self.usual_graph()
         free = {self.forward.outputs[i][1] for i in _small(self.results)}
         read = sum(graph.types[v].nbytes for v in graph.inputs if v not in free)
         return read, len(graph.nodes)
 
-    def _usual(self) -> Graph:
+    def usual_graph(self) -> Graph:
         """The backward pass with a gradient for every result."""
         return self.graph(self.of, [self.results[i].dense_like() for i in self.of])[0]
 
     def graph(
         self, of: Sequence[int], grads: Sequence[TensorType | None]
-    ) -> tuple[Graph, list[int]]:
-        """From what is saved and the gradients of the results ``of`` to those of the inputs. A
-        gradient that several inputs share is one output, and one that is a result's as it came is
-        none, beside others: the list says which is whose, the latter counted ~0, ~1, … of ``of``.
+    ) -> tuple[Graph, list[int | None]]:
+        """The graph from what is saved and the gradients of the results ``of`` to those of the
+        inputs, and for each input the place of its gradient, or None if it needs none.
+
+        Inputs that share a gradient share an output. A gradient that is handed through unchanged,
+        as a residual's is, is no output unless it is the only one: its place is ~0, ~1, … counted
+        through ``of``.
         """
         given = {str(i): t for i, t in zip(of, grads, strict=True) if t is not None}
         with _disable_current_modes():
@@ -78,26 +82,27 @@ class Pull:
         came = [f"grad_{i}" for i in of]
         made = [value for value in values if value not in came] or values
         outputs = tuple((str(i), value) for i, value in enumerate(made))
-        places = [made.index(v) if v in made else ~came.index(v) for _, v in whole.outputs]
+        each = iter(made.index(v) if v in made else ~came.index(v) for _, v in whole.outputs)
+        places = [next(each) if need else None for need in self.needs]
         inputs, nodes, types = whole.inputs, whole.nodes, whole.types
         return Graph(whole.name, inputs, outputs, nodes, types, whole.constants), places
 
-    def way(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Way:
-        """The plan from what was saved and the gradients of ``of`` to those of the inputs."""
-        # sizes and types are those of the results; of what was saved a hook may have changed the
-        # strides, too
+    def plan(self, of: Sequence[int], tensors: Sequence[Tensor]) -> BackwardPlan:
+        """The plan for what was saved and the gradients of ``of``, which ``tensors`` are."""
+        # Sizes and types are known from the forward pass. Strides are not: a hook may have changed
+        # those of what was saved, too.
         key = (*of, *[t.stride() for t in tensors])
-        found = self.ways.get(key)
+        found = self.plans.get(key)
         if found is None:
             graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
             plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
-            given = self.given(of)
+            given = self._given(of)
             order = [given.index(name) for name in plan.inputs]
-            way = Way(plan, order, self._slots(places), self._moved(tensors))
-            found = keep(self.ways, key, way)
+            made = BackwardPlan(plan, order, places, self._moved(tensors))
+            found = keep(self.plans, key, made)
         return found
 
-    def _moved(self, tensors: Sequence[torch.Tensor]) -> dict[int, TensorType]:
+    def _moved(self, tensors: Sequence[Tensor]) -> dict[int, TensorType]:
         """Which of the saved tensors came back in another memory order than they were saved in."""
         types = [(*self.types, *self.results)[i] for i in self.saved]
         return {
@@ -106,37 +111,22 @@ class Pull:
             if saved is not None and not same_strides(saved.shape, t.stride(), saved.strides)
         }
 
-    def given(self, of: Sequence[int]) -> list[str]:
+    def _given(self, of: Sequence[int]) -> list[str]:
         """The names that a backward graph has for what was saved and the gradients of ``of``."""
         return [*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of)]
 
-    def run(self, of: Sequence[int], tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Different gradients from what was saved and the gradients of ``of``; :meth:`spread`
-        gives every input its own."""
+    def run(self, of: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The outputs of the backward graph; :func:`spread` gives every input its own."""
         tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
-        return self.way(of, tensors).run(tensors)
+        return self.plan(of, tensors).run(tensors)
 
-    def by_references(
-        self, of: Sequence[int], tensors: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, ...]:
+    def by_references(self, of: Sequence[int], tensors: Sequence[Tensor]) -> Grads:
         """The gradients by torch's operators, one by one, so that they have gradients as well."""
         graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
-        named = dict(zip(self.given(of), tensors, strict=True))
+        named = dict(zip(self._given(of), tensors, strict=True))
         named = {name: named[name] for name in graph.inputs}
         found = list(evaluate(graph, named, differentiable=True).values())
-        return self.spread(found, places, tensors[len(self.saved) :])
-
-    def spread(
-        self, found: Sequence[torch.Tensor], places: Sequence[int], grads: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients for every input of the function: those that were found, or those of its
-        results."""
-        return spread(found, self._slots(places), grads)
-
-    def _slots(self, places: Sequence[int]) -> list[int | None]:
-        """For every input of the function the place of its gradient, if it needs one."""
-        each = iter(places)
-        return [next(each) if need else None for need in self.needs]
+        return spread(found, places, tensors[len(self.saved) :])
 
     @property
     def spec(self) -> str:
@@ -145,34 +135,44 @@ class Pull:
         return json.dumps([self.function.name, types, self.attrs, self.needs])
 
 
-class Way:
-    """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``slots``:
-    for each input of the function the place of its gradient, counted as in :meth:`Pull.graph`, or
-    None; ``moved``: given tensors that have to be put back into a memory order."""
+class ReadyPlan:
+    """A plan for tensors in order. The first run is checked; later ones ask nothing any more."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.ready: Callable[..., list[Tensor]] | None = None
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        if self.ready is not None and not Recording.active:
+            return self.ready(*tensors)
+        if Recording.active:
+            Recording.add(self.plan)
+        found = self.plan.run_checked(list(tensors))
+        self.ready = self.plan.ready()
+        return found
+
+
+class BackwardPlan:
+    """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``places``:
+    those of the gradients, as in :meth:`Backward.graph`; ``moved``: given tensors that have to be
+    put back into the memory order of the forward pass."""
 
     def __init__(
-        self, plan: Plan, order: list[int], slots: list[int | None], moved: dict[int, TensorType]
+        self, plan: Plan, order: list[int], places: list[int | None], moved: dict[int, TensorType]
     ) -> None:
-        self.plan, self.order, self.slots, self.moved = plan, order, slots, moved
-        self.ready: Callable[..., list[torch.Tensor]] | None = None
+        self.ready, self.order, self.places, self.moved = ReadyPlan(plan), order, places, moved
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.moved:
             tensors = [
                 restrided(t, self.moved[i]) if i in self.moved else t for i, t in enumerate(tensors)
             ]
-        given = [tensors[i] for i in self.order]
-        if self.ready is None or Heard.listeners:
-            found = run_plan(self.plan, given)
-            self.ready = self.plan.ready()
-            return found
-        return self.ready(*given)
+        return self.ready(*[tensors[i] for i in self.order])
 
 
-def spread(
-    found: Sequence[torch.Tensor], slots: Sequence[int | None], grads: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
-    return tuple([None if s is None else found[s] if s >= 0 else grads[~s] for s in slots])
+def spread(found: Sequence[Tensor], places: Sequence[int | None], grads: Sequence[Tensor]) -> Grads:
+    """A gradient for every input that needs one, by its place in :meth:`Backward.graph`."""
+    return tuple([None if p is None else found[p] if p >= 0 else grads[~p] for p in places])
 
 
 def keep(where: dict[Any, Any], key: Any, value: Any) -> Any:
@@ -182,8 +182,8 @@ def keep(where: dict[Any, Any], key: Any, value: Any) -> Any:
     return value
 
 
-def _subsets(results: Sequence[TensorType]) -> Iterable[Sequence[int]]:
-    """Choices of results that might be kept: any of the first large ones, and all small ones."""
+def _choices(results: Sequence[TensorType]) -> Iterable[Sequence[int]]:
+    """Results that might be kept: any of the first large ones, and all small ones."""
     small = _small(results)
     large = [i for i in range(len(results)) if i not in small][:3]
     for n in range(len(large) + 1):
@@ -194,9 +194,3 @@ def _small(results: Sequence[TensorType]) -> list[int]:
     """Results that cost next to nothing, such as statistics and the signs of a larger one."""
     most = max(t.nbytes for t in results)
     return [i for i, t in enumerate(results) if t.nbytes * 16 <= most]
-
-
-def run_plan(plan: Plan, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    if Heard.listeners:
-        Heard.add(plan)
-    return plan.run_checked(tensors)

@@ -1,0 +1,186 @@
+"""Small calls go to torch: where launching is all there is to pay, its own function is quicker.
+
+A call of ours finds its plan by shapes, strides and types, in Python, and its gradient is a node
+written in Python. torch does the same in C++. That does not matter once a kernel runs longer than
+its launch takes. Below, ``@delegates(call)`` hands the arguments to torch's function, with torch's
+numbers and torch's gradient.
+
+One call of torch's was quicker to launch than one of ours wherever that was measured. Several are
+not on a GPU, unless a gradient follows: a node in Python costs more than launching them.
+
+On a CPU some functions are torch's at any size: those that it has as one call, with one more for
+the gradient, whose kernels were the quicker ones in bench/results/cpu_operators-cpu-aarch64.md.
+
+``explain`` says when a call was handed on, and :class:`delegation` forbids it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import update_wrapper
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, compiler
+from torch._C import _get_deterministic_algorithms as must_be_ordered
+from torch._C import _is_any_autocast_enabled as autocasting
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.fx import Proxy
+from torch.fx.proxy import TraceError
+from torch.overrides import handle_torch_function, has_torch_function
+
+from deuteron.errors import DeuteronError
+from deuteron.functional.arguments import Parameters, check_tensor
+from deuteron.functional.context import gradient_follows, is_captured, is_differentiated
+from deuteron.functional.explain import HandedOn, Recording
+from deuteron.functional.small import LIMITS, WITH_GRADIENT, delegation, why_torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Question = Callable[..., bool]  # of the arguments of a call
+
+# Element types, for ``on_cpu``
+ANY = frozenset(t for t in vars(torch).values() if isinstance(t, torch.dtype) and not t.is_complex)
+WIDE = frozenset({torch.float32, torch.float64})
+LOW = frozenset({torch.float16, torch.bfloat16})
+# With these torch refuses; a plan of ours may know better, or say what is wrong.
+REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+
+
+def delegates(
+    call: Callable[..., Any] | None = None,
+    *,
+    joined: Callable[..., Any] | None = None,
+    takes: int | None = None,
+    several: bool | Question = False,
+    unless: Question | None = None,
+    on_cpu: Collection[torch.dtype] | Question = frozenset(),
+    cpu_bytes: float = math.inf,
+    ordered: bool = True,
+    autocast: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function whose small calls ``call`` answers: torch's own, or one in Python that may return
+    NotImplemented. That, and all questions, take the same arguments, by place and by name. Without
+    a ``call`` a function is one node under ``torch.fx``, as all are.
+
+    joined     what answers in its place where an argument is given that has a name only, which
+               torch's function does not have, or more by place than
+    takes      so many arguments that ``call`` takes by place, if not all
+    several    whether it is several calls of torch's, which are made only where a gradient follows
+    unless     calls that are never handed on: torch's answer, or its gradient, would be wrong
+    on_cpu     which calls that are not small it answers on a CPU: element types, or a question
+    cpu_bytes  up to which size it answers those types
+    ordered    whether its gradient has the same bits in every run on a GPU
+    autocast   whether autocast leaves it alone, or has a rule for it that gives the type ours has
+
+    What no plan can be made for is torch's at any size: how large a tensor is must not decide what
+    is accepted. The first argument may be given by torch's name for it, ``input``.
+    """
+    torchs, with_ours = cast(Any, call), cast(Any, joined or call)
+    plain = unless is None and several is not True and ordered
+
+    def is_several(args: Any, named: Any) -> bool:
+        return several(*args, **named) if callable(several) else several
+
+    def asked(args: Any, named: Any) -> Any:
+        """torch's answer, or NotImplemented where it would be wrong or slower than ours."""
+        if (unless is not None and unless(*args, **named)) or (not ordered and must_be_ordered()):
+            return NotImplemented
+        many = several is not False and is_several(args, named)
+        if many and not gradient_follows(*args, *named.values()):
+            return NotImplemented
+        return with_ours(*args, **named)
+
+    def is_torchs(x: Tensor, args: Any, named: Any) -> bool:
+        """Whether a call that is not of the smallest is better off with torch."""
+        nbytes, device = x.nbytes, x.get_device()
+        limit = LIMITS[device]
+        if nbytes <= limit:
+            return True
+        if device >= 0:
+            needed = nbytes <= WITH_GRADIENT * limit and is_differentiated(x)
+            return needed and not is_several(args, named) and not is_captured(x)
+        if callable(on_cpu):
+            return on_cpu(*args, **named)
+        return nbytes <= cpu_bytes and x.dtype in on_cpu
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        run: Any = function
+        name, parameters = function.__name__, Parameters(function)
+        places, known, has_place = parameters.places, parameters.known, parameters.has_place
+        most = places if takes is None else takes
+
+        def wrapper(*args: Any, **named: Any) -> Any:  # in few steps: a microsecond is felt
+            try:
+                unusual = (
+                    is_dynamo_compiling()
+                    or compiler._is_compiling_flag
+                    or has_torch_function((*args, *named.values()) if named else args)
+                    or not 0 < len(args) <= places
+                    or (named and not known[len(args)].issuperset(named))
+                )
+            except TraceError:  # torch.fx traces this very function, and args is a symbol
+                unusual = True
+            if unusual:
+                return sorted_out(args, named)
+            x, count = args[0], len(args)
+            if call is not None and delegation.allowed and (autocast or not autocasting()):
+                try:
+                    if x.nbytes <= LIMITS.least or is_torchs(x, args, named):
+                        if plain and count <= most and (not named or has_place[count] >= {*named}):
+                            found = torchs(*args, **named)
+                        else:
+                            found = asked(args, named)
+                        if found is not NotImplemented:
+                            return told(found, name, x) if Recording.active else found
+                except REFUSALS:
+                    pass
+            try:
+                return run(*args, **named)
+            except (DeuteronError, AttributeError) as wrong:
+                return instead(wrong, args, named)
+
+        def sorted_out(args: Any, named: Any) -> Any:
+            """An unusual call: compiled, traced, of tensor subclasses, or with odd arguments."""
+            if args.__class__ is Proxy:
+                return args.tracer.create_proxy("call_function", spread, (args, named), {})
+            args, named = parameters.fit(args, named)
+            if is_compiling():
+                return run(*args, **named)
+            values = (*args, *named.values())
+            if has_torch_function(values):
+                return handle_torch_function(wrapper, values, *args, **named)
+            return run(*args, **named) if parameters.variadic else wrapper(*args, **named)
+
+        def spread(args: Any, named: Any) -> Any:
+            return wrapper(*args, **named)
+
+        def instead(wrong: Exception, args: Any, named: Any) -> Any:
+            """What torch makes of a call that no plan can be made for, at any size."""
+            check_tensor(name, args[0])
+            allowed = call is not None and delegation.allowed and (autocast or not autocasting())
+            if isinstance(wrong, DeuteronError) and allowed:
+                why = f"no plan of ours can be made: {wrong.wrong}"
+                found: Any = NotImplemented
+                with suppress(*REFUSALS):
+                    found = asked(args, named)
+                if found is not NotImplemented:
+                    return told(found, name, args[0], why)
+            raise wrong
+
+        update_wrapper(wrapper, function)
+        del wrapper.__wrapped__  # type: ignore[attr-defined]  # torch.fx would trace that instead
+        wrapper.__signature__ = parameters.signature  # type: ignore[attr-defined]
+        return cast(Callable[P, R], wrapper)
+
+    return decorate
+
+
+def told(found: R, name: str, x: Tensor, why: str = "") -> R:
+    """What torch's function found, after ``explain`` was told about it."""
+    if Recording.active:
+        kind = str(x.dtype).removeprefix("torch.")
+        Recording.add(HandedOn(f"{name}(x: {kind}{list(x.shape)})", why or why_torch(x)))
+    return found

@@ -1,0 +1,60 @@
+"""What a call ran, for ``dt.functional.explain``: plans of ours, and calls handed on to torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class Recording:
+    """What ran while ``explain`` records, in its own thread: plans and :class:`HandedOn` calls."""
+
+    active = 0  # asked in every call: memory of a thread's own takes ten times as long
+    _thread = threading.local()
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+
+    def __enter__(self) -> list[Any]:
+        Recording.active += 1
+        self.before = getattr(Recording._thread, "parts", None)
+        Recording._thread.parts = self.parts
+        return self.parts
+
+    def __exit__(self, *error: object) -> None:
+        Recording._thread.parts = self.before
+        Recording.active -= 1
+
+    @staticmethod
+    def add(part: Any) -> None:
+        """Something that has ``explain()`` ran."""
+        parts = getattr(Recording._thread, "parts", None)
+        if parts is not None:
+            parts.append(part)
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """A call that torch's own function answered."""
+
+    call: str
+    why: str
+
+    def explain(self) -> str:
+        return (
+            f"{self.call}: torch's own function, not a plan of ours\n"
+            f"  why: {self.why}\n"
+            "  forbid it: with dt.functional.delegation(False): …"
+        )
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What ``function(*args, **kwargs)`` runs, where and why, forward only.
+
+    >>> print(dt.functional.explain(dt.functional.rms_norm, x, (4096,), w))
+    """
+    with Recording() as parts:
+        function(*args, **kwargs)
+    return "\n".join(str(part.explain()) for part in parts)
