@@ -93,8 +93,8 @@ def test_signs_come_back_as_they_were(shape, packed):
 
 def test_the_function_saves_signs_instead_of_y():
     """As it would on a GPU; the references stand in for the kernels."""
-    from deuteron.functional.batch_norm import TRAIN
     from deuteron.functional.backward import Backward
+    from deuteron.functional.batch_norm import TRAIN
 
     x = TensorType.of((16, 64, 56, 40), "f16").with_layout("nhwc")
     c = TensorType.of((64,), "f32")

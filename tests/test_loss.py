@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.errors import BindError, DeuteronError, EngineError, GraphError
-from deuteron.functional.chunks import classes_at_once, tokens_at_once
 from deuteron.functional import delegation
+from deuteron.functional.chunks import classes_at_once, tokens_at_once
 from deuteron.functional.linear_loss import linear_cross_entropy
 from deuteron.functional.loss import cross_entropy
 from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropy
