@@ -94,14 +94,14 @@ def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, 
     yield region(f"{base}_grad", {"g": grad, "x": x}, attrs), {"g": grad, "x": x}
     if "size" in attrs:
         return
-    both = region("max_pool_with_taps", {"x": x}, attrs)
+    both = region("max_pool_with_winners", {"x": x}, attrs)
     yield both, {"x": x}
-    taps = evaluate(both.graph, {"x": x})["1"]
+    winners = evaluate(both.graph, {"x": x})["1"]
     attrs = {**attrs, "shape": shape, "order": "nhwc" if order == "nhwc" else "contiguous"}
     one = grad[:1, :1].expand(grad.shape)  # as the gradient of a sum comes
     for g in (grad, one):
-        feed = {"g": g, "taps": taps}
-        yield region("max_pool_taps_grad", feed, attrs), feed
+        feed = {"g": g, "winners": winners}
+        yield region("max_pool_winners_grad", feed, attrs), feed
 
 
 def wrong_with(
@@ -163,14 +163,14 @@ def test_compiles_without_spills(arch, dtype, order, monkeypatch):
 
     def compiled(self, grid, *args, warps, **constants):
         kinds = [
-            a if a is None else (a, True) if isinstance(a, torch.dtype) else launch._kind(a)
+            a if a is None else (a, True) if isinstance(a, torch.dtype) else launch.kind_of(a)
             for a in args
         ]
         where = GPUTarget("cuda", arch, 32)
         kernels.append(self.compile(kinds, constants, warps, target=where))
 
     monkeypatch.setattr(launch.Launchable, "__call__", compiled)
-    from deuteron.engines.triton_max_pool import _windows, tiles
+    from deuteron.engines.triton_max_pool import pooling, tiles
     from deuteron.kernels.triton.max_pool import Tile, backward, forward
 
     x = TensorType.of((4, 64, 112, 112), dtype, order)
@@ -178,7 +178,7 @@ def test_compiles_without_spills(arch, dtype, order, monkeypatch):
         attrs = {"kernel": kernel, "stride": stride, "padding": padding}
         g = dt.Graph("pool")
         y = g.max_pool(g.tensor("x", x.shape, dtype, strides=x.strides), **attrs).output("y")
-        windows = _windows(g.ir().nodes[0], x, y.type)
+        windows = pooling(g.ir().nodes[0], x, y.type)
         tile = Tile(*tiles(x, y.shape[-1])[0])
         for out, where in ((dtype, None), (dtype, torch.int64), (None, torch.uint8)):
             forward(windows, dtype.itemsize, tile)(dtype, out, where)
@@ -211,7 +211,7 @@ def test_what_is_refused(shape, attrs, reason):
 
 def with_taps(x: torch.Tensor, *how: Any) -> torch.Tensor:
     names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    found: torch.Tensor = call("max_pool_with_taps", x, **dict(zip(names, how, strict=False)))[0]
+    found: torch.Tensor = call("max_pool_with_winners", x, **dict(zip(names, how, strict=False)))[0]
     return found
 
 
@@ -234,7 +234,7 @@ def test_the_gradient_by_taps_is_torchs(how, order):
     assert error(ours.grad, theirs.grad) <= allowed(0.0, torch.float64)
 
 
-@pytest.mark.parametrize("op", ["max_pool", "max_pool_with_taps", "max_pool_with_indices"])
+@pytest.mark.parametrize("op", ["max_pool", "max_pool_with_winners", "max_pool_with_indices"])
 @pytest.mark.parametrize("order", ["contiguous", "nhwc"])
 def test_is_chosen_by_estimate(op, order):
     """And so are the gradients, which a function of ours plans by themselves."""
@@ -279,9 +279,9 @@ def test_a_graph_with_its_gradient_keeps_taps_on_a_gpu(layout, places):
     pooled[1].output("other")
     graph = g.grad("loss", wrt=["x"]).ir()
     kept, records = run_passes(graph, Context(H200, Policy()))
-    assert next(r.fired for r in records if r.name == "keep taps")
+    assert next(r.fired for r in records if r.name == "keep winners")
     ops = [n.op for n in kept.nodes]
-    assert ops.count("max_pool_with_taps") == ops.count("max_pool_taps_grad") == 1
+    assert ops.count("max_pool_with_winners") == ops.count("max_pool_winners_grad") == 1
     assert ops.count("max_pool") == 1 and "max_pool_grad" not in ops
     feed = {"x": data((2, 3, 9, 8), layout, torch.float64).nan_to_num(3.0, neginf=-9.0)}
     wanted, found = evaluate(graph, feed), evaluate(kept, feed)

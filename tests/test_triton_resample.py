@@ -17,10 +17,10 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton_kernels import TritonKernels
-from deuteron.engines.triton_resample import MOST_TAPS, OPS, axes
+from deuteron.engines.triton_resample import MOST_READ, OPS, axes
 from deuteron.ir import Region, TensorType
-from deuteron.kernels.taps import Taps, resized, windows
-from deuteron.kernels.triton.resample_ways import ways
+from deuteron.kernels.resample_map import AxisMap, resized, windows
+from deuteron.kernels.triton.resample_tiles import cuts
 from deuteron.ops import TABLE
 from deuteron.ops.evaluate import evaluate
 from deuteron.ops.samples import Arg, Sample
@@ -145,7 +145,7 @@ def test_in_the_interpreter():
 # ---- which elements are read ---------------------------------------------------------------------
 
 
-def matrix(taps: Taps) -> torch.Tensor:
+def matrix(taps: AxisMap) -> torch.Tensor:
     """The map as a matrix [results, length]."""
     found = torch.zeros(taps.results, taps.length, dtype=torch.float64)
     for i, (first, count) in enumerate(zip(taps.first.tolist(), taps.count.tolist(), strict=True)):
@@ -221,7 +221,7 @@ def test_compiles_without_spills(arch, dtype, order):
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from deuteron.kernels.triton.resample import Map
+    from deuteron.kernels.triton.resample import Resampling
     from tests.test_triton_gen import spilled
 
     kind = KINDS[dtype]
@@ -242,8 +242,8 @@ def test_compiles_without_spills(arch, dtype, order):
     ):
         x = TensorType.of((4, 64, taps.length, taps.length), kind, order)
         y = TensorType.of((4, 64, taps.results, taps.results), kind, order)
-        of = Map(y.shape, x.strides, y.strides, taps, taps)
-        offered = ways(x, y, taps, taps)
+        of = Resampling(y.shape, x.strides, y.strides, taps, taps)
+        offered = cuts(x, y, taps, taps)
         for way in offered if dtype == "bf16" else offered[:1]:
             call = of.call(way)
             kinds = [(kind, True)] * 2 + [
@@ -264,7 +264,7 @@ def test_refuses_with_a_reason():
     pytest.importorskip("triton")
     engine, x = TritonKernels(), torch.empty(1, 2, 100, 100)
     for op, given, attrs, reason in (
-        ("resize", x, {"size": (1, MOST_TAPS + 1), "mode": "area"}, "too many"),
+        ("resize", x, {"size": (1, MOST_READ + 1), "mode": "area"}, "too many"),
         ("resize", x[..., None, :], {"size": (2, 2, 2)}, "volumes"),
         ("resize", x[:0], {"size": (2, 2)}, "nothing"),
         ("resize", x, {"scale": 1.001}, "factor"),
@@ -320,8 +320,8 @@ def test_functions_and_their_gradients_on_a_gpu():
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements(huge_images):
-    from deuteron.kernels.triton.resample import Map, resample
-    from deuteron.kernels.triton.resample_ways import Way
+    from deuteron.kernels.triton.resample import Resampling, resample
+    from deuteron.kernels.triton.resample_tiles import ResampleTile
 
     x, planes = huge_images, huge_images.shape[1]
     x[0, -2:] = 2.0
@@ -329,9 +329,9 @@ def test_more_than_two_to_the_31_elements(huge_images):
     y = torch.full((1, planes, 4, 4), 7.0, dtype=x.dtype, device="cuda")
     dx = torch.full_like(x, 7.0)
     for given, out, along in ((x, y, taps), (y, dx, taps.transposed)):
-        of = Map(tuple(out.shape), given.stride(), out.stride(), along, along)
+        of = Resampling(tuple(out.shape), given.stride(), out.stride(), along, along)
         kinds = [TensorType.from_tensor(t) for t in (given, out)]
-        for way in (Way(32, 4, 8, 4), ways(*kinds, along, along)[0]):
+        for way in (ResampleTile(32, 4, 8, 4), cuts(*kinds, along, along)[0]):
             out.fill_(7.0)
             resample(of, way, x.device)(given, out)
             value = 2.0 if along is taps else 0.5

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +45,14 @@ def library(penalty: Amount = 1.0, overhead: Amount = 0.0) -> Callable[..., floa
     return seconds
 
 
+OTHERS = Refusal("is for other operators")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One kind of call or kernel: whom it takes, how it is built, what can be tuned, what it
-    should cost, and how long building it takes."""
+    should cost, and how long building it takes. One that names its operators takes them one at a
+    time, and its ``refuse`` sees nothing else; one without names looks for itself."""
 
     name: str
     refuse: Refuse
@@ -56,6 +60,13 @@ class Recipe:
     knobs: Callable[[Region, Target, Policy], Sequence[Knobs]] = one_way
     seconds: Callable[[Region, Target, Knobs], float] = field(default=library())
     build_s: float = 0.0
+    ops: Collection[str] = ()
+
+    def wrong_with(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
+        """Why it does not take a region, if so."""
+        if self.ops and (len(region.nodes) != 1 or region.ops[0] not in self.ops):
+            return OTHERS
+        return self.refuse(region, target, policy)
 
 
 class RecipeEngine(ABC):
@@ -71,10 +82,13 @@ class RecipeEngine(ABC):
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         refusals = []
         for recipe in self.recipes(target):
-            refusal = recipe.refuse(region, target, policy)
+            refusal = recipe.wrong_with(region, target, policy)
             if refusal is None:
                 return None
-            refusals.append((recipe.name, refusal))
+            if refusal is not OTHERS:
+                refusals.append((recipe.name, refusal))
+        if not refusals:
+            return Refusal(f"has nothing for {' + '.join(region.ops)}")
         if len({refusal.reason for _, refusal in refusals}) == 1:
             return refusals[0][1]
         reasons = "; ".join(f"{name}: {refusal.reason}" for name, refusal in refusals)
@@ -90,7 +104,7 @@ class RecipeEngine(ABC):
                 build_s=recipe.build_s,
             )
             for recipe in self.recipes(target)
-            if recipe.refuse(region, target, policy) is None
+            if recipe.wrong_with(region, target, policy) is None
             for knobs in recipe.knobs(region, target, policy)
         ]
 

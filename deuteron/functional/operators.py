@@ -90,7 +90,7 @@ SIMPLE = (  # operators that are functions as they stand
     "where",
     "max_pool",
     "max_pool_with_indices",
-    "max_pool_with_taps",
+    "max_pool_with_winners",
     "avg_pool",
     "grid_sample",
     "pixel_shuffle",

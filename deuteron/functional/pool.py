@@ -28,7 +28,7 @@ from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
 from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
 from deuteron.ops.pool import mean_gradient_faults
-from deuteron.ops.pool_taps import fits
+from deuteron.ops.pool_winners import fits
 from deuteron.target import has_triton
 
 Tensor = torch.Tensor
@@ -96,9 +96,13 @@ def _max_pool(
     return_indices: bool,
 ) -> Any:
     window = _each(kernel, dims, "kernel_size")
-    keep = not return_indices and _wants_taps(x, dims, window)
+    keep = not return_indices and _wants_winners(x, dims, window)
     name = (
-        "max_pool_with_indices" if return_indices else "max_pool_with_taps" if keep else "max_pool"
+        "max_pool_with_indices"
+        if return_indices
+        else "max_pool_with_winners"
+        if keep
+        else "max_pool"
     )
 
     def run(x: Tensor) -> Any:
@@ -116,8 +120,8 @@ def _max_pool(
     return _batched(x, dims, run)
 
 
-def _wants_taps(x: Tensor, dims: int, window: Sequence[int] | None) -> bool:
-    """Whether the gradient is to read which tap of each window won, a byte, instead of x: on a GPU,
+def _wants_winners(x: Tensor, dims: int, window: Sequence[int] | None) -> bool:
+    """Whether the gradient is to read which element of each window won, a byte, instead of x: on a GPU,
     where a kernel of ours notes it on the way."""
     known = dims < 3 and window is not None and fits(window)
     return known and x.is_cuda and is_differentiated(x) and has_triton()

@@ -119,12 +119,12 @@ def _rope_infer(
     cos: TensorType | None,
     sin: TensorType | None,
     positions: TensorType | None,
+    *,
     axis: int,
-    interleaved: bool,
     dims: int,
     base: float,
     offset: int,
-    inverse: bool,
+    **how: bool,
 ) -> tuple[TensorType, ...]:
     _check_heads(q, k, axis)
     batch, length, features = q.shape[0], q.shape[axis], q.shape[3]
@@ -151,25 +151,22 @@ def _rope_infer(
 # ---- rope: what it is --------------------------------------------------------------------------
 
 
-def rotation_tables(
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    length: int,
-    dims: int,
-    base: float,
-    offset: int,
-    device: torch.device,
+def known_tables(length: int, dims: int, base: float, offset: int) -> tuple[Tensor, Tensor]:
+    """cos θ and sin θ of ``length`` tokens from ``offset`` on, in float64: [length, dims/2]."""
+    angles = torch.arange(offset, offset + length)[:, None] * frequencies(dims, base)
+    return angles.cos(), angles.sin()
+
+
+def _tables(
+    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, q: Tensor, a: Attributes
 ) -> tuple[Tensor, Tensor]:
     """cos θ and sin θ of every token: [S, dims/2], or [B, S, dims/2] where positions differ."""
-    if cos is not None and sin is not None:
-        if positions is None:
-            return cos[offset : offset + length], sin[offset : offset + length]
-        rows = positions.long() + offset
-        return cos[rows], sin[rows]
     if positions is None:
-        positions = torch.arange(length, device=device)
-    angles = (positions + offset).double()[..., None] * frequencies(dims, base, device)
+        positions = torch.arange(q.shape[a["axis"]], device=q.device)
+    rows = positions.long() + a["offset"]
+    if cos is not None and sin is not None:
+        return cos[rows], sin[rows]
+    angles = rows.double()[..., None] * frequencies(a["dims"], a["base"], q.device)
     return angles.cos(), angles.sin()
 
 
@@ -193,18 +190,13 @@ def _rope_reference(
     cos: Tensor | None,
     sin: Tensor | None,
     positions: Tensor | None,
-    axis: int,
-    interleaved: bool,
-    dims: int,
-    base: float,
-    offset: int,
-    inverse: bool,
+    **a: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    tables = rotation_tables(cos, sin, positions, q.shape[axis], dims, base, offset, q.device)
-    c, s = (t.unsqueeze(-2 if axis == 1 else -3).to(wide) for t in tables)
-    s = -s if inverse else s
-    outs = tuple(_rotated(x, c, s, dims, interleaved) for x in (q, k) if x is not None)
+    tables = _tables(cos, sin, positions, q, a)
+    c, s = (t.unsqueeze(-2 if a["axis"] == 1 else -3).to(wide) for t in tables)
+    s = -s if a["inverse"] else s
+    outs = tuple(_rotated(x, c, s, a["dims"], a["interleaved"]) for x in (q, k) if x is not None)
     return outs if k is not None else outs[0]
 
 
@@ -277,9 +269,7 @@ def _table_syms(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> tuple[S
         rows = b.to(positions, int64) + offset
         return b.embedding(cos, rows), b.embedding(sin, rows)
     if positions is None:
-        found = rotation_tables(
-            None, None, None, length, attrs["dims"], attrs["base"], offset, torch.device("cpu")
-        )
+        found = known_tables(length, attrs["dims"], attrs["base"], offset)
         wide = torch.float64 if q.dtype.short == "f64" else torch.float32
         return b.constant(found[0].to(wide), "cos"), b.constant(found[1].to(wide), "sin")
     steps = b.reshape(b.cast(positions, dtype="f64") + float(offset), (*positions.shape, 1))
