@@ -121,8 +121,8 @@ def _max_pool(
 
 
 def _wants_winners(x: Tensor, dims: int, window: Sequence[int] | None) -> bool:
-    """Whether the gradient is to read which element of each window won, a byte, instead of x: on a GPU,
-    where a kernel of ours notes it on the way."""
+    """Whether the gradient is to read which element of each window won, a byte, instead of x: on a
+    GPU, where a kernel of ours notes it on the way."""
     known = dims < 3 and window is not None and fits(window)
     return known and x.is_cuda and is_differentiated(x) and has_triton()
 

@@ -41,11 +41,10 @@ def keep_winners(graph: Graph, ctx: Context) -> Graph:
         else:
             x = graph.types[node.uses[1]]
             attrs = {**node.attrs, "shape": x.shape, "order": memory_order(x)}
-            given = [names[node.uses[0]], taps[key]]
-            names[node.output] = build.emit(
-                "max_pool_winners_grad", given, attrs, source=node.source
-            )[0]
-            ctx.fired["taps instead of a search"] += 1
+            given = [names[node.uses[0]], winners[key]]
+            made = build.emit("max_pool_winners_grad", given, attrs, source=node.source)
+            names[node.output] = made[0]
+            ctx.fired["winners instead of a search"] += 1
     for name, value in graph.outputs:
         build.output(name, names[value])
     return build.finish()
