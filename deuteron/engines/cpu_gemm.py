@@ -18,8 +18,8 @@ from deuteron.engines.cpu_channel_norm import CHANNEL_NORM
 from deuteron.engines.cpu_group_norm import GROUP_NORM
 from deuteron.engines.cpu_layout import TO_LAYOUT
 from deuteron.engines.cpu_norm import NORM_GRAD
-from deuteron.engines.cpu_pool import PYRAMID
 from deuteron.engines.cpu_product import PRODUCT
+from deuteron.engines.cpu_pyramid_pool import PYRAMID
 from deuteron.engines.cpu_rope import ROPE
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
 from deuteron.engines.cpu_weighted import WEIGHTED
