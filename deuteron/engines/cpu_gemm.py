@@ -22,7 +22,7 @@ from deuteron.engines.cpu_product import PRODUCT
 from deuteron.engines.cpu_pyramid_pool import PYRAMID
 from deuteron.engines.cpu_rope import ROPE
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
-from deuteron.engines.cpu_weighted import WEIGHTED
+from deuteron.engines.cpu_window_pool import WINDOWS
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -44,7 +44,7 @@ class CpuGemm(RecipeEngine):
             DEPTHWISE,
             ATTENTION,
             PYRAMID,
-            WEIGHTED,
+            WINDOWS,
             TO_LAYOUT,
             NORM_GRAD,
             CHANNEL_NORM,
