@@ -48,7 +48,7 @@ def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
             f"{list(y.shape[2:])} windows over {list(x.shape[2:])} are not all of one size",
             "a size that divides x's",
         )
-    if not fits(window(node, x, y)["kernel"]):
+    if not fits(window(node, x, y)[0]):
         return Refusal(f"windows have more than {MOST_NUMBERED} elements", "reduce them: amax")
     if prod(x.shape[:-1]) > MOST or prod(x.shape) // x.shape[1] > MOST:
         return Refusal("has more lines than 32 bits count", "split the batch")
@@ -67,14 +67,13 @@ def _pooled(region: Region) -> TensorType:
     return region.graph.types[node.uses[0] if OPS[node.op] == "dx" else node.outputs[0]]
 
 
-def window(node: Node, x: TensorType, y: TensorType) -> dict[str, tuple[int, ...]]:
+def window(node: Node, x: TensorType, y: TensorType) -> tuple[tuple[int, ...], ...]:
     """Kernel, stride, padding and dilation; adaptive windows that are all of one size have them,
     too."""
     if "size" not in node.attrs:
-        return {name: node.attrs[name] for name in ("kernel", "stride", "padding", "dilation")}
+        return tuple(node.attrs[name] for name in ("kernel", "stride", "padding", "dilation"))
     each = tuple(n // m for n, m in zip(x.shape[2:], y.shape[2:], strict=True))
-    none, one = (0,) * len(each), (1,) * len(each)
-    return {"kernel": each, "stride": each, "padding": none, "dilation": one}
+    return each, each, (0,) * len(each), (1,) * len(each)
 
 
 def tiles(x: TensorType, along: int) -> list[tuple[int, int, int, int]]:
@@ -108,15 +107,17 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 def pooling(node: Node, x: TensorType, y: TensorType) -> Pooling:
     """A row is an image of height 1."""
-    from deuteron.kernels.triton.max_pool import Pooling
+    from deuteron.kernels.triton.max_pool import Pooling, Window
 
     def image(numbers: Sequence[int], one: int) -> Any:
         *front, last = numbers
         return (*front, last) if x.rank == 4 else (*front, one, last)
 
-    how = {name: image(v, int(name != "padding")) for name, v in window(node, x, y).items()}
+    kernel, stride, padding, dilation = window(node, x, y)
+    sides = image(kernel, 1), image(stride, 1), image(padding, 0), image(dilation, 1)
+    of = Window(*(n for side in sides for n in side))
     out = image(y.shape, 1)[2:]
-    return Pooling(image(x.shape, 1), image(x.strides, 0), out, image(y.strides, 0), **how)
+    return Pooling(image(x.shape, 1), image(x.strides, 0), out, image(y.strides, 0), of)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:

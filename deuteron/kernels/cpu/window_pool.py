@@ -246,7 +246,7 @@ class _Plane:
             steps(c, self.breadth, lambda i, n: of.store(c.load(c.at(line, i), n), of.at(to, i)))
 
     def line_of_dx(self, row: Value, rest: int, weights: Sequence[Value], before: int) -> None:
-        """A row of dx with its padding, in the line; its first window is in ``row`` of g's frame."""
+        """A row of dx with its padding, in the line; ``row`` of the frame has its first window."""
         c, (kh, kw), (sh, sw), lanes = self.c, self.windows.kernel, self.windows.stride, width()
         end = c.add(c.div(c.add(self.breadth, self.windows.padding[1] - 1), sw), 1)
         with c.loop(0, end, VECTORS * lanes) as start:

@@ -28,7 +28,6 @@ with their gradient 58 µs instead of 400, at 0.88 and 0.53 of a copy's speed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -381,8 +380,7 @@ def _each(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr, MO
 pool, cells, each = Launchable(_pool), Launchable(_cells), Launchable(_each)
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Lines, elements of each, and warps of a program; and forwards rows of windows for a line."""
 
     outer: int
@@ -391,65 +389,51 @@ class Tile:
     rows: int = 1
 
 
-@dataclass(frozen=True)
-class Pooling:
-    """An image [N, C, H, W] and the windows over it, ``out`` of them; all pairs are (down, along).
-    Strides are those of x or of its gradient, ``out_strides`` those of the result."""
+class Pooling(NamedTuple):
+    """An image [N, C, H, W] and the windows over it, ``out`` of them down and along. Strides are
+    those of x or of its gradient, ``out_strides`` those of the result."""
 
     shape: tuple[int, int, int, int]
     strides: Strides
     out: Pair
     out_strides: Strides
-    kernel: Pair
-    stride: Pair
-    padding: Pair
-    dilation: Pair
+    window: Window
 
     @property
-    def window(self) -> Window:
-        return Window(*self.kernel, *self.stride, *self.padding, *self.dilation)
-
-    @property
-    def elements(self) -> int:
-        """Of a window."""
-        return self.kernel[0] * self.kernel[1]
-
-    @property
-    def last(self) -> bool:
-        """Whether a tile's lines are channels, which lie side by side."""
-        return self.strides[1] == 1 and self.shape[1] > 1
+    def is_small(self) -> bool:
+        """Whether a window is written out."""
+        return self.window.kh * self.window.kw <= UNROLLED
 
     @property
     def in_pairs(self) -> bool:
         """Whether x can be read or written two elements for a window."""
-        return not self.last and self.strides[3] == 1 and self.stride[1] == 2
+        return not self.is_last and self.strides[3] == 1 and self.window.sw == 2
 
-    def known(self, strides: Strides, most: int) -> Known:
-        """Of the lines of a tensor, of which a thread may take ``most`` elements at once: as many
-        of all tensors, or they change hands."""
-        n, c, h, w = strides
-        inner, outer = (c, (n, h, w)) if self.last else (w, (n, c, h))
-        return Known(inner == 1, gcd(most, *outer))
+    @property
+    def is_last(self) -> bool:
+        """Whether a tile's lines are channels, which lie side by side."""
+        return self.strides[1] == 1 and self.shape[1] > 1
 
     def tiles(
         self, tile: Tile, positions: Pair, size: int, grad: Strides, how: str, rows: int = 1
     ) -> tuple[Tiles, tuple[int, ...], tuple[int]]:
         """Tiles over ``positions`` of each plane, sizes as the kernels take them, and programs, for
-        elements of ``size`` bytes; ``grad``: the strides of the result's gradient."""
-        (n, c, _, width), (down, across), last = self.shape, positions, self.last
+        elements of ``size`` bytes; ``grad``: the strides of the result's gradient. A thread takes
+        as many elements of all tensors at once, or they change hands."""
+        (n, c, _, width), (down, across), last = self.shape, positions, self.is_last
         along, lines = (c, n * down * across) if last else (across, n * down * c)
         vector = 16 // size
-        some = vector // 2 if how == "pairs" else vector if last or self.stride[1] == 1 else 1
+        some = vector // 2 if how == "pairs" else vector if last or self.window.sw == 1 else 1
+
+        def known(strides: Strides, most: int) -> Known:
+            n, c, h, w = strides
+            inner, outer = (c, (n, h, w)) if last else (w, (n, c, h))
+            return Known(inner == 1, gcd(most, *outer))
+
+        multiples = (gcd(16, n) for n in (width, along, self.out[1]))
         tensors = ((self.strides, vector), (self.out_strides, some), (grad, some))
-        tiles = Tiles(
-            tile.outer,
-            tile.inner,
-            last,
-            *(gcd(16, n) for n in (width, along, self.out[1])),
-            *(self.known(*tensor) for tensor in tensors),
-            how,
-            rows,
-        )
+        facts = (known(*tensor) for tensor in tensors)
+        tiles = Tiles(tile.outer, tile.inner, last, *multiples, *facts, how, rows)
         programs = -(-lines // tile.outer) * -(-along // tile.inner)
         return tiles, (*self.shape[1:], *self.out, down, across, lines), (programs,)
 
@@ -458,17 +442,17 @@ def forward(
     p: Pooling, size: int, tile: Tile
 ) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]:
     """``run(x, y, winners)`` for elements of ``size`` bytes: see :func:`_pool`."""
-    in_pairs = p.in_pairs and p.dilation[1] == 1 and p.kernel[1] > 1
-    far = p.elements > UNROLLED or p.dilation[0] > 1
+    w = p.window
+    in_pairs = p.in_pairs and w.dw == 1 and w.kw > 1
+    far = not p.is_small or w.dh > 1
     how = "loop" if far else "pairs" if in_pairs else "single"
-    rows = tile.rows if p.kernel[0] > p.stride[0] and not far else 1  # which share rows of x
+    rows = tile.rows if w.kh > w.sh and not far else 1  # which share rows of x
     positions = (-(-p.out[0] // rows), p.out[1])
     tiles, sizes, grid = p.tiles(tile, positions, size, p.out_strides, how, rows)
-    window = p.window
 
     def run(x: torch.Tensor, y: torch.Tensor | None, winners: torch.Tensor | None) -> None:
         given = (x, y, winners, sizes, p.strides, p.out_strides)
-        pool(grid, *given, warps=tile.warps, W=window, T=tiles)
+        pool(grid, *given, warps=tile.warps, W=w, T=tiles)
 
     return run
 
@@ -477,20 +461,22 @@ def backward(
     p: Pooling, grad_strides: Strides, size: int, tile: Tile
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """``run(grad, winners, dx)``, with the winners' numbers in the windows."""
-    sides = list(zip(p.kernel, p.stride, p.padding, p.dilation, strict=True))
-    if p.elements <= UNROLLED and p.stride[0] * p.stride[1] <= 16:
+    w = p.window
+    spans = (w.kh - 1) * w.dh, (w.kw - 1) * w.dw
+    if p.is_small and w.sh * w.sw <= 16:
         kernel, how = cells, "pairs" if p.in_pairs else "single"
-        down, across = (-(-n // s) for n, s in zip(p.shape[2:], p.stride, strict=True))
-        reach = [(-(((k - 1) * d - pad) // s), (s - 1 + pad) // s) for k, s, pad, d in sides]
-        more: dict[str, Any] = {"R": Reach(*reach[0], *reach[1])}
+        down, across = -(-p.shape[2] // w.sh), -(-p.shape[3] // w.sw)
+        above = -((spans[0] - w.ph) // w.sh), (w.sh - 1 + w.ph) // w.sh
+        more: dict[str, Any] = {
+            "R": Reach(*above, -((spans[1] - w.pw) // w.sw), (w.sw - 1 + w.pw) // w.sw)
+        }
     else:
         kernel, how, (down, across) = each, "loop", p.shape[2:]
-        more = {"MOST": tuple(-(-((k - 1) * d + 1) // s) for k, s, _, d in sides)}
+        more = {"MOST": (-(-(spans[0] + 1) // w.sh), -(-(spans[1] + 1) // w.sw))}
     tiles, sizes, grid = p.tiles(tile, (down, across), size, grad_strides, how)
-    strides, window = (grad_strides, p.out_strides, p.strides), p.window
+    strides = (grad_strides, p.out_strides, p.strides)
 
     def run(grad: torch.Tensor, winners: torch.Tensor, dx: torch.Tensor) -> None:
-        given = (grad, winners, dx, sizes, strides)
-        kernel(grid, *given, warps=tile.warps, W=window, T=tiles, **more)
+        kernel(grid, grad, winners, dx, sizes, strides, warps=tile.warps, W=w, T=tiles, **more)
 
     return run
