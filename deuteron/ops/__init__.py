@@ -9,13 +9,13 @@ from deuteron.ops import (
     batch_norm,
     conv,
     elementwise,
+    histogram,
     loss,
     matmul,
     movement,
     norm,
     norm_grad,
     opaque,
-    order,
     pool,
     pool_winners,
     pyramid_pool,
@@ -25,6 +25,7 @@ from deuteron.ops import (
     rope,
     scan,
     softmax,
+    sort,
     table,
     weighted_pool,
 )
@@ -54,7 +55,8 @@ FAMILIES = (
     attention,
     rope,
     scan,
-    order,
+    sort,
+    histogram,
     opaque,
 )
 

@@ -10,6 +10,7 @@ of x, which nobody need keep any more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -170,7 +171,8 @@ WITH_WINNERS = OpDef(
     flops=_flops,
     samples=lambda: [s for s in _POOL.samples() if s.note != "extreme"],
 )
-WINNERS_GRAD = OpDef(
+WINNERS_GRAD = replace(
+    WITH_WINNERS,
     name=_GRAD,
     doc="The gradient of max_pool_with_winners: each window's goes to its winner.",
     inputs=("grad", "winners"),
@@ -182,9 +184,7 @@ WINNERS_GRAD = OpDef(
     complete=_grad_complete,
     infer=_grad_infer,
     reference=_grad_reference,
-    fusion=Fusion.OPAQUE,
     vjp=_grad_vjp,
-    flops=_flops,
     samples=_grad_samples,
 )
 

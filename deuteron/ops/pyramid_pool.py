@@ -7,6 +7,7 @@ pooling has it; cells overlap where s does not divide n.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -160,7 +161,8 @@ PYRAMID = OpDef(
     flops=_flops,
     samples=lambda: (*_SAMPLES, _EXTREME),
 )
-PYRAMID_GRAD = OpDef(
+PYRAMID_GRAD = replace(
+    PYRAMID,
     name=_GRAD,
     doc="The gradient of pyramid_pool: each cell's is shared out evenly, or goes to its winner.",
     inputs=("grad", "x?"),
@@ -171,9 +173,8 @@ PYRAMID_GRAD = OpDef(
     },
     infer=_grad_infer,
     reference=_grad_reference,
-    fusion=Fusion.OPAQUE,
+    vjp=None,
     expand=_grad_expand,
-    flops=_flops,
     samples=_grad_samples,
 )
 

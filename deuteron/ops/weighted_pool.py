@@ -4,6 +4,7 @@ which no channel sees another, and its gradients are those of the convolution.""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -170,17 +171,15 @@ WEIGHTED = OpDef(
     flops=_flops,
     samples=lambda: _SAMPLES,
 )
-WEIGHTED_GRAD = OpDef(
+WEIGHTED_GRAD = replace(
+    WEIGHTED,
     name=_GRAD,
     doc="The gradients of weighted_pool: for x, and for the weight of each channel [C, kh, kw].",
     inputs=("grad", "x", "weight"),
-    attrs=_ATTRS,
-    complete=_complete,
     infer=_grad_infer,
     reference=_grad_reference,
-    fusion=Fusion.OPAQUE,
+    vjp=None,
     expand=_grad_expand,
-    flops=_flops,
     samples=lambda: [
         Sample((Arg(shape), *s.inputs), s.attrs, note=s.note)
         for s, shape in zip(_SAMPLES, _SHAPES, strict=True)
