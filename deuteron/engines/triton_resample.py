@@ -111,11 +111,9 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.resample import Resampling, resample
+    from deuteron.kernels.triton.resample import resample
 
-    x, y = _ends(region)
-    of = Resampling(y.shape, x.strides, y.strides, *axes(region))
-    run = resample(of, ResampleTile(**settings(knobs)), ctx.device)
+    run = resample(*_ends(region), axes(region), ResampleTile(**settings(knobs)), ctx.device)
     return Kernel(run, writes=True, note="1 kernel")
 
 

@@ -26,7 +26,6 @@ results/functional-h200.md, [32, 64, 112, 112] in bf16) 3 × 3 means two apart t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deuteron.ir.types import TensorType
 from deuteron.kernels.resample_map import AxisMap
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.resample_regular import (
@@ -46,7 +46,7 @@ from deuteron.kernels.triton.resample_regular import (
     repeat_last,
     repeat_rows,
 )
-from deuteron.kernels.triton.resample_tiles import UNROLLED, ResampleTile
+from deuteron.kernels.triton.resample_tiles import UNROLLED, ResampleTile, is_last
 
 UNROLL: tl.constexpr = tl.constexpr(UNROLLED)
 
@@ -268,105 +268,64 @@ class Call(NamedTuple):
     constants: NamedTuple
 
 
-@dataclass(frozen=True)
-class Resampling:
-    """From x to y, [N, C, H, W] or [N, C, W] in memory, with the maps along both axes."""
+def call(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap, cut: ResampleTile) -> Call:
+    """The kernel that makes y of x, [N, C, H, W] or [N, C, W], by the maps along both axes, and all
+    that it is given besides them."""
+    (images, channels, *space), last = y.shape, is_last(y)
+    height, width = (1, *space)[-2:]
+    (sn, sc, *steps), (tn, tc, *to) = x.strides, y.strides
+    (sh, sw), (th, tw) = (0, *steps)[-2:], (0, *to)[-2:]
+    sides = (cut.planes, cut.rows, cut.columns)
 
-    shape: tuple[int, ...]  # of y
-    of_x: tuple[int, ...]  # strides
-    of_y: tuple[int, ...]
-    down: AxisMap
-    across: AxisMap
+    def tiles(height: int, width: int) -> int:
+        """Programs for so many rows and columns of all images."""
+        pieces = -(-height // cut.rows) * -(-width // cut.columns)
+        return images * -(-channels // cut.planes) * pieces
 
-    @property
-    def space(self) -> tuple[int, int]:
-        """Rows and columns of y."""
-        height, width = (1, *self.shape[2:])[-2:]
-        return height, width
-
-    @property
-    def strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of x and of y, for images, rows of which there is one where there are none."""
-        (sn, sc, *steps), (tn, tc, *to) = self.of_x, self.of_y
-        return (sn, sc, *(0, *steps)[-2:]), (tn, tc, *(0, *to)[-2:])
-
-    @property
-    def last(self) -> bool:
-        """Whether channels are adjacent in y."""
-        return self.of_y[1] == 1 and self.shape[1] > 1
-
-    def call(self, cut: ResampleTile) -> Call:
-        """The kernel and all that it is given besides x and y."""
-        if not cut.regular:
-            return self._by_tables(cut)
-        return self._repeated(cut) if cut.regular.startswith("repeat") else self._averaged(cut)
-
-    def _by_tables(self, cut: ResampleTile) -> Call:
-        (sn, sc, sh, sw), (tn, tc, th, tw) = self.strides
-        down, across = self.down, self.across
-        beside, unit = (tw, sc) if self.last else (tc, sw)
-        vector = 8 if self.last else max(cut.columns // (32 * cut.warps), 1)
-        read, ragged = (down.most, across.most), cut.walks and down.is_ragged
-        constants = Shape(*cut.sides, *read, self.last, unit == 1, vector, ragged)
-        tables = [Tables(a.first, a.count, a.weights, a.divisors) for a in (down, across)]
-        sizes = (self.shape[1], *self.space, down.length, 1)
-        numbers = (sizes, (sn, sc, sh, sw, tn, beside, th))
-        kernel = walk if cut.walks else tile
-        return Call(kernel, self._tiles(cut, self.space), tuple(tables), numbers, constants)
-
-    def _averaged(self, cut: ResampleTile) -> Call:
-        down, across, tables = self.down, self.across, (self.down.divisors, self.across.divisors)
-        assert down.steps is not None and across.steps is not None
-        v, adjacent, strides = self._in_vectors()
-        pairs = zip((down.most, down.is_cut), (across.most, across.is_cut), strict=True)
-        most, cuts = pairs
-        steps, before = zip(down.steps, across.steps, strict=True)
-        constants = Windows(*cut.sides, v, *most, *steps, *before, *cuts)
-        if self.last:
-            sizes = (adjacent, *self.space, down.length, across.length)
-            programs = self._tiles(cut, self.space)
-            return Call(means_last, programs, tables, (sizes, strides), constants)
-        sizes = (self.shape[0] * self.shape[1], self.shape[1], self.space[0], adjacent, down.length)
-        programs = self._rows(cut, self.space[0])
-        return Call(means_pairs, programs, tables, (sizes, strides), constants)
-
-    def _repeated(self, cut: ResampleTile) -> Call:
-        down, across = self.down, self.across
-        v, adjacent, strides = self._in_vectors()
-        scale, factors = down.scale * across.scale, (down.factor or 1, across.factor or 1)
-        constants = Copies(*cut.sides, v, scale, *factors)
-        if self.last:
-            read = (down.length, across.length)
-            numbers = ((adjacent, *read), strides)
-            return Call(repeat_last, self._tiles(cut, read), (), numbers, constants)
-        sizes = (self.shape[0] * self.shape[1], self.shape[1], down.length, adjacent)
-        return Call(repeat_rows, self._rows(cut, down.length), (), (sizes, strides), constants)
-
-    def _in_vectors(self) -> tuple[int, int, tuple[int, ...]]:
-        """How many elements may travel together, and in units of these what is adjacent and the
-        strides beside it."""
-        (sn, sc, sh, sw), (tn, tc, th, tw) = self.strides
-        beside = (sn, sh, sw, tn, th, tw) if self.last else (sn, sc, sh, tn, tc, th)
-        adjacent = self.shape[1] if self.last else self.space[1]
-        v = gcd(16, adjacent, *beside)
-        return v, adjacent // v, tuple(s // v for s in beside)
-
-    def _tiles(self, cut: ResampleTile, space: tuple[int, int]) -> int:
-        """How many there are of some planes of images with so many rows and columns."""
-        pieces = -(-space[0] // cut.rows) * -(-space[1] // cut.columns)
-        return self.shape[0] * -(-self.shape[1] // cut.planes) * pieces
-
-    def _rows(self, cut: ResampleTile, height: int) -> int:
+    def lines(height: int) -> int:
         """The same where the rows of all planes follow each other."""
-        rows = self.shape[0] * self.shape[1] * height
-        return -(-rows // cut.rows) * -(-self.space[1] // cut.columns)
+        return -(-images * channels * height // cut.rows) * -(-width // cut.columns)
+
+    if not cut.regular:
+        beside, unit = (tw, sc) if last else (tc, sw)
+        vector = 8 if last else max(cut.columns // (32 * cut.warps), 1)
+        read, ragged = (down.most, across.most), cut.walks and down.is_ragged
+        constants = Shape(*sides, *read, last, unit == 1, vector, ragged)
+        tables = tuple(Tables(a.first, a.count, a.weights, a.divisors) for a in (down, across))
+        numbers = (channels, height, width, down.length, 1), (sn, sc, sh, sw, tn, beside, th)
+        return Call(walk if cut.walks else tile, tiles(height, width), tables, numbers, constants)
+    strides = (sn, sh, sw, tn, th, tw) if last else (sn, sc, sh, tn, tc, th)
+    v = gcd(16, channels if last else width, *strides)
+    strides, planes = tuple(s // v for s in strides), (images * channels, channels)
+    if cut.regular.startswith("repeat"):
+        factors, read = (down.factor or 1, across.factor or 1), (down.length, across.length)
+        copies = Copies(*sides, v, down.scale * across.scale, *factors)
+        if last:
+            return Call(repeat_last, tiles(*read), (), ((channels // v, *read), strides), copies)
+        numbers = (*planes, down.length, width // v), strides
+        return Call(repeat_rows, lines(down.length), (), numbers, copies)
+    assert down.steps is not None and across.steps is not None
+    most, cuts = (down.most, across.most), (down.is_cut, across.is_cut)
+    (step_y, before_y), (step_x, before_x) = down.steps, across.steps
+    begins = (step_y, step_x, before_y, before_x)
+    windows = Windows(*sides, v, *most, *begins, *cuts)
+    divisors = (down.divisors, across.divisors)
+    if last:
+        numbers = (channels // v, height, width, down.length, across.length), strides
+        return Call(means_last, tiles(height, width), divisors, numbers, windows)
+    numbers = (*planes, height, width // v, down.length), strides
+    return Call(means_pairs, lines(height), divisors, numbers, windows)
 
 
 def resample(
-    of: Resampling, cut: ResampleTile, device: torch.device
+    x: TensorType,
+    y: TensorType,
+    axes: tuple[AxisMap, AxisMap],
+    cut: ResampleTile,
+    device: torch.device,
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``run(x, y)``."""
-    kernel, programs, tables, numbers, constants = of.call(cut)
+    kernel, programs, tables, numbers, constants = call(x, y, *axes, cut)
 
     def there(given: Any) -> Any:
         if isinstance(given, tuple):

@@ -26,10 +26,6 @@ class ResampleTile:
     walks: bool = False
     regular: str = ""
 
-    @property
-    def sides(self) -> tuple[int, int, int]:
-        return self.planes, self.rows, self.columns
-
 
 def cuts(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
     """Those worth trying, most promising first."""
