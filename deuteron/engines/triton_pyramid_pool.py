@@ -74,18 +74,17 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     node, types = region.nodes[0], region.graph.types
     tile, warps = Tile(knobs["planes"], knobs["rows"], knobs["columns"]), knobs["warps"]
 
-    def image(t: TensorType) -> Image:
-        return Image(t.shape, t.strides, node.attrs["sizes"])
-
+    sizes = node.attrs["sizes"]
+    image = Image.of(_image(region), sizes)
     if not OPS[node.op]:
-        run = forward(image(_image(region)), node.attrs["kind"], tile, warps)
+        run = forward(image, node.attrs["kind"], tile, warps)
         return Kernel(run, writes=True, note="1 kernel")
-    back, at = backward(image(_image(region)), tile, warps), [place(region, v) for v in node.uses]
+    back, at = backward(image, tile, warps), [place(region, v) for v in node.uses]
     if len(at) == 1:
         return Kernel(lambda grad, dx: back(grad, None, dx), writes=True, note="1 kernel")
     x, cells = types[node.uses[1]], types[node.uses[0]]
     *sides, warps = tiles(x)[0]  # x may lie in another order
-    find = forward(image(x), "where", Tile(*sides), warps)
+    find = forward(Image.of(x, sizes), "where", Tile(*sides), warps)
 
     def gradient(*tensors: torch.Tensor) -> None:
         grad, x, dx = tensors[at[0]], tensors[at[1]], tensors[-1]

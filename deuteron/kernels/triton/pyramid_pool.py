@@ -24,13 +24,13 @@ images were not measured on a GPU: there it saves three of four reads of x.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from deuteron.ir.types import TensorType
 from deuteron.kernels.triton.launch import Launchable
 
 NONE: tl.constexpr = tl.constexpr(2**31 - 1)  # no winner yet
@@ -271,44 +271,40 @@ def most_cells(length: int, size: int) -> int:
     return max(-(-(k + 1) * size // length) - k * size // length for k in range(length))
 
 
-@dataclass(frozen=True)
-class Image:
-    """[N, C, H, W] or [N, C, W] in memory, and the grids over it."""
+class Image(NamedTuple):
+    """[N, C, H, W] in memory, a row as an image of height 1, and the grids over it."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    sizes: tuple[int, ...]
+    images: int
+    sizes: tuple[int, int, int]  # channels, height and width
+    strides: tuple[int, int, int, int]
+    grids: Grids
 
-    @property
-    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes and strides, as the kernels take them."""
-        (_, c, *space), (sn, sc, *steps) = self.shape, self.strides
-        return (c, *(1, *space)[-2:]), (sn, sc, *(0, *steps)[-2:])
-
-    @property
-    def grids(self) -> Grids:
-        flat, (height, width) = len(self.shape) == 3, self.numbers[0][1:]
-        cells = sum(s if flat else s * s for s in self.sizes)
-        bands = len(self.sizes) if flat else sum(self.sizes)
-        last = self.strides[1] == 1 and self.shape[1] > 1
-        tall = 1 if flat else max(most_cells(height, s) for s in self.sizes)
-        broad = max(most_cells(width, s) for s in self.sizes)
-        return Grids(self.sizes, cells, bands, flat, last, self.strides[-1] == 1, tall, broad)
+    @staticmethod
+    def of(t: TensorType, sizes: tuple[int, ...]) -> Image:
+        (n, c, *space), (sn, sc, *steps), flat = t.shape, t.strides, t.rank == 3
+        (height, width), (sh, sw) = (1, *space)[-2:], (0, *steps)[-2:]
+        cells, bands = sum(sizes), len(sizes)
+        if not flat:
+            cells, bands = sum(s * s for s in sizes), cells
+        tall, broad = (max(most_cells(side, s) for s in sizes) for side in (height, width))
+        known = (flat, sc == 1 and c > 1, sw == 1, 1 if flat else tall, broad)
+        grids = Grids(sizes, cells, bands, *known)
+        return Image(n, (c, height, width), (sn, sc, sh, sw), grids)
 
     def programs(self, tile: Tile) -> int:
         """Blocks of planes."""
-        return self.shape[0] * -(-self.shape[1] // tile.planes)
+        return self.images * -(-self.sizes[0] // tile.planes)
 
 
 def forward(
     image: Image, kind: str, tile: Tile, warps: int
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``run(x, y)``; kind "where" writes the places of the winners into an int32 y."""
-    numbers, grids = image.numbers, image.grids
+    _, sizes, strides, grids = image
     programs = (image.programs(tile) * (grids.bands if grids.last else 1),)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> None:
-        pool(programs, x, y, *numbers, warps=warps, KIND=kind, G=grids, T=tile)
+        pool(programs, x, y, sizes, strides, warps=warps, KIND=kind, G=grids, T=tile)
 
     return run
 
@@ -317,11 +313,11 @@ def backward(
     image: Image, tile: Tile, warps: int
 ) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
     """``run(grad, winners, dx)``; where the pool is a mean there are no winners."""
-    numbers, grids = image.numbers, image.grids
-    _, height, width = numbers[0]
-    programs = (image.programs(tile) * -(-height // tile.rows) * -(-width // tile.columns),)
+    _, sizes, strides, grids = image
+    pieces = -(-sizes[1] // tile.rows) * -(-sizes[2] // tile.columns)
+    programs = (image.programs(tile) * pieces,)
 
     def run(grad: torch.Tensor, where: torch.Tensor | None, dx: torch.Tensor) -> None:
-        spread(programs, grad, where, dx, *numbers, warps=warps, G=grids, T=tile)
+        spread(programs, grad, where, dx, sizes, strides, warps=warps, G=grids, T=tile)
 
     return run
