@@ -24,6 +24,7 @@ from deuteron.ops.matmul import one_dtype
 from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp
 from deuteron.ops.samples import Arg, Sample
 
+Tensor = torch.Tensor
 Types = Sequence[TensorType | None]
 
 _WINDOW = {
@@ -34,7 +35,8 @@ _WINDOW = {
 _DILATION = Attr("ints", (1,), "distance between the elements of a window")
 _CEIL = Attr("bool", False, "also use a last window that hangs over the end")
 _SIZE = Attr("any", REQUIRED, "how many windows, one int or one per dimension; None keeps x's")
-_SHAPE = Attr("ints", REQUIRED, "the shape of x, whose gradient this is")
+SHAPE_OF_X = Attr("ints", REQUIRED, "the shape of x, whose gradient this is")
+ORDER_OF_X = Attr("str", "contiguous", "memory order of the result", ("contiguous", "nhwc"))
 
 _ATTRS: dict[str, dict[str, Attr]] = {
     "max_pool": {**_WINDOW, "dilation": _DILATION, "ceil_mode": _CEIL},
@@ -81,17 +83,13 @@ def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     return full
 
 
-def _filled(op: str, shape: Shape) -> None:
+def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
+    """The shape after pooling, or a GraphError that says which window does not fit."""
     if 0 in shape[1:]:
         raise GraphError(
             f"{op}: x {list(shape)} is empty beside the batch",
             remedy="only dimension 0 may have size 0",
         )
-
-
-def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
-    """The shape after pooling, or a GraphError that says which window does not fit."""
-    _filled(op, shape)
     if "size" in attrs:
         at_least(op, 1, size=attrs["size"])
         return (*shape[:2], *attrs["size"])
@@ -152,30 +150,27 @@ def check_gradient(op: str, grad: TensorType, expected: Shape) -> None:
         )
 
 
-def _infer(op: str) -> Callable[..., TensorType | tuple[TensorType, ...]]:
-    def forward(x: TensorType, **attrs: Any) -> TensorType | tuple[TensorType, ...]:
-        one_dtype(op, x=x)
-        y = TensorType.of(_pooled(op, x.shape, attrs), x.dtype, result_order(op, x))
-        return (y, y.with_dtype(int64)) if op.endswith("indices") else y
+def _infer(op: str, x: TensorType, **attrs: Any) -> TensorType | tuple[TensorType, ...]:
+    one_dtype(op, x=x)
+    y = TensorType.of(_pooled(op, x.shape, attrs), x.dtype, result_order(op, x))
+    return (y, y.with_dtype(int64)) if op.endswith("indices") else y
 
-    def max_grad(grad: TensorType, x: TensorType, **attrs: Any) -> TensorType:
-        one_dtype(op, grad=grad, x=x)
-        check_gradient(op, grad, _pooled(op, x.shape, attrs))
-        return TensorType.of(x.shape, x.dtype, result_order(op, x))
 
-    def avg_grad(grad: TensorType, shape: Shape, **attrs: Any) -> TensorType:
-        one_dtype(op, grad=grad)
-        if len(shape) != grad.rank:
-            raise GraphError(
-                f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank",
-                remedy="give the shape of the forward input",
-            )
-        check_gradient(op, grad, _pooled(op, shape, attrs or {"size": grad.shape[2:]}))
-        return TensorType.of(shape, grad.dtype, result_order(op, grad))
+def _infer_max_grad(op: str, grad: TensorType, x: TensorType, **attrs: Any) -> TensorType:
+    one_dtype(op, grad=grad, x=x)
+    check_gradient(op, grad, _pooled(op, x.shape, attrs))
+    return TensorType.of(x.shape, x.dtype, result_order(op, x))
 
-    if not op.endswith("grad"):
-        return forward
-    return avg_grad if "avg" in op else max_grad
+
+def _infer_avg_grad(op: str, grad: TensorType, shape: Shape, **attrs: Any) -> TensorType:
+    one_dtype(op, grad=grad)
+    if len(shape) != grad.rank:
+        raise GraphError(
+            f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank",
+            remedy="give the shape of the forward input",
+        )
+    check_gradient(op, grad, _pooled(op, shape, attrs or {"size": grad.shape[2:]}))
+    return TensorType.of(shape, grad.dtype, result_order(op, grad))
 
 
 def _flops(op: str, ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
@@ -203,13 +198,13 @@ _KERNELS = {
 }
 
 
-def _kernel(base: str, t: torch.Tensor, back: bool = False) -> Callable[..., Any]:
+def _kernel(base: str, t: Tensor, back: bool = False) -> Callable[..., Any]:
     name = _KERNELS[base][back].format(max(t.ndim - 2, 2))
     found: Callable[..., Any] = getattr(torch.ops.aten, name)
     return found
 
 
-def _image(t: torch.Tensor) -> torch.Tensor:
+def _image(t: Tensor) -> Tensor:
     """One row is an image of height 1."""
     return t.unsqueeze(2) if t.ndim == 3 else t
 
@@ -225,42 +220,40 @@ def _args(base: str, attrs: Mapping[str, Any]) -> list[Any]:
     return args
 
 
-def _back(op: str, like: torch.Tensor, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _back(op: str, like: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
     """Results as rows again where ``like`` is, in the memory order that inference promises."""
     order = result_order(op, TensorType.from_tensor(like))
     return tuple(ordered(r.squeeze(2) if like.ndim == 3 else r, order) for r in results)
 
 
-def mean_gradient_faults(x: torch.Tensor) -> bool:
+def mean_gradient_faults(x: Tensor) -> bool:
     """Whether PyTorch's gradient of means of padded windows must not be asked for: on a GPU that of
     channels last forgets the padding (2.11; mended by pytorch/pytorch#188345)."""
     return x.is_cuda and x.ndim == 4 and not x.is_contiguous()
 
 
-def _reference(op: str, base: str) -> Callable[..., Any]:
-    def forward(x: torch.Tensor, **attrs: Any) -> Any:
-        given = x
-        if base == "avg_pool" and x.requires_grad and mean_gradient_faults(x):
-            x = x.contiguous()
-        found = _kernel(base, x)(_image(x), *_args(base, attrs))
-        if op.endswith("indices"):
-            return _back(op, given, *found)
-        return _back(op, given, found[0] if isinstance(found, tuple) else found)[0]
+def _reference(op: str, x: Tensor, **attrs: Any) -> Any:
+    base, given = _base(op), x
+    if base == "avg_pool" and x.requires_grad and mean_gradient_faults(x):
+        x = x.contiguous()
+    found = _kernel(base, x)(_image(x), *_args(base, attrs))
+    if op.endswith("indices"):
+        return _back(op, given, *found)
+    return _back(op, given, found[0] if isinstance(found, tuple) else found)[0]
 
-    def max_grad(grad: torch.Tensor, x: torch.Tensor, **attrs: Any) -> torch.Tensor:
-        args = _args(base, attrs)
-        _, where = _kernel(base, x)(_image(x), *args)
-        rest = [where] if "size" in attrs else [*args, where]
-        return _back(op, x, _kernel(base, x, back=True)(_image(grad), _image(x), *rest))[0]
 
-    def avg_grad(grad: torch.Tensor, shape: Shape, **attrs: Any) -> torch.Tensor:
-        x = _image(grad.new_empty(shape))  # only its shape is looked at
-        rest = _args(base, attrs) if attrs else []
-        return _back(op, grad, _kernel(base, grad, back=True)(_image(grad), x, *rest))[0]
+def _reference_max_grad(op: str, grad: Tensor, x: Tensor, **attrs: Any) -> Tensor:
+    base = _base(op)
+    args = _args(base, attrs)
+    _, where = _kernel(base, x)(_image(x), *args)
+    rest = [where] if "size" in attrs else [*args, where]
+    return _back(op, x, _kernel(base, x, back=True)(_image(grad), _image(x), *rest))[0]
 
-    if not op.endswith("grad"):
-        return forward
-    return avg_grad if "avg" in op else max_grad
+
+def _reference_avg_grad(op: str, grad: Tensor, shape: Shape, **attrs: Any) -> Tensor:
+    x = _image(grad.new_empty(shape))  # only its shape is looked at
+    rest = _args(_base(op), attrs) if attrs else []
+    return _back(op, grad, _kernel(_base(op), grad, back=True)(_image(grad), x, *rest))[0]
 
 
 # ---- gradients -------------------------------------------------------------------------------
@@ -345,22 +338,35 @@ def _samples(op: str, base: str) -> list[Sample]:
     return found
 
 
+def _base(op: str) -> str:
+    """The pool that an operator belongs to."""
+    return op.removesuffix("_grad").removesuffix("_with_indices")
+
+
+# by pool and gradient: inputs, inference, reference and gradient
+_RULES: dict[tuple[str, bool], tuple[Any, ...]] = {
+    ("max", False): (("x",), _infer, _reference, _max_vjp),
+    ("max", True): (("grad", "x"), _infer_max_grad, _reference_max_grad, _max_grad_vjp),
+    ("avg", False): (("x",), _infer, _reference, _avg_vjp),
+    ("avg", True): (("grad",), _infer_avg_grad, _reference_avg_grad, _avg_grad_vjp),
+}
+
+
 def _define(op: str, doc: str) -> OpDef:
-    base = op.removesuffix("_grad").removesuffix("_with_indices")
-    attrs, maximum, grad = _ATTRS[base], "max" in base, op.endswith("grad")
-    if grad and not maximum:
-        attrs = {"shape": _SHAPE, **{name: a for name, a in attrs.items() if name != "size"}}
-    rules = (_max_vjp, _max_grad_vjp) if maximum else (_avg_vjp, _avg_grad_vjp)
+    base, kind, grad = _base(op), "max" if "max" in op else "avg", op.endswith("grad")
+    attrs, (inputs, infer, reference, vjp) = _ATTRS[base], _RULES[kind, grad]
+    if grad and kind == "avg":
+        attrs = {"shape": SHAPE_OF_X, **{name: a for name, a in attrs.items() if name != "size"}}
     return OpDef(
         name=op,
         doc=doc,
-        inputs=(("grad", "x") if maximum else ("grad",)) if grad else ("x",),
+        inputs=inputs,
         attrs=attrs,
         complete=partial(_complete, op),
-        infer=_infer(op),
-        reference=_reference(op, base),
+        infer=partial(infer, op),
+        reference=partial(reference, op),
         fusion=Fusion.OPAQUE if grad else Fusion.REDUCTION,
-        vjp=partial(rules[grad], base),
+        vjp=partial(vjp, base),
         flops=partial(_flops, op),
         samples=partial(_samples, op, base),
     )

@@ -21,9 +21,9 @@ from deuteron.ir.dtype import int64, uint8
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp
+from deuteron.ops.opdef import Fusion, OpDef, Vjp
 from deuteron.ops.pool import OPS as POOLS
-from deuteron.ops.pool import check_gradient, result_order
+from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, check_gradient, result_order
 from deuteron.ops.samples import Arg, Sample
 
 Attributes = Mapping[str, Any]
@@ -176,11 +176,7 @@ WINNERS_GRAD = replace(
     name=_GRAD,
     doc="The gradient of max_pool_with_winners: each window's goes to its winner.",
     inputs=("grad", "winners"),
-    attrs={
-        "shape": Attr("ints", REQUIRED, "the shape of x, whose gradient this is"),
-        "order": Attr("str", "contiguous", "memory order of the result", ("contiguous", "nhwc")),
-        **_POOL.attrs,
-    },
+    attrs={"shape": SHAPE_OF_X, "order": ORDER_OF_X, **_POOL.attrs},
     complete=_grad_complete,
     infer=_grad_infer,
     reference=_grad_reference,

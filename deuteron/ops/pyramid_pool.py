@@ -19,8 +19,8 @@ from deuteron.ops import table
 from deuteron.ops.conv import at_least, memory_order, ordered, spatial_dims
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.matmul import one_dtype
-from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp
-from deuteron.ops.pool import check_gradient
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
+from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, check_gradient
 from deuteron.ops.samples import Arg, Sample
 
 Tensor = torch.Tensor
@@ -166,11 +166,7 @@ PYRAMID_GRAD = replace(
     name=_GRAD,
     doc="The gradient of pyramid_pool: each cell's is shared out evenly, or goes to its winner.",
     inputs=("grad", "x?"),
-    attrs={
-        "shape": Attr("ints", REQUIRED, "the shape of x, whose gradient this is"),
-        "order": Attr("str", "contiguous", "memory order of the result", ("contiguous", "nhwc")),
-        **_ATTRS,
-    },
+    attrs={"shape": SHAPE_OF_X, "order": ORDER_OF_X, **_ATTRS},
     infer=_grad_infer,
     reference=_grad_reference,
     vjp=None,
