@@ -18,11 +18,10 @@ REACHED = 0.85  # of the bandwidth of a copy
 
 
 def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
-    return refuse_layout(region, node) or (
-        Refusal("has more rows than 32 bits count", "split the batch")
-        if (q := region.graph.types[node.uses[0]]).numel // q.shape[3] >= MOST
-        else None
-    )
+    q = region.graph.types[node.uses[0]]
+    if q.numel // q.shape[3] > MOST:
+        return Refusal(f"{q} has more rows than 32 bits count", "split the batch")
+    return refuse_layout(region, node)
 
 
 def refuse_layout(region: Region, node: Node) -> Refusal | None:

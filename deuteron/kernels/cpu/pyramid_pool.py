@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from deuteron.kernels.cpu.sweep import steps
 
 SERIAL = 1 << 15  # elements below which a team of threads costs more than it gains
 NOWHERE = 2**31 - 1  # no winner yet
+Done = Callable[[Value, int, Value], None]
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,6 @@ class Variant:
     @property
     def bundle(self) -> int:
         return self.vectors * width() or 1
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Its first cell, and its rows and columns of cells."""
-
-    first: Value
-    down: Value
-    across: Value
 
 
 class _Held:
@@ -106,22 +98,13 @@ class _Planes:
 
     def __init__(self, c: Code, variant: Variant, words: Value, thread: Value) -> None:
         self.c, self.variant, self.of = c, variant, Stored(c, variant.stored)
-        self.x, self.g, self.to, self.boxes, self.bands, room = (
-            c.pointer(words, i) for i in range(6)
-        )
-        numbers = (c.word(words, i) for i in count(6))
-
-        def some(n: int) -> list[Value]:
-            return [next(numbers) for _ in range(n)]
-
-        self.batch, self.channels, self.height, self.breadth, self.cells, each = some(6)
-        self.x_steps, self.g_steps, self.to_steps, (self.count,) = (
-            some(4),
-            some(3),
-            some(3),
-            some(1),
-        )
-        self.grids = [Grid(*some(3)) for _ in range(variant.grids)]
+        self.x, self.g, self.to, self.boxes, bands, room = (c.pointer(words, i) for i in range(6))
+        numbers = [c.word(words, 6 + i) for i in range(17 + 3 * variant.grids)]
+        self.batch, self.channels, self.height, self.breadth, self.cells, each = numbers[:6]
+        self.x_steps, self.g_steps, self.to_steps = numbers[6:10], numbers[10:13], numbers[13:16]
+        self.bands, self.count = bands, numbers[16]
+        # of each grid the first cell, and its rows and columns of cells
+        self.grids = [numbers[i : i + 3] for i in range(17, len(numbers), 3)]
         self.pixels = c.mul(self.height, self.breadth)
         self.room = c.at(room, c.mul(thread, each))
         self.line = c.at(self.room, self.pixels) if variant.makes == "max_grad" else self.room
@@ -166,25 +149,13 @@ class _Planes:
 
     # ---- cells that are read
 
-    def each_cell(
-        self,
-        what: str,
-        n: Value,
-        channel: Value,
-        lanes: int,
-        done: Callable[[Value, int, Value], None],
-    ) -> None:
+    def each_cell(self, what: str, n: Value, channel: Value, lanes: int, done: Done) -> None:
         """``done(cell, k, found)`` for every cell: its sum, the largest or the winner's pixel, the
         k-th vector of it."""
-        plane = self.plane(self.x, self.x_steps, n, channel)
-        if self.variant.vectors:
-            self.cells_of_channels(what, plane, lanes, done)
-        else:
-            self.cells_of_rows(what, plane, lambda cell, found: done(cell, 0, found))
+        walk = self.cells_of_channels if self.variant.vectors else self.cells_of_rows
+        walk(what, self.plane(self.x, self.x_steps, n, channel), lanes, done)
 
-    def cells_of_channels(
-        self, what: str, plane: Value, lanes: int, done: Callable[[Value, int, Value], None]
-    ) -> None:
+    def cells_of_channels(self, what: str, plane: Value, lanes: int, done: Done) -> None:
         """The vector's lanes are planes. Sums of rows are added up by themselves: two short sums
         round less than a long."""
         c, (_, _, sh, sw), (vectors, each) = self.c, self.x_steps, self.parts(lanes)
@@ -208,18 +179,15 @@ class _Planes:
             for k, held in enumerate(found):
                 done(cell, k, held.place if what == "where" else held.value)
 
-    def cells_of_rows(self, what: str, plane: Value, done: Callable[[Value, Value], None]) -> None:
+    def cells_of_rows(self, what: str, plane: Value, lanes: int, done: Done) -> None:
         """The vector's lanes are columns, joined for a row of cells; then those of each cell."""
-        c = self.c
-        for grid in self.grids:
-            with c.loop(0, grid.down) as i:
-                row = c.add(grid.first, c.mul(i, grid.across))
+        c, joined = self.c, self.winner if what == "where" else self.joined
+        for first, down, across in self.grids:
+            with c.loop(0, down) as i:
+                row = c.add(first, c.mul(i, across))
                 self.join_rows(what, plane, *self.box(row)[:2])
-                with c.loop(0, grid.across) as j:
-                    cell = c.add(row, j)
-                    _, _, left, right = self.box(cell)
-                    joined = self.winner if what == "where" else self.joined
-                    done(cell, joined(what, left, right))
+                with c.loop(row, c.add(row, across)) as cell:
+                    done(cell, 0, joined(what, *self.box(cell)[2:]))
 
     def join_rows(self, what: str, plane: Value, top: Value, bottom: Value) -> None:
         c, step = self.c, self.x_steps[2]
@@ -308,9 +276,9 @@ class _MeanGrad(_Backward):
             )
             floats = c.mul(self.breadth, lanes)
             steps(c, floats, lambda i, m: c.store(c.f(0.0, m), c.at(line, i)))
-            for grid, begin, end in zip(self.grids, ranges[::2], ranges[1::2], strict=True):
-                first, last = (c.add(grid.first, c.mul(i, grid.across)) for i in (begin, end))
-                with c.loop(first, last) as cell:
+            for grid, *rows in zip(self.grids, ranges[::2], ranges[1::2], strict=True):
+                begin, end = (c.add(grid[0], c.mul(i, grid[2])) for i in rows)
+                with c.loop(begin, end) as cell:
                     self.add_to_line(cell, c.at(shares, c.mul(cell, lanes)), lanes)
             # rounded in place: no number is longer than before
             steps(c, floats, lambda i, m: of.store(c.load(c.at(line, i), m), of.at(line, i)))
