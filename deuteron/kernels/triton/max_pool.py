@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -82,15 +82,6 @@ class Tiles(NamedTuple):
     rows: int
 
 
-class Reach(NamedTuple):
-    """The windows that hold elements of cell (i, j): (i + up, j + over) to (i + down, j + on)."""
-
-    up: int
-    down: int
-    over: int
-    on: int
-
-
 @triton.constexpr_function
 def _number(place, window, stride, padding, dilation, kernel):
     """Which of a window's elements the ``place``-th of a cell is, the window lying so many cells
@@ -98,6 +89,18 @@ def _number(place, window, stride, padding, dilation, kernel):
     along = place + padding - window * stride
     inside = along >= 0 and along % dilation == 0 and along // dilation < kernel
     return along // dilation if inside else -1
+
+
+@triton.constexpr_function
+def _first(kernel, stride, padding, dilation):
+    """The first window that holds elements of a cell, counted from the cell."""
+    return -(((kernel - 1) * dilation - padding) // stride)
+
+
+@triton.constexpr_function
+def _end(stride, padding):
+    """One past the last window that does."""
+    return (stride - 1 + padding) // stride + 1
 
 
 @triton.jit
@@ -292,7 +295,7 @@ def _pool(x, y, winners, size, x_strides, y_strides, W: tl.constexpr, T: tl.cons
 
 
 @triton.jit
-def _cells(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
+def _cells(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr):
     """dx in cells of as many elements as a window moves on by."""
     WIDE: tl.constexpr = tl.float64 if dx.dtype.element_ty == tl.float64 else tl.float32
     channels, height, width, tall, wide, down, across, lines = size
@@ -312,8 +315,8 @@ def _cells(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr, R
     for a in tl.static_range(W.sh):
         for b in tl.static_range(W.sw):
             total = tl.zeros((T.outer, T.inner), WIDE)
-            for di in tl.static_range(R.up, R.down + 1):
-                for dj in tl.static_range(R.over, R.on + 1):
+            for di in tl.static_range(_first(W.kh, W.sh, W.ph, W.dh), _end(W.sh, W.ph)):
+                for dj in tl.static_range(_first(W.kw, W.sw, W.pw, W.dw), _end(W.sw, W.pw)):
                     t = _number(a, di, W.sh, W.ph, W.dh, W.kh)
                     u = _number(b, dj, W.sw, W.pw, W.dw, W.kw)
                     if t >= 0 and u >= 0:
@@ -352,18 +355,18 @@ def _cells(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr, R
 
 
 @triton.jit
-def _each(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr, MOST: tl.constexpr):
-    """dx where every element goes through its windows, so many down and along at most."""
+def _each(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr):
+    """dx where every element goes through its windows."""
     g_strides, y_strides, x_strides = strides
     WIDE: tl.constexpr = tl.float64 if dx.dtype.element_ty == tl.float64 else tl.float32
     channels, _, _, tall, wide, height, width, lines = size
     n, c, row, column, live = _places(channels, height, width, lines, T)
     total = tl.zeros((T.outer, T.inner), WIDE)
-    for di in range(MOST[0]):
+    for di in range(tl.cdiv((W.kh - 1) * W.dh + 1, W.sh)):
         i = (row + W.ph) // W.sh - di
         down = row + W.ph - i * W.sh
         in_row = live & (i >= 0) & (i < tall) & (down % W.dh == 0) & (down < W.kh * W.dh)
-        for dj in range(MOST[1]):
+        for dj in range(tl.cdiv((W.kw - 1) * W.dw + 1, W.sw)):
             j = (column + W.pw) // W.sw - dj
             along = column + W.pw - j * W.sw
             inside = in_row & (j >= 0) & (j < wide) & (along % W.dw == 0) & (along < W.kw * W.dw)
@@ -462,21 +465,15 @@ def backward(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """``run(grad, winners, dx)``, with the winners' numbers in the windows."""
     w = p.window
-    spans = (w.kh - 1) * w.dh, (w.kw - 1) * w.dw
     if p.is_small and w.sh * w.sw <= 16:
         kernel, how = cells, "pairs" if p.in_pairs else "single"
         down, across = -(-p.shape[2] // w.sh), -(-p.shape[3] // w.sw)
-        above = -((spans[0] - w.ph) // w.sh), (w.sh - 1 + w.ph) // w.sh
-        more: dict[str, Any] = {
-            "R": Reach(*above, -((spans[1] - w.pw) // w.sw), (w.sw - 1 + w.pw) // w.sw)
-        }
     else:
         kernel, how, (down, across) = each, "loop", p.shape[2:]
-        more = {"MOST": (-(-(spans[0] + 1) // w.sh), -(-(spans[1] + 1) // w.sw))}
     tiles, sizes, grid = p.tiles(tile, (down, across), size, grad_strides, how)
     strides = (grad_strides, p.out_strides, p.strides)
 
     def run(grad: torch.Tensor, winners: torch.Tensor, dx: torch.Tensor) -> None:
-        kernel(grid, grad, winners, dx, sizes, strides, warps=tile.warps, W=w, T=tiles, **more)
+        kernel(grid, grad, winners, dx, sizes, strides, warps=tile.warps, W=w, T=tiles)
 
     return run

@@ -9,6 +9,10 @@ float32 adds an eighth to the traffic, and that comes from L2.
 Without a table an angle is counted in turns, as a 64-bit fixed-point number: position × (turns per
 position · 2⁶⁴) wraps round exactly where the circle does. So it is right at any position, what is
 left is an eighth of a turn and a quadrant, and two short polynomials stand for sin and cos.
+
+Written out, rope is generated code with a concatenation for q and one for k. What torch.compile
+makes of that takes 93 µs for [4, 4096, 32 + 8, 128] in bf16 on an H200 and 4.9 µs for 512 tokens,
+this kernel 84 and 3.1, at 0.96 and 0.86 of a copy's speed (bench/results/rope-h200.md).
 """
 
 from __future__ import annotations
