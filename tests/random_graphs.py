@@ -25,7 +25,7 @@ NUMBERS = (0.0, -0.0, 1.0, 2.0, -1.0, 0.5, 3.0, 8.0)
 # What must point into another tensor comes from the operator's own samples.
 POINTING = frozenset(
     name for name, op in TABLE.items() if {"index", "target"} & {s.strip("*?") for s in op.inputs}
-) | {"aten", "max_pool_taps_grad"}
+) | {"aten", "max_pool_winners_grad"}
 # Results that jump: a last bit of difference before them is a whole number after them.
 JUMPS = frozenset(
     {
@@ -57,7 +57,7 @@ JUMPS = frozenset(
         "max_pool_with_indices",
         "adaptive_max_pool_with_indices",
         "max_pool_grad",
-        "max_pool_with_taps",
+        "max_pool_with_winners",
         "adaptive_max_pool_grad",
         "cummax",
         "cummin",

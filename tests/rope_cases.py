@@ -86,7 +86,7 @@ def compare(case: Case, device: str, most: int = 9) -> tuple[int, list[str]]:
     refusal = engine.refuse(region, gpu, Policy())
     if refusal is not None:
         fits = all(graph.types[v].strides[3] == 1 for v in graph.inputs[:1])
-        wrong = fits and "empty" not in refusal.reason
+        wrong = fits and "a size is 0" not in refusal.reason
         return 0, [f"{case.name}: refused, {refusal.reason}"] if wrong else []
     exact, plain = evaluate(graph, case.feed, float64=True), evaluate(graph, case.feed)
     feed = {n: moved(x, device) for n, x in case.feed.items()}
@@ -109,9 +109,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     install()
     count, failed = 0, []
-    for kind in ("f32", "bf16", "f16", "f64"):
-        for case in cases(kind):
-            ran, wrong = compare(case, "cpu")
+    for kind, nth in (("f32", 1), ("bf16", 5), ("f64", 7)):
+        for case in list(cases(kind))[::nth]:
+            ran, wrong = compare(
+                case, "cpu", most=9 if kind == "f32" and "offset" in case.attrs else 1
+            )
             count, failed = count + ran, [*failed, *(f"{kind} {w}" for w in wrong)]
     print(json.dumps({"count": count, "failed": failed}))
 

@@ -21,14 +21,9 @@ pytest.importorskip("triton")
 def launches(monkeypatch) -> list[Any]:
     """What is launched, not run: (kernel, kinds of its arguments, constants, warps, stages)."""
     from deuteron.kernels.triton import augment
-    from deuteron.kernels.triton.launch import Launchable, _kind
+    from deuteron.kernels.triton.launch import Launchable, kind_of
 
     seen: list[Any] = []
-
-    def kind_of(a: Any) -> Any:
-        if isinstance(a, torch.Tensor):
-            return a.dtype, a.data_ptr() % 16 == 0
-        return None if a is None else _kind(a)
 
     def record(self, grid, *args, warps=4, stages=2, **constants):
         seen.append((self, tuple(map(kind_of, args)), tuple(constants.items()), warps, stages))

@@ -256,7 +256,7 @@ def test_norms_of_nothing_are_refused_where_torch_refuses(p, shape, delegated):
             assert f.norm(x, p, dim).shape == want.shape
 
 
-MISSED = r"dilation=\(.*\) and padding=\(.*\) the taps of a window step over all of x"
+MISSED = r"dilation=\(.*\) and padding=\(.*\) the elements of a window step over all of x"
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

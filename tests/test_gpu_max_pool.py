@@ -8,14 +8,14 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from deuteron.target import target
-from tests.test_max_pool import ADAPTIVE, CASES, wrong_with
+from tests.test_max_pool import ADAPTIVE, CASES, MORE, wrong_with
 from tests.tolerances import allowed, error
 
 pytestmark = pytest.mark.gpu
 f = dt.functional
 
 
-@pytest.mark.parametrize("case", CASES + ADAPTIVE, ids=str)
+@pytest.mark.parametrize("case", CASES + MORE + ADAPTIVE, ids=str)
 def test_kernels(case):
     failed = wrong_with(target("cuda"), "cuda", case, torch.float32, 1)
     assert not failed, "\n".join(failed)
@@ -69,16 +69,16 @@ def test_two_runs_agree_to_the_last_bit():
 
 
 def test_more_than_two_to_the_31_elements(huge_images):
-    from deuteron.kernels.triton.max_pool import Tile, Windows, backward, forward
+    from deuteron.kernels.triton.max_pool import Pooling, Tile, Window, backward, forward
 
     x, planes = huge_images, huge_images.shape[1]
     x[0, -2:, 3, 3] = 2.0
     y = torch.full((1, planes, 4, 4), 7.0, dtype=x.dtype, device="cuda")
-    taps = torch.empty(y.shape, dtype=torch.uint8, device="cuda")
-    two, none, one = (2, 2), (0, 0), (1, 1)
-    windows = Windows(tuple(x.shape), x.stride(), (4, 4), y.stride(), two, two, none, one)
-    forward(windows, 2, Tile(32, 16, 4))(x, y, taps)
+    winners = torch.empty(y.shape, dtype=torch.uint8, device="cuda")
+    window = Window(2, 2, 2, 2, 0, 0, 1, 1)
+    pooling = Pooling(tuple(x.shape), x.stride(), (4, 4), y.stride(), window)
+    forward(pooling, 2, Tile(32, 16, 4))(x, y, winners)
     assert x.numel() > 2**31 and (y[0, -2:, 1, 1] == 2.0).all() and y.sum(dtype=torch.float64) == 4
     dx = torch.full_like(x, 7.0)
-    backward(windows, y.stride(), 2, Tile(32, 16, 4))(y, taps, dx)
+    backward(pooling, y.stride(), 2, Tile(32, 16, 4))(y, winners, dx)
     assert torch.equal(dx, x)

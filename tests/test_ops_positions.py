@@ -10,7 +10,7 @@ import deuteron as dt
 from deuteron.errors import GraphError
 from deuteron.ops import TABLE
 from deuteron.ops.evaluate import evaluate
-from deuteron.ops.position import frequencies
+from deuteron.ops.rope import frequencies
 from deuteron.policy import Policy
 
 f64 = torch.float64

@@ -9,12 +9,13 @@ import torch
 
 import deuteron as dt
 from deuteron.engines.triton_kernels import TritonKernels
-from deuteron.engines.triton_rope import tiles
-from deuteron.ir.region import Region
+from deuteron.ir import Region, TensorType
 from deuteron.passes import Context, fuse, run_passes
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.launched import assert_none_spill, compiled
+from tests.launched import region_of as region_of_types
 from tests.rope_cases import Case
 
 pytest.importorskip("triton")
@@ -22,75 +23,37 @@ H200 = target("h200")
 
 
 def test_in_the_interpreter():
-    assert_none_failed(found_in_interpreter("tests.rope_cases"), at_least=150)
+    assert_none_failed(found_in_interpreter("tests.rope_cases"), at_least=25)
 
 
 # ---- compiled without a GPU ----------------------------------------------------------------------
 
 
-def kinds(dtype, *, k=True, table=True, positions=False):
-    """What the launch would look up: pointers, then numbers, all multiples of 16 but the counts."""
-    x, f32, i64 = (dtype, True), (torch.float32, True), (torch.int64, True)
-    pointers = [x, x if k else None, x, x if k else None]
-    pace = (torch.float64, True) if dtype == torch.float64 else i64
-    pointers += [f32, f32, None] if table else [None, None, pace]
-    odd, even = ("i32", False), ("i32", True)
-    return [
-        *pointers,
-        i64 if positions else None,
-        even,
-        even,
-        *[odd] * 5,
-        even,
-        even,
-        odd,
-        *[even] * 12,
-    ]
-
-
-def constants(cut, dims, tail=0, interleaved=False):
-    return {
-        "TOKENS": cut[0],
-        "HEADS": cut[1],
-        "HALF": dims // 2,
-        "PAIRS": 1 << (dims // 2 - 1).bit_length(),
-        "TAIL": tail,
-        "INTERLEAVED": interleaved,
-        "INVERSE": False,
-    }
-
-
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    ("dtype", "how", "axis", "dims", "tail", "interleaved"),
+    ("arch", "dtype", "axis", "more", "attrs"),
     [
-        (torch.bfloat16, {}, 1, 128, 0, False),
-        (torch.bfloat16, {}, 2, 128, 0, False),
-        (torch.bfloat16, {"table": False}, 1, 128, 0, False),
-        (torch.float16, {"table": False}, 1, 64, 64, True),
-        (torch.float32, {"positions": True, "k": False}, 2, 96, 32, False),
-        (torch.float64, {"table": False, "positions": True}, 1, 64, 0, True),
+        (80, "bf16", 1, (), {}),
+        (90, "bf16", 2, (), {}),
+        (90, "f16", 1, (), {"interleaved": True, "dims": 64}),
+        (90, "f64", 1, (None, None, TensorType.of((4, 4096), "i64")), {"inverse": True}),
     ],
 )
-def test_compiles_without_spills_and_moves_16_bytes(
-    arch, dtype, how, axis, dims, tail, interleaved
-):
-    from triton.backends.compiler import GPUTarget
-
-    from deuteron.kernels.triton.rope import rope
-    from tests.test_triton_gen import spilled
-
-    for cut in tiles(axis, 32, 16384, dims, how.get("table", True)):
-        given = constants(cut, dims, tail, interleaved)
-        gpu = GPUTarget("cuda", arch, 32)
-        kernel = rope.compile(kinds(dtype, **how), given, warps=cut[2], target=gpu)
+def test_compiles_without_spills_and_moves_16_bytes(arch, dtype, axis, more, attrs, monkeypatch):
+    q, k = TensorType.of((4, 4096, 32, 128), dtype), TensorType.of((4, 4096, 8, 128), dtype)
+    if axis == 2:
+        q, k = (TensorType.of((4, t.shape[2], 4096, 128), dtype) for t in (q, k))
+    region = region_of_types("rope", q, k, *more, axis=axis, **attrs)
+    engine = TritonKernels()
+    offered = engine.candidates(region, H200, Policy())
+    kernels = compiled(region, arch, monkeypatch, most=len(offered))
+    if dtype != "f64":  # whose sines keep numbers on the stack
+        assert_none_spill(kernels, arch)
+    for candidate, kernel in zip(offered, kernels, strict=True):
+        if candidate.knobs["table"]:  # threads have nothing to tell each other
+            assert kernel.metadata.shared == 0, candidate
         ptx = kernel.asm["ptx"]
-        if dtype != torch.float64:  # whose sines keep numbers on the stack
-            assert spilled(kernel, arch) == 0, cut
-        if how.get("table", True):  # threads have nothing to tell each other
-            assert kernel.metadata.shared == 0, cut
-        assert re.search(r"ld\.global[.\w:]*v(4\.b32|2\.b64)", ptx), cut
-        assert re.search(r"st\.global[.\w:]*v(4\.b32|2\.b64)", ptx), cut
+        assert re.search(r"ld\.global[.\w:]*v(4\.b32|2\.b64)", ptx), candidate
+        assert re.search(r"st\.global[.\w:]*v(4\.b32|2\.b64)", ptx), candidate
 
 
 # ---- the recipe ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.launched import assert_none_spill, compiled
 from tests.tolerances import allowed, error
 
 pytest.importorskip("triton")
@@ -47,7 +48,7 @@ def wrong_with(op: str, x: torch.Tensor, device: str) -> list[str]:
     region, engine, bad = region_of(op, x), TritonKernels(), []
     exact = evaluate(region.graph, {"x": x}, float64=True)["y"]
     plain = evaluate(region.graph, {"x": x})["y"]
-    for candidate in engine.candidates(region, H200, Policy()):
+    for candidate in engine.candidates(region, H200, Policy())[: 1 if device == "cpu" else None]:
         ctx = BuildContext(H200, torch.device(device), Policy(), {})
         (out,) = (poisoned(region.graph.types[v], torch.device(device)) for v in region.outputs)
         engine.build(region, candidate, ctx).fill([x.to(device)], [out])
@@ -74,14 +75,15 @@ def main() -> None:
     from tests.triton_interpreter import install
 
     install()
-    kinds = (torch.float32, torch.bfloat16, torch.float64, torch.int32)
-    failed = [
-        wrong
-        for op in ("cumsum", "cumprod")
-        for shape in SHAPES
-        for kind in kinds
-        for wrong in wrong_with(op, case(shape, kind), "cpu")
-    ]
+    failed = []
+    for op, shape, kind in (
+        ("cumsum", (140, 33), torch.float32),
+        ("cumprod", (3, 50, 9), torch.float32),
+        ("cumprod", (150, 1), torch.float64),
+        ("cumsum", (140, 9), torch.bfloat16),
+        ("cumsum", (140, 9), torch.int32),
+    ):
+        failed += wrong_with(op, case(shape, kind), "cpu")
     failed += wrong_over_blocks(False, "cpu") + wrong_over_blocks(True, "cpu")
     print(json.dumps({"failed": failed}))
 
@@ -90,21 +92,12 @@ def test_in_the_interpreter():
     assert_none_failed(found_in_interpreter("tests.test_triton_scan"))
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
-@pytest.mark.parametrize("product", [False, True])
-def test_compiles_without_spills(arch, dtype, product):
-    from triton.backends.compiler import GPUTarget
-
-    from deuteron.engines.triton_scan import blocks
-    from deuteron.kernels.triton.scan import scan
-    from tests.test_triton_gen import spilled
-
-    kinds = [(dtype, True), (dtype, True), ("i32", True), ("i32", True)]
-    for rows, columns in blocks(4096, 4096):
-        constants = {"ROWS": rows, "COLUMNS": columns, "PRODUCT": product}
-        kernel = scan.compile(kinds, constants, warps=4, target=GPUTarget("cuda", arch, 32))
-        assert spilled(kernel, arch) == 0, (rows, columns)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "op"), [(80, torch.bfloat16, "cumsum"), (90, torch.float32, "cumprod")]
+)
+def test_compiles_without_spills(arch, dtype, op, monkeypatch):
+    x = torch.empty(4096, 4096, dtype=dtype, device="meta")
+    assert_none_spill(compiled(region_of(op, x), arch, monkeypatch, most=9), arch)
 
 
 def test_offers_rows_and_refuses_the_rest():

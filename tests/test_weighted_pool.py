@@ -194,7 +194,7 @@ def test_says_what_it_does_not_take():
     wide = {"x": torch.zeros(1, 1, 20, 20), "w": torch.zeros(9, 9)}
     turned = {"x": torch.zeros(1, 2, 6, 5).transpose(2, 3), "w": torch.zeros(2, 2)}
     volume = {"x": torch.zeros(1, 1, 4, 4, 4), "w": torch.zeros(2, 2, 2)}
-    for feed, reason in ((wide, "81 taps"), (turned, "not adjacent"), (volume, "volumes")):
+    for feed, reason in ((wide, "81 elements"), (turned, "not adjacent"), (volume, "volumes")):
         region = Region(graph("weighted_pool", feed, ("y",)), frozenset(), 0)
         refusal = CpuGemm().refuse(region, target("cpu"), Policy())
         assert reason in refusal.reason

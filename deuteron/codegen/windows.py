@@ -265,8 +265,8 @@ def _winners_grad(low: Lowering, node: Node, value: str, index: Index, guards: G
 
 WINDOWS: dict[str, Window] = {
     "max_pool": _largest,
-    "max_pool_with_taps": _largest,
-    "max_pool_taps_grad": _winners_grad,
+    "max_pool_with_winners": _largest,
+    "max_pool_winners_grad": _winners_grad,
     "adaptive_max_pool": _largest,
     "weighted_pool": _weighted,
     "resize": _repeated,

@@ -18,11 +18,11 @@ from deuteron.engines.cpu_channel_norm import CHANNEL_NORM
 from deuteron.engines.cpu_group_norm import GROUP_NORM
 from deuteron.engines.cpu_layout import TO_LAYOUT
 from deuteron.engines.cpu_norm import NORM_GRAD
-from deuteron.engines.cpu_pool import PYRAMID
 from deuteron.engines.cpu_product import PRODUCT
+from deuteron.engines.cpu_pyramid_pool import PYRAMID
 from deuteron.engines.cpu_rope import ROPE
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
-from deuteron.engines.cpu_weighted import WEIGHTED
+from deuteron.engines.cpu_window_pool import WINDOWS
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -45,7 +45,7 @@ class CpuGemm(RecipeEngine):
             DEPTHWISE,
             ATTENTION,
             PYRAMID,
-            WEIGHTED,
+            WINDOWS,
             TO_LAYOUT,
             NORM_GRAD,
             CHANNEL_NORM,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, runner
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.match import Chain
-from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, must_chain, place
+from deuteron.engines.recipes import ALONE, Knobs, Recipe, fits, maybe, must_chain, one_way, place
 from deuteron.engines.roofline import region_cost
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.cpu import ONE_ROW, TILES, converts_half, lanes
@@ -63,6 +64,30 @@ def on_this_cpu(region: Region, target: Target) -> Refusal | None:
                 "split the batch so that every tensor has fewer than 2**31 elements",
             )
     return None
+
+
+def one_operator(
+    name: str,
+    ops: Collection[str],
+    refuse: Callable[[Region, Node], Refusal | None],
+    build: Callable[[Region, Node], Kernel],
+    reached: float = 0.2,
+) -> Recipe:
+    """A recipe for each of ``ops`` by itself, with one way to make it, which reaches so much of the
+    arithmetic: rows are short, and end in single elements."""
+
+    def wrong(region: Region, target: Target, policy: Policy) -> Refusal | None:
+        if len(region.nodes) > 1:
+            return ALONE
+        return on_this_cpu(region, target) or refuse(region, region.nodes[0])
+
+    def seconds(region: Region, target: Target, knobs: Knobs) -> float:
+        return roof(region, target, region_cost(region).flops / (target.rate("f32") * reached))
+
+    def made(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+        return build(region, region.nodes[0])
+
+    return Recipe(name, wrong, made, one_way, seconds, build_s=0.15, ops=ops)
 
 
 def chain_here(

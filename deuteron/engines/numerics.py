@@ -15,7 +15,7 @@ UNORDERED = frozenset(
     {
         "scatter_add",
         "max_pool_grad",
-        "max_pool_taps_grad",
+        "max_pool_winners_grad",
         "avg_pool_grad",
         "adaptive_avg_pool_grad",
         "adaptive_max_pool_grad",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ def one_way(region: Region, target: Target, policy: Policy) -> Sequence[dict[str
     return ({},)
 
 
+ALONE = Refusal("takes its operator by itself", quiet=True)
 Knobs = Mapping[str, Any]
 Amount = float | Callable[[Region, Target], float]
 
@@ -57,7 +58,7 @@ class Recipe:
     knobs: Callable[[Region, Target, Policy], Sequence[Knobs]] = one_way
     seconds: Callable[[Region, Target, Knobs], float] = field(default=library())
     build_s: float = 0.0
-    ops: tuple[str, ...] = ()
+    ops: Collection[str] = ()
 
 
 class RecipeEngine(ABC):

@@ -281,8 +281,8 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("weighted_pool_grad", "cpu"): 0.02,
     ("max_pool_with_indices", "cuda"): 0.25,
     ("max_pool_grad", "cuda"): 0.07,
-    ("max_pool_with_taps", "cuda"): 0.05,
-    ("max_pool_taps_grad", "cuda"): 0.05,  # a dozen calls
+    ("max_pool_with_winners", "cuda"): 0.05,
+    ("max_pool_winners_grad", "cuda"): 0.05,  # a dozen calls
     ("adaptive_max_pool", "cuda"): 0.15,
     ("adaptive_max_pool_grad", "cuda"): 0.07,
     ("avg_pool", "cpu"): 0.05,

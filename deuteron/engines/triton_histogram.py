@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.match import only_node
-from deuteron.engines.recipes import Recipe
-from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.recipes import Knobs
+from deuteron.engines.triton_here import one_operator, streamed
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
-from deuteron.ir.types import TensorType
-from deuteron.policy import Policy
 from deuteron.target import Target
 
-OPS = {"histogram": None}
 READS = ("f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8", "u8")
 REACHED = 0.3  # of the bandwidth of a copy, until a GPU says otherwise
 MOST_BINS = 1023  # which the registers of a program hold, with one more for what lies outside
@@ -25,19 +20,14 @@ ALONE = 8192  # elements up to which one program is quicker than zeros and a sec
 BLOCK = 2048
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    node = refuse_anywhere(target) or only_node(region, OPS)
-    if isinstance(node, Refusal):
-        return node
-    x = _x(region)
+def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
+    x = region.graph.types[node.uses[0]]
     if len(node.uses) > 1:
         return Refusal("counts elements, and does not add up their weights")
     if x.dtype.short not in READS:
         return Refusal(f"does not read {x.dtype.short}", "cast it to f32 first")
     if node.attrs["bins"] > MOST_BINS:
         return Refusal(f"{node.attrs['bins']} bins are too many", f"at most {MOST_BINS}")
-    if x.numel == 0:
-        return Refusal("there is nothing to count: a size is 0")
     if x.numel > MOST:
         return Refusal("has more than 2³⁸ elements", "split it")
     if not x.is_dense:
@@ -45,8 +35,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     return None
 
 
-def _x(region: Region) -> TensorType:
-    return region.graph.types[region.nodes[0].uses[0]]
+def _size(region: Region) -> int:
+    return region.graph.types[region.nodes[0].uses[0]].numel
 
 
 def programs(size: int, units: int) -> int:
@@ -54,31 +44,23 @@ def programs(size: int, units: int) -> int:
     return 1 if size <= ALONE else min(-(-size // BLOCK), 8 * units)
 
 
-def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    return [{"programs": programs(_x(region).numel, target.units), "warps": w} for w in (4, 8)]
+def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
+    return [{"programs": programs(_size(region), target.units), "warps": w} for w in (4, 8)]
 
 
-def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    once = modelled_seconds(region_cost(region), main_dtype(region), REACHED, False, target)
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    once = streamed(REACHED)(region, target, knobs)
     return once if knobs["programs"] == 1 else once + target.launch
 
 
-def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.histogram import count
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.histogram import Bins, count
 
     bins, low, high = (region.nodes[0].attrs[name] for name in ("bins", "low", "high"))
     slots = max(power_of_two(bins + 1), 32)
-    run = count(
-        _x(region).numel,
-        bins,
-        float(low),
-        float(high),
-        slots,
-        BLOCK,
-        knobs["programs"],
-        knobs["warps"],
-    )
+    range_of = Bins(bins, float(low), float(high), slots, BLOCK, knobs["programs"] > 1)
+    run = count(_size(region), range_of, knobs["programs"], knobs["warps"])
     return Kernel(run, writes=True, note="1 kernel" if knobs["programs"] == 1 else "2 kernels")
 
 
-HISTOGRAM = Recipe("histogram", _refuse, _build, _knobs, _seconds, build_s=0.4)
+HISTOGRAM = one_operator("histogram", ("histogram",), _refuse, _knobs, _seconds, _build)

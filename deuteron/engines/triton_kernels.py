@@ -10,7 +10,7 @@ from deuteron.engines.triton_group_norm import GROUP_NORM
 from deuteron.engines.triton_histogram import HISTOGRAM
 from deuteron.engines.triton_max_pool import MAX_POOL
 from deuteron.engines.triton_norm import NORM_BACKWARD
-from deuteron.engines.triton_pyramid import PYRAMID
+from deuteron.engines.triton_pyramid_pool import PYRAMID_POOL
 from deuteron.engines.triton_resample import RESAMPLE
 from deuteron.engines.triton_rope import ROPE
 from deuteron.engines.triton_scan import SCAN
@@ -27,4 +27,4 @@ class TritonKernels(RecipeEngine):
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         norms = (NORM_BACKWARD, GROUP_NORM, *BATCH_NORM)
-        return (*norms, ROPE, SCAN, PYRAMID, MAX_POOL, RESAMPLE, HISTOGRAM)
+        return (*norms, ROPE, SCAN, PYRAMID_POOL, MAX_POOL, RESAMPLE, HISTOGRAM)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -10,55 +10,46 @@ import torch
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.match import only_node
-from deuteron.engines.recipes import Recipe
-from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.recipes import Knobs, place
+from deuteron.engines.triton_here import MOST, one_operator, settings, streamed
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.ops.pool_taps import MOST_TAPS, fits
-from deuteron.policy import Policy
+from deuteron.ops.pool_winners import MOST_NUMBERED, fits
 from deuteron.target import Target
 
 if TYPE_CHECKING:
-    from deuteron.kernels.triton.max_pool import Tile, Windows
+    from deuteron.kernels.triton.max_pool import Pooling, Tile
 
 # operator → what it gives: the maxima, which elements they are too, or the gradient
 OPS = {
     "max_pool": "y",
-    "max_pool_with_indices": "y, where",
+    "max_pool_with_indices": "y, winners",
     "max_pool_grad": "dx",
-    "max_pool_with_taps": "y, where",
-    "max_pool_taps_grad": "dx",
+    "max_pool_with_winners": "y, winners",
+    "max_pool_winners_grad": "dx",
     "adaptive_max_pool": "y",
-    "adaptive_max_pool_with_indices": "y, where",
+    "adaptive_max_pool_with_indices": "y, winners",
     "adaptive_max_pool_grad": "dx",
 }
 SEARCHING = ("max_pool_grad", "adaptive_max_pool_grad")  # gradients that are given x
 # of the bandwidth of a copy, on an H200, 3 × 3 windows two apart: who won costs more than who is
 # largest, and to find the winners again as much again
-REACHED = {"y": 0.9, "y, where": 0.7, "dx": 0.65}
+REACHED = {"y": 0.9, "y, winners": 0.7, "dx": 0.65}
 REACHED_SEARCHING = 0.5
-MOST = 2**31 - 2**20  # lines, places and programs are counted in 32 bits
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    node = refuse_anywhere(target) or only_node(region, OPS)
-    if isinstance(node, Refusal):
-        return node
+def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
     x, y = _image(region), _pooled(region)
     if x.rank == 5:
         return Refusal("pools rows and images, not volumes", "pool slice by slice")
-    if x.numel == 0:
-        return Refusal("there is nothing to compute: a size is 0")
     if "size" in node.attrs and any(n % m for n, m in zip(x.shape[2:], y.shape[2:], strict=True)):
         return Refusal(
             f"{list(y.shape[2:])} windows over {list(x.shape[2:])} are not all of one size",
             "a size that divides x's",
         )
-    if not fits(window(node, x, y)["kernel"]):
-        return Refusal(f"windows have more than {MOST_TAPS} elements", "reduce them: amax")
+    if not fits(window(node, x, y)[0]):
+        return Refusal(f"windows have more than {MOST_NUMBERED} elements", "reduce them: amax")
     if prod(x.shape[:-1]) > MOST or prod(x.shape) // x.shape[1] > MOST:
         return Refusal("has more lines than 32 bits count", "split the batch")
     return None
@@ -76,14 +67,13 @@ def _pooled(region: Region) -> TensorType:
     return region.graph.types[node.uses[0] if OPS[node.op] == "dx" else node.outputs[0]]
 
 
-def window(node: Node, x: TensorType, y: TensorType) -> dict[str, tuple[int, ...]]:
+def window(node: Node, x: TensorType, y: TensorType) -> tuple[tuple[int, ...], ...]:
     """Kernel, stride, padding and dilation; adaptive windows that are all of one size have them,
     too."""
     if "size" not in node.attrs:
-        return {name: node.attrs[name] for name in ("kernel", "stride", "padding", "dilation")}
+        return tuple(node.attrs[name] for name in ("kernel", "stride", "padding", "dilation"))
     each = tuple(n // m for n, m in zip(x.shape[2:], y.shape[2:], strict=True))
-    none, one = (0,) * len(each), (1,) * len(each)
-    return {"kernel": each, "stride": each, "padding": none, "dilation": one}
+    return each, each, (0,) * len(each), (1,) * len(each)
 
 
 def tiles(x: TensorType, along: int) -> list[tuple[int, int, int, int]]:
@@ -101,82 +91,82 @@ def tiles(x: TensorType, along: int) -> list[tuple[int, int, int, int]]:
     return [(once, inner, 4, 4), (once, inner, 4, 2), (2 * once, inner, 4, 1)]
 
 
-def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
+def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
     names = ("outer", "inner", "warps", "rows")
     found = tiles(_image(region), _pooled(region).shape[-1])
     return [dict(zip(names, tile, strict=True)) for tile in found]
 
 
-def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """Every tensor from memory once; a gradient that was given x finds the winners in a launch of
     its own."""
     op = region.nodes[0].op
     reached = REACHED_SEARCHING if op in SEARCHING else REACHED[OPS[op]]
-    once = modelled_seconds(region_cost(region), main_dtype(region), reached, False, target)
-    return once + (op in SEARCHING) * target.launch
+    return streamed(reached)(region, target, knobs) + (op in SEARCHING) * target.launch
 
 
-def _windows(node: Node, x: TensorType, y: TensorType) -> Windows:
+def pooling(node: Node, x: TensorType, y: TensorType) -> Pooling:
     """A row is an image of height 1."""
-    from deuteron.kernels.triton.max_pool import Windows
+    from deuteron.kernels.triton.max_pool import Pooling, Window
 
     def image(numbers: Sequence[int], one: int) -> Any:
         *front, last = numbers
         return (*front, last) if x.rank == 4 else (*front, one, last)
 
-    how = {name: image(v, int(name != "padding")) for name, v in window(node, x, y).items()}
+    kernel, stride, padding, dilation = window(node, x, y)
+    sides = image(kernel, 1), image(stride, 1), image(padding, 0), image(dilation, 1)
+    of = Window(*(n for side in sides for n in side))
     out = image(y.shape, 1)[2:]
-    return Windows(image(x.shape, 1), image(x.strides, 0), out, image(y.strides, 0), **how)
+    return Pooling(image(x.shape, 1), image(x.strides, 0), out, image(y.strides, 0), of)
 
 
-def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.max_pool import Tile, forward
 
     node, x, y = region.nodes[0], _image(region), _pooled(region)
-    tile = Tile(knobs["outer"], knobs["inner"], knobs["warps"], knobs["rows"])
+    tile = Tile(**settings(knobs))
     if OPS[node.op] == "dx":
         return _gradient(region, tile)
-    run = forward(_windows(node, x, y), x.dtype.bits // 8, tile)
-    if OPS[node.op] == "y":
-        return Kernel(lambda x, y: run(x, y, None), writes=True, note="1 kernel")
-    at = [
-        len(region.inputs) + region.outputs.index(v) if v in region.outputs else None
-        for v in node.outputs
-    ]
+    run = forward(pooling(node, x, y), x.dtype.bits // 8, tile)
+    where = (*region.inputs, *region.outputs, None)  # the last stands for what nobody reads
+    at = [where.index(v if v in where else None) for v in (*node.outputs, None)[:2]]
 
-    def both(*tensors: torch.Tensor) -> None:
-        run(tensors[0], *(None if i is None else tensors[i] for i in at))
+    def made(*tensors: torch.Tensor) -> None:
+        given = (*tensors, None)
+        run(tensors[0], *(given[i] for i in at))
 
-    return Kernel(both, writes=True, note="1 kernel")
+    return Kernel(made, writes=True, note="1 kernel")
 
 
 def _gradient(region: Region, tile: Tile) -> Kernel:
-    """From the taps that won, which are given, or found first and put into scratch memory."""
+    """From the winners, which are given, or found first and put into scratch memory."""
     from deuteron.kernels.triton.max_pool import backward, forward
 
     node, types = region.nodes[0], region.graph.types
     grad, second, dx = types[node.uses[0]], types[node.uses[1]], _image(region)
     size, search = dx.dtype.bits // 8, node.op in SEARCHING
     order = "nhwc" if dx.is_layout("nhwc") else "contiguous"
-    taps = TensorType.of(grad.shape, "u8", order) if search else second
-    grad_strides = _windows(node, dx, grad).out_strides
-    spread = backward(_windows(node, dx, taps), grad_strides, size, tile)
-    at = [region.inputs.index(v) for v in node.uses]
+    winners = TensorType.of(grad.shape, "u8", order) if search else second
+    grad_strides = pooling(node, dx, grad).out_strides
+    spread = backward(pooling(node, dx, winners), grad_strides, size, tile)
+    at = [place(region, v) for v in node.uses]
     if not search:
         return Kernel(
             lambda *tensors: spread(tensors[at[0]], tensors[at[1]], tensors[-1]),
             writes=True,
             note="1 kernel",
         )
-    find = forward(_windows(node, second, taps), size, tile)
+    find = forward(pooling(node, second, winners), size, tile)
 
     def run(*tensors: torch.Tensor) -> None:
         of, x = (tensors[i] for i in at)
-        found = torch.empty_strided(taps.shape, taps.strides, dtype=torch.uint8, device=of.device)
+        found = torch.empty_strided(
+            winners.shape, winners.strides, dtype=torch.uint8, device=of.device
+        )
         find(x, None, found)
         spread(of, found, tensors[-1])
 
-    return Kernel(run, writes=True, workspace=taps.numel, note="2 kernels")
+    return Kernel(run, writes=True, workspace=winners.numel, note="2 kernels")
 
 
-MAX_POOL = Recipe("max_pool", _refuse, _build, _knobs, _seconds, build_s=1.0)
+MAX_POOL = one_operator("max_pool", OPS, _refuse, _knobs, _seconds, _build, build_s=1.0)

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.match import only_node
-from deuteron.engines.recipes import Recipe
-from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.recipes import Knobs
+from deuteron.engines.triton_here import MOST, one_operator, settings, streamed
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.taps import Taps, cells, resized, untouched, windows
-from deuteron.kernels.triton.resample_ways import Way, is_last, ways
-from deuteron.policy import Policy
+from deuteron.kernels.resample_map import AxisMap, cells, resized, untouched, windows
+from deuteron.kernels.triton.resample_tiles import ResampleTile, cuts, is_last
 from deuteron.target import Target
 
 # operator → whether it is the gradient
@@ -29,29 +25,23 @@ OPS = {
     "adaptive_avg_pool": False,
     "adaptive_avg_pool_grad": True,
 }
-MOST_TAPS = 64  # along an axis
-REACHED = 0.8  # of the bandwidth of a copy, with few taps
+MOST_READ = 64  # elements along an axis
+REACHED = 0.8  # of the bandwidth of a copy, where a result reads few elements
 REGULAR = 0.93  # and where places follow from numbers
 UNITS = 132  # multiprocessors, for which times were measured
-MOST = 2**31 - 2**20  # places within an image and programs are counted in 32 bits
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    node = refuse_anywhere(target) or only_node(region, OPS)
-    if isinstance(node, Refusal):
-        return node
+def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
     x, y = _ends(region)
     if x.rank == 5:
         return Refusal("resamples rows and images, not volumes", "resample slice by slice")
-    if x.numel == 0 or y.numel == 0:
-        return Refusal("there is nothing to compute: a size is 0")
     if _keeps_a_size(node, x, y):
         return Refusal("a size stays though a factor was given", "leave out the factor")
     if max(_reach(x), _reach(y)) > MOST or y.numel // min(y.shape[1], 8) > MOST:
         return Refusal("has more elements than 32 bits count", "split the batch or the image")
-    most = max(taps.most for taps in axes(region))
-    if most > MOST_TAPS:
-        return Refusal(f"{most} taps along an axis are too many", f"at most {MOST_TAPS}")
+    most = max(along.most for along in axes(region))
+    if most > MOST_READ:
+        return Refusal(f"{most} elements along an axis are too many", f"at most {MOST_READ}")
     return None
 
 
@@ -74,8 +64,8 @@ def _reach(t: TensorType) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(t.shape[1:], t.strides[1:], strict=True))
 
 
-def axes(region: Region) -> tuple[Taps, Taps]:
-    """The taps along rows and columns; a signal is an image of one row."""
+def axes(region: Region) -> tuple[AxisMap, AxisMap]:
+    """The maps along rows and columns; a signal is an image of one row."""
     node = region.nodes[0]
     x, y = _ends(region)
     back, double = OPS[node.op], x.dtype.short == "f64"
@@ -83,60 +73,48 @@ def axes(region: Region) -> tuple[Taps, Taps]:
     found = [
         _along(node, at, n, m, double) for at, (n, m) in enumerate(zip(before, after, strict=True))
     ]
-    down, across = (untouched(1), *(taps.transposed if back else taps for taps in found))[-2:]
+    down, across = (untouched(1), *(along.transposed if back else along for along in found))[-2:]
     return down, across
 
 
-def _along(node: Node, at: int, length: int, size: int, double: bool) -> Taps:
-    """The taps of the operator itself along an axis, whose gradient the node may be."""
+def _along(node: Node, at: int, length: int, size: int, double: bool) -> AxisMap:
+    """The map of the operator itself along an axis, whose gradient the node may be."""
     a = node.attrs
     if "mode" in a:
         scale = None if a["scale"] is None else a["scale"][at]
         return resized(a["mode"], length, size, a["align_corners"], a["antialias"], scale, double)
     if "kernel" in a:
         divisor = a["divisor"] if at == 0 or a["divisor"] is None else 1
-        return windows(
-            length,
-            size,
-            a["kernel"][at],
-            a["stride"][at],
-            a["padding"][at],
-            a["count_include_pad"],
-            divisor,
-            double,
-        )
+        window = a["kernel"][at], a["stride"][at], a["padding"][at]
+        return windows(length, size, *window, a["count_include_pad"], divisor, double)
     return cells(length, size, double)
 
 
-def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    return [asdict(way) for way in ways(*_ends(region), *axes(region))]
+def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
+    return [asdict(cut) for cut in cuts(*_ends(region), *axes(region))]
 
 
-def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The bytes, or what loads and instructions cost, as measured on an H200: half where vectors
     are read."""
     _, y = _ends(region)
     down, across = axes(region)
-    reached = REGULAR if knobs["regular"] else REACHED
-    once = modelled_seconds(region_cost(region), main_dtype(region), reached, False, target)
     if knobs["regular"]:
-        return once
+        return streamed(REGULAR)(region, target, knobs)
     if knobs["walks"]:  # a row of x is blended once
         loads = across.most * down.length / down.results
         each = 4e-13 + 6e-13 * loads + 1e-13 * down.most
     else:
         each = 6e-13 + 3.5e-13 * down.most * across.most
     work = y.numel * each * UNITS / target.units * (0.5 if is_last(y) else 1.0)
-    return max(once, work + target.launch)
+    return max(streamed(REACHED)(region, target, knobs), work + target.launch)
 
 
-def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.resample import Map, resample
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.resample import resample
 
-    x, y = _ends(region)
-    way = Way(**{k: v for k, v in knobs.items() if k != "recipe"})
-    run = resample(Map(y.shape, x.strides, y.strides, *axes(region)), way, ctx.device)
+    run = resample(*_ends(region), axes(region), ResampleTile(**settings(knobs)), ctx.device)
     return Kernel(run, writes=True, note="1 kernel")
 
 
-RESAMPLE = Recipe("resample", _refuse, _build, _knobs, _seconds, build_s=0.4)
+RESAMPLE = one_operator("resample", OPS, _refuse, _knobs, _seconds, _build)

@@ -21,11 +21,11 @@ from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
 from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym
 from deuteron.ops.pool import mean_gradient_faults
-from deuteron.ops.pool_taps import fits
+from deuteron.ops.pool_winners import fits
 from deuteron.target import has_triton
 
 Size = int | Sequence[int]
-MAX_WITH_TAPS, PYRAMID = operator("max_pool_with_taps"), from_table("pyramid_pool")
+MAX_WITH_WINNERS, PYRAMID = operator("max_pool_with_winners"), from_table("pyramid_pool")
 WEIGHTED = from_table("weighted_pool")
 
 
@@ -56,9 +56,9 @@ def _max_is_torchs(x: Tensor, *args: Any, return_indices: bool = False, **_: Any
     return return_indices or args[5:] == (True,) or is_differentiated(x) or _mean_is_torchs(x)
 
 
-def _wants_taps(x: Tensor, dims: int, window: tuple[int, ...]) -> bool:
-    """Whether the gradient is to read which tap of each window won, a byte, instead of x: on a GPU,
-    where a kernel of ours notes it on the way."""
+def _wants_winners(x: Tensor, dims: int, window: tuple[int, ...]) -> bool:
+    """Whether the gradient is to read which element of each window won, a byte, instead of x: on a
+    GPU, where a kernel of ours notes it on the way."""
     known = dims < 3 and fits(window * (dims if len(window) == 1 else 1))
     return known and x.is_cuda and is_differentiated(x) and has_triton()
 
@@ -116,10 +116,12 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
             x = in_float32(x, ("cpu",))
         if "size" in attrs:
             attrs["size"] = _full(x, attrs["size"], called, dims)
-        taps = kind == "max" and _wants_taps(x, dims, attrs["kernel_size"]) and not return_indices
-        planned = with_places if return_indices else MAX_WITH_TAPS if taps else usual
+        winners = (
+            kind == "max" and _wants_winners(x, dims, attrs["kernel_size"]) and not return_indices
+        )
+        planned = with_places if return_indices else MAX_WITH_WINNERS if winners else usual
         found = _batched(x, dims, partial(planned, **attrs))
-        return found[0] if taps else found
+        return found[0] if winners else found
 
     return from_table(
         op,

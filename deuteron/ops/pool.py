@@ -24,6 +24,7 @@ from deuteron.ops.matmul import one_dtype
 from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp
 from deuteron.ops.samples import Arg, Sample
 
+Tensor = torch.Tensor
 Types = Sequence[TensorType | None]
 
 _WINDOW = {
@@ -31,10 +32,11 @@ _WINDOW = {
     "stride": Attr("ints", None, "steps between windows; None means the kernel"),
     "padding": Attr("ints", (0,), "positions added on both sides, at most half the kernel"),
 }
-_DILATION = Attr("ints", (1,), "distance between the taps of a window")
+_DILATION = Attr("ints", (1,), "distance between the elements of a window")
 _CEIL = Attr("bool", False, "also use a last window that hangs over the end")
 _SIZE = Attr("any", REQUIRED, "how many windows, one int or one per dimension; None keeps x's")
-_SHAPE = Attr("ints", REQUIRED, "the shape of x, whose gradient this is")
+SHAPE_OF_X = Attr("ints", REQUIRED, "the shape of x, whose gradient this is")
+ORDER_OF_X = Attr("str", "contiguous", "memory order of the result", ("contiguous", "nhwc"))
 
 _ATTRS: dict[str, dict[str, Attr]] = {
     "max_pool": {**_WINDOW, "dilation": _DILATION, "ceil_mode": _CEIL},
@@ -54,7 +56,8 @@ _ATTRS: dict[str, dict[str, Attr]] = {
 _KEEPS = {"max_pool": (2, 3), "max_pool_with_indices": (1, 2, 3), "max_pool_grad": (1, 2, 3)}
 
 
-def _order(op: str, t: TensorType) -> str:
+def result_order(op: str, t: TensorType) -> str:
+    """The memory order of what ``op`` makes of a tensor."""
     return memory_order(t) if t.rank - 2 in _KEEPS.get(op, (1, 2)) else "contiguous"
 
 
@@ -80,17 +83,13 @@ def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     return full
 
 
-def _filled(op: str, shape: Shape) -> None:
+def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
+    """The shape after pooling, or a GraphError that says which window does not fit."""
     if 0 in shape[1:]:
         raise GraphError(
             f"{op}: x {list(shape)} is empty beside the batch",
             remedy="only dimension 0 may have size 0",
         )
-
-
-def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
-    """The shape after pooling, or a GraphError that says which window does not fit."""
-    _filled(op, shape)
     if "size" in attrs:
         at_least(op, 1, size=attrs["size"])
         return (*shape[:2], *attrs["size"])
@@ -122,8 +121,8 @@ def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
         )
     if _misses(shape[2:], sizes, stride, padding, dilation):
         raise GraphError(
-            f"{op}: with dilation={dilation} and padding={padding} the taps of a window step over "
-            f"all of x {list(shape)}, and there is no largest of none",
+            f"{op}: with dilation={dilation} and padding={padding} the elements of a window step "
+            f"over all of x {list(shape)}, and there is no largest of none",
             remedy="use a dilation no larger than x, or no padding",
         )
     return (*shape[:2], *sizes)
@@ -132,17 +131,18 @@ def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
 def _misses(
     space: Shape, windows: Sequence[int], stride: Shape, padding: Shape, dilation: Shape
 ) -> bool:
-    """Whether a window has all its taps in the padding. One that begins there comes out of it,
-    since the padding is at most half of its taps, but a step of more than all of x may lead from
-    the padding before it to that behind. (torch counts places outside of x for such a window, and
-    on a CPU its gradient writes to them.)"""
+    """Whether a window has all its elements in the padding. One that begins there comes out of it,
+    since the padding is at most half of it, but a step of more than all of x may lead from the
+    padding before it to that behind. (torch counts places outside of x for such a window, and on a
+    CPU its gradient writes to them.)"""
     return any(
         d > n and any(start % d >= n for start in range(-p, min(0, count * s - p), s))
         for n, count, s, p, d in zip(space, windows, stride, padding, dilation, strict=True)
     )
 
 
-def _matches(op: str, grad: TensorType, expected: Shape) -> None:
+def check_gradient(op: str, grad: TensorType, expected: Shape) -> None:
+    """The gradient of a result has its shape."""
     if grad.shape != expected:
         raise GraphError(
             f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}",
@@ -150,45 +150,42 @@ def _matches(op: str, grad: TensorType, expected: Shape) -> None:
         )
 
 
-def _infer(op: str) -> Callable[..., TensorType | tuple[TensorType, ...]]:
-    def forward(x: TensorType, **attrs: Any) -> TensorType | tuple[TensorType, ...]:
-        one_dtype(op, x=x)
-        y = TensorType.of(_pooled(op, x.shape, attrs), x.dtype, _order(op, x))
-        return (y, y.with_dtype(int64)) if op.endswith("indices") else y
+def _infer(op: str, x: TensorType, **attrs: Any) -> TensorType | tuple[TensorType, ...]:
+    one_dtype(op, x=x)
+    y = TensorType.of(_pooled(op, x.shape, attrs), x.dtype, result_order(op, x))
+    return (y, y.with_dtype(int64)) if op.endswith("indices") else y
 
-    def max_grad(grad: TensorType, x: TensorType, **attrs: Any) -> TensorType:
-        one_dtype(op, grad=grad, x=x)
-        _matches(op, grad, _pooled(op, x.shape, attrs))
-        return TensorType.of(x.shape, x.dtype, _order(op, x))
 
-    def avg_grad(grad: TensorType, shape: Shape, **attrs: Any) -> TensorType:
-        one_dtype(op, grad=grad)
-        if len(shape) != grad.rank:
-            raise GraphError(
-                f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank",
-                remedy="give the shape of the forward input",
-            )
-        _matches(op, grad, _pooled(op, shape, attrs or {"size": grad.shape[2:]}))
-        return TensorType.of(shape, grad.dtype, _order(op, grad))
+def _infer_max_grad(op: str, grad: TensorType, x: TensorType, **attrs: Any) -> TensorType:
+    one_dtype(op, grad=grad, x=x)
+    check_gradient(op, grad, _pooled(op, x.shape, attrs))
+    return TensorType.of(x.shape, x.dtype, result_order(op, x))
 
-    if not op.endswith("grad"):
-        return forward
-    return avg_grad if "avg" in op else max_grad
+
+def _infer_avg_grad(op: str, grad: TensorType, shape: Shape, **attrs: Any) -> TensorType:
+    one_dtype(op, grad=grad)
+    if len(shape) != grad.rank:
+        raise GraphError(
+            f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank",
+            remedy="give the shape of the forward input",
+        )
+    check_gradient(op, grad, _pooled(op, shape, attrs or {"size": grad.shape[2:]}))
+    return TensorType.of(shape, grad.dtype, result_order(op, grad))
 
 
 def _flops(op: str, ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
-    """One operation per tap of each window, there and back. Adaptive windows overlap where the
+    """One operation per element of each window, there and back. Adaptive windows overlap where the
     sizes do not divide, and are counted as they are."""
     assert ins[0] is not None
-    x, y = (
-        (ins[0].shape, outs[0].shape) if not op.endswith("grad") else (outs[0].shape, ins[0].shape)
-    )
+    x, y = ins[0].shape, outs[0].shape
+    if op.endswith("grad"):
+        x, y = y, x
     if "kernel" in attrs:
         return float(prod(y) * prod(attrs["kernel"]))
-    taps = 1
+    elements = prod(x[:2])
     for n, count in zip(x[2:], y[2:], strict=True):
-        taps *= sum(-(-(i + 1) * n // count) - i * n // count for i in range(count))
-    return float(prod(x[:2]) * taps)
+        elements *= sum(-(-(i + 1) * n // count) - i * n // count for i in range(count))
+    return float(elements)
 
 
 # ---- references ------------------------------------------------------------------------------
@@ -201,13 +198,13 @@ _KERNELS = {
 }
 
 
-def _kernel(base: str, t: torch.Tensor, back: bool = False) -> Callable[..., Any]:
+def _kernel(base: str, t: Tensor, back: bool = False) -> Callable[..., Any]:
     name = _KERNELS[base][back].format(max(t.ndim - 2, 2))
     found: Callable[..., Any] = getattr(torch.ops.aten, name)
     return found
 
 
-def _image(t: torch.Tensor) -> torch.Tensor:
+def _image(t: Tensor) -> Tensor:
     """One row is an image of height 1."""
     return t.unsqueeze(2) if t.ndim == 3 else t
 
@@ -223,42 +220,40 @@ def _args(base: str, attrs: Mapping[str, Any]) -> list[Any]:
     return args
 
 
-def _back(op: str, like: torch.Tensor, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _back(op: str, like: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
     """Results as rows again where ``like`` is, in the memory order that inference promises."""
-    order = _order(op, TensorType.from_tensor(like))
+    order = result_order(op, TensorType.from_tensor(like))
     return tuple(ordered(r.squeeze(2) if like.ndim == 3 else r, order) for r in results)
 
 
-def mean_gradient_faults(x: torch.Tensor) -> bool:
+def mean_gradient_faults(x: Tensor) -> bool:
     """Whether PyTorch's gradient of means of padded windows must not be asked for: on a GPU that of
     channels last forgets the padding (2.11; mended by pytorch/pytorch#188345)."""
     return x.is_cuda and x.ndim == 4 and not x.is_contiguous()
 
 
-def _reference(op: str, base: str) -> Callable[..., Any]:
-    def forward(x: torch.Tensor, **attrs: Any) -> Any:
-        given = x
-        if base == "avg_pool" and x.requires_grad and mean_gradient_faults(x):
-            x = x.contiguous()
-        found = _kernel(base, x)(_image(x), *_args(base, attrs))
-        if op.endswith("indices"):
-            return _back(op, given, *found)
-        return _back(op, given, found[0] if isinstance(found, tuple) else found)[0]
+def _reference(op: str, x: Tensor, **attrs: Any) -> Any:
+    base, given = _base(op), x
+    if base == "avg_pool" and x.requires_grad and mean_gradient_faults(x):
+        x = x.contiguous()
+    found = _kernel(base, x)(_image(x), *_args(base, attrs))
+    if op.endswith("indices"):
+        return _back(op, given, *found)
+    return _back(op, given, found[0] if isinstance(found, tuple) else found)[0]
 
-    def max_grad(grad: torch.Tensor, x: torch.Tensor, **attrs: Any) -> torch.Tensor:
-        args = _args(base, attrs)
-        _, where = _kernel(base, x)(_image(x), *args)
-        rest = [where] if "size" in attrs else [*args, where]
-        return _back(op, x, _kernel(base, x, back=True)(_image(grad), _image(x), *rest))[0]
 
-    def avg_grad(grad: torch.Tensor, shape: Shape, **attrs: Any) -> torch.Tensor:
-        x = _image(grad.new_empty(shape))  # only its shape is looked at
-        rest = _args(base, attrs) if attrs else []
-        return _back(op, grad, _kernel(base, grad, back=True)(_image(grad), x, *rest))[0]
+def _reference_max_grad(op: str, grad: Tensor, x: Tensor, **attrs: Any) -> Tensor:
+    base = _base(op)
+    args = _args(base, attrs)
+    _, where = _kernel(base, x)(_image(x), *args)
+    rest = [where] if "size" in attrs else [*args, where]
+    return _back(op, x, _kernel(base, x, back=True)(_image(grad), _image(x), *rest))[0]
 
-    if not op.endswith("grad"):
-        return forward
-    return avg_grad if "avg" in op else max_grad
+
+def _reference_avg_grad(op: str, grad: Tensor, shape: Shape, **attrs: Any) -> Tensor:
+    x = _image(grad.new_empty(shape))  # only its shape is looked at
+    rest = _args(_base(op), attrs) if attrs else []
+    return _back(op, grad, _kernel(_base(op), grad, back=True)(_image(grad), x, *rest))[0]
 
 
 # ---- gradients -------------------------------------------------------------------------------
@@ -294,58 +289,45 @@ def _avg_grad_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
 
 # ---- samples and the table -------------------------------------------------------------------
 
-Case = tuple[Shape, Shape, str, dict[str, Any]]  # shape of x and of the result, layout, attributes
-
-_WINDOW_CASES: tuple[Case, ...] = (
-    ((2, 3, 6, 5), (2, 3, 3, 2), "contiguous", {"kernel": 2}),
-    ((1, 2, 7, 6), (1, 2, 4, 2), "sliced", {"kernel": (3, 2), "stride": (2, 3), "padding": (1, 0)}),
-    (
-        (1, 2, 6, 5),
-        (1, 2, 4, 3),
-        "transposed",
-        {"kernel": 3, "stride": 2, "padding": 1, "ceil_mode": True},
-    ),
-    ((2, 3, 5, 5), (2, 3, 3, 3), "nhwc", {"kernel": 3, "stride": 2, "padding": 1}),
-    ((2, 3, 8), (2, 3, 4), "contiguous", {"kernel": 3, "stride": 2, "padding": 1}),
-    ((2, 3, 5), (2, 3, 3), "nhwc", {"kernel": 2, "ceil_mode": True}),
-    ((1, 2, 4, 3, 4), (1, 2, 3, 2, 3), "nhwc", {"kernel": 2, "stride": 1}),
-    ((2, 2, 1, 1), (2, 2, 1, 1), "contiguous", {"kernel": 1}),
-    ((0, 3, 4, 4), (0, 3, 2, 2), "contiguous", {"kernel": 2}),
+# shape of x, its layout, attributes
+_CASES: tuple[tuple[Shape, str, dict[str, Any]], ...] = (
+    ((2, 3, 6, 5), "contiguous", {"kernel": 2}),
+    ((1, 2, 7, 6), "sliced", {"kernel": (3, 2), "stride": (2, 3), "padding": (1, 0)}),
+    ((1, 2, 6, 5), "transposed", {"kernel": 3, "stride": 2, "padding": 1, "ceil_mode": True}),
+    ((2, 3, 5, 5), "nhwc", {"kernel": 3, "stride": 2, "padding": 1}),
+    ((2, 3, 8), "contiguous", {"kernel": 3, "stride": 2, "padding": 1}),
+    ((2, 3, 5), "nhwc", {"kernel": 2, "ceil_mode": True}),
+    ((1, 2, 4, 3, 4), "nhwc", {"kernel": 2, "stride": 1}),
+    ((2, 2, 1, 1), "contiguous", {"kernel": 1}),
+    ((0, 3, 4, 4), "contiguous", {"kernel": 2}),
+    ((1, 2, 6, 6), "nhwc", {"kernel": 2, "dilation": 3, "stride": 1}),
+    ((1, 2, 5, 5), "nhwc", {"kernel": 3, "stride": 2, "padding": 1, "count_include_pad": False}),
+    ((2, 2, 5), "contiguous", {"kernel": 2, "divisor": 3}),
+    ((2, 3, 6, 5), "contiguous", {"size": 2}),
+    ((2, 3, 5, 4), "nhwc", {"size": (3, None)}),
+    ((2, 3, 4, 5), "nhwc", {"size": 1}),
+    ((1, 2, 3, 4), "transposed", {"size": (5, 3)}),
+    ((2, 3, 7), "contiguous", {"size": (3,)}),
+    ((2, 3, 7), "nhwc", {"size": 2}),
+    ((1, 2, 4, 3, 5), "nhwc", {"size": (2, 2, 3)}),
+    ((0, 3, 4, 4), "contiguous", {"size": 2}),
 )
-_ADAPTIVE_CASES: tuple[Case, ...] = (
-    ((2, 3, 6, 5), (2, 3, 2, 2), "contiguous", {"size": 2}),
-    ((2, 3, 5, 4), (2, 3, 3, 4), "nhwc", {"size": (3, None)}),
-    ((2, 3, 4, 5), (2, 3, 1, 1), "nhwc", {"size": 1}),
-    ((1, 2, 3, 4), (1, 2, 5, 3), "transposed", {"size": (5, 3)}),
-    ((2, 3, 7), (2, 3, 3), "contiguous", {"size": (3,)}),
-    ((2, 3, 7), (2, 3, 2), "nhwc", {"size": 2}),
-    ((1, 2, 4, 3, 5), (1, 2, 2, 2, 3), "nhwc", {"size": (2, 2, 3)}),
-    ((0, 3, 4, 4), (0, 3, 2, 2), "contiguous", {"size": 2}),
-)
-_OWN_CASES: dict[str, tuple[Case, ...]] = {
-    "max_pool": (((1, 2, 6, 6), (1, 2, 3, 3), "nhwc", {"kernel": 2, "dilation": 3, "stride": 1}),),
-    "avg_pool": (
-        (
-            (1, 2, 5, 5),
-            (1, 2, 3, 3),
-            "nhwc",
-            {"kernel": 3, "stride": 2, "padding": 1, "count_include_pad": False},
-        ),
-        ((2, 2, 5), (2, 2, 2), "contiguous", {"kernel": 2, "divisor": 3}),
-    ),
-}
 
 
 def _samples(op: str, base: str) -> list[Sample]:
-    """The shared cases and the operator's own, as inputs of it or of its gradient."""
-    kind = "distinct" if "max" in base else "normal"
+    """The cases whose attributes the pool has, as inputs of it or of its gradient."""
+    known, kind = _ATTRS[base], "distinct" if "max" in base else "normal"
     found = []
-    shared = _ADAPTIVE_CASES if "adaptive" in base else _WINDOW_CASES
-    for shape, result, layout, attrs in (*shared, *_OWN_CASES.get(base, ())):
+    for shape, layout, attrs in _CASES:
+        if not attrs.keys() <= known.keys():
+            continue
         x = Arg(shape, kind, layout=layout)
         if not op.endswith("grad"):
             found.append(Sample((x,), attrs))
-        elif kind == "distinct":
+            continue
+        given = {n: known[n].coerce(n, attrs.get(n, known[n].default)) for n in known}
+        result = _pooled(base, shape, _complete(base, [TensorType.of(shape, "f32")], given))
+        if kind == "distinct":
             found.append(Sample((Arg(result), x), attrs))
         else:
             rest = {name: value for name, value in attrs.items() if name != "size"}
@@ -356,55 +338,54 @@ def _samples(op: str, base: str) -> list[Sample]:
     return found
 
 
-def _define(base: str, role: str, doc: str) -> OpDef:
-    op, maximum, grad = base + role, "max" in base, role == "_grad"
-    attrs = _ATTRS[base]
-    if grad and not maximum:
-        attrs = {"shape": _SHAPE, **{name: a for name, a in attrs.items() if name != "size"}}
-    rules = (_max_vjp, _max_grad_vjp) if maximum else (_avg_vjp, _avg_grad_vjp)
+def _base(op: str) -> str:
+    """The pool that an operator belongs to."""
+    return op.removesuffix("_grad").removesuffix("_with_indices")
+
+
+# by pool and gradient: inputs, inference, reference and gradient
+_RULES: dict[tuple[str, bool], tuple[Any, ...]] = {
+    ("max", False): (("x",), _infer, _reference, _max_vjp),
+    ("max", True): (("grad", "x"), _infer_max_grad, _reference_max_grad, _max_grad_vjp),
+    ("avg", False): (("x",), _infer, _reference, _avg_vjp),
+    ("avg", True): (("grad",), _infer_avg_grad, _reference_avg_grad, _avg_grad_vjp),
+}
+
+
+def _define(op: str, doc: str) -> OpDef:
+    base, kind, grad = _base(op), "max" if "max" in op else "avg", op.endswith("grad")
+    attrs, (inputs, infer, reference, vjp) = _ATTRS[base], _RULES[kind, grad]
+    if grad and kind == "avg":
+        attrs = {"shape": SHAPE_OF_X, **{name: a for name, a in attrs.items() if name != "size"}}
     return OpDef(
         name=op,
         doc=doc,
-        inputs=(("grad", "x") if maximum else ("grad",)) if grad else ("x",),
+        inputs=inputs,
         attrs=attrs,
         complete=partial(_complete, op),
-        infer=_infer(op),
-        reference=_reference(op, base),
+        infer=partial(infer, op),
+        reference=partial(reference, op),
         fusion=Fusion.OPAQUE if grad else Fusion.REDUCTION,
-        vjp=partial(rules[grad], base),
+        vjp=partial(vjp, base),
         flops=partial(_flops, op),
         samples=partial(_samples, op, base),
     )
 
 
-OPS = tuple(
-    _define(base, role, doc)
-    for base, role, doc in (
-        ("max_pool", "", "The largest element of each window of x [N, C, ...]; nan wins."),
-        (
-            "max_pool",
-            "_with_indices",
-            "The largest element of each window, and its place in the flattened image as int64.",
-        ),
-        ("max_pool", "_grad", "The gradient of max_pool: each window's goes to its winner in x."),
-        ("avg_pool", "", "The mean of each window of x [N, C, ...]."),
-        ("avg_pool", "_grad", "The gradient of avg_pool: each window's is shared out evenly."),
-        ("adaptive_max_pool", "", "The largest elements of ``size`` windows that cover x."),
-        (
-            "adaptive_max_pool",
-            "_with_indices",
-            "The largest elements of ``size`` windows that cover x, and their places as int64.",
-        ),
-        (
-            "adaptive_max_pool",
-            "_grad",
-            "The gradient of adaptive_max_pool: each window's goes to its winner in x.",
-        ),
-        ("adaptive_avg_pool", "", "The means of ``size`` windows that cover x [N, C, ...]."),
-        (
-            "adaptive_avg_pool",
-            "_grad",
-            "The gradient of adaptive_avg_pool: each window's is shared out evenly.",
-        ),
-    )
-)
+_LARGEST = "The largest elements of ``size`` windows that cover x"
+_DOCS = {
+    "max_pool": "The largest element of each window of x [N, C, ...]; nan wins.",
+    "max_pool_with_indices": "The largest element of each window, and its place in the flattened "
+    "image as int64.",
+    "max_pool_grad": "The gradient of max_pool: each window's goes to its winner in x.",
+    "avg_pool": "The mean of each window of x [N, C, ...].",
+    "avg_pool_grad": "The gradient of avg_pool: each window's is shared out evenly.",
+    "adaptive_max_pool": f"{_LARGEST}.",
+    "adaptive_max_pool_with_indices": f"{_LARGEST}, and their places as int64.",
+    "adaptive_max_pool_grad": "The gradient of adaptive_max_pool: each window's goes to its winner "
+    "in x.",
+    "adaptive_avg_pool": "The means of ``size`` windows that cover x [N, C, ...].",
+    "adaptive_avg_pool_grad": "The gradient of adaptive_avg_pool: each window's is shared out "
+    "evenly.",
+}
+OPS = tuple(_define(op, doc) for op, doc in _DOCS.items())

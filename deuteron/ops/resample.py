@@ -7,6 +7,7 @@ factors themselves when they are given, so they stay in the node beside the size
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil, isfinite
 from typing import Any
@@ -20,6 +21,7 @@ from deuteron.ops.conv import at_least, memory_order, ordered, per_dim, spatial_
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.matmul import one_dtype
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
+from deuteron.ops.pool import check_gradient
 from deuteron.ops.samples import Arg, Sample
 
 Types = Sequence[TensorType | None]
@@ -172,16 +174,16 @@ def _resize_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.resize(v.grad, size=v.arg(0).shape[2:], **how)]
 
 
-def _resize_flops(op: str, ins: Types, outs: Types, attrs: Mapping[str, Any]) -> float:
+def _resize_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
     """A multiplication and an addition per element blended; moving elements costs nothing."""
-    assert ins[0] is not None and outs[0] is not None
-    x, y = (outs[0], ins[0]) if op == "resize_grad" else (ins[0], outs[0])
+    x, y = (outs[0], ins[0]) if "shape" in attrs else (ins[0], outs[0])
+    assert x is not None and y is not None
     if attrs["mode"] == "area":
         return float(max(x.numel, y.numel))
-    taps = _MODES[attrs["mode"]][1] ** (x.rank - 2)
+    blended = _MODES[attrs["mode"]][1] ** (x.rank - 2)
     for n, m in zip(x.shape[2:], y.shape[2:], strict=True):
-        taps *= ceil(n / m) if attrs["antialias"] else 1
-    return 2.0 * taps * y.numel if taps > 1 else 0.0
+        blended *= ceil(n / m) if attrs["antialias"] else 1
+    return 2.0 * blended * y.numel if blended > 1 else 0.0
 
 
 # shape of x, its layout, spatial size of the result, attributes
@@ -199,7 +201,7 @@ _CASES: tuple[tuple[Shape, str, Shape, dict[str, Any]], ...] = (
         (1, 2, 5, 6),
         "sliced",
         (3, 3),
-        {"mode": "bilinear", "antialias": True, "align_corners": True},
+        {"mode": "bilinear"} | {"antialias": True, "align_corners": True},
     ),
     ((2, 3, 5), "contiguous", (8,), {"mode": "nearest-exact", "scale": 1.7}),
     ((2, 3, 5), "nhwc", (8,), {"mode": "linear"}),
@@ -223,40 +225,30 @@ def _resize_samples(op: str) -> list[Sample]:
     return found
 
 
-RESIZE = tuple(
-    OpDef(
-        name=name,
-        doc=doc,
-        inputs=(given,),
-        attrs=attrs,
-        complete=partial(_complete, name),
-        infer=infer,
-        reference=reference,
-        fusion=Fusion.OPAQUE,
-        vjp=vjp,
-        flops=partial(_resize_flops, name),
-        samples=partial(_resize_samples, name),
-    )
-    for name, given, attrs, infer, reference, vjp, doc in (
-        (
-            "resize",
-            "x",
-            _RESIZE,
-            _resize_infer,
-            _resize_reference,
-            _resize_vjp,
-            "x [N, C, ...] at another spatial size, given as size or as scale factors.",
-        ),
-        (
-            "resize_grad",
-            "grad",
-            _RESIZE_GRAD,
-            _resize_grad_infer,
-            _resize_grad_reference,
-            _resize_grad_vjp,
-            "The gradient of resize: each element's goes back to what it blended.",
-        ),
-    )
+RESIZE = OpDef(
+    name="resize",
+    doc="x [N, C, ...] at another spatial size, given as size or as scale factors.",
+    inputs=("x",),
+    attrs=_RESIZE,
+    complete=partial(_complete, "resize"),
+    infer=_resize_infer,
+    reference=_resize_reference,
+    fusion=Fusion.OPAQUE,
+    vjp=_resize_vjp,
+    flops=_resize_flops,
+    samples=partial(_resize_samples, "resize"),
+)
+RESIZE_GRAD = replace(
+    RESIZE,
+    name="resize_grad",
+    doc="The gradient of resize: each element's goes back to what it blended.",
+    inputs=("grad",),
+    attrs=_RESIZE_GRAD,
+    complete=partial(_complete, "resize_grad"),
+    infer=_resize_grad_infer,
+    reference=_resize_grad_reference,
+    vjp=_resize_grad_vjp,
+    samples=partial(_resize_samples, "resize_grad"),
 )
 
 # ---- pixel shuffles: channels to places and back ----------------------------------------------
@@ -309,6 +301,10 @@ def _shuffle_samples(small: bool) -> list[Sample]:
     return found
 
 
+_PIXEL = {
+    "pixel_shuffle": "[..., C·r², H, W] → [..., C, H·r, W·r]: r² channels become r × r places.",
+    "pixel_unshuffle": "[..., C, H·r, W·r] → [..., C·r², H, W]: r × r places become r² channels.",
+}
 PIXEL = tuple(
     OpDef(
         name=name,
@@ -318,22 +314,11 @@ PIXEL = tuple(
         infer=partial(_shuffle_infer, name),
         reference=partial(_shuffle_reference, name),
         fusion=Fusion.INJECTIVE,
-        vjp=partial(_shuffle_vjp, inverse),
+        vjp=partial(_shuffle_vjp, next(other for other in _PIXEL if other != name)),
         flops=lambda ins, outs, attrs: 0.0,
         samples=partial(_shuffle_samples, name == "pixel_shuffle"),
     )
-    for name, inverse, doc in (
-        (
-            "pixel_shuffle",
-            "pixel_unshuffle",
-            "[..., C·r², H, W] → [..., C, H·r, W·r]: r² channels become r × r places.",
-        ),
-        (
-            "pixel_unshuffle",
-            "pixel_shuffle",
-            "[..., C, H·r, W·r] → [..., C·r², H, W]: r × r places become r² channels.",
-        ),
-    )
+    for name, doc in _PIXEL.items()
 )
 
 # ---- grid_sample -----------------------------------------------------------------------------
@@ -368,12 +353,7 @@ def _sample_grad_infer(
     grad: TensorType, x: TensorType, grid: TensorType, mode: str, **how: Any
 ) -> tuple[TensorType, TensorType]:
     one_dtype("grid_sample_grad", grad=grad, x=x)
-    made = _sampled("grid_sample_grad", x, grid, mode)
-    if grad.shape != made:
-        raise GraphError(
-            f"grid_sample_grad: grad is {list(grad.shape)}, the forward result {list(made)}",
-            remedy="use the inputs of the forward operator",
-        )
+    check_gradient("grid_sample_grad", grad, _sampled("grid_sample_grad", x, grid, mode))
     return TensorType.of(x.shape, x.dtype), TensorType.of(grid.shape, x.dtype)
 
 
@@ -407,8 +387,8 @@ def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, An
     """Two operations per neighbour blended; the gradient blends once for x and once for grid."""
     x = ins[-2]
     assert x is not None and ins[0] is not None
-    taps = float(_MODES[attrs["mode"]][1] ** (x.rank - 2))
-    return 2 * taps * (2 * ins[0].numel if len(outs) == 2 else outs[0].numel)
+    blended = float(_MODES[attrs["mode"]][1] ** (x.rank - 2))
+    return 2 * blended * (2 * ins[0].numel if len(outs) == 2 else outs[0].numel)
 
 
 def _sample_samples(inputs: int) -> list[Sample]:
@@ -422,38 +402,28 @@ def _sample_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return list(b.grid_sample_grad(v.grad, v.arg(0), v.arg(1), **v.attrs))
 
 
-GRID = tuple(
-    OpDef(
-        name=name,
-        doc=doc,
-        inputs=inputs,
-        attrs=_SAMPLE,
-        infer=infer,
-        reference=reference,
-        fusion=Fusion.OPAQUE,
-        vjp=vjp,
-        flops=_sample_flops,
-        samples=partial(_sample_samples, len(inputs)),
-    )
-    for name, inputs, infer, reference, vjp, doc in (
-        (
-            "grid_sample",
-            ("x", "grid"),
-            _sample_infer,
-            F.grid_sample,
-            _sample_vjp,
-            "x [N, C, H, W] read at the places that grid [N, h, w, 2] names, as (across, down) "
-            "from −1 to 1; a volume takes grid [N, d, h, w, 3].",
-        ),
-        (
-            "grid_sample_grad",
-            ("grad", "x", "grid"),
-            _sample_grad_infer,
-            _sample_grad_reference,
-            None,
-            "The gradients of grid_sample for x and for grid. It has none of its own.",
-        ),
-    )
+GRID = OpDef(
+    name="grid_sample",
+    doc="x [N, C, H, W] read at the places that grid [N, h, w, 2] names, as (across, down) "
+    "from −1 to 1; a volume takes grid [N, d, h, w, 3].",
+    inputs=("x", "grid"),
+    attrs=_SAMPLE,
+    infer=_sample_infer,
+    reference=F.grid_sample,
+    fusion=Fusion.OPAQUE,
+    vjp=_sample_vjp,
+    flops=_sample_flops,
+    samples=partial(_sample_samples, 2),
+)
+GRID_GRAD = replace(
+    GRID,
+    name="grid_sample_grad",
+    doc="The gradients of grid_sample for x and for grid. It has none of its own.",
+    inputs=("grad", "x", "grid"),
+    infer=_sample_grad_infer,
+    reference=_sample_grad_reference,
+    vjp=None,
+    samples=partial(_sample_samples, 3),
 )
 
-OPS = (*RESIZE, *PIXEL, *GRID)
+OPS = (RESIZE, RESIZE_GRAD, *PIXEL, GRID, GRID_GRAD)

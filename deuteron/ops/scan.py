@@ -7,8 +7,8 @@ and booleans become int64. Torch's scans do the work, with the order of sums fix
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -33,10 +33,6 @@ def _wide(x: torch.Tensor) -> torch.dtype | None:
 # ---- running sums and products -------------------------------------------------------------------
 
 
-def _total_infer(x: TensorType, axis: int) -> TensorType:
-    return TensorType.of(x.shape, x.dtype if x.dtype.is_float else int64)
-
-
 def _total_reference(scan: Callable[..., torch.Tensor], x: torch.Tensor, axis: int) -> torch.Tensor:
     wide = _wide(x)
     with fixed_order(x):
@@ -48,10 +44,6 @@ def _cumsum_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     """Element i is in every sum from the i-th on: a sum that runs backwards."""
     axis = v.attrs["axis"]
     return [b.flip(b.cumsum(b.flip(v.grad, axes=axis), axis=axis), axes=axis)]
-
-
-def _cumprod_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    return [b.cumprod_grad(v.grad, v.arg(0), axis=v.attrs["axis"])]
 
 
 def _cumprod_grad_infer(grad: TensorType, x: TensorType, axis: int) -> TensorType:
@@ -100,12 +92,6 @@ def _extreme_infer(x: TensorType, axis: int) -> tuple[TensorType, TensorType]:
     return values, values.with_dtype(int64)
 
 
-def _extreme_reference(
-    scan: Callable[..., Any], x: torch.Tensor, axis: int
-) -> tuple[torch.Tensor, ...]:
-    return tuple(scan(x, axis))
-
-
 def _extreme_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     """Each result's gradient goes to the element it was; what led for a while collects several."""
     if v.grads[0] is None:
@@ -149,62 +135,46 @@ def _grad_samples() -> tuple[Sample, ...]:
     )
 
 
-TOTALS = tuple(
-    OpDef(
-        name=name,
-        doc=doc,
-        inputs=("x",),
-        attrs={"axis": AXIS},
-        complete=with_axis,
-        infer=_total_infer,
-        reference=partial(_total_reference, scan),
-        fusion=Fusion.OPAQUE,
-        vjp=vjp,
-        flops=input_flops(1),
-        samples=partial(_samples, "normal"),
-    )
-    for name, scan, vjp, doc in (
-        (
-            "cumsum",
-            torch.cumsum,
-            _cumsum_vjp,
-            "The sum of all elements up to each one, along axis.",
-        ),
-        (
-            "cumprod",
-            torch.cumprod,
-            _cumprod_vjp,
-            "The product of all elements up to each one, along axis.",
-        ),
-    )
+CUMSUM = OpDef(
+    name="cumsum",
+    doc="The sum of all elements up to each one, along axis.",
+    inputs=("x",),
+    attrs={"axis": AXIS},
+    complete=with_axis,
+    infer=lambda x, axis: TensorType.of(x.shape, x.dtype if x.dtype.is_float else int64),
+    reference=partial(_total_reference, torch.cumsum),
+    fusion=Fusion.OPAQUE,
+    vjp=_cumsum_vjp,
+    flops=input_flops(1),
+    samples=partial(_samples, "normal"),
 )
-
-CUMPROD_GRAD = OpDef(
+CUMPROD = replace(
+    CUMSUM,
+    name="cumprod",
+    doc="The product of all elements up to each one, along axis.",
+    reference=partial(_total_reference, torch.cumprod),
+    vjp=lambda b, v: [b.cumprod_grad(v.grad, v.arg(0), axis=v.attrs["axis"])],
+)
+CUMPROD_GRAD = replace(
+    CUMSUM,
     name="cumprod_grad",
     doc="The gradient of cumprod, right where elements are zero too. It has none of its own.",
     inputs=("grad", "x"),
-    attrs={"axis": AXIS},
-    complete=with_axis,
     infer=_cumprod_grad_infer,
     reference=_cumprod_grad_reference,
-    fusion=Fusion.OPAQUE,
+    vjp=None,
     flops=input_flops(5),
     samples=_grad_samples,
 )
-
 EXTREMES = tuple(
-    OpDef(
+    replace(
+        CUMSUM,
         name=name,
         doc=f"The {what} element so far along axis, and its place on the axis as int64: the last "
         "of equals; nan wins.",
-        inputs=("x",),
-        attrs={"axis": AXIS},
-        complete=with_axis,
         infer=_extreme_infer,
-        reference=partial(_extreme_reference, scan),
-        fusion=Fusion.OPAQUE,
+        reference=lambda x, axis, scan=scan: tuple(scan(x, axis)),
         vjp=_extreme_vjp,
-        flops=input_flops(1),
         samples=partial(_samples, "distinct"),
     )
     for name, scan, what in (
@@ -213,4 +183,4 @@ EXTREMES = tuple(
     )
 )
 
-OPS = (*TOTALS, CUMPROD_GRAD, *EXTREMES)
+OPS = (CUMSUM, CUMPROD, CUMPROD_GRAD, *EXTREMES)

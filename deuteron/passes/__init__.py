@@ -19,7 +19,7 @@ from deuteron.passes.fold_batch_norm import fold_batch_norm
 from deuteron.passes.fuse import Veto, fuse
 from deuteron.passes.join_rope import join_rope
 from deuteron.passes.keep_signs import keep_signs
-from deuteron.passes.keep_taps import keep_taps
+from deuteron.passes.keep_winners import keep_winners
 from deuteron.passes.layout import choose_layout
 from deuteron.passes.simplify import algebra, canonicalise
 
@@ -35,7 +35,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
     Pass("expand again", expand),  # what the layout took out of row-major order
     Pass("keep signs", keep_signs),  # of batch norm's result, for the gradient on a GPU
-    Pass("keep taps", keep_taps),  # of a max pool's windows, likewise
+    Pass("keep winners", keep_winners),  # of a max pool's windows, likewise
     Pass("fold constants again", fold_constants),  # the weights' own conversions
     Pass("canonicalise again", canonicalise),  # conversions that cancel
     Pass("common subexpressions", common_subexpressions),

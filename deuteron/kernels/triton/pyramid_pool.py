@@ -14,29 +14,49 @@ Backwards an element gathers the gradients of the cells it lies in, at most a fe
 nothing is added by atomics and two runs agree to the last bit. A maximum is looked up first: one
 launch writes each cell's winner, the next compares. Ties go to the first, nan to the last, as in
 torch.
+
+Written out, this is a pool per grid, each of which reads x again, and a concatenation; cells of a
+maximum with more than 255 elements would be torch's. One launch instead of five takes 39 µs instead
+of 67 for a small image, with its gradient 239 instead of 383 (bench/results/small-h200.md). Large
+images were not measured on a GPU: there it saves three of four reads of x.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from deuteron.ir.types import TensorType
 from deuteron.kernels.triton.launch import Launchable
 
+NONE: tl.constexpr = tl.constexpr(2**31 - 1)  # no winner yet
 
-@dataclass(frozen=True)
-class Way:
-    """A program's planes, rows and columns of each that it holds at a time, and its warps."""
+
+class Tile(NamedTuple):
+    """A program's planes, and rows and columns of each that it holds at a time."""
 
     planes: int
     rows: int
     columns: int
-    warps: int
+
+
+class Grids(NamedTuple):
+    """Cells per side of each grid, all cells, and all rows of cells. ``flat``: images are rows.
+    ``last``: channels are adjacent; ``adjacent``: the elements of a row are. One element lies in at
+    most ``tall`` rows and ``broad`` columns of cells of a grid."""
+
+    sizes: tuple[int, ...]
+    cells: int
+    bands: int
+    flat: bool
+    last: bool
+    adjacent: bool
+    tall: int
+    broad: int
 
 
 @triton.jit
@@ -51,7 +71,18 @@ def _spread_out(n, AT: tl.constexpr, LAST: tl.constexpr):
 
 
 @triton.jit
-def _winner(held, where, AXIS: tl.constexpr, NONE: tl.constexpr):
+def _place(block, channels, sn, sc, G: tl.constexpr, T: tl.constexpr):
+    """Image and channels of a block of planes, and where they begin. A block stays in one image, so
+    that channels that are adjacent in memory are seen to be."""
+    blocks = tl.cdiv(channels, T.planes)
+    n = block // blocks
+    channel = _spread_out(block % blocks * T.planes + tl.arange(0, T.planes), "plane", G.last)
+    start = n.to(tl.int64) * sn + (channel if G.last else channel.to(tl.int64) * sc)
+    return n, channel, start
+
+
+@triton.jit
+def _winner(held, where, AXIS: tl.constexpr):
     """The largest along an axis and its place: the first of equals, the last nan."""
     odd = held != held
     some = tl.max(odd.to(tl.int32), AXIS, keep_dims=True) > 0
@@ -62,18 +93,16 @@ def _winner(held, where, AXIS: tl.constexpr, NONE: tl.constexpr):
 
 
 @triton.jit
-def _place(block, channels, sn, sc, PLANES: tl.constexpr, LAST: tl.constexpr):
-    """Image and channels of a block of planes, and where they begin. A block stays in one image, so
-    that channels that are adjacent in memory are seen to be."""
-    blocks = tl.cdiv(channels, PLANES)
-    n = block // blocks
-    channel = _spread_out(block % blocks * PLANES + tl.arange(0, PLANES), "plane", LAST)
-    start = n.to(tl.int64) * sn + (channel if LAST else channel.to(tl.int64) * sc)
-    return n, channel, start
+def _joined(held, where, AXIS: tl.constexpr, KIND: tl.constexpr):
+    """What is held along an axis comes to."""
+    if KIND == "avg":
+        return tl.sum(held, AXIS, keep_dims=True), where
+    else:
+        return _winner(held, where, AXIS)
 
 
 @triton.jit
-def _take(held, where, v, inside, place, KIND: tl.constexpr, NONE: tl.constexpr):
+def _take(held, where, v, inside, place, KIND: tl.constexpr):
     """A tile of elements joins what is held of those before."""
     if KIND == "avg":
         held += v
@@ -87,187 +116,133 @@ def _take(held, where, v, inside, place, KIND: tl.constexpr, NONE: tl.constexpr)
 
 
 @triton.jit
-def _put(out, held, where, count, live, AXIS: tl.constexpr, KIND: tl.constexpr, NONE: tl.constexpr):
+def _put(out, held, where, count, live, AXIS: tl.constexpr, KIND: tl.constexpr):
     """The result of a cell, from what its columns came to."""
-    kind = out.dtype.element_ty
+    held, where = _joined(held, where, AXIS, KIND)
     if KIND == "avg":
-        tl.store(out, (tl.sum(held, AXIS, keep_dims=True) / count).to(kind), mask=live)
+        held = held / count
+    tl.store(out, (where if KIND == "where" else held).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _span(i, length, count):
+    """Where the i-th of ``count`` cells over ``length`` elements begins and ends."""
+    return i * length // count, ((i + 1) * length + count - 1) // count
+
+
+@triton.jit
+def _pool(x, y, sizes, strides, KIND: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    """All cells of some planes, or, where channels are adjacent, one row of cells of one grid.
+    KIND: "avg", "max", or "where", which writes the winner's place in the image."""
+    channels, height, width = sizes
+    sn, sc, sh, sw = strides
+    row = _spread_out(tl.arange(0, T.rows), "row", G.last)
+    column = _spread_out(tl.arange(0, T.columns), "column", G.last)
+    if G.last:
+        band = tl.program_id(0) % G.bands
+        n, channel, start = _place(tl.program_id(0) // G.bands, channels, sn, sc, G, T)
+        size, i, base = G.sizes[0], band, 0
+        first_band, begin = 0, 0
+        for g in tl.static_range(len(G.sizes)):
+            if band >= first_band:
+                size, i, base = G.sizes[g], band - first_band, begin
+            first_band += 1 if G.flat else G.sizes[g]
+            begin += G.sizes[g] if G.flat else G.sizes[g] * G.sizes[g]
+        out = y + (n.to(tl.int64) * channels + channel) * G.cells + base + i * size
+        at = (channel, row, column, channels, height, width, sh, sw)
+        _cells_last(x + start, out, i, size, at, KIND, G, T)
     else:
-        best, place = _winner(held, where, AXIS, NONE)
-        tl.store(out, (best if KIND == "max" else place).to(kind), mask=live)
+        n, channel, start = _place(tl.program_id(0), channels, sn, sc, G, T)
+        source = x + start + (column if G.adjacent else column.to(tl.int64) * sw)
+        out = y + (n.to(tl.int64) * channels + channel) * G.cells
+        at = (channel, row, column, channels, height, width, sh, sw)
+        begin = 0
+        for g in tl.static_range(len(G.sizes)):
+            size = G.sizes[g]
+            for i in range(1 if G.flat else size):
+                _cells_of_rows(source, out + begin + i * size, i, size, at, KIND, G, T)
+            begin += size if G.flat else size * size
 
 
 @triton.jit
-def _pool(
-    x,
-    y,
-    channels,
-    height,
-    width,
-    sn,
-    sc,
-    sh,
-    sw,
-    SIZES: tl.constexpr,
-    CELLS: tl.constexpr,
-    FLAT: tl.constexpr,
-    KIND: tl.constexpr,
-    ADJACENT: tl.constexpr,
-    PLANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """All cells of PLANES planes. KIND: "avg", "max", or "where", which writes the winner's place
-    in the image. ADJACENT says that a row is. A row of cells is added up from above to below."""
-    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    NONE: tl.constexpr = 2147483647
+def _cells_of_rows(source, out, i, size, at, KIND: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    """The i-th row of cells of a grid, whole rows at a time: first every column from above to
+    below, then what belongs to each cell."""
+    channel, row, column, channels, height, width, sh, _ = at
+    WIDE: tl.constexpr = tl.float64 if source.dtype.element_ty == tl.float64 else tl.float32
     EMPTY: tl.constexpr = 0.0 if KIND == "avg" else float("-inf")
-    n, channel, start = _place(tl.program_id(0), channels, sn, sc, PLANES, False)
-    row = tl.arange(0, ROWS)[None, :, None]
-    column = tl.arange(0, COLUMNS)[None, None, :]
-    source = x + start + (column if ADJACENT else column.to(tl.int64) * sw)
+    top, bottom = _span(i, height, 1 if G.flat else size)
     live = (channel < channels) & (column < width)
-    begin = 0
-    for g in tl.static_range(len(SIZES)):
-        size = SIZES[g]
-        rows = 1 if FLAT else size
-        for i in range(rows):
-            top = i * height // rows
-            bottom = ((i + 1) * height + rows - 1) // rows
-            held = tl.full((PLANES, ROWS, COLUMNS), EMPTY, WIDE)
-            where = tl.full((PLANES, ROWS, COLUMNS), NONE, tl.int32)
-            for first in range(top, bottom, ROWS):
-                here = first + row
-                inside = live & (here < bottom)
-                v = tl.load(source + here.to(tl.int64) * sh, mask=inside, other=0.0).to(WIDE)
-                held, where = _take(held, where, v, inside, here * width + column, KIND, NONE)
-            if KIND == "avg":
-                held = tl.sum(held, 1, keep_dims=True)
-            else:
-                held, where = _winner(held, where, 1, NONE)
-            for j in range(size):
-                left = j * width // size
-                right = ((j + 1) * width + size - 1) // size
-                mine = (column >= left) & (column < right)
-                out = y + (n.to(tl.int64) * channels + channel) * CELLS + begin + i * size + j
-                count = (bottom - top) * (right - left)
-                cell, places = tl.where(mine, held, EMPTY), tl.where(mine, where, NONE)
-                _put(out, cell, places, count, channel < channels, 2, KIND, NONE)
-        begin += size if FLAT else size * size
+    held = tl.full((T.planes, T.rows, T.columns), EMPTY, WIDE)
+    where = tl.full((T.planes, T.rows, T.columns), NONE, tl.int32)
+    for first in range(top, bottom, T.rows):
+        here = first + row
+        inside = live & (here < bottom)
+        v = tl.load(source + here.to(tl.int64) * sh, mask=inside, other=0.0).to(WIDE)
+        held, where = _take(held, where, v, inside, here * width + column, KIND)
+    held, where = _joined(held, where, 1, KIND)
+    for j in range(size):
+        left, right = _span(j, width, size)
+        mine = (column >= left) & (column < right)
+        cell, places = tl.where(mine, held, EMPTY), tl.where(mine, where, NONE)
+        count = (bottom - top) * (right - left)
+        _put(out + j, cell, places, count, channel < channels, 2, KIND)
 
 
 @triton.jit
-def _pool_last(
-    x,
-    y,
-    channels,
-    height,
-    width,
-    sn,
-    sc,
-    sh,
-    sw,
-    SIZES: tl.constexpr,
-    BANDS: tl.constexpr,
-    CELLS: tl.constexpr,
-    FLAT: tl.constexpr,
-    KIND: tl.constexpr,
-    PLANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """One row of cells of one grid, for channels that are adjacent in memory: vectors of channels
-    are added up cell by cell."""
-    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    NONE: tl.constexpr = 2147483647
+def _cells_last(source, out, i, size, at, KIND: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    """The i-th row of cells of a grid, cell by cell, for channels that are adjacent in memory."""
+    channel, row, column, channels, height, width, sh, sw = at
+    WIDE: tl.constexpr = tl.float64 if source.dtype.element_ty == tl.float64 else tl.float32
     EMPTY: tl.constexpr = 0.0 if KIND == "avg" else float("-inf")
-    band = tl.program_id(0) % BANDS
-    n, channel, start = _place(tl.program_id(0) // BANDS, channels, sn, sc, PLANES, True)
-    size, i, base = SIZES[0], band, 0
-    first_band, begin = 0, 0
-    for g in tl.static_range(len(SIZES)):
-        if band >= first_band:
-            size, i, base = SIZES[g], band - first_band, begin
-        first_band += 1 if FLAT else SIZES[g]
-        begin += SIZES[g] if FLAT else SIZES[g] * SIZES[g]
-    rows = 1 if FLAT else size
-    top = i * height // rows
-    bottom = ((i + 1) * height + rows - 1) // rows
-    row = tl.arange(0, ROWS)[:, None, None]
-    column = tl.arange(0, COLUMNS)[None, :, None]
+    top, bottom = _span(i, height, 1 if G.flat else size)
     for j in range(size):
-        left = j * width // size
-        right = ((j + 1) * width + size - 1) // size
-        held = tl.full((ROWS, COLUMNS, PLANES), EMPTY, WIDE)
-        where = tl.full((ROWS, COLUMNS, PLANES), NONE, tl.int32)
-        for first in range(top, bottom, ROWS):
+        left, right = _span(j, width, size)
+        held = tl.full((T.rows, T.columns, T.planes), EMPTY, WIDE)
+        where = tl.full((T.rows, T.columns, T.planes), NONE, tl.int32)
+        for first in range(top, bottom, T.rows):
             here = first + row
-            for left_most in range(left, right, COLUMNS):
+            for left_most in range(left, right, T.columns):
                 there = left_most + column
                 inside = (channel < channels) & (here < bottom) & (there < right)
-                at = x + (here.to(tl.int64) * sh + there.to(tl.int64) * sw) + start
-                v = tl.load(at, mask=inside, other=0.0).to(WIDE)
-                held, where = _take(held, where, v, inside, here * width + there, KIND, NONE)
-        if KIND == "avg":
-            held = tl.sum(held, 0, keep_dims=True)
-        else:
-            held, where = _winner(held, where, 0, NONE)
-        out = y + (n.to(tl.int64) * channels + channel) * CELLS + base + i * size + j
-        _put(out, held, where, (bottom - top) * (right - left), channel < channels, 1, KIND, NONE)
+                far = here.to(tl.int64) * sh + there.to(tl.int64) * sw
+                v = tl.load(source + far, mask=inside, other=0.0).to(WIDE)
+                held, where = _take(held, where, v, inside, here * width + there, KIND)
+        held, where = _joined(held, where, 0, KIND)
+        count = (bottom - top) * (right - left)
+        _put(out + j, held, where, count, channel < channels, 1, KIND)
 
 
 @triton.jit
-def _spread(
-    grad,
-    where,
-    dx,
-    channels,
-    height,
-    width,
-    sn,
-    sc,
-    sh,
-    sw,
-    SIZES: tl.constexpr,
-    TALL: tl.constexpr,
-    BROAD: tl.constexpr,
-    CELLS: tl.constexpr,
-    FLAT: tl.constexpr,
-    LAST: tl.constexpr,
-    ADJACENT: tl.constexpr,
-    PLANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """dx in a tile of PLANES planes. TALL and BROAD say in how many rows and columns of cells of a
-    grid one element can lie. What a cell is follows from rows and columns apart, so little is
+def _spread(grad, where, dx, sizes, strides, G: tl.constexpr, T: tl.constexpr):
+    """dx in a tile of some planes. What a cell is follows from rows and columns apart, so little is
     computed for every element."""
     WIDE: tl.constexpr = tl.float64 if dx.dtype.element_ty == tl.float64 else tl.float32
-    down = tl.cdiv(height, ROWS)
-    across = tl.cdiv(width, COLUMNS)
+    channels, height, width = sizes
+    sn, sc, sh, sw = strides
+    down = tl.cdiv(height, T.rows)
+    across = tl.cdiv(width, T.columns)
     piece = tl.program_id(0) % (down * across)
-    n, channel, start = _place(tl.program_id(0) // (down * across), channels, sn, sc, PLANES, LAST)
-    row = _spread_out(piece // across * ROWS + tl.arange(0, ROWS), "row", LAST)
-    column = _spread_out(piece % across * COLUMNS + tl.arange(0, COLUMNS), "column", LAST)
+    n, channel, start = _place(tl.program_id(0) // (down * across), channels, sn, sc, G, T)
+    row = _spread_out(piece // across * T.rows + tl.arange(0, T.rows), "row", G.last)
+    column = _spread_out(piece % across * T.columns + tl.arange(0, T.columns), "column", G.last)
     live = (channel < channels) & (row < height) & (column < width)
-    total = tl.zeros((ROWS, COLUMNS, PLANES) if LAST else (PLANES, ROWS, COLUMNS), WIDE)
-    base = (n.to(tl.int64) * channels + channel) * CELLS
+    total = tl.zeros(live.shape, WIDE)
+    base = (n.to(tl.int64) * channels + channel) * G.cells
     begin = 0
-    for g in tl.static_range(len(SIZES)):
-        size = SIZES[g]
-        rows = 1 if FLAT else size
-        for di in tl.static_range(TALL):
+    for g in tl.static_range(len(G.sizes)):
+        size = G.sizes[g]
+        rows = 1 if G.flat else size
+        for di in tl.static_range(G.tall):
             i = row * rows // height + di
-            top = i * height // rows
-            bottom = ((i + 1) * height + rows - 1) // rows
-            for dj in tl.static_range(BROAD):
+            top, bottom = _span(i, height, rows)
+            for dj in tl.static_range(G.broad):
                 j = column * size // width + dj
-                left = j * width // size
-                right = ((j + 1) * width + size - 1) // size
+                left, right = _span(j, width, size)
                 inside = live
-                if TALL > 1:
+                if G.tall > 1:
                     inside = inside & (i < rows) & (top <= row)
-                if BROAD > 1:
+                if G.broad > 1:
                     inside = inside & (j < size) & (left <= column)
                 at = base + (begin + i * size) + j
                 v = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
@@ -277,16 +252,16 @@ def _spread(
                 else:  # what is not inside was read as 0
                     share = (1.0 / (bottom - top).to(WIDE)) * (1.0 / (right - left).to(WIDE))
                     total += v * share
-        begin += size if FLAT else size * size
+        begin += size if G.flat else size * size
     far = row.to(tl.int64) * sh
-    if ADJACENT:
+    if G.adjacent:
         at = dx + start + far + column
     else:
         at = dx + (far + column.to(tl.int64) * sw) + start
     tl.store(at, total.to(dx.dtype.element_ty), mask=live)
 
 
-pool, pool_last, spread = Launchable(_pool), Launchable(_pool_last), Launchable(_spread)
+pool, spread = Launchable(_pool), Launchable(_spread)
 
 
 def most_cells(length: int, size: int) -> int:
@@ -296,82 +271,53 @@ def most_cells(length: int, size: int) -> int:
     return max(-(-(k + 1) * size // length) - k * size // length for k in range(length))
 
 
-@dataclass(frozen=True)
-class Image:
-    """[N, C, H, W] or [N, C, W] in memory, and the grids over it."""
+class Image(NamedTuple):
+    """[N, C, H, W] in memory, a row as an image of height 1, and the grids over it."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    sizes: tuple[int, ...]
+    images: int
+    sizes: tuple[int, int, int]  # channels, height and width
+    strides: tuple[int, int, int, int]
+    grids: Grids
 
-    @property
-    def flat(self) -> bool:
-        return len(self.shape) == 3
+    @staticmethod
+    def of(t: TensorType, sizes: tuple[int, ...]) -> Image:
+        (n, c, *space), (sn, sc, *steps), flat = t.shape, t.strides, t.rank == 3
+        (height, width), (sh, sw) = (1, *space)[-2:], (0, *steps)[-2:]
+        cells, bands = sum(sizes), len(sizes)
+        if not flat:
+            cells, bands = sum(s * s for s in sizes), cells
+        tall, broad = (max(most_cells(side, s) for s in sizes) for side in (height, width))
+        known = (flat, sc == 1 and c > 1, sw == 1, 1 if flat else tall, broad)
+        grids = Grids(sizes, cells, bands, *known)
+        return Image(n, (c, height, width), (sn, sc, sh, sw), grids)
 
-    @property
-    def cells(self) -> int:
-        return sum(s if self.flat else s * s for s in self.sizes)
-
-    @property
-    def last(self) -> bool:
-        """Whether channels are adjacent in memory."""
-        return self.strides[1] == 1 and self.shape[1] > 1
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """channels, height, width and the four strides, as the kernels take them."""
-        (_, c, *space), (sn, sc, *steps) = self.shape, self.strides
-        return (c, *(1, *space)[-2:], sn, sc, *(0, *steps)[-2:])
-
-    def blocks(self, way: Way) -> int:
-        return self.shape[0] * -(-self.shape[1] // way.planes)
-
-    def constants(self, way: Way) -> dict[str, Any]:
-        return {
-            "SIZES": self.sizes,
-            "CELLS": self.cells,
-            "FLAT": self.flat,
-            "PLANES": way.planes,
-            "ROWS": way.rows,
-            "COLUMNS": way.columns,
-        }
-
-    def reach(self) -> dict[str, int]:
-        height, width = (1, *self.shape[2:])[-2:]
-        tall = 1 if self.flat else max(most_cells(height, s) for s in self.sizes)
-        return {"TALL": tall, "BROAD": max(most_cells(width, s) for s in self.sizes)}
+    def programs(self, tile: Tile) -> int:
+        """Blocks of planes."""
+        return self.images * -(-self.sizes[0] // tile.planes)
 
 
-def forward(image: Image, kind: str, way: Way) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def forward(
+    image: Image, kind: str, tile: Tile, warps: int
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``run(x, y)``; kind "where" writes the places of the winners into an int32 y."""
-    numbers, constants = image.numbers, image.constants(way) | {"KIND": kind}
-    bands = len(image.sizes) if image.flat else sum(image.sizes)
-    kernel, more = pool, {"ADJACENT": image.strides[-1] == 1}
-    grid = (image.blocks(way),)
-    if image.last:
-        kernel, more, grid = pool_last, {"BANDS": bands}, (image.blocks(way) * bands,)
+    _, sizes, strides, grids = image
+    programs = (image.programs(tile) * (grids.bands if grids.last else 1),)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> None:
-        kernel(grid, x, y, *numbers, warps=way.warps, **constants, **more)
+        pool(programs, x, y, sizes, strides, warps=warps, KIND=kind, G=grids, T=tile)
 
     return run
 
 
 def backward(
-    image: Image, way: Way, winners: Callable[[torch.Tensor, torch.Tensor], None] | None
+    image: Image, tile: Tile, warps: int
 ) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
-    """``run(grad, x, dx)``; ``winners`` finds those of x where the pool is a maximum."""
-    numbers, constants = image.numbers, image.constants(way) | image.reach()
-    constants |= {"LAST": image.last, "ADJACENT": image.strides[-1] == 1}
-    pieces = -(-numbers[1] // way.rows) * -(-numbers[2] // way.columns)
-    grid = (image.blocks(way) * pieces,)
+    """``run(grad, winners, dx)``; where the pool is a mean there are no winners."""
+    _, sizes, strides, grids = image
+    pieces = -(-sizes[1] // tile.rows) * -(-sizes[2] // tile.columns)
+    programs = (image.programs(tile) * pieces,)
 
-    def run(grad: torch.Tensor, x: torch.Tensor | None, dx: torch.Tensor) -> None:
-        where = None
-        if winners is not None:
-            assert x is not None
-            where = torch.empty(grad.shape, dtype=torch.int32, device=grad.device)
-            winners(x, where)
-        spread(grid, grad, where, dx, *numbers, warps=way.warps, **constants)
+    def run(grad: torch.Tensor, where: torch.Tensor | None, dx: torch.Tensor) -> None:
+        spread(programs, grad, where, dx, sizes, strides, warps=warps, G=grids, T=tile)
 
     return run

@@ -1,10 +1,10 @@
-"""A max pool keeps which tap of each window won, a byte, for its gradient to read instead of
+"""A max pool keeps which element of each window won, a byte, for its gradient to read instead of
 looking for the winners in x again.
 
-    y = max_pool(x)                          y, taps = max_pool_with_taps(x)
-    max_pool_grad(grad, x)             →     max_pool_taps_grad(grad, taps)
+    y = max_pool(x)                          y, winners = max_pool_with_winners(x)
+    max_pool_grad(grad, x)             →     max_pool_winners_grad(grad, winners)
 
-It happens for GPUs, where a kernel of ours notes the taps on the way.
+It happens for GPUs, where a kernel of ours notes the winners on the way.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import carry, start
 from deuteron.ops import table
 from deuteron.ops.conv import memory_order
-from deuteron.ops.pool_taps import fits
+from deuteron.ops.pool_winners import fits
 from deuteron.passes.context import Context
 from deuteron.target import has_triton
 
 
-def keep_taps(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with taps for every max pool whose gradient is in it, too."""
+def keep_winners(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with winners kept for every max pool whose gradient is in it, too."""
     if not ctx.target.is_cuda or not has_triton():
         return graph
     pools = {_pool(n) for n in graph.nodes if _is_pool(graph, n)}
@@ -27,25 +27,24 @@ def keep_taps(graph: Graph, ctx: Context) -> Graph:
     if not asked:
         return graph
     build, names = start(graph, table.infer)
-    taps = {}
+    winners = {}
     for node in graph.nodes:
         forward, back = _is_pool(graph, node), node.op == "max_pool_grad"
         key = _pool(node) if forward or back else None
         if key not in asked:
             carry(build, names, node, graph)
         elif forward:
-            y, taps[key] = build.emit(
-                "max_pool_with_taps", [names[node.uses[0]]], node.attrs, source=node.source
+            given = [names[node.uses[0]]]
+            names[node.outputs[0]], winners[key] = build.emit(
+                "max_pool_with_winners", given, node.attrs, source=node.source
             )
-            names[node.outputs[0]] = y
         else:
             x = graph.types[node.uses[1]]
             attrs = {**node.attrs, "shape": x.shape, "order": memory_order(x)}
-            given = [names[node.uses[0]], taps[key]]
-            names[node.output] = build.emit("max_pool_taps_grad", given, attrs, source=node.source)[
-                0
-            ]
-            ctx.fired["taps instead of a search"] += 1
+            given = [names[node.uses[0]], winners[key]]
+            made = build.emit("max_pool_winners_grad", given, attrs, source=node.source)
+            names[node.output] = made[0]
+            ctx.fired["winners instead of a search"] += 1
     for name, value in graph.outputs:
         build.output(name, names[value])
     return build.finish()

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.ir.types import TensorType
-from deuteron.kernels.taps import Taps
+from deuteron.kernels.resample_map import AxisMap
 
-UNROLLED = 8  # taps along an axis that are written out one by one
+UNROLLED = 8  # reads along an axis that are written out one by one
 MOST_ROWS = 2**31 - 2**20  # which are counted in 32 bits
 MOST_COPIES = 16  # of an element that is repeated
 FEW = 2**21  # results: with fewer, large programs would leave multiprocessors idle
 
 
 @dataclass(frozen=True)
-class Way:
+class ResampleTile:
     """A program's planes, rows and columns, its warps, and whether it walks down the rows; or which
     kernel of ``resample_regular.py`` it is."""
 
@@ -27,15 +27,15 @@ class Way:
     regular: str = ""
 
 
-def ways(x: TensorType, y: TensorType, down: Taps, across: Taps) -> list[Way]:
-    """Ways worth trying, most promising first."""
+def cuts(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
+    """Those worth trying, most promising first."""
     return [*regular(x, y, down, across), *walks(y, down, across), *tiles(y, down, across)]
 
 
 # ---- places that follow from numbers -------------------------------------------------------------
 
 
-def regular(x: TensorType, y: TensorType, down: Taps, across: Taps) -> list[Way]:
+def regular(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
     """Tiles in which a thread has 16 bytes of what it writes."""
     kind = _kind(x, y, down, across)
     each = 16 * 8 // y.dtype.bits
@@ -44,16 +44,16 @@ def regular(x: TensorType, y: TensorType, down: Taps, across: Taps) -> list[Way]
         room = warps * 32 * each
         if kind in ("means_pairs", "repeat_rows"):
             columns = _evenly(width, min(256, room), 32)
-            found.append(Way(1, room // columns, columns, warps, False, kind))
+            found.append(ResampleTile(1, room // columns, columns, warps, False, kind))
         elif kind:
             planes = _evenly(y.shape[1], min(64, room), 8)
             rows = min(warps // 2, power_of_two((1, *y.shape[2:])[-2]))
             columns = max(1, min(room // planes // rows, power_of_two(width)))
-            found.append(Way(planes, rows, columns, warps, False, kind))
+            found.append(ResampleTile(planes, rows, columns, warps, False, kind))
     return found
 
 
-def _kind(x: TensorType, y: TensorType, down: Taps, across: Taps) -> str:
+def _kind(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap) -> str:
     """The kernel that takes it, or nothing."""
     adjacent = 1 if is_last(y) else -1
     if x.strides[adjacent] != 1 or y.strides[adjacent] != 1:
@@ -73,7 +73,7 @@ def _kind(x: TensorType, y: TensorType, down: Taps, across: Taps) -> str:
 # ---- places in a table ---------------------------------------------------------------------------
 
 
-def walks(y: TensorType, down: Taps, across: Taps) -> list[Way]:
+def walks(y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
     """Programs that go down the rows, where some are read again, most promising first."""
     height, most = (1, *y.shape[2:])[-2], max(down.most, across.most)
     if down.has_gaps or most > UNROLLED or down.most * height <= down.length:
@@ -83,19 +83,19 @@ def walks(y: TensorType, down: Taps, across: Taps) -> list[Way]:
     lengths = (32, 16) if most > 2 and height > down.length else (16, 8)
     if y.numel < FEW:
         lengths = (8, 4)
-    return [Way(planes, rows, columns, 4, True) for rows in lengths]
+    return [ResampleTile(planes, rows, columns, 4, True) for rows in lengths]
 
 
-def tiles(y: TensorType, down: Taps, across: Taps) -> list[Way]:
-    """Programs that read all taps of their results, most promising first. The more taps, the fewer
-    results a thread has registers for."""
+def tiles(y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
+    """Programs that read all that their results need, most promising first. The more that is, the
+    fewer results a thread has registers for."""
     height, most = (1, *y.shape[2:])[-2], max(down.most, across.most)
     each = _held(y, 16 if most <= 2 else 8 if most <= 4 else 4)
     found = []
     for rows in (4, 2) if each > 4 else (2, 1):
         rows = min(rows, power_of_two(height))
         planes, columns = _sides(y, each * 128 // rows * (2 if is_last(y) else 1))
-        found.append(Way(planes, rows, columns, 4))
+        found.append(ResampleTile(planes, rows, columns, 4))
     return list(dict.fromkeys(found))
 
 

@@ -6,8 +6,8 @@ Resizing by any rule and averaging are such maps, one along each axis, and so ar
 which read the other way round. Places and weights are found as torch finds them on a GPU, in
 float32, and in float64 for float64; nearest elements always in float32.
 
-Taps that fall on one element, as at the border of an image, are added up here. So an infinite
-element there stays infinite where torch makes nan of ∞ − ∞.
+Weights of reads that fall on one element, as at the border of an image, are added up here. So an
+infinite element there stays infinite where torch makes nan of ∞ − ∞.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Taps:
+class AxisMap:
     """``length`` elements are read. Weights [most, n] and divisors [n] are left out where they
     are all 1."""
 
@@ -42,7 +42,7 @@ class Taps:
 
     @cached_property
     def has_gaps(self) -> bool:
-        """Whether elements between two results' taps are skipped."""
+        """Whether elements between those that two results read are skipped."""
         return bool((self.first[1:] > self.first[:-1] + self.most).any())
 
     @cached_property
@@ -50,10 +50,6 @@ class Taps:
         """Whether somebody reads fewer than most though there would be more."""
         room = (self.length - self.first).clamp(max=self.most)
         return bool((self.count < room).any())
-
-    @property
-    def tables(self) -> tuple[Tensor | None, ...]:
-        return self.first, self.count, self.weights, self.divisors
 
     @cached_property
     def steps(self) -> tuple[int, int] | None:
@@ -91,45 +87,42 @@ class Taps:
 
     @property
     def scale(self) -> float:
-        """The weight of every tap, where there is but one weight."""
+        """The weight of everything that is read, where there is but one weight."""
         return 1.0 if self.weights is None else float(self.weights[0, 0])
 
     @cached_property
-    def transposed(self) -> Taps:
-        """Who reads each element, and with which weight: the map of the gradient. First and last
-        taps never go back along the axis, so an element's readers stand next to each other."""
+    def transposed(self) -> AxisMap:
+        """Who reads each element, and with which weight: the map of the gradient. What results read
+        never goes back along the axis, so an element's readers stand next to each other."""
         return self._trimmed()._turned()
 
-    def _trimmed(self) -> Taps:
-        """Without last taps of weight 0, as an upsampled image has one at its border."""
+    def _trimmed(self) -> AxisMap:
+        """Without last reads of weight 0, as an upsampled image has one at its border."""
         if self.weights is None:
             return self
         lasting = (self.weights != 0).int() * torch.arange(1, self.most + 1)[:, None]
         count = lasting.amax(0).clamp(min=1).minimum(self.count).int()
         if ((self.first + count).diff() < 0).any():
             return self
-        return Taps(self.length, self.first, count, self.weights[: int(count.max())])
+        return AxisMap(self.length, self.first, count, self.weights[: int(count.max())])
 
-    def _turned(self) -> Taps:
+    def _turned(self) -> AxisMap:
         each = torch.arange(self.length)
         first = torch.searchsorted(self.first + self.count, each, right=True)
         count = torch.searchsorted(self.first.contiguous(), each, right=True) - first
-        found = Taps(self.results, first.int(), count.clamp(min=0).int())
-        given = self._as_weights()
+        found = AxisMap(self.results, first.int(), count.clamp(min=0).int())
+        given = self.weights
+        if self.divisors is not None:
+            given = (1.0 / self.divisors).expand(self.most, -1)
         if given is None:
             return found
-        tap = torch.arange(self.most)[:, None].expand_as(given)
+        step = torch.arange(self.most)[:, None].expand_as(given)
         reader = torch.arange(self.results).expand_as(given)
-        element = (self.first + tap).clamp(max=self.length - 1).long()
-        there = tap < self.count
+        element = (self.first + step).clamp(max=self.length - 1).long()
+        there = step < self.count
         weights = given.new_zeros(found.most, self.length)
         weights[(reader - first[element])[there], element[there]] = given[there]
-        return Taps(self.results, found.first, found.count, weights)
-
-    def _as_weights(self) -> Tensor | None:
-        if self.divisors is None:
-            return self.weights
-        return (1.0 / self.divisors).expand(self.most, -1)
+        return AxisMap(self.results, found.first, found.count, weights)
 
 
 def _real(double: bool) -> torch.dtype:
@@ -137,21 +130,21 @@ def _real(double: bool) -> torch.dtype:
 
 
 @lru_cache(256)
-def untouched(length: int) -> Taps:
+def untouched(length: int) -> AxisMap:
     """Every element is itself."""
-    return Taps(length, torch.arange(length).int(), torch.ones(length).int())
+    return AxisMap(length, torch.arange(length).int(), torch.ones(length).int())
 
 
 # ---- means ---------------------------------------------------------------------------------------
 
 
 @lru_cache(256)
-def cells(length: int, size: int, double: bool) -> Taps:
+def cells(length: int, size: int, double: bool) -> AxisMap:
     """Means over ``size`` cells that cover the axis, and overlap where they do not divide it."""
     i = torch.arange(size)
     first = i * length // size
     count = -(-(i + 1) * length // size) - first
-    return Taps(length, first.int(), count.int(), None, count.to(_real(double)))
+    return AxisMap(length, first.int(), count.int(), None, count.to(_real(double)))
 
 
 @lru_cache(256)
@@ -164,7 +157,7 @@ def windows(
     padding_counts: bool,
     divisor: int | None,
     double: bool,
-) -> Taps:
+) -> AxisMap:
     """Means over windows; ``divisor`` stands for the count."""
     start = torch.arange(size) * stride - padding
     end = (start + kernel).clamp(max=length + padding)
@@ -173,7 +166,7 @@ def windows(
     by = end - start if padding_counts else count.clamp(min=1)
     if divisor is not None:
         by = torch.full_like(by, divisor)
-    return Taps(length, first.int(), count.int(), None, by.to(_real(double)))
+    return AxisMap(length, first.int(), count.int(), None, by.to(_real(double)))
 
 
 # ---- resizing ------------------------------------------------------------------------------------
@@ -188,7 +181,7 @@ def resized(
     antialias: bool,
     scale: float | None,
     double: bool,
-) -> Taps:
+) -> AxisMap:
     """An axis at another size; ``scale`` is the factor if one was given."""
     if length == size:
         return untouched(length)
@@ -214,32 +207,28 @@ def _step(length: int, size: int, corners: bool, scale: float | None, double: bo
     """How far apart the places of two results are in what is read."""
     kind = _real(double)
     if corners:
-        return (
-            torch.tensor(length - 1, dtype=kind) / (size - 1)
-            if size > 1
-            else torch.zeros(1, dtype=kind)
-        )
+        return torch.tensor(length - 1 if size > 1 else 0, dtype=kind) / max(size - 1, 1)
     if scale is not None:
         return torch.tensor(1.0 / scale, dtype=kind)
     return torch.tensor(length, dtype=kind) / size
 
 
-def _nearest(length: int, size: int, scale: float | None, half: float) -> Taps:
+def _nearest(length: int, size: int, scale: float | None, half: float) -> AxisMap:
     place = torch.arange(size, dtype=torch.float32) + half
     source = (place * _step(length, size, False, scale, False)).floor()
     first = source.clamp(max=length - 1).int()
-    return Taps(length, first, torch.ones_like(first))
+    return AxisMap(length, first, torch.ones_like(first))
 
 
-def _clamped(length: int, first: Tensor, weights: Tensor) -> Taps:
-    """Taps outside read the element at the border, to whose weight theirs is added."""
+def _clamped(length: int, first: Tensor, weights: Tensor) -> AxisMap:
+    """What lies outside is read at the border, to whose weight its own is added."""
     wanted = first + torch.arange(len(weights))[:, None]
     begin = first.clamp(min=0, max=length - 1)
     count = (first + len(weights)).clamp(max=length) - begin
     total = torch.zeros_like(weights)
     total.scatter_add_(0, (wanted.clamp(0, length - 1) - begin).long(), weights)
     most = int(count.max())
-    return Taps(length, begin.int(), count.int(), total[:most].contiguous())
+    return AxisMap(length, begin.int(), count.int(), total[:most].contiguous())
 
 
 def _near(x: Tensor, a: float) -> Tensor:
@@ -274,14 +263,14 @@ _FILTERS: dict[str, tuple[Filter, float]] = {
 }
 
 
-def _smoothed(length: int, size: int, step: Tensor, shape: Filter, reach: float) -> Taps:
+def _smoothed(length: int, size: int, step: Tensor, shape: Filter, reach: float) -> AxisMap:
     """A filter as wide as the step between results, so that none of what is read is skipped."""
     wide = step.clamp(min=1.0)
     middle = step * (torch.arange(size, dtype=step.dtype) + 0.5)
     first = (middle - reach * wide + 0.5).int().clamp(min=0)
     count = (middle + reach * wide + 0.5).int().clamp(max=length) - first
-    tap = torch.arange(int(count.max()))[:, None]
-    away = (tap + (first - middle) + 0.5) * (1.0 / wide)
-    weights = torch.where(tap < count, shape(away.abs()), torch.zeros_like(away))
+    read = torch.arange(int(count.max()))[:, None]
+    away = (read + (first - middle) + 0.5) * (1.0 / wide)
+    weights = torch.where(read < count, shape(away.abs()), torch.zeros_like(away))
     total = weights.sum(0)
-    return Taps(length, first, count, weights / torch.where(total == 0, 1.0, total))
+    return AxisMap(length, first, count, weights / torch.where(total == 0, 1.0, total))

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any
+
+import torch
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.match import only_node
-from deuteron.engines.recipes import Recipe
-from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.recipes import Knobs, place
+from deuteron.engines.triton_here import MOST, one_operator, streamed
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.policy import Policy
 from deuteron.target import Target
 
 OPS = {"pyramid_pool": False, "pyramid_pool_grad": True}  # operator → whether it is the gradient
 REACHED = 0.4  # of the bandwidth of a copy, until a GPU says otherwise
-MOST = 2**31 - 2**20  # planes, places and programs are counted in 32 bits
 WIDEST = 512  # a row of the image, which a tile holds whole
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    node = refuse_anywhere(target) or only_node(region, OPS)
-    if isinstance(node, Refusal):
-        return node
+def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
     image = _image(region)
     if image.rank == 5:
         return Refusal("pools rows and images, not volumes", "pool slice by slice")
-    if image.numel == 0:
-        return Refusal("there is nothing to compute: a size is 0")
     if OPS[node.op] and not region.graph.types[node.uses[0]].is_layout("contiguous"):
         return Refusal("the gradient is not in row-major order", "to_layout(grad) first")
     if image.shape[-1] > WIDEST:
@@ -52,15 +45,11 @@ def tiles(image: TensorType) -> list[tuple[int, int, int, int]]:
     along the channels where these are adjacent. One warp needs no barriers for its sums; eight
     elements of a thread are what its registers hold."""
     channels, width = power_of_two(image.shape[1]), power_of_two(image.shape[-1])
-    height = power_of_two((1, *image.shape[2:])[-2])
+    height, found = power_of_two((1, *image.shape[2:])[-2]), []
     if image.strides[1] == 1 and image.shape[1] > 1:
-        shapes = ((32, 4, 8, 4), (32, 4, 8, 8), (64, 2, 8, 4))
-        return list(
-            dict.fromkeys(
-                (min(p, channels), min(r, height), min(c, width), w) for p, r, c, w in shapes
-            )
-        )
-    found = []
+        for planes, rows, columns, warps in ((32, 4, 8, 4), (32, 4, 8, 8), (64, 2, 8, 4)):
+            found.append((min(planes, channels), min(rows, height), min(columns, width), warps))
+        return list(dict.fromkeys(found))
     for elements, warps in ((256, 1), (512, 2), (1024, 4)):
         room = max(elements // width, 1)
         rows = min(height, room, 8)
@@ -68,41 +57,42 @@ def tiles(image: TensorType) -> list[tuple[int, int, int, int]]:
     return list(dict.fromkeys(found))
 
 
-def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
+def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
     names = ("planes", "rows", "columns", "warps")
     return [dict(zip(names, t, strict=True)) for t in tiles(_image(region))]
 
 
-def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The image from memory once; a maximum's gradient looks for the winners in a launch more."""
-    once = modelled_seconds(region_cost(region), main_dtype(region), REACHED, False, target)
-    return once + (len(region.nodes[0].uses) > 1) * target.launch
+    searches = len(region.nodes[0].uses) > 1
+    return streamed(REACHED)(region, target, knobs) + searches * target.launch
 
 
-def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.pyramid_pool import Image, Way, backward, forward
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.pyramid_pool import Image, Tile, backward, forward
 
     node, types = region.nodes[0], region.graph.types
-    way = Way(**{k: v for k, v in knobs.items() if k != "recipe"})
+    tile, warps = Tile(knobs["planes"], knobs["rows"], knobs["columns"]), knobs["warps"]
 
-    def image(t: TensorType) -> Image:
-        return Image(t.shape, t.strides, node.attrs["sizes"])
-
+    sizes = node.attrs["sizes"]
+    image = Image.of(_image(region), sizes)
     if not OPS[node.op]:
-        run = forward(image(_image(region)), node.attrs["kind"], way)
+        run = forward(image, node.attrs["kind"], tile, warps)
         return Kernel(run, writes=True, note="1 kernel")
-    x = node.uses[1] if len(node.uses) > 1 else None
-    of_x = None if x is None else Way(*tiles(types[x])[0])  # which may lie in another order
-    find = None if x is None or of_x is None else forward(image(types[x]), "where", of_x)
-    back = backward(image(_image(region)), way, find)
-    at = [region.inputs.index(v) for v in node.uses]
+    back, at = backward(image, tile, warps), [place(region, v) for v in node.uses]
+    if len(at) == 1:
+        return Kernel(lambda grad, dx: back(grad, None, dx), writes=True, note="1 kernel")
+    x, cells = types[node.uses[1]], types[node.uses[0]]
+    *sides, warps = tiles(x)[0]  # x may lie in another order
+    find = forward(Image.of(x, sizes), "where", Tile(*sides), warps)
 
-    def gradient(*tensors: Any) -> None:
-        back(tensors[at[0]], None if x is None else tensors[at[1]], tensors[-1])
+    def gradient(*tensors: torch.Tensor) -> None:
+        grad, x, dx = tensors[at[0]], tensors[at[1]], tensors[-1]
+        winners = torch.empty(cells.shape, dtype=torch.int32, device=grad.device)
+        find(x, winners)
+        back(grad, winners, dx)
 
-    scratch = 0 if x is None else 4 * types[node.uses[0]].numel
-    note = "1 kernel" if x is None else "2 kernels"
-    return Kernel(gradient, writes=True, workspace=scratch, note=note)
+    return Kernel(gradient, writes=True, workspace=4 * cells.numel, note="2 kernels")
 
 
-PYRAMID = Recipe("pyramid", _refuse, _build, _knobs, _seconds, build_s=0.4)
+PYRAMID_POOL = one_operator("pyramid", OPS, _refuse, _knobs, _seconds, _build)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, dtype, float32, int32, int64
+from deuteron.ir.dtype import dtype, float32, int32, int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.movement import check_index, lay
@@ -80,18 +80,15 @@ def _check_heads(q: TensorType, k: TensorType | None, axis: int) -> None:
             f"rope got q of {q.dtype.name} and k of {k.dtype.name}", remedy="cast one of them"
         )
     heads = 3 - axis
-    if k.rank != 4 or any(
-        a != b for d, (a, b) in enumerate(zip(q.shape, k.shape, strict=True)) if d != heads
-    ):
+    if k.rank != 4 or any(k.shape[d] != q.shape[d] for d in range(4) if d != heads):
         raise GraphError(
             f"k {list(k.shape)} does not fit q {list(q.shape)}",
             remedy=f"only the number of heads, axis {heads}, may differ",
         )
 
 
-def _check_tables(
-    cos: TensorType | None, sin: TensorType | None, dims: int, needed: int | None
-) -> None:
+def _check_tables(cos: TensorType | None, sin: TensorType | None, dims: int, needed: int) -> None:
+    """Two tables of one type, of ``needed`` rows at least, or none."""
     if cos is None and sin is None:
         return
     if cos is None or sin is None:
@@ -106,7 +103,7 @@ def _check_tables(
             remedy=f"use [positions, {dims // 2}]; of a table with each angle twice, the first "
             "half; or set dims",
         )
-    if needed is not None and cos.shape[0] < needed:
+    if cos.shape[0] < needed:
         raise GraphError(
             f"positions up to {needed - 1} are asked for, the tables have {cos.shape[0]} rows",
             remedy=f"make tables of {needed} rows, or leave them out",
@@ -119,15 +116,11 @@ def _rope_infer(
     cos: TensorType | None,
     sin: TensorType | None,
     positions: TensorType | None,
-    axis: int,
-    interleaved: bool,
-    dims: int,
-    base: float,
-    offset: int,
-    inverse: bool,
+    **a: Any,
 ) -> tuple[TensorType, ...]:
-    _check_heads(q, k, axis)
-    batch, length, features = q.shape[0], q.shape[axis], q.shape[3]
+    dims, offset, base = a["dims"], a["offset"], a["base"]
+    _check_heads(q, k, a["axis"])
+    batch, length, features = q.shape[0], q.shape[a["axis"]], q.shape[3]
     if dims < 2 or dims % 2 or dims > features:
         raise GraphError(
             f"rope cannot rotate {dims} of {features} features",
@@ -137,7 +130,7 @@ def _rope_infer(
         raise GraphError(
             f"rope with offset={offset}, base={base}", remedy="use offset ≥ 0 and base > 0"
         )
-    _check_tables(cos, sin, dims, offset + length if positions is None else None)
+    _check_tables(cos, sin, dims, offset + length if positions is None else 0)
     if positions is not None:
         check_index(positions, int64, int32)
         if positions.shape not in ((length,), (1, length), (batch, length)):
@@ -151,25 +144,22 @@ def _rope_infer(
 # ---- rope: what it is --------------------------------------------------------------------------
 
 
-def rotation_tables(
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    length: int,
-    dims: int,
-    base: float,
-    offset: int,
-    device: torch.device,
+def known_tables(length: int, dims: int, base: float, offset: int) -> tuple[Tensor, Tensor]:
+    """cos θ and sin θ of ``length`` tokens from ``offset`` on, in float64: [length, dims/2]."""
+    angles = torch.arange(offset, offset + length)[:, None] * frequencies(dims, base)
+    return angles.cos(), angles.sin()
+
+
+def _tables(
+    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, q: Tensor, a: Attributes
 ) -> tuple[Tensor, Tensor]:
     """cos θ and sin θ of every token: [S, dims/2], or [B, S, dims/2] where positions differ."""
-    if cos is not None and sin is not None:
-        if positions is None:
-            return cos[offset : offset + length], sin[offset : offset + length]
-        rows = positions.long() + offset
-        return cos[rows], sin[rows]
     if positions is None:
-        positions = torch.arange(length, device=device)
-    angles = (positions + offset).double()[..., None] * frequencies(dims, base, device)
+        positions = torch.arange(q.shape[a["axis"]], device=q.device)
+    rows = positions.long() + a["offset"]
+    if cos is not None and sin is not None:
+        return cos[rows], sin[rows]
+    angles = rows.double()[..., None] * frequencies(a["dims"], a["base"], q.device)
     return angles.cos(), angles.sin()
 
 
@@ -193,18 +183,13 @@ def _rope_reference(
     cos: Tensor | None,
     sin: Tensor | None,
     positions: Tensor | None,
-    axis: int,
-    interleaved: bool,
-    dims: int,
-    base: float,
-    offset: int,
-    inverse: bool,
+    **a: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    tables = rotation_tables(cos, sin, positions, q.shape[axis], dims, base, offset, q.device)
-    c, s = (t.unsqueeze(-2 if axis == 1 else -3).to(wide) for t in tables)
-    s = -s if inverse else s
-    outs = tuple(_rotated(x, c, s, dims, interleaved) for x in (q, k) if x is not None)
+    tables = _tables(cos, sin, positions, q, a)
+    c, s = (t.unsqueeze(-2 if a["axis"] == 1 else -3).to(wide) for t in tables)
+    s = -s if a["inverse"] else s
+    outs = tuple(_rotated(x, c, s, a["dims"], a["interleaved"]) for x in (q, k) if x is not None)
     return outs if k is not None else outs[0]
 
 
@@ -277,9 +262,7 @@ def _table_syms(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> tuple[S
         rows = b.to(positions, int64) + offset
         return b.embedding(cos, rows), b.embedding(sin, rows)
     if positions is None:
-        found = rotation_tables(
-            None, None, None, length, attrs["dims"], attrs["base"], offset, torch.device("cpu")
-        )
+        found = known_tables(length, attrs["dims"], attrs["base"], offset)
         wide = torch.float64 if q.dtype.short == "f64" else torch.float32
         return b.constant(found[0].to(wide), "cos"), b.constant(found[1].to(wide), "sin")
     steps = b.reshape(b.cast(positions, dtype="f64") + float(offset), (*positions.shape, 1))
@@ -326,20 +309,18 @@ def _rope_samples() -> tuple[Sample, ...]:
     q, k = Arg((2, 5, 3, 8)), Arg((2, 5, 1, 8))
     tables = (Arg((9, 4), "unit"), Arg((9, 4), "unit"))
     where = Arg((2, 5), "index", high=9)
-    heads_first = {"axis": 2}
+    first = {"axis": 2}  # heads before tokens
     return (
         Sample((q, k)),
         Sample((q,)),
         Sample((q, k, *tables), {"offset": 3}),
         Sample((q, k, *tables, where), {"interleaved": True}),
-        Sample((Arg((1, 3, 5, 6)), Arg((1, 2, 5, 6))), heads_first | {"interleaved": True}),
-        Sample(
-            (Arg((2, 3, 5, 7)), Arg((2, 1, 5, 7)), None, None, where), heads_first | {"dims": 4}
-        ),
+        Sample((Arg((1, 3, 5, 6)), Arg((1, 2, 5, 6))), first | {"interleaved": True}),
+        Sample((Arg((2, 3, 5, 7)), Arg((2, 1, 5, 7)), None, None, where), first | {"dims": 4}),
         Sample((q, None, *tables, Arg((5,), "index", "i32", high=8)), {"offset": 1}),
         Sample((Arg((2, 5, 3, 8), layout="transposed"), k), {"inverse": True, "offset": 7}),
         Sample((Arg((2, 5, 3, 8), layout="sliced"), Arg((2, 5, 1, 8), layout="expanded"))),
-        Sample((Arg((2, 5, 3, 8), layout="nhwc"), Arg((2, 5, 3, 8), layout="nhwc")), heads_first),
+        Sample((Arg((2, 5, 3, 8), layout="nhwc"), Arg((2, 5, 3, 8), layout="nhwc")), first),
         Sample((Arg((1, 1, 4, 10)), Arg((1, 1, 2, 10))), {"dims": 6, "base": 500.0, "offset": 11}),
         Sample((Arg((0, 5, 3, 8)), Arg((0, 5, 1, 8))), note="empty"),
         Sample((Arg((2, 0, 3, 8)), None, *tables), {"interleaved": True}, note="empty"),
@@ -367,20 +348,14 @@ ROPE = OpDef(
 # ---- sinusoidal --------------------------------------------------------------------------------
 
 
-def _result(positions: TensorType, wanted: str | None) -> DType:
-    if wanted is not None:
-        return dtype(wanted)
-    return positions.dtype if positions.dtype.is_float else float32
-
-
-def _sine_infer(
-    positions: TensorType, dim: int, base: float, interleaved: bool, dtype: str | None
-) -> TensorType:
+def _sine_infer(positions: TensorType, dim: int, base: float, **a: Any) -> TensorType:
     if dim < 2 or dim % 2 or not base > 0:
         raise GraphError(
             f"sinusoidal with dim={dim}, base={base}", remedy="use an even dim and base > 0"
         )
-    kind = _result(positions, dtype)
+    kind = positions.dtype if positions.dtype.is_float else float32
+    if a["dtype"] is not None:
+        kind = dtype(a["dtype"])
     if positions.dtype.kind == "bool" or not kind.is_float:
         raise GraphError(
             f"sinusoidal of {positions.dtype.name} positions as {kind.name}",
@@ -389,13 +364,11 @@ def _sine_infer(
     return TensorType.of((*positions.shape, dim), kind)
 
 
-def _sine_reference(
-    positions: Tensor, dim: int, base: float, interleaved: bool, dtype: str | None
-) -> Tensor:
-    kind = _result(TensorType.from_tensor(positions), dtype).torch
-    angles = positions.double()[..., None] * frequencies(dim, base, positions.device)
-    out = torch.empty((*positions.shape, dim), dtype=kind, device=positions.device)
-    sines, cosines = _pairs(out, dim, interleaved)
+def _sine_reference(positions: Tensor, **a: Any) -> Tensor:
+    made = _sine_infer(TensorType.from_tensor(positions), **a)
+    angles = positions.double()[..., None] * frequencies(a["dim"], a["base"], positions.device)
+    out = torch.empty(made.shape, dtype=made.dtype.torch, device=positions.device)
+    sines, cosines = _pairs(out, a["dim"], a["interleaved"])
     sines.copy_(angles.sin())
     cosines.copy_(angles.cos())
     return out
@@ -406,21 +379,18 @@ def _sine_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     positions, dim = v.arg(0), v.attrs["dim"]
     if not v.needs[0]:
         return [None]
-    shape = (
-        (*positions.shape, dim // 2, 2)
-        if v.attrs["interleaved"]
-        else (*positions.shape, 2, dim // 2)
-    )
-    axis = len(shape) - (1 if v.attrs["interleaved"] else 2)
-    parts = [b.reshape(b.upcast(t), shape) for t in (v.grad, v.outs[0])]
+    wide = torch.float64 if v.grad.dtype.short == "f64" else torch.float32
+    pace = frequencies(dim, v.attrs["base"]).to(wide)
+    sides, axis, pace = (dim // 2, 2), 1, pace[:, None]
+    if not v.attrs["interleaved"]:
+        sides, axis, pace = (2, dim // 2), 0, pace.t()
+    rank = positions.rank
+    parts = [b.reshape(b.upcast(t), (*positions.shape, *sides)) for t in (v.grad, v.outs[0])]
     (g_sin, sin), (g_cos, cos) = (
-        [b.slice(t, axis=axis, start=i, stop=i + 1) for t in parts] for i in (0, 1)
+        [b.slice(t, axis=rank + axis, start=i, stop=i + 1) for t in parts] for i in (0, 1)
     )
-    pace = frequencies(dim, v.attrs["base"]).to(parts[0].dtype.torch)
-    pace = pace[:, None] if v.attrs["interleaved"] else pace[None, :]
     slope = b.constant(pace, "frequencies") * (g_sin * cos - g_cos * sin)
-    total = b.sum(slope, axes=(slope.rank - 2, slope.rank - 1))
-    return [b.to(total, positions.dtype)]
+    return [b.to(b.sum(slope, axes=(rank, rank + 1)), positions.dtype)]
 
 
 SINUSOIDAL = OpDef(

@@ -1,0 +1,124 @@
+"""By range: how many elements lie in each of several equal parts, or the sum of their weights.
+
+Counts on a GPU have a kernel; all else is torch's. Sums keep one order, so that two runs agree to
+the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+import torch
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import int64
+from deuteron.ir.types import TensorType
+from deuteron.ops.determinism import fixed_order
+from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
+from deuteron.ops.reduce import input_flops
+from deuteron.ops.samples import Arg, Sample
+
+Tensor = torch.Tensor
+
+
+def _histogram_infer(
+    x: TensorType, weight: TensorType | None, bins: int, low: float, high: float
+) -> TensorType:
+    if x.dtype.kind == "bool":
+        raise GraphError(
+            "histogram of bool is not defined", remedy='cast first: cast(x, dtype="u8")'
+        )
+    if bins < 1:
+        raise GraphError(f"histogram with bins={bins}", remedy="use 1 or more")
+    if not (isfinite(low) and isfinite(high) and low < high):
+        raise GraphError(
+            f"histogram over low={low}, high={high}", remedy="give finite bounds, low below high"
+        )
+    if weight is None:
+        return TensorType.of((bins,), int64)
+    if weight.shape != x.shape or not weight.dtype.is_float:
+        raise GraphError(
+            f"weight is {weight}, x {list(x.shape)}",
+            remedy="give one weight of a float type for each element of x",
+        )
+    return TensorType.of((bins,), weight.dtype)
+
+
+def _bins_of(x: Tensor, bins: int, low: float, high: float) -> Tensor:
+    """The bin of each element, as torch.histc finds it; ``bins`` for what lies outside."""
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.double()
+    place = ((wide - low) * bins / (high - low)).floor()
+    inside = (wide >= low) & (wide <= high)
+    return torch.where(inside, place.clamp(0, bins - 1), bins).long().flatten()
+
+
+def _histogram_reference(
+    x: Tensor, weight: Tensor | None, bins: int, low: float, high: float
+) -> Tensor:
+    index = _bins_of(x, bins, low, high)
+    if weight is None:  # whole numbers: the order of sums makes no difference
+        counts = torch.zeros(bins + 1, dtype=torch.int64, device=x.device)
+        return counts.scatter_add(0, index, torch.ones_like(index))[:bins].clone()
+    wide = weight.flatten().to(torch.promote_types(weight.dtype, torch.float32))
+    sums = torch.zeros(bins + 1, dtype=wide.dtype, device=x.device)
+    with fixed_order(sums):
+        sums = sums.index_put((index,), wide, accumulate=True)
+    return sums[:bins].to(weight.dtype, copy=True)
+
+
+def _histogram_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    """A weight has the gradient of its bin. In x a histogram is flat."""
+    x, a = v.arg(0), v.attrs
+    dx = b.zeros(x.type) if v.needs[0] else None
+    if not v.has(1) or not v.needs[1]:
+        return [dx, None]
+    wide = x if x.dtype.short in ("f32", "f64") else b.cast(x, dtype="f64")
+    place = b.clamp(
+        b.floor((wide - a["low"]) * float(a["bins"]) / (a["high"] - a["low"])),
+        min=0.0,
+        max=a["bins"] - 1.0,
+    )
+    inside = b.logical_and(wide >= a["low"], wide <= a["high"])
+    safe = b.cast(b.where(inside, place, 0.0), dtype="i64")
+    picked = b.index_select(v.grad, b.reshape(safe, (-1,)), axis=0)
+    return [dx, b.where(inside, b.reshape(picked, x.shape), 0.0)]
+
+
+def _histogram_samples() -> Sequence[Sample]:
+    span = {"bins": 5, "low": -1.0, "high": 2.0}
+    near = {"bins": 7, "low": -0.5, "high": 0.5}
+    return (
+        Sample((Arg((33,)),), span),
+        Sample((Arg((4, 6), layout="transposed"),), near),
+        Sample((Arg((3, 5)), Arg((3, 5))), span),
+        Sample((Arg((3, 5), layout="sliced"), Arg((3, 5), layout="transposed")), near),
+        Sample((Arg((40,), "index", high=6),), {"bins": 6, "low": 0.0, "high": 6.0}),
+        Sample((Arg((20,), "index", "i32", high=6), Arg((20,))), {"bins": 3, "low": 0, "high": 5}),
+        Sample((Arg((0,)), Arg((0,))), span, note="empty"),
+        Sample((Arg(()),), span, note="scalar"),
+        Sample((Arg((33,), "extreme"),), span, grad=False, note="extreme"),
+    )
+
+
+HISTOGRAM = OpDef(
+    name="histogram",
+    doc="How many elements of x lie in each of ``bins`` equal parts of low … high, as int64, or "
+    "the sum of their weights. The last part includes high; what lies outside, and nan, is left "
+    "out. Sums keep one order.",
+    inputs=("x", "weight?"),
+    attrs={
+        "bins": Attr("int", doc="how many parts"),
+        "low": Attr("float", doc="where the first part begins"),
+        "high": Attr("float", doc="where the last part ends"),
+    },
+    infer=_histogram_infer,
+    reference=_histogram_reference,
+    fusion=Fusion.OPAQUE,
+    vjp=_histogram_vjp,
+    flops=input_flops(4),
+    samples=_histogram_samples,
+)
+
+OPS = (HISTOGRAM,)

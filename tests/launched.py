@@ -1,0 +1,72 @@
+"""What recipes of hand-written Triton kernels launch, compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import deuteron as dt
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.ir import Region, TensorType
+from deuteron.kernels.triton import launch
+from deuteron.policy import Policy
+from deuteron.target import target
+
+META = torch.device("meta")
+H200 = target("h200")
+
+
+def region_of(op: str, *given: TensorType | torch.Tensor | None, **attrs: Any) -> Region:
+    """The operator alone, with inputs of these types; None for one that is left out."""
+    g = dt.Graph(op)
+    types = [TensorType.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given]
+    syms = [
+        None if t is None else g.tensor(f"t{i}", t.shape, t.dtype, strides=t.strides)
+        for i, t in enumerate(types)
+    ]
+    found = getattr(g, op)(*syms, **attrs)
+    for i, y in enumerate(found if isinstance(found, tuple) else (found,)):
+        y.output(f"y{i}")
+    return Region(g.ir(), frozenset(), 0)
+
+
+def compiled(region: Region, arch: int, monkeypatch: Any, most: int = 1) -> list[Any]:
+    """The kernels that the first candidates of a region launch, in order."""
+    from triton.backends.compiler import GPUTarget
+
+    found: list[Any] = []
+
+    def build(self: Any, grid: Any, *args: Any, warps: int = 4, stages: int = 2, **fixed: Any):
+        kinds = [launch.kind_of(a) for a in args]
+        where = GPUTarget("cuda", arch, 32)
+        found.append(self.compile(kinds, fixed, warps, stages, target=where))
+
+    def settled(self: Any, grid: Any, *numbers: Any, **how: Any):
+        return lambda *tensors: build(self, grid, *tensors, *numbers, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.Launchable, "__call__", build)
+        patch.setattr(launch.Launchable, "settled", settled)
+        engine, types = TritonKernels(), region.graph.types
+        for candidate in engine.candidates(region, H200, Policy())[:most]:
+            ins, outs = (
+                [
+                    torch.empty_strided(
+                        types[v].shape, types[v].strides, dtype=types[v].dtype.torch, device=META
+                    )
+                    for v in values
+                ]
+                for values in (region.inputs, region.outputs)
+            )
+            kernel = engine.build(region, candidate, BuildContext(H200, META, Policy(), {}))
+            kernel.fill(ins, outs)
+    assert found, region.ops
+    return found
+
+
+def assert_none_spill(kernels: list[Any], arch: int, what: Any = "") -> None:
+    from tests.test_triton_gen import spilled
+
+    assert [spilled(kernel, arch) for kernel in kernels] == [0] * len(kernels), what
