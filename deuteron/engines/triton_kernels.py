@@ -25,5 +25,5 @@ class TritonKernels(RecipeEngine):
     version = "6"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        norms = (NORM_BACKWARD, GROUP_NORM, *BATCH_NORM)
+        norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
         return (*norms, ROPE, SCAN, PYRAMID, MAX_POOL, RESAMPLE, HISTOGRAM)

@@ -17,10 +17,9 @@ from deuteron.functional.library import (
     is_launch_bound,
     several_calls_win,
 )
-from deuteron.functional.operators import TORCHS, activated
+from deuteron.functional.operators import ACTIVATIONS, TORCHS, activated
 from deuteron.functional.wrapper import Plain
 from deuteron.ops import Ops, Sym
-from deuteron.ops.batch_norm import ACTIVATIONS
 from deuteron.ops.norm import suggested
 from deuteron.ops.signs import packing
 from deuteron.target import has_triton

@@ -41,7 +41,8 @@ class Launchable:
 
     Tensors become pointers: strides and sizes are arguments of their own. A None among the
     arguments is a constant: the kernel tests ``if bias is not None``. Python floats arrive as
-    float32, integers as int32 where they fit, else as int64.
+    float32, integers as int32 where they fit, else as int64. A NamedTuple of such values is one
+    argument, whose fields the kernel reads by name; so it is with constants.
 
     One that ``follows`` another kernel of ours, with the constant CHAIN, is launched while that
     still runs, and must wait for it by ``gdc_wait()`` before it reads or writes anything.
@@ -60,20 +61,7 @@ class Launchable:
         if self.interpreted:
             self.fn[grid](*args, **constants)
             return
-        raw, kinds = [], []
-        device = -1
-        for a in args:
-            if isinstance(a, torch.Tensor):
-                address = a.data_ptr()
-                raw.append(address)
-                kinds.append((a.dtype, not address & 15))
-                device = a.device.index
-            elif a is None:
-                raw.append(None)
-                kinds.append(None)
-            else:
-                raw.append(a)
-                kinds.append(_kind(a))
+        raw, kinds, device = described(args)
         key = (device, warps, stages, *kinds, *constants.items())
         found = self.ready.get(key)
         if found is None:
@@ -139,25 +127,37 @@ class Launchable:
     ) -> Any:
         """Compiled for ``target``, a GPU that need not be there, or for the current one.
 
-        ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
-        for a number, or None.
+        ``kinds`` is what :func:`described` finds of the arguments.
         """
         from triton.compiler import ASTSource
 
         names = self.fn.arg_names
-        signature, fixed, attrs = {}, dict(constants), {}
-        for i, kind in enumerate(kinds):
+        fixed: dict[tuple[int, ...], Any] = {}
+        attrs: dict[tuple[int, ...], Any] = {}
+
+        def typed(kind: Any, place: tuple[int, ...]) -> Any:
+            """How Triton writes the type; what is known of the value is noted by its place."""
             if kind is None:
-                fixed[names[i]] = None
-            else:
-                first, aligned = kind
-                signature[names[i]] = first if isinstance(first, str) else POINTERS[first]
-                if aligned:
-                    attrs[(i,)] = [["tt.divisibility", 16]]
-        for name in names:
-            signature.setdefault(name, "constexpr")
-        ordered = {name: signature[name] for name in names}
-        source = ASTSource(self.fn, ordered, constexprs=_by_place(names, fixed), attrs=attrs)
+                fixed[place] = None
+                return "constexpr"
+            if hasattr(kind, "_fields"):
+                return type(kind)(*(typed(k, (*place, i)) for i, k in enumerate(kind)))
+            first, aligned = kind
+            if aligned:
+                attrs[place] = [["tt.divisibility", 16]]
+            return first if isinstance(first, str) else POINTERS[first]
+
+        def known(value: Any, place: tuple[int, ...]) -> Any:
+            """The same for a constant; fields of a NamedTuple are constants, too."""
+            if hasattr(value, "_fields"):
+                return type(value)(*(known(v, (*place, i)) for i, v in enumerate(value)))
+            fixed[place] = value
+            return "constexpr"
+
+        signature = {names[i]: typed(k, (i,)) for i, k in enumerate(kinds)}
+        for i, name in enumerate(names[len(kinds) :], len(kinds)):
+            signature[name] = known(constants[name], (i,)) if name in constants else "constexpr"
+        source = ASTSource(self.fn, signature, constexprs=fixed, attrs=attrs)
         early = self.follows and bool(constants.get("CHAIN"))
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
         return compile_triton(source, options, target)
@@ -171,8 +171,31 @@ def chained(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _by_place(names: Sequence[str], fixed: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
-    return {(names.index(name),): value for name, value in fixed.items()}
+def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
+    """What is handed to a kernel for its arguments, what each of them is, and the device they are
+    on. An argument is (torch dtype, aligned) if it is a pointer, (name of its type, aligned) if it
+    is a number, or None; a NamedTuple is one of these."""
+    raw: list[Any] = []
+    kinds: list[Any] = []
+    device = -1
+    for a in args:
+        if a is None:
+            raw.append(None)
+            kinds.append(None)
+        elif isinstance(a, torch.Tensor):
+            address = a.data_ptr()
+            raw.append(address)
+            kinds.append((a.dtype, not address & 15))
+            device = a.device.index
+        elif isinstance(a, tuple):
+            inside, of, there = described(a)
+            raw.append(tuple(inside))
+            kinds.append(type(a)(*of))
+            device = there if there is None or there >= 0 else device
+        else:
+            raw.append(a)
+            kinds.append(_kind(a))
+    return raw, kinds, device
 
 
 def _kind(value: Any) -> tuple[str, bool]:
