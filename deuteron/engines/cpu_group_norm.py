@@ -123,7 +123,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import channels_last_norm
-    from deuteron.kernels.cpu.channel_terms import Form
+    from deuteron.kernels.cpu.norm import Kind
 
     before, norm, after = _pieces(region)
     types = region.graph.types
@@ -139,11 +139,11 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     given = {slot: value for slot, value in slots.items() if value is not None}
     x = types[given["x"]]
     param = next((types[given[p]].dtype.short for p in ("weight", "bias") if p in given), "f32")
-    form = Form(x.dtype.short, param, "f32", True, "none", frozenset(given))
+    kind = Kind("groups", tuple(sorted(given)), x.dtype.short, param)
     each = x.shape[1] // norm.attrs["groups"]
     sizes = channels_last_norm.Sizes(x.shape[0], prod(x.shape[2:]), x.shape[1], each)
     found, rooms = channels_last_norm.prepare(
-        "affine", form, sizes, norm.attrs["eps"], 0.0, {s: words[v] for s, v in given.items()}
+        "affine", kind, sizes, norm.attrs["eps"], 0.0, {s: words[v] for s, v in given.items()}
     )
     calls += found
     words |= {name: rooms[kept] for name, kept in zip(FOUND, rooms, strict=True)}

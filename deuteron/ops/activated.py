@@ -12,11 +12,21 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
+
 from deuteron.errors import GraphError
 from deuteron.ir.graph import Attrs
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
-from deuteron.ops.formula import CannotLower, Traced, is_scalar, trace, trace_gradient, trace_op
+from deuteron.ops.formula import (
+    TENSORS,
+    CannotLower,
+    Traced,
+    is_scalar,
+    trace,
+    trace_gradient,
+    trace_op,
+)
 from deuteron.ops.opdef import Attr, CostFn, Fusion
 
 ACTIVATION = Attr("str", "none", 'what follows, e.g. "relu" or "leaky_relu(negative_slope=0.2)"')
@@ -57,9 +67,12 @@ class Activation:
         return trace(formula, ("g", "z"), {})
 
     @cached_property
-    def is_piecewise(self) -> bool:
-        """Whether the slope may jump, so that near the jump a rounding of z decides about it."""
-        return any(s.op == "select" for s in trace_gradient(self.op.name, self.attrs).statements)
+    def jumps(self) -> bool:
+        """Whether the slope does, as relu's at 0: near that place a rounding of z decides."""
+        z = torch.arange(-8.0, 8.0, 1e-3, dtype=torch.float64) + 3e-4
+        slope = self.pulled(TENSORS, torch.ones_like(z), z, self(TENSORS, z))
+        steps = slope.diff().abs() / slope[1:].abs().clamp(min=1.0)
+        return bool((steps > 0.01).any())
 
     def __call__(self, b: Any, z: Any) -> Any:
         """The result, in values of ``b``: nodes, tensors or scalars."""
@@ -115,7 +128,7 @@ def canonical(types: Any, attrs: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_activation(per_element: float) -> CostFn:
-    """A cost rule: so many operations for each element of the first result, and the activation's."""
+    """A cost rule: so many operations per element of the first result, and the activation's."""
 
     def count(ins: Any, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
         act = activation(attrs["activation"])

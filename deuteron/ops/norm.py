@@ -407,9 +407,9 @@ class Norm(NamedTuple):
             ),
             OpDef(
                 name=f"{self.name}_grad",
-                doc=f"The gradients of {self.name}: dx, with ``extra`` added to it, then dweight if "
-                "there is a weight, then dbias if ``bias`` says of which type. With an activation "
-                "``grad`` is the gradient of activation(norm), whose bias is ``offset``.",
+                doc=f"The gradients of {self.name}: dx, with ``extra`` added to it, dweight if there "
+                "is a weight, dbias if ``bias`` says of which type. With an activation ``grad`` is "
+                "the gradient of activation(norm), whose bias is ``offset``.",
                 inputs=("x", "grad", "weight?", "extra?", "offset?"),
                 attrs={**self.attrs, "bias": _BIAS, "activation": ACTIVATION},
                 complete=canonical,

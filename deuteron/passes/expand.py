@@ -2,7 +2,7 @@
 wherever no kernel takes them whole.
 
 Whole they are kept on GPUs, for tensors in row-major order, and on the CPU those of norms, too (of
-layer norm and RMS norm in float32; of group norm with channels last as well) and those of pools:
+group norm with channels last as well) and those of pools:
 hand-written kernels make all their results in one pass over memory. Everywhere else the generated
 code of the simpler operators is as good, and fuses with its neighbours. A cross-entropy that joins
 positions becomes one that does not and their sum.
@@ -26,13 +26,7 @@ ANY_ROWS = frozenset({"rope"})  # whose kernels take any strides but that of the
 # Our kernels take nhwc as well as row-major, and where they do not PyTorch's own, on a CPU, are
 # quicker than the parts.
 ANY_ORDER = frozenset({"batch_norm_act", "batch_norm_act_grad"})
-ROWS_ON_CPU = {  # and the element types of each
-    "layer_norm_grad": ("f32",),
-    "rms_norm_grad": ("f32",),
-    "group_norm_grad": ("f32", "f16", "bf16"),
-    "instance_norm_grad": ("f32", "f16", "bf16"),
-}
-NORM_GRADS = frozenset(ROWS_ON_CPU)
+NORM_GRADS = frozenset({f"{name}_norm_grad" for name in ("layer", "rms", "group", "instance")})
 BENT_ON_GPU = frozenset({"group_norm_grad", "instance_norm_grad"})
 EXTRA = "extra?"  # an input that is added to the first result
 
@@ -87,9 +81,8 @@ def taken_whole(
         return POOLS[op, target.kind](given)
     plain = all(t.numel and t.is_layout("contiguous") for t in given)
     if target.is_cuda:
-        return plain
-    kinds = ROWS_ON_CPU.get(op, ())
-    known = all(t.dtype.short in kinds and 0 < t.numel < 2**31 for t in given)
+        return plain and not (op in BENT_ON_GPU and given[0].dtype.bits > 32)
+    known = op in NORM_GRADS and _stored(given) and all(t.numel < 2**31 for t in given)
     return known and (plain or (op in CHANNELS and _channels_last(given)))
 
 
