@@ -82,8 +82,8 @@ def check_like_x(name: str, x: TensorType, **others: TensorType | None) -> None:
     for slot, t in others.items():
         if t is not None and (t.shape, t.dtype) != (x.shape, x.dtype):
             raise GraphError(
-                f"{slot} of {name} is {t.dtype.name}{list(t.shape)}, "
-                f"x is {x.dtype.name}{list(x.shape)}",
+                f"{slot} of {name} is {t.dtype.short}{list(t.shape)}, "
+                f"x is {x.dtype.short}{list(x.shape)}",
                 remedy=f"give {slot} the shape and element type of x",
             )
 
@@ -407,9 +407,9 @@ class Norm(NamedTuple):
             ),
             OpDef(
                 name=f"{self.name}_grad",
-                doc=f"The gradients of {self.name}: dx, with ``extra`` added to it, dweight if there "
-                "is a weight, dbias if ``bias`` says of which type. With an activation ``grad`` is "
-                "the gradient of activation(norm), whose bias is ``offset``.",
+                doc=f"The gradients of {self.name}: dx, with ``extra`` added to it, dweight if "
+                "there is a weight, dbias if ``bias`` says of which type. With an activation "
+                "``grad`` is the gradient of activation(norm), whose bias is ``offset``.",
                 inputs=("x", "grad", "weight?", "extra?", "offset?"),
                 attrs={**self.attrs, "bias": _BIAS, "activation": ACTIVATION},
                 complete=canonical,
