@@ -99,38 +99,11 @@ def _train_reference(
         torch.zeros_like(unknown) if r is None else r.to(wide_type(x), copy=True) for r in running
     ]
     share = 1.0 if running[0] is None else momentum
-    if x.is_cpu and not x.is_contiguous():
-        y, mean, rstd, *found = _in_two_passes(x, weight, bias, eps)
-        # as torch does, and not by lerp, which makes nan of an infinity
-        new = [share * s + (1.0 - share) * n for n, s in zip(new, found, strict=True)]
-    else:
-        y, mean, rstd = torch.native_batch_norm(x, weight, bias, new[0], new[1], True, share, eps)
+    # on a CPU torch's kernel for channels last adds up all rows in one float32
+    plain = x.contiguous() if x.is_cpu else x
+    y, mean, rstd = torch.native_batch_norm(plain, weight, bias, *new, True, share, eps)
     new = [n if r is None else n.to(r.dtype) for n, r in zip(new, running, strict=True)]
     return in_order(y, x), *new, mean, rstd
-
-
-def _in_two_passes(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, ...]:
-    """y, mean and rstd, then the mean and the unbiased variance for running statistics. On a CPU
-    torch's kernel for channels last adds up all rows in one float32, and is off where the mean is
-    large; here the rest of a mean that was rounded is taken from the distances, not from it."""
-    axes, lies = (0, *range(2, x.ndim)), (1, -1, *(1 for _ in x.shape[2:]))
-    wide = x.to(wide_type(x))
-    mean = wide.mean(axes)
-    d = wide - mean.view(lies)
-    rest = d.mean(axes).nan_to_num(0.0, 0.0, 0.0)  # the mean of infinities stays one
-    d = d.sub_(rest.view(lies))
-    var = d.square().mean(axes)
-    rstd = torch.where(var.isinf(), torch.nan, torch.rsqrt(var + eps))
-    scale = rstd if weight is None else rstd * weight
-    if bias is None:
-        y = d * scale.view(lies)
-    else:
-        y = torch.addcmul(bias.view(lies), d, scale.view(lies))
-    count = x.numel() // x.shape[1]
-    mean, rstd, var = (t.detach() for t in (mean + rest, rstd, var * (count / (count - 1))))
-    return y.to(x.dtype), mean, rstd, mean, var
 
 
 def _train_vjp(b: Ops, v: Vjp) -> Gradients:

@@ -32,7 +32,7 @@ from deuteron.ops.movement import lay
 from deuteron.ops.norm import Wanted, by_channels, check_like_x, gradients, shaped
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
 from deuteron.ops.samples import Arg, Sample
-from deuteron.ops.signs import PACKED, pack, packed_of, signs_type, unpack, unpacked_of
+from deuteron.ops.signs import PACKED, pack, signs_type, unpack
 
 Tensor = torch.Tensor
 
@@ -114,7 +114,7 @@ def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list
     y, *statistics = b.batch_norm_train(*params, momentum=attrs["momentum"], eps=attrs["eps"])
     z = y if residual is None else y + residual
     y = z if act is None else act(b, z)
-    return [y, *statistics, *([] if packed == "none" else [packed_of(b, y, packed)])]
+    return [y, *statistics, *([] if packed == "none" else [pack(y, packed, b)])]
 
 
 # ---- gradient ----------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) ->
     assert grad is not None and x is not None and mean is not None and rstd is not None
     grouping, dz, act = by_channels(x.shape, 0), b.upcast(grad), activation(attrs["activation"])
     if signs is not None:
-        dz = b.one("where", unpacked_of(b, signs, x.shape, attrs["packed"]), dz, 0.0)
+        dz = b.one("where", unpack(signs, x.shape, attrs["packed"], b), dz, 0.0)
     elif act is not None:
         z = y = None if y is None else b.upcast(y)
         if z is None:
