@@ -31,7 +31,7 @@ torch.compile, with a residual 1.27 to 1.7 times (bench/results/batch_norm-h200.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -41,74 +41,35 @@ from deuteron.kernels.triton.chain import enter
 SAMPLES = tl.constexpr(8)  # values of a channel that its pivot is chosen from
 
 
-class Operands(NamedTuple):
-    """What kernels read and write; None where there is nothing, or where it is not asked for."""
+# What kernels read and write; None where there is nothing, or where it is not asked for. parts: of
+# each program two numbers for each channel; counts: of how many values they are; means: Σ dz / n
+# and rstd² · Σ dz · (x − mean) / n of each channel.
+Operands = namedtuple(
+    "Operands",
+    "x y residual signs weight bias mean rstd running_mean running_var new_mean new_var "
+    "grad dz dx dweight dbias parts counts means",
+    defaults=(None,) * 19,
+)
 
-    x: Any
-    y: Any = None
-    residual: Any = None
-    signs: Any = None
-    weight: Any = None
-    bias: Any = None
-    mean: Any = None
-    rstd: Any = None
-    running_mean: Any = None
-    running_var: Any = None
-    new_mean: Any = None
-    new_var: Any = None
-    grad: Any = None
-    dz: Any = None
-    dx: Any = None
-    dweight: Any = None
-    dbias: Any = None
-    parts: Any = None  # of each program: two numbers for each channel
-    counts: Any = None  # and of how many values they are
-    means: Any = None  # Σ dz / n and rstd² · Σ dz · (x − mean) / n of each channel
+# x has so many rows, tiles in a block, channels, and lanes / V. Dealt to programs it has so many
+# tiles across the positions of a channel (None: one), blocks, programs that share a block in the
+# first pass, parts of a channel; in the second pass tiles of a program, and programs of a block.
+Size = namedtuple(
+    "Size",
+    "rows tiles channels units across blocks splits pieces each groups",
+    defaults=(None,) * 6,
+)
 
+# The share of this batch in running statistics, n / (n − 1), eps, and n or its reciprocal.
+Numbers = namedtuple("Numbers", "share unbiased eps count")
 
-class Size(NamedTuple):
-    """Of x: rows, tiles of a block, channels, lanes / V; how the tiles are dealt to programs."""
+# Constants. LAST: channels are the lanes; tiles of A rows by B lanes, of which V are known to lie
+# side by side; WIDE: offsets need 64 bits; CHAIN: the next kernel is launched before this has
+# ended.
+Tile = namedtuple("Tile", "LAST A B V STAGES WIDE CHAIN")
 
-    rows: Any
-    tiles: Any
-    channels: Any
-    units: Any
-    across: Any = None  # tiles side by side over the positions of a channel; None: one
-    blocks: Any = None
-    splits: Any = None  # programs that share a block in the first pass
-    pieces: Any = None  # parts of a channel
-    each: Any = None  # tiles of a program in the second pass
-    groups: Any = None  # and programs of a block there
-
-
-class Numbers(NamedTuple):
-    """The share of this batch in running statistics, n / (n − 1), eps, and n or its reciprocal."""
-
-    share: Any
-    unbiased: Any
-    eps: Any
-    count: Any
-
-
-class Tile(NamedTuple):
-    """Constants of a kernel. V: how many lanes are known to lie side by side; WIDE: offsets need 64
-    bits; CHAIN: the next kernel is launched before this one has ended."""
-
-    LAST: bool  # channels are the lanes
-    A: int
-    B: int
-    V: int
-    STAGES: int
-    WIDE: bool = False
-    CHAIN: bool = False
-
-
-class Affine(NamedTuple):
-    """(x − mean) · scale + shift, for each channel of a block."""
-
-    mean: Any
-    scale: Any
-    shift: Any
+# (x − mean) · scale + shift, for each channel of a block.
+Affine = namedtuple("Affine", "mean scale shift")
 
 
 # ---- places ------------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ half and three fifths with the gradient (bench/results/functional-h200.md).
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -39,63 +40,27 @@ from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.kernels.triton.norm import over_root, read, wide_types, with_partial_sums, write
 from deuteron.ops.activated import activation
 
+# What a kernel reads and writes; None where there is nothing, or where it is not asked for.
+# moments: of each part the mean distance and the squares around it; sums: Σ inner and Σ inner ·
+# hat.
+Operands = namedtuple(
+    "Operands", "x weight bias y grad extra dx dweight dbias moments sums", defaults=(None,) * 10
+)
 
-class Operands(NamedTuple):
-    """What a kernel reads and writes; None where there is nothing, or where it is not asked for."""
+# Constants: GROUPS of a sample have EACH channels of HW positions. Parts have so many channels and
+# positions; EVEN: the last does not have fewer. There are so many PIECES of a channel and PARTS of
+# a group, MANY is a power of two that is not less. A part is DOWN rows of ACROSS tiles, of C
+# channels by H positions.
+Parts = namedtuple(
+    "Parts", "GROUPS EACH HW CHANNELS POSITIONS C H EVEN PIECES PARTS MANY DOWN ACROSS EPS CHAIN"
+)
 
-    x: Any
-    weight: Any = None
-    bias: Any = None
-    y: Any = None
-    grad: Any = None
-    extra: Any = None
-    dx: Any = None
-    dweight: Any = None
-    dbias: Any = None
-    moments: Any = None  # of each part: the mean distance and the squares around it
-    sums: Any = None  # of each part: Σ inner and Σ inner · hat
+# A part: its number, that of its group, where the group and the part begin, and its first channel
+# and position in the group.
+Place = namedtuple("Place", "part group first base channel position")
 
-
-class Parts(NamedTuple):
-    """Constants of a kernel: groups of a sample, of EACH channels of HW positions; parts of a group
-    of so many channels and positions, EVEN if the last does not have fewer; tiles of C channels by
-    H positions."""
-
-    GROUPS: int
-    EACH: int
-    HW: int
-    CHANNELS: int
-    POSITIONS: int
-    C: int
-    H: int
-    EVEN: bool
-    PIECES: int  # parts of a channel
-    PARTS: int  # of a group
-    MANY: int  # a power of two that is not less
-    DOWN: int  # tiles of a part: so many rows of them,
-    ACROSS: int  # and so many in a row
-    EPS: float
-    CHAIN: bool
-
-
-class Place(NamedTuple):
-    """A part: its number, that of its group, where the group and the part begin, and its first
-    channel and position in the group."""
-
-    part: Any
-    group: Any
-    first: Any
-    base: Any
-    channel: Any
-    position: Any
-
-
-class Statistics(NamedTuple):
-    """The first element of a group, its mean distance from that, and 1/√(var + eps)."""
-
-    pivot: Any
-    mean: Any
-    rstd: Any
+# The first element of a group, its mean distance from that, and 1/√(var + eps).
+Statistics = namedtuple("Statistics", "pivot mean rstd")
 
 
 # ---- places --------------------------------------------------------------------------------------

@@ -25,9 +25,10 @@ torch.compile for RMSNorm and 0.66 for LayerNorm (bench/results/norms-h200.md).
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -37,34 +38,15 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton.chain import enter
 from deuteron.kernels.triton.launch import Launchable, chained
 
+# What a kernel reads and writes; None where there is nothing, or where it is not asked for. sums:
+# of long rows five numbers for each.
+Operands = namedtuple("Operands", "x grad weight extra dx dweight dbias sums", defaults=(None,) * 6)
 
-class Operands(NamedTuple):
-    """What a kernel reads and writes; None where there is nothing, or where it is not asked for."""
+# Constants: rows of N elements, in tiles of R rows and BLOCK columns; EVEN: there are no others
+# than whole tiles; WIDE: the type of sums.
+Rows = namedtuple("Rows", "N EPS CENTRED WIDE BLOCK R EVEN STAGES CHAIN")
 
-    x: Any
-    grad: Any
-    weight: Any = None
-    extra: Any = None
-    dx: Any = None
-    dweight: Any = None
-    dbias: Any = None
-    sums: Any = None  # of long rows: five numbers for each
-
-
-class Rows(NamedTuple):
-    """Constants of a kernel: rows of N elements, in tiles of R rows and BLOCK columns. EVEN: there
-    are no others than whole tiles; WIDE: the type of sums."""
-
-    N: int
-    EPS: float
-    CENTRED: bool
-    WIDE: Any
-    BLOCK: int
-    R: int
-    EVEN: bool
-    STAGES: int
-    CHAIN: bool
-
+Params = namedtuple("Params", "weight bias")
 
 # ---- pieces --------------------------------------------------------------------------------------
 
@@ -290,13 +272,6 @@ def _add_up(partials, results, count, n, R: tl.constexpr, BLOCK: tl.constexpr, C
                 there = (r < count) & (c[None, :] < n)
                 total += tl.load(partials[k] + at, mask=there, other=0.0)
             write(results[k] + c, tl.sum(total, 0), c < n, False)
-
-
-class Params(NamedTuple):
-    """What there is for the weight, and for the bias."""
-
-    weight: Any
-    bias: Any
 
 
 ROWS, SUMS_OF_ROWS = Launchable(_rows), Launchable(_sums_of_rows)
