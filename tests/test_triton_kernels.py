@@ -53,7 +53,7 @@ def compiled(work, how, dtype: torch.dtype, arch: int, monkeypatch, extra=False,
         bias = t if work.centred else None
         norm.backward(work, how)(norm.Operands(t, t, t, **rest, dbias=bias))
     elif back:
-        group_norm.backward(work, how)(group_norm.Operands(t, t, t, grad=t, **rest, dbias=t))
+        group_norm.backward(work, how)(group_norm.Operands(t, t, offset=t, grad=t, **rest, dbias=t))
     else:
         group_norm.forward(work, how)(group_norm.Operands(t, t, t, t))
     return found

@@ -9,12 +9,11 @@ from math import prod
 from deuteron.codegen.calls import Argument, Word
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.cpu_product import generated, on_this_cpu, roof
-from deuteron.engines.match import only_node
+from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Knobs, one_way
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.ops import table
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -28,11 +27,6 @@ NORMS = {
     "batch_norm_act": ("channels", 0.3),
     "batch_norm_act_grad": ("channels", 0.3),
 }
-# what the kernels call the results of batch norm, in their order
-RESULTS = {
-    "batch_norm_act": ("y", "new_mean", "new_var", "mean", "rstd", "signs"),
-    "batch_norm_act_grad": ("dx", "dweight", "dbias", "dz"),
-}
 WIDE = ("mean", "rstd")  # statistics of the batch, which are float32
 PAIRS = (("weight", "bias"), ("running_mean", "running_var"))
 
@@ -44,7 +38,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     sets, _ = NORMS[node.op]
     if sets != "channels" and node.attrs["activation"] != "none":
         return Refusal("takes an activation along after batch norm alone", "leave it outside")
-    tensors = {**_read(region), **_made(region)}
+    tensors = {**operands(node), **results(region, node)}
     if "signs" in tensors:
         return Refusal("keeps no signs", "leave packed out: y tells them")
     wrong = on_this_cpu(region, target)
@@ -60,7 +54,8 @@ def _out_of_order(types: Mapping[str, TensorType], rows: bool) -> Refusal | None
     images = {n: t for n, t in types.items() if t.shape == x.shape and not rows}
     for name, t in types.items():
         if name not in images and not t.is_layout("contiguous"):
-            return Refusal(f"{name} is not in row-major order", "call .contiguous()")
+            wrong = "has gaps" if t.rank == 1 else "is not in row-major order"
+            return Refusal(f"{name} {wrong}", "call .contiguous()")
     if any(all(t.is_layout(order) for t in images.values()) for order in ("contiguous", "nhwc")):
         return None
     odd = next((n for n, t in images.items() if t.layout not in ("contiguous", "nhwc")), None)
@@ -85,23 +80,6 @@ def _odd_types(types: Mapping[str, TensorType]) -> Refusal | None:
     return None
 
 
-def _read(region: Region) -> dict[str, str]:
-    """The operands by the kernels' names for them."""
-    node = region.nodes[0]
-    slots = [slot.rstrip("?") for slot in table.get(node.op).inputs]
-    pairs = zip(slots, node.inputs, strict=False)
-    return {slot: value for slot, value in pairs if value is not None}
-
-
-def _made(region: Region) -> dict[str, str]:
-    """The results that somebody reads."""
-    node = region.nodes[0]
-    weight = ("dweight",) if "weight" in _read(region) else ()
-    names = RESULTS.get(node.op, ("dx", *weight, "dbias"))
-    found = zip(names, node.outputs, strict=False)
-    return {name: value for name, value in found if value in region.outputs}
-
-
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     _, reached = NORMS[region.ops[0]]
     return roof(region, target, region_cost(region).flops / (target.rate("f32") * reached))
@@ -111,7 +89,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import channels_last_norm, norm
 
     node, types = region.nodes[0], region.graph.types
-    read, made, attrs = _read(region), _made(region), node.attrs
+    read, made, attrs = operands(node), results(region, node), node.attrs
     x, sets = types[read["x"]], NORMS[node.op][0]
     shape = _shape(x, attrs, sets)
 

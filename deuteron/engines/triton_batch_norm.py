@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.triton_here import refuse_anywhere
 from deuteron.engines.triton_norm import REACHED
-from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.kernels.triton.batch_norm_tiles import Division, divide
-from deuteron.ops import table
 from deuteron.ops.activated import activation_text
 from deuteron.ops.movement import lay
 from deuteron.ops.signs import is_channels_last, side_by_side
@@ -33,10 +32,6 @@ NARROW = 64  # channels of the gradient's tiles; 256 were 1 to 3 % slower on an 
 ALONE = 15e9  # bytes per second that one program moves; 128 of them reached 2 TB/s on an H200
 BUILD_S = 0.5  # compiled at the first launch, and kept on disk by Triton
 FORWARD = ("batch_norm_act", "batch_norm_train")
-RESULTS = {
-    "forward": ("y", "new_mean", "new_var", "mean", "rstd", "signs"),
-    "backward": ("dx", "dweight", "dbias", "dz"),
-}
 
 
 @dataclass(frozen=True)
@@ -56,18 +51,13 @@ class Step:
 # ---- what a region is ----------------------------------------------------------------------------
 
 
-def _operands(node: Node) -> dict[str, str]:
-    slots = (slot.rstrip("?") for slot in table.get(node.op).inputs)
-    return {slot: v for slot, v in zip(slots, node.inputs, strict=False) if v is not None}
-
-
 @lru_cache(maxsize=1024)
 def forward_step(region: Region) -> Step | Refusal:
     """Batch norm in training, and the sum and the activation that follow ``batch_norm_train``."""
     if not region.nodes or region.nodes[0].op not in FORWARD:
         return Refusal("runs batch normalisation for training")
     anchor, *rest = region.nodes
-    read, types = _operands(anchor), region.graph.types
+    read, types = operands(anchor), region.graph.types
     attrs = {"activation": "none", "packed": "none", **anchor.attrs}
     y, followed = anchor.outputs[0], anchor.op == "batch_norm_act"
     for node in rest:
@@ -88,19 +78,16 @@ def forward_step(region: Region) -> Step | Refusal:
         return Refusal("changes the element type", "cast after the region")
     if y not in region.outputs:
         return Refusal("nobody reads y", "use mean and var for statistics alone")
-    names = zip(RESULTS["forward"], (y, *anchor.outputs[1:]), strict=False)
-    made = {name: v for name, v in names if v in region.outputs}
-    return Step(types[y], read, made, attrs)
+    return Step(types[y], read, {**results(region, anchor), "y": y}, attrs)
 
 
 @lru_cache(maxsize=1024)
 def backward_step(region: Region) -> Step | Refusal:
     if region.ops != ("batch_norm_act_grad",):
         return Refusal("runs batch_norm_act_grad alone")
-    node = region.nodes[0]
-    names = zip(RESULTS["backward"], node.outputs, strict=True)
-    made = {name: v for name, v in names if v in region.outputs}
-    return Step(region.graph.types[node.outputs[0]], _operands(node), made, node.attrs)
+    (node,) = region.nodes
+    image = region.graph.types[node.outputs[0]]
+    return Step(image, operands(node), results(region, node), node.attrs)
 
 
 Read = Callable[[Region], Step | Refusal]
@@ -188,7 +175,7 @@ def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildConte
     moved = {name: order for name, order in laid.items() if order is not None}
     spare = [name for name in ("mean", "rstd") if name not in places]
 
-    def operands(tensors: Sequence[torch.Tensor]) -> Operands:
+    def picked(tensors: Sequence[torch.Tensor]) -> Operands:
         found = {name: tensors[at] for name, at in places.items()}
         for name, order in moved.items():
             found[name] = lay(found[name], order)
@@ -204,7 +191,7 @@ def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildConte
     copies = sum(types[step.read[name]].nbytes for name in moved)
     note = "one kernel" if d.once else "a pass, a merge, a pass"
     room = d.workspace + copies
-    return Kernel(lambda *ts: call(operands(ts)), writes=True, workspace=room, note=note)
+    return Kernel(lambda *ts: call(picked(ts)), writes=True, workspace=room, note=note)
 
 
 def _laid(t: TensorType, image: TensorType) -> TensorType | None:

@@ -14,7 +14,7 @@ from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton_here import refuse_anywhere
-from deuteron.engines.triton_norm import REACHED, gradient_values, picker, refuse_types
+from deuteron.engines.triton_norm import REACHED, picker, refuse_types, sums_of
 from deuteron.ir.region import Region
 from deuteron.ops.activated import activation_text
 from deuteron.policy import Policy
@@ -195,30 +195,20 @@ def _gradient_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) 
 
 
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.group_norm import Operands, forward
+    from deuteron.kernels.triton.group_norm import Operands, backward, forward
 
-    work, cut = _work(region), _cut(knobs)
-    x, weight, bias = (*region.nodes[0].inputs, None, None)[:3]
-    pick = picker(region, (x, weight, bias, region.outputs[0]))
-    call = forward(work, cut)
-    note, room = "parts" if cut.parts(work) > 1 else "held", cut.scratch(work, 0, 2)
-    return Kernel(lambda *ts: call(Operands(*pick(ts))), writes=True, workspace=room, note=note)
-
-
-def _build_gradient(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.group_norm import Operands, backward
-
-    work, cut, values = _work(region), _cut(knobs), gradient_values(region)
-    pick = picker(region, [values.get(name) for name in Operands._fields])
-    call = backward(work, cut)
-    sums = sum(values[name] in region.outputs for name in ("dweight", "dbias"))
-    note, room = "parts" if cut.parts(work) > 1 else "held", cut.scratch(work, sums, 4)
-    return Kernel(lambda *ts: call(Operands(*pick(ts))), writes=True, workspace=room, note=note)
+    work, cut, gradient = _work(region), _cut(knobs), region.ops[0] in GRADIENTS
+    if gradient:
+        call, pick = backward(work, cut), picker(region, Operands)
+        room = cut.scratch(work, sums_of(region), 4)
+    else:
+        call, pick = forward(work, cut), picker(region, Operands, y=region.outputs[0])
+        room = cut.scratch(work, 0, 2)
+    note = "parts" if cut.parts(work) > 1 else "held"
+    return Kernel(lambda *ts: call(pick(ts)), writes=True, workspace=room, note=note)
 
 
 GROUP_NORM = (
     Recipe("group_norm", _refuse, _build, _knobs, _seconds, build_s=0.4),
-    Recipe(
-        "group_norm_backward", _refuse_gradient, _build_gradient, _knobs, _gradient_seconds, 0.4
-    ),
+    Recipe("group_norm_backward", _refuse_gradient, _build, _knobs, _gradient_seconds, 0.4),
 )

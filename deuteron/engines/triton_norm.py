@@ -14,7 +14,7 @@ from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.match import only_node
+from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton_here import refuse_anywhere
@@ -139,7 +139,7 @@ def _work(region: Region) -> RowGradient:
     node = region.nodes[0]
     x = region.graph.types[node.uses[0]]
     columns = prod(x.shape[x.rank - node.attrs["dims"] :])
-    reads = 2 + (len(node.inputs) > 3 and node.inputs[3] is not None)
+    reads = 2 + ("extra" in operands(node))
     size = x.dtype.bits // 8
     return RowGradient(x.numel // columns, columns, node.attrs["eps"], NORMS[node.op], size, reads)
 
@@ -162,35 +162,24 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
 
     work = _work(region)
     spread = Spread(**{k: v for k, v in knobs.items() if k != "recipe"})
-    values = gradient_values(region)
-    pick, call = picker(region, [values.get(name) for name in Operands._fields]), None
-    call = backward(work, spread)
-    sums = sum(values[name] in region.outputs for name in ("dweight", "dbias"))
+    call, pick = backward(work, spread), picker(region, Operands)
+    room = spread.scratch(work, sums_of(region))
     note = "long" if work.is_long else "rows"
-    return Kernel(
-        lambda *tensors: call(Operands(*pick(tensors))),
-        writes=True,
-        workspace=spread.scratch(work, sums),
-        note=note,
-    )
+    return Kernel(lambda *ts: call(pick(ts)), writes=True, workspace=room, note=note)
 
 
-def gradient_values(region: Region) -> dict[str, str | None]:
-    """The operands and results of the gradient of a norm, by what kernels call them."""
-    node = region.nodes[0]
-    x, grad, weight, extra, bias = (*node.inputs, None, None, None)[:5]
-    results = iter(node.outputs[1:])
-    dweight = next(results) if weight is not None else None
-    read = {"x": x, "grad": grad, "weight": weight, "extra": extra, "bias": bias}
-    return {**read, "dx": node.outputs[0], "dweight": dweight, "dbias": next(results, None)}
+def sums_of(region: Region) -> int:
+    """How many gradients of parameters are asked for."""
+    return len({"dweight", "dbias"} & set(results(region, region.nodes[0])))
 
 
-def picker(region: Region, values: Sequence[str | None]) -> Callable[..., list[Any]]:
-    """A function from the tensors of a call to those that ``values`` name; None for those that are
-    not there, or that nobody reads."""
-    there = (*region.inputs, *region.outputs)
-    places = [there.index(v) if v in there else None for v in values]
-    return lambda tensors: [None if p is None else tensors[p] for p in places]
+def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
+    """A function from the tensors of a call to the structure of operands that a kernel takes: those
+    of the first node, and others by name."""
+    node, there = region.nodes[0], (*region.inputs, *region.outputs)
+    values = {**operands(node), **results(region, node), **named}
+    places = {name: there.index(v) for name, v in values.items()}
+    return lambda tensors: structure(**{name: tensors[at] for name, at in places.items()})
 
 
 NORM_BACKWARD = Recipe("norm_backward", _refuse, _build, _knobs, _seconds, build_s=0.4)

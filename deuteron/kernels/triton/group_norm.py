@@ -44,7 +44,9 @@ from deuteron.ops.activated import activation
 # moments: of each part the mean distance and the squares around it; sums: Σ inner and Σ inner ·
 # hat.
 Operands = namedtuple(
-    "Operands", "x weight bias y grad extra dx dweight dbias moments sums", defaults=(None,) * 10
+    "Operands",
+    "x weight bias y grad extra offset dx dweight dbias moments sums",
+    defaults=(None,) * 11,
 )
 
 # Constants: GROUPS of a sample have EACH channels of HW positions. Parts have so many channels and
@@ -255,8 +257,8 @@ def _before(t, grad, v, w, k, p, G: tl.constexpr, WIDE: tl.constexpr, SLOPE: tl.
         z = v
         if t.weight is not None:
             z *= w
-        if t.bias is not None:
-            z += _number(t.bias, k, p, G, WIDE)
+        if t.offset is not None:
+            z += _number(t.offset, k, p, G, WIDE)
         g = SLOPE(g, z)
     return g
 
