@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, Code, Value, entry, lanes_of, load
 from deuteron.kernels.cpu.channels_last_rows import APART, LINES, OF_ONE, Find, Rows
-from deuteron.kernels.cpu.norm import POINTERS, Kind, numbers
+from deuteron.kernels.cpu.norm import POINTERS, Kind, Numbers, numbers
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import SERIAL, steps
 
@@ -182,26 +182,27 @@ class _Norm(Rows):
 
     # ---- gradient
 
-    def of_channel(self, image: Value, i: Value, lanes: int) -> tuple[Value, ...]:
-        """mean, rstd, weight and bias."""
+    def shared(self, image: Value, i: Value, lanes: int, *more: str) -> Numbers:
+        """The numbers of channels; ``more`` of what was kept."""
         mean, rstd = (self.number_of(name, image, i, lanes) for name in ("mean", "rstd"))
-        weight = self.number("weight", i, 1.0, lanes)
-        return mean, rstd, weight, self.number("bias", i, 0.0, lanes)
+        weight, bias = self.number("weight", i, 1.0, lanes), self.number("bias", i, 0.0, lanes)
+        kept = (self.number_of(name, image, i, lanes) for name in more)
+        return Numbers(mean, rstd, weight, bias, *kept)
 
-    def hat(self, at: Value, i: Value, lanes: int, mean: Value, rstd: Value) -> Value:
-        return self.c.b.fmul(self.away(at, i, lanes, mean), rstd)
+    def hat(self, at: Value, i: Value, lanes: int, n: Numbers) -> Value:
+        return self.c.b.fmul(self.away(at, i, lanes, n.mean), n.rstd)
 
     def gather_grad(self) -> None:
         """Σ dz and Σ dz · hat of each channel in each part."""
 
         def terms(image: Value, i: Value, lanes: int) -> Find:
-            mean, rstd, weight, bias = self.of_channel(image, i, lanes)
+            n = self.shared(image, i, lanes)
 
             def find(at: Value) -> Sequence[tuple[Value, Value | None]]:
-                dz = self.dz(at, i, lanes, mean, rstd, weight, bias)
+                dz = self.dz(at, i, lanes, n)
                 if self.has("dz"):
                     self.store(dz, "dz", at, i)
-                return [(dz, None), (dz, self.hat(at, i, lanes, mean, rstd))]
+                return [(dz, None), (dz, self.hat(at, i, lanes, n))]
 
             return find
 
@@ -252,15 +253,13 @@ class _Norm(Rows):
 
     def apply_grad(self) -> None:
         def write(image: Value, places: Sequence[Value], i: Value, lanes: int) -> None:
-            mean, rstd, weight, bias = self.of_channel(image, i, lanes)
-            level, slope = (self.number_of(name, image, i, lanes) for name in ("level", "slope"))
+            n = self.shared(image, i, lanes, "level", "slope")
             for at in places:
                 if self.has("dz"):  # gather_grad wrote it: one tensor to read instead of two
                     dz = self.load("dz", at, i, lanes)
                 else:
-                    dz = self.dz(at, i, lanes, mean, rstd, weight, bias)
-                hat = self.hat(at, i, lanes, mean, rstd)
-                self.give(dz, hat, at, i, rstd, weight, level, slope)
+                    dz = self.dz(at, i, lanes, n)
+                self.give(dz, self.hat(at, i, lanes, n), at, i, n)
 
         self.walk(write)
 

@@ -71,6 +71,18 @@ class Kind:
 # ---- what is done with a few elements ------------------------------------------------------------
 
 
+class Numbers(NamedTuple):
+    """What elements share, of a channel or one in each lane: statistics and parameters, and for dx
+    mean(inner) and mean(inner · hat)."""
+
+    mean: Value
+    rstd: Value
+    weight: Value
+    bias: Value
+    level: Value | None = None
+    slope: Value | None = None
+
+
 class Tensors:
     """The operands of a kernel, and what is done with a few elements of them, whichever way they
     lie: numbers of a channel are the same in every lane, or each lane has its own."""
@@ -160,9 +172,7 @@ class Tensors:
             z = inline(c, self.act.traced, z)
         self.store(z, "y", at, i)
 
-    def dz(
-        self, at: Value, i: Value, lanes: int, mean: Value, rstd: Value, weight: Value, bias: Value
-    ) -> Value:
+    def dz(self, at: Value, i: Value, lanes: int, n: Numbers) -> Value:
         """The gradient before the activation."""
         c, g = self.c, self.load("grad", at, i, lanes)
         if self.act is None:
@@ -170,30 +180,20 @@ class Tensors:
         if self.has("y"):
             z = self.load("y", at, i, lanes)
         else:
-            z = self.before(at, i, lanes, mean, c.b.fmul(rstd, weight), bias)
+            z = self.before(at, i, lanes, n.mean, c.b.fmul(n.rstd, n.weight), n.bias)
             if self.has("residual"):
                 z = c.b.fadd(z, self.load("residual", at, i, lanes))
         return inline(c, self.act.slope(self.has("y")), g, z)
 
-    def give(
-        self,
-        dz: Value,
-        hat: Value,
-        at: Value,
-        i: Value,
-        rstd: Value,
-        weight: Value,
-        level: Value,
-        slope: Value,
-    ) -> None:
+    def give(self, dz: Value, hat: Value, at: Value, i: Value, n: Numbers) -> None:
         """dx, where somebody reads it."""
-        c, lanes, wide = self.c, lanes_of(dz), self.of.lanes
+        c, lanes = self.c, lanes_of(dz)
         if not self.has("dx"):
             return
-        rest = c.b.fmul(dz, wide(weight, lanes))
-        rest = c.b.fsub(rest, wide(level, lanes)) if self.kind.centred else rest
-        rest = c.fma(c.b.fneg(hat), wide(slope, lanes), rest)
-        out = c.b.fmul(rest, wide(rstd, lanes))
+        _, rstd, weight, _, level, slope = (v and self.of.lanes(v, lanes) for v in n)
+        rest = c.b.fmul(dz, weight)
+        rest = c.b.fsub(rest, level) if self.kind.centred else rest
+        out = c.b.fmul(c.fma(c.b.fneg(hat), slope, rest), rstd)
         if self.has("extra"):
             out = c.b.fadd(out, self.load("extra", at, i, lanes))
         self.store(out, "dx", at, i)
@@ -303,14 +303,12 @@ class _Sets(Tensors):
             mean, rest = self.centre(base)
             rstd = self.root(self.variance(base, mean)) if kind.short else c.f(1.0)
 
-        def weight(j: Value, i: Value, lanes: int) -> Value:
-            """Of a column, or of the channel of a segment."""
-            if self.rows:
-                return self.number("weight", i, 1.0, lanes)
-            return self.number("weight", c.add(first, j) if kind.sets == "groups" else first, 1.0)
-
-        def gradient(at: Value, i: Value, lanes: int, w: Value) -> Value:
-            return self.dz(at, i, lanes, mean, rstd, w, self.number("bias", first, 0.0))
+        def shared(j: Value, i: Value, lanes: int) -> Numbers:
+            """By the elements of a segment; weights are those of columns or of channels."""
+            at, wide = (i, lanes) if self.rows else (first, 1)
+            at = c.add(first, j) if kind.sets == "groups" else at
+            weight, bias = self.number("weight", at, 1.0, wide), self.number("bias", at, 0.0, wide)
+            return Numbers(mean, rstd, weight, bias)
 
         def hat(at: Value, i: Value, lanes: int, rstd: Value) -> Value:
             if rest is None:
@@ -335,7 +333,7 @@ class _Sets(Tensors):
             if at_once:
                 add_to(squares, *of_squares, c.f(1.0))
                 b = b if rest is None else c.fma(c.b.fneg(rest), a, b)
-            w = c.f(1.0) if self.rows else weight(j, j, 1)
+            w = c.f(1.0) if self.rows else shared(j, j, 1).weight
             add_to(level, a, w)
             add_to(slope, b, w)
             if kind.sets == "groups":
@@ -352,9 +350,9 @@ class _Sets(Tensors):
                 sums.clear()
 
             def terms(i: Value, lanes: int) -> Sequence[tuple[Value, Value | None]]:
-                w = weight(j, i, lanes)
-                g = gradient(at, i, lanes, w)
-                g = c.b.fmul(g, w) if self.rows and self.has("weight") else g
+                n = shared(j, i, lanes)
+                g = self.dz(at, i, lanes, n)
+                g = c.b.fmul(g, n.weight) if self.rows and self.has("weight") else g
                 if not at_once:
                     return [(g, None), (g, hat(at, i, lanes, rstd))]
                 d = distance(at, i, lanes)
@@ -377,11 +375,11 @@ class _Sets(Tensors):
         with self.segments(base) as (j, at):
 
             def write(i: Value, lanes: int) -> None:
-                w, h = weight(j, i, lanes), hat(at, i, lanes, rstd)
-                d = gradient(at, i, lanes, w)
+                n, h = shared(j, i, lanes), hat(at, i, lanes, rstd)
+                d = self.dz(at, i, lanes, n)
                 if self.has("dz"):
                     self.store(d, "dz", at, i)
-                self.give(d, h, at, i, rstd, w, flat, lean)
+                self.give(d, h, at, i, n._replace(level=flat, slope=lean))
                 for k, name in enumerate(("dweight", "dbias")):
                     if self.rows and self.has(name):
                         room = c.at(self.few, c.mul(k, self.length), i)
