@@ -1,9 +1,25 @@
-"""Batch normalisation: with statistics that are given, for inference, and with those of the batch,
-for training. What follows it in training is in ``batch_norm_act.py``."""
+"""Batch normalisation: with statistics that are given, for inference; with those of the batch, for
+training; and that with what follows it: y = act(batch_norm(x) + residual).
+
+The last is one operator for the forward step and one for its gradient, so that a kernel can do each
+in the least number of passes over memory. Counted in tensors of the size of x, with a residual:
+
+    forward     read x for the statistics; read x and the residual, write y              4
+    gradient    read grad, x and y, write dz; read dz and x, write dx                    7
+                read the signs of y instead, kept as bits by the forward step            6
+
+dz is the gradient before the activation. It is what the residual receives, so writing it costs
+nothing extra, and reading it again is one tensor less than working it out again from grad and y.
+Without a residual nothing but grad and x is read: what went into the activation follows from x,
+5 tensors instead of 7. With one, the activations whose slope can be told from y read y, which the
+next layer keeps anyway; the others read the residual. Of y relu wants to know the signs only
+(``signs.py``): on a GPU they are kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -13,12 +29,16 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
 from deuteron.ir.types import TensorType
+from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activation
 from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.formula import TENSORS
+from deuteron.ops.movement import lay
 from deuteron.ops.norm import (
     EPS,
     Gradients,
     Wanted,
     by_channels,
+    check_like_x,
     check_params,
     check_spread,
     check_x,
@@ -30,7 +50,8 @@ from deuteron.ops.norm import (
     wide_type,
 )
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import norm_samples
+from deuteron.ops.samples import Arg, Sample, norm_samples
+from deuteron.ops.signs import PACKED, pack, signs_type, unpack
 
 Tensor = torch.Tensor
 
@@ -39,18 +60,18 @@ Tensor = torch.Tensor
 _KNOWN = ("mean", "var", "weight", "bias")
 
 
-def _infer(x: TensorType, *params: TensorType | None, eps: float) -> TensorType:
+def _given_infer(x: TensorType, *params: TensorType | None, eps: float) -> TensorType:
     check_x("batch_norm", x, 2, eps)
     check_params("batch_norm", x, x.shape[1:2], dict(zip(_KNOWN, params, strict=True)))
     return x.with_layout(suggested(x))
 
 
-def _reference(x: Tensor, *params: Tensor | None, eps: float) -> Tensor:
+def _given_reference(x: Tensor, *params: Tensor | None, eps: float) -> Tensor:
     mean, var, weight, bias = (None if p is None else p.to(wide_type(x)) for p in params)
     return in_order(F.batch_norm(x, mean, var, weight, bias, eps=eps), x)
 
 
-def _vjp(b: Ops, v: Vjp) -> Gradients:
+def _given_vjp(b: Ops, v: Vjp) -> Gradients:
     x, grad = b.upcast(v.arg(0)), b.upcast(v.grad)
     lies = by_channels(x.shape).weight
     rstd = shaped(b, b.rsqrt(b.upcast(v.arg(2)) + v.attrs["eps"]), lies)
@@ -107,20 +128,9 @@ def _train_reference(
 
 
 def _train_vjp(b: Ops, v: Vjp) -> Gradients:
-    if v.grads[0] is None:  # only statistics reach the loss, and those count as fixed
-        return [None] * len(v.ins)
-    weight, bias = (v.arg(i).type if v.has(i) and v.needs[i] else None for i in (1, 2))
-    found = gradients(
-        b,
-        v.arg(0),
-        v.grad,
-        v.arg(1) if v.has(1) else None,
-        by_channels(v.arg(0).shape, 0),
-        v.attrs["eps"],
-        Wanted(v.needs[0], weight, bias),
-        stats=(v.outs[3], v.outs[4]),
-    )
-    return [*found, None, None]
+    """That of ``batch_norm_act``, with nothing after it."""
+    bare = replace(v, ins=(*v.ins, None), attrs={**v.attrs, "activation": "none", "packed": "none"})
+    return _act_vjp(b, bare)[:5]
 
 
 BATCH = OpDef(
@@ -129,10 +139,10 @@ BATCH = OpDef(
     "statistics that are given: batch normalisation for inference.",
     inputs=("x", "mean", "var", "weight?", "bias?"),
     attrs={"eps": EPS},
-    infer=_infer,
-    reference=_reference,
+    infer=_given_infer,
+    reference=_given_reference,
     fusion=Fusion.BROADCAST,
-    vjp=_vjp,
+    vjp=_given_vjp,
     flops=elementwise_flops(2),
     samples=norm_samples(_KNOWN, ("xxxx", "xx--", "xx-x"), ({}, {"eps": 0.01}), more=((3, 4),)),
 )
@@ -158,4 +168,305 @@ BATCH_TRAIN = OpDef(
     ),
 )
 
-OPS = (BATCH, BATCH_TRAIN)
+# ---- with a residual and an activation ----------------------------------------------------------
+
+_ATTRS = {
+    "activation": ACTIVATION,
+    "packed": Attr("str", "none", "along what the signs after relu are bits", choices=PACKED),
+}
+
+
+def told_by_result(text: str) -> bool:
+    """Whether y shows the slope of an activation; that of none needs no showing."""
+    act = activation(text)
+    return act is None or act.told_by_result
+
+
+def _checked(following: str, packed: str) -> str:
+    """``packed``, which only relu may have."""
+    if packed != "none" and following != "relu":
+        raise GraphError(
+            f"signs are kept of relu's results, not of those of {following}",
+            remedy='leave packed out, or use activation="relu"',
+        )
+    return packed
+
+
+# ---- forward -----------------------------------------------------------------------------------
+
+
+def _act_infer(x: TensorType, *rest: TensorType | None, **attrs: Any) -> tuple[TensorType, ...]:
+    *params, residual = rest
+    packed = _checked(attrs["activation"], attrs["packed"])
+    types = BATCH_TRAIN.infer(x, *params, momentum=attrs["momentum"], eps=attrs["eps"])
+    check_like_x("batch_norm_act", x, residual=residual)
+    assert isinstance(types, tuple)
+    return types if packed == "none" else (*types, signs_type(x.shape, packed))
+
+
+def _act_reference(x: Tensor, *rest: Tensor | None, **attrs: Any) -> tuple[Tensor, ...]:
+    *params, residual = rest
+    packed, act = attrs["packed"], activation(attrs["activation"])
+    y, *statistics = BATCH_TRAIN.reference(x, *params, momentum=attrs["momentum"], eps=attrs["eps"])
+    like = TensorType.from_tensor(y)
+    z = y if residual is None else y.add_(residual)  # y is new, and nobody else has it
+    y = lay(z if act is None else act(TENSORS, z), like)
+    return (y, *statistics) if packed == "none" else (y, *statistics, pack(y, packed))
+
+
+def _act_implied(outs: Sequence[Tensor | None], attrs: Mapping[str, Any]) -> dict[int, Tensor]:
+    y, packed = outs[0], attrs["packed"]
+    return {} if y is None or packed == "none" else {5: pack(y, packed)}
+
+
+def _act_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    if v.grads[0] is None:  # only statistics reach the loss, and those count as fixed
+        return [None] * len(v.ins)
+    attrs = {name: v.attrs[name] for name in _ATTRS}
+    bare, by_y = attrs["activation"] == "none", told_by_result(attrs["activation"])
+    signs = None if attrs["packed"] == "none" else v.outs[5]
+    y = v.outs[0] if v.has(5) and not bare and by_y and signs is None else None
+    residual = v.arg(5) if v.has(5) and not by_y else None
+    weight, bias = v.ins[1], v.ins[2]
+    dx, dweight, dbias, dz = b.batch_norm_act_grad(
+        v.grad, v.arg(0), v.outs[3], v.outs[4], weight, bias, y, residual, signs, **attrs
+    )
+    return [
+        dx,
+        None if weight is None else b.to(dweight, weight.dtype),
+        None if bias is None else b.to(dbias, bias.dtype),
+        None,
+        None,
+        (v.grad if bare else dz) if v.has(5) else None,
+    ]
+
+
+def _act_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
+    """The three operators that it stands for."""
+    *params, residual = ins
+    act, packed = activation(attrs["activation"]), attrs["packed"]
+    y, *statistics = b.batch_norm_train(*params, momentum=attrs["momentum"], eps=attrs["eps"])
+    z = y if residual is None else y + residual
+    y = z if act is None else act(b, z)
+    return [y, *statistics, *([] if packed == "none" else [pack(y, packed, b)])]
+
+
+# ---- gradient ----------------------------------------------------------------------------------
+
+
+def _act_grad_infer(
+    grad: TensorType, x: TensorType, *rest: TensorType | None, **attrs: Any
+) -> tuple[TensorType, ...]:
+    mean, rstd, weight, bias, y, residual, signs = rest
+    types = BATCH_TRAIN.infer(x, weight, bias, None, None, momentum=0.1, eps=0.0)
+    assert isinstance(types, tuple)
+    image, stat = types[0], types[3]
+    check_like_x("batch_norm_act_grad", x, grad=grad, y=y, residual=residual)
+    for what, s in (("mean", mean), ("rstd", rstd)):
+        assert s is not None
+        if s.shape != stat.shape or s.dtype not in (stat.dtype, x.dtype):
+            raise GraphError(
+                f"{what} is {s.dtype.short}{list(s.shape)}, x {list(x.shape)} needs "
+                f"{stat.dtype.short}{list(stat.shape)}",
+                remedy="give what batch_norm_act returned",
+            )
+    if y is not None and not told_by_result(attrs["activation"]):
+        raise GraphError(
+            f"the gradient of {attrs['activation']} cannot be told from y",
+            remedy="give the residual",
+        )
+    _check_signs(x, signs, _checked(attrs["activation"], attrs["packed"]))
+    return image, stat, stat, image
+
+
+def _check_signs(x: TensorType, signs: TensorType | None, packed: str) -> None:
+    if signs is None and packed == "none":
+        return
+    if signs is None or packed == "none":
+        raise GraphError(
+            f"signs are {'missing' if signs is None else 'given'}, packed is {packed!r}",
+            remedy="give the signs and the packed of batch_norm_act, or neither",
+        )
+    wanted = signs_type(x.shape, packed)
+    if (signs.shape, signs.dtype) != (wanted.shape, wanted.dtype):
+        raise GraphError(
+            f"signs are {signs.dtype.short}{list(signs.shape)}, those of {list(x.shape)} along "
+            f"{packed} are {wanted.dtype.short}{list(wanted.shape)}",
+            remedy="give what batch_norm_act returned",
+        )
+
+
+def _act_before(x: Any, mean: Any, rstd: Any, weight: Any, bias: Any, residual: Any) -> Any:
+    """What went into the activation, of values that broadcast. The mean is taken off first: folded
+    into the bias it would cost digits where it is large."""
+    z = (x - mean) * (rstd if weight is None else rstd * weight)
+    z = z if bias is None else z + bias
+    return z if residual is None else z + residual
+
+
+def _act_grad_reference(
+    grad: Tensor, x: Tensor, *rest: Tensor | None, **attrs: Any
+) -> tuple[Tensor, ...]:
+    mean, rstd, weight, bias, y, residual, signs = rest
+    assert mean is not None and rstd is not None
+    types = (None if t is None else TensorType.from_tensor(t) for t in (grad, x, *rest))
+    image, stat, *_ = _act_grad_infer(*types, **attrs)  # type: ignore[arg-type]
+    wide = stat.dtype.torch
+    mean, rstd, act = mean.to(wide), rstd.to(wide), activation(attrs["activation"])
+    if not x.numel():
+        zero = torch.zeros_like(mean)
+        return lay(torch.empty_like(x), image), zero, zero.clone(), lay(grad.clone(), image)
+    dz = grad
+    if signs is not None:
+        dz = torch.where(unpack(signs, tuple(x.shape), attrs["packed"]), grad, 0.0).to(x.dtype)
+    elif act is not None:
+        z = y = None if y is None else y.to(wide)
+        if z is None:
+            lies = by_channels(tuple(x.shape)).weight
+            params = (mean, rstd, weight, bias)
+            spread = (None if p is None else p.to(wide).reshape(lies) for p in params)
+            z = _act_before(x.to(wide), *spread, residual)
+            y = act(TENSORS, z)
+        dz = act.pulled(TENSORS, grad.to(wide), z, y).to(x.dtype)
+    dz = lay(dz.clone() if dz is grad else dz, image)
+    scale = torch.ones_like(mean) if weight is None else weight.to(wide)
+    dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+        dz, lay(x, image), scale, None, None, mean, rstd, True, 0.0, [True] * 3
+    )
+    return lay(dx, image), dweight, dbias, dz
+
+
+def _act_grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
+    """Its formula in simpler operators, in float32 at least."""
+    grad, x, mean, rstd, weight, bias, y, residual, signs = ins
+    assert grad is not None and x is not None and mean is not None and rstd is not None
+    grouping, dz, act = by_channels(x.shape, 0), b.upcast(grad), activation(attrs["activation"])
+    if signs is not None:
+        dz = b.one("where", unpack(signs, x.shape, attrs["packed"], b), dz, 0.0)
+    elif act is not None:
+        z = y = None if y is None else b.upcast(y)
+        if z is None:
+            params = (mean, rstd, weight, bias)
+            spread = (None if p is None else shaped(b, p, grouping.weight) for p in params)
+            z = _act_before(b.upcast(x), *spread, None if residual is None else b.upcast(residual))
+            y = act(b, z)
+        dz = act.pulled(b, dz, z, y)
+    stat = TensorType.of(x.shape[1:2], b.upcast(mean).dtype)
+    wanted = Wanted(True, stat, stat)
+    found = gradients(b, x, dz, weight, grouping, 0.0, wanted, stats=(mean, rstd))
+    return [*(g for g in found if g is not None), b.to(dz, x.dtype)]
+
+
+def _act_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+    """Refused: mean and rstd count as fixed here, though they depend on x. The first gradient has
+    that worked in; a second one, taken from this formula, would be wrong."""
+    raise GraphError(
+        "the gradient of batch_norm_act has no gradient of its own",
+        remedy="for second derivatives write batch norm with mean, square and rsqrt",
+    )
+
+
+# ---- samples and definitions ---------------------------------------------------------------------
+
+_SHAPES = (
+    ((2, 4, 3), "contiguous"),
+    ((2, 4, 3, 2), "nhwc"),
+    ((2, 4, 2, 3), "transposed"),
+    ((3, 4), "contiguous"),
+    ((2, 3, 3), "sliced"),
+    ((1, 4, 2, 1, 3), "nhwc"),
+    ((0, 4, 3), "contiguous"),
+    ((3, 2, 5), "contiguous"),
+    ((2, 4, 0), "contiguous"),
+)
+
+_FOLLOWING = (
+    *("none", "relu", "relu6", "leaky_relu", "silu", "hardswish"),
+    *("leaky_relu(negative_slope=-0.5)", "gelu(approximate='tanh')", "sigmoid", "elu", "tanh"),
+)
+
+_WITH_SIGNS = (  # bytes that are full and that are not, nothing at all, a matrix
+    ((2, 9, 3, 2), "nhwc", "channels"),
+    ((2, 8, 3), "contiguous", "positions"),
+    ((2, 3, 5, 5), "contiguous", "positions"),
+    ((3, 4), "contiguous", "channels"),
+    ((2, 4, 3, 3), "contiguous", "channels"),
+    ((0, 8, 3), "contiguous", "positions"),
+)
+
+
+def _cases() -> Iterator[tuple[tuple[int, ...], str, dict[str, Any], bool]]:
+    """Shapes, orders, activations in turn, without and with a residual; then those with signs."""
+    for i in range(2 * len(_FOLLOWING)):
+        shape, layout = _SHAPES[i % len(_SHAPES)]
+        following = _FOLLOWING[i % len(_FOLLOWING)]
+        yield shape, layout, {"activation": following}, i >= len(_FOLLOWING)
+    for i, (lengths, layout, packed) in enumerate(_WITH_SIGNS):
+        yield lengths, layout, {"activation": "relu", "packed": packed}, i < 4
+
+
+def _act_samples() -> Sequence[Sample]:
+    found = []
+    for i, (shape, layout, act, joined) in enumerate(_cases()):
+        c, mask = shape[1:2], ("xxxx", "xx--", "----")[i % 3]
+        params = [Arg(c), Arg(c), Arg(c), Arg(c, "positive")]
+        there = [p if m == "x" else None for p, m in zip(params, mask, strict=True)]
+        kind = "offset" if i % 5 == 4 else "normal"
+        residual = Arg(shape, layout="contiguous" if i % 4 else layout) if joined else None
+        found.append(Sample((Arg(shape, kind, layout=layout), *there, residual), act))
+    return found
+
+
+def _act_grad_samples() -> Sequence[Sample]:
+    found = []
+    for i, (shape, layout, act, joined) in enumerate(_cases()):
+        c, x = shape[1:2], Arg(shape, layout=layout)
+        params = [Arg(c), Arg(c)] if i % 3 else [None, None]
+        by_y, packed = told_by_result(act["activation"]), act.get("packed", "none")
+        y = Arg(shape, "away", layout=layout) if joined and by_y and packed == "none" else None
+        residual = Arg(shape) if joined and not by_y else None
+        signs = None if packed == "none" else Arg(signs_type(shape, packed).shape, dtype="u8")
+        inputs = (Arg(shape), x, Arg(c), Arg(c, "positive"), *params, y, residual, signs)
+        found.append(Sample(inputs, act, grad=False))
+    return found
+
+
+ACT = OpDef(
+    name="batch_norm_act",
+    doc="Batch normalisation for training, a residual and an activation in one: "
+    "y = activation(batch_norm(x) + residual). Returns what batch_norm_train returns: y, the new "
+    "running mean and variance, the mean and 1/√(var + eps) of this batch; with packed also the "
+    "signs of y as bits, which is all that the gradient of relu wants of it. Nothing changes in "
+    "place, and gradients flow through y alone.",
+    inputs=(*BATCH_TRAIN.inputs, "residual?"),
+    attrs={**BATCH_TRAIN.attrs, **_ATTRS},
+    complete=canonical,
+    infer=_act_infer,
+    reference=_act_reference,
+    fusion=Fusion.OPAQUE,
+    vjp=_act_vjp,
+    expand=_act_expand,
+    flops=with_activation(10),
+    samples=_act_samples,
+    implied=_act_implied,
+)
+
+ACT_GRAD = OpDef(
+    name="batch_norm_act_grad",
+    doc="The gradient of batch_norm_act: dx, dweight, dbias, and dz, the gradient before the "
+    "activation, which is the residual's. mean and rstd are what batch_norm_act returned. Where "
+    "it had a residual, activations whose slope y shows (relu, tanh, leaky_relu with a slope above "
+    "0, …) want its y, or relu its signs, the others want the residual again.",
+    inputs=("grad", "x", "mean", "rstd", "weight?", "bias?", "y?", "residual?", "signs?"),
+    attrs=_ATTRS,
+    complete=canonical,
+    infer=_act_grad_infer,
+    reference=_act_grad_reference,
+    fusion=Fusion.OPAQUE,
+    vjp=_act_grad_vjp,
+    expand=_act_grad_expand,
+    flops=with_activation(14),
+    samples=_act_grad_samples,
+)
+
+OPS = (BATCH, BATCH_TRAIN, ACT, ACT_GRAD)
