@@ -11,9 +11,9 @@ float64. Rows are read two at a time: numbers of a channel are then loaded once 
 memory still sees few streams that go on (sixteen were three times as slow on a Neoverse N1).
 A second call puts the parts together, a third walks over all rows again.
 
-Statistics are those of distances from the mean of the first rows of an image, in float64 from 64
-rows on: what is lost where that mean is off by d is d² in 2²⁴, and d² shows in the variance itself,
-unless the first rows are nothing like the others. All images are one to batch norm.
+Statistics are those of distances from the first row of an image, in float64 from 64 rows on: where
+that is off from the mean by d, d² in 2²⁴ is lost, and d² shows in the variance itself, unless the
+first row is nothing like the others. All images are one to batch norm.
 
 Generated code reads every channel by itself, across the order of memory. On a Neoverse N1, with the
 gradient, it takes 3 times as long for batch norm and 18 times for groups (8 × 64 × 56 × 56).
@@ -32,7 +32,6 @@ from deuteron.kernels.cpu.norm import POINTERS, Kind, Numbers, numbers
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import SERIAL, steps
 
-PILOT = 8  # rows whose mean is taken off all others
 FEWEST, UNITS = 64, 64  # rows of a part, and parts in all, where there are as many rows
 NEXT_TO_NONE = 2.0**-40  # the part of a mean below which its rest is that of adding up
 
@@ -68,36 +67,31 @@ class _Norm(Rows):
 
     # ---- statistics
 
-    def gather(self) -> None:
-        """Σ d and Σ d² of each channel in each part, d being the distance from the mean of the
-        first rows of the image; from 0, if that is not finite."""
-        c, b = self.c, self.c.b
-        pilot = c.least(PILOT, self.rows)
-        share = b.fdiv(c.f(1.0), b.sitofp(pilot, F32))
+    def near(self, image: Value, i: Value, lanes: int) -> Value:
+        """The first row of an image; 0 where that is not finite."""
+        b, x = self.c.b, self.load("x", self.at_row(image, self.c.i(0)), i, lanes)
+        none = b.fsub(x, x)  # 0, or nan
+        return b.select(b.fcmp_ordered("==", none, none), x, self.c.f(0.0, lanes))
 
-        def x(i: Value, lanes: int) -> Find:
-            return lambda at: [(self.load("x", at, i, lanes), None)]
+    def gather(self) -> None:
+        """Σ d and Σ d² of each channel in each part, d being the distance from the first row."""
+        c = self.c
 
         def away(i: Value, lanes: int) -> Find:
             near = c.load(self.line(0, i), lanes)
 
             def find(at: Value) -> Sequence[tuple[Value, Value | None]]:
-                d = b.fsub(self.load("x", at, i, lanes), near)
+                d = c.b.fsub(self.load("x", at, i, lanes), near)
                 return [(d, None), (d, d)]
 
             return find
 
         with self.units() as (image, part, first, stop):
 
-            def settle(i: Value, lanes: int) -> None:
-                near = b.fmul(c.load(self.line(0, i), lanes), self.of.lanes(share, lanes))
-                none = b.fsub(near, near)  # 0, or nan
-                near = b.select(b.fcmp_ordered("==", none, none), near, c.f(0.0, lanes))
-                c.store(near, self.line(0, i))
-                self.put_number("mean", near, image, i)  # every part finds the same
+            def keep(i: Value, lanes: int) -> None:
+                c.store(self.near(image, i, lanes), self.line(0, i))
 
-            self.down(image, 0, pilot, (0,), x, OF_ONE)
-            steps(c, self.channels, settle)
+            steps(c, self.channels, keep)
             self.gathered(image, part, first, stop, away, OF_ONE)
 
     def settle(self) -> None:
@@ -106,7 +100,7 @@ class _Norm(Rows):
 
         def know(image: Value, i: Value, lanes: int) -> None:
             """Of a channel the sum, and the squares around its mean."""
-            near = self.wider(self.number_of("mean", image, i, lanes))
+            near = self.wider(self.near(image, i, lanes))
             far, squares = self.over_parts(image, i, lanes)
             n = self.double(self.rows, lanes)
             squares = b.fsub(squares, b.fdiv(b.fmul(far, far), n))

@@ -119,35 +119,6 @@ class Rows(Tensors):
 
     # ---- sums
 
-    def down(
-        self,
-        image: Value,
-        top: Value | int,
-        bottom: Value,
-        lines: Sequence[int],
-        terms: Terms,
-        at_once: int = AT_ONCE,
-    ) -> None:
-        """Sums over rows, in as many ``lines``, of what ``terms(column, lanes)`` finds at a row:
-        products or single numbers."""
-        c = self.c
-
-        def add(places: Sequence[Value], i: Value, lanes: int) -> None:
-            find = terms(i, lanes)
-            totals = [c.load(self.line(k, i), lanes) for k in lines]
-            for at in places:
-                for k, (a, b) in enumerate(find(at)):
-                    totals[k] = c.b.fadd(totals[k], a) if b is None else c.fma(a, b, totals[k])
-            for k, total in zip(lines, totals, strict=True):
-                c.store(total, self.line(k, i))
-
-        def clear(i: Value, lanes: int) -> None:
-            for k in lines:
-                c.store(c.f(0.0, lanes), self.line(k, i))
-
-        steps(c, self.channels, clear)
-        self.strips(image, c.i(top), bottom, add, at_once)
-
     def gathered(
         self,
         image: Value,
@@ -157,22 +128,35 @@ class Rows(Tensors):
         terms: Terms,
         at_once: int = AT_ONCE,
     ) -> None:
-        """Two sums over the rows of a part: 64 of them at a time as float32, all as float64."""
+        """Two sums over the rows of a part of what ``terms(column, lanes)`` finds at a row, products
+        or single numbers: of 64 rows at a time as float32, of all as float64."""
         c = self.c
 
         def clear(i: Value, lanes: int) -> None:
             zero = self.of.lanes(F64(0.0), lanes)
             self.put_sums(image, part, i, (zero, zero))
+            for k in (1, 2):
+                c.store(c.f(0.0, lanes), self.line(k, i))
+
+        def add(places: Sequence[Value], i: Value, lanes: int) -> None:
+            find = terms(i, lanes)
+            totals = [c.load(self.line(k, i), lanes) for k in (1, 2)]
+            for at in places:
+                for k, (a, b) in enumerate(find(at)):
+                    totals[k] = c.b.fadd(totals[k], a) if b is None else c.fma(a, b, totals[k])
+            for k, total in enumerate(totals, 1):
+                c.store(total, self.line(k, i))
 
         def join(i: Value, lanes: int) -> None:
             more = [self.wider(c.load(self.line(k, i), lanes)) for k in (1, 2)]
             old = self.sums_of(image, part, i, lanes)
             self.put_sums(image, part, i, [c.b.fadd(*two) for two in zip(old, more, strict=True)])
+            for k in (1, 2):
+                c.store(c.f(0.0, lanes), self.line(k, i))
 
         steps(c, self.channels, clear)
         with c.loop(first, stop, TOGETHER) as top:
-            bottom = c.least(c.add(top, TOGETHER), stop)
-            self.down(image, top, bottom, (1, 2), terms, at_once)
+            self.strips(image, top, c.least(c.add(top, TOGETHER), stop), add, at_once)
             steps(c, self.channels, join)
 
     def added(
