@@ -39,7 +39,7 @@ def compiled(region: Region, arch: int, monkeypatch: Any, most: int = 1) -> list
     found: list[Any] = []
 
     def build(self: Any, grid: Any, *args: Any, warps: int = 4, stages: int = 2, **fixed: Any):
-        kinds = [launch.kind_of(a) for a in args]
+        kinds = launch.described(args)[1]
         where = GPUTarget("cuda", arch, 32)
         found.append(self.compile(kinds, fixed, warps, stages, target=where))
 
@@ -67,6 +67,6 @@ def compiled(region: Region, arch: int, monkeypatch: Any, most: int = 1) -> list
 
 
 def assert_none_spill(kernels: list[Any], arch: int, what: Any = "") -> None:
-    from tests.test_triton_gen import spilled
+    from tests.ptx import spilled
 
     assert [spilled(kernel, arch) for kernel in kernels] == [0] * len(kernels), what

@@ -21,12 +21,12 @@ pytest.importorskip("triton")
 def launches(monkeypatch) -> list[Any]:
     """What is launched, not run: (kernel, kinds of its arguments, constants, warps, stages)."""
     from deuteron.kernels.triton import augment
-    from deuteron.kernels.triton.launch import Launchable, kind_of
+    from deuteron.kernels.triton.launch import Launchable, described
 
     seen: list[Any] = []
 
     def record(self, grid, *args, warps=4, stages=2, **constants):
-        seen.append((self, tuple(map(kind_of, args)), tuple(constants.items()), warps, stages))
+        seen.append((self, tuple(described(args)[1]), tuple(constants.items()), warps, stages))
 
     monkeypatch.setattr(Launchable, "__call__", record)
     monkeypatch.setattr(augment, "_processors", lambda device: 132)

@@ -17,15 +17,17 @@ from deuteron.ir.region import Region
 from deuteron.ir.rewrite import start
 from deuteron.kernels.triton.batch_norm_tiles import PIECES, divide
 from deuteron.ops import Ops, infer
-from deuteron.ops.batch_norm import ACT, ACT_GRAD, ACTIVATIONS
+from deuteron.ops.activated import activation as activation_of
+from deuteron.ops.batch_norm import ACT, ACT_GRAD, told_by_result
 from deuteron.ops.evaluate import evaluate
 from deuteron.ops.signs import is_channels_last, signs_type
 from deuteron.passes import Context, run_passes
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
 from deuteron.target import GPUS
-from tests.batch_norm_cases import calm
+from tests.batch_norm_cases import ACTIVATIONS, calm
 from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.launches import compiled_only
 from tests.ptx import spilled
 from tests.sweeps import one_in, sweep_unless
 from tests.test_ops import one_node_graph
@@ -49,33 +51,22 @@ def test_in_the_interpreter(cases, count):
 
 def compiled(division, dtype, residual, activation, arch, monkeypatch, signs=False) -> dict:
     """Every kernel of a forward and a backward step, by name."""
-    from triton.backends.compiler import GPUTarget
+    from deuteron.kernels.triton.batch_norm import Operands, backward, forward
 
-    from deuteron.kernels.triton import batch_norm
-    from deuteron.kernels.triton.launch import kind_of
-
-    found = {}
-
-    def compile_only(self, grid, *args, warps=4, stages=2, **constants):
-        kinds = [
-            None if a is None else (a.dtype, True) if isinstance(a, torch.Tensor) else kind_of(a)
-            for a in args
-        ]
-        target = GPUTarget("cuda", arch, 32)
-        found[self.fn.__name__] = self.compile(kinds, constants, warps, stages, target)
-
-    monkeypatch.setattr(batch_norm.Launchable, "__call__", compile_only)
-    monkeypatch.setattr(batch_norm, "chained", lambda device: arch >= 90)
+    found = compiled_only(monkeypatch, arch, chain=arch >= 90)
     t, s = torch.empty(1, dtype=dtype), torch.empty(1)
-    r = t if residual else None
-    act = {"activation": activation, "slope": 0.1}
+    r, exact = t if residual else None, dtype == F32
     bits = torch.empty(1, dtype=torch.uint8) if signs else None
-    batch_norm.forward(
-        division, t, s, s, s, s, r, t, s, s, s, s, bits, momentum=0.1, eps=1e-5, **act
-    )
-    y = None if signs else r
-    batch_norm.backward(division, t, t, s, s, s, s, y, None, bits, t, s, s, r, **act)
-    return found
+    learned = dict.fromkeys(("running_mean", "running_var", "new_mean", "new_var"), s)
+    params = dict.fromkeys(("weight", "bias", "mean", "rstd"), s)
+    step = Operands(t, t, r, bits, **params, **learned)
+    forward(division, 0.1, 1e-5, activation, exact)(step)
+    y = None if signs or not told_by_result(activation) else r
+    made = {"dx": t, "dz": r, "dweight": s, "dbias": s}
+    rest = None if y is not None or signs else r
+    back = Operands(t, y, rest, bits, **params, grad=t, **made)
+    backward(division, activation, y is not None, exact)(back)
+    return dict(found)
 
 
 IN_EVERY_RUN = {1, 2, 4, 6}  # of those below: either order, large and small, the largest tile
@@ -87,6 +78,7 @@ MAIN = [  # shape, channels last, element type, tile, residual, activation
     (BIG, True, BRAIN, 8192, True, "hardswish"),
     ((8, 64, 7, 7), True, HALF, 4096, True, "relu6"),
     ((8, 64, 7, 7), False, F32, 2048, False, "leaky_relu"),
+    (BIG, True, F32, 2048, True, "gelu"),
 ]
 
 
@@ -142,7 +134,7 @@ def test_tiles_cover_everything_and_programs_are_many(shape, last):
     d = divide(shape, last, H200.units)
     assert d.tiles * d.a >= d.rows > (d.tiles - 1) * d.a
     assert d.blocks * d.b >= d.lanes if last else d.across * d.b >= d.lanes
-    assert d.units * d.constants["V"] == d.lanes
+    assert d.units * d.together == d.lanes
     assert 1 <= d.splits <= min(PIECES, d.tiles)
     if TensorType.of(shape, "f32").numel >= 2**24 and not d.once:
         assert d.splits * d.blocks >= H200.units
@@ -239,7 +231,8 @@ def by_torch(feed, activation, dtype) -> dict[str, torch.Tensor]:
         leaves[n] = leaves[n].detach().requires_grad_()
     y = F.batch_norm(leaves["x"], mean, var, leaves["w"], leaves["b"], True, 0.1, 1e-5)
     y = y + leaves["r"] if "r" in leaves else y
-    y = ACTIVATIONS[activation].value(y.clone(), 0.01)
+    act = activation_of(activation)
+    y = y if act is None else act.op.reference(y, **act.attrs)
     y.backward(leaves["grad_y"])
     return {"y": y.detach(), "mean": mean, "var": var} | {
         f"grad_{n}": leaves[n].grad for n in asked
@@ -305,14 +298,17 @@ WRONG = [  # operator, inputs, attributes, words of the message
         "batch_norm_act",
         (X, None, None, None, None, TensorType.of((2, 4), "f32")),
         {},
-        "residual is",
+        "residual of batch_norm_act is f32[2, 4]",
     ),
-    ("batch_norm_act", (X, None, None, None, None, X.with_dtype(dt.float16)), {}, "float16"),
-    ("batch_norm_act", (X,), {"activation": "gelu"}, "relu6"),
+    ("batch_norm_act", (X, None, None, None, None, X.with_dtype(dt.float16)), {}, "is f16"),
+    ("batch_norm_act", (X,), {"activation": "softmax"}, "leaky_relu(negative_slope=0.2)"),
+    ("batch_norm_act", (X,), {"activation": "relu("}, "is not known"),
+    ("batch_norm_act", (X,), {"activation": "gelu('tanh')"}, "is not known"),
+    ("batch_norm_act", (X,), {"activation": "elu(beta=1)"}, "is not known"),
     ("batch_norm_act", (X, None, None, C), {}, "one running statistic"),
     ("batch_norm_act", (TensorType.of((1, 4), "f32"),), {}, "one value per channel"),
     ("batch_norm_act", (TensorType.of((4,), "f32"),), {}, "rank 2"),
-    ("batch_norm_act_grad", (TensorType.of((2, 4), "f32"), X, C, C), {}, "grad is"),
+    ("batch_norm_act_grad", (TensorType.of((2, 4), "f32"), X, C, C), {}, "grad of"),
     ("batch_norm_act_grad", (X, X, TensorType.of((3,), "f32"), C), {}, "mean is f32[3]"),
     ("batch_norm_act_grad", (X, X, C, C, None, None, X), {"activation": "silu"}, "from y"),
     ("batch_norm_act", (X,), {"activation": "relu6", "packed": "channels"}, "relu6"),

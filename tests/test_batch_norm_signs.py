@@ -20,6 +20,7 @@ from deuteron.ops.signs import pack, packing, signs_type, unpack
 from deuteron.passes import Context, run_passes
 from deuteron.plan.tensors import errors_of
 from deuteron.policy import Policy
+from tests.ptx import spilled
 from tests.test_batch_norm_kernels import (
     BIG,
     BRAIN,
@@ -31,7 +32,6 @@ from tests.test_batch_norm_kernels import (
     feed_of,
     refusal,
 )
-from tests.test_triton_gen import spilled
 from tests.tolerances import allowed, error
 
 

@@ -94,7 +94,7 @@ def test_batch_norm_in_training(shape, dtype, act, joined):
         grad = away_from_steps(theirs, given, grad)
     ways = compare(ours, theirs, given, grad, x.numel() // shape[1])
     norms = [way for way, region in ways if region.ops[0].startswith("batch_norm_act")]
-    assert norms == ["channel_norm"] * 2
+    assert norms == ["norm"] * 2
 
 
 @pytest.mark.parametrize("order", ["nhwc", "contiguous"])
@@ -115,7 +115,7 @@ def test_batch_norm_with_other_activations(act, joined, order, dtype):
 
     ways = compare(ours, theirs, given, grad, x.numel() // 18)
     norms = [way for way, region in ways if region.ops[0].startswith("batch_norm_act")]
-    assert norms == ["channel_norm"] * 2
+    assert norms == ["norm"] * 2
 
 
 def away_from_steps(theirs, given, grad):
@@ -140,7 +140,7 @@ def test_group_norm(shape, dtype, act, joined):
         return ACTS[act](F.group_norm(x if r is None else x + r, groups, w, b))
 
     ways = compare(ours, theirs, given, grad, x.numel() // (shape[0] * groups))
-    assert {way for way, region in ways if "group_norm_grad" in region.ops} == {"channel_norm"}
+    assert {way for way, region in ways if "group_norm_grad" in region.ops} == {"norm"}
 
 
 def test_group_norm_goes_by_rows():
@@ -159,7 +159,7 @@ def test_instance_norm(shape):
         grad,
         x[0, 0].numel(),
     )
-    assert {way for way, region in ways if "instance_norm_grad" in region.ops} == {"channel_norm"}
+    assert {way for way, region in ways if "instance_norm_grad" in region.ops} == {"norm"}
 
 
 def test_running_statistics_and_eval():
@@ -316,5 +316,5 @@ def test_a_gradient_in_another_order_is_laid_beside_x(groups):
     want = gradients(ours, [x, w, b], grad)
     with dt.functional.delegation(False):
         found, ways = heard(lambda: gradients(ours, [x, w, b], grad.contiguous()))
-    assert [way for way, region in ways if region.ops[0].endswith("_grad")] == ["channel_norm"]
+    assert [way for way, region in ways if region.ops[0].endswith("_grad")] == ["norm"]
     assert all(map(torch.equal, found, want))

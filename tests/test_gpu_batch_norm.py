@@ -12,9 +12,8 @@ import torch
 
 import deuteron as dt
 from deuteron.kernels.triton.batch_norm_tiles import divide
-from deuteron.ops.batch_norm import ACTIVATIONS
 from deuteron.ops.signs import pack, signs_type
-from tests.batch_norm_cases import Case, calm, cases, run
+from tests.batch_norm_cases import ACTIVATIONS, FORWARD, Case, calm, cases, run
 from tests.test_batch_norm_kernels import block, by_torch, feed_of
 from tests.tolerances import allowed, error
 
@@ -57,7 +56,7 @@ def test_shapes_of_networks_and_shapes_that_divide_by_nothing(dtype, last):
     ]
     kinds = ("normal", "offset", "edge")
     some = [
-        Case(shape, dtype, last, tuple(ACTIVATIONS)[i % 6], bool(i % 2), kind=kinds[i % 3])
+        Case(shape, dtype, last, ACTIVATIONS[i % len(ACTIVATIONS)], bool(i % 2), kind=kinds[i % 3])
         for i, shape in enumerate(shapes)
     ]
     some += [
@@ -77,7 +76,7 @@ def test_shapes_of_networks_and_shapes_that_divide_by_nothing(dtype, last):
 
 @pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
 def test_two_runs_give_the_same_bits(last):
-    from deuteron.kernels.triton.batch_norm import forward
+    from deuteron.kernels.triton.batch_norm import Operands, forward
 
     x = torch.randn(8, 100, 30, 30, device="cuda", dtype=HALF)
     x = x.to(memory_format=torch.channels_last) if last else x
@@ -85,22 +84,8 @@ def test_two_runs_give_the_same_bits(last):
     seen = []
     for _ in range(3):
         y, *stats = torch.empty_like(x), *(torch.empty(100, device="cuda") for _ in range(4))
-        forward(
-            d,
-            x,
-            None,
-            None,
-            None,
-            None,
-            None,
-            y,
-            *stats,
-            None,
-            momentum=0.1,
-            eps=1e-5,
-            activation="none",
-            slope=0.0,
-        )
+        made = dict(zip(FORWARD, (y, *stats), strict=True))
+        forward(d, 0.1, 1e-5, "none", False)(Operands(x, **made))
         seen.append((y, *stats))
     assert all(torch.equal(a, b) for again in seen[1:] for a, b in zip(seen[0], again, strict=True))
 
@@ -185,7 +170,7 @@ def test_the_function_saves_signs_and_its_gradients_are_torchs(kind, layout):
 @pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
 def test_signs_say_the_same_as_y(last, kind):
     """At the size of the benchmark, to the last bit."""
-    from deuteron.kernels.triton.batch_norm import backward, forward
+    from deuteron.kernels.triton.batch_norm import Operands, backward, forward
 
     shape, packed = (64, 256, 56, 56), "channels" if last else "positions"
     order = torch.channels_last if last else torch.contiguous_format
@@ -196,21 +181,25 @@ def test_signs_say_the_same_as_y(last, kind):
     stats = [torch.empty(256, device="cuda") for _ in range(4)]
     signs = torch.empty(signs_type(shape, packed).shape, dtype=torch.uint8, device="cuda")
     d = divide(shape, last, 132, tile=8192 // kind.itemsize, width=64)
-    act = {"activation": "relu", "slope": 0.0}
-    forward(d, x, *params, None, None, r, y, *stats, signs, momentum=0.1, eps=1e-5, **act)
+    params = {"weight": params[0], "bias": params[1]}
+    made = dict(zip(FORWARD, (y, *stats), strict=True))
+    exact, known = kind == F32, {"mean": stats[2], "rstd": stats[3]}
+    forward(d, 0.1, 1e-5, "relu", exact)(Operands(x, residual=r, signs=signs, **params, **made))
     assert torch.equal(signs, pack(y, packed))
     found = []
-    for given in ((y, None, None), (None, None, signs)):
+    for given in ({"y": y}, {"signs": signs}):
         outs = [torch.empty_like(x), *(torch.empty(256, device="cuda") for _ in range(2))]
         outs.append(torch.empty_like(x))
-        backward(d, grad, x, *stats[2:], *params, *given, *outs, **act)
+        made = dict(zip(("dx", "dweight", "dbias", "dz"), outs, strict=True))
+        t = Operands(x, grad=grad, **params, **known, **given, **made)
+        backward(d, "relu", "y" in given, exact)(t)
         found.append(outs)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
 def test_more_than_two_to_the_31_elements(last):
-    from deuteron.kernels.triton.batch_norm import backward, forward
+    from deuteron.kernels.triton.batch_norm import Operands, backward, forward
 
     n, c, side = 129, 64, 512  # 2³¹ + 2²⁴ elements
     x = torch.empty(n, c, side, side, device="cuda", dtype=HALF)
@@ -224,25 +213,8 @@ def test_more_than_two_to_the_31_elements(last):
     new_mean, new_var, mean, rstd = (torch.empty(c, device="cuda") for _ in range(4))
     packed = "channels" if last else "positions"
     signs = torch.empty(signs_type(tuple(x.shape), packed).shape, dtype=torch.uint8, device="cuda")
-    act = {"activation": "relu", "slope": 0.0}
-    forward(
-        d,
-        x,
-        None,
-        None,
-        None,
-        None,
-        None,
-        y,
-        new_mean,
-        new_var,
-        mean,
-        rstd,
-        signs,
-        momentum=0.1,
-        eps=1e-5,
-        **act,
-    )
+    learned = {"new_mean": new_mean, "new_var": new_var, "mean": mean, "rstd": rstd}
+    forward(d, 0.1, 1e-5, "relu", False)(Operands(x, y, signs=signs, **learned))
     want = torch.stack([image.double().mean((1, 2)) for image in x]).mean(0)
     assert error(mean, want) <= allowed(0.0, F32, n * side * side)
     for i in (0, n // 2, n - 1):
@@ -250,11 +222,11 @@ def test_more_than_two_to_the_31_elements(last):
         assert error(y[i], torch.relu(z)) <= allowed(0.0, HALF), i
         assert torch.equal(signs[i : i + 1], pack(y[i : i + 1], packed)), i
     dweight, dbias, dx = torch.empty_like(mean), torch.empty_like(mean), y
-    backward(d, grad, x, mean, rstd, None, None, None, None, None, dx, dweight, dbias, None, **act)
+    back = backward(d, "relu", False, False)
+    t = Operands(x, mean=mean, rstd=rstd, grad=grad, dx=dx, dweight=dweight, dbias=dbias)
+    back(t)
     by_signs = torch.empty_like(mean)
-    backward(
-        d, grad, x, mean, rstd, None, None, None, None, signs, dx, dweight, by_signs, None, **act
-    )
+    back(t._replace(signs=signs, dbias=by_signs))
     assert error(by_signs, dbias) <= allowed(0.0, F32, n * side * side)
     total = torch.zeros(c, dtype=torch.float64, device="cuda")
     for image in x:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from deuteron.kernels.triton.norm_ways import Work, ways
+from deuteron.engines.triton_norm import RowGradient, spreads
 from tests.norm_cases import Case, Forward, forward_cases, small_cases, wrong, wrong_forward
 from tests.tolerances import allowed, error
 
@@ -150,23 +150,23 @@ def test_a_mean_of_a_thousand_deviations():
 
 
 def test_addresses_that_are_not_aligned_and_graph_capture():
-    from deuteron.kernels.triton.norm import backward
+    from deuteron.kernels.triton.norm import Operands, backward
 
     rows, n = 1000, 512
-    work = Work(rows, n, 1e-5, True, 4, 2)
+    work = RowGradient(rows, n, 1e-5, True, 4, 2)
     x, grad = (torch.randn(rows, n, device="cuda") for _ in range(2))
     w = torch.randn(n, device="cuda")
     dx, dw, db = torch.empty_like(x), torch.empty_like(w), torch.empty_like(w)
-    call = backward(work, ways(work, 132)[0])
-    call(x, grad, w, None, dx, dw, db)
+    call = backward(work, spreads(work, 132)[0])
+    call(Operands(x, grad, w, None, dx, dw, db))
     want = [t.clone() for t in (dx, dw, db)]
     shifted = torch.empty(rows * n + 1, device="cuda")[1:].view(rows, n).copy_(x)
-    call(shifted, grad, w, None, dx, dw, db)
+    call(Operands(shifted, grad, w, None, dx, dw, db))
     for got, exact in zip((dx, dw, db), want, strict=True):
         assert error(got, exact) <= allowed(0.0, torch.float32, n)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(x, grad, w, None, dx, dw, db)
+        call(Operands(x, grad, w, None, dx, dw, db))
     for t in (dx, dw, db):
         t.zero_()
     graph.replay()
@@ -211,15 +211,16 @@ def test_a_plan_trains_with_the_kernel(norm, find):
 
 @pytest.mark.parametrize("columns", [4096, 12288])
 def test_more_than_two_to_the_31_elements(columns):
-    from deuteron.kernels.triton.norm import backward
+    from deuteron.kernels.triton.norm import Operands, backward
 
     rows = 2**31 // columns + 77
-    work = Work(rows, columns, 1e-6, False, 2, 2)
+    work = RowGradient(rows, columns, 1e-6, False, 2, 2)
     x = torch.randn(rows, columns, device="cuda", dtype=BRAIN)
     grad = torch.randn(rows, columns, device="cuda", dtype=BRAIN)
     w = torch.randn(columns, device="cuda", dtype=BRAIN)
     dx, dw = torch.empty_like(x), torch.empty(columns, device="cuda", dtype=torch.float32)
-    backward(work, ways(work, dt.target("cuda").units)[0])(x, grad, w, None, dx, dw, None)
+    call = backward(work, spreads(work, dt.target("cuda").units)[0])
+    call(Operands(x, grad, w, None, dx, dw))
     total = torch.zeros(columns, device="cuda", dtype=F64)
     for first in range(0, rows, 8192):
         part = x[first : first + 8192].double()

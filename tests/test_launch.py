@@ -48,9 +48,9 @@ def test_are_compiled_as_if_each_were_given_by_itself():
 
     x, where = torch.empty(64), GPUTarget("cuda", 90, 32)
     one = launch.Launchable(_apart)
-    kinds = [launch.kind_of(a) for a in (x, x, x, 48, 3)]
+    kinds = launch.described((x, x, x, 48, 3))[1]
     flat = one.compile(kinds, {"SIZE": 64, "FIRST": 2.0, "SECOND": 0.5}, target=where)
-    kinds = [launch.kind_of(a) for a in (x, x, (x, None), Sizes(48, 3))]
+    kinds = launch.described((x, x, (x, None), Sizes(48, 3)))[1]
     assert kinds[2:] == [((torch.float32, True), None), Sizes(("i32", True), ("i32", False))]
     both = launch.Launchable(_together).compile(kinds, {"B": Block(64, (2.0, 0.5))}, target=where)
     code = [

@@ -28,7 +28,7 @@ def test_compiles_without_spills(kind, arch):
     from triton.backends.compiler import GPUTarget
 
     from deuteron.kernels.triton import cross_entropy as ce
-    from tests.test_triton_gen import spilled
+    from tests.ptx import spilled
 
     half, single = (torch.bfloat16, True), (torch.float32, True)
     probs, spread = kind == "probabilities", kind in ("even", "smooth", "probabilities")

@@ -15,7 +15,7 @@ from deuteron.kernels import optim as rules
 from deuteron.optim import base, eight_bits, machines
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.optim_cases import FLOATS, OPTIONS, cases, check, tensors
-from tests.test_triton_gen import spilled
+from tests.ptx import spilled
 from tests.tolerances import EIGHT_BIT_MEAN, EPS, EVEN, FEW_STEPS, SINGLE, STEPS, allowed, error
 
 

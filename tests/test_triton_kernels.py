@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
+from deuteron.engines.triton_group_norm import Cut, Groups, cuts
 from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton_norm import LONGEST, RowGradient, spreads
 from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ir.region import Region
-from deuteron.kernels.triton.norm_ways import LONGEST, Way, Work, forward_ways, scratch, ways
 from deuteron.ops import infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes
@@ -21,6 +22,7 @@ from deuteron.plan.decide import decide
 from deuteron.policy import Policy
 from deuteron.target import GPUS
 from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.launches import compiled_only
 from tests.norm_cases import Case
 from tests.ptx import spilled
 from tests.sweeps import sweep_unless
@@ -38,57 +40,50 @@ def test_in_the_interpreter():
 # ---- compiled for GPUs that are not there
 
 
-def compiled(
-    work: Work, way: Way, dtype: torch.dtype, extra: bool, arch: int, monkeypatch, back: bool = True
-) -> list:
+def compiled(work, how, dtype: torch.dtype, arch: int, monkeypatch, extra=False, back=True) -> list:
     """Every kernel that a call would launch, with all operands, as (name, kernel)."""
-    from triton.backends.compiler import GPUTarget
+    from deuteron.kernels.triton import group_norm, norm
 
-    from deuteron.kernels.triton import norm
-
-    found = []
-
-    def compile_only(self, grid, *args, warps=4, stages=2, **constants):
-        kinds = [
-            None if a is None else (a.dtype, True) if isinstance(a, torch.Tensor) else ("i32", True)
-            for a in args
-        ]
-        target = GPUTarget("cuda", arch, 32)
-        kernel = self.compile(kinds, constants, warps, stages, target)
-        found.append((self.fn.fn.__name__, kernel))
-
-    monkeypatch.setattr(norm.Launchable, "__call__", compile_only)
+    found = compiled_only(monkeypatch, arch)
     t = torch.empty(8, dtype=dtype)
-    if not back:
-        norm.forward(work, way)(t, t, t, t)
-        return found
-    bias = t if work.centred else None
-    offset = t if work.activation != "none" else None
-    norm.backward(work, way)(t, t, t, t if extra else None, t, t, bias, offset)
+    rest = {"extra": t if extra else None, "dx": t, "dweight": t}
+    if isinstance(work, RowGradient):
+        bias = t if work.centred else None
+        norm.backward(work, how)(norm.Operands(t, t, t, **rest, dbias=bias))
+    elif back:
+        group_norm.backward(work, how)(group_norm.Operands(t, t, offset=t, grad=t, **rest, dbias=t))
+    else:
+        group_norm.forward(work, how)(group_norm.Operands(t, t, t, t))
     return found
 
 
 IN_EVERY_RUN = {0, 3, 5, 7, 9, 13}  # of those below: every kind of kernel, float64
+
+
+def ways(work) -> list:
+    return spreads(work, 132) if isinstance(work, RowGradient) else cuts(work)
+
+
 MAIN = [  # the shapes that the table of the H200 holds, and the widest that registers take
-    (Work(16384, 4096, 1e-6, False, 2, 2), BRAIN, False),
-    (Work(16384, 4096, 1e-5, True, 2, 2), BRAIN, False),
-    (Work(16384, 4096, 1e-5, True, 2, 3), BRAIN, True),
-    (Work(16384, 8192, 1e-5, True, 2, 3), BRAIN, True),
-    (Work(16384, 8192, 1e-5, True, 4, 3), torch.float32, True),
-    (Work(4096, 2048, 1e-5, True, 8, 3), F64, True),
-    (Work(32768, 768, 1e-5, True, 2, 2), HALF, False),
-    (Work(4096, 16384, 1e-5, True, 2, 3), BRAIN, True),
-    (Work(64 * 32, 8 * 3136, 1e-5, True, 2, 3, 32, 8), HALF, True),
-    (Work(32 * 64, 12544, 1e-5, True, 2, 2, 64, 1, "relu"), BRAIN, False),
-    (Work(32 * 32, 2 * 12544, 1e-5, True, 2, 2, 32, 2, "silu"), BRAIN, False),
-    (Work(32 * 64, 12544, 1e-5, True, 4, 3, 64, 1, "silu"), torch.float32, True),
-    (Work(8 * 32, 20 * 1024, 1e-5, True, 2, 2, 32, 20, "silu"), BRAIN, False),
-    (Work(32 * 8, 8 * 12544, 1e-5, True, 2, 2, 8, 8, "silu"), BRAIN, False),
+    (RowGradient(16384, 4096, 1e-6, False, 2, 2), BRAIN, False),
+    (RowGradient(16384, 4096, 1e-5, True, 2, 2), BRAIN, False),
+    (RowGradient(16384, 4096, 1e-5, True, 2, 3), BRAIN, True),
+    (RowGradient(16384, 8192, 1e-5, True, 2, 3), BRAIN, True),
+    (RowGradient(16384, 8192, 1e-5, True, 4, 3), torch.float32, True),
+    (RowGradient(4096, 2048, 1e-5, True, 8, 3), F64, True),
+    (RowGradient(32768, 768, 1e-5, True, 2, 2), HALF, False),
+    (RowGradient(4096, 16384, 1e-5, True, 2, 3), BRAIN, True),
+    (Groups(64 * 32, 32, 8, 3136, 1e-5, 2, "none"), HALF, True),
+    (Groups(32 * 64, 64, 1, 12544, 1e-5, 2, "relu"), BRAIN, False),
+    (Groups(32 * 32, 32, 2, 12544, 1e-5, 2, "silu"), BRAIN, False),
+    (Groups(32 * 64, 64, 1, 12544, 1e-5, 4, "silu"), torch.float32, True),
+    (Groups(8 * 32, 32, 20, 1024, 1e-5, 2, "silu"), BRAIN, False),
+    (Groups(32 * 8, 8, 8, 12544, 1e-5, 2, "silu"), BRAIN, False),
 ]
 
 
-def without_spills(work: Work, way: Way, dtype, extra, arch: int, monkeypatch) -> None:
-    for name, kernel in compiled(work, way, dtype, extra, arch, monkeypatch):
+def without_spills(work, way, dtype, extra, arch: int, monkeypatch) -> None:
+    for name, kernel in compiled(work, way, dtype, arch, monkeypatch, extra):
         assert spilled(kernel, arch) == 0, (name, way, arch)
         assert kernel.metadata.shared <= 99 << 10, (name, way, arch)
         if name == "_rows" and way.stages > 1:
@@ -102,7 +97,7 @@ def without_spills(work: Work, way: Way, dtype, extra, arch: int, monkeypatch) -
 def test_main_kernels_compile_without_spills_and_prefetch(index, arch, monkeypatch):
     pytest.importorskip("triton")
     work, *how = MAIN[index]
-    without_spills(work, ways(work, 132)[0], *how, arch, monkeypatch)
+    without_spills(work, ways(work)[0], *how, arch, monkeypatch)
 
 
 @pytest.mark.sweep
@@ -111,7 +106,7 @@ def test_main_kernels_compile_without_spills_and_prefetch(index, arch, monkeypat
 def test_the_other_ways_compile_without_spills(index, arch, monkeypatch):
     pytest.importorskip("triton")
     work, *how = MAIN[index]
-    for way in ways(work, 132)[1:]:
+    for way in ways(work)[1:]:
         without_spills(work, way, *how, arch, monkeypatch)
 
 
@@ -129,45 +124,48 @@ GROUPS = [(1, 12544), (2, 12544), (8, 12544), (40, 256)]  # channels of a group,
 @pytest.mark.parametrize("arch", [90, 80])
 def test_norms_of_groups_compile_without_spills(each, positions, dtype, arch, monkeypatch):
     pytest.importorskip("triton")
-    size = torch.empty(0, dtype=dtype).element_size()
-    work = Work(256, each * positions, 1e-5, True, size, 1, 32, each, "silu")
-    for way in forward_ways(work):
-        for name, kernel in compiled(work, way, dtype, False, arch, monkeypatch, back=False):
-            assert spilled(kernel, arch) == 0, (name, way, arch)
+    work = Groups(256, 32, each, positions, 1e-5, dtype.itemsize, "silu")
+    for cut in cuts(work):
+        for name, kernel in compiled(work, cut, dtype, arch, monkeypatch, back=False):
+            assert spilled(kernel, arch) == 0, (name, cut, arch)
 
 
-def test_sizes_decide_the_kind():
-    def kind(columns: int, size: int) -> str:
-        return Work(8, columns, 1e-5, True, size, 2).kind
-
+def test_sizes_decide_whether_rows_are_long():
     for size, longest in LONGEST.items():
-        assert kind(longest, size) == "rows" and kind(longest + 1, size) == "long"
-    assert Work(8, 4, 1e-5, True, 4, 2, groups=2, each=2).kind == "groups"
+        for columns in (longest, longest + 1):
+            assert RowGradient(8, columns, 1e-5, True, size, 2).is_long == (columns > longest)
 
 
 def test_groups_that_registers_hold():
-    """The fewest warps that do; what is larger is read again."""
+    """The fewest warps that do; what is larger is cut, equally if that makes no small parts."""
 
-    def first(each: int, positions: int, size: int = 2) -> Way:
-        return ways(Work(64, each * positions, 1e-5, True, size, 2, 32, each), 132)[0]
+    def first(each: int, positions: int) -> Cut:
+        work = Groups(64, 32, each, positions, 1e-5, 2, "none")
+        for cut in cuts(work):
+            assert cut.channels * cut.positions * cut.parts(work) >= each * positions
+            assert (
+                cut.tiles * cut.tile_channels * cut.tile_positions >= cut.channels * cut.positions
+            )
+        return cuts(work)[0]
 
-    assert first(1, 12544) == Way(warps=8, tile=2048, channels=1)
-    assert first(8, 49) == Way(warps=1, tile=256, channels=4)
-    assert first(40, 256) == Way(warps=8, tile=2048, channels=8)
-    assert first(8, 12544) == Way(warps=4, tile=1024, channels=1, each=1, positions=6272)
-    assert first(40, 1024) == Way(warps=4, tile=1024, channels=1, each=5, positions=1024)
-    assert first(1, 12544, 8).channels == first(3, 14347).channels == 0  # a prime has no parts
+    assert first(1, 12544) == Cut(1, 12544, 1, 2048, warps=8)
+    assert first(8, 49) == Cut(8, 49, 4, 64, warps=1)
+    assert first(40, 256) == Cut(40, 256, 8, 256, warps=8)
+    assert first(8, 12544) == Cut(1, 6272, 1, 1024, warps=4)
+    assert first(40, 1024) == Cut(5, 1024, 1, 1024, warps=4)
+    assert first(3, 14347) == Cut(1, 4783, 1, 1024, warps=4)  # a prime
+    assert first(641, 49).channels > 1  # so is this
 
 
 def test_one_program_for_little_work_and_few_ways_for_all():
     for rows, columns in ((8, 64), (1, 4096), (3, 5)):
-        for way in ways(Work(rows, columns, 1e-5, True, 2, 2), 132):
+        work = RowGradient(rows, columns, 1e-5, True, 2, 2)
+        for way in ways(work):
             assert way.programs == 1 and way.stages == 1
-            assert scratch(Work(rows, columns, 1e-5, True, 2, 2), way, 2) == 0
+            assert way.scratch(work, 2) == 0
     for rows in (1, 100, 16384, 10**7):
         for columns in (1, 33, 768, 4096, 8192, 9000, 10**6):
-            work = Work(rows, columns, 1e-5, True, 2, 2)
-            offered = ways(work, 132)
+            offered = ways(RowGradient(rows, columns, 1e-5, True, 2, 2))
             assert 1 <= len(offered) <= 3
             for way in offered:
                 assert way.programs <= max(4 * 132, -(-rows // way.rows))
@@ -205,10 +203,12 @@ def ops_after(graph: dt.Graph, target) -> list[str]:
 @pytest.mark.parametrize(("norm", "shape", "attrs"), NORMS)
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 def test_stays_whole_where_a_kernel_takes_it(norm, shape, attrs, kind):
-    """On a GPU all of them; on the CPU those of float32; what is left is written out."""
+    """On a GPU all but groups of float64; on the CPU those of float32; what is left is written
+    out."""
     graph = block(norm, shape, kind, **attrs)
     assert [n.op for n in graph.ir().nodes].count(f"{norm}_grad") == 1
-    assert ops_after(graph, H200) == [norm, f"{norm}_grad"]
+    if kind == "f32" or "dims" in dict(graph.ir().nodes[0].attrs):
+        assert ops_after(graph, H200) == [norm, f"{norm}_grad"]
     on_cpu = ops_after(graph, dt.target("cpu"))
     whole = kind == "f32"
     assert (f"{norm}_grad" in on_cpu) == whole and ("rsqrt" in on_cpu) != whole
@@ -264,7 +264,7 @@ def bent(norm: str, act: str, shape, kind="f32", wrt=None, **attrs) -> dt.Graph:
     return g.grad("y", wrt=wrt or ["x", *params])
 
 
-ACTS = ("relu", "silu", "leaky_relu", "hardswish", "relu6")
+ACTS = ("relu", "silu", "leaky_relu", "hardswish", "relu6", "gelu", "tanh")
 TORCH_NORMS = {
     "layer_norm": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
     "rms_norm": lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-6),
@@ -287,12 +287,19 @@ def test_an_activation_is_part_of_the_gradient(norm, shape, attrs):
         for target in (H200, dt.target("cpu")):
             done, _ = run_passes(graph.ir(), Context(target, Policy()))
             whole = [n for n in done.nodes if n.attrs.get("activation", "none") == act]
-            expected = target is H200 and norm in ("group_norm", "instance_norm")
-            assert len(whole) == expected, (act, target.name)
+            assert not whole, (act, target.name)  # no kernel takes float64
             got = evaluate(done, feed)
             for name, leaf in leaves.items():
                 off = error(got[f"grad_{name}"], leaf.grad)
                 assert off <= allowed(0.0, F64, leaf.numel() * 8), (act, name, target.name)
+
+
+@pytest.mark.parametrize(("norm", "shape", "attrs"), NORMS)
+def test_kernels_of_groups_take_the_activation_along(norm, shape, attrs):
+    for act in ACTS:
+        done, _ = run_passes(bent(norm, act, shape, **attrs).ir(), Context(H200, Policy()))
+        whole = [n for n in done.nodes if n.attrs.get("activation", "none") == act]
+        assert len(whole) == (norm in ("group_norm", "instance_norm")), act
 
 
 def test_an_activation_with_others_beside_it_is_not():
@@ -393,9 +400,10 @@ def test_a_norm_of_groups_takes_one_activation_along():
 
     assert reason() is None and reason("silu") is None and reason("relu") is None
     assert "one activation along, not relu + relu" in str(reason("relu", "relu"))
-    assert "one activation along, not exp" in str(reason("exp"))
+    assert reason("exp") is None
+    assert "one activation along, not softmax" in str(reason("softmax"))
     assert "is read, too" in str(reason("relu", read_both=True))
-    assert "neither a group nor" in str(reason(shape=(2, 4, 100003)))
+    assert "too many parts" in str(reason(shape=(2, 4, 10000, 10000)))
 
 
 def test_prices_are_near_the_bytes():

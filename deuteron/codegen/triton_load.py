@@ -35,11 +35,14 @@ def functions(source: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=512)
-def jitted(formula: Traced, exact: bool) -> Any:
+def jitted(formula: Traced, exact: bool, divides: bool = True) -> Any:
     """A formula as a Triton function of its inputs, for kernels written by hand: they take it as a
-    constant and call it. ``exact`` where a float32 is stored, not a number of 16 bits."""
+    constant and call it. ``exact`` where a float32 is stored, not a number of 16 bits. Without
+    ``divides`` a quotient is a product with the reciprocal: an exact division is a call for rare
+    cases, for which a kernel that holds a lot in registers spills them."""
     none: frozenset[str] = frozenset()
-    math = Arithmetic(False, exact, none, none, none)
+    divisors = none if divides else frozenset(s.name for s in formula.statements)
+    math = Arithmetic(False, exact, none, divisors, none)
     lines = [f"    {s.name} = {math.compute(s, str)}\n" for s in formula.statements]
     result = formula.result if isinstance(formula.result, str) else math.literal(formula.result)
     head = f"@triton.jit\ndef formula({', '.join(formula.inputs)}):\n"

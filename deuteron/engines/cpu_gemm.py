@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
-from deuteron.engines.cpu_channel_norm import CHANNEL_NORM
 from deuteron.engines.cpu_group_norm import GROUP_NORM
 from deuteron.engines.cpu_layout import TO_LAYOUT
-from deuteron.engines.cpu_norm import NORM_GRAD
+from deuteron.engines.cpu_norm import NORM
 from deuteron.engines.cpu_product import PRODUCT
 from deuteron.engines.cpu_pyramid_pool import PYRAMID
 from deuteron.engines.cpu_rope import ROPE
@@ -47,8 +46,7 @@ class CpuGemm(RecipeEngine):
             PYRAMID,
             WINDOWS,
             TO_LAYOUT,
-            NORM_GRAD,
-            CHANNEL_NORM,
+            NORM,
             GROUP_NORM,
             ROPE,
         )

@@ -1,4 +1,4 @@
-"""Group norm of channels last in ``cpu_gemm``: statistics by hand, the rest generated.
+"""Group norm of channels last on the CPU: statistics by hand, the rest generated.
 
 ``cpu_gen`` reads every group by itself, which is across the order of memory where channels lie
 innermost. Here ``kernels/cpu/channels_last_norm.py`` walks over the rows and finds a mean, a scale
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 import torch
 
@@ -39,47 +38,34 @@ FOUND = ("channel mean", "channel scale", "channel shift")  # names that no grap
 REACHED = 0.2  # of the arithmetic: the sums wait for memory
 
 
-class Pieces(NamedTuple):
-    """A region around a norm: what is made before it, if anything, and all the rest with the norm
-    written out."""
-
-    before: Region | None
-    norm: Node
-    after: Region
-
-
 def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    norms = [node for node in region.nodes if node.op == NORM]
-    if len(norms) != 1:
+    if region.ops.count(NORM) != 1:
         return Refusal("is not one group_norm and what is around it")
     wrong = on_this_cpu(region, target)
     if wrong is not None:
         return wrong
-    (norm,) = norms
-    types, made = region.graph.types, {v for node in region.nodes for v in node.outputs}
-    x, *params = norm.inputs
-    assert x is not None
-    ends = types[x], types[norm.output]
-    if types[x].is_layout("contiguous") or not all(t.is_layout("nhwc") for t in ends):
-        return Refusal(f"x is {types[x]}, not in nhwc", "cpu_gen takes row-major order")
-    given = [p for p in params if p is not None]
-    if made & set(given):
+    types, norm = region.graph.types, _norm(region)
+    x, params = types[norm.uses[0]], norm.uses[1:]
+    if x.is_layout("contiguous") or not all(t.is_layout("nhwc") for t in (x, types[norm.output])):
+        return Refusal(f"x is {x}, not in nhwc", "cpu_gen takes row-major order")
+    if any(p in node.outputs for p in params for node in region.nodes):
         return Refusal("the weight or the bias is made in the region", "make it before")
-    if any(not types[p].is_layout("contiguous") for p in given):
+    if any(not types[p].is_layout("contiguous") for p in params):
         return Refusal("the weight or the bias has gaps", "call .contiguous()")
-    if len({types[p].dtype for p in given}) > 1:
+    if len({types[p].dtype for p in params}) > 1:
         return Refusal("weight and bias differ in type", "cast one of them")
-    for piece in _pieces(region)[::2]:
-        found = None if piece is None else program_of(piece)
-        if isinstance(found, Refusal):
-            return found
-    return None
+    programs = (program_of(piece) for piece in _pieces(region))
+    return next((found for found in programs if isinstance(found, Refusal)), None)
+
+
+def _norm(region: Region) -> Node:
+    return next(node for node in region.nodes if node.op == NORM)
 
 
 @lru_cache(maxsize=1024)
-def _pieces(region: Region) -> Pieces:
-    graph = region.graph
-    (norm,) = (node for node in graph.nodes if node.op == NORM)
+def _pieces(region: Region) -> list[Region]:
+    """What is made before the norm, if anything, and all the rest with the norm written out."""
+    graph, norm = region.graph, _norm(region)
     needed: set[str | None] = {norm.inputs[0]}
     before: list[Node] = []
     for node in reversed(graph.nodes):
@@ -87,13 +73,13 @@ def _pieces(region: Region) -> Pieces:
             needed |= set(node.uses)
             before.insert(0, node)
     after = [node for node in graph.nodes if node not in before]
-    first = region.part(f"{region.name} before", before, None) if before else None
-    return Pieces(first, norm, Region(_written_out(graph.subgraph("after", after), norm)))
+    rest = Region(_written_out(graph.subgraph("after", after), norm))
+    return [*([region.part(f"{region.name} before", before, None)] if before else []), rest]
 
 
 def _written_out(graph: Graph, norm: Node) -> Graph:
     """``graph`` with the norm as an expression of three more inputs."""
-    x = graph.types[norm.inputs[0] or ""]
+    x = graph.types[norm.uses[0]]
     lies = TensorType.of((*x.shape[:2], *(1 for _ in x.shape[2:])), float32)
     build, names = start(graph, table.infer)
     for name in FOUND:
@@ -104,7 +90,7 @@ def _written_out(graph: Graph, norm: Node) -> Graph:
             carry(build, names, node, graph)
             continue
         mean, scale, shift = map(ops.sym, FOUND)
-        y = (ops.upcast(ops.sym(names[norm.inputs[0] or ""])) - mean) * scale + shift
+        y = (ops.upcast(ops.sym(names[norm.uses[0]])) - mean) * scale + shift
         names[norm.output] = ops.to(y, x.dtype).name
     for name, value in graph.outputs:
         build.output(name, names[value])
@@ -112,41 +98,37 @@ def _written_out(graph: Graph, norm: Node) -> Graph:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    before, norm, after = _pieces(region)
-    x = region.graph.types[norm.inputs[0] or ""]
-    engine = CpuGen()
-    parts = [piece for piece in (before, after) if piece is not None]
-    others = sum(engine.estimate(piece, target, Candidate("", "")) for piece in parts)
+    x, engine = region.graph.types[_norm(region).uses[0]], CpuGen()
+    others = sum(engine.estimate(piece, target, Candidate("", "")) for piece in _pieces(region))
     memory, compute = times(Cost(5.0 * x.numel, x.nbytes, 0), "f32", False, target)
     return others + max(memory, compute / REACHED)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import channels_last_norm
-    from deuteron.kernels.cpu.channel_terms import Form
+    from deuteron.kernels.cpu.norm import Kind
 
-    before, norm, after = _pieces(region)
-    types = region.graph.types
+    *before, after = _pieces(region)
+    norm, types = _norm(region), region.graph.types
     words: dict[str, Word] = {v: Argument(i) for i, v in enumerate(region.inputs)}
     words |= {v: Argument(len(region.inputs) + i) for i, v in enumerate(region.outputs)}
     calls: list[Call] = []
     workspace = 0
-    if before is not None:
-        for value in set(before.outputs) - set(words):
+    for piece in before:
+        for value in set(piece.outputs) - set(words):
             words[value] = Room(f"before a norm {value}", -(-types[value].nbytes // 4))
-        workspace = _add(before, words, calls)
-    slots = dict(zip(("x", "weight", "bias"), norm.inputs, strict=False))
-    given = {slot: value for slot, value in slots.items() if value is not None}
-    x = types[given["x"]]
-    param = next((types[given[p]].dtype.short for p in ("weight", "bias") if p in given), "f32")
-    form = Form(x.dtype.short, param, "f32", True, "none", frozenset(given))
+        workspace = _add(piece, words, calls)
+    slots = zip(("x", "weight", "bias"), norm.inputs, strict=False)
+    there = {slot: value for slot, value in slots if value is not None}
+    x, *params = (types[value] for value in there.values())
+    param = params[0].dtype.short if params else "f32"
+    kind = Kind("groups", tuple(sorted(there)), x.dtype.short, param)
     each = x.shape[1] // norm.attrs["groups"]
     sizes = channels_last_norm.Sizes(x.shape[0], prod(x.shape[2:]), x.shape[1], each)
-    found, rooms = channels_last_norm.prepare(
-        "affine", form, sizes, norm.attrs["eps"], 0.0, {s: words[v] for s, v in given.items()}
-    )
+    where = {slot: words[value] for slot, value in there.items()}
+    found, rooms = channels_last_norm.prepare("affine", kind, sizes, norm.attrs["eps"], 0.0, where)
     calls += found
-    words |= {name: rooms[kept] for name, kept in zip(FOUND, rooms, strict=True)}
+    words |= dict(zip(FOUND, rooms.values(), strict=True))
     workspace = max(workspace, _add(after, words, calls))
     return Kernel.generated(calls, workspace=workspace)
 

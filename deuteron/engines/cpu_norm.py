@@ -1,81 +1,152 @@
-"""Gradients of norms in ``cpu_gemm``: the recipe around ``kernels/cpu/norm_grad.py``."""
+"""Gradients of norms, and batch norm in training with its gradient, on the CPU: the recipe around
+``kernels/cpu/norm.py`` and, where channels lie innermost, ``kernels/cpu/channels_last_norm.py``."""
 
 from __future__ import annotations
 
-from deuteron.codegen.calls import Argument
+from collections.abc import Mapping
+from math import prod
+
+from deuteron.codegen.calls import Argument, Word
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.cpu_product import generated, on_this_cpu, roof
-from deuteron.engines.recipes import Knobs, maybe, one_way
+from deuteron.engines.match import only_node, operands, results
+from deuteron.engines.recipes import Knobs, one_way
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-CENTRED = {"layer_norm_grad": True, "rms_norm_grad": False}
-REACHED = 0.25  # of the arithmetic: four passes over the row wait for its first level of cache
+# operator → who shares statistics, and the part of the arithmetic that its kernels reach: every
+# pass waits for a cache
+NORMS = {
+    "layer_norm_grad": ("rows", 0.25),
+    "rms_norm_grad": ("rows", 0.25),
+    "group_norm_grad": ("groups", 0.3),
+    "instance_norm_grad": ("groups", 0.3),
+    "batch_norm_act": ("channels", 0.3),
+    "batch_norm_act_grad": ("channels", 0.3),
+}
+WIDE = ("mean", "rstd")  # statistics of the batch, which are float32
+PAIRS = (("weight", "bias"), ("running_mean", "running_var"))
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    if len(region.nodes) != 1 or region.ops[0] not in CENTRED:
-        return Refusal("is not the gradient of a layer_norm or rms_norm alone")
-    if region.nodes[0].attrs["activation"] != "none":
-        return Refusal("takes no activation along", "leave it outside")
+    node = only_node(region, NORMS)
+    if isinstance(node, Refusal):
+        return node
+    sets, _ = NORMS[node.op]
+    if sets != "channels" and node.attrs["activation"] != "none":
+        return Refusal("takes an activation along after batch norm alone", "leave it outside")
+    tensors = {**operands(node), **results(region, node)}
+    if "signs" in tensors:
+        return Refusal("keeps no signs", "leave packed out: y tells them")
     wrong = on_this_cpu(region, target)
     if wrong is not None:
         return wrong
-    for value in (*region.inputs, *region.outputs):
-        t = region.graph.types[value]
-        if t.dtype.short != "f32":
-            return Refusal(f"element type {t.dtype.short}, not f32", "cast to float32")
-        if not t.is_layout("contiguous"):
-            return Refusal(f"{value} is not in row-major order", "call .contiguous()")
+    types = {name: region.graph.types[value] for name, value in tensors.items()}
+    return _out_of_order(types, sets == "rows") or _odd_types(types)
+
+
+def _out_of_order(types: Mapping[str, TensorType], rows: bool) -> Refusal | None:
+    """Whether tensors are not all in row-major order, and images not all in nhwc."""
+    x = types["x"]
+    images = {n: t for n, t in types.items() if t.shape == x.shape and not rows}
+    for name, t in types.items():
+        if name not in images and not t.is_layout("contiguous"):
+            wrong = "has gaps" if t.rank == 1 else "is not in row-major order"
+            return Refusal(f"{name} {wrong}", "call .contiguous()")
+    if any(all(t.is_layout(order) for t in images.values()) for order in ("contiguous", "nhwc")):
+        return None
+    odd = next((n for n, t in images.items() if t.layout not in ("contiguous", "nhwc")), None)
+    if odd is not None:
+        return Refusal(f"{odd} is not in row-major order and not in nhwc", "call .contiguous()")
+    return Refusal(
+        f"of {', '.join(images)} some are in row-major order and some in nhwc",
+        "lay all of them in one order",
+    )
+
+
+def _odd_types(types: Mapping[str, TensorType]) -> Refusal | None:
+    x = types["x"]
+    for name, t in types.items():
+        if t.shape == x.shape and name not in ("weight", "dweight", "dbias") and t.dtype != x.dtype:
+            return Refusal(f"{name} is {t.dtype.short}, x is {x.dtype.short}", "cast it")
+        if name in WIDE and t.dtype.short != "f32":
+            return Refusal(f"{name} is {t.dtype.short}, not f32", "keep statistics in float32")
+    for pair in PAIRS:
+        if len({types[p].dtype for p in pair if p in types}) > 1:
+            return Refusal(f"{' and '.join(pair)} differ in type", "cast one of them")
     return None
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return roof(region, target, region_cost(region).flops / (target.rate("f32") * REACHED))
+    _, reached = NORMS[region.ops[0]]
+    return roof(region, target, region_cost(region).flops / (target.rate("f32") * reached))
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu.norm_grad import LONG, SHORT, Form, prepare_norm_grad
+    from deuteron.kernels.cpu import channels_last_norm, norm
 
     node, types = region.nodes[0], region.graph.types
-    x, grad, weight, extra = (*node.inputs, None, None)[:4]
-    shape, dims = types[x or ""].shape, node.attrs["dims"]
-    dx, *params = node.outputs
-    dweight = params.pop(0) if weight is not None else None
-    dbias = params.pop(0) if params else None
+    read, made, attrs = operands(node), results(region, node), node.attrs
+    x, sets = types[read["x"]], NORMS[node.op][0]
+    shape = _shape(x, attrs, sets)
 
-    def made(value: str | None) -> bool:
-        return value in region.outputs
+    def kind_of(*names: str) -> str:
+        there = (types[{**read, **made}[name]] for name in names if name in read or name in made)
+        return next((t.dtype.short for t in there), "f32")
 
-    rows = columns = 1
-    for d, n in enumerate(shape):
-        rows, columns = (rows * n, columns) if d < len(shape) - dims else (rows, columns * n)
-    form = Form(
-        CENTRED[node.op],
-        weight is not None,
-        extra is not None,
-        made(dx),
-        made(dweight),
-        made(dbias),
-        columns < SHORT,
-        columns >= LONG,
+    kind = norm.Kind(
+        sets,
+        tuple(sorted((*read, *made))),
+        x.dtype.short,
+        param=kind_of("weight", "bias"),
+        running=kind_of("running_mean", "running_var"),
+        of_weight=kind_of("dweight"),
+        of_bias=kind_of("dbias"),
+        activation=attrs["activation"],
+        centred=node.op != "rms_norm_grad",
+        short=sets != "channels" and prod(shape[1:]) < norm.SHORT,
+        long=sets != "rows" or shape[1] >= norm.LONG,
     )
-    calls = prepare_norm_grad(form, rows, columns, node.attrs["eps"])
+    first = len(region.inputs)
+    where: dict[str, Word] = {
+        **{name: Argument(region.inputs.index(value)) for name, value in read.items()},
+        **{name: Argument(first + region.outputs.index(value)) for name, value in made.items()},
+    }
+    way = "backward" if node.op.endswith("grad") else "forward"
+    floats = (attrs.get("eps", 0.0), attrs.get("momentum", 0.0))
+    if sets == "rows":
+        sizes = norm.Sizes.of_rows(*shape)
+    elif _channels_last(x, sets):
+        n, channels, length = x.shape[0], x.shape[1], prod(x.shape[2:])
+        last = (n, length, channels, shape[1]) if sets == "groups" else (1, n * length, channels, 1)
+        calls, _ = channels_last_norm.prepare(
+            way, kind, channels_last_norm.Sizes(*last), *floats, where
+        )
+        return Kernel.generated(calls)
+    elif sets == "groups":
+        sizes = norm.Sizes.of_groups(x.shape[0], x.shape[1], shape[2], x.shape[1] // shape[1])
+    else:
+        sizes = norm.Sizes.of_channels(x.shape[0], x.shape[1], prod(x.shape[2:]))
+    return Kernel.generated(norm.prepare(way, kind, sizes, *floats, where))
 
-    def read(value: str | None) -> Argument | int:
-        at = maybe(region, value)
-        return 0 if at is None else Argument(at)
 
-    def written(value: str | None) -> Argument | int:
-        if value is None or not made(value):
-            return 0
-        return Argument(len(region.inputs) + region.outputs.index(value))
-
-    return Kernel.generated(
-        calls(*map(read, (x, grad, weight, extra)), *map(written, (dx, dweight, dbias)))
-    )
+def _shape(x: TensorType, attrs: Mapping[str, object], sets: str) -> tuple[int, ...]:
+    """Rows and columns; or groups, channels of each and positions of a channel."""
+    if sets == "rows":
+        columns = prod(x.shape[x.rank - int(str(attrs["dims"])) :])
+        return x.numel // columns, columns
+    groups = int(str(attrs.get("groups", x.shape[1])))
+    return x.shape[0] * groups, x.shape[1] // groups, prod(x.shape[2:])
 
 
-NORM_GRAD = generated("norm_grad", _refuse, one_way, _seconds, _build)
+def _channels_last(x: TensorType, sets: str) -> bool:
+    """Whether channels lie innermost. Where there are no positions they do in any order."""
+    if sets == "groups" or prod(x.shape[2:]) > 1:
+        return not x.is_layout("contiguous")
+    return True
+
+
+NORM = generated("norm", _refuse, one_way, _seconds, _build)

@@ -13,6 +13,7 @@ from deuteron.engines.base import Refusal
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
+from deuteron.ops import table
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,25 @@ def only_node(region: Region, ops: Mapping[str, Any]) -> Node | Refusal:
     if len(region.nodes) != 1:
         return Refusal(f"runs {', '.join(ops)} alone, not {' + '.join(region.ops)}")
     return region.nodes[0]
+
+
+RESULTS = {  # of operators that have several, as kernels call them
+    "batch_norm_act": "y new_mean new_var mean rstd signs".split(),
+    "batch_norm_train": "y new_mean new_var mean rstd".split(),
+    "batch_norm_act_grad": "dx dweight dbias dz".split(),
+}
+
+
+def operands(node: Node) -> dict[str, str]:
+    """What a node reads, by the names of its inputs; what is left out is not there."""
+    slots = (slot.rstrip("?") for slot in table.get(node.op).inputs)
+    return {slot: v for slot, v in zip(slots, node.inputs, strict=False) if v is not None}
+
+
+def results(region: Region, node: Node) -> dict[str, str]:
+    """What a norm makes that is read outside of the region, by the kernels' names for it."""
+    weight = ["dweight"] if "weight" in operands(node) else []
+    usual = ["dx", *weight, "dbias"] if node.op.endswith("_grad") else ["y"]
+    names = RESULTS.get(node.op, usual)
+    pairs = zip(names, node.outputs, strict=False)
+    return {name: value for name, value in pairs if value in region.outputs}

@@ -1,112 +1,216 @@
-"""Group and instance norm with the activation that follows: the recipe around
-``kernels/triton/norm_split.py``. Generated code reads x three times; these kernels read it once
-where registers hold a group, and twice where they hold parts of it."""
+"""Group and instance norm with the activation that follows, and their gradients, on a GPU: the
+recipes around ``kernels/triton/group_norm.py``, and how groups are cut into parts that registers
+hold."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton_here import refuse_anywhere
-from deuteron.ir.graph import Node
+from deuteron.engines.triton_norm import REACHED, picker, refuse_types, sums_of
 from deuteron.ir.region import Region
-from deuteron.kernels.triton.norm_ways import Way, Work, forward_ways, is_held, scratch
-from deuteron.ops.batch_norm import ACTIVATIONS
+from deuteron.ops.activated import activation_text
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 NORMS = ("group_norm", "instance_norm")
+GRADIENTS = {f"{name}_grad": name for name in NORMS}
 # of the bandwidth of a copy, as measured on an H200: groups in registers with room for others,
 # groups that leave none, parts of groups, which are read twice
 HELD, ALONE, PARTS = 0.88, 0.74, 0.62
+AGAIN_ALONE, AGAIN_PARTS = 1.4, 1.8  # how often the gradient's operands are read once more there
+
+# ---- how groups are cut --------------------------------------------------------------------------
+
+PER_THREAD = 8  # elements of a tile, which are a load of 16 bytes in 16 bits
+FEW, MOST = 7, 14  # tiles that registers hold: for two programs on a unit, for one
+LEAST_PART, MOST_PARTS = 1024, 4096  # elements of a part, parts of a group
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What is asked for: ``rows`` groups in all, ``groups`` in a sample, of ``each`` channels."""
+
+    rows: int
+    groups: int
+    each: int
+    positions: int  # of a channel
+    eps: float
+    size: int  # bytes of an element
+    activation: str
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Parts of ``channels`` by ``positions``, which a program holds in tiles."""
+
+    channels: int
+    positions: int
+    tile_channels: int
+    tile_positions: int
+    warps: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.channels // self.tile_channels) * -(-self.positions // self.tile_positions)
+
+    def pieces(self, work: Groups) -> int:
+        """Parts of a channel."""
+        return -(-work.positions // self.positions)
+
+    def parts(self, work: Groups) -> int:
+        """Parts of a group."""
+        return -(-work.each // self.channels) * self.pieces(work)
+
+    def partial_results(self, work: Groups) -> int:
+        """For each channel."""
+        return work.rows // work.groups * self.pieces(work)
+
+    def scratch(self, work: Groups, sums: int, numbers: int) -> int:
+        """Bytes for ``numbers`` of each part, and for partial results of ``sums`` parameters."""
+        parts, count = self.parts(work), self.partial_results(work)
+        of_parts = numbers * work.rows * parts if parts > 1 else 0
+        partials = sums * count * work.groups * work.each if count > 1 else 0
+        return 4 * (of_parts + partials)
+
+
+def cuts(work: Groups) -> list[Cut]:
+    """Whole groups, if registers hold them: the fewest warps, as more programs on a unit cover each
+    other's waiting for sums; and parts of groups."""
+    whole = [
+        (most, _tiled(work.each, work.positions, warps))
+        for most, choices in ((FEW, (1, 2, 4, 8)), (MOST, (8,)))
+        for warps in choices
+    ]
+    held = next(([cut] for most, cut in whole if cut.tiles <= most), [])
+    parts = _cut_up(work)
+    fair = parts.tiles <= MOST and 1 < parts.parts(work) <= MOST_PARTS
+    return [*held, *([parts] if fair else [])]
+
+
+def _tiled(channels: int, positions: int, warps: int) -> Cut:
+    """In tiles of as many channels as leave least over."""
+    tile = warps * 32 * PER_THREAD
+    wide = [1 << k for k in range(power_of_two(channels).bit_length()) if 1 << k <= tile]
+    ways = [Cut(channels, positions, c, tile // c, warps) for c in wide]
+    return min(ways, key=lambda cut: cut.tiles)
+
+
+def _cut_up(work: Groups) -> Cut:
+    """Parts of a group that the registers of 4 warps hold: whole channels, or pieces of one. Equal
+    ones, if that does not make them too small."""
+    warps = 4
+    most = FEW * warps * 32 * PER_THREAD
+    if work.positions <= most:
+        fair = min(work.each, max(1, most * 6 // 7 // work.positions))  # several channels take more
+        equal = max(d for d in range(1, fair + 1) if work.each % d == 0)
+        channels = equal if equal * work.positions >= LEAST_PART else fair
+        return _tiled(channels, work.positions, warps)
+    fewest = -(-work.positions // most)
+    equally = range(fewest, work.positions // LEAST_PART + 1)
+    count = next((q for q in equally if work.positions % q == 0), fewest)
+    return _tiled(1, -(-work.positions // count), warps)
+
+
+def is_held(cut: Cut, work: Groups) -> bool:
+    """Whether what is read stays in registers, with room for other programs beside."""
+    return cut.parts(work) == 1 and cut.tiles <= FEW
+
+
+# ---- the recipes ---------------------------------------------------------------------------------
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
     if not region.nodes or region.nodes[0].op not in NORMS:
         return Refusal(f"runs {' or '.join(NORMS)}, and an activation after it")
-    refusal = refuse_anywhere(target) or _not_a_norm_and_its_activation(region)
-    if refusal is not None:
-        return refusal
-    types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
-    if not all(t.numel for t in types):
-        return Refusal("there is nothing to compute: a size is 0")
-    if not all(t.is_layout("contiguous") for t in types):
-        return Refusal("a tensor is not in row-major order", 'use to_layout(x, "contiguous")')
-    if not forward_ways(_work(region)):
-        return Refusal("registers hold neither a group nor an equal part of one")
-    return None
-
-
-def _not_a_norm_and_its_activation(region: Region) -> Refusal | None:
     norm, *rest = region.nodes
-    if len(rest) > 1 or (rest and (rest[0].op not in ACTIVATIONS or len(rest[0].uses) != 1)):
+    texts = [activation_text(node.op, node.attrs) for node in rest]
+    if len(rest) > 1 or None in texts:
         return Refusal(f"takes one activation along, not {' + '.join(n.op for n in rest)}")
     if region.outputs != (region.nodes[-1].output,):
         return Refusal("the norm's own result is read, too", "let the activation alone read it")
     kinds = {region.graph.types[v].dtype for v in (norm.uses[0], region.outputs[0])}
-    return Refusal("changes the element type", "cast after the region") if len(kinds) > 1 else None
+    if len(kinds) > 1:
+        return Refusal("changes the element type", "cast after the region")
+    return refuse_anywhere(target) or refuse_types(region) or _refuse_sizes(region)
 
 
-def _given(node: Node) -> tuple[str | None, ...]:
-    """x, weight and bias."""
-    return (*node.inputs, None, None)[:3]
+def _refuse_gradient(region: Region, target: Target, policy: Policy) -> Refusal | None:
+    node = only_node(region, GRADIENTS)
+    if isinstance(node, Refusal):
+        return node
+    return refuse_anywhere(target) or refuse_types(region) or _refuse_sizes(region)
 
 
-def _work(region: Region) -> Work:
-    norm, *rest = region.nodes
-    x = region.graph.types[norm.uses[0]]
-    groups = norm.attrs.get("groups", x.shape[1])
-    rows = x.shape[0] * groups
-    act = rest[0].op if rest else "none"
-    slope = rest[0].attrs.get("negative_slope", 0.0) if rest else 0.0
-    return Work(
-        rows,
-        x.numel // rows,
-        norm.attrs["eps"],
-        True,
-        x.dtype.bits // 8,
-        1,
-        groups,
-        x.shape[1] // groups,
-        act,
-        slope,
+def _refuse_sizes(region: Region) -> Refusal | None:
+    if _work(region).size > 4:
+        return Refusal("element type f64", "use f16, bf16 or f32")
+    return (
+        None if cuts(_work(region)) else Refusal("a group has too many parts that registers hold")
     )
 
 
+def _work(region: Region) -> Groups:
+    norm, *rest = region.nodes
+    x = region.graph.types[norm.uses[0]]
+    groups = norm.attrs.get("groups", x.shape[1])
+    rows, each = x.shape[0] * groups, x.shape[1] // groups
+    following = norm.attrs.get("activation", "none")
+    if rest:
+        following = activation_text(rest[0].op, rest[0].attrs) or "none"
+    positions = x.numel // (x.shape[0] * x.shape[1])
+    return Groups(rows, groups, each, positions, norm.attrs["eps"], x.dtype.bits // 8, following)
+
+
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
-    return [asdict(way) for way in forward_ways(_work(region))]
+    return [asdict(cut) for cut in cuts(_work(region))]
 
 
-def _way(knobs: Mapping[str, Any]) -> Way:
-    return Way(**{k: v for k, v in knobs.items() if k != "recipe"})
+def _cut(knobs: Mapping[str, Any]) -> Cut:
+    return Cut(**{k: v for k, v in knobs.items() if k != "recipe"})
 
 
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
     """The bytes at the speed that such kernels reach; parts take a second launch."""
-    way = _way(knobs)
-    reached = PARTS if way.each else HELD if is_held(_work(region), way) else ALONE
+    cut, work = _cut(knobs), _work(region)
+    several = cut.parts(work) > 1
+    reached = PARTS if several else HELD if is_held(cut, work) else ALONE
     once = modelled_seconds(region_cost(region), main_dtype(region), reached, False, target)
-    return once + bool(way.each) * target.launch
+    return once + several * target.launch
+
+
+def _gradient_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+    """The same, with what is read again."""
+    cut, work, cost = _cut(knobs), _work(region), region_cost(region)
+    once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
+    times = AGAIN_PARTS if cut.parts(work) > 1 else 0.0 if is_held(cut, work) else AGAIN_ALONE
+    return once + times * cost.reads / target.stream + target.launch
 
 
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.norm import forward
+    from deuteron.kernels.triton.group_norm import Operands, backward, forward
 
-    work, way = _work(region), _way(knobs)
-    call = forward(work, way)
-    given = (*region.inputs, *region.outputs)
-    order = (*_given(region.nodes[0]), region.outputs[0])
-    places = [None if v is None else given.index(v) for v in order]
-
-    def run(*tensors: Any) -> None:
-        call(*[None if p is None else tensors[p] for p in places])  # type: ignore[arg-type]
-
-    note = "parts" if way.each else "held"
-    return Kernel(run, writes=True, workspace=scratch(work, way, 0), note=note)
+    work, cut, gradient = _work(region), _cut(knobs), region.ops[0] in GRADIENTS
+    if gradient:
+        call, pick = backward(work, cut), picker(region, Operands)
+        room = cut.scratch(work, sums_of(region), 4)
+    else:
+        call, pick = forward(work, cut), picker(region, Operands, y=region.outputs[0])
+        room = cut.scratch(work, 0, 2)
+    note = "parts" if cut.parts(work) > 1 else "held"
+    return Kernel(lambda *ts: call(pick(ts)), writes=True, workspace=room, note=note)
 
 
-GROUP_NORM = Recipe("group_norm", _refuse, _build, _knobs, _seconds, build_s=0.4)
+GROUP_NORM = (
+    Recipe("group_norm", _refuse, _build, _knobs, _seconds, 0.4, NORMS),
+    Recipe(
+        "group_norm_backward", _refuse_gradient, _build, _knobs, _gradient_seconds, 0.4, GRADIENTS
+    ),
+)

@@ -26,5 +26,5 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        norms = (NORM_BACKWARD, GROUP_NORM, *BATCH_NORM)
+        norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
         return (*norms, ROPE, SCAN, PYRAMID_POOL, MAX_POOL, RESAMPLE, HISTOGRAM)

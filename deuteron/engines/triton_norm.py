@@ -1,4 +1,5 @@
-"""Gradients of norms: the recipe around ``kernels/triton/norm.py``.
+"""Gradients of layer norm and RMS norm on a GPU: the recipe around ``kernels/triton/norm.py``, and
+how the rows are spread over the multiprocessors.
 
 The gradient of a norm sums along rows for dx and down the columns for dweight: one pass over
 memory makes both, where generated code would take one for each.
@@ -6,122 +7,180 @@ memory makes both, where generated code would take one for each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.match import only_node
+from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton_here import refuse_anywhere
-from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
-from deuteron.kernels.triton.norm_ways import Way, Work, is_held, scratch, ways
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-NORMS = {  # operator → whether its statistics have a mean
-    "layer_norm_grad": True,
-    "rms_norm_grad": False,
-    "group_norm_grad": True,
-    "instance_norm_grad": True,
-}
+NORMS = {"layer_norm_grad": True, "rms_norm_grad": False}  # whether statistics have a mean
 REACHED = 0.92  # of the bandwidth of a copy, as measured for kernels of this kind
-# how often groups' operands are read once more, as measured: held by a program that has a unit to
-# itself, in parts, and in tiles one after the other
-AGAIN = {"held": 1.4, "parts": 1.8, "looped": 2.6}
 ROWS_LIMIT = 2**31 - 2**20  # rows are counted in 32 bits, with room for the last step
+
+# ---- how rows are spread -------------------------------------------------------------------------
+
+LONGEST = {2: 8192, 4: 8192, 8: 2048}  # columns that registers hold, by the bytes of an element
+LONGEST_PLAIN = 16384  # without a mean and in 16 bits, which takes fewer registers
+SHARED = 96 << 10  # bytes of shared memory that every GPU since sm_80 has
+IN_FLIGHT = 72 << 10  # and those of loads that keep one busy: more take turns with the stores
+MOST_STAGES = 5
+COLUMNS = 512  # of a program, where rows are long
+WAVES = 4  # programs per multiprocessor there
+
+
+@dataclass(frozen=True)
+class RowGradient:
+    """What is asked for: the gradient of ``rows`` of ``columns`` elements that share statistics."""
+
+    rows: int
+    columns: int
+    eps: float
+    centred: bool
+    size: int  # bytes of an element
+    reads: int  # tensors of the size of x that are read: x, grad and perhaps extra
+
+    @property
+    def is_long(self) -> bool:
+        """Whether registers do not hold a row."""
+        plain = self.size == 2 and not self.centred
+        longest = LONGEST_PLAIN if plain else LONGEST[self.size]
+        return power_of_two(self.columns) > longest
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How it is run: ``rows`` at a time by each of ``programs``, with loads in ``stages``."""
+
+    rows: int
+    programs: int
+    warps: int
+    stages: int
+
+    def scratch(self, work: RowGradient, sums: int) -> int:
+        """Bytes of partial results for ``sums`` parameters, and of the sums of long rows."""
+        partials = 0 if self.programs == 1 else sums * self.programs * work.columns
+        return max(work.size, 4) * (partials + (5 * work.rows if work.is_long else 0))
+
+
+def spreads(work: RowGradient, units: int) -> list[Spread]:
+    """Those worth trying on a GPU of ``units`` multiprocessors, the best guess first.
+
+    A tile of 4096 elements is 8 for each thread of 16 warps. Smaller programs on a multiprocessor
+    cover each other's waiting for sums along rows: the better where rows are short, and for a norm
+    with a mean.
+    """
+    if work.is_long:
+        across = -(-work.columns // COLUMNS)
+        return [Spread(4, max(1, min(work.rows // 16, WAVES * units // across)), 4, 3)]
+    width = power_of_two(work.columns)
+    shares = [(1, 16), (2, 8), (4, 4)]  # programs per unit, warps
+    if width <= 1024:
+        shares = [(4, 4), (8, 2), (2, 8)]
+    elif work.centred:
+        shares = [(2, 8), (1, 16)]
+    fitting = [(p, w) for p, w in shares if p == 1 or width <= 512 * w]
+    return list(dict.fromkeys(_shared_out(work, units, p, w) for p, w in fitting))
+
+
+def _shared_out(work: RowGradient, units: int, per_unit: int, warps: int) -> Spread:
+    """Rows in tiles, as many in flight as shared memory holds."""
+    width = power_of_two(work.columns)
+    tile = warps * 32 * (8 if work.size < 8 else 4)  # elements that suit the registers
+    most = per_unit * units
+    together = max(1, min(tile // width, work.rows // most))
+    if work.rows * width <= tile:
+        together = work.rows  # one program takes all, and there are no partial results
+    rows = power_of_two(together)
+    tiles = -(-work.rows // rows)
+    stages = 1
+    if tiles > most and width <= LONGEST[work.size]:
+        each = per_unit * rows * width * work.size * work.reads
+        stages += min(MOST_STAGES - 1, max(min(2, SHARED // each), IN_FLIGHT // each))
+    return Spread(rows, min(tiles, most), max(1, min(warps, rows * width // 256)), stages)
+
+
+# ---- the recipe ----------------------------------------------------------------------------------
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    refusal = refuse_anywhere(target)
-    if refusal is not None:
-        return refusal
     node = only_node(region, NORMS)
     if isinstance(node, Refusal):
         return node
-    if "dims" in node.attrs and node.attrs["activation"] != "none":
-        return Refusal("takes an activation along after group and instance norm alone")
-    types = [region.graph.types[v] for v in (*node.uses, *region.outputs)]
-    if not all(t.numel for t in types):
-        return Refusal("there is nothing to compute: a size is 0")
-    if not all(t.is_layout("contiguous") for t in types):
-        return Refusal("a tensor is not in row-major order", 'use to_layout(x, "contiguous")')
-    if _sizes(region)[0] > ROWS_LIMIT:
+    refusal = refuse_anywhere(target) or refuse_types(region)
+    if refusal is not None:
+        return refusal
+    if node.attrs["activation"] != "none":
+        return Refusal("takes no activation along", "leave it outside")
+    if _work(region).rows > ROWS_LIMIT:
         return Refusal("has more than 2³¹ rows", "split the batch")
     return None
 
 
-def _sizes(region: Region) -> tuple[int, int]:
-    """Rows that share statistics, and elements of each."""
+def refuse_types(region: Region) -> Refusal | None:
+    """What kernels of norms want of their tensors."""
+    types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
+    if not all(t.numel for t in types):
+        return Refusal("there is nothing to compute: a size is 0")
+    if not all(t.is_layout("contiguous") for t in types):
+        return Refusal("a tensor is not in row-major order", 'use to_layout(x, "contiguous")')
+    return None
+
+
+def _work(region: Region) -> RowGradient:
     node = region.nodes[0]
-    x = region.graph.types[node.inputs[0] or ""]
-    if "dims" in node.attrs:
-        columns = prod(x.shape[x.rank - node.attrs["dims"] :])
-        return x.numel // columns, columns
-    rows = x.shape[0] * node.attrs.get("groups", x.shape[1])
-    return rows, x.numel // rows
-
-
-def _work(region: Region) -> Work:
-    node = region.nodes[0]
-    x = region.graph.types[node.inputs[0] or ""]
-    rows, columns = _sizes(region)
-    reads = 2 + (_given(node)[3] is not None)
-    groups = 0 if "dims" in node.attrs else node.attrs.get("groups", x.shape[1])
-    each = x.shape[1] // groups if groups else 0
-    eps, size = node.attrs["eps"], x.dtype.bits // 8
-    bend = (node.attrs["activation"], node.attrs["slope"])
-    return Work(rows, columns, eps, NORMS[node.op], size, reads, groups, each, *bend)
-
-
-def _given(node: Node) -> tuple[str | None, ...]:
-    """x, grad, weight, extra and offset."""
-    return (*node.inputs, None, None, None)[:5]
+    x = region.graph.types[node.uses[0]]
+    columns = prod(x.shape[x.rank - node.attrs["dims"] :])
+    reads = 2 + ("extra" in operands(node))
+    size = x.dtype.bits // 8
+    return RowGradient(x.numel // columns, columns, node.attrs["eps"], NORMS[node.op], size, reads)
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
-    return [asdict(way) for way in ways(_work(region), target.units)]
+    return [asdict(spread) for spread in spreads(_work(region), target.units)]
 
 
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """The bytes at the speed that such kernels reach, once more for what long rows and large
-    groups read again, and the launches. Fewer rows than programs leave multiprocessors idle."""
-    work, cost = _work(region), region_cost(region)
+    """The bytes at the speed that such kernels reach, once more for what long rows read again, and
+    the launches. Fewer rows than programs leave multiprocessors idle."""
+    long, cost = _work(region).is_long, region_cost(region)
     once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
-    times = float(work.kind == "long")
-    if work.kind == "groups" and not is_held(work, _way(knobs)):
-        times = AGAIN["parts" if knobs["each"] else "held" if knobs["channels"] else "looped"]
-    again = times * cost.reads / target.stream
-    launches = (knobs["programs"] > 1 or work.kind == "groups") + (work.kind == "long")
+    again = long * cost.reads / target.stream
+    launches = float((knobs["programs"] > 1) + long)
     return once + again + launches * target.launch
 
 
-def _way(knobs: Mapping[str, Any]) -> Way:
-    return Way(**{k: v for k, v in knobs.items() if k != "recipe"})
-
-
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.norm import backward
+    from deuteron.kernels.triton.norm import Operands, backward
 
-    node = region.nodes[0]
     work = _work(region)
-    way = _way(knobs)
-    call = backward(work, way)
-    wanted = iter(node.outputs[1:])
-    *read, offset = _given(node)
-    dweight = next(wanted) if read[2] is not None else None
-    order = (*read, node.outputs[0], dweight, next(wanted, None), offset)
-    given = (*region.inputs, *region.outputs)
-    places = [given.index(v) if v in given else None for v in order]
-
-    def run(*tensors: Any) -> None:
-        call(*[None if p is None else tensors[p] for p in places])
-
-    sums = sum(p is not None for p in places[5:7])
-    return Kernel(run, writes=True, workspace=scratch(work, way, sums), note=work.kind)
+    spread = Spread(**{k: v for k, v in knobs.items() if k != "recipe"})
+    call, pick = backward(work, spread), picker(region, Operands)
+    room = spread.scratch(work, sums_of(region))
+    note = "long" if work.is_long else "rows"
+    return Kernel(lambda *ts: call(pick(ts)), writes=True, workspace=room, note=note)
 
 
-NORM_BACKWARD = Recipe("norm_backward", _refuse, _build, _knobs, _seconds, build_s=0.4)
+def sums_of(region: Region) -> int:
+    """How many gradients of parameters are asked for."""
+    return len({"dweight", "dbias"} & set(results(region, region.nodes[0])))
+
+
+def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
+    """A function from the tensors of a call to the structure of operands that a kernel takes: those
+    of the first node, and others by name."""
+    node, there = region.nodes[0], (*region.inputs, *region.outputs)
+    values = {**operands(node), **results(region, node), **named}
+    places = {name: there.index(v) for name, v in values.items()}
+    return lambda tensors: structure(**{name: tensors[at] for name, at in places.items()})
+
+
+NORM_BACKWARD = Recipe("norm_backward", _refuse, _build, _knobs, _seconds, 0.4, NORMS)

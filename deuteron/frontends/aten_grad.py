@@ -16,7 +16,7 @@ from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.embedding import by_frequency
 from deuteron.ops.emit import Sym
-from deuteron.ops.norm import ROWS, Wanted, gradients
+from deuteron.ops.norm import NORMS, Wanted, gradients
 from deuteron.ops.opdef import Vjp
 
 # ---- by the rule of the operator -----------------------------------------------------------------
@@ -200,7 +200,7 @@ def _nll(
 
 # ---- norms ---------------------------------------------------------------------------------------
 
-_FORMS = {row.name: row for row in ROWS}
+_NORMS = {norm.name: norm for norm in NORMS}
 
 
 def statistics(
@@ -208,12 +208,12 @@ def statistics(
 ) -> tuple[Sym, Sym]:
     """mean and 1/√(var + eps) of the norm ``op``, as autograd keeps them, in ``shape``. Nothing
     is emitted that :func:`_eps_behind` would not find again."""
-    form = _FORMS[op].form(x.shape, attrs)
-    work = b.shaped(b.upcast(x), form.work)
-    mean = b.mean(work, axes=form.axes, keepdim=True)
-    spread = b.var(work, axes=form.axes, correction=0, keepdim=True)
-    if not _FORMS[op].centred:
-        spread = b.mean(b.square(work), axes=form.axes, keepdim=True)
+    shape_seen, axes, _ = _NORMS[op].grouping(x.shape, attrs)
+    work = b.shaped(b.upcast(x), shape_seen)
+    mean = b.mean(work, axes=axes, keepdim=True)
+    spread = b.var(work, axes=axes, correction=0, keepdim=True)
+    if not _NORMS[op].centred:
+        spread = b.mean(b.square(work), axes=axes, keepdim=True)
     rstd = b.rsqrt(b.add(*b.pair(spread, eps)))
     return b.shaped(mean, shape), b.shaped(rstd, shape)
 
@@ -258,19 +258,19 @@ def _norm(
     attrs: Mapping[str, Any],
 ) -> tuple[Sym | None, Sym | None, Sym | None]:
     """dx, dweight and dbias, as far as the mask asks for them."""
-    row = _FORMS[op]
+    norm = _NORMS[op]
     eps = _eps_behind(b, stats[1], x)
     of_weight = weight.type if weight is not None and mask[1] else None
-    of_bias = bias if row.centred and mask[2] else None
+    of_bias = bias if norm.centred and mask[2] else None
     if eps is None:
-        form = row.form(x.shape, attrs)
+        grouping = norm.grouping(x.shape, attrs)
         wanted = Wanted(bool(mask[0]), of_weight, of_bias)
         dx, dw, db = gradients(
-            b, x, grad, weight, form, 0.0, wanted, centred=row.centred, stats=stats
+            b, x, grad, weight, grouping, 0.0, wanted, centred=norm.centred, stats=stats
         )
         return dx, dw, db
     kind = "none" if of_bias is None else "same" if of_bias.dtype == x.dtype else "f32"
-    how = {**attrs, "eps": eps} | ({"bias": kind} if row.centred else {})
+    how = {**attrs, "eps": eps} | ({"bias": kind} if norm.centred else {})
     made = b.call(f"{op}_grad", x, grad, weight, None, **how)
     results = iter(made if isinstance(made, tuple) else (made,))
     dx = next(results)

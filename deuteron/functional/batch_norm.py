@@ -16,7 +16,7 @@ from deuteron.functional.delegate import ANY, delegates
 from deuteron.functional.operators import TORCHS, activated, schema
 from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym, table
-from deuteron.ops.batch_norm import ACTIVATIONS
+from deuteron.ops.activated import can_follow
 from deuteron.ops.norm import suggested
 from deuteron.ops.signs import packing
 from deuteron.target import has_triton
@@ -25,7 +25,7 @@ from deuteron.target import has_triton
 def _train(
     b: Ops, x: Sym, *tensors: Sym | None, activation: str | None, keep_signs: bool, **how: float
 ) -> tuple[Sym, ...]:
-    inside = activation if activation in ACTIVATIONS else "none"
+    inside = activation if activation and can_follow(activation) else "none"
     image = x.type.with_layout(suggested(x.type))
     packed = packing(image) if keep_signs and has_triton() else "none"
     y, *stats = b.batch_norm_act(x, *tensors, **how, activation=inside, packed=packed)

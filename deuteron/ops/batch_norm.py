@@ -1,7 +1,8 @@
-"""Batch normalisation for training with what follows it: y = act(batch_norm(x) + residual).
+"""Batch normalisation: with statistics that are given, for inference; with those of the batch, for
+training; and that with what follows it: y = act(batch_norm(x) + residual).
 
-One operator for the forward step and one for its gradient, so that a kernel can do each in the
-least number of passes over memory. Counted in tensors of the size of x, with a residual:
+The last is one operator for the forward step and one for its gradient, so that a kernel can do each
+in the least number of passes over memory. Counted in tensors of the size of x, with a residual:
 
     forward     read x for the statistics; read x and the residual, write y              4
     gradient    read grad, x and y, write dz; read dz and x, write dx                    7
@@ -9,7 +10,7 @@ least number of passes over memory. Counted in tensors of the size of x, with a 
 
 dz is the gradient before the activation. It is what the residual receives, so writing it costs
 nothing extra, and reading it again is one tensor less than working it out again from grad and y.
-Without a residual nothing but grad and x is read: the sign before the activation follows from x,
+Without a residual nothing but grad and x is read: what went into the activation follows from x,
 5 tensors instead of 7. With one, the activations whose slope can be told from y read y, which the
 next layer keeps anyway; the others read the residual. Of y relu wants to know the signs only
 (``signs.py``): on a GPU they are kept.
@@ -18,153 +19,213 @@ next layer keeps anyway; the others read the residual. Of y relu wants to know t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from deuteron.errors import GraphError
+from deuteron.ir.dtype import float32
 from deuteron.ir.types import TensorType
-from deuteron.ops import table
+from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activation
 from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.formula import TENSORS
 from deuteron.ops.movement import lay
-from deuteron.ops.norm import BATCH_TRAIN, Form, Wanted, gradients
+from deuteron.ops.norm import (
+    EPS,
+    Gradients,
+    Wanted,
+    by_channels,
+    check_like_x,
+    check_params,
+    check_spread,
+    check_x,
+    gradients,
+    in_order,
+    shaped,
+    suggested,
+    summed,
+    wide_type,
+)
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample
-from deuteron.ops.signs import PACKED, pack, packed_of, signs_type, unpack, unpacked_of
+from deuteron.ops.samples import Arg, Sample, norm_samples
+from deuteron.ops.signs import PACKED, pack, signs_type, unpack
 
 Tensor = torch.Tensor
 
-# ---- activations -------------------------------------------------------------------------------
+# ---- statistics that are given -----------------------------------------------------------------
+
+_KNOWN = ("mean", "var", "weight", "bias")
 
 
-class Act(NamedTuple):
-    """An activation: its value, written over z; its gradient; whether y shows the slope at z."""
-
-    value: Callable[[Tensor, float], Tensor]
-    grad: Callable[[Tensor, Tensor, float], Tensor]  # of the gradient, z (or y) and the slope
-    shown_by_y: Callable[[float], bool] = lambda slope: False
+def _given_infer(x: TensorType, *params: TensorType | None, eps: float) -> TensorType:
+    check_x("batch_norm", x, 2, eps)
+    check_params("batch_norm", x, x.shape[1:2], dict(zip(_KNOWN, params, strict=True)))
+    return x.with_layout(suggested(x))
 
 
-_aten = torch.ops.aten
+def _given_reference(x: Tensor, *params: Tensor | None, eps: float) -> Tensor:
+    mean, var, weight, bias = (None if p is None else p.to(wide_type(x)) for p in params)
+    return in_order(F.batch_norm(x, mean, var, weight, bias, eps=eps), x)
 
 
-def _silu_grad(g: Tensor, z: Tensor) -> Tensor:
-    """torch's own formula, whose operator alone has no derivative."""
-    s = torch.sigmoid(z)
-    return g * s * (1.0 + z * (1.0 - s))
+def _given_vjp(b: Ops, v: Vjp) -> Gradients:
+    x, grad = b.upcast(v.arg(0)), b.upcast(v.grad)
+    lies = by_channels(x.shape).weight
+    rstd = shaped(b, b.rsqrt(b.upcast(v.arg(2)) + v.attrs["eps"]), lies)
+    scale = rstd * shaped(b, v.arg(3), lies) if v.has(3) else rstd
+    centred = x - shaped(b, v.arg(1), lies)
+    rules: tuple[Callable[[], Sym], ...] = (
+        lambda: -grad * scale,
+        lambda: grad * centred * (scale * b.square(rstd) * -0.5),
+        lambda: grad * centred * rstd,
+        lambda: grad,
+    )
+    params = [
+        summed(b, rule(), lies, v.arg(i).type) if v.has(i) and v.needs[i] else None
+        for i, rule in enumerate(rules, 1)
+    ]
+    return [b.to(grad * scale, v.arg(0).dtype) if v.needs[0] else None, *params]
 
 
-ACTIVATIONS: Mapping[str, Act] = {
-    "none": Act(lambda z, slope: z, lambda g, z, slope: g, lambda slope: True),
-    "relu": Act(
-        lambda z, slope: F.relu(z, inplace=True),
-        lambda g, z, slope: _aten.threshold_backward(g, z, 0.0),
-        lambda slope: True,
+# ---- those of the batch --------------------------------------------------------------------------
+
+_PARAMS = ("weight", "bias", "running_mean", "running_var")
+
+
+def _train_infer(x: TensorType, *params: TensorType | None, **attrs: Any) -> tuple[TensorType, ...]:
+    name, running = "batch_norm_train", params[2:]
+    check_x(name, x, 2, attrs["eps"])
+    check_params(name, x, x.shape[1:2], dict(zip(_PARAMS, params, strict=True)))
+    if (running[0] is None) != (running[1] is None):
+        raise GraphError(f"{name} was given one running statistic", remedy="give both or neither")
+    check_spread(name, x, x.shape[0] * prod(x.shape[2:]), "use a larger batch, or batch_norm")
+    stat = TensorType.of(x.shape[1:2], float32 if x.dtype.is_low else x.dtype)
+    new = (stat if r is None else stat.with_dtype(r.dtype) for r in running)
+    return x.with_layout(suggested(x)), *new, stat, stat
+
+
+def _train_reference(
+    x: Tensor, *params: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    running = params[2:]
+    unknown = x.new_full(x.shape[1:2], torch.nan, dtype=wide_type(x))
+    if not x.numel():  # nothing to learn from: the running statistics stay
+        old = [unknown if r is None else r for r in running]
+        return torch.empty_like(x), *(t.clone() for t in (*old, unknown, unknown))
+    weight, bias = (None if p is None else p.to(wide_type(x)) for p in params[:2])
+    new = [
+        torch.zeros_like(unknown) if r is None else r.to(wide_type(x), copy=True) for r in running
+    ]
+    share = 1.0 if running[0] is None else momentum
+    # on a CPU torch's kernel for channels last adds up all rows in one float32
+    plain = x.contiguous() if x.is_cpu else x
+    y, mean, rstd = torch.native_batch_norm(plain, weight, bias, new[0], new[1], True, share, eps)
+    new = [n if r is None else n.to(r.dtype) for n, r in zip(new, running, strict=True)]
+    return in_order(y, x), *new, mean, rstd
+
+
+def _train_vjp(b: Ops, v: Vjp) -> Gradients:
+    """That of ``batch_norm_act``, with nothing after it."""
+    bare = replace(v, ins=(*v.ins, None), attrs={**v.attrs, "activation": "none", "packed": "none"})
+    return _act_vjp(b, bare)[:5]
+
+
+BATCH = OpDef(
+    name="batch_norm",
+    doc="(x − mean) / √(var + eps) · weight + bias for each channel (dimension 1), with "
+    "statistics that are given: batch normalisation for inference.",
+    inputs=("x", "mean", "var", "weight?", "bias?"),
+    attrs={"eps": EPS},
+    infer=_given_infer,
+    reference=_given_reference,
+    fusion=Fusion.BROADCAST,
+    vjp=_given_vjp,
+    flops=elementwise_flops(2),
+    samples=norm_samples(_KNOWN, ("xxxx", "xx--", "xx-x"), ({}, {"eps": 0.01}), more=((3, 4),)),
+)
+
+BATCH_TRAIN = OpDef(
+    name="batch_norm_train",
+    doc="Batch normalisation for training: returns y, the new running mean and variance, and "
+    "the mean and 1/√(var + eps) of this batch. Nothing changes in place; running statistics "
+    "left out start from this batch, with its unbiased variance. Gradients flow through y alone: "
+    "the four statistics count as fixed.",
+    inputs=("x", *(f"{slot}?" for slot in _PARAMS)),
+    attrs={"momentum": Attr("float", 0.1, "share of this batch in the new mean"), "eps": EPS},
+    infer=_train_infer,
+    reference=_train_reference,
+    fusion=Fusion.REDUCTION,
+    vjp=_train_vjp,
+    flops=elementwise_flops(8),
+    samples=norm_samples(
+        _PARAMS,
+        ("xxxx", "xx--", "----", "-xxx"),
+        ({}, {"momentum": 0.7, "eps": 0.01}),
+        more=((3, 4),),
     ),
-    "relu6": Act(
-        lambda z, slope: F.relu6(z, inplace=True),
-        lambda g, z, slope: _aten.hardtanh_backward(g, z, 0.0, 6.0),
-        lambda slope: True,
-    ),
-    "leaky_relu": Act(
-        lambda z, slope: F.leaky_relu(z, slope, inplace=True),
-        lambda g, z, slope: _aten.leaky_relu_backward(g, z, slope, False),
-        lambda slope: slope > 0.0,
-    ),
-    "silu": Act(lambda z, slope: F.silu(z, inplace=True), lambda g, z, slope: _silu_grad(g, z)),
-    "hardswish": Act(
-        lambda z, slope: F.hardswish(z, inplace=True),
-        lambda g, z, slope: _aten.hardswish_backward(g, z),
-    ),
-}
+)
 
-BEND = {
-    "activation": Attr("str", "none", "what follows", choices=tuple(ACTIVATIONS)),
-    "slope": Attr("float", 0.01, "the slope of leaky_relu below 0"),
-}
+# ---- with a residual and an activation ----------------------------------------------------------
+
 _ATTRS = {
-    **BEND,
+    "activation": ACTIVATION,
     "packed": Attr("str", "none", "along what the signs after relu are bits", choices=PACKED),
 }
 
-# ---- forward -----------------------------------------------------------------------------------
 
-_PARAMS = ("weight?", "bias?", "running_mean?", "running_var?")
-
-
-def _same(what: str, t: TensorType | None, x: TensorType) -> None:
-    """A tensor that goes with x, element by element."""
-    if t is None:
-        return
-    if t.shape != x.shape:
-        raise GraphError(
-            f"{what} is {list(t.shape)}, x is {list(x.shape)}",
-            remedy=f"expand or reshape {what} to {list(x.shape)}",
-        )
-    if t.dtype != x.dtype:
-        raise GraphError(
-            f"{what} is {t.dtype.name}, x is {x.dtype.name}",
-            remedy=f'cast it: cast({what}, dtype="{x.dtype.short}")',
-        )
+def told_by_result(text: str) -> bool:
+    """Whether y shows the slope of an activation; that of none needs no showing."""
+    act = activation(text)
+    return act is None or act.told_by_result
 
 
-def _infer(
-    x: TensorType,
-    *rest: TensorType | None,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
-    packed: str,
-) -> tuple[TensorType, ...]:
-    *params, residual = rest
-    types = BATCH_TRAIN.infer(x, *params, momentum=momentum, eps=eps)
-    _same("residual", residual, x)
-    assert isinstance(types, tuple)
-    return types if _kept(activation, packed) == "none" else (*types, signs_type(x.shape, packed))
-
-
-def _kept(activation: str, packed: str) -> str:
+def _checked(following: str, packed: str) -> str:
     """``packed``, which only relu may have."""
-    if packed != "none" and activation != "relu":
+    if packed != "none" and following != "relu":
         raise GraphError(
-            f"signs are kept of relu's results, not of those of {activation}",
+            f"signs are kept of relu's results, not of those of {following}",
             remedy='leave packed out, or use activation="relu"',
         )
     return packed
 
 
-def _reference(
-    x: Tensor,
-    *rest: Tensor | None,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
-    packed: str,
-) -> tuple[Tensor, ...]:
+# ---- forward -----------------------------------------------------------------------------------
+
+
+def _act_infer(x: TensorType, *rest: TensorType | None, **attrs: Any) -> tuple[TensorType, ...]:
     *params, residual = rest
-    y, *statistics = BATCH_TRAIN.reference(x, *params, momentum=momentum, eps=eps)
+    packed = _checked(attrs["activation"], attrs["packed"])
+    types = BATCH_TRAIN.infer(x, *params, momentum=attrs["momentum"], eps=attrs["eps"])
+    check_like_x("batch_norm_act", x, residual=residual)
+    assert isinstance(types, tuple)
+    return types if packed == "none" else (*types, signs_type(x.shape, packed))
+
+
+def _act_reference(x: Tensor, *rest: Tensor | None, **attrs: Any) -> tuple[Tensor, ...]:
+    *params, residual = rest
+    packed, act = attrs["packed"], activation(attrs["activation"])
+    y, *statistics = BATCH_TRAIN.reference(x, *params, momentum=attrs["momentum"], eps=attrs["eps"])
     like = TensorType.from_tensor(y)
     z = y if residual is None else y.add_(residual)  # y is new, and nobody else has it
-    y = lay(ACTIVATIONS[activation].value(z, slope), like)
+    y = lay(z if act is None else act(TENSORS, z), like)
     return (y, *statistics) if packed == "none" else (y, *statistics, pack(y, packed))
 
 
-def _implied(outs: Sequence[Tensor | None], attrs: Mapping[str, Any]) -> dict[int, Tensor]:
+def _act_implied(outs: Sequence[Tensor | None], attrs: Mapping[str, Any]) -> dict[int, Tensor]:
     y, packed = outs[0], attrs["packed"]
     return {} if y is None or packed == "none" else {5: pack(y, packed)}
 
 
-def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _act_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     if v.grads[0] is None:  # only statistics reach the loss, and those count as fixed
         return [None] * len(v.ins)
     attrs = {name: v.attrs[name] for name in _ATTRS}
-    bent = attrs["activation"] != "none"
-    by_y = ACTIVATIONS[attrs["activation"]].shown_by_y(attrs["slope"])
+    bare, by_y = attrs["activation"] == "none", told_by_result(attrs["activation"])
     signs = None if attrs["packed"] == "none" else v.outs[5]
-    y = v.outs[0] if v.has(5) and bent and by_y and signs is None else None
+    y = v.outs[0] if v.has(5) and not bare and by_y and signs is None else None
     residual = v.arg(5) if v.has(5) and not by_y else None
     weight, bias = v.ins[1], v.ins[2]
     dx, dweight, dbias, dz = b.batch_norm_act_grad(
@@ -176,43 +237,31 @@ def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
         None if bias is None else b.to(dbias, bias.dtype),
         None,
         None,
-        (dz if bent else v.grad) if v.has(5) else None,
+        (v.grad if bare else dz) if v.has(5) else None,
     ]
 
 
-def act_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of the activation as an operator of its own."""
-    return {"negative_slope": attrs["slope"]} if attrs["activation"] == "leaky_relu" else {}
-
-
-def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
+def _act_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
     """The three operators that it stands for."""
-    *given, residual = ins
-    momentum, eps, act = attrs["momentum"], attrs["eps"], attrs["activation"]
-    y, *statistics = b.batch_norm_train(*given, momentum=momentum, eps=eps)
+    *params, residual = ins
+    act, packed = activation(attrs["activation"]), attrs["packed"]
+    y, *statistics = b.batch_norm_train(*params, momentum=attrs["momentum"], eps=attrs["eps"])
     z = y if residual is None else y + residual
-    y = z if act == "none" else b.call(act, z, **act_attrs(attrs))
-    packed = attrs["packed"]
-    return [y, *statistics, *([] if packed == "none" else [packed_of(b, y, packed)])]
+    y = z if act is None else act(b, z)
+    return [y, *statistics, *([] if packed == "none" else [pack(y, packed, b)])]
 
 
 # ---- gradient ----------------------------------------------------------------------------------
 
 
-def _grad_infer(
-    grad: TensorType,
-    x: TensorType,
-    *rest: TensorType | None,
-    activation: str,
-    slope: float,
-    packed: str,
+def _act_grad_infer(
+    grad: TensorType, x: TensorType, *rest: TensorType | None, **attrs: Any
 ) -> tuple[TensorType, ...]:
     mean, rstd, weight, bias, y, residual, signs = rest
     types = BATCH_TRAIN.infer(x, weight, bias, None, None, momentum=0.1, eps=0.0)
     assert isinstance(types, tuple)
     image, stat = types[0], types[3]
-    for what, t in (("grad", grad), ("y", y), ("residual", residual)):
-        _same(what, t, x)
+    check_like_x("batch_norm_act_grad", x, grad=grad, y=y, residual=residual)
     for what, s in (("mean", mean), ("rstd", rstd)):
         assert s is not None
         if s.shape != stat.shape or s.dtype not in (stat.dtype, x.dtype):
@@ -221,11 +270,12 @@ def _grad_infer(
                 f"{stat.dtype.short}{list(stat.shape)}",
                 remedy="give what batch_norm_act returned",
             )
-    if y is not None and not ACTIVATIONS[activation].shown_by_y(slope):
+    if y is not None and not told_by_result(attrs["activation"]):
         raise GraphError(
-            f"the gradient of {activation} cannot be told from y", remedy="give the residual"
+            f"the gradient of {attrs['activation']} cannot be told from y",
+            remedy="give the residual",
         )
-    _check_signs(x, signs, _kept(activation, packed))
+    _check_signs(x, signs, _checked(attrs["activation"], attrs["packed"]))
     return image, stat, stat, image
 
 
@@ -246,93 +296,75 @@ def _check_signs(x: TensorType, signs: TensorType | None, packed: str) -> None:
         )
 
 
-def _grad_reference(
-    grad: Tensor, x: Tensor, *rest: Tensor | None, activation: str, slope: float, packed: str
+def _act_before(x: Any, params: Sequence[Any], residual: Any) -> Any:
+    """What went into the activation, of values that broadcast. The mean is taken off first: folded
+    into the bias it would cost digits where it is large."""
+    mean, rstd, weight, bias = params
+    z = (x - mean) * (rstd if weight is None else rstd * weight)
+    z = z if bias is None else z + bias
+    return z if residual is None else z + residual
+
+
+def _act_grad_reference(
+    grad: Tensor, x: Tensor, *rest: Tensor | None, **attrs: Any
 ) -> tuple[Tensor, ...]:
     mean, rstd, weight, bias, y, residual, signs = rest
     assert mean is not None and rstd is not None
-    image, stat, *_ = _grad_infer(
-        *(t if t is None else TensorType.from_tensor(t) for t in (grad, x, *rest)),  # type: ignore[arg-type]
-        activation=activation,
-        slope=slope,
-        packed=packed,
-    )
-    mean, rstd = mean.to(stat.dtype.torch), rstd.to(stat.dtype.torch)
+    types = (None if t is None else TensorType.from_tensor(t) for t in (grad, x, *rest))
+    image, stat, *_ = _act_grad_infer(*types, **attrs)  # type: ignore[arg-type]
+    wide = stat.dtype.torch
+    mean, rstd, act = mean.to(wide), rstd.to(wide), activation(attrs["activation"])
     if not x.numel():
         zero = torch.zeros_like(mean)
         return lay(torch.empty_like(x), image), zero, zero.clone(), lay(grad.clone(), image)
     dz = grad
     if signs is not None:
-        dz = torch.where(unpack(signs, tuple(x.shape), packed), grad, 0.0).to(x.dtype)
-    elif activation != "none":
-        z = y if y is not None else _before(x, mean, rstd, weight, bias, residual)
-        dz = ACTIVATIONS[activation].grad(grad.to(mean.dtype), z.to(mean.dtype), slope).to(x.dtype)
+        dz = torch.where(unpack(signs, tuple(x.shape), attrs["packed"]), grad, 0.0).to(x.dtype)
+    elif act is not None:
+        z = y = None if y is None else y.to(wide)
+        if z is None:
+            lies = by_channels(tuple(x.shape)).weight
+            params = (mean, rstd, weight, bias)
+            spread = [None if p is None else p.to(wide).reshape(lies) for p in params]
+            z = _act_before(x.to(wide), spread, residual)
+            y = act(TENSORS, z)
+        dz = act.pulled(TENSORS, grad.to(wide), z, y).to(x.dtype)
     dz = lay(dz.clone() if dz is grad else dz, image)
-    scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+    scale = torch.ones_like(mean) if weight is None else weight.to(wide)
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
         dz, lay(x, image), scale, None, None, mean, rstd, True, 0.0, [True] * 3
     )
     return lay(dx, image), dweight, dbias, dz
 
 
-def _grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
+def _act_grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
     """Its formula in simpler operators, in float32 at least."""
     grad, x, mean, rstd, weight, bias, y, residual, signs = ins
     assert grad is not None and x is not None and mean is not None and rstd is not None
-    shape, dtype = x.shape, x.dtype
-    lies = (1, shape[1], *(1 for _ in shape[2:]))
-
-    def spread(t: Sym) -> Sym:
-        return b.one("reshape", b.upcast(t), shape=lies)
-
-    dz = b.upcast(grad)
+    grouping, dz, act = by_channels(x.shape, 0), b.upcast(grad), activation(attrs["activation"])
     if signs is not None:
-        dz = b.one("where", unpacked_of(b, signs, shape, attrs["packed"]), dz, 0.0)
-    elif attrs["activation"] != "none":
-        z = None if y is None else b.upcast(y)
+        dz = b.one("where", unpack(signs, x.shape, attrs["packed"], b), dz, 0.0)
+    elif act is not None:
+        z = y = None if y is None else b.upcast(y)
         if z is None:
-            z = (b.upcast(x) - spread(mean)) * spread(rstd)
-            z = z if weight is None else z * spread(weight)
-            z = z if bias is None else z + spread(bias)
-            z = z if residual is None else z + b.upcast(residual)
-        act = table.get(attrs["activation"])
-        assert act.vjp is not None
-        (found,) = act.vjp(b, Vjp((z,), (z,), (dz,), act_attrs(attrs), (True,)))
-        assert found is not None
-        dz = found
-    axes = (0, *range(2, len(shape)))
-    stat = TensorType.of(shape[1:2], b.upcast(mean).dtype)
-    dx, dweight, dbias = gradients(
-        b, x, dz, weight, Form(shape, axes, lies), 0.0, Wanted(True, stat, stat), stats=(mean, rstd)
-    )
-    assert dx is not None and dweight is not None and dbias is not None
-    return [dx, dweight, dbias, b.to(dz, dtype)]
+            params = (mean, rstd, weight, bias)
+            spread = [None if p is None else shaped(b, p, grouping.weight) for p in params]
+            z = _act_before(b.upcast(x), spread, None if residual is None else b.upcast(residual))
+            y = act(b, z)
+        dz = act.pulled(b, dz, z, y)
+    stat = TensorType.of(x.shape[1:2], b.upcast(mean).dtype)
+    wanted = Wanted(True, stat, stat)
+    found = gradients(b, x, dz, weight, grouping, 0.0, wanted, stats=(mean, rstd))
+    return [*(g for g in found if g is not None), b.to(dz, x.dtype)]
 
 
-def _grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _act_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     """Refused: mean and rstd count as fixed here, though they depend on x. The first gradient has
     that worked in; a second one, taken from this formula, would be wrong."""
     raise GraphError(
         "the gradient of batch_norm_act has no gradient of its own",
         remedy="for second derivatives write batch norm with mean, square and rsqrt",
     )
-
-
-def _before(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-) -> Tensor:
-    """What went into the activation, in the type of the statistics. The mean is taken off first:
-    folded into the bias it would cost digits where it is large."""
-    lies = (1, -1, *(1 for _ in x.shape[2:]))
-    scale = rstd if weight is None else rstd * weight.to(mean.dtype)
-    z = (x.to(mean.dtype) - mean.view(lies)).mul_(scale.view(lies))
-    z = z if bias is None else z.add_(bias.to(mean.dtype).view(lies))
-    return z if residual is None else z.add_(residual)
 
 
 # ---- samples and definitions ---------------------------------------------------------------------
@@ -349,8 +381,12 @@ _SHAPES = (
     ((2, 4, 0), "contiguous"),
 )
 
+_FOLLOWING = (
+    *("none", "relu", "relu6", "leaky_relu", "silu", "hardswish"),
+    *("leaky_relu(negative_slope=-0.5)", "gelu(approximate='tanh')", "sigmoid", "elu", "tanh"),
+)
 
-_KEPT = (  # with signs: bytes that are full and that are not, nothing at all, a matrix
+_WITH_SIGNS = (  # bytes that are full and that are not, nothing at all, a matrix
     ((2, 9, 3, 2), "nhwc", "channels"),
     ((2, 8, 3), "contiguous", "positions"),
     ((2, 3, 5, 5), "contiguous", "positions"),
@@ -362,37 +398,32 @@ _KEPT = (  # with signs: bytes that are full and that are not, nothing at all, a
 
 def _cases() -> Iterator[tuple[tuple[int, ...], str, dict[str, Any], bool]]:
     """Shapes, orders, activations in turn, without and with a residual; then those with signs."""
-    acts: list[dict[str, Any]] = [{"activation": name} for name in ACTIVATIONS]
-    acts += [{"activation": "leaky_relu", "slope": -0.5}]
-    for i in range(2 * len(acts)):
+    for i in range(2 * len(_FOLLOWING)):
         shape, layout = _SHAPES[i % len(_SHAPES)]
-        yield shape, layout, acts[i % len(acts)], i >= len(acts)
-    for i, (lengths, layout, packed) in enumerate(_KEPT):
+        following = _FOLLOWING[i % len(_FOLLOWING)]
+        yield shape, layout, {"activation": following}, i >= len(_FOLLOWING)
+    for i, (lengths, layout, packed) in enumerate(_WITH_SIGNS):
         yield lengths, layout, {"activation": "relu", "packed": packed}, i < 4
 
 
-def _samples() -> Sequence[Sample]:
+def _act_samples() -> Sequence[Sample]:
     found = []
     for i, (shape, layout, act, joined) in enumerate(_cases()):
-        c = shape[1:2]
+        c, mask = shape[1:2], ("xxxx", "xx--", "----")[i % 3]
         params = [Arg(c), Arg(c), Arg(c), Arg(c, "positive")]
-        given = [
-            p if m == "x" else None
-            for p, m in zip(params, ("xxxx", "xx--", "----")[i % 3], strict=True)
-        ]
+        there = [p if m == "x" else None for p, m in zip(params, mask, strict=True)]
         kind = "offset" if i % 5 == 4 else "normal"
         residual = Arg(shape, layout="contiguous" if i % 4 else layout) if joined else None
-        found.append(Sample((Arg(shape, kind, layout=layout), *given, residual), act))
+        found.append(Sample((Arg(shape, kind, layout=layout), *there, residual), act))
     return found
 
 
-def _grad_samples() -> Sequence[Sample]:
+def _act_grad_samples() -> Sequence[Sample]:
     found = []
     for i, (shape, layout, act, joined) in enumerate(_cases()):
         c, x = shape[1:2], Arg(shape, layout=layout)
         params = [Arg(c), Arg(c)] if i % 3 else [None, None]
-        by_y = ACTIVATIONS[act["activation"]].shown_by_y(act.get("slope", 0.01))
-        packed = act.get("packed", "none")
+        by_y, packed = told_by_result(act["activation"]), act.get("packed", "none")
         y = Arg(shape, "away", layout=layout) if joined and by_y and packed == "none" else None
         residual = Arg(shape) if joined and not by_y else None
         signs = None if packed == "none" else Arg(signs_type(shape, packed).shape, dtype="u8")
@@ -408,33 +439,35 @@ ACT = OpDef(
     "running mean and variance, the mean and 1/√(var + eps) of this batch; with packed also the "
     "signs of y as bits, which is all that the gradient of relu wants of it. Nothing changes in "
     "place, and gradients flow through y alone.",
-    inputs=("x", *_PARAMS, "residual?"),
+    inputs=(*BATCH_TRAIN.inputs, "residual?"),
     attrs={**BATCH_TRAIN.attrs, **_ATTRS},
-    infer=_infer,
-    reference=_reference,
+    complete=canonical,
+    infer=_act_infer,
+    reference=_act_reference,
     fusion=Fusion.OPAQUE,
-    vjp=_vjp,
-    expand=_expand,
-    flops=elementwise_flops(10),
-    samples=_samples,
-    implied=_implied,
+    vjp=_act_vjp,
+    expand=_act_expand,
+    flops=with_activation(10),
+    samples=_act_samples,
+    implied=_act_implied,
 )
 
 ACT_GRAD = OpDef(
     name="batch_norm_act_grad",
     doc="The gradient of batch_norm_act: dx, dweight, dbias, and dz, the gradient before the "
     "activation, which is the residual's. mean and rstd are what batch_norm_act returned. Where "
-    "it had a residual, relu, relu6 and leaky_relu (with a slope above 0) want its y, or relu its "
-    "signs, the other activations want the residual again.",
+    "it had a residual, activations whose slope y shows (relu, tanh, leaky_relu with a slope above "
+    "0, …) want its y, or relu its signs, the others want the residual again.",
     inputs=("grad", "x", "mean", "rstd", "weight?", "bias?", "y?", "residual?", "signs?"),
     attrs=_ATTRS,
-    infer=_grad_infer,
-    reference=_grad_reference,
+    complete=canonical,
+    infer=_act_grad_infer,
+    reference=_act_grad_reference,
     fusion=Fusion.OPAQUE,
-    vjp=_grad_vjp,
-    expand=_grad_expand,
-    flops=elementwise_flops(14),
-    samples=_grad_samples,
+    vjp=_act_grad_vjp,
+    expand=_act_grad_expand,
+    flops=with_activation(14),
+    samples=_act_grad_samples,
 )
 
-OPS = (ACT, ACT_GRAD)
+OPS = (BATCH, BATCH_TRAIN, ACT, ACT_GRAD)

@@ -284,6 +284,10 @@ def trace(formula: Formula, inputs: Sequence[str], attrs: Mapping[str, Any]) -> 
 # ---- tensors: formulas as torch's calls ---------------------------------------------------------
 
 
+def _is_bool(t: torch.Tensor) -> bool:
+    return t.dtype == torch.bool
+
+
 class _Tensors:
     """Every elementwise operator as its reference, on tensors and numbers."""
 
@@ -293,7 +297,8 @@ class _Tensors:
         op = table.get(name)
 
         def call(*args: Any, **attrs: Any) -> Any:
-            like = next(a for a in args if isinstance(a, torch.Tensor) and a.dtype != torch.bool)
+            tensors = sorted((a for a in args if isinstance(a, torch.Tensor)), key=_is_bool)
+            like = tensors[0]  # where has a condition, of which numbers do not take the type
             given = (torch.tensor(a).to(like) if isinstance(a, int | float) else a for a in args)
             return op.reference(*given, **op.normalise(attrs))
 

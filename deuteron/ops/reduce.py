@@ -19,8 +19,8 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.movement import NHWC, ROW, SLICED, TURNED, Types, cases, first
 from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, norm_axes
+from deuteron.ops.overflow import without_overflow
 from deuteron.ops.samples import Arg, Sample
-from deuteron.ops.squares import squarable
 
 Grad = Callable[[Ops, Vjp], Any]
 
@@ -106,7 +106,7 @@ def _var_reference(x: torch.Tensor, axes: Shape, keepdim: bool, correction: int)
     if x.dtype != torch.float64:
         return torch.var(x, dim=axes, keepdim=keepdim, correction=correction)
     # torch's is one pass, of which the error grows with the length; here it has to be exact
-    v, down = squarable(x, axes)
+    v, down = without_overflow(x, axes)
     centred = v - v.mean(axes, keepdim=True)
     centred = centred - centred.mean(axes, keepdim=True)
     count = math.prod(x.shape[a] for a in axes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -134,3 +135,42 @@ def unary_samples(
     if extreme:
         samples.append(Sample((Arg((33,), "extreme"),), a, grad=False, note="extreme"))
     return tuple(samples)
+
+
+_NORM_SHAPES = (
+    ((2, 4, 3), "contiguous", "normal"),
+    ((2, 4, 5), "contiguous", "offset"),
+    ((2, 4, 3), "transposed", "normal"),
+    ((2, 4, 3), "sliced", "normal"),
+    ((2, 4, 3, 2), "nhwc", "normal"),
+    ((2, 4, 2, 3), "transposed", "normal"),
+    ((1, 4, 2, 1, 3), "nhwc", "normal"),
+    ((2, 4, 3), "expanded", "normal"),
+    ((0, 4, 3), "contiguous", "normal"),
+    ((2, 4, 0), "contiguous", "normal"),
+)
+
+
+def norm_samples(
+    slots: Sequence[str],
+    masks: Sequence[str],
+    attrs: Sequence[Mapping[str, Any]],
+    more: Sequence[tuple[int, ...]] = (),
+) -> Callable[[], Sequence[Sample]]:
+    """For a norm: every shape with the next of ``masks`` ("x": the parameter is there) and
+    ``attrs``."""
+
+    def case(x: Arg, mask: str, extra: Mapping[str, Any]) -> Sample:
+        size = x.shape[-extra["dims"] :] if "dims" in extra else x.shape[1:2]
+        params = [Arg(size, "positive" if "var" in slot else "normal") for slot in slots]
+        there = (p if m == "x" else None for p, m in zip(params, mask, strict=True))
+        return Sample((x, *there), extra)
+
+    def build() -> Sequence[Sample]:
+        rows = zip(_NORM_SHAPES, cycle(masks), cycle(attrs), strict=False)
+        shapes = [case(Arg(s, kind, None, layout), m, a) for (s, layout, kind), m, a in rows]
+        shapes += [case(Arg(shape), masks[0], attrs[0]) for shape in more]
+        wide = (Arg((4,), "positive", "f32") for _ in slots)
+        return (*shapes, Sample((Arg((2, 4, 4), dtype="bf16"), *wide), attrs[0], grad=False))
+
+    return build

@@ -1,9 +1,8 @@
 """The signs of what relu gave, kept as bits: all that its gradient needs of y.
 
 A bit is set where the gradient passes, that is where y, rounded as it is stored, is above 0 or nan.
-Eight of them make a
-byte, the first in its lowest bit, along the dimension whose elements lie side by side, so that one
-thread of a kernel has a byte to itself:
+Eight of them make a byte, the first in its lowest bit, along the dimension whose elements lie side
+by side, so that one thread of a kernel has a byte to itself:
 
     packed="channels"     [N, …, ⌈C / 8⌉]      channels last: the channels of a position
     packed="positions"    [N, C, ⌈P / 8⌉]      channels first: the P positions of a channel
@@ -14,19 +13,17 @@ In 16 bits per element that is a sixteenth of y, and the gradient reads it inste
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from deuteron.ir.dtype import dtype
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.emit import Ops
+from deuteron.ops.formula import TENSORS
 
 PACKED = ("none", "channels", "positions")
 FEWEST = 8  # elements side by side: fewer would leave most of their byte empty
-WORTH = (
-    4 << 20
-)  # bytes of y; a smaller one takes a GPU a microsecond to read, or comes from its cache
+WORTH = 4 << 20  # bytes of y: a smaller one takes a GPU a microsecond, or comes from its cache
 
 
 def is_channels_last(image: TensorType) -> bool:
@@ -61,60 +58,37 @@ def _rows(shape: Shape, packed: str) -> Shape:
     return (n, *sizes, channels) if packed == "channels" else (n, channels, prod(sizes))
 
 
-# ---- on tensors ----------------------------------------------------------------------------------
+# ---- of tensors, or of values of the graph that ``b`` writes ------------------------------------
 
 
-def pack(y: torch.Tensor, packed: str) -> torch.Tensor:
+def pack(y: Any, packed: str, b: Any = TENSORS) -> Any:
     """The signs of ``y``; the last byte of a row is filled up with zeros."""
-    kept = torch.logical_not(y <= 0).to(torch.uint8)
-    kept = kept.movedim(1, -1) if packed == "channels" else kept
     rows = _rows(tuple(y.shape), packed)
-    kept = F.pad(kept.reshape(rows), (0, -rows[-1] % 8))
-    kept = kept.reshape(*rows[:-1], -(-rows[-1] // 8), 8)
-    return (kept << _places(kept)).sum(-1, dtype=torch.uint8)
+    kept = b.cast(b.logical_not(y <= 0.0), dtype="i32")
+    if packed == "channels":
+        kept = b.permute(kept, dims=(0, *range(2, len(y.shape)), 1))
+    low, high = (0,) * len(rows), (*(0,) * (len(rows) - 1), -rows[-1] % 8)
+    kept = b.pad(b.reshape(kept, shape=rows), low=low, high=high)
+    kept = b.reshape(kept, shape=(*rows[:-1], -(-rows[-1] // 8), 8))
+    return b.cast(b.sum(kept * _weights(b, y), axes=(len(rows),)), dtype="u8")
 
 
-def unpack(signs: torch.Tensor, shape: Shape, packed: str) -> torch.Tensor:
+def unpack(signs: Any, shape: Shape, packed: str, b: Any = TENSORS) -> Any:
     """Where a tensor of this shape was above 0 or nan."""
-    bits = (signs.unsqueeze(-1) >> _places(signs)).bitwise_and(1).bool()
     rows = _rows(shape, packed)
-    bits = bits.flatten(-2)[..., : rows[-1]]
-    return bits.movedim(-1, 1) if packed == "channels" else bits.reshape(shape)
-
-
-def _places(like: torch.Tensor) -> torch.Tensor:
-    """The numbers of the bits, made where they are used: a CUDA Graph captures no copy to a GPU."""
-    return torch.arange(8, dtype=torch.uint8, device=like.device)
-
-
-# ---- in simpler operators ------------------------------------------------------------------------
-
-
-def packed_of(b: Ops, y: Sym, packed: str) -> Sym:
-    """:func:`pack` as nodes of a graph."""
-    kept = b.to(b.one("logical_not", y <= 0.0), dtype("i32"))
+    count, last = -(-rows[-1] // 8), len(rows) - 1
+    wide = b.reshape(b.cast(signs, dtype="i32"), shape=(*rows[:-1], count, 1))
+    bits = b.remainder(b.floor_div(wide, _weights(b, signs)), 2)
+    bits = b.reshape(bits, shape=(*rows[:-1], 8 * count))
+    bits = b.gt(b.slice(bits, axis=last, start=0, stop=rows[-1], step=1), 0)
     if packed == "channels":
-        kept = b.one("permute", kept, dims=(0, *range(2, y.rank), 1))
-    rows = _rows(y.shape, packed)
-    low, high = [0] * len(rows), [*[0] * (len(rows) - 1), -rows[-1] % 8]
-    kept = b.one("pad", b.one("reshape", kept, shape=rows), low=low, high=high)
-    kept = b.one("reshape", kept, shape=(*rows[:-1], -(-rows[-1] // 8), 8))
-    bits = kept * _weights(b)
-    return b.to(b.one("sum", bits, axes=(-1,)), dtype("u8"))
+        return b.permute(bits, dims=(0, last, *range(1, last)))
+    return b.reshape(bits, shape=shape)
 
 
-def unpacked_of(b: Ops, signs: Sym, shape: Shape, packed: str) -> Sym:
-    """:func:`unpack` as nodes of a graph."""
-    rows = _rows(shape, packed)
-    groups = (*rows[:-1], -(-rows[-1] // 8))
-    wide = b.one("reshape", b.to(signs, dtype("i32")), shape=(*groups, 1))
-    bits = b.one("remainder", b.one("floor_div", wide, _weights(b)), 2)
-    bits = b.one("reshape", bits, shape=(*rows[:-1], 8 * groups[-1]))
-    bits = b.one("slice", bits, axis=-1, stop=rows[-1]) > 0
-    if packed == "channels":
-        return b.one("permute", bits, dims=(0, len(rows) - 1, *range(1, len(rows) - 1)))
-    return b.one("reshape", bits, shape=shape)
-
-
-def _weights(b: Ops) -> Sym:
-    return b.constant(torch.tensor([1 << k for k in range(8)], dtype=torch.int32), "bits")
+def _weights(b: Any, like: Any) -> Any:
+    """Of the bits, made where they are used: a CUDA Graph captures no copy to a GPU."""
+    device = like.device if isinstance(like, torch.Tensor) else None
+    places = torch.arange(8, dtype=torch.int32, device=device)
+    weights = torch.ones_like(places) << places
+    return b.constant(weights, "bits") if isinstance(b, Ops) else weights

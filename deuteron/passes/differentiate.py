@@ -16,7 +16,7 @@ from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Vjp
 from deuteron.passes.expand import written_out
-from deuteron.passes.join_batch_norm import BENDING, bend_of, join_batch_norm, only_reader
+from deuteron.passes.join_batch_norm import activation_after, join_batch_norm
 
 NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm"})
 
@@ -116,8 +116,8 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
     for node in graph.nodes:
         if any(v in needs for v in node.uses):
             needs.update(out for out in node.outputs if graph.types[out].dtype.is_float)
-    bent = _bent_norms(graph)
-    passed = {act.output for act in bent.values()}
+    taken = _activations_after_norms(graph)
+    passed = {act.output for act, _ in taken.values()}
     grads: dict[str, Sym] = dict(seeds)
     for node in reversed(graph.nodes):
         out_grads = tuple(grads.get(out) for out in node.outputs)
@@ -140,8 +140,8 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
         if not op.variadic:
             ins += (None,) * (len(op.inputs) - len(ins))
             wants += (False,) * (len(ins) - len(wants))
-        act = bent.get(node.outputs[0])
-        attrs = node.attrs if act is None else {**node.attrs, **bend_of(act)}
+        after = taken.get(node.outputs[0])
+        attrs = node.attrs if after is None else {**node.attrs, "activation": after[1]}
         view = Vjp(ins, tuple(ops.sym(o) for o in node.outputs), out_grads, attrs, wants)
         found = list(op.vjp(ops, view))
         for value, want, grad in zip(node.inputs, wants, found, strict=False):
@@ -159,9 +159,9 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
     return grads
 
 
-def _bent_norms(graph: Graph) -> dict[str, Node]:
-    """Norms by their results, where an activation alone reads these: it stands beside. One kernel
-    then takes the gradient through both, and nothing between them goes through memory."""
+def _activations_after_norms(graph: Graph) -> dict[str, tuple[Node, str]]:
+    """Activations by the result of the norm before them, which they alone read. One kernel then
+    takes the gradient through both, and nothing between them goes through memory."""
     norms = (node for node in graph.nodes if node.op in NORMS)
-    found = {node.outputs[0]: only_reader(graph, node, *BENDING) for node in norms}
-    return {value: act for value, act in found.items() if act is not None}
+    found = {node.outputs[0]: activation_after(graph, node) for node in norms}
+    return {value: after for value, after in found.items() if after is not None}

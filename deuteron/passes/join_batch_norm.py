@@ -9,33 +9,28 @@ their own by then, which pass over memory once each.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import carry, start
 from deuteron.ops import table
-from deuteron.ops.batch_norm import ACTIVATIONS
-
-BENDING = tuple(name for name in ACTIVATIONS if name != "none")
+from deuteron.ops.activated import activation_text
 
 
 class _Chain(NamedTuple):
-    """A norm, and the sum and the activation that alone read what it makes, if they are there."""
+    """A norm, the sum that alone reads what it makes, if there is one, the last node of the chain,
+    and the activation that this is, or "none"."""
 
     norm: Node
     total: Node | None
-    act: Node | None
-
-    @property
-    def last(self) -> Node:
-        return self.act or self.total or self.norm
+    last: Node
+    activation: str = "none"
 
     @property
     def residual(self) -> str | None:
         if self.total is None:
             return None
-        first, second = self.total.uses
-        return second if first == self.norm.outputs[0] else first
+        return next(v for v in self.total.uses if v != self.norm.outputs[0])
 
 
 def join_batch_norm(graph: Graph) -> Graph:
@@ -47,13 +42,12 @@ def join_batch_norm(graph: Graph) -> Graph:
             continue
         chain = _chain(graph, node)
         if id(chain.last) in ends:  # the sum of two norms: it goes with the first
-            chain = _Chain(node, None, None)
+            chain = _Chain(node, None, node)
         if _statistics_can_wait(graph, chain, order):
             ends[id(chain.last)] = chain
     if not ends:
         return graph
-    chains = list(ends.values())
-    inside = {id(n) for c in chains for n in (c.norm, c.total) if n is not None} - set(ends)
+    inside = {id(n) for c in ends.values() for n in (c.norm, c.total) if n is not None} - set(ends)
     build, names = start(graph, table.infer)
     for node in graph.nodes:
         if id(node) in inside:
@@ -62,44 +56,44 @@ def join_batch_norm(graph: Graph) -> Graph:
         if found is None:
             carry(build, names, node, graph)
             continue
-        norm, act = found.norm, found.act
-        given = [*norm.inputs, *[None] * (5 - len(norm.inputs)), found.residual]
-        attrs = dict(norm.attrs)
-        if act is not None:
-            attrs |= bend_of(act)
-        inputs = [None if v is None else names[v] for v in given]
+        norm = found.norm
+        inputs = [*norm.inputs, *[None] * (5 - len(norm.inputs)), found.residual]
         while inputs[-1] is None:
             inputs.pop()
-        made = build.emit("batch_norm_act", inputs, attrs, source=node.source or norm.source)
-        stand_for = (node.outputs[0], *norm.outputs[1:])
-        names.update(zip(stand_for, made, strict=True))
+        made = build.emit(
+            "batch_norm_act",
+            [None if v is None else names[v] for v in inputs],
+            {**norm.attrs, "activation": found.activation},
+            source=node.source or norm.source,
+        )
+        names.update(zip((node.outputs[0], *norm.outputs[1:]), made, strict=True))
     for name, value in graph.outputs:
         build.output(name, names[value])
     return build.finish()
 
 
-def bend_of(act: Node) -> dict[str, Any]:
-    """An activation as the attributes of the operator that takes it along."""
-    slope = {"slope": act.attrs["negative_slope"]} if act.op == "leaky_relu" else {}
-    return {"activation": act.op, **slope}
-
-
 def _chain(graph: Graph, norm: Node) -> _Chain:
-    total = only_reader(graph, norm, "add")
+    total = _only_reader(graph, norm)
     if total is not None:
-        kinds = [(graph.types[v].shape, graph.types[v].dtype) for v in (*total.uses, total.output)]
-        if len(set(kinds)) > 1 or total.uses[0] == total.uses[1]:
+        kinds = {(graph.types[v].shape, graph.types[v].dtype) for v in (*total.uses, total.output)}
+        if total.op != "add" or len(kinds) > 1 or total.uses[0] == total.uses[1]:
             total = None
-    return _Chain(norm, total, only_reader(graph, total or norm, *BENDING))
+    after = activation_after(graph, total or norm)
+    return _Chain(norm, total, total or norm) if after is None else _Chain(norm, total, *after)
 
 
-def only_reader(graph: Graph, node: Node, *ops: str) -> Node | None:
-    """The one node that reads the first result, if it is one of ``ops``."""
+def activation_after(graph: Graph, node: Node) -> tuple[Node, str] | None:
+    """The activation that alone reads the first result of a node, as a node and as an attribute."""
+    reader = _only_reader(graph, node)
+    text = None if reader is None else activation_text(reader.op, reader.attrs)
+    return None if reader is None or text is None else (reader, text)
+
+
+def _only_reader(graph: Graph, node: Node) -> Node | None:
+    """The one node that reads the first result, if nothing else does."""
     value = node.outputs[0]
     readers = graph.users.get(value, ())
-    if len(readers) != 1 or value in graph.output_values or readers[0].op not in ops:
-        return None
-    return readers[0]
+    return readers[0] if len(readers) == 1 and value not in graph.output_values else None
 
 
 def _statistics_can_wait(graph: Graph, chain: _Chain, order: dict[int, int]) -> bool:

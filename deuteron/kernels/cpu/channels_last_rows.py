@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from deuteron.codegen.llvm import F64, Code, Value, lanes_of, vec
-from deuteron.kernels.cpu.channel_terms import POINTERS, Form, Tensors
+from deuteron.kernels.cpu.norm import POINTERS, Kind, Tensors
 from deuteron.kernels.cpu.sweep import steps
 
 TOGETHER = 64  # rows whose sums are float32
@@ -27,17 +27,16 @@ class Rows(Tensors):
     """The rows of images, and what is kept of their channels."""
 
     def __init__(
-        self, c: Code, form: Form, words: Value, thread: Value, threads: Value, kept: Sequence[str]
+        self, c: Code, kind: Kind, words: Value, thread: Value, threads: Value, kept: Sequence[str]
     ) -> None:
-        super().__init__(c, form, words, NUMBERS)
+        super().__init__(c, kind, words, NUMBERS)
         self.thread, self.threads, self.kept = thread, threads, kept
         self.images, self.rows, self.channels, self.each, self.n_parts = (
             self.n[name] for name in NUMBERS[:5]
         )
         self.numbers = c.pointer(words, len(POINTERS) + len(NUMBERS) + 1)
         lines = c.pointer(words, len(POINTERS) + len(NUMBERS) + 2)
-        own = c.add(c.mul(LINES, self.channels), APART)
-        self.lines = c.at(lines, c.mul(thread, own))
+        self.lines = c.at(lines, c.mul(thread, c.add(c.mul(LINES, self.channels), APART)))
         self.count = c.mul(self.rows, self.each)
 
     # ---- where things are
@@ -63,7 +62,7 @@ class Rows(Tensors):
         """The address of what is kept of a channel of an image."""
         c = self.c
         if "rstd" in self.kept and self.has(name):
-            return c.at(self.at[name], i)  # batch norm's statistics, which are given
+            return c.at(self.at[name], i)  # the statistics of batch norm, which are operands
         k = self.kept.index(name)
         return c.at(self.numbers, c.mul(c.add(c.mul(self.images, k), image), self.channels), i)
 
@@ -72,6 +71,10 @@ class Rows(Tensors):
 
     def number_of(self, name: str, image: Value, i: Value, lanes: int) -> Value:
         return self.c.load(self.number_at(name, image, i), lanes)
+
+    def line(self, k: int, i: Value) -> Value:
+        """The address of one of the numbers of a channel that this thread keeps."""
+        return self.c.at(self.lines, self.c.mul(k, self.channels), i)
 
     # ---- who does what
 
@@ -83,12 +86,6 @@ class Rows(Tensors):
         with c.loop(begin, end) as unit:
             part = c.rem(unit, self.n_parts)
             yield c.div(unit, self.n_parts), part, *c.share(self.rows, part, self.n_parts)
-
-    @contextmanager
-    def blocks(self, first: Value, stop: Value) -> Iterator[tuple[Value, Value]]:
-        c = self.c
-        with c.loop(first, stop, TOGETHER) as top:
-            yield top, c.least(c.add(top, TOGETHER), stop)
 
     def strips(
         self, image: Value, first: Value, stop: Value, write: Strip, at_once: int = AT_ONCE
@@ -117,50 +114,58 @@ class Rows(Tensors):
     def own_channels(self) -> tuple[Value, Value]:
         """From which channel to which: whole groups for each thread."""
         c = self.c
-        groups = c.div(self.channels, self.each)
-        begin, end = c.share(groups, self.thread, self.threads)
+        begin, end = c.share(c.div(self.channels, self.each), self.thread, self.threads)
         return c.mul(begin, self.each), c.mul(end, self.each)
 
-    def line(self, k: int, i: Value) -> Value:
-        """The address of one of the numbers of a channel that this thread keeps."""
-        return self.c.at(self.lines, self.c.mul(k, self.channels), i)
+    # ---- sums
 
-    def down(
+    def gathered(
         self,
         image: Value,
-        top: Value,
-        bottom: Value,
-        lines: Sequence[int],
+        part: Value,
+        first: Value,
+        stop: Value,
         terms: Terms,
         at_once: int = AT_ONCE,
     ) -> None:
-        """Sums over rows, in as many ``lines``, of what ``terms(column, lanes)`` finds at a row:
-        products or single numbers."""
+        """Two sums over the rows of a part, of what ``terms(column, lanes)`` finds at a row: products
+        or single numbers: of 64 rows at a time as float32, of all as float64."""
         c = self.c
+
+        def clear(i: Value, lanes: int) -> None:
+            zero = self.of.lanes(F64(0.0), lanes)
+            self.put_sums(image, part, i, (zero, zero))
+            for k in (1, 2):
+                c.store(c.f(0.0, lanes), self.line(k, i))
 
         def add(places: Sequence[Value], i: Value, lanes: int) -> None:
             find = terms(i, lanes)
-            totals = [c.load(self.line(k, i), lanes) for k in lines]
+            totals = [c.load(self.line(k, i), lanes) for k in (1, 2)]
             for at in places:
                 for k, (a, b) in enumerate(find(at)):
                     totals[k] = c.b.fadd(totals[k], a) if b is None else c.fma(a, b, totals[k])
-            for k, total in zip(lines, totals, strict=True):
+            for k, total in enumerate(totals, 1):
                 c.store(total, self.line(k, i))
 
-        def clear(i: Value, lanes: int) -> None:
-            for k in lines:
+        def join(i: Value, lanes: int) -> None:
+            more = [self.wider(c.load(self.line(k, i), lanes)) for k in (1, 2)]
+            old = self.sums_of(image, part, i, lanes)
+            self.put_sums(image, part, i, [c.b.fadd(*two) for two in zip(old, more, strict=True)])
+            for k in (1, 2):
                 c.store(c.f(0.0, lanes), self.line(k, i))
 
         steps(c, self.channels, clear)
-        self.strips(image, top, bottom, add, at_once)
+        with c.loop(first, stop, TOGETHER) as top:
+            self.strips(image, top, c.least(c.add(top, TOGETHER), stop), add, at_once)
+            steps(c, self.channels, join)
 
     def added(
         self,
         begin: Value | int,
         end: Value,
         lanes: int,
-        count: int,
         terms: Callable[[Value], Sequence[Value]],
+        count: int = 2,
     ) -> list[Value]:
         """``count`` sums in float64 of what ``terms(k)`` gives for each k of a range."""
         c, kind = self.c, vec(lanes, F64)
@@ -171,6 +176,10 @@ class Rows(Tensors):
             for room, value in zip(rooms, terms(k), strict=True):
                 c.b.store(c.b.fadd(c.get(room, kind), value), room)
         return [c.get(room, kind) for room in rooms]
+
+    def over_parts(self, image: Value, i: Value, lanes: int) -> list[Value]:
+        """The two sums of channels over all rows of an image."""
+        return self.added(0, self.n_parts, lanes, lambda k: self.sums_of(image, k, i, lanes))
 
     def double(self, n: Value, lanes: int = 1) -> Value:
         """A whole number as a float64 in every lane."""

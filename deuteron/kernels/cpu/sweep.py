@@ -97,31 +97,41 @@ class LongSum(Gathered):
         return c.b.fptrunc(c.b.fadd(c.b.fadd(parts[0], parts[1]), parts[2]), F32)
 
 
+class Sums:
+    """Several sums along rows at once, of products of two factors or of single numbers. ``long``:
+    rows of so many that they are added up in parts."""
+
+    def __init__(self, c: Code, count: int, long: bool = False) -> None:
+        self.c, self.long = c, long
+        self.each = [LongSum(c) if long else Gathered(c, c.b.fadd, 0.0) for _ in range(count)]
+
+    def clear(self) -> None:
+        for each in self.each:
+            each.clear()
+
+    def add(self, columns: Value, terms: Terms) -> None:
+        """A row, of which ``terms(column, lanes)`` are taken."""
+
+        def write(i: Value, lanes: int) -> None:
+            for each, (a, b) in zip(self.each, terms(i, lanes), strict=True):
+                each.take(a, lanes, b)
+
+        def fold() -> None:
+            for each in self.each:
+                if isinstance(each, LongSum):
+                    each.fold()
+
+        if self.long:
+            blocks(self.c, columns, write, fold)
+        else:
+            steps(self.c, columns, write)
+
+    def totals(self) -> list[Value]:
+        return [each.total() for each in self.each]
+
+
 def pivot(c: Code, a: Value, b: Value) -> Value:
     """Of two elements of a row the one nearer to 0, or 0 between them. Numbers relative to it sum
     to exactly 0 where all are equal, and one that stands out by itself does not round the rest."""
     least, most = c.fmin(a, b), c.fmax(a, b)
     return c.b.fadd(c.fmax(least, c.f(0.0)), c.fmin(most, c.f(0.0)))
-
-
-def sums(c: Code, columns: Value, count: int, terms: Terms, long: bool = False) -> list[Value]:
-    """``count`` sums along a row, of products of two factors or of single numbers. ``long``: a row
-    of so many that they are added up in parts."""
-    found = [LongSum(c) if long else Gathered(c, c.b.fadd, 0.0) for _ in range(count)]
-    for each in found:
-        each.clear()
-
-    def write(i: Value, lanes: int) -> None:
-        for each, (a, b) in zip(found, terms(i, lanes), strict=True):
-            each.take(a, lanes, b)
-
-    def fold() -> None:
-        for each in found:
-            if isinstance(each, LongSum):
-                each.fold()
-
-    if long:
-        blocks(c, columns, write, fold)
-    else:
-        steps(c, columns, write)
-    return [each.total() for each in found]

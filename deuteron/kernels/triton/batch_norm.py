@@ -6,13 +6,16 @@ tiles is in ``batch_norm_tiles.py``.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
+from deuteron.codegen.triton_load import jitted
 from deuteron.kernels.triton import batch_norm_passes as passes
+from deuteron.kernels.triton.batch_norm_passes import Numbers, Operands, Size, Tile
 from deuteron.kernels.triton.batch_norm_tiles import Division, merge_tile
 from deuteron.kernels.triton.launch import Launchable, chained
+from deuteron.ops.activated import activation
 
 forward_once, backward_once = Launchable(passes.forward_once), Launchable(passes.backward_once)
 forward_statistics = Launchable(passes.forward_statistics)
@@ -22,223 +25,80 @@ backward_sums = Launchable(passes.backward_sums)
 backward_merge = Launchable(passes.backward_merge, follows=True)
 backward_apply = Launchable(passes.backward_apply, follows=True)
 
-Maybe = torch.Tensor | None
+Call = Callable[[Operands], None]
 
 
-def forward(
-    d: Division,
-    x: torch.Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    running_mean: Maybe,
-    running_var: Maybe,
-    residual: Maybe,
-    y: torch.Tensor,
-    new_mean: Maybe,
-    new_var: Maybe,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    signs: Maybe,
-    *,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> None:
-    """Fill y and the statistics. Tensors of the size of x lie in one memory order."""
-    share = 1.0 if running_mean is None else momentum
-    unbiased = d.count / (d.count - 1)
-    learned = (running_mean, running_var, new_mean, new_var, mean, rstd)
-    size = (d.rows, d.tiles, d.channels, d.units)
-    if d.once:
-        forward_once(
-            (d.blocks,),
-            x,
-            residual,
-            y,
-            signs,
-            weight,
-            bias,
-            *learned,
-            share,
-            unbiased,
-            eps,
-            slope,
-            *size,
-            ACT=activation,
-            **d.constants,
-            warps=d.warps,
-        )
-        return
-    pieces, channels = d.pieces, d.channels
-    scratch = torch.empty(d.workspace // 4, dtype=torch.float32, device=x.device)
-    counts = scratch[2 * pieces * channels :]
-    chain = chained(x.device)
-    first, second = _more(d, d.deep, chain), _more(d, d.stages, chain)
-    forward_statistics(
-        (d.splits * d.blocks,),
-        x,
-        scratch,
-        counts,
-        d.blocks,
-        d.splits,
-        *size,
-        d.across,
-        **d.constants,
-        **first,
-    )
-    p, b = merge_tile(d)
-    forward_merge(
-        (-(-channels // b),),
-        x,
-        scratch,
-        counts,
-        *learned,
-        float(d.count),
-        share,
-        unbiased,
-        eps,
-        pieces,
-        d.rows,
-        channels,
-        d.units,
-        LAST=d.last,
-        V=d.constants["V"],
-        P=p,
-        B=b,
-        CHAIN=chain,
-    )
-    groups = -(-d.tiles // d.each)
-    forward_apply(
-        (groups * d.blocks,),
-        x,
-        residual,
-        y,
-        signs,
-        weight,
-        bias,
-        mean,
-        rstd,
-        slope,
-        d.blocks,
-        groups - 1,
-        d.each,
-        *size,
-        d.across,
-        ACT=activation,
-        **d.constants,
-        **second,
-    )
+def forward(d: Division, momentum: float, eps: float, following: str, exact: bool) -> Call:
+    """A function that fills y, signs and the statistics, of which mean and rstd must be there.
+    Tensors of the size of x lie in one memory order; ``exact`` if they are float32."""
+    act = activation(following)
+    f = None if act is None else jitted(act.traced, exact, divides=False)
+    size, once = _size(d), _tile(d, 2, False)
+    first, second = ({"warps": d.warps, "stages": stages} for stages in (d.deep, d.stages))
+
+    def run(t: Operands) -> None:
+        share = 1.0 if t.running_mean is None else momentum
+        n = Numbers(share, d.count / (d.count - 1), eps, float(d.count))
+        if d.once:
+            forward_once((d.blocks,), t, n, size, C=once, ACT=f, warps=d.warps)
+            return
+        chain, device = chained(t.x.device), t.x.device
+        parts = torch.empty(d.workspace // 4, dtype=torch.float32, device=device)
+        counts, merge = parts[2 * d.pieces * d.channels :], _merge(d, chain)
+        deep, flat = _tile(d, d.deep, chain), _tile(d, d.stages, chain)
+        found = Operands(t.x, parts=parts, counts=counts)
+        forward_statistics((d.splits * d.blocks,), found, size, C=deep, **first)
+        learned = t._replace(y=None, residual=None, signs=None, parts=parts, counts=counts)
+        forward_merge((-(-d.channels // merge.B),), learned, n, size, C=merge)
+        known = Operands(t.x, t.y, t.residual, t.signs, t.weight, t.bias, t.mean, t.rstd)
+        forward_apply((size.groups * d.blocks,), known, size, C=flat, ACT=f, **second)
+
+    return run
 
 
-def _more(d: Division, stages: int, chain: bool) -> dict[str, Any]:
-    return {"STAGES": stages, "WIDE": d.wide, "CHAIN": chain, "warps": d.warps, "stages": stages}
+def backward(d: Division, following: str, by_result: bool, exact: bool) -> Call:
+    """A function that fills dx, dz, dweight and dbias, those that are there; ``by_result``: where y
+    is, or its signs are."""
+    act = activation(following)
+    f = None if act is None else jitted(act.slope(by_result), exact, divides=False)
+    size, once, room = _size(d), _tile(d, 2, False), 2 * d.pieces * d.channels
+    first, second = ({"warps": d.warps, "stages": stages} for stages in (d.deep, d.stages))
+    n = Numbers(0.0, 0.0, 0.0, 1.0 / d.count)
+
+    def run(t: Operands) -> None:
+        slope = f if t.signs is None else None  # they tell all that is to know of it
+        if d.once:
+            backward_once((d.blocks,), t, n, size, C=once, SLOPE=slope, warps=d.warps)
+            return
+        chain, device = chained(t.x.device), t.x.device
+        parts = torch.empty(room + 2 * d.channels, dtype=torch.float32, device=device)
+        means, merge = parts[room:], _merge(d, chain)
+        deep, flat = _tile(d, d.deep, chain), _tile(d, d.stages, chain)
+        read = t._replace(dx=None, dweight=None, dbias=None, parts=parts)
+        backward_sums((d.splits * d.blocks,), read, size, C=deep, SLOPE=slope, **first)
+        sums = Operands(None, rstd=t.rstd, dweight=t.dweight, dbias=t.dbias)
+        sums = sums._replace(parts=parts, means=means)
+        backward_merge((-(-d.channels // merge.B),), sums, n, size, C=merge)
+        if t.dx is None:
+            return
+        known = t._replace(dweight=None, dbias=None, means=means)
+        if t.dz is not None:
+            known = known._replace(grad=None, y=None, residual=None, signs=None)
+        backward_apply((size.groups * d.blocks,), known, size, C=flat, SLOPE=slope, **second)
+
+    return run
 
 
-def backward(
-    d: Division,
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    y: Maybe,
-    residual: Maybe,
-    signs: Maybe,
-    dx: Maybe,
-    dweight: Maybe,
-    dbias: Maybe,
-    dz: Maybe,
-    *,
-    activation: str,
-    slope: float,
-) -> None:
-    """Fill the gradients that are not None."""
-    size = (d.rows, d.tiles, d.channels, d.units)
-    part = 1.0 / d.count
-    read = (grad, x, y, residual, signs)
-    activation = activation if signs is None else "none"  # they tell all that is to know of it
-    if d.once:
-        backward_once(
-            (d.blocks,),
-            *read,
-            dz,
-            dx,
-            weight,
-            bias,
-            mean,
-            rstd,
-            dweight,
-            dbias,
-            part,
-            slope,
-            *size,
-            ACT=activation,
-            **d.constants,
-            warps=d.warps,
-        )
-        return
-    pieces, channels = d.pieces, d.channels
-    scratch = torch.empty(2 * (pieces + 1) * channels, dtype=torch.float32, device=x.device)
-    means = scratch[2 * pieces * channels :]
-    chain = chained(x.device)
-    first, second = _more(d, d.deep, chain), _more(d, d.stages, chain)
-    backward_sums(
-        (d.splits * d.blocks,),
-        *read,
-        dz,
-        weight,
-        bias,
-        mean,
-        rstd,
-        scratch,
-        slope,
-        d.blocks,
-        d.splits,
-        *size,
-        d.across,
-        ACT=activation,
-        **d.constants,
-        **first,
-    )
-    p, b = merge_tile(d)
-    backward_merge(
-        (-(-channels // b),),
-        scratch,
-        rstd,
-        dweight,
-        dbias,
-        means,
-        part,
-        pieces,
-        channels,
-        P=p,
-        B=b,
-        CHAIN=chain,
-    )
-    if dx is None:
-        return
-    if dz is not None:
-        read = (None, x, None, None, None)
-    groups = -(-d.tiles // d.each)
-    backward_apply(
-        (groups * d.blocks,),
-        *read,
-        dz,
-        dx,
-        weight,
-        bias,
-        mean,
-        rstd,
-        means,
-        slope,
-        d.blocks,
-        groups - 1,
-        d.each,
-        *size,
-        d.across,
-        ACT=activation,
-        **d.constants,
-        **second,
-    )
+def _size(d: Division) -> Size:
+    of_x = (d.rows, d.tiles, d.channels, d.units)
+    dealt = (d.across, d.blocks, d.splits, d.pieces, d.each, -(-d.tiles // d.each))
+    return Size(*of_x) if d.once else Size(*of_x, *dealt)
+
+
+def _tile(d: Division, stages: int, chain: bool) -> Tile:
+    return Tile(d.last, d.a, d.b, d.together, stages, d.wide, chain)
+
+
+def _merge(d: Division, chain: bool) -> Tile:
+    parts, channels = merge_tile(d)
+    return Tile(d.last, parts, channels, d.together, 1, False, chain)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
 
@@ -63,13 +62,13 @@ class Division:
         return self.rows if self.last else self.rows * self.lanes
 
     @property
-    def constants(self) -> dict[str, Any]:
-        together = self.lanes & -self.lanes
-        return {"LAST": self.last, "A": self.a, "B": self.b, "V": min(together, 32)}
+    def together(self) -> int:
+        """The largest power of two up to 32 that divides the lanes: so many may travel together."""
+        return min(self.lanes & -self.lanes, 32)
 
     @property
     def units(self) -> int:
-        return self.lanes // self.constants["V"]
+        return self.lanes // self.together
 
     @property
     def workspace(self) -> int:

@@ -11,7 +11,7 @@ integers, the constants) and a dictionary; after that only addresses and numbers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,11 +41,9 @@ class Launchable:
 
     Tensors become pointers: strides and sizes are arguments of their own. A None among the
     arguments is a constant: the kernel tests ``if bias is not None``. Python floats arrive as
-    float32, integers as int32 where they fit, else as int64.
-
-    Whole numbers that belong together may come as one argument, a tuple or a NamedTuple, and so may
-    tensors (the first is none of those left out), and constants as a NamedTuple: the kernel reads
-    ``size.height``. Each of them counts as if it had been given by itself.
+    float32, integers as int32 where they fit, else as int64. What belongs together may come as one
+    argument, a tuple or a NamedTuple, and constants as a NamedTuple: the kernel reads
+    ``size.height``.
 
     One that ``follows`` another kernel of ours, with the constant CHAIN, is launched while that
     still runs, and must wait for it by ``gdc_wait()`` before it reads or writes anything.
@@ -64,23 +62,7 @@ class Launchable:
         if self.interpreted:
             self.fn[grid](*args, **constants)
             return
-        raw, kinds = [], []
-        device = -1
-        for a in args:
-            if isinstance(a, torch.Tensor):
-                address = a.data_ptr()
-                raw.append(address)
-                kinds.append((a.dtype, not address & 15))
-                device = a.device.index
-            elif a is None:
-                raw.append(None)
-                kinds.append(None)
-            elif isinstance(a, tuple) and isinstance(a[0], torch.Tensor):
-                raw.append(tuple(None if t is None else t.data_ptr() for t in a))
-                kinds.append(kind_of(a))
-            else:
-                raw.append(a)
-                kinds.append(kind_of(a))
+        raw, kinds, device = described(args)
         key = (device, warps, stages, *kinds, *constants.items())
         found = self.ready.get(key)
         if found is None:
@@ -128,7 +110,7 @@ class Launchable:
                 return
             if ready is None:
                 device = tensors[0].get_device()
-                kinds = [*((t.dtype, True) for t in tensors), *map(kind_of, numbers)]
+                kinds = [*((t.dtype, True) for t in tensors), *described(numbers)[1]]
                 call, rest = self._bound(device, kinds, constants, warps, stages)
                 ready = call, device, (*numbers, *rest)
             call, device, rest = ready
@@ -147,7 +129,7 @@ class Launchable:
         """Compiled for ``target``, a GPU that need not be there, or for the current one.
 
         ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
-        for a number, None, or a NamedTuple of these.
+        for a number, None, or a tuple of these: see :func:`described`.
         """
         from triton.compiler import ASTSource
 
@@ -190,25 +172,37 @@ def chained(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def kind_of(value: Any) -> Any:
-    """What changes the code in an argument: see :meth:`Launchable.compile`."""
-    if value is None:
-        return None
-    if isinstance(value, torch.Tensor):
-        return value.dtype, not value.data_ptr() & 15
-    if isinstance(value, tuple):
-        if isinstance(value[0], torch.Tensor):
-            return _alike(value, [kind_of(v) for v in value])
-        return _kinds(type(value), value)
+def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
+    """What is handed to a kernel for its arguments, what each of them is, and the device they are
+    on. An argument is (torch dtype, aligned) if it is a pointer, (name of its type, aligned) if it
+    is a number, or None; a tuple has one of these for each of its values."""
+    raw: list[Any] = []
+    kinds: list[Any] = []
+    device = -1
+    for a in args:
+        if a is None:
+            raw.append(None)
+            kinds.append(None)
+        elif isinstance(a, torch.Tensor):
+            address = a.data_ptr()
+            raw.append(address)
+            kinds.append((a.dtype, not address & 15))
+            device = a.get_device()
+        elif isinstance(a, tuple):
+            inside, of, there = described(a)
+            raw.append(tuple(inside))
+            kinds.append(_alike(a, of))
+            device = max(device, there)
+        else:
+            raw.append(a)
+            kinds.append(_kind(a))
+    return raw, kinds, device
+
+
+def _kind(value: Any) -> tuple[str, bool]:
     if isinstance(value, float):
         return "fp32", False
     return ("i32" if -INT32 <= value < INT32 else "i64"), value % 16 == 0
-
-
-@lru_cache(4096)
-def _kinds(of: type, numbers: tuple[Any, ...]) -> Any:
-    """Of whole numbers in a tuple, which are the same at every launch."""
-    return _alike(numbers, [kind_of(n) for n in numbers])
 
 
 def _alike(given: Any, values: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Numbers whose squares overflow float64: what references do about them, being what is right."""
+"""Rows whose squares overflow float64: references, which have to be right, scale them first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 Tensor = torch.Tensor
 
 
-def squarable(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+def without_overflow(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """x, and None; or in float64 x with rows whose squares would overflow brought down to 2¹⁰⁰,
     and the power of two by which each row was multiplied. A row is what ``axes`` run over.
 
