@@ -1,183 +1,201 @@
-"""Update rules of optimisers, each written down once.
+"""A step of an optimiser as data: what happens to an element, written once as a formula.
 
-    SGD    g ← g + λ·p;  b ← μ·b + (1 − τ)·g;  p ← p − γ·(g + μ·b or b)
-    Adam   m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²
-           p ← (1 − γ·λ)·p − γ / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
-    Lion   p ← (1 − γ·λ)·p − γ·sign(β₁·m + (1 − β₁)·g);  m ← β₂·m + (1 − β₂)·g
-    LAMB   u = Adam's quotient + λ·p;  p ← p − γ·(‖p‖ / ‖u‖)·u
-    Adafactor, of vectors   v ← v + w·(g² − v);  u = g / √max(v, ε₁²);  p ← (1 − γ·λ)·p − pace·u
+A :class:`Rule` is a list of formulas in the language of :mod:`deuteron.ops.formula`. They name
+tensors ("p" is the parameter, "g" its gradient) and numbers that are the same for a whole tensor:
 
-A rule is traced into a short list of statements. Four tables say what a statement means: to Python
-(:data:`ON_NUMBERS`), to torch (:data:`ON_TENSORS`), to Triton and to LLVM (``optim.py`` in the
-folders of their kernels). So every machine computes the same numbers, up to rounding.
+>>> sgd = lambda b, p, g, lr: {"p": p - lr * g}
 
-An update reads and writes each tensor once. Bytes per element of fp32: SGD with momentum 20, Adam
-28, amsgrad 36, Lion 20, LAMB 40 and Adafactor 28 (two norms lie between two passes); an average of
-the parameters adds 8, and float32 master weights of 16-bit parameters add 6.
+The same functions run on tensors, are rendered to Triton and to LLVM by the generators in
+``optim.py`` in the folders of their kernels, and those that make numbers run in Python.
+
+Every pass reads and writes each tensor that it names once. Bytes per element of fp32: SGD with
+momentum 20, Adam 28, amsgrad 36, Lion 20, LAMB 40 and Adafactor 24 to 28 (two norms lie between two
+passes), 8-bit Adam 16; an average of the parameters adds 8, float32 master weights of 16-bit
+parameters 6.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
-Statement = tuple[str, str, tuple[Any, ...]]  # a name, an operation, names or numbers
+from deuteron.codegen.scalar import Reduce
+from deuteron.ops import random
+from deuteron.ops.formula import TENSORS, Arg, Compute, Formula, Scalar, ScalarOps, Scalars
+
+GROUP = 256  # neighbours that form a row where a pass goes by groups
+SEED = 0x3C6EF372  # what a step adds to the seed of the noise
+
+# How a pass walks through a tensor: as one long row, as rows of GROUP elements, or as matrices,
+# whose sums by row and by column are made piece by piece.
+FLAT, GROUPS, MATRICES = "flat", "groups", "matrices"
+
+# Tensors that live for a step of matrices, with their levels, in the order of the table: sums of
+# squares by row and column, what u is multiplied with for its row and column, and the mean moment.
+SCRATCH = dict(row_total="row", column_total="column", row="row", column="column", mean="matrix")
 
 
-class Term:
-    """A value of a rule while it is traced."""
-
-    def __init__(self, code: list[Statement], name: str) -> None:
-        self.code, self.name = code, name
-
-    def emit(self, op: str, *args: Any) -> Term:
-        name = f"t{len(self.code)}"
-        self.code.append((name, op, tuple(a.name if isinstance(a, Term) else a for a in args)))
-        return Term(self.code, name)
-
-    def __add__(self, other: Any) -> Term:
-        return self.emit("add", self, other)
-
-    def __sub__(self, other: Any) -> Term:
-        return self.emit("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Term:
-        return self.emit("sub", other, self)
-
-    def __mul__(self, other: Any) -> Term:
-        return self.emit("mul", self, other)
-
-    def __truediv__(self, other: Any) -> Term:
-        return self.emit("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Term:
-        return self.emit("div", other, self)
-
-    def __pow__(self, other: Any) -> Term:
-        return self.emit("power", self, other)
-
-    def sqrt(self) -> Term:
-        return self.emit("sqrt", self)
-
-    def sign(self) -> Term:
-        return self.emit("sign", self)
-
-    def larger(self, other: Any) -> Term:
-        return self.emit("max", self, other)
-
-    def smaller(self, other: Any) -> Term:
-        return self.emit("min", self, other)
+# ---- what formulas may call beside the elementwise operators
 
 
-ON_NUMBERS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "power": operator.pow,
-    "sqrt": math.sqrt,
-    "min": min,
-}
-ON_TENSORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "sqrt": torch.sqrt,
-    "sign": torch.sign,
-    "max": torch.maximum,
-}
+class _Scalars(ScalarOps):
+    """As statements, for generated code."""
+
+    def _reduced(self, op: str, x: Scalar) -> Scalar:
+        name = self.of.name("v", "float")
+        self.of.statements.append(Reduce(name, op, x.ref, "float"))
+        return Scalar(self.of, name)
+
+    def row_max(self, x: Scalar) -> Scalar:
+        """The largest of a row; of numbers from 0 on."""
+        return self._reduced("row_max", x)
+
+    def row_sum(self, x: Scalar) -> Scalar:
+        return self._reduced("row_sum", x)
+
+    def column_sum(self, x: Scalar) -> Scalar:
+        return self._reduced("column_sum", x)
+
+    def noise(self, step: Scalar, salt: int) -> Scalar:
+        """Evenly in [0, 1): a hash of the step, the tensor's number and the element's place."""
+        return Scalar(self.of, self.of.op("noise", step, salt, kind="float"))
 
 
-def evaluate(
-    body: Sequence[Statement], values: dict[str, Any], table: Mapping[str, Callable[..., Any]]
-) -> dict[str, Any]:
-    """``values`` with the result of every statement added, as ``table`` understands it."""
-    for name, op, args in body:
-        values[name] = table[op](*[values[a] if isinstance(a, str) else a for a in args])
-    return values
+class OnTensors:
+    """As torch's operators; rows and columns are those of the last two dimensions. The tensor's
+    number, and one ``like`` it, are for noise."""
+
+    def __init__(self, index: int, like: torch.Tensor) -> None:
+        self.index, self.like = index, like
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return getattr(TENSORS, name)
+
+    def row_max(self, x: torch.Tensor) -> torch.Tensor:
+        return x.amax(-1, keepdim=True)
+
+    def row_sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-1, keepdim=True)
+
+    def column_sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-2, keepdim=True)
+
+    def noise(self, step: float, salt: int) -> torch.Tensor:
+        like = self.like
+        place = torch.arange(like.numel(), device=like.device).view(like.shape)
+        bits = random.mix((place + (int(step) * SEED + self.index + salt)) & 0xFFFFFFFF)
+        return (bits >> (32 - random.BITS)).to(like.dtype) * 2.0**-random.BITS
 
 
-@dataclass(frozen=True, eq=False)  # one object per rule: a step looks up its kernel by it
-class Program:
-    """What happens to one element of every tensor.
+ON_NUMBERS = SimpleNamespace(sqrt=math.sqrt, minimum=min)
 
-    ``roles`` are the tensors that are read, ``g`` the gradient; ``numbers`` are the same for a
-    whole tensor. ``writes`` has (role, value); ``sums`` are added up over the tensor.
-    """
 
-    roles: tuple[str, ...]
-    numbers: tuple[str, ...]
-    body: tuple[Statement, ...]
-    writes: tuple[tuple[str, str], ...]
-    sums: tuple[str, ...] = ()
+# ---- formulas as statements
+
+
+class Body(NamedTuple):
+    """The statements of a formula, and the names of its results."""
+
+    statements: tuple[Compute | Reduce, ...]
+    results: dict[str, Arg]
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Roles whose old values count."""
-        used = {a for _, _, args in self.body for a in args}
-        return tuple(role for role in self.roles if role in used)
+    def reads(self) -> set[Any]:
+        """Names that the statements or the results take."""
+        used = {a for s in self.statements for a in arguments(s)}
+        return used | set(self.results.values())
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """How the numbers of a step follow from a group's constants, its rate and the step count.
+def arguments(s: Compute | Reduce) -> tuple[Arg, ...]:
+    return (s.source,) if isinstance(s, Reduce) else s.args
 
-    Statements in float64: of Python where the count is on the host, else on the device.
+
+def traced(formula: Formula, names: Sequence[str]) -> Body:
+    """``formula(b, **names)``; what reaches no result is left out."""
+    scalars = Scalars()
+    scalars.kinds = dict.fromkeys(names, "float")
+    made = formula(_Scalars(scalars), **{name: Scalar(scalars, name) for name in names})
+    results = {name: value.ref for name, value in made.items()}
+    needed, kept = set(results.values()), []
+    for s in reversed(scalars.statements):
+        if s.name in needed:
+            needed.update(arguments(s))
+            kept.append(s)
+    return Body(tuple(reversed(kept)), results)
+
+
+# ---- rules
+
+
+class Names(NamedTuple):
+    """What the formulas of a rule may name. ``tensors`` are in the order of the table of their
+    addresses, but for "g"; those in ``levels`` have one number for each row, column or matrix."""
+
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...]
+    sums: tuple[str, ...]
+    levels: Mapping[str, str]
+
+    def place(self, tensor: str) -> int:
+        """The row of the table that has the addresses; row 0 has the numbers of elements."""
+        return 1 + [name for name in self.tensors if name != "g"].index(tensor)
+
+
+@dataclass(frozen=True, eq=False)  # one object per rule: kernels are looked up by it
+class Step:
+    """One formula of a rule, and what it is given by name, besides the numbers of the tensor:
+
+    "pass"     the tensors, element by element. What it returns under the name of a tensor is stored
+               there; what it returns under another name is added up over the tensor
+    "finish"   those sums and the ``size`` of the tensor; it returns one number of the tensor
+    "moments"  of every row and column of a matrix the ``old`` moment and the ``mean`` of squares
     """
 
-    constants: tuple[str, ...]
-    body: tuple[Statement, ...]
-    results: tuple[str, ...]
+    kind: str
+    name: str
+    formula: Formula
+    names: Names
+    walk: str
 
     @cached_property
-    def _function(self) -> Callable[..., list[float]]:
-        """The statements as one Python function: looking each of them up takes longer than a
-        launch."""
-        lines = [f"def numbers({', '.join((*self.constants, 'lr', 'step'))}):"]
-        for name, op, args in self.body:
-            given = ", ".join(a if isinstance(a, str) else repr(a) for a in args)
-            lines.append(f"    {name} = _{op}({given})")
-        lines.append(f"    return [{', '.join(self.results)}]")
-        names: dict[str, Any] = {f"_{op}": fn for op, fn in ON_NUMBERS.items()}
-        exec("\n".join(lines), names)
-        function: Callable[..., list[float]] = names["numbers"]
-        return function
+    def body(self) -> Body:
+        names = self.names
+        given = {"pass": names.tensors, "finish": ("size", *names.sums), "moments": ("old", "mean")}
+        return traced(self.formula, (*given[self.kind], *names.numbers))
 
-    def on_host(self, constants: Sequence[float], lr: float, step: float) -> list[float]:
-        return self._function(*constants, lr, step)
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Those that it needs, with their places among the numbers of a tensor."""
+        return {name: k for k, name in enumerate(self.names.numbers) if name in self.body.reads}
 
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Tensors whose old values count."""
+        return tuple(name for name in self.names.tensors if name in self.body.reads)
 
-@dataclass(frozen=True)
-class Rule:
-    """One pass of an optimiser: what happens to an element, and the numbers it takes."""
+    @cached_property
+    def writes(self) -> dict[str, Arg]:
+        return {k: v for k, v in self.body.results.items() if k in self.names.tensors}
 
-    program: Program
-    numbers: Numbers
-    counts: bool = False  # whether the numbers depend on how many steps were made
+    @cached_property
+    def touches(self) -> tuple[str, ...]:
+        return tuple(n for n in self.names.tensors if n in self.reads or n in self.writes)
 
+    @cached_property
+    def sums(self) -> dict[int, Arg]:
+        """Values that are added up over the tensor, by their place among the sums of the rule."""
+        found = self.body.results.items()
+        return {self.names.sums.index(k): v for k, v in found if k in self.names.sums}
 
-def program(
-    roles: Sequence[str], numbers: Sequence[str], update: Callable[..., Mapping[str, Term]]
-) -> Program:
-    """Trace ``update(role=…, number=…)``; its answer maps roles to values, and ``sum…`` to sums."""
-    code: list[Statement] = []
-    made = update(**{name: Term(code, name) for name in (*roles, *numbers)})
-    writes = tuple((k, v.name) for k, v in made.items() if not k.startswith("sum"))
-    sums = tuple(v.name for k, v in made.items() if k.startswith("sum"))
-    return Program(tuple(roles), tuple(numbers), tuple(code), writes, sums)
-
-
-def numbers(constants: Sequence[str], derive: Callable[..., Mapping[str, Term]]) -> Numbers:
-    code: list[Statement] = []
-    made = derive(**{name: Term(code, name) for name in (*constants, "lr", "step")})
-    return Numbers(tuple(constants), tuple(code), tuple(v.name for v in made.values()))
+    def level(self, tensor: str) -> str:
+        return self.names.levels.get(tensor, "element")
 
 
 @dataclass(frozen=True)
@@ -188,210 +206,132 @@ class Extras:
     ema: bool = False  # a moving average of the parameters
 
     @property
-    def roles(self) -> tuple[str, ...]:
+    def tensors(self) -> tuple[str, ...]:
         return ("master",) * self.master + ("ema",) * self.ema
 
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        return ("ema_rate",) * self.ema
+    def around(self, update: Formula) -> Formula:
+        """The formula with its gradient scaled first, and what rides along done last."""
+
+        def whole(b: Any, p: Any, g: Any, gscale: Any, **more: Any) -> Mapping[str, Any]:
+            master, ema, rate = (more.pop(k, None) for k in ("master", "ema", "ema_rate"))
+            made = dict(update(b, p=p if master is None else master, g=g * gscale, **more))
+            if master is not None and "p" in made:
+                made["master"] = made["p"]
+            if ema is not None and "p" in made:
+                made["ema"] = ema + rate * (made["p"] - ema)
+            return made
+
+        return whole
 
 
 NOTHING_ELSE = Extras()
 
 
-def _with_extras(update: Callable[..., Mapping[str, Term]]) -> Callable[..., Any]:
-    """The rule with its gradient scaled first, and what rides along done last."""
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """The step of an optimiser: what it keeps, its numbers, and its formulas in order.
 
-    def whole(p: Term, gscale: Term, **more: Term) -> Mapping[str, Term]:
-        master, ema, rate = (more.pop(k, None) for k in ("master", "ema", "ema_rate"))
-        if "g" in more:
-            more["g"] = more["g"] * gscale
-        made = dict(update(p=master or p, **more))
-        if master is not None and "p" in made:
-            made["master"] = made["p"]
-        if ema is not None and "p" in made:
-            made["ema"] = ema + rate * (made["p"] - ema)
-        return made
+    ``state`` has, for every tensor that is kept beside the parameter, its key in the state.
+    ``derive(b, lr, step, **constants)`` gives the numbers of a step, ``formulas`` are the kind, the
+    name and the formula of each :class:`Step`."""
 
-    return whole
+    state: Mapping[str, str]
+    constants: str
+    derive: Formula
+    formulas: tuple[tuple[str, str, Formula], ...]
+    extras: Extras = NOTHING_ELSE
+    sums: str = ""
+    finished: str = ""  # the number that "finish" makes
+    walk: str = FLAT
+    levels: Mapping[str, str] = field(default_factory=dict)
+    counts: bool = False  # whether the numbers depend on how many steps were made
+    on_device: bool = False  # whether a GPU makes the numbers even where the host could
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names in the state, in the order of the table of addresses."""
+        return (*self.state.values(), *self.extras.tensors)
 
-def _rule(
-    roles: Sequence[str],
-    names: Sequence[str],
-    update: Callable[..., Mapping[str, Term]],
-    of: Numbers,
-    extras: Extras,
-    counts: bool = False,
-) -> Rule:
-    scalars = ("gscale", *names, *extras.numbers)
-    of = Numbers(
-        ("gscale", *of.constants, *extras.numbers),
-        of.body,
-        ("gscale", *of.results, *extras.numbers),
-    )
-    return Rule(program((*roles, *extras.roles), scalars, _with_extras(update)), of, counts)
+    @cached_property
+    def given(self) -> tuple[str, ...]:
+        """Of what the numbers are made, besides the rate and the step count."""
+        return ("gscale", *self.constants.split(), *(("ema_rate",) if self.extras.ema else ()))
 
+    def _numbers(self, b: Any, gscale: Any, lr: Any, step: Any, **given: Any) -> dict[str, Any]:
+        rate = {k: given.pop(k) for k in ("ema_rate",) if self.extras.ema}
+        made = {"gscale": gscale, **self.derive(b, lr=lr, step=step, **given), **rate}
+        return made | ({self.finished: gscale} if self.finished else {})  # to be overwritten
 
-@lru_cache
-def sgd(momentum: bool, nesterov: bool, decay: bool, extras: Extras = NOTHING_ELSE) -> Rule:
-    def update(p: Term, g: Term, **x: Term) -> Mapping[str, Term]:
-        d = g + x["decay"] * p if decay else g
-        if not momentum:
-            return {"p": p - x["lr"] * d}
-        buf = x["momentum"] * x["buf"] + x["fresh"] * d
-        return {"buf": buf, "p": p - x["lr"] * (d + x["momentum"] * buf if nesterov else buf)}
+    @cached_property
+    def body(self) -> Body:
+        return traced(self._numbers, (*self.given, "lr", "step"))
 
-    names = ("lr", *(("decay",) if decay else ()), *(("momentum", "fresh") if momentum else ()))
-    of = numbers(names[1:], lambda lr, step, **c: {"lr": lr, **c})
-    return _rule(("p", "g") + ("buf",) * momentum, names, update, of, extras)
+    def numbers(self, constants: Sequence[float], lr: float, step: float) -> list[float]:
+        """In Python: the formula is a function of numbers like any other."""
+        given = dict(zip(self.given, constants, strict=True))
+        return list(self._numbers(ON_NUMBERS, lr=lr, step=step, **given).values())
 
+    @cached_property
+    def names(self) -> Names:
+        scratch = SCRATCH if self.walk == MATRICES else {}
+        tensors = ("p", "g", *self.state, *self.extras.tensors, *scratch)
+        sums = tuple(self.sums.split())
+        return Names(tensors, tuple(self.body.results), sums, {**self.levels, **scratch})
 
-def _adam_moments(x: dict[str, Term], g: Term, amsgrad: bool) -> tuple[dict[str, Term], Term]:
-    """The new state, and what the quotient divides by."""
-    m = x["b1"] * x["m"] + x["c1"] * g
-    v = x["b2"] * x["v"] + x["c2"] * (g * g)
-    top = x["vmax"].larger(v) if amsgrad else v
-    made = {"m": m, "v": v} | ({"vmax": top} if amsgrad else {})
-    return made, top.sqrt() * x["root"] + x["eps"]
-
-
-def _adam_numbers(decoupled: bool) -> Numbers:
-    def derive(lr: Term, step: Term, b1: Term, b2: Term, eps: Term, decay: Term) -> Any:
-        made = {
-            "b1": b1,
-            "c1": 1.0 - b1,
-            "b2": b2,
-            "c2": 1.0 - b2,
-            "root": 1.0 / (1.0 - b2**step).sqrt(),
-            "eps": eps,
-            "size": lr / (1.0 - b1**step),
-        }
-        return made | ({"keep": 1.0 - lr * decay} if decoupled else {"decay": decay})
-
-    return numbers(("b1", "b2", "eps", "decay"), derive)
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(
+            Step(kind, name, self.extras.around(f) if kind == "pass" else f, self.names, self.walk)
+            for kind, name, f in self.formulas
+        )
 
 
-_ADAM = ("b1", "c1", "b2", "c2", "root", "eps", "size")
+SQUARES = Rule(
+    {}, "", lambda b, lr, step: {}, (("pass", "norm", lambda b, p, g: {"gg": g * g}),), sums="gg"
+)
 
 
-@lru_cache
-def adam(amsgrad: bool, decoupled: bool, decay: bool, extras: Extras = NOTHING_ELSE) -> Rule:
-    def update(p: Term, g: Term, **x: Term) -> Mapping[str, Term]:
-        if decay and not decoupled:
-            g = g + x["decay"] * p
-        made, below = _adam_moments(x, g, amsgrad)
-        kept = x["keep"] * p if decoupled else p
-        return made | {"p": kept - x["size"] * (made["m"] / below)}
-
-    names = (*_ADAM, "keep" if decoupled else "decay")
-    roles = ("p", "g", "m", "v", *(("vmax",) if amsgrad else ()))
-    return _rule(roles, names, update, _adam_numbers(decoupled), extras, counts=True)
+# ---- tables
 
 
-@lru_cache
-def lion(extras: Extras = NOTHING_ELSE) -> Rule:
-    def update(p: Term, g: Term, **x: Term) -> Mapping[str, Term]:
-        step = (x["b1"] * x["m"] + x["c1"] * g).sign()
-        m = x["b2"] * x["m"] + x["c2"] * g
-        return {"m": m, "p": x["keep"] * p - x["lr"] * step}
-
-    def derive(lr: Term, step: Term, b1: Term, b2: Term, decay: Term) -> Mapping[str, Term]:
-        kept = {"lr": lr, "keep": 1.0 - lr * decay}
-        return kept | {"b1": b1, "c1": 1.0 - b1, "b2": b2, "c2": 1.0 - b2}
-
-    of = numbers(("b1", "b2", "decay"), derive)
-    return _rule(("p", "g", "m"), ("lr", "keep", "b1", "c1", "b2", "c2"), update, of, extras)
+def listed(counts: Sequence[int]) -> torch.Tensor:
+    """(owner, place) for so many pieces of each owner, as two rows of int32."""
+    each = torch.tensor(counts, dtype=torch.int64)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), each)
+    place = torch.arange(len(owner)) - (each.cumsum(0) - each)[owner]
+    return torch.stack((owner, place)).to(torch.int32)
 
 
-def _lamb_numbers() -> Numbers:
-    def derive(
-        lr: Term, step: Term, b1: Term, b2: Term, eps: Term, decay: Term, ratio: Term
-    ) -> Any:
-        return {
-            "b1": b1,
-            "c1": 1.0 - b1,
-            "b2": b2,
-            "c2": 1.0 - b2,
-            "root": 1.0 / (1.0 - b2**step).sqrt(),
-            "eps": eps,
-            "first": 1.0 / (1.0 - b1**step),
-            "decay": decay,
-            "lr": lr,
-            "ratio": ratio,
-        }
-
-    return numbers(("b1", "b2", "eps", "decay", "ratio"), derive)
+def first_of(counts: Sequence[int]) -> torch.Tensor:
+    """The first piece of each owner, and how many there are in all."""
+    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
-_LAMB = ("b1", "c1", "b2", "c2", "root", "eps", "first", "decay", "lr")
+def matrices(shape: Sequence[int]) -> tuple[int, int, int]:
+    """How many there are, their height and their width."""
+    return prod(shape[:-2]), shape[-2], shape[-1]
 
 
-@lru_cache
-def lamb_moments(extras: Extras = NOTHING_ELSE) -> Rule:
-    """First pass: the moments, ‖p‖² and ‖u‖². Its numbers serve both passes."""
-
-    def update(p: Term, g: Term, ratio: Term, lr: Term, **x: Term) -> Mapping[str, Term]:
-        made, below = _adam_moments(x, g, False)
-        u = x["first"] * made["m"] / below + x["decay"] * p
-        return made | {"sum p": p * p, "sum u": u * u}
-
-    return _rule(("p", "g", "m", "v"), (*_LAMB, "ratio"), update, _lamb_numbers(), extras, True)
-
-
-@lru_cache
-def lamb_apply(extras: Extras = NOTHING_ELSE) -> Rule:
-    """Second pass: u again from the moments, times the ratio of the norms."""
-
-    def update(p: Term, m: Term, v: Term, lr: Term, ratio: Term, **x: Term) -> Mapping[str, Term]:
-        u = x["first"] * m / (v.sqrt() * x["root"] + x["eps"]) + x["decay"] * p
-        return {"p": p - lr * (ratio * u)}
-
-    return _rule(("p", "m", "v"), (*_LAMB, "ratio"), update, _lamb_numbers(), extras, True)
-
-
-def _factor_numbers() -> Numbers:
-    def derive(
-        lr: Term, step: Term, power: Term, eps1: Term, eps2: Term, d: Term, decay: Term, pace: Term
-    ) -> Any:
-        return {
-            "weight": step**power,
-            "rho": lr.smaller(1.0 / step.sqrt()),
-            "keep": 1.0 - lr * decay,
-            "eps1": eps1,
-            "eps2": eps2,
-            "d": d,
-            "pace": pace,
-        }
-
-    return numbers(("power", "eps1", "eps2", "d", "decay", "pace"), derive)
-
-
-_FACTOR = ("weight", "rho", "keep", "eps1", "eps2", "d", "pace")
-
-
-@lru_cache
-def factor_moments(extras: Extras = NOTHING_ELSE) -> Rule:
-    """Adafactor of vectors, first pass: the moment, ‖p‖² and ‖u‖². Its numbers serve the second
-    pass too, and the passes over matrices."""
-
-    def update(p: Term, g: Term, v: Term, **x: Term) -> Mapping[str, Term]:
-        new = v + x["weight"] * (g * g - v)
-        u = g / new.larger(x["eps1"] * x["eps1"]).sqrt()
-        return {"v": new, "sum p": p * p, "sum u": u * u}
-
-    return _rule(("p", "g", "v"), _FACTOR, update, _factor_numbers(), extras, counts=True)
-
-
-@lru_cache
-def factor_apply(extras: Extras = NOTHING_ELSE) -> Rule:
-    """Second pass: u again from the moment, times the pace: the rate of the tensor."""
-
-    def update(p: Term, g: Term, v: Term, **x: Term) -> Mapping[str, Term]:
-        u = g / v.larger(x["eps1"] * x["eps1"]).sqrt()
-        return {"p": x["keep"] * p - x["pace"] * u}
-
-    return _rule(("p", "g", "v"), _FACTOR, update, _factor_numbers(), extras, counts=True)
-
-
-SQUARES = program(("g",), (), lambda g: {"sum g": g * g})
+def with_scratch(
+    table: torch.Tensor,
+    shapes: Sequence[Sequence[int]],
+    parts: Sequence[tuple[int, int]],
+    wide: torch.dtype,
+    *more: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table of addresses with those of :data:`SCRATCH` added, then sizes of matrices, then
+    ``more``; and the scratch memory. ``parts``: the pieces in which sums of rows and columns are
+    made."""
+    addresses, at = [], 0
+    for shape, (across, down) in zip(shapes, parts, strict=True):
+        count, height, width = matrices(shape)
+        room = (height * across, width * down, height, width, 1)
+        addresses.append([])
+        for need in room:
+            addresses[-1].append(at)
+            at += need * count
+    memory = torch.empty(at, dtype=wide, device=table.device)
+    places = torch.tensor(addresses).t() * memory.element_size() + memory.data_ptr()
+    sizes = torch.tensor([matrices(shape) for shape in shapes]).t()
+    extra = torch.tensor(more, dtype=torch.int64).view(len(more), len(shapes))
+    return torch.cat((table, torch.cat((places, sizes, extra)).to(table.device))), memory

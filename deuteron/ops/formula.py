@@ -290,7 +290,7 @@ class _Tensors:
 
         def call(*args: Any, **attrs: Any) -> Any:
             like = next(a for a in args if isinstance(a, torch.Tensor) and a.dtype != torch.bool)
-            given = (torch.tensor(a).to(like) if isinstance(a, int | float) else a for a in args)
+            given = (like.new_tensor(a) if isinstance(a, int | float) else a for a in args)
             return op.reference(*given, **op.normalise(attrs))
 
         return call

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Unpack
 
 import torch
 
-from deuteron.kernels.optim import Extras, Rule, lion
-from deuteron.optim.base import Fused, Ours
+from deuteron.kernels.optim import Extras, Rule
+from deuteron.optim.base import Ours, OwnArguments
 from deuteron.optim.batch import Batch
 
 
-def check_common(lr: float | torch.Tensor, betas: tuple[float, float], decay: float) -> None:
-    """The bounds that torch.optim sets, for classes that it does not have."""
-    if not float(lr) >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas}; there are two of them")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-    if not decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {decay}")
+@lru_cache
+def lion(extras: Extras) -> Rule:
+    """p ← (1 − γ·λ)·p − γ·sign(β₁·m + (1 − β₁)·g);  m ← β₂·m + (1 − β₂)·g"""
+
+    def update(b: Any, p: Any, g: Any, m: Any, lr: Any, keep: Any, **x: Any) -> dict[str, Any]:
+        direction = b.sign(x["b1"] * m + x["c1"] * g)
+        return {"m": x["b2"] * m + x["c2"] * g, "p": keep * p - lr * direction}
+
+    def derive(b: Any, lr: Any, step: Any, b1: Any, b2: Any, decay: Any) -> dict[str, Any]:
+        made = {"lr": lr, "keep": 1.0 - lr * decay}
+        return made | {"b1": b1, "c1": 1.0 - b1, "b2": b2, "c2": 1.0 - b2}
+
+    passes = (("pass", "Lion", update),)
+    return Rule({"m": "exp_avg"}, "b1 b2 decay", derive, passes, extras)
 
 
-class Lion(Fused):
+class Lion(OwnArguments):
     """p ← (1 − lr·λ)·p − lr·sign(β₁·m + (1 − β₁)·g); m ← β₂·m + (1 − β₂)·g, λ being
     ``weight_decay``.
 
@@ -46,24 +50,11 @@ class Lion(Fused):
         capturable: bool = False,
         **ours: Unpack[Ours],
     ) -> None:
-        check_common(lr, betas, weight_decay)
-        self._set(ours)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "weight_decay": weight_decay,
-                "maximize": maximize,
-                "capturable": capturable,
-            },
-        )
+        given = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, ours, **given, maximize=maximize, capturable=capturable)
 
-    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
+    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
         return lion(extras)
 
-    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
         return [*group["betas"], group["weight_decay"]]
