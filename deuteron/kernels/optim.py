@@ -6,21 +6,16 @@ tensors ("p" is the parameter, "g" its gradient) and numbers that are the same f
 >>> sgd = lambda b, p, g, lr: {"p": p - lr * g}
 
 The same functions run on tensors, are rendered to Triton and to LLVM by the generators in
-``optim.py`` in the folders of their kernels, and those that make numbers run in Python.
-
-Every pass reads and writes each tensor that it names once. Bytes per element of fp32: SGD with
-momentum 20, Adam 28, amsgrad 36, Lion 20, LAMB 40 and Adafactor 24 to 28 (two norms lie between two
-passes), 8-bit Adam 16; an average of the parameters adds 8, float32 master weights of 16-bit
-parameters 6.
+``optim.py`` in the folders of their kernels, and those that make numbers run in Python. The rules
+themselves are in ``optim_rules.py``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,7 +23,8 @@ import torch
 
 from deuteron.codegen.scalar import Reduce
 from deuteron.ops import random
-from deuteron.ops.formula import TENSORS, Arg, Compute, Formula, Scalar, ScalarOps, Scalars
+from deuteron.ops.formula import PRIMITIVES, TENSORS, Arg, Compute, Formula, Scalar, ScalarOps
+from deuteron.ops.formula import Scalars as Statements
 
 GROUP = 256  # neighbours that form a row where a pass goes by groups
 SEED = 0x3C6EF372  # what a step adds to the seed of the noise
@@ -37,15 +33,17 @@ SEED = 0x3C6EF372  # what a step adds to the seed of the noise
 # whose sums by row and by column are made piece by piece.
 FLAT, GROUPS, MATRICES = "flat", "groups", "matrices"
 
-# Tensors that live for a step of matrices, with their levels, in the order of the table: sums of
-# squares by row and column, what u is multiplied with for its row and column, and the mean moment.
+# Tensors that live for a step of matrices, in the order of the table: sums of squares by row and
+# column, what u is multiplied with for its row and column, and the mean moment of the rows.
 SCRATCH = dict(row_total="row", column_total="column", row="row", column="column", mean="matrix")
+# Tensors with one number for each row, column or matrix; all others have one for each element.
+LEVELS = {"m_scale": "row", "v_scale": "row", **SCRATCH}
 
 
 # ---- what formulas may call beside the elementwise operators
 
 
-class _Scalars(ScalarOps):
+class Scalars(ScalarOps):
     """As statements, for generated code."""
 
     def _reduced(self, op: str, x: Scalar) -> Scalar:
@@ -68,7 +66,7 @@ class _Scalars(ScalarOps):
         return Scalar(self.of, self.of.op("noise", step, salt, kind="float"))
 
 
-class OnTensors:
+class Tensors:
     """As torch's operators; rows and columns are those of the last two dimensions. The tensor's
     number, and one ``like`` it, are for noise."""
 
@@ -88,13 +86,12 @@ class OnTensors:
         return x.sum(-2, keepdim=True)
 
     def noise(self, step: float, salt: int) -> torch.Tensor:
-        like = self.like
-        place = torch.arange(like.numel(), device=like.device).view(like.shape)
+        place = torch.arange(self.like.numel(), device=self.like.device).view(self.like.shape)
         bits = random.mix((place + (int(step) * SEED + self.index + salt)) & 0xFFFFFFFF)
-        return (bits >> (32 - random.BITS)).to(like.dtype) * 2.0**-random.BITS
+        return (bits >> (32 - random.BITS)).to(self.like.dtype) * 2.0**-random.BITS
 
 
-ON_NUMBERS = SimpleNamespace(sqrt=math.sqrt, minimum=min)
+NUMBERS = SimpleNamespace(sqrt=math.sqrt, minimum=min, where=lambda c, x, y: x if c else y)
 
 
 # ---- formulas as statements
@@ -108,9 +105,17 @@ class Body(NamedTuple):
 
     @property
     def reads(self) -> set[Any]:
-        """Names that the statements or the results take."""
         used = {a for s in self.statements for a in arguments(s)}
         return used | set(self.results.values())
+
+    def needed(self, results: Sequence[Any], known: Sequence[Any] = ()) -> list[Any]:
+        """The statements that lead to some of the results, where others are ``known``."""
+        needed, kept = set(results), []
+        for s in reversed(self.statements):
+            if s.name in needed and s.name not in known:
+                needed.update(arguments(s))
+                kept.append(s)
+        return kept[::-1]
 
 
 def arguments(s: Compute | Reduce) -> tuple[Arg, ...]:
@@ -119,83 +124,14 @@ def arguments(s: Compute | Reduce) -> tuple[Arg, ...]:
 
 def traced(formula: Formula, names: Sequence[str]) -> Body:
     """``formula(b, **names)``; what reaches no result is left out."""
-    scalars = Scalars()
-    scalars.kinds = dict.fromkeys(names, "float")
-    made = formula(_Scalars(scalars), **{name: Scalar(scalars, name) for name in names})
-    results = {name: value.ref for name, value in made.items()}
-    needed, kept = set(results.values()), []
-    for s in reversed(scalars.statements):
-        if s.name in needed:
-            needed.update(arguments(s))
-            kept.append(s)
-    return Body(tuple(reversed(kept)), results)
+    made = Statements()
+    made.kinds = dict.fromkeys(names, "float")
+    found = formula(Scalars(made), **{name: Scalar(made, name) for name in names})
+    body = Body(tuple(made.statements), {name: value.ref for name, value in found.items()})
+    return body._replace(statements=tuple(body.needed(list(body.results.values()))))
 
 
 # ---- rules
-
-
-class Names(NamedTuple):
-    """What the formulas of a rule may name. ``tensors`` are in the order of the table of their
-    addresses, but for "g"; those in ``levels`` have one number for each row, column or matrix."""
-
-    tensors: tuple[str, ...]
-    numbers: tuple[str, ...]
-    sums: tuple[str, ...]
-    levels: Mapping[str, str]
-
-    def place(self, tensor: str) -> int:
-        """The row of the table that has the addresses; row 0 has the numbers of elements."""
-        return 1 + [name for name in self.tensors if name != "g"].index(tensor)
-
-
-@dataclass(frozen=True, eq=False)  # one object per rule: kernels are looked up by it
-class Step:
-    """One formula of a rule, and what it is given by name, besides the numbers of the tensor:
-
-    "pass"     the tensors, element by element. What it returns under the name of a tensor is stored
-               there; what it returns under another name is added up over the tensor
-    "finish"   those sums and the ``size`` of the tensor; it returns one number of the tensor
-    "moments"  of every row and column of a matrix the ``old`` moment and the ``mean`` of squares
-    """
-
-    kind: str
-    name: str
-    formula: Formula
-    names: Names
-    walk: str
-
-    @cached_property
-    def body(self) -> Body:
-        names = self.names
-        given = {"pass": names.tensors, "finish": ("size", *names.sums), "moments": ("old", "mean")}
-        return traced(self.formula, (*given[self.kind], *names.numbers))
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """Those that it needs, with their places among the numbers of a tensor."""
-        return {name: k for k, name in enumerate(self.names.numbers) if name in self.body.reads}
-
-    @cached_property
-    def reads(self) -> tuple[str, ...]:
-        """Tensors whose old values count."""
-        return tuple(name for name in self.names.tensors if name in self.body.reads)
-
-    @cached_property
-    def writes(self) -> dict[str, Arg]:
-        return {k: v for k, v in self.body.results.items() if k in self.names.tensors}
-
-    @cached_property
-    def touches(self) -> tuple[str, ...]:
-        return tuple(n for n in self.names.tensors if n in self.reads or n in self.writes)
-
-    @cached_property
-    def sums(self) -> dict[int, Arg]:
-        """Values that are added up over the tensor, by their place among the sums of the rule."""
-        found = self.body.results.items()
-        return {self.names.sums.index(k): v for k, v in found if k in self.names.sums}
-
-    def level(self, tensor: str) -> str:
-        return self.names.levels.get(tensor, "element")
 
 
 @dataclass(frozen=True)
@@ -212,22 +148,18 @@ class Extras:
     def around(self, update: Formula) -> Formula:
         """The formula with its gradient scaled first, and what rides along done last."""
 
-        def whole(b: Any, p: Any, g: Any, gscale: Any, **more: Any) -> Mapping[str, Any]:
-            master, ema, rate = (more.pop(k, None) for k in ("master", "ema", "ema_rate"))
+        def whole(b, p, g, gscale, master=None, ema=None, ema_rate=None, **more):
             made = dict(update(b, p=p if master is None else master, g=g * gscale, **more))
             if master is not None and "p" in made:
                 made["master"] = made["p"]
             if ema is not None and "p" in made:
-                made["ema"] = ema + rate * (made["p"] - ema)
+                made["ema"] = ema + ema_rate * (made["p"] - ema)
             return made
 
         return whole
 
 
-NOTHING_ELSE = Extras()
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # one object per rule: kernels are looked up by it
 class Rule:
     """The step of an optimiser: what it keeps, its numbers, and its formulas in order.
 
@@ -239,56 +171,112 @@ class Rule:
     constants: str
     derive: Formula
     formulas: tuple[tuple[str, str, Formula], ...]
-    extras: Extras = NOTHING_ELSE
-    sums: str = ""
+    extras: Extras = Extras()
+    sums: tuple[str, ...] = ()  # over the tensor, for "finish"
     finished: str = ""  # the number that "finish" makes
     walk: str = FLAT
-    levels: Mapping[str, str] = field(default_factory=dict)
     counts: bool = False  # whether the numbers depend on how many steps were made
     on_device: bool = False  # whether a GPU makes the numbers even where the host could
 
-    @property
+    @cached_property
     def keys(self) -> tuple[str, ...]:
         """Names in the state, in the order of the table of addresses."""
         return (*self.state.values(), *self.extras.tensors)
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Their names; in the order of the table of addresses, which has no "g"."""
+        scratch = SCRATCH if self.walk == MATRICES else ()
+        return ("p", "g", *self.state, *self.extras.tensors, *scratch)
+
+    def place(self, tensor: str) -> int:
+        """The row of the table that has the addresses; row 0 has the numbers of elements."""
+        return 1 + [name for name in self.tensors if name != "g"].index(tensor)
 
     @cached_property
     def given(self) -> tuple[str, ...]:
         """Of what the numbers are made, besides the rate and the step count."""
         return ("gscale", *self.constants.split(), *(("ema_rate",) if self.extras.ema else ()))
 
-    def _numbers(self, b: Any, gscale: Any, lr: Any, step: Any, **given: Any) -> dict[str, Any]:
-        rate = {k: given.pop(k) for k in ("ema_rate",) if self.extras.ema}
-        made = {"gscale": gscale, **self.derive(b, lr=lr, step=step, **given), **rate}
+    def _numbers(self, b, gscale, lr, step, ema_rate=None, **constants):
+        made = {"gscale": gscale, **self.derive(b, lr=lr, step=step, **constants)}
+        made |= {"ema_rate": ema_rate} if self.extras.ema else {}
         return made | ({self.finished: gscale} if self.finished else {})  # to be overwritten
 
     @cached_property
     def body(self) -> Body:
         return traced(self._numbers, (*self.given, "lr", "step"))
 
-    def numbers(self, constants: Sequence[float], lr: float, step: float) -> list[float]:
+    @cached_property
+    def numbers(self) -> tuple[str, ...]:
+        return tuple(self.body.results)
+
+    def numbers_of(self, constants: Sequence[float], lr: float, step: float) -> list[float]:
         """In Python: the formula is a function of numbers like any other."""
         given = dict(zip(self.given, constants, strict=True))
-        return list(self._numbers(ON_NUMBERS, lr=lr, step=step, **given).values())
-
-    @cached_property
-    def names(self) -> Names:
-        scratch = SCRATCH if self.walk == MATRICES else {}
-        tensors = ("p", "g", *self.state, *self.extras.tensors, *scratch)
-        sums = tuple(self.sums.split())
-        return Names(tensors, tuple(self.body.results), sums, {**self.levels, **scratch})
+        return list(self._numbers(NUMBERS, lr=lr, step=step, **given).values())
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         return tuple(
-            Step(kind, name, self.extras.around(f) if kind == "pass" else f, self.names, self.walk)
+            Step(self, kind, name, self.extras.around(f) if kind == "pass" else f)
             for kind, name, f in self.formulas
         )
 
 
-SQUARES = Rule(
-    {}, "", lambda b, lr, step: {}, (("pass", "norm", lambda b, p, g: {"gg": g * g}),), sums="gg"
-)
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One formula of a rule, and what it is given by name, besides the numbers of the tensor:
+
+    "pass"     the tensors, element by element. What it returns under the name of a tensor is stored
+               there; what it returns under another name is added up over the tensor
+    "finish"   those sums and the ``size`` of the tensor; it returns one number of the tensor
+    "moments"  of every row and column of a matrix the ``old`` moment and the ``mean`` of squares
+    """
+
+    rule: Rule
+    kind: str
+    name: str
+    formula: Formula
+
+    @cached_property
+    def body(self) -> Body:
+        rule = self.rule
+        given = {"pass": rule.tensors, "finish": ("size", *rule.sums), "moments": ("old", "mean")}
+        return traced(self.formula, (*given[self.kind], *rule.numbers))
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Those that it needs, with their places among the numbers of a tensor."""
+        return {name: k for k, name in enumerate(self.rule.numbers) if name in self.body.reads}
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Tensors whose old values count."""
+        return tuple(name for name in self.rule.tensors if name in self.body.reads)
+
+    @cached_property
+    def writes(self) -> dict[str, Arg]:
+        return {k: v for k, v in self.body.results.items() if k in self.rule.tensors}
+
+    @cached_property
+    def touches(self) -> tuple[str, ...]:
+        return tuple(n for n in self.rule.tensors if n in self.reads or n in self.writes)
+
+    @cached_property
+    def sums(self) -> dict[int, Arg]:
+        """Values that are added up over the tensor, by their place among the sums of the rule."""
+        found = self.body.results.items()
+        return {self.rule.sums.index(k): v for k, v in found if k in self.rule.sums}
+
+    @property
+    def flops(self) -> float:
+        """Operations for an element."""
+        return sum(PRIMITIVES.get(s.op, 1.0) for s in self.body.statements)
+
+
+def level_of(tensor: str) -> str:
+    return LEVELS.get(tensor, "element")
 
 
 # ---- tables
@@ -307,31 +295,24 @@ def first_of(counts: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
-def matrices(shape: Sequence[int]) -> tuple[int, int, int]:
-    """How many there are, their height and their width."""
-    return prod(shape[:-2]), shape[-2], shape[-1]
-
-
 def with_scratch(
     table: torch.Tensor,
-    shapes: Sequence[Sequence[int]],
+    sizes: Sequence[tuple[int, int, int]],
     parts: Sequence[tuple[int, int]],
     wide: torch.dtype,
     *more: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table of addresses with those of :data:`SCRATCH` added, then sizes of matrices, then
-    ``more``; and the scratch memory. ``parts``: the pieces in which sums of rows and columns are
-    made."""
+    """The table of addresses with those of :data:`SCRATCH` added, then the sizes of matrices (how
+    many, height, width), then ``more``; and the scratch memory. ``parts``: the pieces in which sums
+    of rows and columns are made."""
     addresses, at = [], 0
-    for shape, (across, down) in zip(shapes, parts, strict=True):
-        count, height, width = matrices(shape)
-        room = (height * across, width * down, height, width, 1)
+    for (count, height, width), (across, down) in zip(sizes, parts, strict=True):
         addresses.append([])
-        for need in room:
+        for need in (height * across, width * down, height, width, 1):
             addresses[-1].append(at)
             at += need * count
     memory = torch.empty(at, dtype=wide, device=table.device)
     places = torch.tensor(addresses).t() * memory.element_size() + memory.data_ptr()
-    sizes = torch.tensor([matrices(shape) for shape in shapes]).t()
-    extra = torch.tensor(more, dtype=torch.int64).view(len(more), len(shapes))
-    return torch.cat((table, torch.cat((places, sizes, extra)).to(table.device))), memory
+    rows = (places, torch.tensor(sizes).t(), torch.tensor([*map(list, more)] or [[]]))
+    made = torch.cat([row for row in rows if row.numel()]).to(table.device)
+    return torch.cat((table, made)), memory

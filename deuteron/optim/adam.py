@@ -2,56 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Unpack
 
 import torch
 
 from deuteron.kernels.optim import Extras, Rule
+from deuteron.kernels.optim_rules import adam
 from deuteron.optim.base import Fused, Ours
 from deuteron.optim.batch import Batch
 
 Betas = tuple[float | torch.Tensor, float | torch.Tensor]
-
-
-def moments(g: Any, m: Any, v: Any, b1: Any, c1: Any, b2: Any, c2: Any) -> dict[str, Any]:
-    """m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²"""
-    return {"m": b1 * m + c1 * g, "v": b2 * v + c2 * (g * g)}
-
-
-def bias_numbers(b: Any, step: Any, b1: Any, b2: Any, eps: Any) -> dict[str, Any]:
-    """What the moments and the root of the second are multiplied with."""
-    root = 1.0 / b.sqrt(1.0 - b2**step)
-    return {"b1": b1, "c1": 1.0 - b1, "b2": b2, "c2": 1.0 - b2, "root": root, "eps": eps}
-
-
-@lru_cache
-def adam(amsgrad: bool, decoupled: bool, decay: bool, extras: Extras) -> Rule:
-    """p ← (1 − γ·λ)·p − γ / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε), or λ·p added to g"""
-
-    def update(b: Any, p: Any, g: Any, root: Any, eps: Any, size: Any, **x: Any) -> dict[str, Any]:
-        more, old, highest = (x.pop(k, None) for k in ("decay", "keep", "vmax"))
-        made = moments(g + more * p if decay and not decoupled else g, **x)
-        if amsgrad:
-            made["vmax"] = b.maximum(highest, made["v"])
-        below = b.sqrt(made["vmax" if amsgrad else "v"]) * root + eps
-        return made | {"p": (old * p if decoupled else p) - size * (made["m"] / below)}
-
-    def derive(
-        b: Any, lr: Any, step: Any, b1: Any, b2: Any, eps: Any, decay: Any
-    ) -> dict[str, Any]:
-        made = bias_numbers(b, step, b1, b2, eps) | {"size": lr / (1.0 - b1**step)}
-        return made | ({"keep": 1.0 - lr * decay} if decoupled else {"decay": decay})
-
-    state = {"m": "exp_avg", "v": "exp_avg_sq"}
-    return Rule(
-        state=state | ({"vmax": "max_exp_avg_sq"} if amsgrad else {}),
-        constants="b1 b2 eps decay",
-        derive=derive,
-        formulas=(("pass", "Adam", update),),
-        extras=extras,
-        counts=True,
-    )
 
 
 class _Adam(Fused):

@@ -2,72 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from math import inf
 from typing import Any, Unpack
 
 import torch
 
 from deuteron.errors import BindError
 from deuteron.kernels.optim import GROUP, GROUPS, Extras, Rule
-from deuteron.optim.adam import adam
+from deuteron.kernels.optim_rules import ADAM, SCALES, adam, adam_in_8_bits
 from deuteron.optim.base import Ours, OwnArguments
 from deuteron.optim.batch import Batch, is_dense, same_memory_order
 
-LEVELS = {"m": 127.0, "v": 255.0}
-SALTS = {"m": 0, "v": 0x51ED27}
-STATE = {"m": "exp_avg", "v": "exp_avg_sq"}
-SCALES = {"m_scale": "exp_avg_scale", "v_scale": "exp_avg_sq_scale"}
-
-
-def value(b: Any, moment: str, level: Any, top: Any) -> Any:
-    """m = ±A·(q / 127)², v = V·(q / 255)⁴, with the largest of a group as A or V."""
-    part = level / LEVELS[moment]
-    return top * (part * b.abs(part) if moment == "m" else (part * part) * (part * part))
-
-
-def level(b: Any, moment: str, x: Any, top: Any, noise: Any) -> Any:
-    """The level of x ≥ 0, below or above by chance with the mean kept. A second moment above 0 has
-    level 1 or more, because it is divided by."""
-    most = LEVELS[moment]
-    r = b.where(top > 0.0, x / top, 0.0)
-    low = b.floor(b.sqrt(r if moment == "m" else b.sqrt(r)) * most)
-    low = b.minimum(low, most - 1.0)
-    low = b.where(b.eq(low, low), low, 0.0)
-    below, above = (value(b, moment, q, 1.0) for q in (low, low + 1.0))
-    made = b.where(r - below > noise * (above - below), low + 1.0, low)
-    return made if moment == "m" else b.where(x > 0.0, b.maximum(made, 1.0), made)
-
-
-@lru_cache
-def adam_in_8_bits(extras: Extras) -> Rule:
-    """AdamW between :func:`value` and :func:`level`."""
-    plain = adam(False, True, True, Extras())
-
-    def update(b: Any, m: Any, v: Any, m_scale: Any, v_scale: Any, step: Any, **x: Any) -> Any:
-        m, v = value(b, "m", m, m_scale), value(b, "v", v, v_scale)
-        made = dict(plain.formulas[0][2](b, m=m, v=v, **x))
-        for moment in "mv":
-            new = made[moment]
-            size = b.abs(new) if moment == "m" else new
-            # inf where one is nan, so that the group reads back as nan
-            top = b.row_max(b.where(b.eq(size, size), size, inf))
-            found = level(b, moment, size, top, b.noise(step, SALTS[moment]))
-            made[f"{moment}_scale"] = top
-            made[moment] = b.where(new < 0.0, -found, found) if moment == "m" else found
-        return made
-
-    return Rule(
-        state=STATE | SCALES,
-        constants=plain.constants,
-        derive=lambda b, lr, step, **x: {**plain.derive(b, lr, step, **x), "step": step},
-        formulas=(("pass", "Adam in 8 bits", update),),
-        extras=extras,
-        walk=GROUPS,
-        levels=dict.fromkeys(SCALES, "row"),
-        counts=True,
-        on_device=True,
-    )
+KINDS = dict(zip(ADAM.values(), (torch.int8, torch.uint8), strict=True))
 
 
 class AdamW8bit(OwnArguments):
@@ -129,8 +74,7 @@ class AdamW8bit(OwnArguments):
     def _stored_as(self, p: torch.Tensor, key: str) -> torch.dtype:
         if key in SCALES.values():
             return torch.float32
-        kinds = dict(zip(STATE.values(), (torch.int8, torch.uint8), strict=True))
-        return kinds[key] if key in kinds and self._is_large(p) else super()._stored_as(p, key)
+        return KINDS[key] if key in KINDS and self._is_large(p) else super()._stored_as(p, key)
 
     def _like(self, p: torch.Tensor, key: str) -> torch.Tensor:
         groups = -(-p.numel() // GROUP)
@@ -139,7 +83,7 @@ class AdamW8bit(OwnArguments):
     def _state_of(self, p: torch.Tensor, rule: Rule) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
         if rule.walk == GROUPS and "exp_avg_scale" not in state:
-            for key in ("step", *STATE.values()):  # of an optimiser that kept them otherwise
+            for key in ("step", *ADAM.values()):  # of an optimiser that kept them otherwise
                 state.pop(key, None)
         elif rule.walk == GROUPS and is_dense(p) and not same_memory_order(state["exp_avg"], p):
             raise BindError(

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.kernels.optim import MATRICES, Extras, Rule
 from deuteron.optim.batch import Batch, capturing, is_dense, moved, same_memory_order
-from deuteron.optim.runners import Control, Limits, Runner, runner
+from deuteron.optim.runners import Control, Given, Limits, Runner, runner
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENT = attrgetter("grad")
@@ -84,7 +84,7 @@ class Fused(torch.optim.Optimizer):
         constants = [-1.0 if group.get("maximize") else 1.0]
         constants += map(float, self._constants(group, batch))
         constants += [] if decay is None else [1.0 - decay]
-        run.step(batch, constants, group["lr"], control, bool(group.get("capturable")))
+        run.step(batch, Given(constants, group["lr"], bool(group.get("capturable")), control))
 
     def _fresh(self, group: dict[str, Any], state: dict[str, Any]) -> bool:
         """Whether the first step of a tensor differs from the others."""
@@ -325,21 +325,21 @@ class Fused(torch.optim.Optimizer):
 
     def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
         """Unscale, clip and skip, decided over all batches on all devices; None if nothing is."""
-        scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        norm, skip = self.ours.get("max_norm"), self.ours.get("skip_nonfinite")
-        if scale is None and found_inf is None and norm is None and not skip:
-            return None
-        limits = Limits(norm, bool(skip))
+        norm, skip = self.ours.get("max_norm"), bool(self.ours.get("skip_nonfinite"))
         devices = list(dict.fromkeys(batch.device for batch in batches))
         first = devices[0]
+        scale, found = (
+            moved(x, first) if isinstance(x, torch.Tensor) else x
+            for x in (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        )
+        if scale is None and found is None and norm is None and not skip:
+            return None
         squares = None
-        if limits.needs_norm:
+        if norm is not None or skip:
             parts = [runner(d.type).squares([b for b in batches if b.device == d]) for d in devices]
             squares = torch.cat([x.to(first) for x in parts]) if len(parts) > 1 else parts[0]
-        scale, found_inf = (
-            moved(x, first) if isinstance(x, torch.Tensor) else x for x in (scale, found_inf)
-        )
-        made = runner(first.type).control(squares, scale, found_inf, limits)
+        made = runner(first.type).control(Limits(squares, scale, found, norm, skip))
+        batches[0].ran.append(("control", None, 1))
         self.grad_norm = made.norm
         return {d: made if d == first else made.on(d) for d in devices}
 

@@ -117,7 +117,7 @@ class Batch:
         # all of them in the order of the rule's names; scratch memory is of the type of arithmetic
         self.kinds = (self.dtypes[0], self.grad_dtype, *self.dtypes[1:])
         self.wide = torch.float64 if torch.float64 in self.kinds else torch.float32
-        self.kinds += (self.wide,) * (len(rule.names.tensors) - len(self.kinds))
+        self.kinds += (self.wide,) * (len(rule.tensors) - len(self.kinds))
         self.places = list(map(ADDRESS, params))
         facts: tuple[Callable[[torch.Tensor], Any], ...] = (ADDRESS, COUNT, STRIDE)
         self._facts = [(ask, list(map(ask, params))) for ask in facts]
@@ -135,7 +135,7 @@ class Batch:
         self.step = float(self.steps[0]) if on_host else 0.0
         self.rows: torch.Tensor | None = None  # numbers of the step, where a device makes them
         self.prepared: dict[Rule, Any] = {}  # what a runner made for a rule, the batch's or another
-        self.ran: list[Step] = []  # since gradients were taken
+        self.ran: list[tuple[str, Step | None, int]] = []  # since gradients were taken: launches
         self.constants: torch.Tensor | None = None
         self._constant_values: list[float] = []
 

@@ -2,56 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Unpack
 
 import torch
 
 from deuteron.kernels.optim import Extras, Rule
-from deuteron.optim.adam import bias_numbers, moments
+from deuteron.kernels.optim_rules import lamb
 from deuteron.optim.base import Ours, OwnArguments
 from deuteron.optim.batch import Batch
-
-
-@lru_cache
-def lamb(adapt: bool, extras: Extras) -> Rule:
-    """u = Adam's quotient + λ·p;  p ← p − γ·(‖p‖ / ‖u‖)·u. Where the norms count they lie between
-    two passes, the second of which makes u again from the moments; else one pass is enough."""
-
-    def direction(b: Any, p: Any, m: Any, v: Any, x: dict[str, Any]) -> Any:
-        below = b.sqrt(v) * x["root"] + x["eps"]
-        return x["first"] * m / below + x["decay"] * p
-
-    def first(b: Any, p: Any, g: Any, m: Any, v: Any, lr: Any, **x: Any) -> dict[str, Any]:
-        made = moments(g, m, v, *(x[k] for k in ("b1", "c1", "b2", "c2")))
-        u = direction(b, p, made["m"], made["v"], x)
-        return made | ({"pp": p * p, "uu": u * u} if adapt else {"p": p - lr * u})
-
-    def ratio(b: Any, size: Any, pp: Any, uu: Any, **_: Any) -> dict[str, Any]:
-        root = b.where(uu > 0.0, b.sqrt(pp / uu), 1.0)
-        return {"ratio": b.where(pp > 0.0, root, 1.0)}
-
-    def second(b: Any, p: Any, m: Any, v: Any, lr: Any, ratio: Any, **x: Any) -> dict[str, Any]:
-        return {"p": p - lr * (ratio * direction(b, p, m, v, x))}
-
-    def derive(
-        b: Any, lr: Any, step: Any, b1: Any, b2: Any, eps: Any, decay: Any
-    ) -> dict[str, Any]:
-        made = bias_numbers(b, step, b1, b2, eps) | {"first": 1.0 / (1.0 - b1**step)}
-        return made | {"decay": decay, "lr": lr}
-
-    more = (("finish", "ratios", ratio), ("pass", "LAMB", second)) if adapt else ()
-    return Rule(
-        state={"m": "exp_avg", "v": "exp_avg_sq"},
-        constants="b1 b2 eps decay",
-        derive=derive,
-        formulas=(("pass", "moments" if adapt else "LAMB", first), *more),
-        extras=extras,
-        sums="pp uu" if adapt else "",
-        finished="ratio" if adapt else "",
-        counts=True,
-        on_device=True,
-    )
 
 
 class LAMB(OwnArguments):

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Unpack
 
 import torch
 
 from deuteron.kernels.optim import Extras, Rule
+from deuteron.kernels.optim_rules import lion
 from deuteron.optim.base import Ours, OwnArguments
 from deuteron.optim.batch import Batch
-
-
-@lru_cache
-def lion(extras: Extras) -> Rule:
-    """p ← (1 − γ·λ)·p − γ·sign(β₁·m + (1 − β₁)·g);  m ← β₂·m + (1 − β₂)·g"""
-
-    def update(b: Any, p: Any, g: Any, m: Any, lr: Any, keep: Any, **x: Any) -> dict[str, Any]:
-        direction = b.sign(x["b1"] * m + x["c1"] * g)
-        return {"m": x["b2"] * m + x["c2"] * g, "p": keep * p - lr * direction}
-
-    def derive(b: Any, lr: Any, step: Any, b1: Any, b2: Any, decay: Any) -> dict[str, Any]:
-        made = {"lr": lr, "keep": 1.0 - lr * decay}
-        return made | {"b1": b1, "c1": 1.0 - b1, "b2": b2, "c2": 1.0 - b2}
-
-    passes = (("pass", "Lion", update),)
-    return Rule({"m": "exp_avg"}, "b1 b2 decay", derive, passes, extras)
 
 
 class Lion(OwnArguments):

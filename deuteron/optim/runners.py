@@ -1,42 +1,37 @@
-"""Who runs a step: generated code on the CPU, Triton on a GPU (gpu.py), torch's operators elsewhere.
+"""Who runs a step: generated code on the CPU, Triton on a GPU (gpu.py), torch elsewhere.
 
-All of them run the formulas of :mod:`deuteron.kernels.optim`.
+All of them run the formulas of :mod:`deuteron.kernels.optim_rules`.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 
 from deuteron.codegen import openmp
 from deuteron.errors import EngineError
-from deuteron.kernels.optim import GROUP, GROUPS, SQUARES, OnTensors, Rule, Step
+from deuteron.kernels.optim import GROUP, GROUPS, LEVELS, NUMBERS, Rule, Step, Tensors
+from deuteron.kernels.optim_rules import SQUARES, limited
 from deuteron.optim.batch import Batch, moved
 
-Rate = float | torch.Tensor
+
+class Limits(NamedTuple):
+    """What all gradients together are held against before a step, and the sums of their squares."""
+
+    squares: torch.Tensor | None
+    scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
+    max_norm: float | None
+    skip_nonfinite: bool
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What is decided about all gradients together, before the step."""
-
-    max_norm: float | None = None
-    skip_nonfinite: bool = False
-
-    @property
-    def needs_norm(self) -> bool:
-        return self.max_norm is not None or self.skip_nonfinite
-
-
-@dataclass(frozen=True)
-class Control:
+class Control(NamedTuple):
     """(factor of the gradients, whether to skip) on a device, and the norm that led to it."""
 
     pair: torch.Tensor
@@ -44,7 +39,16 @@ class Control:
     may_skip: bool
 
     def on(self, device: torch.device) -> Control:
-        return Control(moved(self.pair, device), self.norm, self.may_skip)
+        return self._replace(pair=moved(self.pair, device))
+
+
+class Given(NamedTuple):
+    """What a step is given: constants of the group, its rate, and what was decided before."""
+
+    constants: list[float]
+    lr: float | torch.Tensor
+    capturable: bool
+    control: Control | None
 
 
 class Runner(ABC):
@@ -58,24 +62,11 @@ class Runner(ABC):
         """Sums of the squares of the gradients, some per chunk, in float64."""
 
     @abstractmethod
-    def control(
-        self,
-        squares: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        limits: Limits,
-    ) -> Control:
+    def control(self, limits: Limits) -> Control:
         """Unscale, clip and skip in two numbers."""
 
     @abstractmethod
-    def step(
-        self,
-        batch: Batch,
-        constants: list[float],
-        lr: Rate,
-        control: Control | None,
-        capturable: bool,
-    ) -> None:
+    def step(self, batch: Batch, given: Given) -> None:
         """Run the batch's rule over its tensors."""
 
     def tile(self, p: torch.Tensor) -> Any:
@@ -93,40 +84,30 @@ class Host(Runner):
     def squares(self, batches: Sequence[Batch]) -> torch.Tensor:
         return torch.cat([self.run(SQUARES, batch, [1.0]).flatten() for batch in batches])
 
-    def control(
-        self,
-        squares: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        limits: Limits,
-    ) -> Control:
-        factor = 1.0 / float(scale) if scale is not None else 1.0
-        skip = found_inf is not None and float(found_inf) != 0.0
-        norm = None
-        if squares is not None:
-            length = math.sqrt(total) * factor if (total := float(squares.sum())) >= 0 else math.nan
-            norm = torch.tensor(length, dtype=torch.float32)
-            skip = skip or (limits.skip_nonfinite and not math.isfinite(length))
-            if limits.max_norm is not None:
-                ratio = limits.max_norm / (length + 1e-6)
-                factor *= 1.0 if ratio >= 1.0 else ratio  # nan stays nan
-        return Control(torch.tensor([factor, float(skip)], dtype=torch.float64), norm, True)
+    def control(self, limits: Limits) -> Control:
+        squares, scale, found, top, skips = limits
+        made = limited(
+            NUMBERS,
+            squares=0.0 if squares is None else float(squares.sum()),
+            scale=1.0 if scale is None else float(scale),
+            found=0.0 if found is None else float(found),
+            most=inf if top is None else top,
+            skips=float(skips),
+        )
+        pair = torch.tensor([made["factor"], made["skip"]], dtype=torch.float64)
+        norm = None if squares is None else torch.tensor(made["norm"], dtype=torch.float32)
+        return Control(pair, norm, True)
 
-    def step(
-        self,
-        batch: Batch,
-        constants: list[float],
-        lr: Rate,
-        control: Control | None,
-        capturable: bool,
-    ) -> None:
-        if control is not None:
-            factor, skip = control.pair.tolist()
+    def step(self, batch: Batch, given: Given) -> None:
+        factor = 1.0
+        if given.control is not None:
+            factor, skip = given.control.pair.tolist()
             if skip:
                 return
-            constants = [constants[0] * factor, *constants[1:]]
-        numbers = batch.rule.numbers(constants, float(lr), batch.advance())
-        self.run(batch.rule, batch, numbers)
+        sign, *constants = given.constants
+        rule = batch.rule
+        numbers = rule.numbers_of([sign * factor, *constants], float(given.lr), batch.advance())
+        self.run(rule, batch, numbers)
 
 
 class Generated(Host):
@@ -142,12 +123,13 @@ class Generated(Host):
     def run(self, rule: Rule, batch: Batch, numbers: list[float]) -> torch.Tensor:
         call = batch.prepared.get(rule)
         if call is None:
-            kinds = batch.kinds[: len(rule.names.tensors)]
             chunks = self.kernels.Chunks(batch.table, batch.where, batch.firsts)
             shapes = [tuple(p.shape) for p in batch.params]
+            kinds = batch.kinds[: len(rule.tensors)]
             call = self.kernels.Steps(rule, kinds, chunks, shapes, batch.sizes)
             batch.prepared[rule] = call
         call.run(batch.grads, numbers)
+        batch.ran += [(step.name, step, k == 0) for k, step in enumerate(rule.steps)]
         sums: torch.Tensor = call.sums
         return sums
 
@@ -159,12 +141,13 @@ class Plain(Host):
     block = 2**62
 
     def run(self, rule: Rule, batch: Batch, numbers: list[float]) -> torch.Tensor:
-        sums = torch.zeros(len(rule.names.sums), batch.count, dtype=torch.float64)
+        sums = torch.zeros(len(rule.sums), batch.count, dtype=torch.float64)
         for i, home in enumerate(batch.homes):
             if home.numel():
                 kept = [home, batch.held[i], *(row[i] for row in batch.tensors)]
-                tensors = dict(zip(rule.names.tensors, kept, strict=False))
+                tensors = dict(zip(rule.tensors, kept, strict=False))
                 _Tensor(rule, i, tensors, batch.wide).run(numbers, sums[:, i])
+        batch.ran += [(step.name, step, batch.count) for step in rule.steps]
         return sums
 
 
@@ -175,17 +158,15 @@ class _Tensor:
         self, rule: Rule, index: int, tensors: dict[str, torch.Tensor], wide: torch.dtype
     ) -> None:
         self.rule, self.wide = rule, wide
-        self.tensors = {
-            k: torch.view_as_real(x) if x.is_complex() else x for k, x in tensors.items()
-        }
-        self.scratch: dict[str, Any] = {}
-        self.b = OnTensors(index, self.load("p"))
+        real = {k: torch.view_as_real(x) if x.is_complex() else x for k, x in tensors.items()}
+        self.tensors, self.scratch = real, dict[str, Any]()
+        self.b = Tensors(index, self.load("p"))
 
     def load(self, name: str) -> torch.Tensor:
         x = self.tensors[name].to(self.wide)
         if self.rule.walk != GROUPS:
             return x
-        if name in self.rule.levels:
+        if name in LEVELS:
             return x[:, None]
         flat = x.as_strided((x.numel(),), (1,))
         return torch.nn.functional.pad(flat, (0, -x.numel() % GROUP)).view(-1, GROUP)
@@ -198,17 +179,17 @@ class _Tensor:
 
     def run(self, numbers: list[float], sums: torch.Tensor) -> None:
         """All steps; what is added up goes to ``sums``."""
-        names, size = self.rule.names, float(self.tensors["p"].numel())
-        known: dict[str, Any] = dict(zip(names.numbers, numbers, strict=True))
-        totals = dict(zip(names.sums, sums, strict=True))
-        for step in self.rule.steps:
+        rule, size = self.rule, float(self.tensors["p"].numel())
+        known: dict[str, Any] = dict(zip(rule.numbers, numbers, strict=True))
+        totals = dict(zip(rule.sums, sums, strict=True))
+        for step in rule.steps:
             if step.kind == "finish":
                 known |= step.formula(self.b, size=size, **totals, **known)
             elif step.kind == "moments":
                 self.move(step, known)
             else:
                 for name, value in step.formula(self.b, **self.given(step), **known).items():
-                    if name in names.sums:
+                    if name in totals:
                         totals[name].copy_(value.double().sum())
                     elif name in self.tensors:
                         self.store(name, value)
@@ -217,12 +198,8 @@ class _Tensor:
 
     def given(self, step: Step) -> dict[str, Any]:
         """Tensors by name; those whose values do not count as they are."""
-        return {
-            name: self.load(name)
-            if name in step.reads and name in self.tensors
-            else self.scratch.get(name, self.tensors.get(name))
-            for name in step.names.tensors
-        }
+        read = {name: self.load(name) for name in step.reads if name in self.tensors}
+        return dict.fromkeys(self.rule.tensors) | self.tensors | self.scratch | read
 
     def move(self, step: Step, known: dict[str, Any]) -> None:
         """The moments of rows and columns, and what the passes after them need of those."""

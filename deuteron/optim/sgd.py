@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Unpack
 
 import torch
 
 from deuteron.kernels.optim import Extras, Rule
+from deuteron.kernels.optim_rules import sgd
 from deuteron.optim.base import Fused, Ours
 from deuteron.optim.batch import Batch
 from deuteron.optim.runners import Control, Runner
-
-
-@lru_cache
-def sgd(momentum: bool, nesterov: bool, decay: bool, extras: Extras) -> Rule:
-    """g ← g + λ·p;  b ← μ·b + (1 − τ)·g;  p ← p − γ·(g + μ·b or b)"""
-
-    def update(b: Any, p: Any, g: Any, lr: Any, **x: Any) -> dict[str, Any]:
-        d = g + x["decay"] * p if decay else g
-        if not momentum:
-            return {"p": p - lr * d}
-        buf = x["momentum"] * x["buf"] + x["fresh"] * d
-        return {"buf": buf, "p": p - lr * (d + x["momentum"] * buf if nesterov else buf)}
-
-    return Rule(
-        state={"buf": "momentum_buffer"} if momentum else {},
-        constants="decay " * decay + "momentum fresh" * momentum,
-        derive=lambda b, lr, step, **constants: {"lr": lr, **constants},
-        formulas=(("pass", "SGD", update),),
-        extras=extras,
-    )
 
 
 class SGD(Fused, torch.optim.SGD):

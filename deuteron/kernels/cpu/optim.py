@@ -9,17 +9,17 @@ not depend on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from deuteron.codegen.calls import Call, Tape
 from deuteron.codegen.llvm import F32, F64, Code, Loaded, Value, entry, load, width
-from deuteron.ir.dtype import DType, dtype
+from deuteron.ir.dtype import dtype
 from deuteron.kernels.cpu import adafactor
-from deuteron.kernels.cpu.optim_rows import POINTERS, Pass, Row, Writer
+from deuteron.kernels.cpu.optim_rows import POINTERS, Pass, Writer
 from deuteron.kernels.optim import FLAT, GROUP, MATRICES, Rule, Step
 
 BLOCK = 8192  # elements of a chunk: the reading of a table is lost in them
@@ -40,58 +40,66 @@ def _rows(w: Pass, number: Value) -> None:
     c = w.c
     start = c.mul(number, BLOCK)
     end = c.least(c.add(start, BLOCK), w.entry(0))
-    if w.step.walk == FLAT:
-        w.row(Row(start, c.sub(end, start)))
+    if w.step.rule.walk == FLAT:
+        w.row(start, c.sub(end, start))
         return
     with c.loop(start, end, GROUP) as at:
-        w.row(Row(at, c.least(c.sub(end, at), GROUP), {"row": c.div(at, GROUP)}))
+        w.row(at, c.least(c.sub(end, at), GROUP), row=c.div(at, GROUP))
 
 
-def _write(module: Any, step: Step, kinds: Mapping[str, DType]) -> None:
-    wide = any(kind.short == "f64" for kind in kinds.values())
-    of = F64 if wide or step.kind == "finish" else F32
-
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        w = (Pass if step.kind == "pass" else Writer)(c, step, words, kinds, of)
-        with w.items(thread, threads) as item:
-            if step.kind == "finish":
-                _finish(w, item)
-                return
-            number = w.chunk(item)
-            if step.kind == "moments":
-                adafactor.moments(w, number)
-                return
-            w.begin()
-            (adafactor.rows if step.walk == MATRICES else _rows)(w, number)
-            w.end(item)
-
-    entry(module, "run", body)
+def _pass(w: Pass, chunk: Value, number: Value) -> None:
+    c = w.c
+    for one in w.of_chunk.values():
+        one.clear()
+    (adafactor.rows if w.step.rule.walk == MATRICES else _rows)(w, number)
+    for k, one in w.of_chunk.items():
+        place = c.add(c.mul(w.count["chunks"], k), chunk)
+        c.b.store(one.total(), c.at(w.given["sums"], place, of=F64))
 
 
 def _finish(w: Writer, t: Value) -> None:
     """One number of a tensor, from the sums of its chunks."""
-    c, b, names = w.c, w.c.b, w.step.names
-    totals = [w.zero() for _ in names.sums]
-    firsts, chunks = w.given["firsts"], w.count["chunks"]
+    c, b, rule, firsts = w.c, w.c.b, w.step.rule, w.given["firsts"]
+    totals = {name: c.variable(F64) for name in rule.sums}
+    for total in totals.values():
+        b.store(F64(0.0), total)
     with c.loop(c.index(firsts, t), c.index(firsts, c.add(t, 1))) as chunk:
-        for k, total in enumerate(totals):
-            more = c.load(c.at(w.given["sums"], c.mul(chunks, k), chunk, of=F64), of=F64)
+        for k, total in enumerate(totals.values()):
+            at = c.add(c.mul(w.count["chunks"], k), chunk)
+            more = c.load(c.at(w.given["sums"], at, of=F64), of=F64)
             b.store(b.fadd(c.get(total, F64), more), total)
-    w.t = t
-    known = w.numbers(t) | {"size": b.sitofp(w.entry(0), F64)}
-    known |= {name: c.get(total, F64) for name, total in zip(names.sums, totals, strict=True)}
-    for name, value in w.run(w.step.body, known).items():
-        place = c.add(c.mul(t, w.count["stride"]), names.numbers.index(name))
-        b.store(value, c.at(w.given["rows"], place, of=F64))
+    here = {name: c.get(total, F64) for name, total in totals.items()}
+    here = w.run(w.step.body.statements, here | {"size": b.sitofp(w.entry(0), F64)})
+    for name, value in w.step.body.results.items():
+        place = c.add(c.mul(t, w.count["stride"]), rule.numbers.index(name))
+        b.store(here[value], c.at(w.given["rows"], place, of=F64))
 
 
 @lru_cache
 def compiled(step: Step, dtypes: tuple[torch.dtype, ...]) -> Loaded:
     """The code of a step; ``dtypes`` in the order of the tensors' names."""
-    kinds = dict(zip(step.names.tensors, map(dtype, dtypes), strict=True))
-    shorts = {name: kind.short for name, kind in kinds.items()}
-    name = f"optim {step.kind} {step.walk} {step.names} {step.body} {shorts} of {width()}"
-    return load(name, lambda module: _write(module, step, kinds))
+    kinds = dict(zip(step.rule.tensors, map(dtype, dtypes), strict=True))
+    of = F64 if torch.float64 in dtypes or step.kind == "finish" else F32
+
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        w = (Pass if step.kind == "pass" else Writer)(c, step, words, kinds, of)
+        first, last = c.share(c.sub(w.last, w.first), thread, threads)
+        with c.loop(c.add(w.first, first), c.add(w.first, last)) as item:
+            if step.kind == "finish":
+                w.begin(item)
+                _finish(w, item)
+                return
+            w.begin(c.index(w.given["where"], item))
+            number = c.index(w.given["where"], c.add(w.count["chunks"], item))
+            if step.kind == "moments":
+                adafactor.moments(w, number)
+            else:
+                _pass(w, item, number)
+
+    rule, shorts = step.rule, [kind.short for kind in kinds.values()]
+    names = (step.kind, rule.walk, rule.tensors, rule.numbers, rule.sums)
+    name = f"optim {names} {step.body} {shorts} of {width()}"
+    return load(name, lambda module: entry(module, "run", body))
 
 
 class Steps:
@@ -108,21 +116,21 @@ class Steps:
         if rule.walk == MATRICES:
             *made, self.scratch = adafactor.cut(chunks.table, shapes, dtypes[-1])
             chunks = Chunks(*made)
-        names, count, total = rule.names, chunks.table.shape[1], chunks.where.shape[1]
+        table, where, firsts = chunks
+        count, total = table.shape[1], where.shape[1]
         many = count if rule.finished else 1  # rows of numbers
-        self.sums = torch.zeros(len(names.sums), total, dtype=torch.float64)
-        rows = torch.empty(many, len(names.numbers), dtype=torch.float64)
-        known = [chunks.table, chunks.table, chunks.where, rows, self.sums, chunks.firsts]
-        counts = [count, total, len(names.numbers) if many > 1 else 0]
+        self.sums = torch.zeros(len(rule.sums), total, dtype=torch.float64)
+        rows = torch.empty(many, len(rule.numbers), dtype=torch.float64)
+        known = (table, table, where, rows, self.sums, firsts)
+        counts = (count, total, len(rule.numbers) if many > 1 else 0)
         header = torch.tensor([*(x.data_ptr() for x in known), *counts])
         self.rows, self.header = rows.numpy(), header.numpy()
         self.held = (*known, header)  # which the calls point to
-        calls = []
-        firsts = chunks.firsts.tolist()
+        calls, place = [], firsts.tolist()
         for first, last in _bundles(sizes) if len(rule.steps) > 1 else [(0, count)]:
             threaded = sum(sizes[first:last]) > SERIAL
             for step in rule.steps:
-                of = (first, last) if step.kind == "finish" else (firsts[first], firsts[last])
+                of = (first, last) if step.kind == "finish" else (place[first], place[last])
                 calls.append(Call(compiled(step, dtypes), (header, *of), threaded))
         self.tape = Tape(calls)
 
@@ -134,10 +142,9 @@ class Steps:
 
 def _bundles(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Which tensors go through all steps together."""
-    made, begin, size = [], 0, 0
-    for i, more in enumerate(sizes):
-        size += more
-        if size >= BUNDLE or i == len(sizes) - 1:
-            made.append((begin, i + 1))
-            begin, size = i + 1, 0
+    made, begin = [], 0
+    for end in range(1, len(sizes) + 1):
+        if end == len(sizes) or sum(sizes[begin:end]) >= BUNDLE:
+            made.append((begin, end))
+            begin = end
     return made

@@ -6,9 +6,8 @@ matrices have theirs. Sums are made in float64 after a few numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llvmlite import ir
 
@@ -19,21 +18,13 @@ from deuteron.codegen.llvm_types import STORED
 from deuteron.codegen.scalar import Reduce
 from deuteron.ir.dtype import DType
 from deuteron.kernels.cpu.sweep import Gathered, blocks, steps
-from deuteron.kernels.optim import GROUP, SEED, Body, Step, arguments
+from deuteron.kernels.optim import SEED, Step, arguments, level_of
 from deuteron.ops import random
 from deuteron.ops.formula import Const
 
 POINTERS = "table grads where rows sums firsts".split()
 COUNTS = "tensors chunks stride".split()
-
-
-class Row(NamedTuple):
-    """A row of elements: where it begins in its tensor, how many there are, and the numbers of the
-    row, of the first element of the columns, and of the matrix."""
-
-    at: Value
-    count: Value
-    places: Mapping[str, Value] = {}
+Known = dict[Any, Value]  # values by the names of a formula
 
 
 class Writer(Arithmetic):
@@ -45,255 +36,185 @@ class Writer(Arithmetic):
         self.first, self.last = c.word(words, 1), c.word(words, 2)
         self.given = {name: c.pointer(header, k) for k, name in enumerate(POINTERS)}
         self.count = {name: c.word(header, len(POINTERS) + k) for k, name in enumerate(COUNTS)}
+        self.known: Known = {}  # numbers that are the same for a row, or for the whole tensor
 
-    @contextmanager
-    def items(self, thread: Value, threads: Value) -> Iterator[Value]:
-        """A thread's share of the chunks or tensors."""
-        c = self.c
-        begin, end = c.share(c.sub(self.last, self.first), thread, threads)
-        with c.loop(c.add(self.first, begin), c.add(self.first, end)) as item:
-            yield item
-
-    def chunk(self, chunk: Value) -> Value:
-        """Look up the chunk's tensor and its numbers; answers the chunk's number in the tensor."""
-        c, where = self.c, self.given["where"]
-        self.t = c.index(where, chunk)
-        self.known: dict[Any, Value] = self.numbers(self.t)
-        return c.index(where, c.add(self.count["chunks"], chunk))
-
-    def numbers(self, t: Value) -> dict[Any, Value]:
-        c, found = self.c, {}
+    def begin(self, t: Value) -> None:
+        """A tensor: its numbers, and the addresses of all that is its."""
+        c, rule = self.c, self.step.rule
+        self.t, self.homes, self.known = t, {"g": c.pointer(self.given["grads"], t)}, {}
+        for name in (n for n in rule.tensors if n != "g"):
+            at = c.add(c.mul(self.count["tensors"], rule.place(name)), t)
+            self.homes[name] = c.pointer(self.given["table"], at)
         row = c.at(self.given["rows"], c.mul(t, self.count["stride"]), of=F64)
         for name, k in self.step.numbers.items():
-            value = c.load(c.at(row, k, of=F64), of=F64)
-            found[name] = self.narrow(value)
-        return found
+            self.known[name] = self.narrow(c.load(c.at(row, k, of=F64), of=F64))
 
     def entry(self, row: int) -> Value:
         """What a row of the table has for the tensor, as a number."""
-        return self.c.word(self.given["table"], self._in_table(row))
-
-    def home(self, name: str) -> Value:
-        """The address of one of the tensor's tensors."""
         c = self.c
-        if name == "g":
-            return c.pointer(self.given["grads"], self.t)
-        return c.pointer(self.given["table"], self._in_table(self.step.names.place(name)))
+        return c.word(self.given["table"], c.add(c.mul(self.count["tensors"], row), self.t))
 
-    def _in_table(self, row: int) -> Value:
-        return self.c.add(self.c.mul(self.count["tensors"], row), self.t)
+    # memory
 
-    # memory and numbers
-
-    def read(self, name: str, base: Value, i: Value, lanes: int = 1) -> Value:
+    def read(self, name: str, i: Value, lanes: int = 1) -> Value:
         b, kind = self.c.b, self.kinds[name]
-        where, stored = self._at(name, base, i), vec(lanes, STORED[kind.short])
-        raw = b.load(where, typ=stored, align=kind.bits // 8)
+        where = self.c.at(self.homes[name], i, of=STORED[kind.short])
+        raw = b.load(where, typ=vec(lanes, STORED[kind.short]), align=kind.bits // 8)
         if kind.is_float:
             return self.from_memory(raw, kind)
         whole = (b.zext if kind.kind == "uint" else b.sext)(raw, vec(lanes, I32))
         return b.sitofp(whole, vec(lanes, self.float))
 
-    def write(self, name: str, value: Value, base: Value, i: Value) -> None:
-        b, kind = self.c.b, self.kinds[name]
-        if not kind.is_float:
-            lanes = lanes_of(value)
-            value = b.trunc(b.fptosi(value, vec(lanes, I32)), vec(lanes, STORED[kind.short]))
-        else:
+    def write(self, name: str, value: Value, i: Value) -> None:
+        b, kind, lanes = self.c.b, self.kinds[name], lanes_of(value)
+        if kind.is_float:
             value = self.to_memory(value, kind)
-        b.store(value, self._at(name, base, i), align=kind.bits // 8)
+        else:
+            value = b.trunc(b.fptosi(value, vec(lanes, I32)), vec(lanes, STORED[kind.short]))
+        where = self.c.at(self.homes[name], i, of=STORED[kind.short])
+        b.store(value, where, align=kind.bits // 8)
 
-    def _at(self, name: str, base: Value, i: Value) -> Value:
-        return self.c.at(base, i, of=STORED[self.kinds[name].short])
+    # numbers
+
+    def constant(self, value: float, lanes: int) -> Value:
+        return self.splat(ir.Constant(self.float, value), lanes)
 
     def wide(self, x: Value) -> Value:
-        lanes = lanes_of(x)
-        return x if self.float == F64 else self.c.b.fpext(x, vec(lanes, F64))
+        return x if self.float == F64 else self.c.b.fpext(x, vec(lanes_of(x), F64))
 
     def narrow(self, x: Value) -> Value:
         return x if self.float == F64 else self.c.b.fptrunc(x, vec(lanes_of(x), self.float))
 
-    def zero(self) -> Value:
-        """A variable in float64, 0 now."""
-        room = self.c.variable(F64)
-        self.c.b.store(ir.Constant(F64, 0.0), room)
-        return room
+    def run(self, statements: Sequence[Any], here: Known, lanes: int = 1) -> Known:
+        """``here`` with the results of statements added."""
+        for s in statements:
+            here[s.name] = self.compute(s, [self.value(a, here, lanes) for a in s.args])
+        return here
 
-    def value(self, a: Any, lanes: int, here: Mapping[Any, Value]) -> Value:
+    def value(self, a: Any, here: Known, lanes: int) -> Value:
         if isinstance(a, Const):
             return self.splat(self.number(a.value, a.kind), lanes)
         return here[a] if a in here else self.splat(self.known[a], lanes)
 
-    def run(self, body: Body, known: dict[Any, Value]) -> dict[str, Value]:
-        """The results of a formula of single numbers."""
-        self.known = known
-        for s in body.statements:
-            known[s.name] = self.compute(s, [self.value(a, 1, known) for a in s.args])
-        return {name: known[a] for name, a in body.results.items()}
-
     def compute(self, s: Any, args: list[Value]) -> Value:
-        if s.op == "div" and isinstance(s.args[1], Const):
-            return self._quotient(args[0], float(s.args[1].value))
-        return super().compute(s, args)
-
-    def _quotient(self, x: Value, y: float) -> Value:
-        """The product with the reciprocal, corrected by its remainder: rounded as a division where
-        x is a whole number, as levels of 8 bits are, in a third of the time."""
-        c, lanes = self.c, lanes_of(x)
-        inverse, minus = (self.splat(ir.Constant(self.float, k), lanes) for k in (1.0 / y, -y))
+        if s.op != "div" or not isinstance(s.args[1], Const):
+            return super().compute(s, args)
+        # The product with the reciprocal, corrected by its remainder: rounded as a division where x
+        # is a whole number, as levels of 8 bits are, in a third of the time.
+        c, x, y = self.c, args[0], float(s.args[1].value)
+        inverse, minus = (self.constant(k, lanes_of(x)) for k in (1.0 / y, -y))
         near = c.b.fmul(x, inverse)
         return c.fma(c.fma(near, minus, x), inverse, near)
 
-    def noise(self, s: Any, row: Row, i: Value, lanes: int) -> Value:
-        """See deuteron.kernels.optim."""
+    def noise(self, s: Any, place: Value, lanes: int) -> Value:
+        """Of the element at a place and those after it; see deuteron.kernels.optim."""
         c, b = self.c, self.c.b
         seed = c.mul(b.fptosi(self.known[s.args[0]], I64), SEED)
-        place = b.trunc(c.add(seed, self.t, row.at, i, int(s.args[1].value)), I32)
+        first = b.trunc(c.add(seed, self.t, place, int(s.args[1].value)), I32)
         count = ir.Constant(vec(lanes, I32), list(range(lanes)) if lanes > 1 else 0)
         drop = self.splat(ir.Constant(I32, 32 - random.BITS), lanes)
-        bits = b.lshr(mix(c, b.add(self.splat(place, lanes), count)), drop)
-        unit = self.splat(ir.Constant(self.float, 2.0**-random.BITS), lanes)
-        return b.fmul(b.sitofp(bits, vec(lanes, self.float)), unit)
-
-
-class Order:
-    """In which order the statements of a pass are computed: numbers of the row that are known
-    before its elements, the elements, numbers of the row that come from them, and the elements once
-    more where these are needed for them. ``kept`` has what the first walk makes for the second."""
-
-    def __init__(self, step: Step) -> None:
-        body, fast = step.body, {n for n in step.reads if step.level(n) in ("element", "column")}
-        self.before, self.between = [], []
-        self.walks: tuple[list[Any], list[Any]] = ([], [])
-        late: set[Any] = set()
-        for s in body.statements:
-            used = set(arguments(s))
-            if isinstance(s, Reduce):
-                self.walks[0].append(s)
-            elif used & fast or s.op == "noise":
-                self.walks[bool(used & late)].append(s)
-                fast.add(s.name)
-            else:
-                (self.between if used & late else self.before).append(s)
-            if isinstance(s, Reduce) or used & late:
-                late.add(s.name)
-        results = set(body.results.values())
-        for s in reversed(self.walks[0].copy()):  # what only the second walk needs is made there
-            users = [u for u in self.walks[0] if s.name in arguments(u)]
-            if not isinstance(s, Reduce) and not users and s.name not in results:
-                self.walks[0].remove(s)
-                self.walks[1].insert(0, s)
-        made = {s.name for s in self.walks[0] if not isinstance(s, Reduce)}
-        self.kept = sorted({a for s in self.walks[1] for a in arguments(s) if a in made})
-        elements = {n: v for n, v in step.writes.items() if step.level(n) == "element"}
-        self.writes = [{n: v for n, v in elements.items() if (v in late) == k} for k in (0, 1)]
-        self.writes_row = {n: v for n, v in step.writes.items() if step.level(n) == "row"}
-        self.reads = [
-            [n for n in step.reads if n in fast and any(n in arguments(s) for s in walk)]
-            for walk in self.walks
-        ]
+        bits = b.lshr(mix(c, b.add(self.splat(first, lanes), count)), drop)
+        return b.fmul(b.sitofp(bits, vec(lanes, self.float)), self.constant(2**-random.BITS, lanes))
 
 
 class Reduced:
     """A sum or the largest of many numbers: in the type of arithmetic of a few of them, then in
     float64."""
 
-    def __init__(self, w: Writer, op: str) -> None:
-        self.w, c = w, w.c
-        self.op = c.fmax if op == "row_max" else c.b.fadd
-        self.few, self.all = Gathered(c, self.op, 0.0, w.float), c.variable(F64)
+    def __init__(self, w: Writer, op: str = "sum") -> None:
+        self.w, self.op = w, w.c.fmax if op == "row_max" else w.c.b.fadd
+        self.few, self.all = Gathered(w.c, self.op, 0.0, w.float), w.c.variable(F64)
 
     def clear(self) -> None:
         self.few.clear()
         self.w.c.b.store(ir.Constant(F64, 0.0), self.all)
 
     def fold(self) -> None:
-        c = self.w.c
-        c.b.store(self.op(c.get(self.all, F64), self.w.wide(self.few.total())), self.all)
+        self.w.c.b.store(self.op(self.total(), self.w.wide(self.few.total())), self.all)
         self.few.clear()
+
+    def total(self) -> Value:
+        return self.w.c.get(self.all, F64)
 
 
 class Pass(Writer):
-    """A pass over elements, a row at a time."""
+    """A pass over elements, a row at a time. Where elements need a number that comes from their
+    row, such as the largest of it, a row is walked twice."""
 
     def __init__(self, c: Code, step: Step, words: Value, kinds: Mapping[str, DType], of: Any):
         super().__init__(c, step, words, kinds, of)
-        self.order = Order(step)
-        self.rooms = {name: c.variable(of, count=GROUP) for name in self.order.kept}
-        reduced = [s for s in self.order.walks[0] if isinstance(s, Reduce)]
+        reduced = [s for s in step.body.statements if isinstance(s, Reduce)]
         self.of_rows = {s.name: Reduced(self, s.op) for s in reduced if s.op != "column_sum"}
-        self.of_chunk = {k: Reduced(self, "sum") for k in step.sums}
-        self.all = (*self.of_rows.values(), *self.of_chunk.values())
+        self.of_chunk = {k: Reduced(self) for k in step.sums}
+        self.elements = {n: v for n, v in step.writes.items() if level_of(n) == "element"}
+        self._order(step, [s.name for s in reduced])
 
-    def begin(self) -> None:
-        """Of a chunk, once its tensor is known."""
-        self.homes = {name: self.home(name) for name in self.step.touches}
-        for one in self.of_chunk.values():
-            one.clear()
+    def _order(self, step: Step, reduced: list[str]) -> None:
+        """The statements of rows before and after their elements, and of elements by walk."""
+        fast = {n for n in step.reads if level_of(n) in ("element", "column")}
+        late, self.before, self.between = set(self.of_rows), [], []
+        for s in step.body.statements:
+            used = set(arguments(s))
+            late |= {s.name} if used & late else set()
+            if used & fast or s.op == "noise":
+                fast |= {s.name} - set(self.of_rows)
+            elif s.name not in self.of_rows:
+                (self.between if s.name in late else self.before).append(s)
+        last = list(self.elements.values())
+        twice = any(name in late for name in last)
+        first = [*reduced, *step.sums.values(), *(() if twice else last)]
+        walks = step.body.needed(first), step.body.needed(last, self.of_rows) if twice else []
+        self.walks = [[s for s in walk if s.name in {*fast, *reduced}] for walk in walks]
 
-    def end(self, chunk: Value) -> None:
-        c = self.c
-        for k, one in self.of_chunk.items():
-            place = c.add(c.mul(self.count["chunks"], k), chunk)
-            c.b.store(c.get(one.all, F64), c.at(self.given["sums"], place, of=F64))
-
-    def row(self, row: Row) -> None:
+    def row(self, at: Value, count: Value, **places: Value) -> None:
+        """``count`` elements from ``at`` on; ``places`` are the number of the row and of the matrix,
+        and where the numbers of its columns and their sums begin."""
         c, step, before = self.c, self.step, dict(self.known)
         for name in step.reads:
-            if (level := step.level(name)) in ("row", "matrix"):
-                self.known[name] = self.read(name, self.homes[name], row.places[level])
-        self._numbers(self.order.before)
+            if (level := level_of(name)) in ("row", "matrix"):
+                self.known[name] = self.read(name, places[level])
+        self.run(self.before, self.known)
         for one in self.of_rows.values():
             one.clear()
 
         def fold() -> None:
-            for one in self.all:
+            for one in (*self.of_rows.values(), *self.of_chunk.values()):
                 one.fold()
 
-        blocks(c, row.count, lambda i, lanes: self._elements(0, row, i, lanes), fold)
-        for name, one in self.of_rows.items():
-            self.known[name] = self.narrow(c.get(one.all, F64))
-        self._numbers(self.order.between)
-        for name, value in self.order.writes_row.items():
-            self.write(name, self.known[value], self.homes[name], row.places["row"])
-        if self.order.walks[1]:
-            steps(c, row.count, lambda i, lanes: self._elements(1, row, i, lanes))
+        blocks(c, count, lambda i, lanes: self._elements(0, at, i, lanes, places), fold)
+        self.known |= {name: self.narrow(one.total()) for name, one in self.of_rows.items()}
+        self.run(self.between, self.known)
+        for name, value in step.writes.items():
+            if level_of(name) == "row":
+                self.write(name, self.known[value], places["row"])
+        if self.walks[1]:
+            steps(c, count, lambda i, lanes: self._elements(1, at, i, lanes, places))
         self.known = before
 
-    def _numbers(self, statements: Sequence[Any]) -> None:
-        for s in statements:
-            self.known[s.name] = self.compute(s, [self.value(a, 1, self.known) for a in s.args])
-
-    def _elements(self, walk: int, row: Row, i: Value, lanes: int) -> None:
+    def _elements(self, walk: int, at: Value, i: Value, lanes: int, places: Any) -> None:
         """``lanes`` elements, the first of them element ``i`` of the row."""
-        c, order = self.c, self.order
-        here: dict[Any, Value] = {}
-        for name in order.reads[walk]:
-            level = self.step.level(name)
-            first = row.at if level == "element" else row.places[level]
-            here[name] = self.read(name, self.homes[name], c.add(first, i), lanes)
-        for name, room in self.rooms.items() if walk else ():
-            here[name] = c.load(c.at(room, i, of=self.float), lanes, of=self.float)
-        for s in order.walks[walk]:
-            if isinstance(s, Reduce):
-                self._reduce(s, row, i, self.value(s.source, lanes, here))
+        c, step, here = self.c, self.step, {}
+        here_at = {"element": c.add(at, i)}
+        here_at |= {
+            level: c.add(places[level], i) for level in ("column", "part") if level in places
+        }
+        for name in step.reads:
+            if (level := level_of(name)) in here_at:
+                if any(name in arguments(s) for s in self.walks[walk]):
+                    here[name] = self.read(name, here_at[level], lanes)
+        for s in self.walks[walk]:
+            if s.name in self.of_rows:
+                self.of_rows[s.name].few.take(self.value(s.source, here, lanes), lanes)
+            elif isinstance(s, Reduce):  # of columns: in memory, from row to row
+                old = self.read("column_total", here_at["part"], lanes)
+                new = c.b.fadd(old, self.value(s.source, here, lanes))
+                self.write("column_total", new, here_at["part"])
             elif s.op == "noise":
-                here[s.name] = self.noise(s, row, i, lanes)
+                here[s.name] = self.noise(s, here_at["element"], lanes)
             else:
-                here[s.name] = self.compute(s, [self.value(a, lanes, here) for a in s.args])
-        for name, room in self.rooms.items() if not walk else ():
-            c.b.store(here[name], c.at(room, i, of=self.float), align=4)
-        for name, value in order.writes[walk].items():
-            self.write(name, here[value], self.homes[name], c.add(row.at, i))
-        for k, value in self.step.sums.items() if not walk else ():
+                self.run([s], here, lanes)
+        if walk or not self.walks[1]:
+            for name, value in self.elements.items():
+                self.write(name, here[value], here_at["element"])
+        for k, value in step.sums.items() if not walk else ():
             self.of_chunk[k].few.take(here[value], lanes)
-
-    def _reduce(self, s: Reduce, row: Row, i: Value, value: Value) -> None:
-        if s.name in self.of_rows:
-            self.of_rows[s.name].few.take(value, lanes_of(value))
-            return
-        # of columns: in memory, from row to row
-        (name,) = (n for n, v in self.step.writes.items() if v == s.name)
-        home, at = self.homes[name], self.c.add(row.places["part"], i)
-        old = self.read(name, home, at, lanes_of(value))
-        self.write(name, self.c.b.fadd(old, value), home, at)

@@ -17,28 +17,26 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from deuteron.codegen.triton_load import functions
 from deuteron.codegen.triton_math import Arithmetic
 from deuteron.codegen.triton_render import HEAD
-from deuteron.kernels.optim import FLAT, GROUP, GROUPS, MATRICES, SEED, Body, Rule, Step
+from deuteron.kernels.optim import GROUP, SEED, Body, Rule, Step, level_of, traced
+from deuteron.kernels.optim_rules import limited
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.ops import random
 
 BLOCK = 1024  # elements of a chunk
 SPAN = 16  # chunks that one program of a norm adds up
-WARPS = {FLAT: 4, GROUPS: 4, MATRICES: 8}
+WARPS = {"flat": 4, "groups": 4, "matrices": 8}
 Tile = tuple[int, int, int]  # matrices, rows and columns that one program takes
 
 
-class _Math(Arithmetic):
+class Math(Arithmetic):
     """Quotients and roots with an error of two roundings, which cost a third of exact ones."""
 
     def __init__(self, wide: bool) -> None:
-        nothing: frozenset[str] = frozenset()
-        super().__init__(wide, True, nothing, nothing, nothing)
+        super().__init__(wide, True, *[frozenset()] * 3)
 
     def _div(self, s, args):
         return f"{args[0]} / {args[1]}"
@@ -54,7 +52,7 @@ class _Math(Arithmetic):
         bits = f"{self.need('_mix')}((start + lane + {seed}).to(tl.uint32)) >> {32 - random.BITS}"
         return f"({bits}).to({self.float}) * {2.0**-random.BITS!r}"
 
-    def lines(self, body: Body, walk: _Walk | None = None, inside: str = "{}") -> Iterable[str]:
+    def lines(self, body: Body, walk: Walk | None = None, inside: str = "{}") -> Iterable[str]:
         """The statements; of what ``inside`` leaves, rows and columns are reduced as ``walk`` says:
         the number of a row is stored as it is, and widened for whoever computes with it."""
         for s in body.statements:
@@ -65,44 +63,47 @@ class _Math(Arithmetic):
                 yield f"{s.name} = {self.compute(s, str)}"
 
 
-def _kernel(name: str, arguments: str, lines: Iterable[str], math: _Math) -> Launchable:
-    body = f"@triton.jit\ndef {name}({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
-    return Launchable(functions("\n\n".join((HEAD, *math.helpers(), body)))[name])
+def kernel(arguments: str, text: str | Iterable[str], math: Math) -> Launchable:
+    """A function of Triton, from the lines of its body."""
+    lines = text.splitlines() if isinstance(text, str) else text
+    body = "".join(f"    {line}\n" for line in lines)
+    made = "\n\n".join((HEAD, *math.helpers(), f"@triton.jit\ndef kernel({arguments}):\n{body}"))
+    return Launchable(functions(made)["kernel"])
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return f"tl.{str(dtype).removeprefix('torch.')}"
 
 
 # ---- a pass over the elements
 
 
-class _Walk(NamedTuple):
-    """How a pass goes through a tensor: lines that place a chunk in it, where an element is (of
-    whole chunks and of others) and where the number of a row, column or matrix."""
+class Walk(NamedTuple):
+    """How a pass goes through a tensor: lines that place a chunk in it, and where the elements and
+    the numbers of rows, columns and matrices are."""
 
     place: str
     whole: str  # whether all of the chunk lies in the tensor
-    at_whole: str
-    at_any: str
+    at: dict[str, str]  # by level; "whole" is that of an element of a whole chunk
     masks: dict[str, str]
-    at: dict[str, str]
-    part: dict[str, str]  # what is added to that where only a part of a sum is stored
     reduced: dict[str, str]
+    part: dict[str, str]  # what is added to a place where only a part of a sum is stored
     widened: str = ""  # a number of a row among those of its elements
     total: str = "tl.sum({}, 0)"
     hint: str = ""
 
 
-_FLAT = _Walk(
+_FLAT = Walk(
     place=f"""
 start = tl.load(where + chunks + i).to(tl.int64) * {BLOCK}
 length = tl.load(table + t)
 lane = tl.arange(0, {BLOCK})
 """,
     whole=f"start + {BLOCK} <= length",
-    at_whole="start + lane",
-    at_any="start + lane",
+    at={"whole": "start + lane", "element": "start + lane"},
     masks={"element": "lane < length - start"},
-    at={},
-    part={},
     reduced={},
+    part={},
     hint=', eviction_policy="evict_first"',
 )
 
@@ -114,20 +115,20 @@ down = tl.arange(0, {BLOCK // GROUP})
 lane = down[:, None] * {GROUP} + tl.arange(0, {GROUP})[None, :]
 group = start // {GROUP} + down
 """,
-    masks={"element": "lane < length - start", "row": f"group * {GROUP} < length"},
-    at={"row": "group"},
+    at=_FLAT.at | {"row": "group"},
+    masks=_FLAT.masks | {"row": f"group * {GROUP} < length"},
     reduced={"row_max": "tl.max({}, 1)"},
     widened="[:, None]",
     hint="",
 )
 
 
-def _tiles(sizes: int, tile: Tile) -> _Walk:
+def _tiles(sizes: int, tile: Tile) -> Walk:
     """A few matrices, or a piece of one; sums by row and column are those of the piece. Row
     ``sizes`` of the table, and two more, have the number of matrices, their height and width."""
     nb, br, bc = tile
     live, rows, columns = "(b < matrices)", "(r < height)", "(c < width)"
-    return _Walk(
+    return Walk(
         place=f"""
 k = tl.load(where + chunks + i)
 matrices = tl.load(table + {sizes} * tensors + t)
@@ -141,15 +142,19 @@ c = (k % across * {bc} + tl.arange(0, {bc}))[None, None, :]
 inside = (tl.max(b) < matrices) & (tl.max(r) < height) & (tl.max(c) < width)
 """,
         whole="inside & (width % 16 == 0)",  # which the compiler sees where it is divided by 16
-        at_whole="(b * height + r) * (width // 16 * 16) + c",
-        at_any="(b * height + r) * width + c",
+        at={
+            "whole": "(b * height + r) * (width // 16 * 16) + c",
+            "element": "(b * height + r) * width + c",
+            "row": "b * height + r",
+            "column": "b * width + c",
+            "matrix": "b",
+        },
         masks={
             "element": f"{live} & {rows} & {columns}",
             "row": f"{live} & {rows}",
             "column": f"{live} & {columns}",
             "matrix": live,
         },
-        at={"row": "b * height + r", "column": "b * width + c", "matrix": "b"},
         part={  # one after the other, so that whoever adds them up reads neighbours
             "row": "k % across * matrices * height + ",
             "column": "k // across % down * matrices * width + ",
@@ -162,51 +167,43 @@ inside = (tl.max(b) < matrices) & (tl.max(r) < height) & (tl.max(c) < width)
     )
 
 
-class _Writer:
+class _Pass:
     """The text of a pass. A chunk is ``whole`` or not, or (None) that is asked at every access: the
     code of tiles is long, and doubled it would take registers that other programs need."""
 
-    def __init__(self, step: Step, types: dict[str, str], math: _Math, walk: _Walk) -> None:
+    def __init__(self, step: Step, types: dict[str, str], math: Math, walk: Walk) -> None:
         self.step, self.types, self.math, self.walk = step, types, math, walk
-
-    def _at(self, name: str, whole: bool) -> str:
-        level, walk = self.step.level(name), self.walk
-        pointer = f"a_{name}.to(tl.pointer_type({self.types[name]}))"
-        if level != "element":
-            part = walk.part.get(level, "") if name in self.step.writes else ""
-            return f"{pointer} + {part}{walk.at[level]}"
-        return (
-            f"tl.multiple_of({pointer}, 16) + {walk.at_whole}"
-            if whole
-            else f"{pointer} + {walk.at_any}"
-        )
 
     def _access(self, call: str, name: str, whole: bool | None, value: str = "") -> list[str]:
         """A load or a store, by ``call`` with an address, a value and a mask."""
-        level = self.step.level(name)
-        other = "" if value else ", other=0.0"
-        masked = f"{self._at(name, False)}{value}, mask={level}_inside{other}"
-        plain = f"{self._at(name, True)}{value}{self.walk.hint}"
-        if whole is None and level == "element":
-            lines = (f"if whole & ((a_{name} & 15) == 0):", "    " + call.format(plain))
-            return [*lines, "else:", "    " + call.format(masked)]
-        return [call.format(plain if whole else masked)]
+        level, walk = level_of(name), self.walk
+        pointer = f"a_{name}.to(tl.pointer_type({self.types[name]}))"
+        mask = f"{value}, mask={level}_inside" + ("" if value else ", other=0.0")
+        if level != "element":
+            part = walk.part.get(level, "") if name in self.step.writes else ""
+            return [call.format(f"{pointer} + {part}{walk.at[level]}{'' if whole else mask}")]
+        plain = f"tl.multiple_of({pointer}, 16) + {walk.at['whole']}{value}{walk.hint}"
+        masked = f"{pointer} + {walk.at[level]}{mask}"
+        if whole is not None:
+            return [call.format(plain if whole else masked)]
+        asked = f"if whole & ((a_{name} & 15) == 0):"
+        return [asked, f"    {call.format(plain)}", "else:", f"    {call.format(masked)}"]
 
     def chunk(self, whole: bool | None) -> Iterable[str]:
         """Load, compute and store."""
         step, walk, math = self.step, self.walk, self.math
-        for level, mask in walk.masks.items() if not whole else ():
-            yield f"{level}_inside = {mask}"
+        if not whole:
+            yield from (f"{level}_inside = {mask}" for level, mask in walk.masks.items())
         for name in step.reads:
             yield from self._access(f"raw_{name} = tl.load({{}})", name, whole)
-            wide = "" if step.level(name) == "element" else walk.widened
+            wide = "" if level_of(name) == "element" else walk.widened
             yield f"{name} = raw_{name}{wide}.to({math.float})"
         # where nothing else is read, what lies outside is 0 as it is
-        clean = whole is None and {step.level(name) for name in step.reads} == {"element"}
+        clean = whole is None and {level_of(name) for name in step.reads} == {"element"}
         inside = "{}" if whole or clean else "tl.where(element_inside, {}, 0.0)"
         yield from math.lines(step.body, walk, inside)
         for name, value in step.writes.items():
-            one = "" if step.level(name) == "element" else "one_"
+            one = "" if level_of(name) == "element" else "one_"
             given = f", {one}{value}.to({self.types[name]})"
             yield from self._access("tl.store({})", name, whole, given)
         for k, value in step.sums.items():
@@ -218,37 +215,34 @@ class _Writer:
 def update(step: Step, dtypes: tuple[torch.dtype, ...], tile: Tile | None = None) -> Launchable:
     """``run(table, grads, where, tensors, chunks, rows, control, sums, *numbers)``: the pass over
     tensors of these types, in the order of their names. Numbers are in ``rows``, or given."""
-    kinds = (f"tl.{str(d).removeprefix('torch.')}" for d in dtypes)
-    types = dict(zip(step.names.tensors, kinds, strict=True))
-    math, walk = _Math(torch.float64 in dtypes), _FLAT if step.walk == FLAT else _GROUPS
+    rule, math = step.rule, Math(torch.float64 in dtypes)
     if tile is not None:
-        walk = _tiles(step.names.place("mean") + 1, tile)
-    lines = ["i = tl.program_id(0)", "t = tl.load(where + i)", *walk.place.split("\n")]
+        walk = _tiles(rule.place("mean") + 1, tile)
+    else:
+        walk = {"flat": _FLAT, "groups": _GROUPS}[rule.walk]
+    lines = ["i = tl.program_id(0)", "t = tl.load(where + i)", *walk.place.splitlines()]
     for name in step.touches:
-        home = "grads" if name == "g" else f"table + {step.names.place(name)} * tensors"
+        home = "grads" if name == "g" else f"table + {rule.place(name)} * tensors"
         lines.append(f"a_{name} = tl.load({home} + t)")
-    count = len(step.names.numbers)
     lines.append("if rows is not None:")
     for name, k in step.numbers.items():
-        lines.append(f"    {name} = tl.load(rows + t * {count} + {k}).to({math.float})")
+        lines.append(f"    {name} = tl.load(rows + t * {len(rule.numbers)} + {k}).to({math.float})")
     lines += ["else:", *(f"    {name} = v_{name}" for name in step.numbers)]
     lines += ["skip = 0.0", "if control is not None:", "    skip = tl.load(control + 1)"]
     if "gscale" in step.numbers:
         lines.append(f"    gscale = gscale * tl.load(control).to({math.float})")
     lines += [f"whole = {walk.whole}", "if skip == 0.0:"]
-    writer = _Writer(step, types, math, walk)
+    types = dict(zip(rule.tensors, map(name_of, dtypes), strict=True))
+    text = _Pass(step, types, math, walk)
     if tile is None:
-        bits = " | ".join(f"a_{name}" for name in step.touches if step.level(name) == "element")
-        lines += [
-            f"    if whole & ((({bits}) & 15) == 0):",
-            *(f"        {line}" for line in writer.chunk(True)),
-        ]
-        lines += ["    else:", *(f"        {line}" for line in writer.chunk(False))]
+        bits = " | ".join(f"a_{name}" for name in step.touches if level_of(name) == "element")
+        lines += [f"    if whole & ((({bits}) & 15) == 0):"]
+        lines += [*(f"        {line}" for line in text.chunk(True)), "    else:"]
+        lines += [f"        {line}" for line in text.chunk(False)]
     else:
-        lines += [f"    {line}" for line in writer.chunk(None)]
-    given = "".join(f", v_{name}" for name in step.names.numbers)
-    head = f"table, grads, where, tensors, chunks, rows, control, sums{given}"
-    return _kernel("update", head, lines, math)
+        lines += [f"    {line}" for line in text.chunk(None)]
+    given = "".join(f", v_{name}" for name in rule.numbers)
+    return kernel(f"table, grads, where, tensors, chunks, rows, control, sums{given}", lines, math)
 
 
 # ---- numbers of a tensor
@@ -258,7 +252,7 @@ def update(step: Step, dtypes: tuple[torch.dtype, ...], tile: Tile | None = None
 def numbers(rule: Rule) -> Launchable:
     """``run(constants, rate, steps, control, rows, tensors)``: the numbers of a step for every
     tensor, computed in float64, from its own step count."""
-    math, count = _Math(True), len(rule.names.numbers)
+    math = Math(True)
     lines = ["i = tl.program_id(0) * 128 + tl.arange(0, 128)", "mask = i < tensors"]
     lines += [f"{name} = tl.load(constants + {k})" for k, name in enumerate(rule.given)]
     lines.append("lr = tl.load(rate).to(tl.float64)")
@@ -266,105 +260,80 @@ def numbers(rule: Rule) -> Launchable:
         lines.append("step = tl.load(steps + i, mask=mask, other=0.0).to(tl.float64) + 1.0")
     lines += math.lines(rule.body)
     for k, value in enumerate(rule.body.results.values()):
-        lines.append(f"tl.store(rows + i * {count} + {k}, {value}, mask=mask)")
+        lines.append(f"tl.store(rows + i * {len(rule.numbers)} + {k}, {value}, mask=mask)")
     if rule.counts:
         lines += ["skip = 0.0", "if control is not None:", "    skip = tl.load(control + 1)"]
         lines += ["if skip == 0.0:", "    tl.store(steps + i, step.to(tl.float32), mask=mask)"]
-    return _kernel("numbers", "constants, rate, steps, control, rows, tensors", lines, math)
+    return kernel("constants, rate, steps, control, rows, tensors", lines, math)
 
 
 @lru_cache
 def finish(step: Step) -> Launchable:
     """``run(sums, firsts, chunks, table, rows)``: one number of every tensor, a program each, from
     the sums of its chunks."""
-    math, count = _Math(True), len(step.names.numbers)
+    math, sums, row = Math(True), step.rule.sums, f"rows + t * {len(step.rule.numbers)}"
     lines = ["t = tl.program_id(0)", "begin = tl.load(firsts + t)", "end = tl.load(firsts + t + 1)"]
-    lines += [f"all_{name} = tl.zeros(({BLOCK},), tl.float64)" for name in step.names.sums]
+    lines += [f"all_{name} = tl.zeros(({BLOCK},), tl.float64)" for name in sums]
     lines += [f"for first in range(begin, end, {BLOCK}):", f"    i = first + tl.arange(0, {BLOCK})"]
-    for k, name in enumerate(step.names.sums):
+    for k, name in enumerate(sums):
         more = f"tl.load(sums + {k} * chunks + i, mask=i < end, other=0.0)"
         lines.append(f"    all_{name} += {more}")
-    lines += [f"{name} = tl.sum(all_{name}, 0)" for name in step.names.sums]
+    lines += [f"{name} = tl.sum(all_{name}, 0)" for name in sums]
     lines.append("size = tl.load(table + t).to(tl.float64)")
     for name, k in step.numbers.items():
-        lines.append(f"{name} = tl.load(rows + t * {count} + {k}).to(tl.float64)")
+        lines.append(f"{name} = tl.load({row} + {k}).to(tl.float64)")
     lines += math.lines(step.body)
     for name, value in step.body.results.items():
-        place = step.names.numbers.index(name)
-        lines.append(f"tl.store(rows + t * {count} + {place}, {value})")
-    return _kernel("finish", "sums, firsts, chunks, table, rows", lines, math)
+        lines.append(f"tl.store({row} + {step.rule.numbers.index(name)}, {value})")
+    return kernel("sums, firsts, chunks, table, rows", lines, math)
 
 
 # ---- the norm of all gradients
 
 
-@triton.jit
-def _squares(
-    table,
-    grads,
-    where,
-    chunks,
-    out,
-    TYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[i] = Σ g² over SPAN chunks: reads every gradient once."""
-    i = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), WIDE)
-    for k in range(i * SPAN, tl.minimum(i * SPAN + SPAN, chunks)):
-        t = tl.load(where + k)
-        first = tl.load(where + chunks + k).to(tl.int64) * BLOCK
-        size = tl.load(table + t)
-        address = tl.load(grads + t)
-        at = address.to(tl.pointer_type(TYPE)) + first
-        if (first + BLOCK <= size) & ((address & 15) == 0):
-            g = tl.load(tl.multiple_of(at, 16) + lane).to(WIDE)
-            total += g * g
-        else:
-            g = tl.load(at + lane, mask=lane < size - first, other=0.0).to(WIDE)
-            total += g * g
-    tl.store(out + i, tl.sum(total, 0).to(tl.float64))
+@lru_cache
+def squares(dtype: torch.dtype) -> Launchable:
+    """``run(table, grads, where, chunks, out)``: Σ g² over SPAN chunks each; reads every gradient
+    once."""
+    math, kind = Math(dtype == torch.float64), name_of(dtype)
+    text = f"""
+i = tl.program_id(0)
+lane = tl.arange(0, {BLOCK})
+total = tl.zeros(({BLOCK},), {math.float})
+for k in range(i * {SPAN}, tl.minimum(i * {SPAN} + {SPAN}, chunks)):
+    t = tl.load(where + k)
+    first = tl.load(where + chunks + k).to(tl.int64) * {BLOCK}
+    size = tl.load(table + t)
+    address = tl.load(grads + t)
+    at = address.to(tl.pointer_type({kind})) + first
+    if (first + {BLOCK} <= size) & ((address & 15) == 0):
+        g = tl.load(tl.multiple_of(at, 16) + lane).to({math.float})
+        total += g * g
+    else:
+        g = tl.load(at + lane, mask=lane < size - first, other=0.0).to({math.float})
+        total += g * g
+tl.store(out + i, tl.sum(total, 0).to(tl.float64))
+"""
+    return kernel("table, grads, where, chunks, out", text, math)
 
 
-@triton.jit
-def _control(
-    partials,
-    count,
-    grad_scale,
-    found_inf,
-    max_norm,
-    norm,
-    control,
-    SKIP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """control = (what gradients are multiplied with, whether the step is left out).
-
-    norm = √Σ partials / scale;  factor = min(1, max_norm / (norm + 1e-6)) / scale
-    """
-    factor = tl.full((), 1.0, tl.float64)
-    skip = tl.full((), 0.0, tl.float64)
-    if grad_scale is not None:
-        factor = factor / tl.load(grad_scale).to(tl.float64)
-    if found_inf is not None:
-        skip += tl.load(found_inf).to(tl.float64)
-    if partials is not None:
-        total = tl.zeros((BLOCK,), tl.float64)
-        for first in range(0, count, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            total += tl.load(partials + i, mask=i < count, other=0.0)
-        length = tl.sqrt(tl.sum(total, 0)) * factor
-        tl.store(norm, length.to(tl.float32))
-        if SKIP:
-            skip += tl.where(length < float("inf"), 0.0, 1.0)
-        if max_norm is not None:
-            ratio = max_norm / (length + 1e-6)
-            factor = factor * tl.where(ratio >= 1.0, 1.0, ratio)  # nan stays nan
-    tl.store(control, factor)
-    tl.store(control + 1, skip)
-
-
-squares, control = Launchable(_squares), Launchable(_control)
+@lru_cache
+def control() -> Launchable:
+    """``run(sums, count, scale, found, most, skips, norm, control)``: control gets what gradients
+    are multiplied with, and whether the step is left out."""
+    math, body = Math(True), traced(limited, ("squares", "scale", "found", "most", "skips"))
+    text = f"""
+total = tl.zeros(({BLOCK},), tl.float64)
+if sums is not None:
+    for first in range(0, count, {BLOCK}):
+        i = first + tl.arange(0, {BLOCK})
+        total += tl.load(sums + i, mask=i < count, other=0.0)
+squares = tl.sum(total, 0)
+one = tl.full((), 1.0, tl.float64)
+scale = one if scale is None else tl.load(scale).to(tl.float64)
+found = one * 0.0 if found is None else tl.load(found).to(tl.float64)
+"""
+    lines = [*text.splitlines(), "most = one * most", "skips = one * skips", *math.lines(body)]
+    for place, name in (("norm", "norm"), ("control", "factor"), ("control + 1", "skip")):
+        lines.append(f"tl.store({place}, {body.results[name]})")
+    return kernel("sums, count, scale, found, most, skips, norm, control", lines, math)
