@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ import torch
 
 from deuteron.codegen.scalar import Reduce
 from deuteron.ops import random
-from deuteron.ops.formula import PRIMITIVES, TENSORS, Arg, Compute, Formula, Scalar, ScalarOps
-from deuteron.ops.formula import Scalars as Statements
+from deuteron.ops.formula import TENSORS, Arg, Compute, Formula, Scalar, ScalarOps, Scalars
 
 GROUP = 256  # neighbours that form a row where a pass goes by groups
 SEED = 0x3C6EF372  # what a step adds to the seed of the noise
@@ -40,33 +38,28 @@ SCRATCH = dict(row_total="row", column_total="column", row="row", column="column
 LEVELS = {"m_scale": "row", "v_scale": "row", **SCRATCH}
 
 
+def level_of(tensor: str) -> str:
+    return LEVELS.get(tensor, "element")
+
+
 # ---- what formulas may call beside the elementwise operators
 
 
-class Scalars(ScalarOps):
+class OnScalars(ScalarOps):
     """As statements, for generated code."""
 
-    def _reduced(self, op: str, x: Scalar) -> Scalar:
+    def reduced(self, op: str, x: Scalar) -> Scalar:
+        """The "row_sum", the "row_max" (of numbers from 0 on) or the "column_sum"."""
         name = self.of.name("v", "float")
         self.of.statements.append(Reduce(name, op, x.ref, "float"))
         return Scalar(self.of, name)
-
-    def row_max(self, x: Scalar) -> Scalar:
-        """The largest of a row; of numbers from 0 on."""
-        return self._reduced("row_max", x)
-
-    def row_sum(self, x: Scalar) -> Scalar:
-        return self._reduced("row_sum", x)
-
-    def column_sum(self, x: Scalar) -> Scalar:
-        return self._reduced("column_sum", x)
 
     def noise(self, step: Scalar, salt: int) -> Scalar:
         """Evenly in [0, 1): a hash of the step, the tensor's number and the element's place."""
         return Scalar(self.of, self.of.op("noise", step, salt, kind="float"))
 
 
-class Tensors:
+class OnTensors:
     """As torch's operators; rows and columns are those of the last two dimensions. The tensor's
     number, and one ``like`` it, are for noise."""
 
@@ -76,14 +69,9 @@ class Tensors:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return getattr(TENSORS, name)
 
-    def row_max(self, x: torch.Tensor) -> torch.Tensor:
-        return x.amax(-1, keepdim=True)
-
-    def row_sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x.sum(-1, keepdim=True)
-
-    def column_sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x.sum(-2, keepdim=True)
+    def reduced(self, op: str, x: torch.Tensor) -> torch.Tensor:
+        axis = -2 if op == "column_sum" else -1
+        return x.amax(axis, keepdim=True) if op == "row_max" else x.sum(axis, keepdim=True)
 
     def noise(self, step: float, salt: int) -> torch.Tensor:
         place = torch.arange(self.like.numel(), device=self.like.device).view(self.like.shape)
@@ -91,7 +79,7 @@ class Tensors:
         return (bits >> (32 - random.BITS)).to(self.like.dtype) * 2.0**-random.BITS
 
 
-NUMBERS = SimpleNamespace(sqrt=math.sqrt, minimum=min, where=lambda c, x, y: x if c else y)
+ON_NUMBERS = SimpleNamespace(sqrt=math.sqrt, minimum=min, where=lambda c, x, y: x if c else y)
 
 
 # ---- formulas as statements
@@ -124,9 +112,9 @@ def arguments(s: Compute | Reduce) -> tuple[Arg, ...]:
 
 def traced(formula: Formula, names: Sequence[str]) -> Body:
     """``formula(b, **names)``; what reaches no result is left out."""
-    made = Statements()
+    made = Scalars()
     made.kinds = dict.fromkeys(names, "float")
-    found = formula(Scalars(made), **{name: Scalar(made, name) for name in names})
+    found = formula(OnScalars(made), **{name: Scalar(made, name) for name in names})
     body = Body(tuple(made.statements), {name: value.ref for name, value in found.items()})
     return body._replace(statements=tuple(body.needed(list(body.results.values()))))
 
@@ -159,7 +147,7 @@ class Extras:
         return whole
 
 
-@dataclass(frozen=True, eq=False)  # one object per rule: kernels are looked up by it
+@dataclass(eq=False)  # one object per rule: kernels are looked up by it
 class Rule:
     """The step of an optimiser: what it keeps, its numbers, and its formulas in order.
 
@@ -170,7 +158,7 @@ class Rule:
     state: Mapping[str, str]
     constants: str
     derive: Formula
-    formulas: tuple[tuple[str, str, Formula], ...]
+    formulas: Sequence[tuple[str, str, Formula]]
     extras: Extras = Extras()
     sums: tuple[str, ...] = ()  # over the tensor, for "finish"
     finished: str = ""  # the number that "finish" makes
@@ -178,53 +166,35 @@ class Rule:
     counts: bool = False  # whether the numbers depend on how many steps were made
     on_device: bool = False  # whether a GPU makes the numbers even where the host could
 
-    @cached_property
-    def keys(self) -> tuple[str, ...]:
-        """Names in the state, in the order of the table of addresses."""
-        return (*self.state.values(), *self.extras.tensors)
-
-    @cached_property
-    def tensors(self) -> tuple[str, ...]:
-        """Their names; in the order of the table of addresses, which has no "g"."""
-        scratch = SCRATCH if self.walk == MATRICES else ()
-        return ("p", "g", *self.state, *self.extras.tensors, *scratch)
+    def __post_init__(self) -> None:
+        more = self.extras.tensors
+        self.keys = (*self.state.values(), *more)  # in the state, in the order of the table
+        self.tensors = ("p", "g", *self.state, *more, *(SCRATCH if self.walk == MATRICES else ()))
+        # of what the numbers are made, besides the rate and the step count
+        self.given = ("gscale", *self.constants.split(), *["ema_rate"] * self.extras.ema)
+        self.body = traced(self._numbers, (*self.given, "lr", "step"))
+        self.numbers = tuple(self.body.results)
+        self.steps = tuple(
+            Step(self, kind, name, self.extras.around(formula) if kind == "pass" else formula)
+            for kind, name, formula in self.formulas
+        )
 
     def place(self, tensor: str) -> int:
         """The row of the table that has the addresses; row 0 has the numbers of elements."""
         return 1 + [name for name in self.tensors if name != "g"].index(tensor)
-
-    @cached_property
-    def given(self) -> tuple[str, ...]:
-        """Of what the numbers are made, besides the rate and the step count."""
-        return ("gscale", *self.constants.split(), *(("ema_rate",) if self.extras.ema else ()))
 
     def _numbers(self, b, gscale, lr, step, ema_rate=None, **constants):
         made = {"gscale": gscale, **self.derive(b, lr=lr, step=step, **constants)}
         made |= {"ema_rate": ema_rate} if self.extras.ema else {}
         return made | ({self.finished: gscale} if self.finished else {})  # to be overwritten
 
-    @cached_property
-    def body(self) -> Body:
-        return traced(self._numbers, (*self.given, "lr", "step"))
-
-    @cached_property
-    def numbers(self) -> tuple[str, ...]:
-        return tuple(self.body.results)
-
     def numbers_of(self, constants: Sequence[float], lr: float, step: float) -> list[float]:
         """In Python: the formula is a function of numbers like any other."""
         given = dict(zip(self.given, constants, strict=True))
-        return list(self._numbers(NUMBERS, lr=lr, step=step, **given).values())
-
-    @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        return tuple(
-            Step(self, kind, name, self.extras.around(f) if kind == "pass" else f)
-            for kind, name, f in self.formulas
-        )
+        return list(self._numbers(ON_NUMBERS, lr=lr, step=step, **given).values())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Step:
     """One formula of a rule, and what it is given by name, besides the numbers of the tensor:
 
@@ -239,44 +209,17 @@ class Step:
     name: str
     formula: Formula
 
-    @cached_property
-    def body(self) -> Body:
-        rule = self.rule
+    def __post_init__(self) -> None:
+        rule, kind = self.rule, self.kind
         given = {"pass": rule.tensors, "finish": ("size", *rule.sums), "moments": ("old", "mean")}
-        return traced(self.formula, (*given[self.kind], *rule.numbers))
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """Those that it needs, with their places among the numbers of a tensor."""
-        return {name: k for k, name in enumerate(self.rule.numbers) if name in self.body.reads}
-
-    @cached_property
-    def reads(self) -> tuple[str, ...]:
-        """Tensors whose old values count."""
-        return tuple(name for name in self.rule.tensors if name in self.body.reads)
-
-    @cached_property
-    def writes(self) -> dict[str, Arg]:
-        return {k: v for k, v in self.body.results.items() if k in self.rule.tensors}
-
-    @cached_property
-    def touches(self) -> tuple[str, ...]:
-        return tuple(n for n in self.rule.tensors if n in self.reads or n in self.writes)
-
-    @cached_property
-    def sums(self) -> dict[int, Arg]:
-        """Values that are added up over the tensor, by their place among the sums of the rule."""
-        found = self.body.results.items()
-        return {self.rule.sums.index(k): v for k, v in found if k in self.rule.sums}
-
-    @property
-    def flops(self) -> float:
-        """Operations for an element."""
-        return sum(PRIMITIVES.get(s.op, 1.0) for s in self.body.statements)
-
-
-def level_of(tensor: str) -> str:
-    return LEVELS.get(tensor, "element")
+        self.body = traced(self.formula, (*given[kind], *rule.numbers))
+        used, results = self.body.reads, self.body.results
+        # numbers that it needs, by their places; tensors whose old values count; and what is stored
+        self.numbers = {name: k for k, name in enumerate(rule.numbers) if name in used}
+        self.reads = tuple(name for name in rule.tensors if name in used)
+        self.writes = {name: results[name] for name in rule.tensors if name in results}
+        self.touches = [n for n in rule.tensors if n in self.reads or n in self.writes]
+        self.sums = {k: results[name] for k, name in enumerate(rule.sums) if name in results}
 
 
 # ---- tables
@@ -305,14 +248,13 @@ def with_scratch(
     """The table of addresses with those of :data:`SCRATCH` added, then the sizes of matrices (how
     many, height, width), then ``more``; and the scratch memory. ``parts``: the pieces in which sums
     of rows and columns are made."""
-    addresses, at = [], 0
-    for (count, height, width), (across, down) in zip(sizes, parts, strict=True):
-        addresses.append([])
-        for need in (height * across, width * down, height, width, 1):
-            addresses[-1].append(at)
-            at += need * count
-    memory = torch.empty(at, dtype=wide, device=table.device)
-    places = torch.tensor(addresses).t() * memory.element_size() + memory.data_ptr()
-    rows = (places, torch.tensor(sizes).t(), torch.tensor([*map(list, more)] or [[]]))
-    made = torch.cat([row for row in rows if row.numel()]).to(table.device)
-    return torch.cat((table, made)), memory
+    needs = [
+        [n * h * across, n * w * down, n * h, n * w, n]
+        for (n, h, w), (across, down) in zip(sizes, parts, strict=True)
+    ]
+    ends = torch.tensor(needs).flatten().cumsum(0)
+    memory = torch.empty(int(ends[-1]), dtype=wide, device=table.device)
+    begins = (ends - torch.tensor(needs).flatten()).view(-1, len(SCRATCH))
+    rows = (begins * memory.element_size() + memory.data_ptr()).t().tolist()
+    rows += [*zip(*sizes, strict=True), *more]
+    return torch.cat((table, torch.tensor(rows).to(table.device))), memory

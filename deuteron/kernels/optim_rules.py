@@ -115,7 +115,7 @@ def adam_in_8_bits(extras: Extras) -> Rule:
             new = made[moment]
             size = b.abs(new) if moment == "m" else new
             # inf where one is nan, so that the group reads back as nan
-            top = b.row_max(b.where(b.eq(size, size), size, inf))
+            top = b.reduced("row_max", b.where(b.eq(size, size), size, inf))
             found = level(b, moment, size, top, b.noise(step, SALTS[moment]))
             made[f"{moment}_scale"] = top
             made[moment] = b.where(new < 0.0, -found, found) if moment == "m" else found
@@ -232,7 +232,11 @@ def adafactor_of_matrices(extras: Extras) -> Rule:
     root or a division."""
 
     def squares(b, p, g, **_):
-        return {"row_total": b.row_sum(g * g), "column_total": b.column_sum(g * g), "pp": p * p}
+        return {
+            "row_total": b.reduced("row_sum", g * g),
+            "column_total": b.reduced("column_sum", g * g),
+            "pp": p * p,
+        }
 
     def direction(b, g, row, column, mean, eps1, **_):
         of_row = row * b.sqrt(b.maximum(mean, eps1))

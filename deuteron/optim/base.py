@@ -198,6 +198,17 @@ class Fused(torch.optim.Optimizer):
                 for p, before in saved:
                     p.copy_(before)
 
+    def explain(self) -> str:
+        """What the last step ran: kernels, launches, bytes, and the least time that these take at
+        the machine's bandwidth.
+
+        >>> print(optimizer.explain())
+        """
+        from deuteron.optim.explain import explained
+
+        made = [batch for group in self._batches if group is not None for batch in group.batches]
+        return explained(type(self).__name__, made)
+
     # ---- the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

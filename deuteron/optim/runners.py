@@ -16,7 +16,7 @@ import torch
 
 from deuteron.codegen import openmp
 from deuteron.errors import EngineError
-from deuteron.kernels.optim import GROUP, GROUPS, LEVELS, NUMBERS, Rule, Step, Tensors
+from deuteron.kernels.optim import GROUP, GROUPS, LEVELS, ON_NUMBERS, OnTensors, Rule, Step
 from deuteron.kernels.optim_rules import SQUARES, limited
 from deuteron.optim.batch import Batch, moved
 
@@ -87,7 +87,7 @@ class Host(Runner):
     def control(self, limits: Limits) -> Control:
         squares, scale, found, top, skips = limits
         made = limited(
-            NUMBERS,
+            ON_NUMBERS,
             squares=0.0 if squares is None else float(squares.sum()),
             scale=1.0 if scale is None else float(scale),
             found=0.0 if found is None else float(found),
@@ -129,7 +129,7 @@ class Generated(Host):
             call = self.kernels.Steps(rule, kinds, chunks, shapes, batch.sizes)
             batch.prepared[rule] = call
         call.run(batch.grads, numbers)
-        batch.ran += [(step.name, step, k == 0) for k, step in enumerate(rule.steps)]
+        batch.ran += [(step.name, step, int(not k)) for k, step in enumerate(rule.steps)]
         sums: torch.Tensor = call.sums
         return sums
 
@@ -160,7 +160,7 @@ class _Tensor:
         self.rule, self.wide = rule, wide
         real = {k: torch.view_as_real(x) if x.is_complex() else x for k, x in tensors.items()}
         self.tensors, self.scratch = real, dict[str, Any]()
-        self.b = Tensors(index, self.load("p"))
+        self.b = OnTensors(index, self.load("p"))
 
     def load(self, name: str) -> torch.Tensor:
         x = self.tensors[name].to(self.wide)

@@ -167,7 +167,7 @@ class Pass(Writer):
         self.walks = [[s for s in walk if s.name in {*fast, *reduced}] for walk in walks]
 
     def row(self, at: Value, count: Value, **places: Value) -> None:
-        """``count`` elements from ``at`` on; ``places`` are the number of the row and of the matrix,
+        """``count`` elements from ``at`` on; ``places`` are the numbers of the row and the matrix,
         and where the numbers of its columns and their sums begin."""
         c, step, before = self.c, self.step, dict(self.known)
         for name in step.reads:

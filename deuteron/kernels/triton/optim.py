@@ -181,7 +181,7 @@ class _Pass:
         mask = f"{value}, mask={level}_inside" + ("" if value else ", other=0.0")
         if level != "element":
             part = walk.part.get(level, "") if name in self.step.writes else ""
-            return [call.format(f"{pointer} + {part}{walk.at[level]}{'' if whole else mask}")]
+            return [call.format(f"{pointer} + {part}{walk.at[level]}{value if whole else mask}")]
         plain = f"tl.multiple_of({pointer}, 16) + {walk.at['whole']}{value}{walk.hint}"
         masked = f"{pointer} + {walk.at[level]}{mask}"
         if whole is not None:
