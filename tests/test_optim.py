@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 
 import pytest
 import torch
 
 import deuteron as dt
 from deuteron.errors import BindError, DeuteronError, GraphError
-from deuteron.kernels import optim as rules
-from deuteron.optim import base, eight_bits, machines
+from deuteron.kernels import optim_rules as rules
+from deuteron.kernels.optim import Extras, OnTensors
+from deuteron.optim import base, runners
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.optim_cases import FLOATS, OPTIONS, cases, check, tensors
 from tests.ptx import spilled
@@ -27,7 +29,7 @@ def test_ten_steps(case, dtype):
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
 def test_without_generated_code(case, monkeypatch):
-    monkeypatch.setattr(base, "machine", lambda kind: machines.Plain())
+    monkeypatch.setattr(base, "runner", lambda kind: runners.Plain())
     for dtype in (torch.float64, torch.bfloat16):
         assert not (wrong := check(case, dtype)), wrong
 
@@ -39,7 +41,7 @@ def test_options(name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_without_generated_code(name, monkeypatch):
-    monkeypatch.setattr(base, "machine", lambda kind: machines.Plain())
+    monkeypatch.setattr(base, "runner", lambda kind: runners.Plain())
     assert not (wrong := OPTIONS[name]("cpu")), wrong
 
 
@@ -275,7 +277,7 @@ def test_changes_from_outside_are_seen(name, change):
 def test_nan_and_inf_go_where_torch_lets_them_go(name, given, shape, generated, monkeypatch):
     """Where torch has no such class: no further than to the element, or in 8 bits to its group."""
     if not generated:
-        monkeypatch.setattr(base, "machine", lambda kind: machines.Plain())
+        monkeypatch.setattr(base, "runner", lambda kind: runners.Plain())
     bad = torch.tensor([float("nan"), float("inf"), -float("inf")])
 
     def lost(home) -> torch.Tensor:
@@ -485,13 +487,13 @@ def test_factored_moments_do_not_depend_on_threads():
 
 
 def test_levels_keep_the_mean_and_the_stated_error():
-    x = torch.rand(200, 256).square()
+    x = torch.rand(64, 256).square()
     top = x.amax(1, keepdim=True)
-    for levels, power in ((127, 2), (255, 4)):
+    b = OnTensors(0, x)
+    for moment, levels, power in (("m", 127, 2), ("v", 255, 4)):
         total = torch.zeros_like(x)
         for seed in range(64):
-            by = eight_bits.noise(x.numel(), seed * 7919).view_as(x)
-            level = eight_bits.level(x, top, by, levels, power)
+            level = rules.level(b, moment, x, top, b.noise(0, seed * 7919))
             assert level.min() >= 0 and level.max() <= levels
             back = top * (level / levels) ** power
             # one level: the distance to the neighbour above
@@ -501,7 +503,7 @@ def test_levels_keep_the_mean_and_the_stated_error():
         large = x > 0.01
         off = ((total / 64 - x) / x)[large]
         assert off.mean().abs() < EIGHT_BIT_MEAN
-    assert eight_bits.noise(1 << 16, 5).mean().sub(0.5).abs() < EVEN
+    assert OnTensors(0, torch.empty(1 << 16)).noise(0, 5).mean().sub(0.5).abs() < EVEN
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -511,7 +513,7 @@ def test_eight_bits_are_the_same_with_and_without_generated_code(dtype, monkeypa
     ends = []
     for plain in (False, True):
         if plain:
-            monkeypatch.setattr(base, "machine", lambda kind: machines.Plain())
+            monkeypatch.setattr(base, "runner", lambda kind: runners.Plain())
         gen = torch.Generator().manual_seed(0)
         params = [torch.randn(n, generator=gen).to(dtype) for n in (4096, 8192 * 4 + 17)]
         params.append(torch.randn(70, 90, generator=gen).to(dtype).t())
@@ -546,153 +548,112 @@ def test_in_the_interpreter():
     assert_none_failed(found_in_interpreter("tests.optim_cases"), at_least=30)
 
 
-def compiled(rule: rules.Rule, types, arch: int, on_device: bool):
-    """The kernel of a rule for a GPU that is not there."""
+def compiled(launchable, kinds, arch: int, warps: int = 4):
+    """For a GPU that is not there, without spills."""
     from triton.backends.compiler import GPUTarget
 
-    from deuteron.kernels.triton import optim as kernels
-
-    program = rule.program
-    table, where = (torch.int64, True), (torch.int32, True)
-    wide = (torch.float64, True)
-    numbers = [None if on_device else ("fp32", False)] * len(program.numbers)
-    rows = (torch.float64 if torch.float64 in types else torch.float32, True)
-    kinds = [
-        table,
-        table,
-        where,
-        ("i32", False),
-        ("i32", False),
-        rows if on_device else None,
-        wide if on_device else None,
-        wide if program.sums else None,
-        *numbers,
-    ]
-    return kernels.update(program, types).compile(
-        kinds, {"BLOCK": kernels.BLOCK}, kernels.WARPS, 2, GPUTarget("cuda", arch, 32)
-    )
-
-
-def compiled_rules():
-    f32, b16, f16 = torch.float32, torch.bfloat16, torch.float16
-    both = rules.Extras(master=True, ema=True)
-    return [
-        ("adamw f32", rules.adam(False, True, True), (f32,) * 4),
-        ("adamw bf16", rules.adam(False, True, True), (b16,) * 4),
-        ("all of adam", rules.adam(True, False, True, both), (b16, b16) + (f32,) * 5),
-        ("adamw f64", rules.adam(False, True, True), (torch.float64,) * 4),
-        ("sgd f16", rules.sgd(True, True, True), (f16,) * 3),
-        ("lion f32", rules.lion(), (f32,) * 3),
-        ("lamb one", rules.lamb_moments(both), (b16, b16) + (f32,) * 4),
-        ("lamb two", rules.lamb_apply(both), (b16,) + (f32,) * 4),
-        ("adafactor one", rules.factor_moments(), (f32,) * 3),
-        ("adafactor two", rules.factor_apply(rules.Extras(ema=True)), (b16,) * 3 + (f32,)),
-    ]
-
-
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize(("name", "rule", "types"), compiled_rules())
-def test_updates_compile_without_spills(name, rule, types, arch, on_device):
-    pytest.importorskip("triton")
-    import re
-
-    kernel = compiled(rule, types, arch, on_device)
+    kernel = launchable.compile(kinds, {}, warps, 2, GPUTarget("cuda", arch, 32))
     assert spilled(kernel, arch) == 0
-    assert re.search(r"ld\.global[.\w:]*v[24]\.b(32|64)", kernel.asm["ptx"]), "loads are narrow"
+    return kernel
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_the_other_kernels_compile_without_spills(arch):
-    pytest.importorskip("triton")
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
+TABLE, WHERE, COUNT, WIDE = (torch.int64, True), (torch.int32, True), ("i32", False), torch.float64
+SINGLE_ROWS, PAIR = (torch.float32, True), (WIDE, True)
 
+
+def compiled_pass(rule, types, arch: int, place: int = 0, on_device: bool = True, tile=None):
     from deuteron.kernels.triton import optim as kernels
-    from deuteron.kernels.triton import optim8
 
-    target = GPUTarget("cuda", arch, 32)
-    table, where, i32 = (torch.int64, True), (torch.int32, True), ("i32", False)
-    wide, f32 = (torch.float64, True), (torch.float32, True)
-    of = rules.adam(False, True, True).numbers
-    made = [
-        kernels.squares.compile(
-            [table, table, where, i32, wide],
-            {"TYPE": tl.bfloat16, "WIDE": tl.float32, "SPAN": 16, "BLOCK": 1024},
-            target=target,
-        ),
-        kernels.control.compile(
-            [wide, i32, f32, f32, ("fp32", False), f32, wide],
-            {"SKIP": True, "BLOCK": 1024},
-            target=target,
-        ),
-        kernels.ratios.compile([wide, where, i32, f32, i32, i32], {"BLOCK": 1024}, target=target),
-        kernels.numbers(of, True).compile(
-            [wide, f32, f32, wide, f32, i32], {"BLOCK": 128}, target=target
-        ),
-        *(
-            optim8.adamw8.compile(
-                [table, table, where, i32, i32, f32, f32, wide],
-                {
-                    "P": tl.bfloat16 if more else tl.float32,
-                    "G": tl.bfloat16,
-                    "MASTER": more,
-                    "EMA": more,
-                    "ROWS": 4,
-                    "GROUP": 256,
-                },
-                target=target,
-            )
-            for more in (False, True)
-        ),
-    ]
-    assert [spilled(kernel, arch) for kernel in made] == [0] * len(made)
+    step = rule.steps[place]
+    wide = (WIDE if WIDE in types else torch.float32, True)
+    given = [wide, PAIR] if on_device else [None, None]
+    numbers = [None if on_device else ("fp32", False)] * len(rule.numbers)
+    kinds = [TABLE, TABLE, WHERE, COUNT, COUNT, *given, PAIR if step.sums else None, *numbers]
+    return compiled(kernels.update(step, types, tile), kinds, arch, kernels.WARPS[rule.walk])
 
 
-@pytest.mark.parametrize(("arch", "kind"), [(80, "bfloat16"), (90, "float32"), (90, "float64")])
-@pytest.mark.parametrize("shape", [(4096, 1024), (512, 256, 3, 3)])
+def loads_are_wide(kernel) -> bool:
+    return bool(re.search(r"ld\.global[.\w:]*v[24]\.b(32|64)", kernel.asm["ptx"]))
+
+
+F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
+NO, BOTH = Extras(), Extras(master=True, ema=True)
+EIGHT = (torch.int8, torch.uint8, F32, F32)
+PASSES = {  # each generated variant once: a rule, element types, which pass, numbers on the device
+    "adamw f32": (rules.adam(False, True, True, NO), (F32,) * 4, 0, False),
+    "adamw f32 on device": (rules.adam(False, True, True, NO), (F32,) * 4, 0, True),
+    "adamw bf16": (rules.adam(False, True, True, NO), (B16,) * 4, 0, False),
+    "adamw f64": (rules.adam(False, True, True, NO), (torch.float64,) * 4, 0, True),
+    "all of adam": (rules.adam(True, False, True, BOTH), (B16, B16) + (F32,) * 5, 0, True),
+    "adam in 8 bits": (rules.adam_in_8_bits(NO), (F32, F32, *EIGHT), 0, True),
+    "adam in 8 bits, all": (rules.adam_in_8_bits(BOTH), (B16, B16, *EIGHT, F32, F32), 0, True),
+    "sgd f16": (rules.sgd(True, True, True, NO), (F16,) * 3, 0, False),
+    "lion f32": (rules.lion(NO), (F32,) * 3, 0, False),
+    "lamb one": (rules.lamb(True, BOTH), (B16, B16) + (F32,) * 4, 0, True),
+    "lamb two": (rules.lamb(True, BOTH), (B16, B16) + (F32,) * 4, 2, True),
+    "adafactor one": (rules.adafactor_of_vectors(NO), (F32,) * 3, 0, True),
+    "adafactor two": (rules.adafactor_of_vectors(Extras(ema=True)), (B16,) * 3 + (F32,), 2, True),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_updates_compile_without_spills(name):
+    pytest.importorskip("triton")
+    rule, types, place, on_device = PASSES[name]
+    arch = 80 if list(PASSES).index(name) % 2 else 90
+    assert loads_are_wide(compiled_pass(rule, types, arch, place, on_device)), "loads are narrow"
+
+
+def test_the_other_kernels_compile_without_spills():
+    pytest.importorskip("triton")
+    from deuteron.kernels.triton import optim as kernels
+
+    compiled(kernels.squares(B16), [TABLE, TABLE, WHERE, COUNT, PAIR], 80)
+    limits = [("fp32", False), ("fp32", False)]
+    given = [PAIR, COUNT, SINGLE_ROWS, SINGLE_ROWS, *limits, SINGLE_ROWS, PAIR]
+    compiled(kernels.control(), given, 90)
+    for rule in (rules.lamb(True, NO), rules.adafactor_of_vectors(NO)):
+        compiled(kernels.finish(rule.steps[1]), [PAIR, WHERE, COUNT, TABLE, SINGLE_ROWS], 90)
+        given = [PAIR, SINGLE_ROWS, SINGLE_ROWS, PAIR, SINGLE_ROWS, COUNT]
+        compiled(kernels.numbers(rule), given, 80)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "shape"),
+    [(80, B16, (4096, 1024)), (90, F32, (512, 256, 3, 3)), (90, WIDE, (4096, 1024))],
+)
 def test_factored_updates_compile_without_spills(arch, kind, shape):
     pytest.importorskip("triton")
-    import re
-
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-
     from deuteron.kernels.triton import adafactor as kernels
 
-    of, wide = getattr(tl, kind), torch.float64 if kind == "float64" else torch.float32
-    tile = dict(zip(("NB", "BR", "BC"), kernels.tile_for(shape), strict=True))
-    table, where, i32 = (torch.int64, True), (torch.int32, True), ("i32", False)
-    rows, sums, pair = (wide, True), (torch.float64, True), (torch.float64, True)
-    common = [table, where, i32, i32, rows, pair, rows]
-    tiled = {"NUMBERS": 9, "G": of, **tile}
-    given = {
-        "sums": ([table, table, *common, sums], {"P": of, **tiled}),
-        "length": ([table, *common, sums], tiled),
-        "apply": ([table, table, *common], {"P": of, "E": getattr(tl, str(wide)[6:]), **tiled}),
-        "moments": (
-            [table, *common],
-            {
-                "S": of,
-                "NUMBERS": 9,
-                "BR": tile["BR"],
-                "BC": tile["BC"],
-                "PARTS": kernels.PARTS,
-                "BLOCK": kernels.BLOCK,
-            },
-        ),
-        "means": ([table, where, i32, i32, rows], {"BLOCK": 1024}),
-        "rates": ([sums, where, i32, table, rows], {"NUMBERS": 9, "BLOCK": 1024}),
-    }
-    for name, (kinds, constants) in given.items():
-        warps = kernels.WARPS if name in ("sums", "length", "apply") else 4
-        made = getattr(kernels, name).compile(
-            kinds, constants, warps, target=GPUTarget("cuda", arch, 32)
-        )
-        assert spilled(made, arch) == 0, name
-        if name == "apply" and len(shape) == 2:
-            wide_loads = re.search(r"ld\.global[.\w:]*v[24]\.b(32|64)", made.asm["ptx"])
-            assert wide_loads, "loads are narrow"
+    wide = WIDE if kind == WIDE else F32
+    rule, tile = rules.adafactor_of_matrices(Extras(ema=True)), kernels.tile_for(shape)
+    types = (kind,) * 4 + (wide,) * 6
+    for place in (0, 2, 4):
+        kernel = compiled_pass(rule, types, arch, place, tile=tile)
+        assert len(shape) > 2 or loads_are_wide(kernel), "loads are narrow"
+    moved, mean = kernels.moments(rule.steps[1], types, tile)
+    compiled(moved, [TABLE, WHERE, COUNT, COUNT, (wide, True), PAIR], arch)
+    compiled(mean, [TABLE, WHERE, COUNT, COUNT], arch)
+
+
+# ---- explanations
+
+
+@pytest.mark.parametrize("generated", [True, False])
+def test_a_step_is_explained(generated, monkeypatch):
+    """Bytes are those that the rule states: 28 for each element of AdamW, 4 for its norm."""
+    if not generated:
+        monkeypatch.setattr(base, "runner", lambda kind: runners.Plain())
+    p = torch.randn(1000, 1000, requires_grad=True)
+    optimizer = dt.optim.AdamW([p], max_norm=1.0)
+    assert "no step has been made" in optimizer.explain()
+    p.grad = torch.randn(1000, 1000)
+    optimizer.step()
+    head, *lines = optimizer.explain().splitlines()
+    assert head.startswith("AdamW: 3 launches, 32.0 MB, at least")
+    found = {line.split()[0]: line.split()[5] for line in lines}
+    assert found == {"kernel": "MB", "norm": "4.00", "control": "0", "Adam": "28.0"}
 
 
 def test_hooks_and_profilers_see_a_step():

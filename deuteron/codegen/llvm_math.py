@@ -344,7 +344,7 @@ FUNCTIONS: dict[str, Callable[[Code, Value], Value]] = {
 # ---- random words ------------------------------------------------------------------------------
 
 
-def _mix(c: Code, h: Value) -> Value:
+def mix(c: Code, h: Value) -> Value:
     """The bijection of ops/random.py on 32-bit words."""
     n, b = lanes_of(h), c.b
     for shift, factor in ((16, words.FIRST), (15, words.SECOND)):
@@ -361,10 +361,10 @@ def random(c: Code, seed: Value, place: Value, far: bool) -> Value:
         return b.trunc(x, vec(n, I32)), b.trunc(b.lshr(x, shift), vec(n, I32))
 
     (seed_low, seed_high), (low, high) = halves(seed), halves(place)
-    key = _mix(c, b.add(seed_low, _ints(c, words.GOLDEN, n)))
-    key = _mix(c, b.xor(key, seed_high))
-    inner = _mix(c, b.xor(key, high) if far else key)
-    word = _mix(c, b.add(_mix(c, b.xor(low, inner)), key))
+    key = mix(c, b.add(seed_low, _ints(c, words.GOLDEN, n)))
+    key = mix(c, b.xor(key, seed_high))
+    inner = mix(c, b.xor(key, high) if far else key)
+    word = mix(c, b.add(mix(c, b.xor(low, inner)), key))
     return b.zext(b.lshr(word, _ints(c, 32 - words.BITS, n)), vec(n, I64))
 
 

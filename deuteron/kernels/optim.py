@@ -1,183 +1,125 @@
-"""Update rules of optimisers, each written down once.
+"""A step of an optimiser as data: what happens to an element, written once as a formula.
 
-    SGD    g ← g + λ·p;  b ← μ·b + (1 − τ)·g;  p ← p − γ·(g + μ·b or b)
-    Adam   m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²
-           p ← (1 − γ·λ)·p − γ / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
-    Lion   p ← (1 − γ·λ)·p − γ·sign(β₁·m + (1 − β₁)·g);  m ← β₂·m + (1 − β₂)·g
-    LAMB   u = Adam's quotient + λ·p;  p ← p − γ·(‖p‖ / ‖u‖)·u
-    Adafactor, of vectors   v ← v + w·(g² − v);  u = g / √max(v, ε₁²);  p ← (1 − γ·λ)·p − pace·u
+A :class:`Rule` is a list of formulas in the language of :mod:`deuteron.ops.formula`. They name
+tensors ("p" is the parameter, "g" its gradient) and numbers that are the same for a whole tensor:
 
-A rule is traced into a short list of statements. Four tables say what a statement means: to Python
-(:data:`ON_NUMBERS`), to torch (:data:`ON_TENSORS`), to Triton and to LLVM (``optim.py`` in the
-folders of their kernels). So every machine computes the same numbers, up to rounding.
+>>> sgd = lambda b, p, g, lr: {"p": p - lr * g}
 
-An update reads and writes each tensor once. Bytes per element of fp32: SGD with momentum 20, Adam
-28, amsgrad 36, Lion 20, LAMB 40 and Adafactor 28 (two norms lie between two passes); an average of
-the parameters adds 8, and float32 master weights of 16-bit parameters add 6.
+The same functions run on tensors, are rendered to Triton and to LLVM by the generators in
+``optim.py`` in the folders of their kernels, and those that make numbers run in Python. The rules
+themselves are in ``optim_rules.py``.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
-Statement = tuple[str, str, tuple[Any, ...]]  # a name, an operation, names or numbers
+from deuteron.codegen.scalar import Reduce
+from deuteron.ops import random
+from deuteron.ops.formula import TENSORS, Arg, Compute, Formula, Scalar, ScalarOps, Scalars
+
+GROUP = 256  # neighbours that form a row where a pass goes by groups
+SEED = 0x3C6EF372  # what a step adds to the seed of the noise
+
+# How a pass walks through a tensor: as one long row, as rows of GROUP elements, or as matrices,
+# whose sums by row and by column are made piece by piece.
+FLAT, GROUPS, MATRICES = "flat", "groups", "matrices"
+
+# Tensors that live for a step of matrices, in the order of the table: sums of squares by row and
+# column, what u is multiplied with for its row and column, and the mean moment of the rows.
+SCRATCH = dict(row_total="row", column_total="column", row="row", column="column", mean="matrix")
+# Tensors with one number for each row, column or matrix; all others have one for each element.
+LEVELS = {"m_scale": "row", "v_scale": "row", **SCRATCH}
 
 
-class Term:
-    """A value of a rule while it is traced."""
-
-    def __init__(self, code: list[Statement], name: str) -> None:
-        self.code, self.name = code, name
-
-    def emit(self, op: str, *args: Any) -> Term:
-        name = f"t{len(self.code)}"
-        self.code.append((name, op, tuple(a.name if isinstance(a, Term) else a for a in args)))
-        return Term(self.code, name)
-
-    def __add__(self, other: Any) -> Term:
-        return self.emit("add", self, other)
-
-    def __sub__(self, other: Any) -> Term:
-        return self.emit("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Term:
-        return self.emit("sub", other, self)
-
-    def __mul__(self, other: Any) -> Term:
-        return self.emit("mul", self, other)
-
-    def __truediv__(self, other: Any) -> Term:
-        return self.emit("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Term:
-        return self.emit("div", other, self)
-
-    def __pow__(self, other: Any) -> Term:
-        return self.emit("power", self, other)
-
-    def sqrt(self) -> Term:
-        return self.emit("sqrt", self)
-
-    def sign(self) -> Term:
-        return self.emit("sign", self)
-
-    def larger(self, other: Any) -> Term:
-        return self.emit("max", self, other)
-
-    def smaller(self, other: Any) -> Term:
-        return self.emit("min", self, other)
+def level_of(tensor: str) -> str:
+    return LEVELS.get(tensor, "element")
 
 
-ON_NUMBERS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "power": operator.pow,
-    "sqrt": math.sqrt,
-    "min": min,
-}
-ON_TENSORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "sqrt": torch.sqrt,
-    "sign": torch.sign,
-    "max": torch.maximum,
-}
+# ---- what formulas may call beside the elementwise operators
 
 
-def evaluate(
-    body: Sequence[Statement], values: dict[str, Any], table: Mapping[str, Callable[..., Any]]
-) -> dict[str, Any]:
-    """``values`` with the result of every statement added, as ``table`` understands it."""
-    for name, op, args in body:
-        values[name] = table[op](*[values[a] if isinstance(a, str) else a for a in args])
-    return values
+class OnScalars(ScalarOps):
+    """As statements, for generated code."""
+
+    def reduced(self, op: str, x: Scalar) -> Scalar:
+        """The "row_sum", the "row_max" (of numbers from 0 on) or the "column_sum"."""
+        name = self.of.name("v", "float")
+        self.of.statements.append(Reduce(name, op, x.ref, "float"))
+        return Scalar(self.of, name)
+
+    def noise(self, step: Scalar, salt: int) -> Scalar:
+        """Evenly in [0, 1): a hash of the step, the tensor's number and the element's place."""
+        return Scalar(self.of, self.of.op("noise", step, salt, kind="float"))
 
 
-@dataclass(frozen=True, eq=False)  # one object per rule: a step looks up its kernel by it
-class Program:
-    """What happens to one element of every tensor.
+class OnTensors:
+    """As torch's operators; rows and columns are those of the last two dimensions. The tensor's
+    number, and one ``like`` it, are for noise."""
 
-    ``roles`` are the tensors that are read, ``g`` the gradient; ``numbers`` are the same for a
-    whole tensor. ``writes`` has (role, value); ``sums`` are added up over the tensor.
-    """
+    def __init__(self, index: int, like: torch.Tensor) -> None:
+        self.index, self.like = index, like
 
-    roles: tuple[str, ...]
-    numbers: tuple[str, ...]
-    body: tuple[Statement, ...]
-    writes: tuple[tuple[str, str], ...]
-    sums: tuple[str, ...] = ()
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return getattr(TENSORS, name)
+
+    def reduced(self, op: str, x: torch.Tensor) -> torch.Tensor:
+        axis = -2 if op == "column_sum" else -1
+        return x.amax(axis, keepdim=True) if op == "row_max" else x.sum(axis, keepdim=True)
+
+    def noise(self, step: float, salt: int) -> torch.Tensor:
+        place = torch.arange(self.like.numel(), device=self.like.device).view(self.like.shape)
+        bits = random.mix((place + (int(step) * SEED + self.index + salt)) & 0xFFFFFFFF)
+        return (bits >> (32 - random.BITS)).to(self.like.dtype) * 2.0**-random.BITS
+
+
+ON_NUMBERS = SimpleNamespace(sqrt=math.sqrt, minimum=min, where=lambda c, x, y: x if c else y)
+
+
+# ---- formulas as statements
+
+
+class Body(NamedTuple):
+    """The statements of a formula, and the names of its results."""
+
+    statements: tuple[Compute | Reduce, ...]
+    results: dict[str, Arg]
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Roles whose old values count."""
-        used = {a for _, _, args in self.body for a in args}
-        return tuple(role for role in self.roles if role in used)
+    def reads(self) -> set[Any]:
+        used = {a for s in self.statements for a in arguments(s)}
+        return used | set(self.results.values())
+
+    def needed(self, results: Sequence[Any], known: Sequence[Any] = ()) -> list[Any]:
+        """The statements that lead to some of the results, where others are ``known``."""
+        needed, kept = set(results), []
+        for s in reversed(self.statements):
+            if s.name in needed and s.name not in known:
+                needed.update(arguments(s))
+                kept.append(s)
+        return kept[::-1]
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """How the numbers of a step follow from a group's constants, its rate and the step count.
-
-    Statements in float64: of Python where the count is on the host, else on the device.
-    """
-
-    constants: tuple[str, ...]
-    body: tuple[Statement, ...]
-    results: tuple[str, ...]
-
-    @cached_property
-    def _function(self) -> Callable[..., list[float]]:
-        """The statements as one Python function: looking each of them up takes longer than a
-        launch."""
-        lines = [f"def numbers({', '.join((*self.constants, 'lr', 'step'))}):"]
-        for name, op, args in self.body:
-            given = ", ".join(a if isinstance(a, str) else repr(a) for a in args)
-            lines.append(f"    {name} = _{op}({given})")
-        lines.append(f"    return [{', '.join(self.results)}]")
-        names: dict[str, Any] = {f"_{op}": fn for op, fn in ON_NUMBERS.items()}
-        exec("\n".join(lines), names)
-        function: Callable[..., list[float]] = names["numbers"]
-        return function
-
-    def on_host(self, constants: Sequence[float], lr: float, step: float) -> list[float]:
-        return self._function(*constants, lr, step)
+def arguments(s: Compute | Reduce) -> tuple[Arg, ...]:
+    return (s.source,) if isinstance(s, Reduce) else s.args
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One pass of an optimiser: what happens to an element, and the numbers it takes."""
-
-    program: Program
-    numbers: Numbers
-    counts: bool = False  # whether the numbers depend on how many steps were made
-
-
-def program(
-    roles: Sequence[str], numbers: Sequence[str], update: Callable[..., Mapping[str, Term]]
-) -> Program:
-    """Trace ``update(role=…, number=…)``; its answer maps roles to values, and ``sum…`` to sums."""
-    code: list[Statement] = []
-    made = update(**{name: Term(code, name) for name in (*roles, *numbers)})
-    writes = tuple((k, v.name) for k, v in made.items() if not k.startswith("sum"))
-    sums = tuple(v.name for k, v in made.items() if k.startswith("sum"))
-    return Program(tuple(roles), tuple(numbers), tuple(code), writes, sums)
+def traced(formula: Formula, names: Sequence[str]) -> Body:
+    """``formula(b, **names)``; what reaches no result is left out."""
+    made = Scalars()
+    made.kinds = dict.fromkeys(names, "float")
+    found = formula(OnScalars(made), **{name: Scalar(made, name) for name in names})
+    body = Body(tuple(made.statements), {name: value.ref for name, value in found.items()})
+    return body._replace(statements=tuple(body.needed(list(body.results.values()))))
 
 
-def numbers(constants: Sequence[str], derive: Callable[..., Mapping[str, Term]]) -> Numbers:
-    code: list[Statement] = []
-    made = derive(**{name: Term(code, name) for name in (*constants, "lr", "step")})
-    return Numbers(tuple(constants), tuple(code), tuple(v.name for v in made.values()))
+# ---- rules
 
 
 @dataclass(frozen=True)
@@ -188,210 +130,131 @@ class Extras:
     ema: bool = False  # a moving average of the parameters
 
     @property
-    def roles(self) -> tuple[str, ...]:
+    def tensors(self) -> tuple[str, ...]:
         return ("master",) * self.master + ("ema",) * self.ema
 
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        return ("ema_rate",) * self.ema
+    def around(self, update: Formula) -> Formula:
+        """The formula with its gradient scaled first, and what rides along done last."""
+
+        def whole(b, p, g, gscale, master=None, ema=None, ema_rate=None, **more):
+            made = dict(update(b, p=p if master is None else master, g=g * gscale, **more))
+            if master is not None and "p" in made:
+                made["master"] = made["p"]
+            if ema is not None and "p" in made:
+                made["ema"] = ema + ema_rate * (made["p"] - ema)
+            return made
+
+        return whole
 
 
-NOTHING_ELSE = Extras()
+@dataclass(eq=False)  # one object per rule: kernels are looked up by it
+class Rule:
+    """The step of an optimiser: what it keeps, its numbers, and its formulas in order.
+
+    ``state`` has, for every tensor that is kept beside the parameter, its key in the state.
+    ``derive(b, lr, step, **constants)`` gives the numbers of a step, ``formulas`` are the kind, the
+    name and the formula of each :class:`Step`."""
+
+    state: Mapping[str, str]
+    constants: str
+    derive: Formula
+    formulas: Sequence[tuple[str, str, Formula]]
+    extras: Extras = Extras()
+    sums: tuple[str, ...] = ()  # over the tensor, for "finish"
+    finished: str = ""  # the number that "finish" makes
+    walk: str = FLAT
+    counts: bool = False  # whether the numbers depend on how many steps were made
+    on_device: bool = False  # whether a GPU makes the numbers even where the host could
+
+    def __post_init__(self) -> None:
+        more = self.extras.tensors
+        self.keys = (*self.state.values(), *more)  # in the state, in the order of the table
+        self.tensors = ("p", "g", *self.state, *more, *(SCRATCH if self.walk == MATRICES else ()))
+        # of what the numbers are made, besides the rate and the step count
+        self.given = ("gscale", *self.constants.split(), *["ema_rate"] * self.extras.ema)
+        self.body = traced(self._numbers, (*self.given, "lr", "step"))
+        self.numbers = tuple(self.body.results)
+        self.steps = tuple(
+            Step(self, kind, name, self.extras.around(formula) if kind == "pass" else formula)
+            for kind, name, formula in self.formulas
+        )
+
+    def place(self, tensor: str) -> int:
+        """The row of the table that has the addresses; row 0 has the numbers of elements."""
+        return 1 + [name for name in self.tensors if name != "g"].index(tensor)
+
+    def _numbers(self, b, gscale, lr, step, ema_rate=None, **constants):
+        made = {"gscale": gscale, **self.derive(b, lr=lr, step=step, **constants)}
+        made |= {"ema_rate": ema_rate} if self.extras.ema else {}
+        return made | ({self.finished: gscale} if self.finished else {})  # to be overwritten
+
+    def numbers_of(self, constants: Sequence[float], lr: float, step: float) -> list[float]:
+        """In Python: the formula is a function of numbers like any other."""
+        given = dict(zip(self.given, constants, strict=True))
+        return list(self._numbers(ON_NUMBERS, lr=lr, step=step, **given).values())
 
 
-def _with_extras(update: Callable[..., Mapping[str, Term]]) -> Callable[..., Any]:
-    """The rule with its gradient scaled first, and what rides along done last."""
+@dataclass(eq=False)
+class Step:
+    """One formula of a rule, and what it is given by name, besides the numbers of the tensor:
 
-    def whole(p: Term, gscale: Term, **more: Term) -> Mapping[str, Term]:
-        master, ema, rate = (more.pop(k, None) for k in ("master", "ema", "ema_rate"))
-        if "g" in more:
-            more["g"] = more["g"] * gscale
-        made = dict(update(p=master or p, **more))
-        if master is not None and "p" in made:
-            made["master"] = made["p"]
-        if ema is not None and "p" in made:
-            made["ema"] = ema + rate * (made["p"] - ema)
-        return made
+    "pass"     the tensors, element by element. What it returns under the name of a tensor is stored
+               there; what it returns under another name is added up over the tensor
+    "finish"   those sums and the ``size`` of the tensor; it returns one number of the tensor
+    "moments"  of every row and column of a matrix the ``old`` moment and the ``mean`` of squares
+    """
 
-    return whole
+    rule: Rule
+    kind: str
+    name: str
+    formula: Formula
 
-
-def _rule(
-    roles: Sequence[str],
-    names: Sequence[str],
-    update: Callable[..., Mapping[str, Term]],
-    of: Numbers,
-    extras: Extras,
-    counts: bool = False,
-) -> Rule:
-    scalars = ("gscale", *names, *extras.numbers)
-    of = Numbers(
-        ("gscale", *of.constants, *extras.numbers),
-        of.body,
-        ("gscale", *of.results, *extras.numbers),
-    )
-    return Rule(program((*roles, *extras.roles), scalars, _with_extras(update)), of, counts)
+    def __post_init__(self) -> None:
+        rule, kind = self.rule, self.kind
+        given = {"pass": rule.tensors, "finish": ("size", *rule.sums), "moments": ("old", "mean")}
+        self.body = traced(self.formula, (*given[kind], *rule.numbers))
+        used, results = self.body.reads, self.body.results
+        # numbers that it needs, by their places; tensors whose old values count; and what is stored
+        self.numbers = {name: k for k, name in enumerate(rule.numbers) if name in used}
+        self.reads = tuple(name for name in rule.tensors if name in used)
+        self.writes = {name: results[name] for name in rule.tensors if name in results}
+        self.touches = [n for n in rule.tensors if n in self.reads or n in self.writes]
+        self.sums = {k: results[name] for k, name in enumerate(rule.sums) if name in results}
 
 
-@lru_cache
-def sgd(momentum: bool, nesterov: bool, decay: bool, extras: Extras = NOTHING_ELSE) -> Rule:
-    def update(p: Term, g: Term, **x: Term) -> Mapping[str, Term]:
-        d = g + x["decay"] * p if decay else g
-        if not momentum:
-            return {"p": p - x["lr"] * d}
-        buf = x["momentum"] * x["buf"] + x["fresh"] * d
-        return {"buf": buf, "p": p - x["lr"] * (d + x["momentum"] * buf if nesterov else buf)}
-
-    names = ("lr", *(("decay",) if decay else ()), *(("momentum", "fresh") if momentum else ()))
-    of = numbers(names[1:], lambda lr, step, **c: {"lr": lr, **c})
-    return _rule(("p", "g") + ("buf",) * momentum, names, update, of, extras)
+# ---- tables
 
 
-def _adam_moments(x: dict[str, Term], g: Term, amsgrad: bool) -> tuple[dict[str, Term], Term]:
-    """The new state, and what the quotient divides by."""
-    m = x["b1"] * x["m"] + x["c1"] * g
-    v = x["b2"] * x["v"] + x["c2"] * (g * g)
-    top = x["vmax"].larger(v) if amsgrad else v
-    made = {"m": m, "v": v} | ({"vmax": top} if amsgrad else {})
-    return made, top.sqrt() * x["root"] + x["eps"]
+def listed(counts: Sequence[int]) -> torch.Tensor:
+    """(owner, place) for so many pieces of each owner, as two rows of int32."""
+    each = torch.tensor(counts, dtype=torch.int64)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), each)
+    place = torch.arange(len(owner)) - (each.cumsum(0) - each)[owner]
+    return torch.stack((owner, place)).to(torch.int32)
 
 
-def _adam_numbers(decoupled: bool) -> Numbers:
-    def derive(lr: Term, step: Term, b1: Term, b2: Term, eps: Term, decay: Term) -> Any:
-        made = {
-            "b1": b1,
-            "c1": 1.0 - b1,
-            "b2": b2,
-            "c2": 1.0 - b2,
-            "root": 1.0 / (1.0 - b2**step).sqrt(),
-            "eps": eps,
-            "size": lr / (1.0 - b1**step),
-        }
-        return made | ({"keep": 1.0 - lr * decay} if decoupled else {"decay": decay})
-
-    return numbers(("b1", "b2", "eps", "decay"), derive)
+def first_of(counts: Sequence[int]) -> torch.Tensor:
+    """The first piece of each owner, and how many there are in all."""
+    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
-_ADAM = ("b1", "c1", "b2", "c2", "root", "eps", "size")
-
-
-@lru_cache
-def adam(amsgrad: bool, decoupled: bool, decay: bool, extras: Extras = NOTHING_ELSE) -> Rule:
-    def update(p: Term, g: Term, **x: Term) -> Mapping[str, Term]:
-        if decay and not decoupled:
-            g = g + x["decay"] * p
-        made, below = _adam_moments(x, g, amsgrad)
-        kept = x["keep"] * p if decoupled else p
-        return made | {"p": kept - x["size"] * (made["m"] / below)}
-
-    names = (*_ADAM, "keep" if decoupled else "decay")
-    roles = ("p", "g", "m", "v", *(("vmax",) if amsgrad else ()))
-    return _rule(roles, names, update, _adam_numbers(decoupled), extras, counts=True)
-
-
-@lru_cache
-def lion(extras: Extras = NOTHING_ELSE) -> Rule:
-    def update(p: Term, g: Term, **x: Term) -> Mapping[str, Term]:
-        step = (x["b1"] * x["m"] + x["c1"] * g).sign()
-        m = x["b2"] * x["m"] + x["c2"] * g
-        return {"m": m, "p": x["keep"] * p - x["lr"] * step}
-
-    def derive(lr: Term, step: Term, b1: Term, b2: Term, decay: Term) -> Mapping[str, Term]:
-        kept = {"lr": lr, "keep": 1.0 - lr * decay}
-        return kept | {"b1": b1, "c1": 1.0 - b1, "b2": b2, "c2": 1.0 - b2}
-
-    of = numbers(("b1", "b2", "decay"), derive)
-    return _rule(("p", "g", "m"), ("lr", "keep", "b1", "c1", "b2", "c2"), update, of, extras)
-
-
-def _lamb_numbers() -> Numbers:
-    def derive(
-        lr: Term, step: Term, b1: Term, b2: Term, eps: Term, decay: Term, ratio: Term
-    ) -> Any:
-        return {
-            "b1": b1,
-            "c1": 1.0 - b1,
-            "b2": b2,
-            "c2": 1.0 - b2,
-            "root": 1.0 / (1.0 - b2**step).sqrt(),
-            "eps": eps,
-            "first": 1.0 / (1.0 - b1**step),
-            "decay": decay,
-            "lr": lr,
-            "ratio": ratio,
-        }
-
-    return numbers(("b1", "b2", "eps", "decay", "ratio"), derive)
-
-
-_LAMB = ("b1", "c1", "b2", "c2", "root", "eps", "first", "decay", "lr")
-
-
-@lru_cache
-def lamb_moments(extras: Extras = NOTHING_ELSE) -> Rule:
-    """First pass: the moments, ‖p‖² and ‖u‖². Its numbers serve both passes."""
-
-    def update(p: Term, g: Term, ratio: Term, lr: Term, **x: Term) -> Mapping[str, Term]:
-        made, below = _adam_moments(x, g, False)
-        u = x["first"] * made["m"] / below + x["decay"] * p
-        return made | {"sum p": p * p, "sum u": u * u}
-
-    return _rule(("p", "g", "m", "v"), (*_LAMB, "ratio"), update, _lamb_numbers(), extras, True)
-
-
-@lru_cache
-def lamb_apply(extras: Extras = NOTHING_ELSE) -> Rule:
-    """Second pass: u again from the moments, times the ratio of the norms."""
-
-    def update(p: Term, m: Term, v: Term, lr: Term, ratio: Term, **x: Term) -> Mapping[str, Term]:
-        u = x["first"] * m / (v.sqrt() * x["root"] + x["eps"]) + x["decay"] * p
-        return {"p": p - lr * (ratio * u)}
-
-    return _rule(("p", "m", "v"), (*_LAMB, "ratio"), update, _lamb_numbers(), extras, True)
-
-
-def _factor_numbers() -> Numbers:
-    def derive(
-        lr: Term, step: Term, power: Term, eps1: Term, eps2: Term, d: Term, decay: Term, pace: Term
-    ) -> Any:
-        return {
-            "weight": step**power,
-            "rho": lr.smaller(1.0 / step.sqrt()),
-            "keep": 1.0 - lr * decay,
-            "eps1": eps1,
-            "eps2": eps2,
-            "d": d,
-            "pace": pace,
-        }
-
-    return numbers(("power", "eps1", "eps2", "d", "decay", "pace"), derive)
-
-
-_FACTOR = ("weight", "rho", "keep", "eps1", "eps2", "d", "pace")
-
-
-@lru_cache
-def factor_moments(extras: Extras = NOTHING_ELSE) -> Rule:
-    """Adafactor of vectors, first pass: the moment, ‖p‖² and ‖u‖². Its numbers serve the second
-    pass too, and the passes over matrices."""
-
-    def update(p: Term, g: Term, v: Term, **x: Term) -> Mapping[str, Term]:
-        new = v + x["weight"] * (g * g - v)
-        u = g / new.larger(x["eps1"] * x["eps1"]).sqrt()
-        return {"v": new, "sum p": p * p, "sum u": u * u}
-
-    return _rule(("p", "g", "v"), _FACTOR, update, _factor_numbers(), extras, counts=True)
-
-
-@lru_cache
-def factor_apply(extras: Extras = NOTHING_ELSE) -> Rule:
-    """Second pass: u again from the moment, times the pace: the rate of the tensor."""
-
-    def update(p: Term, g: Term, v: Term, **x: Term) -> Mapping[str, Term]:
-        u = g / v.larger(x["eps1"] * x["eps1"]).sqrt()
-        return {"p": x["keep"] * p - x["pace"] * u}
-
-    return _rule(("p", "g", "v"), _FACTOR, update, _factor_numbers(), extras, counts=True)
-
-
-SQUARES = program(("g",), (), lambda g: {"sum g": g * g})
+def with_scratch(
+    table: torch.Tensor,
+    sizes: Sequence[tuple[int, int, int]],
+    parts: Sequence[tuple[int, int]],
+    wide: torch.dtype,
+    *more: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table of addresses with those of :data:`SCRATCH` added, then the sizes of matrices (how
+    many, height, width), then ``more``; and the scratch memory. ``parts``: the pieces in which sums
+    of rows and columns are made."""
+    needs = [
+        [n * h * across, n * w * down, n * h, n * w, n]
+        for (n, h, w), (across, down) in zip(sizes, parts, strict=True)
+    ]
+    ends = torch.tensor(needs).flatten().cumsum(0)
+    memory = torch.empty(int(ends[-1]), dtype=wide, device=table.device)
+    begins = (ends - torch.tensor(needs).flatten()).view(-1, len(SCRATCH))
+    rows = (begins * memory.element_size() + memory.data_ptr()).t().tolist()
+    rows += [*zip(*sizes, strict=True), *more]
+    return torch.cat((table, torch.tensor(rows).to(table.device))), memory

@@ -7,10 +7,10 @@ from typing import Any, Unpack
 import torch
 
 from deuteron.errors import BindError
-from deuteron.kernels.optim import Extras, Rule, factor_apply, factor_moments
+from deuteron.kernels.optim import Extras, Rule
+from deuteron.kernels.optim_rules import adafactor_of_matrices, adafactor_of_vectors
 from deuteron.optim.base import Fused, Ours
 from deuteron.optim.batch import Batch
-from deuteron.optim.machines import Control, Machine
 
 
 class Adafactor(Fused, torch.optim.Adafactor):
@@ -19,12 +19,12 @@ class Adafactor(Fused, torch.optim.Adafactor):
     ``foreach`` is accepted and changes nothing. On a GPU all vectors take four launches, and all
     matrices of similar size seven: sums by row and column, moments, the length of the update, the
     update. Nothing is read on the host, so a CUDA Graph may capture a step. On the CPU it is one
-    call of generated code for all matrices and two for all vectors. It computes in float32 where
+    call of generated code for all matrices and one for all vectors. It computes in float32 where
     parameters have 16 bits. Of the further arguments (:class:`deuteron.optim.Ours`) ``max_norm``,
     ``skip_nonfinite`` and ``ema_decay`` are there.
     """
 
-    _factored = True
+    _row_major = True
 
     def __init__(
         self,
@@ -43,15 +43,11 @@ class Adafactor(Fused, torch.optim.Adafactor):
             if ours.get(name):
                 raise ValueError(f"Adafactor has no {name}; use AdamW for it")
         self._set(ours)
-        torch.optim.Adafactor.__init__(
-            self, params, lr, beta2_decay, eps, d, weight_decay, foreach=foreach, maximize=maximize
-        )
+        flags: Any = {"foreach": foreach, "maximize": maximize}
+        torch.optim.Adafactor.__init__(self, params, lr, beta2_decay, eps, d, weight_decay, **flags)
 
-    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
-        return factor_moments(extras)
-
-    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
-        return ("row_var", "col_var") if p.dim() > 1 else ("variance",)
+    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+        return (adafactor_of_matrices if p.dim() > 1 else adafactor_of_vectors)(extras)
 
     def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         super()._check(p, grad)
@@ -62,29 +58,12 @@ class Adafactor(Fused, torch.optim.Adafactor):
                 remedy="use Adam for it",
             )
 
-    def _state_of(self, p: torch.Tensor, keys: tuple[str, ...], counts: bool) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[p]
-        shapes = {
-            "row_var": (*p.shape[:-1], 1),
-            "col_var": (*p.shape[:-2], 1, *p.shape[-1:]),
-            "variance": p.shape,
-        }
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        for key in keys:
-            if key not in state:
-                start = p.detach() if key == "ema" else p.new_zeros(shapes[key])
-                state[key] = start.to(self._stored_as(p, key), copy=True)
-            state[key] = state[key].contiguous()
-        return state
+    def _like(self, p: torch.Tensor, key: str) -> torch.Tensor:
+        shapes: dict[str, Any] = {"row_var": (*p.shape[:-1], 1)}
+        shapes["col_var"] = (*p.shape[:-2], 1, *p.shape[-1:])
+        return p.new_empty(shapes.get(key, p.shape))
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
         eps1, eps2 = group["eps"]
         eps1 = torch.finfo(batch.params[0].dtype).eps if eps1 is None else eps1
-        return [group["beta2_decay"], eps1, eps2, group["d"], group["weight_decay"], 0.0]
-
-    def _run(
-        self, run: Machine, batch: Batch, group: dict[str, Any], control: Control | None
-    ) -> None:
-        apply = factor_apply(self._extras(batch.params[0]))
-        run.step_factored(batch, apply, self._all_constants(group, batch), group["lr"], control)
+        return [group["beta2_decay"], eps1, eps2, group["d"], group["weight_decay"]]

@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 import torch
 
-from deuteron.kernels.optim import Extras, Rule, adam
+from deuteron.kernels.optim import Extras, Rule
+from deuteron.kernels.optim_rules import adam
 from deuteron.optim.base import Fused, Ours
 from deuteron.optim.batch import Batch
 
@@ -16,19 +17,11 @@ Betas = tuple[float | torch.Tensor, float | torch.Tensor]
 class _Adam(Fused):
     """What Adam and AdamW share."""
 
-    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
-        return adam(
-            bool(group["amsgrad"]),
-            bool(group["decoupled_weight_decay"]),
-            group["weight_decay"] != 0,
-            extras,
-        )
+    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+        decoupled, decay = bool(group["decoupled_weight_decay"]), group["weight_decay"] != 0
+        return adam(bool(group["amsgrad"]), decoupled, decay, extras)
 
-    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
-        third = ("max_exp_avg_sq",) if group["amsgrad"] else ()
-        return ("exp_avg", "exp_avg_sq", *third)
-
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
         return [*group["betas"], group["eps"], group["weight_decay"]]
 
 
@@ -57,20 +50,9 @@ class Adam(_Adam, torch.optim.Adam):
         **ours: Unpack[Ours],
     ) -> None:
         self._set(ours, differentiable)
-        torch.optim.Adam.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        flags: Any = {"maximize": maximize, "foreach": foreach, "fused": fused}
+        flags |= {"capturable": capturable, "decoupled_weight_decay": decoupled_weight_decay}
+        torch.optim.Adam.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, **flags)
 
 
 class AdamW(_Adam, torch.optim.AdamW):
@@ -99,16 +81,6 @@ class AdamW(_Adam, torch.optim.AdamW):
         **ours: Unpack[Ours],
     ) -> None:
         self._set(ours, differentiable)
-        torch.optim.AdamW.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            fused=fused,
-        )
+        flags: Any = {"maximize": maximize, "foreach": foreach, "fused": fused}
+        flags |= {"capturable": capturable}
+        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, **flags)

@@ -7,17 +7,15 @@ from typing import Any, Unpack
 import torch
 
 from deuteron.errors import BindError
-from deuteron.kernels.optim import Extras, Rule, adam
-from deuteron.optim.base import Fused, Ours
+from deuteron.kernels.optim import GROUP, GROUPS, Extras, Rule
+from deuteron.kernels.optim_rules import ADAM, SCALES, adam, adam_in_8_bits
+from deuteron.optim.base import Ours, OwnArguments
 from deuteron.optim.batch import Batch, is_dense, same_memory_order
-from deuteron.optim.lion import check_common
-from deuteron.optim.machines import Control, Machine
 
-GROUP = 256  # elements that share a scale
-KEYS = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+KINDS = dict(zip(ADAM.values(), (torch.int8, torch.uint8), strict=True))
 
 
-class AdamW8bit(Fused):
+class AdamW8bit(OwnArguments):
     """AdamW with a quarter of the state: 2.03 bytes per element instead of 8.
 
     Groups of 256 elements share a float32 scale. The first moment is kept as ±A·(q/127)², the
@@ -49,35 +47,19 @@ class AdamW8bit(Fused):
         capturable: bool = False,
         **ours: Unpack[Ours],
     ) -> None:
-        check_common(lr, betas, weight_decay)
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
         if ours.get("state_dtype"):
             raise ValueError("AdamW8bit has no state_dtype; use AdamW for it")
-        self._set(ours)
         self.min_8bit_size = min_8bit_size
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "maximize": maximize,
-                "capturable": capturable,
-            },
-        )
-
-    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
-        return adam(False, True, True, extras)
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, ours, **given, maximize=maximize, capturable=capturable)
 
     def _is_large(self, p: torch.Tensor) -> bool:
         return p.numel() >= max(self.min_8bit_size, 1)
 
-    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
-        return KEYS if self._is_large(p) else KEYS[:2]
+    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+        return adam_in_8_bits(extras) if self._is_large(p) else adam(False, True, True, extras)
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
         return [*group["betas"], group["eps"], group["weight_decay"]]
 
     def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:
@@ -90,34 +72,26 @@ class AdamW8bit(Fused):
             )
 
     def _stored_as(self, p: torch.Tensor, key: str) -> torch.dtype:
-        return torch.float32 if key.endswith("scale") else super()._stored_as(p, key)
+        if key in SCALES.values():
+            return torch.float32
+        return KINDS[key] if key in KINDS and self._is_large(p) else super()._stored_as(p, key)
 
-    def _state_of(self, p: torch.Tensor, keys: tuple[str, ...], counts: bool) -> dict[str, Any]:
-        if keys[: len(KEYS)] != KEYS:
-            return super()._state_of(p, keys, counts)
+    def _like(self, p: torch.Tensor, key: str) -> torch.Tensor:
+        groups = -(-p.numel() // GROUP)
+        return p.new_empty(groups) if key in SCALES.values() else super()._like(p, key)
+
+    def _state_of(self, p: torch.Tensor, rule: Rule) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
-        if "exp_avg_scale" not in state:
-            groups = -(-p.numel() // GROUP)
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(p, dtype=torch.int8)
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.uint8)
-            for key in KEYS[2:]:
-                state[key] = torch.zeros(groups, dtype=torch.float32, device=p.device)
-        if is_dense(p) and not same_memory_order(state["exp_avg"], p):
+        if rule.walk == GROUPS and "exp_avg_scale" not in state:
+            for key in ("step", *ADAM.values()):  # of an optimiser that kept them otherwise
+                state.pop(key, None)
+        elif rule.walk == GROUPS and is_dense(p) and not same_memory_order(state["exp_avg"], p):
             raise BindError(
                 "its 8-bit state was saved in another memory order, and scales go by memory",
                 asked=f"a step of AdamW8bit for a parameter of shape {tuple(p.shape)}",
                 remedy="load the state before the parameter changes its memory format",
             )
-        return super()._state_of(p, keys[len(KEYS) :], counts)
-
-    def _run(
-        self, run: Machine, batch: Batch, group: dict[str, Any], control: Control | None
-    ) -> None:
-        if batch.keys[: len(KEYS)] != KEYS:
-            super()._run(run, batch, group, control)
-            return
-        run.step_8bit(batch, self._all_constants(group, batch), group["lr"], control)
+        return super()._state_of(p, rule)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"min_8bit_size": self.min_8bit_size}

@@ -14,9 +14,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from deuteron.errors import BindError, EngineError, GraphError
-from deuteron.kernels.optim import Extras, Rule
+from deuteron.kernels.optim import MATRICES, Extras, Rule
 from deuteron.optim.batch import Batch, capturing, is_dense, moved, same_memory_order
-from deuteron.optim.machines import Control, Limits, Machine, machine
+from deuteron.optim.runners import Control, Given, Limits, Runner, runner
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENT = attrgetter("grad")
@@ -60,7 +60,7 @@ class Fused(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    _factored = False  # whether state goes by rows and columns, and not element by element
+    _row_major = False  # whether tensors in any other memory order are copied there and back
     ours: Ours
     grad_norm: torch.Tensor | None = None
     _batches: list[Batches | None]  # one for each group
@@ -69,23 +69,22 @@ class Fused(torch.optim.Optimizer):
 
     # ---- what a subclass says
 
-    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
+    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
         raise NotImplementedError
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
         """What the rule's numbers are made of, after the factor of the gradient."""
         raise NotImplementedError
 
-    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
-        """Names in the state of what the rule keeps for a parameter, in the rule's order."""
-        raise NotImplementedError
-
     def _run(
-        self, run: Machine, batch: Batch, group: dict[str, Any], control: Control | None
+        self, run: Runner, batch: Batch, group: dict[str, Any], control: Control | None
     ) -> None:
         """One batch, one step."""
-        constants = self._all_constants(group, batch)
-        run.step(batch, constants, group["lr"], control, bool(group.get("capturable")))
+        decay = self.ours.get("ema_decay")
+        constants = [-1.0 if group.get("maximize") else 1.0]
+        constants += map(float, self._constants(group, batch))
+        constants += [] if decay is None else [1.0 - decay]
+        run.step(batch, Given(constants, group["lr"], bool(group.get("capturable")), control))
 
     def _fresh(self, group: dict[str, Any], state: dict[str, Any]) -> bool:
         """Whether the first step of a tensor differs from the others."""
@@ -129,12 +128,6 @@ class Fused(torch.optim.Optimizer):
             ema=self.ours.get("ema_decay") is not None,
         )
 
-    def _all_constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
-        sign = -1.0 if group.get("maximize") else 1.0
-        decay = self.ours.get("ema_decay")
-        rate = [] if decay is None else [1.0 - decay]
-        return [sign, *(float(c) for c in self._constants(group, batch)), *rate]
-
     # ---- state
 
     def _stored_as(self, p: torch.Tensor, key: str) -> torch.dtype:
@@ -144,21 +137,23 @@ class Fused(torch.optim.Optimizer):
         wanted = self.ours.get("state_dtype")
         return p.dtype if wanted is None or p.is_complex() else wanted
 
-    def _state_of(self, p: torch.Tensor, keys: tuple[str, ...], counts: bool) -> dict[str, Any]:
+    def _like(self, p: torch.Tensor, key: str) -> torch.Tensor:
+        """A tensor of the shape and memory order that a parameter's state has."""
+        return p.detach() if is_dense(p) else torch.empty_like(p)
+
+    def _state_of(self, p: torch.Tensor, rule: Rule) -> dict[str, Any]:
         """The state of a parameter, complete and in the parameter's memory order."""
         state: dict[str, Any] = self.state[p]
-        if counts and "step" not in state:
+        if rule.counts and "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        home = p.detach() if is_dense(p) else torch.empty_like(p)
-        for key in keys:
-            kind, found = self._stored_as(p, key), state.get(key)
+        for key in rule.keys:
+            kind, like, found = self._stored_as(p, key), self._like(p, key), state.get(key)
             if found is None:
-                start = p.detach() if key in ("master", "ema") else None
-                state[key] = torch.zeros_like(home, dtype=kind)
-                if start is not None:
-                    state[key].copy_(start)
-            elif not same_memory_order(found, home) or found.dtype != kind:
-                state[key] = torch.empty_like(home, dtype=kind).copy_(found)
+                state[key] = torch.zeros_like(like, dtype=kind)
+                if key in ("master", "ema"):
+                    state[key].copy_(p.detach())
+            elif not same_memory_order(found, like) or found.dtype != kind:
+                state[key] = torch.empty_like(like, dtype=kind).copy_(found)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -203,6 +198,17 @@ class Fused(torch.optim.Optimizer):
                 for p, before in saved:
                     p.copy_(before)
 
+    def explain(self) -> str:
+        """What the last step ran: kernels, launches, bytes, and the least time that these take at
+        the machine's bandwidth.
+
+        >>> print(optimizer.explain())
+        """
+        from deuteron.optim.explain import explained
+
+        made = [batch for group in self._batches if group is not None for batch in group.batches]
+        return explained(type(self).__name__, made)
+
     # ---- the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -246,7 +252,7 @@ class Fused(torch.optim.Optimizer):
         control = self._control([batch for batch, _ in work])
         for batch, group in work:
             held = None if control is None else control[batch.device]
-            self._run(machine(batch.device.type), batch, group, held)
+            self._run(runner(batch.device.type), batch, group, held)
             batch.let_go()
             if capturing(batch.device):
                 self._captured.append(batch.in_use())
@@ -275,7 +281,8 @@ class Fused(torch.optim.Optimizer):
     def _hold(self, made: Batches, group: dict[str, Any]) -> bool:
         """Whether the batches made before still fit."""
         return all(map(is_, made.params, group["params"])) and all(
-            batch.rule is self._rule(group, self._extras(batch.params[0])) and batch.still_holds()
+            batch.rule is self._rule(group, p := batch.params[0], self._extras(p))
+            and batch.still_holds()
             for batch in made.batches
         )
 
@@ -283,28 +290,27 @@ class Fused(torch.optim.Optimizer):
         """The group's parameters, sorted into batches."""
         if group.get("differentiable"):  # said by a group, or by a state dict that was loaded
             raise self._not_differentiable('a step of a group with "differentiable": True')
-        sorted_: dict[Any, tuple[list[int], list[dict[str, Any]], Rule, tuple[str, ...]]] = {}
+        sorted_: dict[Any, tuple[list[int], list[dict[str, Any]]]] = {}
         for i, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
             self._check(p, p.grad)
             _refuse_to_begin(p)
-            extras = self._extras(p)
-            rule, keys = self._rule(group, extras), (*self._keys(group, p), *extras.roles)
+            rule = self._rule(group, p, self._extras(p))
             fresh = self._fresh(group, self.state[p])
-            state = self._state_of(p, keys, rule.counts)
-            kinds = tuple(state[key].dtype for key in keys)
+            state = self._state_of(p, rule)
+            kinds = tuple(state[key].dtype for key in rule.keys)
             step = _known_step(state["step"], p) if rule.counts else None
-            form = machine(p.device.type).form(p) if self._factored else None
-            place = (p.device, p.dtype, p.grad.dtype, kinds, fresh, step, keys, form)
-            index, states, _, _ = sorted_.setdefault(place, ([], [], rule, keys))
+            tile = runner(p.device.type).tile(p) if rule.walk == MATRICES else None
+            place = (rule, fresh, p.device, p.dtype, p.grad.dtype, kinds, step, tile)
+            index, states = sorted_.setdefault(place, ([], []))
             index.append(i)
             states.append(state)
         made = []
-        for place, (index, states, rule, keys) in sorted_.items():
+        for (rule, fresh, device, *_), (index, states) in sorted_.items():
             params = [group["params"][i] for i in index]
-            block = machine(place[0].type).block
-            made.append(Batch(rule, params, states, keys, index, block, place[4], self._factored))
+            block = runner(device.type).block
+            made.append(Batch(rule, params, states, index, block, fresh, self._row_major))
         return made
 
     def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:
@@ -330,25 +336,43 @@ class Fused(torch.optim.Optimizer):
 
     def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
         """Unscale, clip and skip, decided over all batches on all devices; None if nothing is."""
-        scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        norm, skip = self.ours.get("max_norm"), self.ours.get("skip_nonfinite")
-        if scale is None and found_inf is None and norm is None and not skip:
-            return None
-        limits = Limits(norm, bool(skip))
+        norm, skip = self.ours.get("max_norm"), bool(self.ours.get("skip_nonfinite"))
         devices = list(dict.fromkeys(batch.device for batch in batches))
         first = devices[0]
-        squares = None
-        if limits.needs_norm:
-            parts = [
-                machine(d.type).squares([b for b in batches if b.device == d]) for d in devices
-            ]
-            squares = torch.cat([x.to(first) for x in parts]) if len(parts) > 1 else parts[0]
-        scale, found_inf = (
-            moved(x, first) if isinstance(x, torch.Tensor) else x for x in (scale, found_inf)
+        scale, found = (
+            moved(x, first) if isinstance(x, torch.Tensor) else x
+            for x in (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         )
-        made = machine(first.type).control(squares, scale, found_inf, limits)
+        if scale is None and found is None and norm is None and not skip:
+            return None
+        squares = None
+        if norm is not None or skip:
+            parts = [runner(d.type).squares([b for b in batches if b.device == d]) for d in devices]
+            squares = torch.cat([x.to(first) for x in parts]) if len(parts) > 1 else parts[0]
+        made = runner(first.type).control(Limits(squares, scale, found, norm, skip))
+        batches[0].ran.append(("control", None, 1))
         self.grad_norm = made.norm
         return {d: made if d == first else made.on(d) for d in devices}
+
+
+class OwnArguments(Fused):
+    """Those that torch.optim does not have, with the bounds that it sets."""
+
+    def __init__(self, params: Any, ours: Ours, **given: Any) -> None:
+        betas, eps, decay = given["betas"], given.get("eps", 0.0), given["weight_decay"]
+        if not float(given["lr"]) >= 0.0:
+            raise ValueError(f"Invalid learning rate: {given['lr']}")
+        if len(betas) != 2:
+            raise ValueError(f"Invalid betas: {betas}; there are two of them")
+        for i, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        if not decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {decay}")
+        if not eps >= 0.0:
+            raise ValueError(f"Invalid epsilon value: {eps}")
+        self._set(ours)
+        super().__init__(params, given)
 
 
 _watched_step = torch.optim.Optimizer.profile_hook_step(Fused._step)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deuteron.errors import EngineError
-from deuteron.kernels.optim import Rule
+from deuteron.kernels.optim import Rule, Step, first_of, listed
 
 # a step asks this of hundreds of tensors; mapped, a method takes half as long as in a loop
 ADDRESS, CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
@@ -92,14 +92,13 @@ class Batch:
         rule: Rule,
         params: list[torch.Tensor],
         states: list[dict[str, Any]],
-        keys: Sequence[str],
         index: Sequence[int],
         block: int,
         fresh: bool,
         row_major: bool = False,
     ) -> None:
         """``row_major``: tensors in any other memory order are copied there and back."""
-        self.rule, self.params, self.states, self.keys = rule, params, states, tuple(keys)
+        self.rule, self.params, self.states = rule, params, states
         self.device = params[0].device
         self.index = list(index)  # places in the group
         self.fresh = fresh  # the first step of its tensors, where that differs from the others
@@ -110,10 +109,15 @@ class Batch:
         ]
         self.strays = [i for i, p in enumerate(params) if not fits(p)]
         self.plain = all(h.is_contiguous() and not h.is_complex() for h in self.homes)
-        self.tensors = [[s[key] for s in states] for key in self.keys]
+        self.tensors = [[s[key] for s in states] for key in rule.keys]
         # of the parameter and its state, in the order of the table
         self.dtypes = tuple(row[0].dtype.to_real() for row in (self.homes, *self.tensors))
-        self._role_dtypes: dict[Any, tuple[torch.dtype, ...]] = {}
+        assert params[0].grad is not None
+        self.grad_dtype = params[0].grad.dtype.to_real()
+        # all of them in the order of the rule's names; scratch memory is of the type of arithmetic
+        self.kinds = (self.dtypes[0], self.grad_dtype, *self.dtypes[1:])
+        self.wide = torch.float64 if torch.float64 in self.kinds else torch.float32
+        self.kinds += (self.wide,) * (len(rule.tensors) - len(self.kinds))
         self.places = list(map(ADDRESS, params))
         facts: tuple[Callable[[torch.Tensor], Any], ...] = (ADDRESS, COUNT, STRIDE)
         self._facts = [(ask, list(map(ask, params))) for ask in facts]
@@ -130,7 +134,8 @@ class Batch:
         self._counts = self.steps.numpy() if on_host else None
         self.step = float(self.steps[0]) if on_host else 0.0
         self.rows: torch.Tensor | None = None  # numbers of the step, where a device makes them
-        self.layout: Any = None  # tables of the kernels that go by rows and columns
+        self.prepared: dict[Rule, Any] = {}  # what a runner made for a rule, the batch's or another
+        self.ran: list[tuple[str, Step | None, int]] = []  # since gradients were taken: launches
         self.constants: torch.Tensor | None = None
         self._constant_values: list[float] = []
 
@@ -145,15 +150,9 @@ class Batch:
 
     def _lay_out(self, block: int) -> None:
         """The list of chunks: tensor and place in the tensor, and each tensor's first chunk."""
-        sizes = torch.tensor(self.sizes)
-        chunks = (sizes + block - 1) // block
-        ends = chunks.cumsum(0)
-        owner = torch.repeat_interleave(torch.arange(self.count), chunks)
-        place = torch.arange(len(owner)) - (ends - chunks)[owner]
-        self.chunks = len(owner)
-        self.where = torch.cat((owner, place)).to(torch.int32).to(self.device)
-        self.firsts = torch.cat((torch.zeros(1, dtype=torch.int64), ends)).to(torch.int32)
-        self.firsts = self.firsts.to(self.device)
+        chunks = [-(-size // block) for size in self.sizes]
+        self.chunks = sum(chunks)
+        self.where, self.firsts = (x.to(self.device) for x in (listed(chunks), first_of(chunks)))
         rows = [self.homes, *self.tensors]
         addresses = [self.sizes, *([t.data_ptr() for t in row] for row in rows)]
         self.table = torch.tensor(addresses, dtype=torch.int64).to(self.device)
@@ -176,14 +175,6 @@ class Batch:
             state["step"] = view
         return steps
 
-    def role_dtypes(self, roles: tuple[str, ...], grad: torch.dtype) -> tuple[torch.dtype, ...]:
-        found = self._role_dtypes.get((roles, grad))
-        if found is None:
-            rest = iter(self.dtypes)
-            found = tuple(grad if role == "g" else next(rest) for role in roles)
-            self._role_dtypes[roles, grad] = found
-        return found
-
     # ---- before each step
 
     def still_holds(self) -> bool:
@@ -194,7 +185,7 @@ class Batch:
                 return False
         if _changes(self.steps) != self._steps_changed:
             return False
-        kept = zip((*self.keys, "step"), (*self.tensors, self._step_views), strict=True)
+        kept = zip((*self.rule.keys, "step"), (*self.tensors, self._step_views), strict=True)
         try:
             return all(
                 all(map(is_, map(itemgetter(key), self.states), row)) for key, row in kept if row
@@ -208,7 +199,7 @@ class Batch:
             for i, (g, home) in enumerate(zip(grads, self.homes, strict=True)):
                 if not same_memory_order(g, home) or g.is_conj():
                     grads[i] = torch.empty_like(home, dtype=g.dtype).copy_(g)
-        self.grad_dtype = grads[0].dtype.to_real()
+        self.ran = []
         self.held = grads
         places = list(map(ADDRESS, grads))
         if places != self._grad_places:
@@ -255,5 +246,5 @@ class Batch:
             self.homes,
             self.tensors,
             self.upload,
-            self.layout,
+            self.prepared,
         )

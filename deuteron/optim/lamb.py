@@ -6,14 +6,13 @@ from typing import Any, Unpack
 
 import torch
 
-from deuteron.kernels.optim import Extras, Rule, lamb_apply, lamb_moments
-from deuteron.optim.base import Fused, Ours
+from deuteron.kernels.optim import Extras, Rule
+from deuteron.kernels.optim_rules import lamb
+from deuteron.optim.base import Ours, OwnArguments
 from deuteron.optim.batch import Batch
-from deuteron.optim.lion import check_common
-from deuteron.optim.machines import Control, Machine
 
 
-class LAMB(Fused):
+class LAMB(OwnArguments):
     """u = m̂ / (√v̂ + ε) + λ·p;  p ← p − lr · ‖p‖ / ‖u‖ · u, norms per tensor, 1 where one is 0 or
     nan: a nan in one element does not reach the others.
 
@@ -26,7 +25,7 @@ class LAMB(Fused):
 
     >>> opt = dt.optim.LAMB(model.parameters(), lr=2e-3, weight_decay=0.01, max_norm=1.0)
 
-    Three launches per batch on a GPU: moments and sums, ratios, update.
+    Three launches per batch on a GPU: moments and sums, ratios, update; one if it is not adapted.
     """
 
     def __init__(
@@ -42,45 +41,21 @@ class LAMB(Fused):
         capturable: bool = False,
         **ours: Unpack[Ours],
     ) -> None:
-        check_common(lr, betas, weight_decay)
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
         if ours.get("state_dtype") is torch.float16:
             raise ValueError(
                 "LAMB has no state_dtype float16, in which squares of gradients underflow; use "
                 "bfloat16 or float32"
             )
-        self._set(ours)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "always_adapt": always_adapt,
-                "maximize": maximize,
-                "capturable": capturable,
-            },
-        )
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        flags = {"maximize": maximize, "capturable": capturable}
+        super().__init__(params, ours, **given, always_adapt=always_adapt, **flags)
 
-    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
-        return lamb_moments(extras)
-
-    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+        return lamb(group["weight_decay"] != 0 or bool(group["always_adapt"]), extras)
 
     def _stored_as(self, p: torch.Tensor, key: str) -> torch.dtype:
         kind = super()._stored_as(p, key)
         return torch.float32 if kind is torch.float16 else kind
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
-        return [*group["betas"], group["eps"], group["weight_decay"], 1.0]
-
-    def _run(
-        self, run: Machine, batch: Batch, group: dict[str, Any], control: Control | None
-    ) -> None:
-        adapt = group["weight_decay"] != 0 or bool(group["always_adapt"])
-        apply = lamb_apply(self._extras(batch.params[0]))
-        constants = self._all_constants(group, batch)
-        run.step_by_ratio(batch, apply, constants, group["lr"], control, adapt)
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
+        return [*group["betas"], group["eps"], group["weight_decay"]]

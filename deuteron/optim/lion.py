@@ -6,25 +6,13 @@ from typing import Any, Unpack
 
 import torch
 
-from deuteron.kernels.optim import Extras, Rule, lion
-from deuteron.optim.base import Fused, Ours
+from deuteron.kernels.optim import Extras, Rule
+from deuteron.kernels.optim_rules import lion
+from deuteron.optim.base import Ours, OwnArguments
 from deuteron.optim.batch import Batch
 
 
-def check_common(lr: float | torch.Tensor, betas: tuple[float, float], decay: float) -> None:
-    """The bounds that torch.optim sets, for classes that it does not have."""
-    if not float(lr) >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas}; there are two of them")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-    if not decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {decay}")
-
-
-class Lion(Fused):
+class Lion(OwnArguments):
     """p ← (1 − lr·λ)·p − lr·sign(β₁·m + (1 − β₁)·g); m ← β₂·m + (1 − β₂)·g, λ being
     ``weight_decay``.
 
@@ -46,24 +34,11 @@ class Lion(Fused):
         capturable: bool = False,
         **ours: Unpack[Ours],
     ) -> None:
-        check_common(lr, betas, weight_decay)
-        self._set(ours)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "weight_decay": weight_decay,
-                "maximize": maximize,
-                "capturable": capturable,
-            },
-        )
+        given = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, ours, **given, maximize=maximize, capturable=capturable)
 
-    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
+    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
         return lion(extras)
 
-    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
         return [*group["betas"], group["weight_decay"]]

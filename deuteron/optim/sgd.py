@@ -6,10 +6,11 @@ from typing import Any, Unpack
 
 import torch
 
-from deuteron.kernels.optim import Extras, Rule, sgd
+from deuteron.kernels.optim import Extras, Rule
+from deuteron.kernels.optim_rules import sgd
 from deuteron.optim.base import Fused, Ours
 from deuteron.optim.batch import Batch
-from deuteron.optim.machines import Control, Machine
+from deuteron.optim.runners import Control, Runner
 
 
 class SGD(Fused, torch.optim.SGD):
@@ -37,37 +38,24 @@ class SGD(Fused, torch.optim.SGD):
         **ours: Unpack[Ours],
     ) -> None:
         self._set(ours, differentiable)
-        torch.optim.SGD.__init__(
-            self,
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-        )
+        flags: Any = {"maximize": maximize, "foreach": foreach, "fused": fused}
+        given = (lr, momentum, dampening, weight_decay, nesterov)
+        torch.optim.SGD.__init__(self, params, *given, **flags)
 
-    def _rule(self, group: dict[str, Any], extras: Extras) -> Rule:
-        return sgd(
-            group["momentum"] != 0, bool(group["nesterov"]), group["weight_decay"] != 0, extras
-        )
-
-    def _keys(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+        decay = group["weight_decay"] != 0
+        return sgd(group["momentum"] != 0, bool(group["nesterov"]), decay, extras)
 
     def _fresh(self, group: dict[str, Any], state: dict[str, Any]) -> bool:
         return group["momentum"] != 0 and state.get("momentum_buffer") is None
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[float]:
+    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
         momentum, decay = group["momentum"], group["weight_decay"]
         kept = 1.0 if batch.fresh else 1.0 - group["dampening"]
         return ([decay] if decay != 0 else []) + ([momentum, kept] if momentum != 0 else [])
 
     def _run(
-        self, run: Machine, batch: Batch, group: dict[str, Any], control: Control | None
+        self, run: Runner, batch: Batch, group: dict[str, Any], control: Control | None
     ) -> None:
         """The first gradient goes into the buffer undamped, so whether a first step was skipped
         must be known; only where there is dampening is that read on the host."""

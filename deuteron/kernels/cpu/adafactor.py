@@ -1,89 +1,113 @@
-"""Adafactor of matrices, one call over all tensors: the passes of ``adafactor_passes`` in order,
-bundle after bundle, so that a tensor is in L2 from its first pass to its last."""
+"""Adafactor of matrices: how they are cut into chunks, and what lies between their passes.
+
+A chunk is some rows of a matrix, or several small matrices. The first pass leaves the sums of its
+rows and, for every chunk of a matrix, of its columns; :func:`moments` adds those up, moves the
+moments and leaves 1/√ of them, so that no element costs a root or a division afterwards.
+
+    bytes = size · (3 · g + 3 · p), of which size · (g + 2 · p) from memory
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from math import prod
 
 import torch
 
-from deuteron.codegen.calls import Call, Tape
-from deuteron.ir.dtype import dtype
-from deuteron.kernels.cpu.adafactor_passes import PASSES, POINTERS, Cut, compiled, cut
-from deuteron.kernels.cpu.optim import SERIAL
-from deuteron.kernels.optim import Program
+from deuteron.codegen.llvm import F64, Value, lanes_of, vec
+from deuteron.kernels.cpu.optim_rows import Pass, Reduced, Writer
+from deuteron.kernels.cpu.sweep import blocks, steps
+from deuteron.kernels.optim import first_of, listed, with_scratch
 
-BUNDLE = 1 << 17  # elements
-
-
-def _list(counts: Sequence[int]) -> torch.Tensor:
-    """(owner, number within the owner) for so many things of each owner, as int32."""
-    sizes = torch.tensor(counts)
-    owner = torch.repeat_interleave(torch.arange(len(counts)), sizes)
-    place = torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner]
-    return torch.stack((owner, place)).to(torch.int32)
+CHUNK = 16384  # elements
+TALL = 256  # rows of a chunk: sums of columns are that long before they go on in float64
 
 
-class Layout:
-    """The step of some tensors with all its tables; only gradients and numbers are still open."""
+def cut(
+    table: torch.Tensor, shapes: Sequence[Sequence[int]], wide: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """The table, the list of chunks, the first of each tensor, and scratch memory. The table has,
+    after the sizes of matrices, rows of a chunk, chunks of a matrix and matrices of a chunk."""
+    sizes, cuts, counts = [(prod(shape[:-2]), *shape[-2:]) for shape in shapes], [], []
+    for many, height, width in sizes:
+        tall = max(1, min(height, TALL, CHUNK // max(width, 1)))
+        parts = -(-height // tall)
+        together = 1 if parts > 1 else max(1, CHUNK // max(height * width, 1))
+        cuts.append((tall, parts, together))
+        counts.append(-(-many // together) * parts if height * width else 0)
+    more = zip(*cuts, strict=True)
+    table, memory = with_scratch(table, sizes, [(1, parts) for _, parts, _ in cuts], wide, *more)
+    return table, listed(counts), first_of(counts), memory
 
-    def __init__(
-        self,
-        program: Program,
-        dtypes: Sequence[torch.dtype],
-        shapes: Sequence[Sequence[int]],
-        table: torch.Tensor,
-    ) -> None:
-        """``dtypes`` are of p, g, the moments, and the average where there is one."""
-        kinds = [dtype(d) for d in dtypes]
-        wide = torch.float64 if torch.float64 in dtypes else torch.float32
-        loaded = {name: compiled(name, program, kinds) for name in PASSES}
-        cuts, bundles, room = self._bundles(shapes)
-        self.numbers = torch.empty(len(program.numbers), dtype=torch.float64)
-        chunks, spans = _list([x.last - x.first for x in cuts]), _list([x.spans for x in cuts])
-        sums = torch.empty(3, max(chunks.shape[1], len(cuts)), dtype=torch.float64)
-        scratch = [torch.empty(n, dtype=wide) for n in room]
-        cut_table = torch.tensor([astuple(x) for x in cuts]).t().contiguous()
-        self.held = (table, self.numbers, cut_table, chunks, spans, *scratch, sums)
-        known = [table, table, self.numbers, cut_table, chunks, spans, *scratch, *sums]
-        counts = [len(cuts), chunks.shape[1], spans.shape[1]]
-        header = torch.tensor([*(x.data_ptr() for x in known), *counts])
-        self.header = header.numpy()
-        calls = []
-        for first, last in bundles:
-            mine = cuts[first:last]
-            before = sum(x.spans for x in cuts[:first])
-            ranges = {
-                "chunk": (mine[0].first, mine[-1].last),
-                "span": (before, before + sum(x.spans for x in mine)),
-                "tensor": (first, last),
-            }
-            threaded = sum(prod(shape) for shape in shapes[first:last]) > SERIAL
-            for name, of in PASSES.items():
-                calls.append(Call(loaded[name], (header, *ranges[of]), threaded))
-        self.tape = Tape(calls)
 
-    def _bundles(
-        self, shapes: Sequence[Sequence[int]]
-    ) -> tuple[list[Cut], list[tuple[int, int]], list[int]]:
-        """How every tensor is cut, which go through the passes together, memory for the largest."""
-        cuts: list[Cut] = []
-        bundles: list[tuple[int, int]] = []
-        room = at = (0, 0, 0)
-        size = begin = 0
-        for i, shape in enumerate(shapes):
-            cuts.append(cut(shape, at, cuts[-1].last if cuts else 0))
-            at = cuts[-1].ends
-            room = tuple(map(max, room, at))  # type: ignore[assignment]
-            size += prod(shape)
-            if size >= BUNDLE or i == len(shapes) - 1:
-                bundles.append((begin, i + 1))
-                begin, size, at = i + 1, 0, (0, 0, 0)
-        return cuts, bundles, list(room)
+class _Cut:
+    """The matrices and rows of a chunk."""
 
-    def step(self, grads: torch.Tensor, numbers: Sequence[float]) -> None:
-        self.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
-        self.header[POINTERS.index("grads")] = grads.data_ptr()
-        self.tape.run(self.tape.words())
+    def __init__(self, w: Writer, number: Value) -> None:
+        c, first = w.c, w.step.rule.place("mean") + 1
+        rows = (w.entry(first + k) for k in range(6))
+        self.matrices, self.height, self.width, self.tall, self.parts, together = rows
+        self.part = c.rem(number, self.parts)
+        self.begin = c.mul(c.div(number, self.parts), together)
+        self.end = c.least(c.add(self.begin, together), self.matrices)
+
+
+def rows(w: Pass, number: Value) -> None:
+    """The rows of a chunk."""
+    c, cut = w.c, _Cut(w, number)
+    low = c.mul(cut.part, cut.tall)
+    high = c.least(c.add(low, cut.tall), cut.height)
+    with c.loop(cut.begin, cut.end) as b:
+        column, base = c.mul(b, cut.width), c.mul(b, cut.height)
+        part = c.mul(c.add(c.mul(b, cut.parts), cut.part), cut.width)
+
+        def clear(i: Value, lanes: int) -> None:
+            w.write("column_total", w.constant(0.0, lanes), c.add(part, i))
+
+        if "column_total" in w.step.writes:
+            steps(c, cut.width, clear)
+        with c.loop(c.add(base, low), c.add(base, high)) as row:
+            w.row(c.mul(row, cut.width), cut.width, row=row, column=column, part=part, matrix=b)
+
+
+def moments(w: Writer, number: Value) -> None:
+    """All matrices of which this is the first chunk."""
+    c, cut, total = w.c, _Cut(w, number), Reduced(w)
+    with c.when(c.cmp("==", cut.part, 0)), c.loop(cut.begin, cut.end) as b:
+        row, column = c.mul(b, cut.height), c.mul(b, cut.width)
+        total.clear()
+
+        def of_rows(i: Value, lanes: int) -> None:
+            at = c.add(row, i)
+            mean = _mean(w, w.wide(w.read("row_total", at, lanes)), cut.width)
+            total.few.take(_moved(w, "row", "row_var", at, mean), lanes)
+
+        def of_columns(i: Value, lanes: int) -> None:
+            wide = vec(lanes, F64)
+            sums = c.variable(wide)
+            c.b.store(wide(None), sums)
+            with c.loop(0, cut.parts) as part:
+                at = c.add(c.mul(c.add(c.mul(b, cut.parts), part), cut.width), i)
+                more = w.wide(w.read("column_total", at, lanes))
+                c.b.store(c.b.fadd(c.get(sums, wide), more), sums)
+            mean = _mean(w, c.get(sums, wide), cut.height)
+            _moved(w, "column", "col_var", c.add(column, i), mean)
+
+        blocks(c, cut.height, of_rows, total.fold)
+        steps(c, cut.width, of_columns)
+        w.write("mean", _mean(w, total.total(), cut.height), b)
+
+
+def _mean(w: Writer, total: Value, count: Value) -> Value:
+    over = w.splat(w.c.b.sitofp(count, F64), lanes_of(total))
+    return w.narrow(w.c.b.fdiv(total, over))
+
+
+def _moved(w: Writer, name: str, key: str, at: Value, mean: Value) -> Value:
+    """The new moment, which is stored, as its 1/√ is for the passes."""
+    lanes, body = lanes_of(mean), w.step.body
+    here = w.run(body.statements, {"old": w.read(key, at, lanes), "mean": mean}, lanes)
+    new = here[body.results["new"]]
+    w.write(key, new, at)
+    w.write(name, w.c.b.fdiv(w.constant(1.0, lanes), w.c.intrinsic("sqrt", new)), at)
+    return new

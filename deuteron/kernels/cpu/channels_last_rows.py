@@ -128,7 +128,7 @@ class Rows(Tensors):
         terms: Terms,
         at_once: int = AT_ONCE,
     ) -> None:
-        """Two sums over the rows of a part, of what ``terms(column, lanes)`` finds at a row: products
+        """Two sums over rows of a part, of what ``terms(column, lanes)`` finds at each: products
         or single numbers: of 64 rows at a time as float32, of all as float64."""
         c = self.c
 

@@ -1,163 +1,150 @@
-"""Update rules over many tensors in one call.
+"""Steps of rules over many tensors, all of them in one call.
 
-The tensors' addresses lie in a table; threads share a list of chunks (tensor, chunk of that
-tensor) and run the rule's statements over vectors of elements. Every element is read once and
-written once, so the bytes are those of :mod:`deuteron.kernels.optim`. Sums are kept in float64 and
-stored per chunk: the result does not depend on the number of threads.
+The tensors' addresses lie in a table; threads share a list of chunks (tensor, chunk of that tensor)
+and run a formula over the rows of a chunk (``optim_rows``). Every element is read once and written
+once in a pass, so the bytes are those of :mod:`deuteron.kernels.optim`; where a rule has several
+passes, tensors go through all of them in bundles that stay in L2. Sums are made by chunk: they do
+not depend on the number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from llvmlite import ir
 
-from deuteron.codegen.calls import Argument, Call, Tape
-from deuteron.codegen.llvm import F32, F64, I64, Code, Value, entry, lanes_of, load, vec, width
-from deuteron.codegen.llvm_types import STORED, Registers
-from deuteron.ir.dtype import DType, dtype
-from deuteron.kernels.optim import Program, evaluate
+from deuteron.codegen.calls import Call, Tape
+from deuteron.codegen.llvm import F32, F64, Code, Loaded, Value, entry, load, width
+from deuteron.ir.dtype import dtype
+from deuteron.kernels.cpu import adafactor
+from deuteron.kernels.cpu.optim_rows import POINTERS, Pass, Writer
+from deuteron.kernels.optim import FLAT, GROUP, MATRICES, Rule, Step
 
 BLOCK = 8192  # elements of a chunk: the reading of a table is lost in them
 SERIAL = 32768  # elements below which a team of threads costs more than it gains
+BUNDLE = 1 << 17  # elements
 
 
-class Writer(Registers):
-    """One kernel: the program's statements as instructions on vectors."""
+class Chunks(NamedTuple):
+    """The tensors' addresses and sizes, the list of their chunks, and the first of each."""
 
-    def __init__(self, c: Code, program: Program, dtypes: Sequence[DType], wide: bool) -> None:
-        self.c, self.program = c, program
-        self.float = F64 if wide else F32
-        self.dtypes = dict(zip(program.roles, dtypes, strict=True))
-
-    def _number(self, x: float, like: Value) -> Value:
-        return self.splat(ir.Constant(self.float, x), lanes_of(like))
-
-    def _sign(self, x: Value) -> Value:
-        b, zero = self.c.b, self._number(0.0, x)
-        below = b.select(b.fcmp_ordered("<", x, zero), self._number(-1.0, x), zero)
-        return b.select(b.fcmp_ordered(">", x, zero), self._number(1.0, x), below)
-
-    @property
-    def table(self) -> dict[str, Callable[..., Value]]:
-        b = self.c.b
-        return {
-            "add": b.fadd,
-            "sub": b.fsub,
-            "mul": b.fmul,
-            "div": b.fdiv,
-            "sign": self._sign,
-            "sqrt": lambda x: self.c.intrinsic("sqrt", x),
-            "max": self.c.fmax,
-        }
-
-    def numbers(self, row: Value) -> dict[str, Value]:
-        """The numbers of a tensor, which lie side by side in float64."""
-        c, found = self.c, {}
-        for k, name in enumerate(self.program.numbers):
-            value = c.load(c.at(row, k, of=F64), of=F64)
-            found[name] = value if self.float == F64 else c.b.fptrunc(value, F32)
-        return found
-
-    def at(self, role: str, base: Value, i: Value) -> Value:
-        return self.c.at(base, i, of=STORED[self.dtypes[role].short])
-
-    def read(self, role: str, base: Value, i: Value, lanes: int) -> Value:
-        kind = self.dtypes[role]
-        where, stored = self.at(role, base, i), vec(lanes, STORED[kind.short])
-        return self.from_memory(self.c.b.load(where, typ=stored, align=kind.bits // 8), kind)
-
-    def write(self, role: str, value: Value, base: Value, i: Value) -> None:
-        kind = self.dtypes[role]
-        where = self.at(role, base, i)
-        self.c.b.store(self.to_memory(value, kind), where, align=kind.bits // 8)
-
-    def span(
-        self,
-        begin: Value,
-        end: Value,
-        lanes: int,
-        bases: dict[str, Value],
-        numbers: dict[str, Value],
-        totals: Sequence[Value],
-    ) -> None:
-        """Elements ``begin`` … ``end``, ``lanes`` at a time."""
-        c = self.c
-        spread = {name: self.splat(value, lanes) for name, value in numbers.items()}
-        with c.loop(begin, end, lanes) as i:
-            values = dict(spread)
-            for role in self.program.reads:
-                values[role] = self.read(role, bases[role], i, lanes)
-            made = evaluate(self.program.body, values, self.table)
-            for role, name in self.program.writes:
-                self.write(role, made[name], bases[role], i)
-            for name, total in zip(self.program.sums, totals, strict=True):
-                value = made[name]
-                if self.float == F32:
-                    value = c.b.fpext(value, vec(lanes, F64))
-                c.b.store(c.b.fadd(c.b.load(total, typ=vec(lanes, F64)), value), total)
+    table: torch.Tensor
+    where: torch.Tensor
+    firsts: torch.Tensor
 
 
-def _write(module: Any, program: Program, dtypes: Sequence[DType], wide: bool) -> None:
-    lanes = width() // 2 if wide else width()
-
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        w = Writer(c, program, dtypes, wide)
-        table, grads, where, rows, sums = (c.pointer(words, i) for i in range(5))
-        tensors, chunks, stride = (c.word(words, 5 + i) for i in range(3))
-        first, last = c.share(chunks, thread, threads)
-        with c.loop(first, last) as chunk:
-            t = c.index(where, chunk)
-            start = c.mul(c.index(where, c.add(chunks, chunk)), BLOCK)
-            count = c.least(c.sub(c.word(table, t), start), BLOCK)
-            bases, place = {}, 0
-            for role in program.roles:
-                place += role != "g"
-                base = (
-                    c.pointer(grads, t)
-                    if role == "g"
-                    else c.pointer(table, c.add(c.mul(tensors, place), t))
-                )
-                bases[role] = w.at(role, base, start)
-            numbers = w.numbers(c.at(rows, c.mul(t, stride), of=F64))
-            whole = c.sub(count, c.rem(count, lanes))
-            parts: list[list[Value]] = [[] for _ in program.sums]
-            for step, begin, end in ((lanes, c.i(0), whole), (1, whole, count)):
-                totals = [c.variable(vec(step, F64)) for _ in program.sums]
-                for total in totals:
-                    c.b.store(ir.Constant(vec(step, F64), None), total)
-                w.span(begin, end, step, bases, numbers, totals)
-                for part, total in zip(parts, totals, strict=True):
-                    part.append(c.reduce(c.b.load(total, typ=vec(step, F64)), c.b.fadd))
-            for k, (most, rest) in enumerate(parts):
-                here = c.at(sums, c.add(c.mul(chunks, k), chunk), of=I64)
-                c.b.store(c.b.fadd(most, rest), here, align=8)
-
-    entry(module, "run", body)
+def _rows(w: Pass, number: Value) -> None:
+    """The rows of a chunk of a tensor that is taken as one long row, or as groups."""
+    c = w.c
+    start = c.mul(number, BLOCK)
+    end = c.least(c.add(start, BLOCK), w.entry(0))
+    if w.step.rule.walk == FLAT:
+        w.row(start, c.sub(end, start))
+        return
+    with c.loop(start, end, GROUP) as at:
+        w.row(at, c.least(c.sub(end, at), GROUP), row=c.div(at, GROUP))
 
 
-def filled(tape: Tape) -> Callable[..., None]:
-    """The tape as a function of the words that are its arguments."""
+def _pass(w: Pass, chunk: Value, number: Value) -> None:
+    c = w.c
+    for one in w.of_chunk.values():
+        one.clear()
+    (adafactor.rows if w.step.rule.walk == MATRICES else _rows)(w, number)
+    for k, one in w.of_chunk.items():
+        place = c.add(c.mul(w.count["chunks"], k), chunk)
+        c.b.store(one.total(), c.at(w.given["sums"], place, of=F64))
 
-    def run(*given: int) -> None:
-        words = tape.words()
-        for (at, _), word in zip(tape.arguments, given, strict=True):
-            words[at] = word
-        tape.run(words)
 
-    return run
+def _finish(w: Writer, t: Value) -> None:
+    """One number of a tensor, from the sums of its chunks."""
+    c, b, rule, firsts = w.c, w.c.b, w.step.rule, w.given["firsts"]
+    totals = {name: c.variable(F64) for name in rule.sums}
+    for total in totals.values():
+        b.store(F64(0.0), total)
+    with c.loop(c.index(firsts, t), c.index(firsts, c.add(t, 1))) as chunk:
+        for k, total in enumerate(totals.values()):
+            at = c.add(c.mul(w.count["chunks"], k), chunk)
+            more = c.load(c.at(w.given["sums"], at, of=F64), of=F64)
+            b.store(b.fadd(c.get(total, F64), more), total)
+    here = {name: c.get(total, F64) for name, total in totals.items()}
+    here = w.run(w.step.body.statements, here | {"size": b.sitofp(w.entry(0), F64)})
+    for name, value in w.step.body.results.items():
+        place = c.add(c.mul(t, w.count["stride"]), rule.numbers.index(name))
+        b.store(here[value], c.at(w.given["rows"], place, of=F64))
 
 
 @lru_cache
-def update(
-    program: Program, dtypes: tuple[torch.dtype, ...], threaded: bool
-) -> Callable[..., None]:
-    """``run(table, grads, where, rows, sums, tensors, chunks, stride of rows)``, in addresses."""
-    kinds = [dtype(d) for d in dtypes]
-    wide = torch.float64 in dtypes
-    name = f"optim {program} {[k.short for k in kinds]} of {width()}"
-    loaded = load(name, lambda module: _write(module, program, kinds, wide))
-    return filled(Tape([Call(loaded, tuple(map(Argument, range(8))), threaded)]))
+def compiled(step: Step, dtypes: tuple[torch.dtype, ...]) -> Loaded:
+    """The code of a step; ``dtypes`` in the order of the tensors' names."""
+    kinds = dict(zip(step.rule.tensors, map(dtype, dtypes), strict=True))
+    of = F64 if torch.float64 in dtypes or step.kind == "finish" else F32
+
+    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
+        w = (Pass if step.kind == "pass" else Writer)(c, step, words, kinds, of)
+        first, last = c.share(c.sub(w.last, w.first), thread, threads)
+        with c.loop(c.add(w.first, first), c.add(w.first, last)) as item:
+            if step.kind == "finish":
+                w.begin(item)
+                _finish(w, item)
+                return
+            w.begin(c.index(w.given["where"], item))
+            number = c.index(w.given["where"], c.add(w.count["chunks"], item))
+            if step.kind == "moments":
+                adafactor.moments(w, number)
+            else:
+                _pass(w, item, number)
+
+    rule, shorts = step.rule, [kind.short for kind in kinds.values()]
+    names = (step.kind, rule.walk, rule.tensors, rule.numbers, rule.sums)
+    name = f"optim {names} {step.body} {shorts} of {width()}"
+    return load(name, lambda module: entry(module, "run", body))
+
+
+class Steps:
+    """All steps of a rule over some tensors as one call; gradients and numbers are still open."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        dtypes: tuple[torch.dtype, ...],
+        chunks: Chunks,
+        shapes: Sequence[Sequence[int]],
+        sizes: Sequence[int],
+    ) -> None:
+        if rule.walk == MATRICES:
+            *made, self.scratch = adafactor.cut(chunks.table, shapes, dtypes[-1])
+            chunks = Chunks(*made)
+        table, where, firsts = chunks
+        count, total = table.shape[1], where.shape[1]
+        many = count if rule.finished else 1  # rows of numbers
+        self.sums = torch.zeros(len(rule.sums), total, dtype=torch.float64)
+        rows = torch.empty(many, len(rule.numbers), dtype=torch.float64)
+        known = (table, table, where, rows, self.sums, firsts)
+        counts = (count, total, len(rule.numbers) if many > 1 else 0)
+        header = torch.tensor([*(x.data_ptr() for x in known), *counts])
+        self.rows, self.header = rows.numpy(), header.numpy()
+        self.held = (*known, header)  # which the calls point to
+        calls, place = [], firsts.tolist()
+        for first, last in _bundles(sizes) if len(rule.steps) > 1 else [(0, count)]:
+            threaded = sum(sizes[first:last]) > SERIAL
+            for step in rule.steps:
+                of = (first, last) if step.kind == "finish" else (place[first], place[last])
+                calls.append(Call(compiled(step, dtypes), (header, *of), threaded))
+        self.tape = Tape(calls)
+
+    def run(self, grads: torch.Tensor, numbers: Sequence[float]) -> None:
+        self.rows[:] = numbers
+        self.header[POINTERS.index("grads")] = grads.data_ptr()
+        self.tape.run(self.tape.words())
+
+
+def _bundles(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Which tensors go through all steps together."""
+    made, begin = [], 0
+    for end in range(1, len(sizes) + 1):
+        if end == len(sizes) or sum(sizes[begin:end]) >= BUNDLE:
+            made.append((begin, end))
+            begin = end
+    return made

@@ -1,261 +1,339 @@
-"""Update rules over many tensors in one launch.
+"""Steps of rules over many tensors in one launch.
 
 A table of addresses lies on the device. Program i takes chunk i of a list (tensor, chunk of that
-tensor), looks its tensor's addresses up and updates BLOCK elements of it. Whole chunks of tensors
-that start on 16 bytes take a branch without masks, because masked loads do not vectorise; every
-element is read once and written once, so the bytes are those of :mod:`deuteron.kernels.optim`
-plus 8 per chunk.
+tensor), looks its tensor's addresses up, and does to the elements of the chunk what the formula
+says. Chunks that lie whole in tensors that start on 16 bytes take a branch without masks, because
+masked loads do not vectorise. Every element is read once and written once, so the bytes are those
+of :mod:`deuteron.kernels.optim` plus 8 per chunk.
 
-The body of :func:`update` and of :func:`numbers` is the rule's own list of statements, written as
-Triton. Norms are sums of squares per program, added up by one program in a fixed order: no
-atomics, so two runs give the same bits.
+Sums are made per chunk and added up by one program in a fixed order: no atomics, so two runs give
+the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from deuteron.codegen.triton_load import functions
+from deuteron.codegen.triton_math import Arithmetic
 from deuteron.codegen.triton_render import HEAD
-from deuteron.kernels.optim import Numbers, Program, evaluate
+from deuteron.kernels.optim import GROUP, SEED, Body, Rule, Step, level_of, traced
+from deuteron.kernels.optim_rules import limited
 from deuteron.kernels.triton.launch import Launchable
+from deuteron.ops import random
 
-BLOCK, WARPS = 1024, 4
+BLOCK = 1024  # elements of a chunk
 SPAN = 16  # chunks that one program of a norm adds up
-FLOATS = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
-TEXT: dict[str, Callable[..., str]] = {
-    "add": "({} + {})".format,
-    "sub": "({} - {})".format,
-    "mul": "({} * {})".format,
-    "div": "({} / {})".format,
-    "power": "tl.exp2(tl.log2({}) * {})".format,
-    "sqrt": "tl.sqrt({})".format,
-    "sign": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))".format,
-    "max": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)".format,
-    "min": "tl.minimum({}, {})".format,
-}
+WARPS = {"flat": 4, "groups": 4, "matrices": 8}
+Tile = tuple[int, int, int]  # matrices, rows and columns that one program takes
 
 
-def written(body: Sequence[Any]) -> list[str]:
-    """The statements as lines of Triton."""
-    names: dict[str, Any] = {a: a for _, _, args in body for a in args if isinstance(a, str)}
-    lines = []
-    for name, op, args in body:
-        evaluate([(name, op, args)], names, TEXT)
-        lines.append(f"{name} = {names[name]}")
-        names[name] = name
-    return lines
+class Math(Arithmetic):
+    """Quotients and roots with an error of two roundings, which cost a third of exact ones."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__(wide, True, *[frozenset()] * 3)
+
+    def _div(self, s, args):
+        return f"{args[0]} / {args[1]}"
+
+    def _sqrt(self, s, args):
+        return f"tl.sqrt({args[0]})"
+
+    def _pow(self, s, args):
+        return f"tl.exp2(tl.log2({args[0]}) * {args[1]})"
+
+    def _noise(self, s, args):
+        seed = f"({args[0]}.to(tl.int64) * {SEED} + t + {s.args[1].value})"
+        bits = f"{self.need('_mix')}((start + lane + {seed}).to(tl.uint32)) >> {32 - random.BITS}"
+        return f"({bits}).to({self.float}) * {2.0**-random.BITS!r}"
+
+    def lines(self, body: Body, walk: Walk | None = None, inside: str = "{}") -> Iterable[str]:
+        """The statements; of what ``inside`` leaves, rows and columns are reduced as ``walk`` says:
+        the number of a row is stored as it is, and widened for whoever computes with it."""
+        for s in body.statements:
+            if walk is not None and s.op in walk.reduced:
+                yield f"one_{s.name} = {walk.reduced[s.op].format(inside.format(s.source))}"
+                yield f"{s.name} = one_{s.name}{walk.widened}"
+            else:
+                yield f"{s.name} = {self.compute(s, str)}"
 
 
-# ---- one step of a rule
+def kernel(arguments: str, text: str | Iterable[str], math: Math) -> Launchable:
+    """A function of Triton, from the lines of its body."""
+    lines = text.splitlines() if isinstance(text, str) else text
+    body = "".join(f"    {line}\n" for line in lines)
+    made = "\n\n".join((HEAD, *math.helpers(), f"@triton.jit\ndef kernel({arguments}):\n{body}"))
+    return Launchable(functions(made)["kernel"])
 
 
-def _update_lines(program: Program, types: Mapping[str, str], wide: str, masked: bool) -> list[str]:
-    """Load, compute and store one chunk."""
-    guard = ", mask=mask, other=0.0" if masked else ', eviction_policy="evict_first"'
-    keep = ", mask=mask" if masked else ', eviction_policy="evict_first"'
-    lines = []
-    for role in program.roles:
-        pointer = f"a_{role}.to(tl.pointer_type({types[role]}))"
-        if not masked:
-            pointer = f"tl.multiple_of({pointer}, 16)"
-        lines.append(f"at_{role} = {pointer} + start + lane")
-    for role in program.reads:
-        lines.append(f"{role} = tl.load(at_{role}{guard}).to({wide})")
-    lines += written(program.body)
-    for role, value in program.writes:
-        lines.append(f"tl.store(at_{role}, {value}.to({types[role]}){keep})")
-    for k, value in enumerate(program.sums):
-        summed = f"tl.where(mask, {value}, 0.0)" if masked else value
-        lines.append(f"tl.store(sums + {k} * chunks + i, tl.sum({summed}, 0).to(tl.float64))")
-    return lines
+def name_of(dtype: torch.dtype) -> str:
+    return f"tl.{str(dtype).removeprefix('torch.')}"
+
+
+# ---- a pass over the elements
+
+
+class Walk(NamedTuple):
+    """How a pass goes through a tensor: lines that place a chunk in it, and where the elements and
+    the numbers of rows, columns and matrices are."""
+
+    place: str
+    whole: str  # whether all of the chunk lies in the tensor
+    at: dict[str, str]  # by level; "whole" is that of an element of a whole chunk
+    masks: dict[str, str]
+    reduced: dict[str, str]
+    part: dict[str, str]  # what is added to a place where only a part of a sum is stored
+    widened: str = ""  # a number of a row among those of its elements
+    total: str = "tl.sum({}, 0)"
+    hint: str = ""
+
+
+_FLAT = Walk(
+    place=f"""
+start = tl.load(where + chunks + i).to(tl.int64) * {BLOCK}
+length = tl.load(table + t)
+lane = tl.arange(0, {BLOCK})
+""",
+    whole=f"start + {BLOCK} <= length",
+    at={"whole": "start + lane", "element": "start + lane"},
+    masks={"element": "lane < length - start"},
+    reduced={},
+    part={},
+    hint=', eviction_policy="evict_first"',
+)
+
+_GROUPS = _FLAT._replace(  # the elements of a chunk as rows that share a scale
+    place=f"""
+start = tl.load(where + chunks + i).to(tl.int64) * {BLOCK}
+length = tl.load(table + t)
+down = tl.arange(0, {BLOCK // GROUP})
+lane = down[:, None] * {GROUP} + tl.arange(0, {GROUP})[None, :]
+group = start // {GROUP} + down
+""",
+    at=_FLAT.at | {"row": "group"},
+    masks=_FLAT.masks | {"row": f"group * {GROUP} < length"},
+    reduced={"row_max": "tl.max({}, 1)"},
+    widened="[:, None]",
+    hint="",
+)
+
+
+def _tiles(sizes: int, tile: Tile) -> Walk:
+    """A few matrices, or a piece of one; sums by row and column are those of the piece. Row
+    ``sizes`` of the table, and two more, have the number of matrices, their height and width."""
+    nb, br, bc = tile
+    live, rows, columns = "(b < matrices)", "(r < height)", "(c < width)"
+    return Walk(
+        place=f"""
+k = tl.load(where + chunks + i)
+matrices = tl.load(table + {sizes} * tensors + t)
+height = tl.load(table + {sizes + 1} * tensors + t)
+width = tl.load(table + {sizes + 2} * tensors + t)
+across = tl.cdiv(width, {bc})
+down = tl.cdiv(height, {br})
+b = (k // (across * down) * {nb} + tl.arange(0, {nb}))[:, None, None]
+r = (k // across % down * {br} + tl.arange(0, {br}))[None, :, None]
+c = (k % across * {bc} + tl.arange(0, {bc}))[None, None, :]
+inside = (tl.max(b) < matrices) & (tl.max(r) < height) & (tl.max(c) < width)
+""",
+        whole="inside & (width % 16 == 0)",  # which the compiler sees where it is divided by 16
+        at={
+            "whole": "(b * height + r) * (width // 16 * 16) + c",
+            "element": "(b * height + r) * width + c",
+            "row": "b * height + r",
+            "column": "b * width + c",
+            "matrix": "b",
+        },
+        masks={
+            "element": f"{live} & {rows} & {columns}",
+            "row": f"{live} & {rows}",
+            "column": f"{live} & {columns}",
+            "matrix": live,
+        },
+        part={  # one after the other, so that whoever adds them up reads neighbours
+            "row": "k % across * matrices * height + ",
+            "column": "k // across % down * matrices * width + ",
+        },
+        reduced={
+            "row_sum": "tl.sum({}, 2, keep_dims=True)",
+            "column_sum": "tl.sum({}, 1, keep_dims=True)",
+        },
+        total="tl.sum(tl.sum(tl.sum({}, 2), 1), 0)",
+    )
+
+
+class _Pass:
+    """The text of a pass. A chunk is ``whole`` or not, or (None) that is asked at every access: the
+    code of tiles is long, and doubled it would take registers that other programs need."""
+
+    def __init__(self, step: Step, types: dict[str, str], math: Math, walk: Walk) -> None:
+        self.step, self.types, self.math, self.walk = step, types, math, walk
+
+    def _access(self, call: str, name: str, whole: bool | None, value: str = "") -> list[str]:
+        """A load or a store, by ``call`` with an address, a value and a mask."""
+        level, walk = level_of(name), self.walk
+        pointer = f"a_{name}.to(tl.pointer_type({self.types[name]}))"
+        mask = f"{value}, mask={level}_inside" + ("" if value else ", other=0.0")
+        if level != "element":
+            part = walk.part.get(level, "") if name in self.step.writes else ""
+            return [call.format(f"{pointer} + {part}{walk.at[level]}{value if whole else mask}")]
+        plain = f"tl.multiple_of({pointer}, 16) + {walk.at['whole']}{value}{walk.hint}"
+        masked = f"{pointer} + {walk.at[level]}{mask}"
+        if whole is not None:
+            return [call.format(plain if whole else masked)]
+        asked = f"if whole & ((a_{name} & 15) == 0):"
+        return [asked, f"    {call.format(plain)}", "else:", f"    {call.format(masked)}"]
+
+    def chunk(self, whole: bool | None) -> Iterable[str]:
+        """Load, compute and store."""
+        step, walk, math = self.step, self.walk, self.math
+        if not whole:
+            yield from (f"{level}_inside = {mask}" for level, mask in walk.masks.items())
+        for name in step.reads:
+            yield from self._access(f"raw_{name} = tl.load({{}})", name, whole)
+            wide = "" if level_of(name) == "element" else walk.widened
+            yield f"{name} = raw_{name}{wide}.to({math.float})"
+        # where nothing else is read, what lies outside is 0 as it is
+        clean = whole is None and {level_of(name) for name in step.reads} == {"element"}
+        inside = "{}" if whole or clean else "tl.where(element_inside, {}, 0.0)"
+        yield from math.lines(step.body, walk, inside)
+        for name, value in step.writes.items():
+            one = "" if level_of(name) == "element" else "one_"
+            given = f", {one}{value}.to({self.types[name]})"
+            yield from self._access("tl.store({})", name, whole, given)
+        for k, value in step.sums.items():
+            total = walk.total.format(inside.format(value))
+            yield f"tl.store(sums + {k} * chunks + i, {total}.to(tl.float64))"
 
 
 @lru_cache
-def update_source(program: Program, dtypes: tuple[torch.dtype, ...]) -> str:
-    """The kernel for tensors of these types, in the order of the program's roles."""
-    types = {
-        role: f"tl.{str(d).removeprefix('torch.')}"
-        for role, d in zip(program.roles, dtypes, strict=True)
-    }
-    wide = "tl.float64" if torch.float64 in dtypes else "tl.float32"
-    count = len(program.numbers)
-    given = "".join(f"v_{name}, " for name in program.numbers)
-    lines = [
-        "i = tl.program_id(0)",
-        "t = tl.load(where + i)",
-        "start = tl.load(where + chunks + i).to(tl.int64) * BLOCK",
-        "length = tl.load(table + t)",
-        "lane = tl.arange(0, BLOCK)",
-    ]
-    place = 0
-    for role in program.roles:
-        place += role != "g"
-        source = "grads" if role == "g" else f"table + {place} * tensors"
-        lines.append(f"a_{role} = tl.load({source} + t)")
-    if program.numbers:
-        lines.append("if rows is not None:")
-        lines += [
-            f"    {name} = tl.load(rows + t * {count} + {k}).to({wide})"
-            for k, name in enumerate(program.numbers)
-        ]
-        lines.append("else:")
-        lines += [f"    {name} = v_{name}" for name in program.numbers]
+def update(step: Step, dtypes: tuple[torch.dtype, ...], tile: Tile | None = None) -> Launchable:
+    """``run(table, grads, where, tensors, chunks, rows, control, sums, *numbers)``: the pass over
+    tensors of these types, in the order of their names. Numbers are in ``rows``, or given."""
+    rule, math = step.rule, Math(torch.float64 in dtypes)
+    if tile is not None:
+        walk = _tiles(rule.place("mean") + 1, tile)
+    else:
+        walk = {"flat": _FLAT, "groups": _GROUPS}[rule.walk]
+    lines = ["i = tl.program_id(0)", "t = tl.load(where + i)", *walk.place.splitlines()]
+    for name in step.touches:
+        home = "grads" if name == "g" else f"table + {rule.place(name)} * tensors"
+        lines.append(f"a_{name} = tl.load({home} + t)")
+    lines.append("if rows is not None:")
+    for name, k in step.numbers.items():
+        lines.append(f"    {name} = tl.load(rows + t * {len(rule.numbers)} + {k}).to({math.float})")
+    lines += ["else:", *(f"    {name} = v_{name}" for name in step.numbers)]
     lines += ["skip = 0.0", "if control is not None:", "    skip = tl.load(control + 1)"]
-    if "gscale" in program.numbers:
-        lines.append(f"    gscale = gscale * tl.load(control).to({wide})")
-    aligned = " | ".join(f"a_{role}" for role in program.roles)
-    lines += ["if skip == 0.0:", f"    if (start + BLOCK <= length) & ((({aligned}) & 15) == 0):"]
-    lines += [f"        {line}" for line in _update_lines(program, types, wide, False)]
-    lines += ["    else:", "        mask = lane < length - start"]
-    lines += [f"        {line}" for line in _update_lines(program, types, wide, True)]
-    head = (
-        f"@triton.jit\ndef update(table, grads, where, tensors, chunks, rows, control, sums, "
-        f"{given}BLOCK: tl.constexpr):\n"
-    )
-    return f"{HEAD}\n{head}" + "".join(f"    {line}\n" for line in lines)
+    if "gscale" in step.numbers:
+        lines.append(f"    gscale = gscale * tl.load(control).to({math.float})")
+    lines += [f"whole = {walk.whole}", "if skip == 0.0:"]
+    types = dict(zip(rule.tensors, map(name_of, dtypes), strict=True))
+    text = _Pass(step, types, math, walk)
+    if tile is None:
+        bits = " | ".join(f"a_{name}" for name in step.touches if level_of(name) == "element")
+        lines += [f"    if whole & ((({bits}) & 15) == 0):"]
+        lines += [*(f"        {line}" for line in text.chunk(True)), "    else:"]
+        lines += [f"        {line}" for line in text.chunk(False)]
+    else:
+        lines += [f"    {line}" for line in text.chunk(None)]
+    given = "".join(f", v_{name}" for name in rule.numbers)
+    return kernel(f"table, grads, where, tensors, chunks, rows, control, sums{given}", lines, math)
+
+
+# ---- numbers of a tensor
 
 
 @lru_cache
-def update(program: Program, dtypes: tuple[torch.dtype, ...]) -> Launchable:
-    return Launchable(functions(update_source(program, dtypes))["update"])
-
-
-@lru_cache
-def numbers_source(of: Numbers, counts: bool) -> str:
-    """The numbers of a step for every tensor, computed in float64, from its own step count."""
-    lines = ["i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "mask = i < tensors"]
-    lines += [f"{name} = tl.load(constants + {k})" for k, name in enumerate(of.constants)]
+def numbers(rule: Rule) -> Launchable:
+    """``run(constants, rate, steps, control, rows, tensors)``: the numbers of a step for every
+    tensor, computed in float64, from its own step count."""
+    math = Math(True)
+    lines = ["i = tl.program_id(0) * 128 + tl.arange(0, 128)", "mask = i < tensors"]
+    lines += [f"{name} = tl.load(constants + {k})" for k, name in enumerate(rule.given)]
     lines.append("lr = tl.load(rate).to(tl.float64)")
-    if counts:
+    if rule.counts:
         lines.append("step = tl.load(steps + i, mask=mask, other=0.0).to(tl.float64) + 1.0")
-    lines += written(of.body)
-    for k, name in enumerate(of.results):
-        lines.append(f"tl.store(rows + i * {len(of.results)} + {k}, {name}, mask=mask)")
-    if counts:
-        lines += [
-            "skip = 0.0",
-            "if control is not None:",
-            "    skip = tl.load(control + 1)",
-            "if skip == 0.0:",
-            "    tl.store(steps + i, step.to(tl.float32), mask=mask)",
-        ]
-    head = (
-        "@triton.jit\ndef numbers(constants, rate, steps, control, rows, tensors, "
-        "BLOCK: tl.constexpr):\n"
-    )
-    return f"{HEAD}\n{head}" + "".join(f"    {line}\n" for line in lines)
+    lines += math.lines(rule.body)
+    for k, value in enumerate(rule.body.results.values()):
+        lines.append(f"tl.store(rows + i * {len(rule.numbers)} + {k}, {value}, mask=mask)")
+    if rule.counts:
+        lines += ["skip = 0.0", "if control is not None:", "    skip = tl.load(control + 1)"]
+        lines += ["if skip == 0.0:", "    tl.store(steps + i, step.to(tl.float32), mask=mask)"]
+    return kernel("constants, rate, steps, control, rows, tensors", lines, math)
 
 
 @lru_cache
-def numbers(of: Numbers, counts: bool) -> Launchable:
-    return Launchable(functions(numbers_source(of, counts))["numbers"])
+def finish(step: Step) -> Launchable:
+    """``run(sums, firsts, chunks, table, rows)``: one number of every tensor, a program each, from
+    the sums of its chunks."""
+    math, sums, row = Math(True), step.rule.sums, f"rows + t * {len(step.rule.numbers)}"
+    lines = ["t = tl.program_id(0)", "begin = tl.load(firsts + t)", "end = tl.load(firsts + t + 1)"]
+    lines += [f"all_{name} = tl.zeros(({BLOCK},), tl.float64)" for name in sums]
+    lines += [f"for first in range(begin, end, {BLOCK}):", f"    i = first + tl.arange(0, {BLOCK})"]
+    for k, name in enumerate(sums):
+        more = f"tl.load(sums + {k} * chunks + i, mask=i < end, other=0.0)"
+        lines.append(f"    all_{name} += {more}")
+    lines += [f"{name} = tl.sum(all_{name}, 0)" for name in sums]
+    lines.append("size = tl.load(table + t).to(tl.float64)")
+    for name, k in step.numbers.items():
+        lines.append(f"{name} = tl.load({row} + {k}).to(tl.float64)")
+    lines += math.lines(step.body)
+    for name, value in step.body.results.items():
+        lines.append(f"tl.store({row} + {step.rule.numbers.index(name)}, {value})")
+    return kernel("sums, firsts, chunks, table, rows", lines, math)
 
 
-# ---- norms
+# ---- the norm of all gradients
 
 
-@triton.jit
-def _squares(
-    table,
-    grads,
-    where,
-    chunks,
-    out,
-    TYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[i] = Σ g² over SPAN chunks: reads every gradient once."""
-    i = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), WIDE)
-    for k in range(i * SPAN, tl.minimum(i * SPAN + SPAN, chunks)):
-        t = tl.load(where + k)
-        first = tl.load(where + chunks + k).to(tl.int64) * BLOCK
-        size = tl.load(table + t)
-        address = tl.load(grads + t)
-        at = address.to(tl.pointer_type(TYPE)) + first
-        if (first + BLOCK <= size) & ((address & 15) == 0):
-            g = tl.load(tl.multiple_of(at, 16) + lane).to(WIDE)
-            total += g * g
-        else:
-            g = tl.load(at + lane, mask=lane < size - first, other=0.0).to(WIDE)
-            total += g * g
-    tl.store(out + i, tl.sum(total, 0).to(tl.float64))
+@lru_cache
+def squares(dtype: torch.dtype) -> Launchable:
+    """``run(table, grads, where, chunks, out)``: Σ g² over SPAN chunks each; reads every gradient
+    once."""
+    math, kind = Math(dtype == torch.float64), name_of(dtype)
+    text = f"""
+i = tl.program_id(0)
+lane = tl.arange(0, {BLOCK})
+total = tl.zeros(({BLOCK},), {math.float})
+for k in range(i * {SPAN}, tl.minimum(i * {SPAN} + {SPAN}, chunks)):
+    t = tl.load(where + k)
+    first = tl.load(where + chunks + k).to(tl.int64) * {BLOCK}
+    size = tl.load(table + t)
+    address = tl.load(grads + t)
+    at = address.to(tl.pointer_type({kind})) + first
+    if (first + {BLOCK} <= size) & ((address & 15) == 0):
+        g = tl.load(tl.multiple_of(at, 16) + lane).to({math.float})
+        total += g * g
+    else:
+        g = tl.load(at + lane, mask=lane < size - first, other=0.0).to({math.float})
+        total += g * g
+tl.store(out + i, tl.sum(total, 0).to(tl.float64))
+"""
+    return kernel("table, grads, where, chunks, out", text, math)
 
 
-@triton.jit
-def _control(
-    partials,
-    count,
-    grad_scale,
-    found_inf,
-    max_norm,
-    norm,
-    control,
-    SKIP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """control = (what gradients are multiplied with, whether the step is left out).
-
-    norm = √Σ partials / scale;  factor = min(1, max_norm / (norm + 1e-6)) / scale
-    """
-    factor = tl.full((), 1.0, tl.float64)
-    skip = tl.full((), 0.0, tl.float64)
-    if grad_scale is not None:
-        factor = factor / tl.load(grad_scale).to(tl.float64)
-    if found_inf is not None:
-        skip += tl.load(found_inf).to(tl.float64)
-    if partials is not None:
-        total = tl.zeros((BLOCK,), tl.float64)
-        for first in range(0, count, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            total += tl.load(partials + i, mask=i < count, other=0.0)
-        length = tl.sqrt(tl.sum(total, 0)) * factor
-        tl.store(norm, length.to(tl.float32))
-        if SKIP:
-            skip += tl.where(length < float("inf"), 0.0, 1.0)
-        if max_norm is not None:
-            ratio = max_norm / (length + 1e-6)
-            factor = factor * tl.where(ratio >= 1.0, 1.0, ratio)  # nan stays nan
-    tl.store(control, factor)
-    tl.store(control + 1, skip)
-
-
-@triton.jit
-def squares_of_chunks(sums, firsts, chunks, t, BLOCK: tl.constexpr):
-    """Σ p² and Σ u² of tensor t, from those of its chunks: all of p come first, then all of u."""
-    begin = tl.load(firsts + t)
-    end = tl.load(firsts + t + 1)
-    p = tl.zeros((BLOCK,), tl.float64)
-    u = tl.zeros((BLOCK,), tl.float64)
-    for first in range(begin, end, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        p += tl.load(sums + i, mask=i < end, other=0.0)
-        u += tl.load(sums + chunks + i, mask=i < end, other=0.0)
-    return tl.sum(p, 0), tl.sum(u, 0)
-
-
-@triton.jit
-def _ratios(sums, firsts, chunks, rows, width, column, BLOCK: tl.constexpr):
-    """A number of tensor t becomes ‖p‖ / ‖u‖; 1 if either is 0 or nan."""
-    t = tl.program_id(0)
-    pp, uu = squares_of_chunks(sums, firsts, chunks, t, BLOCK)
-    ratio = tl.where((pp > 0.0) & (uu > 0.0), tl.sqrt(pp / uu), 1.0)
-    tl.store(rows + t * width + column, ratio)
-
-
-squares, control, ratios = Launchable(_squares), Launchable(_control), Launchable(_ratios)
+@lru_cache
+def control() -> Launchable:
+    """``run(sums, count, scale, found, most, skips, norm, control)``: control gets what gradients
+    are multiplied with, and whether the step is left out."""
+    math, body = Math(True), traced(limited, ("squares", "scale", "found", "most", "skips"))
+    text = f"""
+total = tl.zeros(({BLOCK},), tl.float64)
+if sums is not None:
+    for first in range(0, count, {BLOCK}):
+        i = first + tl.arange(0, {BLOCK})
+        total += tl.load(sums + i, mask=i < count, other=0.0)
+squares = tl.sum(total, 0)
+one = tl.full((), 1.0, tl.float64)
+scale = one if scale is None else tl.load(scale).to(tl.float64)
+found = one * 0.0 if found is None else tl.load(found).to(tl.float64)
+"""
+    lines = [*text.splitlines(), "most = one * most", "skips = one * skips", *math.lines(body)]
+    for place, name in (("norm", "norm"), ("control", "factor"), ("control + 1", "skip")):
+        lines.append(f"tl.store({place}, {body.results[name]})")
+    return kernel("sums, count, scale, found, most, skips, norm, control", lines, math)

@@ -1,0 +1,228 @@
+"""Who runs a step: generated code on the CPU, Triton on a GPU (gpu.py), torch elsewhere.
+
+All of them run the formulas of :mod:`deuteron.kernels.optim_rules`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+
+from deuteron.codegen import openmp
+from deuteron.errors import EngineError
+from deuteron.kernels.optim import GROUP, GROUPS, LEVELS, ON_NUMBERS, OnTensors, Rule, Step
+from deuteron.kernels.optim_rules import SQUARES, limited
+from deuteron.optim.batch import Batch, moved
+
+
+class Limits(NamedTuple):
+    """What all gradients together are held against before a step, and the sums of their squares."""
+
+    squares: torch.Tensor | None
+    scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
+    max_norm: float | None
+    skip_nonfinite: bool
+
+
+class Control(NamedTuple):
+    """(factor of the gradients, whether to skip) on a device, and the norm that led to it."""
+
+    pair: torch.Tensor
+    norm: torch.Tensor | None
+    may_skip: bool
+
+    def on(self, device: torch.device) -> Control:
+        return self._replace(pair=moved(self.pair, device))
+
+
+class Given(NamedTuple):
+    """What a step is given: constants of the group, its rate, and what was decided before."""
+
+    constants: list[float]
+    lr: float | torch.Tensor
+    capturable: bool
+    control: Control | None
+
+
+class Runner(ABC):
+    """What the optimisers ask of a device. ``block`` is the length of a chunk."""
+
+    name: str
+    block: int
+
+    @abstractmethod
+    def squares(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Sums of the squares of the gradients, some per chunk, in float64."""
+
+    @abstractmethod
+    def control(self, limits: Limits) -> Control:
+        """Unscale, clip and skip in two numbers."""
+
+    @abstractmethod
+    def step(self, batch: Batch, given: Given) -> None:
+        """Run the batch's rule over its tensors."""
+
+    def tile(self, p: torch.Tensor) -> Any:
+        """Matrices step together if this is equal."""
+        return None
+
+
+class Host(Runner):
+    """Numbers are Python's; a subclass runs a rule over tensors."""
+
+    @abstractmethod
+    def run(self, rule: Rule, batch: Batch, numbers: list[float]) -> torch.Tensor:
+        """All steps of a rule; answers the sums over chunks."""
+
+    def squares(self, batches: Sequence[Batch]) -> torch.Tensor:
+        return torch.cat([self.run(SQUARES, batch, [1.0]).flatten() for batch in batches])
+
+    def control(self, limits: Limits) -> Control:
+        squares, scale, found, top, skips = limits
+        made = limited(
+            ON_NUMBERS,
+            squares=0.0 if squares is None else float(squares.sum()),
+            scale=1.0 if scale is None else float(scale),
+            found=0.0 if found is None else float(found),
+            most=inf if top is None else top,
+            skips=float(skips),
+        )
+        pair = torch.tensor([made["factor"], made["skip"]], dtype=torch.float64)
+        norm = None if squares is None else torch.tensor(made["norm"], dtype=torch.float32)
+        return Control(pair, norm, True)
+
+    def step(self, batch: Batch, given: Given) -> None:
+        factor = 1.0
+        if given.control is not None:
+            factor, skip = given.control.pair.tolist()
+            if skip:
+                return
+        sign, *constants = given.constants
+        rule = batch.rule
+        numbers = rule.numbers_of([sign * factor, *constants], float(given.lr), batch.advance())
+        self.run(rule, batch, numbers)
+
+
+class Generated(Host):
+    """Vector code through LLVM, all steps of all tensors in one call."""
+
+    name = "LLVM"
+
+    def __init__(self) -> None:
+        from deuteron.kernels.cpu import optim
+
+        self.kernels, self.block = optim, optim.BLOCK
+
+    def run(self, rule: Rule, batch: Batch, numbers: list[float]) -> torch.Tensor:
+        call = batch.prepared.get(rule)
+        if call is None:
+            chunks = self.kernels.Chunks(batch.table, batch.where, batch.firsts)
+            shapes = [tuple(p.shape) for p in batch.params]
+            kinds = batch.kinds[: len(rule.tensors)]
+            call = self.kernels.Steps(rule, kinds, chunks, shapes, batch.sizes)
+            batch.prepared[rule] = call
+        call.run(batch.grads, numbers)
+        batch.ran += [(step.name, step, int(not k)) for k, step in enumerate(rule.steps)]
+        sums: torch.Tensor = call.sums
+        return sums
+
+
+class Plain(Host):
+    """torch's operators, tensor by tensor: for devices and machines without the others."""
+
+    name = "torch"
+    block = 2**62
+
+    def run(self, rule: Rule, batch: Batch, numbers: list[float]) -> torch.Tensor:
+        sums = torch.zeros(len(rule.sums), batch.count, dtype=torch.float64)
+        for i, home in enumerate(batch.homes):
+            if home.numel():
+                kept = [home, batch.held[i], *(row[i] for row in batch.tensors)]
+                tensors = dict(zip(rule.tensors, kept, strict=False))
+                _Tensor(rule, i, tensors, batch.wide).run(numbers, sums[:, i])
+        batch.ran += [(step.name, step, batch.count) for step in rule.steps]
+        return sums
+
+
+class _Tensor:
+    """The step of one tensor."""
+
+    def __init__(
+        self, rule: Rule, index: int, tensors: dict[str, torch.Tensor], wide: torch.dtype
+    ) -> None:
+        self.rule, self.wide = rule, wide
+        real = {k: torch.view_as_real(x) if x.is_complex() else x for k, x in tensors.items()}
+        self.tensors, self.scratch = real, dict[str, Any]()
+        self.b = OnTensors(index, self.load("p"))
+
+    def load(self, name: str) -> torch.Tensor:
+        x = self.tensors[name].to(self.wide)
+        if self.rule.walk != GROUPS:
+            return x
+        if name in LEVELS:
+            return x[:, None]
+        flat = x.as_strided((x.numel(),), (1,))
+        return torch.nn.functional.pad(flat, (0, -x.numel() % GROUP)).view(-1, GROUP)
+
+    def store(self, name: str, value: torch.Tensor) -> None:
+        x = self.tensors[name]
+        if self.rule.walk == GROUPS:
+            x, value = x.as_strided((x.numel(),), (1,)), value.flatten()[: x.numel()]
+        x.copy_(value)
+
+    def run(self, numbers: list[float], sums: torch.Tensor) -> None:
+        """All steps; what is added up goes to ``sums``."""
+        rule, size = self.rule, float(self.tensors["p"].numel())
+        known: dict[str, Any] = dict(zip(rule.numbers, numbers, strict=True))
+        totals = dict(zip(rule.sums, sums, strict=True))
+        for step in rule.steps:
+            if step.kind == "finish":
+                known |= step.formula(self.b, size=size, **totals, **known)
+            elif step.kind == "moments":
+                self.move(step, known)
+            else:
+                for name, value in step.formula(self.b, **self.given(step), **known).items():
+                    if name in totals:
+                        totals[name].copy_(value.double().sum())
+                    elif name in self.tensors:
+                        self.store(name, value)
+                    else:
+                        self.scratch[name] = value
+
+    def given(self, step: Step) -> dict[str, Any]:
+        """Tensors by name; those whose values do not count as they are."""
+        read = {name: self.load(name) for name in step.reads if name in self.tensors}
+        return dict.fromkeys(self.rule.tensors) | self.tensors | self.scratch | read
+
+    def move(self, step: Step, known: dict[str, Any]) -> None:
+        """The moments of rows and columns, and what the passes after them need of those."""
+        for name, key, dim in (("row", "row_var", -1), ("column", "col_var", -2)):
+            mean = self.scratch[f"{name}_total"] / self.tensors["p"].shape[dim]
+            new = step.formula(self.b, old=self.load(key), mean=mean, **known)["new"]
+            self.store(key, new)
+            self.scratch[name] = new.rsqrt()
+            if name == "row":
+                self.scratch["mean"] = new.mean(-2, keepdim=True)
+
+
+@lru_cache
+def runner(kind: str) -> Runner:
+    """Who runs steps on devices of this kind."""
+    if kind == "cuda":
+        if find_spec("triton") is None:
+            raise EngineError(
+                "Triton is not installed",
+                asked="a step of an optimiser for tensors on a GPU",
+                remedy="pip install triton, or use torch.optim",
+            )
+        from deuteron.optim.gpu import OnGpu
+
+        return OnGpu()
+    return Generated() if kind == "cpu" and openmp.available() else Plain()
