@@ -15,7 +15,7 @@ from deuteron.augment.recipe import Recipe
 from deuteron.augment.step import Size, Step
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.frontends.builder import Graph
-from deuteron.functional.library import in_transform
+from deuteron.functional.core import explain
 from deuteron.ops import Sym
 
 
@@ -104,11 +104,15 @@ class Pipeline(nn.Module):
 
         A table that requires a gradient gets one, by torch's operators: clone it first.
         """
-        call = run.augment if run.needs_operator(x, table) else run.augment_now
-        if in_transform():
-            call = run.by_references
-        y: torch.Tensor = call(x, table, self.recipe.text)
-        return y
+        return run.call(x, table, self.recipe.text)
+
+    def explain(self, x: torch.Tensor) -> str:
+        """What a call with images like ``x`` runs and what that costs; no call is counted.
+
+        On a GPU that is one launch of the kernel, or two where images are few and large, with the
+        bytes and the time that they take; on the CPU it is a plan.
+        """
+        return explain(self, x, step=self.step)
 
     def parameters_for(
         self, n: int | torch.Tensor, step: int = 0, size: Size = (224, 224)

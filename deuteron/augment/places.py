@@ -25,10 +25,6 @@ def _matrix(rows: Sequence[Sequence[torch.Tensor | float]], like: torch.Tensor) 
     return torch.stack(cells, -1).reshape(*like.shape, 3, 3)
 
 
-def _diagonal(a: torch.Tensor | float, b: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
-    return _matrix(((a, 0.0, 0.0), (0.0, b, 0.0), (0.0, 0.0, 1.0)), like)
-
-
 def _in_pixels(matrix: torch.Tensor, size: Size) -> torch.Tensor:
     """A matrix about the centre in pixels, as one between −1 and 1."""
     scale = matrix.new_tensor([size[1] / 2, size[0] / 2, 1.0])
@@ -38,7 +34,8 @@ def _in_pixels(matrix: torch.Tensor, size: Size) -> torch.Tensor:
 class Geometric(Step):
     """A step that moves places. ``p`` is the probability that it happens to an image."""
 
-    stage: ClassVar[int] = 0
+    leaves_the_image: ClassVar[bool] = True  # places beyond the edge are asked for: the padding
+    projective: ClassVar[bool] = False  # places are divided by their third coordinate
     p: float
 
     def draw(self, u: torch.Tensor, size: Size) -> Drawn:
@@ -51,15 +48,6 @@ class Geometric(Step):
 
     def result_size(self, size: Size) -> Size:
         return size
-
-    @property
-    def leaves_the_image(self) -> bool:
-        """Whether places beyond the edge may be asked for, so that they need a colour."""
-        return True
-
-    @property
-    def projective(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -79,16 +67,12 @@ class RandomAffine(Geometric):
     draws: ClassVar[int] = 7
 
     def check(self) -> None:
-        self.probability(self.p)
+        super().check()
         self.interval("degrees", both_sides(self.degrees), -360.0, 360.0)
-        if self.translate is not None and not (
-            isinstance(self.translate, tuple)
-            and len(self.translate) == 2
-            and all(is_number(t) and 0 <= t <= 1 for t in self.translate)
-        ):
-            raise self.wrong(
-                f"translate={self.translate!r} is not two parts of the size", "e.g. (0.1, 0.1)"
-            )
+        move = (0.0, 0.0) if self.translate is None else self.translate
+        two = isinstance(move, tuple) and len(move) == 2
+        if not (two and all(is_number(t) and 0 <= t <= 1 for t in move)):
+            raise self.wrong(f"translate={move!r} is not two parts of the size", "e.g. (0.1, 0.1)")
         if self.scale is not None:
             self.interval("scale", self.scale, 1e-3, 1e3)
         for bounds in self._shears():
@@ -143,7 +127,7 @@ class Rotate(Geometric):
     draws: ClassVar[int] = 2
 
     def check(self) -> None:
-        self.probability(self.p)
+        super().check()
         self.interval("degrees", both_sides(self.degrees), -360.0, 360.0)
 
     def draw(self, u: torch.Tensor, size: Size) -> Drawn:
@@ -164,17 +148,14 @@ class Perspective(Geometric):
     distortion: float = 0.5
     p: float = 0.5
     draws: ClassVar[int] = 9
+    projective: ClassVar[bool] = True
 
     def check(self) -> None:
-        self.probability(self.p)
+        super().check()
         if not (is_number(self.distortion) and 0 <= self.distortion < 1):
             raise self.wrong(
                 f"distortion={self.distortion!r} may fold the image", "use a number below 1, from 0"
             )
-
-    @property
-    def projective(self) -> bool:
-        return True
 
     def draw(self, u: torch.Tensor, size: Size) -> Drawn:
         pulled = u[..., 1:9].reshape(*u.shape[:-1], 4, 2) * self.distortion
@@ -210,18 +191,15 @@ class RandomResizedCrop(Geometric):
     ratio: Range = (3 / 4, 4 / 3)
     p: float = 1.0
     draws: ClassVar[int] = 3 + 2 * TRIES
+    leaves_the_image: ClassVar[bool] = False
 
     def check(self) -> None:
-        self.probability(self.p)
+        super().check()
         self.interval("scale", self.scale, 1e-6, 1.0)
         self.interval("ratio", self.ratio, 1e-3, 1e3)
         both = self.size if isinstance(self.size, tuple) else (self.size,) * 2
         if len(both) != 2 or any(not isinstance(s, int) or s < 1 for s in both):
             raise self.wrong(f"size={self.size!r} is no size of an image", "e.g. 224 or (224, 320)")
-
-    @property
-    def leaves_the_image(self) -> bool:
-        return False
 
     def result_size(self, size: Size) -> Size:
         return (self.size, self.size) if isinstance(self.size, int) else self.size
@@ -234,28 +212,22 @@ class RandomResizedCrop(Geometric):
         w, h = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
         fits = (w >= 1) & (w <= width) & (h >= 1) & (h <= height)
         first = fits.to(torch.int64).argmax(-1, keepdim=True)
-        whole = width / height
-        middle = (
-            (height, max(1.0, round(height * self.ratio[1])))
-            if whole > self.ratio[1]
-            else (max(1.0, round(width / self.ratio[0])), width)
-            if whole < self.ratio[0]
-            else (height, width)
-        )
+        # the largest box in the middle that has an allowed shape
+        wide, tall = width / height > self.ratio[1], width / height < self.ratio[0]
+        most_w = max(1.0, round(height * self.ratio[1])) if wide else width
+        most_h = max(1.0, round(width / self.ratio[0])) if tall else height
         found = fits.any(-1)
-        h = torch.where(found, h.gather(-1, first)[..., 0], float(middle[0]))
-        w = torch.where(found, w.gather(-1, first)[..., 0], float(middle[1]))
+        h = torch.where(found, h.gather(-1, first)[..., 0], float(most_h))
+        w = torch.where(found, w.gather(-1, first)[..., 0], float(most_w))
         top = torch.where(found, (u[..., 1] * (height - h + 1)).floor(), (height - h) // 2)
         left = torch.where(found, (u[..., 2] * (width - w + 1)).floor(), (width - w) // 2)
         return {"top": top, "left": left, "height": h, "width": w}
 
     def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        parts = [
-            (drawn[length] / full, (2 * drawn[start] + drawn[length]) / full - 1)
-            for start, length, full in (("left", "width", size[1]), ("top", "height", size[0]))
-        ]
-        (across, x), (down, y) = parts
-        return _matrix(((across, 0.0, x), (0.0, down, y), (0.0, 0.0, 1.0)), across)
+        (height, width), h, w = size, drawn["height"], drawn["width"]
+        x, y = (2 * drawn["left"] + w) / width - 1, (2 * drawn["top"] + h) / height - 1
+        rows = ((w / width, 0.0, x), (0.0, h / height, y), (0.0, 0.0, 1.0))
+        return _matrix(rows, h)
 
 
 @dataclass(frozen=True)
@@ -263,28 +235,21 @@ class HorizontalFlip(Geometric):
     """Left becomes right with probability ``p``."""
 
     p: float = 0.5
-
-    def check(self) -> None:
-        self.probability(self.p)
-
-    @property
-    def leaves_the_image(self) -> bool:
-        return False
+    leaves_the_image: ClassVar[bool] = False
+    signs: ClassVar[Range] = (-1.0, 1.0)
 
     def draw(self, u: torch.Tensor, size: Size) -> Drawn:
         return {}
 
     def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        one = torch.ones((), dtype=torch.float64)
-        return _diagonal(*self._signs(), one)
-
-    def _signs(self) -> tuple[float, float]:
-        return -1.0, 1.0
+        return torch.diag(torch.tensor([*self.signs, 1.0], dtype=torch.float64))
 
 
 @dataclass(frozen=True)
 class VerticalFlip(HorizontalFlip):
     """Top becomes bottom with probability ``p``."""
 
-    def _signs(self) -> tuple[float, float]:
-        return 1.0, -1.0
+    signs: ClassVar[Range] = (1.0, -1.0)
+
+
+PLACES = (RandomAffine, Rotate, Perspective, RandomResizedCrop, HorizontalFlip, VerticalFlip)

@@ -35,13 +35,15 @@ def functions(source: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=512)
-def jitted(formula: Traced, exact: bool) -> Any:
+def jitted(formula: Traced, exact: bool, wide: bool = False) -> Any:
     """A formula as a Triton function of its inputs, for kernels written by hand: they take it as a
-    constant and call it. ``exact`` where a float32 is stored, not a number of 16 bits."""
+    constant and call it. ``exact`` where a float32 is stored, not a number of 16 bits; ``wide``
+    where numbers are float64."""
     none: frozenset[str] = frozenset()
-    math = Arithmetic(False, exact, none, none, none)
+    math = Arithmetic(wide, exact, none, none, none)
     lines = [f"    {s.name} = {math.compute(s, str)}\n" for s in formula.statements]
-    result = formula.result if isinstance(formula.result, str) else math.literal(formula.result)
+    found = (formula.result, *formula.others)
+    result = ", ".join(r if isinstance(r, str) else math.literal(r) for r in found)
     head = f"@triton.jit\ndef formula({', '.join(formula.inputs)}):\n"
     body = f"{head}{''.join(lines)}    return {result}\n"
     return functions("\n\n".join((HEAD, *math.helpers(), body)))["formula"]

@@ -11,7 +11,7 @@ integers, the constants) and a dictionary; after that only addresses and numbers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class Launchable:
     arguments is a constant: the kernel tests ``if bias is not None``. Python floats arrive as
     float32, integers as int32 where they fit, else as int64.
 
+    Whole numbers that belong together may come as one argument, a tuple or a NamedTuple, and so may
+    tensors (the first is none of those left out), and constants as a NamedTuple: the kernel reads
+    ``size.height``. Each of them counts as if it had been given by itself.
+
     One that ``follows`` another kernel of ours, with the constant CHAIN, is launched while that
     still runs, and must wait for it by ``gdc_wait()`` before it reads or writes anything.
     """
@@ -71,9 +75,12 @@ class Launchable:
             elif a is None:
                 raw.append(None)
                 kinds.append(None)
+            elif isinstance(a, tuple) and isinstance(a[0], torch.Tensor):
+                raw.append(tuple(None if t is None else t.data_ptr() for t in a))
+                kinds.append(kind_of(a))
             else:
                 raw.append(a)
-                kinds.append(_kind(a))
+                kinds.append(kind_of(a))
         key = (device, warps, stages, *kinds, *constants.items())
         found = self.ready.get(key)
         if found is None:
@@ -121,7 +128,7 @@ class Launchable:
                 return
             if ready is None:
                 device = tensors[0].get_device()
-                kinds = [*((t.dtype, True) for t in tensors), *map(_kind, numbers)]
+                kinds = [*((t.dtype, True) for t in tensors), *map(kind_of, numbers)]
                 call, rest = self._bound(device, kinds, constants, warps, stages)
                 ready = call, device, (*numbers, *rest)
             call, device, rest = ready
@@ -140,24 +147,36 @@ class Launchable:
         """Compiled for ``target``, a GPU that need not be there, or for the current one.
 
         ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
-        for a number, or None.
+        for a number, None, or a NamedTuple of these.
         """
         from triton.compiler import ASTSource
 
-        names = self.fn.arg_names
-        signature, fixed, attrs = {}, dict(constants), {}
-        for i, kind in enumerate(kinds):
+        fixed: dict[tuple[int, ...], Any] = {}
+        attrs: dict[tuple[int, ...], Any] = {}
+
+        def given(kind: Any, *place: int) -> Any:
             if kind is None:
-                fixed[names[i]] = None
-            else:
-                first, aligned = kind
-                signature[names[i]] = first if isinstance(first, str) else POINTERS[first]
-                if aligned:
-                    attrs[(i,)] = [["tt.divisibility", 16]]
-        for name in names:
-            signature.setdefault(name, "constexpr")
-        ordered = {name: signature[name] for name in names}
-        source = ASTSource(self.fn, ordered, constexprs=_by_place(names, fixed), attrs=attrs)
+                fixed[place] = None
+                return "constexpr"
+            if not isinstance(kind[-1], bool):
+                return _alike(kind, [given(k, *place, i) for i, k in enumerate(kind)])
+            if kind[1]:
+                attrs[place] = [["tt.divisibility", 16]]
+            return kind[0] if isinstance(kind[0], str) else POINTERS[kind[0]]
+
+        def constant(value: Any, *place: int) -> Any:
+            if hasattr(value, "_fields") or (isinstance(value, tuple) and len(place) > 1):
+                return _alike(value, [constant(v, *place, i) for i, v in enumerate(value)])
+            fixed[place] = value
+            return "constexpr"
+
+        signature: dict[str, Any] = dict.fromkeys(self.fn.arg_names, "constexpr")
+        for i, name in enumerate(self.fn.arg_names):
+            if i < len(kinds):
+                signature[name] = given(kinds[i], i)
+            elif name in constants:
+                signature[name] = constant(constants[name], i)
+        source = ASTSource(self.fn, signature, constexprs=fixed, attrs=attrs)
         early = self.follows and bool(constants.get("CHAIN"))
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
         return compile_triton(source, options, target)
@@ -171,14 +190,30 @@ def chained(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _by_place(names: Sequence[str], fixed: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
-    return {(names.index(name),): value for name, value in fixed.items()}
-
-
-def _kind(value: Any) -> tuple[str, bool]:
+def kind_of(value: Any) -> Any:
+    """What changes the code in an argument: see :meth:`Launchable.compile`."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return value.dtype, not value.data_ptr() & 15
+    if isinstance(value, tuple):
+        if isinstance(value[0], torch.Tensor):
+            return _alike(value, [kind_of(v) for v in value])
+        return _kinds(type(value), value)
     if isinstance(value, float):
         return "fp32", False
     return ("i32" if -INT32 <= value < INT32 else "i64"), value % 16 == 0
+
+
+@lru_cache(4096)
+def _kinds(of: type, numbers: tuple[Any, ...]) -> Any:
+    """Of whole numbers in a tuple, which are the same at every launch."""
+    return _alike(numbers, [kind_of(n) for n in numbers])
+
+
+def _alike(given: Any, values: Sequence[Any]) -> Any:
+    """A tuple of the same kind."""
+    return type(given)(*values) if hasattr(given, "_fields") else tuple(values)
 
 
 def _interpreting() -> bool:
