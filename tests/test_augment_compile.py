@@ -56,7 +56,7 @@ def launches(monkeypatch) -> list[Any]:
         return SimpleNamespace(run=lambda **given: {"grad_sampled": given["sampled"]})
 
     monkeypatch.setattr(Launchable, "__call__", record)
-    monkeypatch.setattr(augment, "_summed", lambda n, pixels, device, split: 64 if n == 1 else 1)
+    monkeypatch.setattr(augment, "_parts", lambda n, pixels, device, split: 64 if n == 1 else 1)
     monkeypatch.setattr(run, "_finish_plan", planned)
     return seen
 

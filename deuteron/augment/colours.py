@@ -37,19 +37,19 @@ def _unit(b: Any, x: Any) -> Any:
     return b.clamp(x, min=0.0, max=1.0)
 
 
-def _brightened(b: Any, pixel: Pixel, mean: Any, factor: Any) -> Pixel:
+def _brightened(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
     return tuple(_unit(b, x * factor) for x in pixel)
 
 
-def _contrasted(b: Any, pixel: Pixel, mean: Any, factor: Any) -> Pixel:
+def _contrasted(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
     return tuple(_unit(b, x) for x in _blended(pixel, mean, factor))
 
 
-def _saturated(b: Any, pixel: Pixel, mean: Any, factor: Any) -> Pixel:
+def _saturated(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
     return tuple(_unit(b, x) for x in _blended(pixel, grey(pixel), factor))
 
 
-def _greyed(b: Any, pixel: Pixel, mean: Any, factor: Any) -> Pixel:
+def _greyed(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
     return _blended(pixel, grey(pixel), factor)
 
 
@@ -59,7 +59,7 @@ def _blended(pixel: Pixel, other: Any, factor: Any) -> Pixel:
     return tuple(x * factor + rest for x in pixel)
 
 
-def _turned(b: Any, pixel: Pixel, mean: Any, turn: Any) -> Pixel:
+def _turned(b: Any, pixel: Pixel, mean: Any, turn: Any, *_: Any) -> Pixel:
     hue, top, spread = _hue_and_range(b, pixel)
     return _from_hue(b, hue + turn * 6.0, top, spread)
 

@@ -7,29 +7,21 @@ the same formulas: those of the colours, and those here for what comes before an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from deuteron.augment.colours import WIDTH, Colour, Pixel, grey
+from deuteron.augment.colours import WIDTH, Pixel, grey
 from deuteron.augment.recipe import MATRIX, Recipe, torch_type
 from deuteron.errors import GraphError
 from deuteron.ir import TensorType
 from deuteron.ir import dtype as element_type
 from deuteron.ops import Ops, Sym
-from deuteron.ops.opdef import parameters
 
 
 def begun(b: Any, x: Any, given: torch.dtype) -> Any:
     """A channel as a number from 0 to 1."""
     return x * (1 / 255) if given == torch.uint8 else x
-
-
-def coloured(b: Any, step: Colour, pixel: Pixel, mean: Any, numbers: Sequence[Any]) -> Pixel:
-    """A pixel after a colour step, which has WIDTH numbers in the table and reads some."""
-    _, *read = parameters(step.formula)
-    return step.formula(b, pixel, mean, *numbers[: len(read)])
 
 
 def finished(b: Any, x: Any, normal: tuple[Any, Any] | None, result: torch.dtype) -> Any:
@@ -75,7 +67,7 @@ def finish(g: Ops, recipe: Recipe, values: Sym, table: Sym, result: torch.dtype,
             if step.needs_mean:
                 mean = g.mean(grey(planes), axes=(1, 2, 3), keepdim=True)
             numbers = [_columns(g, table, first + i, first + i + 1) for i in range(step.draws)]
-            planes = coloured(g, step, planes, mean, numbers)
+            planes = step.formula(g, planes, mean, *numbers)
         values = g.one("concat", planes, axis=1)
     normal = recipe.scale_and_shift(channels, kind)
     scale_and_shift = None

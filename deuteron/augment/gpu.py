@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deuteron.augment.colours import WIDTH, Colour, Pixel, grey
-from deuteron.augment.emit import begun, coloured, finished
+from deuteron.augment.emit import begun, finished
 from deuteron.augment.recipe import Recipe, recipe_of
 from deuteron.codegen.triton_load import jitted
 from deuteron.kernels.triton.augment import Colouring, Sampling, augment
@@ -63,8 +63,7 @@ def colouring(
 
     def of_step(step: Colour) -> Any:
         def formula(b: Any, *values: Any) -> Pixel:
-            changed = coloured(b, step, values[:own], values[3], values[4:])
-            return (*changed, *values[own:3])
+            return (*step.formula(b, values[:own], *values[3:]), *values[own:3])
 
         return _jitted(formula, (*RGB, "mean", *NUMBERS), kind)
 

@@ -8,7 +8,6 @@ drawn in float64 on the CPU from uniform ones that depend on nothing but seed, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 from typing import ClassVar
@@ -20,9 +19,11 @@ from deuteron.augment.step import Drawn, Range, Size, Step, both_sides, is_numbe
 TRIES = 10  # boxes that RandomResizedCrop draws before it takes the middle
 
 
-def _matrix(rows: Sequence[Sequence[torch.Tensor | float]], like: torch.Tensor) -> torch.Tensor:
-    cells = [torch.as_tensor(c, dtype=like.dtype).expand_as(like) for row in rows for c in row]
-    return torch.stack(cells, -1).reshape(*like.shape, 3, 3)
+def _affine(*cells: torch.Tensor | float) -> torch.Tensor:
+    """[…, 3, 3] from two rows of three; the last row is (0, 0, 1)."""
+    parts = (torch.as_tensor(c, dtype=torch.float64) for c in (*cells, 0.0, 0.0, 1.0))
+    flat = torch.stack(torch.broadcast_tensors(*parts), -1)
+    return flat.reshape(*flat.shape[:-1], 3, 3)
 
 
 def _in_pixels(matrix: torch.Tensor, size: Size) -> torch.Tensor:
@@ -113,8 +114,7 @@ class RandomAffine(Geometric):
         a, b = both * cos - t * sin, both * sin + t * cos
         c, e = d * cos - sin, d * sin + cos
         x, y = drawn["translate_x"], drawn["translate_y"]
-        rows = ((a, b, -(a * x + b * y)), (c, e, -(c * x + e * y)), (0.0, 0.0, 1.0))
-        return _in_pixels(_matrix(rows, angle), size)
+        return _in_pixels(_affine(a, b, -(a * x + b * y), c, e, -(c * x + e * y)), size)
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,7 @@ class Rotate(Geometric):
     def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
         angle = torch.deg2rad(drawn["angle"])
         sin, cos = angle.sin(), angle.cos()
-        turn = _matrix(((cos, -sin, 0.0), (sin, cos, 0.0), (0.0, 0.0, 1.0)), angle)
-        return _in_pixels(turn, size)
+        return _in_pixels(_affine(cos, -sin, 0.0, sin, cos, 0.0), size)
 
 
 @dataclass(frozen=True)
@@ -226,8 +225,7 @@ class RandomResizedCrop(Geometric):
     def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
         (height, width), h, w = size, drawn["height"], drawn["width"]
         x, y = (2 * drawn["left"] + w) / width - 1, (2 * drawn["top"] + h) / height - 1
-        rows = ((w / width, 0.0, x), (0.0, h / height, y), (0.0, 0.0, 1.0))
-        return _matrix(rows, h)
+        return _affine(w / width, 0.0, x, 0.0, h / height, y)
 
 
 @dataclass(frozen=True)
@@ -242,7 +240,7 @@ class HorizontalFlip(Geometric):
         return {}
 
     def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        return torch.diag(torch.tensor([*self.signs, 1.0], dtype=torch.float64))
+        return _affine(self.signs[0], 0.0, 0.0, 0.0, self.signs[1], 0.0)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def augment(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
 def augment_now(x: Tensor, table: Tensor, recipe: str) -> Tensor:
     """What the operator does."""
     _check(recipe_of(recipe), x, table)
-    x, table = _plain(x), _plain(table).contiguous()
+    # kernels read memory as it is
+    x, table = x.resolve_neg(), table.resolve_neg().contiguous()
     if x.shape[0] == 0:
         return empty_result(x, recipe)
     if not (x.is_cuda and has_triton()):
@@ -102,8 +103,8 @@ def augment_backward(
     made, dx = recipe_of(recipe), _gradient_like(x)
     if x.shape[0] == 0:
         return dx
-    grad, x, table = _plain(grad), _plain(x), _plain(table).contiguous()
-    grad = grad.contiguous(memory_format=_format(made.layout(_is_nhwc(x)) == "nhwc"))
+    x, table = x.resolve_neg(), table.resolve_neg().contiguous()
+    grad = grad.resolve_neg().contiguous(memory_format=_format(made.layout(_is_nhwc(x)) == "nhwc"))
     if not (made.geometric and x.is_cuda and has_triton()):
         plan = _plan(recipe, TensorType.from_tensor(x), x.device, "x")
         return dx.copy_(plan.run(x=x, table=table, grad_y=grad)["grad_x"])
@@ -160,10 +161,7 @@ def augment_draw(
     x: torch.Tensor, step: torch.Tensor, index: torch.Tensor | None, recipe: str, seed: int
 ) -> torch.Tensor:
     """The table of parameters for images like ``x``, a copy of its own; for compiled programs."""
-    made = recipe_of(recipe)
-    which = x.shape[0] if index is None else index
-    size, kind = (x.shape[2], x.shape[3]), made.compute_dtype(x.dtype)
-    table = table_for(made, seed, int(step), which, size, kind, x.device)
+    table = table_for(recipe_of(recipe), seed, int(step), x, index)
     return table.clone() if index is None else table
 
 
@@ -228,11 +226,6 @@ def _gradient_only(g: Graph, wrt: str) -> Graph:
 def table_type(recipe: Recipe, images: TensorType) -> tuple[tuple[int, int], torch.dtype]:
     """Shape and element type of the table for such images."""
     return (images.shape[0], recipe.columns), recipe.compute_dtype(torch_type(images.dtype))
-
-
-def _plain(x: Tensor) -> Tensor:
-    """Kernels read memory as it is."""
-    return x.resolve_neg()
 
 
 def _is_nhwc(x: Tensor) -> bool:

@@ -37,17 +37,23 @@ from deuteron.target import target
 
 WHOLE = (1024, 16)  # pixels and warps of a program that owns an image
 PIECE = (512, 8)  # of one that has a piece of it
-PARTS = 64  # sums that a large image is split into
+PARTS = tl.constexpr(64)  # the most sums that a large image is split into
 LOOPS = 4  # blocks of an image below which it is never split
 
 
-class Size(NamedTuple):
-    """Height and width of the image, rows and columns of the result."""
+class Work(NamedTuple):
+    """Height and width of the image, rows and columns of the result; channels, and numbers of the
+    table per image; programs of an image, and pixels of each of them; grey sums of an image."""
 
     height: int
     width: int
     rows: int
     columns: int
+    channels: int
+    table: int
+    programs: int
+    pixels: int = 0
+    sums: int = 1
 
 
 class Sampling(NamedTuple):
@@ -66,7 +72,8 @@ class Sampling(NamedTuple):
     neighbours: int = 0
     border: bool = False
     projective: bool = False
-    rgb: bool = False  # a program has three channels, not one
+    block: int = 0  # pixels that are computed together
+    rgb: bool = False  # of three channels, else of one
     big: bool = False  # distances in memory take 64 bits
 
 
@@ -88,17 +95,17 @@ class Colouring(NamedTuple):
 
 
 @triton.jit
-def place(row, i, j, size, PROJECTIVE: tl.constexpr):
+def place(row, i, j, work, PROJECTIVE: tl.constexpr):
     """Where pixel (i, j) of the result lies in the image, down and across in pixels."""
     kind: tl.constexpr = row.dtype.element_ty
-    u = (2.0 * j + 1.0) / size.columns.to(kind) - 1.0
-    v = (2.0 * i + 1.0) / size.rows.to(kind) - 1.0
+    u = (2.0 * j + 1.0) / work.columns.to(kind) - 1.0
+    v = (2.0 * i + 1.0) / work.rows.to(kind) - 1.0
     px = tl.load(row) * u + tl.load(row + 3) * v + tl.load(row + 6)
     py = tl.load(row + 1) * u + tl.load(row + 4) * v + tl.load(row + 7)
     if PROJECTIVE:
         pw = tl.load(row + 2) * u + tl.load(row + 5) * v + tl.load(row + 8)
         px, py = px / pw, py / pw
-    return ((py + 1.0) * size.height - 1.0) * 0.5, ((px + 1.0) * size.width - 1.0) * 0.5
+    return ((py + 1.0) * work.height - 1.0) * 0.5, ((px + 1.0) * work.width - 1.0) * 0.5
 
 
 @triton.jit
@@ -108,14 +115,14 @@ def within(p, length):
 
 
 @triton.jit
-def _neighbour(x, fy, fx, weight, rgb, live, size, strides, S: tl.constexpr):
+def _neighbour(x, fy, fx, weight, rgb, live, work, strides, S: tl.constexpr):
     """Adds the pixel at whole (fy, fx) to a blend; outside the image it is 0, or the edge."""
     r, g, b = rgb
     if S.border:
-        fy, fx = within(fy, size.height), within(fx, size.width)
+        fy, fx = within(fy, work.height), within(fx, work.width)
         inside = live
     else:
-        inside = live & (fy >= 0.0) & (fy < size.height) & (fx >= 0.0) & (fx < size.width)
+        inside = live & (fy >= 0.0) & (fy < work.height) & (fx >= 0.0) & (fx < work.width)
     row, column = fy.to(tl.int32), fx.to(tl.int32)
     if S.big:
         row, column = row.to(tl.int64), column.to(tl.int64)
@@ -129,28 +136,28 @@ def _neighbour(x, fy, fx, weight, rgb, live, size, strides, S: tl.constexpr):
 
 @triton.jit
 def _pixels(
-    x, row, pixel, live, mean, size, strides, UNTIL: tl.constexpr, S: tl.constexpr, C: tl.constexpr
+    x, row, pixel, live, mean, work, strides, UNTIL: tl.constexpr, S: tl.constexpr, C: tl.constexpr
 ):
     """These pixels of the result, after the first UNTIL colour steps."""
     kind: tl.constexpr = row.dtype.element_ty
-    i, j = (pixel // size.columns).to(kind), (pixel % size.columns).to(kind)
+    i, j = (pixel // work.columns).to(kind), (pixel % work.columns).to(kind)
     zero = tl.zeros(i.shape, kind)
     rgb = zero, zero, zero
     if S.neighbours == 0:
-        rgb = _neighbour(x, i, j, 1.0, rgb, live, size, strides, S)
+        rgb = _neighbour(x, i, j, 1.0, rgb, live, work, strides, S)
     else:
-        py, px = place(row, i, j, size, S.projective)
+        py, px = place(row, i, j, work, S.projective)
         if S.border and S.neighbours < 4:  # of four each one is moved by itself
-            py, px = within(py, size.height), within(px, size.width)
+            py, px = within(py, work.height), within(px, work.width)
         y0, x0 = S.whole(py), S.whole(px)
         if S.neighbours == 1:
-            rgb = _neighbour(x, y0, x0, 1.0, rgb, live, size, strides, S)
+            rgb = _neighbour(x, y0, x0, 1.0, rgb, live, work, strides, S)
         else:
             wy, wx = S.weights(py - y0), S.weights(px - x0)
             for i in tl.static_range(S.neighbours):
                 for j in tl.static_range(S.neighbours):
                     fy, fx = y0 + (i - S.neighbours // 4), x0 + (j - S.neighbours // 4)
-                    rgb = _neighbour(x, fy, fx, wy[i] * wx[j], rgb, live, size, strides, S)
+                    rgb = _neighbour(x, fy, fx, wy[i] * wx[j], rgb, live, work, strides, S)
     r, g, b = C.begin(rgb[0]), C.begin(rgb[1]), C.begin(rgb[2])
     for k in tl.static_range(UNTIL):
         at = row + 9 + 3 * k  # after the matrix, three numbers for each step
@@ -159,15 +166,13 @@ def _pixels(
 
 
 @triton.jit
-def _grey_sum(
-    x, row, first, last, size, strides, S: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr
-):
+def _grey_sum(x, row, first, last, work, strides, S: tl.constexpr, C: tl.constexpr):
     """The sum of the grey image that a step needs the mean of, over pixels first … last − 1."""
-    total = tl.zeros([BLOCK], row.dtype.element_ty)
-    for start in range(first, last, BLOCK):
-        pixel = start + tl.arange(0, BLOCK)
+    total = tl.zeros([S.block], row.dtype.element_ty)
+    for start in range(first, last, S.block):
+        pixel = start + tl.arange(0, S.block)
         live = pixel < last
-        r, g, b = _pixels(x, row, pixel, live, 0.0, size, strides, C.mean_before, S, C)
+        r, g, b = _pixels(x, row, pixel, live, 0.0, work, strides, C.mean_before, S, C)
         total += tl.where(live, C.grey(r, g, b), 0.0)
     return tl.sum(total)
 
@@ -182,39 +187,21 @@ def _finished(v, normal, channel, channels, C: tl.constexpr):
 
 
 @triton.jit
-def _augment(
-    x,
-    table,
-    normal,
-    sums,
-    y,
-    columns,
-    size,
-    strides,
-    to,
-    parts,
-    chunk,
-    channels,
-    summed,
-    S: tl.constexpr,
-    C: tl.constexpr,
-    SUMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _augment(x, table, normal, sums, y, work, strides, to, S: tl.constexpr, C: tl.constexpr):
     """Pixels of one part of one image, of its three channels or, without rgb, of one channel.
     Without ``y`` their grey sum, into ``sums``."""
     kind: tl.constexpr = table.dtype.element_ty
-    groups = 1 if S.rgb else channels
-    image = tl.program_id(0) // parts
+    groups = 1 if S.rgb else work.channels
+    image = tl.program_id(0) // work.programs
     n, channel = (image // groups).to(tl.int64), image % groups
-    first, pixels = tl.program_id(0) % parts * chunk, size.rows * size.columns
-    last = tl.minimum(first + chunk, pixels)
-    row = table + n * columns
+    first, pixels = tl.program_id(0) % work.programs * work.pixels, work.rows * work.columns
+    last = tl.minimum(first + work.pixels, pixels)
+    row = table + n * work.table
     x += n * strides[0]
     if not S.rgb:
         x += channel.to(tl.int64) * strides[1]
     if y is None:
-        total = _grey_sum(x, row, first, last, size, strides, S, C, BLOCK)
+        total = _grey_sum(x, row, first, last, work, strides, S, C)
         tl.store(sums + tl.program_id(0), total)
     else:
         stored: tl.constexpr = y.dtype.element_ty
@@ -224,35 +211,35 @@ def _augment(
         mean = tl.zeros([], kind)
         if C.mean_before >= 0:
             if sums is not None:
-                part = tl.arange(0, SUMS)
-                mean = tl.sum(tl.load(sums + n * summed + part, part < summed, 0.0))
+                part = tl.arange(0, PARTS)
+                mean = tl.sum(tl.load(sums + n * work.sums + part, part < work.sums, 0.0))
             else:
-                mean = _grey_sum(x, row, 0, pixels, size, strides, S, C, BLOCK)
+                mean = _grey_sum(x, row, 0, pixels, work, strides, S, C)
             mean = mean / pixels.to(kind)
-        for start in range(first, last, BLOCK):
-            pixel = start + tl.arange(0, BLOCK)
+        for start in range(first, last, S.block):
+            pixel = start + tl.arange(0, S.block)
             live = pixel < last
-            r, g, b = _pixels(x, row, pixel, live, mean, size, strides, len(C.steps), S, C)
-            i, j = pixel // size.columns, pixel % size.columns
+            r, g, b = _pixels(x, row, pixel, live, mean, work, strides, len(C.steps), S, C)
+            i, j = pixel // work.columns, pixel % work.columns
             if S.big:
                 i, j = i.to(tl.int64), j.to(tl.int64)
             at = y + i * to[2] + j * to[3]
-            tl.store(at, _finished(r, normal, channel, channels, C).to(stored), live)
+            tl.store(at, _finished(r, normal, channel, work.channels, C).to(stored), live)
             if S.rgb:
-                tl.store(at + to[1], _finished(g, normal, 1, channels, C).to(stored), live)
-                tl.store(at + 2 * to[1], _finished(b, normal, 2, channels, C).to(stored), live)
+                tl.store(at + to[1], _finished(g, normal, 1, work.channels, C).to(stored), live)
+                tl.store(at + 2 * to[1], _finished(b, normal, 2, work.channels, C).to(stored), live)
 
 
 kernel = Launchable(_augment)
 
 
-def for_tensors(sampling: Sampling, *tensors: torch.Tensor) -> Sampling:
-    """With what the code depends on in the tensors that are read and written."""
+def for_tensors(sampling: Sampling, block: int, *tensors: torch.Tensor) -> Sampling:
+    """With what the code depends on beside the recipe: what a program does, and the tensors."""
     span = max(
         sum((size - 1) * abs(s) for size, s in zip(t.shape[1:], t.stride()[1:], strict=True))
         for t in tensors
     )
-    return sampling._replace(rgb=tensors[0].shape[1] == 3, big=span >= INT32)
+    return sampling._replace(block=block, rgb=tensors[0].shape[1] == 3, big=span >= INT32)
 
 
 def augment(
@@ -269,33 +256,30 @@ def augment(
     ``table`` [N, columns] and ``normal`` [2, C] (scale, then shift) are in the type that is
     computed in. ``split`` forces the number of parts an image is summed in.
     """
-    (n, channels), size = x.shape[:2], Size(*x.shape[2:], *y.shape[2:])
-    pixels, needs_mean = size.rows * size.columns, colouring.mean_before >= 0
-    numbers = (table.stride(0), size, x.stride(), y.stride())
-    code = {"S": for_tensors(sampling, x, y), "C": colouring}
-    summed = _summed(n, pixels, x.device, split) if needs_mean else 1
-    sums, (block, warps) = None, PIECE
-    if summed > 1:
-        chunk = triton.cdiv(pixels, summed * block) * block
-        summed = triton.cdiv(pixels, chunk)
-        sums = torch.empty(n, summed, dtype=table.dtype, device=x.device)
-        parts = (summed, chunk, channels, summed)
-        code |= {"SUMS": 1, "BLOCK": block, "warps": warps}
-        kernel((n * summed,), x, table, None, sums, None, *numbers, *parts, **code)
-    parts = (triton.cdiv(pixels, block), block, channels, summed)
-    if needs_mean and sums is None:
-        block, warps = WHOLE
-        parts = (1, pixels, channels, summed)
-    code |= {"SUMS": triton.next_power_of_2(summed), "BLOCK": block, "warps": warps}
-    programs = n * parts[0] * (1 if channels == 3 else channels)
-    kernel((programs,), x, table, normal, sums, y, *numbers, *parts, **code)
+    (n, channels), pixels = x.shape[:2], y.shape[2] * y.shape[3]
+    needs_mean = colouring.mean_before >= 0
+    parts = _parts(n, pixels, x.device, split) if needs_mean else 1
+    sums, (block, warps) = None, WHOLE if needs_mean and parts == 1 else PIECE
+    shape = (*x.shape[2:], *y.shape[2:], channels, table.stride(0))
+    strides = (x.stride(), y.stride())
+    code = {"S": for_tensors(sampling, block, x, y), "C": colouring, "warps": warps}
+    if parts > 1:
+        chunk = triton.cdiv(pixels, parts * block) * block
+        parts = triton.cdiv(pixels, chunk)
+        sums = torch.empty(n, parts, dtype=table.dtype, device=x.device)
+        work = Work(*shape, parts, chunk)
+        kernel((n * parts,), x, table, None, sums, None, work, *strides, **code)
+    each = pixels if block == WHOLE[0] else block
+    work = Work(*shape, triton.cdiv(pixels, each), each, parts)
+    programs = n * work.programs * (1 if channels == 3 else channels)
+    kernel((programs,), x, table, normal, sums, y, work, *strides, **code)
     return 1 if sums is None else 2
 
 
-def _summed(images: int, pixels: int, device: torch.device, split: int | None) -> int:
+def _parts(images: int, pixels: int, device: torch.device, split: int | None) -> int:
     """In how many parts the grey of an image is summed; 1: by the program that owns it."""
     if split is not None or device.type != "cuda":
         return split or 1
     blocks = triton.cdiv(pixels, WHOLE[0])
     few = blocks > LOOPS and 2 * images < target(device).units
-    return min(PARTS, blocks) if few else 1
+    return min(PARTS.value, blocks) if few else 1

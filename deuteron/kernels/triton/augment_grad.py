@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deuteron.kernels.triton.augment import Sampling, Size, for_tensors, place, within
+from deuteron.kernels.triton.augment import Sampling, Work, for_tensors, place, within
 from deuteron.kernels.triton.launch import Launchable
 
 BLOCK, WARPS = 256, 4
@@ -44,12 +44,12 @@ def _inverse(row):
 
 
 @triton.jit
-def _edge(at, size, reach, low, high, BORDER: tl.constexpr):
+def _edge(at, length, reach, low, high, BORDER: tl.constexpr):
     """How far before and after pixel ``at`` places have a weight for it."""
     before, after = at - reach, at + reach
     if BORDER:  # all that lies beyond the edge belongs to the edge
         before = tl.where(at < reach, tl.minimum(before, low - 1.0), before)
-        after = tl.where(at + reach > size - 1.0, tl.maximum(after, high + 1.0), after)
+        after = tl.where(at + reach > length - 1.0, tl.maximum(after, high + 1.0), after)
     return before, after
 
 
@@ -74,43 +74,43 @@ def _one_weight(p, at, length, S: tl.constexpr):
 
 
 @triton.jit
-def _box(row, i, j, size, S: tl.constexpr):
+def _box(row, i, j, work, S: tl.constexpr):
     """First and last row and column of the result that may have read pixel (i, j)."""
     kind: tl.constexpr = row.dtype.element_ty
     reach: tl.constexpr = S.neighbours * 0.5
     zero = tl.zeros([], kind)
-    low_y, low_x = place(row, zero, zero, size, S.projective)
+    low_y, low_x = place(row, zero, zero, work, S.projective)
     high_y, high_x = low_y, low_x
     for k in tl.static_range(1, 4):
-        bottom, right = zero + (size.rows - 1) * (k // 2), zero + (size.columns - 1) * (k % 2)
-        py, px = place(row, bottom, right, size, S.projective)
+        bottom, right = zero + (work.rows - 1) * (k // 2), zero + (work.columns - 1) * (k % 2)
+        py, px = place(row, bottom, right, work, S.projective)
         low_y, high_y = tl.minimum(low_y, py), tl.maximum(high_y, py)
         low_x, high_x = tl.minimum(low_x, px), tl.maximum(high_x, px)
-    top, bottom = _edge(i, size.height, reach, low_y, high_y, S.border)
-    left, right = _edge(j, size.width, reach, low_x, high_x, S.border)
+    top, bottom = _edge(i, work.height, reach, low_y, high_y, S.border)
+    left, right = _edge(j, work.width, reach, low_x, high_x, S.border)
     a, b, c, d, e, f, g, h, s = _inverse(row)
     # the sign of w over the image: where a corner has another, the box has no end
     sign = tl.where(s < 0.0, -1.0, 1.0)
-    first_i, last_i = tl.zeros_like(i) + size.rows, tl.zeros_like(i) - 1.0
-    first_j, last_j = tl.zeros_like(i) + size.columns, tl.zeros_like(i) - 1.0
+    first_i, last_i = tl.zeros_like(i) + work.rows, tl.zeros_like(i) - 1.0
+    first_j, last_j = tl.zeros_like(i) + work.columns, tl.zeros_like(i) - 1.0
     endless = i < -1.0
     for k in tl.static_range(4):
         y, x = bottom if k // 2 else top, right if k % 2 else left
-        v = (2.0 * y + 1.0) / size.height.to(kind) - 1.0
-        u = (2.0 * x + 1.0) / size.width.to(kind) - 1.0
+        v = (2.0 * y + 1.0) / work.height.to(kind) - 1.0
+        u = (2.0 * x + 1.0) / work.width.to(kind) - 1.0
         w = g * u + h * v + s
         endless = endless | (w * sign <= 0.0)
-        at_i = (((d * u + e * v + f) / w + 1.0) * size.rows - 1.0) * 0.5
-        at_j = (((a * u + b * v + c) / w + 1.0) * size.columns - 1.0) * 0.5
+        at_i = (((d * u + e * v + f) / w + 1.0) * work.rows - 1.0) * 0.5
+        at_j = (((a * u + b * v + c) / w + 1.0) * work.columns - 1.0) * 0.5
         first_i, last_i = tl.minimum(first_i, at_i), tl.maximum(last_i, at_i)
         first_j, last_j = tl.minimum(first_j, at_j), tl.maximum(last_j, at_j)
     if S.border and S.projective:  # what lies behind the horizon is folded onto the edge
-        high, wide = size.height - 1.0, size.width - 1.0
+        high, wide = work.height - 1.0, work.width - 1.0
         endless = endless | (i < reach) | (j < reach) | (i + reach > high) | (j + reach > wide)
     # a tenth of a pixel more than rounding can move a corner
     first_i = tl.where(endless, 0.0, tl.maximum(tl.ceil(first_i - 0.1), 0.0))
     first_j = tl.where(endless, 0.0, tl.maximum(tl.ceil(first_j - 0.1), 0.0))
-    most_i, most_j = size.rows - 1.0, size.columns - 1.0
+    most_i, most_j = work.rows - 1.0, work.columns - 1.0
     last_i = tl.where(endless, most_i, tl.minimum(tl.floor(last_i + 0.1), most_i))
     last_j = tl.where(endless, most_j, tl.minimum(tl.floor(last_j + 0.1), most_j))
     return first_i, last_i, first_j, last_j
@@ -123,43 +123,30 @@ def _read(at, weight, read):
 
 
 @triton.jit
-def _gather(
-    dy,
-    table,
-    scale,
-    dx,
-    columns,
-    size,
-    strides,
-    to,
-    parts,
-    channels,
-    S: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _gather(dy, table, scale, dx, work, strides, to, S: tl.constexpr):
     """A block of pixels of the image, of its three channels or, without rgb, of one channel."""
     kind: tl.constexpr = table.dtype.element_ty
-    groups = 1 if S.rgb else channels
-    image = tl.program_id(0) // parts
+    groups = 1 if S.rgb else work.channels
+    image = tl.program_id(0) // work.programs
     n, channel = (image // groups).to(tl.int64), image % groups
-    row = table + n * columns
+    row = table + n * work.table
     dy += n * strides[0] + channel.to(tl.int64) * strides[1]
     dx += n * to[0] + channel.to(tl.int64) * to[1]
-    pixel = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    live = pixel < size.height * size.width
-    whole_i, whole_j = pixel // size.width, pixel % size.width
+    pixel = tl.program_id(0) % work.programs * S.block + tl.arange(0, S.block)
+    live = pixel < work.height * work.width
+    whole_i, whole_j = pixel // work.width, pixel % work.width
     i, j = whole_i.to(kind), whole_j.to(kind)
-    first_i, last_i, first_j, last_j = _box(row, i, j, size, S)
+    first_i, last_i, first_j, last_j = _box(row, i, j, work, S)
     rows = tl.max(tl.where(live, last_i - first_i + 1.0, 0.0)).to(tl.int32)
     across = tl.max(tl.where(live, last_j - first_j + 1.0, 0.0)).to(tl.int32)
-    r = tl.zeros([BLOCK], kind)
+    r = tl.zeros([S.block], kind)
     g, b = r, r
     for down in range(rows):
         at_i = first_i + down
         for right in range(across):
             at_j = first_j + right
-            py, px = place(row, at_i, at_j, size, S.projective)
-            weight = _one_weight(py, i, size.height, S) * _one_weight(px, j, size.width, S)
+            py, px = place(row, at_i, at_j, work, S.projective)
+            weight = _one_weight(py, i, work.height, S) * _one_weight(px, j, work.width, S)
             read = live & (at_i <= last_i) & (at_j <= last_j) & (weight != 0.0)
             line, column = at_i.to(tl.int32), at_j.to(tl.int32)
             if S.big:
@@ -193,9 +180,9 @@ def gather_grad(
     sampling: Sampling,
 ) -> None:
     """Fill ``dx`` [N, C, H, W] from ``dy`` [N, C, h, w]; ``scale`` has a factor per channel."""
-    (n, channels), size = dx.shape[:2], Size(*dx.shape[2:], *dy.shape[2:])
-    parts = triton.cdiv(size.height * size.width, BLOCK)
+    (n, channels, height, width), columns = dx.shape, table.stride(0)
+    parts = triton.cdiv(height * width, BLOCK)
+    work = Work(height, width, *dy.shape[2:], channels, columns, parts)
     programs = n * parts * (1 if channels == 3 else channels)
-    numbers = (table.stride(0), size, dy.stride(), dx.stride(), parts, channels)
-    code = {"S": for_tensors(sampling, dy, dx), "BLOCK": BLOCK, "warps": WARPS}
-    kernel((programs,), dy, table, scale, dx, *numbers, **code)
+    code = for_tensors(sampling, BLOCK, dy, dx)
+    kernel((programs,), dy, table, scale, dx, work, dy.stride(), dx.stride(), S=code, warps=WARPS)
