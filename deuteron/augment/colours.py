@@ -42,7 +42,7 @@ def _brightened(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
 
 
 def _contrasted(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
-    return tuple(_unit(b, x) for x in _blended(pixel, mean, factor))
+    return tuple(_unit(b, (x - mean) * factor + mean) for x in pixel)
 
 
 def _saturated(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
@@ -78,7 +78,7 @@ def _hue_and_range(b: Any, pixel: Pixel) -> tuple[Any, Any, Any]:
     spread = top - b.minimum(b.minimum(red, green), blue)
     is_red, is_green = b.eq(top, red), b.eq(top, green)
     apart = b.where(is_red, green - blue, b.where(is_green, blue - red, red - green))
-    hue = apart * (1.0 / b.where(b.eq(spread, 0.0), 1.0, spread))
+    hue = apart * (1.0 / b.maximum(spread, 1e-18))  # grey has no hue: apart is 0 there
     return b.where(is_red, hue, b.where(is_green, hue + 2.0, hue + 4.0)), top, spread
 
 
