@@ -106,8 +106,7 @@ class MobileNetV2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = self.features(x).mean(dim=(2, 3))
-        logits: Tensor = self.classifier(pooled)
-        return logits
+        return self.classifier(pooled)
 
 
 class SqueezeExcitation(nn.Module):
@@ -191,8 +190,7 @@ class MobileNetV3(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = self.avgpool(self.features(x))
-        logits: Tensor = self.classifier(torch.flatten(pooled, 1))
-        return logits
+        return self.classifier(torch.flatten(pooled, 1))
 
 
 # in, kernel, hidden, out, squeeze-excite, hardswish (else ReLU), stride
