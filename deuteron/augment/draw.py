@@ -85,12 +85,11 @@ def drawn(
     random = (*recipe.geometric, *recipe.colours)
     uniforms = iter(uniform(seed, steps, images, [(place, s.draws) for place, s in random]))
     for (place, step), u in zip(recipe.geometric, uniforms, strict=False):
-        found = step.draw(u, size)
+        found, moves = step.draw(u, size)
         happens = u[..., 0] < step.p
         label = f"{place}.{type(step).__name__}"
         named |= {f"{label}.{k}": v for k, v in {"happens": happens, **found}.items()}
-        moved = matrix @ step.matrix(found, size)
-        matrix = torch.where(happens[..., None, None], moved, matrix)
+        matrix = torch.where(happens[..., None, None], matrix @ moves, matrix)
         size = step.result_size(size)
     table = torch.zeros(len(steps), len(images), recipe.columns, dtype=torch.float64)
     table[..., :MATRIX] = matrix.mT.flatten(-2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -29,84 +29,81 @@ WEIGHTS: dict[str, tuple[int, Callable[[Any], Pixel] | None]] = {
 }
 
 
-def _jitted(formula: Formula, inputs: Sequence[str], kind: torch.dtype) -> Any:
-    """A formula as a function of Triton that computes in ``kind``."""
-    return jitted(trace(formula, inputs, {}), False, kind == torch.float64)
+Code = tuple[Sampling, Colouring, torch.Tensor | None]
 
 
 @lru_cache(maxsize=256)
-def sampling(recipe: str, kind: torch.dtype) -> Sampling:
-    """How the recipe reads an image."""
-    made = recipe_of(recipe)
-    if not made.geometric:
-        return Sampling()
-    count, weights = WEIGHTS[made.interpolation]
-    whole = (lambda b, p: b.round(p)) if count == 1 else (lambda b, p: b.floor(p))
-    hat = (lambda b, d: b.maximum(1.0 - b.abs(d), 0.0)) if count == 2 else None
-    return Sampling(
-        whole=_jitted(whole, "p", kind),
-        weights=weights and _jitted(lambda b, t: weights(t), "t", kind),
-        hat=hat and _jitted(hat, "d", kind),
-        neighbours=count,
-        border=made.padding == "border",
-        projective=made.projective,
-    )
-
-
-@lru_cache(maxsize=256)
-def colouring(
-    recipe: str, channels: int, given: torch.dtype, kind: torch.dtype, result: torch.dtype
-) -> Colouring:
-    """What the recipe makes of a pixel; a program that has one channel has it as the first."""
+def _code(
+    recipe: str,
+    channels: int,
+    given: torch.dtype,
+    kind: torch.dtype,
+    result: torch.dtype,
+    device: torch.device,
+) -> Code:
+    """How the recipe reads an image, what it makes of a pixel, and scale and shift of Normalize. A
+    program that has one channel has it as the first of three."""
     made, own = recipe_of(recipe), 3 if channels == 3 else 1
     steps = [step for _, step in made.colours]
+
+    def function(formula: Formula, *inputs: str) -> Any:
+        return jitted(trace(formula, inputs, {}), False, kind == torch.float64)
 
     def of_step(step: Colour) -> Any:
         def formula(b: Any, *values: Any) -> Pixel:
             return (*step.formula(b, values[:own], *values[3:]), *values[own:3])
 
-        return _jitted(formula, (*RGB, "mean", *NUMBERS), kind)
+        return function(formula, *RGB, "mean", *NUMBERS)
 
     def finish(b: Any, x: Any, *normal: Any) -> Any:
         return finished(b, x, normal if made.normalize else None, result)
 
-    return Colouring(
-        begin=_jitted(lambda b, x: begun(b, x, given), "x", kind),
+    colouring = Colouring(
+        begin=function(lambda b, x: begun(b, x, given), "x"),
         steps=tuple(map(of_step, steps)),
-        grey=_jitted(lambda b, *rgb: grey(rgb[:own]), RGB, kind),
-        finish=_jitted(finish, ("x", "scale", "shift"), kind),
+        grey=function(lambda b, *rgb: grey(rgb[:own]), *RGB),
+        finish=function(finish, "x", "scale", "shift"),
         mean_before=next((k for k, step in enumerate(steps) if step.needs_mean), -1),
     )
+    normal = made.scale_and_shift(channels, kind)
+    normal = None if normal is None else normal.to(device)
+    if not made.geometric:
+        return Sampling(), colouring, normal
+    count, weights = WEIGHTS[made.interpolation]
+    hat = (lambda b, d: b.maximum(1.0 - b.abs(d), 0.0)) if count == 2 else None
+    sampling = Sampling(
+        whole=function(lambda b, p: b.round(p) if count == 1 else b.floor(p), "p"),
+        weights=weights and function(lambda b, t: weights(t), "t"),
+        hat=hat and function(hat, "d"),
+        neighbours=count,
+        border=made.padding == "border",
+        projective=made.projective,
+    )
+    return sampling, colouring, normal
 
 
-@lru_cache(maxsize=256)
-def normal(
-    recipe: str, channels: int, kind: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
-    """Scale and shift of Normalize where the kernels read them."""
-    found = recipe_of(recipe).scale_and_shift(channels, kind)
-    return None if found is None else found.to(device)
+def _code_for(x: torch.Tensor, kind: torch.dtype, result: torch.dtype, recipe: str) -> Code:
+    """For images like ``x``, computing in ``kind``."""
+    return _code(recipe, x.shape[1], x.dtype, kind, result, x.device)
 
 
 def forward(
     x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, recipe: str, split: int | None = None
 ) -> int:
     """Fill ``y`` by the whole recipe; how many launches that took."""
-    channels, kind = x.shape[1], table.dtype
-    pixel = colouring(recipe, channels, x.dtype, kind, y.dtype)
-    scale_and_shift = normal(recipe, channels, kind, x.device)
-    return augment(x, table, y, scale_and_shift, sampling(recipe, kind), pixel, split)
+    return augment(x, table, y, *_code_for(x, table.dtype, y.dtype, recipe), split)
 
 
 def sampled(x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, recipe: str) -> None:
     """Fill ``y`` with what the gather alone makes of floats."""
-    same = colouring(NOTHING, x.shape[1], x.dtype, y.dtype, y.dtype)
-    augment(x, table, y, None, sampling(recipe, y.dtype), same)
+    sampling, _, _ = _code_for(x, y.dtype, y.dtype, recipe)
+    _, same, _ = _code_for(x, y.dtype, y.dtype, NOTHING)
+    augment(x, table, y, sampling, same, None)
 
 
 def backward(
     grad: torch.Tensor, table: torch.Tensor, dx: torch.Tensor, recipe: str, scaled: bool
 ) -> None:
     """Fill ``dx`` by the gradient of the gather and, where it is ``scaled``, of Normalize."""
-    scale = normal(recipe, dx.shape[1], table.dtype, dx.device) if scaled else None
-    gather_grad(grad, table, dx, None if scale is None else scale[0], sampling(recipe, table.dtype))
+    sampling, _, normal = _code_for(dx, table.dtype, grad.dtype, recipe)
+    gather_grad(grad, table, dx, normal[0] if scaled and normal is not None else None, sampling)

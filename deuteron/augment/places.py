@@ -32,6 +32,13 @@ def _in_pixels(matrix: torch.Tensor, size: Size) -> torch.Tensor:
     return matrix * scale / scale[:, None]
 
 
+def _sin_cos(
+    degrees: torch.Tensor, times: torch.Tensor | float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.deg2rad(degrees)
+    return angle.sin() * times, angle.cos() * times
+
+
 class Geometric(Step):
     """A step that moves places. ``p`` is the probability that it happens to an image."""
 
@@ -39,12 +46,9 @@ class Geometric(Step):
     projective: ClassVar[bool] = False  # places are divided by their third coordinate
     p: float
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
-        """The step's numbers for uniform ``u`` [images, many] and the size of its input."""
-        raise NotImplementedError
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        """[images, 3, 3], from places of the result to places of the input."""
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        """The step's numbers for uniform ``u`` [images, many] and the size of its input, and the
+        matrices [images, 3, 3] from places of the result to places of the input."""
         raise NotImplementedError
 
     def result_size(self, size: Size) -> Size:
@@ -87,34 +91,29 @@ class RandomAffine(Geometric):
             return given[:2], given[2:]
         return given, (0.0, 0.0)
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
-        move = self.translate or (0.0, 0.0)
-        across, down = self._shears()
-        return {
-            "angle": pick(u[..., 1], both_sides(self.degrees)),
-            "translate_x": pick(u[..., 2], both_sides(move[0] * size[1])),
-            "translate_y": pick(u[..., 3], both_sides(move[1] * size[0])),
-            "scale": pick(u[..., 4], self.scale or (1.0, 1.0)),
-            "shear_x": pick(u[..., 5], across),
-            "shear_y": pick(u[..., 6], down),
-        }
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        """The inverse of move · turn · shear down · shear across · scale.
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        """The matrix is the inverse of move · turn · shear down · shear across · scale.
 
         With t and d the tangents of the shears and (x, y) the move, multiplied out::
 
             1/scale · [1 + t·d, t; d, 1] · [cos, sin; −sin, cos] · [1, 0, −x; 0, 1, −y]
         """
-        angle, across, down = (torch.deg2rad(drawn[k]) for k in ("angle", "shear_x", "shear_y"))
-        shrink = 1 / drawn["scale"]
-        sin, cos = angle.sin() * shrink, angle.cos() * shrink
-        t, d = across.tan(), down.tan()
+        move, shears = self.translate or (0.0, 0.0), self._shears()
+        found = {
+            "angle": pick(u[..., 1], both_sides(self.degrees)),
+            "translate_x": pick(u[..., 2], both_sides(move[0] * size[1])),
+            "translate_y": pick(u[..., 3], both_sides(move[1] * size[0])),
+            "scale": pick(u[..., 4], self.scale or (1.0, 1.0)),
+            "shear_x": pick(u[..., 5], shears[0]),
+            "shear_y": pick(u[..., 6], shears[1]),
+        }
+        angle, x, y, scale, across, down = found.values()
+        sin, cos = _sin_cos(angle, 1 / scale)
+        t, d = torch.deg2rad(across).tan(), torch.deg2rad(down).tan()
         both = 1 + t * d
         a, b = both * cos - t * sin, both * sin + t * cos
         c, e = d * cos - sin, d * sin + cos
-        x, y = drawn["translate_x"], drawn["translate_y"]
-        return _in_pixels(_affine(a, b, -(a * x + b * y), c, e, -(c * x + e * y)), size)
+        return found, _in_pixels(_affine(a, b, -(a * x + b * y), c, e, -(c * x + e * y)), size)
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,10 @@ class Rotate(Geometric):
         super().check()
         self.interval("degrees", both_sides(self.degrees), -360.0, 360.0)
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
-        return {"angle": pick(u[..., 1], both_sides(self.degrees))}
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        angle = torch.deg2rad(drawn["angle"])
-        sin, cos = angle.sin(), angle.cos()
-        return _in_pixels(_affine(cos, -sin, 0.0, sin, cos, 0.0), size)
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        angle = pick(u[..., 1], both_sides(self.degrees))
+        sin, cos = _sin_cos(angle)
+        return {"angle": angle}, _in_pixels(_affine(cos, -sin, 0.0, sin, cos, 0.0), size)
 
 
 @dataclass(frozen=True)
@@ -156,15 +152,11 @@ class Perspective(Geometric):
                 f"distortion={self.distortion!r} may fold the image", "use a number below 1, from 0"
             )
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        """The matrix is the projective map that takes the drawn corners to those of the image."""
         pulled = u[..., 1:9].reshape(*u.shape[:-1], 4, 2) * self.distortion
-        corners = pulled.new_tensor([[-1, -1], [1, -1], [1, 1], [-1, 1]])
-        return {"corners": corners * (1 - pulled)}
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        """The projective map that takes the drawn corners to the corners of the image."""
-        at = drawn["corners"]
-        to = at.new_tensor([[-1, -1], [1, -1], [1, 1], [-1, 1]]).expand_as(at)
+        to = pulled.new_tensor([[-1, -1], [1, -1], [1, 1], [-1, 1]]).expand_as(pulled)
+        at = to * (1 - pulled)
         one, zero = torch.ones_like(at[..., :1]), torch.zeros_like(at)
         known = torch.cat([at, one], -1)
         first = torch.cat([known, zero, zero[..., :1], -at * to[..., :1]], -1)
@@ -172,7 +164,8 @@ class Perspective(Geometric):
         found = torch.linalg.solve(
             torch.cat([first, second], -2), torch.cat([to[..., 0], to[..., 1]], -1)
         )
-        return torch.cat([found, one[..., 0, :]], -1).reshape(*at.shape[:-2], 3, 3)
+        matrix = torch.cat([found, one[..., 0, :]], -1).reshape(*at.shape[:-2], 3, 3)
+        return {"corners": at}, matrix
 
 
 @dataclass(frozen=True)
@@ -203,7 +196,7 @@ class RandomResizedCrop(Geometric):
     def result_size(self, size: Size) -> Size:
         return (self.size, self.size) if isinstance(self.size, int) else self.size
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
         height, width = size
         shape = u[..., 3 : 3 + 2 * TRIES].reshape(*u.shape[:-1], TRIES, 2)
         area = pick(shape[..., 0], self.scale) * height * width
@@ -215,17 +208,14 @@ class RandomResizedCrop(Geometric):
         wide, tall = width / height > self.ratio[1], width / height < self.ratio[0]
         most_w = max(1.0, round(height * self.ratio[1])) if wide else width
         most_h = max(1.0, round(width / self.ratio[0])) if tall else height
-        found = fits.any(-1)
-        h = torch.where(found, h.gather(-1, first)[..., 0], float(most_h))
-        w = torch.where(found, w.gather(-1, first)[..., 0], float(most_w))
-        top = torch.where(found, (u[..., 1] * (height - h + 1)).floor(), (height - h) // 2)
-        left = torch.where(found, (u[..., 2] * (width - w + 1)).floor(), (width - w) // 2)
-        return {"top": top, "left": left, "height": h, "width": w}
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        (height, width), h, w = size, drawn["height"], drawn["width"]
-        x, y = (2 * drawn["left"] + w) / width - 1, (2 * drawn["top"] + h) / height - 1
-        return _affine(w / width, 0.0, x, 0.0, h / height, y)
+        any_fits = fits.any(-1)
+        h = torch.where(any_fits, h.gather(-1, first)[..., 0], float(most_h))
+        w = torch.where(any_fits, w.gather(-1, first)[..., 0], float(most_w))
+        top = torch.where(any_fits, (u[..., 1] * (height - h + 1)).floor(), (height - h) // 2)
+        left = torch.where(any_fits, (u[..., 2] * (width - w + 1)).floor(), (width - w) // 2)
+        x, y = (2 * left + w) / width - 1, (2 * top + h) / height - 1
+        found = {"top": top, "left": left, "height": h, "width": w}
+        return found, _affine(w / width, 0.0, x, 0.0, h / height, y)
 
 
 @dataclass(frozen=True)
@@ -236,11 +226,8 @@ class HorizontalFlip(Geometric):
     leaves_the_image: ClassVar[bool] = False
     signs: ClassVar[Range] = (-1.0, 1.0)
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
-        return {}
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        return _affine(self.signs[0], 0.0, 0.0, 0.0, self.signs[1], 0.0)
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        return {}, _affine(self.signs[0], 0.0, 0.0, 0.0, self.signs[1], 0.0)
 
 
 @dataclass(frozen=True)

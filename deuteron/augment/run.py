@@ -100,15 +100,16 @@ def augment_backward(
     grad: torch.Tensor, x: torch.Tensor, table: torch.Tensor, recipe: str
 ) -> torch.Tensor:
     """The gradient for ``x``, given that of the result."""
-    made, dx = recipe_of(recipe), _gradient_like(x)
+    made, order = recipe_of(recipe), _format(_is_nhwc(x))
     if x.shape[0] == 0:
-        return dx
+        return torch.empty_like(x, memory_format=order)
     x, table = x.resolve_neg(), table.resolve_neg().contiguous()
     grad = grad.resolve_neg().contiguous(memory_format=_format(made.layout(_is_nhwc(x)) == "nhwc"))
     if not (made.geometric and x.is_cuda and has_triton()):
         plan = _plan(recipe, TensorType.from_tensor(x), x.device, "x")
-        return dx.copy_(plan.run(x=x, table=table, grad_y=grad)["grad_x"])
-    return backward_kernel(grad, x, table, dx, recipe)
+        found = plan.run(x=x, table=table, grad_y=grad)["grad_x"]
+        return found.contiguous(memory_format=order)
+    return backward_kernel(grad, x, table, torch.empty_like(x, memory_format=order), recipe)
 
 
 def backward_kernel(grad: Tensor, x: Tensor, table: Tensor, dx: Tensor, recipe: str) -> Tensor:
@@ -128,7 +129,7 @@ def backward_kernel(grad: Tensor, x: Tensor, table: Tensor, dx: Tensor, recipe: 
 
 @augment_backward.register_fake
 def _augment_backward_fake(grad: Tensor, x: Tensor, table: Tensor, recipe: str) -> Tensor:
-    return _gradient_like(x)
+    return torch.empty_like(x, memory_format=_format(_is_nhwc(x)))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -234,10 +235,6 @@ def _is_nhwc(x: Tensor) -> bool:
 
 def _format(nhwc: bool) -> torch.memory_format:
     return torch.channels_last if nhwc else torch.contiguous_format
-
-
-def _gradient_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=_format(_is_nhwc(x)))
 
 
 def empty_result(x: Tensor, recipe: str) -> Tensor:

@@ -246,9 +246,9 @@ def augment(
     x: torch.Tensor,
     table: torch.Tensor,
     y: torch.Tensor,
-    normal: torch.Tensor | None,
     sampling: Sampling,
     colouring: Colouring,
+    normal: torch.Tensor | None,
     split: int | None = None,
 ) -> int:
     """Fill ``y`` [N, C, h, w] from images ``x`` [N, C, H, W]; how many launches that took.

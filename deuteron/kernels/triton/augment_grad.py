@@ -31,15 +31,9 @@ def _inverse(row):
     b, e, h = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
     c, f, i = tl.load(row + 6), tl.load(row + 7), tl.load(row + 8)
     return (
-        e * i - f * h,
-        c * h - b * i,
-        b * f - c * e,
-        f * g - d * i,
-        a * i - c * g,
-        c * d - a * f,
-        d * h - e * g,
-        b * g - a * h,
-        a * e - b * d,
+        (e * i - f * h, c * h - b * i, b * f - c * e),
+        (f * g - d * i, a * i - c * g, c * d - a * f),
+        (d * h - e * g, b * g - a * h, a * e - b * d),
     )
 
 
@@ -88,9 +82,9 @@ def _box(row, i, j, work, S: tl.constexpr):
         low_x, high_x = tl.minimum(low_x, px), tl.maximum(high_x, px)
     top, bottom = _edge(i, work.height, reach, low_y, high_y, S.border)
     left, right = _edge(j, work.width, reach, low_x, high_x, S.border)
-    a, b, c, d, e, f, g, h, s = _inverse(row)
+    to_j, to_i, to_w = _inverse(row)
     # the sign of w over the image: where a corner has another, the box has no end
-    sign = tl.where(s < 0.0, -1.0, 1.0)
+    sign = tl.where(to_w[2] < 0.0, -1.0, 1.0)
     first_i, last_i = tl.zeros_like(i) + work.rows, tl.zeros_like(i) - 1.0
     first_j, last_j = tl.zeros_like(i) + work.columns, tl.zeros_like(i) - 1.0
     endless = i < -1.0
@@ -98,10 +92,10 @@ def _box(row, i, j, work, S: tl.constexpr):
         y, x = bottom if k // 2 else top, right if k % 2 else left
         v = (2.0 * y + 1.0) / work.height.to(kind) - 1.0
         u = (2.0 * x + 1.0) / work.width.to(kind) - 1.0
-        w = g * u + h * v + s
+        w = to_w[0] * u + to_w[1] * v + to_w[2]
         endless = endless | (w * sign <= 0.0)
-        at_i = (((d * u + e * v + f) / w + 1.0) * work.rows - 1.0) * 0.5
-        at_j = (((a * u + b * v + c) / w + 1.0) * work.columns - 1.0) * 0.5
+        at_i = (((to_i[0] * u + to_i[1] * v + to_i[2]) / w + 1.0) * work.rows - 1.0) * 0.5
+        at_j = (((to_j[0] * u + to_j[1] * v + to_j[2]) / w + 1.0) * work.columns - 1.0) * 0.5
         first_i, last_i = tl.minimum(first_i, at_i), tl.maximum(last_i, at_i)
         first_j, last_j = tl.minimum(first_j, at_j), tl.maximum(last_j, at_j)
     if S.border and S.projective:  # what lies behind the horizon is folded onto the edge
