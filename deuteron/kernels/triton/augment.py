@@ -76,6 +76,9 @@ class Sampling(NamedTuple):
     rgb: bool = False  # of three channels, else of one
     big: bool = False  # distances in memory take 64 bits
 
+    def __hash__(self) -> int:  # a launch looks for its code: hashing functions takes microseconds
+        return hash(self[3:])
+
 
 class Colouring(NamedTuple):
     """What becomes of a pixel: formulas as functions of Triton.
@@ -92,6 +95,9 @@ class Colouring(NamedTuple):
     grey: Any
     finish: Any
     mean_before: int
+
+    def __hash__(self) -> int:
+        return hash((len(self.steps), self.mean_before))
 
 
 @triton.jit
