@@ -48,13 +48,13 @@ def compiled(division, dtype, residual, activation, arch, monkeypatch, signs=Fal
     from triton.backends.compiler import GPUTarget
 
     from deuteron.kernels.triton import batch_norm
-    from deuteron.kernels.triton.launch import _kind
+    from deuteron.kernels.triton.launch import kind_of
 
     found = {}
 
     def compile_only(self, grid, *args, warps=4, stages=2, **constants):
         kinds = [
-            None if a is None else (a.dtype, True) if isinstance(a, torch.Tensor) else _kind(a)
+            None if a is None else (a.dtype, True) if isinstance(a, torch.Tensor) else kind_of(a)
             for a in args
         ]
         target = GPUTarget("cuda", arch, 32)

@@ -163,7 +163,7 @@ def test_compiles_without_spills(arch, dtype, order, monkeypatch):
 
     def compiled(self, grid, *args, warps, **constants):
         kinds = [
-            a if a is None else (a, True) if isinstance(a, torch.dtype) else launch._kind(a)
+            a if a is None else (a, True) if isinstance(a, torch.dtype) else launch.kind_of(a)
             for a in args
         ]
         where = GPUTarget("cuda", arch, 32)

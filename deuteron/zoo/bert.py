@@ -92,7 +92,6 @@ class BertResidual(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def branch_end(self) -> tuple[Tensor, float]:
-        """The weight closing the branch, and what a random model scales it by."""
         return self.dense.weight, 0.35
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(c_in, width * self.expansion, stride)
 
     def branch_end(self) -> tuple[Tensor, float]:
-        """The weight closing the branch, and what a random model scales it by."""
         return self.bn2.weight, 0.25
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +67,6 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(c_in, c_out, stride)
 
     def branch_end(self) -> tuple[Tensor, float]:
-        """The weight closing the branch, and what a random model scales it by."""
         return self.bn3.weight, 0.25
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,9 +18,10 @@ from .llama import RMSNorm
 
 @runtime_checkable
 class _Block(Protocol):
-    """A block that says which weight closes its branch, and by how much to scale it."""
+    """A block that adds a branch to what it is given."""
 
-    def branch_end(self) -> tuple[Tensor, float]: ...
+    def branch_end(self) -> tuple[Tensor, float]:
+        """The weight that closes the branch, and what a random model scales it by."""
 
 
 class _Filler:
