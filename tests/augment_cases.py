@@ -94,8 +94,8 @@ GRADIENTS = {k: v for k, v in PIPELINES.items() if k not in ("to bytes", "nothin
 
 KINDS = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATS = (torch.float32, torch.float16, torch.float64)
-# What runs on a GPU and is compiled without one: (pipeline, type, shape, channels last). Each takes
-# a compilation, so types and layouts take turns; the acceptance pipeline has all of them.
+# What runs on a GPU: (pipeline, type, shape, channels last). Each takes a compilation, so types and
+# layouts take turns; the acceptance pipeline has all of them.
 FORWARD = [
     (name, KINDS[(k + 2 * turn) % 5], shape, nhwc)
     for k, name in enumerate(PIPELINES)
@@ -131,7 +131,7 @@ def plain(aug: Pipeline, x: torch.Tensor, step: int, wide: bool) -> torch.Tensor
     for place, colour in recipe.colours:
         label = f"{place}.{type(colour).__name__}."
         numbers = [v.to(kind)[:, None, None, None] for k, v in drawn.items() if k.startswith(label)]
-        values = _PLAIN[colour.kind](values, *numbers)
+        values = _PLAIN[type(colour)](values, *numbers)
     if recipe.normalize:
         mean, std = (
             torch.tensor(v, dtype=kind)[:, None, None]
@@ -200,13 +200,13 @@ def _hue(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     return _from_hsv((h + turn[:, 0]) % 1, s, v)
 
 
-_PLAIN: dict[str, Callable[..., torch.Tensor]] = {
-    "brightness": lambda x, f: (x * f).clamp(0, 1),
-    "contrast": lambda x, f: _blend(x, _grey(x).mean((1, 2, 3), keepdim=True), f),
-    "saturation": lambda x, f: _blend(x, _grey(x), f),
-    "grey": lambda x, f: torch.where(f > 0, x, _grey(x).expand_as(x)),
-    "hue": _hue,
-    "hsv": _hsv,
+_PLAIN: dict[type[Step], Callable[..., torch.Tensor]] = {
+    Brightness: lambda x, f: (x * f).clamp(0, 1),
+    Contrast: lambda x, f: _blend(x, _grey(x).mean((1, 2, 3), keepdim=True), f),
+    Saturation: lambda x, f: _blend(x, _grey(x), f),
+    Grayscale: lambda x, f: torch.where(f > 0, x, _grey(x).expand_as(x)),
+    Hue: _hue,
+    HSVShift: _hsv,
 }
 
 
@@ -215,7 +215,7 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
 
 def interpreted() -> dict[str, str]:
     """Each pipeline forward in every type, and backward, with what is wrong; {} if nothing is."""
-    from deuteron.augment import run
+    from deuteron.augment import gpu, run
     from tests.tolerances import allowed, error
 
     wrong: dict[str, str] = {}
@@ -223,7 +223,8 @@ def interpreted() -> dict[str, str]:
     for k, (name, build) in enumerate(PIPELINES.items()):
         kind = kinds[k % len(kinds)]
         x, aug = images((2, 3, 9, 13), kind, k % 2 == 1), build()
-        got = run.forward_kernel(x, aug.table(x, step=1), aug.recipe.text)
+        got = run.empty_result(x, aug.recipe.text)
+        gpu.forward(x, aug.table(x, step=1), got, aug.recipe.text)
         exact, same = (plain(aug, x, 1, wide) for wide in (True, False))
         limit = allowed(error(same, exact), got.dtype, 16)
         limit = 1.01 / 255 if got.dtype == torch.uint8 else limit
@@ -236,7 +237,8 @@ def interpreted() -> dict[str, str]:
         y = plain(aug, exact, 1, True)
         seed = torch.randn_like(y).to(aug.recipe.result_dtype(x.dtype))
         (want,) = torch.autograd.grad(y, exact, seed.to(y.dtype))
-        got = run.backward_kernel(seed, x.detach(), table, aug.recipe.text)
+        got = torch.empty_like(x)
+        run.backward_kernel(seed, x.detach(), table, got, aug.recipe.text)
         if error(got, want) > allowed(0.0, seed.dtype, 64):
             wrong[f"gradient of {name}"] = f"{error(got, want):.3g}"
     wrong |= _split_sums()
@@ -245,16 +247,14 @@ def interpreted() -> dict[str, str]:
 
 def _split_sums() -> dict[str, str]:
     """The mean for contrast from parts of an image, and a single channel."""
-    from deuteron.augment import run
-    from deuteron.kernels.triton.augment import augment
+    from deuteron.augment import gpu
     from tests.tolerances import allowed, error
 
     wrong = {}
     for channels in (1, 3):
         x, aug = images((2, channels, 35, 33), torch.float32, False), PIPELINES["contrast"]()
         table, y = aug.table(x, step=1), torch.empty_like(x)
-        how = run.kernel_arguments(aug.recipe.text, channels, table.dtype, x.device)
-        launches = augment(x, table, y, *how, split=3)
+        launches = gpu.forward(x, table, y, aug.recipe.text, split=3)
         found = error(y, plain(aug, x, 1, True))
         if launches != 2 or found > allowed(0.0, torch.float32, 16):
             wrong[f"split, {channels} channels"] = f"{found:.3g} in {launches} launches"

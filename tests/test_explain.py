@@ -461,7 +461,7 @@ def test_refusals_add_up_and_alternatives_are_ranked() -> None:
     found = text.refusals(illustration())
     assert [(t.reason, t.count) for t in found["inductor"]] == [("Triton is not installed", 8)]
     assert {t.count for t in found["vendor_fused"]} == {1}
-    (_, widen), (_, spatial) = text.alternatives(illustration())
+    (_, _, widen), (_, _, spatial) = text.alternatives(illustration())
     assert [(o.candidate, o.slower) for o in widen] == [("torch", "2.45×")]
     assert [o.candidate.split("[")[0] for o in spatial] == ["torch", "triton_conv"]  # rejected last
     assert spatial[0].slower == "1.82×" and "twice PyTorch's own" in spatial[1].verdict
@@ -502,7 +502,7 @@ WRITTEN = (
     (units.number(0.01234), "0.0123"),
     (units.number(12345.6), "12346"),
     (units.number(1.24e-7), "1.2e-07"),
-    (units.micro(27.9e-6), "27.9"),
+    (units.per(27.9e-6, 1e-6), "27.9"),
     (units.percent(0.314), "31 %"),
     (units.percent(0.001), "<1 %"),
     (units.percent(0.9999), "99 %"),
@@ -525,15 +525,12 @@ def test_units() -> None:
         "flops",
         "flop_rate",
         "bandwidth",
-        "micro",
-        "giga",
-        "mega",
         "percent",
         "error",
         "times",
     )
     for x in (None, NAN, math.inf):
-        assert {getattr(units, way)(x) for way in ways} == {units.MISSING}
+        assert {getattr(units, way)(x) for way in ways} == {units.MISSING} == {units.per(x, 1e6)}
 
 
 def test_the_documentation_shows_what_is_printed(repo: Path) -> None:

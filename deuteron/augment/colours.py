@@ -1,27 +1,133 @@
-"""Steps on the colour of each pixel: a kind, whose formula is in ``emit.py``, and a few numbers."""
+"""Steps on the colour of each pixel: their formulas, and what each step draws.
+
+``formula(b, pixel, mean, *numbers)`` makes a new pixel of a pixel, which has a value per channel.
+``mean`` is that of the grey image as it is at this step, for a step that ``needs_mean``;
+``numbers`` are those that were drawn. Formulas are written as ``ops/formula.py`` tells: the same
+lines are nodes of a graph, with its gradient, and code in the kernel of a GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from deuteron.augment.step import Drawn, Range, Step, around, pick
 
 WIDTH = 3  # numbers a colour step may have
+GREY = (0.2989, 0.587, 0.114)  # how bright the eye finds red, green and blue
+
+Pixel = tuple[Any, ...]
+Formula = Callable[..., Pixel]
+
+# ---- formulas ----------------------------------------------------------------------------------
+
+
+def grey(pixel: Pixel) -> Any:
+    if len(pixel) == 1:
+        return pixel[0]
+    red, green, blue = pixel
+    return red * GREY[0] + green * GREY[1] + blue * GREY[2]
+
+
+def _unit(b: Any, x: Any) -> Any:
+    """Held between 0 and 1."""
+    return b.clamp(x, min=0.0, max=1.0)
+
+
+def _brightened(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
+    return tuple(_unit(b, x * factor) for x in pixel)
+
+
+def _contrasted(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
+    return tuple(_unit(b, (x - mean) * factor + mean) for x in pixel)
+
+
+def _saturated(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
+    return tuple(_unit(b, x) for x in _blended(pixel, grey(pixel), factor))
+
+
+def _greyed(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
+    return _blended(pixel, grey(pixel), factor)
+
+
+def _blended(pixel: Pixel, other: Any, factor: Any) -> Pixel:
+    """The pixel at factor 1, ``other`` at factor 0."""
+    rest = (1.0 - factor) * other
+    return tuple(x * factor + rest for x in pixel)
+
+
+def _turned(b: Any, pixel: Pixel, mean: Any, turn: Any, *_: Any) -> Pixel:
+    hue, top, spread = _hue_and_range(b, pixel)
+    return _from_hue(b, hue + turn * 6.0, top, spread)
+
+
+def _shifted(b: Any, pixel: Pixel, mean: Any, turn: Any, more: Any, brighter: Any) -> Pixel:
+    hue, top, spread = _hue_and_range(b, pixel)
+    saturation = spread * (1.0 / b.where(b.eq(top, 0.0), 1.0, top))
+    value = _unit(b, top * brighter)
+    return _from_hue(b, hue + turn * 6.0, value, _unit(b, saturation * more) * value)
+
+
+def _hue_and_range(b: Any, pixel: Pixel) -> tuple[Any, Any, Any]:
+    """Hue in sixths of the circle, the largest channel, and its distance from the smallest."""
+    red, green, blue = pixel
+    top = b.maximum(b.maximum(red, green), blue)
+    spread = top - b.minimum(b.minimum(red, green), blue)
+    is_red, is_green = b.eq(top, red), b.eq(top, green)
+    apart = b.where(is_red, green - blue, b.where(is_green, blue - red, red - green))
+    hue = apart * (1.0 / b.maximum(spread, 1e-18))  # grey has no hue: apart is 0 there
+    return b.where(is_red, hue, b.where(is_green, hue + 2.0, hue + 4.0)), top, spread
+
+
+def _from_hue(b: Any, hue: Any, top: Any, spread: Any) -> Pixel:
+    """Each channel falls below the largest by a trapezoid of the hue, a third of a turn apart."""
+
+    def channel(offset: float) -> Any:
+        at = hue + offset
+        at = at - b.floor(at * (1 / 6)) * 6.0
+        return top - spread * _unit(b, b.minimum(at, 4.0 - at))
+
+    return channel(5.0), channel(3.0), channel(1.0)
+
+
+# ---- steps -------------------------------------------------------------------------------------
+
+
+class Number(NamedTuple):
+    """A number is drawn from an argument: a range between ``low`` and ``high``, or one number,
+    which stands for the centre ± that number."""
+
+    argument: str
+    centre: float = 1.0
+    low: float = 0.0
+    high: float = 1e3
 
 
 class Colour(Step):
-    """A step on the colour of each pixel; ``kind`` names its formula."""
+    """A step on the colour of each pixel."""
 
     stage: ClassVar[int] = 1
-    kind: ClassVar[str] = ""
-    needs_rgb: ClassVar[bool] = False
+    formula: ClassVar[Formula]
+    numbers: ClassVar[dict[str, Number]] = {}
+    channels: ClassVar[tuple[int, ...]] = (3,)  # that it is defined for; none: any number of them
+    needs_mean: ClassVar[bool] = False
+
+    def _range(self, number: Number) -> Range:
+        found: Range = around(getattr(self, number.argument), number.centre)
+        return found
+
+    def check(self) -> None:
+        super().check()
+        for number in self.numbers.values():
+            self.interval(number.argument, self._range(number), number.low, number.high)
 
     def draw(self, u: torch.Tensor) -> Drawn:
         """The step's numbers for uniform ``u`` [images, many], in the order of the formula."""
-        raise NotImplementedError
+        numbers = enumerate(self.numbers.items())
+        return {name: pick(u[..., k], self._range(number)) for k, (name, number) in numbers}
 
 
 @dataclass(frozen=True)
@@ -29,13 +135,9 @@ class Brightness(Colour):
     """clamp(factor · x), the factor from 1 ± amount or from a range."""
 
     amount: float | Range = 0.0
-    kind: ClassVar[str] = "brightness"
-
-    def check(self) -> None:
-        self.interval("amount", around(self.amount, 1.0), 0.0, 1e3)
-
-    def draw(self, u: torch.Tensor) -> Drawn:
-        return {"factor": pick(u[..., 0], around(self.amount, 1.0))}
+    formula: ClassVar[Formula] = staticmethod(_brightened)
+    numbers: ClassVar[dict[str, Number]] = {"factor": Number("amount")}
+    channels: ClassVar[tuple[int, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -43,7 +145,9 @@ class Contrast(Brightness):
     """clamp(factor · x + (1 − factor) · mean of the grey image as it is at this step), the factor
     from 1 ± amount or from a range."""
 
-    kind: ClassVar[str] = "contrast"
+    formula: ClassVar[Formula] = staticmethod(_contrasted)
+    channels: ClassVar[tuple[int, ...]] = (1, 3)
+    needs_mean: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -51,8 +155,8 @@ class Saturation(Brightness):
     """clamp(factor · x + (1 − factor) · grey of the pixel), the factor from 1 ± amount or from a
     range."""
 
-    kind: ClassVar[str] = "saturation"
-    needs_rgb: ClassVar[bool] = True
+    formula: ClassVar[Formula] = staticmethod(_saturated)
+    channels: ClassVar[tuple[int, ...]] = (3,)
 
 
 @dataclass(frozen=True)
@@ -60,14 +164,8 @@ class Hue(Colour):
     """Turn the hue by a part of the circle, drawn from ± amount or a range within ±0.5."""
 
     amount: float | Range = 0.0
-    kind: ClassVar[str] = "hue"
-    needs_rgb: ClassVar[bool] = True
-
-    def check(self) -> None:
-        self.interval("amount", around(self.amount, 0.0), -0.5, 0.5)
-
-    def draw(self, u: torch.Tensor) -> Drawn:
-        return {"turn": pick(u[..., 0], around(self.amount, 0.0))}
+    formula: ClassVar[Formula] = staticmethod(_turned)
+    numbers: ClassVar[dict[str, Number]] = {"turn": Number("amount", 0.0, -0.5, 0.5)}
 
 
 @dataclass(frozen=True)
@@ -77,21 +175,13 @@ class HSVShift(Colour):
     hue: float | Range = 0.0
     saturation: float | Range = 0.0
     value: float | Range = 0.0
-    kind: ClassVar[str] = "hsv"
     draws: ClassVar[int] = 3
-    needs_rgb: ClassVar[bool] = True
-
-    def check(self) -> None:
-        self.interval("hue", around(self.hue, 0.0), -0.5, 0.5)
-        self.interval("saturation", around(self.saturation, 1.0), 0.0, 1e3)
-        self.interval("value", around(self.value, 1.0), 0.0, 1e3)
-
-    def draw(self, u: torch.Tensor) -> Drawn:
-        return {
-            "turn": pick(u[..., 0], around(self.hue, 0.0)),
-            "saturation": pick(u[..., 1], around(self.saturation, 1.0)),
-            "value": pick(u[..., 2], around(self.value, 1.0)),
-        }
+    formula: ClassVar[Formula] = staticmethod(_shifted)
+    numbers: ClassVar[dict[str, Number]] = {
+        "turn": Number("hue", 0.0, -0.5, 0.5),
+        "saturation": Number("saturation"),
+        "value": Number("value"),
+    }
 
 
 @dataclass(frozen=True)
@@ -100,11 +190,7 @@ class Grayscale(Colour):
     stay what they are."""
 
     p: float = 0.1
-    kind: ClassVar[str] = "grey"
-    needs_rgb: ClassVar[bool] = True
-
-    def check(self) -> None:
-        self.probability(self.p)
+    formula: ClassVar[Formula] = staticmethod(_greyed)
 
     def draw(self, u: torch.Tensor) -> Drawn:
         return {"factor": (u[..., 0] >= self.p).to(u.dtype)}
@@ -124,10 +210,9 @@ class ColorJitter(Colour):
         self.parts()
 
     def parts(self) -> tuple[Step, ...]:
-        pairs: tuple[tuple[type[Brightness] | type[Hue], float | Range], ...] = (
-            (Brightness, self.brightness),
-            (Contrast, self.contrast),
-            (Saturation, self.saturation),
-            (Hue, self.hue),
-        )
-        return tuple(kind(amount) for kind, amount in pairs if amount != 0)
+        kinds = (Brightness, Contrast, Saturation, Hue)
+        amounts = (self.brightness, self.contrast, self.saturation, self.hue)
+        return tuple(k(amount) for k, amount in zip(kinds, amounts, strict=True) if amount != 0)
+
+
+COLOURS = (Brightness, Contrast, Saturation, Hue, HSVShift, Grayscale, ColorJitter)

@@ -85,44 +85,33 @@ def drawn(
     random = (*recipe.geometric, *recipe.colours)
     uniforms = iter(uniform(seed, steps, images, [(place, s.draws) for place, s in random]))
     for (place, step), u in zip(recipe.geometric, uniforms, strict=False):
-        found = step.draw(u, size)
+        found, moves = step.draw(u, size)
         happens = u[..., 0] < step.p
         label = f"{place}.{type(step).__name__}"
         named |= {f"{label}.{k}": v for k, v in {"happens": happens, **found}.items()}
-        moved = matrix @ step.matrix(found, size)
-        matrix = torch.where(happens[..., None, None], moved, matrix)
+        matrix = torch.where(happens[..., None, None], matrix @ moves, matrix)
         size = step.result_size(size)
-    columns = [matrix.mT.flatten(-2)]
-    for place, colour in recipe.colours:
+    table = torch.zeros(len(steps), len(images), recipe.columns, dtype=torch.float64)
+    table[..., :MATRIX] = matrix.mT.flatten(-2)
+    for k, (place, colour) in enumerate(recipe.colours):
         values = colour.draw(next(uniforms))
-        named |= {f"{place}.{type(colour).__name__}.{k}": v for k, v in values.items()}
-        block = torch.zeros(len(steps), len(images), WIDTH, dtype=torch.float64)
+        named |= {f"{place}.{type(colour).__name__}.{name}": v for name, v in values.items()}
         for i, value in enumerate(values.values()):
-            block[..., i] = value
-        columns.append(block)
-    named["matrix"] = matrix
-    table = torch.cat(columns, -1)
-    assert table.shape[-1] == MATRIX + WIDTH * len(recipe.colours)
-    return named, table
+            table[..., MATRIX + WIDTH * k + i] = value
+    return {**named, "matrix": matrix}, table
 
 
 def table_for(
-    recipe: Recipe,
-    seed: int,
-    step: int,
-    images: int | torch.Tensor,
-    size: Size,
-    dtype: torch.dtype,
-    device: torch.device,
+    recipe: Recipe, seed: int, step: int, x: torch.Tensor, index: torch.Tensor | None
 ) -> torch.Tensor:
-    """The table [images, columns] of one step. It is shared with later calls: do not write to it.
-
-    ``images`` is how many, numbered from 0, or a tensor of their numbers.
-    """
-    if isinstance(images, torch.Tensor):
-        which = images.to("cpu", torch.int64)
+    """The table [images, columns] of one step for images like ``x``, numbered from 0 or by
+    ``index``. Without one it is shared with later calls: do not write to it."""
+    size, device, dtype = (x.shape[2], x.shape[3]), x.device, recipe.compute_dtype(x.dtype)
+    if index is not None:
+        which = index.to("cpu", torch.int64)
         _, table = drawn(recipe, seed, torch.tensor([step]), which, size)
         return table[0].to(dtype).to(device)
+    images = x.shape[0]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     ahead = max(AHEAD, min(MOST, TOGETHER // max(images, 1)))
     key = (recipe.text, seed, step // ahead, images, size, dtype, device, stream)
@@ -131,8 +120,7 @@ def table_for(
         if block is None:
             steps = torch.arange(step // ahead * ahead, (step // ahead + 1) * ahead)
             _, made = drawn(recipe, seed, steps, torch.arange(images), size)
-            block = made.to(dtype).to(device)
-            _blocks[key] = block
+            block = _blocks[key] = made.to(dtype).to(device)
             while len(_blocks) > KEPT:
                 _blocks.popitem(last=False)
         _blocks.move_to_end(key)

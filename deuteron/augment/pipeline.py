@@ -11,11 +11,11 @@ from torch import nn
 from deuteron.augment import run
 from deuteron.augment.draw import PLACES, drawn, table_for
 from deuteron.augment.emit import emit
-from deuteron.augment.recipe import Recipe
+from deuteron.augment.recipe import Recipe, shown, wrong
 from deuteron.augment.step import Size, Step
-from deuteron.errors import BindError, EngineError, GraphError
+from deuteron.errors import BindError, EngineError
 from deuteron.frontends.builder import Graph
-from deuteron.functional.context import in_transform
+from deuteron.functional.explain import explain
 from deuteron.ops import Sym
 
 
@@ -53,16 +53,11 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         if not _is_int64(seed):
-            raise GraphError(
-                f"seed={seed!r} is not a 64-bit integer", asked="Pipeline", remedy="e.g. seed=0"
-            )
+            raise wrong(f"seed={seed!r} is not a 64-bit integer", "e.g. seed=0")
         self.recipe = Recipe.make(steps, interpolation, padding)
-        if len(self.recipe.steps) > PLACES:
-            raise GraphError(
-                f"{len(self.recipe.steps)} steps are more than {PLACES}",
-                asked="Pipeline",
-                remedy="run two pipelines after each other",
-            )
+        count = len(self.recipe.steps)
+        if count > PLACES:
+            raise wrong(f"{count} steps are more than {PLACES}", "run two pipelines one by one")
         self.seed = seed
         self._step = torch.zeros((), dtype=torch.int64)  # a tensor, so that a trace can count
 
@@ -95,20 +90,22 @@ class Pipeline(nn.Module):
                 asked="a pipeline under CUDA Graph capture",
                 remedy="capture aug.with_table(x, table) and copy aug.table(x, step=…) into it",
             )
-        which = x.shape[0] if index is None else index
-        size, kind = (x.shape[2], x.shape[3]), self.recipe.compute_dtype(x.dtype)
-        return table_for(self.recipe, self.seed, step, which, size, kind, x.device)
+        return table_for(self.recipe, self.seed, step, x, index)
 
     def with_table(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """The images changed with the parameters in ``table``; nothing is drawn or counted.
 
         A table that requires a gradient gets one, by torch's operators: clone it first.
         """
-        call = run.augment if run.needs_operator(x, table) else run.augment_now
-        if in_transform():
-            call = run.by_references
-        y: torch.Tensor = call(x, table, self.recipe.text)
-        return y
+        return run.call(x, table, self.recipe.text)
+
+    def explain(self, x: torch.Tensor) -> str:
+        """What a call with images like ``x`` runs and what that costs; no call is counted.
+
+        On a GPU that is one launch of the kernel, or two where images are few and large, with the
+        bytes and the time that they take; on the CPU it is a plan.
+        """
+        return explain(self, x, step=self.step)
 
     def parameters_for(
         self, n: int | torch.Tensor, step: int = 0, size: Size = (224, 224)
@@ -158,35 +155,24 @@ def _is_int64(number: Any) -> bool:
 
 
 def _check_call(x: Any, index: Any, step: Any) -> None:
+    asked = "a pipeline on images"
     for name, given in (("x", x), ("index", index)):
         if not isinstance(given, torch.Tensor) and (given is not None or name == "x"):
-            raise BindError(
-                f"{name} is a {type(given).__name__}, not a tensor",
-                asked="a pipeline on images",
-                remedy=f"torch.as_tensor({name})",
-            )
+            what = f"{name} is a {type(given).__name__}, not a tensor"
+            raise BindError(what, asked=asked, remedy=f"torch.as_tensor({name})")
     if step is not None and not _is_int64(step):
-        raise BindError(
-            f"step={step!r} is not a 64-bit integer",
-            asked="a pipeline on images",
-            remedy="count from 0, or leave it out",
-        )
+        what = f"step={step!r} is not a 64-bit integer"
+        raise BindError(what, asked=asked, remedy="count from 0, or leave it out")
     if index is not None and (index.shape != x.shape[:1] or index.is_floating_point()):
-        raise BindError(
-            f"index is {str(index.dtype).removeprefix('torch.')}{list(index.shape)}",
-            asked=f"a pipeline on {x.shape[0]} images",
-            remedy="give one integer per image",
-        )
+        what = f"index is {shown(index.dtype, index.shape)}"
+        raise BindError(what, asked=asked, remedy=f"give {x.shape[0]} integers, one per image")
 
 
 def _check_wanted(n: Any, step: Any, size: Any) -> None:
-    if isinstance(n, torch.Tensor):
-        images = n.ndim == 1 and not n.is_floating_point()
-    else:
-        images = _is_int64(n) and n >= 0
+    numbers = isinstance(n, torch.Tensor) and n.ndim == 1 and not n.is_floating_point()
     sides = tuple(size) if isinstance(size, tuple | list) else ()
     fine = len(sides) == 2 and all(_is_int64(s) and s > 0 for s in sides)
-    if not (images and fine and _is_int64(step)):
+    if not ((numbers or (_is_int64(n) and n >= 0)) and fine and _is_int64(step)):
         raise BindError(
             f"n={n!r}, step={step!r}, size={size!r} are not images, a step and their size",
             asked="parameters_for",

@@ -8,7 +8,6 @@ drawn in float64 on the CPU from uniform ones that depend on nothing but seed, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 from typing import ClassVar
@@ -20,13 +19,11 @@ from deuteron.augment.step import Drawn, Range, Size, Step, both_sides, is_numbe
 TRIES = 10  # boxes that RandomResizedCrop draws before it takes the middle
 
 
-def _matrix(rows: Sequence[Sequence[torch.Tensor | float]], like: torch.Tensor) -> torch.Tensor:
-    cells = [torch.as_tensor(c, dtype=like.dtype).expand_as(like) for row in rows for c in row]
-    return torch.stack(cells, -1).reshape(*like.shape, 3, 3)
-
-
-def _diagonal(a: torch.Tensor | float, b: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
-    return _matrix(((a, 0.0, 0.0), (0.0, b, 0.0), (0.0, 0.0, 1.0)), like)
+def _affine(*cells: torch.Tensor | float) -> torch.Tensor:
+    """[…, 3, 3] from two rows of three; the last row is (0, 0, 1)."""
+    parts = (torch.as_tensor(c, dtype=torch.float64) for c in (*cells, 0.0, 0.0, 1.0))
+    flat = torch.stack(torch.broadcast_tensors(*parts), -1)
+    return flat.reshape(*flat.shape[:-1], 3, 3)
 
 
 def _in_pixels(matrix: torch.Tensor, size: Size) -> torch.Tensor:
@@ -35,31 +32,27 @@ def _in_pixels(matrix: torch.Tensor, size: Size) -> torch.Tensor:
     return matrix * scale / scale[:, None]
 
 
+def _sin_cos(
+    degrees: torch.Tensor, times: torch.Tensor | float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.deg2rad(degrees)
+    return angle.sin() * times, angle.cos() * times
+
+
 class Geometric(Step):
     """A step that moves places. ``p`` is the probability that it happens to an image."""
 
-    stage: ClassVar[int] = 0
+    leaves_the_image: ClassVar[bool] = True  # places beyond the edge are asked for: the padding
+    projective: ClassVar[bool] = False  # places are divided by their third coordinate
     p: float
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
-        """The step's numbers for uniform ``u`` [images, many] and the size of its input."""
-        raise NotImplementedError
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        """[images, 3, 3], from places of the result to places of the input."""
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        """The step's numbers for uniform ``u`` [images, many] and the size of its input, and the
+        matrices [images, 3, 3] from places of the result to places of the input."""
         raise NotImplementedError
 
     def result_size(self, size: Size) -> Size:
         return size
-
-    @property
-    def leaves_the_image(self) -> bool:
-        """Whether places beyond the edge may be asked for, so that they need a colour."""
-        return True
-
-    @property
-    def projective(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -79,16 +72,12 @@ class RandomAffine(Geometric):
     draws: ClassVar[int] = 7
 
     def check(self) -> None:
-        self.probability(self.p)
+        super().check()
         self.interval("degrees", both_sides(self.degrees), -360.0, 360.0)
-        if self.translate is not None and not (
-            isinstance(self.translate, tuple)
-            and len(self.translate) == 2
-            and all(is_number(t) and 0 <= t <= 1 for t in self.translate)
-        ):
-            raise self.wrong(
-                f"translate={self.translate!r} is not two parts of the size", "e.g. (0.1, 0.1)"
-            )
+        move = (0.0, 0.0) if self.translate is None else self.translate
+        two = isinstance(move, tuple) and len(move) == 2
+        if not (two and all(is_number(t) and 0 <= t <= 1 for t in move)):
+            raise self.wrong(f"translate={move!r} is not two parts of the size", "e.g. (0.1, 0.1)")
         if self.scale is not None:
             self.interval("scale", self.scale, 1e-3, 1e3)
         for bounds in self._shears():
@@ -102,35 +91,29 @@ class RandomAffine(Geometric):
             return given[:2], given[2:]
         return given, (0.0, 0.0)
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
-        move = self.translate or (0.0, 0.0)
-        across, down = self._shears()
-        return {
-            "angle": pick(u[..., 1], both_sides(self.degrees)),
-            "translate_x": pick(u[..., 2], both_sides(move[0] * size[1])),
-            "translate_y": pick(u[..., 3], both_sides(move[1] * size[0])),
-            "scale": pick(u[..., 4], self.scale or (1.0, 1.0)),
-            "shear_x": pick(u[..., 5], across),
-            "shear_y": pick(u[..., 6], down),
-        }
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        """The inverse of move · turn · shear down · shear across · scale.
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        """The matrix is the inverse of move · turn · shear down · shear across · scale.
 
         With t and d the tangents of the shears and (x, y) the move, multiplied out::
 
             1/scale · [1 + t·d, t; d, 1] · [cos, sin; −sin, cos] · [1, 0, −x; 0, 1, −y]
         """
-        angle, across, down = (torch.deg2rad(drawn[k]) for k in ("angle", "shear_x", "shear_y"))
-        shrink = 1 / drawn["scale"]
-        sin, cos = angle.sin() * shrink, angle.cos() * shrink
-        t, d = across.tan(), down.tan()
+        move, shears = self.translate or (0.0, 0.0), self._shears()
+        found = {
+            "angle": pick(u[..., 1], both_sides(self.degrees)),
+            "translate_x": pick(u[..., 2], both_sides(move[0] * size[1])),
+            "translate_y": pick(u[..., 3], both_sides(move[1] * size[0])),
+            "scale": pick(u[..., 4], self.scale or (1.0, 1.0)),
+            "shear_x": pick(u[..., 5], shears[0]),
+            "shear_y": pick(u[..., 6], shears[1]),
+        }
+        angle, x, y, scale, across, down = found.values()
+        sin, cos = _sin_cos(angle, 1 / scale)
+        t, d = torch.deg2rad(across).tan(), torch.deg2rad(down).tan()
         both = 1 + t * d
         a, b = both * cos - t * sin, both * sin + t * cos
         c, e = d * cos - sin, d * sin + cos
-        x, y = drawn["translate_x"], drawn["translate_y"]
-        rows = ((a, b, -(a * x + b * y)), (c, e, -(c * x + e * y)), (0.0, 0.0, 1.0))
-        return _in_pixels(_matrix(rows, angle), size)
+        return found, _in_pixels(_affine(a, b, -(a * x + b * y), c, e, -(c * x + e * y)), size)
 
 
 @dataclass(frozen=True)
@@ -143,17 +126,13 @@ class Rotate(Geometric):
     draws: ClassVar[int] = 2
 
     def check(self) -> None:
-        self.probability(self.p)
+        super().check()
         self.interval("degrees", both_sides(self.degrees), -360.0, 360.0)
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
-        return {"angle": pick(u[..., 1], both_sides(self.degrees))}
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        angle = torch.deg2rad(drawn["angle"])
-        sin, cos = angle.sin(), angle.cos()
-        turn = _matrix(((cos, -sin, 0.0), (sin, cos, 0.0), (0.0, 0.0, 1.0)), angle)
-        return _in_pixels(turn, size)
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        angle = pick(u[..., 1], both_sides(self.degrees))
+        sin, cos = _sin_cos(angle)
+        return {"angle": angle}, _in_pixels(_affine(cos, -sin, 0.0, sin, cos, 0.0), size)
 
 
 @dataclass(frozen=True)
@@ -164,27 +143,20 @@ class Perspective(Geometric):
     distortion: float = 0.5
     p: float = 0.5
     draws: ClassVar[int] = 9
+    projective: ClassVar[bool] = True
 
     def check(self) -> None:
-        self.probability(self.p)
+        super().check()
         if not (is_number(self.distortion) and 0 <= self.distortion < 1):
             raise self.wrong(
                 f"distortion={self.distortion!r} may fold the image", "use a number below 1, from 0"
             )
 
-    @property
-    def projective(self) -> bool:
-        return True
-
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        """The matrix is the projective map that takes the drawn corners to those of the image."""
         pulled = u[..., 1:9].reshape(*u.shape[:-1], 4, 2) * self.distortion
-        corners = pulled.new_tensor([[-1, -1], [1, -1], [1, 1], [-1, 1]])
-        return {"corners": corners * (1 - pulled)}
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        """The projective map that takes the drawn corners to the corners of the image."""
-        at = drawn["corners"]
-        to = at.new_tensor([[-1, -1], [1, -1], [1, 1], [-1, 1]]).expand_as(at)
+        to = pulled.new_tensor([[-1, -1], [1, -1], [1, 1], [-1, 1]]).expand_as(pulled)
+        at = to * (1 - pulled)
         one, zero = torch.ones_like(at[..., :1]), torch.zeros_like(at)
         known = torch.cat([at, one], -1)
         first = torch.cat([known, zero, zero[..., :1], -at * to[..., :1]], -1)
@@ -192,7 +164,8 @@ class Perspective(Geometric):
         found = torch.linalg.solve(
             torch.cat([first, second], -2), torch.cat([to[..., 0], to[..., 1]], -1)
         )
-        return torch.cat([found, one[..., 0, :]], -1).reshape(*at.shape[:-2], 3, 3)
+        matrix = torch.cat([found, one[..., 0, :]], -1).reshape(*at.shape[:-2], 3, 3)
+        return {"corners": at}, matrix
 
 
 @dataclass(frozen=True)
@@ -210,23 +183,20 @@ class RandomResizedCrop(Geometric):
     ratio: Range = (3 / 4, 4 / 3)
     p: float = 1.0
     draws: ClassVar[int] = 3 + 2 * TRIES
+    leaves_the_image: ClassVar[bool] = False
 
     def check(self) -> None:
-        self.probability(self.p)
+        super().check()
         self.interval("scale", self.scale, 1e-6, 1.0)
         self.interval("ratio", self.ratio, 1e-3, 1e3)
         both = self.size if isinstance(self.size, tuple) else (self.size,) * 2
         if len(both) != 2 or any(not isinstance(s, int) or s < 1 for s in both):
             raise self.wrong(f"size={self.size!r} is no size of an image", "e.g. 224 or (224, 320)")
 
-    @property
-    def leaves_the_image(self) -> bool:
-        return False
-
     def result_size(self, size: Size) -> Size:
         return (self.size, self.size) if isinstance(self.size, int) else self.size
 
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
         height, width = size
         shape = u[..., 3 : 3 + 2 * TRIES].reshape(*u.shape[:-1], TRIES, 2)
         area = pick(shape[..., 0], self.scale) * height * width
@@ -234,28 +204,18 @@ class RandomResizedCrop(Geometric):
         w, h = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
         fits = (w >= 1) & (w <= width) & (h >= 1) & (h <= height)
         first = fits.to(torch.int64).argmax(-1, keepdim=True)
-        whole = width / height
-        middle = (
-            (height, max(1.0, round(height * self.ratio[1])))
-            if whole > self.ratio[1]
-            else (max(1.0, round(width / self.ratio[0])), width)
-            if whole < self.ratio[0]
-            else (height, width)
-        )
-        found = fits.any(-1)
-        h = torch.where(found, h.gather(-1, first)[..., 0], float(middle[0]))
-        w = torch.where(found, w.gather(-1, first)[..., 0], float(middle[1]))
-        top = torch.where(found, (u[..., 1] * (height - h + 1)).floor(), (height - h) // 2)
-        left = torch.where(found, (u[..., 2] * (width - w + 1)).floor(), (width - w) // 2)
-        return {"top": top, "left": left, "height": h, "width": w}
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        parts = [
-            (drawn[length] / full, (2 * drawn[start] + drawn[length]) / full - 1)
-            for start, length, full in (("left", "width", size[1]), ("top", "height", size[0]))
-        ]
-        (across, x), (down, y) = parts
-        return _matrix(((across, 0.0, x), (0.0, down, y), (0.0, 0.0, 1.0)), across)
+        # the largest box in the middle that has an allowed shape
+        wide, tall = width / height > self.ratio[1], width / height < self.ratio[0]
+        most_w = max(1.0, round(height * self.ratio[1])) if wide else width
+        most_h = max(1.0, round(width / self.ratio[0])) if tall else height
+        any_fits = fits.any(-1)
+        h = torch.where(any_fits, h.gather(-1, first)[..., 0], float(most_h))
+        w = torch.where(any_fits, w.gather(-1, first)[..., 0], float(most_w))
+        top = torch.where(any_fits, (u[..., 1] * (height - h + 1)).floor(), (height - h) // 2)
+        left = torch.where(any_fits, (u[..., 2] * (width - w + 1)).floor(), (width - w) // 2)
+        x, y = (2 * left + w) / width - 1, (2 * top + h) / height - 1
+        found = {"top": top, "left": left, "height": h, "width": w}
+        return found, _affine(w / width, 0.0, x, 0.0, h / height, y)
 
 
 @dataclass(frozen=True)
@@ -263,28 +223,18 @@ class HorizontalFlip(Geometric):
     """Left becomes right with probability ``p``."""
 
     p: float = 0.5
+    leaves_the_image: ClassVar[bool] = False
+    signs: ClassVar[Range] = (-1.0, 1.0)
 
-    def check(self) -> None:
-        self.probability(self.p)
-
-    @property
-    def leaves_the_image(self) -> bool:
-        return False
-
-    def draw(self, u: torch.Tensor, size: Size) -> Drawn:
-        return {}
-
-    def matrix(self, drawn: Drawn, size: Size) -> torch.Tensor:
-        one = torch.ones((), dtype=torch.float64)
-        return _diagonal(*self._signs(), one)
-
-    def _signs(self) -> tuple[float, float]:
-        return -1.0, 1.0
+    def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
+        return {}, _affine(self.signs[0], 0.0, 0.0, 0.0, self.signs[1], 0.0)
 
 
 @dataclass(frozen=True)
 class VerticalFlip(HorizontalFlip):
     """Top becomes bottom with probability ``p``."""
 
-    def _signs(self) -> tuple[float, float]:
-        return 1.0, -1.0
+    signs: ClassVar[Range] = (1.0, -1.0)
+
+
+PLACES = (RandomAffine, Rotate, Perspective, RandomResizedCrop, HorizontalFlip, VerticalFlip)

@@ -30,6 +30,10 @@ IMAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float
 STAGES = ("geometric", "colour", "Normalize", "ToDtype", "ToLayout")
 
 
+def wrong(what: str, remedy: str, asked: str = "Pipeline") -> GraphError:
+    return GraphError(what, asked=asked, remedy=remedy)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Steps, the blend of neighbours, and what lies outside the image."""
@@ -49,28 +53,22 @@ class Recipe:
     def make(steps: Sequence[Step], interpolation: str, padding: str | None) -> Recipe:
         """Checked and complete, or a GraphError that names the step."""
         if isinstance(steps, Step):
-            raise GraphError(
-                f"{type(steps).__name__} is one step, and a list of them is needed",
-                asked="Pipeline",
-                remedy=f"Pipeline([{type(steps).__name__}(…)])",
-            )
-        simple = tuple(part for step in steps for part in _known(step).parts())
+            name = type(steps).__name__
+            raise wrong(f"{name} is one step, not a list of them", f"Pipeline([{name}(…)])")
+        for step in steps:
+            if not isinstance(step, Step):
+                raise wrong(f"{step!r} is not a step of a pipeline", f"use {', '.join(STEPS)}")
+        simple = tuple(part for step in steps for part in step.parts())
         _check_order(simple)
         if interpolation not in MODES:
-            raise GraphError(
-                f"interpolation {interpolation!r} is not known",
-                asked="Pipeline",
-                remedy=f"use one of {', '.join(MODES)}",
-            )
+            known = f"use one of {', '.join(MODES)}"
+            raise wrong(f"interpolation {interpolation!r} is not known", known)
         if padding is None:
             leaves = any(isinstance(s, Geometric) and s.leaves_the_image for s in simple)
             padding = "zeros" if leaves else "border"
         if padding not in PADDINGS:
-            raise GraphError(
-                f"padding {padding!r} is not known",
-                asked="Pipeline",
-                remedy='use "zeros", "border", or None to let the steps decide',
-            )
+            known = 'use "zeros", "border", or None to let the steps decide'
+            raise wrong(f"padding {padding!r} is not known", known)
         return Recipe(simple, interpolation, padding)
 
     # ---- as text
@@ -90,11 +88,6 @@ class Recipe:
     @cached_property
     def colours(self) -> tuple[tuple[int, Colour], ...]:
         return tuple((i, s) for i, s in enumerate(self.steps) if isinstance(s, Colour))
-
-    @cached_property
-    def kinds(self) -> tuple[str, ...]:
-        """The colour formulas in order."""
-        return tuple(s.kind for _, s in self.colours)
 
     @cached_property
     def normalize(self) -> Normalize | None:
@@ -135,47 +128,37 @@ class Recipe:
 
     def check_image(self, shape: Sequence[Any], dtype: torch.dtype) -> None:
         """Raise a GraphError unless this is a batch of images the steps are made for."""
-        asked = f"a pipeline on {str(dtype).removeprefix('torch.')}{list(shape)}"
+        asked = f"a pipeline on {shown(dtype, shape)}"
         if len(shape) != 4:
-            raise GraphError(
-                f"images have 4 dimensions, [N, C, H, W], not {len(shape)}",
-                asked=asked,
-                remedy="for one image, x[None]",
-            )
+            what = f"images have 4 dimensions, [N, C, H, W], not {len(shape)}"
+            raise wrong(what, "for one image, x[None]", asked)
         if dtype not in IMAGES:
-            raise GraphError(
-                f"images of {str(dtype).removeprefix('torch.')} are not taken",
-                asked=asked,
-                remedy="use uint8 from 0 to 255, or floats from 0 to 1",
-            )
+            remedy = "use uint8 from 0 to 255, or floats from 0 to 1"
+            raise wrong(f"images of {shown(dtype)} are not taken", remedy, asked)
         if min(shape[1:]) < 1:
-            raise GraphError("the images have no pixels", asked=asked, remedy="only N may be 0")
-        self._check_channels(shape[1], asked)
-
-    def _check_channels(self, channels: int, asked: str) -> None:
+            raise wrong("the images have no pixels", "only N may be 0", asked)
+        channels = shape[1]
         for _, step in self.colours:
-            fitting = (3,) if step.needs_rgb else (1, 3) if step.kind == "contrast" else (channels,)
-            if channels not in fitting:
-                raise GraphError(
-                    f"{type(step).__name__} of {channels} channels is not defined",
-                    asked=asked,
-                    remedy=f"give {' or '.join(map(str, fitting))} channels, or leave the step out",
-                )
+            if step.channels and channels not in step.channels:
+                what = f"{type(step).__name__} of {channels} channels is not defined"
+                fitting = " or ".join(map(str, step.channels))
+                raise wrong(what, f"give {fitting} channels, or leave the step out", asked)
         if self.normalize and len(self.normalize.mean) not in (1, channels):
-            raise GraphError(
-                f"Normalize has {len(self.normalize.mean)} means for {channels} channels",
-                asked=asked,
-                remedy=f"give 1 or {channels}",
-            )
+            what = f"Normalize has {len(self.normalize.mean)} means for {channels} channels"
+            raise wrong(what, f"give 1 or {channels}", asked)
 
-    def scale_and_shift(self, channels: int) -> tuple[list[float], list[float]]:
-        """Normalize as x · scale + shift, one of each per channel."""
+    def scale_and_shift(self, channels: int, kind: torch.dtype) -> torch.Tensor | None:
+        """Normalize as x · scale + shift, [2, channels], computed in float64."""
         if self.normalize is None:
-            return [1.0] * channels, [0.0] * channels
-        mean, std = self.normalize.mean, self.normalize.std
-        if len(mean) == 1:
-            mean, std = mean * channels, std * channels
-        return [1 / s for s in std], [-m / s for m, s in zip(mean, std, strict=True)]
+            return None
+        both = torch.tensor((self.normalize.mean, self.normalize.std), dtype=torch.float64)
+        mean, std = both.expand(2, channels)
+        return torch.stack([1 / std, -mean / std]).to(kind)
+
+
+def shown(dtype: torch.dtype, shape: Sequence[Any] | None = None) -> str:
+    """float32[2, 3]"""
+    return str(dtype).removeprefix("torch.") + ("" if shape is None else str(list(shape)))
 
 
 def torch_type(kind: DType) -> torch.dtype:
@@ -187,42 +170,21 @@ def torch_type(kind: DType) -> torch.dtype:
 
 @lru_cache(maxsize=256)
 def recipe_of(text: str) -> Recipe:
-    """The recipe that ``Recipe.text`` came from."""
+    """The recipe that ``Recipe.text`` came from; a step turns lists into tuples."""
     steps, interpolation, padding = json.loads(text)
-    made = (STEPS[name](**_tuples(arguments)) for name, arguments in steps)
+    made = (STEPS[name](**arguments) for name, arguments in steps)
     return Recipe(tuple(made), interpolation, padding)
-
-
-def _tuples(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
-
-
-def _known(step: Any) -> Step:
-    if not isinstance(step, Step):
-        raise GraphError(
-            f"{step!r} is not a step of a pipeline",
-            asked="Pipeline",
-            remedy=f"use {', '.join(STEPS)}",
-        )
-    return step
 
 
 def _check_order(steps: Sequence[Step]) -> None:
     for before, after in pairwise(steps):
+        first, second = type(before).__name__, type(after).__name__
         if after.stage < before.stage:
-            raise GraphError(
-                f"{type(after).__name__} comes after {type(before).__name__}",
-                asked="Pipeline",
-                remedy=f"put the steps in the order {', '.join(STAGES)}",
-            )
+            order = f"put the steps in the order {', '.join(STAGES)}"
+            raise wrong(f"{second} comes after {first}", order)
         if after.stage == before.stage >= Normalize.stage:
-            raise GraphError(
-                f"{type(after).__name__} is there twice", asked="Pipeline", remedy="keep one"
-            )
-    contrasts = sum(isinstance(s, Colour) and s.kind == "contrast" for s in steps)
+            raise wrong(f"{second} is there twice", "keep one")
+    contrasts = sum(isinstance(s, Colour) and s.needs_mean for s in steps)
     if contrasts > 1:
-        raise GraphError(
-            f"{contrasts} steps change the contrast, and each needs the mean of a whole image",
-            asked="Pipeline",
-            remedy="keep one, or run two pipelines after each other",
-        )
+        what = f"{contrasts} steps change the contrast, and each needs the mean of a whole image"
+        raise wrong(what, "keep one, or run two pipelines after each other")

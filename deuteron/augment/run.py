@@ -7,25 +7,51 @@ graph of ``emit.py``, or of its gradient, is planned for the shapes at hand and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.augment.draw import table_for
 from deuteron.augment.emit import emit, finish
-from deuteron.augment.recipe import Recipe, recipe_of, torch_type
+from deuteron.augment.recipe import Recipe, recipe_of, shown, torch_type
 from deuteron.errors import BindError
+from deuteron.explain import units
 from deuteron.frontends.builder import Graph
-from deuteron.functional.context import is_watched
+from deuteron.functional.context import in_transform, is_watched
+from deuteron.functional.explain import Recording
 from deuteron.ir import TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan import Plan
 from deuteron.policy import Policy
+from deuteron.target import has_triton, target
 
 # a caller may capture the call in a graph of its own
 EAGER, ORDERED = Policy(cuda_graph=False), Policy(cuda_graph=False, deterministic=True)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What ran instead of a plan, in words, for ``explain``."""
+
+    what: str
+
+    def explain(self) -> str:
+        return f"augment: {self.what}"
+
+
+def call(x: Tensor, table: Tensor, recipe: str) -> Tensor:
+    """The recipe on images, by whom the situation wants. An operator written in Python takes 60 µs
+    to get to its code, which for a few small images is most of the time: it is called only where
+    autograd, a trace or a transform must see it."""
+    if in_transform():
+        Recording.add(Ran("torch's operators, one by one: a transform such as vmap must see them"))
+        return by_references(x, table, recipe)
+    learns = (x.requires_grad or table.requires_grad) and torch.is_grad_enabled()
+    seen = torch.compiler.is_compiling() or is_watched() or type(x) is not Tensor
+    return augment(x, table, recipe) if learns or seen else augment_now(x, table, recipe)
 
 
 @torch.library.custom_op("deuteron::augment", mutates_args=())
@@ -34,36 +60,40 @@ def augment(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
     return augment_now(x, table, recipe)
 
 
-def needs_operator(x: torch.Tensor, table: torch.Tensor) -> bool:
-    """Whether autograd, a trace or a transform must see the call. An operator written in Python
-    takes 60 µs to get to its code, which for a few small images is most of the time."""
-    return (
-        ((x.requires_grad or table.requires_grad) and torch.is_grad_enabled())
-        or type(x) is not torch.Tensor
-        or torch.compiler.is_compiling()
-        or is_watched()
-    )
-
-
-def augment_now(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
+def augment_now(x: Tensor, table: Tensor, recipe: str) -> Tensor:
     """What the operator does."""
-    made = recipe_of(recipe)
-    _check(made, x, table)
+    _check(recipe_of(recipe), x, table)
     # kernels read memory as it is
     x, table = x.resolve_neg(), table.resolve_neg().contiguous()
     if x.shape[0] == 0:
-        return _empty_result(made, x)
-    if x.is_cuda and has_triton():
-        return forward_kernel(x, table, recipe)
-    plan = _plan(recipe, TensorType.from_tensor(x), x.device, "")
-    return plan.run(x=x, table=table)["y"]
+        return empty_result(x, recipe)
+    if not (x.is_cuda and has_triton()):
+        plan = _plan(recipe, TensorType.from_tensor(x), x.device, "")
+        Recording.add(plan)
+        return plan.run(x=x, table=table)["y"]
+    from deuteron.augment import gpu
+
+    y = empty_result(x, recipe)
+    launches = gpu.forward(x, table, y, recipe)
+    if Recording.active:
+        Recording.add(Ran(_costs(x, y, launches)))
+    return y
+
+
+def _costs(x: Tensor, y: Tensor, launches: int) -> str:
+    machine, moved = target(x.device), x.nbytes + y.nbytes
+    least, speed = units.seconds(moved / machine.stream), units.bandwidth(machine.stream)
+    return (
+        f"{shown(x.dtype, x.shape)} → {shown(y.dtype, y.shape)} on {machine.name}\n"
+        f"  {units.count(launches, 'launch', 'launches')} of kernels/triton/augment.py\n"
+        f"  {units.size(moved)} read and written: at least {least} at {speed}"
+    )
 
 
 @augment.register_fake
-def _augment_fake(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
-    made = recipe_of(recipe)
-    _check(made, x, table)
-    return _empty_result(made, x)
+def _augment_fake(x: Tensor, table: Tensor, recipe: str) -> Tensor:
+    _check(recipe_of(recipe), x, table)
+    return empty_result(x, recipe)
 
 
 @torch.library.custom_op("deuteron::augment_backward", mutates_args=())
@@ -71,58 +101,58 @@ def augment_backward(
     grad: torch.Tensor, x: torch.Tensor, table: torch.Tensor, recipe: str
 ) -> torch.Tensor:
     """The gradient for ``x``, given that of the result."""
-    made = recipe_of(recipe)
-    order = _format(_is_nhwc(x))
+    made, order = recipe_of(recipe), _format(_is_nhwc(x))
     if x.shape[0] == 0:
         return torch.empty_like(x, memory_format=order)
-    grad, x, table = grad.resolve_neg(), x.resolve_neg(), table.resolve_neg().contiguous()
-    grad = grad.contiguous(memory_format=_format(made.layout(_is_nhwc(x)) == "nhwc"))
-    if made.geometric and x.is_cuda and has_triton():
-        return backward_kernel(grad, x, table, recipe)
-    plan = _plan(recipe, TensorType.from_tensor(x), x.device, "x")
-    found = plan.run(x=x, table=table, grad_y=grad)["grad_x"]
-    return found.contiguous(memory_format=order)
+    x, table = x.resolve_neg(), table.resolve_neg().contiguous()
+    grad = grad.resolve_neg().contiguous(memory_format=_format(made.layout(_is_nhwc(x)) == "nhwc"))
+    if not (made.geometric and x.is_cuda and has_triton()):
+        plan = _plan(recipe, TensorType.from_tensor(x), x.device, "x")
+        found = plan.run(x=x, table=table, grad_y=grad)["grad_x"]
+        return found.contiguous(memory_format=order)
+    return backward_kernel(grad, x, table, torch.empty_like(x, memory_format=order), recipe)
+
+
+def backward_kernel(grad: Tensor, x: Tensor, table: Tensor, dx: Tensor, recipe: str) -> Tensor:
+    """Fill ``dx`` by the gradient of a recipe with a gather: colours as planned, then kernels."""
+    from deuteron.augment import gpu
+
+    coloured = bool(recipe_of(recipe).colours)
+    if coloured:
+        sampled = torch.empty(grad.shape, dtype=table.dtype, device=x.device)
+        gpu.sampled(x, table, sampled, recipe)
+        types = TensorType.from_tensor(sampled), TensorType.from_tensor(grad)
+        plan = _finish_plan(recipe, *types, x.device)
+        grad = plan.run(sampled=sampled, table=table, grad_y=grad)["grad_sampled"]
+    gpu.backward(grad, table, dx, recipe, scaled=not coloured)
+    return dx
 
 
 @augment_backward.register_fake
-def _augment_backward_fake(
-    grad: torch.Tensor, x: torch.Tensor, table: torch.Tensor, recipe: str
-) -> torch.Tensor:
+def _augment_backward_fake(grad: Tensor, x: Tensor, table: Tensor, recipe: str) -> Tensor:
     return torch.empty_like(x, memory_format=_format(_is_nhwc(x)))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, table, ctx.recipe = inputs
     ctx.save_for_backward(x, table)
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The kernel knows the gradient for images; that for parameters, and second derivatives, come
     from torch's operators."""
-    x, table = ctx.saved_tensors
-    of_images, of_table, _ = ctx.needs_input_grad
+    given = x, table = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:2]
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if of_table or (of_images and again):
-        return *_by_autograd(grad, x, table, ctx.recipe, (of_images, of_table), again), None
-    return augment_backward(grad, x, table, ctx.recipe) if of_images else None, None, None
-
-
-def _by_autograd(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    table: torch.Tensor,
-    recipe: str,
-    wanted: tuple[bool, bool],
-    again: bool,
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients for x and table by torch's operators, differentiable if ``again``."""
+    if not wanted[1] and not (wanted[0] and again):
+        return augment_backward(grad, x, table, ctx.recipe) if wanted[0] else None, None, None
     with torch.enable_grad():
-        y = by_references(x, table, recipe)
+        y = by_references(x, table, ctx.recipe)
     if not y.requires_grad:  # the parameters of no step
-        return None, None
-    some = [t for t, w in zip((x, table), wanted, strict=True) if w]
+        return None, None, None
+    some = [t for t, want in zip(given, wanted, strict=True) if want]
     found = iter(torch.autograd.grad(y, some, grad, create_graph=again, allow_unused=True))
-    return tuple(next(found) if w else None for w in wanted)
+    return *(next(found) if want else None for want in wanted), None
 
 
 augment.register_autograd(_backward, setup_context=_save)
@@ -133,73 +163,22 @@ def augment_draw(
     x: torch.Tensor, step: torch.Tensor, index: torch.Tensor | None, recipe: str, seed: int
 ) -> torch.Tensor:
     """The table of parameters for images like ``x``, a copy of its own; for compiled programs."""
-    made = recipe_of(recipe)
-    which = x.shape[0] if index is None else index
-    size, kind = (x.shape[2], x.shape[3]), made.compute_dtype(x.dtype)
-    table = table_for(made, seed, int(step), which, size, kind, x.device)
+    table = table_for(recipe_of(recipe), seed, int(step), x, index)
     return table.clone() if index is None else table
 
 
 @augment_draw.register_fake
 def _augment_draw_fake(
-    x: torch.Tensor, step: torch.Tensor, index: torch.Tensor | None, recipe: str, seed: int
-) -> torch.Tensor:
+    x: Tensor, step: Tensor, index: Tensor | None, recipe: str, seed: int
+) -> Tensor:
     made = recipe_of(recipe)
     return x.new_empty((x.shape[0], made.columns), dtype=made.compute_dtype(x.dtype))
 
 
-def forward_kernel(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
-    """The whole recipe by the Triton kernel."""
-    from deuteron.kernels.triton.augment import augment as launch
-
-    y = _empty_result(recipe_of(recipe), x)
-    launch(x, table, y, *kernel_arguments(recipe, x.shape[1], table.dtype, x.device))
-    return y
+# ---- graphs and plans
 
 
-def backward_kernel(
-    grad: torch.Tensor, x: torch.Tensor, table: torch.Tensor, recipe: str
-) -> torch.Tensor:
-    """The gradient for ``x`` of a recipe with a gather: colours as planned, then the kernel."""
-    from deuteron.kernels.triton.augment import augment as launch
-    from deuteron.kernels.triton.augment_grad import gather_grad
-
-    made = recipe_of(recipe)
-    normal, _, *how = kernel_arguments(recipe, x.shape[1], table.dtype, x.device)
-    scale = normal[0] if normal is not None else None
-    if made.colours:
-        sampled = torch.empty(grad.shape, dtype=table.dtype, device=x.device)
-        launch(x, table, sampled, None, (), *how)
-        plan = _finish_plan(
-            recipe, TensorType.from_tensor(sampled), TensorType.from_tensor(grad), x.device
-        )
-        grad = plan.run(sampled=sampled, table=table, grad_y=grad)["grad_sampled"]
-        scale = None
-    dx = torch.empty_like(x, memory_format=_format(_is_nhwc(x)))
-    gather_grad(grad, table, dx, scale, *how)
-    return dx
-
-
-@lru_cache(maxsize=1)
-def has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-@lru_cache(maxsize=256)
-def kernel_arguments(
-    recipe: str, channels: int, kind: torch.dtype, device: torch.device
-) -> tuple[Any, ...]:
-    """What the kernel wants to know of a recipe beside the tensors."""
-    made = recipe_of(recipe)
-    normal = None
-    if made.normalize:
-        pairs = torch.tensor(made.scale_and_shift(channels), dtype=torch.float64)
-        normal = pairs.to(kind).to(device)
-    moves = made.interpolation if made.geometric else "none"
-    return normal, made.kinds, moves, made.padding, made.projective
-
-
-def by_references(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
+def by_references(x: Tensor, table: Tensor, recipe: str) -> Tensor:
     """The result by torch's operators, one by one, for autograd and transforms that must see
     them."""
     _check(recipe_of(recipe), x, table)
@@ -209,11 +188,9 @@ def by_references(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Te
 
 def _graph(recipe: str, images: TensorType) -> Graph:
     """The recipe for images of this type."""
-    made = recipe_of(recipe)
-    g = Graph("augment")
+    made, g = recipe_of(recipe), Graph("augment")
     x = g.tensor("x", images.shape, images.dtype, strides=images.strides)
-    table = g.tensor("table", *table_type(made, images))
-    emit(g, made, x, table).output("y")
+    emit(g, made, x, g.tensor("table", *table_type(made, images))).output("y")
     return g
 
 
@@ -222,9 +199,7 @@ def _plan(recipe: str, images: TensorType, device: torch.device, wanted: str) ->
     """The planned graph for images of this type; ``wanted`` is "" for the result, else the
     input whose gradient it is."""
     g = _graph(recipe, images)
-    if wanted:
-        g = _gradient_only(g, wanted)
-    return g.compile(device=device, policy=EAGER)
+    return (_gradient_only(g, wanted) if wanted else g).compile(device=device, policy=EAGER)
 
 
 @lru_cache(maxsize=256)
@@ -232,8 +207,7 @@ def _finish_plan(
     recipe: str, sampled: TensorType, result: TensorType, device: torch.device
 ) -> Plan:
     """The gradient of what follows the gather."""
-    made = recipe_of(recipe)
-    g = Graph("augment_finish")
+    made, g = recipe_of(recipe), Graph("augment_finish")
     values = g.tensor("sampled", sampled.shape, sampled.dtype)
     table = g.tensor("table", (sampled.shape[0], made.columns), sampled.dtype)
     nhwc = result.is_layout("nhwc") and not result.is_layout("contiguous")
@@ -248,12 +222,15 @@ def _gradient_only(g: Graph, wrt: str) -> Graph:
     return g
 
 
+# ---- tensors
+
+
 def table_type(recipe: Recipe, images: TensorType) -> tuple[tuple[int, int], torch.dtype]:
     """Shape and element type of the table for such images."""
     return (images.shape[0], recipe.columns), recipe.compute_dtype(torch_type(images.dtype))
 
 
-def _is_nhwc(x: torch.Tensor) -> bool:
+def _is_nhwc(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
@@ -261,25 +238,21 @@ def _format(nhwc: bool) -> torch.memory_format:
     return torch.channels_last if nhwc else torch.contiguous_format
 
 
-def _empty_result(recipe: Recipe, x: torch.Tensor) -> torch.Tensor:
-    height, width = recipe.result_size((x.shape[2], x.shape[3]))
-    return torch.empty(
-        (x.shape[0], x.shape[1], height, width),
-        dtype=recipe.result_dtype(x.dtype),
-        device=x.device,
-        memory_format=_format(recipe.layout(_is_nhwc(x)) == "nhwc"),
-    )
+def empty_result(x: Tensor, recipe: str) -> Tensor:
+    made = recipe_of(recipe)
+    shape = (*x.shape[:2], *made.result_size((x.shape[2], x.shape[3])))
+    kind, order = made.result_dtype(x.dtype), _format(made.layout(_is_nhwc(x)) == "nhwc")
+    return torch.empty(shape, dtype=kind, device=x.device, memory_format=order)
 
 
-def _check(recipe: Recipe, x: torch.Tensor, table: torch.Tensor) -> None:
+def _check(recipe: Recipe, x: Tensor, table: Tensor) -> None:
     recipe.check_image(x.shape, x.dtype)
-    kind = recipe.compute_dtype(x.dtype)
-    fits = table.ndim == 2 and table.shape[0] == x.shape[0] and table.shape[1] == recipe.columns
+    kind, shape = recipe.compute_dtype(x.dtype), [x.shape[0], recipe.columns]
+    fits = table.ndim == 2 and table.shape[0] == shape[0] and table.shape[1] == shape[1]
     if not fits or table.dtype != kind or table.device != x.device:
+        given = f"{shown(table.dtype, table.shape)} on {table.device}"
         raise BindError(
-            f"the table is {str(table.dtype).removeprefix('torch.')}{list(table.shape)} on "
-            f"{table.device}, not {str(kind).removeprefix('torch.')}"
-            f"{[x.shape[0], recipe.columns]} on {x.device}",
+            f"the table is {given}, not {shown(kind, shape)} on {x.device}",
             asked="augment",
             remedy="make it with pipeline.table(x)",
         )

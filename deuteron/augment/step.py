@@ -31,6 +31,9 @@ class Step:
 
     def check(self) -> None:
         """Raise a GraphError if an argument has no meaning."""
+        p = getattr(self, "p", 0.0)
+        if not (is_number(p) and 0.0 <= p <= 1.0):
+            raise self.wrong(f"p={p!r} is not a probability", "use a number from 0 to 1")
 
     def parts(self) -> tuple[Step, ...]:
         """The simple steps this one stands for."""
@@ -38,10 +41,6 @@ class Step:
 
     def wrong(self, what: str, remedy: str) -> GraphError:
         return GraphError(f"{type(self).__name__}: {what}", asked=repr(self), remedy=remedy)
-
-    def probability(self, p: float) -> None:
-        if not (is_number(p) and 0.0 <= p <= 1.0):
-            raise self.wrong(f"p={p!r} is not a probability", "use a number from 0 to 1")
 
     def interval(self, name: str, value: Any, low: float, high: float) -> None:
         fine = isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))

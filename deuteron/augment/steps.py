@@ -5,23 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deuteron.augment.colours import (
-    Brightness,
-    ColorJitter,
-    Contrast,
-    Grayscale,
-    HSVShift,
-    Hue,
-    Saturation,
-)
-from deuteron.augment.places import (
-    HorizontalFlip,
-    Perspective,
-    RandomAffine,
-    RandomResizedCrop,
-    Rotate,
-    VerticalFlip,
-)
+from deuteron.augment.colours import COLOURS
+from deuteron.augment.places import PLACES
 from deuteron.augment.step import Step, is_number
 from deuteron.ir import dtype as element_type
 
@@ -71,23 +56,5 @@ class ToLayout(Step):
 
 
 STEPS: dict[str, type[Step]] = {
-    kind.__name__: kind
-    for kind in (
-        RandomAffine,
-        Rotate,
-        Perspective,
-        RandomResizedCrop,
-        HorizontalFlip,
-        VerticalFlip,
-        Brightness,
-        Contrast,
-        Saturation,
-        Hue,
-        HSVShift,
-        Grayscale,
-        ColorJitter,
-        Normalize,
-        ToDtype,
-        ToLayout,
-    )
+    kind.__name__: kind for kind in (*PLACES, *COLOURS, Normalize, ToDtype, ToLayout)
 }

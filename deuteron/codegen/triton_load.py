@@ -35,16 +35,18 @@ def functions(source: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=512)
-def jitted(formula: Traced, exact: bool, divides: bool = True) -> Any:
+def jitted(formula: Traced, exact: bool, divides: bool = True, wide: bool = False) -> Any:
     """A formula as a Triton function of its inputs, for kernels written by hand: they take it as a
-    constant and call it. ``exact`` where a float32 is stored, not a number of 16 bits. Without
-    ``divides`` a quotient is a product with the reciprocal: an exact division is a call for rare
-    cases, for which a kernel that holds a lot in registers spills them."""
+    constant and call it. ``exact`` where a float32 is stored, not a number of 16 bits; ``wide``
+    where numbers are float64. Without ``divides`` a quotient is a product with the reciprocal: an
+    exact division is a call for rare cases, for which a kernel that holds a lot in registers
+    spills them."""
     none: frozenset[str] = frozenset()
     divisors = none if divides else frozenset(s.name for s in formula.statements)
-    math = Arithmetic(False, exact, none, divisors, none)
+    math = Arithmetic(wide, exact, none, divisors, none)
     lines = [f"    {s.name} = {math.compute(s, str)}\n" for s in formula.statements]
-    result = formula.result if isinstance(formula.result, str) else math.literal(formula.result)
+    found = (formula.result, *formula.others)
+    result = ", ".join(r if isinstance(r, str) else math.literal(r) for r in found)
     head = f"@triton.jit\ndef formula({', '.join(formula.inputs)}):\n"
     body = f"{head}{''.join(lines)}    return {result}\n"
     return functions("\n\n".join((HEAD, *math.helpers(), body)))["formula"]

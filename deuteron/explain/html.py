@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
+from string import Template
 from typing import NamedTuple
 
 from deuteron.explain import text
@@ -20,66 +22,27 @@ from deuteron.target import Target, names, target
 COLOURS = {"memory": "#3d85c6", "compute": "#dd7e2b", "launch": "#9a6fd0", "free": "#8a8f98"}
 OTHER = "#8a8f98"
 
-STYLE = """
-.deuteron-plan{font:14px/1.45 system-ui,sans-serif;max-width:1180px}
-.deuteron-plan h1{font-size:1.5em;margin:.2em 0 .5em;overflow-wrap:anywhere}
-.deuteron-plan h2{font-size:1.05em;margin:1.4em 0 .3em}
-.deuteron-plan p{margin:.5em 0;max-width:62em;overflow-wrap:anywhere}
-.deuteron-plan .dim{opacity:.7;font-size:.92em}
-.deuteron-plan .scroll{overflow-x:auto}
-.deuteron-plan table{border-collapse:collapse;font-size:.92em;background:none;margin:.3em 0}
-.deuteron-plan tr,.deuteron-plan tr:nth-child(n){background:none}
-.deuteron-plan th,.deuteron-plan td{padding:.22em .6em;text-align:left;vertical-align:top;
- color:inherit;border:0;border-bottom:1px solid rgba(128,128,128,.3);white-space:normal}
-.deuteron-plan th{font-weight:600;white-space:nowrap}
-.deuteron-plan .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-.deuteron-plan .k{white-space:nowrap}
-.deuteron-plan .w{overflow-wrap:anywhere;min-width:8em}
-.deuteron-plan .o{overflow-wrap:anywhere;min-width:22em}
-.deuteron-plan .share{background:rgba(128,128,128,.35);height:3px;margin-top:2px;display:block;
- margin-left:auto}
-.deuteron-plan details{margin:.9em 0}
-.deuteron-plan summary{cursor:pointer;font-weight:600}
-.deuteron-plan svg{display:block;width:100%;max-width:900px;height:auto}
-.deuteron-plan svg text{fill:currentColor;font:11px system-ui,sans-serif}
-.deuteron-plan .key{display:inline-block;width:.8em;height:.8em;border-radius:50%;
- margin:0 .35em 0 1em;vertical-align:-.05em}
-"""
-
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>:root{{color-scheme:light dark}}body{{margin:1.5em}}</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""
+HERE = resources.files(__package__)
+STYLE, PAGE = ((HERE / name).read_text("utf-8") for name in ("plan.css", "page.html"))
 
 
 def render_page(report: Report, limit: int | None = None) -> str:
     """A whole page."""
     title = _e(f"Plan of {report.name or 'a graph'}")
-    return PAGE.format(title=title, body=render_fragment(report, limit))
+    return Template(PAGE).substitute(title=title, body=render_fragment(report, limit))
 
 
 def render_fragment(report: Report, limit: int | None = None) -> str:
     """The same without the page around it, as notebooks want it."""
-    rows = text.fold(report)
     parts = [
         f"<style>{STYLE}</style>",
         f"<h1>Plan of {_e(u.shorten(report.name or 'a graph', 120))}</h1>",
-        *(f"<p>{_e(sentence)}</p>" for sentence in [" ".join(text.summary(report))]),
+        f"<p>{_e(' '.join(text.summary(report)))}</p>",
         *(f'<p class="dim">note: {_e(note)}</p>' for note in report.notes),
         _facts(text.header(report)),
         _time_bar(report),
         _roofline(report),
-        _regions(report, rows, len(rows) if limit is None else limit),
+        _regions(report, len(report.regions) if limit is None else limit),
         _vetoes(report),
         _refusals(report),
         _alternatives(report),
@@ -136,39 +99,31 @@ def _details(title: str, body: str, is_open: bool = False) -> str:
     return f"<details{opened}><summary>{_e(title)}</summary>\n{body}\n</details>" if body else ""
 
 
-def _regions(report: Report, rows: list[text.Row], limit: int) -> str:
-    shown, left = text.expensive(rows, limit)
-    whole = u.total(row.seconds for row in rows) or math.nan
-    used = [
-        i
-        for i, c in enumerate(u.COLUMNS)
-        if not c.optional or any(row.cells[i] != u.MISSING for row in shown)
-    ]
+def _regions(report: Report, limit: int | None) -> str:
+    found = text.regions(report, limit)
+    if found is None:
+        return ""
     body = []
-    for row in shown:
-        r, share = row.first, row.seconds / whole
+    for row in found.shown:
+        r, share = row.first, row.seconds / found.seconds
         width = f"{100 * share:.1f}" if u.known(share) else "0"
         bar = f'{_e(u.percent(share, ""))}<span class="share" style="width:{width}%"></span>'
         where = f"from {row.source}" if row.source else ""
         below = " · ".join(filter(None, (r.shape, u.engine(r), where, r.note)))
         what = f'{_e(u.operators(r, 90))}<div class="dim">{_e(below)}</div>'
-        body.append([_e(row.label(24)), bar, what, *(_e(row.cells[i]) for i in used)])
-    titles = ["region", "% time", "operators", *(u.COLUMNS[i].title for i in used)]
+        body.append([_e(row.label(24)), bar, what, *(_e(row.cells[i]) for i in found.columns)])
+    titles = ["region", "% time", "operators", *(u.COLUMNS[i].title for i in found.columns)]
     hints = [
         "",
         "share of the plan's time",
         "with the type of the first output, who runs it, and where it stands in the model",
-        *(u.COLUMNS[i].hint for i in used),
+        *(u.COLUMNS[i].hint for i in found.columns),
     ]
-    table = _raw_table(titles, body, "kno" + "n" * len(used), hints) if body else ""
-    if left:
-        n, part = sum(len(row.regions) for row in left), u.total(row.seconds for row in left)
-        table += (
-            f"<p>{u.count(len(left), 'row')} left out: {u.count(n, 'region')}, "
-            f"{_e(u.percent(part / whole))} of the time.</p>"
-        )
-    legend = f'<p class="dim">{_e(text.legend(report))}</p>' if rows else ""
-    return _details("Regions, in the order they run", table + legend, is_open=True) if rows else ""
+    table = _raw_table(titles, body, "kno" + "n" * len(found.columns), hints) if body else ""
+    if found.left:
+        table += f"<p>{_e(found.left)}.</p>"
+    legend = f'<p class="dim">{_e(text.legend(report))}</p>'
+    return _details("Regions, in the order they run", table + legend, is_open=True)
 
 
 def _vetoes(report: Report) -> str:
@@ -202,11 +157,9 @@ def _refusals(report: Report) -> str:
 
 def _alternatives(report: Report) -> str:
     rows = []
-    for row, losers in text.alternatives(report):
-        r = row.first
-        kind = "measured" if u.known(r.measured_s) else "predicted"
-        rows.append((row.label(), r.candidate, f"{u.seconds(r.best_s)} {kind}", "chosen", ""))
-        rows += [("", o.candidate, o.time, o.slower, o.verdict) for o in losers]
+    for row, chosen, losers in text.alternatives(report):
+        rows.append((row.label(), *chosen))
+        rows += [("", *option) for option in losers]
     heads = ("region", "candidate", "time", "against", "out of the race because")
     return _details("Alternatives to the most expensive regions", _table(heads, rows, "kwnnw"))
 
@@ -351,14 +304,8 @@ def _roofline(report: Report) -> str:
             f'stroke="{colour}" pointer-events="all">{_tip(r)}</circle>'
         )
     unplaced = sum(p is None for p in points)
-    missing = (
-        (
-            f"Hollow, in the corner: {u.count(unplaced, 'region')} that only move data or "
-            "have no known time."
-        )
-        if unplaced
-        else ""
-    )
+    hollow = f"{u.count(unplaced, 'region')} that only move data or have no known time."
+    missing = f"Hollow, in the corner: {hollow}" if unplaced else ""
     roofs = "" if slanted else f"The limits of {report.target or 'the target'} are not known here."
     return (
         "<h2>Roofline</h2>\n"
@@ -370,23 +317,20 @@ def _roofline(report: Report) -> str:
     )
 
 
+def _words(x: float, y: float, words: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_e(words)}</text>'
+
+
 def _axes(x: Scale, y: Scale) -> list[str]:
-    shapes = []
-    grid = 'stroke="currentColor" stroke-opacity=".15"'
+    shapes, grid = [], 'stroke="currentColor" stroke-opacity=".15"'
     for v in x.decades():
         shapes.append(f'<path d="M{x(v):.1f} {TOP}V{HIGH - BOTTOM}" {grid}/>')
-        shapes.append(
-            f'<text x="{x(v):.1f}" y="{HIGH - BOTTOM + 15}" text-anchor="middle">{v:g}</text>'
-        )
+        shapes.append(_words(x(v), HIGH - BOTTOM + 15, f"{v:g}"))
     for v in y.decades():
         label = u.flop_rate(v).replace(".00 ", " ").replace(".0 ", " ")
         shapes.append(f'<path d="M{LEFT} {y(v):.1f}H{WIDE - RIGHT}" {grid}/>')
-        shapes.append(f'<text x="{LEFT - 5}" y="{y(v) + 4:.1f}" text-anchor="end">{label}</text>')
-    middle = (LEFT + WIDE - RIGHT) / 2
-    shapes.append(
-        f'<text x="{middle}" y="{HIGH - 8}" text-anchor="middle">operations per byte moved</text>'
-    )
-    return shapes
+        shapes.append(_words(LEFT - 5, y(v) + 4, label, "end"))
+    return [*shapes, _words((LEFT + WIDE - RIGHT) / 2, HIGH - 8, "operations per byte moved")]
 
 
 def _roof_lines(x: Scale, y: Scale, slanted: list[Roof], flat: list[Roof]) -> list[str]:
@@ -394,8 +338,8 @@ def _roof_lines(x: Scale, y: Scale, slanted: list[Roof], flat: list[Roof]) -> li
     line = 'fill="none" stroke="currentColor" stroke-opacity=".75" stroke-width="1.5"'
     for i, roof in enumerate(slanted):
         top = max(f.rate for f in flat)
-        x1, y1 = max(x.low, y.low / roof.rate), max(x.low, y.low / roof.rate) * roof.rate
-        a, b = (x(x1), y(y1)), (x(top / roof.rate), y(top))
+        first = max(x.low, y.low / roof.rate)
+        a, b = (x(first), y(first * roof.rate)), (x(top / roof.rate), y(top))
         dash = ' stroke-dasharray="5 4"' if i else ""
         tilt = math.degrees(math.atan2(b[1] - a[1], b[0] - a[0]))
         at = (a[0] + 0.3 * (b[0] - a[0]), a[1] + 0.3 * (b[1] - a[1]))
@@ -408,8 +352,5 @@ def _roof_lines(x: Scale, y: Scale, slanted: list[Roof], flat: list[Roof]) -> li
     for roof in flat:
         start = x(roof.rate / slanted[-1].rate)
         shapes.append(f'<path d="M{start:.1f} {y(roof.rate):.1f}H{WIDE - RIGHT}" {line}/>')
-        shapes.append(
-            f'<text x="{WIDE - RIGHT}" y="{y(roof.rate) - 5:.1f}" text-anchor="end">'
-            f"{_e(roof.label)}</text>"
-        )
+        shapes.append(_words(WIDE - RIGHT, y(roof.rate) - 5, roof.label, "end"))
     return shapes

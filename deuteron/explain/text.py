@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deuteron.errors import DeuteronError
 from deuteron.explain import units as u
-from deuteron.explain.report import OptionReport, RegionReport, Report
+from deuteron.explain.report import OptionReport, RegionReport, Report, VetoReport
 
 WIDTH = 110
 LONG, SHOWN = 60, 40  # a plan of more than LONG rows prints the SHOWN most expensive
@@ -42,8 +42,7 @@ CONVERSION = "at the edge of the graph, hand over and take channels_last tensors
 # ---- what is worth saying -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A region, or several that differ in nothing that is shown. ``seconds`` is for all."""
 
     regions: tuple[RegionReport, ...]
@@ -68,17 +67,13 @@ class Row:
 
 def fold(report: Report) -> list[Row]:
     """The regions in plan order; those that look alike stand where the first of them does."""
-    groups: dict[tuple[object, ...], list[RegionReport]] = {}
+    groups: dict[tuple[Any, ...], list[RegionReport]] = {}
     for r in report.regions:
         cells = tuple(column.show(r) for column in u.COLUMNS)
         groups.setdefault((cells, r.ops, r.shape, u.engine(r), r.note), []).append(r)
     return [
-        Row(
-            tuple(same),
-            tuple(column.show(same[0]) for column in u.COLUMNS),
-            u.total(r.best_s for r in same),
-        )
-        for same in groups.values()
+        Row(tuple(same), cells, u.total(r.best_s for r in same))
+        for (cells, *_), same in groups.items()
     ]
 
 
@@ -93,94 +88,121 @@ def expensive(rows: Sequence[Row], limit: int | None) -> tuple[list[Row], list[R
     return [rows[i] for i in sorted(kept)], left
 
 
+class RegionTable(NamedTuple):
+    """What the table of regions shows: rows, columns of :data:`units.COLUMNS`, the time of all
+    regions, and a sentence on what was left out."""
+
+    shown: list[Row]
+    columns: list[int]
+    seconds: float
+    left: str
+
+
+def regions(report: Report, limit: int | None) -> RegionTable | None:
+    """None for a plan that has no regions."""
+    rows = fold(report)
+    whole = u.total(row.seconds for row in rows) or float("nan")
+    shown, left = expensive(rows, limit)
+    used = [
+        i
+        for i, c in enumerate(u.COLUMNS)
+        if not c.optional or any(row.cells[i] != u.MISSING for row in shown)
+    ]
+    n, part = sum(len(row.regions) for row in left), u.total(row.seconds for row in left)
+    said = (
+        f"{u.count(len(left), 'row')} left out: {u.count(n, 'region')}, "
+        f"{u.percent(part / whole)} of the time (limit={len(rows)} shows all)"
+    )
+    return RegionTable(shown, used, whole, said if left else "") if rows else None
+
+
 @dataclass(frozen=True)
 class Tally:
-    """Vetoes or refusals that give the same reason."""
+    """Vetoes or refusals that give the same reason, or one of them."""
 
     reason: str
     remedy: str
-    count: int
     bytes: float
     seconds: float
     examples: tuple[str, ...]
+    count: int = 1
 
 
-def _tally(items: Iterable[tuple[str, str, float, float, str]]) -> list[Tally]:
-    """(reason, remedy, bytes, seconds, example) added up by reason, the costliest first."""
-    groups: dict[tuple[str, str], list[tuple[str, str, float, float, str]]] = {}
+def _added_up(items: Iterable[Tally]) -> list[Tally]:
+    """By reason, the costliest first."""
+    groups: dict[tuple[str, str], list[Tally]] = {}
     for item in items:
-        groups.setdefault((u.mask(item[0]), item[1]), []).append(item)
+        groups.setdefault((u.mask(item.reason), item.remedy), []).append(item)
     tallies = []
     for (masked, remedy), same in groups.items():
-        said = {u.clean(item[0]) for item in same}
-        tallies.append(
-            Tally(
-                (said.pop() if len(said) == 1 else masked) or "no reason given",
-                u.clean(remedy),
-                len(same),
-                u.total(item[2] for item in same),
-                u.total(item[3] for item in same),
-                tuple(dict.fromkeys(item[4] for item in same)),
-            )
-        )
+        said = {u.clean(item.reason) for item in same}
+        reason = (said.pop() if len(said) == 1 else masked) or "no reason given"
+        moved, cost = u.total(t.bytes for t in same), u.total(t.seconds for t in same)
+        examples = tuple(dict.fromkeys(e for t in same for e in t.examples))
+        tallies.append(Tally(reason, u.clean(remedy), moved, cost, examples, len(same)))
     return sorted(tallies, key=lambda t: (-t.seconds, -t.bytes, -t.count))
 
 
 def vetoes(report: Report) -> list[Tally]:
     """What did not fuse, by reason."""
-    dearest = sorted(report.vetoes, key=lambda v: -u.total([v.seconds]))
-    return _tally(
-        (
-            v.reason,
-            CONVERSION
-            if v.consumer.startswith("to_layout") or v.producer.startswith("to_layout")
-            else next((advice for part, advice in REMEDIES.items() if part in v.reason), ""),
-            v.bytes,
-            v.seconds,
-            u.clean(f"%{v.value}: {v.producer} → {v.consumer}"),
-        )
-        for v in dearest
-    )
+
+    def item(v: VetoReport) -> Tally:
+        advice = next((advice for part, advice in REMEDIES.items() if part in v.reason), "")
+        if v.consumer.startswith("to_layout") or v.producer.startswith("to_layout"):
+            advice = CONVERSION
+        example = u.clean(f"%{v.value}: {v.producer} → {v.consumer}")
+        return Tally(v.reason, advice, v.bytes, v.seconds, (example,))
+
+    return _added_up(map(item, sorted(report.vetoes, key=lambda v: -u.total([v.seconds]))))
 
 
 def refusals(report: Report) -> dict[str, list[Tally]]:
     """Engine → why it refused, and for how many regions (their time as the cost)."""
-    found: dict[str, list[tuple[str, str, float, float, str]]] = {}
+    found: dict[str, list[Tally]] = {}
     for region in report.regions:
         for r in region.refusals:
-            item = (r.reason, r.remedy, 0, region.best_s, u.shorten(region.name, 24))
+            item = Tally(r.reason, r.remedy, 0, region.best_s, (u.shorten(region.name, 24),))
             found.setdefault(u.clean(r.engine) or u.MISSING, []).append(item)
-    return {name: _tally(items) for name, items in found.items()}
+    return {name: _added_up(items) for name, items in found.items()}
 
 
 class Option(NamedTuple):
-    """A way to run a region beside the chosen one, and how many times slower it is."""
+    """A way to run a region: its time, how many times slower than the chosen one it is, and why
+    it was out of the race."""
 
     candidate: str
     time: str
     slower: str
-    verdict: str
+    verdict: str = ""
 
 
-def alternatives(report: Report) -> list[tuple[Row, list[Option]]]:
-    """For the most expensive regions, the candidates that lost, the best of them first."""
-    rows = sorted(fold(report), key=lambda row: -row.seconds)
-    contested = [(row, others) for row in rows if (others := _losers(row.first))]
-    return contested[:DETAILED]
+def _timed(measured: float | None, predicted: float | None) -> tuple[float | None, str]:
+    """The time that counts, and as text."""
+    time, kind = (measured, "measured") if u.known(measured) else (predicted, "predicted")
+    return time, f"{u.seconds(time)} {kind}"
+
+
+def alternatives(report: Report) -> list[tuple[Row, Option, list[Option]]]:
+    """For the most expensive regions, what was chosen and what lost, the best of them first."""
+    found = []
+    for row in sorted(fold(report), key=lambda row: -row.seconds):
+        if losers := _losers(row.first):
+            r = row.first
+            chosen = Option(r.candidate, _timed(r.measured_s, r.best_s)[1], "chosen")
+            found.append((row, chosen, losers))
+    return found[:DETAILED]
 
 
 def _losers(region: RegionReport) -> list[Option]:
     def rank(o: OptionReport) -> tuple[bool, float]:
-        time = o.measured_s if u.known(o.measured_s) else o.predicted_s
+        time, _ = _timed(o.measured_s, o.predicted_s)
         return bool(o.rejected), time if u.known(time) else float("inf")
 
     options = []
     for o in sorted((o for o in region.options if o.candidate != region.candidate), key=rank):
-        timed = u.known(o.measured_s)
-        time = o.measured_s if timed else o.predicted_s
-        own = region.measured_s if timed else region.predicted_s
+        time, label = _timed(o.measured_s, o.predicted_s)
+        own = region.measured_s if u.known(o.measured_s) else region.predicted_s
         slower = u.times(time / own if u.known(time) and u.known(own) and own > 0 else None)
-        label = f"{u.seconds(time)} {'measured' if timed else 'predicted'}"
         options.append(Option(u.clean(o.candidate), label, slower, u.clean(o.rejected)))
     return options
 
@@ -344,34 +366,21 @@ def _facts(facts: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _regions(report: Report, limit: int | None) -> list[str]:
-    rows = fold(report)
-    whole = u.total(row.seconds for row in rows) or float("nan")
-    shown, left = expensive(rows, limit)
-    used = [
-        i
-        for i, c in enumerate(u.COLUMNS)
-        if not c.optional or any(row.cells[i] != u.MISSING for row in shown)
-    ]
-    table = [("region", *(u.COLUMNS[i].title for i in used), "% time")]
-    for row in shown:
-        share = u.percent(row.seconds / whole, "")
-        table.append((row.label(NAME), *(row.cells[i] for i in used), share))
-    lines = u.align(table, "<" + ">" * (len(used) + 1), WIDTH)
-    body = lines[:1] if shown else []
-    for row, line in zip(shown, lines[1:], strict=True):
+    found = regions(report, limit)
+    if found is None:
+        return []
+    table = [("region", *(u.COLUMNS[i].title for i in found.columns), "% time")]
+    for row in found.shown:
+        share = u.percent(row.seconds / found.seconds, "")
+        table.append((row.label(NAME), *(row.cells[i] for i in found.columns), share))
+    lines = u.align(table, "<" + ">" * (len(found.columns) + 1), WIDTH)
+    body = lines[:1] if found.shown else []
+    for row, line in zip(found.shown, lines[1:], strict=True):
         r, name = row.first, "" if row.label() == row.label(NAME) else row.label()
         where = f"from {row.source}" if row.source else ""
         what = [name, u.operators(r), u.shorten(r.shape, 40), u.engine(r), where, r.note]
         body += [line, "    " + u.shorten(" · ".join(filter(None, what)), WIDTH - 4)]
-    if left:
-        n, part = sum(len(row.regions) for row in left), u.total(row.seconds for row in left)
-        body += u.wrap(
-            f"{u.count(len(left), 'row')} left out: {u.count(n, 'region')}, "
-            f"{u.percent(part / whole)} of the time (limit={len(rows)} shows all)",
-            WIDTH,
-            "… ",
-        )
-    return body + u.wrap(legend(report), WIDTH) if rows else []
+    return body + u.wrap(found.left, WIDTH, "… ") + u.wrap(legend(report), WIDTH)
 
 
 def _vetoes(report: Report) -> list[str]:
@@ -403,16 +412,14 @@ def _refusals(report: Report) -> list[str]:
 
 def _alternatives(report: Report) -> list[str]:
     lines = []
-    for row, losers in alternatives(report):
-        r = row.first
-        kind = "measured" if u.known(r.measured_s) else "predicted"
-        table = [(u.shorten(r.candidate, 60), f"{u.seconds(r.best_s)} {kind}", "chosen")]
-        for o in losers[:RUNNERS_UP]:
-            table.append((u.shorten(o.candidate, 60), o.time, "out" if o.verdict else o.slower))
+    for row, chosen, losers in alternatives(report):
+        r, options = row.first, [chosen, *losers[:RUNNERS_UP]]
         lines.append(u.shorten(f"{row.label()}: {u.operators(r)} · {r.shape}", WIDTH))
-        aligned = u.align(table, "<><", WIDTH - 4)
-        for line, why in zip(aligned, ["", *(o.verdict for o in losers)], strict=False):
-            lines += ["    " + line, *u.wrap(why, WIDTH, " " * 8 + "out: ")]
+        table = [
+            (u.shorten(o.candidate, 60), o.time, "out" if o.verdict else o.slower) for o in options
+        ]
+        for line, o in zip(u.align(table, "<><", WIDTH - 4), options, strict=True):
+            lines += ["    " + line, *u.wrap(o.verdict, WIDTH, " " * 8 + "out: ")]
         if len(losers) > RUNNERS_UP:
             lines.append(f"    and {len(losers) - RUNNERS_UP} more")
     return lines

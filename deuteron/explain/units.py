@@ -79,19 +79,9 @@ def bandwidth(x: float | None) -> str:
     return MISSING if not known(x) else size(x) + "/s"
 
 
-def micro(x: float | None) -> str:
-    """Seconds as a bare number of microseconds, for a column headed µs."""
-    return number(x * 1e6) if known(x) else MISSING
-
-
-def giga(x: float | None) -> str:
-    """A count as a bare number of 10**9, for a column headed GFLOP."""
-    return number(x / 1e9) if known(x) else MISSING
-
-
-def mega(x: float | None) -> str:
-    """A size as a bare number of 10**6, for a column headed MB."""
-    return number(x / 1e6) if known(x) else MISSING
+def per(x: float | None, unit: float) -> str:
+    """A bare number of so large a unit, for a column that is headed by it."""
+    return number(x / unit) if known(x) else MISSING
 
 
 def percent(x: float | None, unit: str = " %") -> str:
@@ -203,13 +193,13 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("GFLOP", "billions of operations", lambda r: giga(r.flops)),
-    Column("MB", "bytes read and written, in millions", lambda r: mega(r.bytes)),
+    Column("GFLOP", "billions of operations", lambda r: per(r.flops, 1e9)),
+    Column("MB", "bytes read and written, in millions", lambda r: per(r.bytes, 1e6)),
     Column("FLOP/B", "intensity: operations per byte", lambda r: number(r.intensity)),
     Column("bound", "what limits it on this target", lambda r: shorten(r.bound, 7) or MISSING),
-    Column("roof µs", "least time the target allows", lambda r: micro(r.roofline_s)),
-    Column("pred. µs", "time the engine should take", lambda r: micro(r.predicted_s)),
-    Column("meas. µs", "time it took, run alone", lambda r: micro(r.measured_s), True),
+    Column("roof µs", "least time the target allows", lambda r: per(r.roofline_s, 1e-6)),
+    Column("pred. µs", "time the engine should take", lambda r: per(r.predicted_s, 1e-6)),
+    Column("meas. µs", "time it took, run alone", lambda r: per(r.measured_s, 1e-6), True),
     Column("% roof", "part of the roofline reached", lambda r: percent(r.fraction, "")),
     Column(
         "error", "against float64, relative to the largest value", lambda r: error(r.error), True

@@ -9,31 +9,30 @@ resampling) or :mod:`aten_grad` (what autograd writes); :mod:`aten_site` says wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from deuteron.frontends import aten_grad, aten_image, aten_math, aten_nn, aten_shape
 from deuteron.frontends.aten_site import Entry, Inexpressible, Site
 
+V = TypeVar("V")
 PARTS = (aten_math, aten_shape, aten_nn, aten_image, aten_grad)
 
-TABLE: dict[str, Entry] = {
-    f"aten.{name}": entry for part in PARTS for name, entry in part.TABLE.items()
-}
 
-FILLS = {f"aten.{name}": value for name, value in aten_shape.FILLS.items()}
+def _by_name(rows: Mapping[str, V]) -> dict[str, V]:
+    """A row may name several calls."""
+    return {f"aten.{name}": value for names, value in rows.items() for name in names.split()}
 
+
+TABLE: dict[str, Entry] = {k: v for part in PARTS for k, v in _by_name(part.TABLE).items()}
+FILLS = _by_name(aten_shape.FILLS)
 # Calls that check something or say something about a size, and compute nothing.
-SILENT = frozenset(
+SILENT = _by_name(
     {
-        "aten._assert_tensor_metadata.default",
-        "aten._assert_async.default",
-        "aten._assert_async.msg",
-        "aten._assert_scalar.default",
-        "aten._functional_assert_async.msg",
-        "aten._functional_assert_scalar.default",
-        "aten.sym_constrain_range.default",
-        "aten.sym_constrain_range_for_size.default",
+        "_assert_tensor_metadata.default _assert_async.default _assert_async.msg": None,
+        "_assert_scalar.default _functional_assert_async.msg": None,
+        "_functional_assert_scalar.default": None,
+        "sym_constrain_range.default sym_constrain_range_for_size.default": None,
     }
 )
 

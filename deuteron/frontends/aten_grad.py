@@ -38,32 +38,21 @@ def through(
     return list(found)
 
 
-def _of_input(op: str, *names: str) -> Entry:
+def _of_input(op: str, names: str = "") -> Entry:
     """``X_backward(grad, x, settings…)``"""
-
-    def entry(b: Site, grad: Sym, x: Sym, *values: Any) -> Any:
-        return through(b, op, grad, x, **dict(zip(names, values, strict=True)))[0]
-
-    return entry
+    return lambda b, grad, x, *_: through(b, op, grad, x, **b.settings(names))[0]
 
 
 def _of_result(op: str) -> Entry:
-    """``X_backward(grad, y)``: the rule looks at the result alone."""
+    """``X_backward(grad, y, …)``: the rule looks at the result alone."""
 
-    def entry(b: Site, grad: Sym, y: Sym) -> Any:
+    def entry(b: Site, grad: Sym, y: Sym, *_: Any) -> Any:
         rule = table.get(op).vjp
         assert rule is not None
-        return rule(b, Vjp((y,), (y,), (grad,), {}, (True,)))[0]
-
-    return entry
-
-
-def _of_softmax(op: str) -> Entry:
-    def entry(b: Site, grad: Sym, y: Sym, dim: int, ignored: Any) -> Any:
-        rule = table.get(op).vjp
-        assert rule is not None
-        attrs = {"axis": axis_of(dim, y.rank)}
-        return b.wanted(rule(b, Vjp((y,), (y,), (grad,), attrs, (True,)))[0])  # type: ignore[arg-type]
+        attrs = {"axis": axis_of(b.given["dim"], y.rank)} if "dim" in b.given else {}
+        found = rule(b, Vjp((y,), (y,), (grad,), attrs, (True,)))[0]
+        assert found is not None
+        return b.wanted(found)
 
     return entry
 
@@ -78,11 +67,10 @@ def _leaky_relu(b: Site, grad: Sym, x: Sym, slope: float, is_result: bool) -> An
     return through(b, "leaky_relu", grad, x, negative_slope=slope)[0]
 
 
-def _elu(
-    b: Site, grad: Sym, alpha: Number, scale: Number, input_scale: Number, is_result: bool, x: Sym
-) -> Any:
-    b.need(scale == 1 and input_scale == 1 and not is_result, "elu with scales, or by its result")
-    return through(b, "elu", grad, x, alpha=float(alpha))[0]
+def _elu(b: Site, grad: Sym, alpha: Number, *_: Any) -> Any:
+    scaled = (b.given["scale"], b.given["input_scale"]) != (1, 1)
+    b.need(not scaled and not b.given["is_result"], "elu with scales, or by its result")
+    return through(b, "elu", grad, b.given["self_or_result"], alpha=float(alpha))[0]
 
 
 def _dropout(b: Site, grad: Sym, mask: Sym, scale: float) -> Any:
@@ -92,88 +80,27 @@ def _dropout(b: Site, grad: Sym, mask: Sym, scale: float) -> Any:
 # ---- products, pools, indices --------------------------------------------------------------------
 
 
-def _convolution(
-    b: Site,
-    grad: Sym,
-    x: Sym,
-    weight: Sym,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    mask: Sequence[bool],
-) -> Any:
+def _convolution(b: Site, grad: Sym, x: Sym, weight: Sym, *_: Any) -> Any:
     b.need(x.rank == weight.rank, "the gradient of a convolution without a batch")
-    needs = (bool(mask[0]), bool(mask[1]))
-    dx, dw = through(
-        b,
-        "conv",
-        grad,
-        x,
-        weight,
-        needs=needs,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        transposed=transposed,
-        output_padding=output_padding,
-    )[:2]
-    db = None
-    if mask[2]:
-        db = b.to(b.sum(b.upcast(grad), axes=(0, *range(2, grad.rank)), keepdim=False), grad.dtype)
-    return dx, dw, db
+    of_x, of_weight, of_bias = b.given["output_mask"]
+    how = b.settings("stride padding dilation groups transposed output_padding")
+    needs = (bool(of_x), bool(of_weight))
+    dx, dw = through(b, "conv", grad, x, weight, needs=needs, **how)[:2]
+    if not of_bias:
+        return dx, dw, None
+    total = b.sum(b.upcast(grad), axes=(0, *range(2, grad.rank)), keepdim=False)
+    return dx, dw, b.to(total, grad.dtype)
 
 
-def _max_pool(
-    b: Site,
-    grad: Sym,
-    x: Sym,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    indices: Any,
-) -> Any:
+def _max_pool(b: Site, grad: Sym, x: Sym, kernel: Any, *_: Any) -> Any:
     """The indices are found again: they are cheaper to compute than to keep."""
     b.need(x.rank == len(kernel) + 2, "the gradient of a pool without a batch")
-    return b.max_pool_grad(
-        grad,
-        x,
-        kernel=kernel,
-        stride=stride or None,
-        padding=padding,
-        dilation=dilation,
-        ceil_mode=ceil_mode,
-    )
+    return b.max_pool_grad(grad, x, **b.window())
 
 
-def _avg_pool(
-    b: Site,
-    grad: Sym,
-    x: Sym,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor: int | None,
-) -> Any:
+def _avg_pool(b: Site, grad: Sym, x: Sym, kernel: Any, *_: Any) -> Any:
     b.need(x.rank == len(kernel) + 2, "the gradient of a pool without a batch")
-    return b.avg_pool_grad(
-        grad,
-        shape=x.shape,
-        kernel=kernel,
-        stride=stride or None,
-        padding=padding,
-        ceil_mode=ceil_mode,
-        count_include_pad=count_include_pad,
-        divisor=divisor,
-    )
+    return b.avg_pool_grad(grad, shape=x.shape, **b.window())
 
 
 def _adaptive_avg_pool(b: Site, grad: Sym, x: Sym) -> Any:
@@ -188,14 +115,9 @@ def _embedding(b: Site, grad: Sym, index: Sym, rows: int, padding: int, scaled: 
     return b.to(b.embedding_grad(grad, index, rows=rows, padding_idx=max(padding, -1)), dtype)
 
 
-_REDUCTION = ("none", "mean", "sum")
-
-
-def _nll(
-    b: Site, grad: Sym, x: Sym, target: Sym, weight: Any, reduction: int, ignore: int, total: Any
-) -> Any:
-    how = {"ignore_index": ignore, "reduction": _REDUCTION[reduction]}
-    return through(b, "nll_loss", grad, x, target, weight, needs=(True, False, False), **how)[0]
+def _nll(b: Site, grad: Sym, x: Sym, target: Sym, weight: Any, *_: Any) -> Any:
+    needs, how = (True, False, False), b.loss_settings()
+    return through(b, "nll_loss", grad, x, target, weight, needs=needs, **how)[0]
 
 
 # ---- norms ---------------------------------------------------------------------------------------
@@ -246,93 +168,48 @@ def _eps_behind(b: Site, rstd: Sym, x: Sym) -> float | None:
     return float(constant.data.item()) if source == before(x.name) else None
 
 
-def _norm(
-    b: Site,
-    op: str,
-    grad: Sym,
-    x: Sym,
-    stats: tuple[Sym | None, Sym],
-    weight: Sym | None,
-    bias: TensorType | None,
-    mask: Sequence[bool],
-    attrs: Mapping[str, Any],
-) -> tuple[Sym | None, Sym | None, Sym | None]:
-    """dx, dweight and dbias, as far as the mask asks for them."""
-    norm = _NORMS[op]
-    eps = _eps_behind(b, stats[1], x)
-    of_weight = weight.type if weight is not None and mask[1] else None
-    of_bias = bias if norm.centred and mask[2] else None
-    if eps is None:
-        grouping = norm.grouping(x.shape, attrs)
-        wanted = Wanted(bool(mask[0]), of_weight, of_bias)
-        dx, dw, db = gradients(
-            b, x, grad, weight, grouping, 0.0, wanted, centred=norm.centred, stats=stats
-        )
-        return dx, dw, db
-    kind = "none" if of_bias is None else "same" if of_bias.dtype == x.dtype else "f32"
-    how = {**attrs, "eps": eps} | ({"bias": kind} if norm.centred else {})
-    made = b.call(f"{op}_grad", x, grad, weight, None, **how)
-    results = iter(made if isinstance(made, tuple) else (made,))
-    dx = next(results)
-    dw = next(results) if weight is not None else None
-    return dx, dw if of_weight is not None else None, next(results, None)
+def _norm(op: str) -> Entry:
+    """dx, dweight and dbias (none of rms_norm's), as far as the mask asks for them."""
+    row = _NORMS[op]
+
+    def entry(b: Site, grad: Sym, x: Sym, *_: Any) -> Any:
+        mask, weight, bias = b.given["output_mask"], b.given["weight"], b.given.get("bias")
+        stats = (b.given.get("mean"), b.given["rstd"])
+        attrs = b.settings("group:groups")
+        if not attrs:
+            attrs = {"dims": len(b.given["normalized_shape"])}
+        of_weight = weight.type if weight is not None and mask[1] else None
+        of_bias = None if bias is None else bias.type
+        if op == "group_norm":  # its backward call says nothing of the bias
+            kind = x.dtype if weight is None else weight.dtype
+            of_bias = TensorType.of((b.given["C"],), kind)
+        of_bias = of_bias if row.centred and mask[2] else None
+        eps = _eps_behind(b, stats[1], x)
+        if eps is None:
+            grouping, wanted = (
+                row.grouping(x.shape, attrs),
+                Wanted(bool(mask[0]), of_weight, of_bias),
+            )
+            found = gradients(
+                b, x, grad, weight, grouping, 0.0, wanted, centred=row.centred, stats=stats
+            )
+            return tuple(found[: len(mask)])
+        how = {**attrs, "eps": eps}
+        if row.centred:
+            same = of_bias is not None and of_bias.dtype == x.dtype
+            how["bias"] = "none" if of_bias is None else "same" if same else "f32"
+        made = b.call(f"{op}_grad", x, grad, weight, None, **how)
+        results = iter(made if isinstance(made, tuple) else (made,))
+        dx = next(results)
+        dw = next(results) if weight is not None else None
+        return (dx, dw if of_weight is not None else None, next(results, None))[: len(mask)]
+
+    return entry
 
 
-def _layer_norm(
-    b: Site,
-    grad: Sym,
-    x: Sym,
-    shape: Sequence[int],
-    mean: Sym,
-    rstd: Sym,
-    weight: Any,
-    bias: Any,
-    mask: Sequence[bool],
-) -> Any:
-    of_bias = None if bias is None else bias.type
-    attrs = {"dims": len(shape)}
-    return _norm(b, "layer_norm", grad, x, (mean, rstd), weight, of_bias, mask, attrs)
-
-
-def _rms_norm(
-    b: Site, grad: Sym, x: Sym, shape: Sequence[int], rstd: Sym, weight: Any, mask: Sequence[bool]
-) -> Any:
-    attrs = {"dims": len(shape)}
-    return _norm(b, "rms_norm", grad, x, (None, rstd), weight, None, (*mask, False), attrs)[:2]
-
-
-def _group_norm(
-    b: Site,
-    grad: Sym,
-    x: Sym,
-    mean: Sym,
-    rstd: Sym,
-    weight: Any,
-    n: int,
-    c: int,
-    positions: int,
-    groups: int,
-    mask: Sequence[bool],
-) -> Any:
-    of_bias = TensorType.of((c,), x.dtype if weight is None else weight.dtype)
-    attrs = {"groups": groups}
-    return _norm(b, "group_norm", grad, x, (mean, rstd), weight, of_bias, mask, attrs)
-
-
-def _batch_norm(
-    b: Site,
-    grad: Sym,
-    x: Sym,
-    weight: Any,
-    running_mean: Any,
-    running_var: Any,
-    mean: Any,
-    rstd: Any,
-    train: bool,
-    eps: float,
-    mask: Sequence[bool],
-) -> Any:
-    b.need(train, "the gradient of batch norm in evaluation")
+def _batch_norm(b: Site, grad: Sym, x: Sym, weight: Any, *_: Any) -> Any:
+    mean, rstd = b.given["save_mean"], b.given["save_invstd"]
+    b.need(b.given["train"], "the gradient of batch norm in evaluation")
     b.need(mean is not None and rstd is not None, "the gradient of batch norm without statistics")
     dx, dw, db, _ = b.batch_norm_act_grad(grad, x, mean, rstd, weight, None)
     like = x.dtype if weight is None else weight.dtype
@@ -340,39 +217,34 @@ def _batch_norm(
 
 
 TABLE: dict[str, Entry] = {
+    **{
+        f"{op}_backward.default": _of_input(op)
+        for op in "silu mish hardswish hardsigmoid log_sigmoid".split()
+    },
     "gelu_backward.default": _of_input("gelu", "approximate"),
-    "silu_backward.default": _of_input("silu"),
-    "mish_backward.default": _of_input("mish"),
-    "hardswish_backward.default": _of_input("hardswish"),
-    "hardsigmoid_backward.default": _of_input("hardsigmoid"),
-    "hardtanh_backward.default": _of_input("hardtanh", "min", "max"),
-    "softplus_backward.default": _of_input("softplus", "beta", "threshold"),
+    "hardtanh_backward.default": _of_input("hardtanh", "min_val:min max_val:max"),
+    "softplus_backward.default": _of_input("softplus", "beta threshold"),
     "softshrink_backward.default": _of_input("softshrink", "lambd"),
     "hardshrink_backward.default": _of_input("hardshrink", "lambd"),
-    "glu_backward.default": _of_input("glu", "axis"),
-    "log_sigmoid_backward.default": lambda b, grad, x, buffer: through(b, "log_sigmoid", grad, x)[
-        0
-    ],
+    "glu_backward.default": _of_input("glu", "dim:axis"),
     "threshold_backward.default": _threshold,
     "leaky_relu_backward.default": _leaky_relu,
     "elu_backward.default": _elu,
     "sigmoid_backward.default": _of_result("sigmoid"),
     "tanh_backward.default": _of_result("tanh"),
-    "_softmax_backward_data.default": _of_softmax("softmax"),
-    "_log_softmax_backward_data.default": _of_softmax("log_softmax"),
+    "_softmax_backward_data.default": _of_result("softmax"),
+    "_log_softmax_backward_data.default": _of_result("log_softmax"),
     "native_dropout_backward.default": _dropout,
     "convolution_backward.default": _convolution,
     "max_pool2d_with_indices_backward.default": _max_pool,
     "max_pool3d_with_indices_backward.default": _max_pool,
-    "avg_pool2d_backward.default": _avg_pool,
-    "avg_pool3d_backward.default": _avg_pool,
+    "avg_pool2d_backward.default avg_pool3d_backward.default": _avg_pool,
     "_adaptive_avg_pool2d_backward.default": _adaptive_avg_pool,
     "_adaptive_avg_pool3d_backward.default": _adaptive_avg_pool,
     "embedding_dense_backward.default": _embedding,
-    "nll_loss_backward.default": _nll,
-    "nll_loss2d_backward.default": _nll,
-    "native_layer_norm_backward.default": _layer_norm,
-    "_fused_rms_norm_backward.default": _rms_norm,
-    "native_group_norm_backward.default": _group_norm,
+    "nll_loss_backward.default nll_loss2d_backward.default": _nll,
+    "native_layer_norm_backward.default": _norm("layer_norm"),
+    "_fused_rms_norm_backward.default": _norm("rms_norm"),
+    "native_group_norm_backward.default": _norm("group_norm"),
     "native_batch_norm_backward.default": _batch_norm,
 }

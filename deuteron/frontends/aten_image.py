@@ -10,125 +10,52 @@ from deuteron.ops.emit import Sym
 # ---- pooling ---------------------------------------------------------------------------------
 
 
-def _max_pool(spatial: int) -> Entry:
-    def entry(
-        b: Site, x: Sym, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
-    ) -> Any:
-        x = b.batched(x, spatial)
-        y = b.max_pool(
-            x,
-            kernel=kernel,
-            stride=stride or None,
-            padding=padding,
-            dilation=dilation,
-            ceil_mode=ceil,
-        )
-        return b.shaped(y)
+def _pool(op: str, spatial: int, adaptive: bool = False) -> Entry:
+    """An adaptive pool takes its size from the result: torch has filled in what was left open."""
+
+    def entry(b: Site, x: Sym, *_: Any) -> Any:
+        how = {"size": b.out.shape[-spatial:]} if adaptive else b.window()
+        made = b.call(op, b.batched(x, spatial), **how)
+        return tuple(map(b.shaped, made)) if isinstance(made, tuple) else b.shaped(made)
 
     return entry
 
 
-def _max_pool_indices(spatial: int) -> Entry:
-    plain = _max_pool(spatial)
-
-    def entry(
-        b: Site, x: Sym, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
-    ) -> Any:
-        if 1 not in b.used:
-            return plain(b, x, kernel, stride, padding, dilation, ceil), None
-        x = b.batched(x, spatial)
-        found = b.max_pool_with_indices(
-            x,
-            kernel=kernel,
-            stride=stride or None,
-            padding=padding,
-            dilation=dilation,
-            ceil_mode=ceil,
-        )
-        return tuple(b.shaped(t) for t in found)
-
-    return entry
-
-
-def _avg_pool(spatial: int) -> Entry:
-    def entry(
-        b: Site,
-        x: Sym,
-        kernel: Any,
-        stride: Any,
-        padding: Any,
-        ceil: bool,
-        include: bool,
-        divisor: int | None = None,
-    ) -> Any:
-        x = b.batched(x, spatial)
-        y = b.avg_pool(
-            x,
-            kernel=kernel,
-            stride=stride or None,
-            padding=padding,
-            ceil_mode=ceil,
-            count_include_pad=include,
-            divisor=divisor,
-        )
-        return b.shaped(y)
-
-    return entry
-
-
-def _adaptive(op: str, spatial: int) -> Entry:
-    """The size comes from the result: torch has filled in what was left open."""
-
-    def entry(b: Site, x: Sym, size: Any) -> Any:
-        x = b.batched(x, spatial)
-        return b.shaped(b.call(op, x, size=b.out.shape[-spatial:]))
-
-    return entry
-
-
-def _adaptive_max(spatial: int) -> Entry:
-    plain = _adaptive("adaptive_max_pool", spatial)
-
-    def entry(b: Site, x: Sym, size: Any) -> Any:
-        if 1 not in b.used:
-            return plain(b, x, size), None
-        x = b.batched(x, spatial)
-        found = b.adaptive_max_pool_with_indices(x, size=b.out.shape[-spatial:])
-        return tuple(b.shaped(t) for t in found)
-
-    return entry
+def _max_pool(op: str, spatial: int, adaptive: bool = False) -> Entry:
+    """Two results, of which the second, indices, is made where somebody reads it."""
+    plain, both = _pool(op, spatial, adaptive), _pool(f"{op}_with_indices", spatial, adaptive)
+    return lambda b, *given: both(b, *given) if 1 in b.used else (plain(b, *given), None)
 
 
 # ---- resampling ------------------------------------------------------------------------------
 
-# ATen's name → our mode, and whether the call says how corners are aligned.
-_UPSAMPLE: dict[str, tuple[str, bool]] = {
-    **{f"upsample_nearest{n}d": ("nearest", False) for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d": ("nearest-exact", False) for n in (1, 2, 3)},
-    "upsample_linear1d": ("linear", True),
-    "upsample_bilinear2d": ("bilinear", True),
-    "upsample_trilinear3d": ("trilinear", True),
-    "upsample_bicubic2d": ("bicubic", True),
-    "_upsample_bilinear2d_aa": ("bilinear", True),
-    "_upsample_bicubic2d_aa": ("bicubic", True),
+# ATen's name → our mode
+_UPSAMPLE = {
+    **{f"upsample_nearest{n}d": "nearest" for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": "nearest-exact" for n in (1, 2, 3)},
+    "upsample_linear1d": "linear",
+    "upsample_trilinear3d": "trilinear",
+    "upsample_bilinear2d": "bilinear",
+    "upsample_bicubic2d": "bicubic",
+    "_upsample_bilinear2d_aa": "bilinear",
+    "_upsample_bicubic2d_aa": "bicubic",
 }
 
 
-def _upsample(name: str, mode: str, has_corners: bool) -> Entry:
-    def entry(b: Site, x: Sym, size: Any, *rest: Any) -> Any:
-        corners = bool(rest[0]) if has_corners else False
-        scales = rest[has_corners:]
-        if len(scales) == 1 and isinstance(scales[0], list | tuple):  # the .vec overload
-            scales = tuple(scales[0])
-        given = [s for s in scales if s is not None]
+def _upsample(name: str, mode: str) -> Entry:
+    def entry(b: Site, x: Sym, *_: Any) -> Any:
+        # one argument with all factors, or one for each dimension
+        each = [v for k, v in b.given.items() if k.startswith("scale")]
+        scales = b.given.get("scale_factors", each)
+        given = tuple(s for s in scales or () if s is not None)
         b.need(len(given) in (0, x.rank - 2), "a scale for some dimensions only")
         return b.resize(
             x,
             size=b.out.shape[2:],
             mode=mode,
-            align_corners=corners,
+            align_corners=bool(b.given.get("align_corners")),
             antialias=name.endswith("_aa"),
-            scale=tuple(given) or None,
+            scale=given or None,
         )
 
     return entry
@@ -144,21 +71,16 @@ def _grid(b: Site, x: Sym, grid: Sym, mode: int, padding: int, corners: bool) ->
     )
 
 
+_DIMS = (1, 2, 3)
 TABLE: dict[str, Entry] = {
-    **{f"max_pool{n}d.default": _max_pool(n) for n in (1, 2, 3)},
-    **{f"max_pool{n}d_with_indices.default": _max_pool_indices(n) for n in (2, 3)},
-    **{f"avg_pool{n}d.default": _avg_pool(n) for n in (1, 2, 3)},
-    **{f"adaptive_avg_pool{n}d.default": _adaptive("adaptive_avg_pool", n) for n in (1, 2, 3)},
-    **{f"_adaptive_avg_pool{n}d.default": _adaptive("adaptive_avg_pool", n) for n in (2, 3)},
-    **{f"adaptive_max_pool{n}d.default": _adaptive_max(n) for n in (1, 2, 3)},
-    **{
-        f"{name}.{overload}": _upsample(name, mode, corners)
-        for name, (mode, corners) in _UPSAMPLE.items()
-        for overload in ("default", "vec")
-    },
+    **{f"max_pool{n}d.default": _pool("max_pool", n) for n in _DIMS},
+    **{f"max_pool{n}d_with_indices.default": _max_pool("max_pool", n) for n in _DIMS[1:]},
+    **{f"avg_pool{n}d.default": _pool("avg_pool", n) for n in _DIMS},
+    **{f"adaptive_avg_pool{n}d.default": _pool("adaptive_avg_pool", n, True) for n in _DIMS},
+    **{f"_adaptive_avg_pool{n}d.default": _pool("adaptive_avg_pool", n, True) for n in _DIMS[1:]},
+    **{f"adaptive_max_pool{n}d.default": _max_pool("adaptive_max_pool", n, True) for n in _DIMS},
+    **{f"{name}.default {name}.vec": _upsample(name, mode) for name, mode in _UPSAMPLE.items()},
     "pixel_shuffle.default": lambda b, x, factor: b.pixel_shuffle(x, factor=factor),
     "pixel_unshuffle.default": lambda b, x, factor: b.pixel_unshuffle(x, factor=factor),
-    "grid_sampler.default": _grid,
-    "grid_sampler_2d.default": _grid,
-    "grid_sampler_3d.default": _grid,
+    "grid_sampler.default grid_sampler_2d.default grid_sampler_3d.default": _grid,
 }

@@ -15,101 +15,46 @@ from deuteron.ops.vector_norm import vector_norm
 
 # ---- the same by another name ----------------------------------------------------------------
 
-# Calls of one tensor that are one operator, with the same name unless another is given.
-_UNARY: dict[str, str] = {
-    name: name
-    for name in (
-        "neg",
-        "abs",
-        "sign",
-        "square",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log1p",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "sin",
-        "cos",
-        "tan",
-        "erf",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "isnan",
-        "isinf",
-        "logical_not",
-        "relu",
-        "relu6",
-        "sigmoid",
-        "tanh",
-        "silu",
-        "mish",
-        "hardswish",
-        "hardsigmoid",
-        "selu",
-        "log_sigmoid",
-    )
-} | {"sgn": "sign", "special_ndtr": "ndtr"}
+# Calls of one tensor that are one operator of the same name.
+_UNARY = (
+    "neg abs sign square exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tan erf floor "
+    "ceil round trunc isnan isinf logical_not relu relu6 sigmoid tanh silu mish hardswish "
+    "hardsigmoid selu log_sigmoid"
+)
 
-# Calls of two operands, each a tensor or a number, that are one operator.
-_BINARY: dict[str, str] = {
-    "mul.Tensor": "mul",
-    "mul.Scalar": "mul",
-    "div.Tensor": "div",
-    "div.Scalar": "div",
-    "true_divide.Tensor": "div",
-    "pow.Tensor_Tensor": "pow",
-    "pow.Tensor_Scalar": "pow",
-    "pow.Scalar": "pow",
-    "remainder.Tensor": "remainder",
-    "remainder.Scalar": "remainder",
-    "remainder.Scalar_Tensor": "remainder",
-    "floor_divide.default": "floor_div",
-    "floor_divide.Scalar": "floor_div",
-    "maximum.default": "maximum",
-    "max.other": "maximum",
-    "minimum.default": "minimum",
-    "min.other": "minimum",
-    "atan2.default": "atan2",
-    "logical_and.default": "logical_and",
-    "logical_or.default": "logical_or",
-    "logical_xor.default": "logical_xor",
-    **{
-        f"{op}.{kind}": op
-        for op in ("eq", "ne", "lt", "le", "gt", "ge")
-        for kind in ("Tensor", "Scalar")
-    },
+# Our operators of two operands, each a tensor or a number, and the calls that are one of them.
+_BINARY = {
+    "mul": "mul.Tensor mul.Scalar",
+    "div": "div.Tensor div.Scalar true_divide.Tensor",
+    "pow": "pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar",
+    "remainder": "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor",
+    "floor_div": "floor_divide.default floor_divide.Scalar",
+    "maximum": "maximum.default max.other",
+    "minimum": "minimum.default min.other",
+    **{op: f"{op}.default" for op in "atan2 logical_and logical_or logical_xor".split()},
+    **{op: f"{op}.Tensor {op}.Scalar" for op in "eq ne lt le gt ge".split()},
 }
 
-# Activations with settings: our attributes, in the order of ATen's arguments.
-_SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "leaky_relu.default": ("leaky_relu", ("negative_slope",)),
-    "gelu.default": ("gelu", ("approximate",)),
-    "hardtanh.default": ("hardtanh", ("min", "max")),
-    "celu.default": ("celu", ("alpha",)),
-    "softplus.default": ("softplus", ("beta", "threshold")),
-    "softshrink.default": ("softshrink", ("lambd",)),
-    "hardshrink.default": ("hardshrink", ("lambd",)),
-    "threshold.default": ("threshold", ("threshold", "value")),
-    "glu.default": ("glu", ("axis",)),
+# Activations with settings: the arguments of the call that are our attributes.
+_SETTINGS = {
+    "leaky_relu": "negative_slope",
+    "gelu": "approximate",
+    "hardtanh": "min_val:min max_val:max",
+    "celu": "alpha",
+    "softplus": "beta threshold",
+    "softshrink": "lambd",
+    "hardshrink": "lambd",
+    "threshold": "threshold value",
+    "glu": "dim:axis",
 }
 
 
-def _unary(op: str) -> Entry:
-    return lambda b, x: b.call(op, x)
+def _one(op: str, settings: str = "") -> Entry:
+    return lambda b, x, *_: b.call(op, x, **b.settings(settings))
 
 
 def _binary(op: str) -> Entry:
     return lambda b, x, y: b.call(op, *b.pair(x, y))
-
-
-def _set(op: str, names: tuple[str, ...]) -> Entry:
-    return lambda b, x, *values: b.call(op, x, **dict(zip(names, values, strict=True)))
 
 
 # ---- arithmetic that takes a few operators -----------------------------------------------------
@@ -154,14 +99,6 @@ def _lerp(b: Site, x: Sym, end: Sym, weight: Any) -> Any:
     """x + weight · (end − x)"""
     step = b.sub(end, x)
     return b.add(x, b.mul(*b.pair(step, weight)))
-
-
-def _log10(b: Site, x: Sym) -> Any:
-    return b.mul(*b.pair(b.log2(x), math.log10(2.0)))
-
-
-def _finite(b: Site, x: Sym) -> Any:
-    return b.logical_not(b.logical_or(b.isnan(x), b.isinf(x)))
 
 
 # ---- choice ------------------------------------------------------------------------------------
@@ -230,34 +167,29 @@ def _extreme(b: Site, x: Sym, op: str, dim: int, keepdim: bool) -> Any:
     return _reduce(op, x, b, dim, keepdim), place
 
 
-def _var(b: Site, x: Sym, dim: Any, correction: Any, keepdim: bool) -> Any:
-    freedom = 1 if correction is None else correction
+def _var(b: Site, x: Sym, *_: Any) -> Any:
+    """In its three forms: over all dimensions, with a flag, with a correction."""
+    given = b.given
+    flag = given.get("correction", given.get("unbiased"))
+    freedom = 1 if flag is None else flag
     b.need(freedom == int(freedom), "a correction that is not whole")
-    return b.var(x, axes=_axes(dim, x.rank), keepdim=keepdim, correction=int(freedom))
+    axes, keepdim = _axes(given.get("dim"), x.rank), given.get("keepdim", False)
+    return b.var(x, axes=axes, keepdim=keepdim, correction=int(freedom))
 
 
-def _std(b: Site, x: Sym, dim: Any, correction: Any, keepdim: bool) -> Any:
-    return b.sqrt(_var(b, x, dim, correction, keepdim))
+def _std(b: Site, x: Sym, *_: Any) -> Any:
+    return b.sqrt(_var(b, x))
 
 
 def _with_mean(spread: Entry) -> Entry:
-    return lambda b, x, dim, correction, keepdim: (
-        spread(b, x, dim, correction, keepdim),
-        _reduce("mean", x, b, dim, keepdim),
+    return lambda b, x, *_: (spread(b, x), _named_reduce("mean")(b, x))
+
+
+def _named_reduce(op: str) -> Entry:
+    """A reduction over ``dim``, or over all, of x as ``dtype``."""
+    return lambda b, x, *_: _reduce(
+        op, b.typed(x, b.given.get("dtype")), b, b.given.get("dim"), b.given.get("keepdim", False)
     )
-
-
-def _spread(name: str, entry: Entry) -> dict[str, Entry]:
-    """The three overloads of var and its like: over all, with a flag, with a correction."""
-    return {
-        f"{name}.default": lambda b, x, unbiased=True: entry(b, x, None, int(unbiased), False),
-        f"{name}.dim": lambda b, x, dim, unbiased, keepdim: entry(
-            b, x, dim, int(unbiased), keepdim
-        ),
-        f"{name}.correction": lambda b, x, dim, correction, keepdim: entry(
-            b, x, dim, correction, keepdim
-        ),
-    }
 
 
 def _logsumexp(b: Site, x: Sym, dim: Any, keepdim: bool) -> Any:
@@ -269,9 +201,7 @@ def _logsumexp(b: Site, x: Sym, dim: Any, keepdim: bool) -> Any:
     return b.shaped(total)
 
 
-def _vector_norm(
-    b: Site, x: Sym, order: Number, dim: Any, keepdim: bool, dt: torch.dtype | None
-) -> Any:
+def _vector_norm(b: Site, x: Sym, order: Number, dim: Any, keepdim: bool, dt: Any) -> Any:
     return vector_norm(b, b.typed(x, dt), float(order), _axes(dim, x.rank), keepdim)
 
 
@@ -305,10 +235,10 @@ def _scan_extreme(op: str) -> Entry:
     return entry
 
 
-def _sort(b: Site, x: Sym, stable: bool | None, dim: int, descending: bool) -> Any:
+def _sort(b: Site, x: Sym, *_: Any) -> Any:
     """Always stable: one of the orders that torch may give, and the same every time."""
     b.need(x.rank > 0, "sort of a scalar")
-    return b.sort(x, axis=axis_of(dim, x.rank), descending=descending)
+    return b.sort(x, axis=axis_of(b.given["dim"], x.rank), descending=b.given["descending"])
 
 
 def _topk(b: Site, x: Sym, k: int, dim: int, largest: bool, in_order: bool) -> Any:
@@ -324,91 +254,78 @@ def _histc(b: Site, x: Sym, bins: int, low: Number, high: Number) -> Any:
 # ---- losses that are a formula and a mean --------------------------------------------------------
 
 
-def _mean_of(b: Site, each: Sym, reduction: int) -> Any:
-    """ATen's reduction codes: 0 none, 1 mean, 2 sum."""
-    return each if reduction == 0 else b.call("mean" if reduction == 1 else "sum", each)
+def _mean_of(op: str) -> Entry:
+    """The operator on the difference, and ATen's reduction: 0 none, 1 mean, 2 sum."""
+
+    def entry(b: Site, x: Sym, y: Sym, reduction: int) -> Any:
+        each = b.call(op, b.sub(x, y))
+        return each if reduction == 0 else b.call("mean" if reduction == 1 else "sum", each)
+
+    return entry
 
 
 # ---- the table -----------------------------------------------------------------------------------
 
 TABLE: dict[str, Entry] = {
-    **{f"{aten}.default": _unary(op) for aten, op in _UNARY.items()},
-    **{aten: _binary(op) for aten, op in _BINARY.items()},
-    **{aten: _set(op, names) for aten, (op, names) in _SETTINGS.items()},
-    "add.Tensor": _add,
-    "add.Scalar": _add,
-    "sub.Tensor": _sub,
-    "sub.Scalar": _sub,
-    "rsub.Tensor": lambda b, x, y, alpha: _sub(b, y, x, alpha),
-    "rsub.Scalar": lambda b, x, y, alpha: _sub(b, y, x, alpha),
-    "div.Tensor_mode": _div_mode,
-    "div.Scalar_mode": _div_mode,
-    "bitwise_and.Tensor": _bitwise("logical_and"),
-    "bitwise_or.Tensor": _bitwise("logical_or"),
-    "bitwise_xor.Tensor": _bitwise("logical_xor"),
+    **{f"{op}.default": _one(op) for op in _UNARY.split()},
+    "sgn.default": _one("sign"),
+    "special_ndtr.default": _one("ndtr"),
+    **{f"{op}.default": _one(op, names) for op, names in _SETTINGS.items()},
+    **{calls: _binary(op) for op, calls in _BINARY.items()},
+    "add.Tensor add.Scalar": _add,
+    "sub.Tensor sub.Scalar": _sub,
+    "rsub.Tensor rsub.Scalar": lambda b, x, y, alpha: _sub(b, y, x, alpha),
+    "div.Tensor_mode div.Scalar_mode": _div_mode,
+    "bitwise_and.Tensor __and__.Tensor": _bitwise("logical_and"),
+    "bitwise_or.Tensor __or__.Tensor": _bitwise("logical_or"),
+    "bitwise_xor.Tensor __xor__.Tensor": _bitwise("logical_xor"),
     "bitwise_not.default": _bitwise("logical_not"),
-    "__and__.Tensor": _bitwise("logical_and"),
-    "__or__.Tensor": _bitwise("logical_or"),
-    "__xor__.Tensor": _bitwise("logical_xor"),
     "addcmul.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.mul(y, z), value)),
     "addcdiv.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.div(y, z), value)),
-    "lerp.Scalar": _lerp,
-    "lerp.Tensor": _lerp,
-    "log10.default": _log10,
+    "lerp.Scalar lerp.Tensor": _lerp,
+    "log10.default": lambda b, x: b.mul(*b.pair(b.log2(x), math.log10(2.0))),
     "atan.default": lambda b, x: b.atan2(*b.pair(x, 1.0)),
     "frac.default": lambda b, x: b.sub(x, b.trunc(x)),
-    "isfinite.default": _finite,
+    "isfinite.default": lambda b, x: b.logical_not(b.logical_or(b.isnan(x), b.isinf(x))),
     "nan_to_num.default": _nan_to_num,
-    "where.self": _where,
-    "where.ScalarOther": _where,
-    "where.ScalarSelf": _where,
-    "where.Scalar": _where,
-    "masked_fill.Scalar": _masked_fill,
-    "masked_fill.Tensor": _masked_fill,
-    "clamp.default": _clamp,
-    "clamp.Tensor": _clamp,
-    "clip.default": _clamp,
-    "clip.Tensor": _clamp,
-    "clamp_min.default": _clamp,
-    "clamp_min.Tensor": _clamp,
-    "clamp_max.default": lambda b, x, high: _clamp(b, x, None, high),
-    "clamp_max.Tensor": lambda b, x, high: _clamp(b, x, None, high),
+    "where.self where.ScalarOther where.ScalarSelf where.Scalar": _where,
+    "masked_fill.Scalar masked_fill.Tensor": _masked_fill,
+    "clamp.default clamp.Tensor clip.default clip.Tensor": _clamp,
+    "clamp_min.default clamp_min.Tensor": _clamp,
+    "clamp_max.default clamp_max.Tensor": lambda b, x, high: _clamp(b, x, None, high),
     "elu.default": _elu,
-    "prelu.default": _prelu,
-    "_prelu_kernel.default": _prelu,
+    "prelu.default _prelu_kernel.default": _prelu,
     "log_sigmoid_forward.default": lambda b, x: (b.log_sigmoid(x), None),
-    "sum.default": lambda b, x, dt: _reduce("sum", b.typed(x, dt), b),
-    "sum.dim_IntList": lambda b, x, dim, keep, dt: _reduce("sum", b.typed(x, dt), b, dim, keep),
-    "mean.default": lambda b, x, dt: _reduce("mean", b.typed(x, dt), b),
-    "mean.dim": lambda b, x, dim, keep, dt: _reduce("mean", b.typed(x, dt), b, dim, keep),
-    "prod.default": lambda b, x, dt: _reduce("prod", b.typed(x, dt), b),
-    "prod.dim_int": lambda b, x, dim, keep, dt: _reduce("prod", b.typed(x, dt), b, dim, keep),
-    "amax.default": lambda b, x, dim, keepdim: _reduce("max", x, b, dim, keepdim),
-    "amin.default": lambda b, x, dim, keepdim: _reduce("min", x, b, dim, keepdim),
-    "max.default": lambda b, x: _reduce("max", x, b),
-    "min.default": lambda b, x: _reduce("min", x, b),
+    "sum.default sum.dim_IntList": _named_reduce("sum"),
+    "mean.default mean.dim": _named_reduce("mean"),
+    "prod.default prod.dim_int": _named_reduce("prod"),
+    "amax.default max.default": _named_reduce("max"),
+    "amin.default min.default": _named_reduce("min"),
     "max.dim": lambda b, x, dim, keepdim: _extreme(b, x, "max", dim, keepdim),
     "min.dim": lambda b, x, dim, keepdim: _extreme(b, x, "min", dim, keepdim),
     "aminmax.default": _aminmax,
-    "argmax.default": lambda b, x, dim, keepdim: b.argmax(x, axis=dim, keepdim=keepdim),
-    "argmin.default": lambda b, x, dim, keepdim: b.argmin(x, axis=dim, keepdim=keepdim),
-    **{f"{op}.{kind}": _truth(op) for op in ("any", "all") for kind in ("default", "dim", "dims")},
-    **_spread("var", _var),
-    **_spread("std", _std),
-    **_spread("var_mean", _with_mean(_var)),
-    **_spread("std_mean", _with_mean(_std)),
+    "argmax.default": _one("argmax", "dim:axis keepdim"),
+    "argmin.default": _one("argmin", "dim:axis keepdim"),
+    **{f"{op}.default {op}.dim {op}.dims": _truth(op) for op in ("any", "all")},
+    **{
+        f"{name}.default {name}.dim {name}.correction": entry
+        for name, entry in (
+            ("var", _var),
+            ("std", _std),
+            ("var_mean", _with_mean(_var)),
+            ("std_mean", _with_mean(_std)),
+        )
+    },
     "logsumexp.default": _logsumexp,
     "cumsum.default": _scan("cumsum"),
     "cumprod.default": _scan("cumprod"),
     "cummax.default": _scan_extreme("cummax"),
     "cummin.default": _scan_extreme("cummin"),
-    "sort.default": lambda b, x, dim, descending: _sort(b, x, False, dim, descending),
-    "sort.stable": _sort,
-    "argsort.default": lambda b, x, dim, down: _sort(b, x, False, dim, down)[1],
-    "argsort.stable": lambda b, x, stable, dim, down: _sort(b, x, stable, dim, down)[1],
+    "sort.default sort.stable": _sort,
+    "argsort.default argsort.stable": lambda b, x, *_: _sort(b, x)[1],
     "topk.default": _topk,
     "histc.default": _histc,
     "linalg_vector_norm.default": _vector_norm,
-    "mse_loss.default": lambda b, x, y, how: _mean_of(b, b.square(b.sub(x, y)), how),
-    "l1_loss.default": lambda b, x, y, how: _mean_of(b, b.abs(b.sub(x, y)), how),
+    "mse_loss.default": _mean_of("square"),
+    "l1_loss.default": _mean_of("abs"),
 }

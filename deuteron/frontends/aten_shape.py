@@ -14,15 +14,6 @@ from deuteron.ops.emit import Sym
 # ---- views -------------------------------------------------------------------------------------
 
 
-def _to_shape(b: Site, x: Sym, *asked: Any) -> Sym:
-    """Every call that only regroups dimensions: torch has worked out the new shape already."""
-    return b.shaped(x)
-
-
-def _to_size(b: Site, x: Sym, *asked: Any) -> Sym:
-    return b.stretched(x)
-
-
 def _permute(b: Site, x: Sym, dims: Sequence[int]) -> Sym:
     order = tuple(d % x.rank for d in dims)
     return x if order == tuple(range(x.rank)) else b.permute(x, dims=order)
@@ -34,15 +25,6 @@ def _transpose(b: Site, x: Sym, first: int, second: int) -> Sym:
         i, j = first % x.rank, second % x.rank
         order[i], order[j] = order[j], order[i]
     return _permute(b, x, order)
-
-
-def _same(b: Site, x: Sym, *ignored: Any) -> Sym:
-    return x
-
-
-def _copy_of(b: Site, x: Sym, memory_format: torch.memory_format | None) -> Sym:
-    """Nothing in a graph is written to, so a copy is only worth making for its strides."""
-    return b.laid_out(x, memory_format)
 
 
 def _dropout(b: Site, x: Sym, p: float, train: bool | None) -> Sym:
@@ -94,16 +76,15 @@ def _concat(b: Site, xs: Sequence[Sym], dim: int) -> Sym:
 
 
 def _stack(b: Site, xs: Sequence[Sym], dim: int) -> Sym:
-    rank, axis = b.out.rank, dim % b.out.rank
+    axis = dim % b.out.rank
     one = [1 if i == axis else n for i, n in enumerate(b.out.shape)]
-    assert len(one) == rank
     return b.wanted(b.join([b.shaped(x, one) for x in xs], axis))
 
 
 def _repeat(b: Site, x: Sym, repeats: Sequence[int]) -> Sym:
     """Each dimension gets a partner to its left, which is stretched and then merged with it."""
     sizes = (1,) * (len(repeats) - x.rank) + x.shape
-    pairs = [(r, n) for r, n in zip(repeats, sizes, strict=True)]
+    pairs = list(zip(repeats, sizes, strict=True))
     apart = b.shaped(x, [s for r, n in pairs for s in ((1, n) if r != 1 else (n,))])
     full = b.stretched(apart, [s for r, n in pairs for s in ((r, n) if r != 1 else (n,))])
     return b.shaped(full)
@@ -128,10 +109,6 @@ def _meshgrid(b: Site, xs: Sequence[Sym], indexing: str = "ij") -> tuple[Sym, ..
     )
 
 
-def _broadcast_tensors(b: Site, xs: Sequence[Sym]) -> tuple[Sym, ...]:
-    return tuple(b.stretched(x) for x in xs)
-
-
 def _channel_shuffle(b: Site, x: Sym, groups: int) -> Sym:
     n, c, *rest = x.shape
     apart = b.reshape(x, shape=(n, groups, c // groups, *rest))
@@ -153,7 +130,7 @@ def _slice_scatter(
     axis = axis_of(dim, x.rank)
     low, high, step = slice(start, end, step).indices(x.shape[axis])
     b.need(step == 1, "writing to every second element or fewer")
-    low, high = low, max(low, high)
+    high = max(low, high)
     shape = tuple(high - low if i == axis else n for i, n in enumerate(x.shape))
     return _insert(b, x, b.stretched(part, shape), axis, low, high)
 
@@ -212,6 +189,10 @@ def _index(b: Site, x: Sym, indices: Sequence[Sym | None]) -> Sym:
     return b.shaped(b.index_select(x, flat, axis=axis))
 
 
+def _along(op: str) -> Entry:
+    return lambda b, x, dim, index, *_: b.call(op, x, index, axis=axis_of(dim, x.rank))
+
+
 def _one_hot(b: Site, index: Sym, classes: int) -> Sym:
     b.need(classes > 0, "one_hot with a number of classes read from the data")
     column = b.shaped(index, (*index.shape, 1))
@@ -237,39 +218,20 @@ def _cast(b: Site, x: Sym, *options: Any) -> Sym:
     return b.laid_out(b.wanted(x), order)
 
 
+_REGROUPED = (
+    "view.default _unsafe_view.default reshape.default flatten.using_ints squeeze.default "
+    "squeeze.dim squeeze.dims unsqueeze.default unflatten.int view_as.default"
+)
+_CASTS = "_to_copy.default to.dtype to.dtype_layout to.device to.other type_as.default"
+
 TABLE: dict[str, Entry] = {
-    **dict.fromkeys(
-        (
-            "view.default",
-            "_unsafe_view.default",
-            "reshape.default",
-            "flatten.using_ints",
-            "squeeze.default",
-            "squeeze.dim",
-            "squeeze.dims",
-            "unsqueeze.default",
-            "unflatten.int",
-            "view_as.default",
-        ),
-        _to_shape,
-    ),
-    **dict.fromkeys(("expand.default", "expand_as.default", "broadcast_to.default"), _to_size),
-    **dict.fromkeys(("alias.default", "detach.default", "lift_fresh_copy.default"), _same),
-    **dict.fromkeys(
-        (
-            "_to_copy.default",
-            "to.dtype",
-            "to.dtype_layout",
-            "to.device",
-            "to.other",
-            "type_as.default",
-        ),
-        _cast,
-    ),
-    "clone.default": _copy_of,
-    "contiguous.default": _copy_of,
-    "dropout.default": _dropout,
-    "feature_dropout.default": _dropout,
+    _REGROUPED: lambda b, x, *_: b.shaped(x),  # torch has worked out the new shape already
+    "expand.default expand_as.default broadcast_to.default": lambda b, x, *_: b.stretched(x),
+    "alias.default detach.default lift_fresh_copy.default": lambda b, x: x,
+    _CASTS: _cast,
+    # nothing in a graph is written to, so a copy is only worth making for its strides
+    "clone.default contiguous.default": lambda b, x, order: b.laid_out(x, order),
+    "dropout.default feature_dropout.default": _dropout,
     "native_dropout.default": lambda b, x, p, train: (_dropout(b, x, p, train), None),
     "permute.default": _permute,
     "transpose.int": _transpose,
@@ -277,36 +239,29 @@ TABLE: dict[str, Entry] = {
     "slice.Tensor": _slice,
     "narrow.default": lambda b, x, dim, start, size: _slice(b, x, dim, start, start + size),
     "select.int": _select,
-    "split.Tensor": _split,
-    "chunk.default": _split,
+    "split.Tensor chunk.default": _split,
     "split_with_sizes.default": lambda b, x, sizes, dim: _pieces(b, x, dim, sizes),
     "unbind.int": _unbind,
     "cat.default": _concat,
     "stack.default": _stack,
     "repeat.default": _repeat,
     "repeat_interleave.self_int": _repeat_interleave,
-    "meshgrid.default": _meshgrid,
-    "meshgrid.indexing": _meshgrid,
-    "broadcast_tensors.default": _broadcast_tensors,
+    "meshgrid.default meshgrid.indexing": _meshgrid,
+    "broadcast_tensors.default": lambda b, xs: tuple(map(b.stretched, xs)),
     "channel_shuffle.default": _channel_shuffle,
     "flip.default": lambda b, x, dims: b.flip(x, axes=tuple(axis_of(d, x.rank) for d in dims)),
     "slice_scatter.default": _slice_scatter,
     "select_scatter.default": _select_scatter,
-    "copy.default": _overwrite,
-    "fill.Tensor": _overwrite,
+    "copy.default fill.Tensor": _overwrite,
     "pad.default": _pad,
     "constant_pad_nd.default": lambda b, x, pad, value: _pad(b, x, pad, "constant", value),
     **{f"reflection_pad{n}d.default": _pad_by("reflect") for n in (1, 2, 3)},
     **{f"replication_pad{n}d.default": _pad_by("replicate") for n in (1, 2, 3)},
     "index.Tensor": _index,
-    "index_select.default": lambda b, x, dim, index: b.index_select(
-        x, index, axis=axis_of(dim, x.rank)
-    ),
-    "gather.default": lambda b, x, dim, index, sparse: b.gather(
-        x, index, axis=axis_of(dim, x.rank)
-    ),
-    "embedding.default": lambda b, weight, index, padding_idx, by_frequency, sparse: b.embedding(
-        weight, index, padding_idx=padding_idx, scale_grad_by_freq=by_frequency
+    "index_select.default": _along("index_select"),
+    "gather.default": _along("gather"),
+    "embedding.default": lambda b, weight, index, *_: b.embedding(
+        weight, index, **b.settings("padding_idx scale_grad_by_freq")
     ),
     "one_hot.default": _one_hot,
     "tril.default": _triangle(torch.tril),
@@ -315,22 +270,11 @@ TABLE: dict[str, Entry] = {
 
 # Calls whose result is one number everywhere: where that number stands among the arguments, or
 # the number itself. They become a stretched scalar; nothing of their size is stored.
+_ZEROS = "zeros.default zeros_like.default new_zeros.default"
 FILLS: dict[str, Callable[[Sequence[Any]], Number]] = {
-    "full.default": lambda args: args[1],
-    "full_like.default": lambda args: args[1],
+    "full.default full_like.default fill.Scalar": lambda args: args[1],
     "new_full.default": lambda args: args[2],
-    "fill.Scalar": lambda args: args[1],
     "scalar_tensor.default": lambda args: args[0],
-    **dict.fromkeys(
-        (
-            "zeros.default",
-            "zeros_like.default",
-            "new_zeros.default",
-            "empty.memory_format",
-            "empty_like.default",
-            "new_empty.default",
-        ),
-        lambda args: 0,
-    ),
-    **dict.fromkeys(("ones.default", "ones_like.default", "new_ones.default"), lambda args: 1),
+    f"{_ZEROS} empty.memory_format empty_like.default new_empty.default": lambda args: 0,
+    "ones.default ones_like.default new_ones.default": lambda args: 1,
 }

@@ -2,13 +2,14 @@
 
 An entry is a function ``entry(site, *arguments)``. The arguments are those of the ATen schema,
 all of them, in the schema's order: tensors as :class:`~deuteron.ops.emit.Sym`, everything else
-as the plain Python value. It emits operators through the site and returns one Sym, or a tuple
-with one Sym (or None, for a result it cannot give) per result of the call.
+as the plain Python value. ``site.given`` has them by the schema's names. It emits operators
+through the site and returns one Sym, or a tuple with one Sym (or None, for a result it cannot
+give) per result of the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,7 @@ class Site(Ops):
       has worked out already, such as those of ``view`` or ``squeeze``, are taken from here.
     * ``used``: which results the rest of the graph reads; the others need not be made.
     * ``known``: value name → tensor, for values that depend on no input of the graph.
+    * ``given``: the arguments of the call, by the names of the ATen schema.
     """
 
     def __init__(
@@ -42,10 +44,12 @@ class Site(Ops):
         want: Sequence[TensorType | None] = (),
         used: frozenset[int] = frozenset({0}),
         known: dict[str, torch.Tensor] | None = None,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(build, source)
         self.want, self.used = tuple(want), used
         self.known = {} if known is None else known
+        self.given = given or {}
 
     @property
     def out(self) -> TensorType:
@@ -62,6 +66,24 @@ class Site(Ops):
         """Go on only if ``holds``; ``why`` tells the user what stands in the way."""
         if not holds:
             self.refuse(why)
+
+    def settings(self, names: str) -> dict[str, Any]:
+        """Arguments of the call as attributes, as far as it has them: names of the ATen schema,
+        with ours behind a colon where it differs, "kernel_size:kernel stride padding"."""
+        pairs = (name.partition(":") for name in names.split())
+        return {
+            ours or theirs: self.given[theirs] for theirs, _, ours in pairs if theirs in self.given
+        }
+
+    def window(self) -> dict[str, Any]:
+        """The windows of a pool; ATen's empty stride is that of the windows themselves."""
+        window = "kernel_size:kernel stride padding dilation"
+        how = self.settings(f"{window} ceil_mode count_include_pad divisor_override:divisor")
+        return how | {"stride": how["stride"] or None}
+
+    def loss_settings(self) -> dict[str, Any]:
+        how = {"reduction": ("none", "mean", "sum")[self.given["reduction"]]}
+        return how | self.settings("ignore_index label_smoothing")
 
     # ---- numbers and constants
 

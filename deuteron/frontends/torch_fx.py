@@ -168,9 +168,11 @@ class Importer:
         want = [type_of(t, needed=i in used) for i, t in enumerate(seen)]
         why = "the ATen table has no entry for it"
         if name in self.entries:
-            site = Site(self.build, source, want, used, self._known)
+            given = self.entered(ordered)
+            named = {a.name: v for a, v in zip(target._schema.arguments, given, strict=True)}
+            site = Site(self.build, source, want, used, self._known, named)
             try:
-                answer = self.entries[name](site, *self.entered(ordered))
+                answer = self.entries[name](site, *given)
                 self._check(name, answer, want, used)
                 return answer
             except (Inexpressible, GraphError) as reason:

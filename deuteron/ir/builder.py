@@ -38,15 +38,11 @@ class GraphBuilder:
 
     def fresh(self, prefix: str) -> str:
         """A value name not yet taken: ``relu``, ``relu_1``, ``relu_2`` …"""
-        if prefix not in self.types and prefix not in self._next:
-            self._next[prefix] = 1
-            return prefix
-        while True:
-            number = self._next.get(prefix, 1)
-            self._next[prefix] = number + 1
-            name = f"{prefix}_{number}"
-            if name not in self.types:
-                return name
+        number = self._next.get(prefix, 0)
+        while (name := f"{prefix}_{number}" if number else prefix) in self.types:
+            number += 1
+        self._next[prefix] = number + 1
+        return name
 
     def input(self, name: str, type_: TensorType) -> str:
         if name in self.types:
@@ -137,11 +133,5 @@ class GraphBuilder:
         self.outputs.append((name, value))
 
     def finish(self) -> Graph:
-        return Graph(
-            self.name,
-            tuple(self.inputs),
-            tuple(self.outputs),
-            tuple(self.nodes),
-            dict(self.types),
-            dict(self.constants),
-        )
+        inputs, outputs, nodes = tuple(self.inputs), tuple(self.outputs), tuple(self.nodes)
+        return Graph(self.name, inputs, outputs, nodes, dict(self.types), dict(self.constants))

@@ -56,38 +56,15 @@ int4 = DType("int4", "i4", 4, "int", _t("int4"))
 bool_ = DType("bool", "bool", 8, "bool", torch.bool)
 
 ALL: tuple[DType, ...] = (
-    float64,
-    float32,
-    float16,
-    bfloat16,
-    float8_e4m3,
-    float8_e5m2,
-    int64,
-    int32,
-    int16,
-    int8,
-    uint8,
-    int4,
-    bool_,
+    *(float64, float32, float16, bfloat16, float8_e4m3, float8_e5m2),
+    *(int64, int32, int16, int8, uint8, int4, bool_),
 )
 
-_BY_NAME: dict[Any, DType] = {}
-for _d in ALL:
-    _BY_NAME.update({_d: _d, _d.name: _d, _d.short: _d})
-    if _d.torch is not None:
-        _BY_NAME[_d.torch] = _d
-for _alias, _d in {
-    "fp64": float64,
-    "fp32": float32,
-    "fp16": float16,
-    "half": float16,
-    "float": float32,
-    "double": float64,
-    float: float32,
-    int: int64,
-    bool: bool_,
-}.items():
-    _BY_NAME[_alias] = _d
+_BY_NAME: dict[Any, DType] = {
+    name: d for d in ALL for name in (d, d.name, d.short, d.torch) if name is not None
+}
+_BY_NAME |= {"fp64": float64, "fp32": float32, "fp16": float16, float: float32, int: int64}
+_BY_NAME |= {"double": float64, "float": float32, "half": float16, bool: bool_}
 
 
 def dtype(of: DType | torch.dtype | str | type) -> DType:
@@ -112,15 +89,11 @@ def promote(*operands: tuple[DType, int]) -> DType:
     """
     full = _join([dt for dt, rank in operands if rank > 0])
     scalar = _join([dt for dt, rank in operands if rank == 0])
-    if full is None or scalar is None:
-        only = full or scalar
-        assert only is not None, "promote() needs at least one operand"
-        return only
-    if _CATEGORY[scalar.kind] > _CATEGORY[full.kind]:
-        both = _join([full, scalar])
-        assert both is not None
-        return both
-    return full
+    if full is not None and (scalar is None or _CATEGORY[scalar.kind] <= _CATEGORY[full.kind]):
+        return full
+    joined = _join([dt for dt in (full, scalar) if dt is not None])
+    assert joined is not None, "promote() needs at least one operand"
+    return joined
 
 
 def _join(types: list[DType]) -> DType | None:

@@ -35,8 +35,8 @@ class Attrs(Mapping[str, Any]):
         return len(self._items)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Attrs) or self._items.keys() != other._items.keys():
-            return NotImplemented if not isinstance(other, Attrs) else False
+        if not isinstance(other, Attrs):
+            return NotImplemented
         return repr(sorted(self._items.items())) == repr(sorted(other._items.items()))
 
     def __hash__(self) -> int:
@@ -113,6 +113,15 @@ class Constant:
         return f"Constant({self.type})"
 
 
+def number_of(constants: Mapping[str, Constant], value: str | None) -> float | int | bool | None:
+    """The Python number behind a constant of rank 0, else None."""
+    constant = constants.get(value or "")
+    if constant is None or not constant.is_scalar:
+        return None
+    number: float | int | bool = constant.data.item()
+    return number
+
+
 def _bytes(flat: torch.Tensor) -> bytes:
     """The content of a fresh tensor. A machine may write NaN in many ways: here it is one."""
     raw = flat.view(torch.uint8)
@@ -160,11 +169,7 @@ class Graph:
 
     def scalar(self, value: str | None) -> float | int | bool | None:
         """The Python number behind a rank-0 constant, else None."""
-        constant = self.constants.get(value) if value is not None else None
-        if constant is None or not constant.is_scalar:
-            return None
-        number: float | int | bool = constant.data.item()
-        return number
+        return number_of(self.constants, value)
 
     def subgraph(self, name: str, nodes: Sequence[Node], keep: Sequence[str] = ()) -> Graph:
         """The graph of ``nodes`` alone: what they read from outside becomes inputs, what is
@@ -200,18 +205,6 @@ class Graph:
         from deuteron.ir.text import print_graph
 
         return print_graph(self)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Graph):
-            return NotImplemented
-        return (
-            self.name == other.name
-            and self.inputs == other.inputs
-            and self.outputs == other.outputs
-            and self.nodes == other.nodes
-            and dict(self.types) == dict(other.types)
-            and dict(self.constants) == dict(other.constants)
-        )
 
     def __hash__(self) -> int:
         return hash((self.name, self.inputs, self.outputs, self.nodes))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from deuteron.errors import GraphError
 from deuteron.ir.builder import GraphBuilder, Infer
-from deuteron.ir.graph import Graph, Node
+from deuteron.ir.graph import Graph, Node, number_of
 
 Apply = Callable[["Rewriter", Node], "Sequence[str] | None"]
 
@@ -57,11 +57,7 @@ class Rewriter:
         return value is not None and value in self.build.constants
 
     def scalar(self, value: str | None) -> float | int | bool | None:
-        constant = self.build.constants.get(value) if value is not None else None
-        if constant is None or not constant.is_scalar:
-            return None
-        number: float | int | bool = constant.data.item()
-        return number
+        return number_of(self.build.constants, value)
 
 
 def rewrite(

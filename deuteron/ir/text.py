@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -72,11 +71,7 @@ def literal(value: Any) -> str:
     if isinstance(value, tuple | list):
         inner = ", ".join(literal(v) for v in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, str):
-        return json.dumps(value)
-    return repr(value)
+    return json.dumps(value) if isinstance(value, str) else repr(value)  # floats: nan, inf, -inf
 
 
 def parse_literal(text: str) -> Any:

@@ -37,6 +37,11 @@ def strides_for(shape: Shape, layout: str) -> Shape:
         raise GraphError(
             f"unknown layout {layout!r}", remedy="use 'contiguous', 'nhwc' or give strides"
         )
+    return _packed(shape, order)
+
+
+def _packed(shape: Shape, order: Sequence[int]) -> Shape:
+    """Strides without gaps, with the dimensions in this order from outermost to innermost."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = step
@@ -46,9 +51,7 @@ def strides_for(shape: Shape, layout: str) -> Shape:
 
 def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
     """Whether two stride lists address the same elements: dims of size 1 do not matter."""
-    if a == b:
-        return True
-    if 0 in shape:
+    if a == b or 0 in shape:
         return True
     return all(x == y for size, x, y in zip(shape, a, b, strict=True) if size > 1)
 
@@ -118,10 +121,7 @@ class TensorType:
     @cached_property
     def layout(self) -> str:
         """ "contiguous", "nhwc", or "strided". A tensor that is both counts as contiguous."""
-        for name in ("contiguous", "nhwc") if 3 <= self.rank <= 5 else ("contiguous",):
-            if same_strides(self.shape, self.strides, strides_for(self.shape, name)):
-                return name
-        return "strided"
+        return next((name for name in ("contiguous", "nhwc") if self.is_layout(name)), "strided")
 
     def is_layout(self, name: str) -> bool:
         """Whether the memory order is ``name`` (both may hold, as for N×C×1×1)."""
@@ -166,17 +166,11 @@ class TensorType:
             return TensorType(shape, dt, strides_for(shape, "nhwc"))
         if shape == self.shape and 0 not in self.strides and self.numel:
             order = sorted(range(self.rank), key=lambda d: (-self.strides[d], d))
-            strides, step = [0] * self.rank, 1
-            for dim in reversed(order):
-                strides[dim] = step
-                step *= max(shape[dim], 1)
-            return TensorType(shape, dt, tuple(strides))
+            return TensorType(shape, dt, _packed(shape, order))
         return TensorType(shape, dt, strides_for(shape, "contiguous"))
 
     def __str__(self) -> str:
         base = f"{self.dtype.short}[{','.join(map(str, self.shape))}]"
-        if self.layout == "contiguous" and self.strides == strides_for(self.shape, "contiguous"):
-            return base
-        if self.layout == "nhwc" and self.strides == strides_for(self.shape, "nhwc"):
-            return base + "@nhwc"
+        if self.layout != "strided" and self.strides == strides_for(self.shape, self.layout):
+            return base + ("@nhwc" if self.layout == "nhwc" else "")
         return base + "{" + ",".join(map(str, self.strides)) + "}"

@@ -18,6 +18,8 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from deuteron.ops.resample import cubic_far, cubic_near, cubic_weights
+
 Tensor = torch.Tensor
 
 
@@ -196,7 +198,7 @@ def resized(
     source = step * place if corners else step * (place + 0.5) - 0.5
     if mode == "bicubic":
         whole = source.floor()
-        return _clamped(length, whole.int() - 1, torch.stack(_cubic(source - whole)))
+        return _clamped(length, whole.int() - 1, torch.stack(cubic_weights(source - whole)))
     source = source.clamp(min=0, max=length - 1 + 0.5)
     whole = source.floor().clamp(max=length - 1)
     part = source - whole
@@ -231,28 +233,13 @@ def _clamped(length: int, first: Tensor, weights: Tensor) -> AxisMap:
     return AxisMap(length, begin.int(), count.int(), total[:most].contiguous())
 
 
-def _near(x: Tensor, a: float) -> Tensor:
-    """The cubic kernel within one element of its middle."""
-    return ((a + 2) * x - (a + 3)) * x * x + 1
-
-
-def _far(x: Tensor, a: float) -> Tensor:
-    """The same between one and two elements away."""
-    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-
-
-def _cubic(t: Tensor, a: float = -0.75) -> tuple[Tensor, ...]:
-    """The weights of the four elements around a place ``t`` after the second."""
-    return _far(t + 1, a), _near(t, a), _near(1 - t, a), _far(2 - t, a)
-
-
 def _tent(x: Tensor) -> Tensor:
     return (1 - x).clamp(min=0)
 
 
 def _soft_cubic(x: Tensor) -> Tensor:
-    far = torch.where(x < 2, _far(x, -0.5), torch.zeros_like(x))
-    return torch.where(x < 1, _near(x, -0.5), far)
+    far = torch.where(x < 2, cubic_far(x, -0.5), torch.zeros_like(x))
+    return torch.where(x < 1, cubic_near(x, -0.5), far)
 
 
 Filter = Callable[[Tensor], Tensor]

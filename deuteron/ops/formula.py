@@ -232,19 +232,21 @@ def _result_kind(name: str, kinds: Sequence[str]) -> str:
 @dataclass(frozen=True)
 class Traced:
     """A formula as statements, for renderers that place them in code of their own. ``inputs``: the
-    names of what it is given; ``result``: the name or number that comes out."""
+    names of what it is given; ``result``: the name or number that comes out; ``others``: what comes
+    out beside it, of a formula that gives a tuple."""
 
     inputs: tuple[str, ...]
     statements: tuple[Compute, ...]
     result: Arg
+    others: tuple[Arg, ...] = ()
 
     @property
     def flops(self) -> float:
         return sum(PRIMITIVES[s.op] for s in self.statements)
 
     def reads(self, name: str) -> bool:
-        """Whether an input has any part in the result."""
-        return self.result == name or any(name in s.args for s in self.statements)
+        """Whether an input has any part in the results."""
+        return name in (self.result, *self.others) or any(name in s.args for s in self.statements)
 
 
 def is_scalar(op: OpDef) -> bool:
@@ -268,17 +270,19 @@ def trace_gradient(name: str, attrs: Mapping[str, Any]) -> Traced:
 
 
 def trace(formula: Formula, inputs: Sequence[str], attrs: Mapping[str, Any]) -> Traced:
-    """``formula(b, *inputs, **attrs)`` on floats; what does not reach its result is left out."""
+    """``formula(b, *inputs, **attrs)`` on floats, which gives a value or a tuple of them; what does
+    not reach its results is left out."""
     scalars = Scalars()
     scalars.kinds = dict.fromkeys(inputs, "float")
     given = [Scalar(scalars, name) for name in inputs]
-    result = _arg(formula(ScalarOps(scalars), *given, **attrs))
-    needed, kept = {result}, []
+    made = formula(ScalarOps(scalars), *given, **attrs)
+    result, *others = map(_arg, made if isinstance(made, tuple) else (made,))
+    needed, kept = {result, *others}, []
     for s in reversed(scalars.statements):
         if s.name in needed:
             needed.update(s.args)
             kept.append(s)
-    return Traced(tuple(inputs), tuple(reversed(kept)), result)
+    return Traced(tuple(inputs), tuple(reversed(kept)), result, tuple(others))
 
 
 # ---- tensors: formulas as torch's calls ---------------------------------------------------------

@@ -26,6 +26,24 @@ from deuteron.ops.samples import Arg, Sample
 
 Types = Sequence[TensorType | None]
 
+# ---- cubic weights, of tensors or of numbers in a formula ------------------------------------
+
+
+def cubic_near(distance: Any, a: float = -0.75) -> Any:
+    """The weight of an element at most one element away."""
+    return ((a + 2.0) * distance - (a + 3.0)) * distance * distance + 1.0
+
+
+def cubic_far(distance: Any, a: float = -0.75) -> Any:
+    """The weight of an element between one and two elements away."""
+    return ((a * distance - 5.0 * a) * distance + 8.0 * a) * distance - 4.0 * a
+
+
+def cubic_weights(t: Any) -> tuple[Any, ...]:
+    """The weights of the four elements around a place, which is ``t`` past the second."""
+    return cubic_far(t + 1.0), cubic_near(t), cubic_near(1.0 - t), cubic_far(2.0 - t)
+
+
 # ---- resize ----------------------------------------------------------------------------------
 
 # mode → its spatial dimensions, the elements read per dimension, the kernel of its gradient

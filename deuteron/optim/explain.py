@@ -36,7 +36,7 @@ def explained(name: str, batches: Sequence[Batch]) -> str:
                 bound(cost, "f32", False, machine, launches).seconds or launches * machine.launch
             )
             total = [x + y for x, y in zip(total, (launches, cost.bytes, least), strict=True)]
-            figures = (str(batch.count), str(launches), u.mega(cost.bytes), u.micro(least))
+            figures = (str(batch.count), str(launches), u.per(cost.bytes, 1e6), u.per(least, 1e-6))
             rows.append((kernel, by, str(batch.device), *figures))
     if len(rows) == 1:
         return f"{name}: no step has been made yet, or no parameter had a gradient"

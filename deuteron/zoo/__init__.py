@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,27 +75,21 @@ def _bert(**sizes: Any) -> BertModel:
     return BertModel(BertConfig(**sizes))
 
 
-def _bert_4l(num_hidden_layers: int = 4, **sizes: Any) -> BertModel:
-    return BertModel(BertConfig(num_hidden_layers=num_hidden_layers, **sizes))
-
-
-def _llama_tiny(**sizes: Any) -> LlamaForCausalLM:
+def _llama(**sizes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
-def _llama_1b(**sizes: Any) -> LlamaForCausalLM:
-    defaults: dict[str, Any] = {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
-        "rope_scaling": RopeScaling(),
-        "tie_word_embeddings": True,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(defaults | sizes)))
+_LLAMA_1B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "rope_scaling": RopeScaling(),
+    "tie_word_embeddings": True,
+}
 
 
 MODELS: dict[str, ZooEntry] = {
@@ -111,12 +106,18 @@ MODELS: dict[str, ZooEntry] = {
     ),
     "unet": ZooEntry(UNet, _image(256), "U-Net segmentation, transposed convolutions, 256x256"),
     "bert": ZooEntry(_bert, _tokens(30522, 128), "BERT base encoder, 12 layers, 128 tokens"),
-    "bert_4l": ZooEntry(_bert_4l, _tokens(30522, 128), "BERT base cut to 4 layers, 128 tokens"),
+    "bert_4l": ZooEntry(
+        partial(_bert, num_hidden_layers=4),
+        _tokens(30522, 128),
+        "BERT base cut to 4 layers, 128 tokens",
+    ),
     "llama_tiny": ZooEntry(
-        _llama_tiny, _tokens(4096, 128), "Llama-style decoder, 4 layers of 512, 128 tokens"
+        _llama, _tokens(4096, 128), "Llama-style decoder, 4 layers of 512, 128 tokens"
     ),
     "llama_1b": ZooEntry(
-        _llama_1b, _tokens(128256, 128), "Llama decoder of 1.2 B parameters, 128 tokens"
+        partial(_llama, **_LLAMA_1B),
+        _tokens(128256, 128),
+        "Llama decoder of 1.2 B parameters, 128 tokens",
     ),
 }
 """Every model of the zoo by name."""

@@ -7,6 +7,7 @@ into exactly those names.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -52,8 +53,7 @@ class BertEmbeddings(nn.Module):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
         x = x + self.position_embeddings(positions)
-        out: Tensor = self.dropout(self.LayerNorm(x))
-        return out
+        return self.dropout(self.LayerNorm(x))
 
 
 class BertSelfAttention(nn.Module):
@@ -92,12 +92,10 @@ class BertResidual(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def branch_end(self) -> tuple[Tensor, float]:
-        """The weight closing the branch, and what a random model scales it by."""
         return self.dense.weight, 0.35
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
-        return out
+        return self.LayerNorm(self.dropout(self.dense(x)) + residual)
 
 
 class BertAttention(nn.Module):
@@ -109,19 +107,15 @@ class BertAttention(nn.Module):
         self.output = BertResidual(config.hidden_size, config)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        out: Tensor = self.output(self.self(x, mask), x)
-        return out
+        return self.output(self.self(x, mask), x)
 
 
-class BertIntermediate(nn.Module):
+class BertIntermediate(nn.Sequential):
     """The widening half of the feed-forward network, with the exact (erf) GELU."""
 
     def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.dense(x))
+        dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        super().__init__(OrderedDict(dense=dense, gelu=nn.GELU()))
 
 
 class BertLayer(nn.Module):
@@ -135,8 +129,7 @@ class BertLayer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = self.attention(x, mask)
-        out: Tensor = self.output(self.intermediate(x), x)
-        return out
+        return self.output(self.intermediate(x), x)
 
 
 class BertEncoder(nn.Module):
@@ -187,9 +180,9 @@ class BertModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
-        mask = None
-        if attention_mask is not None:
-            mask = attention_mask.to(torch.bool)[:, None, None, :]
+        mask = attention_mask
+        if mask is not None:
+            mask = mask.to(torch.bool)[:, None, None, :]
         hidden: Tensor = self.encoder(self.embeddings(input_ids, token_type_ids), mask)
         return hidden, self.pooler(hidden)
 

@@ -46,8 +46,7 @@ class ASPP(nn.Module):
         self.project = nn.Sequential(*_conv_bn_relu(len(branches) * c_out, c_out), nn.Dropout(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.project(torch.cat([branch(x) for branch in self.convs], dim=1))
-        return out
+        return self.project(torch.cat([branch(x) for branch in self.convs], dim=1))
 
 
 class DeepLabHead(nn.Sequential):
@@ -84,8 +83,7 @@ class DeepLabV3(nn.Module):
         aux_classifier: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.backbone = backbone
-        self.classifier = classifier
+        self.backbone, self.classifier = backbone, classifier
         self.aux_classifier = aux_classifier
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:

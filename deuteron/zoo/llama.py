@@ -140,8 +140,7 @@ class LlamaAttention(nn.Module):
         key = apply_rotary(self._heads(self.k_proj(x)), cos, sin)
         value = self._heads(self.v_proj(x))
         heads = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o_proj(heads.transpose(1, 2).flatten(2))
-        return out
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
 
 
 class LlamaMLP(nn.Module):
@@ -154,8 +153,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -170,8 +168,7 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class LlamaModel(nn.Module):
@@ -191,8 +188,7 @@ class LlamaModel(nn.Module):
         cos, sin = self.rotary_emb(input_ids.shape[1], x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -207,8 +203,7 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.model(input_ids))
-        return logits
+        return self.lm_head(self.model(input_ids))
 
 
 def convert_state_dict(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

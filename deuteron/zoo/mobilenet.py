@@ -57,14 +57,14 @@ class InvertedResidualV2(nn.Module):
         super().__init__()
         hidden = c_in * expand
         self.use_res_connect = stride == 1 and c_in == c_out
-        layers: list[nn.Module] = [] if expand == 1 else [_unit(c_in, hidden)]
-        layers.append(_unit(hidden, hidden, 3, stride, groups=hidden))
-        layers.append(nn.Conv2d(hidden, c_out, 1, bias=False))
-        layers.append(nn.BatchNorm2d(c_out))
-        self.conv = nn.Sequential(*layers)
+        self.conv = nn.Sequential(
+            *([] if expand == 1 else [_unit(c_in, hidden)]),
+            _unit(hidden, hidden, 3, stride, groups=hidden),
+            nn.Conv2d(hidden, c_out, 1, bias=False),
+            nn.BatchNorm2d(c_out),
+        )
 
     def branch_end(self) -> tuple[Tensor, float]:
-        """The weight closing the branch, and what a random model scales it by."""
         norm = self.conv[-1]
         assert isinstance(norm, nn.BatchNorm2d)
         return norm.weight, _closing_scale(self.use_res_connect)
@@ -96,9 +96,8 @@ class MobileNetV2(nn.Module):
         for expand, base, depth, stride in self.STAGES:
             c_out = _round8(base * width)
             for index in range(depth):
-                features.append(
-                    InvertedResidualV2(channels, c_out, stride if index == 0 else 1, expand)
-                )
+                step = stride if index == 0 else 1
+                features.append(InvertedResidualV2(channels, c_out, step, expand))
                 channels = c_out
         features.append(_unit(channels, last))
         self.features = nn.Sequential(*features)
@@ -106,8 +105,7 @@ class MobileNetV2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = self.features(x).mean(dim=(2, 3))
-        logits: Tensor = self.classifier(pooled)
-        return logits
+        return self.classifier(pooled)
 
 
 class SqueezeExcitation(nn.Module):
@@ -148,19 +146,14 @@ class InvertedResidualV3(nn.Module):
         hidden = row.hidden
         self.row = row
         self.use_res_connect = row.stride == 1 and row.c_in == row.c_out
-        layers: list[nn.Module] = []
-        if hidden != row.c_in:
-            layers.append(_unit(row.c_in, hidden, norm=_v3_norm, act=act))
-        layers.append(
-            _unit(hidden, hidden, row.kernel, row.stride, groups=hidden, norm=_v3_norm, act=act)
-        )
+        unit = partial(_unit, norm=_v3_norm, act=act)
+        layers: list[nn.Module] = [] if hidden == row.c_in else [unit(row.c_in, hidden)]
+        layers.append(unit(hidden, hidden, row.kernel, row.stride, groups=hidden))
         if row.squeeze:
             layers.append(SqueezeExcitation(hidden, _round8(hidden // 4)))
-        layers.append(_unit(hidden, row.c_out, norm=_v3_norm, act=None))
-        self.block = nn.Sequential(*layers)
+        self.block = nn.Sequential(*layers, unit(hidden, row.c_out, act=None))
 
     def branch_end(self) -> tuple[Tensor, float]:
-        """The weight closing the branch, and what a random model scales it by."""
         project = self.block[-1]
         assert isinstance(project, nn.Sequential)
         norm = project[1]
@@ -191,8 +184,7 @@ class MobileNetV3(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = self.avgpool(self.features(x))
-        logits: Tensor = self.classifier(torch.flatten(pooled, 1))
-        return logits
+        return self.classifier(torch.flatten(pooled, 1))
 
 
 # in, kernel, hidden, out, squeeze-excite, hardswish (else ReLU), stride

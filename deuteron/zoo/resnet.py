@@ -41,14 +41,12 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(c_in, width * self.expansion, stride)
 
     def branch_end(self) -> tuple[Tensor, float]:
-        """The weight closing the branch, and what a random model scales it by."""
         return self.bn2.weight, 0.25
 
     def forward(self, x: Tensor) -> Tensor:
         skip = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
-        out: Tensor = self.relu(self.bn2(self.conv2(x)) + skip)
-        return out
+        return self.relu(self.bn2(self.conv2(x)) + skip)
 
 
 class Bottleneck(nn.Module):
@@ -69,15 +67,18 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(c_in, c_out, stride)
 
     def branch_end(self) -> tuple[Tensor, float]:
-        """The weight closing the branch, and what a random model scales it by."""
         return self.bn3.weight, 0.25
 
     def forward(self, x: Tensor) -> Tensor:
         skip = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
-        out: Tensor = self.relu(self.bn3(self.conv3(x)) + skip)
-        return out
+        return self.relu(self.bn3(self.conv3(x)) + skip)
+
+
+Block = type[BasicBlock] | type[Bottleneck]
+Flags = Sequence[bool]
+_NEVER = (False, False, False)
 
 
 class ResNetBackbone(nn.Module):
@@ -89,10 +90,7 @@ class ResNetBackbone(nn.Module):
     """
 
     def __init__(
-        self,
-        block: type[BasicBlock] | type[Bottleneck],
-        depths: Sequence[int],
-        replace_stride_with_dilation: Sequence[bool] = (False, False, False),
+        self, block: Block, depths: Sequence[int], replace_stride_with_dilation: Flags = _NEVER
     ) -> None:
         super().__init__()
         if len(depths) != 4:
@@ -116,12 +114,7 @@ class ResNetBackbone(nn.Module):
         self.out_channels = self._channels
 
     def _stage(
-        self,
-        block: type[BasicBlock] | type[Bottleneck],
-        width: int,
-        depth: int,
-        stride: int,
-        dilate: bool,
+        self, block: Block, width: int, depth: int, stride: int, dilate: bool
     ) -> nn.Sequential:
         # The first block of a dilated stage still runs at the dilation of the stage before it.
         first_dilation = self._dilation
@@ -138,8 +131,7 @@ class ResNetBackbone(nn.Module):
         c2 = self.layer1(x)
         c3 = self.layer2(c2)
         c4 = self.layer3(c3)
-        c5 = self.layer4(c4)
-        return c2, c3, c4, c5
+        return c2, c3, c4, self.layer4(c4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.stages(x)[-1]
@@ -150,10 +142,10 @@ class ResNet(ResNetBackbone):
 
     def __init__(
         self,
-        block: type[BasicBlock] | type[Bottleneck],
+        block: Block,
         depths: Sequence[int],
         num_classes: int = 1000,
-        replace_stride_with_dilation: Sequence[bool] = (False, False, False),
+        replace_stride_with_dilation: Flags = _NEVER,
     ) -> None:
         super().__init__(block, depths, replace_stride_with_dilation)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
@@ -161,33 +153,24 @@ class ResNet(ResNetBackbone):
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = self.avgpool(super().forward(x))
-        logits: Tensor = self.fc(torch.flatten(pooled, 1))
-        return logits
+        return self.fc(torch.flatten(pooled, 1))
 
 
-def resnet18(
-    num_classes: int = 1000, replace_stride_with_dilation: Sequence[bool] = (False, False, False)
-) -> ResNet:
+def resnet18(num_classes: int = 1000, replace_stride_with_dilation: Flags = _NEVER) -> ResNet:
     """ResNet-18, 11.7 M parameters."""
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, replace_stride_with_dilation)
 
 
-def resnet34(
-    num_classes: int = 1000, replace_stride_with_dilation: Sequence[bool] = (False, False, False)
-) -> ResNet:
+def resnet34(num_classes: int = 1000, replace_stride_with_dilation: Flags = _NEVER) -> ResNet:
     """ResNet-34, 21.8 M parameters."""
     return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, replace_stride_with_dilation)
 
 
-def resnet50(
-    num_classes: int = 1000, replace_stride_with_dilation: Sequence[bool] = (False, False, False)
-) -> ResNet:
+def resnet50(num_classes: int = 1000, replace_stride_with_dilation: Flags = _NEVER) -> ResNet:
     """ResNet-50, 25.6 M parameters."""
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, replace_stride_with_dilation)
 
 
-def resnet101(
-    num_classes: int = 1000, replace_stride_with_dilation: Sequence[bool] = (False, False, False)
-) -> ResNet:
+def resnet101(num_classes: int = 1000, replace_stride_with_dilation: Flags = _NEVER) -> ResNet:
     """ResNet-101, 44.5 M parameters."""
     return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, replace_stride_with_dilation)

@@ -6,18 +6,19 @@ Parameter names follow the widely used public PyTorch U-Net checkpoints (``inc.d
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class DoubleConv(nn.Module):
+class DoubleConv(nn.Sequential):
     """Twice a 3x3 convolution, batch norm and ReLU."""
 
     def __init__(self, c_in: int, c_out: int, c_mid: int | None = None) -> None:
-        super().__init__()
         c_mid = c_out if c_mid is None else c_mid
-        self.double_conv = nn.Sequential(
+        layers = (
             nn.Conv2d(c_in, c_mid, 3, padding=1, bias=False),
             nn.BatchNorm2d(c_mid),
             nn.ReLU(),
@@ -25,22 +26,15 @@ class DoubleConv(nn.Module):
             nn.BatchNorm2d(c_out),
             nn.ReLU(),
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.double_conv(x)
-        return out
+        super().__init__(OrderedDict(double_conv=nn.Sequential(*layers)))
 
 
-class Down(nn.Module):
+class Down(nn.Sequential):
     """Halve the resolution by max pooling, then a double convolution."""
 
     def __init__(self, c_in: int, c_out: int) -> None:
-        super().__init__()
-        self.maxpool_conv = nn.Sequential(nn.MaxPool2d(2), DoubleConv(c_in, c_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.maxpool_conv(x)
-        return out
+        both = nn.Sequential(nn.MaxPool2d(2), DoubleConv(c_in, c_out))
+        super().__init__(OrderedDict(maxpool_conv=both))
 
 
 class Up(nn.Module):
@@ -66,20 +60,14 @@ class Up(nn.Module):
         dw = skip.shape[-1] - x.shape[-1]
         if dh or dw:  # shapes only: no padding is recorded where the sizes already agree
             x = F.pad(x, (dw // 2, dw - dw // 2, dh // 2, dh - dh // 2))
-        out: Tensor = self.conv(torch.cat([skip, x], dim=1))
-        return out
+        return self.conv(torch.cat([skip, x], dim=1))
 
 
-class OutConv(nn.Module):
+class OutConv(nn.Sequential):
     """The 1x1 convolution that gives the logits."""
 
     def __init__(self, c_in: int, c_out: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(c_in, c_out, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x)
-        return out
+        super().__init__(OrderedDict(conv=nn.Conv2d(c_in, c_out, 1)))
 
 
 class UNet(nn.Module):
@@ -117,5 +105,4 @@ class UNet(nn.Module):
         x = self.up1(self.down4(x4), x4)
         x = self.up2(x, x3)
         x = self.up3(x, x2)
-        logits: Tensor = self.outc(self.up4(x, x1))
-        return logits
+        return self.outc(self.up4(x, x1))

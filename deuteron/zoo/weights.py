@@ -18,9 +18,10 @@ from .llama import RMSNorm
 
 @runtime_checkable
 class _Block(Protocol):
-    """A block that says which weight closes its branch, and by how much to scale it."""
+    """A block that adds a branch to what it is given."""
 
-    def branch_end(self) -> tuple[Tensor, float]: ...
+    def branch_end(self) -> tuple[Tensor, float]:
+        """The weight that closes the branch, and what a random model scales it by."""
 
 
 class _Filler:
@@ -40,35 +41,29 @@ class _Filler:
     def fill(self, module: nn.Module) -> None:
         """Set the parameters and buffers that ``module`` itself owns."""
         match module:
-            case nn.Conv2d():
-                fan_in = module.weight[0].numel()
-                # Without a bias it feeds a norm and a rectifier, which halves the power.
-                power = 2.0 if module.bias is None else 1.0
-                self.normal(module.weight, math.sqrt(power / fan_in))
-                self.normal(module.bias, 0.1)
-            case nn.ConvTranspose2d():
-                taps = module.weight[0, 0].numel() / math.prod(module.stride)
-                fan_in = module.in_channels // module.groups
-                self.normal(module.weight, 1 / math.sqrt(fan_in * taps))
-                self.normal(module.bias, 0.1)
-            case nn.Linear():
-                self.normal(module.weight, 1 / math.sqrt(module.in_features))
+            case nn.Conv2d() | nn.ConvTranspose2d() | nn.Linear():
+                self.normal(module.weight, math.sqrt(_power(module)))
                 self.normal(module.bias, 0.1)
             case nn.Embedding():
                 self.normal(module.weight, 0.5)
-            case nn.BatchNorm2d():
+            case nn.BatchNorm2d() | nn.LayerNorm() | RMSNorm():
                 self.uniform(module.weight, 0.8, 1.2)
-                self.normal(module.bias, 0.1)
-                self.normal(module.running_mean, 0.2)
-                self.uniform(module.running_var, 0.6, 1.6)
-            case nn.LayerNorm():
-                self.uniform(module.weight, 0.8, 1.2)
-                self.normal(module.bias, 0.1)
-            case RMSNorm():
-                self.uniform(module.weight, 0.8, 1.2)
+                self.normal(getattr(module, "bias", None), 0.1)
+                self.normal(getattr(module, "running_mean", None), 0.2)
+                self.uniform(getattr(module, "running_var", None), 0.6, 1.6)
             case _ if any(True for _ in module.parameters(recurse=False)):
                 kind = type(module).__name__
                 raise TypeError(f"no rule to randomise the parameters of a {kind}")
+
+
+def _power(module: nn.Conv2d | nn.ConvTranspose2d | nn.Linear) -> float:
+    """The variance of weights that keeps activations near 1."""
+    if isinstance(module, nn.ConvTranspose2d):
+        taps = module.weight[0, 0].numel() / math.prod(module.stride)
+        return 1 / (module.in_channels // module.groups * taps)
+    # A convolution without a bias feeds a norm and a rectifier, which halves the power.
+    rectified = isinstance(module, nn.Conv2d) and module.bias is None
+    return (2.0 if rectified else 1.0) / module.weight[0].numel()
 
 
 @torch.no_grad()

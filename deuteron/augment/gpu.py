@@ -1,0 +1,109 @@
+"""The kernels of a GPU: a recipe as the formulas that they take, and their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from deuteron.augment.colours import WIDTH, Colour, Pixel, grey
+from deuteron.augment.emit import begun, finished
+from deuteron.augment.recipe import Recipe, recipe_of
+from deuteron.codegen.triton_load import jitted
+from deuteron.kernels.triton.augment import Colouring, Sampling, augment
+from deuteron.kernels.triton.augment_grad import gather_grad
+from deuteron.ops.formula import Formula, trace
+from deuteron.ops.resample import cubic_weights
+
+NOTHING = Recipe((), "bilinear", "zeros").text
+RGB = ("r", "g", "b")
+NUMBERS = tuple(f"number{k}" for k in range(WIDTH))
+# By interpolation: how many neighbours a place has in one dimension, and their weights by how far
+# it is past the whole place before it.
+WEIGHTS: dict[str, tuple[int, Callable[[Any], Pixel] | None]] = {
+    "nearest": (1, None),
+    "bilinear": (2, lambda t: (1.0 - t, t)),
+    "bicubic": (4, cubic_weights),
+}
+
+
+Code = tuple[Sampling, Colouring, torch.Tensor | None]
+
+
+@lru_cache(maxsize=256)
+def _code(
+    recipe: str,
+    channels: int,
+    given: torch.dtype,
+    kind: torch.dtype,
+    result: torch.dtype,
+    device: torch.device,
+) -> Code:
+    """How the recipe reads an image, what it makes of a pixel, and scale and shift of Normalize. A
+    program that has one channel has it as the first of three."""
+    made, own = recipe_of(recipe), 3 if channels == 3 else 1
+    steps = [step for _, step in made.colours]
+
+    def function(formula: Formula, *inputs: str) -> Any:
+        return jitted(trace(formula, inputs, {}), False, wide=kind == torch.float64)
+
+    def of_step(step: Colour) -> Any:
+        def formula(b: Any, *values: Any) -> Pixel:
+            return (*step.formula(b, values[:own], *values[3:]), *values[own:3])
+
+        return function(formula, *RGB, "mean", *NUMBERS)
+
+    def finish(b: Any, x: Any, *normal: Any) -> Any:
+        return finished(b, x, normal if made.normalize else None, result)
+
+    colouring = Colouring(
+        begin=function(lambda b, x: begun(b, x, given), "x"),
+        steps=tuple(map(of_step, steps)),
+        grey=function(lambda b, *rgb: grey(rgb[:own]), *RGB),
+        finish=function(finish, "x", "scale", "shift"),
+        mean_before=next((k for k, step in enumerate(steps) if step.needs_mean), -1),
+    )
+    normal = made.scale_and_shift(channels, kind)
+    normal = None if normal is None else normal.to(device)
+    if not made.geometric:
+        return Sampling(), colouring, normal
+    count, weights = WEIGHTS[made.interpolation]
+    hat = (lambda b, d: b.maximum(1.0 - b.abs(d), 0.0)) if count == 2 else None
+    sampling = Sampling(
+        whole=function(lambda b, p: b.round(p) if count == 1 else b.floor(p), "p"),
+        weights=weights and function(lambda b, t: weights(t), "t"),
+        hat=hat and function(hat, "d"),
+        neighbours=count,
+        border=made.padding == "border",
+        projective=made.projective,
+    )
+    return sampling, colouring, normal
+
+
+def _code_for(x: torch.Tensor, kind: torch.dtype, result: torch.dtype, recipe: str) -> Code:
+    """For images like ``x``, computing in ``kind``."""
+    return _code(recipe, x.shape[1], x.dtype, kind, result, x.device)
+
+
+def forward(
+    x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, recipe: str, split: int | None = None
+) -> int:
+    """Fill ``y`` by the whole recipe; how many launches that took."""
+    return augment(x, table, y, *_code_for(x, table.dtype, y.dtype, recipe), split)
+
+
+def sampled(x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, recipe: str) -> None:
+    """Fill ``y`` with what the gather alone makes of floats."""
+    sampling, _, _ = _code_for(x, y.dtype, y.dtype, recipe)
+    _, same, _ = _code_for(x, y.dtype, y.dtype, NOTHING)
+    augment(x, table, y, sampling, same, None)
+
+
+def backward(
+    grad: torch.Tensor, table: torch.Tensor, dx: torch.Tensor, recipe: str, scaled: bool
+) -> None:
+    """Fill ``dx`` by the gradient of the gather and, where it is ``scaled``, of Normalize."""
+    sampling, _, normal = _code_for(dx, table.dtype, grad.dtype, recipe)
+    gather_grad(grad, table, dx, normal[0] if scaled and normal is not None else None, sampling)
