@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from deuteron.codegen.index import Index, flatten
+from deuteron.codegen.index import Affine, flatten
 from deuteron.codegen.moves import replaced
-from deuteron.codegen.placed import class_axis, has_input, nll_terms, target_at
-from deuteron.codegen.scalar import Arg, CannotLower, Load
+from deuteron.codegen.placed import class_axis, has_input, nll_terms
+from deuteron.codegen.scalar import Arg, CannotLower, Const, Load
 from deuteron.ir.graph import Node
 from deuteron.ir.types import Shape
 
@@ -71,8 +71,8 @@ def _targets(low: Lowering, node: Node) -> Form:
 
 
 def _classes(low: Lowering, node: Node) -> Form:
-    shape, (axis, classes) = low.type(node).shape, class_axis(low, node)
-    if node.attrs["reduction"] != "none" and low.type(node).numel != classes:
+    shape, (axis, _) = low.type(node).shape, class_axis(low, node)
+    if node.attrs.get("reduction", "none") != "none":
         raise CannotLower(
             f"{node.op} reduces over classes and then over positions: the sum waits for all rows, "
             "so that it takes a second kernel",
@@ -259,35 +259,80 @@ def _nll(low: Lowering, node: Node, value: str) -> Arg:
 
 
 def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
-    """−Σ q · weight · log p, with log p = (x − max) − ln Σ e^(x − max)."""
-    top, shifted, _, total = _soft(low, node)
-    log_total = low.op("log", total)
+    """For a row: Σ q · (lse − x) + z · lse², with lse = max + ln Σ e^(x − max); then lse itself,
+    and the gradient of each element, (p · (Σ q + 2 · z · lse) − q) · scale. The shares q are
+    those of all classes (``every``) and of the target's own (``own``), times their weights. A
+    class that does not exist makes its row nan."""
+    top, _, power, total = _soft(low, node)
     axis, classes = class_axis(low, node)
-    smooth, cell = node.attrs["label_smoothing"], low.cell_index(node)
+    cell, smooth = low.cell_index(node), node.attrs["label_smoothing"]
+    position = (*cell[:axis], *cell[axis + 1 :])
+    which = node.outputs.index(value)
+    log_total = low.op("log", total)
+    lse = low.op("add", top, log_total)
 
-    def weighted(x: Arg, index: Index) -> Arg:
+    def weighted(x: Arg, at: Affine) -> Arg:
         if not has_input(node, 2):
             return x
-        return low.op("mul", x, low.float_at(low.input(node, 2), index, ()))
+        return low.op("mul", x, low.float_at(low.input(node, 2), (at,), ()))
 
-    surprise = weighted(low.op("sub", log_total, shifted), (cell[axis],))
+    def number(slot: int) -> Arg | None:
+        if not has_input(node, slot):
+            return None
+        per_row = low.type(node, slot).rank > 0
+        return low.float_at(low.input(node, slot), position if per_row else (), ())
+
+    every: Arg | None = low.constant(smooth / classes) if smooth else None
+    own = valid = target = None
     if low.type(node, 1).dtype.is_float:
         q = low.float_at(low.input(node, 1), cell, ())
-        if smooth:
-            q = low.op("add", low.op("mul", q, 1.0 - smooth), smooth / classes)
-        return low.reduce("sum", low.op("mul", q, surprise))
-    position = (*cell[:axis], *cell[axis + 1 :])
-    valid, at = target_at(low, node, position, (), classes)
-    x = low.float_at(low.input(node), replaced(cell, axis, at), ())
-    loss = weighted(low.op("sub", log_total, low.op("sub", x, top)), (at,))
-    if smooth:
-        spread = low.op("mul", low.reduce("sum", surprise), smooth / classes)
-        loss = low.op("add", low.op("mul", loss, 1.0 - smooth), spread)
-    loss = low.op("select", valid, loss, 0.0)
-    if node.attrs["reduction"] != "mean":
-        return loss
-    one = weighted(low.constant(1.0), (at,))  # the only position there is
-    return low.op("div", loss, low.op("select", valid, one, 0.0))
+        every = low.op("add", low.op("mul", q, 1.0 - smooth), every) if smooth else q
+    else:
+        target = low.at(low.input(node, 1), position, ())
+        valid = low.op("ne", target, node.attrs["ignore_index"])
+        known = low.op("and", low.op("ge", target, 0), low.op("lt", target, classes))
+        at = low.dynamic(low.op("select", known, target, 0), classes, given=False)
+        own = low.op("select", known, weighted(low.constant(1.0 - smooth), at), math.nan)
+    z, mass = number(4), own
+    if every is not None:
+        uniform = isinstance(every, Const) and not has_input(node, 2)
+        every = weighted(every, cell[axis])
+        shares = low.constant(smooth) if uniform else low.reduce("sum", every)
+        mass = shares if own is None else low.op("add", shares, own)
+    if which == 0:
+        losses = []
+        if own is not None:
+            x = low.float_at(low.input(node), replaced(cell, axis, at), ())
+            losses.append(low.op("mul", own, low.op("sub", log_total, low.op("sub", x, top))))
+        if every is not None:  # large logits lose no digits where a sum is that of differences
+            ref = low.float_at(low.input(node), replaced(cell, axis, Affine()), ())
+            ref = low.op("select", low.op("eq", low.op("abs", ref), math.inf), 0.0, ref)
+            apart = low.op("sub", low.as_float(low.cell(node)), ref)
+            spread = low.reduce("sum", apart if uniform else low.op("mul", every, apart))
+            spread = low.op("mul", spread, every) if uniform else spread
+            far = low.op("mul", shares, low.op("add", low.op("sub", top, ref), log_total))
+            losses.append(low.op("sub", far, spread))
+        if z is not None:
+            losses.append(low.op("mul", z, low.op("mul", lse, lse)))
+        found = losses[0]
+        for more in losses[1:]:
+            found = low.op("add", found, more)
+    elif which == 1:
+        found = lse
+    else:
+        slope = (
+            mass if z is None else low.op("add", mass, low.op("mul", low.op("mul", z, 2.0), lse))
+        )
+        scale = number(3)
+        slope = low.op("div", slope if scale is None else low.op("mul", slope, scale), total)
+        found = low.op("mul", power, slope)
+        if every is not None:
+            found = low.op("sub", found, every if scale is None else low.op("mul", every, scale))
+        if own is not None:
+            hit = low.op("eq", low.position(cell[axis]), target)
+            own = own if scale is None else low.op("mul", own, scale)
+            found = low.op("sub", found, low.op("select", hit, own, 0.0))
+    return found if valid is None else low.op("select", valid, found, 0.0)
 
 
 Rule = Callable[["Lowering", Node, str], Arg]
@@ -306,6 +351,7 @@ ROWS: dict[str, tuple[Callable[[Lowering, Node], Form], Rule]] = {
     "log_softmax": (_one_axis, _softmax),
     "nll_loss": (_targets, _nll),
     "cross_entropy": (_classes, _cross_entropy),
+    "cross_entropy_with_grad": (_classes, _cross_entropy),
 }
 
 

@@ -43,10 +43,10 @@ from deuteron.functional.activation import (
 )
 from deuteron.functional.batch_norm import batch_norm
 from deuteron.functional.core import explain
+from deuteron.functional.cross_entropy import cross_entropy
 from deuteron.functional.embedding import embedding, sinusoidal
 from deuteron.functional.library import delegation
-from deuteron.functional.linear_loss import linear_cross_entropy
-from deuteron.functional.loss import cross_entropy
+from deuteron.functional.linear_cross_entropy import linear_cross_entropy
 from deuteron.functional.norm import group_norm, instance_norm, layer_norm, rms_norm
 from deuteron.functional.order import cummax, cummin, cumprod, cumsum, histogram, sort, topk
 from deuteron.functional.pool import (

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -57,18 +57,28 @@ class Function:
     """
 
     def __init__(
-        self, name: str, build: Build, silent: Sequence[int] = (), overwritten: Sequence[str] = ()
+        self,
+        name: str,
+        build: Build,
+        silent: Sequence[int] = (),
+        overwritten: Sequence[str] = (),
+        eager: bool = False,
+        into: Mapping[int, str] | None = None,
     ) -> None:
         """``silent``: places of results that no gradient comes back from. ``overwritten``: tensors
-        that the caller writes to afterwards, so that the backward pass has to do without."""
+        that the caller writes to afterwards, so that the backward pass has to do without.
+        ``eager``: it is run with :meth:`run` or :meth:`knowing` alone, and torch need not know it.
+        ``into``: results that take the memory of a tensor, where a kernel can."""
         self.name, self.build, self.silent = name, build, frozenset(silent)
         self.overwritten = frozenset(overwritten)
+        self.into = {str(place): tensor for place, tensor in (into or {}).items()}
         parameters = list(inspect.signature(build).parameters.values())[1:]
         self.tensors = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.attributes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         self.known: dict[Any, Known] = {}
-        FUNCTIONS[name] = self
-        self.op = _register(self, parameters)
+        if not eager:
+            FUNCTIONS[name] = self
+            self.op = _register(self, parameters)
 
     def __call__(self, *tensors: torch.Tensor | None, **attrs: Any) -> Any:
         """One tensor, or a tuple where the graph has several results."""
@@ -170,7 +180,9 @@ class Known:
     def _first_run(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self.plan is None:
             assert self.graph is not None
-            self.plan = compile_graph(self.graph, device=tensors[0].device, policy=EAGER)
+            self.plan = compile_graph(
+                self.graph, device=tensors[0].device, policy=EAGER, into=self.function.into
+            )
             self.graph = None
         found = run_plan(self.plan, tensors)
         self.ready = self.plan.ready()

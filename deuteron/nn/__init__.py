@@ -38,8 +38,8 @@ from deuteron.nn.activation import (
     Tanhshrink,
     Threshold,
 )
+from deuteron.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropy
 from deuteron.nn.embedding import Embedding, RotaryEmbedding, SinusoidalEmbedding
-from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropy
 from deuteron.nn.norm import (
     BatchNorm1d,
     BatchNorm2d,

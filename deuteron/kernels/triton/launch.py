@@ -41,7 +41,8 @@ class Launchable:
 
     Tensors become pointers: strides and sizes are arguments of their own. A None among the
     arguments is a constant: the kernel tests ``if bias is not None``. Python floats arrive as
-    float32, integers as int32 where they fit, else as int64.
+    float32, integers as int32 where they fit, else as int64. Arguments that belong together may be
+    a NamedTuple, whose fields the kernel reads by name.
 
     One that ``follows`` another kernel of ours, with the constant CHAIN, is launched while that
     still runs, and must wait for it by ``gdc_wait()`` before it reads or writes anything.
@@ -60,20 +61,7 @@ class Launchable:
         if self.interpreted:
             self.fn[grid](*args, **constants)
             return
-        raw, kinds = [], []
-        device = -1
-        for a in args:
-            if isinstance(a, torch.Tensor):
-                address = a.data_ptr()
-                raw.append(address)
-                kinds.append((a.dtype, not address & 15))
-                device = a.device.index
-            elif a is None:
-                raw.append(None)
-                kinds.append(None)
-            else:
-                raw.append(a)
-                kinds.append(_kind(a))
+        raw, kinds, device = _described(args, -1)
         key = (device, warps, stages, *kinds, *constants.items())
         found = self.ready.get(key)
         if found is None:
@@ -140,24 +128,28 @@ class Launchable:
         """Compiled for ``target``, a GPU that need not be there, or for the current one.
 
         ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
-        for a number, or None.
+        for a number, None, or a NamedTuple of these.
         """
         from triton.compiler import ASTSource
 
         names = self.fn.arg_names
-        signature, fixed, attrs = {}, dict(constants), {}
-        for i, kind in enumerate(kinds):
+        fixed: dict[tuple[int, ...], Any] = {(names.index(n),): v for n, v in constants.items()}
+        attrs: dict[tuple[int, ...], Any] = {}
+
+        def typed(kind: Any, place: tuple[int, ...]) -> Any:
             if kind is None:
-                fixed[names[i]] = None
-            else:
-                first, aligned = kind
-                signature[names[i]] = first if isinstance(first, str) else POINTERS[first]
-                if aligned:
-                    attrs[(i,)] = [["tt.divisibility", 16]]
-        for name in names:
-            signature.setdefault(name, "constexpr")
-        ordered = {name: signature[name] for name in names}
-        source = ASTSource(self.fn, ordered, constexprs=_by_place(names, fixed), attrs=attrs)
+                fixed[place] = None
+                return "constexpr"
+            if not isinstance(kind[-1], bool):
+                return kind._make(typed(k, (*place, j)) for j, k in enumerate(kind))
+            first, aligned = kind
+            if aligned:
+                attrs[place] = [["tt.divisibility", 16]]
+            return first if isinstance(first, str) else POINTERS[first]
+
+        signature = dict.fromkeys(names, "constexpr")
+        signature |= {names[i]: typed(kind, (i,)) for i, kind in enumerate(kinds)}
+        source = ASTSource(self.fn, signature, constexprs=fixed, attrs=attrs)
         early = self.follows and bool(constants.get("CHAIN"))
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
         return compile_triton(source, options, target)
@@ -171,11 +163,28 @@ def chained(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _by_place(names: Sequence[str], fixed: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
-    return {(names.index(name),): value for name, value in fixed.items()}
+def _described(args: Sequence[Any], device: int) -> tuple[list[Any], list[Any], int]:
+    """Arguments as a launch takes them, addresses in the place of tensors; their kinds; and the
+    device of the tensors."""
+    raw, kinds = [], []
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            address, device = a.data_ptr(), a.get_device()
+            raw.append(address)
+            kinds.append((a.dtype, not address & 15))
+        elif isinstance(a, tuple):
+            inside, of, device = _described(a, device)
+            raw.append(a._make(inside))  # type: ignore[attr-defined]  # a NamedTuple
+            kinds.append(a._make(of))  # type: ignore[attr-defined]
+        else:
+            raw.append(a)
+            kinds.append(_kind(a))
+    return raw, kinds, device
 
 
-def _kind(value: Any) -> tuple[str, bool]:
+def _kind(value: Any) -> tuple[str, bool] | None:
+    if value is None:
+        return None
     if isinstance(value, float):
         return "fp32", False
     return ("i32" if -INT32 <= value < INT32 else "i64"), value % 16 == 0

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deuteron.functional.linear_loss import linear_cross_entropy
-from deuteron.functional.loss import cross_entropy
+from deuteron.functional.cross_entropy import cross_entropy
+from deuteron.functional.linear_cross_entropy import linear_cross_entropy
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
