@@ -10,13 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.errors import BindError, DeuteronError, EngineError, GraphError
-from deuteron.functional.library import delegation
 from deuteron.functional.cross_entropy import cross_entropy
-from deuteron.functional.linear_cross_entropy import (
-    classes_at_once,
-    linear_cross_entropy,
-    tokens_at_once,
-)
+from deuteron.functional.library import delegation
+from deuteron.functional.linear_cross_entropy import linear_cross_entropy
+from deuteron.functional.linear_cross_entropy_chunks import classes_at_once, tokens_at_once
 from deuteron.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropy
 from tests.loss_cases import SHAPES, cases, inputs, reference, wrong
 from tests.tolerances import DOUBLE, EPS, allowed, error
@@ -32,8 +29,11 @@ def grads(loss, *wrt):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_combination_against_torch(shape, dtype):
-    found = [bad for case in cases(shape) if (bad := wrong(case, dtype))]
+def test_combinations_against_torch(shape, dtype):
+    """Each is a plan and a kernel of its own: of 72 combinations every shape and type has another
+    quarter, so that each is tried four times."""
+    first = (SHAPES.index(shape) + FLOATS.index(dtype)) % 4
+    found = [bad for case in list(cases(shape))[first::4] if (bad := wrong(case, dtype))]
     assert not found, "\n".join(found)
 
 
@@ -353,7 +353,7 @@ def test_backward_twice():
     first = x.grad.clone()
     loss.backward()
     assert error(x.grad, 2 * first) <= EPS[torch.float32]
-    with pytest.raises(EngineError, match="handed out"):
+    with pytest.raises(RuntimeError, match="second time"):
         loss = cross_entropy(x, y)
         torch.autograd.grad(loss, x)
         torch.autograd.grad(loss, x)
@@ -438,15 +438,15 @@ def test_opcheck():
     for target, weight, reduction in ((y, None, "mean"), soft):
         how |= {"reduction": reduction, "gives": "loss lse"}
         op = torch.ops.deuteron.cross_entropy.default
-        torch.library.opcheck(op, (x, target, weight), how)
+        torch.library.opcheck(op, (x, target, weight, None, None), how)
     h, w, b = (torch.randn(s, requires_grad=True) for s in ((4, 3), (5, 3), (5,)))
     linear = torch.ops.deuteron.linear_cross_entropy.default
     given, terms = (h, w, b, y[:, 0].contiguous(), None), ("mean", -100, 0.0, 0.1, None)
     torch.library.opcheck(linear, (*given, *terms, torch.float32, True))
     back = torch.ops.deuteron.linear_cross_entropy_backward.default
     plain = [None if t is None else t.detach() for t in given]
-    _, *kept, _ = linear(*plain, *terms, torch.float32, True)
-    torch.library.opcheck(back, (*plain, *kept, torch.ones(()), *terms, True, True))
+    _, lse, _ = linear(*plain, *terms, torch.float32, True)
+    torch.library.opcheck(back, (*plain, lse, torch.ones(()), *terms, [True, True]))
 
 
 # ---- modules and errors
@@ -491,7 +491,7 @@ X, Y = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
         (lambda: linear_cross_entropy(X, torch.zeros(5, 3), Y), BindError, r"weight \[C, H\]"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4).half(), Y), BindError, "one type"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y[:1]), BindError, r"shape \[3\]"),
-        (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, X), BindError, r"shape \[5\]"),
+        (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, X), BindError, r"bias \[C\]"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y + 9), GraphError, "class 9"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, chunk=0), BindError, "chunk=1"),
         (lambda: linear_cross_entropy(X, X, Y, accumulate="slow"), GraphError, "'exact' or 'fast'"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deuteron.codegen.index import Affine, flatten
 from deuteron.codegen.moves import replaced
@@ -263,76 +263,68 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     and the gradient of each element, (p · (Σ q + 2 · z · lse) − q) · scale. The shares q are
     those of all classes (``every``) and of the target's own (``own``), times their weights. A
     class that does not exist makes its row nan."""
+    e, cell, (axis, classes) = low.e, low.cell_index(node), class_axis(low, node)
+    row, smooth = (*cell[:axis], *cell[axis + 1 :]), node.attrs["label_smoothing"]
     top, _, power, total = _soft(low, node)
-    axis, classes = class_axis(low, node)
-    cell, smooth = low.cell_index(node), node.attrs["label_smoothing"]
-    position = (*cell[:axis], *cell[axis + 1 :])
-    which = node.outputs.index(value)
-    log_total = low.op("log", total)
-    lse = low.op("add", top, log_total)
+    log_total = e.log(total)
+    lse = e.add(top, log_total)
 
     def weighted(x: Arg, at: Affine) -> Arg:
-        if not has_input(node, 2):
-            return x
-        return low.op("mul", x, low.float_at(low.input(node, 2), (at,), ()))
+        weight = low.float_at(low.input(node, 2), (at,), ()) if has_input(node, 2) else None
+        return x if weight is None else e.mul(x, weight)
 
-    def number(slot: int) -> Arg | None:
+    def number(slot: int) -> Any:
+        """An input that is one number, or one for each row; None where it is left out."""
         if not has_input(node, slot):
             return None
-        per_row = low.type(node, slot).rank > 0
-        return low.float_at(low.input(node, slot), position if per_row else (), ())
+        return low.float_at(low.input(node, slot), row if low.type(node, slot).rank else (), ())
 
-    every: Arg | None = low.constant(smooth / classes) if smooth else None
+    def logit(at: Affine) -> Arg:
+        return low.float_at(low.input(node), replaced(cell, axis, at), ())
+
+    every: Any = low.constant(smooth / classes) if smooth else None
     own = valid = target = None
     if low.type(node, 1).dtype.is_float:
         q = low.float_at(low.input(node, 1), cell, ())
-        every = low.op("add", low.op("mul", q, 1.0 - smooth), every) if smooth else q
+        every = e.add(e.mul(q, 1.0 - smooth), every) if smooth else q
     else:
-        target = low.at(low.input(node, 1), position, ())
-        valid = low.op("ne", target, node.attrs["ignore_index"])
-        known = low.op("and", low.op("ge", target, 0), low.op("lt", target, classes))
-        at = low.dynamic(low.op("select", known, target, 0), classes, given=False)
-        own = low.op("select", known, weighted(low.constant(1.0 - smooth), at), math.nan)
-    z, mass = number(4), own
-    if every is not None:
-        uniform = isinstance(every, Const) and not has_input(node, 2)
-        every = weighted(every, cell[axis])
-        shares = low.constant(smooth) if uniform else low.reduce("sum", every)
-        mass = shares if own is None else low.op("add", shares, own)
+        target = low.at(low.input(node, 1), row, ())
+        valid = e.ne(target, node.attrs["ignore_index"])
+        known = e.both(e.ge(target, 0), e.lt(target, classes))
+        at = low.dynamic(e.select(known, target, 0), classes, given=False)
+        own = e.select(known, weighted(low.constant(1.0 - smooth), at), math.nan)
+    uniform = isinstance(every, Const) and not has_input(node, 2)
+    shares: Any = low.constant(smooth)
+    if every is not None and not uniform:
+        every, key = weighted(every, cell[axis]), f"{node.outputs[0]} shares"
+        if key not in low.reduced:
+            low.reduced[key] = low.reduce("sum", every)
+        shares = low.reduced[key]
+    z, which, found = number(4), node.outputs.index(value), lse
     if which == 0:
-        losses = []
-        if own is not None:
-            x = low.float_at(low.input(node), replaced(cell, axis, at), ())
-            losses.append(low.op("mul", own, low.op("sub", log_total, low.op("sub", x, top))))
+        found = None if own is None else e.mul(own, e.sub(log_total, e.sub(logit(at), top)))
         if every is not None:  # large logits lose no digits where a sum is that of differences
-            ref = low.float_at(low.input(node), replaced(cell, axis, Affine()), ())
-            ref = low.op("select", low.op("eq", low.op("abs", ref), math.inf), 0.0, ref)
-            apart = low.op("sub", low.as_float(low.cell(node)), ref)
-            spread = low.reduce("sum", apart if uniform else low.op("mul", every, apart))
-            spread = low.op("mul", spread, every) if uniform else spread
-            far = low.op("mul", shares, low.op("add", low.op("sub", top, ref), log_total))
-            losses.append(low.op("sub", far, spread))
-        if z is not None:
-            losses.append(low.op("mul", z, low.op("mul", lse, lse)))
-        found = losses[0]
-        for more in losses[1:]:
-            found = low.op("add", found, more)
-    elif which == 1:
-        found = lse
-    else:
-        slope = (
-            mass if z is None else low.op("add", mass, low.op("mul", low.op("mul", z, 2.0), lse))
+            ref = logit(Affine())
+            ref = e.select(e.eq(e.abs(ref), math.inf), 0.0, ref)
+            apart = e.sub(low.as_float(low.cell(node)), ref)
+            spread = low.reduce("sum", apart if uniform else e.mul(every, apart))
+            rest = e.mul(shares, e.add(e.sub(top, ref), log_total))
+            rest = e.sub(rest, e.mul(spread, every) if uniform else spread)
+            found = rest if found is None else e.add(found, rest)
+        found = found if z is None else e.add(found, e.mul(z, e.mul(lse, lse)))
+    elif which == 2:
+        scale, slope = number(3), shares if own is None else e.add(shares, own)
+        slope = slope if z is None else e.add(slope, e.mul(e.mul(z, 2.0), lse))
+        slope, every, own = (
+            x if x is None or scale is None else e.mul(x, scale) for x in (slope, every, own)
         )
-        scale = number(3)
-        slope = low.op("div", slope if scale is None else low.op("mul", slope, scale), total)
-        found = low.op("mul", power, slope)
-        if every is not None:
-            found = low.op("sub", found, every if scale is None else low.op("mul", every, scale))
+        found = e.mul(power, e.div(slope, total))
+        found = found if every is None else e.sub(found, every)
         if own is not None:
-            hit = low.op("eq", low.position(cell[axis]), target)
-            own = own if scale is None else low.op("mul", own, scale)
-            found = low.op("sub", found, low.op("select", hit, own, 0.0))
-    return found if valid is None else low.op("select", valid, found, 0.0)
+            hit = e.eq(low.position(cell[axis]), target)
+            found = e.sub(found, e.select(hit, own, 0.0))
+    result: Arg = found if valid is None else e.select(valid, found, 0.0)
+    return result
 
 
 Rule = Callable[["Lowering", Node, str], Arg]

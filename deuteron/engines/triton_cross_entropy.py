@@ -1,15 +1,14 @@
 """Cross-entropy of long rows with its gradient: the recipe around
 ``kernels/triton/cross_entropy.py``.
 
-Generated code makes the same passes, and has short rows and images for itself: it knows their sizes
-when it is compiled. For rows of many classes this kernel takes fewer instructions, asks for the
-next row while it writes this one, writes a row backwards, from what L2 still holds, and reads rows
-that start anywhere in whole 16 bytes.
+Generated code makes the same passes. It has short rows and images for itself, because it knows
+their sizes when it is compiled, and targets that are probabilities. For rows of many classes this
+kernel takes fewer instructions, asks for the next row while it writes this one, writes a row
+backwards, from what L2 still holds, and reads rows that start anywhere in whole 16 bytes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -34,45 +33,34 @@ ROWS_LIMIT = 2**31 - 2**20  # rows are counted in 32 bits, with room for the las
 REACHED = 0.94  # of the bandwidth of a copy, as measured on an H200
 
 
-class Layout(NamedTuple):
-    """Where the rows of a tensor are: groups of ``inner`` rows, and the steps between groups and
-    between rows."""
-
-    inner: int
-    by_group: int
-    by_row: int
-
-
 class Work(NamedTuple):
     """A region as one call. ``given``: the values that are logits, target, weight, scale and z;
     ``made``: those that are loss, lse and gradient; None for what there is not, or nobody reads.
-    ``shares``: those of classes besides a target's own, "none", "even" or "each" its own."""
+    ``steps``: from row to row, of logits and gradient."""
 
     given: tuple[str | None, ...]
     made: tuple[str | None, ...]
     attrs: Mapping[str, Any]
     rows: int
     classes: int
-    where: tuple[Layout, Layout, Layout]  # the rows of logits, gradient and probabilities
-    probs: bool
-    shares: str
-    aligned: bool  # whether all rows start at multiples of 16
+    steps: tuple[int, int]
     in_place: bool  # whether the gradient has the type of the logits, strides and all
 
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows start at multiples of 16."""
+        return all(n % 16 == 0 for n in (self.classes, *self.steps))
 
-def layout(t: TensorType) -> Layout | None:
-    """The rows of logits [C], [N, C] or [N, C, d1, …] whose classes lie side by side, or None
-    where one step for the trailing dimensions does not exist."""
+
+def row_step(t: TensorType) -> int | None:
+    """From one row of logits [C], [N, C] or [N, C, d1, …] to the next; None if their classes do not
+    lie side by side, or the rows at different distances."""
     axis = class_axis(t.shape)
-    if t.strides[axis] != 1:
+    dims = [d for d in range(t.rank) if d != axis and t.shape[d] > 1]
+    apart = any(t.strides[a] != t.shape[b] * t.strides[b] for a, b in pairwise(dims))
+    if t.strides[axis] != 1 or apart:
         return None
-    tail = [(n, s) for n, s in zip(t.shape[2:], t.strides[2:], strict=True) if n != 1]
-    if any(before != n * s for (_, before), (n, s) in pairwise(tail)):
-        return None
-    first = t.strides[0] if axis else 0
-    if not tail:
-        return Layout(t.numel // t.shape[axis], 0, first)
-    return Layout(math.prod(t.shape[2:]), first, tail[-1][1])
+    return t.strides[dims[-1]] if dims else 0
 
 
 @lru_cache(maxsize=1024)
@@ -103,30 +91,19 @@ def work_of(region: Region) -> Work | Refusal:
         return Refusal("joins positions, which takes a second kernel", "use reduction='none'")
     if classes <= LONG or x.numel == 0 or x.dtype.short == "f64":
         return Refusal(f"is for more than {LONG} classes, and not for float64")
+    smooth = node.attrs["label_smoothing"] != 0.0
+    if wanted.dtype.is_float or (smooth and given[2] is not None):
+        return Refusal("is for classes, and not for weights with label_smoothing")
     if x.numel // classes > ROWS_LIMIT:
         return Refusal("there are more than 2³¹ rows", "split the batch")
-    grad, probs = x if made[2] is None else types[made[2]], wanted.dtype.is_float
-    where = [layout(t) for t in (x, grad, wanted if probs else x)]
-    vectors = [t for t in (*others, None if probs else wanted) if t is not None]
+    grad = x if made[2] is None else types[made[2]]
+    steps: Any = (row_step(x), row_step(grad))
+    vectors = [t for t in (wanted, *others) if t is not None]
     contiguous = all(t.is_layout("contiguous") or not any(t.strides) for t in vectors)
-    if None in where or not contiguous:
+    if None in steps or not contiguous:
         return Refusal("the classes of a row, or the rows, are not at equal steps", "to_layout(x)")
-    smooth, weighted = node.attrs["label_smoothing"] != 0.0, given[2] is not None
-    shares = "each" if probs or (smooth and weighted) else "even" if smooth else "none"
-    rows: Any = tuple(where)
-    steps = (classes, *rows[0][1:], *rows[1][1:])
-    return Work(
-        tuple(given),
-        tuple(made),
-        node.attrs,
-        x.numel // classes,
-        classes,
-        rows,
-        probs,
-        shares,
-        all(n % 16 == 0 for n in steps),
-        grad == x,
-    )
+    rows = x.numel // classes
+    return Work(tuple(given), tuple(made), node.attrs, rows, classes, steps, grad == x)
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
@@ -142,13 +119,12 @@ def _accepted(region: Region) -> Work:
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
     """Numbers to a lane, lanes and warps. With 32 warps a thread has 64 registers, which is enough
-    for rows that start at multiples of 16 and whose shares are not read."""
+    for rows that start at multiples of 16."""
     work = _accepted(region)
-    plain = work.aligned and work.shares != "each"
-    deep, lanes, warps = (4 if plain else 2), 2048, 8
+    deep, lanes, warps = (4 if work.aligned else 2), 2048, 8
     if work.classes > LONGEST:
-        deep = 4 if work.shares == "none" else 2
-        lanes, warps = (8192, 32) if plain else (4096, 16)
+        deep = 2 if work.attrs["label_smoothing"] else 4
+        lanes, warps = (8192, 32) if work.aligned else (4096, 16)
     programs = work.rows if warps < 32 else min(work.rows, target.units)
     return [{"deep": deep, "lanes": lanes, "warps": warps, "programs": programs}]
 
@@ -167,16 +143,15 @@ def _kernel() -> Any:
 
 
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.cross_entropy import Given, Places, Rows, Terms
+    from deuteron.kernels.triton.cross_entropy import Given, Terms
 
     work, types, constants = _accepted(region), region.graph.types, region.graph.constants
-    kernel, programs, warps, attrs = _kernel(), knobs["programs"], knobs["warps"], work.attrs
-    rows = Rows(work.rows, work.where[0].inner, *(Places(*at[1:]) for at in work.where))
-    scale = work.given[3]
-    per_row = int(scale is not None and any(types[scale].strides))
-    terms = Terms(work.classes, attrs["ignore_index"], float(attrs["label_smoothing"]), per_row)
-    fixed = {"R": knobs["deep"], "W": knobs["lanes"], "PROBS": work.probs, "SHARES": work.shares}
-    fixed["AHEAD"] = programs < work.rows
+    kernel, programs, warps = _kernel(), knobs["programs"], knobs["warps"]
+    ignore, smoothing = work.attrs["ignore_index"], float(work.attrs["label_smoothing"])
+    each = int(work.given[3] is not None and any(types[work.given[3]].strides))
+    terms = Terms(work.classes, ignore, smoothing, work.rows, *work.steps, each)
+    fixed = {"R": knobs["deep"], "W": knobs["lanes"], "EVEN": smoothing != 0.0}
+    fixed["AHEAD"] = warps == 32 and programs < work.rows
     # rows that start anywhere are read in 16 bytes if logits and gradient start alike
     shifts = not work.aligned and work.in_place
     held = {v: constants[v].data for v in work.given if v is not None and v in constants}
@@ -188,7 +163,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
         given = Given(*(tensors[p] if isinstance(p, int) else numbers.get(p or "") for p in order))
         apart = 0 if given.grad is None else given.x.data_ptr() ^ given.grad.data_ptr()
         shifted = shifts and not apart & 15
-        kernel((programs,), given, rows, terms, warps=warps, SHIFTED=shifted, **fixed)
+        kernel((programs,), given, terms, warps=warps, SHIFTED=shifted, **fixed)
 
     over: tuple[tuple[int, int], ...] = ()
     if work.made[2] is not None and work.in_place:

@@ -39,33 +39,13 @@ REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # and torch's numbers for them
 # ---- as a graph ------------------------------------------------------------------------------
 
 
-def scales(
-    b: Ops,
-    x: TensorType,
-    target: Sym,
-    weight: Sym | None,
-    reduction: str,
-    ignored: int,
-    z_loss: float,
-) -> tuple[Sym | float | None, Sym | float | None]:
-    """What the loss of each position of logits ``x`` is multiplied with, and z. That is relative to
-    the scale: the mean of z_loss divides by the positions that count, whatever they weigh."""
-    z: Sym | float | None = z_loss or None
-    if reduction != "mean":
-        return None, z
-    whole = divisor(b, x, target, weight, ignored)
-    if isinstance(whole, float):
-        return 1.0 / max(whole, 1.0), z
-    if z is not None and weight is not None:
-        z = z * whole / divisor(b, x, target, None, ignored)
-    return 1.0 / whole, z
-
-
 def _build(
     b: Ops,
     logits: Sym,
     target: Sym,
     weight: Sym | None,
+    scale: Sym | None,
+    z: Sym | None,
     *,
     reduction: str,
     ignore_index: int,
@@ -75,19 +55,28 @@ def _build(
     gives: str,
 ) -> tuple[Sym, ...]:
     """The results that ``gives`` names: loss, lse, the gradient of the logits where that of the
-    loss is 1, and what is ``left`` to multiply it with, the division of a mean."""
+    loss is 1, and what is ``left`` to multiply it with, the division of a mean. ``scale`` and ``z``
+    are for logits that are a part of all, whose loss is not joined: what the gradient of each
+    position is multiplied with, and z_loss relative to that."""
     how: Any = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
     kinds = [t.dtype for t in (logits, target, weight) if t is not None and t.dtype.is_float]
     if gives == "loss" and not z_loss and {*kinds} == {type_of(dtype)}:
         return (b.cross_entropy(logits, target, weight, reduction=reduction, **how),)
-    scale, z = scales(b, logits.type, target, weight, reduction, ignore_index, z_loss)
-    now = scale if "grad" in gives and "left" not in gives else None
-    each, lse, grad = b.cross_entropy_with_grad(logits, target, weight, now, z, **how)
+    now: Any = scale
+    pull: Any = z_loss or None if z is None else z
+    if reduction == "mean":
+        whole = divisor(b, logits.type, target, weight, ignore_index)
+        now = 1.0 / max(whole, 1.0) if isinstance(whole, float) else 1.0 / whole
+        if z_loss and weight is not None and isinstance(whole, Sym):
+            # the mean of z_loss divides by the positions that count, whatever they weigh
+            pull = z_loss * whole / divisor(b, logits.type, target, None, ignore_index)
+    at_once = now if "grad" in gives and "left" not in gives else None
+    each, lse, grad = b.cross_entropy_with_grad(logits, target, weight, at_once, pull, **how)
     terms = {"reduction": reduction, "ignore_index": ignore_index}
     loss = b.to(joined(b, each, logits.type, target, weight, terms), type_of(dtype))
     found = {"loss": loss, "lse": lse, "grad": grad}
     if "left" in gives:  # where no position counts there is no gradient
-        left = scale if isinstance(scale, Sym) else b.constant(torch.tensor(scale))
+        left = now if isinstance(now, Sym) else b.constant(torch.tensor(now))
         found["left"] = b.where(b.eq(left, float("inf")), 0.0, left)
     return tuple(found[name] for name in gives.split())
 
@@ -106,31 +95,16 @@ def torch_loss(
     reduction: str,
     ignore_index: int,
     label_smoothing: float,
+    *extras: Any,
 ) -> Any:
-    """What ``torch.nn.functional.cross_entropy`` calls."""
+    """What ``torch.nn.functional.cross_entropy`` calls; it has none of the extras."""
     number: Any = REDUCTIONS.get(reduction)  # the stub of torch says that it is a str
-    if number is None:
+    if number is None or any(extras):
         return NotImplemented
     return _nn.cross_entropy_loss(logits, target, weight, number, ignore_index, label_smoothing)
 
 
-def _torch_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    inplace_backward: bool,
-    return_lse: bool,
-) -> Any:
-    if z_loss or inplace_backward or return_lse:
-        return NotImplemented
-    return torch_loss(logits, target, weight, reduction, ignore_index, label_smoothing)
-
-
-@delegates(_torch_cross_entropy, on_cpu=FLOATS, cpu_bytes=CPU_BYTES)
+@delegates(torch_loss, on_cpu=FLOATS, cpu_bytes=CPU_BYTES)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -178,7 +152,7 @@ def cross_entropy(
         "z_loss": float(z_loss),
         "dtype": type_of(result_type(logits, target)).short,
     }
-    tensors = (logits, target, weight)
+    tensors = (logits, target, weight, None, None)
     if not _makes_gradient(logits, target, weight):
         if inplace_backward and torch.compiler.is_compiling():
             raise EngineError(
@@ -227,14 +201,14 @@ class _Trained(torch.autograd.Function):
     def forward(ctx: Any, known: Known, inplace: bool, *tensors: Tensor | None) -> Any:
         names = known.attrs["gives"].split()
         found = dict(zip(names, known.run(tensors), strict=True))
-        logits, ctx.grad, ctx.left = tensors[0], found["grad"], found.get("left")
+        logits, grad, lse = tensors[0], found["grad"], found.get("lse")
         if inplace and logits is not None:
-            if ctx.grad.data_ptr() != logits.data_ptr():  # no kernel could write there at once
-                logits.detach().copy_(ctx.grad)
-            ctx.grad = logits.detach()
+            if grad.data_ptr() != logits.data_ptr():  # no kernel could write there at once
+                logits.detach().copy_(grad)
+            grad = logits.detach()
             increment_version(logits)  # whoever saved the logits for a gradient hears of it
+        ctx.save_for_backward(grad, found.get("left"))
         ctx.set_materialize_grads(False)
-        lse = found.get("lse")
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return found["loss"], lse
@@ -242,38 +216,18 @@ class _Trained(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, up: Tensor | None, _: Any) -> Any:
         if up is None:
-            return (None,) * 5
+            return (None,) * 7
         refuse_second_derivative("cross_entropy")
-        keep = keeps_graph()
-        grad, up = taken(ctx, "grad", keep), up.resolve_neg()
+        grad, left = ctx.saved_tensors
         up = up.unsqueeze(class_axis(grad.shape)) if grad.dim() == up.dim() + 1 > 1 else up
-        return None, None, scaled(grad, up, ctx.left, keep), None, None
+        return None, None, scaled(grad, up, left), *(None,) * 4
 
 
-def keeps_graph() -> bool:
-    """Whether the running backward pass may be run again (``retain_graph=True``)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def taken(ctx: Any, name: str, keep: bool) -> Any:
-    """A gradient that was made in the forward pass. It is handed over, not copied, so there is
-    no second time unless the graph is kept."""
-    found = getattr(ctx, name)
-    if found is None:
-        raise EngineError(
-            "the gradient of this loss was handed out already",
-            asked="a second backward pass through the same loss",
-            remedy="call backward(retain_graph=True) the first time",
-        )
-    if not keep:
-        setattr(ctx, name, None)
-    return found
-
-
-def scaled(grad: Tensor, up: Tensor, left: Tensor | None, keep: bool) -> Tensor:
-    """grad · up · what is left to multiply it with: in its own memory unless ``keep``. ``up`` is
-    one number, or broadcasts against the gradient."""
-    if keep:
+def scaled(grad: Tensor, up: Tensor, left: Tensor | None) -> Tensor:
+    """grad · up · what is left to multiply it with: in its own memory, unless the backward pass may
+    be run again (``retain_graph=True``). ``up`` is one number, or broadcasts against grad."""
+    up = up.resolve_neg()
+    if torch._C._autograd._get_current_graph_task_keep_graph():
         grad = grad.clone()
     if up.dim():
         return grad.mul_(up)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,47 +16,28 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss``: the same arguments and state dict, and ``z_loss``,
     ``inplace_backward`` and ``return_lse``, which :func:`cross_entropy` adds."""
 
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        *,
-        z_loss: float = 0.0,
-        inplace_backward: bool = False,
-        return_lse: bool = False,
-    ) -> None:
-        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self.z_loss, self.inplace_backward, self.return_lse = z_loss, inplace_backward, return_lse
+    extras: ClassVar[Mapping[str, Any]] = {
+        "z_loss": 0.0,
+        "inplace_backward": False,
+        "return_lse": False,
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        own = {name: kwargs.pop(name, usual) for name, usual in self.extras.items()}
+        super().__init__(*args, **kwargs)
+        vars(self).update(own)
+
+    def terms(self) -> dict[str, Any]:
+        """What is asked of the function, besides its tensors."""
+        names = ("reduction", "ignore_index", "label_smoothing", *self.extras)
+        return {name: getattr(self, name) for name in names}
 
     def forward(self, input: Tensor, target: Tensor) -> Any:
         """The loss of logits ``input``; with ``return_lse`` also log Σ exp of each row."""
-        if not (self.z_loss or self.inplace_backward or self.return_lse):
-            return cross_entropy(
-                input,
-                target,
-                self.weight,
-                reduction=self.reduction,
-                ignore_index=self.ignore_index,
-                label_smoothing=self.label_smoothing,
-            )
-        return cross_entropy(
-            input,
-            target,
-            self.weight,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            inplace_backward=self.inplace_backward,
-            return_lse=self.return_lse,
-        )
+        return cross_entropy(input, target, self.weight, **self.terms())
 
 
-class LinearCrossEntropy(torch.nn.CrossEntropyLoss):
+class LinearCrossEntropy(CrossEntropyLoss):
     """Cross-entropy of a linear layer that it does not own: the layer's weight is an argument of
     the call, so that an output layer tied to an embedding stays tied.
 
@@ -63,43 +45,20 @@ class LinearCrossEntropy(torch.nn.CrossEntropyLoss):
     >>> loss(hidden, head.weight, target, head.bias)
 
     The arguments are those of ``torch.nn.CrossEntropyLoss`` (``weight`` is that of the classes;
-    ``size_average`` and ``reduce`` are its old names for ``reduction``) and of
-    :func:`linear_cross_entropy`.
+    ``size_average`` and ``reduce`` are its old names for ``reduction``), and ``z_loss``,
+    ``return_lse``, ``chunk`` and ``accumulate`` as in :func:`linear_cross_entropy`.
     """
 
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        *,
-        z_loss: float = 0.0,
-        return_lse: bool = False,
-        chunk: int | None = None,
-        accumulate: str | None = None,
-    ) -> None:
-        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self.z_loss, self.return_lse, self.chunk = z_loss, return_lse, chunk
-        self.accumulate = accumulate
+    extras: ClassVar[Mapping[str, Any]] = {
+        "z_loss": 0.0,
+        "return_lse": False,
+        "chunk": None,
+        "accumulate": None,
+    }
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Any:
         """The loss of ``linear(hidden, weight, bias)``."""
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            bias,
-            class_weight=self.weight,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            return_lse=self.return_lse,
-            chunk=self.chunk,
-            accumulate=self.accumulate,
-        )
+        given = (hidden, weight, target, bias)
+        return linear_cross_entropy(*given, class_weight=self.weight, **self.terms())

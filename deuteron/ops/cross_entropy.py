@@ -286,24 +286,14 @@ def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: list[Sym | None]) -> No
 
 
 def _vjp_with_grad(b: Ops, v: Vjp) -> list[Sym | None]:
-    """The gradients of the loss and of lse; of the gradient there is none."""
-    if v.grads[2] is not None:
+    if v.grads[1] is not None or v.grads[2] is not None:
         raise GraphError(
-            "cross_entropy_with_grad has no second derivative",
-            remedy="differentiate log_softmax and nll_loss twice instead",
+            "cross_entropy_with_grad has no gradient for its lse and its gradient",
+            remedy="write them with log_softmax and nll_loss instead",
         )
-    out: list[Sym | None] = [None] * 5
-    if v.grads[0] is not None:
-        out = _vjp(b, v)
-        if v.needs[4]:
-            out[4] = b.to(b.sum(b.upcast(v.grad) * b.square(v.outs[1])), v.arg(4).dtype)
-    if v.needs[0] and v.grads[1] is not None:
-        shape, by_lse = _with_one_class(v.arg(0).shape), v.grads[1]
-        if not v.arg(1).dtype.is_float:
-            by_lse = b.where(b.ne(b.to(v.arg(1), int64), v.attrs["ignore_index"]), by_lse, 0.0)
-        p = b.softmax(b.upcast(v.arg(0)), axis=class_axis(shape))
-        more = b.to(p * b.reshape(by_lse, shape=shape), v.arg(0).dtype)
-        out[0] = more if out[0] is None else out[0] + more
+    out = _vjp(b, v)
+    if v.needs[4]:
+        out[4] = b.to(b.sum(b.upcast(v.grad) * b.square(v.outs[1])), v.arg(4).dtype)
     return out
 
 

@@ -7,8 +7,6 @@ squared loss does), that one becomes the sum or mean of what the other made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import start
 from deuteron.ops import Ops, table
@@ -17,7 +15,11 @@ from deuteron.passes.context import Context
 
 
 def join_cross_entropy(graph: Graph, ctx: Context) -> Graph:
-    pairs = _pairs(graph)
+    """``graph`` with losses taken from their gradients' passes."""
+    made = {_operands(n): n for n in graph.nodes if n.op == "cross_entropy_with_grad"}
+    losses = (n for n in graph.nodes if n.op == "cross_entropy" and _operands(n) in made)
+    pairs = {n.output: made[_operands(n)] for n in losses}
+    pairs = {value: grad for value, grad in pairs.items() if not _waits(graph, grad, value)}
     if not pairs:
         return graph
     build, names = start(graph, table.infer)
@@ -35,7 +37,7 @@ def join_cross_entropy(graph: Graph, ctx: Context) -> Graph:
             names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
             return
         b = Ops(build, node.source)
-        x, target, weight = ([None if v is None else b.sym(v) for v in inputs] + [None])[:3]
+        x, target, weight = (None if v is None else b.sym(v) for v in (*inputs, None)[:3])
         assert x is not None and target is not None
         each = b.sym(names[partner.outputs[0]])
         loss = joined(b, each, x.type, target, weight, node.attrs)
@@ -49,25 +51,10 @@ def join_cross_entropy(graph: Graph, ctx: Context) -> Graph:
     return build.finish()
 
 
-def _pairs(graph: Graph) -> Mapping[str, Node]:
-    """The results of losses, and for each the gradient that knows it."""
-    found = {}
-    grads = [n for n in graph.nodes if n.op == "cross_entropy_with_grad" and not _has_z(n)]
-    for loss in (n for n in graph.nodes if grads and n.op == "cross_entropy"):
-        for grad in grads:
-            if _operands(grad) == _operands(loss) and not _waits(graph, grad, loss.output):
-                found[loss.output] = grad
-                break
-    return found
-
-
-def _has_z(node: Node) -> bool:
-    return len(node.inputs) > 4 and node.inputs[4] is not None
-
-
 def _operands(node: Node) -> tuple[object, ...]:
-    attrs = node.attrs
-    return (*node.inputs, None)[:3], attrs["label_smoothing"], attrs["ignore_index"]
+    """What decides about the loss of each position: logits, target, weight, z and attributes."""
+    given = (*node.inputs, *[None] * 5)
+    return given[:3], given[4], node.attrs["label_smoothing"], node.attrs["ignore_index"]
 
 
 def _waits(graph: Graph, node: Node, value: str) -> bool:

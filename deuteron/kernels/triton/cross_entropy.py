@@ -1,6 +1,6 @@
 """Cross-entropy of long rows with its gradient, one row to a program at a time.
 
-For a row x with wanted shares q (one class, probabilities, smoothing and class weights together):
+For a row x whose target is class y, with q = (1 − ε) · weight[y] there and ε / C at every class:
 
     lse = log Σ exp x            loss = lse · Σ q − Σ q · x + z · lse²
     d loss / dx = softmax(x) · (Σ q + 2 · z · lse) − q,          times scale
@@ -45,30 +45,16 @@ class Given(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The numbers of a cross-entropy; ``scale_step`` is from a row's scale to the next: 0 or 1."""
+    """The numbers of a cross-entropy, how many rows there are, and the steps in memory from row to
+    row: of the logits, the gradient, and the scale (0 or 1)."""
 
     classes: Any
     ignore: Any
     smoothing: Any
+    rows: Any
+    x_step: Any
+    grad_step: Any
     scale_step: Any
-
-
-class Places(NamedTuple):
-    """Steps in memory: from one group of ``Rows.inner`` rows to the next, and from row to row."""
-
-    outer: Any
-    inner: Any
-
-
-class Rows(NamedTuple):
-    """How many rows there are, how many in a group, and where they are in logits, gradient and
-    probabilities."""
-
-    count: Any
-    inner: Any
-    x: Any
-    grad: Any
-    target: Any
 
 
 @triton.jit
@@ -84,21 +70,6 @@ def _number(pointer, USUAL: tl.constexpr):
 def _anchor(m):
     """What to subtract before exp: the maximum, or 0 where all of a row is −inf so far."""
     return tl.where(m == float("-inf"), 0.0, m)
-
-
-@triton.jit
-def _shares(probs, weight, terms, c, inside, PROBS: tl.constexpr, SHARES: tl.constexpr):
-    """q at classes c, without what an integer target adds to its own; ``probs`` points there."""
-    q = terms.smoothing / terms.classes
-    if SHARES == "each":
-        if PROBS:
-            p = tl.load(probs, mask=inside, other=0.0).to(tl.float32)
-            q += (1.0 - terms.smoothing) * p
-        if weight is not None:
-            known = (c >= 0) & (c < terms.classes)
-            q *= tl.load(weight + c, mask=known, other=0.0).to(tl.float32)
-        q = tl.where(inside, q, 0.0)
-    return q
 
 
 @triton.jit
@@ -139,55 +110,47 @@ def _piece(x, i, span, EDGE: tl.constexpr, SHIFTED: tl.constexpr, POLICY: tl.con
 
 
 @triton.jit
-def _seen(v, i, span, what, ref, so_far, EDGE, PROBS: tl.constexpr, SHARES: tl.constexpr):
+def _seen(v, i, span, ref, so_far, EDGE: tl.constexpr, EVEN: tl.constexpr):
     """What is known of a row after a tile of logits v more, lane by lane: the maximum (in powers of
-    two), the sum of exponentials, rescaled once for the tile, Σ q and Σ q · (v − ref). Shares that
-    are "even", the same for all classes, are left to the end."""
-    m, s, mass, spread = so_far
+    two), the sum of exponentials, rescaled once for the tile, and if there are EVEN shares of all
+    classes Σ (v − ref)."""
+    m, s, spread = so_far
     low, high = span
     new = tl.maximum(m, tl.max(v, 0) * LOG2E)
     k = _anchor(new)
     s = s * tl.exp2(m - k) + tl.sum(tl.exp2(v * LOG2E - k[None, :]), 0)
-    if SHARES != "none":
+    if EVEN:
         apart = v - ref
-        inside = (i >= low) & (i < high)
-        if SHARES == "each":
-            probs, weight, terms = what
-            q = _shares(probs + (i - low), weight, terms, i - low, inside, PROBS, SHARES)
-            mass += tl.sum(q, 0)
-            apart = q * apart
-        if SHARES == "each" or EDGE:
-            apart = tl.where(inside, apart, 0.0)
+        if EDGE:
+            apart = tl.where((i >= low) & (i < high), apart, 0.0)
         spread += tl.sum(apart, 0)
-    return new, s, mass, spread
+    return new, s, spread
 
 
 @triton.jit
-def _read(x, i, span, what, ref, so_far, EDGE, SHIFTED, PROBS, SHARES):
+def _read(x, i, span, ref, so_far, EDGE, SHIFTED, EVEN):
     """The first read of a tile."""
     v = _piece(x, i, span, EDGE, SHIFTED, "evict_last")
-    return _seen(v, i, span, what, ref, so_far, EDGE, PROBS, SHARES)
+    return _seen(v, i, span, ref, so_far, EDGE, EVEN)
 
 
 @triton.jit
-def _slope(v, c, what, rates, PROBS: tl.constexpr, SHARES: tl.constexpr):
-    """The gradient at classes c, without what an integer target takes from its own."""
-    k, rate, scale = rates
+def _slope(v, rates, EVEN: tl.constexpr):
+    """The gradient, without what the target takes from its own class."""
+    k, rate, even = rates
     d = tl.exp2(v * LOG2E - k) * rate
-    if SHARES != "none":
-        probs, weight, terms = what
-        inside = (c >= 0) & (c < terms.classes)
-        d -= scale * _shares(probs + c, weight, terms, c, inside, PROBS, SHARES)
+    if EVEN:
+        d -= even
     return d
 
 
 @triton.jit
-def _write(x, grad, i, span, what, rates, EDGE, SHIFTED, PROBS, SHARES):
+def _write(x, grad, i, span, rates, EDGE, SHIFTED, EVEN):
     """The second read of a tile, and its gradient. At an edge of a shifted row only whole 16 bytes
     are written: what lies beside belongs to others."""
     low, high = span
     v = _piece(x, i, span, EDGE, SHIFTED, "evict_first")
-    d = _slope(v, i - low, what, rates, PROBS, SHARES).to(grad.dtype.element_ty)
+    d = _slope(v, rates, EVEN).to(grad.dtype.element_ty)
     if not EDGE:
         tl.store(grad + i, d, eviction_policy="evict_first")
     elif SHIFTED:
@@ -200,7 +163,7 @@ def _write(x, grad, i, span, what, rates, EDGE, SHIFTED, PROBS, SHARES):
 
 
 @triton.jit
-def _write_ends(x, grad, span, what, rates, PROBS, SHARES):
+def _write_ends(x, grad, span, rates, EVEN):
     """The elements of a shifted row before its first and after its last whole 16 bytes."""
     low, high = span
     wide: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
@@ -210,38 +173,27 @@ def _write_ends(x, grad, span, what, rates, PROBS, SHARES):
         if not end:
             inside = inside & (low > 0)
         v = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
-        d = _slope(v, i - low, what, rates, PROBS, SHARES)
-        tl.store(grad + i, d.to(grad.dtype.element_ty), mask=inside)
+        tl.store(grad + i, _slope(v, rates, EVEN).to(grad.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _read_end(x, stop, span, what, ref, PROBS, SHARES):
-    """Maximum, sum and shares of what a shifted row has after its last whole 16 bytes."""
+def _read_end(x, stop, span, ref, EVEN):
+    """Maximum, sum and spread of what a shifted row has after its last whole 16 bytes."""
     wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     i = (stop + tl.arange(0, wide))[None, :]
     zero = tl.zeros((wide,), tl.float32)
-    so_far = (zero + float("-inf"), zero, zero, zero)
-    m, s, mass, spread = _read(x, i, span, what, ref, so_far, True, False, PROBS, SHARES)
+    m, s, spread = _read(x, i, span, ref, (zero + float("-inf"), zero, zero), True, False, EVEN)
     top = tl.max(m, 0)
-    return top, tl.sum(s * tl.exp2(m - _anchor(top)), 0), tl.sum(mass, 0), tl.sum(spread, 0)
-
-
-@triton.jit
-def _start(rows, places, row):
-    """Where a row starts."""
-    outer, rest = (row // rows.inner).to(tl.int64), (row % rows.inner).to(tl.int64)
-    return outer * places.outer + rest * places.inner
+    return top, tl.sum(s * tl.exp2(m - _anchor(top)), 0), tl.sum(spread, 0)
 
 
 @triton.jit
 def one_row(
     given,
-    rows,
     terms,
     R: tl.constexpr,
     W: tl.constexpr,
-    PROBS: tl.constexpr,
-    SHARES: tl.constexpr,
+    EVEN: tl.constexpr,
     SHIFTED: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
@@ -252,40 +204,28 @@ def one_row(
     before the gradient of this row is written: memory is read and written at the same time.
 
     SHIFTED rows may start anywhere, but x and grad at the same places of 16 bytes."""
-    x, target, weight, loss, lse, grad = (
-        given.x,
-        given.target,
-        given.weight,
-        given.loss,
-        given.lse,
-        given.grad,
-    )
+    x, target, loss, lse, grad = given.x, given.target, given.loss, given.lse, given.grad
     i = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
     z = _number(given.z, 0.0)
     step = tl.num_programs(0)
-    coming = tl.program_id(0).to(tl.int64)
+    first_row = tl.program_id(0).to(tl.int64)
     ahead = i
     if AHEAD:
-        at = x + _start(rows, rows.x, tl.program_id(0))
-        ahead = tl.load(at + i, eviction_policy="evict_last")
-    if not PROBS:
-        coming = tl.load(target + coming).to(tl.int64)
-    for row in range(tl.program_id(0), rows.count, step):
-        y, skip = coming, False
-        if not PROBS:
-            skip = y == terms.ignore
-            coming = tl.load(target + row + step, mask=row + step < rows.count, other=0)
-            coming = coming.to(tl.int64)
+        ahead = tl.load(x + first_row * terms.x_step + i, eviction_policy="evict_last")
+    coming = tl.load(target + first_row).to(tl.int64)
+    for row in range(tl.program_id(0), terms.rows, step):
+        y = coming
+        coming = tl.load(target + row + step, mask=row + step < terms.rows, other=0).to(tl.int64)
         scale = 1.0
         if given.scale is not None:
             scale = tl.load(given.scale + row * terms.scale_step).to(tl.float32)
-        at = x + _start(rows, rows.x, row)
+        at = x + tl.cast(row, tl.int64) * terms.x_step
         to = at
         if grad is not None:
-            to = grad + _start(rows, rows.grad, row)
-        following = tl.where(row + step < rows.count, row + step, row)
-        following = x + _start(rows, rows.x, following)
-        if skip:
+            to = grad + tl.cast(row, tl.int64) * terms.grad_step
+        following = tl.where(row + step < terms.rows, row + step, row).to(tl.int64)
+        following = x + following * terms.x_step
+        if y == terms.ignore:
             if AHEAD:
                 ahead = tl.load(following + i, eviction_policy="evict_last")
             if loss is not None:
@@ -297,15 +237,10 @@ def one_row(
                 for o in range(0, terms.classes, R * W):
                     tl.store(to + o + i, zero, mask=o + i < terms.classes)
         else:
-            own, picked, mass, spread, ref = 0.0, 0.0, 0.0, 0.0, 0.0
-            shared = target
-            known = True
-            if PROBS:
-                shared = target + _start(rows, rows.target, row)
-            else:
-                own, known = _own_share(y, weight, terms)
-                picked = tl.load(at + y, mask=known, other=0.0).to(tl.float32)
-            if SHARES != "none":
+            mass, spread, ref = 0.0, 0.0, 0.0
+            own, known = _own_share(y, given.weight, terms)
+            picked = tl.load(at + y, mask=known, other=0.0).to(tl.float32)
+            if EVEN:
                 ref = _anchor(tl.load(at).to(tl.float32))
             low, first = 0, 0
             if SHIFTED:  # from the multiple of 16 bytes before the row on
@@ -322,41 +257,34 @@ def one_row(
             if SHIFTED:  # edges at 0 and at whole
                 wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
                 begin, stop = 0, high // wide * wide
-            span, edges, what = (low, high), (low, stop), (shared, weight, terms)
+            span, edges = (low, high), (low, stop)
             none = tl.zeros((W,), tl.float32)
-            so_far = (none + float("-inf"), none, none, none)
+            so_far = (none + float("-inf"), none, none)
             start = first
             if AHEAD:
                 start = R * W
-                v = ahead.to(tl.float32)
-                so_far = _seen(v, i, span, what, ref, so_far, False, PROBS, SHARES)
+                so_far = _seen(ahead.to(tl.float32), i, span, ref, so_far, False, EVEN)
             else:
                 for o in range(begin, stop, apart):
-                    so_far = _read(
-                        at, o + i, edges, what, ref, so_far, True, SHIFTED, PROBS, SHARES
-                    )
+                    so_far = _read(at, o + i, edges, ref, so_far, True, SHIFTED, EVEN)
             for o in range(start, whole, R * W):
-                so_far = _read(at, o + i, span, what, ref, so_far, False, SHIFTED, PROBS, SHARES)
+                so_far = _read(at, o + i, span, ref, so_far, False, SHIFTED, EVEN)
             if AHEAD:
                 for o in range(begin, stop, apart):
-                    so_far = _read(
-                        at, o + i, edges, what, ref, so_far, True, SHIFTED, PROBS, SHARES
-                    )
-            m, s, ms, ss = so_far
+                    so_far = _read(at, o + i, edges, ref, so_far, True, SHIFTED, EVEN)
+            m, s, ss = so_far
             top = tl.max(m, 0)
             if SHIFTED:
-                last, s2, mass, spread = _read_end(at, stop, span, what, ref, PROBS, SHARES)
+                last, s2, spread = _read_end(at, stop, span, ref, EVEN)
                 top = tl.maximum(top, last)
             k = _anchor(top)
             s1 = tl.sum(s * tl.exp2(m - k), 0)
             if SHIFTED:
                 s1 += s2 * tl.exp2(last - k)
             power = tl.log2(s1)
-            if SHARES != "none":
-                mass += tl.sum(ms, 0)
-                spread += tl.sum(ss, 0)
-            if SHARES == "even":
-                mass, spread = terms.smoothing, spread * (terms.smoothing / terms.classes)
+            even = terms.smoothing / terms.classes
+            if EVEN:
+                mass, spread = terms.smoothing, (spread + tl.sum(ss, 0)) * even
             if loss is not None:
                 found = _row_loss(own, picked, mass, spread, ref, k, power, z)
                 tl.store(loss + row, found.to(loss.dtype.element_ty))
@@ -366,20 +294,18 @@ def one_row(
                 ahead = tl.load(following + i, eviction_policy="evict_last")
             if grad is not None:
                 rate = (own + mass + 2.0 * z * ((k + power) * LN2)) * scale / s1
-                rates = (k, rate, scale)
+                rates = (k, rate, scale * even)
                 tl.debug_barrier()  # the row is read by all before any of it is overwritten
                 for o in range(first, whole, R * W):  # backwards: what was read last is nearest
                     j = whole - R * W - (o - first) + i
-                    _write(at, to, j, span, what, rates, False, SHIFTED, PROBS, SHARES)
+                    _write(at, to, j, span, rates, False, SHIFTED, EVEN)
                 for o in range(begin, stop, apart):
-                    _write(at, to, o + i, edges, what, rates, True, SHIFTED, PROBS, SHARES)
+                    _write(at, to, o + i, edges, rates, True, SHIFTED, EVEN)
                 if SHIFTED:
-                    _write_ends(at, to, span, what, rates, PROBS, SHARES)
-                if not PROBS:
-                    there = tl.where(known, y, 0)
-                    d = _slope(picked, there, what, rates, PROBS, SHARES) - own * scale
-                    tl.debug_barrier()
-                    tl.store(to + low + y, d.to(grad.dtype.element_ty), mask=known)
+                    _write_ends(at, to, span, rates, EVEN)
+                d = _slope(picked, rates, EVEN) - own * scale
+                tl.debug_barrier()
+                tl.store(to + low + y, d.to(grad.dtype.element_ty), mask=known)
 
 
 @triton.jit
