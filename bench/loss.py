@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from bench.harness import Record, captured, cpu_times, relative_error, replay_times, wall_times
-from deuteron.functional.linear_loss import linear_cross_entropy
-from deuteron.functional.loss import cross_entropy
+from deuteron.functional.cross_entropy import cross_entropy
+from deuteron.functional.linear_cross_entropy import linear_cross_entropy
 
 NOTE = (
     "Forward and backward, milliseconds. GPU: `gpu` by CUDA Graph replay, `wall` with the queue "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from deuteron.functional.loss import cross_entropy
+from deuteron.functional.cross_entropy import cross_entropy
 from tests.tolerances import allowed, error
 
 # shape, kind of target, weighted, reduction, label smoothing, z loss

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deuteron.functional.linear_loss import linear_cross_entropy
-from deuteron.functional.loss import cross_entropy
+from deuteron.functional.cross_entropy import cross_entropy
+from deuteron.functional.linear_cross_entropy import linear_cross_entropy
 from tests.loss_cases import SHAPES, cases, wrong
 from tests.tolerances import EPS, allowed, error
 

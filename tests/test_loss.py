@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from deuteron.errors import BindError, DeuteronError, EngineError, GraphError
 from deuteron.functional import delegation
-from deuteron.functional.chunks import classes_at_once, tokens_at_once
-from deuteron.functional.linear_loss import linear_cross_entropy
-from deuteron.functional.loss import cross_entropy
-from deuteron.nn.loss import CrossEntropyLoss, LinearCrossEntropy
+from deuteron.functional.cross_entropy import cross_entropy
+from deuteron.functional.linear_cross_entropy import linear_cross_entropy
+from deuteron.functional.linear_cross_entropy_chunks import classes_at_once, tokens_at_once
+from deuteron.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropy
 from tests.loss_cases import SHAPES, cases, inputs, reference, wrong
 from tests.tolerances import DOUBLE, EPS, allowed, error
 
@@ -29,8 +29,11 @@ def grads(loss, *wrt):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_combination_against_torch(shape, dtype):
-    found = [bad for case in cases(shape) if (bad := wrong(case, dtype))]
+def test_combinations_against_torch(shape, dtype):
+    """Each is a plan and a kernel of its own: of 72 combinations every shape and type has another
+    quarter, so that each is tried four times."""
+    first = (SHAPES.index(shape) + FLOATS.index(dtype)) % 4
+    found = [bad for case in list(cases(shape))[first::4] if (bad := wrong(case, dtype))]
     assert not found, "\n".join(found)
 
 
@@ -350,7 +353,7 @@ def test_backward_twice():
     first = x.grad.clone()
     loss.backward()
     assert error(x.grad, 2 * first) <= EPS[torch.float32]
-    with pytest.raises(EngineError, match="handed out"):
+    with pytest.raises(RuntimeError, match="second time"):
         loss = cross_entropy(x, y)
         torch.autograd.grad(loss, x)
         torch.autograd.grad(loss, x)
@@ -430,22 +433,20 @@ def test_in_place_is_refused_under_torch_compile():
 def test_opcheck():
     x = torch.randn(4, 5, 3, requires_grad=True)
     y = torch.randint(5, (4, 3))
-    op = torch.ops.deuteron.cross_entropy.default
+    how = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.1, "dtype": "f32"}
     soft = (torch.rand(4, 5, 3), torch.rand(5), "none")
     for target, weight, reduction in ((y, None, "mean"), soft):
-        torch.library.opcheck(
-            op, (x, target, weight, reduction, -100, 0.1, 0.1, torch.float32, True)
-        )
+        how |= {"reduction": reduction, "gives": "loss lse"}
+        op = torch.ops.deuteron.cross_entropy.default
+        torch.library.opcheck(op, (x, target, weight, None, None), how)
     h, w, b = (torch.randn(s, requires_grad=True) for s in ((4, 3), (5, 3), (5,)))
     linear = torch.ops.deuteron.linear_cross_entropy.default
-    given = (h, w, b, y[:, 0].contiguous(), None)
-    torch.library.opcheck(linear, (*given, "mean", -100, 0.0, 0.1, torch.float32, True, None))
+    given, terms = (h, w, b, y[:, 0].contiguous(), None), ("mean", -100, 0.0, 0.1, None)
+    torch.library.opcheck(linear, (*given, *terms, torch.float32, True))
     back = torch.ops.deuteron.linear_cross_entropy_backward.default
     plain = [None if t is None else t.detach() for t in given]
-    _, lse, masses, _, total = linear(*plain, "mean", -100, 0.0, 0.1, torch.float32, True, None)
-    torch.library.opcheck(
-        back, (*plain, lse, masses, total, torch.ones(()), "mean", -100, 0.0, 0.1, True, True, None)
-    )
+    _, lse, _ = linear(*plain, *terms, torch.float32, True)
+    torch.library.opcheck(back, (*plain, lse, torch.ones(()), *terms, [True, True]))
 
 
 # ---- modules and errors
@@ -474,14 +475,14 @@ X, Y = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("call", "kind", "says"),
     [
-        (lambda: cross_entropy(X.int(), Y), BindError, "logits of cross_entropy are torch.int32"),
-        (lambda: cross_entropy(X[0, 0], Y), BindError, r"shape \[\]"),
-        (lambda: cross_entropy(X[:, :0], Y), BindError, "no classes"),
-        (lambda: cross_entropy(X, Y[:2]), BindError, r"int64 classes of shape \[3\]"),
-        (lambda: cross_entropy(X, Y.short()), BindError, "int64 classes"),
-        (lambda: cross_entropy(X, X[:2]), BindError, r"probabilities of shape \[3, 4\]"),
+        (lambda: cross_entropy(X.int(), Y), GraphError, "cross_entropy of int32 is not defined"),
+        (lambda: cross_entropy(X[0, 0], Y), GraphError, "scalar: there are no classes"),
+        (lambda: cross_entropy(X[:, :0], Y), GraphError, "no classes"),
+        (lambda: cross_entropy(X, Y[:2]), GraphError, r"target .* has shape \[2\], .* needs \[3\]"),
+        (lambda: cross_entropy(X, Y.short()), GraphError, "int16, not integer classes"),
+        (lambda: cross_entropy(X, X[:2]), GraphError, r"probabilities and is f32\[2,4\]"),
         (lambda: cross_entropy(X, X, ignore_index=1), GraphError, "leave ignore_index out"),
-        (lambda: cross_entropy(X, Y, torch.ones(3)), BindError, r"shape \[4\]"),
+        (lambda: cross_entropy(X, Y, torch.ones(3)), GraphError, r"give f32\[4\]: one weight"),
         (lambda: cross_entropy(X, Y, reduction="max"), GraphError, "'mean', 'sum' or 'none'"),
         (lambda: cross_entropy(X, Y, label_smoothing=1.5), GraphError, "from 0 to 1"),
         (lambda: cross_entropy(X, Y, z_loss=-1.0), GraphError, "z_loss=-1.0"),
@@ -490,7 +491,7 @@ X, Y = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
         (lambda: linear_cross_entropy(X, torch.zeros(5, 3), Y), BindError, r"weight \[C, H\]"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4).half(), Y), BindError, "one type"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y[:1]), BindError, r"shape \[3\]"),
-        (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, X), BindError, r"shape \[5\]"),
+        (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, X), BindError, r"bias \[C\]"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y + 9), GraphError, "class 9"),
         (lambda: linear_cross_entropy(X, torch.zeros(5, 4), Y, chunk=0), BindError, "chunk=1"),
         (lambda: linear_cross_entropy(X, X, Y, accumulate="slow"), GraphError, "'exact' or 'fast'"),

@@ -46,7 +46,7 @@ WRONG = {
     "an unknown reduction": (lambda: f.cross_entropy(X, CLASSES, reduction="avg"), "'avg'"),
     "a class out of range": (lambda: f.cross_entropy(X, torch.tensor([0, 1, 2, 9])), "class 9"),
     "a class below 0": (lambda: f.cross_entropy(X, torch.tensor([0, 1, 2, -5])), "class -5"),
-    "labels of another length": (lambda: f.cross_entropy(X, CLASSES[:3]), r"int64\[3\]"),
+    "labels of another length": (lambda: f.cross_entropy(X, CLASSES[:3]), r"shape \[3\]"),
     "smoothing above 1": (
         lambda: f.cross_entropy(X, CLASSES, label_smoothing=1.5),
         "label_smoothing=1.5",

@@ -32,6 +32,7 @@ from deuteron.codegen.scalar import (
     ScalarProgram,
     Statement,
     Store,
+    overwritable,
     reads,
 )
 from deuteron.codegen.softmax import softmaxes
@@ -100,8 +101,45 @@ class Renderer(Loops):
             if not self._per_cell(s):
                 self._store(s, place, env)
         if any(map(self._per_cell, stores)):
+            spot, wanted = self._spot() or ("", "")
+            elsewhere = {spot: ir.Constant(I1, 0)} if spot else {}
             for cell in self._cells(place):
-                self._store_cell(cell, dict(env), stored)
+                self._store_cell(cell, {**env, **elsewhere}, stored)
+            if spot:
+                self._store_spot(spot, env[wanted], place, env, stored)
+
+    def _spot(self) -> tuple[str, str] | None:
+        """A comparison of where an element stands in its row with a number of the row, as with the
+        class of a target, and that number. It holds for one element at most: the row is stored as
+        if it held nowhere, and that one again."""
+        v = self.shape.vector
+        if self.p.inner != (v,) or self._reads_over():
+            return None
+        for s in self.p.statements:
+            if isinstance(s, Compute) and s.op == "eq":
+                for where, number in (s.args, s.args[::-1]):
+                    at = self.made.get(str(where))
+                    same = isinstance(number, str) and self.p.level[number] == "row"
+                    if isinstance(at, Position) and at.index.terms == ((v, 1),) and same:
+                        return s.name, str(number)
+        return None
+
+    def _reads_over(self) -> bool:
+        """Whether a row that is stored reads again what it may be stored over."""
+        over = {tensor for _, tensor in overwritable(self.p)}
+        loads = [s.name for s in self.p.statements if isinstance(s, Load) and s.tensor in over]
+        stores = [s.source for s in self.p.statements if isinstance(s, Store) and self._per_cell(s)]
+        roots, kept = [r for r in stores if isinstance(r, str)], set(self.shape.kept)
+        return any(needs(self.made, roots, name, kept, self.p) for name in loads)
+
+    def _store_spot(
+        self, spot: str, at: Value, place: Place, env: dict[str, Value], stored: set[str]
+    ) -> None:
+        c, v = self.c, self.shape.vector
+        assert v is not None
+        with c.when(c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, v.size))):
+            cell = Place({**place.at, v: at}, 1, place.known)
+            self._store_cell(cell, {**env, spot: ir.Constant(I1, 1)}, stored)
 
     def _per_cell(self, s: Store) -> bool:
         """Whether every element of the row is stored, not one number for the row."""
@@ -283,7 +321,9 @@ class Renderer(Loops):
             args[1] = self.c.b.fdiv(one, args[1])  # once for each row: LLVM takes it out of loops
             s = replace(s, op="mul")
         widest = max(llvm.lanes_of(a) for a in args)
-        args = [self.lanes(a, widest) for a in args]
+        # a choice that is the same for all lanes is left one: LLVM takes it out of loops
+        alone = int(s.op == "select" and llvm.lanes_of(args[0]) == 1)
+        args = [*args[:alone], *(self.lanes(a, widest) for a in args[alone:])]
         if s.name in self.shifted:
             return llvm_math.exp_nonpositive(self.c, args[0])
         return self.compute(s, args)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deuteron.codegen.index import Index, flatten
+from deuteron.codegen.index import Affine, flatten
 from deuteron.codegen.moves import replaced
-from deuteron.codegen.placed import class_axis, has_input, nll_terms, target_at
+from deuteron.codegen.placed import class_axis, has_input, nll_terms
 from deuteron.codegen.scalar import Load
 from deuteron.ir.graph import Node
 from deuteron.ir.types import Shape
-from deuteron.ops.formula import Arg, CannotLower
+from deuteron.ops.formula import Arg, CannotLower, Const
 
 if TYPE_CHECKING:
     from deuteron.codegen.lower import Lowering
@@ -72,8 +72,8 @@ def _targets(low: Lowering, node: Node) -> Form:
 
 
 def _classes(low: Lowering, node: Node) -> Form:
-    shape, (axis, classes) = low.type(node).shape, class_axis(low, node)
-    if node.attrs["reduction"] != "none" and low.type(node).numel != classes:
+    shape, (axis, _) = low.type(node).shape, class_axis(low, node)
+    if node.attrs.get("reduction", "none") != "none":
         raise CannotLower(
             f"{node.op} reduces over classes and then over positions: the sum waits for all rows, "
             "so that it takes a second kernel",
@@ -260,35 +260,74 @@ def _nll(low: Lowering, node: Node, value: str) -> Arg:
 
 
 def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
-    """−Σ q · weight · log p, with log p = (x − max) − ln Σ e^(x − max)."""
-    top, shifted, _, total = _soft(low, node)
-    log_total = low.op("log", total)
-    axis, classes = class_axis(low, node)
-    smooth, cell = node.attrs["label_smoothing"], low.cell_index(node)
+    """For a row: Σ q · (lse − x) + z · lse², with lse = max + ln Σ e^(x − max); then lse itself,
+    and the gradient of each element, (p · (Σ q + 2 · z · lse) − q) · scale. The shares q are
+    those of all classes (``every``) and of the target's own (``own``), times their weights. A
+    class that does not exist makes its row nan."""
+    e, cell, (axis, classes) = low.op, low.cell_index(node), class_axis(low, node)
+    row, smooth = (*cell[:axis], *cell[axis + 1 :]), node.attrs["label_smoothing"]
+    top, _, power, total = _soft(low, node)
+    log_total = e("log", total)
+    lse = e("add", top, log_total)
 
-    def weighted(x: Arg, index: Index) -> Arg:
-        if not has_input(node, 2):
-            return x
-        return low.op("mul", x, low.float_at(low.input(node, 2), index, ()))
+    def weighted(x: Arg, at: Affine) -> Arg:
+        weight = low.float_at(low.input(node, 2), (at,), ()) if has_input(node, 2) else None
+        return x if weight is None else e("mul", x, weight)
 
-    surprise = weighted(low.op("sub", log_total, shifted), (cell[axis],))
+    def number(slot: int) -> Any:
+        """An input that is one number, or one for each row; None where it is left out."""
+        if not has_input(node, slot):
+            return None
+        return low.float_at(low.input(node, slot), row if low.type(node, slot).rank else (), ())
+
+    def logit(at: Affine) -> Arg:
+        return low.float_at(low.input(node), replaced(cell, axis, at), ())
+
+    every: Any = low.constant(smooth / classes) if smooth else None
+    own = valid = target = None
     if low.type(node, 1).dtype.is_float:
         q = low.float_at(low.input(node, 1), cell, ())
-        if smooth:
-            q = low.op("add", low.op("mul", q, 1.0 - smooth), smooth / classes)
-        return low.reduce("sum", low.op("mul", q, surprise))
-    position = (*cell[:axis], *cell[axis + 1 :])
-    valid, at = target_at(low, node, position, (), classes)
-    x = low.float_at(low.input(node), replaced(cell, axis, at), ())
-    loss = weighted(low.op("sub", log_total, low.op("sub", x, top)), (at,))
-    if smooth:
-        spread = low.op("mul", low.reduce("sum", surprise), smooth / classes)
-        loss = low.op("add", low.op("mul", loss, 1.0 - smooth), spread)
-    loss = low.op("select", valid, loss, 0.0)
-    if node.attrs["reduction"] != "mean":
-        return loss
-    one = weighted(low.constant(1.0), (at,))  # the only position there is
-    return low.op("div", loss, low.op("select", valid, one, 0.0))
+        every = e("add", e("mul", q, 1.0 - smooth), every) if smooth else q
+    else:
+        target = low.at(low.input(node, 1), row, ())
+        valid = e("ne", target, node.attrs["ignore_index"])
+        known = e("and", e("ge", target, 0), e("lt", target, classes))
+        at = low.dynamic(e("select", known, target, 0), classes, given=False)
+        own = e("select", known, weighted(low.constant(1.0 - smooth), at), math.nan)
+    uniform = isinstance(every, Const) and not has_input(node, 2)
+    shares: Any = low.constant(smooth)
+    if every is not None and not uniform:
+        every, key = weighted(every, cell[axis]), f"{node.outputs[0]} shares"
+        if key not in low.reduced:
+            low.reduced[key] = low.reduce("sum", every)
+        shares = low.reduced[key]
+    z, which, found = number(4), node.outputs.index(value), lse
+    if which == 0:
+        found = (
+            None if own is None else e("mul", own, e("sub", log_total, e("sub", logit(at), top)))
+        )
+        if every is not None:  # large logits lose no digits where a sum is that of differences
+            ref = logit(Affine())
+            ref = e("select", e("eq", e("abs", ref), math.inf), 0.0, ref)
+            apart = e("sub", low.as_float(low.cell(node)), ref)
+            spread = low.reduce("sum", apart if uniform else e("mul", every, apart))
+            rest = e("mul", shares, e("add", e("sub", top, ref), log_total))
+            rest = e("sub", rest, e("mul", spread, every) if uniform else spread)
+            found = rest if found is None else e("add", found, rest)
+        found = found if z is None else e("add", found, e("mul", z, e("mul", lse, lse)))
+    elif which == 2:
+        scale, slope = number(3), shares if own is None else e("add", shares, own)
+        slope = slope if z is None else e("add", slope, e("mul", e("mul", z, 2.0), lse))
+        slope, every, own = (
+            x if x is None or scale is None else e("mul", x, scale) for x in (slope, every, own)
+        )
+        found = e("mul", power, e("div", slope, total))
+        found = found if every is None else e("sub", found, every)
+        if own is not None:
+            hit = e("eq", low.position(cell[axis]), target)
+            found = e("sub", found, e("select", hit, own, 0.0))
+    result: Arg = found if valid is None else e("select", valid, found, 0.0)
+    return result
 
 
 Rule = Callable[["Lowering", Node, str], Arg]
@@ -307,6 +346,7 @@ ROWS: dict[str, tuple[Callable[[Lowering, Node], Form], Rule]] = {
     "log_softmax": (_one_axis, _softmax),
     "nll_loss": (_targets, _nll),
     "cross_entropy": (_classes, _cross_entropy),
+    "cross_entropy_with_grad": (_classes, _cross_entropy),
 }
 
 

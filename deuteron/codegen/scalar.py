@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from deuteron.codegen.index import Affine, Var
+from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.ir.dtype import DType
 from deuteron.ops.formula import Arg, Compute
 
@@ -255,6 +255,32 @@ def _by_memory(program: ScalarProgram, axes: tuple[Var, ...]) -> tuple[Var, ...]
 def _walks_as_one(e: Affine, a: Var, b: Var) -> bool:
     fa, fb = e.factor(a), e.factor(b)
     return fa is not None and fb is not None and fa == fb * b.size
+
+
+def overwritable(program: ScalarProgram) -> list[tuple[str, str]]:
+    """Pairs of an output and an input whose memory it may take: the input is read at the place that
+    is stored, by whoever stores it, or anywhere in the same row, for the row as a whole."""
+    outer = set(program.outer)
+
+    def of_row(e: Affine) -> tuple[object, ...]:
+        return e.const, *((atom, f) for atom, f in e.terms if atom in outer)
+
+    def is_over(s: Load, store: Store) -> bool:
+        if s.offset == store.offset:
+            return True
+        looked_up = all(atom in outer or isinstance(atom, Dynamic) for atom, _ in s.offset.terms)
+        same = program.level[s.name] == "row" and of_row(s.offset) == of_row(store.offset)
+        return bool(program.inner) and looked_up and same
+
+    found = []
+    for store in (s for s in program.statements if isinstance(s, Store)):
+        for tensor in program.inputs:
+            loads = [s for s in program.statements if isinstance(s, Load) and s.tensor == tensor]
+            plain = all(s.dtype == store.dtype and not s.guards for s in loads)
+            here = any(s.offset == store.offset for s in loads)
+            if here and plain and all(is_over(s, store) for s in loads):
+                found.append((store.tensor, tensor))
+    return found
 
 
 def substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProgram:

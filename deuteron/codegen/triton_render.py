@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Load, ScalarProgram, Store
+from deuteron.codegen.scalar import Load, ScalarProgram, Store, overwritable
 from deuteron.codegen.triton_body import Body, arithmetic, side_by_side
 from deuteron.codegen.triton_index import Space, arranged, needs_int64, transposed_axis
 from deuteron.codegen.triton_math import POINTERS, Arithmetic
@@ -185,8 +185,18 @@ class Renderer:
             body.masks["c"] = "inside_c"
         for tensor in weights(self.program):
             body.hints[tensor] = "evict_last"
-        body.emit(self.program.statements)
+        stores = [s for s in self.program.statements if isinstance(s, Store)]
+        body.emit(s for s in self.program.statements if not isinstance(s, Store))
+        if self._looks_along_rows():
+            body.line("tl.debug_barrier()")  # a row is read by all before any of it is overwritten
+        body.emit(stores)
         return body, grid, ()
+
+    def _looks_along_rows(self) -> bool:
+        """Whether single elements of rows are read that other threads may store over."""
+        over = {tensor for _, tensor in overwritable(self.program)}
+        loads = [s for s in self.program.statements if isinstance(s, Load) and s.tensor in over]
+        return any(self.program.level[s.name] == "row" for s in loads)
 
 
 def weights(program: ScalarProgram) -> list[str]:

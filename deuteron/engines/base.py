@@ -60,7 +60,8 @@ class Kernel:
     it returns new tensors: one, or a tuple; vendor calls that allocate their result are of this
     kind. ``workspace`` is scratch memory in bytes that one call needs at most, for the policy
     to judge. ``calls`` is what a kernel of generated code does, as data: the plan hands such
-    kernels that follow each other to one native call.
+    kernels that follow each other to one native call. ``over`` are pairs of a result and an input:
+    that result may take the memory of that input, where nobody needs it any more.
     """
 
     fn: Callable[..., Any]
@@ -69,6 +70,7 @@ class Kernel:
     workspace: int = 0
     note: str = ""
     calls: tuple[Call, ...] = ()
+    over: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def generated(calls: Sequence[Call], workspace: int = 0) -> Kernel:

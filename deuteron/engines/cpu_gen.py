@@ -14,10 +14,11 @@ from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.lower import lower
 from deuteron.codegen.parts import in_parts
-from deuteron.codegen.scalar import Guard, Load, ScalarProgram, reads
+from deuteron.codegen.scalar import Guard, Load, ScalarProgram, overwritable, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.indices import checked, lookups
+from deuteron.engines.match import places_of
 from deuteron.engines.roofline import PRODUCT, is_product, region_bound
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -169,6 +170,8 @@ class CpuGen:
             calls.append(call)
             room = max(room, floats)
         kernel = Kernel.generated(calls, workspace=4 * room * torch.get_num_threads())
+        if len(programs) == 1:
+            kernel = replace(kernel, over=places_of(overwritable(found), region))
         indices = lookups(region)
         if not isinstance(indices, Refusal) and indices:  # then it is no mere call of native code
             return replace(kernel, fn=checked(kernel.fn, indices, region.inputs), calls=())

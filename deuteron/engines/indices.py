@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from deuteron.engines.base import Refusal
-from deuteron.errors import BindError
+from deuteron.errors import BindError, GraphError
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 
 INDEX = 1  # the slot of the index in every operator that has one
-OPERATORS = ("gather", "index_select", "embedding", "nll_loss", "cross_entropy")
+LOSSES = ("nll_loss", "cross_entropy", "cross_entropy_with_grad")
+OPERATORS = ("gather", "index_select", "embedding", *LOSSES)
 SAME = ("reshape", "permute", "transpose", "expand", "squeeze", "unsqueeze", "to_layout")
 
 
@@ -44,11 +45,18 @@ class Lookup:
             bad &= index != self.ignored
         if bad.any():
             at = [int(i) for i in bad.nonzero()[0]]
-            or_else = "" if self.ignored is None else f", or {self.ignored} for what is ignored"
+            found, last = int(index[tuple(at)]), self.size - 1
+            if self.ignored is not None:
+                raise GraphError(
+                    f"class {found} is not one of {self.size}",
+                    asked=f"{self.op.removesuffix('_with_grad')} over {self.size} classes",
+                    where=f"the target at {at}",
+                    remedy=f"use classes from 0 to {last}, or {self.ignored} for what is ignored",
+                )
             raise BindError(
-                f"index {int(index[tuple(at)])} at {at} is out of range",
+                f"index {found} at {at} is out of range",
                 asked=f"{self.op} from {self.size}",
-                remedy=f"use indices from 0 to {self.size - 1}{or_else}",
+                remedy=f"use indices from 0 to {last}",
             )
 
 

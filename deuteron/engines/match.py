@@ -5,7 +5,7 @@ Every engine that fuses epilogues asks here, so that they agree on what they saw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,11 @@ def chain(region: Region, anchors: tuple[str, ...]) -> Chain | Refusal:
     assert x is not None and w is not None
     types = region.graph.types
     return Chain(anchor, residual, act, types[x], types[w], types[value])
+
+
+def places_of(pairs: Iterable[tuple[str, str]], region: Region) -> tuple[tuple[int, int], ...]:
+    """Pairs of a result and an input by their places, as :class:`Kernel` has them."""
+    return tuple((region.outputs.index(out), region.inputs.index(v)) for out, v in pairs)
 
 
 def only_node(region: Region, ops: Mapping[str, Any]) -> Node | Refusal:

@@ -41,10 +41,10 @@ def region_cost(region: Region) -> Cost:
     flops = sum(node_cost(graph, node).flops for node in region.nodes)
     if all(table.get(node.op).view for node in region.nodes):
         return Cost(flops, 0, 0)
+    writes = sum(graph.types[v].nbytes for v in region.outputs)
     if len(region.nodes) == 1:
-        return node_cost(graph, region.nodes[0])
-    reads = sum(_bytes_read(graph, v) for v in region.inputs)
-    return Cost(flops, reads, sum(graph.types[v].nbytes for v in region.outputs))
+        return Cost(flops, node_cost(graph, region.nodes[0]).reads, writes)
+    return Cost(flops, sum(_bytes_read(graph, v) for v in region.inputs), writes)
 
 
 def _bytes_read(graph: Graph, value: str) -> int:
@@ -191,6 +191,7 @@ OVERHEAD = {  # seconds a call costs beyond its work
     ("instance_norm", "cpu"): 1.5e-5,  # and changes of shape
     ("batch_norm_act", "cpu"): 1.5e-5,
     ("batch_norm_act_grad", "cpu"): 1.5e-5,  # a few calls
+    ("cross_entropy_with_grad", "cpu"): 1.5e-4,  # a few dozen
     ("layer_norm_grad", "cpu"): 5e-5,
     ("rms_norm_grad", "cpu"): 4e-5,  # a dozen
     ("group_norm_grad", "cpu"): 5e-5,
@@ -200,6 +201,7 @@ OVERHEAD = {  # seconds a call costs beyond its work
     ("rms_norm_grad", "cuda"): 2e-5,
     ("group_norm_grad", "cuda"): 2.5e-5,
     ("instance_norm_grad", "cuda"): 2.5e-5,
+    ("cross_entropy_with_grad", "cuda"): 4e-5,
     ("histogram", "cuda"): 2.5e-5,
     ("batch_norm_train", "cuda"): 4e-6,
     ("batch_norm_act", "cuda"): 6e-6,  # a few
@@ -213,6 +215,8 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("avg_pool", "cuda"): 0.2,
     ("avg_pool_grad", "cuda"): 0.03,
     ("softmax", "cuda"): 0.6,
+    ("cross_entropy", "cuda"): 0.35,  # the logarithms of all probabilities are written
+    ("cross_entropy_with_grad", "cuda"): 0.06,
     ("adaptive_avg_pool", "cuda"): 0.17,
     ("adaptive_avg_pool_grad", "cuda"): 0.11,
     ("to_layout", "cuda"): 0.55,
@@ -229,6 +233,8 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("gelu", "cpu"): 0.18,
     ("softmax", "cpu"): 0.08,
     ("log_softmax", "cpu"): 0.08,
+    ("cross_entropy", "cpu"): 0.07,
+    ("cross_entropy_with_grad", "cpu"): 0.02,
     ("silu", "cpu"): 0.1,
     ("sigmoid", "cpu"): 0.12,
     ("tanh", "cpu"): 0.1,

@@ -12,11 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from deuteron.codegen.lower import lower
-from deuteron.codegen.scalar import ScalarProgram
+from deuteron.codegen.scalar import ScalarProgram, overwritable
 from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_passes import dependent_passes, passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.match import places_of
 from deuteron.engines.roofline import PRODUCT, is_product, main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton_here import refuse_anywhere
 from deuteron.ir.graph import Attrs
@@ -104,10 +105,13 @@ class TritonGen:
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         from deuteron.codegen.triton_load import Launcher
 
-        rendered = self.render(region, candidate)
+        rendered, program = self.render(region, candidate), program_of(region)
+        assert isinstance(program, ScalarProgram)
         launcher = Launcher(rendered, (*region.inputs, *region.outputs), ctx.device)
         note = f"{len(rendered.launches)} kernel(s), {rendered.warps} warps"
-        return Kernel(launcher, writes=True, workspace=launcher.workspace, note=note)
+        alone = candidate.knobs["kind"] in ("flat", "tile", "rows")  # who reads a row writes it
+        over = places_of(overwritable(program), region) if alone else ()
+        return Kernel(launcher, writes=True, workspace=launcher.workspace, note=note, over=over)
 
     def render(self, region: Region, candidate: Candidate) -> Rendered:
         """The source that a candidate stands for; ``print(….source)`` shows it."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.engines.triton_batch_norm import BATCH_NORM
+from deuteron.engines.triton_cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton_group_norm import GROUP_NORM
 from deuteron.engines.triton_histogram import HISTOGRAM
 from deuteron.engines.triton_max_pool import MAX_POOL
@@ -18,8 +19,8 @@ from deuteron.target import Target
 
 
 class TritonKernels(RecipeEngine):
-    """Norms of groups and gradients of norms, batch normalisation in training, positions, scans,
-    resampling, pyramid and max pooling and histograms."""
+    """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
+    positions, scans, resampling, pyramid and max pooling and histograms."""
 
     name = "triton_kernels"
     version = "6"
@@ -27,4 +28,4 @@ class TritonKernels(RecipeEngine):
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
-        return (*norms, ROPE, SCAN, PYRAMID_POOL, MAX_POOL, RESAMPLE, HISTOGRAM)
+        return (*norms, CROSS_ENTROPY, ROPE, SCAN, PYRAMID_POOL, MAX_POOL, RESAMPLE, HISTOGRAM)

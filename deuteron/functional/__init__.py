@@ -45,11 +45,11 @@ from deuteron.functional.activation import tanh as tanh
 from deuteron.functional.activation import tanhshrink as tanhshrink
 from deuteron.functional.activation import threshold as threshold
 from deuteron.functional.batch_norm import batch_norm as batch_norm
+from deuteron.functional.cross_entropy import cross_entropy as cross_entropy
 from deuteron.functional.embedding import embedding as embedding
 from deuteron.functional.embedding import sinusoidal as sinusoidal
 from deuteron.functional.explain import explain as explain
-from deuteron.functional.linear_loss import linear_cross_entropy as linear_cross_entropy
-from deuteron.functional.loss import cross_entropy as cross_entropy
+from deuteron.functional.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from deuteron.functional.norm import group_norm as group_norm
 from deuteron.functional.norm import instance_norm as instance_norm
 from deuteron.functional.norm import layer_norm as layer_norm

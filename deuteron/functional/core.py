@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -66,18 +66,24 @@ class Function:
         defaults: Attributes | None = None,
         silent: Sequence[int] = (),
         overwritten: Sequence[str] = (),
+        eager: bool = False,
+        into: Mapping[int, str] | None = None,
     ) -> None:
         """``schema``: the signature, if that of ``build`` does not show it. ``silent``: places of
         results that no gradient comes back from. ``overwritten``: tensors that the caller writes
-        to afterwards, so that the backward pass has to do without."""
+        to afterwards, so that the backward pass has to do without. ``eager``: it is run by
+        :meth:`plan` alone, and torch need not know it. ``into``: results that take the memory of a
+        tensor, where a kernel can."""
         self.name, self.build, self.silent = name, build, frozenset(silent)
         self.overwritten = frozenset(overwritten)
         self.schema = schema or schema_of(build)
         self.tensors, self.attributes = map(list, self.schema)
         self.defaults = defaults or {}
         self.planned: dict[Any, Planned] = {}
-        FUNCTIONS[name] = self
-        self.op = _register(self)
+        self.into = {str(place): tensor for place, tensor in (into or {}).items()}
+        if not eager:
+            FUNCTIONS[name] = self
+            self.op = _register(self)
 
     def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
         """One tensor, or a tuple where the graph has several results."""
@@ -167,7 +173,8 @@ class Planned:
         given = tensors if self.all_given else [t for t in tensors if t is not None]
         if self.ready is None:
             assert self.graph is not None and given[0] is not None
-            plan = compile_graph(self.graph, device=given[0].device, policy=EAGER)
+            device, into = given[0].device, self.function.into
+            plan = compile_graph(self.graph, device=device, policy=EAGER, into=into)
             self.ready, self.graph = ReadyPlan(plan), None
         return self.ready(*given)  # type: ignore[arg-type]  # none of them is None
 

@@ -36,11 +36,11 @@ from deuteron.nn.activation import SwiGLU as SwiGLU
 from deuteron.nn.activation import Tanh as Tanh
 from deuteron.nn.activation import Tanhshrink as Tanhshrink
 from deuteron.nn.activation import Threshold as Threshold
+from deuteron.nn.cross_entropy import CrossEntropyLoss as CrossEntropyLoss
+from deuteron.nn.cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from deuteron.nn.embedding import Embedding as Embedding
 from deuteron.nn.embedding import RotaryEmbedding as RotaryEmbedding
 from deuteron.nn.embedding import SinusoidalEmbedding as SinusoidalEmbedding
-from deuteron.nn.loss import CrossEntropyLoss as CrossEntropyLoss
-from deuteron.nn.loss import LinearCrossEntropy as LinearCrossEntropy
 from deuteron.nn.norm import BatchNorm1d as BatchNorm1d
 from deuteron.nn.norm import BatchNorm2d as BatchNorm2d
 from deuteron.nn.norm import BatchNorm3d as BatchNorm3d

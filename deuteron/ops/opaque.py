@@ -74,7 +74,7 @@ def resolve(target: str) -> Any:
     parts = target.split(".")
     if len(parts) != 3 or parts[0] not in NAMESPACES or parts[1] in FORBIDDEN:
         usual = f"operators of {', '.join(NAMESPACES)} that do not write to their inputs"
-        ours = "compute losses and augment images outside of what is optimised"
+        ours = "augment images and compute linear_cross_entropy outside of what is optimised"
         raise GraphError(
             f"the call {target!r} is not allowed in a graph",
             remedy=ours if parts[0] == "deuteron" else usual,

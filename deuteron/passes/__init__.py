@@ -17,6 +17,7 @@ from deuteron.passes.differentiate import differentiate, pullback
 from deuteron.passes.expand import expand
 from deuteron.passes.fold_batch_norm import fold_batch_norm
 from deuteron.passes.fuse import Veto, fuse
+from deuteron.passes.join_cross_entropy import join_cross_entropy
 from deuteron.passes.join_rope import join_rope
 from deuteron.passes.keep_signs import keep_signs
 from deuteron.passes.keep_winners import keep_winners
@@ -24,6 +25,7 @@ from deuteron.passes.layout import choose_layout
 from deuteron.passes.simplify import algebra, canonicalise
 
 PASSES: tuple[Pass, ...] = (
+    Pass("join cross entropy", join_cross_entropy),  # a loss with its gradient, one read of logits
     Pass("expand", expand),  # operators that stand for several, where no kernel takes them whole
     Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value

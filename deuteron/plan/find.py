@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from deuteron.engines import BUILT_IN, BuildContext, Candidate, engine
+from deuteron.engines.indices import LOSSES
 from deuteron.engines.roofline import is_product, region_cost
 from deuteron.errors import EngineError
 from deuteron.files import source_digest
@@ -399,7 +400,7 @@ def _index_limit(region: Region, value: str) -> int:
             limit = min(limit, node.attrs["rows"])
         elif node.op == "scatter_add":
             limit = min(limit, node.attrs["shape"][node.attrs["axis"]])
-        elif node.op in ("cross_entropy", "nll_loss", "aten"):
+        elif node.op in (*LOSSES, "aten"):
             assert types[0] is not None
             limit = min(limit, types[0].shape[1] if types[0].rank > 1 else 2)
         elif node.op in MOVES:

@@ -42,7 +42,9 @@ class Plan:
     ``plan.explain()`` says what runs where and why; ``plan.save(path)`` keeps it.
     """
 
-    def __init__(self, decision: Decision, device: torch.device) -> None:
+    def __init__(
+        self, decision: Decision, device: torch.device, into: Mapping[str, str] | None = None
+    ) -> None:
         self.decision, self.device = decision, device
         graph = decision.graph
         self.inputs: dict[str, TensorType] = {n: graph.types[n] for n in graph.inputs}
@@ -55,7 +57,7 @@ class Plan:
         built = [self._built(choice) for choice in decision.choices]
         self.decision = replace(decision, choices=tuple(choice for choice, _ in built))
         kernels = [kernel for _, kernel in built]
-        self.program = Program(graph, decision.regions, kernels, self._constants, device)
+        self.program = Program(graph, decision.regions, kernels, self._constants, device, into)
         self._captured: CapturedProgram | None = None
         self._capture_note = self._why_not_captured()
         self._capture_lock = threading.Lock()
@@ -311,8 +313,10 @@ def compile_graph(
     policy: Policy | None = None,
     cache: Cache | None = None,
     progress: Progress | None = None,
+    into: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Decide and build: what ``Graph.compile`` and ``optimize`` stand on."""
+    """Decide and build: what ``Graph.compile`` and ``optimize`` stand on. ``into``: outputs that
+    take the memory of an input where a kernel can, which then holds nothing else any more."""
     where = resolve_device(device)
     if policy is not None and not isinstance(policy, Policy):
         raise BindError(
@@ -330,7 +334,7 @@ def compile_graph(
         cache=cache,
         progress=progress,
     )
-    return Plan(decision, where)
+    return Plan(decision, where, into)
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

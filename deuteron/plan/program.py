@@ -101,12 +101,17 @@ class Program:
         kernels: Sequence[Kernel],
         constants: Mapping[str, torch.Tensor],
         device: torch.device,
+        into: Mapping[str, str] | None = None,
     ) -> None:
+        """``into``: outputs that take the memory of an input, by their names, where the kernel that
+        makes them allows it."""
         self.graph, self.regions, self.device = graph, tuple(regions), device
         leaving = {value for _, value in graph.outputs}  # a rank-0 one is on the CPU till now
         self.constants = {v: t.to(device) if v in leaving else t for v, t in constants.items()}
         self.kernels = tuple(kernels)
         self.memory = plan_memory(graph, regions, kernels)
+        wanted = {value: (into or {}).get(name) for name, value in graph.outputs}
+        self.into = {v: x for v, x in wanted.items() if x is not None and self._fits_over(v, x)}
         self.conversions: list[str] = []  # values that a library returns in another order
         self.source = ""
         self._lock = threading.Lock()
@@ -177,7 +182,9 @@ class Program:
             args = [env[v] for v in region.inputs]
             if self._told(region, kernel):
                 for value in region.outputs:
-                    if value not in self.memory.offsets:
+                    if value in self.into:
+                        env[value] = env[self.into[value]]
+                    elif value not in self.memory.offsets:
                         env[value] = self._empty(value)()
                 kernel.fill(args, [env[v] for v in region.outputs])
             else:
@@ -200,6 +207,16 @@ class Program:
         self._write()
         idle.append(arena)
         return [duplicate(env[v]) if v in self._shared else env[v] for _, v in self.graph.outputs]
+
+    def _fits_over(self, value: str, given: str) -> bool:
+        """Whether a value may be written over an input: they are of one type, the kernel says so,
+        and nobody reads the input afterwards."""
+        i, region = next((i, r) for i, r in enumerate(self.regions) if value in r.outputs)
+        readers = [k for k, r in enumerate(self.regions) if given in r.inputs]
+        if not readers or readers[-1] != i or self.graph.types[value] != self.graph.types[given]:
+            return False
+        pair = region.outputs.index(value), region.inputs.index(given)
+        return self.kernels[i].writes and pair in self.kernels[i].over
 
     def _note_view(self, i: int, region: Region, env: Mapping[str, torch.Tensor]) -> None:
         """Whether the region answered with a view of its one input, and where that begins."""
@@ -294,6 +311,7 @@ class Program:
             self.conversions,
             self._shared,
             self._empty,
+            self.into,
         )
         self.source = writer.write()
         exec(compile(self.source, f"<plan {id(self):x}>", "exec"), writer.space)

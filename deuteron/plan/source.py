@@ -49,6 +49,7 @@ class Writer:
     converted: Sequence[str]
     shared: set[str]
     empty: Callable[[str], Callable[[], torch.Tensor]]
+    into: Mapping[str, str]  # results that take the memory of an input
     space: dict[str, Any] = field(default_factory=dict)
     natives: int = 0
 
@@ -87,7 +88,10 @@ class Writer:
         """Fresh memory for what leaves the plan."""
         lines = []
         for value in step.region.outputs if step.told else ():
-            if value not in self.parts:
+            if value in self.into:
+                given = self._local[self.into[value]]
+                lines.append(f"    {self._name('v', value)} = {given}")
+            elif value not in self.parts:
                 out = self._name("v", value)
                 self.space[f"e{out}"] = self.empty(value)
                 lines.append(f"    {out} = e{out}()")

@@ -1,254 +1,330 @@
-"""Cross-entropy over rows of classes, with its gradient from the same launch.
+"""Cross-entropy of long rows with its gradient, one row to a program at a time.
 
-For a row x with wanted shares q (one class, probabilities, smoothing and class weights together):
+For a row x whose target is class y, with q = (1 − ε) · weight[y] there and ε / C at every class:
 
     lse = log Σ exp x            loss = lse · Σ q − Σ q · x + z · lse²
-    d loss / dx = softmax(x) · (Σ q + 2 · z · lse) − q
+    d loss / dx = softmax(x) · (Σ q + 2 · z · lse) − q,          times scale
 
-Bytes: a long row (``cross_entropy_long``) is read twice and its gradient written once. The first
-read finds maximum and sum, the second comes from L2, where the first asked the row to stay, so
-memory sees one read and one write: 8192 × 128256 in bf16 is 4.2 GB. Short rows and images
-(``cross_entropy_many``) are read once. The gradient may take the place of the logits.
+A row is read twice and its gradient written once. The first read finds maximum and sum and asks L2
+to keep the row, the second comes from there, so memory sees one read and one write: 8192 × 128256
+in bf16 is 4.2 GB. Rows that are ignored are not read, and have loss, lse and gradient 0. A class
+that does not exist makes its row nan. The gradient may take the place of the logits.
 
-Long rows that are ignored are not read. A class that does not exist makes its row nan.
+Exponents are kept in powers of two: k = max x · log₂e, rounded, is what is subtracted, and
+x · log₂e − k is one instruction that rounds once. As every logit of a row meets the same k, large
+logits lose no digits.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
-from deuteron.kernels.triton.cross_entropy_long import one_row
-from deuteron.kernels.triton.cross_entropy_many import many_rows, some_classes
 from deuteron.kernels.triton.launch import Launchable
 
-# ---- launches --------------------------------------------------------------------------------
-
-_one_row, _many_rows, _some_classes = map(Launchable, (one_row, many_rows, some_classes))
-
-LONG = 4096  # classes, from where a row is worth a program of its own
-LONGEST = 32768  # and from where it is worth all the warps there are
-HELD = 8192  # numbers of a tile that four warps hold in registers, beside what they become
-FEW = 256  # classes far apart that are held in registers
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2.0))
 
 
-class Layout(NamedTuple):
-    """Where the rows of a tensor are: ``outer`` groups of ``inner`` rows, and their strides."""
+class Given(NamedTuple):
+    """Pointers; what a call has not, or nobody wants, is None. ``z`` is one number; ``scale`` is
+    one number, or one for each row."""
 
-    outer: int
-    inner: int
-    by_outer: int
-    by_inner: int
-    by_class: int
-
-
-class Spec(NamedTuple):
-    """The numbers of a cross-entropy."""
-
-    ignore: int
-    smoothing: float
-    z: float
+    x: Any
+    target: Any
+    weight: Any
+    scale: Any
+    z: Any
+    loss: Any
+    lse: Any
+    grad: Any
 
 
-class Plan(NamedTuple):
-    """How rows are launched: the kernel's grid, its numbers (strides and sizes), its constants."""
+class Terms(NamedTuple):
+    """The numbers of a cross-entropy, how many rows there are, and the steps in memory from row to
+    row: of the logits, the gradient, and the scale (0 or 1)."""
 
-    kernel: Launchable
-    programs: int
-    numbers: tuple[Any, ...]
-    constants: dict[str, Any]
-
-    @property
-    def sums(self) -> bool:
-        """Whether programs have several rows, and may sum up their losses."""
-        return self.kernel is _many_rows
-
-
-@lru_cache(maxsize=1024)
-def layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout | None:
-    """The rows of logits [C], [N, C] or [N, C, d1, …], or None where one stride for the trailing
-    dimensions does not exist."""
-    sizes, strides = list(shape), list(stride)
-    while len(sizes) > 2 and sizes[-1] == 1:
-        sizes.pop()
-        strides.pop()
-    if len(sizes) == 1:
-        return Layout(1, 1, 0, 0, strides[0])
-    if len(sizes) == 2:
-        return Layout(1, sizes[0], 0, strides[0], strides[1])
-    tail = [(n, s) for n, s in zip(sizes[2:], strides[2:], strict=True) if n != 1]
-    for (_, before), (n, s) in pairwise(tail):
-        if before != n * s:
-            return None
-    return Layout(sizes[0], math.prod(sizes[2:]), strides[0], tail[-1][1], strides[1])
+    classes: Any
+    ignore: Any
+    smoothing: Any
+    rows: Any
+    x_step: Any
+    grad_step: Any
+    scale_step: Any
 
 
-def tile_of(classes: int, plain: bool, spread: bool) -> tuple[int, int, int]:
-    """Numbers to a lane, lanes and warps for a long row. With 32 warps a thread has 64 registers,
-    which is enough for ``plain`` rows: they start at multiples of 16, and shares are not read."""
-    deep = 2 if spread else 4
-    if classes <= LONGEST:
-        return (4 if plain else 2), 2048, 8
-    return (deep, 8192, 32) if plain else (deep, 4096, 16)
-
-
-def plan_rows(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    grad: torch.Tensor | None,
-    smooth: bool,
-) -> Plan:
-    """The launch for logits x. All of x, float targets and grad must have a layout."""
-    probs = target.is_floating_point()
-    out = x if grad is None else grad
-    together = x.dtype == out.dtype and (x is out or not (x.data_ptr() ^ out.data_ptr()) & 15)
-    return _plan(
-        x.device,
-        x.shape,
-        x.stride(),
-        out.stride(),
-        target.stride() if probs else None,
-        weight is not None,
-        smooth,
-        together,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _plan(
-    device: torch.device,
-    shape: tuple[int, ...],
-    x: tuple[int, ...],
-    grad: tuple[int, ...],
-    target: tuple[int, ...] | None,
-    weighted: bool,
-    smooth: bool,
-    together: bool,
-) -> Plan:
-    probs = target is not None
-    where, there = layout(shape, x), layout(shape, grad)
-    wanted = layout(shape, target) if target is not None else Layout(0, 0, 0, 0, 1)
-    assert where is not None and there is not None and wanted is not None
-    classes = shape[min(1, len(shape) - 1)]
-    fixed: dict[str, Any] = {"PROBS": probs, "SPREAD": probs or smooth}
-    rows = where.outer * where.inner
-    if classes > LONG and where.by_class == there.by_class == wanted.by_class == 1:
-        steps = (where.by_outer, where.by_inner, there.by_outer, there.by_inner)
-        even = all(n % 16 == 0 for n in (classes, *steps))
-        plain = even and not probs and not (smooth and weighted)
-        deep, lanes, warps = tile_of(classes, plain, probs or smooth)
-        fixed |= {"R": deep, "W": lanes, "warps": warps}
-        fixed["SHIFTED"] = together and not even and steps[:2] == steps[2:]
-        numbers = (rows, where.inner, *steps, wanted.by_outer, wanted.by_inner, classes)
-        programs = rows if warps < 32 else min(rows, processors(device))
-        fixed["AHEAD"] = programs < rows
-        return Plan(_one_row, programs, numbers, fixed)
-    block = triton.next_power_of_2(classes)
-    if where.by_class == 1 and classes <= LONG:
-        each = max(1, min(LONG // block, 64))
-    elif classes <= FEW:
-        each = min(512, HELD // block)
+@triton.jit
+def _number(pointer, USUAL: tl.constexpr):
+    """A number in memory, or the usual one where none is given."""
+    if pointer is None:
+        return USUAL
     else:
-        each, block = 64, 64
-    fixed |= {"ROWS": each, "BLOCK": block, "ONCE": block >= classes, "warps": 4}
-    blocks = triton.cdiv(where.inner, each)
-    strides: list[Any] = []
-    for _, _, by_outer, by_inner, by_class in (where, there, wanted):
-        strides += by_outer, _unit(by_inner), _unit(by_class)
-    numbers = (where.inner, blocks, *strides, classes)
-    return Plan(_many_rows, where.outer * blocks, numbers, fixed)
+        return tl.load(pointer).to(tl.float32)
 
 
-def launch_rows(
-    plan: Plan,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    total: torch.Tensor,
-    loss: torch.Tensor,
-    lse: torch.Tensor | None,
-    masses: torch.Tensor | None,
-    grad: torch.Tensor | None,
-    spec: Spec,
-    summed: bool = False,
-    alone: str = "",
-    later: bool = False,
-) -> None:
-    """The loss of every row, or ``summed`` of every program; also lse, Σ q and the gradient where
-    there is a tensor for them, which for the gradient may be ``x``. ``total`` comes from
-    ``loss_sums``, or, if one program is ``alone`` and knows the reduction, from here. Integer
-    targets must be contiguous."""
-    how = {"SUMMED": summed, "ALONE": alone, "LATER": later} if plan.sums else {}
-    plan.kernel(
-        (plan.programs,),
-        x,
-        target,
-        weight,
-        total,
-        loss,
-        lse,
-        masses,
-        grad,
-        *plan.numbers,
-        *spec,
-        **plan.constants,
-        **how,
-    )
+@triton.jit
+def _anchor(m):
+    """What to subtract before exp: the maximum, or 0 where all of a row is −inf so far."""
+    return tl.where(m == float("-inf"), 0.0, m)
 
 
-@lru_cache(maxsize=64)
-def processors(device: torch.device) -> int:
-    """Of a GPU; in Triton's interpreter two, so that programs have more than one row."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+@triton.jit
+def _own_share(y, weight, terms):
+    """What an integer target adds to q at its class, nan if there is no such class."""
+    known = (y >= 0) & (y < terms.classes)
+    own = 1.0 - terms.smoothing
+    if weight is not None:
+        own *= tl.load(weight + y, mask=known, other=0.0).to(tl.float32)
+    return tl.where(known, own, float("nan")), known
 
 
-def launch_some_classes(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    total: torch.Tensor,
-    lse: torch.Tensor,
-    masses: torch.Tensor,
-    up: torch.Tensor,
-    first: int,
-    classes: int,
-    spec: Spec,
-) -> None:
-    """Logits [N, count] of the classes from ``first`` on become their gradients; ``up`` is the
-    gradient of the loss, one number or one for each row. Rows of x and of float targets must be
-    contiguous."""
-    probs = target.is_floating_point()
-    _some_classes(
-        (x.shape[0],),
-        x,
-        target,
-        weight,
-        total,
-        lse,
-        masses,
-        up,
-        x.stride(0),
-        target.stride(0) if probs else 0,
-        min(up.dim(), 1),
-        first,
-        x.shape[1],
-        classes,
-        *spec,
-        W=triton.next_power_of_2(min(x.shape[1], LONG)),
-        PROBS=probs,
-        SPREAD=probs or spec.smoothing != 0.0,
-        warps=4,
-    )
+@triton.jit
+def _row_loss(own, picked, mass, spread, ref, k, power, z):
+    """The loss of a row from k and power = log₂ of its sum; logits enter as differences only."""
+    lse = (k + power) * LN2
+    target = own * (power - (picked * LOG2E - k))
+    rest = mass * (power - (ref * LOG2E - k))
+    return (target + rest) * LN2 - spread + z * lse * lse
 
 
-def _unit(stride: int) -> Any:
-    """None for 1: the kernel is then compiled for neighbours."""
-    return None if stride == 1 else stride
+@triton.jit
+def _piece(x, i, span, EDGE: tl.constexpr, SHIFTED: tl.constexpr, POLICY: tl.constexpr):
+    """Logits at i as float32, −inf outside of the span, which only a tile at an EDGE can be. A
+    shifted row is read in whole 16 bytes, with what lies before it; its span ends at a multiple of
+    them, as after the last row there may be nothing."""
+    low, high = span
+    if not EDGE:
+        v = tl.load(x + i, eviction_policy=POLICY).to(tl.float32)
+    elif SHIFTED:
+        end = tl.multiple_of(high, 128 // x.dtype.element_ty.primitive_bitwidth)
+        v = tl.load(x + i, mask=i < end, other=float("-inf"), eviction_policy=POLICY)
+        v = tl.where(i >= low, v.to(tl.float32), float("-inf"))
+    else:
+        v = tl.load(x + i, mask=i < high, other=float("-inf"), eviction_policy=POLICY)
+        v = v.to(tl.float32)
+    return v
+
+
+@triton.jit
+def _seen(v, i, span, ref, so_far, EDGE: tl.constexpr, EVEN: tl.constexpr):
+    """What is known of a row after a tile of logits v more, lane by lane: the maximum (in powers of
+    two), the sum of exponentials, rescaled once for the tile, and if there are EVEN shares of all
+    classes Σ (v − ref)."""
+    m, s, spread = so_far
+    low, high = span
+    new = tl.maximum(m, tl.max(v, 0) * LOG2E)
+    k = _anchor(new)
+    s = s * tl.exp2(m - k) + tl.sum(tl.exp2(v * LOG2E - k[None, :]), 0)
+    if EVEN:
+        apart = v - ref
+        if EDGE:
+            apart = tl.where((i >= low) & (i < high), apart, 0.0)
+        spread += tl.sum(apart, 0)
+    return new, s, spread
+
+
+@triton.jit
+def _read(x, i, span, ref, so_far, EDGE, SHIFTED, EVEN):
+    """The first read of a tile."""
+    v = _piece(x, i, span, EDGE, SHIFTED, "evict_last")
+    return _seen(v, i, span, ref, so_far, EDGE, EVEN)
+
+
+@triton.jit
+def _slope(v, rates, EVEN: tl.constexpr):
+    """The gradient, without what the target takes from its own class."""
+    k, rate, even = rates
+    d = tl.exp2(v * LOG2E - k) * rate
+    if EVEN:
+        d -= even
+    return d
+
+
+@triton.jit
+def _write(x, grad, i, span, rates, EDGE, SHIFTED, EVEN):
+    """The second read of a tile, and its gradient. At an edge of a shifted row only whole 16 bytes
+    are written: what lies beside belongs to others."""
+    low, high = span
+    v = _piece(x, i, span, EDGE, SHIFTED, "evict_first")
+    d = _slope(v, rates, EVEN).to(grad.dtype.element_ty)
+    if not EDGE:
+        tl.store(grad + i, d, eviction_policy="evict_first")
+    elif SHIFTED:
+        wide: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
+        part = i // wide
+        inside = (part >= (low + wide - 1) // wide) & (part < high // wide)
+        tl.store(grad + i, d, mask=inside, eviction_policy="evict_first")
+    else:
+        tl.store(grad + i, d, mask=i < high, eviction_policy="evict_first")
+
+
+@triton.jit
+def _write_ends(x, grad, span, rates, EVEN):
+    """The elements of a shifted row before its first and after its last whole 16 bytes."""
+    low, high = span
+    wide: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
+    for end in tl.static_range(2):
+        i = tl.arange(0, wide) + (high // wide * wide if end else 0)
+        inside = (i >= low) & (i < high)
+        if not end:
+            inside = inside & (low > 0)
+        v = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad + i, _slope(v, rates, EVEN).to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _read_end(x, stop, span, ref, EVEN):
+    """Maximum, sum and spread of what a shifted row has after its last whole 16 bytes."""
+    wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    i = (stop + tl.arange(0, wide))[None, :]
+    zero = tl.zeros((wide,), tl.float32)
+    m, s, spread = _read(x, i, span, ref, (zero + float("-inf"), zero, zero), True, False, EVEN)
+    top = tl.max(m, 0)
+    return top, tl.sum(s * tl.exp2(m - _anchor(top)), 0), tl.sum(spread, 0)
+
+
+@triton.jit
+def one_row(
+    given,
+    terms,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    EVEN: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """A program has one long row at a time, whose classes lie side by side. Lane by lane it keeps a
+    maximum and a sum of its own, so nothing crosses lanes before the end of the row. Only the tiles
+    at the edges of a row have masks. The target of the next row is asked for a row ahead: with one
+    program to a processor nothing else would hide that wait. AHEAD its first tile is as well, and
+    before the gradient of this row is written: memory is read and written at the same time.
+
+    SHIFTED rows may start anywhere, but x and grad at the same places of 16 bytes."""
+    x, target, loss, lse, grad = given.x, given.target, given.loss, given.lse, given.grad
+    i = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+    z = _number(given.z, 0.0)
+    step = tl.num_programs(0)
+    first_row = tl.program_id(0).to(tl.int64)
+    ahead = i
+    if AHEAD:
+        ahead = tl.load(x + first_row * terms.x_step + i, eviction_policy="evict_last")
+    coming = tl.load(target + first_row).to(tl.int64)
+    for row in range(tl.program_id(0), terms.rows, step):
+        y = coming
+        coming = tl.load(target + row + step, mask=row + step < terms.rows, other=0).to(tl.int64)
+        scale = 1.0
+        if given.scale is not None:
+            scale = tl.load(given.scale + row * terms.scale_step).to(tl.float32)
+        at = x + tl.cast(row, tl.int64) * terms.x_step
+        to = at
+        if grad is not None:
+            to = grad + tl.cast(row, tl.int64) * terms.grad_step
+        following = tl.where(row + step < terms.rows, row + step, row).to(tl.int64)
+        following = x + following * terms.x_step
+        if y == terms.ignore:
+            if AHEAD:
+                ahead = tl.load(following + i, eviction_policy="evict_last")
+            if loss is not None:
+                tl.store(loss + row, tl.zeros((), loss.dtype.element_ty))
+            if lse is not None:
+                tl.store(lse + row, 0.0)
+            if grad is not None:
+                zero = tl.zeros((R, W), grad.dtype.element_ty)
+                for o in range(0, terms.classes, R * W):
+                    tl.store(to + o + i, zero, mask=o + i < terms.classes)
+        else:
+            mass, spread, ref = 0.0, 0.0, 0.0
+            own, known = _own_share(y, given.weight, terms)
+            picked = tl.load(at + y, mask=known, other=0.0).to(tl.float32)
+            if EVEN:
+                ref = _anchor(tl.load(at).to(tl.float32))
+            low, first = 0, 0
+            if SHIFTED:  # from the multiple of 16 bytes before the row on
+                size: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+                low = (at.to(tl.int64) % 16).to(tl.int32) // size
+                at = tl.multiple_of(at - low, 16)
+                first = R * W
+                if grad is not None:
+                    to = tl.multiple_of(to - low, 16)
+            high = low + terms.classes
+            whole = high // (R * W) * (R * W)
+            apart = tl.maximum(whole, R * W)
+            begin, stop = whole, high
+            if SHIFTED:  # edges at 0 and at whole
+                wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+                begin, stop = 0, high // wide * wide
+            span, edges = (low, high), (low, stop)
+            none = tl.zeros((W,), tl.float32)
+            so_far = (none + float("-inf"), none, none)
+            start = first
+            if AHEAD:
+                start = R * W
+                so_far = _seen(ahead.to(tl.float32), i, span, ref, so_far, False, EVEN)
+            else:
+                for o in range(begin, stop, apart):
+                    so_far = _read(at, o + i, edges, ref, so_far, True, SHIFTED, EVEN)
+            for o in range(start, whole, R * W):
+                so_far = _read(at, o + i, span, ref, so_far, False, SHIFTED, EVEN)
+            if AHEAD:
+                for o in range(begin, stop, apart):
+                    so_far = _read(at, o + i, edges, ref, so_far, True, SHIFTED, EVEN)
+            m, s, ss = so_far
+            top = tl.max(m, 0)
+            if SHIFTED:
+                last, s2, spread = _read_end(at, stop, span, ref, EVEN)
+                top = tl.maximum(top, last)
+            k = _anchor(top)
+            s1 = tl.sum(s * tl.exp2(m - k), 0)
+            if SHIFTED:
+                s1 += s2 * tl.exp2(last - k)
+            power = tl.log2(s1)
+            even = terms.smoothing / terms.classes
+            if EVEN:
+                mass, spread = terms.smoothing, (spread + tl.sum(ss, 0)) * even
+            if loss is not None:
+                found = _row_loss(own, picked, mass, spread, ref, k, power, z)
+                tl.store(loss + row, found.to(loss.dtype.element_ty))
+            if lse is not None:
+                tl.store(lse + row, (k + power) * LN2)
+            if AHEAD:
+                ahead = tl.load(following + i, eviction_policy="evict_last")
+            if grad is not None:
+                rate = (own + mass + 2.0 * z * ((k + power) * LN2)) * scale / s1
+                rates = (k, rate, scale * even)
+                tl.debug_barrier()  # the row is read by all before any of it is overwritten
+                for o in range(first, whole, R * W):  # backwards: what was read last is nearest
+                    j = whole - R * W - (o - first) + i
+                    _write(at, to, j, span, rates, False, SHIFTED, EVEN)
+                for o in range(begin, stop, apart):
+                    _write(at, to, o + i, edges, rates, True, SHIFTED, EVEN)
+                if SHIFTED:
+                    _write_ends(at, to, span, rates, EVEN)
+                d = _slope(picked, rates, EVEN) - own * scale
+                tl.debug_barrier()
+                tl.store(to + low + y, d.to(grad.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def scale(x, up, left, n, BLOCK: tl.constexpr):
+    """x · up · left, in place. Nothing is touched where that is 1, as it is at the root of a
+    backward pass: the launch then costs its latency."""
+    f = _number(up, 1.0) * _number(left, 1.0)
+    if f != 1.0:
+        for o in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            i = o + tl.arange(0, BLOCK)
+            v = tl.load(x + i, mask=i < n).to(tl.float32) * f
+            tl.store(x + i, v.to(x.dtype.element_ty), mask=i < n)
+
+
+_scale = Launchable(scale)
+SCALERS = 512  # programs of a scaling: several for every processor of any GPU
+
+
+def launch_scale(x: torch.Tensor, up: torch.Tensor, left: torch.Tensor | None) -> None:
+    """Scales a dense tensor by numbers on the device, without waiting for them."""
+    programs = min(SCALERS, -(-x.numel() // 8192))
+    _scale((programs,), x, up, left, x.numel(), BLOCK=8192, warps=8)

@@ -1,0 +1,174 @@
+"""Cross-entropy of long rows with its gradient: the recipe around
+``kernels/triton/cross_entropy.py``.
+
+Generated code makes the same passes. It has short rows and images for itself, because it knows
+their sizes when it is compiled, and targets that are probabilities. For rows of many classes this
+kernel takes fewer instructions, asks for the next row while it writes this one, writes a row
+backwards, from what L2 still holds, and reads rows that start anywhere in whole 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.recipes import Recipe
+from deuteron.engines.roofline import modelled_seconds, region_cost
+from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.ops.cross_entropy import class_axis
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+OPS = ("cross_entropy", "cross_entropy_with_grad")
+LONG = 4096  # classes, from where a row is worth a program of its own
+LONGEST = 32768  # and from where it is worth all the warps there are
+ROWS_LIMIT = 2**31 - 2**20  # rows are counted in 32 bits, with room for the last step
+REACHED = 0.94  # of the bandwidth of a copy, as measured on an H200
+
+
+class Work(NamedTuple):
+    """A region as one call. ``given``: the values that are logits, target, weight, scale and z;
+    ``made``: those that are loss, lse and gradient; None for what there is not, or nobody reads.
+    ``steps``: from row to row, of logits and gradient."""
+
+    given: tuple[str | None, ...]
+    made: tuple[str | None, ...]
+    attrs: Mapping[str, Any]
+    rows: int
+    classes: int
+    steps: tuple[int, int]
+    in_place: bool  # whether the gradient has the type of the logits, strides and all
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows start at multiples of 16."""
+        return all(n % 16 == 0 for n in (self.classes, *self.steps))
+
+
+def row_step(t: TensorType) -> int | None:
+    """From one row of logits [C], [N, C] or [N, C, d1, …] to the next; None if their classes do not
+    lie side by side, or the rows at different distances."""
+    axis = class_axis(t.shape)
+    dims = [d for d in range(t.rank) if d != axis and t.shape[d] > 1]
+    apart = any(t.strides[a] != t.shape[b] * t.strides[b] for a, b in pairwise(dims))
+    if t.strides[axis] != 1 or apart:
+        return None
+    return t.strides[dims[-1]] if dims else 0
+
+
+@lru_cache(maxsize=1024)
+def work_of(region: Region) -> Work | Refusal:
+    """The region as a call. Logits that are widened before and results that are narrowed after it
+    are read and written in the type that they have in memory."""
+    nodes = [n for n in region.nodes if n.op in OPS]
+    casts = [n for n in region.nodes if n.op == "cast"]
+    if len(nodes) != 1 or len(casts) + 1 < len(region.nodes):
+        return Refusal(f"runs {' or '.join(OPS)} alone, or with casts")
+    node, types = nodes[0], region.graph.types
+    given = [*node.inputs, *[None] * 5][:5]
+    made = [v if v in region.outputs else None for v in (*node.outputs, None, None)[:3]]
+    for cast in casts:
+        source, wide = cast.uses[0], types[cast.output].dtype.short == "f32"
+        if cast.output == given[0] and types[source].dtype.is_low and wide:
+            given[0] = source
+        elif source in node.outputs and made[node.outputs.index(source)] is None:
+            made[node.outputs.index(source)] = cast.output
+        else:
+            return Refusal("a cast is neither of the logits to f32 nor of a result")
+    if any(v is not None and v not in (*region.inputs, *region.graph.constants) for v in given):
+        return Refusal("an operand is computed in the region")
+    x, wanted, *others = (None if v is None else types[v] for v in given)
+    assert x is not None and wanted is not None
+    classes = x.shape[class_axis(x.shape)]
+    if node.attrs.get("reduction", "none") != "none":
+        return Refusal("joins positions, which takes a second kernel", "use reduction='none'")
+    if classes <= LONG or x.numel == 0 or x.dtype.short == "f64":
+        return Refusal(f"is for more than {LONG} classes, and not for float64")
+    smooth = node.attrs["label_smoothing"] != 0.0
+    if wanted.dtype.is_float or (smooth and given[2] is not None):
+        return Refusal("is for classes, and not for weights with label_smoothing")
+    if x.numel // classes > ROWS_LIMIT:
+        return Refusal("there are more than 2³¹ rows", "split the batch")
+    grad = x if made[2] is None else types[made[2]]
+    steps: Any = (row_step(x), row_step(grad))
+    vectors = [t for t in (wanted, *others) if t is not None]
+    contiguous = all(t.is_layout("contiguous") or not any(t.strides) for t in vectors)
+    if None in steps or not contiguous:
+        return Refusal("the classes of a row, or the rows, are not at equal steps", "to_layout(x)")
+    rows = x.numel // classes
+    return Work(tuple(given), tuple(made), node.attrs, rows, classes, steps, grad == x)
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
+    found = refuse_anywhere(target) or work_of(region)
+    return found if isinstance(found, Refusal) else None
+
+
+def _accepted(region: Region) -> Work:
+    work = work_of(region)
+    assert isinstance(work, Work)
+    return work
+
+
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
+    """Numbers to a lane, lanes and warps. With 32 warps a thread has 64 registers, which is enough
+    for rows that start at multiples of 16."""
+    work = _accepted(region)
+    deep, lanes, warps = (4 if work.aligned else 2), 2048, 8
+    if work.classes > LONGEST:
+        deep = 2 if work.attrs["label_smoothing"] else 4
+        lanes, warps = (8192, 32) if work.aligned else (4096, 16)
+    programs = work.rows if warps < 32 else min(work.rows, target.units)
+    return [{"deep": deep, "lanes": lanes, "warps": warps, "programs": programs}]
+
+
+def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+    kind = region.graph.types[_accepted(region).given[0] or ""].dtype.short
+    return modelled_seconds(region_cost(region), kind, REACHED, False, target)
+
+
+@cache
+def _kernel() -> Any:
+    from deuteron.kernels.triton.cross_entropy import one_row
+    from deuteron.kernels.triton.launch import Launchable
+
+    return Launchable(one_row)
+
+
+def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.cross_entropy import Given, Terms
+
+    work, types, constants = _accepted(region), region.graph.types, region.graph.constants
+    kernel, programs, warps = _kernel(), knobs["programs"], knobs["warps"]
+    ignore, smoothing = work.attrs["ignore_index"], float(work.attrs["label_smoothing"])
+    each = int(work.given[3] is not None and any(types[work.given[3]].strides))
+    terms = Terms(work.classes, ignore, smoothing, work.rows, *work.steps, each)
+    fixed = {"R": knobs["deep"], "W": knobs["lanes"], "EVEN": smoothing != 0.0}
+    fixed["AHEAD"] = warps == 32 and programs < work.rows
+    # rows that start anywhere are read in 16 bytes if logits and gradient start alike
+    shifts = not work.aligned and work.in_place
+    held = {v: constants[v].data for v in work.given if v is not None and v in constants}
+    numbers = {v: torch.tensor([float(t)], device=ctx.device) for v, t in held.items()}
+    values = (*region.inputs, *region.outputs)
+    order = [values.index(v) if v in values else v for v in (*work.given, *work.made)]
+
+    def run(*tensors: torch.Tensor) -> None:
+        given = Given(*(tensors[p] if isinstance(p, int) else numbers.get(p or "") for p in order))
+        apart = 0 if given.grad is None else given.x.data_ptr() ^ given.grad.data_ptr()
+        shifted = shifts and not apart & 15
+        kernel((programs,), given, terms, warps=warps, SHIFTED=shifted, **fixed)
+
+    over: tuple[tuple[int, int], ...] = ()
+    if work.made[2] is not None and work.in_place:
+        over = ((region.outputs.index(work.made[2]), region.inputs.index(work.given[0] or "")),)
+    return Kernel(run, writes=True, over=over)
+
+
+CROSS_ENTROPY = Recipe("cross_entropy", _refuse, _build, _knobs, _seconds, build_s=0.8)

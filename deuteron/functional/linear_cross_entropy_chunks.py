@@ -1,0 +1,266 @@
+"""Cross-entropy of a linear layer chunk by chunk: the loss and what comes with it, some tokens at a
+time, and the gradients of weight and bias, some classes at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deuteron.functional.core import Function
+from deuteron.functional.cross_entropy import IN_PLACE
+from deuteron.functional.explain import Recording
+from deuteron.ir.dtype import dtype as type_of
+from deuteron.ops import Ops, Sym
+
+SMALL = 2**25  # logits that are no burden: 64 MB of 16-bit numbers
+
+
+class Terms(NamedTuple):
+    """What is asked of the loss, besides its tensors."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    chunk: int | None
+
+
+class Given(NamedTuple):
+    """What the loss is computed from, the tokens in one dimension."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Tokens, features and classes."""
+        return *self.hidden.shape, self.weight.shape[0]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type of sums."""
+        return torch.float64 if self.hidden.dtype is torch.float64 else torch.float32
+
+
+# ---- some tokens at a time -------------------------------------------------------------------
+
+
+def tokens_at_once(
+    tokens: int, hidden: int, classes: int, chunk: int | None, fast: bool = False
+) -> int:
+    """Enough rows for a product to run at full speed: half of H makes their logits half as large
+    as the weight. The fast way holds the weight's gradient meanwhile and takes an eighth."""
+    wanted = chunk or max(hidden // (8 if fast else 2), SMALL // classes, 1)
+    parts = max(1, math.ceil(tokens / wanted))
+    return max(1, math.ceil(tokens / parts))
+
+
+class Cut(NamedTuple):
+    """How a call was cut, as ``explain`` shows it before the plan of one chunk."""
+
+    chunks: int
+    tokens: int
+
+    def explain(self) -> str:
+        return (
+            f"linear_cross_entropy: {self.chunks} chunks of up to {self.tokens} tokens; "
+            "of each torch's product makes the logits, and then:"
+        )
+
+
+def _owns(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Which integer targets count, and their classes' weights, nan where there is no such class."""
+    target, weight = given.target, given.class_weight
+    known = (target >= 0) & (target < given.weight.shape[0])
+    own = torch.ones(len(target), dtype=given.wide, device=target.device)
+    if weight is not None:
+        own = weight.to(given.wide)[torch.where(known, target, 0)]
+    return target != terms.ignore_index, torch.where(known, own, math.nan)
+
+
+def _scales(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
+    """What the loss of each token is multiplied with, and z_loss relative to that."""
+    scale = torch.ones((), dtype=given.wide, device=given.hidden.device)
+    z = scale * terms.z_loss
+    if terms.reduction != "mean":
+        return scale, z
+    if given.target.is_floating_point():
+        return scale / len(given.target), z
+    live, own = _owns(given, terms)
+    whole, rows = torch.where(live, own, 0.0).nansum(), live.sum()
+    return scale / whole, z * whole / rows
+
+
+def left_over(given: Given, terms: Terms) -> Tensor | None:
+    """What gradients that came with the loss are still to be multiplied with: in float16 the
+    division of a mean, which would lose small numbers that a large scale of the loss saves."""
+    later = given.hidden.dtype is torch.float16 and terms.reduction == "mean"
+    return _scales(given, terms)[0] if later else None
+
+
+def forward(
+    given: Given,
+    terms: Terms,
+    dtype: torch.dtype,
+    needs_hidden: bool,
+    sums: Sequence[Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, lse, and the gradient of hidden (or nothing). Those of weight and bias are added to
+    ``sums`` where given."""
+    hidden, weight, bias, target, class_weight = given
+    (n, features, classes), (by_weight, by_bias) = given.sizes, sums
+    scale, z = _scales(given, terms)
+    grad = torch.empty_like(hidden if needs_hidden else hidden[:0])
+    needs_any = needs_hidden or by_weight is not None or by_bias is not None
+    how: Any = {**terms._asdict(), "reduction": "none", "dtype": type_of(given.wide).short}
+    how["gives"] = "loss grad lse" if needs_any else "loss lse"
+    del how["chunk"]
+    now = None if left_over(given, terms) is not None else scale
+    step = tokens_at_once(n, features, classes, terms.chunk, by_weight is not None)
+    room = hidden.new_empty((min(step, n), classes))
+    losses, lse = hidden.new_empty((2, n), dtype=given.wide)
+    if Recording.active:
+        Recording.add(Cut(-(-n // step), step))
+    for a in range(0, n, step):
+        piece = slice(a, min(a + step, n))
+        logits = room[: piece.stop - a]
+        _product(hidden[piece], weight, bias, logits)
+        with Recording() if Recording.active and a else nullcontext():  # one is like the other
+            tensors = (logits, target[piece], class_weight, now, z if terms.z_loss else None)
+            found = IN_PLACE.plan(tensors, how).run(tensors)
+        losses[piece], lse[piece] = found[0], found[-1]
+        if needs_hidden:
+            _multiply(found[1], weight, grad[piece])
+        if by_weight is not None:
+            _multiply(found[1].t(), hidden[piece], by_weight, add=True)
+        if by_bias is not None:
+            by_bias.add_(found[1].sum(0))
+    loss = losses if terms.reduction == "none" else losses.sum() * scale
+    return loss.to(dtype), lse, grad
+
+
+def multiplies_slowly(x: Tensor) -> bool:
+    """Whether this CPU has no products of 16-bit numbers: torch then does them one by one, and a
+    hundred times slower than in float32."""
+    if x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    ask, short = torch.ops.mkldnn, x.dtype is torch.bfloat16
+    return not (ask._is_mkldnn_bf16_supported if short else ask._is_mkldnn_fp16_supported)()
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        _multiply(hidden, weight.t(), out)
+    elif multiplies_slowly(hidden):
+        out.copy_(torch.addmm(bias.float(), hidden.float(), weight.float().t()))
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+    """a · b into ``out``, or added to it; in float32 where narrower products are slow."""
+    if multiplies_slowly(a):
+        found = a.float() @ b.float()
+        out.add_(found) if add else out.copy_(found)
+    elif add:
+        out.addmm_(a, b)
+    else:
+        torch.mm(a, b, out=out)
+
+
+# ---- some classes at a time ------------------------------------------------------------------
+
+
+def classes_at_once(tokens: int, hidden: int, classes: int, chunk: int | None) -> int:
+    """A power of two of classes whose logits are about a sixteenth of the weight; with a chunk,
+    no more numbers than it has."""
+    if chunk:
+        most = max(1, min(chunk, tokens) * classes // max(tokens, 1))
+        return min(classes, 1 << (most.bit_length() - 1))
+    wanted = max(hidden * classes // 16, SMALL) / max(tokens, 1)
+    return min(classes, 1 << max(0, round(math.log2(wanted))))
+
+
+def _build_classes(
+    b: Ops,
+    logits: Sym,
+    lse: Sym,
+    slope: Sym,
+    share: Sym,
+    place: Sym | None,
+    own: Sym | None,
+    probs: Sym | None,
+    weight: Sym | None,
+    *,
+    smoothing: float,
+    classes: int,
+) -> Sym:
+    """The gradients of the logits of some classes: of each token softmax · slope, less ``own`` at
+    its ``place`` among them, less ``share`` times the shares that every class has."""
+    grad = b.exp(b.upcast(logits) - lse) * slope
+    if place is not None:
+        here = b.eq(place, b.constant(torch.arange(logits.shape[1]), "classes"))
+        grad = grad - b.where(here, own, 0.0)
+    if probs is not None or smoothing:
+        q: Any = smoothing / classes
+        if probs is not None:
+            q = b.upcast(probs) * (1.0 - smoothing) + q
+        grad = grad - share * (q if weight is None else b.upcast(weight) * q)
+    return b.to(b.where(b.eq(share, 0.0), 0.0, grad), logits.dtype)  # of nan, too, if ignored
+
+
+CLASSES = Function("linear_cross_entropy_classes", _build_classes, eager=True, into={0: "logits"})
+
+
+def weight_grads(
+    given: Given, lse: Tensor, up: Tensor, terms: Terms, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias; one that is not needed is empty."""
+    hidden, weight, bias, target, class_weight = given
+    n, features, classes = given.sizes
+    by_weight = weight.new_empty(weight.shape if needs[0] else (0,))
+    by_bias = weight.new_empty(classes if needs[1] else 0)
+    step = classes_at_once(n, features, classes, terms.chunk)
+    room = hidden.new_empty(n * step)
+    rows = [t if t is None else t.unsqueeze(1) for t in _row_factors(given, lse, up, terms)]
+    how = {"smoothing": terms.label_smoothing, "classes": classes}
+    for a in range(0, classes, step):
+        b = min(a + step, classes)
+        logits = room[: n * (b - a)].view(n, b - a)
+        _product(hidden, weight[a:b], None if bias is None else bias[a:b], logits)
+        probs, place = (target[:, a:b], None) if rows[3] is None else (None, target[:, None] - a)
+        beside = None if class_weight is None else class_weight[a:b]
+        tensors = (logits, *rows[:3], place, rows[3], probs, beside)
+        (grad,) = CLASSES.plan(tensors, how).run(tensors)
+        if needs[0]:
+            _multiply(grad.t(), hidden, by_weight[a:b])
+        if needs[1]:
+            torch.sum(grad, 0, out=by_bias[a:b])
+    return by_weight, by_bias
+
+
+def _row_factors(given: Given, lse: Tensor, up: Tensor, terms: Terms) -> list[Tensor | None]:
+    """For every token: lse, the slope of its softmax, what the shares of all classes are multiplied
+    with, and what an integer target takes from its own class."""
+    target, smooth, own = given.target, terms.label_smoothing, None
+    weight = lse.new_ones(given.weight.shape[0])
+    weight = weight if given.class_weight is None else given.class_weight.to(weight)
+    scale, z = _scales(given, terms)
+    share, mass = (up.to(weight) * scale).expand(len(target)), smooth * weight.mean()
+    if target.is_floating_point():
+        parts = target.split(max(1, SMALL // len(weight)))
+        mass = mass + (1.0 - smooth) * torch.cat([p.to(weight) @ weight for p in parts])
+    else:
+        live, own = _owns(given, terms)
+        own = (1.0 - smooth) * own
+        share, mass = torch.where(live, share, 0.0), torch.where(live, mass + own, 0.0)
+        own = torch.where(live, own * share, 0.0)
+    return [lse, (mass + 2.0 * z * lse) * share, share, own]
