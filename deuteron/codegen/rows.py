@@ -301,7 +301,8 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
         if key not in low.reduced:
             low.reduced[key] = low.reduce("sum", every)
         shares = low.reduced[key]
-    z, which, found = number(4), node.outputs.index(value), lse
+    z, which = number(4), node.outputs.index(value)
+    found: Any = lse
     if which == 0:
         found = (
             None if own is None else e("mul", own, e("sub", log_total, e("sub", logit(at), top)))

@@ -144,4 +144,4 @@ def _add(piece: Region, words: dict[str, Word], calls: list[Call]) -> int:
     return 4 * floats * torch.get_num_threads()
 
 
-GROUP_NORM = generated("group_norm", _refuse, one_way, _seconds, _build)
+GROUP_NORM = generated("group_norm", _refuse, one_way, _seconds, _build, (NORM,))

@@ -149,4 +149,4 @@ def _channels_last(x: TensorType, sets: str) -> bool:
     return True
 
 
-NORM = generated("norm", _refuse, one_way, _seconds, _build)
+NORM = generated("norm", _refuse, one_way, _seconds, _build, NORMS)

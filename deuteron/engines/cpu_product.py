@@ -38,10 +38,10 @@ def generated(
     knobs: Callable[[Region, Target, Policy], Sequence[Knobs]],
     seconds: Callable[[Region, Target, Knobs], float],
     build: Callable[[Region, Knobs, BuildContext], Kernel],
-    ops: tuple[str, ...] = (),
+    ops: Collection[str],
 ) -> Recipe:
     """A recipe whose kernel is compiled on this machine."""
-    return Recipe(name, refuse, build, knobs, seconds, 0.15, ops)
+    return Recipe(name, ops, refuse, build, knobs, seconds, 0.15)
 
 
 def on_this_cpu(region: Region, target: Target) -> Refusal | None:
@@ -87,7 +87,7 @@ def one_operator(
     def made(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         return build(region, region.nodes[0])
 
-    return Recipe(name, wrong, made, one_way, seconds, build_s=0.15, ops=ops)
+    return Recipe(name, ops, wrong, made, one_way, seconds, 0.15)
 
 
 def chain_here(

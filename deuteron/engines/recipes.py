@@ -53,12 +53,12 @@ class Recipe:
     and how long building it takes."""
 
     name: str
+    ops: Collection[str]
     refuse: Refuse
     build: Build
     knobs: Callable[[Region, Target, Policy], Sequence[Knobs]] = one_way
     seconds: Callable[[Region, Target, Knobs], float] = field(default=library())
     build_s: float = 0.0
-    ops: Collection[str] = ()
 
 
 class RecipeEngine(ABC):
@@ -81,7 +81,7 @@ class RecipeEngine(ABC):
         """The recipes for any operator of the region."""
         ops = set(region.ops)
         recipes = self.recipes(target)
-        return [r for r in recipes if not r.ops or not ops.isdisjoint(r.ops)]
+        return [r for r in recipes if not ops.isdisjoint(r.ops)]
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         if self.kind and target.kind != self.kind:

@@ -204,7 +204,7 @@ def _laid(t: TensorType, image: TensorType) -> TensorType | None:
 
 def _recipe(name: str, read: Read, *ops: str) -> Recipe:
     refuse, build = partial(_refuse, read), partial(_build, read)
-    return Recipe(name, refuse, build, partial(_knobs, read), partial(_seconds, read), BUILD_S, ops)
+    return Recipe(name, ops, refuse, build, partial(_knobs, read), partial(_seconds, read), BUILD_S)
 
 
 BATCH_NORM = (

@@ -171,4 +171,4 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     return Kernel(run, writes=True, over=over)
 
 
-CROSS_ENTROPY = Recipe("cross_entropy", _refuse, _build, _knobs, _seconds, build_s=0.8)
+CROSS_ENTROPY = Recipe("cross_entropy", OPS, _refuse, _build, _knobs, _seconds, 0.8)

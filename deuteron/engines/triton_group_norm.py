@@ -209,8 +209,8 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
 
 
 GROUP_NORM = (
-    Recipe("group_norm", _refuse, _build, _knobs, _seconds, 0.4, NORMS),
+    Recipe("group_norm", NORMS, _refuse, _build, _knobs, _seconds, 0.4),
     Recipe(
-        "group_norm_backward", _refuse_gradient, _build, _knobs, _gradient_seconds, 0.4, GRADIENTS
+        "group_norm_backward", GRADIENTS, _refuse_gradient, _build, _knobs, _gradient_seconds, 0.4
     ),
 )

@@ -49,7 +49,7 @@ def one_operator(
     def ways(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         return knobs(region, target)
 
-    return Recipe(name, wrong, build, ways, seconds, build_s, ops)
+    return Recipe(name, ops, wrong, build, ways, seconds, build_s)
 
 
 def streamed(reached: float) -> Callable[[Region, Target, Knobs], float]:

@@ -183,4 +183,4 @@ def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
     return lambda tensors: structure(**{name: tensors[at] for name, at in places.items()})
 
 
-NORM_BACKWARD = Recipe("norm_backward", _refuse, _build, _knobs, _seconds, 0.4, NORMS)
+NORM_BACKWARD = Recipe("norm_backward", NORMS, _refuse, _build, _knobs, _seconds, 0.4)

@@ -322,27 +322,12 @@ def _shifted_overhead(region: Region, target: Target) -> float:
     return 3 * k[2] * k[3] * 8 * target.call
 
 
+CONV, PRODUCTS, ATTENTION = ("conv",), ("conv", "linear", "matmul"), ("attention",)
+PACKED_S = library(_packed_penalty, 1e-4)  # oneDNN looks its primitive up at every call
+GEMM_S, SHIFTED_S = library(_gemm_penalty, 1e-5), library(_shifted_penalty, _shifted_overhead)
 RECIPES = (
-    Recipe(
-        "onednn_packed",
-        _refuse_packed,
-        _build_packed,
-        seconds=library(_packed_penalty, 1e-4),  # oneDNN looks its primitive up at every call
-        ops=("conv",),
-    ),
-    Recipe(
-        "gemm",
-        _refuse_gemm,
-        _build_gemm,
-        seconds=library(_gemm_penalty, 1e-5),
-        ops=("conv", "linear", "matmul"),
-    ),
-    Recipe(
-        "shifted_gemm",
-        _refuse_shifted,
-        _build_shifted,
-        seconds=library(_shifted_penalty, _shifted_overhead),
-        ops=("conv",),
-    ),
-    Recipe("sdpa", _refuse_sdpa, _build_sdpa, ops=("attention",)),
+    Recipe("onednn_packed", CONV, _refuse_packed, _build_packed, seconds=PACKED_S),
+    Recipe("gemm", PRODUCTS, _refuse_gemm, _build_gemm, seconds=GEMM_S),
+    Recipe("shifted_gemm", CONV, _refuse_shifted, _build_shifted, seconds=SHIFTED_S),
+    Recipe("sdpa", ATTENTION, _refuse_sdpa, _build_sdpa),
 )

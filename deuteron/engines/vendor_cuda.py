@@ -233,9 +233,10 @@ def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     return Kernel(under(ctx.policy, run))
 
 
+CONV, PRODUCTS, ATTENTION = ("conv",), ("conv", "linear", "matmul"), ("attention",)
 RECIPES = (
-    Recipe("cudnn", _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=0.3, ops=("conv",)),
-    Recipe("cudnn_search", _refuse_conv, _build_conv, build_s=0.3, ops=("conv",)),
-    Recipe("cublaslt", _refuse_lt, _build_lt, ops=("conv", "linear", "matmul")),
-    Recipe("sdpa", _refuse_sdpa, _build_sdpa, _sdpa_knobs, ops=("attention",)),
+    Recipe("cudnn", CONV, _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=0.3),
+    Recipe("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=0.3),
+    Recipe("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
+    Recipe("sdpa", ATTENTION, _refuse_sdpa, _build_sdpa, _sdpa_knobs),
 )

@@ -175,21 +175,10 @@ def _build_planar(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
     return Kernel(run, writes=True, workspace=out.nbytes)
 
 
+PADDED_S = library(0.5, lambda region, target: target.launch)
+TAPS_S = library(0.6, lambda region, target: 12 * target.launch)
 RECIPES = (
-    Recipe(
-        "cudnn_padded",
-        _refuse_padded,
-        _build_padded,
-        seconds=library(0.5, lambda region, target: target.launch),
-        ops=("conv",),
-    ),
-    Recipe(
-        "taps",
-        _refuse_taps,
-        _build_taps,
-        _taps_knobs,
-        seconds=library(0.6, lambda region, target: 12 * target.launch),
-        ops=("conv",),
-    ),
-    Recipe("planar", _refuse_planar, _build_planar, seconds=library(0.65), ops=("resize",)),
+    Recipe("cudnn_padded", ("conv",), _refuse_padded, _build_padded, seconds=PADDED_S),
+    Recipe("taps", ("conv",), _refuse_taps, _build_taps, _taps_knobs, TAPS_S),
+    Recipe("planar", ("resize",), _refuse_planar, _build_planar, seconds=library(0.65)),
 )
