@@ -23,9 +23,10 @@ from deuteron.kernels.triton.batch_norm_tiles import divide
 from deuteron.ops.batch_norm import ACT, ACT_GRAD, told_by_result
 from deuteron.ops.evaluate import evaluate, implied
 from deuteron.ops.signs import pack, side_by_side
-from deuteron.passes import Context, fuse, run_passes
+from deuteron.passes import fuse
 from deuteron.policy import Policy
 from deuteron.target import GPUS
+from tests.optimised import optimised
 from tests.tolerances import allowed, error
 
 H200 = GPUS["h200"]
@@ -226,7 +227,11 @@ def _depth(case: Case, name: str) -> int:
     per_channel = 1
     for size in (case.shape[0], *case.shape[2:]):
         per_channel *= size
-    return per_channel if name in ("mean", "running mean", "dweight", "dbias") else 1
+    return (
+        per_channel
+        if name in ("mean", "running mean", "running var", "rstd", "dweight", "dbias")
+        else 1
+    )
 
 
 SHAPES = (
@@ -289,7 +294,7 @@ def regions() -> Iterator[tuple[str, Region]]:
         y.output("y")
         mean.output("mean")
         back = g.grad("y", wrt=["x", "b", "r"])
-        for region in fuse(run_passes(back.ir(), Context(H200, Policy()))[0])[0]:
+        for region in fuse(optimised(back.ir(), H200)[0])[0]:
             yield f"{order} {other} {region.ops}", region
     for order in ("nhwc", "contiguous"):
         for region in _with_signs(order):
@@ -308,7 +313,7 @@ def _with_signs(order: str) -> Sequence[Region]:
     x, r = (g.tensor(n, (2, 12, 3, 5), dt.float16, layout=order) for n in "xr")
     packed = side_by_side(x.type)
     g.batch_norm_act(x, residual=r, activation="relu", packed=packed)[0].output("y")
-    done, _ = run_passes(g.grad("y", wrt=["x", "r"]).ir(), Context(H200, Policy()))
+    done, _ = optimised(g.grad("y", wrt=["x", "r"]).ir(), H200)
     return fuse(done)[0]
 
 

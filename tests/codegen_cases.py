@@ -17,6 +17,7 @@ from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged
 from deuteron.codegen.triton_knobs import choices
 from deuteron.codegen.triton_render import Knobs
+from deuteron.codegen.windows import WINDOWS
 from deuteron.ir import Graph, GraphBuilder, TensorType
 from deuteron.ir.region import Region
 from deuteron.ops import TABLE, Fusion, OpDef, Ops, infer
@@ -160,21 +161,33 @@ def _same(got: torch.Tensor, plain: torch.Tensor | None) -> bool:
 # ---- one operator at a time
 
 GENERATED = (Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE, Fusion.REDUCTION)
-WINDOWS = {"kernel", "size"}  # attributes of pools, whose kernels are written by hand
-UNGENERATED = {"pixel_shuffle", "pixel_unshuffle"}  # moved by torch; in a chain they cost it all
+# moved by torch: in a chain they cost it all; and windows that tell where their maximum is
+UNGENERATED = {"pixel_shuffle", "pixel_unshuffle"}
+UNGENERATED |= {"max_pool_with_indices", "adaptive_max_pool_with_indices"}
+GAPS = "windows with gaps or of different sizes"
+UNLIKE = {  # windows that are generated only where they are alike
+    **dict.fromkeys(("resize", "resize_grad"), "elements at places of their own"),
+    **dict.fromkeys(("adaptive_avg_pool_grad", "max_pool_winners_grad"), GAPS),
+}
 
 
 def claims(op: OpDef) -> bool:
     """Whether the operator's record promises that it becomes generated code: it may be fused with
     its neighbours, which is of use only if somebody writes the whole chain as one kernel."""
-    return op.fusion in GENERATED and not WINDOWS & op.attrs.keys() and op.name not in UNGENERATED
+    return (op.fusion in GENERATED or op.name in WINDOWS) and op.name not in UNGENERATED
 
 
 def excused(op: OpDef, graph: Graph) -> bool:
     """Whether one node of the operator is never asked to be generated: there is nothing to compute,
-    or it is a loss of all positions, which a pass takes apart first."""
+    it is a loss of all positions, which a pass takes apart first, or its windows are not alike."""
     joins = op.name == "cross_entropy" and graph.nodes[0].attrs["reduction"] != "none"
-    return joins or any(t.numel == 0 for t in graph.types.values())
+    if joins or any(t.numel == 0 for t in graph.types.values()):
+        return True
+    try:
+        lower(Region(graph))
+    except CannotLower as fault:
+        return op.name in UNLIKE and fault.reason.endswith(UNLIKE[op.name])
+    return False
 
 
 def one_node(

@@ -344,7 +344,8 @@ def test_an_operator_of_ones_own(wave, tmp_path):
     for find in (False, True):
         plan = both.compile(device="cpu", find=find, budget_s=1.0)
         fused = [c.region.ops for c in plan.decision.choices]
-        assert any({"wave_for_tests", "relu"} <= set(ops) for ops in fused), "it was not fused"
+        # it has no formula, so what is around it is generated without it
+        assert any({"add", "relu"} <= set(ops) and "wave_for_tests" not in ops for ops in fused)
         again = dt.load_plan(plan.save(tmp_path / "wave.plan.json"), device="cpu")
         for each in (plan, again):
             out = each.run(x=tx, grad_y=seed)

@@ -93,8 +93,8 @@ def test_batch_norm_in_training(shape, dtype, act, joined):
     if act == "relu" and not joined:
         grad = away_from_steps(theirs, given, grad)
     ways = compare(ours, theirs, given, grad, x.numel() // shape[1])
-    norms = [way for way, region in ways if region.ops[0].startswith("batch_norm_act")]
-    assert norms == ["norm"] * 2
+    norms = [way for way, region in ways if region.ops[0].startswith("batch_norm")]
+    assert norms[-1] == "norm" and set(norms) <= {"norm", "cpu_gen"}  # small ones are generated
 
 
 @pytest.mark.parametrize("order", ["nhwc", "contiguous"])
@@ -114,8 +114,8 @@ def test_batch_norm_with_other_activations(act, joined, order, dtype):
         return getattr(F, act)(y if r is None else y + r)
 
     ways = compare(ours, theirs, given, grad, x.numel() // 18)
-    norms = [way for way, region in ways if region.ops[0].startswith("batch_norm_act")]
-    assert norms == ["norm"] * 2
+    norms = [way for way, region in ways if region.ops[0].startswith("batch_norm")]
+    assert norms[-1] == "norm" and set(norms) <= {"norm", "cpu_gen"}  # small ones are generated
 
 
 def away_from_steps(theirs, given, grad):

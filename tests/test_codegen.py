@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tolerances import allowed, error
 
 import deuteron as dt
-from deuteron.codegen import moves, placed, primitives, rows
+from deuteron.codegen import moves, placed, rows, windows
 from deuteron.codegen.index import Affine, Var, flatten, unflatten
 from deuteron.codegen.interpret import interpret
 from deuteron.codegen.lower import lower
@@ -148,12 +149,13 @@ def forgetful():
         memory.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["hardswish", "mish", "softsign", "softmax", "gather"])
+@pytest.mark.parametrize("name", ["hardswish", "mish", "softsign", "softmax", "gather", "avg_pool"])
 def test_a_form_that_is_lost_is_missed(name, monkeypatch, forgetful):
     """The tests above would fail: see that they can."""
-    for forms in (primitives.RECIPES, moves.MOVES, placed.PLACED, rows.ROWS):
+    for forms in (moves.MOVES, placed.PLACED, rows.ROWS, windows.WINDOWS):
         if name in forms:
             monkeypatch.delitem(forms, name)
+    monkeypatch.setitem(TABLE, name, replace(TABLE[name], formula=None))
     with pytest.raises(AssertionError, match="has no scalar form"):
         test_what_claims_to_be_generated_is_on_every_sample_and_right(TABLE[name])
     with pytest.raises(CannotLower, match=f"{name} has no scalar form"):

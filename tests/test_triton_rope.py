@@ -10,12 +10,13 @@ import torch
 import deuteron as dt
 from deuteron.engines.triton_kernels import TritonKernels
 from deuteron.ir import Region, TensorType
-from deuteron.passes import Context, fuse, run_passes
+from deuteron.passes import fuse
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.launched import assert_none_spill, compiled
 from tests.launched import region_of as region_of_types
+from tests.optimised import optimised
 from tests.rope_cases import Case
 
 pytest.importorskip("triton")
@@ -85,7 +86,7 @@ def test_is_chosen_on_a_gpu_whole_and_in_one_region():
     turned = [g.permute(x, dims=(0, 2, 1, 3)) for x in (q, k)]
     for name, out in zip("ab", g.rope(*turned, axis=2), strict=True):
         out.output(name)
-    graph, _ = run_passes(g.ir(), Context(H200, Policy()))
+    graph, _ = optimised(g.ir(), H200)
     regions, _ = fuse(graph)
     (region,) = [r for r in regions if "rope" in r.ops]
     engine = TritonKernels()

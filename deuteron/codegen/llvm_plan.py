@@ -58,11 +58,13 @@ class Shape:
 
 def plan(program: ScalarProgram) -> Shape:
     """Choose the vector axis, the lanes, and what is kept between passes."""
-    best, score = None, 0
+    best, score, inside = None, 0, set(program.inner)
+    accesses = list(program.accesses())
+    often = [e for e in accesses if e.variables & inside] or accesses  # not once a row
     for v in (*program.outer[-1:], *program.inner[-1:]):
-        factors = [e.factor(v) for e in program.accesses()]
-        if any(f is None for f in factors) or not _settles(program, v):
+        if any(e.factor(v) is None for e in accesses) or not _settles(program, v):
             continue
+        factors = [e.factor(v) for e in often]
         points = sum(f == 1 for f in factors) - sum(f not in (0, 1, 2) for f in factors)
         if points > score or (points == score and best is not None and v in program.inner):
             best, score = v, points

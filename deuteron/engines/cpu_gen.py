@@ -16,6 +16,7 @@ from deuteron.codegen.lower import lower
 from deuteron.codegen.parts import in_parts
 from deuteron.codegen.scalar import Guard, Load, ScalarProgram, overwritable, reads
 from deuteron.codegen.triton_index import transposed_axis
+from deuteron.codegen.triton_passes import passes_needed
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.indices import checked, lookups
 from deuteron.engines.match import places_of
@@ -43,6 +44,8 @@ CALL_SECONDS = 1e-6
 SCALAR_SECONDS = 0.5e-9  # more for each statement and element where nothing can be a vector
 SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
 ACROSS_SECONDS = 2.5e-9  # an element that is read across the order of memory
+AGAIN_SECONDS = 0.5e-9  # an element of columns side by side that no cache holds, in every pass
+LINE, HELD = 128, 2**20  # bytes that are read of each row of such columns; what a cache holds
 SHORT_RUN = 64  # elements side by side, with others between those and the next of the same row
 LIBRARY = frozenset({"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "expm1", "log1p", "ndtr"})
 LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64, and pow
@@ -112,6 +115,16 @@ def _in_short_runs(program: ScalarProgram) -> bool:
     return any(1 < run < min(SHORT_RUN, program.columns) for run in runs)
 
 
+def _is_read_again(program: ScalarProgram) -> bool:
+    """Whether every pass over columns that stand side by side reads them from memory: together they
+    are too long to stay in a cache."""
+    from deuteron.codegen.llvm_plan import plan
+
+    shape = plan(program)
+    columns = bool(program.inner) and shape.vector is not None and not shape.inner_vector
+    return columns and not shape.in_order and program.columns * LINE > HELD
+
+
 @lru_cache(maxsize=4096)
 def is_vector(program: ScalarProgram) -> bool:
     """Whether the loops of a program run over vectors of elements."""
@@ -154,6 +167,8 @@ class CpuGen:
             work += ACROSS_SECONDS * found.rows
         if _in_short_runs(found):
             work += ACROSS_SECONDS * found.rows * found.columns * len(found.reductions)
+        elif _is_read_again(found):
+            work += AGAIN_SECONDS * found.rows * found.columns * passes_needed(found)
         return region_bound(region, target).seconds / 0.9 + work / target.units + CALL_SECONDS
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:

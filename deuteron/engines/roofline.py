@@ -189,7 +189,8 @@ OVERHEAD = {  # seconds a call costs beyond its work
     ("matmul", "cpu"): 6e-6,
     ("group_norm", "cpu"): 1.5e-5,
     ("instance_norm", "cpu"): 1.5e-5,  # and changes of shape
-    ("batch_norm_act", "cpu"): 1.5e-5,
+    ("batch_norm_train", "cpu"): 3e-5,
+    ("batch_norm_act", "cpu"): 3e-5,
     ("batch_norm_act_grad", "cpu"): 1.5e-5,  # a few calls
     ("cross_entropy_with_grad", "cpu"): 1.5e-4,  # a few dozen
     ("layer_norm_grad", "cpu"): 5e-5,
@@ -275,7 +276,8 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("batch_norm_train", "cuda"): 0.45,
     ("batch_norm_act", "cuda"): 0.3,
     ("batch_norm_act_grad", "cuda"): 0.15,
-    ("batch_norm_act", "cpu"): 0.06,
+    ("batch_norm_train", "cpu"): 0.1,
+    ("batch_norm_act", "cpu"): 0.1,
     ("batch_norm_act_grad", "cpu"): 0.15,
     ("group_norm_grad", "cpu"): 0.02,
     ("instance_norm_grad", "cpu"): 0.02,

@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from deuteron.codegen.lower import lower
-from deuteron.codegen.scalar import ScalarProgram, overwritable
+from deuteron.codegen.scalar import Load, ScalarProgram, overwritable
+from deuteron.codegen.triton_body import side_by_side
 from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_passes import dependent_passes, passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
@@ -33,6 +34,7 @@ REACHED = 0.92  # of the bandwidth of a copy
 AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
 # of REACHED, in loops over groups: passes wait for L2, and each element looks for its channel
 GROUPED = {"group_norm": 0.48}
+SCATTERED = 40  # operations that an element loaded by itself takes as long as
 CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads and work take turns
 
 
@@ -57,9 +59,25 @@ def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target:
 
 
 def _instructions(program: ScalarProgram) -> float:
-    """Instructions of all elements together: windows that are written out take many."""
-    each = sum(PRIMITIVES[s.op] if isinstance(s, Compute) else 1.0 for s in program.statements)
-    return each * program.rows * program.columns
+    """Instructions of all elements together: windows that are written out take many. What is the
+    same for all elements of a row is computed once."""
+    inner, total = set(program.inner), 0.0
+    for s in program.statements:
+        each = PRIMITIVES[s.op] if isinstance(s, Compute) else 1.0
+        once = isinstance(s, Compute) and inner and not program.varies[s.name] & inner
+        total += each * program.rows * (1 if once else program.columns)
+    return total
+
+
+def _scattered(program: ScalarProgram) -> float:
+    """Elements of pointwise work that are loaded one by one: neighbours of a result read what lies
+    two or more apart, and nobody beside them what is between."""
+    if program.inner or not program.outer:
+        return 0.0
+    last, pairs = program.outer[-1], side_by_side(program)
+    loads = [s for s in program.statements if isinstance(s, Load) and s.name not in pairs]
+    apart = sum((s.offset.factor(last) or 0) > 1 for s in loads)
+    return float(apart * program.rows)
 
 
 class TritonGen:
@@ -88,6 +106,7 @@ class TritonGen:
         program = program_of(region)
         assert isinstance(program, ScalarProgram)
         once = max(once, _instructions(program) / (target.rate("f32", False) / 2) + target.launch)
+        once += SCATTERED * _scattered(program) / target.rate("f32", False)
         if kind in ("rows", "loop", "split"):
             moving, busy = once - target.launch, _busy(program, candidate.knobs, cost.reads, target)
             once += max(0.0, min(moving / busy - moving, 50 * (moving - BRIEF_S)))

@@ -305,6 +305,16 @@ def _act_before(x: Any, params: Sequence[Any], residual: Any) -> Any:
     return z if residual is None else z + residual
 
 
+def _learned(x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """The same statistics, but as functions of x where autograd looks on: a second derivative has
+    to know that they are. Batch norm's own part of it knows."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return mean, rstd
+    axes = [i for i in range(x.ndim) if i != 1]
+    var = x.var(axes, correction=0)
+    return x.mean(axes), (var + (rstd**-2 - var).detach()).rsqrt()
+
+
 def _act_grad_reference(
     grad: Tensor, x: Tensor, *rest: Tensor | None, **attrs: Any
 ) -> tuple[Tensor, ...]:
@@ -324,7 +334,7 @@ def _act_grad_reference(
         z = y = None if y is None else y.to(wide)
         if z is None:
             lies = by_channels(tuple(x.shape)).weight
-            params = (mean, rstd, weight, bias)
+            params = (*_learned(x.to(wide), mean, rstd), weight, bias)
             spread = [None if p is None else p.to(wide).reshape(lies) for p in params]
             z = _act_before(x.to(wide), spread, residual)
             y = act(TENSORS, z)

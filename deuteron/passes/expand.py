@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deuteron.ir.builder import GraphBuilder
-from deuteron.ir.graph import Attrs, Graph, Node
+from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import carry, start
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
@@ -60,9 +60,9 @@ FORMS: dict[str, Form] = {
 
 def cheapest(op: str, types: Types, attrs: Mapping[str, Any], ctx: Context) -> str:
     """The name of the cheapest of :data:`FORMS` for operands of these types."""
-    key = (op, tuple(types), Attrs(attrs))
     if ctx.price is None:
         return "whole"
+    key = (op, tuple(types), table.infer(op, types, attrs)[0])
     if key not in ctx.forms:
         ctx.forms[key] = "whole"  # for what it is written out with, if that is of its kind
         prices = {name: ctx.price(_alone(form, *key, ctx)) for name, form in FORMS.items()}

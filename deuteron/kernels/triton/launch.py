@@ -45,8 +45,8 @@ class Launchable:
     argument, a tuple or a NamedTuple, and constants as a NamedTuple: the kernel reads
     ``size.height``.
 
-    One that ``follows`` another kernel of ours, with the constant CHAIN, is launched while that
-    still runs, and must wait for it by ``gdc_wait()`` before it reads or writes anything.
+    One that ``follows`` another kernel of ours, with a constant CHAIN, or one inside a NamedTuple,
+    is launched while that still runs, and must wait by ``gdc_wait()`` before it reads or writes.
     """
 
     def __init__(self, fn: Any, follows: bool = False) -> None:
@@ -159,7 +159,8 @@ class Launchable:
             elif name in constants:
                 signature[name] = constant(constants[name], i)
         source = ASTSource(self.fn, signature, constexprs=fixed, attrs=attrs)
-        early = self.follows and bool(constants.get("CHAIN"))
+        given = [constants, *(c._asdict() for c in constants.values() if hasattr(c, "_fields"))]
+        early = self.follows and any(each.get("CHAIN") for each in given)
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
         return compile_triton(source, options, target)
 
