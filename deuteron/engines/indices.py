@@ -95,6 +95,22 @@ def _size(region: Region, node: Node) -> int:
     return shape[axis]
 
 
+def explained(
+    run: Callable[..., Any], found: Sequence[Lookup], inputs: Sequence[str]
+) -> Callable[..., Any]:
+    """``run``, which notices a wrong index by itself, with our words for it."""
+    look = checked(lambda *tensors: None, found, inputs)
+
+    def run_and_look(*tensors: torch.Tensor) -> Any:
+        try:
+            return run(*tensors)
+        except (IndexError, RuntimeError):
+            look(*tensors)
+            raise
+
+    return run_and_look
+
+
 def checked(
     run: Callable[..., Any], found: Sequence[Lookup], inputs: Sequence[str]
 ) -> Callable[..., Any]:

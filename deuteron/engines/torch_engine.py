@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.indices import explained, lookups
 from deuteron.engines.numerics import UNORDERED, under
 from deuteron.engines.roofline import is_product, separate_seconds
 from deuteron.ir.graph import Graph, Node
@@ -125,6 +126,9 @@ class TorchEngine:
         low = any(graph.types[v].dtype.is_low for v in (*region.inputs, *region.outputs))
         if ctx.device.type == "cpu" and low:
             fn = _or_wider(fn, [graph.types[v].dtype.torch for v in region.outputs])
+        indices = lookups(region) if ctx.device.type == "cpu" else []
+        if isinstance(indices, list) and indices:
+            fn = explained(fn, indices, region.inputs)
         return Kernel(fn)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deuteron.errors import GraphError
+from deuteron.errors import BindError, GraphError
 from deuteron.ir.dtype import dtype, float32, int32, int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.emit import Ops, Sym
@@ -158,6 +158,12 @@ def _tables(
         positions = torch.arange(q.shape[a["axis"]], device=q.device)
     rows = positions.long() + a["offset"]
     if cos is not None and sin is not None:
+        if rows.numel() and not rows.is_cuda and not 0 <= rows.min() <= rows.max() < len(cos):
+            raise BindError(
+                f"a position from {rows.min()} to {rows.max()} is out of range",
+                asked=f"rope with tables of {len(cos)} rows",
+                remedy=f"use positions from 0 to {len(cos) - 1}, or longer tables",
+            )
         return cos[rows], sin[rows]
     angles = rows.double()[..., None] * frequencies(a["dims"], a["base"], q.device)
     return angles.cos(), angles.sin()
