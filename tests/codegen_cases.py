@@ -17,6 +17,7 @@ from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged
 from deuteron.codegen.triton_knobs import choices
 from deuteron.codegen.triton_render import Knobs
+from deuteron.codegen.windows import WINDOWS
 from deuteron.ir import Graph, GraphBuilder, TensorType
 from deuteron.ir.region import Region
 from deuteron.ops import TABLE, Fusion, OpDef, Ops, infer
@@ -160,20 +161,26 @@ def _same(got: torch.Tensor, plain: torch.Tensor | None) -> bool:
 # ---- one operator at a time
 
 GENERATED = (Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE, Fusion.REDUCTION)
-WINDOWS = {"kernel", "size"}  # attributes of pools, whose kernels are written by hand
+PLACES = {"max_pool_with_indices", "adaptive_max_pool_with_indices"}  # are left to torch
 UNGENERATED = {"pixel_shuffle", "pixel_unshuffle"}  # moved by torch; in a chain they cost it all
 
 
 def claims(op: OpDef) -> bool:
     """Whether the operator's record promises that it becomes generated code: it may be fused with
     its neighbours, which is of use only if somebody writes the whole chain as one kernel."""
-    return op.fusion in GENERATED and not WINDOWS & op.attrs.keys() and op.name not in UNGENERATED
+    fused = op.fusion in GENERATED and op.name not in UNGENERATED | PLACES
+    return fused or op.name in WINDOWS
 
 
 def excused(op: OpDef, graph: Graph) -> bool:
     """Whether one node of the operator is never asked to be generated: there is nothing to compute,
-    or it is a loss of all positions, which a pass takes apart first."""
-    joins = op.name == "cross_entropy" and graph.nodes[0].attrs["reduction"] != "none"
+    or it is a loss of all positions, which a pass takes apart first, or it reads at places of its
+    own, as resizing may, or the gradient of windows with gaps."""
+    attrs = graph.nodes[0].attrs
+    joins = op.name == "cross_entropy" and attrs["reduction"] != "none"
+    gaps = op.name.endswith("grad") and set(attrs.get("dilation", ())) - {1}
+    if gaps or op.name.startswith("resize"):
+        return case_of(op.name, graph, {}) is None
     return joins or any(t.numel == 0 for t in graph.types.values())
 
 

@@ -74,7 +74,7 @@ def _axes(node: Node, x: Shape, y: Shape) -> list[Axis]:
         else:
             longest = max(-(-(o + 1) * size // count) - o * size // count for o in range(count))
             found.append(Axis(size, count, longest, size // count, 0, 1, size % count != 0))
-    if prod(axis.kernel for axis in found) > MOST:
+    if not node.op.endswith("grad") and prod(axis.kernel for axis in found) > MOST:
         raise CannotLower(f"{node.op}: windows of more than {MOST} elements")
     return found
 
@@ -208,18 +208,37 @@ def _repeated_grad(low: Lowering, node: Node, value: str, index: Index, guards: 
 def _windows(axes: Sequence[Axis], place: Index, op: str) -> Iterator[tuple[Index, Affine, Guards]]:
     """Windows that may hold an element of x, which of their elements it is, counted along rows, and
     the guards under which it is one."""
-    if any(axis.dilation != 1 or axis.uneven for axis in axes):
-        raise CannotLower(f"{op}: windows with gaps or of different sizes")
-    moved = tuple(i + axis.padding for axis, i in zip(axes, place, strict=True))
-    lasts = tuple(i.divided(axis.stride, False) for axis, i in zip(axes, moved, strict=True))
-    for back in product(*(range(-(-axis.kernel // axis.stride)) for axis in axes)):
-        window = tuple(last + -j for last, j in zip(lasts, back, strict=True))
-        own, steps = Affine(), list[Affine]()
-        for axis, i, o in zip(axes, moved, window, strict=True):
-            steps.append(i + o * -axis.stride)
-            own = own * axis.kernel + steps[-1]
-        there = _inside(window, [axis.windows for axis in axes])
-        yield window, own, (*there, *_inside(tuple(steps), [axis.kernel for axis in axes]))
+    if any(axis.dilation != 1 for axis in axes):
+        raise CannotLower(f"{op}: windows with gaps")
+    along = [list(_windows_along(axis, i)) for axis, i in zip(axes, place, strict=True)]
+    if prod(map(len, along)) > MOST:
+        raise CannotLower(f"{op}: elements that lie in more than {MOST} windows")
+    for each in product(*along):
+        own = Affine()
+        for axis, (_, step, _) in zip(axes, each, strict=True):
+            own = own * axis.kernel + step
+        yield tuple(o for o, _, _ in each), own, tuple(g for _, _, gs in each for g in gs)
+
+
+def _windows_along(axis: Axis, i: Affine) -> Iterator[tuple[Affine, Affine, Guards]]:
+    """The same along one dimension."""
+    if axis.uneven:
+        first = (i * axis.windows).divided(axis.size, False)
+        last = (i * axis.windows + (axis.windows - 1)).divided(axis.size, False)
+        most = max(
+            ((k + 1) * axis.windows - 1) // axis.size - k * axis.windows // axis.size
+            for k in range(axis.size)
+        )
+        for j in range(most + 1):
+            o = first + j
+            yield o, i + axis.begin(first) * -1, (Guard(last + o * -1, 0, axis.windows),)[:j]
+        return
+    i = i + axis.padding
+    last = i.divided(axis.stride, False)
+    for j in range(-(-axis.kernel // axis.stride)):
+        o = last + -j
+        step = i + o * -axis.stride
+        yield o, step, (*_inside((o,), [axis.windows]), *_inside((step,), [axis.kernel]))
 
 
 def _gathered(

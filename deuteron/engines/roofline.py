@@ -279,10 +279,14 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("batch_norm_act_grad", "cpu"): 0.15,
     ("group_norm_grad", "cpu"): 0.02,
     ("instance_norm_grad", "cpu"): 0.02,
-    ("pyramid_pool", "cpu"): 0.08,
+    ("pyramid_pool", "cpu"): 0.03,
+    ("adaptive_avg_pool", "cpu"): 0.08,
+    ("adaptive_avg_pool_grad", "cpu"): 0.03,
+    ("adaptive_max_pool", "cpu"): 0.05,
+    ("max_pool_with_winners", "cpu"): 0.01,  # places in the image, then arithmetic with them
+    ("max_pool_winners_grad", "cpu"): 0.01,
+    ("adaptive_max_pool_grad", "cpu"): 0.03,
     ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
-    ("pyramid_pool_grad", "cuda"): 0.06,
-    ("pyramid_pool_grad", "cpu"): 0.03,
     ("weighted_pool", "cpu"): 0.04,
     ("weighted_pool_grad", "cpu"): 0.02,
     ("max_pool_with_indices", "cuda"): 0.25,
