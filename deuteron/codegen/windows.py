@@ -262,12 +262,20 @@ Share = Callable[[Sequence[Axis], Index, Affine, Index, Guards, Arg], Arg]
 
 
 def _mean_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
+    """Where all windows are divided by the same number, their sum is."""
+    equal: list[float] = []
+
     def share(
         axes: Sequence[Axis], window: Index, own: Affine, at: Index, under: Guards, g: Arg
     ) -> Arg:
-        return low.op("div", g, _divisor(low, axes, window, node.attrs))
+        by = _divisor(low, axes, window, node.attrs)
+        if isinstance(by, float):
+            equal[:] = [by]
+            return g
+        return low.op("div", g, by)
 
-    return _gathered(low, node, value, index, guards, share)
+    total = _gathered(low, node, value, index, guards, share)
+    return low.op("div", total, *equal) if equal else total
 
 
 def _winners_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:

@@ -18,7 +18,6 @@ from deuteron.engines.cpu_group_norm import GROUP_NORM
 from deuteron.engines.cpu_layout import TO_LAYOUT
 from deuteron.engines.cpu_norm import NORM
 from deuteron.engines.cpu_product import PRODUCT
-from deuteron.engines.cpu_rope import ROPE
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
 from deuteron.engines.cpu_window_pool import WINDOWS
 from deuteron.engines.recipes import Recipe, RecipeEngine
@@ -37,7 +36,8 @@ class CpuGemm(RecipeEngine):
     kind = "cpu"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, WINDOWS, TO_LAYOUT, NORM, GROUP_NORM, ROPE)
+        special = (WINOGRAD, DEPTHWISE, ATTENTION)
+        return (PRODUCT, *special, WINDOWS, TO_LAYOUT, NORM, GROUP_NORM)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win
