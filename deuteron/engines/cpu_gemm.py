@@ -19,7 +19,6 @@ from deuteron.engines.cpu_layout import TO_LAYOUT
 from deuteron.engines.cpu_norm import NORM
 from deuteron.engines.cpu_product import PRODUCT
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
-from deuteron.engines.cpu_window_pool import WINDOWS
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -37,7 +36,7 @@ class CpuGemm(RecipeEngine):
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         special = (WINOGRAD, DEPTHWISE, ATTENTION)
-        return (PRODUCT, *special, WINDOWS, TO_LAYOUT, NORM, GROUP_NORM)
+        return (PRODUCT, *special, TO_LAYOUT, NORM, GROUP_NORM)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

@@ -288,7 +288,8 @@ SLOW = {  # operators whose library kernels stay well under the roofline
     ("adaptive_max_pool_grad", "cpu"): 0.03,
     ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
     ("weighted_pool", "cpu"): 0.04,
-    ("weighted_pool_grad", "cpu"): 0.02,
+    ("weighted_pool_dx", "cpu"): 0.02,
+    ("weighted_pool_dw", "cpu"): 0.02,
     ("max_pool_with_indices", "cuda"): 0.25,
     ("max_pool_grad", "cuda"): 0.07,
     ("max_pool_with_winners", "cuda"): 0.05,
