@@ -1,5 +1,5 @@
-"""Spatial-pyramid pooling with its gradient: one launch against adaptive pools and a concatenation,
-eager and under torch.compile."""
+"""Spatial-pyramid pooling with its gradient, written out as pools of pools, against adaptive pools
+and a concatenation, eager and under torch.compile."""
 
 from __future__ import annotations
 
@@ -45,19 +45,13 @@ def eager_grad(x: torch.Tensor, grad: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def plans(x: torch.Tensor, kind: str, device: str) -> tuple[dt.Plan, dt.Plan]:
-    """The pool, and its gradient alone."""
+    """The pool, and the pool with its gradient."""
     g = dt.Graph("pool")
     given = g.tensor("x", x.shape, x.dtype, strides=x.stride())
     y = g.pyramid_pool(given, sizes=SIZES, kind=kind).output("y")
-    forward = g.compile(find=True, device=device, budget_s=8)
-    back = dt.Graph("gradient")
-    grad = back.tensor("g", y.shape, x.dtype)
-    kept = [back.tensor("x", x.shape, x.dtype, strides=x.stride())] if kind == "max" else [None]
-    order = "contiguous" if x.is_contiguous() else "nhwc"
-    back.pyramid_pool_grad(grad, *kept, shape=x.shape, order=order, sizes=SIZES, kind=kind).output(
-        "dx"
-    )
-    return forward, back.compile(find=True, device=device, budget_s=8)
+    both = g.grad(y, wrt=given)
+    forward, backward = (p.compile(find=True, device=device, budget_s=8) for p in (g, both))
+    return forward, backward
 
 
 def run(device: str, compile_peer: bool = True) -> Record:
@@ -78,7 +72,7 @@ def _measure(
         x = x.to(memory_format=torch.channels_last)
     forward, backward = plans(x, kind, device)
     grad = torch.randn(forward.run(x=x)["y"].shape, device=device).to(dtype)
-    feed = {"g": grad, "x": x} if kind == "max" else {"g": grad}
+    feed = {"grad_y": grad}
     leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
     wide = x.double().requires_grad_()
     y = eager(wide, kind)
@@ -89,11 +83,8 @@ def _measure(
     }
     given = {p: [feed.get(n, x) for n in p.graph.inputs] for p in (forward, backward)}
 
-    def ours(*which: dt.Plan) -> Callable[[], Any]:
-        return lambda: [p.program.run(given[p]) for p in which]
-
-    both["forward"]["ours"] = ours(forward)
-    both["forward+backward"]["ours"] = ours(forward, backward)
+    both["forward"]["ours"] = lambda: forward.program.run(given[forward])
+    both["forward+backward"]["ours"] = lambda: backward.program.run(given[backward])
     if compile_peer:
         torch._dynamo.reset()
         fast, fast_grad = torch.compile(eager), torch.compile(eager)
@@ -123,7 +114,7 @@ def _measure(
             row["speedup_compile"] = times["compile"] / times["ours"]
         made = backward if direction != "forward" else forward
         out = made.run(**{n: feed.get(n, x) for n in made.graph.inputs})
-        name, want = ("dx", dx) if made is backward else ("y", y)
+        name, want = ("grad_x", dx) if made is backward else ("y", y)
         row["error"] = relative_error(out[name], want)
         row["plan"] = " + ".join(str(c.candidate) for c in made.decision.choices)
         record.add(**row)

@@ -161,33 +161,27 @@ def _same(got: torch.Tensor, plain: torch.Tensor | None) -> bool:
 # ---- one operator at a time
 
 GENERATED = (Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE, Fusion.REDUCTION)
-# moved by torch: in a chain they cost it all; and windows that tell where their maximum is
-UNGENERATED = {"pixel_shuffle", "pixel_unshuffle"}
-UNGENERATED |= {"max_pool_with_indices", "adaptive_max_pool_with_indices"}
-GAPS = "windows with gaps or of different sizes"
-UNLIKE = {  # windows that are generated only where they are alike
-    **dict.fromkeys(("resize", "resize_grad"), "elements at places of their own"),
-    **dict.fromkeys(("adaptive_avg_pool_grad", "max_pool_winners_grad"), GAPS),
-}
+PLACES = {"max_pool_with_indices", "adaptive_max_pool_with_indices"}  # are left to torch
+UNGENERATED = {"pixel_shuffle", "pixel_unshuffle"}  # moved by torch; in a chain they cost it all
 
 
 def claims(op: OpDef) -> bool:
     """Whether the operator's record promises that it becomes generated code: it may be fused with
     its neighbours, which is of use only if somebody writes the whole chain as one kernel."""
-    return (op.fusion in GENERATED or op.name in WINDOWS) and op.name not in UNGENERATED
+    fused = op.fusion in GENERATED and op.name not in UNGENERATED | PLACES
+    return fused or op.name in WINDOWS
 
 
 def excused(op: OpDef, graph: Graph) -> bool:
     """Whether one node of the operator is never asked to be generated: there is nothing to compute,
-    it is a loss of all positions, which a pass takes apart first, or its windows are not alike."""
-    joins = op.name == "cross_entropy" and graph.nodes[0].attrs["reduction"] != "none"
-    if joins or any(t.numel == 0 for t in graph.types.values()):
-        return True
-    try:
-        lower(Region(graph))
-    except CannotLower as fault:
-        return op.name in UNLIKE and fault.reason.endswith(UNLIKE[op.name])
-    return False
+    or it is a loss of all positions, which a pass takes apart first, or it reads at places of its
+    own, as resizing may, or the gradient of windows with gaps."""
+    attrs = graph.nodes[0].attrs
+    joins = op.name == "cross_entropy" and attrs["reduction"] != "none"
+    gaps = op.name.endswith("grad") and set(attrs.get("dilation", ())) - {1}
+    if gaps or op.name.startswith("resize"):
+        return case_of(op.name, graph, {}) is None
+    return joins or any(t.numel == 0 for t in graph.types.values())
 
 
 def one_node(

@@ -105,22 +105,6 @@ def augment() -> Iterator[Check]:
         yield name, lambda name=name: run(name)
 
 
-def pyramid_pool() -> Iterator[Check]:
-    import torch
-
-    from deuteron.engines.triton_kernels import TritonKernels
-    from deuteron.target import target
-    from tests.test_pyramid_pool import CASES, wrong_with
-
-    for case, kind in itertools.product(CASES[1:4], ("avg", "max")):
-        yield (
-            f"{case} {kind}",
-            lambda case=case, kind=kind: "\n".join(
-                wrong_with(TritonKernels(), target("cuda"), "cuda", *case, kind, torch.float32, 1)
-            ),
-        )
-
-
 def resample() -> Iterator[Check]:
     from deuteron.target import target
     from tests.test_triton_resample import samples, wrong_with
@@ -180,7 +164,6 @@ FAMILIES = {
         histogram,
         cross_entropy,
         augment,
-        pyramid_pool,
         resample,
         max_pool,
         optim,

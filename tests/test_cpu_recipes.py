@@ -1,5 +1,4 @@
-"""Norms of channels and rotary positions in generated code on the CPU: every sample of theirs, in
-every type."""
+"""Norms of channels in generated code on the CPU: every sample of theirs, in every type."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from deuteron.policy import Policy
 from deuteron.target import target
 
 CPU = target("cpu")
-RECIPES = {**dict.fromkeys(NORMS, "norm"), "group_norm": "group_norm", "rope": "rope"}
+RECIPES = {**dict.fromkeys(NORMS, "norm"), "group_norm": "group_norm"}
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])

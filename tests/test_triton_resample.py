@@ -146,10 +146,8 @@ def variant(region: Region, candidate: Candidate) -> tuple:
         for side in ("tall", "broad")
         for most in (1, UNROLLED)
     ]
-    given = [
-        t is None for table in tables for t in (table if isinstance(table, tuple) else [table])
-    ]
-    return kernel.fn.__name__, *flags, *reads, *given, known.get("scale", 1.0) == 1.0
+    given = [t is None for table in tables for t in table]
+    return kernel.fn.__name__, *flags, *reads, *given
 
 
 def all_wrong(machine: Target, device: str, kinds: dict[str, int]) -> list[str]:
@@ -255,8 +253,7 @@ def test_means_are_those_of_torch_and_gradients_their_transpose(ceil_mode, paddi
     [(80, "bf16", "contiguous"), (90, "bf16", "nhwc"), (90, "f64", "contiguous")],
 )
 def test_compiles_without_spills(arch, dtype, order, monkeypatch):
-    """Upsampling walks down the rows, 2 × 2 means and their gradients are regular, and so is what
-    repeats; the gradient of 3 × 3 means reads tables."""
+    """Upsampling walks down the rows, means and their gradients read all that they need."""
     pytest.importorskip("triton")
     from tests.launched import assert_none_spill, compiled
     from tests.launched import region_of as region
@@ -273,8 +270,6 @@ def test_compiles_without_spills(arch, dtype, order, monkeypatch):
     )[: 3 if dtype == "f64" else 5]:
         kernels = compiled(region(op, given, **attrs), arch, monkeypatch)
         assert_none_spill(kernels, arch, op)
-        if attrs.get("kernel") == 2:  # places need no table
-            assert "st.global.v4.b32" in kernels[0].asm["ptx"], op
 
 
 # ---- offered -------------------------------------------------------------------------------------
@@ -306,7 +301,8 @@ def test_is_chosen_by_estimate_forward_and_backward(op):
     y = getattr(g, op)(g.tensor("x", (8, 64, 56, 56), torch.bfloat16), **how)
     y.output("y")
     text = str(g.grad("y", wrt="x").compile(device="cpu").explain(target="h200"))
-    assert text.count("triton_kernels[recipe=resample") >= 2
+    generated = text.count("triton_gen") if op != "resize" else 0  # whose weights it does not know
+    assert text.count("triton_kernels[recipe=resample") + generated >= 2
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -349,7 +345,7 @@ def test_more_than_two_to_the_31_elements(huge_images):
     dx = torch.full_like(x, 7.0)
     for given, out, along in ((x, y, halved), (y, dx, halved.transposed)):
         kinds = [TensorType.from_tensor(t) for t in (given, out)]
-        for cut in (ResampleTile(32, 4, 8, 4), cuts(*kinds, along, along)[0]):
+        for cut in (ResampleTile(32, 4, 8, 4), cuts(kinds[1], along, along)[0]):
             out.fill_(7.0)
             resample(*kinds, (along, along), cut, x.device)(given, out)
             value = 2.0 if along is halved else 0.5

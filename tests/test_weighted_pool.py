@@ -1,5 +1,4 @@
-"""Pooling of equal windows on the CPU: the kernels over planes, and how weighted pooling is written
-out."""
+"""Pooling of equal windows in generated code on the CPU; how weighted pooling is written out."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import torch
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext
-from deuteron.engines.cpu_gemm import CpuGemm
+from deuteron.engines.cpu_gen import CpuGen
 from deuteron.ir import Graph, Region
 from deuteron.ops import TABLE
 from deuteron.ops.evaluate import evaluate
@@ -48,26 +47,32 @@ def given(case, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:
     return {"g": g.to(dtype), "x": x.to(dtype), "w": w.to(dtype)}
 
 
-def graph(op: str, feed: dict[str, torch.Tensor], made: tuple[str, ...], **how) -> Graph:
+def graph(op: str, feed: dict[str, torch.Tensor], **how) -> Graph:
     g = dt.Graph(op)
     syms = [g.tensor(name, t.shape, t.dtype, strides=t.stride()) for name, t in feed.items()]
     found = getattr(g, op)(*syms, **how)
-    many = found if isinstance(found, tuple) else (found,)
-    results = dict(zip(("dx", "dw") if op.endswith("grad") else ("y",), many, strict=False))
-    for name in made:
-        results[name].output(name)
+    for i, y in enumerate(found if isinstance(found, tuple) else (found,)):
+        y.output(f"y{i}")
     return g.ir()
 
 
 def run(ir: Graph, feed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By the kernels of cpu_gemm, into memory full of nan."""
-    engine, region, machine = CpuGemm(), Region(ir, frozenset(), 0), target("cpu")
+    """By generated code, into memory full of nan."""
+    engine, region, machine = CpuGen(), Region(ir, frozenset(), 0), target("cpu")
     assert engine.refuse(region, machine, Policy()) is None
     (candidate,) = engine.candidates(region, machine, Policy())
     outs = [poisoned(region.graph.types[v], CPU) for v in region.outputs]
     kernel = engine.build(region, candidate, BuildContext(machine, CPU, Policy(), {}))
     kernel.fill([feed[name] for name in ir.inputs], outs)
     return dict(zip((name for name, _ in ir.outputs), outs, strict=True))
+
+
+def gradients(feed: dict[str, torch.Tensor], **how) -> list[tuple[Graph, dict[str, torch.Tensor]]]:
+    """Those of x and of the weight, each with what it reads."""
+    x, window = feed["x"], tuple(feed["w"].shape[feed["w"].ndim - (feed["x"].ndim - 2) :])
+    of_x, of_w = ({name: feed[name] for name in names} for names in ("gw", "gx"))
+    dx = graph("weighted_pool_dx", of_x, shape=tuple(x.shape), **how)
+    return [(dx, of_x), (graph("weighted_pool_dw", of_w, window=window, **how), of_w)]
 
 
 def check(ir: Graph, feed: dict[str, torch.Tensor], n: int) -> None:
@@ -86,8 +91,9 @@ def test_planes(case, dtype):
         feed = given(case, dtype, shared)
         taps = feed["w"][0].numel() if not shared else feed["w"].numel()
         ahead = {name: feed[name] for name in ("x", "w")}
-        check(graph("weighted_pool", ahead, ("y",), **how), ahead, taps)
-        check(graph("weighted_pool_grad", feed, ("dx", "dw"), **how), feed, taps)
+        check(graph("weighted_pool", ahead, **how), ahead, taps)
+        for ir, reads in gradients(feed, **how):
+            check(ir, reads, taps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,56 +105,34 @@ def test_the_mean_and_the_largest_of_windows(case, dtype):
     feed = given(case, dtype, True)
     x, taps = {"x": feed["x"]}, feed["w"].numel()
     how = {"kernel": window, "stride": stride, "padding": padding}
-    check(graph("avg_pool", x, ("y",), **how), x, taps)
-    check(graph("avg_pool", x, ("y",), divisor=5, **how), x, taps)
+    check(graph("avg_pool", x, **how), x, taps)
+    check(graph("avg_pool", x, divisor=5, **how), x, taps)
     g = {"g": feed["g"]}
-    check(graph("avg_pool_grad", g, ("dx",), shape=shape, **how), g, taps)
+    check(graph("avg_pool_grad", g, shape=shape, **how), g, taps)
     x["x"] = (x["x"] * 2).round() / 2  # ties, and what is not a number
     flat = x["x"].view(-1)
     flat[::5], flat[1::7], flat[2::11] = torch.nan, torch.inf, -torch.inf
-    check(graph("max_pool", x, ("y",), **how), x, 1)
+    check(graph("max_pool", x, **how), x, 1)
 
 
 def test_windows_that_see_nothing_but_infinity():
     pytest.importorskip("llvmlite")
     x = {"x": torch.full((1, 2, 8, 8), -torch.inf)}
-    check(graph("max_pool", x, ("y",), kernel=3, stride=2, padding=1), x, 1)
-
-
-@pytest.mark.parametrize(
-    ("op", "how", "reason"),
-    [
-        ("max_pool", {"kernel": 2, "dilation": 2}, "gaps"),
-        ("max_pool", {"kernel": 2, "stride": 2, "ceil_mode": True}, "hang over"),
-        ("avg_pool", {"kernel": 3, "padding": 1, "count_include_pad": False}, "count fewer"),
-    ],
-)
-def test_windows_that_differ_are_left_to_torch(op, how, reason):
-    pytest.importorskip("llvmlite")
-    x = {"x": torch.zeros(1, 2, 7, 7)}
-    region = Region(graph(op, x, ("y",), **how), frozenset(), 0)
-    assert reason in CpuGemm().refuse(region, target("cpu"), Policy()).reason
-
-
-@pytest.mark.parametrize("made", ["dx", "dw"])
-def test_one_gradient_alone(made):
-    pytest.importorskip("llvmlite")
-    feed = given(CASES[0], torch.float32, False)
-    check(graph("weighted_pool_grad", feed, (made,), stride=2, padding=1), feed, 9)
+    check(graph("max_pool", x, kernel=3, stride=2, padding=1), x, 1)
 
 
 def test_rows_with_gaps_between_them():
     pytest.importorskip("llvmlite")
     x = torch.randn(2, 4, 20, 30, generator=torch.Generator().manual_seed(3))[:, 1:3, 2:15, 5:24]
     feed = {"x": x, "w": torch.full((3, 3), 1 / 9)}
-    check(graph("weighted_pool", feed, ("y",), stride=1, padding=1), feed, 9)
+    check(graph("weighted_pool", feed, stride=1, padding=1), feed, 9)
 
 
 def test_sums_over_many_pixels_far_from_zero():
     pytest.importorskip("llvmlite")
     feed = given(((4, 2, 128, 96), (3, 3), (1, 1), (1, 1)), torch.float32, False)
     feed["x"], feed["g"] = feed["x"] + 1000.0, feed["g"] + 1.0
-    check(graph("weighted_pool_grad", feed, ("dw",), stride=1, padding=1), feed, 1)
+    check(*gradients(feed, stride=1, padding=1)[1], 1)
 
 
 def test_columns_that_no_window_reaches_stay_out_of_the_weight():
@@ -156,16 +140,17 @@ def test_columns_that_no_window_reaches_stay_out_of_the_weight():
     pytest.importorskip("llvmlite")
     feed = given(((1, 2, 6, 6), (2, 2), (3, 3), (0, 0)), torch.float32, False)
     feed["x"][..., -1], feed["x"][..., -1, :] = torch.inf, torch.nan
-    found = run(graph("weighted_pool_grad", feed, ("dx", "dw"), stride=3), feed)
-    assert found["dw"].isfinite().all() and found["dx"].isfinite().all()
+    for ir, reads in gradients(feed, stride=3):
+        assert all(found.isfinite().all() for found in run(ir, reads).values())
 
 
-def test_the_gradient_written_out_is_the_gradient():
-    for sample in TABLE["weighted_pool_grad"].samples():
-        feed = dict(zip(("g", "x", "w"), sample.tensors("f64"), strict=True))
-        ir = graph("weighted_pool_grad", feed, ("dx", "dw"), **sample.attrs)
+@pytest.mark.parametrize("op", ["weighted_pool_dx", "weighted_pool_dw"])
+def test_the_gradients_written_out_are_the_gradients(op):
+    for sample in TABLE[op].samples():
+        feed = dict(zip("ab", sample.tensors("f64"), strict=True))
+        ir = graph(op, feed, **sample.attrs)
         parts, exact = written_out(ir), evaluate(ir, feed)
-        assert "weighted_pool_grad" not in {n.op for n in parts.nodes}
+        assert op not in {n.op for n in parts.nodes}
         for name, out in evaluate(parts, feed).items():
             assert error(out, exact[name]) <= allowed(0.0, torch.float64), (sample, name)
 
@@ -191,17 +176,15 @@ def test_both_orders_train(order):
 
 def test_says_what_it_does_not_take():
     pytest.importorskip("llvmlite")
-    wide = {"x": torch.zeros(1, 1, 20, 20), "w": torch.zeros(9, 9)}
-    turned = {"x": torch.zeros(1, 2, 6, 5).transpose(2, 3), "w": torch.zeros(2, 2)}
-    volume = {"x": torch.zeros(1, 1, 4, 4, 4), "w": torch.zeros(2, 2, 2)}
-    for feed, reason in ((wide, "81 elements"), (turned, "not adjacent"), (volume, "volumes")):
-        region = Region(graph("weighted_pool", feed, ("y",)), frozenset(), 0)
-        refusal = CpuGemm().refuse(region, target("cpu"), Policy())
-        assert reason in refusal.reason
+    feed = {"x": torch.zeros(1, 1, 20, 20), "w": torch.zeros(9, 9)}
+    region = Region(graph("weighted_pool", feed), frozenset(), 0)
+    assert "more than 64" in CpuGen().refuse(region, target("cpu"), Policy()).reason
 
 
 def test_a_gradient_of_another_shape_is_an_error():
     g = dt.Graph("back")
     x, w = g.tensor("x", (1, 2, 8, 8)), g.tensor("w", (2, 2))
     with pytest.raises(dt.GraphError, match=r"\[1, 2, 8, 8\], the forward result \[1, 2, 4, 4\]"):
-        g.weighted_pool_grad(g.tensor("g", (1, 2, 8, 8)), x, w)
+        g.weighted_pool_dx(x, w, shape=(1, 2, 8, 8))
+    with pytest.raises(dt.GraphError, match=r"\[1, 2, 8, 8\], the forward result \[1, 2, 4, 4\]"):
+        g.weighted_pool_dw(x, x, window=(2, 2))

@@ -106,13 +106,13 @@ class Affine:
         assert self.low >= 0 and by > 0, "only indices that cannot be negative are divided"
         if by == 1:
             return Affine() if rest else self
-        whole = [(a, f) for a, f in self.terms if f % by == 0]
-        part = Affine.of(self.const % by, ((a, f) for a, f in self.terms if f % by != 0))
-        if part.low >= 0 and part.high < by:  # the rest never carries over
-            if rest:
-                return part
-            return Affine.of(self.const // by, ((a, f // by) for a, f in whole))
-        return Affine.var(Quotient(self, by, rest))
+        part = Affine.of(self.const % by, ((a, f) for a, f in self.terms if f % by))
+        if part.low < 0:  # only together with the rest it is not negative
+            return Affine.var(Quotient(self, by, rest))
+        fits = part.high < by  # then nothing of it carries over
+        left = part if fits and rest else Affine() if fits else Affine.var(Quotient(part, by, rest))
+        whole = Affine.of(self.const // by, ((a, f // by) for a, f in self.terms if f % by == 0))
+        return left if rest else whole + left
 
     def factor(self, v: Var) -> int | None:
         """The factor of ``v``; None if ``v`` also hides inside a quotient."""

@@ -4,14 +4,19 @@ stretches. Each loop is written around whatever its user writes for one place in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 
-from deuteron.codegen.index import Var
-from deuteron.codegen.llvm import Value
+from llvmlite import ir
+
+from deuteron.codegen import llvm
+from deuteron.codegen.index import Affine, Dynamic, Var
+from deuteron.codegen.llvm import I32, I64, Value, vec
 from deuteron.codegen.llvm_compute import Arithmetic
 from deuteron.codegen.llvm_plan import Shape, opens
+from deuteron.codegen.llvm_types import I1
 from deuteron.codegen.scalar import Guard, Inside, Load, ScalarProgram
 
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
@@ -56,8 +61,29 @@ class Loops(Arithmetic):
             row = c.div(piece, pieces) if pieces > 1 else piece
             start = c.mul(c.rem(piece, pieces), chunk) if pieces > 1 else c.i(0)
             stop = c.least(c.add(start, chunk), v.size) if pieces > 1 else c.i(v.size)
-            at = self._decode(row)
-            yield from self._vectors(at, start, stop, pieces == 1)
+            at, usual = self._decode(row), self._usual_guards(v)
+            if not usual:
+                yield from self._vectors(at, start, stop, pieces == 1)
+                return
+            within = self._inside(usual, Place(at, 1))
+            with c.when(within):
+                yield from self._vectors(at, start, stop, pieces == 1, dict.fromkeys(usual, True))
+            with c.when(c.b.not_(within)):
+                yield from self._vectors(at, start, stop, pieces == 1)
+
+    def _usual_guards(self, v: Var) -> tuple[Guard, ...]:
+        """Guards of whole rows that hold for most of them, such as those of windows which may hang
+        over the edge of an image: rows for which all hold get a loop without them."""
+        if self.p.inner:
+            return ()
+        asked = (g for s in self.p.statements if isinstance(s, Load | Inside) for g in s.guards)
+        return tuple(
+            g
+            for g in dict.fromkeys(asked)
+            if v not in g.index.variables
+            and not g.index.dynamic
+            and 4 * (g.high - g.low) >= 3 * (g.index.high - g.index.low + 1)
+        )
 
     def _decode(self, row: Value) -> dict[Var, Value]:
         at: dict[Var, Value] = {}
@@ -69,20 +95,25 @@ class Loops(Arithmetic):
         return at
 
     def _vectors(
-        self, at: dict[Var, Value], start: Value, stop: Value, whole: bool
+        self,
+        at: dict[Var, Value],
+        start: Value,
+        stop: Value,
+        whole: bool,
+        known: Mapping[Guard, bool] = MappingProxyType({}),
     ) -> Iterator[Place]:
         """The vector axis from ``start`` to ``stop``: whole vectors, then what is left. Guards
         that depend on nothing else are settled by cutting the axis where they change."""
         v, c = self.shape.vector, self.c
         assert v is not None
         for low, high in zip(self.shape.breaks, self.shape.breaks[1:], strict=False):
-            known = self._settled(v, low, high)
+            settled = {**known, **self._settled(v, low, high)}
             begin = c.i(low) if whole else c.most(start, low)
             end = c.i(high) if whole else c.least(stop, high)
             for lanes in self.shape.steps:
                 full = c.sub(end, c.rem(c.most(c.sub(end, begin), 0), lanes)) if lanes > 1 else end
                 with c.loop(begin, full, lanes) as i:
-                    yield Place({**at, v: i}, lanes, known)
+                    yield Place({**at, v: i}, lanes, settled)
                 begin = c.most(begin, full)
 
     def _settled(self, v: Var, low: int, high: int) -> dict[Guard, bool]:
@@ -144,3 +175,51 @@ class Loops(Arithmetic):
             return
         for p in self._vectors(place.at, begin, end, whole):
             yield Place(p.at, p.lanes, {**place.known, **p.known})
+
+    # ---- indices at a place
+
+    def _index(self, e: Affine, place: Place, lane: int = 0) -> Value:
+        """An index at this place; along the vector axis that of the first lane, except for
+        what is looked up, which is that of ``lane``."""
+        c = self.c
+        total = c.i(e.const)
+        for atom, f in e.terms:
+            if isinstance(atom, Var):
+                value = place.at[atom]
+            elif isinstance(atom, Dynamic):
+                value = c.item(place.env[atom.name], lane)
+            else:
+                inner = self._index(atom.of, place, lane)
+                value = c.rem(inner, atom.by) if atom.rest else c.div(inner, atom.by)
+            total = c.add(total, c.mul(value, f) if f != 1 else value)
+        return total
+
+    def _scattered(self, e: Affine, place: Place) -> bool:
+        """Whether what an index looks up differs from lane to lane."""
+        return any(llvm.lanes_of(place.env[name]) > 1 for name in e.dynamic)
+
+    def _position(self, e: Affine, place: Place) -> Value:
+        """An index as a number in every lane."""
+        v, lanes, first = self.shape.vector, place.lanes, self._index(e, place)
+        if lanes == 1 or v is None or (not e.factor(v) and not self._scattered(e, place)):
+            return first
+        step = e.factor(v) or 0
+        found = self.splat(first, lanes)
+        if self._scattered(e, place):
+            for lane in range(1, lanes):
+                one = self._index(e, place, lane)
+                found = self.c.b.insert_element(found, one, ir.Constant(I32, lane))
+        return self.c.b.add(found, ir.Constant(vec(lanes, I64), [k * step for k in range(lanes)]))
+
+    def _inside(self, guards: tuple[Guard, ...], place: Place) -> Value:
+        c = self.c
+        ok: Value = ir.Constant(I1, 1)
+        for g in guards:
+            if g in place.known:
+                if not place.known[g]:
+                    return ir.Constant(I1, 0)
+                continue
+            i = self._index(g.index, place)
+            ok = c.b.and_(ok, c.cmp(">=", i, g.low))
+            ok = c.b.and_(ok, c.cmp("<", i, g.high))
+        return ok

@@ -18,8 +18,7 @@ from typing import Any
 from llvmlite import ir
 
 from deuteron.codegen import llvm, llvm_math
-from deuteron.codegen.index import Affine, Dynamic, Var
-from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
+from deuteron.codegen.llvm import F32, F64, I32, Code, Value, vec
 from deuteron.codegen.llvm_loops import STRETCH, Loops, Place
 from deuteron.codegen.llvm_plan import multiply_adds, needs, plan, short_already
 from deuteron.codegen.llvm_types import I1, STORED
@@ -97,9 +96,7 @@ class Renderer(Loops):
             elif level[s.name] == "row":
                 env[s.name] = self._evaluate(s, place, env)
         stores = [s for s in self.p.statements if isinstance(s, Store)]
-        for s in stores:
-            if not self._per_cell(s):
-                self._store(s, place, env)
+        self._store_all([s for s in stores if not self._per_cell(s)], place, env)
         if any(map(self._per_cell, stores)):
             spot, wanted = self._spot() or ("", "")
             elsewhere = {spot: ir.Constant(I1, 0)} if spot else {}
@@ -340,52 +337,6 @@ class Renderer(Loops):
 
     # ---- memory
 
-    def _index(self, e: Affine, place: Place, lane: int = 0) -> Value:
-        """An index at this place; along the vector axis that of the first lane, except for
-        what is looked up, which is that of ``lane``."""
-        c = self.c
-        total = c.i(e.const)
-        for atom, f in e.terms:
-            if isinstance(atom, Var):
-                value = place.at[atom]
-            elif isinstance(atom, Dynamic):
-                value = c.item(place.env[atom.name], lane)
-            else:
-                inner = self._index(atom.of, place, lane)
-                value = c.rem(inner, atom.by) if atom.rest else c.div(inner, atom.by)
-            total = c.add(total, c.mul(value, f) if f != 1 else value)
-        return total
-
-    def _scattered(self, e: Affine, place: Place) -> bool:
-        """Whether what an index looks up differs from lane to lane."""
-        return any(llvm.lanes_of(place.env[name]) > 1 for name in e.dynamic)
-
-    def _position(self, e: Affine, place: Place) -> Value:
-        """An index as a number in every lane."""
-        v, lanes, first = self.shape.vector, place.lanes, self._index(e, place)
-        if lanes == 1 or v is None or (not e.factor(v) and not self._scattered(e, place)):
-            return first
-        step = e.factor(v) or 0
-        found = self.splat(first, lanes)
-        if self._scattered(e, place):
-            for lane in range(1, lanes):
-                one = self._index(e, place, lane)
-                found = self.c.b.insert_element(found, one, ir.Constant(I32, lane))
-        return self.c.b.add(found, ir.Constant(vec(lanes, I64), [k * step for k in range(lanes)]))
-
-    def _inside(self, guards: tuple[Guard, ...], place: Place) -> Value:
-        c = self.c
-        ok: Value = ir.Constant(I1, 1)
-        for g in guards:
-            if g in place.known:
-                if not place.known[g]:
-                    return ir.Constant(I1, 0)
-                continue
-            i = self._index(g.index, place)
-            ok = c.b.and_(ok, c.cmp(">=", i, g.low))
-            ok = c.b.and_(ok, c.cmp("<", i, g.high))
-        return ok
-
     def _load(self, s: Load, place: Place) -> Value:
         c = self.c
         if any(place.known.get(g) is False for g in s.guards):
@@ -441,10 +392,28 @@ class Renderer(Loops):
             self.c.b.store(self.lanes(self._load(plain, place), lanes), room)
         return self.c.b.load(room, typ=vec(lanes, self.type_of(kind)))
 
-    def _store(self, s: Store, place: Place, env: dict[str, Value]) -> None:
+    def _store_all(self, stores: list[Store], place: Place, env: dict[str, Value]) -> None:
+        """Values for every second element and for those between them are stored together."""
+        v = self.shape.vector
+        pairs: dict[Any, list[Store]] = {}
+        for s in stores:
+            halves = v is not None and place.lanes > 1 and s.offset.factor(v) == 2
+            pairs.setdefault((s.tensor, s.offset.terms) if halves else s, []).append(s)
+        for pair in pairs.values():
+            if len(pair) == 2 and pair[1].offset.const == pair[0].offset.const + 1:
+                self._store(pair[0], place, env, pair[1])
+            else:
+                for s in pair:
+                    self._store(s, place, env)
+
+    def _source(self, s: Store, env: dict[str, Value]) -> Value:
         kind = {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int")
-        value = env[s.source] if isinstance(s.source, str) else self.number(s.source.value, kind)
-        lanes = place.lanes
+        return env[s.source] if isinstance(s.source, str) else self.number(s.source.value, kind)
+
+    def _store(
+        self, s: Store, place: Place, env: dict[str, Value], between: Store | None = None
+    ) -> None:
+        value, lanes = self._source(s, env), place.lanes
         v = self.shape.vector
         step = s.offset.factor(v) if v is not None and lanes > 1 else 0
         stored = STORED[s.dtype.short]
@@ -455,6 +424,10 @@ class Renderer(Loops):
             self.c.b.store(self._narrow(s, one), where, align=align)
             return
         raw = self._narrow(s, self.lanes(value, lanes))
+        if between is not None:
+            other = self._narrow(between, self.lanes(self._source(between, env), lanes))
+            order = [k for lane in range(lanes) for k in (lane, lanes + lane)]
+            raw, step = self.c.shuffle(raw, other, order), 1
         if step == 1:
             self.c.b.store(raw, where, align=align)
             return

@@ -14,6 +14,7 @@ from deuteron.codegen.index import Affine, flatten
 from deuteron.codegen.moves import replaced
 from deuteron.codegen.placed import class_axis, has_input, nll_terms
 from deuteron.codegen.scalar import Load
+from deuteron.codegen.windows import weight_grad
 from deuteron.ir.graph import Node
 from deuteron.ir.types import Shape
 from deuteron.ops.formula import Arg, CannotLower, Const
@@ -343,6 +344,7 @@ ROWS: dict[str, tuple[Callable[[Lowering, Node], Form], Rule]] = {
     "group_norm": (_groups, _channel_norm),
     "instance_norm": (_positions, _channel_norm),
     "batch_norm_train": (_all_but_channels, _batch_norm_train),
+    "weighted_pool_dw": (_all_but_channels, weight_grad),
     "softmax": (_one_axis, _softmax),
     "log_softmax": (_one_axis, _softmax),
     "nll_loss": (_targets, _nll),

@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deuteron.codegen.index import Affine, Index
+from deuteron.codegen.index import Affine, Index, flatten
 from deuteron.codegen.scalar import Guard
 from deuteron.ir.graph import Attrs, Node
 from deuteron.ir.types import Shape
@@ -74,7 +74,7 @@ def _axes(node: Node, x: Shape, y: Shape) -> list[Axis]:
         else:
             longest = max(-(-(o + 1) * size // count) - o * size // count for o in range(count))
             found.append(Axis(size, count, longest, size // count, 0, 1, size % count != 0))
-    if prod(axis.kernel for axis in found) > MOST:
+    if not node.op.endswith(("grad", "dx")) and prod(axis.kernel for axis in found) > MOST:
         raise CannotLower(f"{node.op}: windows of more than {MOST} elements")
     return found
 
@@ -155,13 +155,10 @@ def _mean(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -
 
 def _weighted(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
     """Σ weight · x over a window; the weights are the same for all channels, or of each."""
-    weight, x = low.type(node, 1), low.type(node)
-    kernel = weight.shape[weight.rank - (x.rank - 2) :]
-    given = replace(node, attrs=Attrs({**node.attrs, "kernel": kernel}))
-    axes = _axes(given, x.shape, low.graph.types[value].shape)
-    own = index[1:2] if weight.rank > len(kernel) else ()
+    axes = _axes(_with_kernel(low, node), low.type(node).shape, low.graph.types[value].shape)
+    own = index[1:2] if low.type(node, 1).rank > len(axes) else ()
     total: Any = None
-    steps = product(*map(range, kernel))
+    steps = product(*(range(axis.kernel) for axis in axes))
     for (at, inside), step in zip(_elements(axes, index[2:]), steps, strict=True):
         v = low.float_at(low.input(node), (*index[:2], *at), (*guards, *inside))
         factor = low.float_at(low.input(node, 1), (*own, *map(Affine, step)), guards)
@@ -169,6 +166,14 @@ def _weighted(low: Lowering, node: Node, value: str, index: Index, guards: Guard
         total = v if total is None else low.op("add", total, v)
     found: Arg = total
     return found
+
+
+def _with_kernel(low: Lowering, node: Node) -> Node:
+    """A weighted pool or its gradient with the sides of its window, which are those of its weight,
+    as an attribute."""
+    weight = low.type(node, 1)
+    kernel = weight.shape[weight.rank - (low.type(node).rank - 2) :]
+    return replace(node, attrs=Attrs({**node.attrs, "kernel": kernel}))
 
 
 def _factors(node: Node, small: Shape, large: Shape) -> Shape:
@@ -205,21 +210,38 @@ def _repeated_grad(low: Lowering, node: Node, value: str, index: Index, guards: 
 # ---- gradients
 
 
-def _windows(axes: Sequence[Axis], place: Index, op: str) -> Iterator[tuple[Index, Affine, Guards]]:
-    """Windows that may hold an element of x, which of their elements it is, counted along rows, and
-    the guards under which it is one."""
-    if any(axis.dilation != 1 or axis.uneven for axis in axes):
-        raise CannotLower(f"{op}: windows with gaps or of different sizes")
-    moved = tuple(i + axis.padding for axis, i in zip(axes, place, strict=True))
-    lasts = tuple(i.divided(axis.stride, False) for axis, i in zip(axes, moved, strict=True))
-    for back in product(*(range(-(-axis.kernel // axis.stride)) for axis in axes)):
-        window = tuple(last + -j for last, j in zip(lasts, back, strict=True))
-        own, steps = Affine(), list[Affine]()
-        for axis, i, o in zip(axes, moved, window, strict=True):
-            steps.append(i + o * -axis.stride)
-            own = own * axis.kernel + steps[-1]
-        there = _inside(window, [axis.windows for axis in axes])
-        yield window, own, (*there, *_inside(tuple(steps), [axis.kernel for axis in axes]))
+def _windows(axes: Sequence[Axis], place: Index, op: str) -> Iterator[tuple[Index, Index, Guards]]:
+    """Windows that may hold an element of x, which of their elements it is along each dimension,
+    and the guards under which it is one."""
+    if any(axis.dilation != 1 for axis in axes):
+        raise CannotLower(f"{op}: windows with gaps")
+    along = [list(_windows_along(axis, i)) for axis, i in zip(axes, place, strict=True)]
+    if prod(map(len, along)) > MOST:
+        raise CannotLower(f"{op}: elements that lie in more than {MOST} windows")
+    for each in product(*along):
+        windows, steps, guards = zip(*each, strict=True)
+        yield windows, steps, tuple(g for gs in guards for g in gs)
+
+
+def _windows_along(axis: Axis, i: Affine) -> Iterator[tuple[Affine, Affine, Guards]]:
+    """The same along one dimension."""
+    if axis.uneven:
+        first = (i * axis.windows).divided(axis.size, False)
+        last = (i * axis.windows + (axis.windows - 1)).divided(axis.size, False)
+        most = max(
+            ((k + 1) * axis.windows - 1) // axis.size - k * axis.windows // axis.size
+            for k in range(axis.size)
+        )
+        for j in range(most + 1):
+            o = first + j
+            yield o, i + axis.begin(first) * -1, (Guard(last + o * -1, 0, axis.windows),)[:j]
+        return
+    i = i + axis.padding
+    last = i.divided(axis.stride, False)
+    for j in range(-(-axis.kernel // axis.stride)):
+        o = last + -j
+        step = i + o * -axis.stride
+        yield o, step, (*_inside((o,), [axis.windows]), *_inside((step,), [axis.kernel]))
 
 
 def _gathered(
@@ -228,9 +250,9 @@ def _gathered(
     """What an element of x receives from all windows that hold it."""
     axes = _axes(node, low.graph.types[value].shape, low.type(node).shape)
     total: Any = None
-    for window, own, inside in _windows(axes, index[2:], node.op):
+    for window, steps, inside in _windows(axes, index[2:], node.op):
         at, under = (*index[:2], *window), (*guards, *inside)
-        g = share(axes, window, own, at, under, low.float_at(low.input(node), at, under))
+        g = share(axes, steps, at, under, low.float_at(low.input(node), at, under))
         if inside:
             g = low.op("select", low.inside(inside), g, 0.0)
         total = g if total is None else low.op("add", total, g)
@@ -239,28 +261,54 @@ def _gathered(
     return found
 
 
-Share = Callable[[Sequence[Axis], Index, Affine, Index, Guards, Arg], Arg]
+# of a window's gradient: its axes, which of its elements receives it, and where and when it is
+Share = Callable[[Sequence[Axis], Index, Index, Guards, Arg], Arg]
 
 
 def _mean_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
-    def share(
-        axes: Sequence[Axis], window: Index, own: Affine, at: Index, under: Guards, g: Arg
-    ) -> Arg:
-        return low.op("div", g, _divisor(low, axes, window, node.attrs))
+    """Where all windows are divided by the same number, their sum is."""
+    equal: list[float] = []
 
-    return _gathered(low, node, value, index, guards, share)
+    def share(axes: Sequence[Axis], steps: Index, at: Index, under: Guards, g: Arg) -> Arg:
+        by = _divisor(low, axes, at[2:], node.attrs)
+        if isinstance(by, float):
+            equal[:] = [by]
+            return g
+        return low.op("div", g, by)
+
+    total = _gathered(low, node, value, index, guards, share)
+    return low.op("div", total, *equal) if equal else total
 
 
 def _winners_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
     """The gradients of those windows of which this element is the winner."""
 
-    def share(
-        axes: Sequence[Axis], window: Index, own: Affine, at: Index, under: Guards, g: Arg
-    ) -> Arg:
+    def share(axes: Sequence[Axis], steps: Index, at: Index, under: Guards, g: Arg) -> Arg:
         winner = low.float_at(low.input(node, 1), at, under)
-        return low.op("select", low.op("eq", winner, low.as_float(low.position(own))), g, 0.0)
+        own = low.position(flatten(steps, tuple(axis.kernel for axis in axes)))
+        return low.op("select", low.op("eq", winner, low.as_float(own)), g, 0.0)
 
     return _gathered(low, node, value, index, guards, share)
+
+
+def _weighted_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
+    """The gradients of all windows, each times the weight that this element has in it."""
+
+    def share(axes: Sequence[Axis], steps: Index, at: Index, under: Guards, g: Arg) -> Arg:
+        own = at[1:2] if low.type(node, 1).rank > len(axes) else ()
+        return low.op("mul", g, low.float_at(low.input(node, 1), (*own, *steps), under))
+
+    return _gathered(low, _with_kernel(low, node), value, index, guards, share)
+
+
+def weight_grad(low: Lowering, node: Node, value: str) -> Arg:
+    """Σ grad · x over all windows of a channel, for one of their elements: a reduction of rows."""
+    cell, sizes = low.cell_index(node), low.type(node, 1).shape[2:]
+    steps = list(product(*map(range, node.attrs["window"])))[node.outputs.index(value)]
+    how = zip(cell[2:], node.attrs["stride"], node.attrs["padding"], steps, strict=True)
+    places = tuple(o * stride + (k - padding) for o, stride, padding, k in how)
+    x = low.float_at(low.input(node, 1), (*cell[:2], *places), _inside(places, sizes))
+    return low.reduce("sum", low.op("mul", low.as_float(low.cell(node)), x))
 
 
 WINDOWS: dict[str, Window] = {
@@ -269,6 +317,7 @@ WINDOWS: dict[str, Window] = {
     "max_pool_winners_grad": _winners_grad,
     "adaptive_max_pool": _largest,
     "weighted_pool": _weighted,
+    "weighted_pool_dx": _weighted_grad,
     "resize": _repeated,
     "resize_grad": _repeated_grad,
     "avg_pool": _mean,

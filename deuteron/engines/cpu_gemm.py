@@ -3,7 +3,7 @@ channels and gradients of norms for the CPU.
 
 Each recipe has its own refusals, knobs, estimate and kernel (``deuteron/kernels/cpu``): a packed
 implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions, depthwise
-convolution, attention, pyramid and weighted pooling, the move between row-major order and nhwc,
+convolution, attention, weighted pooling, the move between row-major order and nhwc,
 batch norm in training, group norm of channels last, and the gradients of all norms. The epilogue of
 the region (bias, residual, activation) runs inside. Object code is compiled once per machine and
 kept.
@@ -18,10 +18,7 @@ from deuteron.engines.cpu_group_norm import GROUP_NORM
 from deuteron.engines.cpu_layout import TO_LAYOUT
 from deuteron.engines.cpu_norm import NORM
 from deuteron.engines.cpu_product import PRODUCT
-from deuteron.engines.cpu_pyramid_pool import PYRAMID
-from deuteron.engines.cpu_rope import ROPE
 from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
-from deuteron.engines.cpu_window_pool import WINDOWS
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -38,18 +35,8 @@ class CpuGemm(RecipeEngine):
     kind = "cpu"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (
-            PRODUCT,
-            WINOGRAD,
-            DEPTHWISE,
-            ATTENTION,
-            PYRAMID,
-            WINDOWS,
-            TO_LAYOUT,
-            NORM,
-            GROUP_NORM,
-            ROPE,
-        )
+        special = (WINOGRAD, DEPTHWISE, ATTENTION)
+        return (PRODUCT, *special, TO_LAYOUT, NORM, GROUP_NORM)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

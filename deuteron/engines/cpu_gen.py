@@ -14,6 +14,7 @@ from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.lower import lower
 from deuteron.codegen.parts import in_parts
+from deuteron.codegen.phases import in_phases
 from deuteron.codegen.scalar import Guard, Load, ScalarProgram, overwritable, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.codegen.triton_passes import passes_needed
@@ -54,7 +55,7 @@ LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64,
 @lru_cache(maxsize=4096)
 def _program(region: Region) -> ScalarProgram | CannotLower:
     try:
-        return lower(region)
+        return in_phases(lower(region))
     except CannotLower as reason:
         return reason
 

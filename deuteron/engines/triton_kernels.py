@@ -11,7 +11,6 @@ from deuteron.engines.triton_group_norm import GROUP_NORM
 from deuteron.engines.triton_histogram import HISTOGRAM
 from deuteron.engines.triton_max_pool import MAX_POOL
 from deuteron.engines.triton_norm import NORM_BACKWARD
-from deuteron.engines.triton_pyramid_pool import PYRAMID_POOL
 from deuteron.engines.triton_resample import RESAMPLE
 from deuteron.engines.triton_rope import ROPE
 from deuteron.engines.triton_scan import SCAN
@@ -20,7 +19,7 @@ from deuteron.target import Target
 
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
-    positions, scans, resampling, pyramid and max pooling and histograms."""
+    positions, scans, resampling, max pooling and histograms."""
 
     name = "triton_kernels"
     version = "6"
@@ -28,4 +27,4 @@ class TritonKernels(RecipeEngine):
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
-        return (*norms, CROSS_ENTROPY, ROPE, SCAN, PYRAMID_POOL, MAX_POOL, RESAMPLE, HISTOGRAM)
+        return (*norms, CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)

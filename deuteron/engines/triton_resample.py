@@ -27,7 +27,6 @@ OPS = {
 }
 MOST_READ = 64  # elements along an axis
 REACHED = 0.8  # of the bandwidth of a copy, where a result reads few elements
-REGULAR = 0.93  # and where places follow from numbers
 UNITS = 132  # multiprocessors, for which times were measured
 
 
@@ -91,7 +90,7 @@ def _along(node: Node, at: int, length: int, size: int, double: bool) -> AxisMap
 
 
 def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
-    return [asdict(cut) for cut in cuts(*_ends(region), *axes(region))]
+    return [asdict(cut) for cut in cuts(_ends(region)[1], *axes(region))]
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -99,8 +98,6 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     are read."""
     _, y = _ends(region)
     down, across = axes(region)
-    if knobs["regular"]:
-        return streamed(REGULAR)(region, target, knobs)
     if knobs["walks"]:  # a row of x is blended once
         loads = across.most * down.length / down.results
         each = 4e-13 + 6e-13 * loads + 1e-13 * down.most

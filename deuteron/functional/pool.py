@@ -46,9 +46,8 @@ def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
 
 
 def _mean_is_torchs(x: Tensor, *_: Any, **__: Any) -> bool:
-    """Whether torch pools on a CPU: what is small, or not in our kernel's types or order."""
-    known = x.dtype is torch.float32 or x.dtype in LOW
-    return x.nbytes < SHORT_BYTES or not known or not x.is_contiguous()
+    """Whether torch pools on a CPU: what is small, or in other types than generated code is for."""
+    return x.nbytes < SHORT_BYTES or not (x.dtype is torch.float32 or x.dtype in LOW)
 
 
 def _max_is_torchs(x: Tensor, *args: Any, return_indices: bool = False, **_: Any) -> bool:

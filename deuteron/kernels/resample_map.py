@@ -54,45 +54,6 @@ class AxisMap:
         return bool((self.count < room).any())
 
     @cached_property
-    def steps(self) -> tuple[int, int] | None:
-        """How far apart windows begin and how far the first one begins before the axis, where all
-        are alike: i reads the ``most`` elements from i · step − before on, those that there are."""
-        full = (self.count == self.most).nonzero().flatten()[:2].tolist()
-        if self.weights is not None or (len(full) < 2 and self.results > 1):
-            return None
-        begin, *following = self.first[full].tolist()
-        step = (following[0] - begin) // (full[1] - full[0]) if following else 1
-        before = full[0] * step - begin
-        start = torch.arange(self.results) * step - before
-        first, last = start.clamp(min=0), (start + self.most).clamp(max=self.length)
-        same = (self.count == (last - first).clamp(min=0)) & (
-            (self.first == first) | (self.count == 0)
-        )
-        return (step, before) if bool(same.all()) else None
-
-    @cached_property
-    def is_cut(self) -> bool:
-        """Whether somebody reads fewer than others."""
-        return bool((self.count < self.most).any())
-
-    @cached_property
-    def factor(self) -> int | None:
-        """How often every element is repeated, where that and a factor common to all is all."""
-        times = self.results // max(self.length, 1)
-        if self.divisors is not None or times * self.length != self.results:
-            return None
-        weights = self.weights
-        if weights is not None and not (weights[0] == weights[0, 0]).all():
-            return None
-        same = (self.first == torch.arange(self.results) // max(times, 1)) & (self.count == 1)
-        return times if bool(same.all()) else None
-
-    @property
-    def scale(self) -> float:
-        """The weight of everything that is read, where there is but one weight."""
-        return 1.0 if self.weights is None else float(self.weights[0, 0])
-
-    @cached_property
     def transposed(self) -> AxisMap:
         """Who reads each element, and with which weight: the map of the gradient. What results read
         never goes back along the axis, so an element's readers stand next to each other."""

@@ -287,6 +287,46 @@ def _avg_grad_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.call(base, v.grad, **{name: attrs[name] for name in _ATTRS[base]})]
 
 
+# ---- adaptive pools in simpler operators -----------------------------------------------------
+
+
+def _adaptive_expand(op: str, b: Ops, ins: Sequence[Sym | None], attrs: Any) -> list[Sym]:
+    """One side after another: a window of k · k elements is one of k, and another of k."""
+    (x,), size = ins, attrs["size"]
+    assert x is not None
+    if prod(size) == 1:
+        kind, axes = "max" if "max" in op else "mean", tuple(range(2, x.rank))
+        y = b.one(kind, x, axes=axes, keepdim=True)
+    else:
+        y = x if "max" in op else b.upcast(x)
+        for d, n in enumerate(size):
+            if n != y.shape[2 + d]:
+                y = b.one(op, y, size=(*size[: d + 1], *y.shape[3 + d :]))
+    return [b.to_layout(b.to(y, x.dtype), result_order(op, x.type))]
+
+
+def _adaptive_grad_expand(op: str, b: Ops, ins: Sequence[Sym | None], attrs: Any) -> list[Sym]:
+    """One side after another, the first one last. Where its cells have one length, their elements
+    have the same share, and the large result need not be written before somebody reads it."""
+    (grad,), shape = ins, attrs["shape"]
+    assert grad is not None
+    y, n = b.upcast(grad), shape[2]
+    for d in reversed(range(2, grad.rank)):
+        if y.shape[d] != shape[d] and (d > 2 or n % y.shape[d]):
+            y = b.one(op, y, shape=(*y.shape[:d], *shape[d:]))
+    if y.shape != shape:
+        cells = (*shape[:2], y.shape[2], n // y.shape[2], *shape[3:])
+        share = b.reshape(y * (y.shape[2] / n), (*cells[:3], 1, *cells[4:]))
+        y = b.reshape(b.expand(share, shape=cells), shape)
+    return [b.to_layout(b.to(y, grad.dtype), result_order(op, grad.type))]
+
+
+_EXPAND = {
+    "adaptive_max_pool": _adaptive_expand,
+    "adaptive_avg_pool": _adaptive_expand,
+    "adaptive_avg_pool_grad": _adaptive_grad_expand,
+}
+
 # ---- samples and the table -------------------------------------------------------------------
 
 # shape of x, its layout, attributes
@@ -367,6 +407,7 @@ def _define(op: str, doc: str) -> OpDef:
         reference=partial(reference, op),
         fusion=Fusion.OPAQUE if grad else Fusion.REDUCTION,
         vjp=partial(vjp, base),
+        expand=partial(_EXPAND[op], op) if op in _EXPAND else None,
         flops=partial(_flops, op),
         samples=partial(_samples, op, base),
     )

@@ -7,7 +7,6 @@ pooling has it; cells overlap where s does not divide n.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,18 +14,15 @@ import torch
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops import table
-from deuteron.ops.conv import at_least, memory_order, ordered, spatial_dims
+from deuteron.ops.conv import at_least, memory_order, spatial_dims
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.matmul import one_dtype
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
-from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, check_gradient
 from deuteron.ops.samples import Arg, Sample
 
 Tensor = torch.Tensor
 Types = Sequence[TensorType | None]
 Attributes = Mapping[str, Any]
-_GRAD = "pyramid_pool_grad"
 
 
 def _grids(shape: Shape, sizes: Shape) -> Iterator[tuple[int, int, Shape]]:
@@ -38,18 +34,14 @@ def _grids(shape: Shape, sizes: Shape) -> Iterator[tuple[int, int, Shape]]:
         begin += prod(grid)
 
 
-def _result(op: str, shape: Shape, sizes: Shape) -> Shape:
-    """The shape of the pool of ``shape``."""
-    at_least(op, 1, sizes=sizes, shape_beside_batch=shape[1:])
-    if not sizes:
-        raise GraphError(f"{op} without sizes", remedy="e.g. sizes=(1, 2, 3, 6)")
-    return (*shape[:2], sum(prod(grid) for _, _, grid in _grids(shape, sizes)))
-
-
 def _infer(x: TensorType, sizes: Shape, kind: str) -> TensorType:
     one_dtype("pyramid_pool", x=x)
     spatial_dims("pyramid_pool", x)
-    return TensorType.of(_result("pyramid_pool", x.shape, sizes), x.dtype)
+    at_least("pyramid_pool", 1, sizes=sizes, shape_beside_batch=x.shape[1:])
+    if not sizes:
+        raise GraphError("pyramid_pool without sizes", remedy="e.g. sizes=(1, 2, 3, 6)")
+    cells = sum(prod(grid) for _, _, grid in _grids(x.shape, sizes))
+    return TensorType.of((*x.shape[:2], cells), x.dtype)
 
 
 def _reference(x: Tensor, sizes: Shape, kind: str) -> Tensor:
@@ -57,68 +49,42 @@ def _reference(x: Tensor, sizes: Shape, kind: str) -> Tensor:
     return torch.cat([pool(x, size).flatten(2) for size in sizes], 2)
 
 
+def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+    """Adaptive pools, finest first. Where cells of equal length lie in a larger cell, that is
+    pooled from them, in float32 at least, and not from x."""
+    (x,), sizes, kind = ins, attrs["sizes"], attrs["kind"]
+    assert x is not None
+    found: dict[int, Sym] = {}
+    for size in sorted(set(sizes), reverse=True):
+        even = [s for s in sizes if not any(n % s for n in x.shape[2:])]
+        finer = [s for s in found if s in even and s % size == 0]
+        is_read = size in even and any(size % s == 0 for s in sizes if s != size)
+        source = found[min(finer)] if finer else b.upcast(x) if is_read and kind == "avg" else x
+        found[size] = b.one(f"adaptive_{kind}_pool", source, size=size)
+    parts = [b.to(b.reshape(found[s], (*x.shape[:2], s ** (x.rank - 2))), x.dtype) for s in sizes]
+    return [b.concat(parts, axis=2) if len(parts) > 1 else b.to_layout(parts[0], "contiguous")]
+
+
 def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    x = v.arg(0)
-    kept = x if v.attrs["kind"] == "max" else None
-    order = memory_order(x.type)
-    return [b.pyramid_pool_grad(v.grad, kept, shape=x.shape, order=order, **v.attrs)]
+    """Each grid sends its part back as its adaptive pool would; the parts are added up."""
+    x, total = v.arg(0), None
+    for begin, end, grid in _grids(x.shape, v.attrs["sizes"]):
+        part = b.slice(v.grad, axis=2, start=begin, stop=end)
+        part = b.to_layout(b.reshape(part, (*x.shape[:2], *grid)), memory_order(x.type))
+        if v.attrs["kind"] == "max":
+            back = b.adaptive_max_pool_grad(part, x, size=grid)
+        else:
+            back = b.adaptive_avg_pool_grad(part, shape=x.shape)
+        total = b.upcast(back) if total is None else total + b.upcast(back)
+    assert total is not None
+    return [b.to(total, x.dtype)]
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """Every grid looks at every element once; overlaps are not counted."""
-    x = outs[0].shape if "shape" in attrs else () if ins[0] is None else ins[0].shape
-    return float(len(attrs["sizes"]) * prod(x))
+    assert ins[0] is not None
+    return float(len(attrs["sizes"]) * ins[0].numel)
 
-
-# ---- backward ------------------------------------------------------------------------------------
-
-
-def _grad_infer(
-    grad: TensorType, x: TensorType | None, shape: Shape, order: str, sizes: Shape, kind: str
-) -> TensorType:
-    if len(shape) not in (3, 4, 5):
-        raise GraphError(f"{_GRAD}: shape {list(shape)} is not [N, C, ...]", remedy="x's shape")
-    if (x is None) != (kind == "avg") or (x is not None and x.shape != shape):
-        raise GraphError(
-            f"{_GRAD} with kind={kind!r} and {'no x' if x is None else f'x {list(x.shape)}'}",
-            remedy=f"a maximum needs x {list(shape)}, to find the winners; a mean does not",
-        )
-    one_dtype(_GRAD, grad=grad, x=grad if x is None else x)
-    check_gradient(_GRAD, grad, _result(_GRAD, shape, sizes))
-    return TensorType.of(shape, grad.dtype, order)
-
-
-def _grad_reference(
-    grad: Tensor, x: Tensor | None, shape: Shape, order: str, sizes: Shape, kind: str
-) -> Tensor:
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    total = grad.new_zeros(shape, dtype=wide)
-    for begin, end, grid in _grids(shape, sizes):
-        part = grad[..., begin:end].reshape(*shape[:2], *grid).to(wide)
-        if x is None:
-            total += table.get("adaptive_avg_pool_grad").reference(part, shape=shape)
-        else:
-            total += table.get("adaptive_max_pool_grad").reference(part, x.to(wide), size=grid)
-    return ordered(total.to(grad.dtype), order)
-
-
-def _grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
-    """Each grid sends its part back as its adaptive pool would; the parts are added up."""
-    grad, x = ins
-    assert grad is not None
-    shape, total = attrs["shape"], None
-    for begin, end, grid in _grids(shape, attrs["sizes"]):
-        part = b.reshape(b.slice(grad, axis=2, start=begin, stop=end), (*shape[:2], *grid))
-        if x is not None:
-            back = b.upcast(b.adaptive_max_pool_grad(part, x, size=grid))
-        else:
-            back = b.upcast(b.adaptive_avg_pool_grad(part, shape=shape))
-        total = back if total is None else total + back
-    assert total is not None
-    return [b.to_layout(b.to(total, grad.dtype), attrs["order"])]
-
-
-# ---- samples and records -------------------------------------------------------------------------
 
 _ATTRS = {
     "sizes": Attr("ints", (1, 2, 3, 6), "cells per side of each grid"),
@@ -137,18 +103,6 @@ _SAMPLES = (
 _EXTREME = Sample((Arg((2, 3, 5, 7), "extreme"),), {"kind": "max"}, grad=False, note="extreme")
 
 
-def _grad_samples() -> list[Sample]:
-    found = []
-    for s in _SAMPLES:
-        (x,) = s.inputs
-        assert x is not None
-        attrs = {"sizes": (1, 2, 3, 6), "kind": "avg", "shape": x.shape, **s.attrs}
-        attrs["order"] = "nhwc" if x.layout == "nhwc" else "contiguous"
-        grad = Arg((*x.shape[:2], sum(prod(g) for _, _, g in _grids(x.shape, attrs["sizes"]))))
-        found.append(Sample((grad, x if attrs["kind"] == "max" else None), attrs, note=s.note))
-    return found
-
-
 PYRAMID = OpDef(
     name="pyramid_pool",
     doc="x [N, C, ...] pooled over grids of several sizes, one result after another: [N, C, Σ sᵈ].",
@@ -158,20 +112,8 @@ PYRAMID = OpDef(
     reference=_reference,
     fusion=Fusion.OPAQUE,
     vjp=_vjp,
+    expand=_expand,
     flops=_flops,
     samples=lambda: (*_SAMPLES, _EXTREME),
 )
-PYRAMID_GRAD = replace(
-    PYRAMID,
-    name=_GRAD,
-    doc="The gradient of pyramid_pool: each cell's is shared out evenly, or goes to its winner.",
-    inputs=("grad", "x?"),
-    attrs={"shape": SHAPE_OF_X, "order": ORDER_OF_X, **_ATTRS},
-    infer=_grad_infer,
-    reference=_grad_reference,
-    vjp=None,
-    expand=_grad_expand,
-    samples=_grad_samples,
-)
-
-OPS = (PYRAMID, PYRAMID_GRAD)
+OPS = (PYRAMID,)

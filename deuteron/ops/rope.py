@@ -289,21 +289,26 @@ def _rope_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[S
 
 
 def _turned(b: Ops, x: Sym, cos: Sym, sin: Sym, attrs: Attributes) -> Sym:
-    dims, apart = attrs["dims"], attrs["interleaved"]
-    x1, x2 = _pair_syms(b, x, dims, apart)
+    dims, apart, features = attrs["dims"], attrs["interleaved"], x.shape[3]
+    done, axis = (dims // 2, 4) if apart else (dims, 3)
+    if apart and features % 2:  # all but the last are pairs
+        even = _turned(b, b.slice(x, axis=3, stop=features - 1), cos, sin, attrs)
+        return b.one("concat", [even, b.slice(x, axis=3, start=features - 1)], axis=3)
+    if apart:
+        x = b.reshape(x, (*x.shape[:3], features // 2, 2))
+        cos, sin = (b.reshape(t, (*t.shape, 1)) for t in (cos, sin))
+    part = b.slice(x, axis=3, stop=done)
+    middle = part.shape[axis] // 2
+    x1 = b.upcast(b.slice(part, axis=axis, stop=middle))
+    x2 = b.upcast(b.slice(part, axis=axis, start=middle))
     if attrs["inverse"]:
         first, second = x1 * cos + x2 * sin, x2 * cos - x1 * sin
     else:
         first, second = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    halves = [first, second]
-    if apart:
-        halves = [b.reshape(h, (*h.shape, 1)) for h in halves]
-    whole = b.to(b.concat(halves, axis=len(halves[0].shape) - 1), x.dtype)
-    if apart:
-        whole = b.reshape(whole, (*x.shape[:3], dims))
-    if dims == x.shape[3]:
-        return whole
-    return b.concat([whole, b.slice(x, axis=3, start=dims)], axis=3)  # type: ignore[no-any-return]
+    whole = b.to(b.concat([first, second], axis=axis), x.dtype)
+    if dims < features:
+        whole = b.concat([whole, b.slice(x, axis=3, start=done)], axis=3)
+    return b.one("reshape", whole, (*x.shape[:3], features)) if apart else whole
 
 
 def _rope_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:

@@ -1,5 +1,10 @@
 """``weighted_pool`` gives every element of a window a weight; as mathematics it is a convolution in
-which no channel sees another, and its gradients are those of the convolution."""
+which no channel sees another, and its gradients are those of the convolution:
+
+    y[n, c, o] = Σ w[c, t] · x[n, c, o·stride − padding + t]
+    dx[n, c, i] = Σ w[c, t] · g[n, c, (i + padding − t) / stride], over t that divide
+    dw[c, t] = Σ g[n, c, o] · x[n, c, o·stride − padding + t]
+"""
 
 from __future__ import annotations
 
@@ -15,40 +20,39 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.conv import at_least, memory_order, ordered, per_dim, spatial_dims
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.matmul import one_dtype
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
-from deuteron.ops.pool import check_gradient
+from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp
+from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, check_gradient
 from deuteron.ops.samples import Arg, Sample
 
 Tensor = torch.Tensor
 Types = Sequence[TensorType | None]
 Attributes = Mapping[str, Any]
-_GRAD = "weighted_pool_grad"
 
 
-def _window(x: Any, weight: Any) -> Shape:
-    """The sides of the window, of types, tensors or values of a graph."""
-    return tuple(weight.shape[len(weight.shape) - (len(x.shape) - 2) :])
+def _window(rank: int, weight: Any) -> Shape:
+    """The sides of the window, for an x of this rank, from a type, a tensor or a graph's value."""
+    return tuple(weight.shape[len(weight.shape) - (rank - 2) :])
 
 
 def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    x, weight = types[-2], types[-1]
+    x, weight = types[0], types[1]
     assert x is not None and weight is not None
     dims = spatial_dims("weighted_pool", x)
-    if weight.rank not in (dims, dims + 1):
+    if "window" not in attrs and weight.rank not in (dims, dims + 1):
         raise GraphError(
             f"weighted_pool: weight {list(weight.shape)} does not fit {dims} spatial dimensions",
             remedy="give the window [kh, kw], or one for each channel [C, kh, kw]",
         )
-    stride = attrs["stride"] or _window(x, weight)
-    return {
-        "stride": per_dim("weighted_pool", "stride", stride, dims),
+    window = attrs["window"] if "window" in attrs else _window(x.rank, weight)
+    return attrs | {
+        "stride": per_dim("weighted_pool", "stride", attrs["stride"] or window, dims),
         "padding": per_dim("weighted_pool", "padding", attrs["padding"], dims),
     }
 
 
 def _infer(x: TensorType, weight: TensorType, stride: Shape, padding: Shape) -> TensorType:
     one_dtype("weighted_pool", x=x, weight=weight)
-    window = _window(x, weight)
+    window = _window(x.rank, weight)
     at_least("weighted_pool", 1, stride=stride, window=window, shape_beside_batch=x.shape[1:])
     at_least("weighted_pool", 0, padding=padding)
     if weight.rank > len(window) and weight.shape[0] != x.shape[1]:
@@ -67,76 +71,112 @@ def _infer(x: TensorType, weight: TensorType, stride: Shape, padding: Shape) -> 
     return TensorType.of((*x.shape[:2], *size), x.dtype, memory_order(x))
 
 
-def _filters(x: Tensor, weight: Tensor) -> Tensor:
+def _convolution(stride: Shape, padding: Shape, x: Shape) -> tuple[Any, ...]:
+    dims = len(x) - 2
+    return stride, padding, [1] * dims, False, [0] * dims, x[1]
+
+
+def _filters(x: Shape, weight: Tensor) -> Tensor:
     """The weight as that of a convolution in which no channel sees another."""
-    window = _window(x, weight)
-    return weight.reshape(-1, 1, *window).expand(x.shape[1], 1, *window)
+    window = _window(len(x), weight)
+    return weight.reshape(-1, 1, *window).expand(x[1], 1, *window)
 
 
 def _reference(x: Tensor, weight: Tensor, stride: Shape, padding: Shape) -> Tensor:
-    dims, channels = x.ndim - 2, x.shape[1]
-    how = (stride, padding, [1] * dims, False, [0] * dims, channels)
-    y = torch.convolution(x, _filters(x, weight), None, *how)
+    how = _convolution(stride, padding, x.shape)
+    y = torch.convolution(x, _filters(x.shape, weight), None, *how)
     return ordered(y, memory_order(TensorType.from_tensor(x)))
 
 
 def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    x, weight = v.arg(0), v.arg(1)
-    dx, each = b.call(_GRAD, v.grad, x, weight, **v.attrs)
-    if weight.rank < x.rank - 1:
-        each = b.unbroadcast(b.upcast(each), weight.type)
-    return [dx if v.needs[0] else None, each if v.needs[1] else None]
+    x, weight, found = v.arg(0), v.arg(1), list[Sym | None]([None, None])
+    if v.needs[0]:
+        like = {"shape": x.shape, "order": memory_order(x.type)}
+        found[0] = b.weighted_pool_dx(v.grad, weight, **like, **v.attrs)
+    if v.needs[1]:
+        window = _window(x.rank, weight)
+        parts = b.call("weighted_pool_dw", v.grad, x, window=window, **v.attrs)
+        columns = [b.reshape(p, (-1, 1)) for p in (parts if isinstance(parts, tuple) else [parts])]
+        each = b.reshape(b.concat(columns, axis=1), (x.shape[1], *window))
+        found[1] = b.unbroadcast(b.upcast(each), weight.type)
+    return found
 
 
-def _filter_syms(b: Ops, x: Sym, weight: Sym) -> Sym:
-    window = _window(x, weight)
-    flat: Sym = b.reshape(weight, (-1, 1, *window))
-    return b.one("expand", flat, shape=(x.shape[1], 1, *window))
+def _filter_syms(b: Ops, x: Shape, weight: Sym) -> Sym:
+    window = _window(len(x), weight)
+    return b.one("expand", b.reshape(weight, (-1, 1, *window)), shape=(x[1], 1, *window))
 
 
 def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
     x, weight = ins
     assert x is not None and weight is not None
-    return [b.conv(x, _filter_syms(b, x, weight), None, groups=x.shape[1], **attrs)]
+    return [b.conv(x, _filter_syms(b, x.shape, weight), None, groups=x.shape[1], **attrs)]
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    """A multiplication and an addition per element of each window, for every result."""
-    y = outs[0] if len(outs) == 1 else ins[0]
+    """A multiplication and an addition per element of each window."""
+    y, weight = ins[0] if {"shape", "window"} & attrs.keys() else outs[0], ins[1]
     assert y is not None
-    return 2.0 * len(outs) * y.numel * prod(_window(ins[-2], ins[-1]))
+    return 2.0 * y.numel * prod(attrs["window"] if "window" in attrs else _window(y.rank, weight))
 
 
-# ---- backward ------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 
-def _grad_infer(
-    grad: TensorType, x: TensorType, weight: TensorType, stride: Shape, padding: Shape
-) -> tuple[TensorType, TensorType]:
-    one_dtype(_GRAD, grad=grad, x=x, weight=weight)
-    check_gradient(_GRAD, grad, _infer(x, weight, stride, padding).shape)
-    each = TensorType.of((x.shape[1], *_window(x, weight)), x.dtype)
-    return TensorType.of(x.shape, x.dtype, memory_order(x)), each
+def _dx_infer(
+    grad: TensorType, weight: TensorType, shape: Shape, order: str, stride: Shape, padding: Shape
+) -> TensorType:
+    one_dtype("weighted_pool_dx", grad=grad, weight=weight)
+    x = TensorType.of(shape, grad.dtype, order)
+    check_gradient("weighted_pool_dx", grad, _infer(x, weight, stride, padding).shape)
+    return x
 
 
-def _grad_reference(
-    grad: Tensor, x: Tensor, weight: Tensor, stride: Shape, padding: Shape
-) -> tuple[Tensor, Tensor]:
-    dims, channels = x.ndim - 2, x.shape[1]
-    how = (stride, padding, [1] * dims, False, [0] * dims, channels, [True, True, False])
-    dx, dw, _ = torch.ops.aten.convolution_backward(grad, x, _filters(x, weight), None, *how)
-    each = dw.reshape(channels, *_window(x, weight)).contiguous()
-    return ordered(dx, memory_order(TensorType.from_tensor(x))), each
+def _dx_reference(
+    grad: Tensor, weight: Tensor, shape: Shape, order: str, stride: Shape, padding: Shape
+) -> Tensor:
+    how, x = _convolution(stride, padding, shape), grad.new_empty(shape)
+    mask, filters = [True, False, False], _filters(shape, weight)
+    dx = torch.ops.aten.convolution_backward(grad, x, filters, None, *how, mask)[0]
+    return ordered(dx, order)
 
 
-def _grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
-    """As the gradients of a convolution in which no channel sees another."""
-    grad, x, weight = ins
-    assert grad is not None and x is not None and weight is not None
-    filters, how = _filter_syms(b, x, weight), {**attrs, "groups": x.shape[1]}
-    dx = b.conv_dx(grad, filters, shape=x.shape, **how)
-    dw = b.conv_dw(grad, x, shape=filters.shape, **how)
-    return [dx, b.reshape(dw, (x.shape[1], *filters.shape[2:]))]
+def _dx_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+    grad, weight = ins
+    assert grad is not None and weight is not None
+    how, shape = dict(attrs), attrs["shape"]
+    order, filters = how.pop("order"), _filter_syms(b, shape, weight)
+    return [b.to_layout(b.conv_dx(grad, filters, groups=shape[1], **how), order)]
+
+
+def _dw_infer(
+    grad: TensorType, x: TensorType, window: Shape, stride: Shape, padding: Shape
+) -> tuple[TensorType, ...]:
+    one_dtype("weighted_pool_dw", grad=grad, x=x)
+    y = _infer(x, TensorType.of(window, x.dtype), stride, padding)
+    check_gradient("weighted_pool_dw", grad, y.shape)
+    return (TensorType.of(x.shape[1:2], x.dtype),) * prod(window)
+
+
+def _dw_reference(
+    grad: Tensor, x: Tensor, window: Shape, stride: Shape, padding: Shape
+) -> tuple[Tensor, ...] | Tensor:
+    how, filters = _convolution(stride, padding, x.shape), x.new_empty((x.shape[1], 1, *window))
+    mask = [False, True, False]
+    dw = torch.ops.aten.convolution_backward(grad, x, filters, None, *how, mask)[1]
+    found = tuple(part.contiguous() for part in dw.flatten(1).unbind(1))
+    return found if len(found) > 1 else found[0]
+
+
+def _dw_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+    grad, x = ins
+    assert grad is not None and x is not None
+    how, channels = dict(attrs), x.shape[1]
+    window = how.pop("window")
+    dw = b.conv_dw(grad, x, shape=(channels, 1, *window), groups=channels, **how)
+    flat = b.reshape(dw, (channels, prod(window)))
+    columns = [b.slice(flat, axis=1, start=i, stop=i + 1) for i in range(prod(window))]
+    return [b.reshape(column, (channels,)) for column in columns]
 
 
 # ---- samples and records -------------------------------------------------------------------------
@@ -151,10 +191,35 @@ _SAMPLES = (
     Sample((Arg((1, 2, 5, 5), layout="sliced"), Arg((3, 3))), {"stride": 2, "padding": 1}),
     Sample((Arg((2, 3, 8)), Arg((3, 3)))),
     Sample((Arg((1, 2, 3, 4, 3)), Arg((2, 2, 2))), {"stride": 1}),
+    Sample((Arg((2, 3, 4, 4)), Arg((1, 1)))),
     Sample((Arg((0, 3, 4, 4)), Arg((2, 2))), note="empty"),
 )
 # the shape of each result
-_SHAPES = (2, 3, 3, 2), (2, 3, 6, 6), (1, 2, 3, 3), (2, 3, 2), (1, 2, 2, 3, 2), (0, 3, 2, 2)
+_SHAPES = (
+    (2, 3, 3, 2),
+    (2, 3, 6, 6),
+    (1, 2, 3, 3),
+    (2, 3, 2),
+    (1, 2, 2, 3, 2),
+    (2, 3, 4, 4),
+    (0, 3, 2, 2),
+)
+
+
+def _grad_samples(of_x: bool) -> list[Sample]:
+    found = []
+    for s, shape in zip(_SAMPLES, _SHAPES, strict=True):
+        x, weight = s.inputs
+        assert x is not None and weight is not None
+        order = "nhwc" if x.layout == "nhwc" else "contiguous"
+        like = (
+            {"shape": x.shape, "order": order}
+            if of_x
+            else {"window": _window(len(x.shape), weight)}
+        )
+        found.append(Sample((Arg(shape), weight if of_x else x), {**like, **s.attrs}, note=s.note))
+    return found
+
 
 WEIGHTED = OpDef(
     name="weighted_pool",
@@ -171,19 +236,31 @@ WEIGHTED = OpDef(
     flops=_flops,
     samples=lambda: _SAMPLES,
 )
-WEIGHTED_GRAD = replace(
+DX = replace(
     WEIGHTED,
-    name=_GRAD,
-    doc="The gradients of weighted_pool: for x, and for the weight of each channel [C, kh, kw].",
-    inputs=("grad", "x", "weight"),
-    infer=_grad_infer,
-    reference=_grad_reference,
+    name="weighted_pool_dx",
+    doc="The gradient of weighted_pool for x.",
+    inputs=("grad", "weight"),
+    attrs={"shape": SHAPE_OF_X, "order": ORDER_OF_X, **_ATTRS},
+    infer=_dx_infer,
+    reference=_dx_reference,
     vjp=None,
-    expand=_grad_expand,
-    samples=lambda: [
-        Sample((Arg(shape), *s.inputs), s.attrs, note=s.note)
-        for s, shape in zip(_SAMPLES, _SHAPES, strict=True)
-    ],
+    expand=_dx_expand,
+    samples=lambda: _grad_samples(True),
+)
+DW = replace(
+    WEIGHTED,
+    name="weighted_pool_dw",
+    doc="The gradient of weighted_pool for the weight of each channel: a vector [C] for every "
+    "element of the window, in its order.",
+    inputs=("grad", "x"),
+    attrs={"window": Attr("ints", REQUIRED, "the sides of the window"), **_ATTRS},
+    infer=_dw_infer,
+    reference=_dw_reference,
+    fusion=Fusion.REDUCTION,
+    vjp=None,
+    expand=_dw_expand,
+    samples=lambda: _grad_samples(False),
 )
 
-OPS = (WEIGHTED, WEIGHTED_GRAD)
+OPS = (WEIGHTED, DX, DW)

@@ -16,17 +16,13 @@ loads and instructions, the more so the more elements a result reads.
 So where rows are read again, ``walk`` goes down the rows and keeps what it read of the last ones,
 blended along the row: upsampling by 2 loads one element for a result instead of four.
 
-Where places need no table, ``resample_regular.py`` has kernels that come near to a copy.
-
-Generated code has no maps along axes: without these kernels torch resamples. On an H200 (bench/
-results/functional-h200.md, [32, 64, 112, 112] in bf16) 3 × 3 means two apart take 27 µs instead of
-85, with their gradient 71 µs instead of 646.
+Generated code has windows whose places follow from numbers (``codegen/windows.py``): means, and
+elements repeated. What is read by weights, such as bilinear resizing, only these kernels do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +32,6 @@ import triton.language as tl
 from deuteron.ir.types import TensorType
 from deuteron.kernels.resample_map import AxisMap
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.resample_regular import (
-    Copies,
-    Windows,
-    corner,
-    means_last,
-    means_pairs,
-    narrow,
-    repeat_last,
-    repeat_rows,
-)
 from deuteron.kernels.triton.resample_tiles import UNROLLED, ResampleTile, is_last
 
 UNROLL: tl.constexpr = tl.constexpr(UNROLLED)
@@ -76,6 +62,31 @@ class Shape(NamedTuple):
     adjacent: bool
     vector: int
     ragged: bool
+
+
+@triton.jit
+def _corner(channels, height, width, T: tl.constexpr):
+    """The image of a program, and where its planes, rows and columns begin."""
+    across = tl.cdiv(width, T.columns)
+    pieces = tl.cdiv(height, T.rows) * across
+    piece = tl.program_id(0) % pieces
+    block = tl.program_id(0) // pieces
+    blocks = tl.cdiv(channels, T.planes)
+    n = (block // blocks).to(tl.int64)
+    return n, block % blocks * T.planes, piece // across * T.rows, piece % across * T.columns
+
+
+@triton.jit
+def _narrow(y, total, divide_y, divide_x, row, column, height, width):
+    """The result as it is stored, after the division of a mean."""
+    if divide_x is not None:
+        by = tl.load(divide_x + column, mask=column < width, other=1.0)
+        if divide_y is not None:
+            by *= tl.load(divide_y + row, mask=row < height, other=1.0)
+        total = total / by
+    elif divide_y is not None:
+        total = total / tl.load(divide_y + row, mask=row < height, other=1.0)
+    return total.to(y.dtype.element_ty)
 
 
 @triton.jit
@@ -150,7 +161,7 @@ def _tile(x, y, down, across, sizes, strides, T: tl.constexpr):
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     channels, height, width, _, one = sizes
     sn, sc, sh, sw, tn, tc, th = strides
-    n, plane, upper, begin = corner(channels, height, width, T)
+    n, plane, upper, begin = _corner(channels, height, width, T)
     channel = _along(plane + tl.arange(0, T.planes), "plane", T.last)
     row = _along(upper + tl.arange(0, T.rows), "row", T.last)
     column = _along(begin + tl.arange(0, T.columns), "column", T.last)
@@ -183,7 +194,7 @@ def _tile(x, y, down, across, sizes, strides, T: tl.constexpr):
         place = place + (row * th + column * tc) + channel
     else:
         place = place + channel.to(tl.int64) * tc + (row * th + column)
-    total = narrow(y, total, down.divisors, across.divisors, row, column, height, width)
+    total = _narrow(y, total, down.divisors, across.divisors, row, column, height, width)
     tl.store(place, total, mask=live)
 
 
@@ -213,7 +224,7 @@ def _walk(x, y, down, across, sizes, strides, T: tl.constexpr):
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     channels, height, width, length, one = sizes
     sn, sc, sh, sw, tn, tc, th = strides
-    n, plane, upper, begin = corner(channels, height, width, T)
+    n, plane, upper, begin = _corner(channels, height, width, T)
     channel = (plane + tl.arange(0, T.planes))[None, :]
     column = (begin + tl.arange(0, T.columns))[:, None]
     live = (channel < channels) & (column < width)
@@ -251,7 +262,7 @@ def _walk(x, y, down, across, sizes, strides, T: tl.constexpr):
             ahead = _read(source + (r + 1) * sh, step, live & (r + 1 < end), broad, T.broad)
             kept = kept[1:] + (line,)
         total = _gathered(kept, scales, tall, T)
-        total = narrow(y, total, down.divisors, across.divisors, row, column, height, width)
+        total = _narrow(y, total, down.divisors, across.divisors, row, column, height, width)
         tl.store(place + row * th, total, mask=live)
 
 
@@ -275,46 +286,16 @@ def call(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap, cut: Resa
     height, width = (1, *space)[-2:]
     (sn, sc, *steps), (tn, tc, *to) = x.strides, y.strides
     (sh, sw), (th, tw) = (0, *steps)[-2:], (0, *to)[-2:]
+    pieces = -(-height // cut.rows) * -(-width // cut.columns)
+    beside, unit = (tw, sc) if last else (tc, sw)
+    vector = 8 if last else max(cut.columns // (32 * cut.warps), 1)
+    read, ragged = (down.most, across.most), cut.walks and down.is_ragged
     sides = (cut.planes, cut.rows, cut.columns)
-
-    def tiles(height: int, width: int) -> int:
-        """Programs for so many rows and columns of all images."""
-        pieces = -(-height // cut.rows) * -(-width // cut.columns)
-        return images * -(-channels // cut.planes) * pieces
-
-    def lines(height: int) -> int:
-        """The same where the rows of all planes follow each other."""
-        return -(-images * channels * height // cut.rows) * -(-width // cut.columns)
-
-    if not cut.regular:
-        beside, unit = (tw, sc) if last else (tc, sw)
-        vector = 8 if last else max(cut.columns // (32 * cut.warps), 1)
-        read, ragged = (down.most, across.most), cut.walks and down.is_ragged
-        constants = Shape(*sides, *read, last, unit == 1, vector, ragged)
-        tables = tuple(Tables(a.first, a.count, a.weights, a.divisors) for a in (down, across))
-        numbers = (channels, height, width, down.length, 1), (sn, sc, sh, sw, tn, beside, th)
-        return Call(walk if cut.walks else tile, tiles(height, width), tables, numbers, constants)
-    strides = (sn, sh, sw, tn, th, tw) if last else (sn, sc, sh, tn, tc, th)
-    v = gcd(16, channels if last else width, *strides)
-    strides, planes = tuple(s // v for s in strides), (images * channels, channels)
-    if cut.regular.startswith("repeat"):
-        factors, read = (down.factor or 1, across.factor or 1), (down.length, across.length)
-        copies = Copies(*sides, v, down.scale * across.scale, *factors)
-        if last:
-            return Call(repeat_last, tiles(*read), (), ((channels // v, *read), strides), copies)
-        numbers = (*planes, down.length, width // v), strides
-        return Call(repeat_rows, lines(down.length), (), numbers, copies)
-    assert down.steps is not None and across.steps is not None
-    most, cuts = (down.most, across.most), (down.is_cut, across.is_cut)
-    (step_y, before_y), (step_x, before_x) = down.steps, across.steps
-    begins = (step_y, step_x, before_y, before_x)
-    windows = Windows(*sides, v, *most, *begins, *cuts)
-    divisors = (down.divisors, across.divisors)
-    if last:
-        numbers = (channels // v, height, width, down.length, across.length), strides
-        return Call(means_last, tiles(height, width), divisors, numbers, windows)
-    numbers = (*planes, height, width // v, down.length), strides
-    return Call(means_pairs, lines(height), divisors, numbers, windows)
+    constants = Shape(*sides, *read, last, unit == 1, vector, ragged)
+    tables = tuple(Tables(a.first, a.count, a.weights, a.divisors) for a in (down, across))
+    numbers = (channels, height, width, down.length, 1), (sn, sc, sh, sw, tn, beside, th)
+    programs = images * -(-channels // cut.planes) * pieces
+    return Call(walk if cut.walks else tile, programs, tables, numbers, constants)
 
 
 def resample(

@@ -9,68 +9,23 @@ from deuteron.ir.types import TensorType
 from deuteron.kernels.resample_map import AxisMap
 
 UNROLLED = 8  # reads along an axis that are written out one by one
-MOST_ROWS = 2**31 - 2**20  # which are counted in 32 bits
-MOST_COPIES = 16  # of an element that is repeated
 FEW = 2**21  # results: with fewer, large programs would leave multiprocessors idle
 
 
 @dataclass(frozen=True)
 class ResampleTile:
-    """A program's planes, rows and columns, its warps, and whether it walks down the rows; or which
-    kernel of ``resample_regular.py`` it is."""
+    """A program's planes, rows and columns, its warps, and whether it walks down the rows."""
 
     planes: int
     rows: int
     columns: int
     warps: int
     walks: bool = False
-    regular: str = ""
 
 
-def cuts(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
+def cuts(y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
     """Those worth trying, most promising first."""
-    return [*regular(x, y, down, across), *walks(y, down, across), *tiles(y, down, across)]
-
-
-# ---- places that follow from numbers -------------------------------------------------------------
-
-
-def regular(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
-    """Tiles in which a thread has 16 bytes of what it writes."""
-    kind = _kind(x, y, down, across)
-    each = 16 * 8 // y.dtype.bits
-    width, found = y.shape[-1], []
-    for warps in (4, 8) if y.numel < FEW else (8, 4):
-        room = warps * 32 * each
-        if kind in ("means_pairs", "repeat_rows"):
-            columns = _evenly(width, min(256, room), 32)
-            found.append(ResampleTile(1, room // columns, columns, warps, False, kind))
-        elif kind:
-            planes = _evenly(y.shape[1], min(64, room), 8)
-            rows = min(warps // 2, power_of_two((1, *y.shape[2:])[-2]))
-            columns = max(1, min(room // planes // rows, power_of_two(width)))
-            found.append(ResampleTile(planes, rows, columns, warps, False, kind))
-    return found
-
-
-def _kind(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap) -> str:
-    """The kernel that takes it, or nothing."""
-    adjacent = 1 if is_last(y) else -1
-    if x.strides[adjacent] != 1 or y.strides[adjacent] != 1:
-        return ""
-    if not is_last(y) and max(t.numel // t.shape[-1] for t in (x, y)) > MOST_ROWS:
-        return ""
-    if 1 < (down.factor or 0) * (across.factor or 0) <= MOST_COPIES:
-        return "repeat_last" if is_last(y) else "repeat_rows"
-    if down.steps is None or across.steps is None or max(down.most, across.most) > UNROLLED:
-        return ""
-    if is_last(y):
-        return "means_last"
-    pairs = across.steps == (2, 0) and across.most == 2 and not across.is_cut
-    return "means_pairs" if pairs else ""
-
-
-# ---- places in a table ---------------------------------------------------------------------------
+    return [*walks(y, down, across), *tiles(y, down, across)]
 
 
 def walks(y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:

@@ -1,0 +1,86 @@
+"""Elements that differ by whether they are even or odd, in vectors of each kind on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.codegen.interpret import interpret
+from deuteron.codegen.lower import lower
+from deuteron.codegen.phases import in_phases
+from deuteron.engines.cpu_gen import CpuGen, is_vector
+from deuteron.ir import GraphBuilder, TensorType
+from deuteron.ir.region import Region
+from deuteron.ops import TABLE, Ops, infer
+from deuteron.ops.evaluate import evaluate
+from tests.test_engines import Answers, right
+from tests.tolerances import allowed, error
+
+POOL = {"kernel": 3, "stride": 2, "padding": 1}
+
+
+def rope(b: Ops, x, cos, sin):
+    how = {"axis": 1, "interleaved": True, "dims": 12, "base": 100.0, "offset": 2, "inverse": True}
+    return TABLE["rope"].expand(b, [x, None, cos, sin, None], how)[0]
+
+
+# what is written, in an even number of columns, and the shapes of what it reads
+WRITTEN = {
+    "twice as large": (lambda b, x: b.resize(x, size=(10, 44), mode="nearest"), (2, 3, 5, 22)),
+    "a mean's gradient": (
+        lambda b, x: b.avg_pool_grad(x, shape=(2, 3, 9, 44), **POOL),
+        (2, 3, 5, 22),
+    ),
+    "means at the border": (
+        lambda b, x: b.avg_pool_grad(x, shape=(2, 3, 9, 44), count_include_pad=False, **POOL),
+        (2, 3, 5, 22),
+    ),
+    "pairs of neighbours": (rope, (2, 5, 3, 40), (7, 6), (7, 6)),
+    "in turns": (
+        lambda b, x: b.reshape(b.concat([b.relu(x), b.neg(x)], axis=3), (3, 5, 44)),
+        (3, 5, 22, 1),
+    ),
+}
+
+
+def region_of(name: str, dtype: torch.dtype) -> tuple[Region, dict[str, torch.Tensor]]:
+    write, *shapes = WRITTEN[name]
+    build = GraphBuilder(infer, "phases")
+    b = Ops(build)
+    gen = torch.Generator().manual_seed(0)
+    feed = {f"x{i}": torch.randn(s, generator=gen).to(dtype) for i, s in enumerate(shapes)}
+    given = [b.sym(build.input(n, TensorType.from_tensor(x))) for n, x in feed.items()]
+    write(b, *given).output("y")
+    return Region(build.finish()), feed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_same_in_vectors(name, dtype):
+    pytest.importorskip("llvmlite")
+    region, feed = region_of(name, dtype)
+    whole = lower(region)
+    cut = in_phases(whole)
+    assert cut.rows == whole.rows // 2 and is_vector(cut) and not is_vector(whole)
+    engine, machine = CpuGen(), dt.target("cpu")
+    (candidate,) = engine.candidates(region, machine, dt.Policy())
+    right(engine, candidate, region, feed, Answers(region, feed))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_statements_mean_the_same(name):
+    region, feed = region_of(name, torch.float32)
+    exact = evaluate(region.graph, feed, float64=True)["y"]
+    out = {v: torch.full(exact.shape, torch.nan) for v in region.outputs}
+    interpret(in_phases(lower(region)), feed, out)
+    assert error(out[region.outputs[0]], exact) <= allowed(0.0, torch.float32, 9)
+
+
+def test_an_odd_number_of_columns_stays_whole():
+    build = GraphBuilder(infer, "odd")
+    b = Ops(build)
+    x = b.sym(build.input("x", TensorType.of((1, 2, 4, 20), "f32")))
+    b.avg_pool_grad(x, shape=(1, 2, 7, 39), **POOL).output("y")
+    program = lower(Region(build.finish()))
+    assert in_phases(program) is program
