@@ -38,7 +38,7 @@ class _Activated:
             cls.__doc__ = f"``torch.nn.{cls.__name__}`` {cls.more}\n\n    >>> {shown}\n    "
 
     def _around(self, **tensors: Tensor | None) -> dict[str, Any]:
-        """What is asked for besides torch's norm: where that is nothing, small calls go to torch."""
+        """What is asked for besides torch's norm. Without any of it, small calls go to torch."""
         every = {**tensors, "activation": self.activation}
         return {name: given for name, given in every.items() if given is not None}
 

@@ -73,8 +73,8 @@ class Fused(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
-        """What the rule's numbers are made of, after the factor of the gradient."""
-        raise NotImplementedError
+        """What the rule's numbers are made of, after the factor of the gradient: Adam's."""
+        return [*group["betas"], group["eps"], group["weight_decay"]]
 
     def _run(
         self, run: Runner, batch: Batch, group: dict[str, Any], control: Control | None
@@ -353,26 +353,6 @@ class Fused(torch.optim.Optimizer):
         batches[0].ran.append(("control", None, 1))
         self.grad_norm = made.norm
         return {d: made if d == first else made.on(d) for d in devices}
-
-
-class OwnArguments(Fused):
-    """Those that torch.optim does not have, with the bounds that it sets."""
-
-    def __init__(self, params: Any, ours: Ours, **given: Any) -> None:
-        betas, eps, decay = given["betas"], given.get("eps", 0.0), given["weight_decay"]
-        if not float(given["lr"]) >= 0.0:
-            raise ValueError(f"Invalid learning rate: {given['lr']}")
-        if len(betas) != 2:
-            raise ValueError(f"Invalid betas: {betas}; there are two of them")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {decay}")
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        self._set(ours)
-        super().__init__(params, given)
 
 
 _watched_step = torch.optim.Optimizer.profile_hook_step(Fused._step)

@@ -235,16 +235,5 @@ class Batch:
 
     def in_use(self) -> tuple[Any, ...]:
         """What a CUDA Graph captured now reads and writes."""
-        return (
-            self.table,
-            self.grads,
-            self.where,
-            self.firsts,
-            self.steps,
-            self.rows,
-            self.constants,
-            self.homes,
-            self.tensors,
-            self.upload,
-            self.prepared,
-        )
+        rows = self.table, self.grads, self.where, self.firsts, self.steps, self.rows
+        return *rows, self.constants, self.homes, self.tensors, self.upload, self.prepared
