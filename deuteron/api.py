@@ -131,15 +131,9 @@ def optimize(
     imported = import_module(model, args, named, ours=entries())
     seconds["import"] = time.perf_counter() - begin
     begin = time.perf_counter()
-    plan = compile_graph(
-        imported.graph,
-        device=device,
-        find=find,
-        budget_s=BUDGET_S.get(device.type, 4.0) if budget_s is None else budget_s,
-        policy=policy,
-        cache=cache,
-        progress=progress,
-    )
+    search: Any = {"find": find, "cache": cache, "progress": progress}
+    search["budget_s"] = BUDGET_S.get(device.type, 4.0) if budget_s is None else budget_s
+    plan = compile_graph(imported.graph, device=device, policy=policy, **search)
     seconds["plan"] = time.perf_counter() - begin
     begin = time.perf_counter()
     if device.type == "cuda":

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from deuteron.passes import PassRecord, Veto
+
 
 @dataclass(frozen=True)
 class OptionReport:
@@ -79,25 +81,9 @@ class RegionReport:
 
 
 @dataclass(frozen=True)
-class VetoReport:
-    """A value that goes through memory because two operators were not fused."""
+class VetoReport(Veto):
+    """A value that goes through memory, and what that costs on the target."""
 
-    value: str
-    producer: str
-    consumer: str
-    reason: str
-    bytes: int
-    seconds: float  # what those bytes cost on the target
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """What one pass over the graph did."""
-
-    name: str
-    fired: Mapping[str, int]
-    before: int
-    after: int
     seconds: float
 
 
@@ -122,7 +108,7 @@ class Report:
     cuda_graph: str  # "yes", or why not
     regions: tuple[RegionReport, ...]
     vetoes: tuple[VetoReport, ...]
-    passes: tuple[PassReport, ...]
+    passes: tuple[PassRecord, ...]
     memory: MemoryReport
     nodes_before: int
     nodes_after: int

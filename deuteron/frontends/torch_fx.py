@@ -46,6 +46,7 @@ from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Sym
 from deuteron.ops.opaque import encode, resolve
+from deuteron.passes.cleanup import dead_code
 
 _CONTROL = "keep control flow such as torch.cond outside the part that is imported"
 
@@ -122,17 +123,7 @@ class Importer:
 
     def finish(self) -> Graph:
         """The graph of everything that the outputs need."""
-        whole = self.build.finish()
-        live, kept = set(whole.output_values), []
-        for node in reversed(whole.nodes):
-            if live.intersection(node.outputs):
-                kept.append(node)
-                live.update(node.uses)
-        made = {out for node in kept for out in node.outputs}
-        constants = {v: c for v, c in whole.constants.items() if v in live}
-        types = {v: t for v, t in whole.types.items() if v in {*whole.inputs, *constants, *made}}
-        nodes = tuple(reversed(kept))
-        return Graph(whole.name, whole.inputs, whole.outputs, nodes, types, constants)
+        return dead_code(self.build.finish())
 
     # ---- the walk
 

@@ -95,6 +95,13 @@ def carry(build: GraphBuilder, names: dict[str, str], node: Node, graph: Graph) 
     names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
 
 
+def finish(build: GraphBuilder, names: dict[str, str], graph: Graph) -> Graph:
+    """What was built, with the outputs of ``graph``."""
+    for name, value in graph.outputs:
+        build.output(name, names[value])
+    return build.finish()
+
+
 def _walk(
     graph: Graph, table: dict[str, list[Rule]], everywhere: list[Rule], infer: Infer
 ) -> tuple[Graph, Counter[str]]:
@@ -120,9 +127,7 @@ def _walk(
             names[old] = new
             # a value that stands for several is read by the readers of all
             rw.reads[new] = rw.reads.get(new, 0) + reads.get(old, 0)
-    for name, value in graph.outputs:
-        build.output(name, names[value])
-    return build.finish(), rw.applied
+    return finish(build, names, graph), rw.applied
 
 
 def _same_meaning(

@@ -8,6 +8,8 @@
 Those that one function is all of are made from a table, ``stand_in.FORMULAS``.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from deuteron.nn.activation import BiasAct as BiasAct
 from deuteron.nn.activation import Dropout as Dropout
 from deuteron.nn.activation import GeGLU as GeGLU
@@ -32,6 +34,11 @@ from deuteron.nn.norm import RMSNorm as RMSNorm
 from deuteron.nn.stand_in import made as _made
 from deuteron.nn.stand_in import replace as replace
 from deuteron.nn.stand_in import scriptable as _scriptable
+
+if TYPE_CHECKING:  # made below, where no reader of source sees them
+
+    def __getattr__(name: str) -> Any: ...
+
 
 globals().update(_made())
 __all__ = sorted(

@@ -10,7 +10,7 @@ It happens for GPUs, where kernels of ours make and read them in passes that the
 from __future__ import annotations
 
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import carry, start
+from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ops import table
 from deuteron.ops.signs import packing
 from deuteron.passes.context import Context
@@ -43,9 +43,7 @@ def keep_signs(graph: Graph, ctx: Context) -> Graph:
             carry(build, names, node, graph)
             continue
         names.update(zip(node.outputs, outs, strict=False))  # the signs are new
-    for name, value in graph.outputs:
-        build.output(name, names[value])
-    return build.finish()
+    return finish(build, names, graph)
 
 
 _SLOTS = table.get("batch_norm_act_grad").inputs

@@ -10,7 +10,7 @@ It happens for GPUs, where a kernel of ours notes the winners on the way.
 from __future__ import annotations
 
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import carry, start
+from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ops import table
 from deuteron.ops.conv import memory_order
 from deuteron.ops.pool_winners import fits
@@ -45,9 +45,7 @@ def keep_winners(graph: Graph, ctx: Context) -> Graph:
             made = build.emit("max_pool_winners_grad", given, attrs, source=node.source)
             names[node.output] = made[0]
             ctx.fired["winners instead of a search"] += 1
-    for name, value in graph.outputs:
-        build.output(name, names[value])
-    return build.finish()
+    return finish(build, names, graph)
 
 
 def _pool(node: Node) -> tuple[str, str]:

@@ -151,17 +151,17 @@ def around_odd_nodes(region: Region, survey: Survey) -> list[Region]:
     there is none, or nothing else."""
     pieces: list[list[Node]] = [[]]
     for node in region.nodes:
-        if survey.wanted(region.part("alone", [node], _anchor([node]))):
+        if survey.wanted(region.part("alone", [node], heaviest([node]))):
             pieces[-1].append(node)
         else:
             pieces += [[node], []]
     found = [nodes for nodes in pieces if nodes]
     if len(found) == 1 or all(len(nodes) == 1 for nodes in found):
         return []
-    return [region.part(f"{region.name}{i}", n, _anchor(n)) for i, n in enumerate(found)]
+    return [region.part(f"{region.name}{i}", n, heaviest(n)) for i, n in enumerate(found)]
 
 
-def _anchor(nodes: Sequence[Node]) -> int | None:
+def heaviest(nodes: Sequence[Node]) -> int | None:
     """The first node that decides how others are run."""
     heavy = (Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE)
     return next((i for i, n in enumerate(nodes) if table.get(n.op).fusion in heavy), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import torch
 
@@ -11,7 +12,6 @@ from deuteron.engines.roofline import region_bound
 from deuteron.explain.report import (
     MemoryReport,
     OptionReport,
-    PassReport,
     RefusalReport,
     RegionReport,
     Report,
@@ -37,6 +37,7 @@ def make_report(
     if memory is None:  # nothing is built: suppose every kernel can write where it is told
         kernels = [Kernel(lambda: None, writes=True) for _ in decision.choices]
         memory = plan_memory(decision.graph, decision.regions, kernels)
+    stream = decision.target.stream
     weights = sum(c.type.nbytes for c in decision.graph.constants.values())
     return Report(
         name=decision.graph.name,
@@ -45,15 +46,8 @@ def make_report(
         mode=decision.mode,
         cuda_graph=cuda_graph,
         regions=tuple(_region(c, decision.target, errors or {}) for c in decision.choices),
-        vetoes=tuple(
-            VetoReport(
-                v.value, v.producer, v.consumer, v.reason, v.bytes, v.bytes / decision.target.stream
-            )
-            for v in decision.vetoes
-        ),
-        passes=tuple(
-            PassReport(p.name, p.fired, p.before, p.after, p.seconds) for p in decision.passes
-        ),
+        vetoes=tuple(VetoReport(**asdict(v), seconds=v.bytes / stream) for v in decision.vetoes),
+        passes=decision.passes,
         memory=MemoryReport(weights, memory.arena, memory.unplanned, memory.separate),
         nodes_before=len(decision.source.nodes),
         nodes_after=len(decision.graph.nodes),
