@@ -138,17 +138,13 @@ class Report:
         data = asdict(self)
         for region, plain in zip(self.regions, data["regions"], strict=True):
             plain["intensity"], plain["fraction"] = region.intensity, region.fraction
-        data["totals"] = {
-            "predicted_s": self.predicted_s,
-            "roofline_s": self.roofline_s,
-            "flops": self.flops,
-            "bytes": self.bytes,
-        }
+        totals = ("predicted_s", "roofline_s", "flops", "bytes")
+        data["totals"] = {name: getattr(self, name) for name in totals}
         return data
 
-    def to_json(self, indent: int | None = 1) -> str:
+    def to_json(self) -> str:
         """The report as strict JSON (no NaN or Infinity)."""
-        return json.dumps(_finite(self.as_dict()), indent=indent, allow_nan=False)
+        return json.dumps(_finite(self.as_dict()), indent=1, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -21,6 +21,18 @@ from deuteron.ops.emit import Ops, Sym
 
 Entry = Callable[..., Any]
 Number = bool | int | float
+# Activations with settings: the arguments of the call that are our attributes.
+SETTINGS = {
+    "leaky_relu": "negative_slope",
+    "gelu": "approximate",
+    "hardtanh": "min_val:min max_val:max",
+    "celu": "alpha",
+    "softplus": "beta threshold",
+    "softshrink": "lambd",
+    "hardshrink": "lambd",
+    "threshold": "threshold value",
+    "glu": "dim:axis",
+}
 
 
 class Inexpressible(Exception):

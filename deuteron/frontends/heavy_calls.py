@@ -81,8 +81,6 @@ def _linear(given: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 SHAPES: Mapping[str, Callable[[Sequence[Any]], tuple[int, ...] | None]] = {
-    "aten.conv1d.default": _convolved,
-    "aten.conv2d.default": _convolved,
-    "aten.conv3d.default": _convolved,
+    **{f"aten.conv{n}d.default": _convolved for n in (1, 2, 3)},
     "aten.linear.default": _linear,
 }

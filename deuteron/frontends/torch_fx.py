@@ -268,13 +268,9 @@ class Importer:
         if not all(seen_as_is(i) for i in inputs):
             want = infer_again(node, inputs, want)
         present = [t for t in want if t is not None]
-        outs = self.build.emit(
-            "aten",
-            names,
-            {"target": name, "args": args, "kwargs": kwargs, "out": tuple(map(str, present))},
-            source=source,
-            names=[self.build.fresh(name.split(".")[1].strip("_")) for _ in present],
-        )
+        attrs = {"target": name, "args": args, "kwargs": kwargs, "out": tuple(map(str, present))}
+        called = [self.build.fresh(name.split(".")[1].strip("_")) for _ in present]
+        outs = self.build.emit("aten", names, attrs, source=source, names=called)
         self.why[name] = why
         syms = iter([site.sym(out) for out in outs])
         answer = tuple(None if t is None else next(syms) for t in want)

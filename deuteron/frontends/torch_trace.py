@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -66,17 +67,10 @@ class Stand(torch.Tensor):
     @staticmethod
     def of(tensor: torch.Tensor, node: fx.Node) -> Stand:
         """A stand-in, with another in ``node.meta["val"]`` that keeps no memory alive."""
-        stand, typed = (
-            torch.Tensor._make_wrapper_subclass(
-                Stand,
-                tensor.shape,
-                strides=tensor.stride(),
-                storage_offset=tensor.storage_offset(),
-                dtype=tensor.dtype,
-                device=tensor.device,
-            )
-            for _ in range(2)
-        )
+        how: Any = {"strides": tensor.stride(), "storage_offset": tensor.storage_offset()}
+        how |= {"dtype": tensor.dtype, "device": tensor.device}
+        make = torch.Tensor._make_wrapper_subclass
+        stand, typed = (make(Stand, tensor.shape, **how) for _ in range(2))
         assert isinstance(stand, Stand)
         stand.held, stand.node, node.meta["val"] = tensor, node, typed
         stand.own = node.op != "placeholder"
@@ -142,10 +136,12 @@ class Recorder(ProxyTorchDispatchMode):
         plain = is_plain(func, self.entries) if tensors else _makes(func)
         if not plain or _draws(func, args, kwargs):
             raise NeedsExport(str(func))
-        node = self.graph.call_function(func, *pytree.tree_map_only(Stand, _node, (args, kwargs)))
+        node = self.graph.call_function(
+            func, *pytree.tree_map_only(Stand, attrgetter("node"), (args, kwargs))
+        )
         path = self._inside[-1]
         node.meta["nn_module_stack"] = {path: (path, "")}
-        real_args, real_kwargs = pytree.tree_map_only(Stand, _held, (args, kwargs))
+        real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
         with no_python_dispatcher():
             answer = zeros_like_result(func, real_args, real_kwargs)
             if answer is None:
@@ -243,14 +239,6 @@ def _makes(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.namespace == "aten" and not func._schema.is_mutable
 
 
-def _node(stand: Stand) -> fx.Node:
-    return stand.node
-
-
-def _held(stand: Stand) -> torch.Tensor | None:
-    return stand.held
-
-
 def trace(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -281,9 +269,7 @@ def _trace(
     stands = {name: recorder.placeholder(tensor) for name, tensor in named.items()}
     call_args, call_kwargs = pytree.tree_unflatten(given, spec)
     with torch.no_grad(), enable_python_dispatcher(), recorder.following(), recorder:
-        after: dict[str, torch.Tensor] = {
-            **stands
-        }  # what forward makes of the weights comes back in it
+        after: dict[str, torch.Tensor] = {**stands}  # forward may replace weights in it
         answer = torch.func.functional_call(module, after, call_args, call_kwargs)
     if recorder.refused or any(after[name] is not stands[name] for name in stands):
         raise NeedsExport("forward replaces a weight, or went on after what is not recorded")
@@ -302,11 +288,8 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._held = [
-            (now, dict(now))
-            for m in module.modules()
-            for now in (vars(m), m._parameters, m._buffers)
-        ]
+        each = ((vars(m), m._parameters, m._buffers) for m in module.modules())
+        self._held = [(now, dict(now)) for several in each for now in several]
 
     def changed(self) -> bool:
         """Whether one was set since, or a list or dict among them holds a stand-in."""
