@@ -131,11 +131,8 @@ def target(name: str | Target | torch.device | None = None) -> Target:
         return _cpu(torch.get_num_threads())
     if text.split(":")[0] == "cuda":
         if not torch.cuda.is_available():
-            raise GraphError(
-                "no CUDA device is present",
-                asked=f"target {text!r}",
-                remedy=f"name a machine to plan for: {', '.join(GPUS)}",
-            )
+            remedy = f"name a machine to plan for: {', '.join(GPUS)}"
+            raise GraphError("no CUDA device is present", asked=f"target {text!r}", remedy=remedy)
         index = int(text.split(":")[1]) if ":" in text else torch.cuda.current_device()
         return _present_gpu(index)
     raise GraphError(

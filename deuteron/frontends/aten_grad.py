@@ -92,20 +92,16 @@ def _convolution(b: Site, grad: Sym, x: Sym, weight: Sym, *_: Any) -> Any:
     return dx, dw, b.to(total, grad.dtype)
 
 
-def _max_pool(b: Site, grad: Sym, x: Sym, kernel: Any, *_: Any) -> Any:
-    """The indices are found again: they are cheaper to compute than to keep."""
-    b.need(x.rank == len(kernel) + 2, "the gradient of a pool without a batch")
-    return b.max_pool_grad(grad, x, **b.window())
+def _pool(op: str, spatial: int) -> Entry:
+    """The indices of the largest are found again: they are cheaper to compute than to keep."""
 
+    def entry(b: Site, grad: Sym, x: Sym, *_: Any) -> Any:
+        b.need(x.rank == spatial + 2, "the gradient of a pool without a batch")
+        how = {} if op.startswith("adaptive") else b.window()
+        of = {"x": x} if op == "max_pool" else {"shape": x.shape}
+        return b.call(f"{op}_grad", grad, **of, **how)
 
-def _avg_pool(b: Site, grad: Sym, x: Sym, kernel: Any, *_: Any) -> Any:
-    b.need(x.rank == len(kernel) + 2, "the gradient of a pool without a batch")
-    return b.avg_pool_grad(grad, shape=x.shape, **b.window())
-
-
-def _adaptive_avg_pool(b: Site, grad: Sym, x: Sym) -> Any:
-    b.need(x.rank >= 4, "the gradient of a pool without a batch")
-    return b.adaptive_avg_pool_grad(grad, shape=x.shape)
+    return entry
 
 
 def _embedding(b: Site, grad: Sym, index: Sym, rows: int, padding: int, scaled: bool) -> Any:
@@ -223,9 +219,9 @@ TABLE: dict[str, Entry] = {
     **{f"_{op}_backward_data.default": _of_result(op) for op in ("softmax", "log_softmax")},
     "native_dropout_backward.default": _dropout,
     "convolution_backward.default": _convolution,
-    **{f"max_pool{n}d_with_indices_backward.default": _max_pool for n in (2, 3)},
-    **{f"avg_pool{n}d_backward.default": _avg_pool for n in (2, 3)},
-    **{f"_adaptive_avg_pool{n}d_backward.default": _adaptive_avg_pool for n in (2, 3)},
+    **{f"max_pool{n}d_with_indices_backward.default": _pool("max_pool", n) for n in (2, 3)},
+    **{f"avg_pool{n}d_backward.default": _pool("avg_pool", n) for n in (2, 3)},
+    **{f"_adaptive_avg_pool{n}d_backward.default": _pool("adaptive_avg_pool", n) for n in (2, 3)},
     "embedding_dense_backward.default": _embedding,
     "nll_loss_backward.default nll_loss2d_backward.default": _nll,
     "native_layer_norm_backward.default": _norm("layer_norm"),

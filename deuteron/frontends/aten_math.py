@@ -82,12 +82,6 @@ def _bitwise(op: str) -> Entry:
     return entry
 
 
-def _lerp(b: Site, x: Sym, end: Sym, weight: Any) -> Any:
-    """x + weight · (end − x)"""
-    step = b.sub(end, x)
-    return b.add(x, b.mul(*b.pair(step, weight)))
-
-
 # ---- choice ------------------------------------------------------------------------------------
 
 
@@ -120,16 +114,6 @@ def _nan_to_num(b: Site, x: Sym, nan: Any, top: Any, bottom: Any) -> Any:
         number = value if value is not None else limits.max if odd > 0 else limits.min
         x = b.where(b.eq(*b.pair(x, odd)), b.literal(number, x.dtype), x)
     return b.where(b.isnan(x), b.literal(0.0 if nan is None else nan, x.dtype), x)
-
-
-def _elu(b: Site, x: Sym, alpha: float, scale: float, input_scale: float) -> Any:
-    b.need(scale == 1 and input_scale == 1, "elu with scale or input_scale")
-    return b.elu(x, alpha=alpha)
-
-
-def _prelu(b: Site, x: Sym, weight: Sym) -> Any:
-    """The weight is one number or one per channel, in whatever shape it comes."""
-    return b.prelu(x, b.shaped(weight, (weight.type.numel,)))
 
 
 # ---- reductions ----------------------------------------------------------------------------------
@@ -191,14 +175,6 @@ def _logsumexp(b: Site, x: Sym, dim: Any, keepdim: bool) -> Any:
     return b.shaped(total)
 
 
-def _vector_norm(b: Site, x: Sym, order: Number, dim: Any, keepdim: bool, dt: Any) -> Any:
-    return vector_norm(b, b.typed(x, dt), float(order), _axes(dim, x.rank), keepdim)
-
-
-def _aminmax(b: Site, x: Sym, dim: int | None, keepdim: bool) -> Any:
-    return _reduce("min", x, b, dim, keepdim), _reduce("max", x, b, dim, keepdim)
-
-
 def _truth(op: str) -> Entry:
     """any and all; of uint8 torch answers in uint8."""
     return lambda b, x, dim=None, keepdim=False: b.wanted(_reduce(op, x, b, dim, keepdim))
@@ -223,16 +199,6 @@ def _sort(b: Site, x: Sym, *_: Any) -> Any:
     """Always stable: one of the orders that torch may give, and the same every time."""
     b.need(x.rank > 0, "sort of a scalar")
     return b.sort(x, axis=axis_of(b.given["dim"], x.rank), descending=b.given["descending"])
-
-
-def _topk(b: Site, x: Sym, k: int, dim: int, largest: bool, in_order: bool) -> Any:
-    b.need(x.rank > 0, "topk of a scalar")
-    return b.topk(x, k=k, axis=axis_of(dim, x.rank), largest=largest)
-
-
-def _histc(b: Site, x: Sym, bins: int, low: Number, high: Number) -> Any:
-    b.need(low < high, "a range read from the data")
-    return b.wanted(b.histogram(x, bins=bins, low=low, high=high))
 
 
 # ---- losses that are a formula and a mean --------------------------------------------------------
@@ -272,7 +238,7 @@ TABLE: dict[str, Entry] = {
     "bitwise_not.default": _bitwise("logical_not"),
     "addcmul.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.mul(y, z), value)),
     "addcdiv.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.div(y, z), value)),
-    "lerp.Scalar lerp.Tensor": _lerp,
+    "lerp.Scalar lerp.Tensor": lambda b, x, end, t: b.add(x, b.mul(*b.pair(b.sub(end, x), t))),
     "log10.default": lambda b, x: b.mul(*b.pair(b.log2(x), math.log10(2.0))),
     "atan.default": lambda b, x: b.atan2(*b.pair(x, 1.0)),
     "frac.default": lambda b, x: b.sub(x, b.trunc(x)),
@@ -283,12 +249,15 @@ TABLE: dict[str, Entry] = {
     "clamp.default clamp.Tensor clip.default clip.Tensor": _clamp,
     "clamp_min.default clamp_min.Tensor": _clamp,
     "clamp_max.default clamp_max.Tensor": lambda b, x, high: _clamp(b, x, None, high),
-    "elu.default": _elu,
-    "prelu.default _prelu_kernel.default": _prelu,
+    "elu.default": lambda b, x, alpha, *scales: b.need(
+        scales == (1, 1), "elu with scale or input_scale"
+    ).elu(x, alpha=alpha),
+    # the weight is one number or one per channel, in whatever shape it comes
+    "prelu.default _prelu_kernel.default": lambda b, x, w: b.prelu(x, b.shaped(w, (w.type.numel,))),
     "log_sigmoid_forward.default": lambda b, x: (b.log_sigmoid(x), None),
     **{calls: _named_reduce(op) for op, calls in _REDUCTIONS.items()},
     **{f"{op}.dim": _extreme(op) for op in ("max", "min")},
-    "aminmax.default": _aminmax,
+    "aminmax.default": lambda b, x, *how: tuple(_reduce(op, x, b, *how) for op in ("min", "max")),
     **{f"{op}.default": _one(op, "dim:axis keepdim") for op in ("argmax", "argmin")},
     **{f"{op}.default {op}.dim {op}.dims": _truth(op) for op in ("any", "all")},
     **{f"{op}.default {op}.dim {op}.correction": entry for op, entry in _SPREADS.items()},
@@ -296,9 +265,15 @@ TABLE: dict[str, Entry] = {
     **{f"{op}.default": _scan(op) for op in ("cumsum", "cumprod", "cummax", "cummin")},
     "sort.default sort.stable": _sort,
     "argsort.default argsort.stable": lambda b, x, *_: _sort(b, x)[1],
-    "topk.default": _topk,
-    "histc.default": _histc,
-    "linalg_vector_norm.default": _vector_norm,
+    "topk.default": lambda b, x, k, dim, largest, _: b.need(x.rank > 0, "topk of a scalar").topk(
+        x, k=k, axis=axis_of(dim, x.rank), largest=largest
+    ),
+    "histc.default": lambda b, x, *_: b.need(
+        b.given["min"] < b.given["max"], "a range read from the data"
+    ).wanted(b.histogram(x, **b.settings("bins min:low max:high"))),
+    "linalg_vector_norm.default": lambda b, x, order, dim, keepdim, dtype: vector_norm(
+        b, b.typed(x, dtype), float(order), _axes(dim, x.rank), keepdim
+    ),
     "mse_loss.default": _mean_of("square"),
     "l1_loss.default": _mean_of("abs"),
 }

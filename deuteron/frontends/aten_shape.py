@@ -142,11 +142,6 @@ def _select_scatter(b: Site, x: Sym, part: Sym, dim: int, index: int) -> Sym:
     return _insert(b, x, row, axis, at, at + 1)
 
 
-def _overwrite(b: Site, x: Sym, values: Sym, *ignored: Any) -> Sym:
-    """All of x replaced: by ``values``, in the shape and element type of x."""
-    return b.stretched(b.to(values, x.dtype), x.shape)
-
-
 # ---- padding ---------------------------------------------------------------------------------
 
 
@@ -252,7 +247,8 @@ TABLE: dict[str, Entry] = {
     "flip.default": lambda b, x, dims: b.flip(x, axes=tuple(axis_of(d, x.rank) for d in dims)),
     "slice_scatter.default": _slice_scatter,
     "select_scatter.default": _select_scatter,
-    "copy.default fill.Tensor": _overwrite,
+    # all of x replaced, by values in the shape and element type of x
+    "copy.default fill.Tensor": lambda b, x, y, *_: b.stretched(b.to(y, x.dtype), x.shape),
     "pad.default": _pad,
     "constant_pad_nd.default": lambda b, x, pad, value: _pad(b, x, pad, "constant", value),
     **{f"reflection_pad{n}d.default": _pad_by("reflect") for n in (1, 2, 3)},

@@ -74,10 +74,11 @@ class Site(Ops):
     def refuse(self, why: str) -> NoReturn:
         raise Inexpressible(why)
 
-    def need(self, holds: bool, why: str) -> None:
-        """Go on only if ``holds``; ``why`` tells the user what stands in the way."""
+    def need(self, holds: bool, why: str) -> Any:
+        """Go on, with the site, only if ``holds``; ``why`` says what stands in the way."""
         if not holds:
             self.refuse(why)
+        return self
 
     def settings(self, names: str) -> dict[str, Any]:
         """Arguments of the call as attributes, as far as it has them: names of the ATen schema,

@@ -166,17 +166,12 @@ def register_op(op: OpDef) -> OpDef:
     """Add an operator of your own: it is inferred, checked, differentiated, fused by its class
     and priced like the built-in ones, and becomes a method of ``dt.Graph``."""
     if re.fullmatch("[a-z][a-z_0-9]*", op.name) is None:
-        raise GraphError(
-            f"{op.name!r} is not a name for an operator",
-            asked=f"register_op({op.name!r})",
-            remedy="use lower-case letters, digits and underscores, as in text of graphs",
-        )
+        wrong = f"{op.name!r} is not a name for an operator"
+        remedy = "use lower-case letters, digits and underscores, as in text of graphs"
+        raise GraphError(wrong, asked=f"register_op({op.name!r})", remedy=remedy)
     if op.name not in TABLE and hasattr(Graph, op.name):
-        raise GraphError(
-            f"dt.Graph has a method {op.name!r} already",
-            asked=f"register_op({op.name!r})",
-            remedy="choose another name",
-        )
+        wrong = f"dt.Graph has a method {op.name!r} already"
+        raise GraphError(wrong, asked=f"register_op({op.name!r})", remedy="choose another name")
     method = _method(op)
     table.add(op)
     setattr(Graph, op.name, method)

@@ -261,12 +261,9 @@ def _refuse_writes(program: torch.export.ExportedProgram) -> None:
         remedy = f"return the new value of {spec.target!r} instead of writing it in place"
         if str(spec.target).rpartition(".")[2] in _STATISTICS:
             remedy = "call model.eval() first, or use dt.Graph.grad for training graphs"
-        raise GraphError(
-            f"the module writes to its {what} {spec.target!r}",
-            asked="a graph, in which nothing is written to",
-            where=str(spec.target),
-            remedy=remedy,
-        )
+        wrong = f"the module writes to its {what} {spec.target!r}"
+        asked = "a graph, in which nothing is written to"
+        raise GraphError(wrong, asked=asked, where=str(spec.target), remedy=remedy)
 
 
 def _bind_placeholders(

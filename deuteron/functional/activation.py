@@ -136,11 +136,9 @@ def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
         return GATE.one(gate, up, activation=activation)
     if gate.ndim and gate.shape[-1] % 2 == 0:
         return GATE_HALVES.one(gate, activation=activation)
-    raise BindError(
-        f"x {list(gate.shape)} cannot be halved along its last dimension",
-        asked="a gate of one tensor",
-        remedy="give gate and up as two tensors, or an even last dimension",
-    )
+    wrong = f"x {list(gate.shape)} cannot be halved along its last dimension"
+    remedy = "give gate and up as two tensors, or an even last dimension"
+    raise BindError(wrong, asked="a gate of one tensor", remedy=remedy)
 
 
 def _torch_gated(activation: str) -> Callable[..., Any]:
@@ -260,11 +258,9 @@ def dropout(
     if inplace and seed is None:
         return F.dropout(x, p, training, inplace=True)
     if inplace:
-        raise BindError(
-            "a mask with a seed is not written over its input",
-            asked="dropout(…, inplace=True, seed=…)",
-            remedy="leave out inplace, or seed",
-        )
+        wrong = "a mask with a seed is not written over its input"
+        asked = "dropout(…, inplace=True, seed=…)"
+        raise BindError(wrong, asked=asked, remedy="leave out inplace, or seed")
     return bias_dropout_residual(x, None, None, p, training, seed=seed)
 
 

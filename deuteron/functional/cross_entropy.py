@@ -146,21 +146,15 @@ def cross_entropy(
     if not target.is_floating_point():
         target = target.contiguous()
     gives = "loss lse" if return_lse else "loss"
-    terms: dict[str, Any] = {
-        "reduction": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": float(label_smoothing),
-        "z_loss": float(z_loss),
-        "dtype": type_of(result_type(logits, target)).short,
-    }
+    terms: dict[str, Any] = {"reduction": reduction, "ignore_index": ignore_index}
+    terms |= {"label_smoothing": float(label_smoothing), "z_loss": float(z_loss)}
+    terms["dtype"] = type_of(result_type(logits, target)).short
     tensors = (logits, target, weight, None, None)
     if not _makes_gradient(logits, target, weight):
         if inplace_backward and torch.compiler.is_compiling():
-            raise EngineError(
-                "the gradient cannot take the memory of the logits under torch.compile",
-                asked="cross_entropy(…, inplace_backward=True)",
-                remedy="leave inplace_backward out, or call it outside of the compiled function",
-            )
+            wrong = "the gradient cannot take the memory of the logits under torch.compile"
+            remedy = "leave inplace_backward out, or call it outside of the compiled function"
+            raise EngineError(wrong, asked="cross_entropy(…, inplace_backward=True)", remedy=remedy)
         return PLAIN(*tensors, **terms, gives=gives)
     if inplace_backward:
         _check_memory(logits)
@@ -248,21 +242,17 @@ def scaled(grad: Tensor, up: Tensor, left: Tensor | None) -> Tensor:
 
 def refuse_second_derivative(name: str) -> None:
     if torch.is_grad_enabled():
-        raise EngineError(
-            f"{name} has no second derivative",
-            asked="a backward pass with create_graph=True",
-            remedy="leave create_graph out, or use torch.nn.functional's cross_entropy",
-        )
+        wrong = f"{name} has no second derivative"
+        remedy = "leave create_graph out, or use torch.nn.functional's cross_entropy"
+        raise EngineError(wrong, asked="a backward pass with create_graph=True", remedy=remedy)
 
 
 def check_terms(name: str, reduction: str, z_loss: float) -> None:
     """Raises for what has no meaning."""
     if reduction not in REDUCTIONS:
-        raise GraphError(
-            f"{name} has no reduction {reduction!r}",
-            asked=f"reduction={reduction!r}",
-            remedy="use 'mean', 'sum' or 'none'",
-        )
+        wrong = f"{name} has no reduction {reduction!r}"
+        asked = f"reduction={reduction!r}"
+        raise GraphError(wrong, asked=asked, remedy="use 'mean', 'sum' or 'none'")
     if not 0.0 <= z_loss < float("inf"):
         raise GraphError(
             f"{name} with z_loss={z_loss} is not defined", remedy="use 0 or a small number"

@@ -141,11 +141,9 @@ def linear_cross_entropy(
 def _is_fast(accumulate: str | None, reduction: str) -> bool:
     """Whether the weight's gradient is added up over chunks of tokens."""
     if accumulate not in (None, "exact", "fast"):
-        raise GraphError(
-            f"linear_cross_entropy cannot accumulate {accumulate!r}",
-            asked=f"accumulate={accumulate!r}",
-            remedy="use 'exact' or 'fast', or leave it out",
-        )
+        wrong = f"linear_cross_entropy cannot accumulate {accumulate!r}"
+        asked = f"accumulate={accumulate!r}"
+        raise GraphError(wrong, asked=asked, remedy="use 'exact' or 'fast', or leave it out")
     if accumulate == "fast" and reduction == "none":
         raise GraphError(
             "a gradient that is added up with the loss cannot be weighed row by row later",

@@ -137,8 +137,6 @@ def _same_meaning(
     for old, new in zip(node.outputs, results, strict=True):
         before, after = graph.types[old], build.types[new]
         if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise GraphError(
-                f"the rule {rule.name!r} turned {before} into {after}",
-                where=node.source or f"{node.op} → {old}",
-                remedy="this is a fault in the rule: it must return None there",
-            )
+            wrong = f"the rule {rule.name!r} turned {before} into {after}"
+            remedy = "this is a fault in the rule: it must return None there"
+            raise GraphError(wrong, where=node.source or f"{node.op} → {old}", remedy=remedy)

@@ -103,17 +103,10 @@ class _InstanceNorm(_Activated):
             return self.forward(input.unsqueeze(0)).squeeze(0)
         share = 0.0 if self.momentum is None else self.momentum
         by_image = self.training or not self.track_running_stats
-        own: Any = (
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            by_image,
-            share,
-            self.eps,
-        )
+        running: Any = self.running_mean, self.running_var
+        own: Any = self.weight, self.bias, by_image, share, self.eps
         around = self._around(residual=residual, bias_before=bias_before)
-        return F.instance_norm(input, *own, **around)
+        return F.instance_norm(input, *running, *own, **around)
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d): ...

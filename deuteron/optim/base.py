@@ -316,23 +316,14 @@ class Fused(torch.optim.Optimizer):
     def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         asked = f"a step of {type(self).__name__} for a parameter of shape {tuple(p.shape)}"
         if grad.is_sparse:
-            raise BindError(
-                "its gradient is sparse",
-                asked=asked,
-                remedy="make the layer with sparse=False, or use torch.optim.SparseAdam or SGD",
-            )
+            remedy = "make the layer with sparse=False, or use torch.optim.SparseAdam or SGD"
+            raise BindError("its gradient is sparse", asked=asked, remedy=remedy)
         if p.dtype.to_real() not in FLOATS:
-            raise BindError(
-                f"{p.dtype} is not a type to optimise in",
-                asked=asked,
-                remedy="use float32, bfloat16, float16 or float64",
-            )
+            wrong = f"{p.dtype} is not a type to optimise in"
+            raise BindError(wrong, asked=asked, remedy="use float32, bfloat16, float16 or float64")
         if grad.device != p.device:
-            raise BindError(
-                f"its gradient is on {grad.device}, the parameter on {p.device}",
-                asked=asked,
-                remedy=f"p.grad = p.grad.to({str(p.device)!r})",
-            )
+            wrong = f"its gradient is on {grad.device}, the parameter on {p.device}"
+            raise BindError(wrong, asked=asked, remedy=f"p.grad = p.grad.to({str(p.device)!r})")
 
     def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
         """Unscale, clip and skip, decided over all batches on all devices; None if nothing is."""

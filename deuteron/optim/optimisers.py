@@ -157,11 +157,9 @@ class Adafactor(TorchsArguments, torch.optim.Adafactor):
     def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         super()._check(p, grad)
         if p.is_complex():
-            raise BindError(
-                f"{p.dtype} has no factored second moment",
-                asked=f"a step of Adafactor for a parameter of shape {tuple(p.shape)}",
-                remedy="use Adam for it",
-            )
+            wrong = f"{p.dtype} has no factored second moment"
+            asked = f"a step of Adafactor for a parameter of shape {tuple(p.shape)}"
+            raise BindError(wrong, asked=asked, remedy="use Adam for it")
 
     def _like(self, p: torch.Tensor, key: str) -> torch.Tensor:
         shapes: dict[str, Any] = {"row_var": (*p.shape[:-1], 1)}
@@ -301,11 +299,9 @@ class AdamW8bit(OwnArguments):
     def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         super()._check(p, grad)
         if self._is_large(p) and (p.is_complex() or p.dtype == torch.float64):
-            raise BindError(
-                f"8 bits of state do not serve {p.dtype}",
-                asked=f"a step of AdamW8bit for a parameter of shape {tuple(p.shape)}",
-                remedy="use AdamW for it",
-            )
+            wrong = f"8 bits of state do not serve {p.dtype}"
+            asked = f"a step of AdamW8bit for a parameter of shape {tuple(p.shape)}"
+            raise BindError(wrong, asked=asked, remedy="use AdamW for it")
 
     def _stored_as(self, p: torch.Tensor, key: str) -> torch.dtype:
         if key in SCALES.values():

@@ -34,11 +34,9 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
         raise GraphError(f"there is no output {of!r}", asked=f"grad({of!r})", remedy=f"use {have}")
     for name in wrt:
         if name not in graph.inputs and name not in graph.constants:
-            raise GraphError(
-                f"{name!r} is not an input of the graph",
-                asked=f"grad({of!r}, wrt={list(wrt)})",
-                remedy=f"choose from {', '.join(graph.inputs)}",
-            )
+            wrong = f"{name!r} is not an input of the graph"
+            asked = f"grad({of!r}, wrt={list(wrt)})"
+            raise GraphError(wrong, asked=asked, remedy=f"choose from {', '.join(graph.inputs)}")
         if not graph.types[name].dtype.is_float:
             raise GraphError(
                 f"{name!r} is {graph.types[name].dtype.name}: only floats have gradients",
@@ -130,11 +128,9 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
             continue
         op = table.get(node.op)
         if op.vjp is None:
-            raise GraphError(
-                f"{node.op} has no gradient rule",
-                where=node.source or f"node → {', '.join(node.outputs)}",
-                remedy="leave it outside the differentiated part, or give its OpDef a vjp",
-            )
+            where = node.source or f"node → {', '.join(node.outputs)}"
+            remedy = "leave it outside the differentiated part, or give its OpDef a vjp"
+            raise GraphError(f"{node.op} has no gradient rule", where=where, remedy=remedy)
         ops.source = f"grad of {node.source or node.op}"
         ins = tuple(None if v is None else ops.sym(v) for v in node.inputs)
         if not op.variadic:
@@ -149,11 +145,9 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
                 continue
             expected = graph.types[value]
             if (grad.shape, grad.dtype) != (expected.shape, expected.dtype):
-                raise GraphError(
-                    f"the gradient of {node.op} for {value!r} is {grad.type}, not {expected}",
-                    where=node.source,
-                    remedy="this is a fault in the operator's vjp",
-                )
+                wrong = f"the gradient of {node.op} for {value!r} is {grad.type}, not {expected}"
+                remedy = "this is a fault in the operator's vjp"
+                raise GraphError(wrong, where=node.source, remedy=remedy)
             grads[value] = grads[value] + grad if value in grads else grad
     ops.source = ""
     return grads

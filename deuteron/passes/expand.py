@@ -51,11 +51,8 @@ def _written_out(
     return rule(b, ins, attrs)
 
 
-FORMS: dict[str, Form] = {
-    "whole": _whole,
-    "laid in one order": _in_one_order,
-    "written out": _written_out,
-}
+FORMS: dict[str, Form] = {"whole": _whole, "laid in one order": _in_one_order}
+FORMS["written out"] = _written_out
 
 
 def cheapest(op: str, types: Types, attrs: Mapping[str, Any], ctx: Context) -> str:

@@ -122,11 +122,8 @@ def at_once(region: Region, options: Sequence[Option]) -> Option:
     """The cheapest offer that is quickly built, or the cheapest if none is."""
     usable = [o for o in options if not o.rejected]
     if not usable:
-        raise EngineError(
-            "every candidate is ruled out by the policy",
-            where=region.text,
-            remedy="relax Policy(deterministic=…)",
-        )
+        wrong = "every candidate is ruled out by the policy"
+        raise EngineError(wrong, where=region.text, remedy="relax Policy(deterministic=…)")
     return next((o for o in usable if o.candidate.build_s <= PATIENCE_S), usable[0])
 
 

@@ -280,11 +280,9 @@ class Finder:
             limit = self.survey.policy.max_error
             if limit is not None and any("max_error" in o.rejected for o in measured):
                 least = min((o.error for o in measured if o.error is not None), default=math.inf)
-                raise EngineError(
-                    f"no candidate keeps max_error {limit:.1e}; the best reaches {least:.1e}",
-                    where=base.region.text,
-                    remedy="raise Policy(max_error=…) or compute this part in a wider type",
-                )
+                wrong = f"no candidate keeps max_error {limit:.1e}; the best reaches {least:.1e}"
+                remedy = "raise Policy(max_error=…) or compute this part in a wider type"
+                raise EngineError(wrong, where=base.region.text, remedy=remedy)
             kept = replace(base, options=tuple(measured) or base.options)
             return _fall_back(kept, "no candidate passed; torch's own operators run it")
         first = raced[0]  # options are sorted by estimate: this is the heuristic's choice

@@ -269,11 +269,8 @@ class Plan:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise BindError(
-            "a plan is run by name",
-            asked="plan(…)",
-            remedy=f"plan.run({', '.join(f'{n}=…' for n in self.inputs)})",
-        )
+        remedy = f"plan.run({', '.join(f'{n}=…' for n in self.inputs)})"
+        raise BindError("a plan is run by name", asked="plan(…)", remedy=remedy)
 
 
 def _as(explanation: Explanation, format: str | None) -> Explanation | str:
@@ -317,11 +314,8 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         where = torch.device("cpu")  # tensors never say cpu:0
     if where.type == "cuda":
         if not torch.cuda.is_available():
-            raise BindError(
-                "no CUDA device is present",
-                asked=f"device={device!r}",
-                remedy="device='cpu', or explain(target='h200') to plan without one",
-            )
+            remedy = "device='cpu', or explain(target='h200') to plan without one"
+            raise BindError("no CUDA device is present", asked=f"device={device!r}", remedy=remedy)
         index: int | None = where.index
         if index is not None and index >= torch.cuda.device_count():
             raise BindError(

@@ -261,11 +261,9 @@ class Program:
         return restrided(got, want)
 
     def _fault(self, region: Region, returned: str) -> EngineError:
-        return EngineError(
-            f"the engine returned {returned}",
-            where=f"region {region.name} ({' + '.join(region.ops)})",
-            remedy="this is a fault in the engine; leave it out or report it",
-        )
+        where = f"region {region.name} ({' + '.join(region.ops)})"
+        remedy = "this is a fault in the engine; leave it out or report it"
+        return EngineError(f"the engine returned {returned}", where=where, remedy=remedy)
 
     def _empty(self, value: str) -> Callable[[], torch.Tensor]:
         t = self.graph.types[value]

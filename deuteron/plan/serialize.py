@@ -100,19 +100,14 @@ def read_record(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise FileError(f"the plan file cannot be read: {error.strerror}", asked=asked) from None
     except (ValueError, RecursionError) as error:
-        raise FileError(
-            f"the plan file is cut short or not JSON: {error}",
-            asked=asked,
-            remedy="save the plan again; a half-written file cannot arise from save()",
-        ) from None
+        wrong = f"the plan file is cut short or not JSON: {error}"
+        remedy = "save the plan again; a half-written file cannot arise from save()"
+        raise FileError(wrong, asked=asked, remedy=remedy) from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise FileError("this is not a plan file", asked=asked, remedy="see Plan.save")
     if record.get("version") != VERSION:
-        raise FileError(
-            f"the plan file has version {record.get('version')}, this Deuteron reads {VERSION}",
-            asked=asked,
-            remedy="save it again with this version",
-        )
+        wrong = f"the plan file has version {record.get('version')}, this Deuteron reads {VERSION}"
+        raise FileError(wrong, asked=asked, remedy="save it again with this version")
     return record
 
 
@@ -123,11 +118,9 @@ def _read_graph(record: dict[str, Any], path: Path) -> Graph:
         raise FileError("the graph is missing", asked=asked)
     text = "\n".join(lines)
     if hashlib.sha256(text.encode()).hexdigest() != record.get("graph_sha256"):
-        raise FileError(
-            "the graph was edited or damaged (checksum differs)",
-            asked=asked,
-            remedy="save the plan again; to change a graph, build another one",
-        )
+        wrong = "the graph was edited or damaged (checksum differs)"
+        remedy = "save the plan again; to change a graph, build another one"
+        raise FileError(wrong, asked=asked, remedy=remedy)
     tensors: dict[str, torch.Tensor] = {}
     if record.get("weights"):
         beside = weights_path(path)

@@ -72,13 +72,9 @@ class BertSelfAttention(nn.Module):
         return x.view(batch, length, self.num_heads, -1).transpose(1, 2)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        out = F.scaled_dot_product_attention(
-            self._heads(self.query(x)),
-            self._heads(self.key(x)),
-            self._heads(self.value(x)),
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        q, k, v = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return out.transpose(1, 2).flatten(2)
 
 

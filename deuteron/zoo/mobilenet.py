@@ -79,13 +79,8 @@ class MobileNetV2(nn.Module):
 
     # expansion, channels, blocks, stride of the first block
     STAGES: Sequence[tuple[int, int, int, int]] = (
-        (1, 16, 1, 1),
-        (6, 24, 2, 2),
-        (6, 32, 3, 2),
-        (6, 64, 4, 2),
-        (6, 96, 3, 1),
-        (6, 160, 3, 2),
-        (6, 320, 1, 1),
+        *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
+        *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
     )
 
     def __init__(self, num_classes: int = 1000, width: float = 1.0) -> None:
