@@ -4,7 +4,7 @@
 >>> aug = Pipeline([RandomAffine(10), ColorJitter(0.4, 0.4, 0.4, 0.1)], seed=0)
 >>> y = aug(x)          # help(Pipeline) has the rest
 
-Read in this order: step, places, colours, steps (what each step draws and means), recipe (a list of
+Read in this order: step, places, colours (what each step draws and means), recipe (a list of
 them, checked), draw (random numbers), emit (the meaning as a graph), run (who computes it) and
 pipeline (what users call).
 """
@@ -23,9 +23,9 @@ from deuteron.augment.places import RandomAffine as RandomAffine
 from deuteron.augment.places import RandomResizedCrop as RandomResizedCrop
 from deuteron.augment.places import Rotate as Rotate
 from deuteron.augment.places import VerticalFlip as VerticalFlip
-from deuteron.augment.steps import Normalize as Normalize
-from deuteron.augment.steps import ToDtype as ToDtype
-from deuteron.augment.steps import ToLayout as ToLayout
+from deuteron.augment.step import Normalize as Normalize
+from deuteron.augment.step import ToDtype as ToDtype
+from deuteron.augment.step import ToLayout as ToLayout
 
 __all__ = sorted(
     name

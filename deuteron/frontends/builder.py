@@ -13,7 +13,7 @@ from deuteron import ir
 from deuteron.errors import GraphError
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.dtype import DType
-from deuteron.ir.rewrite import start
+from deuteron.ir.rewrite import continued
 from deuteron.ir.types import TensorType
 from deuteron.ops import REQUIRED, TABLE, OpDef, Ops, Sym, table
 from deuteron.ops.vector_norm import vector_norm
@@ -44,9 +44,7 @@ class Graph(Ops):
     def of(graph: ir.Graph) -> Graph:
         """A builder that continues an existing graph."""
         out = Graph(graph.name)
-        out.build, _ = start(graph, table.infer)
-        for node in graph.nodes:
-            out.build.copy(node, node.inputs, graph.out_types(node))
+        out.build = continued(graph, table.infer)
         out.build.outputs = list(graph.outputs)
         return out
 

@@ -18,13 +18,7 @@ from torch.autograd.graph import increment_version
 
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.functional.arguments import readable
-from deuteron.functional.context import (
-    in_transform,
-    is_differentiated,
-    is_watched,
-    under_autocast,
-    without_memory,
-)
+from deuteron.functional.context import is_differentiated, is_eager, under_autocast
 from deuteron.functional.core import Function, Planned
 from deuteron.functional.delegate import delegates
 from deuteron.ir.dtype import dtype as type_of
@@ -181,12 +175,6 @@ def _makes_gradient(logits: Tensor, *others: Tensor | None) -> bool:
     if not is_differentiated(logits) or any(t is not None and t.requires_grad for t in others):
         return False
     return is_eager(logits, *others)
-
-
-def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether nobody but us has to see the call, and all tensors have memory."""
-    seen = torch.compiler.is_compiling() or in_transform() or is_watched()
-    return not seen and not without_memory(*tensors)
 
 
 class _Trained(torch.autograd.Function):

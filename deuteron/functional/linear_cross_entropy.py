@@ -23,13 +23,12 @@ from torch import Tensor
 from deuteron.errors import BindError, GraphError
 from deuteron.functional.arguments import one_device
 from deuteron.functional.autocast import lower
-from deuteron.functional.context import in_transform, is_differentiated
+from deuteron.functional.context import in_transform, is_differentiated, is_eager
 from deuteron.functional.cross_entropy import (
     CPU_BYTES,
     FLOATS,
     check_terms,
     cross_entropy,
-    is_eager,
     refuse_second_derivative,
     result_type,
     scaled,

@@ -89,6 +89,14 @@ def start(graph: Graph, infer: Infer) -> tuple[GraphBuilder, dict[str, str]]:
     return build, {v: v for v in (*graph.inputs, *graph.constants)}
 
 
+def continued(graph: Graph, infer: Infer) -> GraphBuilder:
+    """A builder that holds the inputs, constants and nodes of ``graph``."""
+    build, _ = start(graph, infer)
+    for node in graph.nodes:
+        build.copy(node, node.inputs, graph.out_types(node))
+    return build
+
+
 def carry(build: GraphBuilder, names: dict[str, str], node: Node, graph: Graph) -> None:
     """``node`` of ``graph`` as it is, over the values that stand for its inputs."""
     inputs = [None if v is None else names[v] for v in node.inputs]

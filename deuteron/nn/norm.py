@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ class _Activated:
     result."""
     example: ClassVar[str] = "y, stream = dt.nn.{}({})(x, residual=stream)"
     sizes: ClassVar[str] = "64"
+    runs: ClassVar[Callable[..., Any]]  # the function, and what of the module it is called with
+    keeps: ClassVar[tuple[str, ...]]
 
     def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,6 +39,12 @@ class _Activated:
             cls.__init__ = _with_activation(torchs)  # type: ignore[method-assign]
             shown = cls.example.format(cls.__name__, cls.sizes)
             cls.__doc__ = f"``torch.nn.{cls.__name__}`` {cls.more}\n\n    >>> {shown}\n    "
+
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
+    ) -> Any:
+        around = self._around(residual=residual, bias_before=bias_before)
+        return self.runs(input, *[getattr(self, name) for name in self.keeps], **around)
 
     def _around(self, **tensors: Tensor | None) -> dict[str, Any]:
         """What is asked for besides torch's norm. Without any of it, small calls go to torch."""
@@ -58,34 +67,18 @@ def _with_activation(torchs: type) -> Any:
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
-    sizes = "768"
-
-    def forward(
-        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
-    ) -> Any:
-        around = self._around(residual=residual, bias_before=bias_before)
-        own = self.normalized_shape, self.weight, self.bias, self.eps
-        return F.layer_norm(input, *own, **around)
+    runs, sizes = staticmethod(F.layer_norm), "768"
+    keeps = ("normalized_shape", "weight", "bias", "eps")
 
 
 class RMSNorm(_Activated, nn.RMSNorm):
-    sizes = "4096"
-
-    def forward(
-        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
-    ) -> Any:
-        around = self._around(residual=residual, bias_before=bias_before)
-        return F.rms_norm(input, self.normalized_shape, self.weight, self.eps, **around)
+    runs, sizes = staticmethod(F.rms_norm), "4096"
+    keeps = ("normalized_shape", "weight", "eps")
 
 
 class GroupNorm(_Activated, nn.GroupNorm):
-    sizes = "8, 64"
-
-    def forward(
-        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
-    ) -> Any:
-        around = self._around(residual=residual, bias_before=bias_before)
-        return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps, **around)
+    runs, sizes = staticmethod(F.group_norm), "8, 64"
+    keeps = ("num_groups", "weight", "bias", "eps")
 
 
 class _InstanceNorm(_Activated):
@@ -125,7 +118,9 @@ class _BatchNorm(_Activated):
     ("relu", "silu", …) applied."""
     example = 'y = dt.nn.{}({}, activation="relu")(x, residual=shortcut)'
 
-    def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Any:
+    def forward(  # type: ignore[override]
+        self: Any, input: Tensor, residual: Tensor | None = None
+    ) -> Any:
         if (leaf := as_leaf(self, input, residual)) is not None:
             return leaf
         self._check_input_dim(input)

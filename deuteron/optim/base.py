@@ -20,6 +20,7 @@ from deuteron.optim.runners import Control, Given, Limits, Runner, runner
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENT = attrgetter("grad")
+Group = dict[str, Any]  # of parameters, with their settings, as torch keeps them
 
 
 class Ours(TypedDict, total=False):
@@ -69,16 +70,14 @@ class Fused(torch.optim.Optimizer):
 
     # ---- what a subclass says
 
-    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         raise NotImplementedError
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
+    def _constants(self, group: Group, batch: Batch) -> list[Any]:
         """What the rule's numbers are made of, after the factor of the gradient: Adam's."""
         return [*group["betas"], group["eps"], group["weight_decay"]]
 
-    def _run(
-        self, run: Runner, batch: Batch, group: dict[str, Any], control: Control | None
-    ) -> None:
+    def _run(self, run: Runner, batch: Batch, group: Group, control: Control | None) -> None:
         """One batch, one step."""
         decay = self.ours.get("ema_decay")
         constants = [-1.0 if group.get("maximize") else 1.0]
@@ -86,7 +85,7 @@ class Fused(torch.optim.Optimizer):
         constants += [] if decay is None else [1.0 - decay]
         run.step(batch, Given(constants, group["lr"], bool(group.get("capturable")), control))
 
-    def _fresh(self, group: dict[str, Any], state: dict[str, Any]) -> bool:
+    def _fresh(self, group: Group, state: dict[str, Any]) -> bool:
         """Whether the first step of a tensor differs from the others."""
         return False
 
@@ -257,9 +256,9 @@ class Fused(torch.optim.Optimizer):
             if capturing(batch.device):
                 self._captured.append(batch.in_use())
 
-    def _collect(self) -> list[tuple[Batch, dict[str, Any]]]:
+    def _collect(self) -> list[tuple[Batch, Group]]:
         """The batches of all groups, with the gradients of now."""
-        work: list[tuple[Batch, dict[str, Any]]] = []
+        work: list[tuple[Batch, Group]] = []
         same = len(self._states) == len(self.state)
         same = same and all(map(is_, self._states, self.state.values()))
         if not same or len(self._batches) != len(self.param_groups):
@@ -278,7 +277,7 @@ class Fused(torch.optim.Optimizer):
                 work.append((batch, group))
         return work
 
-    def _hold(self, made: Batches, group: dict[str, Any]) -> bool:
+    def _hold(self, made: Batches, group: Group) -> bool:
         """Whether the batches made before still fit."""
         return all(map(is_, made.params, group["params"])) and all(
             batch.rule is self._rule(group, p := batch.params[0], self._extras(p))
@@ -286,7 +285,7 @@ class Fused(torch.optim.Optimizer):
             for batch in made.batches
         )
 
-    def _batch(self, group: dict[str, Any]) -> list[Batch]:
+    def _batch(self, group: Group) -> list[Batch]:
         """The group's parameters, sorted into batches."""
         if group.get("differentiable"):  # said by a group, or by a state dict that was loaded
             raise self._not_differentiable('a step of a group with "differentiable": True')

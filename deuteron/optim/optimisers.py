@@ -11,7 +11,7 @@ from deuteron.errors import BindError
 from deuteron.kernels import optim_rules as rules
 from deuteron.kernels.optim import GROUP, GROUPS, Extras, Rule
 from deuteron.kernels.optim_rules import ADAM, SCALES
-from deuteron.optim.base import Fused, Ours
+from deuteron.optim.base import Fused, Group, Ours
 from deuteron.optim.batch import Batch, is_dense, same_memory_order
 from deuteron.optim.runners import Control, Runner
 
@@ -75,21 +75,19 @@ class SGD(TorchsArguments, torch.optim.SGD):
     >>> opt = dt.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, max_norm=1.0)
     """
 
-    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         decay = group["weight_decay"] != 0
         return rules.sgd(group["momentum"] != 0, bool(group["nesterov"]), decay, extras)
 
-    def _fresh(self, group: dict[str, Any], state: dict[str, Any]) -> bool:
+    def _fresh(self, group: Group, state: dict[str, Any]) -> bool:
         return group["momentum"] != 0 and state.get("momentum_buffer") is None
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
+    def _constants(self, group: Group, batch: Batch) -> list[Any]:
         momentum, decay = group["momentum"], group["weight_decay"]
         kept = 1.0 if batch.fresh else 1.0 - group["dampening"]
         return ([decay] if decay != 0 else []) + ([momentum, kept] if momentum != 0 else [])
 
-    def _run(
-        self, run: Runner, batch: Batch, group: dict[str, Any], control: Control | None
-    ) -> None:
+    def _run(self, run: Runner, batch: Batch, group: Group, control: Control | None) -> None:
         """The first gradient goes into the buffer undamped, so whether a first step was skipped
         must be known; only where there is dampening is that read on the host."""
         super()._run(run, batch, group, control)
@@ -113,7 +111,7 @@ class SGD(TorchsArguments, torch.optim.SGD):
 class _Adam(TorchsArguments):
     """What Adam and AdamW share."""
 
-    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         decoupled, decay = bool(group["decoupled_weight_decay"]), group["weight_decay"] != 0
         return rules.adam(bool(group["amsgrad"]), decoupled, decay, extras)
 
@@ -150,7 +148,7 @@ class Adafactor(TorchsArguments, torch.optim.Adafactor):
     _row_major = True
     _has_not = ("state_dtype", "master_weights")
 
-    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         of_matrices, of_vectors = rules.adafactor_of_matrices, rules.adafactor_of_vectors
         return (of_matrices if p.dim() > 1 else of_vectors)(extras)
 
@@ -166,7 +164,7 @@ class Adafactor(TorchsArguments, torch.optim.Adafactor):
         shapes["col_var"] = (*p.shape[:-2], 1, *p.shape[-1:])
         return p.new_empty(shapes.get(key, p.shape))
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
+    def _constants(self, group: Group, batch: Batch) -> list[Any]:
         eps1, eps2 = group["eps"]
         eps1 = torch.finfo(batch.params[0].dtype).eps if eps1 is None else eps1
         return [group["beta2_decay"], eps1, eps2, group["d"], group["weight_decay"]]
@@ -197,10 +195,10 @@ class Lion(OwnArguments):
         given = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, ours, **given, maximize=maximize, capturable=capturable)
 
-    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         return rules.lion(extras)
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
+    def _constants(self, group: Group, batch: Batch) -> list[Any]:
         return [*group["betas"], group["weight_decay"]]
 
 
@@ -242,7 +240,7 @@ class LAMB(OwnArguments):
         flags = {"maximize": maximize, "capturable": capturable}
         super().__init__(params, ours, **given, always_adapt=always_adapt, **flags)
 
-    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         return rules.lamb(group["weight_decay"] != 0 or bool(group["always_adapt"]), extras)
 
     def _stored_as(self, p: torch.Tensor, key: str) -> torch.dtype:
@@ -291,7 +289,7 @@ class AdamW8bit(OwnArguments):
     def _is_large(self, p: torch.Tensor) -> bool:
         return p.numel() >= max(self.min_8bit_size, 1)
 
-    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         if self._is_large(p):
             return rules.adam_in_8_bits(extras)
         return rules.adam(False, True, True, extras)

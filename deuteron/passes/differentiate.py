@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from deuteron.errors import GraphError
-from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import start
+from deuteron.ir.rewrite import continued
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
@@ -45,7 +44,7 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
     if not graph.types[target].dtype.is_float:
         raise GraphError(f"output {of!r} is {graph.types[target].dtype.name}, not a float")
 
-    build, ops = _continued(graph)
+    ops = Ops(build := continued(graph, table.infer))
     build.outputs = list(graph.outputs)
     seed_type = graph.types[target]
     if seed_type.numel == 1:
@@ -68,7 +67,7 @@ def pullback(
     ``of`` gives the types in which the gradients come, strides included.
     """
     graph = written_out(graph)
-    build, ops = _continued(graph)
+    ops = Ops(build := continued(graph, table.infer))
     values = dict(graph.outputs)
     seeds: dict[str, Sym] = {}
     for name, type_ in of.items():
@@ -90,14 +89,6 @@ def pullback(
     constants = {v: c for v, c in whole.constants.items() if v in live}
     types = {v: whole.types[v] for v in (*inputs, *constants, *made)}
     return Graph(whole.name, inputs, whole.outputs, tuple(nodes), types, constants)
-
-
-def _continued(graph: Graph) -> tuple[GraphBuilder, Ops]:
-    """A builder that holds the inputs, constants and nodes of ``graph``."""
-    build, _ = start(graph, table.infer)
-    for node in graph.nodes:
-        build.copy(node, node.inputs, graph.out_types(node))
-    return build, Ops(build)
 
 
 def _add_gradients(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: Sequence[str]) -> None:

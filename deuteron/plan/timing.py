@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from deuteron.plan.capture import capture
+from deuteron.plan.cuda_graph import capture
 
 Thunk = Callable[[], object]
 
