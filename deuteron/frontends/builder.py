@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -130,33 +130,32 @@ class Graph(Ops):
         return f"<Graph {b.name!r}: {len(b.nodes)} nodes, {len(b.outputs)} outputs>"
 
 
+def parameters(op: OpDef) -> Iterator[Parameter]:
+    """The inputs of an operator, and its attributes, by name only."""
+    for slot in op.inputs:
+        kind = Parameter.VAR_POSITIONAL if slot[0] == "*" else Parameter.POSITIONAL_OR_KEYWORD
+        yield Parameter(
+            slot.strip("*?"), kind, default=None if slot[-1] == "?" else Parameter.empty
+        )
+    for name, attr in op.attrs.items():
+        default = Parameter.empty if attr.default is REQUIRED else attr.default
+        yield Parameter(name, Parameter.KEYWORD_ONLY, default=default)
+
+
 def _method(op: OpDef) -> Callable[..., Any]:
     """A method for one operator, with a signature and a docstring of its own."""
 
     def method(self: Graph, *args: Any, **kwargs: Any) -> Any:
         return self.call(op.name, *args, **kwargs)
 
-    kind = inspect.Parameter
-    parameters = [kind("self", kind.POSITIONAL_ONLY)]
-    for slot in op.inputs:
-        if slot.startswith("*"):
-            parameters.append(kind(slot[1:], kind.VAR_POSITIONAL))
-        else:
-            default = None if slot.endswith("?") else kind.empty
-            parameters.append(kind(slot.rstrip("?"), kind.POSITIONAL_OR_KEYWORD, default=default))
-    for name, attr in op.attrs.items():
-        default = kind.empty if attr.default is REQUIRED else attr.default
-        parameters.append(kind(name, kind.KEYWORD_ONLY, default=default))
     lines = [op.doc, ""]
-    lines += [
-        f"    {name}: {attr.kind}"
-        + (f"; {attr.doc}" if attr.doc else "")
-        + (f" (one of {', '.join(attr.choices)})" if attr.choices else "")
-        for name, attr in op.attrs.items()
-    ]
+    for name, attr in op.attrs.items():
+        choices = f" (one of {', '.join(attr.choices)})" if attr.choices else ""
+        lines.append(f"    {name}: {attr.kind}{f'; {attr.doc}' if attr.doc else ''}{choices}")
     method.__name__, method.__qualname__ = op.name, f"Graph.{op.name}"
     method.__doc__ = "\n".join(lines).rstrip()
-    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    own = Parameter("self", Parameter.POSITIONAL_ONLY)
+    method.__signature__ = Signature([own, *parameters(op)])  # type: ignore[attr-defined]
     return method
 
 

@@ -18,13 +18,13 @@ class _Activated:
     """A layer that takes an activation besides torch's arguments."""
 
     activation: str | None = None
-    more: ClassVar[str] = """that takes more: ``residual`` is added first and the sum returned too,
+    _more: ClassVar[str] = """that takes more: ``residual`` is added first and the sum returned too,
     ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
     result."""
-    example: ClassVar[str] = "y, stream = dt.nn.{}({})(x, residual=stream)"
-    sizes: ClassVar[str] = "64"
-    runs: ClassVar[Callable[..., Any]]  # the function, and what of the module it is called with
-    keeps: ClassVar[tuple[str, ...]]
+    _example: ClassVar[str] = "y, stream = dt.nn.{}({})(x, residual=stream)"
+    _sizes: ClassVar[str] = "64"
+    _runs: ClassVar[Callable[..., Any]]  # the function, and what of the module it is called with
+    _keeps: ClassVar[tuple[str, ...]]
 
     def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,14 +37,14 @@ class _Activated:
         torchs = next((base for base in cls.__mro__ if base.__module__.startswith("torch.")), None)
         if torchs is not None and cls.__init__ is _Activated.__init__:
             cls.__init__ = _with_activation(torchs)  # type: ignore[method-assign]
-            shown = cls.example.format(cls.__name__, cls.sizes)
-            cls.__doc__ = f"``torch.nn.{cls.__name__}`` {cls.more}\n\n    >>> {shown}\n    "
+            shown = cls._example.format(cls.__name__, cls._sizes)
+            cls.__doc__ = f"``torch.nn.{cls.__name__}`` {cls._more}\n\n    >>> {shown}\n    "
 
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
         around = self._around(residual=residual, bias_before=bias_before)
-        return self.runs(input, *[getattr(self, name) for name in self.keeps], **around)
+        return self._runs(input, *[getattr(self, name) for name in self._keeps], **around)
 
     def _around(self, **tensors: Tensor | None) -> dict[str, Any]:
         """What is asked for besides torch's norm. Without any of it, small calls go to torch."""
@@ -67,18 +67,18 @@ def _with_activation(torchs: type) -> Any:
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
-    runs, sizes = staticmethod(F.layer_norm), "768"
-    keeps = ("normalized_shape", "weight", "bias", "eps")
+    _runs, _sizes = staticmethod(F.layer_norm), "768"
+    _keeps = ("normalized_shape", "weight", "bias", "eps")
 
 
 class RMSNorm(_Activated, nn.RMSNorm):
-    runs, sizes = staticmethod(F.rms_norm), "4096"
-    keeps = ("normalized_shape", "weight", "eps")
+    _runs, _sizes = staticmethod(F.rms_norm), "4096"
+    _keeps = ("normalized_shape", "weight", "eps")
 
 
 class GroupNorm(_Activated, nn.GroupNorm):
-    runs, sizes = staticmethod(F.group_norm), "8, 64"
-    keeps = ("num_groups", "weight", "bias", "eps")
+    _runs, _sizes = staticmethod(F.group_norm), "8, 64"
+    _keeps = ("num_groups", "weight", "bias", "eps")
 
 
 class _InstanceNorm(_Activated):
@@ -114,9 +114,9 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d): ...
 class _BatchNorm(_Activated):
     """What the three batch norms share."""
 
-    more = """that takes more: ``residual`` is added after it, then ``activation``
+    _more = """that takes more: ``residual`` is added after it, then ``activation``
     ("relu", "silu", …) applied."""
-    example = 'y = dt.nn.{}({}, activation="relu")(x, residual=shortcut)'
+    _example = 'y = dt.nn.{}({}, activation="relu")(x, residual=shortcut)'
 
     def forward(  # type: ignore[override]
         self: Any, input: Tensor, residual: Tensor | None = None
