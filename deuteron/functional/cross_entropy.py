@@ -28,6 +28,7 @@ from deuteron.ops.cross_entropy import class_axis, divisor, joined
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CPU_BYTES = 2**19  # of logits: up to here torch's calls take less time than finding a plan
+USUAL: dict[str, Any] = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # and torch's numbers for them
 
 # ---- as a graph ------------------------------------------------------------------------------
@@ -82,21 +83,13 @@ IN_PLACE = Function("cross_entropy_in_place", _build, eager=True, into={1: "logi
 # ---- the function ----------------------------------------------------------------------------
 
 
-def torch_loss(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    **extras: Any,
-) -> Any:
-    """What ``torch.nn.functional.cross_entropy`` calls; it has none of the extras."""
+def torch_loss(logits: Tensor, target: Tensor, weight: Tensor | None = None, **terms: Any) -> Any:
+    """What ``torch.nn.functional.cross_entropy`` calls; it has no other terms than these."""
+    reduction, ignored, smoothing = [terms.pop(name, usual) for name, usual in USUAL.items()]
     number: Any = REDUCTIONS.get(reduction)  # the stub of torch says that it is a str
-    if number is None or any(extras.values()):
+    if number is None or any(terms.values()):
         return NotImplemented
-    return _nn.cross_entropy_loss(logits, target, weight, number, ignore_index, label_smoothing)
+    return _nn.cross_entropy_loss(logits, target, weight, number, ignored, smoothing)
 
 
 @delegates(torch_loss, on_cpu=FLOATS, cpu_bytes=CPU_BYTES)

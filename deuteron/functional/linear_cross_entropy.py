@@ -47,13 +47,7 @@ from deuteron.functional.small import is_small
 
 
 def _torch_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    class_weight: Tensor | None = None,
-    **terms: Any,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **terms: Any
 ) -> Any:
     shape, table = hidden.shape, weight.nbytes
     if multiplies_slowly(hidden) or len(shape) != 2 or not shape[1]:
@@ -61,7 +55,8 @@ def _torch_linear_cross_entropy(
     logits = shape[0] * table // shape[1]
     if not is_small(hidden, max(logits, table)) and (hidden.is_cuda or logits > CPU_BYTES):
         return NotImplemented
-    return torch_loss(F.linear(hidden, weight, bias), target, class_weight, **terms)
+    each = terms.pop("class_weight", None)
+    return torch_loss(F.linear(hidden, weight, bias), target, each, **terms)
 
 
 @delegates(_torch_linear_cross_entropy, on_cpu=FLOATS)
@@ -155,12 +150,9 @@ def _is_fast(accumulate: str | None, reduction: str) -> bool:
 def _check(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int | None
 ) -> None:
-    shown = "hidden {}, weight {}, bias {} and target {}".format(
-        *(
-            "None" if t is None else f"{t.dtype}{list(t.shape)}"
-            for t in (hidden, weight, bias, target)
-        )
-    ).replace("torch.", "")
+    tensors = (hidden, weight, bias, target)
+    kinds = ("None" if t is None else f"{t.dtype}{list(t.shape)}" for t in tensors)
+    shown = "hidden {}, weight {}, bias {} and target {}".format(*kinds).replace("torch.", "")
     fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
     fits = fits and (bias is None or bias.shape == weight.shape[:1])
     if not fits or any(t is not None and t.dtype != hidden.dtype for t in (weight, bias)):

@@ -104,14 +104,9 @@ def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
 def _by_torch(norm: Callable[..., Any]) -> Callable[..., Any]:
     """torch's ``norm``, what comes before it and what comes after it."""
 
-    def call(
-        x: Tensor,
-        *args: Any,
-        residual: Tensor | None = None,
-        bias_before: Tensor | None = None,
-        activation: str | None = None,
-        **named: Any,
-    ) -> Any:
+    def call(x: Tensor, *args: Any, **named: Any) -> Any:
+        around = ("bias_before", "residual", "activation")
+        bias_before, residual, activation = [named.pop(name, None) for name in around]
         x = x if bias_before is None else x + bias_before
         x = x if residual is None else x + residual
         y = norm(x, *args, **named)
