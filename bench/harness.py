@@ -25,7 +25,7 @@ import torch
 
 import deuteron
 from deuteron.files import write_atomic
-from deuteron.plan.capture import capture
+from deuteron.plan.cuda_graph import capture
 from deuteron.target import cpu_identity
 
 Thunk = Callable[[], Any]

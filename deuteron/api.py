@@ -61,11 +61,9 @@ class Optimized:
                     tensors[i] = restrided(tensor, self._types[i])
             self.plan.binder.check(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise BindError(
-                "an input requires a gradient, but this plan computes none",
-                asked="a call inside autograd",
-                remedy="call it under torch.no_grad(), or build the graph with dt.Graph and grad()",
-            )
+            wrong = "an input requires a gradient, but this plan computes none"
+            remedy = "call it under torch.no_grad(), or build the graph with dt.Graph and grad()"
+            raise BindError(wrong, asked="a call inside autograd", remedy=remedy)
         return tensors
 
     def explain(
@@ -106,11 +104,8 @@ def optimize(
     >>> print(fast.explain())
     """
     if isinstance(model, str | Path):
-        raise DeuteronError(
-            "a model file cannot be optimised yet",
-            asked=f"optimize({str(model)!r})",
-            remedy="pass an nn.Module",
-        )
+        wrong = "a model file cannot be optimised yet"
+        raise DeuteronError(wrong, asked=f"optimize({str(model)!r})", remedy="pass an nn.Module")
     if not isinstance(model, nn.Module):
         raise BindError(
             f"model is a {type(model).__name__}, not an nn.Module",
@@ -120,26 +115,18 @@ def optimize(
     args = tuple(example) if isinstance(example, tuple | list) else (example,)
     device = _device_of(model, args, kwargs or {})
     if device.type in BUDGET_S and torch.is_autocast_enabled(device.type):
-        raise BindError(
-            "autocast is on, and a module is imported without what is around it",
-            asked="optimize(…) under torch.autocast",
-            remedy="write 'with torch.autocast(…):' inside forward, or cast model and example",
-        )
+        wrong = "autocast is on, and a module is imported without what is around it"
+        remedy = "write 'with torch.autocast(…):' inside forward, or cast model and example"
+        raise BindError(wrong, asked="optimize(…) under torch.autocast", remedy=remedy)
     args, named = pytree.tree_map(_dense, (args, dict(kwargs or {})))
     seconds = {}
     begin = time.perf_counter()
     imported = import_module(model, args, named, ours=entries())
     seconds["import"] = time.perf_counter() - begin
     begin = time.perf_counter()
-    plan = compile_graph(
-        imported.graph,
-        device=device,
-        find=find,
-        budget_s=BUDGET_S.get(device.type, 4.0) if budget_s is None else budget_s,
-        policy=policy,
-        cache=cache,
-        progress=progress,
-    )
+    search: Any = {"find": find, "cache": cache, "progress": progress}
+    search["budget_s"] = BUDGET_S.get(device.type, 4.0) if budget_s is None else budget_s
+    plan = compile_graph(imported.graph, device=device, policy=policy, **search)
     seconds["plan"] = time.perf_counter() - begin
     begin = time.perf_counter()
     if device.type == "cuda":

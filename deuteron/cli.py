@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 import deuteron as dt
 from deuteron.engines.inductor import InductorEngine
+from deuteron.files import write_atomic
 from deuteron.plan import resolve_device
 from deuteron.plan.cache import Cache
 from deuteron.plan.tensors import relative_error
@@ -42,6 +43,7 @@ Model = Annotated[
 Batch = Annotated[int, typer.Option(min=1, help="Batch size of the example")]
 Device = Annotated[str, typer.Option(help="'cpu' or 'cuda'; the GPU if there is one")]
 DTypeName = Annotated[str, typer.Option("--dtype", help="f32, f16 or bf16; f16 on a GPU")]
+Loaded = tuple[torch.nn.Module, tuple[Any, ...]]  # a model and its example
 Budget = Annotated[float, typer.Option(help="Seconds to spend measuring; 0 plans by estimate")]
 
 
@@ -67,9 +69,7 @@ def _complain(message: str) -> None:
     errors.print(f"error: {message}", markup=False, highlight=False, style="red", soft_wrap=True)
 
 
-def _load(
-    model: str, batch: int, device: str, dtype: str
-) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+def _load(model: str, batch: int, device: str, dtype: str) -> Loaded:
     """The module and example inputs on the device."""
     where = resolve_device(device or None)
     named = dt.ir.dtype(dtype or ("f16" if where.type == "cuda" else "f32"))
@@ -78,11 +78,9 @@ def _load(
         raise dt.DeuteronError(f"a model cannot be {named.name}", remedy="use f32, f16 or bf16")
     if ":" in model:
         if batch != 1:
-            raise dt.DeuteronError(
-                f"the example of {model!r} has a batch size already",
-                asked=f"--batch {batch}",
-                remedy="leave --batch out, and make the example that large",
-            )
+            wrong = f"the example of {model!r} has a batch size already"
+            remedy = "leave --batch out, and make the example that large"
+            raise dt.DeuteronError(wrong, asked=f"--batch {batch}", remedy=remedy)
         module, inputs = _own(model)
         moved = pytree.tree_map_only(torch.Tensor, lambda t: t.to(where), inputs)
         if dtype:
@@ -102,18 +100,16 @@ def _load(
     return net, example
 
 
-def _own(model: str) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+def _own(model: str) -> Loaded:
     """What the callable ``package.module:name`` returns: a module and its example inputs."""
     path, _, attribute = model.partition(":")
     sys.path.insert(0, ".")
     try:
         made = getattr(importlib.import_module(path), attribute)()
     except (ImportError, AttributeError) as error:
-        raise dt.DeuteronError(
-            f"{model!r} cannot be loaded: {error}",
-            asked=f"model {model!r}",
-            remedy="name a callable that returns (module, example inputs)",
-        ) from None
+        wrong = f"{model!r} cannot be loaded: {error}"
+        remedy = "name a callable that returns (module, example inputs)"
+        raise dt.DeuteronError(wrong, asked=f"model {model!r}", remedy=remedy) from None
     pair = isinstance(made, tuple) and len(made) == 2
     if not pair or not isinstance(made[0], torch.nn.Module):
         what = f"({type(made[0]).__name__}, …)" if pair else f"a {type(made).__name__}"
@@ -157,14 +153,10 @@ def _seconds(
 
 
 def _compare(
-    model: str,
-    net: torch.nn.Module,
-    example: tuple[Any, ...],
-    budget: float,
-    limit: float,
-    compile_too: bool,
+    model: str, loaded: Loaded, budget: float, limit: float = 10.0, compile_too: bool = False
 ) -> dt.Optimized:
     """Optimise, check against eager, time both in one run, print the table."""
+    net, example = loaded
     begin = time.perf_counter()
     fast = _optimize(net, example, budget)
     ready = time.perf_counter() - begin
@@ -184,10 +176,8 @@ def _compare(
     for name, seconds in times.items():
         table.add_row(name, f"{seconds * 1e3:.2f}", f"{times['eager'] / seconds:.2f}×")
     console.print(table)
-    console.print(
-        f"plan ready in {ready:.1f} s; largest difference from eager "
-        f"{difference:.1e} of the largest value"
-    )
+    largest = f"largest difference from eager {difference:.1e} of the largest value"
+    console.print(f"plan ready in {ready:.1f} s; {largest}")
     return fast
 
 
@@ -202,7 +192,7 @@ def demo(
     shapes = ", ".join(str(list(t.shape)) for t in example if isinstance(t, torch.Tensor))
     count = sum(p.numel() for p in net.parameters())
     console.print(f"{model}: {count / 1e6:.1f} M parameters, input {shapes}, on {where}")
-    fast = _compare(model, net, example, budget, 25.0, compile_too=False)
+    fast = _compare(model, (net, example), budget, 25.0)
     console.print()
     console.print(str(fast.explain()), markup=False, highlight=False, soft_wrap=True)
     if where == "cpu":
@@ -224,8 +214,7 @@ def optimize(
     save: Annotated[Path | None, typer.Option(help="Write the plan here (.plan.json)")] = None,
 ) -> None:
     """Plan a model, check it against eager, and optionally save the plan."""
-    net, example = _load(model, batch, device, dtype)
-    fast = _compare(model, net, example, budget, 10.0, compile_too=False)
+    fast = _compare(model, _load(model, batch, device, dtype), budget)
     if save is not None:
         _say(f"saved {fast.save(save)}")
 
@@ -250,8 +239,6 @@ def explain(
     if out is None:
         typer.echo(text)
     else:
-        from deuteron.files import write_atomic
-
         write_atomic(out, str(text))
         _say(f"wrote {out}")
 
@@ -267,8 +254,7 @@ def bench(
 ) -> None:
     """Time models against eager (and torch.compile) in one run."""
     for model in models:
-        net, example = _load(model, batch, device, dtype)
-        _compare(model, net, example, budget, 10.0, compile)
+        _compare(model, _load(model, batch, device, dtype), budget, compile_too=compile)
 
 
 @app.command()
@@ -276,10 +262,8 @@ def doctor() -> None:
     """Say what this machine has, which engines can run, and what is in the cache."""
     table = Table(show_header=False, box=None)
     here = dt.target()
-    present = {
-        name: "yes" if importlib.util.find_spec(name) else "no"
-        for name in ("triton", "onnx", "safetensors", "numba", "llvmlite")
-    }
+    packages = ("triton", "onnx", "safetensors", "numba", "llvmlite")
+    present = {name: "yes" if importlib.util.find_spec(name) else "no" for name in packages}
     rows = {
         "deuteron": dt.__version__,
         "python": platform.python_version(),

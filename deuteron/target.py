@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -79,83 +79,38 @@ class Target:
         return self.bandwidth * self.reach["memory"]
 
 
-def _gpu(
-    name: str,
-    units: int,
-    bandwidth: float,
-    cache_mb: float,
-    memory_gb: float,
-    peak: tuple[float, float, float, float, float],  # f64, f32, tf32, f16/bf16, i8 in T/s
-    fp8: float = 0.0,
-    cache_bandwidth: float = 5.5,
-    **reach: float,
-) -> Target:
-    f64, f32, tf32, f16, i8 = (p * T for p in peak)
-    rates = {"f64": f64, "f32": f32, "tf32": tf32, "f16": f16, "bf16": f16, "i8": i8}
-    features = {"tensor_cores", "bf16", "tf32", "int8"}
-    if fp8:
-        rates |= {"f8e4m3": fp8 * T, "f8e5m2": fp8 * T}
-        features.add("fp8")
-    fractions = {"memory": 0.88, "compute": 0.72} | reach
+# Per machine: multiprocessors; TB/s of memory and of the cache; MB of cache, GB of memory; and
+# dense 10¹² operations per second by element type, 8-bit floats last where there are any.
+_GPUS = """
+         units  TB/s  cache    MB   GB    f64   f32  tf32   f16    i8   f8
+a100      108  2.039    4.0    40   80   19.5  19.5   156   312   624    0
+h100      132  3.35     5.5    50   80   67    67     494   989  1979 1979
+h200      132  4.8      5.5    60  141   67    67     494   989  1979 1979
+b200      148  8.0     10.0   126  180   37    75    1100  2250  4500 4500
+l4         58  0.3      1.5    48   24   0.47  30.3    60   121   242  242
+rtx4090   128  1.008    5.0    72   24   1.29  82.6  82.6   165   330  330
+"""
+_REACH = {"h200": {"memory": 0.885, "compute": 0.73}}  # where it was measured
+
+
+def _gpu(name: str, *row: str) -> Target:
+    units, memory, cache, cache_mb, memory_gb, f64, f32, tf32, f16, i8, fp8 = map(float, row)
+    peak = {"f64": f64, "f32": f32, "tf32": tf32, "f16": f16, "bf16": f16, "i8": i8}
+    peak |= {"f8e4m3": fp8, "f8e5m2": fp8} if fp8 else {}
+    rates = {kind: rate * T for kind, rate in peak.items()}
+    features = frozenset({"tensor_cores", "bf16", "tf32", "int8"} | ({"fp8"} if fp8 else set()))
+    sizes = int(cache_mb * 2**20), cache * T, int(memory_gb * G)
+    reach = _REACH.get(name, {"memory": 0.88, "compute": 0.72})
     return Target(
-        name,
-        "cuda",
-        units,
-        bandwidth * T,
-        rates,
-        int(cache_mb * 2**20),
-        cache_bandwidth * T,
-        int(memory_gb * G),
-        launch=2.2e-6,
-        call=6e-6,
-        reach=fractions,
-        features=frozenset(features),
+        name, "cuda", int(units), memory * T, rates, *sizes, 2.2e-6, 6e-6, reach, features
     )
 
 
-GPUS: dict[str, Target] = {
-    t.name: t
-    for t in (
-        _gpu("a100", 108, 2.039, 40, 80, (19.5, 19.5, 156, 312, 624), cache_bandwidth=4.0),
-        _gpu("h100", 132, 3.35, 50, 80, (67, 67, 494, 989, 1979), fp8=1979),
-        _gpu(
-            "h200",
-            132,
-            4.8,
-            60,
-            141,
-            (67, 67, 494, 989, 1979),
-            fp8=1979,
-            memory=0.885,
-            compute=0.73,
-        ),
-        _gpu(
-            "b200", 148, 8.0, 126, 180, (37, 75, 1100, 2250, 4500), fp8=4500, cache_bandwidth=10.0
-        ),
-        _gpu("l4", 58, 0.3, 48, 24, (0.47, 30.3, 60, 121, 242), fp8=242, cache_bandwidth=1.5),
-        _gpu(
-            "rtx4090",
-            128,
-            1.008,
-            72,
-            24,
-            (1.29, 82.6, 82.6, 165, 330),
-            fp8=330,
-            cache_bandwidth=5.0,
-        ),
-    )
-}
+GPUS = {words[0]: _gpu(*words) for words in map(str.split, _GPUS.strip().splitlines()[1:])}
 
-_GPU_NAMES = {  # a word of what the driver calls it → our name
-    "H200": "h200",
-    "GH200": "h200",
-    "H100": "h100",
-    "A100": "a100",
-    "B200": "b200",
-    "GB200": "b200",
-    "L4": "l4",
-    "4090": "rtx4090",
-}
+# a word of what the driver calls it → our name
+_GPU_NAMES = {name.upper(): name for name in ("h200", "h100", "a100", "b200", "l4")}
+_GPU_NAMES |= {"GH200": "h200", "GB200": "b200", "4090": "rtx4090"}
 
 
 def names() -> list[str]:
@@ -176,11 +131,8 @@ def target(name: str | Target | torch.device | None = None) -> Target:
         return _cpu(torch.get_num_threads())
     if text.split(":")[0] == "cuda":
         if not torch.cuda.is_available():
-            raise GraphError(
-                "no CUDA device is present",
-                asked=f"target {text!r}",
-                remedy=f"name a machine to plan for: {', '.join(GPUS)}",
-            )
+            remedy = f"name a machine to plan for: {', '.join(GPUS)}"
+            raise GraphError("no CUDA device is present", asked=f"target {text!r}", remedy=remedy)
         index = int(text.split(":")[1]) if ":" in text else torch.cuda.current_device()
         return _present_gpu(index)
     raise GraphError(
@@ -202,19 +154,15 @@ def _present_gpu(index: int) -> Target:
     # an unknown GPU: scale the nearest generation by its multiprocessors
     base = GPUS["h100"] if props.major >= 9 else GPUS["a100"] if props.major == 8 else GPUS["l4"]
     scale = props.multi_processor_count / base.units
-    return Target(
-        props.name.lower().replace(" ", "-"),
-        "cuda",
-        props.multi_processor_count,
-        base.bandwidth * scale,
-        {k: v * scale for k, v in base.peak.items()},
-        getattr(props, "L2_cache_size", base.cache_bytes),
-        base.cache_bandwidth * scale,
-        props.total_memory,
-        base.launch,
-        base.call,
-        base.reach,
-        base.features,
+    return replace(
+        base,
+        name=props.name.lower().replace(" ", "-"),
+        units=props.multi_processor_count,
+        bandwidth=base.bandwidth * scale,
+        peak={k: v * scale for k, v in base.peak.items()},
+        cache_bytes=getattr(props, "L2_cache_size", base.cache_bytes),
+        cache_bandwidth=base.cache_bandwidth * scale,
+        memory_bytes=props.total_memory,
     )
 
 
@@ -232,12 +180,8 @@ def cpu_identity() -> dict[str, Any]:
                     break
     except OSError:
         pass
-    return {
-        "model": model,
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+    known = {"model": model, "machine": platform.machine()}
+    return known | {"threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 @lru_cache
@@ -282,19 +226,8 @@ def _cpu_target(f32: float, f64: float, memory: float, cache: float, call: float
     except (ValueError, OSError):
         total = 8 * 2**30
     rates = {"f32": f32, "f64": f64, "f16": f32 / 4, "bf16": f32 / 4, "i8": f32 / 2}
-    return Target(
-        "cpu",
-        "cpu",
-        threads,
-        memory,
-        rates,
-        2**20 * threads,
-        cache,
-        total,
-        launch=call,
-        call=call,
-        reach={"memory": 1.0, "compute": 1.0},
-    )
+    sizes, reach = (2**20 * threads, cache, total), {"memory": 1.0, "compute": 1.0}
+    return Target("cpu", "cpu", threads, memory, rates, *sizes, call, call, reach)
 
 
 MEASURED_BY = 2  # to be counted up when measure_cpu measures otherwise
@@ -329,17 +262,19 @@ def measure_cpu() -> dict[str, float]:
         "cache": (8 * 2**16, lambda: small[1].copy_(small[0])),
     }
     threads = torch.get_num_threads()
-    together = {
-        name: amount / _best(run, time.perf_counter) for name, (amount, run) in work.items()
-    }
+
+    def rates_by(clock: Callable[[], float]) -> dict[str, float]:
+        return {name: amount / _best(run, clock) for name, (amount, run) in work.items()}
+
+    def ten_calls() -> None:
+        for _ in range(10):
+            torch.add(one, one, out=one_out)
+
+    together = rates_by(time.perf_counter)
     torch.set_num_threads(1)
     try:
-        alone = {
-            name: amount / _best(run, time.thread_time) for name, (amount, run) in work.items()
-        }
-        calls = _best(
-            lambda: [torch.add(one, one, out=one_out) for _ in range(10)], time.thread_time
-        )
+        alone = rates_by(time.thread_time)
+        calls = _best(ten_calls, time.thread_time)
     finally:
         torch.set_num_threads(threads)
     rates = {k: min(max(together[k], alone[k]), threads * alone[k]) for k in work}
@@ -357,8 +292,3 @@ def _best(run: Callable[[], object], clock: Callable[[], float]) -> float:
         if time.perf_counter() > end:
             break
     return max(best, 1e-9)
-
-
-def describe(t: Target) -> dict[str, Any]:
-    """A target as plain data, for reports."""
-    return {**asdict(t), "features": sorted(t.features)}

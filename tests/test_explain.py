@@ -16,12 +16,12 @@ from deuteron.explain import Explanation, render, text, units
 from deuteron.explain.report import (
     MemoryReport,
     OptionReport,
-    PassReport,
     RefusalReport,
     RegionReport,
     Report,
     VetoReport,
 )
+from deuteron.passes import PassRecord
 
 NAN = math.nan
 HOSTILE = "<script>alert('x')</script>\"&\x1b[31m\n\u202e"
@@ -172,10 +172,10 @@ def illustration() -> Report:
             VetoReport("relu_5", "relu (layer1.1.relu3)", "mean (pool)", rows, wide, 24.1e-6),
         ),
         passes=(
-            PassReport("dead code", {}, 26, 26, 0.0002),
-            PassReport("fold batch norm", {"conv+batch_norm": 6}, 26, 20, 0.0051),
-            PassReport("layout", {"conv to nhwc": 6, "conversion at the edge": 1}, 20, 21, 0.0012),
-            PassReport("common subexpressions", {}, 21, 21, 0.0003),
+            PassRecord("dead code", {}, 26, 26, 0.0002),
+            PassRecord("fold batch norm", {"conv+batch_norm": 6}, 26, 20, 0.0051),
+            PassRecord("layout", {"conv to nhwc": 6, "conversion at the edge": 1}, 20, 21, 0.0012),
+            PassRecord("common subexpressions", {}, 21, 21, 0.0003),
         ),
         memory=MemoryReport(1_050_000, 154_140_000, 51_380_000, 411_040_000),
         nodes_before=26,
@@ -209,7 +209,7 @@ def broken() -> Report:
         mode="",
         cuda_graph="",
         vetoes=vetoes,
-        passes=(PassReport("", {}, 0, 0, NAN),),
+        passes=(PassRecord("", {}, 0, 0, NAN),),
         plan_s=NAN,
         total_measured_s=NAN,
     )
@@ -238,7 +238,7 @@ def hostile() -> Report:
         mode=HOSTILE,
         cuda_graph=HOSTILE,
         vetoes=(VetoReport(HOSTILE, HOSTILE * 9, HOSTILE, HOSTILE, 1, 1e-6),),
-        passes=(PassReport(HOSTILE, {HOSTILE * 9: 1}, 1, 2, 0.1),),
+        passes=(PassRecord(HOSTILE, {HOSTILE * 9: 1}, 1, 2, 0.1),),
         versions={HOSTILE: HOSTILE},
         notes=(HOSTILE * 9,),
     )

@@ -14,7 +14,7 @@ import torch
 
 from deuteron.errors import GraphError
 from deuteron.policy import Policy, parse_bytes
-from deuteron.target import GPUS, Target, coarse, describe, measure_cpu, names, target
+from deuteron.target import GPUS, Target, coarse, measure_cpu, names, target
 
 target_module = sys.modules["deuteron.target"]  # deuteron.target itself is the function
 
@@ -70,7 +70,7 @@ def test_elementwise_work_in_16_bits_is_float32_arithmetic_on_a_cpu_too():
 
 def test_a_target_is_plain_data():
     t = target("h200")
-    assert json.loads(json.dumps(describe(t)))["name"] == "h200"
+    assert dataclasses.asdict(t)["name"] == "h200"
     with pytest.raises(dataclasses.FrozenInstanceError):
         t.units = 1
     assert target(t) is t and target("H200") is t

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from deuteron import zoo
 from deuteron.errors import DeuteronError
 from deuteron.frontends import torch_export, torch_trace
-from deuteron.frontends.heavy_calls import zeros_like_result
 from deuteron.frontends.torch_export import import_module
-from deuteron.frontends.torch_trace import trace
+from deuteron.frontends.torch_trace import trace, zeros_like_result
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 IMAGE = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)

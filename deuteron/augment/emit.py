@@ -41,11 +41,9 @@ def emit(g: Ops, recipe: Recipe, x: Sym, table: Sym) -> Sym:
     compute = element_type(recipe.compute_dtype(given))
     expected = (x.shape[0], recipe.columns)
     if (table.shape, table.dtype) != (expected, compute):
-        raise GraphError(
-            f"the table of parameters is {table.type}, not {compute.short}{list(expected)}",
-            asked="emit",
-            remedy="declare it with pipeline.table_type(x.type), fill it from pipeline.table(…)",
-        )
+        wrong = f"the table of parameters is {table.type}, not {compute.short}{list(expected)}"
+        remedy = "declare it with pipeline.table_type(x.type), fill it from pipeline.table(…)"
+        raise GraphError(wrong, asked="emit", remedy=remedy)
     nhwc = x.type.is_layout("nhwc") and not x.type.is_layout("contiguous")
     values = g.to(x, compute)
     if recipe.geometric:

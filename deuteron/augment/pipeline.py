@@ -85,11 +85,9 @@ class Pipeline(nn.Module):
         then three numbers per colour step. Do not write to it: it is shared; clone it instead.
         """
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise EngineError(
-                "a captured call would repeat its random parameters for ever",
-                asked="a pipeline under CUDA Graph capture",
-                remedy="capture aug.with_table(x, table) and copy aug.table(x, step=…) into it",
-            )
+            wrong = "a captured call would repeat its random parameters for ever"
+            remedy = "capture aug.with_table(x, table) and copy aug.table(x, step=…) into it"
+            raise EngineError(wrong, asked="a pipeline under CUDA Graph capture", remedy=remedy)
         return table_for(self.recipe, self.seed, step, x, index)
 
     def with_table(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -173,8 +171,6 @@ def _check_wanted(n: Any, step: Any, size: Any) -> None:
     sides = tuple(size) if isinstance(size, tuple | list) else ()
     fine = len(sides) == 2 and all(_is_int64(s) and s > 0 for s in sides)
     if not ((numbers or (_is_int64(n) and n >= 0)) and fine and _is_int64(step)):
-        raise BindError(
-            f"n={n!r}, step={step!r}, size={size!r} are not images, a step and their size",
-            asked="parameters_for",
-            remedy="e.g. n=4 or a tensor of their numbers, step=0, size=(224, 320)",
-        )
+        wrong = f"n={n!r}, step={step!r}, size={size!r} are not images, a step and their size"
+        remedy = "e.g. n=4 or a tensor of their numbers, step=0, size=(224, 320)"
+        raise BindError(wrong, asked="parameters_for", remedy=remedy)

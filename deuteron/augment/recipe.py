@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from deuteron.augment.colours import WIDTH, Colour
-from deuteron.augment.places import Geometric
-from deuteron.augment.step import Size, Step
-from deuteron.augment.steps import STEPS, Normalize, ToDtype, ToLayout
+from deuteron.augment.colours import COLOURS, WIDTH, Colour
+from deuteron.augment.places import PLACES, Geometric
+from deuteron.augment.step import Normalize, Size, Step, ToDtype, ToLayout
 from deuteron.errors import GraphError
 from deuteron.ir import DType
 from deuteron.ir import dtype as element_type
@@ -27,6 +26,9 @@ MATRIX = 9  # the first columns of a table are the matrix, column by column
 MODES = ("bilinear", "nearest", "bicubic")
 PADDINGS = ("zeros", "border")
 IMAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STEPS: dict[str, type[Step]] = {
+    kind.__name__: kind for kind in (*PLACES, *COLOURS, Normalize, ToDtype, ToLayout)
+}
 STAGES = ("geometric", "colour", "Normalize", "ToDtype", "ToLayout")
 
 

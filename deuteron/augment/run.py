@@ -7,7 +7,6 @@ graph of ``emit.py``, or of its gradient, is planned for the shapes at hand and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +20,7 @@ from deuteron.errors import BindError
 from deuteron.explain import units
 from deuteron.frontends.builder import Graph
 from deuteron.functional.context import in_transform, is_watched
-from deuteron.functional.explain import Recording
+from deuteron.functional.explain import Ran, Recording
 from deuteron.ir import TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan import Plan
@@ -32,22 +31,13 @@ from deuteron.target import has_triton, target
 EAGER, ORDERED = Policy(cuda_graph=False), Policy(cuda_graph=False, deterministic=True)
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What ran instead of a plan, in words, for ``explain``."""
-
-    what: str
-
-    def explain(self) -> str:
-        return f"augment: {self.what}"
-
-
 def call(x: Tensor, table: Tensor, recipe: str) -> Tensor:
     """The recipe on images, by whom the situation wants. An operator written in Python takes 60 µs
     to get to its code, which for a few small images is most of the time: it is called only where
     autograd, a trace or a transform must see it."""
     if in_transform():
-        Recording.add(Ran("torch's operators, one by one: a transform such as vmap must see them"))
+        why = "a transform such as vmap must see them"
+        Recording.add(Ran(f"augment: torch's operators, one by one: {why}"))
         return by_references(x, table, recipe)
     learns = (x.requires_grad or table.requires_grad) and torch.is_grad_enabled()
     seen = torch.compiler.is_compiling() or is_watched() or type(x) is not Tensor
@@ -84,7 +74,7 @@ def _costs(x: Tensor, y: Tensor, launches: int) -> str:
     machine, moved = target(x.device), x.nbytes + y.nbytes
     least, speed = units.seconds(moved / machine.stream), units.bandwidth(machine.stream)
     return (
-        f"{shown(x.dtype, x.shape)} → {shown(y.dtype, y.shape)} on {machine.name}\n"
+        f"augment: {shown(x.dtype, x.shape)} → {shown(y.dtype, y.shape)} on {machine.name}\n"
         f"  {units.count(launches, 'launch', 'launches')} of kernels/triton/augment.py\n"
         f"  {units.size(moved)} read and written: at least {least} at {speed}"
     )
@@ -251,8 +241,5 @@ def _check(recipe: Recipe, x: Tensor, table: Tensor) -> None:
     fits = table.ndim == 2 and table.shape[0] == shape[0] and table.shape[1] == shape[1]
     if not fits or table.dtype != kind or table.device != x.device:
         given = f"{shown(table.dtype, table.shape)} on {table.device}"
-        raise BindError(
-            f"the table is {given}, not {shown(kind, shape)} on {x.device}",
-            asked="augment",
-            remedy="make it with pipeline.table(x)",
-        )
+        wrong = f"the table is {given}, not {shown(kind, shape)} on {x.device}"
+        raise BindError(wrong, asked="augment", remedy="make it with pipeline.table(x)")

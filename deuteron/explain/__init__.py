@@ -28,11 +28,9 @@ def render(report: Report, format: str = "text", limit: int | None = None) -> st
     shortens long plans, and HTML shows everything. JSON always holds all of it.
     """
     if format not in FORMATS:
-        raise DeuteronError(
-            f"an explanation has no format {format!r}",
-            asked=f"explain(format={format!r})",
-            remedy=f"use one of {', '.join(map(repr, FORMATS))}",
-        )
+        wrong = f"an explanation has no format {format!r}"
+        remedy = f"use one of {', '.join(map(repr, FORMATS))}"
+        raise DeuteronError(wrong, asked=f"explain(format={format!r})", remedy=remedy)
     return FORMATS[format](report, limit)
 
 

@@ -19,8 +19,7 @@ from deuteron.explain import units as u
 from deuteron.explain.report import RegionReport, Report
 from deuteron.target import Target, names, target
 
-COLOURS = {"memory": "#3d85c6", "compute": "#dd7e2b", "launch": "#9a6fd0", "free": "#8a8f98"}
-OTHER = "#8a8f98"
+COLOURS = {"memory": "#3d85c6", "compute": "#dd7e2b", "launch": "#9a6fd0"}
 
 HERE = resources.files(__package__)
 STYLE, PAGE = ((HERE / name).read_text("utf-8") for name in ("plan.css", "page.html"))
@@ -60,12 +59,10 @@ def _e(words: str) -> str:
     return escape(u.clean(words), quote=True)
 
 
-def _table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], how: str, hints: Sequence[str] = ()
-) -> str:
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], how: str) -> str:
     """Plain strings as a table; ``how`` is a class per column: name (k), words (w), number (n)."""
     body = [[_e(cell) for cell in row] for row in rows]
-    return _raw_table(titles, body, how, hints) if body else ""
+    return _raw_table(titles, body, how) if body else ""
 
 
 def _raw_table(
@@ -76,17 +73,10 @@ def _raw_table(
         f'<th class="{c}" title="{_e(hint)}">{_e(title)}</th>'
         for title, c, hint in zip(titles, how, hints, strict=True)
     )
-    lines = [
-        "<tr>"
-        + "".join(f'<td class="{c}">{v}</td>' for v, c in zip(row, how, strict=True))
-        + "</tr>"
-        for row in rows
-    ]
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>'
-        + "\n".join(lines)
-        + "</tbody></table></div>"
-    )
+    cells = ((f'<td class="{c}">{v}</td>' for v, c in zip(row, how, strict=True)) for row in rows)
+    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    top = f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+    return f"{top}\n<tbody>{body}</tbody></table></div>"
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> str:
@@ -113,12 +103,8 @@ def _regions(report: Report, limit: int | None) -> str:
         what = f'{_e(u.operators(r, 90))}<div class="dim">{_e(below)}</div>'
         body.append([_e(row.label(24)), bar, what, *(_e(row.cells[i]) for i in found.columns)])
     titles = ["region", "% time", "operators", *(u.COLUMNS[i].title for i in found.columns)]
-    hints = [
-        "",
-        "share of the plan's time",
-        "with the type of the first output, who runs it, and where it stands in the model",
-        *(u.COLUMNS[i].hint for i in found.columns),
-    ]
+    where = "with the type of the first output, who runs it, and where it stands in the model"
+    hints = ["", "share of the plan's time", where, *(u.COLUMNS[i].hint for i in found.columns)]
     table = _raw_table(titles, body, "kno" + "n" * len(found.columns), hints) if body else ""
     if found.left:
         table += f"<p>{_e(found.left)}.</p>"
@@ -128,17 +114,9 @@ def _regions(report: Report, limit: int | None) -> str:
 
 def _vetoes(report: Report) -> str:
     found = text.vetoes(report)
-    rows = [
-        (
-            u.seconds(t.seconds),
-            u.size(t.bytes),
-            f"×{t.count}",
-            t.reason,
-            "; ".join(t.examples[:2]),
-            t.remedy,
-        )
-        for t in found
-    ]
+    figures = [(u.seconds(t.seconds), u.size(t.bytes), f"×{t.count}") for t in found]
+    words = [(t.reason, "; ".join(t.examples[:2]), t.remedy) for t in found]
+    rows = [(*a, *b) for a, b in zip(figures, words, strict=True)]
     cost = u.seconds(u.total(t.seconds for t in found))
     title = f"What did not fuse: {u.count(sum(t.count for t in found), 'value')}, {cost}"
     heads = ("time", "bytes", "count", "reason", "for example", "remedy")
@@ -146,11 +124,8 @@ def _vetoes(report: Report) -> str:
 
 
 def _refusals(report: Report) -> str:
-    rows = [
-        (engine, f"×{t.count}", t.reason, ", ".join(t.examples[:3]), t.remedy)
-        for engine, found in text.refusals(report).items()
-        for t in found
-    ]
+    every = ((by, t) for by, found in text.refusals(report).items() for t in found)
+    rows = [(by, f"×{t.count}", t.reason, ", ".join(t.examples[:3]), t.remedy) for by, t in every]
     heads = ("engine", "regions", "reason", "for example", "remedy")
     return _details("Who refused", _table(heads, rows, "knwww"))
 
@@ -183,18 +158,27 @@ def _tip(region: RegionReport) -> str:
     return "<title>" + "\n".join(map(_e, lines)) + "</title>"
 
 
+def _point(region: RegionReport) -> tuple[float, float] | None:
+    """Its place in the chart, if it has one."""
+    x, y = region.intensity, _attained(region)
+    return (x, y) if u.known(x) and x > 0 and u.known(y) and y > 0 else None
+
+
 def _attained(region: RegionReport) -> float | None:
     time = region.best_s
     return region.flops / time if u.known(time) and time > 0 and u.known(region.flops) else None
 
 
+def _colour(bound: str) -> str:
+    return COLOURS.get(bound, "#8a8f98")
+
+
 def _keys(report: Report) -> str:
     kinds = dict.fromkeys(r.bound for r in report.regions)
-    keys = (
-        f'<span class="key" style="background:{COLOURS.get(b, OTHER)}"></span>{_e(b)}'
-        for b in kinds
+    key = '<span class="key" style="background:{}"></span>{}'
+    return (
+        '<p class="dim">bound by' + "".join(key.format(_colour(b), _e(b)) for b in kinds) + "</p>"
     )
-    return '<p class="dim">bound by' + "".join(keys) + "</p>"
 
 
 def _time_bar(report: Report) -> str:
@@ -209,7 +193,7 @@ def _time_bar(report: Report) -> str:
         gap = 1.0 if wide > 3 else 0.0
         boxes.append(
             f'<rect class="bar" x="{x:.2f}" y="0" width="{max(wide - gap, 0.2):.2f}" height="26" '
-            f'fill="{COLOURS.get(r.bound, OTHER)}" fill-opacity=".8">{_tip(r)}</rect>'
+            f'fill="{_colour(r.bound)}" fill-opacity=".8">{_tip(r)}</rect>'
         )
         label = u.shorten(r.name, max(int(wide / 8), 1))
         if wide > 26:
@@ -285,17 +269,12 @@ def _roofline(report: Report) -> str:
     if not report.regions:
         return ""
     slanted, flat = _roofs(report)
-    points = [
-        (r.intensity, rate)
-        if u.known(rate := _attained(r)) and rate > 0 and u.known(r.intensity) and r.intensity > 0
-        else None
-        for r in report.regions
-    ]
+    points = [_point(r) for r in report.regions]
     x, y = _scales([p for p in points if p], slanted, flat)
     shapes = [*_axes(x, y), *_roof_lines(x, y, slanted, flat)]
     whole = u.total(r.best_s for r in report.regions) or math.nan
     for r, point in zip(report.regions, points, strict=True):
-        colour, share = COLOURS.get(r.bound, OTHER), r.best_s / whole
+        colour, share = _colour(r.bound), r.best_s / whole
         radius = 3.5 + 14 * math.sqrt(share) if u.known(share) and share > 0 else 3.5
         at = (x(point[0]), y(point[1])) if point else (LEFT, HIGH - BOTTOM)
         fill = f'fill="{colour}" fill-opacity=".55"' if point else 'fill="none"'

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from deuteron.passes import PassRecord, Veto
+
 
 @dataclass(frozen=True)
 class OptionReport:
@@ -79,25 +81,9 @@ class RegionReport:
 
 
 @dataclass(frozen=True)
-class VetoReport:
-    """A value that goes through memory because two operators were not fused."""
+class VetoReport(Veto):
+    """A value that goes through memory, and what that costs on the target."""
 
-    value: str
-    producer: str
-    consumer: str
-    reason: str
-    bytes: int
-    seconds: float  # what those bytes cost on the target
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """What one pass over the graph did."""
-
-    name: str
-    fired: Mapping[str, int]
-    before: int
-    after: int
     seconds: float
 
 
@@ -122,7 +108,7 @@ class Report:
     cuda_graph: str  # "yes", or why not
     regions: tuple[RegionReport, ...]
     vetoes: tuple[VetoReport, ...]
-    passes: tuple[PassReport, ...]
+    passes: tuple[PassRecord, ...]
     memory: MemoryReport
     nodes_before: int
     nodes_after: int
@@ -152,17 +138,13 @@ class Report:
         data = asdict(self)
         for region, plain in zip(self.regions, data["regions"], strict=True):
             plain["intensity"], plain["fraction"] = region.intensity, region.fraction
-        data["totals"] = {
-            "predicted_s": self.predicted_s,
-            "roofline_s": self.roofline_s,
-            "flops": self.flops,
-            "bytes": self.bytes,
-        }
+        totals = ("predicted_s", "roofline_s", "flops", "bytes")
+        data["totals"] = {name: getattr(self, name) for name in totals}
         return data
 
-    def to_json(self, indent: int | None = 1) -> str:
+    def to_json(self) -> str:
         """The report as strict JSON (no NaN or Infinity)."""
-        return json.dumps(_finite(self.as_dict()), indent=indent, allow_nan=False)
+        return json.dumps(_finite(self.as_dict()), indent=1, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -103,11 +103,8 @@ def regions(report: Report, limit: int | None) -> RegionTable | None:
     rows = fold(report)
     whole = u.total(row.seconds for row in rows) or float("nan")
     shown, left = expensive(rows, limit)
-    used = [
-        i
-        for i, c in enumerate(u.COLUMNS)
-        if not c.optional or any(row.cells[i] != u.MISSING for row in shown)
-    ]
+    known = [any(row.cells[i] != u.MISSING for row in shown) for i in range(len(u.COLUMNS))]
+    used = [i for i, c in enumerate(u.COLUMNS) if not c.optional or known[i]]
     n, part = sum(len(row.regions) for row in left), u.total(row.seconds for row in left)
     said = (
         f"{u.count(len(left), 'row')} left out: {u.count(n, 'region')}, "
@@ -213,12 +210,9 @@ def header(report: Report) -> list[tuple[str, str]]:
     plain = report.cuda_graph.startswith(("yes", "no", "at "))  # "at the first run"
     graph = report.cuda_graph if plain else f"no: {report.cuda_graph}"
     here = report.target or u.MISSING
+    passed = f"{u.count(report.nodes_before, 'node')} → {report.nodes_after} after passes"
     facts = [
-        (
-            "graph",
-            f"{u.count(report.nodes_before, 'node')} → {report.nodes_after} after passes, "
-            f"in {u.count(len(report.regions), 'region')}",
-        ),
+        ("graph", f"{passed}, in {u.count(len(report.regions), 'region')}"),
         ("target", here if where == here else f"{here} ({where})"),
         ("mode", MODES.get(report.mode, report.mode) or u.MISSING),
         ("CUDA Graph", graph if report.cuda_graph else u.MISSING),
@@ -308,15 +302,10 @@ def memory(report: Report) -> list[tuple[str, str]]:
 def passes(report: Report) -> list[tuple[str, str, str, str]]:
     """Name, nodes, time and rules of each pass that did something; the idle ones in one line."""
     busy = [p for p in report.passes if p.fired or p.before != p.after]
-    rows = [
-        (
-            u.clean(p.name),
-            f"{p.before} → {p.after}",
-            u.seconds(p.seconds),
-            ", ".join(f"{u.clean(rule)} ×{n}" for rule, n in p.fired.items()),
-        )
-        for p in busy
-    ]
+    rows = []
+    for p in busy:
+        rules = ", ".join(f"{u.clean(rule)} ×{n}" for rule, n in p.fired.items())
+        rows.append((u.clean(p.name), f"{p.before} → {p.after}", u.seconds(p.seconds), rules))
     if idle := [p for p in report.passes if p not in busy]:
         spent = u.seconds(u.total(p.seconds for p in idle))
         rows.append((u.count(len(idle), "idle pass", "idle passes"), "", spent, "changed nothing"))
@@ -326,16 +315,14 @@ def passes(report: Report) -> list[tuple[str, str, str, str]]:
 def legend(report: Report) -> str:
     """How to read the table of regions."""
     against = dict.fromkeys(u.clean(r.reference) for r in report.regions if r.reference)
-    parts = [
-        "×N: N regions that look alike; figures are for one of them, % time for all."
-        if len(fold(report)) < len(report.regions)
-        else "",
-        "% roof: roofline over measured time, over predicted where nothing was measured.",
-        f"error: the largest, relative to the largest value, against {u.listed(list(against))}."
-        if against
-        else "",
-    ]
-    return " ".join(filter(None, parts))
+    parts = ["% roof: roofline over measured time, over predicted where nothing was measured."]
+    if len(fold(report)) < len(report.regions):
+        alike = "×N: N regions that look alike; figures are for one of them, % time for all."
+        parts.insert(0, alike)
+    if against:
+        held = u.listed(list(against))
+        parts.append(f"error: the largest, relative to the largest value, against {held}.")
+    return " ".join(parts)
 
 
 # ---- how it looks ---------------------------------------------------------------------------

@@ -160,12 +160,8 @@ def align(rows: Sequence[Sequence[str]], how: str, width: int) -> list[str]:
 
 # ---- the figures of a region ----------------------------------------------------------------
 
-BOUNDS = {
-    "memory": "memory traffic",
-    "compute": "arithmetic",
-    "launch": "the cost of launching kernels",
-    "free": "nothing",
-}
+BOUNDS = {"memory": "memory traffic", "compute": "arithmetic", "free": "nothing"}
+BOUNDS["launch"] = "the cost of launching kernels"
 
 
 def operators(region: RegionReport, width: int = 48) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
+from deuteron.frontends.aten_site import SETTINGS, Entry, Number, Site, axis_of
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.embedding import by_frequency
@@ -92,20 +92,16 @@ def _convolution(b: Site, grad: Sym, x: Sym, weight: Sym, *_: Any) -> Any:
     return dx, dw, b.to(total, grad.dtype)
 
 
-def _max_pool(b: Site, grad: Sym, x: Sym, kernel: Any, *_: Any) -> Any:
-    """The indices are found again: they are cheaper to compute than to keep."""
-    b.need(x.rank == len(kernel) + 2, "the gradient of a pool without a batch")
-    return b.max_pool_grad(grad, x, **b.window())
+def _pool(op: str, spatial: int) -> Entry:
+    """The indices of the largest are found again: they are cheaper to compute than to keep."""
 
+    def entry(b: Site, grad: Sym, x: Sym, *_: Any) -> Any:
+        b.need(x.rank == spatial + 2, "the gradient of a pool without a batch")
+        how = {} if op.startswith("adaptive") else b.window()
+        of = {"x": x} if op == "max_pool" else {"shape": x.shape}
+        return b.call(f"{op}_grad", grad, **of, **how)
 
-def _avg_pool(b: Site, grad: Sym, x: Sym, kernel: Any, *_: Any) -> Any:
-    b.need(x.rank == len(kernel) + 2, "the gradient of a pool without a batch")
-    return b.avg_pool_grad(grad, shape=x.shape, **b.window())
-
-
-def _adaptive_avg_pool(b: Site, grad: Sym, x: Sym) -> Any:
-    b.need(x.rank >= 4, "the gradient of a pool without a batch")
-    return b.adaptive_avg_pool_grad(grad, shape=x.shape)
+    return entry
 
 
 def _embedding(b: Site, grad: Sym, index: Sym, rows: int, padding: int, scaled: bool) -> Any:
@@ -186,13 +182,9 @@ def _norm(op: str) -> Entry:
         of_bias = of_bias if row.centred and mask[2] else None
         eps = _eps_behind(b, stats[1], x)
         if eps is None:
-            grouping, wanted = (
-                row.grouping(x.shape, attrs),
-                Wanted(bool(mask[0]), of_weight, of_bias),
-            )
-            found = gradients(
-                b, x, grad, weight, grouping, 0.0, wanted, centred=row.centred, stats=stats
-            )
+            groups, wanted = row.grouping(x.shape, attrs), Wanted(bool(mask[0]), of_weight, of_bias)
+            how: Any = {"centred": row.centred, "stats": stats}
+            found = gradients(b, x, grad, weight, groups, 0.0, wanted, **how)
             return tuple(found[: len(mask)])
         how = {**attrs, "eps": eps}
         if row.centred:
@@ -216,31 +208,20 @@ def _batch_norm(b: Site, grad: Sym, x: Sym, weight: Any, *_: Any) -> Any:
     return dx, b.to(dw, like), b.to(db, like)
 
 
+_OF_INPUT = dict.fromkeys("silu mish hardswish hardsigmoid log_sigmoid".split(), "")
+_OF_INPUT |= {op: SETTINGS[op] for op in "gelu hardtanh softplus softshrink hardshrink glu".split()}
 TABLE: dict[str, Entry] = {
-    **{
-        f"{op}_backward.default": _of_input(op)
-        for op in "silu mish hardswish hardsigmoid log_sigmoid".split()
-    },
-    "gelu_backward.default": _of_input("gelu", "approximate"),
-    "hardtanh_backward.default": _of_input("hardtanh", "min_val:min max_val:max"),
-    "softplus_backward.default": _of_input("softplus", "beta threshold"),
-    "softshrink_backward.default": _of_input("softshrink", "lambd"),
-    "hardshrink_backward.default": _of_input("hardshrink", "lambd"),
-    "glu_backward.default": _of_input("glu", "dim:axis"),
+    **{f"{op}_backward.default": _of_input(op, names) for op, names in _OF_INPUT.items()},
     "threshold_backward.default": _threshold,
     "leaky_relu_backward.default": _leaky_relu,
     "elu_backward.default": _elu,
-    "sigmoid_backward.default": _of_result("sigmoid"),
-    "tanh_backward.default": _of_result("tanh"),
-    "_softmax_backward_data.default": _of_result("softmax"),
-    "_log_softmax_backward_data.default": _of_result("log_softmax"),
+    **{f"{op}_backward.default": _of_result(op) for op in ("sigmoid", "tanh")},
+    **{f"_{op}_backward_data.default": _of_result(op) for op in ("softmax", "log_softmax")},
     "native_dropout_backward.default": _dropout,
     "convolution_backward.default": _convolution,
-    "max_pool2d_with_indices_backward.default": _max_pool,
-    "max_pool3d_with_indices_backward.default": _max_pool,
-    "avg_pool2d_backward.default avg_pool3d_backward.default": _avg_pool,
-    "_adaptive_avg_pool2d_backward.default": _adaptive_avg_pool,
-    "_adaptive_avg_pool3d_backward.default": _adaptive_avg_pool,
+    **{f"max_pool{n}d_with_indices_backward.default": _pool("max_pool", n) for n in (2, 3)},
+    **{f"avg_pool{n}d_backward.default": _pool("avg_pool", n) for n in (2, 3)},
+    **{f"_adaptive_avg_pool{n}d_backward.default": _pool("adaptive_avg_pool", n) for n in (2, 3)},
     "embedding_dense_backward.default": _embedding,
     "nll_loss_backward.default nll_loss2d_backward.default": _nll,
     "native_layer_norm_backward.default": _norm("layer_norm"),

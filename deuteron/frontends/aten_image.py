@@ -49,14 +49,8 @@ def _upsample(name: str, mode: str) -> Entry:
         scales = b.given.get("scale_factors", each)
         given = tuple(s for s in scales or () if s is not None)
         b.need(len(given) in (0, x.rank - 2), "a scale for some dimensions only")
-        return b.resize(
-            x,
-            size=b.out.shape[2:],
-            mode=mode,
-            align_corners=bool(b.given.get("align_corners")),
-            antialias=name.endswith("_aa"),
-            scale=given or None,
-        )
+        how = {"align_corners": bool(b.given.get("align_corners")), "scale": given or None}
+        return b.resize(x, size=b.out.shape[2:], mode=mode, antialias=name.endswith("_aa"), **how)
 
     return entry
 

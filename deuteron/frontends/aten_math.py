@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
+from deuteron.frontends.aten_site import SETTINGS, Entry, Number, Site, axis_of
 from deuteron.ir.dtype import bool_
 from deuteron.ops.emit import Sym
 from deuteron.ops.vector_norm import vector_norm
@@ -35,19 +36,6 @@ _BINARY = {
     **{op: f"{op}.Tensor {op}.Scalar" for op in "eq ne lt le gt ge".split()},
 }
 
-# Activations with settings: the arguments of the call that are our attributes.
-_SETTINGS = {
-    "leaky_relu": "negative_slope",
-    "gelu": "approximate",
-    "hardtanh": "min_val:min max_val:max",
-    "celu": "alpha",
-    "softplus": "beta threshold",
-    "softshrink": "lambd",
-    "hardshrink": "lambd",
-    "threshold": "threshold value",
-    "glu": "dim:axis",
-}
-
 
 def _one(op: str, settings: str = "") -> Entry:
     return lambda b, x, *_: b.call(op, x, **b.settings(settings))
@@ -67,12 +55,8 @@ def _scaled(b: Site, y: Sym | Number, alpha: Number) -> Any:
     return b.mul(y, b.operand(alpha, y)) if isinstance(y, Sym) else y * alpha
 
 
-def _add(b: Site, x: Any, y: Any, alpha: Number = 1) -> Any:
-    return b.add(*b.pair(x, _scaled(b, y, alpha)))
-
-
-def _sub(b: Site, x: Any, y: Any, alpha: Number = 1) -> Any:
-    return b.sub(*b.pair(x, _scaled(b, y, alpha)))
+def _sum(op: str, b: Site, x: Any, y: Any, alpha: Number) -> Any:
+    return b.call(op, *b.pair(x, _scaled(b, y, alpha)))
 
 
 def _div_mode(b: Site, x: Any, y: Any, mode: str | None) -> Any:
@@ -85,6 +69,9 @@ def _div_mode(b: Site, x: Any, y: Any, mode: str | None) -> Any:
     return b.div(x, y)
 
 
+_BITS = ("and", "or", "xor")
+
+
 def _bitwise(op: str) -> Entry:
     """On booleans, and only there, the bitwise operation is the logical one."""
 
@@ -93,12 +80,6 @@ def _bitwise(op: str) -> Entry:
         return b.call(op, *(b.pair(*operands) if len(operands) == 2 else operands))
 
     return entry
-
-
-def _lerp(b: Site, x: Sym, end: Sym, weight: Any) -> Any:
-    """x + weight · (end − x)"""
-    step = b.sub(end, x)
-    return b.add(x, b.mul(*b.pair(step, weight)))
 
 
 # ---- choice ------------------------------------------------------------------------------------
@@ -135,16 +116,6 @@ def _nan_to_num(b: Site, x: Sym, nan: Any, top: Any, bottom: Any) -> Any:
     return b.where(b.isnan(x), b.literal(0.0 if nan is None else nan, x.dtype), x)
 
 
-def _elu(b: Site, x: Sym, alpha: float, scale: float, input_scale: float) -> Any:
-    b.need(scale == 1 and input_scale == 1, "elu with scale or input_scale")
-    return b.elu(x, alpha=alpha)
-
-
-def _prelu(b: Site, x: Sym, weight: Sym) -> Any:
-    """The weight is one number or one per channel, in whatever shape it comes."""
-    return b.prelu(x, b.shaped(weight, (weight.type.numel,)))
-
-
 # ---- reductions ----------------------------------------------------------------------------------
 
 
@@ -159,12 +130,15 @@ def _reduce(op: str, x: Sym, b: Site, dim: Any = None, keepdim: bool = False) ->
     return b.call(op, x, axes=_axes(dim, x.rank), keepdim=keepdim)
 
 
-def _extreme(b: Site, x: Sym, op: str, dim: int, keepdim: bool) -> Any:
+def _extreme(op: str) -> Entry:
     """Values, and where they are found, if anybody asks."""
-    place = None
-    if 1 in b.used:
-        place = b.call(f"arg{op}", x, axis=axis_of(dim, x.rank), keepdim=keepdim)
-    return _reduce(op, x, b, dim, keepdim), place
+
+    def entry(b: Site, x: Sym, dim: int, keepdim: bool) -> Any:
+        how = {"axis": axis_of(dim, x.rank), "keepdim": keepdim}
+        place = b.call(f"arg{op}", x, **how) if 1 in b.used else None
+        return _reduce(op, x, b, dim, keepdim), place
+
+    return entry
 
 
 def _var(b: Site, x: Sym, *_: Any) -> Any:
@@ -201,14 +175,6 @@ def _logsumexp(b: Site, x: Sym, dim: Any, keepdim: bool) -> Any:
     return b.shaped(total)
 
 
-def _vector_norm(b: Site, x: Sym, order: Number, dim: Any, keepdim: bool, dt: Any) -> Any:
-    return vector_norm(b, b.typed(x, dt), float(order), _axes(dim, x.rank), keepdim)
-
-
-def _aminmax(b: Site, x: Sym, dim: int | None, keepdim: bool) -> Any:
-    return _reduce("min", x, b, dim, keepdim), _reduce("max", x, b, dim, keepdim)
-
-
 def _truth(op: str) -> Entry:
     """any and all; of uint8 torch answers in uint8."""
     return lambda b, x, dim=None, keepdim=False: b.wanted(_reduce(op, x, b, dim, keepdim))
@@ -218,19 +184,13 @@ def _truth(op: str) -> Entry:
 
 
 def _scan(op: str) -> Entry:
-    """cumsum and cumprod. A scalar is its own scan."""
+    """A scalar is its own sum or product; of its extremes the places are not ours to say."""
 
-    def entry(b: Site, x: Sym, dim: int, dt: torch.dtype | None) -> Any:
+    def entry(b: Site, x: Sym, dim: int, *_: Any) -> Any:
+        one = len(b.want) == 1
+        b.need(one or x.rank > 0, f"{op} of a scalar")
         x = b.wanted(x)
         return x if x.rank == 0 else b.call(op, x, axis=axis_of(dim, x.rank))
-
-    return entry
-
-
-def _scan_extreme(op: str) -> Entry:
-    def entry(b: Site, x: Sym, dim: int) -> Any:
-        b.need(x.rank > 0, f"{op} of a scalar")
-        return b.call(op, x, axis=axis_of(dim, x.rank))
 
     return entry
 
@@ -239,16 +199,6 @@ def _sort(b: Site, x: Sym, *_: Any) -> Any:
     """Always stable: one of the orders that torch may give, and the same every time."""
     b.need(x.rank > 0, "sort of a scalar")
     return b.sort(x, axis=axis_of(b.given["dim"], x.rank), descending=b.given["descending"])
-
-
-def _topk(b: Site, x: Sym, k: int, dim: int, largest: bool, in_order: bool) -> Any:
-    b.need(x.rank > 0, "topk of a scalar")
-    return b.topk(x, k=k, axis=axis_of(dim, x.rank), largest=largest)
-
-
-def _histc(b: Site, x: Sym, bins: int, low: Number, high: Number) -> Any:
-    b.need(low < high, "a range read from the data")
-    return b.wanted(b.histogram(x, bins=bins, low=low, high=high))
 
 
 # ---- losses that are a formula and a mean --------------------------------------------------------
@@ -266,23 +216,29 @@ def _mean_of(op: str) -> Entry:
 
 # ---- the table -----------------------------------------------------------------------------------
 
+_SPREADS = {"var": _var, "std": _std, "var_mean": _with_mean(_var), "std_mean": _with_mean(_std)}
+_REDUCTIONS = {
+    "sum": "sum.default sum.dim_IntList",
+    "mean": "mean.default mean.dim",
+    "prod": "prod.default prod.dim_int",
+    "max": "amax.default max.default",
+    "min": "amin.default min.default",
+}
+
 TABLE: dict[str, Entry] = {
     **{f"{op}.default": _one(op) for op in _UNARY.split()},
     "sgn.default": _one("sign"),
     "special_ndtr.default": _one("ndtr"),
-    **{f"{op}.default": _one(op, names) for op, names in _SETTINGS.items()},
+    **{f"{op}.default": _one(op, names) for op, names in SETTINGS.items()},
     **{calls: _binary(op) for op, calls in _BINARY.items()},
-    "add.Tensor add.Scalar": _add,
-    "sub.Tensor sub.Scalar": _sub,
-    "rsub.Tensor rsub.Scalar": lambda b, x, y, alpha: _sub(b, y, x, alpha),
+    **{f"{op}.Tensor {op}.Scalar": partial(_sum, op) for op in ("add", "sub")},
+    "rsub.Tensor rsub.Scalar": lambda b, x, y, alpha: _sum("sub", b, y, x, alpha),
     "div.Tensor_mode div.Scalar_mode": _div_mode,
-    "bitwise_and.Tensor __and__.Tensor": _bitwise("logical_and"),
-    "bitwise_or.Tensor __or__.Tensor": _bitwise("logical_or"),
-    "bitwise_xor.Tensor __xor__.Tensor": _bitwise("logical_xor"),
+    **{f"bitwise_{op}.Tensor __{op}__.Tensor": _bitwise(f"logical_{op}") for op in _BITS},
     "bitwise_not.default": _bitwise("logical_not"),
     "addcmul.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.mul(y, z), value)),
     "addcdiv.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.div(y, z), value)),
-    "lerp.Scalar lerp.Tensor": _lerp,
+    "lerp.Scalar lerp.Tensor": lambda b, x, end, t: b.add(x, b.mul(*b.pair(b.sub(end, x), t))),
     "log10.default": lambda b, x: b.mul(*b.pair(b.log2(x), math.log10(2.0))),
     "atan.default": lambda b, x: b.atan2(*b.pair(x, 1.0)),
     "frac.default": lambda b, x: b.sub(x, b.trunc(x)),
@@ -293,39 +249,31 @@ TABLE: dict[str, Entry] = {
     "clamp.default clamp.Tensor clip.default clip.Tensor": _clamp,
     "clamp_min.default clamp_min.Tensor": _clamp,
     "clamp_max.default clamp_max.Tensor": lambda b, x, high: _clamp(b, x, None, high),
-    "elu.default": _elu,
-    "prelu.default _prelu_kernel.default": _prelu,
+    "elu.default": lambda b, x, alpha, *scales: b.need(
+        scales == (1, 1), "elu with scale or input_scale"
+    ).elu(x, alpha=alpha),
+    # the weight is one number or one per channel, in whatever shape it comes
+    "prelu.default _prelu_kernel.default": lambda b, x, w: b.prelu(x, b.shaped(w, (w.type.numel,))),
     "log_sigmoid_forward.default": lambda b, x: (b.log_sigmoid(x), None),
-    "sum.default sum.dim_IntList": _named_reduce("sum"),
-    "mean.default mean.dim": _named_reduce("mean"),
-    "prod.default prod.dim_int": _named_reduce("prod"),
-    "amax.default max.default": _named_reduce("max"),
-    "amin.default min.default": _named_reduce("min"),
-    "max.dim": lambda b, x, dim, keepdim: _extreme(b, x, "max", dim, keepdim),
-    "min.dim": lambda b, x, dim, keepdim: _extreme(b, x, "min", dim, keepdim),
-    "aminmax.default": _aminmax,
-    "argmax.default": _one("argmax", "dim:axis keepdim"),
-    "argmin.default": _one("argmin", "dim:axis keepdim"),
+    **{calls: _named_reduce(op) for op, calls in _REDUCTIONS.items()},
+    **{f"{op}.dim": _extreme(op) for op in ("max", "min")},
+    "aminmax.default": lambda b, x, *how: tuple(_reduce(op, x, b, *how) for op in ("min", "max")),
+    **{f"{op}.default": _one(op, "dim:axis keepdim") for op in ("argmax", "argmin")},
     **{f"{op}.default {op}.dim {op}.dims": _truth(op) for op in ("any", "all")},
-    **{
-        f"{name}.default {name}.dim {name}.correction": entry
-        for name, entry in (
-            ("var", _var),
-            ("std", _std),
-            ("var_mean", _with_mean(_var)),
-            ("std_mean", _with_mean(_std)),
-        )
-    },
+    **{f"{op}.default {op}.dim {op}.correction": entry for op, entry in _SPREADS.items()},
     "logsumexp.default": _logsumexp,
-    "cumsum.default": _scan("cumsum"),
-    "cumprod.default": _scan("cumprod"),
-    "cummax.default": _scan_extreme("cummax"),
-    "cummin.default": _scan_extreme("cummin"),
+    **{f"{op}.default": _scan(op) for op in ("cumsum", "cumprod", "cummax", "cummin")},
     "sort.default sort.stable": _sort,
     "argsort.default argsort.stable": lambda b, x, *_: _sort(b, x)[1],
-    "topk.default": _topk,
-    "histc.default": _histc,
-    "linalg_vector_norm.default": _vector_norm,
+    "topk.default": lambda b, x, k, dim, largest, _: b.need(x.rank > 0, "topk of a scalar").topk(
+        x, k=k, axis=axis_of(dim, x.rank), largest=largest
+    ),
+    "histc.default": lambda b, x, *_: b.need(
+        b.given["min"] < b.given["max"], "a range read from the data"
+    ).wanted(b.histogram(x, **b.settings("bins min:low max:high"))),
+    "linalg_vector_norm.default": lambda b, x, order, dim, keepdim, dtype: vector_norm(
+        b, b.typed(x, dtype), float(order), _axes(dim, x.rank), keepdim
+    ),
     "mse_loss.default": _mean_of("square"),
     "l1_loss.default": _mean_of("abs"),
 }

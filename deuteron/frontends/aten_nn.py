@@ -25,10 +25,6 @@ def _added_product(b: Site, extra: Sym, x: Sym, y: Sym, beta: Number, alpha: Num
     return product if beta == 0 else b.add(_times(b, extra, beta), product)
 
 
-def _outer(b: Site, x: Sym, y: Sym) -> Any:
-    return b.mul(b.shaped(x, (*x.shape, 1)), y)
-
-
 # ---- convolution -----------------------------------------------------------------------------
 
 CONV = "stride padding dilation groups transposed output_padding"
@@ -179,7 +175,7 @@ _ATTENTIONS = {"efficient": 4, "cudnn": 9, "flash": 9}
 TABLE: dict[str, Entry] = {
     _PRODUCTS: lambda b, x, y: b.matmul(x, y),
     "addmm.default baddbmm.default addmv.default": _added_product,
-    "outer.default": _outer,
+    "outer.default": lambda b, x, y: b.mul(b.shaped(x, (*x.shape, 1)), y),
     "linear.default": lambda b, x, weight, bias: b.linear(x, weight, bias),
     "conv1d.default conv2d.default conv3d.default convolution.default": _conv,
     "conv1d.padding conv2d.padding conv3d.padding": _conv_named_padding,

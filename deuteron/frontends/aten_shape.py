@@ -35,10 +35,11 @@ def _dropout(b: Site, x: Sym, p: float, train: bool | None) -> Sym:
 # ---- pieces --------------------------------------------------------------------------------------
 
 
-def _slice(b: Site, x: Sym, dim: int, start: int | None, end: int | None, step: int = 1) -> Sym:
+def _range(x: Sym, dim: int, *bounds: int | None) -> tuple[int, int, int, int]:
+    """The axis, and where x[start:end:step] begins and ends along it."""
     axis = axis_of(dim, x.rank)
-    low, high, step = slice(start, end, step).indices(x.shape[axis])
-    return b.part(x, axis, low, max(low, high), step)
+    low, high, step = slice(*bounds).indices(x.shape[axis])
+    return axis, low, max(low, high), step
 
 
 def _select(b: Site, x: Sym, dim: int, index: int) -> Sym:
@@ -124,13 +125,9 @@ def _insert(b: Site, x: Sym, part: Sym, axis: int, start: int, stop: int) -> Sym
     return b.join([before, b.to(part, x.dtype), after], axis)
 
 
-def _slice_scatter(
-    b: Site, x: Sym, part: Sym, dim: int, start: int | None, end: int | None, step: int
-) -> Sym:
-    axis = axis_of(dim, x.rank)
-    low, high, step = slice(start, end, step).indices(x.shape[axis])
+def _slice_scatter(b: Site, x: Sym, part: Sym, dim: int, *bounds: int | None) -> Sym:
+    axis, low, high, step = _range(x, dim, *bounds)
     b.need(step == 1, "writing to every second element or fewer")
-    high = max(low, high)
     shape = tuple(high - low if i == axis else n for i, n in enumerate(x.shape))
     return _insert(b, x, b.stretched(part, shape), axis, low, high)
 
@@ -140,11 +137,6 @@ def _select_scatter(b: Site, x: Sym, part: Sym, dim: int, index: int) -> Sym:
     at = index % x.shape[axis]
     row = b.shaped(part, [1 if i == axis else n for i, n in enumerate(x.shape)])
     return _insert(b, x, row, axis, at, at + 1)
-
-
-def _overwrite(b: Site, x: Sym, values: Sym, *ignored: Any) -> Sym:
-    """All of x replaced: by ``values``, in the shape and element type of x."""
-    return b.stretched(b.to(values, x.dtype), x.shape)
 
 
 # ---- padding ---------------------------------------------------------------------------------
@@ -236,8 +228,8 @@ TABLE: dict[str, Entry] = {
     "permute.default": _permute,
     "transpose.int": _transpose,
     "t.default": lambda b, x: _transpose(b, x, 0, -1),
-    "slice.Tensor": _slice,
-    "narrow.default": lambda b, x, dim, start, size: _slice(b, x, dim, start, start + size),
+    "slice.Tensor": lambda b, x, dim, *bounds: b.part(x, *_range(x, dim, *bounds)),
+    "narrow.default": lambda b, x, dim, at, size: b.part(x, *_range(x, dim, at, at + size)),
     "select.int": _select,
     "split.Tensor chunk.default": _split,
     "split_with_sizes.default": lambda b, x, sizes, dim: _pieces(b, x, dim, sizes),
@@ -252,7 +244,8 @@ TABLE: dict[str, Entry] = {
     "flip.default": lambda b, x, dims: b.flip(x, axes=tuple(axis_of(d, x.rank) for d in dims)),
     "slice_scatter.default": _slice_scatter,
     "select_scatter.default": _select_scatter,
-    "copy.default fill.Tensor": _overwrite,
+    # all of x replaced, by values in the shape and element type of x
+    "copy.default fill.Tensor": lambda b, x, y, *_: b.stretched(b.to(y, x.dtype), x.shape),
     "pad.default": _pad,
     "constant_pad_nd.default": lambda b, x, pad, value: _pad(b, x, pad, "constant", value),
     **{f"reflection_pad{n}d.default": _pad_by("reflect") for n in (1, 2, 3)},

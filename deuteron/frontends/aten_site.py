@@ -21,6 +21,18 @@ from deuteron.ops.emit import Ops, Sym
 
 Entry = Callable[..., Any]
 Number = bool | int | float
+# Activations with settings: the arguments of the call that are our attributes.
+SETTINGS = {
+    "leaky_relu": "negative_slope",
+    "gelu": "approximate",
+    "hardtanh": "min_val:min max_val:max",
+    "celu": "alpha",
+    "softplus": "beta threshold",
+    "softshrink": "lambd",
+    "hardshrink": "lambd",
+    "threshold": "threshold value",
+    "glu": "dim:axis",
+}
 
 
 class Inexpressible(Exception):
@@ -62,10 +74,11 @@ class Site(Ops):
     def refuse(self, why: str) -> NoReturn:
         raise Inexpressible(why)
 
-    def need(self, holds: bool, why: str) -> None:
-        """Go on only if ``holds``; ``why`` tells the user what stands in the way."""
+    def need(self, holds: bool, why: str) -> Any:
+        """Go on, with the site, only if ``holds``; ``why`` says what stands in the way."""
         if not holds:
             self.refuse(why)
+        return self
 
     def settings(self, names: str) -> dict[str, Any]:
         """Arguments of the call as attributes, as far as it has them: names of the ATen schema,

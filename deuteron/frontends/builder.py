@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from deuteron import ir
 from deuteron.errors import GraphError
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.dtype import DType
-from deuteron.ir.rewrite import start
+from deuteron.ir.rewrite import continued
 from deuteron.ir.types import TensorType
 from deuteron.ops import REQUIRED, TABLE, OpDef, Ops, Sym, table
 from deuteron.ops.vector_norm import vector_norm
@@ -44,9 +44,7 @@ class Graph(Ops):
     def of(graph: ir.Graph) -> Graph:
         """A builder that continues an existing graph."""
         out = Graph(graph.name)
-        out.build, _ = start(graph, table.infer)
-        for node in graph.nodes:
-            out.build.copy(node, node.inputs, graph.out_types(node))
+        out.build = continued(graph, table.infer)
         out.build.outputs = list(graph.outputs)
         return out
 
@@ -132,33 +130,32 @@ class Graph(Ops):
         return f"<Graph {b.name!r}: {len(b.nodes)} nodes, {len(b.outputs)} outputs>"
 
 
+def parameters(op: OpDef) -> Iterator[Parameter]:
+    """The inputs of an operator, and its attributes, by name only."""
+    for slot in op.inputs:
+        kind = Parameter.VAR_POSITIONAL if slot[0] == "*" else Parameter.POSITIONAL_OR_KEYWORD
+        yield Parameter(
+            slot.strip("*?"), kind, default=None if slot[-1] == "?" else Parameter.empty
+        )
+    for name, attr in op.attrs.items():
+        default = Parameter.empty if attr.default is REQUIRED else attr.default
+        yield Parameter(name, Parameter.KEYWORD_ONLY, default=default)
+
+
 def _method(op: OpDef) -> Callable[..., Any]:
     """A method for one operator, with a signature and a docstring of its own."""
 
     def method(self: Graph, *args: Any, **kwargs: Any) -> Any:
         return self.call(op.name, *args, **kwargs)
 
-    kind = inspect.Parameter
-    parameters = [kind("self", kind.POSITIONAL_ONLY)]
-    for slot in op.inputs:
-        if slot.startswith("*"):
-            parameters.append(kind(slot[1:], kind.VAR_POSITIONAL))
-        else:
-            default = None if slot.endswith("?") else kind.empty
-            parameters.append(kind(slot.rstrip("?"), kind.POSITIONAL_OR_KEYWORD, default=default))
-    for name, attr in op.attrs.items():
-        default = kind.empty if attr.default is REQUIRED else attr.default
-        parameters.append(kind(name, kind.KEYWORD_ONLY, default=default))
     lines = [op.doc, ""]
-    lines += [
-        f"    {name}: {attr.kind}"
-        + (f"; {attr.doc}" if attr.doc else "")
-        + (f" (one of {', '.join(attr.choices)})" if attr.choices else "")
-        for name, attr in op.attrs.items()
-    ]
+    for name, attr in op.attrs.items():
+        choices = f" (one of {', '.join(attr.choices)})" if attr.choices else ""
+        lines.append(f"    {name}: {attr.kind}{f'; {attr.doc}' if attr.doc else ''}{choices}")
     method.__name__, method.__qualname__ = op.name, f"Graph.{op.name}"
     method.__doc__ = "\n".join(lines).rstrip()
-    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    own = Parameter("self", Parameter.POSITIONAL_ONLY)
+    method.__signature__ = Signature([own, *parameters(op)])  # type: ignore[attr-defined]
     return method
 
 
@@ -166,17 +163,12 @@ def register_op(op: OpDef) -> OpDef:
     """Add an operator of your own: it is inferred, checked, differentiated, fused by its class
     and priced like the built-in ones, and becomes a method of ``dt.Graph``."""
     if re.fullmatch("[a-z][a-z_0-9]*", op.name) is None:
-        raise GraphError(
-            f"{op.name!r} is not a name for an operator",
-            asked=f"register_op({op.name!r})",
-            remedy="use lower-case letters, digits and underscores, as in text of graphs",
-        )
+        wrong = f"{op.name!r} is not a name for an operator"
+        remedy = "use lower-case letters, digits and underscores, as in text of graphs"
+        raise GraphError(wrong, asked=f"register_op({op.name!r})", remedy=remedy)
     if op.name not in TABLE and hasattr(Graph, op.name):
-        raise GraphError(
-            f"dt.Graph has a method {op.name!r} already",
-            asked=f"register_op({op.name!r})",
-            remedy="choose another name",
-        )
+        wrong = f"dt.Graph has a method {op.name!r} already"
+        raise GraphError(wrong, asked=f"register_op({op.name!r})", remedy="choose another name")
     method = _method(op)
     table.add(op)
     setattr(Graph, op.name, method)

@@ -102,33 +102,21 @@ class Imported:
             elif isinstance(given, torch.Tensor):
                 tensors.append(given)
             else:
-                raise BindError(
-                    f"{path} is {_shown(given)}, but was a tensor in the example",
-                    asked="a call of an imported module",
-                    where=path,
-                    remedy=f"give a tensor {self.graph.types[bound]}, or {_AGAIN}",
-                )
+                wrong = f"{path} is {_shown(given)}, but was a tensor in the example"
+                raise _misfit(path, wrong, f"give a tensor {self.graph.types[bound]}")
         return tensors
 
     def _by_path(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
         """The leaves of a call in the example's order, found by where they stand."""
         found = dict(leaf_paths(call, self.parameters))
+        asked, wanted = ", ".join(found) or "no arguments", f"call with {', '.join(self.paths)}"
         for path in self.paths:
             if path not in found:
-                raise BindError(
-                    f"{path} is missing",
-                    asked=f"a call with {', '.join(found) or 'no arguments'}",
-                    where=path,
-                    remedy=f"call with {', '.join(self.paths)} as in the example, or {_AGAIN}",
-                )
+                raise _misfit(path, f"{path} is missing", f"{wanted} as in the example", asked)
         for path, given in found.items():
             if path not in self.paths:
-                raise BindError(
-                    f"{path} was not in the example",
-                    asked=f"a call with {path} = {_shown(given)}",
-                    where=path,
-                    remedy=f"call with {', '.join(self.paths)} only, or {_AGAIN}",
-                )
+                asked = f"{path} = {_shown(given)}"
+                raise _misfit(path, f"{path} was not in the example", f"{wanted} only", asked)
         return [found[path] for path in self.paths]
 
     def unflatten_result(self, results: Sequence[torch.Tensor]) -> Any:
@@ -180,18 +168,9 @@ def import_module(
     importer.run(nodes)
     outputs = _bind_outputs(importer, nodes, out_spec)
     graph = importer.finish()
-    return Imported(
-        graph=graph,
-        inputs=inputs,
-        outputs=outputs,
-        in_spec=in_spec,
-        out_spec=out_spec,
-        paths=paths,
-        parameters=parameters,
-        opaque=tuple(dict.fromkeys(n.attrs["target"] for n in graph.nodes if n.op == "aten")),
-        why=importer.why,
-        mismatches=len(importer.mismatches),
-    )
+    opaque = tuple(dict.fromkeys(n.attrs["target"] for n in graph.nodes if n.op == "aten"))
+    call_of = (graph, inputs, outputs, in_spec, out_spec, paths, parameters)
+    return Imported(*call_of, opaque, importer.why, len(importer.mismatches))
 
 
 # ---- torch.export --------------------------------------------------------------------------------
@@ -266,6 +245,7 @@ def _user_frame(error: BaseException) -> str:
     return ""
 
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _WRITES = {
     OutputKind.BUFFER_MUTATION: "buffer",
     OutputKind.USER_INPUT_MUTATION: "input",
@@ -278,19 +258,12 @@ def _refuse_writes(program: torch.export.ExportedProgram) -> None:
         what = _WRITES.get(spec.kind)
         if what is None:
             continue
-        statistics = str(spec.target).rpartition(".")[2] in (
-            "running_mean",
-            "running_var",
-            "num_batches_tracked",
-        )
-        raise GraphError(
-            f"the module writes to its {what} {spec.target!r}",
-            asked="a graph, in which nothing is written to",
-            where=str(spec.target),
-            remedy="call model.eval() first, or use dt.Graph.grad for training graphs"
-            if statistics
-            else f"return the new value of {spec.target!r} instead of writing it in place",
-        )
+        remedy = f"return the new value of {spec.target!r} instead of writing it in place"
+        if str(spec.target).rpartition(".")[2] in _STATISTICS:
+            remedy = "call model.eval() first, or use dt.Graph.grad for training graphs"
+        wrong = f"the module writes to its {what} {spec.target!r}"
+        asked = "a graph, in which nothing is written to"
+        raise GraphError(wrong, asked=asked, where=str(spec.target), remedy=remedy)
 
 
 def _bind_placeholders(
@@ -315,7 +288,7 @@ def _bind_placeholders(
             continue
         target = str(spec.target)
         node = nodes[spec.arg.name]
-        tensor = _tensor_named(program, target)
+        tensor: Any = program.state_dict.get(target, program.constants.get(target))
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             importer.weight(node, _identifier(target), tensor)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
@@ -339,12 +312,6 @@ def _bind_traced(
     for target, (node, tensor) in traced.weights.items():
         importer.weight(node, _identifier(target), tensor)
     return tuple(inputs)
-
-
-def _tensor_named(program: torch.export.ExportedProgram, target: str) -> Any:
-    if target in program.state_dict:
-        return program.state_dict[target]
-    return program.constants.get(target)
 
 
 def _bind_outputs(
@@ -383,11 +350,14 @@ def _input_names(module: nn.Module, paths: Sequence[str]) -> list[str]:
         head, *parts = re.findall(r"\w+", path)
         if head == "args" and rest:
             head, parts[0] = rest, str(int(parts[0]) - len(_positional(module)))
-        name = "_".join((head, *parts)).lower()
-        while name in names:
-            name += "_"
-        names.append(name)
+        _append_new(names, "_".join((head, *parts)).lower())
     return names
+
+
+def _append_new(names: list[str], name: str) -> None:
+    while name in names:
+        name += "_"
+    names.append(name)
 
 
 def _result_names(spec: pytree.TreeSpec) -> list[str]:
@@ -401,19 +371,13 @@ def _result_names(spec: pytree.TreeSpec) -> list[str]:
     for path in keyed:
         parts = [_identifier(str(_key(k))) for k in path]
         name = "_".join(parts) or "output"
-        name = f"output_{name}" if name[0].isdigit() else name
-        while name in names:
-            name += "_"
-        names.append(name)
+        _append_new(names, f"output_{name}" if name[0].isdigit() else name)
     return names
 
 
 def _key(key: Any) -> Any:
     """The name or number inside a pytree key."""
-    for field in ("key", "idx", "name"):
-        if hasattr(key, field):
-            return getattr(key, field)
-    return key
+    return next((getattr(key, at) for at in ("key", "idx", "name") if hasattr(key, at)), key)
 
 
 def leaf_paths(
@@ -455,9 +419,11 @@ def _check_fixed(path: str, expected: Any, given: Any) -> None:
         given is expected or given == expected or repr(given) == repr(expected) == "nan"
     ):
         return
-    raise BindError(
-        f"{path} is {_shown(given)}, but the graph was made for {_shown(expected)}",
-        asked="a call of an imported module",
-        where=path,
-        remedy=f"give {_shown(expected)}, or {_AGAIN}",
-    )
+    wrong = f"{path} is {_shown(given)}, but the graph was made for {_shown(expected)}"
+    raise _misfit(path, wrong, f"give {_shown(expected)}")
+
+
+def _misfit(path: str, wrong: str, remedy: str, given: str = "") -> BindError:
+    """An argument that is not as it was in the example."""
+    asked = f"a call with {given}" if given else "a call of an imported module"
+    return BindError(wrong, asked=asked, where=path, remedy=f"{remedy}, or {_AGAIN}")

@@ -19,33 +19,19 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from deuteron.errors import DeuteronError, GraphError
+from deuteron.frontends import torch_fx_facts as facts
 from deuteron.frontends.aten import FILLS, SILENT, TABLE, Entry, Inexpressible, Site, schema_order
-from deuteron.frontends.torch_fx_facts import (
-    READS_STRIDES,
-    STATIC,
-    Argument,
-    Known,
-    computed,
-    deterministic,
-    flat,
-    in_seen_order,
-    infer_again,
-    one_device,
-    results,
-    seen_as_is,
-    source_of,
-    type_of,
-    uniform,
-    used_results,
-)
+from deuteron.frontends.torch_fx_facts import Argument, Known
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Constant, Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Sym
 from deuteron.ops.opaque import encode, resolve
+from deuteron.passes.cleanup import dead_code
 
 _CONTROL = "keep control flow such as torch.cond outside the part that is imported"
 
@@ -57,6 +43,11 @@ def is_plain(target: Any, entries: Mapping[str, Entry] = TABLE) -> bool:
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
     return str(target) in entries or str(target) in FILLS or str(target) in SILENT
+
+
+def _reads(arguments: Any) -> bool:
+    """Whether something in them is only known when the graph runs."""
+    return any(isinstance(v, Sym) for v in pytree.tree_leaves(arguments))
 
 
 class Importer:
@@ -92,7 +83,9 @@ class Importer:
         if key not in self._weights or not tensor.numel():
             try:
                 constant = Constant(tensor)
-            except GraphError:  # an element type of torch's own: it may still be computed with
+            except (
+                GraphError
+            ):  # an element type of torch's own: it may still be facts.computed with
                 self._env[node] = Known(tensor, name)
                 return
             self._weights[key] = self._site.sym(self.build.constant(constant, name))
@@ -122,17 +115,7 @@ class Importer:
 
     def finish(self) -> Graph:
         """The graph of everything that the outputs need."""
-        whole = self.build.finish()
-        live, kept = set(whole.output_values), []
-        for node in reversed(whole.nodes):
-            if live.intersection(node.outputs):
-                kept.append(node)
-                live.update(node.uses)
-        made = {out for node in kept for out in node.outputs}
-        constants = {v: c for v, c in whole.constants.items() if v in live}
-        types = {v: t for v, t in whole.types.items() if v in {*whole.inputs, *constants, *made}}
-        nodes = tuple(reversed(kept))
-        return Graph(whole.name, whole.inputs, whole.outputs, nodes, types, constants)
+        return dead_code(self.build.finish())
 
     # ---- the walk
 
@@ -140,7 +123,7 @@ class Importer:
         for node in nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            source = source_of(node)
+            source = facts.source_of(node)
             try:
                 self._env[node] = self._convert(node, source)
             except DeuteronError as error:
@@ -150,7 +133,7 @@ class Importer:
         target = node.target
         if not isinstance(target, OpOverload):
             return self._not_a_call(node)
-        name, seen = str(target), results(node)
+        name, seen = str(target), facts.results(node)
         if name in SILENT:
             return None
         if not any(isinstance(t, torch.Tensor) for t in seen):
@@ -161,11 +144,11 @@ class Importer:
         if name in FILLS:
             how = {"dtype": seen[0].dtype, "device": seen[0].device}
             return Known(torch.full((), FILLS[name](ordered), **how).expand(seen[0].shape))
-        if deterministic(node) and not any(isinstance(v, Sym) for v in flat(ordered)):
-            return computed(target, args, kwargs)
-        one_device(node, self._env)
-        used = used_results(node)
-        want = [type_of(t, needed=i in used) for i, t in enumerate(seen)]
+        if facts.deterministic(node) and not _reads(ordered):
+            return facts.computed(target, args, kwargs)
+        facts.one_device(node, self._env)
+        used = facts.used_results(node)
+        want = [facts.type_of(t, needed=i in used) for i, t in enumerate(seen)]
         why = "the ATen table has no entry for it"
         if name in self.entries:
             given = self.entered(ordered)
@@ -218,7 +201,8 @@ class Importer:
         if value is None or isinstance(value, bool | int | float):
             return value
         raise GraphError(
-            f"{node.target} gives a number that is only known when the model runs", remedy=STATIC
+            f"{node.target} gives a number that is only known when the model runs",
+            remedy=facts.STATIC,
         )
 
     # ---- constants
@@ -226,7 +210,7 @@ class Importer:
     def _enter(self, known: Known) -> Sym:
         """A tensor that is one number everywhere is stored as that number and stretched."""
         tensor, site = known.tensor, self._site
-        if tensor.ndim and tensor.numel() > 1 and uniform(tensor):
+        if tensor.ndim and tensor.numel() > 1 and facts.uniform(tensor):
             corner = tensor[(slice(1),) * tensor.ndim]
             one = corner.clone(memory_format=torch.contiguous_format)
             found = site.stretched(site.constant(one, known.name), tensor.shape)
@@ -238,19 +222,18 @@ class Importer:
     def _from_weights(self, node: fx.Node) -> Any:
         """A call we cannot say, if it reads only weights: its answer. Else None."""
 
-        def fixed(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return [fixed(v) for v in value]
-            if not isinstance(value, Sym):
-                return value
+        def fixed(value: Sym) -> Any:
             tensor = self._site.tensor_of(value)
             return value if tensor is None else Known(tensor)
 
-        args = fixed([self.value(a) for a in node.args])
-        kwargs = {key: fixed(self.value(a)) for key, a in node.kwargs.items()}
-        if any(isinstance(v, Sym) for v in flat([args, list(kwargs.values())])):
+        given = (
+            [self.value(a) for a in node.args],
+            {k: self.value(a) for k, a in node.kwargs.items()},
+        )
+        args, kwargs = pytree.tree_map_only(Sym, fixed, given)
+        if _reads(args) or _reads(kwargs):
             return None
-        return computed(node.target, args, kwargs) if deterministic(node) else None
+        return facts.computed(node.target, args, kwargs) if facts.deterministic(node) else None
 
     # ---- the ATen call itself
 
@@ -266,24 +249,22 @@ class Importer:
         def lookup(value: Any) -> str | None:
             if not isinstance(value, Argument):
                 return None
-            inputs.append(in_seen_order(site, value) if name in READS_STRIDES else value)
+            inputs.append(
+                facts.in_seen_order(site, value) if name in facts.READS_STRIDES else value
+            )
             return inputs[-1].sym.name
 
         args = tuple(encode(self._argument(a), names, lookup) for a in node.args)
         kwargs = tuple(
             (k, encode(self._argument(a), names, lookup)) for k, a in node.kwargs.items()
         )
-        want = [type_of(t) for t in results(node)]
-        if not all(seen_as_is(i) for i in inputs):
-            want = infer_again(node, inputs, want)
+        want = [facts.type_of(t) for t in facts.results(node)]
+        if not all(facts.seen_as_is(i) for i in inputs):
+            want = facts.infer_again(node, inputs, want)
         present = [t for t in want if t is not None]
-        outs = self.build.emit(
-            "aten",
-            names,
-            {"target": name, "args": args, "kwargs": kwargs, "out": tuple(map(str, present))},
-            source=source,
-            names=[self.build.fresh(name.split(".")[1].strip("_")) for _ in present],
-        )
+        attrs = {"target": name, "args": args, "kwargs": kwargs, "out": tuple(map(str, present))}
+        called = [self.build.fresh(name.split(".")[1].strip("_")) for _ in present]
+        outs = self.build.emit("aten", names, attrs, source=source, names=called)
         self.why[name] = why
         syms = iter([site.sym(out) for out in outs])
         answer = tuple(None if t is None else next(syms) for t in want)

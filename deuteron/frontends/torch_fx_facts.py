@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from deuteron.errors import GraphError
 from deuteron.frontends.aten import Site
@@ -88,14 +90,6 @@ def type_of(seen: Any, needed: bool = True) -> TensorType | None:
         ) from None
 
 
-def flat(value: Any) -> Iterable[Any]:
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from flat(part)
-    else:
-        yield value
-
-
 def deterministic(node: fx.Node) -> bool:
     """Whether a call gives the same answer every time, and one small enough to keep."""
     target = node.target
@@ -125,14 +119,9 @@ def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
 
 def computed(target: Any, args: Any, kwargs: Any) -> Any:
     """The answer of a call on known tensors, as :class:`Known` values."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(v) for v in value]
-        return value.tensor if isinstance(value, Known) else value
-
+    given, named = pytree.tree_map_only(Known, attrgetter("tensor"), (list(args), dict(kwargs)))
     with torch.no_grad():
-        answer = target(*plain(args), **{key: plain(v) for key, v in kwargs.items()})
+        answer = target(*given, **named)
     if isinstance(answer, list | tuple):
         return [Known(t) if isinstance(t, torch.Tensor) else t for t in answer]
     return Known(answer) if isinstance(answer, torch.Tensor) else answer
@@ -180,20 +169,15 @@ def infer_again(
     left = iter(inputs)
 
     def meta(arg: Any) -> Any:
-        if isinstance(arg, list | tuple):
-            return [meta(a) for a in arg]
-        if isinstance(arg, torch.device):
-            return torch.device("meta")
         if not isinstance(arg, fx.Node):
-            return arg
+            return torch.device("meta") if isinstance(arg, torch.device) else arg
         t = next(left).sym.type
         return torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device="meta")
 
     assert isinstance(node.target, OpOverload)
     try:
-        answer = node.target(
-            *meta(list(node.args)), **{key: meta(a) for key, a in node.kwargs.items()}
-        )
+        args, kwargs = pytree.tree_map(meta, (list(node.args), dict(node.kwargs)))
+        answer = node.target(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, StopIteration):
         return want  # torch has no answer without data; its first one stands
     found = answer if isinstance(answer, list | tuple) else (answer,)

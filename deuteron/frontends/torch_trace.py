@@ -3,7 +3,7 @@
 Loading torch.export's tracer takes longer than planning a network, because it brings the whole of
 torch.compile along. A module in eval mode that only computes needs none of it: every call that
 torch is about to dispatch is written down before it is taken apart, ``conv2d`` as ``conv2d``. What
-computes longest is not computed (``heavy_calls``): the numbers are of no interest. A call that
+computes longest is answered with zeros: the numbers are of no interest. A call that
 writes over a tensor of forward's own, as ``ReLU(inplace=True)`` does, is written down as the one
 that does not, whose result the tensor stands for from then on.
 
@@ -19,9 +19,10 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +35,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deuteron.frontends.aten import TABLE, Entry, schema_order
-from deuteron.frontends.heavy_calls import zeros_like_result
 from deuteron.frontends.torch_fx import is_plain
 
 LIMIT_S = 2.0  # of this thread: a model that runs longer is traced without data, by torch.export
@@ -66,17 +66,10 @@ class Stand(torch.Tensor):
     @staticmethod
     def of(tensor: torch.Tensor, node: fx.Node) -> Stand:
         """A stand-in, with another in ``node.meta["val"]`` that keeps no memory alive."""
-        stand, typed = (
-            torch.Tensor._make_wrapper_subclass(
-                Stand,
-                tensor.shape,
-                strides=tensor.stride(),
-                storage_offset=tensor.storage_offset(),
-                dtype=tensor.dtype,
-                device=tensor.device,
-            )
-            for _ in range(2)
-        )
+        how: Any = {"strides": tensor.stride(), "storage_offset": tensor.storage_offset()}
+        how |= {"dtype": tensor.dtype, "device": tensor.device}
+        make = torch.Tensor._make_wrapper_subclass
+        stand, typed = (make(Stand, tensor.shape, **how) for _ in range(2))
         assert isinstance(stand, Stand)
         stand.held, stand.node, node.meta["val"] = tensor, node, typed
         stand.own = node.op != "placeholder"
@@ -142,10 +135,12 @@ class Recorder(ProxyTorchDispatchMode):
         plain = is_plain(func, self.entries) if tensors else _makes(func)
         if not plain or _draws(func, args, kwargs):
             raise NeedsExport(str(func))
-        node = self.graph.call_function(func, *pytree.tree_map_only(Stand, _node, (args, kwargs)))
+        node = self.graph.call_function(
+            func, *pytree.tree_map_only(Stand, attrgetter("node"), (args, kwargs))
+        )
         path = self._inside[-1]
         node.meta["nn_module_stack"] = {path: (path, "")}
-        real_args, real_kwargs = pytree.tree_map_only(Stand, _held, (args, kwargs))
+        real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
         with no_python_dispatcher():
             answer = zeros_like_result(func, real_args, real_kwargs)
             if answer is None:
@@ -243,14 +238,6 @@ def _makes(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.namespace == "aten" and not func._schema.is_mutable
 
 
-def _node(stand: Stand) -> fx.Node:
-    return stand.node
-
-
-def _held(stand: Stand) -> torch.Tensor | None:
-    return stand.held
-
-
 def trace(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -281,9 +268,7 @@ def _trace(
     stands = {name: recorder.placeholder(tensor) for name, tensor in named.items()}
     call_args, call_kwargs = pytree.tree_unflatten(given, spec)
     with torch.no_grad(), enable_python_dispatcher(), recorder.following(), recorder:
-        after: dict[str, torch.Tensor] = {
-            **stands
-        }  # what forward makes of the weights comes back in it
+        after: dict[str, torch.Tensor] = {**stands}  # forward may replace weights in it
         answer = torch.func.functional_call(module, after, call_args, call_kwargs)
     if recorder.refused or any(after[name] is not stands[name] for name in stands):
         raise NeedsExport("forward replaces a weight, or went on after what is not recorded")
@@ -302,11 +287,8 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._held = [
-            (now, dict(now))
-            for m in module.modules()
-            for now in (vars(m), m._parameters, m._buffers)
-        ]
+        each = ((vars(m), m._parameters, m._buffers) for m in module.modules())
+        self._held = [(now, dict(now)) for several in each for now in several]
 
     def changed(self) -> bool:
         """Whether one was set since, or a list or dict among them holds a stand-in."""
@@ -320,3 +302,80 @@ class Attributes:
         for now, was in self._held:
             now.clear()
             now.update(was)
+
+
+# ---- products, convolutions and operators of ours, by shape alone
+#
+# Nobody sees the numbers, and these calls are nearly all of what running a module costs: a
+# segmentation network at 512² takes seconds. So they are answered with zeros of the shape and
+# memory order that torch would give. So are operators of ours, for which a plan of their own would
+# be made only to be thrown away. What is not plainly of that kind is left to torch, which computes
+# it, or says what is wrong with it.
+
+
+def zeros_like_result(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> torch.Tensor | list[torch.Tensor] | None:
+    """Zeros in the place of what a call of real tensors would compute, or None: compute it."""
+    if func.namespace == "deuteron":
+        return _zeros_of_ours(func, args, kwargs)
+    shape_of = SHAPES.get(str(func))
+    if shape_of is None:
+        return None
+    given = schema_order(func, args, kwargs)
+    tensors = [a for a in given if isinstance(a, torch.Tensor)]
+    first = tensors[0]
+    alike = {(t.dtype, t.device) for t in tensors} == {(first.dtype, first.device)}
+    if not alike or not all(t.is_contiguous() for t in tensors):
+        return None
+    shape = shape_of(given)
+    return None if shape is None else first.new_zeros(shape)
+
+
+def _zeros_of_ours(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    device = next(a.device for a in args if isinstance(a, torch.Tensor))
+    typed = func(*[_without_data(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+    return [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).zero_()
+        for t in typed
+    ]
+
+
+def _without_data(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def _convolved(given: Sequence[Any]) -> tuple[int, ...] | None:
+    x, weight, bias, *numbers = given
+    dims = weight.ndim - 2
+    stride, padding, dilation = (_each(n, dims) for n in numbers[:3])
+    if x.ndim != dims + 2 or x.shape[1] != weight.shape[1] * numbers[3] or min(stride) < 1:
+        return None
+    if weight.shape[0] % numbers[3] or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    room = [n + 2 * p - r for n, p, r in zip(x.shape[2:], padding, reach, strict=True)]
+    if min(room) < 0 or min(padding) < 0:
+        return None
+    return x.shape[0], weight.shape[0], *(n // s + 1 for n, s in zip(room, stride, strict=True))
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    numbers = [value] if isinstance(value, int) else list(value)
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
+def _linear(given: Sequence[Any]) -> tuple[int, ...] | None:
+    x, weight, bias = given
+    fits = x.ndim and weight.ndim == 2 and x.shape[-1] == weight.shape[1]
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
+    return *x.shape[:-1], weight.shape[0]
+
+
+SHAPES: Mapping[str, Callable[[Sequence[Any]], tuple[int, ...] | None]] = {
+    **{f"aten.conv{n}d.default": _convolved for n in (1, 2, 3)},
+    "aten.linear.default": _linear,
+}

@@ -14,36 +14,17 @@ with ``dt.register_op``.
 from collections.abc import Callable
 from typing import Any
 
+from deuteron.functional import activation as _activation
+from deuteron.functional import order as _order
+from deuteron.functional import pool as _pool
+from deuteron.functional import reduce as _reduce
+from deuteron.functional import resample as _resample
 from deuteron.functional.activation import bias_act as bias_act
 from deuteron.functional.activation import bias_dropout_residual as bias_dropout_residual
-from deuteron.functional.activation import celu as celu
 from deuteron.functional.activation import dropout as dropout
-from deuteron.functional.activation import elu as elu
 from deuteron.functional.activation import geglu as geglu
-from deuteron.functional.activation import gelu as gelu
-from deuteron.functional.activation import glu as glu
-from deuteron.functional.activation import hardshrink as hardshrink
-from deuteron.functional.activation import hardsigmoid as hardsigmoid
-from deuteron.functional.activation import hardswish as hardswish
-from deuteron.functional.activation import hardtanh as hardtanh
-from deuteron.functional.activation import leaky_relu as leaky_relu
-from deuteron.functional.activation import log_sigmoid as log_sigmoid
-from deuteron.functional.activation import logsigmoid as logsigmoid
-from deuteron.functional.activation import mish as mish
-from deuteron.functional.activation import prelu as prelu
 from deuteron.functional.activation import reglu as reglu
-from deuteron.functional.activation import relu as relu
-from deuteron.functional.activation import relu6 as relu6
-from deuteron.functional.activation import selu as selu
-from deuteron.functional.activation import sigmoid as sigmoid
-from deuteron.functional.activation import silu as silu
-from deuteron.functional.activation import softplus as softplus
-from deuteron.functional.activation import softshrink as softshrink
-from deuteron.functional.activation import softsign as softsign
 from deuteron.functional.activation import swiglu as swiglu
-from deuteron.functional.activation import tanh as tanh
-from deuteron.functional.activation import tanhshrink as tanhshrink
-from deuteron.functional.activation import threshold as threshold
 from deuteron.functional.batch_norm import batch_norm as batch_norm
 from deuteron.functional.cross_entropy import cross_entropy as cross_entropy
 from deuteron.functional.embedding import embedding as embedding
@@ -55,49 +36,37 @@ from deuteron.functional.norm import instance_norm as instance_norm
 from deuteron.functional.norm import layer_norm as layer_norm
 from deuteron.functional.norm import rms_norm as rms_norm
 from deuteron.functional.operators import from_table as _from_table
-from deuteron.functional.order import cummax as cummax
-from deuteron.functional.order import cummin as cummin
-from deuteron.functional.order import cumprod as cumprod
-from deuteron.functional.order import cumsum as cumsum
 from deuteron.functional.order import histogram as histogram
-from deuteron.functional.order import sort as sort
-from deuteron.functional.order import topk as topk
-from deuteron.functional.pool import adaptive_avg_pool1d as adaptive_avg_pool1d
-from deuteron.functional.pool import adaptive_avg_pool2d as adaptive_avg_pool2d
-from deuteron.functional.pool import adaptive_avg_pool3d as adaptive_avg_pool3d
-from deuteron.functional.pool import adaptive_max_pool1d as adaptive_max_pool1d
-from deuteron.functional.pool import adaptive_max_pool2d as adaptive_max_pool2d
-from deuteron.functional.pool import adaptive_max_pool3d as adaptive_max_pool3d
-from deuteron.functional.pool import avg_pool1d as avg_pool1d
-from deuteron.functional.pool import avg_pool2d as avg_pool2d
-from deuteron.functional.pool import avg_pool3d as avg_pool3d
 from deuteron.functional.pool import global_avg_pool as global_avg_pool
 from deuteron.functional.pool import global_max_pool as global_max_pool
-from deuteron.functional.pool import max_pool1d as max_pool1d
-from deuteron.functional.pool import max_pool2d as max_pool2d
-from deuteron.functional.pool import max_pool3d as max_pool3d
 from deuteron.functional.pool import pyramid_pool2d as pyramid_pool2d
 from deuteron.functional.pool import weighted_pool2d as weighted_pool2d
-from deuteron.functional.reduce import amax as amax
-from deuteron.functional.reduce import amin as amin
-from deuteron.functional.reduce import argmax as argmax
-from deuteron.functional.reduce import argmin as argmin
-from deuteron.functional.reduce import mean as mean
 from deuteron.functional.reduce import norm as norm
-from deuteron.functional.reduce import permute as permute
-from deuteron.functional.reduce import prod as prod
-from deuteron.functional.reduce import sum as sum
 from deuteron.functional.reduce import var as var
 from deuteron.functional.reduce import where as where
-from deuteron.functional.resample import grid_sample as grid_sample
 from deuteron.functional.resample import interpolate as interpolate
-from deuteron.functional.resample import pixel_shuffle as pixel_shuffle
-from deuteron.functional.resample import pixel_unshuffle as pixel_unshuffle
 from deuteron.functional.rope import rope as rope
 from deuteron.functional.small import delegation as delegation
 from deuteron.functional.softmax import log_softmax as log_softmax
 from deuteron.functional.softmax import softmax as softmax
 from deuteron.ops import TABLE
+
+# those that are made from an operator of the table, under torch's names
+_FROM_TABLE = {
+    _activation: "celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu "
+    "log_sigmoid logsigmoid mish prelu relu relu6 selu sigmoid silu softplus softshrink softsign "
+    "tanh tanhshrink threshold",
+    _order: "cummax cummin cumprod cumsum sort topk",
+    _pool: " ".join(
+        f"{kind}_pool{n}d"
+        for kind in ("max", "avg", "adaptive_max", "adaptive_avg")
+        for n in (1, 2, 3)
+    ),
+    _reduce: "amax amin argmax argmin mean permute prod sum",
+    _resample: "grid_sample pixel_shuffle pixel_unshuffle",
+}
+for _home, _names in _FROM_TABLE.items():
+    globals().update({name: getattr(_home, name) for name in _names.split()})
 
 __all__ = sorted(
     name

@@ -10,17 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import lower
-from deuteron.functional.context import (
-    in_transform,
-    is_captured,
-    is_differentiated,
-    is_watched,
-    raw_stream,
-)
+from deuteron.functional.context import is_captured, is_differentiated, is_eager, raw_stream
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import LOW, delegates
 from deuteron.functional.operators import TORCHS, activated, from_table, operator
@@ -136,11 +129,9 @@ def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
         return GATE.one(gate, up, activation=activation)
     if gate.ndim and gate.shape[-1] % 2 == 0:
         return GATE_HALVES.one(gate, activation=activation)
-    raise BindError(
-        f"x {list(gate.shape)} cannot be halved along its last dimension",
-        asked="a gate of one tensor",
-        remedy="give gate and up as two tensors, or an even last dimension",
-    )
+    wrong = f"x {list(gate.shape)} cannot be halved along its last dimension"
+    remedy = "give gate and up as two tensors, or an even last dimension"
+    raise BindError(wrong, asked="a gate of one tensor", remedy=remedy)
 
 
 def _torch_gated(activation: str) -> Callable[..., Any]:
@@ -212,17 +203,12 @@ def _seed(seed: int | Tensor | None, x: Tensor) -> Tensor:
         return seed
     if seed is None:
         return torch.randint(0, 2**62, (), device=x.device)
-    if seed.__class__ is int and 0 <= seed < SEEDS and _may_read_table(x):
+    # A launch is saved by a tensor that outlives the call: not by one that somebody records or
+    # replaces, nor by one of which a CUDA Graph would note the address.
+    known = seed.__class__ is int and 0 <= seed < SEEDS and x.is_cuda
+    if known and is_eager() and not is_captured(x):
         return _seeds(x.device, raw_stream(x.get_device()))[seed]
     return torch.full((), seed, dtype=torch.int64, device=x.device)
-
-
-def _may_read_table(x: Tensor) -> bool:
-    """Whether a launch is saved by a tensor that outlives the call: not by one that somebody
-    records or replaces, nor by one of which a CUDA Graph would note the address."""
-    if not x.is_cuda or is_compiling():
-        return False
-    return not (in_transform() or is_watched() or is_captured(x))
 
 
 @lru_cache(maxsize=8)
@@ -260,11 +246,9 @@ def dropout(
     if inplace and seed is None:
         return F.dropout(x, p, training, inplace=True)
     if inplace:
-        raise BindError(
-            "a mask with a seed is not written over its input",
-            asked="dropout(…, inplace=True, seed=…)",
-            remedy="leave out inplace, or seed",
-        )
+        wrong = "a mask with a seed is not written over its input"
+        asked = "dropout(…, inplace=True, seed=…)"
+        raise BindError(wrong, asked=asked, remedy="leave out inplace, or seed")
     return bias_dropout_residual(x, None, None, p, training, seed=seed)
 
 

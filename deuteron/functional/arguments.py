@@ -82,11 +82,9 @@ def strided(name: str, t: Tensor | None) -> Tensor | None:
     """A strided tensor, or None where one may be left out."""
     if t is not None and (not isinstance(t, Tensor) or t.layout is not torch.strided):
         kind = str(t.layout) if isinstance(t, Tensor) else type(t).__name__
-        raise BindError(
-            f"a {kind} was given where a strided tensor is needed",
-            asked=f"{name}(…)",
-            remedy="pass a Tensor; to_dense() makes a sparse one strided",
-        )
+        wrong = f"a {kind} was given where a strided tensor is needed"
+        remedy = "pass a Tensor; to_dense() makes a sparse one strided"
+        raise BindError(wrong, asked=f"{name}(…)", remedy=remedy)
     return t
 
 
@@ -126,9 +124,6 @@ def one_device(name: str, tensors: Tensors) -> torch.device:
         raise _nothing(name)
     if len(found) != 1:
         listed = ", ".join(sorted(map(str, found)))
-        raise BindError(
-            f"tensors are on several devices: {listed}",
-            asked=f"{name}(…)",
-            remedy="move them to one",
-        )
+        wrong = f"tensors are on several devices: {listed}"
+        raise BindError(wrong, asked=f"{name}(…)", remedy="move them to one")
     return found.pop()

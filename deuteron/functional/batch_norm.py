@@ -38,14 +38,13 @@ def _given(b: Ops, x: Sym, *tensors: Sym | None, eps: float, activation: str | N
     return activated(b, y if residual is None else y + residual, activation)
 
 
+RUNNING = ("running_mean", "running_var")
 ATTRS = {"eps": "float", "activation": "str | None"}
-TRAIN = Function(
-    "batch_norm_train",
-    _train,
-    (schema(table.get("batch_norm_act"))[0], {"momentum": "float", "keep_signs": "bool"} | ATTRS),
-    silent=(1, 2, 3, 4),
-    overwritten=("running_mean", "running_var"),
+_TRAINED = (
+    schema(table.get("batch_norm_act"))[0],
+    {"momentum": "float", "keep_signs": "bool"} | ATTRS,
 )
+TRAIN = Function("batch_norm_train", _train, _TRAINED, silent=(1, 2, 3, 4), overwritten=RUNNING)
 TENSORS = schema(table.get("batch_norm"))[0] | {"residual": "Sym | None"}
 GIVEN = Function("batch_norm", _given, (TENSORS, ATTRS))
 

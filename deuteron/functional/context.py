@@ -40,6 +40,12 @@ def without_memory(*tensors: Tensor | None) -> bool:
     )
 
 
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Whether nobody but us has to see the call, and all tensors have memory."""
+    seen = torch.compiler.is_compiling() or in_transform() or is_watched()
+    return not seen and not without_memory(*tensors)
+
+
 def under_autocast(x: Tensor) -> bool:
     """Whether autocast is on for the device of ``x``."""
     return autocasting() and not x.is_meta and torch.is_autocast_enabled(x.device.type)

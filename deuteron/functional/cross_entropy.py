@@ -18,13 +18,7 @@ from torch.autograd.graph import increment_version
 
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.functional.arguments import readable
-from deuteron.functional.context import (
-    in_transform,
-    is_differentiated,
-    is_watched,
-    under_autocast,
-    without_memory,
-)
+from deuteron.functional.context import is_differentiated, is_eager, under_autocast
 from deuteron.functional.core import Function, Planned
 from deuteron.functional.delegate import delegates
 from deuteron.ir.dtype import dtype as type_of
@@ -34,6 +28,7 @@ from deuteron.ops.cross_entropy import class_axis, divisor, joined
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CPU_BYTES = 2**19  # of logits: up to here torch's calls take less time than finding a plan
+USUAL: dict[str, Any] = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # and torch's numbers for them
 
 # ---- as a graph ------------------------------------------------------------------------------
@@ -88,21 +83,13 @@ IN_PLACE = Function("cross_entropy_in_place", _build, eager=True, into={1: "logi
 # ---- the function ----------------------------------------------------------------------------
 
 
-def torch_loss(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    **extras: Any,
-) -> Any:
-    """What ``torch.nn.functional.cross_entropy`` calls; it has none of the extras."""
+def torch_loss(logits: Tensor, target: Tensor, weight: Tensor | None = None, **terms: Any) -> Any:
+    """What ``torch.nn.functional.cross_entropy`` calls; it has no other terms than these."""
+    reduction, ignored, smoothing = [terms.pop(name, usual) for name, usual in USUAL.items()]
     number: Any = REDUCTIONS.get(reduction)  # the stub of torch says that it is a str
-    if number is None or any(extras.values()):
+    if number is None or any(terms.values()):
         return NotImplemented
-    return _nn.cross_entropy_loss(logits, target, weight, number, ignore_index, label_smoothing)
+    return _nn.cross_entropy_loss(logits, target, weight, number, ignored, smoothing)
 
 
 @delegates(torch_loss, on_cpu=FLOATS, cpu_bytes=CPU_BYTES)
@@ -146,21 +133,15 @@ def cross_entropy(
     if not target.is_floating_point():
         target = target.contiguous()
     gives = "loss lse" if return_lse else "loss"
-    terms: dict[str, Any] = {
-        "reduction": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": float(label_smoothing),
-        "z_loss": float(z_loss),
-        "dtype": type_of(result_type(logits, target)).short,
-    }
+    terms: dict[str, Any] = {"reduction": reduction, "ignore_index": ignore_index}
+    terms |= {"label_smoothing": float(label_smoothing), "z_loss": float(z_loss)}
+    terms["dtype"] = type_of(result_type(logits, target)).short
     tensors = (logits, target, weight, None, None)
     if not _makes_gradient(logits, target, weight):
         if inplace_backward and torch.compiler.is_compiling():
-            raise EngineError(
-                "the gradient cannot take the memory of the logits under torch.compile",
-                asked="cross_entropy(…, inplace_backward=True)",
-                remedy="leave inplace_backward out, or call it outside of the compiled function",
-            )
+            wrong = "the gradient cannot take the memory of the logits under torch.compile"
+            remedy = "leave inplace_backward out, or call it outside of the compiled function"
+            raise EngineError(wrong, asked="cross_entropy(…, inplace_backward=True)", remedy=remedy)
         return PLAIN(*tensors, **terms, gives=gives)
     if inplace_backward:
         _check_memory(logits)
@@ -187,12 +168,6 @@ def _makes_gradient(logits: Tensor, *others: Tensor | None) -> bool:
     if not is_differentiated(logits) or any(t is not None and t.requires_grad for t in others):
         return False
     return is_eager(logits, *others)
-
-
-def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether nobody but us has to see the call, and all tensors have memory."""
-    seen = torch.compiler.is_compiling() or in_transform() or is_watched()
-    return not seen and not without_memory(*tensors)
 
 
 class _Trained(torch.autograd.Function):
@@ -248,21 +223,17 @@ def scaled(grad: Tensor, up: Tensor, left: Tensor | None) -> Tensor:
 
 def refuse_second_derivative(name: str) -> None:
     if torch.is_grad_enabled():
-        raise EngineError(
-            f"{name} has no second derivative",
-            asked="a backward pass with create_graph=True",
-            remedy="leave create_graph out, or use torch.nn.functional's cross_entropy",
-        )
+        wrong = f"{name} has no second derivative"
+        remedy = "leave create_graph out, or use torch.nn.functional's cross_entropy"
+        raise EngineError(wrong, asked="a backward pass with create_graph=True", remedy=remedy)
 
 
 def check_terms(name: str, reduction: str, z_loss: float) -> None:
     """Raises for what has no meaning."""
     if reduction not in REDUCTIONS:
-        raise GraphError(
-            f"{name} has no reduction {reduction!r}",
-            asked=f"reduction={reduction!r}",
-            remedy="use 'mean', 'sum' or 'none'",
-        )
+        wrong = f"{name} has no reduction {reduction!r}"
+        asked = f"reduction={reduction!r}"
+        raise GraphError(wrong, asked=asked, remedy="use 'mean', 'sum' or 'none'")
     if not 0.0 <= z_loss < float("inf"):
         raise GraphError(
             f"{name} with z_loss={z_loss} is not defined", remedy="use 0 or a small number"

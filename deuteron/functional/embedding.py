@@ -70,11 +70,9 @@ def _row(padding_idx: int, weight: Tensor) -> int:
     """The row that ``padding_idx`` names, counted from 0."""
     rows = weight.shape[0]
     if not -rows <= padding_idx < rows:
-        raise BindError(
-            f"padding_idx={padding_idx} is not one of {rows} rows",
-            asked=f"embedding(…, padding_idx={padding_idx})",
-            remedy=f"use {-rows} to {rows - 1}, or None",
-        )
+        wrong = f"padding_idx={padding_idx} is not one of {rows} rows"
+        asked = f"embedding(…, padding_idx={padding_idx})"
+        raise BindError(wrong, asked=asked, remedy=f"use {-rows} to {rows - 1}, or None")
     return padding_idx % rows
 
 

@@ -36,18 +36,22 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class HandedOn:
-    """A call that torch's own function answered."""
+class Ran:
+    """What ran instead of a plan, in words."""
 
-    call: str
-    why: str
+    what: str
 
     def explain(self) -> str:
-        return (
-            f"{self.call}: torch's own function, not a plan of ours\n"
-            f"  why: {self.why}\n"
-            "  forbid it: with dt.functional.delegation(False): …"
-        )
+        return self.what
+
+
+class HandedOn(Ran):
+    """A call that torch's own function answered."""
+
+    def __init__(self, call: str, why: str) -> None:
+        forbid = "  forbid it: with dt.functional.delegation(False): …"
+        head = f"{call}: torch's own function, not a plan of ours"
+        super().__init__(f"{head}\n  why: {why}\n{forbid}")
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

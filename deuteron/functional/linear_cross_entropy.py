@@ -23,13 +23,12 @@ from torch import Tensor
 from deuteron.errors import BindError, GraphError
 from deuteron.functional.arguments import one_device
 from deuteron.functional.autocast import lower
-from deuteron.functional.context import in_transform, is_differentiated
+from deuteron.functional.context import in_transform, is_differentiated, is_eager
 from deuteron.functional.cross_entropy import (
     CPU_BYTES,
     FLOATS,
     check_terms,
     cross_entropy,
-    is_eager,
     refuse_second_derivative,
     result_type,
     scaled,
@@ -48,13 +47,7 @@ from deuteron.functional.small import is_small
 
 
 def _torch_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    class_weight: Tensor | None = None,
-    **terms: Any,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **terms: Any
 ) -> Any:
     shape, table = hidden.shape, weight.nbytes
     if multiplies_slowly(hidden) or len(shape) != 2 or not shape[1]:
@@ -62,7 +55,8 @@ def _torch_linear_cross_entropy(
     logits = shape[0] * table // shape[1]
     if not is_small(hidden, max(logits, table)) and (hidden.is_cuda or logits > CPU_BYTES):
         return NotImplemented
-    return torch_loss(F.linear(hidden, weight, bias), target, class_weight, **terms)
+    each = terms.pop("class_weight", None)
+    return torch_loss(F.linear(hidden, weight, bias), target, each, **terms)
 
 
 @delegates(_torch_linear_cross_entropy, on_cpu=FLOATS)
@@ -141,11 +135,9 @@ def linear_cross_entropy(
 def _is_fast(accumulate: str | None, reduction: str) -> bool:
     """Whether the weight's gradient is added up over chunks of tokens."""
     if accumulate not in (None, "exact", "fast"):
-        raise GraphError(
-            f"linear_cross_entropy cannot accumulate {accumulate!r}",
-            asked=f"accumulate={accumulate!r}",
-            remedy="use 'exact' or 'fast', or leave it out",
-        )
+        wrong = f"linear_cross_entropy cannot accumulate {accumulate!r}"
+        asked = f"accumulate={accumulate!r}"
+        raise GraphError(wrong, asked=asked, remedy="use 'exact' or 'fast', or leave it out")
     if accumulate == "fast" and reduction == "none":
         raise GraphError(
             "a gradient that is added up with the loss cannot be weighed row by row later",
@@ -158,12 +150,9 @@ def _is_fast(accumulate: str | None, reduction: str) -> bool:
 def _check(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int | None
 ) -> None:
-    shown = "hidden {}, weight {}, bias {} and target {}".format(
-        *(
-            "None" if t is None else f"{t.dtype}{list(t.shape)}"
-            for t in (hidden, weight, bias, target)
-        )
-    ).replace("torch.", "")
+    tensors = (hidden, weight, bias, target)
+    kinds = ("None" if t is None else f"{t.dtype}{list(t.shape)}" for t in tensors)
+    shown = "hidden {}, weight {}, bias {} and target {}".format(*kinds).replace("torch.", "")
     fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
     fits = fits and (bias is None or bias.shape == weight.shape[:1])
     if not fits or any(t is not None and t.dtype != hidden.dtype for t in (weight, bias)):

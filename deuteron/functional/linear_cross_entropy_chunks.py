@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deuteron.functional.core import Function
 from deuteron.functional.cross_entropy import IN_PLACE
-from deuteron.functional.explain import Recording
+from deuteron.functional.explain import Ran, Recording
 from deuteron.ir.dtype import dtype as type_of
 from deuteron.ops import Ops, Sym
 
@@ -61,19 +61,6 @@ def tokens_at_once(
     wanted = chunk or max(hidden // (8 if fast else 2), SMALL // classes, 1)
     parts = max(1, math.ceil(tokens / wanted))
     return max(1, math.ceil(tokens / parts))
-
-
-class Cut(NamedTuple):
-    """How a call was cut, as ``explain`` shows it before the plan of one chunk."""
-
-    chunks: int
-    tokens: int
-
-    def explain(self) -> str:
-        return (
-            f"linear_cross_entropy: {self.chunks} chunks of up to {self.tokens} tokens; "
-            "of each torch's product makes the logits, and then:"
-        )
 
 
 def _owns(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -128,7 +115,8 @@ def forward(
     room = hidden.new_empty((min(step, n), classes))
     losses, lse = hidden.new_empty((2, n), dtype=given.wide)
     if Recording.active:
-        Recording.add(Cut(-(-n // step), step))
+        cut = f"linear_cross_entropy: {-(-n // step)} chunks of up to {step} tokens"
+        Recording.add(Ran(f"{cut}; of each torch's product makes the logits, and then:"))
     for a in range(0, n, step):
         piece = slice(a, min(a + step, n))
         logits = room[: piece.stop - a]

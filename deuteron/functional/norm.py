@@ -79,12 +79,9 @@ AROUND = {"before": "Sym | None", "residual": "Sym | None"}
 RUNNING = {"running_mean": "Sym | None", "running_var": "Sym | None"}
 LAYER, RMS, GROUP, INSTANCE = map(_norm, "layer_norm rms_norm group_norm instance_norm".split())
 INSTANCE_GIVEN = _norm("batch_norm", "instance_norm_given")
+_TRACKED = INSTANCE.schema[0] | RUNNING, {"momentum": "float"} | INSTANCE.schema[1]
 INSTANCE_TRACKED = Function(
-    "instance_norm_tracked",
-    _write_tracked,
-    (INSTANCE.schema[0] | RUNNING, {"momentum": "float"} | INSTANCE.schema[1]),
-    silent=(0, 1),
-    overwritten=tuple(RUNNING),
+    "instance_norm_tracked", _write_tracked, _TRACKED, silent=(0, 1), overwritten=tuple(RUNNING)
 )
 
 
@@ -95,11 +92,9 @@ def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
 def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
     shape = _shape(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
-        raise BindError(
-            f"normalized_shape {list(shape)} is not how x {list(x.shape)} ends",
-            asked=f"{name}(x, {list(shape)})",
-            remedy=f"use {list(x.shape[-1:])} for the last dimension",
-        )
+        wrong = f"normalized_shape {list(shape)} is not how x {list(x.shape)} ends"
+        remedy = f"use {list(x.shape[-1:])} for the last dimension"
+        raise BindError(wrong, asked=f"{name}(x, {list(shape)})", remedy=remedy)
     return len(shape)
 
 
@@ -109,14 +104,9 @@ def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
 def _by_torch(norm: Callable[..., Any]) -> Callable[..., Any]:
     """torch's ``norm``, what comes before it and what comes after it."""
 
-    def call(
-        x: Tensor,
-        *args: Any,
-        residual: Tensor | None = None,
-        bias_before: Tensor | None = None,
-        activation: str | None = None,
-        **named: Any,
-    ) -> Any:
+    def call(x: Tensor, *args: Any, **named: Any) -> Any:
+        around = ("bias_before", "residual", "activation")
+        bias_before, residual, activation = [named.pop(name, None) for name in around]
         x = x if bias_before is None else x + bias_before
         x = x if residual is None else x + residual
         y = norm(x, *args, **named)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.errors import GraphError
+from deuteron.frontends.builder import parameters
 from deuteron.functional.autocast import FLOAT32, Cast
 from deuteron.functional.core import Function, Schema
 from deuteron.functional.delegate import delegates
@@ -145,26 +146,17 @@ def _coerced(called: str, key: str, attr: Attr, value: Any) -> Any:
 def _signature(
     op: OpDef, own: Mapping[str, tuple[str, Attr]], more: Mapping[str, bool], casts: bool
 ) -> Signature:
-    place, only, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.empty
-    found = [
-        Parameter(
-            slot.strip("*?"),
-            Parameter.VAR_POSITIONAL if slot.startswith("*") else place,
-            default=None if slot.endswith("?") else empty,
-            annotation="Tensor | None" if slot.endswith("?") else "Tensor",
-        )
-        for slot in op.inputs
-    ]
+    place, only = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+    given, count = list(parameters(op)), len(op.inputs)
+    kinds = ("Tensor" if p.default is p.empty else "Tensor | None" for p in given[:count])
+    found = [p.replace(annotation=kind) for p, kind in zip(given[:count], kinds, strict=True)]
     needed = [attr.default is REQUIRED for attr in op.attrs.values()]
     # by name, where something before them may be left out
-    named = op.required < len(op.inputs) or needed != sorted(needed, reverse=True)
-    for new, (key, attr) in own.items():
-        default = empty if attr.default is REQUIRED else attr.default
+    named = op.required < count or needed != sorted(needed, reverse=True)
+    for p, (new, (key, attr)) in zip(given[count:], own.items(), strict=True):
         kind = _kind(key, attr).replace("tuple[int, ...]", "int | Sequence[int]")
-        found.append(Parameter(new, only if named else place, default=default, annotation=kind))
-    found += [
-        Parameter(key, place, default=value, annotation="bool") for key, value in more.items()
-    ]
+        found.append(p.replace(name=new, kind=only if named else place, annotation=kind))
+    found += [Parameter(k, place, default=usual, annotation="bool") for k, usual in more.items()]
     if casts:
         found.append(Parameter("dtype", only, default=None, annotation="torch.dtype | None"))
     return Signature(found)

@@ -33,18 +33,10 @@ def _along(name: str, **rule: Any) -> Callable[..., Any]:
             found = tuple(t.squeeze(0) for t in of_row) if many else of_row.squeeze(0)
         return found if pair is None else pair(found)
 
-    return from_table(
-        name,
-        home=torch,
-        rename={"axis": "dim"},
-        more={"sorted": True} if name == "topk" else None,
-        casts=pair is None,
-        returns="Tensor" if pair is None else "Any",
-        run=run,
-        see=SAYS.get(name, ""),
-        on_cpu=ANY,
-        **rule,
-    )
+    rule |= {"home": torch, "rename": {"axis": "dim"}, "see": SAYS.get(name, ""), "on_cpu": ANY}
+    rule["more"] = {"sorted": True} if name == "topk" else None
+    returns = "Tensor" if pair is None else "Any"
+    return from_table(name, casts=pair is None, returns=returns, run=run, **rule)
 
 
 # one long row torch adds up in another order at every run, on a GPU
@@ -53,12 +45,13 @@ cumsum, cumprod = (
     for name in ("cumsum", "cumprod")
 )
 cummax, cummin, topk = _along("cummax"), _along("cummin"), _along("topk")
-sort = _along(
-    "sort",
-    call=lambda x, dim=-1, descending=False, stable=True: torch.sort(
-        x, dim=dim, descending=descending, stable=stable
-    ),
-)
+
+
+def _sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    return torch.sort(x, dim=dim, descending=descending, stable=stable)
+
+
+sort = _along("sort", call=_sort)
 HISTOGRAM = operator("histogram")
 
 

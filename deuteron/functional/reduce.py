@@ -184,11 +184,6 @@ def _permute(b: Ops, x: Sym, *, dims: tuple[int, ...]) -> Sym:
     return b.one("to_layout", b.permute(x, dims=dims), layout="contiguous")
 
 
-permute = from_table(
-    "permute",
-    run=Function("permute", _permute),
-    see="Laid out in that order, not a view as ``torch.permute`` gives.",
-    call=torch.permute_copy,
-    on_cpu=ANY,
-    autocast=True,
-)
+_says = "Laid out in that order, not a view as ``torch.permute`` gives."
+_rule: Any = {"call": torch.permute_copy, "on_cpu": ANY, "autocast": True}
+permute = from_table("permute", run=Function("permute", _permute), see=_says, **_rule)

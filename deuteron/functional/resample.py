@@ -52,23 +52,16 @@ def interpolate(
         )
     dims = x.ndim - 2
     if (size is None) == (scale_factor is None):
-        raise BindError(
-            "one of size and scale_factor is needed, and one only",
-            asked="interpolate(…)",
-            remedy="size=(h, w), or scale_factor=2.0",
-        )
+        wrong = "one of size and scale_factor is needed, and one only"
+        raise BindError(wrong, asked="interpolate(…)", remedy="size=(h, w), or scale_factor=2.0")
     if align_corners is not None and mode in ("nearest", "nearest-exact", "area"):
-        raise BindError(
-            f"corners have no meaning in mode {mode!r}",
-            asked=f"interpolate(…, {align_corners=})",
-            remedy="leave out align_corners",
-        )
+        asked = f"interpolate(…, {align_corners=})"
+        remedy = "leave out align_corners"
+        raise BindError(f"corners have no meaning in mode {mode!r}", asked=asked, remedy=remedy)
     if recompute_scale_factor and size is not None:
-        raise BindError(
-            "there is no scale to compute again where a size is given",
-            asked="interpolate(…)",
-            remedy="leave out recompute_scale_factor, or give scale_factor",
-        )
+        wrong = "there is no scale to compute again where a size is given"
+        remedy = "leave out recompute_scale_factor, or give scale_factor"
+        raise BindError(wrong, asked="interpolate(…)", remedy=remedy)
     scale: tuple[float, ...] | None = None
     if scale_factor is not None:
         factors = scale_factor if isinstance(scale_factor, Sequence) else (scale_factor,) * dims
@@ -79,11 +72,9 @@ def interpolate(
         assert size is not None
         full = tuple(size) if isinstance(size, Sequence) else (size,) * dims
         if len(full) != dims:
-            raise BindError(
-                f"{len(full)} numbers for {dims} dimensions of x {list(x.shape)}",
-                asked=f"interpolate(…, size={size})",
-                remedy=f"give {dims}, or one for all of them",
-            )
+            wrong = f"{len(full)} numbers for {dims} dimensions of x {list(x.shape)}"
+            asked = f"interpolate(…, size={size})"
+            raise BindError(wrong, asked=asked, remedy=f"give {dims}, or one for all of them")
     if mode == "area" and 0 in full and x.numel() and dims <= 3:
         # means of no window at all, as torch has them
         return x.flatten()[:0].reshape(*x.shape[:2], *(max(n, 0) for n in full))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deuteron.functional.autocast import Cast
-from deuteron.functional.delegate import delegates
+from deuteron.functional.delegate import P, delegates
 from deuteron.ir.dtype import dtype as to_dtype
 from deuteron.ops import Ops, Sym
 
@@ -72,12 +72,12 @@ def _run(
     return function.one(x, mask, dim=usual if dim is None else dim, scale=scale, dtype=short)
 
 
-@delegates(
-    lambda x, dim=-1: torch.softmax(x, dim),
-    joined=_by_torch(torch.softmax),
-    several=_is_joined,
-    autocast=True,
-)
+def _delegates(call: Callable[..., Tensor]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
+    plain, joined = (lambda x, dim=-1: call(x, dim)), _by_torch(call)
+    return delegates(plain, joined=joined, several=_is_joined, autocast=True)
+
+
+@_delegates(torch.softmax)
 def softmax(
     x: Tensor,
     dim: int | None = -1,
@@ -95,12 +95,7 @@ def softmax(
     return _run(SOFTMAX, x, dim, mask, scale, dtype)
 
 
-@delegates(
-    lambda x, dim=-1: torch.log_softmax(x, dim),
-    joined=_by_torch(torch.log_softmax),
-    several=_is_joined,
-    autocast=True,
-)
+@_delegates(torch.log_softmax)
 def log_softmax(
     x: Tensor,
     dim: int | None = -1,

@@ -171,9 +171,9 @@ class Graph:
         """The Python number behind a rank-0 constant, else None."""
         return number_of(self.constants, value)
 
-    def subgraph(self, name: str, nodes: Sequence[Node], keep: Sequence[str] = ()) -> Graph:
+    def subgraph(self, name: str, nodes: Sequence[Node]) -> Graph:
         """The graph of ``nodes`` alone: what they read from outside becomes inputs, what is
-        read outside (or is in ``keep``, or is an output here) becomes outputs.
+        read outside (or is an output here) becomes outputs.
 
         Rank-0 constants travel along, because kernels take them as literals.
         """
@@ -189,17 +189,16 @@ class Graph:
                     constants[value] = self.constants[value]
                 else:
                     inputs[value] = None
-        wanted = set(keep) | self.output_values
         outputs = [
             out
             for node in nodes
             for out in node.outputs
-            if out in wanted or any(id(u) not in inside for u in self.users.get(out, ()))
+            if out in self.output_values
+            or any(id(u) not in inside for u in self.users.get(out, ()))
         ]
         types = {v: self.types[v] for v in (*inputs, *constants, *made)}
-        return Graph(
-            name, tuple(inputs), tuple((v, v) for v in outputs), tuple(nodes), types, constants
-        )
+        named = tuple((v, v) for v in outputs)
+        return Graph(name, tuple(inputs), named, tuple(nodes), types, constants)
 
     def __str__(self) -> str:
         from deuteron.ir.text import print_graph

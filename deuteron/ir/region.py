@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from deuteron.ir.graph import Graph, Node
@@ -52,6 +52,9 @@ class Region:
     def key(self) -> str:
         """A short digest of :attr:`text`, under which measurements are remembered."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    def named(self, name: str) -> Region:
+        return self if self.name == name else replace(self, graph=replace(self.graph, name=name))
 
     def part(self, name: str, nodes: Sequence[Node], anchor: int | None) -> Region:
         """A smaller region of some of these nodes."""

@@ -89,10 +89,25 @@ def start(graph: Graph, infer: Infer) -> tuple[GraphBuilder, dict[str, str]]:
     return build, {v: v for v in (*graph.inputs, *graph.constants)}
 
 
+def continued(graph: Graph, infer: Infer) -> GraphBuilder:
+    """A builder that holds the inputs, constants and nodes of ``graph``."""
+    build, _ = start(graph, infer)
+    for node in graph.nodes:
+        build.copy(node, node.inputs, graph.out_types(node))
+    return build
+
+
 def carry(build: GraphBuilder, names: dict[str, str], node: Node, graph: Graph) -> None:
     """``node`` of ``graph`` as it is, over the values that stand for its inputs."""
     inputs = [None if v is None else names[v] for v in node.inputs]
     names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+
+
+def finish(build: GraphBuilder, names: dict[str, str], graph: Graph) -> Graph:
+    """What was built, with the outputs of ``graph``."""
+    for name, value in graph.outputs:
+        build.output(name, names[value])
+    return build.finish()
 
 
 def _walk(
@@ -120,9 +135,7 @@ def _walk(
             names[old] = new
             # a value that stands for several is read by the readers of all
             rw.reads[new] = rw.reads.get(new, 0) + reads.get(old, 0)
-    for name, value in graph.outputs:
-        build.output(name, names[value])
-    return build.finish(), rw.applied
+    return finish(build, names, graph), rw.applied
 
 
 def _same_meaning(
@@ -132,8 +145,6 @@ def _same_meaning(
     for old, new in zip(node.outputs, results, strict=True):
         before, after = graph.types[old], build.types[new]
         if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise GraphError(
-                f"the rule {rule.name!r} turned {before} into {after}",
-                where=node.source or f"{node.op} → {old}",
-                remedy="this is a fault in the rule: it must return None there",
-            )
+            wrong = f"the rule {rule.name!r} turned {before} into {after}"
+            remedy = "this is a fault in the rule: it must return None there"
+            raise GraphError(wrong, where=node.source or f"{node.op} → {old}", remedy=remedy)

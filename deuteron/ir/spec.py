@@ -35,11 +35,8 @@ def check(graph: Graph, infer: Infer, stage: str = "") -> Graph:
         here = f"{where}, node {index} ({node.op} → {', '.join(node.outputs)})"
         for value in node.uses:
             if value not in known:
-                raise GraphError(
-                    f"{node.op} reads {value!r} before it is made",
-                    where=here,
-                    remedy="list nodes in an order that runs",
-                )
+                wrong = f"{node.op} reads {value!r} before it is made"
+                raise GraphError(wrong, where=here, remedy="list nodes in an order that runs")
         try:
             attrs, types = infer(node.op, graph.in_types(node), node.attrs)
         except DeuteronError as error:

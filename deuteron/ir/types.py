@@ -27,11 +27,9 @@ def strides_for(shape: Shape, layout: str) -> Shape:
         order = list(range(len(shape)))
     elif layout == "nhwc":
         if not 3 <= len(shape) <= 5:
-            raise GraphError(
-                f"layout 'nhwc' needs rank 3, 4 or 5, not {len(shape)}",
-                asked=f"shape {list(shape)} in layout 'nhwc'",
-                remedy="use layout='contiguous'",
-            )
+            wrong = f"layout 'nhwc' needs rank 3, 4 or 5, not {len(shape)}"
+            asked = f"shape {list(shape)} in layout 'nhwc'"
+            raise GraphError(wrong, asked=asked, remedy="use layout='contiguous'")
         order = [0, *range(2, len(shape)), 1]
     else:
         raise GraphError(

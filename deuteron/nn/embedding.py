@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
-from deuteron.nn.forward import as_leaf
+from deuteron.nn.stand_in import as_leaf
 
 
 class Embedding(nn.Embedding):
@@ -24,16 +24,8 @@ class Embedding(nn.Embedding):
     """
 
     def forward(self, input: Tensor, position: Tensor | None = None) -> Tensor:
-        return F.embedding(
-            input,
-            self.weight,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-            position=position,
-        )
+        how = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        return F.embedding(input, self.weight, *how, position=position)
 
 
 class SinusoidalEmbedding(nn.Module):
@@ -95,14 +87,6 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor | None = None, positions: Tensor | None = None, offset: int = 0
     ) -> Any:
-        return F.rope(
-            q,
-            k,
-            self.cos,
-            self.sin,
-            positions=positions,
-            offset=offset,
-            seq_dim=self.seq_dim,
-            interleaved=self.interleaved,
-            dims=2 * self.cos.shape[1],
-        )
+        own: Any = {"seq_dim": self.seq_dim, "interleaved": self.interleaved}
+        own |= {"dims": 2 * self.cos.shape[1], "positions": positions, "offset": offset}
+        return F.rope(q, k, self.cos, self.sin, **own)

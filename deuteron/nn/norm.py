@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
-from deuteron.nn.forward import as_leaf
+from deuteron.nn.stand_in import as_leaf
 
 
 class _Activated:
     """A layer that takes an activation besides torch's arguments."""
 
     activation: str | None = None
+    _more: ClassVar[str] = """that takes more: ``residual`` is added first and the sum returned too,
+    ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
+    result."""
+    _example: ClassVar[str] = "y, stream = dt.nn.{}({})(x, residual=stream)"
+    _sizes: ClassVar[str] = "64"
+    _runs: ClassVar[Callable[..., Any]]  # the function, and what of the module it is called with
+    _keeps: ClassVar[tuple[str, ...]]
 
     def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.activation = activation
 
     def __init_subclass__(cls) -> None:
-        """A class that adds nothing to the arguments gets them written out, for ``help``: those of
-        torch's class, as the version that is installed has them, and ours."""
+        """A stand-in for a class of torch's gets help of its own, and the arguments written out:
+        those of torch's class, as the version that is installed has them, and ours."""
         super().__init_subclass__()
         torchs = next((base for base in cls.__mro__ if base.__module__.startswith("torch.")), None)
         if torchs is not None and cls.__init__ is _Activated.__init__:
             cls.__init__ = _with_activation(torchs)  # type: ignore[method-assign]
+            shown = cls._example.format(cls.__name__, cls._sizes)
+            cls.__doc__ = f"``torch.nn.{cls.__name__}`` {cls._more}\n\n    >>> {shown}\n    "
+
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
+    ) -> Any:
+        around = self._around(residual=residual, bias_before=bias_before)
+        return self._runs(input, *[getattr(self, name) for name in self._keeps], **around)
+
+    def _around(self, **tensors: Tensor | None) -> dict[str, Any]:
+        """What is asked for besides torch's norm. Without any of it, small calls go to torch."""
+        every = {**tensors, "activation": self.activation}
+        return {name: given for name, given in every.items() if given is not None}
 
 
 def _with_activation(torchs: type) -> Any:
@@ -46,75 +67,18 @@ def _with_activation(torchs: type) -> Any:
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
-    """``torch.nn.LayerNorm`` that takes more: ``residual`` is added first and the sum returned too,
-    ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
-    result.
-
-    >>> y, stream = dt.nn.LayerNorm(768)(x, residual=stream)
-    """
-
-    def forward(
-        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
-    ) -> Any:
-        if residual is None and bias_before is None and self.activation is None:
-            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        return F.layer_norm(
-            input,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            residual=residual,
-            bias_before=bias_before,
-            activation=self.activation,
-        )
+    _runs, _sizes = staticmethod(F.layer_norm), "768"
+    _keeps = ("normalized_shape", "weight", "bias", "eps")
 
 
 class RMSNorm(_Activated, nn.RMSNorm):
-    """``torch.nn.RMSNorm`` that takes more: ``residual`` is added first and the sum returned too,
-    ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
-    result.
-
-    >>> y, stream = dt.nn.RMSNorm(4096)(x, residual=stream)
-    """
-
-    def forward(
-        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
-    ) -> Any:
-        if residual is None and bias_before is None and self.activation is None:
-            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
-        return F.rms_norm(
-            input,
-            self.normalized_shape,
-            self.weight,
-            self.eps,
-            residual=residual,
-            bias_before=bias_before,
-            activation=self.activation,
-        )
+    _runs, _sizes = staticmethod(F.rms_norm), "4096"
+    _keeps = ("normalized_shape", "weight", "eps")
 
 
 class GroupNorm(_Activated, nn.GroupNorm):
-    """``torch.nn.GroupNorm`` that takes more: ``residual`` is added first and the sum returned too,
-    ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
-    result.
-
-    >>> y, stream = dt.nn.GroupNorm(8, 64)(x, residual=stream)
-    """
-
-    def forward(
-        self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
-    ) -> Any:
-        return F.group_norm(
-            input,
-            self.num_groups,
-            self.weight,
-            self.bias,
-            self.eps,
-            residual=residual,
-            bias_before=bias_before,
-            activation=self.activation,
-        )
+    _runs, _sizes = staticmethod(F.group_norm), "8, 64"
+    _keeps = ("num_groups", "weight", "bias", "eps")
 
 
 class _InstanceNorm(_Activated):
@@ -130,52 +94,33 @@ class _InstanceNorm(_Activated):
             if residual is not None or bias_before is not None:
                 raise BindError("a residual needs a batch", remedy="unsqueeze(0) both")
             return self.forward(input.unsqueeze(0)).squeeze(0)
-        return F.instance_norm(
-            input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training or not self.track_running_stats,
-            0.0 if self.momentum is None else self.momentum,
-            self.eps,
-            residual=residual,
-            bias_before=bias_before,
-            activation=self.activation,
-        )
+        share = 0.0 if self.momentum is None else self.momentum
+        by_image = self.training or not self.track_running_stats
+        running: Any = self.running_mean, self.running_var
+        own: Any = self.weight, self.bias, by_image, share, self.eps
+        around = self._around(residual=residual, bias_before=bias_before)
+        return F.instance_norm(input, *running, *own, **around)
 
 
-class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
-    """``torch.nn.InstanceNorm1d`` that takes more: ``residual`` is added first and the sum returned
-    too, ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to
-    the result.
-
-    >>> y, stream = dt.nn.InstanceNorm1d(64)(x, residual=stream)
-    """
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d): ...
 
 
-class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
-    """``torch.nn.InstanceNorm2d`` that takes more: ``residual`` is added first and the sum returned
-    too, ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to
-    the result.
-
-    >>> y, stream = dt.nn.InstanceNorm2d(64)(x, residual=stream)
-    """
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d): ...
 
 
-class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
-    """``torch.nn.InstanceNorm3d`` that takes more: ``residual`` is added first and the sum returned
-    too, ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to
-    the result.
-
-    >>> y, stream = dt.nn.InstanceNorm3d(64)(x, residual=stream)
-    """
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d): ...
 
 
 class _BatchNorm(_Activated):
     """What the three batch norms share."""
 
-    def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Any:
+    _more = """that takes more: ``residual`` is added after it, then ``activation``
+    ("relu", "silu", …) applied."""
+    _example = 'y = dt.nn.{}({}, activation="relu")(x, residual=shortcut)'
+
+    def forward(  # type: ignore[override]
+        self: Any, input: Tensor, residual: Tensor | None = None
+    ) -> Any:
         if (leaf := as_leaf(self, input, residual)) is not None:
             return leaf
         self._check_input_dim(input)
@@ -186,39 +131,15 @@ class _BatchNorm(_Activated):
                 share = 1.0 / float(self.num_batches_tracked)
         training = self.training or (self.running_mean is None and self.running_var is None)
         keeps = not self.training or self.track_running_stats
-        return F.batch_norm(
-            input,
-            self.running_mean if keeps else None,
-            self.running_var if keeps else None,
-            self.weight,
-            self.bias,
-            training,
-            0.0 if share is None else share,
-            self.eps,
-            residual=residual,
-            activation=self.activation,
-        )
+        running = (self.running_mean, self.running_var) if keeps else (None, None)
+        own: Any = self.weight, self.bias, training, 0.0 if share is None else share, self.eps
+        return F.batch_norm(input, *running, *own, **self._around(residual=residual))
 
 
-class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """``torch.nn.BatchNorm1d`` that takes more: ``residual`` is added after it, then ``activation``
-    ("relu", "silu", …) applied.
-
-    >>> y = dt.nn.BatchNorm1d(64, activation="relu")(x, residual=shortcut)
-    """
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d): ...
 
 
-class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """``torch.nn.BatchNorm2d`` that takes more: ``residual`` is added after it, then ``activation``
-    ("relu", "silu", …) applied.
-
-    >>> y = dt.nn.BatchNorm2d(64, activation="relu")(x, residual=shortcut)
-    """
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d): ...
 
 
-class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """``torch.nn.BatchNorm3d`` that takes more: ``residual`` is added after it, then ``activation``
-    ("relu", "silu", …) applied.
-
-    >>> y = dt.nn.BatchNorm3d(64, activation="relu")(x, residual=shortcut)
-    """
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d): ...

@@ -10,12 +10,7 @@ and combination of element types (LAMB three, Adafactor four or seven). On the C
 code generated through LLVM; torch's operators where llvmlite is not installed.
 """
 
-from deuteron.optim.adafactor import Adafactor
-from deuteron.optim.adam import Adam, AdamW
-from deuteron.optim.adam8bit import AdamW8bit
 from deuteron.optim.base import Ours
-from deuteron.optim.lamb import LAMB
-from deuteron.optim.lion import Lion
-from deuteron.optim.sgd import SGD
+from deuteron.optim.optimisers import LAMB, SGD, Adafactor, Adam, AdamW, AdamW8bit, Lion
 
 __all__ = ["LAMB", "SGD", "Adafactor", "Adam", "AdamW", "AdamW8bit", "Lion", "Ours"]

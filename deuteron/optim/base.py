@@ -20,6 +20,7 @@ from deuteron.optim.runners import Control, Given, Limits, Runner, runner
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENT = attrgetter("grad")
+Group = dict[str, Any]  # of parameters, with their settings, as torch keeps them
 
 
 class Ours(TypedDict, total=False):
@@ -69,16 +70,14 @@ class Fused(torch.optim.Optimizer):
 
     # ---- what a subclass says
 
-    def _rule(self, group: dict[str, Any], p: torch.Tensor, extras: Extras) -> Rule:
+    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         raise NotImplementedError
 
-    def _constants(self, group: dict[str, Any], batch: Batch) -> list[Any]:
-        """What the rule's numbers are made of, after the factor of the gradient."""
-        raise NotImplementedError
+    def _constants(self, group: Group, batch: Batch) -> list[Any]:
+        """What the rule's numbers are made of, after the factor of the gradient: Adam's."""
+        return [*group["betas"], group["eps"], group["weight_decay"]]
 
-    def _run(
-        self, run: Runner, batch: Batch, group: dict[str, Any], control: Control | None
-    ) -> None:
+    def _run(self, run: Runner, batch: Batch, group: Group, control: Control | None) -> None:
         """One batch, one step."""
         decay = self.ours.get("ema_decay")
         constants = [-1.0 if group.get("maximize") else 1.0]
@@ -86,7 +85,7 @@ class Fused(torch.optim.Optimizer):
         constants += [] if decay is None else [1.0 - decay]
         run.step(batch, Given(constants, group["lr"], bool(group.get("capturable")), control))
 
-    def _fresh(self, group: dict[str, Any], state: dict[str, Any]) -> bool:
+    def _fresh(self, group: Group, state: dict[str, Any]) -> bool:
         """Whether the first step of a tensor differs from the others."""
         return False
 
@@ -257,9 +256,9 @@ class Fused(torch.optim.Optimizer):
             if capturing(batch.device):
                 self._captured.append(batch.in_use())
 
-    def _collect(self) -> list[tuple[Batch, dict[str, Any]]]:
+    def _collect(self) -> list[tuple[Batch, Group]]:
         """The batches of all groups, with the gradients of now."""
-        work: list[tuple[Batch, dict[str, Any]]] = []
+        work: list[tuple[Batch, Group]] = []
         same = len(self._states) == len(self.state)
         same = same and all(map(is_, self._states, self.state.values()))
         if not same or len(self._batches) != len(self.param_groups):
@@ -278,7 +277,7 @@ class Fused(torch.optim.Optimizer):
                 work.append((batch, group))
         return work
 
-    def _hold(self, made: Batches, group: dict[str, Any]) -> bool:
+    def _hold(self, made: Batches, group: Group) -> bool:
         """Whether the batches made before still fit."""
         return all(map(is_, made.params, group["params"])) and all(
             batch.rule is self._rule(group, p := batch.params[0], self._extras(p))
@@ -286,7 +285,7 @@ class Fused(torch.optim.Optimizer):
             for batch in made.batches
         )
 
-    def _batch(self, group: dict[str, Any]) -> list[Batch]:
+    def _batch(self, group: Group) -> list[Batch]:
         """The group's parameters, sorted into batches."""
         if group.get("differentiable"):  # said by a group, or by a state dict that was loaded
             raise self._not_differentiable('a step of a group with "differentiable": True')
@@ -316,23 +315,14 @@ class Fused(torch.optim.Optimizer):
     def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         asked = f"a step of {type(self).__name__} for a parameter of shape {tuple(p.shape)}"
         if grad.is_sparse:
-            raise BindError(
-                "its gradient is sparse",
-                asked=asked,
-                remedy="make the layer with sparse=False, or use torch.optim.SparseAdam or SGD",
-            )
+            remedy = "make the layer with sparse=False, or use torch.optim.SparseAdam or SGD"
+            raise BindError("its gradient is sparse", asked=asked, remedy=remedy)
         if p.dtype.to_real() not in FLOATS:
-            raise BindError(
-                f"{p.dtype} is not a type to optimise in",
-                asked=asked,
-                remedy="use float32, bfloat16, float16 or float64",
-            )
+            wrong = f"{p.dtype} is not a type to optimise in"
+            raise BindError(wrong, asked=asked, remedy="use float32, bfloat16, float16 or float64")
         if grad.device != p.device:
-            raise BindError(
-                f"its gradient is on {grad.device}, the parameter on {p.device}",
-                asked=asked,
-                remedy=f"p.grad = p.grad.to({str(p.device)!r})",
-            )
+            wrong = f"its gradient is on {grad.device}, the parameter on {p.device}"
+            raise BindError(wrong, asked=asked, remedy=f"p.grad = p.grad.to({str(p.device)!r})")
 
     def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
         """Unscale, clip and skip, decided over all batches on all devices; None if nothing is."""
@@ -353,26 +343,6 @@ class Fused(torch.optim.Optimizer):
         batches[0].ran.append(("control", None, 1))
         self.grad_norm = made.norm
         return {d: made if d == first else made.on(d) for d in devices}
-
-
-class OwnArguments(Fused):
-    """Those that torch.optim does not have, with the bounds that it sets."""
-
-    def __init__(self, params: Any, ours: Ours, **given: Any) -> None:
-        betas, eps, decay = given["betas"], given.get("eps", 0.0), given["weight_decay"]
-        if not float(given["lr"]) >= 0.0:
-            raise ValueError(f"Invalid learning rate: {given['lr']}")
-        if len(betas) != 2:
-            raise ValueError(f"Invalid betas: {betas}; there are two of them")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {decay}")
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        self._set(ours)
-        super().__init__(params, given)
 
 
 _watched_step = torch.optim.Optimizer.profile_hook_step(Fused._step)

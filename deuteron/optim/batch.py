@@ -50,11 +50,9 @@ class Uploads:
                 self.spare[dtype] = torch.empty_like(host, pin_memory=True)
             return host.pin_memory().to(self.device, non_blocking=True)
         if dtype not in self.spare:
-            raise EngineError(
-                "gradients moved, and the memory to say so went to the graph captured before",
-                asked="step() while a CUDA Graph is captured",
-                remedy="call step() once between the two captures",
-            )
+            wrong = "gradients moved, and the memory to say so went to the graph captured before"
+            remedy = "call step() once between the two captures"
+            raise EngineError(wrong, asked="step() while a CUDA Graph is captured", remedy=remedy)
         kept = self.spare.pop(dtype).copy_(host)
         there = torch.empty_like(host, device=self.device)
         self.captured += [kept, there.copy_(kept, non_blocking=True)]
@@ -142,11 +140,9 @@ class Batch:
     def _check_memory(self) -> None:
         for p, place, size in zip(self.params, self.places, self.sizes, strict=True):
             if size and not place:
-                raise EngineError(
-                    f"a {type(p).__name__} of shape {tuple(p.shape)} has no memory of its own",
-                    asked="a step of an optimiser",
-                    remedy="optimise plain tensors, such as its local part",
-                )
+                wrong = f"a {type(p).__name__} of shape {tuple(p.shape)} has no memory of its own"
+                remedy = "optimise plain tensors, such as its local part"
+                raise EngineError(wrong, asked="a step of an optimiser", remedy=remedy)
 
     def _lay_out(self, block: int) -> None:
         """The list of chunks: tensor and place in the tensor, and each tensor's first chunk."""
@@ -235,16 +231,5 @@ class Batch:
 
     def in_use(self) -> tuple[Any, ...]:
         """What a CUDA Graph captured now reads and writes."""
-        return (
-            self.table,
-            self.grads,
-            self.where,
-            self.firsts,
-            self.steps,
-            self.rows,
-            self.constants,
-            self.homes,
-            self.tensors,
-            self.upload,
-            self.prepared,
-        )
+        rows = self.table, self.grads, self.where, self.firsts, self.steps, self.rows
+        return *rows, self.constants, self.homes, self.tensors, self.upload, self.prepared

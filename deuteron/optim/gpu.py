@@ -51,11 +51,9 @@ class OnGpu(Runner):
         if rule.on_device or given.capturable or remote or stays or skips or exact:
             rows, numbers = self._numbers(batch, given), [None] * len(rule.numbers)
         elif rule.counts and capturing(batch.device):
-            raise EngineError(
-                "the step count is on the host, so a CUDA Graph would repeat one step for ever",
-                asked="step() while a CUDA Graph is captured",
-                remedy="pass capturable=True",
-            )
+            wrong = "the step count is on the host, so a CUDA Graph would repeat one step for ever"
+            asked = "step() while a CUDA Graph is captured"
+            raise EngineError(wrong, asked=asked, remedy="pass capturable=True")
         else:
             numbers += rule.numbers_of(given.constants, float(given.lr), batch.advance())
         at: Any = batch

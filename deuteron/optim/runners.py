@@ -86,14 +86,10 @@ class Host(Runner):
 
     def control(self, limits: Limits) -> Control:
         squares, scale, found, top, skips = limits
-        made = limited(
-            ON_NUMBERS,
-            squares=0.0 if squares is None else float(squares.sum()),
-            scale=1.0 if scale is None else float(scale),
-            found=0.0 if found is None else float(found),
-            most=inf if top is None else top,
-            skips=float(skips),
-        )
+        total = 0.0 if squares is None else float(squares.sum())
+        given = {"squares": total, "scale": 1.0 if scale is None else float(scale)}
+        given |= {"found": 0.0 if found is None else float(found), "skips": float(skips)}
+        made = limited(ON_NUMBERS, **given, most=inf if top is None else top)
         pair = torch.tensor([made["factor"], made["skip"]], dtype=torch.float64)
         norm = None if squares is None else torch.tensor(made["norm"], dtype=torch.float32)
         return Control(pair, norm, True)
@@ -217,11 +213,9 @@ def runner(kind: str) -> Runner:
     """Who runs steps on devices of this kind."""
     if kind == "cuda":
         if find_spec("triton") is None:
-            raise EngineError(
-                "Triton is not installed",
-                asked="a step of an optimiser for tensors on a GPU",
-                remedy="pip install triton, or use torch.optim",
-            )
+            wrong = "Triton is not installed"
+            asked = "a step of an optimiser for tensors on a GPU"
+            raise EngineError(wrong, asked=asked, remedy="pip install triton, or use torch.optim")
         from deuteron.optim.gpu import OnGpu
 
         return OnGpu()

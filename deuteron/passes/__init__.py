@@ -19,8 +19,7 @@ from deuteron.passes.fold_batch_norm import fold_batch_norm
 from deuteron.passes.fuse import Veto, fuse
 from deuteron.passes.join_cross_entropy import join_cross_entropy
 from deuteron.passes.join_rope import join_rope
-from deuteron.passes.keep_signs import keep_signs
-from deuteron.passes.keep_winners import keep_winners
+from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
 from deuteron.passes.simplify import algebra, canonicalise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deuteron.ir.graph import Constant, Graph, Node
-from deuteron.ir.rewrite import start
+from deuteron.ir.rewrite import finish, start
 from deuteron.ops import table
 from deuteron.ops.evaluate import run_node
 from deuteron.ops.opaque import is_random
@@ -14,7 +14,7 @@ from deuteron.passes.context import Context
 FOLD_LIMIT = 1 << 26  # elements; a larger folded result would cost more memory than it saves
 
 
-def dead_code(graph: Graph, ctx: Context) -> Graph:
+def dead_code(graph: Graph, ctx: Context | None = None) -> Graph:
     """Drop nodes and constants that no output needs. Inputs stay: they are the signature."""
     live = set(graph.output_values)
     kept: list[Node] = []
@@ -24,8 +24,9 @@ def dead_code(graph: Graph, ctx: Context) -> Graph:
             live.update(node.uses)
     kept.reverse()
     constants = {v: c for v, c in graph.constants.items() if v in live}
-    ctx.fired["unused node"] += len(graph.nodes) - len(kept)
-    ctx.fired["unused constant"] += len(graph.constants) - len(constants)
+    if ctx is not None:
+        ctx.fired["unused node"] += len(graph.nodes) - len(kept)
+        ctx.fired["unused constant"] += len(graph.constants) - len(constants)
     made = {out for node in kept for out in node.outputs}
     names = {*graph.inputs, *constants, *made}
     types = {v: t for v, t in graph.types.items() if v in names}
@@ -85,9 +86,7 @@ def fold_constants(graph: Graph, ctx: Context) -> Graph:
                 names[old] = build.constant(Constant(result), old)
             continue
         names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
-    for name, value in graph.outputs:
-        build.output(name, names[value])
-    return build.finish()
+    return finish(build, names, graph)
 
 
 def _draws(node: Node) -> bool:

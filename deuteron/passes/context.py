@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from deuteron.ir.graph import Graph
+from deuteron.ir.rewrite import Rule, rewrite
 from deuteron.ir.types import TensorType
+from deuteron.ops import table
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -26,6 +28,17 @@ class Context:
     promised: dict[str, TensorType] = field(default_factory=dict)
     price: Callable[[Graph], float] | None = None
     forms: dict[Any, str] = field(default_factory=dict)
+
+
+def by_rules(rules: Sequence[Rule]) -> Callable[[Graph, Context], Graph]:
+    """A pass that applies rules wherever they fit."""
+
+    def run(graph: Graph, ctx: Context) -> Graph:
+        graph, fired = rewrite(graph, rules, table.infer)
+        ctx.fired.update(fired)
+        return graph
+
+    return run
 
 
 class Pass(NamedTuple):

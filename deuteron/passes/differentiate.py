@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from deuteron.errors import GraphError
-from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import start
+from deuteron.ir.rewrite import continued
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
@@ -34,11 +33,9 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
         raise GraphError(f"there is no output {of!r}", asked=f"grad({of!r})", remedy=f"use {have}")
     for name in wrt:
         if name not in graph.inputs and name not in graph.constants:
-            raise GraphError(
-                f"{name!r} is not an input of the graph",
-                asked=f"grad({of!r}, wrt={list(wrt)})",
-                remedy=f"choose from {', '.join(graph.inputs)}",
-            )
+            wrong = f"{name!r} is not an input of the graph"
+            asked = f"grad({of!r}, wrt={list(wrt)})"
+            raise GraphError(wrong, asked=asked, remedy=f"choose from {', '.join(graph.inputs)}")
         if not graph.types[name].dtype.is_float:
             raise GraphError(
                 f"{name!r} is {graph.types[name].dtype.name}: only floats have gradients",
@@ -47,7 +44,7 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
     if not graph.types[target].dtype.is_float:
         raise GraphError(f"output {of!r} is {graph.types[target].dtype.name}, not a float")
 
-    build, ops = _continued(graph)
+    ops = Ops(build := continued(graph, table.infer))
     build.outputs = list(graph.outputs)
     seed_type = graph.types[target]
     if seed_type.numel == 1:
@@ -70,7 +67,7 @@ def pullback(
     ``of`` gives the types in which the gradients come, strides included.
     """
     graph = written_out(graph)
-    build, ops = _continued(graph)
+    ops = Ops(build := continued(graph, table.infer))
     values = dict(graph.outputs)
     seeds: dict[str, Sym] = {}
     for name, type_ in of.items():
@@ -92,14 +89,6 @@ def pullback(
     constants = {v: c for v, c in whole.constants.items() if v in live}
     types = {v: whole.types[v] for v in (*inputs, *constants, *made)}
     return Graph(whole.name, inputs, whole.outputs, tuple(nodes), types, constants)
-
-
-def _continued(graph: Graph) -> tuple[GraphBuilder, Ops]:
-    """A builder that holds the inputs, constants and nodes of ``graph``."""
-    build, _ = start(graph, table.infer)
-    for node in graph.nodes:
-        build.copy(node, node.inputs, graph.out_types(node))
-    return build, Ops(build)
 
 
 def _add_gradients(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: Sequence[str]) -> None:
@@ -130,11 +119,9 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
             continue
         op = table.get(node.op)
         if op.vjp is None:
-            raise GraphError(
-                f"{node.op} has no gradient rule",
-                where=node.source or f"node → {', '.join(node.outputs)}",
-                remedy="leave it outside the differentiated part, or give its OpDef a vjp",
-            )
+            where = node.source or f"node → {', '.join(node.outputs)}"
+            remedy = "leave it outside the differentiated part, or give its OpDef a vjp"
+            raise GraphError(f"{node.op} has no gradient rule", where=where, remedy=remedy)
         ops.source = f"grad of {node.source or node.op}"
         ins = tuple(None if v is None else ops.sym(v) for v in node.inputs)
         if not op.variadic:
@@ -149,11 +136,9 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
                 continue
             expected = graph.types[value]
             if (grad.shape, grad.dtype) != (expected.shape, expected.dtype):
-                raise GraphError(
-                    f"the gradient of {node.op} for {value!r} is {grad.type}, not {expected}",
-                    where=node.source,
-                    remedy="this is a fault in the operator's vjp",
-                )
+                wrong = f"the gradient of {node.op} for {value!r} is {grad.type}, not {expected}"
+                remedy = "this is a fault in the operator's vjp"
+                raise GraphError(wrong, where=node.source, remedy=remedy)
             grads[value] = grads[value] + grad if value in grads else grad
     ops.source = ""
     return grads

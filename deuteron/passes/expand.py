@@ -14,7 +14,7 @@ from typing import Any
 
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import carry, start
+from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
@@ -51,11 +51,8 @@ def _written_out(
     return rule(b, ins, attrs)
 
 
-FORMS: dict[str, Form] = {
-    "whole": _whole,
-    "laid in one order": _in_one_order,
-    "written out": _written_out,
-}
+FORMS: dict[str, Form] = {"whole": _whole, "laid in one order": _in_one_order}
+FORMS["written out"] = _written_out
 
 
 def cheapest(op: str, types: Types, attrs: Mapping[str, Any], ctx: Context) -> str:
@@ -121,9 +118,7 @@ def expand(graph: Graph, ctx: Context) -> Graph:
         names.update(zip(node.outputs, (s.name for s in made), strict=True))
         if total is not None:
             names[total.output] = made[0].name
-    for name, value in graph.outputs:
-        build.output(name, names[value])
-    done = build.finish()
+    done = finish(build, names, graph)
     return expand(done, ctx) if again else done  # what is written out may hold such operators, too
 
 
@@ -144,9 +139,7 @@ def written_out(graph: Graph) -> Graph:
             syms = [None if v is None else b.sym(names[v]) for v in inputs]
             made = _written_out(b, syms, node.op, node.attrs)
             names.update(zip(node.outputs, (s.name for s in made), strict=True))
-        for name, value in graph.outputs:
-            build.output(name, names[value])
-        graph = build.finish()
+        graph = finish(build, names, graph)
     return graph
 
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import Rewriter, Rule, rewrite
-from deuteron.ops import table
-from deuteron.passes.context import Context
+from deuteron.ir.graph import Node
+from deuteron.ir.rewrite import Rewriter, Rule
+from deuteron.passes.context import by_rules
 
 
 def _factors(rw: Rewriter, node: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -81,13 +80,9 @@ def _into_affine(rw: Rewriter, node: Node) -> Sequence[str] | None:
     return [rw.emit("add", [scaled, rw.build.constant(shift, "bn_shift")])]
 
 
-RULES = (
-    Rule("batch norm into product", ("batch_norm",), _into_product),
-    Rule("batch norm as multiply and add", ("batch_norm",), _into_affine),
+fold_batch_norm = by_rules(
+    (
+        Rule("batch norm into product", ("batch_norm",), _into_product),
+        Rule("batch norm as multiply and add", ("batch_norm",), _into_affine),
+    )
 )
-
-
-def fold_batch_norm(graph: Graph, ctx: Context) -> Graph:
-    graph, fired = rewrite(graph, RULES, table.infer)
-    ctx.fired.update(fired)
-    return graph

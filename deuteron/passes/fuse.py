@@ -104,40 +104,29 @@ def _into_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | Non
     return None
 
 
-def _moved(f: Fuser, group: Group, node: Node, value: str) -> str | None:
-    """Movement joins elementwise work."""
-    return None
-
-
-def _never(reason: str) -> Check:
+def _always(reason: str | None) -> Check:
     return lambda f, group, node, value: reason
 
 
-E, B, M, R, C, X = (
-    Fusion.ELEMENTWISE,
-    Fusion.BROADCAST,
-    Fusion.INJECTIVE,
-    Fusion.REDUCTION,
-    Fusion.COMPLEX,
-    Fusion.OPAQUE,
-)
-_product = _never("a product starts a region of its own: its operands must be in memory")
-_alone = _never("an opaque operator runs alone")
+E, B, M = Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE
+R, C, X = Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE
+_product = _always("a product starts a region of its own: its operands must be in memory")
+_alone = _always("an opaque operator runs alone")
 
 RULES: dict[tuple[Fusion, Fusion], Check] = {
     # (what the group is, what wants to join)
     (E, E): _same_space,
     (E, B): _same_space,
-    (E, M): _moved,
+    (E, M): _always(None),  # movement joins elementwise work
     (E, R): _into_reduction,
     (R, E): _after_reduction,
     (R, B): _after_reduction,
-    (R, M): _never("moves the result of a reduction, which is complete only at the end"),
-    (R, R): _never("a second reduction needs the first to be complete"),
+    (R, M): _always("moves the result of a reduction, which is complete only at the end"),
+    (R, R): _always("a second reduction needs the first to be complete"),
     (C, E): _epilogue,
     (C, B): _epilogue,
-    (C, M): _never("moves elements out of the tile of the product"),
-    (C, R): _never("a reduction after a product needs whole rows, the product makes tiles"),
+    (C, M): _always("moves elements out of the tile of the product"),
+    (C, R): _always("a reduction after a product needs whole rows, the product makes tiles"),
     (E, C): _product,
     (R, C): _product,
     (C, C): _product,
@@ -183,7 +172,7 @@ class Fuser:
             producers.setdefault(self.find(self.of[p]), value)
         home: int | None = None
         for group, value in producers.items():
-            reason = self._may_join(group, value, i, node, kind, home, producers)
+            reason = self._may_join(group, node, home, producers)
             if reason is not None:
                 self._veto(value, node, reason)
             elif home is None:
@@ -200,20 +189,13 @@ class Fuser:
             self._read(i, producers)
 
     def _may_join(
-        self,
-        group: int,
-        value: str,
-        i: int,
-        node: Node,
-        kind: Fusion,
-        home: int | None,
-        producers: dict[int, str],
+        self, group: int, node: Node, home: int | None, producers: dict[int, str]
     ) -> str | None:
-        g = self.groups[group]
+        g, kind = self.groups[group], table.get(node.op).fusion
         rule = RULES.get((g.kind, kind))
         if rule is None:
             return f"no rule for {kind} work after a {g.kind} region"
-        reason = rule(self, g, node, value)
+        reason = rule(self, g, node, producers[group])
         if reason is not None:
             return reason
         if home is not None and (g.kind is not E or self.groups[home].kind is not E):
@@ -221,10 +203,9 @@ class Fuser:
         size = len(g.nodes) + (len(self.groups[home].nodes) if home is not None else 1)
         if size > MAX_NODES:
             return f"the region would pass {MAX_NODES} nodes"
-        others = [p for p in producers if p != group]
         if home is not None:
             return self._path_between(home, group)
-        return self._path_to(group, others)
+        return self._path_to(group, [p for p in producers if p != group])
 
     def _path_to(self, group: int, starts: list[int]) -> str | None:
         """A path group → … → one of ``starts`` would close a cycle. Whatever needs the group

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import carry, start
+from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ops import table
 from deuteron.ops.activated import activation_text
 
@@ -67,9 +67,7 @@ def join_batch_norm(graph: Graph) -> Graph:
             source=node.source or norm.source,
         )
         names.update(zip((node.outputs[0], *norm.outputs[1:]), made, strict=True))
-    for name, value in graph.outputs:
-        build.output(name, names[value])
-    return build.finish()
+    return finish(build, names, graph)
 
 
 def _chain(graph: Graph, norm: Node) -> _Chain:

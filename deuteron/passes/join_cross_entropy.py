@@ -8,7 +8,7 @@ squared loss does), that one becomes the sum or mean of what the other made.
 from __future__ import annotations
 
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import start
+from deuteron.ir.rewrite import finish, start
 from deuteron.ops import Ops, table
 from deuteron.ops.cross_entropy import joined
 from deuteron.passes.context import Context
@@ -46,9 +46,7 @@ def join_cross_entropy(graph: Graph, ctx: Context) -> Graph:
 
     for node in graph.nodes:
         write(node)
-    for name, value in graph.outputs:
-        build.output(name, names[value])
-    return build.finish()
+    return finish(build, names, graph)
 
 
 def _operands(node: Node) -> tuple[object, ...]:

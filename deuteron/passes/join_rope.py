@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import carry, start
+from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.passes.context import Context
@@ -62,10 +62,8 @@ def join_rope(graph: Graph, ctx: Context) -> Graph:
         inputs = [q, rest[0] if rest else None, half(group[0].cos), half(group[0].sin)]
         made = build.emit("rope", inputs, {"axis": group[0].axis}, source=node.source)
         names.update(zip((r.total.output for r in group), made, strict=True))
-    for name, value in graph.outputs:
-        build.output(name, names[value])
     ctx.fired["rotary positions"] += len(groups)
-    return build.finish()
+    return finish(build, names, graph)
 
 
 def _is_cheaper(graph: Graph, group: Sequence[_Rotation], ctx: Context) -> bool:

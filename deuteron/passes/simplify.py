@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import Rewriter, Rule, rewrite
+from deuteron.ir.graph import Node
+from deuteron.ir.rewrite import Rewriter, Rule
 from deuteron.ops import table
-from deuteron.passes.context import Context
+from deuteron.passes.context import by_rules
 
 Result = Sequence[str] | None
 
@@ -221,17 +221,8 @@ ALGEBRA = (
     Rule("one bias for two added convolutions", ("add",), _shared_bias),
 )
 
-
-def canonicalise(graph: Graph, ctx: Context) -> Graph:
-    """Give equal things one form, so that later rules need to know only that form."""
-    graph, fired = rewrite(graph, CANONICAL, table.infer)
-    ctx.fired.update(fired)
-    return graph
-
-
-def algebra(graph: Graph, ctx: Context) -> Graph:
-    """Rules that hold for every number, nan and infinities included. All but one keep every bit;
-    sharing one bias between two added convolutions adds in another order, as any fusion may."""
-    graph, fired = rewrite(graph, ALGEBRA, table.infer)
-    ctx.fired.update(fired)
-    return graph
+# one form for equal things, so that later rules need to know only that form
+canonicalise = by_rules(CANONICAL)
+# Rules that hold for every number, nan and infinities included. All but one keep every bit; sharing
+# one bias between two added convolutions adds in another order, as any fusion may.
+algebra = by_rules(ALGEBRA)

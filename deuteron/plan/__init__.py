@@ -1,6 +1,6 @@
 """Choosing and running: decide → build → program → run.
 
-Read in this order: decide, choose, find, timing, cache, memory, program, capture, cuda_graph,
+Read in this order: decide, choose, find, timing, cache, memory, program, cuda_graph,
 plan, binding, reporting, serialize; tensors holds what several of them do to tensors.
 """
 
@@ -18,8 +18,7 @@ def load_plan(path: str | Path, device: str | torch.device | None = None) -> Pla
     """Read a plan that ``Plan.save`` wrote. What no longer fits here is chosen anew, and
     ``plan.explain()`` lists it under notes."""
     where = resolve_device(device)
-    decision, _ = load_decision(Path(path), where)
-    return Plan(decision, where)
+    return Plan(load_decision(Path(path), where), where)
 
 
 __all__ = ["Cache", "Decision", "Plan", "compile_graph", "decide", "load_plan", "resolve_device"]

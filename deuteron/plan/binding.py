@@ -47,19 +47,17 @@ class Binder:
                 asked="run(…)",
                 remedy=f"run({', '.join(f'{n}=…' for n in self.names)})",
             )
-        out: dict[str, torch.Tensor] = {}
-        pairs: list[tuple[Any, torch.Tensor]] = [
-            (getattr(key, "name", key), tensor) for key, tensor in bindings.items()
-        ]
-        for name, tensor in (*pairs, *named.items()):
-            if name in out:
-                raise BindError(
-                    f"input {name!r} is bound twice",
-                    asked=f"run({', '.join(str(n) for n, _ in (*pairs, *named.items()))})",
-                    remedy="bind it once: by handle, by name or by keyword",
-                )
-            out[name] = tensor
-        return out
+        pairs: list[Any] = [(getattr(key, "name", key), tensor) for key, tensor in bindings.items()]
+        pairs += named.items()
+        names = [name for name, _ in pairs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise BindError(
+                f"input {twice!r} is bound twice",
+                asked=f"run({', '.join(map(str, names))})",
+                remedy="bind it once: by handle, by name or by keyword",
+            )
+        return dict(pairs)
 
     def check(self, tensors: list[torch.Tensor]) -> None:
         """Raise BindError unless every tensor fits its input exactly. On the way of every run,

@@ -26,6 +26,7 @@ from deuteron.target import cpu_identity
 
 FORMAT = 1
 FILE = "measurements.jsonl"
+Rows = list[dict[str, Any]]  # what each candidate of a region took
 
 
 @lru_cache
@@ -33,13 +34,8 @@ def _environment(kind: str, index: int, threads: int) -> dict[str, Any]:
     if kind == "cuda":
         props = torch.cuda.get_device_properties(index)
         driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
-        return {
-            "device": props.name,
-            "driver": str(driver),
-            "torch": torch.__version__,
-            "cudnn": str(torch.backends.cudnn.version()),
-            "triton": _installed("triton"),
-        }
+        gpu = {"device": props.name, "driver": str(driver), "triton": _installed("triton")}
+        return gpu | {"torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
     return {"device": "cpu", **cpu_identity(), "llvmlite": _installed("llvmlite")}
 
 
@@ -59,12 +55,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def policy_key(policy: Policy) -> dict[str, Any]:
     """The part of a policy that changes which candidates may win."""
-    return {
-        "deterministic": policy.deterministic,
-        "max_error": policy.max_error,
-        "max_workspace": policy.max_workspace,
-        "allow_tf32": policy.allow_tf32,
-    }
+    names = ("deterministic", "max_error", "max_workspace", "allow_tf32")
+    return {name: getattr(policy, name) for name in names}
 
 
 def plain_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,28 +132,18 @@ class Cache:
             self.problems.append(f"{where}: edited or damaged (checksum differs)")
             self.damaged.append(line)
 
-    def get(self, region: str, device: torch.device, policy: Policy) -> list[dict[str, Any]] | None:
+    def get(self, region: str, device: torch.device, policy: Policy) -> Rows | None:
         """What was measured for this region here, or None."""
         entry = self.entries.get(_key(region, environment(device), policy_key(policy)))
         return entry["options"] if entry is not None else None
 
     def put(
-        self,
-        region: str,
-        text: str,
-        device: torch.device,
-        policy: Policy,
-        options: list[dict[str, Any]],
+        self, region: str, text: str, device: torch.device, policy: Policy, options: Rows
     ) -> None:
         """Remember measurements; they reach the file at :meth:`save`."""
-        entry: dict[str, Any] = {
-            "format": FORMAT,
-            "region": region,
-            "text": text,
-            "environment": environment(device),
-            "policy": policy_key(policy),
-            "options": options,
-        }
+        entry: dict[str, Any] = {"format": FORMAT, "region": region, "text": text}
+        entry |= {"environment": environment(device), "policy": policy_key(policy)}
+        entry["options"] = options
         entry["sum"] = checksum(entry)
         key = _key(region, entry["environment"], entry["policy"])
         self.entries[key] = self.fresh[key] = entry

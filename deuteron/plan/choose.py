@@ -122,11 +122,8 @@ def at_once(region: Region, options: Sequence[Option]) -> Option:
     """The cheapest offer that is quickly built, or the cheapest if none is."""
     usable = [o for o in options if not o.rejected]
     if not usable:
-        raise EngineError(
-            "every candidate is ruled out by the policy",
-            where=region.text,
-            remedy="relax Policy(deterministic=…)",
-        )
+        wrong = "every candidate is ruled out by the policy"
+        raise EngineError(wrong, where=region.text, remedy="relax Policy(deterministic=…)")
     return next((o for o in usable if o.candidate.build_s <= PATIENCE_S), usable[0])
 
 
@@ -151,17 +148,17 @@ def around_odd_nodes(region: Region, survey: Survey) -> list[Region]:
     there is none, or nothing else."""
     pieces: list[list[Node]] = [[]]
     for node in region.nodes:
-        if survey.wanted(region.part("alone", [node], _anchor([node]))):
+        if survey.wanted(region.part("alone", [node], heaviest([node]))):
             pieces[-1].append(node)
         else:
             pieces += [[node], []]
     found = [nodes for nodes in pieces if nodes]
     if len(found) == 1 or all(len(nodes) == 1 for nodes in found):
         return []
-    return [region.part(f"{region.name}{i}", n, _anchor(n)) for i, n in enumerate(found)]
+    return [region.part(f"{region.name}{i}", n, heaviest(n)) for i, n in enumerate(found)]
 
 
-def _anchor(nodes: Sequence[Node]) -> int | None:
+def heaviest(nodes: Sequence[Node]) -> int | None:
     """The first node that decides how others are run."""
     heavy = (Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE)
     return next((i for i, n in enumerate(nodes) if table.get(n.op).fusion in heavy), None)

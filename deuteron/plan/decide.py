@@ -61,44 +61,25 @@ def decide(
     find = find or (policy.max_error is not None and device is not None)
     begin = time.perf_counter()
     survey = Survey(target, policy)
-    guess = heuristic(survey)
+    guess, notes = heuristic(survey), list[str]()
     optimised, records = run_passes(graph, context(survey))
     regions, vetoes = fuse(optimised)
     if not find:
         choices = [c for region in regions for c in choose(region, guess, survey)]
-        return Decision(
-            graph,
-            optimised,
-            target,
-            policy,
-            _numbered(choices),
-            vetoes,
-            records,
-            "heuristic",
-            time.perf_counter() - begin,
-        )
-    assert device is not None
-    opened = cache or Cache.open()
-    constants = constants_on(optimised, device)
-    finder = Finder(survey, device, constants, opened, budget_s)
-    try:
-        notes = _search(regions, guess, finder, progress)
-        choices = [c for region in regions for c in choose(region, finder.pick, survey)]
-    finally:  # what was measured is kept, whatever stops the search
-        opened.save()
-    notes += [f"cache: {problem}" for problem in opened.problems]
-    return Decision(
-        graph,
-        optimised,
-        target,
-        policy,
-        _numbered(choices),
-        vetoes,
-        records,
-        "found",
-        time.perf_counter() - begin,
-        tuple(notes),
-    )
+    else:
+        assert device is not None
+        opened = cache or Cache.open()
+        finder = Finder(survey, device, constants_on(optimised, device), opened, budget_s)
+        try:
+            notes = _search(regions, guess, finder, progress)
+            choices = [c for region in regions for c in choose(region, finder.pick, survey)]
+        finally:  # what was measured is kept, whatever stops the search
+            opened.save()
+        notes += [f"cache: {problem}" for problem in opened.problems]
+    numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
+    made = (graph, optimised, target, policy, numbered, vetoes, records)
+    seconds, mode = time.perf_counter() - begin, "found" if find else "heuristic"
+    return Decision(*made, mode, seconds, tuple(notes))
 
 
 def context(survey: Survey) -> Context:
@@ -106,7 +87,7 @@ def context(survey: Survey) -> Context:
     guess = heuristic(survey)
 
     def price(graph: Graph) -> float:
-        regions, _ = fuse(dead_code(graph, Context(survey.target, survey.policy)))
+        regions, _ = fuse(dead_code(graph))
         return sum(c.best_s for region in regions for c in choose(region, guess, survey))
 
     return Context(survey.target, survey.policy, price=price)
@@ -146,20 +127,6 @@ def constants_on(graph: Graph, device: torch.device, copy: bool = False) -> dict
         name: const.data if const.is_scalar else const.data.to(device, copy=copy)
         for name, const in graph.constants.items()
     }
-
-
-def _numbered(choices: list[Choice]) -> tuple[Choice, ...]:
-    """Regions named by their place in the plan."""
-    return tuple(
-        replace(
-            c, region=Region(_renamed(c.region.graph, f"r{i}"), c.region.constants, c.region.anchor)
-        )
-        for i, c in enumerate(choices)
-    )
-
-
-def _renamed(graph: Graph, name: str) -> Graph:
-    return graph if graph.name == name else replace(graph, name=name)
 
 
 def versions(device: torch.device | None) -> Mapping[str, str]:

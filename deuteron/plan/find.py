@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -39,25 +41,32 @@ RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
 EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
+Feed = Mapping[str, torch.Tensor]  # by input
+Results = Mapping[int, list[torch.Tensor]]  # by the place of an option
+
+
+class Measured(NamedTuple):
+    """What is known of a region's candidates, torch's own error, and what errors were held to."""
+
+    options: list[Option]
+    torch_error: float | None
+    reference: str
 
 
 @dataclass
 class Finder:
-    """Picks by measurement. ``progress`` is told of every region that was measured."""
+    """Picks by measurement."""
 
     survey: Survey
     device: torch.device
     constants: Mapping[str, torch.Tensor]
     cache: Cache
     budget_s: float
-    progress: Callable[[str, Region], None] | None = None
     spent_s: float = 0.0
     stopped: str = ""
     known: dict[str, Choice] = field(default_factory=dict)
     ratios: dict[object, list[float]] = field(default_factory=dict)
-    counts: dict[str, int] = field(
-        default_factory=lambda: {"measured": 0, "remembered": 0, "left": 0}
-    )
+    counts: Counter[str] = field(default_factory=Counter)  # measured, remembered and left
 
     def pick(self, region: Region) -> Choice:
         """Measured if the budget allows, remembered if it was measured before, else guessed."""
@@ -73,7 +82,7 @@ class Finder:
         remembered = self._remembered(region, options)
         if remembered is not None:
             self.counts["remembered"] += 1
-            return self._decide(base, *remembered)
+            return self._decide(base, remembered)
         left = self.budget_s - self.spent_s
         runs = sum(min(o.predicted_s, 3 * usable[0].predicted_s) for o in usable) * RUNS
         if self.stopped or left <= 0 or runs > left / 2:
@@ -82,7 +91,7 @@ class Finder:
             return replace(base, note=f"not measured: {why}")
         begin = time.perf_counter()
         try:
-            measured, torch_error, reference = self._measure(region, usable, left)
+            measured = self._measure(region, usable, left)
         except KeyboardInterrupt:
             self.stopped = "stopped by the user; what was measured so far is kept"
             self.counts["left"] += 1
@@ -92,26 +101,18 @@ class Finder:
         finally:
             self.spent_s += time.perf_counter() - begin
         self.counts["measured"] += 1
-        self._remember(region, measured, torch_error, reference)
-        if self.progress is not None:
-            self.progress("measured", region)
-        return self._decide(base, measured, torch_error, reference)
+        self._remember(region, measured)
+        return self._decide(base, measured)
 
     # ---- measuring
 
-    def _measure(
-        self, region: Region, options: list[Option], left: float
-    ) -> tuple[list[Option], float | None, str]:
+    def _measure(self, region: Region, options: list[Option], left: float) -> Measured:
         begin = time.perf_counter()
         patience = max(0.3, left / 4)
         hopeless = self._hopeless(region, [o for o in options if o.candidate.build_s <= patience])
         feed = self.inputs(region)
-        ctx = BuildContext(
-            self.survey.target,
-            self.device,
-            self.survey.policy,
-            {v: feed[v] for v in region.constants},
-        )
+        constants = {v: feed[v] for v in region.constants}
+        ctx = BuildContext(self.survey.target, self.device, self.survey.policy, constants)
         args = [feed[v] for v in region.inputs]
         # who is timed writes where all write: addresses make a per cent of a GPU's memory speed
         room = [poisoned(region.graph.types[v], self.device) for v in region.outputs]
@@ -120,24 +121,24 @@ class Finder:
         done: dict[int, Option] = {}
         for i, option in enumerate(options):
             ours = option.candidate.engine == "torch"  # what the others are held against
+            rejected = ""
             if option.candidate.build_s > patience:
-                done[i] = replace(option, rejected=TOO_SLOW)
-                continue
-            if results and not ours and time.perf_counter() - begin > left:
-                done[i] = replace(option, rejected=NOT_REACHED)
-                continue
-            if i >= FIRST and not ours and option.candidate in hopeless:
-                done[i] = replace(option, rejected="predicted far slower")
-                continue
-            try:
-                thunk, outs, workspace = self._ready(region, option, ctx, args, room)
-            except Exception as error:
-                done[i] = replace(option, rejected=f"failed: {_short(error)}")
-                continue
-            if workspace > self.survey.policy.workspace_limit:
-                done[i] = replace(option, rejected=f"needs {workspace} bytes of workspace")
-                continue
-            thunks[i], results[i] = thunk, outs
+                rejected = TOO_SLOW
+            elif results and not ours and time.perf_counter() - begin > left:
+                rejected = NOT_REACHED
+            elif i >= FIRST and not ours and option.candidate in hopeless:
+                rejected = "predicted far slower"
+            else:
+                try:
+                    thunk, outs, workspace = self._ready(region, option, ctx, args, room)
+                    if workspace > self.survey.policy.workspace_limit:
+                        rejected = f"needs {workspace} bytes of workspace"
+                except Exception as error:
+                    rejected = f"failed: {_short(error)}"
+            if rejected:
+                done[i] = replace(option, rejected=rejected)
+            else:
+                thunks[i], results[i] = thunk, outs
         errors, wrong, torch_error, reference = self._verify(region, feed, results, options)
         for i, reason in wrong.items():
             done[i] = replace(options[i], error=errors[i], rejected=reason)
@@ -149,7 +150,7 @@ class Finder:
                 self._learn(done[i])
             else:
                 done[i] = replace(options[i], error=errors[i], rejected=f"failed: {_short(found)}")
-        return [done[i] for i in sorted(done)], torch_error, reference
+        return Measured([done[i] for i in sorted(done)], torch_error, reference)
 
     def _learn(self, option: Option) -> None:
         """Keep by how much the prediction for this kind of candidate was off."""
@@ -226,11 +227,7 @@ class Finder:
     # ---- verifying
 
     def _verify(
-        self,
-        region: Region,
-        feed: Mapping[str, torch.Tensor],
-        results: Mapping[int, list[torch.Tensor]],
-        options: list[Option],
+        self, region: Region, feed: Feed, results: Results, options: list[Option]
     ) -> tuple[dict[int, float], dict[int, str], float | None, str]:
         """Errors, what is wrong with those that err too much, torch's own error, held to what."""
         exact, reference = self._reference(region, feed, results, options)
@@ -243,19 +240,11 @@ class Finder:
         theirs = errors[plain] if plain is not None else [0.0] * len(region.outputs)
         wrong = {i: self._too_wrong(region, found, theirs) for i, found in errors.items()}
         largest = {i: max(found, default=0.0) for i, found in errors.items()}
-        return (
-            largest,
-            {i: reason for i, reason in wrong.items() if reason},
-            None if plain is None else largest[plain],
-            reference,
-        )
+        wrong = {i: reason for i, reason in wrong.items() if reason}
+        return largest, wrong, None if plain is None else largest[plain], reference
 
     def _reference(
-        self,
-        region: Region,
-        feed: Mapping[str, torch.Tensor],
-        results: Mapping[int, list[torch.Tensor]],
-        options: list[Option],
+        self, region: Region, feed: Feed, results: Results, options: list[Option]
     ) -> tuple[list[torch.Tensor], str]:
         if region_cost(region).flops <= EXACT_FLOPS[self.device.type]:
             answer = evaluate(region.graph, feed, float64=True)
@@ -284,36 +273,26 @@ class Finder:
 
     # ---- deciding and remembering
 
-    def _decide(
-        self, base: Choice, measured: list[Option], torch_error: float | None, reference: str
-    ) -> Choice:
+    def _decide(self, base: Choice, found: Measured) -> Choice:
+        measured, torch_error, reference = found
         raced = [o for o in measured if o.measured_s is not None and not o.rejected]
         if not raced:
             limit = self.survey.policy.max_error
             if limit is not None and any("max_error" in o.rejected for o in measured):
                 least = min((o.error for o in measured if o.error is not None), default=math.inf)
-                raise EngineError(
-                    f"no candidate keeps max_error {limit:.1e}; the best reaches {least:.1e}",
-                    where=base.region.text,
-                    remedy="raise Policy(max_error=…) or compute this part in a wider type",
-                )
+                wrong = f"no candidate keeps max_error {limit:.1e}; the best reaches {least:.1e}"
+                remedy = "raise Policy(max_error=…) or compute this part in a wider type"
+                raise EngineError(wrong, where=base.region.text, remedy=remedy)
             kept = replace(base, options=tuple(measured) or base.options)
             return _fall_back(kept, "no candidate passed; torch's own operators run it")
         first = raced[0]  # options are sorted by estimate: this is the heuristic's choice
         best = min(raced, key=lambda o: o.measured_s or 0.0)
         margin = MARGIN[self.device.type]
         keep = (best.measured_s or 0.0) >= (first.measured_s or 0.0) * margin
-        return replace(
-            base,
-            option=first if keep else best,
-            options=tuple(measured),
-            torch_error=torch_error,
-            reference=reference,
-        )
+        made = replace(base, option=first if keep else best, options=tuple(measured))
+        return replace(made, torch_error=torch_error, reference=reference)
 
-    def _remember(
-        self, region: Region, options: list[Option], torch_error: float | None, reference: str
-    ) -> None:
+    def _remember(self, region: Region, found: Measured) -> None:
         rows = [
             {
                 "engine": o.candidate.engine,
@@ -322,17 +301,15 @@ class Finder:
                 "seconds": o.measured_s,
                 "error": o.error if o.error is None or math.isfinite(o.error) else None,
                 "rejected": o.rejected,
-                "torch_error": torch_error,
-                "reference": reference,
+                "torch_error": found.torch_error,
+                "reference": found.reference,
             }
-            for o in options
+            for o in found.options
             if o.rejected not in (TOO_SLOW, NOT_REACHED)
         ]
         self.cache.put(region.key, region.text, self.device, self.survey.policy, rows)
 
-    def _remembered(
-        self, region: Region, options: tuple[Option, ...]
-    ) -> tuple[list[Option], float | None, str] | None:
+    def _remembered(self, region: Region, options: tuple[Option, ...]) -> Measured | None:
         """Earlier measurements, if they cover the candidates that the engines offer now."""
         rows = self.cache.get(region.key, self.device, self.survey.policy)
         if rows is None:
@@ -347,12 +324,9 @@ class Finder:
                     continue  # was too slow to build then, and is not worth measuring again
                 return None
             torch_error, reference = row["torch_error"], row["reference"]
-            found.append(
-                replace(
-                    option, measured_s=row["seconds"], error=row["error"], rejected=row["rejected"]
-                )
-            )
-        return (found, torch_error, reference) if found else None
+            seconds, error, rejected = row["seconds"], row["error"], row["rejected"]
+            found.append(replace(option, measured_s=seconds, error=error, rejected=rejected))
+        return Measured(found, torch_error, reference) if found else None
 
 
 def _measured_version(candidate: Candidate) -> str:

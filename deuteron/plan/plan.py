@@ -19,14 +19,14 @@ from deuteron.ir.types import TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.binding import Binder
 from deuteron.plan.cache import Cache
-from deuteron.plan.choose import Choice, at_once
+from deuteron.plan.choose import Choice, Survey, at_once
 from deuteron.plan.cuda_graph import CapturedProgram
-from deuteron.plan.decide import Decision, Progress, constants_on, decide
+from deuteron.plan.decide import Decision, constants_on, decide
 from deuteron.plan.find import Finder
 from deuteron.plan.program import Program
 from deuteron.plan.reporting import make_report
 from deuteron.plan.tensors import errors_of, random_tensor
-from deuteron.plan.timing import interleaved
+from deuteron.plan.timing import by_events, interleaved
 from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target
@@ -53,7 +53,6 @@ class Plan:
         self._only = self._names[0] if len(self._names) == 1 else None
         self.binder = Binder(list(self.inputs), list(self.inputs.values()), device)
         self._constants = constants_on(graph, device, copy=True)
-        self._ctx = BuildContext(decision.target, device, decision.policy, self._constants)
         built = [self._built(choice) for choice in decision.choices]
         self.decision = replace(decision, choices=tuple(choice for choice, _ in built))
         kernels = [kernel for _, kernel in built]
@@ -82,10 +81,9 @@ class Plan:
             return self._built(replace(choice, option=second, options=options, note=note))
 
     def _build(self, choice: Choice) -> Kernel:
-        constants = {v: self._constants[v] for v in choice.region.constants}
-        ctx = BuildContext(self._ctx.target, self.device, self._ctx.policy, constants)
         try:
-            return engine(choice.candidate.engine).build(choice.region, choice.candidate, ctx)
+            ctx, by = self._context_of(choice), engine(choice.candidate.engine)
+            return by.build(choice.region, choice.candidate, ctx)
         except Exception as error:
             why = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError(
@@ -208,43 +206,31 @@ class Plan:
             f"{v}: its library answers in another memory order, so it is copied"
             for v in self.program.conversions
         )
-        report = make_report(
-            self.decision,
-            device=self.device,
-            memory=self.program.memory,
-            cuda_graph=note,
-            notes=converted,
-            total_measured_s=self._total_s,
-            errors=self._errors,
-        )
-        return _as(Explanation(report), format)
+        known: Any = {"device": self.device, "memory": self.program.memory, "cuda_graph": note}
+        known |= {"total_measured_s": self._total_s, "errors": self._errors}
+        return _as(Explanation(make_report(self.decision, notes=converted, **known)), format)
 
     def measure_errors(self) -> dict[str, float]:
         """Error of every region against float64 on random data, by region name."""
-        finder = self._finder()
+        survey = Survey(self.decision.target, self.decision.policy)
+        finder = Finder(survey, self.device, self._constants, Cache(Path()), 0.0)
         for choice in self.decision.choices:
             region = choice.region
             feed = finder.inputs(region)
             exact = evaluate(region.graph, feed, float64=True)
             plain = evaluate(region.graph, feed)
-            _, outs, _ = finder._ready(
-                region, choice.option, self._context_of(choice), [feed[v] for v in region.inputs]
-            )
+            given, ctx = [feed[v] for v in region.inputs], self._context_of(choice)
+            _, outs, _ = finder._ready(region, choice.option, ctx, given)
             wanted = [exact[v] for v in region.outputs]
             both = (outs, [plain[v] for v in region.outputs])
             ours, theirs = (max(errors_of(region, o, wanted), default=0.0) for o in both)
             self._errors[region.name] = (ours, theirs, "float64")
         return {name: found[0] for name, found in self._errors.items()}
 
-    def _finder(self) -> Finder:
-        from deuteron.plan.choose import Survey
-
-        survey = Survey(self.decision.target, self.decision.policy)
-        return Finder(survey, self.device, self._constants, Cache(Path()), 0.0)
-
     def _context_of(self, choice: Choice) -> BuildContext:
         constants = {v: self._constants[v] for v in choice.region.constants}
-        return BuildContext(self._ctx.target, self.device, self._ctx.policy, constants)
+        target, policy = self.decision.target, self.decision.policy
+        return BuildContext(target, self.device, policy, constants)
 
     def measure(self, tensors: Sequence[torch.Tensor] | None = None, seconds: float = 1.0) -> float:
         """Seconds one run takes: by graph replay on a GPU, by the clock on a CPU."""
@@ -255,21 +241,11 @@ class Plan:
         self.binder.check(given)
         self.run_checked(given)
         if self._captured is not None:
-            thunk: Any = self._captured.replay
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            samples = []
-            for _ in range(20):
-                begin.record()
-                thunk()
-                end.record()
-                end.synchronize()
-                samples.append(begin.elapsed_time(end) * 1e-3)
-            self._total_s = sorted(samples)[len(samples) // 2]
+            samples = sorted(by_events(self._captured.replay) for _ in range(20))
+            self._total_s = samples[len(samples) // 2]
         else:
-            times = interleaved(
-                {"plan": lambda: self.run_checked(given)}, self.device, seconds=seconds
-            )
-            self._total_s = times["plan"]
+            racing = {"plan": lambda: self.run_checked(given)}
+            self._total_s = interleaved(racing, self.device, seconds=seconds)["plan"]
         return self._total_s
 
     # ---- keeping
@@ -293,11 +269,8 @@ class Plan:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise BindError(
-            "a plan is run by name",
-            asked="plan(…)",
-            remedy=f"plan.run({', '.join(f'{n}=…' for n in self.inputs)})",
-        )
+        remedy = f"plan.run({', '.join(f'{n}=…' for n in self.inputs)})"
+        raise BindError("a plan is run by name", asked="plan(…)", remedy=remedy)
 
 
 def _as(explanation: Explanation, format: str | None) -> Explanation | str:
@@ -308,32 +281,22 @@ def compile_graph(
     graph: Graph,
     *,
     device: str | torch.device | None = None,
-    find: bool = False,
-    budget_s: float = 10.0,
     policy: Policy | None = None,
-    cache: Cache | None = None,
-    progress: Progress | None = None,
     into: Mapping[str, str] | None = None,
+    **search: Any,
 ) -> Plan:
     """Decide and build: what ``Graph.compile`` and ``optimize`` stand on. ``into``: outputs that
-    take the memory of an input where a kernel can, which then holds nothing else any more."""
+    take the memory of an input where a kernel can, which then holds nothing else any more.
+    ``search``: what :func:`decide` is told about finding and measuring."""
     where = resolve_device(device)
     if policy is not None and not isinstance(policy, Policy):
         raise BindError(
             f"policy is {policy!r}, not a Policy", remedy="write dt.Policy(deterministic=True), say"
         )
-    if not isinstance(budget_s, int | float):
-        raise BindError(f"budget_s is {budget_s!r}, not a number", remedy="give seconds: 2.0, say")
-    decision = decide(
-        graph,
-        find_target(where),
-        policy or Policy(),
-        find=find,
-        budget_s=budget_s,
-        device=where,
-        cache=cache,
-        progress=progress,
-    )
+    seconds = search.get("budget_s", 0.0)
+    if not isinstance(seconds, int | float):
+        raise BindError(f"budget_s is {seconds!r}, not a number", remedy="give seconds: 2.0, say")
+    decision = decide(graph, find_target(where), policy or Policy(), device=where, **search)
     return Plan(decision, where, into)
 
 
@@ -351,11 +314,8 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         where = torch.device("cpu")  # tensors never say cpu:0
     if where.type == "cuda":
         if not torch.cuda.is_available():
-            raise BindError(
-                "no CUDA device is present",
-                asked=f"device={device!r}",
-                remedy="device='cpu', or explain(target='h200') to plan without one",
-            )
+            remedy = "device='cpu', or explain(target='h200') to plan without one"
+            raise BindError("no CUDA device is present", asked=f"device={device!r}", remedy=remedy)
         index: int | None = where.index
         if index is not None and index >= torch.cuda.device_count():
             raise BindError(

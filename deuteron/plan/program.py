@@ -261,11 +261,9 @@ class Program:
         return restrided(got, want)
 
     def _fault(self, region: Region, returned: str) -> EngineError:
-        return EngineError(
-            f"the engine returned {returned}",
-            where=f"region {region.name} ({' + '.join(region.ops)})",
-            remedy="this is a fault in the engine; leave it out or report it",
-        )
+        where = f"region {region.name} ({' + '.join(region.ops)})"
+        remedy = "this is a fault in the engine; leave it out or report it"
+        return EngineError(f"the engine returned {returned}", where=where, remedy=remedy)
 
     def _empty(self, value: str) -> Callable[[], torch.Tensor]:
         t = self.graph.types[value]
@@ -290,29 +288,13 @@ class Program:
 
     def _write(self) -> None:
         """Write the calls down as one function."""
+        every = enumerate(zip(self.regions, self.kernels, self._dead(), strict=True))
         steps = [
-            Step(
-                region,
-                kernel,
-                self._told(region, kernel),
-                i in self._wrapped,
-                dead,
-                self._views.get(i),
-            )
-            for i, (region, kernel, dead) in enumerate(
-                zip(self.regions, self.kernels, self._dead(), strict=True)
-            )
+            Step(r, k, self._told(r, k), i in self._wrapped, dead, self._views.get(i))
+            for i, (r, k, dead) in every
         ]
-        writer = Writer(
-            self.graph,
-            self.constants,
-            tuple(self.memory.offsets),
-            steps,
-            self.conversions,
-            self._shared,
-            self._empty,
-            self.into,
-        )
+        values = (self.graph, self.constants, tuple(self.memory.offsets))
+        writer = Writer(*values, steps, self.conversions, self._shared, self._empty, self.into)
         self.source = writer.write()
         exec(compile(self.source, f"<plan {id(self):x}>", "exec"), writer.space)
         self._pooled = bool(self.memory.offsets) or writer.natives > 0

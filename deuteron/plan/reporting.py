@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from deuteron.engines import Kernel
 from deuteron.engines.roofline import region_bound
-from deuteron.explain.report import (
-    MemoryReport,
-    OptionReport,
-    PassReport,
-    RefusalReport,
-    RegionReport,
-    Report,
-    VetoReport,
-)
+from deuteron.explain import report
 from deuteron.plan.choose import Choice, Option
 from deuteron.plan.decide import Decision, versions
 from deuteron.plan.program import MemoryPlan, plan_memory
@@ -32,13 +26,14 @@ def make_report(
     notes: tuple[str, ...] = (),
     total_measured_s: float | None = None,
     errors: Mapping[str, tuple[float, float, str]] | None = None,
-) -> Report:
+) -> report.Report:
     """Everything a plan knows about itself, as plain data."""
     if memory is None:  # nothing is built: suppose every kernel can write where it is told
         kernels = [Kernel(lambda: None, writes=True) for _ in decision.choices]
         memory = plan_memory(decision.graph, decision.regions, kernels)
+    stream = decision.target.stream
     weights = sum(c.type.nbytes for c in decision.graph.constants.values())
-    return Report(
+    return report.Report(
         name=decision.graph.name,
         target=decision.target.name,
         device="" if device is None else str(device),
@@ -46,15 +41,10 @@ def make_report(
         cuda_graph=cuda_graph,
         regions=tuple(_region(c, decision.target, errors or {}) for c in decision.choices),
         vetoes=tuple(
-            VetoReport(
-                v.value, v.producer, v.consumer, v.reason, v.bytes, v.bytes / decision.target.stream
-            )
-            for v in decision.vetoes
+            report.VetoReport(**asdict(v), seconds=v.bytes / stream) for v in decision.vetoes
         ),
-        passes=tuple(
-            PassReport(p.name, p.fired, p.before, p.after, p.seconds) for p in decision.passes
-        ),
-        memory=MemoryReport(weights, memory.arena, memory.unplanned, memory.separate),
+        passes=decision.passes,
+        memory=report.MemoryReport(weights, memory.arena, memory.unplanned, memory.separate),
         nodes_before=len(decision.source.nodes),
         nodes_after=len(decision.graph.nodes),
         plan_s=decision.seconds,
@@ -64,41 +54,27 @@ def make_report(
     )
 
 
-def _option(option: Option) -> OptionReport:
-    return OptionReport(
+def _option(option: Option) -> report.OptionReport:
+    return report.OptionReport(
         str(option.candidate), option.predicted_s, option.measured_s, option.error, option.rejected
     )
 
 
 def _region(
     choice: Choice, target: Target, errors: Mapping[str, tuple[float, float, str]]
-) -> RegionReport:
-    region = choice.region
+) -> report.RegionReport:
+    region, option, by = choice.region, choice.option, choice.candidate
     limit = region_bound(region, target)
     sources = dict.fromkeys(node.source for node in region.nodes if node.source)
     first = region.outputs[0] if region.outputs else None
     error, torch_error, reference = choice.option.error, choice.torch_error, choice.reference
     if region.name in errors:
         error, torch_error, reference = errors[region.name]
-    return RegionReport(
-        name=region.name,
-        ops=region.ops,
-        source=", ".join(sources),
-        shape=str(region.graph.types[first]) if first is not None else "",
-        engine=choice.candidate.engine,
-        candidate=str(choice.candidate),
-        flops=limit.flops,
-        bytes=limit.bytes,
-        bound=limit.kind,
-        roofline_s=limit.seconds,
-        predicted_s=choice.option.predicted_s,
-        measured_s=choice.option.measured_s,
-        error=error,
-        torch_error=torch_error,
-        reference=reference,
-        options=tuple(_option(o) for o in choice.options),
-        refusals=tuple(
-            RefusalReport(name, r.reason, r.remedy) for name, r in choice.refusals if not r.quiet
-        ),
-        note=choice.note,
-    )
+    shape = str(region.graph.types[first]) if first is not None else ""
+    loud = ((name, r) for name, r in choice.refusals if not r.quiet)
+    refused = (report.RefusalReport(name, r.reason, r.remedy) for name, r in loud)
+    named = (region.name, region.ops, ", ".join(sources), shape, by.engine, str(by))
+    cost = (limit.flops, limit.bytes, limit.kind, limit.seconds)
+    found: Any = (option.predicted_s, option.measured_s, error, torch_error, reference)
+    found += (tuple(map(_option, choice.options)), tuple(refused), choice.note)
+    return report.RegionReport(*named, *cost, *found)

@@ -25,7 +25,7 @@ from deuteron.ir.text import INLINE, parse_graph, print_graph
 from deuteron.ops import table
 from deuteron.passes import fuse
 from deuteron.plan.cache import checksum, environment, knobs_key, plain_knobs
-from deuteron.plan.choose import Choice, Survey, choose, heuristic
+from deuteron.plan.choose import Choice, Survey, choose, heaviest, heuristic
 from deuteron.plan.decide import Decision
 from deuteron.policy import Policy
 from deuteron.target import target
@@ -43,7 +43,7 @@ def weights_path(path: Path) -> Path:
     return path.with_name(f"{stem}.safetensors")
 
 
-def save_plan(plan: Plan, path: Path, extra: dict[str, Any] | None = None) -> Path:
+def save_plan(plan: Plan, path: Path) -> Path:
     """Written under other names first; then the weights take their place, then the plan."""
     from safetensors.torch import save_file
 
@@ -66,7 +66,6 @@ def save_plan(plan: Plan, path: Path, extra: dict[str, Any] | None = None) -> Pa
         "policy": plan.decision.policy.as_dict(),
         "mode": plan.decision.mode,
         "regions": [_entry(choice) for choice in plan.decision.choices],
-        **(extra or {}),
     }
     with replacing(path) as plan_file:  # both are complete before either takes its place
         plan_file.write_text(json.dumps(record, indent=1) + "\n")
@@ -101,19 +100,14 @@ def read_record(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise FileError(f"the plan file cannot be read: {error.strerror}", asked=asked) from None
     except (ValueError, RecursionError) as error:
-        raise FileError(
-            f"the plan file is cut short or not JSON: {error}",
-            asked=asked,
-            remedy="save the plan again; a half-written file cannot arise from save()",
-        ) from None
+        wrong = f"the plan file is cut short or not JSON: {error}"
+        remedy = "save the plan again; a half-written file cannot arise from save()"
+        raise FileError(wrong, asked=asked, remedy=remedy) from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise FileError("this is not a plan file", asked=asked, remedy="see Plan.save")
     if record.get("version") != VERSION:
-        raise FileError(
-            f"the plan file has version {record.get('version')}, this Deuteron reads {VERSION}",
-            asked=asked,
-            remedy="save it again with this version",
-        )
+        wrong = f"the plan file has version {record.get('version')}, this Deuteron reads {VERSION}"
+        raise FileError(wrong, asked=asked, remedy="save it again with this version")
     return record
 
 
@@ -124,11 +118,9 @@ def _read_graph(record: dict[str, Any], path: Path) -> Graph:
         raise FileError("the graph is missing", asked=asked)
     text = "\n".join(lines)
     if hashlib.sha256(text.encode()).hexdigest() != record.get("graph_sha256"):
-        raise FileError(
-            "the graph was edited or damaged (checksum differs)",
-            asked=asked,
-            remedy="save the plan again; to change a graph, build another one",
-        )
+        wrong = "the graph was edited or damaged (checksum differs)"
+        remedy = "save the plan again; to change a graph, build another one"
+        raise FileError(wrong, asked=asked, remedy=remedy)
     tensors: dict[str, torch.Tensor] = {}
     if record.get("weights"):
         beside = weights_path(path)
@@ -166,8 +158,8 @@ def _read_policy(record: dict[str, Any], path: Path) -> Policy:
         raise FileError(f"the policy is damaged: {what}", asked=f"load {str(path)!r}") from None
 
 
-def load_decision(path: Path, device: torch.device) -> tuple[Decision, dict[str, Any]]:
-    """A saved plan's decisions, each still valid here or made anew; plus the raw record."""
+def load_decision(path: Path, device: torch.device) -> Decision:
+    """A saved plan's decisions, each still valid here or made anew."""
     record = read_record(path)
     graph = _read_graph(record, path)
     policy = _read_policy(record, path)
@@ -185,14 +177,15 @@ def load_decision(path: Path, device: torch.device) -> tuple[Decision, dict[str,
         choices = [c for region in fused for c in choose(region, pick, survey)]
     else:
         _, vetoes = fuse(graph)
-        choices = [
-            _restore(region, entry, survey, pick(region), i, elsewhere, notes)
-            for i, (region, entry) in enumerate(zip(regions, record["regions"], strict=True))
-        ]
-    decision = Decision(
-        graph, graph, here, policy, tuple(choices), vetoes, (), "loaded", 0.0, tuple(notes)
-    )
-    return decision, record
+        choices = []
+        for i, (region, entry) in enumerate(zip(regions, record["regions"], strict=True)):
+            guess = pick(region)
+            found = _restore(entry, survey, guess, elsewhere)
+            if isinstance(found, str):
+                notes.append(f"region {i}{found}; chosen anew: {guess.candidate}")
+            choices.append(guess if isinstance(found, str) else found)
+    made = (graph, graph, here, policy, tuple(choices), vetoes, ())
+    return Decision(*made, "loaded", 0.0, tuple(notes))
 
 
 def _saved_regions(record: dict[str, Any], graph: Graph) -> tuple[list[Region], str]:
@@ -213,8 +206,7 @@ def _saved_regions(record: dict[str, Any], graph: Graph) -> tuple[list[Region], 
                 return [], f"region {i} reads a value before it is made"
             made.update(v for _, v in sub.outputs)
             constants = frozenset(v for v in sub.inputs if v in graph.constants)
-            anchor = _anchor(sub)
-            regions.append(Region(sub, constants, anchor))
+            regions.append(Region(sub, constants, heaviest(nodes)))
     except (KeyError, TypeError):
         return [], "the list of regions is damaged"
     if sorted(listed) != list(range(len(graph.nodes))):
@@ -222,39 +214,20 @@ def _saved_regions(record: dict[str, Any], graph: Graph) -> tuple[list[Region], 
     return regions, ""
 
 
-def _anchor(graph: Graph) -> int | None:
-    for i, node in enumerate(graph.nodes):
-        if table.get(node.op).fusion in ("complex", "reduction", "opaque"):
-            return i
-    return None
-
-
-def _restore(
-    region: Region,
-    entry: dict[str, Any],
-    survey: Survey,
-    guess: Choice,
-    i: int,
-    elsewhere: bool,
-    notes: list[str],
-) -> Choice:
+def _restore(entry: dict[str, Any], survey: Survey, guess: Choice, elsewhere: bool) -> Choice | str:
+    """What the file chose in the place of a guess, or why it is not to be had here."""
     try:
         intact = entry["sum"] == checksum(entry)
         wanted = (entry["engine"], entry["version"], knobs_key(entry["knobs"]))
         measured = entry["measured_s"]
         intact = intact and (measured is None or type(measured) in (int, float))
     except (KeyError, TypeError, ValueError):
-        intact, wanted, measured = False, ("", "", ""), None
+        intact = False
     if not intact:
-        notes.append(f"region {i} was edited or damaged; chosen anew: {guess.candidate}")
-        return guess
-    for option in survey.ask(region)[0]:
+        return " was edited or damaged"
+    for option in survey.ask(guess.region)[0]:
         c = option.candidate
         if (c.engine, c.version, knobs_key(c.knobs)) == wanted and not option.rejected:
             known = None if elsewhere else measured
             return replace(guess, option=replace(option, measured_s=known))
-    notes.append(
-        f"region {i}: {wanted[0]} (version {wanted[1]}) does not offer this candidate here; "
-        f"chosen anew: {guess.candidate}"
-    )
-    return guess
+    return f": {wanted[0]} (version {wanted[1]}) does not offer this candidate here"

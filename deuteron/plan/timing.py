@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from deuteron.plan.capture import capture
+from deuteron.plan.cuda_graph import capture
 
 Thunk = Callable[[], object]
 
@@ -92,7 +92,7 @@ def _cuda(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[
             fn()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        once = max(_events(fn), 1e-6)
+        once = max(by_events(fn), 1e-6)
         count = max(1, min(50, int(share / once)))
         runs[name] = _graph(fn, count)
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -103,7 +103,7 @@ def _cuda(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[
             order.shuffle(names)
             for name in names:
                 replay, count = runs[name]
-                samples[name].append(_events(replay) / count)
+                samples[name].append(by_events(replay) / count)
         return {name: statistics.median(s) for name, s in samples.items()}
 
     found = turns(list(runs), rounds)
@@ -112,7 +112,8 @@ def _cuda(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[
     return turns(close, 2 * rounds) if len(close) > 1 else found
 
 
-def _events(fn: Thunk) -> float:
+def by_events(fn: Thunk) -> float:
+    """Seconds that a call takes the GPU."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     fn()

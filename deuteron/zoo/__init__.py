@@ -79,17 +79,9 @@ def _llama(**sizes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
-_LLAMA_1B: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rope_theta": 500000.0,
-    "rope_scaling": RopeScaling(),
-    "tie_word_embeddings": True,
-}
+_LLAMA_1B: dict[str, Any] = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192}
+_LLAMA_1B |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+_LLAMA_1B |= {"rope_theta": 500000.0, "rope_scaling": RopeScaling(), "tie_word_embeddings": True}
 
 
 MODELS: dict[str, ZooEntry] = {

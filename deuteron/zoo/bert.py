@@ -72,13 +72,9 @@ class BertSelfAttention(nn.Module):
         return x.view(batch, length, self.num_heads, -1).transpose(1, 2)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        out = F.scaled_dot_product_attention(
-            self._heads(self.query(x)),
-            self._heads(self.key(x)),
-            self._heads(self.value(x)),
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        q, k, v = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -98,62 +94,21 @@ class BertResidual(nn.Module):
         return self.LayerNorm(self.dropout(self.dense(x)) + residual)
 
 
-class BertAttention(nn.Module):
-    """Self-attention with its output projection and residual."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.self = BertSelfAttention(config)
-        self.output = BertResidual(config.hidden_size, config)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        return self.output(self.self(x, mask), x)
-
-
-class BertIntermediate(nn.Sequential):
-    """The widening half of the feed-forward network, with the exact (erf) GELU."""
-
-    def __init__(self, config: BertConfig) -> None:
-        dense = nn.Linear(config.hidden_size, config.intermediate_size)
-        super().__init__(OrderedDict(dense=dense, gelu=nn.GELU()))
-
-
 class BertLayer(nn.Module):
-    """One encoder layer: attention, then the feed-forward network."""
+    """One encoder layer: attention, then the feed-forward network with the exact (erf) GELU."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.attention = BertAttention(config)
-        self.intermediate = BertIntermediate(config)
+        attention = BertSelfAttention(config)
+        output = BertResidual(config.hidden_size, config)
+        self.attention = nn.ModuleDict({"self": attention, "output": output})
+        wide = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.intermediate = nn.Sequential(OrderedDict(dense=wide, gelu=nn.GELU()))
         self.output = BertResidual(config.intermediate_size, config)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.attention(x, mask)
+        x = self.attention["output"](self.attention["self"](x, mask), x)
         return self.output(self.intermediate(x), x)
-
-
-class BertEncoder(nn.Module):
-    """The stack of encoder layers."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        for layer in self.layer:
-            x = layer(x, mask)
-        return x
-
-
-class BertPooler(nn.Module):
-    """A tanh layer on the first token."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.dense(x[:, 0]))
 
 
 class BertModel(nn.Module):
@@ -169,8 +124,10 @@ class BertModel(nn.Module):
         super().__init__()
         self.config = config
         self.embeddings = BertEmbeddings(config)
-        self.encoder = BertEncoder(config)
-        self.pooler = BertPooler(config)
+        layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
+        self.encoder = nn.ModuleDict({"layer": layers})
+        dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.pooler = nn.Sequential(OrderedDict(dense=dense, tanh=nn.Tanh()))  # of the first token
 
     def forward(
         self,
@@ -183,8 +140,10 @@ class BertModel(nn.Module):
         mask = attention_mask
         if mask is not None:
             mask = mask.to(torch.bool)[:, None, None, :]
-        hidden: Tensor = self.encoder(self.embeddings(input_ids, token_type_ids), mask)
-        return hidden, self.pooler(hidden)
+        hidden: Tensor = self.embeddings(input_ids, token_type_ids)
+        for layer in self.encoder["layer"].children():
+            hidden = layer(hidden, mask)
+        return hidden, self.pooler(hidden[:, 0])
 
 
 def convert_state_dict(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -62,11 +62,9 @@ class FCNHead(nn.Sequential):
     """The auxiliary head: a 3x3 convolution to a quarter of the channels, then the classifier."""
 
     def __init__(self, c_in: int, num_classes: int) -> None:
-        super().__init__(
-            *_conv_bn_relu(c_in, c_in // 4, 3),
-            nn.Dropout(0.1),
-            nn.Conv2d(c_in // 4, num_classes, 1),
-        )
+        narrow = c_in // 4
+        classify = nn.Conv2d(narrow, num_classes, 1)
+        super().__init__(*_conv_bn_relu(c_in, narrow, 3), nn.Dropout(0.1), classify)
 
 
 class DeepLabV3(nn.Module):

@@ -50,13 +50,28 @@ def _closing_scale(residual: bool, hardswish: bool = False, squeeze: bool = Fals
     return scale * (1.3 if hardswish else 1.0) * (1.8 if squeeze else 1.0)
 
 
-class InvertedResidualV2(nn.Module):
+class _Inverted(nn.Module):
+    """What both versions of the block share: a skip connection where the shapes allow it."""
+
+    use_res_connect: bool
+    closing_scale: float  # of the norm that ends the branch, in a random model
+
+    def branch_end(self) -> tuple[Tensor, float]:
+        *_, norm = (m for m in self.modules() if isinstance(m, nn.BatchNorm2d))
+        return norm.weight, self.closing_scale
+
+    def joined(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + out if self.use_res_connect else out
+
+
+class InvertedResidualV2(_Inverted):
     """Expand, depthwise 3x3, project; with a skip connection where the shapes allow it."""
 
     def __init__(self, c_in: int, c_out: int, stride: int, expand: int) -> None:
         super().__init__()
         hidden = c_in * expand
         self.use_res_connect = stride == 1 and c_in == c_out
+        self.closing_scale = _closing_scale(self.use_res_connect)
         self.conv = nn.Sequential(
             *([] if expand == 1 else [_unit(c_in, hidden)]),
             _unit(hidden, hidden, 3, stride, groups=hidden),
@@ -64,14 +79,8 @@ class InvertedResidualV2(nn.Module):
             nn.BatchNorm2d(c_out),
         )
 
-    def branch_end(self) -> tuple[Tensor, float]:
-        norm = self.conv[-1]
-        assert isinstance(norm, nn.BatchNorm2d)
-        return norm.weight, _closing_scale(self.use_res_connect)
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x)
-        return x + out if self.use_res_connect else out
+        return self.joined(x, self.conv(x))
 
 
 class MobileNetV2(nn.Module):
@@ -79,13 +88,8 @@ class MobileNetV2(nn.Module):
 
     # expansion, channels, blocks, stride of the first block
     STAGES: Sequence[tuple[int, int, int, int]] = (
-        (1, 16, 1, 1),
-        (6, 24, 2, 2),
-        (6, 32, 3, 2),
-        (6, 64, 4, 2),
-        (6, 96, 3, 1),
-        (6, 160, 3, 2),
-        (6, 320, 1, 1),
+        *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
+        *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
     )
 
     def __init__(self, num_classes: int = 1000, width: float = 1.0) -> None:
@@ -137,15 +141,15 @@ class BlockV3(NamedTuple):
     stride: int
 
 
-class InvertedResidualV3(nn.Module):
+class InvertedResidualV3(_Inverted):
     """Expand, depthwise, squeeze-excite, project; with a skip where the shapes allow it."""
 
     def __init__(self, row: BlockV3) -> None:
         super().__init__()
         act: type[nn.Module] = nn.Hardswish if row.hardswish else nn.ReLU
         hidden = row.hidden
-        self.row = row
         self.use_res_connect = row.stride == 1 and row.c_in == row.c_out
+        self.closing_scale = _closing_scale(self.use_res_connect, row.hardswish, row.squeeze)
         unit = partial(_unit, norm=_v3_norm, act=act)
         layers: list[nn.Module] = [] if hidden == row.c_in else [unit(row.c_in, hidden)]
         layers.append(unit(hidden, hidden, row.kernel, row.stride, groups=hidden))
@@ -153,17 +157,8 @@ class InvertedResidualV3(nn.Module):
             layers.append(SqueezeExcitation(hidden, _round8(hidden // 4)))
         self.block = nn.Sequential(*layers, unit(hidden, row.c_out, act=None))
 
-    def branch_end(self) -> tuple[Tensor, float]:
-        project = self.block[-1]
-        assert isinstance(project, nn.Sequential)
-        norm = project[1]
-        assert isinstance(norm, nn.BatchNorm2d)
-        scale = _closing_scale(self.use_res_connect, self.row.hardswish, self.row.squeeze)
-        return norm.weight, scale
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.block(x)
-        return x + out if self.use_res_connect else out
+        return self.joined(x, self.block(x))
 
 
 class MobileNetV3(nn.Module):

@@ -18,14 +18,10 @@ class DoubleConv(nn.Sequential):
 
     def __init__(self, c_in: int, c_out: int, c_mid: int | None = None) -> None:
         c_mid = c_out if c_mid is None else c_mid
-        layers = (
-            nn.Conv2d(c_in, c_mid, 3, padding=1, bias=False),
-            nn.BatchNorm2d(c_mid),
-            nn.ReLU(),
-            nn.Conv2d(c_mid, c_out, 3, padding=1, bias=False),
-            nn.BatchNorm2d(c_out),
-            nn.ReLU(),
-        )
+        layers: list[nn.Module] = []
+        for before, after in ((c_in, c_mid), (c_mid, c_out)):
+            conv = nn.Conv2d(before, after, 3, padding=1, bias=False)
+            layers += [conv, nn.BatchNorm2d(after), nn.ReLU()]
         super().__init__(OrderedDict(double_conv=nn.Sequential(*layers)))
 
 

@@ -1,0 +1,136 @@
+"""How a module of ``torch.nn`` comes to run a function of ours, and what else it has to know: of
+``torch.fx``, of ``torch.jit.script``, and of the modules that it stands in for."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from itertools import takewhile
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from deuteron import functional as F
+from deuteron.errors import BindError
+
+# Classes of torch.nn that one function of ours is all of: its name, and what it computes.
+FORMULAS = {
+    "ReLU": ("relu", "max(x, 0)"),
+    "ReLU6": ("relu6", "x held between 0 and 6"),
+    "LeakyReLU": ("leaky_relu", "x, times ``negative_slope`` below 0"),
+    "PReLU": ("prelu", "x, times a learned slope below 0"),
+    "ELU": ("elu", "x, or alpha · (eˣ − 1) below 0"),
+    "CELU": ("celu", "x, or alpha · (e^(x/alpha) − 1) below 0"),
+    "SELU": ("selu", "elu with the two constants of self-normalising networks"),
+    "GELU": ("gelu", "x · Φ(x), with Φ the normal distribution"),
+    "SiLU": ("silu", "x · sigmoid(x)"),
+    "Mish": ("mish", "x · tanh(softplus(x))"),
+    "Sigmoid": ("sigmoid", "1 / (1 + e⁻ˣ)"),
+    "Tanh": ("tanh", "tanh x"),
+    "Hardswish": ("hardswish", "x · hardsigmoid(x)"),
+    "Hardsigmoid": ("hardsigmoid", "x/6 + 1/2 held between 0 and 1"),
+    "Hardtanh": ("hardtanh", "x held between ``min_val`` and ``max_val``"),
+    "Softplus": ("softplus", "ln(1 + e^(beta·x)) / beta"),
+    "Softsign": ("softsign", "x / (1 + |x|)"),
+    "Softshrink": ("softshrink", "x moved towards 0 by ``lambd``, and 0 within it"),
+    "Hardshrink": ("hardshrink", "x, but 0 where |x| ≤ ``lambd``"),
+    "Tanhshrink": ("tanhshrink", "x − tanh x"),
+    "Threshold": ("threshold", "x, but ``value`` where x ≤ ``threshold``"),
+    "LogSigmoid": ("log_sigmoid", "ln sigmoid(x)"),
+    "GLU": ("glu", "a · sigmoid(b), with a and b the halves of x along ``dim``"),
+    "Upsample": ("interpolate", "Images [N, C, …] at another size"),
+    "PixelShuffle": ("pixel_shuffle", "[…, C·r², H, W] to […, C, H·r, W·r]"),
+    "PixelUnshuffle": ("pixel_unshuffle", "[…, C, H·r, W·r] to […, C·r², H, W]"),
+}
+for _n in (1, 2, 3):
+    for _name, _what in {"Max": "largest value", "Avg": "mean"}.items():
+        _pool, _all = f"{_name.lower()}_pool{_n}d", "windows of which ``output_size`` remain"
+        FORMULAS[f"{_name}Pool{_n}d"] = (_pool, f"The {_what} in each window")
+        FORMULAS[f"Adaptive{_name}Pool{_n}d"] = (f"adaptive_{_pool}", f"The {_what} in {_all}")
+
+
+def made() -> dict[str, type[nn.Module]]:
+    """The classes of :data:`FORMULAS`, by name."""
+    return {name: _stand_in(name, *row) for name, row in FORMULAS.items()}
+
+
+def _stand_in(name: str, function: str, what: str) -> type[nn.Module]:
+    """A class whose ``forward`` is the function: of the input, and of what the module keeps under
+    the names that the function has for its further arguments."""
+    torchs, call = getattr(nn, name), getattr(F, function)
+    members: dict[str, Any] = {"__doc__": f"{what}, as ``torch.nn.{name}``."}
+    if torchs.__init__ is nn.Module.__init__:  # it takes no arguments, and should say so
+        members["__init__"] = _without_arguments
+    cls = type(name, (torchs,), members | {"__module__": __package__})
+    kept = {*inspect.signature(cls).parameters, "weight"}
+    names = list(takewhile(kept.__contains__, list(inspect.signature(call).parameters)[1:]))
+
+    def forward(self: nn.Module, input: Tensor) -> Any:
+        return call(input, *[getattr(self, name) for name in names])
+
+    forward.__qualname__ = f"{name}.forward"
+    cls.forward = forward  # type: ignore[attr-defined]
+    return cls
+
+
+def _without_arguments(self: nn.Module) -> None:
+    nn.Module.__init__(self)
+
+
+def as_leaf(module: nn.Module, *given: Any) -> Any:
+    """The call of a module that asks its input questions, as one node of the graph that
+    ``torch.fx`` traces: so are torch's own. None where nothing is traced."""
+    symbol = next((each for each in given if isinstance(each, Proxy)), None)
+    if symbol is None:
+        return None
+    tracer: Any = symbol.tracer
+    if module is tracer.root:
+        raise BindError(
+            f"{type(module).__name__} asks its input questions, which a symbol cannot answer",
+            asked=f"torch.fx.symbolic_trace({type(module).__name__}(…))",
+            remedy="trace a model that it is a part of, such as torch.nn.Sequential(module)",
+        )
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), given, {})
+
+
+EXTRAS = ("activation", "z_loss", "inplace_backward", "return_lse")  # torch's have none of these
+
+
+def as_torchs(module: nn.Module) -> nn.Module:
+    """The module of ``torch.nn`` that this one stands in for, with the same parameters, for
+    ``torch.jit.script``, which reads Python and cannot read ours."""
+    kind = type(module)
+    base = getattr(nn, kind.__name__, None) if kind.__module__.startswith(__package__) else None
+    more = [name for name in EXTRAS if getattr(module, name, None)]
+    if base is None or more:
+        raise BindError(
+            f"{kind.__name__}{f' with {more[0]}' if more else ''} cannot be read by TorchScript, "
+            "and torch.nn has none to stand in for it",
+            asked="torch.jit.script(…)",
+            remedy="use torch.compile, or torch.jit.trace",
+        )
+    twin = copy.copy(module)
+    twin.__class__ = base
+    return twin
+
+
+def scriptable(module: Any) -> None:
+    """Let ``torch.jit.script`` find torch's module in the place of this class, if it is one."""
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        module.__prepare_scriptable__ = as_torchs  # type: ignore[attr-defined]
+
+
+def replace(model: nn.Module) -> nn.Module:
+    """Turn every module of ``model`` that has a stand-in here into it, in place; ``model`` comes
+    back for convenience. Parameters, hooks, names and state dicts stay as they are.
+
+    Only exact classes of ``torch.nn`` are taken, never subclasses, which may do something else.
+    """
+    from deuteron import nn as ours
+
+    for module in model.modules():
+        name = type(module).__name__
+        if type(module) is getattr(nn, name, None) and name in ours.__all__:
+            module.__class__ = getattr(ours, name)
+    return model

@@ -1,0 +1,124 @@
+"""Small results of the way there that a gradient reads instead of looking for them again. It
+happens for GPUs, where kernels of ours make and read them in passes that they make anyway.
+
+Batch norm with relu keeps the signs of its result as bits, a sixteenth of the bytes in 16 bits per
+element; a max pool keeps which element of each window won, a byte.
+
+    y, … = batch_norm_act(x, …)                    y, …, signs = batch_norm_act(x, …, packed=…)
+    batch_norm_act_grad(grad, x, …, y)       →     batch_norm_act_grad(grad, x, …, signs, packed=…)
+
+    y = max_pool(x)                                y, winners = max_pool_with_winners(x)
+    max_pool_grad(grad, x)                   →     max_pool_winners_grad(grad, winners)
+"""
+
+from __future__ import annotations
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.rewrite import carry, finish, start
+from deuteron.ops import table
+from deuteron.ops.conv import memory_order
+from deuteron.ops.pool_winners import fits
+from deuteron.ops.signs import packing
+from deuteron.passes.context import Context
+from deuteron.target import has_triton
+
+
+def keep_signs(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with signs in the place of every result that relu's gradient asks for."""
+    if not ctx.target.is_cuda or not has_triton():
+        return graph
+    asked = _asked(graph)
+    if not asked:
+        return graph
+    build, names = start(graph, table.infer)
+    signs: dict[str, str] = {}  # of a result
+    for node in graph.nodes:
+        inputs = [None if v is None else names[v] for v in node.inputs]
+        y = _read(node)
+        if node.outputs[0] in asked:
+            attrs = {**node.attrs, "packed": asked[node.outputs[0]]}
+            outs = build.emit(node.op, inputs, attrs, source=node.source)
+            signs[node.outputs[0]] = outs[-1]
+        elif y in asked:
+            inputs = [*inputs, *[None] * (len(_SLOTS) - len(inputs))]
+            inputs[_Y], inputs[_SIGNS] = None, signs[y]
+            attrs = {**node.attrs, "packed": asked[y]}
+            outs = build.emit(node.op, inputs, attrs, source=node.source)
+            ctx.fired["signs instead of a result"] += 1
+        else:
+            carry(build, names, node, graph)
+            continue
+        names.update(zip(node.outputs, outs, strict=False))  # the signs are new
+    return finish(build, names, graph)
+
+
+_SLOTS = table.get("batch_norm_act_grad").inputs
+_Y, _SIGNS = _SLOTS.index("y?"), _SLOTS.index("signs?")
+
+
+def _read(node: Node) -> str | None:
+    """The result that a gradient reads for the signs of relu."""
+    if node.op != "batch_norm_act_grad" or node.attrs["activation"] != "relu":
+        return None
+    return node.inputs[_Y] if len(node.inputs) > _Y else None
+
+
+def _asked(graph: Graph) -> dict[str, str]:
+    """Results that gradients read for their signs, and how these are to be packed."""
+    made = {
+        n.outputs[0]
+        for n in graph.nodes
+        if n.op == "batch_norm_act" and n.attrs["activation"] == "relu"
+    }
+    asked = {y: packing(graph.types[y]) for y in map(_read, graph.nodes) if y in made}
+    return {y: packed for y, packed in asked.items() if packed != "none"}
+
+
+# ---- winners
+
+
+def keep_winners(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with winners kept for every max pool whose gradient is in it, too."""
+    if not ctx.target.is_cuda or not has_triton():
+        return graph
+    pools = {_pool(n) for n in graph.nodes if _is_pool(graph, n)}
+    asked = {_pool(n) for n in graph.nodes if n.op == "max_pool_grad"} & pools
+    if not asked:
+        return graph
+    build, names = start(graph, table.infer)
+    winners = {}
+    for node in graph.nodes:
+        forward, back = _is_pool(graph, node), node.op == "max_pool_grad"
+        key = _pool(node) if forward or back else None
+        if key not in asked:
+            carry(build, names, node, graph)
+        elif forward:
+            given = [names[node.uses[0]]]
+            names[node.outputs[0]], winners[key] = build.emit(
+                "max_pool_with_winners", given, node.attrs, source=node.source
+            )
+        else:
+            x = graph.types[node.uses[1]]
+            attrs = {**node.attrs, "shape": x.shape, "order": memory_order(x)}
+            given = [names[node.uses[0]], winners[key]]
+            made = build.emit("max_pool_winners_grad", given, attrs, source=node.source)
+            names[node.output] = made[0]
+            ctx.fired["winners instead of a search"] += 1
+    return finish(build, names, graph)
+
+
+def _pool(node: Node) -> tuple[str, str]:
+    """What is pooled, and how: the same for a pool and its gradient."""
+    return node.uses[-1], str(dict(node.attrs))
+
+
+def _is_pool(graph: Graph, node: Node) -> bool:
+    """Whether it is a max pool that the kernels take, and of which nobody reads the places."""
+    if node.op not in ("max_pool", "max_pool_with_indices"):
+        return False
+    rank = graph.types[node.uses[0]].rank
+    if node.op == "max_pool_with_indices":
+        places = node.outputs[1]
+        if rank != 4 or places in graph.output_values or graph.users.get(places):
+            return False  # rows with places may lie in another order in memory
+    return rank < 5 and fits(node.attrs["kernel"])
