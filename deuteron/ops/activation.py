@@ -17,7 +17,7 @@ from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.formula import TENSORS
 from deuteron.ops.movement import lay, with_axis
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import samples
 
 # ---- held within bounds ---------------------------------------------------------------------
 
@@ -364,19 +364,11 @@ PRELU = OpDef(
     fusion=Fusion.BROADCAST,
     vjp=_prelu_vjp,
     flops=elementwise_flops(2),
-    samples=lambda: tuple(
-        Sample((Arg(shape, "away", layout=layout), Arg((count,))))
-        for shape, layout, count in (
-            ((3, 5), "contiguous", 5),
-            ((3, 5), "contiguous", 1),
-            ((), "contiguous", 1),
-            ((7,), "contiguous", 1),
-            ((0, 4), "contiguous", 4),
-            ((2, 3, 4), "transposed", 3),
-            ((4, 5), "sliced", 5),
-            ((4, 5), "expanded", 1),
-            ((2, 3, 4, 5), "nhwc", 3),
-        )
+    samples=samples(
+        """3x5 5:normal | 3x5 1:normal | scalar 1:normal | 7 1:normal | 0x4 4:normal
+        | 2x3x4@transposed 3:normal | 4x5@sliced 5:normal | 4x5@expanded 1:normal
+        | 2x3x4x5@nhwc 3:normal""",
+        "away",
     ),
 )
 
@@ -412,19 +404,9 @@ GLU = OpDef(
     fusion=Fusion.BROADCAST,
     vjp=_glu_vjp,
     flops=elementwise_flops(11),
-    samples=lambda: tuple(
-        Sample((Arg(shape, layout=layout),), {"axis": axis})
-        for shape, layout, axis in (
-            ((3, 6), "contiguous", -1),
-            ((4, 3), "contiguous", 0),
-            ((2,), "contiguous", 0),
-            ((0, 4), "contiguous", 1),
-            ((3, 0), "contiguous", 1),
-            ((4, 6), "transposed", 0),
-            ((4, 6), "sliced", 1),
-            ((4, 6), "expanded", 1),
-            ((2, 4, 3, 5), "nhwc", 1),
-        )
+    samples=samples(
+        """3x6 axis=-1 | 4x3 axis=0 | 2 axis=0 | 0x4 axis=1 | 3x0 axis=1 | 4x6@transposed axis=0
+        | 4x6@sliced axis=1 | 4x6@expanded axis=1 | 2x4x3x5@nhwc axis=1"""
     ),
 )
 

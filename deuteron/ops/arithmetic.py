@@ -16,7 +16,7 @@ from deuteron.ir.types import TensorType
 from deuteron.ops.elementwise import anything, define, elementwise, made_float, numbers, truth
 from deuteron.ops.formula import CannotLower, Formula
 from deuteron.ops.opdef import Attr, Fusion, OpDef, promoted
-from deuteron.ops.samples import Arg, Sample, unary_samples
+from deuteron.ops.samples import Sample, samples, unary_samples
 
 
 def ndtr(x: torch.Tensor) -> torch.Tensor:
@@ -220,24 +220,14 @@ def _angle_dx(b: Any, g: Any, x: Any, y: Any) -> Any:
     return g * y / (b.square(x) + b.square(y))
 
 
-def _binary_samples(kx: str, ky: str) -> tuple[Sample, ...]:
-    def pair(sx: tuple[int, ...], sy: tuple[int, ...], **how: Any) -> Sample:
-        return Sample((Arg(sx, kx, **how), Arg(sy, ky)))
+_BINARY = """3x5{x} 3x5{y} | 3x5{x} 5{y} | 2x1x4{x} 3x1{y} | 3x5{x} scalar{y} | scalar{x} scalar{y}
+    | 0x3{x} 1x3{y} | 4x5@transposed{x} 4x1{y} | 4x5@sliced{x} 4x5{y}
+    | 2x3x4x5@nhwc{x} 2x3x4x5{y} | 2x3x4x5@nhwc{x} 3x1x1{y} | """
 
-    extreme = Sample((Arg((33,), "extreme"), Arg((33,), "extreme")), grad=False, note="extreme")
-    return (
-        pair((3, 5), (3, 5)),
-        pair((3, 5), (5,)),
-        pair((2, 1, 4), (3, 1)),
-        pair((3, 5), ()),
-        pair((), ()),
-        pair((0, 3), (1, 3)),
-        pair((4, 5), (4, 1), layout="transposed"),
-        pair((4, 5), (4, 5), layout="sliced"),
-        pair((2, 3, 4, 5), (2, 3, 4, 5), layout="nhwc"),
-        pair((2, 3, 4, 5), (3, 1, 1), layout="nhwc"),
-        pair((7,), (7,)) if kx == "positive" else extreme,
-    )
+
+def _binary_samples(kx: str, ky: str) -> tuple[Sample, ...]:
+    values = "7{x} 7{y}" if kx == "positive" else "33:extreme 33:extreme nograd [extreme]"
+    return samples((_BINARY + values).format(x=f":{kx}", y=f":{ky}"))()
 
 
 def _sides(dx: Formula, dy: Formula) -> tuple[Formula, Formula]:
@@ -356,12 +346,9 @@ def _choice(name: str, condition: TensorType, x: TensorType, y: TensorType) -> D
     ),
     reference=torch.where,
     result=_choice,
-    samples=lambda: (
-        Sample((Arg((3, 5), "bool"), Arg((3, 5)), Arg((3, 5)))),
-        Sample((Arg((3, 1), "bool"), Arg((5,)), Arg(()))),
-        Sample((Arg((0,), "bool"), Arg((0,)), Arg((1,)))),
-        Sample((Arg((4,), "bool"), Arg((4,), "extreme"), Arg((4,), "extreme")), grad=False),
-        Sample((Arg((2, 3, 4, 5), "bool"), Arg((2, 3, 4, 5), layout="nhwc"), Arg((3, 1, 1)))),
+    samples=samples(
+        """3x5:bool 3x5 3x5 | 3x1:bool 5 scalar | 0:bool 0 1 | 4:bool 4:extreme 4:extreme nograd
+        | 2x3x4x5:bool 2x3x4x5@nhwc 3x1x1"""
     ),
     wide=False,
 )
@@ -429,14 +416,10 @@ CAST = OpDef(
     vjp=lambda b, v: [
         b.to(v.grad, v.arg(0).dtype) if v.arg(0).dtype.is_float and v.grad.dtype.is_float else None
     ],
-    samples=lambda: (
-        Sample((Arg((3, 5)),), {"dtype": "f32"}),
-        Sample((Arg((3, 5), dtype="f32"),), {"dtype": "f16"}, grad=False),
-        Sample((Arg((3, 5), dtype="f32"),), {"dtype": "bf16"}, grad=False),
-        Sample((Arg((3, 5), dtype="i32"),), {"dtype": "f32"}, grad=False),
-        Sample((Arg((3, 5), "bool"),), {"dtype": "i64"}, grad=False),
-        Sample((Arg((7,), dtype="f32"),), {"dtype": "i32"}, grad=False),
-        Sample((Arg((2, 3, 4, 5), layout="nhwc", dtype="f32"),), {"dtype": "f64"}, grad=False),
+    samples=samples(
+        """3x5 dtype=f32 | 3x5:f32 dtype=f16 nograd | 3x5:f32 dtype=bf16 nograd
+        | 3x5:i32 dtype=f32 nograd | 3x5:bool dtype=i64 nograd | 7:f32 dtype=i32 nograd
+        | 2x3x4x5@nhwc:f32 dtype=f64 nograd"""
     ),
 )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from deuteron.ir.dtype import bool_, float32
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, broadcast
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor
 
@@ -247,33 +246,18 @@ def _flops(query: int, products_d: int, products_dv: int) -> CostFn:
     return flops
 
 
-def _case(
-    lead: Shape, shared: Shape, rows: int, columns: int, bias: Arg | None = None, **how: Any
-) -> Sample:
-    """q [*lead, rows, 3], k [*shared, columns, 3] and v [*shared, columns, 2]."""
-    layout = how.pop("layout", "contiguous")
-    q = Arg((*lead, rows, 3), layout=layout)
-    k, v = (Arg((*shared, columns, d), layout=layout) for d in (3, 2))
-    return Sample((q, k, v, bias), how)
-
-
-def _samples() -> Sequence[Sample]:
-    one = (2, 2), (2, 2)
-    return (
-        _case(*one, 3, 4),
-        _case(*one, 4, 4, causal=True, scale=0.7, layout="nhwc"),
-        _case(*one, 5, 3, causal=True, layout="transposed"),
-        _case((2, 4), (2, 2), 3, 4, Arg((4, 3, 1))),
-        _case((1, 3), (1, 1), 2, 4, Arg((2, 4), "bool"), layout="sliced"),
-        _case(*one, 3, 3, Arg((2, 1, 3, 3)), causal=True),
-        _case(*one, 3, 3, Arg((1, 3), "bool"), causal=True, layout="expanded"),
-        _case((4,), (2,), 3, 2, Arg((2,))),
-        _case((0, 2), (0, 1), 3, 4),
-        _case(*one, 0, 4, causal=True),
-        _case(*one, 3, 0),
-        _case((1, 1), (1, 1), 1, 1, Arg(())),
-        replace(_case(*one, 2, 2, Arg((2, 2), dtype="f32")), grad=False),
-    )
+_samples = samples(
+    """2x2x3x3 2x2x4x3 2x2x4x2 _
+    | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
+    | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
+    | 2x4x3x3 2x2x4x3 2x2x4x2 4x3x1
+    | 1x3x2x3@sliced 1x1x4x3@sliced 1x1x4x2@sliced 2x4:bool
+    | 2x2x3x3 2x2x3x3 2x2x3x2 2x1x3x3 causal=True
+    | 2x2x3x3@expanded 2x2x3x3@expanded 2x2x3x2@expanded 1x3:bool causal=True
+    | 4x3x3 2x2x3 2x2x2 2 | 0x2x3x3 0x1x4x3 0x1x4x2 _ | 2x2x0x3 2x2x4x3 2x2x4x2 _ causal=True
+    | 2x2x3x3 2x2x0x3 2x2x0x2 _ | 1x1x1x3 1x1x1x3 1x1x1x2 scalar
+    | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd"""
+)
 
 
 def _grad_samples() -> Sequence[Sample]:

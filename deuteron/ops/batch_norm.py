@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from math import prod
 from typing import Any
 
@@ -50,7 +51,7 @@ from deuteron.ops.norm import (
     wide_type,
 )
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample, norm_samples
+from deuteron.ops.samples import Arg, Sample, norm_samples, samples
 from deuteron.ops.signs import PACKED, pack, signs_type, unpack
 
 Tensor = torch.Tensor
@@ -144,7 +145,7 @@ BATCH = OpDef(
     fusion=Fusion.BROADCAST,
     vjp=_given_vjp,
     flops=elementwise_flops(2),
-    samples=norm_samples(_KNOWN, ("xxxx", "xx--", "xx-x"), ({}, {"eps": 0.01}), more=((3, 4),)),
+    samples=norm_samples(_KNOWN, "xxxx xx-- xx-x", ({}, {"eps": 0.01}), "3x4"),
 )
 
 BATCH_TRAIN = OpDef(
@@ -161,10 +162,7 @@ BATCH_TRAIN = OpDef(
     vjp=_train_vjp,
     flops=elementwise_flops(8),
     samples=norm_samples(
-        _PARAMS,
-        ("xxxx", "xx--", "----", "-xxx"),
-        ({}, {"momentum": 0.7, "eps": 0.01}),
-        more=((3, 4),),
+        _PARAMS, "xxxx xx-- ---- -xxx", ({}, {"momentum": 0.7, "eps": 0.01}), "3x4"
     ),
 )
 
@@ -369,62 +367,52 @@ def _act_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
 
 # ---- samples and definitions ---------------------------------------------------------------------
 
-_SHAPES = (
-    ((2, 4, 3), "contiguous"),
-    ((2, 4, 3, 2), "nhwc"),
-    ((2, 4, 2, 3), "transposed"),
-    ((3, 4), "contiguous"),
-    ((2, 3, 3), "sliced"),
-    ((1, 4, 2, 1, 3), "nhwc"),
-    ((0, 4, 3), "contiguous"),
-    ((3, 2, 5), "contiguous"),
-    ((2, 4, 0), "contiguous"),
+_SHAPES = samples(
+    """2x4x3 | 2x4x3x2@nhwc | 2x4x2x3@transposed | 3x4 | 2x3x3@sliced | 1x4x2x1x3@nhwc | 0x4x3
+    | 3x2x5 | 2x4x0"""
 )
-
 _FOLLOWING = (
     *("none", "relu", "relu6", "leaky_relu", "silu", "hardswish"),
     *("leaky_relu(negative_slope=-0.5)", "gelu(approximate='tanh')", "sigmoid", "elu", "tanh"),
 )
 
-_WITH_SIGNS = (  # bytes that are full and that are not, nothing at all, a matrix
-    ((2, 9, 3, 2), "nhwc", "channels"),
-    ((2, 8, 3), "contiguous", "positions"),
-    ((2, 3, 5, 5), "contiguous", "positions"),
-    ((3, 4), "contiguous", "channels"),
-    ((2, 4, 3, 3), "contiguous", "channels"),
-    ((0, 8, 3), "contiguous", "positions"),
+# bytes that are full and that are not, nothing at all, a matrix
+_WITH_SIGNS = samples(
+    """2x9x3x2@nhwc packed=channels | 2x8x3 packed=positions | 2x3x5x5 packed=positions
+    | 3x4 packed=channels | 2x4x3x3 packed=channels | 0x8x3 packed=positions""",
+    activation="relu",
 )
 
 
-def _cases() -> Iterator[tuple[tuple[int, ...], str, dict[str, Any], bool]]:
-    """Shapes, orders, activations in turn, without and with a residual; then those with signs."""
-    for i in range(2 * len(_FOLLOWING)):
-        shape, layout = _SHAPES[i % len(_SHAPES)]
-        following = _FOLLOWING[i % len(_FOLLOWING)]
-        yield shape, layout, {"activation": following}, i >= len(_FOLLOWING)
-    for i, (lengths, layout, packed) in enumerate(_WITH_SIGNS):
-        yield lengths, layout, {"activation": "relu", "packed": packed}, i < 4
+def _cases() -> Iterator[tuple[Arg, Mapping[str, Any], bool]]:
+    """x, activations in turn, without and with a residual; then those with signs."""
+    plain = zip(cycle(_SHAPES()), _FOLLOWING * 2, strict=False)
+    cases = [*(replace(s, attrs={"activation": act}) for s, act in plain), *_WITH_SIGNS()]
+    for i, s in enumerate(cases):
+        assert s.inputs[0] is not None
+        following = 2 * len(_FOLLOWING)
+        yield s.inputs[0], s.attrs, len(_FOLLOWING) <= i < following or 0 <= i - following < 4
 
 
 def _act_samples() -> Sequence[Sample]:
     found = []
-    for i, (shape, layout, act, joined) in enumerate(_cases()):
-        c, mask = shape[1:2], ("xxxx", "xx--", "----")[i % 3]
+    for i, (x, act, joined) in enumerate(_cases()):
+        c, mask = x.shape[1:2], ("xxxx", "xx--", "----")[i % 3]
         params = [Arg(c), Arg(c), Arg(c), Arg(c, "positive")]
         there = [p if m == "x" else None for p, m in zip(params, mask, strict=True)]
-        kind = "offset" if i % 5 == 4 else "normal"
-        residual = Arg(shape, layout="contiguous" if i % 4 else layout) if joined else None
-        found.append(Sample((Arg(shape, kind, layout=layout), *there, residual), act))
+        residual = replace(x, layout="contiguous" if i % 4 else x.layout) if joined else None
+        x = replace(x, kind="offset") if i % 5 == 4 else x
+        found.append(Sample((x, *there, residual), act))
     return found
 
 
 def _act_grad_samples() -> Sequence[Sample]:
     found = []
-    for i, (shape, layout, act, joined) in enumerate(_cases()):
-        c, x = shape[1:2], Arg(shape, layout=layout)
+    for i, (x, act, joined) in enumerate(_cases()):
+        shape, c = x.shape, x.shape[1:2]
         params = [Arg(c), Arg(c)] if i % 3 else [None, None]
         by_y, packed = told_by_result(act["activation"]), act.get("packed", "none")
-        y = Arg(shape, "away", layout=layout) if joined and by_y and packed == "none" else None
+        y = replace(x, kind="away") if joined and by_y and packed == "none" else None
         residual = Arg(shape) if joined and not by_y else None
         signs = None if packed == "none" else Arg(signs_type(shape, packed).shape, dtype="u8")
         inputs = (Arg(shape), x, Arg(c), Arg(c, "positive"), *params, y, residual, signs)

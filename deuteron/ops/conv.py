@@ -8,6 +8,7 @@ with any strides; the result is nhwc where PyTorch's is (:func:`memory_order`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,7 +20,7 @@ from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.matmul import one_dtype
 from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import Sample, samples
 
 # ---- what every operator over images needs ---------------------------------------------------
 
@@ -246,8 +247,6 @@ def _conv_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [dx, dw, db]
 
 
-_IMAGE, _KERNEL, _BIAS = Arg((2, 3, 6, 5)), Arg((4, 3, 3, 2)), Arg((4,))
-
 CONV = OpDef(
     name="conv",
     doc=(
@@ -262,22 +261,13 @@ CONV = OpDef(
     fusion=Fusion.COMPLEX,
     vjp=_conv_vjp,
     flops=_macs_of("conv"),
-    samples=lambda: (
-        Sample((_IMAGE, _KERNEL, _BIAS), {"stride": (2, 1), "padding": (1, 0)}),
-        Sample((Arg((2, 3, 5, 4), layout="nhwc"), Arg((4, 3, 3, 3)), None), {"padding": 1}),
-        Sample((_IMAGE, Arg((2, 3, 1, 1), layout="nhwc"), None)),
-        Sample((Arg((2, 3, 4, 5), layout="sliced"), Arg((2, 3, 1, 1)), Arg((2,)))),
-        Sample((Arg((2, 4, 5, 5), layout="nhwc"), Arg((4, 1, 3, 3)), _BIAS), {"groups": 4}),
-        Sample((Arg((1, 4, 6, 6)), Arg((6, 2, 2, 2)), None), {"groups": 2, "dilation": 2}),
-        Sample((Arg((2, 3, 8)), Arg((4, 3, 3)), _BIAS), {"stride": 2, "padding": 1}),
-        Sample((Arg((2, 3, 8), layout="nhwc"), Arg((4, 3, 3), layout="nhwc"), None)),
-        Sample((Arg((1, 2, 4, 3, 4), layout="nhwc"), Arg((3, 2, 2, 2, 2)), None)),
-        Sample(
-            (Arg((2, 4, 3, 4)), Arg((4, 3, 3, 3)), Arg((6,))),
-            {"transposed": True, "stride": 2, "output_padding": 1, "padding": 1, "groups": 2},
-        ),
-        Sample((Arg((2, 3, 4)), Arg((3, 2, 3)), None), {"transposed": True, "stride": 2}),
-        Sample((Arg((0, 3, 5, 5)), Arg((4, 3, 3, 3)), _BIAS), note="empty"),
+    samples=samples(
+        """2x3x6x5 4x3x3x2 4 stride=(2,1) padding=(1,0) | 2x3x5x4@nhwc 4x3x3x3 _ padding=1
+        | 2x3x6x5 2x3x1x1@nhwc _ | 2x3x4x5@sliced 2x3x1x1 2 | 2x4x5x5@nhwc 4x1x3x3 4 groups=4
+        | 1x4x6x6 6x2x2x2 _ groups=2 dilation=2 | 2x3x8 4x3x3 4 stride=2 padding=1
+        | 2x3x8@nhwc 4x3x3@nhwc _ | 1x2x4x3x4@nhwc 3x2x2x2x2 _
+        | 2x4x3x4 4x3x3x3 6 transposed=True stride=2 output_padding=1 padding=1 groups=2
+        | 2x3x4 3x2x3 _ transposed=True stride=2 | 0x3x5x5 4x3x3x3 4 [empty]"""
     ),
 )
 
@@ -354,35 +344,23 @@ def _dw_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     ]
 
 
-# shapes of x, weight and result, a layout, attributes: the same cases for both gradients
-_GRAD_CASES: tuple[tuple[Shape, Shape, Shape, str, dict[str, Any]], ...] = (
-    ((2, 3, 6, 5), (4, 3, 3, 2), (2, 4, 3, 4), "contiguous", {"stride": (2, 1), "padding": (1, 0)}),
-    ((2, 3, 5, 4), (4, 3, 3, 3), (2, 4, 5, 4), "nhwc", {"padding": 1}),
-    ((2, 4, 5, 5), (4, 1, 3, 3), (2, 4, 3, 3), "sliced", {"groups": 4}),
-    ((1, 4, 6, 6), (6, 2, 2, 2), (1, 6, 4, 4), "contiguous", {"groups": 2, "dilation": 2}),
-    ((2, 3, 8), (4, 3, 3), (2, 4, 4), "nhwc", {"stride": 2, "padding": 1}),
-    ((1, 2, 4, 3, 4), (3, 2, 2, 2, 2), (1, 3, 3, 2, 3), "nhwc", {}),
-    (
-        (2, 4, 3, 4),
-        (4, 3, 3, 3),
-        (2, 6, 6, 8),
-        "contiguous",
-        {"transposed": True, "stride": 2, "output_padding": 1, "padding": 1, "groups": 2},
-    ),
-    ((0, 3, 5, 5), (4, 3, 3, 3), (0, 4, 3, 3), "contiguous", {}),
+# x, weight and result: the same cases for both gradients
+_GRAD_CASES = samples(
+    """2x3x6x5 4x3x3x2 2x4x3x4 stride=(2,1) padding=(1,0) | 2x3x5x4@nhwc 4x3x3x3 2x4x5x4 padding=1
+    | 2x4x5x5@sliced 4x1x3x3 2x4x3x3 groups=4 | 1x4x6x6 6x2x2x2 1x6x4x4 groups=2 dilation=2
+    | 2x3x8@nhwc 4x3x3 2x4x4 stride=2 padding=1 | 1x2x4x3x4@nhwc 3x2x2x2x2 1x3x3x2x3
+    | 2x4x3x4 4x3x3x3 2x6x6x8 transposed=True stride=2 output_padding=1 padding=1 groups=2
+    | 0x3x5x5 4x3x3x3 0x4x3x3"""
 )
 
 
 def _grad_samples(op: str) -> tuple[Sample, ...]:
-    if op == "conv_dx":
-        return tuple(
-            Sample((Arg(y, layout=layout), Arg(w)), {"shape": x, **attrs})
-            for x, w, y, layout, attrs in _GRAD_CASES
-        )
-    return tuple(
-        Sample((Arg(y), Arg(x, layout=layout)), {"shape": w, **attrs})
-        for x, w, y, layout, attrs in _GRAD_CASES
-    )
+    found = []
+    for s in _GRAD_CASES():
+        x, w, y = (a for a in s.inputs if a is not None)
+        ins, of = ((replace(y, layout=x.layout), w), x) if op == "conv_dx" else ((y, x), w)
+        found.append(Sample(ins, {"shape": of.shape, **s.attrs}))
+    return tuple(found)
 
 
 GRADIENTS = tuple(

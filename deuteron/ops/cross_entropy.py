@@ -26,7 +26,7 @@ from deuteron.ir.dtype import DType, float32, float64, int32, int64, uint8
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor
 CLASSES = (int64, int32, uint8)
@@ -329,43 +329,18 @@ _TAIL = {
 }
 
 
-def _class_samples() -> tuple[Sample, ...]:
-    def case(
-        shape: Shape, weighted: bool = False, layout: str = "contiguous", **how: Any
-    ) -> Sample:
-        number = shape[class_axis(shape)]
-        target = Arg(positions(shape), "index", how.pop("of", None), high=number)
-        weight = (Arg((number,), "positive"),) if weighted else ()
-        return Sample((Arg(shape, layout=layout), target, *weight), how)
+_NLL = """4x3 4:index<3 | 4x3@transposed 4:index<3 3:positive ignore_index=1
+    | 2x3x4 2x4:index<3 3:positive reduction=none
+    | 2x3x2x4@nhwc 2x2x4:index<3 reduction=none ignore_index=2
+    | 5x3@sliced 5:index<3:i32 3:positive reduction=sum ignore_index=0
+    | 3 scalar:index<3 | 0x3 0:index<3 reduction=sum
+    | 3x4 3:index<1 ignore_index=0 nograd [none valid]"""
 
-    return (
-        case((4, 3)),
-        case((4, 3), weighted=True, layout="transposed", ignore_index=1),
-        case((2, 3, 4), weighted=True, reduction="none"),
-        case((2, 3, 2, 4), layout="nhwc", reduction="none", ignore_index=2),
-        case((5, 3), weighted=True, layout="sliced", reduction="sum", ignore_index=0, of="i32"),
-        case((3,)),
-        case((0, 3), reduction="sum"),
-    )
-
-
-def _nll_samples() -> Sequence[Sample]:
-    none = Sample(
-        (Arg((3, 4)), Arg((3,), "index", high=1)), {"ignore_index": 0}, False, "none valid"
-    )
-    return (*_class_samples(), none)
-
-
-def _cross_entropy_samples() -> Sequence[Sample]:
-    smooth = {"label_smoothing": 0.2}
-    few = _nll_samples()
-    return (
-        *few,
-        replace(few[1], attrs={**few[1].attrs, **smooth}),
-        replace(few[3], attrs={**few[3].attrs, **smooth}),
-        Sample((Arg((4, 3)), Arg((4, 3), "positive"), Arg((3,), "positive")), smooth),
-        Sample((Arg((2, 3, 4), layout="transposed"), Arg((2, 3, 4))), {"reduction": "none"}),
-    )
+_cross_entropy_samples = samples(
+    f"""{_NLL} | 4x3@transposed 4:index<3 3:positive ignore_index=1 label_smoothing=0.2
+    | 2x3x2x4@nhwc 2x2x4:index<3 reduction=none ignore_index=2 label_smoothing=0.2
+    | 4x3 4x3:positive 3:positive label_smoothing=0.2 | 2x3x4@transposed 2x3x4 reduction=none"""
+)
 
 
 def _with_grad_samples() -> Sequence[Sample]:
@@ -392,7 +367,7 @@ NLL = OpDef(
     fusion=Fusion.REDUCTION,
     vjp=_vjp,
     flops=lambda ins, outs, attrs: 2.0 * (ins[1].numel if ins[1] is not None else 0),
-    samples=_nll_samples,
+    samples=samples(_NLL),
 )
 
 CROSS_ENTROPY = OpDef(

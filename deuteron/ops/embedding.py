@@ -10,10 +10,10 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.determinism import fixed_order
 from deuteron.ops.elementwise import floats
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import AXIS, NHWC, ROW, SAME, SLICED, TURNED, check_index, with_axis
+from deuteron.ops.movement import AXIS, check_index, with_axis
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
 from deuteron.ops.reduce import input_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import samples
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -53,17 +53,11 @@ SCATTER_ADD = OpDef(
     fusion=Fusion.OPAQUE,
     vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
     flops=input_flops(1),
-    samples=lambda: tuple(
-        Sample((Arg(i, "index", high=s[a]), Arg(i, layout=order)), {"shape": s, "axis": a})
-        for i, order, s, a in (
-            ((6, 3), ROW, (4, 3), 0),
-            ((2, 5), ROW, (4, 3), -1),
-            ((0,), ROW, (5,), 0),
-            ((4, 2), TURNED, (4, 3), 1),
-            ((1, 3), SLICED, (4, 3), 0),
-            ((5, 3), SAME, (1, 3), 0),
-            ((2, 1, 2, 2), NHWC, (2, 3, 2, 2), 1),
-        )
+    samples=samples(
+        """6x3:index<4 6x3 shape=(4,3) axis=0 | 2x5:index<3 2x5 shape=(4,3) axis=-1
+        | 0:index<5 0 shape=(5,) axis=0 | 4x2:index<3 4x2@transposed shape=(4,3) axis=1
+        | 1x3:index<4 1x3@sliced shape=(4,3) axis=0 | 5x3:index<1 5x3@expanded shape=(1,3) axis=0
+        | 2x1x2x2:index<3 2x1x2x2@nhwc shape=(2,3,2,2) axis=1"""
     ),
 )
 
@@ -115,21 +109,12 @@ EMBEDDING = OpDef(
         weight, index, padding_idx, scale_grad_by_freq
     ),
     vjp=_embedding_vjp,
-    samples=lambda: tuple(
-        Sample(
-            (Arg(w, layout=layout), Arg(i, "index", dt, high=w[0])),
-            {"padding_idx": p, "scale_grad_by_freq": scaled},
-            p < 0 and not scaled,
-        )
-        for w, layout, i, dt, p, scaled in (
-            ((5, 3), ROW, (2, 4), None, -1, False),
-            ((5, 3), ROW, (2, 4), None, 2, False),
-            ((5, 3), ROW, (), None, -1, False),
-            ((5, 3), ROW, (0, 2), None, -1, False),
-            ((5, 3), TURNED, (4,), "i32", -1, False),
-            ((5, 4), SLICED, (3, 1), None, -1, False),
-            ((2, 3), ROW, (7,), None, -1, True),
-        )
+    samples=samples(
+        """5x3 2x4:index<5 | 5x3 2x4:index<5 padding_idx=2 nograd | 5x3 scalar:index<5
+        | 5x3 0x2:index<5 | 5x3@transposed 4:index<5:i32 | 5x4@sliced 3x1:index<5
+        | 2x3 7:index<2 scale_grad_by_freq=True nograd""",
+        padding_idx=-1,
+        scale_grad_by_freq=False,
     ),
 )
 
@@ -179,19 +164,12 @@ EMBEDDING_GRAD = OpDef(
     fusion=Fusion.OPAQUE,
     vjp=_embedding_grad_vjp,
     flops=input_flops(1),
-    samples=lambda: tuple(
-        Sample(
-            (Arg(g, layout=order), Arg(g[:-1], "index", dt, high=5)), {"rows": 5, "padding_idx": p}
-        )
-        for g, order, dt, p in (
-            ((2, 4, 3), ROW, None, -1),
-            ((9, 3), ROW, None, 2),
-            ((3,), ROW, None, -1),
-            ((0, 2, 3), ROW, None, -1),
-            ((4, 3), TURNED, "i32", -1),
-            ((4, 3), SLICED, None, 0),
-            ((4, 3), SAME, None, -1),
-        )
+    samples=samples(
+        """2x4x3 2x4:index<5 | 9x3 9:index<5 padding_idx=2 | 3 scalar:index<5 | 0x2x3 0x2:index<5
+        | 4x3@transposed 4:index<5:i32 | 4x3@sliced 4:index<5 padding_idx=0
+        | 4x3@expanded 4:index<5""",
+        rows=5,
+        padding_idx=-1,
     ),
 )
 

@@ -6,7 +6,6 @@ the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 
 import torch
@@ -18,7 +17,7 @@ from deuteron.ops.determinism import fixed_order
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
 from deuteron.ops.reduce import input_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 
@@ -86,22 +85,6 @@ def _histogram_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [dx, b.where(inside, b.reshape(picked, x.shape), 0.0)]
 
 
-def _histogram_samples() -> Sequence[Sample]:
-    span = {"bins": 5, "low": -1.0, "high": 2.0}
-    near = {"bins": 7, "low": -0.5, "high": 0.5}
-    return (
-        Sample((Arg((33,)),), span),
-        Sample((Arg((4, 6), layout="transposed"),), near),
-        Sample((Arg((3, 5)), Arg((3, 5))), span),
-        Sample((Arg((3, 5), layout="sliced"), Arg((3, 5), layout="transposed")), near),
-        Sample((Arg((40,), "index", high=6),), {"bins": 6, "low": 0.0, "high": 6.0}),
-        Sample((Arg((20,), "index", "i32", high=6), Arg((20,))), {"bins": 3, "low": 0, "high": 5}),
-        Sample((Arg((0,)), Arg((0,))), span, note="empty"),
-        Sample((Arg(()),), span, note="scalar"),
-        Sample((Arg((33,), "extreme"),), span, grad=False, note="extreme"),
-    )
-
-
 HISTOGRAM = OpDef(
     name="histogram",
     doc="How many elements of x lie in each of ``bins`` equal parts of low … high, as int64, or "
@@ -118,7 +101,15 @@ HISTOGRAM = OpDef(
     fusion=Fusion.OPAQUE,
     vjp=_histogram_vjp,
     flops=input_flops(4),
-    samples=_histogram_samples,
+    samples=samples(
+        """33 | 4x6@transposed bins=7 low=-0.5 high=0.5 | 3x5 3x5
+        | 3x5@sliced 3x5@transposed bins=7 low=-0.5 high=0.5
+        | 40:index<6 bins=6 low=0.0 high=6.0 | 20:index<6:i32 20 bins=3 low=0 high=5
+        | 0 0 [empty] | scalar [scalar] | 33:extreme nograd [extreme]""",
+        bins=5,
+        low=-1.0,
+        high=2.0,
+    ),
 )
 
 OPS = (HISTOGRAM,)

@@ -18,7 +18,7 @@ from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Fusion, OpDef, Vjp, broadcast
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import samples
 
 
 def one_dtype(op: str, *, ints: bool = False, **operands: TensorType | None) -> None:
@@ -132,19 +132,11 @@ MATMUL = OpDef(
     fusion=Fusion.COMPLEX,
     vjp=_matmul_vjp,
     flops=_flops,
-    samples=lambda: (
-        Sample((Arg((3, 4)), Arg((4, 5)))),
-        Sample((Arg((4,)), Arg((4,)))),
-        Sample((Arg((3, 4), layout="transposed"), Arg((4,)))),
-        Sample((Arg((4,)), Arg((2, 4, 3)))),
-        Sample((Arg((2, 3, 4)), Arg((4, 5), layout="transposed"))),
-        Sample((Arg((3, 4)), Arg((2, 4, 5)))),
-        Sample((Arg((2, 1, 3, 4), layout="nhwc"), Arg((5, 4, 2), layout="sliced"))),
-        Sample((Arg((3, 1, 2), layout="expanded"), Arg((3, 2, 1)))),
-        Sample((Arg((0, 3)), Arg((3, 2))), note="empty"),
-        Sample((Arg((2, 0)), Arg((0, 3))), note="nothing to add up"),
-        Sample((Arg((3, 4), dtype="i32"), Arg((4, 2), dtype="i32")), note="integers"),
-        Sample((Arg((3, 5), "extreme"), Arg((5, 2), "extreme")), grad=False, note="extreme"),
+    samples=samples(
+        """3x4 4x5 | 4 4 | 3x4@transposed 4 | 4 2x4x3 | 2x3x4 4x5@transposed | 3x4 2x4x5
+        | 2x1x3x4@nhwc 5x4x2@sliced | 3x1x2@expanded 3x2x1 | 0x3 3x2 [empty]
+        | 2x0 0x3 [nothing to add up] | 3x4:i32 4x2:i32 [integers]
+        | 3x5:extreme 5x2:extreme nograd [extreme]"""
     ),
 )
 
@@ -196,17 +188,10 @@ LINEAR = OpDef(
     fusion=Fusion.COMPLEX,
     vjp=_linear_vjp,
     flops=_flops,
-    samples=lambda: (
-        Sample((Arg((3, 4)), Arg((5, 4)), Arg((5,)))),
-        Sample((Arg((2, 3, 4)), Arg((5, 4)), None)),
-        Sample((Arg((4,)), Arg((5, 4)), Arg((5,)))),
-        Sample((Arg((2, 3, 2, 4), layout="nhwc"), Arg((3, 4), layout="transposed"), Arg((3,)))),
-        Sample((Arg((3, 4), layout="sliced"), Arg((1, 4)), Arg((1,)))),
-        Sample((Arg((3, 2, 4), layout="expanded"), Arg((5, 4), layout="sliced"), None)),
-        Sample((Arg((0, 4)), Arg((5, 4)), Arg((5,))), note="empty"),
-        Sample((Arg((3, 0)), Arg((2, 0)), Arg((2,))), note="nothing to add up"),
-        Sample((Arg((3, 4), dtype="i32"), Arg((2, 4), dtype="i32"), None), note="integers"),
-        Sample((Arg((3, 5), "extreme"), Arg((2, 5)), Arg((2,))), grad=False, note="extreme"),
+    samples=samples(
+        """3x4 5x4 5 | 2x3x4 5x4 _ | 4 5x4 5 | 2x3x2x4@nhwc 3x4@transposed 3 | 3x4@sliced 1x4 1
+        | 3x2x4@expanded 5x4@sliced _ | 0x4 5x4 5 [empty] | 3x0 2x0 2 [nothing to add up]
+        | 3x4:i32 2x4:i32 _ [integers] | 3x5:extreme 2x5 2 nograd [extreme]"""
     ),
 )
 

@@ -7,6 +7,7 @@ land in one place (scatter_add, embedding_grad) is among the reductions, and so 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,7 +20,7 @@ from deuteron.ir.dtype import DType, int32, int64
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, norm_axes, promoted
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import samples
 
 Types = Sequence[TensorType | None]
 Attributes = dict[str, Any]
@@ -49,15 +50,7 @@ def lay(out: torch.Tensor, like: TensorType) -> torch.Tensor:
     return out.new_empty_strided(like.shape, like.strides).copy_(out)
 
 
-def cases(names: str, *rows: tuple[Any, ...]) -> tuple[Sample, ...]:
-    """Samples of one input; a row is its shape, its layout, then the attributes in ``names``."""
-    return tuple(
-        Sample((Arg(shape, layout=layout),), dict(zip(names.split(), values, strict=False)))
-        for shape, layout, *values in rows
-    )
-
-
-ROW, NHWC, TURNED, SLICED, SAME = "contiguous", "nhwc", "transposed", "sliced", "expanded"
+ROW, NHWC = "contiguous", "nhwc"
 
 # ---- views: reshape, permute, expand, slice ----------------------------------------------------
 
@@ -109,20 +102,11 @@ RESHAPE = viewing(
     ),
     reference=torch.reshape,
     vjp=lambda b, v: [b.reshape(v.grad, shape=v.arg(0).shape)],
-    samples=lambda: cases(
-        "shape",
-        ((3, 4), ROW, (2, 6)),
-        ((3, 4), ROW, (-1,)),
-        ((), ROW, (1, 1)),
-        ((1, 1), ROW, ()),
-        ((0, 4), ROW, (2, 0, 3)),
-        ((4, 6), TURNED, (2, 2, 6)),
-        ((4, 6), TURNED, (24,)),
-        ((4, 6), SLICED, (2, 12)),
-        ((4, 6), SAME, (4, 2, 3)),
-        ((4, 6), SAME, (24,)),
-        ((2, 3, 4, 5), NHWC, (2, 3, 20)),
-        ((2, 3, 4, 5), NHWC, (2, 60)),
+    samples=samples(
+        """3x4 shape=(2,6) | 3x4 shape=(-1,) | scalar shape=(1,1) | 1x1 shape=() | 0x4 shape=(2,0,3)
+        | 4x6@transposed shape=(2,2,6) | 4x6@transposed shape=(24,) | 4x6@sliced shape=(2,12)
+        | 4x6@expanded shape=(4,2,3) | 4x6@expanded shape=(24,)
+        | 2x3x4x5@nhwc shape=(2,3,20) | 2x3x4x5@nhwc shape=(2,60)"""
     ),
 )
 
@@ -152,15 +136,9 @@ PERMUTE = viewing(
     ),
     reference=torch.permute,
     vjp=_permute_vjp,
-    samples=lambda: cases(
-        "dims",
-        ((3, 4), ROW, (1, 0)),
-        ((), ROW, ()),
-        ((2, 0, 3), ROW, (2, 0, 1)),
-        ((2, 3, 4), ROW, (-1, 0, 1)),
-        ((3, 4), SLICED, (1, 0)),
-        ((3, 4), SAME, (1, 0)),
-        ((2, 3, 4, 5), NHWC, (0, 2, 3, 1)),
+    samples=samples(
+        """3x4 dims=(1,0) | scalar dims=() | 2x0x3 dims=(2,0,1) | 2x3x4 dims=(-1,0,1)
+        | 3x4@sliced dims=(1,0) | 3x4@expanded dims=(1,0) | 2x3x4x5@nhwc dims=(0,2,3,1)"""
     ),
 )
 
@@ -194,16 +172,10 @@ EXPAND = viewing(
     infer=_expand_infer,
     reference=lambda x, shape: x.expand(shape),
     vjp=lambda b, v: [b.unbroadcast(v.grad, v.arg(0).type)],
-    samples=lambda: cases(
-        "shape",
-        ((3, 1), ROW, (3, 4)),
-        ((3, 1), ROW, (2, -1, 5)),
-        ((), ROW, (2, 3)),
-        ((), ROW, ()),
-        ((1, 3), ROW, (0, 3)),
-        ((4, 3), TURNED, (2, 4, 3)),
-        ((4, 1, 3), SLICED, (4, 2, 3)),
-        ((2, 3, 1, 1), NHWC, (2, 3, 4, 5)),
+    samples=samples(
+        """3x1 shape=(3,4) | 3x1 shape=(2,-1,5) | scalar shape=(2,3) | scalar shape=()
+        | 1x3 shape=(0,3) | 4x3@transposed shape=(2,4,3) | 4x1x3@sliced shape=(4,2,3)
+        | 2x3x1x1@nhwc shape=(2,3,4,5)"""
     ),
 )
 
@@ -256,19 +228,12 @@ SLICE = viewing(
     infer=_slice_infer,
     reference=lambda x, axis, start, stop, step: torch.ops.aten.slice(x, axis, start, stop, step),
     vjp=_slice_vjp,
-    samples=lambda: cases(
-        "axis start stop step",
-        ((5, 4), ROW, 0, 1, 4),
-        ((5, 4), ROW, -1, -3),
-        ((5,), ROW, 0, 4, 2),
-        ((7,), ROW, 0, 1, 7, 3),
-        ((7, 2), ROW, 0, 0, None, 2),
-        ((0, 3), ROW, 0),
-        ((5,), ROW, 0, -99, 99),
-        ((2, 6), SLICED, 1, 1, 6, 4),
-        ((4, 6), TURNED, 1, 2),
-        ((4, 3), SAME, 0, 1, 3),
-        ((2, 3, 4, 5), NHWC, 1, 0, 2),
+    samples=samples(
+        """5x4 axis=0 start=1 stop=4 | 5x4 axis=-1 start=-3 | 5 axis=0 start=4 stop=2
+        | 7 axis=0 start=1 stop=7 step=3 | 7x2 axis=0 start=0 stop=None step=2 | 0x3 axis=0
+        | 5 axis=0 start=-99 stop=99 | 2x6@sliced axis=1 start=1 stop=6 step=4
+        | 4x6@transposed axis=1 start=2 | 4x3@expanded axis=0 start=1 stop=3
+        | 2x3x4x5@nhwc axis=1 start=0 stop=2"""
     ),
 )
 
@@ -282,17 +247,10 @@ FLIP = moving(
     infer=lambda x, axes: x.dense_like(),
     reference=lambda x, axes: torch.flip(x, axes),
     vjp=lambda b, v: [b.flip(v.grad, axes=v.attrs["axes"])],
-    samples=lambda: cases(
-        "axes",
-        ((3, 4), ROW, (0,)),
-        ((3, 4), ROW, (-1, 0)),
-        ((), ROW, ()),
-        ((0, 3), ROW, (0,)),
-        ((3, 4), ROW, ()),
-        ((3, 4), TURNED, (1,)),
-        ((3, 4), SLICED, (1,)),
-        ((3, 4), SAME, (0,)),
-        ((2, 3, 4, 5), NHWC, (2, 3)),
+    samples=samples(
+        """3x4 axes=(0,) | 3x4 axes=(-1,0) | scalar axes=() | 0x3 axes=(0,) | 3x4 axes=()
+        | 3x4@transposed axes=(1,) | 3x4@sliced axes=(1,) | 3x4@expanded axes=(0,)
+        | 2x3x4x5@nhwc axes=(2,3)"""
     ),
 )
 
@@ -343,17 +301,11 @@ CONCAT = moving(
     infer=_concat_infer,
     reference=_concat_reference,
     vjp=_concat_vjp,
-    samples=lambda: (
-        Sample((Arg((2, 3)), Arg((4, 3))), {"axis": 0}),
-        Sample((Arg((2, 3)), Arg((2, 1)), Arg((2, 2), layout=TURNED)), {"axis": -1}),
-        Sample((Arg((5,)),), {"axis": 0}),
-        Sample((Arg((0, 3)), Arg((2, 3))), {"axis": 0}),
-        Sample((Arg((2, 3), dtype="f64"), Arg((2, 3), dtype="f32")), {"axis": 0}, grad=False),
-        Sample((Arg((2, 3), dtype="i32"), Arg((2, 3), layout=SLICED)), {"axis": 1}),
-        Sample((Arg((2, 3, 4, 5), layout=NHWC), Arg((2, 1, 4, 5), layout=NHWC)), {"axis": 1}),
-        Sample((Arg((2, 3, 4, 5), layout=NHWC), Arg((2, 3, 4, 5))), {"axis": 1}),
-        Sample((Arg((2, 3, 1, 1)), Arg((2, 3, 1, 1), layout=NHWC)), {"axis": 2}),
-        Sample((Arg((2, 3, 4), layout=NHWC), Arg((2, 2, 4), layout=NHWC)), {"axis": 1}),
+    samples=samples(
+        """2x3 4x3 axis=0 | 2x3 2x1 2x2@transposed axis=-1 | 5 axis=0 | 0x3 2x3 axis=0
+        | 2x3:f64 2x3:f32 axis=0 nograd | 2x3:i32 2x3@sliced axis=1
+        | 2x3x4x5@nhwc 2x1x4x5@nhwc axis=1 | 2x3x4x5@nhwc 2x3x4x5 axis=1
+        | 2x3x1x1 2x3x1x1@nhwc axis=2 | 2x3x4@nhwc 2x2x4@nhwc axis=1"""
     ),
 )
 
@@ -428,20 +380,14 @@ PAD = moving(
     infer=_pad_infer,
     reference=_pad_reference,
     vjp=_pad_vjp,
-    samples=lambda: cases(
-        "low high mode value",
-        ((3, 4), ROW, (0, 1), (2, 0)),
-        ((), ROW, (), ()),
-        ((3, 4), ROW, (-1, 1), (1, -2), "constant", 7.0),
-        ((0, 2), ROW, (1, 0), (0, 1)),
-        ((3, 4), TURNED, (0, -1), (0, -1)),
-        ((2, 3, 4, 5), NHWC, (0, 0, 1, 1), (0, 0, 1, 2)),
-        ((3, 4), SLICED, (2, 1), (1, 3), "reflect"),
-        ((2, 3), ROW, (0, 2), (1, 0), "reflect"),
-        ((2, 2, 3, 4), NHWC, (0, 0, 1, 1), (0, 0, 2, 2), "reflect"),
-        ((3, 1), ROW, (2, 1), (0, 3), "replicate"),
-        ((0, 2), ROW, (0, 1), (0, 1), "replicate"),
-        ((2, 2, 3, 4), NHWC, (0, 0, 1, 1), (0, 0, 2, 2), "replicate"),
+    samples=samples(
+        """3x4 low=(0,1) high=(2,0) | scalar low=() high=()
+        | 3x4 low=(-1,1) high=(1,-2) mode=constant value=7.0 | 0x2 low=(1,0) high=(0,1)
+        | 3x4@transposed low=(0,-1) high=(0,-1) | 2x3x4x5@nhwc low=(0,0,1,1) high=(0,0,1,2)
+        | 3x4@sliced low=(2,1) high=(1,3) mode=reflect | 2x3 low=(0,2) high=(1,0) mode=reflect
+        | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=reflect
+        | 3x1 low=(2,1) high=(0,3) mode=replicate | 0x2 low=(0,1) high=(0,1) mode=replicate
+        | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=replicate"""
     ),
 )
 
@@ -454,17 +400,9 @@ TO_LAYOUT = moving(
         x.shape, strides_for(tuple(x.shape), layout)
     ).copy_(x),
     vjp=lambda b, v: [v.grad],
-    samples=lambda: cases(
-        "layout",
-        ((3, 4), TURNED),
-        ((), ROW),
-        ((3, 4), SLICED),
-        ((3, 4), SAME),
-        ((2, 3, 4, 5), NHWC),
-        ((2, 3, 4, 5), ROW, NHWC),
-        ((2, 3, 4), ROW, NHWC),
-        ((0, 2, 3), ROW, NHWC),
-        ((2, 3, 2, 2, 2), ROW, NHWC),
+    samples=samples(
+        """3x4@transposed | scalar | 3x4@sliced | 3x4@expanded | 2x3x4x5@nhwc
+        | 2x3x4x5 layout=nhwc | 2x3x4 layout=nhwc | 0x2x3 layout=nhwc | 2x3x2x2x2 layout=nhwc"""
     ),
 )
 
@@ -478,13 +416,6 @@ def check_index(index: TensorType, *allowed: DType) -> None:
         raise GraphError(
             f"the index is {index.dtype.name}, not {names}", remedy='cast(index, dtype="i64")'
         )
-
-
-def index_cases(rows: Sequence[tuple[Shape, str, Shape, int]]) -> tuple[Sample, ...]:
-    return tuple(
-        Sample((Arg(x, layout=order), Arg(i, "index", high=x[axis])), {"axis": axis})
-        for x, order, i, axis in rows
-    )
 
 
 def _gather_infer(x: TensorType, index: TensorType, axis: int) -> TensorType:
@@ -516,50 +447,33 @@ def _pick_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.to(total, x.dtype), None]
 
 
-PICK = tuple(
-    moving(
-        name=name,
-        doc=doc,
-        inputs=("x", "index"),
-        attrs={"axis": AXIS},
-        complete=with_axis,
-        infer=infer,
-        reference=fn,
-        vjp=_pick_vjp,
-        samples=partial(index_cases, rows),
-    )
-    for name, fn, infer, doc, rows in (
-        (
-            "gather",
-            lambda x, index, axis: torch.gather(x, axis, index),
-            _gather_infer,
-            "out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others.",
-            (
-                ((4, 3), ROW, (6, 3), 0),
-                ((4, 3), ROW, (2, 5), -1),
-                ((5,), ROW, (0,), 0),
-                ((4, 3), TURNED, (4, 2), 1),
-                ((4, 3), SLICED, (1, 3), 0),
-                ((4, 3), SAME, (2, 3), 0),
-                ((2, 3, 2, 2), NHWC, (2, 1, 2, 2), 1),
-            ),
-        ),
-        (
-            "index_select",
-            lambda x, index, axis: torch.index_select(x, axis, index),
-            _index_select_infer,
-            "The slices of x along an axis that a list of indices names, in that order.",
-            (
-                ((4, 3), ROW, (6,), 0),
-                ((4, 3), ROW, (2,), -1),
-                ((4, 3), ROW, (0,), 0),
-                ((4, 3), TURNED, (4,), 1),
-                ((4, 3), SLICED, (1,), 0),
-                ((4, 3), SAME, (3,), 0),
-                ((2, 3, 4, 5), NHWC, (2,), 2),
-            ),
-        ),
-    )
+GATHER = moving(
+    name="gather",
+    doc="out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others.",
+    inputs=("x", "index"),
+    attrs={"axis": AXIS},
+    complete=with_axis,
+    infer=_gather_infer,
+    reference=lambda x, index, axis: torch.gather(x, axis, index),
+    vjp=_pick_vjp,
+    samples=samples(
+        """4x3 6x3:index<4 axis=0 | 4x3 2x5:index<3 axis=-1 | 5 0:index<5 axis=0
+        | 4x3@transposed 4x2:index<3 axis=1 | 4x3@sliced 1x3:index<4 axis=0
+        | 4x3@expanded 2x3:index<4 axis=0 | 2x3x2x2@nhwc 2x1x2x2:index<3 axis=1"""
+    ),
 )
 
-OPS = (RESHAPE, PERMUTE, EXPAND, SLICE, FLIP, CONCAT, PAD, TO_LAYOUT, *PICK)
+INDEX_SELECT = replace(
+    GATHER,
+    name="index_select",
+    doc="The slices of x along an axis that a list of indices names, in that order.",
+    infer=_index_select_infer,
+    reference=lambda x, index, axis: torch.index_select(x, axis, index),
+    samples=samples(
+        """4x3 6:index<4 axis=0 | 4x3 2:index<3 axis=-1 | 4x3 0:index<4 axis=0
+        | 4x3@transposed 4:index<3 axis=1 | 4x3@sliced 1:index<4 axis=0
+        | 4x3@expanded 3:index<4 axis=0 | 2x3x4x5@nhwc 2:index<4 axis=2"""
+    ),
+)
+
+OPS = (RESHAPE, PERMUTE, EXPAND, SLICE, FLIP, CONCAT, PAD, TO_LAYOUT, GATHER, INDEX_SELECT)

@@ -440,7 +440,7 @@ def _torch_group_norm(
 
 _DIMS = Attr("int", 1, "how many trailing dimensions are normalised together, at least 1")
 _TRAILING = ({"dims": 1}, {"dims": 2, "eps": 0.01}, {"dims": 1})
-_PAIR = ("weight", "bias"), ("xx", "--", "x-", "-x")
+_PAIR = ("weight", "bias"), "xx -- x- -x"
 
 NORMS = (
     Norm(
@@ -451,7 +451,7 @@ NORMS = (
         _by_trailing,
         lambda x, w, b, dims, eps: F.layer_norm(x, x.shape[-dims:], w, b, eps),
         False,
-        norm_samples(*_PAIR, _TRAILING, ((5,),)),
+        norm_samples(*_PAIR, _TRAILING, "5"),
         "(x − mean) / √(var + eps) · weight + bias over the last ``dims`` dimensions; weight "
         "and bias have the shape of these.",
     ),
@@ -463,7 +463,7 @@ NORMS = (
         _by_trailing,
         lambda x, w, dims, eps: F.rms_norm(x, x.shape[-dims:], w, eps),
         False,
-        norm_samples(("weight",), ("x", "x", "-"), _TRAILING, ((5,),)),
+        norm_samples(("weight",), "x x -", _TRAILING, "5"),
         "x / √(mean of x² + eps) · weight over the last ``dims`` dimensions.",
         centred=False,
     ),
@@ -475,7 +475,7 @@ NORMS = (
         _by_groups,
         _torch_group_norm,
         True,
-        norm_samples(*_PAIR, ({"groups": 2}, {"groups": 1, "eps": 0.01}), ((3, 4),)),
+        norm_samples(*_PAIR, ({"groups": 2}, {"groups": 1, "eps": 0.01}), "3x4"),
         "Each sample's channels (dimension 1) in ``groups`` equal groups, each normalised over "
         "its channels and positions, then · weight + bias per channel.",
     ),

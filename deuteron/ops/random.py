@@ -26,7 +26,7 @@ from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import samples
 
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 BITS = 24  # of each word that take part: they fit a signed 32-bit integer and a float32
@@ -84,6 +84,8 @@ def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [grad, None]
 
 
+_SEED = "scalar:index<1048576"
+
 DROPOUT = OpDef(
     name="dropout",
     doc="Each element is zero with probability p, else x / (1 − p). Which ones depends only on the "
@@ -95,21 +97,12 @@ DROPOUT = OpDef(
     fusion=Fusion.BROADCAST,
     vjp=_vjp,
     flops=elementwise_flops(16),
-    samples=lambda: tuple(
-        Sample((Arg(shape, kind, layout=layout), Arg((), "index", high=1 << 20)), {"p": p}, grad)
-        for shape, kind, layout, p, grad in (
-            ((3, 5), "normal", "contiguous", 0.5, True),
-            ((3, 5), "normal", "contiguous", 0.0, True),
-            ((3, 5), "normal", "contiguous", 1.0, True),
-            ((), "normal", "contiguous", 0.1, True),
-            ((0, 4), "normal", "contiguous", 0.1, True),
-            ((1, 1, 7), "normal", "contiguous", 0.9, True),
-            ((3, 5), "normal", "transposed", 0.3, True),
-            ((3, 5), "normal", "sliced", 0.3, True),
-            ((3, 5), "normal", "expanded", 0.3, True),
-            ((2, 3, 4, 5), "normal", "nhwc", 0.25, True),
-            ((33,), "extreme", "contiguous", 0.5, False),
-        )
+    samples=samples(
+        f"""3x5 {_SEED} | 3x5 {_SEED} p=0.0 | 3x5 {_SEED} p=1.0 | scalar {_SEED} p=0.1
+        | 0x4 {_SEED} p=0.1 | 1x1x7 {_SEED} p=0.9 | 3x5@transposed {_SEED} p=0.3
+        | 3x5@sliced {_SEED} p=0.3 | 3x5@expanded {_SEED} p=0.3 | 2x3x4x5@nhwc {_SEED} p=0.25
+        | 33:extreme {_SEED} nograd""",
+        p=0.5,
     ),
 )
 

@@ -17,10 +17,10 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, bool_, int64
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import NHWC, ROW, SLICED, TURNED, Types, cases, first
+from deuteron.ops.movement import Types, first
 from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, norm_axes
 from deuteron.ops.overflow import without_overflow
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import Arg, Sample, samples
 
 Grad = Callable[[Ops, Vjp], Any]
 
@@ -166,33 +166,19 @@ def _vjp(grad: Grad | None) -> Callable[[Ops, Vjp], list[Sym | None]]:
     return lambda b, v: [b.to(grad(b, v), v.arg(0).dtype) if v.needs[0] else None]
 
 
-def _samples(kind: str, empty: bool, extra: tuple[Sample, ...] = ()) -> tuple[Sample, ...]:
-    def case(shape: Shape, axes: Shape | None, keepdim: bool = False, **how: Any) -> Sample:
-        return Sample((Arg(shape, kind, **how),), {"axes": axes, "keepdim": keepdim})
-
-    return (
-        case((3, 5), None),
-        case((3, 5), (1,)),
-        case((3, 5), (0,), True),
-        case((2, 3, 4), (-1, 0)),
-        case((), None),
-        case((0, 4), (0,) if empty else (1,), empty),
-        case((1, 1, 7), (1, 2)),
-        case((4, 5), (0,), layout="transposed"),
-        case((4, 5), (1,), layout="sliced"),
-        case((4, 5), (1,), layout="expanded"),
-        case((2, 3, 4, 5), (2, 3), True, layout="nhwc"),
-        case((2, 3, 4, 5), (1,), layout="nhwc"),
-        *extra,
-    )
+_CASES = """3x5 axes=None | 3x5 axes=(1,) | 3x5 axes=(0,) keepdim=True | 2x3x4 axes=(-1,0)
+    | scalar axes=None | 0x4 axes=({gone},) keepdim={empty} | 1x1x7 axes=(1,2)
+    | 4x5@transposed axes=(0,) | 4x5@sliced axes=(1,) | 4x5@expanded axes=(1,)
+    | 2x3x4x5@nhwc axes=(2,3) keepdim=True | 2x3x4x5@nhwc axes=(1,)"""
 
 
-_WHOLE = Sample((Arg((3, 4), dtype="i32"),), {"axes": 1}, grad=False)
-_BOOLS = Sample((Arg((3, 4), "bool"),), {"axes": 0}, grad=False)
-_MORE = (_WHOLE, _BOOLS)
-_ZEROS = Sample((Arg((4, 3), "index", dtype="f64", high=3),), {"axes": 1}, note="zeros")
-_ODD = Sample((Arg((33,), "extreme"),), grad=False, note="extreme")
+def _samples(kind: str, empty: bool, extra: str = "") -> tuple[Sample, ...]:
+    text = _CASES.format(gone=0 if empty else 1, empty=empty)
+    return (*samples(text, kind, keepdim=False)(), *(samples(extra)() if extra else ()))
 
+
+_WHOLE, _BOOLS = "3x4:i32 axes=1 nograd", "3x4:bool axes=0 nograd"
+_ZEROS, _ODD = "4x3:index<3:f64 axes=1 [zeros]", "33:extreme nograd [extreme]"
 
 _AXES: Mapping[str, Attr] = {
     "axes": Attr("ints", None, "the axes to reduce over; None for all"),
@@ -210,8 +196,8 @@ def _reduction(
     fn: Callable[..., torch.Tensor],
     grad: Grad | None,
     result: Callable[..., DType],
-    *extra: Sample,
-    samples: str = "normal",
+    *extra: str,
+    kind: str = "normal",
     empty: bool = True,
 ) -> OpDef:
     """``empty``: whether it is defined over nothing; ``extra``: further samples."""
@@ -226,17 +212,23 @@ def _reduction(
         fusion=Fusion.REDUCTION,
         vjp=_vjp(grad),
         flops=input_flops(1),
-        samples=partial(_samples, samples, empty, extra),
+        samples=partial(_samples, kind, empty, " | ".join(extra)),
     )
 
 
-_extreme = partial(_reduction, samples="distinct", empty=False)
+_extreme = partial(_reduction, kind="distinct", empty=False)
 _TIES = "element; nan wins, and ties share the gradient evenly"
 _INT64 = "integers and booleans"
 
 REDUCE = (
     _reduction(
-        "sum", f"the sum; {_INT64} add up to int64", _dims(torch.sum), _sum_grad, _widened, *_MORE
+        "sum",
+        f"the sum; {_INT64} add up to int64",
+        _dims(torch.sum),
+        _sum_grad,
+        _widened,
+        _WHOLE,
+        _BOOLS,
     ),
     _reduction("mean", "the mean", _dims(torch.mean), _mean_grad, _only_float, _ODD),
     _reduction(
@@ -244,9 +236,11 @@ REDUCE = (
         *(_widened, _WHOLE, _ZEROS),
     ),
     _extreme("max", f"the largest {_TIES}", _dims(torch.amax), _extreme_grad, _same, _WHOLE, _ODD),
-    _extreme("min", f"the smallest {_TIES}", _dims(torch.amin), _extreme_grad, _same, *_MORE),
-    _reduction("any", "whether an element is not zero", _any, None, _bool, _WHOLE, samples="bool"),
-    _reduction("all", "whether no element is zero", _all, None, _bool, _ODD, samples="bool"),
+    _extreme(
+        "min", f"the smallest {_TIES}", _dims(torch.amin), _extreme_grad, _same, _WHOLE, _BOOLS
+    ),
+    _reduction("any", "whether an element is not zero", _any, None, _bool, _WHOLE, kind="bool"),
+    _reduction("all", "whether no element is zero", _all, None, _bool, _ODD, kind="bool"),
 )
 
 # ---- variance, and where the extremes are ------------------------------------------------------
@@ -267,10 +261,9 @@ VAR = OpDef(
         *(
             replace(s, attrs={**s.attrs, "correction": i % 2})
             for i, s in enumerate(_samples("normal", False))
-            if s.attrs["axes"] or s.inputs[0] != Arg(())
+            if s.inputs[0] != Arg(())
         ),
-        Sample((Arg((4, 5), "offset"),), {"axes": 1}),
-        Sample((Arg(()),), {"correction": 0}),
+        *samples("4x5:offset axes=1 | scalar correction=0")(),
     ),
 )
 
@@ -315,22 +308,11 @@ ARG = tuple(
         fusion=Fusion.REDUCTION,
         vjp=_vjp(None),
         flops=input_flops(1),
-        samples=lambda: (
-            replace(_ODD, attrs={"axis": 0}),
-            replace(_WHOLE, attrs={"axis": 0}),
-            *cases(
-                "axis keepdim",
-                ((3, 5), ROW),
-                ((3, 5), ROW, None, True),
-                ((3, 5), ROW, -1),
-                ((2, 3, 4), ROW, 1, True),
-                ((), ROW),
-                ((), ROW, 0),
-                ((0, 4), ROW, 1),
-                ((4, 5), TURNED, 0),
-                ((4, 5), SLICED, 1),
-                ((2, 3, 4, 5), NHWC, 1),
-            ),
+        samples=samples(
+            """33:extreme axis=0 nograd [extreme] | 3x4:i32 axis=0 nograd | 3x5
+            | 3x5 axis=None keepdim=True | 3x5 axis=-1 | 2x3x4 axis=1 keepdim=True
+            | scalar | scalar axis=0 | 0x4 axis=1 | 4x5@transposed axis=0 | 4x5@sliced axis=1
+            | 2x3x4x5@nhwc axis=1"""
         ),
     )
     for name, fn, what in (

@@ -22,7 +22,7 @@ from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.matmul import one_dtype
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
 from deuteron.ops.pool import check_gradient
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import Arg, Sample, samples
 
 Types = Sequence[TensorType | None]
 
@@ -204,42 +204,28 @@ def _resize_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, An
     return 2.0 * blended * y.numel if blended > 1 else 0.0
 
 
-# shape of x, its layout, spatial size of the result, attributes
-_CASES: tuple[tuple[Shape, str, Shape, dict[str, Any]], ...] = (
-    ((2, 3, 4, 5), "contiguous", (8, 10), {"scale": 2}),
-    ((2, 3, 4, 5), "nhwc", (3, 7), {"mode": "nearest-exact"}),
-    ((2, 3, 4, 3), "nhwc", (7, 5), {"mode": "bilinear"}),
-    ((1, 2, 4, 3), "transposed", (5, 3), {"mode": "bilinear", "scale": (1.3, 1.1)}),
-    ((1, 2, 4, 3), "sliced", (7, 6), {"mode": "bilinear", "align_corners": True}),
-    ((1, 2, 5, 6), "nhwc", (3, 4), {"mode": "bilinear", "antialias": True}),
-    ((2, 2, 4, 3), "expanded", (6, 5), {"mode": "bicubic"}),
-    ((1, 2, 5, 6), "contiguous", (3, 4), {"mode": "bicubic", "antialias": True}),
-    ((1, 2, 4, 3), "contiguous", (2, 6), {"mode": "bicubic", "align_corners": True}),
-    (
-        (1, 2, 5, 6),
-        "sliced",
-        (3, 3),
-        {"mode": "bilinear"} | {"antialias": True, "align_corners": True},
-    ),
-    ((2, 3, 5), "contiguous", (8,), {"mode": "nearest-exact", "scale": 1.7}),
-    ((2, 3, 5), "nhwc", (8,), {"mode": "linear"}),
-    ((1, 2, 3, 2, 3), "nhwc", (4, 3, 5), {"mode": "trilinear"}),
-    ((1, 2, 3, 2, 3), "nhwc", (4, 3, 1), {}),
-    ((0, 3, 4, 4), "contiguous", (2, 2), {"mode": "bilinear"}),
-    ((2, 3, 5, 6), "nhwc", (2, 4), {"mode": "area"}),
-    ((1, 2, 7), "contiguous", (3,), {"mode": "area"}),
-)
+# x, the size of the result beside batch and channels, attributes
+_CASES = """2x3x4x5 8x10 scale=2 | 2x3x4x5@nhwc 3x7 mode=nearest-exact
+    | 2x3x4x3@nhwc 7x5 mode=bilinear | 1x2x4x3@transposed 5x3 mode=bilinear scale=(1.3,1.1)
+    | 1x2x4x3@sliced 7x6 mode=bilinear align_corners=True
+    | 1x2x5x6@nhwc 3x4 mode=bilinear antialias=True | 2x2x4x3@expanded 6x5 mode=bicubic
+    | 1x2x5x6 3x4 mode=bicubic antialias=True | 1x2x4x3 2x6 mode=bicubic align_corners=True
+    | 1x2x5x6@sliced 3x3 mode=bilinear antialias=True align_corners=True
+    | 2x3x5 8 mode=nearest-exact scale=1.7 | 2x3x5@nhwc 8 mode=linear
+    | 1x2x3x2x3@nhwc 4x3x5 mode=trilinear | 1x2x3x2x3@nhwc 4x3x1 | 0x3x4x4 2x2 mode=bilinear
+    | 2x3x5x6@nhwc 2x4 mode=area | 1x2x7 3 mode=area"""
 
 
 def _resize_samples(op: str) -> list[Sample]:
     found = []
-    for shape, layout, size, how in _CASES:
+    for s in samples(_CASES)():
+        x, size = (a for a in s.inputs if a is not None)
         if op == "resize":
-            attrs = how if "scale" in how else {"size": size, **how}
-            found.append(Sample((Arg(shape, layout=layout),), attrs))
-        elif how.get("mode") != "area":
-            grad = Arg((*shape[:2], *size), layout=layout)
-            found.append(Sample((grad,), {"shape": shape, **how}))
+            attrs = s.attrs if "scale" in s.attrs else {"size": size.shape, **s.attrs}
+            found.append(Sample((x,), attrs))
+        elif s.attrs.get("mode") != "area":
+            grad = replace(x, shape=(*x.shape[:2], *size.shape))
+            found.append(Sample((grad,), {"shape": x.shape, **s.attrs}))
     return found
 
 
@@ -301,28 +287,6 @@ def _shuffle_vjp(inverse: str, b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.call(inverse, v.grad, **v.attrs)]
 
 
-def _shuffle_samples(small: bool) -> list[Sample]:
-    """[..., C, H, W] as pixel_shuffle takes it (small images) or as pixel_unshuffle does."""
-    cases: tuple[tuple[Shape, str, int, int, int, int], ...] = (
-        ((2,), "contiguous", 2, 2, 3, 2),
-        ((2,), "nhwc", 2, 2, 3, 2),
-        ((1,), "sliced", 1, 1, 2, 3),
-        ((2,), "transposed", 3, 2, 2, 1),
-        ((), "contiguous", 2, 2, 2, 2),
-        ((2, 2), "nhwc", 1, 2, 1, 2),
-        ((0,), "contiguous", 1, 2, 2, 2),
-    )
-    found = []
-    for lead, layout, c, h, w, r in cases:
-        image = (c * r * r, h, w) if small else (c, h * r, w * r)
-        found.append(Sample((Arg((*lead, *image), layout=layout),), {"factor": r}))
-    return found
-
-
-_PIXEL = {
-    "pixel_shuffle": "[..., C·r², H, W] → [..., C, H·r, W·r]: r² channels become r × r places.",
-    "pixel_unshuffle": "[..., C, H·r, W·r] → [..., C·r², H, W]: r × r places become r² channels.",
-}
 PIXEL = tuple(
     OpDef(
         name=name,
@@ -332,11 +296,28 @@ PIXEL = tuple(
         infer=partial(_shuffle_infer, name),
         reference=partial(_shuffle_reference, name),
         fusion=Fusion.INJECTIVE,
-        vjp=partial(_shuffle_vjp, next(other for other in _PIXEL if other != name)),
+        vjp=partial(_shuffle_vjp, inverse),
         flops=lambda ins, outs, attrs: 0.0,
-        samples=partial(_shuffle_samples, name == "pixel_shuffle"),
+        samples=samples(text),
     )
-    for name, doc in _PIXEL.items()
+    for name, inverse, doc, text in (
+        (
+            "pixel_shuffle",
+            "pixel_unshuffle",
+            "[..., C·r², H, W] → [..., C, H·r, W·r]: r² channels become r × r places.",
+            """2x8x2x3 factor=2 | 2x8x2x3@nhwc factor=2 | 1x9x1x2@sliced factor=3
+            | 2x3x2x2@transposed factor=1 | 8x2x2 factor=2 | 2x2x4x2x1@nhwc factor=2
+            | 0x4x2x2 factor=2""",
+        ),
+        (
+            "pixel_unshuffle",
+            "pixel_shuffle",
+            "[..., C, H·r, W·r] → [..., C·r², H, W]: r × r places become r² channels.",
+            """2x2x4x6 factor=2 | 2x2x4x6@nhwc factor=2 | 1x1x3x6@sliced factor=3
+            | 2x3x2x2@transposed factor=1 | 2x4x4 factor=2 | 2x2x1x4x2@nhwc factor=2
+            | 0x1x4x4 factor=2""",
+        ),
+    )
 )
 
 # ---- grid_sample -----------------------------------------------------------------------------
@@ -384,20 +365,15 @@ def _sample_grad_reference(
     return dx, dgrid
 
 
-# shapes of x and of grid, layout of x, attributes
-_PLACES: tuple[tuple[Shape, Shape, str, dict[str, Any]], ...] = (
-    ((2, 3, 4, 5), (2, 3, 2, 2), "contiguous", {}),
-    ((2, 3, 4, 5), (2, 3, 2, 2), "nhwc", {"padding_mode": "border", "align_corners": True}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "sliced", {"mode": "nearest", "padding_mode": "reflection"}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "transposed", {"mode": "bicubic", "padding_mode": "reflection"}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "contiguous", {"mode": "bicubic", "align_corners": True}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "contiguous", {"padding_mode": "reflection"}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "contiguous", {"mode": "bicubic", "padding_mode": "border"}),
-    ((1, 2, 3, 4, 3), (1, 2, 1, 2, 3), "nhwc", {"align_corners": True}),
-    ((1, 2, 3, 4, 3), (1, 2, 1, 2, 3), "contiguous", {"mode": "nearest", "padding_mode": "border"}),
-    ((2, 1, 1, 1), (2, 2, 2, 2), "contiguous", {}),
-    ((2, 2, 3, 3), (2, 0, 2, 2), "contiguous", {}),
-    ((0, 2, 3, 3), (0, 2, 2, 2), "contiguous", {}),
+_PLACES = samples(  # x and grid
+    """2x3x4x5 2x3x2x2 | 2x3x4x5@nhwc 2x3x2x2 padding_mode=border align_corners=True
+    | 1x2x4x4@sliced 1x2x3x2 mode=nearest padding_mode=reflection
+    | 1x2x4x4@transposed 1x2x3x2 mode=bicubic padding_mode=reflection
+    | 1x2x4x4 1x2x3x2 mode=bicubic align_corners=True | 1x2x4x4 1x2x3x2 padding_mode=reflection
+    | 1x2x4x4 1x2x3x2 mode=bicubic padding_mode=border
+    | 1x2x3x4x3@nhwc 1x2x1x2x3 align_corners=True
+    | 1x2x3x4x3 1x2x1x2x3 mode=nearest padding_mode=border
+    | 2x1x1x1 2x2x2x2 | 2x2x3x3 2x0x2x2 | 0x2x3x3 0x2x2x2"""
 )
 
 
@@ -409,11 +385,12 @@ def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, An
     return 2 * blended * (2 * ins[0].numel if len(outs) == 2 else outs[0].numel)
 
 
-def _sample_samples(inputs: int) -> list[Sample]:
-    return [
-        Sample((Arg((*x[:2], *grid[1:-1])), Arg(x, layout=layout), Arg(grid))[-inputs:], how)
-        for x, grid, layout, how in _PLACES
-    ]
+def _sample_grad_samples() -> list[Sample]:
+    found = []
+    for s in _PLACES():
+        x, grid = (a for a in s.inputs if a is not None)
+        found.append(replace(s, inputs=(Arg((*x.shape[:2], *grid.shape[1:-1])), x, grid)))
+    return found
 
 
 def _sample_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
@@ -431,7 +408,7 @@ GRID = OpDef(
     fusion=Fusion.OPAQUE,
     vjp=_sample_vjp,
     flops=_sample_flops,
-    samples=partial(_sample_samples, 2),
+    samples=_PLACES,
 )
 GRID_GRAD = replace(
     GRID,
@@ -441,7 +418,7 @@ GRID_GRAD = replace(
     infer=_sample_grad_infer,
     reference=_sample_grad_reference,
     vjp=None,
-    samples=partial(_sample_samples, 3),
+    samples=_sample_grad_samples,
 )
 
 OPS = (RESIZE, RESIZE_GRAD, *PIXEL, GRID, GRID_GRAD)

@@ -23,7 +23,7 @@ from deuteron.ir.types import TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.movement import check_index, lay
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 Types = Sequence[TensorType | None]
@@ -305,29 +305,6 @@ def _rope_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> fl
     return float(sum(3 * t.numel // max(t.shape[3], 1) * attrs["dims"] for t in outs))
 
 
-def _rope_samples() -> tuple[Sample, ...]:
-    q, k = Arg((2, 5, 3, 8)), Arg((2, 5, 1, 8))
-    tables = (Arg((9, 4), "unit"), Arg((9, 4), "unit"))
-    where = Arg((2, 5), "index", high=9)
-    first = {"axis": 2}  # heads before tokens
-    return (
-        Sample((q, k)),
-        Sample((q,)),
-        Sample((q, k, *tables), {"offset": 3}),
-        Sample((q, k, *tables, where), {"interleaved": True}),
-        Sample((Arg((1, 3, 5, 6)), Arg((1, 2, 5, 6))), first | {"interleaved": True}),
-        Sample((Arg((2, 3, 5, 7)), Arg((2, 1, 5, 7)), None, None, where), first | {"dims": 4}),
-        Sample((q, None, *tables, Arg((5,), "index", "i32", high=8)), {"offset": 1}),
-        Sample((Arg((2, 5, 3, 8), layout="transposed"), k), {"inverse": True, "offset": 7}),
-        Sample((Arg((2, 5, 3, 8), layout="sliced"), Arg((2, 5, 1, 8), layout="expanded"))),
-        Sample((Arg((2, 5, 3, 8), layout="nhwc"), Arg((2, 5, 3, 8), layout="nhwc")), first),
-        Sample((Arg((1, 1, 4, 10)), Arg((1, 1, 2, 10))), {"dims": 6, "base": 500.0, "offset": 11}),
-        Sample((Arg((0, 5, 3, 8)), Arg((0, 5, 1, 8))), note="empty"),
-        Sample((Arg((2, 0, 3, 8)), None, *tables), {"interleaved": True}, note="empty"),
-        Sample((Arg((1, 4, 2, 8), "extreme"), None), grad=False, note="extreme"),
-    )
-
-
 ROPE = OpDef(
     name="rope",
     doc="Rotary positions on q [B, S, H, D], and on k with its own number of heads, in one node. "
@@ -342,7 +319,17 @@ ROPE = OpDef(
     vjp=_rope_vjp,
     expand=_rope_expand,
     flops=_rope_flops,
-    samples=_rope_samples,
+    samples=samples(
+        """2x5x3x8 2x5x1x8 | 2x5x3x8 | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit offset=3
+        | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit 2x5:index<9 interleaved=True
+        | 1x3x5x6 1x2x5x6 axis=2 interleaved=True
+        | 2x3x5x7 2x1x5x7 _ _ 2x5:index<9 axis=2 dims=4
+        | 2x5x3x8 _ 9x4:unit 9x4:unit 5:index<8:i32 offset=1
+        | 2x5x3x8@transposed 2x5x1x8 inverse=True offset=7 | 2x5x3x8@sliced 2x5x1x8@expanded
+        | 2x5x3x8@nhwc 2x5x3x8@nhwc axis=2 | 1x1x4x10 1x1x2x10 dims=6 base=500.0 offset=11
+        | 0x5x3x8 0x5x1x8 [empty] | 2x0x3x8 _ 9x4:unit 9x4:unit interleaved=True [empty]
+        | 1x4x2x8:extreme _ nograd [extreme]"""
+    ),
 )
 
 # ---- sinusoidal --------------------------------------------------------------------------------
@@ -410,14 +397,10 @@ SINUSOIDAL = OpDef(
     fusion=Fusion.OPAQUE,
     vjp=_sine_vjp,
     flops=elementwise_flops(20),
-    samples=lambda: (
-        Sample((Arg((7,), "index", high=99),), {"dim": 6}),
-        Sample((Arg((2, 3)),), {"dim": 4, "interleaved": True}),
-        Sample((Arg((3, 5), layout="transposed"),), {"dim": 8, "base": 100.0}),
-        Sample((Arg((3,), "index", "i32", high=9),), {"dim": 2, "dtype": "f16"}, grad=False),
-        Sample((Arg(()),), {"dim": 4}, note="scalar"),
-        Sample((Arg((0, 2)),), {"dim": 4}, note="empty"),
-        Sample((Arg((9,), "extreme"),), {"dim": 4}, grad=False, note="extreme"),
+    samples=samples(
+        """7:index<99 dim=6 | 2x3 dim=4 interleaved=True | 3x5@transposed dim=8 base=100.0
+        | 3:index<9:i32 dim=2 dtype=f16 nograd | scalar dim=4 [scalar] | 0x2 dim=4 [empty]
+        | 9:extreme dim=4 nograd [extreme]"""
     ),
 )
 

@@ -21,7 +21,7 @@ from deuteron.ops.matmul import one_dtype
 from deuteron.ops.movement import AXIS, with_axis
 from deuteron.ops.opdef import Fusion, OpDef, Vjp
 from deuteron.ops.reduce import input_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import Arg, Sample, samples
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -103,36 +103,17 @@ def _extreme_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
 
 # ---- samples and the table -----------------------------------------------------------------------
 
-_SHAPES: tuple[tuple[tuple[int, ...], str, int], ...] = (
-    ((3, 5), "contiguous", 1),
-    ((3, 5), "contiguous", 0),
-    ((33,), "contiguous", -1),
-    ((2, 3, 4), "contiguous", 1),
-    ((0, 4), "contiguous", 0),
-    ((3, 0), "contiguous", 1),
-    ((1, 1), "contiguous", 0),
-    ((4, 5), "transposed", 1),
-    ((4, 5), "sliced", 0),
-    ((4, 5), "expanded", 1),
-    ((2, 3, 4, 5), "nhwc", 1),
-)
-
-
-def _samples(kind: str) -> tuple[Sample, ...]:
-    return (
-        *(Sample((Arg(s, kind, layout=how),), {"axis": a}) for s, how, a in _SHAPES),
-        Sample((Arg((3, 4), dtype="i32"),), {"axis": 1}, grad=False),
-        Sample((Arg((3, 4), "bool"),), {"axis": 0}, grad=False),
-        Sample((Arg((33,), "extreme"),), {"axis": 0}, grad=False, note="extreme"),
-    )
+_CASES = """3x5 axis=1 | 3x5 axis=0 | 33 axis=-1 | 2x3x4 axis=1 | 0x4 axis=0 | 3x0 axis=1
+    | 1x1 axis=0 | 4x5@transposed axis=1 | 4x5@sliced axis=0 | 4x5@expanded axis=1
+    | 2x3x4x5@nhwc axis=1"""
+_MORE = """ | 3x4:normal:i32 axis=1 nograd | 3x4:bool axis=0 nograd
+    | 33:extreme axis=0 nograd [extreme]"""
 
 
 def _grad_samples() -> tuple[Sample, ...]:
-    zeros = Arg((4, 6), "index", "f64", high=3)
-    return (
-        *(Sample((Arg(s), Arg(s, layout=how)), {"axis": a}, grad=False) for s, how, a in _SHAPES),
-        Sample((Arg((4, 6), dtype="f64"), zeros), {"axis": 1}, grad=False, note="zeros"),
-    )
+    cases = (s for s in samples(_CASES)() if s.inputs[0] is not None)
+    ins = (replace(s, inputs=(Arg(s.first.shape), *s.inputs), grad=False) for s in samples(_CASES)())
+    return (*ins, *samples("4x6:f64 4x6:index<3:f64 axis=1 nograd [zeros]")())
 
 
 CUMSUM = OpDef(
@@ -146,7 +127,7 @@ CUMSUM = OpDef(
     fusion=Fusion.OPAQUE,
     vjp=_cumsum_vjp,
     flops=input_flops(1),
-    samples=partial(_samples, "normal"),
+    samples=samples(_CASES + _MORE),
 )
 CUMPROD = replace(
     CUMSUM,
@@ -175,7 +156,7 @@ EXTREMES = tuple(
         infer=_extreme_infer,
         reference=lambda x, axis, scan=scan: tuple(scan(x, axis)),
         vjp=_extreme_vjp,
-        samples=partial(_samples, "distinct"),
+        samples=samples(_CASES + _MORE, "distinct"),
     )
     for name, scan, what in (
         ("cummax", torch.cummax, "largest"),

@@ -15,7 +15,7 @@ from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, norm_axes
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import samples
 
 
 def _complete(types: Sequence[TensorType | None], attrs: dict[str, Any]) -> dict[str, Any]:
@@ -60,22 +60,11 @@ def _vjp(rule: Callable[[Ops, Sym, Sym, int], Sym]) -> Callable[[Ops, Vjp], list
     return vjp
 
 
-def _samples() -> Sequence[Sample]:
-    return (
-        Sample((Arg((3, 5)),)),
-        Sample((Arg((3, 5)),), {"axis": 0}),
-        Sample((Arg((2, 3, 4)),), {"axis": -2}),
-        Sample((Arg(()),), note="scalar"),
-        Sample((Arg((0, 4)),), note="empty"),
-        Sample((Arg((4, 0)),), note="no classes"),
-        Sample((Arg((2, 1)),), note="one class"),
-        Sample((Arg((3, 5), layout="transposed"),)),
-        Sample((Arg((3, 5), layout="sliced"),), {"axis": 0}),
-        Sample((Arg((2, 3, 4, 5), layout="nhwc"),), {"axis": 1}),
-        Sample((Arg((3, 5), "offset", layout="expanded"),)),
-        Sample((Arg((7, 9), "extreme"),), grad=False, note="extreme"),
-    )
-
+_samples = samples(
+    """3x5 | 3x5 axis=0 | 2x3x4 axis=-2 | scalar [scalar] | 0x4 [empty] | 4x0 [no classes]
+    | 2x1 [one class] | 3x5@transposed | 3x5@sliced axis=0 | 2x3x4x5@nhwc axis=1
+    | 3x5@expanded:offset | 7x9:extreme nograd [extreme]"""
+)
 
 OPS = tuple(
     OpDef(

@@ -7,7 +7,6 @@ run by ``torch``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.movement import AXIS, check_index, with_axis
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
 from deuteron.ops.reduce import input_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 LAST = Attr("int", -1, AXIS.doc)
@@ -45,20 +44,6 @@ def _scatter_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) -> T
     return torch.zeros(shape, dtype=src.dtype, device=src.device).scatter(axis, index, src)
 
 
-def _scatter_samples() -> tuple[Sample, ...]:
-    """One element a row: no place is named twice."""
-    rows: tuple[tuple[int, Shape, str], ...] = (
-        (3, (3, 4), "contiguous"),
-        (2, (3, 5), "sliced"),
-        (4, (4, 1), "transposed"),
-        (0, (2, 3), "contiguous"),
-    )
-    return tuple(
-        Sample((Arg((n, 1), "index", high=s[1]), Arg((n, 1), layout=how)), {"shape": s, "axis": 1})
-        for n, s, how in rows
-    )
-
-
 SCATTER = OpDef(
     name="scatter",
     doc="Zeros of the given shape, and each element of src put where index says along the axis. "
@@ -71,7 +56,11 @@ SCATTER = OpDef(
     fusion=Fusion.OPAQUE,
     vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
     flops=lambda ins, outs, attrs: 0.0,
-    samples=_scatter_samples,
+    samples=samples(  # one element a row: no place is named twice
+        """3x1:index<4 3x1 shape=(3,4) | 2x1:index<5 2x1@sliced shape=(3,5)
+        | 4x1:index<1 4x1@transposed shape=(4,1) | 0x1:index<3 0x1 shape=(2,3)""",
+        axis=1,
+    ),
 )
 
 # ---- sort and topk -------------------------------------------------------------------------------
@@ -109,23 +98,9 @@ def _back_to_places(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.scatter(v.outs[1], v.grad, shape=v.arg(0).shape, axis=v.attrs["axis"])]
 
 
-def _order_samples(*settings: dict[str, Any]) -> tuple[Sample, ...]:
-    shapes: tuple[tuple[Shape, str, int], ...] = (
-        ((3, 5), "contiguous", -1),
-        ((5, 3), "contiguous", 0),
-        ((33,), "contiguous", 0),
-        ((2, 4, 3), "contiguous", 1),
-        ((0, 4), "contiguous", 1),
-        ((4, 5), "transposed", 1),
-        ((4, 5), "sliced", 0),
-        ((2, 3, 4, 5), "nhwc", 1),
-    )
-    found = [
-        Sample((Arg(s, "distinct", layout=how),), {"axis": a} | settings[i % len(settings)])
-        for i, (s, how, a) in enumerate(shapes)
-    ]
-    whole = Arg((5, 4), "distinct", "i32")
-    return (*found, Sample((whole,), {"axis": 0} | settings[0], grad=False))
+_ORDER = """3x5 {0} axis=-1 | 5x3 {1} axis=0 | 33 {0} axis=0 | 2x4x3 {1} axis=1 | 0x4 {0} axis=1
+    | 4x5@transposed {1} axis=1 | 4x5@sliced {0} axis=0 | 2x3x4x5@nhwc {1} axis=1
+    | 5x4:i32 {0} axis=0 nograd | """
 
 
 SORT = OpDef(
@@ -144,10 +119,10 @@ SORT = OpDef(
     fusion=Fusion.OPAQUE,
     vjp=_back_to_places,
     flops=lambda ins, outs, attrs: float(outs[0].numel * outs[0].shape[attrs["axis"]].bit_length()),
-    samples=lambda: (
-        *_order_samples({}, {"descending": True}),
-        Sample((Arg((3, 4), "bool"),), {"descending": True}, grad=False),
-        Sample((Arg((33,), "extreme"),), {"axis": 0}, grad=False, note="extreme"),
+    samples=samples(
+        f"""{_ORDER.format("", "descending=True")} 3x4:bool descending=True nograd
+        | 33:extreme axis=0 nograd [extreme]""",
+        "distinct",
     ),
 )
 
@@ -164,11 +139,7 @@ TOPK = replace(
     infer=_topk_infer,
     reference=_topk_reference,
     flops=input_flops(2),
-    samples=lambda: (
-        *_order_samples({"k": 2}, {"k": 3, "largest": False}),
-        Sample((Arg((3, 4), "distinct"),), {"k": 0}),
-        Sample((Arg((4,), "distinct"),), {"k": 4}),
-    ),
+    samples=samples(f"{_ORDER.format('k=2', 'k=3 largest=False')} 3x4 k=0 | 4 k=4", "distinct"),
 )
 
 OPS = (SCATTER, SORT, TOPK)
