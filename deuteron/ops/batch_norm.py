@@ -388,10 +388,9 @@ def _cases() -> Iterator[tuple[Arg, Mapping[str, Any], bool]]:
     """x, activations in turn, without and with a residual; then those with signs."""
     plain = zip(cycle(_SHAPES()), _FOLLOWING * 2, strict=False)
     cases = [*(replace(s, attrs={"activation": act}) for s, act in plain), *_WITH_SIGNS()]
-    for i, s in enumerate(cases):
-        assert s.inputs[0] is not None
-        following = 2 * len(_FOLLOWING)
-        yield s.inputs[0], s.attrs, len(_FOLLOWING) <= i < following or 0 <= i - following < 4
+    joined = (*(False,) * len(_FOLLOWING), *(True,) * (len(_FOLLOWING) + 4), False, False)
+    for s, with_residual in zip(cases, joined, strict=True):
+        yield s.args[0], s.attrs, with_residual
 
 
 def _act_samples() -> Sequence[Sample]:

@@ -47,9 +47,7 @@ def numbers(name: str, *types: TensorType) -> DType:
     """Any number stays what it is; booleans are none."""
     dt = promoted(*types)
     if dt == bool_:
-        raise GraphError(
-            f"{name} is not defined on bool", remedy='cast first: cast(x, dtype="i32")'
-        )
+        raise GraphError(f"{name} of bool is not defined", remedy='cast(x, dtype="u8") first')
     return dt
 
 

@@ -9,28 +9,12 @@ from deuteron.ir.dtype import float64, int32, int64
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.determinism import fixed_order
 from deuteron.ops.elementwise import floats
-from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.movement import AXIS, check_index, with_axis
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
-from deuteron.ops.reduce import input_flops
+from deuteron.ops.opdef import Attr, Fusion, Vjp, elementwise_flops, input_flops, operator
 from deuteron.ops.samples import samples
 
 _LOW = (torch.float16, torch.bfloat16)
-
-
-def _scatter_add_infer(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
-    check_index(index, int64)
-    if index.shape != src.shape or len(shape) != src.rank or any(n < 0 for n in shape):
-        raise GraphError(
-            f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)} do not fit",
-            remedy="index and src must be of one shape, and of the rank of shape",
-        )
-    if any(i > n and d != axis for d, (i, n) in enumerate(zip(src.shape, shape, strict=True))):
-        raise GraphError(
-            f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}",
-            remedy=f"only along axis {axis} may src be the larger one",
-        )
-    return TensorType.of(shape, src.dtype)
 
 
 def _scatter_add_reference(
@@ -41,16 +25,11 @@ def _scatter_add_reference(
     return out.scatter_add(axis, index, wide).to(src.dtype)
 
 
-SCATTER_ADD = OpDef(
-    name="scatter_add",
-    doc="Zeros of the given shape, and each element of src added where index says along the axis: "
-    "the gradient of gather.",
-    inputs=("index", "src"),
+@operator(
+    Fusion.OPAQUE,
+    _scatter_add_reference,
     attrs={"shape": Attr("ints", doc="the sizes of the result"), "axis": AXIS},
     complete=with_axis,
-    infer=_scatter_add_infer,
-    reference=_scatter_add_reference,
-    fusion=Fusion.OPAQUE,
     vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
     flops=input_flops(1),
     samples=samples(
@@ -60,20 +39,26 @@ SCATTER_ADD = OpDef(
         | 2x1x2x2:index<3 2x1x2x2@nhwc shape=(2,3,2,2) axis=1"""
     ),
 )
-
-
-def _embedding_infer(
-    weight: TensorType, index: TensorType, padding_idx: int, scale_grad_by_freq: bool = False
-) -> TensorType:
-    check_index(index, int64, int32)
-    if weight.rank != 2:
-        raise GraphError(f"weight has rank {weight.rank}, not 2", remedy="use [rows, features]")
-    if not -1 <= padding_idx < weight.shape[0]:
+def scatter_add(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
+    """Zeros of the given shape, and each element of src added where index says along the axis: the
+    gradient of gather."""
+    check_scatter(index, src, shape)
+    if any(i > n and d != axis for d, (i, n) in enumerate(zip(src.shape, shape, strict=True))):
         raise GraphError(
-            f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows",
-            remedy="count from 0; -1 means no padding row",
+            f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}",
+            remedy=f"only along axis {axis} may src be the larger one",
         )
-    return TensorType.of((*index.shape, weight.shape[1]), weight.dtype)
+    return TensorType.of(shape, src.dtype)
+
+
+def check_scatter(index: TensorType, src: TensorType, shape: Shape) -> None:
+    """An index for each element of src, into a tensor of a shape that has its rank."""
+    check_index(index, int64)
+    if index.shape != src.shape or len(shape) != src.rank or any(n < 0 for n in shape):
+        raise GraphError(
+            f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)} do not fit",
+            remedy="index and src must be of one shape, and of the rank of shape",
+        )
 
 
 def by_frequency(b: Ops, grad: Sym, index: Sym, rows: int) -> Sym:
@@ -85,7 +70,7 @@ def by_frequency(b: Ops, grad: Sym, index: Sym, rows: int) -> Sym:
     return b.upcast(grad) / b.one("embedding", named, index)
 
 
-def _embedding_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _embedding_vjp(b: Ops, v: Vjp) -> Grads:
     weight, index, grad = v.arg(0), v.arg(1), v.grad
     if v.attrs["scale_grad_by_freq"]:
         grad = by_frequency(b, grad, index, weight.shape[0])
@@ -95,20 +80,25 @@ def _embedding_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
 
 _PADDING = {"padding_idx": Attr("int", -1, "the row without a gradient, or -1")}
 
-EMBEDDING = OpDef(
-    name="embedding",
-    doc="The rows of weight that index names. The row padding_idx receives no gradient; -1 means "
-    "no such row. With scale_grad_by_freq a gradient is divided by how often its row is named.",
-    inputs=("weight", "index"),
-    fusion=Fusion.INJECTIVE,
-    flops=lambda ins, outs, attrs: 0.0,
+
+def _check_rows(weight: TensorType, index: TensorType, padding_idx: int) -> None:
+    check_index(index, int64, int32)
+    if weight.rank != 2:
+        raise GraphError(f"weight has rank {weight.rank}, not 2", remedy="use [rows, features]")
+    if not -1 <= padding_idx < weight.shape[0]:
+        raise GraphError(
+            f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows",
+            remedy="count from 0; -1 means no padding row",
+        )
+
+
+@operator(
+    Fusion.INJECTIVE,
+    torch.embedding,
     attrs=_PADDING
     | {"scale_grad_by_freq": Attr("bool", False, "whether to divide gradients by frequency")},
-    infer=_embedding_infer,
-    reference=lambda weight, index, padding_idx, scale_grad_by_freq=False: torch.embedding(
-        weight, index, padding_idx, scale_grad_by_freq
-    ),
     vjp=_embedding_vjp,
+    flops=elementwise_flops(0),
     samples=samples(
         """5x3 2x4:index<5 | 5x3 2x4:index<5 padding_idx=2 nograd | 5x3 scalar:index<5
         | 5x3 0x2:index<5 | 5x3@transposed 4:index<5:i32 | 5x4@sliced 3x1:index<5
@@ -117,20 +107,13 @@ EMBEDDING = OpDef(
         scale_grad_by_freq=False,
     ),
 )
-
-
-def _embedding_grad_infer(
-    grad: TensorType, index: TensorType, rows: int, padding_idx: int
+def embedding(
+    weight: TensorType, index: TensorType, padding_idx: int, scale_grad_by_freq: bool
 ) -> TensorType:
-    if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
-        raise GraphError(
-            f"grad {list(grad.shape)} does not fit index {list(index.shape)}",
-            remedy="grad has the shape of index and one more dimension, the features",
-        )
-    floats("embedding_grad", grad)
-    weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
-    _embedding_infer(weight, index, padding_idx)
-    return weight
+    """The rows of weight that index names. The row padding_idx receives no gradient; -1 means no
+    such row. With scale_grad_by_freq a gradient is divided by how often its row is named."""
+    _check_rows(weight, index, padding_idx)
+    return TensorType.of((*index.shape, weight.shape[1]), weight.dtype)
 
 
 def _embedding_grad_reference(
@@ -144,7 +127,7 @@ def _embedding_grad_reference(
     return out.to(grad.dtype)
 
 
-def _embedding_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _embedding_grad_vjp(b: Ops, v: Vjp) -> Grads:
     index, padding = v.arg(1), v.attrs["padding_idx"]
     grad = b.embedding(v.grad, index)
     if padding >= 0:
@@ -153,15 +136,10 @@ def _embedding_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [grad, None]
 
 
-EMBEDDING_GRAD = OpDef(
-    name="embedding_grad",
-    doc="The gradient of embedding for its weight: rows of grad added up by index, always in the "
-    "same order. The row padding_idx stays zero.",
-    inputs=("grad", "index"),
+@operator(
+    Fusion.OPAQUE,
+    _embedding_grad_reference,
     attrs={"rows": Attr("int", doc="how many rows weight has"), **_PADDING},
-    infer=_embedding_grad_infer,
-    reference=_embedding_grad_reference,
-    fusion=Fusion.OPAQUE,
     vjp=_embedding_grad_vjp,
     flops=input_flops(1),
     samples=samples(
@@ -172,5 +150,18 @@ EMBEDDING_GRAD = OpDef(
         padding_idx=-1,
     ),
 )
+def embedding_grad(grad: TensorType, index: TensorType, rows: int, padding_idx: int) -> TensorType:
+    """The gradient of embedding for its weight: rows of grad added up by index, always in the same
+    order. The row padding_idx stays zero."""
+    if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
+        raise GraphError(
+            f"grad {list(grad.shape)} does not fit index {list(index.shape)}",
+            remedy="grad has the shape of index and one more dimension, the features",
+        )
+    floats("embedding_grad", grad)
+    weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
+    _check_rows(weight, index, padding_idx)
+    return weight
 
-OPS = (SCATTER_ADD, EMBEDDING, EMBEDDING_GRAD)
+
+OPS = (scatter_add, embedding, embedding_grad)

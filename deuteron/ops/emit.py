@@ -19,8 +19,6 @@ from deuteron.ops import table
 from deuteron.ops.formula import Value
 from deuteron.ops.opdef import OpDef
 
-Operand = "Sym | int | float | bool"
-
 
 class Sym(Value):
     """A value in a graph under construction. Supports ``+ - * / ** @`` and comparisons."""
@@ -216,3 +214,7 @@ def bind(
 
 def _is_operand(value: Any) -> bool:
     return value is None or isinstance(value, Sym | torch.Tensor | bool | int | float)
+
+
+Syms = Sequence[Sym | None]
+Grads = list[Sym | None]

@@ -6,8 +6,6 @@ land in one place (scatter_add, embedding_grad) is among the reductions, and so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -18,14 +16,20 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, int32, int64
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, norm_axes, promoted
+from deuteron.ops.emit import Grads, Ops, Sym
+from deuteron.ops.opdef import (
+    Attr,
+    Fusion,
+    Types,
+    Vjp,
+    elementwise_flops,
+    norm_axes,
+    operator,
+    promoted,
+)
 from deuteron.ops.samples import samples
 
-Types = Sequence[TensorType | None]
-Attributes = dict[str, Any]
-
-moving = partial(OpDef, inputs=("x",), fusion=Fusion.INJECTIVE, flops=elementwise_flops(0))
+moving = partial(operator, Fusion.INJECTIVE, flops=elementwise_flops(0))
 viewing = partial(moving, view=True)
 AXIS = Attr("int", doc="the dimension to work along")
 
@@ -36,7 +40,7 @@ def first(types: Types) -> TensorType:
     return types[0]
 
 
-def with_axis(types: Types, attrs: Attributes) -> Attributes:
+def with_axis(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     """Completes ``axis``: counted from 0, and of a tensor that has axes."""
     if not types or first(types).rank == 0:
         raise GraphError("there is no axis to work along", remedy="reshape a scalar to (1,) first")
@@ -76,7 +80,7 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
     return tuple(out)
 
 
-def _reshape_complete(types: Types, attrs: Attributes) -> Attributes:
+def _reshape_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     x, shape = first(types), list(attrs["shape"])
     if shape.count(-1) > 1 or any(s < -1 for s in shape):
         raise GraphError(f"shape {shape} is not clear", remedy="one size at most may be -1")
@@ -91,16 +95,10 @@ def _reshape_complete(types: Types, attrs: Attributes) -> Attributes:
     return attrs | {"shape": tuple(shape)}
 
 
-RESHAPE = viewing(
-    name="reshape",
-    doc="x with the same elements, in row-major order, in another shape; one size may be -1. "
-    "A view where the strides allow it, else a contiguous copy.",
+@viewing(
+    torch.reshape,
     attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(2, -1)")},
     complete=_reshape_complete,
-    infer=lambda x, shape: TensorType.of(
-        shape, x.dtype, strides=view_strides(x.shape, x.strides, shape)
-    ),
-    reference=torch.reshape,
     vjp=lambda b, v: [b.reshape(v.grad, shape=v.arg(0).shape)],
     samples=samples(
         """3x4 shape=(2,6) | 3x4 shape=(-1,) | scalar shape=(1,1) | 1x1 shape=() | 0x4 shape=(2,0,3)
@@ -109,9 +107,13 @@ RESHAPE = viewing(
         | 2x3x4x5@nhwc shape=(2,3,20) | 2x3x4x5@nhwc shape=(2,60)"""
     ),
 )
+def reshape(x: TensorType, shape: Shape) -> TensorType:
+    """x with the same elements, in row-major order, in another shape; one size may be -1. A view
+    where the strides allow it, else a contiguous copy."""
+    return TensorType.of(shape, x.dtype, strides=view_strides(x.shape, x.strides, shape))
 
 
-def _permute_complete(types: Types, attrs: Attributes) -> Attributes:
+def _permute_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     rank, dims = first(types).rank, attrs["dims"]
     if sorted(d + rank if d < 0 else d for d in dims) != list(range(rank)):
         raise GraphError(
@@ -121,29 +123,28 @@ def _permute_complete(types: Types, attrs: Attributes) -> Attributes:
     return attrs | {"dims": tuple(d % rank for d in dims)}
 
 
-def _permute_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _permute_vjp(b: Ops, v: Vjp) -> Grads:
     dims = v.attrs["dims"]
     return [b.permute(v.grad, dims=tuple(dims.index(i) for i in range(len(dims))))]
 
 
-PERMUTE = viewing(
-    name="permute",
-    doc="x with its dimensions in another order: dimension i of the result is dims[i] of x.",
+@viewing(
+    torch.permute,
     attrs={"dims": Attr("ints", doc="the new order, e.g. dims=(0, 2, 1)")},
     complete=_permute_complete,
-    infer=lambda x, dims: TensorType(
-        tuple(x.shape[d] for d in dims), x.dtype, tuple(x.strides[d] for d in dims)
-    ),
-    reference=torch.permute,
     vjp=_permute_vjp,
     samples=samples(
         """3x4 dims=(1,0) | scalar dims=() | 2x0x3 dims=(2,0,1) | 2x3x4 dims=(-1,0,1)
         | 3x4@sliced dims=(1,0) | 3x4@expanded dims=(1,0) | 2x3x4x5@nhwc dims=(0,2,3,1)"""
     ),
 )
+def permute(x: TensorType, dims: Shape) -> TensorType:
+    """x with its dimensions in another order: dimension i of the result is dims[i] of x."""
+    shape, strides = (tuple(of[d] for d in dims) for of in (x.shape, x.strides))
+    return TensorType(shape, x.dtype, strides)
 
 
-def _expand_complete(types: Types, attrs: Attributes) -> Attributes:
+def _expand_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     x, shape = first(types), attrs["shape"]
     lead = max(len(shape) - x.rank, 0)
     pairs = list(zip(shape, (None,) * lead + x.shape, strict=False))
@@ -157,20 +158,10 @@ def _expand_complete(types: Types, attrs: Attributes) -> Attributes:
     return attrs | {"shape": full}
 
 
-def _expand_infer(x: TensorType, shape: Shape) -> TensorType:
-    lead = len(shape) - x.rank
-    kept = (s if n == o else 0 for n, o, s in zip(shape[lead:], x.shape, x.strides, strict=True))
-    return TensorType(shape, x.dtype, (0,) * lead + tuple(kept))
-
-
-EXPAND = viewing(
-    name="expand",
-    doc="x stretched to a larger shape by repeating sizes of 1; -1 keeps a size. A view: nothing "
-    "is copied.",
+@viewing(
+    lambda x, shape: x.expand(shape),
     attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(8, -1)")},
     complete=_expand_complete,
-    infer=_expand_infer,
-    reference=lambda x, shape: x.expand(shape),
     vjp=lambda b, v: [b.unbroadcast(v.grad, v.arg(0).type)],
     samples=samples(
         """3x1 shape=(3,4) | 3x1 shape=(2,-1,5) | scalar shape=(2,3) | scalar shape=()
@@ -178,9 +169,15 @@ EXPAND = viewing(
         | 2x3x1x1@nhwc shape=(2,3,4,5)"""
     ),
 )
+def expand(x: TensorType, shape: Shape) -> TensorType:
+    """x stretched to a larger shape by repeating sizes of 1; -1 keeps a size. A view: nothing is
+    copied."""
+    lead = len(shape) - x.rank
+    kept = (s if n == o else 0 for n, o, s in zip(shape[lead:], x.shape, x.strides, strict=True))
+    return TensorType(shape, x.dtype, (0,) * lead + tuple(kept))
 
 
-def _slice_complete(types: Types, attrs: Attributes) -> Attributes:
+def _slice_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     attrs = with_axis(types, attrs)
     if attrs["step"] < 1:
         raise GraphError(
@@ -191,12 +188,6 @@ def _slice_complete(types: Types, attrs: Attributes) -> Attributes:
     return attrs | {"start": start, "stop": max(start, stop)}
 
 
-def _slice_infer(x: TensorType, axis: int, start: int, stop: int, step: int) -> TensorType:
-    shape, strides = list(x.shape), list(x.strides)
-    shape[axis], strides[axis] = len(range(start, stop, step)), strides[axis] * step
-    return TensorType(tuple(shape), x.dtype, tuple(strides))
-
-
 def _pad_axis(b: Ops, x: Sym, axis: int, low: int, high: int) -> Sym:
     ends = ({axis: low}, {axis: high})
     low_, high_ = (tuple(end.get(i, 0) for i in range(x.rank)) for end in ends)
@@ -204,7 +195,7 @@ def _pad_axis(b: Ops, x: Sym, axis: int, low: int, high: int) -> Sym:
     return out
 
 
-def _slice_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _slice_vjp(b: Ops, v: Vjp) -> Grads:
     """Zeros go back between the elements that a step skipped, then around all."""
     grad, axis, step = v.grad, v.attrs["axis"], v.attrs["step"]
     before, count, after = grad.shape[:axis], grad.shape[axis], grad.shape[axis + 1 :]
@@ -215,9 +206,8 @@ def _slice_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [_pad_axis(b, grad, axis, start, size - start - count * step)]
 
 
-SLICE = viewing(
-    name="slice",
-    doc="The elements start, start + step, … before stop along one axis, as x[start:stop:step].",
+@viewing(
+    lambda x, axis, start, stop, step: torch.ops.aten.slice(x, axis, start, stop, step),
     attrs={
         "axis": AXIS,
         "start": Attr("int", 0, "the first index; from the end if negative"),
@@ -225,8 +215,6 @@ SLICE = viewing(
         "step": Attr("int", 1, "every so many elements"),
     },
     complete=_slice_complete,
-    infer=_slice_infer,
-    reference=lambda x, axis, start, stop, step: torch.ops.aten.slice(x, axis, start, stop, step),
     vjp=_slice_vjp,
     samples=samples(
         """5x4 axis=0 start=1 stop=4 | 5x4 axis=-1 start=-3 | 5 axis=0 start=4 stop=2
@@ -236,16 +224,20 @@ SLICE = viewing(
         | 2x3x4x5@nhwc axis=1 start=0 stop=2"""
     ),
 )
+def slice_(x: TensorType, axis: int, start: int, stop: int, step: int) -> TensorType:
+    """The elements start, start + step, … before stop along one axis, as x[start:stop:step]."""
+    shape, strides = list(x.shape), list(x.strides)
+    shape[axis], strides[axis] = len(range(start, stop, step)), strides[axis] * step
+    return TensorType(tuple(shape), x.dtype, tuple(strides))
+
 
 # ---- copies: flip, concat, pad, to_layout --------------------------------------------------------
 
-FLIP = moving(
-    name="flip",
-    doc="x with the order of its elements turned round along the axes.",
+
+@moving(
+    lambda x, axes: torch.flip(x, axes),
     attrs={"axes": Attr("ints", doc="the axes to turn round, e.g. axes=(0,)")},
     complete=lambda types, attrs: attrs | {"axes": norm_axes(attrs["axes"], first(types).rank)},
-    infer=lambda x, axes: x.dense_like(),
-    reference=lambda x, axes: torch.flip(x, axes),
     vjp=lambda b, v: [b.flip(v.grad, axes=v.attrs["axes"])],
     samples=samples(
         """3x4 axes=(0,) | 3x4 axes=(-1,0) | scalar axes=() | 0x3 axes=(0,) | 3x4 axes=()
@@ -253,9 +245,31 @@ FLIP = moving(
         | 2x3x4x5@nhwc axes=(2,3)"""
     ),
 )
+def flip(x: TensorType, axes: Shape) -> TensorType:
+    """x with the order of its elements turned round along the axes."""
+    return x.dense_like()
 
 
-def _concat_infer(*xs: TensorType, axis: int) -> TensorType:
+def _concat_reference(*xs: torch.Tensor, axis: int) -> torch.Tensor:
+    types = [TensorType.from_tensor(x) for x in xs]
+    t = _joined(*types, axis=axis)
+    if t.layout == NHWC and any(of.layout != NHWC for of in types):
+        # torch.cat is fast only when all its inputs lie in one order: convert the odd ones first
+        xs = tuple(lay(x, of.with_layout(NHWC)) for x, of in zip(xs, types, strict=True))
+    return lay(torch.cat(xs, axis), t)
+
+
+def _concat_vjp(b: Ops, v: Vjp) -> Grads:
+    axis, start = v.attrs["axis"], 0
+    grads: Grads = []
+    for i, need in enumerate(v.needs):
+        stop = start + v.arg(i).shape[axis]
+        part = b.to(b.slice(v.grad, axis, start, stop), v.arg(i).dtype) if need else None
+        start, grads = stop, [*grads, part]
+    return grads
+
+
+def _joined(*xs: TensorType, axis: int) -> TensorType:
     x = xs[0]
     for i, t in enumerate(xs):
         if t.rank != x.rank or any(
@@ -271,35 +285,10 @@ def _concat_infer(*xs: TensorType, axis: int) -> TensorType:
     return TensorType.of(shape, promoted(*xs), NHWC if turned else ROW)
 
 
-def _concat_reference(*xs: torch.Tensor, axis: int) -> torch.Tensor:
-    t = _concat_infer(*map(TensorType.from_tensor, xs), axis=axis)
-    if t.layout == ROW or all(TensorType.from_tensor(x).layout == NHWC for x in xs):
-        return lay(torch.cat(xs, axis), t)
-    # torch.cat is fast only when all its inputs lie in the same order: convert the odd ones first
-    return lay(
-        torch.cat([lay(x, TensorType.from_tensor(x).with_layout(NHWC)) for x in xs], axis), t
-    )
-
-
-def _concat_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    axis, start = v.attrs["axis"], 0
-    grads: list[Sym | None] = []
-    for i, need in enumerate(v.needs):
-        stop = start + v.arg(i).shape[axis]
-        part = b.to(b.slice(v.grad, axis, start, stop), v.arg(i).dtype) if need else None
-        start, grads = stop, [*grads, part]
-    return grads
-
-
-CONCAT = moving(
-    name="concat",
-    doc="Tensors joined one after another along an axis; element types promote. The result is "
-    "nhwc when most of its elements come from nhwc tensors.",
-    inputs=("*xs",),
+@moving(
+    _concat_reference,
     attrs={"axis": AXIS},
     complete=with_axis,
-    infer=_concat_infer,
-    reference=_concat_reference,
     vjp=_concat_vjp,
     samples=samples(
         """2x3 4x3 axis=0 | 2x3 2x1 2x2@transposed axis=-1 | 5 axis=0 | 0x3 2x3 axis=0
@@ -308,9 +297,13 @@ CONCAT = moving(
         | 2x3x1x1 2x3x1x1@nhwc axis=2 | 2x3x4@nhwc 2x2x4@nhwc axis=1"""
     ),
 )
+def concat(*xs: TensorType, axis: int) -> TensorType:
+    """Tensors joined one after another along an axis; element types promote. The result is nhwc
+    when most of its elements come from nhwc tensors."""
+    return _joined(*xs, axis=axis)
 
 
-def _pad_infer(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> TensorType:
+def _padded(x: TensorType, low: Shape, high: Shape, mode: str) -> TensorType:
     if not len(low) == len(high) == x.rank:
         raise GraphError(
             f"low {low} and high {high} do not fit the rank {x.rank} of x",
@@ -332,7 +325,7 @@ def _pad_infer(x: TensorType, low: Shape, high: Shape, mode: str, value: float) 
 def _pad_reference(
     x: torch.Tensor, low: Shape, high: Shape, mode: str, value: float
 ) -> torch.Tensor:
-    like, out = _pad_infer(TensorType.from_tensor(x), low, high, mode, value), x
+    like, out = _padded(TensorType.from_tensor(x), low, high, mode), x
     if mode == "constant":
         ends = [n for pair in zip(reversed(low), reversed(high), strict=True) for n in pair]
         return lay(F.pad(x, ends, value=value) if ends else x.clone(), like)
@@ -344,7 +337,7 @@ def _pad_reference(
     return lay(out, like)
 
 
-def _pad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _pad_vjp(b: Ops, v: Vjp) -> Grads:
     x, low, high, mode = v.arg(0), v.attrs["low"], v.attrs["high"], v.attrs["mode"]
     if min((*low, *high), default=0) < 0:  # a crop is undone by padding
         back = (tuple(-n for n in ends) for ends in (low, high))
@@ -366,19 +359,14 @@ def _pad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.to(grad, x.dtype)]
 
 
-PAD = moving(
-    name="pad",
-    doc="x with elements added before (low) and after (high) along each dimension: a constant, "
-    "the mirror image without its edge, or the edge repeated. Negative numbers crop, for "
-    "constants only.",
+@moving(
+    _pad_reference,
     attrs={
         "low": Attr("ints", doc="one number per dimension, e.g. low=(0, 0, 1, 1)"),
         "high": Attr("ints", doc="one number per dimension, e.g. high=(0, 0, 1, 1)"),
         "mode": Attr("str", "constant", choices=("constant", "reflect", "replicate")),
         "value": Attr("float", 0.0, "what a constant padding holds"),
     },
-    infer=_pad_infer,
-    reference=_pad_reference,
     vjp=_pad_vjp,
     samples=samples(
         """3x4 low=(0,1) high=(2,0) | scalar low=() high=()
@@ -390,21 +378,26 @@ PAD = moving(
         | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=replicate"""
     ),
 )
+def pad(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> TensorType:
+    """x with elements added before (low) and after (high) along each dimension: a constant, the
+    mirror image without its edge, or the edge repeated. Negative numbers crop, for constants
+    only."""
+    return _padded(x, low, high, mode)
 
-TO_LAYOUT = moving(
-    name="to_layout",
-    doc="A copy of x in row-major order (contiguous) or with its channels innermost (nhwc).",
+
+@moving(
+    lambda x, layout: x.new_empty_strided(x.shape, strides_for(tuple(x.shape), layout)).copy_(x),
     attrs={"layout": Attr("str", "contiguous", choices=("contiguous", "nhwc"))},
-    infer=lambda x, layout: x.with_layout(layout),
-    reference=lambda x, layout: x.new_empty_strided(
-        x.shape, strides_for(tuple(x.shape), layout)
-    ).copy_(x),
     vjp=lambda b, v: [v.grad],
     samples=samples(
         """3x4@transposed | scalar | 3x4@sliced | 3x4@expanded | 2x3x4x5@nhwc
         | 2x3x4x5 layout=nhwc | 2x3x4 layout=nhwc | 0x2x3 layout=nhwc | 2x3x2x2x2 layout=nhwc"""
     ),
 )
+def to_layout(x: TensorType, layout: str) -> TensorType:
+    """A copy of x in row-major order (contiguous) or with its channels innermost (nhwc)."""
+    return x.with_layout(layout)
+
 
 # ---- by index: gather, index_select --------------------------------------------------------------
 
@@ -418,7 +411,28 @@ def check_index(index: TensorType, *allowed: DType) -> None:
         )
 
 
-def _gather_infer(x: TensorType, index: TensorType, axis: int) -> TensorType:
+def _pick_vjp(b: Ops, v: Vjp) -> Grads:
+    """What was read several times is added up where it was read."""
+    x, index, axis = v.arg(0), b.to(v.arg(1), int64), v.attrs["axis"]
+    if index.shape != v.grad.shape:  # index_select
+        index = b.expand(b.reshape(index, (-1, *(1,) * (x.rank - axis - 1))), v.grad.shape)
+    total = b.scatter_add(index, b.upcast(v.grad), shape=x.shape, axis=axis)
+    return [b.to(total, x.dtype), None]
+
+
+picking = partial(moving, attrs={"axis": AXIS}, complete=with_axis, vjp=_pick_vjp)
+
+
+@picking(
+    lambda x, index, axis: torch.gather(x, axis, index),
+    samples=samples(
+        """4x3 6x3:index<4 axis=0 | 4x3 2x5:index<3 axis=-1 | 5 0:index<5 axis=0
+        | 4x3@transposed 4x2:index<3 axis=1 | 4x3@sliced 1x3:index<4 axis=0
+        | 4x3@expanded 2x3:index<4 axis=0 | 2x3x2x2@nhwc 2x1x2x2:index<3 axis=1"""
+    ),
+)
+def gather(x: TensorType, index: TensorType, axis: int) -> TensorType:
+    """out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others."""
     check_index(index, int64)
     pairs = enumerate(zip(index.shape, x.shape, strict=False))
     if index.rank != x.rank or any(i > n and d != axis for d, (i, n) in pairs):
@@ -429,7 +443,16 @@ def _gather_infer(x: TensorType, index: TensorType, axis: int) -> TensorType:
     return TensorType.of(index.shape, x.dtype)
 
 
-def _index_select_infer(x: TensorType, index: TensorType, axis: int) -> TensorType:
+@picking(
+    lambda x, index, axis: torch.index_select(x, axis, index),
+    samples=samples(
+        """4x3 6:index<4 axis=0 | 4x3 2:index<3 axis=-1 | 4x3 0:index<4 axis=0
+        | 4x3@transposed 4:index<3 axis=1 | 4x3@sliced 1:index<4 axis=0
+        | 4x3@expanded 3:index<4 axis=0 | 2x3x4x5@nhwc 2:index<4 axis=2"""
+    ),
+)
+def index_select(x: TensorType, index: TensorType, axis: int) -> TensorType:
+    """The slices of x along an axis that a list of indices names, in that order."""
     check_index(index, int64, int32)
     if index.rank != 1:
         raise GraphError(
@@ -438,42 +461,4 @@ def _index_select_infer(x: TensorType, index: TensorType, axis: int) -> TensorTy
     return TensorType.of((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
 
 
-def _pick_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    """What was read several times is added up where it was read."""
-    x, index, axis = v.arg(0), b.to(v.arg(1), int64), v.attrs["axis"]
-    if index.shape != v.grad.shape:  # index_select
-        index = b.expand(b.reshape(index, (-1, *(1,) * (x.rank - axis - 1))), v.grad.shape)
-    total = b.scatter_add(index, b.upcast(v.grad), shape=x.shape, axis=axis)
-    return [b.to(total, x.dtype), None]
-
-
-GATHER = moving(
-    name="gather",
-    doc="out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others.",
-    inputs=("x", "index"),
-    attrs={"axis": AXIS},
-    complete=with_axis,
-    infer=_gather_infer,
-    reference=lambda x, index, axis: torch.gather(x, axis, index),
-    vjp=_pick_vjp,
-    samples=samples(
-        """4x3 6x3:index<4 axis=0 | 4x3 2x5:index<3 axis=-1 | 5 0:index<5 axis=0
-        | 4x3@transposed 4x2:index<3 axis=1 | 4x3@sliced 1x3:index<4 axis=0
-        | 4x3@expanded 2x3:index<4 axis=0 | 2x3x2x2@nhwc 2x1x2x2:index<3 axis=1"""
-    ),
-)
-
-INDEX_SELECT = replace(
-    GATHER,
-    name="index_select",
-    doc="The slices of x along an axis that a list of indices names, in that order.",
-    infer=_index_select_infer,
-    reference=lambda x, index, axis: torch.index_select(x, axis, index),
-    samples=samples(
-        """4x3 6:index<4 axis=0 | 4x3 2:index<3 axis=-1 | 4x3 0:index<4 axis=0
-        | 4x3@transposed 4:index<3 axis=1 | 4x3@sliced 1:index<4 axis=0
-        | 4x3@expanded 3:index<4 axis=0 | 2x3x4x5@nhwc 2:index<4 axis=2"""
-    ),
-)
-
-OPS = (RESHAPE, PERMUTE, EXPAND, SLICE, FLIP, CONCAT, PAD, TO_LAYOUT, GATHER, INDEX_SELECT)
+OPS = (reshape, permute, expand, slice_, flip, concat, pad, to_layout, gather, index_select)

@@ -18,18 +18,13 @@ from deuteron.ir.dtype import DType, bool_, int64
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.movement import Types, first
-from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, norm_axes
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, input_flops, norm_axes
 from deuteron.ops.overflow import without_overflow
 from deuteron.ops.samples import Arg, Sample, samples
 
 Grad = Callable[[Ops, Vjp], Any]
 
 _LOW = (torch.float16, torch.bfloat16)
-
-
-def input_flops(per_element: float) -> CostFn:
-    """A cost rule: so many operations for each element of the first input."""
-    return lambda ins, outs, attrs: per_element * (ins[0].numel if ins[0] is not None else 0)
 
 
 def reduced_shape(shape: Shape, axes: Sequence[int], keepdim: bool) -> Shape:

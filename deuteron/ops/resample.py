@@ -219,7 +219,7 @@ _CASES = """2x3x4x5 8x10 scale=2 | 2x3x4x5@nhwc 3x7 mode=nearest-exact
 def _resize_samples(op: str) -> list[Sample]:
     found = []
     for s in samples(_CASES)():
-        x, size = (a for a in s.inputs if a is not None)
+        x, size = s.args
         if op == "resize":
             attrs = s.attrs if "scale" in s.attrs else {"size": size.shape, **s.attrs}
             found.append(Sample((x,), attrs))
@@ -388,7 +388,7 @@ def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, An
 def _sample_grad_samples() -> list[Sample]:
     found = []
     for s in _PLACES():
-        x, grid = (a for a in s.inputs if a is not None)
+        x, grid = s.args
         found.append(replace(s, inputs=(Arg((*x.shape[:2], *grid.shape[1:-1])), x, grid)))
     return found
 

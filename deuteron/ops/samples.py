@@ -95,6 +95,11 @@ class Sample:
     grad: bool = True
     note: str = ""
 
+    @property
+    def args(self) -> tuple[Arg, ...]:
+        """The inputs that are there."""
+        return tuple(arg for arg in self.inputs if arg is not None)
+
     def tensors(self, float_type: str | DType = "f32", seed: int = 0) -> list[torch.Tensor | None]:
         gen = torch.Generator().manual_seed(seed)
         ft = dtype(float_type)
@@ -197,7 +202,7 @@ def norm_samples(
     def build() -> Sequence[Sample]:
         first = masks.split()[0]
         rows = zip(samples(_NORM)(), cycle(masks.split()), cycle(attrs), strict=False)
-        shapes = [case(s.inputs[0], m, a) for s, m, a in rows if s.inputs[0] is not None]
+        shapes = [case(s.args[0], m, a) for s, m, a in rows]
         shapes += [case(_arg(shape, "normal"), first, attrs[0]) for shape in more.split()]
         wide = (Arg((4,), "positive", "f32") for _ in slots)
         return (*shapes, Sample((Arg((2, 4, 4), dtype="bf16"), *wide), attrs[0], grad=False))

@@ -12,15 +12,13 @@ from functools import partial
 
 import torch
 
-from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.determinism import fixed_order
-from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.matmul import one_dtype
 from deuteron.ops.movement import AXIS, with_axis
-from deuteron.ops.opdef import Fusion, OpDef, Vjp
-from deuteron.ops.reduce import input_flops
+from deuteron.ops.opdef import Fusion, Vjp, check_shape, input_flops, operator
 from deuteron.ops.samples import Arg, Sample, samples
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -40,20 +38,10 @@ def _total_reference(scan: Callable[..., torch.Tensor], x: torch.Tensor, axis: i
     return found.to(x.dtype) if wide is not None else found
 
 
-def _cumsum_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _cumsum_vjp(b: Ops, v: Vjp) -> Grads:
     """Element i is in every sum from the i-th on: a sum that runs backwards."""
     axis = v.attrs["axis"]
     return [b.flip(b.cumsum(b.flip(v.grad, axes=axis), axis=axis), axes=axis)]
-
-
-def _cumprod_grad_infer(grad: TensorType, x: TensorType, axis: int) -> TensorType:
-    one_dtype("cumprod_grad", grad=grad, x=x)
-    if grad.shape != x.shape:
-        raise GraphError(
-            f"cumprod_grad: grad is {list(grad.shape)}, x {list(x.shape)}",
-            remedy="use the input of the forward operator",
-        )
-    return TensorType.of(x.shape, x.dtype)
 
 
 def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -84,15 +72,7 @@ def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> t
     return torch.where(after, 0.0, found).movedim(-1, axis).to(x.dtype).contiguous()
 
 
-# ---- running extremes ----------------------------------------------------------------------------
-
-
-def _extreme_infer(x: TensorType, axis: int) -> tuple[TensorType, TensorType]:
-    values = TensorType.of(x.shape, x.dtype)
-    return values, values.with_dtype(int64)
-
-
-def _extreme_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _extreme_vjp(b: Ops, v: Vjp) -> Grads:
     """Each result's gradient goes to the element it was; what led for a while collects several."""
     if v.grads[0] is None:
         return [None]
@@ -111,57 +91,52 @@ _MORE = """ | 3x4:normal:i32 axis=1 nograd | 3x4:bool axis=0 nograd
 
 
 def _grad_samples() -> tuple[Sample, ...]:
-    cases = (s for s in samples(_CASES)() if s.inputs[0] is not None)
-    ins = (replace(s, inputs=(Arg(s.first.shape), *s.inputs), grad=False) for s in samples(_CASES)())
-    return (*ins, *samples("4x6:f64 4x6:index<3:f64 axis=1 nograd [zeros]")())
+    cases = ((s, Arg(s.args[0].shape)) for s in samples(_CASES)())
+    both = (replace(s, inputs=(grad, *s.inputs), grad=False) for s, grad in cases)
+    return (*both, *samples("4x6:f64 4x6:index<3:f64 axis=1 nograd [zeros]")())
 
 
-CUMSUM = OpDef(
-    name="cumsum",
-    doc="The sum of all elements up to each one, along axis.",
-    inputs=("x",),
-    attrs={"axis": AXIS},
-    complete=with_axis,
-    infer=lambda x, axis: TensorType.of(x.shape, x.dtype if x.dtype.is_float else int64),
-    reference=partial(_total_reference, torch.cumsum),
-    fusion=Fusion.OPAQUE,
-    vjp=_cumsum_vjp,
-    flops=input_flops(1),
-    samples=samples(_CASES + _MORE),
+scanning = partial(operator, Fusion.OPAQUE, attrs={"axis": AXIS}, complete=with_axis)
+_totals = partial(scanning, flops=input_flops(1), samples=samples(_CASES + _MORE))
+_extremes = partial(
+    scanning, vjp=_extreme_vjp, flops=input_flops(1), samples=samples(_CASES + _MORE, "distinct")
 )
-CUMPROD = replace(
-    CUMSUM,
-    name="cumprod",
-    doc="The product of all elements up to each one, along axis.",
-    reference=partial(_total_reference, torch.cumprod),
+
+
+@_totals(partial(_total_reference, torch.cumsum), vjp=_cumsum_vjp)
+def cumsum(x: TensorType, axis: int) -> TensorType:
+    """The sum of all elements up to each one, along axis."""
+    return TensorType.of(x.shape, x.dtype if x.dtype.is_float else int64)
+
+
+@_totals(
+    partial(_total_reference, torch.cumprod),
     vjp=lambda b, v: [b.cumprod_grad(v.grad, v.arg(0), axis=v.attrs["axis"])],
 )
-CUMPROD_GRAD = replace(
-    CUMSUM,
-    name="cumprod_grad",
-    doc="The gradient of cumprod, right where elements are zero too. It has none of its own.",
-    inputs=("grad", "x"),
-    infer=_cumprod_grad_infer,
-    reference=_cumprod_grad_reference,
-    vjp=None,
-    flops=input_flops(5),
-    samples=_grad_samples,
-)
-EXTREMES = tuple(
-    replace(
-        CUMSUM,
-        name=name,
-        doc=f"The {what} element so far along axis, and its place on the axis as int64: the last "
-        "of equals; nan wins.",
-        infer=_extreme_infer,
-        reference=lambda x, axis, scan=scan: tuple(scan(x, axis)),
-        vjp=_extreme_vjp,
-        samples=samples(_CASES + _MORE, "distinct"),
-    )
-    for name, scan, what in (
-        ("cummax", torch.cummax, "largest"),
-        ("cummin", torch.cummin, "smallest"),
-    )
-)
+def cumprod(x: TensorType, axis: int) -> TensorType:
+    """The product of all elements up to each one, along axis."""
+    return TensorType.of(x.shape, x.dtype if x.dtype.is_float else int64)
 
-OPS = (CUMSUM, CUMPROD, CUMPROD_GRAD, *EXTREMES)
+
+@scanning(_cumprod_grad_reference, flops=input_flops(5), samples=_grad_samples)
+def cumprod_grad(grad: TensorType, x: TensorType, axis: int) -> TensorType:
+    """The gradient of cumprod, right where elements are zero too. It has none of its own."""
+    one_dtype("cumprod_grad", grad=grad, x=x)
+    check_shape("grad of cumprod_grad", grad, x.shape, "use the input of the forward operator")
+    return TensorType.of(x.shape, x.dtype)
+
+
+@_extremes(lambda x, axis: tuple(torch.cummax(x, axis)))
+def cummax(x: TensorType, axis: int) -> tuple[TensorType, ...]:
+    """The largest element so far along axis, and its place on the axis as int64: the last of
+    equals; nan wins."""
+    return TensorType.of(x.shape, x.dtype), TensorType.of(x.shape, int64)
+
+
+cummin = replace(
+    cummax,
+    name="cummin",
+    doc=cummax.doc.replace("largest", "smallest"),
+    reference=lambda x, axis: tuple(torch.cummin(x, axis)),
+)
+OPS = (cumsum, cumprod, cumprod_grad, cummax, cummin)
