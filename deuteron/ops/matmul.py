@@ -93,14 +93,9 @@ def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
     column = _reshaped(b, y, *y.shape, 1) if y.rank == 1 else y
     batch = broadcast(row.shape[:-2], column.shape[:-2])
     grad = _reshaped(b, v.grad, *batch, row.shape[-2], column.shape[-1])
-    rules = (_left_gradient, _right_gradient)
-    made = [
-        rule(b, row, column, grad) if need else None
-        for rule, need in zip(rules, v.needs, strict=True)
-    ]
-    return [
-        None if g is None else _reshaped(b, g, *t.shape) for g, t in zip(made, (x, y), strict=True)
-    ]
+    dx = _left_gradient(b, row, column, grad) if v.needs[0] else None
+    dy = _right_gradient(b, row, column, grad) if v.needs[1] else None
+    return [None if g is None else _reshaped(b, g, *t.shape) for g, t in ((dx, x), (dy, y))]
 
 
 @operator(
