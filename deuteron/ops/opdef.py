@@ -288,9 +288,12 @@ class OpDef:
             )
 
 
+Define = Callable[[InferFn], OpDef]
+
+
 def operator(
     fusion: Fusion, reference: Callable[..., Any], inputs: str = "", **fields: Any
-) -> Callable[[InferFn], OpDef]:
+) -> Define:
     """An operator from the function that infers the types of its results.
 
     The name (without the ``_`` behind a word that Python has taken), the description and the inputs
