@@ -13,10 +13,10 @@ from deuteron.ir.dtype import DType, bool_
 from deuteron.ir.types import TensorType
 from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.elementwise import elementwise, floats, made_float
-from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.formula import TENSORS
 from deuteron.ops.movement import lay, with_axis
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, operator
 from deuteron.ops.samples import samples
 
 # ---- held within bounds ---------------------------------------------------------------------
@@ -323,7 +323,36 @@ def tanhshrink(b: Any, x: Any) -> Any:
 # ---- prelu and glu -----------------------------------------------------------------------------
 
 
-def _prelu_infer(x: TensorType, weight: TensorType) -> TensorType:
+def _prelu_vjp(b: Ops, v: Vjp) -> Grads:
+    x, weight, grad = b.upcast(v.arg(0)), v.arg(1), b.upcast(v.grad)
+    each = weight.shape != () and weight.shape != (1,)
+    positive, grads = b.gt(x, 0.0), Grads([None, None])
+    if v.needs[0]:
+        shape = (-1,) + (1,) * (x.rank - 2) if each else ()
+        slope = b.reshape(b.upcast(weight), shape=shape)
+        grads[0] = b.to(b.where(positive, grad, grad * slope), v.arg(0).dtype)
+    if v.needs[1]:
+        axes = tuple(d for d in range(x.rank) if d != 1 or not each)
+        total = b.sum(b.where(positive, 0.0, grad * x), axes=axes if x.rank else None)
+        grads[1] = b.to(b.reshape(total, shape=weight.shape), weight.dtype)
+    return grads
+
+
+@operator(
+    Fusion.BROADCAST,
+    F.prelu,
+    vjp=_prelu_vjp,
+    flops=elementwise_flops(2),
+    samples=samples(
+        """3x5 5:normal | 3x5 1:normal | scalar 1:normal | 7 1:normal | 0x4 4:normal
+        | 2x3x4@transposed 3:normal | 4x5@sliced 5:normal | 4x5@expanded 1:normal
+        | 2x3x4x5@nhwc 3:normal""",
+        "away",
+    ),
+)
+def prelu(x: TensorType, weight: TensorType) -> TensorType:
+    """x, times a learned slope below 0; the slope is one number, or one per channel (dimension
+    1)."""
     channels = x.shape[1] if x.rank > 1 else 1
     if weight.rank > 1 or weight.numel not in (1, channels):
         raise GraphError(
@@ -339,51 +368,7 @@ def _prelu_infer(x: TensorType, weight: TensorType) -> TensorType:
     return x.dense_like(dt=floats("prelu", x))
 
 
-def _prelu_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    x, weight, grad = b.upcast(v.arg(0)), v.arg(1), b.upcast(v.grad)
-    each = weight.shape != () and weight.shape != (1,)
-    positive, grads = b.gt(x, 0.0), list[Sym | None]([None, None])
-    if v.needs[0]:
-        shape = (-1,) + (1,) * (x.rank - 2) if each else ()
-        slope = b.reshape(b.upcast(weight), shape=shape)
-        grads[0] = b.to(b.where(positive, grad, grad * slope), v.arg(0).dtype)
-    if v.needs[1]:
-        axes = tuple(d for d in range(x.rank) if d != 1 or not each)
-        total = b.sum(b.where(positive, 0.0, grad * x), axes=axes if x.rank else None)
-        grads[1] = b.to(b.reshape(total, shape=weight.shape), weight.dtype)
-    return grads
-
-
-PRELU = OpDef(
-    name="prelu",
-    doc="x, times a learned slope below 0; the slope is one number, or one per channel "
-    "(dimension 1).",
-    inputs=("x", "weight"),
-    infer=_prelu_infer,
-    reference=F.prelu,
-    fusion=Fusion.BROADCAST,
-    vjp=_prelu_vjp,
-    flops=elementwise_flops(2),
-    samples=samples(
-        """3x5 5:normal | 3x5 1:normal | scalar 1:normal | 7 1:normal | 0x4 4:normal
-        | 2x3x4@transposed 3:normal | 4x5@sliced 5:normal | 4x5@expanded 1:normal
-        | 2x3x4x5@nhwc 3:normal""",
-        "away",
-    ),
-)
-
-
-def _glu_infer(x: TensorType, axis: int) -> TensorType:
-    if x.shape[axis] % 2:
-        raise GraphError(
-            f"axis {axis} of x {list(x.shape)} cannot be halved", remedy="its size must be even"
-        )
-    shape = (*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :])
-    dt = floats("glu", x)
-    return TensorType(shape, dt, x.strides).dense_like()
-
-
-def _glu_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _glu_vjp(b: Ops, v: Vjp) -> Grads:
     axis, grad = v.attrs["axis"], b.upcast(v.grad)
     half = v.outs[0].shape[axis]
     value = b.upcast(b.slice(v.arg(0), axis=axis, stop=half))
@@ -393,15 +378,11 @@ def _glu_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.to(both, v.arg(0).dtype)]
 
 
-GLU = OpDef(
-    name="glu",
-    doc="The first half of x along an axis, times the sigmoid of the second half.",
-    inputs=("x",),
+@operator(
+    Fusion.BROADCAST,
+    lambda x, axis: F.glu(x, axis),
     attrs={"axis": Attr("int", -1, "the axis to halve")},
     complete=with_axis,
-    infer=_glu_infer,
-    reference=lambda x, axis: F.glu(x, axis),
-    fusion=Fusion.BROADCAST,
     vjp=_glu_vjp,
     flops=elementwise_flops(11),
     samples=samples(
@@ -409,5 +390,14 @@ GLU = OpDef(
         | 4x6@sliced axis=1 | 4x6@expanded axis=1 | 2x4x3x5@nhwc axis=1"""
     ),
 )
+def glu(x: TensorType, axis: int) -> TensorType:
+    """The first half of x along an axis, times the sigmoid of the second half."""
+    if x.shape[axis] % 2:
+        raise GraphError(
+            f"axis {axis} of x {list(x.shape)} cannot be halved", remedy="its size must be even"
+        )
+    shape = (*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :])
+    return TensorType(shape, floats("glu", x), x.strides).dense_like()
+
 
 OPS = tuple(op for op in vars().values() if isinstance(op, OpDef))  # all that stand above

@@ -15,7 +15,7 @@ from deuteron.ir.dtype import DType, bool_, dtype
 from deuteron.ir.types import TensorType
 from deuteron.ops.elementwise import anything, define, elementwise, made_float, numbers, truth
 from deuteron.ops.formula import CannotLower, Formula
-from deuteron.ops.opdef import Attr, Fusion, OpDef, promoted
+from deuteron.ops.opdef import Attr, Fusion, operator, promoted
 from deuteron.ops.samples import Sample, samples, unary_samples
 
 
@@ -265,13 +265,7 @@ BINARY = tuple(
     for name, doc, fn, gradients, kinds in (
         ("add", "x + y", torch.add, _sides(lambda b, g: g, lambda b, g: g), "normal normal"),
         ("sub", "x − y", torch.sub, _sides(lambda b, g: g, lambda b, g: -g), "normal normal"),
-        (
-            "mul",
-            "x · y",
-            torch.mul,
-            _sides(lambda b, g, y: g * y, lambda b, g, x: g * x),
-            "normal normal",
-        ),
+        ("mul", "x · y", torch.mul, _PRODUCT, "normal normal"),
         ("div", "x / y", torch.div, _DIV, "normal away"),
         ("pow", "x to the power y", torch.pow, _sides(_pow_dx, _pow_dy), "positive normal"),
         ("maximum", "the larger of x and y; nan wins", torch.maximum, _EXTREME, _DISTINCT),
@@ -395,24 +389,13 @@ def clamp(b: Any, x: Any, min: float | None = None, max: float | None = None) ->
 CLAMP = replace(clamp, infer=_clamp_infer)
 
 
-def _cast_infer(x: TensorType, dtype: str) -> TensorType:
-    return x.dense_like(dt=_dtype(dtype))
-
-
-def _cast_reference(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    return x.to(_dtype(dtype).torch, copy=True)
-
-
 _dtype = dtype
 
-CAST = OpDef(
-    name="cast",
-    doc="x in another element type, rounded to nearest even.",
-    inputs=("x",),
+
+@operator(
+    Fusion.ELEMENTWISE,
+    lambda x, dtype: x.to(_dtype(dtype).torch, copy=True),
     attrs={"dtype": Attr("dtype", doc="the element type wanted, e.g. 'f16'")},
-    infer=_cast_infer,
-    reference=_cast_reference,
-    fusion=Fusion.ELEMENTWISE,
     vjp=lambda b, v: [
         b.to(v.grad, v.arg(0).dtype) if v.arg(0).dtype.is_float and v.grad.dtype.is_float else None
     ],
@@ -422,5 +405,9 @@ CAST = OpDef(
         | 2x3x4x5@nhwc:f32 dtype=f64 nograd"""
     ),
 )
+def cast(x: TensorType, dtype: str) -> TensorType:
+    """x in another element type, rounded to nearest even."""
+    return x.dense_like(dt=_dtype(dtype))
 
-OPS = (*UNARY, *BINARY, *COMPARE, where, CLAMP, CAST)
+
+OPS = (*UNARY, *BINARY, *COMPARE, where, CLAMP, cast)

@@ -14,16 +14,27 @@ from typing import Any
 import torch
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, bool_, int64
+from deuteron.ir.dtype import DType, int64
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.elementwise import Result, anything, floats, numbers, truth
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import Types, first
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, input_flops, norm_axes
+from deuteron.ops.movement import first
+from deuteron.ops.opdef import (
+    Attr,
+    Fusion,
+    OpDef,
+    Types,
+    Vjp,
+    VjpFn,
+    input_flops,
+    norm_axes,
+    operator,
+)
 from deuteron.ops.overflow import without_overflow
 from deuteron.ops.samples import Arg, Sample, samples
 
 Grad = Callable[[Ops, Vjp], Any]
-
+Tensor = torch.Tensor
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -89,15 +100,23 @@ def _var_grad(b: Ops, v: Vjp) -> Any:
     return centred * (_spread(b, v, b.upcast(v.grad)) * scale)
 
 
-def _prod_reference(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor:
+def _prod_reference(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
     out = x.float() if x.dtype in _LOW else x
-    for axis in reversed(axes):
+    for axis in reversed(dim):
         out = torch.prod(out, axis, keepdim)
     # without axes nothing was computed yet, and a result is never its input's memory
-    return out.to(x.dtype if x.is_floating_point() else torch.int64, copy=not axes)
+    return out.to(x.dtype if x.is_floating_point() else torch.int64, copy=not dim)
 
 
-def _var_reference(x: torch.Tensor, axes: Shape, keepdim: bool, correction: int) -> torch.Tensor:
+def _any(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
+    return torch.any(x.bool(), dim, keepdim)
+
+
+def _all(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
+    return torch.all(x.bool(), dim, keepdim)
+
+
+def _var_reference(x: Tensor, axes: Shape, keepdim: bool, correction: int) -> Tensor:
     if x.dtype != torch.float64:
         return torch.var(x, dim=axes, keepdim=keepdim, correction=correction)
     # torch's is one pass, of which the error grows with the length; here it has to be exact
@@ -110,52 +129,17 @@ def _var_reference(x: torch.Tensor, axes: Shape, keepdim: bool, correction: int)
     return out if keepdim else out.squeeze(axes)
 
 
-def _widened(name: str, x: TensorType) -> DType:
-    return x.dtype if x.dtype.is_float else int64
-
-
-def _same(name: str, x: TensorType) -> DType:
-    return x.dtype
-
-
-def _only_float(name: str, x: TensorType) -> DType:
-    if not x.dtype.is_float:
+def _checked(name: str, x: TensorType, axes: Shape) -> None:
+    """Of nothing there is no largest element."""
+    gone = [a for a in axes if x.shape[a] == 0]
+    if gone:
         raise GraphError(
-            f"{name} of {x.dtype.name} is not defined", remedy='cast first: cast(x, dtype="f32")'
+            f"{name} over axis {gone[0]} of {list(x.shape)}, an empty axis, has no answer",
+            remedy="reduce over other axes, or leave empty tensors out",
         )
-    return x.dtype
 
 
-def _bool(name: str, x: TensorType) -> DType:
-    return bool_
-
-
-def _any(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor:
-    return torch.any(x.bool(), axes, keepdim)
-
-
-def _all(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor:
-    return torch.all(x.bool(), axes, keepdim)
-
-
-def _infer(
-    name: str, result: Callable[[str, TensorType], DType], empty: bool
-) -> Callable[..., TensorType]:
-    def infer(x: TensorType, axes: Shape, keepdim: bool, correction: int = 0) -> TensorType:
-        gone = [a for a in axes if x.shape[a] == 0]
-        if gone and not empty:
-            raise GraphError(
-                f"{name} over axis {gone[0]} of {list(x.shape)}, which is empty, has no answer",
-                remedy="reduce over other axes, or leave empty tensors out",
-            )
-        if correction < 0:
-            raise GraphError(f"correction={correction} is negative", remedy="use 0 or 1")
-        return TensorType.of(reduced_shape(x.shape, axes, keepdim), result(name, x))
-
-    return infer
-
-
-def _vjp(grad: Grad | None) -> Callable[[Ops, Vjp], list[Sym | None]]:
+def _vjp(grad: Grad | None) -> VjpFn:
     if grad is None:
         return lambda b, v: [None]
     return lambda b, v: [b.to(grad(b, v), v.arg(0).dtype) if v.needs[0] else None]
@@ -181,75 +165,57 @@ _AXES: Mapping[str, Attr] = {
 }
 
 
-def _dims(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda x, axes, keepdim: fn(x, dim=axes, keepdim=keepdim)
+_reducing = partial(operator, Fusion.REDUCTION, complete=_complete)
+_KINDS = {"max": "distinct", "min": "distinct", "any": "bool", "all": "bool"}
 
 
 def _reduction(
-    name: str,
-    doc: str,
-    fn: Callable[..., torch.Tensor],
-    grad: Grad | None,
-    result: Callable[..., DType],
-    *extra: str,
-    kind: str = "normal",
-    empty: bool = True,
+    name: str, doc: str, fn: Callable[..., Tensor], grad: Grad | None, result: Result, extra: str
 ) -> OpDef:
-    """``empty``: whether it is defined over nothing; ``extra``: further samples."""
-    return OpDef(
-        name=name,
-        doc=f"Along the axes: {doc}.",
-        inputs=("x",),
+    """``extra``: further samples."""
+    filled = name in ("max", "min")
+
+    def infer(x: TensorType, axes: Shape, keepdim: bool) -> TensorType:
+        if filled:
+            _checked(name, x, axes)
+        return TensorType.of(reduced_shape(x.shape, axes, keepdim), result(name, x))
+
+    made = _reducing(
+        lambda x, axes, keepdim: fn(x, dim=axes, keepdim=keepdim),
         attrs=_AXES,
-        complete=_complete,
-        infer=_infer(name, result, empty),
-        reference=fn,
-        fusion=Fusion.REDUCTION,
         vjp=_vjp(grad),
         flops=input_flops(1),
-        samples=partial(_samples, kind, empty, " | ".join(extra)),
-    )
+        samples=partial(_samples, _KINDS.get(name, "normal"), not filled, extra),
+    )(infer)
+    return replace(made, name=name, doc=f"Along the axes: {doc}.")
 
 
-_extreme = partial(_reduction, kind="distinct", empty=False)
-_TIES = "element; nan wins, and ties share the gradient evenly"
-_INT64 = "integers and booleans"
+def _widened(name: str, x: TensorType) -> DType:
+    return x.dtype if x.dtype.is_float else int64
+
+
+_BOTH, _TIES = f"{_WHOLE} | {_BOOLS}", "element; nan wins, and ties share the gradient evenly"
+_SUM = "the sum; integers and booleans add up to int64"
+_PROD = "the product; integers and booleans multiply to int64"
 
 REDUCE = (
+    _reduction("sum", _SUM, torch.sum, _sum_grad, _widened, _BOTH),
+    _reduction("mean", "the mean", torch.mean, _mean_grad, floats, _ODD),
+    _reduction("prod", _PROD, _prod_reference, _prod_grad, _widened, f"{_WHOLE} | {_ZEROS}"),
     _reduction(
-        "sum",
-        f"the sum; {_INT64} add up to int64",
-        _dims(torch.sum),
-        _sum_grad,
-        _widened,
-        _WHOLE,
-        _BOOLS,
+        "max", f"the largest {_TIES}", torch.amax, _extreme_grad, anything, f"{_WHOLE} | {_ODD}"
     ),
-    _reduction("mean", "the mean", _dims(torch.mean), _mean_grad, _only_float, _ODD),
-    _reduction(
-        *("prod", f"the product; {_INT64} multiply to int64", _prod_reference, _prod_grad),
-        *(_widened, _WHOLE, _ZEROS),
-    ),
-    _extreme("max", f"the largest {_TIES}", _dims(torch.amax), _extreme_grad, _same, _WHOLE, _ODD),
-    _extreme(
-        "min", f"the smallest {_TIES}", _dims(torch.amin), _extreme_grad, _same, _WHOLE, _BOOLS
-    ),
-    _reduction("any", "whether an element is not zero", _any, None, _bool, _WHOLE, kind="bool"),
-    _reduction("all", "whether no element is zero", _all, None, _bool, _ODD, kind="bool"),
+    _reduction("min", f"the smallest {_TIES}", torch.amin, _extreme_grad, anything, _BOTH),
+    _reduction("any", "whether an element is not zero", _any, None, truth, _WHOLE),
+    _reduction("all", "whether no element is zero", _all, None, truth, _ODD),
 )
 
 # ---- variance, and where the extremes are ------------------------------------------------------
 
-VAR = OpDef(
-    name="var",
-    doc="The variance along the axes: squared distances from the mean, summed and divided by "
-    "(count − correction), or by 0 where the correction is larger.",
-    inputs=("x",),
+
+@_reducing(
+    _var_reference,
     attrs={**_AXES, "correction": Attr("int", 1, "1 for samples, 0 for whole populations")},
-    complete=_complete,
-    infer=_infer("var", _only_float, True),
-    reference=_var_reference,
-    fusion=Fusion.REDUCTION,
     vjp=_vjp(_var_grad),
     flops=input_flops(4),
     samples=lambda: (
@@ -261,6 +227,12 @@ VAR = OpDef(
         *samples("4x5:offset axes=1 | scalar correction=0")(),
     ),
 )
+def var(x: TensorType, axes: Shape, keepdim: bool, correction: int) -> TensorType:
+    """The variance along the axes: squared distances from the mean, summed and divided by
+    (count − correction), or by 0 where the correction is larger."""
+    if correction < 0:
+        raise GraphError(f"correction={correction} is negative", remedy="use 0 or 1")
+    return TensorType.of(reduced_shape(x.shape, axes, keepdim), floats("var", x))
 
 
 def _arg_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -270,50 +242,44 @@ def _arg_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     return attrs | {"axis": axis}
 
 
-def _arg_infer(name: str) -> Callable[..., TensorType]:
-    def infer(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
-        if x.dtype == bool_:
-            raise GraphError(
-                f"{name} of bool is not defined", remedy='cast first: cast(x, dtype="u8")'
-            )
-        axes = tuple(range(x.rank)) if axis is None else (axis,)[: x.rank]
-        if any(x.shape[a] == 0 for a in axes):
-            raise GraphError(
-                f"{name} over an empty axis of {list(x.shape)} has no answer",
-                remedy="choose another axis, or leave empty tensors out",
-            )
-        return TensorType.of(reduced_shape(x.shape, axes, keepdim), int64)
-
-    return infer
-
-
-ARG = tuple(
-    OpDef(
-        name=name,
-        doc=f"Where the {what} element along the axis is, as int64: the first of equals; nan "
-        "wins. With axis=None the place in the flattened tensor.",
-        inputs=("x",),
-        attrs={
-            "axis": Attr("int", None, "the axis to search along; None for all"),
-            "keepdim": _AXES["keepdim"],
-        },
-        complete=_arg_complete,
-        infer=_arg_infer(name),
-        reference=fn,
-        fusion=Fusion.REDUCTION,
-        vjp=_vjp(None),
-        flops=input_flops(1),
-        samples=samples(
-            """33:extreme axis=0 nograd [extreme] | 3x4:i32 axis=0 nograd | 3x5
-            | 3x5 axis=None keepdim=True | 3x5 axis=-1 | 2x3x4 axis=1 keepdim=True
-            | scalar | scalar axis=0 | 0x4 axis=1 | 4x5@transposed axis=0 | 4x5@sliced axis=1
-            | 2x3x4x5@nhwc axis=1"""
-        ),
-    )
-    for name, fn, what in (
-        ("argmax", lambda x, axis, keepdim: torch.argmax(x, axis, keepdim), "largest"),
-        ("argmin", lambda x, axis, keepdim: torch.argmin(x, axis, keepdim), "smallest"),
-    )
+_finding = partial(
+    operator,
+    Fusion.REDUCTION,
+    attrs={
+        "axis": Attr("int", None, "the axis to search along; None for all"),
+        "keepdim": _AXES["keepdim"],
+    },
+    complete=_arg_complete,
+    vjp=_vjp(None),
+    flops=input_flops(1),
+    samples=samples(
+        """33:extreme axis=0 nograd [extreme] | 3x4:i32 axis=0 nograd | 3x5
+        | 3x5 axis=None keepdim=True | 3x5 axis=-1 | 2x3x4 axis=1 keepdim=True | scalar
+        | scalar axis=0 | 0x4 axis=1 | 4x5@transposed axis=0 | 4x5@sliced axis=1
+        | 2x3x4x5@nhwc axis=1"""
+    ),
 )
 
-OPS = (*REDUCE, VAR, *ARG)
+
+def _place(name: str, x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
+    numbers(name, x)
+    axes = tuple(range(x.rank)) if axis is None else (axis,)[: x.rank]
+    _checked(name, x, axes)
+    return TensorType.of(reduced_shape(x.shape, axes, keepdim), int64)
+
+
+@_finding(lambda x, axis, keepdim: torch.argmax(x, axis, keepdim))
+def argmax(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
+    """Where the largest element along the axis is, as int64: the first of equals; nan wins. With
+    axis=None the place in the flattened tensor."""
+    return _place("argmax", x, axis, keepdim)
+
+
+@_finding(lambda x, axis, keepdim: torch.argmin(x, axis, keepdim))
+def argmin(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
+    """Where the smallest element along the axis is, as int64: the first of equals; nan wins. With
+    axis=None the place in the flattened tensor."""
+    return _place("argmin", x, axis, keepdim)
+
+
+OPS = (*REDUCE, var, argmax, argmin)
