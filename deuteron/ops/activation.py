@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,18 @@ from deuteron.ir.types import TensorType
 from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.elementwise import elementwise, floats, made_float
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.formula import TENSORS
+from deuteron.ops.formula import TENSORS, Formula
 from deuteron.ops.movement import lay, with_axis
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, operator
 from deuteron.ops.samples import samples
+
+
+def as_in_torch(**how: Any) -> Callable[[Formula], OpDef]:
+    """An elementwise operator whose reference is the function of this name in torch."""
+    return lambda formula: elementwise(
+        reference=getattr(F, formula.__name__, None) or getattr(torch, formula.__name__), **how
+    )(formula)
+
 
 # ---- held within bounds ---------------------------------------------------------------------
 
@@ -32,8 +41,7 @@ def _whole_too(name: str, x: TensorType) -> DType:
     return x.dtype if x.dtype != bool_ and not x.dtype.is_float else floats(name, x)
 
 
-@elementwise(
-    reference=F.relu,
+@as_in_torch(
     gradient=lambda b, g, out: b.where(out <= 0.0, 0.0, g),
     result=_whole_too,
     samples="away",
@@ -44,12 +52,7 @@ def relu(b: Any, x: Any) -> Any:
     return b.maximum(x, 0.0)
 
 
-@elementwise(
-    reference=F.relu6,
-    gradient=lambda b, g, out: _inside(b, g, out, 0.0, 6.0),
-    samples="away",
-    wide=False,
-)
+@as_in_torch(gradient=lambda b, g, out: _inside(b, g, out, 0.0, 6.0), samples="away", wide=False)
 def relu6(b: Any, x: Any) -> Any:
     """x held between 0 and 6"""
     return b.clamp(x, min=0.0, max=6.0)
@@ -66,9 +69,7 @@ def hardtanh(b: Any, x: Any, min: float = -1.0, max: float = 1.0) -> Any:
     return b.clamp(x, min=min, max=max)
 
 
-@elementwise(
-    reference=F.hardsigmoid, gradient=lambda b, g, x: b.where(b.abs(x) < 3.0, g * (1.0 / 6.0), 0.0)
-)
+@as_in_torch(gradient=lambda b, g, x: b.where(b.abs(x) < 3.0, g * (1.0 / 6.0), 0.0))
 def hardsigmoid(b: Any, x: Any) -> Any:
     """x/6 + 1/2 held between 0 and 1"""
     return b.clamp(x + 3.0, min=0.0, max=6.0) / 6.0
@@ -78,7 +79,7 @@ def _hardswish_gradient(b: Any, g: Any, x: Any) -> Any:
     return b.where(x >= 3.0, g, b.where(x <= -3.0, 0.0, g * (x * (1.0 / 3.0) + 0.5)))
 
 
-@elementwise(reference=F.hardswish, gradient=_hardswish_gradient)
+@as_in_torch(gradient=_hardswish_gradient)
 def hardswish(b: Any, x: Any) -> Any:
     """x · hardsigmoid(x)"""
     return x * b.hardsigmoid(x)
@@ -93,12 +94,7 @@ def _leaky_gradient(b: Any, g: Any, x: Any, out: Any, negative_slope: float) -> 
     return b.where(sign > 0.0, g, g * negative_slope)
 
 
-@elementwise(
-    reference=F.leaky_relu,
-    gradient=_leaky_gradient,
-    samples="away",
-    tried=({}, {"negative_slope": -0.5}),
-)
+@as_in_torch(gradient=_leaky_gradient, samples="away", tried=({}, {"negative_slope": -0.5}))
 def leaky_relu(b: Any, x: Any, negative_slope: float = 0.01) -> Any:
     """x, times a slope below 0"""
     return b.where(x > 0.0, x, x * negative_slope)
@@ -117,8 +113,7 @@ def _slope(b: Any, g: Any, x: Any, above: float, below: float, rate: float = 1.0
     return b.where(positive, over, g * b.exp(x if rate == 1.0 else x * rate) * below)
 
 
-@elementwise(
-    reference=F.elu,
+@as_in_torch(
     gradient=lambda b, g, x, alpha: _slope(b, g, x, 1.0, alpha),
     samples="away",
     tried=({}, {"alpha": 0.7}),
@@ -131,18 +126,15 @@ def elu(b: Any, x: Any, alpha: float = 1.0) -> Any:
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
-@elementwise(
-    reference=F.selu,
-    gradient=lambda b, g, x: _slope(b, g, x, _SELU_SCALE, _SELU_ALPHA * _SELU_SCALE),
-    samples="away",
+@as_in_torch(
+    gradient=lambda b, g, x: _slope(b, g, x, _SELU_SCALE, _SELU_ALPHA * _SELU_SCALE), samples="away"
 )
 def selu(b: Any, x: Any) -> Any:
     """elu with the two constants of self-normalising networks"""
     return _exponential(b, x, _SELU_ALPHA, _SELU_SCALE)
 
 
-@elementwise(
-    reference=F.celu,
+@as_in_torch(
     gradient=lambda b, g, x, alpha: _slope(b, g, x, 1.0, 1.0, 1.0 / alpha),
     rules={"alpha must not be 0": lambda alpha: alpha != 0},
     samples="away",
@@ -157,8 +149,7 @@ def _beyond(b: Any, g: Any, x: Any, lambd: float) -> Any:
     return b.where(b.abs(x) > lambd, g, 0.0)
 
 
-@elementwise(
-    reference=F.softshrink,
+@as_in_torch(
     gradient=_beyond,
     rules={"lambd must be at least 0": lambda lambd: lambd >= 0},
     tried=({}, {"lambd": 0.0}),
@@ -169,15 +160,14 @@ def softshrink(b: Any, x: Any, lambd: float = 0.5) -> Any:
     return b.where(x > lambd, x - lambd, b.where(x < -lambd, x + lambd, rest))
 
 
-@elementwise(reference=F.hardshrink, gradient=_beyond, tried=({}, {"lambd": 1.0}))
+@as_in_torch(gradient=_beyond, tried=({}, {"lambd": 1.0}))
 def hardshrink(b: Any, x: Any, lambd: float = 0.5) -> Any:
     """x, but 0 where |x| ≤ lambd"""
     keep = b.logical_or(x > lambd, x < -lambd)
     return b.where(b.logical_or(keep, b.ne(x, x)), x, 0.0)
 
 
-@elementwise(
-    reference=F.threshold,
+@as_in_torch(
     gradient=lambda b, g, x, threshold: b.where(x <= threshold, 0.0, g),
     tried=({"threshold": 0.1, "value": -7.0}, {"threshold": -0.2, "value": 3.0}),
 )
@@ -189,17 +179,13 @@ def threshold(b: Any, x: Any, threshold: float, value: float) -> Any:
 # ---- smooth ones ----------------------------------------------------------------------------
 
 
-@elementwise(
-    reference=torch.sigmoid, gradient=lambda b, g, out: g * out * (1.0 - out), result=made_float
-)
+@as_in_torch(gradient=lambda b, g, out: g * out * (1.0 - out), result=made_float)
 def sigmoid(b: Any, x: Any) -> Any:
     """1 / (1 + e⁻ˣ)"""
     return 1.0 / (1.0 + b.exp(-x))
 
 
-@elementwise(
-    reference=torch.tanh, gradient=lambda b, g, out: g * (1.0 - b.square(out)), result=made_float
-)
+@as_in_torch(gradient=lambda b, g, out: g * (1.0 - b.square(out)), result=made_float)
 def tanh(b: Any, x: Any) -> Any:
     """tanh x"""
     return b.primitive("tanh", x)
@@ -210,7 +196,7 @@ def _silu_gradient(b: Any, g: Any, x: Any) -> Any:
     return g * s * (x * (1.0 - s) + 1.0)
 
 
-@elementwise(reference=F.silu, gradient=_silu_gradient)
+@as_in_torch(gradient=_silu_gradient)
 def silu(b: Any, x: Any) -> Any:
     """x · sigmoid(x)"""
     return x * b.sigmoid(x)
@@ -257,8 +243,7 @@ def _softplus_gradient(b: Any, g: Any, x: Any, beta: float, threshold: float) ->
     return b.where(scaled > threshold, g, g * b.sigmoid(scaled))
 
 
-@elementwise(
-    reference=F.softplus,
+@as_in_torch(
     gradient=_softplus_gradient,
     rules={"beta must not be 0": lambda beta: beta != 0},
     tried=({}, {"beta": 2.0, "threshold": 1.0}),
@@ -287,15 +272,13 @@ def _mish_gradient(b: Any, g: Any, x: Any) -> Any:
     return g * (t + x * b.sigmoid(x) * (1.0 - b.square(t)))
 
 
-@elementwise(reference=F.mish, gradient=_mish_gradient)
+@as_in_torch(gradient=_mish_gradient)
 def mish(b: Any, x: Any) -> Any:
     """x · tanh(softplus(x))"""
     return x * b.tanh(b.softplus(x))
 
 
-@elementwise(
-    reference=F.softsign, gradient=lambda b, g, x: g / b.square(b.abs(x) + 1.0), samples="away"
-)
+@as_in_torch(gradient=lambda b, g, x: g / b.square(b.abs(x) + 1.0), samples="away")
 def softsign(b: Any, x: Any) -> Any:
     """x / (1 + |x|)"""
     return x / (1.0 + b.abs(x))

@@ -48,28 +48,39 @@ class Cost:
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
 
 
-def _strictly(kind: type) -> Callable[[Any], Any]:
-    def same(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise TypeError
-        return value
+def _only(value: Any, *kinds: type) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError
+    return value
 
-    return same
+
+def _unless_text(value: Any) -> Any:
+    if isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return index(value)
 
 
 def _plain(value: Any) -> Any:
     """A value that graph text can hold: numbers, strings, None, and tuples of these."""
     if isinstance(value, list | tuple):
         return tuple(_plain(v) for v in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError
+    return _only(value, bool, int, float, str, type(None))
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {
-    "bool": _strictly(bool),
-    "str": _strictly(str),
+    "int": _int,
+    "float": lambda v: float(_unless_text(v)),
+    "ints": lambda v: tuple(map(_int, (v,) if isinstance(v, int) else _unless_text(v))),
+    "bool": lambda v: _only(v, bool),
+    "str": lambda v: _only(v, str),
     "dtype": lambda v: dtype(v).short,
+    "any": _plain,
 }
 
 
@@ -91,7 +102,7 @@ class Attr:
         if value is None and self.default is None:
             return None
         try:
-            out = self._coerce(value)
+            out = _KINDS[self.kind](value)
         except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, GraphError):
                 raise
@@ -104,25 +115,6 @@ class Attr:
                 remedy=f"use one of {', '.join(self.choices)}",
             )
         return out
-
-    def _coerce(self, value: Any) -> Any:
-        if self.kind == "int":
-            if isinstance(value, bool):
-                raise TypeError
-            return index(value)
-        if self.kind == "float":
-            if isinstance(value, str):
-                raise TypeError
-            return float(value)
-        if self.kind == "ints":
-            if isinstance(value, int) and not isinstance(value, bool):
-                return (value,)
-            if isinstance(value, str):
-                raise TypeError
-            return tuple(Attr("int")._coerce(v) for v in value)
-        if self.kind == "any":
-            return _plain(value)
-        return _KINDS[self.kind](value)
 
 
 Given = TensorType | None  # the type of an input that may be left out
@@ -334,8 +326,7 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
             elif size not in (1, out[i]):
                 listed = " and ".join(str(list(s)) for s in shapes)
                 raise GraphError(
-                    f"shapes {listed} do not broadcast: dimension {i - rank} is {out[i]} "
-                    f"and {size}",
+                    f"shapes {listed} do not broadcast: size {i - rank} is {out[i]} and {size}",
                     remedy="make the sizes equal, or 1 in one of them (reshape, expand)",
                 )
     return tuple(out)
