@@ -16,16 +16,15 @@ from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.elementwise import elementwise, floats, made_float
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.formula import TENSORS, Formula
-from deuteron.ops.movement import lay, with_axis
+from deuteron.ops.movement import with_axis
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, operator
+from deuteron.ops.reference import lay
 from deuteron.ops.samples import samples
 
 
 def as_in_torch(**how: Any) -> Callable[[Formula], OpDef]:
     """An elementwise operator whose reference is the function of this name in torch."""
-    return lambda formula: elementwise(
-        reference=getattr(F, formula.__name__, None) or getattr(torch, formula.__name__), **how
-    )(formula)
+    return lambda formula: elementwise(reference=getattr(F, formula.__name__), **how)(formula)
 
 
 # ---- held within bounds ---------------------------------------------------------------------
@@ -179,13 +178,17 @@ def threshold(b: Any, x: Any, threshold: float, value: float) -> Any:
 # ---- smooth ones ----------------------------------------------------------------------------
 
 
-@as_in_torch(gradient=lambda b, g, out: g * out * (1.0 - out), result=made_float)
+@elementwise(
+    reference=torch.sigmoid, gradient=lambda b, g, out: g * out * (1.0 - out), result=made_float
+)
 def sigmoid(b: Any, x: Any) -> Any:
     """1 / (1 + e⁻ˣ)"""
     return 1.0 / (1.0 + b.exp(-x))
 
 
-@as_in_torch(gradient=lambda b, g, out: g * (1.0 - b.square(out)), result=made_float)
+@elementwise(
+    reference=torch.tanh, gradient=lambda b, g, out: g * (1.0 - b.square(out)), result=made_float
+)
 def tanh(b: Any, x: Any) -> Any:
     """tanh x"""
     return b.primitive("tanh", x)

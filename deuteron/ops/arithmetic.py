@@ -225,7 +225,9 @@ _BINARY = """3x5{x} 3x5{y} | 3x5{x} 5{y} | 2x1x4{x} 3x1{y} | 3x5{x} scalar{y} | 
     | 2x3x4x5@nhwc{x} 2x3x4x5{y} | 2x3x4x5@nhwc{x} 3x1x1{y} | """
 
 
-def _binary_samples(kx: str, ky: str) -> tuple[Sample, ...]:
+def _samples_of(kx: str, ky: str = "") -> tuple[Sample, ...]:
+    if not ky:
+        return unary_samples(kx)
     values = "7{x} 7{y}" if kx == "positive" else "33:extreme 33:extreme nograd [extreme]"
     return samples((_BINARY + values).format(x=f":{kx}", y=f":{ky}"))()
 
@@ -243,7 +245,7 @@ def _plain(
         gradient=_GRADIENTS.get(name, (None,) * len(kinds)),
         reference=reference or getattr(torch, name),
         result=_RESULTS.get(name, made_float),
-        samples=partial(_binary_samples if len(kinds) > 1 else unary_samples, *kinds),
+        samples=partial(_samples_of, *kinds),
     )
 
 

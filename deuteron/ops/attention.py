@@ -141,11 +141,9 @@ def _probabilities(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scal
     return scores.softmax(-1).masked_fill(blind, 0.0)
 
 
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> Tensor:
+def _reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
     heads = q.shape[-3]
-    p = _probabilities(_wide(q, heads), _wide(k, heads), bias, causal, scale)
+    p = _probabilities(_wide(q, heads), _wide(k, heads), bias, **how)
     out = (p @ _wide(v, heads)).to(q.dtype)
     t = _like_queries(TensorType.from_tensor(q), tuple(out.shape))
     return torch.empty_strided(t.shape, t.strides, dtype=q.dtype, device=q.device).copy_(out)

@@ -33,7 +33,6 @@ from deuteron.ir.types import TensorType
 from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activation
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.formula import TENSORS
-from deuteron.ops.movement import lay
 from deuteron.ops.norm import (
     EPS,
     Wanted,
@@ -47,9 +46,9 @@ from deuteron.ops.norm import (
     shaped,
     suggested,
     summed,
-    wide_type,
 )
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, elementwise_flops, operator
+from deuteron.ops.reference import lay, wide_type
 from deuteron.ops.samples import Arg, Sample, norm_samples, samples
 from deuteron.ops.signs import PACKED, pack, signs_type, unpack
 

@@ -317,14 +317,12 @@ def nll_loss(x: TensorType, target: TensorType, weight: Given, **attrs: Any) -> 
         | 4x3 4x3:positive 3:positive label_smoothing=0.2 | 2x3x4@transposed 2x3x4 reduction=none"""
     ),
 )
-def cross_entropy(
-    logits: TensorType, target: TensorType, weight: Given, **attrs: Any
-) -> TensorType:
+def cross_entropy(logits: TensorType, target: TensorType, weight: Given, **a: Any) -> TensorType:
     """nll_loss of log_softmax(logits) along dimension 1, with a share label_smoothing of each
     target spread over all classes. Targets are integer classes [N, …], or probabilities in the
     shape of the logits."""
-    _check("cross_entropy", logits, target, weight, attrs)
-    each = positions(logits.shape) if attrs["reduction"] == "none" else ()
+    _check("cross_entropy", logits, target, weight, a)
+    each = positions(logits.shape) if a["reduction"] == "none" else ()
     return TensorType.of(each, logits.dtype)
 
 

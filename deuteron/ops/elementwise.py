@@ -25,6 +25,7 @@ from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp, broadcast, pa
 from deuteron.ops.samples import Sample, unary_samples
 
 Result = Callable[..., DType]
+Gradient = Callable[..., Any] | Sequence[Callable[..., Any] | None] | None
 
 # ---- the element type of a result -----------------------------------------------------------
 
@@ -75,7 +76,7 @@ def result_type(dt: DType, *types: TensorType | None) -> TensorType:
 def elementwise(
     *,
     rules: Mapping[str, Callable[..., bool]] | None = None,
-    gradient: Callable[..., Any] | Sequence[Callable[..., Any] | None] | None = None,
+    gradient: Gradient = None,
     reference: Callable[..., torch.Tensor] | None = None,
     result: Result = floats,
     samples: str | Callable[[], Sequence[Sample]] = "normal",
@@ -131,7 +132,7 @@ def define(
     inputs: tuple[str, ...],
     formula: Formula | None,
     *,
-    gradient: Callable[..., Any] | Sequence[Callable[..., Any] | None] | None,
+    gradient: Gradient,
     reference: Callable[..., torch.Tensor] | None,
     result: Result,
     samples: Callable[[], Sequence[Sample]],
@@ -203,7 +204,7 @@ def _vjp(op: OpDef, b: Ops, v: Vjp, wide: bool) -> list[Sym | None]:
         return b.upcast(s) if wide else s
 
     grad, found = widened(v.grad), list[Sym | None]()
-    asked = None if op.gradients is None else op.gradients
+    asked = op.gradients
     for i, need in enumerate(v.needs):
         rule = asked[i] if asked else None
         if not need or (asked is not None and rule is None):

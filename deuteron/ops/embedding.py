@@ -7,22 +7,19 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float64, int32, int64
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.determinism import fixed_order
 from deuteron.ops.elementwise import floats
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.movement import AXIS, check_index, with_axis
 from deuteron.ops.opdef import Attr, Fusion, Vjp, elementwise_flops, input_flops, operator
+from deuteron.ops.reference import LOW, fixed_order
 from deuteron.ops.samples import samples
 
-_LOW = (torch.float16, torch.bfloat16)
+Tensor = torch.Tensor
 
 
-def _scatter_add_reference(
-    index: torch.Tensor, src: torch.Tensor, shape: Shape, axis: int
-) -> torch.Tensor:
-    wide = src.float() if src.dtype in _LOW else src
-    out = torch.zeros(shape, dtype=wide.dtype, device=src.device)
-    return out.scatter_add(axis, index, wide).to(src.dtype)
+def _scatter_add_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) -> Tensor:
+    wide = src.float() if src.dtype in LOW else src
+    return wide.new_zeros(shape).scatter_add(axis, index, wide).to(src.dtype)
 
 
 @operator(
@@ -116,14 +113,11 @@ def embedding(
     return TensorType.of((*index.shape, weight.shape[1]), weight.dtype)
 
 
-def _embedding_grad_reference(
-    grad: torch.Tensor, index: torch.Tensor, rows: int, padding_idx: int
-) -> torch.Tensor:
-    wide = grad.float() if grad.dtype in _LOW else grad
+def _embedding_grad_reference(grad: Tensor, index: Tensor, rows: int, padding_idx: int) -> Tensor:
+    wide = grad.float() if grad.dtype in LOW else grad
+    back = torch.ops.aten.embedding_dense_backward
     with fixed_order(grad):
-        out: torch.Tensor = torch.ops.aten.embedding_dense_backward(
-            wide, index, rows, padding_idx, False
-        )
+        out: Tensor = back(wide, index, rows, padding_idx, False)
     return out.to(grad.dtype)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, int32, int64
-from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
+from deuteron.ir.types import Shape, TensorType, strides_for
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import (
     Attr,
@@ -27,7 +27,10 @@ from deuteron.ops.opdef import (
     operator,
     promoted,
 )
+from deuteron.ops.reference import lay
 from deuteron.ops.samples import samples
+
+Tensor = torch.Tensor
 
 moving = partial(operator, Fusion.INJECTIVE, flops=elementwise_flops(0))
 viewing = partial(moving, view=True)
@@ -45,13 +48,6 @@ def with_axis(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     if not types or first(types).rank == 0:
         raise GraphError("there is no axis to work along", remedy="reshape a scalar to (1,) first")
     return attrs | {"axis": norm_axes((attrs["axis"],), first(types).rank, "axis")[0]}
-
-
-def lay(out: torch.Tensor, like: TensorType) -> torch.Tensor:
-    """``out`` in the memory order of ``like``; copied only where torch chose another."""
-    if same_strides(like.shape, like.strides, out.stride()):
-        return out
-    return out.new_empty_strided(like.shape, like.strides).copy_(out)
 
 
 ROW, NHWC = "contiguous", "nhwc"
@@ -250,7 +246,7 @@ def flip(x: TensorType, axes: Shape) -> TensorType:
     return x.dense_like()
 
 
-def _concat_reference(*xs: torch.Tensor, axis: int) -> torch.Tensor:
+def _concat_reference(*xs: Tensor, axis: int) -> Tensor:
     types = [TensorType.from_tensor(x) for x in xs]
     t = _joined(*types, axis=axis)
     if t.layout == NHWC and any(of.layout != NHWC for of in types):
@@ -322,9 +318,7 @@ def _padded(x: TensorType, low: Shape, high: Shape, mode: str) -> TensorType:
     return TensorType.of(shape, x.dtype, NHWC if x.rank > 3 and x.layout == NHWC else ROW)
 
 
-def _pad_reference(
-    x: torch.Tensor, low: Shape, high: Shape, mode: str, value: float
-) -> torch.Tensor:
+def _pad_reference(x: Tensor, low: Shape, high: Shape, mode: str, value: float) -> Tensor:
     like, out = _padded(TensorType.from_tensor(x), low, high, mode), x
     if mode == "constant":
         ends = [n for pair in zip(reversed(low), reversed(high), strict=True) for n in pair]

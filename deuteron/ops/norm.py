@@ -47,7 +47,7 @@ from deuteron.ops.opdef import (
     check_shape,
     elementwise_flops,
 )
-from deuteron.ops.overflow import without_overflow
+from deuteron.ops.reference import wide_type, without_overflow
 from deuteron.ops.samples import Arg, Sample, norm_samples
 
 Tensor = torch.Tensor
@@ -129,10 +129,6 @@ def in_order(y: Tensor, x: Tensor) -> Tensor:
     """``y`` in the suggested order, whatever the device's kernel chose."""
     nhwc = suggested(TensorType.from_tensor(x)) == "nhwc"
     return y.contiguous(memory_format=_FORMATS[x.ndim] if nhwc else torch.contiguous_format)
-
-
-def wide_type(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
 # ---- gradients -------------------------------------------------------------------------------

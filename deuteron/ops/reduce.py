@@ -30,12 +30,11 @@ from deuteron.ops.opdef import (
     norm_axes,
     operator,
 )
-from deuteron.ops.overflow import without_overflow
+from deuteron.ops.reference import LOW, without_overflow
 from deuteron.ops.samples import Arg, Sample, samples
 
 Grad = Callable[[Ops, Vjp], Any]
 Tensor = torch.Tensor
-_LOW = (torch.float16, torch.bfloat16)
 
 
 def reduced_shape(shape: Shape, axes: Sequence[int], keepdim: bool) -> Shape:
@@ -101,7 +100,7 @@ def _var_grad(b: Ops, v: Vjp) -> Any:
 
 
 def _prod_reference(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
-    out = x.float() if x.dtype in _LOW else x
+    out = x.float() if x.dtype in LOW else x
     for axis in reversed(dim):
         out = torch.prod(out, axis, keepdim)
     # without axes nothing was computed yet, and a result is never its input's memory

@@ -23,7 +23,7 @@ from deuteron.ir.dtype import float32, int32, int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.matmul import one_dtype
-from deuteron.ops.movement import check_index, lay
+from deuteron.ops.movement import check_index
 from deuteron.ops.opdef import (
     Attr,
     Attributes,
@@ -34,6 +34,7 @@ from deuteron.ops.opdef import (
     elementwise_flops,
     operator,
 )
+from deuteron.ops.reference import lay
 from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor

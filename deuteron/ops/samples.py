@@ -13,6 +13,8 @@ import torch
 from deuteron.ir.dtype import DType, dtype
 from deuteron.ir.types import TensorType, strides_for
 
+_DATA = "normal positive unit distinct away extreme index bool offset".split()
+
 
 @dataclass(frozen=True)
 class Arg:
@@ -49,26 +51,22 @@ class Arg:
         normal = torch.randn(shape, generator=gen, dtype=torch.float64)
         if self.dtype is not None and not dtype(self.dtype).is_float:
             return torch.randint(-9, 10, shape, generator=gen)
-        if kind == "positive":
-            return torch.rand(shape, generator=gen, dtype=torch.float64) * 1.9 + 0.1
-        if kind == "unit":
-            return torch.rand(shape, generator=gen, dtype=torch.float64) * 1.9 - 0.95
+        if kind in ("positive", "unit"):
+            low = 0.1 if kind == "positive" else -0.95
+            return torch.rand(shape, generator=gen, dtype=torch.float64) * 1.9 + low
         if kind == "distinct":
             order = torch.randperm(normal.numel(), generator=gen).double()
             return ((order - normal.numel() / 2) * 0.0625).reshape(shape)
-        if kind == "away":
-            return normal.sign() * (normal.abs() + 0.1)
-        if kind == "offset":
-            return normal + 1000.0
         if kind == "extreme":
             odd = [0.0, -0.0, 1e30, -1e30, 1e-30, float("inf"), -float("inf"), float("nan"), 88.0]
             picks = torch.tensor(odd, dtype=torch.float64)
             where = torch.randint(0, 2, shape, generator=gen).bool()
             which = torch.randint(0, len(odd), shape, generator=gen)
             return torch.where(where, picks[which], normal)
-        if kind != "normal":
+        if kind not in _DATA:
             raise ValueError(f"unknown kind of sample data {kind!r}")
-        return normal
+        away = normal.sign() * (normal.abs() + 0.1)
+        return {"away": away, "offset": normal + 1000.0}.get(kind, normal)
 
     def _laid_out(self, values: torch.Tensor) -> torch.Tensor:
         shape = tuple(values.shape)
@@ -123,8 +121,6 @@ def types_of(tensors: list[torch.Tensor | None]) -> list[TensorType | None]:
 
 
 # ---- samples as text -----------------------------------------------------------------------------
-
-_DATA = "normal positive unit distinct away extreme index bool offset".split()
 
 
 def samples(text: str, kind: str = "normal", **attrs: Any) -> Callable[[], tuple[Sample, ...]]:

@@ -14,28 +14,21 @@ import torch
 
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
-from deuteron.ops.determinism import fixed_order
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.matmul import one_dtype
 from deuteron.ops.movement import AXIS, with_axis
 from deuteron.ops.opdef import Fusion, Vjp, check_shape, input_flops, operator
+from deuteron.ops.reference import LOW, fixed_order, wide_type
 from deuteron.ops.samples import Arg, Sample, samples
-
-_LOW = (torch.float16, torch.bfloat16)
-
-
-def _wide(x: torch.Tensor) -> torch.dtype | None:
-    return torch.float32 if x.dtype in _LOW else None
-
 
 # ---- running sums and products -------------------------------------------------------------------
 
 
 def _total_reference(scan: Callable[..., torch.Tensor], x: torch.Tensor, axis: int) -> torch.Tensor:
-    wide = _wide(x)
+    low = x.dtype in LOW
     with fixed_order(x):
-        found = scan(x, axis, dtype=wide)
-    return found.to(x.dtype) if wide is not None else found
+        found = scan(x, axis, dtype=torch.float32 if low else None)
+    return found.to(x.dtype) if low else found
 
 
 def _cumsum_vjp(b: Ops, v: Vjp) -> Grads:
@@ -52,8 +45,7 @@ def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> t
     As in torch's, a zero ends it: what comes after has no slope, whatever it holds, and an
     infinity or a nan before has none that is known.
     """
-    kind = _wide(x) or x.dtype
-    g, wide = (t.to(kind).movedim(axis, -1) for t in (grad, x))
+    g, wide = (t.to(wide_type(x)).movedim(axis, -1) for t in (grad, x))
     n = wide.shape[-1]
     ones = torch.ones_like(wide[..., :1])
     before = torch.cat((ones, torch.cumprod(wide, -1)[..., : max(n - 1, 0)]), -1)[..., :n]
