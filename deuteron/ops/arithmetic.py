@@ -13,15 +13,7 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, bool_, dtype
 from deuteron.ir.types import TensorType
-from deuteron.ops.elementwise import (
-    Result,
-    anything,
-    define,
-    elementwise,
-    made_float,
-    numbers,
-    truth,
-)
+from deuteron.ops.elementwise import Result, anything, elementwise, made_float, numbers, truth
 from deuteron.ops.formula import CannotLower, Formula
 from deuteron.ops.opdef import Attr, Fusion, OpDef, operator, promoted
 from deuteron.ops.samples import Sample, samples, unary_samples
@@ -237,16 +229,14 @@ def _plain(
 ) -> OpDef:
     """An operator of as many inputs as ``data`` names kinds of; torch has it under this name."""
     kinds = data.split()
-    return define(
-        name,
-        doc,
-        ("x", "y")[: len(kinds)],
-        _FORMULAS.get(name),
+    make = elementwise(
         gradient=_GRADIENTS.get(name, (None,) * len(kinds)),
         reference=reference or getattr(torch, name),
         result=_RESULTS.get(name, made_float),
         samples=partial(_samples_of, *kinds),
+        wide=False,
     )
+    return make(_FORMULAS.get(name), name, doc, "x y" if len(kinds) > 1 else "x")
 
 
 _REST = "what is left of x after whole multiples of y, with the sign of y"

@@ -60,9 +60,8 @@ def check_scatter(index: TensorType, src: TensorType, shape: Shape) -> None:
 
 def by_frequency(b: Ops, grad: Sym, index: Sym, rows: int) -> Sym:
     """``grad`` of the rows that ``index`` names, each divided by how often its row is named."""
-    one = b.constant(
-        torch.ones((), dtype=torch.float64 if grad.dtype == float64 else torch.float32)
-    )
+    kind = torch.float64 if grad.dtype == float64 else torch.float32
+    one = b.constant(torch.ones((), dtype=kind))
     named = b.embedding_grad(b.one("expand", one, shape=(*index.shape, 1)), index, rows)
     return b.upcast(grad) / b.one("embedding", named, index)
 
