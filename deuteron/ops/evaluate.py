@@ -27,7 +27,9 @@ def run_node(node: Node, args: list[torch.Tensor | None]) -> tuple[torch.Tensor,
 
 def _makes_floats(graph: Graph, node: Node) -> bool:
     """Whether an elementwise operator answers whole numbers with floats, as sin and div do."""
-    makes = graph.types[node.output].dtype.is_float and table.get(node.op).fusion in TAKES_NUMBERS
+    if table.get(node.op).fusion not in TAKES_NUMBERS:
+        return False
+    makes = graph.types[node.output].dtype.is_float
     return makes and not any(graph.types[v].dtype.is_float for v in node.uses)
 
 

@@ -248,7 +248,7 @@ def flip(x: TensorType, axes: Shape) -> TensorType:
 
 def _concat_reference(*xs: Tensor, axis: int) -> Tensor:
     types = [TensorType.from_tensor(x) for x in xs]
-    t = _joined(*types, axis=axis)
+    t: Any = concat.infer(*types, axis=axis)
     if t.layout == NHWC and any(of.layout != NHWC for of in types):
         # torch.cat is fast only when all its inputs lie in one order: convert the odd ones first
         xs = tuple(lay(x, of.with_layout(NHWC)) for x, of in zip(xs, types, strict=True))
@@ -263,22 +263,6 @@ def _concat_vjp(b: Ops, v: Vjp) -> Grads:
         part = b.to(b.slice(v.grad, axis, start, stop), v.arg(i).dtype) if need else None
         start, grads = stop, [*grads, part]
     return grads
-
-
-def _joined(*xs: TensorType, axis: int) -> TensorType:
-    x = xs[0]
-    for i, t in enumerate(xs):
-        if t.rank != x.rank or any(
-            a != b and d != axis for d, (a, b) in enumerate(zip(t.shape, x.shape, strict=True))
-        ):
-            raise GraphError(
-                f"input {i} {list(t.shape)} does not fit input 0 {list(x.shape)} on axis {axis}",
-                remedy=f"all sizes but that of axis {axis} must be equal",
-            )
-    shape = (*x.shape[:axis], sum(t.shape[axis] for t in xs), *x.shape[axis + 1 :])
-    # most elements decide: a broadcast or converted part does not turn the whole
-    turned = x.rank > 3 and 2 * sum(t.numel for t in xs if t.layout == NHWC) > prod(shape)
-    return TensorType.of(shape, promoted(*xs), NHWC if turned else ROW)
 
 
 @moving(
@@ -296,30 +280,24 @@ def _joined(*xs: TensorType, axis: int) -> TensorType:
 def concat(*xs: TensorType, axis: int) -> TensorType:
     """Tensors joined one after another along an axis; element types promote. The result is nhwc
     when most of its elements come from nhwc tensors."""
-    return _joined(*xs, axis=axis)
-
-
-def _padded(x: TensorType, low: Shape, high: Shape, mode: str) -> TensorType:
-    if not len(low) == len(high) == x.rank:
-        raise GraphError(
-            f"low {low} and high {high} do not fit the rank {x.rank} of x",
-            remedy="give one number per dimension, 0 where nothing is added",
-        )
-    for axis, (size, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
-        if mode == "constant":
-            wrong, most = size + min(lo, 0) + min(hi, 0) < 0, "crop no more than there is"
-        else:
-            limit = max(size - 1, 0) if mode == "reflect" else (1 << 62 if size else 0)
-            wrong, most = not (0 <= lo <= limit and 0 <= hi <= limit), f"use 0 to {limit}"
-        if wrong:
-            what = f"{mode} padding of ({lo}, {hi})"
-            raise GraphError(f"{what} does not fit axis {axis} of size {size}", remedy=most)
-    shape = tuple(n + lo + hi for n, lo, hi in zip(x.shape, low, high, strict=True))
-    return TensorType.of(shape, x.dtype, NHWC if x.rank > 3 and x.layout == NHWC else ROW)
+    x = xs[0]
+    for i, t in enumerate(xs):
+        if t.rank != x.rank or any(
+            a != b and d != axis for d, (a, b) in enumerate(zip(t.shape, x.shape, strict=True))
+        ):
+            raise GraphError(
+                f"input {i} {list(t.shape)} does not fit input 0 {list(x.shape)} on axis {axis}",
+                remedy=f"all sizes but that of axis {axis} must be equal",
+            )
+    shape = (*x.shape[:axis], sum(t.shape[axis] for t in xs), *x.shape[axis + 1 :])
+    # most elements decide: a broadcast or converted part does not turn the whole
+    turned = x.rank > 3 and 2 * sum(t.numel for t in xs if t.layout == NHWC) > prod(shape)
+    return TensorType.of(shape, promoted(*xs), NHWC if turned else ROW)
 
 
 def _pad_reference(x: Tensor, low: Shape, high: Shape, mode: str, value: float) -> Tensor:
-    like, out = _padded(TensorType.from_tensor(x), low, high, mode), x
+    like: Any = pad.infer(TensorType.from_tensor(x), low, high, mode, value)
+    out = x
     if mode == "constant":
         ends = [n for pair in zip(reversed(low), reversed(high), strict=True) for n in pair]
         return lay(F.pad(x, ends, value=value) if ends else x.clone(), like)
@@ -376,7 +354,22 @@ def pad(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> Tens
     """x with elements added before (low) and after (high) along each dimension: a constant, the
     mirror image without its edge, or the edge repeated. Negative numbers crop, for constants
     only."""
-    return _padded(x, low, high, mode)
+    if not len(low) == len(high) == x.rank:
+        raise GraphError(
+            f"low {low} and high {high} do not fit the rank {x.rank} of x",
+            remedy="give one number per dimension, 0 where nothing is added",
+        )
+    for axis, (size, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
+        if mode == "constant":
+            wrong, most = size + min(lo, 0) + min(hi, 0) < 0, "crop no more than there is"
+        else:
+            limit = max(size - 1, 0) if mode == "reflect" else (1 << 62 if size else 0)
+            wrong, most = not (0 <= lo <= limit and 0 <= hi <= limit), f"use 0 to {limit}"
+        if wrong:
+            what = f"{mode} padding of ({lo}, {hi})"
+            raise GraphError(f"{what} does not fit axis {axis} of size {size}", remedy=most)
+    shape = tuple(n + lo + hi for n, lo, hi in zip(x.shape, low, high, strict=True))
+    return TensorType.of(shape, x.dtype, NHWC if x.rank > 3 and x.layout == NHWC else ROW)
 
 
 @moving(

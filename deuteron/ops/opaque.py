@@ -101,7 +101,7 @@ def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, out: Any)
     return tuple(t for t in flat if isinstance(t, torch.Tensor))
 
 
-_ROLLED = {"target": "aten.roll.default", "args": (("in", 0), ("list", 1), ("list", 1))}
+_ROLL: tuple[Any, ...] = (("in", 0), ("list", 1), ("list", 1))
 
 
 @operator(
@@ -114,7 +114,7 @@ _ROLLED = {"target": "aten.roll.default", "args": (("in", 0), ("list", 1), ("lis
         "out": Attr("any", (), "the result types as text"),
     },
     flops=lambda ins, outs, attrs: 0.0,
-    samples=samples("3x5:f32 nograd", **_ROLLED, out=("f32[3,5]",)),
+    samples=samples("3x5:f32 nograd target=aten.roll.default", args=_ROLL, out=("f32[3,5]",)),
 )
 def aten(*xs: TensorType, target: str, args: Any, kwargs: Any, out: Any) -> tuple[TensorType, ...]:
     """A torch operator without a definition of ours, kept as a call and run as it is."""

@@ -309,26 +309,11 @@ def rope(
 # ---- sinusoidal --------------------------------------------------------------------------------
 
 
-def _sine_type(positions: TensorType, dim: int, base: float, dtype: str | None) -> TensorType:
-    if dim < 2 or dim % 2 or not base > 0:
-        raise GraphError(
-            f"sinusoidal with dim={dim}, base={base}", remedy="use an even dim and base > 0"
-        )
-    kind = positions.dtype if positions.dtype.is_float else float32
-    kind = kind if dtype is None else dtype_of(dtype)
-    if positions.dtype.kind == "bool" or not kind.is_float:
-        raise GraphError(
-            f"sinusoidal of {positions.dtype.name} positions as {kind.name}",
-            remedy="positions are numbers, the result is of a float type",
-        )
-    return TensorType.of((*positions.shape, dim), kind)
-
-
-def _sine_reference(positions: Tensor, interleaved: bool, **a: Any) -> Tensor:
-    made = _sine_type(TensorType.from_tensor(positions), **a)
+def _sine_reference(positions: Tensor, **a: Any) -> Tensor:
+    made: Any = sinusoidal.infer(TensorType.from_tensor(positions), **a)
     angles = positions.double()[..., None] * frequencies(a["dim"], a["base"], positions.device)
     out = torch.empty(made.shape, dtype=made.dtype.torch, device=positions.device)
-    sines, cosines = _pairs(out, a["dim"], interleaved)
+    sines, cosines = _pairs(out, a["dim"], a["interleaved"])
     sines.copy_(angles.sin())
     cosines.copy_(angles.cos())
     return out
@@ -370,11 +355,24 @@ def _sine_vjp(b: Ops, v: Vjp) -> Grads:
         | 9:extreme dim=4 nograd [extreme]"""
     ),
 )
-def sinusoidal(positions: TensorType, interleaved: bool, **a: Any) -> TensorType:
+def sinusoidal(
+    positions: TensorType, dim: int, base: float, dtype: str | None, **how: Any
+) -> TensorType:
     """sin and cos of position · base^(−2i / dim): [...] becomes [..., dim], all sines then all
     cosines, or in turns where interleaved. The table of a model is sinusoidal of a constant arange,
     and is folded into a constant."""
-    return _sine_type(positions, **a)
+    if dim < 2 or dim % 2 or not base > 0:
+        raise GraphError(
+            f"sinusoidal with dim={dim}, base={base}", remedy="use an even dim and base > 0"
+        )
+    kind = positions.dtype if positions.dtype.is_float else float32
+    kind = kind if dtype is None else dtype_of(dtype)
+    if positions.dtype.kind == "bool" or not kind.is_float:
+        raise GraphError(
+            f"sinusoidal of {positions.dtype.name} positions as {kind.name}",
+            remedy="positions are numbers, the result is of a float type",
+        )
+    return TensorType.of((*positions.shape, dim), kind)
 
 
 OPS = (rope, sinusoidal)

@@ -70,3 +70,6 @@ def infer(
     """The attributes made canonical, and the types of the results. Equal questions are answered
     once."""
     return _infer(op, tuple(inputs), attrs if isinstance(attrs, Attrs) else Attrs(attrs))
+
+
+infer.cache_clear = _infer.cache_clear  # type: ignore[attr-defined]
