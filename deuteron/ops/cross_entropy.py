@@ -93,7 +93,8 @@ def _check(name: str, x: TensorType, target: TensorType, weight: Given, attrs: A
             remedy='cast it: cast(target, dtype="i64")',
         )
     else:
-        check_shape(f"the target of {name}", target, each, "give one class for each position")
+        remedy = "give one class for each position; classes lie along dimension 1 of x"
+        check_shape(f"the target of {name}", target, each, remedy)
     check_shape(f"the weight of {name}", weight, x.shape[axis : axis + 1], "one for each class")
     if weight is not None and not (weight.dtype.is_float if mixed else weight.dtype == x.dtype):
         raise GraphError(

@@ -343,7 +343,7 @@ def check_float(op: str, **given: Given) -> None:
 def check_shape(what: str, t: Given, shape: tuple[int, ...], remedy: str) -> None:
     """An input that is there has this shape."""
     if t is not None and t.shape != shape:
-        raise GraphError(f"{what} is {list(t.shape)}, not {list(shape)}", remedy=remedy)
+        raise GraphError(f"{what} has shape {list(t.shape)}, not {list(shape)}", remedy=remedy)
 
 
 def norm_axes(axes: Sequence[int] | None, rank: int, what: str = "axes") -> tuple[int, ...]:
