@@ -21,7 +21,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.kernels.triton.batch_norm_tiles import Division, divide
 from deuteron.ops.activated import activation_text
-from deuteron.ops.movement import lay
+from deuteron.ops.reference import lay
 from deuteron.ops.signs import is_channels_last, side_by_side
 from deuteron.policy import Policy
 from deuteron.target import Target

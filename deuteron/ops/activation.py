@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,18 @@ from deuteron.ir.dtype import DType, bool_
 from deuteron.ir.types import TensorType
 from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.elementwise import elementwise, floats, made_float
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.formula import TENSORS
-from deuteron.ops.movement import lay, with_axis
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.emit import Grads, Ops
+from deuteron.ops.formula import TENSORS, Formula
+from deuteron.ops.movement import with_axis
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, operator
+from deuteron.ops.reference import lay
+from deuteron.ops.samples import samples
+
+
+def as_in_torch(**how: Any) -> Callable[[Formula], OpDef]:
+    """An elementwise operator whose reference is the function of this name in torch."""
+    return lambda formula: elementwise(reference=getattr(F, formula.__name__), **how)(formula)
+
 
 # ---- held within bounds ---------------------------------------------------------------------
 
@@ -32,8 +40,7 @@ def _whole_too(name: str, x: TensorType) -> DType:
     return x.dtype if x.dtype != bool_ and not x.dtype.is_float else floats(name, x)
 
 
-@elementwise(
-    reference=F.relu,
+@as_in_torch(
     gradient=lambda b, g, out: b.where(out <= 0.0, 0.0, g),
     result=_whole_too,
     samples="away",
@@ -44,12 +51,7 @@ def relu(b: Any, x: Any) -> Any:
     return b.maximum(x, 0.0)
 
 
-@elementwise(
-    reference=F.relu6,
-    gradient=lambda b, g, out: _inside(b, g, out, 0.0, 6.0),
-    samples="away",
-    wide=False,
-)
+@as_in_torch(gradient=lambda b, g, out: _inside(b, g, out, 0.0, 6.0), samples="away", wide=False)
 def relu6(b: Any, x: Any) -> Any:
     """x held between 0 and 6"""
     return b.clamp(x, min=0.0, max=6.0)
@@ -66,9 +68,7 @@ def hardtanh(b: Any, x: Any, min: float = -1.0, max: float = 1.0) -> Any:
     return b.clamp(x, min=min, max=max)
 
 
-@elementwise(
-    reference=F.hardsigmoid, gradient=lambda b, g, x: b.where(b.abs(x) < 3.0, g * (1.0 / 6.0), 0.0)
-)
+@as_in_torch(gradient=lambda b, g, x: b.where(b.abs(x) < 3.0, g * (1.0 / 6.0), 0.0))
 def hardsigmoid(b: Any, x: Any) -> Any:
     """x/6 + 1/2 held between 0 and 1"""
     return b.clamp(x + 3.0, min=0.0, max=6.0) / 6.0
@@ -78,7 +78,7 @@ def _hardswish_gradient(b: Any, g: Any, x: Any) -> Any:
     return b.where(x >= 3.0, g, b.where(x <= -3.0, 0.0, g * (x * (1.0 / 3.0) + 0.5)))
 
 
-@elementwise(reference=F.hardswish, gradient=_hardswish_gradient)
+@as_in_torch(gradient=_hardswish_gradient)
 def hardswish(b: Any, x: Any) -> Any:
     """x · hardsigmoid(x)"""
     return x * b.hardsigmoid(x)
@@ -93,12 +93,7 @@ def _leaky_gradient(b: Any, g: Any, x: Any, out: Any, negative_slope: float) -> 
     return b.where(sign > 0.0, g, g * negative_slope)
 
 
-@elementwise(
-    reference=F.leaky_relu,
-    gradient=_leaky_gradient,
-    samples="away",
-    tried=({}, {"negative_slope": -0.5}),
-)
+@as_in_torch(gradient=_leaky_gradient, samples="away", tried=({}, {"negative_slope": -0.5}))
 def leaky_relu(b: Any, x: Any, negative_slope: float = 0.01) -> Any:
     """x, times a slope below 0"""
     return b.where(x > 0.0, x, x * negative_slope)
@@ -117,8 +112,7 @@ def _slope(b: Any, g: Any, x: Any, above: float, below: float, rate: float = 1.0
     return b.where(positive, over, g * b.exp(x if rate == 1.0 else x * rate) * below)
 
 
-@elementwise(
-    reference=F.elu,
+@as_in_torch(
     gradient=lambda b, g, x, alpha: _slope(b, g, x, 1.0, alpha),
     samples="away",
     tried=({}, {"alpha": 0.7}),
@@ -131,18 +125,15 @@ def elu(b: Any, x: Any, alpha: float = 1.0) -> Any:
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
-@elementwise(
-    reference=F.selu,
-    gradient=lambda b, g, x: _slope(b, g, x, _SELU_SCALE, _SELU_ALPHA * _SELU_SCALE),
-    samples="away",
+@as_in_torch(
+    gradient=lambda b, g, x: _slope(b, g, x, _SELU_SCALE, _SELU_ALPHA * _SELU_SCALE), samples="away"
 )
 def selu(b: Any, x: Any) -> Any:
     """elu with the two constants of self-normalising networks"""
     return _exponential(b, x, _SELU_ALPHA, _SELU_SCALE)
 
 
-@elementwise(
-    reference=F.celu,
+@as_in_torch(
     gradient=lambda b, g, x, alpha: _slope(b, g, x, 1.0, 1.0, 1.0 / alpha),
     rules={"alpha must not be 0": lambda alpha: alpha != 0},
     samples="away",
@@ -157,8 +148,7 @@ def _beyond(b: Any, g: Any, x: Any, lambd: float) -> Any:
     return b.where(b.abs(x) > lambd, g, 0.0)
 
 
-@elementwise(
-    reference=F.softshrink,
+@as_in_torch(
     gradient=_beyond,
     rules={"lambd must be at least 0": lambda lambd: lambd >= 0},
     tried=({}, {"lambd": 0.0}),
@@ -169,15 +159,14 @@ def softshrink(b: Any, x: Any, lambd: float = 0.5) -> Any:
     return b.where(x > lambd, x - lambd, b.where(x < -lambd, x + lambd, rest))
 
 
-@elementwise(reference=F.hardshrink, gradient=_beyond, tried=({}, {"lambd": 1.0}))
+@as_in_torch(gradient=_beyond, tried=({}, {"lambd": 1.0}))
 def hardshrink(b: Any, x: Any, lambd: float = 0.5) -> Any:
     """x, but 0 where |x| ≤ lambd"""
     keep = b.logical_or(x > lambd, x < -lambd)
     return b.where(b.logical_or(keep, b.ne(x, x)), x, 0.0)
 
 
-@elementwise(
-    reference=F.threshold,
+@as_in_torch(
     gradient=lambda b, g, x, threshold: b.where(x <= threshold, 0.0, g),
     tried=({"threshold": 0.1, "value": -7.0}, {"threshold": -0.2, "value": 3.0}),
 )
@@ -210,7 +199,7 @@ def _silu_gradient(b: Any, g: Any, x: Any) -> Any:
     return g * s * (x * (1.0 - s) + 1.0)
 
 
-@elementwise(reference=F.silu, gradient=_silu_gradient)
+@as_in_torch(gradient=_silu_gradient)
 def silu(b: Any, x: Any) -> Any:
     """x · sigmoid(x)"""
     return x * b.sigmoid(x)
@@ -257,8 +246,7 @@ def _softplus_gradient(b: Any, g: Any, x: Any, beta: float, threshold: float) ->
     return b.where(scaled > threshold, g, g * b.sigmoid(scaled))
 
 
-@elementwise(
-    reference=F.softplus,
+@as_in_torch(
     gradient=_softplus_gradient,
     rules={"beta must not be 0": lambda beta: beta != 0},
     tried=({}, {"beta": 2.0, "threshold": 1.0}),
@@ -287,15 +275,13 @@ def _mish_gradient(b: Any, g: Any, x: Any) -> Any:
     return g * (t + x * b.sigmoid(x) * (1.0 - b.square(t)))
 
 
-@elementwise(reference=F.mish, gradient=_mish_gradient)
+@as_in_torch(gradient=_mish_gradient)
 def mish(b: Any, x: Any) -> Any:
     """x · tanh(softplus(x))"""
     return x * b.tanh(b.softplus(x))
 
 
-@elementwise(
-    reference=F.softsign, gradient=lambda b, g, x: g / b.square(b.abs(x) + 1.0), samples="away"
-)
+@as_in_torch(gradient=lambda b, g, x: g / b.square(b.abs(x) + 1.0), samples="away")
 def softsign(b: Any, x: Any) -> Any:
     """x / (1 + |x|)"""
     return x / (1.0 + b.abs(x))
@@ -323,7 +309,36 @@ def tanhshrink(b: Any, x: Any) -> Any:
 # ---- prelu and glu -----------------------------------------------------------------------------
 
 
-def _prelu_infer(x: TensorType, weight: TensorType) -> TensorType:
+def _prelu_vjp(b: Ops, v: Vjp) -> Grads:
+    x, weight, grad = b.upcast(v.arg(0)), v.arg(1), b.upcast(v.grad)
+    each = weight.shape != () and weight.shape != (1,)
+    positive, grads = b.gt(x, 0.0), Grads([None, None])
+    if v.needs[0]:
+        shape = (-1,) + (1,) * (x.rank - 2) if each else ()
+        slope = b.reshape(b.upcast(weight), shape=shape)
+        grads[0] = b.to(b.where(positive, grad, grad * slope), v.arg(0).dtype)
+    if v.needs[1]:
+        axes = tuple(d for d in range(x.rank) if d != 1 or not each)
+        total = b.sum(b.where(positive, 0.0, grad * x), axes=axes if x.rank else None)
+        grads[1] = b.to(b.reshape(total, shape=weight.shape), weight.dtype)
+    return grads
+
+
+@operator(
+    Fusion.BROADCAST,
+    F.prelu,
+    vjp=_prelu_vjp,
+    flops=elementwise_flops(2),
+    samples=samples(
+        """3x5 5:normal | 3x5 1:normal | scalar 1:normal | 7 1:normal | 0x4 4:normal
+        | 2x3x4@transposed 3:normal | 4x5@sliced 5:normal | 4x5@expanded 1:normal
+        | 2x3x4x5@nhwc 3:normal""",
+        "away",
+    ),
+)
+def prelu(x: TensorType, weight: TensorType) -> TensorType:
+    """x, times a learned slope below 0; the slope is one number, or one per channel (dimension
+    1)."""
     channels = x.shape[1] if x.rank > 1 else 1
     if weight.rank > 1 or weight.numel not in (1, channels):
         raise GraphError(
@@ -339,59 +354,7 @@ def _prelu_infer(x: TensorType, weight: TensorType) -> TensorType:
     return x.dense_like(dt=floats("prelu", x))
 
 
-def _prelu_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    x, weight, grad = b.upcast(v.arg(0)), v.arg(1), b.upcast(v.grad)
-    each = weight.shape != () and weight.shape != (1,)
-    positive, grads = b.gt(x, 0.0), list[Sym | None]([None, None])
-    if v.needs[0]:
-        shape = (-1,) + (1,) * (x.rank - 2) if each else ()
-        slope = b.reshape(b.upcast(weight), shape=shape)
-        grads[0] = b.to(b.where(positive, grad, grad * slope), v.arg(0).dtype)
-    if v.needs[1]:
-        axes = tuple(d for d in range(x.rank) if d != 1 or not each)
-        total = b.sum(b.where(positive, 0.0, grad * x), axes=axes if x.rank else None)
-        grads[1] = b.to(b.reshape(total, shape=weight.shape), weight.dtype)
-    return grads
-
-
-PRELU = OpDef(
-    name="prelu",
-    doc="x, times a learned slope below 0; the slope is one number, or one per channel "
-    "(dimension 1).",
-    inputs=("x", "weight"),
-    infer=_prelu_infer,
-    reference=F.prelu,
-    fusion=Fusion.BROADCAST,
-    vjp=_prelu_vjp,
-    flops=elementwise_flops(2),
-    samples=lambda: tuple(
-        Sample((Arg(shape, "away", layout=layout), Arg((count,))))
-        for shape, layout, count in (
-            ((3, 5), "contiguous", 5),
-            ((3, 5), "contiguous", 1),
-            ((), "contiguous", 1),
-            ((7,), "contiguous", 1),
-            ((0, 4), "contiguous", 4),
-            ((2, 3, 4), "transposed", 3),
-            ((4, 5), "sliced", 5),
-            ((4, 5), "expanded", 1),
-            ((2, 3, 4, 5), "nhwc", 3),
-        )
-    ),
-)
-
-
-def _glu_infer(x: TensorType, axis: int) -> TensorType:
-    if x.shape[axis] % 2:
-        raise GraphError(
-            f"axis {axis} of x {list(x.shape)} cannot be halved", remedy="its size must be even"
-        )
-    shape = (*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :])
-    dt = floats("glu", x)
-    return TensorType(shape, dt, x.strides).dense_like()
-
-
-def _glu_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _glu_vjp(b: Ops, v: Vjp) -> Grads:
     axis, grad = v.attrs["axis"], b.upcast(v.grad)
     half = v.outs[0].shape[axis]
     value = b.upcast(b.slice(v.arg(0), axis=axis, stop=half))
@@ -401,31 +364,26 @@ def _glu_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.to(both, v.arg(0).dtype)]
 
 
-GLU = OpDef(
-    name="glu",
-    doc="The first half of x along an axis, times the sigmoid of the second half.",
-    inputs=("x",),
+@operator(
+    Fusion.BROADCAST,
+    lambda x, axis: F.glu(x, axis),
     attrs={"axis": Attr("int", -1, "the axis to halve")},
     complete=with_axis,
-    infer=_glu_infer,
-    reference=lambda x, axis: F.glu(x, axis),
-    fusion=Fusion.BROADCAST,
     vjp=_glu_vjp,
     flops=elementwise_flops(11),
-    samples=lambda: tuple(
-        Sample((Arg(shape, layout=layout),), {"axis": axis})
-        for shape, layout, axis in (
-            ((3, 6), "contiguous", -1),
-            ((4, 3), "contiguous", 0),
-            ((2,), "contiguous", 0),
-            ((0, 4), "contiguous", 1),
-            ((3, 0), "contiguous", 1),
-            ((4, 6), "transposed", 0),
-            ((4, 6), "sliced", 1),
-            ((4, 6), "expanded", 1),
-            ((2, 4, 3, 5), "nhwc", 1),
-        )
+    samples=samples(
+        """3x6 axis=-1 | 4x3 axis=0 | 2 axis=0 | 0x4 axis=1 | 3x0 axis=1 | 4x6@transposed axis=0
+        | 4x6@sliced axis=1 | 4x6@expanded axis=1 | 2x4x3x5@nhwc axis=1"""
     ),
 )
+def glu(x: TensorType, axis: int) -> TensorType:
+    """The first half of x along an axis, times the sigmoid of the second half."""
+    if x.shape[axis] % 2:
+        raise GraphError(
+            f"axis {axis} of x {list(x.shape)} cannot be halved", remedy="its size must be even"
+        )
+    shape = (*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :])
+    return TensorType(shape, floats("glu", x), x.strides).dense_like()
+
 
 OPS = tuple(op for op in vars().values() if isinstance(op, OpDef))  # all that stand above

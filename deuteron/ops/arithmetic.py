@@ -13,10 +13,10 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, bool_, dtype
 from deuteron.ir.types import TensorType
-from deuteron.ops.elementwise import anything, define, elementwise, made_float, numbers, truth
+from deuteron.ops.elementwise import Result, anything, elementwise, made_float, numbers, truth
 from deuteron.ops.formula import CannotLower, Formula
-from deuteron.ops.opdef import Attr, Fusion, OpDef, promoted
-from deuteron.ops.samples import Arg, Sample, unary_samples
+from deuteron.ops.opdef import Attr, Fusion, OpDef, operator, promoted
+from deuteron.ops.samples import Sample, samples, unary_samples
 
 
 def ndtr(x: torch.Tensor) -> torch.Tensor:
@@ -27,75 +27,6 @@ def ndtr(x: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = torch.special.ndtr(x.float())
     return out.to(x.dtype) if x.dtype.is_floating_point else out
 
-
-# ---- one input ---------------------------------------------------------------------------
-
-_LN2 = math.log(2.0)
-
-
-def _flat(b: Any, g: Any) -> float:
-    """The derivative is 0 almost everywhere."""
-    return 0.0
-
-
-def _sign(b: Any, x: Any) -> Any:
-    return b.where(b.gt(x, 0.0), 1.0, b.where(b.lt(x, 0.0), -1.0, 0.0))
-
-
-def _erf_gradient(b: Any, g: Any, x: Any) -> Any:
-    return g * b.exp(-b.square(x)) * (2.0 / math.sqrt(math.pi))
-
-
-def _ndtr_gradient(b: Any, g: Any, x: Any) -> Any:
-    return g * b.exp(b.square(x) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi))
-
-
-_FORMULAS: dict[str, Formula] = {  # of those that are no primitives
-    "sign": _sign,
-    "square": lambda b, x: x * x,
-    "log2": lambda b, x: b.log(x) * (1.0 / _LN2),
-    "rsqrt": lambda b, x: 1.0 / b.sqrt(x),
-    "reciprocal": lambda b, x: 1.0 / x,
-    "tan": lambda b, x: b.sin(x) / b.cos(x),
-}
-_KEEP_INTEGERS = "neg abs sign square floor ceil round trunc".split()
-
-UNARY = tuple(
-    define(
-        name,
-        doc,
-        ("x",),
-        _FORMULAS.get(name),
-        gradient=gradient,
-        reference=fn,
-        result=numbers if name in _KEEP_INTEGERS else made_float,
-        samples=partial(unary_samples, kind),
-    )
-    for name, doc, fn, gradient, kind in (
-        ("neg", "−x", torch.neg, lambda b, g: -g, "normal"),
-        ("abs", "|x|", torch.abs, lambda b, g, x: g * b.sign(x), "away"),
-        ("sign", "−1, 0 or 1", torch.sign, _flat, "away"),
-        ("square", "x²", torch.square, lambda b, g, x: g * x * 2.0, "normal"),
-        ("exp", "eˣ", torch.exp, lambda b, g, out: g * out, "normal"),
-        ("exp2", "2ˣ", torch.exp2, lambda b, g, out: g * out * _LN2, "normal"),
-        ("expm1", "eˣ − 1", torch.expm1, lambda b, g, out: g * (out + 1.0), "normal"),
-        ("log", "ln x", torch.log, lambda b, g, x: g / x, "positive"),
-        ("log2", "log₂ x", torch.log2, lambda b, g, x: g / (x * _LN2), "positive"),
-        ("log1p", "ln(1 + x)", torch.log1p, lambda b, g, x: g / (x + 1.0), "positive"),
-        ("sqrt", "√x", torch.sqrt, lambda b, g, out: g * 0.5 / out, "positive"),
-        ("rsqrt", "1/√x", torch.rsqrt, lambda b, g, out: g * -0.5 * out * out * out, "positive"),
-        ("reciprocal", "1/x", torch.reciprocal, lambda b, g, out: -g * out * out, "away"),
-        ("sin", "sin x", torch.sin, lambda b, g, x: g * b.cos(x), "normal"),
-        ("cos", "cos x", torch.cos, lambda b, g, x: -g * b.sin(x), "normal"),
-        ("tan", "tan x", torch.tan, lambda b, g, out: g * (b.square(out) + 1.0), "unit"),
-        ("erf", "the error function", torch.erf, _erf_gradient, "normal"),
-        ("ndtr", "Φ(x), the normal distribution", ndtr, _ndtr_gradient, "normal"),
-        ("floor", "largest integer ≤ x", torch.floor, _flat, "normal"),
-        ("ceil", "smallest integer ≥ x", torch.ceil, _flat, "normal"),
-        ("round", "nearest integer, ties to even", torch.round, _flat, "normal"),
-        ("trunc", "x without its fraction", torch.trunc, _flat, "normal"),
-    )
-)
 
 # ---- powers, and division with a remainder -----------------------------------------------------
 
@@ -129,13 +60,9 @@ def _root(b: Any, x: Any) -> Any:
     return b.where(b.eq(x, -math.inf), math.inf, b.sqrt(x) + 0.0)
 
 
-def _inverse_root(b: Any, x: Any) -> Any:
-    return b.where(b.eq(x, -math.inf), 0.0, 1.0 / (b.sqrt(x) + 0.0))
-
-
 POWERS: dict[float, Callable[..., Any]] = {
     -1: lambda b, x: 1.0 / x,
-    -0.5: _inverse_root,
+    -0.5: lambda b, x: b.where(b.eq(x, -math.inf), 0.0, 1.0 / (b.sqrt(x) + 0.0)),
     0: lambda b, x: 1.0,
     0.5: _root,
     1: lambda b, x: x,
@@ -185,114 +112,9 @@ def _floor_div(b: Any, x: Any, y: Any) -> Any:
     return b.where(b.eq(y, 0.0), quotient, found)
 
 
-def _pow_dx(b: Any, g: Any, x: Any, y: Any) -> Any:
-    return b.where(b.eq(y, 0.0), 0.0, g * y * b.pow(x, y - 1.0))
+# ---- formulas, gradients and types by name -----------------------------------------------------
 
-
-def _pow_dy(b: Any, g: Any, x: Any, out: Any) -> Any:
-    safe = b.where(b.eq(x, 0.0), 1.0, x)
-    return b.where(b.eq(x, 0.0), 0.0, g * out * b.log(safe))
-
-
-# ---- two inputs ----------------------------------------------------------------------------
-
-
-def _no_difference_of_bools(name: str, *types: TensorType) -> DType:
-    if bool_ in (t.dtype for t in types):
-        raise GraphError(f"{name} is not defined on bool", remedy="use logical_xor or ne")
-    return promoted(*types)
-
-
-def _tie(b: Any, g: Any, mine: Any, other: Any) -> Any:
-    """max and min split the gradient where both inputs are equal, as PyTorch does."""
-    return b.where(mine, b.where(other, g * 0.5, g), 0.0)
-
-
-def _extreme_dx(b: Any, g: Any, x: Any, y: Any, out: Any) -> Any:
-    return _tie(b, g, b.eq(x, out), b.eq(x, y))
-
-
-def _extreme_dy(b: Any, g: Any, x: Any, y: Any, out: Any) -> Any:
-    return _tie(b, g, b.eq(y, out), b.eq(x, y))
-
-
-def _angle_dx(b: Any, g: Any, x: Any, y: Any) -> Any:
-    return g * y / (b.square(x) + b.square(y))
-
-
-def _binary_samples(kx: str, ky: str) -> tuple[Sample, ...]:
-    def pair(sx: tuple[int, ...], sy: tuple[int, ...], **how: Any) -> Sample:
-        return Sample((Arg(sx, kx, **how), Arg(sy, ky)))
-
-    extreme = Sample((Arg((33,), "extreme"), Arg((33,), "extreme")), grad=False, note="extreme")
-    return (
-        pair((3, 5), (3, 5)),
-        pair((3, 5), (5,)),
-        pair((2, 1, 4), (3, 1)),
-        pair((3, 5), ()),
-        pair((), ()),
-        pair((0, 3), (1, 3)),
-        pair((4, 5), (4, 1), layout="transposed"),
-        pair((4, 5), (4, 5), layout="sliced"),
-        pair((2, 3, 4, 5), (2, 3, 4, 5), layout="nhwc"),
-        pair((2, 3, 4, 5), (3, 1, 1), layout="nhwc"),
-        pair((7,), (7,)) if kx == "positive" else extreme,
-    )
-
-
-def _sides(dx: Formula, dy: Formula) -> tuple[Formula, Formula]:
-    return dx, dy
-
-
-_FORMULAS_OF_TWO: dict[str, Formula] = {
-    "pow": _pow,
-    "remainder": _remainder,
-    "floor_div": _floor_div,
-}
-_RESULTS: dict[str, Callable[..., DType]] = {
-    "sub": _no_difference_of_bools,
-    **dict.fromkeys(("div", "atan2"), made_float),
-    **dict.fromkeys(_FORMULAS_OF_TWO, numbers),
-}
-_EXTREME, _DISTINCT = _sides(_extreme_dx, _extreme_dy), "distinct distinct"
-_REMAINDER = "what is left of x after whole multiples of y, with the sign of y"
-_PRODUCT = _sides(lambda b, g, y: g * y, lambda b, g, x: g * x)
-_DIV = _sides(lambda b, g, y: g / y, lambda b, g, x, y: -g * x / b.square(y))
-_REST = _sides(lambda b, g: g, lambda b, g, x, y: -g * b.floor(x / y))
-_ANGLE = _sides(_angle_dx, lambda b, g, x, y: -_angle_dx(b, g, y, x))
-
-BINARY = tuple(
-    define(
-        name,
-        doc,
-        ("x", "y"),
-        _FORMULAS_OF_TWO.get(name),
-        gradient=gradients,
-        reference=fn,
-        result=_RESULTS.get(name, anything),
-        samples=partial(_binary_samples, *kinds.split()),
-    )
-    for name, doc, fn, gradients, kinds in (
-        ("add", "x + y", torch.add, _sides(lambda b, g: g, lambda b, g: g), "normal normal"),
-        ("sub", "x − y", torch.sub, _sides(lambda b, g: g, lambda b, g: -g), "normal normal"),
-        (
-            "mul",
-            "x · y",
-            torch.mul,
-            _sides(lambda b, g, y: g * y, lambda b, g, x: g * x),
-            "normal normal",
-        ),
-        ("div", "x / y", torch.div, _DIV, "normal away"),
-        ("pow", "x to the power y", torch.pow, _sides(_pow_dx, _pow_dy), "positive normal"),
-        ("maximum", "the larger of x and y; nan wins", torch.maximum, _EXTREME, _DISTINCT),
-        ("minimum", "the smaller of x and y; nan wins", torch.minimum, _EXTREME, _DISTINCT),
-        ("remainder", _REMAINDER, torch.remainder, _REST, "normal positive"),
-        ("floor_div", "⌊x / y⌋", torch.floor_divide, _sides(_flat, _flat), "normal positive"),
-        ("atan2", "the angle of the point (y, x)", torch.atan2, _ANGLE, "away away"),
-    )
-)
-
-# ---- comparisons and logic: bool results, no gradient ----------------------------------------
+_LN2 = math.log(2.0)
 
 
 def _joined(how: str) -> Formula:
@@ -300,7 +122,16 @@ def _joined(how: str) -> Formula:
     return lambda b, x, y: b.primitive(how, b.to_bool(x), b.to_bool(y))
 
 
-_LOGIC: dict[str, Formula] = {
+_FORMULAS: dict[str, Formula] = {  # of those that are no primitives
+    "sign": lambda b, x: b.where(b.gt(x, 0.0), 1.0, b.where(b.lt(x, 0.0), -1.0, 0.0)),
+    "square": lambda b, x: x * x,
+    "log2": lambda b, x: b.log(x) * (1.0 / _LN2),
+    "rsqrt": lambda b, x: 1.0 / b.sqrt(x),
+    "reciprocal": lambda b, x: 1.0 / x,
+    "tan": lambda b, x: b.sin(x) / b.cos(x),
+    "pow": _pow,
+    "remainder": _remainder,
+    "floor_div": _floor_div,
     "logical_and": _joined("and"),
     "logical_or": _joined("or"),
     "logical_xor": _joined("ne"),
@@ -309,31 +140,152 @@ _LOGIC: dict[str, Formula] = {
     "isinf": lambda b, x: b.eq(b.abs(x), math.inf) if x.is_float else False,
 }
 
-COMPARE = tuple(
-    define(
-        name,
-        f"whether {doc}",
-        ("x", "y")[:count],
-        _LOGIC.get(name),
-        gradient=(None,) * count,
-        reference=fn,
-        result=truth,
-        samples=partial(_binary_samples, "normal", "normal") if count > 1 else unary_samples,
+
+def _flat(b: Any, g: Any) -> float:
+    """The derivative is 0 almost everywhere."""
+    return 0.0
+
+
+def _tie(b: Any, g: Any, mine: Any, other: Any) -> Any:
+    """max and min split the gradient where both inputs are equal, as PyTorch does."""
+    return b.where(mine, b.where(other, g * 0.5, g), 0.0)
+
+
+def _pow_dy(b: Any, g: Any, x: Any, out: Any) -> Any:
+    safe = b.where(b.eq(x, 0.0), 1.0, x)
+    return b.where(b.eq(x, 0.0), 0.0, g * out * b.log(safe))
+
+
+_EXTREME: tuple[Formula, ...] = (
+    lambda b, g, x, y, out: _tie(b, g, b.eq(x, out), b.eq(x, y)),
+    lambda b, g, x, y, out: _tie(b, g, b.eq(y, out), b.eq(x, y)),
+)
+_GRADIENTS: dict[str, tuple[Formula, ...]] = {  # of each input
+    **dict.fromkeys("sign floor ceil round trunc".split(), (_flat,)),
+    "neg": (lambda b, g: -g,),
+    "abs": (lambda b, g, x: g * b.sign(x),),
+    "square": (lambda b, g, x: g * x * 2.0,),
+    "exp": (lambda b, g, out: g * out,),
+    "exp2": (lambda b, g, out: g * out * _LN2,),
+    "expm1": (lambda b, g, out: g * (out + 1.0),),
+    "log": (lambda b, g, x: g / x,),
+    "log2": (lambda b, g, x: g / (x * _LN2),),
+    "log1p": (lambda b, g, x: g / (x + 1.0),),
+    "sqrt": (lambda b, g, out: g * 0.5 / out,),
+    "rsqrt": (lambda b, g, out: g * -0.5 * out * out * out,),
+    "reciprocal": (lambda b, g, out: -g * out * out,),
+    "sin": (lambda b, g, x: g * b.cos(x),),
+    "cos": (lambda b, g, x: -g * b.sin(x),),
+    "tan": (lambda b, g, out: g * (b.square(out) + 1.0),),
+    "erf": (lambda b, g, x: g * b.exp(-b.square(x)) * (2.0 / math.sqrt(math.pi)),),
+    "ndtr": (lambda b, g, x: g * b.exp(b.square(x) * -0.5) * (1.0 / math.sqrt(2.0 * math.pi)),),
+    "add": (lambda b, g: g, lambda b, g: g),
+    "sub": (lambda b, g: g, lambda b, g: -g),
+    "mul": (lambda b, g, y: g * y, lambda b, g, x: g * x),
+    "div": (lambda b, g, y: g / y, lambda b, g, x, y: -g * x / b.square(y)),
+    "pow": (lambda b, g, x, y: b.where(b.eq(y, 0.0), 0.0, g * y * b.pow(x, y - 1.0)), _pow_dy),
+    "maximum": _EXTREME,
+    "minimum": _EXTREME,
+    "remainder": (lambda b, g: g, lambda b, g, x, y: -g * b.floor(x / y)),
+    "floor_div": (_flat, _flat),
+    "atan2": (
+        lambda b, g, x, y: g * y / (b.square(x) + b.square(y)),
+        lambda b, g, x, y: -(g * x / (b.square(y) + b.square(x))),
+    ),
+}
+
+
+def _no_difference_of_bools(name: str, *types: TensorType) -> DType:
+    if bool_ in (t.dtype for t in types):
+        raise GraphError(f"{name} is not defined on bool", remedy="use logical_xor or ne")
+    return promoted(*types)
+
+
+_NUMBERS = "neg abs sign square floor ceil round trunc pow remainder floor_div".split()
+_TRUTHS = "eq ne lt le gt ge isnan isinf logical_and logical_or logical_xor logical_not".split()
+_RESULTS: dict[str, Result] = {  # made_float for the others
+    "sub": _no_difference_of_bools,
+    **dict.fromkeys(("add", "mul", "maximum", "minimum"), anything),
+    **dict.fromkeys(_NUMBERS, numbers),
+    **dict.fromkeys(_TRUTHS, truth),
+}
+
+# ---- the operators -----------------------------------------------------------------------------
+
+_BINARY = """3x5{x} 3x5{y} | 3x5{x} 5{y} | 2x1x4{x} 3x1{y} | 3x5{x} scalar{y} | scalar{x} scalar{y}
+    | 0x3{x} 1x3{y} | 4x5@transposed{x} 4x1{y} | 4x5@sliced{x} 4x5{y}
+    | 2x3x4x5@nhwc{x} 2x3x4x5{y} | 2x3x4x5@nhwc{x} 3x1x1{y} | """
+
+
+def _samples_of(kx: str, ky: str = "") -> tuple[Sample, ...]:
+    if not ky:
+        return unary_samples(kx)
+    values = "7{x} 7{y}" if kx == "positive" else "33:extreme 33:extreme nograd [extreme]"
+    return samples((_BINARY + values).format(x=f":{kx}", y=f":{ky}"))()
+
+
+def _plain(
+    name: str, doc: str, data: str, reference: Callable[..., torch.Tensor] | None = None
+) -> OpDef:
+    """An operator of as many inputs as ``data`` names kinds of; torch has it under this name."""
+    kinds = data.split()
+    make = elementwise(
+        gradient=_GRADIENTS.get(name, (None,) * len(kinds)),
+        reference=reference or getattr(torch, name),
+        result=_RESULTS.get(name, made_float),
+        samples=partial(_samples_of, *kinds),
+        wide=False,
     )
-    for name, doc, fn, count in (
-        ("eq", "x = y", torch.eq, 2),
-        ("ne", "x ≠ y", torch.ne, 2),
-        ("lt", "x < y", torch.lt, 2),
-        ("le", "x ≤ y", torch.le, 2),
-        ("gt", "x > y", torch.gt, 2),
-        ("ge", "x ≥ y", torch.ge, 2),
-        ("logical_and", "x and y hold", torch.logical_and, 2),
-        ("logical_or", "x or y holds", torch.logical_or, 2),
-        ("logical_xor", "either x or y holds", torch.logical_xor, 2),
-        ("logical_not", "x does not hold", torch.logical_not, 1),
-        ("isnan", "x is nan", torch.isnan, 1),
-        ("isinf", "x is ±infinity", torch.isinf, 1),
-    )
+    return make(_FORMULAS.get(name), name, doc, "x y" if len(kinds) > 1 else "x")
+
+
+_REST = "what is left of x after whole multiples of y, with the sign of y"
+
+PLAIN = (
+    _plain("neg", "−x", "normal"),
+    _plain("abs", "|x|", "away"),
+    _plain("sign", "−1, 0 or 1", "away"),
+    _plain("square", "x²", "normal"),
+    _plain("exp", "eˣ", "normal"),
+    _plain("exp2", "2ˣ", "normal"),
+    _plain("expm1", "eˣ − 1", "normal"),
+    _plain("log", "ln x", "positive"),
+    _plain("log2", "log₂ x", "positive"),
+    _plain("log1p", "ln(1 + x)", "positive"),
+    _plain("sqrt", "√x", "positive"),
+    _plain("rsqrt", "1/√x", "positive"),
+    _plain("reciprocal", "1/x", "away"),
+    _plain("sin", "sin x", "normal"),
+    _plain("cos", "cos x", "normal"),
+    _plain("tan", "tan x", "unit"),
+    _plain("erf", "the error function", "normal"),
+    _plain("ndtr", "Φ(x), the normal distribution", "normal", ndtr),
+    _plain("floor", "largest integer ≤ x", "normal"),
+    _plain("ceil", "smallest integer ≥ x", "normal"),
+    _plain("round", "nearest integer, ties to even", "normal"),
+    _plain("trunc", "x without its fraction", "normal"),
+    _plain("add", "x + y", "normal normal"),
+    _plain("sub", "x − y", "normal normal"),
+    _plain("mul", "x · y", "normal normal"),
+    _plain("div", "x / y", "normal away"),
+    _plain("pow", "x to the power y", "positive normal"),
+    _plain("maximum", "the larger of x and y; nan wins", "distinct distinct"),
+    _plain("minimum", "the smaller of x and y; nan wins", "distinct distinct"),
+    _plain("remainder", _REST, "normal positive"),
+    _plain("floor_div", "⌊x / y⌋", "normal positive", torch.floor_divide),
+    _plain("atan2", "the angle of the point (y, x)", "away away"),
+    _plain("eq", "whether x = y", "normal normal"),
+    _plain("ne", "whether x ≠ y", "normal normal"),
+    _plain("lt", "whether x < y", "normal normal"),
+    _plain("le", "whether x ≤ y", "normal normal"),
+    _plain("gt", "whether x > y", "normal normal"),
+    _plain("ge", "whether x ≥ y", "normal normal"),
+    _plain("logical_and", "whether x and y hold", "normal normal"),
+    _plain("logical_or", "whether x or y holds", "normal normal"),
+    _plain("logical_xor", "whether either x or y holds", "normal normal"),
+    _plain("logical_not", "whether x does not hold", "normal"),
+    _plain("isnan", "whether x is nan", "normal"),
+    _plain("isinf", "whether x is ±infinity", "normal"),
 )
 
 # ---- where, clamp, cast ------------------------------------------------------------------------
@@ -341,10 +293,8 @@ COMPARE = tuple(
 
 def _choice(name: str, condition: TensorType, x: TensorType, y: TensorType) -> DType:
     if condition.dtype != bool_:
-        raise GraphError(
-            f"the condition of {name} is {condition.dtype.name}, not bool",
-            remedy="compare first, e.g. ne(c, 0)",
-        )
+        wrong = f"the condition of {name} is {condition.dtype.name}, not bool"
+        raise GraphError(wrong, remedy="compare first, e.g. ne(c, 0)")
     return promoted(x, y)
 
 
@@ -356,12 +306,9 @@ def _choice(name: str, condition: TensorType, x: TensorType, y: TensorType) -> D
     ),
     reference=torch.where,
     result=_choice,
-    samples=lambda: (
-        Sample((Arg((3, 5), "bool"), Arg((3, 5)), Arg((3, 5)))),
-        Sample((Arg((3, 1), "bool"), Arg((5,)), Arg(()))),
-        Sample((Arg((0,), "bool"), Arg((0,)), Arg((1,)))),
-        Sample((Arg((4,), "bool"), Arg((4,), "extreme"), Arg((4,), "extreme")), grad=False),
-        Sample((Arg((2, 3, 4, 5), "bool"), Arg((2, 3, 4, 5), layout="nhwc"), Arg((3, 1, 1)))),
+    samples=samples(
+        """3x5:bool 3x5 3x5 | 3x1:bool 5 scalar | 0:bool 0 1 | 4:bool 4:extreme 4:extreme nograd
+        | 2x3x4x5:bool 2x3x4x5@nhwc 3x1x1"""
     ),
     wide=False,
 )
@@ -373,14 +320,12 @@ def where(b: Any, condition: Any, x: Any, y: Any) -> Any:
 def _clamp_gradient(b: Any, g: Any, x: Any, min: float | None, max: float | None) -> Any:
     inside = [x >= min] if min is not None else []
     inside += [x <= max] if max is not None else []
-    keep = inside[0] if len(inside) == 1 else b.logical_and(*inside)
-    return b.where(keep, g, 0.0)
+    return b.where(inside[0] if len(inside) == 1 else b.logical_and(*inside), g, 0.0)
 
 
 def _clamp_reference(x: torch.Tensor, min: float | None, max: float | None) -> torch.Tensor:
     if not x.is_floating_point():
-        min = None if min is None else int(min)
-        max = None if max is None else int(max)
+        min, max = (None if bound is None else int(bound) for bound in (min, max))
     return torch.clamp(x, min, max)
 
 
@@ -408,36 +353,25 @@ def clamp(b: Any, x: Any, min: float | None = None, max: float | None = None) ->
 CLAMP = replace(clamp, infer=_clamp_infer)
 
 
-def _cast_infer(x: TensorType, dtype: str) -> TensorType:
-    return x.dense_like(dt=_dtype(dtype))
-
-
-def _cast_reference(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    return x.to(_dtype(dtype).torch, copy=True)
-
-
 _dtype = dtype
 
-CAST = OpDef(
-    name="cast",
-    doc="x in another element type, rounded to nearest even.",
-    inputs=("x",),
+
+@operator(
+    Fusion.ELEMENTWISE,
+    lambda x, dtype: x.to(_dtype(dtype).torch, copy=True),
     attrs={"dtype": Attr("dtype", doc="the element type wanted, e.g. 'f16'")},
-    infer=_cast_infer,
-    reference=_cast_reference,
-    fusion=Fusion.ELEMENTWISE,
     vjp=lambda b, v: [
         b.to(v.grad, v.arg(0).dtype) if v.arg(0).dtype.is_float and v.grad.dtype.is_float else None
     ],
-    samples=lambda: (
-        Sample((Arg((3, 5)),), {"dtype": "f32"}),
-        Sample((Arg((3, 5), dtype="f32"),), {"dtype": "f16"}, grad=False),
-        Sample((Arg((3, 5), dtype="f32"),), {"dtype": "bf16"}, grad=False),
-        Sample((Arg((3, 5), dtype="i32"),), {"dtype": "f32"}, grad=False),
-        Sample((Arg((3, 5), "bool"),), {"dtype": "i64"}, grad=False),
-        Sample((Arg((7,), dtype="f32"),), {"dtype": "i32"}, grad=False),
-        Sample((Arg((2, 3, 4, 5), layout="nhwc", dtype="f32"),), {"dtype": "f64"}, grad=False),
+    samples=samples(
+        """3x5 dtype=f32 | 3x5:f32 dtype=f16 nograd | 3x5:f32 dtype=bf16 nograd
+        | 3x5:i32 dtype=f32 nograd | 3x5:bool dtype=i64 nograd | 7:f32 dtype=i32 nograd
+        | 2x3x4x5@nhwc:f32 dtype=f64 nograd"""
     ),
 )
+def cast(x: TensorType, dtype: str) -> TensorType:
+    """x in another element type, rounded to nearest even."""
+    return x.dense_like(dt=_dtype(dtype))
 
-OPS = (*UNARY, *BINARY, *COMPARE, where, CLAMP, CAST)
+
+OPS = (*PLAIN, where, CLAMP, cast)

@@ -12,8 +12,7 @@ thing to answer to. A query that may look at no key at all gives zeros, as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +20,21 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import bool_, float32
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, broadcast
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.emit import Grads, Ops, Sym
+from deuteron.ops.opdef import (
+    Attr,
+    Attributes,
+    CompleteFn,
+    CostFn,
+    Fusion,
+    Given,
+    Types,
+    Vjp,
+    broadcast,
+    check_float,
+    operator,
+)
+from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor
 
@@ -33,10 +44,10 @@ _ATTRS = {
 }
 
 
-def _completing(query: int) -> Any:
+def _completing(query: int) -> CompleteFn:
     """Fills in the scale from the input ``query``. Without any features the scores are 0."""
 
-    def complete(types: Sequence[TensorType | None], attrs: dict[str, Any]) -> dict[str, Any]:
+    def complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
         q = types[query]
         if attrs["scale"] is None and q is not None and q.rank:
             return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
@@ -48,14 +59,9 @@ def _completing(query: int) -> Any:
 # ---- what may be asked -----------------------------------------------------------------------
 
 
-def _check(
-    name: str, q: TensorType, k: TensorType, v: TensorType, bias: TensorType | None
-) -> Shape:
+def _check(name: str, q: TensorType, k: TensorType, v: TensorType, bias: Given) -> Shape:
     """The shape of the result, or what is wrong with the inputs."""
-    if not q.dtype.is_float or q.dtype.bits < 16:
-        raise GraphError(
-            f"{name} of {q.dtype.name} is not defined", remedy='cast first: cast(q, dtype="f16")'
-        )
+    check_float(name, q=q)
     if not {k.dtype, v.dtype} <= {q.dtype}:
         raise GraphError(
             f"{name} got q, k and v of {q.dtype.name}, {k.dtype.name} and {v.dtype.name}",
@@ -88,30 +94,18 @@ def _check(
             f"{heads} query heads cannot share {shared} key heads",
             remedy="the query heads must be a multiple of the key heads",
         )
-    _check_bias(name, (*q.shape[:-1], k.shape[-2]), q, bias)
-    return (*q.shape[:-1], v.shape[-1])
-
-
-def _check_bias(name: str, scores: Shape, q: TensorType, bias: TensorType | None) -> None:
-    if bias is None:
-        return
-    if bias.dtype not in (bool_, float32, q.dtype):
+    scores = (*q.shape[:-1], k.shape[-2])
+    if bias is not None and bias.dtype not in (bool_, float32, q.dtype):
         raise GraphError(
             f"the bias of {name} is {bias.dtype.name}, q is {q.dtype.name}",
             remedy="give bool (true: may look), float32 or the element type of q",
         )
-    if bias.rank > len(scores) or broadcast(bias.shape, scores) != scores:
+    if bias is not None and (bias.rank > q.rank or broadcast(bias.shape, scores) != scores):
         raise GraphError(
-            f"the bias {list(bias.shape)} of {name} does not broadcast to the scores "
-            f"{list(scores)}",
+            f"the bias {list(bias.shape)} of {name} does not broadcast to scores {list(scores)}",
             remedy="give [heads, Sq, Sk] sizes that are equal or 1",
         )
-
-
-def _infer(
-    q: TensorType, k: TensorType, v: TensorType, bias: TensorType | None, causal: bool, scale: float
-) -> TensorType:
-    return _like_queries(q, _check("attention", q, k, v, bias))
+    return (*q.shape[:-1], v.shape[-1])
 
 
 def _like_queries(q: TensorType, shape: Shape) -> TensorType:
@@ -122,25 +116,6 @@ def _like_queries(q: TensorType, shape: Shape) -> TensorType:
         strides = (rows * heads * inner, inner, heads * inner, 1)
         return TensorType.of(shape, q.dtype, strides=strides)
     return TensorType.of(shape, q.dtype)
-
-
-def _grad_infer(
-    grad: TensorType,
-    q: TensorType,
-    k: TensorType,
-    v: TensorType,
-    bias: TensorType | None,
-    causal: bool,
-    scale: float,
-) -> tuple[TensorType, ...]:
-    shape = _check("attention_grad", q, k, v, bias)
-    if grad.shape != shape or grad.dtype != q.dtype:
-        raise GraphError(
-            f"grad of attention_grad is {grad}, the result of attention is "
-            f"{TensorType.of(shape, q.dtype)}",
-            remedy="give the gradient of that result",
-        )
-    return tuple(t.with_layout("contiguous") for t in (q, k, v))
 
 
 # ---- the mathematics, written out --------------------------------------------------------------
@@ -166,11 +141,9 @@ def _probabilities(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scal
     return scores.softmax(-1).masked_fill(blind, 0.0)
 
 
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> Tensor:
+def _reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
     heads = q.shape[-3]
-    p = _probabilities(_wide(q, heads), _wide(k, heads), bias, causal, scale)
+    p = _probabilities(_wide(q, heads), _wide(k, heads), bias, **how)
     out = (p @ _wide(v, heads)).to(q.dtype)
     t = _like_queries(TensorType.from_tensor(q), tuple(out.shape))
     return torch.empty_strided(t.shape, t.strides, dtype=q.dtype, device=q.device).copy_(out)
@@ -200,11 +173,9 @@ def _product(b: Ops, x: Sym, y: Sym) -> Sym:
     *batch, heads, rows, inner = x.shape
     shared = y.shape[-3]
     turned = b.permute(b.upcast(y), dims=(*range(y.rank - 2), y.rank - 1, y.rank - 2))
-    grouped = b.reshape(
-        b.upcast(x), shape=(*batch, shared, rows * (heads // max(shared, 1)), inner)
-    )
-    out: Sym = b.reshape(b.matmul(grouped, turned), shape=(*batch, heads, rows, y.shape[-2]))
-    return out
+    shape = (*batch, shared, rows * (heads // max(shared, 1)), inner)
+    out = b.matmul(b.reshape(b.upcast(x), shape=shape), turned)
+    return b.one("reshape", out, shape=(*batch, heads, rows, y.shape[-2]))
 
 
 def _bias_grad(b: Ops, v: Vjp) -> Sym:
@@ -220,8 +191,8 @@ def _bias_grad(b: Ops, v: Vjp) -> Sym:
     return b.unbroadcast(b.where(b.eq(scores, -math.inf), 0.0, ds), bias.type)
 
 
-def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    out: list[Sym | None] = [None] * 4
+def _vjp(b: Ops, v: Vjp) -> Grads:
+    out: Grads = [None] * 4
     if any(v.needs[:3]):
         out[:3] = b.attention_grad(v.grad, *v.ins, **v.attrs)
     if v.has(3) and v.needs[3] and v.arg(3).dtype.is_float:
@@ -235,9 +206,7 @@ def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
 def _flops(query: int, products_d: int, products_dv: int) -> CostFn:
     """So many products over the D features and over the Dv features, half of each if causal."""
 
-    def flops(
-        ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Mapping[str, Any]
-    ) -> float:
+    def flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
         q, k, v = ins[query : query + 3]
         assert q is not None and k is not None and v is not None
         halved = attrs["causal"] and q.shape[-2] == k.shape[-2]
@@ -247,73 +216,63 @@ def _flops(query: int, products_d: int, products_dv: int) -> CostFn:
     return flops
 
 
-def _case(
-    lead: Shape, shared: Shape, rows: int, columns: int, bias: Arg | None = None, **how: Any
-) -> Sample:
-    """q [*lead, rows, 3], k [*shared, columns, 3] and v [*shared, columns, 2]."""
-    layout = how.pop("layout", "contiguous")
-    q = Arg((*lead, rows, 3), layout=layout)
-    k, v = (Arg((*shared, columns, d), layout=layout) for d in (3, 2))
-    return Sample((q, k, v, bias), how)
-
-
-def _samples() -> Sequence[Sample]:
-    one = (2, 2), (2, 2)
-    return (
-        _case(*one, 3, 4),
-        _case(*one, 4, 4, causal=True, scale=0.7, layout="nhwc"),
-        _case(*one, 5, 3, causal=True, layout="transposed"),
-        _case((2, 4), (2, 2), 3, 4, Arg((4, 3, 1))),
-        _case((1, 3), (1, 1), 2, 4, Arg((2, 4), "bool"), layout="sliced"),
-        _case(*one, 3, 3, Arg((2, 1, 3, 3)), causal=True),
-        _case(*one, 3, 3, Arg((1, 3), "bool"), causal=True, layout="expanded"),
-        _case((4,), (2,), 3, 2, Arg((2,))),
-        _case((0, 2), (0, 1), 3, 4),
-        _case(*one, 0, 4, causal=True),
-        _case(*one, 3, 0),
-        _case((1, 1), (1, 1), 1, 1, Arg(())),
-        replace(_case(*one, 2, 2, Arg((2, 2), dtype="f32")), grad=False),
-    )
-
-
 def _grad_samples() -> Sequence[Sample]:
     found = []
-    for sample in _samples():
-        q, _, v, _ = sample.inputs
-        assert q is not None and v is not None
+    for s in attention.samples():
+        q, _, v = s.args[:3]
         grad = Arg((*q.shape[:-1], v.shape[-1]), layout=q.layout)
-        found.append(Sample((grad, *sample.inputs), sample.attrs))
+        found.append(Sample((grad, *s.inputs), s.attrs))
     return found
 
 
-ATTENTION = OpDef(
-    name="attention",
-    doc="softmax(scale · q·kᵀ + bias) · v for each head. A bool bias says which keys a query may "
-    "look at, a float bias is added; causal masks as well, aligned at the top left. A query that "
-    "sees no key gives zeros.",
-    inputs=("q", "k", "v", "bias?"),
+@operator(
+    Fusion.COMPLEX,
+    _reference,
     attrs=_ATTRS,
-    infer=_infer,
-    reference=_reference,
-    fusion=Fusion.COMPLEX,
+    complete=_completing(0),
     vjp=_vjp,
     flops=_flops(0, 1, 1),
-    samples=_samples,
-    complete=_completing(0),
+    samples=samples(
+        """2x2x3x3 2x2x4x3 2x2x4x2 _
+        | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
+        | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
+        | 2x4x3x3 2x2x4x3 2x2x4x2 4x3x1
+        | 1x3x2x3@sliced 1x1x4x3@sliced 1x1x4x2@sliced 2x4:bool
+        | 2x2x3x3 2x2x3x3 2x2x3x2 2x1x3x3 causal=True
+        | 2x2x3x3@expanded 2x2x3x3@expanded 2x2x3x2@expanded 1x3:bool causal=True
+        | 4x3x3 2x2x3 2x2x2 2 | 0x2x3x3 0x1x4x3 0x1x4x2 _ | 2x2x0x3 2x2x4x3 2x2x4x2 _ causal=True
+        | 2x2x3x3 2x2x0x3 2x2x0x2 _ | 1x1x1x3 1x1x1x3 1x1x1x2 scalar
+        | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd"""
+    ),
 )
+def attention(q: TensorType, k: TensorType, v: TensorType, bias: Given, **how: Any) -> TensorType:
+    """softmax(scale · q·kᵀ + bias) · v for each head. A bool bias says which keys a query may look
+    at, a float bias is added; causal masks as well, aligned at the top left. A query that sees no
+    key gives zeros."""
+    return _like_queries(q, _check("attention", q, k, v, bias))
 
-ATTENTION_GRAD = OpDef(
-    name="attention_grad",
-    doc="The gradients of attention for q, k and v, given the gradient of its result; the "
-    "probabilities are computed again.",
-    inputs=("grad", "q", "k", "v", "bias?"),
+
+@operator(
+    Fusion.OPAQUE,
+    _grad_reference,
     attrs=_ATTRS,
-    infer=_grad_infer,
-    reference=_grad_reference,
-    fusion=Fusion.OPAQUE,
+    complete=_completing(1),
     flops=_flops(1, 3, 2),
     samples=_grad_samples,
-    complete=_completing(1),
 )
+def attention_grad(
+    grad: TensorType, q: TensorType, k: TensorType, v: TensorType, bias: Given, **how: Any
+) -> tuple[TensorType, ...]:
+    """The gradients of attention for q, k and v, given the gradient of its result; the
+    probabilities are computed again."""
+    shape = _check("attention_grad", q, k, v, bias)
+    if grad.shape != shape or grad.dtype != q.dtype:
+        raise GraphError(
+            f"grad of attention_grad is {grad}, the result of attention is "
+            f"{TensorType.of(shape, q.dtype)}",
+            remedy="give the gradient of that result",
+        )
+    return tuple(t.with_layout("contiguous") for t in (q, k, v))
 
-OPS = (ATTENTION, ATTENTION_GRAD)
+
+OPS = (attention, attention_grad)

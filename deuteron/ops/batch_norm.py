@@ -18,8 +18,9 @@ next layer keeps anyway; the others read the residual. Of y relu wants to know t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from math import prod
 from typing import Any
 
@@ -30,12 +31,10 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
 from deuteron.ir.types import TensorType
 from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activation
-from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.formula import TENSORS
-from deuteron.ops.movement import lay
 from deuteron.ops.norm import (
     EPS,
-    Gradients,
     Wanted,
     by_channels,
     check_like_x,
@@ -47,10 +46,10 @@ from deuteron.ops.norm import (
     shaped,
     suggested,
     summed,
-    wide_type,
 )
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample, norm_samples
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, elementwise_flops, operator
+from deuteron.ops.reference import lay, wide_type
+from deuteron.ops.samples import Arg, Sample, norm_samples, samples
 from deuteron.ops.signs import PACKED, pack, signs_type, unpack
 
 Tensor = torch.Tensor
@@ -60,18 +59,12 @@ Tensor = torch.Tensor
 _KNOWN = ("mean", "var", "weight", "bias")
 
 
-def _given_infer(x: TensorType, *params: TensorType | None, eps: float) -> TensorType:
-    check_x("batch_norm", x, 2, eps)
-    check_params("batch_norm", x, x.shape[1:2], dict(zip(_KNOWN, params, strict=True)))
-    return x.with_layout(suggested(x))
-
-
 def _given_reference(x: Tensor, *params: Tensor | None, eps: float) -> Tensor:
     mean, var, weight, bias = (None if p is None else p.to(wide_type(x)) for p in params)
     return in_order(F.batch_norm(x, mean, var, weight, bias, eps=eps), x)
 
 
-def _given_vjp(b: Ops, v: Vjp) -> Gradients:
+def _given_vjp(b: Ops, v: Vjp) -> Grads:
     x, grad = b.upcast(v.arg(0)), b.upcast(v.grad)
     lies = by_channels(x.shape).weight
     rstd = shaped(b, b.rsqrt(b.upcast(v.arg(2)) + v.attrs["eps"]), lies)
@@ -95,18 +88,6 @@ def _given_vjp(b: Ops, v: Vjp) -> Gradients:
 _PARAMS = ("weight", "bias", "running_mean", "running_var")
 
 
-def _train_infer(x: TensorType, *params: TensorType | None, **attrs: Any) -> tuple[TensorType, ...]:
-    name, running = "batch_norm_train", params[2:]
-    check_x(name, x, 2, attrs["eps"])
-    check_params(name, x, x.shape[1:2], dict(zip(_PARAMS, params, strict=True)))
-    if (running[0] is None) != (running[1] is None):
-        raise GraphError(f"{name} was given one running statistic", remedy="give both or neither")
-    check_spread(name, x, x.shape[0] * prod(x.shape[2:]), "use a larger batch, or batch_norm")
-    stat = TensorType.of(x.shape[1:2], float32 if x.dtype.is_low else x.dtype)
-    new = (stat if r is None else stat.with_dtype(r.dtype) for r in running)
-    return x.with_layout(suggested(x)), *new, stat, stat
-
-
 def _train_reference(
     x: Tensor, *params: Tensor | None, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
@@ -127,46 +108,62 @@ def _train_reference(
     return in_order(y, x), *new, mean, rstd
 
 
-def _train_vjp(b: Ops, v: Vjp) -> Gradients:
+def _train_vjp(b: Ops, v: Vjp) -> Grads:
     """That of ``batch_norm_act``, with nothing after it."""
     bare = replace(v, ins=(*v.ins, None), attrs={**v.attrs, "activation": "none", "packed": "none"})
     return _act_vjp(b, bare)[:5]
 
 
-BATCH = OpDef(
-    name="batch_norm",
-    doc="(x − mean) / √(var + eps) · weight + bias for each channel (dimension 1), with "
-    "statistics that are given: batch normalisation for inference.",
-    inputs=("x", "mean", "var", "weight?", "bias?"),
+@operator(
+    Fusion.BROADCAST,
+    _given_reference,
+    "x mean var weight? bias?",
     attrs={"eps": EPS},
-    infer=_given_infer,
-    reference=_given_reference,
-    fusion=Fusion.BROADCAST,
     vjp=_given_vjp,
     flops=elementwise_flops(2),
-    samples=norm_samples(_KNOWN, ("xxxx", "xx--", "xx-x"), ({}, {"eps": 0.01}), more=((3, 4),)),
+    samples=norm_samples(_KNOWN, "xxxx xx-- xx-x", ({}, {"eps": 0.01}), "3x4"),
 )
+def batch_norm(x: TensorType, *params: Given, eps: float) -> TensorType:
+    """(x − mean) / √(var + eps) · weight + bias for each channel (dimension 1), with statistics
+    that are given: batch normalisation for inference."""
+    check_x("batch_norm", x, 2, eps)
+    check_params("batch_norm", x, x.shape[1:2], dict(zip(_KNOWN, params, strict=True)))
+    return x.with_layout(suggested(x))
 
-BATCH_TRAIN = OpDef(
-    name="batch_norm_train",
-    doc="Batch normalisation for training: returns y, the new running mean and variance, and "
-    "the mean and 1/√(var + eps) of this batch. Nothing changes in place; running statistics "
-    "left out start from this batch, with its unbiased variance. Gradients flow through y alone: "
-    "the four statistics count as fixed.",
-    inputs=("x", *(f"{slot}?" for slot in _PARAMS)),
-    attrs={"momentum": Attr("float", 0.1, "share of this batch in the new mean"), "eps": EPS},
-    infer=_train_infer,
-    reference=_train_reference,
-    fusion=Fusion.REDUCTION,
+
+def _trained(x: TensorType, *params: Given, eps: float) -> tuple[TensorType, ...]:
+    name, running = "batch_norm_train", params[2:]
+    check_x(name, x, 2, eps)
+    check_params(name, x, x.shape[1:2], dict(zip(_PARAMS, params, strict=True)))
+    if (running[0] is None) != (running[1] is None):
+        raise GraphError(f"{name} was given one running statistic", remedy="give both or neither")
+    check_spread(name, x, x.shape[0] * prod(x.shape[2:]), "use a larger batch, or batch_norm")
+    stat = TensorType.of(x.shape[1:2], float32 if x.dtype.is_low else x.dtype)
+    new = (stat if r is None else stat.with_dtype(r.dtype) for r in running)
+    return x.with_layout(suggested(x)), *new, stat, stat
+
+
+_TRAIN = {"momentum": Attr("float", 0.1, "share of this batch in the new mean"), "eps": EPS}
+
+
+@operator(
+    Fusion.REDUCTION,
+    _train_reference,
+    "x weight? bias? running_mean? running_var?",
+    attrs=_TRAIN,
     vjp=_train_vjp,
     flops=elementwise_flops(8),
     samples=norm_samples(
-        _PARAMS,
-        ("xxxx", "xx--", "----", "-xxx"),
-        ({}, {"momentum": 0.7, "eps": 0.01}),
-        more=((3, 4),),
+        _PARAMS, "xxxx xx-- ---- -xxx", ({}, {"momentum": 0.7, "eps": 0.01}), "3x4"
     ),
 )
+def batch_norm_train(*types: TensorType, momentum: float, eps: float) -> tuple[TensorType, ...]:
+    """Batch normalisation for training: returns y, the new running mean and variance, and the mean
+    and 1/√(var + eps) of this batch. Nothing changes in place; running statistics left out start
+    from this batch, with its unbiased variance. Gradients flow through y alone: the four statistics
+    count as fixed."""
+    return _trained(*types, eps=eps)
+
 
 # ---- with a residual and an activation ----------------------------------------------------------
 
@@ -182,44 +179,30 @@ def told_by_result(text: str) -> bool:
     return act is None or act.told_by_result
 
 
-def _checked(following: str, packed: str) -> str:
-    """``packed``, which only relu may have."""
+def _check_packed(following: str, packed: str) -> None:
     if packed != "none" and following != "relu":
         raise GraphError(
             f"signs are kept of relu's results, not of those of {following}",
             remedy='leave packed out, or use activation="relu"',
         )
-    return packed
-
-
-# ---- forward -----------------------------------------------------------------------------------
-
-
-def _act_infer(x: TensorType, *rest: TensorType | None, **attrs: Any) -> tuple[TensorType, ...]:
-    *params, residual = rest
-    packed = _checked(attrs["activation"], attrs["packed"])
-    types = BATCH_TRAIN.infer(x, *params, momentum=attrs["momentum"], eps=attrs["eps"])
-    check_like_x("batch_norm_act", x, residual=residual)
-    assert isinstance(types, tuple)
-    return types if packed == "none" else (*types, signs_type(x.shape, packed))
 
 
 def _act_reference(x: Tensor, *rest: Tensor | None, **attrs: Any) -> tuple[Tensor, ...]:
     *params, residual = rest
     packed, act = attrs["packed"], activation(attrs["activation"])
-    y, *statistics = BATCH_TRAIN.reference(x, *params, momentum=attrs["momentum"], eps=attrs["eps"])
+    y, *statistics = _train_reference(x, *params, momentum=attrs["momentum"], eps=attrs["eps"])
     like = TensorType.from_tensor(y)
     z = y if residual is None else y.add_(residual)  # y is new, and nobody else has it
     y = lay(z if act is None else act(TENSORS, z), like)
     return (y, *statistics) if packed == "none" else (y, *statistics, pack(y, packed))
 
 
-def _act_implied(outs: Sequence[Tensor | None], attrs: Mapping[str, Any]) -> dict[int, Tensor]:
+def _act_implied(outs: Sequence[Tensor | None], attrs: Attributes) -> dict[int, Tensor]:
     y, packed = outs[0], attrs["packed"]
     return {} if y is None or packed == "none" else {5: pack(y, packed)}
 
 
-def _act_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _act_vjp(b: Ops, v: Vjp) -> Grads:
     if v.grads[0] is None:  # only statistics reach the loss, and those count as fixed
         return [None] * len(v.ins)
     attrs = {name: v.attrs[name] for name in _ATTRS}
@@ -241,7 +224,7 @@ def _act_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     ]
 
 
-def _act_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
+def _act_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """The three operators that it stands for."""
     *params, residual = ins
     act, packed = activation(attrs["activation"]), attrs["packed"]
@@ -252,48 +235,6 @@ def _act_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> 
 
 
 # ---- gradient ----------------------------------------------------------------------------------
-
-
-def _act_grad_infer(
-    grad: TensorType, x: TensorType, *rest: TensorType | None, **attrs: Any
-) -> tuple[TensorType, ...]:
-    mean, rstd, weight, bias, y, residual, signs = rest
-    types = BATCH_TRAIN.infer(x, weight, bias, None, None, momentum=0.1, eps=0.0)
-    assert isinstance(types, tuple)
-    image, stat = types[0], types[3]
-    check_like_x("batch_norm_act_grad", x, grad=grad, y=y, residual=residual)
-    for what, s in (("mean", mean), ("rstd", rstd)):
-        assert s is not None
-        if s.shape != stat.shape or s.dtype not in (stat.dtype, x.dtype):
-            raise GraphError(
-                f"{what} is {s.dtype.short}{list(s.shape)}, x {list(x.shape)} needs "
-                f"{stat.dtype.short}{list(stat.shape)}",
-                remedy="give what batch_norm_act returned",
-            )
-    if y is not None and not told_by_result(attrs["activation"]):
-        raise GraphError(
-            f"the gradient of {attrs['activation']} cannot be told from y",
-            remedy="give the residual",
-        )
-    _check_signs(x, signs, _checked(attrs["activation"], attrs["packed"]))
-    return image, stat, stat, image
-
-
-def _check_signs(x: TensorType, signs: TensorType | None, packed: str) -> None:
-    if signs is None and packed == "none":
-        return
-    if signs is None or packed == "none":
-        raise GraphError(
-            f"signs are {'missing' if signs is None else 'given'}, packed is {packed!r}",
-            remedy="give the signs and the packed of batch_norm_act, or neither",
-        )
-    wanted = signs_type(x.shape, packed)
-    if (signs.shape, signs.dtype) != (wanted.shape, wanted.dtype):
-        raise GraphError(
-            f"signs are {signs.dtype.short}{list(signs.shape)}, those of {list(x.shape)} along "
-            f"{packed} are {wanted.dtype.short}{list(wanted.shape)}",
-            remedy="give what batch_norm_act returned",
-        )
 
 
 def _act_before(x: Any, params: Sequence[Any], residual: Any) -> Any:
@@ -316,24 +257,21 @@ def _learned(x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _act_grad_reference(
-    grad: Tensor, x: Tensor, *rest: Tensor | None, **attrs: Any
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *rest: Tensor | None, **attrs: Any
 ) -> tuple[Tensor, ...]:
-    mean, rstd, weight, bias, y, residual, signs = rest
-    assert mean is not None and rstd is not None
-    types = (None if t is None else TensorType.from_tensor(t) for t in (grad, x, *rest))
-    image, stat, *_ = _act_grad_infer(*types, **attrs)  # type: ignore[arg-type]
-    wide = stat.dtype.torch
+    (weight, bias, y, residual, signs), t = rest, TensorType.from_tensor(x)
+    image, wide = t.with_layout(suggested(t)), wide_type(x)
     mean, rstd, act = mean.to(wide), rstd.to(wide), activation(attrs["activation"])
     if not x.numel():
         zero = torch.zeros_like(mean)
         return lay(torch.empty_like(x), image), zero, zero.clone(), lay(grad.clone(), image)
     dz = grad
     if signs is not None:
-        dz = torch.where(unpack(signs, tuple(x.shape), attrs["packed"]), grad, 0.0).to(x.dtype)
+        dz = torch.where(unpack(signs, t.shape, attrs["packed"]), grad, 0.0).to(x.dtype)
     elif act is not None:
         z = y = None if y is None else y.to(wide)
         if z is None:
-            lies = by_channels(tuple(x.shape)).weight
+            lies = by_channels(t.shape).weight
             params = (*_learned(x.to(wide), mean, rstd), weight, bias)
             spread = [None if p is None else p.to(wide).reshape(lies) for p in params]
             z = _act_before(x.to(wide), spread, residual)
@@ -347,7 +285,7 @@ def _act_grad_reference(
     return lay(dx, image), dweight, dbias, dz
 
 
-def _act_grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
+def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """Its formula in simpler operators, in float32 at least."""
     grad, x, mean, rstd, weight, bias, y, residual, signs = ins
     assert grad is not None and x is not None and mean is not None and rstd is not None
@@ -368,7 +306,7 @@ def _act_grad_expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]
     return [*(g for g in found if g is not None), b.to(dz, x.dtype)]
 
 
-def _act_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _act_grad_vjp(b: Ops, v: Vjp) -> Grads:
     """Refused: mean and rstd count as fixed here, though they depend on x. The first gradient has
     that worked in; a second one, taken from this formula, would be wrong."""
     raise GraphError(
@@ -379,62 +317,51 @@ def _act_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
 
 # ---- samples and definitions ---------------------------------------------------------------------
 
-_SHAPES = (
-    ((2, 4, 3), "contiguous"),
-    ((2, 4, 3, 2), "nhwc"),
-    ((2, 4, 2, 3), "transposed"),
-    ((3, 4), "contiguous"),
-    ((2, 3, 3), "sliced"),
-    ((1, 4, 2, 1, 3), "nhwc"),
-    ((0, 4, 3), "contiguous"),
-    ((3, 2, 5), "contiguous"),
-    ((2, 4, 0), "contiguous"),
+_SHAPES = samples(
+    """2x4x3 | 2x4x3x2@nhwc | 2x4x2x3@transposed | 3x4 | 2x3x3@sliced | 1x4x2x1x3@nhwc | 0x4x3
+    | 3x2x5 | 2x4x0"""
 )
-
 _FOLLOWING = (
     *("none", "relu", "relu6", "leaky_relu", "silu", "hardswish"),
     *("leaky_relu(negative_slope=-0.5)", "gelu(approximate='tanh')", "sigmoid", "elu", "tanh"),
 )
 
-_WITH_SIGNS = (  # bytes that are full and that are not, nothing at all, a matrix
-    ((2, 9, 3, 2), "nhwc", "channels"),
-    ((2, 8, 3), "contiguous", "positions"),
-    ((2, 3, 5, 5), "contiguous", "positions"),
-    ((3, 4), "contiguous", "channels"),
-    ((2, 4, 3, 3), "contiguous", "channels"),
-    ((0, 8, 3), "contiguous", "positions"),
+# bytes that are full and that are not, nothing at all, a matrix
+_WITH_SIGNS = samples(
+    """2x9x3x2@nhwc packed=channels | 2x8x3 packed=positions | 2x3x5x5 packed=positions
+    | 3x4 packed=channels | 2x4x3x3 packed=channels | 0x8x3 packed=positions""",
+    activation="relu",
 )
 
 
-def _cases() -> Iterator[tuple[tuple[int, ...], str, dict[str, Any], bool]]:
-    """Shapes, orders, activations in turn, without and with a residual; then those with signs."""
-    for i in range(2 * len(_FOLLOWING)):
-        shape, layout = _SHAPES[i % len(_SHAPES)]
-        following = _FOLLOWING[i % len(_FOLLOWING)]
-        yield shape, layout, {"activation": following}, i >= len(_FOLLOWING)
-    for i, (lengths, layout, packed) in enumerate(_WITH_SIGNS):
-        yield lengths, layout, {"activation": "relu", "packed": packed}, i < 4
+def _cases() -> Iterator[tuple[Arg, Attributes, bool]]:
+    """x, activations in turn, without and with a residual; then those with signs."""
+    plain = zip(cycle(_SHAPES()), _FOLLOWING * 2, strict=False)
+    cases = [*(replace(s, attrs={"activation": act}) for s, act in plain), *_WITH_SIGNS()]
+    joined = (*(False,) * len(_FOLLOWING), *(True,) * (len(_FOLLOWING) + 4), False, False)
+    for s, with_residual in zip(cases, joined, strict=True):
+        yield s.args[0], s.attrs, with_residual
 
 
 def _act_samples() -> Sequence[Sample]:
     found = []
-    for i, (shape, layout, act, joined) in enumerate(_cases()):
-        c, mask = shape[1:2], ("xxxx", "xx--", "----")[i % 3]
+    for i, (x, act, joined) in enumerate(_cases()):
+        c, mask = x.shape[1:2], ("xxxx", "xx--", "----")[i % 3]
         params = [Arg(c), Arg(c), Arg(c), Arg(c, "positive")]
         there = [p if m == "x" else None for p, m in zip(params, mask, strict=True)]
-        kind = "offset" if i % 5 == 4 else "normal"
-        residual = Arg(shape, layout="contiguous" if i % 4 else layout) if joined else None
-        found.append(Sample((Arg(shape, kind, layout=layout), *there, residual), act))
+        residual = replace(x, layout="contiguous" if i % 4 else x.layout) if joined else None
+        x = replace(x, kind="offset") if i % 5 == 4 else x
+        found.append(Sample((x, *there, residual), act))
     return found
 
 
 def _act_grad_samples() -> Sequence[Sample]:
     found = []
-    for i, (shape, layout, act, joined) in enumerate(_cases()):
-        c, x = shape[1:2], Arg(shape, layout=layout)
+    for i, (x, act, joined) in enumerate(_cases()):
+        shape, c = x.shape, x.shape[1:2]
         params = [Arg(c), Arg(c)] if i % 3 else [None, None]
         by_y, packed = told_by_result(act["activation"]), act.get("packed", "none")
-        y = Arg(shape, "away", layout=layout) if joined and by_y and packed == "none" else None
+        y = replace(x, kind="away") if joined and by_y and packed == "none" else None
         residual = Arg(shape) if joined and not by_y else None
         signs = None if packed == "none" else Arg(signs_type(shape, packed).shape, dtype="u8")
         inputs = (Arg(shape), x, Arg(c), Arg(c, "positive"), *params, y, residual, signs)
@@ -442,42 +369,75 @@ def _act_grad_samples() -> Sequence[Sample]:
     return found
 
 
-ACT = OpDef(
-    name="batch_norm_act",
-    doc="Batch normalisation for training, a residual and an activation in one: "
-    "y = activation(batch_norm(x) + residual). Returns what batch_norm_train returns: y, the new "
-    "running mean and variance, the mean and 1/√(var + eps) of this batch; with packed also the "
-    "signs of y as bits, which is all that the gradient of relu wants of it. Nothing changes in "
-    "place, and gradients flow through y alone.",
-    inputs=(*BATCH_TRAIN.inputs, "residual?"),
-    attrs={**BATCH_TRAIN.attrs, **_ATTRS},
+@operator(
+    Fusion.OPAQUE,
+    _act_reference,
+    "x weight? bias? running_mean? running_var? residual?",
+    attrs=_TRAIN | _ATTRS,
     complete=canonical,
-    infer=_act_infer,
-    reference=_act_reference,
-    fusion=Fusion.OPAQUE,
     vjp=_act_vjp,
     expand=_act_expand,
     flops=with_activation(10),
     samples=_act_samples,
     implied=_act_implied,
 )
+def batch_norm_act(
+    x: TensorType, *rest: Given, activation: str, packed: str, eps: float, **how: Any
+) -> tuple[TensorType, ...]:
+    """Batch normalisation for training, a residual and an activation in one:
+    y = activation(batch_norm(x) + residual). Returns what batch_norm_train returns: y, the new
+    running mean and variance, the mean and 1/√(var + eps) of this batch; with packed also the signs
+    of y as bits, which is all that the gradient of relu wants of it. Nothing changes in place, and
+    gradients flow through y alone."""
+    *params, residual = rest
+    _check_packed(activation, packed)
+    types = _trained(x, *params, eps=eps)
+    check_like_x("batch_norm_act", x, residual=residual)
+    return types if packed == "none" else (*types, signs_type(x.shape, packed))
 
-ACT_GRAD = OpDef(
-    name="batch_norm_act_grad",
-    doc="The gradient of batch_norm_act: dx, dweight, dbias, and dz, the gradient before the "
-    "activation, which is the residual's. mean and rstd are what batch_norm_act returned. Where "
-    "it had a residual, activations whose slope y shows (relu, tanh, leaky_relu with a slope above "
-    "0, …) want its y, or relu its signs, the others want the residual again.",
-    inputs=("grad", "x", "mean", "rstd", "weight?", "bias?", "y?", "residual?", "signs?"),
+
+@operator(
+    Fusion.OPAQUE,
+    _act_grad_reference,
+    "grad x mean rstd weight? bias? y? residual? signs?",
     attrs=_ATTRS,
     complete=canonical,
-    infer=_act_grad_infer,
-    reference=_act_grad_reference,
-    fusion=Fusion.OPAQUE,
     vjp=_act_grad_vjp,
     expand=_act_grad_expand,
     flops=with_activation(14),
     samples=_act_grad_samples,
 )
+def batch_norm_act_grad(
+    grad: TensorType, x: TensorType, *rest: Given, activation: str, packed: str
+) -> tuple[TensorType, ...]:
+    """The gradient of batch_norm_act: dx, dweight, dbias, and dz, the gradient before the
+    activation, which is the residual's. mean and rstd are what batch_norm_act returned. Where it
+    had a residual, activations whose slope y shows (relu, tanh, leaky_relu with a slope above 0, …)
+    want its y, or relu its signs, the others want the residual again."""
+    mean, rstd, weight, bias, y, residual, signs = rest
+    image, _, _, stat, _ = _trained(x, weight, bias, None, None, eps=0.0)
+    check_like_x("batch_norm_act_grad", x, grad=grad, y=y, residual=residual)
+    for what, s in (("mean", mean), ("rstd", rstd)):
+        assert s is not None
+        if s.shape != stat.shape or s.dtype not in (stat.dtype, x.dtype):
+            raise GraphError(
+                f"{what} is {s}, x {list(x.shape)} needs {stat}",
+                remedy="give what batch_norm_act returned",
+            )
+    if y is not None and not told_by_result(activation):
+        raise GraphError(
+            f"the gradient of {activation} cannot be told from y", remedy="give the residual"
+        )
+    _check_packed(activation, packed)
+    wanted = None if packed == "none" else signs_type(x.shape, packed)
+    kinds = [None if t is None else (t.shape, t.dtype) for t in (signs, wanted)]
+    if kinds[0] != kinds[1]:
+        raise GraphError(
+            f"signs are {signs or 'missing'}, packed={packed!r} needs {wanted or 'none'}",
+            remedy="give the signs and the packed of batch_norm_act, or neither",
+        )
+    return image, stat, stat, image
 
-OPS = (BATCH, BATCH_TRAIN, ACT, ACT_GRAD)
+
+OPS = (batch_norm, batch_norm_train, batch_norm_act, batch_norm_act_grad)
+ACT, ACT_GRAD = batch_norm_act, batch_norm_act_grad

@@ -7,7 +7,8 @@ with any strides; the result is nhwc where PyTorch's is (:func:`memory_order`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,10 +17,23 @@ import torch
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
-from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.matmul import one_dtype
-from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.opdef import (
+    Attr,
+    Attributes,
+    CompleteFn,
+    CostFn,
+    Fusion,
+    Given,
+    Types,
+    Vjp,
+    check_shape,
+    operator,
+)
+from deuteron.ops.samples import Sample, samples
+
+Tensor = torch.Tensor
 
 # ---- what every operator over images needs ---------------------------------------------------
 
@@ -75,7 +89,7 @@ def memory_order(t: TensorType) -> str:
     return "nhwc"
 
 
-def ordered(t: torch.Tensor, order: str) -> torch.Tensor:
+def ordered(t: Tensor, order: str) -> Tensor:
     """``t`` in a memory order. A reference ends with this where PyTorch's own choice depends on
     the element type or the device; elsewhere it changes nothing."""
     shape = tuple(t.shape)
@@ -97,49 +111,36 @@ _ATTRS = {
     "transposed": Attr("bool", False, "spread each input over a window; weight is [in, out, ...]"),
     "output_padding": Attr("ints", (0,), "rows added at the end, only if transposed"),
 }
+_STORED = {False: "[out, in/groups, ...]", True: "[in, out/groups, ...]"}  # by transposed
 _PER_DIM = ("stride", "padding", "dilation", "output_padding")
 
-Complete = Callable[[Sequence[TensorType | None], dict[str, Any]], dict[str, Any]]
 
-
-def _complete(op: str) -> Complete:
-    def complete(types: Sequence[TensorType | None], attrs: dict[str, Any]) -> dict[str, Any]:
+def _complete(op: str) -> CompleteFn:
+    def complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
         assert types[0] is not None
         dims = spatial_dims(op, types[0])
-        return {
-            name: per_dim(op, name, value, dims) if name in _PER_DIM else value
-            for name, value in attrs.items()
-        }
+        return attrs | {name: per_dim(op, name, attrs[name], dims) for name in _PER_DIM}
 
     return complete
 
 
-def _out_shape(
-    op: str,
-    x: Shape,
-    weight: Shape,
-    stride: Shape,
-    padding: Shape,
-    dilation: Shape,
-    groups: int,
-    transposed: bool,
-    output_padding: Shape,
-) -> Shape:
+def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
     """The shape of conv(x, weight), or a GraphError that says which sizes do not fit."""
-    if len(weight) != len(x):
+    groups, transposed = attrs["groups"], attrs["transposed"]
+    stride, padding, dilation, output_padding = (attrs[name] for name in _PER_DIM)
+    if not len(weight) == len(x) == len(stride) + 2:
         raise GraphError(
-            f"{op}: x {list(x)} and weight {list(weight)} differ in rank",
-            remedy="give both one dimension per spatial dimension after the first two",
+            f"{op}: x {list(x)}, weight {list(weight)} and {len(stride)} dimensions differ in rank",
+            remedy="give all one dimension per spatial dimension after the first two",
         )
     at_least(op, 1, stride=stride, dilation=dilation, groups=(groups,), weight_shape=weight)
     at_least(op, 0, padding=padding, output_padding=output_padding)
     taken = weight[0] if transposed else weight[1] * groups
     if x[1] != taken:
-        layout = "[in, out/groups, ...]" if transposed else "[out, in/groups, ...]"
         raise GraphError(
             f"{op}: x {list(x)} has {x[1]} channels, weight {list(weight)} with groups={groups} "
             f"takes {taken}",
-            remedy=f"the weight is stored {layout}",
+            remedy=f"the weight is stored {_STORED[transposed]}",
         )
     if weight[0] % groups:
         raise GraphError(
@@ -162,10 +163,8 @@ def _out_shape(
                 f"or dilation={dilation}",
                 remedy="make it smaller",
             )
-        if transposed:
-            sizes.append((n - 1) * s - 2 * p + span + extra if n else 0)
-        else:
-            sizes.append((n + 2 * p - span) // s + 1 if n else 0)
+        size = (n - 1) * s - 2 * p + span + extra if transposed else (n + 2 * p - span) // s + 1
+        sizes.append(size if n else 0)
     if min(sizes) < 1:
         raise GraphError(
             f"{op}: x {list(x)} is too small for weight {list(weight)}: it leaves {sizes}",
@@ -174,58 +173,36 @@ def _out_shape(
     return (x[0], weight[1] * groups if transposed else weight[0], *sizes)
 
 
-def _macs_of(op: str) -> CostFn:
+def _macs(x: int, weight: int, y: int) -> CostFn:
     """Two operations each time a weight acts: once per place of the result, or of x where the
-    convolution is transposed."""
+    convolution is transposed. x, the weight and the result are the so-manieth among the first two
+    inputs and what comes out."""
 
-    def flops(
-        ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Mapping[str, Any]
-    ) -> float:
+    def flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
         shapes = [t.shape for t in (*ins[:2], outs[0]) if t is not None]
-        x, weight, y = (shapes[i] for i in _ROLES[op])
-        places = x if attrs["transposed"] else y
-        return 2.0 * prod(weight) * places[0] * prod(places[2:])
+        places = shapes[x if attrs["transposed"] else y]
+        return 2.0 * prod(shapes[weight]) * places[0] * prod(places[2:])
 
     return flops
-
-
-# where x, weight and the result stand among (first input, second input, output)
-_ROLES = {"conv": (0, 1, 2), "conv_dx": (2, 1, 0), "conv_dw": (1, 2, 0)}
 
 
 # ---- conv ------------------------------------------------------------------------------------
 
 
-def _order(weight: TensorType | None, *images: TensorType) -> str:
+def _order(weight: Given, *images: Given) -> str:
     """nhwc if any operand is; in one dimension PyTorch lets only the weight decide."""
-    deciding = [t for t in images if t.rank > 3]
-    if weight is not None:
-        deciding.append(weight)
+    deciding = [t for t in images if t is not None and t.rank > 3]
+    deciding += [] if weight is None else [weight]
     return "nhwc" if any(memory_order(t) == "nhwc" for t in deciding) else "contiguous"
 
 
-def _conv_infer(
-    x: TensorType, weight: TensorType, bias: TensorType | None, **attrs: Any
-) -> TensorType:
-    one_dtype("conv", x=x, weight=weight, bias=bias)
-    shape = _out_shape("conv", x.shape, weight.shape, **attrs)
-    if bias is not None and bias.shape != shape[1:2]:
-        raise GraphError(
-            f"the bias of conv is {list(bias.shape)}, not [{shape[1]}]",
-            remedy="give one number per output channel",
-        )
-    return TensorType.of(shape, x.dtype, _order(weight, x))
-
-
-def _settings(attrs: Mapping[str, Any]) -> list[Any]:
+def _settings(attrs: Attributes) -> list[Any]:
     """The attributes in the order PyTorch's convolutions take them."""
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     return [attrs[name] for name in names]
 
 
-def _conv_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **attrs: Any
-) -> torch.Tensor:
+def _conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any) -> Tensor:
     """On a CPU torch starts a transposed sum of 16-bit numbers from the bias and rounds after every
     tap. Beside the bias of a folded batch norm the sum would lose its digits, so it comes last."""
     last = attrs["transposed"] and x.is_cpu and x.element_size() < 4 and bias is not None
@@ -235,7 +212,7 @@ def _conv_reference(
     return ordered(y, _order(*map(TensorType.from_tensor, (weight, x))))
 
 
-def _conv_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _conv_vjp(b: Ops, v: Vjp) -> Grads:
     x, weight, grad = v.arg(0), v.arg(1), v.grad
     dx = b.conv_dx(grad, weight, shape=x.shape, **v.attrs) if v.needs[0] else None
     dw = b.conv_dw(grad, x, shape=weight.shape, **v.attrs) if v.needs[1] else None
@@ -246,55 +223,37 @@ def _conv_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [dx, dw, db]
 
 
-_IMAGE, _KERNEL, _BIAS = Arg((2, 3, 6, 5)), Arg((4, 3, 3, 2)), Arg((4,))
-
-CONV = OpDef(
-    name="conv",
-    doc=(
-        "Convolution of x [N, C, ...] with weight [out, C/groups, ...] over 1, 2 or 3 spatial "
-        "dimensions, or its transpose with weight [C, out/groups, ...]."
-    ),
-    inputs=("x", "weight", "bias?"),
+@operator(
+    Fusion.COMPLEX,
+    _conv_reference,
     attrs=_ATTRS,
     complete=_complete("conv"),
-    infer=_conv_infer,
-    reference=_conv_reference,
-    fusion=Fusion.COMPLEX,
     vjp=_conv_vjp,
-    flops=_macs_of("conv"),
-    samples=lambda: (
-        Sample((_IMAGE, _KERNEL, _BIAS), {"stride": (2, 1), "padding": (1, 0)}),
-        Sample((Arg((2, 3, 5, 4), layout="nhwc"), Arg((4, 3, 3, 3)), None), {"padding": 1}),
-        Sample((_IMAGE, Arg((2, 3, 1, 1), layout="nhwc"), None)),
-        Sample((Arg((2, 3, 4, 5), layout="sliced"), Arg((2, 3, 1, 1)), Arg((2,)))),
-        Sample((Arg((2, 4, 5, 5), layout="nhwc"), Arg((4, 1, 3, 3)), _BIAS), {"groups": 4}),
-        Sample((Arg((1, 4, 6, 6)), Arg((6, 2, 2, 2)), None), {"groups": 2, "dilation": 2}),
-        Sample((Arg((2, 3, 8)), Arg((4, 3, 3)), _BIAS), {"stride": 2, "padding": 1}),
-        Sample((Arg((2, 3, 8), layout="nhwc"), Arg((4, 3, 3), layout="nhwc"), None)),
-        Sample((Arg((1, 2, 4, 3, 4), layout="nhwc"), Arg((3, 2, 2, 2, 2)), None)),
-        Sample(
-            (Arg((2, 4, 3, 4)), Arg((4, 3, 3, 3)), Arg((6,))),
-            {"transposed": True, "stride": 2, "output_padding": 1, "padding": 1, "groups": 2},
-        ),
-        Sample((Arg((2, 3, 4)), Arg((3, 2, 3)), None), {"transposed": True, "stride": 2}),
-        Sample((Arg((0, 3, 5, 5)), Arg((4, 3, 3, 3)), _BIAS), note="empty"),
+    flops=_macs(0, 1, 2),
+    samples=samples(
+        """2x3x6x5 4x3x3x2 4 stride=(2,1) padding=(1,0) | 2x3x5x4@nhwc 4x3x3x3 _ padding=1
+        | 2x3x6x5 2x3x1x1@nhwc _ | 2x3x4x5@sliced 2x3x1x1 2 | 2x4x5x5@nhwc 4x1x3x3 4 groups=4
+        | 1x4x6x6 6x2x2x2 _ groups=2 dilation=2 | 2x3x8 4x3x3 4 stride=2 padding=1
+        | 2x3x8@nhwc 4x3x3@nhwc _ | 1x2x4x3x4@nhwc 3x2x2x2x2 _
+        | 2x4x3x4 4x3x3x3 6 transposed=True stride=2 output_padding=1 padding=1 groups=2
+        | 2x3x4 3x2x3 _ transposed=True stride=2 | 0x3x5x5 4x3x3x3 4 [empty]"""
     ),
 )
+def conv(x: TensorType, weight: TensorType, bias: Given, **attrs: Any) -> TensorType:
+    """Convolution of x [N, C, ...] with weight [out, C/groups, ...] over 1, 2 or 3 spatial
+    dimensions, or its transpose with weight [C, out/groups, ...]."""
+    one_dtype("conv", x=x, weight=weight, bias=bias)
+    shape = _out_shape("conv", x.shape, weight.shape, attrs)
+    check_shape("the bias of conv", bias, shape[1:2], "give one number per output channel")
+    return TensorType.of(shape, x.dtype, _order(weight, x))
+
 
 # ---- its gradients ---------------------------------------------------------------------------
 
-_SHAPE = Attr("ints", doc="the shape of the tensor whose gradient this is")
 
-
-def _agrees(op: str, grad: TensorType, x: Shape, weight: Shape, attrs: Mapping[str, Any]) -> None:
+def _agrees(op: str, grad: TensorType, x: Shape, weight: Shape, attrs: Attributes) -> None:
     """The gradient has the shape of the result it belongs to."""
-    if not grad.rank == len(x) == len(weight):
-        raise GraphError(
-            f"{op}: the gradient {list(grad.shape)}, x {list(x)} and weight {list(weight)} differ "
-            "in rank",
-            remedy="use the shape and attributes of the forward convolution",
-        )
-    expected = _out_shape(op, x, weight, **attrs)
+    expected = _out_shape(op, x, weight, attrs)
     if grad.shape != expected:
         raise GraphError(
             f"{op}: the gradient is {list(grad.shape)}, but conv of x {list(x)} and weight "
@@ -303,42 +262,23 @@ def _agrees(op: str, grad: TensorType, x: Shape, weight: Shape, attrs: Mapping[s
         )
 
 
-def _dx_infer(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) -> TensorType:
-    one_dtype("conv_dx", grad=grad, weight=weight)
-    _agrees("conv_dx", grad, shape, weight.shape, attrs)
-    return TensorType.of(shape, grad.dtype, _order(weight, grad))
-
-
-def _dw_infer(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> TensorType:
-    one_dtype("conv_dw", grad=grad, x=x)
-    _agrees("conv_dw", grad, x.shape, shape, attrs)
-    return TensorType.of(shape, grad.dtype, _order(None, x, grad))
-
-
-def _backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, want: int, attrs: Mapping[str, Any]
-) -> torch.Tensor:
+def _backward(grad: Tensor, x: Tensor, weight: Tensor, want: int, attrs: Attributes) -> Tensor:
     mask = [want == 0, want == 1, False]
     found = torch.ops.aten.convolution_backward(grad, x, weight, None, *_settings(attrs), mask)
-    result: torch.Tensor = found[want]
-    return result
+    images = (weight, grad) if want == 0 else (None, x, grad)
+    order = _order(*(None if t is None else TensorType.from_tensor(t) for t in images))
+    return ordered(found[want], order)
 
 
-def _dx_reference(
-    grad: torch.Tensor, weight: torch.Tensor, shape: Shape, **attrs: Any
-) -> torch.Tensor:
-    x = grad.new_empty(1).expand(shape)  # only its shape is looked at
-    order = _order(*map(TensorType.from_tensor, (weight, grad)))
-    return ordered(_backward(grad, x, weight, 0, attrs), order)
+def _dx_reference(grad: Tensor, weight: Tensor, shape: Shape, **attrs: Any) -> Tensor:
+    return _backward(grad, grad.new_empty(1).expand(shape), weight, 0, attrs)
 
 
-def _dw_reference(grad: torch.Tensor, x: torch.Tensor, shape: Shape, **attrs: Any) -> torch.Tensor:
-    weight = grad.new_empty(1).expand(shape)
-    order = _order(None, *map(TensorType.from_tensor, (x, grad)))
-    return ordered(_backward(grad, x, weight, 1, attrs), order)
+def _dw_reference(grad: Tensor, x: Tensor, shape: Shape, **attrs: Any) -> Tensor:
+    return _backward(grad, x, grad.new_empty(1).expand(shape), 1, attrs)
 
 
-def _dx_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _dx_vjp(b: Ops, v: Vjp) -> Grads:
     grad, weight, attrs = v.arg(0), v.arg(1), {name: v.attrs[name] for name in _ATTRS}
     return [
         b.conv(v.grad, weight, None, **attrs) if v.needs[0] else None,
@@ -346,7 +286,7 @@ def _dx_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     ]
 
 
-def _dw_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _dw_vjp(b: Ops, v: Vjp) -> Grads:
     grad, x, attrs = v.arg(0), v.arg(1), {name: v.attrs[name] for name in _ATTRS}
     return [
         b.conv(x, v.grad, None, **attrs) if v.needs[0] else None,
@@ -354,69 +294,55 @@ def _dw_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     ]
 
 
-# shapes of x, weight and result, a layout, attributes: the same cases for both gradients
-_GRAD_CASES: tuple[tuple[Shape, Shape, Shape, str, dict[str, Any]], ...] = (
-    ((2, 3, 6, 5), (4, 3, 3, 2), (2, 4, 3, 4), "contiguous", {"stride": (2, 1), "padding": (1, 0)}),
-    ((2, 3, 5, 4), (4, 3, 3, 3), (2, 4, 5, 4), "nhwc", {"padding": 1}),
-    ((2, 4, 5, 5), (4, 1, 3, 3), (2, 4, 3, 3), "sliced", {"groups": 4}),
-    ((1, 4, 6, 6), (6, 2, 2, 2), (1, 6, 4, 4), "contiguous", {"groups": 2, "dilation": 2}),
-    ((2, 3, 8), (4, 3, 3), (2, 4, 4), "nhwc", {"stride": 2, "padding": 1}),
-    ((1, 2, 4, 3, 4), (3, 2, 2, 2, 2), (1, 3, 3, 2, 3), "nhwc", {}),
-    (
-        (2, 4, 3, 4),
-        (4, 3, 3, 3),
-        (2, 6, 6, 8),
-        "contiguous",
-        {"transposed": True, "stride": 2, "output_padding": 1, "padding": 1, "groups": 2},
-    ),
-    ((0, 3, 5, 5), (4, 3, 3, 3), (0, 4, 3, 3), "contiguous", {}),
+# x, weight and result: the same cases for both gradients
+_GRAD_CASES = samples(
+    """2x3x6x5 4x3x3x2 2x4x3x4 stride=(2,1) padding=(1,0) | 2x3x5x4@nhwc 4x3x3x3 2x4x5x4 padding=1
+    | 2x4x5x5@sliced 4x1x3x3 2x4x3x3 groups=4 | 1x4x6x6 6x2x2x2 1x6x4x4 groups=2 dilation=2
+    | 2x3x8@nhwc 4x3x3 2x4x4 stride=2 padding=1 | 1x2x4x3x4@nhwc 3x2x2x2x2 1x3x3x2x3
+    | 2x4x3x4 4x3x3x3 2x6x6x8 transposed=True stride=2 output_padding=1 padding=1 groups=2
+    | 0x3x5x5 4x3x3x3 0x4x3x3"""
 )
 
 
 def _grad_samples(op: str) -> tuple[Sample, ...]:
-    if op == "conv_dx":
-        return tuple(
-            Sample((Arg(y, layout=layout), Arg(w)), {"shape": x, **attrs})
-            for x, w, y, layout, attrs in _GRAD_CASES
-        )
-    return tuple(
-        Sample((Arg(y), Arg(x, layout=layout)), {"shape": w, **attrs})
-        for x, w, y, layout, attrs in _GRAD_CASES
-    )
+    found = []
+    for s in _GRAD_CASES():
+        x, w, y = s.args
+        ins, of = ((replace(y, layout=x.layout), w), x) if op == "conv_dx" else ((y, x), w)
+        found.append(Sample(ins, {"shape": of.shape, **s.attrs}))
+    return tuple(found)
 
 
-GRADIENTS = tuple(
-    OpDef(
-        name=name,
-        doc=doc,
-        inputs=("grad", second),
-        attrs={"shape": _SHAPE, **_ATTRS},
-        complete=_complete(name),
-        infer=infer,
-        reference=reference,
-        fusion=Fusion.COMPLEX,
-        vjp=vjp,
-        flops=_macs_of(name),
-        samples=partial(_grad_samples, name),
-    )
-    for name, second, infer, reference, vjp, doc in (
-        (
-            "conv_dx",
-            "weight",
-            _dx_infer,
-            _dx_reference,
-            _dx_vjp,
-            "The gradient of conv for x: that of the result, pulled back through the weight.",
-        ),
-        (
-            "conv_dw",
-            "x",
-            _dw_infer,
-            _dw_reference,
-            _dw_vjp,
-            "The gradient of conv for its weight: that of the result against shifted copies of x.",
-        ),
-    )
+_SHAPE = Attr("ints", doc="the shape of the tensor whose gradient this is")
+_pulling = partial(operator, Fusion.COMPLEX, attrs={"shape": _SHAPE, **_ATTRS})
+
+
+@_pulling(
+    _dx_reference,
+    complete=_complete("conv_dx"),
+    vjp=_dx_vjp,
+    flops=_macs(2, 1, 0),
+    samples=partial(_grad_samples, "conv_dx"),
 )
+def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) -> TensorType:
+    """The gradient of conv for x: that of the result, pulled back through the weight."""
+    one_dtype("conv_dx", grad=grad, weight=weight)
+    _agrees("conv_dx", grad, shape, weight.shape, attrs)
+    return TensorType.of(shape, grad.dtype, _order(weight, grad))
 
-OPS = (CONV, *GRADIENTS)
+
+@_pulling(
+    _dw_reference,
+    complete=_complete("conv_dw"),
+    vjp=_dw_vjp,
+    flops=_macs(1, 2, 0),
+    samples=partial(_grad_samples, "conv_dw"),
+)
+def conv_dw(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> TensorType:
+    """The gradient of conv for its weight: that of the result against shifted copies of x."""
+    one_dtype("conv_dw", grad=grad, x=x)
+    _agrees("conv_dw", grad, x.shape, shape, attrs)
+    return TensorType.of(shape, grad.dtype, _order(None, x, grad))
+
+
+OPS = (conv, conv_dx, conv_dw)

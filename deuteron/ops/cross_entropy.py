@@ -14,7 +14,7 @@ position, its lse = log Σ exp logits, and the gradient of the logits. The gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,19 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, float32, float64, int32, int64, uint8
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.emit import Grads, Ops, Sym, Syms
+from deuteron.ops.opdef import (
+    Attr,
+    Attributes,
+    Fusion,
+    Given,
+    Vjp,
+    check_float,
+    check_shape,
+    input_flops,
+    operator,
+)
+from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor
 CLASSES = (int64, int32, uint8)
@@ -53,50 +63,12 @@ def _along(x: Shape) -> Shape:
     return tuple(size if i == class_axis(x) else 1 for i, size in enumerate(x))
 
 
-def _check_target(
-    name: str, x: TensorType, target: TensorType, attrs: Mapping[str, Any], mixed: bool
-) -> None:
-    want = positions(x.shape)
-    if target.dtype.is_float and name != "nll_loss":
-        if target.shape != x.shape or (target.dtype != x.dtype and not mixed):
-            raise GraphError(
-                f"the target of {name} holds probabilities and is {target}, the logits are {x}",
-                remedy="give both one shape and one element type, or integer classes of shape "
-                f"{list(want)}",
-            )
-        if attrs["ignore_index"] >= 0:
-            raise GraphError(
-                f"ignore_index={attrs['ignore_index']} cannot point into probabilities",
-                remedy="leave ignore_index out, or give integer classes",
-            )
-        return
-    if target.dtype not in CLASSES:
-        raise GraphError(
-            f"the target of {name} is {target.dtype.name}, not integer classes",
-            remedy='cast it: cast(target, dtype="i64")',
-        )
-    if target.shape != want:
-        raise GraphError(
-            f"the target of {name} has shape {list(target.shape)}, x {list(x.shape)} needs "
-            f"{list(want)}",
-            remedy="give one class for each position; classes lie along dimension 1 of x",
-        )
-
-
-def _check(
-    name: str,
-    x: TensorType,
-    target: TensorType,
-    weight: TensorType | None,
-    attrs: Mapping[str, Any],
-    mixed: bool = False,
-) -> None:
-    """Raises for what has no meaning; ``mixed``: element types may differ."""
-    if not x.dtype.is_float or x.dtype.bits < 16:
-        raise GraphError(
-            f"{name} of {x.dtype.name} is not defined", remedy='cast first: cast(x, dtype="f32")'
-        )
-    if x.rank == 0 or x.shape[class_axis(x.shape)] == 0:
+def _check(name: str, x: TensorType, target: TensorType, weight: Given, attrs: Attributes) -> None:
+    """Raises for what has no meaning. Where kernels compute, element types may differ."""
+    check_float(name, x=x)
+    mixed = "reduction" not in attrs
+    axis, each = class_axis(x.shape), positions(x.shape)
+    if x.rank == 0 or x.shape[axis] == 0:
         what = "a scalar" if x.rank == 0 else str(x)
         raise GraphError(f"{name} of {what}: there are no classes", remedy="give x of shape [N, C]")
     if not 0.0 <= attrs.get("label_smoothing", 0.0) <= 1.0:
@@ -104,47 +76,31 @@ def _check(
             f"label_smoothing={attrs['label_smoothing']} is not a share",
             remedy="use a number from 0 to 1",
         )
-    _check_target(name, x, target, attrs, mixed)
-    classes = (x.shape[class_axis(x.shape)],)
-    if weight is not None and (
-        weight.shape != classes
-        or not weight.dtype.is_float
-        or (weight.dtype != x.dtype and not mixed)
-    ):
-        raise GraphError(
-            f"the weight of {name} is {weight}, x has {classes[0]} classes in {x.dtype.name}",
-            remedy=f"give {x.dtype.short}{list(classes)}: one weight per class",
-        )
-
-
-def _infer(name: str) -> Callable[..., TensorType]:
-    def infer(
-        x: TensorType, target: TensorType, weight: TensorType | None, **attrs: Any
-    ) -> TensorType:
-        _check(name, x, target, weight, attrs)
-        return TensorType.of(positions(x.shape) if attrs["reduction"] == "none" else (), x.dtype)
-
-    return infer
-
-
-def _infer_with_grad(
-    x: TensorType,
-    target: TensorType,
-    weight: TensorType | None,
-    scale: TensorType | None,
-    z: TensorType | None,
-    **attrs: Any,
-) -> tuple[TensorType, ...]:
-    _check("cross_entropy", x, target, weight, attrs, mixed=True)
-    each = positions(x.shape)
-    for what, given, shapes in (("scale", scale, ((), each)), ("z", z, ((),))):
-        if given is not None and (not given.dtype.is_float or given.shape not in shapes):
+    if target.dtype.is_float and name != "nll_loss":
+        if target.shape != x.shape or (target.dtype != x.dtype and not mixed):
             raise GraphError(
-                f"{what} of cross_entropy_with_grad is {given}",
-                remedy=f"give a float of shape {' or '.join(str(list(s)) for s in shapes)}",
+                f"the target of {name} holds probabilities and is {target}, the logits are {x}",
+                remedy=f"give both one shape and type, or integer classes of shape {list(each)}",
             )
-    row = TensorType.of(each, sums_of(x))
-    return row, row, x.dense_like()
+        if attrs["ignore_index"] >= 0:
+            raise GraphError(
+                f"ignore_index={attrs['ignore_index']} cannot point into probabilities",
+                remedy="leave ignore_index out, or give integer classes",
+            )
+    elif target.dtype not in CLASSES:
+        raise GraphError(
+            f"the target of {name} is {target.dtype.name}, not integer classes",
+            remedy='cast it: cast(target, dtype="i64")',
+        )
+    else:
+        remedy = "give one class for each position; classes lie along dimension 1 of x"
+        check_shape(f"the target of {name}", target, each, remedy)
+    check_shape(f"the weight of {name}", weight, x.shape[axis : axis + 1], "one for each class")
+    if weight is not None and not (weight.dtype.is_float if mixed else weight.dtype == x.dtype):
+        raise GraphError(
+            f"the weight of {name} is {weight.dtype.name}, x is {x.dtype.name}",
+            remedy=f'cast(weight, dtype="{x.dtype.short}")',
+        )
 
 
 # ---- what they mean --------------------------------------------------------------------------
@@ -159,19 +115,13 @@ def _reference(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _reference_with_grad(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    z: Tensor | None,
-    *,
-    label_smoothing: float,
-    ignore_index: int,
+    x: Tensor, target: Tensor, *rest: Tensor | None, label_smoothing: float, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = x if x.dtype == torch.float64 else x.float()
+    weight, scale, z = (None if t is None else t.to(wide) for t in rest)
     axis, probs = class_axis(x.shape), target.is_floating_point()
     classes = x.shape[axis]
-    weight = wide.new_ones(classes) if weight is None else weight.to(wide)
+    weight = wide.new_ones(classes) if weight is None else weight
     target = target.to(wide) if probs else target.long()
     how: Any = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
     each = F.cross_entropy(wide, target, weight, reduction="none", **how)
@@ -185,11 +135,11 @@ def _reference_with_grad(
     q = (q * (1.0 - label_smoothing) + even) * weight.view(_along(x.shape))
     slope = q.sum(axis, keepdim=True)
     if z is not None:
-        each = each + z.to(wide) * lse * lse
-        slope = slope + 2.0 * z.to(wide) * lse.unsqueeze(axis)
+        each = each + z * lse * lse
+        slope = slope + 2.0 * z * lse.unsqueeze(axis)
     grad = wide.softmax(axis) * slope - q
     if scale is not None:
-        grad = grad * (scale.to(wide).unsqueeze(axis) if scale.dim() else scale.to(wide))
+        grad = grad * (scale.unsqueeze(axis) if scale.dim() else scale)
     if live is not None:
         grad = torch.where(live.unsqueeze(axis), grad, 0.0)
     return each.contiguous(), lse.contiguous(), torch.empty_like(x).copy_(grad)
@@ -207,14 +157,11 @@ def divisor(b: Ops, x: TensorType, target: Sym, weight: Sym | None, ignored: int
     target = b.to(target, int64)
     counts = b.ne(target, ignored)
     if weight is None:
-        found: Sym = b.to(counts, kind)
-    else:
-        counts = b.logical_and(counts, b.logical_and(b.ge(target, 0), b.lt(target, classes)))
-        place = b.reshape(b.where(counts, target, 0), shape=(target.type.numel,))
-        of_class = b.index_select(b.to(weight, kind), place, axis=0)
-        found = b.where(counts, b.reshape(of_class, shape=target.shape), 0.0)
-    total: Sym = b.sum(found)
-    return total
+        return b.one("sum", b.to(counts, kind))
+    counts = b.logical_and(counts, b.logical_and(b.ge(target, 0), b.lt(target, classes)))
+    place = b.reshape(b.where(counts, target, 0), shape=(target.type.numel,))
+    of_class = b.index_select(b.to(weight, kind), place, axis=0)
+    return b.one("sum", b.where(counts, b.reshape(of_class, shape=target.shape), 0.0))
 
 
 def sums_of(x: TensorType) -> DType:
@@ -222,30 +169,24 @@ def sums_of(x: TensorType) -> DType:
     return float64 if x.dtype == float64 else float32
 
 
-def _outer(b: Ops, v: Vjp) -> Sym:
-    """The gradient that reaches the loss of each position: one for each, or one for all."""
-    if v.attrs.get("reduction") != "mean":
-        return v.grad
-    share = v.arg(2) if v.has(2) else None
-    parts = divisor(b, v.arg(0).type, v.arg(1), share, v.attrs["ignore_index"])
-    return b.upcast(v.grad) / parts
-
-
-def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _vjp(b: Ops, v: Vjp) -> Grads:
     """One rule for all: for log-probabilities the gradient is −q · weight, for logits a kernel
     makes it. The weight has one too, which PyTorch leaves out."""
-    x, logits = v.arg(0), "label_smoothing" in v.attrs
-    outer = _outer(b, v)
-    out: list[Sym | None] = [None] * len(v.ins)
+    x, outer, logits = v.arg(0), v.grad, "label_smoothing" in v.attrs
+    if v.attrs.get("reduction") == "mean":
+        share = v.arg(2) if v.has(2) else None
+        parts = divisor(b, x.type, v.arg(1), share, v.attrs["ignore_index"])
+        outer = b.upcast(v.grad) / parts
+    out: Grads = [None] * len(v.ins)
     if v.needs[0] and logits:
-        how = {name: v.attrs[name] for name in ("label_smoothing", "ignore_index")}
+        how = {name: v.attrs[name] for name in _HOW}
         out[0] = b.cross_entropy_with_grad(*v.ins[:3], outer, *v.ins[4:], **how)[2]
     if (v.needs[0] and not logits) or any(v.needs[1:3]):
         _by_formula(b, v, b.upcast(x), b.upcast(outer), out)
     return out
 
 
-def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: list[Sym | None]) -> None:
+def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: Grads) -> None:
     """The gradients that are made of q: of log-probabilities, of a target, and of weights."""
     axis, smooth = class_axis(x.shape), v.attrs.get("label_smoothing", 0.0)
     logits, probs = "label_smoothing" in v.attrs, v.arg(1).dtype.is_float
@@ -285,7 +226,7 @@ def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: list[Sym | None]) -> No
             out[2] = b.to(b.reshape(dw, shape=v.arg(2).shape), v.arg(2).dtype)
 
 
-def _vjp_with_grad(b: Ops, v: Vjp) -> list[Sym | None]:
+def _vjp_with_grad(b: Ops, v: Vjp) -> Grads:
     if v.grads[1] is not None or v.grads[2] is not None:
         raise GraphError(
             "cross_entropy_with_grad has no gradient for its lse and its gradient",
@@ -298,133 +239,119 @@ def _vjp_with_grad(b: Ops, v: Vjp) -> list[Sym | None]:
 
 
 def joined(
-    b: Ops, each: Sym, x: TensorType, target: Sym, weight: Sym | None, attrs: Mapping[str, Any]
+    b: Ops, each: Sym, x: TensorType, target: Sym, weight: Sym | None, attrs: Attributes
 ) -> Sym:
     """The losses of all positions as ``attrs["reduction"]`` has it, in their own type."""
     if attrs["reduction"] == "none":
         return each
-    total: Sym = b.sum(each)
-    if attrs["reduction"] == "sum":
-        return total
-    return total / divisor(b, x, target, weight, attrs["ignore_index"])
+    total = b.one("sum", each)
+    mean = attrs["reduction"] == "mean"
+    return total / divisor(b, x, target, weight, attrs["ignore_index"]) if mean else total
 
 
-def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Mapping[str, Any]) -> list[Sym]:
+def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """The loss of each position, then their sum or mean: two kernels that read the logits once,
     where one would have to wait for all others. Positions are summed in float32."""
     x, target, weight = ins
     assert x is not None and target is not None
-    how = {name: attrs[name] for name in ("label_smoothing", "ignore_index")}
+    how = {name: attrs[name] for name in _HOW}
     each = b.cross_entropy_with_grad(x, target, weight, **how)[0]
     return [b.to(joined(b, each, x.type, target, weight, attrs), x.dtype)]
 
 
 # ---- the operators -------------------------------------------------------------------------------
 
-_IGNORE = Attr("int", -100, "positions with this target do not count")
-_SMOOTHING = Attr("float", 0.0, "from 0 to 1")
+_HOW = {
+    "label_smoothing": Attr("float", 0.0, "from 0 to 1"),
+    "ignore_index": Attr("int", -100, "positions with this target do not count"),
+}
 _TAIL = {
-    "ignore_index": _IGNORE,
+    "ignore_index": _HOW["ignore_index"],
     "reduction": Attr("str", "mean", "how positions are joined", ("mean", "sum", "none")),
 }
 
-
-def _class_samples() -> tuple[Sample, ...]:
-    def case(
-        shape: Shape, weighted: bool = False, layout: str = "contiguous", **how: Any
-    ) -> Sample:
-        number = shape[class_axis(shape)]
-        target = Arg(positions(shape), "index", how.pop("of", None), high=number)
-        weight = (Arg((number,), "positive"),) if weighted else ()
-        return Sample((Arg(shape, layout=layout), target, *weight), how)
-
-    return (
-        case((4, 3)),
-        case((4, 3), weighted=True, layout="transposed", ignore_index=1),
-        case((2, 3, 4), weighted=True, reduction="none"),
-        case((2, 3, 2, 4), layout="nhwc", reduction="none", ignore_index=2),
-        case((5, 3), weighted=True, layout="sliced", reduction="sum", ignore_index=0, of="i32"),
-        case((3,)),
-        case((0, 3), reduction="sum"),
-    )
-
-
-def _nll_samples() -> Sequence[Sample]:
-    none = Sample(
-        (Arg((3, 4)), Arg((3,), "index", high=1)), {"ignore_index": 0}, False, "none valid"
-    )
-    return (*_class_samples(), none)
-
-
-def _cross_entropy_samples() -> Sequence[Sample]:
-    smooth = {"label_smoothing": 0.2}
-    few = _nll_samples()
-    return (
-        *few,
-        replace(few[1], attrs={**few[1].attrs, **smooth}),
-        replace(few[3], attrs={**few[3].attrs, **smooth}),
-        Sample((Arg((4, 3)), Arg((4, 3), "positive"), Arg((3,), "positive")), smooth),
-        Sample((Arg((2, 3, 4), layout="transposed"), Arg((2, 3, 4))), {"reduction": "none"}),
-    )
+_NLL = """4x3 4:index<3 | 4x3@transposed 4:index<3 3:positive ignore_index=1
+    | 2x3x4 2x4:index<3 3:positive reduction=none
+    | 2x3x2x4@nhwc 2x2x4:index<3 reduction=none ignore_index=2
+    | 5x3@sliced 5:index<3:i32 3:positive reduction=sum ignore_index=0
+    | 3 scalar:index<3 | 0x3 0:index<3 reduction=sum
+    | 3x4 3:index<1 ignore_index=0 nograd [none valid]"""
 
 
 def _with_grad_samples() -> Sequence[Sample]:
     """Those of cross-entropy, with a scale for all or for each position, and with z, in turn."""
     found = []
-    for k, s in enumerate(_cross_entropy_samples()):
+    for k, s in enumerate(cross_entropy.samples()):
         x, target, weight = (*s.inputs, None)[:3]
-        assert x is not None
-        scale = (None, Arg((), "positive"), Arg(positions(x.shape)))[k % 3]
+        scale = (None, Arg((), "positive"), Arg(positions(s.args[0].shape)))[k % 3]
         z = Arg((), "positive") if k % 2 else None
         how = {name: v for name, v in s.attrs.items() if name != "reduction"}
         found.append(replace(s, inputs=(x, target, weight, scale, z), attrs=how))
     return found
 
 
-NLL = OpDef(
-    name="nll_loss",
-    doc="−weight · x at the target's class: the loss of log-probabilities [N, C, …] against "
-    "integer classes [N, …], joined by their weighted mean, their sum, or not at all.",
-    inputs=("x", "target", "weight?"),
+@operator(
+    Fusion.REDUCTION,
+    _reference(F.nll_loss),
     attrs=_TAIL,
-    infer=_infer("nll_loss"),
-    reference=_reference(F.nll_loss),
-    fusion=Fusion.REDUCTION,
     vjp=_vjp,
     flops=lambda ins, outs, attrs: 2.0 * (ins[1].numel if ins[1] is not None else 0),
-    samples=_nll_samples,
+    samples=samples(_NLL),
 )
+def nll_loss(x: TensorType, target: TensorType, weight: Given, **attrs: Any) -> TensorType:
+    """−weight · x at the target's class: the loss of log-probabilities [N, C, …] against integer
+    classes [N, …], joined by their weighted mean, their sum, or not at all."""
+    _check("nll_loss", x, target, weight, attrs)
+    return TensorType.of(positions(x.shape) if attrs["reduction"] == "none" else (), x.dtype)
 
-CROSS_ENTROPY = OpDef(
-    name="cross_entropy",
-    doc="nll_loss of log_softmax(logits) along dimension 1, with a share label_smoothing of each "
-    "target spread over all classes. Targets are integer classes [N, …], or probabilities in the "
-    "shape of the logits.",
-    inputs=("logits", "target", "weight?"),
-    attrs={"label_smoothing": _SMOOTHING, **_TAIL},
-    infer=_infer("cross_entropy"),
-    reference=_reference(F.cross_entropy),
-    fusion=Fusion.REDUCTION,
+
+@operator(
+    Fusion.REDUCTION,
+    _reference(F.cross_entropy),
+    attrs=_HOW | _TAIL,
     vjp=_vjp,
     expand=_expand,
-    flops=lambda ins, outs, attrs: 12.0 * (ins[0].numel if ins[0] is not None else 0),
-    samples=_cross_entropy_samples,
+    flops=input_flops(12),
+    samples=samples(
+        f"""{_NLL} | 4x3@transposed 4:index<3 3:positive ignore_index=1 label_smoothing=0.2
+        | 2x3x2x4@nhwc 2x2x4:index<3 reduction=none ignore_index=2 label_smoothing=0.2
+        | 4x3 4x3:positive 3:positive label_smoothing=0.2 | 2x3x4@transposed 2x3x4 reduction=none"""
+    ),
 )
+def cross_entropy(logits: TensorType, target: TensorType, weight: Given, **a: Any) -> TensorType:
+    """nll_loss of log_softmax(logits) along dimension 1, with a share label_smoothing of each
+    target spread over all classes. Targets are integer classes [N, …], or probabilities in the
+    shape of the logits."""
+    _check("cross_entropy", logits, target, weight, a)
+    each = positions(logits.shape) if a["reduction"] == "none" else ()
+    return TensorType.of(each, logits.dtype)
 
-WITH_GRAD = OpDef(
-    name="cross_entropy_with_grad",
-    doc="Cross-entropy of each position, + z · lse²; its lse = log Σ exp logits, both in float32 "
-    "(float64 of float64) and 0 where the target is ignored; and the gradient of the logits, "
-    "where that of each loss is scale: one number, or one for each position. A result that nobody "
-    "reads is not computed.",
-    inputs=("logits", "target", "weight?", "scale?", "z?"),
-    attrs={"label_smoothing": _SMOOTHING, "ignore_index": _IGNORE},
-    infer=_infer_with_grad,
-    reference=_reference_with_grad,
-    fusion=Fusion.REDUCTION,
+
+@operator(
+    Fusion.REDUCTION,
+    _reference_with_grad,
+    attrs=_HOW,
     vjp=_vjp_with_grad,
     flops=lambda ins, outs, attrs: 16.0 * outs[2].numel,
     samples=_with_grad_samples,
 )
+def cross_entropy_with_grad(
+    logits: TensorType, target: TensorType, weight: Given, scale: Given, z: Given, **attrs: Any
+) -> tuple[TensorType, ...]:
+    """Cross-entropy of each position, + z · lse²; its lse = log Σ exp logits, both in float32
+    (float64 of float64) and 0 where the target is ignored; and the gradient of the logits, where
+    that of each loss is scale: one number, or one for each position. A result that nobody reads is
+    not computed."""
+    _check("cross_entropy", logits, target, weight, attrs)
+    each = positions(logits.shape)
+    for what, given, shapes in (("scale", scale, ((), each)), ("z", z, ((),))):
+        if given is not None and (not given.dtype.is_float or given.shape not in shapes):
+            raise GraphError(
+                f"{what} of cross_entropy_with_grad is {given}",
+                remedy=f"give a float of shape {' or '.join(str(list(s)) for s in shapes)}",
+            )
+    row = TensorType.of(each, sums_of(logits))
+    return row, row, logits.dense_like()
 
-OPS = (NLL, CROSS_ENTROPY, WITH_GRAD)
+
+OPS = (nll_loss, cross_entropy, cross_entropy_with_grad)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from inspect import Parameter, signature
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp, broadcast, pa
 from deuteron.ops.samples import Sample, unary_samples
 
 Result = Callable[..., DType]
+Gradient = Callable[..., Any] | Sequence[Callable[..., Any] | None] | None
 
 # ---- the element type of a result -----------------------------------------------------------
 
@@ -47,9 +47,7 @@ def numbers(name: str, *types: TensorType) -> DType:
     """Any number stays what it is; booleans are none."""
     dt = promoted(*types)
     if dt == bool_:
-        raise GraphError(
-            f"{name} is not defined on bool", remedy='cast first: cast(x, dtype="i32")'
-        )
+        raise GraphError(f"{name} of bool is not defined", remedy='cast(x, dtype="u8") first')
     return dt
 
 
@@ -77,13 +75,13 @@ def result_type(dt: DType, *types: TensorType | None) -> TensorType:
 def elementwise(
     *,
     rules: Mapping[str, Callable[..., bool]] | None = None,
-    gradient: Callable[..., Any] | Sequence[Callable[..., Any] | None] | None = None,
+    gradient: Gradient = None,
     reference: Callable[..., torch.Tensor] | None = None,
     result: Result = floats,
     samples: str | Callable[[], Sequence[Sample]] = "normal",
     tried: Sequence[Mapping[str, Any]] = ({},),
     wide: bool = True,
-) -> Callable[[Formula], OpDef]:
+) -> Callable[..., OpDef]:
     """An operator of which one element comes from one element of each input, from its formula.
 
     >>> @dt.elementwise(rules={"use cap above 0": lambda cap: cap > 0})
@@ -107,66 +105,44 @@ def elementwise(
     wide       whether gradients of 16-bit numbers are computed in float32
     """
 
-    def make(formula: Formula) -> OpDef:
-        name, given = formula.__name__, list(signature(formula).parameters.values())[1:]
-        attrs = {p.name: _attr(p) for p in given if p.annotation not in (p.empty, "Any", Any)}
-        return define(
-            name,
-            (formula.__doc__ or name).rstrip("."),
-            tuple(p.name for p in given if p.name not in attrs),
-            formula,
+    cases = partial(_cases, samples, tried) if isinstance(samples, str) else samples
+    several = gradient is None or isinstance(gradient, Sequence)
+
+    def make(formula: Formula | None, name: str = "", doc: str = "", inputs: str = "") -> OpDef:
+        """Name, description and inputs are given for what every renderer knows by its name."""
+        attrs: dict[str, Attr] = {}
+        slots = tuple(inputs.split())
+        if formula is not None and not name:
+            name, given = formula.__name__, list(signature(formula).parameters.values())[1:]
+            attrs = {p.name: _attr(p) for p in given if p.annotation not in (p.empty, "Any", Any)}
+            slots = tuple(p.name for p in given if p.name not in attrs)
+            doc = (formula.__doc__ or name).rstrip(".")
+
+        def infer(*types: TensorType, **given: Any) -> TensorType:
+            for remedy, holds in (rules or {}).items():
+                asked = signature(holds).parameters
+                if not holds(**{key: given[key] for key in asked}):
+                    shown = ", ".join(f"{key}={given[key]}" for key in asked)
+                    raise GraphError(f"{name} with {shown} is not defined", remedy=remedy)
+            dt = result(name, *types)
+            return types[0].dense_like(dt=dt) if len(types) == 1 else result_type(dt, *types)
+
+        return OpDef(
+            name=name,
+            doc=f"{doc}, elementwise{' with broadcasting' * (len(slots) > 1)}.",
+            inputs=slots,
             attrs=attrs,
-            rules=rules or {},
-            gradient=gradient,
-            reference=reference,
-            result=result,
-            samples=partial(_cases, samples, tried) if isinstance(samples, str) else samples,
-            wide=wide,
+            infer=infer,
+            reference=reference or _by_formula(formula),
+            fusion=Fusion.BROADCAST if len(slots) > 1 else Fusion.ELEMENTWISE,
+            formula=formula,
+            gradients=gradient if several else (gradient,),  # type: ignore[arg-type]
+            vjp=lambda b, v: _vjp(table.get(name), b, v, wide),
+            flops=lambda ins, outs, given: outs[0].numel * _flops(name, tuple(given.items())),
+            samples=cases,
         )
 
     return make
-
-
-def define(
-    name: str,
-    doc: str,
-    inputs: tuple[str, ...],
-    formula: Formula | None,
-    *,
-    gradient: Callable[..., Any] | Sequence[Callable[..., Any] | None] | None,
-    reference: Callable[..., torch.Tensor] | None,
-    result: Result,
-    samples: Callable[[], Sequence[Sample]],
-    attrs: Mapping[str, Attr] = MappingProxyType({}),
-    rules: Mapping[str, Callable[..., bool]] = MappingProxyType({}),
-    wide: bool = False,
-) -> OpDef:
-    """What :func:`elementwise` makes; without a formula it is what every renderer knows by name."""
-
-    def infer(*types: TensorType, **given: Any) -> TensorType:
-        for remedy, holds in rules.items():
-            asked = signature(holds).parameters
-            if not holds(**{key: given[key] for key in asked}):
-                shown = ", ".join(f"{key}={given[key]}" for key in asked)
-                raise GraphError(f"{name} with {shown} is not defined", remedy=remedy)
-        dt = result(name, *types)
-        return types[0].dense_like(dt=dt) if len(types) == 1 else result_type(dt, *types)
-
-    one = gradient is None or isinstance(gradient, Sequence)
-    return OpDef(
-        name=name,
-        doc=f"{doc}, elementwise{' with broadcasting' * (len(inputs) > 1)}.",
-        inputs=inputs,
-        attrs=attrs,
-        infer=infer,
-        reference=reference or _by_formula(formula),
-        fusion=Fusion.BROADCAST if len(inputs) > 1 else Fusion.ELEMENTWISE,
-        formula=formula,
-        gradients=gradient if one else (gradient,),  # type: ignore[arg-type]
-        vjp=lambda b, v: _vjp(table.get(name), b, v, wide),
-        flops=lambda ins, outs, given: outs[0].numel * _flops(name, tuple(given.items())),
-        samples=samples,
-    )
 
 
 def _attr(p: Parameter) -> Attr:
@@ -205,7 +181,7 @@ def _vjp(op: OpDef, b: Ops, v: Vjp, wide: bool) -> list[Sym | None]:
         return b.upcast(s) if wide else s
 
     grad, found = widened(v.grad), list[Sym | None]()
-    asked = None if op.gradients is None else op.gradients
+    asked = op.gradients
     for i, need in enumerate(v.needs):
         rule = asked[i] if asked else None
         if not need or (asked is not None and rule is None):

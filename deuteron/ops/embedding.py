@@ -7,24 +7,39 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float64, int32, int64
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.determinism import fixed_order
 from deuteron.ops.elementwise import floats
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import AXIS, NHWC, ROW, SAME, SLICED, TURNED, check_index, with_axis
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
-from deuteron.ops.reduce import input_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.emit import Grads, Ops, Sym
+from deuteron.ops.movement import AXIS, check_index, with_axis
+from deuteron.ops.opdef import Attr, Fusion, Vjp, elementwise_flops, input_flops, operator
+from deuteron.ops.reference import LOW, fixed_order
+from deuteron.ops.samples import samples
 
-_LOW = (torch.float16, torch.bfloat16)
+Tensor = torch.Tensor
 
 
-def _scatter_add_infer(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
-    check_index(index, int64)
-    if index.shape != src.shape or len(shape) != src.rank or any(n < 0 for n in shape):
-        raise GraphError(
-            f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)} do not fit",
-            remedy="index and src must be of one shape, and of the rank of shape",
-        )
+def _scatter_add_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) -> Tensor:
+    wide = src.float() if src.dtype in LOW else src
+    return wide.new_zeros(shape).scatter_add(axis, index, wide).to(src.dtype)
+
+
+@operator(
+    Fusion.OPAQUE,
+    _scatter_add_reference,
+    attrs={"shape": Attr("ints", doc="the sizes of the result"), "axis": AXIS},
+    complete=with_axis,
+    vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
+    flops=input_flops(1),
+    samples=samples(
+        """6x3:index<4 6x3 shape=(4,3) axis=0 | 2x5:index<3 2x5 shape=(4,3) axis=-1
+        | 0:index<5 0 shape=(5,) axis=0 | 4x2:index<3 4x2@transposed shape=(4,3) axis=1
+        | 1x3:index<4 1x3@sliced shape=(4,3) axis=0 | 5x3:index<1 5x3@expanded shape=(1,3) axis=0
+        | 2x1x2x2:index<3 2x1x2x2@nhwc shape=(2,3,2,2) axis=1"""
+    ),
+)
+def scatter_add(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
+    """Zeros of the given shape, and each element of src added where index says along the axis: the
+    gradient of gather."""
+    check_scatter(index, src, shape)
     if any(i > n and d != axis for d, (i, n) in enumerate(zip(src.shape, shape, strict=True))):
         raise GraphError(
             f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}",
@@ -33,65 +48,25 @@ def _scatter_add_infer(index: TensorType, src: TensorType, shape: Shape, axis: i
     return TensorType.of(shape, src.dtype)
 
 
-def _scatter_add_reference(
-    index: torch.Tensor, src: torch.Tensor, shape: Shape, axis: int
-) -> torch.Tensor:
-    wide = src.float() if src.dtype in _LOW else src
-    out = torch.zeros(shape, dtype=wide.dtype, device=src.device)
-    return out.scatter_add(axis, index, wide).to(src.dtype)
-
-
-SCATTER_ADD = OpDef(
-    name="scatter_add",
-    doc="Zeros of the given shape, and each element of src added where index says along the axis: "
-    "the gradient of gather.",
-    inputs=("index", "src"),
-    attrs={"shape": Attr("ints", doc="the sizes of the result"), "axis": AXIS},
-    complete=with_axis,
-    infer=_scatter_add_infer,
-    reference=_scatter_add_reference,
-    fusion=Fusion.OPAQUE,
-    vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
-    flops=input_flops(1),
-    samples=lambda: tuple(
-        Sample((Arg(i, "index", high=s[a]), Arg(i, layout=order)), {"shape": s, "axis": a})
-        for i, order, s, a in (
-            ((6, 3), ROW, (4, 3), 0),
-            ((2, 5), ROW, (4, 3), -1),
-            ((0,), ROW, (5,), 0),
-            ((4, 2), TURNED, (4, 3), 1),
-            ((1, 3), SLICED, (4, 3), 0),
-            ((5, 3), SAME, (1, 3), 0),
-            ((2, 1, 2, 2), NHWC, (2, 3, 2, 2), 1),
-        )
-    ),
-)
-
-
-def _embedding_infer(
-    weight: TensorType, index: TensorType, padding_idx: int, scale_grad_by_freq: bool = False
-) -> TensorType:
-    check_index(index, int64, int32)
-    if weight.rank != 2:
-        raise GraphError(f"weight has rank {weight.rank}, not 2", remedy="use [rows, features]")
-    if not -1 <= padding_idx < weight.shape[0]:
+def check_scatter(index: TensorType, src: TensorType, shape: Shape) -> None:
+    """An index for each element of src, into a tensor of a shape that has its rank."""
+    check_index(index, int64)
+    if index.shape != src.shape or len(shape) != src.rank or any(n < 0 for n in shape):
         raise GraphError(
-            f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows",
-            remedy="count from 0; -1 means no padding row",
+            f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)} do not fit",
+            remedy="index and src must be of one shape, and of the rank of shape",
         )
-    return TensorType.of((*index.shape, weight.shape[1]), weight.dtype)
 
 
 def by_frequency(b: Ops, grad: Sym, index: Sym, rows: int) -> Sym:
     """``grad`` of the rows that ``index`` names, each divided by how often its row is named."""
-    one = b.constant(
-        torch.ones((), dtype=torch.float64 if grad.dtype == float64 else torch.float32)
-    )
+    kind = torch.float64 if grad.dtype == float64 else torch.float32
+    one = b.constant(torch.ones((), dtype=kind))
     named = b.embedding_grad(b.one("expand", one, shape=(*index.shape, 1)), index, rows)
     return b.upcast(grad) / b.one("embedding", named, index)
 
 
-def _embedding_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _embedding_vjp(b: Ops, v: Vjp) -> Grads:
     weight, index, grad = v.arg(0), v.arg(1), v.grad
     if v.attrs["scale_grad_by_freq"]:
         grad = by_frequency(b, grad, index, weight.shape[0])
@@ -101,65 +76,51 @@ def _embedding_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
 
 _PADDING = {"padding_idx": Attr("int", -1, "the row without a gradient, or -1")}
 
-EMBEDDING = OpDef(
-    name="embedding",
-    doc="The rows of weight that index names. The row padding_idx receives no gradient; -1 means "
-    "no such row. With scale_grad_by_freq a gradient is divided by how often its row is named.",
-    inputs=("weight", "index"),
-    fusion=Fusion.INJECTIVE,
-    flops=lambda ins, outs, attrs: 0.0,
+
+def _check_rows(weight: TensorType, index: TensorType, padding_idx: int) -> None:
+    check_index(index, int64, int32)
+    if weight.rank != 2:
+        raise GraphError(f"weight has rank {weight.rank}, not 2", remedy="use [rows, features]")
+    if not -1 <= padding_idx < weight.shape[0]:
+        raise GraphError(
+            f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows",
+            remedy="count from 0; -1 means no padding row",
+        )
+
+
+@operator(
+    Fusion.INJECTIVE,
+    torch.embedding,
     attrs=_PADDING
     | {"scale_grad_by_freq": Attr("bool", False, "whether to divide gradients by frequency")},
-    infer=_embedding_infer,
-    reference=lambda weight, index, padding_idx, scale_grad_by_freq=False: torch.embedding(
-        weight, index, padding_idx, scale_grad_by_freq
-    ),
     vjp=_embedding_vjp,
-    samples=lambda: tuple(
-        Sample(
-            (Arg(w, layout=layout), Arg(i, "index", dt, high=w[0])),
-            {"padding_idx": p, "scale_grad_by_freq": scaled},
-            p < 0 and not scaled,
-        )
-        for w, layout, i, dt, p, scaled in (
-            ((5, 3), ROW, (2, 4), None, -1, False),
-            ((5, 3), ROW, (2, 4), None, 2, False),
-            ((5, 3), ROW, (), None, -1, False),
-            ((5, 3), ROW, (0, 2), None, -1, False),
-            ((5, 3), TURNED, (4,), "i32", -1, False),
-            ((5, 4), SLICED, (3, 1), None, -1, False),
-            ((2, 3), ROW, (7,), None, -1, True),
-        )
+    flops=elementwise_flops(0),
+    samples=samples(
+        """5x3 2x4:index<5 | 5x3 2x4:index<5 padding_idx=2 nograd | 5x3 scalar:index<5
+        | 5x3 0x2:index<5 | 5x3@transposed 4:index<5:i32 | 5x4@sliced 3x1:index<5
+        | 2x3 7:index<2 scale_grad_by_freq=True nograd""",
+        padding_idx=-1,
+        scale_grad_by_freq=False,
     ),
 )
-
-
-def _embedding_grad_infer(
-    grad: TensorType, index: TensorType, rows: int, padding_idx: int
+def embedding(
+    weight: TensorType, index: TensorType, padding_idx: int, scale_grad_by_freq: bool
 ) -> TensorType:
-    if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
-        raise GraphError(
-            f"grad {list(grad.shape)} does not fit index {list(index.shape)}",
-            remedy="grad has the shape of index and one more dimension, the features",
-        )
-    floats("embedding_grad", grad)
-    weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
-    _embedding_infer(weight, index, padding_idx)
-    return weight
+    """The rows of weight that index names. The row padding_idx receives no gradient; -1 means no
+    such row. With scale_grad_by_freq a gradient is divided by how often its row is named."""
+    _check_rows(weight, index, padding_idx)
+    return TensorType.of((*index.shape, weight.shape[1]), weight.dtype)
 
 
-def _embedding_grad_reference(
-    grad: torch.Tensor, index: torch.Tensor, rows: int, padding_idx: int
-) -> torch.Tensor:
-    wide = grad.float() if grad.dtype in _LOW else grad
+def _embedding_grad_reference(grad: Tensor, index: Tensor, rows: int, padding_idx: int) -> Tensor:
+    wide = grad.float() if grad.dtype in LOW else grad
+    back = torch.ops.aten.embedding_dense_backward
     with fixed_order(grad):
-        out: torch.Tensor = torch.ops.aten.embedding_dense_backward(
-            wide, index, rows, padding_idx, False
-        )
+        out: Tensor = back(wide, index, rows, padding_idx, False)
     return out.to(grad.dtype)
 
 
-def _embedding_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _embedding_grad_vjp(b: Ops, v: Vjp) -> Grads:
     index, padding = v.arg(1), v.attrs["padding_idx"]
     grad = b.embedding(v.grad, index)
     if padding >= 0:
@@ -168,31 +129,32 @@ def _embedding_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [grad, None]
 
 
-EMBEDDING_GRAD = OpDef(
-    name="embedding_grad",
-    doc="The gradient of embedding for its weight: rows of grad added up by index, always in the "
-    "same order. The row padding_idx stays zero.",
-    inputs=("grad", "index"),
+@operator(
+    Fusion.OPAQUE,
+    _embedding_grad_reference,
     attrs={"rows": Attr("int", doc="how many rows weight has"), **_PADDING},
-    infer=_embedding_grad_infer,
-    reference=_embedding_grad_reference,
-    fusion=Fusion.OPAQUE,
     vjp=_embedding_grad_vjp,
     flops=input_flops(1),
-    samples=lambda: tuple(
-        Sample(
-            (Arg(g, layout=order), Arg(g[:-1], "index", dt, high=5)), {"rows": 5, "padding_idx": p}
-        )
-        for g, order, dt, p in (
-            ((2, 4, 3), ROW, None, -1),
-            ((9, 3), ROW, None, 2),
-            ((3,), ROW, None, -1),
-            ((0, 2, 3), ROW, None, -1),
-            ((4, 3), TURNED, "i32", -1),
-            ((4, 3), SLICED, None, 0),
-            ((4, 3), SAME, None, -1),
-        )
+    samples=samples(
+        """2x4x3 2x4:index<5 | 9x3 9:index<5 padding_idx=2 | 3 scalar:index<5 | 0x2x3 0x2:index<5
+        | 4x3@transposed 4:index<5:i32 | 4x3@sliced 4:index<5 padding_idx=0
+        | 4x3@expanded 4:index<5""",
+        rows=5,
+        padding_idx=-1,
     ),
 )
+def embedding_grad(grad: TensorType, index: TensorType, rows: int, padding_idx: int) -> TensorType:
+    """The gradient of embedding for its weight: rows of grad added up by index, always in the same
+    order. The row padding_idx stays zero."""
+    if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
+        raise GraphError(
+            f"grad {list(grad.shape)} does not fit index {list(index.shape)}",
+            remedy="grad has the shape of index and one more dimension, the features",
+        )
+    floats("embedding_grad", grad)
+    weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
+    _check_rows(weight, index, padding_idx)
+    return weight
 
-OPS = (SCATTER_ADD, EMBEDDING, EMBEDDING_GRAD)
+
+OPS = (scatter_add, embedding, embedding_grad)

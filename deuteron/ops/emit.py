@@ -19,8 +19,6 @@ from deuteron.ops import table
 from deuteron.ops.formula import Value
 from deuteron.ops.opdef import OpDef
 
-Operand = "Sym | int | float | bool"
-
 
 class Sym(Value):
     """A value in a graph under construction. Supports ``+ - * / ** @`` and comparisons."""
@@ -117,10 +115,8 @@ class Ops:
         syms = [v.type for v in inputs if isinstance(v, Sym)]
         # the condition of where has no say in the type of the result
         voting = [t for t in syms if t.dtype.kind != "bool"] or syms
-        like = next(
-            (t.dtype for t in voting if t.dtype.is_float),
-            voting[0].dtype if voting else dtype("f32"),
-        )
+        kinds = [t.dtype for t in voting] or [dtype("f32")]
+        like = next((dt for dt in kinds if dt.is_float), kinds[0])
         scalar = all(t.rank == 0 for t in voting if t.dtype.is_float == like.is_float)
         values: list[str | None] = []
         for slot, value in enumerate(inputs):
@@ -188,10 +184,9 @@ def bind(
     slots = [name.strip("*?") for name in op.inputs]
     attrs = list(op.attrs)
     if op.variadic:
-        first = list(args[0]) if args and isinstance(args[0], list | tuple) else list(args)
-        rest = list(args[1:]) if args and isinstance(args[0], list | tuple) else []
-        named = dict(zip(attrs, rest, strict=False))
-        return first, {**named, **kwargs}
+        listed = bool(args) and isinstance(args[0], list | tuple)
+        rest = dict(zip(attrs, args[1:], strict=False)) if listed else {}
+        return list(args[0] if listed else args), {**rest, **kwargs}
     inputs: list[Any] = list(args[: len(slots)])
     extra = list(args[len(slots) :])
     # a positional attribute may follow directly where optional inputs are left out
@@ -216,3 +211,7 @@ def bind(
 
 def _is_operand(value: Any) -> bool:
     return value is None or isinstance(value, Sym | torch.Tensor | bool | int | float)
+
+
+Syms = Sequence[Sym | None]
+Grads = list[Sym | None]

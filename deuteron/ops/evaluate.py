@@ -27,13 +27,10 @@ def run_node(node: Node, args: list[torch.Tensor | None]) -> tuple[torch.Tensor,
 
 def _makes_floats(graph: Graph, node: Node) -> bool:
     """Whether an elementwise operator answers whole numbers with floats, as sin and div do."""
-    given = [graph.types[v].dtype for v in node.uses]
-    elementwise = table.get(node.op).fusion in TAKES_NUMBERS
-    return (
-        elementwise
-        and graph.types[node.output].dtype.is_float
-        and not any(dt.is_float for dt in given)
-    )
+    if table.get(node.op).fusion not in TAKES_NUMBERS:
+        return False
+    makes = graph.types[node.output].dtype.is_float
+    return makes and not any(graph.types[v].dtype.is_float for v in node.uses)
 
 
 def evaluate(
@@ -50,10 +47,8 @@ def evaluate(
     first = next(iter((*inputs.values(), *held)), None)
     device = first.device if first is not None else torch.device("cpu")
 
-    def lift(t: Any) -> Any:
-        if float64 and isinstance(t, torch.Tensor) and t.is_floating_point():
-            return t.double()
-        return t
+    def lift(t: torch.Tensor) -> torch.Tensor:
+        return t.double() if float64 and t.is_floating_point() else t
 
     env = {name: lift(t) for name, t in inputs.items()}
     for name, constant in graph.constants.items():

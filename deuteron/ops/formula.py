@@ -100,6 +100,7 @@ class Const:
 
 
 Arg = str | Const
+Pairs = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Compute:
     op: str
     args: tuple[Arg, ...]
     kind: str
-    attrs: tuple[tuple[str, Any], ...] = ()
+    attrs: Pairs = ()
 
 
 class Scalars:
@@ -128,13 +129,7 @@ class Scalars:
         self.kinds[name] = kind
         return name
 
-    def op(
-        self,
-        name: str,
-        *args: Any,
-        kind: str | None = None,
-        attrs: tuple[tuple[str, Any], ...] = (),
-    ) -> Arg:
+    def op(self, name: str, *args: Any, kind: str = "", attrs: Pairs = ()) -> Arg:
         """Emit one primitive; numbers of Python may stand among the arguments."""
         refs = tuple(_arg(a) for a in args)
         if any(isinstance(r, str) and self.kinds[r] == "int" for r in refs):
@@ -181,16 +176,25 @@ class Scalar(Value):
         return self.ref.value if isinstance(self.ref, Const) else None
 
 
-class ScalarOps:
-    """Every elementwise operator as a method on scalars."""
+class Methods(ABC):
+    """Every operator that ``call`` knows is a method."""
 
-    def __init__(self, of: Scalars) -> None:
-        self.of = of
+    __slots__ = ()
+
+    @abstractmethod
+    def call(self, name: str, *args: Any, **attrs: Any) -> Any: ...
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *args, **attrs: self.call(name, *args, **attrs)
+
+
+class ScalarOps(Methods):
+    """Every elementwise operator as a method on scalars."""
+
+    def __init__(self, of: Scalars) -> None:
+        self.of = of
 
     def call(self, name: str, *args: Any, **attrs: Any) -> Any:
         """The operator's formula, or the primitive of that name."""
@@ -288,25 +292,15 @@ def trace(formula: Formula, inputs: Sequence[str], attrs: Mapping[str, Any]) -> 
 # ---- tensors: formulas as torch's calls ---------------------------------------------------------
 
 
-def _is_bool(t: torch.Tensor) -> bool:
-    return t.dtype == torch.bool
-
-
-class _Tensors:
+class _Tensors(Methods):
     """Every elementwise operator as its reference, on tensors and numbers."""
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        op = table.get(name)
-
-        def call(*args: Any, **attrs: Any) -> Any:
-            tensors = sorted((a for a in args if isinstance(a, torch.Tensor)), key=_is_bool)
-            like = tensors[0]  # where has a condition, of which numbers do not take the type
-            given = (torch.tensor(a).to(like) if isinstance(a, int | float) else a for a in args)
-            return op.reference(*given, **op.normalise(attrs))
-
-        return call
+    def call(self, name: str, *args: Any, **attrs: Any) -> Any:
+        op, tensors = table.get(name), [a for a in args if isinstance(a, torch.Tensor)]
+        # where has a condition, of which numbers do not take the type
+        like = next((t for t in tensors if t.dtype != torch.bool), tensors[0])
+        given = (torch.tensor(a).to(like) if isinstance(a, int | float) else a for a in args)
+        return op.reference(*given, **op.normalise(attrs))
 
 
 TENSORS = _Tensors()
@@ -327,17 +321,12 @@ class _Followed(Value):
         return self.tape.call(op, *args)
 
 
-class _Tape:
+class _Tape(Methods):
     """Notes every operator that a formula applies, while ``b`` applies it."""
 
     def __init__(self, b: Any) -> None:
         self.b = b
         self.steps: list[tuple[str, tuple[Any, ...], dict[str, Any], _Followed]] = []
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *args, **attrs: self.call(name, *args, **attrs)
 
     def call(self, name: str, *args: Any, **attrs: Any) -> _Followed:
         made = _Followed(self, getattr(self.b, name)(*map(_plain, args), **attrs))

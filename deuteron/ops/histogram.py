@@ -6,7 +6,6 @@ the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 
 import torch
@@ -14,36 +13,13 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
-from deuteron.ops.determinism import fixed_order
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
-from deuteron.ops.reduce import input_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.elementwise import floats, numbers
+from deuteron.ops.emit import Grads, Ops
+from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, check_shape, input_flops, operator
+from deuteron.ops.reference import fixed_order
+from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
-
-
-def _histogram_infer(
-    x: TensorType, weight: TensorType | None, bins: int, low: float, high: float
-) -> TensorType:
-    if x.dtype.kind == "bool":
-        raise GraphError(
-            "histogram of bool is not defined", remedy='cast first: cast(x, dtype="u8")'
-        )
-    if bins < 1:
-        raise GraphError(f"histogram with bins={bins}", remedy="use 1 or more")
-    if not (isfinite(low) and isfinite(high) and low < high):
-        raise GraphError(
-            f"histogram over low={low}, high={high}", remedy="give finite bounds, low below high"
-        )
-    if weight is None:
-        return TensorType.of((bins,), int64)
-    if weight.shape != x.shape or not weight.dtype.is_float:
-        raise GraphError(
-            f"weight is {weight}, x {list(x.shape)}",
-            remedy="give one weight of a float type for each element of x",
-        )
-    return TensorType.of((bins,), weight.dtype)
 
 
 def _bins_of(x: Tensor, bins: int, low: float, high: float) -> Tensor:
@@ -68,7 +44,7 @@ def _histogram_reference(
     return sums[:bins].to(weight.dtype, copy=True)
 
 
-def _histogram_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _histogram_vjp(b: Ops, v: Vjp) -> Grads:
     """A weight has the gradient of its bin. In x a histogram is flat."""
     x, a = v.arg(0), v.attrs
     dx = b.zeros(x.type) if v.needs[0] else None
@@ -86,39 +62,41 @@ def _histogram_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [dx, b.where(inside, b.reshape(picked, x.shape), 0.0)]
 
 
-def _histogram_samples() -> Sequence[Sample]:
-    span = {"bins": 5, "low": -1.0, "high": 2.0}
-    near = {"bins": 7, "low": -0.5, "high": 0.5}
-    return (
-        Sample((Arg((33,)),), span),
-        Sample((Arg((4, 6), layout="transposed"),), near),
-        Sample((Arg((3, 5)), Arg((3, 5))), span),
-        Sample((Arg((3, 5), layout="sliced"), Arg((3, 5), layout="transposed")), near),
-        Sample((Arg((40,), "index", high=6),), {"bins": 6, "low": 0.0, "high": 6.0}),
-        Sample((Arg((20,), "index", "i32", high=6), Arg((20,))), {"bins": 3, "low": 0, "high": 5}),
-        Sample((Arg((0,)), Arg((0,))), span, note="empty"),
-        Sample((Arg(()),), span, note="scalar"),
-        Sample((Arg((33,), "extreme"),), span, grad=False, note="extreme"),
-    )
-
-
-HISTOGRAM = OpDef(
-    name="histogram",
-    doc="How many elements of x lie in each of ``bins`` equal parts of low … high, as int64, or "
-    "the sum of their weights. The last part includes high; what lies outside, and nan, is left "
-    "out. Sums keep one order.",
-    inputs=("x", "weight?"),
+@operator(
+    Fusion.OPAQUE,
+    _histogram_reference,
     attrs={
         "bins": Attr("int", doc="how many parts"),
         "low": Attr("float", doc="where the first part begins"),
         "high": Attr("float", doc="where the last part ends"),
     },
-    infer=_histogram_infer,
-    reference=_histogram_reference,
-    fusion=Fusion.OPAQUE,
     vjp=_histogram_vjp,
     flops=input_flops(4),
-    samples=_histogram_samples,
+    samples=samples(
+        """33 | 4x6@transposed bins=7 low=-0.5 high=0.5 | 3x5 3x5
+        | 3x5@sliced 3x5@transposed bins=7 low=-0.5 high=0.5
+        | 40:index<6 bins=6 low=0.0 high=6.0 | 20:index<6:i32 20 bins=3 low=0 high=5
+        | 0 0 [empty] | scalar [scalar] | 33:extreme nograd [extreme]""",
+        bins=5,
+        low=-1.0,
+        high=2.0,
+    ),
 )
+def histogram(x: TensorType, weight: Given, bins: int, low: float, high: float) -> TensorType:
+    """How many elements of x lie in each of ``bins`` equal parts of low … high, as int64, or the
+    sum of their weights. The last part includes high; what lies outside, and nan, is left out. Sums
+    keep one order."""
+    numbers("histogram", x)
+    if bins < 1:
+        raise GraphError(f"histogram with bins={bins}", remedy="use 1 or more")
+    if not (isfinite(low) and isfinite(high) and low < high):
+        raise GraphError(
+            f"histogram over low={low}, high={high}", remedy="give finite bounds, low below high"
+        )
+    if weight is None:
+        return TensorType.of((bins,), int64)
+    check_shape("weight", weight, x.shape, "give one weight for each element of x")
+    return TensorType.of((bins,), floats("histogram with weights", weight))
 
-OPS = (HISTOGRAM,)
+
+OPS = (histogram,)

@@ -7,18 +7,26 @@ batch is written as one larger product wherever the shapes allow it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Fusion, OpDef, Vjp, broadcast
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.emit import Grads, Ops, Sym
+from deuteron.ops.opdef import (
+    Attributes,
+    Fusion,
+    Given,
+    Types,
+    Vjp,
+    broadcast,
+    check_shape,
+    operator,
+)
+from deuteron.ops.samples import samples
 
 
 def one_dtype(op: str, *, ints: bool = False, **operands: TensorType | None) -> None:
@@ -37,9 +45,7 @@ def one_dtype(op: str, *, ints: bool = False, **operands: TensorType | None) -> 
             )
 
 
-def _flops(
-    ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Mapping[str, Any]
-) -> float:
+def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """One multiplication and one addition per step along the inner dimension."""
     x = ins[0]
     return 2.0 * outs[0].numel * x.shape[-1] if x is not None else 0.0
@@ -48,30 +54,8 @@ def _flops(
 # ---- matmul ----------------------------------------------------------------------------------
 
 
-def _matmul_infer(x: TensorType, y: TensorType) -> TensorType:
-    one_dtype("matmul", ints=True, x=x, y=y)
-    for name, t in (("x", x), ("y", y)):
-        if t.rank == 0:
-            raise GraphError(
-                f"matmul needs at least one dimension, {name} is a scalar",
-                remedy="multiply by a scalar with mul",
-            )
-    inner = y.shape[-2] if y.rank > 1 else y.shape[0]
-    if x.shape[-1] != inner:
-        raise GraphError(
-            f"inner sizes of matmul differ: x {list(x.shape)} ends in {x.shape[-1]}, "
-            f"y {list(y.shape)} has {inner} rows",
-            remedy="make them equal, or swap the last two dimensions of one with permute",
-        )
-    batch = broadcast(x.shape[:-2], y.shape[:-2])
-    columns = y.shape[-1:] if y.rank > 1 else ()
-    return TensorType.of((*batch, *x.shape[-2:-1], *columns), x.dtype)
-
-
 def _transposed(b: Ops, x: Sym) -> Sym:
-    swapped = (*range(x.rank - 2), x.rank - 1, x.rank - 2)
-    out: Sym = b.permute(x, dims=swapped)
-    return out
+    return b.one("permute", x, dims=(*range(x.rank - 2), x.rank - 1, x.rank - 2))
 
 
 def _reshaped(b: Ops, x: Sym, *shape: int) -> Sym:
@@ -85,19 +69,16 @@ def _left_gradient(b: Ops, x: Sym, y: Sym, grad: Sym) -> Sym:
         lead = grad.rank - 2
         grad = b.permute(grad, dims=(lead, *range(lead), lead + 1))
         wide = _reshaped(b, grad, m, prod(grad.shape[1:-1]) * n)
-        tall = _reshaped(b, _transposed(b, y), wide.shape[1], x.shape[1])
-        return b.matmul(wide, tall)  # type: ignore[no-any-return]
+        return b.one("matmul", wide, _reshaped(b, _transposed(b, y), wide.shape[1], x.shape[1]))
     return _summed(b, b.matmul(grad, _transposed(b, y)), x.type)
 
 
 def _right_gradient(b: Ops, x: Sym, y: Sym, grad: Sym) -> Sym:
     """xᵀ · grad in the shape of y; rows of all batches of x meet in one product if y has none."""
     if y.rank == 2:
-        k, n = y.shape
         rows = prod(grad.shape[:-1])
-        return b.matmul(  # type: ignore[no-any-return]
-            _transposed(b, _reshaped(b, x, rows, k)), _reshaped(b, grad, rows, n)
-        )
+        flat = _transposed(b, _reshaped(b, x, rows, y.shape[0]))
+        return b.one("matmul", flat, _reshaped(b, grad, rows, y.shape[1]))
     return _summed(b, b.matmul(_transposed(b, x), grad), y.type)
 
 
@@ -106,7 +87,7 @@ def _summed(b: Ops, grad: Sym, like: TensorType) -> Sym:
     return grad if grad.shape == like.shape else b.unbroadcast(b.upcast(grad), like)
 
 
-def _matmul_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
     x, y = v.arg(0), v.arg(1)
     row = _reshaped(b, x, 1, *x.shape) if x.rank == 1 else x
     column = _reshaped(b, y, *y.shape, 1) if y.rank == 1 else y
@@ -114,44 +95,71 @@ def _matmul_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     grad = _reshaped(b, v.grad, *batch, row.shape[-2], column.shape[-1])
     dx = _left_gradient(b, row, column, grad) if v.needs[0] else None
     dy = _right_gradient(b, row, column, grad) if v.needs[1] else None
-    return [
-        None if dx is None else _reshaped(b, dx, *x.shape),
-        None if dy is None else _reshaped(b, dy, *y.shape),
-    ]
+    return [None if g is None else _reshaped(b, g, *t.shape) for g, t in ((dx, x), (dy, y))]
 
 
-MATMUL = OpDef(
-    name="matmul",
-    doc=(
-        "The matrix product x · y over the last two dimensions; the others broadcast. A vector "
-        "counts as a row on the left and as a column on the right."
-    ),
-    inputs=("x", "y"),
-    infer=_matmul_infer,
-    reference=torch.matmul,
-    fusion=Fusion.COMPLEX,
+@operator(
+    Fusion.COMPLEX,
+    torch.matmul,
     vjp=_matmul_vjp,
     flops=_flops,
-    samples=lambda: (
-        Sample((Arg((3, 4)), Arg((4, 5)))),
-        Sample((Arg((4,)), Arg((4,)))),
-        Sample((Arg((3, 4), layout="transposed"), Arg((4,)))),
-        Sample((Arg((4,)), Arg((2, 4, 3)))),
-        Sample((Arg((2, 3, 4)), Arg((4, 5), layout="transposed"))),
-        Sample((Arg((3, 4)), Arg((2, 4, 5)))),
-        Sample((Arg((2, 1, 3, 4), layout="nhwc"), Arg((5, 4, 2), layout="sliced"))),
-        Sample((Arg((3, 1, 2), layout="expanded"), Arg((3, 2, 1)))),
-        Sample((Arg((0, 3)), Arg((3, 2))), note="empty"),
-        Sample((Arg((2, 0)), Arg((0, 3))), note="nothing to add up"),
-        Sample((Arg((3, 4), dtype="i32"), Arg((4, 2), dtype="i32")), note="integers"),
-        Sample((Arg((3, 5), "extreme"), Arg((5, 2), "extreme")), grad=False, note="extreme"),
+    samples=samples(
+        """3x4 4x5 | 4 4 | 3x4@transposed 4 | 4 2x4x3 | 2x3x4 4x5@transposed | 3x4 2x4x5
+        | 2x1x3x4@nhwc 5x4x2@sliced | 3x1x2@expanded 3x2x1 | 0x3 3x2 [empty]
+        | 2x0 0x3 [nothing to add up] | 3x4:i32 4x2:i32 [integers]
+        | 3x5:extreme 5x2:extreme nograd [extreme]"""
     ),
 )
+def matmul(x: TensorType, y: TensorType) -> TensorType:
+    """The matrix product x · y over the last two dimensions; the others broadcast. A vector counts
+    as a row on the left and as a column on the right."""
+    one_dtype("matmul", ints=True, x=x, y=y)
+    for name, t in (("x", x), ("y", y)):
+        if t.rank == 0:
+            raise GraphError(
+                f"matmul needs at least one dimension, {name} is a scalar",
+                remedy="multiply by a scalar with mul",
+            )
+    inner = y.shape[-2:][0]
+    if x.shape[-1] != inner:
+        raise GraphError(
+            f"inner sizes of matmul differ: x {list(x.shape)} ends in {x.shape[-1]}, "
+            f"y {list(y.shape)} has {inner} rows",
+            remedy="make them equal, or swap the last two dimensions of one with permute",
+        )
+    batch, columns = broadcast(x.shape[:-2], y.shape[:-2]), y.shape[1:][-1:]
+    return TensorType.of((*batch, *x.shape[-2:-1], *columns), x.dtype)
+
 
 # ---- linear ----------------------------------------------------------------------------------
 
 
-def _linear_infer(x: TensorType, weight: TensorType, bias: TensorType | None) -> TensorType:
+def _linear_vjp(b: Ops, v: Vjp) -> Grads:
+    x, weight, grad = v.arg(0), v.arg(1), v.grad
+    rows, (out, inner) = prod(x.shape[:-1]), weight.shape
+    dx = b.matmul(grad, weight) if v.needs[0] else None
+    dw = db = None
+    if v.needs[1]:
+        flat = _reshaped(b, grad, rows, out)
+        dw = b.matmul(_transposed(b, flat), _reshaped(b, x, rows, inner))
+    if v.needs[2]:
+        db = b.unbroadcast(b.upcast(grad), v.arg(2).type)
+    return [dx, dw, db]
+
+
+@operator(
+    Fusion.COMPLEX,
+    F.linear,
+    vjp=_linear_vjp,
+    flops=_flops,
+    samples=samples(
+        """3x4 5x4 5 | 2x3x4 5x4 _ | 4 5x4 5 | 2x3x2x4@nhwc 3x4@transposed 3 | 3x4@sliced 1x4 1
+        | 3x2x4@expanded 5x4@sliced _ | 0x4 5x4 5 [empty] | 3x0 2x0 2 [nothing to add up]
+        | 3x4:i32 2x4:i32 _ [integers] | 3x5:extreme 2x5 2 nograd [extreme]"""
+    ),
+)
+def linear(x: TensorType, weight: TensorType, bias: Given) -> TensorType:
+    """x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out]."""
     one_dtype("linear", ints=True, x=x, weight=weight, bias=bias)
     if x.rank == 0 or weight.rank != 2:
         raise GraphError(
@@ -166,48 +174,8 @@ def _linear_infer(x: TensorType, weight: TensorType, bias: TensorType | None) ->
             f"takes {inner}",
             remedy="the weight is stored [out, in]; transpose it with permute if it is [in, out]",
         )
-    if bias is not None and bias.shape != (out,):
-        raise GraphError(
-            f"the bias of linear is {list(bias.shape)}, not [{out}]",
-            remedy="give one number per output, or add it afterwards",
-        )
+    check_shape("the bias of linear", bias, (out,), "give one number per output, or add it later")
     return TensorType.of((*x.shape[:-1], out), x.dtype)
 
 
-def _linear_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    x, weight, grad = v.arg(0), v.arg(1), v.grad
-    rows, (out, inner) = prod(x.shape[:-1]), weight.shape
-    dx = b.matmul(grad, weight) if v.needs[0] else None
-    dw = db = None
-    if v.needs[1]:
-        flat = _reshaped(b, grad, rows, out)
-        dw = b.matmul(_transposed(b, flat), _reshaped(b, x, rows, inner))
-    if v.needs[2]:
-        db = b.unbroadcast(b.upcast(grad), v.arg(2).type)
-    return [dx, dw, db]
-
-
-LINEAR = OpDef(
-    name="linear",
-    doc="x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out].",
-    inputs=("x", "weight", "bias?"),
-    infer=_linear_infer,
-    reference=F.linear,
-    fusion=Fusion.COMPLEX,
-    vjp=_linear_vjp,
-    flops=_flops,
-    samples=lambda: (
-        Sample((Arg((3, 4)), Arg((5, 4)), Arg((5,)))),
-        Sample((Arg((2, 3, 4)), Arg((5, 4)), None)),
-        Sample((Arg((4,)), Arg((5, 4)), Arg((5,)))),
-        Sample((Arg((2, 3, 2, 4), layout="nhwc"), Arg((3, 4), layout="transposed"), Arg((3,)))),
-        Sample((Arg((3, 4), layout="sliced"), Arg((1, 4)), Arg((1,)))),
-        Sample((Arg((3, 2, 4), layout="expanded"), Arg((5, 4), layout="sliced"), None)),
-        Sample((Arg((0, 4)), Arg((5, 4)), Arg((5,))), note="empty"),
-        Sample((Arg((3, 0)), Arg((2, 0)), Arg((2,))), note="nothing to add up"),
-        Sample((Arg((3, 4), dtype="i32"), Arg((2, 4), dtype="i32"), None), note="integers"),
-        Sample((Arg((3, 5), "extreme"), Arg((2, 5)), Arg((2,))), grad=False, note="extreme"),
-    ),
-)
-
-OPS = (MATMUL, LINEAR)
+OPS = (matmul, linear)

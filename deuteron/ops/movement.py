@@ -6,7 +6,6 @@ land in one place (scatter_add, embedding_grad) is among the reductions, and so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,15 +15,24 @@ import torch.nn.functional as F
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, int32, int64
-from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, norm_axes, promoted
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ir.types import Shape, TensorType, strides_for
+from deuteron.ops.emit import Grads, Ops, Sym
+from deuteron.ops.opdef import (
+    Attr,
+    Fusion,
+    Types,
+    Vjp,
+    elementwise_flops,
+    norm_axes,
+    operator,
+    promoted,
+)
+from deuteron.ops.reference import lay
+from deuteron.ops.samples import samples
 
-Types = Sequence[TensorType | None]
-Attributes = dict[str, Any]
+Tensor = torch.Tensor
 
-moving = partial(OpDef, inputs=("x",), fusion=Fusion.INJECTIVE, flops=elementwise_flops(0))
+moving = partial(operator, Fusion.INJECTIVE, flops=elementwise_flops(0))
 viewing = partial(moving, view=True)
 AXIS = Attr("int", doc="the dimension to work along")
 
@@ -35,29 +43,14 @@ def first(types: Types) -> TensorType:
     return types[0]
 
 
-def with_axis(types: Types, attrs: Attributes) -> Attributes:
+def with_axis(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     """Completes ``axis``: counted from 0, and of a tensor that has axes."""
     if not types or first(types).rank == 0:
         raise GraphError("there is no axis to work along", remedy="reshape a scalar to (1,) first")
     return attrs | {"axis": norm_axes((attrs["axis"],), first(types).rank, "axis")[0]}
 
 
-def lay(out: torch.Tensor, like: TensorType) -> torch.Tensor:
-    """``out`` in the memory order of ``like``; copied only where torch chose another."""
-    if same_strides(like.shape, like.strides, out.stride()):
-        return out
-    return out.new_empty_strided(like.shape, like.strides).copy_(out)
-
-
-def cases(names: str, *rows: tuple[Any, ...]) -> tuple[Sample, ...]:
-    """Samples of one input; a row is its shape, its layout, then the attributes in ``names``."""
-    return tuple(
-        Sample((Arg(shape, layout=layout),), dict(zip(names.split(), values, strict=False)))
-        for shape, layout, *values in rows
-    )
-
-
-ROW, NHWC, TURNED, SLICED, SAME = "contiguous", "nhwc", "transposed", "sliced", "expanded"
+ROW, NHWC = "contiguous", "nhwc"
 
 # ---- views: reshape, permute, expand, slice ----------------------------------------------------
 
@@ -83,7 +76,7 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
     return tuple(out)
 
 
-def _reshape_complete(types: Types, attrs: Attributes) -> Attributes:
+def _reshape_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     x, shape = first(types), list(attrs["shape"])
     if shape.count(-1) > 1 or any(s < -1 for s in shape):
         raise GraphError(f"shape {shape} is not clear", remedy="one size at most may be -1")
@@ -98,36 +91,25 @@ def _reshape_complete(types: Types, attrs: Attributes) -> Attributes:
     return attrs | {"shape": tuple(shape)}
 
 
-RESHAPE = viewing(
-    name="reshape",
-    doc="x with the same elements, in row-major order, in another shape; one size may be -1. "
-    "A view where the strides allow it, else a contiguous copy.",
+@viewing(
+    torch.reshape,
     attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(2, -1)")},
     complete=_reshape_complete,
-    infer=lambda x, shape: TensorType.of(
-        shape, x.dtype, strides=view_strides(x.shape, x.strides, shape)
-    ),
-    reference=torch.reshape,
     vjp=lambda b, v: [b.reshape(v.grad, shape=v.arg(0).shape)],
-    samples=lambda: cases(
-        "shape",
-        ((3, 4), ROW, (2, 6)),
-        ((3, 4), ROW, (-1,)),
-        ((), ROW, (1, 1)),
-        ((1, 1), ROW, ()),
-        ((0, 4), ROW, (2, 0, 3)),
-        ((4, 6), TURNED, (2, 2, 6)),
-        ((4, 6), TURNED, (24,)),
-        ((4, 6), SLICED, (2, 12)),
-        ((4, 6), SAME, (4, 2, 3)),
-        ((4, 6), SAME, (24,)),
-        ((2, 3, 4, 5), NHWC, (2, 3, 20)),
-        ((2, 3, 4, 5), NHWC, (2, 60)),
+    samples=samples(
+        """3x4 shape=(2,6) | 3x4 shape=(-1,) | scalar shape=(1,1) | 1x1 shape=() | 0x4 shape=(2,0,3)
+        | 4x6@transposed shape=(2,2,6) | 4x6@transposed shape=(24,) | 4x6@sliced shape=(2,12)
+        | 4x6@expanded shape=(4,2,3) | 4x6@expanded shape=(24,)
+        | 2x3x4x5@nhwc shape=(2,3,20) | 2x3x4x5@nhwc shape=(2,60)"""
     ),
 )
+def reshape(x: TensorType, shape: Shape) -> TensorType:
+    """x with the same elements, in row-major order, in another shape; one size may be -1. A view
+    where the strides allow it, else a contiguous copy."""
+    return TensorType.of(shape, x.dtype, strides=view_strides(x.shape, x.strides, shape))
 
 
-def _permute_complete(types: Types, attrs: Attributes) -> Attributes:
+def _permute_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     rank, dims = first(types).rank, attrs["dims"]
     if sorted(d + rank if d < 0 else d for d in dims) != list(range(rank)):
         raise GraphError(
@@ -137,35 +119,28 @@ def _permute_complete(types: Types, attrs: Attributes) -> Attributes:
     return attrs | {"dims": tuple(d % rank for d in dims)}
 
 
-def _permute_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _permute_vjp(b: Ops, v: Vjp) -> Grads:
     dims = v.attrs["dims"]
     return [b.permute(v.grad, dims=tuple(dims.index(i) for i in range(len(dims))))]
 
 
-PERMUTE = viewing(
-    name="permute",
-    doc="x with its dimensions in another order: dimension i of the result is dims[i] of x.",
+@viewing(
+    torch.permute,
     attrs={"dims": Attr("ints", doc="the new order, e.g. dims=(0, 2, 1)")},
     complete=_permute_complete,
-    infer=lambda x, dims: TensorType(
-        tuple(x.shape[d] for d in dims), x.dtype, tuple(x.strides[d] for d in dims)
-    ),
-    reference=torch.permute,
     vjp=_permute_vjp,
-    samples=lambda: cases(
-        "dims",
-        ((3, 4), ROW, (1, 0)),
-        ((), ROW, ()),
-        ((2, 0, 3), ROW, (2, 0, 1)),
-        ((2, 3, 4), ROW, (-1, 0, 1)),
-        ((3, 4), SLICED, (1, 0)),
-        ((3, 4), SAME, (1, 0)),
-        ((2, 3, 4, 5), NHWC, (0, 2, 3, 1)),
+    samples=samples(
+        """3x4 dims=(1,0) | scalar dims=() | 2x0x3 dims=(2,0,1) | 2x3x4 dims=(-1,0,1)
+        | 3x4@sliced dims=(1,0) | 3x4@expanded dims=(1,0) | 2x3x4x5@nhwc dims=(0,2,3,1)"""
     ),
 )
+def permute(x: TensorType, dims: Shape) -> TensorType:
+    """x with its dimensions in another order: dimension i of the result is dims[i] of x."""
+    shape, strides = (tuple(of[d] for d in dims) for of in (x.shape, x.strides))
+    return TensorType(shape, x.dtype, strides)
 
 
-def _expand_complete(types: Types, attrs: Attributes) -> Attributes:
+def _expand_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     x, shape = first(types), attrs["shape"]
     lead = max(len(shape) - x.rank, 0)
     pairs = list(zip(shape, (None,) * lead + x.shape, strict=False))
@@ -179,36 +154,26 @@ def _expand_complete(types: Types, attrs: Attributes) -> Attributes:
     return attrs | {"shape": full}
 
 
-def _expand_infer(x: TensorType, shape: Shape) -> TensorType:
+@viewing(
+    lambda x, shape: x.expand(shape),
+    attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(8, -1)")},
+    complete=_expand_complete,
+    vjp=lambda b, v: [b.unbroadcast(v.grad, v.arg(0).type)],
+    samples=samples(
+        """3x1 shape=(3,4) | 3x1 shape=(2,-1,5) | scalar shape=(2,3) | scalar shape=()
+        | 1x3 shape=(0,3) | 4x3@transposed shape=(2,4,3) | 4x1x3@sliced shape=(4,2,3)
+        | 2x3x1x1@nhwc shape=(2,3,4,5)"""
+    ),
+)
+def expand(x: TensorType, shape: Shape) -> TensorType:
+    """x stretched to a larger shape by repeating sizes of 1; -1 keeps a size. A view: nothing is
+    copied."""
     lead = len(shape) - x.rank
     kept = (s if n == o else 0 for n, o, s in zip(shape[lead:], x.shape, x.strides, strict=True))
     return TensorType(shape, x.dtype, (0,) * lead + tuple(kept))
 
 
-EXPAND = viewing(
-    name="expand",
-    doc="x stretched to a larger shape by repeating sizes of 1; -1 keeps a size. A view: nothing "
-    "is copied.",
-    attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(8, -1)")},
-    complete=_expand_complete,
-    infer=_expand_infer,
-    reference=lambda x, shape: x.expand(shape),
-    vjp=lambda b, v: [b.unbroadcast(v.grad, v.arg(0).type)],
-    samples=lambda: cases(
-        "shape",
-        ((3, 1), ROW, (3, 4)),
-        ((3, 1), ROW, (2, -1, 5)),
-        ((), ROW, (2, 3)),
-        ((), ROW, ()),
-        ((1, 3), ROW, (0, 3)),
-        ((4, 3), TURNED, (2, 4, 3)),
-        ((4, 1, 3), SLICED, (4, 2, 3)),
-        ((2, 3, 1, 1), NHWC, (2, 3, 4, 5)),
-    ),
-)
-
-
-def _slice_complete(types: Types, attrs: Attributes) -> Attributes:
+def _slice_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     attrs = with_axis(types, attrs)
     if attrs["step"] < 1:
         raise GraphError(
@@ -219,12 +184,6 @@ def _slice_complete(types: Types, attrs: Attributes) -> Attributes:
     return attrs | {"start": start, "stop": max(start, stop)}
 
 
-def _slice_infer(x: TensorType, axis: int, start: int, stop: int, step: int) -> TensorType:
-    shape, strides = list(x.shape), list(x.strides)
-    shape[axis], strides[axis] = len(range(start, stop, step)), strides[axis] * step
-    return TensorType(tuple(shape), x.dtype, tuple(strides))
-
-
 def _pad_axis(b: Ops, x: Sym, axis: int, low: int, high: int) -> Sym:
     ends = ({axis: low}, {axis: high})
     low_, high_ = (tuple(end.get(i, 0) for i in range(x.rank)) for end in ends)
@@ -232,7 +191,7 @@ def _pad_axis(b: Ops, x: Sym, axis: int, low: int, high: int) -> Sym:
     return out
 
 
-def _slice_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _slice_vjp(b: Ops, v: Vjp) -> Grads:
     """Zeros go back between the elements that a step skipped, then around all."""
     grad, axis, step = v.grad, v.attrs["axis"], v.attrs["step"]
     before, count, after = grad.shape[:axis], grad.shape[axis], grad.shape[axis + 1 :]
@@ -243,9 +202,8 @@ def _slice_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [_pad_axis(b, grad, axis, start, size - start - count * step)]
 
 
-SLICE = viewing(
-    name="slice",
-    doc="The elements start, start + step, … before stop along one axis, as x[start:stop:step].",
+@viewing(
+    lambda x, axis, start, stop, step: torch.ops.aten.slice(x, axis, start, stop, step),
     attrs={
         "axis": AXIS,
         "start": Attr("int", 0, "the first index; from the end if negative"),
@@ -253,51 +211,75 @@ SLICE = viewing(
         "step": Attr("int", 1, "every so many elements"),
     },
     complete=_slice_complete,
-    infer=_slice_infer,
-    reference=lambda x, axis, start, stop, step: torch.ops.aten.slice(x, axis, start, stop, step),
     vjp=_slice_vjp,
-    samples=lambda: cases(
-        "axis start stop step",
-        ((5, 4), ROW, 0, 1, 4),
-        ((5, 4), ROW, -1, -3),
-        ((5,), ROW, 0, 4, 2),
-        ((7,), ROW, 0, 1, 7, 3),
-        ((7, 2), ROW, 0, 0, None, 2),
-        ((0, 3), ROW, 0),
-        ((5,), ROW, 0, -99, 99),
-        ((2, 6), SLICED, 1, 1, 6, 4),
-        ((4, 6), TURNED, 1, 2),
-        ((4, 3), SAME, 0, 1, 3),
-        ((2, 3, 4, 5), NHWC, 1, 0, 2),
+    samples=samples(
+        """5x4 axis=0 start=1 stop=4 | 5x4 axis=-1 start=-3 | 5 axis=0 start=4 stop=2
+        | 7 axis=0 start=1 stop=7 step=3 | 7x2 axis=0 start=0 stop=None step=2 | 0x3 axis=0
+        | 5 axis=0 start=-99 stop=99 | 2x6@sliced axis=1 start=1 stop=6 step=4
+        | 4x6@transposed axis=1 start=2 | 4x3@expanded axis=0 start=1 stop=3
+        | 2x3x4x5@nhwc axis=1 start=0 stop=2"""
     ),
 )
+def slice_(x: TensorType, axis: int, start: int, stop: int, step: int) -> TensorType:
+    """The elements start, start + step, … before stop along one axis, as x[start:stop:step]."""
+    shape, strides = list(x.shape), list(x.strides)
+    shape[axis], strides[axis] = len(range(start, stop, step)), strides[axis] * step
+    return TensorType(tuple(shape), x.dtype, tuple(strides))
+
 
 # ---- copies: flip, concat, pad, to_layout --------------------------------------------------------
 
-FLIP = moving(
-    name="flip",
-    doc="x with the order of its elements turned round along the axes.",
+
+@moving(
+    lambda x, axes: torch.flip(x, axes),
     attrs={"axes": Attr("ints", doc="the axes to turn round, e.g. axes=(0,)")},
     complete=lambda types, attrs: attrs | {"axes": norm_axes(attrs["axes"], first(types).rank)},
-    infer=lambda x, axes: x.dense_like(),
-    reference=lambda x, axes: torch.flip(x, axes),
     vjp=lambda b, v: [b.flip(v.grad, axes=v.attrs["axes"])],
-    samples=lambda: cases(
-        "axes",
-        ((3, 4), ROW, (0,)),
-        ((3, 4), ROW, (-1, 0)),
-        ((), ROW, ()),
-        ((0, 3), ROW, (0,)),
-        ((3, 4), ROW, ()),
-        ((3, 4), TURNED, (1,)),
-        ((3, 4), SLICED, (1,)),
-        ((3, 4), SAME, (0,)),
-        ((2, 3, 4, 5), NHWC, (2, 3)),
+    samples=samples(
+        """3x4 axes=(0,) | 3x4 axes=(-1,0) | scalar axes=() | 0x3 axes=(0,) | 3x4 axes=()
+        | 3x4@transposed axes=(1,) | 3x4@sliced axes=(1,) | 3x4@expanded axes=(0,)
+        | 2x3x4x5@nhwc axes=(2,3)"""
     ),
 )
+def flip(x: TensorType, axes: Shape) -> TensorType:
+    """x with the order of its elements turned round along the axes."""
+    return x.dense_like()
 
 
-def _concat_infer(*xs: TensorType, axis: int) -> TensorType:
+def _concat_reference(*xs: Tensor, axis: int) -> Tensor:
+    types = [TensorType.from_tensor(x) for x in xs]
+    t: Any = concat.infer(*types, axis=axis)
+    if t.layout == NHWC and any(of.layout != NHWC for of in types):
+        # torch.cat is fast only when all its inputs lie in one order: convert the odd ones first
+        xs = tuple(lay(x, of.with_layout(NHWC)) for x, of in zip(xs, types, strict=True))
+    return lay(torch.cat(xs, axis), t)
+
+
+def _concat_vjp(b: Ops, v: Vjp) -> Grads:
+    axis, start = v.attrs["axis"], 0
+    grads: Grads = []
+    for i, need in enumerate(v.needs):
+        stop = start + v.arg(i).shape[axis]
+        part = b.to(b.slice(v.grad, axis, start, stop), v.arg(i).dtype) if need else None
+        start, grads = stop, [*grads, part]
+    return grads
+
+
+@moving(
+    _concat_reference,
+    attrs={"axis": AXIS},
+    complete=with_axis,
+    vjp=_concat_vjp,
+    samples=samples(
+        """2x3 4x3 axis=0 | 2x3 2x1 2x2@transposed axis=-1 | 5 axis=0 | 0x3 2x3 axis=0
+        | 2x3:f64 2x3:f32 axis=0 nograd | 2x3:i32 2x3@sliced axis=1
+        | 2x3x4x5@nhwc 2x1x4x5@nhwc axis=1 | 2x3x4x5@nhwc 2x3x4x5 axis=1
+        | 2x3x1x1 2x3x1x1@nhwc axis=2 | 2x3x4@nhwc 2x2x4@nhwc axis=1"""
+    ),
+)
+def concat(*xs: TensorType, axis: int) -> TensorType:
+    """Tensors joined one after another along an axis; element types promote. The result is nhwc
+    when most of its elements come from nhwc tensors."""
     x = xs[0]
     for i, t in enumerate(xs):
         if t.rank != x.rank or any(
@@ -313,74 +295,9 @@ def _concat_infer(*xs: TensorType, axis: int) -> TensorType:
     return TensorType.of(shape, promoted(*xs), NHWC if turned else ROW)
 
 
-def _concat_reference(*xs: torch.Tensor, axis: int) -> torch.Tensor:
-    t = _concat_infer(*map(TensorType.from_tensor, xs), axis=axis)
-    if t.layout == ROW or all(TensorType.from_tensor(x).layout == NHWC for x in xs):
-        return lay(torch.cat(xs, axis), t)
-    # torch.cat is fast only when all its inputs lie in the same order: convert the odd ones first
-    return lay(
-        torch.cat([lay(x, TensorType.from_tensor(x).with_layout(NHWC)) for x in xs], axis), t
-    )
-
-
-def _concat_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    axis, start = v.attrs["axis"], 0
-    grads: list[Sym | None] = []
-    for i, need in enumerate(v.needs):
-        stop = start + v.arg(i).shape[axis]
-        part = b.to(b.slice(v.grad, axis, start, stop), v.arg(i).dtype) if need else None
-        start, grads = stop, [*grads, part]
-    return grads
-
-
-CONCAT = moving(
-    name="concat",
-    doc="Tensors joined one after another along an axis; element types promote. The result is "
-    "nhwc when most of its elements come from nhwc tensors.",
-    inputs=("*xs",),
-    attrs={"axis": AXIS},
-    complete=with_axis,
-    infer=_concat_infer,
-    reference=_concat_reference,
-    vjp=_concat_vjp,
-    samples=lambda: (
-        Sample((Arg((2, 3)), Arg((4, 3))), {"axis": 0}),
-        Sample((Arg((2, 3)), Arg((2, 1)), Arg((2, 2), layout=TURNED)), {"axis": -1}),
-        Sample((Arg((5,)),), {"axis": 0}),
-        Sample((Arg((0, 3)), Arg((2, 3))), {"axis": 0}),
-        Sample((Arg((2, 3), dtype="f64"), Arg((2, 3), dtype="f32")), {"axis": 0}, grad=False),
-        Sample((Arg((2, 3), dtype="i32"), Arg((2, 3), layout=SLICED)), {"axis": 1}),
-        Sample((Arg((2, 3, 4, 5), layout=NHWC), Arg((2, 1, 4, 5), layout=NHWC)), {"axis": 1}),
-        Sample((Arg((2, 3, 4, 5), layout=NHWC), Arg((2, 3, 4, 5))), {"axis": 1}),
-        Sample((Arg((2, 3, 1, 1)), Arg((2, 3, 1, 1), layout=NHWC)), {"axis": 2}),
-        Sample((Arg((2, 3, 4), layout=NHWC), Arg((2, 2, 4), layout=NHWC)), {"axis": 1}),
-    ),
-)
-
-
-def _pad_infer(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> TensorType:
-    if not len(low) == len(high) == x.rank:
-        raise GraphError(
-            f"low {low} and high {high} do not fit the rank {x.rank} of x",
-            remedy="give one number per dimension, 0 where nothing is added",
-        )
-    for axis, (size, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
-        if mode == "constant":
-            wrong, most = size + min(lo, 0) + min(hi, 0) < 0, "crop no more than there is"
-        else:
-            limit = max(size - 1, 0) if mode == "reflect" else (1 << 62 if size else 0)
-            wrong, most = not (0 <= lo <= limit and 0 <= hi <= limit), f"use 0 to {limit}"
-        if wrong:
-            what = f"{mode} padding of ({lo}, {hi})"
-            raise GraphError(f"{what} does not fit axis {axis} of size {size}", remedy=most)
-    shape = tuple(n + lo + hi for n, lo, hi in zip(x.shape, low, high, strict=True))
-    return TensorType.of(shape, x.dtype, NHWC if x.rank > 3 and x.layout == NHWC else ROW)
-
-
-def _pad_reference(
-    x: torch.Tensor, low: Shape, high: Shape, mode: str, value: float
-) -> torch.Tensor:
-    like, out = _pad_infer(TensorType.from_tensor(x), low, high, mode, value), x
+def _pad_reference(x: Tensor, low: Shape, high: Shape, mode: str, value: float) -> Tensor:
+    like: Any = pad.infer(TensorType.from_tensor(x), low, high, mode, value)
+    out = x
     if mode == "constant":
         ends = [n for pair in zip(reversed(low), reversed(high), strict=True) for n in pair]
         return lay(F.pad(x, ends, value=value) if ends else x.clone(), like)
@@ -392,7 +309,7 @@ def _pad_reference(
     return lay(out, like)
 
 
-def _pad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _pad_vjp(b: Ops, v: Vjp) -> Grads:
     x, low, high, mode = v.arg(0), v.attrs["low"], v.attrs["high"], v.attrs["mode"]
     if min((*low, *high), default=0) < 0:  # a crop is undone by padding
         back = (tuple(-n for n in ends) for ends in (low, high))
@@ -414,59 +331,60 @@ def _pad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.to(grad, x.dtype)]
 
 
-PAD = moving(
-    name="pad",
-    doc="x with elements added before (low) and after (high) along each dimension: a constant, "
-    "the mirror image without its edge, or the edge repeated. Negative numbers crop, for "
-    "constants only.",
+@moving(
+    _pad_reference,
     attrs={
         "low": Attr("ints", doc="one number per dimension, e.g. low=(0, 0, 1, 1)"),
         "high": Attr("ints", doc="one number per dimension, e.g. high=(0, 0, 1, 1)"),
         "mode": Attr("str", "constant", choices=("constant", "reflect", "replicate")),
         "value": Attr("float", 0.0, "what a constant padding holds"),
     },
-    infer=_pad_infer,
-    reference=_pad_reference,
     vjp=_pad_vjp,
-    samples=lambda: cases(
-        "low high mode value",
-        ((3, 4), ROW, (0, 1), (2, 0)),
-        ((), ROW, (), ()),
-        ((3, 4), ROW, (-1, 1), (1, -2), "constant", 7.0),
-        ((0, 2), ROW, (1, 0), (0, 1)),
-        ((3, 4), TURNED, (0, -1), (0, -1)),
-        ((2, 3, 4, 5), NHWC, (0, 0, 1, 1), (0, 0, 1, 2)),
-        ((3, 4), SLICED, (2, 1), (1, 3), "reflect"),
-        ((2, 3), ROW, (0, 2), (1, 0), "reflect"),
-        ((2, 2, 3, 4), NHWC, (0, 0, 1, 1), (0, 0, 2, 2), "reflect"),
-        ((3, 1), ROW, (2, 1), (0, 3), "replicate"),
-        ((0, 2), ROW, (0, 1), (0, 1), "replicate"),
-        ((2, 2, 3, 4), NHWC, (0, 0, 1, 1), (0, 0, 2, 2), "replicate"),
+    samples=samples(
+        """3x4 low=(0,1) high=(2,0) | scalar low=() high=()
+        | 3x4 low=(-1,1) high=(1,-2) mode=constant value=7.0 | 0x2 low=(1,0) high=(0,1)
+        | 3x4@transposed low=(0,-1) high=(0,-1) | 2x3x4x5@nhwc low=(0,0,1,1) high=(0,0,1,2)
+        | 3x4@sliced low=(2,1) high=(1,3) mode=reflect | 2x3 low=(0,2) high=(1,0) mode=reflect
+        | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=reflect
+        | 3x1 low=(2,1) high=(0,3) mode=replicate | 0x2 low=(0,1) high=(0,1) mode=replicate
+        | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=replicate"""
     ),
 )
+def pad(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> TensorType:
+    """x with elements added before (low) and after (high) along each dimension: a constant, the
+    mirror image without its edge, or the edge repeated. Negative numbers crop, for constants
+    only."""
+    if not len(low) == len(high) == x.rank:
+        raise GraphError(
+            f"low {low} and high {high} do not fit the rank {x.rank} of x",
+            remedy="give one number per dimension, 0 where nothing is added",
+        )
+    for axis, (size, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
+        if mode == "constant":
+            wrong, most = size + min(lo, 0) + min(hi, 0) < 0, "crop no more than there is"
+        else:
+            limit = max(size - 1, 0) if mode == "reflect" else (1 << 62 if size else 0)
+            wrong, most = not (0 <= lo <= limit and 0 <= hi <= limit), f"use 0 to {limit}"
+        if wrong:
+            what = f"{mode} padding of ({lo}, {hi})"
+            raise GraphError(f"{what} does not fit axis {axis} of size {size}", remedy=most)
+    shape = tuple(n + lo + hi for n, lo, hi in zip(x.shape, low, high, strict=True))
+    return TensorType.of(shape, x.dtype, NHWC if x.rank > 3 and x.layout == NHWC else ROW)
 
-TO_LAYOUT = moving(
-    name="to_layout",
-    doc="A copy of x in row-major order (contiguous) or with its channels innermost (nhwc).",
+
+@moving(
+    lambda x, layout: x.new_empty_strided(x.shape, strides_for(tuple(x.shape), layout)).copy_(x),
     attrs={"layout": Attr("str", "contiguous", choices=("contiguous", "nhwc"))},
-    infer=lambda x, layout: x.with_layout(layout),
-    reference=lambda x, layout: x.new_empty_strided(
-        x.shape, strides_for(tuple(x.shape), layout)
-    ).copy_(x),
     vjp=lambda b, v: [v.grad],
-    samples=lambda: cases(
-        "layout",
-        ((3, 4), TURNED),
-        ((), ROW),
-        ((3, 4), SLICED),
-        ((3, 4), SAME),
-        ((2, 3, 4, 5), NHWC),
-        ((2, 3, 4, 5), ROW, NHWC),
-        ((2, 3, 4), ROW, NHWC),
-        ((0, 2, 3), ROW, NHWC),
-        ((2, 3, 2, 2, 2), ROW, NHWC),
+    samples=samples(
+        """3x4@transposed | scalar | 3x4@sliced | 3x4@expanded | 2x3x4x5@nhwc
+        | 2x3x4x5 layout=nhwc | 2x3x4 layout=nhwc | 0x2x3 layout=nhwc | 2x3x2x2x2 layout=nhwc"""
     ),
 )
+def to_layout(x: TensorType, layout: str) -> TensorType:
+    """A copy of x in row-major order (contiguous) or with its channels innermost (nhwc)."""
+    return x.with_layout(layout)
+
 
 # ---- by index: gather, index_select --------------------------------------------------------------
 
@@ -480,14 +398,28 @@ def check_index(index: TensorType, *allowed: DType) -> None:
         )
 
 
-def index_cases(rows: Sequence[tuple[Shape, str, Shape, int]]) -> tuple[Sample, ...]:
-    return tuple(
-        Sample((Arg(x, layout=order), Arg(i, "index", high=x[axis])), {"axis": axis})
-        for x, order, i, axis in rows
-    )
+def _pick_vjp(b: Ops, v: Vjp) -> Grads:
+    """What was read several times is added up where it was read."""
+    x, index, axis = v.arg(0), b.to(v.arg(1), int64), v.attrs["axis"]
+    if index.shape != v.grad.shape:  # index_select
+        index = b.expand(b.reshape(index, (-1, *(1,) * (x.rank - axis - 1))), v.grad.shape)
+    total = b.scatter_add(index, b.upcast(v.grad), shape=x.shape, axis=axis)
+    return [b.to(total, x.dtype), None]
 
 
-def _gather_infer(x: TensorType, index: TensorType, axis: int) -> TensorType:
+picking = partial(moving, attrs={"axis": AXIS}, complete=with_axis, vjp=_pick_vjp)
+
+
+@picking(
+    lambda x, index, axis: torch.gather(x, axis, index),
+    samples=samples(
+        """4x3 6x3:index<4 axis=0 | 4x3 2x5:index<3 axis=-1 | 5 0:index<5 axis=0
+        | 4x3@transposed 4x2:index<3 axis=1 | 4x3@sliced 1x3:index<4 axis=0
+        | 4x3@expanded 2x3:index<4 axis=0 | 2x3x2x2@nhwc 2x1x2x2:index<3 axis=1"""
+    ),
+)
+def gather(x: TensorType, index: TensorType, axis: int) -> TensorType:
+    """out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others."""
     check_index(index, int64)
     pairs = enumerate(zip(index.shape, x.shape, strict=False))
     if index.rank != x.rank or any(i > n and d != axis for d, (i, n) in pairs):
@@ -498,7 +430,16 @@ def _gather_infer(x: TensorType, index: TensorType, axis: int) -> TensorType:
     return TensorType.of(index.shape, x.dtype)
 
 
-def _index_select_infer(x: TensorType, index: TensorType, axis: int) -> TensorType:
+@picking(
+    lambda x, index, axis: torch.index_select(x, axis, index),
+    samples=samples(
+        """4x3 6:index<4 axis=0 | 4x3 2:index<3 axis=-1 | 4x3 0:index<4 axis=0
+        | 4x3@transposed 4:index<3 axis=1 | 4x3@sliced 1:index<4 axis=0
+        | 4x3@expanded 3:index<4 axis=0 | 2x3x4x5@nhwc 2:index<4 axis=2"""
+    ),
+)
+def index_select(x: TensorType, index: TensorType, axis: int) -> TensorType:
+    """The slices of x along an axis that a list of indices names, in that order."""
     check_index(index, int64, int32)
     if index.rank != 1:
         raise GraphError(
@@ -507,59 +448,4 @@ def _index_select_infer(x: TensorType, index: TensorType, axis: int) -> TensorTy
     return TensorType.of((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
 
 
-def _pick_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    """What was read several times is added up where it was read."""
-    x, index, axis = v.arg(0), b.to(v.arg(1), int64), v.attrs["axis"]
-    if index.shape != v.grad.shape:  # index_select
-        index = b.expand(b.reshape(index, (-1, *(1,) * (x.rank - axis - 1))), v.grad.shape)
-    total = b.scatter_add(index, b.upcast(v.grad), shape=x.shape, axis=axis)
-    return [b.to(total, x.dtype), None]
-
-
-PICK = tuple(
-    moving(
-        name=name,
-        doc=doc,
-        inputs=("x", "index"),
-        attrs={"axis": AXIS},
-        complete=with_axis,
-        infer=infer,
-        reference=fn,
-        vjp=_pick_vjp,
-        samples=partial(index_cases, rows),
-    )
-    for name, fn, infer, doc, rows in (
-        (
-            "gather",
-            lambda x, index, axis: torch.gather(x, axis, index),
-            _gather_infer,
-            "out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others.",
-            (
-                ((4, 3), ROW, (6, 3), 0),
-                ((4, 3), ROW, (2, 5), -1),
-                ((5,), ROW, (0,), 0),
-                ((4, 3), TURNED, (4, 2), 1),
-                ((4, 3), SLICED, (1, 3), 0),
-                ((4, 3), SAME, (2, 3), 0),
-                ((2, 3, 2, 2), NHWC, (2, 1, 2, 2), 1),
-            ),
-        ),
-        (
-            "index_select",
-            lambda x, index, axis: torch.index_select(x, axis, index),
-            _index_select_infer,
-            "The slices of x along an axis that a list of indices names, in that order.",
-            (
-                ((4, 3), ROW, (6,), 0),
-                ((4, 3), ROW, (2,), -1),
-                ((4, 3), ROW, (0,), 0),
-                ((4, 3), TURNED, (4,), 1),
-                ((4, 3), SLICED, (1,), 0),
-                ((4, 3), SAME, (3,), 0),
-                ((2, 3, 4, 5), NHWC, (2,), 2),
-            ),
-        ),
-    )
-)
-
-OPS = (RESHAPE, PERMUTE, EXPAND, SLICE, FLIP, CONCAT, PAD, TO_LAYOUT, *PICK)
+OPS = (reshape, permute, expand, slice_, flip, concat, pad, to_layout, gather, index_select)

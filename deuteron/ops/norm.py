@@ -33,24 +33,30 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activation
-from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.conv import memory_order
+from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.formula import TENSORS
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.overflow import without_overflow
+from deuteron.ops.opdef import (
+    Attr,
+    Attributes,
+    Fusion,
+    Given,
+    OpDef,
+    Vjp,
+    check_float,
+    check_shape,
+    elementwise_flops,
+)
+from deuteron.ops.reference import wide_type, without_overflow
 from deuteron.ops.samples import Arg, Sample, norm_samples
 
 Tensor = torch.Tensor
-Values = Mapping[str, Any]
-Gradients = list[Sym | None]
 
 # ---- what may be asked -----------------------------------------------------------------------
 
 
 def check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
-    if not x.dtype.is_float or x.dtype.bits < 16:
-        raise GraphError(
-            f"{name} of {x.dtype.name} is not defined", remedy='cast first: cast(x, dtype="f32")'
-        )
+    check_float(name, x=x)
     if x.rank < least_rank:
         raise GraphError(
             f"{name} needs rank {least_rank} or more, x has rank {x.rank}",
@@ -60,16 +66,10 @@ def check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
         raise GraphError(f"{name} needs eps of 0 or more, not {eps}", remedy="use eps=1e-5")
 
 
-def check_params(
-    name: str, x: TensorType, shape: Shape, params: Mapping[str, TensorType | None]
-) -> None:
+def check_params(name: str, x: TensorType, shape: Shape, params: Mapping[str, Given]) -> None:
     """Weights and statistics have one shape, and the element type of x or float32."""
     for slot, p in params.items():
-        if p is not None and p.shape != shape:
-            raise GraphError(
-                f"{slot} of {name} is {list(p.shape)}, x {list(x.shape)} needs {list(shape)}",
-                remedy=f"reshape {slot} to {list(shape)}",
-            )
+        check_shape(f"{slot} of {name} of x {list(x.shape)}", p, shape, f"reshape {slot} to that")
         if p is not None and p.dtype not in (x.dtype, float32 if x.dtype.is_low else x.dtype):
             raise GraphError(
                 f"{slot} of {name} is {p.dtype.name}, x is {x.dtype.name}",
@@ -77,13 +77,12 @@ def check_params(
             )
 
 
-def check_like_x(name: str, x: TensorType, **others: TensorType | None) -> None:
+def check_like_x(name: str, x: TensorType, **others: Given) -> None:
     """Tensors that go with x, element by element."""
     for slot, t in others.items():
         if t is not None and (t.shape, t.dtype) != (x.shape, x.dtype):
             raise GraphError(
-                f"{slot} of {name} is {t.dtype.short}{list(t.shape)}, "
-                f"x is {x.dtype.short}{list(x.shape)}",
+                f"{slot} of {name} is {t}, x is {x}",
                 remedy=f"give {slot} the shape and element type of x",
             )
 
@@ -96,7 +95,7 @@ def check_spread(name: str, x: TensorType, count: int, remedy: str) -> Shape:
     return x.shape[1:2]
 
 
-def _check_dims(name: str, x: TensorType, attrs: Values) -> Shape:
+def _check_dims(name: str, x: TensorType, attrs: Attributes) -> Shape:
     if not 1 <= attrs["dims"] <= x.rank:
         raise GraphError(
             f"{name} over the last {attrs['dims']} dimensions of x, which has rank {x.rank}",
@@ -105,7 +104,7 @@ def _check_dims(name: str, x: TensorType, attrs: Values) -> Shape:
     return x.shape[-attrs["dims"] :]
 
 
-def _check_groups(name: str, x: TensorType, attrs: Values) -> Shape:
+def _check_groups(name: str, x: TensorType, attrs: Attributes) -> Shape:
     groups, channels = attrs["groups"], x.shape[1]
     if groups < 1 or channels % groups:
         raise GraphError(
@@ -123,24 +122,13 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def suggested(x: TensorType) -> str:
     """What torch calls the suggested memory format: "nhwc" for ranks 4 and 5 whose strides,
     gaps allowed, grow from the channels outwards."""
-    if x.rank not in _FORMATS or not x.numel or x.strides[1] == 0:
-        return "contiguous"
-    floor = 0
-    for dim in (1, *range(x.rank - 1, 1, -1), 0):
-        if x.strides[dim] < floor or (dim == 0 and floor == x.strides[1]):
-            return "contiguous"
-        floor = x.strides[dim] * x.shape[dim]
-    return "nhwc"
+    return memory_order(x) if x.rank in _FORMATS else "contiguous"
 
 
 def in_order(y: Tensor, x: Tensor) -> Tensor:
     """``y`` in the suggested order, whatever the device's kernel chose."""
     nhwc = suggested(TensorType.from_tensor(x)) == "nhwc"
     return y.contiguous(memory_format=_FORMATS[x.ndim] if nhwc else torch.contiguous_format)
-
-
-def wide_type(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
 # ---- gradients -------------------------------------------------------------------------------
@@ -155,12 +143,12 @@ class Grouping(NamedTuple):
     weight: Shape
 
 
-def _by_trailing(x: Shape, attrs: Values) -> Grouping:
+def _by_trailing(x: Shape, attrs: Attributes) -> Grouping:
     first = len(x) - attrs["dims"]
     return Grouping(x, tuple(range(first, len(x))), x[first:])
 
 
-def _by_groups(x: Shape, attrs: Values) -> Grouping:
+def _by_groups(x: Shape, attrs: Attributes) -> Grouping:
     groups, each = attrs["groups"], x[1] // attrs["groups"]
     work = (x[0], groups, each, *x[2:])
     return Grouping(work, tuple(range(2, len(work))), (1, groups, each, *(1 for _ in x[2:])))
@@ -202,7 +190,7 @@ def gradients(
     *,
     centred: bool = True,
     stats: tuple[Sym | None, Sym] | None = None,
-) -> Gradients:
+) -> Grads:
     """Gradients for x, weight and bias, through the statistics too. Where ``stats`` gives mean
     and rstd they are not computed again."""
     source, (work, axes, lies) = x.type, grouping
@@ -221,7 +209,7 @@ def gradients(
         # where squares overflowed it is nan: 0 would make gradients of 0 out of any others
         rstd = b.where(b.isinf(square), math.nan, b.rsqrt(square))
     hat = x * rstd
-    out: Gradients = [None, None, None]
+    out: Grads = [None, None, None]
     if wanted.x:
         inner = grad if weight is None else grad * shaped(b, weight, lies)
         flat = inner - mean(inner) if centred else inner
@@ -237,12 +225,8 @@ def gradients(
 # ---- the four norms, and their gradients -------------------------------------------------------
 
 EPS = Attr("float", 1e-5, "added to the variance under the root, e.g. 1e-5")
-_BIAS = Attr(
-    "str",
-    "none",
-    "the bias whose gradient is asked for: none, of the same type as x, or f32",
-    choices=("none", "same", "f32"),
-)
+_WHICH = "the bias whose gradient is asked for: none, of the same type as x, or f32"
+_BIAS = Attr("str", "none", _WHICH, choices=("none", "same", "f32"))
 _FOLLOWING = ("silu", "leaky_relu(negative_slope=0.2)", "hardswish", "relu", "tanh", "gelu")
 
 
@@ -252,8 +236,8 @@ class Norm(NamedTuple):
     name: str
     attrs: Mapping[str, Attr]
     least_rank: int
-    check: Callable[[str, TensorType, Values], Shape]  # the shape of the weight
-    grouping: Callable[[Shape, Values], Grouping]
+    check: Callable[[str, TensorType, Attributes], Shape]  # the shape of the weight
+    grouping: Callable[[Shape, Attributes], Grouping]
     torch: Callable[..., Tensor]  # of x, weight, bias and the attributes
     keeps_nhwc: bool
     samples: Callable[[], Sequence[Sample]]
@@ -266,11 +250,16 @@ class Norm(NamedTuple):
 
     # ---- the norm
 
-    def infer(self, x: TensorType, *params: TensorType | None, **attrs: Any) -> TensorType:
-        check_x(self.name, x, self.least_rank, attrs["eps"])
-        shape = self.check(self.name, x, attrs)
+    def checked(self, name: str, x: TensorType, attrs: Attributes) -> tuple[Shape, TensorType]:
+        """The shape of the weight, and the type of the result."""
+        check_x(name, x, self.least_rank, attrs["eps"])
+        order = suggested(x) if self.keeps_nhwc else "contiguous"
+        return self.check(name, x, attrs), x.with_layout(order)
+
+    def infer(self, x: TensorType, *params: Given, **attrs: Any) -> TensorType:
+        shape, y = self.checked(self.name, x, attrs)
         check_params(self.name, x, shape, dict(zip(self.slots, params, strict=True)))
-        return x.with_layout(suggested(x) if self.keeps_nhwc else "contiguous")
+        return y
 
     def reference(self, x: Tensor, *params: Tensor | None, **attrs: Any) -> Tensor:
         mixed = any(p is not None and p.dtype != x.dtype for p in params)
@@ -282,7 +271,7 @@ class Norm(NamedTuple):
         y = self.torch(*args, **attrs).to(x.dtype)
         return in_order(y, x) if self.keeps_nhwc else y.contiguous()
 
-    def vjp(self, b: Ops, v: Vjp) -> Gradients:
+    def vjp(self, b: Ops, v: Vjp) -> Grads:
         """One node for all: x and the gradient are then read once for dx and for the sums. Where
         the attributes name an activation, the gradient is that of its result."""
         weight, bias = v.arg(1) if v.has(1) else None, "none"
@@ -292,22 +281,19 @@ class Norm(NamedTuple):
         ins = (v.arg(0), v.grad, weight, None, offset)
         made = b.call(f"{self.name}_grad", *ins, bias=bias, **v.attrs)
         rest = iter(made if isinstance(made, tuple) else (made,))
-        out: Gradients = [next(rest), None if weight is None else next(rest)]
+        out: Grads = [next(rest), None if weight is None else next(rest)]
         return [*out, *rest, *[None] * len(v.ins)][: len(v.ins)]
 
     # ---- its gradient
 
-    def split(self, attrs: Values) -> tuple[str, str, dict[str, Any]]:
+    def split(self, attrs: Attributes) -> tuple[str, str, dict[str, Any]]:
         """The choice of a bias, the activation, and the attributes of the norm itself."""
         return attrs["bias"], attrs["activation"], {name: attrs[name] for name in self.attrs}
 
-    def grad_infer(
-        self, x: TensorType, *others: TensorType | None, **attrs: Any
-    ) -> tuple[TensorType, ...]:
+    def grad_infer(self, x: TensorType, *others: Given, **attrs: Any) -> tuple[TensorType, ...]:
         name, (grad, weight, extra, offset) = f"{self.name}_grad", others
         bias, following, own = self.split(attrs)
-        check_x(name, x, self.least_rank, own["eps"])
-        shape = self.check(name, x, own)
+        shape, dx = self.checked(name, x, own)
         of_bias = _bias_type(bias, x, shape)
         check_params(name, x, shape, {"weight": weight, "bias": of_bias, "offset": offset})
         if offset is not None and self.centred and following == "none":
@@ -319,7 +305,6 @@ class Norm(NamedTuple):
         if not self.centred and (offset is not None or of_bias is not None):
             raise GraphError(f"{self.name} has no bias", remedy='use bias="none" and no offset')
         of_weight = None if weight is None else TensorType.of(shape, weight.dtype)
-        dx = x.with_layout(suggested(x) if self.keeps_nhwc else "contiguous")
         return dx, *(t for t in (of_weight, of_bias) if t is not None)
 
     def grad_reference(
@@ -351,7 +336,7 @@ class Norm(NamedTuple):
             out.append(g.sum_to_size(lies).reshape(shape).to(kind, copy=True))
         return tuple(out)
 
-    def grad_expand(self, b: Ops, ins: Sequence[Sym | None], attrs: Values) -> list[Sym]:
+    def grad_expand(self, b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
         x, grad, weight, extra, offset = ins
         assert x is not None and grad is not None
         bias, following, own = self.split(attrs)
@@ -376,10 +361,8 @@ class Norm(NamedTuple):
     def grad_samples(self) -> Sequence[Sample]:
         found = []
         for k, s in enumerate(self.samples()):
-            x, *params = s.inputs
-            assert x is not None
+            x, (weight, offset) = s.args[0], (*s.inputs[1:], None)[:2]
             like = Arg(x.shape, dtype=x.dtype)
-            weight, offset = [*params, None][:2]
             attrs = {**s.attrs, "bias": "none" if offset is None else offset.dtype or "same"}
             grad = replace(like, layout="transposed" if k == 2 else "contiguous")
             ins = (x, grad, weight, like if k % 3 == 1 else None)
@@ -440,7 +423,7 @@ def _torch_group_norm(
 
 _DIMS = Attr("int", 1, "how many trailing dimensions are normalised together, at least 1")
 _TRAILING = ({"dims": 1}, {"dims": 2, "eps": 0.01}, {"dims": 1})
-_PAIR = ("weight", "bias"), ("xx", "--", "x-", "-x")
+_PAIR = ("weight", "bias"), "xx -- x- -x"
 
 NORMS = (
     Norm(
@@ -451,7 +434,7 @@ NORMS = (
         _by_trailing,
         lambda x, w, b, dims, eps: F.layer_norm(x, x.shape[-dims:], w, b, eps),
         False,
-        norm_samples(*_PAIR, _TRAILING, ((5,),)),
+        norm_samples(*_PAIR, _TRAILING, "5"),
         "(x − mean) / √(var + eps) · weight + bias over the last ``dims`` dimensions; weight "
         "and bias have the shape of these.",
     ),
@@ -463,7 +446,7 @@ NORMS = (
         _by_trailing,
         lambda x, w, dims, eps: F.rms_norm(x, x.shape[-dims:], w, eps),
         False,
-        norm_samples(("weight",), ("x", "x", "-"), _TRAILING, ((5,),)),
+        norm_samples(("weight",), "x x -", _TRAILING, "5"),
         "x / √(mean of x² + eps) · weight over the last ``dims`` dimensions.",
         centred=False,
     ),
@@ -475,7 +458,7 @@ NORMS = (
         _by_groups,
         _torch_group_norm,
         True,
-        norm_samples(*_PAIR, ({"groups": 2}, {"groups": 1, "eps": 0.01}), ((3, 4),)),
+        norm_samples(*_PAIR, ({"groups": 2}, {"groups": 1, "eps": 0.01}), "3x4"),
         "Each sample's channels (dimension 1) in ``groups`` equal groups, each normalised over "
         "its channels and positions, then · weight + bias per channel.",
     ),

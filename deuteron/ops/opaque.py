@@ -16,8 +16,8 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import dtype
 from deuteron.ir.text import parse_type
 from deuteron.ir.types import TensorType
-from deuteron.ops.opdef import Attr, Fusion, OpDef
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.opdef import Attr, Fusion, operator
+from deuteron.ops.samples import samples
 
 NAMESPACES = ("aten", "prims", "torchvision")
 FORBIDDEN = ("from_file", "save", "load", "record_stream", "set_", "resize_", "_print")
@@ -60,13 +60,7 @@ def decode(value: Any, tensors: Sequence[Any], device: torch.device) -> Any:
     raise GraphError(f"an argument of this call is damaged: {value!r}")
 
 
-_TORCH_NAMES = (
-    "contiguous_format",
-    "preserve_format",
-    "channels_last",
-    "channels_last_3d",
-    "strided",
-)
+_TORCH_NAMES = "contiguous_format preserve_format channels_last channels_last_3d strided".split()
 
 
 def resolve(target: str) -> Any:
@@ -98,13 +92,6 @@ def is_random(target: str) -> bool:
     return torch.Tag.nondeterministic_seeded in resolve(target).tags
 
 
-def _infer(*xs: TensorType, target: str, args: Any, kwargs: Any, out: Any) -> Any:
-    resolve(target)
-    if not isinstance(out, tuple) or not all(isinstance(t, str) for t in out):
-        raise GraphError(f"out={out!r} of {target} is not a list of types", remedy="('f32[3,5]',)")
-    return tuple(parse_type(t) for t in out)
-
-
 def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, out: Any) -> Any:
     device = xs[0].device if xs else torch.device("cpu")
     positional = [decode(a, xs, device) for a in args]
@@ -114,31 +101,27 @@ def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, out: Any)
     return tuple(t for t in flat if isinstance(t, torch.Tensor))
 
 
-ATEN = OpDef(
-    name="aten",
-    doc="A torch operator without a definition of ours, kept as a call and run as it is.",
-    inputs=("*xs",),
+_ROLL: tuple[Any, ...] = (("in", 0), ("list", 1), ("list", 1))
+
+
+@operator(
+    Fusion.OPAQUE,
+    _reference,
     attrs={
         "target": Attr("str", doc="e.g. 'aten.roll.default'"),
         "args": Attr("any", (), "positional arguments as data; ('in', i) is input i"),
         "kwargs": Attr("any", (), "pairs of name and argument"),
         "out": Attr("any", (), "the result types as text"),
     },
-    infer=_infer,
-    reference=_reference,
-    fusion=Fusion.OPAQUE,
     flops=lambda ins, outs, attrs: 0.0,
-    samples=lambda: (
-        Sample(
-            (Arg((3, 5), dtype="f32"),),
-            {
-                "target": "aten.roll.default",
-                "args": (("in", 0), ("list", 1), ("list", 1)),
-                "out": ("f32[3,5]",),
-            },
-            grad=False,
-        ),
-    ),
+    samples=samples("3x5:f32 nograd target=aten.roll.default", args=_ROLL, out=("f32[3,5]",)),
 )
+def aten(*xs: TensorType, target: str, args: Any, kwargs: Any, out: Any) -> tuple[TensorType, ...]:
+    """A torch operator without a definition of ours, kept as a call and run as it is."""
+    resolve(target)
+    if not isinstance(out, tuple) or not all(isinstance(t, str) for t in out):
+        raise GraphError(f"out={out!r} of {target} is not a list of types", remedy="('f32[3,5]',)")
+    return tuple(parse_type(t) for t in out)
 
-OPS = (ATEN,)
+
+OPS = (aten,)

@@ -48,28 +48,39 @@ class Cost:
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()
 
 
-def _strictly(kind: type) -> Callable[[Any], Any]:
-    def same(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise TypeError
-        return value
+def _only(value: Any, *kinds: type) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError
+    return value
 
-    return same
+
+def _unless_text(value: Any) -> Any:
+    if isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return index(value)
 
 
 def _plain(value: Any) -> Any:
     """A value that graph text can hold: numbers, strings, None, and tuples of these."""
     if isinstance(value, list | tuple):
         return tuple(_plain(v) for v in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError
+    return _only(value, bool, int, float, str, type(None))
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {
-    "bool": _strictly(bool),
-    "str": _strictly(str),
+    "int": _int,
+    "float": lambda v: float(_unless_text(v)),
+    "ints": lambda v: tuple(map(_int, (v,) if isinstance(v, int) else _unless_text(v))),
+    "bool": lambda v: _only(v, bool),
+    "str": lambda v: _only(v, str),
     "dtype": lambda v: dtype(v).short,
+    "any": _plain,
 }
 
 
@@ -91,7 +102,7 @@ class Attr:
         if value is None and self.default is None:
             return None
         try:
-            out = self._coerce(value)
+            out = _KINDS[self.kind](value)
         except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, GraphError):
                 raise
@@ -105,31 +116,16 @@ class Attr:
             )
         return out
 
-    def _coerce(self, value: Any) -> Any:
-        if self.kind == "int":
-            if isinstance(value, bool):
-                raise TypeError
-            return index(value)
-        if self.kind == "float":
-            if isinstance(value, str):
-                raise TypeError
-            return float(value)
-        if self.kind == "ints":
-            if isinstance(value, int) and not isinstance(value, bool):
-                return (value,)
-            if isinstance(value, str):
-                raise TypeError
-            return tuple(Attr("int")._coerce(v) for v in value)
-        if self.kind == "any":
-            return _plain(value)
-        return _KINDS[self.kind](value)
 
-
+Given = TensorType | None  # the type of an input that may be left out
+Types = Sequence[Given]
+Attributes = Mapping[str, Any]
 InferFn = Callable[..., "TensorType | tuple[TensorType, ...]"]
 VjpFn = Callable[["Ops", "Vjp"], "Sequence[Sym | None]"]
-CostFn = Callable[[Sequence[TensorType | None], Sequence[TensorType], Mapping[str, Any]], float]
-ImpliedFn = Callable[["Sequence[Tensor | None]", Mapping[str, Any]], "Mapping[int, Tensor]"]
-ExpandFn = Callable[["Ops", "Sequence[Sym | None]", Mapping[str, Any]], "Sequence[Sym]"]
+CostFn = Callable[[Types, Sequence[TensorType], Attributes], float]
+ImpliedFn = Callable[["Sequence[Tensor | None]", Attributes], "Mapping[int, Tensor]"]
+ExpandFn = Callable[["Ops", "Sequence[Sym | None]", Attributes], "Sequence[Sym]"]
+CompleteFn = Callable[[Types, dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +159,17 @@ class Vjp:
         return index < len(self.ins) and self.ins[index] is not None
 
 
-def _one_each(
-    ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Mapping[str, Any]
-) -> float:
-    return float(outs[0].numel)
-
-
 def elementwise_flops(per_element: float) -> CostFn:
     """A cost rule: so many operations for each element of the first result."""
     return lambda ins, outs, attrs: per_element * outs[0].numel
+
+
+def input_flops(per_element: float) -> CostFn:
+    """A cost rule: so many operations for each element of the first input."""
+    return lambda ins, outs, attrs: per_element * (ins[0].numel if ins[0] is not None else 0)
+
+
+_ONE_EACH = elementwise_flops(1)
 
 
 @lru_cache(maxsize=1024)
@@ -217,11 +215,11 @@ class OpDef:
     gradients: tuple[Callable[..., Any] | None, ...] | None = None
     vjp: VjpFn | None = None
     expand: ExpandFn | None = None
-    flops: CostFn = _one_each
+    flops: CostFn = _ONE_EACH
     samples: Callable[[], Sequence[Sample]] = tuple
     view: bool = False
     implied: ImpliedFn | None = None
-    complete: Callable[[Sequence[TensorType | None], dict[str, Any]], dict[str, Any]] | None = None
+    complete: CompleteFn | None = None
 
     @property
     def variadic(self) -> bool:
@@ -232,9 +230,7 @@ class OpDef:
         """How many inputs must be given."""
         return sum(not name.endswith("?") and not name.startswith("*") for name in self.inputs)
 
-    def cost(
-        self, ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Mapping[str, Any]
-    ) -> Cost:
+    def cost(self, ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> Cost:
         """Operations, and bytes with each input read once and each result written once."""
         if self.view:
             return Cost(0.0, 0, 0)
@@ -284,6 +280,31 @@ class OpDef:
             )
 
 
+Define = Callable[[InferFn], OpDef]
+
+
+def operator(
+    fusion: Fusion, reference: Callable[..., Any], inputs: str = "", **fields: Any
+) -> Define:
+    """An operator from the function that infers the types of its results.
+
+    The name (without the ``_`` behind a word that Python has taken), the description and the inputs
+    are the function's: an input is what has the type TensorType, one that may be left out the type
+    Given. ``inputs`` names them where the function does not, ``fields`` are further ones of OpDef.
+    """
+
+    def make(infer: InferFn) -> OpDef:
+        slots, ends = inputs.split(), {"TensorType": "", "Given": "?"}
+        for p in signature(infer).parameters.values() if not slots else ():
+            if p.annotation in ends:
+                star = "*" * (p.kind is p.VAR_POSITIONAL)
+                slots.append(f"{star}{p.name}{ends[p.annotation]}")
+        name, doc = infer.__name__.removesuffix("_"), " ".join((infer.__doc__ or "").split())
+        return OpDef(name, doc, tuple(slots), infer, reference, fusion, **fields)
+
+    return make
+
+
 GATHERING = frozenset({"gather", "embedding", "index_select", "slice"})  # read what they return
 
 
@@ -305,11 +326,24 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
             elif size not in (1, out[i]):
                 listed = " and ".join(str(list(s)) for s in shapes)
                 raise GraphError(
-                    f"shapes {listed} do not broadcast: dimension {i - rank} is {out[i]} "
-                    f"and {size}",
+                    f"shapes {listed} do not broadcast: size {i - rank} is {out[i]} and {size}",
                     remedy="make the sizes equal, or 1 in one of them (reshape, expand)",
                 )
     return tuple(out)
+
+
+def check_float(op: str, **given: Given) -> None:
+    """Every input is a float of 16 bits or more."""
+    for name, t in given.items():
+        if t is not None and not (t.dtype.is_float and t.dtype.bits >= 16):
+            remedy = f'cast first: cast({name}, dtype="f32")'
+            raise GraphError(f"{op} of {t.dtype.name} is not defined", remedy=remedy)
+
+
+def check_shape(what: str, t: Given, shape: tuple[int, ...], remedy: str) -> None:
+    """An input that is there has this shape."""
+    if t is not None and t.shape != shape:
+        raise GraphError(f"{what} has shape {list(t.shape)}, not {list(shape)}", remedy=remedy)
 
 
 def norm_axes(axes: Sequence[int] | None, rank: int, what: str = "axes") -> tuple[int, ...]:

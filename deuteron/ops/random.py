@@ -24,9 +24,9 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.elementwise import floats
+from deuteron.ops.opdef import Attr, Fusion, elementwise_flops, operator
+from deuteron.ops.samples import samples
 
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 BITS = 24  # of each word that take part: they fit a signed 32-bit integer and a float32
@@ -61,56 +61,37 @@ def keep_mask(shape: tuple[int, ...], seed: torch.Tensor, p: float) -> torch.Ten
     return (words(seed, place) >> (32 - BITS)) >= cutoff(p)
 
 
-def _infer(x: TensorType, seed: TensorType, p: float) -> TensorType:
-    if not 0.0 <= p <= 1.0:
-        raise GraphError(f"p={p} is not a probability", remedy="use a number from 0 to 1")
-    if (seed.rank, seed.dtype) != (0, int64):
-        raise GraphError(f"the seed is {seed}, not one int64", remedy="give a rank-0 int64 tensor")
-    if not x.dtype.is_float:
-        raise GraphError(
-            f"dropout of {x.dtype.name} is not defined", remedy='cast(x, dtype="f32") first'
-        )
-    return x.dense_like()
-
-
 def _reference(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     keep = keep_mask(tuple(x.shape), seed.to(x.device), p)
     scaled = x * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
     return scaled.masked_fill_(~keep, 0.0)  # in place: the memory order of x stays
 
 
-def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    grad: Sym = b.dropout(v.grad, v.arg(1), p=v.attrs["p"])
-    return [grad, None]
+_SEED = "scalar:index<1048576"
 
 
-DROPOUT = OpDef(
-    name="dropout",
-    doc="Each element is zero with probability p, else x / (1 − p). Which ones depends only on the "
-    "seed and on their place in row-major order: equal on every device, whatever the strides.",
-    inputs=("x", "seed"),
+@operator(
+    Fusion.BROADCAST,
+    _reference,
     attrs={"p": Attr("float", 0.5, "the probability of a zero, from 0 to 1")},
-    infer=_infer,
-    reference=_reference,
-    fusion=Fusion.BROADCAST,
-    vjp=_vjp,
+    vjp=lambda b, v: [b.dropout(v.grad, v.arg(1), p=v.attrs["p"]), None],
     flops=elementwise_flops(16),
-    samples=lambda: tuple(
-        Sample((Arg(shape, kind, layout=layout), Arg((), "index", high=1 << 20)), {"p": p}, grad)
-        for shape, kind, layout, p, grad in (
-            ((3, 5), "normal", "contiguous", 0.5, True),
-            ((3, 5), "normal", "contiguous", 0.0, True),
-            ((3, 5), "normal", "contiguous", 1.0, True),
-            ((), "normal", "contiguous", 0.1, True),
-            ((0, 4), "normal", "contiguous", 0.1, True),
-            ((1, 1, 7), "normal", "contiguous", 0.9, True),
-            ((3, 5), "normal", "transposed", 0.3, True),
-            ((3, 5), "normal", "sliced", 0.3, True),
-            ((3, 5), "normal", "expanded", 0.3, True),
-            ((2, 3, 4, 5), "normal", "nhwc", 0.25, True),
-            ((33,), "extreme", "contiguous", 0.5, False),
-        )
+    samples=samples(
+        f"""3x5 {_SEED} | 3x5 {_SEED} p=0.0 | 3x5 {_SEED} p=1.0 | scalar {_SEED} p=0.1
+        | 0x4 {_SEED} p=0.1 | 1x1x7 {_SEED} p=0.9 | 3x5@transposed {_SEED} p=0.3
+        | 3x5@sliced {_SEED} p=0.3 | 3x5@expanded {_SEED} p=0.3 | 2x3x4x5@nhwc {_SEED} p=0.25
+        | 33:extreme {_SEED} nograd""",
+        p=0.5,
     ),
 )
+def dropout(x: TensorType, seed: TensorType, p: float) -> TensorType:
+    """Each element is zero with probability p, else x / (1 − p). Which ones depends only on the
+    seed and on their place in row-major order: equal on every device, whatever the strides."""
+    if not 0.0 <= p <= 1.0:
+        raise GraphError(f"p={p} is not a probability", remedy="use a number from 0 to 1")
+    if (seed.rank, seed.dtype) != (0, int64):
+        raise GraphError(f"the seed is {seed}, not one int64", remedy="give a rank-0 int64 tensor")
+    return x.dense_like(dt=floats("dropout", x))
 
-OPS = (DROPOUT,)
+
+OPS = (dropout,)

@@ -14,22 +14,27 @@ from typing import Any
 import torch
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, bool_, int64
+from deuteron.ir.dtype import DType, int64
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.elementwise import Result, anything, floats, numbers, truth
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import NHWC, ROW, SLICED, TURNED, Types, cases, first
-from deuteron.ops.opdef import Attr, CostFn, Fusion, OpDef, Vjp, norm_axes
-from deuteron.ops.overflow import without_overflow
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.movement import first
+from deuteron.ops.opdef import (
+    Attr,
+    Fusion,
+    OpDef,
+    Types,
+    Vjp,
+    VjpFn,
+    input_flops,
+    norm_axes,
+    operator,
+)
+from deuteron.ops.reference import LOW, without_overflow
+from deuteron.ops.samples import Arg, Sample, samples
 
 Grad = Callable[[Ops, Vjp], Any]
-
-_LOW = (torch.float16, torch.bfloat16)
-
-
-def input_flops(per_element: float) -> CostFn:
-    """A cost rule: so many operations for each element of the first input."""
-    return lambda ins, outs, attrs: per_element * (ins[0].numel if ins[0] is not None else 0)
+Tensor = torch.Tensor
 
 
 def reduced_shape(shape: Shape, axes: Sequence[int], keepdim: bool) -> Shape:
@@ -94,15 +99,23 @@ def _var_grad(b: Ops, v: Vjp) -> Any:
     return centred * (_spread(b, v, b.upcast(v.grad)) * scale)
 
 
-def _prod_reference(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor:
-    out = x.float() if x.dtype in _LOW else x
-    for axis in reversed(axes):
+def _prod_reference(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
+    out = x.float() if x.dtype in LOW else x
+    for axis in reversed(dim):
         out = torch.prod(out, axis, keepdim)
     # without axes nothing was computed yet, and a result is never its input's memory
-    return out.to(x.dtype if x.is_floating_point() else torch.int64, copy=not axes)
+    return out.to(x.dtype if x.is_floating_point() else torch.int64, copy=not dim)
 
 
-def _var_reference(x: torch.Tensor, axes: Shape, keepdim: bool, correction: int) -> torch.Tensor:
+def _any(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
+    return torch.any(x.bool(), dim, keepdim)
+
+
+def _all(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
+    return torch.all(x.bool(), dim, keepdim)
+
+
+def _var_reference(x: Tensor, axes: Shape, keepdim: bool, correction: int) -> Tensor:
     if x.dtype != torch.float64:
         return torch.var(x, dim=axes, keepdim=keepdim, correction=correction)
     # torch's is one pass, of which the error grows with the length; here it has to be exact
@@ -115,84 +128,35 @@ def _var_reference(x: torch.Tensor, axes: Shape, keepdim: bool, correction: int)
     return out if keepdim else out.squeeze(axes)
 
 
-def _widened(name: str, x: TensorType) -> DType:
-    return x.dtype if x.dtype.is_float else int64
-
-
-def _same(name: str, x: TensorType) -> DType:
-    return x.dtype
-
-
-def _only_float(name: str, x: TensorType) -> DType:
-    if not x.dtype.is_float:
+def _checked(name: str, x: TensorType, axes: Shape) -> None:
+    """Of nothing there is no largest element."""
+    gone = [a for a in axes if x.shape[a] == 0]
+    if gone:
         raise GraphError(
-            f"{name} of {x.dtype.name} is not defined", remedy='cast first: cast(x, dtype="f32")'
+            f"{name} over axis {gone[0]} of {list(x.shape)}, an empty axis, has no answer",
+            remedy="reduce over other axes, or leave empty tensors out",
         )
-    return x.dtype
 
 
-def _bool(name: str, x: TensorType) -> DType:
-    return bool_
-
-
-def _any(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor:
-    return torch.any(x.bool(), axes, keepdim)
-
-
-def _all(x: torch.Tensor, axes: Shape, keepdim: bool) -> torch.Tensor:
-    return torch.all(x.bool(), axes, keepdim)
-
-
-def _infer(
-    name: str, result: Callable[[str, TensorType], DType], empty: bool
-) -> Callable[..., TensorType]:
-    def infer(x: TensorType, axes: Shape, keepdim: bool, correction: int = 0) -> TensorType:
-        gone = [a for a in axes if x.shape[a] == 0]
-        if gone and not empty:
-            raise GraphError(
-                f"{name} over axis {gone[0]} of {list(x.shape)}, which is empty, has no answer",
-                remedy="reduce over other axes, or leave empty tensors out",
-            )
-        if correction < 0:
-            raise GraphError(f"correction={correction} is negative", remedy="use 0 or 1")
-        return TensorType.of(reduced_shape(x.shape, axes, keepdim), result(name, x))
-
-    return infer
-
-
-def _vjp(grad: Grad | None) -> Callable[[Ops, Vjp], list[Sym | None]]:
+def _vjp(grad: Grad | None) -> VjpFn:
     if grad is None:
         return lambda b, v: [None]
     return lambda b, v: [b.to(grad(b, v), v.arg(0).dtype) if v.needs[0] else None]
 
 
-def _samples(kind: str, empty: bool, extra: tuple[Sample, ...] = ()) -> tuple[Sample, ...]:
-    def case(shape: Shape, axes: Shape | None, keepdim: bool = False, **how: Any) -> Sample:
-        return Sample((Arg(shape, kind, **how),), {"axes": axes, "keepdim": keepdim})
-
-    return (
-        case((3, 5), None),
-        case((3, 5), (1,)),
-        case((3, 5), (0,), True),
-        case((2, 3, 4), (-1, 0)),
-        case((), None),
-        case((0, 4), (0,) if empty else (1,), empty),
-        case((1, 1, 7), (1, 2)),
-        case((4, 5), (0,), layout="transposed"),
-        case((4, 5), (1,), layout="sliced"),
-        case((4, 5), (1,), layout="expanded"),
-        case((2, 3, 4, 5), (2, 3), True, layout="nhwc"),
-        case((2, 3, 4, 5), (1,), layout="nhwc"),
-        *extra,
-    )
+_CASES = """3x5 axes=None | 3x5 axes=(1,) | 3x5 axes=(0,) keepdim=True | 2x3x4 axes=(-1,0)
+    | scalar axes=None | 0x4 axes=({gone},) keepdim={empty} | 1x1x7 axes=(1,2)
+    | 4x5@transposed axes=(0,) | 4x5@sliced axes=(1,) | 4x5@expanded axes=(1,)
+    | 2x3x4x5@nhwc axes=(2,3) keepdim=True | 2x3x4x5@nhwc axes=(1,)"""
 
 
-_WHOLE = Sample((Arg((3, 4), dtype="i32"),), {"axes": 1}, grad=False)
-_BOOLS = Sample((Arg((3, 4), "bool"),), {"axes": 0}, grad=False)
-_MORE = (_WHOLE, _BOOLS)
-_ZEROS = Sample((Arg((4, 3), "index", dtype="f64", high=3),), {"axes": 1}, note="zeros")
-_ODD = Sample((Arg((33,), "extreme"),), grad=False, note="extreme")
+def _samples(kind: str, empty: bool, extra: str = "") -> tuple[Sample, ...]:
+    text = _CASES.format(gone=0 if empty else 1, empty=empty)
+    return (*samples(text, kind, keepdim=False)(), *(samples(extra)() if extra else ()))
 
+
+_WHOLE, _BOOLS = "3x4:i32 axes=1 nograd", "3x4:bool axes=0 nograd"
+_ZEROS, _ODD = "4x3:index<3:f64 axes=1 [zeros]", "33:extreme nograd [extreme]"
 
 _AXES: Mapping[str, Attr] = {
     "axes": Attr("ints", None, "the axes to reduce over; None for all"),
@@ -200,79 +164,74 @@ _AXES: Mapping[str, Attr] = {
 }
 
 
-def _dims(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda x, axes, keepdim: fn(x, dim=axes, keepdim=keepdim)
+_reducing = partial(operator, Fusion.REDUCTION, complete=_complete)
+_KINDS = {"max": "distinct", "min": "distinct", "any": "bool", "all": "bool"}
 
 
 def _reduction(
-    name: str,
-    doc: str,
-    fn: Callable[..., torch.Tensor],
-    grad: Grad | None,
-    result: Callable[..., DType],
-    *extra: Sample,
-    samples: str = "normal",
-    empty: bool = True,
+    name: str, doc: str, fn: Callable[..., Tensor], grad: Grad | None, result: Result, extra: str
 ) -> OpDef:
-    """``empty``: whether it is defined over nothing; ``extra``: further samples."""
-    return OpDef(
-        name=name,
-        doc=f"Along the axes: {doc}.",
-        inputs=("x",),
+    """``extra``: further samples."""
+    filled = name in ("max", "min")
+
+    def infer(x: TensorType, axes: Shape, keepdim: bool) -> TensorType:
+        if filled:
+            _checked(name, x, axes)
+        return TensorType.of(reduced_shape(x.shape, axes, keepdim), result(name, x))
+
+    made = _reducing(
+        lambda x, axes, keepdim: fn(x, dim=axes, keepdim=keepdim),
         attrs=_AXES,
-        complete=_complete,
-        infer=_infer(name, result, empty),
-        reference=fn,
-        fusion=Fusion.REDUCTION,
         vjp=_vjp(grad),
         flops=input_flops(1),
-        samples=partial(_samples, samples, empty, extra),
-    )
+        samples=partial(_samples, _KINDS.get(name, "normal"), not filled, extra),
+    )(infer)
+    return replace(made, name=name, doc=f"Along the axes: {doc}.")
 
 
-_extreme = partial(_reduction, samples="distinct", empty=False)
-_TIES = "element; nan wins, and ties share the gradient evenly"
-_INT64 = "integers and booleans"
+def _widened(name: str, x: TensorType) -> DType:
+    return x.dtype if x.dtype.is_float else int64
+
+
+_BOTH, _TIES = f"{_WHOLE} | {_BOOLS}", "element; nan wins, and ties share the gradient evenly"
+_SUM = "the sum; integers and booleans add up to int64"
+_PROD = "the product; integers and booleans multiply to int64"
 
 REDUCE = (
+    _reduction("sum", _SUM, torch.sum, _sum_grad, _widened, _BOTH),
+    _reduction("mean", "the mean", torch.mean, _mean_grad, floats, _ODD),
+    _reduction("prod", _PROD, _prod_reference, _prod_grad, _widened, f"{_WHOLE} | {_ZEROS}"),
     _reduction(
-        "sum", f"the sum; {_INT64} add up to int64", _dims(torch.sum), _sum_grad, _widened, *_MORE
+        "max", f"the largest {_TIES}", torch.amax, _extreme_grad, anything, f"{_WHOLE} | {_ODD}"
     ),
-    _reduction("mean", "the mean", _dims(torch.mean), _mean_grad, _only_float, _ODD),
-    _reduction(
-        *("prod", f"the product; {_INT64} multiply to int64", _prod_reference, _prod_grad),
-        *(_widened, _WHOLE, _ZEROS),
-    ),
-    _extreme("max", f"the largest {_TIES}", _dims(torch.amax), _extreme_grad, _same, _WHOLE, _ODD),
-    _extreme("min", f"the smallest {_TIES}", _dims(torch.amin), _extreme_grad, _same, *_MORE),
-    _reduction("any", "whether an element is not zero", _any, None, _bool, _WHOLE, samples="bool"),
-    _reduction("all", "whether no element is zero", _all, None, _bool, _ODD, samples="bool"),
+    _reduction("min", f"the smallest {_TIES}", torch.amin, _extreme_grad, anything, _BOTH),
+    _reduction("any", "whether an element is not zero", _any, None, truth, _WHOLE),
+    _reduction("all", "whether no element is zero", _all, None, truth, _ODD),
 )
 
 # ---- variance, and where the extremes are ------------------------------------------------------
 
-VAR = OpDef(
-    name="var",
-    doc="The variance along the axes: squared distances from the mean, summed and divided by "
-    "(count − correction), or by 0 where the correction is larger.",
-    inputs=("x",),
+
+@_reducing(
+    _var_reference,
     attrs={**_AXES, "correction": Attr("int", 1, "1 for samples, 0 for whole populations")},
-    complete=_complete,
-    infer=_infer("var", _only_float, True),
-    reference=_var_reference,
-    fusion=Fusion.REDUCTION,
     vjp=_vjp(_var_grad),
     flops=input_flops(4),
     samples=lambda: (
         *(
             replace(s, attrs={**s.attrs, "correction": i % 2})
             for i, s in enumerate(_samples("normal", False))
-            if s.attrs["axes"] or s.inputs[0] != Arg(())
+            if s.inputs[0] != Arg(())
         ),
-        Sample((Arg((4, 5), "offset"),), {"axes": 1}),
-        Sample((Arg(()),), {"correction": 0}),
+        *samples("4x5:offset axes=1 | scalar correction=0")(),
     ),
 )
+def var(x: TensorType, axes: Shape, keepdim: bool, correction: int) -> TensorType:
+    """The variance along the axes: squared distances from the mean, summed and divided by
+    (count − correction), or by 0 where the correction is larger."""
+    if correction < 0:
+        raise GraphError(f"correction={correction} is negative", remedy="use 0 or 1")
+    return TensorType.of(reduced_shape(x.shape, axes, keepdim), floats("var", x))
 
 
 def _arg_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -282,61 +241,44 @@ def _arg_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     return attrs | {"axis": axis}
 
 
-def _arg_infer(name: str) -> Callable[..., TensorType]:
-    def infer(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
-        if x.dtype == bool_:
-            raise GraphError(
-                f"{name} of bool is not defined", remedy='cast first: cast(x, dtype="u8")'
-            )
-        axes = tuple(range(x.rank)) if axis is None else (axis,)[: x.rank]
-        if any(x.shape[a] == 0 for a in axes):
-            raise GraphError(
-                f"{name} over an empty axis of {list(x.shape)} has no answer",
-                remedy="choose another axis, or leave empty tensors out",
-            )
-        return TensorType.of(reduced_shape(x.shape, axes, keepdim), int64)
-
-    return infer
-
-
-ARG = tuple(
-    OpDef(
-        name=name,
-        doc=f"Where the {what} element along the axis is, as int64: the first of equals; nan "
-        "wins. With axis=None the place in the flattened tensor.",
-        inputs=("x",),
-        attrs={
-            "axis": Attr("int", None, "the axis to search along; None for all"),
-            "keepdim": _AXES["keepdim"],
-        },
-        complete=_arg_complete,
-        infer=_arg_infer(name),
-        reference=fn,
-        fusion=Fusion.REDUCTION,
-        vjp=_vjp(None),
-        flops=input_flops(1),
-        samples=lambda: (
-            replace(_ODD, attrs={"axis": 0}),
-            replace(_WHOLE, attrs={"axis": 0}),
-            *cases(
-                "axis keepdim",
-                ((3, 5), ROW),
-                ((3, 5), ROW, None, True),
-                ((3, 5), ROW, -1),
-                ((2, 3, 4), ROW, 1, True),
-                ((), ROW),
-                ((), ROW, 0),
-                ((0, 4), ROW, 1),
-                ((4, 5), TURNED, 0),
-                ((4, 5), SLICED, 1),
-                ((2, 3, 4, 5), NHWC, 1),
-            ),
-        ),
-    )
-    for name, fn, what in (
-        ("argmax", lambda x, axis, keepdim: torch.argmax(x, axis, keepdim), "largest"),
-        ("argmin", lambda x, axis, keepdim: torch.argmin(x, axis, keepdim), "smallest"),
-    )
+_finding = partial(
+    operator,
+    Fusion.REDUCTION,
+    attrs={
+        "axis": Attr("int", None, "the axis to search along; None for all"),
+        "keepdim": _AXES["keepdim"],
+    },
+    complete=_arg_complete,
+    vjp=_vjp(None),
+    flops=input_flops(1),
+    samples=samples(
+        """33:extreme axis=0 nograd [extreme] | 3x4:i32 axis=0 nograd | 3x5
+        | 3x5 axis=None keepdim=True | 3x5 axis=-1 | 2x3x4 axis=1 keepdim=True | scalar
+        | scalar axis=0 | 0x4 axis=1 | 4x5@transposed axis=0 | 4x5@sliced axis=1
+        | 2x3x4x5@nhwc axis=1"""
+    ),
 )
 
-OPS = (*REDUCE, VAR, *ARG)
+
+def _place(name: str, x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
+    numbers(name, x)
+    axes = tuple(range(x.rank)) if axis is None else (axis,)[: x.rank]
+    _checked(name, x, axes)
+    return TensorType.of(reduced_shape(x.shape, axes, keepdim), int64)
+
+
+@_finding(lambda x, axis, keepdim: torch.argmax(x, axis, keepdim))
+def argmax(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
+    """Where the largest element along the axis is, as int64: the first of equals; nan wins. With
+    axis=None the place in the flattened tensor."""
+    return _place("argmax", x, axis, keepdim)
+
+
+@_finding(lambda x, axis, keepdim: torch.argmin(x, axis, keepdim))
+def argmin(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
+    """Where the smallest element along the axis is, as int64: the first of equals; nan wins. With
+    axis=None the place in the flattened tensor."""
+    return _place("argmin", x, axis, keepdim)
+
+
+OPS = (*REDUCE, var, argmax, argmin)

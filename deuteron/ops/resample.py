@@ -6,7 +6,7 @@ factors themselves when they are given, so they stay in the node beside the size
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil, isfinite
@@ -18,13 +18,23 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.conv import at_least, memory_order, ordered, per_dim, spatial_dims
-from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.matmul import one_dtype
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
+from deuteron.ops.movement import first
+from deuteron.ops.opdef import (
+    Attr,
+    Attributes,
+    Define,
+    Fusion,
+    Types,
+    Vjp,
+    elementwise_flops,
+    operator,
+)
 from deuteron.ops.pool import check_gradient
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.samples import Arg, Sample, samples
 
-Types = Sequence[TensorType | None]
+Tensor = torch.Tensor
 
 # ---- cubic weights, of tensors or of numbers in a formula ------------------------------------
 
@@ -65,51 +75,37 @@ _HOW = {
     "antialias": Attr("bool", False, "average while shrinking, for bilinear and bicubic"),
     "scale": Attr("any", None, "scale factors, one number or one per spatial dimension"),
 }
-_RESIZE = {
-    "size": Attr("ints", None, "the spatial size wanted, one int or one per dimension"),
-    "mode": Attr("str", "nearest", "how elements are blended", tuple(_MODES)),
-    **_HOW,
-}
-_RESIZE_GRAD = {
-    "shape": Attr("ints", doc="the shape of x, whose gradient this is"),
-    "mode": Attr("str", "nearest", "that of resize", tuple(m for m in _MODES if m != "area")),
-    **_HOW,
-}
+_MODE = Attr("str", "nearest", "how elements are blended", tuple(_MODES))
+_MODE_BACK = Attr("str", "nearest", "that of resize", tuple(m for m in _MODES if m != "area"))
 
 
-def _scales(op: str, scale: Any, dims: int) -> tuple[float, ...]:
-    given = tuple(scale) if isinstance(scale, list | tuple) else (scale,) * dims
-    fine = all(isinstance(s, int | float) and isfinite(s) and s > 0 for s in given)
-    if len(given) != dims or not fine:
+def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    t, scale, back = first(types), attrs["scale"], op == "resize_grad"
+    dims = spatial_dims(op, t)
+    before, size = (attrs["shape"][2:], t.shape[2:]) if back else (t.shape[2:], attrs["size"])
+    if scale is None and size is None:
+        raise GraphError("resize needs size or scale", remedy="e.g. size=(64, 64) or scale=2")
+    factors = scale if isinstance(scale, tuple) else () if scale is None else (scale,) * dims
+    fine = all(isinstance(s, int | float) and isfinite(s) and s > 0 for s in factors)
+    if scale is not None and (len(factors) != dims or not fine):
         raise GraphError(
             f"{op}: scale={scale!r} is not {dims} positive numbers",
             remedy="give one factor, or one per spatial dimension",
         )
-    return tuple(map(float, given))
-
-
-def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    t = types[0]
-    assert t is not None
-    dims, full = spatial_dims(op, t), dict(attrs)
-    factors = None if attrs["scale"] is None else _scales(op, attrs["scale"], dims)
-    by_size = attrs["mode"] == "area" or attrs["align_corners"]
-    full["scale"] = None if by_size else factors  # then positions follow from the sizes alone
-    back = op == "resize_grad"
-    before, size = (attrs["shape"][2:], t.shape[2:]) if back else (t.shape[2:], attrs["size"])
-    if factors is None and size is None:
-        raise GraphError("resize needs size or scale", remedy="e.g. size=(64, 64) or scale=2")
-    reached = tuple(int(n * s) for n, s in zip(before, factors or (), strict=False))
+    factors = tuple(map(float, factors))
+    reached = tuple(int(n * s) for n, s in zip(before, factors, strict=False))
     size = per_dim(op, "size", reached if size is None else size, dims)
-    if factors is not None and reached != size:
+    if factors and reached != size:
         raise GraphError(
             f"{op}: scale={factors} makes {before} into {reached}, not {size}",
             remedy="give only one of size and scale, and the shape they belong to",
         )
+    by_size = attrs["mode"] == "area" or attrs["align_corners"] or not factors
+    full = attrs | {"scale": None if by_size else factors}  # else positions follow from the sizes
     return full if back else full | {"size": size}
 
 
-def _check(op: str, shape: Shape, size: Shape, mode: str, how: Mapping[str, Any]) -> None:
+def _check(op: str, shape: Shape, size: Shape, mode: str, how: Attributes) -> None:
     dims = len(shape) - 2
     if dims not in _MODES[mode][0]:
         fitting = ", ".join(name for name, row in _MODES.items() if dims in row[0])
@@ -132,67 +128,44 @@ def _order(mode: str, t: TensorType) -> str:
     return memory_order(t) if t.rank - 2 in kept else "contiguous"
 
 
-def _resize_infer(x: TensorType, size: Shape, mode: str, **how: Any) -> TensorType:
-    one_dtype("resize", x=x)
-    _check("resize", x.shape, size, mode, how)
-    return TensorType.of((*x.shape[:2], *size), x.dtype, _order(mode, x))
-
-
-def gradient_faults(x: torch.Tensor, mode: str) -> bool:
+def gradient_faults(x: Tensor, mode: str) -> bool:
     """Whether PyTorch's gradient of the nearest element must not be asked for: on some processors
     its kernel for 16-bit volumes, channels last or with one channel, ends the process."""
     return x.ndim == 5 and mode in _NEAREST and x.dtype in _SHORT and x.is_cpu
 
 
-def _resize_reference(
-    x: torch.Tensor, size: Shape, mode: str, align_corners: bool, antialias: bool, scale: Any
-) -> torch.Tensor:
-    corners = align_corners if mode in _BLENDING else None
+def _resize_reference(x: Tensor, size: Shape, mode: str, scale: Any, **how: Any) -> Tensor:
+    corners = how["align_corners"] if mode in _BLENDING else None
     wanted = size if scale is None else None
     followed = x.requires_grad and torch.is_grad_enabled()
     given = x.float() if followed and gradient_faults(x, mode) else x
-    y = F.interpolate(given, wanted, scale, mode, corners, antialias=antialias).to(x.dtype)
+    y = F.interpolate(given, wanted, scale, mode, corners, antialias=how["antialias"]).to(x.dtype)
     return ordered(y, _order(mode, TensorType.from_tensor(x)))
 
 
-def _resize_grad_infer(grad: TensorType, shape: Shape, mode: str, **how: Any) -> TensorType:
-    one_dtype("resize_grad", grad=grad)
-    _check("resize_grad", grad.shape, shape[2:], mode, how)
-    if len(shape) != grad.rank or shape[:2] != grad.shape[:2]:
-        raise GraphError(
-            f"resize_grad: shape {list(shape)} does not fit the gradient {list(grad.shape)}",
-            remedy="rank, batch and channels are those of the forward input",
-        )
-    return TensorType.of(shape, grad.dtype, _order(mode, grad))
-
-
-def _resize_grad_reference(
-    grad: torch.Tensor, shape: Shape, mode: str, align_corners: bool, antialias: bool, scale: Any
-) -> torch.Tensor:
+def _resize_grad_reference(grad: Tensor, shape: Shape, mode: str, scale: Any, **how: Any) -> Tensor:
     dims, order = grad.ndim - 2, _order(mode, TensorType.from_tensor(grad))
     name = _MODES[mode][2].format(dims)
-    back = getattr(torch.ops.aten, f"_{name}_aa_backward" if antialias else f"{name}_backward")
-    corners = [align_corners] if mode in _BLENDING else []
+    name = f"_{name}_aa_backward" if how["antialias"] else f"{name}_backward"
+    corners = [how["align_corners"]] if mode in _BLENDING else []
     given = grad.float() if gradient_faults(grad, mode) else grad
     if dims == 3:  # as its kernels for nhwc volumes are not to be trusted, in any mode
         given = given.contiguous()
+    back = getattr(torch.ops.aten, name)
     dx = back(given, grad.shape[2:], shape, *corners, *(scale or (None,) * dims))
     return ordered(dx.to(grad.dtype), order)
 
 
-def _resize_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    if v.attrs["mode"] == "area":
-        return [b.adaptive_avg_pool_grad(v.grad, shape=v.arg(0).shape)]
-    how = {name: v.attrs[name] for name in ("mode", *_HOW)}
-    return [b.resize_grad(v.grad, shape=v.arg(0).shape, **how)]
+def _resize_vjp(b: Ops, v: Vjp) -> Grads:
+    how, shape = {name: v.attrs[name] for name in ("mode", *_HOW)}, v.arg(0).shape
+    if "shape" in v.attrs:  # that of resize_grad
+        return [b.resize(v.grad, size=shape[2:], **how)]
+    if how["mode"] == "area":
+        return [b.adaptive_avg_pool_grad(v.grad, shape=shape)]
+    return [b.resize_grad(v.grad, shape=shape, **how)]
 
 
-def _resize_grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    how = {name: v.attrs[name] for name in ("mode", *_HOW)}
-    return [b.resize(v.grad, size=v.arg(0).shape[2:], **how)]
-
-
-def _resize_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
+def _resize_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """A multiplication and an addition per element blended; moving elements costs nothing."""
     x, y = (outs[0], ins[0]) if "shape" in attrs else (ins[0], outs[0])
     assert x is not None and y is not None
@@ -204,75 +177,72 @@ def _resize_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, An
     return 2.0 * blended * y.numel if blended > 1 else 0.0
 
 
-# shape of x, its layout, spatial size of the result, attributes
-_CASES: tuple[tuple[Shape, str, Shape, dict[str, Any]], ...] = (
-    ((2, 3, 4, 5), "contiguous", (8, 10), {"scale": 2}),
-    ((2, 3, 4, 5), "nhwc", (3, 7), {"mode": "nearest-exact"}),
-    ((2, 3, 4, 3), "nhwc", (7, 5), {"mode": "bilinear"}),
-    ((1, 2, 4, 3), "transposed", (5, 3), {"mode": "bilinear", "scale": (1.3, 1.1)}),
-    ((1, 2, 4, 3), "sliced", (7, 6), {"mode": "bilinear", "align_corners": True}),
-    ((1, 2, 5, 6), "nhwc", (3, 4), {"mode": "bilinear", "antialias": True}),
-    ((2, 2, 4, 3), "expanded", (6, 5), {"mode": "bicubic"}),
-    ((1, 2, 5, 6), "contiguous", (3, 4), {"mode": "bicubic", "antialias": True}),
-    ((1, 2, 4, 3), "contiguous", (2, 6), {"mode": "bicubic", "align_corners": True}),
-    (
-        (1, 2, 5, 6),
-        "sliced",
-        (3, 3),
-        {"mode": "bilinear"} | {"antialias": True, "align_corners": True},
-    ),
-    ((2, 3, 5), "contiguous", (8,), {"mode": "nearest-exact", "scale": 1.7}),
-    ((2, 3, 5), "nhwc", (8,), {"mode": "linear"}),
-    ((1, 2, 3, 2, 3), "nhwc", (4, 3, 5), {"mode": "trilinear"}),
-    ((1, 2, 3, 2, 3), "nhwc", (4, 3, 1), {}),
-    ((0, 3, 4, 4), "contiguous", (2, 2), {"mode": "bilinear"}),
-    ((2, 3, 5, 6), "nhwc", (2, 4), {"mode": "area"}),
-    ((1, 2, 7), "contiguous", (3,), {"mode": "area"}),
-)
+# x, the size of the result beside batch and channels, attributes
+_CASES = """2x3x4x5 8x10 scale=2 | 2x3x4x5@nhwc 3x7 mode=nearest-exact
+    | 2x3x4x3@nhwc 7x5 mode=bilinear | 1x2x4x3@transposed 5x3 mode=bilinear scale=(1.3,1.1)
+    | 1x2x4x3@sliced 7x6 mode=bilinear align_corners=True
+    | 1x2x5x6@nhwc 3x4 mode=bilinear antialias=True | 2x2x4x3@expanded 6x5 mode=bicubic
+    | 1x2x5x6 3x4 mode=bicubic antialias=True | 1x2x4x3 2x6 mode=bicubic align_corners=True
+    | 1x2x5x6@sliced 3x3 mode=bilinear antialias=True align_corners=True
+    | 2x3x5 8 mode=nearest-exact scale=1.7 | 2x3x5@nhwc 8 mode=linear
+    | 1x2x3x2x3@nhwc 4x3x5 mode=trilinear | 1x2x3x2x3@nhwc 4x3x1 | 0x3x4x4 2x2 mode=bilinear
+    | 2x3x5x6@nhwc 2x4 mode=area | 1x2x7 3 mode=area"""
 
 
 def _resize_samples(op: str) -> list[Sample]:
     found = []
-    for shape, layout, size, how in _CASES:
+    for s in samples(_CASES)():
+        x, size = s.args
         if op == "resize":
-            attrs = how if "scale" in how else {"size": size, **how}
-            found.append(Sample((Arg(shape, layout=layout),), attrs))
-        elif how.get("mode") != "area":
-            grad = Arg((*shape[:2], *size), layout=layout)
-            found.append(Sample((grad,), {"shape": shape, **how}))
+            attrs = s.attrs if "scale" in s.attrs else {"size": size.shape, **s.attrs}
+            found.append(Sample((x,), attrs))
+        elif s.attrs.get("mode") != "area":
+            grad = replace(x, shape=(*x.shape[:2], *size.shape))
+            found.append(Sample((grad,), {"shape": x.shape, **s.attrs}))
     return found
 
 
-RESIZE = OpDef(
-    name="resize",
-    doc="x [N, C, ...] at another spatial size, given as size or as scale factors.",
-    inputs=("x",),
-    attrs=_RESIZE,
-    complete=partial(_complete, "resize"),
-    infer=_resize_infer,
-    reference=_resize_reference,
-    fusion=Fusion.OPAQUE,
-    vjp=_resize_vjp,
-    flops=_resize_flops,
-    samples=partial(_resize_samples, "resize"),
-)
-RESIZE_GRAD = replace(
-    RESIZE,
-    name="resize_grad",
-    doc="The gradient of resize: each element's goes back to what it blended.",
-    inputs=("grad",),
-    attrs=_RESIZE_GRAD,
-    complete=partial(_complete, "resize_grad"),
-    infer=_resize_grad_infer,
-    reference=_resize_grad_reference,
-    vjp=_resize_grad_vjp,
-    samples=partial(_resize_samples, "resize_grad"),
-)
+def _resizing(name: str, reference: Callable[..., Tensor], **attrs: Attr) -> Define:
+    return operator(
+        Fusion.OPAQUE,
+        reference,
+        attrs=attrs | _HOW,
+        complete=partial(_complete, name),
+        vjp=_resize_vjp,
+        flops=_resize_flops,
+        samples=partial(_resize_samples, name),
+    )
+
+
+_SIZE = Attr("ints", None, "the spatial size wanted, one int or one per dimension")
+_SHAPE = Attr("ints", doc="the shape of x, whose gradient this is")
+
+
+@_resizing("resize", _resize_reference, size=_SIZE, mode=_MODE)
+def resize(x: TensorType, size: Shape, mode: str, **how: Any) -> TensorType:
+    """x [N, C, ...] at another spatial size, given as size or as scale factors."""
+    one_dtype("resize", x=x)
+    _check("resize", x.shape, size, mode, how)
+    return TensorType.of((*x.shape[:2], *size), x.dtype, _order(mode, x))
+
+
+@_resizing("resize_grad", _resize_grad_reference, shape=_SHAPE, mode=_MODE_BACK)
+def resize_grad(grad: TensorType, shape: Shape, mode: str, **how: Any) -> TensorType:
+    """The gradient of resize: each element's goes back to what it blended."""
+    one_dtype("resize_grad", grad=grad)
+    _check("resize_grad", grad.shape, shape[2:], mode, how)
+    if len(shape) != grad.rank or shape[:2] != grad.shape[:2]:
+        raise GraphError(
+            f"resize_grad: shape {list(shape)} does not fit the gradient {list(grad.shape)}",
+            remedy="rank, batch and channels are those of the forward input",
+        )
+    return TensorType.of(shape, grad.dtype, _order(mode, grad))
+
 
 # ---- pixel shuffles: channels to places and back ----------------------------------------------
 
 
-def _shuffle_infer(op: str, x: TensorType, factor: int) -> TensorType:
+def _shuffled(op: str, x: TensorType, factor: int) -> TensorType:
     at_least(op, 1, factor=(factor,))
     if x.rank < 3:
         raise GraphError(f"{op} takes [..., C, H, W], not {list(x.shape)}", remedy="reshape it")
@@ -289,55 +259,46 @@ def _shuffle_infer(op: str, x: TensorType, factor: int) -> TensorType:
     return TensorType.of((*x.shape[:-3], *after), x.dtype, order)
 
 
-def _shuffle_reference(op: str, x: torch.Tensor, factor: int) -> torch.Tensor:
-    result = _shuffle_infer(op, TensorType.from_tensor(x), factor)
+def _shuffle_reference(op: str, x: Tensor, factor: int) -> Tensor:
+    t = TensorType.from_tensor(x)
     if x.numel() == 0:  # PyTorch leaves the shape of an empty tensor as it is
-        return x.new_empty(result.shape)
-    y: torch.Tensor = getattr(F, op)(x if x.ndim == 4 else x.contiguous(), factor)
-    return y if x.ndim != 4 else ordered(y, memory_order(TensorType.from_tensor(x)))
+        return x.new_empty(_shuffled(op, t, factor).shape)
+    y: Tensor = getattr(F, op)(x if x.ndim == 4 else x.contiguous(), factor)
+    return y if x.ndim != 4 else ordered(y, memory_order(t))
 
 
-def _shuffle_vjp(inverse: str, b: Ops, v: Vjp) -> list[Sym | None]:
-    return [b.call(inverse, v.grad, **v.attrs)]
-
-
-def _shuffle_samples(small: bool) -> list[Sample]:
-    """[..., C, H, W] as pixel_shuffle takes it (small images) or as pixel_unshuffle does."""
-    cases: tuple[tuple[Shape, str, int, int, int, int], ...] = (
-        ((2,), "contiguous", 2, 2, 3, 2),
-        ((2,), "nhwc", 2, 2, 3, 2),
-        ((1,), "sliced", 1, 1, 2, 3),
-        ((2,), "transposed", 3, 2, 2, 1),
-        ((), "contiguous", 2, 2, 2, 2),
-        ((2, 2), "nhwc", 1, 2, 1, 2),
-        ((0,), "contiguous", 1, 2, 2, 2),
-    )
-    found = []
-    for lead, layout, c, h, w, r in cases:
-        image = (c * r * r, h, w) if small else (c, h * r, w * r)
-        found.append(Sample((Arg((*lead, *image), layout=layout),), {"factor": r}))
-    return found
-
-
-_PIXEL = {
-    "pixel_shuffle": "[..., C·r², H, W] → [..., C, H·r, W·r]: r² channels become r × r places.",
-    "pixel_unshuffle": "[..., C, H·r, W·r] → [..., C·r², H, W]: r × r places become r² channels.",
-}
-PIXEL = tuple(
-    OpDef(
-        name=name,
-        doc=doc,
-        inputs=("x",),
+def _shuffling(name: str, inverse: str, text: str) -> Define:
+    return operator(
+        Fusion.INJECTIVE,
+        partial(_shuffle_reference, name),
         attrs={"factor": Attr("int", doc="how many places per side one pixel becomes or was")},
-        infer=partial(_shuffle_infer, name),
-        reference=partial(_shuffle_reference, name),
-        fusion=Fusion.INJECTIVE,
-        vjp=partial(_shuffle_vjp, next(other for other in _PIXEL if other != name)),
-        flops=lambda ins, outs, attrs: 0.0,
-        samples=partial(_shuffle_samples, name == "pixel_shuffle"),
+        vjp=lambda b, v: [b.call(inverse, v.grad, **v.attrs)],
+        flops=elementwise_flops(0),
+        samples=samples(text),
     )
-    for name, doc in _PIXEL.items()
+
+
+@_shuffling(
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    """2x8x2x3 factor=2 | 2x8x2x3@nhwc factor=2 | 1x9x1x2@sliced factor=3
+    | 2x3x2x2@transposed factor=1 | 8x2x2 factor=2 | 2x2x4x2x1@nhwc factor=2 | 0x4x2x2 factor=2""",
 )
+def pixel_shuffle(x: TensorType, factor: int) -> TensorType:
+    """[..., C·r², H, W] → [..., C, H·r, W·r]: r² channels become r × r places."""
+    return _shuffled("pixel_shuffle", x, factor)
+
+
+@_shuffling(
+    "pixel_unshuffle",
+    "pixel_shuffle",
+    """2x2x4x6 factor=2 | 2x2x4x6@nhwc factor=2 | 1x1x3x6@sliced factor=3
+    | 2x3x2x2@transposed factor=1 | 2x4x4 factor=2 | 2x2x1x4x2@nhwc factor=2 | 0x1x4x4 factor=2""",
+)
+def pixel_unshuffle(x: TensorType, factor: int) -> TensorType:
+    """[..., C, H·r, W·r] → [..., C·r², H, W]: r × r places become r² channels."""
+    return _shuffled("pixel_unshuffle", x, factor)
+
 
 # ---- grid_sample -----------------------------------------------------------------------------
 
@@ -363,45 +324,25 @@ def _sampled(op: str, x: TensorType, grid: TensorType, mode: str) -> Shape:
     return (*x.shape[:2], *grid.shape[1:-1])
 
 
-def _sample_infer(x: TensorType, grid: TensorType, mode: str, **how: Any) -> TensorType:
-    return TensorType.of(_sampled("grid_sample", x, grid, mode), x.dtype)
-
-
-def _sample_grad_infer(
-    grad: TensorType, x: TensorType, grid: TensorType, mode: str, **how: Any
-) -> tuple[TensorType, TensorType]:
-    one_dtype("grid_sample_grad", grad=grad, x=x)
-    check_gradient("grid_sample_grad", grad, _sampled("grid_sample_grad", x, grid, mode))
-    return TensorType.of(x.shape, x.dtype), TensorType.of(grid.shape, x.dtype)
-
-
-def _sample_grad_reference(
-    grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, **how: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample_grad_reference(grad: Tensor, x: Tensor, grid: Tensor, **how: Any) -> Any:
     codes = _BLEND.index(how["mode"]), _EDGES.index(how["padding_mode"]), how["align_corners"]
     back = getattr(torch.ops.aten, f"grid_sampler_{x.ndim - 2}d_backward")
-    dx, dgrid = back(grad, x, grid, *codes, [True, True])
-    return dx, dgrid
+    return back(grad, x, grid, *codes, [True, True])
 
 
-# shapes of x and of grid, layout of x, attributes
-_PLACES: tuple[tuple[Shape, Shape, str, dict[str, Any]], ...] = (
-    ((2, 3, 4, 5), (2, 3, 2, 2), "contiguous", {}),
-    ((2, 3, 4, 5), (2, 3, 2, 2), "nhwc", {"padding_mode": "border", "align_corners": True}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "sliced", {"mode": "nearest", "padding_mode": "reflection"}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "transposed", {"mode": "bicubic", "padding_mode": "reflection"}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "contiguous", {"mode": "bicubic", "align_corners": True}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "contiguous", {"padding_mode": "reflection"}),
-    ((1, 2, 4, 4), (1, 2, 3, 2), "contiguous", {"mode": "bicubic", "padding_mode": "border"}),
-    ((1, 2, 3, 4, 3), (1, 2, 1, 2, 3), "nhwc", {"align_corners": True}),
-    ((1, 2, 3, 4, 3), (1, 2, 1, 2, 3), "contiguous", {"mode": "nearest", "padding_mode": "border"}),
-    ((2, 1, 1, 1), (2, 2, 2, 2), "contiguous", {}),
-    ((2, 2, 3, 3), (2, 0, 2, 2), "contiguous", {}),
-    ((0, 2, 3, 3), (0, 2, 2, 2), "contiguous", {}),
+_PLACES = samples(  # x and grid
+    """2x3x4x5 2x3x2x2 | 2x3x4x5@nhwc 2x3x2x2 padding_mode=border align_corners=True
+    | 1x2x4x4@sliced 1x2x3x2 mode=nearest padding_mode=reflection
+    | 1x2x4x4@transposed 1x2x3x2 mode=bicubic padding_mode=reflection
+    | 1x2x4x4 1x2x3x2 mode=bicubic align_corners=True | 1x2x4x4 1x2x3x2 padding_mode=reflection
+    | 1x2x4x4 1x2x3x2 mode=bicubic padding_mode=border
+    | 1x2x3x4x3@nhwc 1x2x1x2x3 align_corners=True
+    | 1x2x3x4x3 1x2x1x2x3 mode=nearest padding_mode=border
+    | 2x1x1x1 2x2x2x2 | 2x2x3x3 2x0x2x2 | 0x2x3x3 0x2x2x2"""
 )
 
 
-def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
+def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """Two operations per neighbour blended; the gradient blends once for x and once for grid."""
     x = ins[-2]
     assert x is not None and ins[0] is not None
@@ -409,39 +350,36 @@ def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, An
     return 2 * blended * (2 * ins[0].numel if len(outs) == 2 else outs[0].numel)
 
 
-def _sample_samples(inputs: int) -> list[Sample]:
-    return [
-        Sample((Arg((*x[:2], *grid[1:-1])), Arg(x, layout=layout), Arg(grid))[-inputs:], how)
-        for x, grid, layout, how in _PLACES
-    ]
+def _sample_grad_samples() -> list[Sample]:
+    found = []
+    for s in _PLACES():
+        x, grid = s.args
+        found.append(replace(s, inputs=(Arg((*x.shape[:2], *grid.shape[1:-1])), x, grid)))
+    return found
 
 
-def _sample_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    return list(b.grid_sample_grad(v.grad, v.arg(0), v.arg(1), **v.attrs))
+_sampling = partial(operator, Fusion.OPAQUE, attrs=_SAMPLE, flops=_sample_flops)
 
 
-GRID = OpDef(
-    name="grid_sample",
-    doc="x [N, C, H, W] read at the places that grid [N, h, w, 2] names, as (across, down) "
-    "from −1 to 1; a volume takes grid [N, d, h, w, 3].",
-    inputs=("x", "grid"),
-    attrs=_SAMPLE,
-    infer=_sample_infer,
-    reference=F.grid_sample,
-    fusion=Fusion.OPAQUE,
-    vjp=_sample_vjp,
-    flops=_sample_flops,
-    samples=partial(_sample_samples, 2),
+@_sampling(
+    F.grid_sample,
+    vjp=lambda b, v: list(b.grid_sample_grad(v.grad, v.arg(0), v.arg(1), **v.attrs)),
+    samples=_PLACES,
 )
-GRID_GRAD = replace(
-    GRID,
-    name="grid_sample_grad",
-    doc="The gradients of grid_sample for x and for grid. It has none of its own.",
-    inputs=("grad", "x", "grid"),
-    infer=_sample_grad_infer,
-    reference=_sample_grad_reference,
-    vjp=None,
-    samples=partial(_sample_samples, 3),
-)
+def grid_sample(x: TensorType, grid: TensorType, mode: str, **how: Any) -> TensorType:
+    """x [N, C, H, W] read at the places that grid [N, h, w, 2] names, as (across, down) from −1 to
+    1; a volume takes grid [N, d, h, w, 3]."""
+    return TensorType.of(_sampled("grid_sample", x, grid, mode), x.dtype)
 
-OPS = (RESIZE, RESIZE_GRAD, *PIXEL, GRID, GRID_GRAD)
+
+@_sampling(_sample_grad_reference, samples=_sample_grad_samples)
+def grid_sample_grad(
+    grad: TensorType, x: TensorType, grid: TensorType, mode: str, **how: Any
+) -> tuple[TensorType, TensorType]:
+    """The gradients of grid_sample for x and for grid. It has none of its own."""
+    one_dtype("grid_sample_grad", grad=grad, x=x)
+    check_gradient("grid_sample_grad", grad, _sampled("grid_sample_grad", x, grid, mode))
+    return TensorType.of(x.shape, x.dtype), TensorType.of(grid.shape, x.dtype)
+
+
+OPS = (resize, resize_grad, pixel_shuffle, pixel_unshuffle, grid_sample, grid_sample_grad)

@@ -12,23 +12,32 @@ thousandths of a radian at the lengths that models are run at today.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deuteron.errors import BindError, GraphError
-from deuteron.ir.dtype import dtype, float32, int32, int64
+from deuteron.ir.dtype import dtype as dtype_of
+from deuteron.ir.dtype import float32, int32, int64
 from deuteron.ir.types import TensorType
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import check_index, lay
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.emit import Grads, Ops, Sym, Syms
+from deuteron.ops.matmul import one_dtype
+from deuteron.ops.movement import check_index
+from deuteron.ops.opdef import (
+    Attr,
+    Attributes,
+    Fusion,
+    Given,
+    Types,
+    Vjp,
+    elementwise_flops,
+    operator,
+)
+from deuteron.ops.reference import lay
+from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
-Types = Sequence[TensorType | None]
-Attributes = Mapping[str, Any]
-
 # ---- rope: what may be asked -------------------------------------------------------------------
 
 _ROPE = {
@@ -67,27 +76,7 @@ def _rope_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     return attrs | {"axis": axis, "dims": dims}
 
 
-def _check_heads(q: TensorType, k: TensorType | None, axis: int) -> None:
-    for name, t in (("q", q), ("k", k)):
-        if t is not None and (not t.dtype.is_float or t.dtype.bits < 16):
-            raise GraphError(
-                f"rope of {t.dtype.name} is not defined", remedy=f'cast({name}, dtype="f16")'
-            )
-    if k is None:
-        return
-    if k.dtype != q.dtype:
-        raise GraphError(
-            f"rope got q of {q.dtype.name} and k of {k.dtype.name}", remedy="cast one of them"
-        )
-    heads = 3 - axis
-    if k.rank != 4 or any(k.shape[d] != q.shape[d] for d in range(4) if d != heads):
-        raise GraphError(
-            f"k {list(k.shape)} does not fit q {list(q.shape)}",
-            remedy=f"only the number of heads, axis {heads}, may differ",
-        )
-
-
-def _check_tables(cos: TensorType | None, sin: TensorType | None, dims: int, needed: int) -> None:
+def _check_tables(cos: Given, sin: Given, dims: int, needed: int) -> None:
     """Two tables of one type, of ``needed`` rows at least, or none."""
     if cos is None and sin is None:
         return
@@ -110,37 +99,6 @@ def _check_tables(cos: TensorType | None, sin: TensorType | None, dims: int, nee
         )
 
 
-def _rope_infer(
-    q: TensorType,
-    k: TensorType | None,
-    cos: TensorType | None,
-    sin: TensorType | None,
-    positions: TensorType | None,
-    **a: Any,
-) -> tuple[TensorType, ...]:
-    dims, offset, base = a["dims"], a["offset"], a["base"]
-    _check_heads(q, k, a["axis"])
-    batch, length, features = q.shape[0], q.shape[a["axis"]], q.shape[3]
-    if dims < 2 or dims % 2 or dims > features:
-        raise GraphError(
-            f"rope cannot rotate {dims} of {features} features",
-            remedy=f"dims is an even number from 2 to {features}",
-        )
-    if offset < 0 or not base > 0:
-        raise GraphError(
-            f"rope with offset={offset}, base={base}", remedy="use offset ≥ 0 and base > 0"
-        )
-    _check_tables(cos, sin, dims, offset + length if positions is None else 0)
-    if positions is not None:
-        check_index(positions, int64, int32)
-        if positions.shape not in ((length,), (1, length), (batch, length)):
-            raise GraphError(
-                f"positions {list(positions.shape)} do not fit {batch} rows of {length} tokens",
-                remedy=f"use [{length}] or [{batch}, {length}]",
-            )
-    return tuple(t.dense_like() for t in (q, k) if t is not None)
-
-
 # ---- rope: what it is --------------------------------------------------------------------------
 
 
@@ -151,7 +109,7 @@ def known_tables(length: int, dims: int, base: float, offset: int) -> tuple[Tens
 
 
 def _tables(
-    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, q: Tensor, a: Attributes
+    q: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, a: Attributes
 ) -> tuple[Tensor, Tensor]:
     """cos θ and sin θ of every token: [S, dims/2], or [B, S, dims/2] where positions differ."""
     if positions is None:
@@ -183,16 +141,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dims: int, interleaved: bool) 
     return lay(torch.cat((turned.to(x.dtype), x[..., dims:]), -1), t)
 
 
-def _rope_reference(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    **a: Any,
-) -> Tensor | tuple[Tensor, ...]:
+def _rope_reference(q: Tensor, k: Tensor | None, *rest: Tensor | None, **a: Any) -> Any:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    tables = _tables(cos, sin, positions, q, a)
+    cos, sin, positions = rest
+    tables = _tables(q, cos, sin, positions, a)
     c, s = (t.unsqueeze(-2 if a["axis"] == 1 else -3).to(wide) for t in tables)
     s = -s if a["inverse"] else s
     outs = tuple(_rotated(x, c, s, a["dims"], a["interleaved"]) for x in (q, k) if x is not None)
@@ -202,16 +154,16 @@ def _rope_reference(
 # ---- rope: its gradient, and the same in simpler operators -------------------------------------
 
 
-def _pair_syms(b: Ops, x: Sym, dims: int, interleaved: bool) -> tuple[Sym, Sym]:
-    step, second = (2, 1) if interleaved else (1, dims // 2)
-    stop = dims - 1 if interleaved else dims // 2
-    return (
-        b.upcast(b.slice(x, axis=3, start=0, stop=stop, step=step)),
-        b.upcast(b.slice(x, axis=3, start=second, stop=dims, step=step)),
-    )
+def _pair_syms(b: Ops, x: Sym, dims: int, interleaved: bool) -> list[Sym]:
+    half = dims // 2
+    spans = ((0, dims - 1, 2), (1, dims, 2)) if interleaved else ((0, half, 1), (half, dims, 1))
+    return [
+        b.upcast(b.slice(x, axis=3, start=start, stop=stop, step=step))
+        for start, stop, step in spans
+    ]
 
 
-def _table_grads(b: Ops, v: Vjp) -> list[Sym | None]:
+def _table_grads(b: Ops, v: Vjp) -> Grads:
     """dcos = Σ (a'·a + b'·b), dsin = Σ (b'·a − a'·b) over heads, and over tokens that read the
     same row; a' and b' are gradients here."""
     attrs, table = v.attrs, v.arg(2)
@@ -234,29 +186,23 @@ def _into_rows(b: Ops, v: Vjp, each: Sym) -> Sym:
     """Contributions [B, S, dims/2] of tokens, summed into the rows that the tokens read."""
     offset, rows = v.attrs["offset"], v.arg(2).shape[0]
     if v.has(4):
-        index = b.to(v.arg(4), int64) + offset
-        index = b.expand(index, shape=each.shape[:2])
-        total: Sym = b.embedding_grad(each, index, rows=rows)
-        return total
-    total = b.sum(each, axes=0)
-    rest = rows - offset - total.shape[0]
-    return b.pad(total, low=(offset, 0), high=(rest, 0))  # type: ignore[no-any-return]
+        index = b.expand(b.to(v.arg(4), int64) + offset, shape=each.shape[:2])
+        return b.one("embedding_grad", each, index, rows=rows)
+    total = b.one("sum", each, axes=0)
+    return b.one("pad", total, low=(offset, 0), high=(rows - offset - total.shape[0], 0))
 
 
-def _rope_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _rope_vjp(b: Ops, v: Vjp) -> Grads:
     """Rotated back: q and k in one node where both have a gradient."""
     attrs = dict(v.attrs) | {"inverse": not v.attrs["inverse"]}
-    rest = v.ins[2:]
     present = [g for g in v.grads if g is not None]
-    turned = b.call("rope", *present, *[None] * (2 - len(present)), *rest, **attrs)
+    turned = b.call("rope", *present, *[None] * (2 - len(present)), *v.ins[2:], **attrs)
     backs = iter(turned if isinstance(turned, tuple) else (turned,))
-    grads = [next(backs) if g is not None else None for g in v.grads]
-    grads += [None] * (2 - len(grads))
-    tables = _table_grads(b, v) if any(v.needs[2:4]) else [None, None]
-    return [*grads, *tables, None]
+    grads = [next(backs) if g is not None else None for g in (*v.grads, None)[:2]]
+    return [*grads, *(_table_grads(b, v) if any(v.needs[2:4]) else [None, None]), None]
 
 
-def _table_syms(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> tuple[Sym, Sym]:
+def _table_syms(b: Ops, ins: Syms, attrs: Attributes) -> tuple[Sym, Sym]:
     """cos θ and sin θ as values of the graph; constants where the positions are known."""
     q, _, cos, sin, positions = ins
     assert q is not None
@@ -276,7 +222,7 @@ def _table_syms(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> tuple[S
     return b.cos(angles), b.sin(angles)
 
 
-def _rope_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+def _rope_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     q = ins[0]
     assert q is not None
     wide = q.dtype if q.dtype.short == "f64" else float32
@@ -302,10 +248,10 @@ def _turned(b: Ops, x: Sym, cos: Sym, sin: Sym, attrs: Attributes) -> Sym:
     x1 = b.upcast(b.slice(part, axis=axis, stop=middle))
     x2 = b.upcast(b.slice(part, axis=axis, start=middle))
     if attrs["inverse"]:
-        first, second = x1 * cos + x2 * sin, x2 * cos - x1 * sin
+        halves = [x1 * cos + x2 * sin, x2 * cos - x1 * sin]
     else:
-        first, second = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    whole = b.to(b.concat([first, second], axis=axis), x.dtype)
+        halves = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    whole = b.to(b.concat(halves, axis=axis), x.dtype)
     if dims < features:
         whole = b.concat([whole, b.slice(x, axis=3, start=done)], axis=3)
     return b.one("reshape", whole, (*x.shape[:3], features)) if apart else whole
@@ -316,67 +262,67 @@ def _rope_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> fl
     return float(sum(3 * t.numel // max(t.shape[3], 1) * attrs["dims"] for t in outs))
 
 
-def _rope_samples() -> tuple[Sample, ...]:
-    q, k = Arg((2, 5, 3, 8)), Arg((2, 5, 1, 8))
-    tables = (Arg((9, 4), "unit"), Arg((9, 4), "unit"))
-    where = Arg((2, 5), "index", high=9)
-    first = {"axis": 2}  # heads before tokens
-    return (
-        Sample((q, k)),
-        Sample((q,)),
-        Sample((q, k, *tables), {"offset": 3}),
-        Sample((q, k, *tables, where), {"interleaved": True}),
-        Sample((Arg((1, 3, 5, 6)), Arg((1, 2, 5, 6))), first | {"interleaved": True}),
-        Sample((Arg((2, 3, 5, 7)), Arg((2, 1, 5, 7)), None, None, where), first | {"dims": 4}),
-        Sample((q, None, *tables, Arg((5,), "index", "i32", high=8)), {"offset": 1}),
-        Sample((Arg((2, 5, 3, 8), layout="transposed"), k), {"inverse": True, "offset": 7}),
-        Sample((Arg((2, 5, 3, 8), layout="sliced"), Arg((2, 5, 1, 8), layout="expanded"))),
-        Sample((Arg((2, 5, 3, 8), layout="nhwc"), Arg((2, 5, 3, 8), layout="nhwc")), first),
-        Sample((Arg((1, 1, 4, 10)), Arg((1, 1, 2, 10))), {"dims": 6, "base": 500.0, "offset": 11}),
-        Sample((Arg((0, 5, 3, 8)), Arg((0, 5, 1, 8))), note="empty"),
-        Sample((Arg((2, 0, 3, 8)), None, *tables), {"interleaved": True}, note="empty"),
-        Sample((Arg((1, 4, 2, 8), "extreme"), None), grad=False, note="extreme"),
-    )
-
-
-ROPE = OpDef(
-    name="rope",
-    doc="Rotary positions on q [B, S, H, D], and on k with its own number of heads, in one node. "
-    "cos and sin are tables [positions, dims/2]; without them the angles come from base. Token s "
-    "is at offset + s, or at offset + positions[b, s].",
-    inputs=("q", "k?", "cos?", "sin?", "positions?"),
+@operator(
+    Fusion.OPAQUE,
+    _rope_reference,
     attrs=_ROPE,
     complete=_rope_complete,
-    infer=_rope_infer,
-    reference=_rope_reference,
-    fusion=Fusion.OPAQUE,
     vjp=_rope_vjp,
     expand=_rope_expand,
     flops=_rope_flops,
-    samples=_rope_samples,
+    samples=samples(
+        """2x5x3x8 2x5x1x8 | 2x5x3x8 | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit offset=3
+        | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit 2x5:index<9 interleaved=True
+        | 1x3x5x6 1x2x5x6 axis=2 interleaved=True
+        | 2x3x5x7 2x1x5x7 _ _ 2x5:index<9 axis=2 dims=4
+        | 2x5x3x8 _ 9x4:unit 9x4:unit 5:index<8:i32 offset=1
+        | 2x5x3x8@transposed 2x5x1x8 inverse=True offset=7 | 2x5x3x8@sliced 2x5x1x8@expanded
+        | 2x5x3x8@nhwc 2x5x3x8@nhwc axis=2 | 1x1x4x10 1x1x2x10 dims=6 base=500.0 offset=11
+        | 0x5x3x8 0x5x1x8 [empty] | 2x0x3x8 _ 9x4:unit 9x4:unit interleaved=True [empty]
+        | 1x4x2x8:extreme _ nograd [extreme]"""
+    ),
 )
+def rope(
+    q: TensorType, k: Given, cos: Given, sin: Given, positions: Given, **a: Any
+) -> tuple[TensorType, ...]:
+    """Rotary positions on q [B, S, H, D], and on k with its own number of heads, in one node. cos
+    and sin are tables [positions, dims/2]; without them the angles come from base. Token s is at
+    offset + s, or at offset + positions[b, s]."""
+    dims, offset, base, heads = a["dims"], a["offset"], a["base"], 3 - a["axis"]
+    one_dtype("rope", q=q, k=k)
+    if k is not None and (
+        k.rank != 4 or any(k.shape[d] != q.shape[d] for d in range(4) if d != heads)
+    ):
+        raise GraphError(
+            f"k {list(k.shape)} does not fit q {list(q.shape)}",
+            remedy=f"only the number of heads, axis {heads}, may differ",
+        )
+    batch, length, features = q.shape[0], q.shape[a["axis"]], q.shape[3]
+    if dims < 2 or dims % 2 or dims > features:
+        raise GraphError(
+            f"rope cannot rotate {dims} of {features} features",
+            remedy=f"dims is an even number from 2 to {features}",
+        )
+    if offset < 0 or not base > 0:
+        raise GraphError(
+            f"rope with offset={offset}, base={base}", remedy="use offset ≥ 0 and base > 0"
+        )
+    _check_tables(cos, sin, dims, offset + length if positions is None else 0)
+    if positions is not None:
+        check_index(positions, int64, int32)
+        if positions.shape not in ((length,), (1, length), (batch, length)):
+            raise GraphError(
+                f"positions {list(positions.shape)} do not fit {batch} rows of {length} tokens",
+                remedy=f"use [{length}] or [{batch}, {length}]",
+            )
+    return tuple(t.dense_like() for t in (q, k) if t is not None)
+
 
 # ---- sinusoidal --------------------------------------------------------------------------------
 
 
-def _sine_infer(positions: TensorType, dim: int, base: float, **a: Any) -> TensorType:
-    if dim < 2 or dim % 2 or not base > 0:
-        raise GraphError(
-            f"sinusoidal with dim={dim}, base={base}", remedy="use an even dim and base > 0"
-        )
-    kind = positions.dtype if positions.dtype.is_float else float32
-    if a["dtype"] is not None:
-        kind = dtype(a["dtype"])
-    if positions.dtype.kind == "bool" or not kind.is_float:
-        raise GraphError(
-            f"sinusoidal of {positions.dtype.name} positions as {kind.name}",
-            remedy="positions are numbers, the result is of a float type",
-        )
-    return TensorType.of((*positions.shape, dim), kind)
-
-
 def _sine_reference(positions: Tensor, **a: Any) -> Tensor:
-    made = _sine_infer(TensorType.from_tensor(positions), **a)
+    made: Any = sinusoidal.infer(TensorType.from_tensor(positions), **a)
     angles = positions.double()[..., None] * frequencies(a["dim"], a["base"], positions.device)
     out = torch.empty(made.shape, dtype=made.dtype.torch, device=positions.device)
     sines, cosines = _pairs(out, a["dim"], a["interleaved"])
@@ -385,7 +331,7 @@ def _sine_reference(positions: Tensor, **a: Any) -> Tensor:
     return out
 
 
-def _sine_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _sine_vjp(b: Ops, v: Vjp) -> Grads:
     """Σ over pairs of f·(g_sin·cos − g_cos·sin): sinusoidal itself holds both."""
     positions, dim = v.arg(0), v.attrs["dim"]
     if not v.needs[0]:
@@ -404,32 +350,41 @@ def _sine_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.to(b.sum(slope, axes=(rank, rank + 1)), positions.dtype)]
 
 
-SINUSOIDAL = OpDef(
-    name="sinusoidal",
-    doc="sin and cos of position · base^(−2i / dim): [...] becomes [..., dim], all sines then all "
-    "cosines, or in turns where interleaved. The table of a model is sinusoidal of a constant "
-    "arange, and is folded into a constant.",
-    inputs=("positions",),
+@operator(
+    Fusion.OPAQUE,
+    _sine_reference,
     attrs={
         "dim": Attr("int", doc="features per position, an even number"),
         "base": Attr("float", 10000.0, "wavelengths grow from 2π to almost 2π · base"),
         "interleaved": Attr("bool", False, "sin, cos, sin, cos, … instead of all sines first"),
         "dtype": Attr("dtype", None, "of the result; None: that of positions, f32 for integers"),
     },
-    infer=_sine_infer,
-    reference=_sine_reference,
-    fusion=Fusion.OPAQUE,
     vjp=_sine_vjp,
     flops=elementwise_flops(20),
-    samples=lambda: (
-        Sample((Arg((7,), "index", high=99),), {"dim": 6}),
-        Sample((Arg((2, 3)),), {"dim": 4, "interleaved": True}),
-        Sample((Arg((3, 5), layout="transposed"),), {"dim": 8, "base": 100.0}),
-        Sample((Arg((3,), "index", "i32", high=9),), {"dim": 2, "dtype": "f16"}, grad=False),
-        Sample((Arg(()),), {"dim": 4}, note="scalar"),
-        Sample((Arg((0, 2)),), {"dim": 4}, note="empty"),
-        Sample((Arg((9,), "extreme"),), {"dim": 4}, grad=False, note="extreme"),
+    samples=samples(
+        """7:index<99 dim=6 | 2x3 dim=4 interleaved=True | 3x5@transposed dim=8 base=100.0
+        | 3:index<9:i32 dim=2 dtype=f16 nograd | scalar dim=4 [scalar] | 0x2 dim=4 [empty]
+        | 9:extreme dim=4 nograd [extreme]"""
     ),
 )
+def sinusoidal(
+    positions: TensorType, dim: int, base: float, dtype: str | None, **how: Any
+) -> TensorType:
+    """sin and cos of position · base^(−2i / dim): [...] becomes [..., dim], all sines then all
+    cosines, or in turns where interleaved. The table of a model is sinusoidal of a constant arange,
+    and is folded into a constant."""
+    if dim < 2 or dim % 2 or not base > 0:
+        raise GraphError(
+            f"sinusoidal with dim={dim}, base={base}", remedy="use an even dim and base > 0"
+        )
+    kind = positions.dtype if positions.dtype.is_float else float32
+    kind = kind if dtype is None else dtype_of(dtype)
+    if positions.dtype.kind == "bool" or not kind.is_float:
+        raise GraphError(
+            f"sinusoidal of {positions.dtype.name} positions as {kind.name}",
+            remedy="positions are numbers, the result is of a float type",
+        )
+    return TensorType.of((*positions.shape, dim), kind)
 
-OPS = (ROPE, SINUSOIDAL)
+
+OPS = (rope, sinusoidal)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from deuteron.ir.dtype import DType, dtype
 from deuteron.ir.types import TensorType, strides_for
+
+_DATA = "normal positive unit distinct away extreme index bool offset".split()
 
 
 @dataclass(frozen=True)
@@ -48,26 +51,22 @@ class Arg:
         normal = torch.randn(shape, generator=gen, dtype=torch.float64)
         if self.dtype is not None and not dtype(self.dtype).is_float:
             return torch.randint(-9, 10, shape, generator=gen)
-        if kind == "positive":
-            return torch.rand(shape, generator=gen, dtype=torch.float64) * 1.9 + 0.1
-        if kind == "unit":
-            return torch.rand(shape, generator=gen, dtype=torch.float64) * 1.9 - 0.95
+        if kind in ("positive", "unit"):
+            low = 0.1 if kind == "positive" else -0.95
+            return torch.rand(shape, generator=gen, dtype=torch.float64) * 1.9 + low
         if kind == "distinct":
             order = torch.randperm(normal.numel(), generator=gen).double()
             return ((order - normal.numel() / 2) * 0.0625).reshape(shape)
-        if kind == "away":
-            return normal.sign() * (normal.abs() + 0.1)
-        if kind == "offset":
-            return normal + 1000.0
         if kind == "extreme":
             odd = [0.0, -0.0, 1e30, -1e30, 1e-30, float("inf"), -float("inf"), float("nan"), 88.0]
             picks = torch.tensor(odd, dtype=torch.float64)
             where = torch.randint(0, 2, shape, generator=gen).bool()
             which = torch.randint(0, len(odd), shape, generator=gen)
             return torch.where(where, picks[which], normal)
-        if kind != "normal":
+        if kind not in _DATA:
             raise ValueError(f"unknown kind of sample data {kind!r}")
-        return normal
+        away = normal.sign() * (normal.abs() + 0.1)
+        return {"away": away, "offset": normal + 1000.0}.get(kind, normal)
 
     def _laid_out(self, values: torch.Tensor) -> torch.Tensor:
         shape = tuple(values.shape)
@@ -94,6 +93,11 @@ class Sample:
     grad: bool = True
     note: str = ""
 
+    @property
+    def args(self) -> tuple[Arg, ...]:
+        """The inputs that are there."""
+        return tuple(arg for arg in self.inputs if arg is not None)
+
     def tensors(self, float_type: str | DType = "f32", seed: int = 0) -> list[torch.Tensor | None]:
         gen = torch.Generator().manual_seed(seed)
         ft = dtype(float_type)
@@ -116,49 +120,74 @@ def types_of(tensors: list[torch.Tensor | None]) -> list[TensorType | None]:
     return [None if t is None else TensorType.from_tensor(t) for t in tensors]
 
 
+# ---- samples as text -----------------------------------------------------------------------------
+
+
+def samples(text: str, kind: str = "normal", **attrs: Any) -> Callable[[], tuple[Sample, ...]]:
+    """Samples written as text, with bars between them: inputs, attributes, and a note.
+
+        3x5@transposed 4:index<5:i32 _ axis=0 mode=area | scalar nograd [a number alone]
+
+    An input is its sizes joined by x, or ``scalar``; then, as far as they are not as usual, its
+    ``@layout``, its ``:kind`` of data (an index below 5 is ``:index<5``) and its ``:dtype``. ``_``
+    is an input left out. An attribute is a Python literal without spaces, or a word. ``nograd``:
+    gradients are not checked. ``kind`` and ``attrs`` are for samples that do not say their own.
+    """
+    return lambda: tuple(_sample(part, kind, attrs) for part in text.split("|"))
+
+
+def _sample(text: str, kind: str, attrs: Mapping[str, Any]) -> Sample:
+    words, _, note = text.partition("[")
+    inputs, given, grad = list[Arg | None](), dict(attrs), True
+    for word in words.split():
+        name, is_attr, value = word.partition("=")
+        if is_attr:
+            given[name] = _value(value)
+        elif word == "nograd":
+            grad = False
+        else:
+            inputs.append(None if word == "_" else _arg(word, kind))
+    return Sample(tuple(inputs), given, grad, note.strip().removesuffix("]"))
+
+
+def _value(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _arg(text: str, kind: str) -> Arg:
+    place, *rest = text.split(":")
+    sizes, _, layout = place.partition("@")
+    shape = () if sizes == "scalar" else tuple(map(int, sizes.split("x")))
+    of, high = None, 0
+    for word in rest:
+        name, _, limit = word.partition("<")
+        kind, of, high = (name, of, int(limit or 0)) if name in _DATA else (kind, name, high)
+    return Arg(shape, kind, of, layout or "contiguous", high)
+
+
+_UNARY = """3x5 | scalar [scalar] | 0x4 [empty] | 1x1x7 | 3x5@transposed | 3x5@sliced
+    | 2x3x4x5@nhwc | 3x5@expanded | 33:extreme nograd [extreme]"""
+
+
 def unary_samples(
-    kind: str = "normal", attrs: Mapping[str, Any] | None = None, extreme: bool = True
+    kind: str = "normal", attrs: Mapping[str, Any] | None = None
 ) -> tuple[Sample, ...]:
     """Shapes, strides and values that every one-input elementwise operator must take."""
-    a = dict(attrs or {})
-    base = Arg((3, 5), kind)
-    samples = [
-        Sample((base,), a),
-        Sample((Arg((), kind),), a, note="scalar"),
-        Sample((Arg((0, 4), kind),), a, note="empty"),
-        Sample((Arg((1, 1, 7), kind),), a),
-        Sample((replace(base, layout="transposed"),), a),
-        Sample((replace(base, layout="sliced"),), a),
-        Sample((Arg((2, 3, 4, 5), kind, layout="nhwc"),), a),
-        Sample((replace(base, layout="expanded"),), a),
-    ]
-    if extreme:
-        samples.append(Sample((Arg((33,), "extreme"),), a, grad=False, note="extreme"))
-    return tuple(samples)
+    return samples(_UNARY, kind, **(attrs or {}))()
 
 
-_NORM_SHAPES = (
-    ((2, 4, 3), "contiguous", "normal"),
-    ((2, 4, 5), "contiguous", "offset"),
-    ((2, 4, 3), "transposed", "normal"),
-    ((2, 4, 3), "sliced", "normal"),
-    ((2, 4, 3, 2), "nhwc", "normal"),
-    ((2, 4, 2, 3), "transposed", "normal"),
-    ((1, 4, 2, 1, 3), "nhwc", "normal"),
-    ((2, 4, 3), "expanded", "normal"),
-    ((0, 4, 3), "contiguous", "normal"),
-    ((2, 4, 0), "contiguous", "normal"),
-)
+_NORM = """2x4x3 | 2x4x5:offset | 2x4x3@transposed | 2x4x3@sliced | 2x4x3x2@nhwc
+    | 2x4x2x3@transposed | 1x4x2x1x3@nhwc | 2x4x3@expanded | 0x4x3 | 2x4x0"""
 
 
 def norm_samples(
-    slots: Sequence[str],
-    masks: Sequence[str],
-    attrs: Sequence[Mapping[str, Any]],
-    more: Sequence[tuple[int, ...]] = (),
+    slots: Sequence[str], masks: str, attrs: Sequence[Mapping[str, Any]], more: str = ""
 ) -> Callable[[], Sequence[Sample]]:
     """For a norm: every shape with the next of ``masks`` ("x": the parameter is there) and
-    ``attrs``."""
+    ``attrs``; ``more``: a shape to try with the first of both."""
 
     def case(x: Arg, mask: str, extra: Mapping[str, Any]) -> Sample:
         size = x.shape[-extra["dims"] :] if "dims" in extra else x.shape[1:2]
@@ -167,9 +196,10 @@ def norm_samples(
         return Sample((x, *there), extra)
 
     def build() -> Sequence[Sample]:
-        rows = zip(_NORM_SHAPES, cycle(masks), cycle(attrs), strict=False)
-        shapes = [case(Arg(s, kind, None, layout), m, a) for (s, layout, kind), m, a in rows]
-        shapes += [case(Arg(shape), masks[0], attrs[0]) for shape in more]
+        first = masks.split()[0]
+        rows = zip(samples(_NORM)(), cycle(masks.split()), cycle(attrs), strict=False)
+        shapes = [case(s.args[0], m, a) for s, m, a in rows]
+        shapes += [case(_arg(shape, "normal"), first, attrs[0]) for shape in more.split()]
         wide = (Arg((4,), "positive", "f32") for _ in slots)
         return (*shapes, Sample((Arg((2, 4, 4), dtype="bf16"), *wide), attrs[0], grad=False))
 

@@ -12,48 +12,29 @@ from functools import partial
 
 import torch
 
-from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
-from deuteron.ops.determinism import fixed_order
-from deuteron.ops.emit import Ops, Sym
+from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.matmul import one_dtype
 from deuteron.ops.movement import AXIS, with_axis
-from deuteron.ops.opdef import Fusion, OpDef, Vjp
-from deuteron.ops.reduce import input_flops
-from deuteron.ops.samples import Arg, Sample
-
-_LOW = (torch.float16, torch.bfloat16)
-
-
-def _wide(x: torch.Tensor) -> torch.dtype | None:
-    return torch.float32 if x.dtype in _LOW else None
-
+from deuteron.ops.opdef import Fusion, Vjp, check_shape, input_flops, operator
+from deuteron.ops.reference import LOW, fixed_order, wide_type
+from deuteron.ops.samples import Arg, Sample, samples
 
 # ---- running sums and products -------------------------------------------------------------------
 
 
 def _total_reference(scan: Callable[..., torch.Tensor], x: torch.Tensor, axis: int) -> torch.Tensor:
-    wide = _wide(x)
+    low = x.dtype in LOW
     with fixed_order(x):
-        found = scan(x, axis, dtype=wide)
-    return found.to(x.dtype) if wide is not None else found
+        found = scan(x, axis, dtype=torch.float32 if low else None)
+    return found.to(x.dtype) if low else found
 
 
-def _cumsum_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _cumsum_vjp(b: Ops, v: Vjp) -> Grads:
     """Element i is in every sum from the i-th on: a sum that runs backwards."""
     axis = v.attrs["axis"]
     return [b.flip(b.cumsum(b.flip(v.grad, axes=axis), axis=axis), axes=axis)]
-
-
-def _cumprod_grad_infer(grad: TensorType, x: TensorType, axis: int) -> TensorType:
-    one_dtype("cumprod_grad", grad=grad, x=x)
-    if grad.shape != x.shape:
-        raise GraphError(
-            f"cumprod_grad: grad is {list(grad.shape)}, x {list(x.shape)}",
-            remedy="use the input of the forward operator",
-        )
-    return TensorType.of(x.shape, x.dtype)
 
 
 def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -64,8 +45,7 @@ def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> t
     As in torch's, a zero ends it: what comes after has no slope, whatever it holds, and an
     infinity or a nan before has none that is known.
     """
-    kind = _wide(x) or x.dtype
-    g, wide = (t.to(kind).movedim(axis, -1) for t in (grad, x))
+    g, wide = (t.to(wide_type(x)).movedim(axis, -1) for t in (grad, x))
     n = wide.shape[-1]
     ones = torch.ones_like(wide[..., :1])
     before = torch.cat((ones, torch.cumprod(wide, -1)[..., : max(n - 1, 0)]), -1)[..., :n]
@@ -84,15 +64,7 @@ def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> t
     return torch.where(after, 0.0, found).movedim(-1, axis).to(x.dtype).contiguous()
 
 
-# ---- running extremes ----------------------------------------------------------------------------
-
-
-def _extreme_infer(x: TensorType, axis: int) -> tuple[TensorType, TensorType]:
-    values = TensorType.of(x.shape, x.dtype)
-    return values, values.with_dtype(int64)
-
-
-def _extreme_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _extreme_vjp(b: Ops, v: Vjp) -> Grads:
     """Each result's gradient goes to the element it was; what led for a while collects several."""
     if v.grads[0] is None:
         return [None]
@@ -103,84 +75,60 @@ def _extreme_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
 
 # ---- samples and the table -----------------------------------------------------------------------
 
-_SHAPES: tuple[tuple[tuple[int, ...], str, int], ...] = (
-    ((3, 5), "contiguous", 1),
-    ((3, 5), "contiguous", 0),
-    ((33,), "contiguous", -1),
-    ((2, 3, 4), "contiguous", 1),
-    ((0, 4), "contiguous", 0),
-    ((3, 0), "contiguous", 1),
-    ((1, 1), "contiguous", 0),
-    ((4, 5), "transposed", 1),
-    ((4, 5), "sliced", 0),
-    ((4, 5), "expanded", 1),
-    ((2, 3, 4, 5), "nhwc", 1),
-)
-
-
-def _samples(kind: str) -> tuple[Sample, ...]:
-    return (
-        *(Sample((Arg(s, kind, layout=how),), {"axis": a}) for s, how, a in _SHAPES),
-        Sample((Arg((3, 4), dtype="i32"),), {"axis": 1}, grad=False),
-        Sample((Arg((3, 4), "bool"),), {"axis": 0}, grad=False),
-        Sample((Arg((33,), "extreme"),), {"axis": 0}, grad=False, note="extreme"),
-    )
+_CASES = """3x5 axis=1 | 3x5 axis=0 | 33 axis=-1 | 2x3x4 axis=1 | 0x4 axis=0 | 3x0 axis=1
+    | 1x1 axis=0 | 4x5@transposed axis=1 | 4x5@sliced axis=0 | 4x5@expanded axis=1
+    | 2x3x4x5@nhwc axis=1"""
+_MORE = """ | 3x4:normal:i32 axis=1 nograd | 3x4:bool axis=0 nograd
+    | 33:extreme axis=0 nograd [extreme]"""
 
 
 def _grad_samples() -> tuple[Sample, ...]:
-    zeros = Arg((4, 6), "index", "f64", high=3)
-    return (
-        *(Sample((Arg(s), Arg(s, layout=how)), {"axis": a}, grad=False) for s, how, a in _SHAPES),
-        Sample((Arg((4, 6), dtype="f64"), zeros), {"axis": 1}, grad=False, note="zeros"),
-    )
+    cases = ((s, Arg(s.args[0].shape)) for s in samples(_CASES)())
+    both = (replace(s, inputs=(grad, *s.inputs), grad=False) for s, grad in cases)
+    return (*both, *samples("4x6:f64 4x6:index<3:f64 axis=1 nograd [zeros]")())
 
 
-CUMSUM = OpDef(
-    name="cumsum",
-    doc="The sum of all elements up to each one, along axis.",
-    inputs=("x",),
-    attrs={"axis": AXIS},
-    complete=with_axis,
-    infer=lambda x, axis: TensorType.of(x.shape, x.dtype if x.dtype.is_float else int64),
-    reference=partial(_total_reference, torch.cumsum),
-    fusion=Fusion.OPAQUE,
-    vjp=_cumsum_vjp,
-    flops=input_flops(1),
-    samples=partial(_samples, "normal"),
+scanning = partial(operator, Fusion.OPAQUE, attrs={"axis": AXIS}, complete=with_axis)
+_totals = partial(scanning, flops=input_flops(1), samples=samples(_CASES + _MORE))
+_extremes = partial(
+    scanning, vjp=_extreme_vjp, flops=input_flops(1), samples=samples(_CASES + _MORE, "distinct")
 )
-CUMPROD = replace(
-    CUMSUM,
-    name="cumprod",
-    doc="The product of all elements up to each one, along axis.",
-    reference=partial(_total_reference, torch.cumprod),
+
+
+@_totals(partial(_total_reference, torch.cumsum), vjp=_cumsum_vjp)
+def cumsum(x: TensorType, axis: int) -> TensorType:
+    """The sum of all elements up to each one, along axis."""
+    return TensorType.of(x.shape, x.dtype if x.dtype.is_float else int64)
+
+
+@_totals(
+    partial(_total_reference, torch.cumprod),
     vjp=lambda b, v: [b.cumprod_grad(v.grad, v.arg(0), axis=v.attrs["axis"])],
 )
-CUMPROD_GRAD = replace(
-    CUMSUM,
-    name="cumprod_grad",
-    doc="The gradient of cumprod, right where elements are zero too. It has none of its own.",
-    inputs=("grad", "x"),
-    infer=_cumprod_grad_infer,
-    reference=_cumprod_grad_reference,
-    vjp=None,
-    flops=input_flops(5),
-    samples=_grad_samples,
-)
-EXTREMES = tuple(
-    replace(
-        CUMSUM,
-        name=name,
-        doc=f"The {what} element so far along axis, and its place on the axis as int64: the last "
-        "of equals; nan wins.",
-        infer=_extreme_infer,
-        reference=lambda x, axis, scan=scan: tuple(scan(x, axis)),
-        vjp=_extreme_vjp,
-        samples=partial(_samples, "distinct"),
-    )
-    for name, scan, what in (
-        ("cummax", torch.cummax, "largest"),
-        ("cummin", torch.cummin, "smallest"),
-    )
-)
+def cumprod(x: TensorType, axis: int) -> TensorType:
+    """The product of all elements up to each one, along axis."""
+    return TensorType.of(x.shape, x.dtype if x.dtype.is_float else int64)
 
-OPS = (CUMSUM, CUMPROD, CUMPROD_GRAD, *EXTREMES)
+
+@scanning(_cumprod_grad_reference, flops=input_flops(5), samples=_grad_samples)
+def cumprod_grad(grad: TensorType, x: TensorType, axis: int) -> TensorType:
+    """The gradient of cumprod, right where elements are zero too. It has none of its own."""
+    one_dtype("cumprod_grad", grad=grad, x=x)
+    check_shape("grad of cumprod_grad", grad, x.shape, "use the input of the forward operator")
+    return TensorType.of(x.shape, x.dtype)
+
+
+@_extremes(lambda x, axis: tuple(torch.cummax(x, axis)))
+def cummax(x: TensorType, axis: int) -> tuple[TensorType, ...]:
+    """The largest element so far along axis, and its place on the axis as int64: the last of
+    equals; nan wins."""
+    return TensorType.of(x.shape, x.dtype), TensorType.of(x.shape, int64)
+
+
+cummin = replace(
+    cummax,
+    name="cummin",
+    doc=cummax.doc.replace("largest", "smallest"),
+    reference=lambda x, axis: tuple(torch.cummin(x, axis)),
+)
+OPS = (cumsum, cumprod, cumprod_grad, cummax, cummin)

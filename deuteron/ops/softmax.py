@@ -6,35 +6,32 @@ answer and gives nan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 
-from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, norm_axes
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.emit import Grads, Ops, Sym
+from deuteron.ops.movement import first
+from deuteron.ops.opdef import (
+    Attr,
+    Fusion,
+    Types,
+    Vjp,
+    VjpFn,
+    check_float,
+    elementwise_flops,
+    norm_axes,
+    operator,
+)
+from deuteron.ops.samples import samples
 
 
-def _complete(types: Sequence[TensorType | None], attrs: dict[str, Any]) -> dict[str, Any]:
-    x = types[0]
-    assert x is not None
-    (axis,) = norm_axes((attrs["axis"],), max(x.rank, 1), "axis")  # a scalar has axis 0 here
-    return {"axis": axis}
-
-
-def _infer(name: str) -> Callable[..., TensorType]:
-    def infer(x: TensorType, axis: int) -> TensorType:
-        if not x.dtype.is_float or x.dtype.bits < 16:
-            raise GraphError(
-                f"{name} of {x.dtype.name} is not defined",
-                remedy='cast first: cast(x, dtype="f32")',
-            )
-        return x.with_layout("contiguous")
-
-    return infer
+def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    rank = max(first(types).rank, 1)  # a scalar has axis 0 here
+    return {"axis": norm_axes((attrs["axis"],), rank, "axis")[0]}
 
 
 def _along(b: Ops, x: Sym, axis: int) -> Sym:
@@ -52,61 +49,40 @@ def _log_softmax_grad(b: Ops, y: Sym, grad: Sym, axis: int) -> Sym:
     return grad - p * _along(b, grad, axis)
 
 
-def _vjp(rule: Callable[[Ops, Sym, Sym, int], Sym]) -> Callable[[Ops, Vjp], list[Sym | None]]:
-    def vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-        x = v.arg(0)
-        return [b.to(rule(b, b.upcast(v.outs[0]), b.upcast(v.grad), v.attrs["axis"]), x.dtype)]
+def _vjp(rule: Callable[[Ops, Sym, Sym, int], Sym]) -> VjpFn:
+    def vjp(b: Ops, v: Vjp) -> Grads:
+        found = rule(b, b.upcast(v.outs[0]), b.upcast(v.grad), v.attrs["axis"])
+        return [b.to(found, v.arg(0).dtype)]
 
     return vjp
 
 
-def _samples() -> Sequence[Sample]:
-    return (
-        Sample((Arg((3, 5)),)),
-        Sample((Arg((3, 5)),), {"axis": 0}),
-        Sample((Arg((2, 3, 4)),), {"axis": -2}),
-        Sample((Arg(()),), note="scalar"),
-        Sample((Arg((0, 4)),), note="empty"),
-        Sample((Arg((4, 0)),), note="no classes"),
-        Sample((Arg((2, 1)),), note="one class"),
-        Sample((Arg((3, 5), layout="transposed"),)),
-        Sample((Arg((3, 5), layout="sliced"),), {"axis": 0}),
-        Sample((Arg((2, 3, 4, 5), layout="nhwc"),), {"axis": 1}),
-        Sample((Arg((3, 5), "offset", layout="expanded"),)),
-        Sample((Arg((7, 9), "extreme"),), grad=False, note="extreme"),
-    )
-
-
-OPS = tuple(
-    OpDef(
-        name=name,
-        doc=doc,
-        inputs=("x",),
-        attrs={"axis": Attr("int", -1, "the axis along which the elements share out 1")},
-        infer=_infer(name),
-        reference=fn,
-        fusion=Fusion.REDUCTION,
-        vjp=_vjp(rule),
-        flops=elementwise_flops(flops),
-        samples=_samples,
-        complete=_complete,
-    )
-    for name, fn, rule, flops, doc in (
-        (
-            "softmax",
-            lambda x, axis: F.softmax(x, axis),
-            _softmax_grad,
-            12,
-            "eˣ divided by its sum along one axis; a row of −inf alone gives nan.",
-        ),
-        (
-            "log_softmax",
-            lambda x, axis: F.log_softmax(x, axis),
-            _log_softmax_grad,
-            12,
-            "ln of softmax along one axis, without forming softmax first.",
-        ),
-    )
+_sharing = partial(
+    operator,
+    Fusion.REDUCTION,
+    attrs={"axis": Attr("int", -1, "the axis along which the elements share out 1")},
+    flops=elementwise_flops(12),
+    samples=samples(
+        """3x5 | 3x5 axis=0 | 2x3x4 axis=-2 | scalar [scalar] | 0x4 [empty] | 4x0 [no classes]
+        | 2x1 [one class] | 3x5@transposed | 3x5@sliced axis=0 | 2x3x4x5@nhwc axis=1
+        | 3x5@expanded:offset | 7x9:extreme nograd [extreme]"""
+    ),
+    complete=_complete,
 )
 
-SOFTMAX, LOG_SOFTMAX = OPS
+
+@_sharing(lambda x, axis: F.softmax(x, axis), vjp=_vjp(_softmax_grad))
+def softmax(x: TensorType, axis: int) -> TensorType:
+    """eˣ divided by its sum along one axis; a row of −inf alone gives nan."""
+    check_float("softmax", x=x)
+    return x.with_layout("contiguous")
+
+
+@_sharing(lambda x, axis: F.log_softmax(x, axis), vjp=_vjp(_log_softmax_grad))
+def log_softmax(x: TensorType, axis: int) -> TensorType:
+    """ln of softmax along one axis, without forming softmax first."""
+    check_float("log_softmax", x=x)
+    return x.with_layout("contiguous")
+
+
+OPS = (softmax, log_softmax)

@@ -6,7 +6,8 @@ run by ``torch``.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,25 +15,35 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import AXIS, check_index, with_axis
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
-from deuteron.ops.reduce import input_flops
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.elementwise import numbers
+from deuteron.ops.embedding import check_scatter
+from deuteron.ops.emit import Grads, Ops
+from deuteron.ops.movement import AXIS, with_axis
+from deuteron.ops.opdef import Attr, Fusion, Vjp, elementwise_flops, input_flops, operator
+from deuteron.ops.samples import samples
 
-Tensor = torch.Tensor
 LAST = Attr("int", -1, AXIS.doc)
 
 # ---- scatter: each element to a place of its own -------------------------------------------------
 
 
-def _scatter_infer(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
-    check_index(index, int64)
-    if index.shape != src.shape or len(shape) != src.rank:
-        raise GraphError(
-            f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)} do not fit",
-            remedy="index and src must be of one shape, and of the rank of shape",
-        )
+@operator(
+    Fusion.OPAQUE,
+    lambda index, src, shape, axis: src.new_zeros(shape).scatter(axis, index, src),
+    attrs={"shape": Attr("ints", doc="the sizes of the result"), "axis": AXIS},
+    complete=with_axis,
+    vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
+    flops=elementwise_flops(0),
+    samples=samples(  # one element a row: no place is named twice
+        """3x1:index<4 3x1 shape=(3,4) | 2x1:index<5 2x1@sliced shape=(3,5)
+        | 4x1:index<1 4x1@transposed shape=(4,1) | 0x1:index<3 0x1 shape=(2,3)""",
+        axis=1,
+    ),
+)
+def scatter(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
+    """Zeros of the given shape, and each element of src put where index says along the axis. The
+    index names no place twice: scatter_add is for sums."""
+    check_scatter(index, src, shape)
     if any(i > n for i, n in zip(src.shape, shape, strict=True)):
         raise GraphError(
             f"src {list(src.shape)} has more elements than shape {list(shape)} has places",
@@ -41,134 +52,69 @@ def _scatter_infer(index: TensorType, src: TensorType, shape: Shape, axis: int) 
     return TensorType.of(shape, src.dtype)
 
 
-def _scatter_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) -> Tensor:
-    return torch.zeros(shape, dtype=src.dtype, device=src.device).scatter(axis, index, src)
-
-
-def _scatter_samples() -> tuple[Sample, ...]:
-    """One element a row: no place is named twice."""
-    rows: tuple[tuple[int, Shape, str], ...] = (
-        (3, (3, 4), "contiguous"),
-        (2, (3, 5), "sliced"),
-        (4, (4, 1), "transposed"),
-        (0, (2, 3), "contiguous"),
-    )
-    return tuple(
-        Sample((Arg((n, 1), "index", high=s[1]), Arg((n, 1), layout=how)), {"shape": s, "axis": 1})
-        for n, s, how in rows
-    )
-
-
-SCATTER = OpDef(
-    name="scatter",
-    doc="Zeros of the given shape, and each element of src put where index says along the axis. "
-    "The index names no place twice: scatter_add is for sums.",
-    inputs=("index", "src"),
-    attrs={"shape": Attr("ints", doc="the sizes of the result"), "axis": AXIS},
-    complete=with_axis,
-    infer=_scatter_infer,
-    reference=_scatter_reference,
-    fusion=Fusion.OPAQUE,
-    vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
-    flops=lambda ins, outs, attrs: 0.0,
-    samples=_scatter_samples,
-)
-
 # ---- sort and topk -------------------------------------------------------------------------------
 
 
-def _both(values: TensorType) -> tuple[TensorType, TensorType]:
-    """Values, and the places they came from."""
-    return values, values.with_dtype(int64)
-
-
-def _sort_reference(x: Tensor, axis: int, descending: bool, stable: bool) -> tuple[Tensor, ...]:
-    found = torch.sort(x, dim=axis, descending=descending, stable=stable)
+def _dense(found: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(t.contiguous() for t in found)
 
 
-def _topk_infer(x: TensorType, k: int, axis: int, largest: bool) -> tuple[TensorType, TensorType]:
-    if x.dtype.kind == "bool":
-        raise GraphError("topk of bool is not defined", remedy='cast first: cast(x, dtype="u8")')
-    if not 0 <= k <= x.shape[axis]:
-        raise GraphError(
-            f"topk with k={k} along axis {axis} of {list(x.shape)}",
-            remedy=f"use a k from 0 to {x.shape[axis]}",
-        )
-    return _both(TensorType.of((*x.shape[:axis], k, *x.shape[axis + 1 :]), x.dtype))
-
-
-def _topk_reference(x: Tensor, k: int, axis: int, largest: bool) -> tuple[Tensor, ...]:
-    return tuple(t.contiguous() for t in torch.topk(x, k, axis, largest, sorted=True))
-
-
-def _back_to_places(b: Ops, v: Vjp) -> list[Sym | None]:
+def _back_to_places(b: Ops, v: Vjp) -> Grads:
     """Each value's gradient goes where the value came from; no two came from one place."""
     if v.grads[0] is None:
         return [None]
     return [b.scatter(v.outs[1], v.grad, shape=v.arg(0).shape, axis=v.attrs["axis"])]
 
 
-def _order_samples(*settings: dict[str, Any]) -> tuple[Sample, ...]:
-    shapes: tuple[tuple[Shape, str, int], ...] = (
-        ((3, 5), "contiguous", -1),
-        ((5, 3), "contiguous", 0),
-        ((33,), "contiguous", 0),
-        ((2, 4, 3), "contiguous", 1),
-        ((0, 4), "contiguous", 1),
-        ((4, 5), "transposed", 1),
-        ((4, 5), "sliced", 0),
-        ((2, 3, 4, 5), "nhwc", 1),
-    )
-    found = [
-        Sample((Arg(s, "distinct", layout=how),), {"axis": a} | settings[i % len(settings)])
-        for i, (s, how, a) in enumerate(shapes)
-    ]
-    whole = Arg((5, 4), "distinct", "i32")
-    return (*found, Sample((whole,), {"axis": 0} | settings[0], grad=False))
+_ORDER = """3x5 {0} axis=-1 | 5x3 {1} axis=0 | 33 {0} axis=0 | 2x4x3 {1} axis=1 | 0x4 {0} axis=1
+    | 4x5@transposed {1} axis=1 | 4x5@sliced {0} axis=0 | 2x3x4x5@nhwc {1} axis=1
+    | 5x4:i32 {0} axis=0 nograd | """
 
 
-SORT = OpDef(
-    name="sort",
-    doc="x in order along the axis, and the places the elements came from as int64; nan is the "
-    "largest. Stable: equal elements keep their order.",
-    inputs=("x",),
+ordering = partial(operator, Fusion.OPAQUE, complete=with_axis, vjp=_back_to_places)
+
+
+@ordering(
+    lambda x, axis, **how: _dense(torch.sort(x, dim=axis, **how)),
     attrs={
         "axis": LAST,
         "descending": Attr("bool", False, "largest first"),
         "stable": Attr("bool", True, "equal elements keep their order"),
     },
-    complete=with_axis,
-    infer=lambda x, **how: _both(TensorType.of(x.shape, x.dtype)),
-    reference=_sort_reference,
-    fusion=Fusion.OPAQUE,
-    vjp=_back_to_places,
     flops=lambda ins, outs, attrs: float(outs[0].numel * outs[0].shape[attrs["axis"]].bit_length()),
-    samples=lambda: (
-        *_order_samples({}, {"descending": True}),
-        Sample((Arg((3, 4), "bool"),), {"descending": True}, grad=False),
-        Sample((Arg((33,), "extreme"),), {"axis": 0}, grad=False, note="extreme"),
+    samples=samples(
+        f"""{_ORDER.format("", "descending=True")} 3x4:bool descending=True nograd
+        | 33:extreme axis=0 nograd [extreme]""",
+        "distinct",
     ),
 )
+def sort(x: TensorType, **how: Any) -> tuple[TensorType, ...]:
+    """x in order along the axis, and the places the elements came from as int64; nan is the
+    largest. Stable: equal elements keep their order."""
+    return TensorType.of(x.shape, x.dtype), TensorType.of(x.shape, int64)
 
-TOPK = replace(
-    SORT,
-    name="topk",
-    doc="The k largest (or smallest) elements along the axis, best first, and their places as "
-    "int64; nan is the largest. Which of equal elements is taken is not defined.",
+
+@ordering(
+    lambda x, k, axis, largest: _dense(torch.topk(x, k, axis, largest)),
     attrs={
         "k": Attr("int", doc="how many to take"),
         "axis": LAST,
         "largest": Attr("bool", True, "whether the largest or the smallest are wanted"),
     },
-    infer=_topk_infer,
-    reference=_topk_reference,
     flops=input_flops(2),
-    samples=lambda: (
-        *_order_samples({"k": 2}, {"k": 3, "largest": False}),
-        Sample((Arg((3, 4), "distinct"),), {"k": 0}),
-        Sample((Arg((4,), "distinct"),), {"k": 4}),
-    ),
+    samples=samples(f"{_ORDER.format('k=2', 'k=3 largest=False')} 3x4 k=0 | 4 k=4", "distinct"),
 )
+def topk(x: TensorType, k: int, axis: int, largest: bool) -> tuple[TensorType, ...]:
+    """The k largest (or smallest) elements along the axis, best first, and their places as int64;
+    nan is the largest. Which of equal elements is taken is not defined."""
+    kind = numbers("topk", x)
+    if not 0 <= k <= x.shape[axis]:
+        raise GraphError(
+            f"topk with k={k} along axis {axis} of {list(x.shape)}",
+            remedy=f"use a k from 0 to {x.shape[axis]}",
+        )
+    shape = (*x.shape[:axis], k, *x.shape[axis + 1 :])
+    return TensorType.of(shape, kind), TensorType.of(shape, int64)
 
-OPS = (SCATTER, SORT, TOPK)
+
+OPS = (scatter, sort, topk)

@@ -30,7 +30,7 @@ def add(op: OpDef) -> OpDef:
             remedy="choose another name",
         )
     TABLE[op.name] = op
-    infer.cache_clear()
+    _infer.cache_clear()
     return op
 
 
@@ -47,7 +47,9 @@ def get(name: str) -> OpDef:
 
 
 @lru_cache(maxsize=65536)
-def _infer(name: str, types: tuple[TensorType | None, ...], attrs: Attrs) -> Any:
+def _infer(
+    name: str, types: tuple[TensorType | None, ...], attrs: Attrs
+) -> tuple[Attrs, tuple[TensorType, ...]]:
     op = get(name)
     op.check_arity(len(types))
     if not op.variadic:
@@ -62,19 +64,12 @@ def _infer(name: str, types: tuple[TensorType | None, ...], attrs: Attrs) -> Any
     return Attrs(full), (result if isinstance(result, tuple) else (result,))
 
 
-class _Infer:
-    """Inference with a memory: equal questions are answered once."""
-
-    def __call__(
-        self, op: str, inputs: Sequence[TensorType | None], attrs: Mapping[str, Any]
-    ) -> tuple[Attrs, tuple[TensorType, ...]]:
-        key = attrs if isinstance(attrs, Attrs) else Attrs(attrs)
-        answer: tuple[Attrs, tuple[TensorType, ...]] = _infer(op, tuple(inputs), key)
-        return answer
-
-    @staticmethod
-    def cache_clear() -> None:
-        _infer.cache_clear()
+def infer(
+    op: str, inputs: Sequence[TensorType | None], attrs: Mapping[str, Any]
+) -> tuple[Attrs, tuple[TensorType, ...]]:
+    """The attributes made canonical, and the types of the results. Equal questions are answered
+    once."""
+    return _infer(op, tuple(inputs), attrs if isinstance(attrs, Attrs) else Attrs(attrs))
 
 
-infer = _Infer()
+infer.cache_clear = _infer.cache_clear  # type: ignore[attr-defined]
