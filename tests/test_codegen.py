@@ -15,7 +15,6 @@ from tolerances import allowed, error
 import deuteron as dt
 from deuteron.codegen import moves, placed, primitives, rows
 from deuteron.codegen.index import Affine, Var, flatten, unflatten
-from deuteron.codegen.interpret import interpret
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import ScalarProgram
 from deuteron.engines import cpu_gen, triton_gen
@@ -30,6 +29,7 @@ from deuteron.passes import Context, fuse, run_passes
 from deuteron.target import GPUS
 from tests.codegen_cases import claims, compare, excused, graph_of, one_node, operator_cases
 from tests.codegen_kept import kept_cases
+from tests.scalar_interpreter import interpret
 
 CPU = torch.device("cpu")
 FLOATS = ("f32", "f16", "bf16", "f64")

@@ -2,8 +2,8 @@
 
 No C library has vector versions of these on every machine, and a call per element costs ten
 times the arithmetic. Nan goes through, infinities and denormals are answered as libm does.
-Largest error against float64 over all of float32, in units of the last place (``ERRORS``, held
-by the tests):
+Largest error against float64 over all of float32, in units of the last place, held by
+tests/test_cpu_gemm.py:
 
 ======== ===== =============================================================================
 exp      1.1   Cephes' polynomial on |r| ≤ ½ ln 2, scaled in two steps for denormal results
@@ -12,8 +12,8 @@ expm1    2.0   the same polynomial without its 1
 log      1.0   Cephes' polynomial on √½ … √2
 erf      6.5   rational on |x| ≤ 4 (the coefficients Eigen and XLA use)
 tanh     4.5   rational on |x| ≤ 8 (the same source)
-ndtr     5.0   2^q(|x|) with the polynomial of codegen/normal.py; below 2⁻⁴ as at 2⁻⁴ (``LEAST``),
-               which is 4e-8; below −3 it is 3e-9
+ndtr     5.0   2^q(|x|) with the polynomial of codegen/normal.py; below 2⁻⁴ as at 2⁻⁴, which is
+               4e-8; below −3 it is 3e-9
 sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is asked
 ======== ===== =============================================================================
 """
@@ -22,26 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from llvmlite import ir
 
 from deuteron.codegen import normal
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, lanes_of, vec
 from deuteron.ops import random as words
-
-ERRORS = {
-    "exp": 1.1,
-    "exp2": 1.5,
-    "expm1": 2.0,
-    "log": 1.0,
-    "erf": 6.5,
-    "tanh": 4.5,
-    "sin": 2.0,
-    "cos": 2.0,
-    "ndtr": 5.0,
-}
-LEAST = {"ndtr": 2.0**-4}  # results below this are off by as much as this is
 
 _MAGIC = 12582912.0  # 1.5 · 2²³: adding it leaves a rounded integer in the low bits
 _MAGIC_BITS = 0x4B400000
@@ -415,15 +401,3 @@ def power(c: Code, x: Value, y: Value) -> Value:
     alone = b.select(b.icmp_signed("==", x, k(-1)), sign, k(0))
     alone = b.select(b.icmp_signed("==", x, k(1)), k(1), alone)
     return b.select(negative, alone, c.get(out, kind))
-
-
-def table(module: Any, name: str, of: Callable[[Code, Value], Value], lanes: int) -> None:
-    """A function ``name(x, y, count)``: y = of(x) over arrays, ``count`` a multiple of lanes.
-    Tests measure every function of this file through it."""
-    from deuteron.codegen.llvm import PTR
-
-    c = Code(module, name, [PTR, PTR, I64])
-    x, y, count = c.args
-    with c.loop(0, count, lanes) as i:
-        c.store(of(c, c.load(c.at(x, i), lanes)), c.at(y, i))
-    c.ret()

@@ -66,19 +66,6 @@ def compiled(rendered: Rendered, launch: Launch, aligned: bool = True, target: A
     return compile_triton(ASTSource(fn, signature, attrs=attrs), options, target)
 
 
-def interpreted(
-    rendered: Rendered, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]
-) -> None:
-    """Run through Triton's own launch path: the interpreter, where that is switched on."""
-    given = {**inputs, **outputs}
-    device = next(iter(given.values())).device
-    for p in rendered.partials:
-        given[f"#{p.name}"] = torch.empty(p.count, dtype=DTYPES[p.dtype], device=device)
-    for launch in rendered.launches:
-        fn = functions(rendered.source)[launch.function]
-        fn[(launch.grid,)](*[given[a] for a in launch.arguments], num_warps=rendered.warps)
-
-
 class Launcher:
     """Calls a rendered program with the least that a launch needs: addresses and a stream.
 
