@@ -18,14 +18,7 @@ from deuteron.codegen.llvm_types import I1, Registers
 from deuteron.ir.dtype import dtype
 from deuteron.ops.formula import Arg, Compute, Const, Traced
 
-COMPARE = {
-    "eq": ("==", "=="),
-    "ne": ("!=", "!="),
-    "lt": ("<", "<"),
-    "le": ("<=", "<="),
-    "gt": (">", ">"),
-    "ge": (">=", ">="),
-}
+COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def _expm1(c: Code, x: Value) -> Value:
@@ -58,46 +51,42 @@ def _ndtr(c: Code, x: Value) -> Value:
     return c.b.fmul(found, number(0.5))
 
 
-FLOAT: dict[str, Callable[..., Value]] = {
-    "add": lambda c, x, y: c.b.fadd(x, y),
-    "sub": lambda c, x, y: c.b.fsub(x, y),
-    "mul": lambda c, x, y: c.b.fmul(x, y),
-    "div": lambda c, x, y: c.b.fdiv(x, y),
-    "neg": lambda c, x: c.b.fneg(x),
-    "abs": lambda c, x: c.intrinsic("fabs", x),
-    "maximum": lambda c, x, y: c.fmax(x, y),
-    "minimum": lambda c, x, y: c.fmin(x, y),
-    "sqrt": lambda c, x: c.intrinsic("sqrt", x),
-    "floor": lambda c, x: c.intrinsic("floor", x),
-    "ceil": lambda c, x: c.intrinsic("ceil", x),
-    "trunc": lambda c, x: c.intrinsic("trunc", x),
-    "round": lambda c, x: c.intrinsic("rint", x),
-    "exp2": _function("exp2", llvm_math.exp2),
-    "exp": _function("exp", llvm_math.exp),
-    "log": _function("log", llvm_math.log),
-    "erf": _function("erf", llvm_math.erf),
-    "tanh": _function("tanh", llvm_math.tanh),
-    "sin": _function("sin", llvm_math.sin),
-    "cos": _function("cos", llvm_math.cos),
-    "expm1": _function("expm1", _expm1),
-    "log1p": _function("log1p", llvm_math.log1p),
-    "ndtr": _ndtr,
-    "pow": lambda c, x, y: llvm_math.library(c, "pow", x, y),
-    "fmod": lambda c, x, y: llvm_math.library(c, "fmod", x, y),
-    "atan2": lambda c, x, y: llvm_math.library(c, "atan2", x, y),
-}
+def _instruction(name: str) -> Callable[..., Value]:
+    return lambda c, *args: getattr(c.b, name)(*args)
 
+
+def _intrinsic(name: str) -> Callable[..., Value]:
+    return lambda c, *args: c.intrinsic(name, *args)
+
+
+def _of_library(name: str) -> Callable[..., Value]:
+    return lambda c, *args: llvm_math.library(c, name, *args)
+
+
+def _pick(order: str) -> Callable[..., Value]:
+    return lambda c, x, y: c.b.select(c.b.icmp_signed(order, x, y), x, y)
+
+
+def _magnitude(c: Code, x: Value) -> Value:
+    return c.b.select(c.b.icmp_signed("<", x, ir.Constant(x.type, None)), c.b.neg(x), x)
+
+
+NARROW = {**llvm_math.FUNCTIONS, "expm1": _expm1, "log1p": llvm_math.log1p}
+FLOAT: dict[str, Callable[..., Value]] = {
+    **{name: _instruction(f"f{name}") for name in "add sub mul div neg".split()},
+    **{name: _intrinsic(name) for name in "maximum minimum sqrt floor ceil trunc".split()},
+    "abs": _intrinsic("fabs"),
+    "round": _intrinsic("rint"),
+    **{name: _function(name, narrow) for name, narrow in NARROW.items()},
+    **{name: _of_library(name) for name in "pow fmod atan2".split()},
+    "ndtr": _ndtr,
+}
 INTEGER: dict[str, Callable[..., Value]] = {
-    "add": lambda c, x, y: c.b.add(x, y),
-    "sub": lambda c, x, y: c.b.sub(x, y),
-    "mul": lambda c, x, y: c.b.mul(x, y),
-    "neg": lambda c, x: c.b.neg(x),
-    "abs": lambda c, x: c.b.select(
-        c.b.icmp_signed("<", x, ir.Constant(x.type, None)), c.b.neg(x), x
-    ),
-    "maximum": lambda c, x, y: c.b.select(c.b.icmp_signed(">", x, y), x, y),
-    "minimum": lambda c, x, y: c.b.select(c.b.icmp_signed("<", x, y), x, y),
-    "quotient": lambda c, x, y: c.b.sdiv(x, y),
+    **{name: _instruction(name) for name in "add sub mul neg".split()},
+    "abs": _magnitude,
+    "maximum": _pick(">"),
+    "minimum": _pick("<"),
+    "quotient": _instruction("sdiv"),
     "power": llvm_math.power,
 }
 
@@ -126,10 +115,9 @@ class Arithmetic(Registers):
         scalar = args[-1].type.element if llvm.lanes_of(args[-1]) > 1 else args[-1].type
         is_float = scalar in (F32, F64)
         if s.op in COMPARE:
-            ordered, whole = COMPARE[s.op]
             if is_float:
-                return (b.fcmp_unordered if s.op == "ne" else b.fcmp_ordered)(ordered, *args)
-            return (b.icmp_unsigned if scalar == I1 else b.icmp_signed)(whole, *args)
+                return (b.fcmp_unordered if s.op == "ne" else b.fcmp_ordered)(COMPARE[s.op], *args)
+            return (b.icmp_unsigned if scalar == I1 else b.icmp_signed)(COMPARE[s.op], *args)
         if s.op == "select":
             return b.select(*args)
         if s.op in ("and", "or"):

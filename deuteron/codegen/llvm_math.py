@@ -12,7 +12,7 @@ expm1    2.0   the same polynomial without its 1
 log      1.0   Cephes' polynomial on √½ … √2
 erf      6.5   rational on |x| ≤ 4 (the coefficients Eigen and XLA use)
 tanh     4.5   rational on |x| ≤ 8 (the same source)
-ndtr     5.0   2^q(|x|) with the polynomial of codegen/normal.py; below 2⁻⁴ as at 2⁻⁴, which is
+ndtr     5.0   2^q(|x|) with the polynomial of codegen/tables.py; below 2⁻⁴ as at 2⁻⁴, which is
                4e-8; below −3 it is 3e-9
 sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is asked
 ======== ===== =============================================================================
@@ -25,19 +25,16 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from deuteron.codegen import normal
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, lanes_of, vec
+from deuteron.codegen.tables import NORMAL_END, NORMAL_TAIL, numbers
 from deuteron.ops import random as words
 
 _MAGIC = 12582912.0  # 1.5 · 2²³: adding it leaves a rounded integer in the low bits
 _MAGIC_BITS = 0x4B400000
-_EXP = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
+_EXP = numbers(
+    """
+    1.9875691500e-4 1.3981999507e-3 8.3334519073e-3 4.1665795894e-2 1.6666665459e-1 5.0000001201e-1
+    """
 )
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 
@@ -141,20 +138,18 @@ def expm1(c: Code, x: Value) -> Value:
     return c.fma(scale, less, c.b.fsub(scale, c.f(1.0, n)))
 
 
-_EXP2 = (
-    0.0013269406044855714,
-    0.009671294130384922,
-    0.0555071122944355,
-    0.24022246897220612,
-    0.6931470036506653,
-    1.0,
+_EXP2 = numbers(
+    """
+    0.0013269406044855714 0.009671294130384922 0.0555071122944355 0.24022246897220612
+    0.6931470036506653 1.0
+    """
 )
 
 
 def ndtr(c: Code, x: Value) -> Value:
     """Φ(x), the normal distribution: 2^q(|x|), or what is left of 1."""
     n, magic = lanes_of(x), _MAGIC + 127.0
-    q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(normal.END, n)), normal.TAIL)
+    q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(NORMAL_END, n)), NORMAL_TAIL)
     shifted = c.b.fadd(q, c.f(magic, n))
     r = c.b.fsub(q, c.b.fsub(shifted, c.f(magic, n)))
     below = c.b.fmul(poly(c, r, _EXP2), _exponent(c, _bits(c, shifted)))
@@ -162,16 +157,11 @@ def ndtr(c: Code, x: Value) -> Value:
     return c.b.select(negative, below, c.b.fsub(c.f(1.0, n), below))
 
 
-_LOG = (
-    7.0376836292e-2,
-    -1.1514610310e-1,
-    1.1676998740e-1,
-    -1.2420140846e-1,
-    1.4249322787e-1,
-    -1.6668057665e-1,
-    2.0000714765e-1,
-    -2.4999993993e-1,
-    3.3333331174e-1,
+_LOG = numbers(
+    """
+    7.0376836292e-2 -1.1514610310e-1 1.1676998740e-1 -1.2420140846e-1 1.4249322787e-1
+    -1.6668057665e-1 2.0000714765e-1 -2.4999993993e-1 3.3333331174e-1
+    """
 )
 
 
@@ -206,30 +196,23 @@ def log1p(c: Code, x: Value) -> Value:
     return c.b.select(c.b.fcmp_ordered("==", x, c.f(math.inf, n)), x, y)
 
 
-_ERF_P = (
-    -2.72614225801306e-10,
-    2.77068142495902e-08,
-    -2.10102402082508e-06,
-    -5.69250639462346e-05,
-    -7.34990630326855e-04,
-    -2.95459980854025e-03,
-    -1.60960333262415e-02,
+_ERF_P = numbers(
+    """
+    -2.72614225801306e-10 2.77068142495902e-08 -2.10102402082508e-06 -5.69250639462346e-05
+    -7.34990630326855e-04 -2.95459980854025e-03 -1.60960333262415e-02
+    """
 )
-_ERF_Q = (
-    -1.45660718464996e-05,
-    -2.13374055278905e-04,
-    -1.68282697438203e-03,
-    -7.37332916720468e-03,
-    -1.42647390514189e-02,
+_ERF_Q = numbers(
+    """
+    -1.45660718464996e-05 -2.13374055278905e-04 -1.68282697438203e-03 -7.37332916720468e-03
+    -1.42647390514189e-02
+    """
 )
-_TANH_P = (
-    -2.76076847742355e-16,
-    2.00018790482477e-13,
-    -8.60467152213735e-11,
-    5.12229709037114e-08,
-    1.48572235717979e-05,
-    6.37261928875436e-04,
-    4.89352455891786e-03,
+_TANH_P = numbers(
+    """
+    -2.76076847742355e-16 2.00018790482477e-13 -8.60467152213735e-11 5.12229709037114e-08
+    1.48572235717979e-05 6.37261928875436e-04 4.89352455891786e-03
+    """
 )
 _TANH_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
 

@@ -11,18 +11,8 @@ from deuteron.codegen.llvm import F32, F64, I8, I32, I64, Code, Value, vec
 from deuteron.ir.dtype import DType
 
 I1, I16, HALF = ir.IntType(1), ir.IntType(16), ir.HalfType()
-STORED = {
-    "f64": F64,
-    "f32": F32,
-    "f16": HALF,
-    "bf16": I16,
-    "i64": I64,
-    "i32": I32,
-    "i16": I16,
-    "i8": I8,
-    "u8": I8,
-    "bool": I8,
-}
+STORED = {"f64": F64, "f32": F32, "f16": HALF, "bf16": I16, "i64": I64, "i32": I32, "i16": I16}
+STORED |= dict.fromkeys(("i8", "u8", "bool"), I8)
 
 
 class Registers:
