@@ -17,7 +17,7 @@ from deuteron.codegen import moves, placed, primitives, rows
 from deuteron.codegen.index import Affine, Var, flatten, unflatten
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import ScalarProgram
-from deuteron.engines import cpu_gen, triton_gen
+from deuteron.engines import match
 from deuteron.engines.base import BuildContext
 from deuteron.engines.cpu_gen import CpuGen
 from deuteron.engines.triton_gen import TritonGen
@@ -140,12 +140,9 @@ def test_what_claims_nothing_is_not_generated():
 @pytest.fixture
 def forgetful():
     """Nothing that was lowered before is remembered, nor what is lowered now."""
-    kept = cpu_gen._program, triton_gen.program_of
-    for memory in kept:
-        memory.cache_clear()
+    match._lowered.cache_clear()
     yield
-    for memory in kept:
-        memory.cache_clear()
+    match._lowered.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["hardswish", "mish", "softsign", "softmax", "gather"])

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu_group_norm import GROUP_NORM
-from deuteron.engines.cpu_layout import TO_LAYOUT
 from deuteron.engines.cpu_norm import NORM
 from deuteron.engines.cpu_product import PRODUCT
 from deuteron.engines.cpu_pyramid_pool import PYRAMID
 from deuteron.engines.cpu_rope import ROPE
-from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
+from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, TO_LAYOUT, WINOGRAD
 from deuteron.engines.cpu_window_pool import WINDOWS
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.ir.region import Region
@@ -38,18 +37,8 @@ class CpuGemm(RecipeEngine):
     kind = "cpu"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (
-            PRODUCT,
-            WINOGRAD,
-            DEPTHWISE,
-            ATTENTION,
-            PYRAMID,
-            WINDOWS,
-            TO_LAYOUT,
-            NORM,
-            GROUP_NORM,
-            ROPE,
-        )
+        products, norms = (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION), (NORM, GROUP_NORM)
+        return (*products, PYRAMID, WINDOWS, TO_LAYOUT, *norms, ROPE)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

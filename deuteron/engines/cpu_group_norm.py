@@ -18,11 +18,10 @@ from math import prod
 import torch
 
 from deuteron.codegen.calls import Argument, Call, Room, Word
-from deuteron.codegen.scalar import ScalarProgram
-from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Candidate, Kernel, refuse_if
 from deuteron.engines.cpu_gen import CpuGen, call_of, program_of
-from deuteron.engines.cpu_product import generated, on_this_cpu
-from deuteron.engines.recipes import Knobs, one_way
+from deuteron.engines.cpu_product import BUILD_S, refuse_elsewhere
+from deuteron.engines.recipes import Knobs, Recipe, one_way
 from deuteron.engines.roofline import times
 from deuteron.ir.dtype import float32
 from deuteron.ir.graph import Graph, Node
@@ -38,24 +37,22 @@ FOUND = ("channel mean", "channel scale", "channel shift")  # names that no grap
 REACHED = 0.2  # of the arithmetic: the sums wait for memory
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    if region.ops.count(NORM) != 1:
-        return Refusal("is not one group_norm and what is around it")
-    wrong = on_this_cpu(region, target)
-    if wrong is not None:
-        return wrong
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    refuse_if(region.ops.count(NORM) != 1, "is not one group_norm and what is around it")
+    refuse_elsewhere(region, target)
     types, norm = region.graph.types, _norm(region)
     x, params = types[norm.uses[0]], norm.uses[1:]
-    if x.is_layout("contiguous") or not all(t.is_layout("nhwc") for t in (x, types[norm.output])):
-        return Refusal(f"x is {x}, not in nhwc", "cpu_gen takes row-major order")
-    if any(p in node.outputs for p in params for node in region.nodes):
-        return Refusal("the weight or the bias is made in the region", "make it before")
-    if any(not types[p].is_layout("contiguous") for p in params):
-        return Refusal("the weight or the bias has gaps", "call .contiguous()")
-    if len({types[p].dtype for p in params}) > 1:
-        return Refusal("weight and bias differ in type", "cast one of them")
-    programs = (program_of(piece) for piece in _pieces(region))
-    return next((found for found in programs if isinstance(found, Refusal)), None)
+    last = all(t.is_layout("nhwc") for t in (x, types[norm.output]))
+    plain = x.is_layout("contiguous") or not last
+    refuse_if(plain, f"x is {x}, not in nhwc", "cpu_gen takes row-major order")
+    made = any(p in node.outputs for p in params for node in region.nodes)
+    refuse_if(made, "the weight or the bias is made in the region", "make it before")
+    gaps = any(not types[p].is_layout("contiguous") for p in params)
+    refuse_if(gaps, "the weight or the bias has gaps", "call .contiguous()")
+    differ = len({types[p].dtype for p in params}) > 1
+    refuse_if(differ, "weight and bias differ in type", "cast one of them")
+    for piece in _pieces(region):
+        program_of(piece)
 
 
 def _norm(region: Region) -> Node:
@@ -136,12 +133,10 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 def _add(piece: Region, words: dict[str, Word], calls: list[Call]) -> int:
     """The call of a piece, whose results are called what they are in the region; the bytes that it
     keeps meanwhile."""
-    program = program_of(piece)
-    assert isinstance(program, ScalarProgram)
     named = {value: words[name] for name, value in piece.graph.outputs}
-    call, floats = call_of(program, {**words, **named})
+    call, floats = call_of(program_of(piece), {**words, **named})
     calls.append(call)
     return 4 * floats * torch.get_num_threads()
 
 
-GROUP_NORM = generated("group_norm", _refuse, one_way, _seconds, _build, (NORM,))
+GROUP_NORM = Recipe("group_norm", (NORM,), _refuse, _build, one_way, _seconds, BUILD_S)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from math import prod
 
 from deuteron.codegen.calls import Argument, Word
-from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.cpu_product import generated, on_this_cpu, roof
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.cpu_product import BUILD_S, refuse_elsewhere, roof
 from deuteron.engines.match import only_node, operands, results
-from deuteron.engines.recipes import Knobs, one_way
+from deuteron.engines.recipes import Knobs, Recipe, one_way
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -27,57 +27,52 @@ NORMS = {
     "batch_norm_act": ("channels", 0.3),
     "batch_norm_act_grad": ("channels", 0.3),
 }
+PARAMETERS = ("weight", "dweight", "dbias")
 WIDE = ("mean", "rstd")  # statistics of the batch, which are float32
 PAIRS = (("weight", "bias"), ("running_mean", "running_var"))
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
     node = only_node(region, NORMS)
-    if isinstance(node, Refusal):
-        return node
     sets, _ = NORMS[node.op]
-    if sets != "channels" and node.attrs["activation"] != "none":
-        return Refusal("takes an activation along after batch norm alone", "leave it outside")
+    apart = sets != "channels" and node.attrs["activation"] != "none"
+    refuse_if(apart, "takes an activation along after batch norm alone", "leave it outside")
     tensors = {**operands(node), **results(region, node)}
-    if "signs" in tensors:
-        return Refusal("keeps no signs", "leave packed out: y tells them")
-    wrong = on_this_cpu(region, target)
-    if wrong is not None:
-        return wrong
+    refuse_if("signs" in tensors, "keeps no signs", "leave packed out: y tells them")
+    refuse_elsewhere(region, target)
     types = {name: region.graph.types[value] for name, value in tensors.items()}
-    return _out_of_order(types, sets == "rows") or _odd_types(types)
+    _refuse_order(types, sets == "rows")
+    _refuse_types(types)
 
 
-def _out_of_order(types: Mapping[str, TensorType], rows: bool) -> Refusal | None:
-    """Whether tensors are not all in row-major order, and images not all in nhwc."""
-    x = types["x"]
-    images = {n: t for n, t in types.items() if t.shape == x.shape and not rows}
+def _refuse_order(types: Mapping[str, TensorType], rows: bool) -> None:
+    """Tensors must be in row-major order, and images all in that or all in nhwc."""
+    images = {n: t for n, t in types.items() if t.shape == types["x"].shape and not rows}
     for name, t in types.items():
-        if name not in images and not t.is_layout("contiguous"):
-            wrong = "has gaps" if t.rank == 1 else "is not in row-major order"
-            return Refusal(f"{name} {wrong}", "call .contiguous()")
-    if any(all(t.is_layout(order) for t in images.values()) for order in ("contiguous", "nhwc")):
-        return None
-    odd = next((n for n, t in images.items() if t.layout not in ("contiguous", "nhwc")), None)
-    if odd is not None:
-        return Refusal(f"{odd} is not in row-major order and not in nhwc", "call .contiguous()")
-    return Refusal(
-        f"of {', '.join(images)} some are in row-major order and some in nhwc",
-        "lay all of them in one order",
-    )
+        wrong = name not in images and not t.is_layout("contiguous")
+        how = "has gaps" if t.rank == 1 else "is not in row-major order"
+        refuse_if(wrong, f"{name} {how}", "call .contiguous()")
+    orders = ("contiguous", "nhwc")
+    if any(all(t.is_layout(order) for t in images.values()) for order in orders):
+        return
+    for name, t in images.items():
+        neither = f"{name} is not in row-major order and not in nhwc"
+        refuse_if(t.layout not in orders, neither, "call .contiguous()")
+    mixed = f"of {', '.join(images)} some are in row-major order and some in nhwc"
+    refuse_if(True, mixed, "lay all of them in one order")
 
 
-def _odd_types(types: Mapping[str, TensorType]) -> Refusal | None:
+def _refuse_types(types: Mapping[str, TensorType]) -> None:
     x = types["x"]
     for name, t in types.items():
-        if t.shape == x.shape and name not in ("weight", "dweight", "dbias") and t.dtype != x.dtype:
-            return Refusal(f"{name} is {t.dtype.short}, x is {x.dtype.short}", "cast it")
-        if name in WIDE and t.dtype.short != "f32":
-            return Refusal(f"{name} is {t.dtype.short}, not f32", "keep statistics in float32")
+        kind, image = t.dtype.short, t.shape == x.shape and name not in PARAMETERS
+        odd = f"{name} is {kind}, x is {x.dtype.short}"
+        refuse_if(image and t.dtype != x.dtype, odd, "cast it")
+        narrow = name in WIDE and kind != "f32"
+        refuse_if(narrow, f"{name} is {kind}, not f32", "keep statistics in float32")
     for pair in PAIRS:
-        if len({types[p].dtype for p in pair if p in types}) > 1:
-            return Refusal(f"{' and '.join(pair)} differ in type", "cast one of them")
-    return None
+        differ = len({types[p].dtype for p in pair if p in types}) > 1
+        refuse_if(differ, f"{' and '.join(pair)} differ in type", "cast one of them")
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -149,4 +144,4 @@ def _channels_last(x: TensorType, sets: str) -> bool:
     return True
 
 
-NORM = generated("norm", _refuse, one_way, _seconds, _build, NORMS)
+NORM = Recipe("norm", NORMS, _refuse, _build, one_way, _seconds, BUILD_S)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
 from deuteron.engines.numerics import UNORDERED, under
@@ -21,20 +22,12 @@ from deuteron.target import Target
 
 # Operators that may overwrite their first input when nobody else reads it.
 INPLACE: dict[str, Callable[..., torch.Tensor]] = {
-    "relu": torch.relu_,
-    "add": torch.Tensor.add_,
-    "sub": torch.Tensor.sub_,
-    "mul": torch.Tensor.mul_,
-    "div": torch.Tensor.div_,
-    "sigmoid": torch.sigmoid_,
-    "tanh": torch.tanh_,
-    "exp": torch.exp_,
-    "neg": torch.neg_,
+    **{name: getattr(torch, f"{name}_") for name in "relu sigmoid tanh exp neg".split()},
+    **{name: getattr(torch.Tensor, f"{name}_") for name in "add sub mul div".split()},
+    **{name: partial(getattr(F, name), inplace=True) for name in "hardswish silu".split()},
+    "hardsigmoid": partial(F.hardsigmoid, inplace=True),
     "clamp": lambda x, min, max: x.clamp_(min, max),
-    "hardswish": partial(torch.nn.functional.hardswish, inplace=True),
-    "silu": partial(torch.nn.functional.silu, inplace=True),
-    "leaky_relu": lambda x, negative_slope: torch.nn.functional.leaky_relu_(x, negative_slope),
-    "hardsigmoid": partial(torch.nn.functional.hardsigmoid, inplace=True),
+    "leaky_relu": lambda x, negative_slope: F.leaky_relu_(x, negative_slope),
 }
 
 # Operators whose scalar operands may be given as Python numbers, which torch keeps in full
@@ -45,51 +38,11 @@ COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])  # the second oper
 # Operators with a real out= variant: the plan's arena can hold their result.
 OUT: dict[str, Callable[..., Any]] = {
     name: getattr(torch, name)
-    for name in [
-        "neg",
-        "abs",
-        "sign",
-        "square",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log1p",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "sin",
-        "cos",
-        "tan",
-        "erf",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "pow",
-        "maximum",
-        "minimum",
-        "remainder",
-        "atan2",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "logical_not",
-        "sigmoid",
-        "tanh",
-        "matmul",
-    ]
+    for name in """
+    neg abs sign square exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tan erf floor
+    ceil round trunc add sub mul div pow maximum minimum remainder atan2 eq ne lt le gt ge
+    logical_and logical_or logical_xor logical_not sigmoid tanh matmul
+    """.split()
 }
 
 
@@ -182,14 +135,8 @@ def _out_kernel(region: Region, node: Node, device: torch.device) -> Kernel | No
     """The call of an operator that can write where it is told, or None."""
     graph = region.graph
     operands = [_operand(graph, node, v, device) for v in node.inputs]
-    if (
-        any(
-            graph.types[v].dtype != graph.types[node.outputs[0]].dtype
-            for v in node.uses
-            if v not in graph.constants
-        )
-        and node.op not in COMPARISONS
-    ):
+    read = {graph.types[v].dtype for v in node.uses if v not in graph.constants}
+    if node.op not in COMPARISONS and not read <= {graph.types[node.outputs[0]].dtype}:
         return None
     fn = OUT[node.op]
     if node.inputs == region.inputs:

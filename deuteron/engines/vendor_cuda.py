@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain
 from deuteron.engines.numerics import numerics, under
-from deuteron.engines.recipes import (
-    Recipe,
-    image_of,
-    is_pointwise_conv,
-    maybe,
-    must_chain,
-    place,
-    rows_of,
-)
-from deuteron.engines.vendor_cpu import refuse_attention
+from deuteron.engines.recipes import Recipe, image_of, maybe, place, refuse_windows, rows_of
+from deuteron.engines.vendor_cpu import ATTENTION, CONV, PRODUCTS, attended, refuse_attention
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -27,37 +21,30 @@ from deuteron.target import Target
 TENSOR_CORE = ("f16", "bf16")
 
 
-def on_gpu(region: Region, target: Target, anchors: tuple[str, ...]) -> Chain | Refusal:
-    if not target.is_cuda:
-        return Refusal("is a GPU call")
+def floats(region: Region, anchors: tuple[str, ...]) -> Chain:
+    """A chain of numbers that the libraries multiply."""
     c = chain(region, anchors)
-    if isinstance(c, Refusal):
-        return c
-    if c.out.numel == 0 or c.x.numel == 0:
-        return Refusal("the tensors are empty")
-    if not c.x.dtype.is_float or c.x.dtype.short not in ("f16", "bf16", "f32"):
-        return Refusal(f"element type {c.x.dtype.short}", "use f16, bf16 or f32")
+    refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")
+    kind = c.x.dtype.short
+    refuse_if(kind not in (*TENSOR_CORE, "f32"), f"element type {kind}", "use f16, bf16 or f32")
     return c
 
 
 # ---- cuDNN convolution + bias (+ residual) + ReLU
 
 
-def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = on_gpu(region, target, ("conv",))
-    if isinstance(c, Refusal):
-        return c
-    if c.act_name != "relu":
-        return Refusal(f"cuDNN's fused call ends in ReLU, not in {c.act_name}")
-    if c.anchor.attrs["transposed"] or c.x.rank not in (4, 5):
-        return Refusal("only plain 2-D and 3-D convolutions have a fused call")
-    if c.residual is not None and not region.graph.types[c.residual].is_layout(c.out.layout):
-        return Refusal("the residual lies in another memory order than the result")
-    return None
+def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> None:
+    c = floats(region, CONV)
+    refuse_if(c.act_name != "relu", f"cuDNN's fused call ends in ReLU, not in {c.act_name}")
+    odd = c.anchor.attrs["transposed"] or c.x.rank not in (4, 5)
+    refuse_if(odd, "only plain 2-D and 3-D convolutions have a fused call")
+    added = c.out if c.residual is None else region.graph.types[c.residual]
+    apart = not added.is_layout(c.out.layout)
+    refuse_if(apart, "the residual lies in another memory order than the result")
 
 
 def build_cudnn(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    c = must_chain(region, ("conv",))
+    c = chain(region, CONV)
     a = c.anchor.attrs
     where = (a["stride"], a["padding"], a["dilation"], a["groups"])
     x, w = (place(region, v) for v in c.anchor.inputs[:2])
@@ -82,37 +69,23 @@ def _cudnn_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dic
 # ---- plain cuDNN convolution, algorithm searched
 
 
-def _refuse_conv(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = on_gpu(region, target, ("conv",))
-    if isinstance(c, Refusal):
-        return c
-    if len(region.nodes) > 1:
-        return Refusal("more than the convolution")
-    if policy.deterministic:
-        return Refusal("a searched algorithm may differ from one process to the next")
-    return None
+def _refuse_conv(region: Region, target: Target, policy: Policy) -> None:
+    floats(region, CONV)
+    refuse_if(len(region.nodes) > 1, "more than the convolution")
+    varies = "a searched algorithm may differ from one process to the next"
+    refuse_if(policy.deterministic, varies)
 
 
 def _build_conv(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    node = region.nodes[0]
-    a = node.attrs
+    node, policy = region.nodes[0], ctx.policy
     x, w = (place(region, v) for v in node.inputs[:2])
     b = maybe(region, (*node.inputs, None)[2])
-    policy = ctx.policy
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    attrs = [node.attrs[name] for name in names]
 
     def run(*t: Any) -> torch.Tensor:
         with numerics(policy, benchmark=True):
-            return torch.convolution(
-                t[x],
-                t[w],
-                None if b is None else t[b],
-                a["stride"],
-                a["padding"],
-                a["dilation"],
-                a["transposed"],
-                a["output_padding"],
-                a["groups"],
-            )
+            return torch.convolution(t[x], t[w], None if b is None else t[b], *attrs)
 
     return Kernel(run)
 
@@ -131,36 +104,26 @@ def _lt_act(c: Chain) -> Callable[..., torch.Tensor] | None:
     return None
 
 
-def _refuse_lt(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = on_gpu(region, target, ("conv", "linear"))
-    if isinstance(c, Refusal):
-        return c
-    if c.x.dtype.short == "f32" and not policy.allow_tf32 and c.act is not None:
-        return Refusal("float32 epilogues run as separate kernels", "Policy(allow_tf32=True)")
-    if c.bias is None and c.act is not None:
-        return Refusal("cuBLASLt's activations come with a bias", "give the product a bias")
-    if c.residual is not None:
-        return Refusal("cuBLASLt's epilogue has no residual beside a bias")
-    if _lt_act(c) is None:
-        return Refusal(
-            f"cuBLASLt has no epilogue for {c.act_name}",
-            "gelu(approximate='tanh') and relu have one" if c.act_name == "gelu" else "",
-        )
+def _refuse_lt(region: Region, target: Target, policy: Policy) -> None:
+    c = floats(region, ("conv", "linear"))
+    exact = c.x.dtype.short == "f32" and not policy.allow_tf32 and c.act is not None
+    refuse_if(exact, "float32 epilogues run as separate kernels", "Policy(allow_tf32=True)")
+    bare = c.bias is None and c.act is not None
+    refuse_if(bare, "cuBLASLt's activations come with a bias", "give the product a bias")
+    refuse_if(c.residual is not None, "cuBLASLt's epilogue has no residual beside a bias")
+    other = "gelu(approximate='tanh') and relu have one" if c.act_name == "gelu" else ""
+    refuse_if(_lt_act(c) is None, f"cuBLASLt has no epilogue for {c.act_name}", other)
     if c.anchor.op == "conv":
-        wrong = is_pointwise_conv(c)
-        if wrong is not None:
-            return wrong
-        if any(s != 1 for s in c.anchor.attrs["stride"]):
-            return Refusal("a strided 1×1 convolution reads every second pixel")
-        if not c.out.is_layout("nhwc"):
-            return Refusal("the result is not in nhwc")
-    elif not c.x.is_layout("contiguous"):
-        return Refusal("the rows are not contiguous")
-    return None
+        refuse_windows(c)
+        strided = any(s != 1 for s in c.anchor.attrs["stride"])
+        refuse_if(strided, "a strided 1×1 convolution reads every second pixel")
+        refuse_if(not c.out.is_layout("nhwc"), "the result is not in nhwc")
+    else:
+        refuse_if(not c.x.is_layout("contiguous"), "the rows are not contiguous")
 
 
 def _build_lt(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    c = must_chain(region, ("conv", "linear"))
+    c = chain(region, ("conv", "linear"))
     x, w = (place(region, v) for v in c.anchor.inputs[:2])
     b = maybe(region, c.bias)
     call, shape, image = _lt_act(c), c.out.shape, c.anchor.op == "conv"
@@ -178,13 +141,9 @@ def _build_lt(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Ke
 
 # ---- attention backends
 
-_BACKENDS = ("flash", "cudnn", "efficient")
-
-
-def _refuse_sdpa(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    if not target.is_cuda:
-        return Refusal("is a GPU call")
-    return refuse_attention(region)
+# as knobs call them, and as torch does; those for tensor cores first
+BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+BACKENDS |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 
 
 def _sdpa_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
@@ -193,50 +152,33 @@ def _sdpa_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict
     masked = len(node.inputs) > 3 and node.inputs[3] is not None
     if q.dtype.short not in TENSOR_CORE:
         return ({"backend": "efficient"}, {"backend": "math"})
-    names = [b for b in _BACKENDS if not (masked and b == "flash")]
-    return tuple({"backend": b} for b in (*names, "math"))
+    return tuple({"backend": b} for b in BACKENDS if not (masked and b == "flash"))
 
 
 def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    node = region.nodes[0]
-    types = region.graph.types
-    backend = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "math": SDPBackend.MATH,
-    }[knobs["backend"]]
-    q, k, v = (place(region, value) for value in node.inputs[:3])
-    bias = maybe(region, (*node.inputs, None)[3])
-    heads, kv = (types[node.inputs[i] or ""].shape[1] for i in (0, 1))
-    scale, causal, grouped = node.attrs["scale"], node.attrs["causal"], heads != kv
-    repeat = heads // kv if grouped and knobs["backend"] == "efficient" else 1
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    backend = getattr(SDPBackend, BACKENDS[knobs["backend"]])
+    (q, k, v), bias, given, (heads, of_keys) = attended(region)
+    # this backend knows no grouped heads
+    repeat = heads // of_keys if knobs["backend"] == "efficient" else 1
+    grouped = heads != of_keys and repeat == 1
+    call: Any = partial(scaled_dot_product_attention, enable_gqa=grouped, **given)
 
-    def run(*t: Any) -> torch.Tensor:
+    def run(*t: Any) -> Any:
         key, value = t[k], t[v]
-        if repeat > 1:  # this backend knows no grouped heads
+        if repeat > 1:
             key, value = (u.repeat_interleave(repeat, 1) for u in (key, value))
         with sdpa_kernel(backend):
-            return sdpa(
-                t[q],
-                key,
-                value,
-                attn_mask=None if bias is None else t[bias],
-                is_causal=causal,
-                scale=scale,
-                enable_gqa=grouped and repeat == 1,
-            )
+            return call(t[q], key, value, attn_mask=None if bias is None else t[bias])
 
     return Kernel(under(ctx.policy, run))
 
 
-CONV, PRODUCTS, ATTENTION = ("conv",), ("conv", "linear", "matmul"), ("attention",)
+_gpu = partial(Recipe, kind="cuda")
 RECIPES = (
-    Recipe("cudnn", CONV, _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=0.3),
-    Recipe("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=0.3),
-    Recipe("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
-    Recipe("sdpa", ATTENTION, _refuse_sdpa, _build_sdpa, _sdpa_knobs),
+    _gpu("cudnn", CONV, _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=0.3),
+    _gpu("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=0.3),
+    _gpu("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
+    _gpu("sdpa", ATTENTION, refuse_attention, _build_sdpa, _sdpa_knobs),
 )
