@@ -193,6 +193,14 @@ class Code:
     def word(self, base: Value, index: int | Value) -> Value:
         return self.load(self.at(base, index, of=I64), of=I64)
 
+    def words(self, base: Value, first: int, count: int) -> list[Value]:
+        """So many words, the sizes that a call is given."""
+        return [self.word(base, first + i) for i in range(count)]
+
+    def pointers(self, base: Value, count: int) -> list[Value]:
+        """The first words, which are addresses."""
+        return [self.pointer(base, i) for i in range(count)]
+
     def pointer(self, base: Value, index: int | Value) -> Value:
         return self.load(self.at(base, index, of=PTR), of=PTR)
 

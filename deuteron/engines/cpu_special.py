@@ -101,12 +101,12 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import matmul, winograd
 
-    c, (x, y, r) = chain(region, CONV), images(region, chain(region, CONV))
-    weight = ctx.constants[c.anchor.inputs[1] or ""]
+    c = chain(region, CONV)
     bias = None if c.bias is None else ctx.constants[c.bias]
+    given = ctx.constants[c.anchor.inputs[1] or ""], bias
     tile, padding = matmul.Tile(knobs["rows"], knobs["vectors"]), c.anchor.attrs["padding"]
     calls = winograd.prepare_winograd(
-        x, y, r, padding, weight, bias, epilogue_of(c), tile, knobs["tile"]
+        images(region, c), padding, given, epilogue_of(c), tile, knobs["tile"]
     )
     floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())
     return Kernel.generated(calls(*operands(region, c)), workspace=4 * floats)
@@ -148,7 +148,7 @@ def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     c = chain(region, CONV)
     call = depthwise.prepare_depthwise(
-        *images(region, c), window_of(c), epilogue_of(c), knobs["pixels"], c.x.dtype.short
+        images(region, c), window_of(c), epilogue_of(c), knobs["pixels"], c.x.dtype.short
     )
     x, y, z = operands(region, c)
     taps, bias = c.anchor.inputs[1] or "", c.bias
