@@ -312,15 +312,9 @@ SOURCES = ("codegen", "ir", "kernels", "ops")  # all that kernels are written by
 
 
 def _key(name: str) -> str:
-    parts = (
-        name,
-        binding.get_host_cpu_name(),
-        _features(),
-        llvmlite.__version__,
-        str(binding.llvm_version_info),
-        binding.get_default_triple(),
-        source_digest(*SOURCES),
-    )
+    machine = (binding.get_host_cpu_name(), _features(), binding.get_default_triple())
+    made_by = (llvmlite.__version__, str(binding.llvm_version_info), source_digest(*SOURCES))
+    parts = (name, *machine, *made_by)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -342,15 +336,8 @@ def compile_module(module: Any) -> bytes:
     return bytes(_machine().emit_object(parsed))
 
 
-PASSES = (
-    "sroa",
-    "simplify_cfg",
-    "loop_rotate",
-    "instruction_combine",
-    "new_gvn",
-    "dead_code_elimination",
-    "simplify_cfg",
-)
+PASSES = "sroa simplify_cfg loop_rotate instruction_combine new_gvn".split()
+PASSES += ["dead_code_elimination", "simplify_cfg"]
 
 
 @lru_cache

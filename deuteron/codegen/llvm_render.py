@@ -20,6 +20,7 @@ from llvmlite import ir
 from deuteron.codegen import llvm, llvm_math
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
+from deuteron.codegen.llvm_compute import FLOAT, INTEGER
 from deuteron.codegen.llvm_loops import STRETCH, Loops, Place
 from deuteron.codegen.llvm_plan import multiply_adds, needs, plan, short_already
 from deuteron.codegen.llvm_types import I1, STORED
@@ -34,9 +35,11 @@ from deuteron.codegen.scalar import (
     Store,
     overwritable,
     reads,
+    softmaxes,
 )
-from deuteron.codegen.softmax import softmaxes
 from deuteron.ops.formula import Arg, Compute
+
+JOINED = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 
 
 def signature(program: ScalarProgram) -> str:
@@ -242,30 +245,15 @@ class Renderer(Loops):
         return (x, y) if isinstance(x, str) and isinstance(y, str) else None
 
     def _identity(self, s: Reduce, kind: Any) -> tuple[Value, Callable[[Value, Value], Value]]:
-        c, b = self.c, self.c.b
-        if s.kind == "float":
-            table: dict[str, tuple[float, Callable[[Value, Value], Value]]] = {
-                "sum": (0.0, b.fadd),
-                "prod": (1.0, b.fmul),
-                "max": (float("-inf"), c.fmax),
-                "min": (float("inf"), c.fmin),
-            }
-            number, combine = table[s.op]
-            return ir.Constant(kind, number), combine
-
-        def pick(op: str) -> Callable[[Value, Value], Value]:
-            return lambda x, y: b.select(b.icmp_signed(op, x, y), x, y)
-
-        whole: dict[str, tuple[int, Callable[[Value, Value], Value]]] = {
-            "sum": (0, b.add),
-            "prod": (1, b.mul),
-            "max": (-(2**63), pick(">")),
-            "min": (2**63 - 1, pick("<")),
-            "any": (0, b.or_),
-            "all": (1, b.and_),
-        }
-        first, merge = whole[s.op]
-        return ir.Constant(kind, first), merge
+        """What a reduction starts with, and what joins two parts of it."""
+        real = s.kind == "float"
+        least, most = (-math.inf, math.inf) if real else (-(2**63), 2**63 - 1)
+        first = {"sum": 0, "prod": 1, "max": least, "min": most, "any": 0, "all": 1}[s.op]
+        start = ir.Constant(kind, float(first) if real else first)
+        if s.kind == "bool":
+            return start, self.c.b.or_ if s.op == "any" else self.c.b.and_
+        join = (FLOAT if real else INTEGER)[JOINED[s.op]]
+        return start, lambda x, y: join(self.c, x, y)
 
     # ---- kept values
 

@@ -17,12 +17,13 @@ from deuteron.codegen.scalar import (
     Position,
     Reduce,
     ScalarProgram,
+    Softmax,
     Statement,
     Store,
     reads,
     show,
+    softmaxes,
 )
-from deuteron.codegen.softmax import Softmax, softmaxes
 from deuteron.codegen.triton_index import Lookup, Space, Tokens, condition, offset
 from deuteron.codegen.triton_math import AS_MAX, Arithmetic, across, identity
 from deuteron.ops.formula import Arg, Compute, Const

@@ -12,8 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
-from deuteron.codegen.softmax import Softmax, softmaxes
+from deuteron.codegen.scalar import (
+    Load,
+    Reduce,
+    ScalarProgram,
+    Softmax,
+    Statement,
+    Store,
+    reads,
+    softmaxes,
+)
 from deuteron.codegen.triton_body import Body, closure, depths
 from deuteron.codegen.triton_index import Space
 from deuteron.codegen.triton_math import combine, identity

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
-from deuteron.engines.numerics import UNORDERED, under
 from deuteron.engines.roofline import is_product, separate_seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
@@ -44,6 +44,43 @@ OUT: dict[str, Callable[..., Any]] = {
     logical_and logical_or logical_xor logical_not sigmoid tanh matmul
     """.split()
 }
+
+
+# Operators whose torch kernels on a GPU add with atomics, so that the order of sums varies.
+UNORDERED = frozenset(
+    """
+    scatter_add max_pool_grad max_pool_winners_grad avg_pool_grad adaptive_avg_pool_grad
+    adaptive_max_pool_grad resize_grad grid_sample_grad
+    """.split()
+)
+
+
+@contextmanager
+def numerics(policy: Policy, benchmark: bool = False) -> Iterator[None]:
+    """TF32 and determinism of cuDNN and cuBLAS for one call."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = policy.allow_tf32
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=True,
+            benchmark=benchmark,
+            deterministic=policy.deterministic,
+            allow_tf32=policy.allow_tf32,
+        ):
+            yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+def under(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with those switches set around every call."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with numerics(policy):
+            return fn(*args, **kwargs)
+
+    return run
 
 
 class TorchEngine:

@@ -144,7 +144,7 @@ def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
     c.b.call(fn, [where, *(ir.Constant(I32, x) for x in (0, locality, 1))])
 
 
-# of one tile: A, its offsets, how many, how long; B; C and its offsets; the bias; R and its offsets;
+# of one tile: A, its offsets, how many, how long; B; C and its offsets; bias; R and its offsets;
 # zeros, columns, sums, whether it is the first and the last, memory ahead, and bytes at a step
 OPERANDS = """
 a table segments length b out outs bias res ress zeros columns sums first last ahead pace
