@@ -297,17 +297,8 @@ def _circular(name: str, quarter: int) -> Callable[[Code, Value], Value]:
 
 sin, cos = _circular("sin", 0), _circular("cos", 1)
 
-FUNCTIONS: dict[str, Callable[[Code, Value], Value]] = {
-    "exp": exp,
-    "exp2": exp2,
-    "expm1": expm1,
-    "log": log,
-    "erf": erf,
-    "tanh": tanh,
-    "sin": sin,
-    "cos": cos,
-    "ndtr": ndtr,
-}
+FUNCTIONS: dict[str, Callable[[Code, Value], Value]] = {"sin": sin, "cos": cos}
+FUNCTIONS |= {f.__name__: f for f in (exp, exp2, expm1, log, erf, tanh, ndtr)}
 
 
 # ---- random words ------------------------------------------------------------------------------

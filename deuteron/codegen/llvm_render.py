@@ -17,26 +17,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from deuteron.codegen import llvm, llvm_math
+from deuteron.codegen import llvm, llvm_math, scalar
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
 from deuteron.codegen.llvm_compute import FLOAT, INTEGER
 from deuteron.codegen.llvm_loops import STRETCH, Loops, Place
 from deuteron.codegen.llvm_plan import multiply_adds, needs, plan, short_already
 from deuteron.codegen.llvm_types import I1, STORED
-from deuteron.codegen.scalar import (
-    Guard,
-    Inside,
-    Load,
-    Position,
-    Reduce,
-    ScalarProgram,
-    Statement,
-    Store,
-    overwritable,
-    reads,
-    softmaxes,
-)
+from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
 from deuteron.ops.formula import Arg, Compute
 
 JOINED = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
@@ -58,7 +46,7 @@ class Renderer(Loops):
         self.loads = {s.name: s.dtype for s in program.statements if isinstance(s, Load)}
         # e^(x − max x), which is never above 1, and the sums of it, by which one may multiply
         # inversely: they are at least 1
-        pairs, shifted = softmaxes(program)
+        pairs, shifted = scalar.softmaxes(program)
         self.shifted = frozenset() if program.wide else shifted
         self.totals = frozenset(() if program.wide else (p.total.name for p in pairs))
         self.joined = multiply_adds(program, self.shape.kept)
@@ -123,13 +111,13 @@ class Renderer(Loops):
                 for where, number in (s.args, s.args[::-1]):
                     at = self.made.get(str(where))
                     same = isinstance(number, str) and self.p.level[number] == "row"
-                    if isinstance(at, Position) and at.index.terms == ((v, 1),) and same:
+                    if isinstance(at, scalar.Position) and at.index.terms == ((v, 1),) and same:
                         return s.name, str(number)
         return None
 
     def _reads_over(self) -> bool:
         """Whether a row that is stored reads again what it may be stored over."""
-        over = {tensor for _, tensor in overwritable(self.p)}
+        over = {tensor for _, tensor in scalar.overwritable(self.p)}
         loads = [s.name for s in self.p.statements if isinstance(s, Load) and s.tensor in over]
         stores = [s.source for s in self.p.statements if isinstance(s, Store) and self._per_cell(s)]
         roots, kept = [r for r in stores if isinstance(r, str)], set(self.shape.kept)
@@ -292,9 +280,9 @@ class Renderer(Loops):
         place = replace(place, env=env)
         if isinstance(s, Load):
             return self._load(s, place)
-        if isinstance(s, Inside):
+        if isinstance(s, scalar.Inside):
             return self._inside(s.guards, place)
-        if isinstance(s, Position):
+        if isinstance(s, scalar.Position):
             return self._position(s.index, place)
         assert isinstance(s, Compute)
         if s.name in self.joined:
@@ -361,7 +349,7 @@ class Renderer(Loops):
                 found = self.c.b.insert_element(found, one, ir.Constant(I32, lane))
         return self.c.b.add(found, ir.Constant(vec(lanes, I64), [k * step for k in range(lanes)]))
 
-    def _inside(self, guards: tuple[Guard, ...], place: Place) -> Value:
+    def _inside(self, guards: tuple[scalar.Guard, ...], place: Place) -> Value:
         c = self.c
         ok: Value = ir.Constant(I1, 1)
         for g in guards:
@@ -416,7 +404,7 @@ class Renderer(Loops):
         picks = [k if k < lanes else k + 1 for k in range(0, 2 * lanes, 2)]
         return c.b.shuffle_vector(*two, ir.Constant(vec(lanes, I32), picks))
 
-    def _guarded(self, s: Load, guards: tuple[Guard, ...], place: Place) -> Value:
+    def _guarded(self, s: Load, guards: tuple[scalar.Guard, ...], place: Place) -> Value:
         """A load that happens only inside; the guards do not vary along the lanes."""
         kind = {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int")
         v = self.shape.vector

@@ -11,21 +11,12 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatten
 from deuteron.codegen.moves import MOVES
 from deuteron.codegen.placed import PLACED, has_input
 from deuteron.codegen.rows import ROWS, Form, is_reduction
-from deuteron.codegen.scalar import (
-    Guard,
-    Inside,
-    Load,
-    Position,
-    Reduce,
-    ScalarProgram,
-    Statement,
-    Store,
-    merge_axes,
-)
+from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, Statement, Store
 from deuteron.codegen.windows import WINDOWS
 from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Node
@@ -146,7 +137,7 @@ class Lowering(Scalars):
         inputs, outputs = tuple(sorted(used, key=order.__getitem__)), self.region.outputs
         statements = (*self.statements, *stores)
         program = ScalarProgram(self.outer, self.inner, statements, inputs, outputs, self.wide)
-        return merge_axes(program)
+        return scalar.merge_axes(program)
 
     def _output_index(self, t: TensorType) -> Index:
         """The index of an output in terms of the loops."""
@@ -324,7 +315,7 @@ class Lowering(Scalars):
         key = ("inside", guards)
         if key not in self.known:
             self.known[key] = name = self.name("g", "bool")
-            self.statements.append(Inside(name, guards))
+            self.statements.append(scalar.Inside(name, guards))
         return self.known[key]
 
     def position(self, index: Affine) -> Arg:
@@ -334,7 +325,7 @@ class Lowering(Scalars):
         key = ("position", index)
         if key not in self.known:
             self.known[key] = name = self.name("p", "int")
-            self.statements.append(Position(name, index))
+            self.statements.append(scalar.Position(name, index))
         return self.known[key]
 
     def dynamic(self, value: Arg, size: int, given: bool = True) -> Affine:

@@ -222,6 +222,19 @@ def _windows(axes: Sequence[Axis], place: Index, op: str) -> Iterator[tuple[Inde
         yield window, own, (*there, *_inside(tuple(steps), [axis.kernel for axis in axes]))
 
 
+class Held(NamedTuple):
+    """A window that holds an element: which, its place and guards, and which of its elements."""
+
+    axes: Sequence[Axis]
+    window: Index
+    own: Affine
+    at: Index
+    under: Guards
+
+
+Share = Callable[[Held, Arg], Arg]
+
+
 def _gathered(
     low: Lowering, node: Node, value: str, index: Index, guards: Guards, share: Share
 ) -> Arg:
@@ -230,7 +243,7 @@ def _gathered(
     total: Any = None
     for window, own, inside in _windows(axes, index[2:], node.op):
         at, under = (*index[:2], *window), (*guards, *inside)
-        g = share(axes, window, own, at, under, low.float_at(low.input(node), at, under))
+        g = share(Held(axes, window, own, at, under), low.float_at(low.input(node), at, under))
         if inside:
             g = low.op("select", low.inside(inside), g, 0.0)
         total = g if total is None else low.op("add", total, g)
@@ -239,14 +252,9 @@ def _gathered(
     return found
 
 
-Share = Callable[[Sequence[Axis], Index, Affine, Index, Guards, Arg], Arg]
-
-
 def _mean_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
-    def share(
-        axes: Sequence[Axis], window: Index, own: Affine, at: Index, under: Guards, g: Arg
-    ) -> Arg:
-        return low.op("div", g, _divisor(low, axes, window, node.attrs))
+    def share(held: Held, g: Arg) -> Arg:
+        return low.op("div", g, _divisor(low, held.axes, held.window, node.attrs))
 
     return _gathered(low, node, value, index, guards, share)
 
@@ -254,25 +262,20 @@ def _mean_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guar
 def _winners_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
     """The gradients of those windows of which this element is the winner."""
 
-    def share(
-        axes: Sequence[Axis], window: Index, own: Affine, at: Index, under: Guards, g: Arg
-    ) -> Arg:
-        winner = low.float_at(low.input(node, 1), at, under)
-        return low.op("select", low.op("eq", winner, low.as_float(low.position(own))), g, 0.0)
+    def share(held: Held, g: Arg) -> Arg:
+        winner = low.float_at(low.input(node, 1), held.at, held.under)
+        own = low.as_float(low.position(held.own))
+        return low.op("select", low.op("eq", winner, own), g, 0.0)
 
     return _gathered(low, node, value, index, guards, share)
 
 
 WINDOWS: dict[str, Window] = {
-    "max_pool": _largest,
-    "max_pool_with_winners": _largest,
+    **dict.fromkeys(("max_pool", "max_pool_with_winners", "adaptive_max_pool"), _largest),
+    **dict.fromkeys(("avg_pool", "adaptive_avg_pool"), _mean),
+    **dict.fromkeys(("avg_pool_grad", "adaptive_avg_pool_grad"), _mean_grad),
     "max_pool_winners_grad": _winners_grad,
-    "adaptive_max_pool": _largest,
     "weighted_pool": _weighted,
     "resize": _repeated,
     "resize_grad": _repeated_grad,
-    "avg_pool": _mean,
-    "avg_pool_grad": _mean_grad,
-    "adaptive_avg_pool": _mean,
-    "adaptive_avg_pool_grad": _mean_grad,
 }

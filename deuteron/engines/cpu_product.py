@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -172,15 +173,9 @@ def sizes(c: Chain, padded: bool = False) -> Sizes:
     taps, each = math.prod(kernel), c.weight.shape[1]
     joined = a["groups"] == 1 and a["dilation"][-1] == 1 and (padded or a["padding"][-1] == 0)
     run = kernel[-1] if joined else 1
-    groups = a["groups"]
-    return Sizes(
-        c.out.numel // c.out.shape[1],
-        c.out.shape[1] // groups,
-        groups,
-        taps // run,
-        each * run,
-        1.0 if padded else _live(c),
-    )
+    groups, live = a["groups"], 1.0 if padded else _live(c)
+    rows, columns = c.out.numel // c.out.shape[1], c.out.shape[1] // groups
+    return Sizes(rows, columns, groups, taps // run, each * run, live)
 
 
 def _live(c: Chain) -> float:
@@ -281,9 +276,7 @@ def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[K
         frames = (True, False) if s.groups == 1 else frames
     offers = [
         {"rows": r, "vectors": v, "split": split, "padded": padded}
-        for r, v in shapes
-        for split in ("m", "n")
-        for padded in frames
+        for (r, v), split, padded in product(shapes, "mn", frames)
     ]
     offers.sort(key=lambda knobs: product_seconds(region, target, knobs))
     odd = s.columns % (TILES[lanes()][0][1] * lanes()) != 0
@@ -317,7 +310,7 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     else:
         given = None if c.bias is None else ctx.constants[c.bias]
         bias = packing.bias_now(given, matrices, columns, tile.columns)
-    product = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
+    prepared = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
     x, y, z = operands(region, c)
     w = Argument(place(region, c.anchor.inputs[1]))
     beside = maybe(region, c.bias)
@@ -326,16 +319,16 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         from deuteron.kernels.cpu.frame import prepare_frame
 
         framed, copy = prepare_frame(image(c.x), window_of(c), stored)
-        calls = (framed(x), *product.calls(copy, y, z, w, b))
-        return Kernel.generated(calls, product.workspace + extra + 4 * copy.floats)
+        calls = (framed(x), *prepared.calls(copy, y, z, w, b))
+        return Kernel.generated(calls, prepared.workspace + extra + 4 * copy.floats)
     if not _turned(c):
-        return Kernel.generated(product.calls(x, y, z, w, b), product.workspace + extra)
-    run = runner(product.calls(Argument(y.index + 1), y, z, w, b))
+        return Kernel.generated(prepared.calls(x, y, z, w, b), prepared.workspace + extra)
+    run = runner(prepared.calls(Argument(y.index + 1), y, z, w, b))
     room = c.x.dtype.nbytes(c.x.numel)
     return Kernel(
         lambda *t: run(*t, t[x.index].contiguous()),
         writes=True,
-        workspace=product.workspace + extra + room,
+        workspace=prepared.workspace + extra + room,
     )
 
 

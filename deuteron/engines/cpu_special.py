@@ -10,21 +10,9 @@ from typing import Any
 import torch
 
 from deuteron.codegen.calls import Argument, runner
+from deuteron.engines import cpu_product as cpu
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.cpu_product import (
-    BUILD_S,
-    CALL_S,
-    PRODUCT,
-    REACHED,
-    chain_here,
-    epilogue_of,
-    images,
-    operands,
-    refuse_elsewhere,
-    roof,
-    why_not_depthwise,
-    window_of,
-)
+from deuteron.engines.cpu_product import BUILD_S, CALL_S, PRODUCT, REACHED, chain_here, roof
 from deuteron.engines.match import Chain, chain
 from deuteron.engines.recipes import Knobs, Recipe, maybe, one_way, place
 from deuteron.engines.roofline import region_cost
@@ -106,10 +94,10 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     given = ctx.constants[c.anchor.inputs[1] or ""], bias
     tile, padding = matmul.Tile(knobs["rows"], knobs["vectors"]), c.anchor.attrs["padding"]
     calls = winograd.prepare_winograd(
-        images(region, c), padding, given, epilogue_of(c), tile, knobs["tile"]
+        cpu.images(region, c), padding, given, cpu.epilogue_of(c), tile, knobs["tile"]
     )
     floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())
-    return Kernel.generated(calls(*operands(region, c)), workspace=4 * floats)
+    return Kernel.generated(calls(*cpu.operands(region, c)), workspace=4 * floats)
 
 
 WINOGRAD = Recipe(
@@ -121,7 +109,7 @@ WINOGRAD = Recipe(
 
 
 def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> None:
-    why = why_not_depthwise(chain_here(region, target, CONV))
+    why = cpu.why_not_depthwise(chain_here(region, target, CONV))
     refuse_if(why is not None, why or "")
 
 
@@ -147,10 +135,9 @@ def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import depthwise
 
     c = chain(region, CONV)
-    call = depthwise.prepare_depthwise(
-        images(region, c), window_of(c), epilogue_of(c), knobs["pixels"], c.x.dtype.short
-    )
-    x, y, z = operands(region, c)
+    form = cpu.epilogue_of(c), knobs["pixels"], c.x.dtype.short
+    call = depthwise.prepare_depthwise(cpu.images(region, c), cpu.window_of(c), *form)
+    x, y, z = cpu.operands(region, c)
     taps, bias = c.anchor.inputs[1] or "", c.bias
     none = torch.zeros(c.x.shape[1])
     if {taps, bias} <= {*ctx.constants, None}:
@@ -177,7 +164,7 @@ LONGEST = 8192  # keys whose scores for four queries stay in L1 or L2
 
 def _refuse_attention(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(region.ops != ("attention",), "is not an attention alone")
-    refuse_elsewhere(region, target)
+    cpu.refuse_elsewhere(region, target)
     q, k, v, out, bias = _attended(region)
     for name, t in (("q", q), ("k", k), ("v", v), ("result", out)):
         apart = t.shape[-1] > 1 and t.strides[-1] != 1
@@ -246,7 +233,7 @@ BLOCKS = 1.6  # times the memory's own time where blocks are turned: lines are t
 
 def _refuse_layout(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(region.ops != ("to_layout",), "is not a to_layout alone")
-    refuse_elsewhere(region, target)
+    cpu.refuse_elsewhere(region, target)
     usual = {t.layout for t in _ends(region)} == {"contiguous", "nhwc"}
     only = "moves between row-major order and nhwc only"
     refuse_if(not usual, only, "make it contiguous first")

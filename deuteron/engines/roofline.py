@@ -124,16 +124,10 @@ def separate_seconds(region: Region, target: Target) -> float:
     """The time of the region's nodes run one kernel each."""
     total = 0.0
     for node in region.nodes:
-        short = region.graph.types[
-            node.inputs[0] or node.outputs[0] if node.inputs else node.outputs[0]
-        ].dtype.short
-        total += modelled_seconds(
-            node_cost(region.graph, node),
-            short,
-            efficiency(region, node, target),
-            is_product(region.graph, [node]),
-            target,
-        )
+        first = (*node.inputs[:1], None)[0] or node.outputs[0]
+        short, cost = region.graph.types[first].dtype.short, node_cost(region.graph, node)
+        reached, product = efficiency(region, node, target), is_product(region.graph, [node])
+        total += modelled_seconds(cost, short, reached, product, target)
         total += OVERHEAD.get((node.op, target.kind), 0.0)
         if node.op == "attention":  # the reference writes the matrix of scores out, several times
             keys = region.graph.types[node.inputs[1] or ""].shape[-2]

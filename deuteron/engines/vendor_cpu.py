@@ -10,18 +10,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.recipes import (
-    Recipe,
-    activate,
-    fits,
-    library,
-    maybe,
-    place,
-    refuse_windows,
-    rows_of,
-)
+from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.policy import Policy
@@ -112,7 +104,7 @@ def _packed_penalty(region: Region, target: Target) -> float:
 def _refuse_gemm(region: Region, target: Target, policy: Policy) -> None:
     c = _single(region, ("conv", "linear"))
     if c.anchor.op == "conv":
-        refuse_windows(c)
+        recipes.refuse_windows(c)
         refuse_if(not c.out.is_layout("nhwc"), "the result is not in nhwc")
     else:
         dense = c.x.is_layout("contiguous") and c.out.is_layout("contiguous")
@@ -134,7 +126,7 @@ def _build_gemm(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     transposed = weight.reshape(n, k).t().contiguous()
     bias = None if c.bias is None else ctx.constants[c.bias]
     x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
-    act = activate(c.act)
+    act = recipes.activate(c.act)
     stride = c.anchor.attrs["stride"] if c.anchor.op == "conv" else ()
     skip = any(s != 1 for s in stride)
     image = c.anchor.op == "conv"
@@ -216,7 +208,7 @@ def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) 
     bias = None if c.bias is None else ctx.constants[c.bias]
     parts = [(weight[:, :, i, j].t().contiguous(), to, of) for i, j, to, of in taps(c)]
     x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
-    act = activate(c.act)
+    act = recipes.activate(c.act)
     channels, k = c.x.shape[1], c.out.shape[1]
 
     def run(*t: Any) -> None:

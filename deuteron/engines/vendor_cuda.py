@@ -10,31 +10,13 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from deuteron.engines import recipes
+from deuteron.engines import vendor_cpu as shared
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.recipes import (
-    Recipe,
-    activate,
-    fits,
-    image_of,
-    library,
-    maybe,
-    place,
-    refuse_windows,
-    rows_of,
-)
+from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
 from deuteron.engines.torch_engine import numerics, under
-from deuteron.engines.vendor_cpu import (
-    ATTENTION,
-    CONV,
-    PRODUCTS,
-    attended,
-    live_fraction,
-    refuse_attention,
-    refuse_order,
-    refuse_parts,
-    taps,
-)
+from deuteron.engines.vendor_cpu import ATTENTION, CONV, PRODUCTS
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.policy import Policy
@@ -136,7 +118,7 @@ def _refuse_lt(region: Region, target: Target, policy: Policy) -> None:
     other = "gelu(approximate='tanh') and relu have one" if c.act_name == "gelu" else ""
     refuse_if(_lt_act(c) is None, f"cuBLASLt has no epilogue for {c.act_name}", other)
     if c.anchor.op == "conv":
-        refuse_windows(c)
+        recipes.refuse_windows(c)
         strided = any(s != 1 for s in c.anchor.attrs["stride"])
         refuse_if(strided, "a strided 1×1 convolution reads every second pixel")
         refuse_if(not c.out.is_layout("nhwc"), "the result is not in nhwc")
@@ -156,7 +138,7 @@ def _build_lt(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Ke
         rows = rows_of(t[x]) if image else t[x].reshape(-1, k)
         weight = t[w].reshape(n, k).t()
         out = torch.mm(rows, weight) if b is None else call(t[b], rows, weight)
-        return image_of(out, shape) if image else out.view(shape)
+        return recipes.image_of(out, shape) if image else out.view(shape)
 
     return Kernel(under(ctx.policy, run))
 
@@ -181,7 +163,7 @@ def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backend = getattr(SDPBackend, BACKENDS[knobs["backend"]])
-    (q, k, v), bias, given, (heads, of_keys) = attended(region)
+    (q, k, v), bias, given, (heads, of_keys) = shared.attended(region)
     # this backend knows no grouped heads
     repeat = heads // of_keys if knobs["backend"] == "efficient" else 1
     grouped = heads != of_keys and repeat == 1
@@ -249,25 +231,25 @@ def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 
 def _refuse_taps(region: Region, target: Target, policy: Policy) -> None:
     c = _constant_floats(region)
-    refuse_parts(c, "split into taps")
+    shared.refuse_parts(c, "split into shared.taps")
     refuse_if(c.x.dtype.bits != 16, "only 16-bit products are faster this way")
-    refuse_order(c.x, c.out)
-    near = max(c.anchor.attrs["dilation"]) < 8 or live_fraction(c) > 0.9
+    shared.refuse_order(c.x, c.out)
+    near = max(c.anchor.attrs["dilation"]) < 8 or shared.live_fraction(c) > 0.9
     refuse_if(near, "the library is good at small dilations")
 
 
 def _build_taps(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    """One product [pixels, C] × [C, taps·K], then each tap's part added where it belongs."""
+    """One product [pixels, C] × [C, shared.taps·K], then each tap's part added where it belongs."""
     c = chain(region, CONV)
     weight = ctx.constants[c.anchor.inputs[1] or ""]
     k, channels, rows, columns = weight.shape
     matrix = weight.permute(1, 2, 3, 0).reshape(channels, rows * columns * k).contiguous()
     (n, _, height, width), (_, _, oh, ow) = c.x.shape, c.out.shape
-    parts = [(i * columns + j, to, of) for i, j, to, of in taps(c)]
+    parts = [(i * columns + j, to, of) for i, j, to, of in shared.taps(c)]
     parts.sort(key=lambda part: [s.start - s.stop for s in part[1]])
     whole = parts[0][1] == (slice(0, oh), slice(0, ow))
     x, b, z = (place(region, c.anchor.inputs[0]), maybe(region, c.bias), maybe(region, c.residual))
-    act = activate(c.act)
+    act = recipes.activate(c.act)
     wide = bool(knobs["wide"])  # sum in float32
 
     def run(*t: Any) -> torch.Tensor:
@@ -322,7 +304,7 @@ RECIPES = (
     _gpu("cudnn", CONV, _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=0.3),
     _gpu("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=0.3),
     _gpu("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
-    _gpu("sdpa", ATTENTION, refuse_attention, _build_sdpa, _sdpa_knobs),
+    _gpu("sdpa", ATTENTION, shared.refuse_attention, _build_sdpa, _sdpa_knobs),
     _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),
     _gpu("taps", CONV, _refuse_taps, _build_taps, _taps_knobs, TAPS_S),
     _gpu("planar", ("resize",), _refuse_planar, _build_planar, seconds=library(0.65)),
