@@ -20,10 +20,9 @@ from llvmlite import ir
 from deuteron.codegen import llvm, llvm_math, scalar
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, vec
-from deuteron.codegen.llvm_compute import FLOAT, INTEGER
+from deuteron.codegen.llvm_compute import FLOAT, I1, INTEGER, STORED
 from deuteron.codegen.llvm_loops import STRETCH, Loops, Place
 from deuteron.codegen.llvm_plan import multiply_adds, needs, plan, short_already
-from deuteron.codegen.llvm_types import I1, STORED
 from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
 from deuteron.ops.formula import Arg, Compute
 

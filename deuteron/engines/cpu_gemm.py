@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
-from deuteron.engines.cpu_group_norm import GROUP_NORM
-from deuteron.engines.cpu_norm import NORM
+from deuteron.engines.cpu_norm import GROUP_NORM, NORM
 from deuteron.engines.cpu_product import PRODUCT
 from deuteron.engines.cpu_pyramid_pool import PYRAMID
 from deuteron.engines.cpu_rope import ROPE

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from deuteron.codegen import llvm
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, Code, Value, vec, width
+from deuteron.codegen.llvm_compute import STORED
 from deuteron.codegen.llvm_math import exp_nonpositive
-from deuteron.codegen.llvm_types import STORED
 from deuteron.kernels.cpu.matmul import Multiply, Tile
 from deuteron.kernels.cpu.packing import Panels
 from deuteron.kernels.cpu.stored import Stored
