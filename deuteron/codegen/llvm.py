@@ -172,6 +172,13 @@ class Code:
             v = op(self.shuffle(v, v, range(n)), self.shuffle(v, v, range(n, 2 * n)))
         return op(self.item(v, 0), self.item(v, 1)) if n == 2 else v
 
+    def joined(self, lanes: int, of: Any, one: Callable[[int], Value]) -> Value:
+        """A vector whose lanes are ``one(lane)``."""
+        out = ir.Constant(vec(lanes, of), ir.Undefined)
+        for lane in range(lanes):
+            out = self.b.insert_element(out, one(lane), ir.Constant(I32, lane))
+        return out
+
     def item(self, v: Value, index: int) -> Value:
         if not isinstance(v.type, ir.VectorType):
             return v

@@ -342,11 +342,7 @@ def library(c: Code, name: str, *args: Value) -> Value:
         fn = ir.Function(c.module, ir.FunctionType(scalar, [scalar] * len(args)), name)
     if n == 1:
         return c.b.call(fn, args)
-    out = ir.Constant(kind, ir.Undefined)
-    for lane in range(n):
-        one = c.b.call(fn, [c.item(x, lane) for x in args])
-        out = c.b.insert_element(out, one, ir.Constant(I32, lane))
-    return out
+    return c.joined(n, scalar, lambda lane: c.b.call(fn, [c.item(x, lane) for x in args]))
 
 
 def power(c: Code, x: Value, y: Value) -> Value:

@@ -372,26 +372,25 @@ class Renderer(Loops):
         step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
         stored = STORED[s.dtype.short]
         align = max(s.dtype.bits // 8, 1)
+        base = self.base[s.tensor]
+
+        def one(at: Value, *more: int) -> Value:
+            return c.b.load(c.at(at, *more, of=stored), typ=stored, align=align)
+
         if place.lanes > 1 and self._scattered(s.offset, place):
-            raw = ir.Constant(vec(place.lanes, stored), ir.Undefined)
-            for lane in range(place.lanes):
-                at = c.add(self._index(s.offset, place, lane), lane * (step or 0))
-                one = c.b.load(c.at(self.base[s.tensor], at, of=stored), typ=stored, align=align)
-                raw = c.b.insert_element(raw, one, ir.Constant(I32, lane))
-            return self.from_memory(raw, s.dtype)
-        where = c.at(self.base[s.tensor], self._index(s.offset, place), of=stored)
-        if step == 0:
-            return self.from_memory(c.b.load(where, typ=stored, align=align), s.dtype)
-        if step == 1:
-            raw = c.b.load(where, typ=vec(place.lanes, stored), align=align)
-            return self.from_memory(raw, s.dtype)
+
+            def found(lane: int) -> Value:
+                return one(base, c.add(self._index(s.offset, place, lane), lane * (step or 0)))
+
+            return self.from_memory(c.joined(place.lanes, stored, found), s.dtype)
+        where = c.at(base, self._index(s.offset, place), of=stored)
         assert step is not None
-        if step == 2:
-            return self.from_memory(self._every_second(where, stored, place.lanes, align), s.dtype)
-        raw = ir.Constant(vec(place.lanes, stored), ir.Undefined)
-        for lane in range(place.lanes):
-            one = c.b.load(c.at(where, lane * step, of=stored), typ=stored, align=align)
-            raw = c.b.insert_element(raw, one, ir.Constant(I32, lane))
+        if step in (0, 1):
+            raw = c.b.load(where, typ=vec(place.lanes if step else 1, stored), align=align)
+        elif step == 2:
+            raw = self._every_second(where, stored, place.lanes, align)
+        else:
+            raw = c.joined(place.lanes, stored, lambda lane: one(where, lane * step))
         return self.from_memory(raw, s.dtype)
 
     def _every_second(self, where: Value, stored: Any, lanes: int, align: int) -> Value:

@@ -241,15 +241,9 @@ def _sequence(graph: Graph, region: Region, device: torch.device) -> Callable[..
     steps: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
     for i, node in enumerate(region.nodes):
         first = node.inputs[0] if node.inputs else None
-        inplace = (
-            node.op in INPLACE
-            and first is not None
-            and first in owned
-            and last[first] == i
-            and first not in outputs
-            and node.inputs.count(first) == 1
-            and graph.types[first] == graph.types[node.outputs[0]]
-        )
+        free = first in owned - outputs and last[first] == i and node.inputs.count(first) == 1
+        like = free and graph.types[first or ""] == graph.types[node.outputs[0]]
+        inplace = like and node.op in INPLACE
         fn = bound_call(graph, node, device, inplace)
         for out in node.outputs:
             slot[out] = len(slot)
