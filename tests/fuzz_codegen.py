@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deuteron.codegen.interpret import interpret
 from deuteron.errors import EngineError
 from deuteron.ir import Graph, Node
 from deuteron.ir.region import Region
 from tests.codegen_cases import Case, case_of, compare, laid_out, some_way
 from tests.random_regions import random_region
+from tests.scalar_interpreter import interpret
 
 Verdict = Callable[[Case], str]
 REFUSED = "refused: "

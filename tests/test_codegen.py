@@ -16,10 +16,9 @@ from tolerances import allowed, error
 import deuteron as dt
 from deuteron.codegen import moves, placed, rows, windows
 from deuteron.codegen.index import Affine, Var, flatten, unflatten
-from deuteron.codegen.interpret import interpret
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import ScalarProgram
-from deuteron.engines import cpu_gen, triton_gen
+from deuteron.engines import match
 from deuteron.engines.base import BuildContext
 from deuteron.engines.cpu_gen import CpuGen
 from deuteron.engines.triton_gen import TritonGen
@@ -31,6 +30,7 @@ from deuteron.passes import Context, fuse, run_passes
 from deuteron.target import GPUS
 from tests.codegen_cases import claims, compare, excused, graph_of, one_node, operator_cases
 from tests.codegen_kept import kept_cases
+from tests.scalar_interpreter import interpret
 
 CPU = torch.device("cpu")
 FLOATS = ("f32", "f16", "bf16", "f64")
@@ -141,12 +141,9 @@ def test_what_claims_nothing_is_not_generated():
 @pytest.fixture
 def forgetful():
     """Nothing that was lowered before is remembered, nor what is lowered now."""
-    kept = cpu_gen._program, triton_gen.program_of
-    for memory in kept:
-        memory.cache_clear()
+    match._lowered.cache_clear()
     yield
-    for memory in kept:
-        memory.cache_clear()
+    match._lowered.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["hardswish", "mish", "softsign", "softmax", "gather", "avg_pool"])

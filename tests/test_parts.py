@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.codegen.interpret import interpret
 from deuteron.codegen.lower import lower
 from deuteron.codegen.parts import in_parts
 from deuteron.ir import Region
 from deuteron.ops.evaluate import evaluate
+from tests.scalar_interpreter import interpret
 from tests.test_codegen import check_cpu, check_threads, run_cpu
 from tests.tolerances import allowed, error
 

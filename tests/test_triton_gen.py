@@ -11,7 +11,6 @@ import re
 import pytest
 import torch
 
-from deuteron.codegen.interpret import interpret
 from deuteron.codegen.triton_knobs import MOST, choices
 from deuteron.codegen.triton_render import Knobs, render
 from deuteron.engines.triton_gen import TritonGen
@@ -31,6 +30,7 @@ from tests.codegen_cases import (
 from tests.codegen_kept import kept_cases
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.ptx import spilled
+from tests.scalar_interpreter import interpret
 
 pytest.importorskip("triton")
 RANDOM = 60  # in the Triton interpreter; 300 in torch's

@@ -28,8 +28,8 @@ import triton.language as tl
 from triton.runtime import interpreter as ti
 
 from deuteron.codegen.triton_knobs import choices
-from deuteron.codegen.triton_load import interpreted
-from deuteron.codegen.triton_render import Knobs, render
+from deuteron.codegen.triton_load import DTYPES, functions
+from deuteron.codegen.triton_render import Knobs, Rendered, render
 from tests import quick_interpreter
 from tests.codegen_cases import Case, compare, kind_cases, operator_cases, random_cases
 from tests.codegen_kept import kept_cases
@@ -81,6 +81,19 @@ def install() -> None:
     ti.InterpreterBuilder.create_fp_to_fp = lambda self, src, dst, mode: cast_impl(self, src, dst)
     ti.ReduceOps.apply_impl = apply_impl
     quick_interpreter.install()
+
+
+def interpreted(
+    rendered: Rendered, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]
+) -> None:
+    """Run through Triton's own launch path: the interpreter, where that is switched on."""
+    given = {**inputs, **outputs}
+    device = next(iter(given.values())).device
+    for p in rendered.partials:
+        given[f"#{p.name}"] = torch.empty(p.count, dtype=DTYPES[p.dtype], device=device)
+    for launch in rendered.launches:
+        fn = functions(rendered.source)[launch.function]
+        fn[(launch.grid,)](*[given[a] for a in launch.arguments], num_warps=rendered.warps)
 
 
 def run_case(case: Case, knobs: Knobs | None = None) -> str:

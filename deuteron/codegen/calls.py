@@ -12,6 +12,7 @@ Importing this module does not import llvmlite; making a :class:`Tape` does.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 
 from deuteron.codegen import openmp
-from deuteron.codegen.scratch import scratch
 
 HEAD = 4  # words before the arguments of a call: function, words in all, threaded, barrier after
 FRONT = 4  # words before the calls of a tape: number and size of the team, barrier, calls
@@ -60,6 +60,22 @@ class Call:
         """The same call with other words for its arguments."""
         words = (where(w) if isinstance(w, Argument) else w for w in self.words)
         return replace(self, words=tuple(words))
+
+
+# Fresh memory costs a page fault per 4 KB, more than many kernels take. Each Python thread has its
+# own blocks, so that two of them may run one kernel at once.
+_mine = threading.local()
+
+
+def scratch(floats: int, name: str = "") -> torch.Tensor:
+    """At least so many floats, with anything in them; valid until this thread asks for the same
+    ``name`` again."""
+    blocks: dict[str, torch.Tensor] = _mine.__dict__.setdefault("blocks", {})
+    block = blocks.get(name)
+    if block is None or block.numel() < floats:
+        with torch.inference_mode(False):
+            block = blocks[name] = torch.empty(floats)
+    return block
 
 
 class Tape:

@@ -6,9 +6,10 @@ objects and loops can be merged by looking at factors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -125,34 +126,24 @@ class Affine:
         return found
 
     @cached_property
+    def leaves(self) -> tuple[Var | Dynamic, ...]:
+        """Its variables and scalars, those in quotients too."""
+        inside = (a.of.leaves if isinstance(a, Quotient) else (a,) for a, _ in self.terms)
+        return tuple(chain.from_iterable(inside))
+
+    @cached_property
     def variables(self) -> frozenset[Var]:
-        out: set[Var] = set()
-        for atom, _ in self.terms:
-            if isinstance(atom, Var):
-                out.add(atom)
-            elif isinstance(atom, Quotient):
-                out |= atom.of.variables
-        return frozenset(out)
+        return frozenset(a for a in self.leaves if isinstance(a, Var))
 
     @cached_property
     def dynamic(self) -> frozenset[str]:
         """The scalars that it reads at run time."""
-        out: set[str] = set()
-        for atom, _ in self.terms:
-            if isinstance(atom, Dynamic):
-                out.add(atom.name)
-            elif isinstance(atom, Quotient):
-                out |= atom.of.dynamic
-        return frozenset(out)
+        return frozenset(a.name for a in self.leaves if isinstance(a, Dynamic))
 
     @property
-    def lookups(self) -> Iterator[Dynamic]:
+    def lookups(self) -> list[Dynamic]:
         """The scalars among them that somebody gave."""
-        for atom, _ in self.terms:
-            if isinstance(atom, Dynamic) and atom.given:
-                yield atom
-            elif isinstance(atom, Quotient):
-                yield from atom.of.lookups
+        return [a for a in self.leaves if isinstance(a, Dynamic) and a.given]
 
     def substitute(self, values: Mapping[Var, Affine]) -> Affine:
         """The same with variables replaced."""

@@ -172,6 +172,13 @@ class Code:
             v = op(self.shuffle(v, v, range(n)), self.shuffle(v, v, range(n, 2 * n)))
         return op(self.item(v, 0), self.item(v, 1)) if n == 2 else v
 
+    def joined(self, lanes: int, of: Any, one: Callable[[int], Value]) -> Value:
+        """A vector whose lanes are ``one(lane)``."""
+        out = ir.Constant(vec(lanes, of), ir.Undefined)
+        for lane in range(lanes):
+            out = self.b.insert_element(out, one(lane), ir.Constant(I32, lane))
+        return out
+
     def item(self, v: Value, index: int) -> Value:
         if not isinstance(v.type, ir.VectorType):
             return v
@@ -192,6 +199,14 @@ class Code:
 
     def word(self, base: Value, index: int | Value) -> Value:
         return self.load(self.at(base, index, of=I64), of=I64)
+
+    def words(self, base: Value, first: int, count: int) -> list[Value]:
+        """So many words, the sizes that a call is given."""
+        return [self.word(base, first + i) for i in range(count)]
+
+    def pointers(self, base: Value, count: int) -> list[Value]:
+        """The first words, which are addresses."""
+        return [self.pointer(base, i) for i in range(count)]
 
     def pointer(self, base: Value, index: int | Value) -> Value:
         return self.load(self.at(base, index, of=PTR), of=PTR)
@@ -304,15 +319,9 @@ SOURCES = ("codegen", "ir", "kernels", "ops")  # all that kernels are written by
 
 
 def _key(name: str) -> str:
-    parts = (
-        name,
-        binding.get_host_cpu_name(),
-        _features(),
-        llvmlite.__version__,
-        str(binding.llvm_version_info),
-        binding.get_default_triple(),
-        source_digest(*SOURCES),
-    )
+    machine = (binding.get_host_cpu_name(), _features(), binding.get_default_triple())
+    made_by = (llvmlite.__version__, str(binding.llvm_version_info), source_digest(*SOURCES))
+    parts = (name, *machine, *made_by)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -334,15 +343,8 @@ def compile_module(module: Any) -> bytes:
     return bytes(_machine().emit_object(parsed))
 
 
-PASSES = (
-    "sroa",
-    "simplify_cfg",
-    "loop_rotate",
-    "instruction_combine",
-    "new_gvn",
-    "dead_code_elimination",
-    "simplify_cfg",
-)
+PASSES = "sroa simplify_cfg loop_rotate instruction_combine new_gvn".split()
+PASSES += ["dead_code_elimination", "simplify_cfg"]
 
 
 @lru_cache

@@ -72,14 +72,8 @@ class ColumnRenderer(Renderer):
         """Values computed once for a column and read in every row of it."""
         element = [s for name, s in self.made.items() if self.p.level[name] == "element"]
         read = {name for s in element for name in reads(s)} - self.late
-        return [
-            name
-            for name, s in self.made.items()
-            if name in read
-            and isinstance(s, Compute)
-            and self.p.level[name] == "row"
-            and s.kind == "float"
-        ]
+        made = [s for s in self.made.values() if isinstance(s, Compute) and s.kind == "float"]
+        return [s.name for s in made if s.name in read and self.p.level[s.name] == "row"]
 
     # ---- the loops
 

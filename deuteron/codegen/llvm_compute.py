@@ -1,7 +1,8 @@
-"""One scalar operation in LLVM IR: arithmetic, comparisons, conversions and functions.
+"""One scalar operation in LLVM IR: conversions from and to memory, arithmetic and functions.
 
-The tables say which instruction, intrinsic or polynomial an operation of a scalar program is, for
-floats and for whole numbers; loops and memory are the renderer's.
+Element types widen on load and round on store. The tables say which instruction, intrinsic or
+polynomial an operation of a scalar program is, for floats and for whole numbers; loops and
+addresses are the renderer's.
 """
 
 from __future__ import annotations
@@ -13,19 +14,89 @@ from typing import Any
 from llvmlite import ir
 
 from deuteron.codegen import llvm, llvm_math
-from deuteron.codegen.llvm import F32, F64, I64, Code, Value, vec
-from deuteron.codegen.llvm_types import I1, Registers
-from deuteron.ir.dtype import dtype
+from deuteron.codegen.llvm import F32, F64, I8, I32, I64, Code, Value, vec
+from deuteron.ir.dtype import DType, dtype
 from deuteron.ops.formula import Arg, Compute, Const, Traced
 
-COMPARE = {
-    "eq": ("==", "=="),
-    "ne": ("!=", "!="),
-    "lt": ("<", "<"),
-    "le": ("<=", "<="),
-    "gt": (">", ">"),
-    "ge": (">=", ">="),
-}
+I1, I16, HALF = ir.IntType(1), ir.IntType(16), ir.HalfType()
+STORED = {"f64": F64, "f32": F32, "f16": HALF, "bf16": I16, "i64": I64, "i32": I32, "i16": I16}
+STORED |= dict.fromkeys(("i8", "u8", "bool"), I8)
+
+
+class Registers:
+    """Conversions that need nothing but the code being written and the arithmetic type."""
+
+    c: Code
+    float: Any
+
+    def lanes(self, value: Value, lanes: int) -> Value:
+        return value if llvm.lanes_of(value) == lanes or lanes == 1 else self.splat(value, lanes)
+
+    def splat(self, value: Value, lanes: int) -> Value:
+        if lanes == 1:
+            return value
+        if isinstance(value, ir.Constant):
+            return ir.Constant(vec(lanes, value.type), [value] * lanes)
+        return self.c.splat(value, lanes)
+
+    def from_memory(self, raw: Value, dt: DType) -> Value:
+        b, lanes = self.c.b, llvm.lanes_of(raw)
+        if dt.short == "bf16":
+            up = b.shl(b.zext(raw, vec(lanes, I32)), self.splat(ir.Constant(I32, 16), lanes))
+            raw = b.bitcast(up, vec(lanes, F32))
+        if dt.is_float:
+            here = raw.type.element if lanes > 1 else raw.type
+            return (
+                raw
+                if here == self.float
+                else (b.fptrunc if here == F64 else b.fpext)(raw, vec(lanes, self.float))
+            )
+        if dt.kind == "bool":
+            return b.icmp_unsigned("!=", raw, self.splat(ir.Constant(I8, 0), lanes))
+        if dt.short == "i64":
+            return raw
+        return (b.zext if dt.kind == "uint" else b.sext)(raw, vec(lanes, I64))
+
+    def to_memory(self, value: Value, dt: DType) -> Value:
+        b, lanes = self.c.b, llvm.lanes_of(value)
+        if dt.kind == "bool":
+            return b.zext(value, vec(lanes, I8))
+        if not dt.is_float:
+            return value if dt.short == "i64" else b.trunc(value, vec(lanes, STORED[dt.short]))
+        here = value.type.element if lanes > 1 else value.type
+        if dt.short == "bf16":
+            return self._bf16(value if here == F32 else b.fptrunc(value, vec(lanes, F32)))
+        want = STORED[dt.short]
+        if here == want:
+            return value
+        wider = want == F64
+        return (b.fpext if wider else b.fptrunc)(value, vec(lanes, want))
+
+    def upper_half(self, x: Value) -> Value:
+        """A float32 that is a bfloat16 number, as one."""
+        b, lanes = self.c.b, llvm.lanes_of(x)
+        bits = b.bitcast(x, vec(lanes, I32))
+        upper = b.lshr(bits, self.splat(ir.Constant(I32, 16), lanes))
+        return b.trunc(upper, vec(lanes, I16))
+
+    def _bf16(self, x: Value) -> Value:
+        """Round to nearest even by hand; nan stays a quiet nan."""
+        b, lanes = self.c.b, llvm.lanes_of(x)
+
+        def k(n: int) -> Value:
+            return self.splat(ir.Constant(I32, n), lanes)
+
+        bits = b.bitcast(x, vec(lanes, I32))
+        odd = b.lshr(b.shl(bits, k(15)), k(31))  # which ARM shifts and adds at once
+        rounded = b.add(b.add(bits, k(0x7FFF)), odd)
+        quiet = b.or_(bits, k(0x400000))
+        chosen = b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
+        return b.trunc(b.lshr(chosen, k(16)), vec(lanes, I16))
+
+
+# ---- arithmetic
+
+COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def _expm1(c: Code, x: Value) -> Value:
@@ -58,46 +129,42 @@ def _ndtr(c: Code, x: Value) -> Value:
     return c.b.fmul(found, number(0.5))
 
 
-FLOAT: dict[str, Callable[..., Value]] = {
-    "add": lambda c, x, y: c.b.fadd(x, y),
-    "sub": lambda c, x, y: c.b.fsub(x, y),
-    "mul": lambda c, x, y: c.b.fmul(x, y),
-    "div": lambda c, x, y: c.b.fdiv(x, y),
-    "neg": lambda c, x: c.b.fneg(x),
-    "abs": lambda c, x: c.intrinsic("fabs", x),
-    "maximum": lambda c, x, y: c.fmax(x, y),
-    "minimum": lambda c, x, y: c.fmin(x, y),
-    "sqrt": lambda c, x: c.intrinsic("sqrt", x),
-    "floor": lambda c, x: c.intrinsic("floor", x),
-    "ceil": lambda c, x: c.intrinsic("ceil", x),
-    "trunc": lambda c, x: c.intrinsic("trunc", x),
-    "round": lambda c, x: c.intrinsic("rint", x),
-    "exp2": _function("exp2", llvm_math.exp2),
-    "exp": _function("exp", llvm_math.exp),
-    "log": _function("log", llvm_math.log),
-    "erf": _function("erf", llvm_math.erf),
-    "tanh": _function("tanh", llvm_math.tanh),
-    "sin": _function("sin", llvm_math.sin),
-    "cos": _function("cos", llvm_math.cos),
-    "expm1": _function("expm1", _expm1),
-    "log1p": _function("log1p", llvm_math.log1p),
-    "ndtr": _ndtr,
-    "pow": lambda c, x, y: llvm_math.library(c, "pow", x, y),
-    "fmod": lambda c, x, y: llvm_math.library(c, "fmod", x, y),
-    "atan2": lambda c, x, y: llvm_math.library(c, "atan2", x, y),
-}
+def _instruction(name: str) -> Callable[..., Value]:
+    return lambda c, *args: getattr(c.b, name)(*args)
 
+
+def _intrinsic(name: str) -> Callable[..., Value]:
+    return lambda c, *args: c.intrinsic(name, *args)
+
+
+def _of_library(name: str) -> Callable[..., Value]:
+    return lambda c, *args: llvm_math.library(c, name, *args)
+
+
+def _pick(order: str) -> Callable[..., Value]:
+    return lambda c, x, y: c.b.select(c.b.icmp_signed(order, x, y), x, y)
+
+
+def _magnitude(c: Code, x: Value) -> Value:
+    return c.b.select(c.b.icmp_signed("<", x, ir.Constant(x.type, None)), c.b.neg(x), x)
+
+
+NARROW = {**llvm_math.FUNCTIONS, "expm1": _expm1, "log1p": llvm_math.log1p}
+FLOAT: dict[str, Callable[..., Value]] = {
+    **{name: _instruction(f"f{name}") for name in "add sub mul div neg".split()},
+    **{name: _intrinsic(name) for name in "maximum minimum sqrt floor ceil trunc".split()},
+    "abs": _intrinsic("fabs"),
+    "round": _intrinsic("rint"),
+    **{name: _function(name, narrow) for name, narrow in NARROW.items()},
+    **{name: _of_library(name) for name in "pow fmod atan2".split()},
+    "ndtr": _ndtr,
+}
 INTEGER: dict[str, Callable[..., Value]] = {
-    "add": lambda c, x, y: c.b.add(x, y),
-    "sub": lambda c, x, y: c.b.sub(x, y),
-    "mul": lambda c, x, y: c.b.mul(x, y),
-    "neg": lambda c, x: c.b.neg(x),
-    "abs": lambda c, x: c.b.select(
-        c.b.icmp_signed("<", x, ir.Constant(x.type, None)), c.b.neg(x), x
-    ),
-    "maximum": lambda c, x, y: c.b.select(c.b.icmp_signed(">", x, y), x, y),
-    "minimum": lambda c, x, y: c.b.select(c.b.icmp_signed("<", x, y), x, y),
-    "quotient": lambda c, x, y: c.b.sdiv(x, y),
+    **{name: _instruction(name) for name in "add sub mul neg".split()},
+    "abs": _magnitude,
+    "maximum": _pick(">"),
+    "minimum": _pick("<"),
+    "quotient": _instruction("sdiv"),
     "power": llvm_math.power,
 }
 
@@ -126,10 +193,9 @@ class Arithmetic(Registers):
         scalar = args[-1].type.element if llvm.lanes_of(args[-1]) > 1 else args[-1].type
         is_float = scalar in (F32, F64)
         if s.op in COMPARE:
-            ordered, whole = COMPARE[s.op]
             if is_float:
-                return (b.fcmp_unordered if s.op == "ne" else b.fcmp_ordered)(ordered, *args)
-            return (b.icmp_unsigned if scalar == I1 else b.icmp_signed)(whole, *args)
+                return (b.fcmp_unordered if s.op == "ne" else b.fcmp_ordered)(COMPARE[s.op], *args)
+            return (b.icmp_unsigned if scalar == I1 else b.icmp_signed)(COMPARE[s.op], *args)
         if s.op == "select":
             return b.select(*args)
         if s.op in ("and", "or"):

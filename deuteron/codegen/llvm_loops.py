@@ -14,11 +14,11 @@ from llvmlite import ir
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import I32, I64, Value, vec
-from deuteron.codegen.llvm_compute import Arithmetic
+from deuteron.codegen.llvm_compute import I1, Arithmetic
 from deuteron.codegen.llvm_plan import Shape, opens
-from deuteron.codegen.llvm_types import I1
 from deuteron.codegen.scalar import Guard, Inside, Load, ScalarProgram
 
+Pause = Callable[[], None] | None
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
 PIECES = 16  # pieces of work wanted, so that threads share them evenly
 STRETCH = 32  # numbers that an accumulator takes in float32 before they are added up in float64
@@ -43,9 +43,7 @@ class Loops(Arithmetic):
     def _rows(self, thread: Value, threads: Value) -> Iterator[Place]:
         """The share of this thread: rows, or pieces of the one long axis there is."""
         c, shape = self.c, self.shape
-        total = 1
-        for row_axis in shape.rows:
-            total *= row_axis.size
+        total = prod(v.size for v in shape.rows)
         axis = shape.vector
         if axis is None or shape.inner_vector:
             begin, end = c.share(c.i(total), thread, threads)
@@ -128,14 +126,12 @@ class Loops(Arithmetic):
                         known[g] = False
         return known
 
-    def _cells(self, place: Place, pause: Callable[[], None] | None = None) -> Iterator[Place]:
+    def _cells(self, place: Place, pause: Pause = None) -> Iterator[Place]:
         """Every element of the row: nested loops over the reduced axes. ``pause`` is called, so to
         speak, after every :data:`STRETCH` steps."""
         yield from self._nest(place, list(self.shape.columns), pause)
 
-    def _nest(
-        self, place: Place, axes: list[Var], pause: Callable[[], None] | None
-    ) -> Iterator[Place]:
+    def _nest(self, place: Place, axes: list[Var], pause: Pause) -> Iterator[Place]:
         c = self.c
         if not axes and not self.shape.inner_vector:
             yield place
@@ -144,12 +140,12 @@ class Loops(Arithmetic):
         assert v is not None
         each = self._steps(axes[1:]) if axes else 1 / self.shape.lanes  # for one index of v
         if pause is None or each >= STRETCH:
-            yield from self._along(place, axes, c.i(0), c.i(v.size), True, pause)
+            yield from self._along(place, axes, (c.i(0), c.i(v.size)), True, pause)
         else:
             stretch = max(1, int(STRETCH / each))
             with c.loop(0, v.size, stretch) as begin:
                 end = c.least(c.add(begin, stretch), v.size)
-                yield from self._along(place, axes, begin, end, False, None)
+                yield from self._along(place, axes, (begin, end), False, None)
                 pause()
 
     def _steps(self, axes: list[Var]) -> float:
@@ -159,15 +155,10 @@ class Loops(Arithmetic):
         return inner * prod(a.size for a in axes)
 
     def _along(
-        self,
-        place: Place,
-        axes: list[Var],
-        begin: Value,
-        end: Value,
-        whole: bool,
-        pause: Callable[[], None] | None,
+        self, place: Place, axes: list[Var], span: tuple[Value, Value], whole: bool, pause: Pause
     ) -> Iterator[Place]:
-        """The outermost of the axes from ``begin`` to ``end``, with all the others inside."""
+        """The outermost of the axes over a ``span`` of it, with all the others inside."""
+        begin, end = span
         if axes:
             with self.c.loop(begin, end) as i:
                 inside = Place({**place.at, axes[0]: i}, place.lanes, place.known)

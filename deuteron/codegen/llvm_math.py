@@ -2,8 +2,8 @@
 
 No C library has vector versions of these on every machine, and a call per element costs ten
 times the arithmetic. Nan goes through, infinities and denormals are answered as libm does.
-Largest error against float64 over all of float32, in units of the last place (``ERRORS``, held
-by the tests):
+Largest error against float64 over all of float32, in units of the last place, held by
+tests/test_cpu_gemm.py:
 
 ======== ===== =============================================================================
 exp      1.1   Cephes' polynomial on |r| ≤ ½ ln 2, scaled in two steps for denormal results
@@ -12,8 +12,8 @@ expm1    2.0   the same polynomial without its 1
 log      1.0   Cephes' polynomial on √½ … √2
 erf      6.5   rational on |x| ≤ 4 (the coefficients Eigen and XLA use)
 tanh     4.5   rational on |x| ≤ 8 (the same source)
-ndtr     5.0   2^q(|x|) with the polynomial of codegen/normal.py; below 2⁻⁴ as at 2⁻⁴ (``LEAST``),
-               which is 4e-8; below −3 it is 3e-9
+ndtr     5.0   2^q(|x|) with the polynomial of codegen/tables.py; below 2⁻⁴ as at 2⁻⁴, which is
+               4e-8; below −3 it is 3e-9
 sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is asked
 ======== ===== =============================================================================
 """
@@ -22,36 +22,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from llvmlite import ir
 
-from deuteron.codegen import normal
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, lanes_of, vec
+from deuteron.codegen.tables import NORMAL_END, NORMAL_TAIL, numbers
 from deuteron.ops import random as words
-
-ERRORS = {
-    "exp": 1.1,
-    "exp2": 1.5,
-    "expm1": 2.0,
-    "log": 1.0,
-    "erf": 6.5,
-    "tanh": 4.5,
-    "sin": 2.0,
-    "cos": 2.0,
-    "ndtr": 5.0,
-}
-LEAST = {"ndtr": 2.0**-4}  # results below this are off by as much as this is
 
 _MAGIC = 12582912.0  # 1.5 · 2²³: adding it leaves a rounded integer in the low bits
 _MAGIC_BITS = 0x4B400000
-_EXP = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
+_EXP = numbers(
+    """
+    1.9875691500e-4 1.3981999507e-3 8.3334519073e-3 4.1665795894e-2 1.6666665459e-1 5.0000001201e-1
+    """
 )
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 
@@ -155,20 +138,18 @@ def expm1(c: Code, x: Value) -> Value:
     return c.fma(scale, less, c.b.fsub(scale, c.f(1.0, n)))
 
 
-_EXP2 = (
-    0.0013269406044855714,
-    0.009671294130384922,
-    0.0555071122944355,
-    0.24022246897220612,
-    0.6931470036506653,
-    1.0,
+_EXP2 = numbers(
+    """
+    0.0013269406044855714 0.009671294130384922 0.0555071122944355 0.24022246897220612
+    0.6931470036506653 1.0
+    """
 )
 
 
 def ndtr(c: Code, x: Value) -> Value:
     """Φ(x), the normal distribution: 2^q(|x|), or what is left of 1."""
     n, magic = lanes_of(x), _MAGIC + 127.0
-    q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(normal.END, n)), normal.TAIL)
+    q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(NORMAL_END, n)), NORMAL_TAIL)
     shifted = c.b.fadd(q, c.f(magic, n))
     r = c.b.fsub(q, c.b.fsub(shifted, c.f(magic, n)))
     below = c.b.fmul(poly(c, r, _EXP2), _exponent(c, _bits(c, shifted)))
@@ -176,16 +157,11 @@ def ndtr(c: Code, x: Value) -> Value:
     return c.b.select(negative, below, c.b.fsub(c.f(1.0, n), below))
 
 
-_LOG = (
-    7.0376836292e-2,
-    -1.1514610310e-1,
-    1.1676998740e-1,
-    -1.2420140846e-1,
-    1.4249322787e-1,
-    -1.6668057665e-1,
-    2.0000714765e-1,
-    -2.4999993993e-1,
-    3.3333331174e-1,
+_LOG = numbers(
+    """
+    7.0376836292e-2 -1.1514610310e-1 1.1676998740e-1 -1.2420140846e-1 1.4249322787e-1
+    -1.6668057665e-1 2.0000714765e-1 -2.4999993993e-1 3.3333331174e-1
+    """
 )
 
 
@@ -220,30 +196,23 @@ def log1p(c: Code, x: Value) -> Value:
     return c.b.select(c.b.fcmp_ordered("==", x, c.f(math.inf, n)), x, y)
 
 
-_ERF_P = (
-    -2.72614225801306e-10,
-    2.77068142495902e-08,
-    -2.10102402082508e-06,
-    -5.69250639462346e-05,
-    -7.34990630326855e-04,
-    -2.95459980854025e-03,
-    -1.60960333262415e-02,
+_ERF_P = numbers(
+    """
+    -2.72614225801306e-10 2.77068142495902e-08 -2.10102402082508e-06 -5.69250639462346e-05
+    -7.34990630326855e-04 -2.95459980854025e-03 -1.60960333262415e-02
+    """
 )
-_ERF_Q = (
-    -1.45660718464996e-05,
-    -2.13374055278905e-04,
-    -1.68282697438203e-03,
-    -7.37332916720468e-03,
-    -1.42647390514189e-02,
+_ERF_Q = numbers(
+    """
+    -1.45660718464996e-05 -2.13374055278905e-04 -1.68282697438203e-03 -7.37332916720468e-03
+    -1.42647390514189e-02
+    """
 )
-_TANH_P = (
-    -2.76076847742355e-16,
-    2.00018790482477e-13,
-    -8.60467152213735e-11,
-    5.12229709037114e-08,
-    1.48572235717979e-05,
-    6.37261928875436e-04,
-    4.89352455891786e-03,
+_TANH_P = numbers(
+    """
+    -2.76076847742355e-16 2.00018790482477e-13 -8.60467152213735e-11 5.12229709037114e-08
+    1.48572235717979e-05 6.37261928875436e-04 4.89352455891786e-03
+    """
 )
 _TANH_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
 
@@ -328,17 +297,8 @@ def _circular(name: str, quarter: int) -> Callable[[Code, Value], Value]:
 
 sin, cos = _circular("sin", 0), _circular("cos", 1)
 
-FUNCTIONS: dict[str, Callable[[Code, Value], Value]] = {
-    "exp": exp,
-    "exp2": exp2,
-    "expm1": expm1,
-    "log": log,
-    "erf": erf,
-    "tanh": tanh,
-    "sin": sin,
-    "cos": cos,
-    "ndtr": ndtr,
-}
+FUNCTIONS: dict[str, Callable[[Code, Value], Value]] = {"sin": sin, "cos": cos}
+FUNCTIONS |= {f.__name__: f for f in (exp, exp2, expm1, log, erf, tanh, ndtr)}
 
 
 # ---- random words ------------------------------------------------------------------------------
@@ -382,11 +342,7 @@ def library(c: Code, name: str, *args: Value) -> Value:
         fn = ir.Function(c.module, ir.FunctionType(scalar, [scalar] * len(args)), name)
     if n == 1:
         return c.b.call(fn, args)
-    out = ir.Constant(kind, ir.Undefined)
-    for lane in range(n):
-        one = c.b.call(fn, [c.item(x, lane) for x in args])
-        out = c.b.insert_element(out, one, ir.Constant(I32, lane))
-    return out
+    return c.joined(n, scalar, lambda lane: c.b.call(fn, [c.item(x, lane) for x in args]))
 
 
 def power(c: Code, x: Value, y: Value) -> Value:
@@ -415,15 +371,3 @@ def power(c: Code, x: Value, y: Value) -> Value:
     alone = b.select(b.icmp_signed("==", x, k(-1)), sign, k(0))
     alone = b.select(b.icmp_signed("==", x, k(1)), k(1), alone)
     return b.select(negative, alone, c.get(out, kind))
-
-
-def table(module: Any, name: str, of: Callable[[Code, Value], Value], lanes: int) -> None:
-    """A function ``name(x, y, count)``: y = of(x) over arrays, ``count`` a multiple of lanes.
-    Tests measure every function of this file through it."""
-    from deuteron.codegen.llvm import PTR
-
-    c = Code(module, name, [PTR, PTR, I64])
-    x, y, count = c.args
-    with c.loop(0, count, lanes) as i:
-        c.store(of(c, c.load(c.at(x, i), lanes)), c.at(y, i))
-    c.ret()

@@ -13,27 +13,8 @@ from deuteron.codegen.index import Var
 from deuteron.codegen.scalar import Guard, Inside, Load, Reduce, ScalarProgram, Store, reads
 from deuteron.ops.formula import Arg, Compute
 
-HEAVY = frozenset(
-    {
-        "exp",
-        "exp2",
-        "log",
-        "erf",
-        "tanh",
-        "sin",
-        "cos",
-        "pow",
-        "fmod",
-        "atan2",
-        "expm1",
-        "log1p",
-        "ndtr",
-        "div",
-        "random",
-        "quotient",
-        "power",
-    }
-)
+FUNCTIONS = "exp exp2 log erf tanh sin cos expm1 log1p ndtr"  # of one number
+HEAVY = frozenset(f"{FUNCTIONS} pow fmod atan2 div random quotient power".split())
 FEW = 2  # vectors per step where many do not fit
 MANY_ROWS = 32  # from here on a reduction down the columns follows the order of memory
 

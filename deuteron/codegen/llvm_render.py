@@ -17,25 +17,15 @@ from typing import Any
 
 from llvmlite import ir
 
-from deuteron.codegen import llvm, llvm_math
+from deuteron.codegen import llvm, llvm_math, scalar
 from deuteron.codegen.llvm import F32, F64, I32, Code, Value, vec
+from deuteron.codegen.llvm_compute import FLOAT, I1, INTEGER, STORED
 from deuteron.codegen.llvm_loops import STRETCH, Loops, Place
 from deuteron.codegen.llvm_plan import multiply_adds, needs, plan, short_already
-from deuteron.codegen.llvm_types import I1, STORED
-from deuteron.codegen.scalar import (
-    Guard,
-    Inside,
-    Load,
-    Position,
-    Reduce,
-    ScalarProgram,
-    Statement,
-    Store,
-    overwritable,
-    reads,
-)
-from deuteron.codegen.softmax import softmaxes
+from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
 from deuteron.ops.formula import Arg, Compute
+
+JOINED = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 
 
 def signature(program: ScalarProgram) -> str:
@@ -54,7 +44,7 @@ class Renderer(Loops):
         self.loads = {s.name: s.dtype for s in program.statements if isinstance(s, Load)}
         # e^(x − max x), which is never above 1, and the sums of it, by which one may multiply
         # inversely: they are at least 1
-        pairs, shifted = softmaxes(program)
+        pairs, shifted = scalar.softmaxes(program)
         self.shifted = frozenset() if program.wide else shifted
         self.totals = frozenset(() if program.wide else (p.total.name for p in pairs))
         self.joined = multiply_adds(program, self.shape.kept)
@@ -117,13 +107,13 @@ class Renderer(Loops):
                 for where, number in (s.args, s.args[::-1]):
                     at = self.made.get(str(where))
                     same = isinstance(number, str) and self.p.level[number] == "row"
-                    if isinstance(at, Position) and at.index.terms == ((v, 1),) and same:
+                    if isinstance(at, scalar.Position) and at.index.terms == ((v, 1),) and same:
                         return s.name, str(number)
         return None
 
     def _reads_over(self) -> bool:
         """Whether a row that is stored reads again what it may be stored over."""
-        over = {tensor for _, tensor in overwritable(self.p)}
+        over = {tensor for _, tensor in scalar.overwritable(self.p)}
         loads = [s.name for s in self.p.statements if isinstance(s, Load) and s.tensor in over]
         stores = [s.source for s in self.p.statements if isinstance(s, Store) and self._per_cell(s)]
         roots, kept = [r for r in stores if isinstance(r, str)], set(self.shape.kept)
@@ -239,30 +229,15 @@ class Renderer(Loops):
         return (x, y) if isinstance(x, str) and isinstance(y, str) else None
 
     def _identity(self, s: Reduce, kind: Any) -> tuple[Value, Callable[[Value, Value], Value]]:
-        c, b = self.c, self.c.b
-        if s.kind == "float":
-            table: dict[str, tuple[float, Callable[[Value, Value], Value]]] = {
-                "sum": (0.0, b.fadd),
-                "prod": (1.0, b.fmul),
-                "max": (float("-inf"), c.fmax),
-                "min": (float("inf"), c.fmin),
-            }
-            number, combine = table[s.op]
-            return ir.Constant(kind, number), combine
-
-        def pick(op: str) -> Callable[[Value, Value], Value]:
-            return lambda x, y: b.select(b.icmp_signed(op, x, y), x, y)
-
-        whole: dict[str, tuple[int, Callable[[Value, Value], Value]]] = {
-            "sum": (0, b.add),
-            "prod": (1, b.mul),
-            "max": (-(2**63), pick(">")),
-            "min": (2**63 - 1, pick("<")),
-            "any": (0, b.or_),
-            "all": (1, b.and_),
-        }
-        first, merge = whole[s.op]
-        return ir.Constant(kind, first), merge
+        """What a reduction starts with, and what joins two parts of it."""
+        real = s.kind == "float"
+        least, most = (-math.inf, math.inf) if real else (-(2**63), 2**63 - 1)
+        first = {"sum": 0, "prod": 1, "max": least, "min": most, "any": 0, "all": 1}[s.op]
+        start = ir.Constant(kind, float(first) if real else first)
+        if s.kind == "bool":
+            return start, self.c.b.or_ if s.op == "any" else self.c.b.and_
+        join = (FLOAT if real else INTEGER)[JOINED[s.op]]
+        return start, lambda x, y: join(self.c, x, y)
 
     # ---- kept values
 
@@ -301,9 +276,9 @@ class Renderer(Loops):
         place = replace(place, env=env)
         if isinstance(s, Load):
             return self._load(s, place)
-        if isinstance(s, Inside):
+        if isinstance(s, scalar.Inside):
             return self._inside(s.guards, place)
-        if isinstance(s, Position):
+        if isinstance(s, scalar.Position):
             return self._position(s.index, place)
         assert isinstance(s, Compute)
         if s.name in self.joined:
@@ -348,26 +323,25 @@ class Renderer(Loops):
         step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
         stored = STORED[s.dtype.short]
         align = max(s.dtype.bits // 8, 1)
+        base = self.base[s.tensor]
+
+        def one(at: Value, *more: int) -> Value:
+            return c.b.load(c.at(at, *more, of=stored), typ=stored, align=align)
+
         if place.lanes > 1 and self._scattered(s.offset, place):
-            raw = ir.Constant(vec(place.lanes, stored), ir.Undefined)
-            for lane in range(place.lanes):
-                at = c.add(self._index(s.offset, place, lane), lane * (step or 0))
-                one = c.b.load(c.at(self.base[s.tensor], at, of=stored), typ=stored, align=align)
-                raw = c.b.insert_element(raw, one, ir.Constant(I32, lane))
-            return self.from_memory(raw, s.dtype)
-        where = c.at(self.base[s.tensor], self._index(s.offset, place), of=stored)
-        if step == 0:
-            return self.from_memory(c.b.load(where, typ=stored, align=align), s.dtype)
-        if step == 1:
-            raw = c.b.load(where, typ=vec(place.lanes, stored), align=align)
-            return self.from_memory(raw, s.dtype)
+
+            def found(lane: int) -> Value:
+                return one(base, c.add(self._index(s.offset, place, lane), lane * (step or 0)))
+
+            return self.from_memory(c.joined(place.lanes, stored, found), s.dtype)
+        where = c.at(base, self._index(s.offset, place), of=stored)
         assert step is not None
-        if step == 2:
-            return self.from_memory(self._every_second(where, stored, place.lanes, align), s.dtype)
-        raw = ir.Constant(vec(place.lanes, stored), ir.Undefined)
-        for lane in range(place.lanes):
-            one = c.b.load(c.at(where, lane * step, of=stored), typ=stored, align=align)
-            raw = c.b.insert_element(raw, one, ir.Constant(I32, lane))
+        if step in (0, 1):
+            raw = c.b.load(where, typ=vec(place.lanes if step else 1, stored), align=align)
+        elif step == 2:
+            raw = self._every_second(where, stored, place.lanes, align)
+        else:
+            raw = c.joined(place.lanes, stored, lambda lane: one(where, lane * step))
         return self.from_memory(raw, s.dtype)
 
     def _every_second(self, where: Value, stored: Any, lanes: int, align: int) -> Value:
@@ -379,7 +353,7 @@ class Renderer(Loops):
         picks = [k if k < lanes else k + 1 for k in range(0, 2 * lanes, 2)]
         return c.b.shuffle_vector(*two, ir.Constant(vec(lanes, I32), picks))
 
-    def _guarded(self, s: Load, guards: tuple[Guard, ...], place: Place) -> Value:
+    def _guarded(self, s: Load, guards: tuple[scalar.Guard, ...], place: Place) -> Value:
         """A load that happens only inside; the guards do not vary along the lanes."""
         kind = {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int")
         v = self.shape.vector

@@ -8,23 +8,15 @@ broadcasts, slices, pads and concatenations end up as nothing but other addresse
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
+from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatten
 from deuteron.codegen.moves import MOVES
 from deuteron.codegen.placed import PLACED, has_input
 from deuteron.codegen.rows import ROWS, Form, is_reduction
-from deuteron.codegen.scalar import (
-    Guard,
-    Inside,
-    Load,
-    Position,
-    Reduce,
-    ScalarProgram,
-    Statement,
-    Store,
-    merge_axes,
-)
+from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, Statement, Store
 from deuteron.codegen.windows import WINDOWS
 from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Node
@@ -127,10 +119,7 @@ class Lowering(Scalars):
 
     @property
     def columns(self) -> int:
-        total = 1
-        for v in self.inner:
-            total *= v.size
-        return total
+        return prod(v.size for v in self.inner)
 
     # ---- running
 
@@ -140,35 +129,28 @@ class Lowering(Scalars):
             t = self.graph.types[value]
             index = self._output_index(t)
             source = self.at(value, index, ())
-            offset = Affine()
-            for i, stride in zip(index, t.strides, strict=True):
-                offset = offset + i * stride
+            steps = zip(index, t.strides, strict=True)
+            offset = sum((i * stride for i, stride in steps), Affine())
             stores.append(Store(value, offset, source, t.dtype))
         order = {v: i for i, v in enumerate(self.region.inputs)}
         used = {s.tensor for s in self.statements if isinstance(s, Load)}
-        return merge_axes(
-            ScalarProgram(
-                self.outer,
-                self.inner,
-                (*self.statements, *stores),
-                tuple(sorted(used, key=order.__getitem__)),
-                self.region.outputs,
-                self.wide,
-            )
-        )
+        inputs, outputs = tuple(sorted(used, key=order.__getitem__)), self.region.outputs
+        statements = (*self.statements, *stores)
+        program = ScalarProgram(self.outer, self.inner, statements, inputs, outputs, self.wide)
+        return scalar.merge_axes(program)
 
     def _output_index(self, t: TensorType) -> Index:
         """The index of an output in terms of the loops."""
         if self.anchor is None:
             shape = tuple(v.size for v in self.outer)
-            if t.numel != _size(shape):
+            if t.numel != prod(shape):
                 raise CannotLower(f"outputs of different sizes: {list(t.shape)} and {list(shape)}")
             return self.rows if t.shape == shape else unflatten(flatten(self.rows, shape), t.shape)
         found = self._row_index(self.anchor, t)
         if found is not None:
             return found
         form = self.form(self.anchor)
-        if t.numel == _size(form.space) and self.inner:
+        if t.numel == prod(form.space) and self.inner:
             return unflatten(flatten(self.cell_index(self.anchor), form.shape), t.shape)
         raise CannotLower(f"an output of shape {list(t.shape)} over rows of {list(form.shape)}")
 
@@ -184,7 +166,7 @@ class Lowering(Scalars):
             return kept
         if t.shape == tuple(n for d, n in enumerate(form.shape) if d not in form.axes):
             return tuple(i for d, i in enumerate(kept) if d not in form.axes)
-        if t.numel == _size(tuple(v.size for v in self.outer)) == 1:
+        if t.numel == prod(tuple(v.size for v in self.outer)) == 1:
             return (Affine(),) * t.rank
         return None
 
@@ -228,9 +210,8 @@ class Lowering(Scalars):
 
     def _load(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
         t = self.graph.types[value]
-        offset = Affine()
-        for i, size, stride in zip(index, t.shape, t.strides, strict=True):
-            offset = offset + (i * stride if size > 1 else Affine())
+        steps = zip(index, t.shape, t.strides, strict=True)
+        offset = sum((i * stride for i, size, stride in steps if size > 1), Affine())
         name = self.name("v", KINDS[t.dtype.kind])
         self.statements.append(Load(name, value, offset, t.dtype, guards))
         return name
@@ -247,13 +228,11 @@ class Lowering(Scalars):
     # ---- elementwise work
 
     def _elementwise(self, node: Node, index: Index, guards: tuple[Guard, ...]) -> Arg:
-        args: list[Arg | None] = []
-        for value in node.inputs:
-            if value is None:
-                args.append(None)
-                continue
+        def element(value: str) -> Arg:
             own = self.broadcast(index, self.graph.types[value].shape)
-            args.append(self.at(value, own, guards))
+            return self.at(value, own, guards)
+
+        args = [value if value is None else element(value) for value in node.inputs]
         out = self.graph.types[node.outputs[0]].dtype
         op, kind = node.op, KINDS[out.kind]
         if op not in LOGIC:
@@ -336,7 +315,7 @@ class Lowering(Scalars):
         key = ("inside", guards)
         if key not in self.known:
             self.known[key] = name = self.name("g", "bool")
-            self.statements.append(Inside(name, guards))
+            self.statements.append(scalar.Inside(name, guards))
         return self.known[key]
 
     def position(self, index: Affine) -> Arg:
@@ -346,7 +325,7 @@ class Lowering(Scalars):
         key = ("position", index)
         if key not in self.known:
             self.known[key] = name = self.name("p", "int")
-            self.statements.append(Position(name, index))
+            self.statements.append(scalar.Position(name, index))
         return self.known[key]
 
     def dynamic(self, value: Arg, size: int, given: bool = True) -> Affine:
@@ -368,13 +347,6 @@ class Lowering(Scalars):
         """``value`` in the kind of ``dtype``; a float if none is given."""
         kind = "float" if dtype is None else KINDS[dtype.kind]
         return Const({"float": float, "int": int, "bool": bool}[kind](value), kind)
-
-
-def _size(shape: Shape) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
 
 
 def _converted_number(a: Const, out: DType) -> Const:

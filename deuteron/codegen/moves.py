@@ -147,16 +147,6 @@ def replaced(index: Index, axis: int, by: Affine) -> Index:
     return (*index[:axis], by, *index[axis + 1 :])
 
 
-MOVES: dict[str, Move] = {
-    "reshape": _reshape,
-    "permute": _permute,
-    "expand": _expand,
-    "slice": _slice,
-    "flip": _flip,
-    "concat": _concat,
-    "pad": _pad,
-    "to_layout": _same_place,
-    "gather": _gather,
-    "index_select": _index_select,
-    "embedding": _embedding,
-}
+_NAMED = (_reshape, _permute, _expand, _slice, _flip, _concat, _pad, _gather, _index_select)
+MOVES: dict[str, Move] = {move.__name__[1:]: move for move in (*_NAMED, _embedding)}
+MOVES["to_layout"] = _same_place

@@ -36,21 +36,11 @@ def in_parts(program: ScalarProgram) -> tuple[ScalarProgram, ScalarProgram] | No
     kinds = {s.name: _stored(s, program.wide) for s in program.reductions}
     first = substitute(program, {axis: Affine.var(part) * rest.size + Affine.var(rest)})
     stores = [Store(tensors[n], place, n, dtype(kinds[n])) for n in tensors]
-    return (
-        replace(
-            first,
-            outer=(*program.outer, part),
-            inner=tuple(rest if v == axis else v for v in program.inner),
-            statements=(*_needed(first, list(tensors)), *stores),
-            outputs=tuple(tensors.values()),
-        ),
-        replace(
-            program,
-            inner=(part,),
-            statements=tuple(_after(program, tensors, kinds, place)),
-            inputs=(*program.inputs, *tensors.values()),
-        ),
-    )
+    outer, inner = (*program.outer, part), tuple(rest if v == axis else v for v in program.inner)
+    statements, outputs = (*_needed(first, list(tensors)), *stores), tuple(tensors.values())
+    first = replace(first, outer=outer, inner=inner, statements=statements, outputs=outputs)
+    statements, inputs = tuple(_after(program, tensors, kinds, place)), (*program.inputs, *outputs)
+    return first, replace(program, inner=(part,), statements=statements, inputs=inputs)
 
 
 def _one_walk(program: ScalarProgram) -> bool:

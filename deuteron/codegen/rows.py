@@ -88,15 +88,7 @@ def _classes(low: Lowering, node: Node) -> Form:
 FAR = 16.0  # deviations from 0 at which the roundings of a mean are looked at
 NEXT_TO_NONE = 2.0**-18  # the part of a mean's roundings that adding them up may be off by
 
-SUMS = {
-    "sum": "sum",
-    "mean": "sum",
-    "max": "max",
-    "min": "min",
-    "prod": "prod",
-    "any": "any",
-    "all": "all",
-}
+SUMS = {op: "sum" if op == "mean" else op for op in "sum mean max min prod any all".split()}
 
 
 def _plain(low: Lowering, node: Node, value: str) -> Arg:
@@ -337,19 +329,15 @@ Rule = Callable[["Lowering", Node, str], Arg]
 ROWS: dict[str, tuple[Callable[[Lowering, Node], Form], Rule]] = {
     **dict.fromkeys(SUMS, (_named_axes, _plain)),
     "var": (_named_axes, _var),
-    "argmax": (_one_axis, _arg),
-    "argmin": (_one_axis, _arg),
-    "layer_norm": (_trailing, _layer_norm),
-    "rms_norm": (_trailing, _layer_norm),
+    **dict.fromkeys(("argmax", "argmin"), (_one_axis, _arg)),
+    **dict.fromkeys(("layer_norm", "rms_norm"), (_trailing, _layer_norm)),
     "group_norm": (_groups, _channel_norm),
     "instance_norm": (_positions, _channel_norm),
     "batch_norm_train": (_all_but_channels, _batch_norm_train),
     "weighted_pool_dw": (_all_but_channels, weight_grad),
-    "softmax": (_one_axis, _softmax),
-    "log_softmax": (_one_axis, _softmax),
+    **dict.fromkeys(("softmax", "log_softmax"), (_one_axis, _softmax)),
     "nll_loss": (_targets, _nll),
-    "cross_entropy": (_classes, _cross_entropy),
-    "cross_entropy_with_grad": (_classes, _cross_entropy),
+    **dict.fromkeys(("cross_entropy", "cross_entropy_with_grad"), (_classes, _cross_entropy)),
 }
 
 

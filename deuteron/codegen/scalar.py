@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.ir.dtype import DType
@@ -125,17 +126,11 @@ class ScalarProgram:
 
     @cached_property
     def rows(self) -> int:
-        total = 1
-        for v in self.outer:
-            total *= v.size
-        return total
+        return prod(v.size for v in self.outer)
 
     @cached_property
     def columns(self) -> int:
-        total = 1
-        for v in self.inner:
-            total *= v.size
-        return total
+        return prod(v.size for v in self.inner)
 
     @cached_property
     def varies(self) -> dict[str, frozenset[Var]]:
@@ -303,3 +298,33 @@ def substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProgr
         else:
             statements.append(s)
     return replace(program, statements=tuple(statements))
+
+
+# ---- softmax: what renderers may know about e^(x − max x) and its sum
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A maximum over a row and the sum of e^(x − maximum) over it: one pass can find both."""
+
+    top: Reduce
+    total: Reduce
+
+
+def softmaxes(program: ScalarProgram) -> tuple[list[Softmax], frozenset[str]]:
+    """The pairs in a program, and the names of all exponentials e^(x − max x)."""
+    by_name = {s.name: s for s in program.statements if not isinstance(s, Store)}
+    pairs, shifted = [], set()
+    for s in program.statements:
+        if not (isinstance(s, Compute) and s.op == "exp" and isinstance(s.args[0], str)):
+            continue
+        d = by_name[s.args[0]]
+        if not (isinstance(d, Compute) and d.op == "sub" and isinstance(d.args[1], str)):
+            continue
+        top = by_name[d.args[1]]
+        if isinstance(top, Reduce) and top.op == "max" and top.source == d.args[0]:
+            shifted.add(s.name)
+            for total in program.reductions:
+                if total.op == "sum" and total.source == s.name:
+                    pairs.append(Softmax(top, total))
+    return pairs, frozenset(shifted)

@@ -9,36 +9,38 @@ compiled without contraction, so that the error of a rounding can be computed.
 
 from __future__ import annotations
 
+from textwrap import indent
+
+from deuteron.codegen.tables import numbers
+
 PI = {  # and what its rounding left out
     "32": (3.1415927410125732, -8.742278000372485e-08),
     "64": (3.141592653589793, 1.2246467991473532e-16),
 }
+ALL_NAN = "propagate_nan=tl.PropagateNan.ALL"
 TINY = 2.0**-1022  # below this a float64 has no leading bit; times 2^54 it has
 
 # (atan t − t) / t³ in t² up to tan² π/8, highest power first: off by 6e-10 and 4e-17
 ATAN = {
-    "32": (
-        0.05047937432040091,
-        -0.08624598215196126,
-        0.11071354571201351,
-        -0.14284150629730288,
-        0.1999997724823353,
-        -0.3333333327922454,
+    "32": numbers(
+        """
+        0.05047937432040091 -0.08624598215196126 0.11071354571201351 -0.14284150629730288
+        0.1999997724823353 -0.3333333327922454
+        """
     ),
-    "64": (
-        -0.019175404711104935,
-        0.03923044778479309,
-        -0.050854078345894844,
-        0.05858140904866328,
-        -0.06664510525508936,
-        0.07692183125376892,
-        -0.0909090457530649,
-        0.11111111015187018,
-        -0.14285714284665682,
-        0.19999999999995516,
-        -0.3333333333333333,
+    "64": numbers(
+        """
+        -0.019175404711104935 0.03923044778479309 -0.050854078345894844 0.05858140904866328
+        -0.06664510525508936 0.07692183125376892 -0.0909090457530649 0.11111111015187018
+        -0.14285714284665682 0.19999999999995516 -0.3333333333333333
+        """
     ),
 }
+
+
+def wide(value: float) -> str:
+    """A number of float64, of which a plain one would keep the first half."""
+    return _number(value, "64")
 
 
 def _number(value: float, bits: str) -> str:
@@ -52,22 +54,22 @@ def _horner(name: str, x: str, powers: tuple[float, ...], bits: str) -> str:
     return "\n".join(lines)
 
 
-def _fmod(wide: bool) -> str:
+def _fmod(double: bool) -> str:
     """Long division of whole mantissas, as many bits of the quotient at a time as 64 bits have room
     for: at most 9 steps for float32 and 211 for float64, most often one or two. How many is decided
     for all elements together."""
-    more = "" if wide else ".to(tl.float64)"
-    low = "" if wide else "m = m >> 29\nn = n >> 29\n"  # of float32 only 24 bits are there
-    step = 10 if wide else 39
+    more = "" if double else ".to(tl.float64)"
+    low = "" if double else "m = m >> 29\nn = n >> 29\n"  # of float32 only 24 bits are there
+    step = 10 if double else 39
     return f"""
 x, y = tl.broadcast(x, y)
 a = tl.abs(x){more}
 b = tl.abs(y){more}
 far = (b > 0.0) & (a >= b) & (a < float("inf"))
-small = a < {_number(TINY, "64")}
+small = a < {wide(TINY)}
 m = tl.where(small, a * 18014398509481984.0, a).to(tl.int64, bitcast=True)
 e = (m >> 52) - tl.where(small, 54, 0)
-small = b < {_number(TINY, "64")}
+small = b < {wide(TINY)}
 n = tl.where(small, b * 18014398509481984.0, b).to(tl.int64, bitcast=True)
 last = (n >> 52) - tl.where(small, 54, 0)
 e = tl.where(far, e - last, 0)
@@ -78,10 +80,10 @@ n = (n & 4503599627370495) | 4503599627370496
     m = (m << s) % n
     e = e - s
 # m 2^(last - 1075) in two exact products: the first has room, the second has its last bit
-half = (last - {1075 if wide else 1046}) >> 1
+half = (last - {1075 if double else 1046}) >> 1
 r = m.to(tl.float64) * ((half + 1023) << 52).to(tl.float64, bitcast=True)
-r = r * ((last - {1075 if wide else 1046} - half + 1023) << 52).to(tl.float64, bitcast=True)
-r = tl.where(x < 0, r * -1.0, r){"" if wide else ".to(tl.float32)"}
+r = r * ((last - {1075 if double else 1046} - half + 1023) << 52).to(tl.float64, bitcast=True)
+r = tl.where(x < 0, r * -1.0, r){"" if double else ".to(tl.float32)"}
 return tl.where(far, r, tl.where(a < b, x, float("nan")))
 """
 
@@ -99,8 +101,8 @@ def _atan2(bits: str) -> str:
     return f"""
 a = tl.abs(x)
 b = tl.abs(y)
-most = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-least = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+most = tl.maximum(a, b, {ALL_NAN})
+least = tl.minimum(a, b, {ALL_NAN})
 t = {divide.format("least", "tl.where(most == 0.0, 1.0, most)")}
 t = tl.where((least == most) & (most > 0.0), 1.0, t)  # of two infinities too
 steep = t > {_number(0.41421356237309503, bits)}
@@ -140,10 +142,10 @@ _SERIES = tuple(1.0 / k for k in range(25, 3, -2))
 _POW64 = f"""
 # y ln|x| to twice the digits, because e^ makes units of its last place 700 times as large
 a = tl.abs(x)
-w = tl.maximum(tl.minimum(y, 73786976294838206464.0, propagate_nan=tl.PropagateNan.ALL),
-               -73786976294838206464.0, propagate_nan=tl.PropagateNan.ALL)
+w = tl.maximum(tl.minimum(y, 73786976294838206464.0, {ALL_NAN}),
+               -73786976294838206464.0, {ALL_NAN})
 plain = (a > 0.0) & (a < float("inf")) & (tl.abs(y) < float("inf"))
-small = a < {_number(TINY, "64")}
+small = a < {wide(TINY)}
 bits = tl.where(small, a * 18014398509481984.0, a).to(tl.int64, bitcast=True)
 # |x| = 2^k m with m from sqrt(1/2) to sqrt(2)
 bits = bits - 4604544271217802189
@@ -162,8 +164,8 @@ s_low = (((u - h) - l) - s * d_low) / d
 h, l = _times2(s, s)
 z = h
 z_low = l + 2.0 * s * s_low
-g, g_low = _times2(z, {_number(1.0 / 3.0, "64")})
-g_low = g_low + (z * {_number(1.850371707708594e-17, "64")} + z_low * {_number(1.0 / 3.0, "64")})
+g, g_low = _times2(z, {wide(1.0 / 3.0)})
+g_low = g_low + (z * {wide(1.850371707708594e-17)} + z_low * {wide(1.0 / 3.0)})
 {_horner("q", "z", _SERIES, "64")}
 g_low = g_low + z * z * q
 # 2 s (1 + g), then k ln 2 to it
@@ -172,8 +174,8 @@ l = l + (s * g_low + s_low * g)
 t, e = _plus2(s, h)
 e = 2.0 * (e + (l + s_low))
 t = 2.0 * t
-h, l = _plus2(k * {_number(0.6931471803691238, "64")}, t)
-l = l + (e + k * {_number(1.9082149292705877e-10, "64")})
+h, l = _plus2(k * {wide(0.6931471803691238)}, t)
+l = l + (e + k * {wide(1.9082149292705877e-10)})
 h, l = _plus2(h, l)
 # y times that
 p, e = _times2(h, w)
@@ -222,14 +224,14 @@ return s, (x - (s - t)) + (y - t)
 """
 
 BODIES = {
-    "_fmod": ("x, y", _fmod(wide=False)),
-    "_fmod64": ("x, y", _fmod(wide=True)),
-    "_atan2": ("y, x", _atan2("32")),
-    "_atan264": ("y, x", _atan2("64")),
-    "_pow": ("x, y", _POW),
-    "_pow64": ("x, y", _POW64),
-    "_power": ("x, y", _POWER),
-    "_times2": ("x, y", _TIMES2),
-    "_plus2": ("x, y", _PLUS2),
+    "_fmod(x, y)": _fmod(double=False),
+    "_fmod64(x, y)": _fmod(double=True),
+    "_atan2(y, x)": _atan2("32"),
+    "_atan264(y, x)": _atan2("64"),
+    "_pow(x, y)": _POW,
+    "_pow64(x, y)": _POW64,
+    "_power(x, y)": _POWER,
+    "_times2(x, y)": _TIMES2,
+    "_plus2(x, y)": _PLUS2,
 }
-NEEDS = {"_pow64": ("_times2", "_plus2")}
+SOURCES = [f"{head}:\n{indent(body.strip(), '    ')}" for head, body in BODIES.items()]

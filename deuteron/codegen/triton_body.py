@@ -10,19 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine
-from deuteron.codegen.scalar import (
-    Inside,
-    Load,
-    Position,
-    Reduce,
-    ScalarProgram,
-    Statement,
-    Store,
-    reads,
-    show,
-)
-from deuteron.codegen.softmax import Softmax, softmaxes
+from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
 from deuteron.codegen.triton_index import Lookup, Space, Tokens, condition, offset
 from deuteron.codegen.triton_math import AS_MAX, Arithmetic, across, identity
 from deuteron.ops.formula import Arg, Compute, Const
@@ -32,7 +22,7 @@ def arithmetic(program: ScalarProgram) -> Arithmetic:
     """How exact this program must be: 16-bit results forgive the fast exponential."""
     stored = [s.dtype for s in program.statements if isinstance(s, Store)]
     exact = any(not d.is_low for d in stored)
-    pairs, shifted = softmaxes(program)
+    pairs, shifted = scalar.softmaxes(program)
     totals = frozenset(p.total.name for p in pairs)
     return Arithmetic(program.wide, exact, shifted, totals, _beside_one(program))
 
@@ -94,12 +84,12 @@ class Body:
                 self._load_pair(*self.pairs[s.name])
             elif isinstance(s, Load):
                 self._load(s, suffix)
-            elif isinstance(s, Inside):
+            elif isinstance(s, scalar.Inside):
                 conds, tokens = condition(s.guards, self.spaces, suffix, self._lookup(suffix))
                 text = " & ".join(conds) or "tl.full((), 1, tl.int1)"
                 self.tokens[s.name] = tokens
                 self.line(f"{self.name(s.name, suffix)} = {text}", self._show(s))
-            elif isinstance(s, Position):
+            elif isinstance(s, scalar.Position):
                 text, self.tokens[s.name] = self._offset(s.index, suffix)
                 self.line(f"{self.name(s.name, suffix)} = ({text}).to(tl.int64)", self._show(s))
             elif isinstance(s, Compute):
@@ -121,7 +111,7 @@ class Body:
     def _show(self, s: Statement) -> str:
         if isinstance(s, Load | Store):
             s = replace(s, tensor=self.arguments[s.tensor])
-        return show(s)
+        return scalar.show(s)
 
     def _masks(self, tokens: Tokens, suffix: str) -> list[str]:
         return [
@@ -209,11 +199,11 @@ class Body:
         over = ", ".join(f"{v.name}: {v.size}" for v in self.program.inner)
         line = f"{s.name} = {self.finish(s, self.masked(s))}"
         if s.seldom and self.flat_row:  # a row of its own: it can be left out
-            self.line(f"{s.name} = {s.seldom}", show(s, over))
+            self.line(f"{s.name} = {s.seldom}", scalar.show(s, over))
             self.line(f'if {s.seldom} == float("inf"):')
             self.line("    " + line)
         else:
-            self.line(line, show(s, over))
+            self.line(line, scalar.show(s, over))
         self.row_value(s.name)
 
 
@@ -252,7 +242,7 @@ def closure(program: ScalarProgram, wanted: Iterable[str]) -> Sequence[Statement
     return found[::-1]
 
 
-def depths(program: ScalarProgram, together: Iterable[Softmax] = ()) -> dict[str, int]:
+def depths(program: ScalarProgram, together: Iterable[scalar.Softmax] = ()) -> dict[str, int]:
     """Value → how many passes it waits for; reductions found ``together`` are one pass."""
     found: dict[str, int] = {}
     joined = {pair.total.name: pair.top.name for pair in together}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import prod
 
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.scalar import Guard, Load, ScalarProgram, Store, merge_axes
@@ -30,10 +31,7 @@ class Space:
 
     @property
     def size(self) -> int:
-        total = 1
-        for v in self.axes:
-            total *= v.size
-        return total
+        return prod(v.size for v in self.axes)
 
 
 def offset(e: Affine, spaces: Iterable[Space], suffix: str, lookup: Lookup) -> tuple[str, Tokens]:

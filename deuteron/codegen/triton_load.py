@@ -66,19 +66,6 @@ def compiled(rendered: Rendered, launch: Launch, aligned: bool = True, target: A
     return compile_triton(ASTSource(fn, signature, attrs=attrs), options, target)
 
 
-def interpreted(
-    rendered: Rendered, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]
-) -> None:
-    """Run through Triton's own launch path: the interpreter, where that is switched on."""
-    given = {**inputs, **outputs}
-    device = next(iter(given.values())).device
-    for p in rendered.partials:
-        given[f"#{p.name}"] = torch.empty(p.count, dtype=DTYPES[p.dtype], device=device)
-    for launch in rendered.launches:
-        fn = functions(rendered.source)[launch.function]
-        fn[(launch.grid,)](*[given[a] for a in launch.arguments], num_warps=rendered.warps)
-
-
 class Launcher:
     """Calls a rendered program with the least that a launch needs: addresses and a stream.
 
@@ -95,12 +82,9 @@ class Launcher:
             self.scratch[f"#{p.name}"] = offset
             offset += -(-p.count * DTYPES[p.dtype].itemsize // 256) * 256
         self.workspace = offset
-        self.slots = [
-            [given.index(a) if a in given else a for a in launch.arguments]
-            for launch in rendered.launches
-        ]
-        used = {s for slots in self.slots for s in slots if isinstance(s, int)}
-        self.used = sorted(used)
+        calls = [launch.arguments for launch in rendered.launches]
+        self.slots = [[given.index(a) if a in given else a for a in names] for names in calls]
+        self.used = sorted({s for slots in self.slots for s in slots if isinstance(s, int)})
         self.aligned = self._bind(True)
         self.unaligned: list[Callable[..., None]] | None = None
         self.plain = len(self.slots) == 1 and self.slots[0] == list(range(len(given)))
@@ -143,27 +127,8 @@ def bound(kernel: Any) -> Callable[..., None]:
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     bare = getattr(run, "launch", None)
     if bare is None or scratch:  # another version of Triton: its own way in
-        return lambda x, y, z, stream, *args: run(
-            x, y, z, stream, function, metadata, None, None, None, *args
-        )
-    together, early = run.launch_cooperative_grid, run.launch_pdl
-
-    def call(x: int, y: int, z: int, stream: int, *args: Any) -> None:
-        bare(
-            x,
-            y,
-            z,
-            stream,
-            function,
-            together,
-            early,
-            None,
-            None,
-            metadata,
-            None,
-            None,
-            None,
-            *args,
-        )
-
-    return call
+        known = (function, metadata, None, None, None)
+        return lambda x, y, z, stream, *args: run(x, y, z, stream, *known, *args)
+    how = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    fixed = (function, *how, metadata, None, None, None)
+    return lambda x, y, z, stream, *args: bare(x, y, z, stream, *fixed, *args)

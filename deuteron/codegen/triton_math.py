@@ -13,213 +13,148 @@ that x·y - x·y is 0. Only the helpers fuse, by ``tl.fma``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 
-from deuteron.codegen import normal, triton_binary
+from deuteron.codegen import triton_binary
+from deuteron.codegen.tables import NORMAL_FAR, NORMAL_GONE, NORMAL_TAIL, NORMAL_WIDE, pairs
+from deuteron.codegen.triton_binary import ALL_NAN, wide
 from deuteron.ops import random
 from deuteron.ops.formula import Compute, Const
 
-POINTERS = {
-    "f64": "*fp64",
-    "f32": "*fp32",
-    "f16": "*fp16",
-    "bf16": "*bf16",
-    "i64": "*i64",
-    "i32": "*i32",
-    "i16": "*i16",
-    "i8": "*i8",
-    "u8": "*u8",
-    "bool": "*i1",
-}
-NAMES = {
-    "f64": "tl.float64",
-    "f32": "tl.float32",
-    "f16": "tl.float16",
-    "bf16": "tl.bfloat16",
-    "i32": "tl.int32",
-    "i16": "tl.int16",
-    "i8": "tl.int8",
-    "u8": "tl.uint8",
-}
-ALL_NAN = "propagate_nan=tl.PropagateNan.ALL"
+POINTERS = pairs(
+    "f64 *fp64 f32 *fp32 f16 *fp16 bf16 *bf16 i64 *i64 i32 *i32 i16 *i16 i8 *i8 u8 *u8 bool *i1"
+)
+NAMES = pairs(
+    """
+    f64 tl.float64  f32 tl.float32  f16 tl.float16  bf16 tl.bfloat16
+    i32 tl.int32    i16 tl.int16    i8 tl.int8      u8 tl.uint8
+    """
+)
 
 
-def helper(name: str, args: str, body: str) -> str:
-    lines = "\n".join("    " + line for line in body.strip().splitlines())
-    return f"@triton.jit\ndef {name}({args}):\n{lines}\n"
+LOG2_E = 1.4426950408889634
+EXPM1 = """    # Kahan: the error of u = e^x is undone by dividing by its own logarithm
+    u = {exp}(x)
+    d = u - 1.0
+    near = d * (x / tl.log(u))
+    return tl.where(d == 0.0, x, tl.where(tl.abs(x) > 1.0, d, near))"""
 
-
-def _wide(number: float) -> str:
-    """A number of float64, of which a plain one would keep the first half."""
-    return f"tl.full((), {number!r}, tl.float64)"
-
-
-EXPM1 = """
-# Kahan: the error of u = e^x is undone by dividing by its own logarithm
-u = {exp}(x)
-d = u - 1.0
-near = d * (x / tl.log(u))
-return tl.where(d == 0.0, x, tl.where(tl.abs(x) > 1.0, d, near))
-"""
-
-RANDOM = """
 # words of ops/random.py: two rounds of mixing per element, the seed's part once
-b = _mix(_mix(seed.to(tl.uint32) + tl.full((), {golden}, tl.uint32)) ^ (seed >> 32).to(tl.uint32))
-c = _mix({high})
-return (_mix(_mix(place.to(tl.uint32) ^ c) + b) >> {drop}).to(tl.int64)
-"""
+RANDOM = f"""    golden = tl.full((), {random.GOLDEN}, tl.uint32)
+    b = _mix(_mix(seed.to(tl.uint32) + golden) ^ (seed >> 32).to(tl.uint32))
+    c = _mix({{high}})
+    return (_mix(_mix(place.to(tl.uint32) ^ c) + b) >> {32 - random.BITS}).to(tl.int64)"""
 
-HELPERS = {
-    "_mix": helper(
-        "_mix",
-        "h",
-        f"""
-h = h ^ (h >> 16)
-h = h * tl.full((), {random.FIRST}, tl.uint32)
-h = h ^ (h >> 15)
-h = h * tl.full((), {random.SECOND}, tl.uint32)
-return h ^ (h >> 16)
-""",
-    ),
-    "_random": helper(
-        "_random",
-        "seed, place",
-        RANDOM.format(golden=random.GOLDEN, high="b", drop=32 - random.BITS),
-    ),
-    "_random_far": helper(
-        "_random_far",
-        "seed, place",
-        RANDOM.format(
-            golden=random.GOLDEN, high="b ^ (place >> 32).to(tl.uint32)", drop=32 - random.BITS
-        ),
-    ),
-    "_largest": helper("_largest", "a, b", f"return tl.maximum(a, b, {ALL_NAN})"),
-    "_smallest": helper("_smallest", "a, b", f"return tl.minimum(a, b, {ALL_NAN})"),
-    "_times": helper("_times", "a, b", "return a * b"),
-    "_exp": helper(
-        "_exp",
-        "x",
-        # the first factor of n has nine bits, so the product is exact; 2^(n-1) cannot overflow
-        f"""
-# e^x = 2^n 2^(r log2 e), r = x - n ln 2 in two exact steps
-x = tl.maximum(tl.minimum(x, 89.0, {ALL_NAN}), -105.0, {ALL_NAN})
-n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))
-r = tl.fma(n, 2.12194440e-4, tl.fma(n, -0.693359375, x))
-return tl.exp2(r * 1.4426950408889634) * 2.0 * tl.exp2(n - 1.0)
-""",
-    ),
-    "_exp_normal": helper(
-        "_exp_normal",
-        "x",
-        f"""
-# e^x = 2^t 2^(x log2 e - t), t the rounded product, whose error is added; 0 below 2^-126
-x = tl.maximum(tl.minimum(x, 89.0, {ALL_NAN}), -105.0, {ALL_NAN})
-t = x * 1.4426950408889634
-d = tl.fma(x, 1.925963033500011e-08, tl.fma(x, 1.4426950216293335, -t))
-return tl.exp2(t) * tl.fma(d, 0.6931471805599453, 1.0)
-""",
-    ),
-    "_tanh": helper(
-        "_tanh",
-        "x",
-        """
-# a polynomial where 1 - 2 / (e^2x + 1) would cancel
-a = tl.abs(x)
-z = x * x
-p = tl.fma(z, -5.70498872745e-3, 2.06390887954e-2)
-p = tl.fma(p, z, -5.37397155531e-2)
-p = tl.fma(p, z, 1.33314422036e-1)
-p = tl.fma(p, z, -3.33332819422e-1)
-far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(a, 20.0, propagate_nan=tl.PropagateNan.ALL)) + 1.0)
-return tl.where(a < 0.625, tl.fma(x * z, p, x), tl.where(x < 0, -far, far))
-""",
-    ),
-    "_tanh16": helper(
-        "_tanh16",
-        "x",
-        """
-# for a result of 16 bits: the quotient cancels only where x - x^3 / 3 has 20 bits
-far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-return tl.where(tl.abs(x) < 0.05, tl.fma(x * x * x, -0.33333333, x), far)
-""",
-    ),
-    "_tanh64": helper(
-        "_tanh64",
-        "x",
-        """
-e = _expm164(2.0 * tl.minimum(tl.abs(x), 30.0, propagate_nan=tl.PropagateNan.ALL))
-y = e / (e + 2.0)
-return tl.where(x < 0, -y, y)
-""",
-    ),
-    "_ndtr": helper(
-        "_ndtr",
-        "x",
-        f"""
-# the normal distribution: 2^q(|x|), or what is left of 1; nothing cancels
-a = tl.minimum(tl.abs(x), {normal.GONE}, {ALL_NAN})
-q = tl.fma(a, {normal.TAIL[0]!r}, {normal.TAIL[1]!r})
+
+def fused(name: str, x: str, coefficients: Iterable[str]) -> str:
+    """The rest of a polynomial of ``x`` by Horner, from the second step on."""
+    return "\n".join(f"    {name} = tl.fma({name}, {x}, {k})" for k in coefficients)
+
+
+# Functions that are written out, as Triton text. Those without a number in their name are for
+# float32, those with 16 for results of 16 bits, those with 64 for float64.
+SOURCES = f"""
+def _random(seed, place):
+{RANDOM.format(high="b")}
+
+def _random_far(seed, place):
+{RANDOM.format(high="b ^ (place >> 32).to(tl.uint32)")}
+
+def _mix(h):
+    h = h ^ (h >> 16)
+    h = h * tl.full((), {random.FIRST}, tl.uint32)
+    h = h ^ (h >> 15)
+    h = h * tl.full((), {random.SECOND}, tl.uint32)
+    return h ^ (h >> 16)
+
+def _largest(a, b):
+    return tl.maximum(a, b, {ALL_NAN})
+
+def _smallest(a, b):
+    return tl.minimum(a, b, {ALL_NAN})
+
+def _times(a, b):
+    return a * b
+
+def _exp(x):
+    # e^x = 2^n 2^(r log2 e), r = x - n ln 2 in two exact steps
+    x = tl.maximum(tl.minimum(x, 89.0, {ALL_NAN}), -105.0, {ALL_NAN})
+    n = tl.floor(tl.fma(x, {LOG2_E}, 0.5))
+    r = tl.fma(n, 2.12194440e-4, tl.fma(n, -0.693359375, x))
+    return tl.exp2(r * {LOG2_E}) * 2.0 * tl.exp2(n - 1.0)
+
+def _exp_normal(x):
+    # e^x = 2^t 2^(x log2 e - t), t the rounded product, whose error is added; 0 below 2^-126
+    x = tl.maximum(tl.minimum(x, 89.0, {ALL_NAN}), -105.0, {ALL_NAN})
+    t = x * {LOG2_E}
+    d = tl.fma(x, 1.925963033500011e-08, tl.fma(x, 1.4426950216293335, -t))
+    return tl.exp2(t) * tl.fma(d, 0.6931471805599453, 1.0)
+
+def _tanh(x):
+    # a polynomial where 1 - 2 / (e^2x + 1) would cancel
+    a = tl.abs(x)
+    z = x * x
+    p = tl.fma(z, -5.70498872745e-3, 2.06390887954e-2)
+    p = tl.fma(p, z, -5.37397155531e-2)
+    p = tl.fma(p, z, 1.33314422036e-1)
+    p = tl.fma(p, z, -3.33332819422e-1)
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(a, 20.0, {ALL_NAN})) + 1.0)
+    return tl.where(a < 0.625, tl.fma(x * z, p, x), tl.where(x < 0, -far, far))
+
+def _tanh16(x):
+    # for a result of 16 bits: the quotient cancels only where x - x^3 / 3 has 20 bits
+    far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+    return tl.where(tl.abs(x) < 0.05, tl.fma(x * x * x, -0.33333333, x), far)
+
+def _tanh64(x):
+    e = _expm164(2.0 * tl.minimum(tl.abs(x), 30.0, {ALL_NAN}))
+    y = e / (e + 2.0)
+    return tl.where(x < 0, -y, y)
+
+def _ndtr(x):
+    # the normal distribution: 2^q(|x|), or what is left of 1; nothing cancels
+    a = tl.minimum(tl.abs(x), {NORMAL_GONE}, {ALL_NAN})
+    q = tl.fma(a, {NORMAL_TAIL[0]!r}, {NORMAL_TAIL[1]!r})
+{fused("q", "a", map(repr, NORMAL_TAIL[2:]))}
+    p = tl.exp2(q)
+    return tl.where(x < 0, p, 1.0 - p)
+
+def _ndtr64(x):
+    # as _ndtr, with what a * a loses by rounding added in the exponent
+    a = tl.minimum(tl.abs(x), {NORMAL_FAR}, {ALL_NAN})
+    h = a * a
+    t = 1.0 / tl.fma(a, 0.25, 1.0)
+    s = tl.fma(t, 2.0, -1.0)
+    r = {wide(NORMAL_WIDE[0])}
+{fused("r", "s", map(wide, NORMAL_WIDE[1:]))}
+    p = t * tl.exp(h * -0.5) * tl.exp(tl.fma(tl.fma(a, a, -h), -0.5, r))
+    return tl.where(x < 0, p, 1.0 - p)
+
+def _expm1(x):
+{EXPM1.format(exp="_exp")}
+
+def _expm164(x):
+{EXPM1.format(exp="tl.exp")}
+
+def _log1p(x):
+    u = 1.0 + x
+    d = u - 1.0
+    near = tl.log(u) * (x / d)
+    return tl.where(d == 0.0, x, tl.where(tl.abs(x) > 4.0, tl.log(u), near))
+
+def _round(x):
+    # adding 1.5 * 2^23 leaves no room for a fraction: rounds half to even
+    return tl.where(tl.abs(x) < 4194304.0, (x + 12582912.0) - 12582912.0, x)
+
+def _round64(x):
+    m = tl.full((), 6755399441055744.0, tl.float64)
+    return tl.where(tl.abs(x) < 2251799813685248.0, (x + m) - m, x)
 """
-        + "".join(f"q = tl.fma(q, a, {k!r})\n" for k in normal.TAIL[2:])
-        + """
-p = tl.exp2(q)
-return tl.where(x < 0, p, 1.0 - p)
-""",
-    ),
-    "_ndtr64": helper(
-        "_ndtr64",
-        "x",
-        f"""
-# as _ndtr, with what a * a loses by rounding added in the exponent
-a = tl.minimum(tl.abs(x), {normal.FAR}, {ALL_NAN})
-h = a * a
-t = 1.0 / tl.fma(a, 0.25, 1.0)
-s = tl.fma(t, 2.0, -1.0)
-r = {_wide(normal.WIDE[0])}
-"""
-        + "".join(f"r = tl.fma(r, s, {_wide(k)})\n" for k in normal.WIDE[1:])
-        + """
-p = t * tl.exp(h * -0.5) * tl.exp(tl.fma(tl.fma(a, a, -h), -0.5, r))
-return tl.where(x < 0, p, 1.0 - p)
-""",
-    ),
-    "_expm1": helper("_expm1", "x", EXPM1.format(exp="_exp")),
-    "_expm164": helper("_expm164", "x", EXPM1.format(exp="tl.exp")),
-    "_log1p": helper(
-        "_log1p",
-        "x",
-        """
-u = 1.0 + x
-d = u - 1.0
-near = tl.log(u) * (x / d)
-return tl.where(d == 0.0, x, tl.where(tl.abs(x) > 4.0, tl.log(u), near))
-""",
-    ),
-    "_round": helper(
-        "_round",
-        "x",
-        """
-# adding 1.5 * 2^23 leaves no room for a fraction: rounds half to even
-return tl.where(tl.abs(x) < 4194304.0, (x + 12582912.0) - 12582912.0, x)
-""",
-    ),
-    "_round64": helper(
-        "_round64",
-        "x",
-        """
-m = tl.full((), 6755399441055744.0, tl.float64)
-return tl.where(tl.abs(x) < 2251799813685248.0, (x + m) - m, x)
-""",
-    ),
-    **{name: helper(name, *given) for name, given in triton_binary.BODIES.items()},
-}
-NEEDS = {
-    "_tanh64": ("_expm164",),
-    "_expm1": ("_exp",),
-    "_random": ("_mix",),
-    "_random_far": ("_mix",),
-    **triton_binary.NEEDS,
-}
+TEXTS = [*SOURCES.split("\ndef ")[1:], *triton_binary.SOURCES]
+HELPERS = {text.partition("(")[0]: f"@triton.jit\ndef {text.strip()}\n" for text in TEXTS}
+CALLED = re.compile(r"(?<![\w.])_\w+(?=\()")
+NEEDS = {name: set(CALLED.findall(text)) - {name} for name, text in HELPERS.items()}
 
 
 LOG2_E = 1.4426950408889634
@@ -251,7 +186,7 @@ class Arithmetic:
         return {"float": self.float, "int": "tl.int64", "bool": "tl.int1"}[kind]
 
     def need(self, name: str) -> str:
-        for other in NEEDS.get(name, ()):
+        for other in sorted(NEEDS[name]):
             self.need(other)
         self.used[name] = None
         return name
@@ -355,9 +290,6 @@ class Arithmetic:
     def _wrapped(self, s: Compute, args: Sequence[str]) -> str:
         return f"{args[0]}.to({NAMES[dict(s.attrs)['dtype']]}).to(tl.int64)"
 
-    def _select(self, s: Compute, args: Sequence[str]) -> str:
-        return f"tl.where({args[0]}, {args[1]}, {args[2]})"
-
     def _to_float(self, s: Compute, args: Sequence[str]) -> str:
         return f"{args[0]}.to({self.float})"
 
@@ -365,33 +297,14 @@ class Arithmetic:
         return f"{args[0]}.to({NAMES[dict(s.attrs)['dtype']]}).to({self.float})"
 
 
-BINARY = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "and": "&",
-    "or": "|",
-    "quotient": "//",
-}
+BINARY = pairs("add + sub - mul * eq == ne != lt < le <= gt > ge >= and & or | quotient //")
 CALLS = {
-    "abs": "tl.abs({0})",
-    "exp2": "tl.exp2({0})",
-    "log": "tl.log({0})",
-    "erf": "tl.erf({0})",
-    "sin": "tl.sin({0})",
-    "cos": "tl.cos({0})",
-    "floor": "tl.floor({0})",
-    "ceil": "tl.ceil({0})",
+    **{name: f"tl.{name}({{0}})" for name in "abs exp2 log erf sin cos floor ceil".split()},
     "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))",
     "not": "{0} == 0",
     "to_bool": "{0} != 0",
     "to_int": "{0}.to(tl.int64)",
+    "select": "tl.where({0}, {1}, {2})",
 }
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from deuteron.codegen import scalar
 from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
-from deuteron.codegen.softmax import Softmax, softmaxes
 from deuteron.codegen.triton_body import Body, closure, depths
 from deuteron.codegen.triton_index import Space
 from deuteron.codegen.triton_math import combine, identity
@@ -43,9 +43,9 @@ class Passes:
     def __init__(self, program: ScalarProgram, unroll: int, splits: int) -> None:
         self.program, self.unroll, self.splits = program, unroll, max(splits, 1)
         self.shared = 1  # programs that share a row in the kernel being written
-        self.pairs: list[Softmax] = []
+        self.pairs: list[scalar.Softmax] = []
         taken: set[str] = set()
-        for pair in softmaxes(program)[0]:  # a reduction belongs to one pair at most
+        for pair in scalar.softmaxes(program)[0]:  # a reduction belongs to one pair at most
             if pair.top.name not in taken:
                 self.pairs.append(pair)
                 taken |= {pair.top.name, pair.total.name}
@@ -236,7 +236,7 @@ class Passes:
 
         self._loop(body, block, [*self._needed(at), *self._stores(at)], inside)
 
-    def _online(self, body: Body, pair: Softmax, copies: list[str]) -> None:
+    def _online(self, body: Body, pair: scalar.Softmax, copies: list[str]) -> None:
         m, s = f"a_{pair.top.name}", f"a_{pair.total.name}"
         xs = []
         for suffix in copies:
@@ -252,7 +252,7 @@ class Passes:
         body.line(f"{s} = {s} * {e(f'{m} - top')} + ({terms})")
         body.line(f"{m} = top")
 
-    def _pair_of(self, r: Reduce) -> Softmax | None:
+    def _pair_of(self, r: Reduce) -> scalar.Softmax | None:
         return next((p for p in self.pairs if r in (p.top, p.total)), None)
 
     def _close(self, body: Body, at: int, prefix: str, part: bool = False) -> None:

@@ -312,16 +312,12 @@ def weight_grad(low: Lowering, node: Node, value: str) -> Arg:
 
 
 WINDOWS: dict[str, Window] = {
-    "max_pool": _largest,
-    "max_pool_with_winners": _largest,
+    **dict.fromkeys(("max_pool", "max_pool_with_winners", "adaptive_max_pool"), _largest),
+    **dict.fromkeys(("avg_pool", "adaptive_avg_pool"), _mean),
+    **dict.fromkeys(("avg_pool_grad", "adaptive_avg_pool_grad"), _mean_grad),
     "max_pool_winners_grad": _winners_grad,
-    "adaptive_max_pool": _largest,
     "weighted_pool": _weighted,
     "weighted_pool_dx": _weighted_grad,
     "resize": _repeated,
     "resize_grad": _repeated_grad,
-    "avg_pool": _mean,
-    "avg_pool_grad": _mean_grad,
-    "adaptive_avg_pool": _mean,
-    "adaptive_avg_pool_grad": _mean_grad,
 }

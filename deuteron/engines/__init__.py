@@ -17,15 +17,8 @@ from deuteron.engines.triton_kernels import TritonKernels
 from deuteron.engines.vendor_fused import VendorFused
 from deuteron.errors import EngineError
 
-BUILT_IN: tuple[Engine, ...] = (
-    TorchEngine(),
-    VendorFused(),
-    TritonGen(),
-    TritonKernels(),
-    CpuGen(),
-    CpuGemm(),
-    InductorEngine(),
-)
+_OURS = (TorchEngine, VendorFused, TritonGen, TritonKernels, CpuGen, CpuGemm, InductorEngine)
+BUILT_IN: tuple[Engine, ...] = tuple(made() for made in _OURS)
 _added: list[Engine] = []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -30,6 +31,30 @@ class Refusal:
     reason: str
     remedy: str = ""
     quiet: bool = False
+
+
+class Refused(Exception):
+    """Raised where somebody finds out why a region cannot be run. ``args``: the refusal."""
+
+
+def refuse_if(wrong: object, reason: str, remedy: str = "", quiet: bool = False) -> None:
+    """Stop with a refusal if something is wrong; who asked for a verdict makes it one."""
+    if wrong:
+        raise Refused(Refusal(reason, remedy, quiet))
+
+
+def as_answer(check: Callable[..., Refusal | None]) -> Callable[..., Refusal | None]:
+    """``check``, with a refusal that it raises as its answer."""
+
+    @wraps(check)
+    def asked(*args: Any) -> Refusal | None:
+        try:
+            return check(*args)
+        except Refused as found:
+            refusal: Refusal = found.args[0]
+            return refusal
+
+    return asked
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
-from deuteron.engines.cpu_group_norm import GROUP_NORM
-from deuteron.engines.cpu_layout import TO_LAYOUT
-from deuteron.engines.cpu_norm import NORM
+from deuteron.engines.cpu_norm import GROUP_NORM, NORM
 from deuteron.engines.cpu_product import PRODUCT
-from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, WINOGRAD
+from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, TO_LAYOUT, WINOGRAD
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -35,8 +33,8 @@ class CpuGemm(RecipeEngine):
     kind = "cpu"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        special = (WINOGRAD, DEPTHWISE, ATTENTION)
-        return (PRODUCT, *special, TO_LAYOUT, NORM, GROUP_NORM)
+        products, norms = (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION), (NORM, GROUP_NORM)
+        return (*products, TO_LAYOUT, *norms)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

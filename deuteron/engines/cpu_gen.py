@@ -12,34 +12,28 @@ import torch
 
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
-from deuteron.codegen.lower import lower
 from deuteron.codegen.parts import in_parts
-from deuteron.codegen.phases import in_phases
 from deuteron.codegen.scalar import Guard, Load, ScalarProgram, overwritable, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.codegen.triton_passes import passes_needed
-from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.indices import checked, lookups
-from deuteron.engines.match import places_of
-from deuteron.engines.roofline import PRODUCT, is_product, region_bound
+from deuteron.engines.match import places_of, scalar_program
+from deuteron.engines.roofline import refuse_product, region_bound
 from deuteron.ir.region import Region
 from deuteron.ops import table
-from deuteron.ops.formula import CannotLower, Compute, Const
+from deuteron.ops.formula import Compute, Const
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 SECONDS = {  # per element on one core, beyond what hides behind the loads
-    "exp": 1.2e-9,
-    "exp2": 1.2e-9,
+    **dict.fromkeys(("exp", "exp2"), 1.2e-9),
+    **dict.fromkeys(("log", "quotient"), 2.0e-9),
+    **dict.fromkeys(("sin", "cos"), 2.5e-9),
+    **dict.fromkeys(("div", "sqrt"), 0.6e-9),
     "erf": 1.4e-9,
     "tanh": 1.5e-9,
-    "log": 2.0e-9,
-    "sin": 2.5e-9,
-    "cos": 2.5e-9,
     "ndtr": 1.6e-9,
-    "div": 0.6e-9,
-    "sqrt": 0.6e-9,
-    "quotient": 2.0e-9,
 }
 CALL_SECONDS = 1e-6
 SCALAR_SECONDS = 0.5e-9  # more for each statement and element where nothing can be a vector
@@ -52,25 +46,18 @@ LIBRARY = frozenset({"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "expm1",
 LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64, and pow
 
 
-@lru_cache(maxsize=4096)
-def _program(region: Region) -> ScalarProgram | CannotLower:
-    try:
-        return in_phases(lower(region))
-    except CannotLower as reason:
-        return reason
+phased = lru_cache(maxsize=4096)(in_phases)
 
 
-def program_of(region: Region) -> ScalarProgram | Refusal:
-    """The region's scalar program if this machine can render it."""
-    found = _program(region)
-    if isinstance(found, CannotLower):
-        return Refusal(found.reason, found.remedy)
+def program_of(region: Region) -> ScalarProgram:
+    """The region's scalar program, which this machine can render."""
+    found = phased(scalar_program(region))
     divisions = (s for s in found.statements if isinstance(s, Compute) and s.op == "quotient")
-    if any(not isinstance(s.args[1], Const) for s in divisions):
-        return Refusal(
-            "integers are divided by a tensor, which may hold a 0, and torch raises for it",
-            "divide by a number, or cast to a float",
-        )
+    refuse_if(
+        any(not isinstance(s.args[1], Const) for s in divisions),
+        "integers are divided by a tensor, which may hold a 0, and torch raises for it",
+        "divide by a number, or cast to a float",
+    )
     return found
 
 
@@ -140,27 +127,21 @@ class CpuGen:
     name = "cpu_gen"
     version = "4"
 
-    def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
-        if target.is_cuda:
-            return Refusal("is a CPU engine", quiet=True)
-        if not openmp.available():
-            return Refusal("llvmlite is not installed", "pip install llvmlite")
-        if all(table.get(node.op).view for node in region.nodes):
-            return Refusal("only views: torch answers without touching memory", quiet=True)
-        if is_product(region.graph, region.nodes):
-            return PRODUCT
-        indices = lookups(region)
-        if isinstance(indices, Refusal):
-            return indices
-        found = program_of(region)
-        return found if isinstance(found, Refusal) else None
+    @as_answer
+    def refuse(self, region: Region, target: Target, policy: Policy) -> None:
+        refuse_if(target.is_cuda, "is a CPU engine", quiet=True)
+        refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
+        views = all(table.get(node.op).view for node in region.nodes)
+        refuse_if(views, "only views: torch answers without touching memory", quiet=True)
+        refuse_product(region)
+        lookups(region)
+        program_of(region)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         return [Candidate(self.name, self.version, build_s=0.1)]
 
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
         found = program_of(region)
-        assert isinstance(found, ScalarProgram)
         work = _work(found)
         if not is_vector(found):
             work += SCALAR_SECONDS * len(found.statements) * found.rows * found.columns
@@ -174,7 +155,6 @@ class CpuGen:
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         found = program_of(region)
-        assert isinstance(found, ScalarProgram)
         programs = in_parts(found) or (found,)
         words: dict[str, Word] = {v: Argument(i) for i, v in enumerate(region.inputs)}
         words |= {v: Argument(len(region.inputs) + i) for i, v in enumerate(region.outputs)}
@@ -188,8 +168,7 @@ class CpuGen:
         kernel = Kernel.generated(calls, workspace=4 * room * torch.get_num_threads())
         if len(programs) == 1:
             kernel = replace(kernel, over=places_of(overwritable(found), region))
-        indices = lookups(region)
-        if not isinstance(indices, Refusal) and indices:  # then it is no mere call of native code
+        if indices := lookups(region):  # then it is no mere call of native code
             return replace(kernel, fn=checked(kernel.fn, indices, region.inputs), calls=())
         return kernel
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ import torch
 
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, runner
-from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.match import Chain
-from deuteron.engines.recipes import ALONE, Knobs, Recipe, fits, maybe, must_chain, one_way, place
+from deuteron.engines.base import BuildContext, Kernel, Refusal, refuse_if
+from deuteron.engines.match import Chain, chain
+from deuteron.engines.recipes import Knobs, Recipe, alone, fits, maybe, one_way, place
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -32,38 +33,27 @@ STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
 MOST = 2**31 - 1  # offsets are 32-bit
 
 
-def generated(
-    name: str,
-    refuse: Callable[[Region, Target, Policy], Refusal | None],
-    knobs: Callable[[Region, Target, Policy], Sequence[Knobs]],
-    seconds: Callable[[Region, Target, Knobs], float],
-    build: Callable[[Region, Knobs, BuildContext], Kernel],
-    ops: Collection[str],
-) -> Recipe:
-    """A recipe whose kernel is compiled on this machine."""
-    return Recipe(name, ops, refuse, build, knobs, seconds, 0.15)
+BUILD_S = 0.15  # a kernel is compiled on this machine
 
 
-def on_this_cpu(region: Region, target: Target) -> Refusal | None:
+def refuse_elsewhere(region: Region, target: Target) -> None:
     """What every way needs."""
-    if target.is_cuda:
-        return Refusal("generates code for the CPU", "plan for the CPU: device='cpu'", quiet=True)
-    if not openmp.available():
-        return Refusal("llvmlite is not installed", "pip install llvmlite")
-    types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
-    for t in types:
-        if t.dtype.short not in STORED:
-            return Refusal(f"element type {t.dtype.short}, not f32, f16 or bf16", "cast to float32")
-        if t.dtype.short == "f16" and not converts_half():
-            return Refusal("this CPU has no conversion from f16", "use bfloat16 or float32")
-        if t.numel == 0:
-            return Refusal("a tensor is empty", "nothing to do: torch's own operators run it")
-        if t.storage_numel > MOST:
-            return Refusal(
-                "a tensor has more elements than a 32-bit offset reaches",
-                "split the batch so that every tensor has fewer than 2**31 elements",
-            )
-    return None
+    off = target.is_cuda
+    refuse_if(off, "generates code for the CPU", "plan for the CPU: device='cpu'", quiet=True)
+    refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
+    for t in (region.graph.types[v] for v in (*region.inputs, *region.outputs)):
+        kind = t.dtype.short
+        odd = kind not in STORED
+        refuse_if(odd, f"element type {kind}, not f32, f16 or bf16", "cast to float32")
+        half = kind == "f16" and not converts_half()
+        refuse_if(half, "this CPU has no conversion from f16", "use bfloat16 or float32")
+        nothing = "nothing to do: torch's own operators run it"
+        refuse_if(t.numel == 0, "a tensor is empty", nothing)
+        refuse_if(
+            t.storage_numel > MOST,
+            "a tensor has more elements than a 32-bit offset reaches",
+            "split the batch so that every tensor has fewer than 2**31 elements",
+        )
 
 
 def one_operator(
@@ -77,9 +67,9 @@ def one_operator(
     arithmetic: rows are short, and end in single elements."""
 
     def wrong(region: Region, target: Target, policy: Policy) -> Refusal | None:
-        if len(region.nodes) > 1:
-            return ALONE
-        return on_this_cpu(region, target) or refuse(region, region.nodes[0])
+        node = alone(region)
+        refuse_elsewhere(region, target)
+        return refuse(region, node)
 
     def seconds(region: Region, target: Target, knobs: Knobs) -> float:
         return roof(region, target, region_cost(region).flops / (target.rate("f32") * reached))
@@ -87,34 +77,28 @@ def one_operator(
     def made(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         return build(region, region.nodes[0])
 
-    return Recipe(name, ops, wrong, made, one_way, seconds, 0.15)
+    return Recipe(name, ops, wrong, made, one_way, seconds, BUILD_S)
 
 
 def chain_here(
     region: Region, target: Target, anchors: tuple[str, ...], constant: bool = False
-) -> Chain | Refusal:
+) -> Chain:
     """The region as a product with an epilogue that can be generated."""
-    wrong = on_this_cpu(region, target)
-    if wrong is not None:
-        return wrong
-    c = fits(region, anchors, constant)
-    if isinstance(c, Refusal):
-        return c
-    if c.act is not None and not is_scalar(table.get(c.act.op)):
-        return Refusal(f"{c.act_name} has no formula", "give its OpDef one")
-    if c.anchor.op == "conv" and c.anchor.attrs["transposed"]:
-        return Refusal("the convolution is transposed", "upsample and convolve instead")
-    inner = 1 if c.anchor.op == "conv" else -1
-    named = [("result", c.out)]
-    if c.anchor.op == "conv":
-        named.append(("input", c.x))
+    refuse_elsewhere(region, target)
+    c, types = fits(region, anchors, constant), region.graph.types
+    formula = c.act is None or is_scalar(table.get(c.act.op))
+    refuse_if(not formula, f"{c.act_name} has no formula", "give its OpDef one")
+    conv = c.anchor.op == "conv"
+    turned = conv and c.anchor.attrs["transposed"]
+    refuse_if(turned, "the convolution is transposed", "upsample and convolve instead")
+    named = {"result": c.out} | ({"input": c.x} if conv else {})
     if c.residual is not None:
-        named.append(("residual", region.graph.types[c.residual]))
-    for what, t in named:
-        if t.rank and t.shape[inner] > 1 and t.strides[inner] != 1:
-            if inner == 1:
-                return Refusal(f"the {what} is not in nhwc", "use Policy(layout='auto')")
-            return Refusal(f"the rows of the {what} are not contiguous", "make it contiguous")
+        named["residual"] = types[c.residual]
+    inner = 1 if conv else -1
+    for what, t in named.items():
+        apart = t.rank and t.shape[inner] > 1 and t.strides[inner] != 1
+        refuse_if(apart and conv, f"the {what} is not in nhwc", "use Policy(layout='auto')")
+        refuse_if(apart, f"the rows of the {what} are not contiguous", "make it contiguous")
     return c
 
 
@@ -189,15 +173,9 @@ def sizes(c: Chain, padded: bool = False) -> Sizes:
     taps, each = math.prod(kernel), c.weight.shape[1]
     joined = a["groups"] == 1 and a["dilation"][-1] == 1 and (padded or a["padding"][-1] == 0)
     run = kernel[-1] if joined else 1
-    groups = a["groups"]
-    return Sizes(
-        c.out.numel // c.out.shape[1],
-        c.out.shape[1] // groups,
-        groups,
-        taps // run,
-        each * run,
-        1.0 if padded else _live(c),
-    )
+    groups, live = a["groups"], 1.0 if padded else _live(c)
+    rows, columns = c.out.numel // c.out.shape[1], c.out.shape[1] // groups
+    return Sizes(rows, columns, groups, taps // run, each * run, live)
 
 
 def _live(c: Chain) -> float:
@@ -214,26 +192,21 @@ def _live(c: Chain) -> float:
     return part
 
 
-def _refuse_product(region: Region, target: Target, policy: Policy) -> Refusal | None:
+def _refuse_product(region: Region, target: Target, policy: Policy) -> None:
     c = chain_here(region, target, ANCHORS)
-    if isinstance(c, Refusal):
-        return c
-    if c.anchor.op == "matmul" and c.weight.rank < 2:
-        return Refusal("the second factor is a vector", "multiply by a matrix of one column")
-    if is_depthwise(c) is None:
-        return Refusal("is depthwise: there is no product in it")
-    return None
+    vector = c.anchor.op == "matmul" and c.weight.rank < 2
+    refuse_if(vector, "the second factor is a vector", "multiply by a matrix of one column")
+    refuse_if(why_not_depthwise(c) is None, "is depthwise: there is no product in it")
 
 
-def is_depthwise(c: Chain) -> Refusal | None:
-    """Whether the convolution has one filter per channel."""
+def why_not_depthwise(c: Chain) -> str | None:
+    """None if the convolution has one filter per channel, and a window that is generated."""
     if c.anchor.op != "conv" or c.anchor.attrs["groups"] != c.x.shape[1] or c.x.shape[1] == 1:
-        return Refusal("is not a depthwise convolution")
+        return "is not a depthwise convolution"
     if c.weight.shape[0] != c.x.shape[1]:
-        return Refusal("has several filters per channel")
-    if c.x.rank == 5 or c.weight.shape[-1] > 15:
-        return Refusal("only one and two dimensions, and windows up to 15 wide")
-    return None
+        return "has several filters per channel"
+    large = c.x.rank == 5 or c.weight.shape[-1] > 15
+    return "only one and two dimensions, and windows up to 15 wide" if large else None
 
 
 def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
@@ -288,14 +261,14 @@ def _turned(c: Chain) -> bool:
 
 def product_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The price of the packed product."""
-    c = must_chain(region, ANCHORS)
+    c = chain(region, ANCHORS)
     inside = roof(region, target, _arithmetic_s(c, target, knobs))
     return inside + _preparing_s(region, c, target, knobs)
 
 
 def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The best by estimate, and the best that differs: where columns fill up no panel, two."""
-    c = must_chain(region, ANCHORS)
+    c = chain(region, ANCHORS)
     s = sizes(c)
     shapes = [ONE_ROW] if s.rows == 1 else list(TILES[lanes()])
     frames: tuple[bool, ...] = (False,)
@@ -303,9 +276,7 @@ def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[K
         frames = (True, False) if s.groups == 1 else frames
     offers = [
         {"rows": r, "vectors": v, "split": split, "padded": padded}
-        for r, v in shapes
-        for split in ("m", "n")
-        for padded in frames
+        for (r, v), split, padded in product(shapes, "mn", frames)
     ]
     offers.sort(key=lambda knobs: product_seconds(region, target, knobs))
     odd = s.columns % (TILES[lanes()][0][1] * lanes()) != 0
@@ -318,7 +289,7 @@ def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[K
 def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import matmul, packing
 
-    c = must_chain(region, ANCHORS)
+    c = chain(region, ANCHORS)
     stored, one_row = c.x.dtype.short, knobs["rows"] == 1
     tile = matmul.Tile(knobs["rows"], knobs["vectors"])
     known = ctx.constants.get(c.anchor.inputs[1] or "")
@@ -339,7 +310,7 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     else:
         given = None if c.bias is None else ctx.constants[c.bias]
         bias = packing.bias_now(given, matrices, columns, tile.columns)
-    product = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
+    prepared = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
     x, y, z = operands(region, c)
     w = Argument(place(region, c.anchor.inputs[1]))
     beside = maybe(region, c.bias)
@@ -348,16 +319,16 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         from deuteron.kernels.cpu.frame import prepare_frame
 
         framed, copy = prepare_frame(image(c.x), window_of(c), stored)
-        calls = (framed(x), *product.calls(copy, y, z, w, b))
-        return Kernel.generated(calls, product.workspace + extra + 4 * copy.floats)
+        calls = (framed(x), *prepared.calls(copy, y, z, w, b))
+        return Kernel.generated(calls, prepared.workspace + extra + 4 * copy.floats)
     if not _turned(c):
-        return Kernel.generated(product.calls(x, y, z, w, b), product.workspace + extra)
-    run = runner(product.calls(Argument(y.index + 1), y, z, w, b))
+        return Kernel.generated(prepared.calls(x, y, z, w, b), prepared.workspace + extra)
+    run = runner(prepared.calls(Argument(y.index + 1), y, z, w, b))
     room = c.x.dtype.nbytes(c.x.numel)
     return Kernel(
         lambda *t: run(*t, t[x.index].contiguous()),
         writes=True,
-        workspace=product.workspace + extra + room,
+        workspace=prepared.workspace + extra + room,
     )
 
 
@@ -429,6 +400,6 @@ def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> 
     return row_offsets(tuple(lead), (*front, *moves)).reshape(-1)
 
 
-PRODUCT = generated(
-    "product", _refuse_product, _product_knobs, product_seconds, _build_product, ANCHORS
+PRODUCT = Recipe(
+    "product", ANCHORS, _refuse_product, _build_product, _product_knobs, product_seconds, BUILD_S
 )

@@ -1,58 +1,43 @@
-"""Ways of ``cpu_gemm`` for what a plain product does badly: Winograd, depthwise, attention."""
+"""Ways of ``cpu_gemm`` for what a plain product does badly: Winograd, depthwise, attention; and the
+change of layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from deuteron.codegen.calls import Argument, runner
-from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.cpu_product import (
-    CALL_S,
-    PRODUCT,
-    REACHED,
-    chain_here,
-    epilogue_of,
-    generated,
-    images,
-    is_depthwise,
-    on_this_cpu,
-    operands,
-    roof,
-    window_of,
-)
-from deuteron.engines.match import Chain
-from deuteron.engines.recipes import Knobs, maybe, must_chain, one_way, place
+from deuteron.engines import cpu_product as cpu
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.cpu_product import BUILD_S, CALL_S, PRODUCT, REACHED, chain_here, roof
+from deuteron.engines.match import Chain, chain
+from deuteron.engines.recipes import Knobs, Recipe, maybe, one_way, place
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import TILES, WINOGRAD_ERROR, lanes
+from deuteron.kernels.cpu import TILES, WINOGRAD_ERROR, WOVEN, lanes
 from deuteron.policy import Policy
 from deuteron.target import Target
+
+CONV = ("conv",)
 
 # ---- Winograd ----------------------------------------------------------------------------------
 
 
-def _refuse_winograd(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = chain_here(region, target, ("conv",), constant=True)
-    if isinstance(c, Refusal):
-        return c
-    if c.x.dtype.short != "f32":
-        return Refusal(f"transforms f32, not {c.x.dtype.short}", "cast to float32")
-    a = c.anchor.attrs
-    if c.x.rank != 4 or c.weight.shape[2:] != (3, 3):
-        return Refusal("only 3×3 windows")
-    if set(a["stride"]) != {1} or set(a["dilation"]) != {1} or a["groups"] != 1:
-        return Refusal("is strided, dilated or grouped")
-    if min(c.weight.shape[:2]) < 8:
-        return Refusal("has too few channels to pay for the transforms")
-    if not _tiles_allowed(policy):
-        return Refusal(
-            f"its error is not held under {policy.max_error:.1e}", "raise Policy(max_error=…)"
-        )
-    return None
+def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
+    c = chain_here(region, target, CONV, constant=True)
+    a, kind, most = c.anchor.attrs, c.x.dtype.short, policy.max_error or 0.0
+    refuse_if(kind != "f32", f"transforms f32, not {kind}", "cast to float32")
+    refuse_if(c.x.rank != 4 or c.weight.shape[2:] != (3, 3), "only 3×3 windows")
+    plain = {*a["stride"], *a["dilation"], a["groups"]} == {1}
+    refuse_if(not plain, "is strided, dilated or grouped")
+    few = min(c.weight.shape[:2]) < 8
+    refuse_if(few, "has too few channels to pay for the transforms")
+    held = _tiles_allowed(policy)
+    refuse_if(not held, f"its error is not held under {most:.1e}", "raise Policy(max_error=…)")
 
 
 def _tiles_allowed(policy: Policy) -> list[int]:
@@ -61,7 +46,7 @@ def _tiles_allowed(policy: Policy) -> list[int]:
 
 
 def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    c = must_chain(region, ("conv",))
+    c = chain(region, CONV)
     found = []
     for m in _tiles_allowed(policy):
         count = _tiles(c, m)
@@ -81,7 +66,7 @@ def _tiles(c: Chain, m: int) -> int:
 def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The products and the transforms. F(4×4) is never priced below F(2×2) and the direct sum: it
     loses more bits, so only a measurement, which checks the error as well, may choose it."""
-    c = must_chain(region, ("conv",))
+    c = chain(region, CONV)
     m = knobs["tile"]
     count, points = _tiles(c, m), (m + 2) ** 2
     k, channels = c.weight.shape[:2]
@@ -104,43 +89,39 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import matmul, winograd
 
-    c = must_chain(region, ("conv",))
+    c = chain(region, CONV)
     bias = None if c.bias is None else ctx.constants[c.bias]
+    given = ctx.constants[c.anchor.inputs[1] or ""], bias
+    tile, padding = matmul.Tile(knobs["rows"], knobs["vectors"]), c.anchor.attrs["padding"]
     calls = winograd.prepare_winograd(
-        *images(region, c),
-        c.anchor.attrs["padding"],
-        ctx.constants[c.anchor.inputs[1] or ""],
-        bias,
-        epilogue_of(c),
-        matmul.Tile(knobs["rows"], knobs["vectors"]),
-        knobs["tile"],
+        cpu.images(region, c), padding, given, cpu.epilogue_of(c), tile, knobs["tile"]
     )
     floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())
-    return Kernel.generated(calls(*operands(region, c)), workspace=4 * floats)
+    return Kernel.generated(calls(*cpu.operands(region, c)), workspace=4 * floats)
 
 
-WINOGRAD = generated(
-    "winograd", _refuse_winograd, _winograd_knobs, _winograd_seconds, _build_winograd, ("conv",)
+WINOGRAD = Recipe(
+    "winograd", CONV, _refuse_winograd, _build_winograd, _winograd_knobs, _winograd_seconds, BUILD_S
 )
 
 
 # ---- depthwise ---------------------------------------------------------------------------------
 
 
-def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = chain_here(region, target, ("conv",))
-    return c if isinstance(c, Refusal) else is_depthwise(c)
+def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> None:
+    why = cpu.why_not_depthwise(chain_here(region, target, CONV))
+    refuse_if(why is not None, why or "")
 
 
 def _depthwise_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """Pixels of a tile: as few as possible twice, as many as the registers hold."""
-    breadth = must_chain(region, ("conv",)).out.shape[-1]
+    breadth = chain(region, CONV).out.shape[-1]
     sizes = sorted({min(p, breadth) for p in (4, 7)}, key=lambda p: (-(-breadth // p) * p, -p))
     return [{"pixels": p} for p in sizes]
 
 
 def _depthwise_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    c = must_chain(region, ("conv",))
+    c = chain(region, CONV)
     breadth, pixels = c.out.shape[-1], knobs["pixels"]
     again = -(-breadth // pixels) * pixels / breadth
     reached = 0.45 if c.anchor.attrs["stride"][-1] == 1 else 0.33
@@ -153,11 +134,10 @@ def _depthwise_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import depthwise
 
-    c = must_chain(region, ("conv",))
-    call = depthwise.prepare_depthwise(
-        *images(region, c), window_of(c), epilogue_of(c), knobs["pixels"], c.x.dtype.short
-    )
-    x, y, z = operands(region, c)
+    c = chain(region, CONV)
+    form = cpu.epilogue_of(c), knobs["pixels"], c.x.dtype.short
+    call = depthwise.prepare_depthwise(cpu.images(region, c), cpu.window_of(c), *form)
+    x, y, z = cpu.operands(region, c)
     taps, bias = c.anchor.inputs[1] or "", c.bias
     none = torch.zeros(c.x.shape[1])
     if {taps, bias} <= {*ctx.constants, None}:
@@ -173,14 +153,8 @@ def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(arranged, writes=True)
 
 
-DEPTHWISE = generated(
-    "depthwise",
-    _refuse_depthwise,
-    _depthwise_knobs,
-    _depthwise_seconds,
-    _build_depthwise,
-    ("conv",),
-)
+_DEPTHWISE = (_refuse_depthwise, _build_depthwise, _depthwise_knobs, _depthwise_seconds)
+DEPTHWISE = Recipe("depthwise", CONV, *_DEPTHWISE, BUILD_S)
 
 
 # ---- attention ---------------------------------------------------------------------------------
@@ -188,23 +162,19 @@ DEPTHWISE = generated(
 LONGEST = 8192  # keys whose scores for four queries stay in L1 or L2
 
 
-def _refuse_attention(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    if region.ops != ("attention",):
-        return Refusal("is not an attention alone")
-    wrong = on_this_cpu(region, target)
-    if wrong is not None:
-        return wrong
+def _refuse_attention(region: Region, target: Target, policy: Policy) -> None:
+    refuse_if(region.ops != ("attention",), "is not an attention alone")
+    cpu.refuse_elsewhere(region, target)
     q, k, v, out, bias = _attended(region)
     for name, t in (("q", q), ("k", k), ("v", v), ("result", out)):
-        if t.shape[-1] > 1 and t.strides[-1] != 1:
-            return Refusal(f"the features of {name} are not side by side", "make it contiguous")
-    if k.shape[-2] > LONGEST:
-        return Refusal(f"{k.shape[-2]} keys are too many", "use a FlashAttention engine")
+        apart = t.shape[-1] > 1 and t.strides[-1] != 1
+        refuse_if(apart, f"the features of {name} are not side by side", "make it contiguous")
+    keys = k.shape[-2]
+    refuse_if(keys > LONGEST, f"{keys} keys are too many", "use a FlashAttention engine")
     if bias is not None:
-        keys = bias.shape[-1] if bias.rank else 1
-        if keys != k.shape[-2] or (keys > 1 and bias.strides[-1] != 1):
-            return Refusal("the bias is not stored key by key", "expand it and make it contiguous")
-    return None
+        held = bias.shape[-1] if bias.rank else 1
+        apart = held != keys or (held > 1 and bias.strides[-1] != 1)
+        refuse_if(apart, "the bias is not stored key by key", "expand it and make it contiguous")
 
 
 def _attended(
@@ -231,43 +201,64 @@ def _build_attention(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     q, k, v, out, bias = _attended(region)
     node = region.nodes[0]
-    batch = q.shape[0] if q.rank == 4 else 1
+    heads, queries, depth = q.shape[-3:]
+    kind, none = "none" if bias is None else bias.dtype.short, (0, 0, 0)
 
     def outer(t: TensorType) -> Any:
         """Strides of batch, head and row; a dimension of size 1 or none does not move."""
-        padded = [0] * (4 - t.rank) + [
-            s if n > 1 else 0 for n, s in zip(t.shape, t.strides, strict=True)
-        ]
-        return tuple(padded[:3])
+        moves = [s if n > 1 else 0 for n, s in zip(t.shape, t.strides, strict=True)]
+        return tuple([0] * (4 - t.rank) + moves)[:3]
 
-    sizes = (
-        batch,
-        q.shape[-3],
-        q.shape[-3] // k.shape[-3],
-        q.shape[-2],
-        k.shape[-2],
-        q.shape[-1],
-        v.shape[-1],
-    )
-    kind = "none" if bias is None else bias.dtype.short
-    none = (0, 0, 0)
+    of_keys = (k.shape[-2], depth, v.shape[-1])
+    sizes = (q.shape[0] if q.rank == 4 else 1, heads, heads // k.shape[-3], queries, *of_keys)
     strides = (*map(outer, (q, k, v, out)), none if bias is None else outer(bias))
-    call = attention.prepare_attention(
-        sizes,
-        strides,
-        attention.Form(node.attrs["causal"], kind, q.dtype.short),
-        node.attrs["scale"],
-    )
+    form = attention.Form(node.attrs["causal"], kind, q.dtype.short)
+    call = attention.prepare_attention(sizes, strides, form, node.attrs["scale"])
     query, key, value = (Argument(place(region, name)) for name in node.inputs[:3])
     beside = maybe(region, (*node.inputs, None)[3])
     added = 0 if beside is None else Argument(beside)
-    per_thread = attention.room_per_thread(*sizes[4:], 4 * lanes())
-    return Kernel.generated(
-        [call(query, key, value, Argument(len(region.inputs)), added)],
-        workspace=4 * per_thread * torch.get_num_threads(),
-    )
+    room = 4 * attention.room_per_thread(*of_keys, 4 * lanes()) * torch.get_num_threads()
+    calls = [call(query, key, value, Argument(len(region.inputs)), added)]
+    return Kernel.generated(calls, workspace=room)
 
 
-ATTENTION = generated(
-    "attention", _refuse_attention, one_way, _attention_seconds, _build_attention, ("attention",)
-)
+_ATTENTION = (_refuse_attention, _build_attention, one_way, _attention_seconds)
+ATTENTION = Recipe("attention", ("attention",), *_ATTENTION, BUILD_S)
+
+
+# ---- change of layout --------------------------------------------------------------------------
+
+BLOCKS = 1.6  # times the memory's own time where blocks are turned: lines are touched out of order
+
+
+def _refuse_layout(region: Region, target: Target, policy: Policy) -> None:
+    refuse_if(region.ops != ("to_layout",), "is not a to_layout alone")
+    cpu.refuse_elsewhere(region, target)
+    usual = {t.layout for t in _ends(region)} == {"contiguous", "nhwc"}
+    only = "moves between row-major order and nhwc only"
+    refuse_if(not usual, only, "make it contiguous first")
+
+
+def _ends(region: Region) -> tuple[TensorType, TensorType]:
+    types = region.graph.types
+    return types[region.inputs[0]], types[region.outputs[0]]
+
+
+def _layout_seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    x, y = _ends(region)
+    woven = y.layout == "nhwc" and x.shape[1] <= WOVEN
+    return roof(region, target, 0.0) * (1.0 if woven else BLOCKS)
+
+
+def _build_layout(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.cpu.to_layout import prepare_to_layout
+
+    x, y = _ends(region)
+    channels, pixels = x.shape[1], prod(x.shape[2:])
+    rows, columns = (channels, pixels) if y.layout == "nhwc" else (pixels, channels)
+    call = prepare_to_layout(x.shape[0], rows, columns, x.dtype.bits)
+    return Kernel.generated([call(Argument(0), Argument(1))])
+
+
+_LAYOUT = (_refuse_layout, _build_layout, one_way, _layout_seconds)
+TO_LAYOUT = Recipe("to_layout", ("to_layout",), *_LAYOUT, BUILD_S)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deuteron.engines.base import Refusal
+from deuteron.engines.base import refuse_if
 from deuteron.errors import BindError, GraphError
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -60,8 +60,8 @@ class Lookup:
             )
 
 
-def lookups(region: Region) -> list[Lookup] | Refusal:
-    """What the region looks up; a refusal if an index is computed on the way."""
+def lookups(region: Region) -> list[Lookup]:
+    """What the region looks up; it is refused if an index is computed on the way."""
     made = {out: node for node in region.nodes for out in node.outputs}
     found = []
     for node in region.nodes:
@@ -69,11 +69,9 @@ def lookups(region: Region) -> list[Lookup] | Refusal:
         if value is None or region.graph.types[value].dtype.is_float:  # classes as probabilities
             continue
         root = _root(value, made)
-        if root is None:
-            return Refusal(
-                f"the index of {node.op} is computed in the region, where nobody can check it",
-                "let it be a value of its own",
-            )
+        made_here = f"the index of {node.op} is computed in the region, where nobody can check it"
+        refuse_if(root is None, made_here, "let it be a value of its own")
+        assert root is not None
         found.append(Lookup(node.op, root, _size(region, node), node.attrs.get("ignore_index")))
     return found
 
@@ -99,6 +97,8 @@ def explained(
     run: Callable[..., Any], found: Sequence[Lookup], inputs: Sequence[str]
 ) -> Callable[..., Any]:
     """``run``, which notices a wrong index by itself, with our words for it."""
+    if not found:
+        return run
     look = checked(lambda *tensors: None, found, inputs)
 
     def run_and_look(*tensors: torch.Tensor) -> Any:

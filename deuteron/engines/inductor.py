@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.roofline import is_product, region_bound, separate_seconds
 from deuteron.engines.torch_engine import bound_call
 from deuteron.ir.region import Region
@@ -22,20 +22,19 @@ class InductorEngine:
     name = "inductor"
     version = "1"
 
-    def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
-        if len(region.nodes) < 2:
-            return Refusal("a single operator has nothing to fuse", quiet=True)
-        if is_product(region.graph, region.nodes):
-            return Refusal(
-                "products are left to the libraries", "torch.compile calls the same libraries", True
-            )
-        if any(node.op == "aten" for node in region.nodes):
-            return Refusal("the region holds an opaque call", quiet=True)
-        if target.is_cuda and importlib.util.find_spec("triton") is None:
-            return Refusal("Triton is not installed", "pip install triton")
-        if not target.is_cuda and not any(map(shutil.which, ("g++", "c++", "clang++"))):
-            return Refusal("no C++ compiler on this machine", "install g++ or clang++")
-        return None
+    @as_answer
+    def refuse(self, region: Region, target: Target, policy: Policy) -> None:
+        ops, same = region.ops, "torch.compile calls the same libraries"
+        refuse_if(len(ops) < 2, "a single operator has nothing to fuse", quiet=True)
+        product = is_product(region.graph, region.nodes)
+        refuse_if(product, "products are left to the libraries", same, quiet=True)
+        refuse_if("aten" in ops, "the region holds an opaque call", quiet=True)
+        if target.is_cuda:
+            missing = importlib.util.find_spec("triton") is None
+            refuse_if(missing, "Triton is not installed", "pip install triton")
+        else:
+            missing = not any(map(shutil.which, ("g++", "c++", "clang++")))
+            refuse_if(missing, "no C++ compiler on this machine", "install g++ or clang++")
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         return [Candidate(self.name, self.version, build_s=2.5 if target.is_cuda else 15.0)]

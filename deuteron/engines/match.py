@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from deuteron.engines.base import Refusal
+from deuteron.codegen.lower import lower
+from deuteron.codegen.scalar import ScalarProgram
+from deuteron.engines.base import Refusal, Refused, refuse_if
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
+from deuteron.ops.formula import CannotLower
 
 
 @dataclass(frozen=True)
@@ -36,43 +40,51 @@ class Chain:
         return self.act.op if self.act is not None else "none"
 
 
-def chain(region: Region, anchors: tuple[str, ...]) -> Chain | Refusal:
-    """The region as a :class:`Chain`, or the reason why it is not one."""
-    if not region.nodes or region.nodes[0].op not in anchors:
-        found = region.ops[0] if region.nodes else "nothing"
-        return Refusal(f"starts with {found}, not with {' or '.join(anchors)}", quiet=True)
-    if len(region.outputs) != 1:
-        return Refusal(
-            f"has {len(region.outputs)} outputs", "let only one value of the region be read outside"
-        )
-    anchor, *rest = region.nodes
+def chain(region: Region, anchors: tuple[str, ...]) -> Chain:
+    """The region as a :class:`Chain`; it is refused if it is none."""
+    first = region.ops[0] if region.nodes else "nothing"
+    starts = f"starts with {first}, not with {' or '.join(anchors)}"
+    refuse_if(first not in anchors, starts, quiet=True)
+    several = "let only one value of the region be read outside"
+    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
+    (anchor, *rest), types = region.nodes, region.graph.types
     value, residual, act = anchor.output, None, None
-    dtype = region.graph.types[value].dtype
+    dtype = types[value].dtype
     for node in rest:
-        if region.graph.types[node.output].dtype != dtype:
-            return Refusal(f"{node.op} changes the element type", "cast after the region")
-        if act is not None:
-            return Refusal(f"{node.op} follows the activation {act.op}")
-        if value not in node.uses:
-            return Refusal(f"{node.op} does not read the product")
+        changes = types[node.output].dtype != dtype
+        refuse_if(changes, f"{node.op} changes the element type", "cast after the region")
+        refuse_if(act is not None, f"{node.op} follows the activation {act and act.op}")
+        refuse_if(value not in node.uses, f"{node.op} does not read the product")
         if node.op == "add" and residual is None:
-            other = [v for v in node.inputs if v != value]
-            if len(other) != 1 or other[0] is None or region.graph.scalar(other[0]) is not None:
-                return Refusal("adds the product to itself or to a number")
-            if region.graph.types[other[0]].shape != region.graph.types[value].shape:
-                return Refusal("adds a tensor of another shape", "expand it first")
-            if region.graph.types[other[0]].dtype != dtype:
-                return Refusal("adds a tensor of another element type", "cast it first")
-            residual = other[0]
-        elif len(node.uses) == 1:
-            act = node
+            other = [v for v in node.uses if v != value and region.graph.scalar(v) is None]
+            refuse_if(len(other) != 1, "adds the product to itself or to a number")
+            (residual,) = other
+            apart = types[residual].shape != types[value].shape
+            refuse_if(apart, "adds a tensor of another shape", "expand it first")
+            odd = types[residual].dtype != dtype
+            refuse_if(odd, "adds a tensor of another element type", "cast it first")
         else:
-            return Refusal(f"{node.op} is not an epilogue of this engine")
+            refuse_if(len(node.uses) != 1, f"{node.op} is not an epilogue of this engine")
+            act = node
         value = node.output
-    x, w = anchor.inputs[0], anchor.inputs[1]
-    assert x is not None and w is not None
-    types = region.graph.types
+    x, w = anchor.uses[:2]
     return Chain(anchor, residual, act, types[x], types[w], types[value])
+
+
+@lru_cache(maxsize=4096)
+def _lowered(region: Region) -> ScalarProgram | CannotLower:
+    try:
+        return lower(region)
+    except CannotLower as reason:
+        return reason
+
+
+def scalar_program(region: Region) -> ScalarProgram:
+    """What the region does to one element and one row; it is refused if that cannot be said."""
+    found = _lowered(region)
+    if isinstance(found, CannotLower):
+        raise Refused(Refusal(found.reason, found.remedy))
+    return found
 
 
 def places_of(pairs: Iterable[tuple[str, str]], region: Region) -> tuple[tuple[int, int], ...]:
@@ -80,12 +92,11 @@ def places_of(pairs: Iterable[tuple[str, str]], region: Region) -> tuple[tuple[i
     return tuple((region.outputs.index(out), region.inputs.index(v)) for out, v in pairs)
 
 
-def only_node(region: Region, ops: Mapping[str, Any]) -> Node | Refusal:
-    """The region's one node if it is among ``ops``."""
-    if not set(region.ops) & set(ops):
-        return Refusal(f"runs {', '.join(ops)}, not {' + '.join(region.ops)}", quiet=True)
-    if len(region.nodes) != 1:
-        return Refusal(f"runs {', '.join(ops)} alone, not {' + '.join(region.ops)}")
+def only_node(region: Region, ops: Mapping[str, Any]) -> Node:
+    """The region's one node, which is among ``ops``."""
+    runs, here = f"runs {', '.join(ops)}", " + ".join(region.ops)
+    refuse_if(not set(region.ops) & set(ops), f"{runs}, not {here}", quiet=True)
+    refuse_if(len(region.nodes) != 1, f"{runs} alone, not {here}")
     return region.nodes[0]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, as_answer, refuse_if
 from deuteron.engines.match import Chain, chain
 from deuteron.engines.roofline import fused_seconds
 from deuteron.ir.graph import Attrs, Node
@@ -29,7 +29,6 @@ def one_way(region: Region, target: Target, policy: Policy) -> Sequence[dict[str
     return ({},)
 
 
-ALONE = Refusal("takes its operator by itself", quiet=True)
 Knobs = Mapping[str, Any]
 Amount = float | Callable[[Region, Target], float]
 
@@ -50,15 +49,22 @@ def library(penalty: Amount = 1.0, overhead: Amount = 0.0) -> Callable[..., floa
 class Recipe:
     """One kind of call or kernel: the operators it is for (it is not asked about regions without
     any of them), whom of these it takes, how it is built, what can be tuned, what it should cost,
-    and how long building it takes."""
+    how long building it takes, and the kind of machine, if it is for one."""
 
     name: str
     ops: Collection[str]
-    refuse: Refuse
+    check: Refuse
     build: Build
     knobs: Callable[[Region, Target, Policy], Sequence[Knobs]] = one_way
     seconds: Callable[[Region, Target, Knobs], float] = field(default=library())
     build_s: float = 0.0
+    kind: str = ""
+
+    def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
+        """None if it takes the region, else why not."""
+        if self.kind not in ("", target.kind):
+            return Refusal("is for another kind of machine", quiet=True)
+        return as_answer(self.check)(region, target, policy)
 
 
 class RecipeEngine(ABC):
@@ -73,15 +79,10 @@ class RecipeEngine(ABC):
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         """The recipes for a kind of machine, best known first."""
 
-    def unavailable(self, target: Target) -> Refusal | None:
-        """Why none of its recipes can be built, such as a library that is not installed."""
-        return None
-
     def _asked(self, region: Region, target: Target) -> list[Recipe]:
         """The recipes for any operator of the region."""
         ops = set(region.ops)
-        recipes = self.recipes(target)
-        return [r for r in recipes if not ops.isdisjoint(r.ops)]
+        return [r for r in self.recipes(target) if not ops.isdisjoint(r.ops)]
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         if self.kind and target.kind != self.kind:
@@ -90,9 +91,6 @@ class RecipeEngine(ABC):
         asked = self._asked(region, target)
         if not asked:
             return Refusal(f"has no kernel for {' + '.join(region.ops)}", quiet=True)
-        missing = self.unavailable(target)
-        if missing is not None:
-            return missing
         found: dict[str, Refusal] = {}
         for recipe in asked:
             refusal = recipe.refuse(region, target, policy)
@@ -108,13 +106,12 @@ class RecipeEngine(ABC):
         return Refusal(reasons, remedy, first.quiet)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
+        def way(recipe: Recipe, knobs: Knobs) -> Candidate:
+            named = Attrs({"recipe": recipe.name, **knobs})
+            return Candidate(self.name, self.version, named, recipe.build_s)
+
         return [
-            Candidate(
-                self.name,
-                self.version,
-                Attrs({"recipe": recipe.name, **knobs}),
-                build_s=recipe.build_s,
-            )
+            way(recipe, knobs)
             for recipe in self._asked(region, target)
             if recipe.refuse(region, target, policy) is None
             for knobs in recipe.knobs(region, target, policy)
@@ -131,26 +128,25 @@ class RecipeEngine(ABC):
         return next(r for r in self.recipes(target) if r.name == wanted)
 
 
-def fits(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Chain | Refusal:
+def fits(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Chain:
     """The region as a chain from one of ``anchors``; with ``constant`` the weight and the bias
     must be known when the plan is built."""
     found = chain(region, anchors)
-    if isinstance(found, Refusal) or not constant:
-        return found
-    if found.anchor.inputs[1] not in region.constants:
-        return Refusal(
+    if constant:
+        refuse_if(
+            found.anchor.inputs[1] not in region.constants,
             "the weight is an input of the plan, so it cannot be packed ahead",
             "make it a constant: g.constant(w), or dt.optimize a module that owns it",
         )
-    if found.bias is not None and found.bias not in region.constants:
-        return Refusal("the bias is an input of the plan", "make it a constant")
+        open_bias = found.bias not in {None, *region.constants}
+        refuse_if(open_bias, "the bias is an input of the plan", "make it a constant")
     return found
 
 
-def must_chain(region: Region, anchors: tuple[str, ...]) -> Chain:
-    found = chain(region, anchors)
-    assert isinstance(found, Chain), "build() is only called on regions that were accepted"
-    return found
+def alone(region: Region) -> Node:
+    """The one node of a region, for kernels that take their operator by itself."""
+    refuse_if(len(region.nodes) > 1, "takes its operator by itself", quiet=True)
+    return region.nodes[0]
 
 
 def place(region: Region, value: str | None) -> int:
@@ -179,16 +175,14 @@ def activate(act: Node | None) -> Callable[[torch.Tensor], Any] | None:
     return lambda t: t.copy_(reference(t, **attrs))
 
 
-def is_pointwise_conv(c: Chain) -> Refusal | None:
-    """Whether the convolution is a plain matrix product over pixels."""
-    a = c.anchor.attrs
-    if a["transposed"] or a["groups"] != 1:
-        return Refusal("is transposed or grouped")
-    if any(k != 1 for k in c.weight.shape[2:]) or any(a["padding"]):
-        return Refusal(f"has a {'×'.join(map(str, c.weight.shape[2:]))} kernel or padding")
-    if not c.x.is_layout("nhwc"):
-        return Refusal("the input is not in nhwc", "use Policy(layout='auto')")
-    return None
+def refuse_windows(c: Chain) -> None:
+    """Whether the convolution is no plain matrix product over pixels."""
+    a, kernel = c.anchor.attrs, c.weight.shape[2:]
+    refuse_if(a["transposed"] or a["groups"] != 1, "is transposed or grouped")
+    wide = any(k != 1 for k in kernel) or any(a["padding"])
+    refuse_if(wide, f"has a {'×'.join(map(str, kernel))} kernel or padding")
+    in_order = c.x.is_layout("nhwc")
+    refuse_if(not in_order, "the input is not in nhwc", "use Policy(layout='auto')")
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

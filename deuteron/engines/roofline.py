@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deuteron.engines.base import Refusal
+from deuteron.engines.base import refuse_if
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -57,11 +57,14 @@ def _bytes_read(graph: Graph, value: str) -> int:
     return min(whole, looked_up) if looked_up else whole
 
 
-PRODUCT = Refusal("products have kernels of their own", quiet=True)
-
-
 def is_product(graph: Graph, nodes: Sequence[Node]) -> bool:
     return any(table.get(node.op).fusion is Fusion.COMPLEX for node in nodes)
+
+
+def refuse_product(region: Region) -> None:
+    """Products are not written out as loops over elements."""
+    there = is_product(region.graph, region.nodes)
+    refuse_if(there, "products have kernels of their own", quiet=True)
 
 
 def times(cost: Cost, dtype: str, product: bool, target: Target) -> tuple[float, float]:
@@ -121,16 +124,10 @@ def separate_seconds(region: Region, target: Target) -> float:
     """The time of the region's nodes run one kernel each."""
     total = 0.0
     for node in region.nodes:
-        short = region.graph.types[
-            node.inputs[0] or node.outputs[0] if node.inputs else node.outputs[0]
-        ].dtype.short
-        total += modelled_seconds(
-            node_cost(region.graph, node),
-            short,
-            efficiency(region, node, target),
-            is_product(region.graph, [node]),
-            target,
-        )
+        first = (*node.inputs[:1], None)[0] or node.outputs[0]
+        short, cost = region.graph.types[first].dtype.short, node_cost(region.graph, node)
+        reached, product = efficiency(region, node, target), is_product(region.graph, [node])
+        total += modelled_seconds(cost, short, reached, product, target)
         total += OVERHEAD.get((node.op, target.kind), 0.0)
         if node.op == "attention":  # the reference writes the matrix of scores out, several times
             keys = region.graph.types[node.inputs[1] or ""].shape[-2]
@@ -183,130 +180,59 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     return float(max(reached, 1e-3))
 
 
-OVERHEAD = {  # seconds a call costs beyond its work
-    ("conv", "cpu"): 1.2e-4,  # oneDNN looks up its primitive and packs the weight at every call
-    ("linear", "cpu"): 8e-6,
-    ("matmul", "cpu"): 6e-6,
-    ("group_norm", "cpu"): 1.5e-5,
-    ("instance_norm", "cpu"): 1.5e-5,  # and changes of shape
-    ("batch_norm_train", "cpu"): 3e-5,
-    ("batch_norm_act", "cpu"): 3e-5,
-    ("batch_norm_act_grad", "cpu"): 1.5e-5,  # a few calls
-    ("cross_entropy_with_grad", "cpu"): 1.5e-4,  # a few dozen
-    ("layer_norm_grad", "cpu"): 5e-5,
-    ("rms_norm_grad", "cpu"): 4e-5,  # a dozen
-    ("group_norm_grad", "cpu"): 5e-5,
-    ("instance_norm_grad", "cpu"): 5e-5,
-    # a dozen launches more
-    ("layer_norm_grad", "cuda"): 2.5e-5,
-    ("rms_norm_grad", "cuda"): 2e-5,
-    ("group_norm_grad", "cuda"): 2.5e-5,
-    ("instance_norm_grad", "cuda"): 2.5e-5,
-    ("cross_entropy_with_grad", "cuda"): 4e-5,
-    ("histogram", "cuda"): 2.5e-5,
-    ("batch_norm_train", "cuda"): 4e-6,
-    ("batch_norm_act", "cuda"): 6e-6,  # a few
-    ("batch_norm_act_grad", "cuda"): 1e-5,
-}
+def _by_machine(text: str, unit: str = "") -> dict[tuple[str, str], float]:
+    """A table of operators with a number for the CPU and one for GPUs; "-" for none."""
+    words, found = iter(text.split()), {}
+    for op, *numbers in zip(words, words, words, strict=True):
+        for kind, number in zip(("cpu", "cuda"), numbers, strict=True):
+            if number != "-":
+                found[op, kind] = float(number + unit)
+    return found
 
-SLOW = {  # operators whose library kernels stay well under the roofline
-    ("resize", "cuda"): 0.06,
-    ("resize_grad", "cuda"): 0.03,
-    ("max_pool", "cuda"): 0.15,
-    ("avg_pool", "cuda"): 0.2,
-    ("avg_pool_grad", "cuda"): 0.03,
-    ("softmax", "cuda"): 0.6,
-    ("cross_entropy", "cuda"): 0.35,  # the logarithms of all probabilities are written
-    ("cross_entropy_with_grad", "cuda"): 0.06,
-    ("adaptive_avg_pool", "cuda"): 0.17,
-    ("adaptive_avg_pool_grad", "cuda"): 0.11,
-    ("to_layout", "cuda"): 0.55,
-    ("mean", "cuda"): 0.8,
-    ("var", "cuda"): 0.4,
-    ("max_pool", "cpu"): 0.05,
-    ("resize", "cpu"): 0.2,
-    ("to_layout", "cpu"): 0.4,
-    ("conv", "cpu"): 0.6,
-    ("linear", "cpu"): 0.85,
-    ("matmul", "cpu"): 0.85,
-    ("attention", "cpu"): 0.4,
-    ("concat", "cuda"): 0.7,
-    ("gelu", "cpu"): 0.18,
-    ("softmax", "cpu"): 0.08,
-    ("log_softmax", "cpu"): 0.08,
-    ("cross_entropy", "cpu"): 0.07,
-    ("cross_entropy_with_grad", "cpu"): 0.02,
-    ("silu", "cpu"): 0.1,
-    ("sigmoid", "cpu"): 0.12,
-    ("tanh", "cpu"): 0.1,
-    ("mish", "cpu"): 0.05,
-    ("exp", "cpu"): 0.2,
-    ("erf", "cpu"): 0.2,
-    ("elu", "cpu"): 0.15,
-    ("softplus", "cpu"): 0.08,
-    ("selu", "cpu"): 0.035,
-    ("celu", "cpu"): 0.035,
-    ("log_sigmoid", "cpu"): 0.025,
-    ("tanhshrink", "cpu"): 0.03,
-    ("softsign", "cpu"): 0.25,
-    ("glu", "cpu"): 0.12,
-    ("hardswish", "cpu"): 0.45,
-    ("hardsigmoid", "cpu"): 0.45,
-    ("softshrink", "cpu"): 0.35,
-    ("leaky_relu", "cpu"): 0.5,
-    ("prelu", "cpu"): 0.55,
-    ("hardshrink", "cpu"): 0.45,
-    ("where", "cpu"): 0.3,
-    ("le", "cpu"): 0.3,
-    ("gt", "cpu"): 0.3,
-    ("dropout", "cpu"): 0.005,  # each step of the random bits is a call
-    ("var", "cpu"): 0.02,
-    ("argmax", "cpu"): 0.03,
-    ("argmin", "cpu"): 0.03,
-    ("rms_norm", "cpu"): 0.2,
-    ("group_norm", "cpu"): 0.2,
-    ("instance_norm", "cpu"): 0.2,
-    ("layer_norm", "cpu"): 0.2,
-    ("mean", "cpu"): 0.4,
-    ("rope", "cuda"): 0.15,
-    ("rope", "cpu"): 0.08,
-    ("cumsum", "cuda"): 0.4,
-    ("cumprod", "cuda"): 0.4,
-    ("histogram", "cuda"): 0.05,
-    ("batch_norm_train", "cuda"): 0.45,
-    ("batch_norm_act", "cuda"): 0.3,
-    ("batch_norm_act_grad", "cuda"): 0.15,
-    ("batch_norm_train", "cpu"): 0.1,
-    ("batch_norm_act", "cpu"): 0.1,
-    ("batch_norm_act_grad", "cpu"): 0.15,
-    ("group_norm_grad", "cpu"): 0.02,
-    ("instance_norm_grad", "cpu"): 0.02,
-    ("pyramid_pool", "cpu"): 0.03,
-    ("adaptive_avg_pool", "cpu"): 0.08,
-    ("adaptive_avg_pool_grad", "cpu"): 0.03,
-    ("adaptive_max_pool", "cpu"): 0.05,
-    ("max_pool_with_winners", "cpu"): 0.01,  # places in the image, then arithmetic with them
-    ("max_pool_winners_grad", "cpu"): 0.01,
-    ("adaptive_max_pool_grad", "cpu"): 0.03,
-    ("pyramid_pool", "cuda"): 0.15,  # a call for each grid
-    ("weighted_pool", "cpu"): 0.04,
-    ("weighted_pool_dx", "cpu"): 0.02,
-    ("weighted_pool_dw", "cpu"): 0.02,
-    ("max_pool_with_indices", "cuda"): 0.25,
-    ("max_pool_grad", "cuda"): 0.07,
-    ("max_pool_with_winners", "cuda"): 0.05,
-    ("max_pool_winners_grad", "cuda"): 0.05,  # a dozen calls
-    ("adaptive_max_pool", "cuda"): 0.15,
-    ("adaptive_max_pool_grad", "cuda"): 0.07,
-    ("avg_pool", "cpu"): 0.05,
-    ("avg_pool_grad", "cpu"): 0.05,
-    ("group_norm", "cuda"): 0.5,
-    ("instance_norm", "cuda"): 0.5,  # x is read twice
-    # a dozen calls on float32 copies of all operands
-    ("layer_norm_grad", "cpu"): 0.04,
-    ("rms_norm_grad", "cpu"): 0.04,
-    ("layer_norm_grad", "cuda"): 0.06,
-    ("rms_norm_grad", "cuda"): 0.08,
-    ("group_norm_grad", "cuda"): 0.06,
-    ("instance_norm_grad", "cuda"): 0.06,
-}
+
+# Microseconds that a call costs beyond its work. oneDNN looks up its primitive and packs the weight
+# at every call; instance_norm changes shapes; gradients of norms take a dozen calls, batch norm a
+# few, cross_entropy_with_grad a few dozen.
+OVERHEAD = _by_machine(
+    """
+    conv 120 -                   linear 8 -                matmul 6 -
+    group_norm 15 -              instance_norm 15 -        histogram - 25
+    batch_norm_train 30 4        batch_norm_act 30 6       batch_norm_act_grad 15 10
+    layer_norm_grad 50 25        rms_norm_grad 40 20       group_norm_grad 50 25
+    instance_norm_grad 50 25     cross_entropy_with_grad 150 40
+    """,
+    "e-6",
+)
+
+# Operators whose library kernels stay well under the roofline, and the part of it that they reach.
+# cross_entropy writes the logarithms of all probabilities, dropout makes a call for each step of
+# its random bits, norms of groups read x twice on a GPU, gradients of norms are a dozen calls on
+# float32 copies of all operands, max_pool with winners a dozen, pyramid_pool one for each grid.
+SLOW = _by_machine(
+    """
+    conv 0.6 -                   linear 0.85 -             matmul 0.85 -
+    attention 0.4 -              to_layout 0.4 0.55        concat - 0.7
+    gelu 0.18 -                  silu 0.1 -                sigmoid 0.12 -
+    tanh 0.1 -                   mish 0.05 -               exp 0.2 -
+    erf 0.2 -                    elu 0.15 -                softplus 0.08 -
+    selu 0.035 -                 celu 0.035 -              log_sigmoid 0.025 -
+    tanhshrink 0.03 -            softsign 0.25 -           glu 0.12 -
+    hardswish 0.45 -             hardsigmoid 0.45 -        softshrink 0.35 -
+    leaky_relu 0.5 -             prelu 0.55 -              hardshrink 0.45 -
+    where 0.3 -                  le 0.3 -                  gt 0.3 -
+    mean 0.4 0.8                 var 0.02 0.4              dropout 0.005 -
+    argmax 0.03 -                argmin 0.03 -             histogram - 0.05
+    cumsum - 0.4                 cumprod - 0.4             rope 0.08 0.15
+    softmax 0.08 0.6             log_softmax 0.08 -        cross_entropy 0.07 0.35
+    layer_norm 0.2 -             rms_norm 0.2 -            cross_entropy_with_grad 0.02 0.06
+    layer_norm_grad 0.04 0.06    rms_norm_grad 0.04 0.08   instance_norm_grad 0.02 0.06
+    group_norm 0.2 0.5           instance_norm 0.2 0.5     group_norm_grad 0.02 0.06
+    batch_norm_train 0.1 0.45    batch_norm_act 0.1 0.3    batch_norm_act_grad 0.15 0.15
+    resize 0.2 0.06              resize_grad - 0.03        adaptive_avg_pool_grad 0.03 0.11
+    max_pool 0.05 0.15           max_pool_grad - 0.07      max_pool_with_indices - 0.25
+    avg_pool 0.05 0.2            avg_pool_grad 0.05 0.03   max_pool_with_winners 0.01 0.05
+    adaptive_avg_pool 0.08 0.17  adaptive_max_pool 0.05 0.15  adaptive_max_pool_grad 0.03 0.07
+    pyramid_pool 0.03 0.15       weighted_pool 0.04 -      max_pool_winners_grad 0.01 0.05
+    weighted_pool_dx 0.02 -      weighted_pool_dw 0.02 -
+    """
+)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, Refused
 from deuteron.engines.indices import explained, lookups
-from deuteron.engines.numerics import UNORDERED, under
 from deuteron.engines.roofline import is_product, separate_seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
@@ -22,20 +23,12 @@ from deuteron.target import Target
 
 # Operators that may overwrite their first input when nobody else reads it.
 INPLACE: dict[str, Callable[..., torch.Tensor]] = {
-    "relu": torch.relu_,
-    "add": torch.Tensor.add_,
-    "sub": torch.Tensor.sub_,
-    "mul": torch.Tensor.mul_,
-    "div": torch.Tensor.div_,
-    "sigmoid": torch.sigmoid_,
-    "tanh": torch.tanh_,
-    "exp": torch.exp_,
-    "neg": torch.neg_,
+    **{name: getattr(torch, f"{name}_") for name in "relu sigmoid tanh exp neg".split()},
+    **{name: getattr(torch.Tensor, f"{name}_") for name in "add sub mul div".split()},
+    **{name: partial(getattr(F, name), inplace=True) for name in "hardswish silu".split()},
+    "hardsigmoid": partial(F.hardsigmoid, inplace=True),
     "clamp": lambda x, min, max: x.clamp_(min, max),
-    "hardswish": partial(torch.nn.functional.hardswish, inplace=True),
-    "silu": partial(torch.nn.functional.silu, inplace=True),
-    "leaky_relu": lambda x, negative_slope: torch.nn.functional.leaky_relu_(x, negative_slope),
-    "hardsigmoid": partial(torch.nn.functional.hardsigmoid, inplace=True),
+    "leaky_relu": lambda x, negative_slope: F.leaky_relu_(x, negative_slope),
 }
 
 # Operators whose scalar operands may be given as Python numbers, which torch keeps in full
@@ -46,52 +39,49 @@ COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])  # the second oper
 # Operators with a real out= variant: the plan's arena can hold their result.
 OUT: dict[str, Callable[..., Any]] = {
     name: getattr(torch, name)
-    for name in [
-        "neg",
-        "abs",
-        "sign",
-        "square",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log1p",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "sin",
-        "cos",
-        "tan",
-        "erf",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "pow",
-        "maximum",
-        "minimum",
-        "remainder",
-        "atan2",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "logical_not",
-        "sigmoid",
-        "tanh",
-        "matmul",
-    ]
+    for name in """
+    neg abs sign square exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tan erf floor
+    ceil round trunc add sub mul div pow maximum minimum remainder atan2 eq ne lt le gt ge
+    logical_and logical_or logical_xor logical_not sigmoid tanh matmul
+    """.split()
 }
+
+
+# Operators whose torch kernels on a GPU add with atomics, so that the order of sums varies.
+UNORDERED = frozenset(
+    """
+    scatter_add max_pool_grad max_pool_winners_grad avg_pool_grad adaptive_avg_pool_grad
+    adaptive_max_pool_grad resize_grad grid_sample_grad
+    """.split()
+)
+
+
+@contextmanager
+def numerics(policy: Policy, benchmark: bool = False) -> Iterator[None]:
+    """TF32 and determinism of cuDNN and cuBLAS for one call."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = policy.allow_tf32
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=True,
+            benchmark=benchmark,
+            deterministic=policy.deterministic,
+            allow_tf32=policy.allow_tf32,
+        ):
+            yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+def under(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with those switches set around every call."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with numerics(policy):
+            return fn(*args, **kwargs)
+
+    return run
 
 
 class TorchEngine:
@@ -126,9 +116,9 @@ class TorchEngine:
         low = any(graph.types[v].dtype.is_low for v in (*region.inputs, *region.outputs))
         if ctx.device.type == "cpu" and low:
             fn = _or_wider(fn, [graph.types[v].dtype.torch for v in region.outputs])
-        indices = lookups(region) if ctx.device.type == "cpu" else []
-        if isinstance(indices, list) and indices:
-            fn = explained(fn, indices, region.inputs)
+        if ctx.device.type == "cpu":
+            with suppress(Refused):  # an index that the region computes itself
+                fn = explained(fn, lookups(region), region.inputs)
         return Kernel(fn)
 
 
@@ -186,14 +176,8 @@ def _out_kernel(region: Region, node: Node, device: torch.device) -> Kernel | No
     """The call of an operator that can write where it is told, or None."""
     graph = region.graph
     operands = [_operand(graph, node, v, device) for v in node.inputs]
-    if (
-        any(
-            graph.types[v].dtype != graph.types[node.outputs[0]].dtype
-            for v in node.uses
-            if v not in graph.constants
-        )
-        and node.op not in COMPARISONS
-    ):
+    read = {graph.types[v].dtype for v in node.uses if v not in graph.constants}
+    if node.op not in COMPARISONS and not read <= {graph.types[node.outputs[0]].dtype}:
         return None
     fn = OUT[node.op]
     if node.inputs == region.inputs:
@@ -261,15 +245,9 @@ def _sequence(graph: Graph, region: Region, device: torch.device) -> Callable[..
     steps: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
     for i, node in enumerate(region.nodes):
         first = node.inputs[0] if node.inputs else None
-        inplace = (
-            node.op in INPLACE
-            and first is not None
-            and first in owned
-            and last[first] == i
-            and first not in outputs
-            and node.inputs.count(first) == 1
-            and graph.types[first] == graph.types[node.outputs[0]]
-        )
+        free = first in owned - outputs and last[first] == i and node.inputs.count(first) == 1
+        like = free and graph.types[first or ""] == graph.types[node.outputs[0]]
+        inplace = like and node.op in INPLACE
         fn = bound_call(graph, node, device, inplace)
         for out in node.outputs:
             slot[out] = len(slot)

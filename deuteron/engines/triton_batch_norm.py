@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Recipe
-from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.triton_here import refuse_elsewhere
 from deuteron.engines.triton_norm import REACHED
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
@@ -52,74 +52,61 @@ class Step:
 
 
 @lru_cache(maxsize=1024)
-def forward_step(region: Region) -> Step | Refusal:
+def forward_step(region: Region) -> Step:
     """Batch norm in training, and the sum and the activation that follow ``batch_norm_train``."""
-    if not region.nodes or region.nodes[0].op not in FORWARD:
-        return Refusal("runs batch normalisation for training")
+    starts = bool(region.nodes) and region.nodes[0].op in FORWARD
+    refuse_if(not starts, "runs batch normalisation for training")
     anchor, *rest = region.nodes
     read, types = operands(anchor), region.graph.types
     attrs = {"activation": "none", "packed": "none", **anchor.attrs}
     y, followed = anchor.outputs[0], anchor.op == "batch_norm_act"
     for node in rest:
         following = activation_text(node.op, node.attrs)
-        if followed or y not in node.uses or y in region.outputs:
-            return Refusal(f"{node.op} is not a sum or an activation right after batch norm")
+        apart = followed or y not in node.uses or y in region.outputs
+        refuse_if(apart, f"{node.op} is not a sum or an activation right after batch norm")
         if node.op == "add" and "residual" not in read:
             other = next((v for v in node.uses if v != y), None)
-            if other is None or types[other].shape != types[y].shape:
-                return Refusal("adds a tensor of another shape", "expand it first")
-            read["residual"] = other
-        elif following is not None:
-            attrs["activation"], followed = following, True
+            odd = other is None or types[other].shape != types[y].shape
+            refuse_if(odd, "adds a tensor of another shape", "expand it first")
+            read["residual"] = other or ""
         else:
-            return Refusal(f"{node.op} has no formula", "leave it outside")
+            refuse_if(following is None, f"{node.op} has no formula", "leave it outside")
+            attrs["activation"], followed = following, True
         y = node.outputs[0]
-    if {types[v].dtype for v in (y, read.get("residual", y))} != {types[anchor.outputs[0]].dtype}:
-        return Refusal("changes the element type", "cast after the region")
-    if y not in region.outputs:
-        return Refusal("nobody reads y", "use mean and var for statistics alone")
+    kinds = {types[v].dtype for v in (y, read.get("residual", y), anchor.outputs[0])}
+    refuse_if(len(kinds) > 1, "changes the element type", "cast after the region")
+    unread = y not in region.outputs
+    refuse_if(unread, "nobody reads y", "use mean and var for statistics alone")
     return Step(types[y], read, {**results(region, anchor), "y": y}, attrs)
 
 
 @lru_cache(maxsize=1024)
-def backward_step(region: Region) -> Step | Refusal:
-    if region.ops != ("batch_norm_act_grad",):
-        return Refusal("runs batch_norm_act_grad alone")
+def backward_step(region: Region) -> Step:
+    refuse_if(region.ops != ("batch_norm_act_grad",), "runs batch_norm_act_grad alone")
     (node,) = region.nodes
     image = region.graph.types[node.outputs[0]]
     return Step(image, operands(node), results(region, node), node.attrs)
 
 
-Read = Callable[[Region], Step | Refusal]
+Read = Callable[[Region], Step]
 
 
-def _refuse(read: Read, region: Region, target: Target, policy: Policy) -> Refusal | None:
+def _refuse(read: Read, region: Region, target: Target, policy: Policy) -> None:
     step = read(region)
-    if isinstance(step, Refusal):
-        return step
-    refusal = refuse_anywhere(target)
-    if refusal is not None:
-        return refusal
+    refuse_elsewhere(target)
     signs = step.values.get("signs")
-    types = [region.graph.types[v] for v in (*region.inputs, *region.outputs) if v != signs]
-    wrong = next((t.dtype.short for t in types if t.dtype.short not in TYPES), None)
-    if wrong is not None:
-        return Refusal(f"element type {wrong}", "use f16, bf16 or f32")
-    if not step.image.numel:
-        return Refusal("there is nothing to compute: a size is 0")
-    if not set(region.inputs).isdisjoint(region.outputs):
-        return Refusal("an output is also an input")
-    return None if signs is None else _refuse_signs(step)
-
-
-def _refuse_signs(step: Step) -> Refusal | None:
-    """A tile holds the bits of whole bytes only along what lies side by side."""
-    asked, usual = step.attrs["packed"], side_by_side(step.image)
-    if asked == usual:
-        return None
-    if usual == "none":
-        return Refusal("fewer than 8 elements side by side fill no byte", "leave packed out")
-    return Refusal(f"signs along {asked} are not side by side", f'use packed="{usual}"')
+    values = [v for v in (*region.inputs, *region.outputs) if v != signs]
+    for kind in (region.graph.types[v].dtype.short for v in values):
+        refuse_if(kind not in TYPES, f"element type {kind}", "use f16, bf16 or f32")
+    refuse_if(not step.image.numel, "there is nothing to compute: a size is 0")
+    same = not set(region.inputs).isdisjoint(region.outputs)
+    refuse_if(same, "an output is also an input")
+    if signs is not None:  # a tile holds the bits of whole bytes only along what lies side by side
+        asked, usual = step.attrs["packed"], side_by_side(step.image)
+        few = asked != usual == "none"
+        refuse_if(few, "fewer than 8 elements side by side fill no byte", "leave packed out")
+        wrong = f"signs along {asked} are not side by side"
+        refuse_if(asked != usual, wrong, f'use packed="{usual}"')
 
 
 # ---- how it is run -------------------------------------------------------------------------------
@@ -131,14 +118,8 @@ def _division(image: TensorType, target: Target, knobs: Mapping[str, Any]) -> Di
     return divide(image.shape, is_channels_last(image), target.units, tile=tile, **chosen)
 
 
-def _must(read: Read, region: Region) -> Step:
-    step = read(region)
-    assert isinstance(step, Step), "only called on regions that were accepted"
-    return step
-
-
 def _knobs(read: Read, region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    image = _must(read, region).image
+    image = read(region).image
     usual: dict[str, Any] = {"tile": TILE, "warps": 4}
     if _division(image, target, usual).once:
         return usual, {**usual, "warps": 8}, {**usual, "once": False}
@@ -152,7 +133,7 @@ def _knobs(read: Read, region: Region, target: Target, policy: Policy) -> Sequen
 
 def _seconds(read: Read, region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
     """Every tensor once, what the second pass reads once more, and the launches."""
-    step, types = _must(read, region), region.graph.types
+    step, types = read(region), region.graph.types
     moved = sum(types[v].shape == step.image.shape for v in step.values.values())
     size = (moved + (1 if read is forward_step else 2)) * step.image.nbytes
     size += types[step.values["signs"]].nbytes if "signs" in step.values else 0
@@ -168,7 +149,7 @@ def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildConte
     from deuteron.kernels.triton.batch_norm import backward, forward
     from deuteron.kernels.triton.batch_norm_passes import Operands
 
-    step, types = _must(read, region), region.graph.types
+    step, types = read(region), region.graph.types
     d = _division(step.image, ctx.target, knobs)
     there, attrs = (*region.inputs, *region.outputs), step.attrs
     places = {name: there.index(v) for name, v in step.values.items()}

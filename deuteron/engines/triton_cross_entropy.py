@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import modelled_seconds, region_cost
-from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.triton_here import MOST, refuse_elsewhere
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.cross_entropy import class_axis
@@ -29,7 +29,6 @@ from deuteron.target import Target
 OPS = ("cross_entropy", "cross_entropy_with_grad")
 LONG = 4096  # classes, from where a row is worth a program of its own
 LONGEST = 32768  # and from where it is worth all the warps there are
-ROWS_LIMIT = 2**31 - 2**20  # rows are counted in 32 bits, with room for the last step
 REACHED = 0.94  # of the bandwidth of a copy, as measured on an H200
 
 
@@ -64,13 +63,13 @@ def row_step(t: TensorType) -> int | None:
 
 
 @lru_cache(maxsize=1024)
-def work_of(region: Region) -> Work | Refusal:
+def work_of(region: Region) -> Work:
     """The region as a call. Logits that are widened before and results that are narrowed after it
     are read and written in the type that they have in memory."""
     nodes = [n for n in region.nodes if n.op in OPS]
     casts = [n for n in region.nodes if n.op == "cast"]
-    if len(nodes) != 1 or len(casts) + 1 < len(region.nodes):
-        return Refusal(f"runs {' or '.join(OPS)} alone, or with casts")
+    more = len(nodes) != 1 or len(casts) + 1 < len(region.nodes)
+    refuse_if(more, f"runs {' or '.join(OPS)} alone, or with casts")
     node, types = nodes[0], region.graph.types
     given = [*node.inputs, *[None] * 5][:5]
     made = [v if v in region.outputs else None for v in (*node.outputs, None, None)[:3]]
@@ -81,46 +80,38 @@ def work_of(region: Region) -> Work | Refusal:
         elif source in node.outputs and made[node.outputs.index(source)] is None:
             made[node.outputs.index(source)] = cast.output
         else:
-            return Refusal("a cast is neither of the logits to f32 nor of a result")
-    if any(v is not None and v not in (*region.inputs, *region.graph.constants) for v in given):
-        return Refusal("an operand is computed in the region")
+            refuse_if(True, "a cast is neither of the logits to f32 nor of a result")
+    outside = {None, *region.inputs, *region.graph.constants}
+    refuse_if(not outside.issuperset(given), "an operand is computed in the region")
     x, wanted, *others = (None if v is None else types[v] for v in given)
     assert x is not None and wanted is not None
     classes = x.shape[class_axis(x.shape)]
-    if node.attrs.get("reduction", "none") != "none":
-        return Refusal("joins positions, which takes a second kernel", "use reduction='none'")
-    if classes <= LONG or x.numel == 0 or x.dtype.short == "f64":
-        return Refusal(f"is for more than {LONG} classes, and not for float64")
-    smooth = node.attrs["label_smoothing"] != 0.0
-    if wanted.dtype.is_float or (smooth and given[2] is not None):
-        return Refusal("is for classes, and not for weights with label_smoothing")
-    if x.numel // classes > ROWS_LIMIT:
-        return Refusal("there are more than 2³¹ rows", "split the batch")
+    joins = node.attrs.get("reduction", "none") != "none"
+    refuse_if(joins, "joins positions, which takes a second kernel", "use reduction='none'")
+    short = classes <= LONG or x.numel == 0 or x.dtype.short == "f64"
+    refuse_if(short, f"is for more than {LONG} classes, and not for float64")
+    odd = wanted.dtype.is_float or (node.attrs["label_smoothing"] and given[2] is not None)
+    refuse_if(odd, "is for classes, and not for weights with label_smoothing")
+    rows = x.numel // classes
+    refuse_if(rows > MOST, "there are more than 2³¹ rows", "split the batch")
     grad = x if made[2] is None else types[made[2]]
     steps: Any = (row_step(x), row_step(grad))
     vectors = [t for t in (wanted, *others) if t is not None]
     contiguous = all(t.is_layout("contiguous") or not any(t.strides) for t in vectors)
-    if None in steps or not contiguous:
-        return Refusal("the classes of a row, or the rows, are not at equal steps", "to_layout(x)")
-    rows = x.numel // classes
+    apart = None in steps or not contiguous
+    refuse_if(apart, "the classes of a row, or the rows, are not at equal steps", "to_layout(x)")
     return Work(tuple(given), tuple(made), node.attrs, rows, classes, steps, grad == x)
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    found = refuse_anywhere(target) or work_of(region)
-    return found if isinstance(found, Refusal) else None
-
-
-def _accepted(region: Region) -> Work:
-    work = work_of(region)
-    assert isinstance(work, Work)
-    return work
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    refuse_elsewhere(target)
+    work_of(region)
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
     """Numbers to a lane, lanes and warps. With 32 warps a thread has 64 registers, which is enough
     for rows that start at multiples of 16."""
-    work = _accepted(region)
+    work = work_of(region)
     deep, lanes, warps = (4 if work.aligned else 2), 2048, 8
     if work.classes > LONGEST:
         deep = 2 if work.attrs["label_smoothing"] else 4
@@ -130,7 +121,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[s
 
 
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    kind = region.graph.types[_accepted(region).given[0] or ""].dtype.short
+    kind = region.graph.types[work_of(region).given[0] or ""].dtype.short
     return modelled_seconds(region_cost(region), kind, REACHED, False, target)
 
 
@@ -145,7 +136,7 @@ def _kernel() -> Any:
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.cross_entropy import Given, Terms
 
-    work, types, constants = _accepted(region), region.graph.types, region.graph.constants
+    work, types, constants = work_of(region), region.graph.types, region.graph.constants
     kernel, programs, warps = _kernel(), knobs["programs"], knobs["warps"]
     ignore, smoothing = work.attrs["ignore_index"], float(work.attrs["label_smoothing"])
     each = int(work.given[3] is not None and any(types[work.given[3]].strides))

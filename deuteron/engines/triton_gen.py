@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import lru_cache
 from typing import Any
 
-from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import Load, ScalarProgram, overwritable
 from deuteron.codegen.triton_body import side_by_side
 from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_passes import dependent_passes, passes_needed
 from deuteron.codegen.triton_render import Knobs, Rendered, render
-from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal
-from deuteron.engines.match import places_of
-from deuteron.engines.roofline import PRODUCT, is_product, main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
+from deuteron.engines.match import places_of, scalar_program
+from deuteron.engines.roofline import main_dtype, modelled_seconds, refuse_product, region_cost
+from deuteron.engines.triton_here import refuse_elsewhere
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
-from deuteron.ops.formula import PRIMITIVES, CannotLower, Compute
+from deuteron.ops.formula import PRIMITIVES, Compute
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -38,15 +36,11 @@ SCATTERED = 40  # operations that an element loaded by itself takes as long as
 CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads and work take turns
 
 
-@lru_cache(maxsize=256)
-def program_of(region: Region) -> ScalarProgram | Refusal:
-    """The region's scalar program, or why it has none."""
-    if len({*region.inputs, *region.outputs}) < len(region.inputs) + len(region.outputs):
-        return Refusal("an output is also an input or another output")
-    try:
-        return lower(region)
-    except CannotLower as error:
-        return Refusal(error.reason, error.remedy)
+def program_of(region: Region) -> ScalarProgram:
+    """The region's scalar program; it is refused if it has none."""
+    same = len({*region.inputs, *region.outputs}) < len(region.inputs) + len(region.outputs)
+    refuse_if(same, "an output is also an input or another output")
+    return scalar_program(region)
 
 
 def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target: Target) -> float:
@@ -86,15 +80,14 @@ class TritonGen:
     name = "triton_gen"
     version = "4"
 
-    def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
-        if is_product(region.graph, region.nodes):
-            return PRODUCT
-        found = refuse_anywhere(target) or program_of(region)
-        return found if isinstance(found, Refusal) else None
+    @as_answer
+    def refuse(self, region: Region, target: Target, policy: Policy) -> None:
+        refuse_product(region)
+        refuse_elsewhere(target)
+        program_of(region)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         program = program_of(region)
-        assert isinstance(program, ScalarProgram)
         return [
             Candidate(self.name, self.version, Attrs(asdict(knobs)), build_s=0.4)
             for knobs in choices(program, target.units)
@@ -104,7 +97,6 @@ class TritonGen:
         cost, kind = region_cost(region), candidate.knobs["kind"]
         once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
         program = program_of(region)
-        assert isinstance(program, ScalarProgram)
         once = max(once, _instructions(program) / (target.rate("f32", False) / 2) + target.launch)
         once += SCATTERED * _scattered(program) / target.rate("f32", False)
         if kind in ("rows", "loop", "split"):
@@ -125,7 +117,6 @@ class TritonGen:
         from deuteron.codegen.triton_load import Launcher
 
         rendered, program = self.render(region, candidate), program_of(region)
-        assert isinstance(program, ScalarProgram)
         launcher = Launcher(rendered, (*region.inputs, *region.outputs), ctx.device)
         note = f"{len(rendered.launches)} kernel(s), {rendered.warps} warps"
         alone = candidate.knobs["kind"] in ("flat", "tile", "rows")  # who reads a row writes it
@@ -135,5 +126,4 @@ class TritonGen:
     def render(self, region: Region, candidate: Candidate) -> Rendered:
         """The source that a candidate stands for; ``print(….source)`` shows it."""
         program = program_of(region)
-        assert isinstance(program, ScalarProgram)
         return render(program, Knobs(**candidate.knobs))

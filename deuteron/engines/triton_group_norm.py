@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.triton_here import refuse_elsewhere, settings
 from deuteron.engines.triton_norm import REACHED, picker, refuse_types, sums_of
 from deuteron.ir.region import Region
 from deuteron.ops.activated import activation_text
@@ -127,34 +127,31 @@ def is_held(cut: Cut, work: Groups) -> bool:
 # ---- the recipes ---------------------------------------------------------------------------------
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    if not region.nodes or region.nodes[0].op not in NORMS:
-        return Refusal(f"runs {' or '.join(NORMS)}, and an activation after it")
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    starts = bool(region.nodes) and region.nodes[0].op in NORMS
+    refuse_if(not starts, f"runs {' or '.join(NORMS)}, and an activation after it")
     norm, *rest = region.nodes
     texts = [activation_text(node.op, node.attrs) for node in rest]
-    if len(rest) > 1 or None in texts:
-        return Refusal(f"takes one activation along, not {' + '.join(n.op for n in rest)}")
-    if region.outputs != (region.nodes[-1].output,):
-        return Refusal("the norm's own result is read, too", "let the activation alone read it")
+    several = len(rest) > 1 or None in texts
+    refuse_if(several, f"takes one activation along, not {' + '.join(n.op for n in rest)}")
+    own = region.outputs != (region.nodes[-1].output,)
+    refuse_if(own, "the norm's own result is read, too", "let the activation alone read it")
     kinds = {region.graph.types[v].dtype for v in (norm.uses[0], region.outputs[0])}
-    if len(kinds) > 1:
-        return Refusal("changes the element type", "cast after the region")
-    return refuse_anywhere(target) or refuse_types(region) or _refuse_sizes(region)
+    refuse_if(len(kinds) > 1, "changes the element type", "cast after the region")
+    _refuse_tensors(region, target)
 
 
-def _refuse_gradient(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    node = only_node(region, GRADIENTS)
-    if isinstance(node, Refusal):
-        return node
-    return refuse_anywhere(target) or refuse_types(region) or _refuse_sizes(region)
+def _refuse_gradient(region: Region, target: Target, policy: Policy) -> None:
+    only_node(region, GRADIENTS)
+    _refuse_tensors(region, target)
 
 
-def _refuse_sizes(region: Region) -> Refusal | None:
-    if _work(region).size > 4:
-        return Refusal("element type f64", "use f16, bf16 or f32")
-    return (
-        None if cuts(_work(region)) else Refusal("a group has too many parts that registers hold")
-    )
+def _refuse_tensors(region: Region, target: Target) -> None:
+    refuse_elsewhere(target)
+    refuse_types(region)
+    work = _work(region)
+    refuse_if(work.size > 4, "element type f64", "use f16, bf16 or f32")
+    refuse_if(not cuts(work), "a group has too many parts that registers hold")
 
 
 def _work(region: Region) -> Groups:
@@ -173,13 +170,9 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[s
     return [asdict(cut) for cut in cuts(_work(region))]
 
 
-def _cut(knobs: Mapping[str, Any]) -> Cut:
-    return Cut(**{k: v for k, v in knobs.items() if k != "recipe"})
-
-
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
     """The bytes at the speed that such kernels reach; parts take a second launch."""
-    cut, work = _cut(knobs), _work(region)
+    cut, work = Cut(**settings(knobs)), _work(region)
     several = cut.parts(work) > 1
     reached = PARTS if several else HELD if is_held(cut, work) else ALONE
     once = modelled_seconds(region_cost(region), main_dtype(region), reached, False, target)
@@ -188,7 +181,7 @@ def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
 
 def _gradient_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
     """The same, with what is read again."""
-    cut, work, cost = _cut(knobs), _work(region), region_cost(region)
+    cut, work, cost = Cut(**settings(knobs)), _work(region), region_cost(region)
     once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
     times = AGAIN_PARTS if cut.parts(work) > 1 else 0.0 if is_held(cut, work) else AGAIN_ALONE
     return once + times * cost.reads / target.stream + target.launch
@@ -197,7 +190,7 @@ def _gradient_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) 
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.group_norm import Operands, backward, forward
 
-    work, cut, gradient = _work(region), _cut(knobs), region.ops[0] in GRADIENTS
+    work, cut, gradient = _work(region), Cut(**settings(knobs)), region.ops[0] in GRADIENTS
     if gradient:
         call, pick = backward(work, cut), picker(region, Operands)
         room = cut.scratch(work, sums_of(region), 4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.recipes import ALONE, Knobs, Recipe
+from deuteron.engines.base import BuildContext, Kernel, Refusal, refuse_if
+from deuteron.engines.recipes import Knobs, Recipe, alone
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -16,13 +16,17 @@ from deuteron.target import Target, has_triton
 MOST = 2**31 - 2**20  # lines, places and programs, which kernels count in 32 bits
 
 
-def refuse_anywhere(target: Target) -> Refusal | None:
+def refuse_elsewhere(target: Target) -> None:
     """Why nothing in Triton can run there, if so."""
-    if not target.is_cuda:
-        return Refusal("Triton runs on a GPU", "plan for a CUDA device", quiet=True)
-    if not has_triton():
-        return Refusal("Triton is not installed", "pip install triton")
-    return None
+    off = not target.is_cuda
+    refuse_if(off, "Triton runs on a GPU", "plan for a CUDA device", quiet=True)
+    refuse_if(not has_triton(), "Triton is not installed", "pip install triton")
+
+
+def refuse_empty(region: Region) -> None:
+    """Kernels are launched for elements, of which there must be some."""
+    sizes = [region.graph.types[v].numel for v in (*region.inputs, *region.outputs)]
+    refuse_if(not all(sizes), "there is nothing to compute: a size is 0")
 
 
 def one_operator(
@@ -38,13 +42,10 @@ def one_operator(
     something to compute, on a GPU."""
 
     def wrong(region: Region, target: Target, policy: Policy) -> Refusal | None:
-        if len(region.nodes) > 1:
-            return ALONE
-        if (elsewhere := refuse_anywhere(target)) is not None:
-            return elsewhere
-        if any(region.graph.types[v].numel == 0 for v in (*region.inputs, *region.outputs)):
-            return Refusal("there is nothing to compute: a size is 0")
-        return refuse(region, region.nodes[0], target)
+        node = alone(region)
+        refuse_elsewhere(target)
+        refuse_empty(region)
+        return refuse(region, node, target)
 
     def ways(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         return knobs(region, target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs
 from deuteron.engines.triton_here import one_operator, streamed
 from deuteron.ir.graph import Node
@@ -20,19 +20,14 @@ ALONE = 8192  # elements up to which one program is quicker than zeros and a sec
 BLOCK = 2048
 
 
-def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
-    x = region.graph.types[node.uses[0]]
-    if len(node.uses) > 1:
-        return Refusal("counts elements, and does not add up their weights")
-    if x.dtype.short not in READS:
-        return Refusal(f"does not read {x.dtype.short}", "cast it to f32 first")
-    if node.attrs["bins"] > MOST_BINS:
-        return Refusal(f"{node.attrs['bins']} bins are too many", f"at most {MOST_BINS}")
-    if x.numel > MOST:
-        return Refusal("has more than 2³⁸ elements", "split it")
-    if not x.is_dense:
-        return Refusal("elements of x lie apart", "to_layout(x) first")
-    return None
+def _refuse(region: Region, node: Node, target: Target) -> None:
+    x, bins = region.graph.types[node.uses[0]], node.attrs["bins"]
+    refuse_if(len(node.uses) > 1, "counts elements, and does not add up their weights")
+    kind = x.dtype.short
+    refuse_if(kind not in READS, f"does not read {kind}", "cast it to f32 first")
+    refuse_if(bins > MOST_BINS, f"{bins} bins are too many", f"at most {MOST_BINS}")
+    refuse_if(x.numel > MOST, "has more than 2³⁸ elements", "split it")
+    refuse_if(not x.is_dense, "elements of x lie apart", "to_layout(x) first")
 
 
 def _size(region: Region) -> int:

@@ -13,18 +13,17 @@ from math import prod
 from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton_here import refuse_anywhere
+from deuteron.engines.triton_here import MOST, refuse_elsewhere, refuse_empty, settings
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 NORMS = {"layer_norm_grad": True, "rms_norm_grad": False}  # whether statistics have a mean
 REACHED = 0.92  # of the bandwidth of a copy, as measured for kernels of this kind
-ROWS_LIMIT = 2**31 - 2**20  # rows are counted in 32 bits, with room for the last step
 
 # ---- how rows are spread -------------------------------------------------------------------------
 
@@ -111,28 +110,21 @@ def _shared_out(work: RowGradient, units: int, per_unit: int, warps: int) -> Spr
 # ---- the recipe ----------------------------------------------------------------------------------
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> Refusal | None:
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
     node = only_node(region, NORMS)
-    if isinstance(node, Refusal):
-        return node
-    refusal = refuse_anywhere(target) or refuse_types(region)
-    if refusal is not None:
-        return refusal
-    if node.attrs["activation"] != "none":
-        return Refusal("takes no activation along", "leave it outside")
-    if _work(region).rows > ROWS_LIMIT:
-        return Refusal("has more than 2³¹ rows", "split the batch")
-    return None
+    refuse_elsewhere(target)
+    refuse_types(region)
+    joined = node.attrs["activation"] != "none"
+    refuse_if(joined, "takes no activation along", "leave it outside")
+    refuse_if(_work(region).rows > MOST, "has more than 2³¹ rows", "split the batch")
 
 
-def refuse_types(region: Region) -> Refusal | None:
+def refuse_types(region: Region) -> None:
     """What kernels of norms want of their tensors."""
+    refuse_empty(region)
     types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
-    if not all(t.numel for t in types):
-        return Refusal("there is nothing to compute: a size is 0")
-    if not all(t.is_layout("contiguous") for t in types):
-        return Refusal("a tensor is not in row-major order", 'use to_layout(x, "contiguous")')
-    return None
+    apart = not all(t.is_layout("contiguous") for t in types)
+    refuse_if(apart, "a tensor is not in row-major order", 'use to_layout(x, "contiguous")')
 
 
 def _work(region: Region) -> RowGradient:
@@ -161,8 +153,7 @@ def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.norm import Operands, backward
 
-    work = _work(region)
-    spread = Spread(**{k: v for k, v in knobs.items() if k != "recipe"})
+    work, spread = _work(region), Spread(**settings(knobs))
     call, pick = backward(work, spread), picker(region, Operands)
     room = spread.scratch(work, sums_of(region))
     note = "long" if work.is_long else "rows"

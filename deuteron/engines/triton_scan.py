@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs
 from deuteron.engines.triton_here import MOST, one_operator, streamed
 from deuteron.ir.graph import Node
@@ -24,15 +24,13 @@ def _rows(region: Region) -> tuple[int, int]:
     return x.numel // x.shape[-1], x.shape[-1]
 
 
-def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
-    x = region.graph.types[node.uses[0]]
-    if node.attrs["axis"] != x.rank - 1 or not x.is_layout("contiguous"):
-        return Refusal("the scan is not along adjacent elements", "permute, then to_layout(x)")
-    if _rows(region)[0] < target.units:
-        return Refusal(f"fewer rows than the {target.units} units of the GPU")
-    if max(_rows(region)) > MOST:
-        return Refusal("has more rows or columns than 32 bits count", "split the batch")
-    return None
+def _refuse(region: Region, node: Node, target: Target) -> None:
+    x, (rows, columns) = region.graph.types[node.uses[0]], _rows(region)
+    apart = node.attrs["axis"] != x.rank - 1 or not x.is_layout("contiguous")
+    refuse_if(apart, "the scan is not along adjacent elements", "permute, then to_layout(x)")
+    refuse_if(rows < target.units, f"fewer rows than the {target.units} units of the GPU")
+    many = max(rows, columns) > MOST
+    refuse_if(many, "has more rows or columns than 32 bits count", "split the batch")
 
 
 def blocks(rows: int, columns: int) -> list[tuple[int, int]]:

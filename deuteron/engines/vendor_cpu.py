@@ -2,93 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.match import Chain
-from deuteron.engines.recipes import (
-    Recipe,
-    activate,
-    fits,
-    is_pointwise_conv,
-    library,
-    maybe,
-    must_chain,
-    place,
-    rows_of,
-)
-from deuteron.ir.graph import Node
+from deuteron.engines import recipes
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import Chain, chain
+from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
 from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-# our activation → oneDNN's post-op: (name, scalars, algorithm)
-POST_OPS: dict[str, Callable[[Node], tuple[str, list[float], str] | None]] = {
-    "relu": lambda n: ("relu", [], ""),
-    "sigmoid": lambda n: ("sigmoid", [], ""),
-    "tanh": lambda n: ("tanh", [], ""),
-    "hardswish": lambda n: ("hardswish", [], ""),
-    "hardsigmoid": lambda n: ("hardsigmoid", [], ""),
-    "silu": lambda n: ("swish", [], ""),
-    "gelu": lambda n: ("gelu", [], n.attrs["approximate"]),
-    "leaky_relu": lambda n: ("leaky_relu", [n.attrs["negative_slope"]], ""),
-    "clamp": lambda n: (
-        None
-        if n.attrs["min"] is None or n.attrs["max"] is None
-        else ("hardtanh", [n.attrs["min"], n.attrs["max"]], "")
-    ),
-}
+CONV, PRODUCTS, ATTENTION = ("conv",), ("conv", "linear", "matmul"), ("attention",)
+
+# our activation → oneDNN's post-op: its name; then its scalars and its algorithm
+POST_OPS = {"silu": "swish", "clamp": "hardtanh"}
+POST_OPS |= {n: n for n in "relu sigmoid tanh hardswish hardsigmoid gelu leaky_relu".split()}
 
 
-def _cpu_float(target: Target, c: Chain) -> Refusal | None:
-    if target.is_cuda:
-        return Refusal("is a CPU call")
-    if c.x.dtype.short != "f32" or c.weight.dtype.short != "f32":
-        return Refusal(f"element type {c.x.dtype.short}, not f32", "cast to float32")
-    if c.out.numel == 0 or c.x.numel == 0:
-        return Refusal("the tensors are empty")
-    return None
+def _single(region: Region, anchors: tuple[str, ...]) -> Chain:
+    """A chain in float32, of parameters that never change."""
+    c = fits(region, anchors)
+    wide = {c.x.dtype.short, c.weight.dtype.short} == {"f32"}
+    refuse_if(not wide, f"element type {c.x.dtype.short}, not f32", "cast to float32")
+    refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")
+    return c
+
+
+def refuse_order(*images: TensorType) -> None:
+    apart = not all(t.is_layout("nhwc") for t in images)
+    refuse_if(apart, "the tensors are not in nhwc", "use Policy(layout='auto')")
 
 
 def _post_op(c: Chain) -> tuple[str, list[float], str] | None:
     if c.act is None:
         return "none", [], ""
-    make = POST_OPS.get(c.act.op)
-    return make(c.act) if make is not None else None
+    a = c.act.attrs
+    scalars = [a[k] for k in ("negative_slope", "min", "max") if k in a]
+    if c.act.op not in POST_OPS or None in scalars:
+        return None
+    return POST_OPS[c.act.op], scalars, a.get("approximate", "")
 
 
 # ---- oneDNN convolution with packed weights
 
 
-def _refuse_packed(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = fits(region, ("conv",))
-    if isinstance(c, Refusal):
-        return c
-    wrong = _cpu_float(target, c)
-    if wrong is not None:
-        return wrong
-    if not torch.backends.mkldnn.is_available():
-        return Refusal("this torch was built without oneDNN")
-    if c.anchor.attrs["transposed"] or c.x.rank != 4:
-        return Refusal("only plain 2-D convolutions can be packed")
-    if not (c.x.is_layout("nhwc") and c.out.is_layout("nhwc")):
-        return Refusal("the tensors are not in nhwc", "use Policy(layout='auto')")
-    if _post_op(c) is None:
-        return Refusal(f"oneDNN has no post-op for {c.act_name}")
-    if c.residual is not None and c.act_name not in ("none", "relu"):
-        return Refusal(f"oneDNN cannot add and then apply {c.act_name}")
-    if c.residual is not None and not region.graph.types[c.residual].is_layout("nhwc"):
-        return Refusal("the residual is not in nhwc")
-    if c.residual is not None and c.out.is_layout("contiguous"):  # oneDNN refuses it on x86-64
-        return Refusal("oneDNN cannot add images of one channel or one pixel everywhere")
-    return None
+def _refuse_packed(region: Region, target: Target, policy: Policy) -> None:
+    c = _single(region, CONV)
+    built = torch.backends.mkldnn.is_available()
+    refuse_if(not built, "this torch was built without oneDNN")
+    odd = c.anchor.attrs["transposed"] or c.x.rank != 4
+    refuse_if(odd, "only plain 2-D convolutions can be packed")
+    refuse_order(c.x, c.out)
+    refuse_if(_post_op(c) is None, f"oneDNN has no post-op for {c.act_name}")
+    if c.residual is not None:
+        late = c.act_name not in ("none", "relu")
+        refuse_if(late, f"oneDNN cannot add and then apply {c.act_name}")
+        last = region.graph.types[c.residual].is_layout("nhwc")
+        refuse_if(not last, "the residual is not in nhwc")
+        one = c.out.is_layout("contiguous")  # oneDNN refuses it on x86-64
+        refuse_if(one, "oneDNN cannot add images of one channel or one pixel everywhere")
 
 
 def _build_packed(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    c = must_chain(region, ("conv",))
+    c = chain(region, CONV)
     a = c.anchor.attrs
     where = (list(a["padding"]), list(a["stride"]), list(a["dilation"]), a["groups"])
     weight = ctx.constants[c.anchor.inputs[1] or ""]
@@ -109,7 +92,7 @@ def _build_packed(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 
 
 def _packed_penalty(region: Region, target: Target) -> float:
-    c = must_chain(region, ("conv",))
+    c = chain(region, CONV)
     slow = {"gelu": 3.0, "silu": 2.0}.get(c.act_name, 1.0)
     depthwise = 2.5 if c.anchor.attrs["groups"] > 1 else 0.8
     return slow * depthwise
@@ -118,21 +101,14 @@ def _packed_penalty(region: Region, target: Target) -> float:
 # ---- 1×1 convolution and linear as one matrix product
 
 
-def _refuse_gemm(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = fits(region, ("conv", "linear"))
-    if isinstance(c, Refusal):
-        return c
-    wrong = _cpu_float(target, c)
-    if wrong is not None:
-        return wrong
+def _refuse_gemm(region: Region, target: Target, policy: Policy) -> None:
+    c = _single(region, ("conv", "linear"))
     if c.anchor.op == "conv":
-        wrong = is_pointwise_conv(c)
-        if wrong is None and not c.out.is_layout("nhwc"):
-            wrong = Refusal("the result is not in nhwc")
-        return wrong
-    if not (c.x.is_layout("contiguous") and c.out.is_layout("contiguous")):
-        return Refusal("the rows are not contiguous")
-    return None
+        recipes.refuse_windows(c)
+        refuse_if(not c.out.is_layout("nhwc"), "the result is not in nhwc")
+    else:
+        dense = c.x.is_layout("contiguous") and c.out.is_layout("contiguous")
+        refuse_if(not dense, "the rows are not contiguous")
 
 
 def _gemm_penalty(region: Region, target: Target) -> float:
@@ -140,17 +116,17 @@ def _gemm_penalty(region: Region, target: Target) -> float:
     what the library does."""
     if region.ops[0] != "conv":
         return 1.0
-    return 0.75 * (1.0 + 10.0 / must_chain(region, ("conv",)).weight.shape[1])
+    return 0.75 * (1.0 + 10.0 / chain(region, CONV).weight.shape[1])
 
 
 def _build_gemm(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    c = must_chain(region, ("conv", "linear"))
+    c = chain(region, ("conv", "linear"))
     weight = ctx.constants[c.anchor.inputs[1] or ""]
     k, n = weight.shape[1], weight.shape[0]
     transposed = weight.reshape(n, k).t().contiguous()
     bias = None if c.bias is None else ctx.constants[c.bias]
     x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
-    act = activate(c.act)
+    act = recipes.activate(c.act)
     stride = c.anchor.attrs["stride"] if c.anchor.op == "conv" else ()
     skip = any(s != 1 for s in stride)
     image = c.anchor.op == "conv"
@@ -178,34 +154,26 @@ def _build_gemm(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
 # ---- dilated convolution as shifted products, taps in the padding left out
 
 
-def _refuse_shifted(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = fits(region, ("conv",))
-    if isinstance(c, Refusal):
-        return c
-    wrong = _cpu_float(target, c)
-    if wrong is not None:
-        return wrong
+def refuse_parts(c: Chain, into: str) -> None:
+    """Whether the convolution is not a sum of products with shifted images."""
     a = c.anchor.attrs
-    if a["transposed"] or a["groups"] != 1 or c.x.rank != 4 or any(s != 1 for s in a["stride"]):
-        return Refusal("only plain 2-D convolutions of stride 1 can be split into shifts")
-    if not (c.x.is_layout("nhwc") and c.out.is_layout("nhwc")):
-        return Refusal("the tensors are not in nhwc", "use Policy(layout='auto')")
-    if live_fraction(c) > 0.95:
-        return Refusal("no tap falls into the padding often enough to be worth skipping")
-    return None
+    odd = a["transposed"] or a["groups"] != 1 or c.x.rank != 4 or any(s != 1 for s in a["stride"])
+    refuse_if(odd, f"only plain 2-D convolutions of stride 1 {into}")
+
+
+def _refuse_shifted(region: Region, target: Target, policy: Policy) -> None:
+    c = _single(region, CONV)
+    refuse_parts(c, "can be split into shifts")
+    refuse_order(c.x, c.out)
+    live = live_fraction(c)
+    refuse_if(live > 0.95, "no tap falls into the padding often enough to be worth skipping")
 
 
 def live_fraction(c: Chain) -> float:
     """The part of the kernel's taps that read pixels rather than padding."""
-    part = 1.0
-    for size, out, k, pad, step in zip(
-        c.x.shape[2:],
-        c.out.shape[2:],
-        c.weight.shape[2:],
-        c.anchor.attrs["padding"],
-        c.anchor.attrs["dilation"],
-        strict=True,
-    ):
+    part, a = 1.0, c.anchor.attrs
+    sizes = (c.x.shape[2:], c.out.shape[2:], c.weight.shape[2:], a["padding"], a["dilation"])
+    for size, out, k, pad, step in zip(*sizes, strict=True):
         live = sum(len(reach(size, out, t * step - pad)) for t in range(k))
         part *= live / max(k * out, 1)
     return part
@@ -216,31 +184,31 @@ def reach(size: int, out: int, shift: int) -> range:
     return range(max(0, -shift), max(0, -shift, min(out, size - shift)))
 
 
+Pixels = tuple[slice, slice]  # rows and columns
+
+
+def taps(c: Chain) -> Iterator[tuple[int, int, Pixels, Pixels]]:
+    """Row and column of each tap of a 2-D convolution that reads any pixels, which pixels of the
+    result it adds to, and which of the image it reads."""
+    a, (rows, columns) = c.anchor.attrs, c.weight.shape[2:]
+    for tap in product(range(rows), range(columns)):
+        to, of = [], []
+        for d, t in enumerate(tap):
+            shift = t * a["dilation"][d] - a["padding"][d]
+            inside = reach(c.x.shape[2 + d], c.out.shape[2 + d], shift)
+            to.append(slice(inside.start, inside.stop))
+            of.append(slice(inside.start + shift, inside.stop + shift))
+        if all(s.stop > s.start for s in to):
+            yield *tap, (to[0], to[1]), (of[0], of[1])
+
+
 def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    c = must_chain(region, ("conv",))
-    a = c.anchor.attrs
+    c = chain(region, CONV)
     weight = ctx.constants[c.anchor.inputs[1] or ""]
     bias = None if c.bias is None else ctx.constants[c.bias]
-    (height, width), (oh, ow) = c.x.shape[2:], c.out.shape[2:]
-    taps = []
-    for i in range(weight.shape[2]):
-        for j in range(weight.shape[3]):
-            dy = i * a["dilation"][0] - a["padding"][0]
-            dx = j * a["dilation"][1] - a["padding"][1]
-            ys, xs = reach(height, oh, dy), reach(width, ow, dx)
-            if len(ys) and len(xs):
-                matrix = weight[:, :, i, j].t().contiguous()
-                taps.append(
-                    (
-                        slice(ys.start, ys.stop),
-                        slice(ys.start + dy, ys.stop + dy),
-                        slice(xs.start, xs.stop),
-                        slice(xs.start + dx, xs.stop + dx),
-                        matrix,
-                    )
-                )
+    parts = [(weight[:, :, i, j].t().contiguous(), to, of) for i, j, to, of in taps(c)]
     x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
-    act = activate(c.act)
+    act = recipes.activate(c.act)
     channels, k = c.x.shape[1], c.out.shape[1]
 
     def run(*t: Any) -> None:
@@ -249,10 +217,10 @@ def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) 
             out.copy_(bias.expand(out.shape))
         else:
             out.zero_()
-        for oy, sy, ox, sx, matrix in taps:
-            pixels = source[:, sy, sx]
-            product = torch.mm(pixels.reshape(-1, channels), matrix)
-            out[:, oy, ox] += product.view(*pixels.shape[:3], k)
+        for matrix, to, of in parts:
+            pixels = source[:, *of]
+            shifted = torch.mm(pixels.reshape(-1, channels), matrix)
+            out[:, *to] += shifted.view(*pixels.shape[:3], k)
         if z is not None:
             t[-1].add_(t[z])
         if act is not None:
@@ -265,69 +233,56 @@ def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) 
 # ---- attention
 
 
-def _refuse_sdpa(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    if target.is_cuda:
-        return Refusal("is a CPU call")
-    return refuse_attention(region)
-
-
-def refuse_attention(region: Region) -> Refusal | None:
+def refuse_attention(region: Region, target: Target, policy: Policy) -> None:
     """What torch's own attention call cannot do, on any device."""
-    if region.ops != ("attention",):
-        return Refusal("is not an attention alone")
-    node = region.nodes[0]
-    bias = node.inputs[3] if len(node.inputs) > 3 else None
-    if bias is not None and node.attrs["causal"]:
-        return Refusal("torch takes a mask or causal, not both", "put the causal part in the mask")
-    types = region.graph.types
-    if bias is not None and bias not in region.inputs:
-        return Refusal("the mask is a single number", "leave it out, or expand it")
-    q = types[node.inputs[0] or ""]
-    if q.rank != 4:
-        return Refusal(f"rank {q.rank}, not 4", "add a batch dimension")
-    if q.numel == 0:
-        return Refusal("the tensors are empty")
-    if bias is not None and types[bias].rank < 2:
-        return Refusal("the bias has less than two dimensions", "reshape it to [queries, keys]")
-    if bias is not None and types[bias].dtype.kind != "bool" and types[bias].dtype != q.dtype:
-        return Refusal("the bias has another element type than q", "cast it")
-    return None
+    refuse_if(region.ops != ("attention",), "is not an attention alone")
+    node, types = region.nodes[0], region.graph.types
+    bias, q = (*node.inputs, None)[3], types[node.uses[0]]
+    both = bias is not None and node.attrs["causal"]
+    refuse_if(both, "torch takes a mask or causal, not both", "put the causal part in the mask")
+    single = bias is not None and bias not in region.inputs
+    refuse_if(single, "the mask is a single number", "leave it out, or expand it")
+    refuse_if(q.rank != 4, f"rank {q.rank}, not 4", "add a batch dimension")
+    refuse_if(q.numel == 0, "the tensors are empty")
+    if bias is not None:
+        low, kind = types[bias].rank < 2, types[bias].dtype
+        refuse_if(low, "the bias has less than two dimensions", "reshape it to [queries, keys]")
+        odd = kind.kind != "bool" and kind != q.dtype
+        refuse_if(odd, "the bias has another element type than q", "cast it")
+
+
+def attended(region: Region) -> tuple[list[int], int | None, dict[str, Any], tuple[int, int]]:
+    """Where q, k and v are, where the mask is, the other arguments of torch's call, and how many
+    heads q and k have."""
+    node, types = region.nodes[0], region.graph.types
+    places = [place(region, value) for value in node.inputs[:3]]
+    heads, of_keys = (types[v].shape[1] for v in node.uses[:2])
+    given = {"is_causal": node.attrs["causal"], "scale": node.attrs["scale"]}
+    return places, maybe(region, (*node.inputs, None)[3]), given, (heads, of_keys)
 
 
 def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    node = region.nodes[0]
-    types = region.graph.types
-    q, k, v = (place(region, value) for value in node.inputs[:3])
-    bias = maybe(region, (*node.inputs, None)[3])
-    grouped = types[node.inputs[0] or ""].shape[1] != types[node.inputs[1] or ""].shape[1]
-    scale, causal = node.attrs["scale"], node.attrs["causal"]
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
-    def run(*t: Any) -> torch.Tensor:
-        mask = None if bias is None else t[bias]
-        return sdpa(
-            t[q], t[k], t[v], attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-
-    return Kernel(run)
+    (q, k, v), bias, given, (heads, of_keys) = attended(region)
+    call: Any = partial(scaled_dot_product_attention, enable_gqa=heads != of_keys, **given)
+    return Kernel(lambda *t: call(t[q], t[k], t[v], attn_mask=None if bias is None else t[bias]))
 
 
 def _shifted_penalty(region: Region, target: Target) -> float:
-    return 0.8 * live_fraction(must_chain(region, ("conv",)))
+    return 0.8 * live_fraction(chain(region, CONV))
 
 
 def _shifted_overhead(region: Region, target: Target) -> float:
     """Three calls a tap: gather the pixels, multiply, add to the result."""
-    k = must_chain(region, ("conv",)).weight.shape
+    k = chain(region, CONV).weight.shape
     return 3 * k[2] * k[3] * 8 * target.call
 
 
-CONV, PRODUCTS, ATTENTION = ("conv",), ("conv", "linear", "matmul"), ("attention",)
 PACKED_S = library(_packed_penalty, 1e-4)  # oneDNN looks its primitive up at every call
 GEMM_S, SHIFTED_S = library(_gemm_penalty, 1e-5), library(_shifted_penalty, _shifted_overhead)
+_cpu = partial(Recipe, kind="cpu")
 RECIPES = (
-    Recipe("onednn_packed", CONV, _refuse_packed, _build_packed, seconds=PACKED_S),
-    Recipe("gemm", PRODUCTS, _refuse_gemm, _build_gemm, seconds=GEMM_S),
-    Recipe("shifted_gemm", CONV, _refuse_shifted, _build_shifted, seconds=SHIFTED_S),
-    Recipe("sdpa", ATTENTION, _refuse_sdpa, _build_sdpa),
+    _cpu("onednn_packed", CONV, _refuse_packed, _build_packed, seconds=PACKED_S),
+    _cpu("gemm", PRODUCTS, _refuse_gemm, _build_gemm, seconds=GEMM_S),
+    _cpu("shifted_gemm", CONV, _refuse_shifted, _build_shifted, seconds=SHIFTED_S),
+    _cpu("sdpa", ATTENTION, refuse_attention, _build_sdpa),
 )

@@ -1,63 +1,54 @@
-"""Vendor calls on NVIDIA GPUs: cuDNN's fused convolutions, cuBLASLt's epilogues, SDPA."""
+"""Vendor calls on NVIDIA GPUs: cuDNN's fused convolutions, cuBLASLt's epilogues, SDPA, and calls on
+rearranged data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines import recipes
+from deuteron.engines import vendor_cpu as shared
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.numerics import numerics, under
-from deuteron.engines.recipes import (
-    Recipe,
-    image_of,
-    is_pointwise_conv,
-    maybe,
-    must_chain,
-    place,
-    rows_of,
-)
-from deuteron.engines.vendor_cpu import refuse_attention
+from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
+from deuteron.engines.torch_engine import numerics, under
+from deuteron.engines.vendor_cpu import ATTENTION, CONV, PRODUCTS
 from deuteron.ir.region import Region
+from deuteron.ops import table
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 TENSOR_CORE = ("f16", "bf16")
 
 
-def on_gpu(region: Region, target: Target, anchors: tuple[str, ...]) -> Chain | Refusal:
-    if not target.is_cuda:
-        return Refusal("is a GPU call")
+def floats(region: Region, anchors: tuple[str, ...]) -> Chain:
+    """A chain of numbers that the libraries multiply."""
     c = chain(region, anchors)
-    if isinstance(c, Refusal):
-        return c
-    if c.out.numel == 0 or c.x.numel == 0:
-        return Refusal("the tensors are empty")
-    if not c.x.dtype.is_float or c.x.dtype.short not in ("f16", "bf16", "f32"):
-        return Refusal(f"element type {c.x.dtype.short}", "use f16, bf16 or f32")
+    refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")
+    kind = c.x.dtype.short
+    refuse_if(kind not in (*TENSOR_CORE, "f32"), f"element type {kind}", "use f16, bf16 or f32")
     return c
 
 
 # ---- cuDNN convolution + bias (+ residual) + ReLU
 
 
-def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = on_gpu(region, target, ("conv",))
-    if isinstance(c, Refusal):
-        return c
-    if c.act_name != "relu":
-        return Refusal(f"cuDNN's fused call ends in ReLU, not in {c.act_name}")
-    if c.anchor.attrs["transposed"] or c.x.rank not in (4, 5):
-        return Refusal("only plain 2-D and 3-D convolutions have a fused call")
-    if c.residual is not None and not region.graph.types[c.residual].is_layout(c.out.layout):
-        return Refusal("the residual lies in another memory order than the result")
-    return None
+def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> None:
+    c = floats(region, CONV)
+    refuse_if(c.act_name != "relu", f"cuDNN's fused call ends in ReLU, not in {c.act_name}")
+    odd = c.anchor.attrs["transposed"] or c.x.rank not in (4, 5)
+    refuse_if(odd, "only plain 2-D and 3-D convolutions have a fused call")
+    added = c.out if c.residual is None else region.graph.types[c.residual]
+    apart = not added.is_layout(c.out.layout)
+    refuse_if(apart, "the residual lies in another memory order than the result")
 
 
 def build_cudnn(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    c = must_chain(region, ("conv",))
+    c = chain(region, CONV)
     a = c.anchor.attrs
     where = (a["stride"], a["padding"], a["dilation"], a["groups"])
     x, w = (place(region, v) for v in c.anchor.inputs[:2])
@@ -82,37 +73,23 @@ def _cudnn_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dic
 # ---- plain cuDNN convolution, algorithm searched
 
 
-def _refuse_conv(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = on_gpu(region, target, ("conv",))
-    if isinstance(c, Refusal):
-        return c
-    if len(region.nodes) > 1:
-        return Refusal("more than the convolution")
-    if policy.deterministic:
-        return Refusal("a searched algorithm may differ from one process to the next")
-    return None
+def _refuse_conv(region: Region, target: Target, policy: Policy) -> None:
+    floats(region, CONV)
+    refuse_if(len(region.nodes) > 1, "more than the convolution")
+    varies = "a searched algorithm may differ from one process to the next"
+    refuse_if(policy.deterministic, varies)
 
 
 def _build_conv(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    node = region.nodes[0]
-    a = node.attrs
+    node, policy = region.nodes[0], ctx.policy
     x, w = (place(region, v) for v in node.inputs[:2])
     b = maybe(region, (*node.inputs, None)[2])
-    policy = ctx.policy
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    attrs = [node.attrs[name] for name in names]
 
     def run(*t: Any) -> torch.Tensor:
         with numerics(policy, benchmark=True):
-            return torch.convolution(
-                t[x],
-                t[w],
-                None if b is None else t[b],
-                a["stride"],
-                a["padding"],
-                a["dilation"],
-                a["transposed"],
-                a["output_padding"],
-                a["groups"],
-            )
+            return torch.convolution(t[x], t[w], None if b is None else t[b], *attrs)
 
     return Kernel(run)
 
@@ -131,36 +108,26 @@ def _lt_act(c: Chain) -> Callable[..., torch.Tensor] | None:
     return None
 
 
-def _refuse_lt(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    c = on_gpu(region, target, ("conv", "linear"))
-    if isinstance(c, Refusal):
-        return c
-    if c.x.dtype.short == "f32" and not policy.allow_tf32 and c.act is not None:
-        return Refusal("float32 epilogues run as separate kernels", "Policy(allow_tf32=True)")
-    if c.bias is None and c.act is not None:
-        return Refusal("cuBLASLt's activations come with a bias", "give the product a bias")
-    if c.residual is not None:
-        return Refusal("cuBLASLt's epilogue has no residual beside a bias")
-    if _lt_act(c) is None:
-        return Refusal(
-            f"cuBLASLt has no epilogue for {c.act_name}",
-            "gelu(approximate='tanh') and relu have one" if c.act_name == "gelu" else "",
-        )
+def _refuse_lt(region: Region, target: Target, policy: Policy) -> None:
+    c = floats(region, ("conv", "linear"))
+    exact = c.x.dtype.short == "f32" and not policy.allow_tf32 and c.act is not None
+    refuse_if(exact, "float32 epilogues run as separate kernels", "Policy(allow_tf32=True)")
+    bare = c.bias is None and c.act is not None
+    refuse_if(bare, "cuBLASLt's activations come with a bias", "give the product a bias")
+    refuse_if(c.residual is not None, "cuBLASLt's epilogue has no residual beside a bias")
+    other = "gelu(approximate='tanh') and relu have one" if c.act_name == "gelu" else ""
+    refuse_if(_lt_act(c) is None, f"cuBLASLt has no epilogue for {c.act_name}", other)
     if c.anchor.op == "conv":
-        wrong = is_pointwise_conv(c)
-        if wrong is not None:
-            return wrong
-        if any(s != 1 for s in c.anchor.attrs["stride"]):
-            return Refusal("a strided 1×1 convolution reads every second pixel")
-        if not c.out.is_layout("nhwc"):
-            return Refusal("the result is not in nhwc")
-    elif not c.x.is_layout("contiguous"):
-        return Refusal("the rows are not contiguous")
-    return None
+        recipes.refuse_windows(c)
+        strided = any(s != 1 for s in c.anchor.attrs["stride"])
+        refuse_if(strided, "a strided 1×1 convolution reads every second pixel")
+        refuse_if(not c.out.is_layout("nhwc"), "the result is not in nhwc")
+    else:
+        refuse_if(not c.x.is_layout("contiguous"), "the rows are not contiguous")
 
 
 def _build_lt(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    c = must_chain(region, ("conv", "linear"))
+    c = chain(region, ("conv", "linear"))
     x, w = (place(region, v) for v in c.anchor.inputs[:2])
     b = maybe(region, c.bias)
     call, shape, image = _lt_act(c), c.out.shape, c.anchor.op == "conv"
@@ -171,20 +138,16 @@ def _build_lt(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Ke
         rows = rows_of(t[x]) if image else t[x].reshape(-1, k)
         weight = t[w].reshape(n, k).t()
         out = torch.mm(rows, weight) if b is None else call(t[b], rows, weight)
-        return image_of(out, shape) if image else out.view(shape)
+        return recipes.image_of(out, shape) if image else out.view(shape)
 
     return Kernel(under(ctx.policy, run))
 
 
 # ---- attention backends
 
-_BACKENDS = ("flash", "cudnn", "efficient")
-
-
-def _refuse_sdpa(region: Region, target: Target, policy: Policy) -> Refusal | None:
-    if not target.is_cuda:
-        return Refusal("is a GPU call")
-    return refuse_attention(region)
+# as knobs call them, and as torch does; those for tensor cores first
+BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+BACKENDS |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 
 
 def _sdpa_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
@@ -193,50 +156,156 @@ def _sdpa_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict
     masked = len(node.inputs) > 3 and node.inputs[3] is not None
     if q.dtype.short not in TENSOR_CORE:
         return ({"backend": "efficient"}, {"backend": "math"})
-    names = [b for b in _BACKENDS if not (masked and b == "flash")]
-    return tuple({"backend": b} for b in (*names, "math"))
+    return tuple({"backend": b} for b in BACKENDS if not (masked and b == "flash"))
 
 
 def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    node = region.nodes[0]
-    types = region.graph.types
-    backend = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "math": SDPBackend.MATH,
-    }[knobs["backend"]]
-    q, k, v = (place(region, value) for value in node.inputs[:3])
-    bias = maybe(region, (*node.inputs, None)[3])
-    heads, kv = (types[node.inputs[i] or ""].shape[1] for i in (0, 1))
-    scale, causal, grouped = node.attrs["scale"], node.attrs["causal"], heads != kv
-    repeat = heads // kv if grouped and knobs["backend"] == "efficient" else 1
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    backend = getattr(SDPBackend, BACKENDS[knobs["backend"]])
+    (q, k, v), bias, given, (heads, of_keys) = shared.attended(region)
+    # this backend knows no grouped heads
+    repeat = heads // of_keys if knobs["backend"] == "efficient" else 1
+    grouped = heads != of_keys and repeat == 1
+    call: Any = partial(scaled_dot_product_attention, enable_gqa=grouped, **given)
 
-    def run(*t: Any) -> torch.Tensor:
+    def run(*t: Any) -> Any:
         key, value = t[k], t[v]
-        if repeat > 1:  # this backend knows no grouped heads
+        if repeat > 1:
             key, value = (u.repeat_interleave(repeat, 1) for u in (key, value))
         with sdpa_kernel(backend):
-            return sdpa(
-                t[q],
-                key,
-                value,
-                attn_mask=None if bias is None else t[bias],
-                is_causal=causal,
-                scale=scale,
-                enable_gqa=grouped and repeat == 1,
-            )
+            return call(t[q], key, value, attn_mask=None if bias is None else t[bias])
 
     return Kernel(under(ctx.policy, run))
 
 
-CONV, PRODUCTS, ATTENTION = ("conv",), ("conv", "linear", "matmul"), ("attention",)
+# ---- on rearranged data: the same mathematics in a shape the library is good at
+
+LANES = 8  # cuDNN's tensor-core kernels read channels in groups of this many
+
+
+# ---- few input channels, padded with zeros
+
+
+def _refuse_padded(region: Region, target: Target, policy: Policy) -> None:
+    c = _constant_floats(region)
+    plain = c.act_name == "relu" and c.residual is None
+    refuse_if(not plain, "cuDNN's fused call is convolution, bias, ReLU")
+    image = c.x.dtype.bits == 16 and c.x.rank == 4 and c.x.is_layout("nhwc")
+    refuse_if(not image, "only 16-bit nhwc images gain from padded channels")
+    a, channels = c.anchor.attrs, c.x.shape[1]
+    full = a["transposed"] or a["groups"] != 1 or channels % LANES == 0
+    refuse_if(full, f"the input channels ({channels}) fill the tensor cores already")
+    many = channels > LANES
+    refuse_if(many, "padding more than one group of channels is not worth the copy")
+
+
+def _constant_floats(region: Region) -> Chain:
+    floats(region, CONV)
+    return fits(region, CONV)
+
+
+def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    c = chain(region, CONV)
+    a = c.anchor.attrs
+    where = (a["stride"], a["padding"], a["dilation"], a["groups"])
+    x, b = place(region, c.anchor.inputs[0]), maybe(region, c.bias)
+    weight = ctx.constants[c.anchor.inputs[1] or ""]
+    n, channels, height, width = c.x.shape
+    extra = LANES - channels
+    wide = torch.nn.functional.pad(weight, (0, 0, 0, 0, 0, extra)).contiguous(
+        memory_format=torch.channels_last
+    )
+    policy = ctx.policy
+
+    def run(*t: Any) -> torch.Tensor:
+        image = torch.nn.functional.pad(t[x].permute(0, 2, 3, 1), (0, extra)).permute(0, 3, 1, 2)
+        with numerics(policy, benchmark=not policy.deterministic):
+            return torch.cudnn_convolution_relu(image, wide, None if b is None else t[b], *where)
+
+    return Kernel(run, workspace=2 * n * LANES * height * width)
+
+
+# ---- convolution as one large product, then a sum of shifted parts
+
+
+def _refuse_taps(region: Region, target: Target, policy: Policy) -> None:
+    c = _constant_floats(region)
+    shared.refuse_parts(c, "split into shared.taps")
+    refuse_if(c.x.dtype.bits != 16, "only 16-bit products are faster this way")
+    shared.refuse_order(c.x, c.out)
+    near = max(c.anchor.attrs["dilation"]) < 8 or shared.live_fraction(c) > 0.9
+    refuse_if(near, "the library is good at small dilations")
+
+
+def _build_taps(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    """One product [pixels, C] × [C, shared.taps·K], then each tap's part added where it belongs."""
+    c = chain(region, CONV)
+    weight = ctx.constants[c.anchor.inputs[1] or ""]
+    k, channels, rows, columns = weight.shape
+    matrix = weight.permute(1, 2, 3, 0).reshape(channels, rows * columns * k).contiguous()
+    (n, _, height, width), (_, _, oh, ow) = c.x.shape, c.out.shape
+    parts = [(i * columns + j, to, of) for i, j, to, of in shared.taps(c)]
+    parts.sort(key=lambda part: [s.start - s.stop for s in part[1]])
+    whole = parts[0][1] == (slice(0, oh), slice(0, ow))
+    x, b, z = (place(region, c.anchor.inputs[0]), maybe(region, c.bias), maybe(region, c.residual))
+    act = recipes.activate(c.act)
+    wide = bool(knobs["wide"])  # sum in float32
+
+    def run(*t: Any) -> torch.Tensor:
+        found = torch.mm(rows_of(t[x]), matrix).view(n, height, width, rows * columns, k)
+        kind = torch.float32 if wide else found.dtype
+        if whole:
+            tap, _, of = parts[0]
+            out = found[:, *of, tap].to(kind, copy=True, memory_format=torch.contiguous_format)
+        else:
+            out = torch.zeros((n, oh, ow, k), dtype=kind, device=found.device)
+        for tap, to, of in parts[whole:]:
+            out[:, *to] += found[:, *of, tap]
+        if b is not None:
+            out += t[b]
+        image = out.to(found.dtype).permute(0, 3, 1, 2)
+        if z is not None:
+            image += t[z]
+        return image if act is None else act(image)
+
+    return Kernel(run, workspace=2 * n * height * width * rows * columns * k)
+
+
+def _taps_knobs(region: Region, target: Target, policy: Policy) -> tuple[dict[str, Any], ...]:
+    return ({"wide": False}, {"wide": True})
+
+
+# ---- resizing plane by plane
+
+
+def _refuse_planar(region: Region, target: Target, policy: Policy) -> None:
+    refuse_if(region.ops != ("resize",), "is not a resize alone")
+    x = region.graph.types[region.inputs[0]]
+    odd = x.rank != 4 or x.layout != "nhwc" or x.numel == 0
+    refuse_if(odd, "the image is not in nhwc, so there is nothing to rearrange")
+
+
+def _build_planar(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    node = region.nodes[0]
+    reference, attrs = table.get("resize").reference, dict(node.attrs)
+    out = region.graph.types[region.outputs[0]]
+
+    def run(x: torch.Tensor, result: torch.Tensor) -> None:
+        result.copy_(reference(x.contiguous(), **attrs))
+
+    return Kernel(run, writes=True, workspace=out.nbytes)
+
+
+PADDED_S = library(0.5, lambda region, target: target.launch)
+TAPS_S = library(0.6, lambda region, target: 12 * target.launch)
+_gpu = partial(Recipe, kind="cuda")
 RECIPES = (
-    Recipe("cudnn", CONV, _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=0.3),
-    Recipe("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=0.3),
-    Recipe("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
-    Recipe("sdpa", ATTENTION, _refuse_sdpa, _build_sdpa, _sdpa_knobs),
+    _gpu("cudnn", CONV, _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=0.3),
+    _gpu("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=0.3),
+    _gpu("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
+    _gpu("sdpa", ATTENTION, shared.refuse_attention, _build_sdpa, _sdpa_knobs),
+    _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),
+    _gpu("taps", CONV, _refuse_taps, _build_taps, _taps_knobs, TAPS_S),
+    _gpu("planar", ("resize",), _refuse_planar, _build_planar, seconds=library(0.65)),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from deuteron.engines import vendor_cpu, vendor_cuda, vendor_rearranged
+from deuteron.engines import vendor_cpu, vendor_cuda
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.target import Target
 
@@ -15,7 +15,7 @@ class VendorFused(RecipeEngine):
     name = "vendor_fused"
     version = "1"
     listed: ClassVar[dict[str, tuple[Recipe, ...]]] = {
-        "cuda": (*vendor_cuda.RECIPES, *vendor_rearranged.RECIPES),
+        "cuda": vendor_cuda.RECIPES,
         "cpu": vendor_cpu.RECIPES,
     }
 

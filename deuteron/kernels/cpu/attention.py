@@ -17,25 +17,13 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from deuteron.codegen import llvm
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import (
-    F32,
-    I8,
-    I32,
-    I64,
-    PTR,
-    Code,
-    Loaded,
-    Value,
-    entry,
-    load,
-    vec,
-    width,
-)
+from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, Code, Value, vec, width
+from deuteron.codegen.llvm_compute import STORED
 from deuteron.codegen.llvm_math import exp_nonpositive
-from deuteron.codegen.llvm_types import STORED
-from deuteron.kernels.cpu.matmul import Tile, accumulate
-from deuteron.kernels.cpu.packing import across, along
+from deuteron.kernels.cpu.matmul import Multiply, Tile
+from deuteron.kernels.cpu.packing import Panels
 from deuteron.kernels.cpu.stored import Stored
 
 ROWS, VECTORS = 4, 4  # queries and vectors of columns in registers
@@ -59,7 +47,7 @@ def _tile(module: object, tile: Tile) -> Code:
     acc = [[c.variable(vec(n), c.f(0.0, n)) for _ in range(tile.vectors)] for _ in range(tile.rows)]
     runs = [c.at(a, c.mul(a_step, i)) for i in range(tile.rows)]
     plain = Stored(c, "f32")
-    accumulate(c, tile, acc, runs, c.variable(PTR, panel), length, plain, plain)
+    Multiply(c, tile, plain, plain).run(acc, runs, c.variable(PTR, panel), length)
     for i in range(tile.rows):
         for j in range(tile.vectors):
             c.store(c.get(acc[i][j], vec(n)), c.at(out, c.mul(out_step, i), j * n))
@@ -124,7 +112,7 @@ def _write(module: object, form: Form) -> None:
     multiply = _tile(module, tile)
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        q, k, v, out, bias, room = (c.pointer(words, i) for i in range(6))
+        q, k, v, out, bias, room = c.pointers(words, 6)
         names = (
             "batch heads sharing queries keys depth values scale per_thread "
             "qb qh qs kb kh ks vb vh vs ob oh os bb bh bs"
@@ -162,9 +150,9 @@ def _write(module: object, form: Form) -> None:
             source = c.add(c.mul(b, w["heads"]), shared)
             with c.when(c.cmp("!=", source, c.get(packed))):
                 here = of.at(k, c.mul(b, w["kb"]), c.mul(shared, w["kh"]))
-                across(c, of, here, w["ks"], keys, depth, k_panels, wide)
+                Panels(c, of, k_panels, wide).across(here, w["ks"], keys, depth)
                 here = of.at(v, c.mul(b, w["vb"]), c.mul(shared, w["vh"]))
-                along(c, of, here, w["vs"], keys, values, v_panels, wide)
+                Panels(c, of, v_panels, wide).along(here, w["vs"], keys, values)
                 c.put(packed, source)
             count = c.least(c.sub(w["queries"], first), ROWS)
             with c.loop(0, ROWS) as i:  # rows that fill up the tile repeat the last one
@@ -176,15 +164,8 @@ def _write(module: object, form: Form) -> None:
                         c.store(one, c.at(asked, c.mul(i, depth), d))
             limit = c.least(keys, c.add(first, ROWS)) if form.causal else keys
             with c.loop(0, limit, wide) as j:
-                c.call(
-                    multiply,
-                    asked,
-                    depth,
-                    depth,
-                    c.at(k_panels, c.mul(j, depth)),
-                    c.at(scores, j),
-                    columns,
-                )
+                panel, to = c.at(k_panels, c.mul(j, depth)), c.at(scores, j)
+                c.call(multiply, asked, depth, depth, panel, to, columns)
             with c.loop(0, ROWS) as i:
                 row = c.add(first, c.least(i, c.sub(count, 1)))
                 seen = c.least(limit, c.add(row, 1)) if form.causal else limit
@@ -196,30 +177,22 @@ def _write(module: object, form: Form) -> None:
                 with c.loop(seen, limit) as j:
                     c.store(c.f(0.0), c.at(line, j))
             with c.loop(0, values, wide) as j:
-                c.call(
-                    multiply,
-                    scores,
-                    columns,
-                    limit,
-                    c.at(v_panels, c.mul(j, keys)),
-                    c.at(answers, j),
-                    results,
-                )
+                panel, to = c.at(v_panels, c.mul(j, keys)), c.at(answers, j)
+                c.call(multiply, scores, columns, limit, panel, to, results)
             with c.loop(0, count) as i:
                 part, line = c.load(c.at(inverse, i)), c.at(answers, c.mul(i, results))
-                to = of.at(
-                    out, c.mul(b, w["ob"]), c.mul(h, w["oh"]), c.mul(c.add(first, i), w["os"])
-                )
+                query = c.mul(b, w["ob"]), c.mul(h, w["oh"]), c.mul(c.add(first, i), w["os"])
+                to = of.at(out, *query)
                 for lanes, low, high in halves(values):
                     with c.loop(low, high, lanes) as d:
                         x = c.b.fmul(c.load(c.at(line, d), lanes), c.f(part, lanes))
                         of.store(x, of.at(to, d))
 
-    entry(module, "run", body)
+    llvm.entry(module, "run", body)
 
 
-def compiled(form: Form) -> Loaded:
-    return load(f"attention {form} of {width()}", lambda module: _write(module, form))
+def compiled(form: Form) -> llvm.Loaded:
+    return llvm.load(f"attention {form} of {width()}", lambda module: _write(module, form))
 
 
 Strides = tuple[int, int, int]  # of batch, head and row; elements of a row are side by side

@@ -86,13 +86,13 @@ class _Norm(Rows):
 
             return find
 
-        with self.units() as (image, part, first, stop):
+        with self.units() as unit:
 
             def keep(i: Value, lanes: int) -> None:
-                c.store(self.near(image, i, lanes), self.line(0, i))
+                c.store(self.near(unit[0], i, lanes), self.line(0, i))
 
             steps(c, self.channels, keep)
-            self.gathered(image, part, first, stop, away, OF_ONE)
+            self.gathered(unit, away, OF_ONE)
 
     def settle(self) -> None:
         """The statistics of each set, and what the next pass wants of them."""
@@ -200,8 +200,8 @@ class _Norm(Rows):
 
             return find
 
-        with self.units() as (image, part, first, stop):
-            self.gathered(image, part, first, stop, lambda i, lanes: terms(image, i, lanes))
+        with self.units() as unit:
+            self.gathered(unit, lambda i, lanes: terms(unit[0], i, lanes))
 
     def settle_grad(self) -> None:
         """The means that dx wants of each set, then the gradients of the parameters."""

@@ -20,6 +20,8 @@ NUMBERS = ("images", "rows", "channels", "each", "parts", "eps", "momentum")
 
 Find = Callable[[Value], Sequence[tuple[Value, Value | None]]]  # what is added up, from a place
 Terms = Callable[[Value, int], Find]  # of a channel and lanes
+Several = Callable[[Value], Sequence[Value]]
+Unit = tuple[Value, Value, Value, Value]  # image, part, and from which row to which
 Strip = Callable[[Sequence[Value], Value, int], None]
 
 
@@ -79,7 +81,7 @@ class Rows(Tensors):
     # ---- who does what
 
     @contextmanager
-    def units(self) -> Iterator[tuple[Value, Value, Value, Value]]:
+    def units(self) -> Iterator[Unit]:
         """Image, part, and from which row to which, for the parts of this thread."""
         c = self.c
         begin, end = c.share(c.mul(self.images, self.n_parts), self.thread, self.threads)
@@ -119,18 +121,10 @@ class Rows(Tensors):
 
     # ---- sums
 
-    def gathered(
-        self,
-        image: Value,
-        part: Value,
-        first: Value,
-        stop: Value,
-        terms: Terms,
-        at_once: int = AT_ONCE,
-    ) -> None:
+    def gathered(self, unit: Unit, terms: Terms, at_once: int = AT_ONCE) -> None:
         """Two sums over rows of a part, of what ``terms(column, lanes)`` finds at each: products
         or single numbers: of 64 rows at a time as float32, of all as float64."""
-        c = self.c
+        c, (image, part, first, stop) = self.c, unit
 
         def clear(i: Value, lanes: int) -> None:
             zero = self.of.lanes(F64(0.0), lanes)
@@ -160,12 +154,7 @@ class Rows(Tensors):
             steps(c, self.channels, join)
 
     def added(
-        self,
-        begin: Value | int,
-        end: Value,
-        lanes: int,
-        terms: Callable[[Value], Sequence[Value]],
-        count: int = 2,
+        self, begin: Value | int, end: Value, lanes: int, terms: Several, count: int = 2
     ) -> list[Value]:
         """``count`` sums in float64 of what ``terms(k)`` gives for each k of a range."""
         c, kind = self.c, vec(lanes, F64)

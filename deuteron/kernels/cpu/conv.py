@@ -52,6 +52,9 @@ class Image:
         return row_offsets((self.shape[0], *self.shape[2:]), (self.strides[0], *self.strides[2:]))
 
 
+Images = tuple[Image, Image, Image | None]  # input, result and residual
+
+
 def frame(x: Image, window: Window) -> Image:
     """``x`` with its padding around it, dense."""
     space = tuple(n + 2 * p for n, p in zip(x.shape[2:], window.padding, strict=True))
@@ -74,11 +77,8 @@ def pixel_offsets(x: Image, window: Window, out: Sequence[int], joined: bool) ->
     where = (np.arange(x.shape[0], dtype=np.int64) * x.strides[0]).reshape(-1, *[1] * (2 * dims))
     inside = np.ones((1,) * (2 * dims + 1), bool)
     for d in range(dims):
-        at = (
-            np.arange(out[d], dtype=np.int64)[:, None] * window.stride[d]
-            - window.padding[d]
-            + np.arange(kernel[d], dtype=np.int64) * window.dilation[d]
-        )
+        first = np.arange(out[d], dtype=np.int64)[:, None] * window.stride[d] - window.padding[d]
+        at = first + np.arange(kernel[d], dtype=np.int64) * window.dilation[d]
         view = [1] * (2 * dims + 1)
         view[1 + d], view[1 + dims + d] = at.shape
         where = where + (at * x.strides[2 + d]).reshape(view)
@@ -109,13 +109,8 @@ def conv_rows(x: Image, y: Image, r: Image | None, window: Window, k: int) -> Ro
     offsets = pixel_offsets(x, window, y.shape[2:], joined)
     number = np.arange(groups, dtype=np.int64)
     starts = np.stack([number * each, number, number * columns, number * columns], 1)
-    return Rows(
-        offsets,
-        y.rows,
-        None if r is None else r.rows,
-        each * (window.kernel[-1] if joined else 1),
-        starts,
-    )
+    length = each * (window.kernel[-1] if joined else 1)
+    return Rows(offsets, y.rows, None if r is None else r.rows, length, starts)
 
 
 def without_padding(window: Window) -> Window:

@@ -19,11 +19,12 @@ import torch
 
 from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, vec, width
-from deuteron.kernels.cpu.conv import Image, Window
+from deuteron.kernels.cpu.conv import Image, Images, Window
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, zeros
 from deuteron.kernels.cpu.stored import Stored
 
+Pixel = Callable[[Value | int, int], Value]  # row and column → address
 UNROLLED = 128  # multiplications written out; above this the rows of the window are a loop
 
 
@@ -45,65 +46,39 @@ class Shape:
         return tuple(sorted({p * s + k * d for p in range(self.pixels) for k in range(kw)}))
 
 
-def _channels(
-    c: Code,
-    shape: Shape,
-    epilogue: Epilogue,
-    lanes: int,
-    begin: Value,
-    end: Value,
-    pixel: Callable[[Value | int, int], Value],
-    weight: Value,
-    bias: Value,
-    channels: Value,
-    outs: list[Value],
-    others: list[Value],
-) -> None:
-    """A tile over channels ``begin`` … ``end``; ``pixel(row, column)`` is its address."""
-    (kh, kw), step, gap = shape.kernel, shape.stride[1], shape.dilation[1]
-    of = Stored(c, shape.stored)
-    with c.loop(begin, end, lanes) as ch:
-        start = c.load(c.at(bias, ch), lanes)
-        acc = [c.variable(vec(lanes)) for _ in range(shape.pixels)]
-        for a in acc:
-            c.b.store(start, a)
-
-        def row(ky: Value | int) -> None:
-            w = [
-                c.load(c.at(weight, c.mul(c.add(c.mul(ky, kw), k), channels), ch), lanes)
-                for k in range(kw)
-            ]
-            for i, column in enumerate(shape.columns):
-                x = of.load(of.at(pixel(ky, i), ch), lanes)
-                for p in range(shape.pixels):
-                    k, odd = divmod(column - p * step, gap)
-                    if not odd and 0 <= k < kw:
-                        c.b.store(c.fma(x, w[k], c.get(acc[p], vec(lanes))), acc[p])
-
-        if kh * kw * shape.pixels <= UNROLLED:
-            for ky in range(kh):
-                row(ky)
-        else:
-            with c.loop(0, kh) as ky:
-                row(ky)
-        for p in range(shape.pixels):
-            r = of.load(of.at(others[p], ch), lanes) if epilogue.residual else None
-            of.store(epilogue.emit(c, c.get(acc[p], vec(lanes)), r), of.at(outs[p], ch))
-
-
 def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
-    (kh, _), (sh, sw), (dh, _) = shape.kernel, shape.stride, shape.dilation
+    (kh, kw), (sh, sw), (dh, gap) = shape.kernel, shape.stride, shape.dilation
     columns = shape.columns
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, weight, bias, y, r, empty = (c.pointer(words, i) for i in range(6))
-        (batch, oh, ow, height, breadth, channels, ph, pw, xn, xh, xw, yn, yh, yw, rn, rh, rw) = (
-            c.word(words, 6 + i) for i in range(17)
-        )
+        x, weight, bias, y, r, empty = c.pointers(words, 6)
+        batch, oh, ow, height, breadth, channels, ph, pw = c.words(words, 6, 8)
+        xn, xh, xw, yn, yh, yw, rn, rh, rw = c.words(words, 14, 9)
         of = Stored(c, shape.stored)
         table = c.variable(PTR, count=kh * len(columns))
         whole = c.sub(channels, c.rem(channels, width()))
         begin, end = c.share(c.mul(batch, oh), thread, threads)
+
+        def windows(acc: list[Value], ch: Value, lanes: int, pixel: Pixel) -> None:
+            def row(ky: Value | int) -> None:
+                def tap(k: int) -> Value:
+                    return c.load(c.at(weight, c.mul(c.add(c.mul(ky, kw), k), channels), ch), lanes)
+
+                w = [tap(k) for k in range(kw)]
+                for i, column in enumerate(columns):
+                    x = of.load(of.at(pixel(ky, i), ch), lanes)
+                    for p in range(shape.pixels):
+                        k, odd = divmod(column - p * sw, gap)
+                        if not odd and 0 <= k < kw:
+                            c.b.store(c.fma(x, w[k], c.get(acc[p], vec(lanes))), acc[p])
+
+            if kh * kw * shape.pixels <= UNROLLED:
+                for ky in range(kh):
+                    row(ky)
+            else:
+                with c.loop(0, kh) as ky:
+                    row(ky)
+
         with c.loop(begin, end) as line, c.loop(0, ow, shape.pixels) as x_from:
             n = c.div(line, oh)
             oy = c.sub(line, c.mul(n, oh))
@@ -122,11 +97,19 @@ def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
             for first, reach, size in ((iy, (kh - 1) * dh, height), (ix, columns[-1], breadth)):
                 inside = c.b.and_(inside, c.cmp("<", c.add(first, reach), size))
 
-            def run(pixel: Callable[[Value | int, int], Value]) -> None:
+            def run(pixel: Pixel) -> None:
+                """A tile over all channels; ``pixel(row, column)`` is its address."""
                 for lanes, a, b in ((width(), c.i(0), whole), (1, whole, channels)):
-                    _channels(
-                        c, shape, epilogue, lanes, a, b, pixel, weight, bias, channels, outs, others
-                    )
+                    with c.loop(a, b, lanes) as ch:
+                        start = c.load(c.at(bias, ch), lanes)
+                        acc = [c.variable(vec(lanes)) for _ in range(shape.pixels)]
+                        for one in acc:
+                            c.b.store(start, one)
+                        windows(acc, ch, lanes, pixel)
+                        for p, one in enumerate(acc):
+                            r = of.load(of.at(others[p], ch), lanes) if epilogue.residual else None
+                            made = epilogue.emit(c, c.get(one, vec(lanes)), r)
+                            of.store(made, of.at(outs[p], ch))
 
             def middle() -> None:
                 run(lambda ky, i: of.at(origin, c.mul(ky, dh, xh), c.mul(xw, columns[i])))
@@ -171,42 +154,21 @@ def bias_of(bias: torch.Tensor) -> torch.Tensor:
 
 
 def prepare_depthwise(
-    x: Image,
-    y: Image,
-    r: Image | None,
-    window: Window,
-    epilogue: Epilogue,
-    pixels: int,
-    stored: str,
+    images: Images, window: Window, epilogue: Epilogue, pixels: int, stored: str
 ) -> Callable[[Word, Word, Word, Word, Word], Call]:
     """The call for x, y, residual, taps and bias, where each is; taps and bias are float32."""
-    flat = len(x.shape) == 3
+    x, y, r = images
+    kernel, stride, dilation = window.kernel, window.stride, window.dilation
+    kernel, stride, dilation = ((1, *of)[-2:] for of in (kernel, stride, dilation))
+    padding = (0, *window.padding)[-2:]
     x, y, r = _plane(x), _plane(y), _plane(y if r is None else r)
-    kernel, stride, dilation, padding = (
-        (front, *value) if flat else value
-        for value, front in (
-            (window.kernel, 1),
-            (window.stride, 1),
-            (window.dilation, 1),
-            (window.padding, 0),
-        )
-    )
     shape = Shape(kernel, stride, dilation, min(pixels, y.shape[3]), stored)
     channels = x.shape[1]
     empty = zeros(max(channels, 64))
     flops = 2.0 * y.shape[0] * y.shape[2] * y.shape[3] * channels * kernel[0] * kernel[1]
     code, threaded = compiled(shape, epilogue), flops > SERIAL_FLOPS
     strides = [s for i in (x, y, r) for s in (i.strides[0], i.strides[2], i.strides[3])]
-    sizes = (
-        x.shape[0],
-        y.shape[2],
-        y.shape[3],
-        x.shape[2],
-        x.shape[3],
-        channels,
-        *padding,
-        *strides,
-    )
+    sizes = (x.shape[0], *y.shape[2:], *x.shape[2:], channels, *padding, *strides)
 
     def call(t: Word, out: Word, residual: Word, taps: Word, bias: Word) -> Call:
         return Call(code, (t, taps, bias, out, residual, empty, *sizes), threaded)

@@ -19,10 +19,8 @@ from deuteron.kernels.cpu.stored import Stored
 
 def _write(module: object, short: str) -> None:
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, to = (c.pointer(words, i) for i in range(2))
-        batch, height, breadth, channels, ph, pw, xn, xh, xw = (
-            c.word(words, 2 + i) for i in range(9)
-        )
+        x, to = c.pointers(words, 2)
+        batch, height, breadth, channels, ph, pw, xn, xh, xw = c.words(words, 2, 9)
         of = Stored(c, short)
 
         def fill(where: Value, count: Value, source: Value | None) -> None:

@@ -20,28 +20,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from llvmlite import ir
 
+from deuteron.codegen import llvm
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import (
-    F32,
-    I8,
-    I32,
-    I64,
-    PTR,
-    VOID,
-    Code,
-    Loaded,
-    Value,
-    entry,
-    has_lanes,
-    load,
-    vec,
-    width,
-)
+from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, VOID, Code, Value, has_lanes, vec, width
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.packing import Packed
 from deuteron.kernels.cpu.stored import Stored
@@ -88,58 +76,62 @@ class Ahead:
 # ---- the kernel --------------------------------------------------------------------------------
 
 
-def accumulate(
-    c: Code,
-    tile: Tile,
-    acc: list[list[Value]],
-    runs: list[Value],
-    panel: Value,
-    length: Value,
-    of: Stored,
-    packed: Stored,
-    ahead: Ahead | None = None,
-) -> None:
-    """acc[i] += runs[i][k] · panel[k] for k below ``length``; ``panel`` is a variable that ends
-    up behind what was read. Lines of memory ``ahead`` are asked for along the way."""
-    n, rows, vectors = width(), tile.rows, tile.vectors
-    step = n if has_lanes() else 4
-    whole = c.sub(length, c.rem(length, step))
+@dataclass(frozen=True)
+class Multiply:
+    """A tile of rows ``of`` one type with a panel of numbers that are ``packed`` as another."""
 
-    def multiply(i: int, j: int, x: Value, column: Value) -> None:
-        c.b.store(c.fma(column, x, c.get(acc[i][j], vec(n))), acc[i][j])
+    c: Code
+    tile: Tile
+    of: Stored
+    packed: Stored
 
-    def columns(base: Value, k: int) -> list[Value]:
+    def columns(self, base: Value, k: int) -> list[Value]:
+        """One row of the panel, in vectors."""
+        n, vectors, packed = width(), self.tile.vectors, self.packed
         return [packed.load(packed.at(base, (k * vectors + j) * n), n) for j in range(vectors)]
 
-    with c.loop(0, whole, step) as k:
-        base = c.get(panel, PTR)
-        if has_lanes():  # a vector of each row, multiplied lane by lane
-            xs = [of.load(of.at(runs[i], k), n) for i in range(rows)]
-            for lane in range(step):
-                for j in range(vectors):
-                    column = packed.load(packed.at(base, (lane * vectors + j) * n), n)
-                    for i in range(rows):
-                        multiply(i, j, c.lane(xs[i], lane), column)
-        else:  # broadcasting loads
-            for lane in range(step):
-                here = columns(base, lane)
-                for i in range(rows):
-                    x = c.splat(of.load(of.at(runs[i], k, lane)), n)
-                    for j in range(vectors):
-                        multiply(i, j, x, here[j])
-        c.put(panel, packed.at(base, step * vectors * n))
-        if ahead is not None:
-            there = c.get(ahead.place, PTR)
-            _prefetch(c, there, AHEAD)
-            c.put(ahead.place, c.at(there, ahead.pace, of=I8))
-    with c.loop(whole, length) as k:
-        base = c.get(panel, PTR)
-        here = columns(base, 0)
-        for i in range(rows):
-            x = c.splat(of.load(of.at(runs[i], k)), n)
-            for j in range(vectors):
-                multiply(i, j, x, here[j])
-        c.put(panel, packed.at(base, vectors * n))
+    def run(
+        self, acc: list[list[Value]], runs: list[Value], panel: Value, length: Value, ahead=None
+    ) -> None:
+        """acc[i] += runs[i][k] · panel[k] for k below ``length``; ``panel`` is a variable that ends
+        up behind what was read. Lines of memory ``ahead`` are asked for along the way."""
+        c, of, packed, n = self.c, self.of, self.packed, width()
+        rows, vectors = range(self.tile.rows), range(self.tile.vectors)
+        step = n if has_lanes() else 4
+        whole = c.sub(length, c.rem(length, step))
+
+        def multiply(i: int, j: int, x: Value, column: Value) -> None:
+            c.b.store(c.fma(column, x, c.get(acc[i][j], vec(n))), acc[i][j])
+
+        def spread(here: list[Value], *at: Value) -> None:
+            """One number of each row by a row of the panel, with broadcasting loads."""
+            for i in rows:
+                x = c.splat(of.load(of.at(runs[i], *at)), n)
+                for j in vectors:
+                    multiply(i, j, x, here[j])
+
+        with c.loop(0, whole, step) as k:
+            base = c.get(panel, PTR)
+            if has_lanes():  # a vector of each row, multiplied lane by lane
+                xs = [of.load(of.at(runs[i], k), n) for i in rows]
+                for lane in range(step):
+                    for j in vectors:
+                        at = (lane * self.tile.vectors + j) * n
+                        column = packed.load(packed.at(base, at), n)
+                        for i in rows:
+                            multiply(i, j, c.lane(xs[i], lane), column)
+            else:
+                for lane in range(step):
+                    spread(self.columns(base, lane), k, lane)
+            c.put(panel, packed.at(base, step * self.tile.vectors * n))
+            if ahead is not None:
+                there = c.get(ahead.place, PTR)
+                _prefetch(c, there, AHEAD)
+                c.put(ahead.place, c.at(there, ahead.pace, of=I8))
+        with c.loop(whole, length) as k:
+            base = c.get(panel, PTR)
+            spread(self.columns(base, 0), k)
+            c.put(panel, packed.at(base, self.tile.vectors * n))
 
 
 def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
@@ -152,84 +144,67 @@ def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
     c.b.call(fn, [where, *(ir.Constant(I32, x) for x in (0, locality, 1))])
 
 
+# of one tile: A, its offsets, how many, how long; B; C and its offsets; bias; R and its offsets;
+# zeros, columns, sums, whether it is the first and the last, memory ahead, and bytes at a step
+OPERANDS = """
+a table segments length b out outs bias res ress zeros columns sums first last ahead pace
+""".split()
+WHOLE_NUMBERS = ("segments", "length", "columns", "first", "last", "pace")
+
+
 def _product(module: object, form: Form) -> Code:
-    """One tile: (A, offsets, segments, length, B, C, C offsets, bias, R, R offsets, zeros,
-    columns, sums, first, last, ahead, pace) → MR rows of up to NR results, or of sums if not
-    ``last``; meanwhile memory from ``ahead`` on is asked for, so many bytes at a step."""
+    """MR rows of up to NR results, or of sums if not ``last``; meanwhile memory from ``ahead`` on
+    is asked for, so many bytes at a step."""
     tile, epilogue = form.tile, form.epilogue
     n, rows, vectors = width(), tile.rows, tile.vectors
-    c = Code(
-        module,
-        "tile",
-        [PTR, PTR, I64, I64] + [PTR] * 7 + [I64, PTR, I64, I64, PTR, I64],
-        internal=True,
-    )
-    (
-        a,
-        table,
-        segments,
-        length,
-        b,
-        out,
-        outs,
-        bias,
-        res,
-        ress,
-        zeros,
-        columns,
-        sums,
-        first,
-        last,
-        ahead,
-        pace,
-    ) = c.args
+    kinds = {name: I64 if name in WHOLE_NUMBERS else PTR for name in OPERANDS}
+    c = Code(module, "tile", list(kinds.values()), internal=True)
+    w = SimpleNamespace(**dict(zip(kinds, c.args, strict=True)))
     of, packed = Stored(c, form.stored), Stored(c, form.panel)
     acc = [[c.variable(vec(n)) for _ in range(vectors)] for _ in range(rows)]
     nowhere = c.variable(F32, count=tile.columns)
 
     def places(i: int | Value) -> tuple[Value, Value]:
         """Where row ``i`` of the result goes and where its residual is."""
-        to = c.index(outs, i)
-        to = c.b.select(c.cmp("<", to, 0), nowhere, of.at(out, to))
+        to = c.index(w.outs, i)
+        to = c.b.select(c.cmp("<", to, 0), nowhere, of.at(w.out, to))
         if not epilogue.residual:
             return to, to
-        other = c.index(ress, i)
-        return to, c.b.select(c.cmp("<", other, 0), zeros, of.at(res, other))
+        other = c.index(w.ress, i)
+        return to, c.b.select(c.cmp("<", other, 0), w.zeros, of.at(w.res, other))
 
     def begin() -> None:
         for j in range(vectors):
-            start = c.load(c.at(bias, j * n), n)
+            start = c.load(c.at(w.bias, j * n), n)
             for i in range(rows):
                 c.b.store(start, acc[i][j])
 
     def resume() -> None:
-        for i in range(rows):
-            for j in range(vectors):
-                c.b.store(c.load(c.at(sums, i * tile.columns + j * n), n), acc[i][j])
+        for i, j in product(range(rows), range(vectors)):
+            c.b.store(c.load(c.at(w.sums, i * tile.columns + j * n), n), acc[i][j])
 
-    def keep() -> None:
-        for i in range(rows):
-            for j in range(vectors):
-                c.store(c.get(acc[i][j], vec(n)), c.at(sums, i * tile.columns + j * n))
+    def keep(to: Value = w.sums) -> None:
+        for i, j in product(range(rows), range(vectors)):
+            c.store(c.get(acc[i][j], vec(n)), c.at(to, i * tile.columns + j * n))
 
-    c.either(c.cmp("!=", first, 0), begin, resume)
+    c.either(c.cmp("!=", w.first, 0), begin, resume)
     if epilogue.residual:
-        with c.when(c.cmp("!=", last, 0)):
+        with c.when(c.cmp("!=", w.last, 0)):
             for i in range(rows):
                 _prefetch(c, places(i)[1])
-    panel, next_lines = c.variable(PTR, b), Ahead(c.variable(PTR, ahead), pace)
-    with c.loop(0, segments) as s:
-        where = [c.index(table, c.add(c.mul(s, rows), i)) for i in range(rows)]
+    panel, next_lines = c.variable(PTR, w.b), Ahead(c.variable(PTR, w.ahead), w.pace)
+    with c.loop(0, w.segments) as s:
+        where = [c.index(w.table, c.add(c.mul(s, rows), i)) for i in range(rows)]
         everywhere = where[0]
         for one in where[1:]:
             everywhere = c.b.and_(everywhere, one)
 
         def skip() -> None:
-            c.put(panel, packed.at(c.get(panel, PTR), c.mul(length, tile.columns)))
+            c.put(panel, packed.at(c.get(panel, PTR), c.mul(w.length, tile.columns)))
 
         def go() -> None:
-            runs = [c.b.select(c.cmp("<", w, 0), zeros, of.at(a, w)) for w in where]
-            accumulate(c, tile, acc, runs, panel, length, of, packed, next_lines)
+            runs = [c.b.select(c.cmp("<", at, 0), w.zeros, of.at(w.a, at)) for at in where]
+            Multiply(c, tile, of, packed).run(acc, runs, panel, w.length, next_lines)
 
         c.either(c.cmp("<", everywhere, 0), skip, go)
 
@@ -244,14 +219,12 @@ def _product(module: object, form: Form) -> Code:
     def in_a_loop() -> None:
         """By vectors, the last of which may be cut; nothing beyond ``columns`` is touched."""
         held = c.variable(F32, count=rows * tile.columns)
-        for i in range(rows):
-            for j in range(vectors):
-                c.store(c.get(acc[i][j], vec(n)), c.at(held, i * tile.columns + j * n))
+        keep(held)
         cut_in, cut_out = c.variable(F32, count=n), c.variable(F32, count=n)
         with c.loop(0, rows) as i:
             to, other = places(i)
-            with c.loop(0, columns, n) as j:
-                left = c.least(c.sub(columns, j), n)
+            with c.loop(0, w.columns, n) as j:
+                left = c.least(c.sub(w.columns, j), n)
                 full = c.cmp("==", left, n)
                 r = None
                 if epilogue.residual:
@@ -267,39 +240,29 @@ def _product(module: object, form: Form) -> Code:
         if epilogue.heavy:
             in_a_loop()
         else:
-            c.either(c.cmp("==", columns, tile.columns), at_once, in_a_loop)
+            c.either(c.cmp("==", w.columns, tile.columns), at_once, in_a_loop)
 
-    c.either(c.cmp("!=", last, 0), finish, keep)
+    c.either(c.cmp("!=", w.last, 0), finish, keep)
     c.ret()
     return c
 
 
 def _write(module: object, form: Form) -> None:
-    product, tile = _product(module, form), form.tile
+    tiles_of, tile = _product(module, form), form.tile
     wide, each = tile.columns, tile.rows * tile.columns
     step = width() if has_lanes() else 4
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        a, table, b, out, outs, bias, res, ress, zeros, room, starts = (
-            c.pointer(words, i) for i in range(11)
-        )
-        segments, length, count, columns, groups, block, stretch, by_columns = (
-            c.word(words, 11 + i) for i in range(8)
-        )
+        a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
+        segments, length, count, columns, groups, block, stretch, by_columns = c.words(words, 11, 8)
         of, packed = Stored(c, form.stored), Stored(c, form.panel)
         depth = c.mul(segments, length)
         panels = c.div(c.add(columns, wide - 1), wide)
         everything = c.mul(groups, panels)
         split = c.cmp("!=", by_columns, 0)
         p_share, m_share = c.share(everything, thread, threads), c.share(count, thread, threads)
-        p0, p1 = (
-            c.b.select(split, mine, all_)
-            for mine, all_ in zip(p_share, (c.i(0), everything), strict=True)
-        )
-        m0, m1 = (
-            c.b.select(split, all_, mine)
-            for mine, all_ in zip(m_share, (c.i(0), count), strict=True)
-        )
+        p0, p1 = (c.b.select(split, p_share[i], (c.i(0), everything)[i]) for i in (0, 1))
+        m0, m1 = (c.b.select(split, (c.i(0), count)[i], m_share[i]) for i in (0, 1))
         kept = c.at(room, c.mul(thread, everything, block, each))
         with c.loop(m0, m1, block) as top, c.loop(0, segments, stretch) as s, c.loop(p0, p1) as p:
             bottom = c.least(m1, c.add(top, block))
@@ -319,38 +282,24 @@ def _write(module: object, form: Form) -> None:
             part = c.div(stretch_bytes, tiles)
             after = packed.at(factor, c.mul(depth, wide))
             with c.loop(top, bottom) as m:
-                c.call(
-                    product,
-                    of.at(a, a_at),
-                    c.at(table, c.mul(c.add(c.mul(m, segments), s), tile.rows), of=I32),
-                    here,
-                    length,
-                    factor,
-                    of.at(out, c_at, column),
-                    c.at(outs, c.mul(m, tile.rows), of=I32),
-                    c.at(bias, c.mul(panel, wide)),
-                    of.at(res, r_at, column),
-                    c.at(ress, c.mul(m, tile.rows), of=I32),
-                    zeros,
-                    c.least(c.sub(columns, column), wide),
-                    c.at(sums, c.mul(c.sub(m, top), each)),
-                    first,
-                    last,
-                    c.at(after, c.mul(c.sub(m, top), part), of=I8),
-                    pace,
-                )
+                from_a, row = of.at(a, a_at), c.add(c.mul(m, segments), s)
+                rows_of_a = from_a, c.at(table, c.mul(row, tile.rows), of=I32), here, length
+                to = of.at(out, c_at, column), c.at(outs, c.mul(m, tile.rows), of=I32)
+                added = c.at(bias, c.mul(panel, wide)), of.at(res, r_at, column)
+                there = c.at(ress, c.mul(m, tile.rows), of=I32), zeros
+                left = c.least(c.sub(columns, column), wide)
+                kept_at = c.at(sums, c.mul(c.sub(m, top), each)), first, last
+                soon = c.at(after, c.mul(c.sub(m, top), part), of=I8), pace
+                c.call(tiles_of, *rows_of_a, factor, *to, *added, *there, left, *kept_at, *soon)
 
-    entry(module, "run", body)
+    llvm.entry(module, "run", body)
 
 
-def compiled(form: Form) -> Loaded:
+def compiled(form: Form) -> llvm.Loaded:
     """The kernel for a tile, an epilogue and element types; every shape runs through it."""
-    tile = form.tile
-    name = (
-        f"matmul {tile.rows}x{tile.vectors} of {width()} {form.epilogue.key} "
-        f"{form.stored} by {form.panel}"
-    )
-    return load(name, lambda module: _write(module, form))
+    tile, key = f"{form.tile.rows}x{form.tile.vectors} of {width()}", form.epilogue.key
+    name = f"matmul {tile} {key} {form.stored} by {form.panel}"
+    return llvm.load(name, lambda module: _write(module, form))
 
 
 # ---- what it is given --------------------------------------------------------------------------
@@ -362,9 +311,8 @@ def in_tiles(offsets: np.ndarray, tile: Tile) -> torch.Tensor:
     rows, segments = offsets.shape
     full = np.full((-(-rows // tile.rows) * tile.rows, segments), -1, np.int32)
     full[:rows] = offsets
-    return torch.from_numpy(
-        np.ascontiguousarray(full.reshape(-1, tile.rows, segments).transpose(0, 2, 1))
-    )
+    tiled = full.reshape(-1, tile.rows, segments).transpose(0, 2, 1)
+    return torch.from_numpy(np.ascontiguousarray(tiled))
 
 
 def row_offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:

@@ -12,9 +12,8 @@ from typing import Any
 from llvmlite import ir
 
 from deuteron.codegen.llvm import F64, I32, I64, Code, Value, lanes_of, vec
-from deuteron.codegen.llvm_compute import Arithmetic
+from deuteron.codegen.llvm_compute import STORED, Arithmetic
 from deuteron.codegen.llvm_math import mix
-from deuteron.codegen.llvm_types import STORED
 from deuteron.codegen.scalar import Reduce
 from deuteron.ir.dtype import DType
 from deuteron.kernels.cpu.sweep import Gathered, blocks, steps

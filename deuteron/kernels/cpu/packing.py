@@ -20,6 +20,7 @@ import torch
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import Code, Loaded, Value, entry, load, width
 from deuteron.kernels.cpu.stored import Stored
+from deuteron.kernels.cpu.to_layout import turned
 
 # where a factor is → the calls that pack it, and where its panels are then
 Packed = Callable[[Word], tuple[tuple[Call, ...], Word]]
@@ -29,98 +30,74 @@ SERIAL_NUMBERS = 8192  # fewer are packed sooner than a second thread wakes up
 # ---- writing panels ----------------------------------------------------------------------------
 
 
-def across(
-    c: Code,
-    of: Stored,
-    source: Value,
-    step: Value,
-    columns: Value,
-    depth: Value,
-    to: Value,
-    wide: int,
-) -> None:
-    """Panels of a factor whose k lies side by side and whose columns are ``step`` apart."""
-    whole_n, whole_k = (c.sub(x, c.rem(x, 4)) for x in (columns, depth))
+@dataclass(frozen=True)
+class Panels:
+    """Panels of ``wide`` columns under construction, from ``to`` on, of numbers like ``of``."""
 
-    def place(column: Value, k: Value) -> Value:
-        panel = c.div(column, wide)
-        inside = c.sub(column, c.mul(panel, wide))
-        return c.at(to, c.mul(c.add(c.mul(panel, depth), k), wide), inside)
+    c: Code
+    of: Stored
+    to: Value
+    wide: int
 
-    with c.loop(0, whole_n, 4) as n:
-        with c.loop(0, whole_k, 4) as k:
-            rows = [of.load(of.at(source, c.mul(c.add(n, i), step), k), 4) for i in range(4)]
-            low = [c.shuffle(rows[i], rows[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
-            high = [c.shuffle(rows[i], rows[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
-            turned = [
-                c.shuffle(*half, order)
-                for half in (low, high)
-                for order in ((0, 1, 4, 5), (2, 3, 6, 7))
-            ]
-            for i, row in enumerate(turned):
-                c.store(row, place(n, c.add(k, i)))
-        with c.loop(whole_k, depth) as k:
-            for i in range(4):
-                one = of.load(of.at(source, c.mul(c.add(n, i), step), k))
-                c.store(one, place(c.add(n, i), k))
-    with c.loop(whole_n, columns) as n, c.loop(0, depth) as k:
-        c.store(of.load(of.at(source, c.mul(n, step), k)), place(n, k))
-    filled = c.mul(c.div(c.add(columns, wide - 1), wide), wide)
-    with c.loop(columns, filled) as n, c.loop(0, depth) as k:
-        c.store(c.f(0.0), place(n, k))
+    def across(self, source: Value, step: Value, columns: Value, depth: Value) -> None:
+        """Of a factor whose k lies side by side and whose columns are ``step`` apart."""
+        c, of, wide = self.c, self.of, self.wide
+        whole_n, whole_k = (c.sub(x, c.rem(x, 4)) for x in (columns, depth))
 
+        def place(column: Value, k: Value) -> Value:
+            panel = c.div(column, wide)
+            inside = c.sub(column, c.mul(panel, wide))
+            return c.at(self.to, c.mul(c.add(c.mul(panel, depth), k), wide), inside)
 
-def along(
-    c: Code,
-    of: Stored,
-    source: Value,
-    step: Value,
-    depth: Value,
-    columns: Value,
-    to: Value,
-    wide: int,
-) -> None:
-    """Panels of a factor whose columns lie side by side and whose k is ``step`` apart."""
-    n = width()
-    whole = c.mul(c.div(columns, wide), wide)
-    with c.loop(0, depth) as k:
-        row = of.at(source, c.mul(k, step))
-        with c.loop(0, whole, wide) as column:
-            for j in range(0, wide, n):
-                there = c.at(to, c.mul(column, depth), c.mul(k, wide), j)
-                c.store(of.load(of.at(row, column, j), n), there)
-        with c.when(c.cmp("<", whole, columns)):
-            there = c.at(to, c.mul(whole, depth), c.mul(k, wide))
-            for j in range(0, wide, n):
-                c.store(c.f(0.0, n), c.at(there, j))
-            with c.loop(whole, columns) as column:
-                c.store(of.load(of.at(row, column)), c.at(there, c.sub(column, whole)))
+        with c.loop(0, whole_n, 4) as n:
+            with c.loop(0, whole_k, 4) as k:
+                rows = [of.load(of.at(source, c.mul(c.add(n, i), step), k), 4) for i in range(4)]
+                for i, row in enumerate(turned(c, rows)):
+                    c.store(row, place(n, c.add(k, i)))
+            with c.loop(whole_k, depth) as k:
+                for i in range(4):
+                    one = of.load(of.at(source, c.mul(c.add(n, i), step), k))
+                    c.store(one, place(c.add(n, i), k))
+        with c.loop(whole_n, columns) as n, c.loop(0, depth) as k:
+            c.store(of.load(of.at(source, c.mul(n, step), k)), place(n, k))
+        filled = c.mul(c.div(c.add(columns, wide - 1), wide), wide)
+        with c.loop(columns, filled) as n, c.loop(0, depth) as k:
+            c.store(c.f(0.0), place(n, k))
 
+    def along(self, source: Value, step: Value, depth: Value, columns: Value) -> None:
+        """Of a factor whose columns lie side by side and whose k is ``step`` apart."""
+        c, of, to, wide, n = self.c, self.of, self.to, self.wide, width()
+        whole = c.mul(c.div(columns, wide), wide)
+        with c.loop(0, depth) as k:
+            row = of.at(source, c.mul(k, step))
+            with c.loop(0, whole, wide) as column:
+                for j in range(0, wide, n):
+                    there = c.at(to, c.mul(column, depth), c.mul(k, wide), j)
+                    c.store(of.load(of.at(row, column, j), n), there)
+            with c.when(c.cmp("<", whole, columns)):
+                there = c.at(to, c.mul(whole, depth), c.mul(k, wide))
+                for j in range(0, wide, n):
+                    c.store(c.f(0.0, n), c.at(there, j))
+                with c.loop(whole, columns) as column:
+                    c.store(of.load(of.at(row, column)), c.at(there, c.sub(column, whole)))
 
-def _scattered(
-    c: Code,
-    of: Stored,
-    source: Value,
-    step: Value,
-    depth: Value,
-    columns: Value,
-    to: Value,
-    wide: int,
-    places: Value,
-) -> None:
-    """One panel, number by number; ``places`` has the offset of every k."""
-    with c.loop(0, depth) as k:
-        row, there = of.at(source, c.index(places, k)), c.at(to, c.mul(k, wide))
-        with c.loop(0, columns) as n:
-            c.store(of.load(of.at(row, c.mul(n, step))), c.at(there, n))
-        with c.loop(columns, wide) as n:
-            c.store(c.f(0.0), c.at(there, n))
+    def scattered(
+        self, source: Value, step: Value, depth: Value, columns: Value, places: Value
+    ) -> None:
+        """One panel, number by number; ``places`` has the offset of every k."""
+        c, of, wide = self.c, self.of, self.wide
+        with c.loop(0, depth) as k:
+            row, there = of.at(source, c.index(places, k)), c.at(self.to, c.mul(k, wide))
+            with c.loop(0, columns) as n:
+                c.store(of.load(of.at(row, c.mul(n, step))), c.at(there, n))
+            with c.loop(columns, wide) as n:
+                c.store(c.f(0.0), c.at(there, n))
 
 
 def _write(module: object, way: str, short: str, wide: int) -> None:
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        source, to, starts, places = (c.pointer(words, i) for i in range(4))
-        matrices, columns, depth, step_n, step_k = (c.word(words, 4 + i) for i in range(5))
+        source, to, starts, places = c.pointers(words, 4)
+        matrices, columns, depth, step_n, step_k = c.words(words, 4, 5)
         of = Stored(c, short)
         panels = c.div(c.add(columns, wide - 1), wide)
         begin, end = c.share(c.mul(matrices, panels), thread, threads)
@@ -129,13 +106,13 @@ def _write(module: object, way: str, short: str, wide: int) -> None:
             column = c.mul(c.sub(job, c.mul(matrix, panels)), wide)
             here = c.least(c.sub(columns, column), wide)
             first = of.at(source, c.word(starts, matrix), c.mul(column, step_n))
-            panel = c.at(to, c.mul(job, depth, wide))
+            made = Panels(c, of, c.at(to, c.mul(job, depth, wide)), wide)
             if way == "across":
-                across(c, of, first, step_n, here, depth, panel, wide)
+                made.across(first, step_n, here, depth)
             elif way == "along":
-                along(c, of, first, step_k, depth, here, panel, wide)
+                made.along(first, step_k, depth, here)
             else:
-                _scattered(c, of, first, step_n, depth, here, panel, wide, places)
+                made.scattered(first, step_n, depth, here, places)
 
     entry(module, "run", body)
 

@@ -8,7 +8,7 @@ to nearest even; arithmetic never sees the narrow type. float16 needs the machin
 from __future__ import annotations
 
 from deuteron.codegen.llvm import F32, Code, Value, vec
-from deuteron.codegen.llvm_types import STORED, Registers
+from deuteron.codegen.llvm_compute import STORED, Registers
 from deuteron.ir.dtype import dtype
 
 

@@ -9,7 +9,7 @@ Numbers are moved as they are, whatever they mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
@@ -19,6 +19,14 @@ from deuteron.kernels.cpu import WOVEN
 
 TILE, STRIP = 32, 512  # rows and columns of a tile of blocks; columns of one of woven rows
 SERIAL = 16384  # fewer numbers are moved sooner than a second thread wakes up
+
+
+def turned(c: Code, lines: Sequence[Value]) -> list[Value]:
+    """4×4 numbers in registers, rows as columns."""
+    low = [c.shuffle(lines[i], lines[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
+    high = [c.shuffle(lines[i], lines[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
+    halves, orders = (low, high), ((0, 1, 4, 5), (2, 3, 6, 7))
+    return [c.shuffle(*half, order) for half in halves for order in orders]
 
 
 class _Mover:
@@ -41,14 +49,7 @@ class _Mover:
         """4×4 numbers from (a, b) on."""
         c = self.c
         lines = [self.load(x, c.mul(c.add(a, i), columns), b, lanes=4) for i in range(4)]
-        low = [c.shuffle(lines[i], lines[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
-        high = [c.shuffle(lines[i], lines[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
-        turned = [
-            c.shuffle(*half, order)
-            for half in (low, high)
-            for order in ((0, 1, 4, 5), (2, 3, 6, 7))
-        ]
-        for i, line in enumerate(turned):
+        for i, line in enumerate(turned(c, lines)):
             self.store(line, y, c.mul(c.add(b, i), rows), a)
 
     def woven(self, x: Value, y: Value, b: Value, rows: int, columns: Value) -> None:
@@ -63,8 +64,8 @@ class _Mover:
 
 def _write(module: object, bits: int, few: int) -> None:
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, y = (c.pointer(words, i) for i in range(2))
-        batch, rows, columns = (c.word(words, 2 + i) for i in range(3))
+        x, y = c.pointers(words, 2)
+        batch, rows, columns = c.words(words, 2, 3)
         move = _Mover(c, bits)
         high, wide = (WOVEN, STRIP) if few else (TILE, TILE)
         down, across = (c.div(c.add(n, t - 1), t) for n, t in ((rows, high), (columns, wide)))

@@ -20,13 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 import torch
 
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, width
-from deuteron.kernels.cpu.conv import Image
+from deuteron.kernels.cpu.conv import Images
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import Form, Rows, Tile, prepare, row_offsets, zeros
 from deuteron.kernels.cpu.packing import bias_now, packed_now
@@ -54,12 +55,7 @@ def matrices(m: int) -> tuple[Matrix, Matrix, Matrix]:
 
     others = [[q for q in points if q != p] for p in points]
     norms = [product(rest) for rest in others]
-    scales = []
-    for p, rest in zip(points, others, strict=True):
-        scale = Fraction(1)
-        for q in rest:
-            scale *= p - q
-        scales.append(scale)
+    scales = [prod((p - q for q in points if q != p), start=Fraction(1)) for p in points]
     a = [[p**i for p in points] + [Fraction(int(i == m - 1))] for i in range(m)]
     g = [[p**i / s for i in range(3)] for p, s in zip(points, scales, strict=True)]
     g.append([Fraction(0), Fraction(0), Fraction(1)])
@@ -123,12 +119,11 @@ def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value
     return out
 
 
+Side = Callable[[Code, int, Sequence[Value], int], list[Value]]
+
+
 def _both_sides(
-    one: Callable[[Code, int, Sequence[Value], int], list[Value]],
-    c: Code,
-    m: int,
-    grid: list[list[Value]],
-    lanes: int,
+    one: Side, c: Code, m: int, grid: list[list[Value]], lanes: int
 ) -> list[list[Value]]:
     columns = [one(c, m, [row[j] for row in grid], lanes) for j in range(len(grid))]
     return [one(c, m, [column[i] for column in columns], lanes) for i in range(len(columns[0]))]
@@ -139,7 +134,7 @@ def _both_sides(
 
 def _tiles(c: Code, words: Value, first: int, thread: Value, threads: Value):
     """Loop bounds over the tiles of this thread, and where a tile is in its image."""
-    start, count, down, across = (c.word(words, first + i) for i in range(4))
+    start, count, down, across = c.words(words, first, 4)
     begin, end = c.share(count, thread, threads)
 
     def place(local: Value) -> tuple[Value, Value, Value]:
@@ -152,17 +147,15 @@ def _tiles(c: Code, words: Value, first: int, thread: Value, threads: Value):
     return begin, end, place
 
 
+Pair = tuple[Value, Value]  # down and across
+
+
 def _addresses(
-    c: Code,
-    table: Value,
-    side: int,
-    base: Value,
-    origin: tuple[Value, Value],
-    steps: tuple[Value, Value],
-    size: tuple[Value, Value],
-    outside: Value,
+    c: Code, to: tuple[Value, int], base: Value, origin: Pair, steps: Pair, size: Pair, none: Value
 ) -> None:
-    """Addresses of side² pixels from ``origin``; those not in the image are ``outside``."""
+    """Addresses of side² pixels from ``origin`` ``to`` a table (table, side); those not in the
+    image are ``none``."""
+    table, side = to
     with c.loop(0, side) as i:
         y = c.add(origin[0], i)
         row_in = c.b.and_(c.cmp(">=", y, 0), c.cmp("<", y, size[0]))
@@ -170,8 +163,8 @@ def _addresses(
             x = c.add(origin[1], j)
             here = c.b.and_(row_in, c.b.and_(c.cmp(">=", x, 0), c.cmp("<", x, size[1])))
             pixel = c.at(base, c.mul(y, steps[0]), c.mul(x, steps[1]))
-            to = c.at(table, c.mul(i, side), j, of=I64)
-            c.store(c.b.select(here, pixel, outside), to)
+            there = c.at(table, c.mul(i, side), j, of=I64)
+            c.store(c.b.select(here, pixel, none), there)
 
 
 def _in_both_widths(c: Code, channels: Value, body: Callable[[Value, int], None]) -> None:
@@ -185,18 +178,15 @@ def _write_input(module: object, m: int) -> None:
     t = m + 2
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, u, empty = (c.pointer(words, i) for i in range(3))
+        x, u, empty = c.pointers(words, 3)
         begin, end, place = _tiles(c, words, 3, thread, threads)
-        height, breadth, channels, ph, pw, xn, xh, xw, plane = (
-            c.word(words, 7 + i) for i in range(9)
-        )
+        height, breadth, channels, ph, pw, xn, xh, xw, plane = c.words(words, 7, 9)
         table = c.variable(PTR, count=t * t)
         with c.loop(begin, end) as local:
             n, ty, tx = place(local)
             origin = c.sub(c.mul(ty, m), ph), c.sub(c.mul(tx, m), pw)
-            _addresses(
-                c, table, t, c.at(x, c.mul(n, xn)), origin, (xh, xw), (height, breadth), empty
-            )
+            image, size = c.at(x, c.mul(n, xn)), (height, breadth)
+            _addresses(c, (table, t), image, origin, (xh, xw), size, empty)
             to = c.at(u, c.mul(local, channels))
 
             def transform(ch: Value, lanes: int) -> None:
@@ -217,19 +207,17 @@ def _write_output(module: object, m: int, epilogue: Epilogue) -> None:
     t = m + 2
 
     def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        product, y, bias, r, empty, nowhere = (c.pointer(words, i) for i in range(6))
+        product, y, bias, r, empty, nowhere = c.pointers(words, 6)
         begin, end, place = _tiles(c, words, 6, thread, threads)
-        height, breadth, channels, yn, yh, yw, rn, rh, rw, plane = (
-            c.word(words, 10 + i) for i in range(10)
-        )
+        height, breadth, channels, yn, yh, yw, rn, rh, rw, plane = c.words(words, 10, 10)
         outs, others = c.variable(PTR, count=m * m), c.variable(PTR, count=m * m)
         nowhere = c.at(nowhere, c.mul(thread, channels))
         with c.loop(begin, end) as local:
             n, ty, tx = place(local)
             origin, size = (c.mul(ty, m), c.mul(tx, m)), (height, breadth)
-            _addresses(c, outs, m, c.at(y, c.mul(n, yn)), origin, (yh, yw), size, nowhere)
+            _addresses(c, (outs, m), c.at(y, c.mul(n, yn)), origin, (yh, yw), size, nowhere)
             if epilogue.residual:
-                _addresses(c, others, m, c.at(r, c.mul(n, rn)), origin, (rh, rw), size, empty)
+                _addresses(c, (others, m), c.at(r, c.mul(n, rn)), origin, (rh, rw), size, empty)
             source = c.at(product, c.mul(local, channels))
 
             def transform(ch: Value, lanes: int) -> None:
@@ -279,32 +267,24 @@ def workspace(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> i
     return chunk_of(x, y, m)[0] * (m + 2) ** 2 * (x[1] + y[1]) + threads * y[1]
 
 
+Parameters = tuple[torch.Tensor, torch.Tensor | None]  # a weight [K, C, 3, 3] and a bias
+
+
 def prepare_winograd(
-    x: Image,
-    y: Image,
-    r: Image | None,
-    padding: tuple[int, int],
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: Epilogue,
-    tile: Tile,
-    m: int,
+    images: Images, padding: tuple[int, int], of: Parameters, epilogue: Epilogue, tile: Tile, m: int
 ) -> Callable[[Word, Word, Word], list[Call]]:
-    """The calls for x, y and residual, where each is, with a weight [K, C, 3, 3]."""
+    """The calls for x, y and residual, where each is."""
+    (x, y, r), (weight, bias) = images, of
     r = y if r is None else r
     (_, channels, height, breadth), (_, k, oh, ow) = x.shape, y.shape
     chunk, total = chunk_of(x.shape, y.shape, m)
     inner = row_offsets((chunk,), (channels,)), row_offsets((chunk,), (k,))
     number = np.arange((m + 2) ** 2, dtype=np.int64)
     starts = np.stack([number * chunk * channels, number, number * chunk * k, number * 0], 1)
-    product = prepare(
-        Rows(*inner, None, channels, starts),
-        k,
-        packed_now(transformed(weight, m), tile.columns),
-        bias_now(None, len(number), k, tile.columns),
-        Form(tile, Epilogue()),
-        by_columns=True,
-    ).calls
+    rows, form = Rows(*inner, None, channels, starts), Form(tile, Epilogue())
+    factor = packed_now(transformed(weight, m), tile.columns)
+    start = bias_now(None, len(number), k, tile.columns)
+    product = prepare(rows, k, factor, start, form, by_columns=True).calls
     first, last = compiled(m, epilogue)
     start = torch.zeros(k) if bias is None else bias.contiguous()
     empty = zeros(max(channels, k, 64))

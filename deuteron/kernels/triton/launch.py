@@ -16,23 +16,13 @@ from typing import Any
 
 import torch
 
+from deuteron.codegen import triton_math
 from deuteron.codegen.triton_compile import compile_triton
 from deuteron.codegen.triton_load import bound
+from deuteron.ir.dtype import dtype
 
-POINTERS = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int16: "*i16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.bool: "*i1",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-}
+POINTERS = {dtype(short).torch: pointer for short, pointer in triton_math.POINTERS.items()}
+POINTERS |= {torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
 INT32 = 2**31
 
 
@@ -72,17 +62,12 @@ class Launchable:
         call(x, y, z, torch._C._cuda_getCurrentRawStream(device), *raw, *rest)
 
     def _bound(
-        self,
-        device: int,
-        kinds: Sequence[Any],
-        constants: Mapping[str, Any],
-        warps: int,
-        stages: int,
+        self, device: int, kinds: Sequence[Any], constants: Mapping[str, Any], *how: int
     ) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """What launches the kernel, and its last arguments: a launcher wants constants in their
         places too, though it does not pass them on."""
         with torch.cuda.device(device):
-            call = bound(self.compile(kinds, constants, warps, stages))
+            call = bound(self.compile(kinds, constants, *how))
         return call, tuple(constants.get(n) for n in self.fn.arg_names[len(kinds) :])
 
     def settled(
