@@ -13,6 +13,7 @@ import torch
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.parts import in_parts
+from deuteron.codegen.phases import in_phases
 from deuteron.codegen.scalar import Guard, Load, ScalarProgram, overwritable, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.codegen.triton_passes import passes_needed
