@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.codegen.interpret import interpret
 from deuteron.codegen.lower import lower
 from deuteron.codegen.phases import in_phases
 from deuteron.engines.cpu_gen import CpuGen, is_vector
@@ -14,6 +13,7 @@ from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ir.region import Region
 from deuteron.ops import TABLE, Ops, infer
 from deuteron.ops.evaluate import evaluate
+from tests.scalar_interpreter import interpret
 from tests.test_engines import Answers, right
 from tests.tolerances import allowed, error
 

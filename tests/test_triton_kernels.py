@@ -432,7 +432,7 @@ def test_refuses_with_reasons():
     [
         (
             lambda g, x, w: g.layer_norm_grad(x, w),
-            "grad of layer_norm_grad is f32[8], x is f32[5, 8]",
+            "grad of layer_norm_grad is f32[8], x is f32[5,8]",
         ),
         (lambda g, x, w: g.layer_norm_grad(x, x, x), "weight of layer_norm_grad"),
         (lambda g, x, w: g.layer_norm_grad(x, x, w, w), "extra of layer_norm_grad"),

@@ -108,7 +108,7 @@ class TritonGen:
             return once
         once /= min(GROUPED.get(op, 1.0) for op in region.ops)
         at_once = cost.reads * min(1.0, target.units / max(program.rows, 1))
-        part = AGAIN if at_once < target.cache_bytes else 1.0
+        part = AGAIN if at_once < target.cache_bytes / 2 else 1.0
         again = part * (passes_needed(program) - 1) * cost.reads / target.stream
         launches = dependent_passes(program) if kind == "split" else 0
         return once + again + launches * target.launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,14 @@ from torch import Tensor
 
 from deuteron.functional.cross_entropy import cross_entropy
 from deuteron.functional.linear_cross_entropy import linear_cross_entropy
+
+
+def _shown(cls: type[CrossEntropyLoss]) -> Signature:
+    """The arguments of torch's class, then the extras by name."""
+    known = signature(CrossEntropyLoss.__init__).parameters.values()
+    kept = [p for p in known if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+    own = [Parameter(n, Parameter.KEYWORD_ONLY, default=d) for n, d in cls.extras.items()]
+    return Signature([*kept, *own])
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -22,10 +31,23 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         "return_lse": False,
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        own = {name: kwargs.pop(name, usual) for name, usual in self.extras.items()}
-        super().__init__(*args, **kwargs)
-        vars(self).update(own)
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        **extras: Any,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        if unknown := extras.keys() - self.extras.keys():
+            raise TypeError(f"{type(self).__name__} has no argument {unknown.pop()!r}")
+        vars(self).update(self.extras | extras)
+
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = _shown(cls)  # type: ignore[attr-defined]
 
     def terms(self) -> dict[str, Any]:
         """What is asked of the function, besides its tensors."""
@@ -62,3 +84,6 @@ class LinearCrossEntropy(CrossEntropyLoss):
         """The loss of ``linear(hidden, weight, bias)``."""
         given = (hidden, weight, target, bias)
         return linear_cross_entropy(*given, class_weight=self.weight, **self.terms())
+
+
+CrossEntropyLoss.__signature__ = _shown(CrossEntropyLoss)  # type: ignore[attr-defined]

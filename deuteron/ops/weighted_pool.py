@@ -120,6 +120,14 @@ def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     return 2.0 * y.numel * prod(attrs["window"] if "window" in attrs else _window(y.rank, weight))
 
 
+def _check_rank(op: str, grad: TensorType, rank: int) -> None:
+    if grad.rank != rank:
+        raise GraphError(
+            f"{op}: the gradient has rank {grad.rank}, x has {rank}",
+            remedy="give the gradient of what weighted_pool returned",
+        )
+
+
 # ---- gradients -----------------------------------------------------------------------------------
 
 
@@ -127,6 +135,7 @@ def _dx_infer(
     grad: TensorType, weight: TensorType, shape: Shape, order: str, stride: Shape, padding: Shape
 ) -> TensorType:
     one_dtype("weighted_pool_dx", grad=grad, weight=weight)
+    _check_rank("weighted_pool_dx", grad, len(shape))
     x = TensorType.of(shape, grad.dtype, order)
     check_gradient("weighted_pool_dx", grad, _infer(x, weight, stride, padding).shape)
     return x
@@ -153,6 +162,8 @@ def _dw_infer(
     grad: TensorType, x: TensorType, window: Shape, stride: Shape, padding: Shape
 ) -> tuple[TensorType, ...]:
     one_dtype("weighted_pool_dw", grad=grad, x=x)
+    _check_rank("weighted_pool_dw", grad, x.rank)
+    window = per_dim("weighted_pool_dw", "window", window, x.rank - 2)
     y = _infer(x, TensorType.of(window, x.dtype), stride, padding)
     check_gradient("weighted_pool_dw", grad, y.shape)
     return (TensorType.of(x.shape[1:2], x.dtype),) * prod(window)

@@ -33,7 +33,6 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import INT32, Launchable
-from deuteron.target import target
 
 WHOLE = (1024, 16)  # pixels and warps of a program that owns an image
 PIECE = (512, 8)  # of one that has a piece of it
@@ -287,5 +286,6 @@ def _parts(images: int, pixels: int, device: torch.device, split: int | None) ->
     if split is not None or device.type != "cuda":
         return split or 1
     blocks = triton.cdiv(pixels, WHOLE[0])
-    few = blocks > LOOPS and 2 * images < target(device).units
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    few = blocks > LOOPS and 2 * images < processors
     return min(PARTS.value, blocks) if few else 1
