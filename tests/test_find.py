@@ -216,12 +216,12 @@ def test_a_mask_beside_the_numbers_does_not_loosen_them(cache):
 def test_overflow_in_torch_does_not_let_everything_pass(cache):
     g = dt.Graph()
     x = g.tensor("x", (64,), "f16")
-    g.exp(g.exp(x * 3.0)).output("y")  # inf in f16, finite in f64
+    g.pow(x, 40.0).output("y")  # inf in f16, finite in f64
 
     def wrong(t):
         return t * float("nan")
 
-    plan = compiled(g, cache(), FakeEngine(wants=["exp"], change=wrong))
+    plan = compiled(g, cache(), FakeEngine(wants=["pow"], change=wrong))
     assert plan.decision.choices[0].reference == "torch"
     assert option_of(plan, "fake").rejected
 

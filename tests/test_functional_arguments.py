@@ -617,7 +617,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "a shape for rms_norm": (lambda: f.rms_norm(X, (7,)), r"\[7\] is not how x \[4, 8\] ends"),
     "a weight for rms_norm": (
         lambda: f.rms_norm(X, (8,), W[:1]),
-        r"weight of rms_norm .* \[1\], not \[8\]",
+        r"rms_norm .* \[1\], not \[8\]",
     ),
     "padding": (lambda: f.embedding(one, TABLE, 10), "padding_idx=10 is not one of 10 rows"),
     "corners": (lambda: f.interpolate(IMAGE, 3, align_corners=True), "corners have no meaning"),

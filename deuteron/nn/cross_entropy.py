@@ -44,7 +44,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         if unknown := extras.keys() - self.extras.keys():
             raise TypeError(f"{type(self).__name__} has no argument {unknown.pop()!r}")
-        vars(self).update(self.extras | extras)
+        vars(self).update(dict(self.extras) | extras)
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = _shown(cls)  # type: ignore[attr-defined]
