@@ -90,12 +90,12 @@ def composed(aug: Pipeline, x: torch.Tensor, kind: torch.dtype, half: bool) -> C
         k.split(".", 1)[-1]: v.to(x.device, kind)
         for k, v in aug.parameters_for(x.shape[0], 0, size).items()
     }
-    shape = [x.shape[0], 3, *aug.recipe.result_size(size)]
+    shape = [x.shape[0], 3, *aug.spec.result_size(size)]
     matrix = drawn["matrix"][:, :2].contiguous()
     numbers = [drawn[k][:, None, None, None] for k in drawn if k.endswith(".factor")]
     turn = next((v[:, None, None] for k, v in drawn.items() if k.endswith(".turn")), None)
     mean, std = (torch.tensor(v, dtype=kind, device=x.device)[:, None, None] for v in (MEAN, STD))
-    padding = aug.recipe.padding
+    padding = aug.spec.padding
 
     def call(x: torch.Tensor) -> torch.Tensor:
         y = x.to(kind) / 255 if x.dtype == torch.uint8 else x.to(kind)

@@ -17,7 +17,7 @@ from deuteron.plan.tensors import poisoned, random_tensor
 
 NOTE = (
     "Milliseconds, medians in turns with pauses of 20 ms and 50 ms of calls that are not counted. "
-    "`ours` is the fastest candidate of cpu_gemm, named beside it; `eager` is torch in "
+    "`ours` is the fastest candidate of cpu_kernels, named beside it; `eager` is torch in "
     "channels_last, `vendor` the better of packed oneDNN and addmm on transposed weights, `ort` "
     "ONNX Runtime where it is installed. `ratio` is the best of the others over ours."
 )
@@ -53,7 +53,7 @@ class _Attention(torch.nn.Module):
 
 
 def _ours(graph: dt.Graph) -> dict[str, Callable[[], Any]]:
-    """Every candidate of cpu_gemm for a graph of one region, and the vendor's calls."""
+    """Every candidate of cpu_kernels for a graph of one region, and the vendor's calls."""
     cpu, policy, device = dt.target("cpu"), dt.Policy(), torch.device("cpu")
     built = graph.ir()
     (region,) = fuse(built)[0]
@@ -68,7 +68,7 @@ def _ours(graph: dt.Graph) -> dict[str, Callable[[], Any]]:
     ctx = BuildContext(cpu, device, policy, constants)
     args = [tensors[v] for v in region.inputs]
     found: dict[str, Callable[[], Any]] = {}
-    for name in ("cpu_gemm", "vendor_fused"):
+    for name in ("cpu_kernels", "vendor_fused"):
         if engine(name).refuse(region, cpu, policy) is not None:
             continue
         for candidate in engine(name).candidates(region, cpu, policy):
@@ -84,7 +84,7 @@ def _ours(graph: dt.Graph) -> dict[str, Callable[[], Any]]:
 
 def _row(record: Record, name: str, flops: float, runs: dict[str, Callable[[], Any]]) -> None:
     times = cpu_times(runs, seconds=3.0)
-    ours = {k: v for k, v in times.items() if k.startswith("cpu_gemm")}
+    ours = {k: v for k, v in times.items() if k.startswith("cpu_kernels")}
     vendor = [v for k, v in times.items() if k.startswith("vendor_fused")]
     best = min(ours, key=lambda k: ours[k])
     others = [*vendor, *(times[k] for k in ("eager", "ort") if k in times)]
@@ -96,7 +96,7 @@ def _row(record: Record, name: str, flops: float, runs: dict[str, Callable[[], A
         vendor=min(vendor, default=float("nan")),
         ort=times.get("ort", float("nan")),
         ratio=min(others) / ours[best],
-        candidate=best.removeprefix("cpu_gemm"),
+        candidate=best.removeprefix("cpu_kernels"),
     )
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import deuteron as dt
 from bench.harness import Record, captured, copying, relative_error, replay_times, wall_times
 from deuteron.engines.base import BuildContext
-from deuteron.engines.triton_gen import TritonGen
+from deuteron.engines.triton.generated import TritonGen
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 

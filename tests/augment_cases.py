@@ -120,25 +120,25 @@ def images(shape: Sequence[int], kind: torch.dtype, nhwc: bool) -> torch.Tensor:
 
 def plain(aug: Pipeline, x: torch.Tensor, step: int, wide: bool) -> torch.Tensor:
     """A pipeline step by step in torch: in float64, or in the types that the pipeline uses."""
-    recipe, n = aug.recipe, x.shape[0]
-    kind = torch.float64 if wide else recipe.compute_dtype(x.dtype)
+    spec, n = aug.spec, x.shape[0]
+    kind = torch.float64 if wide else spec.compute_dtype(x.dtype)
     drawn = aug.parameters_for(n, step, (x.shape[2], x.shape[3]))
     values = x.to(kind) / 255 if x.dtype == torch.uint8 else x.to(kind)
-    if recipe.geometric:
-        size = recipe.result_size((x.shape[2], x.shape[3]))
-        grid = _grid(drawn["matrix"], recipe.projective, (n, 1, *size), kind)
-        values = F.grid_sample(values, grid, recipe.interpolation, recipe.padding, False)
-    for place, colour in recipe.colours:
+    if spec.geometric:
+        size = spec.result_size((x.shape[2], x.shape[3]))
+        grid = _grid(drawn["matrix"], spec.projective, (n, 1, *size), kind)
+        values = F.grid_sample(values, grid, spec.interpolation, spec.padding, False)
+    for place, colour in spec.colours:
         label = f"{place}.{type(colour).__name__}."
         numbers = [v.to(kind)[:, None, None, None] for k, v in drawn.items() if k.startswith(label)]
         values = _PLAIN[type(colour)](values, *numbers)
-    if recipe.normalize:
+    if spec.normalize:
         mean, std = (
             torch.tensor(v, dtype=kind)[:, None, None]
-            for v in (recipe.normalize.mean, recipe.normalize.std)
+            for v in (spec.normalize.mean, spec.normalize.std)
         )
         values = (values - mean) / std
-    result = recipe.result_dtype(x.dtype)
+    result = spec.result_dtype(x.dtype)
     if result == torch.uint8:
         return (values * 255).round().clamp(0, 255).to(kind if wide else result)
     return values if wide else values.to(result)
@@ -223,8 +223,8 @@ def interpreted() -> dict[str, str]:
     for k, (name, build) in enumerate(PIPELINES.items()):
         kind = kinds[k % len(kinds)]
         x, aug = images((2, 3, 9, 13), kind, k % 2 == 1), build()
-        got = run.empty_result(x, aug.recipe.text)
-        gpu.forward(x, aug.table(x, step=1), got, aug.recipe.text)
+        got = run.empty_result(x, aug.spec.text)
+        gpu.forward(x, aug.table(x, step=1), got, aug.spec.text)
         exact, same = (plain(aug, x, 1, wide) for wide in (True, False))
         limit = allowed(error(same, exact), got.dtype, 16)
         limit = 1.01 / 255 if got.dtype == torch.uint8 else limit
@@ -235,10 +235,10 @@ def interpreted() -> dict[str, str]:
         table = aug.table(x, step=1)
         exact = x.requires_grad_()
         y = plain(aug, exact, 1, True)
-        seed = torch.randn_like(y).to(aug.recipe.result_dtype(x.dtype))
+        seed = torch.randn_like(y).to(aug.spec.result_dtype(x.dtype))
         (want,) = torch.autograd.grad(y, exact, seed.to(y.dtype))
         got = torch.empty_like(x)
-        run.backward_kernel(seed, x.detach(), table, got, aug.recipe.text)
+        run.backward_kernel(seed, x.detach(), table, got, aug.spec.text)
         if error(got, want) > allowed(0.0, seed.dtype, 64):
             wrong[f"gradient of {name}"] = f"{error(got, want):.3g}"
     wrong |= _split_sums()
@@ -254,7 +254,7 @@ def _split_sums() -> dict[str, str]:
     for channels in (1, 3):
         x, aug = images((2, channels, 35, 33), torch.float32, False), PIPELINES["contrast"]()
         table, y = aug.table(x, step=1), torch.empty_like(x)
-        launches = gpu.forward(x, table, y, aug.recipe.text, split=3)
+        launches = gpu.forward(x, table, y, aug.spec.text, split=3)
         found = error(y, plain(aug, x, 1, True))
         if launches != 2 or found > allowed(0.0, torch.float32, 16):
             wrong[f"split, {channels} channels"] = f"{found:.3g} in {launches} launches"

@@ -16,7 +16,7 @@ import torch
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext
-from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.triton.batch_norm_tiles import divide

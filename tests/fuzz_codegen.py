@@ -49,7 +49,7 @@ def by_cpu() -> Verdict:
     atexit.register(own.cleanup)
     os.environ["DEUTERON_CACHE"] = own.name
     from deuteron.engines.base import BuildContext
-    from deuteron.engines.cpu_gen import CpuGen
+    from deuteron.engines.cpu.generated import CpuGen
     from deuteron.policy import Policy
     from deuteron.target import target
 

@@ -8,7 +8,7 @@ import torch
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext
-from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region, TensorType
 from deuteron.kernels.triton import launch
 from deuteron.policy import Policy

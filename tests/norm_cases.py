@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deuteron.engines.base import BuildContext
-from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ir.region import Region
 from deuteron.ops import infer

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deuteron.engines.base import BuildContext
-from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Graph, GraphBuilder, Region, TensorType
 from deuteron.ops import TABLE, Ops, infer
 from deuteron.ops.evaluate import evaluate

@@ -28,7 +28,7 @@ from deuteron.augment import (
     ToDtype,
     ToLayout,
 )
-from deuteron.augment.recipe import recipe_of
+from deuteron.augment.spec import spec_of
 from tests.interpreted import found_in_interpreter
 
 KINDS = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -193,8 +193,8 @@ def test_draws_fill_their_ranges_and_do_not_repeat():
 
 def test_the_text_of_a_recipe_leads_back():
     for build in PIPELINES.values():
-        recipe = build().recipe
-        assert recipe_of(recipe.text) == recipe
+        spec = build().spec
+        assert spec_of(spec.text) == spec
 
 
 # ---- gradients, graphs, torch.compile
@@ -204,7 +204,7 @@ def test_the_text_of_a_recipe_leads_back():
 def test_gradients(name):
     aug = GRADIENTS[name]()
     if name == "acceptance":  # in float64 all the way, or finite differences see float16
-        aug = Pipeline([*aug.recipe.steps[:-2]])
+        aug = Pipeline([*aug.spec.steps[:-2]])
     x = images((2, 3, 5, 6), torch.float64, False).requires_grad_()
     assert torch.autograd.gradcheck(lambda v: aug(v, step=2), x, atol=GRADIENT, fast_mode=True)
 
@@ -279,10 +279,10 @@ def test_the_operators_pass_opcheck():
     for kind in (torch.uint8, torch.float32):
         x = images((2, 3, 8, 9), kind, False).requires_grad_(kind == torch.float32)
         table = aug.table(x, step=0)
-        torch.library.opcheck(torch.ops.deuteron.augment, (x, table, aug.recipe.text))
+        torch.library.opcheck(torch.ops.deuteron.augment, (x, table, aug.spec.text))
     y = aug(x)
     grad = torch.randn_like(y)
-    text = aug.recipe.text
+    text = aug.spec.text
     torch.library.opcheck(torch.ops.deuteron.augment_backward, (grad, x.detach(), table, text))
     step = torch.tensor(3)
     torch.library.opcheck(torch.ops.deuteron.augment_draw, (x.detach(), step, None, text, 0))

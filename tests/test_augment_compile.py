@@ -51,7 +51,7 @@ def launches(monkeypatch) -> list[Any]:
     def record(self, grid, *args, warps=4, stages=2, **constants):
         seen.append((self, tuple(described(args)[1]), tuple(constants.items()), warps, stages))
 
-    def planned(recipe, sampled, result, device):
+    def planned(spec, sampled, result, device):
         """The gradient of colours is planned, and compiled elsewhere."""
         return SimpleNamespace(run=lambda **given: {"grad_sampled": given["sampled"]})
 
@@ -64,10 +64,10 @@ def launches(monkeypatch) -> list[Any]:
 def launch(aug: Pipeline, x: torch.Tensor, back: bool) -> None:
     from deuteron.augment import gpu
 
-    table, y = aug.table(x, step=1), run.empty_result(x, aug.recipe.text)
-    gpu.forward(x, table, y, aug.recipe.text)
+    table, y = aug.table(x, step=1), run.empty_result(x, aug.spec.text)
+    gpu.forward(x, table, y, aug.spec.text)
     if back:
-        run.backward_kernel(y, x, table, torch.empty_like(x), aug.recipe.text)
+        run.backward_kernel(y, x, table, torch.empty_like(x), aug.spec.text)
 
 
 def compiled(launches: list[Any], arch: int) -> list[Any]:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from deuteron.engines.triton_batch_norm import BATCH_NORM
-from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton.batch_norm import BATCH_NORM
+from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import GraphBuilder, TensorType, check
 from deuteron.ir.region import Region
 from deuteron.ir.rewrite import start

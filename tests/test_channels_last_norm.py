@@ -12,7 +12,7 @@ from test_engines import right
 from tolerances import allowed, error
 
 import deuteron as dt
-from deuteron.engines.cpu_gemm import CpuGemm
+from deuteron.engines.cpu.kernels import CpuKernels
 from deuteron.functional.explain import Recording
 from deuteron.ir.dtype import dtype
 from deuteron.ir.region import Region
@@ -278,7 +278,7 @@ def test_group_norm_in_the_middle_of_a_region(kind, given, sums):
         total.output("total")
     w, b = (g.tensor(n, (12,), dtype(kind)) if n in given else None for n in "wb")
     (g.silu(g.group_norm(total, w, b, groups=4)) * y).output("z")
-    region, engine = Region(g.ir()), CpuGemm()
+    region, engine = Region(g.ir()), CpuKernels()
     gen = torch.Generator().manual_seed(0)
     feed = {
         name: torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch).copy_(
@@ -298,7 +298,7 @@ def test_group_norm_says_why_it_is_not_by_rows():
         w = g.tensor("w", (8,), strides=(2,) if given.get("layout") else None)
         g.group_norm(x, w, None, groups=4).output("y")
         (choice,) = g.compile(device="cpu").decision.choices
-        return dict(choice.refusals)["cpu_gemm"].reason
+        return dict(choice.refusals)["cpu_kernels"].reason
 
     assert "not in nhwc" in reason()
     assert "has gaps" in reason(layout="nhwc")

@@ -20,8 +20,8 @@ from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import ScalarProgram
 from deuteron.engines import match
 from deuteron.engines.base import BuildContext
-from deuteron.engines.cpu_gen import CpuGen
-from deuteron.engines.triton_gen import TritonGen
+from deuteron.engines.cpu.generated import CpuGen
+from deuteron.engines.triton.generated import TritonGen
 from deuteron.ir import GraphBuilder, Region, TensorType
 from deuteron.ops import TABLE, infer
 from deuteron.ops.evaluate import evaluate

@@ -9,8 +9,8 @@ from tolerances import SINGLE_LAYERS, allowed, error
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext
-from deuteron.engines.cpu_gemm import CpuGemm
-from deuteron.engines.cpu_norm import NORMS
+from deuteron.engines.cpu.kernels import CpuKernels
+from deuteron.engines.cpu.norm import NORMS
 from deuteron.ir.region import Region
 from deuteron.ops import TABLE
 from deuteron.policy import Policy
@@ -23,7 +23,7 @@ RECIPES = {**dict.fromkeys(NORMS, "norm"), "group_norm": "group_norm"}
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("op", RECIPES)
 def test_every_sample(op, kind):
-    engine, count = CpuGemm(), 0
+    engine, count = CpuKernels(), 0
     for note, region, feed in regions_of(TABLE[op], kind):
         for candidate in engine.candidates(region, CPU, Policy()):
             if candidate.knobs["recipe"] == RECIPES[op]:
@@ -37,7 +37,7 @@ def test_every_sample(op, kind):
 
 
 def _why_not(graph):
-    return CpuGemm().refuse(Region(graph.ir()), CPU, Policy()).reason
+    return CpuKernels().refuse(Region(graph.ir()), CPU, Policy()).reason
 
 
 def test_refusals_say_why():
@@ -90,7 +90,7 @@ def test_results_that_nobody_reads_are_not_written(wanted):
     results = g.batch_norm_act(x, None, None, mean, var, None)
     for i in wanted:
         results[i].output(str(i))
-    region, engine = Region(g.ir()), CpuGemm()
+    region, engine = Region(g.ir()), CpuKernels()
     (candidate,) = engine.candidates(region, CPU, Policy())
     context = BuildContext(CPU, torch.device("cpu"), Policy(), {})
     kernel = engine.build(region, candidate, context)

@@ -14,7 +14,7 @@ from test_passes import random
 
 import deuteron as dt
 from deuteron.engines import BuildContext, Candidate
-from deuteron.engines.vendor_cpu import POST_OPS
+from deuteron.engines.vendor.cpu import POST_OPS
 from deuteron.ir import Region
 from deuteron.ops import TABLE
 from deuteron.ops.evaluate import evaluate

@@ -34,7 +34,7 @@ NORMAL = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 def of_places(aug: Pipeline, kind: torch.dtype, size: tuple[int, ...]) -> float:
     """What rounding places does: they are counted in pixels, in the type that is computed in, so
     a rounding is worth as many as a side has pixels."""
-    return allowed(0.0, aug.recipe.compute_dtype(kind), max(size) ** 2)
+    return allowed(0.0, aug.spec.compute_dtype(kind), max(size) ** 2)
 
 
 def report(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from deuteron.engines.triton_norm import RowGradient, spreads
+from deuteron.engines.triton.norm import RowGradient, spreads
 from tests.norm_cases import Case, Forward, forward_cases, small_cases, wrong, wrong_forward
 from tests.tolerances import allowed, error
 

@@ -60,7 +60,7 @@ def test_more_than_two_to_the_31_elements():
     q[0, -3:] = 1.0
     case = Case("big", {"q": q}, {})
     from deuteron.engines.base import BuildContext
-    from deuteron.engines.triton_kernels import TritonKernels
+    from deuteron.engines.triton.kernels import TritonKernels
     from deuteron.ir.region import Region
 
     region, engine, gpu = Region(case.graph(), frozenset(), 0), TritonKernels(), dt.target("cuda")

@@ -10,7 +10,7 @@ import torch
 from tolerances import allowed, error
 
 import deuteron as dt
-from deuteron.engines.vendor_fused import VendorFused
+from deuteron.engines.vendor.fused import VendorFused
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, fuse, run_passes
 from deuteron.plan.cache import Cache

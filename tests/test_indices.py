@@ -9,8 +9,8 @@ import deuteron as dt
 from deuteron.codegen.lower import lower
 from deuteron.codegen.triton_knobs import choices
 from deuteron.codegen.triton_render import render
-from deuteron.engines.cpu_gen import CpuGen
-from deuteron.engines.indices import LOSSES
+from deuteron.engines.cpu.generated import CpuGen
+from deuteron.engines.index_checks import LOSSES
 from deuteron.errors import BindError, GraphError
 from deuteron.ir.region import Region
 from deuteron.policy import Policy

@@ -192,7 +192,7 @@ def test_a_planted_violation_is_caught(file: str, source: str, culprit: str) -> 
             "ops/norm.py",
             "import typing\nif typing.TYPE_CHECKING:\n    from deuteron.plan import P\n",
         ),
-        ("engines/triton_gen.py", "def build():\n    import triton\n"),
+        ("engines/triton/generated.py", "def build():\n    import triton\n"),
         ("zoo/__init__.py", "from .resnet import resnet50\n"),
         ("cli.py", "import deuteron as dt\n"),
     ],

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext
-from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.functional.backward import Backward
 from deuteron.functional.core import FUNCTIONS
 from deuteron.functional.operators import operator

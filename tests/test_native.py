@@ -46,7 +46,7 @@ class Preferred:
 @contextmanager
 def generated() -> Iterator[None]:
     with ExitStack() as stack:
-        for name in ("cpu_gemm", "cpu_gen"):
+        for name in ("cpu_kernels", "cpu_gen"):
             stack.enter_context(registered(Preferred(name)))
         yield
 

@@ -8,7 +8,7 @@ import torch
 import deuteron as dt
 from deuteron.codegen.lower import lower
 from deuteron.codegen.phases import in_phases
-from deuteron.engines.cpu_gen import CpuGen, is_vector
+from deuteron.engines.cpu.generated import CpuGen, is_vector
 from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ir.region import Region
 from deuteron.ops import TABLE, Ops, infer

@@ -13,7 +13,7 @@ import torch
 
 from deuteron.codegen.triton_knobs import MOST, choices
 from deuteron.codegen.triton_render import Knobs, render
-from deuteron.engines.triton_gen import TritonGen
+from deuteron.engines.triton.generated import TritonGen
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import GPUS, target

@@ -15,7 +15,7 @@ import torch
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext
-from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.tensors import poisoned

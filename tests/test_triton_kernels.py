@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from deuteron.engines.triton_group_norm import Cut, Groups, cuts
-from deuteron.engines.triton_kernels import TritonKernels
-from deuteron.engines.triton_norm import LONGEST, RowGradient, spreads
+from deuteron.engines.triton.group_norm import Cut, Groups, cuts
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.engines.triton.norm import LONGEST, RowGradient, spreads
 from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ir.region import Region
 from deuteron.ops import infer

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext, Candidate
-from deuteron.engines.triton_here import settings
-from deuteron.engines.triton_kernels import TritonKernels
-from deuteron.engines.triton_resample import MOST_READ, OPS, axes
+from deuteron.engines.triton.common import settings
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.engines.triton.resample import MOST_READ, OPS, axes
 from deuteron.ir import Region, TensorType
 from deuteron.kernels.resample_map import AxisMap, resized, windows
 from deuteron.kernels.triton.resample_tiles import UNROLLED, ResampleTile, cuts

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.engines.triton_kernels import TritonKernels
+from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region, TensorType
 from deuteron.passes import fuse
 from deuteron.policy import Policy

@@ -7,7 +7,7 @@ import torch
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext
-from deuteron.engines.cpu_gen import CpuGen
+from deuteron.engines.cpu.generated import CpuGen
 from deuteron.ir import Graph, Region
 from deuteron.ops import TABLE
 from deuteron.ops.evaluate import evaluate

@@ -10,7 +10,7 @@ import torch
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext
-from deuteron.engines.cpu_gen import CpuGen
+from deuteron.engines.cpu.generated import CpuGen
 from deuteron.ir import Region
 from deuteron.policy import Policy
 from tests.tolerances import allowed, error

@@ -4,7 +4,7 @@
 >>> aug = Pipeline([RandomAffine(10), ColorJitter(0.4, 0.4, 0.4, 0.1)], seed=0)
 >>> y = aug(x)          # help(Pipeline) has the rest
 
-Read in this order: step, places, colours (what each step draws and means), recipe (a list of
+Read in this order: step, places, colours (what each step draws and means), spec (a list of
 them, checked), draw (random numbers), emit (the meaning as a graph), run (who computes it) and
 pipeline (what users call).
 """

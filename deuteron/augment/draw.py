@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from deuteron.augment.colours import WIDTH
-from deuteron.augment.recipe import MATRIX, Recipe
+from deuteron.augment.spec import MATRIX, Spec
 from deuteron.augment.step import Size
 from deuteron.ops.random import BITS, FIRST, GOLDEN, SECOND
 
@@ -77,23 +77,23 @@ def uniform(
 
 
 def drawn(
-    recipe: Recipe, seed: int, steps: torch.Tensor, images: torch.Tensor, size: Size
+    spec: Spec, seed: int, steps: torch.Tensor, images: torch.Tensor, size: Size
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Every parameter by name, and the table [steps, images, columns] made from them."""
     named: dict[str, torch.Tensor] = {}
     matrix = torch.eye(3, dtype=torch.float64).expand(len(steps), len(images), 3, 3)
-    random = (*recipe.geometric, *recipe.colours)
+    random = (*spec.geometric, *spec.colours)
     uniforms = iter(uniform(seed, steps, images, [(place, s.draws) for place, s in random]))
-    for (place, step), u in zip(recipe.geometric, uniforms, strict=False):
+    for (place, step), u in zip(spec.geometric, uniforms, strict=False):
         found, moves = step.draw(u, size)
         happens = u[..., 0] < step.p
         label = f"{place}.{type(step).__name__}"
         named |= {f"{label}.{k}": v for k, v in {"happens": happens, **found}.items()}
         matrix = torch.where(happens[..., None, None], matrix @ moves, matrix)
         size = step.result_size(size)
-    table = torch.zeros(len(steps), len(images), recipe.columns, dtype=torch.float64)
+    table = torch.zeros(len(steps), len(images), spec.columns, dtype=torch.float64)
     table[..., :MATRIX] = matrix.mT.flatten(-2)
-    for k, (place, colour) in enumerate(recipe.colours):
+    for k, (place, colour) in enumerate(spec.colours):
         values = colour.draw(next(uniforms))
         named |= {f"{place}.{type(colour).__name__}.{name}": v for name, v in values.items()}
         for i, value in enumerate(values.values()):
@@ -102,24 +102,24 @@ def drawn(
 
 
 def table_for(
-    recipe: Recipe, seed: int, step: int, x: torch.Tensor, index: torch.Tensor | None
+    spec: Spec, seed: int, step: int, x: torch.Tensor, index: torch.Tensor | None
 ) -> torch.Tensor:
     """The table [images, columns] of one step for images like ``x``, numbered from 0 or by
     ``index``. Without one it is shared with later calls: do not write to it."""
-    size, device, dtype = (x.shape[2], x.shape[3]), x.device, recipe.compute_dtype(x.dtype)
+    size, device, dtype = (x.shape[2], x.shape[3]), x.device, spec.compute_dtype(x.dtype)
     if index is not None:
         which = index.to("cpu", torch.int64)
-        _, table = drawn(recipe, seed, torch.tensor([step]), which, size)
+        _, table = drawn(spec, seed, torch.tensor([step]), which, size)
         return table[0].to(dtype).to(device)
     images = x.shape[0]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     ahead = max(AHEAD, min(MOST, TOGETHER // max(images, 1)))
-    key = (recipe.text, seed, step // ahead, images, size, dtype, device, stream)
+    key = (spec.text, seed, step // ahead, images, size, dtype, device, stream)
     with _lock:
         block = _blocks.get(key)
         if block is None:
             steps = torch.arange(step // ahead * ahead, (step // ahead + 1) * ahead)
-            _, made = drawn(recipe, seed, steps, torch.arange(images), size)
+            _, made = drawn(spec, seed, steps, torch.arange(images), size)
             block = _blocks[key] = made.to(dtype).to(device)
             while len(_blocks) > KEPT:
                 _blocks.popitem(last=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deuteron.augment.colours import WIDTH, Pixel, grey
-from deuteron.augment.recipe import MATRIX, Recipe, torch_type
+from deuteron.augment.spec import MATRIX, Spec, torch_type
 from deuteron.errors import GraphError
 from deuteron.ir import TensorType
 from deuteron.ir import dtype as element_type
@@ -34,53 +34,53 @@ def finished(b: Any, x: Any, normal: tuple[Any, Any] | None, result: torch.dtype
 # ---- nodes of a graph --------------------------------------------------------------------------
 
 
-def emit(g: Ops, recipe: Recipe, x: Sym, table: Sym) -> Sym:
+def emit(g: Ops, spec: Spec, x: Sym, table: Sym) -> Sym:
     """The nodes for images ``x`` [N, C, H, W] and a table [N, columns] of parameters."""
     given = torch_type(x.dtype)
-    recipe.check_image(x.shape, given)
-    compute = element_type(recipe.compute_dtype(given))
-    expected = (x.shape[0], recipe.columns)
+    spec.check_image(x.shape, given)
+    compute = element_type(spec.compute_dtype(given))
+    expected = (x.shape[0], spec.columns)
     if (table.shape, table.dtype) != (expected, compute):
         wrong = f"the table of parameters is {table.type}, not {compute.short}{list(expected)}"
         remedy = "declare it with pipeline.table_type(x.type), fill it from pipeline.table(…)"
         raise GraphError(wrong, asked="emit", remedy=remedy)
     nhwc = x.type.is_layout("nhwc") and not x.type.is_layout("contiguous")
     values = g.to(x, compute)
-    if recipe.geometric:
-        mode, outside = recipe.interpolation, recipe.padding
-        at = _places(g, recipe, x.shape, table)
+    if spec.geometric:
+        mode, outside = spec.interpolation, spec.padding
+        at = _places(g, spec, x.shape, table)
         values = g.grid_sample(values, at, mode=mode, padding_mode=outside, align_corners=False)
     values = begun(g, values, given)
-    return finish(g, recipe, values, table, recipe.result_dtype(given), nhwc)
+    return finish(g, spec, values, table, spec.result_dtype(given), nhwc)
 
 
-def finish(g: Ops, recipe: Recipe, values: Sym, table: Sym, result: torch.dtype, nhwc: bool) -> Sym:
+def finish(g: Ops, spec: Spec, values: Sym, table: Sym, result: torch.dtype, nhwc: bool) -> Sym:
     """What comes after the gather: colours, Normalize, the element type and the memory order."""
     channels, kind = values.shape[1], torch_type(values.dtype)
-    if recipe.colours:
+    if spec.colours:
         slices = (g.one("slice", values, axis=1, start=c, stop=c + 1) for c in range(channels))
         planes: Pixel = tuple(slices)
-        for position, (_, step) in enumerate(recipe.colours):
+        for position, (_, step) in enumerate(spec.colours):
             first, mean = MATRIX + WIDTH * position, None
             if step.needs_mean:
                 mean = g.mean(grey(planes), axes=(1, 2, 3), keepdim=True)
             numbers = [_columns(g, table, first + i, first + i + 1) for i in range(step.draws)]
             planes = step.formula(g, planes, mean, *numbers)
         values = g.one("concat", planes, axis=1)
-    normal = recipe.scale_and_shift(channels, kind)
+    normal = spec.scale_and_shift(channels, kind)
     scale_and_shift = None
     if normal is not None:
         scale, shift = normal.reshape(2, 1, channels, 1, 1)
         scale_and_shift = g.constant(scale, "scale"), g.constant(shift, "shift")
     values = finished(g, values, scale_and_shift, result)
-    values, layout = g.to(values, element_type(result)), recipe.layout(nhwc)
+    values, layout = g.to(values, element_type(result)), spec.layout(nhwc)
     wanted = TensorType.of(values.shape, values.dtype, layout)
     return values if values.type == wanted else g.one("to_layout", values, layout=layout)
 
 
-def _places(g: Ops, recipe: Recipe, shape: tuple[int, ...], table: Sym) -> Sym:
+def _places(g: Ops, spec: Spec, shape: tuple[int, ...], table: Sym) -> Sym:
     """[N, h, w, 2]: where each pixel of the result lies in the image, from −1 to 1."""
-    height, width = recipe.result_size((shape[2], shape[3]))
+    height, width = spec.result_size((shape[2], shape[3]))
     kind = torch_type(table.dtype)
     across = g.constant(_centres(width, kind).reshape(1, 1, width, 1), "across")
     down = g.constant(_centres(height, kind).reshape(1, height, 1, 1), "down")
@@ -90,7 +90,7 @@ def _places(g: Ops, recipe: Recipe, shape: tuple[int, ...], table: Sym) -> Sym:
         return a * across + b * down + c
 
     places = rows(0, 2)
-    return places / rows(2, 3) if recipe.projective else places
+    return places / rows(2, 3) if spec.projective else places
 
 
 def _centres(count: int, kind: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of a GPU: a recipe as the formulas that they take, and their launches."""
+"""The kernels of a GPU: a spec as the formulas that they take, and their launches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from deuteron.augment.colours import WIDTH, Colour, Pixel, grey
 from deuteron.augment.emit import begun, finished
-from deuteron.augment.recipe import Recipe, recipe_of
+from deuteron.augment.spec import Spec, spec_of
 from deuteron.codegen.triton_load import jitted
 from deuteron.kernels.triton.augment import Colouring, Sampling, augment
 from deuteron.kernels.triton.augment_grad import gather_grad
 from deuteron.ops.formula import Formula, trace
 from deuteron.ops.resample import cubic_weights
 
-NOTHING = Recipe((), "bilinear", "zeros").text
+NOTHING = Spec((), "bilinear", "zeros").text
 RGB = ("r", "g", "b")
 NUMBERS = tuple(f"number{k}" for k in range(WIDTH))
 # By interpolation: how many neighbours a place has in one dimension, and their weights by how far
@@ -34,16 +34,16 @@ Code = tuple[Sampling, Colouring, torch.Tensor | None]
 
 @lru_cache(maxsize=256)
 def _code(
-    recipe: str,
+    spec: str,
     channels: int,
     given: torch.dtype,
     kind: torch.dtype,
     result: torch.dtype,
     device: torch.device,
 ) -> Code:
-    """How the recipe reads an image, what it makes of a pixel, and scale and shift of Normalize. A
+    """How the spec reads an image, what it makes of a pixel, and scale and shift of Normalize. A
     program that has one channel has it as the first of three."""
-    made, own = recipe_of(recipe), 3 if channels == 3 else 1
+    made, own = spec_of(spec), 3 if channels == 3 else 1
     steps = [step for _, step in made.colours]
 
     def function(formula: Formula, *inputs: str) -> Any:
@@ -82,28 +82,28 @@ def _code(
     return sampling, colouring, normal
 
 
-def _code_for(x: torch.Tensor, kind: torch.dtype, result: torch.dtype, recipe: str) -> Code:
+def _code_for(x: torch.Tensor, kind: torch.dtype, result: torch.dtype, spec: str) -> Code:
     """For images like ``x``, computing in ``kind``."""
-    return _code(recipe, x.shape[1], x.dtype, kind, result, x.device)
+    return _code(spec, x.shape[1], x.dtype, kind, result, x.device)
 
 
 def forward(
-    x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, recipe: str, split: int | None = None
+    x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, spec: str, split: int | None = None
 ) -> int:
-    """Fill ``y`` by the whole recipe; how many launches that took."""
-    return augment(x, table, y, *_code_for(x, table.dtype, y.dtype, recipe), split)
+    """Fill ``y`` by the whole spec; how many launches that took."""
+    return augment(x, table, y, *_code_for(x, table.dtype, y.dtype, spec), split)
 
 
-def sampled(x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, recipe: str) -> None:
+def sampled(x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, spec: str) -> None:
     """Fill ``y`` with what the gather alone makes of floats."""
-    sampling, _, _ = _code_for(x, y.dtype, y.dtype, recipe)
+    sampling, _, _ = _code_for(x, y.dtype, y.dtype, spec)
     _, same, _ = _code_for(x, y.dtype, y.dtype, NOTHING)
     augment(x, table, y, sampling, same, None)
 
 
 def backward(
-    grad: torch.Tensor, table: torch.Tensor, dx: torch.Tensor, recipe: str, scaled: bool
+    grad: torch.Tensor, table: torch.Tensor, dx: torch.Tensor, spec: str, scaled: bool
 ) -> None:
     """Fill ``dx`` by the gradient of the gather and, where it is ``scaled``, of Normalize."""
-    sampling, _, normal = _code_for(dx, table.dtype, grad.dtype, recipe)
+    sampling, _, normal = _code_for(dx, table.dtype, grad.dtype, spec)
     gather_grad(grad, table, dx, normal[0] if scaled and normal is not None else None, sampling)

@@ -11,7 +11,7 @@ from torch import nn
 from deuteron.augment import run
 from deuteron.augment.draw import PLACES, drawn, table_for
 from deuteron.augment.emit import emit
-from deuteron.augment.recipe import Recipe, shown, wrong
+from deuteron.augment.spec import Spec, shown, wrong
 from deuteron.augment.step import Size, Step
 from deuteron.errors import BindError, EngineError
 from deuteron.frontends.builder import Graph
@@ -54,8 +54,8 @@ class Pipeline(nn.Module):
         super().__init__()
         if not _is_int64(seed):
             raise wrong(f"seed={seed!r} is not a 64-bit integer", "e.g. seed=0")
-        self.recipe = Recipe.make(steps, interpolation, padding)
-        count = len(self.recipe.steps)
+        self.spec = Spec.make(steps, interpolation, padding)
+        count = len(self.spec.steps)
         if count > PLACES:
             raise wrong(f"{count} steps are more than {PLACES}", "run two pipelines one by one")
         self.seed = seed
@@ -66,10 +66,10 @@ class Pipeline(nn.Module):
     ) -> torch.Tensor:
         """The changed images. Without ``step`` the pipeline counts its calls."""
         _check_call(x, index, step)
-        self.recipe.check_image(x.shape, x.dtype)
+        self.spec.check_image(x.shape, x.dtype)
         if torch.compiler.is_compiling():
             traced = self._step.clone() if step is None else torch.tensor(step)
-            table = run.augment_draw(x.detach(), traced, index, self.recipe.text, self.seed)
+            table = run.augment_draw(x.detach(), traced, index, self.spec.text, self.seed)
         else:
             table = self.table(x, step=self.step if step is None else step, index=index)
         if step is None:
@@ -88,14 +88,14 @@ class Pipeline(nn.Module):
             wrong = "a captured call would repeat its random parameters for ever"
             remedy = "capture aug.with_table(x, table) and copy aug.table(x, step=…) into it"
             raise EngineError(wrong, asked="a pipeline under CUDA Graph capture", remedy=remedy)
-        return table_for(self.recipe, self.seed, step, x, index)
+        return table_for(self.spec, self.seed, step, x, index)
 
     def with_table(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """The images changed with the parameters in ``table``; nothing is drawn or counted.
 
         A table that requires a gradient gets one, by torch's operators: clone it first.
         """
-        return run.call(x, table, self.recipe.text)
+        return run.call(x, table, self.spec.text)
 
     def explain(self, x: torch.Tensor) -> str:
         """What a call with images like ``x`` runs and what that costs; no call is counted.
@@ -115,7 +115,7 @@ class Pipeline(nn.Module):
         """
         _check_wanted(n, step, size)
         which = n.to("cpu", torch.int64) if isinstance(n, torch.Tensor) else torch.arange(n)
-        named, _ = drawn(self.recipe, self.seed, torch.tensor([step]), which, size)
+        named, _ = drawn(self.spec, self.seed, torch.tensor([step]), which, size)
         return {name: value[0] for name, value in named.items()}
 
     def emit(self, g: Graph, x: Sym, table: Sym | None = None, name: str = "augment") -> Sym:
@@ -125,8 +125,8 @@ class Pipeline(nn.Module):
         it to ``aug.table(tensor, step=…)`` in every run.
         """
         if table is None:
-            table = g.tensor(name, *run.table_type(self.recipe, x.type))
-        return emit(g, self.recipe, x, table)
+            table = g.tensor(name, *run.table_type(self.spec, x.type))
+        return emit(g, self.spec, x, table)
 
     # ---- state
 
@@ -143,8 +143,8 @@ class Pipeline(nn.Module):
         self._step.fill_(int(state["step"]))
 
     def extra_repr(self) -> str:
-        steps = ",\n".join(map(repr, self.recipe.steps))
-        return f"{steps},\nseed={self.seed}, interpolation={self.recipe.interpolation!r}"
+        steps = ",\n".join(map(repr, self.spec.steps))
+        return f"{steps},\nseed={self.seed}, interpolation={self.spec.interpolation!r}"
 
 
 def _is_int64(number: Any) -> bool:

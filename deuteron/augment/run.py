@@ -1,4 +1,4 @@
-"""Running a recipe on tensors: the operators ``torch.ops.deuteron.augment…`` and their gradient.
+"""Running a spec on tensors: the operators ``torch.ops.deuteron.augment…`` and their gradient.
 
 On a GPU the forward pass is the kernel of ``kernels/triton/augment.py``, and the gradient of the
 gather that of ``augment_grad.py``; the gradient of colours between them is planned. On the CPU the
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deuteron.augment.draw import table_for
 from deuteron.augment.emit import emit, finish
-from deuteron.augment.recipe import Recipe, recipe_of, shown, torch_type
+from deuteron.augment.spec import Spec, shown, spec_of, torch_type
 from deuteron.errors import BindError
 from deuteron.explain import units
 from deuteron.frontends.builder import Graph
@@ -31,40 +31,40 @@ from deuteron.target import has_triton, target
 EAGER, ORDERED = Policy(cuda_graph=False), Policy(cuda_graph=False, deterministic=True)
 
 
-def call(x: Tensor, table: Tensor, recipe: str) -> Tensor:
-    """The recipe on images, by whom the situation wants. An operator written in Python takes 60 µs
+def call(x: Tensor, table: Tensor, spec: str) -> Tensor:
+    """The spec on images, by whom the situation wants. An operator written in Python takes 60 µs
     to get to its code, which for a few small images is most of the time: it is called only where
     autograd, a trace or a transform must see it."""
     if in_transform():
         why = "a transform such as vmap must see them"
         Recording.add(Ran(f"augment: torch's operators, one by one: {why}"))
-        return by_references(x, table, recipe)
+        return by_references(x, table, spec)
     learns = (x.requires_grad or table.requires_grad) and torch.is_grad_enabled()
     seen = torch.compiler.is_compiling() or is_watched() or type(x) is not Tensor
-    return augment(x, table, recipe) if learns or seen else augment_now(x, table, recipe)
+    return augment(x, table, spec) if learns or seen else augment_now(x, table, spec)
 
 
 @torch.library.custom_op("deuteron::augment", mutates_args=())
-def augment(x: torch.Tensor, table: torch.Tensor, recipe: str) -> torch.Tensor:
-    """Images ``x`` [N, C, H, W] by a recipe, with the parameters in ``table`` [N, columns]."""
-    return augment_now(x, table, recipe)
+def augment(x: torch.Tensor, table: torch.Tensor, spec: str) -> torch.Tensor:
+    """Images ``x`` [N, C, H, W] by a spec, with the parameters in ``table`` [N, columns]."""
+    return augment_now(x, table, spec)
 
 
-def augment_now(x: Tensor, table: Tensor, recipe: str) -> Tensor:
+def augment_now(x: Tensor, table: Tensor, spec: str) -> Tensor:
     """What the operator does."""
-    _check(recipe_of(recipe), x, table)
+    _check(spec_of(spec), x, table)
     # kernels read memory as it is
     x, table = x.resolve_neg(), table.resolve_neg().contiguous()
     if x.shape[0] == 0:
-        return empty_result(x, recipe)
+        return empty_result(x, spec)
     if not (x.is_cuda and has_triton()):
-        plan = _plan(recipe, TensorType.from_tensor(x), x.device, "")
+        plan = _plan(spec, TensorType.from_tensor(x), x.device, "")
         Recording.add(plan)
         return plan.run(x=x, table=table)["y"]
     from deuteron.augment import gpu
 
-    y = empty_result(x, recipe)
-    launches = gpu.forward(x, table, y, recipe)
+    y = empty_result(x, spec)
+    launches = gpu.forward(x, table, y, spec)
     if Recording.active:
         Recording.add(Ran(_costs(x, y, launches)))
     return y
@@ -81,50 +81,50 @@ def _costs(x: Tensor, y: Tensor, launches: int) -> str:
 
 
 @augment.register_fake
-def _augment_fake(x: Tensor, table: Tensor, recipe: str) -> Tensor:
-    _check(recipe_of(recipe), x, table)
-    return empty_result(x, recipe)
+def _augment_fake(x: Tensor, table: Tensor, spec: str) -> Tensor:
+    _check(spec_of(spec), x, table)
+    return empty_result(x, spec)
 
 
 @torch.library.custom_op("deuteron::augment_backward", mutates_args=())
 def augment_backward(
-    grad: torch.Tensor, x: torch.Tensor, table: torch.Tensor, recipe: str
+    grad: torch.Tensor, x: torch.Tensor, table: torch.Tensor, spec: str
 ) -> torch.Tensor:
     """The gradient for ``x``, given that of the result."""
-    made, order = recipe_of(recipe), _format(_is_nhwc(x))
+    made, order = spec_of(spec), _format(_is_nhwc(x))
     if x.shape[0] == 0:
         return torch.empty_like(x, memory_format=order)
     x, table = x.resolve_neg(), table.resolve_neg().contiguous()
     grad = grad.resolve_neg().contiguous(memory_format=_format(made.layout(_is_nhwc(x)) == "nhwc"))
     if not (made.geometric and x.is_cuda and has_triton()):
-        plan = _plan(recipe, TensorType.from_tensor(x), x.device, "x")
+        plan = _plan(spec, TensorType.from_tensor(x), x.device, "x")
         found = plan.run(x=x, table=table, grad_y=grad)["grad_x"]
         return found.contiguous(memory_format=order)
-    return backward_kernel(grad, x, table, torch.empty_like(x, memory_format=order), recipe)
+    return backward_kernel(grad, x, table, torch.empty_like(x, memory_format=order), spec)
 
 
-def backward_kernel(grad: Tensor, x: Tensor, table: Tensor, dx: Tensor, recipe: str) -> Tensor:
-    """Fill ``dx`` by the gradient of a recipe with a gather: colours as planned, then kernels."""
+def backward_kernel(grad: Tensor, x: Tensor, table: Tensor, dx: Tensor, spec: str) -> Tensor:
+    """Fill ``dx`` by the gradient of a spec with a gather: colours as planned, then kernels."""
     from deuteron.augment import gpu
 
-    coloured = bool(recipe_of(recipe).colours)
+    coloured = bool(spec_of(spec).colours)
     if coloured:
         sampled = torch.empty(grad.shape, dtype=table.dtype, device=x.device)
-        gpu.sampled(x, table, sampled, recipe)
+        gpu.sampled(x, table, sampled, spec)
         types = TensorType.from_tensor(sampled), TensorType.from_tensor(grad)
-        plan = _finish_plan(recipe, *types, x.device)
+        plan = _finish_plan(spec, *types, x.device)
         grad = plan.run(sampled=sampled, table=table, grad_y=grad)["grad_sampled"]
-    gpu.backward(grad, table, dx, recipe, scaled=not coloured)
+    gpu.backward(grad, table, dx, spec, scaled=not coloured)
     return dx
 
 
 @augment_backward.register_fake
-def _augment_backward_fake(grad: Tensor, x: Tensor, table: Tensor, recipe: str) -> Tensor:
+def _augment_backward_fake(grad: Tensor, x: Tensor, table: Tensor, spec: str) -> Tensor:
     return torch.empty_like(x, memory_format=_format(_is_nhwc(x)))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, table, ctx.recipe = inputs
+    x, table, ctx.spec = inputs
     ctx.save_for_backward(x, table)
 
 
@@ -135,9 +135,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad[:2]
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if not wanted[1] and not (wanted[0] and again):
-        return augment_backward(grad, x, table, ctx.recipe) if wanted[0] else None, None, None
+        return augment_backward(grad, x, table, ctx.spec) if wanted[0] else None, None, None
     with torch.enable_grad():
-        y = by_references(x, table, ctx.recipe)
+        y = by_references(x, table, ctx.spec)
     if not y.requires_grad:  # the parameters of no step
         return None, None, None
     some = [t for t, want in zip(given, wanted, strict=True) if want]
@@ -150,54 +150,52 @@ augment.register_autograd(_backward, setup_context=_save)
 
 @torch.library.custom_op("deuteron::augment_draw", mutates_args=())
 def augment_draw(
-    x: torch.Tensor, step: torch.Tensor, index: torch.Tensor | None, recipe: str, seed: int
+    x: torch.Tensor, step: torch.Tensor, index: torch.Tensor | None, spec: str, seed: int
 ) -> torch.Tensor:
     """The table of parameters for images like ``x``, a copy of its own; for compiled programs."""
-    table = table_for(recipe_of(recipe), seed, int(step), x, index)
+    table = table_for(spec_of(spec), seed, int(step), x, index)
     return table.clone() if index is None else table
 
 
 @augment_draw.register_fake
 def _augment_draw_fake(
-    x: Tensor, step: Tensor, index: Tensor | None, recipe: str, seed: int
+    x: Tensor, step: Tensor, index: Tensor | None, spec: str, seed: int
 ) -> Tensor:
-    made = recipe_of(recipe)
+    made = spec_of(spec)
     return x.new_empty((x.shape[0], made.columns), dtype=made.compute_dtype(x.dtype))
 
 
 # ---- graphs and plans
 
 
-def by_references(x: Tensor, table: Tensor, recipe: str) -> Tensor:
+def by_references(x: Tensor, table: Tensor, spec: str) -> Tensor:
     """The result by torch's operators, one by one, for autograd and transforms that must see
     them."""
-    _check(recipe_of(recipe), x, table)
-    graph = _graph(recipe, TensorType.from_tensor(x)).ir()
+    _check(spec_of(spec), x, table)
+    graph = _graph(spec, TensorType.from_tensor(x)).ir()
     return evaluate(graph, {"x": x, "table": table}, differentiable=True)["y"]
 
 
-def _graph(recipe: str, images: TensorType) -> Graph:
-    """The recipe for images of this type."""
-    made, g = recipe_of(recipe), Graph("augment")
+def _graph(spec: str, images: TensorType) -> Graph:
+    """The spec for images of this type."""
+    made, g = spec_of(spec), Graph("augment")
     x = g.tensor("x", images.shape, images.dtype, strides=images.strides)
     emit(g, made, x, g.tensor("table", *table_type(made, images))).output("y")
     return g
 
 
 @lru_cache(maxsize=256)
-def _plan(recipe: str, images: TensorType, device: torch.device, wanted: str) -> Plan:
+def _plan(spec: str, images: TensorType, device: torch.device, wanted: str) -> Plan:
     """The planned graph for images of this type; ``wanted`` is "" for the result, else the
     input whose gradient it is."""
-    g = _graph(recipe, images)
+    g = _graph(spec, images)
     return (_gradient_only(g, wanted) if wanted else g).compile(device=device, policy=EAGER)
 
 
 @lru_cache(maxsize=256)
-def _finish_plan(
-    recipe: str, sampled: TensorType, result: TensorType, device: torch.device
-) -> Plan:
+def _finish_plan(spec: str, sampled: TensorType, result: TensorType, device: torch.device) -> Plan:
     """The gradient of what follows the gather."""
-    made, g = recipe_of(recipe), Graph("augment_finish")
+    made, g = spec_of(spec), Graph("augment_finish")
     values = g.tensor("sampled", sampled.shape, sampled.dtype)
     table = g.tensor("table", (sampled.shape[0], made.columns), sampled.dtype)
     nhwc = result.is_layout("nhwc") and not result.is_layout("contiguous")
@@ -215,9 +213,9 @@ def _gradient_only(g: Graph, wrt: str) -> Graph:
 # ---- tensors
 
 
-def table_type(recipe: Recipe, images: TensorType) -> tuple[tuple[int, int], torch.dtype]:
+def table_type(spec: Spec, images: TensorType) -> tuple[tuple[int, int], torch.dtype]:
     """Shape and element type of the table for such images."""
-    return (images.shape[0], recipe.columns), recipe.compute_dtype(torch_type(images.dtype))
+    return (images.shape[0], spec.columns), spec.compute_dtype(torch_type(images.dtype))
 
 
 def _is_nhwc(x: Tensor) -> bool:
@@ -228,16 +226,16 @@ def _format(nhwc: bool) -> torch.memory_format:
     return torch.channels_last if nhwc else torch.contiguous_format
 
 
-def empty_result(x: Tensor, recipe: str) -> Tensor:
-    made = recipe_of(recipe)
+def empty_result(x: Tensor, spec: str) -> Tensor:
+    made = spec_of(spec)
     shape = (*x.shape[:2], *made.result_size((x.shape[2], x.shape[3])))
     kind, order = made.result_dtype(x.dtype), _format(made.layout(_is_nhwc(x)) == "nhwc")
     return torch.empty(shape, dtype=kind, device=x.device, memory_format=order)
 
 
-def _check(recipe: Recipe, x: Tensor, table: Tensor) -> None:
-    recipe.check_image(x.shape, x.dtype)
-    kind, shape = recipe.compute_dtype(x.dtype), [x.shape[0], recipe.columns]
+def _check(spec: Spec, x: Tensor, table: Tensor) -> None:
+    spec.check_image(x.shape, x.dtype)
+    kind, shape = spec.compute_dtype(x.dtype), [x.shape[0], spec.columns]
     fits = table.ndim == 2 and table.shape[0] == shape[0] and table.shape[1] == shape[1]
     if not fits or table.dtype != kind or table.device != x.device:
         given = f"{shown(table.dtype, table.shape)} on {table.device}"

@@ -3,7 +3,7 @@
 No C library has vector versions of these on every machine, and a call per element costs ten
 times the arithmetic. Nan goes through, infinities and denormals are answered as libm does.
 Largest error against float64 over all of float32, in units of the last place, held by
-tests/test_cpu_gemm.py:
+tests/test_cpu_kernels.py:
 
 ======== ===== =============================================================================
 exp      1.1   Cephes' polynomial on |r| ≤ ½ ln 2, scaled in two steps for denormal results

@@ -15,7 +15,7 @@ from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatten
 from deuteron.codegen.moves import MOVES
 from deuteron.codegen.placed import PLACED, has_input
-from deuteron.codegen.rows import ROWS, Form, is_reduction
+from deuteron.codegen.rows import ROWS, Walk, is_reduction
 from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, Statement, Store
 from deuteron.codegen.windows import WINDOWS
 from deuteron.ir.dtype import DType
@@ -87,12 +87,12 @@ class Lowering(Scalars):
         return outer, inner, first
 
     def _split(self, node: Node) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
-        form = self.form(node)
-        outer = tuple(Var(f"i{d}", n) for d, n in enumerate(form.space) if d not in form.axes)
-        inner = tuple(Var(f"r{d}", n) for d, n in enumerate(form.space) if d in form.axes)
+        walk = self.walk(node)
+        outer = tuple(Var(f"i{d}", n) for d, n in enumerate(walk.space) if d not in walk.axes)
+        inner = tuple(Var(f"r{d}", n) for d, n in enumerate(walk.space) if d in walk.axes)
         return outer, inner
 
-    def form(self, node: Node) -> Form:
+    def walk(self, node: Node) -> Walk:
         """The shape and the axes of a reduction."""
         return ROWS[node.op][0](self, node)
 
@@ -106,12 +106,12 @@ class Lowering(Scalars):
 
     def cell_index(self, node: Node) -> Index:
         """Where the element of the current row and column lies in the reduction's input."""
-        form = self.form(node)
+        walk = self.walk(node)
         rows, cells = iter(self.rows), iter(self.cells)
-        index = tuple(next(cells) if d in form.axes else next(rows) for d in range(len(form.space)))
-        if form.space == form.shape:
+        index = tuple(next(cells) if d in walk.axes else next(rows) for d in range(len(walk.space)))
+        if walk.space == walk.shape:
             return index
-        return unflatten(flatten(index, form.space), form.shape)
+        return unflatten(flatten(index, walk.space), walk.shape)
 
     def cell(self, node: Node) -> Arg:
         """The element of the current row and column."""
@@ -149,23 +149,23 @@ class Lowering(Scalars):
         found = self._row_index(self.anchor, t)
         if found is not None:
             return found
-        form = self.form(self.anchor)
-        if t.numel == prod(form.space) and self.inner:
-            return unflatten(flatten(self.cell_index(self.anchor), form.shape), t.shape)
-        raise CannotLower(f"an output of shape {list(t.shape)} over rows of {list(form.shape)}")
+        walk = self.walk(self.anchor)
+        if t.numel == prod(walk.space) and self.inner:
+            return unflatten(flatten(self.cell_index(self.anchor), walk.shape), t.shape)
+        raise CannotLower(f"an output of shape {list(t.shape)} over rows of {list(walk.shape)}")
 
     def _row_index(self, node: Node, t: TensorType) -> Index | None:
         """The index of a value shaped like a reduction's input, or like its result."""
-        form, cell = self.form(node), self.cell_index(node)
-        if t.shape == form.shape:
+        walk, cell = self.walk(node), self.cell_index(node)
+        if t.shape == walk.shape:
             return cell
-        if form.space != form.shape:
+        if walk.space != walk.shape:
             return None
-        kept = tuple(Affine() if d in form.axes else i for d, i in enumerate(cell))
-        if t.shape == tuple(1 if d in form.axes else n for d, n in enumerate(form.shape)):
+        kept = tuple(Affine() if d in walk.axes else i for d, i in enumerate(cell))
+        if t.shape == tuple(1 if d in walk.axes else n for d, n in enumerate(walk.shape)):
             return kept
-        if t.shape == tuple(n for d, n in enumerate(form.shape) if d not in form.axes):
-            return tuple(i for d, i in enumerate(kept) if d not in form.axes)
+        if t.shape == tuple(n for d, n in enumerate(walk.shape) if d not in walk.axes):
+            return tuple(i for d, i in enumerate(kept) if d not in walk.axes)
         if t.numel == prod(tuple(v.size for v in self.outer)) == 1:
             return (Affine(),) * t.rank
         return None

@@ -1,6 +1,6 @@
 """Reductions in scalar programs: over which axes they run, and what they are made of.
 
-A :class:`Form` says in which shape an operator walks its input and which axes of it meet. Every
+A :class:`Walk` says in which shape an operator walks its input and which axes of it meet. Every
 operator here is written with single reductions (sum, max, min …) and arithmetic between them.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deuteron.codegen.lower import Lowering
 
 
-class Form(NamedTuple):
+class Walk(NamedTuple):
     """How a reduction sees its input: ``shape`` as it lies, ``space`` as it is walked."""
 
     shape: Shape
@@ -34,45 +34,45 @@ class Form(NamedTuple):
 # ---- which axes meet
 
 
-def _named_axes(low: Lowering, node: Node) -> Form:
+def _named_axes(low: Lowering, node: Node) -> Walk:
     shape, axes = low.type(node).shape, node.attrs["axes"]
     rank = len(shape)
-    return Form(shape, shape, tuple(range(rank) if axes is None else (a % rank for a in axes)))
+    return Walk(shape, shape, tuple(range(rank) if axes is None else (a % rank for a in axes)))
 
 
-def _one_axis(low: Lowering, node: Node) -> Form:
+def _one_axis(low: Lowering, node: Node) -> Walk:
     shape, axis = low.type(node).shape, node.attrs["axis"]
     rank = len(shape)
-    return Form(shape, shape, tuple(range(rank)) if axis is None else (axis,)[:rank])
+    return Walk(shape, shape, tuple(range(rank)) if axis is None else (axis,)[:rank])
 
 
-def _trailing(low: Lowering, node: Node) -> Form:
+def _trailing(low: Lowering, node: Node) -> Walk:
     shape = low.type(node).shape
-    return Form(shape, shape, tuple(range(len(shape) - node.attrs["dims"], len(shape))))
+    return Walk(shape, shape, tuple(range(len(shape) - node.attrs["dims"], len(shape))))
 
 
-def _groups(low: Lowering, node: Node) -> Form:
+def _groups(low: Lowering, node: Node) -> Walk:
     shape, groups = low.type(node).shape, node.attrs["groups"]
     space = (shape[0], groups, shape[1] // groups, *shape[2:])
-    return Form(shape, space, tuple(range(2, len(space))))
+    return Walk(shape, space, tuple(range(2, len(space))))
 
 
-def _positions(low: Lowering, node: Node) -> Form:
+def _positions(low: Lowering, node: Node) -> Walk:
     shape = low.type(node).shape
-    return Form(shape, shape, tuple(range(2, len(shape))))
+    return Walk(shape, shape, tuple(range(2, len(shape))))
 
 
-def _all_but_channels(low: Lowering, node: Node) -> Form:
+def _all_but_channels(low: Lowering, node: Node) -> Walk:
     shape = low.type(node).shape
-    return Form(shape, shape, (0, *range(2, len(shape))))
+    return Walk(shape, shape, (0, *range(2, len(shape))))
 
 
-def _targets(low: Lowering, node: Node) -> Form:
+def _targets(low: Lowering, node: Node) -> Walk:
     shape = low.type(node, 1).shape
-    return Form(shape, shape, tuple(range(len(shape))))
+    return Walk(shape, shape, tuple(range(len(shape))))
 
 
-def _classes(low: Lowering, node: Node) -> Form:
+def _classes(low: Lowering, node: Node) -> Walk:
     shape, (axis, _) = low.type(node).shape, class_axis(low, node)
     if node.attrs.get("reduction", "none") != "none":
         raise CannotLower(
@@ -80,7 +80,7 @@ def _classes(low: Lowering, node: Node) -> Form:
             "so that it takes a second kernel",
             "use reduction='none' and join the positions afterwards, as the passes do",
         )
-    return Form(shape, shape, (axis,))
+    return Walk(shape, shape, (axis,))
 
 
 # ---- plain reductions
@@ -151,11 +151,11 @@ def _var(low: Lowering, node: Node, value: str) -> Arg:
 
 def _arg(low: Lowering, node: Node, value: str) -> Arg:
     """The least place that holds the extreme, or a nan, which is the extreme where there is one."""
-    x, form = low.cell(node), low.form(node)
+    x, walk = low.cell(node), low.walk(node)
     best = low.reduce("max" if node.op == "argmax" else "min", x)
     cell = low.cell_index(node)
-    place = cell[form.axes[0]] if node.attrs["axis"] is not None and form.axes else None
-    position = low.position(flatten(cell, form.shape) if place is None else place)
+    place = cell[walk.axes[0]] if node.attrs["axis"] is not None and walk.axes else None
+    position = low.position(flatten(cell, walk.shape) if place is None else place)
     hit = low.op("eq", x, best)
     if low.kind(x) == "float":
         hit = low.op("or", hit, low.op("ne", x, x))
@@ -326,7 +326,7 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
 
 Rule = Callable[["Lowering", Node, str], Arg]
 
-ROWS: dict[str, tuple[Callable[[Lowering, Node], Form], Rule]] = {
+ROWS: dict[str, tuple[Callable[[Lowering, Node], Walk], Rule]] = {
     **dict.fromkeys(SUMS, (_named_axes, _plain)),
     "var": (_named_axes, _var),
     **dict.fromkeys(("argmax", "argmin"), (_one_axis, _arg)),

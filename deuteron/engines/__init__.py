@@ -8,16 +8,16 @@ import warnings
 from functools import lru_cache
 
 from deuteron.engines.base import BuildContext, Candidate, Engine, Kernel, Refusal
-from deuteron.engines.cpu_gemm import CpuGemm
-from deuteron.engines.cpu_gen import CpuGen
+from deuteron.engines.cpu.generated import CpuGen
+from deuteron.engines.cpu.kernels import CpuKernels
 from deuteron.engines.inductor import InductorEngine
 from deuteron.engines.torch_engine import TorchEngine
-from deuteron.engines.triton_gen import TritonGen
-from deuteron.engines.triton_kernels import TritonKernels
-from deuteron.engines.vendor_fused import VendorFused
+from deuteron.engines.triton.generated import TritonGen
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.engines.vendor.fused import VendorFused
 from deuteron.errors import EngineError
 
-_OURS = (TorchEngine, VendorFused, TritonGen, TritonKernels, CpuGen, CpuGemm, InductorEngine)
+_OURS = (TorchEngine, VendorFused, TritonGen, TritonKernels, CpuGen, CpuKernels, InductorEngine)
 BUILT_IN: tuple[Engine, ...] = tuple(made() for made in _OURS)
 _added: list[Engine] = []
 

@@ -1,6 +1,6 @@
 """A recipe: one call or kernel, the regions it fits, and how to build it.
 
-``vendor_fused`` and ``cpu_gemm`` are lists of these. A recipe refuses like an engine does.
+``vendor_fused`` and ``cpu_kernels`` are lists of these. A recipe refuses like an engine does.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, Refused
-from deuteron.engines.indices import explained, lookups
+from deuteron.engines.index_checks import explained, lookups
 from deuteron.engines.roofline import is_product, separate_seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region

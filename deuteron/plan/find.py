@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from deuteron.engines import BUILT_IN, BuildContext, Candidate, engine
-from deuteron.engines.indices import LOSSES
+from deuteron.engines.index_checks import LOSSES
 from deuteron.engines.roofline import is_product, region_cost
 from deuteron.errors import EngineError
 from deuteron.files import source_digest

@@ -30,7 +30,7 @@ ROWS, VECTORS = 4, 4  # queries and vectors of columns in registers
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionKernel:
     """What a kernel is compiled for. ``bias`` is "none", "bool" or an element type, ``stored``
     the element type of everything else."""
 
@@ -55,7 +55,9 @@ def _tile(module: object, tile: Tile) -> Code:
     return c
 
 
-def _softmax_row(c: Code, row: Value, seen: Value, bias: Value | None, form: Form) -> Value:
+def _softmax_row(
+    c: Code, row: Value, seen: Value, bias: Value | None, form: AttentionKernel
+) -> Value:
     """eˢ⁻ᵐᵃˣ in place of the scores of one query; returns 1 / Σ, or 0 if no key is seen."""
     widths = (4 * width(), width(), 1)
 
@@ -106,7 +108,7 @@ def _softmax_row(c: Code, row: Value, seen: Value, bias: Value | None, form: For
     return c.b.select(none, c.f(0.0), c.b.fdiv(c.f(1.0), weight))
 
 
-def _write(module: object, form: Form) -> None:
+def _write(module: object, form: AttentionKernel) -> None:
     tile = Tile(ROWS, VECTORS)
     wide, n = tile.columns, width()
     multiply = _tile(module, tile)
@@ -191,7 +193,7 @@ def _write(module: object, form: Form) -> None:
     llvm.entry(module, "run", body)
 
 
-def compiled(form: Form) -> llvm.Loaded:
+def compiled(form: AttentionKernel) -> llvm.Loaded:
     return llvm.load(f"attention {form} of {width()}", lambda module: _write(module, form))
 
 
@@ -208,7 +210,7 @@ def room_per_thread(keys: int, depth: int, values: int, wide: int) -> int:
 def prepare_attention(
     sizes: tuple[int, int, int, int, int, int, int],
     strides: tuple[Strides, Strides, Strides, Strides, Strides],
-    form: Form,
+    form: AttentionKernel,
     scale: float,
 ) -> Callable[[Word, Word, Word, Word, Word], Call]:
     """The call for q, k, v, out and bias, where each is. ``sizes`` are batch, query heads, query

@@ -54,7 +54,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Form:
+class ProductKernel:
     """What a kernel is compiled for: ``stored`` is the element type of A, C and R, ``panel``
     that of the packed factor."""
 
@@ -152,7 +152,7 @@ a table segments length b out outs bias res ress zeros columns sums first last a
 WHOLE_NUMBERS = ("segments", "length", "columns", "first", "last", "pace")
 
 
-def _product(module: object, form: Form) -> Code:
+def _product(module: object, form: ProductKernel) -> Code:
     """MR rows of up to NR results, or of sums if not ``last``; meanwhile memory from ``ahead`` on
     is asked for, so many bytes at a step."""
     tile, epilogue = form.tile, form.epilogue
@@ -247,7 +247,7 @@ def _product(module: object, form: Form) -> Code:
     return c
 
 
-def _write(module: object, form: Form) -> None:
+def _write(module: object, form: ProductKernel) -> None:
     tiles_of, tile = _product(module, form), form.tile
     wide, each = tile.columns, tile.rows * tile.columns
     step = width() if has_lanes() else 4
@@ -295,7 +295,7 @@ def _write(module: object, form: Form) -> None:
     llvm.entry(module, "run", body)
 
 
-def compiled(form: Form) -> llvm.Loaded:
+def compiled(form: ProductKernel) -> llvm.Loaded:
     """The kernel for a tile, an epilogue and element types; every shape runs through it."""
     tile, key = f"{form.tile.rows}x{form.tile.vectors} of {width()}", form.epilogue.key
     name = f"matmul {tile} {key} {form.stored} by {form.panel}"
@@ -373,7 +373,7 @@ class Prepared:
 
 
 def prepare(
-    rows: Rows, columns: int, factor: Packed, bias: Packed, form: Form, by_columns: bool
+    rows: Rows, columns: int, factor: Packed, bias: Packed, form: ProductKernel, by_columns: bool
 ) -> Prepared:
     """A product of ``rows`` with a packed factor of so many columns."""
     tile, count, groups = form.tile, len(rows.a), len(rows.groups)

@@ -29,7 +29,7 @@ from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, width
 from deuteron.kernels.cpu.conv import Images
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import Form, Rows, Tile, prepare, row_offsets, zeros
+from deuteron.kernels.cpu.matmul import ProductKernel, Rows, Tile, prepare, row_offsets, zeros
 from deuteron.kernels.cpu.packing import bias_now, packed_now
 
 POINTS = {2: ("1", "-1"), 4: ("3/2", "-3/2", "2/3", "-2/3")}  # and 0, and infinity; in pairs
@@ -281,7 +281,7 @@ def prepare_winograd(
     inner = row_offsets((chunk,), (channels,)), row_offsets((chunk,), (k,))
     number = np.arange((m + 2) ** 2, dtype=np.int64)
     starts = np.stack([number * chunk * channels, number, number * chunk * k, number * 0], 1)
-    rows, form = Rows(*inner, None, channels, starts), Form(tile, Epilogue())
+    rows, form = Rows(*inner, None, channels, starts), ProductKernel(tile, Epilogue())
     factor = packed_now(transformed(weight, m), tile.columns)
     start = bias_now(None, len(number), k, tile.columns)
     product = prepare(rows, k, factor, start, form, by_columns=True).calls

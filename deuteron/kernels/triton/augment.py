@@ -239,7 +239,7 @@ kernel = Launchable(_augment)
 
 
 def for_tensors(sampling: Sampling, block: int, *tensors: torch.Tensor) -> Sampling:
-    """With what the code depends on beside the recipe: what a program does, and the tensors."""
+    """With what the code depends on beside the spec: what a program does, and the tensors."""
     span = max(
         sum((size - 1) * abs(s) for size, s in zip(t.shape[1:], t.stride()[1:], strict=True))
         for t in tensors

@@ -330,7 +330,7 @@ def _backward(t, G: tl.constexpr, WIDE: tl.constexpr, SLOPE: tl.constexpr, PASS:
 MOMENTS, WHOLE, BACKWARD = Launchable(_moments), Launchable(_forward), Launchable(_backward)
 FORWARD, LATER = Launchable(_forward, follows=True), Launchable(_backward, follows=True)
 
-# ---- the calls; ``work`` and ``cut`` are those of ``engines/triton_group_norm.py``
+# ---- the calls; ``work`` and ``cut`` are those of ``engines/triton/group_norm.py``
 
 
 def _constants(work: Any, cut: Any, chain: bool) -> Parts:

@@ -290,7 +290,7 @@ def wide_types(size: int) -> tuple[torch.dtype, tl.dtype]:
 
 def backward(work: Any, way: Any) -> Call:
     """A function that fills dx, dweight and dbias, those that are there; ``work`` and ``way`` are
-    those of ``engines/triton_norm.py``."""
+    those of ``engines/triton/norm.py``."""
     call = (_long_rows if work.is_long else _short_rows)(work, way)
     return with_partial_sums(call, way.programs, work.columns, wide_types(work.size)[0])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from deuteron.engines import vendor_cpu, vendor_cuda
 from deuteron.engines.recipes import Recipe, RecipeEngine
+from deuteron.engines.vendor import cpu, cuda
 from deuteron.target import Target
 
 
@@ -14,10 +14,7 @@ class VendorFused(RecipeEngine):
 
     name = "vendor_fused"
     version = "1"
-    listed: ClassVar[dict[str, tuple[Recipe, ...]]] = {
-        "cuda": vendor_cuda.RECIPES,
-        "cpu": vendor_cpu.RECIPES,
-    }
+    listed: ClassVar[dict[str, tuple[Recipe, ...]]] = {"cuda": cuda.RECIPES, "cpu": cpu.RECIPES}
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         return self.listed[target.kind]

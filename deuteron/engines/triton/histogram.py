@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs
-from deuteron.engines.triton_here import one_operator, streamed
+from deuteron.engines.triton.common import one_operator, streamed
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.target import Target

@@ -17,7 +17,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton_here import MOST, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, settings
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target

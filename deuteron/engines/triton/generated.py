@@ -18,7 +18,7 @@ from deuteron.codegen.triton_render import Knobs, Rendered, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.match import places_of, scalar_program
 from deuteron.engines.roofline import main_dtype, modelled_seconds, refuse_product, region_cost
-from deuteron.engines.triton_here import refuse_elsewhere
+from deuteron.engines.triton.common import refuse_elsewhere
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
 from deuteron.ops.formula import PRIMITIVES, Compute

@@ -15,8 +15,8 @@ import torch
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Recipe
-from deuteron.engines.triton_here import refuse_elsewhere
-from deuteron.engines.triton_norm import REACHED
+from deuteron.engines.triton.common import refuse_elsewhere
+from deuteron.engines.triton.norm import REACHED
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.kernels.triton.batch_norm_tiles import Division, divide

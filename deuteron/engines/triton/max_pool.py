@@ -11,7 +11,7 @@ import torch
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.recipes import Knobs, place
-from deuteron.engines.triton_here import MOST, one_operator, settings, streamed
+from deuteron.engines.triton.common import MOST, one_operator, settings, streamed
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType

@@ -18,7 +18,7 @@ from deuteron.codegen.scalar import Guard, Load, ScalarProgram, overwritable, re
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.codegen.triton_passes import passes_needed
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
-from deuteron.engines.indices import checked, lookups
+from deuteron.engines.index_checks import checked, lookups
 from deuteron.engines.match import places_of, scalar_program
 from deuteron.engines.roofline import refuse_product, region_bound
 from deuteron.ir.region import Region

@@ -1,4 +1,4 @@
-"""The engine ``cpu_gemm``: every candidate against float64, and nothing touched but the result."""
+"""The engine ``cpu_kernels``: every candidate against float64, nothing touched but the result."""
 
 import ctypes
 import math
@@ -34,7 +34,7 @@ from deuteron.codegen import llvm, llvm_math, openmp
 
 CPU = dt.target("cpu")
 POLICY = Policy()
-ENGINE = engine("cpu_gemm")
+ENGINE = engine("cpu_kernels")
 CANARY = 1232.0  # in every float type
 
 
@@ -418,7 +418,7 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
 BETWEEN_PAGES = """
 import ctypes, math, mmap, sys
 import torch
-from tests import test_cpu_gemm as here
+from tests import test_cpu_kernels as here
 
 libc, page, kept = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE, []
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from deuteron.engines.base import BuildContext, Kernel, Refusal
 from deuteron.engines.recipes import Knobs
-from deuteron.engines.triton_here import MOST, one_operator, settings, streamed
+from deuteron.engines.triton.common import MOST, one_operator, settings, streamed
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType

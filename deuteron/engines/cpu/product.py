@@ -1,4 +1,4 @@
-"""What the recipes of ``cpu_gemm`` share, and the first of them: the packed product."""
+"""What the recipes of ``cpu_kernels`` share, and the first of them: the packed product."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     tile = matmul.Tile(knobs["rows"], knobs["vectors"])
     known = ctx.constants.get(c.anchor.inputs[1] or "")
     narrow = one_row and known is not None  # one row is as slow as the bytes of its weight
-    form = matmul.Form(tile, epilogue_of(c), stored, stored if narrow else "f32")
+    form = matmul.ProductKernel(tile, epilogue_of(c), stored, stored if narrow else "f32")
     conv = c.anchor.op == "conv"
     rows, matrices, factor = _conv_parts(region, c, knobs) if conv else _matrix_parts(region, c)
     extra = 0

@@ -1,4 +1,4 @@
-"""``cpu_gemm``: generated products, convolutions, attention, pools, changes of layout, norms of
+"""``cpu_kernels``: generated products, convolutions, attention, pools, changes of layout, norms of
 channels and gradients of norms for the CPU.
 
 Each recipe has its own refusals, knobs, estimate and kernel (``deuteron/kernels/cpu``): a packed
@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
-from deuteron.engines.cpu_norm import GROUP_NORM, NORM
-from deuteron.engines.cpu_product import PRODUCT
-from deuteron.engines.cpu_special import ATTENTION, DEPTHWISE, TO_LAYOUT, WINOGRAD
+from deuteron.engines.cpu.attention import ATTENTION
+from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
+from deuteron.engines.cpu.norm import GROUP_NORM, NORM
+from deuteron.engines.cpu.product import PRODUCT
+from deuteron.engines.cpu.to_layout import TO_LAYOUT
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -25,10 +27,10 @@ from deuteron.target import Target
 CLEARLY = 0.8  # of the direct sum's time: then one direct product is enough to compare with
 
 
-class CpuGemm(RecipeEngine):
+class CpuKernels(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
-    name = "cpu_gemm"
+    name = "cpu_kernels"
     version = "6"
     kind = "cpu"
 

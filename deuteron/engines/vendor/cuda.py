@@ -11,12 +11,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from deuteron.engines import recipes
-from deuteron.engines import vendor_cpu as shared
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
 from deuteron.engines.torch_engine import numerics, under
-from deuteron.engines.vendor_cpu import ATTENTION, CONV, PRODUCTS
+from deuteron.engines.vendor import cpu as shared
+from deuteron.engines.vendor.cpu import ATTENTION, CONV, PRODUCTS
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.policy import Policy

@@ -12,8 +12,8 @@ import torch
 
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.engines.base import BuildContext, Candidate, Kernel, refuse_if
-from deuteron.engines.cpu_gen import CpuGen, call_of, program_of
-from deuteron.engines.cpu_product import BUILD_S, refuse_elsewhere, roof
+from deuteron.engines.cpu.generated import CpuGen, call_of, program_of
+from deuteron.engines.cpu.product import BUILD_S, refuse_elsewhere, roof
 from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Knobs, Recipe, one_way
 from deuteron.engines.roofline import region_cost, times

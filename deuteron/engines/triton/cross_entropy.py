@@ -19,7 +19,7 @@ import torch
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import modelled_seconds, region_cost
-from deuteron.engines.triton_here import MOST, refuse_elsewhere
+from deuteron.engines.triton.common import MOST, refuse_elsewhere
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.cross_entropy import class_axis

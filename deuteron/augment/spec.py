@@ -37,7 +37,7 @@ def wrong(what: str, remedy: str, asked: str = "Pipeline") -> GraphError:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Spec:
     """Steps, the blend of neighbours, and what lies outside the image."""
 
     steps: tuple[Step, ...]
@@ -52,7 +52,7 @@ class Recipe:
                 getattr(self, name)
 
     @staticmethod
-    def make(steps: Sequence[Step], interpolation: str, padding: str | None) -> Recipe:
+    def make(steps: Sequence[Step], interpolation: str, padding: str | None) -> Spec:
         """Checked and complete, or a GraphError that names the step."""
         if isinstance(steps, Step):
             name = type(steps).__name__
@@ -71,7 +71,7 @@ class Recipe:
         if padding not in PADDINGS:
             known = 'use "zeros", "border", or None to let the steps decide'
             raise wrong(f"padding {padding!r} is not known", known)
-        return Recipe(simple, interpolation, padding)
+        return Spec(simple, interpolation, padding)
 
     # ---- as text
 
@@ -171,11 +171,11 @@ def torch_type(kind: DType) -> torch.dtype:
 
 
 @lru_cache(maxsize=256)
-def recipe_of(text: str) -> Recipe:
-    """The recipe that ``Recipe.text`` came from; a step turns lists into tuples."""
+def spec_of(text: str) -> Spec:
+    """The spec that ``Spec.text`` came from; a step turns lists into tuples."""
     steps, interpolation, padding = json.loads(text)
     made = (STEPS[name](**arguments) for name, arguments in steps)
-    return Recipe(tuple(made), interpolation, padding)
+    return Spec(tuple(made), interpolation, padding)
 
 
 def _check_order(steps: Sequence[Step]) -> None:

@@ -5,15 +5,15 @@ come from one generated loop. Each family has a file of recipes; this is the eng
 from __future__ import annotations
 
 from deuteron.engines.recipes import Recipe, RecipeEngine
-from deuteron.engines.triton_batch_norm import BATCH_NORM
-from deuteron.engines.triton_cross_entropy import CROSS_ENTROPY
-from deuteron.engines.triton_group_norm import GROUP_NORM
-from deuteron.engines.triton_histogram import HISTOGRAM
-from deuteron.engines.triton_max_pool import MAX_POOL
-from deuteron.engines.triton_norm import NORM_BACKWARD
-from deuteron.engines.triton_resample import RESAMPLE
-from deuteron.engines.triton_rope import ROPE
-from deuteron.engines.triton_scan import SCAN
+from deuteron.engines.triton.batch_norm import BATCH_NORM
+from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
+from deuteron.engines.triton.group_norm import GROUP_NORM
+from deuteron.engines.triton.histogram import HISTOGRAM
+from deuteron.engines.triton.max_pool import MAX_POOL
+from deuteron.engines.triton.norm import NORM_BACKWARD
+from deuteron.engines.triton.resample import RESAMPLE
+from deuteron.engines.triton.rope import ROPE
+from deuteron.engines.triton.scan import SCAN
 from deuteron.target import Target
 
 

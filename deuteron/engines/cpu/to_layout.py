@@ -1,0 +1,51 @@
+"""Changes of memory order on the CPU: the recipe around ``kernels/cpu/to_layout.py``."""
+
+from __future__ import annotations
+
+from math import prod
+
+from deuteron.codegen.calls import Argument
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.cpu import product as cpu
+from deuteron.engines.cpu.product import BUILD_S, roof
+from deuteron.engines.recipes import Knobs, Recipe, one_way
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.kernels.cpu import WOVEN
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+BLOCKS = 1.6  # times the memory's own time where blocks are turned: lines are touched out of order
+
+
+def _refuse_layout(region: Region, target: Target, policy: Policy) -> None:
+    refuse_if(region.ops != ("to_layout",), "is not a to_layout alone")
+    cpu.refuse_elsewhere(region, target)
+    usual = {t.layout for t in _ends(region)} == {"contiguous", "nhwc"}
+    only = "moves between row-major order and nhwc only"
+    refuse_if(not usual, only, "make it contiguous first")
+
+
+def _ends(region: Region) -> tuple[TensorType, TensorType]:
+    types = region.graph.types
+    return types[region.inputs[0]], types[region.outputs[0]]
+
+
+def _layout_seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    x, y = _ends(region)
+    woven = y.layout == "nhwc" and x.shape[1] <= WOVEN
+    return roof(region, target, 0.0) * (1.0 if woven else BLOCKS)
+
+
+def _build_layout(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.cpu.to_layout import prepare_to_layout
+
+    x, y = _ends(region)
+    channels, pixels = x.shape[1], prod(x.shape[2:])
+    rows, columns = (channels, pixels) if y.layout == "nhwc" else (pixels, channels)
+    call = prepare_to_layout(x.shape[0], rows, columns, x.dtype.bits)
+    return Kernel.generated([call(Argument(0), Argument(1))])
+
+
+_LAYOUT = (_refuse_layout, _build_layout, one_way, _layout_seconds)
+TO_LAYOUT = Recipe("to_layout", ("to_layout",), *_LAYOUT, BUILD_S)

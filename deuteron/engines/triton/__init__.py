@@ -1,0 +1,1 @@
+"""Engines of GPUs: generated Triton code, and recipes for kernels written by hand."""

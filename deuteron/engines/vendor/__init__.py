@@ -1,0 +1,1 @@
+"""Fused calls of the vendors' libraries: oneDNN, cuDNN, cuBLASLt."""
