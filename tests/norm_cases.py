@@ -17,10 +17,11 @@ from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ir.region import Region
-from deuteron.ops import infer
+from deuteron.ops import TABLE, infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
 from deuteron.target import Target
+from tests.batch_norm_cases import calm
 from tests.tolerances import CANCELLED, EPS, allowed, error
 
 RESULTS = ("dx", "dweight", "dbias")
@@ -75,6 +76,14 @@ class Case:
             found["offset"] = draw(self.params, self.param or self.dtype)
         return found
 
+    def before(self, feed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What goes into the activation, exactly."""
+        x, w, b = (feed.get(n) for n in ("x", "weight", "offset"))
+        params = [None if t is None else t.double() for t in (w, b)]
+        given = params[:1] if self.op == "rms_norm" else params
+        op = TABLE[self.op]
+        return op.reference(x.double(), *given, **op.normalise(self.attrs))
+
     def region(self, feed: Mapping[str, torch.Tensor] | None = None) -> Region:
         feed = feed or self.feed()
         build = GraphBuilder(infer, self.op)
@@ -103,6 +112,8 @@ class Case:
 def wrong(case: Case, target: Target, device: str) -> str:
     """What is wrong with every candidate of the engine on the case, or nothing."""
     feed = case.feed()
+    if case.activation != "none":
+        feed["grad"] = calm(feed["grad"], case.before(feed))
     region = case.region(feed)
     refusal = ENGINE.refuse(region, target, Policy())
     if refusal is not None:
@@ -245,6 +256,14 @@ class Forward:
         del found["grad"]
         return found
 
+    def before(self, feed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What goes into the activation, exactly."""
+        x, w, b = (feed.get(n) for n in ("x", "weight", "offset"))
+        params = [None if t is None else t.double() for t in (w, b)]
+        given = params[:1] if self.op == "rms_norm" else params
+        op = TABLE[self.op]
+        return op.reference(x.double(), *given, **op.normalise(self.attrs))
+
     def region(self, feed: Mapping[str, torch.Tensor]) -> Region:
         build = GraphBuilder(infer, self.op)
         ins = [build.input(n, TensorType.from_tensor(t)) for n, t in feed.items()]
@@ -258,6 +277,8 @@ class Forward:
 def wrong_forward(case: Forward, target: Target, device: str) -> str:
     """What is wrong with every candidate of the engine on the case, or nothing."""
     feed = case.feed()
+    if case.activation != "none":
+        feed["grad"] = calm(feed["grad"], case.before(feed))
     region = case.region(feed)
     refusal = ENGINE.refuse(region, target, Policy())
     if refusal is not None:

@@ -76,7 +76,7 @@ def test_groups_of_many_sizes(dtype):
     ), text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF, BRAIN, F64])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, BRAIN])
 def test_an_activation_taken_along(dtype):
     """Held in registers and not, with tiles of one channel and of many."""
     assert not (

@@ -143,13 +143,14 @@ class Passes:
         columns, unroll = self.program.columns, self.unroll
         loads = [s for s in statements if isinstance(s, Load) and not reads(s)]
         once = self._of_a_stretch(loads, block)
+        narrow = any(space.narrow for space in spaces if space.name == "c")
+        wide = "" if narrow else " + tl.full((), 0, tl.int64)"
         if once:
             *across, along = self.program.inner
             columns, unroll = along.size, min(unroll, -(-along.size // block))
             body.line(f"for stretch in range({self.program.columns // columns}):")
             body.indent += "    "
-            wide = not any(space.narrow for space in spaces if space.name == "c")
-            body.line("q = stretch" + " + tl.full((), 0, tl.int64)" * wide)
+            body.line(f"q = stretch{wide}")
             body.spaces = (spaces[0], Space("q", tuple(across), True), Space("c", (along,)))
             body.emit(once)
         body.once = frozenset(s.name for s in once)
@@ -166,7 +167,7 @@ class Passes:
         loads = [s for s in loads if s not in once]
         for u, suffix in enumerate(copies):
             shift = f" + {u * block}" if u else ""
-            body.line(f"c{suffix} = o{shift} + tl.arange(0, {block}){lift}")
+            body.line(f"c{suffix} = o{shift} + tl.arange(0, {block}){lift}{wide}")
             if part * shared != columns:
                 body.masks["c"] = "inside_c"
                 body.line(f"inside_c{suffix} = c{suffix} < {columns}")

@@ -179,7 +179,8 @@ class Renderer:
         block = power_of_two(self.program.columns)
         body, grid = self._row_body(block)
         lift = "" if body.flat_row else "[None, :]"
-        body.line(f"c = tl.arange(0, {block}){lift}")
+        wide = ".to(tl.int64)" if self.wide_index else ""
+        body.line(f"c = tl.arange(0, {block}){lift}{wide}")
         if block != self.program.columns:
             body.line(f"inside_c = c < {self.program.columns}")
             body.masks["c"] = "inside_c"

@@ -109,7 +109,12 @@ def _check(name: str, x: TensorType, target: TensorType, weight: Given, attrs: A
 def _reference(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def reference(x: Tensor, target: Tensor, weight: Tensor | None, **attrs: Any) -> Tensor:
         classes = target if target.is_floating_point() else target.long()
-        return fn(x, classes, weight, **attrs).contiguous()
+        if x.dtype != torch.float16 or not attrs.get("label_smoothing"):
+            return fn(x, classes, weight, **attrs).contiguous()
+        # torch adds the logarithms of all classes up in float16, which many of them overflow
+        wide = [t.float() if t.is_floating_point() else t for t in (x, classes)]
+        weight = None if weight is None else weight.float()
+        return fn(*wide, weight, **attrs).to(x.dtype).contiguous()
 
     return reference
 

@@ -63,7 +63,7 @@ class OnGpu(Runner):
                 batch.prepared[rule] = adafactor.Tiles(shapes, batch.table, batch.wide)
             at = batch.prepared[rule]
         size, pair = len(rule.sums) * at.chunks, None if control is None else control.pair
-        sums = torch.empty(size, dtype=torch.float64, device=batch.device) if size else None
+        sums = torch.empty(size, dtype=torch.float64, device=batch.device) if rule.sums else None
         table = (at.table, batch.grads, at.where, batch.count, at.chunks)
         warps = kernels.WARPS[rule.walk]
         for step in rule.steps:
