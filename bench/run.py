@@ -26,6 +26,7 @@ ALL = (
     "cpu_rows",
     "cpu_operators",
     "pyramid_pool",
+    "by_hand",
     "small",
     "delegation",
 )
