@@ -299,7 +299,7 @@ class _Tensors(Methods):
         op, tensors = table.get(name), [a for a in args if isinstance(a, torch.Tensor)]
         # where has a condition, of which numbers do not take the type
         like = next((t for t in tensors if t.dtype != torch.bool), tensors[0])
-        given = (torch.tensor(a).to(like) if isinstance(a, int | float) else a for a in args)
+        given = (like.new_full((), a) if isinstance(a, int | float) else a for a in args)
         return op.reference(*given, **op.normalise(attrs))
 
 
