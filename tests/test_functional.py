@@ -49,6 +49,7 @@ def test_results_and_gradients_are_torchs(call):
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.each_value
 def test_errors_are_at_most_twice_torchs(call, dtype):
     x, y = needing(call, dtype), needing(call, dtype)
     wide = [t.detach().double().requires_grad_() for t in x]
