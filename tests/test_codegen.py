@@ -412,6 +412,7 @@ DOWN_FLOATS = [(name, dtype) for name in DOWN for dtype in FLOATS]
 WHOLE = [(name, "i32") for name in ("middle axis", "two axes that lie apart", "least")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "dtype"), DOWN_FLOATS + WHOLE)
 def test_columns_are_reduced_in_the_order_of_memory(name, dtype):
     pytest.importorskip("llvmlite")
