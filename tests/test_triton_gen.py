@@ -34,7 +34,8 @@ from tests.scalar_interpreter import interpret
 from tests.sweeps import one_in
 
 pytest.importorskip("triton")
-GROUPS = [  # the first in every run; at the end of an operator's one sample in so many
+# The first of each is in every run. The number that follows a type: one sample in so many.
+GROUPS = [
     *(("operators:f32:2", "operators:f32:1"), ("operators:f16:3", "operators:f16:1")),
     *(("operators:bf16:3", "operators:bf16:1"), ("operators:f64:3", "operators:f64:1")),
     *(("kinds:f32",), ("kinds:bf16",), ("kept",), ("random:0-30", "random:30-60")),
