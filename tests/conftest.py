@@ -1,5 +1,6 @@
 """What every test can rely on: a cache of its own, a fixed seed, and no GPU needed."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from deuteron.target import remember_cpu
+from tests.sweeps import left_out
 
 REPO = Path(__file__).resolve().parent.parent
 # Each process has a cache of its own; compiled code, whose name says what it is made of, is shared.
@@ -42,7 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("objects", "ptx"):
         (shared / name).mkdir(exist_ok=True)
         (own / name).symlink_to(shared / name)
-    new = {RUN_FOLDER: run, "DEUTERON_CACHE": str(own)}
+    # Threads of torch that wait for each other sleep: those of the other worker have work.
+    new = {RUN_FOLDER: run, "DEUTERON_CACHE": str(own), "OMP_WAIT_POLICY": "passive"}
     if not torch.cuda.is_available() and find_spec("triton"):
         from tests.ptx import stop_at_ptx
 
@@ -73,12 +76,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     compiled_for_ampere: set[str] = set()
+    thinned: dict[str, list[pytest.Item]] = {}
     for item in items:
         test, arch = item.nodeid.partition("[")[0], _parameters(item).get("arch")
         if arch == 80 and test in compiled_for_ampere:
             item.add_marker(pytest.mark.sweep)  # Hopper has all cases, its forerunner one
         elif arch == 80:
             compiled_for_ampere.add(test)
+        if any(map(item.get_closest_marker, ("each_value", "each_pair"))):
+            thinned.setdefault(test, []).append(item)
+    for group in thinned.values():
+        group = [item for item in group if not item.get_closest_marker("sweep")]
+        pairs = bool(group) and group[0].get_closest_marker("each_pair") is not None
+        for k in left_out([_parameters(item) for item in group], pairs):
+            group[k].add_marker(pytest.mark.sweep)
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests and all of torch stay until the end: not to be searched for garbage.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:

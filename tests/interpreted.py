@@ -7,6 +7,7 @@ one group of cases changes is seen by the next. What a group prints last is what
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -68,6 +69,8 @@ def serve() -> None:
 
     torch.set_num_threads(1)  # threads do not survive a fork, and there is one of us per core
     install()
+    gc.freeze()  # what is imported is no garbage, here and in the forks
+    gc.set_threshold(20_000, 20, 20)
     answers = os.fdopen(os.dup(1), "w")
     for question in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:

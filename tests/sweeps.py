@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -21,3 +23,23 @@ def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
         )
         for k, case in enumerate(cases)
     ]
+
+
+def left_out(cases: Sequence[dict[str, Any]], pairs: bool) -> list[int]:
+    """Which of the cases, each a value for every parameter, nobody misses if each value, or each
+    pair of values of two parameters, is to occur. Of cases that bring as many new values, the one
+    with most new pairs is taken; of those the one whose values occurred least, so that they take
+    turns."""
+    values = [[(name, id(value)) for name, value in case.items()] for case in cases]
+    rest = {k: ({(v,) for v in vs}, set(combinations(vs, 2))) for k, vs in enumerate(values)}
+    needed = set().union(*(part for both in rest.values() for part in both[: 1 + pairs]))
+    kept: set[Any] = set()
+    uses: Counter[Any] = Counter()
+    while needed - kept:
+        best = max(
+            rest,
+            key=lambda k: (*(len(s - kept) for s in rest[k]), -sum(uses[v] for v in values[k])),
+        )
+        kept.update(*rest.pop(best))
+        uses.update(values[best])
+    return sorted(rest)

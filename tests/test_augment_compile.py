@@ -13,6 +13,7 @@ import torch
 from augment_cases import AFFINE, FORWARD, GEOMETRY, JITTER, NORMAL, PIPELINES, images
 
 from deuteron.augment import Brightness, HSVShift, Perspective, Pipeline, ToDtype, run
+from tests.sweeps import one_in
 
 pytest.importorskip("triton")
 BENT = Perspective(0.3)
@@ -80,7 +81,7 @@ def compiled(launches: list[Any], arch: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", HEAVIEST)
+@pytest.mark.parametrize("name", one_in(2, HEAVIEST))
 def test_the_most_code_does_not_spill(name, launches):
     from test_triton_gen import spilled
 

@@ -185,18 +185,23 @@ def test_kernels_refuse_bits_that_lie_across_a_tile():
 
 @pytest.mark.parametrize(
     ("last", "dtype", "width", "stages"),
-    [(True, HALF, 64, 5), (True, HALF, 256, 5), (False, BRAIN, 256, 5), (True, F32, 64, 0)],
+    [
+        pytest.param(True, HALF, 64, 5, marks=pytest.mark.sweep),
+        (True, HALF, 256, 5),
+        (False, BRAIN, 256, 5),
+        (True, F32, 64, 0),
+    ],
 )
-def test_signs_cost_no_spills_and_travel_together(last, dtype, width, stages, monkeypatch):
+@pytest.mark.parametrize("arch", [90, 80])
+def test_signs_cost_no_spills_and_travel_together(last, dtype, width, stages, arch, monkeypatch):
     """A thread packs what it holds; where a tile has 4 bytes for each, they are fetched ahead."""
     pytest.importorskip("triton")
     d = divide(BIG, last, H200.units, tile=8192 // dtype.itemsize, width=width)
-    for arch in (80, 90):
-        kernels = compiled(d, dtype, True, "relu", arch, monkeypatch, signs=True)
-        for name, kernel in kernels.items():
-            assert spilled(kernel, arch) == 0, name
-            ptx = kernel.asm["ptx"]
-            if "merge" not in name:
-                assert re.search(r"cp\.async\.cg.* 0x10|ld\.global[.\w:]*v4\.b32", ptx), name
-        ahead = re.findall(r"cp\.async\.ca.* 0x4,", kernels["backward_sums"].asm["ptx"])
-        assert len(ahead) == stages
+    kernels = compiled(d, dtype, True, "relu", arch, monkeypatch, signs=True)
+    for name, kernel in kernels.items():
+        assert spilled(kernel, arch) == 0, name
+        ptx = kernel.asm["ptx"]
+        if "merge" not in name:
+            assert re.search(r"cp\.async\.cg.* 0x10|ld\.global[.\w:]*v4\.b32", ptx), name
+    ahead = re.findall(r"cp\.async\.ca.* 0x4,", kernels["backward_sums"].asm["ptx"])
+    assert len(ahead) == stages

@@ -193,6 +193,7 @@ def test_every_activation_of_16_bits(of: str, name: str, attrs: dict[str, Any]) 
 
 @pytest.mark.parametrize("of", ["f32", *LOW])
 @pytest.mark.parametrize("k", [1028, 1536, 2053, 4099])
+@pytest.mark.each_value
 def test_a_long_k_is_taken_in_stretches(of: str, k: int) -> None:
     inputs = [
         ("x", t(21, k, of=of), False),
@@ -205,6 +206,7 @@ def test_a_long_k_is_taken_in_stretches(of: str, k: int) -> None:
 @pytest.mark.parametrize("of", ["f32", *LOW])
 @pytest.mark.parametrize("m", [1, 6, 13])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (19, 37), (64, 130)])
+@pytest.mark.each_pair
 def test_a_weight_that_comes_with_the_call(of: str, m: int, n: int, k: int) -> None:
     inputs = [
         ("x", t(m, k, of=of), False),
@@ -229,6 +231,7 @@ def test_a_weight_that_comes_with_the_call(of: str, m: int, n: int, k: int) -> N
         ((6,), (6, 17)),
     ],
 )
+@pytest.mark.each_pair
 def test_batched_matmul(x: tuple[int, ...], y: tuple[int, ...], constant: bool, of: str) -> None:
     inputs = [("x", t(*x, of=of), False), ("y", t(*y, of=of), constant)]
     check(region_of("matmul", inputs, residual=True, act=("tanh", {})), y[-2])
@@ -331,6 +334,7 @@ def test_depthwise_of_16_bits(channels: int, known: bool, of: str) -> None:
         ((20,), (3,), {"padding": 1}),
     ],
 )
+@pytest.mark.each_value
 def test_depthwise(
     channels: int, size: tuple[int, ...], kernel: tuple[int, ...], attrs: dict[str, Any]
 ) -> None:
@@ -370,6 +374,7 @@ def test_an_estimate_alone_never_chooses_the_larger_winograd_tile() -> None:
     ("lead", "shared", "queries", "keys", "d", "dv"),
     [((2, 4), (2, 2), 9, 21, 7, 5), ((1, 3), (1, 1), 6, 6, 16, 16), ((2,), (2,), 1, 35, 9, 33)],
 )
+@pytest.mark.each_pair
 def test_attention(
     causal: bool, bias: str, lead: Any, shared: Any, queries: int, keys: int, d: int, dv: int
 ) -> None:
@@ -388,6 +393,7 @@ def test_attention(
 @pytest.mark.parametrize("of", LOW)
 @pytest.mark.parametrize("bias", ["none", "same", "bool"])
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.each_pair
 def test_attention_of_16_bits(causal: bool, bias: str, of: str) -> None:
     inputs = [
         ("q", t(2, 4, 9, 21, of=of), False),
@@ -500,12 +506,13 @@ def test_no_byte_outside_is_read(repo: Path) -> None:
 
 @pytest.mark.parametrize(("name", "attrs"), ACTS)
 def test_nan_and_infinity_go_through(name: str, attrs: dict[str, Any]) -> None:
-    region = region_of("linear", [("x", t(3, 2), False), ("w", t(5, 2), True)], act=(name, attrs))
+    inputs = [("x", t(9, 21), False), ("w", t(21, 21), True)]  # as above: compiled already
+    region = region_of("linear", inputs, residual=True, act=(name, attrs))
     tensors = feed(region)
     tensors["x"][0, 0], tensors["x"][1, 1] = math.nan, math.inf
     exact = evaluate(region.graph, tensors, float64=True)["y"]
     for candidate in ENGINE.candidates(region, CPU, POLICY):
-        out = torch.zeros(3, 5)
+        out = torch.zeros(9, 21)
         built(region, candidate, tensors).fill([tensors[v] for v in region.inputs], [out])
         assert torch.equal(out.isnan(), exact.isnan())
         assert torch.equal(out.isinf(), exact.isinf())

@@ -61,6 +61,7 @@ def test_refusals_say_why():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 4, 5, 7), (2, 6), (5, 2, 129), (1, 3, 2, 3, 4)])
+@pytest.mark.each_value
 def test_training_beside_torch_in_float64(shape, dtype):
     torch.manual_seed(0)
     large = 100 if dtype is torch.float32 else 2

@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from deuteron.frontends import torch_export
 from deuteron.functional.backward import Backward
 from deuteron.functional.core import FUNCTIONS
 from tests.functional_cases import CALLS, Call, gradients, results
+from tests.sweeps import sweep_unless
 from tests.tolerances import (
     DOUBLE,
     DOUBLE_GRADIENT,
@@ -49,6 +51,7 @@ def test_results_and_gradients_are_torchs(call):
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.each_value
 def test_errors_are_at_most_twice_torchs(call, dtype):
     x, y = needing(call, dtype), needing(call, dtype)
     wide = [t.detach().double().requires_grad_() for t in x]
@@ -92,7 +95,18 @@ def test_any_memory_order(call):
     gradients(got, turned)
 
 
-@EVERY
+def first_of_a_function() -> list[Any]:
+    """The calls; every run has one of each function, which the first word of a name says."""
+    seen: dict[str, str] = {}
+    return [
+        pytest.param(
+            call, id=name, marks=sweep_unless(seen.setdefault(name.split()[0], name) == name)
+        )
+        for name, call in CALLS.items()
+    ]
+
+
+@pytest.mark.parametrize("call", first_of_a_function())
 def test_under_torch_compile(call):
     torch._dynamo.reset()
     fast = torch.compile(lambda *t: call.ours(f, *t), fullgraph=True, backend="aot_eager")

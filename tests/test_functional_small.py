@@ -14,6 +14,7 @@ from deuteron.functional.core import FUNCTIONS
 from deuteron.functional.explain import Recording
 from tests import autocast_cases, tolerances
 from tests.functional_cases import CALLS, gradients, results
+from tests.sweeps import one_in
 from tests.tolerances import DOUBLE, DOUBLE_GRADIENT, EPS, HARDSIGMOID_SLOPE, SINGLE_LAYERS, error
 
 f = dt.functional
@@ -42,7 +43,7 @@ def planned_calls(monkeypatch):
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", one_in(2, [torch.float64, torch.float32, torch.bfloat16]))
 def test_torchs_answers_are_ours(call, dtype):
     x, y = ([t.requires_grad_() for t in call.tensors(dtype)] for _ in range(2))
     got = call.ours(f, *x)

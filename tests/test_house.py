@@ -1,10 +1,13 @@
 """The house is in order: its papers exist, their links lead somewhere, its files stay small."""
 
 import re
+from itertools import combinations, product
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+
+from tests.sweeps import left_out
 
 PAPERS = ("README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCS = ("docs/pipeline.md", "docs/adding-an-operator.md", "docs/adding-an-engine.md")
@@ -73,3 +76,19 @@ def test_the_readme_quotes_the_records(repo: Path) -> None:
 
     text = (repo / "README.md").read_text(encoding="utf-8")
     assert updated(text) == text, "run: python -m bench.readme"
+
+
+@pytest.mark.parametrize(("pairs", "most"), [(False, 5), (True, 20)])
+def test_no_value_and_no_pair_is_left_out(pairs, most):
+    """Of the markers each_value and each_pair: all of them, in as few cases as there can be."""
+    sizes = {"a": "vwxyz", "b": "klmn", "c": "pq"}
+    cases = [dict(zip(sizes, case, strict=True)) for case in product(*sizes.values())]
+    gone = set(left_out(cases, pairs))
+    kept = [case for k, case in enumerate(cases) if k not in gone]
+    for name, values in sizes.items():
+        assert {case[name] for case in kept} == set(values)
+    if pairs:
+        for one, other in combinations(sizes, 2):
+            found = {(case[one], case[other]) for case in kept}
+            assert found == set(product(sizes[one], sizes[other]))
+    assert len(kept) <= most

@@ -52,6 +52,7 @@ def same(ours: nn.Module, theirs: nn.Module, x: torch.Tensor, call=None) -> None
 @BOTH
 @pytest.mark.parametrize("dims", SHAPES)
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.4, "affine": False}, {"momentum": None}])
+@pytest.mark.each_pair
 def test_training_and_evaluation_are_torchs(dims, options, handed_on):
     ours, theirs = pair(dims, **options)
     with f.delegation(handed_on):

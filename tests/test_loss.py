@@ -16,6 +16,7 @@ from deuteron.functional.linear_cross_entropy import linear_cross_entropy
 from deuteron.functional.linear_cross_entropy_chunks import classes_at_once, tokens_at_once
 from deuteron.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropy
 from tests.loss_cases import SHAPES, cases, inputs, reference, wrong
+from tests.sweeps import one_in
 from tests.tolerances import DOUBLE, EPS, allowed, error
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -27,13 +28,14 @@ def grads(loss, *wrt):
     return torch.autograd.grad(loss, wrt, up)
 
 
+@pytest.mark.parametrize("every", one_in(2, [13, 3]))
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_combinations_against_torch(shape, dtype):
-    """Each is a plan and a kernel of its own: of 72 combinations every shape and type has another
-    quarter, so that each is tried four times."""
-    first = (SHAPES.index(shape) + FLOATS.index(dtype)) % 4
-    found = [bad for case in list(cases(shape))[first::4] if (bad := wrong(case, dtype))]
+def test_combinations_against_torch(shape, dtype, every):
+    """Each is a plan and a kernel of its own: of 72 combinations every shape and type has a few
+    others, so that each is tried once at least, in the sweep several times."""
+    first = (len(FLOATS) * SHAPES.index(shape) + FLOATS.index(dtype)) % every
+    found = [bad for case in list(cases(shape))[first::every] if (bad := wrong(case, dtype))]
     assert not found, "\n".join(found)
 
 
@@ -124,6 +126,7 @@ def test_gradients_of_the_product_by_finite_differences(kind, reduction, accumul
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("chunk", [None, 1, 4, 1000])
+@pytest.mark.each_value
 def test_the_product_in_chunks(dtype, chunk):
     tokens, hidden, classes = 13, 24, 37
     h = torch.randn(tokens, hidden).to(dtype).requires_grad_()
@@ -398,6 +401,7 @@ def test_autocast_is_torchs():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.each_value
 def test_under_torch_compile(reduction, dtype):
     x = torch.randn(6, 9).to(dtype).requires_grad_()
     h, w = (torch.randn(n, 4).to(dtype).requires_grad_() for n in (6, 9))

@@ -5,6 +5,8 @@ The cases are generated from ``OpDef.samples``; nothing here knows an operator b
 
 from __future__ import annotations
 
+from itertools import groupby, islice
+
 import pytest
 import torch
 from tolerances import GRADIENT
@@ -43,9 +45,15 @@ def test_every_operator_has_samples_and_a_docstring():
         assert len(op.doc) > 8, op.name
 
 
+FIRST = {
+    id(s) for _, group in groupby(CASES, lambda case: case[0].name) for _, s in islice(group, 2)
+}
+
+
 @pytest.mark.parametrize(("op", "sample"), CASES, ids=IDS)
 def test_inference_says_what_the_reference_returns(op, sample):
-    for ft in ("f32", "f16", "f64"):
+    """In several types only the first samples of each operator: the shapes are the same in all."""
+    for ft in ("f32", "f16", "f64") if id(sample) in FIRST else ("f32",):
         tensors = sample.tensors(ft)
         graph, feed = one_node_graph(op, sample, tensors)
         check(graph, infer)
@@ -97,8 +105,8 @@ def test_gradients_match_finite_differences(op, sample):
                 assert abs(have - slope) <= GRADIENT * size, (inp, have, slope)
 
 
-def directional(graph, feed, out, seed, inp, gen, step=1e-6, count=3):
-    """Central differences of ⟨seed, out⟩ along a few random directions of one input."""
+def directional(graph, feed, out, seed, inp, gen, step=1e-6, count=1):
+    """Central differences of ⟨seed, out⟩ along random directions of one input."""
     base = feed[inp]
     found = []
     for _ in range(count):

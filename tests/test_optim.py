@@ -23,6 +23,7 @@ from tests.tolerances import EIGHT_BIT_MEAN, EPS, EVEN, FEW_STEPS, SINGLE, STEPS
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
+@pytest.mark.each_value
 def test_ten_steps(case, dtype):
     assert not (wrong := check(case, dtype)), wrong
 

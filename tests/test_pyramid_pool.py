@@ -61,6 +61,7 @@ def wrong_with(device: str, shape, sizes, order, kind: str, dtype) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["avg", "max"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.each_value
 def test_a_plan_on_the_cpu(kind, dtype):
     failed = [bad for case in CASES for bad in wrong_with("cpu", *case, kind, dtype)]
     assert not failed, "\n".join(failed)

@@ -84,6 +84,7 @@ def check(ir: Graph, feed: dict[str, torch.Tensor], n: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.each_value
 def test_planes(case, dtype):
     pytest.importorskip("llvmlite")
     how = {"stride": case[2], "padding": case[3]}
@@ -98,6 +99,7 @@ def test_planes(case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if c[1] != (4, 3)], ids=str)
+@pytest.mark.each_value
 def test_the_mean_and_the_largest_of_windows(case, dtype):
     """Of windows that may be padded, by at most half of them."""
     pytest.importorskip("llvmlite")

@@ -127,7 +127,8 @@ def few_programs(k: Knobs) -> Knobs:
 def cases(group: str) -> Iterator[tuple[Case, Knobs | None]]:
     name, _, rest = group.partition(":")
     if name == "operators":  # whose samples take turns: two ways of each would be all there is
-        for k, case in enumerate(operator_cases(rest)):
+        kind, _, every = rest.partition(":")
+        for k, case in enumerate(operator_cases(kind, int(every))):
             offered = ways(case)
             yield case, offered[k % len(offered)]
     elif name == "kinds":
