@@ -102,9 +102,8 @@ class Graph(Ops):
         """
         frozen = self.ir()
         if not frozen.outputs:
-            raise GraphError(
-                "the graph has no outputs", asked="compile()", remedy="mark one: y.output('y')"
-            )
+            wrong = "the graph has no outputs"
+            raise GraphError(wrong, asked="compile()", remedy="mark one: y.output('y')")
         return compile_graph(
             frozen, device=device, find=find, budget_s=budget_s, policy=policy, cache=cache
         )

@@ -200,10 +200,8 @@ class Importer:
         value = node.meta.get("val")
         if value is None or isinstance(value, bool | int | float):
             return value
-        raise GraphError(
-            f"{node.target} gives a number that is only known when the model runs",
-            remedy=facts.STATIC,
-        )
+        wrong = f"{node.target} gives a number that is only known when the model runs"
+        raise GraphError(wrong, remedy=facts.STATIC)
 
     # ---- constants
 

@@ -84,10 +84,9 @@ def type_of(seen: Any, needed: bool = True) -> TensorType | None:
     except GraphError:
         if not needed:
             return None
-        raise GraphError(
-            f"a tensor of {seen.dtype} cannot be kept in a graph",
-            remedy="compute this part with real numbers, or keep it outside the imported module",
-        ) from None
+        wrong = f"a tensor of {seen.dtype} cannot be kept in a graph"
+        remedy = "compute this part with real numbers, or keep it outside the imported module"
+        raise GraphError(wrong, remedy=remedy) from None
 
 
 def deterministic(node: fx.Node) -> bool:
@@ -108,10 +107,8 @@ def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
         if not isinstance(seen, torch.Tensor) or not isinstance(env.get(arg), Sym):
             continue
         if here is not None and seen.ndim and seen.device != here:
-            raise GraphError(
-                f"{node.target} brings a tensor from {seen.device} to {here}",
-                remedy="put the model and its inputs on one device",
-            )
+            wrong = f"{node.target} brings a tensor from {seen.device} to {here}"
+            raise GraphError(wrong, remedy="put the model and its inputs on one device")
 
 
 # ---- computing with torch ------------------------------------------------------------------------
@@ -155,10 +152,8 @@ def in_seen_order(site: Site, argument: Argument) -> Argument:
         return argument
     layout = TensorType.from_tensor(seen).layout
     if layout == "strided":
-        raise GraphError(
-            "this call reads memory in an order that is not kept",
-            remedy="use reshape, flatten or slicing in its place",
-        )
+        wrong = "this call reads memory in an order that is not kept"
+        raise GraphError(wrong, remedy="use reshape, flatten or slicing in its place")
     return Argument(site.to_layout(argument.sym, layout=layout), seen)
 
 

@@ -278,9 +278,8 @@ def bias_dropout_residual(
     >>> y = dt.functional.bias_dropout_residual(x @ w.T, b, stream, p=0.1, training=model.training)
     """
     if not 0.0 <= p <= 1.0:
-        raise BindError(
-            f"p={p} is not a probability", asked=f"dropout(…, p={p})", remedy="use 0 <= p <= 1"
-        )
+        wrong = f"p={p} is not a probability"
+        raise BindError(wrong, asked=f"dropout(…, p={p})", remedy="use 0 <= p <= 1")
     chance = p if training else 0.0
     if seed is None and chance == 0.0:
         seed = 0  # as in torch, nothing is drawn where nothing is dropped

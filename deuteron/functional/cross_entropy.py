@@ -235,9 +235,8 @@ def check_terms(name: str, reduction: str, z_loss: float) -> None:
         asked = f"reduction={reduction!r}"
         raise GraphError(wrong, asked=asked, remedy="use 'mean', 'sum' or 'none'")
     if not 0.0 <= z_loss < float("inf"):
-        raise GraphError(
-            f"{name} with z_loss={z_loss} is not defined", remedy="use 0 or a small number"
-        )
+        wrong = f"{name} with z_loss={z_loss} is not defined"
+        raise GraphError(wrong, remedy="use 0 or a small number")
 
 
 def _check_memory(logits: Tensor) -> None:

@@ -59,11 +59,10 @@ def _shorten(index: Tensor, weight: Tensor, max_norm: float, norm_type: float) -
 def _may_be_torchs(name: str, value: Any) -> None:
     """What an argument asks for only torch's call does: it must not be forbidden."""
     if not delegation.allowed:
-        raise BindError(
-            f"no plan of ours does {name}, and calls may not be handed on to torch's",
-            asked=f"embedding(…, {name}={value}) within delegation(False)",
-            remedy=f"leave {name} out, or allow it with dt.functional.delegation(True)",
-        )
+        wrong = f"no plan of ours does {name}, and calls may not be handed on to torch's"
+        asked = f"embedding(…, {name}={value}) within delegation(False)"
+        remedy = f"leave {name} out, or allow it with dt.functional.delegation(True)"
+        raise BindError(wrong, asked=asked, remedy=remedy)
 
 
 def _row(padding_idx: int, weight: Tensor) -> int:

@@ -156,10 +156,8 @@ def _check(
     fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
     fits = fits and (bias is None or bias.shape == weight.shape[:1])
     if not fits or any(t is not None and t.dtype != hidden.dtype for t in (weight, bias)):
-        raise BindError(
-            f"linear_cross_entropy cannot multiply {shown}",
-            remedy="give hidden […, H], weight [C, H] and bias [C] of one type",
-        )
+        wrong = f"linear_cross_entropy cannot multiply {shown}"
+        raise BindError(wrong, remedy="give hidden […, H], weight [C, H] and bias [C] of one type")
     each = (*hidden.shape[:-1], weight.shape[0])
     if tuple(target.shape) != (each if target.is_floating_point() else each[:-1]):
         raise BindError(
@@ -168,10 +166,8 @@ def _check(
             f"{list(each)}",
         )
     if chunk is not None and chunk < 1:
-        raise BindError(
-            f"linear_cross_entropy cannot take {chunk} tokens at a time",
-            remedy="give chunk=1 or more, or leave it out",
-        )
+        wrong = f"linear_cross_entropy cannot take {chunk} tokens at a time"
+        raise BindError(wrong, remedy="give chunk=1 or more, or leave it out")
 
 
 # ---- gradients -------------------------------------------------------------------------------

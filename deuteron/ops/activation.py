@@ -347,10 +347,8 @@ def prelu(x: TensorType, weight: TensorType) -> TensorType:
             remedy=f"give it the shape [1] or [{channels}]",
         )
     if weight.dtype != x.dtype:
-        raise GraphError(
-            f"x is {x.dtype.name} and weight {weight.dtype.name}",
-            remedy=f'cast(weight, dtype="{x.dtype.short}")',
-        )
+        wrong = f"x is {x.dtype.name} and weight {weight.dtype.name}"
+        raise GraphError(wrong, remedy=f'cast(weight, dtype="{x.dtype.short}")')
     return x.dense_like(dt=floats("prelu", x))
 
 
@@ -379,9 +377,8 @@ def _glu_vjp(b: Ops, v: Vjp) -> Grads:
 def glu(x: TensorType, axis: int) -> TensorType:
     """The first half of x along an axis, times the sigmoid of the second half."""
     if x.shape[axis] % 2:
-        raise GraphError(
-            f"axis {axis} of x {list(x.shape)} cannot be halved", remedy="its size must be even"
-        )
+        wrong = f"axis {axis} of x {list(x.shape)} cannot be halved"
+        raise GraphError(wrong, remedy="its size must be even")
     shape = (*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :])
     return TensorType(shape, floats("glu", x), x.strides).dense_like()
 

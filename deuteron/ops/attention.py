@@ -63,10 +63,8 @@ def _check(name: str, q: TensorType, k: TensorType, v: TensorType, bias: Given) 
     """The shape of the result, or what is wrong with the inputs."""
     check_float(name, q=q)
     if not {k.dtype, v.dtype} <= {q.dtype}:
-        raise GraphError(
-            f"{name} got q, k and v of {q.dtype.name}, {k.dtype.name} and {v.dtype.name}",
-            remedy="cast them to one element type",
-        )
+        wrong = f"{name} got q, k and v of {q.dtype.name}, {k.dtype.name} and {v.dtype.name}"
+        raise GraphError(wrong, remedy="cast them to one element type")
     if q.rank not in (3, 4) or not k.rank == v.rank == q.rank:
         raise GraphError(
             f"{name} needs q, k and v of rank 4 (or all of rank 3, without a batch), "
@@ -74,37 +72,26 @@ def _check(name: str, q: TensorType, k: TensorType, v: TensorType, bias: Given) 
             remedy="reshape them to [batch, heads, length, features]",
         )
     if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
-        raise GraphError(
-            f"{name} got batches of {q.shape[0]}, {k.shape[0]} and {v.shape[0]} in q, k and v",
-            remedy="give q, k and v one batch size (expand)",
-        )
+        wrong = f"{name} got batches of {q.shape[0]}, {k.shape[0]} and {v.shape[0]} in q, k and v"
+        raise GraphError(wrong, remedy="give q, k and v one batch size (expand)")
     if q.shape[-1] != k.shape[-1]:
-        raise GraphError(
-            f"q has {q.shape[-1]} features and k has {k.shape[-1]}",
-            remedy="the last sizes of q and k must be equal",
-        )
+        wrong = f"q has {q.shape[-1]} features and k has {k.shape[-1]}"
+        raise GraphError(wrong, remedy="the last sizes of q and k must be equal")
     if k.shape[:-1] != v.shape[:-1]:
-        raise GraphError(
-            f"k {list(k.shape)} and v {list(v.shape)} differ in heads or length",
-            remedy="give one value for each key",
-        )
+        wrong = f"k {list(k.shape)} and v {list(v.shape)} differ in heads or length"
+        raise GraphError(wrong, remedy="give one value for each key")
     heads, shared = q.shape[-3], k.shape[-3]
     if heads % shared if shared else heads:
-        raise GraphError(
-            f"{heads} query heads cannot share {shared} key heads",
-            remedy="the query heads must be a multiple of the key heads",
-        )
+        wrong = f"{heads} query heads cannot share {shared} key heads"
+        raise GraphError(wrong, remedy="the query heads must be a multiple of the key heads")
     scores = (*q.shape[:-1], k.shape[-2])
     if bias is not None and bias.dtype not in (bool_, float32, q.dtype):
-        raise GraphError(
-            f"the bias of {name} is {bias.dtype.name}, q is {q.dtype.name}",
-            remedy="give bool (true: may look), float32 or the element type of q",
-        )
+        wrong = f"the bias of {name} is {bias.dtype.name}, q is {q.dtype.name}"
+        remedy = "give bool (true: may look), float32 or the element type of q"
+        raise GraphError(wrong, remedy=remedy)
     if bias is not None and (bias.rank > q.rank or broadcast(bias.shape, scores) != scores):
-        raise GraphError(
-            f"the bias {list(bias.shape)} of {name} does not broadcast to scores {list(scores)}",
-            remedy="give [heads, Sq, Sk] sizes that are equal or 1",
-        )
+        wrong = f"the bias {list(bias.shape)} of {name} does not broadcast to scores {list(scores)}"
+        raise GraphError(wrong, remedy="give [heads, Sq, Sk] sizes that are equal or 1")
     return (*q.shape[:-1], v.shape[-1])
 
 

@@ -41,10 +41,9 @@ Tensor = torch.Tensor
 def spatial_dims(op: str, t: TensorType) -> int:
     """How many spatial dimensions ``t`` has after batch and channels: 1, 2 or 3."""
     if not 3 <= t.rank <= 5:
-        raise GraphError(
-            f"{op} takes a tensor [N, C, ...] of rank 3 to 5, not {list(t.shape)}",
-            remedy="reshape it; a single image needs a batch dimension of 1 in front",
-        )
+        wrong = f"{op} takes a tensor [N, C, ...] of rank 3 to 5, not {list(t.shape)}"
+        remedy = "reshape it; a single image needs a batch dimension of 1 in front"
+        raise GraphError(wrong, remedy=remedy)
     return t.rank - 2
 
 
@@ -53,10 +52,8 @@ def per_dim(op: str, name: str, values: Shape, dims: int) -> Shape:
     if len(values) == 1:
         return values * dims
     if len(values) != dims:
-        raise GraphError(
-            f"{name}={values} of {op} has {len(values)} entries for {dims} spatial dimensions",
-            remedy=f"give one int, or {dims}",
-        )
+        wrong = f"{name}={values} of {op} has {len(values)} entries for {dims} spatial dimensions"
+        raise GraphError(wrong, remedy=f"give one int, or {dims}")
     return values
 
 
@@ -64,9 +61,8 @@ def at_least(op: str, low: int, **values: Sequence[int]) -> None:
     """Every entry of every attribute is ``low`` or more."""
     for name, entries in values.items():
         if any(entry < low for entry in entries):
-            raise GraphError(
-                f"{name}={tuple(entries)} of {op} is too small", remedy=f"use {low} or more"
-            )
+            wrong = f"{name}={tuple(entries)} of {op} is too small"
+            raise GraphError(wrong, remedy=f"use {low} or more")
 
 
 def memory_order(t: TensorType) -> str:
@@ -148,10 +144,8 @@ def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
             remedy="choose groups that divides both channel counts",
         )
     if not transposed and any(output_padding):
-        raise GraphError(
-            f"{op}: output_padding={output_padding} without transposed",
-            remedy="leave it out, or set transposed=True",
-        )
+        wrong = f"{op}: output_padding={output_padding} without transposed"
+        raise GraphError(wrong, remedy="leave it out, or set transposed=True")
     sizes = []
     for n, k, s, p, d, extra in zip(
         x[2:], weight[2:], stride, padding, dilation, output_padding, strict=True
@@ -166,10 +160,9 @@ def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
         size = (n - 1) * s - 2 * p + span + extra if transposed else (n + 2 * p - span) // s + 1
         sizes.append(size if n else 0)
     if min(sizes) < 1:
-        raise GraphError(
-            f"{op}: x {list(x)} is too small for weight {list(weight)}: it leaves {sizes}",
-            remedy="use a larger image, other padding, or a smaller kernel or dilation",
-        )
+        wrong = f"{op}: x {list(x)} is too small for weight {list(weight)}: it leaves {sizes}"
+        remedy = "use a larger image, other padding, or a smaller kernel or dilation"
+        raise GraphError(wrong, remedy=remedy)
     return (x[0], weight[1] * groups if transposed else weight[0], *sizes)
 
 

@@ -41,10 +41,8 @@ def scatter_add(index: TensorType, src: TensorType, shape: Shape, axis: int) -> 
     gradient of gather."""
     check_scatter(index, src, shape)
     if any(i > n and d != axis for d, (i, n) in enumerate(zip(src.shape, shape, strict=True))):
-        raise GraphError(
-            f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}",
-            remedy=f"only along axis {axis} may src be the larger one",
-        )
+        wrong = f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}"
+        raise GraphError(wrong, remedy=f"only along axis {axis} may src be the larger one")
     return TensorType.of(shape, src.dtype)
 
 
@@ -82,10 +80,8 @@ def _check_rows(weight: TensorType, index: TensorType, padding_idx: int) -> None
     if weight.rank != 2:
         raise GraphError(f"weight has rank {weight.rank}, not 2", remedy="use [rows, features]")
     if not -1 <= padding_idx < weight.shape[0]:
-        raise GraphError(
-            f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows",
-            remedy="count from 0; -1 means no padding row",
-        )
+        wrong = f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows"
+        raise GraphError(wrong, remedy="count from 0; -1 means no padding row")
 
 
 @operator(
@@ -147,10 +143,9 @@ def embedding_grad(grad: TensorType, index: TensorType, rows: int, padding_idx: 
     """The gradient of embedding for its weight: rows of grad added up by index, always in the same
     order. The row padding_idx stays zero."""
     if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
-        raise GraphError(
-            f"grad {list(grad.shape)} does not fit index {list(index.shape)}",
-            remedy="grad has the shape of index and one more dimension, the features",
-        )
+        wrong = f"grad {list(grad.shape)} does not fit index {list(index.shape)}"
+        remedy = "grad has the shape of index and one more dimension, the features"
+        raise GraphError(wrong, remedy=remedy)
     floats("embedding_grad", grad)
     weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
     _check_rows(weight, index, padding_idx)

@@ -90,9 +90,8 @@ def histogram(x: TensorType, weight: Given, bins: int, low: float, high: float) 
     if bins < 1:
         raise GraphError(f"histogram with bins={bins}", remedy="use 1 or more")
     if not (isfinite(low) and isfinite(high) and low < high):
-        raise GraphError(
-            f"histogram over low={low}, high={high}", remedy="give finite bounds, low below high"
-        )
+        wrong = f"histogram over low={low}, high={high}"
+        raise GraphError(wrong, remedy="give finite bounds, low below high")
     if weight is None:
         return TensorType.of((bins,), int64)
     check_shape("weight", weight, x.shape, "give one weight for each element of x")

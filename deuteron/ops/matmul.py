@@ -34,15 +34,13 @@ def one_dtype(op: str, *, ints: bool = False, **operands: TensorType | None) -> 
     given = {name: t.dtype for name, t in operands.items() if t is not None}
     first, dt = next(iter(given.items()))
     if dt.bits < 16 if dt.is_float else not ints or dt.kind == "bool" or dt.bits < 8:
-        raise GraphError(
-            f"{op} is not defined on {dt.name}", remedy=f'cast first: cast({first}, dtype="f32")'
-        )
+        wrong = f"{op} is not defined on {dt.name}"
+        raise GraphError(wrong, remedy=f'cast first: cast({first}, dtype="f32")')
     for name, other in given.items():
         if other != dt:
-            raise GraphError(
-                f"{op} needs one element type: {first} is {dt.name}, {name} is {other.name}",
-                remedy=f'cast one of them, e.g. cast({name}, dtype="{dt.short}")',
-            )
+            wrong = f"{op} needs one element type: {first} is {dt.name}, {name} is {other.name}"
+            remedy = f'cast one of them, e.g. cast({name}, dtype="{dt.short}")'
+            raise GraphError(wrong, remedy=remedy)
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
@@ -116,10 +114,8 @@ def matmul(x: TensorType, y: TensorType) -> TensorType:
     one_dtype("matmul", ints=True, x=x, y=y)
     for name, t in (("x", x), ("y", y)):
         if t.rank == 0:
-            raise GraphError(
-                f"matmul needs at least one dimension, {name} is a scalar",
-                remedy="multiply by a scalar with mul",
-            )
+            wrong = f"matmul needs at least one dimension, {name} is a scalar"
+            raise GraphError(wrong, remedy="multiply by a scalar with mul")
     inner = y.shape[-2:][0]
     if x.shape[-1] != inner:
         raise GraphError(

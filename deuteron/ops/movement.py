@@ -84,10 +84,9 @@ def _reshape_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     if -1 in shape and known and x.numel % known == 0:
         shape[shape.index(-1)] = x.numel // known
     if -1 in shape or prod(shape) != x.numel:
-        raise GraphError(
-            f"shape {shape} cannot hold the {x.numel} elements of {list(x.shape)}",
-            remedy="the sizes must multiply to that number; one may be -1 if no other is 0",
-        )
+        wrong = f"shape {shape} cannot hold the {x.numel} elements of {list(x.shape)}"
+        remedy = "the sizes must multiply to that number; one may be -1 if no other is 0"
+        raise GraphError(wrong, remedy=remedy)
     return attrs | {"shape": tuple(shape)}
 
 
@@ -112,10 +111,8 @@ def reshape(x: TensorType, shape: Shape) -> TensorType:
 def _permute_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     rank, dims = first(types).rank, attrs["dims"]
     if sorted(d + rank if d < 0 else d for d in dims) != list(range(rank)):
-        raise GraphError(
-            f"dims {dims} are not an order of the {rank} dimensions",
-            remedy=f"name each of 0 … {rank - 1} once" if rank else "use dims=()",
-        )
+        remedy = f"name each of 0 … {rank - 1} once" if rank else "use dims=()"
+        raise GraphError(f"dims {dims} are not an order of the {rank} dimensions", remedy=remedy)
     return attrs | {"dims": tuple(d % rank for d in dims)}
 
 
@@ -147,10 +144,8 @@ def _expand_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     full = tuple(o if n == -1 and o is not None else n for n, o in pairs)
     fits = all(n >= 0 and o in (None, 1, n) for n, (_, o) in zip(full, pairs, strict=True))
     if len(shape) < x.rank or not fits:
-        raise GraphError(
-            f"x {list(x.shape)} does not expand to {list(shape)}",
-            remedy="only sizes of 1 stretch; new dimensions go in front",
-        )
+        wrong = f"x {list(x.shape)} does not expand to {list(shape)}"
+        raise GraphError(wrong, remedy="only sizes of 1 stretch; new dimensions go in front")
     return attrs | {"shape": full}
 
 
@@ -176,9 +171,8 @@ def expand(x: TensorType, shape: Shape) -> TensorType:
 def _slice_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     attrs = with_axis(types, attrs)
     if attrs["step"] < 1:
-        raise GraphError(
-            f"step={attrs['step']} is not at least 1", remedy="to go backwards, flip() the axis"
-        )
+        wrong = f"step={attrs['step']} is not at least 1"
+        raise GraphError(wrong, remedy="to go backwards, flip() the axis")
     span = slice(attrs["start"], attrs["stop"], attrs["step"])
     start, stop, _ = span.indices(first(types).shape[attrs["axis"]])
     return attrs | {"start": start, "stop": max(start, stop)}
@@ -285,10 +279,8 @@ def concat(*xs: TensorType, axis: int) -> TensorType:
         if t.rank != x.rank or any(
             a != b and d != axis for d, (a, b) in enumerate(zip(t.shape, x.shape, strict=True))
         ):
-            raise GraphError(
-                f"input {i} {list(t.shape)} does not fit input 0 {list(x.shape)} on axis {axis}",
-                remedy=f"all sizes but that of axis {axis} must be equal",
-            )
+            wrong = f"input {i} {list(t.shape)} does not fit input 0 {list(x.shape)} on axis {axis}"
+            raise GraphError(wrong, remedy=f"all sizes but that of axis {axis} must be equal")
     shape = (*x.shape[:axis], sum(t.shape[axis] for t in xs), *x.shape[axis + 1 :])
     # most elements decide: a broadcast or converted part does not turn the whole
     turned = x.rank > 3 and 2 * sum(t.numel for t in xs if t.layout == NHWC) > prod(shape)
@@ -393,9 +385,8 @@ def check_index(index: TensorType, *allowed: DType) -> None:
     """Raises a GraphError unless ``index`` is of one of the integer types ``allowed``."""
     if index.dtype not in allowed:
         names = " or ".join(dt.name for dt in allowed)
-        raise GraphError(
-            f"the index is {index.dtype.name}, not {names}", remedy='cast(index, dtype="i64")'
-        )
+        wrong = f"the index is {index.dtype.name}, not {names}"
+        raise GraphError(wrong, remedy='cast(index, dtype="i64")')
 
 
 def _pick_vjp(b: Ops, v: Vjp) -> Grads:
@@ -423,10 +414,9 @@ def gather(x: TensorType, index: TensorType, axis: int) -> TensorType:
     check_index(index, int64)
     pairs = enumerate(zip(index.shape, x.shape, strict=False))
     if index.rank != x.rank or any(i > n and d != axis for d, (i, n) in pairs):
-        raise GraphError(
-            f"the index {list(index.shape)} does not fit x {list(x.shape)} along axis {axis}",
-            remedy="the ranks must be equal, and no other size of the index larger than that of x",
-        )
+        wrong = f"the index {list(index.shape)} does not fit x {list(x.shape)} along axis {axis}"
+        remedy = "the ranks must be equal, and no other size of the index larger than that of x"
+        raise GraphError(wrong, remedy=remedy)
     return TensorType.of(index.shape, x.dtype)
 
 
@@ -442,9 +432,8 @@ def index_select(x: TensorType, index: TensorType, axis: int) -> TensorType:
     """The slices of x along an axis that a list of indices names, in that order."""
     check_index(index, int64, int32)
     if index.rank != 1:
-        raise GraphError(
-            f"the index has rank {index.rank}, not 1", remedy="reshape it to (-1,), or use gather"
-        )
+        wrong = f"the index has rank {index.rank}, not 1"
+        raise GraphError(wrong, remedy="reshape it to (-1,), or use gather")
     return TensorType.of((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
 
 

@@ -58,10 +58,8 @@ Tensor = torch.Tensor
 def check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
     check_float(name, x=x)
     if x.rank < least_rank:
-        raise GraphError(
-            f"{name} needs rank {least_rank} or more, x has rank {x.rank}",
-            remedy="add the missing dimensions with reshape",
-        )
+        wrong = f"{name} needs rank {least_rank} or more, x has rank {x.rank}"
+        raise GraphError(wrong, remedy="add the missing dimensions with reshape")
     if not eps >= 0.0:
         raise GraphError(f"{name} needs eps of 0 or more, not {eps}", remedy="use eps=1e-5")
 
@@ -71,20 +69,16 @@ def check_params(name: str, x: TensorType, shape: Shape, params: Mapping[str, Gi
     for slot, p in params.items():
         check_shape(f"{slot} of {name} of x {list(x.shape)}", p, shape, f"reshape {slot} to that")
         if p is not None and p.dtype not in (x.dtype, float32 if x.dtype.is_low else x.dtype):
-            raise GraphError(
-                f"{slot} of {name} is {p.dtype.name}, x is {x.dtype.name}",
-                remedy=f'cast it: cast({slot}, dtype="{x.dtype.short}")',
-            )
+            wrong = f"{slot} of {name} is {p.dtype.name}, x is {x.dtype.name}"
+            raise GraphError(wrong, remedy=f'cast it: cast({slot}, dtype="{x.dtype.short}")')
 
 
 def check_like_x(name: str, x: TensorType, **others: Given) -> None:
     """Tensors that go with x, element by element."""
     for slot, t in others.items():
         if t is not None and (t.shape, t.dtype) != (x.shape, x.dtype):
-            raise GraphError(
-                f"{slot} of {name} is {t}, x is {x}",
-                remedy=f"give {slot} the shape and element type of x",
-            )
+            wrong = f"{slot} of {name} is {t}, x is {x}"
+            raise GraphError(wrong, remedy=f"give {slot} the shape and element type of x")
 
 
 def check_spread(name: str, x: TensorType, count: int, remedy: str) -> Shape:
@@ -97,20 +91,16 @@ def check_spread(name: str, x: TensorType, count: int, remedy: str) -> Shape:
 
 def _check_dims(name: str, x: TensorType, attrs: Attributes) -> Shape:
     if not 1 <= attrs["dims"] <= x.rank:
-        raise GraphError(
-            f"{name} over the last {attrs['dims']} dimensions of x, which has rank {x.rank}",
-            remedy=f"use dims from 1 to {x.rank}",
-        )
+        wrong = f"{name} over the last {attrs['dims']} dimensions of x, which has rank {x.rank}"
+        raise GraphError(wrong, remedy=f"use dims from 1 to {x.rank}")
     return x.shape[-attrs["dims"] :]
 
 
 def _check_groups(name: str, x: TensorType, attrs: Attributes) -> Shape:
     groups, channels = attrs["groups"], x.shape[1]
     if groups < 1 or channels % groups:
-        raise GraphError(
-            f"{name} cannot divide {channels} channels into {groups} groups",
-            remedy=f"use groups that divide {channels}",
-        )
+        wrong = f"{name} cannot divide {channels} channels into {groups} groups"
+        raise GraphError(wrong, remedy=f"use groups that divide {channels}")
     return (channels,)
 
 
@@ -297,10 +287,8 @@ class Norm(NamedTuple):
         of_bias = _bias_type(bias, x, shape)
         check_params(name, x, shape, {"weight": weight, "bias": of_bias, "offset": offset})
         if offset is not None and self.centred and following == "none":
-            raise GraphError(
-                f"offset of {name} is read where an activation follows alone",
-                remedy="leave out offset, or say which activation follows",
-            )
+            wrong = f"offset of {name} is read where an activation follows alone"
+            raise GraphError(wrong, remedy="leave out offset, or say which activation follows")
         check_like_x(name, x, grad=grad, extra=extra)
         if not self.centred and (offset is not None or of_bias is not None):
             raise GraphError(f"{self.name} has no bias", remedy='use bias="none" and no offset')

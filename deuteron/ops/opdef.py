@@ -106,14 +106,11 @@ class Attr:
         except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, GraphError):
                 raise
-            raise GraphError(
-                f"attribute {name}={value!r} is not of kind {self.kind}", remedy=self.doc
-            ) from None
+            wrong = f"attribute {name}={value!r} is not of kind {self.kind}"
+            raise GraphError(wrong, remedy=self.doc) from None
         if self.choices and out not in self.choices:
-            raise GraphError(
-                f"attribute {name}={value!r} is not known",
-                remedy=f"use one of {', '.join(self.choices)}",
-            )
+            wrong = f"attribute {name}={value!r} is not known"
+            raise GraphError(wrong, remedy=f"use one of {', '.join(self.choices)}")
         return out
 
 
@@ -259,25 +256,22 @@ class OpDef:
         unknown = [name for name in attrs if name not in self.attrs]
         if unknown:
             known = ", ".join(self.attrs) or "none"
-            raise GraphError(
-                f"{self.name} has no attribute {unknown[0]!r}", remedy=f"its attributes: {known}"
-            )
+            wrong = f"{self.name} has no attribute {unknown[0]!r}"
+            raise GraphError(wrong, remedy=f"its attributes: {known}")
         full = {}
         for name, attr in self.attrs.items():
             value = attrs.get(name, attr.default)
             if value is REQUIRED:
-                raise GraphError(
-                    f"{self.name} needs the attribute {name!r}", remedy=attr.doc or f"{name}=…"
-                )
+                wrong = f"{self.name} needs the attribute {name!r}"
+                raise GraphError(wrong, remedy=attr.doc or f"{name}=…")
             full[name] = attr.coerce(name, value)
         return full
 
     def check_arity(self, count: int) -> None:
         if count < self.required or (count > len(self.inputs) and not self.variadic):
-            raise GraphError(
-                f"{self.name} takes inputs ({', '.join(self.inputs)}), {count} given",
-                remedy="give them in this order; leave out only those marked '?'",
-            )
+            wrong = f"{self.name} takes inputs ({', '.join(self.inputs)}), {count} given"
+            remedy = "give them in this order; leave out only those marked '?'"
+            raise GraphError(wrong, remedy=remedy)
 
 
 Define = Callable[[InferFn], OpDef]
@@ -325,10 +319,9 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
                 out[i] = size
             elif size not in (1, out[i]):
                 listed = " and ".join(str(list(s)) for s in shapes)
-                raise GraphError(
-                    f"shapes {listed} do not broadcast: size {i - rank} is {out[i]} and {size}",
-                    remedy="make the sizes equal, or 1 in one of them (reshape, expand)",
-                )
+                wrong = f"shapes {listed} do not broadcast: size {i - rank} is {out[i]} and {size}"
+                remedy = "make the sizes equal, or 1 in one of them (reshape, expand)"
+                raise GraphError(wrong, remedy=remedy)
     return tuple(out)
 
 
@@ -354,10 +347,8 @@ def norm_axes(axes: Sequence[int] | None, rank: int, what: str = "axes") -> tupl
     out, many = [], max(rank, 1)
     for axis in axes:
         if not -many <= axis < many:
-            raise GraphError(
-                f"{what} {axis} is out of range for rank {rank}",
-                remedy=f"use a number from {-many} to {many - 1}",
-            )
+            wrong = f"{what} {axis} is out of range for rank {rank}"
+            raise GraphError(wrong, remedy=f"use a number from {-many} to {many - 1}")
         out.append(axis % rank if rank else 0)
     if len(set(out)) != len(out):
         raise GraphError(f"{what} {tuple(axes)} name one dimension twice")

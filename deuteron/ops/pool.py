@@ -74,10 +74,9 @@ def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
         size = full["size"]
         entries = tuple(size) if isinstance(size, list | tuple) else (size,) * dims
         if len(entries) != dims or any(type(n) not in (int, type(None)) for n in entries):
-            raise GraphError(
-                f"{op}: size={size!r} does not fit {dims} spatial dimensions",
-                remedy="give an int, or one per dimension, None where x keeps its own",
-            )
+            wrong = f"{op}: size={size!r} does not fit {dims} spatial dimensions"
+            remedy = "give an int, or one per dimension, None where x keeps its own"
+            raise GraphError(wrong, remedy=remedy)
         sizes = zip(entries, x.shape[2:], strict=True)
         full["size"] = tuple(have if n is None else n for n, have in sizes)
     return full
@@ -86,10 +85,8 @@ def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
 def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
     """The shape after pooling, or a GraphError that says which window does not fit."""
     if 0 in shape[1:]:
-        raise GraphError(
-            f"{op}: x {list(shape)} is empty beside the batch",
-            remedy="only dimension 0 may have size 0",
-        )
+        wrong = f"{op}: x {list(shape)} is empty beside the batch"
+        raise GraphError(wrong, remedy="only dimension 0 may have size 0")
     if "size" in attrs:
         at_least(op, 1, size=attrs["size"])
         return (*shape[:2], *attrs["size"])
@@ -98,10 +95,8 @@ def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
     at_least(op, 1, kernel=kernel, stride=stride, dilation=dilation)
     at_least(op, 0, padding=padding)
     if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
-        raise GraphError(
-            f"{op}: padding={padding} is more than half of kernel={kernel}",
-            remedy="use less, or pad x before pooling",
-        )
+        wrong = f"{op}: padding={padding} is more than half of kernel={kernel}"
+        raise GraphError(wrong, remedy="use less, or pad x before pooling")
     if "avg" in op and len(kernel) == 3 and any(map(lt, shape[2:], kernel)):
         raise GraphError(  # torch has no such kernel, whatever the padding
             f"{op}: kernel={kernel} is larger than x {list(shape)}", remedy="pad x before pooling"
@@ -115,10 +110,8 @@ def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
         # the last window must begin inside x or its left padding
         sizes.append(out - 1 if ceil and (out - 1) * s >= n + p else out)
     if min(sizes) < 1:
-        raise GraphError(
-            f"{op}: kernel={kernel} does not fit into x {list(shape)}",
-            remedy="use a smaller kernel or dilation, more padding, or ceil_mode=True",
-        )
+        remedy = "use a smaller kernel or dilation, more padding, or ceil_mode=True"
+        raise GraphError(f"{op}: kernel={kernel} does not fit into x {list(shape)}", remedy=remedy)
     if _misses(shape[2:], sizes, stride, padding, dilation):
         raise GraphError(
             f"{op}: with dilation={dilation} and padding={padding} the elements of a window step "
@@ -144,10 +137,8 @@ def _misses(
 def check_gradient(op: str, grad: TensorType, expected: Shape) -> None:
     """The gradient of a result has its shape."""
     if grad.shape != expected:
-        raise GraphError(
-            f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}",
-            remedy="use the shape and attributes of the forward operator",
-        )
+        wrong = f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}"
+        raise GraphError(wrong, remedy="use the shape and attributes of the forward operator")
 
 
 def _infer(op: str, x: TensorType, **attrs: Any) -> TensorType | tuple[TensorType, ...]:
@@ -165,10 +156,8 @@ def _infer_max_grad(op: str, grad: TensorType, x: TensorType, **attrs: Any) -> T
 def _infer_avg_grad(op: str, grad: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     one_dtype(op, grad=grad)
     if len(shape) != grad.rank:
-        raise GraphError(
-            f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank",
-            remedy="give the shape of the forward input",
-        )
+        wrong = f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank"
+        raise GraphError(wrong, remedy="give the shape of the forward input")
     check_gradient(op, grad, _pooled(op, shape, attrs or {"size": grad.shape[2:]}))
     return TensorType.of(shape, grad.dtype, result_order(op, grad))
 

@@ -132,10 +132,8 @@ def _checked(name: str, x: TensorType, axes: Shape) -> None:
     """Of nothing there is no largest element."""
     gone = [a for a in axes if x.shape[a] == 0]
     if gone:
-        raise GraphError(
-            f"{name} over axis {gone[0]} of {list(x.shape)}, an empty axis, has no answer",
-            remedy="reduce over other axes, or leave empty tensors out",
-        )
+        wrong = f"{name} over axis {gone[0]} of {list(x.shape)}, an empty axis, has no answer"
+        raise GraphError(wrong, remedy="reduce over other axes, or leave empty tensors out")
 
 
 def _vjp(grad: Grad | None) -> VjpFn:

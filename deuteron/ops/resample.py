@@ -88,18 +88,15 @@ def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     factors = scale if isinstance(scale, tuple) else () if scale is None else (scale,) * dims
     fine = all(isinstance(s, int | float) and isfinite(s) and s > 0 for s in factors)
     if scale is not None and (len(factors) != dims or not fine):
-        raise GraphError(
-            f"{op}: scale={scale!r} is not {dims} positive numbers",
-            remedy="give one factor, or one per spatial dimension",
-        )
+        wrong = f"{op}: scale={scale!r} is not {dims} positive numbers"
+        raise GraphError(wrong, remedy="give one factor, or one per spatial dimension")
     factors = tuple(map(float, factors))
     reached = tuple(int(n * s) for n, s in zip(before, factors, strict=False))
     size = per_dim(op, "size", reached if size is None else size, dims)
     if factors and reached != size:
-        raise GraphError(
-            f"{op}: scale={factors} makes {before} into {reached}, not {size}",
-            remedy="give only one of size and scale, and the shape they belong to",
-        )
+        wrong = f"{op}: scale={factors} makes {before} into {reached}, not {size}"
+        remedy = "give only one of size and scale, and the shape they belong to"
+        raise GraphError(wrong, remedy=remedy)
     by_size = attrs["mode"] == "area" or attrs["align_corners"] or not factors
     full = attrs | {"scale": None if by_size else factors}  # else positions follow from the sizes
     return full if back else full | {"size": size}
@@ -109,16 +106,12 @@ def _check(op: str, shape: Shape, size: Shape, mode: str, how: Attributes) -> No
     dims = len(shape) - 2
     if dims not in _MODES[mode][0]:
         fitting = ", ".join(name for name, row in _MODES.items() if dims in row[0])
-        raise GraphError(
-            f"{op}: mode {mode!r} does not resize {dims} spatial dimensions",
-            remedy=f"use one of {fitting}",
-        )
+        wrong = f"{op}: mode {mode!r} does not resize {dims} spatial dimensions"
+        raise GraphError(wrong, remedy=f"use one of {fitting}")
     for name, modes in _ONLY_FOR.items():
         if how[name] and mode not in modes:
-            raise GraphError(
-                f"{op}: {name} has no meaning in mode {mode!r}",
-                remedy=f"leave it out, or use one of {', '.join(modes)}",
-            )
+            wrong = f"{op}: {name} has no meaning in mode {mode!r}"
+            raise GraphError(wrong, remedy=f"leave it out, or use one of {', '.join(modes)}")
     at_least(op, 1, size=size, shape_beside_batch=shape[1:])
 
 
@@ -232,10 +225,8 @@ def resize_grad(grad: TensorType, shape: Shape, mode: str, **how: Any) -> Tensor
     one_dtype("resize_grad", grad=grad)
     _check("resize_grad", grad.shape, shape[2:], mode, how)
     if len(shape) != grad.rank or shape[:2] != grad.shape[:2]:
-        raise GraphError(
-            f"resize_grad: shape {list(shape)} does not fit the gradient {list(grad.shape)}",
-            remedy="rank, batch and channels are those of the forward input",
-        )
+        wrong = f"resize_grad: shape {list(shape)} does not fit the gradient {list(grad.shape)}"
+        raise GraphError(wrong, remedy="rank, batch and channels are those of the forward input")
     return TensorType.of(shape, grad.dtype, _order(mode, grad))
 
 
@@ -314,10 +305,9 @@ def _sampled(op: str, x: TensorType, grid: TensorType, mode: str) -> Shape:
     one_dtype(op, x=x, grid=grid)
     dims = spatial_dims(op, x)
     if dims == 1 or grid.rank != x.rank or grid.shape[-1] != dims or grid.shape[0] != x.shape[0]:
-        raise GraphError(
-            f"{op}: grid {list(grid.shape)} does not fit x {list(x.shape)}",
-            remedy="x [N, C, H, W] takes grid [N, h, w, 2], a volume [N, d, h, w, 3]",
-        )
+        wrong = f"{op}: grid {list(grid.shape)} does not fit x {list(x.shape)}"
+        remedy = "x [N, C, H, W] takes grid [N, h, w, 2], a volume [N, d, h, w, 3]"
+        raise GraphError(wrong, remedy=remedy)
     at_least(op, 1, spatial_shape_of_x=x.shape[2:])
     if mode == "bicubic" and dims == 3:
         raise GraphError(f"{op}: bicubic is for images, not volumes", remedy='use mode="bilinear"')

@@ -60,16 +60,12 @@ def _rope_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     q, table = types[0], types[2]
     assert q is not None
     if q.rank != 4:
-        raise GraphError(
-            f"rope takes q of rank 4, not {list(q.shape)}",
-            remedy="reshape it to [batch, length, heads, features], a batch of 1 included",
-        )
+        remedy = "reshape it to [batch, length, heads, features], a batch of 1 included"
+        raise GraphError(f"rope takes q of rank 4, not {list(q.shape)}", remedy=remedy)
     axis = attrs["axis"] + 4 if attrs["axis"] < 0 else attrs["axis"]
     if axis not in (1, 2):
-        raise GraphError(
-            f"rope with axis={attrs['axis']}",
-            remedy="use axis=1 for [B, S, H, D] and axis=2 for [B, H, S, D]",
-        )
+        wrong = f"rope with axis={attrs['axis']}"
+        raise GraphError(wrong, remedy="use axis=1 for [B, S, H, D] and axis=2 for [B, H, S, D]")
     dims = attrs["dims"]
     if dims is None:
         dims = q.shape[3] if table is None or table.rank != 2 else 2 * table.shape[1]
@@ -83,9 +79,8 @@ def _check_tables(cos: Given, sin: Given, dims: int, needed: int) -> None:
     if cos is None or sin is None:
         raise GraphError("rope got one table of cos and sin", remedy="give both, or neither")
     if cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.dtype.is_float:
-        raise GraphError(
-            f"cos is {cos}, sin is {sin}", remedy="give two tables of one shape and float type"
-        )
+        wrong = f"cos is {cos}, sin is {sin}"
+        raise GraphError(wrong, remedy="give two tables of one shape and float type")
     if cos.rank != 2 or 2 * cos.shape[1] != dims:
         raise GraphError(
             f"cos {list(cos.shape)} does not hold one column for each of {dims // 2} pairs",
@@ -93,10 +88,8 @@ def _check_tables(cos: Given, sin: Given, dims: int, needed: int) -> None:
             "half; or set dims",
         )
     if cos.shape[0] < needed:
-        raise GraphError(
-            f"positions up to {needed - 1} are asked for, the tables have {cos.shape[0]} rows",
-            remedy=f"make tables of {needed} rows, or leave them out",
-        )
+        wrong = f"positions up to {needed - 1} are asked for, the tables have {cos.shape[0]} rows"
+        raise GraphError(wrong, remedy=f"make tables of {needed} rows, or leave them out")
 
 
 # ---- rope: what it is --------------------------------------------------------------------------
@@ -117,11 +110,9 @@ def _tables(
     rows = positions.long() + a["offset"]
     if cos is not None and sin is not None:
         if rows.numel() and not rows.is_cuda and not 0 <= rows.min() <= rows.max() < len(cos):
-            raise BindError(
-                f"a position from {rows.min()} to {rows.max()} is out of range",
-                asked=f"rope with tables of {len(cos)} rows",
-                remedy=f"use positions from 0 to {len(cos) - 1}, or longer tables",
-            )
+            wrong = f"a position from {rows.min()} to {rows.max()} is out of range"
+            remedy = f"use positions from 0 to {len(cos) - 1}, or longer tables"
+            raise BindError(wrong, asked=f"rope with tables of {len(cos)} rows", remedy=remedy)
         return cos[rows], sin[rows]
     angles = rows.double()[..., None] * frequencies(a["dims"], a["base"], q.device)
     return angles.cos(), angles.sin()
@@ -293,28 +284,21 @@ def rope(
     if k is not None and (
         k.rank != 4 or any(k.shape[d] != q.shape[d] for d in range(4) if d != heads)
     ):
-        raise GraphError(
-            f"k {list(k.shape)} does not fit q {list(q.shape)}",
-            remedy=f"only the number of heads, axis {heads}, may differ",
-        )
+        wrong = f"k {list(k.shape)} does not fit q {list(q.shape)}"
+        raise GraphError(wrong, remedy=f"only the number of heads, axis {heads}, may differ")
     batch, length, features = q.shape[0], q.shape[a["axis"]], q.shape[3]
     if dims < 2 or dims % 2 or dims > features:
-        raise GraphError(
-            f"rope cannot rotate {dims} of {features} features",
-            remedy=f"dims is an even number from 2 to {features}",
-        )
+        wrong = f"rope cannot rotate {dims} of {features} features"
+        raise GraphError(wrong, remedy=f"dims is an even number from 2 to {features}")
     if offset < 0 or not base > 0:
-        raise GraphError(
-            f"rope with offset={offset}, base={base}", remedy="use offset ≥ 0 and base > 0"
-        )
+        wrong = f"rope with offset={offset}, base={base}"
+        raise GraphError(wrong, remedy="use offset ≥ 0 and base > 0")
     _check_tables(cos, sin, dims, offset + length if positions is None else 0)
     if positions is not None:
         check_index(positions, int64, int32)
         if positions.shape not in ((length,), (1, length), (batch, length)):
-            raise GraphError(
-                f"positions {list(positions.shape)} do not fit {batch} rows of {length} tokens",
-                remedy=f"use [{length}] or [{batch}, {length}]",
-            )
+            wrong = f"positions {list(positions.shape)} do not fit {batch} rows of {length} tokens"
+            raise GraphError(wrong, remedy=f"use [{length}] or [{batch}, {length}]")
     return tuple(t.dense_like() for t in (q, k) if t is not None)
 
 
@@ -374,16 +358,13 @@ def sinusoidal(
     cosines, or in turns where interleaved. The table of a model is sinusoidal of a constant arange,
     and is folded into a constant."""
     if dim < 2 or dim % 2 or not base > 0:
-        raise GraphError(
-            f"sinusoidal with dim={dim}, base={base}", remedy="use an even dim and base > 0"
-        )
+        wrong = f"sinusoidal with dim={dim}, base={base}"
+        raise GraphError(wrong, remedy="use an even dim and base > 0")
     kind = positions.dtype if positions.dtype.is_float else float32
     kind = kind if dtype is None else dtype_of(dtype)
     if positions.dtype.kind == "bool" or not kind.is_float:
-        raise GraphError(
-            f"sinusoidal of {positions.dtype.name} positions as {kind.name}",
-            remedy="positions are numbers, the result is of a float type",
-        )
+        wrong = f"sinusoidal of {positions.dtype.name} positions as {kind.name}"
+        raise GraphError(wrong, remedy="positions are numbers, the result is of a float type")
     return TensorType.of((*positions.shape, dim), kind)
 
 

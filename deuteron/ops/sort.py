@@ -45,10 +45,9 @@ def scatter(index: TensorType, src: TensorType, shape: Shape, axis: int) -> Tens
     index names no place twice: scatter_add is for sums."""
     check_scatter(index, src, shape)
     if any(i > n for i, n in zip(src.shape, shape, strict=True)):
-        raise GraphError(
-            f"src {list(src.shape)} has more elements than shape {list(shape)} has places",
-            remedy="no size may be larger; scatter_add lets elements share a place",
-        )
+        wrong = f"src {list(src.shape)} has more elements than shape {list(shape)} has places"
+        remedy = "no size may be larger; scatter_add lets elements share a place"
+        raise GraphError(wrong, remedy=remedy)
     return TensorType.of(shape, src.dtype)
 
 
@@ -109,10 +108,8 @@ def topk(x: TensorType, k: int, axis: int, largest: bool) -> tuple[TensorType, .
     nan is the largest. Which of equal elements is taken is not defined."""
     kind = numbers("topk", x)
     if not 0 <= k <= x.shape[axis]:
-        raise GraphError(
-            f"topk with k={k} along axis {axis} of {list(x.shape)}",
-            remedy=f"use a k from 0 to {x.shape[axis]}",
-        )
+        wrong = f"topk with k={k} along axis {axis} of {list(x.shape)}"
+        raise GraphError(wrong, remedy=f"use a k from 0 to {x.shape[axis]}")
     shape = (*x.shape[:axis], k, *x.shape[axis + 1 :])
     return TensorType.of(shape, kind), TensorType.of(shape, int64)
 

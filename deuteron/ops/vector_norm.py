@@ -14,9 +14,8 @@ def vector_norm(b: Ops, x: Sym, p: float, axes: tuple[int, ...] | None, keepdim:
     """Along ``axes``; of p = ±inf the largest or smallest |x|, of 0 how many elements are not 0.
     Powers of 16-bit numbers, which overflow soon, are those of float32."""
     if not x.dtype.is_float:
-        raise GraphError(
-            f"norm of {x.dtype.name} is not defined", remedy='cast first: cast(x, dtype="f32")'
-        )
+        wrong = f"norm of {x.dtype.name} is not defined"
+        raise GraphError(wrong, remedy='cast first: cast(x, dtype="f32")')
     along = {"axes": axes, "keepdim": keepdim}
     wide = b.upcast(x)
     if p < 0.0 or p == math.inf:

@@ -39,10 +39,9 @@ def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     assert x is not None and weight is not None
     dims = spatial_dims("weighted_pool", x)
     if "window" not in attrs and weight.rank not in (dims, dims + 1):
-        raise GraphError(
-            f"weighted_pool: weight {list(weight.shape)} does not fit {dims} spatial dimensions",
-            remedy="give the window [kh, kw], or one for each channel [C, kh, kw]",
-        )
+        wrong = f"weighted_pool: weight {list(weight.shape)} does not fit {dims} spatial dimensions"
+        remedy = "give the window [kh, kw], or one for each channel [C, kh, kw]"
+        raise GraphError(wrong, remedy=remedy)
     window = attrs["window"] if "window" in attrs else _window(x.rank, weight)
     return attrs | {
         "stride": per_dim("weighted_pool", "stride", attrs["stride"] or window, dims),
@@ -64,10 +63,8 @@ def _infer(x: TensorType, weight: TensorType, stride: Shape, padding: Shape) -> 
     sides = zip(x.shape[2:], window, stride, padding, strict=True)
     size = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sides)
     if min(size) < 1:
-        raise GraphError(
-            f"weighted_pool: the window {list(window)} does not fit into x {list(x.shape)}",
-            remedy="use a smaller window or more padding",
-        )
+        wrong = f"weighted_pool: the window {list(window)} does not fit into x {list(x.shape)}"
+        raise GraphError(wrong, remedy="use a smaller window or more padding")
     return TensorType.of((*x.shape[:2], *size), x.dtype, memory_order(x))
 
 
@@ -122,10 +119,8 @@ def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
 
 def _check_rank(op: str, grad: TensorType, rank: int) -> None:
     if grad.rank != rank:
-        raise GraphError(
-            f"{op}: the gradient has rank {grad.rank}, x has {rank}",
-            remedy="give the gradient of what weighted_pool returned",
-        )
+        wrong = f"{op}: the gradient has rank {grad.rank}, x has {rank}"
+        raise GraphError(wrong, remedy="give the gradient of what weighted_pool returned")
 
 
 # ---- gradients -----------------------------------------------------------------------------------
