@@ -146,8 +146,9 @@ def norm(
         kind = str(x.dtype).removeprefix("torch.")
         raise BindError(f"norm of {kind} is not defined", asked="norm(…)", remedy="x.float()")
     if not isinstance(p, int | float):
-        remedy = "use p=2.0, which is Frobenius' norm, too" if p == "fro" else "use p=2.0"
-        raise BindError(f"p={p!r} is not a number", asked=f"norm(…, p={p!r})", remedy=remedy)
+        raise BindError(
+            f"p={p!r} is not a number", asked=f"norm(…, p={p!r})", remedy="Frobenius' is p=2.0"
+        )
     found = NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim)
     return found if dtype is None else found.to(dtype)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +21,9 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import bool_, float32
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.checks import broadcast, check_float
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    CompleteFn,
-    CostFn,
-    Fusion,
-    Given,
-    Types,
-    Vjp,
-    broadcast,
-    check_float,
-    operator,
-)
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor
@@ -44,16 +34,12 @@ _ATTRS = {
 }
 
 
-def _completing(query: int) -> CompleteFn:
+def _complete(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     """Fills in the scale from the input ``query``. Without any features the scores are 0."""
-
-    def complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-        q = types[query]
-        if attrs["scale"] is None and q is not None and q.rank:
-            return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
-        return attrs
-
-    return complete
+    q = types[query]
+    if attrs["scale"] is None and q is not None and q.rank:
+        return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
+    return attrs
 
 
 # ---- what may be asked -----------------------------------------------------------------------
@@ -190,17 +176,15 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
 # ---- cost and samples --------------------------------------------------------------------------
 
 
-def _flops(query: int, products_d: int, products_dv: int) -> CostFn:
+def _flops(
+    query: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: Attributes
+) -> float:
     """So many products over the D features and over the Dv features, half of each if causal."""
-
-    def flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-        q, k, v = ins[query : query + 3]
-        assert q is not None and k is not None and v is not None
-        halved = attrs["causal"] and q.shape[-2] == k.shape[-2]
-        pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if halved else 1.0)
-        return 2.0 * pairs * (products_d * q.shape[-1] + products_dv * v.shape[-1])
-
-    return flops
+    q, k, v = ins[query : query + 3]
+    assert q is not None and k is not None and v is not None
+    halved = attrs["causal"] and q.shape[-2] == k.shape[-2]
+    pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if halved else 1.0)
+    return 2.0 * pairs * (over_d * q.shape[-1] + over_dv * v.shape[-1])
 
 
 def _grad_samples() -> Sequence[Sample]:
@@ -216,9 +200,9 @@ def _grad_samples() -> Sequence[Sample]:
     Fusion.COMPLEX,
     _reference,
     attrs=_ATTRS,
-    complete=_completing(0),
+    complete=partial(_complete, 0),
     vjp=_vjp,
-    flops=_flops(0, 1, 1),
+    flops=partial(_flops, 0, 1, 1),
     samples=samples(
         """2x2x3x3 2x2x4x3 2x2x4x2 _
         | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
@@ -243,8 +227,8 @@ def attention(q: TensorType, k: TensorType, v: TensorType, bias: Given, **how: A
     Fusion.OPAQUE,
     _grad_reference,
     attrs=_ATTRS,
-    complete=_completing(1),
-    flops=_flops(1, 3, 2),
+    complete=partial(_complete, 1),
+    flops=partial(_flops, 1, 3, 2),
     samples=_grad_samples,
 )
 def attention_grad(

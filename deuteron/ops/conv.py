@@ -17,52 +17,14 @@ import torch
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
+from deuteron.ops.checks import at_least, check_shape, one_dtype, per_dim, spatial_dims
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.matmul import one_dtype
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    CompleteFn,
-    CostFn,
-    Fusion,
-    Given,
-    Types,
-    Vjp,
-    check_shape,
-    operator,
-)
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Sample, samples
 
 Tensor = torch.Tensor
 
 # ---- what every operator over images needs ---------------------------------------------------
-
-
-def spatial_dims(op: str, t: TensorType) -> int:
-    """How many spatial dimensions ``t`` has after batch and channels: 1, 2 or 3."""
-    if not 3 <= t.rank <= 5:
-        wrong = f"{op} takes a tensor [N, C, ...] of rank 3 to 5, not {list(t.shape)}"
-        remedy = "reshape it; a single image needs a batch dimension of 1 in front"
-        raise GraphError(wrong, remedy=remedy)
-    return t.rank - 2
-
-
-def per_dim(op: str, name: str, values: Shape, dims: int) -> Shape:
-    """``values`` with one entry per spatial dimension; a single one stands for all."""
-    if len(values) == 1:
-        return values * dims
-    if len(values) != dims:
-        wrong = f"{name}={values} of {op} has {len(values)} entries for {dims} spatial dimensions"
-        raise GraphError(wrong, remedy=f"give one int, or {dims}")
-    return values
-
-
-def at_least(op: str, low: int, **values: Sequence[int]) -> None:
-    """Every entry of every attribute is ``low`` or more."""
-    for name, entries in values.items():
-        if any(entry < low for entry in entries):
-            wrong = f"{name}={tuple(entries)} of {op} is too small"
-            raise GraphError(wrong, remedy=f"use {low} or more")
 
 
 def memory_order(t: TensorType) -> str:
@@ -111,13 +73,10 @@ _STORED = {False: "[out, in/groups, ...]", True: "[in, out/groups, ...]"}  # by 
 _PER_DIM = ("stride", "padding", "dilation", "output_padding")
 
 
-def _complete(op: str) -> CompleteFn:
-    def complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-        assert types[0] is not None
-        dims = spatial_dims(op, types[0])
-        return attrs | {name: per_dim(op, name, attrs[name], dims) for name in _PER_DIM}
-
-    return complete
+def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    assert types[0] is not None
+    dims = spatial_dims(op, types[0])
+    return attrs | {name: per_dim(op, name, attrs[name], dims) for name in _PER_DIM}
 
 
 def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
@@ -166,17 +125,15 @@ def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
     return (x[0], weight[1] * groups if transposed else weight[0], *sizes)
 
 
-def _macs(x: int, weight: int, y: int) -> CostFn:
+def _macs(
+    x: int, weight: int, y: int, ins: Types, outs: Sequence[TensorType], attrs: Attributes
+) -> float:
     """Two operations each time a weight acts: once per place of the result, or of x where the
     convolution is transposed. x, the weight and the result are the so-manieth among the first two
     inputs and what comes out."""
-
-    def flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-        shapes = [t.shape for t in (*ins[:2], outs[0]) if t is not None]
-        places = shapes[x if attrs["transposed"] else y]
-        return 2.0 * prod(shapes[weight]) * places[0] * prod(places[2:])
-
-    return flops
+    shapes = [t.shape for t in (*ins[:2], outs[0]) if t is not None]
+    places = shapes[x if attrs["transposed"] else y]
+    return 2.0 * prod(shapes[weight]) * places[0] * prod(places[2:])
 
 
 # ---- conv ------------------------------------------------------------------------------------
@@ -220,9 +177,9 @@ def _conv_vjp(b: Ops, v: Vjp) -> Grads:
     Fusion.COMPLEX,
     _conv_reference,
     attrs=_ATTRS,
-    complete=_complete("conv"),
+    complete=partial(_complete, "conv"),
     vjp=_conv_vjp,
-    flops=_macs(0, 1, 2),
+    flops=partial(_macs, 0, 1, 2),
     samples=samples(
         """2x3x6x5 4x3x3x2 4 stride=(2,1) padding=(1,0) | 2x3x5x4@nhwc 4x3x3x3 _ padding=1
         | 2x3x6x5 2x3x1x1@nhwc _ | 2x3x4x5@sliced 2x3x1x1 2 | 2x4x5x5@nhwc 4x1x3x3 4 groups=4
@@ -312,9 +269,9 @@ _pulling = partial(operator, Fusion.COMPLEX, attrs={"shape": _SHAPE, **_ATTRS})
 
 @_pulling(
     _dx_reference,
-    complete=_complete("conv_dx"),
+    complete=partial(_complete, "conv_dx"),
     vjp=_dx_vjp,
-    flops=_macs(2, 1, 0),
+    flops=partial(_macs, 2, 1, 0),
     samples=partial(_grad_samples, "conv_dx"),
 )
 def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) -> TensorType:
@@ -326,9 +283,9 @@ def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) ->
 
 @_pulling(
     _dw_reference,
-    complete=_complete("conv_dw"),
+    complete=partial(_complete, "conv_dw"),
     vjp=_dw_vjp,
-    flops=_macs(1, 2, 0),
+    flops=partial(_macs, 1, 2, 0),
     samples=partial(_grad_samples, "conv_dw"),
 )
 def conv_dw(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> TensorType:

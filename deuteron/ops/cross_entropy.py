@@ -24,18 +24,9 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, float32, float64, int32, int64, uint8
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.checks import check_float, check_shape
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    Fusion,
-    Given,
-    Vjp,
-    check_float,
-    check_shape,
-    input_flops,
-    operator,
-)
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, input_flops, operator
 from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor

@@ -18,9 +18,10 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, bool_, float32
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
+from deuteron.ops.checks import broadcast
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.formula import TENSORS, Formula, trace_op
-from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp, broadcast, parameters, promoted
+from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp, parameters, promoted
 from deuteron.ops.samples import Sample, unary_samples
 
 Result = Callable[..., DType]

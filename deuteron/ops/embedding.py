@@ -7,9 +7,10 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float64, int32, int64
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.checks import check_index
 from deuteron.ops.elementwise import floats
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.movement import AXIS, check_index, with_axis
+from deuteron.ops.movement import AXIS, with_axis
 from deuteron.ops.opdef import Attr, Fusion, Vjp, elementwise_flops, input_flops, operator
 from deuteron.ops.reference import LOW, fixed_order
 from deuteron.ops.samples import samples

@@ -13,9 +13,10 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import check_shape
 from deuteron.ops.elementwise import floats, numbers
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, check_shape, input_flops, operator
+from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, input_flops, operator
 from deuteron.ops.reference import fixed_order
 from deuteron.ops.samples import samples
 

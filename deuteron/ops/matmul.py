@@ -15,32 +15,10 @@ import torch.nn.functional as F
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import broadcast, check_shape, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.opdef import (
-    Attributes,
-    Fusion,
-    Given,
-    Types,
-    Vjp,
-    broadcast,
-    check_shape,
-    operator,
-)
+from deuteron.ops.opdef import Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import samples
-
-
-def one_dtype(op: str, *, ints: bool = False, **operands: TensorType | None) -> None:
-    """All operands share one element type, and one that can be multiplied and added up."""
-    given = {name: t.dtype for name, t in operands.items() if t is not None}
-    first, dt = next(iter(given.items()))
-    if dt.bits < 16 if dt.is_float else not ints or dt.kind == "bool" or dt.bits < 8:
-        wrong = f"{op} is not defined on {dt.name}"
-        raise GraphError(wrong, remedy=f'cast first: cast({first}, dtype="f32")')
-    for name, other in given.items():
-        if other != dt:
-            wrong = f"{op} needs one element type: {first} is {dt.name}, {name} is {other.name}"
-            remedy = f'cast one of them, e.g. cast({name}, dtype="{dt.short}")'
-            raise GraphError(wrong, remedy=remedy)
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:

@@ -14,19 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, int32, int64
+from deuteron.ir.dtype import int32, int64
 from deuteron.ir.types import Shape, TensorType, strides_for
+from deuteron.ops.checks import check_index, norm_axes
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.opdef import (
-    Attr,
-    Fusion,
-    Types,
-    Vjp,
-    elementwise_flops,
-    norm_axes,
-    operator,
-    promoted,
-)
+from deuteron.ops.opdef import Attr, Fusion, Types, Vjp, elementwise_flops, operator, promoted
 from deuteron.ops.reference import lay
 from deuteron.ops.samples import samples
 
@@ -379,14 +371,6 @@ def to_layout(x: TensorType, layout: str) -> TensorType:
 
 
 # ---- by index: gather, index_select --------------------------------------------------------------
-
-
-def check_index(index: TensorType, *allowed: DType) -> None:
-    """Raises a GraphError unless ``index`` is of one of the integer types ``allowed``."""
-    if index.dtype not in allowed:
-        names = " or ".join(dt.name for dt in allowed)
-        wrong = f"the index is {index.dtype.name}, not {names}"
-        raise GraphError(wrong, remedy='cast(index, dtype="i64")')
 
 
 def _pick_vjp(b: Ops, v: Vjp) -> Grads:

@@ -33,20 +33,11 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activation
+from deuteron.ops.checks import check_float, check_shape
 from deuteron.ops.conv import memory_order
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.formula import TENSORS
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    Fusion,
-    Given,
-    OpDef,
-    Vjp,
-    check_float,
-    check_shape,
-    elementwise_flops,
-)
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, OpDef, Vjp, elementwise_flops
 from deuteron.ops.reference import wide_type, without_overflow
 from deuteron.ops.samples import Arg, Sample, norm_samples
 

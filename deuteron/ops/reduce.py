@@ -16,20 +16,11 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, int64
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.checks import norm_axes
 from deuteron.ops.elementwise import Result, anything, floats, numbers, truth
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.movement import first
-from deuteron.ops.opdef import (
-    Attr,
-    Fusion,
-    OpDef,
-    Types,
-    Vjp,
-    VjpFn,
-    input_flops,
-    norm_axes,
-    operator,
-)
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Types, Vjp, VjpFn, input_flops, operator
 from deuteron.ops.reference import LOW, without_overflow
 from deuteron.ops.samples import Arg, Sample, samples
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.conv import at_least, memory_order, ordered, per_dim, spatial_dims
+from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
+from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.matmul import one_dtype
 from deuteron.ops.movement import first
 from deuteron.ops.opdef import (
     Attr,
@@ -31,7 +31,6 @@ from deuteron.ops.opdef import (
     elementwise_flops,
     operator,
 )
-from deuteron.ops.pool import check_gradient
 from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor

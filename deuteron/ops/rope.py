@@ -21,9 +21,8 @@ from deuteron.errors import BindError, GraphError
 from deuteron.ir.dtype import dtype as dtype_of
 from deuteron.ir.dtype import float32, int32, int64
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import check_index, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
-from deuteron.ops.matmul import one_dtype
-from deuteron.ops.movement import check_index
 from deuteron.ops.opdef import (
     Attr,
     Attributes,

@@ -14,10 +14,10 @@ import torch
 
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import check_shape, one_dtype
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.matmul import one_dtype
 from deuteron.ops.movement import AXIS, with_axis
-from deuteron.ops.opdef import Fusion, Vjp, check_shape, input_flops, operator
+from deuteron.ops.opdef import Fusion, Vjp, input_flops, operator
 from deuteron.ops.reference import LOW, fixed_order, wide_type
 from deuteron.ops.samples import Arg, Sample, samples
 

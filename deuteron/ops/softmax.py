@@ -13,19 +13,10 @@ from typing import Any
 import torch.nn.functional as F
 
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import check_float, norm_axes
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.movement import first
-from deuteron.ops.opdef import (
-    Attr,
-    Fusion,
-    Types,
-    Vjp,
-    VjpFn,
-    check_float,
-    elementwise_flops,
-    norm_axes,
-    operator,
-)
+from deuteron.ops.opdef import Attr, Fusion, Types, Vjp, VjpFn, elementwise_flops, operator
 from deuteron.ops.samples import samples
 
 

@@ -6,8 +6,8 @@ import math
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import norm_axes
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import norm_axes
 
 
 def vector_norm(b: Ops, x: Sym, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
