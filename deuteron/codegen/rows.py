@@ -7,7 +7,7 @@ operator here is written with single reductions (sum, max, min …) and arithmet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deuteron.codegen.index import Affine, flatten
@@ -15,7 +15,7 @@ from deuteron.codegen.moves import replaced
 from deuteron.codegen.placed import class_axis, has_input, nll_terms
 from deuteron.codegen.scalar import Load
 from deuteron.codegen.windows import weight_grad
-from deuteron.ir.graph import Node
+from deuteron.ir.graph import Attrs, Node
 from deuteron.ir.types import Shape
 from deuteron.ops.formula import Arg, CannotLower, Const
 
@@ -33,43 +33,37 @@ class Form(NamedTuple):
 
 # ---- which axes meet
 
-
-def _named_axes(low: Lowering, node: Node) -> Form:
-    shape, axes = low.type(node).shape, node.attrs["axes"]
-    rank = len(shape)
-    return Form(shape, shape, tuple(range(rank) if axes is None else (a % rank for a in axes)))
+Walk = Callable[["Lowering", Node], Form]
+Axes = Callable[[int, Attrs], Iterable[int]]  # of a rank, and the attributes
 
 
-def _one_axis(low: Lowering, node: Node) -> Form:
-    shape, axis = low.type(node).shape, node.attrs["axis"]
-    rank = len(shape)
-    return Form(shape, shape, tuple(range(rank)) if axis is None else (axis,)[:rank])
+def _over(axes: Axes, slot: int = 0) -> Walk:
+    """An input as it lies."""
+
+    def form(low: Lowering, node: Node) -> Form:
+        shape = low.type(node, slot).shape
+        return Form(shape, shape, tuple(axes(len(shape), node.attrs)))
+
+    return form
 
 
-def _trailing(low: Lowering, node: Node) -> Form:
-    shape = low.type(node).shape
-    return Form(shape, shape, tuple(range(len(shape) - node.attrs["dims"], len(shape))))
+def _named(rank: int, attrs: Attrs) -> Iterable[int]:
+    axes = attrs["axes"]
+    return range(rank) if axes is None else (a % rank for a in axes)
+
+
+def _one_axis(rank: int, attrs: Attrs) -> Iterable[int]:
+    axis = attrs["axis"]
+    return range(rank) if axis is None else (axis,)[:rank]
+
+
+_all_but_channels = _over(lambda rank, attrs: (0, *range(2, rank)))
 
 
 def _groups(low: Lowering, node: Node) -> Form:
     shape, groups = low.type(node).shape, node.attrs["groups"]
     space = (shape[0], groups, shape[1] // groups, *shape[2:])
     return Form(shape, space, tuple(range(2, len(space))))
-
-
-def _positions(low: Lowering, node: Node) -> Form:
-    shape = low.type(node).shape
-    return Form(shape, shape, tuple(range(2, len(shape))))
-
-
-def _all_but_channels(low: Lowering, node: Node) -> Form:
-    shape = low.type(node).shape
-    return Form(shape, shape, (0, *range(2, len(shape))))
-
-
-def _targets(low: Lowering, node: Node) -> Form:
-    shape = low.type(node, 1).shape
-    return Form(shape, shape, tuple(range(len(shape))))
 
 
 def _classes(low: Lowering, node: Node) -> Form:
@@ -326,17 +320,19 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
 
 Rule = Callable[["Lowering", Node, str], Arg]
 
-ROWS: dict[str, tuple[Callable[[Lowering, Node], Form], Rule]] = {
-    **dict.fromkeys(SUMS, (_named_axes, _plain)),
-    "var": (_named_axes, _var),
-    **dict.fromkeys(("argmax", "argmin"), (_one_axis, _arg)),
+_trailing = _over(lambda rank, attrs: range(rank - attrs["dims"], rank))
+
+ROWS: dict[str, tuple[Walk, Rule]] = {
+    **dict.fromkeys(SUMS, (_over(_named), _plain)),
+    "var": (_over(_named), _var),
+    **dict.fromkeys(("argmax", "argmin"), (_over(_one_axis), _arg)),
     **dict.fromkeys(("layer_norm", "rms_norm"), (_trailing, _layer_norm)),
     "group_norm": (_groups, _channel_norm),
-    "instance_norm": (_positions, _channel_norm),
+    "instance_norm": (_over(lambda rank, attrs: range(2, rank)), _channel_norm),
     "batch_norm_train": (_all_but_channels, _batch_norm_train),
     "weighted_pool_dw": (_all_but_channels, weight_grad),
-    **dict.fromkeys(("softmax", "log_softmax"), (_one_axis, _softmax)),
-    "nll_loss": (_targets, _nll),
+    **dict.fromkeys(("softmax", "log_softmax"), (_over(_one_axis), _softmax)),
+    "nll_loss": (_over(lambda rank, attrs: range(rank), 1), _nll),
     **dict.fromkeys(("cross_entropy", "cross_entropy_with_grad"), (_classes, _cross_entropy)),
 }
 

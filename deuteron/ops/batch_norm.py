@@ -31,16 +31,13 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
 from deuteron.ir.types import TensorType
 from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activation
+from deuteron.ops.checks import check_like_x, check_params, check_spread, check_x
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.formula import TENSORS
 from deuteron.ops.norm import (
     EPS,
     Wanted,
     by_channels,
-    check_like_x,
-    check_params,
-    check_spread,
-    check_x,
     gradients,
     in_order,
     shaped,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType
+from deuteron.ir.dtype import DType, float32
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.opdef import Given
 
@@ -110,3 +110,40 @@ def check_gradient(op: str, grad: TensorType, expected: Shape) -> None:
     if grad.shape != expected:
         wrong = f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}"
         raise GraphError(wrong, remedy="use the shape and attributes of the forward operator")
+
+
+# ---- of norms
+
+
+def check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
+    check_float(name, x=x)
+    if x.rank < least_rank:
+        wrong = f"{name} needs rank {least_rank} or more, x has rank {x.rank}"
+        raise GraphError(wrong, remedy="add the missing dimensions with reshape")
+    if not eps >= 0.0:
+        raise GraphError(f"{name} needs eps of 0 or more, not {eps}", remedy="use eps=1e-5")
+
+
+def check_params(name: str, x: TensorType, shape: Shape, params: Mapping[str, Given]) -> None:
+    """Weights and statistics have one shape, and the element type of x or float32."""
+    for slot, p in params.items():
+        check_shape(f"{slot} of {name} of x {list(x.shape)}", p, shape, f"reshape {slot} to that")
+        if p is not None and p.dtype not in (x.dtype, float32 if x.dtype.is_low else x.dtype):
+            wrong = f"{slot} of {name} is {p.dtype.name}, x is {x.dtype.name}"
+            raise GraphError(wrong, remedy=f'cast it: cast({slot}, dtype="{x.dtype.short}")')
+
+
+def check_like_x(name: str, x: TensorType, **others: Given) -> None:
+    """Tensors that go with x, element by element."""
+    for slot, t in others.items():
+        if t is not None and (t.shape, t.dtype) != (x.shape, x.dtype):
+            wrong = f"{slot} of {name} is {t}, x is {x}"
+            raise GraphError(wrong, remedy=f"give {slot} the shape and element type of x")
+
+
+def check_spread(name: str, x: TensorType, count: int, remedy: str) -> Shape:
+    """A channel of so many values; the shape of parameters."""
+    if count == 1:
+        wrong = f"{name} of x {list(x.shape)} sees one value per channel, which has no variance"
+        raise GraphError(wrong, remedy=remedy)
+    return x.shape[1:2]

@@ -20,17 +20,8 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.movement import first
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    Define,
-    Fusion,
-    Types,
-    Vjp,
-    elementwise_flops,
-    operator,
-)
+from deuteron.ops.movement import first, moving
+from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Types, Vjp, operator
 from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor
@@ -258,12 +249,10 @@ def _shuffle_reference(op: str, x: Tensor, factor: int) -> Tensor:
 
 
 def _shuffling(name: str, inverse: str, text: str) -> Define:
-    return operator(
-        Fusion.INJECTIVE,
+    return moving(
         partial(_shuffle_reference, name),
         attrs={"factor": Attr("int", doc="how many places per side one pixel becomes or was")},
         vjp=lambda b, v: [b.call(inverse, v.grad, **v.attrs)],
-        flops=elementwise_flops(0),
         samples=samples(text),
     )
 

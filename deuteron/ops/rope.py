@@ -12,7 +12,6 @@ thousandths of a radian at the lengths that models are run at today.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,16 +22,7 @@ from deuteron.ir.dtype import float32, int32, int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import check_index, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    Fusion,
-    Given,
-    Types,
-    Vjp,
-    elementwise_flops,
-    operator,
-)
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.reference import lay
 from deuteron.ops.samples import samples
 
@@ -247,11 +237,6 @@ def _turned(b: Ops, x: Sym, cos: Sym, sin: Sym, attrs: Attributes) -> Sym:
     return b.one("reshape", whole, (*x.shape[:3], features)) if apart else whole
 
 
-def _rope_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    """Four multiplications and two additions for a pair."""
-    return float(sum(3 * t.numel // max(t.shape[3], 1) * attrs["dims"] for t in outs))
-
-
 @operator(
     Fusion.OPAQUE,
     _rope_reference,
@@ -259,7 +244,10 @@ def _rope_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> fl
     complete=_rope_complete,
     vjp=_rope_vjp,
     expand=_rope_expand,
-    flops=_rope_flops,
+    # four multiplications and two additions for a pair
+    flops=lambda ins, outs, a: float(
+        sum(3 * t.numel // max(t.shape[3], 1) * a["dims"] for t in outs)
+    ),
     samples=samples(
         """2x5x3x8 2x5x1x8 | 2x5x3x8 | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit offset=3
         | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit 2x5:index<9 interleaved=True
@@ -343,7 +331,7 @@ def _sine_vjp(b: Ops, v: Vjp) -> Grads:
         "dtype": Attr("dtype", None, "of the result; None: that of positions, f32 for integers"),
     },
     vjp=_sine_vjp,
-    flops=elementwise_flops(20),
+    flops=lambda ins, outs, attrs: 20.0 * outs[0].numel,
     samples=samples(
         """7:index<99 dim=6 | 2x3 dim=4 interleaved=True | 3x5@transposed dim=8 base=100.0
         | 3:index<9:i32 dim=2 dtype=f16 nograd | scalar dim=4 [scalar] | 0x2 dim=4 [empty]

@@ -22,7 +22,7 @@ from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, sp
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.movement import NHWC, ROW
-from deuteron.ops.opdef import Attr, Attributes, Fusion, Types, Vjp, operator
+from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Types, Vjp, operator
 from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X
 from deuteron.ops.samples import Sample, samples
 
@@ -194,7 +194,7 @@ def _samples(op: str) -> list[Sample]:
 
 def _weighing(
     op: str, fusion: Fusion, reference: Any, expand: Any, vjp: Any = None, **attrs: Attr
-) -> Any:
+) -> Define:
     made = partial(operator, fusion, reference, complete=_complete, vjp=vjp, expand=expand)
     return made(attrs=attrs | _ATTRS, flops=_flops, samples=partial(_samples, op))
 
