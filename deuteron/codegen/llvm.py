@@ -339,17 +339,13 @@ def compile_module(module: Any) -> bytes:
     passes = binding.create_new_module_pass_manager()
     for name in PASSES:
         getattr(passes, f"add_{name}_pass")()
-    passes.run(parsed, binding.create_pass_builder(_machine(), _tuning()))
+    tuning = binding.create_pipeline_tuning_options(speed_level=1)
+    passes.run(parsed, binding.create_pass_builder(_machine(), tuning))
     return bytes(_machine().emit_object(parsed))
 
 
 PASSES = "sroa simplify_cfg loop_rotate instruction_combine new_gvn".split()
 PASSES += ["dead_code_elimination", "simplify_cfg"]
-
-
-@lru_cache
-def _tuning() -> Any:
-    return binding.create_pipeline_tuning_options(speed_level=1)
 
 
 def _read(path: Path, key: str) -> bytes | None:

@@ -19,6 +19,9 @@ from deuteron.codegen.llvm_plan import Shape, opens
 from deuteron.codegen.scalar import Guard, Inside, Load, ScalarProgram
 
 Pause = Callable[[], None] | None
+Where = dict[Var, Value]
+Settled = Mapping[Guard, bool]
+NOTHING: Settled = MappingProxyType({})
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
 PIECES = 16  # pieces of work wanted, so that threads share them evenly
 STRETCH = 32  # numbers that an accumulator takes in float32 before they are added up in float64
@@ -93,12 +96,7 @@ class Loops(Arithmetic):
         return at
 
     def _vectors(
-        self,
-        at: dict[Var, Value],
-        start: Value,
-        stop: Value,
-        whole: bool,
-        known: Mapping[Guard, bool] = MappingProxyType({}),
+        self, at: Where, start: Value, stop: Value, whole: bool, known: Settled = NOTHING
     ) -> Iterator[Place]:
         """The vector axis from ``start`` to ``stop``: whole vectors, then what is left. Guards
         that depend on nothing else are settled by cutting the axis where they change."""

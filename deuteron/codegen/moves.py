@@ -59,10 +59,6 @@ def _flip(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
     return low.at(low.input(node), turned, guards)
 
 
-def _same_place(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
-    return low.at(low.input(node), index, guards)
-
-
 def _concat(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
     axis, start, result = node.attrs["axis"], 0, None
     out = low.graph.types[node.output].dtype
@@ -149,4 +145,4 @@ def replaced(index: Index, axis: int, by: Affine) -> Index:
 
 _NAMED = (_reshape, _permute, _expand, _slice, _flip, _concat, _pad, _gather, _index_select)
 MOVES: dict[str, Move] = {move.__name__[1:]: move for move in (*_NAMED, _embedding)}
-MOVES["to_layout"] = _same_place
+MOVES["to_layout"] = lambda low, node, index, guards: low.at(low.input(node), index, guards)

@@ -251,13 +251,10 @@ class Passes:
         body.line(f"{s} = {s} * {e(f'{m} - top')} + ({terms})")
         body.line(f"{m} = top")
 
-    def _pair_of(self, r: Reduce) -> scalar.Softmax | None:
-        return next((p for p in self.pairs if r in (p.top, p.total)), None)
-
     def _close(self, body: Body, at: int, prefix: str, part: bool = False) -> None:
         """Tiles of partial results → the row's values, or those of a ``part`` of it."""
         for r in self._reductions(at):
-            pair = self._pair_of(r)
+            pair = next((p for p in self.pairs if r in (p.top, p.total)), None)
             tile = f"{prefix}{r.name}"
             if pair is None or r == pair.top:
                 body.line(f"{r.name} = {body.finish(r, tile)}", f"{r.op} over the row")

@@ -131,12 +131,10 @@ def uniform(tensor: torch.Tensor) -> bool:
     first = tensor.flatten()[0]
     if not bool((tensor == first).all()):
         return False
-    return bool(first) or not tensor.is_floating_point() or not _mixed_signs(tensor)
-
-
-def _mixed_signs(tensor: torch.Tensor) -> bool:
+    if bool(first) or not tensor.is_floating_point():
+        return True
     signs = torch.signbit(tensor)
-    return bool(signs.any()) and not bool(signs.all())
+    return bool(signs.all()) or not bool(signs.any())
 
 
 def seen_as_is(argument: Argument) -> bool:

@@ -31,8 +31,6 @@ CPU_BYTES = 2**19  # of logits: up to here torch's calls take less time than fin
 USUAL: dict[str, Any] = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # and torch's numbers for them
 
-# ---- as a graph ------------------------------------------------------------------------------
-
 
 def _build(
     b: Ops,

@@ -16,7 +16,7 @@ from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, LOW, WIDE, delegates
 from deuteron.functional.operators import from_table, operator
 from deuteron.ops import Ops, Sym
-from deuteron.ops.vector_norm import vector_norm
+from deuteron.ops.reduce import vector_norm
 
 Dims = int | Sequence[int] | None
 

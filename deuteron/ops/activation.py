@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, bool_
 from deuteron.ir.types import TensorType
 from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.elementwise import elementwise, floats, made_float
@@ -35,14 +34,10 @@ def _inside(b: Any, g: Any, x: Any, low: float, high: float) -> Any:
     return b.where(b.logical_or(x <= low, x >= high), 0.0, g)
 
 
-def _whole_too(name: str, x: TensorType) -> DType:
-    """relu of integers is one of them."""
-    return x.dtype if x.dtype != bool_ and not x.dtype.is_float else floats(name, x)
-
-
 @as_in_torch(
     gradient=lambda b, g, out: b.where(out <= 0.0, 0.0, g),
-    result=_whole_too,
+    # of integers it is one of them
+    result=lambda name, x: floats(name, x) if x.dtype.kind in ("float", "bool") else x.dtype,
     samples="away",
     wide=False,  # only chosen, not rounded
 )

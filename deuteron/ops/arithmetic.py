@@ -239,7 +239,8 @@ def _plain(text: str) -> OpDef:
     return make(_FORMULAS.get(name), name, doc, "x y" if len(kinds) > 1 else "x")
 
 
-_REFERENCES = {"ndtr": ndtr, "floor_div": torch.floor_divide}  # where torch's name is another
+# where torch's name is another
+_REFERENCES: dict[str, Callable[..., Any]] = {"ndtr": ndtr, "floor_div": torch.floor_divide}
 
 # name and kinds of data for the tests, then what it is
 _TABLE = """neg:normal −x | abs:away |x| | sign:away −1, 0 or 1 | square:normal x² | exp:normal eˣ

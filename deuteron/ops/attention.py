@@ -181,10 +181,9 @@ def _flops(
 ) -> float:
     """So many products over the D features and over the Dv features, half of each if causal."""
     q, k, v = ins[query : query + 3]
-    assert q is not None and k is not None and v is not None
     halved = attrs["causal"] and q.shape[-2] == k.shape[-2]
     pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if halved else 1.0)
-    return 2.0 * pairs * (over_d * q.shape[-1] + over_dv * v.shape[-1])
+    return float(2.0 * pairs * (over_d * q.shape[-1] + over_dv * v.shape[-1]))
 
 
 def _grad_samples() -> Sequence[Sample]:

@@ -283,7 +283,6 @@ def _act_grad_reference(
 def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """Its formula in simpler operators, in float32 at least."""
     grad, x, mean, rstd, weight, bias, y, residual, signs = ins
-    assert grad is not None and x is not None and mean is not None and rstd is not None
     grouping, dz, act = by_channels(x.shape, 0), b.upcast(grad), activation(attrs["activation"])
     if signs is not None:
         dz = b.one("where", unpack(signs, x.shape, attrs["packed"], b), dz, 0.0)

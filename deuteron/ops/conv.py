@@ -17,7 +17,14 @@ import torch
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
-from deuteron.ops.checks import at_least, check_shape, one_dtype, per_dim, spatial_dims
+from deuteron.ops.checks import (
+    at_least,
+    check_gradient,
+    check_shape,
+    one_dtype,
+    per_dim,
+    spatial_dims,
+)
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Sample, samples
@@ -74,7 +81,6 @@ _PER_DIM = ("stride", "padding", "dilation", "output_padding")
 
 
 def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    assert types[0] is not None
     dims = spatial_dims(op, types[0])
     return attrs | {name: per_dim(op, name, attrs[name], dims) for name in _PER_DIM}
 
@@ -133,7 +139,7 @@ def _macs(
     inputs and what comes out."""
     shapes = [t.shape for t in (*ins[:2], outs[0]) if t is not None]
     places = shapes[x if attrs["transposed"] else y]
-    return 2.0 * prod(shapes[weight]) * places[0] * prod(places[2:])
+    return float(2 * prod(shapes[weight]) * places[0] * prod(places[2:]))
 
 
 # ---- conv ------------------------------------------------------------------------------------
@@ -201,17 +207,6 @@ def conv(x: TensorType, weight: TensorType, bias: Given, **attrs: Any) -> Tensor
 # ---- its gradients ---------------------------------------------------------------------------
 
 
-def _agrees(op: str, grad: TensorType, x: Shape, weight: Shape, attrs: Attributes) -> None:
-    """The gradient has the shape of the result it belongs to."""
-    expected = _out_shape(op, x, weight, attrs)
-    if grad.shape != expected:
-        raise GraphError(
-            f"{op}: the gradient is {list(grad.shape)}, but conv of x {list(x)} and weight "
-            f"{list(weight)} gives {list(expected)}",
-            remedy="use the shape and attributes of the forward convolution",
-        )
-
-
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, want: int, attrs: Attributes) -> Tensor:
     mask = [want == 0, want == 1, False]
     found = torch.ops.aten.convolution_backward(grad, x, weight, None, *_settings(attrs), mask)
@@ -277,7 +272,7 @@ _pulling = partial(operator, Fusion.COMPLEX, attrs={"shape": _SHAPE, **_ATTRS})
 def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for x: that of the result, pulled back through the weight."""
     one_dtype("conv_dx", grad=grad, weight=weight)
-    _agrees("conv_dx", grad, shape, weight.shape, attrs)
+    check_gradient("conv_dx", grad, _out_shape("conv_dx", shape, weight.shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(weight, grad))
 
 
@@ -291,7 +286,7 @@ def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) ->
 def conv_dw(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for its weight: that of the result against shifted copies of x."""
     one_dtype("conv_dw", grad=grad, x=x)
-    _agrees("conv_dw", grad, x.shape, shape, attrs)
+    check_gradient("conv_dw", grad, _out_shape("conv_dw", x.shape, shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(None, x, grad))
 
 

@@ -234,7 +234,6 @@ def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """The loss of each position, then their sum or mean: two kernels that read the logits once,
     where one would have to wait for all others. Positions are summed in float32."""
     x, target, weight = ins
-    assert x is not None and target is not None
     how = {name: attrs[name] for name in _HOW}
     each = b.cross_entropy_with_grad(x, target, weight, **how)[0]
     return [b.to(joined(b, each, x.type, target, weight, attrs), x.dtype)]
@@ -276,7 +275,7 @@ def _with_grad_samples() -> Sequence[Sample]:
     _reference(F.nll_loss),
     attrs=_TAIL,
     vjp=_vjp,
-    flops=lambda ins, outs, attrs: 2.0 * (ins[1].numel if ins[1] is not None else 0),
+    flops=lambda ins, outs, attrs: 2.0 * ins[1].numel,
     samples=samples(_NLL),
 )
 def nll_loss(x: TensorType, target: TensorType, weight: Given, **attrs: Any) -> TensorType:

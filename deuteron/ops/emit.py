@@ -208,5 +208,5 @@ def _is_operand(value: Any) -> bool:
     return value is None or isinstance(value, Sym | torch.Tensor | bool | int | float)
 
 
-Syms = Sequence[Sym | None]
+Syms = Sequence[Any]  # of a node's inputs: handles, and None for one left out
 Grads = list[Sym | None]

@@ -23,8 +23,7 @@ from deuteron.ops.samples import samples
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """One multiplication and one addition per step along the inner dimension."""
-    x = ins[0]
-    return 2.0 * outs[0].numel * x.shape[-1] if x is not None else 0.0
+    return 2.0 * outs[0].numel * float(ins[0].shape[-1])
 
 
 # ---- matmul ----------------------------------------------------------------------------------

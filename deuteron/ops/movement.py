@@ -29,17 +29,11 @@ viewing = partial(moving, view=True)
 AXIS = Attr("int", doc="the dimension to work along")
 
 
-def first(types: Types) -> TensorType:
-    """The type of the first input, which is always there."""
-    assert types[0] is not None
-    return types[0]
-
-
 def with_axis(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     """Completes ``axis``: counted from 0, and of a tensor that has axes."""
-    if not types or first(types).rank == 0:
+    if not types or types[0].rank == 0:
         raise GraphError("there is no axis to work along", remedy="reshape a scalar to (1,) first")
-    return attrs | {"axis": norm_axes((attrs["axis"],), first(types).rank, "axis")[0]}
+    return attrs | {"axis": norm_axes((attrs["axis"],), types[0].rank, "axis")[0]}
 
 
 ROW, NHWC = "contiguous", "nhwc"
@@ -69,7 +63,7 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
 
 
 def _reshape_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    x, shape = first(types), list(attrs["shape"])
+    x, shape = types[0], list(attrs["shape"])
     if shape.count(-1) > 1 or any(s < -1 for s in shape):
         raise GraphError(f"shape {shape} is not clear", remedy="one size at most may be -1")
     known = prod(s for s in shape if s != -1)
@@ -101,23 +95,20 @@ def reshape(x: TensorType, shape: Shape) -> TensorType:
 
 
 def _permute_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    rank, dims = first(types).rank, attrs["dims"]
+    rank, dims = types[0].rank, attrs["dims"]
     if sorted(d + rank if d < 0 else d for d in dims) != list(range(rank)):
         remedy = f"name each of 0 … {rank - 1} once" if rank else "use dims=()"
         raise GraphError(f"dims {dims} are not an order of the {rank} dimensions", remedy=remedy)
     return attrs | {"dims": tuple(d % rank for d in dims)}
 
 
-def _permute_vjp(b: Ops, v: Vjp) -> Grads:
-    dims = v.attrs["dims"]
-    return [b.permute(v.grad, dims=tuple(dims.index(i) for i in range(len(dims))))]
-
-
 @viewing(
     torch.permute,
     attrs={"dims": Attr("ints", doc="the new order, e.g. dims=(0, 2, 1)")},
     complete=_permute_complete,
-    vjp=_permute_vjp,
+    vjp=lambda b, v: [
+        b.permute(v.grad, dims=tuple(map(v.attrs["dims"].index, range(v.grad.rank))))
+    ],
     samples=samples(
         """3x4 dims=(1,0) | scalar dims=() | 2x0x3 dims=(2,0,1) | 2x3x4 dims=(-1,0,1)
         | 3x4@sliced dims=(1,0) | 3x4@expanded dims=(1,0) | 2x3x4x5@nhwc dims=(0,2,3,1)"""
@@ -130,7 +121,7 @@ def permute(x: TensorType, dims: Shape) -> TensorType:
 
 
 def _expand_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    x, shape = first(types), attrs["shape"]
+    x, shape = types[0], attrs["shape"]
     lead = max(len(shape) - x.rank, 0)
     pairs = list(zip(shape, (None,) * lead + x.shape, strict=False))
     full = tuple(o if n == -1 and o is not None else n for n, o in pairs)
@@ -166,7 +157,7 @@ def _slice_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
         wrong = f"step={attrs['step']} is not at least 1"
         raise GraphError(wrong, remedy="to go backwards, flip() the axis")
     span = slice(attrs["start"], attrs["stop"], attrs["step"])
-    start, stop, _ = span.indices(first(types).shape[attrs["axis"]])
+    start, stop, _ = span.indices(types[0].shape[attrs["axis"]])
     return attrs | {"start": start, "stop": max(start, stop)}
 
 
@@ -219,7 +210,7 @@ def slice_(x: TensorType, axis: int, start: int, stop: int, step: int) -> Tensor
 @moving(
     lambda x, axes: torch.flip(x, axes),
     attrs={"axes": Attr("ints", doc="the axes to turn round, e.g. axes=(0,)")},
-    complete=lambda types, attrs: attrs | {"axes": norm_axes(attrs["axes"], first(types).rank)},
+    complete=lambda types, attrs: attrs | {"axes": norm_axes(attrs["axes"], types[0].rank)},
     vjp=lambda b, v: [b.flip(v.grad, axes=v.attrs["axes"])],
     samples=samples(
         """3x4 axes=(0,) | 3x4 axes=(-1,0) | scalar axes=() | 0x3 axes=(0,) | 3x4 axes=()

@@ -283,7 +283,6 @@ class Norm(NamedTuple):
 
     def grad_expand(self, b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
         x, grad, weight, extra, offset = ins
-        assert x is not None and grad is not None
         bias, following, own = self.split(attrs)
         act = activation(following)
         if act is not None:

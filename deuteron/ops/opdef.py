@@ -115,7 +115,7 @@ class Attr:
 
 
 Given = TensorType | None  # the type of an input that may be left out
-Types = Sequence[Given]
+Types = Sequence[Any]  # of a node's inputs, None for one left out
 Attributes = Mapping[str, Any]
 InferFn = Callable[..., "TensorType | tuple[TensorType, ...]"]
 VjpFn = Callable[["Ops", "Vjp"], "Sequence[Sym | None]"]
@@ -163,7 +163,7 @@ def elementwise_flops(per_element: float) -> CostFn:
 
 def input_flops(per_element: float) -> CostFn:
     """A cost rule: so many operations for each element of the first input."""
-    return lambda ins, outs, attrs: per_element * (ins[0].numel if ins[0] is not None else 0)
+    return lambda ins, outs, attrs: per_element * ins[0].numel
 
 
 _ONE_EACH = elementwise_flops(1)

@@ -64,7 +64,6 @@ def result_order(op: str, t: TensorType) -> str:
 
 def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     x = types[-1]
-    assert x is not None
     dims, full = spatial_dims(op, x), dict(attrs)
     if "stride" in full:
         full["stride"] = full["stride"] or full["kernel"]
@@ -159,7 +158,6 @@ def _infer_avg_grad(op: str, grad: TensorType, shape: Shape, **attrs: Any) -> Te
 def _flops(op: str, ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """One operation per element of each window, there and back. Adaptive windows overlap where the
     sizes do not divide, and are counted as they are."""
-    assert ins[0] is not None
     x, y = ins[0].shape, outs[0].shape
     if op.endswith("grad"):
         x, y = y, x
@@ -276,7 +274,6 @@ def _avg_grad_vjp(base: str, b: Ops, v: Vjp) -> Grads:
 def _adaptive_expand(op: str, b: Ops, ins: Syms, attrs: Any) -> list[Sym]:
     """One side after another: a window of k · k elements is one of k, and another of k."""
     (x,), size = ins, attrs["size"]
-    assert x is not None
     if prod(size) == 1:
         kind, axes = "max" if "max" in op else "mean", tuple(range(2, x.rank))
         y = b.one(kind, x, axes=axes, keepdim=True)
@@ -292,7 +289,6 @@ def _adaptive_grad_expand(op: str, b: Ops, ins: Syms, attrs: Any) -> list[Sym]:
     """One side after another, the first one last. Where its cells have one length, their elements
     have the same share, and the large result need not be written before somebody reads it."""
     (grad,), shape = ins, attrs["shape"]
-    assert grad is not None
     y, n = b.upcast(grad), shape[2]
     for d in reversed(range(2, grad.rank)):
         if y.shape[d] != shape[d] and (d > 2 or n % y.shape[d]):

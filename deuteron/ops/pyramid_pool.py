@@ -16,7 +16,6 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.checks import at_least, one_dtype, spatial_dims
 from deuteron.ops.conv import memory_order
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
-from deuteron.ops.movement import first
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Vjp, operator
 from deuteron.ops.samples import samples
 
@@ -41,7 +40,6 @@ def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """Adaptive pools, finest first. Where cells of equal length lie in a larger cell, that is
     pooled from them, in float32 at least, and not from x."""
     (x,), sizes, kind = ins, attrs["sizes"], attrs["kind"]
-    assert x is not None
     found: dict[int, Sym] = {}
     for size in sorted(set(sizes), reverse=True):
         even = [s for s in sizes if not any(n % s for n in x.shape[2:])]
@@ -78,7 +76,7 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
     vjp=_vjp,
     expand=_expand,
     # every grid looks at every element once; overlaps are not counted
-    flops=lambda ins, outs, attrs: float(len(attrs["sizes"]) * first(ins).numel),
+    flops=lambda ins, outs, attrs: float(len(attrs["sizes"]) * ins[0].numel),
     samples=samples(
         """2x3x7x5 | 1x2x6x6@nhwc:distinct kind=max sizes=(1,2) | 2x3x5x4@sliced sizes=(2,)
         | 1x2x4x5@transposed:distinct kind=max | 2x3x7 sizes=(1,3) | 2x3x3 sizes=(7,2) kind=avg

@@ -20,7 +20,7 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.movement import first, moving
+from deuteron.ops.movement import moving
 from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Types, Vjp, operator
 from deuteron.ops.samples import Arg, Sample, samples
 
@@ -70,7 +70,7 @@ _MODE_BACK = Attr("str", "nearest", "that of resize", tuple(m for m in _MODES if
 
 
 def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    t, scale, back = first(types), attrs["scale"], op == "resize_grad"
+    t, scale, back = types[0], attrs["scale"], op == "resize_grad"
     dims = spatial_dims(op, t)
     before, size = (attrs["shape"][2:], t.shape[2:]) if back else (t.shape[2:], attrs["size"])
     if scale is None and size is None:
@@ -151,7 +151,6 @@ def _resize_vjp(b: Ops, v: Vjp) -> Grads:
 def _resize_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """A multiplication and an addition per element blended; moving elements costs nothing."""
     x, y = (outs[0], ins[0]) if "shape" in attrs else (ins[0], outs[0])
-    assert x is not None and y is not None
     if attrs["mode"] == "area":
         return float(max(x.numel, y.numel))
     blended = _MODES[attrs["mode"]][1] ** (x.rank - 2)
@@ -323,7 +322,6 @@ _PLACES = samples(  # x and grid
 def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """Two operations per neighbour blended; the gradient blends once for x and once for grid."""
     x = ins[-2]
-    assert x is not None and ins[0] is not None
     blended = float(_MODES[attrs["mode"]][1] ** (x.rank - 2))
     return 2 * blended * (2 * ins[0].numel if len(outs) == 2 else outs[0].numel)
 

@@ -47,7 +47,6 @@ def frequencies(dims: int, base: float, device: torch.device | str = "cpu") -> T
 def _rope_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     """Axis counted from 0; dims from the tables, or all the features there are."""
     q, table = types[0], types[2]
-    assert q is not None
     if q.rank != 4:
         remedy = "reshape it to [batch, length, heads, features], a batch of 1 included"
         raise GraphError(f"rope takes q of rank 4, not {list(q.shape)}", remedy=remedy)
@@ -185,7 +184,6 @@ def _rope_vjp(b: Ops, v: Vjp) -> Grads:
 def _table_syms(b: Ops, ins: Syms, attrs: Attributes) -> tuple[Sym, Sym]:
     """cos θ and sin θ as values of the graph; constants where the positions are known."""
     q, _, cos, sin, positions = ins
-    assert q is not None
     offset, length = attrs["offset"], q.shape[attrs["axis"]]
     if cos is not None and sin is not None:
         if positions is None:
@@ -204,7 +202,6 @@ def _table_syms(b: Ops, ins: Syms, attrs: Attributes) -> tuple[Sym, Sym]:
 
 def _rope_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     q = ins[0]
-    assert q is not None
     wide = q.dtype if q.dtype.short == "f64" else float32
     tables = []
     for t in _table_syms(b, ins, attrs):

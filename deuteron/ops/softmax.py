@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import check_float, norm_axes
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.movement import first
 from deuteron.ops.opdef import Attr, Fusion, Types, Vjp, VjpFn, elementwise_flops, operator
 from deuteron.ops.samples import samples
 
 
 def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    rank = max(first(types).rank, 1)  # a scalar has axis 0 here
+    rank = max(types[0].rank, 1)  # a scalar has axis 0 here
     return {"axis": norm_axes((attrs["axis"],), rank, "axis")[0]}
 
 

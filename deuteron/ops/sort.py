@@ -24,8 +24,6 @@ from deuteron.ops.samples import samples
 
 LAST = Attr("int", -1, AXIS.doc)
 
-# ---- scatter: each element to a place of its own -------------------------------------------------
-
 
 @operator(
     Fusion.OPAQUE,

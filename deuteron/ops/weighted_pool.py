@@ -36,7 +36,6 @@ def _window(rank: int, weight: Any) -> Shape:
 
 def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     x, weight = types[0], types[1]
-    assert x is not None and weight is not None
     dims = spatial_dims("weighted_pool", x)
     if "window" not in attrs and weight.rank not in (dims, dims + 1):
         wrong = f"weighted_pool: weight {list(weight.shape)} does not fit {dims} spatial dimensions"
@@ -106,14 +105,12 @@ def _filter_syms(b: Ops, x: Shape, weight: Sym) -> Sym:
 
 def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     x, weight = ins
-    assert x is not None and weight is not None
     return [b.conv(x, _filter_syms(b, x.shape, weight), None, groups=x.shape[1], **attrs)]
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """A multiplication and an addition per element of each window."""
     y, weight = ins[0] if {"shape", "window"} & attrs.keys() else outs[0], ins[1]
-    assert y is not None
     return 2.0 * y.numel * prod(attrs["window"] if "window" in attrs else _window(y.rank, weight))
 
 
@@ -137,7 +134,6 @@ def _dx_reference(
 
 def _dx_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     grad, weight = ins
-    assert grad is not None and weight is not None
     how, shape = dict(attrs), attrs["shape"]
     order, filters = how.pop("order"), _filter_syms(b, shape, weight)
     return [b.to_layout(b.conv_dx(grad, filters, groups=shape[1], **how), order)]
@@ -155,7 +151,6 @@ def _dw_reference(
 
 def _dw_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     grad, x = ins
-    assert grad is not None and x is not None
     how, channels = dict(attrs), x.shape[1]
     window = how.pop("window")
     dw = b.conv_dw(grad, x, shape=(channels, 1, *window), groups=channels, **how)
