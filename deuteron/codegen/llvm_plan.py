@@ -10,7 +10,7 @@ from typing import Any
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Guard, Inside, Load, Reduce, ScalarProgram, Store, reads
+from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, Store, reads
 from deuteron.ops.formula import Arg, Compute
 
 FUNCTIONS = "exp exp2 log erf tanh sin cos expm1 log1p ndtr"  # of one number
@@ -86,11 +86,8 @@ def _unroll() -> int:
 def _settles(program: ScalarProgram, v: Var) -> bool:
     """Whether each guard changes along ``v`` only where the axis can be cut, and no division
     hides a scalar that changes along it."""
-    for s in program.statements:
-        for g in s.guards if isinstance(s, Load | Inside) else ():
-            if v in program.axes_of(g.index) and opens(g, v) is None:
-                return False
-    return True
+    along = (g for g in program.guards if v in program.axes_of(g.index))
+    return all(opens(g, v) is not None for g in along)
 
 
 def opens(g: Guard, v: Var) -> tuple[int, int] | None:
@@ -106,11 +103,7 @@ def _breaks(program: ScalarProgram, v: Var | None) -> tuple[int, ...]:
     """Positions along ``v`` where a guard opens or closes."""
     if v is None:
         return ()
-    found = {0, v.size}
-    for s in program.statements:
-        if isinstance(s, Load | Inside):
-            for g in s.guards:
-                found |= set(opens(g, v) or ())
+    found = {0, v.size}.union(*(opens(g, v) or () for g in program.guards))
     return tuple(sorted(b for b in found if 0 <= b <= v.size))
 
 

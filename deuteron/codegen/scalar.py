@@ -177,6 +177,12 @@ class ScalarProgram:
         return tuple(s for s in self.statements if isinstance(s, Load))
 
     @cached_property
+    def guards(self) -> tuple[Guard, ...]:
+        """Every guard, once."""
+        asked = (s.guards for s in self.statements if isinstance(s, Load | Inside))
+        return tuple(dict.fromkeys(g for guards in asked for g in guards))
+
+    @cached_property
     def reductions(self) -> tuple[Reduce, ...]:
         return tuple(s for s in self.statements if isinstance(s, Reduce))
 

@@ -20,12 +20,8 @@ TILE = ((64, 64, 8), (32, 64, 4), (32, 32, 4), (64, 32, 4), (32, 128, 8))  # row
 PER_THREAD = (16, 8, 32, 4)  # elements of a row that a thread holds
 FEWER_WARPS = (32, 16, 8)  # the same for long rows, where waiting for other warps costs more
 LOOP = (  # block, warps, unroll: 32 warps leave 64 registers a thread, so fewer copies
-    (2048, 8, 8),
-    (8192, 32, 4),
-    (4096, 16, 4),
-    (2048, 8, 4),
-    (1024, 4, 4),
-    (1024, 4, 1),
+    *((2048, 8, 8), (8192, 32, 4), (4096, 16, 4)),
+    *((2048, 8, 4), (1024, 4, 4), (1024, 4, 1)),
 )
 # Rows of which L2 holds few: a program that has one to itself, and copies as many as registers hold
 LONG_LOOP = {

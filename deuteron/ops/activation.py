@@ -364,10 +364,8 @@ def _glu_vjp(b: Ops, v: Vjp) -> Grads:
     complete=with_axis,
     vjp=_glu_vjp,
     flops=elementwise_flops(11),
-    samples=samples(
-        """3x6 axis=-1 | 4x3 axis=0 | 2 axis=0 | 0x4 axis=1 | 3x0 axis=1 | 4x6@transposed axis=0
-        | 4x6@sliced axis=1 | 4x6@expanded axis=1 | 2x4x3x5@nhwc axis=1"""
-    ),
+    samples="""3x6 axis=-1 | 4x3 axis=0 | 2 axis=0 | 0x4 axis=1 | 3x0 axis=1 | 4x6@transposed axis=0
+        | 4x6@sliced axis=1 | 4x6@expanded axis=1 | 2x4x3x5@nhwc axis=1""",
 )
 def glu(x: TensorType, axis: int) -> TensorType:
     """The first half of x along an axis, times the sigmoid of the second half."""

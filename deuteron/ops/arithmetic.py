@@ -340,11 +340,9 @@ _dtype = dtype
     vjp=lambda b, v: [
         b.to(v.grad, v.arg(0).dtype) if v.arg(0).dtype.is_float and v.grad.dtype.is_float else None
     ],
-    samples=samples(
-        """3x5 dtype=f32 | 3x5:f32 dtype=f16 nograd | 3x5:f32 dtype=bf16 nograd
+    samples="""3x5 dtype=f32 | 3x5:f32 dtype=f16 nograd | 3x5:f32 dtype=bf16 nograd
         | 3x5:i32 dtype=f32 nograd | 3x5:bool dtype=i64 nograd | 7:f32 dtype=i32 nograd
-        | 2x3x4x5@nhwc:f32 dtype=f64 nograd"""
-    ),
+        | 2x3x4x5@nhwc:f32 dtype=f64 nograd""",
 )
 def cast(x: TensorType, dtype: str) -> TensorType:
     """x in another element type, rounded to nearest even."""

@@ -24,7 +24,7 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.checks import broadcast, check_float
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
-from deuteron.ops.samples import Arg, Sample, samples
+from deuteron.ops.samples import Arg, Sample
 
 Tensor = torch.Tensor
 
@@ -202,8 +202,7 @@ def _grad_samples() -> Sequence[Sample]:
     complete=partial(_complete, 0),
     vjp=_vjp,
     flops=partial(_flops, 0, 1, 1),
-    samples=samples(
-        """2x2x3x3 2x2x4x3 2x2x4x2 _
+    samples="""2x2x3x3 2x2x4x3 2x2x4x2 _
         | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
         | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
         | 2x4x3x3 2x2x4x3 2x2x4x2 4x3x1
@@ -212,8 +211,7 @@ def _grad_samples() -> Sequence[Sample]:
         | 2x2x3x3@expanded 2x2x3x3@expanded 2x2x3x2@expanded 1x3:bool causal=True
         | 4x3x3 2x2x3 2x2x2 2 | 0x2x3x3 0x1x4x3 0x1x4x2 _ | 2x2x0x3 2x2x4x3 2x2x4x2 _ causal=True
         | 2x2x3x3 2x2x0x3 2x2x0x2 _ | 1x1x1x3 1x1x1x3 1x1x1x2 scalar
-        | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd"""
-    ),
+        | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd""",
 )
 def attention(q: TensorType, k: TensorType, v: TensorType, bias: Given, **how: Any) -> TensorType:
     """softmax(scale · q·kᵀ + bias) · v for each head. A bool bias says which keys a query may look

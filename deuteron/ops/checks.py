@@ -108,9 +108,7 @@ def check_index(index: TensorType, *allowed: DType) -> None:
 def check_gradient(op: str, grad: TensorType, expected: Shape) -> None:
     """The gradient of a result has its shape."""
     if grad.shape != expected:
-        wrong = (
-            f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}"
-        )
+        wrong = f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}"
         raise GraphError(wrong, remedy="use the shape and attributes of the forward operator")
 
 

@@ -27,7 +27,7 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.checks import check_float, check_shape
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, input_flops, operator
-from deuteron.ops.samples import Arg, Sample, samples
+from deuteron.ops.samples import Arg, Sample
 
 Tensor = torch.Tensor
 CLASSES = (int64, int32, uint8)
@@ -276,7 +276,7 @@ def _with_grad_samples() -> Sequence[Sample]:
     attrs=_TAIL,
     vjp=_vjp,
     flops=lambda ins, outs, attrs: 2.0 * ins[1].numel,
-    samples=samples(_NLL),
+    samples=_NLL,
 )
 def nll_loss(x: TensorType, target: TensorType, weight: Given, **attrs: Any) -> TensorType:
     """−weight · x at the target's class: the loss of log-probabilities [N, C, …] against integer
@@ -292,11 +292,10 @@ def nll_loss(x: TensorType, target: TensorType, weight: Given, **attrs: Any) -> 
     vjp=_vjp,
     expand=_expand,
     flops=input_flops(12),
-    samples=samples(
-        f"""{_NLL} | 4x3@transposed 4:index<3 3:positive ignore_index=1 label_smoothing=0.2
+    samples=f"""{_NLL} | 4x3@transposed 4:index<3 3:positive ignore_index=1 label_smoothing=0.2
         | 2x3x2x4@nhwc 2x2x4:index<3 reduction=none ignore_index=2 label_smoothing=0.2
-        | 4x3 4x3:positive 3:positive label_smoothing=0.2 | 2x3x4@transposed 2x3x4 reduction=none"""
-    ),
+        | 4x3 4x3:positive 3:positive label_smoothing=0.2
+        | 2x3x4@transposed 2x3x4 reduction=none""",
 )
 def cross_entropy(logits: TensorType, target: TensorType, weight: Given, **a: Any) -> TensorType:
     """nll_loss of log_softmax(logits) along dimension 1, with a share label_smoothing of each

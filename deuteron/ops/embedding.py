@@ -30,12 +30,10 @@ def _scatter_add_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) 
     complete=with_axis,
     vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
     flops=input_flops(1),
-    samples=samples(
-        """6x3:index<4 6x3 shape=(4,3) axis=0 | 2x5:index<3 2x5 shape=(4,3) axis=-1
+    samples="""6x3:index<4 6x3 shape=(4,3) axis=0 | 2x5:index<3 2x5 shape=(4,3) axis=-1
         | 0:index<5 0 shape=(5,) axis=0 | 4x2:index<3 4x2@transposed shape=(4,3) axis=1
         | 1x3:index<4 1x3@sliced shape=(4,3) axis=0 | 5x3:index<1 5x3@expanded shape=(1,3) axis=0
-        | 2x1x2x2:index<3 2x1x2x2@nhwc shape=(2,3,2,2) axis=1"""
-    ),
+        | 2x1x2x2:index<3 2x1x2x2@nhwc shape=(2,3,2,2) axis=1""",
 )
 def scatter_add(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
     """Zeros of the given shape, and each element of src added where index says along the axis: the

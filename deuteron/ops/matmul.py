@@ -18,7 +18,6 @@ from deuteron.ir.types import TensorType
 from deuteron.ops.checks import broadcast, check_shape, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attributes, Fusion, Given, Types, Vjp, operator
-from deuteron.ops.samples import samples
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
@@ -78,12 +77,10 @@ def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
     torch.matmul,
     vjp=_matmul_vjp,
     flops=_flops,
-    samples=samples(
-        """3x4 4x5 | 4 4 | 3x4@transposed 4 | 4 2x4x3 | 2x3x4 4x5@transposed | 3x4 2x4x5
+    samples="""3x4 4x5 | 4 4 | 3x4@transposed 4 | 4 2x4x3 | 2x3x4 4x5@transposed | 3x4 2x4x5
         | 2x1x3x4@nhwc 5x4x2@sliced | 3x1x2@expanded 3x2x1 | 0x3 3x2 [empty]
         | 2x0 0x3 [nothing to add up] | 3x4:i32 4x2:i32 [integers]
-        | 3x5:extreme 5x2:extreme nograd [extreme]"""
-    ),
+        | 3x5:extreme 5x2:extreme nograd [extreme]""",
 )
 def matmul(x: TensorType, y: TensorType) -> TensorType:
     """The matrix product x · y over the last two dimensions; the others broadcast. A vector counts
@@ -125,11 +122,9 @@ def _linear_vjp(b: Ops, v: Vjp) -> Grads:
     F.linear,
     vjp=_linear_vjp,
     flops=_flops,
-    samples=samples(
-        """3x4 5x4 5 | 2x3x4 5x4 _ | 4 5x4 5 | 2x3x2x4@nhwc 3x4@transposed 3 | 3x4@sliced 1x4 1
+    samples="""3x4 5x4 5 | 2x3x4 5x4 _ | 4 5x4 5 | 2x3x2x4@nhwc 3x4@transposed 3 | 3x4@sliced 1x4 1
         | 3x2x4@expanded 5x4@sliced _ | 0x4 5x4 5 [empty] | 3x0 2x0 2 [nothing to add up]
-        | 3x4:i32 2x4:i32 _ [integers] | 3x5:extreme 2x5 2 nograd [extreme]"""
-    ),
+        | 3x4:i32 2x4:i32 _ [integers] | 3x5:extreme 2x5 2 nograd [extreme]""",
 )
 def linear(x: TensorType, weight: TensorType, bias: Given) -> TensorType:
     """x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out]."""

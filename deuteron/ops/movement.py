@@ -20,7 +20,6 @@ from deuteron.ops.checks import check_index, norm_axes
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Fusion, Types, Vjp, elementwise_flops, operator, promoted
 from deuteron.ops.reference import lay
-from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 
@@ -81,12 +80,10 @@ def _reshape_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(2, -1)")},
     complete=_reshape_complete,
     vjp=lambda b, v: [b.reshape(v.grad, shape=v.arg(0).shape)],
-    samples=samples(
-        """3x4 shape=(2,6) | 3x4 shape=(-1,) | scalar shape=(1,1) | 1x1 shape=() | 0x4 shape=(2,0,3)
-        | 4x6@transposed shape=(2,2,6) | 4x6@transposed shape=(24,) | 4x6@sliced shape=(2,12)
-        | 4x6@expanded shape=(4,2,3) | 4x6@expanded shape=(24,)
-        | 2x3x4x5@nhwc shape=(2,3,20) | 2x3x4x5@nhwc shape=(2,60)"""
-    ),
+    samples="""3x4 shape=(2,6) | 3x4 shape=(-1,) | scalar shape=(1,1) | 1x1 shape=()
+        | 0x4 shape=(2,0,3) | 4x6@transposed shape=(2,2,6) | 4x6@transposed shape=(24,)
+        | 4x6@sliced shape=(2,12) | 4x6@expanded shape=(4,2,3) | 4x6@expanded shape=(24,)
+        | 2x3x4x5@nhwc shape=(2,3,20) | 2x3x4x5@nhwc shape=(2,60)""",
 )
 def reshape(x: TensorType, shape: Shape) -> TensorType:
     """x with the same elements, in row-major order, in another shape; one size may be -1. A view
@@ -109,10 +106,8 @@ def _permute_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     vjp=lambda b, v: [
         b.permute(v.grad, dims=tuple(map(v.attrs["dims"].index, range(v.grad.rank))))
     ],
-    samples=samples(
-        """3x4 dims=(1,0) | scalar dims=() | 2x0x3 dims=(2,0,1) | 2x3x4 dims=(-1,0,1)
-        | 3x4@sliced dims=(1,0) | 3x4@expanded dims=(1,0) | 2x3x4x5@nhwc dims=(0,2,3,1)"""
-    ),
+    samples="""3x4 dims=(1,0) | scalar dims=() | 2x0x3 dims=(2,0,1) | 2x3x4 dims=(-1,0,1)
+        | 3x4@sliced dims=(1,0) | 3x4@expanded dims=(1,0) | 2x3x4x5@nhwc dims=(0,2,3,1)""",
 )
 def permute(x: TensorType, dims: Shape) -> TensorType:
     """x with its dimensions in another order: dimension i of the result is dims[i] of x."""
@@ -137,11 +132,9 @@ def _expand_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(8, -1)")},
     complete=_expand_complete,
     vjp=lambda b, v: [b.unbroadcast(v.grad, v.arg(0).type)],
-    samples=samples(
-        """3x1 shape=(3,4) | 3x1 shape=(2,-1,5) | scalar shape=(2,3) | scalar shape=()
+    samples="""3x1 shape=(3,4) | 3x1 shape=(2,-1,5) | scalar shape=(2,3) | scalar shape=()
         | 1x3 shape=(0,3) | 4x3@transposed shape=(2,4,3) | 4x1x3@sliced shape=(4,2,3)
-        | 2x3x1x1@nhwc shape=(2,3,4,5)"""
-    ),
+        | 2x3x1x1@nhwc shape=(2,3,4,5)""",
 )
 def expand(x: TensorType, shape: Shape) -> TensorType:
     """x stretched to a larger shape by repeating sizes of 1; -1 keeps a size. A view: nothing is
@@ -189,13 +182,11 @@ def _slice_vjp(b: Ops, v: Vjp) -> Grads:
     },
     complete=_slice_complete,
     vjp=_slice_vjp,
-    samples=samples(
-        """5x4 axis=0 start=1 stop=4 | 5x4 axis=-1 start=-3 | 5 axis=0 start=4 stop=2
+    samples="""5x4 axis=0 start=1 stop=4 | 5x4 axis=-1 start=-3 | 5 axis=0 start=4 stop=2
         | 7 axis=0 start=1 stop=7 step=3 | 7x2 axis=0 start=0 stop=None step=2 | 0x3 axis=0
         | 5 axis=0 start=-99 stop=99 | 2x6@sliced axis=1 start=1 stop=6 step=4
         | 4x6@transposed axis=1 start=2 | 4x3@expanded axis=0 start=1 stop=3
-        | 2x3x4x5@nhwc axis=1 start=0 stop=2"""
-    ),
+        | 2x3x4x5@nhwc axis=1 start=0 stop=2""",
 )
 def slice_(x: TensorType, axis: int, start: int, stop: int, step: int) -> TensorType:
     """The elements start, start + step, … before stop along one axis, as x[start:stop:step]."""
@@ -212,11 +203,9 @@ def slice_(x: TensorType, axis: int, start: int, stop: int, step: int) -> Tensor
     attrs={"axes": Attr("ints", doc="the axes to turn round, e.g. axes=(0,)")},
     complete=lambda types, attrs: attrs | {"axes": norm_axes(attrs["axes"], types[0].rank)},
     vjp=lambda b, v: [b.flip(v.grad, axes=v.attrs["axes"])],
-    samples=samples(
-        """3x4 axes=(0,) | 3x4 axes=(-1,0) | scalar axes=() | 0x3 axes=(0,) | 3x4 axes=()
+    samples="""3x4 axes=(0,) | 3x4 axes=(-1,0) | scalar axes=() | 0x3 axes=(0,) | 3x4 axes=()
         | 3x4@transposed axes=(1,) | 3x4@sliced axes=(1,) | 3x4@expanded axes=(0,)
-        | 2x3x4x5@nhwc axes=(2,3)"""
-    ),
+        | 2x3x4x5@nhwc axes=(2,3)""",
 )
 def flip(x: TensorType, axes: Shape) -> TensorType:
     """x with the order of its elements turned round along the axes."""
@@ -247,12 +236,10 @@ def _concat_vjp(b: Ops, v: Vjp) -> Grads:
     attrs={"axis": AXIS},
     complete=with_axis,
     vjp=_concat_vjp,
-    samples=samples(
-        """2x3 4x3 axis=0 | 2x3 2x1 2x2@transposed axis=-1 | 5 axis=0 | 0x3 2x3 axis=0
+    samples="""2x3 4x3 axis=0 | 2x3 2x1 2x2@transposed axis=-1 | 5 axis=0 | 0x3 2x3 axis=0
         | 2x3:f64 2x3:f32 axis=0 nograd | 2x3:i32 2x3@sliced axis=1
         | 2x3x4x5@nhwc 2x1x4x5@nhwc axis=1 | 2x3x4x5@nhwc 2x3x4x5 axis=1
-        | 2x3x1x1 2x3x1x1@nhwc axis=2 | 2x3x4@nhwc 2x2x4@nhwc axis=1"""
-    ),
+        | 2x3x1x1 2x3x1x1@nhwc axis=2 | 2x3x4@nhwc 2x2x4@nhwc axis=1""",
 )
 def concat(*xs: TensorType, axis: int) -> TensorType:
     """Tensors joined one after another along an axis; element types promote. The result is nhwc
@@ -315,15 +302,13 @@ def _pad_vjp(b: Ops, v: Vjp) -> Grads:
         "value": Attr("float", 0.0, "what a constant padding holds"),
     },
     vjp=_pad_vjp,
-    samples=samples(
-        """3x4 low=(0,1) high=(2,0) | scalar low=() high=()
+    samples="""3x4 low=(0,1) high=(2,0) | scalar low=() high=()
         | 3x4 low=(-1,1) high=(1,-2) mode=constant value=7.0 | 0x2 low=(1,0) high=(0,1)
         | 3x4@transposed low=(0,-1) high=(0,-1) | 2x3x4x5@nhwc low=(0,0,1,1) high=(0,0,1,2)
         | 3x4@sliced low=(2,1) high=(1,3) mode=reflect | 2x3 low=(0,2) high=(1,0) mode=reflect
         | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=reflect
         | 3x1 low=(2,1) high=(0,3) mode=replicate | 0x2 low=(0,1) high=(0,1) mode=replicate
-        | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=replicate"""
-    ),
+        | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=replicate""",
 )
 def pad(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> TensorType:
     """x with elements added before (low) and after (high) along each dimension: a constant, the
@@ -351,10 +336,8 @@ def pad(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> Tens
     lambda x, layout: x.new_empty_strided(x.shape, strides_for(tuple(x.shape), layout)).copy_(x),
     attrs={"layout": Attr("str", "contiguous", choices=("contiguous", "nhwc"))},
     vjp=lambda b, v: [v.grad],
-    samples=samples(
-        """3x4@transposed | scalar | 3x4@sliced | 3x4@expanded | 2x3x4x5@nhwc
-        | 2x3x4x5 layout=nhwc | 2x3x4 layout=nhwc | 0x2x3 layout=nhwc | 2x3x2x2x2 layout=nhwc"""
-    ),
+    samples="""3x4@transposed | scalar | 3x4@sliced | 3x4@expanded | 2x3x4x5@nhwc
+        | 2x3x4x5 layout=nhwc | 2x3x4 layout=nhwc | 0x2x3 layout=nhwc | 2x3x2x2x2 layout=nhwc""",
 )
 def to_layout(x: TensorType, layout: str) -> TensorType:
     """A copy of x in row-major order (contiguous) or with its channels innermost (nhwc)."""
@@ -378,11 +361,9 @@ picking = partial(moving, attrs={"axis": AXIS}, complete=with_axis, vjp=_pick_vj
 
 @picking(
     lambda x, index, axis: torch.gather(x, axis, index),
-    samples=samples(
-        """4x3 6x3:index<4 axis=0 | 4x3 2x5:index<3 axis=-1 | 5 0:index<5 axis=0
+    samples="""4x3 6x3:index<4 axis=0 | 4x3 2x5:index<3 axis=-1 | 5 0:index<5 axis=0
         | 4x3@transposed 4x2:index<3 axis=1 | 4x3@sliced 1x3:index<4 axis=0
-        | 4x3@expanded 2x3:index<4 axis=0 | 2x3x2x2@nhwc 2x1x2x2:index<3 axis=1"""
-    ),
+        | 4x3@expanded 2x3:index<4 axis=0 | 2x3x2x2@nhwc 2x1x2x2:index<3 axis=1""",
 )
 def gather(x: TensorType, index: TensorType, axis: int) -> TensorType:
     """out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others."""
@@ -397,11 +378,9 @@ def gather(x: TensorType, index: TensorType, axis: int) -> TensorType:
 
 @picking(
     lambda x, index, axis: torch.index_select(x, axis, index),
-    samples=samples(
-        """4x3 6:index<4 axis=0 | 4x3 2:index<3 axis=-1 | 4x3 0:index<4 axis=0
+    samples="""4x3 6:index<4 axis=0 | 4x3 2:index<3 axis=-1 | 4x3 0:index<4 axis=0
         | 4x3@transposed 4:index<3 axis=1 | 4x3@sliced 1:index<4 axis=0
-        | 4x3@expanded 3:index<4 axis=0 | 2x3x4x5@nhwc 2:index<4 axis=2"""
-    ),
+        | 4x3@expanded 3:index<4 axis=0 | 2x3x4x5@nhwc 2:index<4 axis=2""",
 )
 def index_select(x: TensorType, index: TensorType, axis: int) -> TensorType:
     """The slices of x along an axis that a list of indices names, in that order."""

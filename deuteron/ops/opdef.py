@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, dtype
 from deuteron.ir.types import TensorType
+from deuteron.ops.samples import Sample, samples
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from deuteron.ops.emit import Ops, Sym
-    from deuteron.ops.samples import Sample
 
 
 class Fusion(StrEnum):
@@ -284,8 +284,11 @@ def operator(
 
     The name (without the ``_`` behind a word that Python has taken), the description and the inputs
     are the function's: an input is what has the type TensorType, one that may be left out the type
-    Given. ``inputs`` names them where the function does not, ``fields`` are further ones of OpDef.
+    Given. ``inputs`` names them where the function does not, ``fields`` are further ones of OpDef;
+    ``samples`` may be text (:func:`deuteron.ops.samples.samples`).
     """
+    if isinstance(fields.get("samples"), str):
+        fields["samples"] = samples(fields["samples"])
 
     def make(infer: InferFn) -> OpDef:
         slots, ends = inputs.split(), {"TensorType": "", "Given": "?"}

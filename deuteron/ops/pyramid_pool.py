@@ -17,7 +17,6 @@ from deuteron.ops.checks import at_least, one_dtype, spatial_dims
 from deuteron.ops.conv import memory_order
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Vjp, operator
-from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 
@@ -77,12 +76,10 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
     expand=_expand,
     # every grid looks at every element once; overlaps are not counted
     flops=lambda ins, outs, attrs: float(len(attrs["sizes"]) * ins[0].numel),
-    samples=samples(
-        """2x3x7x5 | 1x2x6x6@nhwc:distinct kind=max sizes=(1,2) | 2x3x5x4@sliced sizes=(2,)
+    samples="""2x3x7x5 | 1x2x6x6@nhwc:distinct kind=max sizes=(1,2) | 2x3x5x4@sliced sizes=(2,)
         | 1x2x4x5@transposed:distinct kind=max | 2x3x7 sizes=(1,3) | 2x3x3 sizes=(7,2) kind=avg
         | 1x2x3x4x3 sizes=(1,2) | 0x3x4x4 sizes=(1,2) [empty]
-        | 2x3x5x7:extreme kind=max nograd [extreme]"""
-    ),
+        | 2x3x5x7:extreme kind=max nograd [extreme]""",
 )
 def pyramid_pool(x: TensorType, sizes: Shape, kind: str) -> TensorType:
     """x [N, C, ...] pooled over grids of several sizes, one result after another: [N, C, Σ sᵈ]."""

@@ -235,12 +235,10 @@ _finding = partial(
     complete=_arg_complete,
     vjp=_vjp(None),
     flops=input_flops(1),
-    samples=samples(
-        """33:extreme axis=0 nograd [extreme] | 3x4:i32 axis=0 nograd | 3x5
+    samples="""33:extreme axis=0 nograd [extreme] | 3x4:i32 axis=0 nograd | 3x5
         | 3x5 axis=None keepdim=True | 3x5 axis=-1 | 2x3x4 axis=1 keepdim=True | scalar
         | scalar axis=0 | 0x4 axis=1 | 4x5@transposed axis=0 | 4x5@sliced axis=1
-        | 2x3x4x5@nhwc axis=1"""
-    ),
+        | 2x3x4x5@nhwc axis=1""",
 )
 
 

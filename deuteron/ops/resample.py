@@ -252,7 +252,7 @@ def _shuffling(name: str, inverse: str, text: str) -> Define:
         partial(_shuffle_reference, name),
         attrs={"factor": Attr("int", doc="how many places per side one pixel becomes or was")},
         vjp=lambda b, v: [b.call(inverse, v.grad, **v.attrs)],
-        samples=samples(text),
+        samples=text,
     )
 
 

@@ -24,7 +24,6 @@ from deuteron.ops.checks import check_index, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.reference import lay
-from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 # ---- rope: what may be asked -------------------------------------------------------------------
@@ -245,8 +244,7 @@ def _turned(b: Ops, x: Sym, cos: Sym, sin: Sym, attrs: Attributes) -> Sym:
     flops=lambda ins, outs, a: float(
         sum(3 * t.numel // max(t.shape[3], 1) * a["dims"] for t in outs)
     ),
-    samples=samples(
-        """2x5x3x8 2x5x1x8 | 2x5x3x8 | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit offset=3
+    samples="""2x5x3x8 2x5x1x8 | 2x5x3x8 | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit offset=3
         | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit 2x5:index<9 interleaved=True
         | 1x3x5x6 1x2x5x6 axis=2 interleaved=True
         | 2x3x5x7 2x1x5x7 _ _ 2x5:index<9 axis=2 dims=4
@@ -254,8 +252,7 @@ def _turned(b: Ops, x: Sym, cos: Sym, sin: Sym, attrs: Attributes) -> Sym:
         | 2x5x3x8@transposed 2x5x1x8 inverse=True offset=7 | 2x5x3x8@sliced 2x5x1x8@expanded
         | 2x5x3x8@nhwc 2x5x3x8@nhwc axis=2 | 1x1x4x10 1x1x2x10 dims=6 base=500.0 offset=11
         | 0x5x3x8 0x5x1x8 [empty] | 2x0x3x8 _ 9x4:unit 9x4:unit interleaved=True [empty]
-        | 1x4x2x8:extreme _ nograd [extreme]"""
-    ),
+        | 1x4x2x8:extreme _ nograd [extreme]""",
 )
 def rope(
     q: TensorType, k: Given, cos: Given, sin: Given, positions: Given, **a: Any
@@ -329,11 +326,9 @@ def _sine_vjp(b: Ops, v: Vjp) -> Grads:
     },
     vjp=_sine_vjp,
     flops=lambda ins, outs, attrs: 20.0 * outs[0].numel,
-    samples=samples(
-        """7:index<99 dim=6 | 2x3 dim=4 interleaved=True | 3x5@transposed dim=8 base=100.0
+    samples="""7:index<99 dim=6 | 2x3 dim=4 interleaved=True | 3x5@transposed dim=8 base=100.0
         | 3:index<9:i32 dim=2 dtype=f16 nograd | scalar dim=4 [scalar] | 0x2 dim=4 [empty]
-        | 9:extreme dim=4 nograd [extreme]"""
-    ),
+        | 9:extreme dim=4 nograd [extreme]""",
 )
 def sinusoidal(
     positions: TensorType, dim: int, base: float, dtype: str | None, **how: Any

@@ -89,7 +89,7 @@ def _grad_samples() -> tuple[Sample, ...]:
 
 
 scanning = partial(operator, Fusion.OPAQUE, attrs={"axis": AXIS}, complete=with_axis)
-_totals = partial(scanning, flops=input_flops(1), samples=samples(_CASES + _MORE))
+_totals = partial(scanning, flops=input_flops(1), samples=_CASES + _MORE)
 _extremes = partial(
     scanning, vjp=_extreme_vjp, flops=input_flops(1), samples=samples(_CASES + _MORE, "distinct")
 )
