@@ -18,7 +18,6 @@ from deuteron.ops.formula import TENSORS, Formula
 from deuteron.ops.movement import with_axis
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, operator
 from deuteron.ops.reference import lay
-from deuteron.ops.samples import samples
 
 
 def as_in_torch(**how: Any) -> Callable[[Formula], OpDef]:
@@ -324,12 +323,9 @@ def _prelu_vjp(b: Ops, v: Vjp) -> Grads:
     F.prelu,
     vjp=_prelu_vjp,
     flops=elementwise_flops(2),
-    samples=samples(
-        """3x5 5:normal | 3x5 1:normal | scalar 1:normal | 7 1:normal | 0x4 4:normal
+    samples=""":away; 3x5 5:normal | 3x5 1:normal | scalar 1:normal | 7 1:normal | 0x4 4:normal
         | 2x3x4@transposed 3:normal | 4x5@sliced 5:normal | 4x5@expanded 1:normal
         | 2x3x4x5@nhwc 3:normal""",
-        "away",
-    ),
 )
 def prelu(x: TensorType, weight: TensorType) -> TensorType:
     """x, times a learned slope below 0; the slope is one number, or one per channel (dimension

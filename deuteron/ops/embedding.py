@@ -13,7 +13,6 @@ from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.movement import AXIS, with_axis
 from deuteron.ops.opdef import Attr, Fusion, Vjp, elementwise_flops, input_flops, operator
 from deuteron.ops.reference import LOW, fixed_order
-from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 
@@ -90,13 +89,10 @@ def _check_rows(weight: TensorType, index: TensorType, padding_idx: int) -> None
     | {"scale_grad_by_freq": Attr("bool", False, "whether to divide gradients by frequency")},
     vjp=_embedding_vjp,
     flops=elementwise_flops(0),
-    samples=samples(
-        """5x3 2x4:index<5 | 5x3 2x4:index<5 padding_idx=2 nograd | 5x3 scalar:index<5
+    samples="""padding_idx=-1 scale_grad_by_freq=False;
+        5x3 2x4:index<5 | 5x3 2x4:index<5 padding_idx=2 nograd | 5x3 scalar:index<5
         | 5x3 0x2:index<5 | 5x3@transposed 4:index<5:i32 | 5x4@sliced 3x1:index<5
         | 2x3 7:index<2 scale_grad_by_freq=True nograd""",
-        padding_idx=-1,
-        scale_grad_by_freq=False,
-    ),
 )
 def embedding(
     weight: TensorType, index: TensorType, padding_idx: int, scale_grad_by_freq: bool
@@ -130,13 +126,10 @@ def _embedding_grad_vjp(b: Ops, v: Vjp) -> Grads:
     attrs={"rows": Attr("int", doc="how many rows weight has"), **_PADDING},
     vjp=_embedding_grad_vjp,
     flops=input_flops(1),
-    samples=samples(
-        """2x4x3 2x4:index<5 | 9x3 9:index<5 padding_idx=2 | 3 scalar:index<5 | 0x2x3 0x2:index<5
+    samples="""rows=5 padding_idx=-1;
+        2x4x3 2x4:index<5 | 9x3 9:index<5 padding_idx=2 | 3 scalar:index<5 | 0x2x3 0x2:index<5
         | 4x3@transposed 4:index<5:i32 | 4x3@sliced 4:index<5 padding_idx=0
         | 4x3@expanded 4:index<5""",
-        rows=5,
-        padding_idx=-1,
-    ),
 )
 def embedding_grad(grad: TensorType, index: TensorType, rows: int, padding_idx: int) -> TensorType:
     """The gradient of embedding for its weight: rows of grad added up by index, always in the same

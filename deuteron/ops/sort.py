@@ -79,11 +79,8 @@ ordering = partial(operator, Fusion.OPAQUE, complete=with_axis, vjp=_back_to_pla
         "stable": Attr("bool", True, "equal elements keep their order"),
     },
     flops=lambda ins, outs, attrs: float(outs[0].numel * outs[0].shape[attrs["axis"]].bit_length()),
-    samples=samples(
-        f"""{_ORDER.format("", "descending=True")} 3x4:bool descending=True nograd
+    samples=f""":distinct; {_ORDER.format("", "descending=True")} 3x4:bool descending=True nograd
         | 33:extreme axis=0 nograd [extreme]""",
-        "distinct",
-    ),
 )
 def sort(x: TensorType, **how: Any) -> tuple[TensorType, ...]:
     """x in order along the axis, and the places the elements came from as int64; nan is the
