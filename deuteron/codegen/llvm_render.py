@@ -154,7 +154,8 @@ class Renderer(Loops):
             self._accumulate(s, acc[cell.lanes], cell, local, stored)
             for k in keep:
                 if k in local:
-                    self._keep(k, local[k], cell)
+                    value, align = self.lanes(local[k], cell.lanes), 8 if self.p.wide else 4
+                    c.b.store(value, self._slot(k, cell), align=align)
         made = {k for k in keep if needs(self.made, [s.source], k, stored, self.p)}
         stored |= made
         wide = F64 if far else kind
@@ -250,10 +251,6 @@ class Renderer(Loops):
         which = self.shape.kept.index(name) * self.row_size
         assert self.scratch is not None
         return c.at(self.scratch, which, column, of=self.float)
-
-    def _keep(self, name: str, value: Value, cell: Place) -> None:
-        align = 8 if self.p.wide else 4
-        self.c.b.store(self.lanes(value, cell.lanes), self._slot(name, cell), align=align)
 
     # ---- statements
 

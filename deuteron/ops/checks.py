@@ -112,9 +112,6 @@ def check_gradient(op: str, grad: TensorType, expected: Shape) -> None:
         raise GraphError(wrong, remedy="use the shape and attributes of the forward operator")
 
 
-# ---- of norms
-
-
 def check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
     check_float(name, x=x)
     if x.rank < least_rank:

@@ -27,8 +27,6 @@ from deuteron.ops.samples import Sample, unary_samples
 Result = Callable[..., DType]
 Gradient = Callable[..., Any] | Sequence[Callable[..., Any] | None] | None
 
-# ---- the element type of a result -----------------------------------------------------------
-
 
 def floats(name: str, *types: TensorType) -> DType:
     """Floats stay what they are; nothing else is taken."""
@@ -68,9 +66,6 @@ def result_type(dt: DType, *types: TensorType | None) -> TensorType:
         if t.shape == shape and 0 not in t.strides[:1]:
             return t.dense_like(shape, dt)
     return present[0].dense_like(shape, dt)
-
-
-# ---- the operator -----------------------------------------------------------------------------
 
 
 def elementwise(

@@ -25,9 +25,6 @@ def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     return 2.0 * outs[0].numel * float(ins[0].shape[-1])
 
 
-# ---- matmul ----------------------------------------------------------------------------------
-
-
 def _transposed(b: Ops, x: Sym) -> Sym:
     return b.one("permute", x, dims=(*range(x.rank - 2), x.rank - 1, x.rank - 2))
 
@@ -99,9 +96,6 @@ def matmul(x: TensorType, y: TensorType) -> TensorType:
         )
     batch, columns = broadcast(x.shape[:-2], y.shape[:-2]), y.shape[1:][-1:]
     return TensorType.of((*batch, *x.shape[-2:-1], *columns), x.dtype)
-
-
-# ---- linear ----------------------------------------------------------------------------------
 
 
 def _linear_vjp(b: Ops, v: Vjp) -> Grads:

@@ -83,9 +83,6 @@ def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     return float(y.numel * prod(attrs["kernel"]))
 
 
-# ---- backward ------------------------------------------------------------------------------------
-
-
 def _grad_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     assert _POOL.complete is not None
     return {**attrs, **_POOL.complete(types, {name: attrs[name] for name in _POOL.attrs})}

@@ -21,8 +21,6 @@ from deuteron.ops.opdef import Fusion, Vjp, input_flops, operator
 from deuteron.ops.reference import LOW, fixed_order, wide_type
 from deuteron.ops.samples import Arg, Sample, samples
 
-# ---- running sums and products -------------------------------------------------------------------
-
 
 def _total_reference(scan: Callable[..., torch.Tensor], x: torch.Tensor, axis: int) -> torch.Tensor:
     low = x.dtype in LOW
@@ -72,8 +70,6 @@ def _extreme_vjp(b: Ops, v: Vjp) -> Grads:
     total = b.scatter_add(v.outs[1], b.upcast(v.grad), shape=x.shape, axis=axis)
     return [b.to(total, x.dtype)]
 
-
-# ---- samples and the table -----------------------------------------------------------------------
 
 _CASES = """3x5 axis=1 | 3x5 axis=0 | 33 axis=-1 | 2x3x4 axis=1 | 0x4 axis=0 | 3x0 axis=1
     | 1x1 axis=0 | 4x5@transposed axis=1 | 4x5@sliced axis=0 | 4x5@expanded axis=1

@@ -49,9 +49,6 @@ def scatter(index: TensorType, src: TensorType, shape: Shape, axis: int) -> Tens
     return TensorType.of(shape, src.dtype)
 
 
-# ---- sort and topk -------------------------------------------------------------------------------
-
-
 def _dense(found: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(t.contiguous() for t in found)
 
