@@ -254,8 +254,8 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     e, cell, (axis, classes) = low.op, low.cell_index(node), class_axis(low, node)
     row, smooth = (*cell[:axis], *cell[axis + 1 :]), node.attrs["label_smoothing"]
     top, _, power, total = _soft(low, node)
-    log_total = e("log", total)
-    lse = e("add", top, log_total)
+    log_sum = e("log", total)
+    lse = e("add", top, log_sum)
 
     def weighted(x: Arg, at: Affine) -> Arg:
         weight = low.float_at(low.input(node, 2), (at,), ()) if has_input(node, 2) else None
@@ -291,15 +291,13 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     z, which = number(4), node.outputs.index(value)
     found: Any = lse
     if which == 0:
-        found = (
-            None if own is None else e("mul", own, e("sub", log_total, e("sub", logit(at), top)))
-        )
+        found = None if own is None else e("mul", own, e("sub", log_sum, e("sub", logit(at), top)))
         if every is not None:  # large logits lose no digits where a sum is that of differences
             ref = logit(Affine())
             ref = e("select", e("eq", e("abs", ref), math.inf), 0.0, ref)
             apart = e("sub", low.as_float(low.cell(node)), ref)
             spread = low.reduce("sum", apart if uniform else e("mul", every, apart))
-            rest = e("mul", shares, e("add", e("sub", top, ref), log_total))
+            rest = e("mul", shares, e("add", e("sub", top, ref), log_sum))
             rest = e("sub", rest, e("mul", spread, every) if uniform else spread)
             found = rest if found is None else e("add", found, rest)
         found = found if z is None else e("add", found, e("mul", z, e("mul", lse, lse)))

@@ -34,7 +34,7 @@ CHEAP = {
 IN_PLACE = (
     "relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh threshold".split()
 )
-TORCH_NAMES = {"hardtanh": {"min": "min_val", "max": "max_val"}, "glu": {"axis": "dim"}}
+RENAMED = {"hardtanh": {"min": "min_val", "max": "max_val"}, "glu": {"axis": "dim"}}
 
 
 def _cheap_is_torchs(slow: Collection[torch.dtype], x: Tensor, *_: Any, **__: Any) -> bool:
@@ -59,9 +59,7 @@ def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tenso
     more = {"inplace": False} if name in IN_PLACE else None
     if name in CHEAP:
         rule["on_cpu"] = partial(_cheap_is_torchs, CHEAP[name])
-    return from_table(
-        name, called, home=F, rename=TORCH_NAMES.get(name), more=more, run=run, **rule
-    )
+    return from_table(name, called, home=F, rename=RENAMED.get(name), more=more, run=run, **rule)
 
 
 relu, relu6, leaky_relu, hardtanh, hardswish, hardsigmoid, softshrink, hardshrink, threshold = map(

@@ -133,11 +133,10 @@ def _is_fast(accumulate: str | None, reduction: str) -> bool:
         asked = f"accumulate={accumulate!r}"
         raise GraphError(wrong, asked=asked, remedy="use 'exact' or 'fast', or leave it out")
     if accumulate == "fast" and reduction == "none":
-        raise GraphError(
-            "a gradient that is added up with the loss cannot be weighed row by row later",
-            asked="linear_cross_entropy(…, accumulate='fast', reduction='none')",
-            remedy="use accumulate='exact', or reduction='sum' or 'mean'",
-        )
+        wrong = "a gradient that is added up with the loss cannot be weighed row by row later"
+        asked = "linear_cross_entropy(…, accumulate='fast', reduction='none')"
+        remedy = "use accumulate='exact', or reduction='sum' or 'mean'"
+        raise GraphError(wrong, asked=asked, remedy=remedy)
     return reduction != "none" if accumulate is None else accumulate == "fast"
 
 

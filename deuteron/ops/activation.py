@@ -212,7 +212,7 @@ def _gelu_gradient(b: Any, g: Any, x: Any, approximate: str) -> Any:
     return g * (x * (s * (1.0 - s)) * inner + s)
 
 
-def _gelu_reference(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def _gelu_torch(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """PyTorch's own, but in float64, in which it has to be exact, with all its digits."""
     if x.dtype == torch.float64 and approximate == "none":
         return x * ndtr(x)
@@ -224,9 +224,7 @@ def _gelu_reference(x: torch.Tensor, approximate: str) -> torch.Tensor:
 _APPROXIMATE: Any = Attr("str", "none", "how Φ is computed", ("none", "tanh"))
 
 
-@elementwise(
-    reference=_gelu_reference, gradient=_gelu_gradient, tried=({}, {"approximate": "tanh"})
-)
+@elementwise(reference=_gelu_torch, gradient=_gelu_gradient, tried=({}, {"approximate": "tanh"}))
 def gelu(b: Any, x: Any, approximate: str = _APPROXIMATE) -> Any:
     """x · Φ(x), with Φ the normal distribution or its tanh approximation"""
     if approximate == "none":

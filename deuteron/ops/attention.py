@@ -176,11 +176,9 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
 # ---- cost and samples --------------------------------------------------------------------------
 
 
-def _flops(
-    query: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: Attributes
-) -> float:
+def _flops(slot: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: Attributes) -> float:
     """So many products over the D features and over the Dv features, half of each if causal."""
-    q, k, v = ins[query : query + 3]
+    q, k, v = ins[slot : slot + 3]
     halved = attrs["causal"] and q.shape[-2] == k.shape[-2]
     pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if halved else 1.0)
     return float(2.0 * pairs * (over_d * q.shape[-1] + over_dv * v.shape[-1]))

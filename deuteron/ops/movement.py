@@ -103,9 +103,7 @@ def _permute_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     torch.permute,
     attrs={"dims": Attr("ints", doc="the new order, e.g. dims=(0, 2, 1)")},
     complete=_permute_complete,
-    vjp=lambda b, v: [
-        b.permute(v.grad, dims=tuple(map(v.attrs["dims"].index, range(v.grad.rank))))
-    ],
+    vjp=lambda b, v: [b.permute(v.grad, tuple(map(v.attrs["dims"].index, range(v.grad.rank))))],
     samples="""3x4 dims=(1,0) | scalar dims=() | 2x0x3 dims=(2,0,1) | 2x3x4 dims=(-1,0,1)
         | 3x4@sliced dims=(1,0) | 3x4@expanded dims=(1,0) | 2x3x4x5@nhwc dims=(0,2,3,1)""",
 )
