@@ -143,7 +143,7 @@ def import_module(
     torch's own words where torch.export cannot trace it.
     """
     if not isinstance(args, tuple | list):
-        raise BindError(f"args is {_shown(args)}, no tuple", remedy="write (x,) for one input")
+        raise BindError(f"args is {_shown(args)}, not a tuple", remedy="write (x,) for one input")
     name = name or type(module).__name__
     call = (tuple(args), dict(kwargs or {}))
     parameters = _positional(module)
