@@ -31,9 +31,6 @@ def finished(b: Any, x: Any, normal: tuple[Any, Any] | None, result: torch.dtype
     return b.clamp(b.round(x * 255.0), min=0.0, max=255.0) if result == torch.uint8 else x
 
 
-# ---- nodes of a graph --------------------------------------------------------------------------
-
-
 def emit(g: Ops, spec: Spec, x: Sym, table: Sym) -> Sym:
     """The nodes for images ``x`` [N, C, H, W] and a table [N, columns] of parameters."""
     given = torch_type(x.dtype)

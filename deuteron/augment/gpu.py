@@ -30,16 +30,12 @@ WEIGHTS: dict[str, tuple[int, Callable[[Any], Pixel] | None]] = {
 
 
 Code = tuple[Sampling, Colouring, torch.Tensor | None]
+Kind = torch.dtype
 
 
 @lru_cache(maxsize=256)
 def _code(
-    spec: str,
-    channels: int,
-    given: torch.dtype,
-    kind: torch.dtype,
-    result: torch.dtype,
-    device: torch.device,
+    spec: str, channels: int, given: Kind, kind: Kind, result: Kind, device: torch.device
 ) -> Code:
     """How the spec reads an image, what it makes of a pixel, and scale and shift of Normalize. A
     program that has one channel has it as the first of three."""

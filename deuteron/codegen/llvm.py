@@ -41,6 +41,9 @@ def vec(lanes: int, of: Any = F32) -> Any:
 
 
 def lanes_of(value: Value) -> int:
+    """How many elements a value has side by side; a number of lanes is itself."""
+    if isinstance(value, int):
+        return value
     return value.type.count if isinstance(value.type, ir.VectorType) else 1
 
 
@@ -67,18 +70,20 @@ class Code:
         """A 64-bit integer."""
         return ir.Constant(I64, x) if isinstance(x, int) else x
 
-    def f(self, x: float | Value, lanes: int = 1) -> Value:
-        """A float in every lane."""
+    def f(self, x: float | Value, lanes: int | Value = 1) -> Value:
+        """A float in every lane; ``lanes``: how many, or a value that has as many."""
+        lanes = lanes_of(lanes)
         if isinstance(x, float | int):
             one = ir.Constant(F32, float(x))
             return one if lanes == 1 else ir.Constant(vec(lanes), [one] * lanes)
         return self.splat(x, lanes)
 
-    def addend(self, x: float, lanes: int) -> Value:
+    def addend(self, x: float, lanes: int | Value) -> Value:
         """A float in every lane, to which a product will be added. ARM's multiply-add overwrites
         what it adds to: a constant in a register is copied first, on the very units that multiply,
         and a polynomial costs twice its multiply-adds. So there it is read from memory, on units
         that have little else to do; where arithmetic takes operands from memory LLVM knows best."""
+        lanes = lanes_of(lanes)
         if lanes == 1 or not has_lanes():
             return self.f(x, lanes)
         kind, name = ir.ArrayType(F32, lanes), f"addend.{float(x).hex()}.{lanes}"
@@ -339,17 +344,13 @@ def compile_module(module: Any) -> bytes:
     passes = binding.create_new_module_pass_manager()
     for name in PASSES:
         getattr(passes, f"add_{name}_pass")()
-    passes.run(parsed, binding.create_pass_builder(_machine(), _tuning()))
+    tuning = binding.create_pipeline_tuning_options(speed_level=1)
+    passes.run(parsed, binding.create_pass_builder(_machine(), tuning))
     return bytes(_machine().emit_object(parsed))
 
 
 PASSES = "sroa simplify_cfg loop_rotate instruction_combine new_gvn".split()
 PASSES += ["dead_code_elimination", "simplify_cfg"]
-
-
-@lru_cache
-def _tuning() -> Any:
-    return binding.create_pipeline_tuning_options(speed_level=1)
 
 
 def _read(path: Path, key: str) -> bytes | None:

@@ -19,9 +19,9 @@ from typing import Any
 from deuteron.codegen.index import Var
 from deuteron.codegen.llvm import F64, Code, Value, vec
 from deuteron.codegen.llvm_loops import STRETCH, Place
-from deuteron.codegen.llvm_plan import after_reductions, plan
+from deuteron.codegen.llvm_plan import plan
 from deuteron.codegen.llvm_render import Renderer
-from deuteron.codegen.scalar import Reduce, ScalarProgram, Store, reads
+from deuteron.codegen.scalar import Reduce, ScalarProgram, reads
 from deuteron.ops.formula import Compute
 
 PANEL = 4096  # numbers that a thread holds for its columns and reads in every row: 16 KB of float32
@@ -45,7 +45,7 @@ class ColumnRenderer(Renderer):
 
     def _body(self, code: Code, words: Value, thread: Value, threads: Value) -> None:
         self._open(code, words, thread)
-        self.late = after_reductions(self.p)
+        self.late = self.p.after_reductions
         reductions, shared = self.p.reductions, self._shared()
         steps = PANEL // (self.shape.lanes * (len(reductions) + len(shared)))
         self.panel = max(1, steps) * self.shape.lanes  # columns that a thread takes at a time
@@ -145,8 +145,8 @@ class ColumnRenderer(Renderer):
                 env[name] = self.c.b.fptrunc(total, kind) if narrow else total
             elif name in self.late:
                 env[name] = self._evaluate(s, place, env)
-        for store in self.p.statements:
-            if isinstance(store, Store) and not self._per_cell(store):
+        for store in self.p.stores:
+            if not self._per_cell(store):
                 self._store(store, place, env)
 
     def _early(self, place: Place) -> dict[str, Value]:

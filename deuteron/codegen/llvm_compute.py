@@ -145,10 +145,6 @@ def _pick(order: str) -> Callable[..., Value]:
     return lambda c, x, y: c.b.select(c.b.icmp_signed(order, x, y), x, y)
 
 
-def _magnitude(c: Code, x: Value) -> Value:
-    return c.b.select(c.b.icmp_signed("<", x, ir.Constant(x.type, None)), c.b.neg(x), x)
-
-
 NARROW = {**llvm_math.FUNCTIONS, "expm1": _expm1, "log1p": llvm_math.log1p}
 FLOAT: dict[str, Callable[..., Value]] = {
     **{name: _instruction(f"f{name}") for name in "add sub mul div neg".split()},
@@ -161,7 +157,7 @@ FLOAT: dict[str, Callable[..., Value]] = {
 }
 INTEGER: dict[str, Callable[..., Value]] = {
     **{name: _instruction(name) for name in "add sub mul neg".split()},
-    "abs": _magnitude,
+    "abs": lambda c, x: c.b.select(c.b.icmp_signed("<", x, x.type(None)), c.b.neg(x), x),
     "maximum": _pick(">"),
     "minimum": _pick("<"),
     "quotient": _instruction("sdiv"),
@@ -186,10 +182,8 @@ class Arithmetic(Registers):
             seed, where = args
             return llvm_math.random(self.c, seed, where, far=dict(s.attrs)["far"])
         if s.op in ("rounded", "wrapped"):
-            return self.from_memory(
-                self.to_memory(args[0], dtype(dict(s.attrs)["dtype"])),
-                dtype(dict(s.attrs)["dtype"]),
-            )
+            kind = dtype(dict(s.attrs)["dtype"])
+            return self.from_memory(self.to_memory(args[0], kind), kind)
         scalar = args[-1].type.element if llvm.lanes_of(args[-1]) > 1 else args[-1].type
         is_float = scalar in (F32, F64)
         if s.op in COMPARE:

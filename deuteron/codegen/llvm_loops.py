@@ -16,9 +16,12 @@ from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import I32, I64, Value, vec
 from deuteron.codegen.llvm_compute import I1, Arithmetic
 from deuteron.codegen.llvm_plan import Shape, opens
-from deuteron.codegen.scalar import Guard, Inside, Load, ScalarProgram
+from deuteron.codegen.scalar import Guard, ScalarProgram
 
 Pause = Callable[[], None] | None
+Where = dict[Var, Value]
+Settled = Mapping[Guard, bool]
+NOTHING: Settled = MappingProxyType({})
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
 PIECES = 16  # pieces of work wanted, so that threads share them evenly
 STRETCH = 32  # numbers that an accumulator takes in float32 before they are added up in float64
@@ -74,10 +77,9 @@ class Loops(Arithmetic):
         over the edge of an image: rows for which all hold get a loop without them."""
         if self.p.inner:
             return ()
-        asked = (g for s in self.p.statements if isinstance(s, Load | Inside) for g in s.guards)
         return tuple(
             g
-            for g in dict.fromkeys(asked)
+            for g in self.p.guards
             if v not in g.index.variables
             and not g.index.dynamic
             and 4 * (g.high - g.low) >= 3 * (g.index.high - g.index.low + 1)
@@ -93,12 +95,7 @@ class Loops(Arithmetic):
         return at
 
     def _vectors(
-        self,
-        at: dict[Var, Value],
-        start: Value,
-        stop: Value,
-        whole: bool,
-        known: Mapping[Guard, bool] = MappingProxyType({}),
+        self, at: Where, start: Value, stop: Value, whole: bool, known: Settled = NOTHING
     ) -> Iterator[Place]:
         """The vector axis from ``start`` to ``stop``: whole vectors, then what is left. Guards
         that depend on nothing else are settled by cutting the axis where they change."""
@@ -116,14 +113,12 @@ class Loops(Arithmetic):
 
     def _settled(self, v: Var, low: int, high: int) -> dict[Guard, bool]:
         known = {}
-        for s in self.p.statements:
-            if isinstance(s, Load | Inside):
-                for g in s.guards:
-                    begin, end = opens(g, v) or (high, low)
-                    if begin <= low and high <= end:
-                        known[g] = True
-                    elif begin < end and (high <= begin or end <= low):
-                        known[g] = False
+        for g in self.p.guards:
+            begin, end = opens(g, v) or (high, low)
+            if begin <= low and high <= end:
+                known[g] = True
+            elif begin < end and (high <= begin or end <= low):
+                known[g] = False
         return known
 
     def _cells(self, place: Place, pause: Pause = None) -> Iterator[Place]:

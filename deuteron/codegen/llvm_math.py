@@ -39,8 +39,8 @@ _EXP = numbers(
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 
 
-def _ints(c: Code, x: int, lanes: int) -> Value:
-    one = ir.Constant(I32, x)
+def _ints(c: Code, x: int, like: Value) -> Value:
+    one, lanes = ir.Constant(I32, x), lanes_of(like)
     return one if lanes == 1 else ir.Constant(vec(lanes, I32), [one] * lanes)
 
 
@@ -55,14 +55,14 @@ def _floats(c: Code, x: Value) -> Value:
 def poly(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
     """A polynomial, highest power first: neighbours in pairs, then Horner in x². Half the length
     of Horner's chain, and half of what is added is no constant."""
-    n, square = lanes_of(x), c.b.fmul(x, x)
+    square = c.b.fmul(x, x)
     low = [*reversed(coefficients)]
     pairs = [low[i : i + 2] for i in range(0, len(low), 2)]
 
     def pair(of: Sequence[float]) -> Value:
         if len(of) == 1:
-            return c.f(of[0], n)
-        return c.fma(c.f(of[1], n), x, c.addend(of[0], n))
+            return c.f(of[0], x)
+        return c.fma(c.f(of[1], x), x, c.addend(of[0], x))
 
     out = pair(pairs[-1])
     for of in pairs[-2::-1]:
@@ -72,70 +72,62 @@ def poly(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
 
 def _rounded(c: Code, x: Value, scale: float) -> tuple[Value, Value]:
     """round(x · scale) as float and as int32, without a conversion that nan would spoil."""
-    n = lanes_of(x)
-    shifted = c.fma(x, c.f(scale, n), c.addend(_MAGIC, n))
-    return c.b.fsub(shifted, c.f(_MAGIC, n)), c.b.sub(_bits(c, shifted), _ints(c, _MAGIC_BITS, n))
+    shifted = c.fma(x, c.f(scale, x), c.addend(_MAGIC, x))
+    return c.b.fsub(shifted, c.f(_MAGIC, x)), c.b.sub(_bits(c, shifted), _ints(c, _MAGIC_BITS, x))
 
 
 def _power(c: Code, k: Value) -> Value:
     """2ᵏ for −126 ≤ k ≤ 127, where only the lowest nine bits of k count."""
-    n = lanes_of(k)
-    return _floats(c, c.b.add(c.b.shl(k, _ints(c, 23, n)), _ints(c, 127 << 23, n)))
+    return _floats(c, c.b.add(c.b.shl(k, _ints(c, 23, k)), _ints(c, 127 << 23, k)))
 
 
 def _reduced(c: Code, x: Value, magic: float = _MAGIC) -> tuple[Value, Value]:
     """eʳ − 1 with x = k ln 2 + r, and bits whose lowest nine are those of k + magic − 1.5 · 2²³."""
-    n = lanes_of(x)
-    shifted = c.fma(x, c.f(math.log2(math.e), n), c.addend(magic, n))
-    k = c.b.fsub(shifted, c.f(magic, n))
-    r = c.fma(k, c.f(-_LN2_HIGH, n), x)
-    r = c.fma(k, c.f(-_LN2_LOW, n), r)
+    shifted = c.fma(x, c.f(math.log2(math.e), x), c.addend(magic, x))
+    k = c.b.fsub(shifted, c.f(magic, x))
+    r = c.fma(k, c.f(-_LN2_HIGH, x), x)
+    r = c.fma(k, c.f(-_LN2_LOW, x), r)
     return c.fma(poly(c, r, _EXP), c.b.fmul(r, r), r), _bits(c, shifted)
 
 
 def exp(c: Code, x: Value) -> Value:
-    n = lanes_of(x)
-    x = c.fmin(c.fmax(x, c.f(-104.0, n)), c.f(89.0, n))
+    x = c.fmin(c.fmax(x, c.f(-104.0, x)), c.f(89.0, x))
     less, k = _reduced(c, x)
-    return _scaled(c, c.b.fadd(less, c.f(1.0, n)), k)
+    return _scaled(c, c.b.fadd(less, c.f(1.0, x)), k)
 
 
 def exp2(c: Code, x: Value) -> Value:
     """2ˣ: the whole part is exact, the rest goes through the polynomial of eˣ."""
-    n = lanes_of(x)
-    x = c.fmin(c.fmax(x, c.f(-151.0, n)), c.f(129.0, n))
-    shifted = c.b.fadd(x, c.f(_MAGIC, n))
-    r = c.b.fmul(c.b.fsub(x, c.b.fsub(shifted, c.f(_MAGIC, n))), c.f(math.log(2.0), n))
+    x = c.fmin(c.fmax(x, c.f(-151.0, x)), c.f(129.0, x))
+    shifted = c.b.fadd(x, c.f(_MAGIC, x))
+    r = c.b.fmul(c.b.fsub(x, c.b.fsub(shifted, c.f(_MAGIC, x))), c.f(math.log(2.0), x))
     less = c.fma(poly(c, r, _EXP), c.b.fmul(r, r), r)
-    return _scaled(c, c.b.fadd(less, c.f(1.0, n)), _bits(c, shifted))
+    return _scaled(c, c.b.fadd(less, c.f(1.0, x)), _bits(c, shifted))
 
 
 def _scaled(c: Code, p: Value, k: Value) -> Value:
     """p · 2ᵏ in two steps, so that denormal results are rounded once; k below bits of magic."""
-    n = lanes_of(p)
-    half = c.b.ashr(k, _ints(c, 1, n))
+    half = c.b.ashr(k, _ints(c, 1, p))
     return c.b.fmul(c.b.fmul(p, _power(c, half)), _power(c, c.b.sub(k, half)))
 
 
 def exp_nonpositive(c: Code, x: Value) -> Value:
     """eˣ for x ≤ 0, with results below 2⁻¹²⁶ taken for 0: what a softmax needs."""
-    n = lanes_of(x)
-    less, k = _reduced(c, c.fmax(x, c.f(-88.0, n)), _MAGIC + 127.0)
-    return c.b.fmul(c.b.fadd(less, c.f(1.0, n)), _exponent(c, k))
+    less, k = _reduced(c, c.fmax(x, c.f(-88.0, x)), _MAGIC + 127.0)
+    return c.b.fmul(c.b.fadd(less, c.f(1.0, x)), _exponent(c, k))
 
 
 def _exponent(c: Code, k: Value) -> Value:
     """2ᵏ⁻¹²⁷ for 0 ≤ k ≤ 254, where 0 gives 0."""
-    return _floats(c, c.b.shl(k, _ints(c, 23, lanes_of(k))))
+    return _floats(c, c.b.shl(k, _ints(c, 23, k)))
 
 
 def expm1(c: Code, x: Value) -> Value:
     """eˣ − 1, for x up to 88."""
-    n = lanes_of(x)
-    x = c.fmin(c.fmax(x, c.f(-87.0, n)), c.f(88.0, n))
+    x = c.fmin(c.fmax(x, c.f(-87.0, x)), c.f(88.0, x))
     less, k = _reduced(c, x)
     scale = _power(c, k)
-    return c.fma(scale, less, c.b.fsub(scale, c.f(1.0, n)))
+    return c.fma(scale, less, c.b.fsub(scale, c.f(1.0, x)))
 
 
 _EXP2 = numbers(
@@ -148,13 +140,13 @@ _EXP2 = numbers(
 
 def ndtr(c: Code, x: Value) -> Value:
     """Φ(x), the normal distribution: 2^q(|x|), or what is left of 1."""
-    n, magic = lanes_of(x), _MAGIC + 127.0
-    q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(NORMAL_END, n)), NORMAL_TAIL)
-    shifted = c.b.fadd(q, c.f(magic, n))
-    r = c.b.fsub(q, c.b.fsub(shifted, c.f(magic, n)))
+    magic = _MAGIC + 127.0
+    q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(NORMAL_END, x)), NORMAL_TAIL)
+    shifted = c.b.fadd(q, c.f(magic, x))
+    r = c.b.fsub(q, c.b.fsub(shifted, c.f(magic, x)))
     below = c.b.fmul(poly(c, r, _EXP2), _exponent(c, _bits(c, shifted)))
-    negative = c.b.fcmp_ordered("<", x, c.f(0.0, n))
-    return c.b.select(negative, below, c.b.fsub(c.f(1.0, n), below))
+    negative = c.b.fcmp_ordered("<", x, c.f(0.0, x))
+    return c.b.select(negative, below, c.b.fsub(c.f(1.0, x), below))
 
 
 _LOG = numbers(
@@ -188,12 +180,11 @@ def log(c: Code, x: Value) -> Value:
 
 def log1p(c: Code, x: Value) -> Value:
     """ln(1 + x), with what is lost in 1 + x put back."""
-    n = lanes_of(x)
-    u = c.b.fadd(x, c.f(1.0, n))
-    lost = c.b.fsub(x, c.b.fsub(u, c.f(1.0, n)))
-    back = c.b.select(c.b.fcmp_ordered("==", u, c.f(0.0, n)), c.f(0.0, n), c.b.fdiv(lost, u))
+    u = c.b.fadd(x, c.f(1.0, x))
+    lost = c.b.fsub(x, c.b.fsub(u, c.f(1.0, x)))
+    back = c.b.select(c.b.fcmp_ordered("==", u, c.f(0.0, x)), c.f(0.0, x), c.b.fdiv(lost, u))
     y = c.b.fadd(log(c, u), back)
-    return c.b.select(c.b.fcmp_ordered("==", x, c.f(math.inf, n)), x, y)
+    return c.b.select(c.b.fcmp_ordered("==", x, c.f(math.inf, x)), x, y)
 
 
 _ERF_P = numbers(
@@ -219,24 +210,21 @@ _TANH_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.8
 
 def _horner(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
     """The order in which these quotients reach 1 at their limit, and not the number before it."""
-    n = lanes_of(x)
-    out = c.f(coefficients[0], n)
+    out = c.f(coefficients[0], x)
     for k in coefficients[1:]:
-        out = c.fma(out, x, c.addend(k, n))
+        out = c.fma(out, x, c.addend(k, x))
     return out
 
 
 def _rational(c: Code, x: Value, limit: float, p: Sequence[float], q: Sequence[float]) -> Value:
     """x · p(x²) / q(x²) with x held within ± limit; the quotient first, for denormal x."""
-    n = lanes_of(x)
-    x = c.fmin(c.fmax(x, c.f(-limit, n)), c.f(limit, n))
+    x = c.fmin(c.fmax(x, c.f(-limit, x)), c.f(limit, x))
     z = c.b.fmul(x, x)
     return c.b.fmul(x, c.b.fdiv(_horner(c, z, p), _horner(c, z, q)))
 
 
 def _within_one(c: Code, x: Value) -> Value:
-    n = lanes_of(x)
-    return c.fmin(c.fmax(x, c.f(-1.0, n)), c.f(1.0, n))
+    return c.fmin(c.fmax(x, c.f(-1.0, x)), c.f(1.0, x))
 
 
 def erf(c: Code, x: Value) -> Value:
@@ -244,9 +232,8 @@ def erf(c: Code, x: Value) -> Value:
 
 
 def tanh(c: Code, x: Value) -> Value:
-    n = lanes_of(x)
     y = _within_one(c, _rational(c, x, 7.99881172180175781, _TANH_P, _TANH_Q))
-    small = c.b.fcmp_ordered("<", c.intrinsic("fabs", x), c.f(4e-4, n))
+    small = c.b.fcmp_ordered("<", c.intrinsic("fabs", x), c.f(4e-4, x))
     return c.b.select(small, x, y)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Guard, Inside, Load, Reduce, ScalarProgram, Store, reads
+from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, Store, reads
 from deuteron.ops.formula import Arg, Compute
 
 FUNCTIONS = "exp exp2 log erf tanh sin cos expm1 log1p ndtr"  # of one number
@@ -71,19 +71,10 @@ def _one_walk(program: ScalarProgram, columns: tuple[Var, ...], wide: bool) -> b
     order anyway, and gain only if something is stored on the way."""
     if not columns or columns[-1].size < MANY_ROWS:
         return False
-    late, inner = after_reductions(program), set(program.inner)
+    late, inner = program.after_reductions, set(program.inner)
     reduced = all(s.source not in late and s.kind != "bool" for s in program.reductions)
-    stored = [s for s in program.statements if isinstance(s, Store) and s.offset.variables & inner]
+    stored = [s for s in program.stores if s.offset.variables & inner]
     return (wide or bool(stored)) and reduced and all(s.source not in late for s in stored)
-
-
-def after_reductions(program: ScalarProgram) -> frozenset[str]:
-    """The results of reductions and the values that depend on them."""
-    found: set[str] = set()
-    for s in program.statements:
-        if not isinstance(s, Store) and (isinstance(s, Reduce) or found.intersection(reads(s))):
-            found.add(s.name)
-    return frozenset(found)
 
 
 def _unroll() -> int:
@@ -95,11 +86,8 @@ def _unroll() -> int:
 def _settles(program: ScalarProgram, v: Var) -> bool:
     """Whether each guard changes along ``v`` only where the axis can be cut, and no division
     hides a scalar that changes along it."""
-    for s in program.statements:
-        for g in s.guards if isinstance(s, Load | Inside) else ():
-            if v in program.axes_of(g.index) and opens(g, v) is None:
-                return False
-    return True
+    along = (g for g in program.guards if v in program.axes_of(g.index))
+    return all(opens(g, v) is not None for g in along)
 
 
 def opens(g: Guard, v: Var) -> tuple[int, int] | None:
@@ -115,11 +103,7 @@ def _breaks(program: ScalarProgram, v: Var | None) -> tuple[int, ...]:
     """Positions along ``v`` where a guard opens or closes."""
     if v is None:
         return ()
-    found = {0, v.size}
-    for s in program.statements:
-        if isinstance(s, Load | Inside):
-            for g in s.guards:
-                found |= set(opens(g, v) or ())
+    found = {0, v.size}.union(*(opens(g, v) or () for g in program.guards))
     return tuple(sorted(b for b in found if 0 <= b <= v.size))
 
 
@@ -127,9 +111,7 @@ def _kept(program: ScalarProgram) -> tuple[str, ...]:
     """Element values that more than one pass reads and that are dear to compute again."""
     made = {s.name: s for s in program.statements if not isinstance(s, Store)}
     passes = [[s.source] for s in program.reductions if not s.seldom]
-    passes.append(
-        [s.source for s in program.statements if isinstance(s, Store) and isinstance(s.source, str)]
-    )
+    passes.append([s.source for s in program.stores if isinstance(s.source, str)])
     kept: list[str] = []
     for name, level in program.level.items():
         s = made[name]
@@ -138,12 +120,12 @@ def _kept(program: ScalarProgram) -> tuple[str, ...]:
         readers = sum(needs(made, roots, name, set(kept), program) for roots in passes)
         if readers > 1 and _weight(made, name, set(kept), program) > 3:
             kept.append(name)
+
     # a value that only feeds another kept value need not be kept itself
-    useful = [
-        k
-        for k in kept
-        if any(needs(made, roots, k, set(kept) - {k}, program) for roots in passes[1:])
-    ]
+    def is_useful(k: str) -> bool:
+        return any(needs(made, roots, k, set(kept) - {k}, program) for roots in passes[1:])
+
+    useful = filter(is_useful, kept)
     return tuple(dict.fromkeys(_gate(made, passes, k, program) for k in useful))
 
 

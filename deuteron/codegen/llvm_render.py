@@ -41,7 +41,7 @@ class Renderer(Loops):
         self.float = F64 if program.wide else F32
         self.made = {s.name: s for s in program.statements if not isinstance(s, Store)}
         self.tensors = (*program.inputs, *program.outputs)
-        self.loads = {s.name: s.dtype for s in program.statements if isinstance(s, Load)}
+        self.loads = {s.name: s.dtype for s in program.loads}
         # e^(x − max x), which is never above 1, and the sums of it, by which one may multiply
         # inversely: they are at least 1
         pairs, shifted = scalar.softmaxes(program)
@@ -85,9 +85,8 @@ class Renderer(Loops):
                 continue
             elif level[s.name] == "row":
                 env[s.name] = self._evaluate(s, place, env)
-        stores = [s for s in self.p.statements if isinstance(s, Store)]
-        self._store_all([s for s in stores if not self._per_cell(s)], place, env)
-        if any(map(self._per_cell, stores)):
+        self._store_all([s for s in self.p.stores if not self._per_cell(s)], place, env)
+        if any(map(self._per_cell, self.p.stores)):
             spot, wanted = self._spot() or ("", "")
             elsewhere = {spot: ir.Constant(I1, 0)} if spot else {}
             for cell in self._cells(place):
@@ -114,8 +113,8 @@ class Renderer(Loops):
     def _reads_over(self) -> bool:
         """Whether a row that is stored reads again what it may be stored over."""
         over = {tensor for _, tensor in scalar.overwritable(self.p)}
-        loads = [s.name for s in self.p.statements if isinstance(s, Load) and s.tensor in over]
-        stores = [s.source for s in self.p.statements if isinstance(s, Store) and self._per_cell(s)]
+        loads = [s.name for s in self.p.loads if s.tensor in over]
+        stores = [s.source for s in self.p.stores if self._per_cell(s)]
         roots, kept = [r for r in stores if isinstance(r, str)], set(self.shape.kept)
         return any(needs(self.made, roots, name, kept, self.p) for name in loads)
 
@@ -133,8 +132,8 @@ class Renderer(Loops):
         return bool(s.offset.variables & set(self.p.inner))
 
     def _store_cell(self, cell: Place, local: dict[str, Value], stored: set[str]) -> None:
-        for s in self.p.statements:
-            if isinstance(s, Store) and self._per_cell(s):
+        for s in self.p.stores:
+            if self._per_cell(s):
                 if isinstance(s.source, str):
                     self._need(s.source, cell, local, stored)
                 self._store(s, cell, local)
@@ -155,7 +154,8 @@ class Renderer(Loops):
             self._accumulate(s, acc[cell.lanes], cell, local, stored)
             for k in keep:
                 if k in local:
-                    self._keep(k, local[k], cell)
+                    value, align = self.lanes(local[k], cell.lanes), 8 if self.p.wide else 4
+                    c.b.store(value, self._slot(k, cell), align=align)
         made = {k for k in keep if needs(self.made, [s.source], k, stored, self.p)}
         stored |= made
         wide = F64 if far else kind
@@ -252,10 +252,6 @@ class Renderer(Loops):
         assert self.scratch is not None
         return c.at(self.scratch, which, column, of=self.float)
 
-    def _keep(self, name: str, value: Value, cell: Place) -> None:
-        align = 8 if self.p.wide else 4
-        self.c.b.store(self.lanes(value, cell.lanes), self._slot(name, cell), align=align)
-
     # ---- statements
 
     def _need(self, name: str, cell: Place, local: dict[str, Value], stored: set[str]) -> None:
@@ -315,7 +311,7 @@ class Renderer(Loops):
     def _load(self, s: Load, place: Place) -> Value:
         c = self.c
         if any(place.known.get(g) is False for g in s.guards):
-            return self.number(0, {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int"))
+            return self.number(0, scalar.KINDS[s.dtype.kind])
         open_guards = tuple(g for g in s.guards if g not in place.known)
         if open_guards:
             return self._guarded(s, open_guards, place)
@@ -355,7 +351,7 @@ class Renderer(Loops):
 
     def _guarded(self, s: Load, guards: tuple[scalar.Guard, ...], place: Place) -> Value:
         """A load that happens only inside; the guards do not vary along the lanes."""
-        kind = {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int")
+        kind = scalar.KINDS[s.dtype.kind]
         v = self.shape.vector
         step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
         lanes = place.lanes if step or self._scattered(s.offset, place) else 1
@@ -381,7 +377,7 @@ class Renderer(Loops):
                     self._store(s, place, env)
 
     def _source(self, s: Store, env: dict[str, Value]) -> Value:
-        kind = {"float": "float", "bool": "bool"}.get(s.dtype.kind, "int")
+        kind = scalar.KINDS[s.dtype.kind]
         return env[s.source] if isinstance(s.source, str) else self.number(s.source.value, kind)
 
     def _store(

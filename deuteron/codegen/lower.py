@@ -16,7 +16,7 @@ from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatt
 from deuteron.codegen.moves import MOVES
 from deuteron.codegen.placed import PLACED, has_input
 from deuteron.codegen.rows import ROWS, Walk, is_reduction
-from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, Statement, Store
+from deuteron.codegen.scalar import KINDS, Guard, Load, Reduce, ScalarProgram, Statement, Store
 from deuteron.codegen.windows import WINDOWS
 from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Node
@@ -33,7 +33,6 @@ UNCHANGED = frozenset("floor ceil round trunc".split())  # by which integers are
 OVERFLOWS = frozenset("add sub mul neg abs square pow floor_div".split())
 WHOLE = UNCHANGED | OVERFLOWS | set("maximum minimum where sign relu clamp remainder".split())
 BOOLEAN = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and", "where": "where"}
-KINDS = {"float": "float", "int": "int", "uint": "int", "bool": "bool"}
 
 
 def lower(region: Region) -> ScalarProgram:
@@ -345,15 +344,12 @@ class Lowering(Scalars):
 
     def constant(self, value: float, dtype: DType | None = None) -> Const:
         """``value`` in the kind of ``dtype``; a float if none is given."""
-        kind = "float" if dtype is None else KINDS[dtype.kind]
-        return Const({"float": float, "int": int, "bool": bool}[kind](value), kind)
+        return scalar.number(value, "float" if dtype is None else dtype.kind)
 
 
 def _converted_number(a: Const, out: DType) -> Const:
-    if out.is_float:
-        return Const(float(a.value), "float")
-    if out.kind == "bool":
-        return Const(bool(a.value), "bool")
+    if out.is_float or out.kind == "bool":
+        return scalar.number(a.value, out.kind)
     value = int(a.value) & ((1 << out.bits) - 1)
     if out.kind == "int" and value >> (out.bits - 1):
         value -= 1 << out.bits

@@ -59,10 +59,6 @@ def _flip(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
     return low.at(low.input(node), turned, guards)
 
 
-def _same_place(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
-    return low.at(low.input(node), index, guards)
-
-
 def _concat(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
     axis, start, result = node.attrs["axis"], 0, None
     out = low.graph.types[node.output].dtype
@@ -122,31 +118,21 @@ EDGES: dict[str, Callable[[Lowering, Affine, int], Affine]] = {
 }
 
 
-# ---- by index: the address of one load is the value of another
-
-
-def _gather(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
-    axis, shape = node.attrs["axis"], low.type(node).shape
-    found = low.dynamic(low.at(low.input(node, 1), index, guards), shape[axis])
-    return low.at(low.input(node), replaced(index, axis, found), guards)
-
-
-def _index_select(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
-    axis, shape = node.attrs["axis"], low.type(node).shape
-    found = low.dynamic(low.at(low.input(node, 1), (index[axis],), guards), shape[axis])
-    return low.at(low.input(node), replaced(index, axis, found), guards)
-
-
-def _embedding(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
-    rows = low.type(node).shape[0]
-    found = low.dynamic(low.at(low.input(node, 1), index[:-1], guards), rows)
-    return low.at(low.input(node), (found, index[-1]), guards)
+def _picked(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
+    """By index: the address of one load is the value of another."""
+    axis = node.attrs.get("axis", 0)
+    named = {"gather": index, "index_select": (index[axis],), "embedding": index[:-1]}[node.op]
+    found = low.dynamic(low.at(low.input(node, 1), named, guards), low.type(node).shape[axis])
+    row = node.op == "embedding"
+    place = (found, index[-1]) if row else replaced(index, axis, found)
+    return low.at(low.input(node), place, guards)
 
 
 def replaced(index: Index, axis: int, by: Affine) -> Index:
     return (*index[:axis], by, *index[axis + 1 :])
 
 
-_NAMED = (_reshape, _permute, _expand, _slice, _flip, _concat, _pad, _gather, _index_select)
-MOVES: dict[str, Move] = {move.__name__[1:]: move for move in (*_NAMED, _embedding)}
-MOVES["to_layout"] = _same_place
+_NAMED = (_reshape, _permute, _expand, _slice, _flip, _concat, _pad)
+MOVES: dict[str, Move] = {move.__name__[1:]: move for move in _NAMED}
+MOVES |= dict.fromkeys(("gather", "index_select", "embedding"), _picked)
+MOVES["to_layout"] = lambda low, node, index, guards: low.at(low.input(node), index, guards)

@@ -10,7 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deuteron.codegen.index import Affine, Var, flatten
-from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads, substitute
+from deuteron.codegen.scalar import (
+    Load,
+    Reduce,
+    ScalarProgram,
+    Statement,
+    Store,
+    needed,
+    substitute,
+)
 from deuteron.ir.dtype import dtype
 
 FEW_ROWS = 8  # from here on threads find enough to do
@@ -33,11 +41,13 @@ def in_parts(program: ScalarProgram) -> tuple[ScalarProgram, ScalarProgram] | No
     shape = (*(v.size for v in program.outer), count)
     place = flatten(tuple(map(Affine.var, (*program.outer, part))), shape)
     tensors = {s.name: f"part{i}" for i, s in enumerate(program.reductions)}
-    kinds = {s.name: _stored(s, program.wide) for s in program.reductions}
+    real = "f64" if program.wide else "f32"
+    kinds = {s.name: "i64" if s.kind == "int" else real for s in program.reductions}
     first = substitute(program, {axis: Affine.var(part) * rest.size + Affine.var(rest)})
     stores = [Store(tensors[n], place, n, dtype(kinds[n])) for n in tensors]
     outer, inner = (*program.outer, part), tuple(rest if v == axis else v for v in program.inner)
-    statements, outputs = (*_needed(first, list(tensors)), *stores), tuple(tensors.values())
+    statements = (*needed(first.statements, tensors), *stores)
+    outputs = tuple(tensors.values())
     first = replace(first, outer=outer, inner=inner, statements=statements, outputs=outputs)
     statements, inputs = tuple(_after(program, tensors, kinds, place)), (*program.inputs, *outputs)
     return first, replace(program, inner=(part,), statements=statements, inputs=inputs)
@@ -45,38 +55,14 @@ def in_parts(program: ScalarProgram) -> tuple[ScalarProgram, ScalarProgram] | No
 
 def _one_walk(program: ScalarProgram) -> bool:
     """Whether no reduction waits for another, and only rows are stored."""
-    inner, made = set(program.inner), set[str]()
-    for s in program.statements:
-        if isinstance(s, Store):
-            if s.offset.variables & inner:
-                return False
-        elif isinstance(s, Reduce):
-            if s.source in made or s.seldom or s.kind == "bool":
-                return False
-            made.add(s.name)
-        elif made.intersection(reads(s)):
-            made.add(s.name)
-    return True
+    inner, late = set(program.inner), program.after_reductions
+    waits = any(s.source in late or s.seldom or s.kind == "bool" for s in program.reductions)
+    return not waits and not any(s.offset.variables & inner for s in program.stores)
 
 
 def _count(size: int, wanted: int) -> int:
     """How many equal parts there are, at most as many as wanted."""
     return next(n for n in range(min(wanted, size), 0, -1) if size % n == 0)
-
-
-def _stored(s: Reduce, wide: bool) -> str:
-    return "i64" if s.kind == "int" else "f64" if wide else "f32"
-
-
-def _needed(program: ScalarProgram, names: list[str]) -> list[Statement]:
-    """The statements that make the named values."""
-    found: list[Statement] = []
-    wanted = set(names)
-    for s in reversed(program.statements):
-        if not isinstance(s, Store) and s.name in wanted:
-            wanted.update(reads(s))
-            found.append(s)
-    return found[::-1]
 
 
 def _after(

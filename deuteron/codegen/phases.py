@@ -10,17 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine, Quotient, Var
-from deuteron.codegen.scalar import (
-    Guard,
-    Inside,
-    Load,
-    ScalarProgram,
-    Statement,
-    Store,
-    reads,
-    substitute,
-)
+from deuteron.codegen.scalar import Guard, Inside, Load, ScalarProgram, Statement, Store
 from deuteron.ops.formula import Arg, Compute, Const
 
 
@@ -35,8 +27,9 @@ def in_phases(program: ScalarProgram) -> ScalarProgram:
     half = Var(axis.name, axis.size // 2)
     phases = _Phases()
     for rest in range(2):
-        phases.add(substitute(program, {axis: Affine.var(half) * 2 + rest}))
-    statements = (*phases.needed(), *phases.stores)
+        phases.add(scalar.substitute(program, {axis: Affine.var(half) * 2 + rest}))
+    wanted = (name for s in phases.stores for name in scalar.reads(s))
+    statements = (*scalar.needed(phases.statements, wanted), *phases.stores)
     found = replace(program, outer=(*program.outer[:-1], half), statements=statements)
     return program if any(_divisors(e, half) for e in found.accesses()) else found
 
@@ -69,9 +62,7 @@ class _Phases:
             s = replace(s, guards=tuple(g for g in s.guards if _holds(g) is not True))
             kind = s.dtype.kind if isinstance(s, Load) else "bool"
             if any(_holds(g) is False for g in s.guards):
-                return {"float": Const(0.0, "float"), "bool": Const(False, "bool")}.get(
-                    kind, Const(0, "int")
-                )
+                return scalar.number(0, kind)
             if isinstance(s, Inside) and not s.guards:
                 return Const(True, "bool")
         elif isinstance(s, Compute):
@@ -84,16 +75,6 @@ class _Phases:
             self.made[key] = f"{s.name}_{len(self.made)}"
             self.statements.append(replace(s, name=self.made[key]))
         return self.made[key]
-
-    def needed(self) -> list[Statement]:
-        """Those that a store reads, directly or not."""
-        wanted = {name for s in self.stores for name in reads(s)}
-        found: list[Statement] = []
-        for s in reversed(self.statements):
-            if not isinstance(s, Store) and s.name in wanted:
-                wanted |= set(reads(s))
-                found.append(s)
-        return found[::-1]
 
 
 def _holds(g: Guard) -> bool | None:

@@ -70,7 +70,9 @@ def nll_terms(low: Lowering, node: Node, index: Index, guards: Guards) -> tuple[
 
     A target that is ignored may lie outside, so it is replaced before it is used as an index."""
     axis, classes = class_axis(low, node)
-    valid, at = target_at(low, node, index, guards, classes)
+    target = low.at(low.input(node, 1), index, guards)
+    valid = low.op("ne", target, node.attrs["ignore_index"])
+    at = low.dynamic(low.op("select", valid, target, 0), classes)
     place = (*index[:axis], at, *index[axis:])
     x = low.float_at(low.input(node), place, guards)
     weight: Arg = low.constant(1.0)
@@ -87,21 +89,8 @@ def class_axis(low: Lowering, node: Node) -> tuple[int, int]:
     return axis, shape[axis]
 
 
-def target_at(
-    low: Lowering, node: Node, index: Index, guards: Guards, classes: int
-) -> tuple[Arg, Affine]:
-    """Whether a target counts, and its class as an index that is always inside."""
-    target = low.at(low.input(node, 1), index, guards)
-    valid = low.op("ne", target, node.attrs["ignore_index"])
-    return valid, low.dynamic(low.op("select", valid, target, 0), classes)
-
-
 def has_input(node: Node, slot: int) -> bool:
     return len(node.inputs) > slot and node.inputs[slot] is not None
-
-
-def _nll(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
-    return nll_terms(low, node, index, guards)[0]
 
 
 PLACED: dict[str, Placed] = {
@@ -110,5 +99,6 @@ PLACED: dict[str, Placed] = {
     "glu": _glu,
     "batch_norm": _batch_norm,
     "dropout": _dropout,
-    "nll_loss": _nll,  # without joining positions; with it, it is a reduction
+    # without joining positions; with it, it is a reduction
+    "nll_loss": lambda *given: nll_terms(*given)[0],
 }

@@ -7,7 +7,7 @@ operator here is written with single reductions (sum, max, min …) and arithmet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deuteron.codegen.index import Affine, flatten
@@ -15,7 +15,7 @@ from deuteron.codegen.moves import replaced
 from deuteron.codegen.placed import class_axis, has_input, nll_terms
 from deuteron.codegen.scalar import Load
 from deuteron.codegen.windows import weight_grad
-from deuteron.ir.graph import Node
+from deuteron.ir.graph import Attrs, Node
 from deuteron.ir.types import Shape
 from deuteron.ops.formula import Arg, CannotLower, Const
 
@@ -33,43 +33,37 @@ class Walk(NamedTuple):
 
 # ---- which axes meet
 
-
-def _named_axes(low: Lowering, node: Node) -> Walk:
-    shape, axes = low.type(node).shape, node.attrs["axes"]
-    rank = len(shape)
-    return Walk(shape, shape, tuple(range(rank) if axes is None else (a % rank for a in axes)))
+Walker = Callable[["Lowering", Node], Walk]
+Axes = Callable[[int, Attrs], Iterable[int]]  # of a rank, and the attributes
 
 
-def _one_axis(low: Lowering, node: Node) -> Walk:
-    shape, axis = low.type(node).shape, node.attrs["axis"]
-    rank = len(shape)
-    return Walk(shape, shape, tuple(range(rank)) if axis is None else (axis,)[:rank])
+def _over(axes: Axes, slot: int = 0) -> Walker:
+    """An input as it lies."""
+
+    def walk(low: Lowering, node: Node) -> Walk:
+        shape = low.type(node, slot).shape
+        return Walk(shape, shape, tuple(axes(len(shape), node.attrs)))
+
+    return walk
 
 
-def _trailing(low: Lowering, node: Node) -> Walk:
-    shape = low.type(node).shape
-    return Walk(shape, shape, tuple(range(len(shape) - node.attrs["dims"], len(shape))))
+def _named(rank: int, attrs: Attrs) -> Iterable[int]:
+    axes = attrs["axes"]
+    return range(rank) if axes is None else (a % rank for a in axes)
+
+
+def _one_axis(rank: int, attrs: Attrs) -> Iterable[int]:
+    axis = attrs["axis"]
+    return range(rank) if axis is None else (axis,)[:rank]
+
+
+_all_but_channels = _over(lambda rank, attrs: (0, *range(2, rank)))
 
 
 def _groups(low: Lowering, node: Node) -> Walk:
     shape, groups = low.type(node).shape, node.attrs["groups"]
     space = (shape[0], groups, shape[1] // groups, *shape[2:])
     return Walk(shape, space, tuple(range(2, len(space))))
-
-
-def _positions(low: Lowering, node: Node) -> Walk:
-    shape = low.type(node).shape
-    return Walk(shape, shape, tuple(range(2, len(shape))))
-
-
-def _all_but_channels(low: Lowering, node: Node) -> Walk:
-    shape = low.type(node).shape
-    return Walk(shape, shape, (0, *range(2, len(shape))))
-
-
-def _targets(low: Lowering, node: Node) -> Walk:
-    shape = low.type(node, 1).shape
-    return Walk(shape, shape, tuple(range(len(shape))))
 
 
 def _classes(low: Lowering, node: Node) -> Walk:
@@ -260,8 +254,8 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     e, cell, (axis, classes) = low.op, low.cell_index(node), class_axis(low, node)
     row, smooth = (*cell[:axis], *cell[axis + 1 :]), node.attrs["label_smoothing"]
     top, _, power, total = _soft(low, node)
-    log_total = e("log", total)
-    lse = e("add", top, log_total)
+    log_sum = e("log", total)
+    lse = e("add", top, log_sum)
 
     def weighted(x: Arg, at: Affine) -> Arg:
         weight = low.float_at(low.input(node, 2), (at,), ()) if has_input(node, 2) else None
@@ -297,15 +291,13 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     z, which = number(4), node.outputs.index(value)
     found: Any = lse
     if which == 0:
-        found = (
-            None if own is None else e("mul", own, e("sub", log_total, e("sub", logit(at), top)))
-        )
+        found = None if own is None else e("mul", own, e("sub", log_sum, e("sub", logit(at), top)))
         if every is not None:  # large logits lose no digits where a sum is that of differences
             ref = logit(Affine())
             ref = e("select", e("eq", e("abs", ref), math.inf), 0.0, ref)
             apart = e("sub", low.as_float(low.cell(node)), ref)
             spread = low.reduce("sum", apart if uniform else e("mul", every, apart))
-            rest = e("mul", shares, e("add", e("sub", top, ref), log_total))
+            rest = e("mul", shares, e("add", e("sub", top, ref), log_sum))
             rest = e("sub", rest, e("mul", spread, every) if uniform else spread)
             found = rest if found is None else e("add", found, rest)
         found = found if z is None else e("add", found, e("mul", z, e("mul", lse, lse)))
@@ -326,17 +318,19 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
 
 Rule = Callable[["Lowering", Node, str], Arg]
 
-ROWS: dict[str, tuple[Callable[[Lowering, Node], Walk], Rule]] = {
-    **dict.fromkeys(SUMS, (_named_axes, _plain)),
-    "var": (_named_axes, _var),
-    **dict.fromkeys(("argmax", "argmin"), (_one_axis, _arg)),
+_trailing = _over(lambda rank, attrs: range(rank - attrs["dims"], rank))
+
+ROWS: dict[str, tuple[Walker, Rule]] = {
+    **dict.fromkeys(SUMS, (_over(_named), _plain)),
+    "var": (_over(_named), _var),
+    **dict.fromkeys(("argmax", "argmin"), (_over(_one_axis), _arg)),
     **dict.fromkeys(("layer_norm", "rms_norm"), (_trailing, _layer_norm)),
     "group_norm": (_groups, _channel_norm),
-    "instance_norm": (_positions, _channel_norm),
+    "instance_norm": (_over(lambda rank, attrs: range(2, rank)), _channel_norm),
     "batch_norm_train": (_all_but_channels, _batch_norm_train),
     "weighted_pool_dw": (_all_but_channels, weight_grad),
-    **dict.fromkeys(("softmax", "log_softmax"), (_one_axis, _softmax)),
-    "nll_loss": (_targets, _nll),
+    **dict.fromkeys(("softmax", "log_softmax"), (_over(_one_axis), _softmax)),
+    "nll_loss": (_over(lambda rank, attrs: range(rank), 1), _nll),
     **dict.fromkeys(("cross_entropy", "cross_entropy_with_grad"), (_classes, _cross_entropy)),
 }
 

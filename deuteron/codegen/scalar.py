@@ -16,14 +16,22 @@ renderers, so that every one of them computes the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.ir.dtype import DType
-from deuteron.ops.formula import Arg, Compute
+from deuteron.ops.formula import Arg, Compute, Const
+
+KINDS = {"float": "float", "int": "int", "uint": "int", "bool": "bool"}  # by DType.kind
+
+
+def number(value: float, kind: str = "float") -> Const:
+    """``value`` in the kind of scalars of an element type of ``kind``."""
+    kind = KINDS[kind]
+    return Const({"float": float, "int": int, "bool": bool}[kind](value), kind)
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,16 @@ def reads(s: Statement) -> tuple[str, ...]:
     return (*own, *(name for e in indices(s) for name in sorted(e.dynamic)))
 
 
+def needed(statements: Sequence[Statement], wanted: Iterable[str]) -> list[Statement]:
+    """Those of the statements that the wanted values follow from, in order."""
+    names, found = set(wanted), list[Statement]()
+    for s in reversed(statements):
+        if not isinstance(s, Store) and s.name in names:
+            names.update(reads(s))
+            found.append(s)
+    return found[::-1]
+
+
 @dataclass(frozen=True)
 class ScalarProgram:
     """Axes, statements in an order that runs, and the arguments of the kernel."""
@@ -155,8 +173,36 @@ class ScalarProgram:
         return {name: "element" if axes & inner else "row" for name, axes in self.varies.items()}
 
     @cached_property
+    def loads(self) -> tuple[Load, ...]:
+        return tuple(s for s in self.statements if isinstance(s, Load))
+
+    @cached_property
+    def guards(self) -> tuple[Guard, ...]:
+        """Every guard, once."""
+        asked = (s.guards for s in self.statements if isinstance(s, Load | Inside))
+        return tuple(dict.fromkeys(g for guards in asked for g in guards))
+
+    @cached_property
     def reductions(self) -> tuple[Reduce, ...]:
         return tuple(s for s in self.statements if isinstance(s, Reduce))
+
+    @cached_property
+    def stores(self) -> tuple[Store, ...]:
+        return tuple(s for s in self.statements if isinstance(s, Store))
+
+    @property
+    def transfers(self) -> tuple[Load | Store, ...]:
+        """From memory, then to it."""
+        return (*self.loads, *self.stores)
+
+    @cached_property
+    def after_reductions(self) -> frozenset[str]:
+        """The results of reductions and the values that depend on them."""
+        found: set[str] = set()
+        for s in self.statements:
+            if not isinstance(s, Store) and (isinstance(s, Reduce) or found.intersection(reads(s))):
+                found.add(s.name)
+        return frozenset(found)
 
     def anonymous(self) -> ScalarProgram:
         """The same with tensors called a0, a1 … and y0, y1 …: equal work gets equal code."""
@@ -234,15 +280,12 @@ def merge_axes(program: ScalarProgram) -> ScalarProgram:
 
 def _by_memory(program: ScalarProgram, axes: tuple[Var, ...]) -> tuple[Var, ...]:
     """Axes with the largest steps first, as the outputs (then the inputs) lie in memory."""
-    stores = [s.offset for s in program.statements if isinstance(s, Store)]
-    loads = [s.offset for s in program.statements if isinstance(s, Load)]
+    offsets = [*(s.offset for s in program.stores), *(s.offset for s in program.loads)]
 
     def step(v: Var) -> int:
-        for offset in (*stores, *loads):
-            factor = offset.factor(v)
-            if factor:
-                return abs(factor)
-        return 1 << 62  # nobody walks along it simply: outermost
+        factors = (offset.factor(v) for offset in offsets)
+        # one that nobody walks along simply is outermost
+        return next((abs(f) for f in factors if f), 1 << 62)
 
     return tuple(sorted(axes, key=lambda v: -step(v)))
 
@@ -268,9 +311,9 @@ def overwritable(program: ScalarProgram) -> list[tuple[str, str]]:
         return bool(program.inner) and looked_up and same
 
     found = []
-    for store in (s for s in program.statements if isinstance(s, Store)):
+    for store in program.stores:
         for tensor in program.inputs:
-            loads = [s for s in program.statements if isinstance(s, Load) and s.tensor == tensor]
+            loads = [s for s in program.loads if s.tensor == tensor]
             plain = all(s.dtype == store.dtype and not s.guards for s in loads)
             here = any(s.offset == store.offset for s in loads)
             if here and plain and all(is_over(s, store) for s in loads):

@@ -7,7 +7,7 @@ what belongs to the row stays in scalar registers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from deuteron.codegen import scalar
@@ -20,8 +20,7 @@ from deuteron.ops.formula import Arg, Compute, Const
 
 def arithmetic(program: ScalarProgram) -> Arithmetic:
     """How exact this program must be: 16-bit results forgive the fast exponential."""
-    stored = [s.dtype for s in program.statements if isinstance(s, Store)]
-    exact = any(not d.is_low for d in stored)
+    exact = any(not s.dtype.is_low for s in program.stores)
     pairs, shifted = scalar.softmaxes(program)
     totals = frozenset(p.total.name for p in pairs)
     return Arithmetic(program.wide, exact, shifted, totals, _beside_one(program))
@@ -210,11 +209,8 @@ class Body:
 def side_by_side(program: ScalarProgram) -> dict[str, tuple[Load, Load]]:
     """Loads by name that read an element at an even place and the one after it, under the same
     guards, where neighbours of a result read neighbouring pairs: windows two apart do."""
-    loads = {
-        (s.tensor, s.offset, s.guards): s
-        for s in program.statements
-        if isinstance(s, Load) and s.dtype.is_float and not s.offset.dynamic
-    }
+    floats = (s for s in program.loads if s.dtype.is_float and not s.offset.dynamic)
+    loads = {(s.tensor, s.offset, s.guards): s for s in floats}
     found = {}
     for (tensor, place, guards), even in loads.items():
         odd = loads.get((tensor, place + 1, guards))
@@ -228,18 +224,10 @@ def _bracket(text: str) -> str:
     return text if text.isidentifier() or text.isdigit() else f"({text})"
 
 
-def closure(program: ScalarProgram, wanted: Iterable[str]) -> Sequence[Statement]:
+def closure(program: ScalarProgram, wanted: Iterable[str]) -> list[Statement]:
     """The element statements that ``wanted`` values need, in order; rows are taken as known."""
-    need = set(wanted)
-    found: list[Statement] = []
-    for s in reversed(program.statements):
-        if isinstance(s, Store | Reduce) or s.name not in need:
-            continue
-        if program.level[s.name] != "element":
-            continue
-        found.append(s)
-        need |= set(reads(s))
-    return found[::-1]
+    made = [s for s in program.statements if not isinstance(s, Store)]
+    return scalar.needed([s for s in made if program.level[s.name] == "element"], wanted)
 
 
 def depths(program: ScalarProgram, together: Iterable[scalar.Softmax] = ()) -> dict[str, int]:

@@ -49,11 +49,9 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     try:
         kernel = triton.compile(source, target=target, options=dict(options))
     except RuntimeError as failure:  # of a pass, after it has printed the program it failed at
-        raise EngineError(
-            f"triton {triton.__version__} cannot compile this kernel: {failure}",
-            asked=f"compile {source.name}",
-            remedy="report it to Triton with what it printed; other sizes may do",
-        ) from failure
+        wrong = f"triton {triton.__version__} cannot compile this kernel: {failure}"
+        remedy = "report it to Triton with what it printed; other sizes may do"
+        raise EngineError(wrong, asked=f"compile {source.name}", remedy=remedy) from failure
     ptx = _ptx(kernel)
     right = mended(ptx)
     if right == ptx:
@@ -114,11 +112,10 @@ def _operands(text: str) -> tuple[list[str], list[str]]:
 
 def _ptx(kernel: Any) -> str:
     if "ptx" not in kernel.asm:
-        raise EngineError(
-            "Triton kept only the binary of this kernel, so that it cannot be checked",
-            asked=f"compile {kernel.name} for sm_{kernel.metadata.target.arch}",
-            remedy="unset TRITON_STORE_BINARY_ONLY and empty Triton's cache",
-        )
+        wrong = "Triton kept only the binary of this kernel, so that it cannot be checked"
+        asked = f"compile {kernel.name} for sm_{kernel.metadata.target.arch}"
+        remedy = "unset TRITON_STORE_BINARY_ONLY and empty Triton's cache"
+        raise EngineError(wrong, asked=asked, remedy=remedy)
     return str(kernel.asm["ptx"])
 
 

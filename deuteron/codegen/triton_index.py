@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from deuteron.codegen.index import Affine, Dynamic, Var
-from deuteron.codegen.scalar import Guard, Load, ScalarProgram, Store, merge_axes
+from deuteron.codegen.scalar import Guard, ScalarProgram, merge_axes
 
 Tokens = frozenset[str]
 Lookup = Callable[[str], tuple[str, Tokens]]  # a scalar's text and the spaces it depends on
@@ -131,9 +131,7 @@ def arranged(program: ScalarProgram) -> ScalarProgram:
 
 
 def _guide(program: ScalarProgram) -> Affine | None:
-    stores = [s.offset for s in program.statements if isinstance(s, Store)]
-    loads = [s.offset for s in program.statements if isinstance(s, Load)]
-    several = stores if not program.inner else loads + stores
+    several = [s.offset for s in (program.transfers if program.inner else program.stores)]
     return max(several, key=lambda e: (len(e.variables), e.high - e.low), default=None)
 
 
@@ -151,8 +149,8 @@ def transposed_axis(program: ScalarProgram) -> Var | None:
     if len(program.outer) < 2:
         return None
     last, found, most = program.outer[-1], None, 0
-    for s in program.statements:
-        if not isinstance(s, Load) or s.offset.factor(last) in (None, 0, 1, -1):
+    for s in program.loads:
+        if s.offset.factor(last) in (None, 0, 1, -1):
             continue
         for v in program.outer[:-1]:
             span = s.offset.high - s.offset.low
@@ -163,8 +161,7 @@ def transposed_axis(program: ScalarProgram) -> Var | None:
 
 def rows_contiguous(program: ScalarProgram) -> bool:
     """For a reduction: whether the largest tensor read lies contiguous along the rows."""
-    loads = [s for s in program.statements if isinstance(s, Load)]
-    main = max(loads, key=lambda s: s.offset.high - s.offset.low, default=None)
+    main = max(program.loads, key=lambda s: s.offset.high - s.offset.low, default=None)
     if main is None or not program.outer:
         return False
     along = [abs(main.offset.factor(v) or 0) for v in program.inner]

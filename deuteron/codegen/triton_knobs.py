@@ -6,7 +6,7 @@ latency of memory, more cost registers. At most six ways per region, so that mea
 
 from __future__ import annotations
 
-from deuteron.codegen.scalar import Load, ScalarProgram, Store
+from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
 from deuteron.codegen.triton_passes import dependent_reductions
 from deuteron.codegen.triton_render import Knobs, power_of_two
@@ -20,12 +20,8 @@ TILE = ((64, 64, 8), (32, 64, 4), (32, 32, 4), (64, 32, 4), (32, 128, 8))  # row
 PER_THREAD = (16, 8, 32, 4)  # elements of a row that a thread holds
 FEWER_WARPS = (32, 16, 8)  # the same for long rows, where waiting for other warps costs more
 LOOP = (  # block, warps, unroll: 32 warps leave 64 registers a thread, so fewer copies
-    (2048, 8, 8),
-    (8192, 32, 4),
-    (4096, 16, 4),
-    (2048, 8, 4),
-    (1024, 4, 4),
-    (1024, 4, 1),
+    *((2048, 8, 8), (8192, 32, 4), (4096, 16, 4)),
+    *((2048, 8, 4), (1024, 4, 4), (1024, 4, 1)),
 )
 # Rows of which L2 holds few: a program that has one to itself, and copies as many as registers hold
 LONG_LOOP = {
@@ -70,14 +66,14 @@ def _flat(program: ScalarProgram) -> tuple[tuple[int, int], ...]:
     """16 bytes a thread at a time, of the smaller where a cast has two sizes; twice as many where
     16 bits go through slow functions, so that there is work while they wait."""
     slow = any(isinstance(s, Compute) and s.op in SLOW for s in program.statements)
-    halves = any(s.dtype.bits == 16 for s in program.statements if isinstance(s, Load | Store))
+    halves = any(s.dtype.bits == 16 for s in program.transfers)
     first = (512, 4) if not halves and _widest(program) > 16 else (2048, 4) if slow else (1024, 4)
     return tuple(dict.fromkeys((first, *FLAT)))
 
 
 def _widest(program: ScalarProgram) -> int:
     """Bits of the largest elements that are read or written."""
-    return max(s.dtype.bits for s in program.statements if isinstance(s, Load | Store))
+    return max(s.dtype.bits for s in program.transfers)
 
 
 def _rows(program: ScalarProgram, units: int) -> list[Knobs]:
@@ -127,10 +123,8 @@ def _loops(program: ScalarProgram, width: int, waits: bool) -> list[tuple[int, i
 def _streams(program: ScalarProgram) -> int:
     """Tensors that are read along the row and differ from row to row."""
     outer, inner = set(program.outer), set(program.inner)
-    loads = [s for s in program.statements if isinstance(s, Load)]
-    return len(
-        {s.tensor for s in loads if (axes := program.axes_of(s.offset)) & outer and axes & inner}
-    )
+    used = ((s.tensor, program.axes_of(s.offset)) for s in program.loads)
+    return len({tensor for tensor, axes in used if axes & outer and axes & inner})
 
 
 def crowded(program: ScalarProgram) -> bool:
@@ -143,7 +137,7 @@ def _columns(program: ScalarProgram, units: int) -> list[Knobs]:
     """Rows lie contiguous: the tile's long side runs along them, the loop down the columns."""
     found = []
     columns = program.columns
-    size = max((s.dtype.bits for s in program.statements if isinstance(s, Load)), default=32)
+    size = max((s.dtype.bits for s in program.loads), default=32)
     for rows, block, warps in COLUMN:
         count = min(rows * (2 if size <= 16 else 1), power_of_two(program.rows))
         depth = min(block, power_of_two(columns))

@@ -41,9 +41,8 @@ def jitted(formula: Traced, exact: bool, divides: bool = True, wide: bool = Fals
     where numbers are float64. Without ``divides`` a quotient is a product with the reciprocal: an
     exact division is a call for rare cases, for which a kernel that holds a lot in registers
     spills them."""
-    none: frozenset[str] = frozenset()
-    divisors = none if divides else frozenset(s.name for s in formula.statements)
-    math = Arithmetic(wide, exact, none, divisors, none)
+    divisors = frozenset(() if divides else (s.name for s in formula.statements))
+    math = Arithmetic(wide, exact, totals=divisors)
     lines = [f"    {s.name} = {math.compute(s, str)}\n" for s in formula.statements]
     found = (formula.result, *formula.others)
     result = ", ".join(r if isinstance(r, str) else math.literal(r) for r in found)

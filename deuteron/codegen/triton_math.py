@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from deuteron.codegen import triton_binary
 from deuteron.codegen.tables import NORMAL_FAR, NORMAL_GONE, NORMAL_TAIL, NORMAL_WIDE, pairs
@@ -157,9 +158,7 @@ CALLED = re.compile(r"(?<![\w.])_\w+(?=\()")
 NEEDS = {name: set(CALLED.findall(text)) - {name} for name, text in HELPERS.items()}
 
 
-LOG2_E = 1.4426950408889634
-
-
+@dataclass
 class Arithmetic:
     """Expressions for one program: its float type, how exact they must be, what they need.
 
@@ -169,18 +168,16 @@ class Arithmetic:
     ``beside_one`` exponentials of which only 1 + e^x is read, where the smallest are nothing.
     """
 
-    def __init__(
-        self,
-        wide: bool,
-        exact: bool,
-        shifted: frozenset[str],
-        totals: frozenset[str],
-        beside_one: frozenset[str],
-    ) -> None:
-        self.wide, self.exact, self.shifted, self.totals = wide, exact, shifted, totals
-        self.beside_one = beside_one
-        self.float = "tl.float64" if wide else "tl.float32"
-        self.used: dict[str, None] = {}
+    wide: bool
+    exact: bool
+    shifted: frozenset[str] = frozenset()
+    totals: frozenset[str] = frozenset()
+    beside_one: frozenset[str] = frozenset()
+    used: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def float(self) -> str:
+        return "tl.float64" if self.wide else "tl.float32"
 
     def type(self, kind: str) -> str:
         return {"float": self.float, "int": "tl.int64", "bool": "tl.int1"}[kind]
@@ -251,41 +248,20 @@ class Arithmetic:
         return f"tl.exp({x})" if self.wide else f"tl.exp2(({x}) * {LOG2_E})"
 
     def _tanh(self, s: Compute, args: Sequence[str]) -> str:
-        name = "_tanh64" if self.wide else "_tanh" if self.exact else "_tanh16"
-        return f"{self.need(name)}({args[0]})"
+        return self._helped(s, args, "_tanh" if self.wide or self.exact else "_tanh16")
 
-    def _round(self, s: Compute, args: Sequence[str]) -> str:
-        return f"{self.need('_round64' if self.wide else '_round')}({args[0]})"
+    def _helped(self, s: Compute, args: Sequence[str], name: str = "") -> str:
+        """By a helper, for each width where the widths differ; a number takes the type of the
+        program."""
+        name, given = name or f"_{s.op}", zip(s.args, args, strict=True)
+        texts = (self.literal(a, bare=False) if isinstance(a, Const) else t for a, t in given)
+        wide = f"{name}64" if self.wide and f"{name}64" in HELPERS else name
+        return f"{self.need(wide)}({', '.join(texts)})"
 
-    def _expm1(self, s: Compute, args: Sequence[str]) -> str:
-        return f"{self.need('_expm164' if self.wide else '_expm1')}({args[0]})"
-
-    def _ndtr(self, s: Compute, args: Sequence[str]) -> str:
-        return f"{self.need('_ndtr64' if self.wide else '_ndtr')}({args[0]})"
-
-    def _log1p(self, s: Compute, args: Sequence[str]) -> str:
-        return f"{self.need('_log1p')}({args[0]})"
-
-    def _of_two(self, s: Compute, args: Sequence[str]) -> str:
-        """A helper for each width; a number takes the type of the program."""
-        x, y = (
-            self.literal(a, bare=False) if isinstance(a, Const) else text
-            for a, text in zip(s.args, args, strict=True)
-        )
-        return f"{self.need(f'_{s.op}64' if self.wide else f'_{s.op}')}({x}, {y})"
-
-    _pow = _fmod = _atan2 = _of_two
-
-    def _power(self, s: Compute, args: Sequence[str]) -> str:
-        return f"{self.need('_power')}({args[0]}, {args[1]})"
+    _round = _expm1 = _log1p = _ndtr = _pow = _power = _fmod = _atan2 = _helped
 
     def _random(self, s: Compute, args: Sequence[str]) -> str:
-        seed, place = (
-            self.literal(a, bare=False) if isinstance(a, Const) else text
-            for a, text in zip(s.args, args, strict=True)
-        )
-        name = "_random_far" if dict(s.attrs)["far"] else "_random"
-        return f"{self.need(name)}({seed}, {place})"
+        return self._helped(s, args, "_random_far" if dict(s.attrs)["far"] else "_random")
 
     def _wrapped(self, s: Compute, args: Sequence[str]) -> str:
         return f"{args[0]}.to({NAMES[dict(s.attrs)['dtype']]}).to(tl.int64)"

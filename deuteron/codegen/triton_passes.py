@@ -51,8 +51,7 @@ class Passes:
                 taken |= {pair.top.name, pair.total.name}
         self.depth = depths(program, self.pairs)
         self.last = max((self.depth[r.name] for r in program.reductions), default=0)
-        self.stores = [s for s in program.statements if isinstance(s, Store)]
-        self.element_stores = [s for s in self.stores if self._along(s)]
+        self.element_stores = [s for s in program.stores if self._along(s)]
 
     def _along(self, s: Store) -> bool:
         return bool(s.offset.variables & set(self.program.inner))
@@ -201,8 +200,8 @@ class Passes:
                 now = used
             else:
                 again |= used
-        for s in self.program.statements:
-            if isinstance(s, Load) and s.tensor in now:
+        for s in self.program.loads:
+            if s.tensor in now:
                 keep = s.tensor in again or not self.program.axes_of(s.offset) & outer
                 body.hints[s.tensor] = "evict_last" if keep else "evict_first"
         for store in self._stores(at):
@@ -212,7 +211,7 @@ class Passes:
         totals = {p.total.name for p in self.pairs}
         wanted = [r.source for r in self._reductions(at) if r.name not in totals]
         wanted += [s.source for s in self._stores(at) if isinstance(s.source, str)]
-        return list(closure(self.program, wanted))
+        return closure(self.program, wanted)
 
     def _reduce_pass(self, body: Body, block: int, at: int) -> None:
         """Accumulate every reduction of this pass, lane by lane."""
@@ -253,13 +252,10 @@ class Passes:
         body.line(f"{s} = {s} * {e(f'{m} - top')} + ({terms})")
         body.line(f"{m} = top")
 
-    def _pair_of(self, r: Reduce) -> scalar.Softmax | None:
-        return next((p for p in self.pairs if r in (p.top, p.total)), None)
-
     def _close(self, body: Body, at: int, prefix: str, part: bool = False) -> None:
         """Tiles of partial results → the row's values, or those of a ``part`` of it."""
         for r in self._reductions(at):
-            pair = self._pair_of(r)
+            pair = next((p for p in self.pairs if r in (p.top, p.total)), None)
             tile = f"{prefix}{r.name}"
             if pair is None or r == pair.top:
                 body.line(f"{r.name} = {body.finish(r, tile)}", f"{r.op} over the row")

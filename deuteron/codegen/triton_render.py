@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Load, ScalarProgram, Store, overwritable
+from deuteron.codegen.scalar import ScalarProgram, Store, overwritable
 from deuteron.codegen.triton_body import Body, arithmetic, side_by_side
 from deuteron.codegen.triton_index import Space, arranged, needs_int64, transposed_axis
 from deuteron.codegen.triton_math import POINTERS, Arithmetic
@@ -78,10 +78,9 @@ class Renderer:
         self.wide_index = needs_int64(self.program)
         self.names = {v: f"x{k}" for k, v in enumerate(program.inputs)}
         self.outs = {v: f"y{k}" for k, v in enumerate(dict.fromkeys(program.outputs))}
-        self.pointers = {}
-        for s in self.program.statements:
-            if isinstance(s, Load | Store):
-                self.pointers[s.tensor] = POINTERS[s.dtype.short]
+        self.pointers: dict[str, str] = {}
+        for s in self.program.transfers:
+            self.pointers[s.tensor] = POINTERS[s.dtype.short]
 
     def run(self) -> Rendered:
         knobs, program = self.knobs, self.program
@@ -186,30 +185,24 @@ class Renderer:
             body.masks["c"] = "inside_c"
         for tensor in weights(self.program):
             body.hints[tensor] = "evict_last"
-        stores = [s for s in self.program.statements if isinstance(s, Store)]
         body.emit(s for s in self.program.statements if not isinstance(s, Store))
         if self._looks_along_rows():
             body.line("tl.debug_barrier()")  # a row is read by all before any of it is overwritten
-        body.emit(stores)
+        body.emit(self.program.stores)
         return body, grid, ()
 
     def _looks_along_rows(self) -> bool:
         """Whether single elements of rows are read that other threads may store over."""
         over = {tensor for _, tensor in overwritable(self.program)}
-        loads = [s for s in self.program.statements if isinstance(s, Load) and s.tensor in over]
+        loads = (s for s in self.program.loads if s.tensor in over)
         return any(self.program.level[s.name] == "row" for s in loads)
 
 
 def weights(program: ScalarProgram) -> list[str]:
     """Inputs that every row reads again: worth keeping close."""
     outer = set(program.outer)
-    found = []
-    for s in program.statements:
-        if isinstance(s, Load) and s.tensor not in found:
-            uses = program.axes_of(s.offset)
-            if uses and not uses & outer:
-                found.append(s.tensor)
-    return found
+    used = ((s.tensor, program.axes_of(s.offset)) for s in program.loads)
+    return list(dict.fromkeys(tensor for tensor, axes in used if axes and not axes & outer))
 
 
 HEAD = """import triton

@@ -9,8 +9,9 @@ it, and those before that one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -94,6 +95,11 @@ def _elements(axes: Sequence[Axis], window: Index) -> Iterator[tuple[Index, Guar
         yield places, guards
 
 
+def _added(low: Lowering, terms: Iterable[Arg]) -> Arg:
+    """One after another: each sum is written as soon as both of its terms are."""
+    return reduce(partial(low.op, "add"), terms)
+
+
 # ---- pools
 
 
@@ -146,10 +152,8 @@ def _divisor(low: Lowering, axes: Sequence[Axis], window: Index, attrs: Any) -> 
 
 def _mean(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
     axes = _axes(node, low.type(node).shape, low.graph.types[value].shape)
-    total: Any = None
-    for at, inside in _elements(axes, index[2:]):
-        v = low.float_at(low.input(node), (*index[:2], *at), (*guards, *inside))
-        total = v if total is None else low.op("add", total, v)
+    each = (((*index[:2], *at), (*guards, *inside)) for at, inside in _elements(axes, index[2:]))
+    total = _added(low, (low.float_at(low.input(node), *at) for at in each))
     return low.op("div", total, _divisor(low, axes, index[2:], node.attrs))
 
 
@@ -157,15 +161,15 @@ def _weighted(low: Lowering, node: Node, value: str, index: Index, guards: Guard
     """Σ weight · x over a window; the weights are the same for all channels, or of each."""
     axes = _axes(_with_kernel(low, node), low.type(node).shape, low.graph.types[value].shape)
     own = index[1:2] if low.type(node, 1).rank > len(axes) else ()
-    total: Any = None
     steps = product(*(range(axis.kernel) for axis in axes))
-    for (at, inside), step in zip(_elements(axes, index[2:]), steps, strict=True):
-        v = low.float_at(low.input(node), (*index[:2], *at), (*guards, *inside))
-        factor = low.float_at(low.input(node, 1), (*own, *map(Affine, step)), guards)
-        v = low.op("mul", v, factor)
-        total = v if total is None else low.op("add", total, v)
-    found: Arg = total
-    return found
+
+    def terms() -> Iterator[Arg]:
+        for (at, inside), step in zip(_elements(axes, index[2:]), steps, strict=True):
+            v = low.float_at(low.input(node), (*index[:2], *at), (*guards, *inside))
+            factor = low.float_at(low.input(node, 1), (*own, *map(Affine, step)), guards)
+            yield low.op("mul", v, factor)
+
+    return _added(low, terms())
 
 
 def _with_kernel(low: Lowering, node: Node) -> Node:
@@ -198,13 +202,13 @@ def _repeated(low: Lowering, node: Node, value: str, index: Index, guards: Guard
 def _repeated_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
     """The sum over all copies of an element."""
     grad, x = low.type(node).shape, low.graph.types[value].shape
-    factors, total = _factors(node, x, grad), None
-    for step in product(*map(range, factors)):
+    factors = _factors(node, x, grad)
+
+    def copy(step: Sequence[int]) -> Arg:
         at = (i * f + k for i, f, k in zip(index[2:], factors, step, strict=True))
-        g = low.float_at(low.input(node), (*index[:2], *at), guards)
-        total = g if total is None else low.op("add", total, g)
-    assert total is not None
-    return total
+        return low.float_at(low.input(node), (*index[:2], *at), guards)
+
+    return _added(low, map(copy, product(*map(range, factors))))
 
 
 # ---- gradients
@@ -249,16 +253,14 @@ def _gathered(
 ) -> Arg:
     """What an element of x receives from all windows that hold it."""
     axes = _axes(node, low.graph.types[value].shape, low.type(node).shape)
-    total: Any = None
-    for window, steps, inside in _windows(axes, index[2:], node.op):
-        at, under = (*index[:2], *window), (*guards, *inside)
-        g = share(axes, steps, at, under, low.float_at(low.input(node), at, under))
-        if inside:
-            g = low.op("select", low.inside(inside), g, 0.0)
-        total = g if total is None else low.op("add", total, g)
-    assert total is not None
-    found: Arg = total
-    return found
+
+    def received() -> Iterator[Arg]:
+        for window, steps, inside in _windows(axes, index[2:], node.op):
+            at, under = (*index[:2], *window), (*guards, *inside)
+            g = share(axes, steps, at, under, low.float_at(low.input(node), at, under))
+            yield low.op("select", low.inside(inside), g, 0.0) if inside else g
+
+    return _added(low, received())
 
 
 # of a window's gradient: its axes, which of its elements receives it, and where and when it is

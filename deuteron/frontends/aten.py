@@ -3,8 +3,8 @@
 What is not here, or cannot be said for the arguments at hand, stays an ATen call. To teach
 Deuteron another one, add an entry to the file it belongs in: :mod:`aten_math` (arithmetic,
 activations, reductions), :mod:`aten_shape` (movement, indexing, constants), :mod:`aten_nn`
-(products, convolution, normalisation, attention, losses), :mod:`aten_image` (pooling,
-resampling) or :mod:`aten_grad` (what autograd writes); :mod:`aten_site` says what an entry gets.
+(products, convolution, normalisation, attention, losses, pooling, resampling) or
+:mod:`aten_grad` (what autograd writes); :mod:`aten_site` says what an entry gets.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from deuteron.frontends import aten_grad, aten_image, aten_math, aten_nn, aten_shape
+from deuteron.frontends import aten_grad, aten_math, aten_nn, aten_shape
 from deuteron.frontends.aten_site import Entry, Inexpressible, Site
 
 V = TypeVar("V")
-PARTS = (aten_math, aten_shape, aten_nn, aten_image, aten_grad)
+PARTS = (aten_math, aten_shape, aten_nn, aten_grad)
 
 
 def _by_name(rows: Mapping[str, V]) -> dict[str, V]:

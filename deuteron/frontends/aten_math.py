@@ -12,7 +12,7 @@ import torch
 from deuteron.frontends.aten_site import SETTINGS, Entry, Number, Site, axis_of
 from deuteron.ir.dtype import bool_
 from deuteron.ops.emit import Sym
-from deuteron.ops.vector_norm import vector_norm
+from deuteron.ops.reduce import vector_norm
 
 # ---- the same by another name ----------------------------------------------------------------
 
@@ -201,9 +201,6 @@ def _sort(b: Site, x: Sym, *_: Any) -> Any:
     return b.sort(x, axis=axis_of(b.given["dim"], x.rank), descending=b.given["descending"])
 
 
-# ---- losses that are a formula and a mean --------------------------------------------------------
-
-
 def _mean_of(op: str) -> Entry:
     """The operator on the difference, and ATen's reduction: 0 none, 1 mean, 2 sum."""
 
@@ -213,8 +210,6 @@ def _mean_of(op: str) -> Entry:
 
     return entry
 
-
-# ---- the table -----------------------------------------------------------------------------------
 
 _SPREADS = {"var": _var, "std": _std, "var_mean": _with_mean(_var), "std_mean": _with_mean(_std)}
 _REDUCTIONS = {

@@ -201,9 +201,6 @@ def _triangle(keep: Callable[..., torch.Tensor]) -> Entry:
     return entry
 
 
-# ---- casts ---------------------------------------------------------------------------------------
-
-
 def _cast(b: Site, x: Sym, *options: Any) -> Sym:
     """``to`` in all its forms: an element type, and perhaps a memory order."""
     order = next((o for o in options if isinstance(o, torch.memory_format)), None)

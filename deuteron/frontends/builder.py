@@ -16,7 +16,7 @@ from deuteron.ir.dtype import DType
 from deuteron.ir.rewrite import continued
 from deuteron.ir.types import TensorType
 from deuteron.ops import REQUIRED, TABLE, OpDef, Ops, Sym, table
-from deuteron.ops.vector_norm import vector_norm
+from deuteron.ops.reduce import vector_norm
 from deuteron.passes import differentiate
 from deuteron.plan import Cache, Plan, compile_graph
 from deuteron.policy import Policy
@@ -102,9 +102,8 @@ class Graph(Ops):
         """
         frozen = self.ir()
         if not frozen.outputs:
-            raise GraphError(
-                "the graph has no outputs", asked="compile()", remedy="mark one: y.output('y')"
-            )
+            wrong = "the graph has no outputs"
+            raise GraphError(wrong, asked="compile()", remedy="mark one: y.output('y')")
         return compile_graph(
             frozen, device=device, find=find, budget_s=budget_s, policy=policy, cache=cache
         )

@@ -143,9 +143,7 @@ def import_module(
     torch's own words where torch.export cannot trace it.
     """
     if not isinstance(args, tuple | list):
-        raise BindError(
-            f"args is {_shown(args)}, not a tuple", remedy="write (x,) for a single input"
-        )
+        raise BindError(f"args is {_shown(args)}, not a tuple", remedy="write (x,) for one input")
     name = name or type(module).__name__
     call = (tuple(args), dict(kwargs or {}))
     parameters = _positional(module)
@@ -294,10 +292,8 @@ def _bind_placeholders(
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             importer.bind(node, Known(tensor, _identifier(target)))
         else:
-            raise GraphError(
-                f"the module holds {target!r}, an object that is no tensor",
-                remedy="keep it outside the imported module",
-            )
+            wrong = f"the module holds {target!r}, an object that is no tensor"
+            raise GraphError(wrong, remedy="keep it outside the imported module")
     return tuple(inputs)
 
 

@@ -83,9 +83,7 @@ class Importer:
         if key not in self._weights or not tensor.numel():
             try:
                 constant = Constant(tensor)
-            except (
-                GraphError
-            ):  # an element type of torch's own: it may still be facts.computed with
+            except GraphError:  # an element type of torch's own, with which torch can compute
                 self._env[node] = Known(tensor, name)
                 return
             self._weights[key] = self._site.sym(self.build.constant(constant, name))
@@ -200,10 +198,8 @@ class Importer:
         value = node.meta.get("val")
         if value is None or isinstance(value, bool | int | float):
             return value
-        raise GraphError(
-            f"{node.target} gives a number that is only known when the model runs",
-            remedy=facts.STATIC,
-        )
+        wrong = f"{node.target} gives a number that is only known when the model runs"
+        raise GraphError(wrong, remedy=facts.STATIC)
 
     # ---- constants
 
@@ -246,7 +242,7 @@ class Importer:
         names: list[str] = []
         inputs: list[Argument] = []
 
-        def lookup(value: Any) -> str | None:
+        def find(value: Any) -> str | None:
             if not isinstance(value, Argument):
                 return None
             inputs.append(
@@ -254,10 +250,8 @@ class Importer:
             )
             return inputs[-1].sym.name
 
-        args = tuple(encode(self._argument(a), names, lookup) for a in node.args)
-        kwargs = tuple(
-            (k, encode(self._argument(a), names, lookup)) for k, a in node.kwargs.items()
-        )
+        args = tuple(encode(self._argument(a), names, find) for a in node.args)
+        kwargs = tuple((k, encode(self._argument(a), names, find)) for k, a in node.kwargs.items())
         want = [facts.type_of(t) for t in facts.results(node)]
         if not all(facts.seen_as_is(i) for i in inputs):
             want = facts.infer_again(node, inputs, want)

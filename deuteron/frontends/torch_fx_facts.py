@@ -84,10 +84,9 @@ def type_of(seen: Any, needed: bool = True) -> TensorType | None:
     except GraphError:
         if not needed:
             return None
-        raise GraphError(
-            f"a tensor of {seen.dtype} cannot be kept in a graph",
-            remedy="compute this part with real numbers, or keep it outside the imported module",
-        ) from None
+        wrong = f"a tensor of {seen.dtype} cannot be kept in a graph"
+        remedy = "compute this part with real numbers, or keep it outside the imported module"
+        raise GraphError(wrong, remedy=remedy) from None
 
 
 def deterministic(node: fx.Node) -> bool:
@@ -108,10 +107,8 @@ def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
         if not isinstance(seen, torch.Tensor) or not isinstance(env.get(arg), Sym):
             continue
         if here is not None and seen.ndim and seen.device != here:
-            raise GraphError(
-                f"{node.target} brings a tensor from {seen.device} to {here}",
-                remedy="put the model and its inputs on one device",
-            )
+            wrong = f"{node.target} brings a tensor from {seen.device} to {here}"
+            raise GraphError(wrong, remedy="put the model and its inputs on one device")
 
 
 # ---- computing with torch ------------------------------------------------------------------------
@@ -134,12 +131,10 @@ def uniform(tensor: torch.Tensor) -> bool:
     first = tensor.flatten()[0]
     if not bool((tensor == first).all()):
         return False
-    return bool(first) or not tensor.is_floating_point() or not _mixed_signs(tensor)
-
-
-def _mixed_signs(tensor: torch.Tensor) -> bool:
+    if bool(first) or not tensor.is_floating_point():
+        return True
     signs = torch.signbit(tensor)
-    return bool(signs.any()) and not bool(signs.all())
+    return bool(signs.all()) or not bool(signs.any())
 
 
 def seen_as_is(argument: Argument) -> bool:
@@ -155,10 +150,8 @@ def in_seen_order(site: Site, argument: Argument) -> Argument:
         return argument
     layout = TensorType.from_tensor(seen).layout
     if layout == "strided":
-        raise GraphError(
-            "this call reads memory in an order that is not kept",
-            remedy="use reshape, flatten or slicing in its place",
-        )
+        wrong = "this call reads memory in an order that is not kept"
+        raise GraphError(wrong, remedy="use reshape, flatten or slicing in its place")
     return Argument(site.to_layout(argument.sym, layout=layout), seen)
 
 

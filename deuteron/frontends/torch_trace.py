@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -34,8 +34,11 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deuteron.errors import GraphError
 from deuteron.frontends.aten import TABLE, Entry, schema_order
 from deuteron.frontends.torch_fx import is_plain
+from deuteron.ir.types import TensorType
+from deuteron.ops.table import infer
 
 LIMIT_S = 2.0  # of this thread: a model that runs longer is traced without data, by torch.export
 
@@ -132,7 +135,10 @@ class Recorder(ProxyTorchDispatchMode):
         over = _written(func, args)
         if over is not None:
             func = _writing_nothing(func)
-        plain = is_plain(func, self.entries) if tensors else _makes(func)
+        plain = is_plain(func, self.entries)
+        if not tensors:  # a call that only makes one, as arange does
+            ours = isinstance(func, OpOverload) and func.namespace == "aten"
+            plain = ours and not func._schema.is_mutable
         if not plain or _draws(func, args, kwargs):
             raise NeedsExport(str(func))
         node = self.graph.call_function(
@@ -233,11 +239,6 @@ def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     return place is None or bool(schema_order(func, args, kwargs)[place])
 
 
-def _makes(func: Any) -> bool:
-    """Whether a call without tensors only makes one, as ``arange`` does."""
-    return isinstance(func, OpOverload) and func.namespace == "aten" and not func._schema.is_mutable
-
-
 def trace(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -319,8 +320,8 @@ def zeros_like_result(
     """Zeros in the place of what a call of real tensors would compute, or None: compute it."""
     if func.namespace == "deuteron":
         return _zeros_of_ours(func, args, kwargs)
-    shape_of = SHAPES.get(str(func))
-    if shape_of is None:
+    op, names = COSTLY.get(str(func), ("", ""))
+    if not op:
         return None
     given = schema_order(func, args, kwargs)
     tensors = [a for a in given if isinstance(a, torch.Tensor)]
@@ -328,54 +329,25 @@ def zeros_like_result(
     alike = {(t.dtype, t.device) for t in tensors} == {(first.dtype, first.device)}
     if not alike or not all(t.is_contiguous() for t in tensors):
         return None
-    shape = shape_of(given)
-    return None if shape is None else first.new_zeros(shape)
+    try:
+        types = [None if t is None else TensorType.from_tensor(t) for t in given[:3]]
+        _, (made,) = infer(op, types, dict(zip(names.split(), given[3:], strict=True)))
+    except GraphError:
+        return None
+    return first.new_zeros(made.shape)
 
 
 def _zeros_of_ours(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
+    def like(t: torch.Tensor, device: Any) -> torch.Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
     device = next(a.device for a in args if isinstance(a, torch.Tensor))
-    typed = func(*[_without_data(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
-    return [
-        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).zero_()
-        for t in typed
-    ]
+    typed = func(*[like(a, "meta") if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+    return [like(t, device).zero_() for t in typed]
 
 
-def _without_data(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-
-
-def _convolved(given: Sequence[Any]) -> tuple[int, ...] | None:
-    x, weight, bias, *numbers = given
-    dims = weight.ndim - 2
-    stride, padding, dilation = (_each(n, dims) for n in numbers[:3])
-    if x.ndim != dims + 2 or x.shape[1] != weight.shape[1] * numbers[3] or min(stride) < 1:
-        return None
-    if weight.shape[0] % numbers[3] or (bias is not None and bias.shape != weight.shape[:1]):
-        return None
-    reach = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    room = [n + 2 * p - r for n, p, r in zip(x.shape[2:], padding, reach, strict=True)]
-    if min(room) < 0 or min(padding) < 0:
-        return None
-    return x.shape[0], weight.shape[0], *(n // s + 1 for n, s in zip(room, stride, strict=True))
-
-
-def _each(value: Any, dims: int) -> list[int]:
-    numbers = [value] if isinstance(value, int) else list(value)
-    return numbers * dims if len(numbers) == 1 else numbers
-
-
-def _linear(given: Sequence[Any]) -> tuple[int, ...] | None:
-    x, weight, bias = given
-    fits = x.ndim and weight.ndim == 2 and x.shape[-1] == weight.shape[1]
-    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
-        return None
-    return *x.shape[:-1], weight.shape[0]
-
-
-SHAPES: Mapping[str, Callable[[Sequence[Any]], tuple[int, ...] | None]] = {
-    **{f"aten.conv{n}d.default": _convolved for n in (1, 2, 3)},
-    "aten.linear.default": _linear,
-}
+# our operator of x, weight and bias, and its attributes in the order of the further arguments
+COSTLY = {f"aten.conv{n}d.default": ("conv", "stride padding dilation groups") for n in (1, 2, 3)}
+COSTLY["aten.linear.default"] = ("linear", "")

@@ -34,7 +34,7 @@ CHEAP = {
 IN_PLACE = (
     "relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh threshold".split()
 )
-TORCH_NAMES = {"hardtanh": {"min": "min_val", "max": "max_val"}, "glu": {"axis": "dim"}}
+RENAMED = {"hardtanh": {"min": "min_val", "max": "max_val"}, "glu": {"axis": "dim"}}
 
 
 def _cheap_is_torchs(slow: Collection[torch.dtype], x: Tensor, *_: Any, **__: Any) -> bool:
@@ -59,9 +59,7 @@ def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tenso
     more = {"inplace": False} if name in IN_PLACE else None
     if name in CHEAP:
         rule["on_cpu"] = partial(_cheap_is_torchs, CHEAP[name])
-    return from_table(
-        name, called, home=F, rename=TORCH_NAMES.get(name), more=more, run=run, **rule
-    )
+    return from_table(name, called, home=F, rename=RENAMED.get(name), more=more, run=run, **rule)
 
 
 relu, relu6, leaky_relu, hardtanh, hardswish, hardsigmoid, softshrink, hardshrink, threshold = map(
@@ -278,9 +276,8 @@ def bias_dropout_residual(
     >>> y = dt.functional.bias_dropout_residual(x @ w.T, b, stream, p=0.1, training=model.training)
     """
     if not 0.0 <= p <= 1.0:
-        raise BindError(
-            f"p={p} is not a probability", asked=f"dropout(…, p={p})", remedy="use 0 <= p <= 1"
-        )
+        wrong = f"p={p} is not a probability"
+        raise BindError(wrong, asked=f"dropout(…, p={p})", remedy="use 0 <= p <= 1")
     chance = p if training else 0.0
     if seed is None and chance == 0.0:
         seed = 0  # as in torch, nothing is drawn where nothing is dropped

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch._C import _is_any_autocast_enabled as autocasting
 
-from deuteron.functional.arguments import Attributes
 from deuteron.functional.context import under_autocast
-from deuteron.functional.core import Build, Function, Schema
+from deuteron.functional.core import Build, Function
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
@@ -24,12 +23,11 @@ def _torch_casts(op: str) -> frozenset[str]:
     return frozenset(d for d in ("cuda", "cpu") if has(f"aten::{op}", f"Autocast{d.upper()}"))
 
 
+_ON_GPU = """layer_norm group_norm softmax log_softmax norm op_softplus op_sum op_cumsum op_cumprod
+    op_resize"""
 # function → the devices on which 16-bit tensors are cast to float32
 FLOAT32: dict[str, frozenset[str]] = {
-    **dict.fromkeys("layer_norm group_norm softmax log_softmax norm".split(), frozenset({"cuda"})),
-    **dict.fromkeys(
-        "op_softplus op_sum op_cumsum op_cumprod op_resize".split(), frozenset({"cuda"})
-    ),
+    **dict.fromkeys(_ON_GPU.split(), frozenset({"cuda"})),
     "rms_norm": _torch_casts("rms_norm"),
     "op_prod": frozenset({"cuda", "cpu"}),
     "op_grid_sample": frozenset({"cpu"}),
@@ -40,16 +38,11 @@ class Cast(Function):
     """A function that autocast wants in float32 somewhere. There 16-bit tensors are cast in the
     same kernel, by ``wide`` in the place of ``build`` where that is given."""
 
-    def __init__(
-        self,
-        name: str,
-        build: Build,
-        schema: Schema | None = None,
-        defaults: Attributes | None = None,
-        wide: Build | None = None,
-    ) -> None:
-        super().__init__(name, build, schema, defaults)
-        self.wide = Function(f"{name}_float32", wide or _widened(build), self.schema, defaults)
+    def __init__(self, name: str, build: Build, *how: Any, wide: Build | None = None) -> None:
+        """``how``: a schema and defaults, as for :class:`Function`."""
+        super().__init__(name, build, *how)
+        wide = wide or _widened(build)
+        self.wide = Function(f"{name}_float32", wide, self.schema, self.defaults)
 
     def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
         if autocasting():

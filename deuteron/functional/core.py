@@ -315,11 +315,9 @@ def _frozen(attrs: Attributes) -> Attributes:
 
 
 def _empty(graph: Graph, tensors: Tensors) -> list[Tensor]:
-    home = next(t.device for t in tensors if t is not None)
+    on = next(t.device for t in tensors if t is not None)
     types = [graph.types[value] for _, value in graph.outputs]
-    return [
-        torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=home) for t in types
-    ]
+    return [torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=on) for t in types]
 
 
 def _shown(names: Sequence[str], types: Types, attrs: Attributes) -> str:

@@ -31,8 +31,6 @@ CPU_BYTES = 2**19  # of logits: up to here torch's calls take less time than fin
 USUAL: dict[str, Any] = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # and torch's numbers for them
 
-# ---- as a graph ------------------------------------------------------------------------------
-
 
 def _build(
     b: Ops,
@@ -235,9 +233,8 @@ def check_terms(name: str, reduction: str, z_loss: float) -> None:
         asked = f"reduction={reduction!r}"
         raise GraphError(wrong, asked=asked, remedy="use 'mean', 'sum' or 'none'")
     if not 0.0 <= z_loss < float("inf"):
-        raise GraphError(
-            f"{name} with z_loss={z_loss} is not defined", remedy="use 0 or a small number"
-        )
+        wrong = f"{name} with z_loss={z_loss} is not defined"
+        raise GraphError(wrong, remedy="use 0 or a small number")
 
 
 def _check_memory(logits: Tensor) -> None:

@@ -49,21 +49,13 @@ def _torch_embedding(
     return y if position is None else y + position
 
 
-def _shorten(index: Tensor, weight: Tensor, max_norm: float, norm_type: float) -> None:
-    """Rows that ``index`` names and that are longer than ``max_norm`` get that length, in place."""
-    _may_be_torchs("max_norm", max_norm)
-    torch.embedding_renorm_(weight.detach(), index, max_norm, norm_type)
-    told(None, "embedding_renorm_", weight, "max_norm writes to weight")
-
-
 def _may_be_torchs(name: str, value: Any) -> None:
     """What an argument asks for only torch's call does: it must not be forbidden."""
     if not delegation.allowed:
-        raise BindError(
-            f"no plan of ours does {name}, and calls may not be handed on to torch's",
-            asked=f"embedding(…, {name}={value}) within delegation(False)",
-            remedy=f"leave {name} out, or allow it with dt.functional.delegation(True)",
-        )
+        wrong = f"no plan of ours does {name}, and calls may not be handed on to torch's"
+        asked = f"embedding(…, {name}={value}) within delegation(False)"
+        remedy = f"leave {name} out, or allow it with dt.functional.delegation(True)"
+        raise BindError(wrong, asked=asked, remedy=remedy)
 
 
 def _row(padding_idx: int, weight: Tensor) -> int:
@@ -106,7 +98,9 @@ def embedding(
     """
     if max_norm is not None:
         index = index.contiguous()
-        _shorten(index, weight, max_norm, norm_type)
+        _may_be_torchs("max_norm", max_norm)
+        torch.embedding_renorm_(weight.detach(), index, max_norm, norm_type)
+        told(None, "embedding_renorm_", weight, "max_norm writes to weight")
         rest = None, 2.0, scale_grad_by_freq, sparse
         return embedding(index, weight, padding_idx, *rest, position=position)
     row = None if padding_idx is None else _row(padding_idx, weight)

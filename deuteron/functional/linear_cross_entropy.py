@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.errors import BindError, GraphError
+from deuteron.functional import linear_cross_entropy_chunks as chunks
 from deuteron.functional.arguments import one_device
 from deuteron.functional.autocast import lower
 from deuteron.functional.context import in_transform, is_differentiated, is_eager
@@ -35,14 +36,7 @@ from deuteron.functional.cross_entropy import (
     torch_loss,
 )
 from deuteron.functional.delegate import delegates
-from deuteron.functional.linear_cross_entropy_chunks import (
-    Given,
-    Terms,
-    forward,
-    left_over,
-    multiplies_slowly,
-    weight_grads,
-)
+from deuteron.functional.linear_cross_entropy_chunks import Given, Terms
 from deuteron.functional.small import is_small
 
 
@@ -50,7 +44,7 @@ def _torch_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **terms: Any
 ) -> Any:
     shape, table = hidden.shape, weight.nbytes
-    if multiplies_slowly(hidden) or len(shape) != 2 or not shape[1]:
+    if chunks.multiplies_slowly(hidden) or len(shape) != 2 or not shape[1]:
         return NotImplemented
     logits = shape[0] * table // shape[1]
     if not is_small(hidden, max(logits, table)) and (hidden.is_cuda or logits > CPU_BYTES):
@@ -127,7 +121,7 @@ def linear_cross_entropy(
     elif learning and any(t is not None and t.requires_grad for t in given[:3]):
         loss, lse = _Linear.apply(fast, terms, dtype, *given)  # type: ignore[no-untyped-call]
     else:
-        loss, lse, _ = forward(given, terms, dtype, False)
+        loss, lse, _ = chunks.forward(given, terms, dtype, False)
     loss = loss.view(lead) if reduction == "none" else loss
     return (loss, lse.view(lead)) if return_lse else loss
 
@@ -139,11 +133,10 @@ def _is_fast(accumulate: str | None, reduction: str) -> bool:
         asked = f"accumulate={accumulate!r}"
         raise GraphError(wrong, asked=asked, remedy="use 'exact' or 'fast', or leave it out")
     if accumulate == "fast" and reduction == "none":
-        raise GraphError(
-            "a gradient that is added up with the loss cannot be weighed row by row later",
-            asked="linear_cross_entropy(…, accumulate='fast', reduction='none')",
-            remedy="use accumulate='exact', or reduction='sum' or 'mean'",
-        )
+        wrong = "a gradient that is added up with the loss cannot be weighed row by row later"
+        asked = "linear_cross_entropy(…, accumulate='fast', reduction='none')"
+        remedy = "use accumulate='exact', or reduction='sum' or 'mean'"
+        raise GraphError(wrong, asked=asked, remedy=remedy)
     return reduction != "none" if accumulate is None else accumulate == "fast"
 
 
@@ -156,10 +149,8 @@ def _check(
     fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
     fits = fits and (bias is None or bias.shape == weight.shape[:1])
     if not fits or any(t is not None and t.dtype != hidden.dtype for t in (weight, bias)):
-        raise BindError(
-            f"linear_cross_entropy cannot multiply {shown}",
-            remedy="give hidden […, H], weight [C, H] and bias [C] of one type",
-        )
+        wrong = f"linear_cross_entropy cannot multiply {shown}"
+        raise BindError(wrong, remedy="give hidden […, H], weight [C, H] and bias [C] of one type")
     each = (*hidden.shape[:-1], weight.shape[0])
     if tuple(target.shape) != (each if target.is_floating_point() else each[:-1]):
         raise BindError(
@@ -168,10 +159,8 @@ def _check(
             f"{list(each)}",
         )
     if chunk is not None and chunk < 1:
-        raise BindError(
-            f"linear_cross_entropy cannot take {chunk} tokens at a time",
-            remedy="give chunk=1 or more, or leave it out",
-        )
+        wrong = f"linear_cross_entropy cannot take {chunk} tokens at a time"
+        raise BindError(wrong, remedy="give chunk=1 or more, or leave it out")
 
 
 # ---- gradients -------------------------------------------------------------------------------
@@ -186,9 +175,9 @@ class _Linear(torch.autograd.Function):
         given, needs = Given(*tensors), ctx.needs_input_grad[3:6]
         sums = _where(given[1:3], [fast and need for need in needs[1:]])
         sums = [None if t is None else torch.zeros_like(t) for t in sums]
-        loss, lse, by_hidden = forward(given, terms, dtype, needs[0], sums)
+        loss, lse, by_hidden = chunks.forward(given, terms, dtype, needs[0], sums)
         ctx.fast, ctx.terms = fast, terms
-        ctx.save_for_backward(by_hidden, *sums, left_over(given, terms), *given, lse)
+        ctx.save_for_backward(by_hidden, *sums, chunks.left_over(given, terms), *given, lse)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         return loss, lse
@@ -203,7 +192,9 @@ class _Linear(torch.autograd.Function):
         grads = [g if g is None else scaled(g, each, left) for g in _where(grads, needs)]
         if not ctx.fast and any(needs[1:]):
             *given, lse = saved[4:]
-            grads[1:] = weight_grads(Given(*given), lse, up.resolve_neg(), ctx.terms, needs[1:])
+            grads[1:] = chunks.weight_grads(
+                Given(*given), lse, up.resolve_neg(), ctx.terms, needs[1:]
+            )
         return *(None,) * 3, *_where(grads, needs), None, None
 
 
@@ -221,7 +212,7 @@ _BACKWARD = f"({_GIVEN}, Tensor lse, Tensor up, {_TERMS}, bool[] needs) -> (Tens
 @torch.library.custom_op("deuteron::linear_cross_entropy", mutates_args=(), schema=_FORWARD)
 def _linear_op(*call: Any) -> Any:
     """The loss under torch.compile; the gradients of weight and bias are exact."""
-    loss, lse, grad = forward(Given(*call[:5]), Terms(*call[5:10]), *call[10:])
+    loss, lse, grad = chunks.forward(Given(*call[:5]), Terms(*call[5:10]), *call[10:])
     return loss.clone(), lse.clone(), grad  # results may not share memory
 
 
@@ -238,7 +229,7 @@ def _(*call: Any) -> Any:
     "deuteron::linear_cross_entropy_backward", mutates_args=(), schema=_BACKWARD
 )
 def _linear_backward_op(*call: Any) -> Any:
-    return weight_grads(Given(*call[:5]), call[5], call[6], Terms(*call[7:12]), call[12])
+    return chunks.weight_grads(Given(*call[:5]), call[5], call[6], Terms(*call[7:12]), call[12])
 
 
 @_linear_backward_op.register_fake
@@ -264,7 +255,7 @@ def _pull(ctx: Any, up: Tensor | None, *_: Any) -> Any:
     if any(needs):
         found[1:] = _linear_backward_op(*given, lse, up, *ctx.terms, needs)
     if needs_hidden:
-        left = left_over(Given(*given), ctx.terms)
+        left = chunks.left_over(Given(*given), ctx.terms)
         factor = up.unsqueeze(1) if up.dim() else up if left is None else up * left
         found[0] = (grad * factor).to(grad.dtype)
     return *_where(found, ctx.needs_input_grad[:3]), *(None,) * 9

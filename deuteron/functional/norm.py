@@ -21,7 +21,7 @@ from deuteron.functional.operators import TORCHS, activated, schema
 from deuteron.functional.small import is_small
 from deuteron.ir.dtype import float32
 from deuteron.ops import Ops, Sym, table
-from deuteron.ops.norm import check_params
+from deuteron.ops.checks import check_params
 
 
 def _write(

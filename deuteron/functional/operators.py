@@ -162,9 +162,6 @@ def _signature(
     return Signature(found)
 
 
-# ---- activations by name
-
-
 def _is_activation(op: OpDef) -> bool:
     """Whether an operator needs nothing but a tensor, of which it changes each element."""
     plain = all(attr.default is not REQUIRED for attr in op.attrs.values())

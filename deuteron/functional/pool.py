@@ -97,11 +97,9 @@ def _full(x: Tensor, size: Any, called: str, dims: int) -> tuple[int, ...]:
     """``output_size`` with a number for each dimension; None keeps one as it is."""
     given = size if isinstance(size, tuple) else (size,) * dims
     if len(given) != dims or not all(n is None or hasattr(n, "__index__") for n in given):
-        raise BindError(
-            f"output_size={size} is not a whole number, nor {dims} of them",
-            asked=f"{called}(…, output_size={size})",
-            remedy=f"give one number, or {dims}; None keeps a dimension as it is",
-        )
+        wrong = f"output_size={size} is not a whole number, nor {dims} of them"
+        remedy = f"give one number, or {dims}; None keeps a dimension as it is"
+        raise BindError(wrong, asked=f"{called}(…, output_size={size})", remedy=remedy)
     return tuple(n if s is None else s for n, s in zip(x.shape[-dims:], given, strict=True))
 
 
@@ -202,11 +200,9 @@ def weighted_pool2d(
     >>> blurred = dt.functional.weighted_pool2d(x, torch.full((3, 3), 1 / 9), stride=1, padding=1)
     """
     if x.ndim != 4:
-        raise BindError(
-            f"x {list(x.shape)} has rank {x.ndim}, weighted_pool2d needs 4",
-            asked="weighted_pool2d(x, weight)",
-            remedy="x is [batch, channels, h, w]; x.unsqueeze(0) gives it a batch",
-        )
+        wrong = f"x {list(x.shape)} has rank {x.ndim}, weighted_pool2d needs 4"
+        remedy = "x is [batch, channels, h, w]; x.unsqueeze(0) gives it a batch"
+        raise BindError(wrong, asked="weighted_pool2d(x, weight)", remedy=remedy)
     out: Tensor = WEIGHTED(x, weight, stride=stride, padding=padding)
     return out
 

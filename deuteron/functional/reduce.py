@@ -16,7 +16,7 @@ from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, LOW, WIDE, delegates
 from deuteron.functional.operators import from_table, operator
 from deuteron.ops import Ops, Sym
-from deuteron.ops.vector_norm import vector_norm
+from deuteron.ops.reduce import vector_norm
 
 Dims = int | Sequence[int] | None
 
@@ -147,9 +147,7 @@ def norm(
         raise BindError(f"norm of {kind} is not defined", asked="norm(…)", remedy="x.float()")
     if not isinstance(p, int | float):
         raise BindError(
-            f"p={p!r} is not a number",
-            asked=f"norm(…, p={p!r})",
-            remedy="use p=2.0, which is Frobenius' norm, too" if p == "fro" else "use p=2.0",
+            f"p={p!r} is not a number", asked=f"norm(…, p={p!r})", remedy="Frobenius' is p=2.0"
         )
     found = NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim)
     return found if dtype is None else found.to(dtype)

@@ -47,9 +47,8 @@ def interpolate(
     nearest-exact, linear, bilinear, trilinear, bicubic and area, with ``antialias`` for bilinear
     and bicubic."""
     if mode not in MODES:
-        raise BindError(
-            f"there is no mode {mode!r}", asked="interpolate(…)", remedy=f"use {', '.join(MODES)}"
-        )
+        wrong = f"there is no mode {mode!r}"
+        raise BindError(wrong, asked="interpolate(…)", remedy=f"use {', '.join(MODES)}")
     dims = x.ndim - 2
     if (size is None) == (scale_factor is None):
         wrong = "one of size and scale_factor is needed, and one only"

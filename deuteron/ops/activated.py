@@ -18,15 +18,7 @@ from deuteron.errors import GraphError
 from deuteron.ir.graph import Attrs
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
-from deuteron.ops.formula import (
-    TENSORS,
-    CannotLower,
-    Traced,
-    is_scalar,
-    trace,
-    trace_gradient,
-    trace_op,
-)
+from deuteron.ops.formula import TENSORS, CannotLower, Traced, is_scalar, trace, trace_gradient
 from deuteron.ops.opdef import Attr, CostFn, Fusion
 
 ACTIVATION = Attr("str", "none", 'what follows, e.g. "relu" or "leaky_relu(negative_slope=0.2)"')
@@ -50,7 +42,7 @@ class Activation:
     @cached_property
     def traced(self) -> Traced:
         """A function of z."""
-        return trace_op(self.op.name, self.attrs)
+        return trace(self, self.op.inputs, {})
 
     @cached_property
     def told_by_result(self) -> bool:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, bool_
 from deuteron.ir.types import TensorType
 from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.elementwise import elementwise, floats, made_float
@@ -19,7 +18,6 @@ from deuteron.ops.formula import TENSORS, Formula
 from deuteron.ops.movement import with_axis
 from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp, elementwise_flops, operator
 from deuteron.ops.reference import lay
-from deuteron.ops.samples import samples
 
 
 def as_in_torch(**how: Any) -> Callable[[Formula], OpDef]:
@@ -35,14 +33,10 @@ def _inside(b: Any, g: Any, x: Any, low: float, high: float) -> Any:
     return b.where(b.logical_or(x <= low, x >= high), 0.0, g)
 
 
-def _whole_too(name: str, x: TensorType) -> DType:
-    """relu of integers is one of them."""
-    return x.dtype if x.dtype != bool_ and not x.dtype.is_float else floats(name, x)
-
-
 @as_in_torch(
     gradient=lambda b, g, out: b.where(out <= 0.0, 0.0, g),
-    result=_whole_too,
+    # of integers it is one of them
+    result=lambda name, x: floats(name, x) if x.dtype.kind in ("float", "bool") else x.dtype,
     samples="away",
     wide=False,  # only chosen, not rounded
 )
@@ -218,7 +212,7 @@ def _gelu_gradient(b: Any, g: Any, x: Any, approximate: str) -> Any:
     return g * (x * (s * (1.0 - s)) * inner + s)
 
 
-def _gelu_reference(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def _gelu_torch(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """PyTorch's own, but in float64, in which it has to be exact, with all its digits."""
     if x.dtype == torch.float64 and approximate == "none":
         return x * ndtr(x)
@@ -230,9 +224,7 @@ def _gelu_reference(x: torch.Tensor, approximate: str) -> torch.Tensor:
 _APPROXIMATE: Any = Attr("str", "none", "how Φ is computed", ("none", "tanh"))
 
 
-@elementwise(
-    reference=_gelu_reference, gradient=_gelu_gradient, tried=({}, {"approximate": "tanh"})
-)
+@elementwise(reference=_gelu_torch, gradient=_gelu_gradient, tried=({}, {"approximate": "tanh"}))
 def gelu(b: Any, x: Any, approximate: str = _APPROXIMATE) -> Any:
     """x · Φ(x), with Φ the normal distribution or its tanh approximation"""
     if approximate == "none":
@@ -329,12 +321,9 @@ def _prelu_vjp(b: Ops, v: Vjp) -> Grads:
     F.prelu,
     vjp=_prelu_vjp,
     flops=elementwise_flops(2),
-    samples=samples(
-        """3x5 5:normal | 3x5 1:normal | scalar 1:normal | 7 1:normal | 0x4 4:normal
+    samples=""":away; 3x5 5:normal | 3x5 1:normal | scalar 1:normal | 7 1:normal | 0x4 4:normal
         | 2x3x4@transposed 3:normal | 4x5@sliced 5:normal | 4x5@expanded 1:normal
         | 2x3x4x5@nhwc 3:normal""",
-        "away",
-    ),
 )
 def prelu(x: TensorType, weight: TensorType) -> TensorType:
     """x, times a learned slope below 0; the slope is one number, or one per channel (dimension
@@ -347,10 +336,8 @@ def prelu(x: TensorType, weight: TensorType) -> TensorType:
             remedy=f"give it the shape [1] or [{channels}]",
         )
     if weight.dtype != x.dtype:
-        raise GraphError(
-            f"x is {x.dtype.name} and weight {weight.dtype.name}",
-            remedy=f'cast(weight, dtype="{x.dtype.short}")',
-        )
+        wrong = f"x is {x.dtype.name} and weight {weight.dtype.name}"
+        raise GraphError(wrong, remedy=f'cast(weight, dtype="{x.dtype.short}")')
     return x.dense_like(dt=floats("prelu", x))
 
 
@@ -371,17 +358,14 @@ def _glu_vjp(b: Ops, v: Vjp) -> Grads:
     complete=with_axis,
     vjp=_glu_vjp,
     flops=elementwise_flops(11),
-    samples=samples(
-        """3x6 axis=-1 | 4x3 axis=0 | 2 axis=0 | 0x4 axis=1 | 3x0 axis=1 | 4x6@transposed axis=0
-        | 4x6@sliced axis=1 | 4x6@expanded axis=1 | 2x4x3x5@nhwc axis=1"""
-    ),
+    samples="""3x6 axis=-1 | 4x3 axis=0 | 2 axis=0 | 0x4 axis=1 | 3x0 axis=1 | 4x6@transposed axis=0
+        | 4x6@sliced axis=1 | 4x6@expanded axis=1 | 2x4x3x5@nhwc axis=1""",
 )
 def glu(x: TensorType, axis: int) -> TensorType:
     """The first half of x along an axis, times the sigmoid of the second half."""
     if x.shape[axis] % 2:
-        raise GraphError(
-            f"axis {axis} of x {list(x.shape)} cannot be halved", remedy="its size must be even"
-        )
+        wrong = f"axis {axis} of x {list(x.shape)} cannot be halved"
+        raise GraphError(wrong, remedy="its size must be even")
     shape = (*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :])
     return TensorType(shape, floats("glu", x), x.strides).dense_like()
 

@@ -224,14 +224,14 @@ def _samples_of(kx: str, ky: str = "") -> tuple[Sample, ...]:
     return samples((_BINARY + values).format(x=f":{kx}", y=f":{ky}"))()
 
 
-def _plain(
-    name: str, doc: str, data: str, reference: Callable[..., torch.Tensor] | None = None
-) -> OpDef:
-    """An operator of as many inputs as ``data`` names kinds of; torch has it under this name."""
-    kinds = data.split()
+def _plain(text: str) -> OpDef:
+    """An operator of as many inputs as the kinds of data behind its name; torch has most of them
+    under this name."""
+    named, doc = text.split(maxsplit=1)
+    name, *kinds = named.split(":")
     make = elementwise(
         gradient=_GRADIENTS.get(name, (None,) * len(kinds)),
-        reference=reference or getattr(torch, name),
+        reference=_REFERENCES.get(name) or getattr(torch, name),
         result=_RESULTS.get(name, made_float),
         samples=partial(_samples_of, *kinds),
         wide=False,
@@ -239,54 +239,31 @@ def _plain(
     return make(_FORMULAS.get(name), name, doc, "x y" if len(kinds) > 1 else "x")
 
 
-_REST = "what is left of x after whole multiples of y, with the sign of y"
+# where torch's name is another
+_REFERENCES: dict[str, Callable[..., Any]] = {"ndtr": ndtr, "floor_div": torch.floor_divide}
 
-PLAIN = (
-    _plain("neg", "−x", "normal"),
-    _plain("abs", "|x|", "away"),
-    _plain("sign", "−1, 0 or 1", "away"),
-    _plain("square", "x²", "normal"),
-    _plain("exp", "eˣ", "normal"),
-    _plain("exp2", "2ˣ", "normal"),
-    _plain("expm1", "eˣ − 1", "normal"),
-    _plain("log", "ln x", "positive"),
-    _plain("log2", "log₂ x", "positive"),
-    _plain("log1p", "ln(1 + x)", "positive"),
-    _plain("sqrt", "√x", "positive"),
-    _plain("rsqrt", "1/√x", "positive"),
-    _plain("reciprocal", "1/x", "away"),
-    _plain("sin", "sin x", "normal"),
-    _plain("cos", "cos x", "normal"),
-    _plain("tan", "tan x", "unit"),
-    _plain("erf", "the error function", "normal"),
-    _plain("ndtr", "Φ(x), the normal distribution", "normal", ndtr),
-    _plain("floor", "largest integer ≤ x", "normal"),
-    _plain("ceil", "smallest integer ≥ x", "normal"),
-    _plain("round", "nearest integer, ties to even", "normal"),
-    _plain("trunc", "x without its fraction", "normal"),
-    _plain("add", "x + y", "normal normal"),
-    _plain("sub", "x − y", "normal normal"),
-    _plain("mul", "x · y", "normal normal"),
-    _plain("div", "x / y", "normal away"),
-    _plain("pow", "x to the power y", "positive normal"),
-    _plain("maximum", "the larger of x and y; nan wins", "distinct distinct"),
-    _plain("minimum", "the smaller of x and y; nan wins", "distinct distinct"),
-    _plain("remainder", _REST, "normal positive"),
-    _plain("floor_div", "⌊x / y⌋", "normal positive", torch.floor_divide),
-    _plain("atan2", "the angle of the point (y, x)", "away away"),
-    _plain("eq", "whether x = y", "normal normal"),
-    _plain("ne", "whether x ≠ y", "normal normal"),
-    _plain("lt", "whether x < y", "normal normal"),
-    _plain("le", "whether x ≤ y", "normal normal"),
-    _plain("gt", "whether x > y", "normal normal"),
-    _plain("ge", "whether x ≥ y", "normal normal"),
-    _plain("logical_and", "whether x and y hold", "normal normal"),
-    _plain("logical_or", "whether x or y holds", "normal normal"),
-    _plain("logical_xor", "whether either x or y holds", "normal normal"),
-    _plain("logical_not", "whether x does not hold", "normal"),
-    _plain("isnan", "whether x is nan", "normal"),
-    _plain("isinf", "whether x is ±infinity", "normal"),
-)
+# name and kinds of data for the tests, then what it is
+_TABLE = """neg:normal −x | abs:away |x| | sign:away −1, 0 or 1 | square:normal x² | exp:normal eˣ
+    | exp2:normal 2ˣ | expm1:normal eˣ − 1 | log:positive ln x | log2:positive log₂ x
+    | log1p:positive ln(1 + x) | sqrt:positive √x | rsqrt:positive 1/√x | reciprocal:away 1/x
+    | sin:normal sin x | cos:normal cos x | tan:unit tan x | erf:normal the error function
+    | ndtr:normal Φ(x), the normal distribution | floor:normal largest integer ≤ x
+    | ceil:normal smallest integer ≥ x | round:normal nearest integer, ties to even
+    | trunc:normal x without its fraction | add:normal:normal x + y | sub:normal:normal x − y
+    | mul:normal:normal x · y | div:normal:away x / y | pow:positive:normal x to the power y
+    | maximum:distinct:distinct the larger of x and y; nan wins
+    | minimum:distinct:distinct the smaller of x and y; nan wins
+    | remainder:normal:positive what is left of x after whole multiples of y, with the sign of y
+    | floor_div:normal:positive ⌊x / y⌋ | atan2:away:away the angle of the point (y, x)
+    | eq:normal:normal whether x = y | ne:normal:normal whether x ≠ y
+    | lt:normal:normal whether x < y | le:normal:normal whether x ≤ y
+    | gt:normal:normal whether x > y | ge:normal:normal whether x ≥ y
+    | logical_and:normal:normal whether x and y hold
+    | logical_or:normal:normal whether x or y holds
+    | logical_xor:normal:normal whether either x or y holds
+    | logical_not:normal whether x does not hold
+    | isnan:normal whether x is nan | isinf:normal whether x is ±infinity"""
+PLAIN = tuple(_plain(" ".join(row.split())) for row in _TABLE.split(" | "))
 
 # ---- where, clamp, cast ------------------------------------------------------------------------
 
@@ -363,11 +340,9 @@ _dtype = dtype
     vjp=lambda b, v: [
         b.to(v.grad, v.arg(0).dtype) if v.arg(0).dtype.is_float and v.grad.dtype.is_float else None
     ],
-    samples=samples(
-        """3x5 dtype=f32 | 3x5:f32 dtype=f16 nograd | 3x5:f32 dtype=bf16 nograd
+    samples="""3x5 dtype=f32 | 3x5:f32 dtype=f16 nograd | 3x5:f32 dtype=bf16 nograd
         | 3x5:i32 dtype=f32 nograd | 3x5:bool dtype=i64 nograd | 7:f32 dtype=i32 nograd
-        | 2x3x4x5@nhwc:f32 dtype=f64 nograd"""
-    ),
+        | 2x3x4x5@nhwc:f32 dtype=f64 nograd""",
 )
 def cast(x: TensorType, dtype: str) -> TensorType:
     """x in another element type, rounded to nearest even."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,21 +21,10 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import bool_, float32
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.checks import broadcast, check_float
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    CompleteFn,
-    CostFn,
-    Fusion,
-    Given,
-    Types,
-    Vjp,
-    broadcast,
-    check_float,
-    operator,
-)
-from deuteron.ops.samples import Arg, Sample, samples
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
+from deuteron.ops.samples import Arg, Sample
 
 Tensor = torch.Tensor
 
@@ -44,16 +34,12 @@ _ATTRS = {
 }
 
 
-def _completing(query: int) -> CompleteFn:
+def _complete(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     """Fills in the scale from the input ``query``. Without any features the scores are 0."""
-
-    def complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-        q = types[query]
-        if attrs["scale"] is None and q is not None and q.rank:
-            return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
-        return attrs
-
-    return complete
+    q = types[query]
+    if attrs["scale"] is None and q is not None and q.rank:
+        return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
+    return attrs
 
 
 # ---- what may be asked -----------------------------------------------------------------------
@@ -63,10 +49,8 @@ def _check(name: str, q: TensorType, k: TensorType, v: TensorType, bias: Given) 
     """The shape of the result, or what is wrong with the inputs."""
     check_float(name, q=q)
     if not {k.dtype, v.dtype} <= {q.dtype}:
-        raise GraphError(
-            f"{name} got q, k and v of {q.dtype.name}, {k.dtype.name} and {v.dtype.name}",
-            remedy="cast them to one element type",
-        )
+        wrong = f"{name} got q, k and v of {q.dtype.name}, {k.dtype.name} and {v.dtype.name}"
+        raise GraphError(wrong, remedy="cast them to one element type")
     if q.rank not in (3, 4) or not k.rank == v.rank == q.rank:
         raise GraphError(
             f"{name} needs q, k and v of rank 4 (or all of rank 3, without a batch), "
@@ -74,37 +58,26 @@ def _check(name: str, q: TensorType, k: TensorType, v: TensorType, bias: Given) 
             remedy="reshape them to [batch, heads, length, features]",
         )
     if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
-        raise GraphError(
-            f"{name} got batches of {q.shape[0]}, {k.shape[0]} and {v.shape[0]} in q, k and v",
-            remedy="give q, k and v one batch size (expand)",
-        )
+        wrong = f"{name} got batches of {q.shape[0]}, {k.shape[0]} and {v.shape[0]} in q, k and v"
+        raise GraphError(wrong, remedy="give q, k and v one batch size (expand)")
     if q.shape[-1] != k.shape[-1]:
-        raise GraphError(
-            f"q has {q.shape[-1]} features and k has {k.shape[-1]}",
-            remedy="the last sizes of q and k must be equal",
-        )
+        wrong = f"q has {q.shape[-1]} features and k has {k.shape[-1]}"
+        raise GraphError(wrong, remedy="the last sizes of q and k must be equal")
     if k.shape[:-1] != v.shape[:-1]:
-        raise GraphError(
-            f"k {list(k.shape)} and v {list(v.shape)} differ in heads or length",
-            remedy="give one value for each key",
-        )
+        wrong = f"k {list(k.shape)} and v {list(v.shape)} differ in heads or length"
+        raise GraphError(wrong, remedy="give one value for each key")
     heads, shared = q.shape[-3], k.shape[-3]
     if heads % shared if shared else heads:
-        raise GraphError(
-            f"{heads} query heads cannot share {shared} key heads",
-            remedy="the query heads must be a multiple of the key heads",
-        )
+        wrong = f"{heads} query heads cannot share {shared} key heads"
+        raise GraphError(wrong, remedy="the query heads must be a multiple of the key heads")
     scores = (*q.shape[:-1], k.shape[-2])
     if bias is not None and bias.dtype not in (bool_, float32, q.dtype):
-        raise GraphError(
-            f"the bias of {name} is {bias.dtype.name}, q is {q.dtype.name}",
-            remedy="give bool (true: may look), float32 or the element type of q",
-        )
+        wrong = f"the bias of {name} is {bias.dtype.name}, q is {q.dtype.name}"
+        remedy = "give bool (true: may look), float32 or the element type of q"
+        raise GraphError(wrong, remedy=remedy)
     if bias is not None and (bias.rank > q.rank or broadcast(bias.shape, scores) != scores):
-        raise GraphError(
-            f"the bias {list(bias.shape)} of {name} does not broadcast to scores {list(scores)}",
-            remedy="give [heads, Sq, Sk] sizes that are equal or 1",
-        )
+        wrong = f"the bias {list(bias.shape)} of {name} does not broadcast to scores {list(scores)}"
+        raise GraphError(wrong, remedy="give [heads, Sq, Sk] sizes that are equal or 1")
     return (*q.shape[:-1], v.shape[-1])
 
 
@@ -203,17 +176,12 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
 # ---- cost and samples --------------------------------------------------------------------------
 
 
-def _flops(query: int, products_d: int, products_dv: int) -> CostFn:
+def _flops(slot: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: Attributes) -> float:
     """So many products over the D features and over the Dv features, half of each if causal."""
-
-    def flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-        q, k, v = ins[query : query + 3]
-        assert q is not None and k is not None and v is not None
-        halved = attrs["causal"] and q.shape[-2] == k.shape[-2]
-        pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if halved else 1.0)
-        return 2.0 * pairs * (products_d * q.shape[-1] + products_dv * v.shape[-1])
-
-    return flops
+    q, k, v = ins[slot : slot + 3]
+    halved = attrs["causal"] and q.shape[-2] == k.shape[-2]
+    pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if halved else 1.0)
+    return float(2.0 * pairs * (over_d * q.shape[-1] + over_dv * v.shape[-1]))
 
 
 def _grad_samples() -> Sequence[Sample]:
@@ -229,11 +197,10 @@ def _grad_samples() -> Sequence[Sample]:
     Fusion.COMPLEX,
     _reference,
     attrs=_ATTRS,
-    complete=_completing(0),
+    complete=partial(_complete, 0),
     vjp=_vjp,
-    flops=_flops(0, 1, 1),
-    samples=samples(
-        """2x2x3x3 2x2x4x3 2x2x4x2 _
+    flops=partial(_flops, 0, 1, 1),
+    samples="""2x2x3x3 2x2x4x3 2x2x4x2 _
         | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
         | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
         | 2x4x3x3 2x2x4x3 2x2x4x2 4x3x1
@@ -242,8 +209,7 @@ def _grad_samples() -> Sequence[Sample]:
         | 2x2x3x3@expanded 2x2x3x3@expanded 2x2x3x2@expanded 1x3:bool causal=True
         | 4x3x3 2x2x3 2x2x2 2 | 0x2x3x3 0x1x4x3 0x1x4x2 _ | 2x2x0x3 2x2x4x3 2x2x4x2 _ causal=True
         | 2x2x3x3 2x2x0x3 2x2x0x2 _ | 1x1x1x3 1x1x1x3 1x1x1x2 scalar
-        | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd"""
-    ),
+        | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd""",
 )
 def attention(q: TensorType, k: TensorType, v: TensorType, bias: Given, **how: Any) -> TensorType:
     """softmax(scale · q·kᵀ + bias) · v for each head. A bool bias says which keys a query may look
@@ -256,8 +222,8 @@ def attention(q: TensorType, k: TensorType, v: TensorType, bias: Given, **how: A
     Fusion.OPAQUE,
     _grad_reference,
     attrs=_ATTRS,
-    complete=_completing(1),
-    flops=_flops(1, 3, 2),
+    complete=partial(_complete, 1),
+    flops=partial(_flops, 1, 3, 2),
     samples=_grad_samples,
 )
 def attention_grad(

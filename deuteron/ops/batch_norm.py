@@ -31,16 +31,13 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
 from deuteron.ir.types import TensorType
 from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activation
+from deuteron.ops.checks import check_like_x, check_params, check_spread, check_x
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.formula import TENSORS
 from deuteron.ops.norm import (
     EPS,
     Wanted,
     by_channels,
-    check_like_x,
-    check_params,
-    check_spread,
-    check_x,
     gradients,
     in_order,
     shaped,
@@ -181,10 +178,8 @@ def told_by_result(text: str) -> bool:
 
 def _check_packed(following: str, packed: str) -> None:
     if packed != "none" and following != "relu":
-        raise GraphError(
-            f"signs are kept of relu's results, not of those of {following}",
-            remedy='leave packed out, or use activation="relu"',
-        )
+        wrong = f"signs are kept of relu's results, not of those of {following}"
+        raise GraphError(wrong, remedy='leave packed out, or use activation="relu"')
 
 
 def _act_reference(x: Tensor, *rest: Tensor | None, **attrs: Any) -> tuple[Tensor, ...]:
@@ -288,7 +283,6 @@ def _act_grad_reference(
 def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """Its formula in simpler operators, in float32 at least."""
     grad, x, mean, rstd, weight, bias, y, residual, signs = ins
-    assert grad is not None and x is not None and mean is not None and rstd is not None
     grouping, dz, act = by_channels(x.shape, 0), b.upcast(grad), activation(attrs["activation"])
     if signs is not None:
         dz = b.one("where", unpack(signs, x.shape, attrs["packed"], b), dz, 0.0)
@@ -309,10 +303,8 @@ def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
 def _act_grad_vjp(b: Ops, v: Vjp) -> Grads:
     """Refused: mean and rstd count as fixed here, though they depend on x. The first gradient has
     that worked in; a second one, taken from this formula, would be wrong."""
-    raise GraphError(
-        "the gradient of batch_norm_act has no gradient of its own",
-        remedy="for second derivatives write batch norm with mean, square and rsqrt",
-    )
+    remedy = "for second derivatives write batch norm with mean, square and rsqrt"
+    raise GraphError("the gradient of batch_norm_act has no gradient of its own", remedy=remedy)
 
 
 # ---- samples and definitions ---------------------------------------------------------------------
@@ -420,22 +412,18 @@ def batch_norm_act_grad(
     for what, s in (("mean", mean), ("rstd", rstd)):
         assert s is not None
         if s.shape != stat.shape or s.dtype not in (stat.dtype, x.dtype):
-            raise GraphError(
-                f"{what} is {s}, x {list(x.shape)} needs {stat}",
-                remedy="give what batch_norm_act returned",
-            )
+            wrong = f"{what} is {s}, x {list(x.shape)} needs {stat}"
+            raise GraphError(wrong, remedy="give what batch_norm_act returned")
     if y is not None and not told_by_result(activation):
-        raise GraphError(
-            f"the gradient of {activation} cannot be told from y", remedy="give the residual"
-        )
+        wrong = f"the gradient of {activation} cannot be told from y"
+        raise GraphError(wrong, remedy="give the residual")
     _check_packed(activation, packed)
     wanted = None if packed == "none" else signs_type(x.shape, packed)
     kinds = [None if t is None else (t.shape, t.dtype) for t in (signs, wanted)]
     if kinds[0] != kinds[1]:
-        raise GraphError(
-            f"signs are {signs or 'missing'}, packed={packed!r} needs {wanted or 'none'}",
-            remedy="give the signs and the packed of batch_norm_act, or neither",
-        )
+        wrong = f"signs are {signs or 'missing'}, packed={packed!r} needs {wanted or 'none'}"
+        remedy = "give the signs and the packed of batch_norm_act, or neither"
+        raise GraphError(wrong, remedy=remedy)
     return image, stat, stat, image
 
 

@@ -17,56 +17,21 @@ import torch
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
-from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.matmul import one_dtype
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    CompleteFn,
-    CostFn,
-    Fusion,
-    Given,
-    Types,
-    Vjp,
+from deuteron.ops.checks import (
+    at_least,
+    check_gradient,
     check_shape,
-    operator,
+    one_dtype,
+    per_dim,
+    spatial_dims,
 )
+from deuteron.ops.emit import Grads, Ops
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Sample, samples
 
 Tensor = torch.Tensor
 
 # ---- what every operator over images needs ---------------------------------------------------
-
-
-def spatial_dims(op: str, t: TensorType) -> int:
-    """How many spatial dimensions ``t`` has after batch and channels: 1, 2 or 3."""
-    if not 3 <= t.rank <= 5:
-        raise GraphError(
-            f"{op} takes a tensor [N, C, ...] of rank 3 to 5, not {list(t.shape)}",
-            remedy="reshape it; a single image needs a batch dimension of 1 in front",
-        )
-    return t.rank - 2
-
-
-def per_dim(op: str, name: str, values: Shape, dims: int) -> Shape:
-    """``values`` with one entry per spatial dimension; a single one stands for all."""
-    if len(values) == 1:
-        return values * dims
-    if len(values) != dims:
-        raise GraphError(
-            f"{name}={values} of {op} has {len(values)} entries for {dims} spatial dimensions",
-            remedy=f"give one int, or {dims}",
-        )
-    return values
-
-
-def at_least(op: str, low: int, **values: Sequence[int]) -> None:
-    """Every entry of every attribute is ``low`` or more."""
-    for name, entries in values.items():
-        if any(entry < low for entry in entries):
-            raise GraphError(
-                f"{name}={tuple(entries)} of {op} is too small", remedy=f"use {low} or more"
-            )
 
 
 def memory_order(t: TensorType) -> str:
@@ -115,13 +80,9 @@ _STORED = {False: "[out, in/groups, ...]", True: "[in, out/groups, ...]"}  # by 
 _PER_DIM = ("stride", "padding", "dilation", "output_padding")
 
 
-def _complete(op: str) -> CompleteFn:
-    def complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-        assert types[0] is not None
-        dims = spatial_dims(op, types[0])
-        return attrs | {name: per_dim(op, name, attrs[name], dims) for name in _PER_DIM}
-
-    return complete
+def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+    dims = spatial_dims(op, types[0])
+    return attrs | {name: per_dim(op, name, attrs[name], dims) for name in _PER_DIM}
 
 
 def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
@@ -148,10 +109,8 @@ def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
             remedy="choose groups that divides both channel counts",
         )
     if not transposed and any(output_padding):
-        raise GraphError(
-            f"{op}: output_padding={output_padding} without transposed",
-            remedy="leave it out, or set transposed=True",
-        )
+        wrong = f"{op}: output_padding={output_padding} without transposed"
+        raise GraphError(wrong, remedy="leave it out, or set transposed=True")
     sizes = []
     for n, k, s, p, d, extra in zip(
         x[2:], weight[2:], stride, padding, dilation, output_padding, strict=True
@@ -166,24 +125,21 @@ def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
         size = (n - 1) * s - 2 * p + span + extra if transposed else (n + 2 * p - span) // s + 1
         sizes.append(size if n else 0)
     if min(sizes) < 1:
-        raise GraphError(
-            f"{op}: x {list(x)} is too small for weight {list(weight)}: it leaves {sizes}",
-            remedy="use a larger image, other padding, or a smaller kernel or dilation",
-        )
+        wrong = f"{op}: x {list(x)} is too small for weight {list(weight)}: it leaves {sizes}"
+        remedy = "use a larger image, other padding, or a smaller kernel or dilation"
+        raise GraphError(wrong, remedy=remedy)
     return (x[0], weight[1] * groups if transposed else weight[0], *sizes)
 
 
-def _macs(x: int, weight: int, y: int) -> CostFn:
+def _macs(
+    x: int, weight: int, y: int, ins: Types, outs: Sequence[TensorType], attrs: Attributes
+) -> float:
     """Two operations each time a weight acts: once per place of the result, or of x where the
     convolution is transposed. x, the weight and the result are the so-manieth among the first two
     inputs and what comes out."""
-
-    def flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-        shapes = [t.shape for t in (*ins[:2], outs[0]) if t is not None]
-        places = shapes[x if attrs["transposed"] else y]
-        return 2.0 * prod(shapes[weight]) * places[0] * prod(places[2:])
-
-    return flops
+    shapes = [t.shape for t in (*ins[:2], outs[0]) if t is not None]
+    places = shapes[x if attrs["transposed"] else y]
+    return float(2 * prod(shapes[weight]) * places[0] * prod(places[2:]))
 
 
 # ---- conv ------------------------------------------------------------------------------------
@@ -227,17 +183,15 @@ def _conv_vjp(b: Ops, v: Vjp) -> Grads:
     Fusion.COMPLEX,
     _conv_reference,
     attrs=_ATTRS,
-    complete=_complete("conv"),
+    complete=partial(_complete, "conv"),
     vjp=_conv_vjp,
-    flops=_macs(0, 1, 2),
-    samples=samples(
-        """2x3x6x5 4x3x3x2 4 stride=(2,1) padding=(1,0) | 2x3x5x4@nhwc 4x3x3x3 _ padding=1
+    flops=partial(_macs, 0, 1, 2),
+    samples="""2x3x6x5 4x3x3x2 4 stride=(2,1) padding=(1,0) | 2x3x5x4@nhwc 4x3x3x3 _ padding=1
         | 2x3x6x5 2x3x1x1@nhwc _ | 2x3x4x5@sliced 2x3x1x1 2 | 2x4x5x5@nhwc 4x1x3x3 4 groups=4
         | 1x4x6x6 6x2x2x2 _ groups=2 dilation=2 | 2x3x8 4x3x3 4 stride=2 padding=1
         | 2x3x8@nhwc 4x3x3@nhwc _ | 1x2x4x3x4@nhwc 3x2x2x2x2 _
         | 2x4x3x4 4x3x3x3 6 transposed=True stride=2 output_padding=1 padding=1 groups=2
-        | 2x3x4 3x2x3 _ transposed=True stride=2 | 0x3x5x5 4x3x3x3 4 [empty]"""
-    ),
+        | 2x3x4 3x2x3 _ transposed=True stride=2 | 0x3x5x5 4x3x3x3 4 [empty]""",
 )
 def conv(x: TensorType, weight: TensorType, bias: Given, **attrs: Any) -> TensorType:
     """Convolution of x [N, C, ...] with weight [out, C/groups, ...] over 1, 2 or 3 spatial
@@ -249,17 +203,6 @@ def conv(x: TensorType, weight: TensorType, bias: Given, **attrs: Any) -> Tensor
 
 
 # ---- its gradients ---------------------------------------------------------------------------
-
-
-def _agrees(op: str, grad: TensorType, x: Shape, weight: Shape, attrs: Attributes) -> None:
-    """The gradient has the shape of the result it belongs to."""
-    expected = _out_shape(op, x, weight, attrs)
-    if grad.shape != expected:
-        raise GraphError(
-            f"{op}: the gradient is {list(grad.shape)}, but conv of x {list(x)} and weight "
-            f"{list(weight)} gives {list(expected)}",
-            remedy="use the shape and attributes of the forward convolution",
-        )
 
 
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, want: int, attrs: Attributes) -> Tensor:
@@ -319,29 +262,29 @@ _pulling = partial(operator, Fusion.COMPLEX, attrs={"shape": _SHAPE, **_ATTRS})
 
 @_pulling(
     _dx_reference,
-    complete=_complete("conv_dx"),
+    complete=partial(_complete, "conv_dx"),
     vjp=_dx_vjp,
-    flops=_macs(2, 1, 0),
+    flops=partial(_macs, 2, 1, 0),
     samples=partial(_grad_samples, "conv_dx"),
 )
 def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for x: that of the result, pulled back through the weight."""
     one_dtype("conv_dx", grad=grad, weight=weight)
-    _agrees("conv_dx", grad, shape, weight.shape, attrs)
+    check_gradient("conv_dx", grad, _out_shape("conv_dx", shape, weight.shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(weight, grad))
 
 
 @_pulling(
     _dw_reference,
-    complete=_complete("conv_dw"),
+    complete=partial(_complete, "conv_dw"),
     vjp=_dw_vjp,
-    flops=_macs(1, 2, 0),
+    flops=partial(_macs, 1, 2, 0),
     samples=partial(_grad_samples, "conv_dw"),
 )
 def conv_dw(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for its weight: that of the result against shifted copies of x."""
     one_dtype("conv_dw", grad=grad, x=x)
-    _agrees("conv_dw", grad, x.shape, shape, attrs)
+    check_gradient("conv_dw", grad, _out_shape("conv_dw", x.shape, shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(None, x, grad))
 
 

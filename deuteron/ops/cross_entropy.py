@@ -24,19 +24,10 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, float32, float64, int32, int64, uint8
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.checks import check_float, check_shape
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    Fusion,
-    Given,
-    Vjp,
-    check_float,
-    check_shape,
-    input_flops,
-    operator,
-)
-from deuteron.ops.samples import Arg, Sample, samples
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, input_flops, operator
+from deuteron.ops.samples import Arg, Sample
 
 Tensor = torch.Tensor
 CLASSES = (int64, int32, uint8)
@@ -72,10 +63,8 @@ def _check(name: str, x: TensorType, target: TensorType, weight: Given, attrs: A
         what = "a scalar" if x.rank == 0 else str(x)
         raise GraphError(f"{name} of {what}: there are no classes", remedy="give x of shape [N, C]")
     if not 0.0 <= attrs.get("label_smoothing", 0.0) <= 1.0:
-        raise GraphError(
-            f"label_smoothing={attrs['label_smoothing']} is not a share",
-            remedy="use a number from 0 to 1",
-        )
+        wrong = f"label_smoothing={attrs['label_smoothing']} is not a share"
+        raise GraphError(wrong, remedy="use a number from 0 to 1")
     if target.dtype.is_float and name != "nll_loss":
         if target.shape != x.shape or (target.dtype != x.dtype and not mixed):
             raise GraphError(
@@ -83,24 +72,18 @@ def _check(name: str, x: TensorType, target: TensorType, weight: Given, attrs: A
                 remedy=f"give both one shape and type, or integer classes of shape {list(each)}",
             )
         if attrs["ignore_index"] >= 0:
-            raise GraphError(
-                f"ignore_index={attrs['ignore_index']} cannot point into probabilities",
-                remedy="leave ignore_index out, or give integer classes",
-            )
+            wrong = f"ignore_index={attrs['ignore_index']} cannot point into probabilities"
+            raise GraphError(wrong, remedy="leave ignore_index out, or give integer classes")
     elif target.dtype not in CLASSES:
-        raise GraphError(
-            f"the target of {name} is {target.dtype.name}, not integer classes",
-            remedy='cast it: cast(target, dtype="i64")',
-        )
+        wrong = f"the target of {name} is {target.dtype.name}, not integer classes"
+        raise GraphError(wrong, remedy='cast it: cast(target, dtype="i64")')
     else:
         remedy = "give one class for each position; classes lie along dimension 1 of x"
         check_shape(f"the target of {name}", target, each, remedy)
     check_shape(f"the weight of {name}", weight, x.shape[axis : axis + 1], "one for each class")
     if weight is not None and not (weight.dtype.is_float if mixed else weight.dtype == x.dtype):
-        raise GraphError(
-            f"the weight of {name} is {weight.dtype.name}, x is {x.dtype.name}",
-            remedy=f'cast(weight, dtype="{x.dtype.short}")',
-        )
+        wrong = f"the weight of {name} is {weight.dtype.name}, x is {x.dtype.name}"
+        raise GraphError(wrong, remedy=f'cast(weight, dtype="{x.dtype.short}")')
 
 
 # ---- what they mean --------------------------------------------------------------------------
@@ -233,10 +216,8 @@ def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: Grads) -> None:
 
 def _vjp_with_grad(b: Ops, v: Vjp) -> Grads:
     if v.grads[1] is not None or v.grads[2] is not None:
-        raise GraphError(
-            "cross_entropy_with_grad has no gradient for its lse and its gradient",
-            remedy="write them with log_softmax and nll_loss instead",
-        )
+        wrong = "cross_entropy_with_grad has no gradient for its lse and its gradient"
+        raise GraphError(wrong, remedy="write them with log_softmax and nll_loss instead")
     out = _vjp(b, v)
     if v.needs[4]:
         out[4] = b.to(b.sum(b.upcast(v.grad) * b.square(v.outs[1])), v.arg(4).dtype)
@@ -258,7 +239,6 @@ def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """The loss of each position, then their sum or mean: two kernels that read the logits once,
     where one would have to wait for all others. Positions are summed in float32."""
     x, target, weight = ins
-    assert x is not None and target is not None
     how = {name: attrs[name] for name in _HOW}
     each = b.cross_entropy_with_grad(x, target, weight, **how)[0]
     return [b.to(joined(b, each, x.type, target, weight, attrs), x.dtype)]
@@ -300,8 +280,8 @@ def _with_grad_samples() -> Sequence[Sample]:
     _reference(F.nll_loss),
     attrs=_TAIL,
     vjp=_vjp,
-    flops=lambda ins, outs, attrs: 2.0 * (ins[1].numel if ins[1] is not None else 0),
-    samples=samples(_NLL),
+    flops=lambda ins, outs, attrs: 2.0 * ins[1].numel,
+    samples=_NLL,
 )
 def nll_loss(x: TensorType, target: TensorType, weight: Given, **attrs: Any) -> TensorType:
     """−weight · x at the target's class: the loss of log-probabilities [N, C, …] against integer
@@ -317,11 +297,10 @@ def nll_loss(x: TensorType, target: TensorType, weight: Given, **attrs: Any) -> 
     vjp=_vjp,
     expand=_expand,
     flops=input_flops(12),
-    samples=samples(
-        f"""{_NLL} | 4x3@transposed 4:index<3 3:positive ignore_index=1 label_smoothing=0.2
+    samples=f"""{_NLL} | 4x3@transposed 4:index<3 3:positive ignore_index=1 label_smoothing=0.2
         | 2x3x2x4@nhwc 2x2x4:index<3 reduction=none ignore_index=2 label_smoothing=0.2
-        | 4x3 4x3:positive 3:positive label_smoothing=0.2 | 2x3x4@transposed 2x3x4 reduction=none"""
-    ),
+        | 4x3 4x3:positive 3:positive label_smoothing=0.2
+        | 2x3x4@transposed 2x3x4 reduction=none""",
 )
 def cross_entropy(logits: TensorType, target: TensorType, weight: Given, **a: Any) -> TensorType:
     """nll_loss of log_softmax(logits) along dimension 1, with a share label_smoothing of each
@@ -351,10 +330,8 @@ def cross_entropy_with_grad(
     each = positions(logits.shape)
     for what, given, shapes in (("scale", scale, ((), each)), ("z", z, ((),))):
         if given is not None and (not given.dtype.is_float or given.shape not in shapes):
-            raise GraphError(
-                f"{what} of cross_entropy_with_grad is {given}",
-                remedy=f"give a float of shape {' or '.join(str(list(s)) for s in shapes)}",
-            )
+            remedy = f"give a float of shape {' or '.join(str(list(s)) for s in shapes)}"
+            raise GraphError(f"{what} of cross_entropy_with_grad is {given}", remedy=remedy)
     row = TensorType.of(each, sums_of(logits))
     return row, row, logits.dense_like()
 

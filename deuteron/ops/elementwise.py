@@ -18,15 +18,14 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, bool_, float32
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
+from deuteron.ops.checks import broadcast
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.formula import TENSORS, Formula, trace_op
-from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp, broadcast, parameters, promoted
+from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp, parameters, promoted
 from deuteron.ops.samples import Sample, unary_samples
 
 Result = Callable[..., DType]
 Gradient = Callable[..., Any] | Sequence[Callable[..., Any] | None] | None
-
-# ---- the element type of a result -----------------------------------------------------------
 
 
 def floats(name: str, *types: TensorType) -> DType:
@@ -67,9 +66,6 @@ def result_type(dt: DType, *types: TensorType | None) -> TensorType:
         if t.shape == shape and 0 not in t.strides[:1]:
             return t.dense_like(shape, dt)
     return present[0].dense_like(shape, dt)
-
-
-# ---- the operator -----------------------------------------------------------------------------
 
 
 def elementwise(

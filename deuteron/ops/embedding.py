@@ -7,12 +7,12 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float64, int32, int64
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.checks import check_index
 from deuteron.ops.elementwise import floats
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.movement import AXIS, check_index, with_axis
+from deuteron.ops.movement import AXIS, with_axis
 from deuteron.ops.opdef import Attr, Fusion, Vjp, elementwise_flops, input_flops, operator
 from deuteron.ops.reference import LOW, fixed_order
-from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 
@@ -29,22 +29,18 @@ def _scatter_add_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) 
     complete=with_axis,
     vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
     flops=input_flops(1),
-    samples=samples(
-        """6x3:index<4 6x3 shape=(4,3) axis=0 | 2x5:index<3 2x5 shape=(4,3) axis=-1
+    samples="""6x3:index<4 6x3 shape=(4,3) axis=0 | 2x5:index<3 2x5 shape=(4,3) axis=-1
         | 0:index<5 0 shape=(5,) axis=0 | 4x2:index<3 4x2@transposed shape=(4,3) axis=1
         | 1x3:index<4 1x3@sliced shape=(4,3) axis=0 | 5x3:index<1 5x3@expanded shape=(1,3) axis=0
-        | 2x1x2x2:index<3 2x1x2x2@nhwc shape=(2,3,2,2) axis=1"""
-    ),
+        | 2x1x2x2:index<3 2x1x2x2@nhwc shape=(2,3,2,2) axis=1""",
 )
 def scatter_add(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
     """Zeros of the given shape, and each element of src added where index says along the axis: the
     gradient of gather."""
     check_scatter(index, src, shape)
     if any(i > n and d != axis for d, (i, n) in enumerate(zip(src.shape, shape, strict=True))):
-        raise GraphError(
-            f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}",
-            remedy=f"only along axis {axis} may src be the larger one",
-        )
+        wrong = f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}"
+        raise GraphError(wrong, remedy=f"only along axis {axis} may src be the larger one")
     return TensorType.of(shape, src.dtype)
 
 
@@ -82,10 +78,8 @@ def _check_rows(weight: TensorType, index: TensorType, padding_idx: int) -> None
     if weight.rank != 2:
         raise GraphError(f"weight has rank {weight.rank}, not 2", remedy="use [rows, features]")
     if not -1 <= padding_idx < weight.shape[0]:
-        raise GraphError(
-            f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows",
-            remedy="count from 0; -1 means no padding row",
-        )
+        wrong = f"padding_idx={padding_idx} is not one of the {weight.shape[0]} rows"
+        raise GraphError(wrong, remedy="count from 0; -1 means no padding row")
 
 
 @operator(
@@ -95,13 +89,10 @@ def _check_rows(weight: TensorType, index: TensorType, padding_idx: int) -> None
     | {"scale_grad_by_freq": Attr("bool", False, "whether to divide gradients by frequency")},
     vjp=_embedding_vjp,
     flops=elementwise_flops(0),
-    samples=samples(
-        """5x3 2x4:index<5 | 5x3 2x4:index<5 padding_idx=2 nograd | 5x3 scalar:index<5
+    samples="""padding_idx=-1 scale_grad_by_freq=False;
+        5x3 2x4:index<5 | 5x3 2x4:index<5 padding_idx=2 nograd | 5x3 scalar:index<5
         | 5x3 0x2:index<5 | 5x3@transposed 4:index<5:i32 | 5x4@sliced 3x1:index<5
         | 2x3 7:index<2 scale_grad_by_freq=True nograd""",
-        padding_idx=-1,
-        scale_grad_by_freq=False,
-    ),
 )
 def embedding(
     weight: TensorType, index: TensorType, padding_idx: int, scale_grad_by_freq: bool
@@ -135,22 +126,18 @@ def _embedding_grad_vjp(b: Ops, v: Vjp) -> Grads:
     attrs={"rows": Attr("int", doc="how many rows weight has"), **_PADDING},
     vjp=_embedding_grad_vjp,
     flops=input_flops(1),
-    samples=samples(
-        """2x4x3 2x4:index<5 | 9x3 9:index<5 padding_idx=2 | 3 scalar:index<5 | 0x2x3 0x2:index<5
+    samples="""rows=5 padding_idx=-1;
+        2x4x3 2x4:index<5 | 9x3 9:index<5 padding_idx=2 | 3 scalar:index<5 | 0x2x3 0x2:index<5
         | 4x3@transposed 4:index<5:i32 | 4x3@sliced 4:index<5 padding_idx=0
         | 4x3@expanded 4:index<5""",
-        rows=5,
-        padding_idx=-1,
-    ),
 )
 def embedding_grad(grad: TensorType, index: TensorType, rows: int, padding_idx: int) -> TensorType:
     """The gradient of embedding for its weight: rows of grad added up by index, always in the same
     order. The row padding_idx stays zero."""
     if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
-        raise GraphError(
-            f"grad {list(grad.shape)} does not fit index {list(index.shape)}",
-            remedy="grad has the shape of index and one more dimension, the features",
-        )
+        wrong = f"grad {list(grad.shape)} does not fit index {list(index.shape)}"
+        remedy = "grad has the shape of index and one more dimension, the features"
+        raise GraphError(wrong, remedy=remedy)
     floats("embedding_grad", grad)
     weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
     _check_rows(weight, index, padding_idx)

@@ -53,11 +53,9 @@ class Sym(Value):
         return f"%{self.name}: {self.type}"
 
     def __bool__(self) -> bool:
-        raise GraphError(
-            f"%{self.name} has no value while the graph is being built",
-            asked="a truth value",
-            remedy="use where(condition, a, b) instead of if",
-        )
+        wrong = f"%{self.name} has no value while the graph is being built"
+        asked = "a truth value"
+        raise GraphError(wrong, asked=asked, remedy="use where(condition, a, b) instead of if")
 
     def apply(self, op: str, *args: Any) -> Any:
         return self.ops.call(op, *args)
@@ -124,20 +122,17 @@ class Ops:
                 values.append(None)
             elif isinstance(value, Sym):
                 if value.ops.build is not self.build:
-                    raise GraphError(
-                        f"input {slot} of {name} (%{value.name}) belongs to another graph",
-                        remedy="use handles of the graph you are building",
-                    )
+                    wrong = f"input {slot} of {name} (%{value.name}) belongs to another graph"
+                    raise GraphError(wrong, remedy="use handles of the graph you are building")
                 values.append(value.name)
             elif isinstance(value, bool | int | float):
                 values.append(self.number(value, like, scalar and bool(syms)).name)
             elif isinstance(value, torch.Tensor):
                 values.append(self.build.constant(value))
             else:
-                raise GraphError(
-                    f"input {slot} of {name} is a {type(value).__name__}",
-                    remedy="give a handle from this graph, a tensor or a number",
-                )
+                wrong = f"input {slot} of {name} is a {type(value).__name__}"
+                remedy = "give a handle from this graph, a tensor or a number"
+                raise GraphError(wrong, remedy=remedy)
         while values and values[-1] is None:
             values.pop()
         outs = self.build.emit(name, values, attrs, source=self.source)
@@ -213,5 +208,5 @@ def _is_operand(value: Any) -> bool:
     return value is None or isinstance(value, Sym | torch.Tensor | bool | int | float)
 
 
-Syms = Sequence[Sym | None]
+Syms = Sequence[Any]  # of a node's inputs: handles, and None for one left out
 Grads = list[Sym | None]

@@ -289,9 +289,6 @@ def trace(formula: Formula, inputs: Sequence[str], attrs: Mapping[str, Any]) -> 
     return Traced(tuple(inputs), tuple(reversed(kept)), result, tuple(others))
 
 
-# ---- tensors: formulas as torch's calls ---------------------------------------------------------
-
-
 class _Tensors(Methods):
     """Every elementwise operator as its reference, on tensors and numbers."""
 

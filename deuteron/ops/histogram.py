@@ -13,11 +13,11 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import check_shape
 from deuteron.ops.elementwise import floats, numbers
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, check_shape, input_flops, operator
+from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, input_flops, operator
 from deuteron.ops.reference import fixed_order
-from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 
@@ -72,15 +72,10 @@ def _histogram_vjp(b: Ops, v: Vjp) -> Grads:
     },
     vjp=_histogram_vjp,
     flops=input_flops(4),
-    samples=samples(
-        """33 | 4x6@transposed bins=7 low=-0.5 high=0.5 | 3x5 3x5
+    samples="""bins=5 low=-1.0 high=2.0; 33 | 4x6@transposed bins=7 low=-0.5 high=0.5 | 3x5 3x5
         | 3x5@sliced 3x5@transposed bins=7 low=-0.5 high=0.5
         | 40:index<6 bins=6 low=0.0 high=6.0 | 20:index<6:i32 20 bins=3 low=0 high=5
         | 0 0 [empty] | scalar [scalar] | 33:extreme nograd [extreme]""",
-        bins=5,
-        low=-1.0,
-        high=2.0,
-    ),
 )
 def histogram(x: TensorType, weight: Given, bins: int, low: float, high: float) -> TensorType:
     """How many elements of x lie in each of ``bins`` equal parts of low … high, as int64, or the
@@ -90,9 +85,8 @@ def histogram(x: TensorType, weight: Given, bins: int, low: float, high: float) 
     if bins < 1:
         raise GraphError(f"histogram with bins={bins}", remedy="use 1 or more")
     if not (isfinite(low) and isfinite(high) and low < high):
-        raise GraphError(
-            f"histogram over low={low}, high={high}", remedy="give finite bounds, low below high"
-        )
+        wrong = f"histogram over low={low}, high={high}"
+        raise GraphError(wrong, remedy="give finite bounds, low below high")
     if weight is None:
         return TensorType.of((bins,), int64)
     check_shape("weight", weight, x.shape, "give one weight for each element of x")

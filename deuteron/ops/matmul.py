@@ -15,43 +15,14 @@ import torch.nn.functional as F
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import broadcast, check_shape, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.opdef import (
-    Attributes,
-    Fusion,
-    Given,
-    Types,
-    Vjp,
-    broadcast,
-    check_shape,
-    operator,
-)
-from deuteron.ops.samples import samples
-
-
-def one_dtype(op: str, *, ints: bool = False, **operands: TensorType | None) -> None:
-    """All operands share one element type, and one that can be multiplied and added up."""
-    given = {name: t.dtype for name, t in operands.items() if t is not None}
-    first, dt = next(iter(given.items()))
-    if dt.bits < 16 if dt.is_float else not ints or dt.kind == "bool" or dt.bits < 8:
-        raise GraphError(
-            f"{op} is not defined on {dt.name}", remedy=f'cast first: cast({first}, dtype="f32")'
-        )
-    for name, other in given.items():
-        if other != dt:
-            raise GraphError(
-                f"{op} needs one element type: {first} is {dt.name}, {name} is {other.name}",
-                remedy=f'cast one of them, e.g. cast({name}, dtype="{dt.short}")',
-            )
+from deuteron.ops.opdef import Attributes, Fusion, Given, Types, Vjp, operator
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """One multiplication and one addition per step along the inner dimension."""
-    x = ins[0]
-    return 2.0 * outs[0].numel * x.shape[-1] if x is not None else 0.0
-
-
-# ---- matmul ----------------------------------------------------------------------------------
+    return 2.0 * outs[0].numel * float(ins[0].shape[-1])
 
 
 def _transposed(b: Ops, x: Sym) -> Sym:
@@ -103,12 +74,10 @@ def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
     torch.matmul,
     vjp=_matmul_vjp,
     flops=_flops,
-    samples=samples(
-        """3x4 4x5 | 4 4 | 3x4@transposed 4 | 4 2x4x3 | 2x3x4 4x5@transposed | 3x4 2x4x5
+    samples="""3x4 4x5 | 4 4 | 3x4@transposed 4 | 4 2x4x3 | 2x3x4 4x5@transposed | 3x4 2x4x5
         | 2x1x3x4@nhwc 5x4x2@sliced | 3x1x2@expanded 3x2x1 | 0x3 3x2 [empty]
         | 2x0 0x3 [nothing to add up] | 3x4:i32 4x2:i32 [integers]
-        | 3x5:extreme 5x2:extreme nograd [extreme]"""
-    ),
+        | 3x5:extreme 5x2:extreme nograd [extreme]""",
 )
 def matmul(x: TensorType, y: TensorType) -> TensorType:
     """The matrix product x · y over the last two dimensions; the others broadcast. A vector counts
@@ -116,10 +85,8 @@ def matmul(x: TensorType, y: TensorType) -> TensorType:
     one_dtype("matmul", ints=True, x=x, y=y)
     for name, t in (("x", x), ("y", y)):
         if t.rank == 0:
-            raise GraphError(
-                f"matmul needs at least one dimension, {name} is a scalar",
-                remedy="multiply by a scalar with mul",
-            )
+            wrong = f"matmul needs at least one dimension, {name} is a scalar"
+            raise GraphError(wrong, remedy="multiply by a scalar with mul")
     inner = y.shape[-2:][0]
     if x.shape[-1] != inner:
         raise GraphError(
@@ -129,9 +96,6 @@ def matmul(x: TensorType, y: TensorType) -> TensorType:
         )
     batch, columns = broadcast(x.shape[:-2], y.shape[:-2]), y.shape[1:][-1:]
     return TensorType.of((*batch, *x.shape[-2:-1], *columns), x.dtype)
-
-
-# ---- linear ----------------------------------------------------------------------------------
 
 
 def _linear_vjp(b: Ops, v: Vjp) -> Grads:
@@ -152,11 +116,9 @@ def _linear_vjp(b: Ops, v: Vjp) -> Grads:
     F.linear,
     vjp=_linear_vjp,
     flops=_flops,
-    samples=samples(
-        """3x4 5x4 5 | 2x3x4 5x4 _ | 4 5x4 5 | 2x3x2x4@nhwc 3x4@transposed 3 | 3x4@sliced 1x4 1
+    samples="""3x4 5x4 5 | 2x3x4 5x4 _ | 4 5x4 5 | 2x3x2x4@nhwc 3x4@transposed 3 | 3x4@sliced 1x4 1
         | 3x2x4@expanded 5x4@sliced _ | 0x4 5x4 5 [empty] | 3x0 2x0 2 [nothing to add up]
-        | 3x4:i32 2x4:i32 _ [integers] | 3x5:extreme 2x5 2 nograd [extreme]"""
-    ),
+        | 3x4:i32 2x4:i32 _ [integers] | 3x5:extreme 2x5 2 nograd [extreme]""",
 )
 def linear(x: TensorType, weight: TensorType, bias: Given) -> TensorType:
     """x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out]."""

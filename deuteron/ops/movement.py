@@ -14,21 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, int32, int64
+from deuteron.ir.dtype import int32, int64
 from deuteron.ir.types import Shape, TensorType, strides_for
+from deuteron.ops.checks import check_index, norm_axes
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.opdef import (
-    Attr,
-    Fusion,
-    Types,
-    Vjp,
-    elementwise_flops,
-    norm_axes,
-    operator,
-    promoted,
-)
+from deuteron.ops.opdef import Attr, Fusion, Types, Vjp, elementwise_flops, operator, promoted
 from deuteron.ops.reference import lay
-from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 
@@ -37,17 +28,11 @@ viewing = partial(moving, view=True)
 AXIS = Attr("int", doc="the dimension to work along")
 
 
-def first(types: Types) -> TensorType:
-    """The type of the first input, which is always there."""
-    assert types[0] is not None
-    return types[0]
-
-
 def with_axis(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     """Completes ``axis``: counted from 0, and of a tensor that has axes."""
-    if not types or first(types).rank == 0:
+    if not types or types[0].rank == 0:
         raise GraphError("there is no axis to work along", remedy="reshape a scalar to (1,) first")
-    return attrs | {"axis": norm_axes((attrs["axis"],), first(types).rank, "axis")[0]}
+    return attrs | {"axis": norm_axes((attrs["axis"],), types[0].rank, "axis")[0]}
 
 
 ROW, NHWC = "contiguous", "nhwc"
@@ -77,17 +62,16 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
 
 
 def _reshape_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    x, shape = first(types), list(attrs["shape"])
+    x, shape = types[0], list(attrs["shape"])
     if shape.count(-1) > 1 or any(s < -1 for s in shape):
         raise GraphError(f"shape {shape} is not clear", remedy="one size at most may be -1")
     known = prod(s for s in shape if s != -1)
     if -1 in shape and known and x.numel % known == 0:
         shape[shape.index(-1)] = x.numel // known
     if -1 in shape or prod(shape) != x.numel:
-        raise GraphError(
-            f"shape {shape} cannot hold the {x.numel} elements of {list(x.shape)}",
-            remedy="the sizes must multiply to that number; one may be -1 if no other is 0",
-        )
+        wrong = f"shape {shape} cannot hold the {x.numel} elements of {list(x.shape)}"
+        remedy = "the sizes must multiply to that number; one may be -1 if no other is 0"
+        raise GraphError(wrong, remedy=remedy)
     return attrs | {"shape": tuple(shape)}
 
 
@@ -96,12 +80,10 @@ def _reshape_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(2, -1)")},
     complete=_reshape_complete,
     vjp=lambda b, v: [b.reshape(v.grad, shape=v.arg(0).shape)],
-    samples=samples(
-        """3x4 shape=(2,6) | 3x4 shape=(-1,) | scalar shape=(1,1) | 1x1 shape=() | 0x4 shape=(2,0,3)
-        | 4x6@transposed shape=(2,2,6) | 4x6@transposed shape=(24,) | 4x6@sliced shape=(2,12)
-        | 4x6@expanded shape=(4,2,3) | 4x6@expanded shape=(24,)
-        | 2x3x4x5@nhwc shape=(2,3,20) | 2x3x4x5@nhwc shape=(2,60)"""
-    ),
+    samples="""3x4 shape=(2,6) | 3x4 shape=(-1,) | scalar shape=(1,1) | 1x1 shape=()
+        | 0x4 shape=(2,0,3) | 4x6@transposed shape=(2,2,6) | 4x6@transposed shape=(24,)
+        | 4x6@sliced shape=(2,12) | 4x6@expanded shape=(4,2,3) | 4x6@expanded shape=(24,)
+        | 2x3x4x5@nhwc shape=(2,3,20) | 2x3x4x5@nhwc shape=(2,60)""",
 )
 def reshape(x: TensorType, shape: Shape) -> TensorType:
     """x with the same elements, in row-major order, in another shape; one size may be -1. A view
@@ -110,29 +92,20 @@ def reshape(x: TensorType, shape: Shape) -> TensorType:
 
 
 def _permute_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    rank, dims = first(types).rank, attrs["dims"]
+    rank, dims = types[0].rank, attrs["dims"]
     if sorted(d + rank if d < 0 else d for d in dims) != list(range(rank)):
-        raise GraphError(
-            f"dims {dims} are not an order of the {rank} dimensions",
-            remedy=f"name each of 0 … {rank - 1} once" if rank else "use dims=()",
-        )
+        remedy = f"name each of 0 … {rank - 1} once" if rank else "use dims=()"
+        raise GraphError(f"dims {dims} are not an order of the {rank} dimensions", remedy=remedy)
     return attrs | {"dims": tuple(d % rank for d in dims)}
-
-
-def _permute_vjp(b: Ops, v: Vjp) -> Grads:
-    dims = v.attrs["dims"]
-    return [b.permute(v.grad, dims=tuple(dims.index(i) for i in range(len(dims))))]
 
 
 @viewing(
     torch.permute,
     attrs={"dims": Attr("ints", doc="the new order, e.g. dims=(0, 2, 1)")},
     complete=_permute_complete,
-    vjp=_permute_vjp,
-    samples=samples(
-        """3x4 dims=(1,0) | scalar dims=() | 2x0x3 dims=(2,0,1) | 2x3x4 dims=(-1,0,1)
-        | 3x4@sliced dims=(1,0) | 3x4@expanded dims=(1,0) | 2x3x4x5@nhwc dims=(0,2,3,1)"""
-    ),
+    vjp=lambda b, v: [b.permute(v.grad, tuple(map(v.attrs["dims"].index, range(v.grad.rank))))],
+    samples="""3x4 dims=(1,0) | scalar dims=() | 2x0x3 dims=(2,0,1) | 2x3x4 dims=(-1,0,1)
+        | 3x4@sliced dims=(1,0) | 3x4@expanded dims=(1,0) | 2x3x4x5@nhwc dims=(0,2,3,1)""",
 )
 def permute(x: TensorType, dims: Shape) -> TensorType:
     """x with its dimensions in another order: dimension i of the result is dims[i] of x."""
@@ -141,16 +114,14 @@ def permute(x: TensorType, dims: Shape) -> TensorType:
 
 
 def _expand_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    x, shape = first(types), attrs["shape"]
+    x, shape = types[0], attrs["shape"]
     lead = max(len(shape) - x.rank, 0)
     pairs = list(zip(shape, (None,) * lead + x.shape, strict=False))
     full = tuple(o if n == -1 and o is not None else n for n, o in pairs)
     fits = all(n >= 0 and o in (None, 1, n) for n, (_, o) in zip(full, pairs, strict=True))
     if len(shape) < x.rank or not fits:
-        raise GraphError(
-            f"x {list(x.shape)} does not expand to {list(shape)}",
-            remedy="only sizes of 1 stretch; new dimensions go in front",
-        )
+        wrong = f"x {list(x.shape)} does not expand to {list(shape)}"
+        raise GraphError(wrong, remedy="only sizes of 1 stretch; new dimensions go in front")
     return attrs | {"shape": full}
 
 
@@ -159,11 +130,9 @@ def _expand_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     attrs={"shape": Attr("ints", doc="the new sizes, e.g. shape=(8, -1)")},
     complete=_expand_complete,
     vjp=lambda b, v: [b.unbroadcast(v.grad, v.arg(0).type)],
-    samples=samples(
-        """3x1 shape=(3,4) | 3x1 shape=(2,-1,5) | scalar shape=(2,3) | scalar shape=()
+    samples="""3x1 shape=(3,4) | 3x1 shape=(2,-1,5) | scalar shape=(2,3) | scalar shape=()
         | 1x3 shape=(0,3) | 4x3@transposed shape=(2,4,3) | 4x1x3@sliced shape=(4,2,3)
-        | 2x3x1x1@nhwc shape=(2,3,4,5)"""
-    ),
+        | 2x3x1x1@nhwc shape=(2,3,4,5)""",
 )
 def expand(x: TensorType, shape: Shape) -> TensorType:
     """x stretched to a larger shape by repeating sizes of 1; -1 keeps a size. A view: nothing is
@@ -176,11 +145,10 @@ def expand(x: TensorType, shape: Shape) -> TensorType:
 def _slice_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     attrs = with_axis(types, attrs)
     if attrs["step"] < 1:
-        raise GraphError(
-            f"step={attrs['step']} is not at least 1", remedy="to go backwards, flip() the axis"
-        )
+        wrong = f"step={attrs['step']} is not at least 1"
+        raise GraphError(wrong, remedy="to go backwards, flip() the axis")
     span = slice(attrs["start"], attrs["stop"], attrs["step"])
-    start, stop, _ = span.indices(first(types).shape[attrs["axis"]])
+    start, stop, _ = span.indices(types[0].shape[attrs["axis"]])
     return attrs | {"start": start, "stop": max(start, stop)}
 
 
@@ -212,13 +180,11 @@ def _slice_vjp(b: Ops, v: Vjp) -> Grads:
     },
     complete=_slice_complete,
     vjp=_slice_vjp,
-    samples=samples(
-        """5x4 axis=0 start=1 stop=4 | 5x4 axis=-1 start=-3 | 5 axis=0 start=4 stop=2
+    samples="""5x4 axis=0 start=1 stop=4 | 5x4 axis=-1 start=-3 | 5 axis=0 start=4 stop=2
         | 7 axis=0 start=1 stop=7 step=3 | 7x2 axis=0 start=0 stop=None step=2 | 0x3 axis=0
         | 5 axis=0 start=-99 stop=99 | 2x6@sliced axis=1 start=1 stop=6 step=4
         | 4x6@transposed axis=1 start=2 | 4x3@expanded axis=0 start=1 stop=3
-        | 2x3x4x5@nhwc axis=1 start=0 stop=2"""
-    ),
+        | 2x3x4x5@nhwc axis=1 start=0 stop=2""",
 )
 def slice_(x: TensorType, axis: int, start: int, stop: int, step: int) -> TensorType:
     """The elements start, start + step, … before stop along one axis, as x[start:stop:step]."""
@@ -233,13 +199,11 @@ def slice_(x: TensorType, axis: int, start: int, stop: int, step: int) -> Tensor
 @moving(
     lambda x, axes: torch.flip(x, axes),
     attrs={"axes": Attr("ints", doc="the axes to turn round, e.g. axes=(0,)")},
-    complete=lambda types, attrs: attrs | {"axes": norm_axes(attrs["axes"], first(types).rank)},
+    complete=lambda types, attrs: attrs | {"axes": norm_axes(attrs["axes"], types[0].rank)},
     vjp=lambda b, v: [b.flip(v.grad, axes=v.attrs["axes"])],
-    samples=samples(
-        """3x4 axes=(0,) | 3x4 axes=(-1,0) | scalar axes=() | 0x3 axes=(0,) | 3x4 axes=()
+    samples="""3x4 axes=(0,) | 3x4 axes=(-1,0) | scalar axes=() | 0x3 axes=(0,) | 3x4 axes=()
         | 3x4@transposed axes=(1,) | 3x4@sliced axes=(1,) | 3x4@expanded axes=(0,)
-        | 2x3x4x5@nhwc axes=(2,3)"""
-    ),
+        | 2x3x4x5@nhwc axes=(2,3)""",
 )
 def flip(x: TensorType, axes: Shape) -> TensorType:
     """x with the order of its elements turned round along the axes."""
@@ -270,12 +234,10 @@ def _concat_vjp(b: Ops, v: Vjp) -> Grads:
     attrs={"axis": AXIS},
     complete=with_axis,
     vjp=_concat_vjp,
-    samples=samples(
-        """2x3 4x3 axis=0 | 2x3 2x1 2x2@transposed axis=-1 | 5 axis=0 | 0x3 2x3 axis=0
+    samples="""2x3 4x3 axis=0 | 2x3 2x1 2x2@transposed axis=-1 | 5 axis=0 | 0x3 2x3 axis=0
         | 2x3:f64 2x3:f32 axis=0 nograd | 2x3:i32 2x3@sliced axis=1
         | 2x3x4x5@nhwc 2x1x4x5@nhwc axis=1 | 2x3x4x5@nhwc 2x3x4x5 axis=1
-        | 2x3x1x1 2x3x1x1@nhwc axis=2 | 2x3x4@nhwc 2x2x4@nhwc axis=1"""
-    ),
+        | 2x3x1x1 2x3x1x1@nhwc axis=2 | 2x3x4@nhwc 2x2x4@nhwc axis=1""",
 )
 def concat(*xs: TensorType, axis: int) -> TensorType:
     """Tensors joined one after another along an axis; element types promote. The result is nhwc
@@ -285,10 +247,8 @@ def concat(*xs: TensorType, axis: int) -> TensorType:
         if t.rank != x.rank or any(
             a != b and d != axis for d, (a, b) in enumerate(zip(t.shape, x.shape, strict=True))
         ):
-            raise GraphError(
-                f"input {i} {list(t.shape)} does not fit input 0 {list(x.shape)} on axis {axis}",
-                remedy=f"all sizes but that of axis {axis} must be equal",
-            )
+            wrong = f"input {i} {list(t.shape)} does not fit input 0 {list(x.shape)} on axis {axis}"
+            raise GraphError(wrong, remedy=f"all sizes but that of axis {axis} must be equal")
     shape = (*x.shape[:axis], sum(t.shape[axis] for t in xs), *x.shape[axis + 1 :])
     # most elements decide: a broadcast or converted part does not turn the whole
     turned = x.rank > 3 and 2 * sum(t.numel for t in xs if t.layout == NHWC) > prod(shape)
@@ -340,15 +300,13 @@ def _pad_vjp(b: Ops, v: Vjp) -> Grads:
         "value": Attr("float", 0.0, "what a constant padding holds"),
     },
     vjp=_pad_vjp,
-    samples=samples(
-        """3x4 low=(0,1) high=(2,0) | scalar low=() high=()
+    samples="""3x4 low=(0,1) high=(2,0) | scalar low=() high=()
         | 3x4 low=(-1,1) high=(1,-2) mode=constant value=7.0 | 0x2 low=(1,0) high=(0,1)
         | 3x4@transposed low=(0,-1) high=(0,-1) | 2x3x4x5@nhwc low=(0,0,1,1) high=(0,0,1,2)
         | 3x4@sliced low=(2,1) high=(1,3) mode=reflect | 2x3 low=(0,2) high=(1,0) mode=reflect
         | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=reflect
         | 3x1 low=(2,1) high=(0,3) mode=replicate | 0x2 low=(0,1) high=(0,1) mode=replicate
-        | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=replicate"""
-    ),
+        | 2x2x3x4@nhwc low=(0,0,1,1) high=(0,0,2,2) mode=replicate""",
 )
 def pad(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> TensorType:
     """x with elements added before (low) and after (high) along each dimension: a constant, the
@@ -376,10 +334,8 @@ def pad(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> Tens
     lambda x, layout: x.new_empty_strided(x.shape, strides_for(tuple(x.shape), layout)).copy_(x),
     attrs={"layout": Attr("str", "contiguous", choices=("contiguous", "nhwc"))},
     vjp=lambda b, v: [v.grad],
-    samples=samples(
-        """3x4@transposed | scalar | 3x4@sliced | 3x4@expanded | 2x3x4x5@nhwc
-        | 2x3x4x5 layout=nhwc | 2x3x4 layout=nhwc | 0x2x3 layout=nhwc | 2x3x2x2x2 layout=nhwc"""
-    ),
+    samples="""3x4@transposed | scalar | 3x4@sliced | 3x4@expanded | 2x3x4x5@nhwc
+        | 2x3x4x5 layout=nhwc | 2x3x4 layout=nhwc | 0x2x3 layout=nhwc | 2x3x2x2x2 layout=nhwc""",
 )
 def to_layout(x: TensorType, layout: str) -> TensorType:
     """A copy of x in row-major order (contiguous) or with its channels innermost (nhwc)."""
@@ -387,15 +343,6 @@ def to_layout(x: TensorType, layout: str) -> TensorType:
 
 
 # ---- by index: gather, index_select --------------------------------------------------------------
-
-
-def check_index(index: TensorType, *allowed: DType) -> None:
-    """Raises a GraphError unless ``index`` is of one of the integer types ``allowed``."""
-    if index.dtype not in allowed:
-        names = " or ".join(dt.name for dt in allowed)
-        raise GraphError(
-            f"the index is {index.dtype.name}, not {names}", remedy='cast(index, dtype="i64")'
-        )
 
 
 def _pick_vjp(b: Ops, v: Vjp) -> Grads:
@@ -412,39 +359,33 @@ picking = partial(moving, attrs={"axis": AXIS}, complete=with_axis, vjp=_pick_vj
 
 @picking(
     lambda x, index, axis: torch.gather(x, axis, index),
-    samples=samples(
-        """4x3 6x3:index<4 axis=0 | 4x3 2x5:index<3 axis=-1 | 5 0:index<5 axis=0
+    samples="""4x3 6x3:index<4 axis=0 | 4x3 2x5:index<3 axis=-1 | 5 0:index<5 axis=0
         | 4x3@transposed 4x2:index<3 axis=1 | 4x3@sliced 1x3:index<4 axis=0
-        | 4x3@expanded 2x3:index<4 axis=0 | 2x3x2x2@nhwc 2x1x2x2:index<3 axis=1"""
-    ),
+        | 4x3@expanded 2x3:index<4 axis=0 | 2x3x2x2@nhwc 2x1x2x2:index<3 axis=1""",
 )
 def gather(x: TensorType, index: TensorType, axis: int) -> TensorType:
     """out[i, j, …] = x[index[i, j, …], j, …] for axis 0, and likewise for the others."""
     check_index(index, int64)
     pairs = enumerate(zip(index.shape, x.shape, strict=False))
     if index.rank != x.rank or any(i > n and d != axis for d, (i, n) in pairs):
-        raise GraphError(
-            f"the index {list(index.shape)} does not fit x {list(x.shape)} along axis {axis}",
-            remedy="the ranks must be equal, and no other size of the index larger than that of x",
-        )
+        wrong = f"the index {list(index.shape)} does not fit x {list(x.shape)} along axis {axis}"
+        remedy = "the ranks must be equal, and no other size of the index larger than that of x"
+        raise GraphError(wrong, remedy=remedy)
     return TensorType.of(index.shape, x.dtype)
 
 
 @picking(
     lambda x, index, axis: torch.index_select(x, axis, index),
-    samples=samples(
-        """4x3 6:index<4 axis=0 | 4x3 2:index<3 axis=-1 | 4x3 0:index<4 axis=0
+    samples="""4x3 6:index<4 axis=0 | 4x3 2:index<3 axis=-1 | 4x3 0:index<4 axis=0
         | 4x3@transposed 4:index<3 axis=1 | 4x3@sliced 1:index<4 axis=0
-        | 4x3@expanded 3:index<4 axis=0 | 2x3x4x5@nhwc 2:index<4 axis=2"""
-    ),
+        | 4x3@expanded 3:index<4 axis=0 | 2x3x4x5@nhwc 2:index<4 axis=2""",
 )
 def index_select(x: TensorType, index: TensorType, axis: int) -> TensorType:
     """The slices of x along an axis that a list of indices names, in that order."""
     check_index(index, int64, int32)
     if index.rank != 1:
-        raise GraphError(
-            f"the index has rank {index.rank}, not 1", remedy="reshape it to (-1,), or use gather"
-        )
+        wrong = f"the index has rank {index.rank}, not 1"
+        raise GraphError(wrong, remedy="reshape it to (-1,), or use gather")
     return TensorType.of((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
 
 

@@ -33,20 +33,11 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activation
+from deuteron.ops.checks import check_like_x, check_params, check_spread, check_x
 from deuteron.ops.conv import memory_order
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.formula import TENSORS
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    Fusion,
-    Given,
-    OpDef,
-    Vjp,
-    check_float,
-    check_shape,
-    elementwise_flops,
-)
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, OpDef, Vjp, elementwise_flops
 from deuteron.ops.reference import wide_type, without_overflow
 from deuteron.ops.samples import Arg, Sample, norm_samples
 
@@ -55,62 +46,18 @@ Tensor = torch.Tensor
 # ---- what may be asked -----------------------------------------------------------------------
 
 
-def check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
-    check_float(name, x=x)
-    if x.rank < least_rank:
-        raise GraphError(
-            f"{name} needs rank {least_rank} or more, x has rank {x.rank}",
-            remedy="add the missing dimensions with reshape",
-        )
-    if not eps >= 0.0:
-        raise GraphError(f"{name} needs eps of 0 or more, not {eps}", remedy="use eps=1e-5")
-
-
-def check_params(name: str, x: TensorType, shape: Shape, params: Mapping[str, Given]) -> None:
-    """Weights and statistics have one shape, and the element type of x or float32."""
-    for slot, p in params.items():
-        check_shape(f"{slot} of {name} of x {list(x.shape)}", p, shape, f"reshape {slot} to that")
-        if p is not None and p.dtype not in (x.dtype, float32 if x.dtype.is_low else x.dtype):
-            raise GraphError(
-                f"{slot} of {name} is {p.dtype.name}, x is {x.dtype.name}",
-                remedy=f'cast it: cast({slot}, dtype="{x.dtype.short}")',
-            )
-
-
-def check_like_x(name: str, x: TensorType, **others: Given) -> None:
-    """Tensors that go with x, element by element."""
-    for slot, t in others.items():
-        if t is not None and (t.shape, t.dtype) != (x.shape, x.dtype):
-            raise GraphError(
-                f"{slot} of {name} is {t}, x is {x}",
-                remedy=f"give {slot} the shape and element type of x",
-            )
-
-
-def check_spread(name: str, x: TensorType, count: int, remedy: str) -> Shape:
-    """A channel of so many values; the shape of parameters."""
-    if count == 1:
-        wrong = f"{name} of x {list(x.shape)} sees one value per channel, which has no variance"
-        raise GraphError(wrong, remedy=remedy)
-    return x.shape[1:2]
-
-
 def _check_dims(name: str, x: TensorType, attrs: Attributes) -> Shape:
     if not 1 <= attrs["dims"] <= x.rank:
-        raise GraphError(
-            f"{name} over the last {attrs['dims']} dimensions of x, which has rank {x.rank}",
-            remedy=f"use dims from 1 to {x.rank}",
-        )
+        wrong = f"{name} over the last {attrs['dims']} dimensions of x, which has rank {x.rank}"
+        raise GraphError(wrong, remedy=f"use dims from 1 to {x.rank}")
     return x.shape[-attrs["dims"] :]
 
 
 def _check_groups(name: str, x: TensorType, attrs: Attributes) -> Shape:
     groups, channels = attrs["groups"], x.shape[1]
     if groups < 1 or channels % groups:
-        raise GraphError(
-            f"{name} cannot divide {channels} channels into {groups} groups",
-            remedy=f"use groups that divide {channels}",
-        )
+        wrong = f"{name} cannot divide {channels} channels into {groups} groups"
+        raise GraphError(wrong, remedy=f"use groups that divide {channels}")
     return (channels,)
 
 
@@ -297,10 +244,8 @@ class Norm(NamedTuple):
         of_bias = _bias_type(bias, x, shape)
         check_params(name, x, shape, {"weight": weight, "bias": of_bias, "offset": offset})
         if offset is not None and self.centred and following == "none":
-            raise GraphError(
-                f"offset of {name} is read where an activation follows alone",
-                remedy="leave out offset, or say which activation follows",
-            )
+            wrong = f"offset of {name} is read where an activation follows alone"
+            raise GraphError(wrong, remedy="leave out offset, or say which activation follows")
         check_like_x(name, x, grad=grad, extra=extra)
         if not self.centred and (offset is not None or of_bias is not None):
             raise GraphError(f"{self.name} has no bias", remedy='use bias="none" and no offset')
@@ -338,7 +283,6 @@ class Norm(NamedTuple):
 
     def grad_expand(self, b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
         x, grad, weight, extra, offset = ins
-        assert x is not None and grad is not None
         bias, following, own = self.split(attrs)
         act = activation(following)
         if act is not None:

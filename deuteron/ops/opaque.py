@@ -69,19 +69,16 @@ def resolve(target: str) -> Any:
     if len(parts) != 3 or parts[0] not in NAMESPACES or parts[1] in FORBIDDEN:
         usual = f"operators of {', '.join(NAMESPACES)} that do not write to their inputs"
         ours = "augment images and compute linear_cross_entropy outside of what is optimised"
-        raise GraphError(
-            f"the call {target!r} is not allowed in a graph",
-            remedy=ours if parts[0] == "deuteron" else usual,
-        )
+        wrong = f"the call {target!r} is not allowed in a graph"
+        raise GraphError(wrong, remedy=ours if parts[0] == "deuteron" else usual)
     try:
         found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
     except (AttributeError, RuntimeError):
         found = None
     if not isinstance(found, torch._ops.OpOverload):
-        raise GraphError(
-            f"this torch ({torch.__version__}) has no operator {target!r}",
-            remedy="import the package that registers it first, or use another torch version",
-        )
+        wrong = f"this torch ({torch.__version__}) has no operator {target!r}"
+        remedy = "import the package that registers it first, or use another torch version"
+        raise GraphError(wrong, remedy=remedy)
     if found._schema.is_mutable:
         raise GraphError(f"{target!r} writes to its inputs", remedy="use its functional variant")
     return found

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, dtype
 from deuteron.ir.types import TensorType
+from deuteron.ops.samples import Sample, samples
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from deuteron.ops.emit import Ops, Sym
-    from deuteron.ops.samples import Sample
 
 
 class Fusion(StrEnum):
@@ -106,19 +106,16 @@ class Attr:
         except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, GraphError):
                 raise
-            raise GraphError(
-                f"attribute {name}={value!r} is not of kind {self.kind}", remedy=self.doc
-            ) from None
+            wrong = f"attribute {name}={value!r} is not of kind {self.kind}"
+            raise GraphError(wrong, remedy=self.doc) from None
         if self.choices and out not in self.choices:
-            raise GraphError(
-                f"attribute {name}={value!r} is not known",
-                remedy=f"use one of {', '.join(self.choices)}",
-            )
+            wrong = f"attribute {name}={value!r} is not known"
+            raise GraphError(wrong, remedy=f"use one of {', '.join(self.choices)}")
         return out
 
 
 Given = TensorType | None  # the type of an input that may be left out
-Types = Sequence[Given]
+Types = Sequence[Any]  # of a node's inputs, None for one left out
 Attributes = Mapping[str, Any]
 InferFn = Callable[..., "TensorType | tuple[TensorType, ...]"]
 VjpFn = Callable[["Ops", "Vjp"], "Sequence[Sym | None]"]
@@ -166,7 +163,7 @@ def elementwise_flops(per_element: float) -> CostFn:
 
 def input_flops(per_element: float) -> CostFn:
     """A cost rule: so many operations for each element of the first input."""
-    return lambda ins, outs, attrs: per_element * (ins[0].numel if ins[0] is not None else 0)
+    return lambda ins, outs, attrs: per_element * ins[0].numel
 
 
 _ONE_EACH = elementwise_flops(1)
@@ -259,25 +256,22 @@ class OpDef:
         unknown = [name for name in attrs if name not in self.attrs]
         if unknown:
             known = ", ".join(self.attrs) or "none"
-            raise GraphError(
-                f"{self.name} has no attribute {unknown[0]!r}", remedy=f"its attributes: {known}"
-            )
+            wrong = f"{self.name} has no attribute {unknown[0]!r}"
+            raise GraphError(wrong, remedy=f"its attributes: {known}")
         full = {}
         for name, attr in self.attrs.items():
             value = attrs.get(name, attr.default)
             if value is REQUIRED:
-                raise GraphError(
-                    f"{self.name} needs the attribute {name!r}", remedy=attr.doc or f"{name}=…"
-                )
+                wrong = f"{self.name} needs the attribute {name!r}"
+                raise GraphError(wrong, remedy=attr.doc or f"{name}=…")
             full[name] = attr.coerce(name, value)
         return full
 
     def check_arity(self, count: int) -> None:
         if count < self.required or (count > len(self.inputs) and not self.variadic):
-            raise GraphError(
-                f"{self.name} takes inputs ({', '.join(self.inputs)}), {count} given",
-                remedy="give them in this order; leave out only those marked '?'",
-            )
+            wrong = f"{self.name} takes inputs ({', '.join(self.inputs)}), {count} given"
+            remedy = "give them in this order; leave out only those marked '?'"
+            raise GraphError(wrong, remedy=remedy)
 
 
 Define = Callable[[InferFn], OpDef]
@@ -290,8 +284,11 @@ def operator(
 
     The name (without the ``_`` behind a word that Python has taken), the description and the inputs
     are the function's: an input is what has the type TensorType, one that may be left out the type
-    Given. ``inputs`` names them where the function does not, ``fields`` are further ones of OpDef.
+    Given. ``inputs`` names them where the function does not, ``fields`` are further ones of OpDef;
+    ``samples`` may be text (:func:`deuteron.ops.samples.samples`).
     """
+    if isinstance(fields.get("samples"), str):
+        fields["samples"] = samples(fields["samples"])
 
     def make(infer: InferFn) -> OpDef:
         slots, ends = inputs.split(), {"TensorType": "", "Given": "?"}
@@ -313,52 +310,3 @@ def promoted(*types: TensorType | None) -> DType:
     from deuteron.ir.dtype import promote
 
     return promote(*((t.dtype, t.rank) for t in types if t is not None))
-
-
-def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The common shape, aligned at the right, sizes equal or 1."""
-    rank = max((len(s) for s in shapes), default=0)
-    out = [1] * rank
-    for shape in shapes:
-        for i, size in enumerate(shape, rank - len(shape)):
-            if out[i] == 1:
-                out[i] = size
-            elif size not in (1, out[i]):
-                listed = " and ".join(str(list(s)) for s in shapes)
-                raise GraphError(
-                    f"shapes {listed} do not broadcast: size {i - rank} is {out[i]} and {size}",
-                    remedy="make the sizes equal, or 1 in one of them (reshape, expand)",
-                )
-    return tuple(out)
-
-
-def check_float(op: str, **given: Given) -> None:
-    """Every input is a float of 16 bits or more."""
-    for name, t in given.items():
-        if t is not None and not (t.dtype.is_float and t.dtype.bits >= 16):
-            remedy = f'cast first: cast({name}, dtype="f32")'
-            raise GraphError(f"{op} of {t.dtype.name} is not defined", remedy=remedy)
-
-
-def check_shape(what: str, t: Given, shape: tuple[int, ...], remedy: str) -> None:
-    """An input that is there has this shape."""
-    if t is not None and t.shape != shape:
-        raise GraphError(f"{what} has shape {list(t.shape)}, not {list(shape)}", remedy=remedy)
-
-
-def norm_axes(axes: Sequence[int] | None, rank: int, what: str = "axes") -> tuple[int, ...]:
-    """Axes counted from 0, sorted, each once; None means all. A scalar may be taken for a row, as
-    torch has it: its axis is 0 or -1, and none in the result."""
-    if axes is None:
-        return tuple(range(rank))
-    out, many = [], max(rank, 1)
-    for axis in axes:
-        if not -many <= axis < many:
-            raise GraphError(
-                f"{what} {axis} is out of range for rank {rank}",
-                remedy=f"use a number from {-many} to {many - 1}",
-            )
-        out.append(axis % rank if rank else 0)
-    if len(set(out)) != len(out):
-        raise GraphError(f"{what} {tuple(axes)} name one dimension twice")
-    return tuple(sorted(out)) if rank else ()

@@ -7,7 +7,8 @@ find the winners. One spatial dimension is computed as an image of one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from operator import lt
@@ -18,14 +19,14 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.conv import at_least, memory_order, ordered, per_dim, spatial_dims
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.matmul import one_dtype
-from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
+from deuteron.ops.conv import memory_order, ordered
+from deuteron.ops.emit import Grads, Ops, Sym, Syms
+from deuteron.ops.movement import ROW
+from deuteron.ops.opdef import REQUIRED, Attr, Attributes, Fusion, OpDef, Types, Vjp
+from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor
-Types = Sequence[TensorType | None]
 
 _WINDOW = {
     "kernel": Attr("ints", REQUIRED, "the window, one int or one per dimension"),
@@ -63,7 +64,6 @@ def result_order(op: str, t: TensorType) -> str:
 
 def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     x = types[-1]
-    assert x is not None
     dims, full = spatial_dims(op, x), dict(attrs)
     if "stride" in full:
         full["stride"] = full["stride"] or full["kernel"]
@@ -74,22 +74,19 @@ def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
         size = full["size"]
         entries = tuple(size) if isinstance(size, list | tuple) else (size,) * dims
         if len(entries) != dims or any(type(n) not in (int, type(None)) for n in entries):
-            raise GraphError(
-                f"{op}: size={size!r} does not fit {dims} spatial dimensions",
-                remedy="give an int, or one per dimension, None where x keeps its own",
-            )
+            wrong = f"{op}: size={size!r} does not fit {dims} spatial dimensions"
+            remedy = "give an int, or one per dimension, None where x keeps its own"
+            raise GraphError(wrong, remedy=remedy)
         sizes = zip(entries, x.shape[2:], strict=True)
         full["size"] = tuple(have if n is None else n for n, have in sizes)
     return full
 
 
-def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
+def _pooled(op: str, shape: Shape, attrs: Attributes) -> Shape:
     """The shape after pooling, or a GraphError that says which window does not fit."""
     if 0 in shape[1:]:
-        raise GraphError(
-            f"{op}: x {list(shape)} is empty beside the batch",
-            remedy="only dimension 0 may have size 0",
-        )
+        wrong = f"{op}: x {list(shape)} is empty beside the batch"
+        raise GraphError(wrong, remedy="only dimension 0 may have size 0")
     if "size" in attrs:
         at_least(op, 1, size=attrs["size"])
         return (*shape[:2], *attrs["size"])
@@ -98,10 +95,8 @@ def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
     at_least(op, 1, kernel=kernel, stride=stride, dilation=dilation)
     at_least(op, 0, padding=padding)
     if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
-        raise GraphError(
-            f"{op}: padding={padding} is more than half of kernel={kernel}",
-            remedy="use less, or pad x before pooling",
-        )
+        wrong = f"{op}: padding={padding} is more than half of kernel={kernel}"
+        raise GraphError(wrong, remedy="use less, or pad x before pooling")
     if "avg" in op and len(kernel) == 3 and any(map(lt, shape[2:], kernel)):
         raise GraphError(  # torch has no such kernel, whatever the padding
             f"{op}: kernel={kernel} is larger than x {list(shape)}", remedy="pad x before pooling"
@@ -115,10 +110,8 @@ def _pooled(op: str, shape: Shape, attrs: Mapping[str, Any]) -> Shape:
         # the last window must begin inside x or its left padding
         sizes.append(out - 1 if ceil and (out - 1) * s >= n + p else out)
     if min(sizes) < 1:
-        raise GraphError(
-            f"{op}: kernel={kernel} does not fit into x {list(shape)}",
-            remedy="use a smaller kernel or dilation, more padding, or ceil_mode=True",
-        )
+        remedy = "use a smaller kernel or dilation, more padding, or ceil_mode=True"
+        raise GraphError(f"{op}: kernel={kernel} does not fit into x {list(shape)}", remedy=remedy)
     if _misses(shape[2:], sizes, stride, padding, dilation):
         raise GraphError(
             f"{op}: with dilation={dilation} and padding={padding} the elements of a window step "
@@ -141,15 +134,6 @@ def _misses(
     )
 
 
-def check_gradient(op: str, grad: TensorType, expected: Shape) -> None:
-    """The gradient of a result has its shape."""
-    if grad.shape != expected:
-        raise GraphError(
-            f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}",
-            remedy="use the shape and attributes of the forward operator",
-        )
-
-
 def _infer(op: str, x: TensorType, **attrs: Any) -> TensorType | tuple[TensorType, ...]:
     one_dtype(op, x=x)
     y = TensorType.of(_pooled(op, x.shape, attrs), x.dtype, result_order(op, x))
@@ -165,18 +149,15 @@ def _infer_max_grad(op: str, grad: TensorType, x: TensorType, **attrs: Any) -> T
 def _infer_avg_grad(op: str, grad: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     one_dtype(op, grad=grad)
     if len(shape) != grad.rank:
-        raise GraphError(
-            f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank",
-            remedy="give the shape of the forward input",
-        )
+        wrong = f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank"
+        raise GraphError(wrong, remedy="give the shape of the forward input")
     check_gradient(op, grad, _pooled(op, shape, attrs or {"size": grad.shape[2:]}))
     return TensorType.of(shape, grad.dtype, result_order(op, grad))
 
 
-def _flops(op: str, ins: Types, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
+def _flops(op: str, ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """One operation per element of each window, there and back. Adaptive windows overlap where the
     sizes do not divide, and are counted as they are."""
-    assert ins[0] is not None
     x, y = ins[0].shape, outs[0].shape
     if op.endswith("grad"):
         x, y = y, x
@@ -209,7 +190,7 @@ def _image(t: Tensor) -> Tensor:
     return t.unsqueeze(2) if t.ndim == 3 else t
 
 
-def _args(base: str, attrs: Mapping[str, Any]) -> list[Any]:
+def _args(base: str, attrs: Attributes) -> list[Any]:
     """The attributes as the kernels take them, for an image where x is a row."""
     args = []
     for name in _ATTRS[base]:
@@ -259,11 +240,11 @@ def _reference_avg_grad(op: str, grad: Tensor, shape: Shape, **attrs: Any) -> Te
 # ---- gradients -------------------------------------------------------------------------------
 
 
-def _max_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
+def _max_vjp(base: str, b: Ops, v: Vjp) -> Grads:
     return [None if v.grads[0] is None else b.call(f"{base}_grad", v.grad, v.arg(0), **v.attrs)]
 
 
-def _max_grad_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
+def _max_grad_vjp(base: str, b: Ops, v: Vjp) -> Grads:
     """Linear in the gradient, which each winner hands back to its window; flat in x."""
     grad, x, back = v.arg(0), v.arg(1), None
     if v.needs[0]:
@@ -274,7 +255,7 @@ def _max_grad_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
     return [back, b.zeros(x.type) if v.needs[1] else None]
 
 
-def _avg_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
+def _avg_vjp(base: str, b: Ops, v: Vjp) -> Grads:
     shape, attrs = v.arg(0).shape, dict(v.attrs)
     size = attrs.pop("size", None)
     if size is not None and prod(size) == 1:  # a mean: all have the same share
@@ -282,7 +263,7 @@ def _avg_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.call(f"{base}_grad", v.grad, shape=shape, **attrs)]
 
 
-def _avg_grad_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
+def _avg_grad_vjp(base: str, b: Ops, v: Vjp) -> Grads:
     attrs = {"size": v.arg(0).shape[2:], **v.attrs}
     return [b.call(base, v.grad, **{name: attrs[name] for name in _ATTRS[base]})]
 
@@ -290,10 +271,9 @@ def _avg_grad_vjp(base: str, b: Ops, v: Vjp) -> list[Sym | None]:
 # ---- adaptive pools in simpler operators -----------------------------------------------------
 
 
-def _adaptive_expand(op: str, b: Ops, ins: Sequence[Sym | None], attrs: Any) -> list[Sym]:
+def _adaptive_expand(op: str, b: Ops, ins: Syms, attrs: Any) -> list[Sym]:
     """One side after another: a window of k · k elements is one of k, and another of k."""
     (x,), size = ins, attrs["size"]
-    assert x is not None
     if prod(size) == 1:
         kind, axes = "max" if "max" in op else "mean", tuple(range(2, x.rank))
         y = b.one(kind, x, axes=axes, keepdim=True)
@@ -305,11 +285,10 @@ def _adaptive_expand(op: str, b: Ops, ins: Sequence[Sym | None], attrs: Any) -> 
     return [b.to_layout(b.to(y, x.dtype), result_order(op, x.type))]
 
 
-def _adaptive_grad_expand(op: str, b: Ops, ins: Sequence[Sym | None], attrs: Any) -> list[Sym]:
+def _adaptive_grad_expand(op: str, b: Ops, ins: Syms, attrs: Any) -> list[Sym]:
     """One side after another, the first one last. Where its cells have one length, their elements
     have the same share, and the large result need not be written before somebody reads it."""
     (grad,), shape = ins, attrs["shape"]
-    assert grad is not None
     y, n = b.upcast(grad), shape[2]
     for d in reversed(range(2, grad.rank)):
         if y.shape[d] != shape[d] and (d > 2 or n % y.shape[d]):
@@ -329,52 +308,36 @@ _EXPAND = {
 
 # ---- samples and the table -------------------------------------------------------------------
 
-# shape of x, its layout, attributes
-_CASES: tuple[tuple[Shape, str, dict[str, Any]], ...] = (
-    ((2, 3, 6, 5), "contiguous", {"kernel": 2}),
-    ((1, 2, 7, 6), "sliced", {"kernel": (3, 2), "stride": (2, 3), "padding": (1, 0)}),
-    ((1, 2, 6, 5), "transposed", {"kernel": 3, "stride": 2, "padding": 1, "ceil_mode": True}),
-    ((2, 3, 5, 5), "nhwc", {"kernel": 3, "stride": 2, "padding": 1}),
-    ((2, 3, 8), "contiguous", {"kernel": 3, "stride": 2, "padding": 1}),
-    ((2, 3, 5), "nhwc", {"kernel": 2, "ceil_mode": True}),
-    ((1, 2, 4, 3, 4), "nhwc", {"kernel": 2, "stride": 1}),
-    ((2, 2, 1, 1), "contiguous", {"kernel": 1}),
-    ((0, 3, 4, 4), "contiguous", {"kernel": 2}),
-    ((1, 2, 6, 6), "nhwc", {"kernel": 2, "dilation": 3, "stride": 1}),
-    ((1, 2, 5, 5), "nhwc", {"kernel": 3, "stride": 2, "padding": 1, "count_include_pad": False}),
-    ((2, 2, 5), "contiguous", {"kernel": 2, "divisor": 3}),
-    ((2, 3, 6, 5), "contiguous", {"size": 2}),
-    ((2, 3, 5, 4), "nhwc", {"size": (3, None)}),
-    ((2, 3, 4, 5), "nhwc", {"size": 1}),
-    ((1, 2, 3, 4), "transposed", {"size": (5, 3)}),
-    ((2, 3, 7), "contiguous", {"size": (3,)}),
-    ((2, 3, 7), "nhwc", {"size": 2}),
-    ((1, 2, 4, 3, 5), "nhwc", {"size": (2, 2, 3)}),
-    ((0, 3, 4, 4), "contiguous", {"size": 2}),
+_CASES = samples(
+    """2x3x6x5 kernel=2 | 1x2x7x6@sliced kernel=(3,2) stride=(2,3) padding=(1,0)
+    | 1x2x6x5@transposed kernel=3 stride=2 padding=1 ceil_mode=True
+    | 2x3x5x5@nhwc kernel=3 stride=2 padding=1 | 2x3x8 kernel=3 stride=2 padding=1
+    | 2x3x5@nhwc kernel=2 ceil_mode=True | 1x2x4x3x4@nhwc kernel=2 stride=1
+    | 2x2x1x1 kernel=1 | 0x3x4x4 kernel=2 | 1x2x6x6@nhwc kernel=2 dilation=3 stride=1
+    | 1x2x5x5@nhwc kernel=3 stride=2 padding=1 count_include_pad=False | 2x2x5 kernel=2 divisor=3
+    | 2x3x6x5 size=2 | 2x3x5x4@nhwc size=(3,None) | 2x3x4x5@nhwc size=1
+    | 1x2x3x4@transposed size=(5,3) | 2x3x7 size=(3,) | 2x3x7@nhwc size=2
+    | 1x2x4x3x5@nhwc size=(2,2,3) | 0x3x4x4 size=2
+    | 1x3x5x5:extreme kernel=2 nograd [extreme] | 1x3x5x5:extreme size=2 nograd [extreme]"""
 )
 
 
 def _samples(op: str, base: str) -> list[Sample]:
     """The cases whose attributes the pool has, as inputs of it or of its gradient."""
-    known, kind = _ATTRS[base], "distinct" if "max" in base else "normal"
+    known, is_max = _ATTRS[base], "max" in base
     found = []
-    for shape, layout, attrs in _CASES:
-        if not attrs.keys() <= known.keys():
-            continue
-        x = Arg(shape, kind, layout=layout)
+    for s in (s for s in _CASES() if s.attrs.keys() <= known.keys()):
+        (x,), attrs = s.args, s.attrs
+        x = replace(x, kind="distinct") if is_max and not s.note else x
         if not op.endswith("grad"):
-            found.append(Sample((x,), attrs))
-            continue
-        given = {n: known[n].coerce(n, attrs.get(n, known[n].default)) for n in known}
-        result = _pooled(base, shape, _complete(base, [TensorType.of(shape, "f32")], given))
-        if kind == "distinct":
-            found.append(Sample((Arg(result), x), attrs))
-        else:
+            found.append(replace(s, inputs=(x,)))
+        elif not s.note:
+            given = {n: known[n].coerce(n, attrs.get(n, known[n].default)) for n in known}
+            like = _complete(base, [TensorType.of(x.shape, "f32")], given)
+            grad = Arg(_pooled(base, x.shape, like), layout=ROW if is_max else x.layout)
             rest = {name: value for name, value in attrs.items() if name != "size"}
-            found.append(Sample((Arg(result, layout=layout),), {"shape": shape, **rest}))
-    if not op.endswith("grad"):
-        odd = {"size": 2} if "adaptive" in base else {"kernel": 2}
-        found.append(Sample((Arg((1, 3, 5, 5), "extreme"),), odd, grad=False, note="extreme"))
+            of_mean = Sample((grad,), {"shape": x.shape, **rest})
+            found.append(Sample((grad, x), attrs) if is_max else of_mean)
     return found
 
 
@@ -398,14 +361,14 @@ def _define(op: str, doc: str) -> OpDef:
     if grad and kind == "avg":
         attrs = {"shape": SHAPE_OF_X, **{name: a for name, a in attrs.items() if name != "size"}}
     return OpDef(
-        name=op,
-        doc=doc,
-        inputs=inputs,
-        attrs=attrs,
+        op,
+        doc,
+        inputs,
+        partial(infer, op),
+        partial(reference, op),
+        Fusion.OPAQUE if grad else Fusion.REDUCTION,
+        attrs,
         complete=partial(_complete, op),
-        infer=partial(infer, op),
-        reference=partial(reference, op),
-        fusion=Fusion.OPAQUE if grad else Fusion.REDUCTION,
         vjp=partial(vjp, base),
         expand=partial(_EXPAND[op], op) if op in _EXPAND else None,
         flops=partial(_flops, op),

@@ -9,7 +9,7 @@ of x, which nobody need keep any more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -19,14 +19,15 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64, uint8
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.checks import check_gradient
 from deuteron.ops.conv import memory_order, ordered
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Fusion, OpDef, Vjp
+from deuteron.ops.emit import Grads, Ops
+from deuteron.ops.opdef import Attributes, Fusion, Types, Vjp, operator
 from deuteron.ops.pool import OPS as POOLS
-from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, check_gradient, result_order
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, result_order
+from deuteron.ops.samples import Sample, samples
 
-Attributes = Mapping[str, Any]
+Tensor = torch.Tensor
 MOST_NUMBERED = 255  # elements of a window that a byte can number, and one more for "none"
 _POOL, _PLACES, *_ = POOLS  # max_pool, and max_pool_with_indices
 _GRAD = "max_pool_winners_grad"
@@ -50,19 +51,14 @@ def _pooled(op: str, x: TensorType, attrs: Attributes) -> TensorType:
     return y
 
 
-def _begins(out: int, axis: int, attrs: Attributes, device: Any = None) -> torch.Tensor:
+def _begins(out: int, axis: int, attrs: Attributes, device: Any = None) -> Tensor:
     """Where the windows begin along a dimension, to be broadcast over those after it."""
     step, before = int(attrs["stride"][axis]), int(attrs["padding"][axis])
     found = torch.arange(out, device=device) * step - before
     return found.reshape(-1, *[1] * (len(attrs["kernel"]) - 1 - axis))
 
 
-def _infer(x: TensorType, **attrs: Any) -> tuple[TensorType, TensorType]:
-    y = _pooled("max_pool_with_winners", x, attrs)
-    return y, y.with_dtype(uint8)
-
-
-def _reference(x: torch.Tensor, **attrs: Any) -> tuple[torch.Tensor, ...]:
+def _reference(x: Tensor, **attrs: Any) -> tuple[Tensor, ...]:
     y, places = _PLACES.reference(x, **attrs)
     winners, count, rest = torch.zeros_like(places), 1, places
     for axis, size in reversed(list(enumerate(x.shape[2:]))):
@@ -73,7 +69,7 @@ def _reference(x: torch.Tensor, **attrs: Any) -> tuple[torch.Tensor, ...]:
     return ordered(y, order), ordered(winners.to(torch.uint8), order)
 
 
-def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _vjp(b: Ops, v: Vjp) -> Grads:
     if v.grads[0] is None:
         return [None]
     x = v.arg(0)
@@ -81,36 +77,20 @@ def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.max_pool_winners_grad(v.grad, v.outs[1], **how)]
 
 
-def _flops(
-    ins: Sequence[TensorType | None], outs: Sequence[TensorType], attrs: Attributes
-) -> float:
+def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """One operation per element of each window, there and back."""
     y = outs[0] if "shape" not in attrs else ins[0]
-    assert y is not None
     return float(y.numel * prod(attrs["kernel"]))
 
 
-# ---- backward ------------------------------------------------------------------------------------
-
-
-def _grad_complete(types: Sequence[TensorType | None], attrs: dict[str, Any]) -> dict[str, Any]:
+def _grad_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     assert _POOL.complete is not None
     return {**attrs, **_POOL.complete(types, {name: attrs[name] for name in _POOL.attrs})}
 
 
-def _grad_infer(
-    grad: TensorType, winners: TensorType, shape: Shape, order: str, **attrs: Any
-) -> TensorType:
-    y = _pooled(_GRAD, TensorType.of(shape, grad.dtype), attrs)
-    check_gradient(_GRAD, grad, y.shape)
-    if winners.dtype != uint8 or winners.shape != y.shape:
-        raise GraphError(f"{_GRAD}: winners are {winners}", remedy=f"u8{list(y.shape)} is needed")
-    return TensorType.of(shape, grad.dtype, order)
-
-
 def _grad_reference(
-    grad: torch.Tensor, winners: torch.Tensor, shape: Shape, order: str, **attrs: Any
-) -> torch.Tensor:
+    grad: Tensor, winners: Tensor, shape: Shape, order: str, **attrs: Any
+) -> Tensor:
     places, count, rest = torch.zeros_like(winners, dtype=torch.int64), 1, winners.long()
     for axis, size in reversed(list(enumerate(shape[2:]))):
         begins = _begins(grad.shape[2 + axis], axis, attrs, grad.device)
@@ -122,7 +102,7 @@ def _grad_reference(
     return ordered(found.reshape(shape).to(grad.dtype), order)
 
 
-def _grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _grad_vjp(b: Ops, v: Vjp) -> Grads:
     """Linear in the gradient, which each winner hands back to its window."""
     if not v.needs[0]:
         return [None, None]
@@ -139,49 +119,57 @@ def _grad_vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.reshape(b.gather(flat, at, axis=2), shape=grad.shape), None]
 
 
+# x and grad: windows that do not hang over, so that any winner is inside
+_GRAD_CASES = samples(
+    """2x3x6x5 2x3x3x2 kernel=2 | 2x3x7x5@nhwc 2x3x3x2 kernel=3 stride=2
+    | 1x2x6x6@nhwc 1x2x3x3 kernel=2 dilation=3 stride=1 | 2x3x8 2x3x3 kernel=3 stride=2
+    | 1x2x4x3x4 1x2x3x2x3 kernel=2 stride=1 | 0x3x4x4 0x3x2x2 kernel=2"""
+)
+
+
 def _grad_samples() -> list[Sample]:
-    """Windows that do not hang over: any winner is inside."""
-    cases: tuple[tuple[Shape, Shape, str, dict[str, Any]], ...] = (
-        ((2, 3, 6, 5), (2, 3, 3, 2), "contiguous", {"kernel": 2}),
-        ((2, 3, 7, 5), (2, 3, 3, 2), "nhwc", {"kernel": 3, "stride": 2}),
-        ((1, 2, 6, 6), (1, 2, 3, 3), "nhwc", {"kernel": 2, "dilation": 3, "stride": 1}),
-        ((2, 3, 8), (2, 3, 3), "contiguous", {"kernel": 3, "stride": 2}),
-        ((1, 2, 4, 3, 4), (1, 2, 3, 2, 3), "contiguous", {"kernel": 2, "stride": 1}),
-        ((0, 3, 4, 4), (0, 3, 2, 2), "contiguous", {"kernel": 2}),
-    )
-    return [
-        Sample(
-            (Arg(out), Arg(out, "index", dtype="u8", high=attrs["kernel"] ** (len(shape) - 2))),
-            {"shape": shape, "order": order, **attrs},
-        )
-        for shape, out, order, attrs in cases
-    ]
+    found = []
+    for s in _GRAD_CASES():
+        x, grad = s.args
+        high = s.attrs["kernel"] ** (len(x.shape) - 2)
+        winners = replace(grad, kind="index", dtype="u8", high=high)
+        found.append(Sample((grad, winners), {"shape": x.shape, "order": x.layout, **s.attrs}))
+    return found
 
 
-WITH_WINNERS = OpDef(
-    name="max_pool_with_winners",
-    doc="The largest element of each window, and its number in the window as a byte.",
-    inputs=("x",),
+@operator(
+    Fusion.OPAQUE,
+    _reference,
     attrs=_POOL.attrs,
     complete=_POOL.complete,
-    infer=_infer,
-    reference=_reference,
-    fusion=Fusion.OPAQUE,
     vjp=_vjp,
     flops=_flops,
     samples=lambda: [s for s in _POOL.samples() if s.note != "extreme"],
 )
-WINNERS_GRAD = replace(
-    WITH_WINNERS,
-    name=_GRAD,
-    doc="The gradient of max_pool_with_winners: each window's goes to its winner.",
-    inputs=("grad", "winners"),
+def max_pool_with_winners(x: TensorType, **attrs: Any) -> tuple[TensorType, TensorType]:
+    """The largest element of each window, and its number in the window as a byte."""
+    y = _pooled("max_pool_with_winners", x, attrs)
+    return y, y.with_dtype(uint8)
+
+
+@operator(
+    Fusion.OPAQUE,
+    _grad_reference,
     attrs={"shape": SHAPE_OF_X, "order": ORDER_OF_X, **_POOL.attrs},
     complete=_grad_complete,
-    infer=_grad_infer,
-    reference=_grad_reference,
     vjp=_grad_vjp,
+    flops=_flops,
     samples=_grad_samples,
 )
+def max_pool_winners_grad(
+    grad: TensorType, winners: TensorType, shape: Shape, order: str, **attrs: Any
+) -> TensorType:
+    """The gradient of max_pool_with_winners: each window's goes to its winner."""
+    y = _pooled(_GRAD, TensorType.of(shape, grad.dtype), attrs)
+    check_gradient(_GRAD, grad, y.shape)
+    if winners.dtype != uint8 or winners.shape != y.shape:
+        raise GraphError(f"{_GRAD}: winners are {winners}", remedy=f"u8{list(y.shape)} is needed")
+    return TensorType.of(shape, grad.dtype, order)
 
-OPS = (WITH_WINNERS, WINNERS_GRAD)
+
+OPS = (max_pool_with_winners, max_pool_winners_grad)

@@ -6,23 +6,19 @@ pooling has it; cells overlap where s does not divide n.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 import torch
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.conv import at_least, memory_order, spatial_dims
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.matmul import one_dtype
-from deuteron.ops.opdef import Attr, Fusion, OpDef, Vjp
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.checks import at_least, one_dtype, spatial_dims
+from deuteron.ops.conv import memory_order
+from deuteron.ops.emit import Grads, Ops, Sym, Syms
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Vjp, operator
 
 Tensor = torch.Tensor
-Types = Sequence[TensorType | None]
-Attributes = Mapping[str, Any]
 
 
 def _grids(shape: Shape, sizes: Shape) -> Iterator[tuple[int, int, Shape]]:
@@ -34,26 +30,15 @@ def _grids(shape: Shape, sizes: Shape) -> Iterator[tuple[int, int, Shape]]:
         begin += prod(grid)
 
 
-def _infer(x: TensorType, sizes: Shape, kind: str) -> TensorType:
-    one_dtype("pyramid_pool", x=x)
-    spatial_dims("pyramid_pool", x)
-    at_least("pyramid_pool", 1, sizes=sizes, shape_beside_batch=x.shape[1:])
-    if not sizes:
-        raise GraphError("pyramid_pool without sizes", remedy="e.g. sizes=(1, 2, 3, 6)")
-    cells = sum(prod(grid) for _, _, grid in _grids(x.shape, sizes))
-    return TensorType.of((*x.shape[:2], cells), x.dtype)
-
-
 def _reference(x: Tensor, sizes: Shape, kind: str) -> Tensor:
     pool = getattr(torch.nn.functional, f"adaptive_{kind}_pool{x.ndim - 2}d")
     return torch.cat([pool(x, size).flatten(2) for size in sizes], 2)
 
 
-def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """Adaptive pools, finest first. Where cells of equal length lie in a larger cell, that is
     pooled from them, in float32 at least, and not from x."""
     (x,), sizes, kind = ins, attrs["sizes"], attrs["kind"]
-    assert x is not None
     found: dict[int, Sym] = {}
     for size in sorted(set(sizes), reverse=True):
         even = [s for s in sizes if not any(n % s for n in x.shape[2:])]
@@ -65,7 +50,7 @@ def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
     return [b.concat(parts, axis=2) if len(parts) > 1 else b.to_layout(parts[0], "contiguous")]
 
 
-def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
+def _vjp(b: Ops, v: Vjp) -> Grads:
     """Each grid sends its part back as its adaptive pool would; the parts are added up."""
     x, total = v.arg(0), None
     for begin, end, grid in _grids(x.shape, v.attrs["sizes"]):
@@ -80,40 +65,31 @@ def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
     return [b.to(total, x.dtype)]
 
 
-def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    """Every grid looks at every element once; overlaps are not counted."""
-    assert ins[0] is not None
-    return float(len(attrs["sizes"]) * ins[0].numel)
-
-
-_ATTRS = {
-    "sizes": Attr("ints", (1, 2, 3, 6), "cells per side of each grid"),
-    "kind": Attr("str", "avg", "mean or maximum of a cell", ("avg", "max")),
-}
-_SAMPLES = (
-    Sample((Arg((2, 3, 7, 5)),)),
-    Sample((Arg((1, 2, 6, 6), "distinct", layout="nhwc"),), {"kind": "max", "sizes": (1, 2)}),
-    Sample((Arg((2, 3, 5, 4), layout="sliced"),), {"sizes": (2,)}),
-    Sample((Arg((1, 2, 4, 5), "distinct", layout="transposed"),), {"kind": "max"}),
-    Sample((Arg((2, 3, 7)),), {"sizes": (1, 3)}),
-    Sample((Arg((2, 3, 3)),), {"sizes": (7, 2), "kind": "avg"}),
-    Sample((Arg((1, 2, 3, 4, 3)),), {"sizes": (1, 2)}),
-    Sample((Arg((0, 3, 4, 4)),), {"sizes": (1, 2)}, note="empty"),
-)
-_EXTREME = Sample((Arg((2, 3, 5, 7), "extreme"),), {"kind": "max"}, grad=False, note="extreme")
-
-
-PYRAMID = OpDef(
-    name="pyramid_pool",
-    doc="x [N, C, ...] pooled over grids of several sizes, one result after another: [N, C, Σ sᵈ].",
-    inputs=("x",),
-    attrs=_ATTRS,
-    infer=_infer,
-    reference=_reference,
-    fusion=Fusion.OPAQUE,
+@operator(
+    Fusion.OPAQUE,
+    _reference,
+    attrs={
+        "sizes": Attr("ints", (1, 2, 3, 6), "cells per side of each grid"),
+        "kind": Attr("str", "avg", "mean or maximum of a cell", ("avg", "max")),
+    },
     vjp=_vjp,
     expand=_expand,
-    flops=_flops,
-    samples=lambda: (*_SAMPLES, _EXTREME),
+    # every grid looks at every element once; overlaps are not counted
+    flops=lambda ins, outs, attrs: float(len(attrs["sizes"]) * ins[0].numel),
+    samples="""2x3x7x5 | 1x2x6x6@nhwc:distinct kind=max sizes=(1,2) | 2x3x5x4@sliced sizes=(2,)
+        | 1x2x4x5@transposed:distinct kind=max | 2x3x7 sizes=(1,3) | 2x3x3 sizes=(7,2) kind=avg
+        | 1x2x3x4x3 sizes=(1,2) | 0x3x4x4 sizes=(1,2) [empty]
+        | 2x3x5x7:extreme kind=max nograd [extreme]""",
 )
-OPS = (PYRAMID,)
+def pyramid_pool(x: TensorType, sizes: Shape, kind: str) -> TensorType:
+    """x [N, C, ...] pooled over grids of several sizes, one result after another: [N, C, Σ sᵈ]."""
+    one_dtype("pyramid_pool", x=x)
+    spatial_dims("pyramid_pool", x)
+    at_least("pyramid_pool", 1, sizes=sizes, shape_beside_batch=x.shape[1:])
+    if not sizes:
+        raise GraphError("pyramid_pool without sizes", remedy="e.g. sizes=(1, 2, 3, 6)")
+    cells = sum(prod(grid) for _, _, grid in _grids(x.shape, sizes))
+    return TensorType.of((*x.shape[:2], cells), x.dtype)
+
+
+OPS = (pyramid_pool,)

@@ -26,7 +26,6 @@ from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.elementwise import floats
 from deuteron.ops.opdef import Attr, Fusion, elementwise_flops, operator
-from deuteron.ops.samples import samples
 
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 BITS = 24  # of each word that take part: they fit a signed 32-bit integer and a float32
@@ -76,13 +75,10 @@ _SEED = "scalar:index<1048576"
     attrs={"p": Attr("float", 0.5, "the probability of a zero, from 0 to 1")},
     vjp=lambda b, v: [b.dropout(v.grad, v.arg(1), p=v.attrs["p"]), None],
     flops=elementwise_flops(16),
-    samples=samples(
-        f"""3x5 {_SEED} | 3x5 {_SEED} p=0.0 | 3x5 {_SEED} p=1.0 | scalar {_SEED} p=0.1
+    samples=f"""p=0.5; 3x5 {_SEED} | 3x5 {_SEED} p=0.0 | 3x5 {_SEED} p=1.0 | scalar {_SEED} p=0.1
         | 0x4 {_SEED} p=0.1 | 1x1x7 {_SEED} p=0.9 | 3x5@transposed {_SEED} p=0.3
         | 3x5@sliced {_SEED} p=0.3 | 3x5@expanded {_SEED} p=0.3 | 2x3x4x5@nhwc {_SEED} p=0.25
         | 33:extreme {_SEED} nograd""",
-        p=0.5,
-    ),
 )
 def dropout(x: TensorType, seed: TensorType, p: float) -> TensorType:
     """Each element is zero with probability p, else x / (1 − p). Which ones depends only on the

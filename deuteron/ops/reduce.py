@@ -16,20 +16,10 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, int64
 from deuteron.ir.types import Shape, TensorType
+from deuteron.ops.checks import norm_axes
 from deuteron.ops.elementwise import Result, anything, floats, numbers, truth
 from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.movement import first
-from deuteron.ops.opdef import (
-    Attr,
-    Fusion,
-    OpDef,
-    Types,
-    Vjp,
-    VjpFn,
-    input_flops,
-    norm_axes,
-    operator,
-)
+from deuteron.ops.opdef import Attr, Fusion, OpDef, Types, Vjp, VjpFn, input_flops, operator
 from deuteron.ops.reference import LOW, without_overflow
 from deuteron.ops.samples import Arg, Sample, samples
 
@@ -44,7 +34,7 @@ def reduced_shape(shape: Shape, axes: Sequence[int], keepdim: bool) -> Shape:
 
 
 def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    x, axes = first(types), attrs["axes"]
+    x, axes = types[0], attrs["axes"]
     if axes == () and x.rank:
         raise GraphError("axes=() names no dimension", remedy="leave axes out to reduce over all")
     return attrs | {"axes": norm_axes(axes, x.rank)}
@@ -107,12 +97,8 @@ def _prod_reference(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
     return out.to(x.dtype if x.is_floating_point() else torch.int64, copy=not dim)
 
 
-def _any(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
-    return torch.any(x.bool(), dim, keepdim)
-
-
-def _all(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
-    return torch.all(x.bool(), dim, keepdim)
+def _of_truths(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, dim, keepdim: fn(x.bool(), dim, keepdim)
 
 
 def _var_reference(x: Tensor, axes: Shape, keepdim: bool, correction: int) -> Tensor:
@@ -132,10 +118,8 @@ def _checked(name: str, x: TensorType, axes: Shape) -> None:
     """Of nothing there is no largest element."""
     gone = [a for a in axes if x.shape[a] == 0]
     if gone:
-        raise GraphError(
-            f"{name} over axis {gone[0]} of {list(x.shape)}, an empty axis, has no answer",
-            remedy="reduce over other axes, or leave empty tensors out",
-        )
+        wrong = f"{name} over axis {gone[0]} of {list(x.shape)}, an empty axis, has no answer"
+        raise GraphError(wrong, remedy="reduce over other axes, or leave empty tensors out")
 
 
 def _vjp(grad: Grad | None) -> VjpFn:
@@ -205,8 +189,8 @@ REDUCE = (
         "max", f"the largest {_TIES}", torch.amax, _extreme_grad, anything, f"{_WHOLE} | {_ODD}"
     ),
     _reduction("min", f"the smallest {_TIES}", torch.amin, _extreme_grad, anything, _BOTH),
-    _reduction("any", "whether an element is not zero", _any, None, truth, _WHOLE),
-    _reduction("all", "whether no element is zero", _all, None, truth, _ODD),
+    _reduction("any", "whether an element is not zero", _of_truths(torch.any), None, truth, _WHOLE),
+    _reduction("all", "whether no element is zero", _of_truths(torch.all), None, truth, _ODD),
 )
 
 # ---- variance, and where the extremes are ------------------------------------------------------
@@ -235,7 +219,7 @@ def var(x: TensorType, axes: Shape, keepdim: bool, correction: int) -> TensorTyp
 
 
 def _arg_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    x, axis = first(types), attrs["axis"]
+    x, axis = types[0], attrs["axis"]
     if axis is not None:
         axis = (*norm_axes((axis,), x.rank, "axis"), 0)[0]
     return attrs | {"axis": axis}
@@ -251,12 +235,10 @@ _finding = partial(
     complete=_arg_complete,
     vjp=_vjp(None),
     flops=input_flops(1),
-    samples=samples(
-        """33:extreme axis=0 nograd [extreme] | 3x4:i32 axis=0 nograd | 3x5
+    samples="""33:extreme axis=0 nograd [extreme] | 3x4:i32 axis=0 nograd | 3x5
         | 3x5 axis=None keepdim=True | 3x5 axis=-1 | 2x3x4 axis=1 keepdim=True | scalar
         | scalar axis=0 | 0x4 axis=1 | 4x5@transposed axis=0 | 4x5@sliced axis=1
-        | 2x3x4x5@nhwc axis=1"""
-    ),
+        | 2x3x4x5@nhwc axis=1""",
 )
 
 
@@ -279,6 +261,54 @@ def argmin(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
     """Where the smallest element along the axis is, as int64: the first of equals; nan wins. With
     axis=None the place in the flattened tensor."""
     return _place("argmin", x, axis, keepdim)
+
+
+# ---- the norm of vectors, out of others -------------------------------------------------------
+
+
+def vector_norm(b: Ops, x: Sym, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
+    """(Σ |x|ᵖ)^(1/p) along ``axes``; of p = ±inf the largest or smallest |x|, of 0 how
+    many elements are not 0. Powers of 16-bit numbers, which overflow soon, are those of float32."""
+    if not x.dtype.is_float:
+        wrong = f"norm of {x.dtype.name} is not defined"
+        raise GraphError(wrong, remedy='cast first: cast(x, dtype="f32")')
+    along = {"axes": axes, "keepdim": keepdim}
+    wide = b.upcast(x)
+    if p < 0.0 or p == math.inf:
+        _check_filled(x.type, p, axes)
+    if math.isinf(p):
+        y = b.one("max" if p > 0 else "min", b.abs(wide), **along)
+    elif p == 0.0:
+        y = b.one("sum", b.to(b.one("ne", wide, 0.0), wide.dtype), **along)
+    elif p == 1.0:
+        y = b.one("sum", b.abs(wide), **along)
+    elif p == 2.0:
+        y = _rooted(b, b.sum(b.square(wide), **along), 2.0)
+    else:
+        zero = b.one("eq", wide, 0.0)
+        powers = b.pow(b.where(zero, 1.0, b.abs(wide)), p)
+        y = _rooted(b, b.sum(b.where(zero, 0.0 if p > 0 else math.inf, powers), **along), p)
+    return b.to(y, x.dtype)
+
+
+def _check_filled(x: TensorType, p: float, axes: tuple[int, ...] | None) -> None:
+    """Of no elements a sum is 0; the root of a sum that is 0 for p below 0, or the largest of none,
+    is nothing."""
+    for axis in norm_axes(axes, x.rank):
+        if x.shape[axis] == 0:
+            raise GraphError(
+                f"the {p:g}-norm over axis {axis} of {list(x.shape)}, an empty one, has no answer",
+                remedy="reduce over other axes, leave empty tensors out, or a finite p from 0 on",
+            )
+
+
+def _rooted(b: Ops, total: Sym, p: float) -> Sym:
+    """total^(1/p), with a slope of 0 at 0, where there is none, as torch has it: else the gradient
+    of a row of zeros would be nan."""
+    zero = b.one("eq", total, 0.0)
+    safe = b.where(zero, 1.0, total)
+    root = b.sqrt(safe) if p == 2.0 else b.pow(safe, 1.0 / p)
+    return b.one("where", zero, 0.0, root)
 
 
 OPS = (*REDUCE, var, argmax, argmin)

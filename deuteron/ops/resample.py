@@ -17,21 +17,11 @@ import torch.nn.functional as F
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.conv import at_least, memory_order, ordered, per_dim, spatial_dims
+from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
+from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.matmul import one_dtype
-from deuteron.ops.movement import first
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    Define,
-    Fusion,
-    Types,
-    Vjp,
-    elementwise_flops,
-    operator,
-)
-from deuteron.ops.pool import check_gradient
+from deuteron.ops.movement import moving
+from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Types, Vjp, operator
 from deuteron.ops.samples import Arg, Sample, samples
 
 Tensor = torch.Tensor
@@ -80,7 +70,7 @@ _MODE_BACK = Attr("str", "nearest", "that of resize", tuple(m for m in _MODES if
 
 
 def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    t, scale, back = first(types), attrs["scale"], op == "resize_grad"
+    t, scale, back = types[0], attrs["scale"], op == "resize_grad"
     dims = spatial_dims(op, t)
     before, size = (attrs["shape"][2:], t.shape[2:]) if back else (t.shape[2:], attrs["size"])
     if scale is None and size is None:
@@ -88,18 +78,15 @@ def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     factors = scale if isinstance(scale, tuple) else () if scale is None else (scale,) * dims
     fine = all(isinstance(s, int | float) and isfinite(s) and s > 0 for s in factors)
     if scale is not None and (len(factors) != dims or not fine):
-        raise GraphError(
-            f"{op}: scale={scale!r} is not {dims} positive numbers",
-            remedy="give one factor, or one per spatial dimension",
-        )
+        wrong = f"{op}: scale={scale!r} is not {dims} positive numbers"
+        raise GraphError(wrong, remedy="give one factor, or one per spatial dimension")
     factors = tuple(map(float, factors))
     reached = tuple(int(n * s) for n, s in zip(before, factors, strict=False))
     size = per_dim(op, "size", reached if size is None else size, dims)
     if factors and reached != size:
-        raise GraphError(
-            f"{op}: scale={factors} makes {before} into {reached}, not {size}",
-            remedy="give only one of size and scale, and the shape they belong to",
-        )
+        wrong = f"{op}: scale={factors} makes {before} into {reached}, not {size}"
+        remedy = "give only one of size and scale, and the shape they belong to"
+        raise GraphError(wrong, remedy=remedy)
     by_size = attrs["mode"] == "area" or attrs["align_corners"] or not factors
     full = attrs | {"scale": None if by_size else factors}  # else positions follow from the sizes
     return full if back else full | {"size": size}
@@ -109,16 +96,12 @@ def _check(op: str, shape: Shape, size: Shape, mode: str, how: Attributes) -> No
     dims = len(shape) - 2
     if dims not in _MODES[mode][0]:
         fitting = ", ".join(name for name, row in _MODES.items() if dims in row[0])
-        raise GraphError(
-            f"{op}: mode {mode!r} does not resize {dims} spatial dimensions",
-            remedy=f"use one of {fitting}",
-        )
+        wrong = f"{op}: mode {mode!r} does not resize {dims} spatial dimensions"
+        raise GraphError(wrong, remedy=f"use one of {fitting}")
     for name, modes in _ONLY_FOR.items():
         if how[name] and mode not in modes:
-            raise GraphError(
-                f"{op}: {name} has no meaning in mode {mode!r}",
-                remedy=f"leave it out, or use one of {', '.join(modes)}",
-            )
+            wrong = f"{op}: {name} has no meaning in mode {mode!r}"
+            raise GraphError(wrong, remedy=f"leave it out, or use one of {', '.join(modes)}")
     at_least(op, 1, size=size, shape_beside_batch=shape[1:])
 
 
@@ -168,7 +151,6 @@ def _resize_vjp(b: Ops, v: Vjp) -> Grads:
 def _resize_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """A multiplication and an addition per element blended; moving elements costs nothing."""
     x, y = (outs[0], ins[0]) if "shape" in attrs else (ins[0], outs[0])
-    assert x is not None and y is not None
     if attrs["mode"] == "area":
         return float(max(x.numel, y.numel))
     blended = _MODES[attrs["mode"]][1] ** (x.rank - 2)
@@ -232,10 +214,8 @@ def resize_grad(grad: TensorType, shape: Shape, mode: str, **how: Any) -> Tensor
     one_dtype("resize_grad", grad=grad)
     _check("resize_grad", grad.shape, shape[2:], mode, how)
     if len(shape) != grad.rank or shape[:2] != grad.shape[:2]:
-        raise GraphError(
-            f"resize_grad: shape {list(shape)} does not fit the gradient {list(grad.shape)}",
-            remedy="rank, batch and channels are those of the forward input",
-        )
+        wrong = f"resize_grad: shape {list(shape)} does not fit the gradient {list(grad.shape)}"
+        raise GraphError(wrong, remedy="rank, batch and channels are those of the forward input")
     return TensorType.of(shape, grad.dtype, _order(mode, grad))
 
 
@@ -268,13 +248,11 @@ def _shuffle_reference(op: str, x: Tensor, factor: int) -> Tensor:
 
 
 def _shuffling(name: str, inverse: str, text: str) -> Define:
-    return operator(
-        Fusion.INJECTIVE,
+    return moving(
         partial(_shuffle_reference, name),
         attrs={"factor": Attr("int", doc="how many places per side one pixel becomes or was")},
         vjp=lambda b, v: [b.call(inverse, v.grad, **v.attrs)],
-        flops=elementwise_flops(0),
-        samples=samples(text),
+        samples=text,
     )
 
 
@@ -314,10 +292,9 @@ def _sampled(op: str, x: TensorType, grid: TensorType, mode: str) -> Shape:
     one_dtype(op, x=x, grid=grid)
     dims = spatial_dims(op, x)
     if dims == 1 or grid.rank != x.rank or grid.shape[-1] != dims or grid.shape[0] != x.shape[0]:
-        raise GraphError(
-            f"{op}: grid {list(grid.shape)} does not fit x {list(x.shape)}",
-            remedy="x [N, C, H, W] takes grid [N, h, w, 2], a volume [N, d, h, w, 3]",
-        )
+        wrong = f"{op}: grid {list(grid.shape)} does not fit x {list(x.shape)}"
+        remedy = "x [N, C, H, W] takes grid [N, h, w, 2], a volume [N, d, h, w, 3]"
+        raise GraphError(wrong, remedy=remedy)
     at_least(op, 1, spatial_shape_of_x=x.shape[2:])
     if mode == "bicubic" and dims == 3:
         raise GraphError(f"{op}: bicubic is for images, not volumes", remedy='use mode="bilinear"')
@@ -345,7 +322,6 @@ _PLACES = samples(  # x and grid
 def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """Two operations per neighbour blended; the gradient blends once for x and once for grid."""
     x = ins[-2]
-    assert x is not None and ins[0] is not None
     blended = float(_MODES[attrs["mode"]][1] ** (x.rank - 2))
     return 2 * blended * (2 * ins[0].numel if len(outs) == 2 else outs[0].numel)
 

@@ -12,7 +12,6 @@ thousandths of a radian at the lengths that models are run at today.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,21 +20,10 @@ from deuteron.errors import BindError, GraphError
 from deuteron.ir.dtype import dtype as dtype_of
 from deuteron.ir.dtype import float32, int32, int64
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import check_index, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
-from deuteron.ops.matmul import one_dtype
-from deuteron.ops.movement import check_index
-from deuteron.ops.opdef import (
-    Attr,
-    Attributes,
-    Fusion,
-    Given,
-    Types,
-    Vjp,
-    elementwise_flops,
-    operator,
-)
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.reference import lay
-from deuteron.ops.samples import samples
 
 Tensor = torch.Tensor
 # ---- rope: what may be asked -------------------------------------------------------------------
@@ -58,18 +46,13 @@ def frequencies(dims: int, base: float, device: torch.device | str = "cpu") -> T
 def _rope_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     """Axis counted from 0; dims from the tables, or all the features there are."""
     q, table = types[0], types[2]
-    assert q is not None
     if q.rank != 4:
-        raise GraphError(
-            f"rope takes q of rank 4, not {list(q.shape)}",
-            remedy="reshape it to [batch, length, heads, features], a batch of 1 included",
-        )
+        remedy = "reshape it to [batch, length, heads, features], a batch of 1 included"
+        raise GraphError(f"rope takes q of rank 4, not {list(q.shape)}", remedy=remedy)
     axis = attrs["axis"] + 4 if attrs["axis"] < 0 else attrs["axis"]
     if axis not in (1, 2):
-        raise GraphError(
-            f"rope with axis={attrs['axis']}",
-            remedy="use axis=1 for [B, S, H, D] and axis=2 for [B, H, S, D]",
-        )
+        wrong = f"rope with axis={attrs['axis']}"
+        raise GraphError(wrong, remedy="use axis=1 for [B, S, H, D] and axis=2 for [B, H, S, D]")
     dims = attrs["dims"]
     if dims is None:
         dims = q.shape[3] if table is None or table.rank != 2 else 2 * table.shape[1]
@@ -83,9 +66,8 @@ def _check_tables(cos: Given, sin: Given, dims: int, needed: int) -> None:
     if cos is None or sin is None:
         raise GraphError("rope got one table of cos and sin", remedy="give both, or neither")
     if cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.dtype.is_float:
-        raise GraphError(
-            f"cos is {cos}, sin is {sin}", remedy="give two tables of one shape and float type"
-        )
+        wrong = f"cos is {cos}, sin is {sin}"
+        raise GraphError(wrong, remedy="give two tables of one shape and float type")
     if cos.rank != 2 or 2 * cos.shape[1] != dims:
         raise GraphError(
             f"cos {list(cos.shape)} does not hold one column for each of {dims // 2} pairs",
@@ -93,10 +75,8 @@ def _check_tables(cos: Given, sin: Given, dims: int, needed: int) -> None:
             "half; or set dims",
         )
     if cos.shape[0] < needed:
-        raise GraphError(
-            f"positions up to {needed - 1} are asked for, the tables have {cos.shape[0]} rows",
-            remedy=f"make tables of {needed} rows, or leave them out",
-        )
+        wrong = f"positions up to {needed - 1} are asked for, the tables have {cos.shape[0]} rows"
+        raise GraphError(wrong, remedy=f"make tables of {needed} rows, or leave them out")
 
 
 # ---- rope: what it is --------------------------------------------------------------------------
@@ -117,11 +97,9 @@ def _tables(
     rows = positions.long() + a["offset"]
     if cos is not None and sin is not None:
         if rows.numel() and not rows.is_cuda and not 0 <= rows.min() <= rows.max() < len(cos):
-            raise BindError(
-                f"a position from {rows.min()} to {rows.max()} is out of range",
-                asked=f"rope with tables of {len(cos)} rows",
-                remedy=f"use positions from 0 to {len(cos) - 1}, or longer tables",
-            )
+            wrong = f"a position from {rows.min()} to {rows.max()} is out of range"
+            remedy = f"use positions from 0 to {len(cos) - 1}, or longer tables"
+            raise BindError(wrong, asked=f"rope with tables of {len(cos)} rows", remedy=remedy)
         return cos[rows], sin[rows]
     angles = rows.double()[..., None] * frequencies(a["dims"], a["base"], q.device)
     return angles.cos(), angles.sin()
@@ -205,7 +183,6 @@ def _rope_vjp(b: Ops, v: Vjp) -> Grads:
 def _table_syms(b: Ops, ins: Syms, attrs: Attributes) -> tuple[Sym, Sym]:
     """cos θ and sin θ as values of the graph; constants where the positions are known."""
     q, _, cos, sin, positions = ins
-    assert q is not None
     offset, length = attrs["offset"], q.shape[attrs["axis"]]
     if cos is not None and sin is not None:
         if positions is None:
@@ -224,7 +201,6 @@ def _table_syms(b: Ops, ins: Syms, attrs: Attributes) -> tuple[Sym, Sym]:
 
 def _rope_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     q = ins[0]
-    assert q is not None
     wide = q.dtype if q.dtype.short == "f64" else float32
     tables = []
     for t in _table_syms(b, ins, attrs):
@@ -257,11 +233,6 @@ def _turned(b: Ops, x: Sym, cos: Sym, sin: Sym, attrs: Attributes) -> Sym:
     return b.one("reshape", whole, (*x.shape[:3], features)) if apart else whole
 
 
-def _rope_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    """Four multiplications and two additions for a pair."""
-    return float(sum(3 * t.numel // max(t.shape[3], 1) * attrs["dims"] for t in outs))
-
-
 @operator(
     Fusion.OPAQUE,
     _rope_reference,
@@ -269,9 +240,11 @@ def _rope_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> fl
     complete=_rope_complete,
     vjp=_rope_vjp,
     expand=_rope_expand,
-    flops=_rope_flops,
-    samples=samples(
-        """2x5x3x8 2x5x1x8 | 2x5x3x8 | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit offset=3
+    # four multiplications and two additions for a pair
+    flops=lambda ins, outs, a: float(
+        sum(3 * t.numel // max(t.shape[3], 1) * a["dims"] for t in outs)
+    ),
+    samples="""2x5x3x8 2x5x1x8 | 2x5x3x8 | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit offset=3
         | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit 2x5:index<9 interleaved=True
         | 1x3x5x6 1x2x5x6 axis=2 interleaved=True
         | 2x3x5x7 2x1x5x7 _ _ 2x5:index<9 axis=2 dims=4
@@ -279,8 +252,7 @@ def _rope_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> fl
         | 2x5x3x8@transposed 2x5x1x8 inverse=True offset=7 | 2x5x3x8@sliced 2x5x1x8@expanded
         | 2x5x3x8@nhwc 2x5x3x8@nhwc axis=2 | 1x1x4x10 1x1x2x10 dims=6 base=500.0 offset=11
         | 0x5x3x8 0x5x1x8 [empty] | 2x0x3x8 _ 9x4:unit 9x4:unit interleaved=True [empty]
-        | 1x4x2x8:extreme _ nograd [extreme]"""
-    ),
+        | 1x4x2x8:extreme _ nograd [extreme]""",
 )
 def rope(
     q: TensorType, k: Given, cos: Given, sin: Given, positions: Given, **a: Any
@@ -293,28 +265,21 @@ def rope(
     if k is not None and (
         k.rank != 4 or any(k.shape[d] != q.shape[d] for d in range(4) if d != heads)
     ):
-        raise GraphError(
-            f"k {list(k.shape)} does not fit q {list(q.shape)}",
-            remedy=f"only the number of heads, axis {heads}, may differ",
-        )
+        wrong = f"k {list(k.shape)} does not fit q {list(q.shape)}"
+        raise GraphError(wrong, remedy=f"only the number of heads, axis {heads}, may differ")
     batch, length, features = q.shape[0], q.shape[a["axis"]], q.shape[3]
     if dims < 2 or dims % 2 or dims > features:
-        raise GraphError(
-            f"rope cannot rotate {dims} of {features} features",
-            remedy=f"dims is an even number from 2 to {features}",
-        )
+        wrong = f"rope cannot rotate {dims} of {features} features"
+        raise GraphError(wrong, remedy=f"dims is an even number from 2 to {features}")
     if offset < 0 or not base > 0:
-        raise GraphError(
-            f"rope with offset={offset}, base={base}", remedy="use offset ≥ 0 and base > 0"
-        )
+        wrong = f"rope with offset={offset}, base={base}"
+        raise GraphError(wrong, remedy="use offset ≥ 0 and base > 0")
     _check_tables(cos, sin, dims, offset + length if positions is None else 0)
     if positions is not None:
         check_index(positions, int64, int32)
         if positions.shape not in ((length,), (1, length), (batch, length)):
-            raise GraphError(
-                f"positions {list(positions.shape)} do not fit {batch} rows of {length} tokens",
-                remedy=f"use [{length}] or [{batch}, {length}]",
-            )
+            wrong = f"positions {list(positions.shape)} do not fit {batch} rows of {length} tokens"
+            raise GraphError(wrong, remedy=f"use [{length}] or [{batch}, {length}]")
     return tuple(t.dense_like() for t in (q, k) if t is not None)
 
 
@@ -360,12 +325,10 @@ def _sine_vjp(b: Ops, v: Vjp) -> Grads:
         "dtype": Attr("dtype", None, "of the result; None: that of positions, f32 for integers"),
     },
     vjp=_sine_vjp,
-    flops=elementwise_flops(20),
-    samples=samples(
-        """7:index<99 dim=6 | 2x3 dim=4 interleaved=True | 3x5@transposed dim=8 base=100.0
+    flops=lambda ins, outs, attrs: 20.0 * outs[0].numel,
+    samples="""7:index<99 dim=6 | 2x3 dim=4 interleaved=True | 3x5@transposed dim=8 base=100.0
         | 3:index<9:i32 dim=2 dtype=f16 nograd | scalar dim=4 [scalar] | 0x2 dim=4 [empty]
-        | 9:extreme dim=4 nograd [extreme]"""
-    ),
+        | 9:extreme dim=4 nograd [extreme]""",
 )
 def sinusoidal(
     positions: TensorType, dim: int, base: float, dtype: str | None, **how: Any
@@ -374,16 +337,13 @@ def sinusoidal(
     cosines, or in turns where interleaved. The table of a model is sinusoidal of a constant arange,
     and is folded into a constant."""
     if dim < 2 or dim % 2 or not base > 0:
-        raise GraphError(
-            f"sinusoidal with dim={dim}, base={base}", remedy="use an even dim and base > 0"
-        )
+        wrong = f"sinusoidal with dim={dim}, base={base}"
+        raise GraphError(wrong, remedy="use an even dim and base > 0")
     kind = positions.dtype if positions.dtype.is_float else float32
     kind = kind if dtype is None else dtype_of(dtype)
     if positions.dtype.kind == "bool" or not kind.is_float:
-        raise GraphError(
-            f"sinusoidal of {positions.dtype.name} positions as {kind.name}",
-            remedy="positions are numbers, the result is of a float type",
-        )
+        wrong = f"sinusoidal of {positions.dtype.name} positions as {kind.name}"
+        raise GraphError(wrong, remedy="positions are numbers, the result is of a float type")
     return TensorType.of((*positions.shape, dim), kind)
 
 

@@ -131,9 +131,15 @@ def samples(text: str, kind: str = "normal", **attrs: Any) -> Callable[[], tuple
     An input is its sizes joined by x, or ``scalar``; then, as far as they are not as usual, its
     ``@layout``, its ``:kind`` of data (an index below 5 is ``:index<5``) and its ``:dtype``. ``_``
     is an input left out. An attribute is a Python literal without spaces, or a word. ``nograd``:
-    gradients are not checked. ``kind`` and ``attrs`` are for samples that do not say their own.
+    gradients are not checked. ``kind`` and ``attrs`` are for samples that do not say their own; the
+    text may begin with them, too: ``:away p=0.5; 3x5 | 7``.
     """
-    return lambda: tuple(_sample(part, kind, attrs) for part in text.split("|"))
+    usual, is_there, cases = text.partition(";")
+    for word in usual.split() if is_there else ():
+        name, is_attr, value = word.partition("=")
+        kind, attrs = (kind, attrs | {name: _value(value)}) if is_attr else (word[1:], attrs)
+    parts = (cases if is_there else text).split("|")
+    return lambda: tuple(_sample(part, kind, attrs) for part in parts)
 
 
 def _sample(text: str, kind: str, attrs: Mapping[str, Any]) -> Sample:

@@ -14,14 +14,12 @@ import torch
 
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import check_shape, one_dtype
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.matmul import one_dtype
 from deuteron.ops.movement import AXIS, with_axis
-from deuteron.ops.opdef import Fusion, Vjp, check_shape, input_flops, operator
+from deuteron.ops.opdef import Fusion, Vjp, input_flops, operator
 from deuteron.ops.reference import LOW, fixed_order, wide_type
 from deuteron.ops.samples import Arg, Sample, samples
-
-# ---- running sums and products -------------------------------------------------------------------
 
 
 def _total_reference(scan: Callable[..., torch.Tensor], x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -73,8 +71,6 @@ def _extreme_vjp(b: Ops, v: Vjp) -> Grads:
     return [b.to(total, x.dtype)]
 
 
-# ---- samples and the table -----------------------------------------------------------------------
-
 _CASES = """3x5 axis=1 | 3x5 axis=0 | 33 axis=-1 | 2x3x4 axis=1 | 0x4 axis=0 | 3x0 axis=1
     | 1x1 axis=0 | 4x5@transposed axis=1 | 4x5@sliced axis=0 | 4x5@expanded axis=1
     | 2x3x4x5@nhwc axis=1"""
@@ -89,7 +85,7 @@ def _grad_samples() -> tuple[Sample, ...]:
 
 
 scanning = partial(operator, Fusion.OPAQUE, attrs={"axis": AXIS}, complete=with_axis)
-_totals = partial(scanning, flops=input_flops(1), samples=samples(_CASES + _MORE))
+_totals = partial(scanning, flops=input_flops(1), samples=_CASES + _MORE)
 _extremes = partial(
     scanning, vjp=_extreme_vjp, flops=input_flops(1), samples=samples(_CASES + _MORE, "distinct")
 )

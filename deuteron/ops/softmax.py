@@ -13,24 +13,13 @@ from typing import Any
 import torch.nn.functional as F
 
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import check_float, norm_axes
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.movement import first
-from deuteron.ops.opdef import (
-    Attr,
-    Fusion,
-    Types,
-    Vjp,
-    VjpFn,
-    check_float,
-    elementwise_flops,
-    norm_axes,
-    operator,
-)
-from deuteron.ops.samples import samples
+from deuteron.ops.opdef import Attr, Fusion, Types, Vjp, VjpFn, elementwise_flops, operator
 
 
 def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    rank = max(first(types).rank, 1)  # a scalar has axis 0 here
+    rank = max(types[0].rank, 1)  # a scalar has axis 0 here
     return {"axis": norm_axes((attrs["axis"],), rank, "axis")[0]}
 
 
@@ -62,11 +51,9 @@ _sharing = partial(
     Fusion.REDUCTION,
     attrs={"axis": Attr("int", -1, "the axis along which the elements share out 1")},
     flops=elementwise_flops(12),
-    samples=samples(
-        """3x5 | 3x5 axis=0 | 2x3x4 axis=-2 | scalar [scalar] | 0x4 [empty] | 4x0 [no classes]
+    samples="""3x5 | 3x5 axis=0 | 2x3x4 axis=-2 | scalar [scalar] | 0x4 [empty] | 4x0 [no classes]
         | 2x1 [one class] | 3x5@transposed | 3x5@sliced axis=0 | 2x3x4x5@nhwc axis=1
-        | 3x5@expanded:offset | 7x9:extreme nograd [extreme]"""
-    ),
+        | 3x5@expanded:offset | 7x9:extreme nograd [extreme]""",
     complete=_complete,
 )
 

@@ -24,8 +24,6 @@ from deuteron.ops.samples import samples
 
 LAST = Attr("int", -1, AXIS.doc)
 
-# ---- scatter: each element to a place of its own -------------------------------------------------
-
 
 @operator(
     Fusion.OPAQUE,
@@ -45,14 +43,10 @@ def scatter(index: TensorType, src: TensorType, shape: Shape, axis: int) -> Tens
     index names no place twice: scatter_add is for sums."""
     check_scatter(index, src, shape)
     if any(i > n for i, n in zip(src.shape, shape, strict=True)):
-        raise GraphError(
-            f"src {list(src.shape)} has more elements than shape {list(shape)} has places",
-            remedy="no size may be larger; scatter_add lets elements share a place",
-        )
+        wrong = f"src {list(src.shape)} has more elements than shape {list(shape)} has places"
+        remedy = "no size may be larger; scatter_add lets elements share a place"
+        raise GraphError(wrong, remedy=remedy)
     return TensorType.of(shape, src.dtype)
-
-
-# ---- sort and topk -------------------------------------------------------------------------------
 
 
 def _dense(found: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -82,11 +76,8 @@ ordering = partial(operator, Fusion.OPAQUE, complete=with_axis, vjp=_back_to_pla
         "stable": Attr("bool", True, "equal elements keep their order"),
     },
     flops=lambda ins, outs, attrs: float(outs[0].numel * outs[0].shape[attrs["axis"]].bit_length()),
-    samples=samples(
-        f"""{_ORDER.format("", "descending=True")} 3x4:bool descending=True nograd
+    samples=f""":distinct; {_ORDER.format("", "descending=True")} 3x4:bool descending=True nograd
         | 33:extreme axis=0 nograd [extreme]""",
-        "distinct",
-    ),
 )
 def sort(x: TensorType, **how: Any) -> tuple[TensorType, ...]:
     """x in order along the axis, and the places the elements came from as int64; nan is the
@@ -109,10 +100,8 @@ def topk(x: TensorType, k: int, axis: int, largest: bool) -> tuple[TensorType, .
     nan is the largest. Which of equal elements is taken is not defined."""
     kind = numbers("topk", x)
     if not 0 <= k <= x.shape[axis]:
-        raise GraphError(
-            f"topk with k={k} along axis {axis} of {list(x.shape)}",
-            remedy=f"use a k from 0 to {x.shape[axis]}",
-        )
+        wrong = f"topk with k={k} along axis {axis} of {list(x.shape)}"
+        raise GraphError(wrong, remedy=f"use a k from 0 to {x.shape[axis]}")
     shape = (*x.shape[:axis], k, *x.shape[axis + 1 :])
     return TensorType.of(shape, kind), TensorType.of(shape, int64)
 

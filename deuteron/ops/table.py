@@ -18,17 +18,12 @@ TABLE: dict[str, OpDef] = {}
 def add(op: OpDef) -> OpDef:
     """Put an operator into the table; a name can be taken once."""
     if not (op.name.isascii() and op.name.isidentifier()):
-        raise GraphError(
-            f"{op.name!r} cannot name an operator",
-            asked=f"register_op({op.name!r})",
-            remedy="use letters, digits and underscores: it becomes a method of dt.Graph",
-        )
+        wrong = f"{op.name!r} cannot name an operator"
+        remedy = "use letters, digits and underscores: it becomes a method of dt.Graph"
+        raise GraphError(wrong, asked=f"register_op({op.name!r})", remedy=remedy)
     if op.name in TABLE and TABLE[op.name] is not op:
-        raise GraphError(
-            f"an operator named {op.name!r} exists already",
-            asked=f"register_op({op.name!r})",
-            remedy="choose another name",
-        )
+        wrong = f"an operator named {op.name!r} exists already"
+        raise GraphError(wrong, asked=f"register_op({op.name!r})", remedy="choose another name")
     TABLE[op.name] = op
     _infer.cache_clear()
     return op
@@ -40,9 +35,8 @@ def get(name: str) -> OpDef:
     if op is None:
         near = difflib.get_close_matches(name, TABLE, n=3)
         hint = f"did you mean {', '.join(near)}?" if near else "see deuteron.ops.TABLE"
-        raise GraphError(
-            f"there is no operator {name!r}", remedy=f"{hint} Add your own with register_op()"
-        )
+        wrong = f"there is no operator {name!r}"
+        raise GraphError(wrong, remedy=f"{hint} Add your own with register_op()")
     return op
 
 

@@ -8,8 +8,9 @@ which no channel sees another, and its gradients are those of the convolution:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,16 +18,15 @@ import torch
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.conv import at_least, memory_order, ordered, per_dim, spatial_dims
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.matmul import one_dtype
-from deuteron.ops.opdef import REQUIRED, Attr, Fusion, OpDef, Vjp
-from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, check_gradient
-from deuteron.ops.samples import Arg, Sample
+from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
+from deuteron.ops.conv import memory_order, ordered
+from deuteron.ops.emit import Grads, Ops, Sym, Syms
+from deuteron.ops.movement import NHWC, ROW
+from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Types, Vjp, operator
+from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X
+from deuteron.ops.samples import Sample, samples
 
 Tensor = torch.Tensor
-Types = Sequence[TensorType | None]
-Attributes = Mapping[str, Any]
 
 
 def _window(rank: int, weight: Any) -> Shape:
@@ -36,13 +36,11 @@ def _window(rank: int, weight: Any) -> Shape:
 
 def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     x, weight = types[0], types[1]
-    assert x is not None and weight is not None
     dims = spatial_dims("weighted_pool", x)
     if "window" not in attrs and weight.rank not in (dims, dims + 1):
-        raise GraphError(
-            f"weighted_pool: weight {list(weight.shape)} does not fit {dims} spatial dimensions",
-            remedy="give the window [kh, kw], or one for each channel [C, kh, kw]",
-        )
+        wrong = f"weighted_pool: weight {list(weight.shape)} does not fit {dims} spatial dimensions"
+        remedy = "give the window [kh, kw], or one for each channel [C, kh, kw]"
+        raise GraphError(wrong, remedy=remedy)
     window = attrs["window"] if "window" in attrs else _window(x.rank, weight)
     return attrs | {
         "stride": per_dim("weighted_pool", "stride", attrs["stride"] or window, dims),
@@ -64,10 +62,8 @@ def _infer(x: TensorType, weight: TensorType, stride: Shape, padding: Shape) -> 
     sides = zip(x.shape[2:], window, stride, padding, strict=True)
     size = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sides)
     if min(size) < 1:
-        raise GraphError(
-            f"weighted_pool: the window {list(window)} does not fit into x {list(x.shape)}",
-            remedy="use a smaller window or more padding",
-        )
+        wrong = f"weighted_pool: the window {list(window)} does not fit into x {list(x.shape)}"
+        raise GraphError(wrong, remedy="use a smaller window or more padding")
     return TensorType.of((*x.shape[:2], *size), x.dtype, memory_order(x))
 
 
@@ -88,8 +84,8 @@ def _reference(x: Tensor, weight: Tensor, stride: Shape, padding: Shape) -> Tens
     return ordered(y, memory_order(TensorType.from_tensor(x)))
 
 
-def _vjp(b: Ops, v: Vjp) -> list[Sym | None]:
-    x, weight, found = v.arg(0), v.arg(1), list[Sym | None]([None, None])
+def _vjp(b: Ops, v: Vjp) -> Grads:
+    x, weight, found = v.arg(0), v.arg(1), Grads([None, None])
     if v.needs[0]:
         like = {"shape": x.shape, "order": memory_order(x.type)}
         found[0] = b.weighted_pool_dx(v.grad, weight, **like, **v.attrs)
@@ -107,38 +103,24 @@ def _filter_syms(b: Ops, x: Shape, weight: Sym) -> Sym:
     return b.one("expand", b.reshape(weight, (-1, 1, *window)), shape=(x[1], 1, *window))
 
 
-def _expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     x, weight = ins
-    assert x is not None and weight is not None
     return [b.conv(x, _filter_syms(b, x.shape, weight), None, groups=x.shape[1], **attrs)]
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """A multiplication and an addition per element of each window."""
     y, weight = ins[0] if {"shape", "window"} & attrs.keys() else outs[0], ins[1]
-    assert y is not None
     return 2.0 * y.numel * prod(attrs["window"] if "window" in attrs else _window(y.rank, weight))
 
 
 def _check_rank(op: str, grad: TensorType, rank: int) -> None:
     if grad.rank != rank:
-        raise GraphError(
-            f"{op}: the gradient has rank {grad.rank}, x has {rank}",
-            remedy="give the gradient of what weighted_pool returned",
-        )
+        wrong = f"{op}: the gradient has rank {grad.rank}, x has {rank}"
+        raise GraphError(wrong, remedy="give the gradient of what weighted_pool returned")
 
 
 # ---- gradients -----------------------------------------------------------------------------------
-
-
-def _dx_infer(
-    grad: TensorType, weight: TensorType, shape: Shape, order: str, stride: Shape, padding: Shape
-) -> TensorType:
-    one_dtype("weighted_pool_dx", grad=grad, weight=weight)
-    _check_rank("weighted_pool_dx", grad, len(shape))
-    x = TensorType.of(shape, grad.dtype, order)
-    check_gradient("weighted_pool_dx", grad, _infer(x, weight, stride, padding).shape)
-    return x
 
 
 def _dx_reference(
@@ -150,23 +132,11 @@ def _dx_reference(
     return ordered(dx, order)
 
 
-def _dx_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+def _dx_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     grad, weight = ins
-    assert grad is not None and weight is not None
     how, shape = dict(attrs), attrs["shape"]
     order, filters = how.pop("order"), _filter_syms(b, shape, weight)
     return [b.to_layout(b.conv_dx(grad, filters, groups=shape[1], **how), order)]
-
-
-def _dw_infer(
-    grad: TensorType, x: TensorType, window: Shape, stride: Shape, padding: Shape
-) -> tuple[TensorType, ...]:
-    one_dtype("weighted_pool_dw", grad=grad, x=x)
-    _check_rank("weighted_pool_dw", grad, x.rank)
-    window = per_dim("weighted_pool_dw", "window", window, x.rank - 2)
-    y = _infer(x, TensorType.of(window, x.dtype), stride, padding)
-    check_gradient("weighted_pool_dw", grad, y.shape)
-    return (TensorType.of(x.shape[1:2], x.dtype),) * prod(window)
 
 
 def _dw_reference(
@@ -179,9 +149,8 @@ def _dw_reference(
     return found if len(found) > 1 else found[0]
 
 
-def _dw_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
+def _dw_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     grad, x = ins
-    assert grad is not None and x is not None
     how, channels = dict(attrs), x.shape[1]
     window = how.pop("window")
     dw = b.conv_dw(grad, x, shape=(channels, 1, *window), groups=channels, **how)
@@ -190,88 +159,78 @@ def _dw_expand(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym
     return [b.reshape(column, (channels,)) for column in columns]
 
 
-# ---- samples and records -------------------------------------------------------------------------
+# ---- samples and operators -----------------------------------------------------------------------
 
 _ATTRS = {
     "stride": Attr("ints", None, "steps between windows; None means the window"),
     "padding": Attr("ints", (0,), "zeros added on both sides"),
 }
-_SAMPLES = (
-    Sample((Arg((2, 3, 6, 5)), Arg((2, 2)))),
-    Sample((Arg((2, 3, 6, 5), layout="nhwc"), Arg((3, 3, 2))), {"stride": 1, "padding": 1}),
-    Sample((Arg((1, 2, 5, 5), layout="sliced"), Arg((3, 3))), {"stride": 2, "padding": 1}),
-    Sample((Arg((2, 3, 8)), Arg((3, 3)))),
-    Sample((Arg((1, 2, 3, 4, 3)), Arg((2, 2, 2))), {"stride": 1}),
-    Sample((Arg((2, 3, 4, 4)), Arg((1, 1)))),
-    Sample((Arg((0, 3, 4, 4)), Arg((2, 2))), note="empty"),
-)
-# the shape of each result
-_SHAPES = (
-    (2, 3, 3, 2),
-    (2, 3, 6, 6),
-    (1, 2, 3, 3),
-    (2, 3, 2),
-    (1, 2, 2, 3, 2),
-    (2, 3, 4, 4),
-    (0, 3, 2, 2),
+_CASES = samples(  # x, weight and result
+    """2x3x6x5 2x2 2x3x3x2 | 2x3x6x5@nhwc 3x3x2 2x3x6x6 stride=1 padding=1
+    | 1x2x5x5@sliced 3x3 1x2x3x3 stride=2 padding=1 | 2x3x8 3x3 2x3x2
+    | 1x2x3x4x3 2x2x2 1x2x2x3x2 stride=1 | 2x3x4x4 1x1 2x3x4x4 | 0x3x4x4 2x2 0x3x2x2 [empty]"""
 )
 
 
-def _grad_samples(of_x: bool) -> list[Sample]:
+def _samples(op: str) -> list[Sample]:
     found = []
-    for s, shape in zip(_SAMPLES, _SHAPES, strict=True):
-        x, weight = s.inputs
-        assert x is not None and weight is not None
-        order = "nhwc" if x.layout == "nhwc" else "contiguous"
-        like = (
-            {"shape": x.shape, "order": order}
-            if of_x
-            else {"window": _window(len(x.shape), weight)}
-        )
-        found.append(Sample((Arg(shape), weight if of_x else x), {**like, **s.attrs}, note=s.note))
+    for s in _CASES():
+        x, weight, y = s.args
+        if op == "weighted_pool":
+            found.append(replace(s, inputs=(x, weight)))
+        elif op == "weighted_pool_dx":
+            like = {"shape": x.shape, "order": NHWC if x.layout == NHWC else ROW}
+            found.append(replace(s, inputs=(y, weight), attrs={**like, **s.attrs}))
+        else:
+            window = {"window": _window(len(x.shape), weight)}
+            found.append(replace(s, inputs=(y, x), attrs={**window, **s.attrs}))
     return found
 
 
-WEIGHTED = OpDef(
-    name="weighted_pool",
-    doc="The sum of each window of x [N, C, ...], its elements times a weight: one window "
-    "[kh, kw] for all channels, or [C, kh, kw]. Weights that add up to 1 give a weighted mean.",
-    inputs=("x", "weight"),
-    attrs=_ATTRS,
-    complete=_complete,
-    infer=_infer,
-    reference=_reference,
-    fusion=Fusion.OPAQUE,
-    vjp=_vjp,
-    expand=_expand,
-    flops=_flops,
-    samples=lambda: _SAMPLES,
-)
-DX = replace(
-    WEIGHTED,
-    name="weighted_pool_dx",
-    doc="The gradient of weighted_pool for x.",
-    inputs=("grad", "weight"),
-    attrs={"shape": SHAPE_OF_X, "order": ORDER_OF_X, **_ATTRS},
-    infer=_dx_infer,
-    reference=_dx_reference,
-    vjp=None,
-    expand=_dx_expand,
-    samples=lambda: _grad_samples(True),
-)
-DW = replace(
-    WEIGHTED,
-    name="weighted_pool_dw",
-    doc="The gradient of weighted_pool for the weight of each channel: a vector [C] for every "
-    "element of the window, in its order.",
-    inputs=("grad", "x"),
-    attrs={"window": Attr("ints", REQUIRED, "the sides of the window"), **_ATTRS},
-    infer=_dw_infer,
-    reference=_dw_reference,
-    fusion=Fusion.REDUCTION,
-    vjp=None,
-    expand=_dw_expand,
-    samples=lambda: _grad_samples(False),
-)
+def _weighing(
+    op: str, fusion: Fusion, reference: Any, expand: Any, vjp: Any = None, **attrs: Attr
+) -> Define:
+    made = partial(operator, fusion, reference, complete=_complete, vjp=vjp, expand=expand)
+    return made(attrs=attrs | _ATTRS, flops=_flops, samples=partial(_samples, op))
 
-OPS = (WEIGHTED, DX, DW)
+
+@_weighing("weighted_pool", Fusion.OPAQUE, _reference, _expand, _vjp)
+def weighted_pool(x: TensorType, weight: TensorType, stride: Shape, padding: Shape) -> TensorType:
+    """The sum of each window of x [N, C, ...], its elements times a weight: one window
+    [kh, kw] for all channels, or [C, kh, kw]. Weights that add up to 1 give a weighted mean."""
+    return _infer(x, weight, stride, padding)
+
+
+_OF_X = {"shape": SHAPE_OF_X, "order": ORDER_OF_X}
+
+
+@_weighing("weighted_pool_dx", Fusion.OPAQUE, _dx_reference, _dx_expand, **_OF_X)
+def weighted_pool_dx(
+    grad: TensorType, weight: TensorType, shape: Shape, order: str, **windows: Shape
+) -> TensorType:
+    """The gradient of weighted_pool for x."""
+    one_dtype("weighted_pool_dx", grad=grad, weight=weight)
+    _check_rank("weighted_pool_dx", grad, len(shape))
+    x = TensorType.of(shape, grad.dtype, order)
+    check_gradient("weighted_pool_dx", grad, _infer(x, weight, **windows).shape)
+    return x
+
+
+_SIDES = Attr("ints", doc="the sides of the window")
+
+
+@_weighing("weighted_pool_dw", Fusion.REDUCTION, _dw_reference, _dw_expand, window=_SIDES)
+def weighted_pool_dw(
+    grad: TensorType, x: TensorType, window: Shape, **windows: Shape
+) -> tuple[TensorType, ...]:
+    """The gradient of weighted_pool for the weight of each channel: a vector [C] for every
+    element of the window, in its order."""
+    one_dtype("weighted_pool_dw", grad=grad, x=x)
+    _check_rank("weighted_pool_dw", grad, x.rank)
+    window = per_dim("weighted_pool_dw", "window", window, x.rank - 2)
+    y = _infer(x, TensorType.of(window, x.dtype), **windows)
+    check_gradient("weighted_pool_dw", grad, y.shape)
+    return (TensorType.of(x.shape[1:2], x.dtype),) * prod(window)
+
+
+OPS = (weighted_pool, weighted_pool_dx, weighted_pool_dw)

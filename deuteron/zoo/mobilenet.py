@@ -182,38 +182,19 @@ class MobileNetV3(nn.Module):
         return self.classifier(torch.flatten(pooled, 1))
 
 
-# in, kernel, hidden, out, squeeze-excite, hardswish (else ReLU), stride
-_LARGE = (
-    BlockV3(16, 3, 16, 16, False, False, 1),
-    BlockV3(16, 3, 64, 24, False, False, 2),
-    BlockV3(24, 3, 72, 24, False, False, 1),
-    BlockV3(24, 5, 72, 40, True, False, 2),
-    BlockV3(40, 5, 120, 40, True, False, 1),
-    BlockV3(40, 5, 120, 40, True, False, 1),
-    BlockV3(40, 3, 240, 80, False, True, 2),
-    BlockV3(80, 3, 200, 80, False, True, 1),
-    BlockV3(80, 3, 184, 80, False, True, 1),
-    BlockV3(80, 3, 184, 80, False, True, 1),
-    BlockV3(80, 3, 480, 112, True, True, 1),
-    BlockV3(112, 3, 672, 112, True, True, 1),
-    BlockV3(112, 5, 672, 160, True, True, 2),
-    BlockV3(160, 5, 960, 160, True, True, 1),
-    BlockV3(160, 5, 960, 160, True, True, 1),
-)
+def _block(row: str) -> BlockV3:
+    """In, kernel, hidden, out, squeeze-excite, hardswish (else ReLU), stride."""
+    c_in, kernel, hidden, c_out, squeeze, hardswish, stride = map(int, row.split())
+    return BlockV3(c_in, kernel, hidden, c_out, bool(squeeze), bool(hardswish), stride)
 
-_SMALL = (
-    BlockV3(16, 3, 16, 16, True, False, 2),
-    BlockV3(16, 3, 72, 24, False, False, 2),
-    BlockV3(24, 3, 88, 24, False, False, 1),
-    BlockV3(24, 5, 96, 40, True, True, 2),
-    BlockV3(40, 5, 240, 40, True, True, 1),
-    BlockV3(40, 5, 240, 40, True, True, 1),
-    BlockV3(40, 5, 120, 48, True, True, 1),
-    BlockV3(48, 5, 144, 48, True, True, 1),
-    BlockV3(48, 5, 288, 96, True, True, 2),
-    BlockV3(96, 5, 576, 96, True, True, 1),
-    BlockV3(96, 5, 576, 96, True, True, 1),
-)
+
+_LARGE = """16 3 16 16 0 0 1 | 16 3 64 24 0 0 2 | 24 3 72 24 0 0 1 | 24 5 72 40 1 0 2
+    | 40 5 120 40 1 0 1 | 40 5 120 40 1 0 1 | 40 3 240 80 0 1 2 | 80 3 200 80 0 1 1
+    | 80 3 184 80 0 1 1 | 80 3 184 80 0 1 1 | 80 3 480 112 1 1 1 | 112 3 672 112 1 1 1
+    | 112 5 672 160 1 1 2 | 160 5 960 160 1 1 1 | 160 5 960 160 1 1 1"""
+_SMALL = """16 3 16 16 1 0 2 | 16 3 72 24 0 0 2 | 24 3 88 24 0 0 1 | 24 5 96 40 1 1 2
+    | 40 5 240 40 1 1 1 | 40 5 240 40 1 1 1 | 40 5 120 48 1 1 1 | 48 5 144 48 1 1 1
+    | 48 5 288 96 1 1 2 | 96 5 576 96 1 1 1 | 96 5 576 96 1 1 1"""
 
 
 def mobilenet_v2(num_classes: int = 1000, width: float = 1.0) -> MobileNetV2:
@@ -223,9 +204,9 @@ def mobilenet_v2(num_classes: int = 1000, width: float = 1.0) -> MobileNetV2:
 
 def mobilenet_v3_large(num_classes: int = 1000) -> MobileNetV3:
     """MobileNetV3 large, 5.5 M parameters."""
-    return MobileNetV3(_LARGE, 1280, num_classes)
+    return MobileNetV3(tuple(map(_block, _LARGE.split("|"))), 1280, num_classes)
 
 
 def mobilenet_v3_small(num_classes: int = 1000) -> MobileNetV3:
     """MobileNetV3 small, 2.5 M parameters."""
-    return MobileNetV3(_SMALL, 1024, num_classes)
+    return MobileNetV3(tuple(map(_block, _SMALL.split("|"))), 1024, num_classes)
