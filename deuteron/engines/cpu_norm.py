@@ -129,7 +129,7 @@ NORM = Recipe("norm", NORMS, _refuse, _build, one_way, _seconds, BUILD_S)
 
 # ``cpu_gen`` reads every group by itself, which is across the order of memory where channels lie
 # innermost. Here sums of each channel of each image come first. With these the norm is elementwise,
-# (x − pivot) · scale + shift, and is made together with whatever stands around it in the region.
+# (x − mean) · scale + shift, and is made together with whatever stands around it in the region.
 GROUPED = "group_norm"
 REACHED = 0.2  # of the arithmetic: the sums wait for memory
 
@@ -173,14 +173,14 @@ def _in_stages(region: Region) -> tuple[Graph, list[Region]]:
     s = norm_stages.Stages(build, graph.types[norm.uses[0]], norm.source)
     of = norm_stages.Operands(s.b, {k: names[v] for k, v in operands(norm).items()})
     s.cut()
-    pivot, off, rstd = s.of_groups(lambda: of("x"), norm.attrs["groups"], norm.attrs["eps"])
+    mean, rest, rstd = s.of_groups(lambda: of("x"), norm.attrs["groups"], norm.attrs["eps"])
     scale = of.scaled(rstd, "weight")
-    shift = of.plus(off * scale * -1.0, "bias")
+    shift = of.plus(rest * scale * -1.0, "bias")
     s.cut()
-    pivot, scale, shift = map(s.beside, (pivot, scale, shift))
+    mean, scale, shift = map(s.beside, (mean, scale, shift))
     for node in graph.nodes:
         if node is norm:
-            y = (s.b.upcast(s.b.sym(x)) - pivot) * scale + shift
+            y = (s.b.upcast(s.b.sym(x)) - mean) * scale + shift
             names[norm.output] = s.b.to(y, kind).name
         elif node not in before:
             carry(build, names, node, graph)

@@ -109,7 +109,8 @@ class Stages:
     # ---- groups
 
     def of_groups(self, x: Callable[[], Sym], groups: int, eps: float) -> tuple[Sym, Sym, Sym]:
-        """Of each channel of each image: the pivot, the mean less the pivot, and rstd."""
+        """Of each channel of each image: the mean of its group, what float32 has no digits for of
+        that, and rstd."""
         b = self.b
         pivot = self.pivots(x(), batch=False)
         means, squares = self.spread(x(), pivot)
@@ -119,8 +120,11 @@ class Stages:
         apart = p - b.slice(p, axis=2, start=0, stop=1)  # all relative to one of the pivots
         mean, variance = self.joined(apart + m, s, 2)
         rstd = b.expand(self.root(variance, eps), shape=lie)
-        shape = (self.images, self.channels)
-        return pivot, b.reshape(mean - apart, shape=shape), b.reshape(rstd, shape=shape)
+        off = mean - apart
+        mean = p + off
+        found = (mean, off - (mean - p), rstd)
+        mean, rest, rstd = (b.reshape(t, shape=(self.images, self.channels)) for t in found)
+        return mean, rest, rstd
 
 
 # ---- the operators -------------------------------------------------------------------------------
@@ -210,16 +214,17 @@ def batch_norm_grad(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Ki
 
 def group_norm_grad(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Kinds) -> Results:
     b, groups = s.b, attrs.get("groups", s.channels)
-    pivot, off, rstd = s.of_groups(lambda: of("x"), groups, attrs["eps"])
-
-    def hat() -> Sym:
-        return (of("x") - s.beside(pivot) - s.beside(off)) * s.beside(rstd)
-
+    center, rest, rstd = s.of_groups(lambda: of("x"), groups, attrs["eps"])
     s.cut()
     grad = of("grad")
-    level, slope = s.sums(s.spatial, grad, grad * hat())
+    level, slope = s.sums(s.spatial, grad, grad * (of("x") - s.beside(center)))
+
+    def of_hat() -> Sym:
+        """Σ grad · hat of each channel of each image."""
+        return (slope - rest * level) * rstd
+
     s.cut()
-    totals = zip(("dbias", "dweight"), s.sums((0,), level, slope), strict=True)
+    totals = zip(("dbias", "dweight"), s.sums((0,), level, of_hat()), strict=True)
     made = {name: b.to(total, kinds[name]) for name, total in totals if name in kinds}
     s.cut()
     lie, share = (s.images, groups, s.channels // groups), groups / (s.channels * s.positions)
@@ -230,10 +235,13 @@ def group_norm_grad(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Ki
         total = b.expand(b.one("sum", t, axes=(2,), keepdim=True), shape=lie)
         return b.one("reshape", total, shape=(s.images, s.channels))
 
-    flat, lean = mean(level), mean(slope)
+    # dx as grad · times + (x − center) · lean + level
+    times, lean = of.scaled(rstd, "weight"), mean(of_hat()) * rstd * rstd * -1.0
+    level = mean(level) * rstd * -1.0 - rest * lean
     s.cut()
-    rest = of.scaled(of("grad"), "weight", s.beside) - s.beside(flat) - hat() * s.beside(lean)
-    return made | {"dx": b.to(of.plus(rest * s.beside(rstd), "extra"), kinds["dx"])}
+    times, lean, level = map(s.beside, (times, lean, level))
+    dx = of("grad") * times + (of("x") - s.beside(center)) * lean + level
+    return made | {"dx": b.to(of.plus(dx, "extra"), kinds["dx"])}
 
 
 WRITTEN: dict[str, Callable[[Stages, Operands, Mapping[str, Any], Kinds], Results]] = {
