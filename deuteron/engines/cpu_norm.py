@@ -1,6 +1,5 @@
-"""Norms on the CPU: the recipes around ``kernels/cpu/norm.py`` and, where channels lie innermost,
-``kernels/cpu/channels_last_norm.py``. Gradients of all norms, batch norm in training, and group
-norm of channels last."""
+"""Norms on the CPU: gradients in row-major order by ``kernels/cpu/norm.py``; batch norm in training
+and, where channels lie innermost, group norm and all gradients in stages of generated code."""
 
 from __future__ import annotations
 
@@ -34,9 +33,6 @@ NORMS = {
     "batch_norm_act": ("channels", 0.3),
     "batch_norm_act_grad": ("channels", 0.3),
 }
-PARAMETERS = ("weight", "dweight", "dbias")
-WIDE = ("mean", "rstd")  # statistics of the batch, which are float32
-PAIRS = (("weight", "bias"), ("running_mean", "running_var"))
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -49,7 +45,12 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_elsewhere(region, target)
     types = {name: region.graph.types[value] for name, value in tensors.items()}
     _refuse_order(types, sets == "rows")
-    _refuse_types(types)
+    for stage in norm_stages.staged(region)[1] if _is_generated(types["x"], sets) else ():
+        program_of(stage)
+
+
+def _is_generated(x: TensorType, sets: str) -> bool:
+    return sets == "channels" or (sets == "groups" and not x.is_layout("contiguous"))
 
 
 def _refuse_order(types: Mapping[str, TensorType], rows: bool) -> None:
@@ -69,19 +70,6 @@ def _refuse_order(types: Mapping[str, TensorType], rows: bool) -> None:
     refuse_if(True, mixed, "lay all of them in one order")
 
 
-def _refuse_types(types: Mapping[str, TensorType]) -> None:
-    x = types["x"]
-    for name, t in types.items():
-        kind, image = t.dtype.short, t.shape == x.shape and name not in PARAMETERS
-        odd = f"{name} is {kind}, x is {x.dtype.short}"
-        refuse_if(image and t.dtype != x.dtype, odd, "cast it")
-        narrow = name in WIDE and kind != "f32"
-        refuse_if(narrow, f"{name} is {kind}, not f32", "keep statistics in float32")
-    for pair in PAIRS:
-        differ = len({types[p].dtype for p in pair if p in types}) > 1
-        refuse_if(differ, f"{' and '.join(pair)} differ in type", "cast one of them")
-
-
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     _, reached = NORMS[region.ops[0]]
     return roof(region, target, region_cost(region).flops / (target.rate("f32") * reached))
@@ -93,7 +81,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     node, types = region.nodes[0], region.graph.types
     read, made, attrs = operands(node), results(region, node), node.attrs
     x, sets = types[read["x"]], NORMS[node.op][0]
-    if sets == "channels" or (sets == "groups" and not x.is_layout("contiguous")):
+    if _is_generated(x, sets):
         return norm_stages.kernel(region, *norm_stages.staged(region))
     if sets == "rows":
         columns = prod(x.shape[x.rank - attrs["dims"] :])
@@ -146,8 +134,6 @@ def _refuse_groups(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(made, "the weight or the bias is made in the region", "make it before")
     gaps = any(not types[p].is_layout("contiguous") for p in params)
     refuse_if(gaps, "the weight or the bias has gaps", "call .contiguous()")
-    differ = len({types[p].dtype for p in params}) > 1
-    refuse_if(differ, "weight and bias differ in type", "cast one of them")
     for stage in _in_stages(region)[1]:
         program_of(stage)
 

@@ -13,13 +13,14 @@ image, a tiny one puts these together, the next has all that an element needs. A
 would have to read each set of elements by itself, across the order of memory where channels lie
 innermost.
 
-Statistics are those of distances from a pivot, the first element of a channel. So a mean that is
+Statistics are those of distances from a pivot, one of the elements of a channel. So a mean that is
 large beside the deviation costs no digits, and equal elements have a variance of exactly 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import nan, prod
 from typing import Any
 
@@ -74,12 +75,17 @@ class Stages:
         return self.b.one("reshape", number, shape=(prod(number.shape[:-1]), self.channels, *ones))
 
     def pivots(self, x: Sym, batch: bool) -> Sym:
-        """The first element of each channel in each image, or in the batch; 0 if not finite."""
-        shape = (self.channels,) if batch else (self.images, self.channels)
-        for axis in (0, *self.spatial) if batch else self.spatial:
-            x = self.b.slice(x, axis=axis, start=0, stop=1)
-        x = self.b.reshape(x, shape=shape)
-        return self.b.one("where", self.b.eq(x - x, 0.0), x, 0.0)
+        """A number among each channel's elements in each image, or in the batch: of the first two
+        the one nearer to 0, or 0 between them, lest a single one that stands out is taken; 0 if it
+        is not finite."""
+        b, shape = self.b, (self.channels,) if batch else (self.images, self.channels)
+        for axis in (0, *self.spatial[:-1]) if batch else self.spatial[:-1]:
+            x = b.slice(x, axis=axis, start=0, stop=1)
+        ends = (0, min(1, x.shape[-1] - 1))
+        two = [b.slice(x, axis=self.spatial[-1], start=k, stop=k + 1) for k in ends]
+        low, high = (b.reshape(f(*two), shape=shape) for f in (b.minimum, b.maximum))
+        near = b.maximum(low, 0.0) + b.minimum(high, 0.0)
+        return b.one("where", b.eq(near - near, 0.0), near, 0.0)
 
     def sums(self, axes: Sequence[int], *terms: Sym) -> list[Sym]:
         return [self.b.one("sum", term, axes=tuple(axes), keepdim=False) for term in terms]
@@ -131,7 +137,7 @@ class Stages:
 
 
 class Operands:
-    """What a node reads, by slot: every time it is asked for a node that widens it to float32."""
+    """What a node reads, by slot, widened to float32 by another node every time it is asked for."""
 
     def __init__(self, b: Ops, values: Mapping[str, str]) -> None:
         self.b, self.values = b, values
@@ -155,24 +161,24 @@ def batch_norm(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Kinds) 
     s.cut()
     off, variance = (b.reshape(t, shape=(s.channels,)) for t in s.joined(means, squares, 0))
     pivot, rstd = s.pivots(of("x"), batch=True), s.root(variance, attrs["eps"])
-    mean = pivot + off
-    count = s.images * s.positions
-    found = {"mean": mean, "var": variance * (count / (count - 1))}
+    mean, count, share = pivot + off, s.images * s.positions, attrs["momentum"]
     made = {"mean": mean, "rstd": rstd}
-    for what, value in found.items():
+    for what, value in (("mean", mean), ("var", variance * (count / (count - 1)))):
         if f"running_{what}" in of:
             # two products, as in torch: one of their difference would round small numbers away
-            share = attrs["momentum"]
             value = of(f"running_{what}") * (1.0 - share) + value * share
+        else:
+            value = value * 1.0  # a result of its own
         made[f"new_{what}"] = b.to(value, kinds[f"new_{what}"])
     scale = of.scaled(rstd, "weight")
     # What float32 has no digits for of the mean is taken off where the slope of the activation does
     # not jump: where it does, the gradient must find the same z by the mean as it is stored.
     exact = act is None or not act.jumps or "residual" in of
-    shift = (off - (mean - pivot)) * scale * (-1.0 if exact else 0.0)
-    shift = of.plus(shift, "bias")
+    shift = (mean - pivot - off) * scale if exact else None
     s.cut()
-    z = (of("x") - s.beside(mean)) * s.beside(scale) + s.beside(shift)
+    z = (of("x") - s.beside(mean)) * s.beside(scale)
+    z = z if shift is None else z + s.beside(shift)
+    z = of.plus(z, "bias", s.beside)
     z = of.plus(z, "residual")
     return made | {"y": b.to(z if act is None else act(b, z), kinds["y"])}
 
@@ -252,6 +258,7 @@ WRITTEN: dict[str, Callable[[Stages, Operands, Mapping[str, Any], Kinds], Result
 }
 
 
+@lru_cache(maxsize=1024)
 def staged(region: Region) -> tuple[Graph, list[Region]]:
     """The one node of a region in stages."""
     (node,), types = region.nodes, region.graph.types
@@ -265,13 +272,15 @@ def staged(region: Region) -> tuple[Graph, list[Region]]:
         ins += [None] * (len(table.get(node.op).inputs) - len(ins))
         found = dict(zip(node.outputs, rule(s.b, ins, node.attrs), strict=True))
     else:
-        kinds = {name: types[value].dtype for name, value in made.items()}
-        kinds |= {"dx": types[read["x"]].dtype, "y": types[read["x"]].dtype}
-        kinds = {"new_mean": float32, "new_var": float32, **kinds}
+        kinds = dict.fromkeys(("dx", "y"), types[read["x"]].dtype)
+        kinds |= dict.fromkeys(("new_mean", "new_var"), float32)
+        kinds |= {name: types[value].dtype for name, value in made.items()}
         by_name = WRITTEN[node.op](s, Operands(s.b, read), node.attrs, kinds)
         found = {value: by_name[name] for name, value in made.items()}
-    for name, value in region.graph.outputs:
-        build.output(name, found[value].name)
+    values = [(name, found[value].name) for name, value in region.graph.outputs]
+    assert len({value for _, value in values} - {*region.inputs}) == len(values)
+    for name, value in values:
+        build.output(name, value)
     return s.finish()
 
 
