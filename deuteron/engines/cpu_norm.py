@@ -159,7 +159,11 @@ def _in_stages(region: Region) -> tuple[Graph, list[Region]]:
     s = norm_stages.Stages(build, graph.types[norm.uses[0]], norm.source)
     of = norm_stages.Operands(s.b, {k: names[v] for k, v in operands(norm).items()})
     s.cut()
-    mean, rest, rstd = s.of_groups(lambda: of("x"), norm.attrs["groups"], norm.attrs["eps"])
+    pivot = s.pivots(of("x"), batch=False)
+    means, squares = s.spread(of("x") - s.beside(pivot))
+    s.cut()
+    off, rest, rstd = s.of_groups(pivot, means, squares, norm.attrs["groups"], norm.attrs["eps"])
+    mean = pivot + off
     scale = of.scaled(rstd, "weight")
     shift = of.plus(rest * scale * -1.0, "bias")
     s.cut()

@@ -6,7 +6,7 @@
                dweight = Σ dz · hat    dbias = Σ dz
 
     bytes = size · (2 x + residual + y) forward, size · (2 x + 2 grad + 2 y + dx + extra) backward,
-    or (2 x + grad + y + 2 dz + dx), and x once more for the statistics of groups
+    or (2 x + grad + y + 2 dz + dx)
 
 A stage goes over all elements in the order of memory: one makes sums of every channel of every
 image, a tiny one puts these together, the next has all that an element needs. A single kernel
@@ -90,10 +90,9 @@ class Stages:
     def sums(self, axes: Sequence[int], *terms: Sym) -> list[Sym]:
         return [self.b.one("sum", term, axes=tuple(axes), keepdim=False) for term in terms]
 
-    def spread(self, x: Sym, pivot: Sym) -> tuple[Sym, Sym]:
-        """Of each channel of each image the distance of the mean from the pivot, and the sum of
-        squares around the mean."""
-        d = x - self.beside(pivot)
+    def spread(self, d: Sym) -> tuple[Sym, Sym]:
+        """Of the distances from a pivot, for each channel of each image: the mean, and the sum of
+        squares around it."""
         total, squares = self.sums(self.spatial, d, d * d)
         mean = total * (1.0 / self.positions)
         return mean, squares - total * mean
@@ -114,23 +113,20 @@ class Stages:
 
     # ---- groups
 
-    def of_groups(self, x: Callable[[], Sym], groups: int, eps: float) -> tuple[Sym, Sym, Sym]:
-        """Of each channel of each image: the mean of its group, what float32 has no digits for of
-        that, and rstd."""
-        b = self.b
-        pivot = self.pivots(x(), batch=False)
-        means, squares = self.spread(x(), pivot)
-        self.cut()
-        lie = (self.images, groups, self.channels // groups)
+    def of_groups(
+        self, pivot: Sym, means: Sym, squares: Sym, groups: int, eps: float
+    ) -> tuple[Sym, Sym, Sym]:
+        """The mean less the pivot, what is left of that where the pivot is added in float32, and
+        rstd: of the group of each channel of each image."""
+        b, lie = self.b, (self.images, groups, self.channels // groups)
         p, m, s = (b.reshape(t, shape=lie) for t in (pivot, means, squares))
         apart = p - b.slice(p, axis=2, start=0, stop=1)  # all relative to one of the pivots
         mean, variance = self.joined(apart + m, s, 2)
         rstd = b.expand(self.root(variance, eps), shape=lie)
         off = mean - apart
-        mean = p + off
-        found = (mean, off - (mean - p), rstd)
-        mean, rest, rstd = (b.reshape(t, shape=(self.images, self.channels)) for t in found)
-        return mean, rest, rstd
+        found = (off, off - ((p + off) - p), rstd)
+        off, rest, rstd = (b.reshape(t, shape=(self.images, self.channels)) for t in found)
+        return off, rest, rstd
 
 
 # ---- the operators -------------------------------------------------------------------------------
@@ -157,7 +153,7 @@ class Operands:
 
 def batch_norm(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Kinds) -> Results:
     b, act = s.b, activation(attrs["activation"])
-    means, squares = s.spread(of("x"), s.pivots(of("x"), batch=True))
+    means, squares = s.spread(of("x") - s.beside(s.pivots(of("x"), batch=True)))
     s.cut()
     off, variance = (b.reshape(t, shape=(s.channels,)) for t in s.joined(means, squares, 0))
     pivot, rstd = s.pivots(of("x"), batch=True), s.root(variance, attrs["eps"])
@@ -220,19 +216,13 @@ def batch_norm_grad(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Ki
 
 def group_norm_grad(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Kinds) -> Results:
     b, groups = s.b, attrs.get("groups", s.channels)
-    center, rest, rstd = s.of_groups(lambda: of("x"), groups, attrs["eps"])
+    pivot, grad = s.pivots(of("x"), batch=False), of("grad")
+    d = of("x") - s.beside(pivot)
+    means, squares = s.spread(d)
+    level, slope = s.sums(s.spatial, grad, grad * d)
     s.cut()
-    grad = of("grad")
-    level, slope = s.sums(s.spatial, grad, grad * (of("x") - s.beside(center)))
-
-    def of_hat() -> Sym:
-        """Σ grad · hat of each channel of each image."""
-        return (slope - rest * level) * rstd
-
-    s.cut()
-    totals = zip(("dbias", "dweight"), s.sums((0,), level, of_hat()), strict=True)
-    made = {name: b.to(total, kinds[name]) for name, total in totals if name in kinds}
-    s.cut()
+    off, rest, rstd = s.of_groups(pivot, means, squares, groups, attrs["eps"])
+    center, slope = pivot + off, (slope - off * level) * rstd
     lie, share = (s.images, groups, s.channels // groups), groups / (s.channels * s.positions)
 
     def mean(t: Sym) -> Sym:
@@ -241,12 +231,15 @@ def group_norm_grad(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Ki
         total = b.expand(b.one("sum", t, axes=(2,), keepdim=True), shape=lie)
         return b.one("reshape", total, shape=(s.images, s.channels))
 
-    # dx as grad · times + (x − center) · lean + level
-    times, lean = of.scaled(rstd, "weight"), mean(of_hat()) * rstd * rstd * -1.0
-    level = mean(level) * rstd * -1.0 - rest * lean
+    # dx as grad · times + (x − center) · lean + flat
+    times, lean = of.scaled(rstd, "weight"), mean(slope) * rstd * rstd * -1.0
+    flat = mean(level) * rstd * -1.0 - rest * lean
     s.cut()
-    times, lean, level = map(s.beside, (times, lean, level))
-    dx = of("grad") * times + (of("x") - s.beside(center)) * lean + level
+    totals = zip(("dbias", "dweight"), s.sums((0,), level, slope), strict=True)
+    made = {name: b.to(total, kinds[name]) for name, total in totals if name in kinds}
+    s.cut()
+    times, lean, flat, center = map(s.beside, (times, lean, flat, center))
+    dx = of("grad") * times + (of("x") - center) * lean + flat
     return made | {"dx": b.to(of.plus(dx, "extra"), kinds["dx"])}
 
 
