@@ -24,6 +24,7 @@ ALL = (
     "loss",
     "functional",
     "cpu_rows",
+    "cpu_norms",
     "cpu_operators",
     "pyramid_pool",
     "small",
