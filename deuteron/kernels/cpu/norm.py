@@ -14,8 +14,8 @@ sets. Each row adds to dweight and dbias of its thread, which go on in float64 e
 group's share lies in a room of its own. A second call adds these up: so the order of a sum depends
 on how many threads there are, if at all, and on nothing else.
 
-Generated code makes dx in one pass over the rows and each sum down the columns in another, which
-takes half as long again and more (``bench/results/cpu_norms-cpu-aarch64.md``).
+Generated code makes dx in one pass over the rows and each sum down the columns in another. It takes
+1.2 to 3.5 times as long (``bench/results/cpu_norms-cpu-aarch64.md``).
 """
 
 from __future__ import annotations
