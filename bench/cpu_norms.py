@@ -25,7 +25,8 @@ NOTE = (
     "`other_us` is written out and planned without that recipe, by the engines under `others`; "
     "`over` is the second over the first: above 1 the kernel wins. Batch norm and norms of "
     "channels last are generated in either case: in stages of their own (`norm_stages.py`), or as "
-    "the passes cut the written out form. The others are hand-written: `kernels/cpu/norm.py`, `to_layout.py`."
+    "the passes cut the written out form. The others are hand-written: `kernels/cpu/norm.py`, "
+    "`to_layout.py`."
 )
 Inputs = Sequence[tuple[tuple[int, ...], str, str]]
 Attrs = dict[str, Any]
