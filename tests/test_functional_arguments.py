@@ -615,10 +615,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (lambda: f.dropout(X, 2.0, training=False), r"p=2\.0 is not a probability"),
     "norm of integers": (lambda: f.norm(I), "norm of int64 is not defined"),
     "a shape for rms_norm": (lambda: f.rms_norm(X, (7,)), r"\[7\] is not how x \[4, 8\] ends"),
-    "a weight for rms_norm": (
-        lambda: f.rms_norm(X, (8,), W[:1]),
-        r"rms_norm .* \[1\], not \[8\]",
-    ),
+    "a weight for rms_norm": (lambda: f.rms_norm(X, (8,), W[:1]), r"rms_norm .* \[1\], not \[8\]"),
     "padding": (lambda: f.embedding(one, TABLE, 10), "padding_idx=10 is not one of 10 rows"),
     "corners": (lambda: f.interpolate(IMAGE, 3, align_corners=True), "corners have no meaning"),
     "a scalar's axis": (lambda: f.sum(S, dim=-2), "-2 is out of range for rank 0"),
