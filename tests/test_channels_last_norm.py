@@ -181,6 +181,26 @@ def test_running_statistics_and_eval():
     assert error(y, want) <= allowed(0.0, torch.float32)
 
 
+@pytest.mark.parametrize("order", ["nhwc", "contiguous"])
+@pytest.mark.parametrize("op", ["batch_norm_act", "batch_norm_act_grad"])
+def test_every_result_has_memory_of_its_own(op, order):
+    """Without running statistics the new ones are those of the batch; without an activation dz is
+    the gradient."""
+    g = dt.Graph("norm")
+    x = g.tensor("x", (3, 20, 9, 10), layout=order)
+    stats = [g.tensor(name, (20,)) for name in ("mean", "rstd")] if op.endswith("grad") else []
+    made = getattr(g, op)(*([x, x, *stats] if stats else [x]))
+    for i, y in enumerate(made):
+        y.output(str(i))
+    region, engine = Region(g.ir()), CpuKernels()
+    gen = torch.Generator().manual_seed(0)
+    types = region.graph.types
+    feed = {v: torch.randn(types[v].shape, generator=gen).abs() for v in region.inputs}
+    feed["x"] = last(feed["x"] - 0.5) if order == "nhwc" else feed["x"] - 0.5
+    (candidate,) = engine.candidates(region, target("cpu"), Policy())
+    right(engine, candidate, region, feed)
+
+
 @pytest.mark.parametrize("kind", ["nan", "inf", "huge", "equal"])
 def test_odd_numbers_are_as_in_row_major_order(kind):
     x, w, b, _, grad = drawn((4, 20, 10, 10), torch.float32)

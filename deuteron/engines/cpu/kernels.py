@@ -1,12 +1,11 @@
-"""``cpu_kernels``: generated products, convolutions, attention, pools, changes of layout, norms of
+"""``cpu_kernels``: generated products, convolutions, attention, changes of layout, norms of
 channels and gradients of norms for the CPU.
 
 Each recipe has its own refusals, knobs, estimate and kernel (``deuteron/kernels/cpu``): a packed
 implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions, depthwise
-convolution, attention, weighted pooling, the move between row-major order and nhwc,
-batch norm in training, group norm of channels last, and the gradients of all norms. The epilogue of
-the region (bias, residual, activation) runs inside. Object code is compiled once per machine and
-kept.
+convolution, attention, the move between row-major order and nhwc, batch norm in training, group
+norm of channels last, and the gradients of all norms. The epilogue of the region (bias, residual,
+activation) runs inside. Object code is compiled once per machine and kept.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Norms on the CPU: the recipes around ``kernels/cpu/norm.py`` and, where channels lie innermost,
-``kernels/cpu/channels_last_norm.py``. Gradients of all norms, batch norm in training, and group
-norm of channels last."""
+"""Norms on the CPU: gradients in row-major order by ``kernels/cpu/norm.py``; batch norm in training
+and, where channels lie innermost, group norm and all gradients in stages of generated code."""
 
 from __future__ import annotations
 
@@ -8,21 +7,19 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 
-import torch
-
-from deuteron.codegen.calls import Argument, Call, Room, Word
+from deuteron.codegen.calls import Argument, Word
 from deuteron.engines.base import BuildContext, Candidate, Kernel, refuse_if
-from deuteron.engines.cpu.generated import CpuGen, call_of, program_of
+from deuteron.engines.cpu import norm_stages
+from deuteron.engines.cpu.generated import CpuGen, program_of
 from deuteron.engines.cpu.product import BUILD_S, refuse_elsewhere, roof
 from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Knobs, Recipe, one_way
 from deuteron.engines.roofline import region_cost, times
-from deuteron.ir.dtype import float32
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ir.rewrite import carry, start
 from deuteron.ir.types import TensorType
-from deuteron.ops import Cost, Ops, table
+from deuteron.ops import Cost, table
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -36,9 +33,6 @@ NORMS = {
     "batch_norm_act": ("channels", 0.3),
     "batch_norm_act_grad": ("channels", 0.3),
 }
-PARAMETERS = ("weight", "dweight", "dbias")
-WIDE = ("mean", "rstd")  # statistics of the batch, which are float32
-PAIRS = (("weight", "bias"), ("running_mean", "running_var"))
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -51,7 +45,12 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_elsewhere(region, target)
     types = {name: region.graph.types[value] for name, value in tensors.items()}
     _refuse_order(types, sets == "rows")
-    _refuse_types(types)
+    for stage in norm_stages.staged(region)[1] if _is_generated(types["x"], sets) else ():
+        program_of(stage)
+
+
+def _is_generated(x: TensorType, sets: str) -> bool:
+    return sets == "channels" or (sets == "groups" and not x.is_layout("contiguous"))
 
 
 def _refuse_order(types: Mapping[str, TensorType], rows: bool) -> None:
@@ -71,95 +70,55 @@ def _refuse_order(types: Mapping[str, TensorType], rows: bool) -> None:
     refuse_if(True, mixed, "lay all of them in one order")
 
 
-def _refuse_types(types: Mapping[str, TensorType]) -> None:
-    x = types["x"]
-    for name, t in types.items():
-        kind, image = t.dtype.short, t.shape == x.shape and name not in PARAMETERS
-        odd = f"{name} is {kind}, x is {x.dtype.short}"
-        refuse_if(image and t.dtype != x.dtype, odd, "cast it")
-        narrow = name in WIDE and kind != "f32"
-        refuse_if(narrow, f"{name} is {kind}, not f32", "keep statistics in float32")
-    for pair in PAIRS:
-        differ = len({types[p].dtype for p in pair if p in types}) > 1
-        refuse_if(differ, f"{' and '.join(pair)} differ in type", "cast one of them")
-
-
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     _, reached = NORMS[region.ops[0]]
     return roof(region, target, region_cost(region).flops / (target.rate("f32") * reached))
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu import channels_last_norm, norm
+    from deuteron.kernels.cpu import norm
 
     node, types = region.nodes[0], region.graph.types
     read, made, attrs = operands(node), results(region, node), node.attrs
     x, sets = types[read["x"]], NORMS[node.op][0]
-    shape = _shape(x, attrs, sets)
+    if _is_generated(x, sets):
+        return norm_stages.kernel(region, *norm_stages.staged(region))
+    if sets == "rows":
+        columns = prod(x.shape[x.rank - attrs["dims"] :])
+        sizes = norm.Sizes.of_rows(x.numel // columns, columns)
+    else:
+        groups = attrs.get("groups", x.shape[1])
+        sizes = norm.Sizes.of_groups(x.shape[0], x.shape[1], prod(x.shape[2:]), groups)
 
-    def kind_of(*names: str) -> str:
-        there = (types[{**read, **made}[name]] for name in names if name in read or name in made)
-        return next((t.dtype.short for t in there), "f32")
+    def kind_of(name: str) -> str:
+        value = {**read, **made}.get(name)
+        return "f32" if value is None else types[value].dtype.short
 
     kind = norm.Kind(
         sets,
         tuple(sorted((*read, *made))),
         x.dtype.short,
-        *(kind_of("weight", "bias"), kind_of("running_mean", "running_var")),
-        *(kind_of("dweight"), kind_of("dbias"), attrs["activation"]),
+        *(kind_of("weight"), kind_of("dweight"), kind_of("dbias")),
         centred=node.op != "rms_norm_grad",
-        short=sets != "channels" and prod(shape[1:]) < norm.SHORT,
-        long=sets != "rows" or shape[1] >= norm.LONG,
+        short=sizes.segments * sizes.length < norm.SHORT,
+        long=sets != "rows" or sizes.length >= norm.LONG,
     )
     first = len(region.inputs)
     where: dict[str, Word] = {
         **{name: Argument(region.inputs.index(value)) for name, value in read.items()},
         **{name: Argument(first + region.outputs.index(value)) for name, value in made.items()},
     }
-    way = "backward" if node.op.endswith("grad") else "forward"
-    floats = (attrs.get("eps", 0.0), attrs.get("momentum", 0.0))
-    if sets == "rows":
-        sizes = norm.Sizes.of_rows(*shape)
-    elif _channels_last(x, sets):
-        n, channels, length = x.shape[0], x.shape[1], prod(x.shape[2:])
-        last = (n, length, channels, shape[1]) if sets == "groups" else (1, n * length, channels, 1)
-        calls, _ = channels_last_norm.prepare(
-            way, kind, channels_last_norm.Sizes(*last), *floats, where
-        )
-        return Kernel.generated(calls)
-    elif sets == "groups":
-        sizes = norm.Sizes.of_groups(x.shape[0], x.shape[1], shape[2], x.shape[1] // shape[1])
-    else:
-        sizes = norm.Sizes.of_channels(x.shape[0], x.shape[1], prod(x.shape[2:]))
-    return Kernel.generated(norm.prepare(way, kind, sizes, *floats, where))
-
-
-def _shape(x: TensorType, attrs: Mapping[str, object], sets: str) -> tuple[int, ...]:
-    """Rows and columns; or groups, channels of each and positions of a channel."""
-    if sets == "rows":
-        columns = prod(x.shape[x.rank - int(str(attrs["dims"])) :])
-        return x.numel // columns, columns
-    groups = int(str(attrs.get("groups", x.shape[1])))
-    return x.shape[0] * groups, x.shape[1] // groups, prod(x.shape[2:])
-
-
-def _channels_last(x: TensorType, sets: str) -> bool:
-    """Whether channels lie innermost. Where there are no positions they do in any order."""
-    if sets == "groups" or prod(x.shape[2:]) > 1:
-        return not x.is_layout("contiguous")
-    return True
+    return Kernel.generated(norm.prepare(kind, sizes, attrs["eps"], where))
 
 
 NORM = Recipe("norm", NORMS, _refuse, _build, one_way, _seconds, BUILD_S)
 
-# ---- group norm of channels last: statistics by hand, the rest generated
+# ---- group norm of channels last, in stages
 
 # ``cpu_gen`` reads every group by itself, which is across the order of memory where channels lie
-# innermost. ``kernels/cpu/channels_last_norm.py`` walks over the rows and finds a mean, a scale and
-# a shift for each channel of each image. With these the norm is elementwise, (x − mean) · scale +
-# shift, and generated code makes it together with whatever stands around it in the region.
+# innermost. Here sums of each channel of each image come first. With these the norm is elementwise,
+# (x − mean) · scale + shift, and is made together with whatever stands around it in the region.
 GROUPED = "group_norm"
-FOUND = ("channel mean", "channel scale", "channel shift")  # names that no graph has
 REACHED = 0.2  # of the arithmetic: the sums wait for memory
 
 
@@ -175,10 +134,8 @@ def _refuse_groups(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(made, "the weight or the bias is made in the region", "make it before")
     gaps = any(not types[p].is_layout("contiguous") for p in params)
     refuse_if(gaps, "the weight or the bias has gaps", "call .contiguous()")
-    differ = len({types[p].dtype for p in params}) > 1
-    refuse_if(differ, "weight and bias differ in type", "cast one of them")
-    for piece in _pieces(region):
-        program_of(piece)
+    for stage in _in_stages(region)[1]:
+        program_of(stage)
 
 
 def _norm(region: Region) -> Node:
@@ -186,8 +143,8 @@ def _norm(region: Region) -> Node:
 
 
 @lru_cache(maxsize=1024)
-def _pieces(region: Region) -> list[Region]:
-    """What is made before the norm, if anything, and all the rest with the norm written out."""
+def _in_stages(region: Region) -> tuple[Graph, list[Region]]:
+    """What is made before the norm, if anything, its statistics, and all the rest."""
     graph, norm = region.graph, _norm(region)
     needed: set[str | None] = {norm.inputs[0]}
     before: list[Node] = []
@@ -195,74 +152,43 @@ def _pieces(region: Region) -> list[Region]:
         if needed & set(node.outputs) and node is not norm:
             needed |= set(node.uses)
             before.insert(0, node)
-    after = [node for node in graph.nodes if node not in before]
-    rest = Region(_written_out(graph.subgraph("after", after), norm))
-    return [*([region.part(f"{region.name} before", before, None)] if before else []), rest]
-
-
-def _written_out(graph: Graph, norm: Node) -> Graph:
-    """``graph`` with the norm as an expression of three more inputs."""
-    x = graph.types[norm.uses[0]]
-    lies = TensorType.of((*x.shape[:2], *(1 for _ in x.shape[2:])), float32)
     build, names = start(graph, table.infer)
-    for name in FOUND:
-        build.input(name, lies)
-    ops = Ops(build, norm.source)
+    for node in before:
+        carry(build, names, node, graph)
+    x, kind = names[norm.uses[0]], graph.types[norm.output].dtype
+    s = norm_stages.Stages(build, graph.types[norm.uses[0]], norm.source)
+    of = norm_stages.Operands(s.b, {k: names[v] for k, v in operands(norm).items()})
+    s.cut()
+    pivot = s.pivots(of("x"), batch=False)
+    means, squares = s.spread(of("x") - s.beside(pivot))
+    s.cut()
+    off, rest, rstd = s.of_groups(pivot, means, squares, norm.attrs["groups"], norm.attrs["eps"])
+    mean = pivot + off
+    scale = of.scaled(rstd, "weight")
+    shift = of.plus(rest * scale * -1.0, "bias")
+    s.cut()
+    mean, scale, shift = map(s.beside, (mean, scale, shift))
     for node in graph.nodes:
-        if node is not norm:
+        if node is norm:
+            y = (s.b.upcast(s.b.sym(x)) - mean) * scale + shift
+            names[norm.output] = s.b.to(y, kind).name
+        elif node not in before:
             carry(build, names, node, graph)
-            continue
-        mean, scale, shift = map(ops.sym, FOUND)
-        y = (ops.upcast(ops.sym(names[norm.uses[0]])) - mean) * scale + shift
-        names[norm.output] = ops.to(y, x.dtype).name
     for name, value in graph.outputs:
         build.output(name, names[value])
-    return build.finish()
+    return s.finish()
 
 
 def _groups_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     x, engine = region.graph.types[_norm(region).uses[0]], CpuGen()
-    others = sum(engine.estimate(piece, target, Candidate("", "")) for piece in _pieces(region))
+    *before, _, _, rest = _in_stages(region)[1]
+    others = sum(engine.estimate(s, target, Candidate("", "")) for s in (*before, rest))
     memory, compute = times(Cost(5.0 * x.numel, x.nbytes, 0), "f32", False, target)
     return others + max(memory, compute / REACHED)
 
 
 def _build_groups(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu import channels_last_norm
-    from deuteron.kernels.cpu import norm as rows
-
-    *before, after = _pieces(region)
-    norm, types = _norm(region), region.graph.types
-    words: dict[str, Word] = {v: Argument(i) for i, v in enumerate(region.inputs)}
-    words |= {v: Argument(len(region.inputs) + i) for i, v in enumerate(region.outputs)}
-    calls: list[Call] = []
-    workspace = 0
-    for piece in before:
-        for value in set(piece.outputs) - set(words):
-            words[value] = Room(f"before a norm {value}", -(-types[value].nbytes // 4))
-        workspace = _add(piece, words, calls)
-    slots = zip(("x", "weight", "bias"), norm.inputs, strict=False)
-    there = {slot: value for slot, value in slots if value is not None}
-    x, *params = (types[value] for value in there.values())
-    param = params[0].dtype.short if params else "f32"
-    kind = rows.Kind("groups", tuple(sorted(there)), x.dtype.short, param)
-    each = x.shape[1] // norm.attrs["groups"]
-    sizes = channels_last_norm.Sizes(x.shape[0], prod(x.shape[2:]), x.shape[1], each)
-    where = {slot: words[value] for slot, value in there.items()}
-    found, rooms = channels_last_norm.prepare("affine", kind, sizes, norm.attrs["eps"], 0.0, where)
-    calls += found
-    words |= dict(zip(FOUND, rooms.values(), strict=True))
-    workspace = max(workspace, _add(after, words, calls))
-    return Kernel.generated(calls, workspace=workspace)
-
-
-def _add(piece: Region, words: dict[str, Word], calls: list[Call]) -> int:
-    """The call of a piece, whose results are called what they are in the region; the bytes that it
-    keeps meanwhile."""
-    named = {value: words[name] for name, value in piece.graph.outputs}
-    call, floats = call_of(program_of(piece), {**words, **named})
-    calls.append(call)
-    return 4 * floats * torch.get_num_threads()
+    return norm_stages.kernel(region, *_in_stages(region))
 
 
 _GROUPS = (_refuse_groups, _build_groups, one_way, _groups_seconds)
