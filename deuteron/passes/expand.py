@@ -3,8 +3,8 @@ wherever that is cheaper.
 
 Whole, a kernel makes all their results in one pass over memory; written out, generated code does,
 and fuses with the neighbours. Which of them is cheaper is not known here: the context's ``price``
-asks the engines of the target, whoever they are. Images in different memory orders may also be laid
-in one order first, where that lets a kernel in.
+asks the engines of the target, whoever they are. Images may also be laid in one memory order first,
+or in rows, where that lets a kernel in.
 """
 
 from __future__ import annotations
@@ -43,6 +43,21 @@ def _in_one_order(
     return _whole(b, [laid(s) for s in ins] if order != "strided" else ins, op, attrs)
 
 
+def _in_rows(b: Ops, ins: Sequence[Sym | None], op: str, attrs: Mapping[str, Any]) -> Sequence[Sym]:
+    """Whole, in row-major order, with its results laid back as they were to be."""
+    wanted = table.infer(op, [None if s is None else s.type for s in ins], attrs)[1]
+    if any(t.layout == "strided" for t in wanted):
+        return _whole(b, ins, op, attrs)
+
+    def laid(s: Sym | None) -> Sym | None:
+        plain = s is None or s.rank < 3 or s.type.layout == "contiguous"
+        return s if plain else b.to_layout(s, "contiguous")
+
+    plain = [laid(s) for s in ins]
+    made = zip(_whole(b, plain, op, attrs), wanted, strict=True)
+    return [y if y.type.layout == t.layout else b.to_layout(y, t.layout) for y, t in made]
+
+
 def _written_out(
     b: Ops, ins: Sequence[Sym | None], op: str, attrs: Mapping[str, Any]
 ) -> Sequence[Sym]:
@@ -52,7 +67,7 @@ def _written_out(
 
 
 FORMS: dict[str, Form] = {"whole": _whole, "laid in one order": _in_one_order}
-FORMS["written out"] = _written_out
+FORMS |= {"laid in rows": _in_rows, "written out": _written_out}
 
 
 def cheapest(op: str, types: Types, attrs: Mapping[str, Any], ctx: Context) -> str:
