@@ -44,10 +44,9 @@ def table() -> str:
             )
     lines += [
         "",
-        'torch.compile is `mode="reduce-overhead"` on the GPU, the default on the CPU. The first '
-        "H200 row's time to a plan depends on Python's bytecode cache (9.8 to 12.5 s without; the "
-        "record says how). On the CPU it is the time of `dt.optimize` in a fresh process with "
-        "empty caches. Everything that was measured, losses included, is in "
+        'torch.compile is `mode="reduce-overhead"` on the GPU, the default on the CPU. '
+        "There the time to a plan is that of `dt.optimize` in a fresh process with empty caches. "
+        "Everything that was measured, losses included, is in "
         "[bench/results](bench/results).",
     ]
     return "\n".join(lines)

@@ -342,11 +342,15 @@ def test_what_no_kernel_takes_is_written_out_on_a_gpu_as_well():
     graph = dt.Graph()  # the gradient of a sum is one number, everywhere
     graph.sum(graph.layer_norm(graph.tensor("x", (4, 6)))).output("y")
     assert "layer_norm_grad" not in ops_after(graph.grad("y", wrt="x"), H200)
-    graph = block("group_norm", (2, 8, 4, 4), "f16", groups=2)  # after a convolution: nhwc
-    both = dt.Graph()
-    x, k = both.tensor("x", (2, 8, 4, 4), "f16"), both.tensor("k", (8, 8, 3, 3), "f16")
-    both.group_norm(both.conv(x, k, padding=1), groups=2).output("y")
-    assert "group_norm_grad" not in ops_after(both.grad("y", wrt="x"), H200)
+
+
+def test_channels_last_are_laid_in_rows_where_a_kernel_takes_rows():
+    graph = dt.Graph()  # after a convolution on a GPU channels are last
+    x, k = graph.tensor("x", (32, 64, 56, 56), "f16"), graph.tensor("k", (64, 64, 3, 3), "f16")
+    graph.group_norm(graph.conv(x, k, padding=1), groups=32).output("y")
+    done, _ = optimised(graph.grad("y", wrt="x").ir(), H200)
+    (node,) = (n for n in done.nodes if n.op == "group_norm_grad")
+    assert all(done.types[v].is_layout("contiguous") for v in node.uses)
 
 
 def test_gradients_of_gradients():
