@@ -21,6 +21,7 @@ NUMBER, ROUND, SCALAR = ("i32", False), ("i32", True), ("fp32", False)
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("kind", ["plain", "odd", "even"])
+@pytest.mark.each_value
 def test_compiles_without_spills(kind, arch):
     """Rows of 128256 classes that start at multiples of 16, anywhere, and with shares of all."""
     pytest.importorskip("triton")
