@@ -200,20 +200,26 @@ def test_the_text_of_a_recipe_leads_back():
 # ---- gradients, graphs, torch.compile
 
 
+# along one random direction, and in the sweep every element by itself
+FAST = [True, pytest.param(False, marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize("fast", FAST)
 @pytest.mark.parametrize("name", [*GEOMETRY, "jitter backwards", "hsv", "acceptance"])
-def test_gradients(name):
+def test_gradients(name, fast):
     aug = GRADIENTS[name]()
     if name == "acceptance":  # in float64 all the way, or finite differences see float16
         aug = Pipeline([*aug.spec.steps[:-2]])
     x = images((2, 3, 5, 6), torch.float64, False).requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: aug(v, step=2), x, atol=GRADIENT, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda v: aug(v, step=2), x, atol=GRADIENT, fast_mode=fast)
 
 
+@pytest.mark.parametrize("fast", FAST)
 @pytest.mark.parametrize("name", ["affine", "all places", "bicubic", "jitter backwards"])
-def test_gradients_of_parameters(name):
+def test_gradients_of_parameters(name, fast):
     aug, x = PIPELINES[name](), images((2, 3, 5, 6), torch.float64, False).requires_grad_()
     table = aug.table(x, step=1).clone().requires_grad_()
-    check = partial(torch.autograd.gradcheck, atol=GRADIENT, fast_mode=True)
+    check = partial(torch.autograd.gradcheck, atol=GRADIENT, fast_mode=fast)
     assert check(aug.with_table, (x, table))
     assert check(lambda t: aug.with_table(x.detach(), t), table)
 

@@ -50,10 +50,14 @@ FIRST = {
 }
 
 
+IN_ALL = [False, pytest.param(True, marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize("in_all", IN_ALL)
 @pytest.mark.parametrize(("op", "sample"), CASES, ids=IDS)
-def test_inference_says_what_the_reference_returns(op, sample):
-    """In several types only the first samples of each operator: the shapes are the same in all."""
-    for ft in ("f32", "f16", "f64") if id(sample) in FIRST else ("f32",):
+def test_inference_says_what_the_reference_returns(op, sample, in_all):
+    """In a quick run only the first samples of each operator in several types."""
+    for ft in ("f32", "f16", "f64") if in_all or id(sample) in FIRST else ("f32",):
         tensors = sample.tensors(ft)
         graph, feed = one_node_graph(op, sample, tensors)
         check(graph, infer)
@@ -77,10 +81,11 @@ def test_inference_says_what_the_reference_returns(op, sample):
 GRAD_CASES = [(op, s) for op, s in CASES if s.grad and op.vjp is not None]
 
 
+@pytest.mark.parametrize("directions", [1, pytest.param(3, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("op", "sample"), GRAD_CASES, ids=[f"{op.name}-{s}" for op, s in GRAD_CASES]
 )
-def test_gradients_match_finite_differences(op, sample):
+def test_gradients_match_finite_differences(op, sample, directions):
     tensors = sample.tensors("f64", seed=1)
     graph, feed = one_node_graph(op, sample, tensors)
     wrt = [n for n, t in feed.items() if t.is_floating_point() and t.numel()]
@@ -98,14 +103,14 @@ def test_gradients_match_finite_differences(op, sample):
             feed_back[f"grad_{name}"] = seed
         got = evaluate(back, feed_back, float64=True)  # or a cast would round the differences
         for inp in wrt:
-            want = directional(graph, feed, name, seed, inp, gen)
+            want = directional(graph, feed, name, seed, inp, gen, count=directions)
             for direction, slope in want:
                 have = float((got[f"grad_{inp}"] * direction).sum())
                 size = max(1.0, abs(slope), float(got[f"grad_{inp}"].abs().max()))
                 assert abs(have - slope) <= GRADIENT * size, (inp, have, slope)
 
 
-def directional(graph, feed, out, seed, inp, gen, step=1e-6, count=1):
+def directional(graph, feed, out, seed, inp, gen, step=1e-6, *, count):
     """Central differences of ⟨seed, out⟩ along random directions of one input."""
     base = feed[inp]
     found = []
