@@ -209,3 +209,19 @@ def test_small_calls_by_name_are_torchs_too(name):
     for got in (found, again):
         first, right = (r[0] if isinstance(r, tuple) else r for r in (got, want))
         assert torch.equal(first, right)
+
+
+def test_a_formula_with_an_operator_that_is_not_there_names_the_nearest():
+    @dt.elementwise()
+    def mistyped(b, x):
+        """a slip of the pen"""
+        return b.tanhh(x)
+
+    dt.register_op(mistyped)
+    try:
+        with pytest.raises(dt.GraphError, match="no operator 'tanhh'") as caught:
+            f.mistyped(torch.ones(3))
+        assert "tanh" in str(caught.value)
+    finally:
+        del TABLE["mistyped"]
+        delattr(dt.Graph, "mistyped")

@@ -203,6 +203,7 @@ class ScalarOps(Methods):
             wrapped = (a if a is None else Scalar(self.of, _arg(a)) for a in args)
             return op.formula(self, *wrapped, **op.normalise(attrs))
         if name not in PRIMITIVES:
+            table.get(name)  # says what it may have been, if there is no such operator
             raise CannotLower(f"{name} has no formula", "give its OpDef one")
         return self.primitive(name, *args)
 
