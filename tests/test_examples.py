@@ -168,9 +168,9 @@ def check_like_ours(op: OpDef) -> None:
     """The tests that every operator of the table goes through, over its samples."""
     assert op.samples() and len(op.doc) > 8
     for sample in op.samples():
-        test_ops.test_inference_says_what_the_reference_returns(op, sample)
+        test_ops.test_inference_says_what_the_reference_returns(op, sample, in_all=True)
         if sample.grad:
-            test_ops.test_gradients_match_finite_differences(op, sample)
+            test_ops.test_gradients_match_finite_differences(op, sample, directions=3)
 
 
 def test_the_operator_of_the_guide_passes_our_own_tests() -> None:
