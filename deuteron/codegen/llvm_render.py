@@ -10,6 +10,7 @@ and that cost more than a load are kept in a row of scratch memory.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from llvmlite import ir
 from deuteron.codegen import llvm, llvm_math, scalar
 from deuteron.codegen.llvm import F32, F64, I32, Code, Value, vec
 from deuteron.codegen.llvm_compute import FLOAT, I1, INTEGER, STORED
-from deuteron.codegen.llvm_loops import STRETCH, Loops, Place
+from deuteron.codegen.llvm_loops import STRETCH, Loops, Numbers, Place
 from deuteron.codegen.llvm_plan import multiply_adds, needs, plan, short_already
 from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
 from deuteron.ops.formula import Arg, Compute
@@ -50,8 +51,10 @@ class Renderer(Loops):
         self.joined = multiply_adds(program, self.shape.kept)
         self.short = frozenset() if program.wide else short_already(program)
 
-    def __call__(self, module: Any) -> None:
+    def __call__(self, module: Any) -> list[int]:
+        """Write the kernel; the numbers that its calls bring along."""
         llvm.entry(module, "run", self._body)
+        return self.numbers.values
 
     def _body(self, code: Code, words: Value, thread: Value, threads: Value) -> None:
         self._open(code, words, thread)
@@ -63,10 +66,12 @@ class Renderer(Loops):
         self.c = code
         self.base = {t: code.pointer(words, i) for i, t in enumerate(self.tensors)}
         self.scratch = None
+        first = len(self.tensors) + bool(self.shape.kept)
+        self.numbers = Numbers(code, words, first)
         if self.shape.kept:
             room = code.pointer(words, len(self.tensors))
             size = self.p.columns * max(1, 1 if self.shape.inner_vector else self.shape.lanes)
-            start = code.mul(thread, size * len(self.shape.kept))
+            start = code.mul(thread, self.given("kept", size * len(self.shape.kept)))
             self.scratch = code.at(room, start, of=self.float)
             self.row_size = size
 
@@ -123,7 +128,7 @@ class Renderer(Loops):
     ) -> None:
         c, v = self.c, self.shape.vector
         assert v is not None
-        with c.when(c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, v.size))):
+        with c.when(c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, self.size(v)))):
             cell = Place({**place.at, v: at}, 1, place.known)
             self._store_cell(cell, {**env, spot: ir.Constant(I1, 1)}, stored)
 
@@ -245,10 +250,10 @@ class Renderer(Loops):
         c = self.c
         column = c.i(0)
         for v in self.p.inner:
-            column = c.add(c.mul(column, v.size), cell.at[v])
+            column = c.add(c.mul(column, self.size(v)), cell.at[v])
         if not self.shape.inner_vector:
             column = c.mul(column, self.shape.lanes)
-        which = self.shape.kept.index(name) * self.row_size
+        which = self.given("kept row", self.shape.kept.index(name) * self.row_size)
         assert self.scratch is not None
         return c.at(self.scratch, which, column, of=self.float)
 
@@ -304,7 +309,23 @@ class Renderer(Loops):
         if kind != "bool" and other is not None and s.op != "select":
             scalar = other.type.element if llvm.lanes_of(other) > 1 else other.type
             kind = "float" if scalar in (F32, F64) else kind
-        return self.number(a.value, "float" if s.kind == "float" and kind == "int" else kind)
+        kind = "float" if s.kind == "float" and kind == "int" else kind
+        if s.op in ("mul", "div") and kind == "float":
+            return self._factor(float(a.value))
+        return self.number(a.value, kind)
+
+    def _factor(self, value: float) -> Value:
+        """A factor or a divisor, which may depend on sizes, as that of a mean does. Powers of two
+        are part of the code: LLVM knows how to divide by them."""
+        wide, b = self.p.wide, self.c.b
+        try:
+            (bits,) = struct.unpack("<q", struct.pack("<d" if wide else "<fxxxx", value))
+        except OverflowError:  # infinite in float32
+            bits = 0
+        if bits == 0 or abs(math.frexp(value)[0]) == 0.5:
+            return self.number(value, "float")
+        word = self.given("factor", bits)
+        return b.bitcast(word if wide else b.trunc(word, I32), self.float)
 
     # ---- memory
 
