@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import deuteron as dt
 from deuteron import zoo
 from deuteron.errors import DeuteronError
 from deuteron.frontends import torch_export, torch_trace
@@ -160,13 +161,57 @@ MORE_THAN_COMPUTING = [
     lambda m, x: x * x.tolist()[0][0],
     lambda m, x: x * float(x.numpy()[0, 0]),
     lambda m, x: x + 1 if x.sum() > 0 else x - 1,
-    lambda m, x: x * m.table,
-    lambda m, x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
     lambda m, x: x + torch.rand(4),
     lambda m, x: F.dropout(x, 0.5, True),
     lambda m, x: (x, object()),
-    lambda m, x: torch.linalg.svdvals(x),
 ]
+
+
+def sets_itself_up(module, x):
+    """Once, as a module does that keeps a table for each size it meets."""
+    module.ready = True
+    cached = getattr(module, "tables", {})
+    if x.shape[-1] not in cached:
+        cached[x.shape[-1]] = torch.arange(x.shape[-1], dtype=x.dtype)
+    module.__dict__.setdefault("tables", cached)
+    return x * cached[x.shape[-1]]
+
+
+RECORDED = [
+    sets_itself_up,
+    lambda m, x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    lambda m, x: x * m.table,
+    lambda m, x: torch.linalg.svdvals(x),
+    lambda m, x: torch.roll(x, 1, 0) + torch.einsum("ij,kj->ik", x, x).sum(),
+    lambda m, x: F.dropout(x.view(-1), 0.5, False, inplace=True) * 2,
+    lambda m, x: x * 2 if torch.diff(torch.arange(4)).sum() == 3 else x,
+    lambda m, x: x[torch.tensor([True, False]).nonzero().numel() :],
+]
+
+
+@pytest.mark.parametrize("function", RECORDED)
+def test_what_only_computes_is_recorded(function):
+    """Also calls without an entry, which are taken apart or stay as they are, and numbers that do
+    not depend on inputs and steer Python."""
+    module = Does(function).eval()
+    want = module(X)
+    assert trace(module, (X,), {}) is not None
+    torch.testing.assert_close(dt.optimize(Does(function).eval(), X, find=False)(X), want)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x[x > 0].sum(),
+        lambda m, x: torch.nonzero(x).float(),
+        lambda m, x: x.unique(),
+        lambda m, x: torch.masked_select(x, x > 0),
+    ],
+)
+def test_sizes_that_depend_on_values_are_refused_with_the_line(function):
+    with pytest.raises(dt.DeuteronError, match="depends on the values") as raised:
+        dt.optimize(Does(function).eval(), X, find=False)
+    assert f"{__file__}:" in str(raised.value)
 
 
 @pytest.mark.parametrize("function", MORE_THAN_COMPUTING)
@@ -189,8 +234,10 @@ def test_special_tensors_are_left_to_torch_export():
 
 
 def test_a_long_run_is_left_to_torch_export(monkeypatch):
-    monkeypatch.setattr(torch_trace, "LIMIT_S", 0.0)
-    assert trace(nn.Linear(4, 4).eval(), (X,), {}) is None
+    chain = nn.Sequential(*(nn.ReLU() for _ in range(4))).eval()
+    assert trace(chain, (X,), {}) is not None
+    monkeypatch.setattr(torch_trace, "LIMIT", 2 * X.numel())
+    assert trace(chain, (X,), {}) is None
 
 
 def test_shapes_that_do_not_fit_are_refused_in_the_words_of_torch():

@@ -30,7 +30,7 @@ from deuteron.ir.graph import Constant, Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Sym
-from deuteron.ops.opaque import encode, resolve
+from deuteron.ops.opaque import CALLED, encode, resolve
 from deuteron.passes.cleanup import dead_code
 
 _CONTROL = "keep control flow such as torch.cond outside the part that is imported"
@@ -238,6 +238,7 @@ class Importer:
         if constant is not None:
             return constant
         name, site = str(node.target), Site(self.build, source)
+        CALLED.add(name)
         resolve(name)  # refuses, with a reason, what may not be kept in a graph
         names: list[str] = []
         inputs: list[Argument] = []

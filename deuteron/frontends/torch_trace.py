@@ -8,17 +8,17 @@ writes over a tensor of forward's own, as ``ReLU(inplace=True)`` does, is writte
 that does not, whose result the tensor stands for from then on.
 
 :func:`trace` answers None for everything that takes more care: training, writing over arguments,
-weights and what shares memory with another tensor, random numbers, calls that the ATen table does
-not know, tensors that are no weights, values that steer Python, autocast, attributes set by
-forward, and models that take longer to run than torch.export to load. torch.export then decides,
+weights and what shares memory with another tensor, random numbers, values of inputs that steer
+Python, autocast, attributes set by forward, and models that take longer to run than torch.export
+to load. torch.export then decides,
 and has the words for what is wrong.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from deuteron.frontends.torch_fx import is_plain
 from deuteron.ir.types import TensorType
 from deuteron.ops.table import infer
 
-LIMIT_S = 2.0  # of this thread: a model that runs longer is traced without data, by torch.export
+LIMIT = 10**9  # elements that are computed, in seconds: with more, torch.export is sooner there
 
 
 class NeedsExport(Exception):
@@ -65,9 +65,10 @@ class Stand(torch.Tensor):
     held: torch.Tensor | None  # None where only the type is of interest
     node: fx.Node
     own: bool  # whether forward made it, and no other tensor has the same memory
+    known: bool  # whether its numbers are the same whatever the inputs are, and are held
 
     @staticmethod
-    def of(tensor: torch.Tensor, node: fx.Node) -> Stand:
+    def of(tensor: torch.Tensor, node: fx.Node, known: bool) -> Stand:
         """A stand-in, with another in ``node.meta["val"]`` that keeps no memory alive."""
         how: Any = {"strides": tensor.stride(), "storage_offset": tensor.storage_offset()}
         how |= {"dtype": tensor.dtype, "device": tensor.device}
@@ -75,7 +76,7 @@ class Stand(torch.Tensor):
         stand, typed = (make(Stand, tensor.shape, **how) for _ in range(2))
         assert isinstance(stand, Stand)
         stand.held, stand.node, node.meta["val"] = tensor, node, typed
-        stand.own = node.op != "placeholder"
+        stand.own, stand.known = node.op != "placeholder", known
         return stand
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -103,7 +104,8 @@ class Recorder(ProxyTorchDispatchMode):
         self.enter_stack = []
         self.graph, self.entries = fx.Graph(), entries
         self.refused = False
-        self._end = time.thread_time() + LIMIT_S
+        self.constants: dict[int, tuple[Stand, torch.Tensor]] = {}
+        self._computed = 0  # elements
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._inside = [""]
         self._thread = threading.get_ident()
@@ -112,10 +114,18 @@ class Recorder(ProxyTorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # what would skip it imports it first
 
-    def placeholder(self, tensor: torch.Tensor) -> Stand:
+    def placeholder(self, tensor: torch.Tensor, known: bool = True) -> Stand:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise NeedsExport(f"{type(tensor).__name__} is a tensor of a special kind")
-        return Stand.of(tensor.detach(), self.graph.placeholder("value"))
+        return Stand.of(tensor.detach(), self.graph.placeholder("value"), known)
+
+    def _standing(self, tensor: torch.Tensor) -> Stand:
+        """What stands for a tensor. One that forward has from elsewhere is a constant."""
+        if isinstance(tensor, Stand):
+            return tensor
+        if id(tensor) not in self.constants:
+            self.constants[id(tensor)] = self.placeholder(tensor), tensor
+        return self.constants[id(tensor)][0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -125,22 +135,25 @@ class Recorder(ProxyTorchDispatchMode):
             raise
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        if time.thread_time() > self._end:
+        if self._computed > LIMIT:
             raise NeedsExport("takes too long to run")
         if torch._C._is_any_autocast_enabled():
             raise NeedsExport("autocast changes what the calls compute")
-        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-        if not all(isinstance(t, Stand) for t in tensors):
-            raise NeedsExport(f"{func} reads a tensor that is no weight")
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._standing, (args, kwargs))
+        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Stand)]
+        if str(func) == "aten.detach_.default" or (str(func) in DROPOUTS and not args[2]):
+            return args[0]
         over = _written(func, args)
         if over is not None:
             func = _writing_nothing(func)
-        plain = is_plain(func, self.entries)
-        if not tensors:  # a call that only makes one, as arange does
-            ours = isinstance(func, OpOverload) and func.namespace == "aten"
-            plain = ours and not func._schema.is_mutable
-        if not plain or _draws(func, args, kwargs):
+        if not isinstance(func, OpOverload) or func._schema.is_mutable:
             raise NeedsExport(str(func))
+        if not is_plain(func, self.entries) and func._can_decompose():
+            with self:  # what it is made of is recorded in its place
+                return func.decompose(*args, **kwargs)
+        if _draws(func, args, kwargs):
+            raise NeedsExport(str(func))
+        _refuse_size_by_values(func, tensors)
         node = self.graph.call_function(
             func, *pytree.tree_map_only(Stand, attrgetter("node"), (args, kwargs))
         )
@@ -149,16 +162,20 @@ class Recorder(ProxyTorchDispatchMode):
         real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
         with no_python_dispatcher():
             answer = zeros_like_result(func, real_args, real_kwargs)
+            known = answer is None and all(t.known for t in tensors)
             if answer is None:
                 answer = func(*real_args, **real_kwargs)
+        if isinstance(answer, bool | int | float) and known:
+            return answer  # it may steer Python
         if isinstance(answer, torch.Tensor):
-            stand = Stand.of(answer, node)
+            self._computed += answer.numel()
+            stand = Stand.of(answer, node, known)
             return _apart(stand, tensors) if over is None else _stands_now(over, stand)
         if not isinstance(answer, list | tuple):
             raise NeedsExport(f"{func} gives no tensor")
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
         several = type(answer)(
-            _apart(Stand.of(a, part), tensors) for a, part in zip(answer, parts, strict=True)
+            _apart(Stand.of(a, part, known), tensors) for a, part in zip(answer, parts, strict=True)
         )
         node.meta["val"] = [part.meta["val"] for part in parts]
         return several
@@ -184,6 +201,24 @@ class Recorder(ProxyTorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _refuse_size_by_values(func: OpOverload, tensors: Sequence[Stand]) -> None:
+    by_values = torch.Tag.dynamic_output_shape in func.tags
+    if str(func) == "aten.index.Tensor":
+        by_values = any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
+    if by_values and not all(t.known for t in tensors):
+        wrong = f"the size of what {func} gives depends on the values of its inputs"
+        remedy = "keep the shape, by torch.where or a product with the mask; or leave it outside"
+        raise GraphError(wrong, asked="a graph of fixed shapes", where=user_frame(), remedy=remedy)
+
+
+def user_frame() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame: Any = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in OURS:
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 # ---- writing in place
@@ -213,7 +248,7 @@ def _stands_now(written: Stand, result: Stand) -> Stand:
     assert a is not None and b is not None
     if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
         raise NeedsExport("what is written in place changes its type")
-    written.held, written.node = result.held, result.node
+    written.held, written.node, written.known = result.held, result.node, result.known
     return written
 
 
@@ -228,6 +263,10 @@ def _apart(made: Stand, given: Sequence[torch.Tensor]) -> Stand:
     return made
 
 
+OURS = ("torch", "deuteron")
+DROPOUTS = frozenset(
+    f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")
+)  # which write nothing in eval mode
 _CHANCE = {"aten.dropout.default": 2, "aten.scaled_dot_product_attention.default": 4}
 
 
@@ -250,11 +289,27 @@ def trace(
         return None
     before = Attributes(module)
     try:
-        found = _trace(module, args, kwargs, entries)
-        if not before.changed():
-            return found
+        found = _unchanging(module, args, kwargs, entries)
+        if found is None:  # some modules set themselves up in their first call
+            with torch.no_grad():
+                module(*args, **kwargs)
+            found = _unchanging(module, args, kwargs, entries)
+    except GraphError:
+        before.restore()
+        raise
     except Exception:  # torch.export goes through it again and says what is wrong
-        pass
+        found = None
+    if found is None:
+        before.restore()
+    return found
+
+
+def _unchanging(module: nn.Module, *call: Any) -> Trace | None:
+    """The calls of a module, unless it changes itself while it runs."""
+    before = Attributes(module)
+    found = _trace(module, *call)
+    if not before.changed():
+        return found
     before.restore()
     return None
 
@@ -264,7 +319,7 @@ def _trace(
 ) -> Trace:
     recorder = Recorder(module, entries)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    given = [recorder.placeholder(a) if isinstance(a, torch.Tensor) else a for a in leaves]
+    given = [recorder.placeholder(a, False) if isinstance(a, torch.Tensor) else a for a in leaves]
     named = dict((*module.named_parameters(), *module.named_buffers()))
     stands = {name: recorder.placeholder(tensor) for name, tensor in named.items()}
     call_args, call_kwargs = pytree.tree_unflatten(given, spec)
@@ -280,6 +335,8 @@ def _trace(
     recorder.graph.eliminate_dead_code()
     inputs = {i: a.node for i, a in enumerate(given) if isinstance(a, Stand)}
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
+    for i, (stand, tensor) in enumerate(recorder.constants.values()):
+        weights[f"constant.{i}"] = stand.node, tensor
     return Trace(recorder.graph, inputs, weights, out_spec)
 
 
@@ -288,14 +345,18 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        each = ((vars(m), m._parameters, m._buffers) for m in module.modules())
+        each = [(vars(m), m._parameters, m._buffers) for m in module.modules()]
         self._held = [(now, dict(now)) for several in each for now in several]
+        inside = (v for now, _, _ in each for v in now.values() if isinstance(v, dict | list))
+        self._inside = [(v, v.copy()) for v in inside]
 
     def changed(self) -> bool:
         """Whether one was set since, or a list or dict among them holds a stand-in."""
         for now, was in self._held:
             if now.keys() != was.keys() or any(now[k] is not was[k] for k in was):
                 return True
+        if any(len(v) != len(was) for v, was in self._inside):
+            return True
         kept = pytree.tree_leaves([vars(m) for m in self._module.modules()])
         return any(isinstance(leaf, Stand) for leaf in kept)
 
@@ -303,6 +364,9 @@ class Attributes:
         for now, was in self._held:
             now.clear()
             now.update(was)
+        for v, content in self._inside:
+            v.clear()
+            (v.update if isinstance(v, dict) else v.extend)(content)
 
 
 # ---- products, convolutions and operators of ours, by shape alone

@@ -2,7 +2,8 @@
 
 The call is kept as data (operator name and arguments), so that it can be printed, saved and
 checked. Only operators that neither write to their inputs nor reach outside the process are
-accepted, because such a node may come from a file.
+accepted, because such a node may come from a file; those of other libraries only where a module
+that was imported in this process calls them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from deuteron.ops.opdef import Attr, Fusion, operator
 from deuteron.ops.samples import samples
 
 NAMESPACES = ("aten", "prims", "torchvision")
+CALLED: set[str] = set()  # operators of others that a module in this process was seen to call
 FORBIDDEN = ("from_file", "save", "load", "record_stream", "set_", "resize_", "_print")
 
 
@@ -66,8 +68,9 @@ _TORCH_NAMES = "contiguous_format preserve_format channels_last channels_last_3d
 def resolve(target: str) -> Any:
     """The torch operator called ``target`` ("aten.roll.default"), if it is a harmless one."""
     parts = target.split(".")
-    if len(parts) != 3 or parts[0] not in NAMESPACES or parts[1] in FORBIDDEN:
-        usual = f"operators of {', '.join(NAMESPACES)} that do not write to their inputs"
+    harmless = len(parts) == 3 and parts[0] in NAMESPACES and parts[1] not in FORBIDDEN
+    if not harmless and (target not in CALLED or parts[0] == "deuteron"):
+        usual = f"operators of {', '.join(NAMESPACES)}, or of a module that is imported here"
         ours = "augment images and compute linear_cross_entropy outside of what is optimised"
         wrong = f"the call {target!r} is not allowed in a graph"
         raise GraphError(wrong, remedy=ours if parts[0] == "deuteron" else usual)
