@@ -34,7 +34,6 @@ CHEAP = {
 IN_PLACE = (
     "relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh threshold".split()
 )
-RENAMED = {"hardtanh": {"min": "min_val", "max": "max_val"}, "glu": {"axis": "dim"}}
 
 
 def _cheap_is_torchs(slow: Collection[torch.dtype], x: Tensor, *_: Any, **__: Any) -> bool:
@@ -59,28 +58,30 @@ def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tenso
     more = {"inplace": False} if name in IN_PLACE else None
     if name in CHEAP:
         rule["on_cpu"] = partial(_cheap_is_torchs, CHEAP[name])
-    return from_table(name, called, home=F, rename=RENAMED.get(name), more=more, run=run, **rule)
+    return from_table(name, called, home=F, more=more, run=run, **rule)
 
 
-relu, relu6, leaky_relu, hardtanh, hardswish, hardsigmoid, softshrink, hardshrink, threshold = map(
-    _activation,
-    "relu relu6 leaky_relu hardtanh hardswish hardsigmoid softshrink hardshrink threshold".split(),
-)
-sigmoid, tanh, silu, mish, elu, selu, celu, softplus, glu = map(
-    _activation, "sigmoid tanh silu mish elu selu celu softplus glu".split()
-)
-logsigmoid = log_sigmoid = _activation("log_sigmoid", "logsigmoid")
-gelu = _activation(
-    "gelu", takes=1, joined=lambda x, approximate="none": F.gelu(x, approximate=approximate)
-)
-prelu = _activation(
-    "prelu",  # for whose gradient torch has several calls
-    on_cpu=lambda x, weight: (
-        x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
-    ),
-)
-softsign = _activation("softsign", call=None)  # too many calls in torch
-tanhshrink = _activation("tanhshrink", several=True)
+def _prelu_is_torchs(x: Tensor, weight: Tensor) -> bool:
+    """For the gradient torch has several calls."""
+    return x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
+
+
+NAMES = """relu relu6 leaky_relu hardtanh hardswish hardsigmoid softshrink hardshrink threshold
+    sigmoid tanh silu mish elu selu celu softplus glu log_sigmoid gelu prelu softsign tanhshrink"""
+RULES: dict[str, dict[str, Any]] = {
+    "hardtanh": {"rename": {"min": "min_val", "max": "max_val"}},
+    "glu": {"rename": {"axis": "dim"}},
+    "log_sigmoid": {"called": "logsigmoid"},
+    "gelu": {
+        "takes": 1,
+        "joined": lambda x, approximate="none": F.gelu(x, approximate=approximate),
+    },
+    "prelu": {"on_cpu": _prelu_is_torchs},
+    "softsign": {"call": None},  # too many calls in torch
+    "tanhshrink": {"several": True},
+}
+MADE = {name: _activation(name, **RULES.get(name, {})) for name in NAMES.split()}
+MADE["logsigmoid"] = MADE["log_sigmoid"]
 
 
 # ---- bias, gates

@@ -142,14 +142,11 @@ UNLESS: dict[str, Callable[..., bool]] = {
     "adaptive_avg": _is_a_large_mean,
 }
 ON_CPU = {"max": _max_is_torchs, "avg": _mean_is_torchs}
-max_pool1d, max_pool2d, max_pool3d = (_pool("max", n) for n in (1, 2, 3))
-avg_pool1d, avg_pool2d, avg_pool3d = (_pool("avg", n) for n in (1, 2, 3))
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
-    _pool("adaptive_avg", n) for n in (1, 2, 3)
-)
-adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
-    _pool("adaptive_max", n) for n in (1, 2, 3)
-)
+MADE = {
+    f"{kind}_pool{n}d": _pool(kind, n)
+    for kind in ("max", "avg", "adaptive_max", "adaptive_avg")
+    for n in (1, 2, 3)
+}
 
 
 # ---- everything, weights, pyramids
