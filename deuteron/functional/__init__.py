@@ -23,6 +23,7 @@ from deuteron.functional.activation import reglu as reglu
 from deuteron.functional.activation import swiglu as swiglu
 from deuteron.functional.batch_norm import batch_norm as batch_norm
 from deuteron.functional.cross_entropy import cross_entropy as cross_entropy
+from deuteron.functional.delegate import delegation as delegation
 from deuteron.functional.embedding import embedding as embedding
 from deuteron.functional.embedding import sinusoidal as sinusoidal
 from deuteron.functional.explain import explain as explain
@@ -42,7 +43,6 @@ from deuteron.functional.reduce import var as var
 from deuteron.functional.reduce import where as where
 from deuteron.functional.resample import interpolate as interpolate
 from deuteron.functional.rope import rope as rope
-from deuteron.functional.small import delegation as delegation
 from deuteron.functional.softmax import log_softmax as log_softmax
 from deuteron.functional.softmax import softmax as softmax
 from deuteron.ops import TABLE

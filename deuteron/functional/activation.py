@@ -15,9 +15,8 @@ from deuteron.errors import BindError
 from deuteron.functional.autocast import lower
 from deuteron.functional.context import is_captured, is_differentiated, is_eager, raw_stream
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import LOW, delegates
+from deuteron.functional.delegate import LOW, delegates, is_small
 from deuteron.functional.operators import TORCHS, activated, from_table, operator
-from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym
 
 BF16 = frozenset({torch.bfloat16})
@@ -91,20 +90,15 @@ def _bias_act(b: Ops, x: Sym, bias: Sym | None, *, activation: str) -> Sym:
     return activated(b, x if bias is None else x + bias, activation)
 
 
-def _gate(b: Ops, gate: Sym, up: Sym, *, activation: str) -> Sym:
-    return activated(b, gate, activation) * up
-
-
-def _gate_halves(b: Ops, x: Sym, *, activation: str) -> Sym:
-    half = x.shape[-1] // 2
-    gate = b.slice(x, axis=-1, stop=half)
-    up = b.slice(x, axis=-1, start=half)
+def _gate(b: Ops, gate: Sym, up: Sym | None, *, activation: str) -> Sym:
+    if up is None:
+        half = gate.shape[-1] // 2
+        gate, up = b.slice(gate, axis=-1, stop=half), b.slice(gate, axis=-1, start=half)
     return b.one("mul", activated(b, gate, activation), up)
 
 
 BIAS_ACT = Function("bias_act", _bias_act)
 GATE = Function("gate", _gate)
-GATE_HALVES = Function("gate_halves", _gate_halves)
 
 
 def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
@@ -124,34 +118,26 @@ def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor
 
 
 def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
-    if up is not None:
-        return GATE.one(gate, up, activation=activation)
-    if gate.ndim and gate.shape[-1] % 2 == 0:
-        return GATE_HALVES.one(gate, activation=activation)
-    wrong = f"x {list(gate.shape)} cannot be halved along its last dimension"
-    remedy = "give gate and up as two tensors, or an even last dimension"
-    raise BindError(wrong, asked="a gate of one tensor", remedy=remedy)
+    if up is None and not (gate.ndim and gate.shape[-1] % 2 == 0):
+        wrong = f"x {list(gate.shape)} cannot be halved along its last dimension"
+        remedy = "give gate and up as two tensors, or an even last dimension"
+        raise BindError(wrong, asked="a gate of one tensor", remedy=remedy)
+    return GATE.one(gate, up, activation=activation)
 
 
-def _torch_gated(activation: str) -> Callable[..., Any]:
+def _torch_gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Any:
     """The gate in two calls of torch's, for which halves are views."""
-    activate = TORCHS[activation]
-
-    def call(gate: Tensor, up: Tensor | None = None) -> Any:
-        if up is None:
-            if gate.shape[-1] % 2:
-                return NotImplemented
-            gate, up = gate.chunk(2, -1)
-        return activate(gate) * up
-
-    return call
+    if up is None:
+        if gate.shape[-1] % 2:
+            return NotImplemented
+        gate, up = gate.chunk(2, -1)
+    return TORCHS[activation](gate) * up
 
 
-_GEGLUS = {"none": _torch_gated("gelu"), "tanh": _torch_gated("gelu_tanh")}
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-@delegates(_torch_gated("silu"), several=True, autocast=True)
+@delegates(partial(_torch_gated, "silu"), several=True, autocast=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
     and up.
@@ -162,7 +148,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 @delegates(
-    lambda gate, up=None, approximate="none": _GEGLUS[approximate](gate, up),
+    lambda gate, up=None, approximate="none": _torch_gated(GELUS[approximate], gate, up),
     several=True,
     autocast=True,
 )
@@ -174,7 +160,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
     return _gated(GELUS.get(approximate, f"gelu_{approximate}"), gate, up)
 
 
-@delegates(_torch_gated("relu"), several=True, autocast=True)
+@delegates(partial(_torch_gated, "relu"), several=True, autocast=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up in one pass, as :func:`swiglu`.
 

@@ -15,10 +15,9 @@ from deuteron.functional.activation import SHORT_BYTES
 from deuteron.functional.autocast import in_float32
 from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import ANY, LOW, delegates
+from deuteron.functional.delegate import ANY, LOW, delegates, is_small
 from deuteron.functional.operators import from_table, operator
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
-from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym
 from deuteron.ops.pool import mean_gradient_faults
 from deuteron.ops.pool_winners import fits
