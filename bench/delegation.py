@@ -19,7 +19,7 @@ NOTE = (
     "Functions of bfloat16 [rows, 1024] by torch's calls and by a plan of ours (delegation off), "
     "microseconds, medians in turns: `wall` with launches and Python, queue kept full, and `gpu` "
     "by CUDA Graph replay. `kb` is the size of the first tensor. Small calls go to torch's own "
-    "functions up to a limit that weighs the two: deuteron/functional/small.py."
+    "functions up to a limit that weighs the two: deuteron/functional/delegate.py."
 )
 NOTE_CPU = (
     "Functions of [rows, 1024] by torch's call and by a plan of ours (delegation off), wall time "

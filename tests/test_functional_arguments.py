@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from deuteron.errors import DeuteronError
-from deuteron.functional import small
+from deuteron.functional import delegate
 from tests.tolerances import DOUBLE, SINGLE_LAYERS, allowed, error
 
 f = dt.functional
@@ -399,13 +399,13 @@ def outcome(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str
 @contextmanager
 def as_if_large() -> Iterator[None]:
     """Calls are planned first, as those of large tensors are."""
-    usual = small.LIMITS[-1]
+    usual = delegate.LIMITS[-1]
     with f.delegation(True):
-        small.LIMITS[-1] = small.LIMITS.least = -1
+        delegate.LIMITS[-1] = delegate.LIMITS.least = -1
         try:
             yield
         finally:
-            small.LIMITS[-1] = small.LIMITS.least = usual
+            delegate.LIMITS[-1] = delegate.LIMITS.least = usual
 
 
 def same(a: Outcome, b: Outcome) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.functional import autocast, small
+from deuteron.functional import autocast, delegate
 from deuteron.functional.activation import SEEDS, _seeds
 from deuteron.functional.core import FUNCTIONS
 from deuteron.functional.explain import Recording
@@ -319,7 +319,7 @@ def test_a_wrong_call_leaves_nothing_behind():
 
 
 def test_large_calls_are_planned(planned_calls):
-    edge = small.LIMITS[-1] // 4
+    edge = delegate.LIMITS[-1] // 4
     f.gelu(torch.zeros(edge))
     assert not planned_calls
     f.gelu(torch.zeros(edge + 1))
@@ -418,8 +418,10 @@ def test_the_knob():
 
 def test_limits_are_estimates_of_the_machine():
     h200 = dt.target("h200")
-    assert small.small_bytes(h200) == int(3e-6 * h200.stream * 0.75 / 2)
-    assert small.small_bytes(dt.target("cpu")) == 16 * 1024  # measured, and the same in every run
+    assert delegate.small_bytes(h200) == int(3e-6 * h200.stream * 0.75 / 2)
+    assert (
+        delegate.small_bytes(dt.target("cpu")) == 16 * 1024
+    )  # measured, and the same in every run
 
 
 def test_what_torch_refuses_is_planned_or_explained(planned_calls):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from deuteron.functional import small
+from deuteron.functional import delegate
 from deuteron.functional.context import is_captured
 from tests import autocast_cases
 from tests.functional_cases import CALLS, Call, results
@@ -188,7 +188,7 @@ def test_what_is_captured():
 
 def test_a_gradient_moves_the_limit():
     with f.delegation(True):
-        edge = small.LIMITS[0] // 4
+        edge = delegate.LIMITS[0] // 4
         for size, needs, torchs in (
             (edge, False, True),
             (edge + 1, False, False),

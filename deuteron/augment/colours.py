@@ -1,4 +1,4 @@
-"""Steps on the colour of each pixel: their formulas, and what each step draws.
+"""Steps on the colour of each pixel: what each one draws, and its formula.
 
 ``formula(b, pixel, mean, *numbers)`` makes a new pixel of a pixel, which has a value per channel.
 ``mean`` is that of the grey image as it is at this step, for a step that ``needs_mean``;
@@ -20,9 +20,6 @@ WIDTH = 3  # numbers a colour step may have
 GREY = (0.2989, 0.587, 0.114)  # how bright the eye finds red, green and blue
 
 Pixel = tuple[Any, ...]
-Formula = Callable[..., Pixel]
-
-# ---- formulas ----------------------------------------------------------------------------------
 
 
 def grey(pixel: Pixel) -> Any:
@@ -37,38 +34,10 @@ def _unit(b: Any, x: Any) -> Any:
     return b.clamp(x, min=0.0, max=1.0)
 
 
-def _brightened(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
-    return tuple(_unit(b, x * factor) for x in pixel)
-
-
-def _contrasted(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
-    return tuple(_unit(b, (x - mean) * factor + mean) for x in pixel)
-
-
-def _saturated(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
-    return tuple(_unit(b, x) for x in _blended(pixel, grey(pixel), factor))
-
-
-def _greyed(b: Any, pixel: Pixel, mean: Any, factor: Any, *_: Any) -> Pixel:
-    return _blended(pixel, grey(pixel), factor)
-
-
 def _blended(pixel: Pixel, other: Any, factor: Any) -> Pixel:
     """The pixel at factor 1, ``other`` at factor 0."""
     rest = (1.0 - factor) * other
     return tuple(x * factor + rest for x in pixel)
-
-
-def _turned(b: Any, pixel: Pixel, mean: Any, turn: Any, *_: Any) -> Pixel:
-    hue, top, spread = _hue_and_range(b, pixel)
-    return _from_hue(b, hue + turn * 6.0, top, spread)
-
-
-def _shifted(b: Any, pixel: Pixel, mean: Any, turn: Any, more: Any, brighter: Any) -> Pixel:
-    hue, top, spread = _hue_and_range(b, pixel)
-    saturation = spread * (1.0 / b.where(b.eq(top, 0.0), 1.0, top))
-    value = _unit(b, top * brighter)
-    return _from_hue(b, hue + turn * 6.0, value, _unit(b, saturation * more) * value)
 
 
 def _hue_and_range(b: Any, pixel: Pixel) -> tuple[Any, Any, Any]:
@@ -93,9 +62,6 @@ def _from_hue(b: Any, hue: Any, top: Any, spread: Any) -> Pixel:
     return channel(5.0), channel(3.0), channel(1.0)
 
 
-# ---- steps -------------------------------------------------------------------------------------
-
-
 class Number(NamedTuple):
     """A number is drawn from an argument: a range between ``low`` and ``high``, or one number,
     which stands for the centre ± that number."""
@@ -110,7 +76,7 @@ class Colour(Step):
     """A step on the colour of each pixel."""
 
     stage: ClassVar[int] = 1
-    formula: ClassVar[Formula]
+    formula: ClassVar[Callable[..., Pixel]]
     numbers: ClassVar[dict[str, Number]] = {}
     channels: ClassVar[tuple[int, ...]] = (3,)  # that it is defined for; none: any number of them
     needs_mean: ClassVar[bool] = False
@@ -135,9 +101,11 @@ class Brightness(Colour):
     """clamp(factor · x), the factor from 1 ± amount or from a range."""
 
     amount: float | Range = 0.0
-    formula: ClassVar[Formula] = staticmethod(_brightened)
     numbers: ClassVar[dict[str, Number]] = {"factor": Number("amount")}
     channels: ClassVar[tuple[int, ...]] = ()
+
+    def formula(self, b: Any, pixel: Pixel, mean: Any, factor: Any) -> Pixel:
+        return tuple(_unit(b, x * factor) for x in pixel)
 
 
 @dataclass(frozen=True)
@@ -145,9 +113,11 @@ class Contrast(Brightness):
     """clamp(factor · x + (1 − factor) · mean of the grey image as it is at this step), the factor
     from 1 ± amount or from a range."""
 
-    formula: ClassVar[Formula] = staticmethod(_contrasted)
     channels: ClassVar[tuple[int, ...]] = (1, 3)
     needs_mean: ClassVar[bool] = True
+
+    def formula(self, b: Any, pixel: Pixel, mean: Any, factor: Any) -> Pixel:
+        return tuple(_unit(b, (x - mean) * factor + mean) for x in pixel)
 
 
 @dataclass(frozen=True)
@@ -155,8 +125,10 @@ class Saturation(Brightness):
     """clamp(factor · x + (1 − factor) · grey of the pixel), the factor from 1 ± amount or from a
     range."""
 
-    formula: ClassVar[Formula] = staticmethod(_saturated)
     channels: ClassVar[tuple[int, ...]] = (3,)
+
+    def formula(self, b: Any, pixel: Pixel, mean: Any, factor: Any) -> Pixel:
+        return tuple(_unit(b, x) for x in _blended(pixel, grey(pixel), factor))
 
 
 @dataclass(frozen=True)
@@ -164,8 +136,11 @@ class Hue(Colour):
     """Turn the hue by a part of the circle, drawn from ± amount or a range within ±0.5."""
 
     amount: float | Range = 0.0
-    formula: ClassVar[Formula] = staticmethod(_turned)
     numbers: ClassVar[dict[str, Number]] = {"turn": Number("amount", 0.0, -0.5, 0.5)}
+
+    def formula(self, b: Any, pixel: Pixel, mean: Any, turn: Any) -> Pixel:
+        hue, top, spread = _hue_and_range(b, pixel)
+        return _from_hue(b, hue + turn * 6.0, top, spread)
 
 
 @dataclass(frozen=True)
@@ -176,12 +151,19 @@ class HSVShift(Colour):
     saturation: float | Range = 0.0
     value: float | Range = 0.0
     draws: ClassVar[int] = 3
-    formula: ClassVar[Formula] = staticmethod(_shifted)
     numbers: ClassVar[dict[str, Number]] = {
         "turn": Number("hue", 0.0, -0.5, 0.5),
         "saturation": Number("saturation"),
         "value": Number("value"),
     }
+
+    def formula(
+        self, b: Any, pixel: Pixel, mean: Any, turn: Any, more: Any, brighter: Any
+    ) -> Pixel:
+        hue, top, spread = _hue_and_range(b, pixel)
+        saturation = spread * (1.0 / b.where(b.eq(top, 0.0), 1.0, top))
+        value = _unit(b, top * brighter)
+        return _from_hue(b, hue + turn * 6.0, value, _unit(b, saturation * more) * value)
 
 
 @dataclass(frozen=True)
@@ -190,10 +172,12 @@ class Grayscale(Colour):
     stay what they are."""
 
     p: float = 0.1
-    formula: ClassVar[Formula] = staticmethod(_greyed)
 
     def draw(self, u: torch.Tensor) -> Drawn:
         return {"factor": (u[..., 0] >= self.p).to(u.dtype)}
+
+    def formula(self, b: Any, pixel: Pixel, mean: Any, factor: Any) -> Pixel:
+        return _blended(pixel, grey(pixel), factor)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def _code(
 
     def of_step(step: Colour) -> Any:
         def formula(b: Any, *values: Any) -> Pixel:
-            return (*step.formula(b, values[:own], *values[3:]), *values[own:3])
+            return (*step.formula(b, values[:own], *values[3 : 4 + step.draws]), *values[own:3])
 
         return function(formula, *RGB, "mean", *NUMBERS)
 

@@ -14,11 +14,7 @@ with ``dt.register_op``.
 from collections.abc import Callable
 from typing import Any
 
-from deuteron.functional import activation as _activation
-from deuteron.functional import order as _order
-from deuteron.functional import pool as _pool
-from deuteron.functional import reduce as _reduce
-from deuteron.functional import resample as _resample
+from deuteron.functional import activation, order, pool, reduce, resample
 from deuteron.functional.activation import bias_act as bias_act
 from deuteron.functional.activation import bias_dropout_residual as bias_dropout_residual
 from deuteron.functional.activation import dropout as dropout
@@ -27,6 +23,7 @@ from deuteron.functional.activation import reglu as reglu
 from deuteron.functional.activation import swiglu as swiglu
 from deuteron.functional.batch_norm import batch_norm as batch_norm
 from deuteron.functional.cross_entropy import cross_entropy as cross_entropy
+from deuteron.functional.delegate import delegation as delegation
 from deuteron.functional.embedding import embedding as embedding
 from deuteron.functional.embedding import sinusoidal as sinusoidal
 from deuteron.functional.explain import explain as explain
@@ -46,27 +43,13 @@ from deuteron.functional.reduce import var as var
 from deuteron.functional.reduce import where as where
 from deuteron.functional.resample import interpolate as interpolate
 from deuteron.functional.rope import rope as rope
-from deuteron.functional.small import delegation as delegation
 from deuteron.functional.softmax import log_softmax as log_softmax
 from deuteron.functional.softmax import softmax as softmax
 from deuteron.ops import TABLE
 
 # those that are made from an operator of the table, under torch's names
-_FROM_TABLE = {
-    _activation: "celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu "
-    "log_sigmoid logsigmoid mish prelu relu relu6 selu sigmoid silu softplus softshrink softsign "
-    "tanh tanhshrink threshold",
-    _order: "cummax cummin cumprod cumsum sort topk",
-    _pool: " ".join(
-        f"{kind}_pool{n}d"
-        for kind in ("max", "avg", "adaptive_max", "adaptive_avg")
-        for n in (1, 2, 3)
-    ),
-    _reduce: "amax amin argmax argmin mean permute prod sum",
-    _resample: "grid_sample pixel_shuffle pixel_unshuffle",
-}
-for _home, _names in _FROM_TABLE.items():
-    globals().update({name: getattr(_home, name) for name in _names.split()})
+for _home in (activation, order, pool, reduce, resample):
+    globals().update(_home.MADE)
 
 __all__ = sorted(
     name

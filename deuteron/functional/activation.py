@@ -15,9 +15,8 @@ from deuteron.errors import BindError
 from deuteron.functional.autocast import lower
 from deuteron.functional.context import is_captured, is_differentiated, is_eager, raw_stream
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import LOW, delegates
+from deuteron.functional.delegate import LOW, delegates, is_small
 from deuteron.functional.operators import TORCHS, activated, from_table, operator
-from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym
 
 BF16 = frozenset({torch.bfloat16})
@@ -34,7 +33,6 @@ CHEAP = {
 IN_PLACE = (
     "relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh threshold".split()
 )
-RENAMED = {"hardtanh": {"min": "min_val", "max": "max_val"}, "glu": {"axis": "dim"}}
 
 
 def _cheap_is_torchs(slow: Collection[torch.dtype], x: Tensor, *_: Any, **__: Any) -> bool:
@@ -59,28 +57,30 @@ def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tenso
     more = {"inplace": False} if name in IN_PLACE else None
     if name in CHEAP:
         rule["on_cpu"] = partial(_cheap_is_torchs, CHEAP[name])
-    return from_table(name, called, home=F, rename=RENAMED.get(name), more=more, run=run, **rule)
+    return from_table(name, called, home=F, more=more, run=run, **rule)
 
 
-relu, relu6, leaky_relu, hardtanh, hardswish, hardsigmoid, softshrink, hardshrink, threshold = map(
-    _activation,
-    "relu relu6 leaky_relu hardtanh hardswish hardsigmoid softshrink hardshrink threshold".split(),
-)
-sigmoid, tanh, silu, mish, elu, selu, celu, softplus, glu = map(
-    _activation, "sigmoid tanh silu mish elu selu celu softplus glu".split()
-)
-logsigmoid = log_sigmoid = _activation("log_sigmoid", "logsigmoid")
-gelu = _activation(
-    "gelu", takes=1, joined=lambda x, approximate="none": F.gelu(x, approximate=approximate)
-)
-prelu = _activation(
-    "prelu",  # for whose gradient torch has several calls
-    on_cpu=lambda x, weight: (
-        x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
-    ),
-)
-softsign = _activation("softsign", call=None)  # too many calls in torch
-tanhshrink = _activation("tanhshrink", several=True)
+def _prelu_is_torchs(x: Tensor, weight: Tensor) -> bool:
+    """For the gradient torch has several calls."""
+    return x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
+
+
+NAMES = """relu relu6 leaky_relu hardtanh hardswish hardsigmoid softshrink hardshrink threshold
+    sigmoid tanh silu mish elu selu celu softplus glu log_sigmoid gelu prelu softsign tanhshrink"""
+RULES: dict[str, dict[str, Any]] = {
+    "hardtanh": {"rename": {"min": "min_val", "max": "max_val"}},
+    "glu": {"rename": {"axis": "dim"}},
+    "log_sigmoid": {"called": "logsigmoid"},
+    "gelu": {
+        "takes": 1,
+        "joined": lambda x, approximate="none": F.gelu(x, approximate=approximate),
+    },
+    "prelu": {"on_cpu": _prelu_is_torchs},
+    "softsign": {"call": None},  # too many calls in torch
+    "tanhshrink": {"several": True},
+}
+MADE = {name: _activation(name, **RULES.get(name, {})) for name in NAMES.split()}
+MADE["logsigmoid"] = MADE["log_sigmoid"]
 
 
 # ---- bias, gates
@@ -90,20 +90,15 @@ def _bias_act(b: Ops, x: Sym, bias: Sym | None, *, activation: str) -> Sym:
     return activated(b, x if bias is None else x + bias, activation)
 
 
-def _gate(b: Ops, gate: Sym, up: Sym, *, activation: str) -> Sym:
-    return activated(b, gate, activation) * up
-
-
-def _gate_halves(b: Ops, x: Sym, *, activation: str) -> Sym:
-    half = x.shape[-1] // 2
-    gate = b.slice(x, axis=-1, stop=half)
-    up = b.slice(x, axis=-1, start=half)
+def _gate(b: Ops, gate: Sym, up: Sym | None, *, activation: str) -> Sym:
+    if up is None:
+        half = gate.shape[-1] // 2
+        gate, up = b.slice(gate, axis=-1, stop=half), b.slice(gate, axis=-1, start=half)
     return b.one("mul", activated(b, gate, activation), up)
 
 
 BIAS_ACT = Function("bias_act", _bias_act)
 GATE = Function("gate", _gate)
-GATE_HALVES = Function("gate_halves", _gate_halves)
 
 
 def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
@@ -123,34 +118,26 @@ def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor
 
 
 def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
-    if up is not None:
-        return GATE.one(gate, up, activation=activation)
-    if gate.ndim and gate.shape[-1] % 2 == 0:
-        return GATE_HALVES.one(gate, activation=activation)
-    wrong = f"x {list(gate.shape)} cannot be halved along its last dimension"
-    remedy = "give gate and up as two tensors, or an even last dimension"
-    raise BindError(wrong, asked="a gate of one tensor", remedy=remedy)
+    if up is None and not (gate.ndim and gate.shape[-1] % 2 == 0):
+        wrong = f"x {list(gate.shape)} cannot be halved along its last dimension"
+        remedy = "give gate and up as two tensors, or an even last dimension"
+        raise BindError(wrong, asked="a gate of one tensor", remedy=remedy)
+    return GATE.one(gate, up, activation=activation)
 
 
-def _torch_gated(activation: str) -> Callable[..., Any]:
+def _torch_gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Any:
     """The gate in two calls of torch's, for which halves are views."""
-    activate = TORCHS[activation]
-
-    def call(gate: Tensor, up: Tensor | None = None) -> Any:
-        if up is None:
-            if gate.shape[-1] % 2:
-                return NotImplemented
-            gate, up = gate.chunk(2, -1)
-        return activate(gate) * up
-
-    return call
+    if up is None:
+        if gate.shape[-1] % 2:
+            return NotImplemented
+        gate, up = gate.chunk(2, -1)
+    return TORCHS[activation](gate) * up
 
 
-_GEGLUS = {"none": _torch_gated("gelu"), "tanh": _torch_gated("gelu_tanh")}
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-@delegates(_torch_gated("silu"), several=True, autocast=True)
+@delegates(partial(_torch_gated, "silu"), several=True, autocast=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
     and up.
@@ -161,7 +148,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 @delegates(
-    lambda gate, up=None, approximate="none": _GEGLUS[approximate](gate, up),
+    lambda gate, up=None, approximate="none": _torch_gated(GELUS[approximate], gate, up),
     several=True,
     autocast=True,
 )
@@ -173,7 +160,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
     return _gated(GELUS.get(approximate, f"gelu_{approximate}"), gate, up)
 
 
-@delegates(_torch_gated("relu"), several=True, autocast=True)
+@delegates(partial(_torch_gated, "relu"), several=True, autocast=True)
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up in one pass, as :func:`swiglu`.
 

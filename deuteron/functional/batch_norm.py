@@ -12,9 +12,8 @@ from torch import Tensor
 from deuteron.errors import BindError
 from deuteron.functional.context import any_requires_grad, gradient_follows, in_transform
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import ANY, delegates
+from deuteron.functional.delegate import ANY, delegates, is_small
 from deuteron.functional.operators import TORCHS, activated, schema
-from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.activated import can_follow
 from deuteron.ops.norm import suggested

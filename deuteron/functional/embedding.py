@@ -10,9 +10,8 @@ from torch import Tensor
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import ANY, delegates, told
+from deuteron.functional.delegate import ANY, delegates, delegation, is_small, told
 from deuteron.functional.operators import schema
-from deuteron.functional.small import delegation, is_small
 from deuteron.ops import Ops, Sym, table
 
 

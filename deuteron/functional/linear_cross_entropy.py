@@ -35,9 +35,8 @@ from deuteron.functional.cross_entropy import (
     scaled,
     torch_loss,
 )
-from deuteron.functional.delegate import delegates
+from deuteron.functional.delegate import delegates, is_small
 from deuteron.functional.linear_cross_entropy_chunks import Given, Terms
-from deuteron.functional.small import is_small
 
 
 def _torch_linear_cross_entropy(

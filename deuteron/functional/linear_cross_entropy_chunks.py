@@ -120,7 +120,7 @@ def forward(
     for a in range(0, n, step):
         piece = slice(a, min(a + step, n))
         logits = room[: piece.stop - a]
-        _product(hidden[piece], weight, bias, logits)
+        _multiply(hidden[piece], weight.t(), logits, bias)
         with Recording() if Recording.active and a else nullcontext():  # one is like the other
             tensors = (logits, target[piece], class_weight, now, z if terms.z_loss else None)
             found = IN_PLACE.plan(tensors, how).run(tensors)
@@ -128,7 +128,7 @@ def forward(
         if needs_hidden:
             _multiply(found[1], weight, grad[piece])
         if by_weight is not None:
-            _multiply(found[1].t(), hidden[piece], by_weight, add=True)
+            _multiply(found[1].t(), hidden[piece], by_weight, by_weight)
         if by_bias is not None:
             by_bias.add_(found[1].sum(0))
     loss = losses if terms.reduction == "none" else losses.sum() * scale
@@ -144,24 +144,19 @@ def multiplies_slowly(x: Tensor) -> bool:
     return not (ask._is_mkldnn_bf16_supported if short else ask._is_mkldnn_fp16_supported)()
 
 
-def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        _multiply(hidden, weight.t(), out)
-    elif multiplies_slowly(hidden):
-        out.copy_(torch.addmm(bias.float(), hidden.float(), weight.float().t()))
-    else:
-        torch.addmm(bias, hidden, weight.t(), out=out)
-
-
-def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
-    """a · b into ``out``, or added to it; in float32 where narrower products are slow."""
+def _multiply(a: Tensor, b: Tensor, out: Tensor, start: Tensor | None = None) -> None:
+    """start + a · b into ``out``, which ``start`` may be; in float32 where narrower products are
+    slow."""
     if multiplies_slowly(a):
-        found = a.float() @ b.float()
-        out.add_(found) if add else out.copy_(found)
-    elif add:
-        out.addmm_(a, b)
-    else:
+        a, b = a.float(), b.float()
+        if start is out:
+            out.add_(a @ b)
+        else:
+            out.copy_(a @ b if start is None else torch.addmm(start.float(), a, b))
+    elif start is None:
         torch.mm(a, b, out=out)
+    else:
+        torch.addmm(start, a, b, out=out)
 
 
 # ---- some classes at a time ------------------------------------------------------------------
@@ -223,7 +218,7 @@ def weight_grads(
     for a in range(0, classes, step):
         b = min(a + step, classes)
         logits = room[: n * (b - a)].view(n, b - a)
-        _product(hidden, weight[a:b], None if bias is None else bias[a:b], logits)
+        _multiply(hidden, weight[a:b].t(), logits, None if bias is None else bias[a:b])
         probs, place = (target[:, a:b], None) if rows[3] is None else (None, target[:, None] - a)
         beside = None if class_weight is None else class_weight[a:b]
         tensors = (logits, *rows[:3], place, rows[3], probs, beside)

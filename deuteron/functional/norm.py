@@ -16,9 +16,8 @@ from deuteron.errors import BindError
 from deuteron.functional.autocast import FLOAT32, Cast
 from deuteron.functional.batch_norm import check_given, check_written, is_read_right, overwrite
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import ANY, delegates
+from deuteron.functional.delegate import ANY, delegates, is_small
 from deuteron.functional.operators import TORCHS, activated, schema
-from deuteron.functional.small import is_small
 from deuteron.ir.dtype import float32
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.checks import check_params

@@ -39,19 +39,20 @@ def _along(name: str, **rule: Any) -> Callable[..., Any]:
     return from_table(name, casts=pair is None, returns=returns, run=run, **rule)
 
 
-# one long row torch adds up in another order at every run, on a GPU
-cumsum, cumprod = (
-    _along(name, unless=lambda x, *_, **__: x.is_cuda and x.ndim == 1)
-    for name in ("cumsum", "cumprod")
-)
-cummax, cummin, topk = _along("cummax"), _along("cummin"), _along("topk")
+def _is_one_row(x: Tensor, *_: Any, **__: Any) -> bool:
+    """One long row torch adds up in another order at every run, on a GPU."""
+    return x.is_cuda and x.ndim == 1
 
 
 def _sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
     return torch.sort(x, dim=dim, descending=descending, stable=stable)
 
 
-sort = _along("sort", call=_sort)
+MADE = {
+    **{name: _along(name, unless=_is_one_row) for name in ("cumsum", "cumprod")},
+    **{name: _along(name) for name in ("cummax", "cummin", "topk")},
+    "sort": _along("sort", call=_sort),
+}
 HISTOGRAM = operator("histogram")
 
 

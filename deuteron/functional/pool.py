@@ -15,10 +15,9 @@ from deuteron.functional.activation import SHORT_BYTES
 from deuteron.functional.autocast import in_float32
 from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import ANY, LOW, delegates
+from deuteron.functional.delegate import ANY, LOW, delegates, is_small
 from deuteron.functional.operators import from_table, operator
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
-from deuteron.functional.small import is_small
 from deuteron.ops import Ops, Sym
 from deuteron.ops.pool import mean_gradient_faults
 from deuteron.ops.pool_winners import fits
@@ -142,14 +141,11 @@ UNLESS: dict[str, Callable[..., bool]] = {
     "adaptive_avg": _is_a_large_mean,
 }
 ON_CPU = {"max": _max_is_torchs, "avg": _mean_is_torchs}
-max_pool1d, max_pool2d, max_pool3d = (_pool("max", n) for n in (1, 2, 3))
-avg_pool1d, avg_pool2d, avg_pool3d = (_pool("avg", n) for n in (1, 2, 3))
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
-    _pool("adaptive_avg", n) for n in (1, 2, 3)
-)
-adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
-    _pool("adaptive_max", n) for n in (1, 2, 3)
-)
+MADE = {
+    f"{kind}_pool{n}d": _pool(kind, n)
+    for kind in ("max", "avg", "adaptive_max", "adaptive_avg")
+    for n in (1, 2, 3)
+}
 
 
 # ---- everything, weights, pyramids

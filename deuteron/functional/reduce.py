@@ -99,11 +99,13 @@ def _reduction(op: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
     return from_table(op, called, home=torch, rename=rename, casts=casts, run=run, **rule)
 
 
-sum = _reduction("sum", on_cpu=_sum_is_torchs)
-mean = _reduction("mean", on_cpu=mean_is_torchs)
-prod = _reduction("prod", on_cpu=lambda x, *_, **__: x.dtype in WIDE or is_differentiated(x))
-amax, amin = (_reduction(op, f"a{op}", on_cpu=extreme_is_torchs) for op in ("max", "min"))
-argmax, argmin = _reduction("argmax"), _reduction("argmin")
+MADE = {
+    "sum": _reduction("sum", on_cpu=_sum_is_torchs),
+    "mean": _reduction("mean", on_cpu=mean_is_torchs),
+    "prod": _reduction("prod", on_cpu=lambda x, *_, **__: x.dtype in WIDE or is_differentiated(x)),
+    **{f"a{op}": _reduction(op, f"a{op}", on_cpu=extreme_is_torchs) for op in ("max", "min")},
+    **{op: _reduction(op) for op in ("argmax", "argmin")},
+}
 VAR, WHERE = operator("var"), operator("where")
 
 
@@ -184,4 +186,4 @@ def _permute(b: Ops, x: Sym, *, dims: tuple[int, ...]) -> Sym:
 
 _says = "Laid out in that order, not a view as ``torch.permute`` gives."
 _rule: Any = {"call": torch.permute_copy, "on_cpu": ANY, "autocast": True}
-permute = from_table("permute", run=Function("permute", _permute), see=_says, **_rule)
+MADE["permute"] = from_table("permute", run=Function("permute", _permute), see=_says, **_rule)

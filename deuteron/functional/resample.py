@@ -87,17 +87,14 @@ def _sample(x: Tensor, grid: Tensor, **how: Any) -> Any:
     return GRID_SAMPLE(*widest(x, grid), **how)
 
 
-grid_sample = from_table(
-    "grid_sample",
-    home=F,
-    run=_sample,
-    call=lambda x, grid, mode="bilinear", padding_mode="zeros", align_corners=False: F.grid_sample(
-        x, grid, mode, padding_mode, bool(align_corners)
-    ),
-    on_cpu=ANY,
-    ordered=False,
-    autocast=False,
-)
+def _torch_sample(
+    x: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: Any = False,
+) -> Tensor:
+    return F.grid_sample(x, grid, mode, padding_mode, bool(align_corners))
 
 
 def _shuffle(name: str, factor: str) -> Callable[..., Tensor]:
@@ -109,5 +106,9 @@ def _shuffle(name: str, factor: str) -> Callable[..., Tensor]:
     return from_table(name, home=F, rename=rename, unless=is_itself, on_cpu=ANY)
 
 
-pixel_shuffle = _shuffle("pixel_shuffle", "upscale_factor")
-pixel_unshuffle = _shuffle("pixel_unshuffle", "downscale_factor")
+_rule: Any = {"call": _torch_sample, "on_cpu": ANY, "ordered": False, "autocast": False}
+MADE = {
+    "pixel_shuffle": _shuffle("pixel_shuffle", "upscale_factor"),
+    "pixel_unshuffle": _shuffle("pixel_unshuffle", "downscale_factor"),
+    "grid_sample": from_table("grid_sample", home=F, run=_sample, **_rule),
+}

@@ -15,30 +15,22 @@ from deuteron.ir.dtype import dtype as to_dtype
 from deuteron.ops import Ops, Sym
 
 
-def _masked(b: Ops, x: Sym, mask: Sym | None, scale: float, dtype: str | None) -> Sym:
-    if dtype is not None:
-        x = b.to(x, to_dtype(dtype))
-    if scale != 1.0:
-        x = x * scale
-    if _is_bool(mask):
-        return b.one("where", mask, x, -math.inf)
-    return x if mask is None else x + mask
-
-
 def _build(name: str, masked: float) -> Callable[..., Sym]:
     """``masked``: the result where a bool mask leaves nothing; of a whole row too, not nan."""
 
     def build(
         b: Ops, x: Sym, mask: Sym | None, *, dim: int, scale: float, dtype: str | None
     ) -> Sym:
-        y = b.one(name, _masked(b, x, mask, scale, dtype), axis=dim)
-        return b.one("where", mask, y, masked) if _is_bool(mask) else y
+        if dtype is not None:
+            x = b.to(x, to_dtype(dtype))
+        if scale != 1.0:
+            x = x * scale
+        if mask is None or mask.dtype.kind != "bool":
+            return b.one(name, x if mask is None else x + mask, axis=dim)
+        y = b.one(name, b.where(mask, x, -math.inf), axis=dim)
+        return b.one("where", mask, y, masked)
 
     return build
-
-
-def _is_bool(mask: Sym | None) -> bool:
-    return mask is not None and mask.dtype.kind == "bool"
 
 
 SOFTMAX = Cast("softmax", _build("softmax", 0.0))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from inspect import Parameter, Signature, signature
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,52 +10,24 @@ from torch import Tensor
 
 from deuteron.functional.cross_entropy import cross_entropy
 from deuteron.functional.linear_cross_entropy import linear_cross_entropy
+from deuteron.nn.stand_in import Extended
 
 
-def _shown(cls: type[CrossEntropyLoss]) -> Signature:
-    """The arguments of torch's class, then the extras by name."""
-    known = signature(CrossEntropyLoss.__init__).parameters.values()
-    kept = [p for p in known if p.name != "self" and p.kind is not p.VAR_KEYWORD]
-    own = [Parameter(n, Parameter.KEYWORD_ONLY, default=d) for n, d in cls.extras.items()]
-    return Signature([*kept, *own])
-
-
-class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+class CrossEntropyLoss(Extended, torch.nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss``: the same arguments and state dict, and ``z_loss``,
     ``inplace_backward`` and ``return_lse``, which :func:`cross_entropy` adds."""
 
-    extras: ClassVar[Mapping[str, Any]] = {
-        "z_loss": 0.0,
-        "inplace_backward": False,
-        "return_lse": False,
-    }
-
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        **extras: Any,
-    ) -> None:
-        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        if unknown := extras.keys() - self.extras.keys():
-            raise TypeError(f"{type(self).__name__} has no argument {unknown.pop()!r}")
-        vars(self).update(dict(self.extras) | extras)
-
-    def __init_subclass__(cls) -> None:
-        cls.__signature__ = _shown(cls)  # type: ignore[attr-defined]
+    _runs: ClassVar[Callable[..., Any]] = staticmethod(cross_entropy)
+    _extras: ClassVar[tuple[str, ...]] = ("z_loss", "inplace_backward", "return_lse")
 
     def terms(self) -> dict[str, Any]:
         """What is asked of the function, besides its tensors."""
-        names = ("reduction", "ignore_index", "label_smoothing", *self.extras)
+        names = ("reduction", "ignore_index", "label_smoothing", *self._extras)
         return {name: getattr(self, name) for name in names}
 
     def forward(self, input: Tensor, target: Tensor) -> Any:
         """The loss of logits ``input``; with ``return_lse`` also log Σ exp of each row."""
-        return cross_entropy(input, target, self.weight, **self.terms())
+        return self._runs(input, target, self.weight, **self.terms())
 
 
 class LinearCrossEntropy(CrossEntropyLoss):
@@ -71,19 +42,12 @@ class LinearCrossEntropy(CrossEntropyLoss):
     ``return_lse``, ``chunk`` and ``accumulate`` as in :func:`linear_cross_entropy`.
     """
 
-    extras: ClassVar[Mapping[str, Any]] = {
-        "z_loss": 0.0,
-        "return_lse": False,
-        "chunk": None,
-        "accumulate": None,
-    }
+    _runs = staticmethod(linear_cross_entropy)
+    _extras = ("z_loss", "return_lse", "chunk", "accumulate")
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Any:
         """The loss of ``linear(hidden, weight, bias)``."""
         given = (hidden, weight, target, bias)
-        return linear_cross_entropy(*given, class_weight=self.weight, **self.terms())
-
-
-CrossEntropyLoss.__signature__ = _shown(CrossEntropyLoss)  # type: ignore[attr-defined]
+        return self._runs(*given, class_weight=self.weight, **self.terms())

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import wraps
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
-from deuteron.nn.stand_in import as_leaf
+from deuteron.nn.stand_in import Extended, as_leaf
 
 
-class _Activated:
+class _Activated(Extended):
     """A layer that takes an activation besides torch's arguments."""
 
-    activation: str | None = None
+    activation: str | None
+    _extras = ("activation",)
     _more: ClassVar[str] = """that takes more: ``residual`` is added first and the sum returned too,
     ``bias_before`` is added first, ``activation`` ("relu", "gelu", "silu", …) is applied to the
     result."""
     _example: ClassVar[str] = "y, stream = dt.nn.{}({})(x, residual=stream)"
     _sizes: ClassVar[str] = "64"
-    _runs: ClassVar[Callable[..., Any]]  # the function, and what of the module it is called with
-    _keeps: ClassVar[tuple[str, ...]]
-
-    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.activation = activation
+    _keeps: ClassVar[tuple[str, ...]]  # what of the module its function is called with
 
     def __init_subclass__(cls) -> None:
-        """A stand-in for a class of torch's gets help of its own, and the arguments written out:
-        those of torch's class, as the version that is installed has them, and ours."""
+        """A stand-in for a class of torch's gets help of its own."""
         super().__init_subclass__()
-        torchs = next((base for base in cls.__mro__ if base.__module__.startswith("torch.")), None)
-        if torchs is not None and cls.__init__ is _Activated.__init__:
-            cls.__init__ = _with_activation(torchs)  # type: ignore[method-assign]
+        if any(base.__module__.startswith("torch.") for base in cls.__bases__):
             shown = cls._example.format(cls.__name__, cls._sizes)
             cls.__doc__ = f"``torch.nn.{cls.__name__}`` {cls._more}\n\n    >>> {shown}\n    "
 
@@ -50,20 +40,6 @@ class _Activated:
         """What is asked for besides torch's norm. Without any of it, small calls go to torch."""
         every = {**tensors, "activation": self.activation}
         return {name: given for name, given in every.items() if given is not None}
-
-
-def _with_activation(torchs: type) -> Any:
-    """``_Activated.__init__`` that shows the arguments of ``torchs``."""
-
-    @wraps(_Activated.__init__)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        _Activated.__init__(self, *args, **kwargs)
-
-    theirs = inspect.signature(torchs.__init__)  # type: ignore[misc]
-    ours = inspect.signature(_Activated.__init__).parameters["activation"]
-    shown = theirs.replace(parameters=[*theirs.parameters.values(), ours])
-    init.__signature__ = shown  # type: ignore[attr-defined]
-    return init
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
@@ -84,6 +60,8 @@ class GroupNorm(_Activated, nn.GroupNorm):
 class _InstanceNorm(_Activated):
     """What the three instance norms share."""
 
+    _runs = staticmethod(F.instance_norm)
+
     def forward(
         self: Any, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
@@ -99,7 +77,7 @@ class _InstanceNorm(_Activated):
         running: Any = self.running_mean, self.running_var
         own: Any = self.weight, self.bias, by_image, share, self.eps
         around = self._around(residual=residual, bias_before=bias_before)
-        return F.instance_norm(input, *running, *own, **around)
+        return self._runs(input, *running, *own, **around)
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d): ...
@@ -114,6 +92,7 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d): ...
 class _BatchNorm(_Activated):
     """What the three batch norms share."""
 
+    _runs = staticmethod(F.batch_norm)
     _more = """that takes more: ``residual`` is added after it, then ``activation``
     ("relu", "silu", …) applied."""
     _example = 'y = dt.nn.{}({}, activation="relu")(x, residual=shortcut)'
@@ -133,7 +112,7 @@ class _BatchNorm(_Activated):
         keeps = not self.training or self.track_running_stats
         running = (self.running_mean, self.running_var) if keeps else (None, None)
         own: Any = self.weight, self.bias, training, 0.0 if share is None else share, self.eps
-        return F.batch_norm(input, *running, *own, **self._around(residual=residual))
+        return self._runs(input, *running, *own, **self._around(residual=residual))
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d): ...

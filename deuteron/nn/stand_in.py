@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
+from functools import wraps
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -78,6 +80,41 @@ def _without_arguments(self: nn.Module) -> None:
     nn.Module.__init__(self)
 
 
+class Extended:
+    """A class of torch's that takes more: ``_extras`` are arguments of the function that it runs,
+    with its defaults."""
+
+    _runs: ClassVar[Callable[..., Any]]
+    _extras: ClassVar[tuple[str, ...]]
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        own = {name: given.pop(name) for name in self._extras if name in given}
+        super().__init__(*args, **given)
+        vars(self).update(own)
+
+    def __init_subclass__(cls) -> None:
+        """The arguments are shown: those of torch's class, as the version that is installed has
+        them, and the extras. A module that :func:`replace` turned into this has their defaults."""
+        super().__init_subclass__()
+        torchs: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
+        if torchs is None or inspect.unwrap(cls.__init__) is not Extended.__init__:
+            return
+
+        @wraps(Extended.__init__)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            if unknown := given.keys() - shown.parameters:
+                raise TypeError(f"{cls.__name__} has no argument {unknown.pop()!r}")
+            Extended.__init__(self, *args, **given)
+
+        own = [inspect.signature(cls._runs).parameters[name] for name in cls._extras]
+        for extra in own:
+            setattr(cls, extra.name, extra.default)
+        theirs = inspect.signature(torchs.__init__)
+        shown = theirs.replace(parameters=[*theirs.parameters.values(), *own])
+        init.__signature__ = shown  # type: ignore[attr-defined]
+        cls.__init__ = init  # type: ignore[method-assign]
+
+
 def as_leaf(module: nn.Module, *given: Any) -> Any:
     """The call of a module that asks its input questions, as one node of the graph that
     ``torch.fx`` traces: so are torch's own. None where nothing is traced."""
@@ -94,15 +131,12 @@ def as_leaf(module: nn.Module, *given: Any) -> Any:
     return tracer.create_proxy("call_module", tracer.path_of_module(module), given, {})
 
 
-EXTRAS = ("activation", "z_loss", "inplace_backward", "return_lse")  # torch's have none of these
-
-
 def as_torchs(module: nn.Module) -> nn.Module:
     """The module of ``torch.nn`` that this one stands in for, with the same parameters, for
     ``torch.jit.script``, which reads Python and cannot read ours."""
     kind = type(module)
     base = getattr(nn, kind.__name__, None) if kind.__module__.startswith(__package__) else None
-    more = [name for name in EXTRAS if getattr(module, name, None)]
+    more = [name for name in getattr(kind, "_extras", ()) if getattr(module, name)]
     if base is None or more:
         raise BindError(
             f"{kind.__name__}{f' with {more[0]}' if more else ''} cannot be read by TorchScript, "

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.kernels.optim import MATRICES, Extras, Rule
 from deuteron.optim.batch import Batch, capturing, is_dense, moved, same_memory_order
-from deuteron.optim.runners import Control, Given, Limits, Runner, runner
+from deuteron.optim.runners import Control, Given, Limits, Runner, explained, runner
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENT = attrgetter("grad")
@@ -62,6 +62,7 @@ class Fused(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     _row_major = False  # whether tensors in any other memory order are copied there and back
+    _has_not: tuple[str, ...] = ()  # arguments of ours that make no sense there
     ours: Ours
     grad_norm: torch.Tensor | None = None
     _batches: list[Batches | None]  # one for each group
@@ -100,6 +101,9 @@ class Fused(torch.optim.Optimizer):
                 f"{type(self).__name__} got an unexpected keyword argument "
                 f"{sorted(unknown)[0]!r}; besides those of torch.optim there are {known}"
             )
+        for name in self._has_not:
+            if ours.get(name):
+                raise ValueError(f"{type(self).__name__} has no {name}; use AdamW for it")
         if differentiable:
             raise self._not_differentiable(f"{type(self).__name__}(…, differentiable=True)")
         decay, norm, kind = (ours.get(k) for k in ("ema_decay", "max_norm", "state_dtype"))
@@ -203,8 +207,6 @@ class Fused(torch.optim.Optimizer):
 
         >>> print(optimizer.explain())
         """
-        from deuteron.optim.explain import explained
-
         made = [batch for group in self._batches if group is not None for batch in group.batches]
         return explained(type(self).__name__, made)
 
@@ -299,7 +301,8 @@ class Fused(torch.optim.Optimizer):
             fresh = self._fresh(group, self.state[p])
             state = self._state_of(p, rule)
             kinds = tuple(state[key].dtype for key in rule.keys)
-            step = _known_step(state["step"], p) if rule.counts else None
+            on_host = rule.counts and (state["step"].is_cpu or not p.is_cuda)
+            step = float(state["step"]) if on_host else None
             tile = runner(p.device.type).tile(p) if rule.walk == MATRICES else None
             place = (rule, fresh, p.device, p.dtype, p.grad.dtype, kinds, step, tile)
             index, states = sorted_.setdefault(place, ([], []))
@@ -349,11 +352,6 @@ _watched_step = torch.optim.Optimizer.profile_hook_step(Fused._step)
 # Within torch.compile a step is left alone: it is one launch already, of code that is not traced.
 # A frame that the compiler gives up is run as it is, but the frames it calls are compiled again.
 _step_as_it_is = _disable_dynamo(Fused.step)
-
-
-def _known_step(step: torch.Tensor, p: torch.Tensor) -> float | None:
-    """The step count, or None where it is counted on the parameter's GPU."""
-    return None if p.is_cuda and not step.is_cpu else float(step)
 
 
 def _refuse_to_begin(p: torch.Tensor) -> None:

@@ -116,7 +116,6 @@ class Batch:
         self.kinds = (self.dtypes[0], self.grad_dtype, *self.dtypes[1:])
         self.wide = torch.float64 if torch.float64 in self.kinds else torch.float32
         self.kinds += (self.wide,) * (len(rule.tensors) - len(self.kinds))
-        self.places = list(map(ADDRESS, params))
         facts: tuple[Callable[[torch.Tensor], Any], ...] = (ADDRESS, COUNT, STRIDE)
         self._facts = [(ask, list(map(ask, params))) for ask in facts]
         self.sizes = [p.numel() * (2 if p.is_complex() else 1) for p in params]
@@ -138,8 +137,8 @@ class Batch:
         self._constant_values: list[float] = []
 
     def _check_memory(self) -> None:
-        for p, place, size in zip(self.params, self.places, self.sizes, strict=True):
-            if size and not place:
+        for p, size in zip(self.params, self.sizes, strict=True):
+            if size and not p.data_ptr():
                 wrong = f"a {type(p).__name__} of shape {tuple(p.shape)} has no memory of its own"
                 remedy = "optimise plain tensors, such as its local part"
                 raise EngineError(wrong, asked="a step of an optimiser", remedy=remedy)

@@ -22,8 +22,6 @@ class TorchsArguments(Fused):
     """Optimisers that torch.optim has, too: its arguments, as the version that is installed has
     them, and ours."""
 
-    _has_not: tuple[str, ...] = ()  # arguments of ours that make no sense there
-
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         found = [base for base in cls.__bases__ if base.__module__.startswith("torch.optim")]
@@ -34,9 +32,6 @@ class TorchsArguments(Fused):
 
         def init(self: TorchsArguments, *args: Any, **given: Any) -> None:
             ours: Any = {key: given.pop(key) for key in list(given) if key not in known}
-            for name in self._has_not:
-                if ours.get(name):
-                    raise ValueError(f"{cls.__name__} has no {name}; use AdamW for it")
             self._set(ours, bool(given.get("differentiable")))
             torchs.__init__(self, *args, **given)
 
@@ -108,23 +103,19 @@ class SGD(TorchsArguments, torch.optim.SGD):
         self._batches = []
 
 
-class _Adam(TorchsArguments):
-    """What Adam and AdamW share."""
-
-    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
-        decoupled, decay = bool(group["decoupled_weight_decay"]), group["weight_decay"] != 0
-        return rules.adam(bool(group["amsgrad"]), decoupled, decay, extras)
-
-
-class Adam(_Adam, torch.optim.Adam):
+class Adam(TorchsArguments, torch.optim.Adam):
     """torch.optim.Adam, all tensors in one launch: same arguments, groups and state dict.
 
     ``foreach`` and ``fused`` are accepted and change nothing. Further arguments: see
     :class:`deuteron.optim.Ours`.
     """
 
+    def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
+        decoupled, decay = bool(group["decoupled_weight_decay"]), group["weight_decay"] != 0
+        return rules.adam(bool(group["amsgrad"]), decoupled, decay, extras)
 
-class AdamW(_Adam, torch.optim.AdamW):
+
+class AdamW(Adam, torch.optim.AdamW):
     """torch.optim.AdamW, all tensors in one launch: same arguments, groups and state dict.
 
     ``foreach`` and ``fused`` are accepted and change nothing. Further arguments: see
@@ -267,6 +258,8 @@ class AdamW8bit(OwnArguments):
     >>> opt = dt.optim.AdamW8bit(model.parameters(), lr=3e-4)
     """
 
+    _has_not = ("state_dtype",)
+
     def __init__(
         self,
         params: Any,
@@ -280,8 +273,6 @@ class AdamW8bit(OwnArguments):
         capturable: bool = False,
         **ours: Unpack[Ours],
     ) -> None:
-        if ours.get("state_dtype"):
-            raise ValueError("AdamW8bit has no state_dtype; use AdamW for it")
         self.min_8bit_size = min_8bit_size
         given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, ours, **given, maximize=maximize, capturable=capturable)
