@@ -368,6 +368,3 @@ def glu(x: TensorType, axis: int) -> TensorType:
         raise GraphError(wrong, remedy="its size must be even")
     shape = (*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :])
     return TensorType(shape, floats("glu", x), x.strides).dense_like()
-
-
-OPS = tuple(op for op in vars().values() if isinstance(op, OpDef))  # all that stand above

@@ -239,6 +239,3 @@ def attention_grad(
             remedy="give the gradient of that result",
         )
     return tuple(t.with_layout("contiguous") for t in (q, k, v))
-
-
-OPS = (attention, attention_grad)

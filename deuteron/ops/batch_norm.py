@@ -425,7 +425,3 @@ def batch_norm_act_grad(
         remedy = "give the signs and the packed of batch_norm_act, or neither"
         raise GraphError(wrong, remedy=remedy)
     return image, stat, stat, image
-
-
-OPS = (batch_norm, batch_norm_train, batch_norm_act, batch_norm_act_grad)
-ACT, ACT_GRAD = batch_norm_act, batch_norm_act_grad

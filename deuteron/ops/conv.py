@@ -286,6 +286,3 @@ def conv_dw(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> Tens
     one_dtype("conv_dw", grad=grad, x=x)
     check_gradient("conv_dw", grad, _out_shape("conv_dw", x.shape, shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(None, x, grad))
-
-
-OPS = (conv, conv_dx, conv_dw)

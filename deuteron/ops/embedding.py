@@ -142,6 +142,3 @@ def embedding_grad(grad: TensorType, index: TensorType, rows: int, padding_idx: 
     weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
     _check_rows(weight, index, padding_idx)
     return weight
-
-
-OPS = (scatter_add, embedding, embedding_grad)

@@ -91,6 +91,3 @@ def histogram(x: TensorType, weight: Given, bins: int, low: float, high: float) 
         return TensorType.of((bins,), int64)
     check_shape("weight", weight, x.shape, "give one weight for each element of x")
     return TensorType.of((bins,), floats("histogram with weights", weight))
-
-
-OPS = (histogram,)

@@ -387,6 +387,3 @@ def index_select(x: TensorType, index: TensorType, axis: int) -> TensorType:
         wrong = f"the index has rank {index.rank}, not 1"
         raise GraphError(wrong, remedy="reshape it to (-1,), or use gather")
     return TensorType.of((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
-
-
-OPS = (reshape, permute, expand, slice_, flip, concat, pad, to_layout, gather, index_select)

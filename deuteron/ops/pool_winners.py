@@ -170,6 +170,3 @@ def max_pool_winners_grad(
     if winners.dtype != uint8 or winners.shape != y.shape:
         raise GraphError(f"{_GRAD}: winners are {winners}", remedy=f"u8{list(y.shape)} is needed")
     return TensorType.of(shape, grad.dtype, order)
-
-
-OPS = (max_pool_with_winners, max_pool_winners_grad)

@@ -90,6 +90,3 @@ def pyramid_pool(x: TensorType, sizes: Shape, kind: str) -> TensorType:
         raise GraphError("pyramid_pool without sizes", remedy="e.g. sizes=(1, 2, 3, 6)")
     cells = sum(prod(grid) for _, _, grid in _grids(x.shape, sizes))
     return TensorType.of((*x.shape[:2], cells), x.dtype)
-
-
-OPS = (pyramid_pool,)

@@ -309,6 +309,3 @@ def _rooted(b: Ops, total: Sym, p: float) -> Sym:
     safe = b.where(zero, 1.0, total)
     root = b.sqrt(safe) if p == 2.0 else b.pow(safe, 1.0 / p)
     return b.one("where", zero, 0.0, root)
-
-
-OPS = (*REDUCE, var, argmax, argmin)

@@ -356,6 +356,3 @@ def grid_sample_grad(
     one_dtype("grid_sample_grad", grad=grad, x=x)
     check_gradient("grid_sample_grad", grad, _sampled("grid_sample_grad", x, grid, mode))
     return TensorType.of(x.shape, x.dtype), TensorType.of(grid.shape, x.dtype)
-
-
-OPS = (resize, resize_grad, pixel_shuffle, pixel_unshuffle, grid_sample, grid_sample_grad)

@@ -345,6 +345,3 @@ def sinusoidal(
         wrong = f"sinusoidal of {positions.dtype.name} positions as {kind.name}"
         raise GraphError(wrong, remedy="positions are numbers, the result is of a float type")
     return TensorType.of((*positions.shape, dim), kind)
-
-
-OPS = (rope, sinusoidal)

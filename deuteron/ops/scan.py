@@ -127,4 +127,3 @@ cummin = replace(
     doc=cummax.doc.replace("largest", "smallest"),
     reference=lambda x, axis: tuple(torch.cummin(x, axis)),
 )
-OPS = (cumsum, cumprod, cumprod_grad, cummax, cummin)

@@ -104,6 +104,3 @@ def topk(x: TensorType, k: int, axis: int, largest: bool) -> tuple[TensorType, .
         raise GraphError(wrong, remedy=f"use a k from 0 to {x.shape[axis]}")
     shape = (*x.shape[:axis], k, *x.shape[axis + 1 :])
     return TensorType.of(shape, kind), TensorType.of(shape, int64)
-
-
-OPS = (scatter, sort, topk)

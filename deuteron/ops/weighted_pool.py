@@ -231,6 +231,3 @@ def weighted_pool_dw(
     y = _infer(x, TensorType.of(window, x.dtype), **windows)
     check_gradient("weighted_pool_dw", grad, y.shape)
     return (TensorType.of(x.shape[1:2], x.dtype),) * prod(window)
-
-
-OPS = (weighted_pool, weighted_pool_dx, weighted_pool_dw)
