@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import bool_, float32
@@ -25,8 +26,6 @@ from deuteron.ops.checks import broadcast, check_float
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Arg, Sample
-
-Tensor = torch.Tensor
 
 _ATTRS = {
     "causal": Attr("bool", False, "query i sees keys 0 … i only, counted from the first of both"),

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
@@ -48,8 +49,6 @@ from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, elementwise
 from deuteron.ops.reference import lay, wide_type
 from deuteron.ops.samples import Arg, Sample, norm_samples, samples
 from deuteron.ops.signs import PACKED, pack, signs_type, unpack
-
-Tensor = torch.Tensor
 
 # ---- statistics that are given -----------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
@@ -28,8 +29,6 @@ from deuteron.ops.checks import (
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Sample, samples
-
-Tensor = torch.Tensor
 
 # ---- what every operator over images needs ---------------------------------------------------
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, float32, float64, int32, int64, uint8
@@ -29,7 +30,6 @@ from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, input_flops, operator
 from deuteron.ops.samples import Arg, Sample
 
-Tensor = torch.Tensor
 CLASSES = (int64, int32, uint8)
 
 # ---- what may be asked -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import isfinite
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
@@ -18,8 +19,6 @@ from deuteron.ops.elementwise import floats, numbers
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, input_flops, operator
 from deuteron.ops.reference import fixed_order
-
-Tensor = torch.Tensor
 
 
 def _bins_of(x: Tensor, bins: int, low: float, high: float) -> Tensor:

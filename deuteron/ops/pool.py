@@ -15,6 +15,7 @@ from operator import lt
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
@@ -25,8 +26,6 @@ from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.movement import ROW
 from deuteron.ops.opdef import REQUIRED, Attr, Attributes, Fusion, OpDef, Types, Vjp
 from deuteron.ops.samples import Arg, Sample, samples
-
-Tensor = torch.Tensor
 
 _WINDOW = {
     "kernel": Attr("ints", REQUIRED, "the window, one int or one per dimension"),

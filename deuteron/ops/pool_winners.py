@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64, uint8
@@ -27,7 +28,6 @@ from deuteron.ops.pool import OPS as POOLS
 from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, result_order
 from deuteron.ops.samples import Sample, samples
 
-Tensor = torch.Tensor
 MOST_NUMBERED = 255  # elements of a window that a byte can number, and one more for "none"
 _POOL, _PLACES, *_ = POOLS  # max_pool, and max_pool_with_indices
 _GRAD = "max_pool_winners_grad"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import prod
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
@@ -17,8 +18,6 @@ from deuteron.ops.checks import at_least, one_dtype, spatial_dims
 from deuteron.ops.conv import memory_order
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Vjp, operator
-
-Tensor = torch.Tensor
 
 
 def _grids(shape: Shape, sizes: Shape) -> Iterator[tuple[int, int, Shape]]:

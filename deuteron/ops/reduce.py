@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, int64
@@ -24,7 +25,6 @@ from deuteron.ops.reference import LOW, without_overflow
 from deuteron.ops.samples import Arg, Sample, samples
 
 Grad = Callable[[Ops, Vjp], Any]
-Tensor = torch.Tensor
 
 
 def reduced_shape(shape: Shape, axes: Sequence[int], keepdim: bool) -> Shape:

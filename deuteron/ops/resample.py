@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
@@ -23,8 +24,6 @@ from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.movement import moving
 from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Types, Vjp, operator
 from deuteron.ops.samples import Arg, Sample, samples
-
-Tensor = torch.Tensor
 
 # ---- cubic weights, of tensors or of numbers in a formula ------------------------------------
 

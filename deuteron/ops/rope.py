@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import BindError, GraphError
 from deuteron.ir.dtype import dtype as dtype_of
@@ -25,7 +26,6 @@ from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.reference import lay
 
-Tensor = torch.Tensor
 # ---- rope: what may be asked -------------------------------------------------------------------
 
 _ROPE = {

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
@@ -25,8 +26,6 @@ from deuteron.ops.movement import NHWC, ROW
 from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Types, Vjp, operator
 from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X
 from deuteron.ops.samples import Sample, samples
-
-Tensor = torch.Tensor
 
 
 def _window(rank: int, weight: Any) -> Shape:
