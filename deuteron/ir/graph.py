@@ -149,6 +149,11 @@ class Graph:
         return {out: node for node in self.nodes for out in node.outputs}
 
     @cached_property
+    def places(self) -> dict[str, int]:
+        """Value name → the place of the node that makes it."""
+        return {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
+
+    @cached_property
     def users(self) -> dict[str, tuple[Node, ...]]:
         """Value name → the nodes that read it, in order, each listed once."""
         found: dict[str, list[Node]] = {}

@@ -9,7 +9,7 @@ targets that count, so it is nan where none does; over probabilities it divides 
 
 ``cross_entropy_with_grad`` is what kernels compute: in one pass over the logits the loss of every
 position, its lse = log Σ exp logits, and the gradient of the logits. The gradient of
-``cross_entropy`` is written with it, and passes/join_cross_entropy.py takes the loss from it, too.
+``cross_entropy`` is written with it, and passes/join.py takes the loss from it, too.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Vjp
 from deuteron.passes.expand import written_out
-from deuteron.passes.join_batch_norm import activation_after, join_batch_norm
+from deuteron.passes.join import activation_after, join_batch_norm
 
 NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm"})
 
