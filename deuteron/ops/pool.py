@@ -240,7 +240,7 @@ def _reference_avg_grad(op: str, grad: Tensor, shape: Shape, **attrs: Any) -> Te
 
 
 def _max_vjp(base: str, b: Ops, v: Vjp) -> Grads:
-    return [None if v.grads[0] is None else b.call(f"{base}_grad", v.grad, v.arg(0), **v.attrs)]
+    return [b.call(f"{base}_grad", v.grad, v.arg(0), **v.attrs)]
 
 
 def _max_grad_vjp(base: str, b: Ops, v: Vjp) -> Grads:

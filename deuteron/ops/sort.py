@@ -55,8 +55,6 @@ def _dense(found: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def _back_to_places(b: Ops, v: Vjp) -> Grads:
     """Each value's gradient goes where the value came from; no two came from one place."""
-    if v.grads[0] is None:
-        return [None]
     return [b.scatter(v.outs[1], v.grad, shape=v.arg(0).shape, axis=v.attrs["axis"])]
 
 
