@@ -43,15 +43,10 @@ COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 class CannotLower(Exception):
-    """There is no scalar form. ``args``: reason, remedy."""
+    """There is no scalar form."""
 
-    @property
-    def reason(self) -> str:
-        return str(self.args[0])
-
-    @property
-    def remedy(self) -> str:
-        return str(self.args[1]) if len(self.args) > 1 else ""
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        self.reason, self.remedy = reason, remedy
 
 
 V = TypeVar("V", bound="Value")

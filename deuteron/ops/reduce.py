@@ -269,9 +269,7 @@ def argmin(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
 def vector_norm(b: Ops, x: Sym, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
     """(Σ |x|ᵖ)^(1/p) along ``axes``; of p = ±inf the largest or smallest |x|, of 0 how
     many elements are not 0. Powers of 16-bit numbers, which overflow soon, are those of float32."""
-    if not x.dtype.is_float:
-        wrong = f"norm of {x.dtype.name} is not defined"
-        raise GraphError(wrong, remedy='cast first: cast(x, dtype="f32")')
+    floats("norm", x.type)
     along = {"axes": axes, "keepdim": keepdim}
     wide = b.upcast(x)
     if p < 0.0 or p == math.inf:

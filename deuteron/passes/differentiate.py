@@ -76,19 +76,12 @@ def pullback(
         seeds[value] = seeds[value] + seed if value in seeds else seed
     _add_gradients(graph, ops, seeds, wrt)
     whole = build.finish()
-    known = {values[name] for name in kept}
-    live = set(whole.output_values)
-    nodes = []
-    for node in reversed(whole.nodes):
-        if any(out in live and out not in known for out in node.outputs):
-            nodes.append(node)
-            live.update(node.uses)
-    nodes.reverse()
+    known = frozenset(values[name] for name in kept)
+    nodes, live = whole.needed(known)
     made = {out for node in nodes for out in node.outputs}
     inputs = tuple(v for v in (*whole.inputs, *known) if v in live and v not in made)
     constants = {v: c for v, c in whole.constants.items() if v in live}
-    types = {v: whole.types[v] for v in (*inputs, *constants, *made)}
-    return Graph(whole.name, inputs, whole.outputs, tuple(nodes), types, constants)
+    return whole.only(nodes, inputs, whole.outputs, constants)
 
 
 def _add_gradients(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ their own by then, which pass over memory once each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -217,19 +217,16 @@ def _position_axis(data: torch.Tensor, x: TensorType) -> int | None:
     return 1 if shape[2] == 1 and shape[1] == x.shape[1] else None
 
 
-def _paired(graph: Graph, found: Sequence[_Rotation]) -> Iterator[list[_Rotation]]:
+def _paired(graph: Graph, found: Sequence[_Rotation]) -> list[list[_Rotation]]:
     """Two that follow each other, by the same tables, are rotated together."""
-    waiting: _Rotation | None = None
+    groups: list[list[_Rotation]] = []
     for rotation in found:
-        if waiting is not None and _go_together(graph, waiting, rotation):
-            yield [waiting, rotation]
-            waiting = None
-            continue
-        if waiting is not None:
-            yield [waiting]
-        waiting = rotation
-    if waiting is not None:
-        yield [waiting]
+        alone = bool(groups) and len(groups[-1]) == 1
+        if alone and _go_together(graph, groups[-1][0], rotation):
+            groups[-1].append(rotation)
+        else:
+            groups.append([rotation])
+    return groups
 
 
 def _go_together(graph: Graph, q: _Rotation, k: _Rotation) -> bool:
@@ -282,16 +279,12 @@ def join_batch_norm(graph: Graph) -> Graph:
             carry(build, names, node, graph)
             continue
         norm = found.norm
-        inputs = [*norm.inputs, *[None] * (5 - len(norm.inputs)), found.residual]
-        while inputs[-1] is None:
-            inputs.pop()
-        made = build.emit(
-            "batch_norm_act",
-            [None if v is None else names[v] for v in inputs],
-            {**norm.attrs, "activation": found.activation},
-            source=node.source or norm.source,
-        )
-        names.update(zip((node.outputs[0], *norm.outputs[1:]), made, strict=True))
+        inputs = (*norm.inputs, *[None] * (5 - len(norm.inputs)), found.residual)
+        b = Ops(build, node.source or norm.source)
+        given = (None if v is None else b.sym(names[v]) for v in inputs)
+        made = b.batch_norm_act(*given, activation=found.activation, **norm.attrs)
+        outputs = (node.outputs[0], *norm.outputs[1:])
+        names.update(zip(outputs, (s.name for s in made), strict=True))
     return finish(build, names, graph)
 
 
