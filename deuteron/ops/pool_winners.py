@@ -24,13 +24,13 @@ from deuteron.ops.checks import check_gradient
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.formula import TENSORS
-from deuteron.ops.opdef import Attributes, Fusion, Types, Vjp, operator
+from deuteron.ops.opdef import Attributes, Fusion, Vjp, operator
 from deuteron.ops.pool import OPS as POOLS
 from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, result_order
 from deuteron.ops.samples import Sample, samples
 
 MOST_NUMBERED = 255  # elements of a window that a byte can number, and one more for "none"
-_POOL, _PLACES, *_ = POOLS  # max_pool, and max_pool_with_indices
+_POOL, _PLACES, _BACK, *_ = POOLS  # max_pool, max_pool_with_indices and max_pool_grad
 _GRAD = "max_pool_winners_grad"
 
 
@@ -88,17 +88,6 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
     return [b.max_pool_winners_grad(v.grad, v.outs[1], **how)]
 
 
-def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    """One operation per element of each window, there and back."""
-    y = outs[0] if "shape" not in attrs else ins[0]
-    return float(y.numel * prod(attrs["kernel"]))
-
-
-def _grad_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    assert _POOL.complete is not None
-    return {**attrs, **_POOL.complete(types, {name: attrs[name] for name in _POOL.attrs})}
-
-
 def _grad_reference(
     grad: Tensor, winners: Tensor, shape: Shape, order: str, **attrs: Any
 ) -> Tensor:
@@ -144,7 +133,7 @@ def _grad_samples() -> list[Sample]:
     attrs=_POOL.attrs,
     complete=_POOL.complete,
     vjp=_vjp,
-    flops=_flops,
+    flops=_POOL.flops,
     samples=lambda: [s for s in _POOL.samples() if s.note != "extreme"],
 )
 def max_pool_with_winners(x: TensorType, **attrs: Any) -> tuple[TensorType, TensorType]:
@@ -157,9 +146,9 @@ def max_pool_with_winners(x: TensorType, **attrs: Any) -> tuple[TensorType, Tens
     Fusion.OPAQUE,
     _grad_reference,
     attrs={"shape": SHAPE_OF_X, "order": ORDER_OF_X, **_POOL.attrs},
-    complete=_grad_complete,
+    complete=_BACK.complete,
     vjp=_grad_vjp,
-    flops=_flops,
+    flops=_BACK.flops,
     samples=_grad_samples,
 )
 def max_pool_winners_grad(

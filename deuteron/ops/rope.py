@@ -296,17 +296,12 @@ def _sine_vjp(b: Ops, v: Vjp) -> Grads:
     if not v.needs[0]:
         return [None]
     wide = torch.float64 if v.grad.dtype.short == "f64" else torch.float32
-    pace = frequencies(dim, v.attrs["base"]).to(wide)
-    sides, axis, pace = (dim // 2, 2), 1, pace[:, None]
-    if not v.attrs["interleaved"]:
-        sides, axis, pace = (2, dim // 2), 0, pace.t()
-    rank = positions.rank
-    parts = [b.reshape(b.upcast(t), (*positions.shape, *sides)) for t in (v.grad, v.outs[0])]
-    (g_sin, sin), (g_cos, cos) = (
-        [b.slice(t, axis=rank + axis, start=i, stop=i + 1) for t in parts] for i in (0, 1)
+    pace = b.constant(frequencies(dim, v.attrs["base"]).to(wide), "frequencies")
+    (g_sin, g_cos), (sin, cos) = (
+        map(b.upcast, _pairs(b, t, dim, v.attrs["interleaved"])) for t in (v.grad, v.outs[0])
     )
-    slope = b.constant(pace, "frequencies") * (g_sin * cos - g_cos * sin)
-    return [b.to(b.sum(slope, axes=(rank, rank + 1)), positions.dtype)]
+    slope = pace * (g_sin * cos - g_cos * sin)
+    return [b.to(b.sum(slope, axes=-1), positions.dtype)]
 
 
 @operator(
