@@ -51,10 +51,7 @@ uint8 = DType("uint8", "u8", 8, "uint", torch.uint8)
 int4 = DType("int4", "i4", 4, "int", torch.int4)  # type: ignore[attr-defined]
 bool_ = DType("bool", "bool", 8, "bool", torch.bool)
 
-ALL: tuple[DType, ...] = (
-    *(float64, float32, float16, bfloat16, float8_e4m3, float8_e5m2),
-    *(int64, int32, int16, int8, uint8, int4, bool_),
-)
+ALL = tuple(found for found in vars().values() if isinstance(found, DType))
 
 _BY_NAME: dict[Any, DType] = {name: d for d in ALL for name in (d, d.name, d.short, d.torch)}
 _BY_NAME |= {"fp64": float64, "fp32": float32, "fp16": float16, float: float32, int: int64}

@@ -184,16 +184,10 @@ class Graph:
         """
         made = {out for node in nodes for out in node.outputs}
         inside = {id(node) for node in nodes}
-        inputs: dict[str, None] = {}
-        constants: dict[str, Constant] = {}
-        for node in nodes:
-            for value in node.uses:
-                if value in made:
-                    continue
-                if value in self.constants and self.constants[value].is_scalar:
-                    constants[value] = self.constants[value]
-                else:
-                    inputs[value] = None
+        read = dict.fromkeys(v for node in nodes for v in node.uses if v not in made)
+        known = {v: self.constants[v] for v in read if v in self.constants}
+        constants = {v: constant for v, constant in known.items() if constant.is_scalar}
+        inputs = tuple(v for v in read if v not in constants)
         outputs = [
             out
             for node in nodes
@@ -202,7 +196,7 @@ class Graph:
             or any(id(u) not in inside for u in self.users.get(out, ()))
         ]
         named = tuple((v, v) for v in outputs)
-        return replace(self.only(nodes, tuple(inputs), named, constants), name=name)
+        return replace(self.only(nodes, inputs, named, constants), name=name)
 
     def only(
         self,

@@ -31,16 +31,14 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
     if target is None:
         have = ", ".join(name for name, _ in graph.outputs) or "none"
         raise GraphError(f"there is no output {of!r}", asked=f"grad({of!r})", remedy=f"use {have}")
+    asked = f"grad({of!r}, wrt={list(wrt)})"
     for name in wrt:
         if name not in graph.inputs and name not in graph.constants:
             wrong = f"{name!r} is not an input of the graph"
-            asked = f"grad({of!r}, wrt={list(wrt)})"
             raise GraphError(wrong, asked=asked, remedy=f"choose from {', '.join(graph.inputs)}")
         if not graph.types[name].dtype.is_float:
-            raise GraphError(
-                f"{name!r} is {graph.types[name].dtype.name}: only floats have gradients",
-                asked=f"grad({of!r}, wrt={list(wrt)})",
-            )
+            wrong = f"{name!r} is {graph.types[name].dtype.name}: only floats have gradients"
+            raise GraphError(wrong, asked=asked)
     if not graph.types[target].dtype.is_float:
         raise GraphError(f"output {of!r} is {graph.types[target].dtype.name}, not a float")
 

@@ -24,6 +24,7 @@ their own by then, which pass over memory once each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -91,15 +92,8 @@ def _operands(node: Node) -> tuple[object, ...]:
 
 def _waits(graph: Graph, node: Node, value: str) -> bool:
     """Whether a node needs a value to be known."""
-    stack, seen = list(node.uses), set[str]()
-    while stack:
-        v = stack.pop()
-        if v == value:
-            return True
-        if v not in seen and v in graph.producer:
-            seen.add(v)
-            stack.extend(graph.producer[v].uses)
-    return False
+    _, read = replace(graph, outputs=(("", node.outputs[0]),)).needed()
+    return value in read
 
 
 # ---- rotary positions ----------------------------------------------------------------------------
