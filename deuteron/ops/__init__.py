@@ -18,7 +18,7 @@ _FILES = """arithmetic activation movement reduce embedding random norm batch_no
 
 
 def _operators(file: str) -> Iterator[OpDef]:
-    """Every operator that a file defines, by itself or in a tuple."""
+    """Every operator that stands in a file, by itself or in a tuple."""
     for value in vars(import_module(f"deuteron.ops.{file}")).values():
         listed = value if isinstance(value, tuple) else (value,)
         yield from (table.add(op) for op in listed if isinstance(op, OpDef))

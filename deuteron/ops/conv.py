@@ -209,8 +209,8 @@ def _grad_reference(op: str, grad: Tensor, other: Tensor, shape: Shape, **attrs:
     x, weight = (unknown, other) if of_x else (other, unknown)
     back, mask = torch.ops.aten.convolution_backward, [of_x, not of_x, False]
     dx, dw, _ = back(grad, x, weight, None, *_settings(attrs), mask)
-    of, *images = (None if t is unknown else TensorType.from_tensor(t) for t in (weight, x, grad))
-    return ordered(dx if of_x else dw, _order(of, *images))
+    types = (None if t is unknown else TensorType.from_tensor(t) for t in (weight, x, grad))
+    return ordered(dx if of_x else dw, _order(*types))
 
 
 def _grad_vjp(op: str, b: Ops, v: Vjp) -> Grads:
