@@ -20,7 +20,9 @@ from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.triton.batch_norm_tiles import divide
-from deuteron.ops.batch_norm import ACT, ACT_GRAD, told_by_result
+from deuteron.ops.batch_norm import batch_norm_act as ACT
+from deuteron.ops.batch_norm import batch_norm_act_grad as ACT_GRAD
+from deuteron.ops.batch_norm import told_by_result
 from deuteron.ops.evaluate import evaluate, implied
 from deuteron.ops.signs import pack, side_by_side
 from deuteron.passes import fuse

@@ -18,7 +18,9 @@ from deuteron.ir.rewrite import start
 from deuteron.kernels.triton.batch_norm_tiles import PIECES, divide
 from deuteron.ops import Ops, infer
 from deuteron.ops.activated import activation as activation_of
-from deuteron.ops.batch_norm import ACT, ACT_GRAD, told_by_result
+from deuteron.ops.batch_norm import batch_norm_act as ACT
+from deuteron.ops.batch_norm import batch_norm_act_grad as ACT_GRAD
+from deuteron.ops.batch_norm import told_by_result
 from deuteron.ops.evaluate import evaluate
 from deuteron.ops.signs import is_channels_last, signs_type
 from deuteron.plan.decide import decide

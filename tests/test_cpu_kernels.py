@@ -20,7 +20,7 @@ from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.cpu import WINOGRAD_ERROR
-from deuteron.ops import TABLE, activation, table
+from deuteron.ops import FAMILIES, TABLE, table
 from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
@@ -152,7 +152,7 @@ def test_linear(m: int, n: int, k: int) -> None:
 
 ACTS = [
     (op.name, attrs)
-    for op in (*activation.OPS, TABLE["clamp"], TABLE["exp"])
+    for op in (*FAMILIES["activation"], TABLE["clamp"], TABLE["exp"])
     if (len(op.inputs) == 1 and op.formula is not None) or op.name == "exp"
     for attrs in {str(s.attrs): dict(s.attrs) for s in op.samples()}.values()
 ]

@@ -14,11 +14,11 @@ from deuteron.errors import GraphError
 from deuteron.ir import GraphBuilder, TensorType, check
 from deuteron.ir.text import parse_type
 from deuteron.ir.types import same_strides, strides_for
-from deuteron.ops import TABLE, conv, infer, matmul, pool, resample
+from deuteron.ops import FAMILIES, TABLE, infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes.differentiate import differentiate
 
-OPS = (*matmul.OPS, *conv.OPS, *pool.OPS, *resample.OPS)
+OPS = [op for family in ("matmul", "conv", "pool", "resample") for op in FAMILIES[family]]
 
 IMAGE, KERNEL = "f32[2,4,6,6]", "f32[8,4,3,3]"
 BACK = "f32[2,8,4,4]"  # the gradient of conv(IMAGE, KERNEL)

@@ -14,8 +14,8 @@ from deuteron.ir import Graph
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes
 from deuteron.passes.cleanup import dead_code
-from deuteron.passes.fold_batch_norm import fold_batch_norm
 from deuteron.passes.layout import choose_layout
+from deuteron.passes.simplify import fold_batch_norm
 from deuteron.policy import Policy
 from deuteron.target import GPUS
 

@@ -18,7 +18,7 @@ class DType:
     short: str
     bits: int
     kind: str  # "float", "int", "uint" or "bool"
-    torch: torch.dtype | None
+    torch: torch.dtype
 
     def __repr__(self) -> str:
         return f"deuteron.{self.name}"
@@ -37,32 +37,23 @@ class DType:
         return (count * self.bits + 7) // 8
 
 
-def _t(name: str) -> torch.dtype | None:
-    return getattr(torch, name, None)
-
-
 float64 = DType("float64", "f64", 64, "float", torch.float64)
 float32 = DType("float32", "f32", 32, "float", torch.float32)
 float16 = DType("float16", "f16", 16, "float", torch.float16)
 bfloat16 = DType("bfloat16", "bf16", 16, "float", torch.bfloat16)
-float8_e4m3 = DType("float8_e4m3", "f8e4m3", 8, "float", _t("float8_e4m3fn"))
-float8_e5m2 = DType("float8_e5m2", "f8e5m2", 8, "float", _t("float8_e5m2"))
+float8_e4m3 = DType("float8_e4m3", "f8e4m3", 8, "float", torch.float8_e4m3fn)
+float8_e5m2 = DType("float8_e5m2", "f8e5m2", 8, "float", torch.float8_e5m2)
 int64 = DType("int64", "i64", 64, "int", torch.int64)
 int32 = DType("int32", "i32", 32, "int", torch.int32)
 int16 = DType("int16", "i16", 16, "int", torch.int16)
 int8 = DType("int8", "i8", 8, "int", torch.int8)
 uint8 = DType("uint8", "u8", 8, "uint", torch.uint8)
-int4 = DType("int4", "i4", 4, "int", _t("int4"))
+int4 = DType("int4", "i4", 4, "int", torch.int4)  # type: ignore[attr-defined]
 bool_ = DType("bool", "bool", 8, "bool", torch.bool)
 
-ALL: tuple[DType, ...] = (
-    *(float64, float32, float16, bfloat16, float8_e4m3, float8_e5m2),
-    *(int64, int32, int16, int8, uint8, int4, bool_),
-)
+ALL = tuple(found for found in vars().values() if isinstance(found, DType))
 
-_BY_NAME: dict[Any, DType] = {
-    name: d for d in ALL for name in (d, d.name, d.short, d.torch) if name is not None
-}
+_BY_NAME: dict[Any, DType] = {name: d for d in ALL for name in (d, d.name, d.short, d.torch)}
 _BY_NAME |= {"fp64": float64, "fp32": float32, "fp16": float16, float: float32, int: int64}
 _BY_NAME |= {"double": float64, "float": float32, "half": float16, bool: bool_}
 
@@ -101,11 +92,9 @@ def _join(types: list[DType]) -> DType | None:
         return None
     joined = types[0].torch
     for dt in types[1:]:
-        if dt.torch is None or joined is None:
-            raise GraphError(f"this torch has no element type {dt.name}")
         try:
             joined = torch.promote_types(joined, dt.torch)
         except RuntimeError:  # 8-bit floats do not promote
             names = " and ".join(dict.fromkeys(t.name for t in types))
             raise GraphError(f"{names} have no common type", remedy="cast one of them") from None
-    return dtype(joined) if joined is not None else types[0]
+    return dtype(joined)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -149,6 +149,11 @@ class Graph:
         return {out: node for node in self.nodes for out in node.outputs}
 
     @cached_property
+    def places(self) -> dict[str, int]:
+        """Value name → the place of the node that makes it."""
+        return {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
+
+    @cached_property
     def users(self) -> dict[str, tuple[Node, ...]]:
         """Value name → the nodes that read it, in order, each listed once."""
         found: dict[str, list[Node]] = {}
@@ -179,16 +184,10 @@ class Graph:
         """
         made = {out for node in nodes for out in node.outputs}
         inside = {id(node) for node in nodes}
-        inputs: dict[str, None] = {}
-        constants: dict[str, Constant] = {}
-        for node in nodes:
-            for value in node.uses:
-                if value in made:
-                    continue
-                if value in self.constants and self.constants[value].is_scalar:
-                    constants[value] = self.constants[value]
-                else:
-                    inputs[value] = None
+        read = dict.fromkeys(v for node in nodes for v in node.uses if v not in made)
+        known = {v: self.constants[v] for v in read if v in self.constants}
+        constants = {v: constant for v, constant in known.items() if constant.is_scalar}
+        inputs = tuple(v for v in read if v not in constants)
         outputs = [
             out
             for node in nodes
@@ -196,9 +195,29 @@ class Graph:
             if out in self.output_values
             or any(id(u) not in inside for u in self.users.get(out, ()))
         ]
-        types = {v: self.types[v] for v in (*inputs, *constants, *made)}
         named = tuple((v, v) for v in outputs)
-        return Graph(name, tuple(inputs), named, tuple(nodes), types, constants)
+        return replace(self.only(nodes, inputs, named, constants), name=name)
+
+    def only(
+        self,
+        nodes: Sequence[Node],
+        inputs: tuple[str, ...],
+        outputs: tuple[tuple[str, str], ...],
+        constants: Mapping[str, Constant],
+    ) -> Graph:
+        """The graph of some of its parts, with the types of these alone."""
+        made = (out for node in nodes for out in node.outputs)
+        types = {v: self.types[v] for v in (*inputs, *constants, *made)}
+        return Graph(self.name, inputs, outputs, tuple(nodes), types, constants)
+
+    def needed(self, known: frozenset[str] = frozenset()) -> tuple[list[Node], set[str]]:
+        """The nodes that the outputs need where some values are known, and all that is read."""
+        live, nodes = set(self.output_values), list[Node]()
+        for node in reversed(self.nodes):
+            if any(out in live and out not in known for out in node.outputs):
+                nodes.append(node)
+                live.update(node.uses)
+        return nodes[::-1], live
 
     def __str__(self) -> str:
         from deuteron.ir.text import print_graph

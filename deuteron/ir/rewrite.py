@@ -84,8 +84,7 @@ def start(graph: Graph, infer: Infer) -> tuple[GraphBuilder, dict[str, str]]:
     for value in graph.inputs:
         build.input(value, graph.types[value])
     for value, constant in graph.constants.items():
-        build.types[value] = constant.type
-        build.constants[value] = constant
+        build.constant(constant, value)
     return build, {v: v for v in (*graph.inputs, *graph.constants)}
 
 

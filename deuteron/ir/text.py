@@ -56,7 +56,7 @@ def _unquoted(name: str) -> str:
 
 
 def _constant(const: Constant) -> str:
-    if const.type.numel <= INLINE and const.type.dtype.torch is not None:
+    if const.type.numel <= INLINE:
         plain = const.data.double() if const.type.dtype.is_float else const.data
         return literal(_tuples(plain.tolist()))
     return f"sha256:{const.digest}"
@@ -257,8 +257,6 @@ def _read_constant(
         if const.type.strides != type_.strides:
             const = Constant(restride(const.data, type_))
         return const
-    if type_.dtype.torch is None:
-        raise FileError(f"this torch has no element type {type_.dtype.name}")
     try:
         data = torch.tensor(parse_literal(text), dtype=type_.dtype.torch).reshape(type_.shape)
     except (TypeError, ValueError, OverflowError, RuntimeError):

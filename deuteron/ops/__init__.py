@@ -3,6 +3,7 @@
 ``TABLE`` maps name → OpDef. Nothing here says how an operator is computed fast.
 """
 
+from collections.abc import Iterator
 from importlib import import_module
 
 from deuteron.ops import table
@@ -11,13 +12,19 @@ from deuteron.ops.opdef import REQUIRED, Attr, Cost, Fusion, OpDef, Vjp
 from deuteron.ops.samples import Arg, Sample
 from deuteron.ops.table import TABLE, get, infer
 
-FAMILIES = """arithmetic activation movement reduce embedding random norm batch_norm softmax
+_FILES = """arithmetic activation movement reduce embedding random norm batch_norm softmax
     cross_entropy matmul conv pool pool_winners pyramid_pool weighted_pool resample attention rope
     scan sort histogram opaque""".split()
 
-for _family in FAMILIES:
-    for _op in import_module(f"deuteron.ops.{_family}").OPS:
-        table.add(_op)
 
-__all__ = ["REQUIRED", "TABLE", "Arg", "Attr", "Cost", "Fusion", "OpDef", "Ops", "Sample", "Sym"]
-__all__ += ["Vjp", "get", "infer"]
+def _operators(file: str) -> Iterator[OpDef]:
+    """Every operator that stands in a file, by itself or in a tuple."""
+    for value in vars(import_module(f"deuteron.ops.{file}")).values():
+        listed = value if isinstance(value, tuple) else (value,)
+        yield from (table.add(op) for op in listed if isinstance(op, OpDef))
+
+
+FAMILIES = {file: tuple(_operators(file)) for file in _FILES}
+
+__all__ = ["FAMILIES", "REQUIRED", "TABLE", "Arg", "Attr", "Cost", "Fusion", "OpDef", "Ops"]
+__all__ += ["Sample", "Sym", "Vjp", "get", "infer"]

@@ -172,17 +172,13 @@ def threshold(b: Any, x: Any, threshold: float, value: float) -> Any:
 # ---- smooth ones ----------------------------------------------------------------------------
 
 
-@elementwise(
-    reference=torch.sigmoid, gradient=lambda b, g, out: g * out * (1.0 - out), result=made_float
-)
+@as_in_torch(gradient=lambda b, g, out: g * out * (1.0 - out), result=made_float)
 def sigmoid(b: Any, x: Any) -> Any:
     """1 / (1 + e⁻ˣ)"""
     return 1.0 / (1.0 + b.exp(-x))
 
 
-@elementwise(
-    reference=torch.tanh, gradient=lambda b, g, out: g * (1.0 - b.square(out)), result=made_float
-)
+@as_in_torch(gradient=lambda b, g, out: g * (1.0 - b.square(out)), result=made_float)
 def tanh(b: Any, x: Any) -> Any:
     """tanh x"""
     return b.primitive("tanh", x)
@@ -368,6 +364,3 @@ def glu(x: TensorType, axis: int) -> TensorType:
         raise GraphError(wrong, remedy="its size must be even")
     shape = (*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :])
     return TensorType(shape, floats("glu", x), x.strides).dense_like()
-
-
-OPS = tuple(op for op in vars().values() if isinstance(op, OpDef))  # all that stand above

@@ -327,9 +327,7 @@ def clamp(b: Any, x: Any, min: float | None = None, max: float | None = None) ->
     return x if max is None else b.minimum(x, max)
 
 
-CLAMP = replace(clamp, infer=_clamp_infer)
-
-
+clamp = replace(clamp, infer=_clamp_infer)
 _dtype = dtype
 
 
@@ -347,6 +345,3 @@ _dtype = dtype
 def cast(x: TensorType, dtype: str) -> TensorType:
     """x in another element type, rounded to nearest even."""
     return x.dense_like(dt=_dtype(dtype))
-
-
-OPS = (*PLAIN, where, CLAMP, cast)

@@ -17,16 +17,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import bool_, float32
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.checks import broadcast, check_float
+from deuteron.ops.checks import broadcast, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Arg, Sample
-
-Tensor = torch.Tensor
 
 _ATTRS = {
     "causal": Attr("bool", False, "query i sees keys 0 … i only, counted from the first of both"),
@@ -47,10 +46,7 @@ def _complete(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]
 
 def _check(name: str, q: TensorType, k: TensorType, v: TensorType, bias: Given) -> Shape:
     """The shape of the result, or what is wrong with the inputs."""
-    check_float(name, q=q)
-    if not {k.dtype, v.dtype} <= {q.dtype}:
-        wrong = f"{name} got q, k and v of {q.dtype.name}, {k.dtype.name} and {v.dtype.name}"
-        raise GraphError(wrong, remedy="cast them to one element type")
+    one_dtype(name, q=q, k=k, v=v)
     if q.rank not in (3, 4) or not k.rank == v.rank == q.rank:
         raise GraphError(
             f"{name} needs q, k and v of rank 4 (or all of rank 3, without a batch), "
@@ -239,6 +235,3 @@ def attention_grad(
             remedy="give the gradient of that result",
         )
     return tuple(t.with_layout("contiguous") for t in (q, k, v))
-
-
-OPS = (attention, attention_grad)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
@@ -48,8 +49,6 @@ from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, elementwise
 from deuteron.ops.reference import lay, wide_type
 from deuteron.ops.samples import Arg, Sample, norm_samples, samples
 from deuteron.ops.signs import PACKED, pack, signs_type, unpack
-
-Tensor = torch.Tensor
 
 # ---- statistics that are given -----------------------------------------------------------------
 
@@ -232,13 +231,27 @@ def _act_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
 # ---- gradient ----------------------------------------------------------------------------------
 
 
-def _act_before(x: Any, params: Sequence[Any], residual: Any) -> Any:
-    """What went into the activation, of values that broadcast. The mean is taken off first: folded
-    into the bias it would cost digits where it is large."""
-    mean, rstd, weight, bias = params
-    z = (x - mean) * (rstd if weight is None else rstd * weight)
-    z = z if bias is None else z + bias
-    return z if residual is None else z + residual
+def _before_activation(
+    b: Any, grad: Any, x: Any, params: Sequence[Any], rest: Sequence[Any], attrs: Attributes
+) -> Any:
+    """dz, in float32 at least where there is an activation: of tensors, or of values of a graph.
+    ``params``: mean, rstd, weight, bias; ``rest``: y, residual, signs. The mean is taken off first:
+    folded into the bias it would cost digits where it is large."""
+    (y, residual, signs), act = rest, activation(attrs["activation"])
+    if signs is not None:
+        return b.where(unpack(signs, tuple(x.shape), attrs["packed"], b), grad, 0.0)
+    if act is None:
+        return grad
+    z = y = None if y is None else b.upcast(y)
+    if z is None:
+        lies = by_channels(tuple(x.shape)).weight
+        mean, rstd, weight, bias = (None if p is None else shaped(b, p, lies) for p in params)
+        x, residual = (None if t is None else b.upcast(t) for t in (x, residual))
+        z = (x - mean) * (rstd if weight is None else rstd * weight)
+        z = z if bias is None else z + bias
+        z = z if residual is None else z + residual
+        y = act(b, z)
+    return act.pulled(b, b.upcast(grad), z, y)
 
 
 def _learned(x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,24 +267,14 @@ def _learned(x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
 def _act_grad_reference(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *rest: Tensor | None, **attrs: Any
 ) -> tuple[Tensor, ...]:
-    (weight, bias, y, residual, signs), t = rest, TensorType.from_tensor(x)
+    (weight, bias, *others), t = rest, TensorType.from_tensor(x)
     image, wide = t.with_layout(suggested(t)), wide_type(x)
-    mean, rstd, act = mean.to(wide), rstd.to(wide), activation(attrs["activation"])
+    mean, rstd = mean.to(wide), rstd.to(wide)
     if not x.numel():
         zero = torch.zeros_like(mean)
         return lay(torch.empty_like(x), image), zero, zero.clone(), lay(grad.clone(), image)
-    dz = grad
-    if signs is not None:
-        dz = torch.where(unpack(signs, t.shape, attrs["packed"]), grad, 0.0).to(x.dtype)
-    elif act is not None:
-        z = y = None if y is None else y.to(wide)
-        if z is None:
-            lies = by_channels(t.shape).weight
-            params = (*_learned(x.to(wide), mean, rstd), weight, bias)
-            spread = [None if p is None else p.to(wide).reshape(lies) for p in params]
-            z = _act_before(x.to(wide), spread, residual)
-            y = act(TENSORS, z)
-        dz = act.pulled(TENSORS, grad.to(wide), z, y).to(x.dtype)
+    params = (*_learned(x.to(wide), mean, rstd), weight, bias)
+    dz = _before_activation(TENSORS, grad, x, params, others, attrs).to(x.dtype)
     dz = lay(dz.clone() if dz is grad else dz, image)
     scale = torch.ones_like(mean) if weight is None else weight.to(wide)
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
@@ -282,20 +285,11 @@ def _act_grad_reference(
 
 def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """Its formula in simpler operators, in float32 at least."""
-    grad, x, mean, rstd, weight, bias, y, residual, signs = ins
-    grouping, dz, act = by_channels(x.shape, 0), b.upcast(grad), activation(attrs["activation"])
-    if signs is not None:
-        dz = b.one("where", unpack(signs, x.shape, attrs["packed"], b), dz, 0.0)
-    elif act is not None:
-        z = y = None if y is None else b.upcast(y)
-        if z is None:
-            params = (mean, rstd, weight, bias)
-            spread = [None if p is None else shaped(b, p, grouping.weight) for p in params]
-            z = _act_before(b.upcast(x), spread, None if residual is None else b.upcast(residual))
-            y = act(b, z)
-        dz = act.pulled(b, dz, z, y)
+    grad, x, mean, rstd, weight, bias, *rest = ins
+    params = (mean, rstd, weight, bias)
+    dz = _before_activation(b, b.upcast(grad), x, params, rest, attrs)
     stat = TensorType.of(x.shape[1:2], b.upcast(mean).dtype)
-    wanted = Wanted(True, stat, stat)
+    grouping, wanted = by_channels(x.shape, 0), Wanted(True, stat, stat)
     found = gradients(b, x, dz, weight, grouping, 0.0, wanted, stats=(mean, rstd))
     return [*(g for g in found if g is not None), b.to(dz, x.dtype)]
 
@@ -425,7 +419,3 @@ def batch_norm_act_grad(
         remedy = "give the signs and the packed of batch_norm_act, or neither"
         raise GraphError(wrong, remedy=remedy)
     return image, stat, stat, image
-
-
-OPS = (batch_norm, batch_norm_train, batch_norm_act, batch_norm_act_grad)
-ACT, ACT_GRAD = batch_norm_act, batch_norm_act_grad

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
@@ -26,10 +27,8 @@ from deuteron.ops.checks import (
     spatial_dims,
 )
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
+from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Sample, samples
-
-Tensor = torch.Tensor
 
 # ---- what every operator over images needs ---------------------------------------------------
 
@@ -205,35 +204,22 @@ def conv(x: TensorType, weight: TensorType, bias: Given, **attrs: Any) -> Tensor
 # ---- its gradients ---------------------------------------------------------------------------
 
 
-def _backward(grad: Tensor, x: Tensor, weight: Tensor, want: int, attrs: Attributes) -> Tensor:
-    mask = [want == 0, want == 1, False]
-    found = torch.ops.aten.convolution_backward(grad, x, weight, None, *_settings(attrs), mask)
-    images = (weight, grad) if want == 0 else (None, x, grad)
-    order = _order(*(None if t is None else TensorType.from_tensor(t) for t in images))
-    return ordered(found[want], order)
+def _grad_reference(op: str, grad: Tensor, other: Tensor, shape: Shape, **attrs: Any) -> Tensor:
+    of_x, unknown = op == "conv_dx", grad.new_empty(1).expand(shape)  # only its shape is looked at
+    x, weight = (unknown, other) if of_x else (other, unknown)
+    back, mask = torch.ops.aten.convolution_backward, [of_x, not of_x, False]
+    dx, dw, _ = back(grad, x, weight, None, *_settings(attrs), mask)
+    types = (None if t is unknown else TensorType.from_tensor(t) for t in (weight, x, grad))
+    return ordered(dx if of_x else dw, _order(*types))
 
 
-def _dx_reference(grad: Tensor, weight: Tensor, shape: Shape, **attrs: Any) -> Tensor:
-    return _backward(grad, grad.new_empty(1).expand(shape), weight, 0, attrs)
-
-
-def _dw_reference(grad: Tensor, x: Tensor, shape: Shape, **attrs: Any) -> Tensor:
-    return _backward(grad, x, grad.new_empty(1).expand(shape), 1, attrs)
-
-
-def _dx_vjp(b: Ops, v: Vjp) -> Grads:
-    grad, weight, attrs = v.arg(0), v.arg(1), {name: v.attrs[name] for name in _ATTRS}
+def _grad_vjp(op: str, b: Ops, v: Vjp) -> Grads:
+    """With the gradient in the place of what the operator gave, both follow as those of conv."""
+    (grad, other), attrs = (v.arg(0), v.arg(1)), {name: v.attrs[name] for name in _ATTRS}
+    both, rest = ((v.grad, other), "conv_dw") if op == "conv_dx" else ((other, v.grad), "conv_dx")
     return [
-        b.conv(v.grad, weight, None, **attrs) if v.needs[0] else None,
-        b.conv_dw(grad, v.grad, shape=weight.shape, **attrs) if v.needs[1] else None,
-    ]
-
-
-def _dw_vjp(b: Ops, v: Vjp) -> Grads:
-    grad, x, attrs = v.arg(0), v.arg(1), {name: v.attrs[name] for name in _ATTRS}
-    return [
-        b.conv(x, v.grad, None, **attrs) if v.needs[0] else None,
-        b.conv_dx(grad, v.grad, shape=x.shape, **attrs) if v.needs[1] else None,
+        b.conv(*both, None, **attrs) if v.needs[0] else None,
+        b.call(rest, grad, v.grad, shape=other.shape, **attrs) if v.needs[1] else None,
     ]
 
 
@@ -257,16 +243,21 @@ def _grad_samples(op: str) -> tuple[Sample, ...]:
 
 
 _SHAPE = Attr("ints", doc="the shape of the tensor whose gradient this is")
-_pulling = partial(operator, Fusion.COMPLEX, attrs={"shape": _SHAPE, **_ATTRS})
 
 
-@_pulling(
-    _dx_reference,
-    complete=partial(_complete, "conv_dx"),
-    vjp=_dx_vjp,
-    flops=partial(_macs, 2, 1, 0),
-    samples=partial(_grad_samples, "conv_dx"),
-)
+def _pulling(op: str, x: int, weight: int, y: int) -> Define:
+    return operator(
+        Fusion.COMPLEX,
+        partial(_grad_reference, op),
+        attrs={"shape": _SHAPE, **_ATTRS},
+        complete=partial(_complete, op),
+        vjp=partial(_grad_vjp, op),
+        flops=partial(_macs, x, weight, y),
+        samples=partial(_grad_samples, op),
+    )
+
+
+@_pulling("conv_dx", x=2, weight=1, y=0)
 def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for x: that of the result, pulled back through the weight."""
     one_dtype("conv_dx", grad=grad, weight=weight)
@@ -274,18 +265,9 @@ def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) ->
     return TensorType.of(shape, grad.dtype, _order(weight, grad))
 
 
-@_pulling(
-    _dw_reference,
-    complete=partial(_complete, "conv_dw"),
-    vjp=_dw_vjp,
-    flops=partial(_macs, 1, 2, 0),
-    samples=partial(_grad_samples, "conv_dw"),
-)
+@_pulling("conv_dw", x=1, weight=2, y=0)
 def conv_dw(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for its weight: that of the result against shifted copies of x."""
     one_dtype("conv_dw", grad=grad, x=x)
     check_gradient("conv_dw", grad, _out_shape("conv_dw", x.shape, shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(None, x, grad))
-
-
-OPS = (conv, conv_dx, conv_dw)

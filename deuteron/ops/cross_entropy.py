@@ -9,7 +9,7 @@ targets that count, so it is nan where none does; over probabilities it divides 
 
 ``cross_entropy_with_grad`` is what kernels compute: in one pass over the logits the loss of every
 position, its lse = log Σ exp logits, and the gradient of the logits. The gradient of
-``cross_entropy`` is written with it, and passes/join_cross_entropy.py takes the loss from it, too.
+``cross_entropy`` is written with it, and passes/join.py takes the loss from it, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, float32, float64, int32, int64, uint8
@@ -29,7 +30,6 @@ from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, input_flops, operator
 from deuteron.ops.samples import Arg, Sample
 
-Tensor = torch.Tensor
 CLASSES = (int64, int32, uint8)
 
 # ---- what may be asked -----------------------------------------------------------------------
@@ -334,6 +334,3 @@ def cross_entropy_with_grad(
             raise GraphError(f"{what} of cross_entropy_with_grad is {given}", remedy=remedy)
     row = TensorType.of(each, sums_of(logits))
     return row, row, logits.dense_like()
-
-
-OPS = (nll_loss, cross_entropy, cross_entropy_with_grad)

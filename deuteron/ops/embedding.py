@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float64, int32, int64
@@ -13,8 +14,6 @@ from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.movement import AXIS, with_axis
 from deuteron.ops.opdef import Attr, Fusion, Vjp, elementwise_flops, input_flops, operator
 from deuteron.ops.reference import LOW, fixed_order
-
-Tensor = torch.Tensor
 
 
 def _scatter_add_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) -> Tensor:
@@ -142,6 +141,3 @@ def embedding_grad(grad: TensorType, index: TensorType, rows: int, padding_idx: 
     weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
     _check_rows(weight, index, padding_idx)
     return weight
-
-
-OPS = (scatter_add, embedding, embedding_grad)

@@ -22,6 +22,7 @@ import torch
 
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion, OpDef
+from deuteron.ops.reference import wide_type
 
 Formula = Callable[..., Any]
 
@@ -42,15 +43,10 @@ COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 class CannotLower(Exception):
-    """There is no scalar form. ``args``: reason, remedy."""
+    """There is no scalar form."""
 
-    @property
-    def reason(self) -> str:
-        return str(self.args[0])
-
-    @property
-    def remedy(self) -> str:
-        return str(self.args[1]) if len(self.args) > 1 else ""
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        self.reason, self.remedy = reason, remedy
 
 
 V = TypeVar("V", bound="Value")
@@ -291,7 +287,7 @@ def trace(formula: Formula, inputs: Sequence[str], attrs: Mapping[str, Any]) -> 
 
 
 class _Tensors(Methods):
-    """Every elementwise operator as its reference, on tensors and numbers."""
+    """Every operator as its reference, on tensors and numbers."""
 
     def call(self, name: str, *args: Any, **attrs: Any) -> Any:
         op, tensors = table.get(name), [a for a in args if isinstance(a, torch.Tensor)]
@@ -299,6 +295,12 @@ class _Tensors(Methods):
         like = next((t for t in tensors if t.dtype != torch.bool), tensors[0])
         given = (like.new_full((), a) if isinstance(a, int | float) else a for a in args)
         return op.reference(*given, **op.normalise(attrs))
+
+    def constant(self, data: torch.Tensor, name: str) -> torch.Tensor:
+        return data
+
+    def upcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(wide_type(x))
 
 
 TENSORS = _Tensors()

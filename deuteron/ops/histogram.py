@@ -7,33 +7,34 @@ the last bit.
 from __future__ import annotations
 
 from math import isfinite
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import int64
+from deuteron.ir.dtype import dtype, int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import check_shape
 from deuteron.ops.elementwise import floats, numbers
 from deuteron.ops.emit import Grads, Ops
+from deuteron.ops.formula import TENSORS
 from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, input_flops, operator
 from deuteron.ops.reference import fixed_order
 
-Tensor = torch.Tensor
+
+def _bins_of(b: Any, x: Any, bins: int, low: float, high: float) -> tuple[Any, Any]:
+    """The bin of each element, as torch.histc finds it, and whether it lies in any: of a tensor, or
+    of a value of a graph."""
+    wide = x if dtype(x.dtype).short in ("f32", "f64") else b.cast(x, dtype="f64")
+    place = b.floor((wide - low) * float(bins) / (high - low))
+    place = b.clamp(place, min=0.0, max=bins - 1.0)
+    return place, b.logical_and(wide >= low, wide <= high)
 
 
-def _bins_of(x: Tensor, bins: int, low: float, high: float) -> Tensor:
-    """The bin of each element, as torch.histc finds it; ``bins`` for what lies outside."""
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.double()
-    place = ((wide - low) * bins / (high - low)).floor()
-    inside = (wide >= low) & (wide <= high)
-    return torch.where(inside, place.clamp(0, bins - 1), bins).long().flatten()
-
-
-def _histogram_reference(
-    x: Tensor, weight: Tensor | None, bins: int, low: float, high: float
-) -> Tensor:
-    index = _bins_of(x, bins, low, high)
+def _histogram_reference(x: Tensor, weight: Tensor | None, bins: int, **ends: float) -> Tensor:
+    place, inside = _bins_of(TENSORS, x, bins, **ends)
+    index = torch.where(inside, place, bins).long().flatten()
     if weight is None:  # whole numbers: the order of sums makes no difference
         counts = torch.zeros(bins + 1, dtype=torch.int64, device=x.device)
         return counts.scatter_add(0, index, torch.ones_like(index))[:bins].clone()
@@ -46,17 +47,11 @@ def _histogram_reference(
 
 def _histogram_vjp(b: Ops, v: Vjp) -> Grads:
     """A weight has the gradient of its bin. In x a histogram is flat."""
-    x, a = v.arg(0), v.attrs
+    x = v.arg(0)
     dx = b.zeros(x.type) if v.needs[0] else None
-    if not v.has(1) or not v.needs[1]:
+    if not v.needs[1]:
         return [dx, None]
-    wide = x if x.dtype.short in ("f32", "f64") else b.cast(x, dtype="f64")
-    place = b.clamp(
-        b.floor((wide - a["low"]) * float(a["bins"]) / (a["high"] - a["low"])),
-        min=0.0,
-        max=a["bins"] - 1.0,
-    )
-    inside = b.logical_and(wide >= a["low"], wide <= a["high"])
+    place, inside = _bins_of(b, x, **v.attrs)
     safe = b.cast(b.where(inside, place, 0.0), dtype="i64")
     picked = b.index_select(v.grad, b.reshape(safe, (-1,)), axis=0)
     return [dx, b.where(inside, b.reshape(picked, x.shape), 0.0)]
@@ -91,6 +86,3 @@ def histogram(x: TensorType, weight: Given, bins: int, low: float, high: float) 
         return TensorType.of((bins,), int64)
     check_shape("weight", weight, x.shape, "give one weight for each element of x")
     return TensorType.of((bins,), floats("histogram with weights", weight))
-
-
-OPS = (histogram,)

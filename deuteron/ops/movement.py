@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int32, int64
@@ -20,8 +21,6 @@ from deuteron.ops.checks import check_index, norm_axes
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Fusion, Types, Vjp, elementwise_flops, operator, promoted
 from deuteron.ops.reference import lay
-
-Tensor = torch.Tensor
 
 moving = partial(operator, Fusion.INJECTIVE, flops=elementwise_flops(0))
 viewing = partial(moving, view=True)
@@ -387,6 +386,3 @@ def index_select(x: TensorType, index: TensorType, axis: int) -> TensorType:
         wrong = f"the index has rank {index.rank}, not 1"
         raise GraphError(wrong, remedy="reshape it to (-1,), or use gather")
     return TensorType.of((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
-
-
-OPS = (reshape, permute, expand, slice_, flip, concat, pad, to_layout, gather, index_select)

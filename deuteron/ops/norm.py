@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
@@ -40,8 +41,6 @@ from deuteron.ops.formula import TENSORS
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, OpDef, Vjp, elementwise_flops
 from deuteron.ops.reference import wide_type, without_overflow
 from deuteron.ops.samples import Arg, Sample, norm_samples
-
-Tensor = torch.Tensor
 
 # ---- what may be asked -----------------------------------------------------------------------
 

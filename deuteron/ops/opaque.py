@@ -122,6 +122,3 @@ def aten(*xs: TensorType, target: str, args: Any, kwargs: Any, out: Any) -> tupl
     if not isinstance(out, tuple) or not all(isinstance(t, str) for t in out):
         raise GraphError(f"out={out!r} of {target} is not a list of types", remedy="('f32[3,5]',)")
     return tuple(parse_type(t) for t in out)
-
-
-OPS = (aten,)

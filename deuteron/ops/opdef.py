@@ -11,7 +11,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, dtype
+from deuteron.ir.dtype import DType, dtype, promote
 from deuteron.ir.types import TensorType
 from deuteron.ops.samples import Sample, samples
 
@@ -307,6 +307,4 @@ GATHERING = frozenset({"gather", "embedding", "index_select", "slice"})  # read 
 
 def promoted(*types: TensorType | None) -> DType:
     """The element type of an elementwise result, by PyTorch's promotion rule."""
-    from deuteron.ir.dtype import promote
-
     return promote(*((t.dtype, t.rank) for t in types if t is not None))

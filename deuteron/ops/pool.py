@@ -15,6 +15,7 @@ from operator import lt
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
@@ -25,8 +26,6 @@ from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.movement import ROW
 from deuteron.ops.opdef import REQUIRED, Attr, Attributes, Fusion, OpDef, Types, Vjp
 from deuteron.ops.samples import Arg, Sample, samples
-
-Tensor = torch.Tensor
 
 _WINDOW = {
     "kernel": Attr("ints", REQUIRED, "the window, one int or one per dimension"),
@@ -241,7 +240,7 @@ def _reference_avg_grad(op: str, grad: Tensor, shape: Shape, **attrs: Any) -> Te
 
 
 def _max_vjp(base: str, b: Ops, v: Vjp) -> Grads:
-    return [None if v.grads[0] is None else b.call(f"{base}_grad", v.grad, v.arg(0), **v.attrs)]
+    return [b.call(f"{base}_grad", v.grad, v.arg(0), **v.attrs)]
 
 
 def _max_grad_vjp(base: str, b: Ops, v: Vjp) -> Grads:

@@ -15,21 +15,22 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import int64, uint8
+from deuteron.ir.dtype import uint8
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.checks import check_gradient
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.opdef import Attributes, Fusion, Types, Vjp, operator
+from deuteron.ops.formula import TENSORS
+from deuteron.ops.opdef import Attributes, Fusion, Vjp, operator
 from deuteron.ops.pool import OPS as POOLS
 from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X, result_order
 from deuteron.ops.samples import Sample, samples
 
-Tensor = torch.Tensor
 MOST_NUMBERED = 255  # elements of a window that a byte can number, and one more for "none"
-_POOL, _PLACES, *_ = POOLS  # max_pool, and max_pool_with_indices
+_POOL, _PLACES, _BACK, *_ = POOLS  # max_pool, max_pool_with_indices and max_pool_grad
 _GRAD = "max_pool_winners_grad"
 
 
@@ -51,18 +52,30 @@ def _pooled(op: str, x: TensorType, attrs: Attributes) -> TensorType:
     return y
 
 
-def _begins(out: int, axis: int, attrs: Attributes, device: Any = None) -> Tensor:
+def _begins(out: int, axis: int, attrs: Attributes, like: Any) -> Tensor:
     """Where the windows begin along a dimension, to be broadcast over those after it."""
     step, before = int(attrs["stride"][axis]), int(attrs["padding"][axis])
-    found = torch.arange(out, device=device) * step - before
+    found = torch.arange(out, device=getattr(like, "device", None)) * step - before
     return found.reshape(-1, *[1] * (len(attrs["kernel"]) - 1 - axis))
+
+
+def _places(b: Any, winners: Any, shape: Shape, attrs: Attributes) -> Any:
+    """Where winners lie in an image of this shape, flattened: tensors, or values of a graph."""
+    rest, places, count = b.cast(winners, dtype="i64"), None, 1
+    for axis, size in reversed(list(enumerate(shape[2:]))):
+        kernel, out = attrs["kernel"][axis], winners.shape[2 + axis]
+        along = b.remainder(rest, kernel) * attrs["dilation"][axis]
+        place = (along + b.constant(_begins(out, axis, attrs, winners), "begins")) * count
+        places = place if places is None else places + place
+        count, rest = count * size, b.floor_div(rest, kernel)
+    return places
 
 
 def _reference(x: Tensor, **attrs: Any) -> tuple[Tensor, ...]:
     y, places = _PLACES.reference(x, **attrs)
     winners, count, rest = torch.zeros_like(places), 1, places
     for axis, size in reversed(list(enumerate(x.shape[2:]))):
-        begins = _begins(y.shape[2 + axis], axis, attrs, x.device)
+        begins = _begins(y.shape[2 + axis], axis, attrs, x)
         winners += (rest % size - begins) // attrs["dilation"][axis] * count
         count, rest = count * attrs["kernel"][axis], rest // size
     order = result_order("max_pool", TensorType.from_tensor(x))
@@ -70,35 +83,18 @@ def _reference(x: Tensor, **attrs: Any) -> tuple[Tensor, ...]:
 
 
 def _vjp(b: Ops, v: Vjp) -> Grads:
-    if v.grads[0] is None:
-        return [None]
     x = v.arg(0)
     how = {"shape": x.shape, "order": memory_order(x.type), **v.attrs}
     return [b.max_pool_winners_grad(v.grad, v.outs[1], **how)]
 
 
-def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    """One operation per element of each window, there and back."""
-    y = outs[0] if "shape" not in attrs else ins[0]
-    return float(y.numel * prod(attrs["kernel"]))
-
-
-def _grad_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    assert _POOL.complete is not None
-    return {**attrs, **_POOL.complete(types, {name: attrs[name] for name in _POOL.attrs})}
-
-
 def _grad_reference(
     grad: Tensor, winners: Tensor, shape: Shape, order: str, **attrs: Any
 ) -> Tensor:
-    places, count, rest = torch.zeros_like(winners, dtype=torch.int64), 1, winners.long()
-    for axis, size in reversed(list(enumerate(shape[2:]))):
-        begins = _begins(grad.shape[2 + axis], axis, attrs, grad.device)
-        places += (begins + rest % attrs["kernel"][axis] * attrs["dilation"][axis]) * count
-        count, rest = count * size, rest // attrs["kernel"][axis]
     wide = torch.promote_types(grad.dtype, torch.float32)
     flat = grad.new_zeros((*shape[:2], prod(shape[2:])), dtype=wide)
-    found = flat.scatter_add(2, places.flatten(2), grad.flatten(2).to(wide))
+    places = _places(TENSORS, winners, shape, attrs).flatten(2)
+    found = flat.scatter_add(2, places, grad.flatten(2).to(wide))
     return ordered(found.reshape(shape).to(grad.dtype), order)
 
 
@@ -107,13 +103,7 @@ def _grad_vjp(b: Ops, v: Vjp) -> Grads:
     if not v.needs[0]:
         return [None, None]
     grad, shape = v.arg(0), v.attrs["shape"]
-    rest, places, count = b.to(v.arg(1), int64), None, 1
-    for axis, size in reversed(list(enumerate(shape[2:]))):
-        along = b.remainder(rest, v.attrs["kernel"][axis]) * v.attrs["dilation"][axis]
-        begins = b.constant(_begins(grad.shape[2 + axis], axis, v.attrs), "begins")
-        place = (along + begins) * count
-        places = place if places is None else places + place
-        count, rest = count * size, b.floor_div(rest, v.attrs["kernel"][axis])
+    places = _places(b, v.arg(1), shape, v.attrs)
     flat = b.reshape(v.grad, shape=(*shape[:2], prod(shape[2:])))
     at = b.reshape(places, shape=(*shape[:2], prod(grad.shape[2:])))
     return [b.reshape(b.gather(flat, at, axis=2), shape=grad.shape), None]
@@ -143,7 +133,7 @@ def _grad_samples() -> list[Sample]:
     attrs=_POOL.attrs,
     complete=_POOL.complete,
     vjp=_vjp,
-    flops=_flops,
+    flops=_POOL.flops,
     samples=lambda: [s for s in _POOL.samples() if s.note != "extreme"],
 )
 def max_pool_with_winners(x: TensorType, **attrs: Any) -> tuple[TensorType, TensorType]:
@@ -156,9 +146,9 @@ def max_pool_with_winners(x: TensorType, **attrs: Any) -> tuple[TensorType, Tens
     Fusion.OPAQUE,
     _grad_reference,
     attrs={"shape": SHAPE_OF_X, "order": ORDER_OF_X, **_POOL.attrs},
-    complete=_grad_complete,
+    complete=_BACK.complete,
     vjp=_grad_vjp,
-    flops=_flops,
+    flops=_BACK.flops,
     samples=_grad_samples,
 )
 def max_pool_winners_grad(
@@ -170,6 +160,3 @@ def max_pool_winners_grad(
     if winners.dtype != uint8 or winners.shape != y.shape:
         raise GraphError(f"{_GRAD}: winners are {winners}", remedy=f"u8{list(y.shape)} is needed")
     return TensorType.of(shape, grad.dtype, order)
-
-
-OPS = (max_pool_with_winners, max_pool_winners_grad)

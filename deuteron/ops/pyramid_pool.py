@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import prod
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
@@ -17,8 +18,6 @@ from deuteron.ops.checks import at_least, one_dtype, spatial_dims
 from deuteron.ops.conv import memory_order
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Vjp, operator
-
-Tensor = torch.Tensor
 
 
 def _grids(shape: Shape, sizes: Shape) -> Iterator[tuple[int, int, Shape]]:
@@ -90,6 +89,3 @@ def pyramid_pool(x: TensorType, sizes: Shape, kind: str) -> TensorType:
         raise GraphError("pyramid_pool without sizes", remedy="e.g. sizes=(1, 2, 3, 6)")
     cells = sum(prod(grid) for _, _, grid in _grids(x.shape, sizes))
     return TensorType.of((*x.shape[:2], cells), x.dtype)
-
-
-OPS = (pyramid_pool,)

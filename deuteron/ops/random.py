@@ -88,6 +88,3 @@ def dropout(x: TensorType, seed: TensorType, p: float) -> TensorType:
     if (seed.rank, seed.dtype) != (0, int64):
         raise GraphError(f"the seed is {seed}, not one int64", remedy="give a rank-0 int64 tensor")
     return x.dense_like(dt=floats("dropout", x))
-
-
-OPS = (dropout,)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, int64
@@ -24,7 +25,6 @@ from deuteron.ops.reference import LOW, without_overflow
 from deuteron.ops.samples import Arg, Sample, samples
 
 Grad = Callable[[Ops, Vjp], Any]
-Tensor = torch.Tensor
 
 
 def reduced_shape(shape: Shape, axes: Sequence[int], keepdim: bool) -> Shape:
@@ -269,9 +269,7 @@ def argmin(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
 def vector_norm(b: Ops, x: Sym, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
     """(Σ |x|ᵖ)^(1/p) along ``axes``; of p = ±inf the largest or smallest |x|, of 0 how
     many elements are not 0. Powers of 16-bit numbers, which overflow soon, are those of float32."""
-    if not x.dtype.is_float:
-        wrong = f"norm of {x.dtype.name} is not defined"
-        raise GraphError(wrong, remedy='cast first: cast(x, dtype="f32")')
+    floats("norm", x.type)
     along = {"axes": axes, "keepdim": keepdim}
     wide = b.upcast(x)
     if p < 0.0 or p == math.inf:
@@ -309,6 +307,3 @@ def _rooted(b: Ops, total: Sym, p: float) -> Sym:
     safe = b.where(zero, 1.0, total)
     root = b.sqrt(safe) if p == 2.0 else b.pow(safe, 1.0 / p)
     return b.one("where", zero, 0.0, root)
-
-
-OPS = (*REDUCE, var, argmax, argmin)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from deuteron.ir.types import TensorType, same_strides
 
-Tensor = torch.Tensor
 LOW = (torch.float16, torch.bfloat16)
 
 

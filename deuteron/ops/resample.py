@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
@@ -23,8 +24,6 @@ from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.movement import moving
 from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Types, Vjp, operator
 from deuteron.ops.samples import Arg, Sample, samples
-
-Tensor = torch.Tensor
 
 # ---- cubic weights, of tensors or of numbers in a formula ------------------------------------
 
@@ -356,6 +355,3 @@ def grid_sample_grad(
     one_dtype("grid_sample_grad", grad=grad, x=x)
     check_gradient("grid_sample_grad", grad, _sampled("grid_sample_grad", x, grid, mode))
     return TensorType.of(x.shape, x.dtype), TensorType.of(grid.shape, x.dtype)
-
-
-OPS = (resize, resize_grad, pixel_shuffle, pixel_unshuffle, grid_sample, grid_sample_grad)

@@ -12,9 +12,11 @@ thousandths of a radian at the lengths that models are run at today.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.errors import BindError, GraphError
 from deuteron.ir.dtype import dtype as dtype_of
@@ -22,10 +24,10 @@ from deuteron.ir.dtype import float32, int32, int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import check_index, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
+from deuteron.ops.formula import TENSORS
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.reference import lay
 
-Tensor = torch.Tensor
 # ---- rope: what may be asked -------------------------------------------------------------------
 
 _ROPE = {
@@ -105,15 +107,16 @@ def _tables(
     return angles.cos(), angles.sin()
 
 
-def _pairs(x: Tensor, dims: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    if interleaved:
-        return x[..., 0:dims:2], x[..., 1:dims:2]
-    return x[..., : dims // 2], x[..., dims // 2 : dims]
+def _pairs(b: Any, x: Any, dims: int, interleaved: bool) -> Iterator[Any]:
+    """The first and the second of all pairs: views of a tensor, or values of a graph."""
+    half = dims // 2
+    spans = ((0, dims - 1, 2), (1, dims, 2)) if interleaved else ((0, half, 1), (half, dims, 1))
+    return (b.slice(x, axis=-1, start=start, stop=stop, step=step) for start, stop, step in spans)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dims: int, interleaved: bool) -> Tensor:
     t = TensorType.from_tensor(x).dense_like()
-    a, b = (part.to(cos.dtype) for part in _pairs(x, dims, interleaved))
+    a, b = (part.to(cos.dtype) for part in _pairs(TENSORS, x, dims, interleaved))
     both = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
     turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
     return lay(torch.cat((turned.to(x.dtype), x[..., dims:]), -1), t)
@@ -132,15 +135,6 @@ def _rope_reference(q: Tensor, k: Tensor | None, *rest: Tensor | None, **a: Any)
 # ---- rope: its gradient, and the same in simpler operators -------------------------------------
 
 
-def _pair_syms(b: Ops, x: Sym, dims: int, interleaved: bool) -> list[Sym]:
-    half = dims // 2
-    spans = ((0, dims - 1, 2), (1, dims, 2)) if interleaved else ((0, half, 1), (half, dims, 1))
-    return [
-        b.upcast(b.slice(x, axis=3, start=start, stop=stop, step=step))
-        for start, stop, step in spans
-    ]
-
-
 def _table_grads(b: Ops, v: Vjp) -> Grads:
     """dcos = Σ (a'·a + b'·b), dsin = Σ (b'·a − a'·b) over heads, and over tokens that read the
     same row; a' and b' are gradients here."""
@@ -150,8 +144,8 @@ def _table_grads(b: Ops, v: Vjp) -> Grads:
     for i, grad in enumerate(v.grads):
         if grad is None:
             continue
-        x1, x2 = _pair_syms(b, v.arg(i), dims, attrs["interleaved"])
-        g1, g2 = _pair_syms(b, grad, dims, attrs["interleaved"])
+        x1, x2 = map(b.upcast, _pairs(b, v.arg(i), dims, attrs["interleaved"]))
+        g1, g2 = map(b.upcast, _pairs(b, grad, dims, attrs["interleaved"]))
         for which, terms in enumerate((g1 * x1 + g2 * x2, g2 * x1 - g1 * x2)):
             part = b.sum(terms, axes=heads)
             sums[which] = part if sums[which] is None else sums[which] + part
@@ -290,7 +284,7 @@ def _sine_reference(positions: Tensor, **a: Any) -> Tensor:
     made: Any = sinusoidal.infer(TensorType.from_tensor(positions), **a)
     angles = positions.double()[..., None] * frequencies(a["dim"], a["base"], positions.device)
     out = torch.empty(made.shape, dtype=made.dtype.torch, device=positions.device)
-    sines, cosines = _pairs(out, a["dim"], a["interleaved"])
+    sines, cosines = _pairs(TENSORS, out, a["dim"], a["interleaved"])
     sines.copy_(angles.sin())
     cosines.copy_(angles.cos())
     return out
@@ -302,17 +296,12 @@ def _sine_vjp(b: Ops, v: Vjp) -> Grads:
     if not v.needs[0]:
         return [None]
     wide = torch.float64 if v.grad.dtype.short == "f64" else torch.float32
-    pace = frequencies(dim, v.attrs["base"]).to(wide)
-    sides, axis, pace = (dim // 2, 2), 1, pace[:, None]
-    if not v.attrs["interleaved"]:
-        sides, axis, pace = (2, dim // 2), 0, pace.t()
-    rank = positions.rank
-    parts = [b.reshape(b.upcast(t), (*positions.shape, *sides)) for t in (v.grad, v.outs[0])]
-    (g_sin, sin), (g_cos, cos) = (
-        [b.slice(t, axis=rank + axis, start=i, stop=i + 1) for t in parts] for i in (0, 1)
+    pace = b.constant(frequencies(dim, v.attrs["base"]).to(wide), "frequencies")
+    (g_sin, g_cos), (sin, cos) = (
+        map(b.upcast, _pairs(b, t, dim, v.attrs["interleaved"])) for t in (v.grad, v.outs[0])
     )
-    slope = b.constant(pace, "frequencies") * (g_sin * cos - g_cos * sin)
-    return [b.to(b.sum(slope, axes=(rank, rank + 1)), positions.dtype)]
+    slope = pace * (g_sin * cos - g_cos * sin)
+    return [b.to(b.sum(slope, axes=-1), positions.dtype)]
 
 
 @operator(
@@ -345,6 +334,3 @@ def sinusoidal(
         wrong = f"sinusoidal of {positions.dtype.name} positions as {kind.name}"
         raise GraphError(wrong, remedy="positions are numbers, the result is of a float type")
     return TensorType.of((*positions.shape, dim), kind)
-
-
-OPS = (rope, sinusoidal)

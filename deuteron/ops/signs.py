@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.emit import Ops
 from deuteron.ops.formula import TENSORS
 
 PACKED = ("none", "channels", "positions")
@@ -88,7 +87,5 @@ def unpack(signs: Any, shape: Shape, packed: str, b: Any = TENSORS) -> Any:
 
 def _weights(b: Any, like: Any) -> Any:
     """Of the bits, made where they are used: a CUDA Graph captures no copy to a GPU."""
-    device = like.device if isinstance(like, torch.Tensor) else None
-    places = torch.arange(8, dtype=torch.int32, device=device)
-    weights = torch.ones_like(places) << places
-    return b.constant(weights, "bits") if isinstance(b, Ops) else weights
+    places = torch.arange(8, dtype=torch.int32, device=getattr(like, "device", None))
+    return b.constant(torch.ones_like(places) << places, "bits")

@@ -70,6 +70,3 @@ def log_softmax(x: TensorType, axis: int) -> TensorType:
     """ln of softmax along one axis, without forming softmax first."""
     check_float("log_softmax", x=x)
     return x.with_layout("contiguous")
-
-
-OPS = (softmax, log_softmax)

@@ -55,8 +55,6 @@ def _dense(found: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def _back_to_places(b: Ops, v: Vjp) -> Grads:
     """Each value's gradient goes where the value came from; no two came from one place."""
-    if v.grads[0] is None:
-        return [None]
     return [b.scatter(v.outs[1], v.grad, shape=v.arg(0).shape, axis=v.attrs["axis"])]
 
 
@@ -104,6 +102,3 @@ def topk(x: TensorType, k: int, axis: int, largest: bool) -> tuple[TensorType, .
         raise GraphError(wrong, remedy=f"use a k from 0 to {x.shape[axis]}")
     shape = (*x.shape[:axis], k, *x.shape[axis + 1 :])
     return TensorType.of(shape, kind), TensorType.of(shape, int64)
-
-
-OPS = (scatter, sort, topk)

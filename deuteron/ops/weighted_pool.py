@@ -14,19 +14,18 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
+from deuteron.ops.formula import TENSORS
 from deuteron.ops.movement import NHWC, ROW
 from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Types, Vjp, operator
 from deuteron.ops.pool import ORDER_OF_X, SHAPE_OF_X
 from deuteron.ops.samples import Sample, samples
-
-Tensor = torch.Tensor
 
 
 def _window(rank: int, weight: Any) -> Shape:
@@ -67,21 +66,21 @@ def _infer(x: TensorType, weight: TensorType, stride: Shape, padding: Shape) -> 
     return TensorType.of((*x.shape[:2], *size), x.dtype, memory_order(x))
 
 
-def _convolution(stride: Shape, padding: Shape, x: Shape) -> tuple[Any, ...]:
-    dims = len(x) - 2
-    return stride, padding, [1] * dims, False, [0] * dims, x[1]
-
-
-def _filters(x: Shape, weight: Tensor) -> Tensor:
-    """The weight as that of a convolution in which no channel sees another."""
+def _filters(b: Any, x: Shape, weight: Any) -> Any:
+    """The weight as that of a convolution in which no channel sees another: of a tensor, or of a
+    value of the graph that ``b`` writes."""
     window = _window(len(x), weight)
-    return weight.reshape(-1, 1, *window).expand(x[1], 1, *window)
+    return b.expand(b.reshape(weight, shape=(-1, 1, *window)), shape=(x[1], 1, *window))
 
 
-def _reference(x: Tensor, weight: Tensor, stride: Shape, padding: Shape) -> Tensor:
-    how = _convolution(stride, padding, x.shape)
-    y = torch.convolution(x, _filters(x.shape, weight), None, *how)
-    return ordered(y, memory_order(TensorType.from_tensor(x)))
+def _pooled(b: Any, ins: Syms, how: Attributes) -> Any:
+    x, weight = ins
+    return b.conv(x, _filters(b, x.shape, weight), None, groups=x.shape[1], **how)
+
+
+def _reference(x: Tensor, weight: Tensor, **how: Shape) -> Tensor:
+    order = memory_order(TensorType.from_tensor(x))
+    return ordered(_pooled(TENSORS, (x, weight), how), order)
 
 
 def _vjp(b: Ops, v: Vjp) -> Grads:
@@ -98,14 +97,8 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
     return found
 
 
-def _filter_syms(b: Ops, x: Shape, weight: Sym) -> Sym:
-    window = _window(len(x), weight)
-    return b.one("expand", b.reshape(weight, (-1, 1, *window)), shape=(x[1], 1, *window))
-
-
 def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
-    x, weight = ins
-    return [b.conv(x, _filter_syms(b, x.shape, weight), None, groups=x.shape[1], **attrs)]
+    return [_pooled(b, ins, attrs)]
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
@@ -123,40 +116,38 @@ def _check_rank(op: str, grad: TensorType, rank: int) -> None:
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def _dx_reference(
-    grad: Tensor, weight: Tensor, shape: Shape, order: str, stride: Shape, padding: Shape
-) -> Tensor:
-    how, x = _convolution(stride, padding, shape), grad.new_empty(shape)
-    mask, filters = [True, False, False], _filters(shape, weight)
-    dx = torch.ops.aten.convolution_backward(grad, x, filters, None, *how, mask)[0]
-    return ordered(dx, order)
+def _dx(b: Any, ins: Syms, shape: Shape, how: Attributes) -> Any:
+    grad, weight = ins
+    return b.conv_dx(grad, _filters(b, shape, weight), groups=shape[1], shape=shape, **how)
+
+
+def _dx_reference(*ins: Tensor, shape: Shape, order: str, **how: Shape) -> Tensor:
+    return ordered(_dx(TENSORS, ins, shape, how), order)
 
 
 def _dx_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
-    grad, weight = ins
-    how, shape = dict(attrs), attrs["shape"]
-    order, filters = how.pop("order"), _filter_syms(b, shape, weight)
-    return [b.to_layout(b.conv_dx(grad, filters, groups=shape[1], **how), order)]
+    how = dict(attrs)
+    order, shape = how.pop("order"), how.pop("shape")
+    return [b.to_layout(_dx(b, ins, shape, how), order)]
 
 
-def _dw_reference(
-    grad: Tensor, x: Tensor, window: Shape, stride: Shape, padding: Shape
-) -> tuple[Tensor, ...] | Tensor:
-    how, filters = _convolution(stride, padding, x.shape), x.new_empty((x.shape[1], 1, *window))
-    mask = [False, True, False]
-    dw = torch.ops.aten.convolution_backward(grad, x, filters, None, *how, mask)[1]
-    found = tuple(part.contiguous() for part in dw.flatten(1).unbind(1))
-    return found if len(found) > 1 else found[0]
+def _dw(b: Any, ins: Syms, window: Shape, how: Attributes) -> Any:
+    grad, x = ins
+    channels = x.shape[1]
+    dw = b.conv_dw(grad, x, shape=(channels, 1, *window), groups=channels, **how)
+    return b.reshape(dw, shape=(channels, prod(window)))
+
+
+def _dw_reference(*ins: Tensor, window: Shape, **how: Shape) -> tuple[Tensor, ...]:
+    return tuple(part.contiguous() for part in _dw(TENSORS, ins, window, how).unbind(1))
 
 
 def _dw_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
-    grad, x = ins
-    how, channels = dict(attrs), x.shape[1]
+    how = dict(attrs)
     window = how.pop("window")
-    dw = b.conv_dw(grad, x, shape=(channels, 1, *window), groups=channels, **how)
-    flat = b.reshape(dw, (channels, prod(window)))
+    flat = _dw(b, ins, window, how)
     columns = [b.slice(flat, axis=1, start=i, stop=i + 1) for i in range(prod(window))]
-    return [b.reshape(column, (channels,)) for column in columns]
+    return [b.reshape(column, flat.shape[:1]) for column in columns]
 
 
 # ---- samples and operators -----------------------------------------------------------------------
@@ -231,6 +222,3 @@ def weighted_pool_dw(
     y = _infer(x, TensorType.of(window, x.dtype), **windows)
     check_gradient("weighted_pool_dw", grad, y.shape)
     return (TensorType.of(x.shape[1:2], x.dtype),) * prod(window)
-
-
-OPS = (weighted_pool, weighted_pool_dx, weighted_pool_dw)

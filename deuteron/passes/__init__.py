@@ -15,13 +15,11 @@ from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_const
 from deuteron.passes.context import Context, Pass, PassRecord
 from deuteron.passes.differentiate import differentiate, pullback
 from deuteron.passes.expand import expand
-from deuteron.passes.fold_batch_norm import fold_batch_norm
 from deuteron.passes.fuse import Veto, fuse
-from deuteron.passes.join_cross_entropy import join_cross_entropy
-from deuteron.passes.join_rope import join_rope
+from deuteron.passes.join import join_cross_entropy, join_rope
 from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
-from deuteron.passes.simplify import algebra, canonicalise
+from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
 
 PASSES: tuple[Pass, ...] = (
     Pass("join cross entropy", join_cross_entropy),  # a loss with its gradient, one read of logits

@@ -16,21 +16,12 @@ FOLD_LIMIT = 1 << 26  # elements; a larger folded result would cost more memory 
 
 def dead_code(graph: Graph, ctx: Context | None = None) -> Graph:
     """Drop nodes and constants that no output needs. Inputs stay: they are the signature."""
-    live = set(graph.output_values)
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        if any(out in live for out in node.outputs):
-            kept.append(node)
-            live.update(node.uses)
-    kept.reverse()
+    kept, live = graph.needed()
     constants = {v: c for v, c in graph.constants.items() if v in live}
     if ctx is not None:
         ctx.fired["unused node"] += len(graph.nodes) - len(kept)
         ctx.fired["unused constant"] += len(graph.constants) - len(constants)
-    made = {out for node in kept for out in node.outputs}
-    names = {*graph.inputs, *constants, *made}
-    types = {v: t for v, t in graph.types.items() if v in names}
-    return Graph(graph.name, graph.inputs, graph.outputs, tuple(kept), types, constants)
+    return graph.only(kept, graph.inputs, graph.outputs, constants)
 
 
 def common_subexpressions(graph: Graph, ctx: Context) -> Graph:
@@ -60,9 +51,7 @@ def common_subexpressions(graph: Graph, ctx: Context) -> Graph:
         nodes.append(moved)
         names.update((o, o) for o in node.outputs)
     outputs = tuple((name, names[value]) for name, value in graph.outputs)
-    made = {out for node in nodes for out in node.outputs}
-    types = {v: graph.types[v] for v in (*graph.inputs, *constants, *made)}
-    return Graph(graph.name, graph.inputs, outputs, tuple(nodes), types, constants)
+    return graph.only(nodes, graph.inputs, outputs, constants)
 
 
 def fold_constants(graph: Graph, ctx: Context) -> Graph:

@@ -15,7 +15,7 @@ from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Vjp
 from deuteron.passes.expand import written_out
-from deuteron.passes.join_batch_norm import activation_after, join_batch_norm
+from deuteron.passes.join import activation_after, join_batch_norm
 
 NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm"})
 
@@ -31,16 +31,14 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
     if target is None:
         have = ", ".join(name for name, _ in graph.outputs) or "none"
         raise GraphError(f"there is no output {of!r}", asked=f"grad({of!r})", remedy=f"use {have}")
+    asked = f"grad({of!r}, wrt={list(wrt)})"
     for name in wrt:
         if name not in graph.inputs and name not in graph.constants:
             wrong = f"{name!r} is not an input of the graph"
-            asked = f"grad({of!r}, wrt={list(wrt)})"
             raise GraphError(wrong, asked=asked, remedy=f"choose from {', '.join(graph.inputs)}")
         if not graph.types[name].dtype.is_float:
-            raise GraphError(
-                f"{name!r} is {graph.types[name].dtype.name}: only floats have gradients",
-                asked=f"grad({of!r}, wrt={list(wrt)})",
-            )
+            wrong = f"{name!r} is {graph.types[name].dtype.name}: only floats have gradients"
+            raise GraphError(wrong, asked=asked)
     if not graph.types[target].dtype.is_float:
         raise GraphError(f"output {of!r} is {graph.types[target].dtype.name}, not a float")
 
@@ -76,19 +74,12 @@ def pullback(
         seeds[value] = seeds[value] + seed if value in seeds else seed
     _add_gradients(graph, ops, seeds, wrt)
     whole = build.finish()
-    known = {values[name] for name in kept}
-    live = set(whole.output_values)
-    nodes = []
-    for node in reversed(whole.nodes):
-        if any(out in live and out not in known for out in node.outputs):
-            nodes.append(node)
-            live.update(node.uses)
-    nodes.reverse()
+    known = frozenset(values[name] for name in kept)
+    nodes, live = whole.needed(known)
     made = {out for node in nodes for out in node.outputs}
     inputs = tuple(v for v in (*whole.inputs, *known) if v in live and v not in made)
     constants = {v: c for v, c in whole.constants.items() if v in live}
-    types = {v: whole.types[v] for v in (*inputs, *constants, *made)}
-    return Graph(whole.name, inputs, whole.outputs, tuple(nodes), types, constants)
+    return whole.only(nodes, inputs, whole.outputs, constants)
 
 
 def _add_gradients(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: Sequence[str]) -> None:

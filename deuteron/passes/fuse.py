@@ -48,10 +48,6 @@ class Group:
     preds: set[int] = field(default_factory=set)  # groups it reads from (may be stale: resolve)
     succs: set[int] = field(default_factory=set)  # groups that read from it (the same)
 
-    @property
-    def first(self) -> int:
-        return self.nodes[0]
-
 
 Check = Callable[["Fuser", Group, Node, str], "str | None"]
 
@@ -127,9 +123,7 @@ RULES: dict[tuple[Fusion, Fusion], Check] = {
     (C, B): _epilogue,
     (C, M): _always("moves elements out of the tile of the product"),
     (C, R): _always("a reduction after a product needs whole rows, the product makes tiles"),
-    (E, C): _product,
-    (R, C): _product,
-    (C, C): _product,
+    **{(kind, C): _product for kind in (E, R, C)},
     **{(kind, X): _alone for kind in (E, R, C, X)},
     **{(X, kind): _alone for kind in (E, B, M, R, C)},
 }
@@ -143,7 +137,6 @@ class Fuser:
         self.groups: dict[int, Group] = {}
         self.of: dict[int, int] = {}  # node index → group id, resolved through `merged`
         self.merged: dict[int, int] = {}
-        self.index = {out: i for i, node in enumerate(graph.nodes) for out in node.outputs}
         self.vetoes: list[Veto] = []
 
     def find(self, group: int) -> int:
@@ -167,7 +160,8 @@ class Fuser:
     def _place(self, i: int, node: Node) -> None:
         kind = table.get(node.op).fusion
         producers: dict[int, str] = {}  # group → the value it hands over (latest first)
-        made = [(self.index[v], v) for v in node.uses if v in self.index]
+        places = self.graph.places
+        made = [(places[v], v) for v in node.uses if v in places]
         for p, value in sorted(made, reverse=True):
             producers.setdefault(self.find(self.of[p]), value)
         home: int | None = None
@@ -276,7 +270,7 @@ class Fuser:
         for g, group in self.groups.items():
             space = self._space(group)
             for value in dict.fromkeys(v for i in group.nodes for v in self.graph.nodes[i].uses):
-                outside = value not in self.index or self._group_of(value) != g
+                outside = value not in self.graph.places or self._group_of(value) != g
                 if space is not None and outside and self._order(value) == space:
                     readers.setdefault(value, []).append(g)
         for several in readers.values():
@@ -315,11 +309,9 @@ class Fuser:
     def _only_reader(self, cast: Node) -> int | None:
         """The group that alone reads a widening cast and can hold it."""
         narrow, wide = self.graph.types[cast.uses[0]].dtype, self.graph.types[cast.output].dtype
-        users = self.graph.users.get(cast.output, ())
-        readers = {self._group_of(u.outputs[0]) for u in users}
-        if len(readers) != 1 or wide.bits <= narrow.bits:
+        to = self._read_by([cast.output])
+        if to is None or wide.bits <= narrow.bits:
             return None
-        (to,) = readers
         group = self.groups[to]
         anchor = None if group.anchor is None else self.graph.nodes[group.anchor]
         beside = anchor is not None and cast.output in anchor.inputs[1:]
@@ -339,9 +331,12 @@ class Fuser:
         made = [v for i in group.nodes for v in self.graph.nodes[i].outputs]
         if group.kind is not E or any(v in self.graph.output_values for v in made):
             return None
-        users = (u for v in made for u in self.graph.users.get(v, ()))
-        readers = {self._group_of(u.outputs[0]) for u in users}
-        readers.discard(g)
+        return self._read_by(made, beside=g)
+
+    def _read_by(self, values: Iterable[str], beside: int | None = None) -> int | None:
+        """The one group, beside another, that reads any of these values."""
+        users = (user for value in values for user in self.graph.users.get(value, ()))
+        readers = {self._group_of(user.outputs[0]) for user in users} - {beside}
         return readers.pop() if len(readers) == 1 else None
 
     def _fits_beside(self, group: Group, reduction: Group) -> bool:
@@ -359,7 +354,7 @@ class Fuser:
 
     def _leaves(self, value: str, home: int) -> bool:
         """Whether a value made in ``home`` is written to memory for others than its casts."""
-        if value not in self.index or self._group_of(value) != home:
+        if value not in self.graph.places or self._group_of(value) != home:
             return False
         return self._is_written(value, [u for u in self.graph.users[value] if u.op != "cast"])
 
@@ -372,7 +367,7 @@ class Fuser:
 
     def _group_of(self, value: str) -> int:
         """The group that makes a value."""
-        return self.find(self.of[self.index[value]])
+        return self.find(self.of[self.graph.places[value]])
 
     def _veto(self, value: str, node: Node, reason: str) -> None:
         producer = self.graph.producer[value]
@@ -387,7 +382,7 @@ class Fuser:
             for p in before:
                 succs.setdefault(p, []).append(g)
         waiting = {g: len(before) for g, before in preds.items()}
-        ready = [(self.groups[g].first, g) for g, n in waiting.items() if n == 0]
+        ready = [(self.groups[g].nodes[0], g) for g, n in waiting.items() if n == 0]
         heapq.heapify(ready)
         regions: list[Region] = []
         while ready:
@@ -396,7 +391,7 @@ class Fuser:
             for s in succs.get(g, ()):
                 waiting[s] -= 1
                 if waiting[s] == 0:
-                    heapq.heappush(ready, (self.groups[s].first, s))
+                    heapq.heappush(ready, (self.groups[s].nodes[0], s))
         assert len(regions) == len(self.groups), "fusion made a cycle"
         return tuple(regions)
 

@@ -1,9 +1,17 @@
-"""Local rules: canonical forms, and algebra that keeps every number (nan and inf included)."""
+"""Local rules: canonical forms, algebra that keeps every number (nan and inf included), and batch
+normalisation with known statistics, which disappears into the product before it:
+
+    bn(conv(x, w, b)) = conv(x, w·s, (b − mean)·s + β)   with s = γ / √(var + ε)
+
+The factors are computed in float64 and rounded once. A batch norm that follows nothing it can
+fold into becomes one multiply and one add per element.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,25 +23,18 @@ from deuteron.passes.context import by_rules
 Result = Sequence[str] | None
 
 
-def _source(node: Node) -> str:
-    """The first input, which the operators matched here always have."""
-    value = node.inputs[0]
-    assert value is not None
-    return value
-
-
 def _drop(rw: Rewriter, node: Node) -> Result:
     """An operation that returns its input unchanged (same shape, dtype and memory order)."""
-    x = _source(node)
+    x = node.uses[0]
     return [x] if rw.build.types[x] == rw.old.types[node.outputs[0]] else None
 
 
 def _through(rw: Rewriter, node: Node) -> Result:
     """reshape of reshape, and permute of permute, are one."""
-    inner = rw.made_by(_source(node), node.op)
+    inner = rw.made_by(node.uses[0], node.op)
     if inner is None:
         return None
-    source = _source(inner)
+    source = inner.uses[0]
     if node.op == "reshape":
         attrs = {"shape": node.attrs["shape"]}
         _, (merged,) = table.infer("reshape", [rw.build.types[source]], attrs)
@@ -46,17 +47,17 @@ def _through(rw: Rewriter, node: Node) -> Result:
 
 def _layout_chain(rw: Rewriter, node: Node) -> Result:
     """Converting twice is converting once."""
-    inner = rw.made_by(_source(node), "to_layout")
-    return None if inner is None else [rw.emit("to_layout", [_source(inner)], dict(node.attrs))]
+    inner = rw.made_by(node.uses[0], "to_layout")
+    return None if inner is None else [rw.emit("to_layout", [inner.uses[0]], dict(node.attrs))]
 
 
 def _layout_before_resize(rw: Rewriter, node: Node) -> Result:
     """Converting before enlarging touches fewer bytes than converting after."""
-    x = _source(node)
+    x = node.uses[0]
     inner = rw.made_by(x, "resize")
     if inner is None or not rw.only_use(x):
         return None
-    small = _source(inner)
+    small = inner.uses[0]
     if rw.build.types[small].numel >= rw.build.types[x].numel:
         return None
     _, turned = table.infer("to_layout", [rw.build.types[small]], node.attrs)
@@ -72,11 +73,11 @@ def _neutral(rw: Rewriter, node: Node) -> Result:
 
     x + 0 turns −0 into +0 in IEEE arithmetic; x − 0 does not, so only −0 is neutral for add.
     """
-    x, y = node.inputs
+    x, y = node.uses
     neutral = {"add": -0.0, "sub": 0.0, "mul": 1.0, "div": 1.0, "pow": 1.0}[node.op]
     for keep, other in ((x, y), (y, x)) if node.op in ("add", "mul") else ((x, y),):
         number = rw.scalar(other)
-        if keep is None or number is None or isinstance(number, bool) or number != neutral:
+        if number is None or isinstance(number, bool) or number != neutral:
             continue
         signed = neutral == 0.0 and rw.build.types[keep].dtype.is_float
         if signed and math.copysign(1.0, number) != math.copysign(1.0, neutral):
@@ -88,17 +89,17 @@ def _neutral(rw: Rewriter, node: Node) -> Result:
 
 def _involution(rw: Rewriter, node: Node) -> Result:
     """−(−x) and not(not x) are x; relu(relu(x)) is relu(x)."""
-    inner = rw.made_by(_source(node), node.op)
+    inner = rw.made_by(node.uses[0], node.op)
     if inner is None:
         return None
-    same = _source(node) if node.op in ("relu", "abs") else _source(inner)
+    same = node.uses[0] if node.op in ("relu", "abs") else inner.uses[0]
     # not(not x) of a number is not that number, and a view is not a result of its own
     return [same] if rw.build.types[same] == rw.old.types[node.outputs[0]] else None
 
 
 def _power(rw: Rewriter, node: Node) -> Result:
     """x² and 1/x have operators of their own, exact where pow is not."""
-    x = _source(node)
+    x = node.uses[0]
     named = {2.0: "square", -1.0: "reciprocal"}  # not √x: pow(−0, 0.5) is +0 but sqrt(−0) is −0
     number, kind = rw.scalar(node.inputs[1]), rw.build.types[x].dtype
     op = None if number is None else named.get(float(number))
@@ -109,9 +110,9 @@ def _power(rw: Rewriter, node: Node) -> Result:
 
 def _divide(rw: Rewriter, node: Node) -> Result:
     """Division by a power of two is multiplication by its exact inverse."""
-    x, y = node.inputs
+    x, y = node.uses
     number = rw.scalar(y)
-    if x is None or number is None or isinstance(number, bool) or number == 0:
+    if number is None or isinstance(number, bool) or number == 0:
         return None
     out = rw.old.types[node.outputs[0]]
     if rw.build.types[x].dtype != out.dtype or not math.isfinite(number):
@@ -126,55 +127,47 @@ def _divide(rw: Rewriter, node: Node) -> Result:
 
 def _global_mean(rw: Rewriter, node: Node) -> Result:
     """Adaptive average pooling to one pixel is a mean over the spatial axes."""
-    x = _source(node)
-    rank = rw.build.types[x].rank
-    if any(s != 1 for s in node.attrs["size"]) or not rw.build.types[x].dtype.is_float:
+    kind = rw.build.types[node.uses[0]]
+    if any(s != 1 for s in node.attrs["size"]) or not kind.dtype.is_float or not kind.numel:
         return None
-    if 0 in rw.build.types[x].shape:
-        return None
-    return [rw.emit("mean", [x], {"axes": tuple(range(2, rank)), "keepdim": True})]
+    return [rw.emit("mean", node.uses, {"axes": tuple(range(2, kind.rank)), "keepdim": True})]
 
 
 def _linear(rw: Rewriter, node: Node) -> Result:
     """matmul(x, permute(w)) with w a matrix [out, in] is linear(x, w)."""
-    x, y = node.inputs
-    swap = rw.made_by(y, "permute")
-    if x is None or swap is None or tuple(swap.attrs["dims"]) != (1, 0):
+    x, y = node.uses
+    swap, kind = rw.made_by(y, "permute"), rw.build.types[x]
+    if swap is None or tuple(swap.attrs["dims"]) != (1, 0):
         return None
-    if rw.build.types[x].rank < 2 or not rw.build.types[x].dtype.is_float:
+    if kind.rank < 2 or not kind.dtype.is_float:
         return None
-    return [rw.emit("linear", [x, _source(swap)])]
+    return [rw.emit("linear", [x, swap.uses[0]])]
 
 
 def _linear_bias(rw: Rewriter, node: Node) -> Result:
     """linear(x, w) + b with b a vector of the output size is linear(x, w, b)."""
-    for product, bias in (node.inputs, node.inputs[::-1]):
+    for product, bias in (node.uses, node.uses[::-1]):
         made = rw.made_by(product, "linear")
-        if made is None or product is None or bias is None or len(made.uses) != 2:
+        if made is None or len(made.uses) != 2:
             continue
         out, b = rw.build.types[product], rw.build.types[bias]
         if b.shape == out.shape[-1:] and b.dtype == out.dtype and rw.only_use(product):
-            return [rw.emit("linear", [*made.inputs[:2], bias])]
+            return [rw.emit("linear", [*made.uses, bias])]
     return None
 
 
 def _shared_bias(rw: Rewriter, node: Node) -> Result:
     """conv(x, w, b) + conv(y, v, c) keeps one bias, b + c: the second product runs bare."""
-    first, second = (rw.made_by(v, "conv") for v in node.inputs)
+    first, second = (rw.made_by(v, "conv") for v in node.uses)
     if first is None or second is None or first is second:
         return None
-    if len(first.uses) < 3 or len(second.uses) < 3:
-        return None
-    for value in node.uses:
-        if not rw.only_use(value):
-            return None
-    b, c = first.inputs[2], second.inputs[2]
-    if b is None or c is None or not (rw.is_constant(b) and rw.is_constant(c)):
+    biases = [v for made in (first, second) for v in made.uses[2:] if rw.is_constant(v)]
+    if len(biases) != 2 or not all(map(rw.only_use, node.uses)):
         return None
     one, other = (rw.build.types[made.output] for made in (first, second))
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return None
-    left, right = rw.build.constants[b].data, rw.build.constants[c].data
+    left, right = (rw.build.constants[v].data for v in biases)
     total = rw.build.constant((left.double() + right.double()).to(left.dtype), "bias")
     bare = rw.emit("conv", second.inputs[:2], dict(second.attrs))
     full = rw.emit("conv", [*first.inputs[:2], total], dict(first.attrs))
@@ -183,7 +176,7 @@ def _shared_bias(rw: Rewriter, node: Node) -> Result:
 
 def _resize_pixel(rw: Rewriter, node: Node) -> Result:
     """Resizing an image of one pixel repeats it, in every mode."""
-    x = _source(node)
+    x = node.uses[0]
     shape = rw.build.types[x].shape
     if any(s != 1 for s in shape[2:]) or node.attrs["antialias"]:
         return None
@@ -198,7 +191,57 @@ def _resize_pixel(rw: Rewriter, node: Node) -> Result:
 def _hardtanh(rw: Rewriter, node: Node) -> Result:
     """relu6 and hardtanh are clamps."""
     low, high = (0.0, 6.0) if node.op == "relu6" else (node.attrs["min"], node.attrs["max"])
-    return [rw.emit("clamp", [_source(node)], {"min": low, "max": high})]
+    return [rw.emit("clamp", [node.uses[0]], {"min": low, "max": high})]
+
+
+def _factors(rw: Rewriter, node: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(scale, shift) per channel in float64, if all statistics are constants."""
+    slots = zip(("mean", "var", "weight", "bias"), node.inputs[1:], strict=False)
+    given = {slot: value for slot, value in slots if value is not None}
+    if not all(map(rw.is_constant, given.values())):
+        return None
+    data: Any = {slot: rw.build.constants[value].data.double() for slot, value in given.items()}
+    scale = data.get("weight", 1.0) / torch.sqrt(data["var"] + node.attrs["eps"])
+    return scale, data.get("bias", 0.0) - data["mean"] * scale
+
+
+def _into_product(rw: Rewriter, node: Node) -> Result:
+    made = rw.made_by(node.uses[0], "conv", "linear")
+    if made is None or not rw.only_use(made.output) or not all(map(rw.is_constant, made.uses[1:])):
+        return None
+    if made.op == "linear" and rw.build.types[made.output].rank != 2:
+        return None  # the channel of batch norm is dimension 1, not the last
+    factors = _factors(rw, node)
+    if factors is None or rw.build.types[made.output].dtype != rw.old.types[node.outputs[0]].dtype:
+        return None
+    scale, shift = factors
+    x, name, *bias = made.uses
+    weight = rw.build.constants[name].data
+    if made.op == "conv" and made.attrs["transposed"]:
+        groups = made.attrs["groups"]  # weight [in, out/groups, …]: output channels by group
+        per_group = scale.reshape(groups, 1, -1)
+        wide = weight.double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+        scaled = (wide * per_group[..., None]).reshape(weight.shape)
+    else:
+        scaled = weight.double() * scale.reshape(-1, *[1] * (weight.ndim - 1))
+    if bias:
+        shift = shift + rw.build.constants[bias[0]].data.double() * scale
+    folded, moved = scaled.to(weight.dtype), shift.to(weight.dtype)
+    if not bool(folded.isfinite().all() and moved.isfinite().all()):
+        return None  # a tiny variance: the product would overflow its element type
+    w, b = rw.build.constant(folded, f"{name}_bn"), rw.build.constant(moved, f"{name}_shift")
+    return [rw.emit(made.op, [x, w, b], dict(made.attrs))]
+
+
+def _into_affine(rw: Rewriter, node: Node) -> Result:
+    factors, x = _factors(rw, node), node.uses[0]
+    kind = rw.build.types[x]
+    if factors is None or not kind.dtype.is_float or kind.dtype.is_low:
+        return None  # two roundings in 16 bits would cost accuracy; the operator rounds once
+    shape = (-1, *[1] * (kind.rank - 2))
+    scale, shift = (f.to(kind.dtype.torch).reshape(shape) for f in factors)
+    scaled = rw.emit("mul", [x, rw.build.constant(scale, "bn_scale")])
+    return [rw.emit("add", [scaled, rw.build.constant(shift, "bn_shift")])]
 
 
 CANONICAL = (
@@ -221,8 +264,14 @@ ALGEBRA = (
     Rule("one bias for two added convolutions", ("add",), _shared_bias),
 )
 
+BATCH_NORM = (
+    Rule("batch norm into product", ("batch_norm",), _into_product),
+    Rule("batch norm as multiply and add", ("batch_norm",), _into_affine),
+)
+
 # one form for equal things, so that later rules need to know only that form
 canonicalise = by_rules(CANONICAL)
 # Rules that hold for every number, nan and infinities included. All but one keep every bit; sharing
 # one bias between two added convolutions adds in another order, as any fusion may.
 algebra = by_rules(ALGEBRA)
+fold_batch_norm = by_rules(BATCH_NORM)
