@@ -6,7 +6,7 @@ A graph never changes. Passes build a new one through :class:`deuteron.ir.builde
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -210,7 +210,7 @@ class Graph:
         types = {v: self.types[v] for v in (*inputs, *constants, *made)}
         return Graph(self.name, inputs, outputs, tuple(nodes), types, constants)
 
-    def needed(self, known: frozenset[str] = frozenset()) -> tuple[list[Node], set[str]]:
+    def needed(self, known: Collection[str] = ()) -> tuple[list[Node], set[str]]:
         """The nodes that the outputs need where some values are known, and all that is read."""
         live, nodes = set(self.output_values), list[Node]()
         for node in reversed(self.nodes):

@@ -74,7 +74,7 @@ def pullback(
         seeds[value] = seeds[value] + seed if value in seeds else seed
     _add_gradients(graph, ops, seeds, wrt)
     whole = build.finish()
-    known = frozenset(values[name] for name in kept)
+    known = dict.fromkeys(values[name] for name in kept)  # in this order, in every process
     nodes, live = whole.needed(known)
     made = {out for node in nodes for out in node.outputs}
     inputs = tuple(v for v in (*whole.inputs, *known) if v in live and v not in made)
