@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -64,13 +64,7 @@ class ProductKernel:
     panel: str = "f32"
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """Memory that is wanted soon: a variable with the place, and the bytes from one step to the
-    next."""
-
-    place: Value
-    pace: Value
+Ahead = tuple[Value, Value]  # memory that is wanted soon: a variable with its place, bytes a step
 
 
 # ---- the kernel --------------------------------------------------------------------------------
@@ -91,7 +85,12 @@ class Multiply:
         return [packed.load(packed.at(base, (k * vectors + j) * n), n) for j in range(vectors)]
 
     def run(
-        self, acc: list[list[Value]], runs: list[Value], panel: Value, length: Value, ahead=None
+        self,
+        acc: list[list[Value]],
+        runs: list[Value],
+        panel: Value,
+        length: Value,
+        ahead: Ahead | None = None,
     ) -> None:
         """acc[i] += runs[i][k] · panel[k] for k below ``length``; ``panel`` is a variable that ends
         up behind what was read. Lines of memory ``ahead`` are asked for along the way."""
@@ -125,9 +124,10 @@ class Multiply:
                     spread(self.columns(base, lane), k, lane)
             c.put(panel, packed.at(base, step * self.tile.vectors * n))
             if ahead is not None:
-                there = c.get(ahead.place, PTR)
+                place, pace = ahead
+                there = c.get(place, PTR)
                 _prefetch(c, there, AHEAD)
-                c.put(ahead.place, c.at(there, ahead.pace, of=I8))
+                c.put(place, c.at(there, pace, of=I8))
         with c.loop(whole, length) as k:
             base = c.get(panel, PTR)
             spread(self.columns(base, 0), k)
@@ -192,7 +192,7 @@ def _product(module: object, form: ProductKernel) -> Code:
         with c.when(c.cmp("!=", w.last, 0)):
             for i in range(rows):
                 _prefetch(c, places(i)[1])
-    panel, next_lines = c.variable(PTR, w.b), Ahead(c.variable(PTR, w.ahead), w.pace)
+    panel, next_lines = c.variable(PTR, w.b), (c.variable(PTR, w.ahead), w.pace)
     with c.loop(0, w.segments) as s:
         where = [c.index(w.table, c.add(c.mul(s, rows), i)) for i in range(rows)]
         everywhere = where[0]
@@ -247,59 +247,47 @@ def _product(module: object, form: ProductKernel) -> Code:
     return c
 
 
-def _write(module: object, form: ProductKernel) -> None:
-    tiles_of, tile = _product(module, form), form.tile
+def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads: Value) -> None:
+    tiles_of, tile = _product(c.module, form), form.tile
     wide, each = tile.columns, tile.rows * tile.columns
     step = width() if has_lanes() else 4
-
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
-        segments, length, count, columns, groups, block, stretch, by_columns = c.words(words, 11, 8)
-        of, packed = Stored(c, form.stored), Stored(c, form.panel)
-        depth = c.mul(segments, length)
-        panels = c.div(c.add(columns, wide - 1), wide)
-        everything = c.mul(groups, panels)
-        split = c.cmp("!=", by_columns, 0)
-        p_share, m_share = c.share(everything, thread, threads), c.share(count, thread, threads)
-        p0, p1 = (c.b.select(split, p_share[i], (c.i(0), everything)[i]) for i in (0, 1))
-        m0, m1 = (c.b.select(split, (c.i(0), count)[i], m_share[i]) for i in (0, 1))
-        kept = c.at(room, c.mul(thread, everything, block, each))
-        with c.loop(m0, m1, block) as top, c.loop(0, segments, stretch) as s, c.loop(p0, p1) as p:
-            bottom = c.least(m1, c.add(top, block))
-            here = c.least(c.sub(segments, s), stretch)
-            first = c.b.zext(c.cmp("==", s, 0), I64)
-            last = c.b.zext(c.cmp("==", c.add(s, here), segments), I64)
-            group = c.div(p, panels)
-            inside = c.sub(p, c.mul(group, panels))
-            column = c.mul(inside, wide)
-            a_at, b_at, c_at, r_at = (c.word(starts, c.add(c.mul(group, 4), i)) for i in range(4))
-            panel = c.add(c.mul(b_at, panels), inside)
-            factor = packed.at(b, c.mul(c.add(c.mul(panel, depth), c.mul(s, length)), wide))
-            sums = c.at(kept, c.mul(c.sub(p, p0), block, each))
-            # while the tiles of this panel are computed, the next panel comes to L2, in equal parts
-            tiles, stretch_bytes = c.sub(bottom, top), c.mul(here, length, wide * packed.bytes)
-            pace = c.div(step * wide * packed.bytes, tiles)
-            part = c.div(stretch_bytes, tiles)
-            after = packed.at(factor, c.mul(depth, wide))
-            with c.loop(top, bottom) as m:
-                from_a, row = of.at(a, a_at), c.add(c.mul(m, segments), s)
-                rows_of_a = from_a, c.at(table, c.mul(row, tile.rows), of=I32), here, length
-                to = of.at(out, c_at, column), c.at(outs, c.mul(m, tile.rows), of=I32)
-                added = c.at(bias, c.mul(panel, wide)), of.at(res, r_at, column)
-                there = c.at(ress, c.mul(m, tile.rows), of=I32), zeros
-                left = c.least(c.sub(columns, column), wide)
-                kept_at = c.at(sums, c.mul(c.sub(m, top), each)), first, last
-                soon = c.at(after, c.mul(c.sub(m, top), part), of=I8), pace
-                c.call(tiles_of, *rows_of_a, factor, *to, *added, *there, left, *kept_at, *soon)
-
-    llvm.entry(module, "run", body)
-
-
-def compiled(form: ProductKernel) -> llvm.Loaded:
-    """The kernel for a tile, an epilogue and element types; every shape runs through it."""
-    tile, key = f"{form.tile.rows}x{form.tile.vectors} of {width()}", form.epilogue.key
-    name = f"matmul {tile} {key} {form.stored} by {form.panel}"
-    return llvm.load(name, lambda module: _write(module, form))
+    a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
+    segments, length, count, columns, groups, block, stretch, by_columns = c.words(words, 11, 8)
+    of, packed = Stored(c, form.stored), Stored(c, form.panel)
+    depth = c.mul(segments, length)
+    panels = c.div(c.add(columns, wide - 1), wide)
+    everything = c.mul(groups, panels)
+    split = c.cmp("!=", by_columns, 0)
+    p_share, m_share = c.share(everything, thread, threads), c.share(count, thread, threads)
+    p0, p1 = (c.b.select(split, p_share[i], (c.i(0), everything)[i]) for i in (0, 1))
+    m0, m1 = (c.b.select(split, (c.i(0), count)[i], m_share[i]) for i in (0, 1))
+    kept = c.at(room, c.mul(thread, everything, block, each))
+    with c.loop(m0, m1, block) as top, c.loop(0, segments, stretch) as s, c.loop(p0, p1) as p:
+        bottom = c.least(m1, c.add(top, block))
+        here = c.least(c.sub(segments, s), stretch)
+        first = c.b.zext(c.cmp("==", s, 0), I64)
+        last = c.b.zext(c.cmp("==", c.add(s, here), segments), I64)
+        group, inside = c.split(p, panels)
+        column = c.mul(inside, wide)
+        a_at, b_at, c_at, r_at = (c.word(starts, c.add(c.mul(group, 4), i)) for i in range(4))
+        panel = c.add(c.mul(b_at, panels), inside)
+        factor = packed.at(b, c.mul(c.add(c.mul(panel, depth), c.mul(s, length)), wide))
+        sums = c.at(kept, c.mul(c.sub(p, p0), block, each))
+        # while the tiles of this panel are computed, the next panel comes to L2, in equal parts
+        tiles, stretch_bytes = c.sub(bottom, top), c.mul(here, length, wide * packed.bytes)
+        pace = c.div(step * wide * packed.bytes, tiles)
+        part = c.div(stretch_bytes, tiles)
+        after = packed.at(factor, c.mul(depth, wide))
+        with c.loop(top, bottom) as m:
+            from_a, row = of.at(a, a_at), c.add(c.mul(m, segments), s)
+            rows_of_a = from_a, c.at(table, c.mul(row, tile.rows), of=I32), here, length
+            to = of.at(out, c_at, column), c.at(outs, c.mul(m, tile.rows), of=I32)
+            added = c.at(bias, c.mul(panel, wide)), of.at(res, r_at, column)
+            there = c.at(ress, c.mul(m, tile.rows), of=I32), zeros
+            left = c.least(c.sub(columns, column), wide)
+            kept_at = c.at(sums, c.mul(c.sub(m, top), each)), first, last
+            soon = c.at(after, c.mul(c.sub(m, top), part), of=I8), pace
+            c.call(tiles_of, *rows_of_a, factor, *to, *added, *there, left, *kept_at, *soon)
 
 
 # ---- what it is given --------------------------------------------------------------------------
@@ -390,7 +378,9 @@ def prepare(
     kept = panels * block * tile.rows * tile.columns if cut else 0
     room = Room("sums", 0, kept) if kept else 0
     threaded = 2.0 * count * groups * columns * segments * length > SERIAL_FLOPS
-    code = compiled(form)
+    size, key = f"{tile.rows}x{tile.vectors} of {width()}", form.epilogue.key
+    name = f"matmul {size} {key} {form.stored} by {form.panel}"  # every shape runs through it
+    code = llvm.load_run(name, partial(_multiply, form))
     sizes = (segments, length, table.shape[0], columns, groups, block, stretch, int(by_columns))
 
     def calls(a: Word, out: Word, residual: Word, b: Word, start: Word) -> tuple[Call, ...]:
