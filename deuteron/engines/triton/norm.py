@@ -17,7 +17,13 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import (
+    MOST,
+    refuse_elsewhere,
+    refuse_empty,
+    settings,
+    tensors_of,
+)
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -168,10 +174,10 @@ def sums_of(region: Region) -> int:
 def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
     """A function from the tensors of a call to the structure of operands that a kernel takes: those
     of the first node, and others by name."""
-    node, there = region.nodes[0], (*region.inputs, *region.outputs)
+    node = region.nodes[0]
     values = {**operands(node), **results(region, node), **named}
-    places = {name: there.index(v) for name, v in values.items()}
-    return lambda tensors: structure(**{name: tensors[at] for name, at in places.items()})
+    given = tensors_of(region, map(values.get, structure._fields))
+    return lambda tensors: structure(*given(tensors))
 
 
 NORM_BACKWARD = Recipe("norm_backward", NORMS, _refuse, _build, _knobs, _seconds, 0.4)

@@ -22,7 +22,7 @@ from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, Code, Value, load_run, vec, width
 from deuteron.codegen.llvm_compute import STORED
 from deuteron.codegen.llvm_math import exp_nonpositive
-from deuteron.kernels.cpu.matmul import Multiply, Tile
+from deuteron.kernels.cpu.matmul import Tile, multiply
 from deuteron.kernels.cpu.packing import Panels
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import Gathered, steps
@@ -48,7 +48,7 @@ def _tile(module: object, tile: Tile) -> Code:
     acc = [[c.variable(vec(n), c.f(0.0, n)) for _ in range(tile.vectors)] for _ in range(tile.rows)]
     runs = [c.at(a, c.mul(a_step, i)) for i in range(tile.rows)]
     plain = Stored(c, "f32")
-    Multiply(c, tile, plain, plain).run(acc, runs, c.variable(PTR, panel), length)
+    multiply(plain, plain, acc, runs, c.variable(PTR, panel), length)
     for i in range(tile.rows):
         for j in range(tile.vectors):
             c.store(c.get(acc[i][j], vec(n)), c.at(out, c.mul(out_step, i), j * n))
@@ -95,7 +95,7 @@ def _softmax_row(
 
 def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads: Value) -> None:
     tile = Tile(ROWS, VECTORS)
-    wide, multiply = tile.columns, _tile(c.module, tile)
+    wide, product = tile.columns, _tile(c.module, tile)
     q, k, v, out, bias, room = c.pointers(words, 6)
     names = (
         "batch heads sharing queries keys depth values scale per_thread "
@@ -127,9 +127,9 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
         source = c.add(c.mul(b, w["heads"]), shared)
         with c.when(c.cmp("!=", source, c.get(packed))):
             here = of.at(k, c.mul(b, w["kb"]), c.mul(shared, w["kh"]))
-            Panels(c, of, k_panels, wide).across(here, w["ks"], keys, depth)
+            Panels(of, k_panels, wide).across(here, w["ks"], keys, depth)
             here = of.at(v, c.mul(b, w["vb"]), c.mul(shared, w["vh"]))
-            Panels(c, of, v_panels, wide).along(here, w["vs"], keys, values)
+            Panels(of, v_panels, wide).along(here, w["vs"], keys, values)
             c.put(packed, source)
         count = c.least(c.sub(w["queries"], first), ROWS)
         with c.loop(0, ROWS) as i:  # rows that fill up the tile repeat the last one
@@ -144,7 +144,7 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
         limit = c.least(keys, c.add(first, ROWS)) if form.causal else keys
         with c.loop(0, limit, wide) as j:
             panel, to = c.at(k_panels, c.mul(j, depth)), c.at(scores, j)
-            c.call(multiply, asked, depth, depth, panel, to, columns)
+            c.call(product, asked, depth, depth, panel, to, columns)
         with c.loop(0, ROWS) as i:
             row = c.add(first, c.least(i, c.sub(count, 1)))
             seen = c.least(limit, c.add(row, 1)) if form.causal else limit
@@ -157,7 +157,7 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
                 c.store(c.f(0.0), c.at(line, j))
         with c.loop(0, values, wide) as j:
             panel, to = c.at(v_panels, c.mul(j, keys)), c.at(answers, j)
-            c.call(multiply, scores, columns, limit, panel, to, results)
+            c.call(product, scores, columns, limit, panel, to, results)
         with c.loop(0, count) as i:
             part, line = c.load(c.at(inverse, i)), c.at(answers, c.mul(i, results))
             query = c.mul(b, w["ob"]), c.mul(h, w["oh"]), c.mul(c.add(first, i), w["os"])

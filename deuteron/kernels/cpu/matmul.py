@@ -70,68 +70,58 @@ Ahead = tuple[Value, Value]  # memory that is wanted soon: a variable with its p
 # ---- the kernel --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Multiply:
-    """A tile of rows ``of`` one type with a panel of numbers that are ``packed`` as another."""
+def multiply(
+    of: Stored,
+    packed: Stored,
+    acc: list[list[Value]],
+    runs: list[Value],
+    panel: Value,
+    length: Value,
+    ahead: Ahead | None = None,
+) -> None:
+    """acc[i] += runs[i][k] · panel[k] for k below ``length``, rows ``of`` one type with a panel of
+    numbers that are ``packed`` as another; ``panel`` is a variable that ends up behind what was
+    read. Lines of memory ``ahead`` are asked for along the way."""
+    c, n, rows, vectors = of.c, width(), range(len(acc)), range(len(acc[0]))
+    step = n if has_lanes() else 4
+    whole = c.sub(length, c.rem(length, step))
 
-    c: Code
-    tile: Tile
-    of: Stored
-    packed: Stored
+    def column(base: Value, k: int, j: int) -> Value:
+        """A vector of row ``k`` of the panel."""
+        return packed.load(packed.at(base, (k * len(vectors) + j) * n), n)
 
-    def columns(self, base: Value, k: int) -> list[Value]:
-        """One row of the panel, in vectors."""
-        n, vectors, packed = width(), self.tile.vectors, self.packed
-        return [packed.load(packed.at(base, (k * vectors + j) * n), n) for j in range(vectors)]
+    def add(i: int, j: int, x: Value, here: Value) -> None:
+        c.b.store(c.fma(here, x, c.get(acc[i][j], vec(n))), acc[i][j])
 
-    def run(
-        self,
-        acc: list[list[Value]],
-        runs: list[Value],
-        panel: Value,
-        length: Value,
-        ahead: Ahead | None = None,
-    ) -> None:
-        """acc[i] += runs[i][k] · panel[k] for k below ``length``; ``panel`` is a variable that ends
-        up behind what was read. Lines of memory ``ahead`` are asked for along the way."""
-        c, of, packed, n = self.c, self.of, self.packed, width()
-        rows, vectors = range(self.tile.rows), range(self.tile.vectors)
-        step = n if has_lanes() else 4
-        whole = c.sub(length, c.rem(length, step))
+    def spread(base: Value, row: int, *at: Value) -> None:
+        """One number of each row by a row of the panel, with broadcasting loads."""
+        here = [column(base, row, j) for j in vectors]
+        for i in rows:
+            x = c.splat(of.load(of.at(runs[i], *at)), n)
+            for j in vectors:
+                add(i, j, x, here[j])
 
-        def multiply(i: int, j: int, x: Value, column: Value) -> None:
-            c.b.store(c.fma(column, x, c.get(acc[i][j], vec(n))), acc[i][j])
-
-        def spread(here: list[Value], *at: Value) -> None:
-            """One number of each row by a row of the panel, with broadcasting loads."""
-            for i in rows:
-                x = c.splat(of.load(of.at(runs[i], *at)), n)
-                for j in vectors:
-                    multiply(i, j, x, here[j])
-
-        with c.loop(0, whole, step) as k:
-            base = c.get(panel, PTR)
-            if has_lanes():  # a vector of each row, multiplied lane by lane
-                xs = [of.load(of.at(runs[i], k), n) for i in rows]
-                for lane in range(step):
-                    for j in vectors:
-                        at = (lane * self.tile.vectors + j) * n
-                        column = packed.load(packed.at(base, at), n)
-                        for i in rows:
-                            multiply(i, j, c.lane(xs[i], lane), column)
-            else:
-                for lane in range(step):
-                    spread(self.columns(base, lane), k, lane)
-            c.put(panel, packed.at(base, step * self.tile.vectors * n))
-            if ahead is not None:
-                place, pace = ahead
-                there = c.get(place, PTR)
-                _prefetch(c, there, AHEAD)
-                c.put(place, c.at(there, pace, of=I8))
-        with c.loop(whole, length) as k:
-            base = c.get(panel, PTR)
-            spread(self.columns(base, 0), k)
-            c.put(panel, packed.at(base, self.tile.vectors * n))
+    with c.loop(0, whole, step) as k:
+        base = c.get(panel, PTR)
+        if has_lanes():  # a vector of each row, multiplied lane by lane
+            xs = [of.load(of.at(runs[i], k), n) for i in rows]
+            for lane, j in product(range(step), vectors):
+                here = column(base, lane, j)
+                for i in rows:
+                    add(i, j, c.lane(xs[i], lane), here)
+        else:
+            for lane in range(step):
+                spread(base, lane, k, lane)
+        c.put(panel, packed.at(base, step * len(vectors) * n))
+        if ahead is not None:
+            place, pace = ahead
+            there = c.get(place, PTR)
+            _prefetch(c, there, AHEAD)
+            c.put(place, c.at(there, pace, of=I8))
+    with c.loop(whole, length) as k:
+        base = c.get(panel, PTR)
+        spread(base, 0, k)
+        c.put(panel, packed.at(base, len(vectors) * n))
 
 
 def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
@@ -204,7 +194,7 @@ def _product(module: object, form: ProductKernel) -> Code:
 
         def go() -> None:
             runs = [c.b.select(c.cmp("<", at, 0), w.zeros, of.at(w.a, at)) for at in where]
-            Multiply(c, tile, of, packed).run(acc, runs, panel, w.length, next_lines)
+            multiply(of, packed, acc, runs, panel, w.length, next_lines)
 
         c.either(c.cmp("<", everywhere, 0), skip, go)
 

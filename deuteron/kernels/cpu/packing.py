@@ -35,14 +35,13 @@ SERIAL_NUMBERS = 8192  # fewer are packed sooner than a second thread wakes up
 class Panels:
     """Panels of ``wide`` columns under construction, from ``to`` on, of numbers like ``of``."""
 
-    c: Code
     of: Stored
     to: Value
     wide: int
 
     def across(self, source: Value, step: Value, columns: Value, depth: Value) -> None:
         """Of a factor whose k lies side by side and whose columns are ``step`` apart."""
-        c, of, wide = self.c, self.of, self.wide
+        c, of, wide = self.of.c, self.of, self.wide
         whole_n, whole_k = (c.sub(x, c.rem(x, 4)) for x in (columns, depth))
 
         def place(column: Value, k: Value) -> Value:
@@ -66,7 +65,7 @@ class Panels:
 
     def along(self, source: Value, step: Value, depth: Value, columns: Value) -> None:
         """Of a factor whose columns lie side by side and whose k is ``step`` apart."""
-        c, of, to, wide, n = self.c, self.of, self.to, self.wide, width()
+        c, of, to, wide, n = self.of.c, self.of, self.to, self.wide, width()
         whole = c.mul(c.div(columns, wide), wide)
         with c.loop(0, depth) as k:
             row = of.at(source, c.mul(k, step))
@@ -85,7 +84,7 @@ class Panels:
         self, source: Value, step: Value, depth: Value, columns: Value, places: Value
     ) -> None:
         """One panel, number by number; ``places`` has the offset of every k."""
-        c, of, wide = self.c, self.of, self.wide
+        c, of, wide = self.of.c, self.of, self.wide
         with c.loop(0, depth) as k:
             row, there = of.at(source, c.index(places, k)), c.at(self.to, c.mul(k, wide))
             with c.loop(0, columns) as n:
@@ -106,7 +105,7 @@ def _pack(
         column = c.mul(panel, wide)
         here = c.least(c.sub(columns, column), wide)
         first = of.at(source, c.word(starts, matrix), c.mul(column, step_n))
-        made = Panels(c, of, c.at(to, c.mul(job, depth, wide)), wide)
+        made = Panels(of, c.at(to, c.mul(job, depth, wide)), wide)
         if way == "across":
             made.across(first, step_n, here, depth)
         elif way == "along":

@@ -185,9 +185,7 @@ def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
     return raw, kinds, device
 
 
-def _kind(value: Any) -> tuple[str, bool] | None:
-    if value is None:
-        return None
+def _kind(value: float) -> tuple[str, bool]:
     if isinstance(value, float):
         return "fp32", False
     return ("i32" if -INT32 <= value < INT32 else "i64"), value % 16 == 0
