@@ -25,9 +25,9 @@ from deuteron.target import Target
 TENSOR_CORE = ("f16", "bf16")
 
 
-def floats(region: Region, anchors: tuple[str, ...]) -> Chain:
-    """A chain of numbers that the libraries multiply."""
-    c = chain(region, anchors)
+def floats(region: Region, anchors: tuple[str, ...], constant: bool = False) -> Chain:
+    """A chain of numbers that the libraries multiply; ``constant``: by weights known ahead."""
+    c = fits(region, anchors, constant)
     refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")
     kind = c.x.dtype.short
     refuse_if(kind not in (*TENSOR_CORE, "f32"), f"element type {kind}", "use f16, bf16 or f32")
@@ -193,7 +193,7 @@ LANES = 8  # cuDNN's tensor-core kernels read channels in groups of this many
 
 
 def _refuse_padded(region: Region, target: Target, policy: Policy) -> None:
-    c = _constant_floats(region)
+    c = floats(region, CONV, constant=True)
     plain = c.act_name == "relu" and c.residual is None
     refuse_if(not plain, "cuDNN's fused call is convolution, bias, ReLU")
     image = c.x.dtype.bits == 16 and c.x.rank == 4 and c.x.is_layout("nhwc")
@@ -203,11 +203,6 @@ def _refuse_padded(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(full, f"the input channels ({channels}) fill the tensor cores already")
     many = channels > LANES
     refuse_if(many, "padding more than one group of channels is not worth the copy")
-
-
-def _constant_floats(region: Region) -> Chain:
-    floats(region, CONV)
-    return fits(region, CONV)
 
 
 def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
@@ -230,7 +225,7 @@ def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 
 
 def _refuse_taps(region: Region, target: Target, policy: Policy) -> None:
-    c = _constant_floats(region)
+    c = floats(region, CONV, constant=True)
     shared.refuse_parts(c, "split into shared.taps")
     refuse_if(c.x.dtype.bits != 16, "only 16-bit products are faster this way")
     shared.refuse_order(c.x, c.out)

@@ -22,6 +22,7 @@ elements repeated. What is read by weights, such as bilinear resizing, only thes
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,22 +47,11 @@ class Tables(NamedTuple):
     divisors: torch.Tensor | None
 
 
-class Shape(NamedTuple):
-    """A program's planes, rows and columns; the most that a result reads down and along.
-
-    ``last``: channels are adjacent in y. ``adjacent``: along the axis that is the last one in y, x
-    has no gaps either. ``vector``: so many neighbours are a thread's. ``ragged``: there are rows
-    among those kept that a result does not read."""
-
-    planes: int
-    rows: int
-    columns: int
-    tall: int
-    broad: int
-    last: bool
-    adjacent: bool
-    vector: int
-    ragged: bool
+# A program's planes, rows and columns; the most that a result reads down and along. last: channels
+# are adjacent in y; adjacent: along the axis that is the last one in y, x has no gaps either;
+# vector: so many neighbours are a thread's; ragged: there are rows among those kept that a result
+# does not read.
+Shape = namedtuple("Shape", "planes rows columns tall broad last adjacent vector ragged")
 
 
 @triton.jit

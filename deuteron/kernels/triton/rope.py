@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -60,17 +60,9 @@ Tokens = namedtuple("Tokens", "count length offset rows step rest q_blocks block
 Heads = namedtuple("Heads", "count batch token head to_batch to_token to_head")
 
 
-class Tile(NamedTuple):
-    """The tokens and heads of one program; ``half`` pairs of features of a head are turned, in
-    ``pairs`` lanes, and ``tail`` lanes copy the rest."""
-
-    tokens: int
-    heads: int
-    half: int
-    pairs: int
-    tail: int
-    interleaved: bool
-    inverse: bool
+# The tokens and heads of one program; how many pairs of features of a head are turned (half of
+# those features), in how many lanes, and how many lanes copy the rest.
+Tile = namedtuple("Tile", "tokens heads half pairs tail interleaved inverse")
 
 
 @triton.jit
