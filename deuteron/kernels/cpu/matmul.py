@@ -287,19 +287,16 @@ def in_tiles(offsets: np.ndarray, tile: Tile) -> torch.Tensor:
     """Offsets [rows, segments] as the kernel reads them, [tile][segment][row]; rows that fill up
     the last tile do not exist."""
     rows, segments = offsets.shape
-    full = np.full((-(-rows // tile.rows) * tile.rows, segments), -1, np.int32)
-    full[:rows] = offsets
+    full = np.pad(offsets, ((0, -rows % tile.rows), (0, 0)), constant_values=-1)
     tiled = full.reshape(-1, tile.rows, segments).transpose(0, 2, 1)
-    return torch.from_numpy(np.ascontiguousarray(tiled))
+    return torch.from_numpy(np.ascontiguousarray(tiled, np.int32))
 
 
 def row_offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
     """The offset of every row, [rows, 1], in row-major order over ``shape``."""
-    total = np.zeros((1,) * max(len(shape), 1), np.int64)
-    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        view = [1] * len(shape)
-        view[dim] = size
-        total = total + np.arange(size, dtype=np.int64).reshape(view) * stride
+    total = np.zeros((), np.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        total = np.add.outer(total, np.arange(size, dtype=np.int64) * stride)
     return total.reshape(-1, 1)
 
 

@@ -47,21 +47,16 @@ def matrices(m: int) -> tuple[Matrix, Matrix, Matrix]:
     t = m + 2
 
     def product(roots: Sequence[Fraction]) -> list[Fraction]:
-        """Coefficients of Π (x − root), lowest first."""
-        out = [Fraction(1)]
-        for root in roots:
-            out = [
-                a - root * b for a, b in zip([Fraction(0), *out], [*out, Fraction(0)], strict=True)
-            ]
-        return out + [Fraction(0)] * (t - len(out))
+        """Coefficients of Π (x − root), lowest first, exactly."""
+        out = np.poly(np.array(roots, object))[::-1]
+        return [*out] + [Fraction(0)] * (t - len(out))
 
     others = [[q for q in points if q != p] for p in points]
-    norms = [product(rest) for rest in others]
-    scales = [prod((p - q for q in points if q != p), start=Fraction(1)) for p in points]
+    scales = [prod(p - q for q in rest) for p, rest in zip(points, others, strict=True)]
     a = [[p**i for p in points] + [Fraction(int(i == m - 1))] for i in range(m)]
     g = [[p**i / s for i in range(3)] for p, s in zip(points, scales, strict=True)]
     g.append([Fraction(0), Fraction(0), Fraction(1)])
-    b = [*norms, product(points)]
+    b = [product(roots) for roots in (*others, points)]
 
     def plain(rows: list[list[Fraction]]) -> Matrix:
         return tuple(tuple(float(x) for x in row) for row in rows)

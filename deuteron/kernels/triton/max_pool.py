@@ -47,31 +47,15 @@ UNROLLED = 32  # elements of a window that are written out; more are gone throug
 Window = namedtuple("Window", "kh kw sh sw ph pw dh dw")
 
 
-class Known(NamedTuple):
-    """What is known of a tensor's lines: whether elements lie side by side, and of what number of
-    elements the distance from line to line is a multiple."""
+# What is known of a tensor's lines: whether elements lie side by side, and of what number of
+# elements the distance from line to line is a multiple.
+Known = namedtuple("Known", "adjacent step")
 
-    adjacent: bool
-    step: int
-
-
-class Tiles(NamedTuple):
-    """A program's lines and elements of each, and what is known of the tensors. ``last``: a line's
-    elements are channels. ``width``, ``line`` and ``windows`` say of what number, up to 16, a size
-    is a multiple: x's width, a line of positions, the windows along a row. ``how`` and ``rows`` are
-    for :func:`_pool`; :func:`_cells` writes in pairs if that is how."""
-
-    outer: int
-    inner: int
-    last: bool
-    width: int
-    line: int
-    windows: int
-    x: Known
-    y: Known
-    grad: Known
-    how: str
-    rows: int
+# A program's lines and elements of each. last: a line's elements are channels; width, line and
+# windows say of what number, up to 16, a size is a multiple: x's width, a line of positions, the
+# windows along a row; what is known of x, y and grad; how and rows are for _pool, and _cells writes
+# in pairs if that is how.
+Tiles = namedtuple("Tiles", "outer inner last width line windows x y grad how rows")
 
 
 @triton.constexpr_function

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -38,13 +38,8 @@ from deuteron.kernels.triton.resample_tiles import UNROLLED, ResampleTile, is_la
 UNROLL: tl.constexpr = tl.constexpr(UNROLLED)
 
 
-class Tables(NamedTuple):
-    """An :class:`AxisMap` on a GPU."""
-
-    first: torch.Tensor
-    count: torch.Tensor
-    weights: torch.Tensor | None
-    divisors: torch.Tensor | None
+# An AxisMap on a GPU.
+Tables = namedtuple("Tables", "first count weights divisors")
 
 
 # A program's planes, rows and columns; the most that a result reads down and along. last: channels
