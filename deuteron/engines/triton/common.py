@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Knobs, Recipe, alone
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.ir.graph import Node
@@ -70,6 +71,15 @@ def tensors_of(
     there = (*region.inputs, *region.outputs)
     places = [there.index(v) if v in there else None for v in values]
     return lambda tensors: [None if at is None else tensors[at] for at in places]
+
+
+def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
+    """A function from the tensors of a call to the structure of operands that a kernel takes: those
+    of the first node, and others by name."""
+    node = region.nodes[0]
+    values = {**operands(node), **results(region, node), **named}
+    given = tensors_of(region, map(values.get, structure._fields))
+    return lambda tensors: structure(*given(tensors))
 
 
 def settings(knobs: Knobs) -> dict[str, Any]:

@@ -106,10 +106,8 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
     scale = c.b.bitcast(c.b.trunc(w["scale"], I32), F32)
     keys, depth, values = w["keys"], w["depth"], w["values"]
 
-    def up(x: Value) -> Value:
-        return c.mul(c.div(c.add(x, wide - 1), wide), wide)
-
-    columns, results = up(keys), up(values)
+    # in whole panels
+    columns, results = (c.mul(c.div(c.add(x, wide - 1), wide), wide) for x in (keys, values))
     k_panels = c.at(room, c.mul(thread, w["per_thread"]))
     v_panels = c.at(k_panels, c.mul(columns, depth))
     scores = c.at(v_panels, c.mul(results, keys))

@@ -333,11 +333,6 @@ def in_pieces(rows: Rows) -> tuple[np.ndarray, int, int]:
     return offsets.reshape(len(rows.a), -1), length, max(1, STRETCH // length)
 
 
-def rows_of_block(k: int, columns: int, tile: Tile) -> int:
-    """Tiles of rows whose A (``k`` of it at a time) and sums or results stay in L2."""
-    return max(1, L2_BYTES // (4 * max(k + columns, 1) * tile.rows))
-
-
 @dataclass(frozen=True)
 class Prepared:
     """``calls(A, C, R, B, bias)``, where each of them is; the scratch they need, in bytes. B and
@@ -360,8 +355,9 @@ def prepare(
     empty = zeros(max(length, tile.columns, 64))
     panels = groups * -(-columns // tile.columns)
     cut = stretch < segments
-    at_a_time = min(stretch, segments) * length
-    block = min(rows_of_block(at_a_time, columns if cut else 0, tile), max(table.shape[0], 1))
+    # tiles of rows whose A, a stretch at a time, and sums or results stay in L2
+    together = min(stretch, segments) * length + (columns if cut else 0)
+    block = max(1, min(L2_BYTES // (4 * max(together, 1) * tile.rows), table.shape[0]))
     kept = panels * block * tile.rows * tile.columns if cut else 0
     room = Room("sums", 0, kept) if kept else 0
     threaded = 2.0 * count * groups * columns * segments * length > SERIAL_FLOPS

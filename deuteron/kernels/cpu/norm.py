@@ -56,10 +56,6 @@ class Kind:
     short: bool = False
     long: bool = True
 
-    @property
-    def name(self) -> str:
-        return f"{self} of {width()}"
-
 
 class Sizes(NamedTuple):
     """Of what is normalised: sets, segments of a set, elements of a segment, from set to set and
@@ -313,10 +309,11 @@ def prepare(kind: Kind, sizes: Sizes, eps: float, where: Mapping[str, Word]) -> 
     (as_word,) = struct.unpack("<i", struct.pack("<f", eps))
     words = (*(where.get(name, 0) for name in POINTERS), *sizes, as_word, parts)
     threaded = each * sizes.length > SERIAL
-    run = load_run(f"norm gradient {kind.name}", partial(_gradients, kind))
+    name = f"{kind} of {width()}"
+    run = load_run(f"norm gradient {name}", partial(_gradients, kind))
     calls = [Call(run, words, threaded)]
     if {"dweight", "dbias"} & {*kind.there}:
-        totals = load_run(f"norm totals {kind.name}", partial(_totals, kind))
+        totals = load_run(f"norm totals {name}", partial(_totals, kind))
         out = (where.get("dweight", 0), where.get("dbias", 0))
         words = (parts, *out, sizes.sets // sizes.groups, columns)
         calls.append(Call(totals, words, threaded))

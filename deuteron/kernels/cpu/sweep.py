@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -60,13 +61,8 @@ class Gathered:
         self.c.b.store(made, room)
 
     def total(self) -> Value:
-        first, *rest = (
-            self.c.reduce(self.c.get(room, vec(lanes, self.of)), self.op)
-            for lanes, room in self.rooms.items()
-        )
-        for other in rest:
-            first = self.op(first, other)
-        return first
+        rooms = (self.c.get(room, vec(lanes, self.of)) for lanes, room in self.rooms.items())
+        return reduce(self.op, (self.c.reduce(value, self.op) for value in rooms))
 
 
 class LongSum(Gathered):

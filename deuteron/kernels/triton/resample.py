@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -268,13 +267,8 @@ def resample(
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``run(x, y)``."""
     kernel, programs, tables, numbers, constants = call(x, y, *axes, cut)
-
-    def there(given: Any) -> Any:
-        if isinstance(given, tuple):
-            return Tables(*map(there, given))
-        return None if given is None else given.contiguous().to(device)
-
-    known = [*map(there, tables), *numbers]
+    there = [[t if t is None else t.contiguous().to(device) for t in table] for table in tables]
+    known = [*(Tables(*table) for table in there), *numbers]
 
     def run(x: torch.Tensor, y: torch.Tensor) -> None:
         kernel((programs,), x, y, *known, warps=cut.warps, T=constants)
