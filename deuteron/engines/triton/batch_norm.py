@@ -161,7 +161,7 @@ def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildConte
         more = {name: lay(getattr(t, name), order) for name, order in moved.items()}
         for name in spare:  # nobody reads them, but the second pass does
             more[name] = t.x.new_empty(d.channels, dtype=torch.float32)
-        return t._replace(**more)
+        return t._replace(**more) if more else t
 
     following, exact = attrs["activation"], step.image.dtype.short == "f32"
     if read is backward_step:

@@ -10,7 +10,6 @@ from deuteron.engines.recipes import Knobs
 from deuteron.engines.triton.common import MOST, one_operator, streamed, tensors_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
-from deuteron.ir.types import TensorType
 from deuteron.target import Target
 
 REACHED = 0.85  # of the bandwidth of a copy
@@ -79,12 +78,9 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     node, types = region.nodes[0], region.graph.types
     parts, (cos, sin, positions) = parts_of(region), tables_of(node)
-
-    def kind(value: str | None) -> TensorType | None:
-        return None if value is None else types[value]
-
     pairs = [(types[source], types[out]) for source, out in parts]
-    rotate = prepare_rope(pairs, kind(cos), kind(positions), node.attrs, knobs, ctx.device)
+    angles, places = types.get(cos or ""), types.get(positions or "")
+    rotate = prepare_rope(pairs, angles, places, node.attrs, knobs, ctx.device)
     (q, q_out), (k, k_out) = (*parts, (None, None))[:2]
     given = tensors_of(region, (q, k, q_out, k_out, cos, sin, positions))
     return Kernel(lambda *tensors: rotate(*given(tensors)), writes=True, note="1 kernel")

@@ -47,7 +47,9 @@ def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(apart, "the residual lies in another memory order than the result")
 
 
-def _convolution_relu(region: Region, c: Chain, policy: Policy, benchmark: bool) -> Any:
+def _convolution_relu(
+    region: Region, c: Chain, policy: Policy, benchmark: bool
+) -> Callable[..., torch.Tensor]:
     """The fused call as a function of an image, a weight, and the tensors of the kernel's call."""
     a = c.anchor.attrs
     where = (a["stride"], a["padding"], a["dilation"], a["groups"])
@@ -215,8 +217,7 @@ def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 
     def run(*t: Any) -> torch.Tensor:
         image = pad(t[x].permute(0, 2, 3, 1), (0, extra)).permute(0, 3, 1, 2)
-        found: torch.Tensor = call(image, wide, t)
-        return found
+        return call(image, wide, t)
 
     return Kernel(run, workspace=2 * n * LANES * height * width)
 

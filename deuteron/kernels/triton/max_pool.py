@@ -359,13 +359,8 @@ def _each(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr):
 pool, cells, each = Launchable(_pool), Launchable(_cells), Launchable(_each)
 
 
-class Tile(NamedTuple):
-    """Lines, elements of each, and warps of a program; and forwards rows of windows for a line."""
-
-    outer: int
-    inner: int
-    warps: int
-    rows: int = 1
+# Lines, elements of each, and warps of a program; and forwards rows of windows for a line.
+Tile = namedtuple("Tile", "outer inner warps rows", defaults=(1,))
 
 
 class Pooling(NamedTuple):
