@@ -279,7 +279,6 @@ LONG, ADD_UP = Launchable(_rows, follows=True), Launchable(_add_up, follows=True
 # ---- the calls
 
 COLUMNS = 512  # of a program, where rows are long
-Call = Callable[[Operands], None]
 
 
 def wide_types(size: int) -> tuple[torch.dtype, tl.dtype]:
@@ -287,7 +286,7 @@ def wide_types(size: int) -> tuple[torch.dtype, tl.dtype]:
     return (torch.float64, tl.float64) if size == 8 else (torch.float32, tl.float32)
 
 
-def backward(work: Any, way: Any) -> Call:
+def backward(work: Any, way: Any) -> Callable[[Operands], None]:
     """A function that fills dx, dweight and dbias, those that are there; ``work`` and ``way`` are
     those of ``engines/triton/norm.py``."""
     n, rows, is_long = work.columns, work.rows, work.is_long
