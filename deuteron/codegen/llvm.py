@@ -133,6 +133,11 @@ class Code:
     def rem(self, x: int | Value, y: int | Value) -> Value:
         return self.b.srem(self.i(x), self.i(y))
 
+    def split(self, x: Value, by: int | Value) -> tuple[Value, Value]:
+        """How often ``by`` goes into ``x``, and what is left over."""
+        whole = self.div(x, by)
+        return whole, self.sub(x, self.mul(whole, by))
+
     def cmp(self, op: str, x: int | Value, y: int | Value) -> Value:
         return self.b.icmp_signed(op, self.i(x), self.i(y))
 
@@ -280,7 +285,10 @@ class Code:
         self.b.ret_void()
 
 
-def entry(module: Any, name: str, body: Callable[[Code, Value, Value, Value], None]) -> None:
+Body = Callable[[Code, Value, Value, Value], None]  # of (code, words, thread, threads)
+
+
+def entry(module: Any, name: str, body: Body) -> None:
     """The function ``name(words, thread, threads)``: what ``thread`` of so many does of a call."""
     code = Code(module, name, [PTR, I64, I64])
     body(code, *code.args)
@@ -428,6 +436,11 @@ def _made(make: Callable[[Any], Sequence[int] | None]) -> bytes:
         if numbers:
             _keep(text, code)
     return struct.pack(f"<{1 + len(numbers)}q", len(numbers), *numbers) + code
+
+
+def load_run(name: str, body: Body) -> Loaded:
+    """:func:`load` for a kernel that is one function, ``run``, with this body."""
+    return load(name, lambda module: entry(module, "run", body))
 
 
 def forget() -> None:

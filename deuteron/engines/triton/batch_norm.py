@@ -15,7 +15,7 @@ import torch
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Recipe
-from deuteron.engines.triton.common import refuse_elsewhere
+from deuteron.engines.triton.common import refuse_elsewhere, tensors_of
 from deuteron.engines.triton.norm import REACHED
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
@@ -151,19 +151,17 @@ def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildConte
 
     step, types = read(region), region.graph.types
     d = _division(step.image, ctx.target, knobs)
-    there, attrs = (*region.inputs, *region.outputs), step.attrs
-    places = {name: there.index(v) for name, v in step.values.items()}
+    given, attrs = tensors_of(region, map(step.values.get, Operands._fields)), step.attrs
     laid = {name: _laid(types[v], step.image) for name, v in step.read.items()}
     moved = {name: order for name, order in laid.items() if order is not None}
-    spare = [name for name in ("mean", "rstd") if name not in places]
+    spare = [name for name in ("mean", "rstd") if name not in step.values]
 
     def picked(tensors: Sequence[torch.Tensor]) -> Operands:
-        found = {name: tensors[at] for name, at in places.items()}
-        for name, order in moved.items():
-            found[name] = lay(found[name], order)
+        t = Operands(*given(tensors))
+        more = {name: lay(getattr(t, name), order) for name, order in moved.items()}
         for name in spare:  # nobody reads them, but the second pass does
-            found[name] = found["x"].new_empty(d.channels, dtype=torch.float32)
-        return Operands(**found)
+            more[name] = t.x.new_empty(d.channels, dtype=torch.float32)
+        return t._replace(**more) if more else t
 
     following, exact = attrs["activation"], step.image.dtype.short == "f32"
     if read is backward_step:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from deuteron.engines.base import BuildContext, Kernel, Refusal, refuse_if
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Knobs, Recipe, alone
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.ir.graph import Node
@@ -32,7 +33,7 @@ def refuse_empty(region: Region) -> None:
 def one_operator(
     name: str,
     ops: Collection[str],
-    refuse: Callable[[Region, Node, Target], Refusal | None],
+    refuse: Callable[[Region, Node, Target], None],
     knobs: Callable[[Region, Target], Sequence[Knobs]],
     seconds: Callable[[Region, Target, Knobs], float],
     build: Callable[[Region, Knobs, BuildContext], Kernel],
@@ -41,11 +42,11 @@ def one_operator(
     """A recipe for each of ``ops`` by itself; ``refuse`` and ``knobs`` are asked where there is
     something to compute, on a GPU."""
 
-    def wrong(region: Region, target: Target, policy: Policy) -> Refusal | None:
+    def wrong(region: Region, target: Target, policy: Policy) -> None:
         node = alone(region)
         refuse_elsewhere(target)
         refuse_empty(region)
-        return refuse(region, node, target)
+        refuse(region, node, target)
 
     def ways(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         return knobs(region, target)
@@ -60,6 +61,25 @@ def streamed(reached: float) -> Callable[[Region, Target, Knobs], float]:
         return modelled_seconds(region_cost(region), main_dtype(region), reached, False, target)
 
     return seconds
+
+
+def tensors_of(
+    region: Region, values: Iterable[str | None]
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function from the tensors of a call to those that are these values; None for a value that
+    is None, or that nobody reads."""
+    there = (*region.inputs, *region.outputs)
+    places = [there.index(v) if v in there else None for v in values]
+    return lambda tensors: [None if at is None else tensors[at] for at in places]
+
+
+def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
+    """A function from the tensors of a call to the structure of operands that a kernel takes: those
+    of the first node, and others by name."""
+    node = region.nodes[0]
+    values = {**operands(node), **results(region, node), **named}
+    given = tensors_of(region, map(values.get, structure._fields))
+    return lambda tensors: structure(*given(tensors))
 
 
 def settings(knobs: Knobs) -> dict[str, Any]:

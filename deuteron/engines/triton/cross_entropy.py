@@ -10,7 +10,7 @@ backwards, from what L2 still holds, and reads rows that start anywhere in whole
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -125,19 +125,11 @@ def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
     return modelled_seconds(region_cost(region), kind, REACHED, False, target)
 
 
-@cache
-def _kernel() -> Any:
-    from deuteron.kernels.triton.cross_entropy import one_row
-    from deuteron.kernels.triton.launch import Launchable
-
-    return Launchable(one_row)
-
-
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.cross_entropy import Given, Terms
+    from deuteron.kernels.triton.cross_entropy import ONE_ROW, Given, Terms
 
     work, types, constants = work_of(region), region.graph.types, region.graph.constants
-    kernel, programs, warps = _kernel(), knobs["programs"], knobs["warps"]
+    programs, warps = knobs["programs"], knobs["warps"]
     ignore, smoothing = work.attrs["ignore_index"], float(work.attrs["label_smoothing"])
     each = int(work.given[3] is not None and any(types[work.given[3]].strides))
     terms = Terms(work.classes, ignore, smoothing, work.rows, *work.steps, each)
@@ -154,7 +146,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
         given = Given(*(tensors[p] if isinstance(p, int) else numbers.get(p or "") for p in order))
         apart = 0 if given.grad is None else given.x.data_ptr() ^ given.grad.data_ptr()
         shifted = shifts and not apart & 15
-        kernel((programs,), given, terms, warps=warps, SHIFTED=shifted, **fixed)
+        ONE_ROW((programs,), given, terms, warps=warps, SHIFTED=shifted, **fixed)
 
     over: tuple[tuple[int, int], ...] = ()
     if work.made[2] is not None and work.in_place:

@@ -13,8 +13,8 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton.common import refuse_elsewhere, settings
-from deuteron.engines.triton.norm import REACHED, picker, refuse_types, sums_of
+from deuteron.engines.triton.common import picker, refuse_elsewhere, settings
+from deuteron.engines.triton.norm import REACHED, refuse_types, sums_of
 from deuteron.ir.region import Region
 from deuteron.ops.activated import activation_text
 from deuteron.policy import Policy

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.engines.base import BuildContext, Kernel, Refusal
-from deuteron.engines.recipes import Knobs, place
-from deuteron.engines.triton.common import MOST, one_operator, settings, streamed
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.recipes import Knobs
+from deuteron.engines.triton.common import MOST, one_operator, settings, streamed, tensors_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -39,32 +39,24 @@ REACHED = {"y": 0.9, "y, winners": 0.7, "dx": 0.65}
 REACHED_SEARCHING = 0.5
 
 
-def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
-    x, y = _image(region), _pooled(region)
-    if x.rank == 5:
-        return Refusal("pools rows and images, not volumes", "pool slice by slice")
-    if "size" in node.attrs and any(n % m for n, m in zip(x.shape[2:], y.shape[2:], strict=True)):
-        return Refusal(
-            f"{list(y.shape[2:])} windows over {list(x.shape[2:])} are not all of one size",
-            "a size that divides x's",
-        )
-    if not fits(window(node, x, y)[0]):
-        return Refusal(f"windows have more than {MOST_NUMBERED} elements", "reduce them: amax")
-    if prod(x.shape[:-1]) > MOST or prod(x.shape) // x.shape[1] > MOST:
-        return Refusal("has more lines than 32 bits count", "split the batch")
-    return None
+def _refuse(region: Region, node: Node, target: Target) -> None:
+    x, y = _ends(region)
+    refuse_if(x.rank == 5, "pools rows and images, not volumes", "pool slice by slice")
+    space, out = list(x.shape[2:]), list(y.shape[2:])
+    uneven = "size" in node.attrs and any(n % m for n, m in zip(space, out, strict=True))
+    unlike = f"{out} windows over {space} are not all of one size"
+    refuse_if(uneven, unlike, "a size that divides x's")
+    large = f"windows have more than {MOST_NUMBERED} elements"
+    refuse_if(not fits(window(node, x, y)[0]), large, "reduce them: amax")
+    many = prod(x.shape[:-1]) > MOST or prod(x.shape) // x.shape[1] > MOST
+    refuse_if(many, "has more lines than 32 bits count", "split the batch")
 
 
-def _image(region: Region) -> TensorType:
-    """The type of x, or of its gradient."""
-    node = region.nodes[0]
-    return region.graph.types[node.outputs[0] if OPS[node.op] == "dx" else node.uses[0]]
-
-
-def _pooled(region: Region) -> TensorType:
-    """The type of the result, or of its gradient."""
-    node = region.nodes[0]
-    return region.graph.types[node.uses[0] if OPS[node.op] == "dx" else node.outputs[0]]
+def _ends(region: Region) -> tuple[TensorType, TensorType]:
+    """The types of x and of the result, or of their gradients."""
+    node, types = region.nodes[0], region.graph.types
+    read, made = types[node.uses[0]], types[node.outputs[0]]
+    return (made, read) if OPS[node.op] == "dx" else (read, made)
 
 
 def window(node: Node, x: TensorType, y: TensorType) -> tuple[tuple[int, ...], ...]:
@@ -93,8 +85,8 @@ def tiles(x: TensorType, along: int) -> list[tuple[int, int, int, int]]:
 
 def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
     names = ("outer", "inner", "warps", "rows")
-    found = tiles(_image(region), _pooled(region).shape[-1])
-    return [dict(zip(names, tile, strict=True)) for tile in found]
+    x, y = _ends(region)
+    return [dict(zip(names, tile, strict=True)) for tile in tiles(x, y.shape[-1])]
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -123,48 +115,36 @@ def pooling(node: Node, x: TensorType, y: TensorType) -> Pooling:
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.max_pool import Tile, forward
 
-    node, x, y = region.nodes[0], _image(region), _pooled(region)
-    tile = Tile(**settings(knobs))
+    node, (x, y), tile = region.nodes[0], _ends(region), Tile(**settings(knobs))
     if OPS[node.op] == "dx":
         return _gradient(region, tile)
     run = forward(pooling(node, x, y), x.dtype.bits // 8, tile)
-    where = (*region.inputs, *region.outputs, None)  # the last stands for what nobody reads
-    at = [where.index(v if v in where else None) for v in (*node.outputs, None)[:2]]
-
-    def made(*tensors: torch.Tensor) -> None:
-        given = (*tensors, None)
-        run(tensors[0], *(given[i] for i in at))
-
-    return Kernel(made, writes=True, note="1 kernel")
+    given = tensors_of(region, (node.uses[0], *(*node.outputs, None)[:2]))
+    return Kernel(lambda *tensors: run(*given(tensors)), writes=True, note="1 kernel")
 
 
 def _gradient(region: Region, tile: Tile) -> Kernel:
     """From the winners, which are given, or found first and put into scratch memory."""
     from deuteron.kernels.triton.max_pool import backward, forward
 
-    node, types = region.nodes[0], region.graph.types
-    grad, second, dx = types[node.uses[0]], types[node.uses[1]], _image(region)
+    node, (dx, grad) = region.nodes[0], _ends(region)
+    second = region.graph.types[node.uses[1]]
     size, search = dx.dtype.bits // 8, node.op in SEARCHING
     order = "nhwc" if dx.is_layout("nhwc") else "contiguous"
     winners = TensorType.of(grad.shape, "u8", order) if search else second
     grad_strides = pooling(node, dx, grad).out_strides
     spread = backward(pooling(node, dx, winners), grad_strides, size, tile)
-    at = [place(region, v) for v in node.uses]
+    given = tensors_of(region, (*node.uses, node.outputs[0]))
     if not search:
-        return Kernel(
-            lambda *tensors: spread(tensors[at[0]], tensors[at[1]], tensors[-1]),
-            writes=True,
-            note="1 kernel",
-        )
+        return Kernel(lambda *tensors: spread(*given(tensors)), writes=True, note="1 kernel")
     find = forward(pooling(node, second, winners), size, tile)
 
     def run(*tensors: torch.Tensor) -> None:
-        of, x = (tensors[i] for i in at)
-        found = torch.empty_strided(
-            winners.shape, winners.strides, dtype=torch.uint8, device=of.device
-        )
+        of, x, to = given(tensors)
+        room = {"dtype": torch.uint8, "device": of.device}
+        found = torch.empty_strided(winners.shape, winners.strides, **room)
         find(x, None, found)
-        spread(of, found, tensors[-1])
+        spread(of, found, to)
 
     return Kernel(run, writes=True, workspace=winners.numel, note="2 kernels")
 

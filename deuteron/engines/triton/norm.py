@@ -7,7 +7,7 @@ memory makes both, where generated code would take one for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import MOST, picker, refuse_elsewhere, refuse_empty, settings
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -163,15 +163,6 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
 def sums_of(region: Region) -> int:
     """How many gradients of parameters are asked for."""
     return len({"dweight", "dbias"} & set(results(region, region.nodes[0])))
-
-
-def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
-    """A function from the tensors of a call to the structure of operands that a kernel takes: those
-    of the first node, and others by name."""
-    node, there = region.nodes[0], (*region.inputs, *region.outputs)
-    values = {**operands(node), **results(region, node), **named}
-    places = {name: there.index(v) for name, v in values.items()}
-    return lambda tensors: structure(**{name: tensors[at] for name, at in places.items()})
 
 
 NORM_BACKWARD = Recipe("norm_backward", NORMS, _refuse, _build, _knobs, _seconds, 0.4)

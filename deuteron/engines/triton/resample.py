@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs
 from deuteron.engines.triton.common import MOST, one_operator, settings, streamed
 from deuteron.ir.graph import Node
@@ -30,18 +30,17 @@ REACHED = 0.8  # of the bandwidth of a copy, where a result reads few elements
 UNITS = 132  # multiprocessors, for which times were measured
 
 
-def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
+def _refuse(region: Region, node: Node, target: Target) -> None:
     x, y = _ends(region)
-    if x.rank == 5:
-        return Refusal("resamples rows and images, not volumes", "resample slice by slice")
-    if _keeps_a_size(node, x, y):
-        return Refusal("a size stays though a factor was given", "leave out the factor")
-    if max(_reach(x), _reach(y)) > MOST or y.numel // min(y.shape[1], 8) > MOST:
-        return Refusal("has more elements than 32 bits count", "split the batch or the image")
+    volumes = "resamples rows and images, not volumes"
+    refuse_if(x.rank == 5, volumes, "resample slice by slice")
+    stays = _keeps_a_size(node, x, y)
+    refuse_if(stays, "a size stays though a factor was given", "leave out the factor")
+    many = max(_reach(x), _reach(y)) > MOST or y.numel // min(y.shape[1], 8) > MOST
+    refuse_if(many, "has more elements than 32 bits count", "split the batch or the image")
     most = max(along.most for along in axes(region))
-    if most > MOST_READ:
-        return Refusal(f"{most} elements along an axis are too many", f"at most {MOST_READ}")
-    return None
+    large = f"{most} elements along an axis are too many"
+    refuse_if(most > MOST_READ, large, f"at most {MOST_READ}")
 
 
 def _ends(region: Region) -> tuple[TensorType, TensorType]:

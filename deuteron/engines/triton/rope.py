@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.engines.base import BuildContext, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs
-from deuteron.engines.triton.common import MOST, one_operator, streamed
+from deuteron.engines.triton.common import MOST, one_operator, streamed, tensors_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
-from deuteron.ir.types import TensorType
 from deuteron.target import Target
 
 REACHED = 0.85  # of the bandwidth of a copy
 
 
-def _refuse(region: Region, node: Node, target: Target) -> Refusal | None:
-    q = region.graph.types[node.uses[0]]
-    if q.numel // q.shape[3] > MOST:
-        return Refusal(f"{q} has more rows than 32 bits count", "split the batch")
-    return refuse_layout(region, node)
-
-
-def refuse_layout(region: Region, node: Node) -> Refusal | None:
-    """Heads must be adjacent in memory and tables contiguous, on either machine."""
+def _refuse(region: Region, node: Node, target: Target) -> None:
     types = region.graph.types
+    q, first = types[node.uses[0]], "to_layout(x) first"
+    many = q.numel // q.shape[3] > MOST
+    refuse_if(many, f"{q} has more rows than 32 bits count", "split the batch")
     for t in (types[v] for v in (*node.inputs[:2], *region.outputs) if v is not None):
-        if t.strides[3] != 1 and t.shape[3] > 1:
-            return Refusal(f"the features of {t} are not adjacent", "to_layout(x) first")
-    if any(not types[v].is_layout("contiguous") for v in node.inputs[2:] if v is not None):
-        return Refusal("a table or the positions are not contiguous", "to_layout(x) first")
-    return None
+        apart = t.strides[3] != 1 and t.shape[3] > 1
+        refuse_if(apart, f"the features of {t} are not adjacent", first)
+    apart = any(not types[v].is_layout("contiguous") for v in node.inputs[2:] if v is not None)
+    refuse_if(apart, "a table or the positions are not contiguous", first)
 
 
 def parts_of(region: Region) -> list[tuple[str, str]]:
@@ -86,21 +78,12 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     node, types = region.nodes[0], region.graph.types
     parts, (cos, sin, positions) = parts_of(region), tables_of(node)
-
-    def kind(value: str | None) -> TensorType | None:
-        return None if value is None else types[value]
-
     pairs = [(types[source], types[out]) for source, out in parts]
-    rotate = prepare_rope(pairs, kind(cos), kind(positions), node.attrs, knobs, ctx.device)
+    angles, places = types.get(cos or ""), types.get(positions or "")
+    rotate = prepare_rope(pairs, angles, places, node.attrs, knobs, ctx.device)
     (q, q_out), (k, k_out) = (*parts, (None, None))[:2]
-    names = (*region.inputs, *region.outputs)
-    at = [-1 if v is None else names.index(v) for v in (q, k, q_out, k_out, cos, sin, positions)]
-
-    def run(*tensors: Any) -> None:
-        given = (*tensors, None)  # the last stands for what is left out
-        rotate(*[given[i] for i in at])
-
-    return Kernel(run, writes=True, note="1 kernel")
+    given = tensors_of(region, (q, k, q_out, k_out, cos, sin, positions))
+    return Kernel(lambda *tensors: rotate(*given(tensors)), writes=True, note="1 kernel")
 
 
 ROPE = one_operator("rope", ("rope",), _refuse, _knobs, streamed(REACHED), _build)

@@ -213,10 +213,7 @@ def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) 
 
     def run(*t: Any) -> None:
         source, out = t[x].permute(0, 2, 3, 1), t[-1].permute(0, 2, 3, 1)
-        if bias is not None:
-            out.copy_(bias.expand(out.shape))
-        else:
-            out.zero_()
+        out[:] = 0.0 if bias is None else bias
         for matrix, to, of in parts:
             pixels = source[:, *of]
             shifted = torch.mm(pixels.reshape(-1, channels), matrix)

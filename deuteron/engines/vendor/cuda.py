@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
@@ -25,9 +25,9 @@ from deuteron.target import Target
 TENSOR_CORE = ("f16", "bf16")
 
 
-def floats(region: Region, anchors: tuple[str, ...]) -> Chain:
-    """A chain of numbers that the libraries multiply."""
-    c = chain(region, anchors)
+def floats(region: Region, anchors: tuple[str, ...], constant: bool = False) -> Chain:
+    """A chain of numbers that the libraries multiply; ``constant``: by weights known ahead."""
+    c = fits(region, anchors, constant)
     refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")
     kind = c.x.dtype.short
     refuse_if(kind not in (*TENSOR_CORE, "f32"), f"element type {kind}", "use f16, bf16 or f32")
@@ -47,22 +47,29 @@ def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(apart, "the residual lies in another memory order than the result")
 
 
-def build_cudnn(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    c = chain(region, CONV)
+def _convolution_relu(
+    region: Region, c: Chain, policy: Policy, benchmark: bool
+) -> Callable[..., torch.Tensor]:
+    """The fused call as a function of an image, a weight, and the tensors of the kernel's call."""
     a = c.anchor.attrs
     where = (a["stride"], a["padding"], a["dilation"], a["groups"])
-    x, w = (place(region, v) for v in c.anchor.inputs[:2])
     b, z = maybe(region, c.bias), maybe(region, c.residual)
-    benchmark, policy = bool(knobs["benchmark"]), ctx.policy
 
-    def run(*t: Any) -> torch.Tensor:
+    def run(image: torch.Tensor, weight: torch.Tensor, t: Sequence[Any]) -> torch.Tensor:
         bias = None if b is None else t[b]
         with numerics(policy, benchmark):
             if z is None:
-                return torch.cudnn_convolution_relu(t[x], t[w], bias, *where)
-            return torch.cudnn_convolution_add_relu(t[x], t[w], t[z], 1.0, bias, *where)
+                return torch.cudnn_convolution_relu(image, weight, bias, *where)
+            return torch.cudnn_convolution_add_relu(image, weight, t[z], 1.0, bias, *where)
 
-    return Kernel(run)
+    return run
+
+
+def build_cudnn(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    c = chain(region, CONV)
+    x, w = (place(region, v) for v in c.anchor.inputs[:2])
+    run = _convolution_relu(region, c, ctx.policy, bool(knobs["benchmark"]))
+    return Kernel(lambda *t: run(t[x], t[w], t))
 
 
 def _cudnn_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
@@ -188,7 +195,7 @@ LANES = 8  # cuDNN's tensor-core kernels read channels in groups of this many
 
 
 def _refuse_padded(region: Region, target: Target, policy: Policy) -> None:
-    c = _constant_floats(region)
+    c = floats(region, CONV, constant=True)
     plain = c.act_name == "relu" and c.residual is None
     refuse_if(not plain, "cuDNN's fused call is convolution, bias, ReLU")
     image = c.x.dtype.bits == 16 and c.x.rank == 4 and c.x.is_layout("nhwc")
@@ -200,28 +207,17 @@ def _refuse_padded(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(many, "padding more than one group of channels is not worth the copy")
 
 
-def _constant_floats(region: Region) -> Chain:
-    floats(region, CONV)
-    return fits(region, CONV)
-
-
 def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     c = chain(region, CONV)
-    a = c.anchor.attrs
-    where = (a["stride"], a["padding"], a["dilation"], a["groups"])
-    x, b = place(region, c.anchor.inputs[0]), maybe(region, c.bias)
-    weight = ctx.constants[c.anchor.inputs[1] or ""]
+    x, weight = place(region, c.anchor.inputs[0]), ctx.constants[c.anchor.inputs[1] or ""]
     n, channels, height, width = c.x.shape
     extra = LANES - channels
-    wide = torch.nn.functional.pad(weight, (0, 0, 0, 0, 0, extra)).contiguous(
-        memory_format=torch.channels_last
-    )
-    policy = ctx.policy
+    wide = pad(weight, (0, 0, 0, 0, 0, extra)).contiguous(memory_format=torch.channels_last)
+    call = _convolution_relu(region, c, ctx.policy, not ctx.policy.deterministic)
 
     def run(*t: Any) -> torch.Tensor:
-        image = torch.nn.functional.pad(t[x].permute(0, 2, 3, 1), (0, extra)).permute(0, 3, 1, 2)
-        with numerics(policy, benchmark=not policy.deterministic):
-            return torch.cudnn_convolution_relu(image, wide, None if b is None else t[b], *where)
+        image = pad(t[x].permute(0, 2, 3, 1), (0, extra)).permute(0, 3, 1, 2)
+        return call(image, wide, t)
 
     return Kernel(run, workspace=2 * n * LANES * height * width)
 
@@ -230,7 +226,7 @@ def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 
 
 def _refuse_taps(region: Region, target: Target, policy: Policy) -> None:
-    c = _constant_floats(region)
+    c = floats(region, CONV, constant=True)
     shared.refuse_parts(c, "split into shared.taps")
     refuse_if(c.x.dtype.bits != 16, "only 16-bit products are faster this way")
     shared.refuse_order(c.x, c.out)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from deuteron.engines.recipes import Recipe, RecipeEngine
 from deuteron.engines.vendor import cpu, cuda
 from deuteron.target import Target
@@ -14,7 +12,6 @@ class VendorFused(RecipeEngine):
 
     name = "vendor_fused"
     version = "1"
-    listed: ClassVar[dict[str, tuple[Recipe, ...]]] = {"cuda": cuda.RECIPES, "cpu": cpu.RECIPES}
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return self.listed[target.kind]
+        return cuda.RECIPES if target.is_cuda else cpu.RECIPES

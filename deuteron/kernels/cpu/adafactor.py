@@ -84,8 +84,7 @@ def moments(w: Writer, number: Value) -> None:
 
         def of_columns(i: Value, lanes: int) -> None:
             wide = vec(lanes, F64)
-            sums = c.variable(wide)
-            c.b.store(wide(None), sums)
+            sums = c.variable(wide, wide(None))
             with c.loop(0, cut.parts) as part:
                 at = c.add(c.mul(c.add(c.mul(b, cut.parts), part), cut.width), i)
                 more = w.wide(w.read("column_total", at, lanes))

@@ -16,15 +16,16 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from deuteron.codegen import llvm
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, Code, Value, vec, width
+from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, Code, Value, load_run, vec, width
 from deuteron.codegen.llvm_compute import STORED
 from deuteron.codegen.llvm_math import exp_nonpositive
-from deuteron.kernels.cpu.matmul import Multiply, Tile
+from deuteron.kernels.cpu.matmul import Tile, multiply
 from deuteron.kernels.cpu.packing import Panels
 from deuteron.kernels.cpu.stored import Stored
+from deuteron.kernels.cpu.sweep import Gathered, steps
 
 ROWS, VECTORS = 4, 4  # queries and vectors of columns in registers
 
@@ -47,7 +48,7 @@ def _tile(module: object, tile: Tile) -> Code:
     acc = [[c.variable(vec(n), c.f(0.0, n)) for _ in range(tile.vectors)] for _ in range(tile.rows)]
     runs = [c.at(a, c.mul(a_step, i)) for i in range(tile.rows)]
     plain = Stored(c, "f32")
-    Multiply(c, tile, plain, plain).run(acc, runs, c.variable(PTR, panel), length)
+    multiply(plain, plain, acc, runs, c.variable(PTR, panel), length)
     for i in range(tile.rows):
         for j in range(tile.vectors):
             c.store(c.get(acc[i][j], vec(n)), c.at(out, c.mul(out_step, i), j * n))
@@ -59,19 +60,7 @@ def _softmax_row(
     c: Code, row: Value, seen: Value, bias: Value | None, form: AttentionKernel
 ) -> Value:
     """eˢ⁻ᵐᵃˣ in place of the scores of one query; returns 1 / Σ, or 0 if no key is seen."""
-    widths = (4 * width(), width(), 1)
-
-    def sweep(body: Callable[[Value, int], None]) -> None:
-        begin = c.i(0)
-        for lanes in widths:
-            left = c.sub(seen, begin)
-            end = c.add(begin, c.sub(left, c.rem(left, lanes)))
-            with c.loop(begin, end, lanes) as j:
-                body(j, lanes)
-            begin = end
-
-    best = {lanes: c.variable(vec(lanes), c.f(-math.inf, lanes)) for lanes in widths}
-    total = {lanes: c.variable(vec(lanes), c.f(0.0, lanes)) for lanes in widths}
+    best, total = Gathered(c, c.fmax, -math.inf), Gathered(c, c.b.fadd, 0.0)
 
     def scan(j: Value, lanes: int) -> None:
         s = c.load(c.at(row, j), lanes)
@@ -85,116 +74,98 @@ def _softmax_row(
             s = c.b.fadd(s, beside.load(beside.at(bias, j), lanes))
         if form.bias != "none":
             c.store(s, c.at(row, j))
-        c.b.store(c.fmax(c.get(best[lanes], vec(lanes)), s), best[lanes])
+        best.take(s, lanes)
 
     def powers(j: Value, lanes: int) -> None:
         e = exp_nonpositive(c, c.b.fsub(c.load(c.at(row, j), lanes), c.f(largest, lanes)))
         c.store(e, c.at(row, j))
-        c.b.store(c.b.fadd(c.get(total[lanes], vec(lanes)), e), total[lanes])
+        total.take(e, lanes)
 
-    def all_of(parts: dict[int, Value], op: Callable[[Value, Value], Value]) -> Value:
-        first, *rest = (c.reduce(c.get(parts[lanes], vec(lanes)), op) for lanes in widths)
-        for other in rest:
-            first = op(first, other)
-        return first
-
-    sweep(scan)
-    largest = all_of(best, c.fmax)
+    best.clear()
+    steps(c, seen, scan)
+    largest = best.total()
     blind = c.b.fcmp_ordered("==", largest, c.f(-math.inf))
     largest = c.b.select(blind, c.f(0.0), largest)
-    sweep(powers)
-    weight = all_of(total, c.b.fadd)
+    total.clear()
+    steps(c, seen, powers)
+    weight = total.total()
     none = c.b.fcmp_ordered("==", weight, c.f(0.0))
     return c.b.select(none, c.f(0.0), c.b.fdiv(c.f(1.0), weight))
 
 
-def _write(module: object, form: AttentionKernel) -> None:
+def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads: Value) -> None:
     tile = Tile(ROWS, VECTORS)
-    wide, n = tile.columns, width()
-    multiply = _tile(module, tile)
+    wide, product = tile.columns, _tile(c.module, tile)
+    q, k, v, out, bias, room = c.pointers(words, 6)
+    names = (
+        "batch heads sharing queries keys depth values scale per_thread "
+        "qb qh qs kb kh ks vb vh vs ob oh os bb bh bs"
+    ).split()
+    w = {name: c.word(words, 6 + i) for i, name in enumerate(names)}
+    of = Stored(c, form.stored)
+    scale = c.b.bitcast(c.b.trunc(w["scale"], I32), F32)
+    keys, depth, values = w["keys"], w["depth"], w["values"]
 
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        q, k, v, out, bias, room = c.pointers(words, 6)
-        names = (
-            "batch heads sharing queries keys depth values scale per_thread "
-            "qb qh qs kb kh ks vb vh vs ob oh os bb bh bs"
-        ).split()
-        w = {name: c.word(words, 6 + i) for i, name in enumerate(names)}
-        of = Stored(c, form.stored)
-        scale = c.b.bitcast(c.b.trunc(w["scale"], I32), F32)
-        keys, depth, values = w["keys"], w["depth"], w["values"]
+    # in whole panels
+    columns, results = (c.mul(c.div(c.add(x, wide - 1), wide), wide) for x in (keys, values))
+    k_panels = c.at(room, c.mul(thread, w["per_thread"]))
+    v_panels = c.at(k_panels, c.mul(columns, depth))
+    scores = c.at(v_panels, c.mul(results, keys))
+    asked = c.at(scores, c.mul(columns, ROWS))
+    answers = c.at(asked, c.mul(depth, ROWS))
+    inverse = c.variable(F32, count=ROWS)
+    tiles = c.div(c.add(w["queries"], ROWS - 1), ROWS)
+    packed = c.variable(I64, -1)
+    jobs = c.mul(w["batch"], w["heads"], tiles)
+    with c.loop(*c.share(jobs, thread, threads)) as job:
+        which, tile_of_rows = c.split(job, tiles)
+        first = c.mul(tile_of_rows, ROWS)
+        b, h = c.split(which, w["heads"])
+        shared = c.div(h, w["sharing"])
+        source = c.add(c.mul(b, w["heads"]), shared)
+        with c.when(c.cmp("!=", source, c.get(packed))):
+            here = of.at(k, c.mul(b, w["kb"]), c.mul(shared, w["kh"]))
+            Panels(of, k_panels, wide).across(here, w["ks"], keys, depth)
+            here = of.at(v, c.mul(b, w["vb"]), c.mul(shared, w["vh"]))
+            Panels(of, v_panels, wide).along(here, w["vs"], keys, values)
+            c.put(packed, source)
+        count = c.least(c.sub(w["queries"], first), ROWS)
+        with c.loop(0, ROWS) as i:  # rows that fill up the tile repeat the last one
+            row = c.add(first, c.least(i, c.sub(count, 1)))
+            here = of.at(q, c.mul(b, w["qb"]), c.mul(h, w["qh"]), c.mul(row, w["qs"]))
 
-        def up(x: Value) -> Value:
-            return c.mul(c.div(c.add(x, wide - 1), wide), wide)
+            def ask(d: Value, lanes: int) -> None:
+                one = c.b.fmul(of.load(of.at(here, d), lanes), c.f(scale, lanes))
+                c.store(one, c.at(asked, c.mul(i, depth), d))
 
-        def halves(count: Value) -> tuple[tuple[int, Value, Value], ...]:
-            """A loop by vectors and one over what is left."""
-            whole = c.sub(count, c.rem(count, n))
-            return (n, c.i(0), whole), (1, whole, count)
+            steps(c, depth, ask, vectors=1)
+        limit = c.least(keys, c.add(first, ROWS)) if form.causal else keys
+        with c.loop(0, limit, wide) as j:
+            panel, to = c.at(k_panels, c.mul(j, depth)), c.at(scores, j)
+            c.call(product, asked, depth, depth, panel, to, columns)
+        with c.loop(0, ROWS) as i:
+            row = c.add(first, c.least(i, c.sub(count, 1)))
+            seen = c.least(limit, c.add(row, 1)) if form.causal else limit
+            line, beside = c.at(scores, c.mul(i, columns)), None
+            if form.bias != "none":
+                shift = c.add(c.mul(b, w["bb"]), c.mul(h, w["bh"]), c.mul(row, w["bs"]))
+                beside = c.at(bias, shift, of=STORED[form.bias])
+            c.store(_softmax_row(c, line, seen, beside, form), c.at(inverse, i))
+            with c.loop(seen, limit) as j:
+                c.store(c.f(0.0), c.at(line, j))
+        with c.loop(0, values, wide) as j:
+            panel, to = c.at(v_panels, c.mul(j, keys)), c.at(answers, j)
+            c.call(product, scores, columns, limit, panel, to, results)
+        with c.loop(0, count) as i:
+            part, line = c.load(c.at(inverse, i)), c.at(answers, c.mul(i, results))
+            query = c.mul(b, w["ob"]), c.mul(h, w["oh"]), c.mul(c.add(first, i), w["os"])
+            to = of.at(out, *query)
 
-        columns, results = up(keys), up(values)
-        mine = c.at(room, c.mul(thread, w["per_thread"]))
-        k_panels = mine
-        v_panels = c.at(k_panels, c.mul(columns, depth))
-        scores = c.at(v_panels, c.mul(results, keys))
-        asked = c.at(scores, c.mul(columns, ROWS))
-        answers = c.at(asked, c.mul(depth, ROWS))
-        inverse = c.variable(F32, count=ROWS)
-        tiles = c.div(c.add(w["queries"], ROWS - 1), ROWS)
-        packed = c.variable(I64, -1)
-        begin, end = c.share(c.mul(w["batch"], w["heads"], tiles), thread, threads)
-        with c.loop(begin, end) as job:
-            which = c.div(job, tiles)
-            first = c.mul(c.sub(job, c.mul(which, tiles)), ROWS)
-            b = c.div(which, w["heads"])
-            h = c.sub(which, c.mul(b, w["heads"]))
-            shared = c.div(h, w["sharing"])
-            source = c.add(c.mul(b, w["heads"]), shared)
-            with c.when(c.cmp("!=", source, c.get(packed))):
-                here = of.at(k, c.mul(b, w["kb"]), c.mul(shared, w["kh"]))
-                Panels(c, of, k_panels, wide).across(here, w["ks"], keys, depth)
-                here = of.at(v, c.mul(b, w["vb"]), c.mul(shared, w["vh"]))
-                Panels(c, of, v_panels, wide).along(here, w["vs"], keys, values)
-                c.put(packed, source)
-            count = c.least(c.sub(w["queries"], first), ROWS)
-            with c.loop(0, ROWS) as i:  # rows that fill up the tile repeat the last one
-                row = c.add(first, c.least(i, c.sub(count, 1)))
-                here = of.at(q, c.mul(b, w["qb"]), c.mul(h, w["qh"]), c.mul(row, w["qs"]))
-                for lanes, low, high in halves(depth):
-                    with c.loop(low, high, lanes) as d:
-                        one = c.b.fmul(of.load(of.at(here, d), lanes), c.f(scale, lanes))
-                        c.store(one, c.at(asked, c.mul(i, depth), d))
-            limit = c.least(keys, c.add(first, ROWS)) if form.causal else keys
-            with c.loop(0, limit, wide) as j:
-                panel, to = c.at(k_panels, c.mul(j, depth)), c.at(scores, j)
-                c.call(multiply, asked, depth, depth, panel, to, columns)
-            with c.loop(0, ROWS) as i:
-                row = c.add(first, c.least(i, c.sub(count, 1)))
-                seen = c.least(limit, c.add(row, 1)) if form.causal else limit
-                line, beside = c.at(scores, c.mul(i, columns)), None
-                if form.bias != "none":
-                    shift = c.add(c.mul(b, w["bb"]), c.mul(h, w["bh"]), c.mul(row, w["bs"]))
-                    beside = c.at(bias, shift, of=STORED[form.bias])
-                c.store(_softmax_row(c, line, seen, beside, form), c.at(inverse, i))
-                with c.loop(seen, limit) as j:
-                    c.store(c.f(0.0), c.at(line, j))
-            with c.loop(0, values, wide) as j:
-                panel, to = c.at(v_panels, c.mul(j, keys)), c.at(answers, j)
-                c.call(multiply, scores, columns, limit, panel, to, results)
-            with c.loop(0, count) as i:
-                part, line = c.load(c.at(inverse, i)), c.at(answers, c.mul(i, results))
-                query = c.mul(b, w["ob"]), c.mul(h, w["oh"]), c.mul(c.add(first, i), w["os"])
-                to = of.at(out, *query)
-                for lanes, low, high in halves(values):
-                    with c.loop(low, high, lanes) as d:
-                        x = c.b.fmul(c.load(c.at(line, d), lanes), c.f(part, lanes))
-                        of.store(x, of.at(to, d))
+            def answer(d: Value, lanes: int) -> None:
+                x = c.b.fmul(c.load(c.at(line, d), lanes), c.f(part, lanes))
+                of.store(x, of.at(to, d))
 
-    llvm.entry(module, "run", body)
-
-
-def compiled(form: AttentionKernel) -> llvm.Loaded:
-    return llvm.load(f"attention {form} of {width()}", lambda module: _write(module, form))
+            steps(c, values, answer, vectors=1)
 
 
 Strides = tuple[int, int, int]  # of batch, head and row; elements of a row are side by side
@@ -218,5 +189,5 @@ def prepare_attention(
     room = Room("attention", 0, room_per_thread(*sizes[4:], Tile(ROWS, VECTORS).columns))
     bits = struct.unpack("<i", struct.pack("<f", scale))[0]
     words = (*sizes, bits, room.per_thread, *(s for part in strides for s in part))
-    code = compiled(form)
+    code = load_run(f"attention {form} of {width()}", partial(_attend, form))
     return lambda q, k, v, out, bias: Call(code, (q, k, v, out, bias, room, *words))

@@ -63,12 +63,6 @@ def frame(x: Image, window: Window) -> Image:
     return Image((x.shape[0], channels, *space), (channels * prod(space), 1, *strides))
 
 
-def joins(x: Image, window: Window) -> bool:
-    """Whether the taps along the last dimension lie side by side in memory."""
-    side_by_side = x.strides[-1] == x.shape[1] and window.groups == 1
-    return side_by_side and window.padding[-1] == 0 and window.dilation[-1] == 1
-
-
 def pixel_offsets(x: Image, window: Window, out: Sequence[int], joined: bool) -> np.ndarray:
     """Offsets [rows, taps] of the pixel under each tap, −1 in the padding. With ``joined`` the
     last dimension counts as one tap."""
@@ -104,7 +98,9 @@ def weight_factor(weight: Image, groups: int) -> Factor:
 def conv_rows(x: Image, y: Image, r: Image | None, window: Window, k: int) -> Rows:
     """The rows of a convolution with ``k`` filters, as a product. A window without padding over
     a dense image takes the taps along the last dimension as one run."""
-    joined, groups = joins(x, window), window.groups
+    groups = window.groups
+    dense = x.strides[-1] == x.shape[1] and groups == 1
+    joined = dense and window.padding[-1] == 0 and window.dilation[-1] == 1
     each, columns = x.shape[1] // groups, k // groups
     offsets = pixel_offsets(x, window, y.shape[2:], joined)
     number = np.arange(groups, dtype=np.int64)

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from deuteron.codegen.calls import Call, Word
-from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, vec, width
+from deuteron.codegen.llvm import I64, PTR, Code, Value, load_run, vec, width
 from deuteron.kernels.cpu.conv import Image, Images, Window
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, zeros
@@ -46,94 +47,84 @@ class Shape:
         return tuple(sorted({p * s + k * d for p in range(self.pixels) for k in range(kw)}))
 
 
-def _write(module: object, shape: Shape, epilogue: Epilogue) -> None:
+def _convolve(
+    shape: Shape, epilogue: Epilogue, c: Code, words: Value, thread: Value, threads: Value
+) -> None:
     (kh, kw), (sh, sw), (dh, gap) = shape.kernel, shape.stride, shape.dilation
     columns = shape.columns
+    x, weight, bias, y, r, empty = c.pointers(words, 6)
+    batch, oh, ow, height, breadth, channels, ph, pw = c.words(words, 6, 8)
+    xn, xh, xw, yn, yh, yw, rn, rh, rw = c.words(words, 14, 9)
+    of = Stored(c, shape.stored)
+    table = c.variable(PTR, count=kh * len(columns))
+    whole = c.sub(channels, c.rem(channels, width()))
+    lines = c.share(c.mul(batch, oh), thread, threads)
 
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, weight, bias, y, r, empty = c.pointers(words, 6)
-        batch, oh, ow, height, breadth, channels, ph, pw = c.words(words, 6, 8)
-        xn, xh, xw, yn, yh, yw, rn, rh, rw = c.words(words, 14, 9)
-        of = Stored(c, shape.stored)
-        table = c.variable(PTR, count=kh * len(columns))
-        whole = c.sub(channels, c.rem(channels, width()))
-        begin, end = c.share(c.mul(batch, oh), thread, threads)
+    def windows(acc: list[Value], ch: Value, lanes: int, pixel: Pixel) -> None:
+        def row(ky: Value | int) -> None:
+            def tap(k: int) -> Value:
+                return c.load(c.at(weight, c.mul(c.add(c.mul(ky, kw), k), channels), ch), lanes)
 
-        def windows(acc: list[Value], ch: Value, lanes: int, pixel: Pixel) -> None:
-            def row(ky: Value | int) -> None:
-                def tap(k: int) -> Value:
-                    return c.load(c.at(weight, c.mul(c.add(c.mul(ky, kw), k), channels), ch), lanes)
+            w = [tap(k) for k in range(kw)]
+            for i, column in enumerate(columns):
+                x = of.load(of.at(pixel(ky, i), ch), lanes)
+                for p in range(shape.pixels):
+                    k, odd = divmod(column - p * sw, gap)
+                    if not odd and 0 <= k < kw:
+                        c.b.store(c.fma(x, w[k], c.get(acc[p], vec(lanes))), acc[p])
 
-                w = [tap(k) for k in range(kw)]
+        if kh * kw * shape.pixels <= UNROLLED:
+            for ky in range(kh):
+                row(ky)
+        else:
+            with c.loop(0, kh) as ky:
+                row(ky)
+
+    with c.loop(*lines) as line, c.loop(0, ow, shape.pixels) as x_from:
+        n, oy = c.split(line, oh)
+        ox = c.least(x_from, c.sub(ow, shape.pixels))
+        iy, ix = c.sub(c.mul(oy, sh), ph), c.sub(c.mul(ox, sw), pw)
+        image = of.at(x, c.mul(n, xn))
+        origin = of.at(image, c.mul(iy, xh), c.mul(ix, xw))
+        outs, others = (
+            [
+                of.at(base, c.mul(n, sn), c.mul(oy, sy), c.mul(c.add(ox, p), sx))
+                for p in range(shape.pixels)
+            ]
+            for base, sn, sy, sx in ((y, yn, yh, yw), (r, rn, rh, rw))
+        )
+        inside = c.b.and_(c.cmp(">=", iy, 0), c.cmp(">=", ix, 0))
+        for first, reach, size in ((iy, (kh - 1) * dh, height), (ix, columns[-1], breadth)):
+            inside = c.b.and_(inside, c.cmp("<", c.add(first, reach), size))
+
+        def run(pixel: Pixel) -> None:
+            """A tile over all channels; ``pixel(row, column)`` is its address."""
+            for lanes, a, b in ((width(), c.i(0), whole), (1, whole, channels)):
+                with c.loop(a, b, lanes) as ch:
+                    start = c.load(c.at(bias, ch), lanes)
+                    acc = [c.variable(vec(lanes), start) for _ in range(shape.pixels)]
+                    windows(acc, ch, lanes, pixel)
+                    for p, one in enumerate(acc):
+                        r = of.load(of.at(others[p], ch), lanes) if epilogue.residual else None
+                        made = epilogue.emit(c, c.get(one, vec(lanes)), r)
+                        of.store(made, of.at(outs[p], ch))
+
+        def middle() -> None:
+            run(lambda ky, i: of.at(origin, c.mul(ky, dh, xh), c.mul(xw, columns[i])))
+
+        def border() -> None:
+            with c.loop(0, kh) as ky:
+                row = c.add(iy, c.mul(ky, dh))
+                row_in = c.b.and_(c.cmp(">=", row, 0), c.cmp("<", row, height))
                 for i, column in enumerate(columns):
-                    x = of.load(of.at(pixel(ky, i), ch), lanes)
-                    for p in range(shape.pixels):
-                        k, odd = divmod(column - p * sw, gap)
-                        if not odd and 0 <= k < kw:
-                            c.b.store(c.fma(x, w[k], c.get(acc[p], vec(lanes))), acc[p])
+                    at = c.add(ix, column)
+                    here = c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, breadth))
+                    address = of.at(image, c.mul(row, xh), c.mul(at, xw))
+                    chosen = c.b.select(c.b.and_(row_in, here), address, empty)
+                    c.store(chosen, c.at(table, c.mul(ky, len(columns)), i, of=I64))
+            run(lambda ky, i: c.pointer(table, c.add(c.mul(ky, len(columns)), i)))
 
-            if kh * kw * shape.pixels <= UNROLLED:
-                for ky in range(kh):
-                    row(ky)
-            else:
-                with c.loop(0, kh) as ky:
-                    row(ky)
-
-        with c.loop(begin, end) as line, c.loop(0, ow, shape.pixels) as x_from:
-            n = c.div(line, oh)
-            oy = c.sub(line, c.mul(n, oh))
-            ox = c.least(x_from, c.sub(ow, shape.pixels))
-            iy, ix = c.sub(c.mul(oy, sh), ph), c.sub(c.mul(ox, sw), pw)
-            image = of.at(x, c.mul(n, xn))
-            origin = of.at(image, c.mul(iy, xh), c.mul(ix, xw))
-            outs, others = (
-                [
-                    of.at(base, c.mul(n, sn), c.mul(oy, sy), c.mul(c.add(ox, p), sx))
-                    for p in range(shape.pixels)
-                ]
-                for base, sn, sy, sx in ((y, yn, yh, yw), (r, rn, rh, rw))
-            )
-            inside = c.b.and_(c.cmp(">=", iy, 0), c.cmp(">=", ix, 0))
-            for first, reach, size in ((iy, (kh - 1) * dh, height), (ix, columns[-1], breadth)):
-                inside = c.b.and_(inside, c.cmp("<", c.add(first, reach), size))
-
-            def run(pixel: Pixel) -> None:
-                """A tile over all channels; ``pixel(row, column)`` is its address."""
-                for lanes, a, b in ((width(), c.i(0), whole), (1, whole, channels)):
-                    with c.loop(a, b, lanes) as ch:
-                        start = c.load(c.at(bias, ch), lanes)
-                        acc = [c.variable(vec(lanes)) for _ in range(shape.pixels)]
-                        for one in acc:
-                            c.b.store(start, one)
-                        windows(acc, ch, lanes, pixel)
-                        for p, one in enumerate(acc):
-                            r = of.load(of.at(others[p], ch), lanes) if epilogue.residual else None
-                            made = epilogue.emit(c, c.get(one, vec(lanes)), r)
-                            of.store(made, of.at(outs[p], ch))
-
-            def middle() -> None:
-                run(lambda ky, i: of.at(origin, c.mul(ky, dh, xh), c.mul(xw, columns[i])))
-
-            def border() -> None:
-                with c.loop(0, kh) as ky:
-                    row = c.add(iy, c.mul(ky, dh))
-                    row_in = c.b.and_(c.cmp(">=", row, 0), c.cmp("<", row, height))
-                    for i, column in enumerate(columns):
-                        at = c.add(ix, column)
-                        here = c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, breadth))
-                        address = of.at(image, c.mul(row, xh), c.mul(at, xw))
-                        chosen = c.b.select(c.b.and_(row_in, here), address, empty)
-                        c.store(chosen, c.at(table, c.mul(ky, len(columns)), i, of=I64))
-                run(lambda ky, i: c.pointer(table, c.add(c.mul(ky, len(columns)), i)))
-
-            c.either(inside, middle, border)
-
-    entry(module, "run", body)
-
-
-def compiled(shape: Shape, epilogue: Epilogue) -> Loaded:
-    name = f"depthwise {shape} of {width()} {epilogue.key}"
-    return load(name, lambda module: _write(module, shape, epilogue))
+        c.either(inside, middle, border)
 
 
 def _plane(image: Image) -> Image:
@@ -158,15 +149,16 @@ def prepare_depthwise(
 ) -> Callable[[Word, Word, Word, Word, Word], Call]:
     """The call for x, y, residual, taps and bias, where each is; taps and bias are float32."""
     x, y, r = images
-    kernel, stride, dilation = window.kernel, window.stride, window.dilation
-    kernel, stride, dilation = ((1, *of)[-2:] for of in (kernel, stride, dilation))
+    sides = window.kernel, window.stride, window.dilation
+    kernel, stride, dilation = ((1, *of)[-2:] for of in sides)
     padding = (0, *window.padding)[-2:]
     x, y, r = _plane(x), _plane(y), _plane(y if r is None else r)
     shape = Shape(kernel, stride, dilation, min(pixels, y.shape[3]), stored)
     channels = x.shape[1]
     empty = zeros(max(channels, 64))
     flops = 2.0 * y.shape[0] * y.shape[2] * y.shape[3] * channels * kernel[0] * kernel[1]
-    code, threaded = compiled(shape, epilogue), flops > SERIAL_FLOPS
+    name, threaded = f"depthwise {shape} of {width()} {epilogue.key}", flops > SERIAL_FLOPS
+    code = load_run(name, partial(_convolve, shape, epilogue))
     strides = [s for i in (x, y, r) for s in (i.strides[0], i.strides[2], i.strides[3])]
     sizes = (x.shape[0], *y.shape[2:], *x.shape[2:], channels, *padding, *strides)
 

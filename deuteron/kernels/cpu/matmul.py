@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -64,74 +64,64 @@ class ProductKernel:
     panel: str = "f32"
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """Memory that is wanted soon: a variable with the place, and the bytes from one step to the
-    next."""
-
-    place: Value
-    pace: Value
+Ahead = tuple[Value, Value]  # memory that is wanted soon: a variable with its place, bytes a step
 
 
 # ---- the kernel --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Multiply:
-    """A tile of rows ``of`` one type with a panel of numbers that are ``packed`` as another."""
+def multiply(
+    of: Stored,
+    packed: Stored,
+    acc: list[list[Value]],
+    runs: list[Value],
+    panel: Value,
+    length: Value,
+    ahead: Ahead | None = None,
+) -> None:
+    """acc[i] += runs[i][k] · panel[k] for k below ``length``, rows ``of`` one type with a panel of
+    numbers that are ``packed`` as another; ``panel`` is a variable that ends up behind what was
+    read. Lines of memory ``ahead`` are asked for along the way."""
+    c, n, rows, vectors = of.c, width(), range(len(acc)), range(len(acc[0]))
+    step = n if has_lanes() else 4
+    whole = c.sub(length, c.rem(length, step))
 
-    c: Code
-    tile: Tile
-    of: Stored
-    packed: Stored
+    def column(base: Value, k: int, j: int) -> Value:
+        """A vector of row ``k`` of the panel."""
+        return packed.load(packed.at(base, (k * len(vectors) + j) * n), n)
 
-    def columns(self, base: Value, k: int) -> list[Value]:
-        """One row of the panel, in vectors."""
-        n, vectors, packed = width(), self.tile.vectors, self.packed
-        return [packed.load(packed.at(base, (k * vectors + j) * n), n) for j in range(vectors)]
+    def add(i: int, j: int, x: Value, here: Value) -> None:
+        c.b.store(c.fma(here, x, c.get(acc[i][j], vec(n))), acc[i][j])
 
-    def run(
-        self, acc: list[list[Value]], runs: list[Value], panel: Value, length: Value, ahead=None
-    ) -> None:
-        """acc[i] += runs[i][k] · panel[k] for k below ``length``; ``panel`` is a variable that ends
-        up behind what was read. Lines of memory ``ahead`` are asked for along the way."""
-        c, of, packed, n = self.c, self.of, self.packed, width()
-        rows, vectors = range(self.tile.rows), range(self.tile.vectors)
-        step = n if has_lanes() else 4
-        whole = c.sub(length, c.rem(length, step))
+    def spread(base: Value, row: int, *at: Value) -> None:
+        """One number of each row by a row of the panel, with broadcasting loads."""
+        here = [column(base, row, j) for j in vectors]
+        for i in rows:
+            x = c.splat(of.load(of.at(runs[i], *at)), n)
+            for j in vectors:
+                add(i, j, x, here[j])
 
-        def multiply(i: int, j: int, x: Value, column: Value) -> None:
-            c.b.store(c.fma(column, x, c.get(acc[i][j], vec(n))), acc[i][j])
-
-        def spread(here: list[Value], *at: Value) -> None:
-            """One number of each row by a row of the panel, with broadcasting loads."""
-            for i in rows:
-                x = c.splat(of.load(of.at(runs[i], *at)), n)
-                for j in vectors:
-                    multiply(i, j, x, here[j])
-
-        with c.loop(0, whole, step) as k:
-            base = c.get(panel, PTR)
-            if has_lanes():  # a vector of each row, multiplied lane by lane
-                xs = [of.load(of.at(runs[i], k), n) for i in rows]
-                for lane in range(step):
-                    for j in vectors:
-                        at = (lane * self.tile.vectors + j) * n
-                        column = packed.load(packed.at(base, at), n)
-                        for i in rows:
-                            multiply(i, j, c.lane(xs[i], lane), column)
-            else:
-                for lane in range(step):
-                    spread(self.columns(base, lane), k, lane)
-            c.put(panel, packed.at(base, step * self.tile.vectors * n))
-            if ahead is not None:
-                there = c.get(ahead.place, PTR)
-                _prefetch(c, there, AHEAD)
-                c.put(ahead.place, c.at(there, ahead.pace, of=I8))
-        with c.loop(whole, length) as k:
-            base = c.get(panel, PTR)
-            spread(self.columns(base, 0), k)
-            c.put(panel, packed.at(base, self.tile.vectors * n))
+    with c.loop(0, whole, step) as k:
+        base = c.get(panel, PTR)
+        if has_lanes():  # a vector of each row, multiplied lane by lane
+            xs = [of.load(of.at(runs[i], k), n) for i in rows]
+            for lane, j in product(range(step), vectors):
+                here = column(base, lane, j)
+                for i in rows:
+                    add(i, j, c.lane(xs[i], lane), here)
+        else:
+            for lane in range(step):
+                spread(base, lane, k, lane)
+        c.put(panel, packed.at(base, step * len(vectors) * n))
+        if ahead is not None:
+            place, pace = ahead
+            there = c.get(place, PTR)
+            _prefetch(c, there, AHEAD)
+            c.put(place, c.at(there, pace, of=I8))
+    with c.loop(whole, length) as k:
+        base = c.get(panel, PTR)
+        spread(base, 0, k)
+        c.put(panel, packed.at(base, len(vectors) * n))
 
 
 def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
@@ -192,7 +182,7 @@ def _product(module: object, form: ProductKernel) -> Code:
         with c.when(c.cmp("!=", w.last, 0)):
             for i in range(rows):
                 _prefetch(c, places(i)[1])
-    panel, next_lines = c.variable(PTR, w.b), Ahead(c.variable(PTR, w.ahead), w.pace)
+    panel, next_lines = c.variable(PTR, w.b), (c.variable(PTR, w.ahead), w.pace)
     with c.loop(0, w.segments) as s:
         where = [c.index(w.table, c.add(c.mul(s, rows), i)) for i in range(rows)]
         everywhere = where[0]
@@ -204,7 +194,7 @@ def _product(module: object, form: ProductKernel) -> Code:
 
         def go() -> None:
             runs = [c.b.select(c.cmp("<", at, 0), w.zeros, of.at(w.a, at)) for at in where]
-            Multiply(c, tile, of, packed).run(acc, runs, panel, w.length, next_lines)
+            multiply(of, packed, acc, runs, panel, w.length, next_lines)
 
         c.either(c.cmp("<", everywhere, 0), skip, go)
 
@@ -247,59 +237,47 @@ def _product(module: object, form: ProductKernel) -> Code:
     return c
 
 
-def _write(module: object, form: ProductKernel) -> None:
-    tiles_of, tile = _product(module, form), form.tile
+def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads: Value) -> None:
+    tiles_of, tile = _product(c.module, form), form.tile
     wide, each = tile.columns, tile.rows * tile.columns
     step = width() if has_lanes() else 4
-
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
-        segments, length, count, columns, groups, block, stretch, by_columns = c.words(words, 11, 8)
-        of, packed = Stored(c, form.stored), Stored(c, form.panel)
-        depth = c.mul(segments, length)
-        panels = c.div(c.add(columns, wide - 1), wide)
-        everything = c.mul(groups, panels)
-        split = c.cmp("!=", by_columns, 0)
-        p_share, m_share = c.share(everything, thread, threads), c.share(count, thread, threads)
-        p0, p1 = (c.b.select(split, p_share[i], (c.i(0), everything)[i]) for i in (0, 1))
-        m0, m1 = (c.b.select(split, (c.i(0), count)[i], m_share[i]) for i in (0, 1))
-        kept = c.at(room, c.mul(thread, everything, block, each))
-        with c.loop(m0, m1, block) as top, c.loop(0, segments, stretch) as s, c.loop(p0, p1) as p:
-            bottom = c.least(m1, c.add(top, block))
-            here = c.least(c.sub(segments, s), stretch)
-            first = c.b.zext(c.cmp("==", s, 0), I64)
-            last = c.b.zext(c.cmp("==", c.add(s, here), segments), I64)
-            group = c.div(p, panels)
-            inside = c.sub(p, c.mul(group, panels))
-            column = c.mul(inside, wide)
-            a_at, b_at, c_at, r_at = (c.word(starts, c.add(c.mul(group, 4), i)) for i in range(4))
-            panel = c.add(c.mul(b_at, panels), inside)
-            factor = packed.at(b, c.mul(c.add(c.mul(panel, depth), c.mul(s, length)), wide))
-            sums = c.at(kept, c.mul(c.sub(p, p0), block, each))
-            # while the tiles of this panel are computed, the next panel comes to L2, in equal parts
-            tiles, stretch_bytes = c.sub(bottom, top), c.mul(here, length, wide * packed.bytes)
-            pace = c.div(step * wide * packed.bytes, tiles)
-            part = c.div(stretch_bytes, tiles)
-            after = packed.at(factor, c.mul(depth, wide))
-            with c.loop(top, bottom) as m:
-                from_a, row = of.at(a, a_at), c.add(c.mul(m, segments), s)
-                rows_of_a = from_a, c.at(table, c.mul(row, tile.rows), of=I32), here, length
-                to = of.at(out, c_at, column), c.at(outs, c.mul(m, tile.rows), of=I32)
-                added = c.at(bias, c.mul(panel, wide)), of.at(res, r_at, column)
-                there = c.at(ress, c.mul(m, tile.rows), of=I32), zeros
-                left = c.least(c.sub(columns, column), wide)
-                kept_at = c.at(sums, c.mul(c.sub(m, top), each)), first, last
-                soon = c.at(after, c.mul(c.sub(m, top), part), of=I8), pace
-                c.call(tiles_of, *rows_of_a, factor, *to, *added, *there, left, *kept_at, *soon)
-
-    llvm.entry(module, "run", body)
-
-
-def compiled(form: ProductKernel) -> llvm.Loaded:
-    """The kernel for a tile, an epilogue and element types; every shape runs through it."""
-    tile, key = f"{form.tile.rows}x{form.tile.vectors} of {width()}", form.epilogue.key
-    name = f"matmul {tile} {key} {form.stored} by {form.panel}"
-    return llvm.load(name, lambda module: _write(module, form))
+    a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
+    segments, length, count, columns, groups, block, stretch, by_columns = c.words(words, 11, 8)
+    of, packed = Stored(c, form.stored), Stored(c, form.panel)
+    depth = c.mul(segments, length)
+    panels = c.div(c.add(columns, wide - 1), wide)
+    everything = c.mul(groups, panels)
+    split = c.cmp("!=", by_columns, 0)
+    p_share, m_share = c.share(everything, thread, threads), c.share(count, thread, threads)
+    p0, p1 = (c.b.select(split, p_share[i], (c.i(0), everything)[i]) for i in (0, 1))
+    m0, m1 = (c.b.select(split, (c.i(0), count)[i], m_share[i]) for i in (0, 1))
+    kept = c.at(room, c.mul(thread, everything, block, each))
+    with c.loop(m0, m1, block) as top, c.loop(0, segments, stretch) as s, c.loop(p0, p1) as p:
+        bottom = c.least(m1, c.add(top, block))
+        here = c.least(c.sub(segments, s), stretch)
+        first = c.b.zext(c.cmp("==", s, 0), I64)
+        last = c.b.zext(c.cmp("==", c.add(s, here), segments), I64)
+        group, inside = c.split(p, panels)
+        column = c.mul(inside, wide)
+        a_at, b_at, c_at, r_at = (c.word(starts, c.add(c.mul(group, 4), i)) for i in range(4))
+        panel = c.add(c.mul(b_at, panels), inside)
+        factor = packed.at(b, c.mul(c.add(c.mul(panel, depth), c.mul(s, length)), wide))
+        sums = c.at(kept, c.mul(c.sub(p, p0), block, each))
+        # while the tiles of this panel are computed, the next panel comes to L2, in equal parts
+        tiles, stretch_bytes = c.sub(bottom, top), c.mul(here, length, wide * packed.bytes)
+        pace = c.div(step * wide * packed.bytes, tiles)
+        part = c.div(stretch_bytes, tiles)
+        after = packed.at(factor, c.mul(depth, wide))
+        with c.loop(top, bottom) as m:
+            from_a, row = of.at(a, a_at), c.add(c.mul(m, segments), s)
+            rows_of_a = from_a, c.at(table, c.mul(row, tile.rows), of=I32), here, length
+            to = of.at(out, c_at, column), c.at(outs, c.mul(m, tile.rows), of=I32)
+            added = c.at(bias, c.mul(panel, wide)), of.at(res, r_at, column)
+            there = c.at(ress, c.mul(m, tile.rows), of=I32), zeros
+            left = c.least(c.sub(columns, column), wide)
+            kept_at = c.at(sums, c.mul(c.sub(m, top), each)), first, last
+            soon = c.at(after, c.mul(c.sub(m, top), part), of=I8), pace
+            c.call(tiles_of, *rows_of_a, factor, *to, *added, *there, left, *kept_at, *soon)
 
 
 # ---- what it is given --------------------------------------------------------------------------
@@ -309,19 +287,16 @@ def in_tiles(offsets: np.ndarray, tile: Tile) -> torch.Tensor:
     """Offsets [rows, segments] as the kernel reads them, [tile][segment][row]; rows that fill up
     the last tile do not exist."""
     rows, segments = offsets.shape
-    full = np.full((-(-rows // tile.rows) * tile.rows, segments), -1, np.int32)
-    full[:rows] = offsets
+    full = np.pad(offsets, ((0, -rows % tile.rows), (0, 0)), constant_values=-1)
     tiled = full.reshape(-1, tile.rows, segments).transpose(0, 2, 1)
-    return torch.from_numpy(np.ascontiguousarray(tiled))
+    return torch.from_numpy(np.ascontiguousarray(tiled, np.int32))
 
 
 def row_offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
     """The offset of every row, [rows, 1], in row-major order over ``shape``."""
-    total = np.zeros((1,) * max(len(shape), 1), np.int64)
-    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        view = [1] * len(shape)
-        view[dim] = size
-        total = total + np.arange(size, dtype=np.int64).reshape(view) * stride
+    total = np.zeros((), np.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        total = np.add.outer(total, np.arange(size, dtype=np.int64) * stride)
     return total.reshape(-1, 1)
 
 
@@ -358,11 +333,6 @@ def in_pieces(rows: Rows) -> tuple[np.ndarray, int, int]:
     return offsets.reshape(len(rows.a), -1), length, max(1, STRETCH // length)
 
 
-def rows_of_block(k: int, columns: int, tile: Tile) -> int:
-    """Tiles of rows whose A (``k`` of it at a time) and sums or results stay in L2."""
-    return max(1, L2_BYTES // (4 * max(k + columns, 1) * tile.rows))
-
-
 @dataclass(frozen=True)
 class Prepared:
     """``calls(A, C, R, B, bias)``, where each of them is; the scratch they need, in bytes. B and
@@ -385,12 +355,15 @@ def prepare(
     empty = zeros(max(length, tile.columns, 64))
     panels = groups * -(-columns // tile.columns)
     cut = stretch < segments
-    at_a_time = min(stretch, segments) * length
-    block = min(rows_of_block(at_a_time, columns if cut else 0, tile), max(table.shape[0], 1))
+    # tiles of rows whose A, a stretch at a time, and sums or results stay in L2
+    together = min(stretch, segments) * length + (columns if cut else 0)
+    block = max(1, min(L2_BYTES // (4 * max(together, 1) * tile.rows), table.shape[0]))
     kept = panels * block * tile.rows * tile.columns if cut else 0
     room = Room("sums", 0, kept) if kept else 0
     threaded = 2.0 * count * groups * columns * segments * length > SERIAL_FLOPS
-    code = compiled(form)
+    size, key = f"{tile.rows}x{tile.vectors} of {width()}", form.epilogue.key
+    name = f"matmul {size} {key} {form.stored} by {form.panel}"  # every shape runs through it
+    code = llvm.load_run(name, partial(_multiply, form))
     sizes = (segments, length, table.shape[0], columns, groups, block, stretch, int(by_columns))
 
     def calls(a: Word, out: Word, residual: Word, b: Word, start: Word) -> tuple[Call, ...]:

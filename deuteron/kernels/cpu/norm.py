@@ -25,10 +25,11 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, F64, I32, Code, Value, entry, load, vec, width
+from deuteron.codegen.llvm import F32, F64, I32, Code, Value, load_run, vec, width
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import SERIAL, Sums, pivot, steps
 
@@ -54,10 +55,6 @@ class Kind:
     centred: bool = True
     short: bool = False
     long: bool = True
-
-    @property
-    def name(self) -> str:
-        return f"{self} of {width()}"
 
 
 class Sizes(NamedTuple):
@@ -172,9 +169,7 @@ class _Sets:
             return c.fma(d, wide, self.of.lanes(c.b.fneg(c.b.fmul(rest, rstd)), lanes))
 
         sums = self.two if kind.short else self.three
-        squares, level, slope = (c.variable(F32) for _ in range(3))
-        for total in (squares, level, slope):
-            c.b.store(c.f(0.0), total)
+        squares, level, slope = (c.variable(F32, c.f(0.0)) for _ in range(3))
 
         def add_to(total: Value, value: Value, times: Value) -> None:
             c.b.store(c.fma(value, times, c.get(total, F32)), total)
@@ -266,50 +261,42 @@ class _Sets:
         steps(c, c.mul(2, self.length), add)
 
 
-def _write(module: Any, kind: Kind) -> None:
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        sets = _Sets(c, kind, words, thread)
-        begin, end = c.share(sets.n["sets"], thread, threads)
-        if not sets.rows:
-            with c.loop(begin, end) as index:
-                sets.backward(index)
-            return
-        sets.clear()
-        with c.loop(begin, end, TOGETHER) as first:
-            with c.loop(first, c.least(c.add(first, TOGETHER), end)) as index:
-                sets.backward(index)
-            sets.fold()
-
-    entry(module, "run", body)
+def _gradients(kind: Kind, c: Code, words: Value, thread: Value, threads: Value) -> None:
+    sets = _Sets(c, kind, words, thread)
+    begin, end = c.share(sets.n["sets"], thread, threads)
+    if not sets.rows:
+        with c.loop(begin, end) as index:
+            sets.backward(index)
+        return
+    sets.clear()
+    with c.loop(begin, end, TOGETHER) as first:
+        with c.loop(first, c.least(c.add(first, TOGETHER), end)) as index:
+            sets.backward(index)
+        sets.fold()
 
 
-def _write_totals(module: Any, kind: Kind) -> None:
+def _totals(kind: Kind, c: Code, words: Value, thread: Value, threads: Value) -> None:
     """dweight and dbias: the sums of all threads, or of all images, each thread some columns."""
-
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        parts, *outs = (c.pointer(words, k) for k in range(3))
-        images, columns = c.word(words, 3), c.word(words, 4)
-        rows = kind.sets == "rows"
-        begin, end = c.share(columns, thread, threads)
-        kinds = (("dweight", kind.of_weight), ("dbias", kind.of_bias))
-        for k, (out, (name, short)) in enumerate(zip(outs, kinds, strict=True)):
-            if name not in kind.there:
-                continue
-            of = Stored(c, short)
-            with c.loop(begin, end) as i:
-                total = c.variable(F64)
-                c.b.store(F64(0.0), total)
-                with c.loop(0, threads if rows else images) as n:
-                    if rows:
-                        own = c.at(parts, c.mul(c.add(c.mul(n, OF_A_THREAD), 2), columns))
-                        more = c.load(c.at(own, c.mul(k, columns), i, of=F64), of=F64)
-                    else:
-                        own = c.at(parts, c.mul(c.add(c.mul(images, k), n), columns), i)
-                        more = c.b.fpext(c.load(own), F64)
-                    c.b.store(c.b.fadd(c.get(total, F64), more), total)
-                of.store(c.b.fptrunc(c.get(total, F64), F32), of.at(out, i))
-
-    entry(module, "run", body)
+    parts, *outs = (c.pointer(words, k) for k in range(3))
+    images, columns = c.word(words, 3), c.word(words, 4)
+    rows = kind.sets == "rows"
+    begin, end = c.share(columns, thread, threads)
+    kinds = (("dweight", kind.of_weight), ("dbias", kind.of_bias))
+    for k, (out, (name, short)) in enumerate(zip(outs, kinds, strict=True)):
+        if name not in kind.there:
+            continue
+        of = Stored(c, short)
+        with c.loop(begin, end) as i:
+            total = c.variable(F64, F64(0.0))
+            with c.loop(0, threads if rows else images) as n:
+                if rows:
+                    own = c.at(parts, c.mul(c.add(c.mul(n, OF_A_THREAD), 2), columns))
+                    more = c.load(c.at(own, c.mul(k, columns), i, of=F64), of=F64)
+                else:
+                    own = c.at(parts, c.mul(c.add(c.mul(images, k), n), columns), i)
+                    more = c.b.fpext(c.load(own), F64)
+                c.b.store(c.b.fadd(c.get(total, F64), more), total)
+            of.store(c.b.fptrunc(c.get(total, F64), F32), of.at(out, i))
 
 
 def prepare(kind: Kind, sizes: Sizes, eps: float, where: Mapping[str, Word]) -> list[Call]:
@@ -322,10 +309,11 @@ def prepare(kind: Kind, sizes: Sizes, eps: float, where: Mapping[str, Word]) -> 
     (as_word,) = struct.unpack("<i", struct.pack("<f", eps))
     words = (*(where.get(name, 0) for name in POINTERS), *sizes, as_word, parts)
     threaded = each * sizes.length > SERIAL
-    run = load(f"norm gradient {kind.name}", lambda module: _write(module, kind))
+    name = f"{kind} of {width()}"
+    run = load_run(f"norm gradient {name}", partial(_gradients, kind))
     calls = [Call(run, words, threaded)]
     if {"dweight", "dbias"} & {*kind.there}:
-        totals = load(f"norm totals {kind.name}", lambda module: _write_totals(module, kind))
+        totals = load_run(f"norm totals {name}", partial(_totals, kind))
         out = (where.get("dweight", 0), where.get("dbias", 0))
         words = (parts, *out, sizes.sets // sizes.groups, columns)
         calls.append(Call(totals, words, threaded))

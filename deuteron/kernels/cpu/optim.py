@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from deuteron.codegen.calls import Call, Tape
-from deuteron.codegen.llvm import F32, F64, Code, Loaded, Value, entry, load, width
+from deuteron.codegen.llvm import F32, F64, Code, Loaded, Value, load_run, width
 from deuteron.ir.dtype import dtype
 from deuteron.kernels.cpu import adafactor
 from deuteron.kernels.cpu.optim_rows import POINTERS, Pass, Writer
@@ -60,9 +60,7 @@ def _pass(w: Pass, chunk: Value, number: Value) -> None:
 def _finish(w: Writer, t: Value) -> None:
     """One number of a tensor, from the sums of its chunks."""
     c, b, rule, firsts = w.c, w.c.b, w.step.rule, w.given["firsts"]
-    totals = {name: c.variable(F64) for name in rule.sums}
-    for total in totals.values():
-        b.store(F64(0.0), total)
+    totals = {name: c.variable(F64, F64(0.0)) for name in rule.sums}
     with c.loop(c.index(firsts, t), c.index(firsts, c.add(t, 1))) as chunk:
         for k, total in enumerate(totals.values()):
             at = c.add(c.mul(w.count["chunks"], k), chunk)
@@ -99,7 +97,7 @@ def compiled(step: Step, dtypes: tuple[torch.dtype, ...]) -> Loaded:
     rule, shorts = step.rule, [kind.short for kind in kinds.values()]
     names = (step.kind, rule.walk, rule.tensors, rule.numbers, rule.sums)
     name = f"optim {names} {step.body} {shorts} of {width()}"
-    return load(name, lambda module: entry(module, "run", body))
+    return load_run(name, body)
 
 
 class Steps:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import Code, Loaded, Value, entry, load, width
+from deuteron.codegen.llvm import Code, Value, load_run, width
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.to_layout import turned
 
@@ -34,19 +35,17 @@ SERIAL_NUMBERS = 8192  # fewer are packed sooner than a second thread wakes up
 class Panels:
     """Panels of ``wide`` columns under construction, from ``to`` on, of numbers like ``of``."""
 
-    c: Code
     of: Stored
     to: Value
     wide: int
 
     def across(self, source: Value, step: Value, columns: Value, depth: Value) -> None:
         """Of a factor whose k lies side by side and whose columns are ``step`` apart."""
-        c, of, wide = self.c, self.of, self.wide
+        c, of, wide = self.of.c, self.of, self.wide
         whole_n, whole_k = (c.sub(x, c.rem(x, 4)) for x in (columns, depth))
 
         def place(column: Value, k: Value) -> Value:
-            panel = c.div(column, wide)
-            inside = c.sub(column, c.mul(panel, wide))
+            panel, inside = c.split(column, wide)
             return c.at(self.to, c.mul(c.add(c.mul(panel, depth), k), wide), inside)
 
         with c.loop(0, whole_n, 4) as n:
@@ -66,7 +65,7 @@ class Panels:
 
     def along(self, source: Value, step: Value, depth: Value, columns: Value) -> None:
         """Of a factor whose columns lie side by side and whose k is ``step`` apart."""
-        c, of, to, wide, n = self.c, self.of, self.to, self.wide, width()
+        c, of, to, wide, n = self.of.c, self.of, self.to, self.wide, width()
         whole = c.mul(c.div(columns, wide), wide)
         with c.loop(0, depth) as k:
             row = of.at(source, c.mul(k, step))
@@ -85,7 +84,7 @@ class Panels:
         self, source: Value, step: Value, depth: Value, columns: Value, places: Value
     ) -> None:
         """One panel, number by number; ``places`` has the offset of every k."""
-        c, of, wide = self.c, self.of, self.wide
+        c, of, wide = self.of.c, self.of, self.wide
         with c.loop(0, depth) as k:
             row, there = of.at(source, c.index(places, k)), c.at(self.to, c.mul(k, wide))
             with c.loop(0, columns) as n:
@@ -94,32 +93,25 @@ class Panels:
                 c.store(c.f(0.0), c.at(there, n))
 
 
-def _write(module: object, way: str, short: str, wide: int) -> None:
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        source, to, starts, places = c.pointers(words, 4)
-        matrices, columns, depth, step_n, step_k = c.words(words, 4, 5)
-        of = Stored(c, short)
-        panels = c.div(c.add(columns, wide - 1), wide)
-        begin, end = c.share(c.mul(matrices, panels), thread, threads)
-        with c.loop(begin, end) as job:
-            matrix = c.div(job, panels)
-            column = c.mul(c.sub(job, c.mul(matrix, panels)), wide)
-            here = c.least(c.sub(columns, column), wide)
-            first = of.at(source, c.word(starts, matrix), c.mul(column, step_n))
-            made = Panels(c, of, c.at(to, c.mul(job, depth, wide)), wide)
-            if way == "across":
-                made.across(first, step_n, here, depth)
-            elif way == "along":
-                made.along(first, step_k, depth, here)
-            else:
-                made.scattered(first, step_n, depth, here, places)
-
-    entry(module, "run", body)
-
-
-def compiled(way: str, short: str, wide: int) -> Loaded:
-    name = f"pack {way} {short} in {wide} of {width()}"
-    return load(name, lambda module: _write(module, way, short, wide))
+def _pack(
+    way: str, short: str, wide: int, c: Code, words: Value, thread: Value, threads: Value
+) -> None:
+    source, to, starts, places = c.pointers(words, 4)
+    matrices, columns, depth, step_n, step_k = c.words(words, 4, 5)
+    of = Stored(c, short)
+    panels = c.div(c.add(columns, wide - 1), wide)
+    with c.loop(*c.share(c.mul(matrices, panels), thread, threads)) as job:
+        matrix, panel = c.split(job, panels)
+        column = c.mul(panel, wide)
+        here = c.least(c.sub(columns, column), wide)
+        first = of.at(source, c.word(starts, matrix), c.mul(column, step_n))
+        made = Panels(of, c.at(to, c.mul(job, depth, wide)), wide)
+        if way == "across":
+            made.across(first, step_n, here, depth)
+        elif way == "along":
+            made.along(first, step_k, depth, here)
+        else:
+            made.scattered(first, step_n, depth, here, places)
 
 
 # ---- what the product is given -----------------------------------------------------------------
@@ -154,7 +146,8 @@ def packed_at_call(factor: Factor, short: str, wide: int, name: str) -> Packed:
     way, gap = way_of(factor)
     starts = torch.from_numpy(np.ascontiguousarray(factor.starts, np.int64))
     places = torch.from_numpy(np.ascontiguousarray(factor.places, np.int32))
-    to, code = Room(name, room(factor, wide)), compiled(way, short, wide)
+    kernel = f"pack {way} {short} in {wide} of {width()}"
+    to, code = Room(name, room(factor, wide)), load_run(kernel, partial(_pack, way, short, wide))
     sizes = (len(starts), factor.columns, len(places), factor.step, gap)
     threaded = to.floats > SERIAL_NUMBERS
     return lambda source: ((Call(code, (source, to, starts, places, *sizes), threaded),), to)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -15,26 +16,25 @@ Terms = Callable[[Value, int], Sequence[tuple[Value, Value | None]]]
 Combine = Callable[[Value, Value], Value]
 
 
-def spans() -> tuple[int, int, int]:
+Write = Callable[[Value, int], None]  # of a column and a number of lanes
+
+
+def spans(vectors: int = 4) -> tuple[int, ...]:
     """Elements that a step takes, largest first."""
-    return 4 * width(), width(), 1
+    return tuple(dict.fromkeys((vectors * width(), width(), 1)))
 
 
-def steps(
-    c: Code, columns: Value, write: Callable[[Value, int], None], first: int | Value = 0
-) -> None:
+def steps(c: Code, columns: Value, write: Write, first: int | Value = 0, vectors: int = 4) -> None:
     """``write(column, lanes)`` for ``columns`` columns from the ``first`` on."""
     begin: Value = c.i(0)
-    for lanes in spans():
+    for lanes in spans(vectors):
         end = c.sub(columns, c.rem(columns, lanes))
         with c.loop(begin, end, lanes) as i:
             write(c.add(first, i), lanes)
         begin = end
 
 
-def blocks(
-    c: Code, columns: Value, write: Callable[[Value, int], None], fold: Callable[[], None]
-) -> None:
+def blocks(c: Code, columns: Value, write: Write, fold: Callable[[], None]) -> None:
     """:func:`steps`, and ``fold()`` whenever a few of the longest have been made."""
     few = 32 * spans()[0]
     with c.loop(0, columns, few) as first:
@@ -61,13 +61,8 @@ class Gathered:
         self.c.b.store(made, room)
 
     def total(self) -> Value:
-        first, *rest = (
-            self.c.reduce(self.c.get(room, vec(lanes, self.of)), self.op)
-            for lanes, room in self.rooms.items()
-        )
-        for other in rest:
-            first = self.op(first, other)
-        return first
+        rooms = (self.c.get(room, vec(lanes, self.of)) for lanes, room in self.rooms.items())
+        return reduce(self.op, (self.c.reduce(value, self.op) for value in rooms))
 
 
 class LongSum(Gathered):
@@ -76,25 +71,21 @@ class LongSum(Gathered):
 
     def __init__(self, c: Code) -> None:
         super().__init__(c, c.b.fadd, 0.0)
-        self.all = {lanes: c.variable(vec(lanes, F64)) for lanes in spans()}
+        self.all = Gathered(c, c.b.fadd, 0.0, F64)
 
     def clear(self) -> None:
         super().clear()
-        for lanes, room in self.all.items():
-            self.c.b.store(vec(lanes, F64)([0.0] * lanes if lanes > 1 else 0.0), room)
+        self.all.clear()
 
     def fold(self) -> None:
-        c = self.c
-        for lanes, room in self.all.items():
-            few = c.b.fpext(c.get(self.rooms[lanes], vec(lanes)), vec(lanes, F64))
-            c.b.store(c.b.fadd(c.get(room, vec(lanes, F64)), few), room)
+        for lanes, room in self.rooms.items():
+            few = self.c.get(room, vec(lanes))
+            self.all.take(self.c.b.fpext(few, vec(lanes, F64)), lanes)
         super().clear()
 
     def total(self) -> Value:
         """Of what was folded, as a float32."""
-        c = self.c
-        parts = [c.reduce(c.get(room, vec(n, F64)), c.b.fadd) for n, room in self.all.items()]
-        return c.b.fptrunc(c.b.fadd(c.b.fadd(parts[0], parts[1]), parts[2]), F32)
+        return self.c.b.fptrunc(self.all.total(), F32)
 
 
 class Sums:

@@ -10,11 +10,12 @@ Numbers are moved as they are, whatever they mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from llvmlite import ir
 
 from deuteron.codegen.calls import Call, Word
-from deuteron.codegen.llvm import Code, Loaded, Value, entry, load, vec
+from deuteron.codegen.llvm import Code, Value, load_run, vec
 from deuteron.kernels.cpu import WOVEN
 
 TILE, STRIP = 32, 512  # rows and columns of a tile of blocks; columns of one of woven rows
@@ -29,79 +30,62 @@ def turned(c: Code, lines: Sequence[Value]) -> list[Value]:
     return [c.shuffle(*half, order) for half in halves for order in orders]
 
 
-class _Mover:
-    """Loads and stores of numbers of one size in one function."""
+def _move(bits: int, few: int, c: Code, words: Value, thread: Value, threads: Value) -> None:
+    x, y = c.pointers(words, 2)
+    batch, rows, columns = c.words(words, 2, 3)
+    kind, align = ir.IntType(bits), bits // 8
 
-    def __init__(self, c: Code, bits: int) -> None:
-        self.c, self.kind, self.align = c, ir.IntType(bits), bits // 8
+    def get(*offset: Value | int, lanes: int = 1) -> Value:
+        return c.b.load(c.at(source, *offset, of=kind), typ=vec(lanes, kind), align=align)
 
-    def load(self, base: Value, *offset: Value | int, lanes: int = 1) -> Value:
-        where = self.c.at(base, *offset, of=self.kind)
-        return self.c.b.load(where, typ=vec(lanes, self.kind), align=self.align)
+    def put(value: Value, *offset: Value | int) -> None:
+        c.b.store(value, c.at(to, *offset, of=kind), align=align)
 
-    def store(self, value: Value, base: Value, *offset: Value | int) -> None:
-        self.c.b.store(value, self.c.at(base, *offset, of=self.kind), align=self.align)
+    def one(a: Value, b: Value) -> None:
+        put(get(c.mul(a, columns), b), c.mul(b, rows), a)
 
-    def one(self, x: Value, y: Value, a: Value, b: Value, rows: Value, columns: Value) -> None:
-        self.store(self.load(x, self.c.mul(a, columns), b), y, self.c.mul(b, rows), a)
-
-    def block(self, x: Value, y: Value, a: Value, b: Value, rows: Value, columns: Value) -> None:
+    def block(a: Value, b: Value) -> None:
         """4×4 numbers from (a, b) on."""
-        c = self.c
-        lines = [self.load(x, c.mul(c.add(a, i), columns), b, lanes=4) for i in range(4)]
+        lines = [get(c.mul(c.add(a, i), columns), b, lanes=4) for i in range(4)]
         for i, line in enumerate(turned(c, lines)):
-            self.store(line, y, c.mul(c.add(b, i), rows), a)
+            put(line, c.mul(c.add(b, i), rows), a)
 
-    def woven(self, x: Value, y: Value, b: Value, rows: int, columns: Value) -> None:
+    def woven(b: Value) -> None:
         """Four columns of all rows from ``b`` on."""
-        c = self.c
-        lines = [self.load(x, c.mul(columns, i), b, lanes=4) for i in range(rows)]
-        lines += [lines[-1]] * (WOVEN - rows)
+        lines = [get(c.mul(columns, i), b, lanes=4) for i in range(few)]
+        lines += [lines[-1]] * (WOVEN - few)
         pairs = [c.shuffle(lines[i], lines[i + 1], range(8)) for i in (0, 2)]
-        order = [4 * row + column for column in range(4) for row in range(rows)]
-        self.store(c.shuffle(*pairs, order), y, c.mul(b, rows))
+        order = [4 * row + column for column in range(4) for row in range(few)]
+        put(c.shuffle(*pairs, order), c.mul(b, few))
 
-
-def _write(module: object, bits: int, few: int) -> None:
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, y = c.pointers(words, 2)
-        batch, rows, columns = c.words(words, 2, 3)
-        move = _Mover(c, bits)
-        high, wide = (WOVEN, STRIP) if few else (TILE, TILE)
-        down, across = (c.div(c.add(n, t - 1), t) for n, t in ((rows, high), (columns, wide)))
-        begin, end = c.share(c.mul(batch, down, across), thread, threads)
-        with c.loop(begin, end) as tile:
-            line = c.div(tile, across)
-            n = c.div(line, down)
-            b0 = c.mul(c.sub(tile, c.mul(line, across)), wide)
-            a0 = c.mul(c.sub(line, c.mul(n, down)), high)
-            a1, b1 = c.least(c.add(a0, high), rows), c.least(c.add(b0, wide), columns)
-            start = c.mul(n, rows, columns)
-            source, to = (c.at(base, start, of=move.kind) for base in (x, y))
-            whole_a, whole_b = (c.sub(e, c.rem(c.sub(e, s), 4)) for s, e in ((a0, a1), (b0, b1)))
-            if few:
-                with c.loop(b0, whole_b, 4) as b:
-                    move.woven(source, to, b, few, columns)
-                whole_a = rows
-            else:
-                with c.loop(a0, whole_a, 4) as a, c.loop(b0, whole_b, 4) as b:
-                    move.block(source, to, a, b, rows, columns)
-            with c.loop(whole_a, a1) as a, c.loop(b0, whole_b) as b:
-                move.one(source, to, a, b, rows, columns)
-            with c.loop(whole_b, b1) as b, c.loop(a0, a1) as a:
-                move.one(source, to, a, b, rows, columns)
-
-    entry(module, "run", body)
-
-
-def compiled(bits: int, few: int) -> Loaded:
-    return load(f"to_layout {bits} bits {few} rows", lambda module: _write(module, bits, few))
+    high, wide = (WOVEN, STRIP) if few else (TILE, TILE)
+    down, across = (c.div(c.add(n, t - 1), t) for n, t in ((rows, high), (columns, wide)))
+    with c.loop(*c.share(c.mul(batch, down, across), thread, threads)) as tile:
+        line, column = c.split(tile, across)
+        n, row = c.split(line, down)
+        a0, b0 = c.mul(row, high), c.mul(column, wide)
+        a1, b1 = c.least(c.add(a0, high), rows), c.least(c.add(b0, wide), columns)
+        start = c.mul(n, rows, columns)
+        source, to = (c.at(base, start, of=kind) for base in (x, y))
+        whole_a, whole_b = (c.sub(e, c.rem(c.sub(e, s), 4)) for s, e in ((a0, a1), (b0, b1)))
+        if few:
+            with c.loop(b0, whole_b, 4) as b:
+                woven(b)
+            whole_a = rows
+        else:
+            with c.loop(a0, whole_a, 4) as a, c.loop(b0, whole_b, 4) as b:
+                block(a, b)
+        with c.loop(whole_a, a1) as a, c.loop(b0, whole_b) as b:
+            one(a, b)
+        with c.loop(whole_b, b1) as b, c.loop(a0, a1) as a:
+            one(a, b)
 
 
 def prepare_to_layout(
     batch: int, rows: int, columns: int, bits: int
 ) -> Callable[[Word, Word], Call]:
     """The call for x [batch, rows, columns] and y [batch, columns, rows], where each is."""
-    code = compiled(bits, rows if rows <= WOVEN else 0)
+    few = rows if rows <= WOVEN else 0
+    code = load_run(f"to_layout {bits} bits {few} rows", partial(_move, bits, few))
     threaded = batch * rows * columns > SERIAL
     return lambda x, y: Call(code, (x, y, batch, rows, columns), threaded)

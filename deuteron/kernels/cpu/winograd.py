@@ -17,20 +17,22 @@ times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import numpy as np
 import torch
 
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import I64, PTR, Code, Loaded, Value, entry, load, width
+from deuteron.codegen.llvm import I64, PTR, Code, Value, load_run, width
 from deuteron.kernels.cpu.conv import Images
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import ProductKernel, Rows, Tile, prepare, row_offsets, zeros
 from deuteron.kernels.cpu.packing import bias_now, packed_now
+from deuteron.kernels.cpu.sweep import steps
 
 POINTS = {2: ("1", "-1"), 4: ("3/2", "-3/2", "2/3", "-2/3")}  # and 0, and infinity; in pairs
 CHUNK_BYTES = 8_000_000  # transformed tiles that are in flight at a time
@@ -45,21 +47,16 @@ def matrices(m: int) -> tuple[Matrix, Matrix, Matrix]:
     t = m + 2
 
     def product(roots: Sequence[Fraction]) -> list[Fraction]:
-        """Coefficients of Π (x − root), lowest first."""
-        out = [Fraction(1)]
-        for root in roots:
-            out = [
-                a - root * b for a, b in zip([Fraction(0), *out], [*out, Fraction(0)], strict=True)
-            ]
-        return out + [Fraction(0)] * (t - len(out))
+        """Coefficients of Π (x − root), lowest first, exactly."""
+        out = np.poly(np.array(roots, object))[::-1]
+        return [*out] + [Fraction(0)] * (t - len(out))
 
     others = [[q for q in points if q != p] for p in points]
-    norms = [product(rest) for rest in others]
-    scales = [prod((p - q for q in points if q != p), start=Fraction(1)) for p in points]
+    scales = [prod(p - q for q in rest) for p, rest in zip(points, others, strict=True)]
     a = [[p**i for p in points] + [Fraction(int(i == m - 1))] for i in range(m)]
     g = [[p**i / s for i in range(3)] for p, s in zip(points, scales, strict=True)]
     g.append([Fraction(0), Fraction(0), Fraction(1)])
-    b = [*norms, product(points)]
+    b = [product(roots) for roots in (*others, points)]
 
     def plain(rows: list[list[Fraction]]) -> Matrix:
         return tuple(tuple(float(x) for x in row) for row in rows)
@@ -132,19 +129,15 @@ def _both_sides(
 # ---- kernels -----------------------------------------------------------------------------------
 
 
-def _tiles(c: Code, words: Value, first: int, thread: Value, threads: Value):
-    """Loop bounds over the tiles of this thread, and where a tile is in its image."""
-    start, count, down, across = c.words(words, first, 4)
-    begin, end = c.share(count, thread, threads)
-
-    def place(local: Value) -> tuple[Value, Value, Value]:
-        q = c.add(start, local)
-        n = c.div(q, c.mul(down, across))
-        inside = c.sub(q, c.mul(n, down, across))
-        y = c.div(inside, across)
-        return n, y, c.sub(inside, c.mul(y, across))
-
-    return begin, end, place
+@contextmanager
+def _tiles(
+    c: Code, sizes: Sequence[Value], thread: Value, threads: Value
+) -> Iterator[tuple[Value, ...]]:
+    """The tiles of this thread: the number of each in the chunk, its image, and its place there."""
+    start, count, down, across = sizes
+    with c.loop(*c.share(count, thread, threads)) as local:
+        n, inside = c.split(c.add(start, local), c.mul(down, across))
+        yield local, n, *c.split(inside, across)
 
 
 Pair = tuple[Value, Value]  # down and across
@@ -167,84 +160,59 @@ def _addresses(
             c.store(c.b.select(here, pixel, none), there)
 
 
-def _in_both_widths(c: Code, channels: Value, body: Callable[[Value, int], None]) -> None:
-    whole = c.sub(channels, c.rem(channels, width()))
-    for lanes, begin, end in ((width(), c.i(0), whole), (1, whole, channels)):
-        with c.loop(begin, end, lanes) as ch:
-            body(ch, lanes)
-
-
-def _write_input(module: object, m: int) -> None:
+def _input(m: int, c: Code, words: Value, thread: Value, threads: Value) -> None:
     t = m + 2
+    x, u, empty = c.pointers(words, 3)
+    height, breadth, channels, ph, pw, xn, xh, xw, plane = c.words(words, 7, 9)
+    table = c.variable(PTR, count=t * t)
+    with _tiles(c, c.words(words, 3, 4), thread, threads) as (local, n, ty, tx):
+        origin = c.sub(c.mul(ty, m), ph), c.sub(c.mul(tx, m), pw)
+        image, size = c.at(x, c.mul(n, xn)), (height, breadth)
+        _addresses(c, (table, t), image, origin, (xh, xw), size, empty)
+        to = c.at(u, c.mul(local, channels))
 
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        x, u, empty = c.pointers(words, 3)
-        begin, end, place = _tiles(c, words, 3, thread, threads)
-        height, breadth, channels, ph, pw, xn, xh, xw, plane = c.words(words, 7, 9)
-        table = c.variable(PTR, count=t * t)
-        with c.loop(begin, end) as local:
-            n, ty, tx = place(local)
-            origin = c.sub(c.mul(ty, m), ph), c.sub(c.mul(tx, m), pw)
-            image, size = c.at(x, c.mul(n, xn)), (height, breadth)
-            _addresses(c, (table, t), image, origin, (xh, xw), size, empty)
-            to = c.at(u, c.mul(local, channels))
+        def transform(ch: Value, lanes: int) -> None:
+            grid = [
+                [c.load(c.at(c.pointer(table, i * t + j), ch), lanes) for j in range(t)]
+                for i in range(t)
+            ]
+            for i, row in enumerate(_both_sides(_input_side, c, m, grid, lanes)):
+                for j, value in enumerate(row):
+                    c.store(value, c.at(to, c.mul(plane, i * t + j), ch))
 
-            def transform(ch: Value, lanes: int) -> None:
-                grid = [
-                    [c.load(c.at(c.pointer(table, i * t + j), ch), lanes) for j in range(t)]
-                    for i in range(t)
-                ]
-                for i, row in enumerate(_both_sides(_input_side, c, m, grid, lanes)):
-                    for j, value in enumerate(row):
-                        c.store(value, c.at(to, c.mul(plane, i * t + j), ch))
-
-            _in_both_widths(c, channels, transform)
-
-    entry(module, "run", body)
+        steps(c, channels, transform, vectors=1)
 
 
-def _write_output(module: object, m: int, epilogue: Epilogue) -> None:
+def _output(
+    m: int, epilogue: Epilogue, c: Code, words: Value, thread: Value, threads: Value
+) -> None:
     t = m + 2
+    product, y, bias, r, empty, nowhere = c.pointers(words, 6)
+    height, breadth, channels, yn, yh, yw, rn, rh, rw, plane = c.words(words, 10, 10)
+    outs, others = c.variable(PTR, count=m * m), c.variable(PTR, count=m * m)
+    nowhere = c.at(nowhere, c.mul(thread, channels))
+    with _tiles(c, c.words(words, 6, 4), thread, threads) as (local, n, ty, tx):
+        origin, size = (c.mul(ty, m), c.mul(tx, m)), (height, breadth)
+        _addresses(c, (outs, m), c.at(y, c.mul(n, yn)), origin, (yh, yw), size, nowhere)
+        if epilogue.residual:
+            _addresses(c, (others, m), c.at(r, c.mul(n, rn)), origin, (rh, rw), size, empty)
+        source = c.at(product, c.mul(local, channels))
 
-    def body(c: Code, words: Value, thread: Value, threads: Value) -> None:
-        product, y, bias, r, empty, nowhere = c.pointers(words, 6)
-        begin, end, place = _tiles(c, words, 6, thread, threads)
-        height, breadth, channels, yn, yh, yw, rn, rh, rw, plane = c.words(words, 10, 10)
-        outs, others = c.variable(PTR, count=m * m), c.variable(PTR, count=m * m)
-        nowhere = c.at(nowhere, c.mul(thread, channels))
-        with c.loop(begin, end) as local:
-            n, ty, tx = place(local)
-            origin, size = (c.mul(ty, m), c.mul(tx, m)), (height, breadth)
-            _addresses(c, (outs, m), c.at(y, c.mul(n, yn)), origin, (yh, yw), size, nowhere)
-            if epilogue.residual:
-                _addresses(c, (others, m), c.at(r, c.mul(n, rn)), origin, (rh, rw), size, empty)
-            source = c.at(product, c.mul(local, channels))
+        def transform(ch: Value, lanes: int) -> None:
+            grid = [
+                [c.load(c.at(source, c.mul(plane, i * t + j), ch), lanes) for j in range(t)]
+                for i in range(t)
+            ]
+            start = c.load(c.at(bias, ch), lanes)
+            for i, row in enumerate(_both_sides(_output_side, c, m, grid, lanes)):
+                for j, value in enumerate(row):
+                    other = None
+                    if epilogue.residual:
+                        other = c.load(c.at(c.pointer(others, i * m + j), ch), lanes)
+                    done = epilogue.emit(c, c.b.fadd(value, start), other)
+                    c.store(done, c.at(c.pointer(outs, i * m + j), ch))
 
-            def transform(ch: Value, lanes: int) -> None:
-                grid = [
-                    [c.load(c.at(source, c.mul(plane, i * t + j), ch), lanes) for j in range(t)]
-                    for i in range(t)
-                ]
-                start = c.load(c.at(bias, ch), lanes)
-                for i, row in enumerate(_both_sides(_output_side, c, m, grid, lanes)):
-                    for j, value in enumerate(row):
-                        other = None
-                        if epilogue.residual:
-                            other = c.load(c.at(c.pointer(others, i * m + j), ch), lanes)
-                        done = epilogue.emit(c, c.b.fadd(value, start), other)
-                        c.store(done, c.at(c.pointer(outs, i * m + j), ch))
-
-            _in_both_widths(c, channels, transform)
-
-    entry(module, "run", body)
-
-
-def compiled(m: int, epilogue: Epilogue) -> tuple[Loaded, Loaded]:
-    name = f"winograd {m} of {width()}"
-    return (
-        load(f"{name} input", lambda module: _write_input(module, m)),
-        load(f"{name} output {epilogue.key}", lambda module: _write_output(module, m, epilogue)),
-    )
+        steps(c, channels, transform, vectors=1)
 
 
 def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
@@ -285,7 +253,9 @@ def prepare_winograd(
     factor = packed_now(transformed(weight, m), tile.columns)
     start = bias_now(None, len(number), k, tile.columns)
     product = prepare(rows, k, factor, start, form, by_columns=True).calls
-    first, last = compiled(m, epilogue)
+    name = f"winograd {m} of {width()}"
+    first = load_run(f"{name} input", partial(_input, m))
+    last = load_run(f"{name} output {epilogue.key}", partial(_output, m, epilogue))
     start = torch.zeros(k) if bias is None else bias.contiguous()
     empty = zeros(max(channels, k, 64))
     down, across = -(-oh // m), -(-ow // m)

@@ -26,6 +26,7 @@ give the same bits from run to run.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -40,19 +41,11 @@ PARTS = tl.constexpr(64)  # the most sums that a large image is split into
 LOOPS = 4  # blocks of an image below which it is never split
 
 
-class Work(NamedTuple):
-    """Height and width of the image, rows and columns of the result; channels, and numbers of the
-    table per image; programs of an image, and pixels of each of them; grey sums of an image."""
-
-    height: int
-    width: int
-    rows: int
-    columns: int
-    channels: int
-    table: int
-    programs: int
-    pixels: int = 0
-    sums: int = 1
+# Height and width of the image, rows and columns of the result; channels, and numbers of the table
+# per image; programs of an image, and pixels of each of them; grey sums of an image.
+Work = namedtuple(
+    "Work", "height width rows columns channels table programs pixels sums", defaults=(0, 1)
+)
 
 
 class Sampling(NamedTuple):

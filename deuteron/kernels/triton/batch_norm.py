@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 
 from deuteron.codegen.triton_load import jitted
+from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton import batch_norm_passes as passes
 from deuteron.kernels.triton.batch_norm_passes import Numbers, Operands, Size, Tile
-from deuteron.kernels.triton.batch_norm_tiles import Division, merge_tile
+from deuteron.kernels.triton.batch_norm_tiles import PIECES, Division
 from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.ops.activated import activation
 
@@ -100,5 +101,7 @@ def _tile(d: Division, stages: int, chain: bool) -> Tile:
 
 
 def _merge(d: Division, chain: bool) -> Tile:
-    parts, channels = merge_tile(d)
+    """Parts and channels that a program of a merge looks at together."""
+    parts = min(power_of_two(d.pieces), PIECES)
+    channels = max(1, min(4096 // parts, 16, power_of_two(d.channels)))
     return Tile(d.last, parts, channels, d.together, 1, False, chain)

@@ -9,15 +9,13 @@ The gradient reads grad and x, then both again, and writes dx: 5. With a residua
 and y, writes dz, which the residual receives, then reads dz and x and writes dx: 7; of relu's y
 the signs are enough, which the forward step keeps as bits: 6 and a little.
 
-x is seen as rows of lanes. Channels last: a row is a pixel, its lanes are the channels. Channels
-first: a row is an image, its lanes are the positions of one channel. A tile is [A rows, B lanes].
-Every element of a tile keeps its own running mean and squared spread (Welford) over the tiles that
-a program visits; rows, then programs, are merged with Chan's formula. All means are kept relative
-to a pivot: of the channel's first values the one nearest to 0, or 0 if they lie on both sides of
-it. It is never much larger than the mean, so a mean near 0 is not the small difference of two
-large numbers, and where it is a thousand times the deviation the pivot takes that away. If the
-pivot lies far off, statistics are still as exact as Welford's. There are no atomics: two runs give
-the same bits.
+x is seen as tiles of [A rows, B lanes], as ``batch_norm_tiles.py`` says. Every element of a tile
+keeps its own running mean and squared spread (Welford) over the tiles that a program visits; rows,
+then programs, are merged with Chan's formula. All means are kept relative to a pivot: of the
+channel's first values the one nearest to 0, or 0 if they lie on both sides of it. It is never much
+larger than the mean, so a mean near 0 is not the small difference of two large numbers, and where
+it is a thousand times the deviation the pivot takes that away. If the pivot lies far off,
+statistics are still as exact as Welford's. There are no atomics: two runs give the same bits.
 
 A first pass goes through the tiles upwards, the second downwards: what the first read last is in
 L2 still. What is small takes one launch, each program with all rows of its channels. Where the GPU

@@ -118,9 +118,3 @@ def _width(lanes: int, most: int) -> int:
     padded = {w: -(-lanes // w) * w for w in widths}
     good = [w for w in widths if padded[w] <= WASTE * lanes]
     return good[0] if good else min(widths, key=lambda w: (padded[w], -w))
-
-
-def merge_tile(d: Division) -> tuple[int, int]:
-    """Parts and channels that a program of a merge looks at together."""
-    p = min(power_of_two(d.pieces), PIECES)
-    return p, max(1, min(4096 // p, 16, power_of_two(d.channels)))

@@ -18,7 +18,7 @@ logits lose no digits.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -30,31 +30,13 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
 
 
-class Given(NamedTuple):
-    """Pointers; what a call has not, or nobody wants, is None. ``z`` is one number; ``scale`` is
-    one number, or one for each row."""
+# Pointers; what a call has not, or nobody wants, is None. z is one number; scale is one number, or
+# one for each row.
+Given = namedtuple("Given", "x target weight scale z loss lse grad")
 
-    x: Any
-    target: Any
-    weight: Any
-    scale: Any
-    z: Any
-    loss: Any
-    lse: Any
-    grad: Any
-
-
-class Terms(NamedTuple):
-    """The numbers of a cross-entropy, how many rows there are, and the steps in memory from row to
-    row: of the logits, the gradient, and the scale (0 or 1)."""
-
-    classes: Any
-    ignore: Any
-    smoothing: Any
-    rows: Any
-    x_step: Any
-    grad_step: Any
-    scale_step: Any
+# The numbers of a cross-entropy, how many rows there are, and the steps in memory from row to row:
+# of the logits, the gradient, and the scale (0 or 1).
+Terms = namedtuple("Terms", "classes ignore smoothing rows x_step grad_step scale_step")
 
 
 @triton.jit
@@ -320,7 +302,7 @@ def scale(x, up, left, n, BLOCK: tl.constexpr):
             tl.store(x + i, v.to(x.dtype.element_ty), mask=i < n)
 
 
-_scale = Launchable(scale)
+ONE_ROW, _scale = Launchable(one_row), Launchable(scale)
 SCALERS = 512  # programs of a scaling: several for every processor of any GPU
 
 

@@ -100,9 +100,8 @@ def _tile(i: tl.constexpr, p, G: tl.constexpr):
 @triton.jit
 def _tiles(of, p, G: tl.constexpr):
     """All tiles of a part, on their way at once."""
-    at, there = _tile(0, p, G)
-    found = (read(of + p.base + at, there, is_full(0, G)),)
-    for i in tl.static_range(1, G.DOWN * G.ACROSS):
+    found = ()
+    for i in tl.static_range(G.DOWN * G.ACROSS):
         at, there = _tile(i, p, G)
         found = found + (read(of + p.base + at, there, is_full(i, G)),)
     return found

@@ -14,8 +14,8 @@ small-h200.md), and keeps bfloat16 right, which ``torch.histc`` does not.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import triton
@@ -23,17 +23,9 @@ import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
 
-
-class Bins(NamedTuple):
-    """``count`` equal parts of low … high, counted in ``slots`` of a register each, of which one is
-    for what lies outside; ``block`` elements at a time. ``shared``: several programs add theirs."""
-
-    count: int
-    low: float
-    high: float
-    slots: int
-    block: int
-    shared: bool
+# So many equal parts of low … high, counted in slots of a register each, of which one is for what
+# lies outside; a block of elements at a time. shared: several programs add theirs.
+Bins = namedtuple("Bins", "count low high slots block shared")
 
 
 @triton.jit

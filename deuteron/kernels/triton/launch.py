@@ -166,31 +166,21 @@ def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
     kinds: list[Any] = []
     device = -1
     for a in args:
-        if a is None:
-            raw.append(None)
-            kinds.append(None)
-        elif isinstance(a, torch.Tensor):
-            address = a.data_ptr()
-            raw.append(address)
-            kinds.append((a.dtype, not address & 15))
+        value, kind = a, None
+        if isinstance(a, torch.Tensor):
+            value = a.data_ptr()
+            kind = a.dtype, not value & 15
             device = a.get_device()
         elif isinstance(a, tuple):
             inside, of, there = described(a)
-            raw.append(tuple(inside))
-            kinds.append(_alike(a, of))
-            device = max(device, there)
-        else:
-            raw.append(a)
-            kinds.append(_kind(a))
+            value, kind, device = tuple(inside), _alike(a, of), max(device, there)
+        elif isinstance(a, float):
+            kind = "fp32", False
+        elif a is not None:
+            kind = "i32" if -INT32 <= a < INT32 else "i64", a % 16 == 0
+        raw.append(value)
+        kinds.append(kind)
     return raw, kinds, device
-
-
-def _kind(value: Any) -> tuple[str, bool] | None:
-    if value is None:
-        return None
-    if isinstance(value, float):
-        return "fp32", False
-    return ("i32" if -INT32 <= value < INT32 else "i64"), value % 16 == 0
 
 
 def _alike(given: Any, values: Sequence[Any]) -> Any:

@@ -27,6 +27,7 @@ with their gradient 58 µs instead of 400, at 0.88 and 0.53 of a copy's speed.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from math import gcd
 from typing import NamedTuple
@@ -42,44 +43,19 @@ Strides = tuple[int, int, int, int]
 UNROLLED = 32  # elements of a window that are written out; more are gone through in a loop
 
 
-class Window(NamedTuple):
-    """Its size, step, padding and dilation, down and along."""
-
-    kh: int
-    kw: int
-    sh: int
-    sw: int
-    ph: int
-    pw: int
-    dh: int
-    dw: int
+# The size, step, padding and dilation of a window, down and along.
+Window = namedtuple("Window", "kh kw sh sw ph pw dh dw")
 
 
-class Known(NamedTuple):
-    """What is known of a tensor's lines: whether elements lie side by side, and of what number of
-    elements the distance from line to line is a multiple."""
+# What is known of a tensor's lines: whether elements lie side by side, and of what number of
+# elements the distance from line to line is a multiple.
+Known = namedtuple("Known", "adjacent step")
 
-    adjacent: bool
-    step: int
-
-
-class Tiles(NamedTuple):
-    """A program's lines and elements of each, and what is known of the tensors. ``last``: a line's
-    elements are channels. ``width``, ``line`` and ``windows`` say of what number, up to 16, a size
-    is a multiple: x's width, a line of positions, the windows along a row. ``how`` and ``rows`` are
-    for :func:`_pool`; :func:`_cells` writes in pairs if that is how."""
-
-    outer: int
-    inner: int
-    last: bool
-    width: int
-    line: int
-    windows: int
-    x: Known
-    y: Known
-    grad: Known
-    how: str
-    rows: int
+# A program's lines and elements of each. last: a line's elements are channels; width, line and
+# windows say of what number, up to 16, a size is a multiple: x's width, a line of positions, the
+# windows along a row; what is known of x, y and grad; how and rows are for _pool, and _cells writes
+# in pairs if that is how.
+Tiles = namedtuple("Tiles", "outer inner last width line windows x y grad how rows")
 
 
 @triton.constexpr_function
@@ -383,13 +359,8 @@ def _each(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr):
 pool, cells, each = Launchable(_pool), Launchable(_cells), Launchable(_each)
 
 
-class Tile(NamedTuple):
-    """Lines, elements of each, and warps of a program; and forwards rows of windows for a line."""
-
-    outer: int
-    inner: int
-    warps: int
-    rows: int = 1
+# Lines, elements of each, and warps of a program; and forwards rows of windows for a line.
+Tile = namedtuple("Tile", "outer inner warps rows", defaults=(1,))
 
 
 class Pooling(NamedTuple):

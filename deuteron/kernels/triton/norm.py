@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -280,7 +279,6 @@ LONG, ADD_UP = Launchable(_rows, follows=True), Launchable(_add_up, follows=True
 # ---- the calls
 
 COLUMNS = 512  # of a program, where rows are long
-Call = Callable[[Operands], None]
 
 
 def wide_types(size: int) -> tuple[torch.dtype, tl.dtype]:
@@ -288,11 +286,27 @@ def wide_types(size: int) -> tuple[torch.dtype, tl.dtype]:
     return (torch.float64, tl.float64) if size == 8 else (torch.float32, tl.float32)
 
 
-def backward(work: Any, way: Any) -> Call:
+def backward(work: Any, way: Any) -> Callable[[Operands], None]:
     """A function that fills dx, dweight and dbias, those that are there; ``work`` and ``way`` are
     those of ``engines/triton/norm.py``."""
-    call = (_long_rows if work.is_long else _short_rows)(work, way)
-    return with_partial_sums(call, way.programs, work.columns, wide_types(work.size)[0])
+    n, rows, is_long = work.columns, work.rows, work.is_long
+    kind, wide = wide_types(work.size)
+    block = COLUMNS if is_long else power_of_two(n)
+    even = n % block == 0 and rows % way.rows == 0
+    common = (n, work.eps, work.centred, wide)
+
+    def run(t: Operands, chain: bool) -> None:
+        constants = Rows(*common, block, way.rows, even, way.stages, chain)
+        if not is_long:
+            ROWS((way.programs,), t, rows, C=constants, warps=way.warps)
+            return
+        sums = torch.empty((rows, 5), dtype=kind, device=t.x.device)
+        read = Operands(t.x, t.grad, t.weight, sums=sums)
+        SUMS_OF_ROWS((rows,), read, C=Rows(*common, 4096, 1, False, 1, chain), warps=8)
+        grid = (-(-n // COLUMNS), way.programs)
+        LONG(grid, t._replace(sums=sums), rows, C=constants, warps=way.warps)
+
+    return with_partial_sums(run, way.programs, n, kind)
 
 
 def with_partial_sums(
@@ -311,31 +325,5 @@ def with_partial_sums(
         first(t._replace(dweight=partials.weight, dbias=partials.bias), chain)
         grid, tile = (-(-n // 32),), {"R": 64, "BLOCK": 32}
         ADD_UP(grid, partials, results, count, n, **tile, CHAIN=chain, warps=8)
-
-    return run
-
-
-def _short_rows(work: Any, way: Any) -> Callable[[Operands, bool], None]:
-    n = work.columns
-    block = power_of_two(n)
-    even = block == n and work.rows % way.rows == 0
-    wide = wide_types(work.size)[1]
-    constants = partial(Rows, n, work.eps, work.centred, wide, block, way.rows, even, way.stages)
-    return lambda t, chain: ROWS((way.programs,), t, work.rows, C=constants(chain), warps=way.warps)
-
-
-def _long_rows(work: Any, way: Any) -> Callable[[Operands, bool], None]:
-    n, rows = work.columns, work.rows
-    kind, wide = wide_types(work.size)
-    common = (n, work.eps, work.centred, wide)
-    even = n % COLUMNS == 0 and rows % way.rows == 0
-
-    def run(t: Operands, chain: bool) -> None:
-        sums = torch.empty((rows, 5), dtype=kind, device=t.x.device)
-        read = Operands(t.x, t.grad, t.weight, sums=sums)
-        SUMS_OF_ROWS((rows,), read, C=Rows(*common, 4096, 1, False, 1, chain), warps=8)
-        blocks = Rows(*common, COLUMNS, way.rows, even, way.stages, chain)
-        grid = (-(-n // COLUMNS), way.programs)
-        LONG(grid, t._replace(sums=sums), rows, C=blocks, warps=way.warps)
 
     return run

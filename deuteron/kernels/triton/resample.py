@@ -22,8 +22,8 @@ elements repeated. What is read by weights, such as bilinear resizing, only thes
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,31 +37,15 @@ from deuteron.kernels.triton.resample_tiles import UNROLLED, ResampleTile, is_la
 UNROLL: tl.constexpr = tl.constexpr(UNROLLED)
 
 
-class Tables(NamedTuple):
-    """An :class:`AxisMap` on a GPU."""
-
-    first: torch.Tensor
-    count: torch.Tensor
-    weights: torch.Tensor | None
-    divisors: torch.Tensor | None
+# An AxisMap on a GPU.
+Tables = namedtuple("Tables", "first count weights divisors")
 
 
-class Shape(NamedTuple):
-    """A program's planes, rows and columns; the most that a result reads down and along.
-
-    ``last``: channels are adjacent in y. ``adjacent``: along the axis that is the last one in y, x
-    has no gaps either. ``vector``: so many neighbours are a thread's. ``ragged``: there are rows
-    among those kept that a result does not read."""
-
-    planes: int
-    rows: int
-    columns: int
-    tall: int
-    broad: int
-    last: bool
-    adjacent: bool
-    vector: int
-    ragged: bool
+# A program's planes, rows and columns; the most that a result reads down and along. last: channels
+# are adjacent in y; adjacent: along the axis that is the last one in y, x has no gaps either;
+# vector: so many neighbours are a thread's; ragged: there are rows among those kept that a result
+# does not read.
+Shape = namedtuple("Shape", "planes rows columns tall broad last adjacent vector ragged")
 
 
 @triton.jit
@@ -105,8 +89,8 @@ def _along(n, AT: tl.constexpr, LAST: tl.constexpr):
 @triton.jit
 def _weights(table, at, size, live, MOST: tl.constexpr):
     """All weights of some results, to be kept in registers."""
-    found = (tl.load(table + at, mask=live, other=0.0),)
-    for k in tl.static_range(1, MOST):
+    found = ()
+    for k in tl.static_range(MOST):
         found = found + (tl.load(table + (k * size + at), mask=live, other=0.0),)
     return found
 
@@ -114,23 +98,24 @@ def _weights(table, at, size, live, MOST: tl.constexpr):
 @triton.jit
 def _read(at, step, live, count, BROAD: tl.constexpr):
     """One row of each result's window. What is not read counts as 0."""
-    found = (tl.load(at, mask=live & (count > 0), other=0.0),)
-    for k in tl.static_range(1, BROAD):
+    found = ()
+    for k in tl.static_range(BROAD):
         found = found + (tl.load(at + k * step, mask=live & (k < count), other=0.0),)
     return found
 
 
 @triton.jit
-def _blend(read, weights, WIDE: tl.constexpr, BROAD: tl.constexpr):
-    """The sum of what was read, each times its weight if there are weights."""
-    total = read[0].to(WIDE)
-    if weights is not None:
-        total *= weights[0]
-    for k in tl.static_range(1, BROAD):
+def _blend(read, weights, count, WIDE: tl.constexpr, MOST: tl.constexpr):
+    """The sum of what was read, each times its weight if there are weights; without what comes
+    after the first ``count``, if that is given."""
+    total = None
+    for k in tl.static_range(MOST):
+        part = read[k].to(WIDE)
         if weights is not None:
-            total += read[k].to(WIDE) * weights[k]
-        else:
-            total += read[k].to(WIDE)
+            part *= weights[k]
+        if count is not None:
+            part = tl.where(k < count, part, 0.0)
+        total = part if k == 0 else total + part
     return total
 
 
@@ -149,7 +134,8 @@ def _line(
                 v *= tl.load(across.weights + (m * width + column), mask=column < width, other=0.0)
             total += v
     else:
-        total = _blend(_read(here, steps[1], live, count, T.broad), weights, WIDE, T.broad)
+        read = _read(here, steps[1], live, count, T.broad)
+        total = _blend(read, weights, None, WIDE, T.broad)
     if down.weights is not None:
         total *= tl.load(down.weights + (k * height + row), mask=row < height, other=0.0)
     return total
@@ -199,24 +185,6 @@ def _tile(x, y, down, across, sizes, strides, T: tl.constexpr):
 
 
 @triton.jit
-def _gathered(rows, scales, count, T: tl.constexpr):
-    """The sum of rows, those that are read."""
-    total = rows[0]
-    if scales is not None:
-        total *= scales[0]
-    if T.ragged:
-        total = tl.where(count > 0, total, 0.0)
-    for k in tl.static_range(1, T.tall):
-        line = rows[k]
-        if scales is not None:
-            line *= scales[k]
-        if T.ragged:
-            line = tl.where(k < count, line, 0.0)
-        total += line
-    return total
-
-
-@triton.jit
 def _walk(x, y, down, across, sizes, strides, T: tl.constexpr):
     """Some rows of some planes of one image, one after another. The rows of x that a result reads
     are kept, blended along the row, and the next one is on its way while they are added up.
@@ -254,14 +222,14 @@ def _walk(x, y, down, across, sizes, strides, T: tl.constexpr):
         scales = None
         if down.weights is not None:
             scales = _weights(down.weights, row, height, True, T.tall)
-        tall = T.tall
+        tall = None
         if T.ragged:
             tall = tl.load(down.count + row)
         for r in range(have, top + T.tall):
-            line = _blend(ahead, weights, WIDE, T.broad)
+            line = _blend(ahead, weights, None, WIDE, T.broad)
             ahead = _read(source + (r + 1) * sh, step, live & (r + 1 < end), broad, T.broad)
             kept = kept[1:] + (line,)
-        total = _gathered(kept, scales, tall, T)
+        total = _blend(kept, scales, tall, WIDE, T.tall)
         total = _narrow(y, total, down.divisors, across.divisors, row, column, height, width)
         tl.store(place + row * th, total, mask=live)
 
@@ -269,19 +237,11 @@ def _walk(x, y, down, across, sizes, strides, T: tl.constexpr):
 tile, walk = Launchable(_tile), Launchable(_walk)
 
 
-class Call(NamedTuple):
-    """A kernel, its programs, and after x and y the tables, numbers and constants that it takes."""
-
-    kernel: Launchable
-    programs: int
-    tables: tuple[Any, ...]
-    numbers: tuple[tuple[int, ...], ...]
-    constants: NamedTuple
-
-
-def call(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap, cut: ResampleTile) -> Call:
-    """The kernel that makes y of x, [N, C, H, W] or [N, C, W], by the maps along both axes, and all
-    that it is given besides them."""
+def call(
+    x: TensorType, y: TensorType, down: AxisMap, across: AxisMap, cut: ResampleTile
+) -> tuple[Launchable, int, tuple[Tables, ...], tuple[tuple[int, ...], ...], Shape]:
+    """The kernel that makes y of x, [N, C, H, W] or [N, C, W], by the maps along both axes, its
+    programs, and after x and y the tables, numbers and constants that it takes."""
     (images, channels, *space), last = y.shape, is_last(y)
     height, width = (1, *space)[-2:]
     (sn, sc, *steps), (tn, tc, *to) = x.strides, y.strides
@@ -295,7 +255,7 @@ def call(x: TensorType, y: TensorType, down: AxisMap, across: AxisMap, cut: Resa
     tables = tuple(Tables(a.first, a.count, a.weights, a.divisors) for a in (down, across))
     numbers = (channels, height, width, down.length, 1), (sn, sc, sh, sw, tn, beside, th)
     programs = images * -(-channels // cut.planes) * pieces
-    return Call(walk if cut.walks else tile, programs, tables, numbers, constants)
+    return walk if cut.walks else tile, programs, tables, numbers, constants
 
 
 def resample(
@@ -307,13 +267,8 @@ def resample(
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``run(x, y)``."""
     kernel, programs, tables, numbers, constants = call(x, y, *axes, cut)
-
-    def there(given: Any) -> Any:
-        if isinstance(given, tuple):
-            return Tables(*map(there, given))
-        return None if given is None else given.contiguous().to(device)
-
-    known = [*map(there, tables), *numbers]
+    there = [[t if t is None else t.contiguous().to(device) for t in table] for table in tables]
+    known = [*(Tables(*table) for table in there), *numbers]
 
     def run(x: torch.Tensor, y: torch.Tensor) -> None:
         kernel((programs,), x, y, *known, warps=cut.warps, T=constants)

@@ -18,8 +18,9 @@ this kernel 84 and 3.1, at 0.96 and 0.86 of a copy's speed (bench/results/rope-h
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -49,45 +50,19 @@ def _circle(phase):
     return c * (1 - ((quadrant + 1) & 2)).to(tl.float32), s * (1 - (quadrant & 2)).to(tl.float32)
 
 
-class Tokens(NamedTuple):
-    """How many tokens there are, in sequences of ``length``, and where they stand: token s at
-    ``offset`` + s, or at ``offset`` + its entry among the positions, which are ``step`` apart from
-    one sequence to the next. ``rows`` is the height of the tables, ``rest`` how many features are
-    not turned. Programs take the heads in ``blocks``, those of q first."""
+# How many tokens there are, in sequences of a length, and where they stand: token s at offset + s,
+# or at offset + its entry among the positions, which are a step apart from one sequence to the
+# next; the height of the tables, how many features are not turned, and in how many blocks programs
+# take the heads, those of q first.
+Tokens = namedtuple("Tokens", "count length offset rows step rest q_blocks blocks")
 
-    count: int
-    length: int
-    offset: int
-    rows: int
-    step: int
-    rest: int
-    q_blocks: int
-    blocks: int
+# How many heads q or k has, and its strides, those of what is read and of what is written.
+Heads = namedtuple("Heads", "count batch token head to_batch to_token to_head")
 
 
-class Heads(NamedTuple):
-    """How many heads q or k has, and its strides, those of what is read and of what is written."""
-
-    count: int
-    batch: int
-    token: int
-    head: int
-    to_batch: int
-    to_token: int
-    to_head: int
-
-
-class Tile(NamedTuple):
-    """The tokens and heads of one program; ``half`` pairs of features of a head are turned, in
-    ``pairs`` lanes, and ``tail`` lanes copy the rest."""
-
-    tokens: int
-    heads: int
-    half: int
-    pairs: int
-    tail: int
-    interleaved: bool
-    inverse: bool
+# The tokens and heads of one program; how many pairs of features of a head are turned (half of
+# those features), in how many lanes, and how many lanes copy the rest.
+Tile = namedtuple("Tile", "tokens heads half pairs tail interleaved inverse")
 
 
 @triton.jit

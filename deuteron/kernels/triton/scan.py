@@ -53,10 +53,5 @@ def row_scan(
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """The scan of contiguous rows, ``block`` = (rows, columns) at a time."""
     grid = (triton.cdiv(rows, block[0]),)
-
     constants = {"ROWS": block[0], "COLUMNS": block[1], "PRODUCT": product}
-
-    def run(x: torch.Tensor, y: torch.Tensor) -> None:
-        scan(grid, x, y, rows, columns, warps=warps, **constants)
-
-    return run
+    return scan.settled(grid, rows, columns, warps=warps, **constants)
