@@ -1,6 +1,6 @@
 """Choosing and running: decide → build → program → run.
 
-Read in this order: decide, choose, find, timing, cache, memory, program, cuda_graph,
+Read in this order: decide, choose, find, timing, cache, memory, program, source, cuda_graph,
 plan, binding, reporting, serialize; tensors holds what several of them do to tensors.
 """
 
