@@ -60,7 +60,6 @@ class Plan:
         self._captured: CapturedProgram | None = None
         self._capture_note = self._why_not_captured()
         self._capture_lock = threading.Lock()
-        self._errors: dict[str, tuple[float, float, str]] = {}
         self._total_s: float | None = None
 
     def _built(self, choice: Choice) -> tuple[Choice, Kernel]:
@@ -206,14 +205,16 @@ class Plan:
             f"{v}: its library answers in another memory order, so it is copied"
             for v in self.program.conversions
         )
-        known: Any = {"device": self.device, "memory": self.program.memory, "cuda_graph": note}
-        known |= {"total_measured_s": self._total_s, "errors": self._errors}
-        return _as(Explanation(make_report(self.decision, notes=converted, **known)), format)
+        made = make_report(
+            self.decision, self.device, self.program.memory, note, converted, self._total_s
+        )
+        return _as(Explanation(made), format)
 
     def measure_errors(self) -> dict[str, float]:
         """Error of every region against float64 on random data, by region name."""
         survey = Survey(self.decision.target, self.decision.policy)
         finder = Finder(survey, self.device, self._constants, Cache(Path()), 0.0)
+        choices = []
         for choice in self.decision.choices:
             region = choice.region
             feed = finder.inputs(region)
@@ -224,8 +225,10 @@ class Plan:
             wanted = [exact[v] for v in region.outputs]
             both = (outs, [plain[v] for v in region.outputs])
             ours, theirs = (max(errors_of(region, o, wanted), default=0.0) for o in both)
-            self._errors[region.name] = (ours, theirs, "float64")
-        return {name: found[0] for name, found in self._errors.items()}
+            option = replace(choice.option, error=ours)
+            choices.append(replace(choice, option=option, torch_error=theirs, reference="float64"))
+        self.decision = replace(self.decision, choices=tuple(choices))
+        return {c.region.name: c.option.error or 0.0 for c in choices}
 
     def _context_of(self, choice: Choice) -> BuildContext:
         constants = {v: self._constants[v] for v in choice.region.constants}
@@ -241,7 +244,7 @@ class Plan:
         self.binder.check(given)
         self.run_checked(given)
         if self._captured is not None:
-            samples = sorted(by_events(self._captured.replay) for _ in range(20))
+            samples = sorted(by_events(self._captured.graph.replay) for _ in range(20))
             self._total_s = samples[len(samples) // 2]
         else:
             racing = {"plan": lambda: self.run_checked(given)}

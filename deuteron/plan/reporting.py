@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,13 +18,11 @@ from deuteron.target import Target
 
 def make_report(
     decision: Decision,
-    *,
     device: torch.device | None = None,
     memory: MemoryPlan | None = None,
     cuda_graph: str = "",
     notes: tuple[str, ...] = (),
     total_measured_s: float | None = None,
-    errors: Mapping[str, tuple[float, float, str]] | None = None,
 ) -> report.Report:
     """Everything a plan knows about itself, as plain data."""
     if memory is None:  # nothing is built: suppose every kernel can write where it is told
@@ -39,7 +36,7 @@ def make_report(
         device="" if device is None else str(device),
         mode=decision.mode,
         cuda_graph=cuda_graph,
-        regions=tuple(_region(c, decision.target, errors or {}) for c in decision.choices),
+        regions=tuple(_region(c, decision.target) for c in decision.choices),
         vetoes=tuple(
             report.VetoReport(**asdict(v), seconds=v.bytes / stream) for v in decision.vetoes
         ),
@@ -60,21 +57,17 @@ def _option(option: Option) -> report.OptionReport:
     )
 
 
-def _region(
-    choice: Choice, target: Target, errors: Mapping[str, tuple[float, float, str]]
-) -> report.RegionReport:
+def _region(choice: Choice, target: Target) -> report.RegionReport:
     region, option, by = choice.region, choice.option, choice.candidate
     limit = region_bound(region, target)
     sources = dict.fromkeys(node.source for node in region.nodes if node.source)
     first = region.outputs[0] if region.outputs else None
-    error, torch_error, reference = choice.option.error, choice.torch_error, choice.reference
-    if region.name in errors:
-        error, torch_error, reference = errors[region.name]
     shape = str(region.graph.types[first]) if first is not None else ""
     loud = ((name, r) for name, r in choice.refusals if not r.quiet)
     refused = (report.RefusalReport(name, r.reason, r.remedy) for name, r in loud)
     named = (region.name, region.ops, ", ".join(sources), shape, by.engine, str(by))
     cost = (limit.flops, limit.bytes, limit.kind, limit.seconds)
-    found: Any = (option.predicted_s, option.measured_s, error, torch_error, reference)
+    found: Any = (option.predicted_s, option.measured_s, option.error)
+    found += (choice.torch_error, choice.reference)
     found += (tuple(map(_option, choice.options)), tuple(refused), choice.note)
     return report.RegionReport(*named, *cost, *found)
