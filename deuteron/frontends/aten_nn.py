@@ -106,7 +106,9 @@ def _norm(op: str) -> Entry:
         if not b.used - {0} or kept is None:
             return y, *[None] * last
         found = statistics(b, op, x, eps, how, kept.shape)[-last:]
-        return y, *(_as_wanted(b, i + 1, s) for i, s in enumerate(found))
+        results = [_as_wanted(b, i + 1, s) for i, s in enumerate(found)]
+        b.norms[x.name, results[-1].name] = eps
+        return y, *results
 
     return entry
 

@@ -47,6 +47,7 @@ class Site(Ops):
     * ``used``: which results the rest of the graph reads; the others need not be made.
     * ``known``: value name → tensor, for values that depend on no input of the graph.
     * ``given``: the arguments of the call, by the names of the ATen schema.
+    * ``norms``: the eps of each norm so far, by the names of its x and of its 1/√(var + eps).
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class Site(Ops):
         used: frozenset[int] = frozenset({0}),
         known: dict[str, torch.Tensor] | None = None,
         given: Mapping[str, Any] | None = None,
+        norms: dict[tuple[str, str], float] | None = None,
     ) -> None:
         super().__init__(build, source)
         self.want, self.used = tuple(want), used
         self.known = {} if known is None else known
         self.given = given or {}
+        self.norms = {} if norms is None else norms
 
     @property
     def out(self) -> TensorType:

@@ -67,6 +67,7 @@ class Importer:
         self._entered: dict[Known, Sym] = {}
         self._known: dict[str, torch.Tensor] = {}
         self._weights: dict[object, Sym] = {}
+        self._norms: dict[tuple[str, str], float] = {}
         self._site = Site(self.build, known=self._known)
 
     # ---- placeholders, and what comes out
@@ -151,7 +152,7 @@ class Importer:
         if name in self.entries:
             given = self.entered(ordered)
             named = {a.name: v for a, v in zip(target._schema.arguments, given, strict=True)}
-            site = Site(self.build, source, want, used, self._known, named)
+            site = Site(self.build, source, want, used, self._known, named, self._norms)
             try:
                 answer = self.entries[name](site, *given)
                 self._check(name, answer, want, used)
