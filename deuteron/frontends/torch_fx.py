@@ -159,6 +159,9 @@ class Importer:
                 return answer
             except (Inexpressible, GraphError) as reason:
                 why = str(reason).splitlines()[0]
+        fixed = pytree.tree_map_only(Sym, self._fixed, (args, kwargs))
+        if facts.deterministic(node) and not _reads(fixed):  # it reads only weights
+            return facts.computed(target, *fixed)
         return self._opaque(node, why, source)
 
     def _check(
@@ -216,28 +219,14 @@ class Importer:
         self._known[found.name] = tensor
         return found
 
-    def _from_weights(self, node: fx.Node) -> Any:
-        """A call we cannot say, if it reads only weights: its answer. Else None."""
-
-        def fixed(value: Sym) -> Any:
-            tensor = self._site.tensor_of(value)
-            return value if tensor is None else Known(tensor)
-
-        given = (
-            [self.value(a) for a in node.args],
-            {k: self.value(a) for k, a in node.kwargs.items()},
-        )
-        args, kwargs = pytree.tree_map_only(Sym, fixed, given)
-        if _reads(args) or _reads(kwargs):
-            return None
-        return facts.computed(node.target, args, kwargs) if facts.deterministic(node) else None
+    def _fixed(self, value: Sym) -> Sym | Known:
+        """A weight as the tensor it is."""
+        tensor = self._site.tensor_of(value)
+        return value if tensor is None else Known(tensor)
 
     # ---- the ATen call itself
 
     def _opaque(self, node: fx.Node, why: str, source: str) -> Any:
-        constant = self._from_weights(node)
-        if constant is not None:
-            return constant
         name, site = str(node.target), Site(self.build, source)
         resolve(name)  # refuses, with a reason, what may not be kept in a graph
         names: list[str] = []
