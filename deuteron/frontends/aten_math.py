@@ -26,7 +26,6 @@ _UNARY = (
 # Our operators of two operands, each a tensor or a number, and the calls that are one of them.
 _BINARY = {
     "mul": "mul.Tensor mul.Scalar",
-    "div": "div.Tensor div.Scalar true_divide.Tensor",
     "pow": "pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar",
     "remainder": "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor",
     "floor_div": "floor_divide.default floor_divide.Scalar",
@@ -59,7 +58,7 @@ def _sum(op: str, b: Site, x: Any, y: Any, alpha: Number) -> Any:
     return b.call(op, *b.pair(x, _scaled(b, y, alpha)))
 
 
-def _div_mode(b: Site, x: Any, y: Any, mode: str | None) -> Any:
+def _div(b: Site, x: Any, y: Any, mode: str | None = None) -> Any:
     x, y = b.pair(x, y)
     if mode == "floor":
         return b.floor_div(x, y)
@@ -228,7 +227,7 @@ TABLE: dict[str, Entry] = {
     **{calls: _binary(op) for op, calls in _BINARY.items()},
     **{f"{op}.Tensor {op}.Scalar": partial(_sum, op) for op in ("add", "sub")},
     "rsub.Tensor rsub.Scalar": lambda b, x, y, alpha: _sum("sub", b, y, x, alpha),
-    "div.Tensor_mode div.Scalar_mode": _div_mode,
+    "div.Tensor div.Scalar true_divide.Tensor div.Tensor_mode div.Scalar_mode": _div,
     **{f"bitwise_{op}.Tensor __{op}__.Tensor": _bitwise(f"logical_{op}") for op in _BITS},
     "bitwise_not.default": _bitwise("logical_not"),
     "addcmul.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.mul(y, z), value)),
@@ -249,7 +248,7 @@ TABLE: dict[str, Entry] = {
     ).elu(x, alpha=alpha),
     # the weight is one number or one per channel, in whatever shape it comes
     "prelu.default _prelu_kernel.default": lambda b, x, w: b.prelu(x, b.shaped(w, (w.type.numel,))),
-    "log_sigmoid_forward.default": lambda b, x: (b.log_sigmoid(x), None),
+    "log_sigmoid_forward.default": _one("log_sigmoid"),
     **{calls: _named_reduce(op) for op, calls in _REDUCTIONS.items()},
     **{f"{op}.dim": _extreme(op) for op in ("max", "min")},
     "aminmax.default": lambda b, x, *how: tuple(_reduce(op, x, b, *how) for op in ("min", "max")),

@@ -3,8 +3,8 @@
 An entry is a function ``entry(site, *arguments)``. The arguments are those of the ATen schema,
 all of them, in the schema's order: tensors as :class:`~deuteron.ops.emit.Sym`, everything else
 as the plain Python value. ``site.given`` has them by the schema's names. It emits operators
-through the site and returns one Sym, or a tuple with one Sym (or None, for a result it cannot
-give) per result of the call.
+through the site and returns one Sym, or a tuple with one Sym per result of the call. None stands
+for a result it cannot give; so does what is missing at the end.
 """
 
 from __future__ import annotations

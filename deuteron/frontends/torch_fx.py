@@ -155,8 +155,10 @@ class Importer:
             site = Site(self.build, source, want, used, self._known, named, self._norms)
             try:
                 answer = self.entries[name](site, *given)
-                self._check(name, answer, want, used)
-                return answer
+                results = answer if isinstance(answer, tuple) else (answer,)
+                results += (None,) * (len(want) - len(results))
+                self._check(name, results, want, used)
+                return results if isinstance(node.meta["val"], list | tuple) else answer
             except (Inexpressible, GraphError) as reason:
                 why = str(reason).splitlines()[0]
         fixed = pytree.tree_map_only(Sym, self._fixed, (args, kwargs))
@@ -165,10 +167,9 @@ class Importer:
         return self._opaque(node, why, source)
 
     def _check(
-        self, name: str, answer: Any, want: Sequence[TensorType | None], used: frozenset[int]
+        self, name: str, got: Sequence[Any], want: list[TensorType | None], used: frozenset[int]
     ) -> None:
         """Every result that is read is there, and is what torch says it is."""
-        got = answer if isinstance(answer, tuple) else (answer,)
         for index in sorted(used):
             said, have = want[index], got[index]
             if said is None:
