@@ -47,15 +47,8 @@ def _binary(op: str) -> Entry:
 # ---- arithmetic that takes a few operators -----------------------------------------------------
 
 
-def _scaled(b: Site, y: Sym | Number, alpha: Number) -> Any:
-    """alpha · y, with no node for alpha = 1."""
-    if alpha == 1 and not isinstance(alpha, bool):
-        return y
-    return b.mul(y, b.operand(alpha, y)) if isinstance(y, Sym) else y * alpha
-
-
 def _sum(op: str, b: Site, x: Any, y: Any, alpha: Number) -> Any:
-    return b.call(op, *b.pair(x, _scaled(b, y, alpha)))
+    return b.call(op, *b.pair(x, b.scaled(y, alpha)))
 
 
 def _div(b: Site, x: Any, y: Any, mode: str | None = None) -> Any:
@@ -230,8 +223,8 @@ TABLE: dict[str, Entry] = {
     "div.Tensor div.Scalar true_divide.Tensor div.Tensor_mode div.Scalar_mode": _div,
     **{f"bitwise_{op}.Tensor __{op}__.Tensor": _bitwise(f"logical_{op}") for op in _BITS},
     "bitwise_not.default": _bitwise("logical_not"),
-    "addcmul.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.mul(y, z), value)),
-    "addcdiv.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.div(y, z), value)),
+    "addcmul.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.mul(y, z), value)),
+    "addcdiv.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.div(y, z), value)),
     "lerp.Scalar lerp.Tensor": lambda b, x, end, t: b.add(x, b.mul(*b.pair(b.sub(end, x), t))),
     "log10.default": lambda b, x: b.mul(*b.pair(b.log2(x), math.log10(2.0))),
     "atan.default": lambda b, x: b.atan2(*b.pair(x, 1.0)),

@@ -15,14 +15,10 @@ from deuteron.ops.emit import Sym
 # ---- products ------------------------------------------------------------------------------------
 
 
-def _times(b: Site, x: Sym, factor: Number) -> Sym:
-    return x if factor == 1 else b.mul(*b.pair(x, factor))
-
-
 def _added_product(b: Site, extra: Sym, x: Sym, y: Sym, beta: Number, alpha: Number) -> Any:
     """beta · extra + alpha · x @ y; with beta = 0 ``extra`` does not count, nan or not."""
-    product = _times(b, b.matmul(x, y), alpha)
-    return product if beta == 0 else b.add(_times(b, extra, beta), product)
+    product = b.scaled(b.matmul(x, y), alpha)
+    return product if beta == 0 else b.add(b.scaled(extra, beta), product)
 
 
 # ---- convolution -----------------------------------------------------------------------------

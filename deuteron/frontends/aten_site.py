@@ -120,6 +120,12 @@ class Site(Ops):
         joined = torch.result_type(torch.empty((), dtype=like.dtype.torch), value)
         return self.literal(value, dtype(joined))
 
+    def scaled(self, x: Sym | Number, factor: Number) -> Any:
+        """factor · x, with no node for a factor of 1."""
+        if factor == 1 and not isinstance(factor, bool):
+            return x
+        return self.mul(*self.pair(x, factor)) if isinstance(x, Sym) else x * factor
+
     def pair(self, x: Sym | Number, y: Sym | Number) -> tuple[Sym, Sym]:
         """Both operands of a binary operation as tensors; one at least is a tensor already."""
         if isinstance(x, Sym):

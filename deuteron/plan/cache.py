@@ -165,7 +165,8 @@ class Cache:
                     old = aside.read_bytes() if aside.exists() else b""
                     write_atomic(aside, old + b"".join(line + b"\n" for line in on_disk.damaged))
                 merged = {**on_disk.entries, **self.fresh}
-                write_atomic(self.path, _lines(merged))
+                lines = sorted(json.dumps(entry, sort_keys=True) for entry in merged.values())
+                write_atomic(self.path, "".join(f"{line}\n" for line in lines))
             self.entries = merged
             self.fresh = {}
         except OSError as error:
@@ -196,8 +197,3 @@ def _sound(row: Mapping[str, Any]) -> bool:
 
 def _key(region: str, env: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
     return json.dumps([region, dict(env), dict(policy)], sort_keys=True)
-
-
-def _lines(entries: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = sorted(json.dumps(entry, sort_keys=True) for entry in entries.values())
-    return "".join(f"{line}\n" for line in lines)

@@ -25,6 +25,7 @@ from deuteron.plan.decide import Decision, constants_on, decide
 from deuteron.plan.find import Finder
 from deuteron.plan.program import Program
 from deuteron.plan.reporting import make_report
+from deuteron.plan.serialize import save_plan
 from deuteron.plan.tensors import errors_of, random_tensor
 from deuteron.plan.timing import by_events, interleaved
 from deuteron.policy import Policy
@@ -57,7 +58,7 @@ class Plan:
         self.decision = replace(decision, choices=tuple(choice for choice, _ in built))
         kernels = [kernel for _, kernel in built]
         self.program = Program(graph, decision.regions, kernels, self._constants, device, into)
-        self._captured: CapturedProgram | None = None
+        self.captured: CapturedProgram | None = None  # the CUDA Graph, once it exists
         self._capture_note = self._why_not_captured()
         self._capture_lock = threading.Lock()
         self._total_s: float | None = None
@@ -136,21 +137,21 @@ class Plan:
     def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._capture_note or torch.cuda.is_current_stream_capturing():
             return self.program.run(tensors)  # also as part of a graph that the caller captures
-        if self._captured is None and not self.capture():
+        if self.captured is None and not self.capture():
             return self.program.run(tensors)
-        assert self._captured is not None
-        return self._captured.run(tensors)
+        assert self.captured is not None
+        return self.captured.run(tensors)
 
     def capture(self) -> bool:
         """Capture the plan as one CUDA Graph now rather than at the first run."""
         with self._capture_lock:
-            if self._captured is None and self._capture_note == "":
+            if self.captured is None and self._capture_note == "":
                 try:
-                    self._captured = CapturedProgram(self.program)
+                    self.captured = CapturedProgram(self.program)
                 except RuntimeError as error:
                     torch.cuda.synchronize()
                     self._capture_note = f"no: {str(error).splitlines()[0]}"
-        return self._captured is not None
+        return self.captured is not None
 
     def _why_not_captured(self) -> str:
         """Empty if the plan can be captured, else why not."""
@@ -175,11 +176,6 @@ class Plan:
             "results are copied; Policy(cuda_graph=True) insists"
         )
 
-    @property
-    def captured(self) -> CapturedProgram | None:
-        """The CUDA Graph, once it exists."""
-        return self._captured
-
     # ---- explaining
 
     def explain(
@@ -200,7 +196,7 @@ class Plan:
                 return _as(Explanation(make_report(elsewhere, notes=(note,))), format)
         if errors:
             self.measure_errors()
-        note = "yes" if self._captured is not None else self._capture_note or "at the first run"
+        note = "yes" if self.captured is not None else self._capture_note or "at the first run"
         converted = tuple(
             f"{v}: its library answers in another memory order, so it is copied"
             for v in self.program.conversions
@@ -243,8 +239,8 @@ class Plan:
         given = list(tensors)
         self.binder.check(given)
         self.run_checked(given)
-        if self._captured is not None:
-            samples = sorted(by_events(self._captured.graph.replay) for _ in range(20))
+        if self.captured is not None:
+            samples = sorted(by_events(self.captured.graph.replay) for _ in range(20))
             self._total_s = samples[len(samples) // 2]
         else:
             racing = {"plan": lambda: self.run_checked(given)}
@@ -255,8 +251,6 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as readable JSON, and its weights beside it as safetensors."""
-        from deuteron.plan.serialize import save_plan
-
         return save_plan(self, Path(path))
 
     @property

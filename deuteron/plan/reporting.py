@@ -10,7 +10,7 @@ import torch
 from deuteron.engines import Kernel
 from deuteron.engines.roofline import region_bound
 from deuteron.explain import report
-from deuteron.plan.choose import Choice, Option
+from deuteron.plan.choose import Choice
 from deuteron.plan.decide import Decision, versions
 from deuteron.plan.program import MemoryPlan, plan_memory
 from deuteron.target import Target
@@ -51,12 +51,6 @@ def make_report(
     )
 
 
-def _option(option: Option) -> report.OptionReport:
-    return report.OptionReport(
-        str(option.candidate), option.predicted_s, option.measured_s, option.error, option.rejected
-    )
-
-
 def _region(choice: Choice, target: Target) -> report.RegionReport:
     region, option, by = choice.region, choice.option, choice.candidate
     limit = region_bound(region, target)
@@ -69,5 +63,9 @@ def _region(choice: Choice, target: Target) -> report.RegionReport:
     cost = (limit.flops, limit.bytes, limit.kind, limit.seconds)
     found: Any = (option.predicted_s, option.measured_s, option.error)
     found += (choice.torch_error, choice.reference)
-    found += (tuple(map(_option, choice.options)), tuple(refused), choice.note)
+    options = (
+        report.OptionReport(str(o.candidate), o.predicted_s, o.measured_s, o.error, o.rejected)
+        for o in choice.options
+    )
+    found += (tuple(options), tuple(refused), choice.note)
     return report.RegionReport(*named, *cost, *found)
