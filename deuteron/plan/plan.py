@@ -25,7 +25,7 @@ from deuteron.plan.decide import Decision, constants_on, decide
 from deuteron.plan.find import Finder
 from deuteron.plan.program import Program
 from deuteron.plan.reporting import make_report
-from deuteron.plan.serialize import save_plan
+from deuteron.plan.serialize import save_decision
 from deuteron.plan.tensors import errors_of, random_tensor
 from deuteron.plan.timing import by_events, interleaved
 from deuteron.policy import Policy
@@ -251,7 +251,7 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as readable JSON, and its weights beside it as safetensors."""
-        return save_plan(self, Path(path))
+        return save_decision(self.decision, self.device, Path(path))
 
     @property
     def graph(self) -> Graph:
