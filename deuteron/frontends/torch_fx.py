@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import DeuteronError, GraphError
@@ -96,11 +97,7 @@ class Importer:
 
     def value(self, arg: Any) -> Any:
         """An argument of a node, with nodes replaced by what stands for them."""
-        if isinstance(arg, fx.Node):
-            return self._env.get(arg)
-        if isinstance(arg, list | tuple):
-            return [self.value(a) for a in arg]
-        return arg
+        return map_arg(arg, self._env.get)
 
     def entered(self, value: Any) -> Any:
         """``value`` with every :class:`Known` in it made a constant of the graph."""
@@ -137,8 +134,7 @@ class Importer:
             return None
         if not any(isinstance(t, torch.Tensor) for t in seen):
             return self._number(node)
-        args = [self.value(a) for a in node.args]
-        kwargs = {key: self.value(a) for key, a in node.kwargs.items()}
+        args, kwargs = self.value(node.args), self.value(node.kwargs)
         ordered = schema_order(target, args, kwargs)
         if name in FILLS:
             how = {"dtype": seen[0].dtype, "device": seen[0].device}
@@ -185,7 +181,7 @@ class Importer:
 
     def _not_a_call(self, node: fx.Node) -> Any:
         """Picking one of several results, or arithmetic on sizes, which are plain numbers."""
-        target, args = node.target, [self.value(a) for a in node.args]
+        target, args = node.target, self.value(node.args)
         if node.op == "get_attr":  # the body of a control-flow call, which is refused below
             return None
         if target is operator.getitem and isinstance(args[0], list | tuple):
@@ -241,8 +237,9 @@ class Importer:
             )
             return inputs[-1].sym.name
 
-        args = tuple(encode(self._argument(a), names, find) for a in node.args)
-        kwargs = tuple((k, encode(self._argument(a), names, find)) for k, a in node.kwargs.items())
+        args = tuple(encode(a, names, find) for a in map_arg(node.args, self._argument))
+        named = map_arg(node.kwargs, self._argument)
+        kwargs = tuple((k, encode(a, names, find)) for k, a in named.items())
         want = [facts.type_of(t) for t in facts.results(node)]
         if not all(facts.seen_as_is(i) for i in inputs):
             want = facts.infer_again(node, inputs, want)
@@ -255,13 +252,9 @@ class Importer:
         answer = tuple(None if t is None else next(syms) for t in want)
         return answer if isinstance(node.meta["val"], list | tuple) else answer[0]
 
-    def _argument(self, arg: Any) -> Any:
-        """An fx argument with its tensors as :class:`Argument`."""
-        if isinstance(arg, list | tuple):
-            return [self._argument(a) for a in arg]
-        if not isinstance(arg, fx.Node):
-            return arg
-        value = self.entered(self._env.get(arg))
+    def _argument(self, node: fx.Node) -> Any:
+        """What stands for a node, its tensors as :class:`Argument`."""
+        value = self.entered(self._env.get(node))
         if isinstance(value, list):
             return [Argument(v, None) if isinstance(v, Sym) else v for v in value]
-        return Argument(value, arg.meta.get("val")) if isinstance(value, Sym) else value
+        return Argument(value, node.meta.get("val")) if isinstance(value, Sym) else value
