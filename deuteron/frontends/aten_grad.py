@@ -142,9 +142,7 @@ def _norm(op: str) -> Entry:
     def entry(b: Site, grad: Sym, x: Sym, *_: Any) -> Any:
         mask, weight, bias = b.given["output_mask"], b.given["weight"], b.given.get("bias")
         stats = (b.given.get("mean"), b.given["rstd"])
-        attrs = b.settings("group:groups")
-        if not attrs:
-            attrs = {"dims": len(b.given["normalized_shape"])}
+        attrs = b.settings("group:groups") or {"dims": len(b.given["normalized_shape"])}
         of_weight = weight.type if weight is not None and mask[1] else None
         of_bias = None if bias is None else bias.type
         if op == "group_norm":  # its backward call says nothing of the bias

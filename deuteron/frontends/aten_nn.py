@@ -89,10 +89,12 @@ def _norm(op: str) -> Entry:
     but for rms_norm, and 1/√(var + eps): autograd keeps them for the way back."""
 
     def entry(b: Site, x: Sym, *_: Any) -> Any:
-        eps = _rms_eps(x, b.given["eps"])
+        eps = b.given["eps"]
+        if eps is None:  # torch adds the spacing of the type it computes in
+            wide = torch.float32 if x.dtype.is_low else x.dtype.torch
+            eps = torch.finfo(wide or torch.float32).eps
         how = b.settings("num_groups:groups group:groups")
-        if "normalized_shape" in b.given:
-            how = {"dims": len(b.given["normalized_shape"])}
+        how = how or {"dims": len(b.given["normalized_shape"])}
         params = [b.given[name] for name in ("weight", "bias") if name in b.given]
         y = b.one(op, x, *params, eps=eps, **how)
         last = len(b.want) - 1
@@ -105,12 +107,6 @@ def _norm(op: str) -> Entry:
         return y, *results
 
     return entry
-
-
-def _rms_eps(x: Sym, eps: float | None) -> float:
-    """Without eps torch adds the spacing of the type it computes in."""
-    wide = torch.float32 if x.dtype.is_low else x.dtype.torch
-    return torch.finfo(wide or torch.float32).eps if eps is None else eps
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -154,11 +154,6 @@ def _pad(b: Site, x: Sym, pad: Sequence[int], mode: str = "constant", value: Any
 
 def _from_front(b: Site, index: Sym, size: int) -> Sym:
     """An index that may count from the end, counted from the front."""
-    fixed = b.tensor_of(index)
-    if fixed is not None and (fixed.numel() == 0 or int(fixed.min()) >= 0):
-        return index
-    if fixed is not None:
-        return b.constant(torch.where(fixed < 0, fixed + size, fixed), "index")
     below = b.lt(*b.pair(index, 0))
     return b.where(below, b.add(*b.pair(index, size)), index)  # type: ignore[no-any-return]
 

@@ -45,7 +45,6 @@ class Site(Ops):
     * ``want``: the type of each result (None where it is no tensor we know). Shapes that torch
       has worked out already, such as those of ``view`` or ``squeeze``, are taken from here.
     * ``used``: which results the rest of the graph reads; the others need not be made.
-    * ``known``: value name → tensor, for values that depend on no input of the graph.
     * ``given``: the arguments of the call, by the names of the ATen schema.
     * ``norms``: the eps of each norm so far, by the names of its x and of its 1/√(var + eps).
     """
@@ -56,13 +55,11 @@ class Site(Ops):
         source: str = "",
         want: Sequence[TensorType | None] = (),
         used: frozenset[int] = frozenset({0}),
-        known: dict[str, torch.Tensor] | None = None,
         given: Mapping[str, Any] | None = None,
         norms: dict[tuple[str, str], float] | None = None,
     ) -> None:
         super().__init__(build, source)
         self.want, self.used = tuple(want), used
-        self.known = {} if known is None else known
         self.given = given or {}
         self.norms = {} if norms is None else norms
 
@@ -132,11 +129,6 @@ class Site(Ops):
             return x, self.operand(y, x)
         assert isinstance(y, Sym), "an ATen call between two numbers"
         return self.operand(x, y), y
-
-    def tensor_of(self, x: Sym) -> torch.Tensor | None:
-        """The tensor behind ``x`` if it does not depend on the graph's inputs."""
-        constant = self.build.constants.get(x.name)
-        return self.known.get(x.name) if constant is None else constant.data
 
     # ---- shapes and types
 

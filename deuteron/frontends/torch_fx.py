@@ -69,7 +69,7 @@ class Importer:
         self._known: dict[str, torch.Tensor] = {}
         self._weights: dict[object, Sym] = {}
         self._norms: dict[tuple[str, str], float] = {}
-        self._site = Site(self.build, known=self._known)
+        self._site = Site(self.build)
 
     # ---- placeholders, and what comes out
 
@@ -148,7 +148,7 @@ class Importer:
         if name in self.entries:
             given = self.entered(ordered)
             named = {a.name: v for a, v in zip(target._schema.arguments, given, strict=True)}
-            site = Site(self.build, source, want, used, self._known, named, self._norms)
+            site = Site(self.build, source, want, used, named, self._norms)
             try:
                 answer = self.entries[name](site, *given)
                 results = answer if isinstance(answer, tuple) else (answer,)
@@ -217,8 +217,9 @@ class Importer:
         return found
 
     def _fixed(self, value: Sym) -> Sym | Known:
-        """A weight as the tensor it is."""
-        tensor = self._site.tensor_of(value)
+        """A value that depends on no input of the graph, as the tensor it is."""
+        constant = self.build.constants.get(value.name)
+        tensor = self._known.get(value.name) if constant is None else constant.data
         return value if tensor is None else Known(tensor)
 
     # ---- the ATen call itself

@@ -84,7 +84,6 @@ class Cache:
     problems: list[str] = field(default_factory=list)
     damaged: list[bytes] = field(default_factory=list)
     fresh: dict[str, dict[str, Any]] = field(default_factory=dict)
-    readable: bool = True
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
@@ -96,21 +95,22 @@ class Cache:
         cache._read()
         return cache
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Take in the file, if there is one; False where it cannot be read."""
         self.entries.clear()
         self.problems.clear()
         self.damaged.clear()
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
-            return
+            return True
         except OSError as error:
-            self.readable = False
             self.problems.append(f"{self.path.name}: {error.strerror}")
-            return
+            return False
         for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip():
                 self._take(number, line)
+        return True
 
     def _take(self, number: int, line: bytes) -> None:
         where = f"{self.path.name} line {number}"
@@ -156,8 +156,7 @@ class Cache:
         try:
             with locked(self.path):
                 on_disk = Cache(self.path)
-                on_disk._read()
-                if not on_disk.readable:  # writing would lose what is in there
+                if not on_disk._read():  # writing would lose what is in there
                     self.problems.append(f"{self.path.name}: not written, as it cannot be read")
                     return
                 if on_disk.damaged:

@@ -13,7 +13,7 @@ import torch
 from deuteron.engines import BuildContext, Kernel, engine
 from deuteron.engines.roofline import region_cost
 from deuteron.errors import BindError, EngineError
-from deuteron.explain import Explanation
+from deuteron.explain import Explanation, Report
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops.evaluate import evaluate
@@ -188,12 +188,15 @@ class Plan:
         not ("h200", "a100", "cpu"). ``errors=True`` measures the error of every region against
         float64 first, on random data.
         """
-        if target is not None:
-            other = find_target(target)
-            if other.name != self.decision.target.name:
-                elsewhere = decide(self.decision.source, other, self.decision.policy)
-                note = f"planned for {other.name} by estimate; nothing was run"
-                return _as(Explanation(make_report(elsewhere, notes=(note,))), format)
+        explanation = Explanation(self._report(target, errors))
+        return explanation if format is None else explanation.render(format)
+
+    def _report(self, target: str | Target | None, errors: bool) -> Report:
+        other = self.decision.target if target is None else find_target(target)
+        if other.name != self.decision.target.name:
+            elsewhere = decide(self.decision.source, other, self.decision.policy)
+            note = f"planned for {other.name} by estimate; nothing was run"
+            return make_report(elsewhere, notes=(note,))
         if errors:
             self.measure_errors()
         note = "yes" if self.captured is not None else self._capture_note or "at the first run"
@@ -201,10 +204,9 @@ class Plan:
             f"{v}: its library answers in another memory order, so it is copied"
             for v in self.program.conversions
         )
-        made = make_report(
+        return make_report(
             self.decision, self.device, self.program.memory, note, converted, self._total_s
         )
-        return _as(Explanation(made), format)
 
     def measure_errors(self) -> dict[str, float]:
         """Error of every region against float64 on random data, by region name."""
@@ -268,10 +270,6 @@ class Plan:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         remedy = f"plan.run({', '.join(f'{n}=…' for n in self.inputs)})"
         raise BindError("a plan is run by name", asked="plan(…)", remedy=remedy)
-
-
-def _as(explanation: Explanation, format: str | None) -> Explanation | str:
-    return explanation if format is None else explanation.render(format)
 
 
 def compile_graph(
