@@ -18,7 +18,6 @@ from deuteron.functional.core import entries
 from deuteron.ir.types import TensorType
 from deuteron.plan import Cache, Plan, compile_graph
 from deuteron.plan.decide import Progress
-from deuteron.plan.serialize import save_plan
 from deuteron.plan.tensors import overlaps, restrided
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -37,7 +36,6 @@ class Optimized:
 
     def __init__(self, imported: Imported, plan: Plan, seconds: Mapping[str, float]) -> None:
         self.imported, self.plan, self.seconds = imported, plan, dict(seconds)
-        self._types = list(plan.inputs.values())
         self._single = imported.single_tensor_call()
 
     @property
@@ -58,7 +56,7 @@ class Optimized:
         except BindError:
             for i, tensor in enumerate(tensors):
                 if self.plan.binder.fits_but_for_strides(tensor, i):
-                    tensors[i] = restrided(tensor, self._types[i])
+                    tensors[i] = restrided(tensor, self.plan.binder.types[i])
             self.plan.binder.check(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             wrong = "an input requires a gradient, but this plan computes none"
@@ -74,7 +72,7 @@ class Optimized:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON and its weights beside it; ``dt.load_plan`` reads the plan."""
-        return save_plan(self.plan, Path(path))
+        return self.plan.save(path)
 
     def __repr__(self) -> str:
         spent = ", ".join(f"{k} {v:.2f} s" for k, v in self.seconds.items())

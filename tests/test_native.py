@@ -12,7 +12,7 @@ from fakes import bit_equal, check_right, registered
 
 import deuteron as dt
 from deuteron.engines import BuildContext, Kernel, engine
-from deuteron.plan.native import stretches
+from deuteron.plan.source import stretches
 
 pytest.importorskip("llvmlite")
 

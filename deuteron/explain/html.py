@@ -173,11 +173,13 @@ def _colour(bound: str) -> str:
     return COLOURS.get(bound, "#8a8f98")
 
 
-def _keys(report: Report) -> str:
-    kinds = dict.fromkeys(r.bound for r in report.regions)
-    key = '<span class="key" style="background:{}"></span>{}'
+def _picture(title: str, label: str, high: int, shapes: Sequence[str], below: str) -> str:
+    """Shapes under a title, with words about them in HTML below."""
     return (
-        '<p class="dim">bound by' + "".join(key.format(_colour(b), _e(b)) for b in kinds) + "</p>"
+        f"<h2>{title}</h2>\n"
+        f'<svg viewBox="0 0 {WIDE} {high}" role="img" aria-label="{label}">\n'
+        + "\n".join(shapes)
+        + f'\n</svg>\n<p class="dim">{below}</p>'
     )
 
 
@@ -199,13 +201,11 @@ def _time_bar(report: Report) -> str:
         if wide > 26:
             boxes.append(f'<text x="{x + 4:.2f}" y="40">{_e(label)}</text>')
         x += wide
-    return (
-        f"<h2>Where the time goes, {u.seconds(whole)} from left to right</h2>\n"
-        f'<svg viewBox="0 0 {WIDE} 44" role="img" aria-label="time by region">\n'
-        + "\n".join(boxes)
-        + "\n</svg>\n"
-        + _keys(report)
-    )
+    key = '<span class="key" style="background:{}"></span>{}'
+    kinds = dict.fromkeys(r.bound for r in report.regions)
+    below = "bound by" + "".join(key.format(_colour(b), _e(b)) for b in kinds)
+    title = f"Where the time goes, {u.seconds(whole)} from left to right"
+    return _picture(title, "time by region", 44, boxes, below)
 
 
 class Roof(NamedTuple):
@@ -286,14 +286,8 @@ def _roofline(report: Report) -> str:
     hollow = f"{u.count(unplaced, 'region')} that only move data or have no known time."
     missing = f"Hollow, in the corner: {hollow}" if unplaced else ""
     roofs = "" if slanted else f"The limits of {report.target or 'the target'} are not known here."
-    return (
-        "<h2>Roofline</h2>\n"
-        f'<svg viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="roofline chart">\n'
-        + "\n".join(shapes)
-        + "\n</svg>\n"
-        + '<p class="dim">One dot per region, its area by time; the closer to a line, the less '
-        + f"there is to gain. {_e(missing)} {_e(roofs)}</p>"
-    )
+    how = "One dot per region, its area by time; the closer to a line, the less there is to gain."
+    return _picture("Roofline", "roofline chart", HIGH, shapes, f"{how} {_e(missing)} {_e(roofs)}")
 
 
 def _words(x: float, y: float, words: str, anchor: str = "middle") -> str:

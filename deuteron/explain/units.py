@@ -10,6 +10,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeGuard
 
 from deuteron.explain.report import RegionReport
@@ -54,24 +55,14 @@ def _scaled(x: float | None, steps: tuple[tuple[float, str], ...], unit: str = "
     return f"{number(x / step)} {prefix}{unit}".rstrip()
 
 
-def seconds(x: float | None) -> str:
-    """0.00123 → "1.23 ms"."""
-    return _scaled(x, _TIME)
+seconds = partial(_scaled, steps=_TIME)  # 0.00123 → "1.23 ms"
+flops = partial(_scaled, steps=_COUNT, unit="FLOP")  # 7.4e9 → "7.40 GFLOP"
+flop_rate = partial(_scaled, steps=_COUNT, unit="FLOP/s")  # 7.22e14 → "722 TFLOP/s"
 
 
 def size(x: float | None) -> str:
     """12900000 → "12.9 MB"; below a kilobyte the exact number."""
     return f"{x:.0f} B" if known(x) and abs(x) < 999.5 else _scaled(x, _SIZE)
-
-
-def flops(x: float | None) -> str:
-    """7.4e9 → "7.40 GFLOP"."""
-    return _scaled(x, _COUNT, "FLOP")
-
-
-def flop_rate(x: float | None) -> str:
-    """7.22e14 → "722 TFLOP/s"."""
-    return _scaled(x, _COUNT, "FLOP/s")
 
 
 def bandwidth(x: float | None) -> str:

@@ -27,14 +27,12 @@ def _by_name(rows: Mapping[str, V]) -> dict[str, V]:
 TABLE: dict[str, Entry] = {k: v for part in PARTS for k, v in _by_name(part.TABLE).items()}
 FILLS = _by_name(aten_shape.FILLS)
 # Calls that check something or say something about a size, and compute nothing.
-SILENT = _by_name(
-    {
-        "_assert_tensor_metadata.default _assert_async.default _assert_async.msg": None,
-        "_assert_scalar.default _functional_assert_async.msg": None,
-        "_functional_assert_scalar.default": None,
-        "sym_constrain_range.default sym_constrain_range_for_size.default": None,
-    }
+_SILENT = (
+    "_assert_tensor_metadata.default _assert_async.default _assert_async.msg "
+    "_assert_scalar.default _functional_assert_async.msg _functional_assert_scalar.default "
+    "sym_constrain_range.default sym_constrain_range_for_size.default"
 )
+SILENT = _by_name({_SILENT: None})
 
 
 def schema_order(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -2,8 +2,8 @@
 
 An activation, a pool, a convolution or a loss goes through the gradient rule of the operator it
 belongs to: the forward operator is emitted, and nobody reads it. A norm's backward call has the
-statistics of the forward one but not its eps; where the graph shows that, it becomes our gradient
-operator, which makes all its results in one pass.
+statistics of the forward one but not its eps; where the graph has both calls, it becomes our
+gradient operator, which makes all its results in one pass.
 """
 
 from __future__ import annotations
@@ -124,8 +124,7 @@ _NORMS = {norm.name: norm for norm in NORMS}
 def statistics(
     b: Site, op: str, x: Sym, eps: float, attrs: Mapping[str, Any], shape: Sequence[int]
 ) -> tuple[Sym, Sym]:
-    """mean and 1/√(var + eps) of the norm ``op``, as autograd keeps them, in ``shape``. Nothing
-    is emitted that :func:`_eps_behind` would not find again."""
+    """mean and 1/√(var + eps) of the norm ``op``, as autograd keeps them, in ``shape``."""
     shape_seen, axes, _ = _NORMS[op].grouping(x.shape, attrs)
     work = b.shaped(b.upcast(x), shape_seen)
     mean = b.mean(work, axes=axes, keepdim=True)
@@ -136,34 +135,6 @@ def statistics(
     return b.shaped(mean, shape), b.shaped(rstd, shape)
 
 
-def _eps_behind(b: Site, rstd: Sym, x: Sym) -> float | None:
-    """The eps of the forward norm, if ``rstd`` is what :func:`statistics` made of ``x``."""
-
-    def before(value: str | None, *ops: str) -> str | None:
-        node = b.build.producer.get(value or "")
-        while node is not None and node.op in ("cast", "reshape"):
-            value = node.inputs[0]
-            node = b.build.producer.get(value or "")
-        if not ops:
-            return value
-        return node.outputs[0] if node is not None and node.op in ops else None
-
-    root = before(rstd.name, "rsqrt")
-    total = before(b.build.producer[root].inputs[0], "add") if root else None
-    if total is None:
-        return None
-    spread, eps = b.build.producer[total].inputs[:2]
-    constant = b.build.constants.get(eps or "")
-    squares = before(spread, "var", "mean")
-    if constant is None or not constant.is_scalar or squares is None:
-        return None
-    source = before(b.build.producer[squares].inputs[0])
-    inner = b.build.producer.get(source or "")
-    if inner is not None and inner.op == "square":
-        source = before(inner.inputs[0])
-    return float(constant.data.item()) if source == before(x.name) else None
-
-
 def _norm(op: str) -> Entry:
     """dx, dweight and dbias (none of rms_norm's), as far as the mask asks for them."""
     row = _NORMS[op]
@@ -171,16 +142,14 @@ def _norm(op: str) -> Entry:
     def entry(b: Site, grad: Sym, x: Sym, *_: Any) -> Any:
         mask, weight, bias = b.given["output_mask"], b.given["weight"], b.given.get("bias")
         stats = (b.given.get("mean"), b.given["rstd"])
-        attrs = b.settings("group:groups")
-        if not attrs:
-            attrs = {"dims": len(b.given["normalized_shape"])}
+        attrs = b.settings("group:groups") or {"dims": len(b.given["normalized_shape"])}
         of_weight = weight.type if weight is not None and mask[1] else None
         of_bias = None if bias is None else bias.type
         if op == "group_norm":  # its backward call says nothing of the bias
             kind = x.dtype if weight is None else weight.dtype
             of_bias = TensorType.of((b.given["C"],), kind)
         of_bias = of_bias if row.centred and mask[2] else None
-        eps = _eps_behind(b, stats[1], x)
+        eps = b.norms.get((x.name, b.given["rstd"].name))
         if eps is None:
             groups, wanted = row.grouping(x.shape, attrs), Wanted(bool(mask[0]), of_weight, of_bias)
             how: Any = {"centred": row.centred, "stats": stats}

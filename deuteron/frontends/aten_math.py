@@ -26,7 +26,6 @@ _UNARY = (
 # Our operators of two operands, each a tensor or a number, and the calls that are one of them.
 _BINARY = {
     "mul": "mul.Tensor mul.Scalar",
-    "div": "div.Tensor div.Scalar true_divide.Tensor",
     "pow": "pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar",
     "remainder": "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor",
     "floor_div": "floor_divide.default floor_divide.Scalar",
@@ -48,18 +47,11 @@ def _binary(op: str) -> Entry:
 # ---- arithmetic that takes a few operators -----------------------------------------------------
 
 
-def _scaled(b: Site, y: Sym | Number, alpha: Number) -> Any:
-    """alpha · y, with no node for alpha = 1."""
-    if alpha == 1 and not isinstance(alpha, bool):
-        return y
-    return b.mul(y, b.operand(alpha, y)) if isinstance(y, Sym) else y * alpha
-
-
 def _sum(op: str, b: Site, x: Any, y: Any, alpha: Number) -> Any:
-    return b.call(op, *b.pair(x, _scaled(b, y, alpha)))
+    return b.call(op, *b.pair(x, b.scaled(y, alpha)))
 
 
-def _div_mode(b: Site, x: Any, y: Any, mode: str | None) -> Any:
+def _div(b: Site, x: Any, y: Any, mode: str | None = None) -> Any:
     x, y = b.pair(x, y)
     if mode == "floor":
         return b.floor_div(x, y)
@@ -228,11 +220,11 @@ TABLE: dict[str, Entry] = {
     **{calls: _binary(op) for op, calls in _BINARY.items()},
     **{f"{op}.Tensor {op}.Scalar": partial(_sum, op) for op in ("add", "sub")},
     "rsub.Tensor rsub.Scalar": lambda b, x, y, alpha: _sum("sub", b, y, x, alpha),
-    "div.Tensor_mode div.Scalar_mode": _div_mode,
+    "div.Tensor div.Scalar true_divide.Tensor div.Tensor_mode div.Scalar_mode": _div,
     **{f"bitwise_{op}.Tensor __{op}__.Tensor": _bitwise(f"logical_{op}") for op in _BITS},
     "bitwise_not.default": _bitwise("logical_not"),
-    "addcmul.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.mul(y, z), value)),
-    "addcdiv.default": lambda b, x, y, z, value: b.add(x, _scaled(b, b.div(y, z), value)),
+    "addcmul.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.mul(y, z), value)),
+    "addcdiv.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.div(y, z), value)),
     "lerp.Scalar lerp.Tensor": lambda b, x, end, t: b.add(x, b.mul(*b.pair(b.sub(end, x), t))),
     "log10.default": lambda b, x: b.mul(*b.pair(b.log2(x), math.log10(2.0))),
     "atan.default": lambda b, x: b.atan2(*b.pair(x, 1.0)),
@@ -249,7 +241,7 @@ TABLE: dict[str, Entry] = {
     ).elu(x, alpha=alpha),
     # the weight is one number or one per channel, in whatever shape it comes
     "prelu.default _prelu_kernel.default": lambda b, x, w: b.prelu(x, b.shaped(w, (w.type.numel,))),
-    "log_sigmoid_forward.default": lambda b, x: (b.log_sigmoid(x), None),
+    "log_sigmoid_forward.default": _one("log_sigmoid"),
     **{calls: _named_reduce(op) for op, calls in _REDUCTIONS.items()},
     **{f"{op}.dim": _extreme(op) for op in ("max", "min")},
     "aminmax.default": lambda b, x, *how: tuple(_reduce(op, x, b, *how) for op in ("min", "max")),

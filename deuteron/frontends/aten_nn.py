@@ -15,14 +15,10 @@ from deuteron.ops.emit import Sym
 # ---- products ------------------------------------------------------------------------------------
 
 
-def _times(b: Site, x: Sym, factor: Number) -> Sym:
-    return x if factor == 1 else b.mul(*b.pair(x, factor))
-
-
 def _added_product(b: Site, extra: Sym, x: Sym, y: Sym, beta: Number, alpha: Number) -> Any:
     """beta · extra + alpha · x @ y; with beta = 0 ``extra`` does not count, nan or not."""
-    product = _times(b, b.matmul(x, y), alpha)
-    return product if beta == 0 else b.add(_times(b, extra, beta), product)
+    product = b.scaled(b.matmul(x, y), alpha)
+    return product if beta == 0 else b.add(b.scaled(extra, beta), product)
 
 
 # ---- convolution -----------------------------------------------------------------------------
@@ -93,33 +89,24 @@ def _norm(op: str) -> Entry:
     but for rms_norm, and 1/√(var + eps): autograd keeps them for the way back."""
 
     def entry(b: Site, x: Sym, *_: Any) -> Any:
-        eps = _rms_eps(x, b.given["eps"])
+        eps = b.given["eps"]
+        if eps is None:  # torch adds the spacing of the type it computes in
+            wide = torch.float32 if x.dtype.is_low else x.dtype.torch
+            eps = torch.finfo(wide or torch.float32).eps
         how = b.settings("num_groups:groups group:groups")
-        if "normalized_shape" in b.given:
-            how = {"dims": len(b.given["normalized_shape"])}
+        how = how or {"dims": len(b.given["normalized_shape"])}
         params = [b.given[name] for name in ("weight", "bias") if name in b.given]
         y = b.one(op, x, *params, eps=eps, **how)
         last = len(b.want) - 1
         kept = b.want[last]
-        if not last:
-            return y
         if not b.used - {0} or kept is None:
-            return y, *[None] * last
+            return y
         found = statistics(b, op, x, eps, how, kept.shape)[-last:]
-        return y, *(_as_wanted(b, i + 1, s) for i, s in enumerate(found))
+        results = [_as_wanted(b, i + 1, s) for i, s in enumerate(found)]
+        b.norms[x.name, results[-1].name] = eps
+        return y, *results
 
     return entry
-
-
-def _rms_eps(x: Sym, eps: float | None) -> float:
-    """Without eps torch adds the spacing of the type it computes in."""
-    wide = torch.float32 if x.dtype.is_low else x.dtype.torch
-    return torch.finfo(wide or torch.float32).eps if eps is None else eps
-
-
-def _only_first(entry: Entry, results: int = 3) -> Entry:
-    """For calls that also return statistics or indices, which we leave out."""
-    return lambda b, *args: (entry(b, *args), *[None] * (results - 1))
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -184,7 +171,7 @@ def _pool(op: str, spatial: int, adaptive: bool = False) -> Entry:
 def _max_pool(op: str, spatial: int, adaptive: bool = False) -> Entry:
     """Two results, of which the second, indices, is made where somebody reads it."""
     plain, both = _pool(op, spatial, adaptive), _pool(f"{op}_with_indices", spatial, adaptive)
-    return lambda b, *given: both(b, *given) if 1 in b.used else (plain(b, *given), None)
+    return lambda b, *given: both(b, *given) if 1 in b.used else plain(b, *given)
 
 
 # ---- resampling ------------------------------------------------------------------------------
@@ -228,8 +215,12 @@ def _grid(b: Site, x: Sym, grid: Sym, mode: int, padding: int, corners: bool) ->
 _DIMS = (1, 2, 3)
 _TRANSPOSED = "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
 _PRODUCTS = "matmul.default mm.default bmm.default mv.default dot.default vdot.default"
-# other attentions, with how many results they have
-_ATTENTIONS = {"efficient": 4, "cudnn": 9, "flash": 9}
+# Calls of several results, of which only the first is given, stand beside those that have one.
+_BATCH_NORMS = (
+    "batch_norm.default native_batch_norm.default _native_batch_norm_legit.no_stats "
+    "_native_batch_norm_legit_no_training.default"
+)
+_ATTENTIONS = ("efficient", "cudnn", "flash")
 
 TABLE: dict[str, Entry] = {
     _PRODUCTS: lambda b, x, y: b.matmul(x, y),
@@ -239,11 +230,7 @@ TABLE: dict[str, Entry] = {
     "conv1d.default conv2d.default conv3d.default convolution.default": _conv,
     "conv1d.padding conv2d.padding conv3d.padding": _conv_named_padding,
     _TRANSPOSED: partial(_conv, transposed=True),
-    "batch_norm.default": _batch_norm,
-    "native_batch_norm.default _native_batch_norm_legit_no_training.default": _only_first(
-        _batch_norm
-    ),
-    "_native_batch_norm_legit.no_stats": _only_first(_batch_norm),
+    _BATCH_NORMS: _batch_norm,
     "_native_batch_norm_legit_functional.default": _batch_norm_functional,
     "layer_norm.default native_layer_norm.default": _norm("layer_norm"),
     "rms_norm.default _fused_rms_norm.default": _norm("rms_norm"),
@@ -252,14 +239,11 @@ TABLE: dict[str, Entry] = {
     "softmax.int _softmax.default": _softmax("softmax"),
     "log_softmax.int _log_softmax.default": _softmax("log_softmax"),
     "scaled_dot_product_attention.default": _attention,
-    **{
-        f"_scaled_dot_product_{kind}_attention.default": _only_first(_attention, results)
-        for kind, results in _ATTENTIONS.items()
-    },
-    "_scaled_dot_product_flash_attention_for_cpu.default": _only_first(_attention, 2),
+    **{f"_scaled_dot_product_{kind}_attention.default": _attention for kind in _ATTENTIONS},
+    "_scaled_dot_product_flash_attention_for_cpu.default": _attention,
     "cross_entropy_loss.default": _loss("cross_entropy"),
     "nll_loss.default nll_loss_nd.default nll_loss2d.default": _loss("nll_loss"),
-    "nll_loss_forward.default nll_loss2d_forward.default": _only_first(_loss("nll_loss"), 2),
+    "nll_loss_forward.default nll_loss2d_forward.default": _loss("nll_loss"),
     **{f"max_pool{n}d.default": _pool("max_pool", n) for n in _DIMS},
     **{f"max_pool{n}d_with_indices.default": _max_pool("max_pool", n) for n in _DIMS[1:]},
     **{f"avg_pool{n}d.default": _pool("avg_pool", n) for n in _DIMS},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,24 +120,19 @@ def _channel_shuffle(b: Site, x: Sym, groups: int) -> Sym:
 # ---- writing into a part, without writing -------------------------------------------------------
 
 
-def _insert(b: Site, x: Sym, part: Sym, axis: int, start: int, stop: int) -> Sym:
-    size = x.shape[axis]
-    before, after = b.part(x, axis, 0, start), b.part(x, axis, stop, size)
-    return b.join([before, b.to(part, x.dtype), after], axis)
-
-
 def _slice_scatter(b: Site, x: Sym, part: Sym, dim: int, *bounds: int | None) -> Sym:
     axis, low, high, step = _range(x, dim, *bounds)
     b.need(step == 1, "writing to every second element or fewer")
     shape = tuple(high - low if i == axis else n for i, n in enumerate(x.shape))
-    return _insert(b, x, b.stretched(part, shape), axis, low, high)
+    before, after = b.part(x, axis, 0, low), b.part(x, axis, high, x.shape[axis])
+    return b.join([before, b.to(b.stretched(part, shape), x.dtype), after], axis)
 
 
 def _select_scatter(b: Site, x: Sym, part: Sym, dim: int, index: int) -> Sym:
     axis = axis_of(dim, x.rank)
     at = index % x.shape[axis]
     row = b.shaped(part, [1 if i == axis else n for i, n in enumerate(x.shape)])
-    return _insert(b, x, row, axis, at, at + 1)
+    return _slice_scatter(b, x, row, axis, at, at + 1)
 
 
 # ---- padding ---------------------------------------------------------------------------------
@@ -153,20 +149,11 @@ def _pad(b: Site, x: Sym, pad: Sequence[int], mode: str = "constant", value: Any
     return b.pad(x, low=low, high=high, mode=mode, value=value or 0.0)  # type: ignore[no-any-return]
 
 
-def _pad_by(mode: str) -> Entry:
-    return lambda b, x, pad: _pad(b, x, pad, mode)
-
-
 # ---- indexing ------------------------------------------------------------------------------------
 
 
 def _from_front(b: Site, index: Sym, size: int) -> Sym:
     """An index that may count from the end, counted from the front."""
-    fixed = b.tensor_of(index)
-    if fixed is not None and (fixed.numel() == 0 or int(fixed.min()) >= 0):
-        return index
-    if fixed is not None:
-        return b.constant(torch.where(fixed < 0, fixed + size, fixed), "index")
     below = b.lt(*b.pair(index, 0))
     return b.where(below, b.add(*b.pair(index, size)), index)  # type: ignore[no-any-return]
 
@@ -220,8 +207,7 @@ TABLE: dict[str, Entry] = {
     _CASTS: _cast,
     # nothing in a graph is written to, so a copy is only worth making for its strides
     "clone.default contiguous.default": lambda b, x, order: b.laid_out(x, order),
-    "dropout.default feature_dropout.default": _dropout,
-    "native_dropout.default": lambda b, x, p, train: (_dropout(b, x, p, train), None),
+    "dropout.default feature_dropout.default native_dropout.default": _dropout,
     "permute.default": _permute,
     "transpose.int": _transpose,
     "t.default": lambda b, x: _transpose(b, x, 0, -1),
@@ -245,8 +231,8 @@ TABLE: dict[str, Entry] = {
     "copy.default fill.Tensor": lambda b, x, y, *_: b.stretched(b.to(y, x.dtype), x.shape),
     "pad.default": _pad,
     "constant_pad_nd.default": lambda b, x, pad, value: _pad(b, x, pad, "constant", value),
-    **{f"reflection_pad{n}d.default": _pad_by("reflect") for n in (1, 2, 3)},
-    **{f"replication_pad{n}d.default": _pad_by("replicate") for n in (1, 2, 3)},
+    **{f"reflection_pad{n}d.default": partial(_pad, mode="reflect") for n in (1, 2, 3)},
+    **{f"replication_pad{n}d.default": partial(_pad, mode="replicate") for n in (1, 2, 3)},
     "index.Tensor": _index,
     "index_select.default": _along("index_select"),
     "gather.default": _along("gather"),

@@ -3,8 +3,8 @@
 An entry is a function ``entry(site, *arguments)``. The arguments are those of the ATen schema,
 all of them, in the schema's order: tensors as :class:`~deuteron.ops.emit.Sym`, everything else
 as the plain Python value. ``site.given`` has them by the schema's names. It emits operators
-through the site and returns one Sym, or a tuple with one Sym (or None, for a result it cannot
-give) per result of the call.
+through the site and returns one Sym, or a tuple with one Sym per result of the call. None stands
+for a result it cannot give; so does what is missing at the end.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Site(Ops):
     * ``want``: the type of each result (None where it is no tensor we know). Shapes that torch
       has worked out already, such as those of ``view`` or ``squeeze``, are taken from here.
     * ``used``: which results the rest of the graph reads; the others need not be made.
-    * ``known``: value name → tensor, for values that depend on no input of the graph.
     * ``given``: the arguments of the call, by the names of the ATen schema.
+    * ``norms``: the eps of each norm so far, by the names of its x and of its 1/√(var + eps).
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Site(Ops):
         source: str = "",
         want: Sequence[TensorType | None] = (),
         used: frozenset[int] = frozenset({0}),
-        known: dict[str, torch.Tensor] | None = None,
         given: Mapping[str, Any] | None = None,
+        norms: dict[tuple[str, str], float] | None = None,
     ) -> None:
         super().__init__(build, source)
         self.want, self.used = tuple(want), used
-        self.known = {} if known is None else known
         self.given = given or {}
+        self.norms = {} if norms is None else norms
 
     @property
     def out(self) -> TensorType:
@@ -117,17 +117,18 @@ class Site(Ops):
         joined = torch.result_type(torch.empty((), dtype=like.dtype.torch), value)
         return self.literal(value, dtype(joined))
 
+    def scaled(self, x: Sym | Number, factor: Number) -> Any:
+        """factor · x, with no node for a factor of 1."""
+        if factor == 1 and not isinstance(factor, bool):
+            return x
+        return self.mul(*self.pair(x, factor)) if isinstance(x, Sym) else x * factor
+
     def pair(self, x: Sym | Number, y: Sym | Number) -> tuple[Sym, Sym]:
         """Both operands of a binary operation as tensors; one at least is a tensor already."""
         if isinstance(x, Sym):
             return x, self.operand(y, x)
         assert isinstance(y, Sym), "an ATen call between two numbers"
         return self.operand(x, y), y
-
-    def tensor_of(self, x: Sym) -> torch.Tensor | None:
-        """The tensor behind ``x`` if it does not depend on the graph's inputs."""
-        constant = self.build.constants.get(x.name)
-        return self.known.get(x.name) if constant is None else constant.data
 
     # ---- shapes and types
 

@@ -18,7 +18,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,21 +153,14 @@ def import_module(
     importer = Importer(name, entries)
     with _quiet():
         traced = trace(module, *call, entries)
-    if traced is not None:
-        inputs = _bind_traced(importer, traced, leaves, _input_names(module, paths))
-        nodes, out_spec = traced.graph.nodes, traced.out_spec
-    else:
-        program = _export(module, *call, name, entries)
-        _refuse_writes(program)
-        inputs = _bind_placeholders(importer, program, leaves)
-        nodes = program.graph.nodes
-        assert program.call_spec.in_spec is not None and program.call_spec.out_spec is not None
-        in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
-    importer.run(nodes)
-    outputs = _bind_outputs(importer, nodes, out_spec)
+    if traced is None:
+        traced = _traced(_export(module, *call, name, entries))
+    inputs = _bind_inputs(importer, traced, leaves, _input_names(module, paths))
+    importer.run(traced.graph.nodes)
+    outputs = _bind_outputs(importer, traced)
     graph = importer.finish()
     opaque = tuple(dict.fromkeys(n.attrs["target"] for n in graph.nodes if n.op == "aten"))
-    call_of = (graph, inputs, outputs, in_spec, out_spec, paths, parameters)
+    call_of = (graph, inputs, outputs, in_spec, traced.out_spec, paths, parameters)
     return Imported(*call_of, opaque, importer.why, len(importer.mismatches))
 
 
@@ -251,7 +244,8 @@ _WRITES = {
 }
 
 
-def _refuse_writes(program: torch.export.ExportedProgram) -> None:
+def _traced(program: torch.export.ExportedProgram) -> Trace:
+    """The calls and placeholders of a program; one that writes to something is refused."""
     for spec in program.graph_signature.output_specs:
         what = _WRITES.get(spec.kind)
         if what is None:
@@ -262,62 +256,50 @@ def _refuse_writes(program: torch.export.ExportedProgram) -> None:
         wrong = f"the module writes to its {what} {spec.target!r}"
         asked = "a graph, in which nothing is written to"
         raise GraphError(wrong, asked=asked, where=str(spec.target), remedy=remedy)
-
-
-def _bind_placeholders(
-    importer: Importer, program: torch.export.ExportedProgram, leaves: Sequence[Any]
-) -> tuple[str | Fixed, ...]:
-    """Inputs first, so that they get the names they have; then weights and constants."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    specs = program.graph_signature.input_specs
-    inputs: list[str | Fixed] = []
-    given = iter(leaves)
-    for spec in specs:
-        if spec.kind != InputKind.USER_INPUT:
-            continue
-        leaf, node = next(given), nodes[spec.arg.name]
-        if isinstance(leaf, torch.Tensor):
-            inputs.append(importer.input(node, _identifier(spec.arg.name), leaf))
-        else:
-            importer.bind(node, leaf)
-            inputs.append(Fixed(leaf))
-    for spec in specs:
-        if spec.kind == InputKind.USER_INPUT:
-            continue
-        target = str(spec.target)
-        node = nodes[spec.arg.name]
+    inputs: list[fx.Node | None] = []
+    weights, constants = {}, {}
+    for given in program.graph_signature.input_specs:
+        node, target = nodes[given.arg.name], str(given.target)
         tensor: Any = program.state_dict.get(target, program.constants.get(target))
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            importer.weight(node, _identifier(target), tensor)
-        elif spec.kind == InputKind.CONSTANT_TENSOR:
-            importer.bind(node, Known(tensor, _identifier(target)))
+        if given.kind == InputKind.USER_INPUT:
+            inputs.append(node)
+        elif given.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            weights[target] = node, tensor
+        elif given.kind == InputKind.CONSTANT_TENSOR:
+            constants[target] = node, tensor
         else:
             wrong = f"the module holds {target!r}, an object that is no tensor"
             raise GraphError(wrong, remedy="keep it outside the imported module")
-    return tuple(inputs)
+    assert program.call_spec.out_spec is not None
+    return Trace(program.graph, inputs, weights, program.call_spec.out_spec, constants)
 
 
-def _bind_traced(
+def _bind_inputs(
     importer: Importer, traced: Trace, leaves: Sequence[Any], names: Sequence[str]
 ) -> tuple[str | Fixed, ...]:
-    """As :func:`_bind_placeholders`."""
+    """Inputs first, so that they get the names they have; then weights and constants."""
     inputs: list[str | Fixed] = []
-    for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-        node = traced.inputs.get(i)
-        inputs.append(Fixed(leaf) if node is None else importer.input(node, name, leaf))
+    for node, leaf, name in zip(traced.inputs, leaves, names, strict=True):
+        if node is not None and isinstance(leaf, torch.Tensor):
+            inputs.append(importer.input(node, name, leaf))
+            continue
+        inputs.append(Fixed(leaf))
+        if node is not None:
+            importer.bind(node, leaf)
     for target, (node, tensor) in traced.weights.items():
         importer.weight(node, _identifier(target), tensor)
+    for target, (node, tensor) in traced.constants.items():
+        importer.bind(node, Known(tensor, _identifier(target)))
     return tuple(inputs)
 
 
-def _bind_outputs(
-    importer: Importer, nodes: Iterable[fx.Node], out_spec: pytree.TreeSpec
-) -> tuple[str | Fixed, ...]:
-    (last,) = (node for node in nodes if node.op == "output")
+def _bind_outputs(importer: Importer, traced: Trace) -> tuple[str | Fixed, ...]:
+    (last,) = (node for node in traced.graph.nodes if node.op == "output")
     results = last.args[0]
     assert isinstance(results, tuple | list)
     outputs: list[str | Fixed] = []
-    for name, result in zip(_result_names(out_spec), results, strict=True):
+    for name, result in zip(_result_names(traced.out_spec), results, strict=True):
         value = importer.entered(importer.value(result))
         if isinstance(result, fx.Node) and value is not None and hasattr(value, "name"):
             importer.build.output(name, value.name)

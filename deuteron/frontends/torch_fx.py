@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import DeuteronError, GraphError
@@ -67,7 +68,8 @@ class Importer:
         self._entered: dict[Known, Sym] = {}
         self._known: dict[str, torch.Tensor] = {}
         self._weights: dict[object, Sym] = {}
-        self._site = Site(self.build, known=self._known)
+        self._norms: dict[tuple[str, str], float] = {}
+        self._site = Site(self.build)
 
     # ---- placeholders, and what comes out
 
@@ -95,11 +97,7 @@ class Importer:
 
     def value(self, arg: Any) -> Any:
         """An argument of a node, with nodes replaced by what stands for them."""
-        if isinstance(arg, fx.Node):
-            return self._env.get(arg)
-        if isinstance(arg, list | tuple):
-            return [self.value(a) for a in arg]
-        return arg
+        return map_arg(arg, self._env.get)
 
     def entered(self, value: Any) -> Any:
         """``value`` with every :class:`Known` in it made a constant of the graph."""
@@ -136,8 +134,7 @@ class Importer:
             return None
         if not any(isinstance(t, torch.Tensor) for t in seen):
             return self._number(node)
-        args = [self.value(a) for a in node.args]
-        kwargs = {key: self.value(a) for key, a in node.kwargs.items()}
+        args, kwargs = self.value(node.args), self.value(node.kwargs)
         ordered = schema_order(target, args, kwargs)
         if name in FILLS:
             how = {"dtype": seen[0].dtype, "device": seen[0].device}
@@ -151,20 +148,24 @@ class Importer:
         if name in self.entries:
             given = self.entered(ordered)
             named = {a.name: v for a, v in zip(target._schema.arguments, given, strict=True)}
-            site = Site(self.build, source, want, used, self._known, named)
+            site = Site(self.build, source, want, used, named, self._norms)
             try:
                 answer = self.entries[name](site, *given)
-                self._check(name, answer, want, used)
-                return answer
+                results = answer if isinstance(answer, tuple) else (answer,)
+                results += (None,) * (len(want) - len(results))
+                self._check(name, results, want, used)
+                return results if isinstance(node.meta["val"], list | tuple) else answer
             except (Inexpressible, GraphError) as reason:
                 why = str(reason).splitlines()[0]
+        fixed = pytree.tree_map_only(Sym, self._fixed, (args, kwargs))
+        if facts.deterministic(node) and not _reads(fixed):  # it reads only weights
+            return facts.computed(target, *fixed)
         return self._opaque(node, why, source)
 
     def _check(
-        self, name: str, answer: Any, want: Sequence[TensorType | None], used: frozenset[int]
+        self, name: str, got: Sequence[Any], want: list[TensorType | None], used: frozenset[int]
     ) -> None:
         """Every result that is read is there, and is what torch says it is."""
-        got = answer if isinstance(answer, tuple) else (answer,)
         for index in sorted(used):
             said, have = want[index], got[index]
             if said is None:
@@ -180,7 +181,7 @@ class Importer:
 
     def _not_a_call(self, node: fx.Node) -> Any:
         """Picking one of several results, or arithmetic on sizes, which are plain numbers."""
-        target, args = node.target, [self.value(a) for a in node.args]
+        target, args = node.target, self.value(node.args)
         if node.op == "get_attr":  # the body of a control-flow call, which is refused below
             return None
         if target is operator.getitem and isinstance(args[0], list | tuple):
@@ -215,28 +216,15 @@ class Importer:
         self._known[found.name] = tensor
         return found
 
-    def _from_weights(self, node: fx.Node) -> Any:
-        """A call we cannot say, if it reads only weights: its answer. Else None."""
-
-        def fixed(value: Sym) -> Any:
-            tensor = self._site.tensor_of(value)
-            return value if tensor is None else Known(tensor)
-
-        given = (
-            [self.value(a) for a in node.args],
-            {k: self.value(a) for k, a in node.kwargs.items()},
-        )
-        args, kwargs = pytree.tree_map_only(Sym, fixed, given)
-        if _reads(args) or _reads(kwargs):
-            return None
-        return facts.computed(node.target, args, kwargs) if facts.deterministic(node) else None
+    def _fixed(self, value: Sym) -> Sym | Known:
+        """A value that depends on no input of the graph, as the tensor it is."""
+        constant = self.build.constants.get(value.name)
+        tensor = self._known.get(value.name) if constant is None else constant.data
+        return value if tensor is None else Known(tensor)
 
     # ---- the ATen call itself
 
     def _opaque(self, node: fx.Node, why: str, source: str) -> Any:
-        constant = self._from_weights(node)
-        if constant is not None:
-            return constant
         name, site = str(node.target), Site(self.build, source)
         CALLED.add(name)
         resolve(name)  # refuses, with a reason, what may not be kept in a graph
@@ -251,8 +239,9 @@ class Importer:
             )
             return inputs[-1].sym.name
 
-        args = tuple(encode(self._argument(a), names, find) for a in node.args)
-        kwargs = tuple((k, encode(self._argument(a), names, find)) for k, a in node.kwargs.items())
+        args = tuple(encode(a, names, find) for a in map_arg(node.args, self._argument))
+        named = map_arg(node.kwargs, self._argument)
+        kwargs = tuple((k, encode(a, names, find)) for k, a in named.items())
         want = [facts.type_of(t) for t in facts.results(node)]
         if not all(facts.seen_as_is(i) for i in inputs):
             want = facts.infer_again(node, inputs, want)
@@ -265,13 +254,9 @@ class Importer:
         answer = tuple(None if t is None else next(syms) for t in want)
         return answer if isinstance(node.meta["val"], list | tuple) else answer[0]
 
-    def _argument(self, arg: Any) -> Any:
-        """An fx argument with its tensors as :class:`Argument`."""
-        if isinstance(arg, list | tuple):
-            return [self._argument(a) for a in arg]
-        if not isinstance(arg, fx.Node):
-            return arg
-        value = self.entered(self._env.get(arg))
+    def _argument(self, node: fx.Node) -> Any:
+        """What stands for a node, its tensors as :class:`Argument`."""
+        value = self.entered(self._env.get(node))
         if isinstance(value, list):
             return [Argument(v, None) if isinstance(v, Sym) else v for v in value]
-        return Argument(value, arg.meta.get("val")) if isinstance(value, Sym) else value
+        return Argument(value, node.meta.get("val")) if isinstance(value, Sym) else value

@@ -21,7 +21,7 @@ import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -49,13 +49,14 @@ class NeedsExport(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """The calls as an fx graph: a placeholder for each tensor of the call, by its place among the
-    flattened arguments, and for each weight."""
+    """The calls as an fx graph, and its placeholders: for each flattened argument, None where it is
+    no tensor, for each weight, and for tensors that the module holds without a name."""
 
     graph: fx.Graph
-    inputs: Mapping[int, fx.Node]
+    inputs: Sequence[fx.Node | None]
     weights: Mapping[str, tuple[fx.Node, torch.Tensor]]
     out_spec: pytree.TreeSpec
+    constants: Mapping[str, tuple[fx.Node, torch.Tensor]] = field(default_factory=dict)
 
 
 class Stand(torch.Tensor):
@@ -333,7 +334,7 @@ def _trace(
         raise NeedsExport("a result is neither a tensor nor a plain value")
     recorder.graph.output(tuple(r.node if isinstance(r, Stand) else r for r in results))
     recorder.graph.eliminate_dead_code()
-    inputs = {i: a.node for i, a in enumerate(given) if isinstance(a, Stand)}
+    inputs = [a.node if isinstance(a, Stand) else None for a in given]
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
     for i, (stand, tensor) in enumerate(recorder.constants.values()):
         weights[f"constant.{i}"] = stand.node, tensor

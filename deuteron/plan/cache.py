@@ -84,7 +84,6 @@ class Cache:
     problems: list[str] = field(default_factory=list)
     damaged: list[bytes] = field(default_factory=list)
     fresh: dict[str, dict[str, Any]] = field(default_factory=dict)
-    readable: bool = True
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
@@ -96,21 +95,22 @@ class Cache:
         cache._read()
         return cache
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Take in the file, if there is one; False where it cannot be read."""
         self.entries.clear()
         self.problems.clear()
         self.damaged.clear()
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
-            return
+            return True
         except OSError as error:
-            self.readable = False
             self.problems.append(f"{self.path.name}: {error.strerror}")
-            return
+            return False
         for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip():
                 self._take(number, line)
+        return True
 
     def _take(self, number: int, line: bytes) -> None:
         where = f"{self.path.name} line {number}"
@@ -156,8 +156,7 @@ class Cache:
         try:
             with locked(self.path):
                 on_disk = Cache(self.path)
-                on_disk._read()
-                if not on_disk.readable:  # writing would lose what is in there
+                if not on_disk._read():  # writing would lose what is in there
                     self.problems.append(f"{self.path.name}: not written, as it cannot be read")
                     return
                 if on_disk.damaged:
@@ -165,7 +164,8 @@ class Cache:
                     old = aside.read_bytes() if aside.exists() else b""
                     write_atomic(aside, old + b"".join(line + b"\n" for line in on_disk.damaged))
                 merged = {**on_disk.entries, **self.fresh}
-                write_atomic(self.path, _lines(merged))
+                lines = sorted(json.dumps(entry, sort_keys=True) for entry in merged.values())
+                write_atomic(self.path, "".join(f"{line}\n" for line in lines))
             self.entries = merged
             self.fresh = {}
         except OSError as error:
@@ -196,8 +196,3 @@ def _sound(row: Mapping[str, Any]) -> bool:
 
 def _key(region: str, env: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
     return json.dumps([region, dict(env), dict(policy)], sort_keys=True)
-
-
-def _lines(entries: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = sorted(json.dumps(entry, sort_keys=True) for entry in entries.values())
-    return "".join(f"{line}\n" for line in lines)

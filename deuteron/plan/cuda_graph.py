@@ -17,6 +17,18 @@ from deuteron.plan.tensors import duplicate, overlaps
 T = TypeVar("T")
 
 
+def warm_up(fn: Callable[[], object], times: int = 2) -> None:
+    """Runs ``fn`` beside the work of others: it searches for algorithms, loads modules, fills
+    caches."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            fn()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+
 def capture(
     fn: Callable[[], T], warmups: int = 2, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -28,13 +40,7 @@ def capture(
     before makes this capture allocate its own, in its own pool; clearing it after keeps others
     from using it.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warmups):  # searches for algorithms, loads modules, fills caches
-            fn()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
+    warm_up(fn, warmups)
     torch._C._cuda_clearCublasWorkspaces()
     random = torch.cuda.default_generators[torch.cuda.current_device()]
     seed, offset = random.initial_seed(), random.get_offset()
@@ -98,10 +104,6 @@ class CapturedProgram:
                 copy(given, non_blocking=True)
             self.graph.replay()
             return [copy_out() for copy_out in self._results]
-
-    def replay(self) -> None:
-        """The graph alone, on whatever its inputs hold: what a benchmark times."""
-        self.graph.replay()
 
 
 def _block_copy(block: torch.Tensor, type_: TensorType) -> Callable[..., torch.Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 ALIGN = 256
 
@@ -25,56 +27,29 @@ def aligned(size: int) -> int:
 def pack(buffers: Sequence[Buffer]) -> tuple[dict[str, int], int]:
     """Offsets for every buffer and the size of the block.
 
-    Walks through time with a list of free gaps, taking the smallest gap that fits; linear in
-    the number of buffers but for the search in the gaps.
+    Walks through time. Each buffer takes the smallest gap that fits between those alive with it;
+    where none does, the block grows at its end.
     """
-    events = sorted(buffers, key=lambda b: (b.first, -b.size))
-    live: list[tuple[int, int, int]] = []  # (last, offset, size)
-    free: list[tuple[int, int]] = []  # (offset, size), disjoint, sorted by offset
+    live: list[tuple[int, int, int]] = []  # (offset, end, last)
     top = 0
     offsets: dict[str, int] = {}
-    for buffer in events:
-        ended = [entry for entry in live if entry[0] < buffer.first]
-        if ended:
-            live = [entry for entry in live if entry[0] >= buffer.first]
-            free = _joined(free + [(offset, size) for _, offset, size in ended])
+    for buffer in sorted(buffers, key=lambda b: (b.first, -b.size)):
+        live = sorted(entry for entry in live if entry[2] >= buffer.first)
         size = aligned(buffer.size)
-        fitting = [gap for gap in free if gap[1] >= size]
-        if fitting:
-            offset, gap = min(fitting, key=lambda g: g[1])
-            free.remove((offset, gap))
-            if gap > size:
-                free = _joined([*free, (offset + size, gap - size)])
-        else:
-            tail = free[-1] if free and free[-1][0] + free[-1][1] == top else None
-            offset = tail[0] if tail else top
-            if tail:
-                free.remove(tail)
-            top = offset + size
-        offsets[buffer.name] = offset
+        begins = [0, *(end for _, end, _ in live)]
+        ends = [*(offset for offset, _, _ in live), top]
+        gaps = [(b - a, a) for a, b in zip(begins, ends, strict=True) if b - a >= size]
+        _, offset = min(gaps, default=(0, begins[-1]))
+        offsets[buffer.name], top = offset, max(top, offset + size)
         if size:
-            live.append((buffer.last, offset, size))
+            live.append((offset, offset + size, buffer.last))
     return offsets, top
-
-
-def _joined(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for offset, size in sorted(gaps):
-        if out and out[-1][0] + out[-1][1] == offset:
-            out[-1] = (out[-1][0], out[-1][1] + size)
-        else:
-            out.append((offset, size))
-    return out
 
 
 def peak(buffers: Sequence[Buffer]) -> int:
     """Largest sum of sizes alive at one step."""
-    change: dict[int, int] = {}
+    change: Counter[int] = Counter()
     for b in buffers:
-        change[b.first] = change.get(b.first, 0) + aligned(b.size)
-        change[b.last + 1] = change.get(b.last + 1, 0) - aligned(b.size)
-    level = best = 0
-    for step in sorted(change):
-        level += change[step]
-        best = max(best, level)
-    return best
+        change[b.first] += aligned(b.size)
+        change[b.last + 1] -= aligned(b.size)
+    return max(accumulate(change[step] for step in sorted(change)), default=0)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deuteron.engines import BuildContext, Kernel, engine
-from deuteron.engines.roofline import region_cost
+from deuteron.engines.roofline import region_bound, region_cost
 from deuteron.errors import BindError, EngineError
-from deuteron.explain import Explanation
+from deuteron.explain import Explanation, Report, report
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops.evaluate import evaluate
@@ -21,10 +21,10 @@ from deuteron.plan.binding import Binder
 from deuteron.plan.cache import Cache
 from deuteron.plan.choose import Choice, Survey, at_once
 from deuteron.plan.cuda_graph import CapturedProgram
-from deuteron.plan.decide import Decision, constants_on, decide
+from deuteron.plan.decide import Decision, constants_on, decide, versions
 from deuteron.plan.find import Finder
-from deuteron.plan.program import Program
-from deuteron.plan.reporting import make_report
+from deuteron.plan.program import MemoryPlan, Program, plan_memory
+from deuteron.plan.serialize import save_decision
 from deuteron.plan.tensors import errors_of, random_tensor
 from deuteron.plan.timing import by_events, interleaved
 from deuteron.policy import Policy
@@ -57,10 +57,9 @@ class Plan:
         self.decision = replace(decision, choices=tuple(choice for choice, _ in built))
         kernels = [kernel for _, kernel in built]
         self.program = Program(graph, decision.regions, kernels, self._constants, device, into)
-        self._captured: CapturedProgram | None = None
+        self.captured: CapturedProgram | None = None  # the CUDA Graph, once it exists
         self._capture_note = self._why_not_captured()
         self._capture_lock = threading.Lock()
-        self._errors: dict[str, tuple[float, float, str]] = {}
         self._total_s: float | None = None
 
     def _built(self, choice: Choice) -> tuple[Choice, Kernel]:
@@ -137,21 +136,21 @@ class Plan:
     def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._capture_note or torch.cuda.is_current_stream_capturing():
             return self.program.run(tensors)  # also as part of a graph that the caller captures
-        if self._captured is None and not self.capture():
+        if self.captured is None and not self.capture():
             return self.program.run(tensors)
-        assert self._captured is not None
-        return self._captured.run(tensors)
+        assert self.captured is not None
+        return self.captured.run(tensors)
 
     def capture(self) -> bool:
         """Capture the plan as one CUDA Graph now rather than at the first run."""
         with self._capture_lock:
-            if self._captured is None and self._capture_note == "":
+            if self.captured is None and self._capture_note == "":
                 try:
-                    self._captured = CapturedProgram(self.program)
+                    self.captured = CapturedProgram(self.program)
                 except RuntimeError as error:
                     torch.cuda.synchronize()
                     self._capture_note = f"no: {str(error).splitlines()[0]}"
-        return self._captured is not None
+        return self.captured is not None
 
     def _why_not_captured(self) -> str:
         """Empty if the plan can be captured, else why not."""
@@ -176,11 +175,6 @@ class Plan:
             "results are copied; Policy(cuda_graph=True) insists"
         )
 
-    @property
-    def captured(self) -> CapturedProgram | None:
-        """The CUDA Graph, once it exists."""
-        return self._captured
-
     # ---- explaining
 
     def explain(
@@ -193,27 +187,31 @@ class Plan:
         not ("h200", "a100", "cpu"). ``errors=True`` measures the error of every region against
         float64 first, on random data.
         """
-        if target is not None:
-            other = find_target(target)
-            if other.name != self.decision.target.name:
-                elsewhere = decide(self.decision.source, other, self.decision.policy)
-                note = f"planned for {other.name} by estimate; nothing was run"
-                return _as(Explanation(make_report(elsewhere, notes=(note,))), format)
+        explanation = Explanation(self._report(target, errors))
+        return explanation if format is None else explanation.render(format)
+
+    def _report(self, target: str | Target | None, errors: bool) -> Report:
+        other = self.decision.target if target is None else find_target(target)
+        if other.name != self.decision.target.name:
+            elsewhere = decide(self.decision.source, other, self.decision.policy)
+            note = f"planned for {other.name} by estimate; nothing was run"
+            return make_report(elsewhere, notes=(note,))
         if errors:
             self.measure_errors()
-        note = "yes" if self._captured is not None else self._capture_note or "at the first run"
+        note = "yes" if self.captured is not None else self._capture_note or "at the first run"
         converted = tuple(
             f"{v}: its library answers in another memory order, so it is copied"
             for v in self.program.conversions
         )
-        known: Any = {"device": self.device, "memory": self.program.memory, "cuda_graph": note}
-        known |= {"total_measured_s": self._total_s, "errors": self._errors}
-        return _as(Explanation(make_report(self.decision, notes=converted, **known)), format)
+        return make_report(
+            self.decision, self.device, self.program.memory, note, converted, self._total_s
+        )
 
     def measure_errors(self) -> dict[str, float]:
         """Error of every region against float64 on random data, by region name."""
         survey = Survey(self.decision.target, self.decision.policy)
         finder = Finder(survey, self.device, self._constants, Cache(Path()), 0.0)
+        choices = []
         for choice in self.decision.choices:
             region = choice.region
             feed = finder.inputs(region)
@@ -224,8 +222,10 @@ class Plan:
             wanted = [exact[v] for v in region.outputs]
             both = (outs, [plain[v] for v in region.outputs])
             ours, theirs = (max(errors_of(region, o, wanted), default=0.0) for o in both)
-            self._errors[region.name] = (ours, theirs, "float64")
-        return {name: found[0] for name, found in self._errors.items()}
+            option = replace(choice.option, error=ours)
+            choices.append(replace(choice, option=option, torch_error=theirs, reference="float64"))
+        self.decision = replace(self.decision, choices=tuple(choices))
+        return {c.region.name: c.option.error or 0.0 for c in choices}
 
     def _context_of(self, choice: Choice) -> BuildContext:
         constants = {v: self._constants[v] for v in choice.region.constants}
@@ -240,8 +240,8 @@ class Plan:
         given = list(tensors)
         self.binder.check(given)
         self.run_checked(given)
-        if self._captured is not None:
-            samples = sorted(by_events(self._captured.replay) for _ in range(20))
+        if self.captured is not None:
+            samples = sorted(by_events(self.captured.graph.replay) for _ in range(20))
             self._total_s = samples[len(samples) // 2]
         else:
             racing = {"plan": lambda: self.run_checked(given)}
@@ -252,9 +252,7 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as readable JSON, and its weights beside it as safetensors."""
-        from deuteron.plan.serialize import save_plan
-
-        return save_plan(self, Path(path))
+        return save_decision(self.decision, self.device, Path(path))
 
     @property
     def graph(self) -> Graph:
@@ -273,8 +271,65 @@ class Plan:
         raise BindError("a plan is run by name", asked="plan(…)", remedy=remedy)
 
 
-def _as(explanation: Explanation, format: str | None) -> Explanation | str:
-    return explanation if format is None else explanation.render(format)
+# ---- filling in a report: the plan prices itself
+
+
+def make_report(
+    decision: Decision,
+    device: torch.device | None = None,
+    memory: MemoryPlan | None = None,
+    cuda_graph: str = "",
+    notes: tuple[str, ...] = (),
+    total_measured_s: float | None = None,
+) -> Report:
+    """Everything a plan knows about itself, as plain data."""
+    if memory is None:  # nothing is built: suppose every kernel can write where it is told
+        kernels = [Kernel(lambda: None, writes=True) for _ in decision.choices]
+        memory = plan_memory(decision.graph, decision.regions, kernels)
+    stream = decision.target.stream
+    weights = sum(c.type.nbytes for c in decision.graph.constants.values())
+    return Report(
+        name=decision.graph.name,
+        target=decision.target.name,
+        device="" if device is None else str(device),
+        mode=decision.mode,
+        cuda_graph=cuda_graph,
+        regions=tuple(_region(c, decision.target) for c in decision.choices),
+        vetoes=tuple(
+            report.VetoReport(**asdict(v), seconds=v.bytes / stream) for v in decision.vetoes
+        ),
+        passes=decision.passes,
+        memory=report.MemoryReport(weights, memory.arena, memory.unplanned, memory.separate),
+        nodes_before=len(decision.source.nodes),
+        nodes_after=len(decision.graph.nodes),
+        plan_s=decision.seconds,
+        total_measured_s=total_measured_s,
+        versions=versions(device),
+        notes=(*decision.notes, *notes),
+    )
+
+
+def _region(choice: Choice, target: Target) -> report.RegionReport:
+    region, option, by = choice.region, choice.option, choice.candidate
+    limit = region_bound(region, target)
+    sources = dict.fromkeys(node.source for node in region.nodes if node.source)
+    first = region.outputs[0] if region.outputs else None
+    shape = str(region.graph.types[first]) if first is not None else ""
+    loud = ((name, r) for name, r in choice.refusals if not r.quiet)
+    refused = (report.RefusalReport(name, r.reason, r.remedy) for name, r in loud)
+    named = (region.name, region.ops, ", ".join(sources), shape, by.engine, str(by))
+    cost = (limit.flops, limit.bytes, limit.kind, limit.seconds)
+    found: Any = (option.predicted_s, option.measured_s, option.error)
+    found += (choice.torch_error, choice.reference)
+    options = (
+        report.OptionReport(str(o.candidate), o.predicted_s, o.measured_s, o.error, o.rejected)
+        for o in choice.options
+    )
+    found += (tuple(options), tuple(refused), choice.note)
+    return report.RegionReport(*named, *cost, *found)
+
+
+# ---- making a plan
 
 
 def compile_graph(

@@ -29,8 +29,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import table
 from deuteron.plan.memory import Buffer, aligned, pack, peak
-from deuteron.plan.native import Arena, View
-from deuteron.plan.source import Step, Writer
+from deuteron.plan.source import Arena, Step, View, Writer
 from deuteron.plan.tensors import duplicate, restrided
 
 
@@ -108,18 +107,19 @@ class Program:
         self.graph, self.regions, self.device = graph, tuple(regions), device
         leaving = {value for _, value in graph.outputs}  # a rank-0 one is on the CPU till now
         self.constants = {v: t.to(device) if v in leaving else t for v, t in constants.items()}
-        self.kernels = tuple(kernels)
         self.memory = plan_memory(graph, regions, kernels)
+        self.steps = [
+            Step(region, kernel, self._told(region, kernel), dead)
+            for region, kernel, dead in zip(regions, kernels, self._dead(), strict=True)
+        ]
         wanted = {value: (into or {}).get(name) for name, value in graph.outputs}
         self.into = {v: x for v, x in wanted.items() if x is not None and self._fits_over(v, x)}
         self.conversions: list[str] = []  # values that a library returns in another order
+        self.shared: set[str] = set()  # outputs that are copied before they are handed out
         self.source = ""
         self._lock = threading.Lock()
         self._cuda = device.type == "cuda"
         self._idle: dict[int, list[Arena]] = {0: []}  # by stream: its queue may still use them
-        self._wrapped: set[int] = set()  # regions whose kernel returns a tuple of one
-        self._views: dict[int, View] = {}  # regions that only say where to look
-        self._shared: set[str] = set()  # outputs that are copied before they are handed out
         self._pooled = True  # whether a run needs anything that no other may use meanwhile
         self._fast: Callable[..., list[torch.Tensor]] | None = None
 
@@ -177,55 +177,55 @@ class Program:
         env: dict[str, Any] = dict(self.constants)
         env.update(zip(self.memory.offsets, arena.parts, strict=True))
         env.update(zip(self.graph.inputs, tensors, strict=True))
-        dead = self._dead()
-        for i, (region, kernel) in enumerate(zip(self.regions, self.kernels, strict=True)):
+        for step in self.steps:
+            region, kernel = step.region, step.kernel
             args = [env[v] for v in region.inputs]
-            if self._told(region, kernel):
+            if step.told:
                 for value in region.outputs:
                     if value in self.into:
                         env[value] = env[self.into[value]]
                     elif value not in self.memory.offsets:
-                        env[value] = self._empty(value)()
+                        env[value] = self.empty(value)()
                 kernel.fill(args, [env[v] for v in region.outputs])
             else:
                 result = kernel.fn(*args)
                 results = result if isinstance(result, tuple) else (result,)
-                if isinstance(result, tuple) and len(result) == 1:
-                    self._wrapped.add(i)
+                step.wrapped = isinstance(result, tuple) and len(result) == 1
                 if len(results) != len(region.outputs):
                     wanted = len(region.outputs)
                     raise self._fault(region, f"{len(results)} results where {wanted} are due")
                 for value, got in zip(region.outputs, results, strict=True):
                     env[value] = self._promised(region, value, got)
-                self._note_view(i, region, env)
-            for value in dead[i]:
+                step.view = self._view(region, env)
+            for value in step.dead:
                 del env[value]
         names = [v for _, v in self.graph.outputs]
         twice = {v for v in names if names.count(v) > 1}
         # an output that passes made equal to an input, or to another output, is a tensor of its own
-        self._shared = self._of_constants(env) | twice | (set(names) & set(self.graph.inputs))
+        self.shared = self._of_constants(env) | twice | (set(names) & set(self.graph.inputs))
         self._write()
         idle.append(arena)
-        return [duplicate(env[v]) if v in self._shared else env[v] for _, v in self.graph.outputs]
+        return [duplicate(env[v]) if v in self.shared else env[v] for _, v in self.graph.outputs]
 
     def _fits_over(self, value: str, given: str) -> bool:
         """Whether a value may be written over an input: they are of one type, the kernel says so,
         and nobody reads the input afterwards."""
-        i, region = next((i, r) for i, r in enumerate(self.regions) if value in r.outputs)
-        readers = [k for k, r in enumerate(self.regions) if given in r.inputs]
-        if not readers or readers[-1] != i or self.graph.types[value] != self.graph.types[given]:
+        (maker,) = (step for step in self.steps if value in step.region.outputs)
+        readers = [step for step in self.steps if given in step.region.inputs]
+        if readers[-1:] != [maker] or self.graph.types[value] != self.graph.types[given]:
             return False
-        pair = region.outputs.index(value), region.inputs.index(given)
-        return self.kernels[i].writes and pair in self.kernels[i].over
+        pair = maker.region.outputs.index(value), maker.region.inputs.index(given)
+        return maker.kernel.writes and pair in maker.kernel.over
 
-    def _note_view(self, i: int, region: Region, env: Mapping[str, torch.Tensor]) -> None:
-        """Whether the region answered with a view of its one input, and where that begins."""
+    def _view(self, region: Region, env: Mapping[str, torch.Tensor]) -> View | None:
+        """Where the region's result begins in its one input, if it answered with a view of it."""
         one = len(region.inputs) == len(region.outputs) == 1
         if not one or any(n.op == "aten" or not table.get(n.op).view for n in region.nodes):
-            return
+            return None
         given, got = env[region.inputs[0]], env[region.outputs[0]]
-        if given.untyped_storage().data_ptr() == got.untyped_storage().data_ptr():
-            self._views[i] = View(region.inputs[0], got.data_ptr() - given.data_ptr())
+        if given.untyped_storage().data_ptr() != got.untyped_storage().data_ptr():
+            return None
+        return View(region.inputs[0], got.data_ptr() - given.data_ptr())
 
     def _of_constants(self, env: Mapping[str, torch.Tensor]) -> set[str]:
         """Outputs in the memory of a constant: whoever gets them may write to them."""
@@ -265,7 +265,7 @@ class Program:
         remedy = "this is a fault in the engine; leave it out or report it"
         return EngineError(f"the engine returned {returned}", where=where, remedy=remedy)
 
-    def _empty(self, value: str) -> Callable[[], torch.Tensor]:
+    def empty(self, value: str) -> Callable[[], torch.Tensor]:
         t = self.graph.types[value]
         return partial(
             torch.empty_strided, t.shape, t.strides, dtype=t.dtype.torch, device=self.device
@@ -288,13 +288,7 @@ class Program:
 
     def _write(self) -> None:
         """Write the calls down as one function."""
-        every = enumerate(zip(self.regions, self.kernels, self._dead(), strict=True))
-        steps = [
-            Step(r, k, self._told(r, k), i in self._wrapped, dead, self._views.get(i))
-            for i, (r, k, dead) in every
-        ]
-        values = (self.graph, self.constants, tuple(self.memory.offsets))
-        writer = Writer(*values, steps, self.conversions, self._shared, self._empty, self.into)
+        writer = Writer(self)
         self.source = writer.write()
         exec(compile(self.source, f"<plan {id(self):x}>", "exec"), writer.space)
         self._pooled = bool(self.memory.offsets) or writer.natives > 0

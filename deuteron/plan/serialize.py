@@ -12,7 +12,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,9 +30,6 @@ from deuteron.plan.decide import Decision
 from deuteron.policy import Policy
 from deuteron.target import target
 
-if TYPE_CHECKING:
-    from deuteron.plan.plan import Plan
-
 FORMAT = "deuteron-plan"
 VERSION = 1
 
@@ -43,11 +40,11 @@ def weights_path(path: Path) -> Path:
     return path.with_name(f"{stem}.safetensors")
 
 
-def save_plan(plan: Plan, path: Path) -> Path:
+def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
     """Written under other names first; then the weights take their place, then the plan."""
     from safetensors.torch import save_file
 
-    graph = plan.graph
+    graph = decision.graph
     large = {
         name: const.data.detach().cpu().contiguous()
         for name, const in graph.constants.items()
@@ -60,12 +57,12 @@ def save_plan(plan: Plan, path: Path) -> Path:
         "graph": text.split("\n"),
         "graph_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "weights": weights_path(path).name if large else None,
-        "device": str(plan.device),
-        "environment": environment(plan.device),
-        "target": plan.decision.target.name,
-        "policy": plan.decision.policy.as_dict(),
-        "mode": plan.decision.mode,
-        "regions": [_entry(choice) for choice in plan.decision.choices],
+        "device": str(device),
+        "environment": environment(device),
+        "target": decision.target.name,
+        "policy": decision.policy.as_dict(),
+        "mode": decision.mode,
+        "regions": [_entry(choice) for choice in decision.choices],
     }
     with replacing(path) as plan_file:  # both are complete before either takes its place
         plan_file.write_text(json.dumps(record, indent=1) + "\n")
@@ -92,35 +89,32 @@ def _entry(choice: Choice) -> dict[str, Any]:
 
 def read_record(path: Path) -> dict[str, Any]:
     """The JSON of a plan file, or a FileError that says what is wrong with it."""
-    asked = f"load {str(path)!r}"
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:
-        raise FileError("there is no such plan file", asked=asked) from None
+        raise FileError("there is no such plan file") from None
     except OSError as error:
-        raise FileError(f"the plan file cannot be read: {error.strerror}", asked=asked) from None
+        raise FileError(f"the plan file cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         wrong = f"the plan file is cut short or not JSON: {error}"
         remedy = "save the plan again; a half-written file cannot arise from save()"
-        raise FileError(wrong, asked=asked, remedy=remedy) from None
+        raise FileError(wrong, remedy=remedy) from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise FileError("this is not a plan file", asked=asked, remedy="see Plan.save")
+        raise FileError("this is not a plan file", remedy="see Plan.save")
     if record.get("version") != VERSION:
         wrong = f"the plan file has version {record.get('version')}, this Deuteron reads {VERSION}"
-        raise FileError(wrong, asked=asked, remedy="save it again with this version")
+        raise FileError(wrong, remedy="save it again with this version")
     return record
 
 
 def _read_graph(record: dict[str, Any], path: Path) -> Graph:
-    asked = f"load {str(path)!r}"
     lines = record.get("graph")
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise FileError("the graph is missing", asked=asked)
+        raise FileError("the graph is missing")
     text = "\n".join(lines)
     if hashlib.sha256(text.encode()).hexdigest() != record.get("graph_sha256"):
         wrong = "the graph was edited or damaged (checksum differs)"
-        remedy = "save the plan again; to change a graph, build another one"
-        raise FileError(wrong, asked=asked, remedy=remedy)
+        raise FileError(wrong, remedy="save the plan again; to change a graph, build another one")
     tensors: dict[str, torch.Tensor] = {}
     if record.get("weights"):
         beside = weights_path(path)
@@ -129,22 +123,18 @@ def _read_graph(record: dict[str, Any], path: Path) -> Graph:
 
             tensors = load_file(beside)
         except FileNotFoundError:
-            raise FileError(f"the weights {beside.name!r} are missing", asked=asked) from None
+            raise FileError(f"the weights {beside.name!r} are missing") from None
         except Exception as error:
-            raise FileError(
-                f"the weights {beside.name!r} are damaged: {error}", asked=asked
-            ) from None
+            raise FileError(f"the weights {beside.name!r} are damaged: {error}") from None
     try:
         return check(parse_graph(text, tensors), table.infer, "loading")
     except DeuteronError as error:
         raise error.at(str(path)) from None
     except Exception as error:  # what an operator says of attributes it never expected
-        raise FileError(
-            f"the graph is damaged: {type(error).__name__}: {error}", asked=asked
-        ) from None
+        raise FileError(f"the graph is damaged: {type(error).__name__}: {error}") from None
 
 
-def _read_policy(record: dict[str, Any], path: Path) -> Policy:
+def _read_policy(record: dict[str, Any]) -> Policy:
     """The policy, whole: a limit that is missing or odd must not silently be another one."""
     try:
         given, usual = record["policy"], Policy().as_dict()
@@ -155,14 +145,17 @@ def _read_policy(record: dict[str, Any], path: Path) -> Policy:
         return Policy.from_dict(given)
     except (KeyError, TypeError, DeuteronError) as error:
         what = getattr(error, "wrong", None) or f"{type(error).__name__}: {error}"
-        raise FileError(f"the policy is damaged: {what}", asked=f"load {str(path)!r}") from None
+        raise FileError(f"the policy is damaged: {what}") from None
 
 
 def load_decision(path: Path, device: torch.device) -> Decision:
     """A saved plan's decisions, each still valid here or made anew."""
-    record = read_record(path)
-    graph = _read_graph(record, path)
-    policy = _read_policy(record, path)
+    try:
+        record = read_record(path)
+        graph, policy = _read_graph(record, path), _read_policy(record)
+    except FileError as error:
+        error.asked = f"load {str(path)!r}"
+        raise
     here = target(device)
     survey = Survey(here, policy)
     pick = heuristic(survey)

@@ -1,32 +1,91 @@
 """A program as Python: one line for each region, under one native call where several regions of
-generated code follow each other."""
+generated code follow each other.
+
+Python spends about as long on a call as a small kernel runs, and each kernel alone wakes the team
+of threads and waits for all of them to be done. A :class:`NativeRun` knows the calls of several
+regions as data (``codegen/calls``): what changes from run to run is a handful of addresses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deuteron.codegen.calls import Argument, Word
+from deuteron.codegen.calls import Argument, Call, Tape, Word
 from deuteron.engines import Kernel
-from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
-from deuteron.plan.native import NativeRun, View, resolved, stretches
 from deuteron.plan.tensors import duplicate, restrided
+
+if TYPE_CHECKING:
+    from deuteron.plan.program import Program
+
+
+@dataclass(eq=False)
+class Arena:
+    """What one run at a time uses: a tensor for each value that lives in one block of memory,
+    and the words of the native runs, into which the addresses of these tensors are written."""
+
+    parts: tuple[torch.Tensor, ...] = ()
+    words: dict[NativeRun, Any] = field(default_factory=dict)
+
+
+class NativeRun:
+    """Calls whose arguments are the ``parts`` of an arena, then tensors given at each run."""
+
+    def __init__(self, calls: Sequence[Call], parts: int) -> None:
+        self.tape = Tape(calls)
+        places = self.tape.arguments
+        self._parts = [(at, a) for at, a in places if a.index < parts]
+        self._given = [(at, a.index - parts, a.offset) for at, a in places if a.index >= parts]
+
+    def __call__(self, arena: Arena, *given: torch.Tensor) -> None:
+        words = arena.words.get(self)
+        if words is None:
+            words = arena.words[self] = self.tape.words()
+            for at, argument in self._parts:
+                words[at] = arena.parts[argument.index].data_ptr() + argument.offset
+        for at, index, offset in self._given:
+            words[at] = given[index].data_ptr() + offset
+        self.tape.run(words)
 
 
 @dataclass(frozen=True)
+class View:
+    """A value that is so many bytes into the memory of another."""
+
+    of: str
+    offset: int
+
+
+def stretches(kinds: Sequence[str]) -> list[range]:
+    """Regions in order, by their kind: "native" ones that follow each other, with any "view"
+    between them, are a stretch; every other region is one alone."""
+    found: list[range] = []
+    at = 0
+    while at < len(kinds):
+        end = at
+        while end < len(kinds) and kinds[at] == "native" and kinds[end] != "other":
+            end += 1
+        native = [i for i in range(at, end) if kinds[i] == "native"]
+        found.append(range(at, native[-1] + 1 if native else at + 1))
+        at = found[-1].stop
+    return found
+
+
+@dataclass(eq=False)
 class Step:
-    """A region as the first run found it. ``told``: its kernel is told where to write;
-    ``wrapped``: it returns a tuple of one; ``dead``: values nobody reads afterwards."""
+    """A region of a program. ``told``: its kernel is told where to write; ``dead``: values nobody
+    reads afterwards. The first run finds out the rest. ``wrapped``: the kernel returns a tuple of
+    one; ``view``: the region only says where to look."""
 
     region: Region
     kernel: Kernel
     told: bool
-    wrapped: bool
     dead: Sequence[str]
+    wrapped: bool = False
     view: View | None = None
 
     @property
@@ -37,28 +96,21 @@ class Step:
         return "other" if self.view is None else "view"
 
 
-@dataclass
 class Writer:
-    """Writes the steps down. Every name in the text is made here, from a letter and a number;
-    nothing of the graph's own text becomes code."""
+    """Writes the steps of a program down, after its first run. Every name in the text is made here,
+    from a letter and a number; nothing of the graph's own text becomes code."""
 
-    graph: Graph
-    constants: Mapping[str, torch.Tensor]
-    parts: Sequence[str]  # values in the arena, in order
-    steps: Sequence[Step]
-    converted: Sequence[str]
-    shared: set[str]
-    empty: Callable[[str], Callable[[], torch.Tensor]]
-    into: Mapping[str, str]  # results that take the memory of an input
-    space: dict[str, Any] = field(default_factory=dict)
-    natives: int = 0
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph, self.steps = program, program.graph, program.steps
+        self.parts = tuple(program.memory.offsets)  # values in the arena
+        self.space: dict[str, Any] = {"restrided": restrided, "duplicate": duplicate}
+        self.natives = 0
+        self._local: dict[str, str] = {}
 
     def write(self) -> str:
         """The source of ``run(arena, *inputs)``; what it names is in ``space``."""
-        self.space |= {"restrided": restrided, "duplicate": duplicate}
-        self._local: dict[str, str] = {}
         inputs = [self._name("x", v) for v in self.graph.inputs]
-        for value, tensor in self.constants.items():
+        for value, tensor in self.program.constants.items():
             self.space[self._name("c", value)] = tensor
         parts = [self._name("a", v) for v in self.parts]
         lines = [f"def run({', '.join(['arena', *inputs])}, /):"]
@@ -68,7 +120,7 @@ class Writer:
             one = len(stretch) == 1
             lines += self._alone(stretch[0]) if one else self._together(stretch)
         results = [
-            f"duplicate({self._local[v]})" if v in self.shared else self._local[v]
+            f"duplicate({self._local[v]})" if v in self.program.shared else self._local[v]
             for _, v in self.graph.outputs
         ]
         lines.append(f"    return [{', '.join(results)}]")
@@ -88,12 +140,12 @@ class Writer:
         """Fresh memory for what leaves the plan."""
         lines = []
         for value in step.region.outputs if step.told else ():
-            if value in self.into:
-                given = self._local[self.into[value]]
+            if value in self.program.into:
+                given = self._local[self.program.into[value]]
                 lines.append(f"    {self._name('v', value)} = {given}")
             elif value not in self.parts:
                 out = self._name("v", value)
-                self.space[f"e{out}"] = self.empty(value)
+                self.space[f"e{out}"] = self.program.empty(value)
                 lines.append(f"    {out} = e{out}()")
         return lines
 
@@ -111,7 +163,7 @@ class Writer:
         left = ", ".join(outs) + ("," if step.wrapped else "")
         lines = [f"    {left} = k{i}({', '.join(args)}){note}"]
         for out, value in zip(outs, region.outputs, strict=True):
-            if value in self.converted:
+            if value in self.program.conversions:
                 self.space[f"t{out}"] = self.graph.types[value]
                 lines.append(f"    {out} = restrided({out}, t{out})")
         return lines
@@ -132,9 +184,11 @@ class Writer:
 
         def word(region: Region, argument: Argument) -> Word:
             value = (*region.inputs, *region.outputs)[argument.index]
-            value, offset = resolved(value, views, argument.offset)
-            if value in self.constants:
-                return self.constants[value].data_ptr() + offset
+            offset = argument.offset
+            while value in views:
+                value, offset = views[value].of, offset + views[value].offset
+            if value in self.program.constants:
+                return self.program.constants[value].data_ptr() + offset
             if value in self.parts:
                 return Argument(self.parts.index(value), offset)
             return Argument(len(self.parts) + given.setdefault(value, len(given)), offset)

@@ -54,14 +54,10 @@ def overlaps(type_: TensorType) -> bool:
     return False
 
 
-def empty_like_type(type_: TensorType, device: torch.device) -> torch.Tensor:
-    """Memory for a value of ``type_``, in exactly its strides."""
-    return torch.empty_strided(type_.shape, type_.strides, dtype=type_.dtype.torch, device=device)
-
-
 def poisoned(type_: TensorType, device: torch.device) -> torch.Tensor:
     """A tensor to be written, filled with something that cannot pass for a result."""
-    out = empty_like_type(type_, device)
+    dt = type_.dtype.torch
+    out = torch.empty_strided(type_.shape, type_.strides, dtype=dt, device=device)
     if type_.dtype.is_float and type_.dtype.bits >= 16:
         return out.fill_(math.nan)
     if type_.dtype.is_float:

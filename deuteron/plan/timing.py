@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from deuteron.plan.cuda_graph import capture
+from deuteron.plan.cuda_graph import capture, warm_up
 
 Thunk = Callable[[], object]
 
@@ -51,20 +51,13 @@ DROP = 1.5  # a contender this much slower than the best in two samples is not t
 def _cpu(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[str, float]:
     samples: dict[str, list[float]] = {}
     for name, fn in contenders.items():
-        begin = time.perf_counter()
-        fn()  # warm up: allocation, thread pools, lazily built primitives
-        if time.perf_counter() - begin > seconds:  # too slow to repeat: the one run must do
-            samples[name] = [time.perf_counter() - begin]
-            continue
-        begin = time.perf_counter()
-        fn()
-        samples[name] = [time.perf_counter() - begin]
+        first = _by_clock(fn)  # warms up: allocation, thread pools, lazily built primitives
+        # what is too slow to repeat has to do with one run
+        samples[name] = [first if first > seconds else _by_clock(fn)]
     best = min((s[0] for s in samples.values()), default=0.0)
     for name, fn in contenders.items():  # a second chance: another program may have been in the way
         if DROP * best < samples[name][0] < seconds:
-            begin = time.perf_counter()
-            fn()
-            samples[name][0] = min(samples[name][0], time.perf_counter() - begin)
+            samples[name][0] = min(samples[name][0], _by_clock(fn))
     best = min((s[0] for s in samples.values()), default=0.0)
     racing = {n: f for n, f in contenders.items() if samples[n][0] <= DROP * best}
     share = seconds / rounds / max(len(racing), 1)
@@ -72,26 +65,24 @@ def _cpu(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[s
     end = time.perf_counter() + seconds
     for _ in range(rounds if len(racing) > 1 else 2):
         for name, fn in racing.items():
-            begin = time.perf_counter()
-            for _ in range(calls[name]):
-                fn()
-            samples[name].append((time.perf_counter() - begin) / calls[name])
+            samples[name].append(_by_clock(fn, calls[name]))
         if time.perf_counter() > end:
             break
     return {name: statistics.median(s[1:] or s) for name, s in samples.items()}
+
+
+def _by_clock(fn: Thunk, calls: int = 1) -> float:
+    begin = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    return (time.perf_counter() - begin) / calls
 
 
 def _cuda(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[str, float]:
     share = seconds / max(len(contenders), 1) / rounds
     runs: dict[str, tuple[Thunk, int]] = {}
     for name, fn in contenders.items():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            fn()
-            fn()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        warm_up(fn)
         once = max(by_events(fn), 1e-6)
         count = max(1, min(50, int(share / once)))
         runs[name] = _graph(fn, count)

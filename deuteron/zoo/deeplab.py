@@ -12,20 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .resnet import Bottleneck, ResNetBackbone
-
-
-def _conv_bn_relu(c_in: int, c_out: int, kernel: int = 1, dilation: int = 1) -> list[nn.Module]:
-    padding = dilation * (kernel // 2)
-    conv = nn.Conv2d(c_in, c_out, kernel, padding=padding, dilation=dilation, bias=False)
-    return [conv, nn.BatchNorm2d(c_out), nn.ReLU()]
+from .resnet import Bottleneck, ResNetBackbone, conv_bn_relu
 
 
 class ImagePooling(nn.Sequential):
     """The image-level branch of ASPP: global mean, 1x1 convolution, broadcast back to size."""
 
     def __init__(self, c_in: int, c_out: int) -> None:
-        super().__init__(nn.AdaptiveAvgPool2d(1), *_conv_bn_relu(c_in, c_out))
+        super().__init__(nn.AdaptiveAvgPool2d(1), *conv_bn_relu(c_in, c_out))
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.shape[-2:]
@@ -39,11 +33,11 @@ class ASPP(nn.Module):
 
     def __init__(self, c_in: int, rates: Sequence[int], c_out: int = 256) -> None:
         super().__init__()
-        branches: list[nn.Module] = [nn.Sequential(*_conv_bn_relu(c_in, c_out))]
-        branches += [nn.Sequential(*_conv_bn_relu(c_in, c_out, 3, rate)) for rate in rates]
+        branches: list[nn.Module] = [nn.Sequential(*conv_bn_relu(c_in, c_out))]
+        branches += [nn.Sequential(*conv_bn_relu(c_in, c_out, 3, rate)) for rate in rates]
         branches.append(ImagePooling(c_in, c_out))
         self.convs = nn.ModuleList(branches)
-        self.project = nn.Sequential(*_conv_bn_relu(len(branches) * c_out, c_out), nn.Dropout(0.5))
+        self.project = nn.Sequential(*conv_bn_relu(len(branches) * c_out, c_out), nn.Dropout(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(torch.cat([branch(x) for branch in self.convs], dim=1))
@@ -54,7 +48,7 @@ class DeepLabHead(nn.Sequential):
 
     def __init__(self, c_in: int, num_classes: int, rates: Sequence[int] = (12, 24, 36)) -> None:
         super().__init__(
-            ASPP(c_in, rates), *_conv_bn_relu(256, 256, 3), nn.Conv2d(256, num_classes, 1)
+            ASPP(c_in, rates), *conv_bn_relu(256, 256, 3), nn.Conv2d(256, num_classes, 1)
         )
 
 
@@ -64,7 +58,7 @@ class FCNHead(nn.Sequential):
     def __init__(self, c_in: int, num_classes: int) -> None:
         narrow = c_in // 4
         classify = nn.Conv2d(narrow, num_classes, 1)
-        super().__init__(*_conv_bn_relu(c_in, narrow, 3), nn.Dropout(0.1), classify)
+        super().__init__(*conv_bn_relu(c_in, narrow, 3), nn.Dropout(0.1), classify)
 
 
 class DeepLabV3(nn.Module):

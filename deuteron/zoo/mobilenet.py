@@ -42,19 +42,17 @@ def _unit(
     return unit
 
 
-def _closing_scale(residual: bool, hardswish: bool = False, squeeze: bool = False) -> float:
-    """What keeps the signal's size through a block whose other weights suit plain rectifiers."""
-    # The projection has no rectifier behind it, hence 1/sqrt(2); less where it adds to a skip.
-    scale = 0.4 if residual else 0.7
-    # Hardswishes pass less than rectifiers do, and the gates about half of that.
-    return scale * (1.3 if hardswish else 1.0) * (1.8 if squeeze else 1.0)
-
-
 class _Inverted(nn.Module):
     """What both versions of the block share: a skip connection where the shapes allow it."""
 
-    use_res_connect: bool
-    closing_scale: float  # of the norm that ends the branch, in a random model
+    def __init__(self, residual: bool, hardswish: int = 0, squeeze: int = 0) -> None:
+        super().__init__()
+        self.use_res_connect = residual
+        # What keeps the signal's size in a random model whose other weights suit rectifiers. The
+        # projection has none behind it, hence 1/sqrt(2); less where it adds to a skip. Hardswishes
+        # pass less than rectifiers do, and the gates about half of that.
+        scale = 0.4 if residual else 0.7
+        self.closing_scale = scale * (1.3 if hardswish else 1.0) * (1.8 if squeeze else 1.0)
 
     def branch_end(self) -> tuple[Tensor, float]:
         *_, norm = (m for m in self.modules() if isinstance(m, nn.BatchNorm2d))
@@ -68,10 +66,8 @@ class InvertedResidualV2(_Inverted):
     """Expand, depthwise 3x3, project; with a skip connection where the shapes allow it."""
 
     def __init__(self, c_in: int, c_out: int, stride: int, expand: int) -> None:
-        super().__init__()
+        super().__init__(stride == 1 and c_in == c_out)
         hidden = c_in * expand
-        self.use_res_connect = stride == 1 and c_in == c_out
-        self.closing_scale = _closing_scale(self.use_res_connect)
         self.conv = nn.Sequential(
             *([] if expand == 1 else [_unit(c_in, hidden)]),
             _unit(hidden, hidden, 3, stride, groups=hidden),
@@ -136,8 +132,8 @@ class BlockV3(NamedTuple):
     kernel: int
     hidden: int
     c_out: int
-    squeeze: bool
-    hardswish: bool
+    squeeze: int  # 1 with squeeze-excite
+    hardswish: int  # 1 for hardswish, 0 for ReLU
     stride: int
 
 
@@ -145,11 +141,9 @@ class InvertedResidualV3(_Inverted):
     """Expand, depthwise, squeeze-excite, project; with a skip where the shapes allow it."""
 
     def __init__(self, row: BlockV3) -> None:
-        super().__init__()
+        super().__init__(row.stride == 1 and row.c_in == row.c_out, row.hardswish, row.squeeze)
         act: type[nn.Module] = nn.Hardswish if row.hardswish else nn.ReLU
         hidden = row.hidden
-        self.use_res_connect = row.stride == 1 and row.c_in == row.c_out
-        self.closing_scale = _closing_scale(self.use_res_connect, row.hardswish, row.squeeze)
         unit = partial(_unit, norm=_v3_norm, act=act)
         layers: list[nn.Module] = [] if hidden == row.c_in else [unit(row.c_in, hidden)]
         layers.append(unit(hidden, hidden, row.kernel, row.stride, groups=hidden))
@@ -182,10 +176,8 @@ class MobileNetV3(nn.Module):
         return self.classifier(torch.flatten(pooled, 1))
 
 
-def _block(row: str) -> BlockV3:
-    """In, kernel, hidden, out, squeeze-excite, hardswish (else ReLU), stride."""
-    c_in, kernel, hidden, c_out, squeeze, hardswish, stride = map(int, row.split())
-    return BlockV3(c_in, kernel, hidden, c_out, bool(squeeze), bool(hardswish), stride)
+def _rows(table: str) -> list[BlockV3]:
+    return [BlockV3(*map(int, row.split())) for row in table.split("|")]
 
 
 _LARGE = """16 3 16 16 0 0 1 | 16 3 64 24 0 0 2 | 24 3 72 24 0 0 1 | 24 5 72 40 1 0 2
@@ -204,9 +196,9 @@ def mobilenet_v2(num_classes: int = 1000, width: float = 1.0) -> MobileNetV2:
 
 def mobilenet_v3_large(num_classes: int = 1000) -> MobileNetV3:
     """MobileNetV3 large, 5.5 M parameters."""
-    return MobileNetV3(tuple(map(_block, _LARGE.split("|"))), 1280, num_classes)
+    return MobileNetV3(_rows(_LARGE), 1280, num_classes)
 
 
 def mobilenet_v3_small(num_classes: int = 1000) -> MobileNetV3:
     """MobileNetV3 small, 2.5 M parameters."""
-    return MobileNetV3(tuple(map(_block, _SMALL.split("|"))), 1024, num_classes)
+    return MobileNetV3(_rows(_SMALL), 1024, num_classes)

@@ -19,6 +19,12 @@ def _conv(c_in: int, c_out: int, kernel: int, stride: int = 1, dilation: int = 1
     return nn.Conv2d(c_in, c_out, kernel, stride, padding, dilation, bias=False)
 
 
+def conv_bn_relu(c_in: int, c_out: int, kernel: int = 1, dilation: int = 1) -> list[nn.Module]:
+    """A convolution that keeps the size, batch norm and ReLU: parts of a sequence."""
+    conv = _conv(c_in, c_out, kernel, dilation=dilation)
+    return [conv, nn.BatchNorm2d(c_out), nn.ReLU()]
+
+
 def _shortcut(c_in: int, c_out: int, stride: int) -> nn.Sequential | None:
     """The projection a skip connection needs when its two ends differ in shape, else None."""
     if stride == 1 and c_in == c_out:
@@ -102,7 +108,7 @@ class ResNetBackbone(nn.Module):
             )
         self._channels = 64
         self._dilation = 1
-        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.conv1 = _conv(3, 64, 7, stride=2)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU()
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)

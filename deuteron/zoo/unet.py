@@ -12,16 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .resnet import conv_bn_relu
+
 
 class DoubleConv(nn.Sequential):
     """Twice a 3x3 convolution, batch norm and ReLU."""
 
     def __init__(self, c_in: int, c_out: int, c_mid: int | None = None) -> None:
         c_mid = c_out if c_mid is None else c_mid
-        layers: list[nn.Module] = []
-        for before, after in ((c_in, c_mid), (c_mid, c_out)):
-            conv = nn.Conv2d(before, after, 3, padding=1, bias=False)
-            layers += [conv, nn.BatchNorm2d(after), nn.ReLU()]
+        layers = [*conv_bn_relu(c_in, c_mid, 3), *conv_bn_relu(c_mid, c_out, 3)]
         super().__init__(OrderedDict(double_conv=nn.Sequential(*layers)))
 
 

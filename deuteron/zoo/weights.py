@@ -8,52 +8,35 @@ gives every statistic and every parameter a value that matters and keeps activat
 from __future__ import annotations
 
 import math
-from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .llama import RMSNorm
 
 
-@runtime_checkable
-class _Block(Protocol):
-    """A block that adds a branch to what it is given."""
+def _fill(module: nn.Module, generator: torch.Generator) -> None:
+    """Set the parameters and buffers that ``module`` itself owns."""
 
-    def branch_end(self) -> tuple[Tensor, float]:
-        """The weight that closes the branch, and what a random model scales it by."""
-
-
-class _Filler:
-    """Draws from one seeded stream, so that a module's values depend on seed and order only."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def normal(self, tensor: Tensor | None, std: float) -> None:
+    def draw(name: str, how: str, *limits: float) -> None:
+        tensor = getattr(module, name, None)
         if tensor is not None:
-            tensor.normal_(0.0, std, generator=self.generator)
+            getattr(tensor, how)(*limits, generator=generator)
 
-    def uniform(self, tensor: Tensor | None, low: float, high: float) -> None:
-        if tensor is not None:
-            tensor.uniform_(low, high, generator=self.generator)
-
-    def fill(self, module: nn.Module) -> None:
-        """Set the parameters and buffers that ``module`` itself owns."""
-        match module:
-            case nn.Conv2d() | nn.ConvTranspose2d() | nn.Linear():
-                self.normal(module.weight, math.sqrt(_power(module)))
-                self.normal(module.bias, 0.1)
-            case nn.Embedding():
-                self.normal(module.weight, 0.5)
-            case nn.BatchNorm2d() | nn.LayerNorm() | RMSNorm():
-                self.uniform(module.weight, 0.8, 1.2)
-                self.normal(getattr(module, "bias", None), 0.1)
-                self.normal(getattr(module, "running_mean", None), 0.2)
-                self.uniform(getattr(module, "running_var", None), 0.6, 1.6)
-            case _ if any(True for _ in module.parameters(recurse=False)):
-                kind = type(module).__name__
-                raise TypeError(f"no rule to randomise the parameters of a {kind}")
+    match module:
+        case nn.Conv2d() | nn.ConvTranspose2d() | nn.Linear():
+            draw("weight", "normal_", 0.0, math.sqrt(_power(module)))
+            draw("bias", "normal_", 0.0, 0.1)
+        case nn.Embedding():
+            draw("weight", "normal_", 0.0, 0.5)
+        case nn.BatchNorm2d() | nn.LayerNorm() | RMSNorm():
+            draw("weight", "uniform_", 0.8, 1.2)
+            draw("bias", "normal_", 0.0, 0.1)
+            draw("running_mean", "normal_", 0.0, 0.2)
+            draw("running_var", "uniform_", 0.6, 1.6)
+        case _ if any(True for _ in module.parameters(recurse=False)):
+            kind = type(module).__name__
+            raise TypeError(f"no rule to randomise the parameters of a {kind}")
 
 
 def _power(module: nn.Conv2d | nn.ConvTranspose2d | nn.Linear) -> float:
@@ -73,11 +56,12 @@ def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
     The model must be on the CPU.  Raises TypeError for a layer with parameters that it does not
     know, rather than leaving them as they are.
     """
-    filler = _Filler(seed)
+    generator = torch.Generator().manual_seed(seed)  # values depend on seed and order only
     for module in model.modules():
-        filler.fill(module)
-    for module in model.modules():
-        if isinstance(module, _Block):
-            weight, scale = module.branch_end()
+        _fill(module, generator)
+    # a block that adds a branch to what it is given says which weight closes it, and its scale
+    for branch_end in (getattr(module, "branch_end", None) for module in model.modules()):
+        if branch_end is not None:
+            weight, scale = branch_end()
             weight.mul_(scale)
     return model
