@@ -89,7 +89,8 @@ def cases(device: str) -> Iterator[tuple[str, Write]]:
             yield name, _batch_norm(*image, layout=layout, back=back)
     if not on_gpu:
         return
-    yield "cross_entropy_with_grad [8192, 32000]", _loss(8192, 32000)
+    for many in ((8192, 32000), (8192, 128256), (8192, 50257), (256, 32000)):
+        yield f"cross_entropy_with_grad {list(many)}", _loss(*many)
     heads = (8, 32, 2048, 128)
     for woven in (False, True):
         yield (

@@ -16,7 +16,7 @@ from deuteron.plan.native import stretches
 
 pytest.importorskip("llvmlite")
 
-from deuteron.codegen import openmp
+from deuteron.codegen import llvm, llvm_driver, openmp
 
 Feed = dict[str, torch.Tensor]
 
@@ -184,3 +184,48 @@ def test_what_follows_each_other(kinds, found):
     got = stretches([names[k] for k in kinds])
     assert [len(part) for part in got] == found
     assert [i for part in got for i in part] == list(range(len(kinds)))
+
+
+# ---- one kernel for many sizes -------------------------------------------------------------------
+
+
+def silu(g: dt.Graph, rows: int, columns: int) -> dt.Sym:
+    return g.silu(g.tensor("x", (rows, columns)))
+
+
+def layer_norm(g: dt.Graph, rows: int, columns: int) -> dt.Sym:
+    scale = g.tensor("weight", (columns,))
+    return g.layer_norm(g.tensor("x", (rows, columns)), scale, dims=1)
+
+
+def sum_of_columns(g: dt.Graph, rows: int, columns: int) -> dt.Sym:
+    return g.sum(g.sigmoid(g.tensor("x", (rows, columns))), axes=(0,))
+
+
+def softmax_of_strided(g: dt.Graph, rows: int, columns: int) -> dt.Sym:
+    x = g.slice(g.tensor("x", (rows, columns, 6)), axis=2, start=5, stop=6)
+    return g.softmax(g.reshape(x, shape=(rows, columns)) * (1.0 / columns), axis=-1)
+
+
+@pytest.mark.parametrize("make", [silu, layer_norm, sum_of_columns, softmax_of_strided])
+def test_sizes_are_numbers_of_the_call(make, monkeypatch):
+    """Machine code is made once for all sizes that leave no rest, and is right for each."""
+    sizes, texts = [(64, 768), (4096, 1280), (80, 1536), (300, 1792)], set[str]()
+    compile_text = llvm.compile_text
+
+    def compile_and_note(text: str) -> bytes:
+        assert (rows, columns) == sizes[0] or text in texts, "other sizes are other code"
+        texts.add(text)
+        return compile_text(text)
+
+    llvm_driver.driver()  # which every plan needs
+    monkeypatch.setattr(llvm, "_kept", lambda name: None)
+    monkeypatch.setattr(llvm, "compile_text", compile_and_note)
+    for rows, columns in sizes:
+        g = dt.Graph()
+        make(g, rows, columns).output("y")
+        with generated():
+            plan = g.compile(device="cpu")
+        feed = {name: torch.randn(t.shape) for name, t in plan.inputs.items()}
+        check_right(plan.run(feed), g.ir(), feed, columns)
+    assert texts

@@ -15,10 +15,11 @@ Importing this module imports llvmlite: ask :func:`deuteron.codegen.openmp.avail
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial, reduce
+from functools import cache, lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -344,9 +345,9 @@ def object_path(name: str) -> Path:
     return cache_dir() / "objects" / f"{_key(name)[:32]}.obj"
 
 
-def compile_module(module: Any) -> bytes:
+def compile_text(text: str) -> bytes:
     """Object code for this machine."""
-    parsed = binding.parse_assembly(str(module))
+    parsed = binding.parse_assembly(text)
     parsed.verify()
     # the kernels are vectorised and unrolled as they are written: LLVM's own pipelines take several
     # times as long as these passes and gave no faster code
@@ -362,23 +363,32 @@ PASSES = "sroa simplify_cfg loop_rotate instruction_combine new_gvn".split()
 PASSES += ["dead_code_elimination", "simplify_cfg"]
 
 
-def _read(path: Path, key: str) -> bytes | None:
-    """The object code in a file, if it is whole and was made for this key."""
+def _kept(name: str) -> bytes | None:
+    """What is kept under a name, if its file is whole and was made for it."""
     try:
-        data = path.read_bytes()
+        data = object_path(name).read_bytes()
     except OSError:
         return None
-    digest, code = data[:32], data[32:]
-    return code if code and digest == hashlib.sha256(key.encode() + code).digest() else None
+    digest, content = data[:32], data[32:]
+    whole = digest == hashlib.sha256(_key(name).encode() + content).digest()
+    return content if content and whole else None
+
+
+def _keep(name: str, content: bytes) -> bytes:
+    digest = hashlib.sha256(_key(name).encode() + content).digest()
+    with suppress(OSError):  # a read-only home costs a compilation per process
+        write_atomic(object_path(name), digest + content)
+    return content
 
 
 class Loaded:
-    """Compiled functions by name. Keeps their memory alive as long as it lives."""
+    """Compiled functions by name, and the ``numbers`` that calls bring along for them. Keeps their
+    memory alive as long as it lives."""
 
-    def __init__(self, code: bytes) -> None:
-        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
-        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
+    def __init__(self, content: bytes) -> None:
+        (count,) = struct.unpack_from("<q", content)
+        self.numbers: tuple[int, ...] = struct.unpack_from(f"<{count}q", content, 8)
+        self._engine = _engine(content[8 + 8 * count :])
 
     def __getitem__(self, name: str) -> int:
         address = int(self._engine.get_function_address(name))
@@ -387,34 +397,46 @@ class Loaded:
         return address
 
 
+@cache
+def _engine(code: bytes) -> Any:
+    """Object code, in memory once for all kernels that have it."""
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine
+
+
 _lock = threading.RLock()
 _loaded: dict[str, Loaded] = {}
 
 
-def load(name: str, make: Callable[[Any], None]) -> Loaded:
+def load(name: str, make: Callable[[Any], Sequence[int] | None]) -> Loaded:
     """The kernel called ``name``, compiled once per machine. ``name`` must say everything that
-    ``make`` depends on; a file that is damaged or of another kernel is made again."""
+    ``make`` depends on; a file that is damaged or of another kernel is made again.
+
+    Where ``make`` returns numbers, which calls then have among their words, kernels that differ in
+    those alone have the same text and are compiled once."""
     with _lock:
         if name not in _loaded:
-            key, path = _key(name), object_path(name)
-            code = _read(path, key)
-            if code is None:
-                module = ir.Module("kernel")
-                module.triple = binding.get_default_triple()
-                make(module)
-                code = compile_module(module)
-                with suppress(OSError):  # a read-only home costs a compilation per process
-                    digest = hashlib.sha256(key.encode() + code).digest()
-                    write_atomic(path, digest + code)
-            _loaded[name] = Loaded(code)
+            _loaded[name] = Loaded(_kept(name) or _keep(name, _made(make)))
         return _loaded[name]
+
+
+def _made(make: Callable[[Any], Sequence[int] | None]) -> bytes:
+    """The numbers of a kernel and its object code."""
+    module = ir.Module("kernel")
+    module.triple = binding.get_default_triple()
+    numbers = make(module) or ()
+    text = str(module)
+    code = _kept(text) if numbers else None
+    if code is None:
+        code = compile_text(text)
+        if numbers:
+            _keep(text, code)
+    return struct.pack(f"<{1 + len(numbers)}q", len(numbers), *numbers) + code
 
 
 def forget() -> None:
     """Let the next :func:`load` look at the disk again. Kernels in use stay usable."""
     with _lock:
-        _retired.extend(_loaded.values())
         _loaded.clear()
-
-
-_retired: list[Loaded] = []

@@ -81,23 +81,25 @@ class ColumnRenderer(Renderer):
         """The share of this thread: where it is in the other outer axes, and from which column to
         which. Threads share the columns by whole steps."""
         c, lanes, size = self.c, self.shape.lanes, self._axis.size
-        steps, most = -(-size // lanes), self.panel // lanes
-        begin, end = c.share(c.i(prod(v.size for v in self.shape.rows) * steps), thread, threads)
-        with c.loop(c.div(begin, steps), c.div(c.add(end, steps - 1), steps)) as line:
+        count, most = -(-size // lanes), self.panel // lanes
+        work = prod(v.size for v in self.shape.rows) * count
+        begin, end = c.share(self.given("steps", work), thread, threads)
+        steps = self.given("steps of a row", count)
+        with c.loop(c.div(begin, steps), c.div(c.sub(c.add(end, steps), 1), steps)) as line:
             first = c.most(c.sub(begin, c.mul(line, steps)), 0)
             last = c.least(c.sub(end, c.mul(line, steps)), steps)
             with c.loop(first, last, most) as step:
                 stop = c.mul(c.least(c.add(step, most), last), lanes)
-                yield self._decode(line), c.mul(step, lanes), c.least(stop, size)
+                yield self._decode(line), c.mul(step, lanes), c.least(stop, self.size(self._axis))
 
     def _blocks(self, at: Where, axes: Axes) -> Iterator[tuple[Where, Value, Value]]:
         """Blocks of rows: where the other reduced axes are, and a range of the last one."""
         c, v, others = self.c, axes[0], axes[1:]
-        with c.loop(0, v.size, 1 if others else STRETCH) as i:
+        with c.loop(0, self.size(v), 1 if others else STRETCH) as i:
             if others:
                 yield from self._blocks({**at, v: i}, others)
             else:
-                yield at, i, c.least(c.add(i, STRETCH), v.size)
+                yield at, i, c.least(c.add(i, STRETCH), self.size(v))
 
     # ---- a few vectors of columns
 

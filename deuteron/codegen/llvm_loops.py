@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Affine, Dynamic, Var
-from deuteron.codegen.llvm import I32, I64, Value, vec
+from deuteron.codegen.llvm import I32, I64, Code, Value, vec
 from deuteron.codegen.llvm_compute import I1, Arithmetic
 from deuteron.codegen.llvm_plan import Shape, opens
 from deuteron.codegen.scalar import Guard, ScalarProgram
@@ -24,6 +24,8 @@ Env = dict[str, Value]
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
 PIECES = 16  # pieces of work wanted, so that threads share them evenly
 STRETCH = 32  # numbers that an accumulator takes in float32 before they are added up in float64
+FEW = 4  # a size or stride up to here is part of the code
+LONG_ROW = 512  # elements of a row beside which a division by a number that is not known is nothing
 
 
 @dataclass
@@ -36,11 +38,44 @@ class Place:
     env: Env = field(default_factory=dict)  # scalars that serve as indices
 
 
+class Numbers:
+    """Numbers that a kernel reads from the words of its call, in place of constants: kernels of
+    other sizes are then the same code. A number has one word for every use it is put to."""
+
+    def __init__(self, c: Code, words: Value, first: int) -> None:
+        self.c, self.words, self.first = c, words, first
+        self.known: dict[tuple[str, int], Value] = {}
+
+    def __call__(self, use: str, number: int) -> Value:
+        if (use, number) not in self.known:
+            with self.c.b.goto_entry_block():
+                word = self.c.word(self.words, self.first + len(self.known))
+            self.known[use, number] = word
+        return self.known[use, number]
+
+    @property
+    def values(self) -> list[int]:
+        return [number for _, number in self.known]
+
+
 class Loops(Arithmetic):
-    """Nested loops over the axes of a program, laid out as its shape says."""
+    """Nested loops over the axes of a program, laid out as its shape says.
+
+    Sizes and strides are :class:`Numbers` of the call, except where the code hangs on them: under
+    guards, in divisions for every few elements, and where they are very small."""
 
     p: ScalarProgram
     shape: Shape
+    numbers: Numbers
+
+    def given(self, use: str, number: int) -> Value:
+        """A number of the call, or a constant where the code is for these sizes alone."""
+        if self.p.guards or abs(number) <= FEW:
+            return self.c.i(number)
+        return self.numbers(use, number)
+
+    def size(self, v: Var) -> Value:
+        return self.given(f"size of {v.name}", v.size)
 
     def _rows(self, thread: Value, threads: Value) -> Iterator[Place]:
         """The share of this thread: rows, or pieces of the one long axis there is."""
@@ -48,7 +83,7 @@ class Loops(Arithmetic):
         total = prod(v.size for v in shape.rows)
         axis = shape.vector
         if axis is None or shape.inner_vector:
-            begin, end = c.share(c.i(total), thread, threads)
+            begin, end = c.share(self.given("rows", total), thread, threads)
             with c.loop(begin, end) as row:
                 yield Place(self._decode(row), shape.lanes)
             return
@@ -56,11 +91,13 @@ class Loops(Arithmetic):
         while chunk > 2 * shape.lanes and total * -(-v.size // chunk) < PIECES:
             chunk //= 2
         pieces = -(-v.size // chunk)
-        begin, end = c.share(c.i(total * pieces), thread, threads)
+        begin, end = c.share(self.given("pieces", total * pieces), thread, threads)
         with c.loop(begin, end) as piece:
-            row = c.div(piece, pieces) if pieces > 1 else piece
-            start = c.mul(c.rem(piece, pieces), chunk) if pieces > 1 else c.i(0)
-            stop = c.least(c.add(start, chunk), v.size) if pieces > 1 else c.i(v.size)
+            row, start, stop = piece, c.i(0), self.size(v)
+            if pieces > 1:
+                count, step = self.given("pieces of a row", pieces), self.given("chunk", chunk)
+                row, start = c.div(piece, count), c.mul(c.rem(piece, count), step)
+                stop = c.least(c.add(start, step), stop)
             at, usual = self._decode(row), self._usual_guards(v)
             if not usual:
                 yield from self._vectors(at, start, stop, pieces == 1)
@@ -82,9 +119,12 @@ class Loops(Arithmetic):
 
     def _decode(self, row: Value) -> Where:
         at: Where = {}
+        axis = self.shape.vector
+        elements = self.p.columns if axis is None or self.shape.inner_vector else axis.size
         for v in reversed(self.shape.rows[1:]):
-            at[v] = self.c.rem(row, v.size)
-            row = self.c.div(row, v.size)
+            size = self.size(v) if elements >= LONG_ROW else self.c.i(v.size)
+            at[v] = self.c.rem(row, size)
+            row = self.c.div(row, size)
         if self.shape.rows:
             at[self.shape.rows[0]] = row
         return at
@@ -92,20 +132,30 @@ class Loops(Arithmetic):
     def _vectors(
         self, at: Where, start: Value, stop: Value, whole: bool, held: Sequence[Guard] = ()
     ) -> Iterator[Place]:
-        """The vector axis from ``start`` to ``stop``, all of which has the guards ``held``: whole
-        vectors, then what is left. Guards that depend on nothing else are settled by cutting the
-        axis where they change."""
+        """The vector axis from ``start`` to ``stop``, where all of ``held`` hold: whole vectors, then
+        what is left, if any is. Unless it is the ``whole`` axis, both are multiples of the widest
+        step, or the ends. Guards that depend on nothing else are settled by cutting the axis where
+        they change."""
         v, c = self.shape.vector, self.c
         assert v is not None
         for low, high in zip(self.shape.breaks, self.shape.breaks[1:], strict=False):
             settled = {**dict.fromkeys(held, True), **self._settled(v, low, high)}
+            last = self.size(v) if high == v.size else c.i(high)
             begin = c.i(low) if whole else c.most(start, low)
-            end = c.i(high) if whole else c.least(stop, high)
+            end = last if whole else c.least(stop, last)
+            left = high - low  # elements that no wider step has done
+            cut = len(self.shape.breaks) > 2 and not whole  # then anything may be left
             for lanes in self.shape.steps:
-                full = c.sub(end, c.rem(c.most(c.sub(end, begin), 0), lanes)) if lanes > 1 else end
-                with c.loop(begin, full, lanes) as i:
-                    yield Place({**at, v: i}, lanes, settled)
-                begin = c.most(begin, full)
+                count, left = divmod(left, lanes)
+                if whole and count == 1:
+                    yield Place({**at, v: begin}, lanes, settled)
+                    begin = c.add(begin, lanes)
+                elif cut or count:
+                    over = c.rem(c.most(c.sub(end, begin), 0), lanes) if cut or left else 0
+                    full = c.sub(end, over) if cut or left else end
+                    with c.loop(begin, full, lanes) as i:
+                        yield Place({**at, v: i}, lanes, settled)
+                    begin = c.most(begin, full)
 
     def _settled(self, v: Var, low: int, high: int) -> dict[Guard, bool]:
         known = {}
@@ -128,11 +178,11 @@ class Loops(Arithmetic):
         assert v is not None
         each = self._steps(axes[1:]) if axes else 1 / self.shape.lanes  # for one index of v
         if pause is None or each >= STRETCH:
-            yield from self._along(place, axes, (c.i(0), c.i(v.size)), True, pause)
+            yield from self._along(place, axes, (c.i(0), self.size(v)), True, pause)
         else:
-            stretch = max(1, int(STRETCH / each))
-            with c.loop(0, v.size, stretch) as begin:
-                end = c.least(c.add(begin, stretch), v.size)
+            stretch = self.given("stretch", max(1, int(STRETCH / each)))
+            with c.loop(0, self.size(v), stretch) as begin:
+                end = c.least(c.add(begin, stretch), self.size(v))
                 yield from self._along(place, axes, (begin, end), False, None)
                 pause()
 
@@ -161,7 +211,7 @@ class Loops(Arithmetic):
         """An index at this place; along the vector axis that of the first lane, except for
         what is looked up, which is that of ``lane``."""
         c = self.c
-        total = c.i(e.const)
+        total = self.given("start", e.const)
         for atom, f in e.terms:
             if isinstance(atom, Var):
                 value = place.at[atom]
@@ -170,7 +220,7 @@ class Loops(Arithmetic):
             else:
                 inner = self._index(atom.of, place, lane)
                 value = c.rem(inner, atom.by) if atom.rest else c.div(inner, atom.by)
-            total = c.add(total, c.mul(value, f) if f != 1 else value)
+            total = c.add(total, c.mul(value, self.given("stride", f)) if f != 1 else value)
         return total
 
     def _step(self, e: Affine, place: Place) -> int:

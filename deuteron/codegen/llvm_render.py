@@ -10,6 +10,7 @@ and that cost more than a load are kept in a row of scratch memory.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -20,7 +21,7 @@ from llvmlite import ir
 from deuteron.codegen import llvm, llvm_math, scalar
 from deuteron.codegen.llvm import F32, F64, I32, Code, Value, constant, vec
 from deuteron.codegen.llvm_compute import FLOAT, I1, INTEGER, STORED
-from deuteron.codegen.llvm_loops import STRETCH, Env, Loops, Place
+from deuteron.codegen.llvm_loops import STRETCH, Env, Loops, Numbers, Place
 from deuteron.codegen.llvm_plan import multiply_adds, plan, reached, short_already
 from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
 from deuteron.ops.formula import Arg, Compute
@@ -47,8 +48,10 @@ class Renderer(Loops):
         self.joined = multiply_adds(program, self.shape.kept)
         self.short = frozenset() if program.wide else short_already(program)
 
-    def __call__(self, module: Any) -> None:
+    def __call__(self, module: Any) -> list[int]:
+        """Write the kernel; the numbers that its calls bring along."""
         llvm.entry(module, "run", self._body)
+        return self.numbers.values
 
     def _body(self, code: Code, words: Value, thread: Value, threads: Value) -> None:
         self._open(code, words, thread)
@@ -61,10 +64,11 @@ class Renderer(Loops):
         tensors = (*self.p.inputs, *self.p.outputs)
         self.base = {t: code.pointer(words, i) for i, t in enumerate(tensors)}
         self.scratch = None
+        self.numbers = Numbers(code, words, len(tensors) + bool(self.shape.kept))
         if self.shape.kept:
             room = code.pointer(words, len(tensors))
             size = self.p.columns * max(1, 1 if self.shape.inner_vector else self.shape.lanes)
-            start = code.mul(thread, size * len(self.shape.kept))
+            start = code.mul(thread, self.given("kept", size * len(self.shape.kept)))
             self.scratch = code.at(room, start, of=self.float)
             self.row_size = size
 
@@ -114,7 +118,7 @@ class Renderer(Loops):
     def _store_spot(self, spot: str, at: Value, place: Place, env: Env, stored: set[str]) -> None:
         c, v = self.c, self.shape.vector
         assert v is not None
-        with c.when(c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, v.size))):
+        with c.when(c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, self.size(v)))):
             cell = Place({**place.at, v: at}, 1, place.known)
             self._store_cell(cell, {**env, spot: ir.Constant(I1, 1)}, stored)
 
@@ -219,10 +223,10 @@ class Renderer(Loops):
         c = self.c
         column = c.i(0)
         for v in self.p.inner:
-            column = c.add(c.mul(column, v.size), cell.at[v])
+            column = c.add(c.mul(column, self.size(v)), cell.at[v])
         if not self.shape.inner_vector:
             column = c.mul(column, self.shape.lanes)
-        which = self.shape.kept.index(name) * self.row_size
+        which = self.given("kept row", self.shape.kept.index(name) * self.row_size)
         assert self.scratch is not None
         return c.at(self.scratch, which, column, of=self.float)
 
@@ -277,7 +281,23 @@ class Renderer(Loops):
         kind = a.kind
         if kind != "bool" and other is not None and s.op != "select":
             kind = "float" if llvm.element_of(other) in (F32, F64) else kind
-        return self.number(a.value, "float" if s.kind == "float" and kind == "int" else kind)
+        kind = "float" if s.kind == "float" and kind == "int" else kind
+        if s.op in ("mul", "div") and kind == "float":
+            return self._factor(float(a.value))
+        return self.number(a.value, kind)
+
+    def _factor(self, value: float) -> Value:
+        """A factor or a divisor, which may depend on sizes, as that of a mean does. Powers of two
+        are part of the code: LLVM knows how to divide by them."""
+        wide, b = self.p.wide, self.c.b
+        try:
+            (bits,) = struct.unpack("<q", struct.pack("<d" if wide else "<fxxxx", value))
+        except OverflowError:  # infinite in float32
+            bits = 0
+        if bits == 0 or abs(math.frexp(value)[0]) == 0.5:
+            return self.number(value, "float")
+        word = self.given("factor", bits)
+        return b.bitcast(word if wide else b.trunc(word, I32), self.float)
 
     # ---- memory
 

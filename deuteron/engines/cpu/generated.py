@@ -191,4 +191,4 @@ def call_of(program: ScalarProgram, words: Mapping[str, Word]) -> tuple[Call, in
         room = width * kept * (2 if program.wide else 1)
         given.append(Room("rows", 0, room))
     threaded = program.rows * program.columns >= SERIAL_ELEMENTS
-    return Call(loaded, tuple(given), threaded), room
+    return Call(loaded, (*given, *loaded.numbers), threaded), room
