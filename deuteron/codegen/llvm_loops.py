@@ -132,10 +132,10 @@ class Loops(Arithmetic):
     def _vectors(
         self, at: Where, start: Value, stop: Value, whole: bool, held: Sequence[Guard] = ()
     ) -> Iterator[Place]:
-        """The vector axis from ``start`` to ``stop``, where all of ``held`` hold: whole vectors, then
-        what is left, if any is. Unless it is the ``whole`` axis, both are multiples of the widest
-        step, or the ends. Guards that depend on nothing else are settled by cutting the axis where
-        they change."""
+        """The vector axis from ``start`` to ``stop``, where all of ``held`` hold: whole vectors,
+        then what is left, if any is. Unless it is the ``whole`` axis, both are multiples of the
+        widest step, or the ends. Guards that depend on nothing else are settled by cutting the axis
+        where they change."""
         v, c = self.shape.vector, self.c
         assert v is not None
         for low, high in zip(self.shape.breaks, self.shape.breaks[1:], strict=False):
