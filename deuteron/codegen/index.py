@@ -13,8 +13,8 @@ from itertools import chain
 
 
 @dataclass(frozen=True)
-class Var:
-    """A loop variable running from 0 to ``size`` − 1."""
+class Named:
+    """A number from 0 to ``size`` − 1 that has a name."""
 
     name: str
     size: int
@@ -25,6 +25,18 @@ class Var:
 
     def __str__(self) -> str:
         return self.name
+
+
+class Var(Named):
+    """A loop variable."""
+
+
+@dataclass(frozen=True)
+class Dynamic(Named):
+    """A scalar known only at run time, used as an index: what gather reads from a tensor. It is
+    below ``size`` wherever the access is inside its guards."""
+
+    given: bool = True  # by whoever calls, who may be wrong about that
 
 
 @dataclass(frozen=True)
@@ -42,22 +54,6 @@ class Quotient:
 
     def __str__(self) -> str:
         return f"({self.of} {'%' if self.rest else '//'} {self.by})"
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """A scalar known only at run time, used as an index: what gather reads from a tensor."""
-
-    name: str
-    size: int  # it lies from 0 to ``size`` − 1 wherever the access is inside its guards
-    given: bool = True  # by whoever calls, who may be wrong about that
-
-    @property
-    def high(self) -> int:
-        return max(self.size - 1, 0)
-
-    def __str__(self) -> str:
-        return self.name
 
 
 Atom = Var | Quotient | Dynamic
@@ -149,12 +145,12 @@ class Affine:
         """The same with variables replaced."""
         total = Affine(self.const)
         for atom, f in self.terms:
+            moved = Affine.var(atom)
             if isinstance(atom, Quotient):
-                total = total + atom.of.substitute(values).divided(atom.by, atom.rest) * f
+                moved = atom.of.substitute(values).divided(atom.by, atom.rest)
             elif isinstance(atom, Var):
-                total = total + values.get(atom, Affine.var(atom)) * f
-            else:
-                total = total + Affine.var(atom) * f
+                moved = values.get(atom, moved)
+            total = total + moved * f
         return total
 
     def __str__(self) -> str:
@@ -178,13 +174,7 @@ def flatten(index: Index, shape: tuple[int, ...]) -> Affine:
 def unflatten(position: Affine, shape: tuple[int, ...]) -> Index:
     """The index in ``shape`` of a row-major position."""
     out: list[Affine] = []
-    for axis in range(len(shape) - 1, -1, -1):
-        size = shape[axis]
-        if axis == 0:
-            out.append(position)
-        elif size <= 1:
-            out.append(Affine())
-        else:
-            out.append(position.divided(size, rest=True))
-            position = position.divided(size, rest=False)
-    return tuple(reversed(out))
+    for size in reversed(shape[1:]):
+        out.append(position.divided(size, rest=True) if size > 1 else Affine())
+        position = position.divided(size, rest=False) if size > 1 else position
+    return (position, *reversed(out)) if shape else ()

@@ -19,7 +19,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ Value = Any  # an LLVM value; llvmlite has no types of its own
 F32, F64 = ir.FloatType(), ir.DoubleType()
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 PTR, VOID = ir.PointerType(), ir.VoidType()
-Module = ir.Module
 
 
 def vec(lanes: int, of: Any = F32) -> Any:
@@ -48,17 +47,31 @@ def lanes_of(value: Value) -> int:
     return value.type.count if isinstance(value.type, ir.VectorType) else 1
 
 
+def many(value: Value) -> str:
+    """The lanes of a value, as they stand in the names of LLVM's functions."""
+    return f"v{lanes_of(value)}" if lanes_of(value) > 1 else ""
+
+
+def element_of(value: Value) -> Any:
+    """The type of one lane."""
+    return value.type.element if isinstance(value.type, ir.VectorType) else value.type
+
+
+def constant(kind: Any, number: float, lanes: int | Value = 1) -> Value:
+    """A number in every lane; ``lanes``: how many, or a value that has as many."""
+    one, lanes = ir.Constant(kind, number), lanes_of(lanes)
+    return one if lanes == 1 else ir.Constant(vec(lanes, kind), [one] * lanes)
+
+
 # ---- writing a function ------------------------------------------------------------------------
 
 
 class Code:
     """One function under construction. Python ints and floats stand for constants."""
 
-    def __init__(
-        self, module: Any, name: str, args: Sequence[Any], ret: Any = VOID, internal: bool = False
-    ) -> None:
+    def __init__(self, module: Any, name: str, args: Sequence[Any], internal: bool = False) -> None:
         self.module = module
-        self.fn = ir.Function(module, ir.FunctionType(ret, list(args)), name)
+        self.fn = ir.Function(module, ir.FunctionType(VOID, list(args)), name)
         if internal:
             self.fn.linkage = "internal"
             self.fn.attributes.add("noinline")
@@ -73,11 +86,9 @@ class Code:
 
     def f(self, x: float | Value, lanes: int | Value = 1) -> Value:
         """A float in every lane; ``lanes``: how many, or a value that has as many."""
-        lanes = lanes_of(lanes)
         if isinstance(x, float | int):
-            one = ir.Constant(F32, float(x))
-            return one if lanes == 1 else ir.Constant(vec(lanes), [one] * lanes)
-        return self.splat(x, lanes)
+            return constant(F32, float(x), lanes)
+        return self.splat(x, lanes_of(lanes))
 
     def addend(self, x: float, lanes: int | Value) -> Value:
         """A float in every lane, to which a product will be added. ARM's multiply-add overwrites
@@ -113,19 +124,13 @@ class Code:
     # integer arithmetic
 
     def add(self, *xs: int | Value) -> Value:
-        out = self.i(xs[0])
-        for x in xs[1:]:
-            out = self.b.add(out, self.i(x), flags=("nsw",))
-        return out
+        return reduce(partial(self.b.add, flags=("nsw",)), map(self.i, xs))
 
     def sub(self, x: int | Value, y: int | Value) -> Value:
         return self.b.sub(self.i(x), self.i(y), flags=("nsw",))
 
     def mul(self, *xs: int | Value) -> Value:
-        out = self.i(xs[0])
-        for x in xs[1:]:
-            out = self.b.mul(out, self.i(x), flags=("nsw",))
-        return out
+        return reduce(partial(self.b.mul, flags=("nsw",)), map(self.i, xs))
 
     def div(self, x: int | Value, y: int | Value) -> Value:
         return self.b.sdiv(self.i(x), self.i(y))
@@ -157,12 +162,16 @@ class Code:
     # float arithmetic: no reassociation, so that nan and infinity mean what they mean in torch
 
     def intrinsic(self, name: str, *args: Value) -> Value:
-        kind, n = args[0].type, lanes_of(args[0])
-        scalar = {F32: "f32", F64: "f64"}[kind.element if n > 1 else kind]
-        full = f"llvm.{name}.{f'v{n}' if n > 1 else ''}{scalar}"
-        fn = self.module.globals.get(full)
+        """A function of floats that LLVM knows."""
+        short = {F32: "f32", F64: "f64"}[element_of(args[0])]
+        return self.outside(f"llvm.{name}.{many(args[0])}{short}", args[0].type, *args)
+
+    def outside(self, name: str, kind: Any, *args: Value) -> Value:
+        """A function of that name, which is not written here and returns a ``kind``."""
+        fn = self.module.globals.get(name)
         if fn is None:
-            fn = ir.Function(self.module, ir.FunctionType(kind, [kind] * len(args)), full)
+            taken = ir.FunctionType(kind, [a.type for a in args])
+            fn = ir.Function(self.module, taken, name)
         return self.b.call(fn, args)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
@@ -388,15 +397,12 @@ class Loaded:
         (count,) = struct.unpack_from("<q", content)
         self.numbers: tuple[int, ...] = struct.unpack_from(f"<{count}q", content, 8)
         self._engine = _engine(content[8 + 8 * count :])
-        self._known: dict[str, int] = {}
 
     def __getitem__(self, name: str) -> int:
-        if name not in self._known:
-            address = int(self._engine.get_function_address(name))
-            if not address:
-                raise KeyError(name)
-            self._known[name] = address
-        return self._known[name]
+        address = int(self._engine.get_function_address(name))
+        if not address:
+            raise KeyError(name)
+        return address
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any
 
 from deuteron.codegen.index import Var
 from deuteron.codegen.llvm import F64, Code, Value, vec
-from deuteron.codegen.llvm_loops import STRETCH, Place
+from deuteron.codegen.llvm_loops import STRETCH, Axes, Env, Place, Where
 from deuteron.codegen.llvm_plan import plan
 from deuteron.codegen.llvm_render import Renderer
 from deuteron.codegen.scalar import Reduce, ScalarProgram, reads
@@ -58,7 +58,7 @@ class ColumnRenderer(Renderer):
             self.start = start
             for place in self._vectors(at, start, stop, False):
                 self._begin(place)
-            for block, begin, end in self._blocks(at, list(self.shape.columns)):
+            for block, begin, end in self._blocks(at, self.shape.columns):
                 with code.loop(begin, end) as row:
                     here = {**block, self.shape.columns[-1]: row}
                     for cell in self._vectors(here, start, stop, False):
@@ -70,16 +70,14 @@ class ColumnRenderer(Renderer):
 
     def _shared(self) -> list[str]:
         """Values computed once for a column and read in every row of it."""
-        element = [s for name, s in self.made.items() if self.p.level[name] == "element"]
+        element = [s for name, s in self.p.made.items() if self.p.level[name] == "element"]
         read = {name for s in element for name in reads(s)} - self.late
-        made = [s for s in self.made.values() if isinstance(s, Compute) and s.kind == "float"]
+        made = [s for s in self.p.made.values() if isinstance(s, Compute) and s.kind == "float"]
         return [s.name for s in made if s.name in read and self.p.level[s.name] == "row"]
 
     # ---- the loops
 
-    def _panels(
-        self, thread: Value, threads: Value
-    ) -> Iterator[tuple[dict[Var, Value], Value, Value]]:
+    def _panels(self, thread: Value, threads: Value) -> Iterator[tuple[Where, Value, Value]]:
         """The share of this thread: where it is in the other outer axes, and from which column to
         which. Threads share the columns by whole steps."""
         c, lanes, size = self.c, self.shape.lanes, self._axis.size
@@ -94,11 +92,9 @@ class ColumnRenderer(Renderer):
                 stop = c.mul(c.least(c.add(step, most), last), lanes)
                 yield self._decode(line), c.mul(step, lanes), c.least(stop, self.size(self._axis))
 
-    def _blocks(
-        self, at: dict[Var, Value], axes: list[Var]
-    ) -> Iterator[tuple[dict[Var, Value], Value, Value]]:
+    def _blocks(self, at: Where, axes: Axes) -> Iterator[tuple[Where, Value, Value]]:
         """Blocks of rows: where the other reduced axes are, and a range of the last one."""
-        c, (v, *others) = self.c, axes
+        c, v, others = self.c, axes[0], axes[1:]
         with c.loop(0, self.size(v), 1 if others else STRETCH) as i:
             if others:
                 yield from self._blocks({**at, v: i}, others)
@@ -131,30 +127,26 @@ class ColumnRenderer(Renderer):
         """What has been summed in float32 so far becomes part of the sum in float64."""
         b = self.c.b
         for name, line in self.far.items():
-            near = self._get(self.near[name], place)
-            wide = near if self.p.wide else b.fpext(near, vec(place.lanes, F64))
-            self._put(line, b.fadd(self._get(line, place), wide), place)
+            near = self.of_width(self._get(self.near[name], place), F64)
+            self._put(line, b.fadd(self._get(line, place), near), place)
             self._put(self.near[name], self.number(0.0, "float"), place)
 
     def _finish(self, place: Place) -> None:
         """The results of a column, once all its rows are in the totals."""
         env = self._early(place)
-        for name, s in self.made.items():
+        for name, s in self.p.made.items():
             if isinstance(s, Reduce):
                 total = self._get(self.far.get(name, self.near[name]), place)
-                narrow = name in self.far and not self.p.wide
-                kind = vec(place.lanes, self.float)
-                env[name] = self.c.b.fptrunc(total, kind) if narrow else total
+                env[name] = self.of_width(total, self.float) if name in self.far else total
             elif name in self.late:
                 env[name] = self._evaluate(s, place, env)
-        for store in self.p.stores:
-            if not self._per_cell(store):
-                self._store(store, place, env)
+        for store in self.p.row_stores:
+            self._store(store, place, env)
 
-    def _early(self, place: Place) -> dict[str, Value]:
+    def _early(self, place: Place) -> Env:
         """The values of a column that do not wait for a reduction."""
-        env: dict[str, Value] = {}
-        for name, s in self.made.items():
+        env: Env = {}
+        for name, s in self.p.made.items():
             if self.p.level[name] == "row" and name not in self.late:
                 env[name] = self._evaluate(s, place, env)
         return env

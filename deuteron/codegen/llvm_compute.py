@@ -8,13 +8,14 @@ addresses are the renderer's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
 from deuteron.codegen import llvm, llvm_math
-from deuteron.codegen.llvm import F32, F64, I8, I32, I64, Code, Value, vec
+from deuteron.codegen.llvm import F32, F64, I8, I32, I64, Code, Value, constant, element_of, vec
 from deuteron.ir.dtype import DType, dtype
 from deuteron.ops.formula import Arg, Compute, Const, Traced
 
@@ -26,8 +27,10 @@ STORED |= dict.fromkeys(("i8", "u8", "bool"), I8)
 class Registers:
     """Conversions that need nothing but the code being written and the arithmetic type."""
 
-    c: Code
-    float: Any
+    float: Any = F32
+
+    def __init__(self, c: Code) -> None:
+        self.c = c
 
     def lanes(self, value: Value, lanes: int) -> Value:
         return value if llvm.lanes_of(value) == lanes or lanes == 1 else self.splat(value, lanes)
@@ -42,17 +45,12 @@ class Registers:
     def from_memory(self, raw: Value, dt: DType) -> Value:
         b, lanes = self.c.b, llvm.lanes_of(raw)
         if dt.short == "bf16":
-            up = b.shl(b.zext(raw, vec(lanes, I32)), self.splat(ir.Constant(I32, 16), lanes))
+            up = b.shl(b.zext(raw, vec(lanes, I32)), constant(I32, 16, lanes))
             raw = b.bitcast(up, vec(lanes, F32))
         if dt.is_float:
-            here = raw.type.element if lanes > 1 else raw.type
-            return (
-                raw
-                if here == self.float
-                else (b.fptrunc if here == F64 else b.fpext)(raw, vec(lanes, self.float))
-            )
+            return self.of_width(raw, self.float)
         if dt.kind == "bool":
-            return b.icmp_unsigned("!=", raw, self.splat(ir.Constant(I8, 0), lanes))
+            return b.icmp_unsigned("!=", raw, constant(I8, 0, lanes))
         if dt.short == "i64":
             return raw
         return (b.zext if dt.kind == "uint" else b.sext)(raw, vec(lanes, I64))
@@ -63,29 +61,28 @@ class Registers:
             return b.zext(value, vec(lanes, I8))
         if not dt.is_float:
             return value if dt.short == "i64" else b.trunc(value, vec(lanes, STORED[dt.short]))
-        here = value.type.element if lanes > 1 else value.type
         if dt.short == "bf16":
-            return self._bf16(value if here == F32 else b.fptrunc(value, vec(lanes, F32)))
-        want = STORED[dt.short]
-        if here == want:
-            return value
-        wider = want == F64
-        return (b.fpext if wider else b.fptrunc)(value, vec(lanes, want))
+            return self._bf16(self.of_width(value, F32))
+        return self.of_width(value, STORED[dt.short])
+
+    def of_width(self, x: Value, kind: Any) -> Value:
+        """A float as one of another type."""
+        here, widths = element_of(x), (HALF, F32, F64)
+        if here == kind:
+            return x
+        wider = widths.index(kind) > widths.index(here)
+        return (self.c.b.fpext if wider else self.c.b.fptrunc)(x, vec(llvm.lanes_of(x), kind))
 
     def upper_half(self, x: Value) -> Value:
         """A float32 that is a bfloat16 number, as one."""
         b, lanes = self.c.b, llvm.lanes_of(x)
         bits = b.bitcast(x, vec(lanes, I32))
-        upper = b.lshr(bits, self.splat(ir.Constant(I32, 16), lanes))
+        upper = b.lshr(bits, constant(I32, 16, lanes))
         return b.trunc(upper, vec(lanes, I16))
 
     def _bf16(self, x: Value) -> Value:
         """Round to nearest even by hand; nan stays a quiet nan."""
-        b, lanes = self.c.b, llvm.lanes_of(x)
-
-        def k(n: int) -> Value:
-            return self.splat(ir.Constant(I32, n), lanes)
-
+        b, lanes, k = self.c.b, llvm.lanes_of(x), partial(constant, I32, lanes=x)
         bits = b.bitcast(x, vec(lanes, I32))
         odd = b.lshr(b.shl(bits, k(15)), k(31))  # which ARM shifts and adds at once
         rounded = b.add(b.add(bits, k(0x7FFF)), odd)
@@ -110,23 +107,17 @@ def _function(name: str, narrow: Callable[[Code, Value], Value]) -> Callable[[Co
     """The polynomial in float32, the C library in float64."""
 
     def emit(c: Code, x: Value) -> Value:
-        scalar = x.type.element if llvm.lanes_of(x) > 1 else x.type
-        return llvm_math.library(c, name, x) if scalar == F64 else narrow(c, x)
+        return llvm_math.library(c, name, x) if element_of(x) == F64 else narrow(c, x)
 
     return emit
 
 
 def _ndtr(c: Code, x: Value) -> Value:
     """Φ(x); in float64 erfc(−x/√2) / 2 by the C library."""
-    lanes = llvm.lanes_of(x)
-    if (x.type.element if lanes > 1 else x.type) == F32:
+    if element_of(x) == F32:
         return llvm_math.ndtr(c, x)
-
-    def number(value: float) -> Value:
-        return ir.Constant(x.type, [value] * lanes if lanes > 1 else value)
-
-    found = llvm_math.library(c, "erfc", c.b.fmul(x, number(-math.sqrt(0.5))))
-    return c.b.fmul(found, number(0.5))
+    found = llvm_math.library(c, "erfc", c.b.fmul(x, constant(F64, -math.sqrt(0.5), x)))
+    return c.b.fmul(found, constant(F64, 0.5, x))
 
 
 def _instruction(name: str) -> Callable[..., Value]:
@@ -155,6 +146,8 @@ FLOAT: dict[str, Callable[..., Value]] = {
     **{name: _of_library(name) for name in "pow fmod atan2".split()},
     "ndtr": _ndtr,
 }
+ANY = {"select": _instruction("select"), "not": _instruction("not_")}
+ANY |= {"and": _instruction("and_"), "or": _instruction("or_")}
 INTEGER: dict[str, Callable[..., Value]] = {
     **{name: _instruction(name) for name in "add sub mul neg".split()},
     "abs": lambda c, x: c.b.select(c.b.icmp_signed("<", x, x.type(None)), c.b.neg(x), x),
@@ -184,29 +177,23 @@ class Arithmetic(Registers):
         if s.op in ("rounded", "wrapped"):
             kind = dtype(dict(s.attrs)["dtype"])
             return self.from_memory(self.to_memory(args[0], kind), kind)
-        scalar = args[-1].type.element if llvm.lanes_of(args[-1]) > 1 else args[-1].type
+        scalar = element_of(args[-1])
         is_float = scalar in (F32, F64)
         if s.op in COMPARE:
             if is_float:
                 return (b.fcmp_unordered if s.op == "ne" else b.fcmp_ordered)(COMPARE[s.op], *args)
             return (b.icmp_unsigned if scalar == I1 else b.icmp_signed)(COMPARE[s.op], *args)
-        if s.op == "select":
-            return b.select(*args)
-        if s.op in ("and", "or"):
-            return (b.and_ if s.op == "and" else b.or_)(*args)
-        if s.op == "not":
-            return b.not_(args[0])
+        if s.op in ANY:
+            return ANY[s.op](self.c, *args)
         if s.op in ("to_float", "to_int", "to_bool"):
             return self._convert(args[0], s.op, scalar)
-        if is_float:
-            return FLOAT[s.op](self.c, *args)
-        return INTEGER[s.op](self.c, *args)
+        return (FLOAT if is_float else INTEGER)[s.op](self.c, *args)
 
     def _convert(self, x: Value, op: str, scalar: Any) -> Value:
         b, lanes = self.c.b, llvm.lanes_of(x)
         is_float = scalar in (F32, F64)
         if op == "to_bool":
-            zero = self.splat(ir.Constant(scalar, 0.0 if is_float else 0), lanes)
+            zero = constant(scalar, 0.0 if is_float else 0, lanes)
             return b.fcmp_unordered("!=", x, zero) if is_float else b.icmp_signed("!=", x, zero)
         if op == "to_float":
             if is_float:
@@ -214,40 +201,24 @@ class Arithmetic(Registers):
             make = b.uitofp if scalar == I1 else b.sitofp
             return make(x, vec(lanes, self.float))
         if is_float:
-            return self._whole(x, "f64" if scalar == F64 else "f32")
+            return self._whole(x)
         return b.zext(x, vec(lanes, I64)) if scalar == I1 else x
 
-    def _whole(self, x: Value, kind: str) -> Value:
+    def _whole(self, x: Value) -> Value:
         """Towards zero into 64 bits; what does not fit is held at the ends, and nan is 0."""
-        out, many = vec(llvm.lanes_of(x), I64), f"v{llvm.lanes_of(x)}"
-        many = "" if many == "v1" else many
-        name = f"llvm.fptosi.sat.{many}i64.{many}{kind}"
-        fn = self.c.module.globals.get(name)
-        if fn is None:
-            fn = ir.Function(self.c.module, ir.FunctionType(out, [x.type]), name)
-        return self.c.b.call(fn, [x])
-
-
-class _Inline(Arithmetic):
-    """Statements among other code, in float32."""
-
-    def __init__(self, c: Code) -> None:
-        self.c, self.float = c, F32
-
-    def run(self, formula: Traced, values: Sequence[Value]) -> Value:
-        lanes = llvm.lanes_of(values[0])
-        known: dict[Arg, Value] = dict(zip(formula.inputs, values, strict=True))
-
-        def value(a: Arg) -> Value:
-            if isinstance(a, Const):
-                return self.splat(self.number(a.value, a.kind), lanes)
-            return known[a]
-
-        for s in formula.statements:
-            known[s.name] = self.compute(s, [value(a) for a in s.args])
-        return value(formula.result)
+        kind = "f64" if element_of(x) == F64 else "f32"
+        name = f"llvm.fptosi.sat.{llvm.many(x)}i64.{llvm.many(x)}{kind}"
+        return self.c.outside(name, vec(llvm.lanes_of(x), I64), x)
 
 
 def inline(c: Code, formula: Traced, *values: Value) -> Value:
     """What a formula makes of values of float32, written where ``c`` is."""
-    return _Inline(c).run(formula, values)
+    math, lanes = Arithmetic(c), llvm.lanes_of(values[0])
+    known: dict[Arg, Value] = dict(zip(formula.inputs, values, strict=True))
+
+    def value(a: Arg) -> Value:
+        return math.splat(math.number(a.value, a.kind), lanes) if isinstance(a, Const) else known[a]
+
+    for s in formula.statements:
+        known[s.name] = math.compute(s, [value(a) for a in s.args])
+    return value(formula.result)

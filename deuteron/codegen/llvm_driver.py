@@ -3,6 +3,8 @@ with a barrier where the next call must wait for all of them."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from llvmlite import ir
 
 from deuteron.codegen.calls import FRONT, HEAD
@@ -28,13 +30,11 @@ def _write(module: ir.Module) -> None:
         kernel, words = _function(c, call, 0, KERNEL), c.at(call, HEAD, of=I64)
         size, threaded, wait = (c.word(call, i) for i in range(1, HEAD))
 
-        def first_member(kernel: Value = kernel, words: Value = words) -> None:
+        def first_member() -> None:
             with c.when(c.cmp("==", thread, 0)):
                 c.b.call(kernel, [words, c.i(0), c.i(1)])
 
-        def everyone(kernel: Value = kernel, words: Value = words) -> None:
-            c.b.call(kernel, [words, thread, threads])
-
+        everyone = partial(c.b.call, kernel, [words, thread, threads])
         c.either(c.cmp("!=", threaded, 0), everyone, first_member)
         with c.when(c.b.and_(several, c.cmp("!=", wait, 0))):
             c.b.call(_function(c, tape, 2, BARRIER), [])

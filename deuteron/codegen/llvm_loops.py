@@ -4,10 +4,9 @@ stretches. Each loop is written around whatever its user writes for one place in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from types import MappingProxyType
 
 from llvmlite import ir
 
@@ -19,9 +18,9 @@ from deuteron.codegen.llvm_plan import Shape, opens
 from deuteron.codegen.scalar import Guard, ScalarProgram
 
 Pause = Callable[[], None] | None
+Axes = tuple[Var, ...]
 Where = dict[Var, Value]
-Settled = Mapping[Guard, bool]
-NOTHING: Settled = MappingProxyType({})
+Env = dict[str, Value]
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
 PIECES = 16  # pieces of work wanted, so that threads share them evenly
 STRETCH = 32  # numbers that an accumulator takes in float32 before they are added up in float64
@@ -33,10 +32,10 @@ LONG_ROW = 512  # elements of a row beside which a division by a number that is 
 class Place:
     """Where the loops are: a scalar index for every axis; the vector axis at its first lane."""
 
-    at: dict[Var, Value]
+    at: Where
     lanes: int
     known: dict[Guard, bool] = field(default_factory=dict)
-    env: dict[str, Value] = field(default_factory=dict)  # scalars that serve as indices
+    env: Env = field(default_factory=dict)  # scalars that serve as indices
 
 
 class Numbers:
@@ -105,7 +104,7 @@ class Loops(Arithmetic):
                 return
             within = self._inside(usual, Place(at, 1))
             with c.when(within):
-                yield from self._vectors(at, start, stop, pieces == 1, dict.fromkeys(usual, True))
+                yield from self._vectors(at, start, stop, pieces == 1, usual)
             with c.when(c.b.not_(within)):
                 yield from self._vectors(at, start, stop, pieces == 1)
 
@@ -114,16 +113,12 @@ class Loops(Arithmetic):
         over the edge of an image: rows for which all hold get a loop without them."""
         if self.p.inner:
             return ()
-        return tuple(
-            g
-            for g in self.p.guards
-            if v not in g.index.variables
-            and not g.index.dynamic
-            and 4 * (g.high - g.low) >= 3 * (g.index.high - g.index.low + 1)
-        )
+        rows = (g for g in self.p.guards if v not in g.index.variables and not g.index.dynamic)
+        spans = ((g, g.index.high - g.index.low + 1) for g in rows)
+        return tuple(g for g, span in spans if 4 * (g.high - g.low) >= 3 * span)
 
-    def _decode(self, row: Value) -> dict[Var, Value]:
-        at: dict[Var, Value] = {}
+    def _decode(self, row: Value) -> Where:
+        at: Where = {}
         axis = self.shape.vector
         elements = self.p.columns if axis is None or self.shape.inner_vector else axis.size
         for v in reversed(self.shape.rows[1:]):
@@ -135,15 +130,16 @@ class Loops(Arithmetic):
         return at
 
     def _vectors(
-        self, at: Where, start: Value, stop: Value, whole: bool, known: Settled = NOTHING
+        self, at: Where, start: Value, stop: Value, whole: bool, held: Sequence[Guard] = ()
     ) -> Iterator[Place]:
-        """The vector axis from ``start`` to ``stop``: whole vectors, then what is left, if any is.
-        Unless it is the ``whole`` axis, both are multiples of the widest step, or the ends. Guards
-        that depend on nothing else are settled by cutting the axis where they change."""
+        """The vector axis from ``start`` to ``stop``, where all of ``held`` hold: whole vectors,
+        then what is left, if any is. Unless it is the ``whole`` axis, both are multiples of the
+        widest step, or the ends. Guards that depend on nothing else are settled by cutting the axis
+        where they change."""
         v, c = self.shape.vector, self.c
         assert v is not None
         for low, high in zip(self.shape.breaks, self.shape.breaks[1:], strict=False):
-            settled = {**known, **self._settled(v, low, high)}
+            settled = {**dict.fromkeys(held, True), **self._settled(v, low, high)}
             last = self.size(v) if high == v.size else c.i(high)
             begin = c.i(low) if whole else c.most(start, low)
             end = last if whole else c.least(stop, last)
@@ -171,12 +167,9 @@ class Loops(Arithmetic):
                 known[g] = False
         return known
 
-    def _cells(self, place: Place, pause: Pause = None) -> Iterator[Place]:
+    def _cells(self, place: Place, axes: Axes, pause: Pause = None) -> Iterator[Place]:
         """Every element of the row: nested loops over the reduced axes. ``pause`` is called, so to
         speak, after every :data:`STRETCH` steps."""
-        yield from self._nest(place, list(self.shape.columns), pause)
-
-    def _nest(self, place: Place, axes: list[Var], pause: Pause) -> Iterator[Place]:
         c = self.c
         if not axes and not self.shape.inner_vector:
             yield place
@@ -193,21 +186,21 @@ class Loops(Arithmetic):
                 yield from self._along(place, axes, (begin, end), False, None)
                 pause()
 
-    def _steps(self, axes: list[Var]) -> float:
+    def _steps(self, axes: Axes) -> float:
         """How often an accumulator is added to in these axes and the vector axis."""
         v = self.shape.vector
         inner = v.size / self.shape.lanes if self.shape.inner_vector and v is not None else 1.0
         return inner * prod(a.size for a in axes)
 
     def _along(
-        self, place: Place, axes: list[Var], span: tuple[Value, Value], whole: bool, pause: Pause
+        self, place: Place, axes: Axes, span: tuple[Value, Value], whole: bool, pause: Pause
     ) -> Iterator[Place]:
         """The outermost of the axes over a ``span`` of it, with all the others inside."""
         begin, end = span
         if axes:
             with self.c.loop(begin, end) as i:
                 inside = Place({**place.at, axes[0]: i}, place.lanes, place.known)
-                yield from self._nest(inside, axes[1:], pause)
+                yield from self._cells(inside, axes[1:], pause)
             return
         for p in self._vectors(place.at, begin, end, whole):
             yield Place(p.at, p.lanes, {**place.known, **p.known})
@@ -230,18 +223,25 @@ class Loops(Arithmetic):
             total = c.add(total, c.mul(value, self.given("stride", f)) if f != 1 else value)
         return total
 
+    def _step(self, e: Affine, place: Place) -> int:
+        """How far apart the elements of neighbouring lanes are in memory."""
+        v = self.shape.vector
+        step = e.factor(v) if v is not None and place.lanes > 1 else 0
+        assert step is not None, "vectors run along no axis that is divided"
+        return step
+
     def _scattered(self, e: Affine, place: Place) -> bool:
         """Whether what an index looks up differs from lane to lane."""
         return any(llvm.lanes_of(place.env[name]) > 1 for name in e.dynamic)
 
     def _position(self, e: Affine, place: Place) -> Value:
         """An index as a number in every lane."""
-        v, lanes, first = self.shape.vector, place.lanes, self._index(e, place)
-        if lanes == 1 or v is None or (not e.factor(v) and not self._scattered(e, place)):
+        lanes, first = place.lanes, self._index(e, place)
+        step, scattered = self._step(e, place), self._scattered(e, place)
+        if lanes == 1 or not (step or scattered):
             return first
-        step = e.factor(v) or 0
         found = self.splat(first, lanes)
-        if self._scattered(e, place):
+        if scattered:
             for lane in range(1, lanes):
                 one = self._index(e, place, lane)
                 found = self.c.b.insert_element(found, one, ir.Constant(I32, lane))

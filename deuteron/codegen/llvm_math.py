@@ -22,26 +22,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from llvmlite import ir
 
-from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, lanes_of, vec
-from deuteron.codegen.tables import NORMAL_END, NORMAL_TAIL, numbers
+from deuteron.codegen import llvm
+from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, constant, lanes_of, vec
+from deuteron.codegen.tables import NORMAL, NORMAL_END, polynomials
 from deuteron.ops import random as words
 
 _MAGIC = 12582912.0  # 1.5 · 2²³: adding it leaves a rounded integer in the low bits
 _MAGIC_BITS = 0x4B400000
-_EXP = numbers(
+POLY = polynomials(
     """
-    1.9875691500e-4 1.3981999507e-3 8.3334519073e-3 4.1665795894e-2 1.6666665459e-1 5.0000001201e-1
+    exp 1.9875691500e-4 1.3981999507e-3 8.3334519073e-3 4.1665795894e-2 1.6666665459e-1
+    5.0000001201e-1
+    exp2 0.0013269406044855714 0.009671294130384922 0.0555071122944355 0.24022246897220612
+    0.6931470036506653 1.0
+    log 7.0376836292e-2 -1.1514610310e-1 1.1676998740e-1 -1.2420140846e-1 1.4249322787e-1
+    -1.6668057665e-1 2.0000714765e-1 -2.4999993993e-1 3.3333331174e-1
+    erf_p -2.72614225801306e-10 2.77068142495902e-08 -2.10102402082508e-06 -5.69250639462346e-05
+    -7.34990630326855e-04 -2.95459980854025e-03 -1.60960333262415e-02
+    erf_q -1.45660718464996e-05 -2.13374055278905e-04 -1.68282697438203e-03 -7.37332916720468e-03
+    -1.42647390514189e-02
+    tanh_p -2.76076847742355e-16 2.00018790482477e-13 -8.60467152213735e-11 5.12229709037114e-08
+    1.48572235717979e-05 6.37261928875436e-04 4.89352455891786e-03
+    tanh_q 1.19825839466702e-06 1.18534705686654e-04 2.26843463243900e-03 4.89352518554385e-03
+    sin -1.9515295891e-4 8.3321608736e-3 -1.6666654611e-1
+    cos 2.443315711809948e-5 -1.388731625493765e-3 4.166664568298827e-2
     """
 )
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-
-
-def _ints(c: Code, x: int, like: Value) -> Value:
-    one, lanes = ir.Constant(I32, x), lanes_of(like)
-    return one if lanes == 1 else ir.Constant(vec(lanes, I32), [one] * lanes)
+_ints = partial(constant, I32)  # a whole number in every lane
 
 
 def _bits(c: Code, x: Value) -> Value:
@@ -50,6 +62,10 @@ def _bits(c: Code, x: Value) -> Value:
 
 def _floats(c: Code, x: Value) -> Value:
     return c.b.bitcast(x, vec(lanes_of(x), F32))
+
+
+def _held(c: Code, x: Value, least: float, most: float) -> Value:
+    return c.fmin(c.fmax(x, c.f(least, x)), c.f(most, x))
 
 
 def poly(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
@@ -70,15 +86,9 @@ def poly(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
     return out
 
 
-def _rounded(c: Code, x: Value, scale: float) -> tuple[Value, Value]:
-    """round(x · scale) as float and as int32, without a conversion that nan would spoil."""
-    shifted = c.fma(x, c.f(scale, x), c.addend(_MAGIC, x))
-    return c.b.fsub(shifted, c.f(_MAGIC, x)), c.b.sub(_bits(c, shifted), _ints(c, _MAGIC_BITS, x))
-
-
 def _power(c: Code, k: Value) -> Value:
     """2ᵏ for −126 ≤ k ≤ 127, where only the lowest nine bits of k count."""
-    return _floats(c, c.b.add(c.b.shl(k, _ints(c, 23, k)), _ints(c, 127 << 23, k)))
+    return _floats(c, c.b.add(c.b.shl(k, _ints(23, k)), _ints(127 << 23, k)))
 
 
 def _reduced(c: Code, x: Value, magic: float = _MAGIC) -> tuple[Value, Value]:
@@ -87,27 +97,26 @@ def _reduced(c: Code, x: Value, magic: float = _MAGIC) -> tuple[Value, Value]:
     k = c.b.fsub(shifted, c.f(magic, x))
     r = c.fma(k, c.f(-_LN2_HIGH, x), x)
     r = c.fma(k, c.f(-_LN2_LOW, x), r)
-    return c.fma(poly(c, r, _EXP), c.b.fmul(r, r), r), _bits(c, shifted)
+    return c.fma(poly(c, r, POLY["exp"]), c.b.fmul(r, r), r), _bits(c, shifted)
 
 
 def exp(c: Code, x: Value) -> Value:
-    x = c.fmin(c.fmax(x, c.f(-104.0, x)), c.f(89.0, x))
-    less, k = _reduced(c, x)
+    less, k = _reduced(c, _held(c, x, -104.0, 89.0))
     return _scaled(c, c.b.fadd(less, c.f(1.0, x)), k)
 
 
 def exp2(c: Code, x: Value) -> Value:
     """2ˣ: the whole part is exact, the rest goes through the polynomial of eˣ."""
-    x = c.fmin(c.fmax(x, c.f(-151.0, x)), c.f(129.0, x))
+    x = _held(c, x, -151.0, 129.0)
     shifted = c.b.fadd(x, c.f(_MAGIC, x))
     r = c.b.fmul(c.b.fsub(x, c.b.fsub(shifted, c.f(_MAGIC, x))), c.f(math.log(2.0), x))
-    less = c.fma(poly(c, r, _EXP), c.b.fmul(r, r), r)
+    less = c.fma(poly(c, r, POLY["exp"]), c.b.fmul(r, r), r)
     return _scaled(c, c.b.fadd(less, c.f(1.0, x)), _bits(c, shifted))
 
 
 def _scaled(c: Code, p: Value, k: Value) -> Value:
     """p · 2ᵏ in two steps, so that denormal results are rounded once; k below bits of magic."""
-    half = c.b.ashr(k, _ints(c, 1, p))
+    half = c.b.ashr(k, _ints(1, p))
     return c.b.fmul(c.b.fmul(p, _power(c, half)), _power(c, c.b.sub(k, half)))
 
 
@@ -119,42 +128,25 @@ def exp_nonpositive(c: Code, x: Value) -> Value:
 
 def _exponent(c: Code, k: Value) -> Value:
     """2ᵏ⁻¹²⁷ for 0 ≤ k ≤ 254, where 0 gives 0."""
-    return _floats(c, c.b.shl(k, _ints(c, 23, k)))
+    return _floats(c, c.b.shl(k, _ints(23, k)))
 
 
 def expm1(c: Code, x: Value) -> Value:
     """eˣ − 1, for x up to 88."""
-    x = c.fmin(c.fmax(x, c.f(-87.0, x)), c.f(88.0, x))
-    less, k = _reduced(c, x)
+    less, k = _reduced(c, _held(c, x, -87.0, 88.0))
     scale = _power(c, k)
     return c.fma(scale, less, c.b.fsub(scale, c.f(1.0, x)))
-
-
-_EXP2 = numbers(
-    """
-    0.0013269406044855714 0.009671294130384922 0.0555071122944355 0.24022246897220612
-    0.6931470036506653 1.0
-    """
-)
 
 
 def ndtr(c: Code, x: Value) -> Value:
     """Φ(x), the normal distribution: 2^q(|x|), or what is left of 1."""
     magic = _MAGIC + 127.0
-    q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(NORMAL_END, x)), NORMAL_TAIL)
+    q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(NORMAL_END, x)), NORMAL["near"])
     shifted = c.b.fadd(q, c.f(magic, x))
     r = c.b.fsub(q, c.b.fsub(shifted, c.f(magic, x)))
-    below = c.b.fmul(poly(c, r, _EXP2), _exponent(c, _bits(c, shifted)))
+    below = c.b.fmul(poly(c, r, POLY["exp2"]), _exponent(c, _bits(c, shifted)))
     negative = c.b.fcmp_ordered("<", x, c.f(0.0, x))
     return c.b.select(negative, below, c.b.fsub(c.f(1.0, x), below))
-
-
-_LOG = numbers(
-    """
-    7.0376836292e-2 -1.1514610310e-1 1.1676998740e-1 -1.2420140846e-1 1.4249322787e-1
-    -1.6668057665e-1 2.0000714765e-1 -2.4999993993e-1 3.3333331174e-1
-    """
-)
 
 
 def log(c: Code, x: Value) -> Value:
@@ -163,13 +155,13 @@ def log(c: Code, x: Value) -> Value:
     scaled = c.b.select(tiny, c.b.fmul(x, c.f(2.0**25, n)), x)
     bits = _bits(c, scaled)
     # the exponent that leaves a mantissa in √½ … √2
-    e = c.b.ashr(c.b.sub(bits, _ints(c, 0x3F3504F3, n)), _ints(c, 23, n))
-    m = _floats(c, c.b.sub(bits, c.b.shl(e, _ints(c, 23, n))))
-    e = c.b.select(tiny, c.b.sub(e, _ints(c, 25, n)), e)
+    e = c.b.ashr(c.b.sub(bits, _ints(0x3F3504F3, n)), _ints(23, n))
+    m = _floats(c, c.b.sub(bits, c.b.shl(e, _ints(23, n))))
+    e = c.b.select(tiny, c.b.sub(e, _ints(25, n)), e)
     k = c.b.sitofp(e, vec(n))
     r = c.b.fsub(m, c.f(1.0, n))
     z = c.b.fmul(r, r)
-    y = c.b.fmul(c.b.fmul(poly(c, r, _LOG), r), z)
+    y = c.b.fmul(c.b.fmul(poly(c, r, POLY["log"]), r), z)
     y = c.fma(k, c.f(_LN2_LOW, n), y)
     y = c.fma(z, c.f(-0.5, n), y)
     y = c.fma(k, c.f(_LN2_HIGH, n), c.b.fadd(r, y))
@@ -187,27 +179,6 @@ def log1p(c: Code, x: Value) -> Value:
     return c.b.select(c.b.fcmp_ordered("==", x, c.f(math.inf, x)), x, y)
 
 
-_ERF_P = numbers(
-    """
-    -2.72614225801306e-10 2.77068142495902e-08 -2.10102402082508e-06 -5.69250639462346e-05
-    -7.34990630326855e-04 -2.95459980854025e-03 -1.60960333262415e-02
-    """
-)
-_ERF_Q = numbers(
-    """
-    -1.45660718464996e-05 -2.13374055278905e-04 -1.68282697438203e-03 -7.37332916720468e-03
-    -1.42647390514189e-02
-    """
-)
-_TANH_P = numbers(
-    """
-    -2.76076847742355e-16 2.00018790482477e-13 -8.60467152213735e-11 5.12229709037114e-08
-    1.48572235717979e-05 6.37261928875436e-04 4.89352455891786e-03
-    """
-)
-_TANH_Q = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
-
-
 def _horner(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
     """The order in which these quotients reach 1 at their limit, and not the number before it."""
     out = c.f(coefficients[0], x)
@@ -218,51 +189,48 @@ def _horner(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
 
 def _rational(c: Code, x: Value, limit: float, p: Sequence[float], q: Sequence[float]) -> Value:
     """x · p(x²) / q(x²) with x held within ± limit; the quotient first, for denormal x."""
-    x = c.fmin(c.fmax(x, c.f(-limit, x)), c.f(limit, x))
+    x = _held(c, x, -limit, limit)
     z = c.b.fmul(x, x)
     return c.b.fmul(x, c.b.fdiv(_horner(c, z, p), _horner(c, z, q)))
 
 
-def _within_one(c: Code, x: Value) -> Value:
-    return c.fmin(c.fmax(x, c.f(-1.0, x)), c.f(1.0, x))
-
-
 def erf(c: Code, x: Value) -> Value:
-    return _within_one(c, _rational(c, x, 4.0, _ERF_P, _ERF_Q))
+    return _held(c, _rational(c, x, 4.0, POLY["erf_p"], POLY["erf_q"]), -1.0, 1.0)
 
 
 def tanh(c: Code, x: Value) -> Value:
-    y = _within_one(c, _rational(c, x, 7.99881172180175781, _TANH_P, _TANH_Q))
+    y = _rational(c, x, 7.99881172180175781, POLY["tanh_p"], POLY["tanh_q"])
+    y = _held(c, y, -1.0, 1.0)
     small = c.b.fcmp_ordered("<", c.intrinsic("fabs", x), c.f(4e-4, x))
     return c.b.select(small, x, y)
 
 
 _PI_2 = (1.57079637050628662109375, -4.37113900018624283e-8, -1.71512451206e-15)
-_SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
-_COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 _FAR = 1e5  # beyond this the reduction loses bits
 
 
 def _circular(name: str, quarter: int) -> Callable[[Code, Value], Value]:
     def emit(c: Code, x: Value) -> Value:
         n = lanes_of(x)
-        k, ki = _rounded(c, x, 2.0 / math.pi)
+        # k = round(2x / π) as float and as int32, without a conversion that nan would spoil
+        shifted = c.fma(x, c.f(2.0 / math.pi, n), c.addend(_MAGIC, n))
+        k = c.b.fsub(shifted, c.f(_MAGIC, n))
+        ki = c.b.sub(_bits(c, shifted), _ints(_MAGIC_BITS, n))
         r = x
         for part in _PI_2:
             r = c.fma(k, c.f(-part, n), r)
         z = c.b.fmul(r, r)
-        s = c.fma(c.b.fmul(poly(c, z, _SIN), z), r, r)
+        s = c.fma(c.b.fmul(poly(c, z, POLY["sin"]), z), r, r)
         half = c.fma(z, c.f(-0.5, n), c.f(1.0, n))
-        co = c.fma(c.b.fmul(poly(c, z, _COS), z), z, half)
-        q = c.b.add(ki, _ints(c, quarter, n))
-        odd = c.b.icmp_signed("!=", c.b.and_(q, _ints(c, 1, n)), _ints(c, 0, n))
-        sign = c.b.shl(c.b.and_(q, _ints(c, 2, n)), _ints(c, 30, n))
+        co = c.fma(c.b.fmul(poly(c, z, POLY["cos"]), z), z, half)
+        q = c.b.add(ki, _ints(quarter, n))
+        odd = c.b.icmp_signed("!=", c.b.and_(q, _ints(1, n)), _ints(0, n))
+        sign = c.b.shl(c.b.and_(q, _ints(2, n)), _ints(30, n))
         near = _floats(c, c.b.xor(_bits(c, c.b.select(odd, co, s)), sign))
         if quarter == 0:  # keeps −0 and denormals as they are
             small = c.b.fcmp_ordered("<", c.intrinsic("fabs", x), c.f(1e-4, n))
             near = c.b.select(small, x, near)
-        out = c.variable(vec(n))
-        c.b.store(near, out)
+        out = c.variable(vec(n), near)
         far = c.b.fcmp_ordered(">", c.intrinsic("fabs", x), c.f(_FAR, n))
         seldom = c.b.zext(far, vec(n, I32))
         with c.when(c.b.icmp_signed("!=", c.reduce(seldom, c.b.or_), ir.Constant(I32, 0))):
@@ -295,8 +263,8 @@ def mix(c: Code, h: Value) -> Value:
     """The bijection of ops/random.py on 32-bit words."""
     n, b = lanes_of(h), c.b
     for shift, factor in ((16, words.FIRST), (15, words.SECOND)):
-        h = b.mul(b.xor(h, b.lshr(h, _ints(c, shift, n))), _ints(c, factor, n))
-    return b.xor(h, b.lshr(h, _ints(c, 16, n)))
+        h = b.mul(b.xor(h, b.lshr(h, _ints(shift, n))), _ints(factor, n))
+    return b.xor(h, b.lshr(h, _ints(16, n)))
 
 
 def random(c: Code, seed: Value, place: Value, far: bool) -> Value:
@@ -304,15 +272,14 @@ def random(c: Code, seed: Value, place: Value, far: bool) -> Value:
     n, b = lanes_of(place), c.b
 
     def halves(x: Value) -> tuple[Value, Value]:
-        shift = ir.Constant(vec(n, I64), [32] * n) if n > 1 else ir.Constant(I64, 32)
-        return b.trunc(x, vec(n, I32)), b.trunc(b.lshr(x, shift), vec(n, I32))
+        return b.trunc(x, vec(n, I32)), b.trunc(b.lshr(x, constant(I64, 32, n)), vec(n, I32))
 
     (seed_low, seed_high), (low, high) = halves(seed), halves(place)
-    key = mix(c, b.add(seed_low, _ints(c, words.GOLDEN, n)))
+    key = mix(c, b.add(seed_low, _ints(words.GOLDEN, n)))
     key = mix(c, b.xor(key, seed_high))
     inner = mix(c, b.xor(key, high) if far else key)
     word = mix(c, b.add(mix(c, b.xor(low, inner)), key))
-    return b.zext(b.lshr(word, _ints(c, 32 - words.BITS, n)), vec(n, I64))
+    return b.zext(b.lshr(word, _ints(32 - words.BITS, n)), vec(n, I64))
 
 
 # ---- by the C library, and by squares -----------------------------------------------------------
@@ -321,15 +288,11 @@ def random(c: Code, seed: Value, place: Value, far: bool) -> Value:
 def library(c: Code, name: str, *args: Value) -> Value:
     """A function of the C library, lane by lane: for float64, and for pow, whose error no short
     polynomial holds. 10 to 30 ns per element."""
-    n, kind = lanes_of(args[0]), args[0].type
-    scalar = kind.element if n > 1 else kind
-    name = name if scalar == F64 else name + "f"
-    fn = c.module.globals.get(name)
-    if fn is None:
-        fn = ir.Function(c.module, ir.FunctionType(scalar, [scalar] * len(args)), name)
+    n, kind = lanes_of(args[0]), llvm.element_of(args[0])
+    name = name if kind == F64 else name + "f"
     if n == 1:
-        return c.b.call(fn, args)
-    return c.joined(n, scalar, lambda lane: c.b.call(fn, [c.item(x, lane) for x in args]))
+        return c.outside(name, kind, *args)
+    return c.joined(n, kind, lambda lane: c.outside(name, kind, *(c.item(x, lane) for x in args)))
 
 
 def power(c: Code, x: Value, y: Value) -> Value:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from deuteron.codegen import llvm
 from deuteron.codegen.index import Var
-from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, Store, reads
+from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, reads
 from deuteron.ops.formula import Arg, Compute
 
 FUNCTIONS = "exp exp2 log erf tanh sin cos expm1 log1p ndtr"  # of one number
@@ -51,8 +50,10 @@ def plan(program: ScalarProgram) -> Shape:
             best, score = v, points
     inner = best is not None and best in program.inner
     one = llvm.width() // (2 if program.wide else 1)
-    # rows side by side in lanes: wider steps read longer stretches of each line of memory
-    many = 8 if program.inner and not inner else _unroll()
+    # vectors per step: enough independent work to hide the latency of a multiply-add, as far as
+    # there are registers for it; rows side by side in lanes read longer stretches of each line
+    side_by_side = program.inner and not inner
+    many = 8 if side_by_side or llvm.has_lanes() or llvm.width() == 16 else 4
     sizes = [n * one for n in (many, FEW, 1) if best is not None and best.size >= n * one]
     if not sizes:
         best, inner = None, False
@@ -71,16 +72,9 @@ def _one_walk(program: ScalarProgram, columns: tuple[Var, ...], wide: bool) -> b
     order anyway, and gain only if something is stored on the way."""
     if not columns or columns[-1].size < MANY_ROWS:
         return False
-    late, inner = program.after_reductions, set(program.inner)
+    late, stored = program.after_reductions, program.element_stores
     reduced = all(s.source not in late and s.kind != "bool" for s in program.reductions)
-    stored = [s for s in program.stores if s.offset.variables & inner]
     return (wide or bool(stored)) and reduced and all(s.source not in late for s in stored)
-
-
-def _unroll() -> int:
-    """Vectors per step: enough independent work to hide the latency of a multiply-add, as far as
-    there are registers for it."""
-    return 8 if llvm.has_lanes() or llvm.width() == 16 else 4
 
 
 def _settles(program: ScalarProgram, v: Var) -> bool:
@@ -109,77 +103,58 @@ def _breaks(program: ScalarProgram, v: Var | None) -> tuple[int, ...]:
 
 def _kept(program: ScalarProgram) -> tuple[str, ...]:
     """Element values that more than one pass reads and that are dear to compute again."""
-    made = {s.name: s for s in program.statements if not isinstance(s, Store)}
     passes = [[s.source] for s in program.reductions if not s.seldom]
     passes.append([s.source for s in program.stores if isinstance(s.source, str)])
+    floats = [n for n, s in program.made.items() if isinstance(s, Compute) and s.kind == "float"]
+    elements = [name for name in floats if program.level[name] == "element"]
     kept: list[str] = []
-    for name, level in program.level.items():
-        s = made[name]
-        if level != "element" or not isinstance(s, Compute) or s.kind != "float":
-            continue
-        readers = sum(needs(made, roots, name, set(kept), program) for roots in passes)
-        if readers > 1 and _weight(made, name, set(kept), program) > 3:
+    for name in elements:
+        readers = sum(name in reached(program, roots, kept) for roots in passes)
+        if readers > 1 and _weight(program, name, kept) > 3:
             kept.append(name)
 
     # a value that only feeds another kept value need not be kept itself
     def is_useful(k: str) -> bool:
-        return any(needs(made, roots, k, set(kept) - {k}, program) for roots in passes[1:])
+        return any(k in reached(program, roots, set(kept) - {k}) for roots in passes[1:])
 
-    useful = filter(is_useful, kept)
-    return tuple(dict.fromkeys(_gate(made, passes, k, program) for k in useful))
+    def gate(name: str) -> str:
+        """The last value through which every pass reads ``name``: what is kept of it, so that what
+        follows in all passes alike is done once."""
+        readers = [roots for roots in passes if name in reached(program, roots)]
+        for v in reversed(elements):
+            past = any(name in reached(program, roots, {v}) for roots in readers)
+            if not past and name in reached(program, [v]):
+                return v
+        return name
+
+    return tuple(dict.fromkeys(gate(k) for k in kept if is_useful(k)))
 
 
-def _gate(made: dict[str, Any], passes: list[list[str]], name: str, program: ScalarProgram) -> str:
-    """The last value through which every pass reads ``name``: what is kept of it, so that what
-    follows in all passes alike is done once."""
-    found = name
-    readers = [roots for roots in passes if needs(made, roots, name, set(), program)]
-    for v, s in made.items():
-        element = program.level[v] == "element" and isinstance(s, Compute) and s.kind == "float"
-        through = element and needs(made, [v], name, set(), program)
-        if through and not any(needs(made, roots, name, {v}, program) for roots in readers):
-            found = v
+def reached(program: ScalarProgram, roots: Iterable[str], stop: Collection[str] = ()) -> set[str]:
+    """All that a pass which computes ``roots`` reads, and no further than ``stop`` and rows."""
+    found, stack = set(), list(roots)
+    while stack:
+        name = stack.pop()
+        if name not in found:
+            found.add(name)
+            if name not in stop and program.level[name] == "element":
+                stack.extend(reads(program.made[name]))
     return found
 
 
-def needs(
-    made: dict[str, Any], roots: Sequence[str], name: str, stop: set[str], program: ScalarProgram
-) -> bool:
-    """Whether a pass that computes ``roots`` reads ``name``, not looking past ``stop``."""
-    stack, seen = list(roots), set()
-    while stack:
-        r = stack.pop()
-        if r == name:
-            return True
-        if r in seen or r in stop or program.level.get(r) != "element":
-            continue
-        seen.add(r)
-        stack.extend(reads(made[r]))
-    return False
-
-
-def _weight(made: dict[str, Any], name: str, stop: set[str], program: ScalarProgram) -> int:
+def _weight(program: ScalarProgram, name: str, stop: Collection[str]) -> int:
     """What computing an element again would cost, in about as many simple operations."""
-    total, stack, seen = 0, [name], set()
-    while stack:
-        r = stack.pop()
-        if r in seen or r in stop or program.level[r] != "element":
-            continue
-        seen.add(r)
-        s = made[r]
-        if isinstance(s, Load):
-            total += 1
-        elif isinstance(s, Compute):
-            total += 10 if s.op in HEAVY else 1
-        stack.extend(reads(s))
-    return total
+    again = reached(program, [name], stop).difference(stop)
+    made = [program.made[r] for r in again if program.level[r] == "element"]
+    heavy = sum(isinstance(s, Compute) and s.op in HEAVY for s in made)
+    return 9 * heavy + sum(isinstance(s, Load | Compute) for s in made)
 
 
-def multiply_adds(program: ScalarProgram, kept: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+def multiply_adds(program: ScalarProgram, kept: Collection[str]) -> dict[str, tuple[str, str, str]]:
     """Sums of a product that nothing else reads and a number from memory, by their names: the
     factors and that number. One instruction instead of two, and one rounding. A sum of two
     products is left alone: where they are equal, their difference is to be 0."""
-    made = {s.name: s for s in program.statements if not isinstance(s, Store)}
+    made = program.made
     uses = Counter(name for s in program.statements for name in reads(s))
     found = {}
     for s in made.values():

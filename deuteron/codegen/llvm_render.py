@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from llvmlite import ir
 
 from deuteron.codegen import llvm, llvm_math, scalar
-from deuteron.codegen.llvm import F32, F64, I32, Code, Value, vec
+from deuteron.codegen.llvm import F32, F64, I32, Code, Value, constant, vec
 from deuteron.codegen.llvm_compute import FLOAT, I1, INTEGER, STORED
-from deuteron.codegen.llvm_loops import STRETCH, Loops, Numbers, Place
-from deuteron.codegen.llvm_plan import multiply_adds, needs, plan, short_already
+from deuteron.codegen.llvm_loops import STRETCH, Env, Loops, Numbers, Place
+from deuteron.codegen.llvm_plan import multiply_adds, plan, reached, short_already
 from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
 from deuteron.ops.formula import Arg, Compute
 
@@ -40,9 +40,6 @@ class Renderer(Loops):
     def __init__(self, program: ScalarProgram) -> None:
         self.p, self.shape = program, plan(program)
         self.float = F64 if program.wide else F32
-        self.made = {s.name: s for s in program.statements if not isinstance(s, Store)}
-        self.tensors = (*program.inputs, *program.outputs)
-        self.loads = {s.name: s.dtype for s in program.loads}
         # e^(x − max x), which is never above 1, and the sums of it, by which one may multiply
         # inversely: they are at least 1
         pairs, shifted = scalar.softmaxes(program)
@@ -64,12 +61,12 @@ class Renderer(Loops):
     def _open(self, code: Code, words: Value, thread: Value) -> None:
         """Find the tensors, and this thread's part of the scratch memory."""
         self.c = code
-        self.base = {t: code.pointer(words, i) for i, t in enumerate(self.tensors)}
+        tensors = (*self.p.inputs, *self.p.outputs)
+        self.base = {t: code.pointer(words, i) for i, t in enumerate(tensors)}
         self.scratch = None
-        first = len(self.tensors) + bool(self.shape.kept)
-        self.numbers = Numbers(code, words, first)
+        self.numbers = Numbers(code, words, len(tensors) + bool(self.shape.kept))
         if self.shape.kept:
-            room = code.pointer(words, len(self.tensors))
+            room = code.pointer(words, len(tensors))
             size = self.p.columns * max(1, 1 if self.shape.inner_vector else self.shape.lanes)
             start = code.mul(thread, self.given("kept", size * len(self.shape.kept)))
             self.scratch = code.at(room, start, of=self.float)
@@ -78,23 +75,19 @@ class Renderer(Loops):
     # ---- one row
 
     def _row(self, place: Place) -> None:
-        level = self.p.level
-        env: dict[str, Value] = {}
+        env: Env = {}
         stored: set[str] = set()
-        for s in self.p.statements:
-            if isinstance(s, Reduce) and s.seldom:
-                env[s.name] = self._seldom(s, place, env, stored)
-            elif isinstance(s, Reduce):
-                env[s.name] = self._reduce(s, place, env, stored)
-            elif isinstance(s, Store):
-                continue
-            elif level[s.name] == "row":
-                env[s.name] = self._evaluate(s, place, env)
-        self._store_all([s for s in self.p.stores if not self._per_cell(s)], place, env)
-        if any(map(self._per_cell, self.p.stores)):
+        for name, s in self.p.made.items():
+            if isinstance(s, Reduce):
+                walk = self._seldom if s.seldom else self._reduce
+                env[name] = walk(s, place, env, stored)
+            elif self.p.level[name] == "row":
+                env[name] = self._evaluate(s, place, env)
+        self._store_all(self.p.row_stores, place, env)
+        if self.p.element_stores:
             spot, wanted = self._spot() or ("", "")
             elsewhere = {spot: ir.Constant(I1, 0)} if spot else {}
-            for cell in self._cells(place):
+            for cell in self._cells(place, self.shape.columns):
                 self._store_cell(cell, {**env, **elsewhere}, stored)
             if spot:
                 self._store_spot(spot, env[wanted], place, env, stored)
@@ -109,7 +102,7 @@ class Renderer(Loops):
         for s in self.p.statements:
             if isinstance(s, Compute) and s.op == "eq":
                 for where, number in (s.args, s.args[::-1]):
-                    at = self.made.get(str(where))
+                    at = self.p.made.get(str(where))
                     same = isinstance(number, str) and self.p.level[number] == "row"
                     if isinstance(at, scalar.Position) and at.index.terms == ((v, 1),) and same:
                         return s.name, str(number)
@@ -118,63 +111,51 @@ class Renderer(Loops):
     def _reads_over(self) -> bool:
         """Whether a row that is stored reads again what it may be stored over."""
         over = {tensor for _, tensor in scalar.overwritable(self.p)}
-        loads = [s.name for s in self.p.loads if s.tensor in over]
-        stores = [s.source for s in self.p.stores if self._per_cell(s)]
-        roots, kept = [r for r in stores if isinstance(r, str)], set(self.shape.kept)
-        return any(needs(self.made, roots, name, kept, self.p) for name in loads)
+        roots = [s.source for s in self.p.element_stores if isinstance(s.source, str)]
+        read = reached(self.p, roots, self.shape.kept)
+        return any(s.name in read for s in self.p.loads if s.tensor in over)
 
-    def _store_spot(
-        self, spot: str, at: Value, place: Place, env: dict[str, Value], stored: set[str]
-    ) -> None:
+    def _store_spot(self, spot: str, at: Value, place: Place, env: Env, stored: set[str]) -> None:
         c, v = self.c, self.shape.vector
         assert v is not None
         with c.when(c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, self.size(v)))):
             cell = Place({**place.at, v: at}, 1, place.known)
             self._store_cell(cell, {**env, spot: ir.Constant(I1, 1)}, stored)
 
-    def _per_cell(self, s: Store) -> bool:
-        """Whether every element of the row is stored, not one number for the row."""
-        return bool(s.offset.variables & set(self.p.inner))
+    def _store_cell(self, cell: Place, local: Env, stored: set[str]) -> None:
+        for s in self.p.element_stores:
+            if isinstance(s.source, str):
+                self._need(s.source, cell, local, stored)
+            self._store(s, cell, local)
 
-    def _store_cell(self, cell: Place, local: dict[str, Value], stored: set[str]) -> None:
-        for s in self.p.stores:
-            if self._per_cell(s):
-                if isinstance(s.source, str):
-                    self._need(s.source, cell, local, stored)
-                self._store(s, cell, local)
-
-    def _reduce(self, s: Reduce, place: Place, env: dict[str, Value], stored: set[str]) -> Value:
+    def _reduce(self, s: Reduce, place: Place, env: Env, stored: set[str]) -> Value:
         """One pass over the row. Accumulates lane by lane; lanes meet at the end."""
         c = self.c
         kind = self.type_of(s.kind)
         start, combine = self._identity(s, kind)
         sizes = self.shape.steps if self.shape.inner_vector else (place.lanes,)
-        acc = {lanes: c.variable(vec(lanes, kind)) for lanes in sizes}
-        for lanes, room in acc.items():
-            c.b.store(self.splat(start, lanes), room)
+        acc = {n: c.variable(vec(n, kind), self.splat(start, n)) for n in sizes}
         far = self._far_sums(s, acc)
         keep = [k for k in self.shape.kept if k not in stored and not s.seldom]
-        for cell in self._cells(place, partial(self._move, acc, far) if far else None):
+        pause = partial(self._move, acc, far) if far else None
+        for cell in self._cells(place, self.shape.columns, pause):
             local = dict(env)
             self._accumulate(s, acc[cell.lanes], cell, local, stored)
             for k in keep:
                 if k in local:
                     value, align = self.lanes(local[k], cell.lanes), 8 if self.p.wide else 4
                     c.b.store(value, self._slot(k, cell), align=align)
-        made = {k for k in keep if needs(self.made, [s.source], k, stored, self.p)}
-        stored |= made
+        stored |= reached(self.p, [s.source], stored).intersection(keep)
         wide = F64 if far else kind
         totals = [c.b.load(room, typ=vec(lanes, wide)) for lanes, room in (far or acc).items()]
         if self.shape.inner_vector:
-            whole = [c.reduce(t, combine) for t in totals]  # halves first: errors grow with depth
-            while len(whole) > 1:
-                whole = [combine(whole[0], whole.pop()), *whole[1:]]
-            totals = whole
-        total = totals[0]
-        return c.b.fptrunc(total, vec(llvm.lanes_of(total), kind)) if wide is not kind else total
+            # halves first: errors grow with depth
+            first, *others = (c.reduce(t, combine) for t in totals)
+            totals = [reduce(combine, reversed(others), first)]
+        return self.of_width(totals[0], kind) if far else totals[0]
 
     def _accumulate(
-        self, s: Reduce, room: Value, cell: Place, local: dict[str, Value], stored: set[str]
+        self, s: Reduce, room: Value, cell: Place, local: Env, stored: set[str]
     ) -> None:
         """Compute what is reduced at this cell and add it to the accumulator."""
         c, kind, factors = self.c, self.type_of(s.kind), self._factors(s)
@@ -188,15 +169,14 @@ class Renderer(Loops):
             combine = self._identity(s, kind)[1]
             c.b.store(combine(total, self.lanes(local[s.source], cell.lanes)), room)
 
-    def _seldom(self, s: Reduce, place: Place, env: dict[str, Value], stored: set[str]) -> Value:
+    def _seldom(self, s: Reduce, place: Place, env: Env, stored: set[str]) -> Value:
         """A pass that is left out unless what it waits for is infinite in some lane."""
         c, first = self.c, env[s.seldom]
         lanes, kind = llvm.lanes_of(first), first.type
         infinite = c.b.fcmp_ordered("==", first, self.splat(self.number(math.inf, s.kind), lanes))
         if lanes > 1:
             infinite = c.reduce(infinite, c.b.or_)
-        room = c.variable(kind)
-        c.b.store(ir.Constant(kind, None), room)
+        room = c.variable(kind, ir.Constant(kind, None))
         with c.when(infinite):
             c.b.store(self._reduce(s, place, env, stored), room)
         return c.b.load(room, typ=kind)
@@ -204,13 +184,10 @@ class Renderer(Loops):
     def _far_sums(self, s: Reduce, acc: dict[int, Value]) -> dict[int, Value]:
         """Where a long sum goes from time to time, so that the error does not grow with its
         length: for every accumulator one in float64. None for short ones."""
-        steps = self._steps(list(self.shape.columns))
+        steps = self._steps(self.shape.columns)
         if s.op != "sum" or s.kind != "float" or steps <= 2 * STRETCH:
             return {}
-        far = {lanes: self.c.variable(vec(lanes, F64)) for lanes in acc}
-        for lanes, room in far.items():
-            self.c.b.store(self.splat(ir.Constant(F64, 0.0), lanes), room)
-        return far
+        return {n: self.c.variable(vec(n, F64), constant(F64, 0.0, n)) for n in acc}
 
     def _move(self, acc: dict[int, Value], far: dict[int, Value]) -> None:
         """What has been summed in float32 so far becomes part of the sum in float64."""
@@ -218,14 +195,13 @@ class Renderer(Loops):
         for lanes, room in acc.items():
             kind = vec(lanes, self.float)
             near, total = b.load(room, typ=kind), b.load(far[lanes], typ=vec(lanes, F64))
-            wide = near if self.p.wide else b.fpext(near, vec(lanes, F64))
-            b.store(b.fadd(total, wide), far[lanes])
-            b.store(self.splat(ir.Constant(self.float, 0.0), lanes), room)
+            b.store(b.fadd(total, self.of_width(near, F64)), far[lanes])
+            b.store(constant(self.float, 0.0, lanes), room)
 
     def _factors(self, s: Reduce) -> tuple[str, str] | None:
         """The two factors of a sum of products, which multiply-adds take without rounding between;
         none if the products are kept."""
-        product = self.made[s.source]
+        product = self.p.made[s.source]
         if s.op != "sum" or s.kind != "float" or s.source in self.shape.kept:
             return None
         if not isinstance(product, Compute) or product.op != "mul":
@@ -235,13 +211,10 @@ class Renderer(Loops):
 
     def _identity(self, s: Reduce, kind: Any) -> tuple[Value, Callable[[Value, Value], Value]]:
         """What a reduction starts with, and what joins two parts of it."""
-        real = s.kind == "float"
-        least, most = (-math.inf, math.inf) if real else (-(2**63), 2**63 - 1)
-        first = {"sum": 0, "prod": 1, "max": least, "min": most, "any": 0, "all": 1}[s.op]
-        start = ir.Constant(kind, float(first) if real else first)
+        start = ir.Constant(kind, scalar.start(s.op, s.kind))
         if s.kind == "bool":
             return start, self.c.b.or_ if s.op == "any" else self.c.b.and_
-        join = (FLOAT if real else INTEGER)[JOINED[s.op]]
+        join = (FLOAT if s.kind == "float" else INTEGER)[JOINED[s.op]]
         return start, lambda x, y: join(self.c, x, y)
 
     # ---- kept values
@@ -259,7 +232,7 @@ class Renderer(Loops):
 
     # ---- statements
 
-    def _need(self, name: str, cell: Place, local: dict[str, Value], stored: set[str]) -> None:
+    def _need(self, name: str, cell: Place, local: Env, stored: set[str]) -> None:
         """Compute ``name`` and what it reads at this cell, or take it from scratch memory."""
         if name in local:
             return
@@ -268,12 +241,12 @@ class Renderer(Loops):
             where = self._slot(name, cell)
             local[name] = self.c.b.load(where, typ=vec(cell.lanes, self.float), align=align)
             return
-        s = self.made[name]
+        s = self.p.made[name]
         for other in reads(s):
             self._need(other, cell, local, stored)
         local[name] = self._evaluate(s, cell, local)
 
-    def _evaluate(self, s: Statement, place: Place, env: dict[str, Value]) -> Value:
+    def _evaluate(self, s: Statement, place: Place, env: Env) -> Value:
         place = replace(place, env=env)
         if isinstance(s, Load):
             return self._load(s, place)
@@ -301,14 +274,13 @@ class Renderer(Loops):
             return llvm_math.exp_nonpositive(self.c, args[0])
         return self.compute(s, args)
 
-    def _arg(self, a: Arg, s: Compute, env: dict[str, Value]) -> Value:
+    def _arg(self, a: Arg, s: Compute, env: Env) -> Value:
         if isinstance(a, str):
             return env[a]
         other = next((env[x] for x in s.args if isinstance(x, str)), None)
         kind = a.kind
         if kind != "bool" and other is not None and s.op != "select":
-            scalar = other.type.element if llvm.lanes_of(other) > 1 else other.type
-            kind = "float" if scalar in (F32, F64) else kind
+            kind = "float" if llvm.element_of(other) in (F32, F64) else kind
         kind = "float" if s.kind == "float" and kind == "int" else kind
         if s.op in ("mul", "div") and kind == "float":
             return self._factor(float(a.value))
@@ -336,9 +308,7 @@ class Renderer(Loops):
         open_guards = tuple(g for g in s.guards if g not in place.known)
         if open_guards:
             return self._guarded(s, open_guards, place)
-        v = self.shape.vector
-        step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
-        stored = STORED[s.dtype.short]
+        stored, step = STORED[s.dtype.short], self._step(s.offset, place)
         align = max(s.dtype.bits // 8, 1)
         base = self.base[s.tensor]
 
@@ -348,11 +318,10 @@ class Renderer(Loops):
         if place.lanes > 1 and self._scattered(s.offset, place):
 
             def found(lane: int) -> Value:
-                return one(base, c.add(self._index(s.offset, place, lane), lane * (step or 0)))
+                return one(base, c.add(self._index(s.offset, place, lane), lane * step))
 
             return self.from_memory(c.joined(place.lanes, stored, found), s.dtype)
         where = c.at(base, self._index(s.offset, place), of=stored)
-        assert step is not None
         if step in (0, 1):
             raw = c.b.load(where, typ=vec(place.lanes if step else 1, stored), align=align)
         elif step == 2:
@@ -373,22 +342,20 @@ class Renderer(Loops):
     def _guarded(self, s: Load, guards: tuple[scalar.Guard, ...], place: Place) -> Value:
         """A load that happens only inside; the guards do not vary along the lanes."""
         kind = scalar.KINDS[s.dtype.kind]
-        v = self.shape.vector
-        step = s.offset.factor(v) if v is not None and place.lanes > 1 else 0
-        lanes = place.lanes if step or self._scattered(s.offset, place) else 1
-        room = self.c.variable(vec(lanes, self.type_of(kind)))
-        self.c.b.store(self.splat(self.number(0, kind), lanes), room)
-        plain = Load(s.name, s.tensor, s.offset, s.dtype)
+        moves = self._step(s.offset, place) or self._scattered(s.offset, place)
+        lanes = place.lanes if moves else 1
+        zero = self.splat(self.number(0, kind), lanes)
+        room = self.c.variable(vec(lanes, self.type_of(kind)), zero)
+        plain = replace(s, guards=())
         with self.c.when(self._inside(guards, place)):
             self.c.b.store(self.lanes(self._load(plain, place), lanes), room)
         return self.c.b.load(room, typ=vec(lanes, self.type_of(kind)))
 
-    def _store_all(self, stores: list[Store], place: Place, env: dict[str, Value]) -> None:
+    def _store_all(self, stores: Sequence[Store], place: Place, env: Env) -> None:
         """Values for every second element and for those between them are stored together."""
-        v = self.shape.vector
         pairs: dict[Any, list[Store]] = {}
         for s in stores:
-            halves = v is not None and place.lanes > 1 and s.offset.factor(v) == 2
+            halves = self._step(s.offset, place) == 2
             pairs.setdefault((s.tensor, s.offset.terms) if halves else s, []).append(s)
         for pair in pairs.values():
             if len(pair) == 2 and pair[1].offset.const == pair[0].offset.const + 1:
@@ -397,16 +364,12 @@ class Renderer(Loops):
                 for s in pair:
                     self._store(s, place, env)
 
-    def _source(self, s: Store, env: dict[str, Value]) -> Value:
+    def _source(self, s: Store, env: Env) -> Value:
         kind = scalar.KINDS[s.dtype.kind]
         return env[s.source] if isinstance(s.source, str) else self.number(s.source.value, kind)
 
-    def _store(
-        self, s: Store, place: Place, env: dict[str, Value], between: Store | None = None
-    ) -> None:
-        value, lanes = self._source(s, env), place.lanes
-        v = self.shape.vector
-        step = s.offset.factor(v) if v is not None and lanes > 1 else 0
+    def _store(self, s: Store, place: Place, env: Env, between: Store | None = None) -> None:
+        value, lanes, step = self._source(s, env), place.lanes, self._step(s.offset, place)
         stored = STORED[s.dtype.short]
         align = max(s.dtype.bits // 8, 1)
         where = self.c.at(self.base[s.tensor], self._index(s.offset, place), of=stored)
@@ -422,7 +385,6 @@ class Renderer(Loops):
         if step == 1:
             self.c.b.store(raw, where, align=align)
             return
-        assert step is not None
         for lane in range(lanes):
             one = self.c.item(raw, lane)
             self.c.b.store(one, self.c.at(where, lane * step, of=stored), align=align)

@@ -13,10 +13,9 @@ from typing import Any
 
 from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatten
-from deuteron.codegen.moves import MOVES
-from deuteron.codegen.placed import PLACED, has_input
+from deuteron.codegen.places import PLACES, has_input
 from deuteron.codegen.rows import ROWS, Walk, is_reduction
-from deuteron.codegen.scalar import KINDS, Guard, Load, Reduce, ScalarProgram, Statement, Store
+from deuteron.codegen.scalar import KINDS, Guards, Load, Reduce, ScalarProgram, Statement, Store
 from deuteron.codegen.windows import WINDOWS
 from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Node
@@ -60,9 +59,8 @@ class Lowering(Scalars):
 
     def _check(self) -> None:
         for node in self.region.nodes:
-            simple = is_scalar(table.get(node.op))
-            placed = node.op in PLACED or node.op in WINDOWS
-            if not (simple or placed or node.op in MOVES or node.op in ROWS):
+            written = any(node.op in forms for forms in (PLACES, ROWS, WINDOWS))
+            if not written and not is_scalar(table.get(node.op)):
                 raise CannotLower(f"{node.op} has no scalar form")
             for value in (*node.uses, *node.outputs):
                 t = self.graph.types[value]
@@ -171,28 +169,26 @@ class Lowering(Scalars):
 
     # ---- values at an index
 
-    def at(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
+    def at(self, value: str, index: Index, guards: Guards) -> Arg:
         """The element of ``value`` at ``index``; loads under ``guards`` read nothing outside."""
         key = (value, index, guards)
         if key not in self.known:
             self.known[key] = self._at(value, index, guards)
         return self.known[key]
 
-    def float_at(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
+    def float_at(self, value: str, index: Index, guards: Guards) -> Arg:
         return self.as_float(self.at(value, index, guards))
 
-    def _at(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
+    def _at(self, value: str, index: Index, guards: Guards) -> Arg:
         if value in self.graph.constants:
             return self._known_number(value)
         node = self.graph.producer.get(value)
         if node is None:
             return self._load(value, index, guards)
-        if node.op in MOVES:
-            return MOVES[node.op](self, node, index, guards)
         if is_reduction(node):
             return self._row(node, value, index)
-        if node.op in PLACED:
-            return PLACED[node.op](self, node, index, guards)
+        if node.op in PLACES:
+            return PLACES[node.op](self, node, index, guards)
         if node.op in WINDOWS:
             return WINDOWS[node.op](self, node, value, index, guards)
         return self._elementwise(node, index, guards)
@@ -207,7 +203,7 @@ class Lowering(Scalars):
             )
         return Const(first.item(), KINDS[constant.type.dtype.kind])
 
-    def _load(self, value: str, index: Index, guards: tuple[Guard, ...]) -> Arg:
+    def _load(self, value: str, index: Index, guards: Guards) -> Arg:
         t = self.graph.types[value]
         steps = zip(index, t.shape, t.strides, strict=True)
         offset = sum((i * stride for i, size, stride in steps if size > 1), Affine())
@@ -226,7 +222,7 @@ class Lowering(Scalars):
 
     # ---- elementwise work
 
-    def _elementwise(self, node: Node, index: Index, guards: tuple[Guard, ...]) -> Arg:
+    def _elementwise(self, node: Node, index: Index, guards: Guards) -> Arg:
         def element(value: str) -> Arg:
             own = self.broadcast(index, self.graph.types[value].shape)
             return self.at(value, own, guards)
@@ -301,7 +297,7 @@ class Lowering(Scalars):
             return Const(float(a.value), "float")
         return a if self.kind(a) == "float" else self.op("to_float", a, kind="float")
 
-    def affine(self, node: Node, slot: int, y: Arg, index: Index, guards: tuple[Guard, ...]) -> Arg:
+    def affine(self, node: Node, slot: int, y: Arg, index: Index, guards: Guards) -> Arg:
         """y · weight + bias, inputs ``slot`` and the one after it; either may be absent."""
         for at, op in ((slot, "mul"), (slot + 1, "add")):
             if has_input(node, at):
@@ -310,7 +306,7 @@ class Lowering(Scalars):
 
     # ---- statements
 
-    def inside(self, guards: tuple[Guard, ...]) -> Arg:
+    def inside(self, guards: Guards) -> Arg:
         key = ("inside", guards)
         if key not in self.known:
             self.known[key] = name = self.name("g", "bool")
@@ -341,10 +337,6 @@ class Lowering(Scalars):
         name = self.name("m", self.kind(source))
         self.statements.append(Reduce(name, op, source, self.kind(source), seldom))
         return name
-
-    def constant(self, value: float, dtype: DType | None = None) -> Const:
-        """``value`` in the kind of ``dtype``; a float if none is given."""
-        return scalar.number(value, "float" if dtype is None else dtype.kind)
 
 
 def _converted_number(a: Const, out: DType) -> Const:

@@ -8,7 +8,6 @@ interface is loaded, kernels run on the calling thread.
 from __future__ import annotations
 
 import ctypes
-import sys
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -46,9 +45,7 @@ class Runtime:
 
 @lru_cache
 def runtime() -> Runtime | None:
-    """torch's OpenMP runtime, or None."""
-    if sys.platform == "win32":
-        return None
+    """torch's OpenMP runtime, or None, as on systems that do not say what is loaded."""
     for path in _loaded_libraries():
         try:
             return Runtime(ctypes.CDLL(path))

@@ -9,21 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine, Var, flatten
-from deuteron.codegen.scalar import (
-    Load,
-    Reduce,
-    ScalarProgram,
-    Statement,
-    Store,
-    needed,
-    substitute,
-)
-from deuteron.ir.dtype import dtype
+from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store
+from deuteron.ir.dtype import DType, dtype
 
 FEW_ROWS = 8  # from here on threads find enough to do
 LONG = 1 << 14  # elements of a row that are worth a second program
 PIECES = 32  # parts of all rows together that are wanted
+Parts = dict[str, tuple[str, DType]]  # by reduction, the tensor that holds its parts
 
 
 def in_parts(program: ScalarProgram) -> tuple[ScalarProgram, ScalarProgram] | None:
@@ -40,24 +34,24 @@ def in_parts(program: ScalarProgram) -> tuple[ScalarProgram, ScalarProgram] | No
     part, rest = Var(f"{axis.name}p", count), Var(axis.name, axis.size // count)
     shape = (*(v.size for v in program.outer), count)
     place = flatten(tuple(map(Affine.var, (*program.outer, part))), shape)
-    tensors = {s.name: f"part{i}" for i, s in enumerate(program.reductions)}
-    real = "f64" if program.wide else "f32"
-    kinds = {s.name: "i64" if s.kind == "int" else real for s in program.reductions}
-    first = substitute(program, {axis: Affine.var(part) * rest.size + Affine.var(rest)})
-    stores = [Store(tensors[n], place, n, dtype(kinds[n])) for n in tensors]
+    real, whole = dtype("f64" if program.wide else "f32"), dtype("i64")
+    kinds = {s.name: whole if s.kind == "int" else real for s in program.reductions}
+    parts = {name: (f"part{i}", kind) for i, (name, kind) in enumerate(kinds.items())}
+    first = scalar.substitute(program, {axis: Affine.var(part) * rest.size + Affine.var(rest)})
+    stores = [Store(tensor, place, name, kind) for name, (tensor, kind) in parts.items()]
     outer, inner = (*program.outer, part), tuple(rest if v == axis else v for v in program.inner)
-    statements = (*needed(first.statements, tensors), *stores)
-    outputs = tuple(tensors.values())
+    statements = (*scalar.needed(first.statements, parts), *stores)
+    outputs = tuple(s.tensor for s in stores)
     first = replace(first, outer=outer, inner=inner, statements=statements, outputs=outputs)
-    statements, inputs = tuple(_after(program, tensors, kinds, place)), (*program.inputs, *outputs)
+    statements, inputs = tuple(_after(program, parts, place)), (*program.inputs, *outputs)
     return first, replace(program, inner=(part,), statements=statements, inputs=inputs)
 
 
 def _one_walk(program: ScalarProgram) -> bool:
     """Whether no reduction waits for another, and only rows are stored."""
-    inner, late = set(program.inner), program.after_reductions
+    late = program.after_reductions
     waits = any(s.source in late or s.seldom or s.kind == "bool" for s in program.reductions)
-    return not waits and not any(s.offset.variables & inner for s in program.stores)
+    return not waits and not program.element_stores
 
 
 def _count(size: int, wanted: int) -> int:
@@ -65,16 +59,14 @@ def _count(size: int, wanted: int) -> int:
     return next(n for n in range(min(wanted, size), 0, -1) if size % n == 0)
 
 
-def _after(
-    program: ScalarProgram, tensors: dict[str, str], kinds: dict[str, str], place: Affine
-) -> list[Statement]:
+def _after(program: ScalarProgram, parts: Parts, place: Affine) -> list[Statement]:
     """What a row does with its parts; of its elements nothing is looked at any more."""
     found: list[Statement] = []
     for s in program.statements:
         if isinstance(s, Reduce):
             each = f"{s.name}p"
-            found.append(Load(each, tensors[s.name], place, dtype(kinds[s.name])))
-            found.append(replace(s, source=each))
+            tensor, kind = parts[s.name]
+            found += (Load(each, tensor, place, kind), replace(s, source=each))
         elif isinstance(s, Store) or program.level[s.name] == "row":
             found.append(s)
     return found

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deuteron.codegen.index import Affine, flatten
-from deuteron.codegen.moves import replaced
-from deuteron.codegen.placed import class_axis, has_input, nll_terms
+from deuteron.codegen.places import has_input, nll_terms, replaced
 from deuteron.codegen.scalar import Load
+from deuteron.codegen.scalar import number as constant
 from deuteron.codegen.windows import weight_grad
 from deuteron.ir.graph import Attrs, Node
 from deuteron.ir.types import Shape
+from deuteron.ops.cross_entropy import class_axis
 from deuteron.ops.formula import Arg, CannotLower, Const
 
 if TYPE_CHECKING:
@@ -67,14 +68,14 @@ def _groups(low: Lowering, node: Node) -> Walk:
 
 
 def _classes(low: Lowering, node: Node) -> Walk:
-    shape, (axis, _) = low.type(node).shape, class_axis(low, node)
+    shape = low.type(node).shape
     if node.attrs.get("reduction", "none") != "none":
         raise CannotLower(
             f"{node.op} reduces over classes and then over positions: the sum waits for all rows, "
             "so that it takes a second kernel",
             "use reduction='none' and join the positions afterwards, as the passes do",
         )
-    return Walk(shape, shape, (axis,))
+    return Walk(shape, shape, (class_axis(shape),))
 
 
 # ---- plain reductions
@@ -86,13 +87,10 @@ SUMS = {op: "sum" if op == "mean" else op for op in "sum mean max min prod any a
 
 
 def _plain(low: Lowering, node: Node, value: str) -> Arg:
-    source, out = low.cell(node), low.graph.types[value].dtype
-    given = low.type(node).dtype
-    op = SUMS[node.op]
+    op, out = SUMS[node.op], low.graph.types[value].dtype
     if out.kind == "bool":
         op = {"max": "any", "min": "all"}.get(op, op)
-        return low.reduce(op, low.converted(source, given, out))
-    total = low.reduce(op, low.converted(source, given, out))
+    total = low.reduce(op, low.converted(low.cell(node), low.type(node).dtype, out))
     return low.op("div", total, float(low.columns)) if node.op == "mean" else total
 
 
@@ -159,17 +157,16 @@ def _arg(low: Lowering, node: Node, value: str) -> Arg:
 # ---- norms
 
 
-def _statistics(low: Lowering, node: Node, centred: bool = True) -> tuple[Arg, Arg, Arg, Arg]:
+def _statistics(low: Lowering, node: Node) -> tuple[Arg, Arg, Arg, Arg]:
     """mean, x − mean, Σ (x − mean)² and 1 / √(var + eps) of the row, asked for once.
 
     Where squares overflow, 1 / √inf would be 0 and the row its bias, a number like any other. A
     centred row is nan then, as it is with an infinity in it, which costs nothing. Without a mean
     the root comes from scaled squares: of a row with an infinity in it only that is nan."""
-    key = f"{node.outputs[0]} statistics"
+    key, centred = f"{node.outputs[0]} statistics", node.op != "rms_norm"
     if key not in low.reduced:
-        x = low.as_float(low.cell(node))
-        mean: Arg = low.constant(0.0)
-        d, total = x, None
+        x = d = low.as_float(low.cell(node))
+        mean: Arg = constant(0.0)
         if centred:
             mean, d, total = _centred(low, x)
             total = low.op("select", low.op("eq", total, math.inf), math.nan, total)
@@ -187,23 +184,19 @@ def _statistics(low: Lowering, node: Node, centred: bool = True) -> tuple[Arg, A
     return mean, d, total, rstd
 
 
-def _layer_norm(low: Lowering, node: Node, value: str) -> Arg:
-    _, d, _, rstd = _statistics(low, node, centred=node.op == "layer_norm")
-    cell = low.cell_index(node)
-    own = cell[len(cell) - node.attrs["dims"] :]
-    return low.affine(node, 1, low.op("mul", d, rstd), own, ())
-
-
-def _channel_norm(low: Lowering, node: Node, value: str) -> Arg:
+def _norm(low: Lowering, node: Node, value: str) -> Arg:
+    """With a weight and a bias for each element of the last dimensions, or for each channel."""
     _, d, _, rstd = _statistics(low, node)
-    return low.affine(node, 1, low.op("mul", d, rstd), (low.cell_index(node)[1],), ())
+    cell, dims = low.cell_index(node), node.attrs.get("dims")
+    own = cell[1:2] if dims is None else cell[len(cell) - dims :]
+    return low.affine(node, 1, low.op("mul", d, rstd), own, ())
 
 
 def _batch_norm_train(low: Lowering, node: Node, value: str) -> Arg:
     """y, the new running mean and variance (unbiased), and the statistics of this batch."""
     which = node.outputs.index(value)
     if which == 0:
-        return _channel_norm(low, node, value)
+        return _norm(low, node, value)
     mean, _, total, rstd = _statistics(low, node)
     if which > 2:
         return mean if which == 3 else rstd
@@ -251,7 +244,8 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     and the gradient of each element, (p · (Σ q + 2 · z · lse) − q) · scale. The shares q are
     those of all classes (``every``) and of the target's own (``own``), times their weights. A
     class that does not exist makes its row nan."""
-    e, cell, (axis, classes) = low.op, low.cell_index(node), class_axis(low, node)
+    e, cell, shape = low.op, low.cell_index(node), low.type(node).shape
+    axis, classes = class_axis(shape), shape[class_axis(shape)]
     row, smooth = (*cell[:axis], *cell[axis + 1 :]), node.attrs["label_smoothing"]
     top, _, power, total = _soft(low, node)
     log_sum = e("log", total)
@@ -270,7 +264,7 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     def logit(at: Affine) -> Arg:
         return low.float_at(low.input(node), replaced(cell, axis, at), ())
 
-    every: Any = low.constant(smooth / classes) if smooth else None
+    every: Any = constant(smooth / classes) if smooth else None
     own = valid = target = None
     if low.type(node, 1).dtype.is_float:
         q = low.float_at(low.input(node, 1), cell, ())
@@ -280,9 +274,9 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
         valid = e("ne", target, node.attrs["ignore_index"])
         known = e("and", e("ge", target, 0), e("lt", target, classes))
         at = low.dynamic(e("select", known, target, 0), classes, given=False)
-        own = e("select", known, weighted(low.constant(1.0 - smooth), at), math.nan)
+        own = e("select", known, weighted(constant(1.0 - smooth), at), math.nan)
     uniform = isinstance(every, Const) and not has_input(node, 2)
-    shares: Any = low.constant(smooth)
+    shares: Any = constant(smooth)
     if every is not None and not uniform:
         every, key = weighted(every, cell[axis]), f"{node.outputs[0]} shares"
         if key not in low.reduced:
@@ -324,9 +318,9 @@ ROWS: dict[str, tuple[Walker, Rule]] = {
     **dict.fromkeys(SUMS, (_over(_named), _plain)),
     "var": (_over(_named), _var),
     **dict.fromkeys(("argmax", "argmin"), (_over(_one_axis), _arg)),
-    **dict.fromkeys(("layer_norm", "rms_norm"), (_trailing, _layer_norm)),
-    "group_norm": (_groups, _channel_norm),
-    "instance_norm": (_over(lambda rank, attrs: range(2, rank)), _channel_norm),
+    **dict.fromkeys(("layer_norm", "rms_norm"), (_trailing, _norm)),
+    "group_norm": (_groups, _norm),
+    "instance_norm": (_over(lambda rank, attrs: range(2, rank)), _norm),
     "batch_norm_train": (_all_but_channels, _batch_norm_train),
     "weighted_pool_dw": (_all_but_channels, weight_grad),
     **dict.fromkeys(("softmax", "log_softmax"), (_over(_one_axis), _softmax)),

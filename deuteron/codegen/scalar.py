@@ -17,11 +17,11 @@ renderers, so that every one of them computes the same numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import inf, prod
 
-from deuteron.codegen.index import Affine, Dynamic, Var
+from deuteron.codegen.index import Affine, Dynamic, Index, Var
 from deuteron.ir.dtype import DType
 from deuteron.ops.formula import Arg, Compute, Const
 
@@ -46,6 +46,15 @@ class Guard:
         return f"{self.low} <= {self.index} < {self.high}"
 
 
+Guards = tuple[Guard, ...]
+
+
+def guards_of(places: Index, sizes: Sequence[int]) -> Guards:
+    """Guards for those of the places that may lie outside."""
+    pairs = zip(places, sizes, strict=True)
+    return tuple(Guard(i, 0, n) for i, n in pairs if i.low < 0 or i.high >= n)
+
+
 @dataclass(frozen=True)
 class Load:
     """One element of an input; outside its guards it reads as 0 and is not touched."""
@@ -54,7 +63,7 @@ class Load:
     tensor: str
     offset: Affine
     dtype: DType
-    guards: tuple[Guard, ...] = ()
+    guards: Guards = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Inside:
     """Whether all guards hold, as a bool."""
 
     name: str
-    guards: tuple[Guard, ...]
+    guards: Guards
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,13 @@ class Reduce:
     seldom: str = ""
 
 
+def start(op: str, kind: str) -> float:
+    """What a reduction starts with: it leaves any other number as it is."""
+    least, most = (-inf, inf) if kind == "float" else (-(2**63), 2**63 - 1)
+    first = {"sum": 0, "prod": 1, "max": least, "min": most, "any": 0, "all": 1}[op]
+    return float(first) if kind == "float" else first
+
+
 @dataclass(frozen=True)
 class Store:
     """Write a value to an output, rounded to its type."""
@@ -97,18 +113,16 @@ class Store:
     dtype: DType
 
 
-Statement = Load | Compute | Inside | Position | Reduce | Store
+Value = Load | Compute | Inside | Position | Reduce  # a statement that gives a name to something
+Statement = Value | Store
 
 
 def indices(s: Statement) -> tuple[Affine, ...]:
     """The offset and guard expressions of a statement."""
-    if isinstance(s, Load):
-        return (s.offset, *(g.index for g in s.guards))
-    if isinstance(s, Store):
-        return (s.offset,)
-    if isinstance(s, Inside):
-        return tuple(g.index for g in s.guards)
-    return (s.index,) if isinstance(s, Position) else ()
+    if isinstance(s, Position):
+        return (s.index,)
+    offset = (s.offset,) if isinstance(s, Load | Store) else ()
+    return (*offset, *(g.index for g in s.guards)) if isinstance(s, Load | Inside) else offset
 
 
 def reads(s: Statement) -> tuple[str, ...]:
@@ -140,7 +154,7 @@ class ScalarProgram:
     statements: tuple[Statement, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    wide: bool = field(default=False)  # compute in float64
+    wide: bool = False  # compute in float64
 
     @cached_property
     def rows(self) -> int:
@@ -154,12 +168,10 @@ class ScalarProgram:
     def varies(self) -> dict[str, frozenset[Var]]:
         """Value → the axes along which it changes."""
         found: dict[str, frozenset[Var]] = {}
-        for s in self.statements:
-            if not isinstance(s, Store):
-                axes: frozenset[Var] = frozenset()
-                axes = axes.union(*(e.variables for e in indices(s)))
-                axes = axes.union(*(found[name] for name in reads(s)))
-                found[s.name] = axes - set(self.inner) if isinstance(s, Reduce) else axes
+        for s in self.made.values():
+            own, read = (e.variables for e in indices(s)), (found[name] for name in reads(s))
+            axes = frozenset[Var]().union(*own, *read)
+            found[s.name] = axes - set(self.inner) if isinstance(s, Reduce) else axes
         return found
 
     def axes_of(self, e: Affine) -> frozenset[Var]:
@@ -173,11 +185,16 @@ class ScalarProgram:
         return {name: "element" if axes & inner else "row" for name, axes in self.varies.items()}
 
     @cached_property
+    def made(self) -> dict[str, Value]:
+        """Value → the statement that makes it."""
+        return {s.name: s for s in self.statements if not isinstance(s, Store)}
+
+    @cached_property
     def loads(self) -> tuple[Load, ...]:
         return tuple(s for s in self.statements if isinstance(s, Load))
 
     @cached_property
-    def guards(self) -> tuple[Guard, ...]:
+    def guards(self) -> Guards:
         """Every guard, once."""
         asked = (s.guards for s in self.statements if isinstance(s, Load | Inside))
         return tuple(dict.fromkeys(g for guards in asked for g in guards))
@@ -190,6 +207,16 @@ class ScalarProgram:
     def stores(self) -> tuple[Store, ...]:
         return tuple(s for s in self.statements if isinstance(s, Store))
 
+    @cached_property
+    def row_stores(self) -> tuple[Store, ...]:
+        """What is stored once for a row."""
+        return tuple(s for s in self.stores if not s.offset.variables & set(self.inner))
+
+    @cached_property
+    def element_stores(self) -> tuple[Store, ...]:
+        """What is stored for every element of a row."""
+        return tuple(s for s in self.stores if s not in self.row_stores)
+
     @property
     def transfers(self) -> tuple[Load | Store, ...]:
         """From memory, then to it."""
@@ -199,9 +226,9 @@ class ScalarProgram:
     def after_reductions(self) -> frozenset[str]:
         """The results of reductions and the values that depend on them."""
         found: set[str] = set()
-        for s in self.statements:
-            if not isinstance(s, Store) and (isinstance(s, Reduce) or found.intersection(reads(s))):
-                found.add(s.name)
+        for name, s in self.made.items():
+            if isinstance(s, Reduce) or found.intersection(reads(s)):
+                found.add(name)
         return frozenset(found)
 
     def anonymous(self) -> ScalarProgram:
@@ -226,10 +253,8 @@ class ScalarProgram:
     def __str__(self) -> str:
         outer = ", ".join(f"{v.name}: {v.size}" for v in self.outer) or "once"
         inner = ", ".join(f"{v.name}: {v.size}" for v in self.inner)
-        lines = [f"for {outer}" + (f"  (reduced: {inner})" if inner else "")]
-        for s in self.statements:
-            lines.append("  " + show(s, inner))
-        return "\n".join(lines)
+        head = f"for {outer}" + (f"  (reduced: {inner})" if inner else "")
+        return "\n".join([head, *(f"  {show(s, inner)}" for s in self.statements)])
 
 
 def show(s: Statement, inner: str = "") -> str:
@@ -262,19 +287,15 @@ def merge_axes(program: ScalarProgram) -> ScalarProgram:
         outer=_by_memory(program, tuple(v for v in program.outer if v.size != 1)),
         inner=_by_memory(program, tuple(v for v in program.inner if v.size != 1)),
     )
-    for reduced in (False, True):
-        at = len(program.inner if reduced else program.outer) - 2
-        while at >= 0:
-            axes = program.inner if reduced else program.outer
+    for which in ("outer", "inner"):
+        for at in range(len(getattr(program, which)) - 2, -1, -1):
+            axes: tuple[Var, ...] = getattr(program, which)
             a, b = axes[at], axes[at + 1]
             if all(_walks_as_one(e, a, b) for e in program.accesses()):
                 both = Var(b.name, a.size * b.size)
-                joined = (*axes[:at], both, *axes[at + 2 :])
+                joined = {which: (*axes[:at], both, *axes[at + 2 :])}
                 program = substitute(program, {a: Affine(), b: Affine.var(both)})
-                program = (
-                    replace(program, inner=joined) if reduced else replace(program, outer=joined)
-                )
-            at -= 1
+                program = replace(program, **joined)  # type: ignore[arg-type]
     return program
 
 
@@ -324,23 +345,15 @@ def overwritable(program: ScalarProgram) -> list[tuple[str, str]]:
 def substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProgram:
     """The same statements with variables replaced in every index."""
 
-    def guards(gs: tuple[Guard, ...]) -> tuple[Guard, ...]:
-        return tuple(replace(g, index=g.index.substitute(values)) for g in gs)
+    def replaced(s: Statement) -> Statement:
+        if isinstance(s, Load | Inside):
+            guards = (replace(g, index=g.index.substitute(values)) for g in s.guards)
+            s = replace(s, guards=tuple(guards))
+        if isinstance(s, Load | Store):
+            return replace(s, offset=s.offset.substitute(values))
+        return replace(s, index=s.index.substitute(values)) if isinstance(s, Position) else s
 
-    statements: list[Statement] = []
-    for s in program.statements:
-        if isinstance(s, Load):
-            offset = s.offset.substitute(values)
-            statements.append(replace(s, offset=offset, guards=guards(s.guards)))
-        elif isinstance(s, Store):
-            statements.append(replace(s, offset=s.offset.substitute(values)))
-        elif isinstance(s, Inside):
-            statements.append(replace(s, guards=guards(s.guards)))
-        elif isinstance(s, Position):
-            statements.append(replace(s, index=s.index.substitute(values)))
-        else:
-            statements.append(s)
-    return replace(program, statements=tuple(statements))
+    return replace(program, statements=tuple(map(replaced, program.statements)))
 
 
 # ---- softmax: what renderers may know about e^(x − max x) and its sum
@@ -356,15 +369,14 @@ class Softmax:
 
 def softmaxes(program: ScalarProgram) -> tuple[list[Softmax], frozenset[str]]:
     """The pairs in a program, and the names of all exponentials e^(x − max x)."""
-    by_name = {s.name: s for s in program.statements if not isinstance(s, Store)}
     pairs, shifted = [], set()
     for s in program.statements:
         if not (isinstance(s, Compute) and s.op == "exp" and isinstance(s.args[0], str)):
             continue
-        d = by_name[s.args[0]]
+        d = program.made[s.args[0]]
         if not (isinstance(d, Compute) and d.op == "sub" and isinstance(d.args[1], str)):
             continue
-        top = by_name[d.args[1]]
+        top = program.made[d.args[1]]
         if isinstance(top, Reduce) and top.op == "max" and top.source == d.args[0]:
             shifted.add(s.name)
             for total in program.reductions:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from textwrap import indent
 
-from deuteron.codegen.tables import numbers
+from deuteron.codegen.tables import polynomials
 
 PI = {  # and what its rounding left out
     "32": (3.1415927410125732, -8.742278000372485e-08),
@@ -21,21 +21,15 @@ ALL_NAN = "propagate_nan=tl.PropagateNan.ALL"
 TINY = 2.0**-1022  # below this a float64 has no leading bit; times 2^54 it has
 
 # (atan t − t) / t³ in t² up to tan² π/8, highest power first: off by 6e-10 and 4e-17
-ATAN = {
-    "32": numbers(
-        """
-        0.05047937432040091 -0.08624598215196126 0.11071354571201351 -0.14284150629730288
-        0.1999997724823353 -0.3333333327922454
-        """
-    ),
-    "64": numbers(
-        """
-        -0.019175404711104935 0.03923044778479309 -0.050854078345894844 0.05858140904866328
-        -0.06664510525508936 0.07692183125376892 -0.0909090457530649 0.11111111015187018
-        -0.14285714284665682 0.19999999999995516 -0.3333333333333333
-        """
-    ),
-}
+ATAN = polynomials(
+    """
+    bits32 0.05047937432040091 -0.08624598215196126 0.11071354571201351 -0.14284150629730288
+    0.1999997724823353 -0.3333333327922454
+    bits64 -0.019175404711104935 0.03923044778479309 -0.050854078345894844 0.05858140904866328
+    -0.06664510525508936 0.07692183125376892 -0.0909090457530649 0.11111111015187018
+    -0.14285714284665682 0.19999999999995516 -0.3333333333333333
+    """
+)
 
 
 def wide(value: float) -> str:
@@ -108,7 +102,7 @@ t = tl.where((least == most) & (most > 0.0), 1.0, t)  # of two infinities too
 steep = t > {_number(0.41421356237309503, bits)}
 t = tl.where(steep, {divide.format("(t - 1.0)", "(t + 1.0)")}, t)
 z = t * t
-{_horner("p", "z", ATAN[bits], bits)}
+{_horner("p", "z", ATAN[f"bits{bits}"], bits)}
 p = t + t * z * p
 p = tl.where(steep, {p4} + (p + {q4}), p)
 p = tl.where(b > a, {p2} - (p - {q2}), p)
@@ -126,20 +120,24 @@ p = tl.where(negative & odd, p * -1.0, p)
 p = tl.where((x < 0.0) & (w != 0.0) & (a != float("inf")) & (whole == 0), float("nan"), p)
 """
 
-_POW = f"""
+# 2 (2/(2k+1) …) of ln m = 2s (1 + s²/3 + s⁴ (1/5 + s²/7 + …)) with s = (m−1)/(m+1) below 0.1716:
+# what is left out after s²⁴ is below 2⁻⁶⁵ of the whole
+_SERIES = tuple(1.0 / k for k in range(25, 3, -2))
+
+BODIES = {
+    "_fmod(x, y)": _fmod(double=False),
+    "_fmod64(x, y)": _fmod(double=True),
+    "_atan2(y, x)": _atan2("32"),
+    "_atan264(y, x)": _atan2("64"),
+    "_pow(x, y)": f"""
 # |x|^y in float64, where y ln|x| loses nothing that float32 would show
 a = tl.abs(x).to(tl.float64)
 w = y.to(tl.float64)
 p = tl.exp(w * tl.log(a))
 {_SIGNS.format(bits=32)}
 return p.to(tl.float32)
-"""
-
-# 2 (2/(2k+1) …) of ln m = 2s (1 + s²/3 + s⁴ (1/5 + s²/7 + …)) with s = (m−1)/(m+1) below 0.1716:
-# what is left out after s²⁴ is below 2⁻⁶⁵ of the whole
-_SERIES = tuple(1.0 / k for k in range(25, 3, -2))
-
-_POW64 = f"""
+""",
+    "_pow64(x, y)": f"""
 # y ln|x| to twice the digits, because e^ makes units of its last place 700 times as large
 a = tl.abs(x)
 w = tl.maximum(tl.minimum(y, 73786976294838206464.0, {ALL_NAN}),
@@ -186,10 +184,9 @@ p = tl.where(plain, p, tl.exp(y * tl.log(a)))
 w = y
 {_SIGNS.format(bits=64)}
 return p
-"""
-
-# as many squarings as the largest exponent of all elements has bits
-_POWER = """
+""",
+    # as many squarings as the largest exponent of all elements has bits
+    "_power(x, y)": """
 x, y = tl.broadcast(x, y)
 n = tl.maximum(y, 0)
 most = tl.max(n + tl.zeros((1,), tl.int64), axis=None)
@@ -202,10 +199,9 @@ while most > 0:
     most = most >> 1
 alone = tl.where(x == 1, 1, tl.where(x == -1, tl.where((y & 1) != 0, -1, 1), 0))
 return tl.where(y < 0, alone.to(tl.int64), p)
-"""
-
-# Dekker: the product of two float64 and its error
-_TIMES2 = """
+""",
+    # Dekker: the product of two float64 and its error
+    "_times2(x, y)": """
 p = x * y
 t = x * tl.full((), 134217729.0, tl.float64)
 x1 = t - (t - x)
@@ -214,24 +210,12 @@ y1 = t - (t - y)
 x2 = x - x1
 y2 = y - y1
 return p, ((x1 * y1 - p) + x1 * y2 + x2 * y1) + x2 * y2
-"""
-
-# Knuth: the sum of two float64 and its error
-_PLUS2 = """
+""",
+    # Knuth: the sum of two float64 and its error
+    "_plus2(x, y)": """
 s = x + y
 t = s - x
 return s, (x - (s - t)) + (y - t)
-"""
-
-BODIES = {
-    "_fmod(x, y)": _fmod(double=False),
-    "_fmod64(x, y)": _fmod(double=True),
-    "_atan2(y, x)": _atan2("32"),
-    "_atan264(y, x)": _atan2("64"),
-    "_pow(x, y)": _POW,
-    "_pow64(x, y)": _POW64,
-    "_power(x, y)": _POWER,
-    "_times2(x, y)": _TIMES2,
-    "_plus2(x, y)": _PLUS2,
+""",
 }
 SOURCES = [f"{head}:\n{indent(body.strip(), '    ')}" for head, body in BODIES.items()]

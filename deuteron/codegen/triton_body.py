@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from deuteron.codegen import scalar
-from deuteron.codegen.index import Affine
-from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
-from deuteron.codegen.triton_index import Lookup, Space, Tokens, condition, offset
+from deuteron.codegen.index import Affine, Dynamic, Var
+from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, Statement, Store, reads
+from deuteron.codegen.triton_index import Space, runs, times
 from deuteron.codegen.triton_math import AS_MAX, Arithmetic, across, identity
 from deuteron.ops.formula import Arg, Compute, Const
+
+Tokens = frozenset[str]  # the spaces that a value depends on
 
 
 def arithmetic(program: ScalarProgram) -> Arithmetic:
@@ -60,6 +62,12 @@ class Body:
     def line(self, text: str, comment: str = "") -> None:
         self.lines.append(self.indent + text + (f"  # {comment}" if comment else ""))
 
+    def mask(self, space: str, size: int, step: int, name: str = "") -> None:
+        """Leave out what lies behind the end of a space, where steps do not end there."""
+        if size % step:
+            self.masks[space] = name or f"inside_{space}"
+            self.line(f"{self.masks[space]} = {space} < {size}")
+
     @property
     def full(self) -> Tokens:
         return frozenset(s.name for s in self.spaces if not s.scalar)
@@ -81,31 +89,64 @@ class Body:
         for s in statements:
             if isinstance(s, Load) and s.name in self.pairs:
                 self._load_pair(*self.pairs[s.name])
-            elif isinstance(s, Load):
-                self._load(s, suffix)
-            elif isinstance(s, scalar.Inside):
-                conds, tokens = condition(s.guards, self.spaces, suffix, self._lookup(suffix))
-                text = " & ".join(conds) or "tl.full((), 1, tl.int1)"
-                self.tokens[s.name] = tokens
-                self.line(f"{self.name(s.name, suffix)} = {text}", self._show(s))
-            elif isinstance(s, scalar.Position):
-                text, self.tokens[s.name] = self._offset(s.index, suffix)
-                self.line(f"{self.name(s.name, suffix)} = ({text}).to(tl.int64)", self._show(s))
-            elif isinstance(s, Compute):
-                given = [self.tokens[a] for a in s.args if isinstance(a, str)]
-                self.tokens[s.name] = frozenset().union(*given)
-                right = self.math.compute(s, lambda a: self.name(a, suffix))
-                self.line(f"{self.name(s.name, suffix)} = {right}", self._show(s))
+            elif isinstance(s, Store):
+                self._store(s, suffix)
             elif isinstance(s, Reduce):
                 self._reduce(s)
             else:
-                self._store(s, suffix)
+                text, self.tokens[s.name] = self._value(s, suffix)
+                self.line(f"{self.name(s.name, suffix)} = {text}", self._show(s))
 
-    def _lookup(self, suffix: str) -> Lookup:
-        return lambda name: (self.name(name, suffix), self.tokens[name])
+    def _value(
+        self, s: Load | Compute | scalar.Inside | scalar.Position, suffix: str
+    ) -> tuple[str, Tokens]:
+        if isinstance(s, Load):
+            return self._load(s, suffix)
+        if isinstance(s, scalar.Inside):
+            conds, tokens = self._condition(s.guards, suffix)
+            return " & ".join(conds) or "tl.full((), 1, tl.int1)", tokens
+        if isinstance(s, scalar.Position):
+            text, tokens = self._offset(s.index, suffix)
+            return f"({text}).to(tl.int64)", tokens
+        right = self.math.compute(s, lambda a: self.name(a, suffix))
+        return right, Tokens().union(*(self.tokens[a] for a in reads(s)))
 
     def _offset(self, e: Affine, suffix: str) -> tuple[str, Tokens]:
-        return offset(e, self.spaces, suffix, self._lookup(suffix))
+        """``e`` as text and the spaces it depends on; ``suffix`` marks a copy of the column."""
+        parts: list[str] = []
+        tokens: set[str] = set()
+        factors = {a: f for a, f in e.terms if isinstance(a, Var)}
+        for space in self.spaces:
+            name = space.name + (suffix if space.name == "c" else "")
+            found = runs(space, factors, name)
+            parts += found
+            if found and not space.scalar:
+                tokens.add(space.name)
+        for atom, f in e.terms:
+            if isinstance(atom, Var):
+                continue
+            if isinstance(atom, Dynamic):
+                text, of = self.name(atom.name, suffix), self.tokens[atom.name]
+            else:
+                inside, of = self._offset(atom.of, suffix)
+                text = f"(({inside}) {'%' if atom.rest else '//'} {atom.by})"
+            parts.append(times(text, f))
+            tokens |= of
+        if e.const or not parts:
+            parts.append(str(e.const))
+        return " + ".join(parts).replace("+ -", "- "), frozenset(tokens)
+
+    def _condition(self, guards: Iterable[Guard], suffix: str) -> tuple[list[str], Tokens]:
+        """The guards as comparisons, those that always hold left out."""
+        found: list[str] = []
+        tokens = Tokens()
+        for g in guards:
+            text, of = self._offset(g.index, suffix)
+            below = [f"({text} >= {g.low})"] if g.index.low < g.low else []
+            above = [f"({text} < {g.high})"] if g.index.high >= g.high else []
+            found += below + above
+            tokens |= of if below or above else Tokens()
+        return found, tokens
 
     def _show(self, s: Statement) -> str:
         if isinstance(s, Load | Store):
@@ -124,7 +165,7 @@ class Body:
         if even.name in self.tokens:
             return
         at, tokens = self._offset(even.offset, "")
-        conds, guarded = condition(even.guards, self.spaces, "", self._lookup(""))
+        conds, guarded = self._condition(even.guards, "")
         conds += self._masks(tokens | guarded, "")
         extra = f", mask=({' & '.join(conds)})[:, None], other=0" if conds else ""
         where = f"{self.arguments[even.tensor]} + ({at})[:, None] + tl.arange(0, 2)[None, :]"
@@ -133,9 +174,9 @@ class Body:
             self.line(f"{s.name} = {s.name}.to({self.math.float})")
             self.tokens[s.name] = tokens | guarded
 
-    def _load(self, s: Load, suffix: str) -> None:
+    def _load(self, s: Load, suffix: str) -> tuple[str, Tokens]:
         at, own = self._offset(s.offset, suffix)
-        conds, guarded = condition(s.guards, self.spaces, suffix, self._lookup(suffix))
+        conds, guarded = self._condition(s.guards, suffix)
         if not own and guarded:  # a scalar pointer takes no mask that varies
             some = sorted(guarded)[0]
             at += f" + 0 * {some}{suffix if some == 'c' else ''}"
@@ -149,11 +190,10 @@ class Body:
         if s.tensor in self.hints:
             extra += f', eviction_policy="{self.hints[s.tensor]}"'
         value = f"tl.load({self.arguments[s.tensor]} + {_bracket(at)}{extra})"
-        kind = "float" if s.dtype.is_float else "bool" if s.dtype.kind == "bool" else "int"
+        kind = scalar.KINDS[s.dtype.kind]
         if f"tl.{s.dtype.name}" != self.math.type(kind) and kind != "bool":
             value += f".to({self.math.type(kind)})"
-        self.tokens[s.name] = tokens
-        self.line(f"{self.name(s.name, suffix)} = {value}", self._show(s))
+        return value, tokens
 
     def _store(self, s: Store, suffix: str) -> None:
         at, tokens = self._offset(s.offset, suffix)
@@ -226,18 +266,18 @@ def _bracket(text: str) -> str:
 
 def closure(program: ScalarProgram, wanted: Iterable[str]) -> list[Statement]:
     """The element statements that ``wanted`` values need, in order; rows are taken as known."""
-    made = [s for s in program.statements if not isinstance(s, Store)]
-    return scalar.needed([s for s in made if program.level[s.name] == "element"], wanted)
+    elements = [s for name, s in program.made.items() if program.level[name] == "element"]
+    return scalar.needed(elements, wanted)
 
 
 def depths(program: ScalarProgram, together: Iterable[scalar.Softmax] = ()) -> dict[str, int]:
     """Value → how many passes it waits for; reductions found ``together`` are one pass."""
     found: dict[str, int] = {}
     joined = {pair.total.name: pair.top.name for pair in together}
-    for s in program.statements:
+    for s in program.made.values():
         if isinstance(s, Reduce):
             same = joined.get(s.name)
             found[s.name] = found[same] if same else found[s.source] + 1
-        elif not isinstance(s, Store):
+        else:
             found[s.name] = max((found[name] for name in reads(s)), default=0)
     return found

@@ -8,15 +8,11 @@ loads 16 bytes at once. Neighbouring axes an access walks through as one are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from deuteron.codegen.index import Affine, Dynamic, Var
-from deuteron.codegen.scalar import Guard, ScalarProgram, merge_axes
-
-Tokens = frozenset[str]
-Lookup = Callable[[str], tuple[str, Tokens]]  # a scalar's text and the spaces it depends on
+from deuteron.codegen.index import Affine, Var
+from deuteron.codegen.scalar import ScalarProgram, merge_axes
 
 
 @dataclass(frozen=True)
@@ -34,38 +30,11 @@ class Space:
         return prod(v.size for v in self.axes)
 
 
-def offset(e: Affine, spaces: Iterable[Space], suffix: str, lookup: Lookup) -> tuple[str, Tokens]:
-    """``e`` as text and the spaces it depends on; ``suffix`` marks a copy of the column index."""
-    spaces = tuple(spaces)
-    parts: list[str] = []
-    tokens: set[str] = set()
-    factors = {a: f for a, f in e.terms if isinstance(a, Var)}
-    for space in spaces:
-        name = space.name + (suffix if space.name == "c" else "")
-        for text in _runs(space, factors, name):
-            parts.append(text)
-            if not space.scalar:
-                tokens.add(space.name)
-    for atom, f in e.terms:
-        if isinstance(atom, Var):
-            continue
-        if isinstance(atom, Dynamic):
-            text, of = lookup(atom.name)
-        else:
-            inside, of = offset(atom.of, spaces, suffix, lookup)
-            text = f"(({inside}) {'%' if atom.rest else '//'} {atom.by})"
-        parts.append(_times(text, f))
-        tokens |= of
-    if e.const or not parts:
-        parts.append(str(e.const))
-    return " + ".join(parts).replace("+ -", "- "), frozenset(tokens)
-
-
-def _times(text: str, factor: int) -> str:
+def times(text: str, factor: int) -> str:
     return text if factor == 1 else f"{text} * {factor}" if factor > 0 else f"-{text} * {-factor}"
 
 
-def _runs(space: Space, factors: dict[Var, int], name: str) -> list[str]:
+def runs(space: Space, factors: dict[Var, int], name: str) -> list[str]:
     """The part of an offset that lies in one space, axes that walk as one taken together."""
     found: list[str] = []
     after, at = 1, len(space.axes) - 1
@@ -77,7 +46,7 @@ def _runs(space: Space, factors: dict[Var, int], name: str) -> list[str]:
             at -= 1
             size *= space.axes[at].size
         if f:
-            found.append(_times(_part(space, name, after, size if at > 0 else None), f))
+            found.append(times(_part(space, name, after, size if at > 0 else None), f))
         for v in space.axes[at : last + 1]:
             after *= v.size
         at -= 1
@@ -96,24 +65,6 @@ def _part(space: Space, name: str, after: int, size: int | None) -> str:
     return f"({text}).to(tl.int32)" if space.narrow else f"({text})"
 
 
-def condition(
-    guards: Iterable[Guard], spaces: Iterable[Space], suffix: str, lookup: Lookup
-) -> tuple[list[str], Tokens]:
-    """The guards as comparisons, those that always hold left out."""
-    spaces = tuple(spaces)
-    found: list[str] = []
-    tokens: Tokens = frozenset()
-    for g in guards:
-        text, of = offset(g.index, spaces, suffix, lookup)
-        if g.index.low < g.low:
-            found.append(f"({text} >= {g.low})")
-            tokens |= of
-        if g.index.high >= g.high:
-            found.append(f"({text} < {g.high})")
-            tokens |= of
-    return found, tokens
-
-
 # ---- the order in which axes are walked
 
 
@@ -123,16 +74,12 @@ def arranged(program: ScalarProgram) -> ScalarProgram:
     Elementwise work follows its output; a reduction's rows and columns follow the largest
     tensor it reads, so that the last axis of each is the one that lies closest together.
     """
-    guide = _guide(program)
+    several = [s.offset for s in (program.transfers if program.inner else program.stores)]
+    guide = max(several, key=lambda e: (len(e.variables), e.high - e.low), default=None)
     if guide is None:
         return program
     outer, inner = _ordered(program.outer, guide), _ordered(program.inner, guide)
     return merge_axes(replace(program, outer=outer, inner=inner))
-
-
-def _guide(program: ScalarProgram) -> Affine | None:
-    several = [s.offset for s in (program.transfers if program.inner else program.stores)]
-    return max(several, key=lambda e: (len(e.variables), e.high - e.low), default=None)
 
 
 def _ordered(axes: tuple[Var, ...], guide: Affine) -> tuple[Var, ...]:

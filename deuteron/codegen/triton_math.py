@@ -18,22 +18,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from deuteron.codegen import triton_binary
-from deuteron.codegen.tables import NORMAL_FAR, NORMAL_GONE, NORMAL_TAIL, NORMAL_WIDE, pairs
+from deuteron.codegen.scalar import start
+from deuteron.codegen.tables import NORMAL, NORMAL_FAR, NORMAL_GONE, pairs
 from deuteron.codegen.triton_binary import ALL_NAN, wide
+from deuteron.ir.dtype import dtype
 from deuteron.ops import random
 from deuteron.ops.formula import Compute, Const
 
 POINTERS = pairs(
     "f64 *fp64 f32 *fp32 f16 *fp16 bf16 *bf16 i64 *i64 i32 *i32 i16 *i16 i8 *i8 u8 *u8 bool *i1"
 )
-NAMES = pairs(
-    """
-    f64 tl.float64  f32 tl.float32  f16 tl.float16  bf16 tl.bfloat16
-    i32 tl.int32    i16 tl.int16    i8 tl.int8      u8 tl.uint8
-    """
-)
-
-
 LOG2_E = 1.4426950408889634
 EXPM1 = """    # Kahan: the error of u = e^x is undone by dividing by its own logarithm
     u = {exp}(x)
@@ -116,8 +110,8 @@ def _tanh64(x):
 def _ndtr(x):
     # the normal distribution: 2^q(|x|), or what is left of 1; nothing cancels
     a = tl.minimum(tl.abs(x), {NORMAL_GONE}, {ALL_NAN})
-    q = tl.fma(a, {NORMAL_TAIL[0]!r}, {NORMAL_TAIL[1]!r})
-{fused("q", "a", map(repr, NORMAL_TAIL[2:]))}
+    q = tl.fma(a, {NORMAL["near"][0]!r}, {NORMAL["near"][1]!r})
+{fused("q", "a", map(repr, NORMAL["near"][2:]))}
     p = tl.exp2(q)
     return tl.where(x < 0, p, 1.0 - p)
 
@@ -127,8 +121,8 @@ def _ndtr64(x):
     h = a * a
     t = 1.0 / tl.fma(a, 0.25, 1.0)
     s = tl.fma(t, 2.0, -1.0)
-    r = {wide(NORMAL_WIDE[0])}
-{fused("r", "s", map(wide, NORMAL_WIDE[1:]))}
+    r = {wide(NORMAL["wide"][0])}
+{fused("r", "s", map(wide, NORMAL["wide"][1:]))}
     p = t * tl.exp(h * -0.5) * tl.exp(tl.fma(tl.fma(a, a, -h), -0.5, r))
     return tl.where(x < 0, p, 1.0 - p)
 
@@ -194,8 +188,7 @@ class Arithmetic:
     def literal(self, c: Const, bare: bool = True) -> str:
         """A number as text; bare if the operation may give it the other operand's type."""
         if c.kind == "float":
-            value = float(c.value)
-            text = repr(value) if math.isfinite(value) else f'float("{value}")'
+            text = plain(float(c.value))
             if bare and not self.wide:
                 return f"({text})" if text.startswith("-") else text
             return f"tl.full((), {text}, {self.float})"
@@ -211,7 +204,8 @@ class Arithmetic:
         if s.op in BINARY:
             return f"{args[0]} {BINARY[s.op]} {args[1]}"
         if s.op in CALLS:
-            return CALLS[s.op].format(*args)
+            narrow = dtype(dict(s.attrs).get("dtype", "f32")).name
+            return CALLS[s.op].format(*args, float=self.float, narrow=f"tl.{narrow}")
         return str(getattr(self, "_" + s.op)(s, args))
 
     def _maximum(self, s: Compute, args: Sequence[str]) -> str:
@@ -263,15 +257,6 @@ class Arithmetic:
     def _random(self, s: Compute, args: Sequence[str]) -> str:
         return self._helped(s, args, "_random_far" if dict(s.attrs)["far"] else "_random")
 
-    def _wrapped(self, s: Compute, args: Sequence[str]) -> str:
-        return f"{args[0]}.to({NAMES[dict(s.attrs)['dtype']]}).to(tl.int64)"
-
-    def _to_float(self, s: Compute, args: Sequence[str]) -> str:
-        return f"{args[0]}.to({self.float})"
-
-    def _rounded(self, s: Compute, args: Sequence[str]) -> str:
-        return f"{args[0]}.to({NAMES[dict(s.attrs)['dtype']]}).to({self.float})"
-
 
 BINARY = pairs("add + sub - mul * eq == ne != lt < le <= gt > ge >= and & or | quotient //")
 CALLS = {
@@ -280,26 +265,26 @@ CALLS = {
     "not": "{0} == 0",
     "to_bool": "{0} != 0",
     "to_int": "{0}.to(tl.int64)",
+    "to_float": "{0}.to({float})",
+    "rounded": "{0}.to({narrow}).to({float})",
+    "wrapped": "{0}.to({narrow}).to(tl.int64)",
     "select": "tl.where({0}, {1}, {2})",
 }
 
 
 # ---- reductions
 
-IDENTITY = {
-    "sum": {"float": "0.0", "int": "0"},
-    "prod": {"float": "1.0", "int": "1"},
-    "max": {"float": 'float("-inf")', "int": str(-(2**63))},
-    "min": {"float": 'float("inf")', "int": str(2**63 - 1)},
-    "any": {"bool": "0"},
-    "all": {"bool": "1"},
-}
 AS_MAX = {"any": "max", "all": "min"}  # a bool is reduced as a number
 
 
 def identity(op: str, kind: str) -> str:
     """What leaves a reduction as it is."""
-    return IDENTITY[op][kind]
+    return plain(start(op, kind))
+
+
+def plain(value: float) -> str:
+    """A number as Python writes it, infinities and nan by their names."""
+    return repr(value) if math.isfinite(value) else f'float("{value}")'
 
 
 def combine(op: str, kind: str, a: str, b: str) -> str:

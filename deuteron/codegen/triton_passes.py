@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 
 from deuteron.codegen import scalar
 from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store, reads
@@ -32,10 +33,6 @@ class Partial:
     dtype: str
     count: int
 
-    @property
-    def pointer(self) -> str:
-        return {"f32": "*fp32", "f64": "*fp64", "i64": "*i64", "i32": "*i32"}[self.dtype]
-
 
 class Passes:
     """The passes of one program and how they are written."""
@@ -51,10 +48,6 @@ class Passes:
                 taken |= {pair.top.name, pair.total.name}
         self.depth = depths(program, self.pairs)
         self.last = max((self.depth[r.name] for r in program.reductions), default=0)
-        self.element_stores = [s for s in program.stores if self._along(s)]
-
-    def _along(self, s: Store) -> bool:
-        return bool(s.offset.variables & set(self.program.inner))
 
     def _reductions(self, at: int) -> list[Reduce]:
         return [r for r in self.program.reductions if self.depth[r.name] == at]
@@ -66,7 +59,7 @@ class Passes:
 
     def _stores(self, at: int) -> list[Store]:
         """What is stored along the row in pass ``at``, the first that knows it."""
-        return [s for s in self.element_stores if 1 + self._known(s) == at]
+        return [s for s in self.program.element_stores if 1 + self._known(s) == at]
 
     def _known(self, s: Store) -> int:
         """The pass after which the stored value is known."""
@@ -74,16 +67,9 @@ class Passes:
 
     def _row_statements(self, at: int) -> list[Statement]:
         """What belongs to the row and can be known after pass ``at``."""
-        found: list[Statement] = []
-        for s in self.program.statements:
-            if isinstance(s, Reduce):
-                continue
-            if isinstance(s, Store):
-                if not self._along(s) and self._known(s) == at:
-                    found.append(s)
-            elif self.program.level[s.name] == "row" and self.depth[s.name] == at:
-                found.append(s)
-        return found
+        rows = [s for name, s in self.program.made.items() if self.program.level[name] == "row"]
+        made = [s for s in rows if self.depth[s.name] == at and not isinstance(s, Reduce)]
+        return [*made, *(s for s in self.program.row_stores if self._known(s) == at)]
 
     # ---- kernels
 
@@ -94,11 +80,10 @@ class Passes:
         if not split:
             body, grid = start(block, 1)
             body.emit(self._row_statements(0))
-            for at in range(1, self.last + 1):
-                self._reduce_pass(body, block, at)
+            for at in range(1, self.last + 2):
+                self._pass(body, block, at)
                 self._close(body, at, "a_")
                 body.emit(self._row_statements(at))
-            self._store_pass(body, block)
             return [(body, grid, ())], ()
         partials: list[Partial] = []
         found: list[Kernel] = []
@@ -106,16 +91,12 @@ class Passes:
             final = at > self.last
             self.shared = self.splits if not final or self._stores(at) else 1
             body, grid = start(block, self.shared)
-            body.emit(s for s in self._row_statements(0) if not isinstance(s, Store) or final)
-            for before in range(1, at):
-                self._combine(body, before)
+            for before in range(at):
+                if before:
+                    self._combine(body, before)
                 rows = self._row_statements(before)
                 body.emit(s for s in rows if not isinstance(s, Store) or final)
-            if final:
-                self._store_pass(body, block)
-                found.append((body, grid, tuple(p.name for p in partials)))
-                break
-            self._reduce_pass(body, block, at)
+            self._pass(body, block, at)
             self._close(body, at, "a_", part=True)
             for r in self._reductions(at):
                 wide = self.program.wide and r.kind == "float"
@@ -128,17 +109,11 @@ class Passes:
             found.append((body, grid, tuple(p.name for p in partials)))
         return found, tuple(partials)
 
-    def _loop(
-        self,
-        body: Body,
-        block: int,
-        statements: Sequence[Statement],
-        inside: Callable[[list[str]], None] = lambda copies: None,
-    ) -> None:
-        """Write a loop over the columns: ``statements`` for each copy (suffix), then what
-        ``inside`` makes of all copies. The loads of all copies come first, because a load never
+    def _loop(self, body: Body, block: int, at: int) -> list[str]:
+        """Open a loop over the columns with what pass ``at`` computes and stores in it, once for
+        each copy, and give their suffixes. The loads of all copies come first, because a load never
         overtakes a store: a program would wait for each in turn."""
-        outside, spaces = body.indent, body.spaces
+        spaces, statements = body.spaces, [*self._needed(at), *self._stores(at)]
         columns, unroll = self.program.columns, self.unroll
         loads = [s for s in statements if isinstance(s, Load) and not reads(s)]
         once = self._of_a_stretch(loads, block)
@@ -173,8 +148,7 @@ class Passes:
             body.emit(loads, suffix)
         for suffix in copies:
             body.emit((s for s in statements if s not in loads and s not in once), suffix)
-        inside(copies)
-        body.indent, body.spaces, body.once = outside, spaces, frozenset()
+        return copies
 
     def _of_a_stretch(self, loads: Sequence[Load], block: int) -> list[Load]:
         """Loads that are the same all along the last axis of the columns, as a channel's weight is
@@ -191,15 +165,9 @@ class Passes:
         body.hints.clear()
         if self.count == 1:
             return
-        outer = set(self.program.outer)
-        again: set[str] = set()
-        now: set[str] = set()
-        for k in range(at, self.last + 2):
-            used = {s.tensor for s in self._needed(k) if isinstance(s, Load)}
-            if k == at:
-                now = used
-            else:
-                again |= used
+        outer, passes = set(self.program.outer), map(self._needed, range(at, self.last + 2))
+        now, *later = ({s.tensor for s in needed if isinstance(s, Load)} for needed in passes)
+        again = set[str]().union(*later)
         for s in self.program.loads:
             if s.tensor in now:
                 keep = s.tensor in again or not self.program.axes_of(s.offset) & outer
@@ -213,8 +181,12 @@ class Passes:
         wanted += [s.source for s in self._stores(at) if isinstance(s.source, str)]
         return closure(self.program, wanted)
 
-    def _reduce_pass(self, body: Body, block: int, at: int) -> None:
-        """Accumulate every reduction of this pass, lane by lane."""
+    def _pass(self, body: Body, block: int, at: int) -> None:
+        """Accumulate every reduction of this pass, lane by lane, and store what it knows. The last
+        one only stores, if there is anything left to."""
+        if at > self.last and not self._stores(at):
+            return
+        outside, spaces = body.indent, body.spaces
         self._hints(body, at)
         pairs = [p for p in self.pairs if self.depth[p.top.name] == at]
         paired = {r.name for p in pairs for r in (p.top, p.total)}
@@ -225,16 +197,14 @@ class Passes:
             if any(r == pair.top for pair in pairs):
                 value = LOWEST[self.program.wide]  # finite: no -inf - -inf
             body.line(f"a_{r.name} = tl.full({body.shape}, {value}, {kind})")
-
-        def inside(copies: list[str]) -> None:
-            for suffix in copies:
-                for r in single:
-                    value = body.masked(r, suffix)
-                    body.line(f"a_{r.name} = {combine(r.op, r.kind, 'a_' + r.name, value)}")
-            for pair in pairs:
-                self._online(body, pair, copies)
-
-        self._loop(body, block, [*self._needed(at), *self._stores(at)], inside)
+        copies = self._loop(body, block, at)
+        for suffix in copies:
+            for r in single:
+                value = body.masked(r, suffix)
+                body.line(f"a_{r.name} = {combine(r.op, r.kind, 'a_' + r.name, value)}")
+        for pair in pairs:
+            self._online(body, pair, copies)
+        body.indent, body.spaces, body.once = outside, spaces, frozenset()
 
     def _online(self, body: Body, pair: scalar.Softmax, copies: list[str]) -> None:
         m, s = f"a_{pair.top.name}", f"a_{pair.total.name}"
@@ -243,9 +213,7 @@ class Passes:
             x = f"t_{pair.top.name}{suffix}"
             body.line(f"{x} = {body.masked(pair.top, suffix)}")
             xs.append(x)
-        top = xs[0]
-        for x in xs[1:]:
-            top = combine("max", "float", top, x)
+        top = reduce(partial(combine, "max", "float"), xs)
         body.line(f"top = {combine('max', 'float', m, top)}")
         e = body.math.exponential
         terms = " + ".join(e(f"{x} - top") for x in xs)
@@ -283,13 +251,6 @@ class Passes:
             mask = f", mask={' & '.join(conds)}, other={ident}" if conds else ""
             body.line(f"b_{r.name} = tl.load(w_{r.name} + (r * {self.splits} + k){mask})")
         self._close(body, at, "b_")
-
-    def _store_pass(self, body: Body, block: int) -> None:
-        at = self.last + 1
-        if not self._stores(at):
-            return
-        self._hints(body, at)
-        self._loop(body, block, [*self._needed(at), *self._stores(at)])
 
 
 def dependent_reductions(program: ScalarProgram) -> int:

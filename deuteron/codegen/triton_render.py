@@ -84,11 +84,10 @@ class Renderer:
 
     def run(self) -> Rendered:
         knobs, program = self.knobs, self.program
-        if knobs.kind in ("flat", "tile"):
-            bodies = [self._flat() if knobs.kind == "flat" else self._tile()]
-            partials: tuple[Partial, ...] = ()
-        elif knobs.kind == "rows":
-            bodies, partials = [self._rows()], ()
+        at_once = {"flat": self._flat, "tile": self._tile, "rows": self._rows}.get(knobs.kind)
+        partials: tuple[Partial, ...] = ()
+        if at_once is not None:
+            bodies = [at_once()]
         else:
             passes = Passes(program, knobs.unroll, knobs.splits)
             bodies, partials = passes.kernels(self._row_body, knobs.block, knobs.kind == "split")
@@ -100,7 +99,7 @@ class Renderer:
             head = f"@triton.jit\ndef {name}({args}):\n"
             texts.append(head + "\n".join(body.lines) + "\n")
             launches.append(Launch(name, grid, arguments))
-        pointers = self.pointers | {f"#{p.name}": p.pointer for p in partials}
+        pointers = self.pointers | {f"#{p.name}": POINTERS[p.dtype] for p in partials}
         source = "\n\n".join([HEAD, *self.math.helpers(), *texts])
         return Rendered(source, tuple(launches), partials, pointers, knobs.warps)
 
@@ -120,9 +119,7 @@ class Renderer:
         block = min(self.knobs.block, power_of_two(space.size))
         body = self._body([space], (block,))
         body.line(f"i = {self._program_id()} * {block} + tl.arange(0, {block})")
-        if space.size % block:
-            body.line(f"inside = i < {space.size}")
-            body.masks["i"] = "inside"
+        body.mask("i", space.size, block, "inside")
         body.pairs = side_by_side(self.program)
         body.emit(self.program.statements)
         return body, -(-space.size // block), ()
@@ -141,10 +138,8 @@ class Renderer:
         body.line(f"c = (q % {across}) * {block} + tl.arange(0, {block})[None, :]")
         body.line(f"r = (q // {across} % {down}) * {rows} + tl.arange(0, {rows})[:, None]")
         body.line(f"q = q // {across * down}")
-        for name, size, step in (("r", other.size, rows), ("c", last.size, block)):
-            if size % step:
-                body.line(f"inside_{name} = {name} < {size}")
-                body.masks[name] = f"inside_{name}"
+        body.mask("r", other.size, rows)
+        body.mask("c", last.size, block)
         body.emit(self.program.statements)
         return body, rest.size * across * down, ()
 
@@ -156,11 +151,10 @@ class Renderer:
         ``programs`` share a row; the one at work is called ``part``."""
         rows = min(self.knobs.rows, power_of_two(self.program.rows))
         row_space = self._space("r", self.program.outer)
-        column_space = self._space("c", self.program.inner)
-        shape = (block,) if rows == 1 else (rows, block)
         if rows == 1:
             row_space = Space("r", self.program.outer, scalar=True)
-        body = self._body([row_space, column_space], shape)
+        shape = (block,) if rows == 1 else (rows, block)
+        body = self._body([row_space, self._space("c", self.program.inner)], shape)
         first = self._program_id()
         if programs > 1:
             body.line(f"part = tl.program_id(0) % {programs}")
@@ -169,9 +163,7 @@ class Renderer:
             body.line(f"r = {first}")
         else:
             body.line(f"r = {first} * {rows} + tl.arange(0, {rows})[:, None]")
-            if self.program.rows % rows:
-                body.line(f"inside_r = r < {self.program.rows}")
-                body.masks["r"] = "inside_r"
+            body.mask("r", self.program.rows, rows)
         return body, -(-self.program.rows // rows) * programs
 
     def _rows(self) -> tuple[Body, int, tuple[str, ...]]:
@@ -180,11 +172,11 @@ class Renderer:
         lift = "" if body.flat_row else "[None, :]"
         wide = ".to(tl.int64)" if self.wide_index else ""
         body.line(f"c = tl.arange(0, {block}){lift}{wide}")
-        if block != self.program.columns:
-            body.line(f"inside_c = c < {self.program.columns}")
-            body.masks["c"] = "inside_c"
-        for tensor in weights(self.program):
-            body.hints[tensor] = "evict_last"
+        body.mask("c", self.program.columns, block)
+        for s in self.program.loads:
+            axes = self.program.axes_of(s.offset)
+            if axes and axes.isdisjoint(self.program.outer):  # every row reads it again
+                body.hints[s.tensor] = "evict_last"
         body.emit(s for s in self.program.statements if not isinstance(s, Store))
         if self._looks_along_rows():
             body.line("tl.debug_barrier()")  # a row is read by all before any of it is overwritten
@@ -196,13 +188,6 @@ class Renderer:
         over = {tensor for _, tensor in overwritable(self.program)}
         loads = (s for s in self.program.loads if s.tensor in over)
         return any(self.program.level[s.name] == "row" for s in loads)
-
-
-def weights(program: ScalarProgram) -> list[str]:
-    """Inputs that every row reads again: worth keeping close."""
-    outer = set(program.outer)
-    used = ((s.tensor, program.axes_of(s.offset)) for s in program.loads)
-    return list(dict.fromkeys(tensor for tensor, axes in used if axes and not axes & outer))
 
 
 HEAD = """import triton

@@ -17,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deuteron.codegen.index import Affine, Index, flatten
-from deuteron.codegen.scalar import Guard
+from deuteron.codegen.scalar import Guard, Guards, guards_of
 from deuteron.ir.graph import Attrs, Node
 from deuteron.ir.types import Shape
 from deuteron.ops.formula import Arg, CannotLower
@@ -25,7 +25,6 @@ from deuteron.ops.formula import Arg, CannotLower
 if TYPE_CHECKING:
     from deuteron.codegen.lower import Lowering
 
-Guards = tuple[Guard, ...]
 Window = Callable[["Lowering", Node, str, Index, Guards], Arg]
 
 MOST = 64  # elements of a window: more are longer code than a loop would be
@@ -56,13 +55,13 @@ class Axis(NamedTuple):
             return last.divided(self.windows, False)
         return self.begin(o) + self.kernel
 
-    def guards(self, o: Affine, k: int) -> tuple[Guard, ...]:
+    def guards(self, o: Affine, k: int) -> Guards:
         """Under which element ``k`` of window ``o`` is there."""
         place = self.begin(o) + k * self.dilation
-        found = [Guard(place, 0, self.size)] if place.low < 0 or place.high >= self.size else []
+        found = guards_of((place,), (self.size,))
         if self.uneven and k >= self.size // self.windows:
-            found.append(Guard(self.end(o) + place * -1, 1, self.size + 1))
-        return tuple(found)
+            return (*found, Guard(self.end(o) + place * -1, 1, self.size + 1))
+        return found
 
 
 def _axes(node: Node, x: Shape, y: Shape) -> list[Axis]:
@@ -80,19 +79,13 @@ def _axes(node: Node, x: Shape, y: Shape) -> list[Axis]:
     return found
 
 
-def _inside(places: Index, sizes: Sequence[int]) -> Guards:
-    """Guards for those of the places that may lie outside."""
-    pairs = zip(places, sizes, strict=True)
-    return tuple(Guard(i, 0, n) for i, n in pairs if i.low < 0 or i.high >= n)
-
-
-def _elements(axes: Sequence[Axis], window: Index) -> Iterator[tuple[Index, Guards]]:
-    """Where the elements of a window lie in x, in order."""
+def _elements(axes: Sequence[Axis], index: Index) -> Iterator[tuple[Index, Guards, Index]]:
+    """Where the elements of the window at ``index`` lie in x, in order, and where in the window."""
     for steps in product(*(range(axis.kernel) for axis in axes)):
-        each = list(zip(axes, window, steps, strict=True))
-        places = tuple(axis.begin(o) + k * axis.dilation for axis, o, k in each)
+        each = list(zip(axes, index[2:], steps, strict=True))
+        places = (axis.begin(o) + k * axis.dilation for axis, o, k in each)
         guards = tuple(g for axis, o, k in each for g in axis.guards(o, k))
-        yield places, guards
+        yield (*index[:2], *places), guards, tuple(map(Affine, steps))
 
 
 def _added(low: Lowering, terms: Iterable[Arg]) -> Arg:
@@ -108,13 +101,13 @@ def _largest(low: Lowering, node: Node, value: str, index: Index, guards: Guards
     and the last of nans, as in torch. (Their numbers are kept as floats: whole numbers have 64 bits
     in a program, which take a GPU twice as long.)"""
     x, y = low.type(node), low.graph.types[node.outputs[0]]
-    axes, lead = _axes(node, x.shape, y.shape), index[:2]
+    axes = _axes(node, x.shape, y.shape)
     key = ("window", node.outputs[0], index, guards)
     if key not in low.known:
         best: Any = None
         place: Any = 0.0
-        for k, (at, inside) in enumerate(_elements(axes, index[2:])):
-            v = low.float_at(low.input(node), (*lead, *at), (*guards, *inside))
+        for k, (at, inside, _) in enumerate(_elements(axes, index)):
+            v = low.float_at(low.input(node), at, (*guards, *inside))
             if inside:
                 v = low.op("select", low.inside(inside), v, -math.inf)
             if best is not None and len(node.outputs) > 1:
@@ -134,10 +127,8 @@ def _divisor(low: Lowering, axes: Sequence[Axis], window: Index, attrs: Any) -> 
     for axis, o in zip(axes, window, strict=True):
         padded = attrs.get("count_include_pad", True)
         first, last = (-axis.padding, axis.size + axis.padding) if padded else (0, axis.size)
-        ends = [
-            (axis.begin(Affine(k)).const, axis.end(Affine(k)).const) for k in range(axis.windows)
-        ]
-        lengths = {min(end, last) - max(begin, first) for begin, end in ends}
+        each = map(Affine, range(axis.windows))
+        lengths = {min(axis.end(k).const, last) - max(axis.begin(k).const, first) for k in each}
         if len(lengths) == 1:
             known *= lengths.pop()
             continue
@@ -145,14 +136,12 @@ def _divisor(low: Lowering, axes: Sequence[Axis], window: Index, attrs: Any) -> 
         begin = low.op("maximum", low.position(axis.begin(o)), first)
         changing.append(low.as_float(low.op("sub", end, begin)))
     total: Any = float(known)
-    for length in changing:
-        total = low.op("mul", length, total)
-    return total
+    return reduce(lambda total, length: low.op("mul", length, total), changing, total)
 
 
 def _mean(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
     axes = _axes(node, low.type(node).shape, low.graph.types[value].shape)
-    each = (((*index[:2], *at), (*guards, *inside)) for at, inside in _elements(axes, index[2:]))
+    each = ((at, (*guards, *inside)) for at, inside, _ in _elements(axes, index))
     total = _added(low, (low.float_at(low.input(node), *at) for at in each))
     return low.op("div", total, _divisor(low, axes, index[2:], node.attrs))
 
@@ -161,12 +150,11 @@ def _weighted(low: Lowering, node: Node, value: str, index: Index, guards: Guard
     """Σ weight · x over a window; the weights are the same for all channels, or of each."""
     axes = _axes(_with_kernel(low, node), low.type(node).shape, low.graph.types[value].shape)
     own = index[1:2] if low.type(node, 1).rank > len(axes) else ()
-    steps = product(*(range(axis.kernel) for axis in axes))
 
     def terms() -> Iterator[Arg]:
-        for (at, inside), step in zip(_elements(axes, index[2:]), steps, strict=True):
-            v = low.float_at(low.input(node), (*index[:2], *at), (*guards, *inside))
-            factor = low.float_at(low.input(node, 1), (*own, *map(Affine, step)), guards)
+        for at, inside, step in _elements(axes, index):
+            v = low.float_at(low.input(node), at, (*guards, *inside))
+            factor = low.float_at(low.input(node, 1), (*own, *step), guards)
             yield low.op("mul", v, factor)
 
     return _added(low, terms())
@@ -245,7 +233,7 @@ def _windows_along(axis: Axis, i: Affine) -> Iterator[tuple[Affine, Affine, Guar
     for j in range(-(-axis.kernel // axis.stride)):
         o = last + -j
         step = i + o * -axis.stride
-        yield o, step, (*_inside((o,), [axis.windows]), *_inside((step,), [axis.kernel]))
+        yield o, step, guards_of((o, step), (axis.windows, axis.kernel))
 
 
 def _gathered(
@@ -309,7 +297,7 @@ def weight_grad(low: Lowering, node: Node, value: str) -> Arg:
     steps = list(product(*map(range, node.attrs["window"])))[node.outputs.index(value)]
     how = zip(cell[2:], node.attrs["stride"], node.attrs["padding"], steps, strict=True)
     places = tuple(o * stride + (k - padding) for o, stride, padding, k in how)
-    x = low.float_at(low.input(node, 1), (*cell[:2], *places), _inside(places, sizes))
+    x = low.float_at(low.input(node, 1), (*cell[:2], *places), guards_of(places, sizes))
     return low.reduce("sum", low.op("mul", low.as_float(low.cell(node)), x))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.roofline import is_product, region_bound, separate_seconds
-from deuteron.engines.torch_engine import bound_call
+from deuteron.engines.torch_engine import bound_call, tensors
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -46,15 +46,9 @@ class InductorEngine:
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         import torch
 
-        graph = region.graph
-        calls: list[tuple[Callable[..., Any], list[str], tuple[str, ...]]] = [
-            (
-                bound_call(graph, node, ctx.device),
-                [v for v in node.uses if v not in graph.constants],
-                node.outputs,
-            )
-            for node in region.nodes
-        ]
+        graph, nodes = region.graph, region.nodes
+        fns = [bound_call(graph, node, ctx.device) for node in nodes]
+        calls = [(fn, tensors(graph, n), n.outputs) for fn, n in zip(fns, nodes, strict=True)]
 
         def run(*xs: Any) -> Any:
             env = dict(zip(region.inputs, xs, strict=True))

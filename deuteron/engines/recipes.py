@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ import torch
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, as_answer, refuse_if
 from deuteron.engines.match import Chain, chain
 from deuteron.engines.roofline import fused_seconds
-from deuteron.ir.graph import Attrs, Node
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
+from deuteron.ops import table
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -106,12 +108,8 @@ class RecipeEngine(ABC):
         return Refusal(reasons, remedy, first.quiet)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
-        def way(recipe: Recipe, knobs: Knobs) -> Candidate:
-            named = Attrs({"recipe": recipe.name, **knobs})
-            return Candidate(self.name, self.version, named, recipe.build_s)
-
         return [
-            way(recipe, knobs)
+            Candidate(self.name, self.version, {"recipe": recipe.name, **knobs}, recipe.build_s)
             for recipe in self._asked(region, target)
             if recipe.refuse(region, target, policy) is None
             for knobs in recipe.knobs(region, target, policy)
@@ -163,16 +161,13 @@ def maybe(region: Region, value: str | None) -> int | None:
 def activate(act: Node | None) -> Callable[[torch.Tensor], Any] | None:
     """The activation applied in place on a fresh tensor, or None if there is none."""
     from deuteron.engines.torch_engine import INPLACE
-    from deuteron.ops import table
 
     if act is None:
         return None
-    attrs = dict(act.attrs)
     if act.op in INPLACE:
-        fn = INPLACE[act.op]
-        return (lambda t: fn(t, **attrs)) if attrs else fn
-    reference = table.get(act.op).reference
-    return lambda t: t.copy_(reference(t, **attrs))
+        return partial(INPLACE[act.op], **act.attrs)
+    reference = partial(table.get(act.op).reference, **act.attrs)
+    return lambda t: t.copy_(reference(t))
 
 
 def refuse_windows(c: Chain) -> None:

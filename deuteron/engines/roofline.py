@@ -80,9 +80,8 @@ def bound(cost: Cost, dtype: str, product: bool, target: Target, launches: int =
         return Bound(0.0, 0, 0.0, "free")
     memory, compute = times(cost, dtype, product, target)
     launch = target.launch * launches
-    kind = (
-        "launch" if launch > max(memory, compute) else ("compute" if compute > memory else "memory")
-    )
+    kind = "compute" if compute > memory else "memory"
+    kind = "launch" if launch > max(memory, compute) else kind
     return Bound(cost.flops, cost.bytes, max(memory, compute) + launch, kind)
 
 
@@ -130,16 +129,12 @@ def separate_seconds(region: Region, target: Target) -> float:
         total += modelled_seconds(cost, short, reached, product, target)
         total += OVERHEAD.get((node.op, target.kind), 0.0)
         if node.op == "attention":  # the reference writes the matrix of scores out, several times
-            keys = region.graph.types[node.inputs[1] or ""].shape[-2]
-            scores = region.graph.types[node.output].numel // max(out_width(region, node), 1) * keys
+            out, keys = (region.graph.types[v or ""] for v in (node.output, node.inputs[1]))
+            scores = out.numel // max(out.shape[-1], 1) * keys.shape[-2]
             total += 6 * 4 * scores / target.stream
         if node.op == "conv" and target.is_cuda and len(node.uses) > 2:
             total += 2 * region.graph.types[node.output].nbytes / target.stream  # bias apart
     return total
-
-
-def out_width(region: Region, node: Node) -> int:
-    return region.graph.types[node.output].shape[-1]
 
 
 def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float:

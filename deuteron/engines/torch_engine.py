@@ -17,6 +17,7 @@ from deuteron.engines.roofline import is_product, separate_seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.formula import COMPARISONS
 from deuteron.ops.opdef import Fusion, promoted
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -33,8 +34,8 @@ INPLACE: dict[str, Callable[..., torch.Tensor]] = {
 
 # Operators whose scalar operands may be given as Python numbers, which torch keeps in full
 # precision; a rank-0 tensor would be rounded to the other operand's type on a GPU.
+# (Of comparisons the second operand only.)
 TAKES_NUMBERS = frozenset(["add", "sub", "mul", "div", "pow", "remainder", "floor_div", "where"])
-COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])  # the second operand only
 
 # Operators with a real out= variant: the plan's arena can hold their result.
 OUT: dict[str, Callable[..., Any]] = {
@@ -141,6 +142,11 @@ def _or_wider(fn: Callable[..., Any], types: list[torch.dtype | None]) -> Callab
     return call
 
 
+def tensors(graph: Graph, node: Node) -> list[str]:
+    """What a node reads that is not a constant."""
+    return [v for v in node.uses if v not in graph.constants]
+
+
 def _operand(graph: Graph, node: Node, value: str | None, device: torch.device) -> tuple[bool, Any]:
     """(is a literal, the literal): rank-0 constants become numbers or CPU tensors."""
     if value is None:
@@ -148,10 +154,9 @@ def _operand(graph: Graph, node: Node, value: str | None, device: torch.device) 
     constant = graph.constants.get(value)
     if constant is None:
         return False, value
-    others = [v for v in node.uses if v not in graph.constants]
     if _as_number(graph, node, value):
         return True, constant.data.item()
-    if others and table.get(node.op).fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST):
+    if tensors(graph, node) and table.get(node.op).fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST):
         return True, constant.data  # rank 0 on the CPU is as good as a number
     return True, constant.data.to(device)
 
@@ -165,18 +170,15 @@ def _as_number(graph: Graph, node: Node, value: str) -> bool:
         return value != node.inputs[0] and node.inputs[0] not in graph.constants
     operands = node.inputs[1:] if node.op == "where" else node.inputs
     others = [graph.types[v] for v in operands if v is not None and v not in graph.constants]
-    return (
-        node.op in TAKES_NUMBERS
-        and bool(others)
-        and promoted(*others) == graph.types[node.outputs[0]].dtype
-    )
+    takes = node.op in TAKES_NUMBERS and bool(others)
+    return takes and promoted(*others) == graph.types[node.outputs[0]].dtype
 
 
 def _out_kernel(region: Region, node: Node, device: torch.device) -> Kernel | None:
     """The call of an operator that can write where it is told, or None."""
     graph = region.graph
     operands = [_operand(graph, node, v, device) for v in node.inputs]
-    read = {graph.types[v].dtype for v in node.uses if v not in graph.constants}
+    read = {graph.types[v].dtype for v in tensors(graph, node)}
     if node.op not in COMPARISONS and not read <= {graph.types[node.outputs[0]].dtype}:
         return None
     fn = OUT[node.op]
@@ -206,11 +208,10 @@ def bound_call(
     if all(is_literal for is_literal, _ in operands[1:]) and not operands[0][0]:
         rest = tuple(literal for _, literal in operands[1:])
         return lambda x: fn(x, *rest)
-    plan = operands
 
     def call(*given: Any) -> Any:
         values = iter(given)
-        return fn(*[literal if is_literal else next(values) for is_literal, literal in plan])
+        return fn(*[literal if is_literal else next(values) for is_literal, literal in operands])
 
     return call
 
@@ -226,7 +227,7 @@ def _single(graph: Graph, region: Region, device: torch.device) -> Callable[...,
             picked = tuple(results[i] for i in kept)
             return picked[0] if len(picked) == 1 else picked
 
-    order = [v for v in node.uses if v not in graph.constants]
+    order = tensors(graph, node)
     if tuple(order) == region.inputs:
         return fn
     where = [region.inputs.index(v) for v in order]
@@ -236,10 +237,7 @@ def _single(graph: Graph, region: Region, device: torch.device) -> Callable[...,
 def _sequence(graph: Graph, region: Region, device: torch.device) -> Callable[..., Any]:
     """Nodes one after another over a small register file; values die at their last use."""
     slot = {v: i for i, v in enumerate(region.inputs)}
-    last: dict[str, int] = {}
-    for i, node in enumerate(region.nodes):
-        for value in node.uses:
-            last[value] = i
+    last = {value: i for i, node in enumerate(region.nodes) for value in node.uses}
     outputs = set(region.outputs)
     owned: set[str] = set()  # fresh memory nobody else can see
     steps: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
@@ -256,12 +254,10 @@ def _sequence(graph: Graph, region: Region, device: torch.device) -> Callable[..
             owned.update(node.outputs)
         else:
             owned.difference_update(node.uses)  # the result may show the same memory
-        reads = tuple(slot[v] for v in node.uses if v not in graph.constants)
+        reads = tuple(slot[v] for v in tensors(graph, node))
         writes = tuple(slot[v] for v in node.outputs)
-        dead = tuple(
-            slot[v] for v in set(node.uses) if last[v] == i and v in slot and v not in outputs
-        )
-        steps.append((fn, reads, writes, dead))
+        dead = {slot[v] for v in tensors(graph, node) if last[v] == i and v not in outputs}
+        steps.append((fn, reads, writes, tuple(dead)))
     size, count = len(slot), len(region.inputs)
     results = [slot[v] for v in region.outputs]
     only = results[0] if len(results) == 1 else None

@@ -93,7 +93,7 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         cpu.images(region, c), padding, given, cpu.epilogue_of(c), tile, knobs["tile"]
     )
     floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())
-    return Kernel.generated(calls(*cpu.operands(region, c)), workspace=4 * floats)
+    return Kernel.generated(calls(*cpu.operands(region, c)[:3]), workspace=4 * floats)
 
 
 WINOGRAD = Recipe(
@@ -133,7 +133,7 @@ def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     c = chain(region, CONV)
     form = cpu.epilogue_of(c), knobs["pixels"], c.x.dtype.short
     call = depthwise.prepare_depthwise(cpu.images(region, c), cpu.window_of(c), *form)
-    x, y, z = cpu.operands(region, c)
+    x, y, z, *_ = cpu.operands(region, c)
     taps, bias = c.anchor.inputs[1] or "", c.bias
     none = torch.zeros(c.x.shape[1])
     if {taps, bias} <= {*ctx.constants, None}:

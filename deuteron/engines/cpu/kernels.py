@@ -34,8 +34,7 @@ class CpuKernels(RecipeEngine):
     kind = "cpu"
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        products, norms = (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION), (NORM, GROUP_NORM)
-        return (*products, TO_LAYOUT, *norms)
+        return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, TO_LAYOUT, NORM, GROUP_NORM)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

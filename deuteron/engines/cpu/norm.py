@@ -79,8 +79,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import norm
 
     node, types = region.nodes[0], region.graph.types
-    read, made, attrs = operands(node), results(region, node), node.attrs
-    x, sets = types[read["x"]], NORMS[node.op][0]
+    named, attrs = {**operands(node), **results(region, node)}, node.attrs
+    x, sets = types[named["x"]], NORMS[node.op][0]
     if _is_generated(x, sets):
         return norm_stages.kernel(region, *norm_stages.staged(region))
     if sets == "rows":
@@ -91,23 +91,19 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         sizes = norm.Sizes.of_groups(x.shape[0], x.shape[1], prod(x.shape[2:]), groups)
 
     def kind_of(name: str) -> str:
-        value = {**read, **made}.get(name)
-        return "f32" if value is None else types[value].dtype.short
+        return types[named[name]].dtype.short if name in named else "f32"
 
     kind = norm.Kind(
         sets,
-        tuple(sorted((*read, *made))),
+        tuple(sorted(named)),
         x.dtype.short,
         *(kind_of("weight"), kind_of("dweight"), kind_of("dbias")),
         centred=node.op != "rms_norm_grad",
         short=sizes.segments * sizes.length < norm.SHORT,
         long=sets != "rows" or sizes.length >= norm.LONG,
     )
-    first = len(region.inputs)
-    where: dict[str, Word] = {
-        **{name: Argument(region.inputs.index(value)) for name, value in read.items()},
-        **{name: Argument(first + region.outputs.index(value)) for name, value in made.items()},
-    }
+    tensors = (*region.inputs, *region.outputs)
+    where: dict[str, Word] = {name: Argument(tensors.index(v)) for name, v in named.items()}
     return Kernel.generated(norm.prepare(kind, sizes, attrs["eps"], where))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -13,11 +13,10 @@ import torch
 
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, runner
-from deuteron.engines.base import BuildContext, Kernel, Refusal, refuse_if
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.recipes import Knobs, Recipe, alone, fits, maybe, one_way, place
-from deuteron.engines.roofline import region_cost
-from deuteron.ir.graph import Node
+from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, place
+from deuteron.engines.roofline import region_cost, times
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.cpu import ONE_ROW, TILES, converts_half, lanes
@@ -31,8 +30,6 @@ REACHED = 1.02  # part of the rate of torch's largest products that these kernel
 CALL_S = 5e-6  # Python, arguments and waking the team
 STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
 MOST = 2**31 - 1  # offsets are 32-bit
-
-
 BUILD_S = 0.15  # a kernel is compiled on this machine
 
 
@@ -54,30 +51,6 @@ def refuse_elsewhere(region: Region, target: Target) -> None:
             "a tensor has more elements than a 32-bit offset reaches",
             "split the batch so that every tensor has fewer than 2**31 elements",
         )
-
-
-def one_operator(
-    name: str,
-    ops: Collection[str],
-    refuse: Callable[[Region, Node], Refusal | None],
-    build: Callable[[Region, Node], Kernel],
-    reached: float = 0.2,
-) -> Recipe:
-    """A recipe for each of ``ops`` by itself, with one way to make it, which reaches so much of the
-    arithmetic: rows are short, and end in single elements."""
-
-    def wrong(region: Region, target: Target, policy: Policy) -> Refusal | None:
-        node = alone(region)
-        refuse_elsewhere(region, target)
-        return refuse(region, node)
-
-    def seconds(region: Region, target: Target, knobs: Knobs) -> float:
-        return roof(region, target, region_cost(region).flops / (target.rate("f32") * reached))
-
-    def made(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-        return build(region, region.nodes[0])
-
-    return Recipe(name, ops, wrong, made, one_way, seconds, BUILD_S)
 
 
 def chain_here(
@@ -128,11 +101,13 @@ def window_of(c: Chain) -> Any:
     return Window(c.weight.shape[2:], a["stride"], a["padding"], a["dilation"], a["groups"])
 
 
-def operands(region: Region, c: Chain) -> tuple[Argument, Argument, Argument]:
-    """Input, result and residual among the arguments; without a residual the input stands in,
-    and is not read as one."""
-    x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
-    return Argument(x), Argument(len(region.inputs)), Argument(x if z is None else z)
+def operands(region: Region, c: Chain) -> tuple[Argument, ...]:
+    """Input, result, residual, weight and bias among the arguments; for a residual or a bias that
+    is not there the input stands in, and is not read as one."""
+    x = place(region, c.anchor.inputs[0])
+    others = (maybe(region, value) for value in (c.residual, c.anchor.inputs[1], c.bias))
+    given = (Argument(x if i is None else i) for i in others)
+    return Argument(x), Argument(len(region.inputs)), *given
 
 
 def images(region: Region, c: Chain) -> tuple[Any, Any, Any]:
@@ -143,9 +118,8 @@ def images(region: Region, c: Chain) -> tuple[Any, Any, Any]:
 
 def roof(region: Region, target: Target, seconds: float) -> float:
     """``seconds`` of arithmetic, or what the memory takes if that is longer, and the call."""
-    cost = region_cost(region)
-    speed = target.cache_bandwidth if cost.bytes < target.cache_bytes / 2 else target.stream
-    return max(seconds, cost.bytes / max(speed, target.stream) / 0.85) + CALL_S
+    memory, _ = times(region_cost(region), "f32", False, target)
+    return max(seconds, memory / 0.85) + CALL_S
 
 
 # ---- the packed product ------------------------------------------------------------------------
@@ -311,19 +285,16 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         given = None if c.bias is None else ctx.constants[c.bias]
         bias = packing.bias_now(given, matrices, columns, tile.columns)
     prepared = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
-    x, y, z = operands(region, c)
-    w = Argument(place(region, c.anchor.inputs[1]))
-    beside = maybe(region, c.bias)
-    b = x if beside is None else Argument(beside)
+    x, y, *others = operands(region, c)
     if knobs["padded"]:
         from deuteron.kernels.cpu.frame import prepare_frame
 
         framed, copy = prepare_frame(image(c.x), window_of(c), stored)
-        calls = (framed(x), *prepared.calls(copy, y, z, w, b))
+        calls = (framed(x), *prepared.calls(copy, y, *others))
         return Kernel.generated(calls, prepared.workspace + extra + 4 * copy.floats)
     if not _turned(c):
-        return Kernel.generated(prepared.calls(x, y, z, w, b), prepared.workspace + extra)
-    run = runner(prepared.calls(Argument(y.index + 1), y, z, w, b))
+        return Kernel.generated(prepared.calls(x, y, *others), prepared.workspace + extra)
+    run = runner(prepared.calls(Argument(y.index + 1), y, *others))
     room = c.x.dtype.nbytes(c.x.numel)
     return Kernel(
         lambda *t: run(*t, t[x.index].contiguous()),
