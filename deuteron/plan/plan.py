@@ -241,7 +241,7 @@ class Plan:
         self.binder.check(given)
         self.run_checked(given)
         if self.captured is not None:
-            samples = sorted(by_events(self.captured.graph.replay) for _ in range(20))
+            samples = sorted(by_events(self.captured.replay) for _ in range(20))
             self._total_s = samples[len(samples) // 2]
         else:
             racing = {"plan": lambda: self.run_checked(given)}
