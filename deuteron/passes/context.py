@@ -26,7 +26,7 @@ class Context:
     policy: Policy
     fired: Counter[str] = field(default_factory=Counter)
     promised: dict[str, TensorType] = field(default_factory=dict)
-    price: Callable[[Graph], float] | None = None
+    price: Callable[[Graph, float], float] | None = None
     forms: dict[Any, str] = field(default_factory=dict)
 
 

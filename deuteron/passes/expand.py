@@ -9,6 +9,7 @@ or in rows, where that lets a kernel in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,9 +78,12 @@ def cheapest(op: str, types: Types, attrs: Mapping[str, Any], ctx: Context) -> s
     key = (op, tuple(types), table.infer(op, types, attrs)[0])
     if key not in ctx.forms:
         ctx.forms[key] = "whole"  # for what it is written out with, if that is of its kind
-        prices = {name: ctx.price(_alone(form, *key, ctx)) for name, form in FORMS.items()}
-        best = min(prices, key=lambda name: prices[name])
-        ctx.forms[key] = best if prices[best] < CLEARLY * prices["whole"] else "whole"
+        best, least = "whole", math.inf
+        for name, form in FORMS.items():
+            price = ctx.price(_alone(form, *key, ctx), least)
+            if price < least:
+                best, least = name, CLEARLY * price if name == "whole" else price
+        ctx.forms[key] = best
     return ctx.forms[key]
 
 

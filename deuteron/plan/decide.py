@@ -3,12 +3,14 @@ so this works for a machine that is not here."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
+from deuteron.engines.roofline import region_bound
 from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
 from deuteron.passes import Context, PassRecord, Veto, fuse, run_passes
@@ -86,8 +88,11 @@ def context(survey: Survey) -> Context:
     """What passes are told: how much a graph would cost, by the cheapest offers of all engines."""
     guess = heuristic(survey)
 
-    def price(graph: Graph) -> float:
+    def price(graph: Graph, most: float) -> float:
+        """Infinite where a roofline alone is above ``most``: engines need not be asked."""
         regions, _ = fuse(dead_code(graph))
+        if sum(region_bound(region, survey.target).seconds for region in regions) >= most:
+            return math.inf
         return sum(c.best_s for region in regions for c in choose(region, guess, survey))
 
     return Context(survey.target, survey.policy, price=price)
