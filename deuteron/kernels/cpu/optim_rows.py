@@ -17,7 +17,7 @@ from deuteron.codegen.llvm_math import mix
 from deuteron.codegen.scalar import Reduce
 from deuteron.ir.dtype import DType
 from deuteron.kernels.cpu.sweep import Gathered, blocks, steps
-from deuteron.kernels.optim import SEED, Step, arguments, level_of
+from deuteron.kernels.optim import GROUP, GROUPS, SEED, Step, arguments, level_of
 from deuteron.ops import random
 from deuteron.ops.formula import Const
 
@@ -138,7 +138,8 @@ class Reduced:
 
 class Pass(Writer):
     """A pass over elements, a row at a time. Where elements need a number that comes from their
-    row, such as the largest of it, a row is walked twice."""
+    row, such as the largest of it, a row is walked twice; of a group, which is short, what the
+    second walk needs of the first is kept."""
 
     def __init__(self, c: Code, step: Step, words: Value, kinds: Mapping[str, DType], of: Any):
         super().__init__(c, step, words, kinds, of)
@@ -162,7 +163,14 @@ class Pass(Writer):
         last = list(self.elements.values())
         twice = any(name in late for name in last)
         first = [*reduced, *step.sums.values(), *(() if twice else last)]
-        walks = step.body.needed(first), step.body.needed(last, self.of_rows) if twice else []
+        walks = [step.body.needed(first), step.body.needed(last, self.of_rows) if twice else []]
+        self.kept = {}
+        if twice and step.rule.walk == GROUPS:
+            done = {s.name for s in walks[0] if s.op != "noise" and s.kind == "float"}
+            done &= fast
+            later = {a for s in walks[1] if s.name not in done for a in arguments(s)}
+            self.kept = {n: self.c.variable(self.float, count=GROUP) for n in sorted(done & later)}
+            walks[1] = step.body.needed(last, {**self.of_rows, **self.kept})
         self.walks = [[s for s in walk if s.name in {*fast, *reduced}] for walk in walks]
 
     def row(self, at: Value, count: Value, **places: Value) -> None:
@@ -201,6 +209,9 @@ class Pass(Writer):
             if (level := level_of(name)) in here_at:
                 if any(name in arguments(s) for s in self.walks[walk]):
                     here[name] = self.read(name, here_at[level], lanes)
+        kept = {name: c.at(room, i, of=self.float) for name, room in self.kept.items()}
+        if walk:
+            here |= {n: c.b.load(at, typ=vec(lanes, self.float), align=4) for n, at in kept.items()}
         for s in self.walks[walk]:
             if s.name in self.of_rows:
                 self.of_rows[s.name].few.take(self.value(s.source, here, lanes), lanes)
@@ -212,6 +223,8 @@ class Pass(Writer):
                 here[s.name] = self.noise(s, here_at["element"], lanes)
             else:
                 self.run([s], here, lanes)
+        for name, at in kept.items() if not walk else ():
+            c.b.store(here[name], at, align=4)
         if walk or not self.walks[1]:
             for name, value in self.elements.items():
                 self.write(name, here[value], here_at["element"])
