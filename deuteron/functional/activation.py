@@ -105,7 +105,7 @@ def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") ->
     return TORCHS[activation](x if bias is None else x + bias)
 
 
-@delegates(_torch_bias_act, several=lambda x, bias, *_, **__: bias is not None)
+@delegates(_torch_bias_act, takes=1, several=lambda x, bias, *_, **__: bias is not None)
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
     """activation(x + bias) in one pass; the gradient of bias is a sum in float32.
 
