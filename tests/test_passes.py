@@ -350,7 +350,7 @@ def test_a_loss_that_joins_positions_becomes_rows_and_their_sum(
     loss = g.cross_entropy(*given, reduction=reduction, ignore_index=ignored, label_smoothing=0.1)
     loss.output("y")
 
-    def price(graph: Graph) -> float:
+    def price(graph: Graph, most: float) -> float:
         return float("cross_entropy" in ops(graph))
 
     after, _ = run_passes(g.ir(), Context(GPUS["h200"], Policy(), price=price))
