@@ -71,6 +71,20 @@ def chain(region: Region, anchors: tuple[str, ...]) -> Chain:
     return Chain(anchor, residual, act, types[x], types[w], types[value])
 
 
+def live_fraction(c: Chain) -> float:
+    """The part of a convolution's taps that are inside the image, by dimension."""
+    a, part = c.anchor.attrs, 1.0
+    for d, taps in enumerate(c.weight.shape[2:]):
+        inside = 0
+        for t in range(taps):
+            shift = t * a["dilation"][d] - a["padding"][d]
+            low = max(0, -(shift // a["stride"][d]))
+            high = min(c.out.shape[2 + d], (c.x.shape[2 + d] - 1 - shift) // a["stride"][d] + 1)
+            inside += max(0, high - low)
+        part *= inside / (taps * c.out.shape[2 + d])
+    return part
+
+
 @lru_cache(maxsize=4096)
 def _lowered(region: Region) -> ScalarProgram | CannotLower:
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from deuteron.ir.builder import GraphBuilder
@@ -32,31 +33,18 @@ def _whole(b: Ops, ins: Sequence[Sym | None], op: str, attrs: Mapping[str, Any])
     return made if isinstance(made, tuple) else (made,)
 
 
-def _in_one_order(
-    b: Ops, ins: Sequence[Sym | None], op: str, attrs: Mapping[str, Any]
-) -> Sequence[Sym]:
-    """Whole, with all images in the memory order of its first result."""
-    order = table.infer(op, [None if s is None else s.type for s in ins], attrs)[1][0].layout
-
-    def laid(s: Sym | None) -> Sym | None:
-        return s if s is None or s.rank < 3 or s.type.is_layout(order) else b.to_layout(s, order)
-
-    return _whole(b, [laid(s) for s in ins] if order != "strided" else ins, op, attrs)
-
-
-def _in_rows(b: Ops, ins: Sequence[Sym | None], op: str, attrs: Mapping[str, Any]) -> Sequence[Sym]:
-    """Whole, in row-major order, with its results laid back as they were to be."""
+def _laid(b: Ops, ins: Sequence[Sym | None], op: str, attrs: Mapping[str, Any], order: str) -> Any:
+    """Whole, with all images in one memory order first, and its results as they were to be."""
     wanted = table.infer(op, [None if s is None else s.type for s in ins], attrs)[1]
     if any(t.layout == "strided" for t in wanted):
         return _whole(b, ins, op, attrs)
 
-    def laid(s: Sym | None) -> Sym | None:
-        plain = s is None or s.rank < 3 or s.type.layout == "contiguous"
-        return s if plain else b.to_layout(s, "contiguous")
+    def laid(s: Sym, order: str) -> Sym:
+        return s if s.rank < 3 or s.type.is_layout(order) else b.to_layout(s, order)
 
-    plain = [laid(s) for s in ins]
-    made = zip(_whole(b, plain, op, attrs), wanted, strict=True)
-    return [y if y.type.layout == t.layout else b.to_layout(y, t.layout) for y, t in made]
+    order = order or wanted[0].layout
+    made = _whole(b, [None if s is None else laid(s, order) for s in ins], op, attrs)
+    return [laid(y, t.layout) for y, t in zip(made, wanted, strict=True)]
 
 
 def _written_out(
@@ -67,8 +55,8 @@ def _written_out(
     return rule(b, ins, attrs)
 
 
-FORMS: dict[str, Form] = {"whole": _whole, "laid in one order": _in_one_order}
-FORMS |= {"laid in rows": _in_rows, "written out": _written_out}
+FORMS: dict[str, Form] = {"whole": _whole, "laid in one order": partial(_laid, order="")}
+FORMS |= {"laid in rows": partial(_laid, order="contiguous"), "written out": _written_out}
 
 
 def cheapest(op: str, types: Types, attrs: Mapping[str, Any], ctx: Context) -> str:

@@ -14,7 +14,7 @@ import torch
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, runner
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import Chain, chain
+from deuteron.engines.match import Chain, chain, live_fraction
 from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, place
 from deuteron.engines.roofline import region_cost, times
 from deuteron.ir.region import Region
@@ -147,23 +147,9 @@ def sizes(c: Chain, padded: bool = False) -> Sizes:
     taps, each = math.prod(kernel), c.weight.shape[1]
     joined = a["groups"] == 1 and a["dilation"][-1] == 1 and (padded or a["padding"][-1] == 0)
     run = kernel[-1] if joined else 1
-    groups, live = a["groups"], 1.0 if padded else _live(c)
+    groups, live = a["groups"], 1.0 if padded else live_fraction(c)
     rows, columns = c.out.numel // c.out.shape[1], c.out.shape[1] // groups
     return Sizes(rows, columns, groups, taps // run, each * run, live)
-
-
-def _live(c: Chain) -> float:
-    """The part of a convolution's taps that are inside the image, by dimension."""
-    a, part = c.anchor.attrs, 1.0
-    for d, taps in enumerate(c.weight.shape[2:]):
-        inside = 0
-        for t in range(taps):
-            shift = t * a["dilation"][d] - a["padding"][d]
-            low = max(0, -(shift // a["stride"][d]))
-            high = min(c.out.shape[2 + d], (c.x.shape[2 + d] - 1 - shift) // a["stride"][d] + 1)
-            inside += max(0, high - low)
-        part *= inside / (taps * c.out.shape[2 + d])
-    return part
 
 
 def _refuse_product(region: Region, target: Target, policy: Policy) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import Chain, chain
+from deuteron.engines.match import Chain, chain, live_fraction
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -167,16 +167,6 @@ def _refuse_shifted(region: Region, target: Target, policy: Policy) -> None:
     refuse_order(c.x, c.out)
     live = live_fraction(c)
     refuse_if(live > 0.95, "no tap falls into the padding often enough to be worth skipping")
-
-
-def live_fraction(c: Chain) -> float:
-    """The part of the kernel's taps that read pixels rather than padding."""
-    part, a = 1.0, c.anchor.attrs
-    sizes = (c.x.shape[2:], c.out.shape[2:], c.weight.shape[2:], a["padding"], a["dilation"])
-    for size, out, k, pad, step in zip(*sizes, strict=True):
-        live = sum(len(reach(size, out, t * step - pad)) for t in range(k))
-        part *= live / max(k * out, 1)
-    return part
 
 
 def reach(size: int, out: int, shift: int) -> range:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import Chain, chain
+from deuteron.engines.match import Chain, chain, live_fraction
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
@@ -230,7 +230,7 @@ def _refuse_taps(region: Region, target: Target, policy: Policy) -> None:
     shared.refuse_parts(c, "split into shared.taps")
     refuse_if(c.x.dtype.bits != 16, "only 16-bit products are faster this way")
     shared.refuse_order(c.x, c.out)
-    near = max(c.anchor.attrs["dilation"]) < 8 or shared.live_fraction(c) > 0.9
+    near = max(c.anchor.attrs["dilation"]) < 8 or live_fraction(c) > 0.9
     refuse_if(near, "the library is good at small dilations")
 
 
