@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deuteron.errors import GraphError
-from deuteron.frontends.aten import TABLE, Entry, schema_order
+from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
 from deuteron.frontends.torch_fx import is_plain
 from deuteron.ir.types import TensorType
 from deuteron.ops.table import infer
@@ -105,7 +105,10 @@ class Recorder(ProxyTorchDispatchMode):
         self.enter_stack = []
         self.graph, self.entries = fx.Graph(), entries
         self.refused = False
-        self.constants: dict[int, tuple[Stand, torch.Tensor]] = {}
+        self.constants: dict[Any, tuple[Stand, torch.Tensor]] = {}
+        # by memory, a tensor that has it, so that no other can have it
+        self.given, self.written = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        self.kept: list[torch.Tensor] = []
         self._computed = 0  # elements
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._inside = [""]
@@ -118,15 +121,54 @@ class Recorder(ProxyTorchDispatchMode):
     def placeholder(self, tensor: torch.Tensor, known: bool = True) -> Stand:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise NeedsExport(f"{type(tensor).__name__} is a tensor of a special kind")
+        self.given[_memory(tensor)] = tensor
         return Stand.of(tensor.detach(), self.graph.placeholder("value"), known)
 
-    def _standing(self, tensor: torch.Tensor) -> Stand:
-        """What stands for a tensor. One that forward has from elsewhere is a constant."""
-        if isinstance(tensor, Stand):
+    def standing(self, tensor: torch.Tensor) -> Stand:
+        """What stands for a tensor. One that forward has from elsewhere is a constant, and so is
+        one of known numbers that was written over."""
+        real = tensor.held if isinstance(tensor, Stand) else tensor
+        assert real is not None
+        if isinstance(tensor, Stand) and not (tensor.known and _memory(real) in self.written):
             return tensor
-        if id(tensor) not in self.constants:
-            self.constants[id(tensor)] = self.placeholder(tensor), tensor
-        return self.constants[id(tensor)][0]
+        key = id(tensor), real._version
+        if key not in self.constants:
+            now = real.clone() if real is not tensor else tensor
+            self.constants[key] = self.placeholder(now), now
+            self.kept.append(tensor)  # or another may get its id
+        return self.constants[key][0]
+
+    def _known(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a call of known numbers gives that writes over some of forward's own, or reads what
+        was written over; NotImplemented for all others, which are recorded."""
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        stands = [t for t in tensors if isinstance(t, Stand)]
+        if not isinstance(func, OpOverload) or not all(t.known for t in stands):
+            return NotImplemented
+        memory = {_memory(t.held) for t in stands if t.held is not None}
+        writes = func._schema.is_mutable
+        if _draws(func, args, kwargs) or not (writes or memory & self.written.keys()):
+            return NotImplemented
+        into = args[0] if args else None
+        if writes and not (
+            isinstance(into, Stand)
+            and into.held is not None
+            and func._schema.name.endswith("_")
+            and _memory(into.held) not in self.given
+        ):
+            return NotImplemented
+        real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
+        with no_python_dispatcher():
+            answer = func(*real_args, **real_kwargs)
+        for tensor in pytree.tree_leaves(answer):
+            if isinstance(tensor, torch.Tensor):
+                self.written[_memory(tensor)] = tensor
+        if writes:
+            return into
+        scrap = fx.Graph()  # their nodes are those of constants, made when they are read
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: Stand.of(t, scrap.placeholder("known"), True), answer
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -140,7 +182,10 @@ class Recorder(ProxyTorchDispatchMode):
             raise NeedsExport("takes too long to run")
         if torch._C._is_any_autocast_enabled():
             raise NeedsExport("autocast changes what the calls compute")
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._standing, (args, kwargs))
+        answer = self._known(func, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.standing, (args, kwargs))
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Stand)]
         if str(func) == "aten.detach_.default" or (str(func) in DROPOUTS and not args[2]):
             return args[0]
@@ -163,7 +208,8 @@ class Recorder(ProxyTorchDispatchMode):
         real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
         with no_python_dispatcher():
             answer = zeros_like_result(func, real_args, real_kwargs)
-            known = answer is None and all(t.known for t in tensors)
+            filled = str(func) in FILLS and "empty" not in str(func)  # reads a shape, no numbers
+            known = answer is None and (filled or all(t.known for t in tensors))
             if answer is None:
                 answer = func(*real_args, **real_kwargs)
         if isinstance(answer, bool | int | float) and known:
@@ -253,13 +299,18 @@ def _stands_now(written: Stand, result: Stand) -> Stand:
     return written
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    """What tensors have in common that share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _apart(made: Stand, given: Sequence[torch.Tensor]) -> Stand:
     """``made``; it and those of ``given`` whose memory it has are nobody's own."""
     assert made.held is not None
-    memory = made.held.untyped_storage()._cdata
+    memory = _memory(made.held)
     for stand in given:
         assert isinstance(stand, Stand) and stand.held is not None
-        if stand.held.untyped_storage()._cdata == memory:
+        if _memory(stand.held) == memory:
             stand.own = made.own = False
     return made
 
@@ -332,7 +383,9 @@ def _trace(
     results, out_spec = pytree.tree_flatten(answer)
     if not all(r is None or isinstance(r, Stand | bool | int | float | str) for r in results):
         raise NeedsExport("a result is neither a tensor nor a plain value")
-    recorder.graph.output(tuple(r.node if isinstance(r, Stand) else r for r in results))
+    recorder.graph.output(
+        tuple(recorder.standing(r).node if isinstance(r, Stand) else r for r in results)
+    )
     recorder.graph.eliminate_dead_code()
     inputs = [a.node if isinstance(a, Stand) else None for a in given]
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
