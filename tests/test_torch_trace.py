@@ -212,6 +212,7 @@ RECORDED = [
     lambda m, x: F.dropout(x.view(-1), 0.5, False, inplace=True) * 2,
     lambda m, x: x * 2 if torch.diff(torch.arange(4)).sum() == 3 else x,
     lambda m, x: x[torch.tensor([True, False]).nonzero().numel() :],
+    lambda m, x: x[torch.arange(3) % 2 == 0] * 2,
 ]
 
 

@@ -145,17 +145,15 @@ class Recorder(ProxyTorchDispatchMode):
         stands = [t for t in tensors if isinstance(t, Stand)]
         if not isinstance(func, OpOverload) or not all(t.known for t in stands):
             return NotImplemented
-        memory = {_memory(t.held) for t in stands if t.held is not None}
+        memory = [_memory(t.held) for t in stands if t.held is not None]
         writes = func._schema.is_mutable
-        if _draws(func, args, kwargs) or not (writes or memory & self.written.keys()):
+        if writes:  # to its first argument, which nobody outside of forward has
+            own = args and isinstance(args[0], Stand) and memory[0] not in self.given
+            if not own or not func._schema.name.endswith("_"):
+                return NotImplemented
+        elif self.written.keys().isdisjoint(memory):
             return NotImplemented
-        into = args[0] if args else None
-        if writes and not (
-            isinstance(into, Stand)
-            and into.held is not None
-            and func._schema.name.endswith("_")
-            and _memory(into.held) not in self.given
-        ):
+        if _draws(func, args, kwargs):
             return NotImplemented
         real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
         with no_python_dispatcher():
@@ -164,7 +162,7 @@ class Recorder(ProxyTorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.written[_memory(tensor)] = tensor
         if writes:
-            return into
+            return args[0]
         scrap = fx.Graph()  # their nodes are those of constants, made when they are read
         return pytree.tree_map_only(
             torch.Tensor, lambda t: Stand.of(t, scrap.placeholder("known"), True), answer
@@ -251,10 +249,10 @@ class Recorder(ProxyTorchDispatchMode):
 
 
 def _refuse_size_by_values(func: OpOverload, tensors: Sequence[Stand]) -> None:
-    by_values = torch.Tag.dynamic_output_shape in func.tags
-    if str(func) == "aten.index.Tensor":
-        by_values = any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
-    if by_values and not all(t.known for t in tensors):
+    sizing = tensors if torch.Tag.dynamic_output_shape in func.tags else ()
+    if str(func) == "aten.index.Tensor":  # masks do, indices do not
+        sizing = [t for t in tensors[1:] if t.dtype in (torch.bool, torch.uint8)]
+    if not all(t.known for t in sizing):
         wrong = f"the size of what {func} gives depends on the values of its inputs"
         remedy = "keep the shape, by torch.where or a product with the mask; or leave it outside"
         raise GraphError(wrong, asked="a graph of fixed shapes", where=user_frame(), remedy=remedy)
