@@ -16,7 +16,7 @@ from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged
 from deuteron.codegen.triton_knobs import choices
-from deuteron.codegen.triton_render import Knobs
+from deuteron.codegen.triton_render import Knobs, prepared
 from deuteron.codegen.windows import WINDOWS
 from deuteron.ir import Graph, GraphBuilder, TensorType
 from deuteron.ir.region import Region
@@ -80,7 +80,7 @@ def laid_out(values: torch.Tensor, strides: tuple[int, ...], device: str = "cpu"
 def case_of(name: str, graph: Graph, feed: dict[str, torch.Tensor]) -> Case | None:
     """A case, or None if the region has no scalar program."""
     try:
-        return Case(name, graph, feed, lower(Region(graph)))
+        return Case(name, graph, feed, prepared(lower(Region(graph))))
     except CannotLower:
         return None
 

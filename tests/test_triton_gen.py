@@ -15,6 +15,7 @@ from deuteron.codegen.triton_knobs import MOST, choices
 from deuteron.codegen.triton_render import Knobs, render
 from deuteron.engines.triton.generated import TritonGen
 from deuteron.ir.region import Region
+from deuteron.ops import TABLE
 from deuteron.policy import Policy
 from deuteron.target import GPUS, target
 from tests.codegen_cases import (
@@ -96,7 +97,20 @@ MAIN = {  # the shapes that the table of the H200 holds, each with its first gue
         "down", lambda g, x: g.sum(x, axes=(0,), keepdim=False), x=torch.empty(512, 768, dtype=HALF)
     ),
     "groups": lambda: groups_case(),
+    "pairs": lambda: turned("pairs", True),
+    "halves": lambda: turned("halves", False),
 }
+
+
+def turned(name: str, interleaved: bool) -> Case:
+    """What becomes of pairs of neighbours, or of elements half a row apart, side by side."""
+
+    def write(b, x, cos, sin):
+        how = {"axis": 2, "interleaved": interleaved, "dims": 128, "base": 1e4, "offset": 0}
+        return TABLE["rope"].expand(b, [x, None, cos, sin, None], how | {"inverse": False})[0]
+
+    tables = {name: torch.empty(512, 64) for name in ("cos", "sin")}
+    return graph_of(name, write, x=torch.empty(2, 8, 512, 128, dtype=HALF), **tables)
 
 
 def groups_case() -> Case:
@@ -128,6 +142,9 @@ def test_main_kernels_compile_without_spills_and_load_16_bytes(name, arch):
     assert [spilled(kernel, arch) for kernel in kernels] == [0] * len(kernels)
     wide = re.search(r"ld\.global[.\w:]*v4\.b32", kernels[0].asm["ptx"])
     assert wide or name == "norm 128x64"
+    if name in ("pairs", "halves"):
+        moves = re.findall(r"(?:ld|st)\.global[.\w:]*", kernels[0].asm["ptx"])
+        assert all(move.endswith("v4.b32") for move in moves), moves
 
 
 def test_every_kind_compiles_for_both_generations():

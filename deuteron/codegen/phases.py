@@ -1,9 +1,10 @@
-"""Pointwise work on elements that differ by their rest: a copy of the statements for each rest.
+"""Pointwise work on elements of two kinds: a copy of the statements for each of them.
 
 Where an index is divided along the last axis, as in ``x[i // 2]`` or by which of a pair an element
 is, neighbours are not treated alike and no vector holds them. But every second element is: with
 i = 2 · j + rest the divisions are gone, and the results of both rests are woven together as they
-are stored.
+are stored. In the same way an axis whose halves are treated differently is cut into them: with
+i = j + half or j what is read for both is read once, and no guard is left.
 """
 
 from __future__ import annotations
@@ -22,16 +23,26 @@ def in_phases(program: ScalarProgram) -> ScalarProgram:
     if program.inner or not program.outer or any(e.dynamic for e in accesses):
         return program
     axis = program.outer[-1]
-    if axis.size % 2 or {by for e in accesses for by in _divisors(e, axis)} != {2}:
+    half, divided = (
+        Var(axis.name, axis.size // 2),
+        {b for e in accesses for b in _divisors(e, axis)},
+    )
+    if axis.size % 2:
         return program
-    half = Var(axis.name, axis.size // 2)
+    if divided == {2}:
+        kinds = [Affine.var(half) * 2 + rest for rest in range(2)]
+    elif not divided and any(axis in g.index.variables for g in program.guards):
+        kinds = [Affine.var(half) + start for start in (0, half.size)]
+    else:
+        return program
     phases = _Phases()
-    for rest in range(2):
-        phases.add(scalar.substitute(program, {axis: Affine.var(half) * 2 + rest}))
+    for kind in kinds:
+        phases.add(scalar.substitute(program, {axis: kind}))
     wanted = (name for s in phases.stores for name in scalar.reads(s))
     statements = (*scalar.needed(phases.statements, wanted), *phases.stores)
     found = replace(program, outer=(*program.outer[:-1], half), statements=statements)
-    return program if any(_divisors(e, half) for e in found.accesses()) else found
+    guarded = not divided and any(half in g.index.variables for g in found.guards)
+    return program if guarded or any(_divisors(e, half) for e in found.accesses()) else found
 
 
 def _divisors(e: Affine, v: Var) -> set[int]:

@@ -55,6 +55,8 @@ class Body:
     hints: dict[str, str] = field(default_factory=dict)
     once: frozenset[str] = frozenset()
     pairs: dict[str, tuple[Load, Load]] = field(default_factory=dict)  # see :func:`side_by_side`
+    woven: dict[Store, tuple[Store, Store]] = field(default_factory=dict)  # see :func:`woven`
+    program_id: str = ""  # as text
     lines: list[str] = field(default_factory=list)
     tokens: dict[str, Tokens] = field(default_factory=dict)
     indent: str = "    "
@@ -89,6 +91,8 @@ class Body:
         for s in statements:
             if isinstance(s, Load) and s.name in self.pairs:
                 self._load_pair(*self.pairs[s.name])
+            elif isinstance(s, Store) and s in self.woven:
+                self._store_pair(s, *self.woven[s])
             elif isinstance(s, Store):
                 self._store(s, suffix)
             elif isinstance(s, Reduce):
@@ -166,10 +170,15 @@ class Body:
             return
         at, tokens = self._offset(even.offset, "")
         conds, guarded = self._condition(even.guards, "")
-        conds += self._masks(tokens | guarded, "")
-        extra = f", mask=({' & '.join(conds)})[:, None], other=0" if conds else ""
-        where = f"{self.arguments[even.tensor]} + ({at})[:, None] + tl.arange(0, 2)[None, :]"
-        self.line(f"{even.name}, {odd.name} = tl.split(tl.load({where}{extra}))", self._show(even))
+        if conds or not self._is_woven(even.offset):
+            conds += self._masks(tokens | guarded, "")
+            extra = f", mask=({' & '.join(conds)})[:, None], other=0" if conds else ""
+            where = f"{self.arguments[even.tensor]} + ({at})[:, None] + tl.arange(0, 2)[None, :]"
+            both = f"tl.load({where}{extra})"
+        else:
+            where, mask = self._woven_place(even)
+            both = f"tl.reshape(tl.load({where}{mask}), ({self.shape[0]}, 2))"
+        self.line(f"{even.name}, {odd.name} = tl.split({both})", self._show(even))
         for s in (even, odd):
             self.line(f"{s.name} = {s.name}.to({self.math.float})")
             self.tokens[s.name] = tokens | guarded
@@ -203,6 +212,35 @@ class Body:
         value = self.text(s.source, suffix)
         target = f"{self.arguments[s.tensor]} + {_bracket(at)}"
         self.line(f"tl.store({target}, {value}{mask}{hint})", self._show(s))
+
+    def _store_pair(self, s: Store, even: Store, odd: Store) -> None:
+        """Two stores as one of twice the width, in the place of the second."""
+        if s is even:
+            return
+        where, mask = self._woven_place(even)
+        values = f"tl.interleave({self.text(even.source)}, {self.text(odd.source)})"
+        self.line(f"tl.store({where}, {values}{mask})", self._show(even))
+
+    def _is_woven(self, e: Affine) -> bool:
+        """Whether elements are in the order of the last axis, and the next pair comes next."""
+        return e.factor(self.program.outer[-1]) == 2
+
+    def _woven_place(self, even: Load | Store) -> tuple[str, str]:
+        """Where a pair of elements side by side is for all of a program, as one run, and its mask.
+        The index ``k`` goes through the last axis twice as finely as ``i`` does."""
+        (space,), (block,) = self.spaces, self.shape
+        *others, last = space.axes
+        fine = replace(space, axes=(*others, whole := Var(last.name, 2 * last.size)))
+        if "k" not in self.tokens:
+            self.tokens["k"] = frozenset({"k"})
+            self.line(f"k = {self.program_id} * {2 * block} + tl.arange(0, {2 * block})")
+            self.mask("k", fine.size, 2 * block)
+        factors = {a: f for a, f in even.offset.terms if isinstance(a, Var)}
+        parts = runs(fine, {**factors, whole: 1}, "k")
+        parts += [str(even.offset.const)] if even.offset.const else []
+        mask = f", mask={self.masks['k']}" if "k" in self.masks else ""
+        other = ", other=0" if mask and isinstance(even, Load) else ""
+        return f"{self.arguments[even.tensor]} + {_bracket(' + '.join(parts))}", mask + other
 
     # ---- reductions
 
@@ -246,6 +284,25 @@ class Body:
         self.row_value(s.name)
 
 
+def woven(program: ScalarProgram) -> dict[Store, tuple[Store, Store]]:
+    """Stores to every second element and to those between them, each with both."""
+    full = frozenset(program.outer)
+    whole = [s for s in program.stores if program.varies.get(str(s.source), frozenset()) >= full]
+    stores = {(s.tensor, s.offset): s for s in whole}
+    found = {}
+    for (tensor, place), even in stores.items():
+        odd = stores.get((tensor, place + 1))
+        if odd is not None and _is_of_pairs(place) and place.factor(program.outer[-1]) == 2:
+            found[even] = found[odd] = (even, odd)
+    return found
+
+
+def _is_of_pairs(place: Affine) -> bool:
+    """Whether neighbours are two apart, at even places."""
+    steps = [factor for _, factor in place.terms]
+    return 2 in steps and not any(n % 2 for n in (place.const, *steps))
+
+
 def side_by_side(program: ScalarProgram) -> dict[str, tuple[Load, Load]]:
     """Loads by name that read an element at an even place and the one after it, under the same
     guards, where neighbours of a result read neighbouring pairs: windows two apart do."""
@@ -254,8 +311,7 @@ def side_by_side(program: ScalarProgram) -> dict[str, tuple[Load, Load]]:
     found = {}
     for (tensor, place, guards), even in loads.items():
         odd = loads.get((tensor, place + 1, guards))
-        steps = [factor for _, factor in place.terms]
-        if odd is not None and 2 in steps and not any(n % 2 for n in (place.const, *steps)):
+        if odd is not None and _is_of_pairs(place):
             found[even.name] = found[odd.name] = (even, odd)
     return found
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from deuteron.codegen.index import Var
+from deuteron.codegen.phases import in_phases
 from deuteron.codegen.scalar import ScalarProgram, Store, overwritable
-from deuteron.codegen.triton_body import Body, arithmetic, side_by_side
+from deuteron.codegen.triton_body import Body, arithmetic, side_by_side, woven
 from deuteron.codegen.triton_index import Space, arranged, needs_int64, transposed_axis
 from deuteron.codegen.triton_math import POINTERS, Arithmetic
 from deuteron.codegen.triton_passes import Partial, Passes
@@ -64,6 +66,13 @@ class Rendered:
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+@lru_cache(maxsize=4096)
+def prepared(program: ScalarProgram) -> ScalarProgram:
+    """The program as it is best rendered: in phases, except where tiles are turned round."""
+    found = in_phases(program)
+    return found if transposed_axis(found) is None else program
 
 
 def render(program: ScalarProgram, knobs: Knobs) -> Rendered:
@@ -118,9 +127,10 @@ class Renderer:
         space = self._space("i", self.program.outer)
         block = min(self.knobs.block, power_of_two(space.size))
         body = self._body([space], (block,))
-        body.line(f"i = {self._program_id()} * {block} + tl.arange(0, {block})")
+        body.program_id = self._program_id()
+        body.line(f"i = {body.program_id} * {block} + tl.arange(0, {block})")
         body.mask("i", space.size, block, "inside")
-        body.pairs = side_by_side(self.program)
+        body.pairs, body.woven = side_by_side(self.program), woven(self.program)
         body.emit(self.program.statements)
         return body, -(-space.size // block), ()
 

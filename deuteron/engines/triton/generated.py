@@ -14,7 +14,7 @@ from deuteron.codegen.scalar import Load, ScalarProgram, overwritable
 from deuteron.codegen.triton_body import side_by_side
 from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_passes import dependent_passes, passes_needed
-from deuteron.codegen.triton_render import Knobs, Rendered, render
+from deuteron.codegen.triton_render import Knobs, Rendered, prepared, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.match import places_of, scalar_program
 from deuteron.engines.roofline import main_dtype, modelled_seconds, refuse_product, region_cost
@@ -40,7 +40,7 @@ def program_of(region: Region) -> ScalarProgram:
     """The region's scalar program; it is refused if it has none."""
     same = len({*region.inputs, *region.outputs}) < len(region.inputs) + len(region.outputs)
     refuse_if(same, "an output is also an input or another output")
-    return scalar_program(region)
+    return prepared(scalar_program(region))
 
 
 def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target: Target) -> float:
