@@ -13,6 +13,7 @@ ALL = (
     "overhead",
     "planning",
     "models",
+    "networks",
     "prediction",
     "generated",
     "norms",
