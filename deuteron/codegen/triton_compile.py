@@ -13,8 +13,6 @@ false. It does not do so for the opposite: so where ranges are known, a comparis
 nan reaches it as the opposite of one that is true for nan, which costs no instruction.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tempfile
@@ -32,13 +30,15 @@ TWO = (
     "add.s16 %al, %al, %bl; add.s16 %ah, %ah, %bh; mov.b32 {0}, {{%al, %ah}}; }}"
 )
 RANGED = re.compile(r"\b(?:abs(?:\.ftz)?\.f32|ex2\.approx\b|\w+(?:\.\w+)*\.sat\.)")
-COMPARED = re.compile(
-    r"^(\s*)setp\.(ge|gt|le|lt)\.f32\s+(%\w+), ([^,;\s]+), ([^,;\s]+);", re.MULTILINE
-)
+COMPARED = re.compile(r"(?m)^(\s*)setp\.(ge|gt|le|lt)\.f32\s+(%\w+), ([^,;\s]+), ([^,;\s]+);")
 OPPOSITE = {"ge": "ltu", "gt": "leu", "le": "gtu", "lt": "geu"}
 SINGLE = re.compile(r"0f([0-9A-F]{8})")
 INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*(?:\.\w+)+)\s+([^;]*);", re.MULTILINE)
 REGISTER = re.compile(r"%\w+")
+
+
+# A GPU that is not here, for which kernels are compiled into Triton's cache and never launched
+elsewhere: Any = None
 
 
 def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) -> Any:
@@ -46,6 +46,7 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     current one."""
     import triton
 
+    target = target or elsewhere
     try:
         kernel = triton.compile(source, target=target, options=dict(options))
     except RuntimeError as failure:  # of a pass, after it has printed the program it failed at
@@ -59,12 +60,11 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     with _file(right) as path:
         kernel = triton.compile(source, target=target, options={**options, "ir_override": path})
     if mended(_ptx(kernel)) != _ptx(kernel):
-        raise EngineError(
-            "ptxas gets a packed 16-bit addition or a comparison of this kernel wrong, and triton "
-            f"{triton.__version__} does not let its PTX be replaced",
-            asked=f"compile {kernel.name} for sm_{kernel.metadata.target.arch}",
-            remedy="use triton 3.6, whose option ir_override does",
-        )
+        wrong = "ptxas gets a packed 16-bit addition or a comparison of this kernel wrong, and"
+        wrong += f" triton {triton.__version__} does not let its PTX be replaced"
+        asked = f"compile {kernel.name} for sm_{kernel.metadata.target.arch}"
+        remedy = "use triton 3.6, whose option ir_override does"
+        raise EngineError(wrong, asked=asked, remedy=remedy)
     return kernel
 
 

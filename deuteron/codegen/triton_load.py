@@ -4,16 +4,16 @@ Triton reads a kernel's source through :mod:`inspect`, so the text is entered in
 :mod:`linecache` under a name of its own: nothing is written to disk and nothing is run from it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import linecache
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
+from deuteron.codegen import triton_compile
 from deuteron.codegen.triton_compile import compile_triton
 from deuteron.codegen.triton_math import Arithmetic
 from deuteron.codegen.triton_render import HEAD, Launch, Rendered
@@ -75,7 +75,8 @@ class Launcher:
 
     def __init__(self, rendered: Rendered, given: Sequence[str], device: torch.device) -> None:
         self.rendered, self.device = rendered, device
-        self.index = device.index if device.index is not None else torch.cuda.current_device()
+        here = 0 if triton_compile.elsewhere else torch.cuda.current_device()
+        self.index = device.index if device.index is not None else here
         self.scratch, offset = {}, 0
         for p in rendered.partials:
             self.scratch[f"#{p.name}"] = offset
@@ -89,13 +90,15 @@ class Launcher:
         self.plain = len(self.slots) == 1 and self.slots[0] == list(range(len(given)))
 
     def _bind(self, aligned: bool) -> list[Callable[..., None]]:
-        with torch.cuda.device(self.index):
+        with on(self.index):
             return [
                 partial(bound(compiled(self.rendered, launch, aligned)), launch.grid, 1, 1)
                 for launch in self.rendered.launches
             ]
 
     def __call__(self, *tensors: torch.Tensor) -> None:
+        if triton_compile.elsewhere:
+            return
         addresses = [t.data_ptr() for t in tensors]
         bits = 0
         for k in self.used:
@@ -114,14 +117,23 @@ class Launcher:
             memory = torch.empty(self.workspace, dtype=torch.uint8, device=self.device)
             base = memory.data_ptr()
         for kernel, slots in zip(kernels, self.slots, strict=True):
-            kernel(
-                stream,
-                *[addresses[s] if isinstance(s, int) else base + self.scratch[s] for s in slots],
-            )
+            at = [addresses[s] if isinstance(s, int) else base + self.scratch[s] for s in slots]
+            kernel(stream, *at)
+
+
+def on(index: int) -> AbstractContextManager[Any]:
+    """Where kernels are compiled for the device with this number, and loaded."""
+    return nullcontext() if triton_compile.elsewhere else torch.cuda.device(index)
 
 
 def bound(kernel: Any) -> Callable[..., None]:
     """A compiled kernel as a function of its grid (three numbers), a stream and its arguments."""
+    if triton_compile.elsewhere:
+        with suppress(Exception):  # what launches it is C, and compiled as well where it can be
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            CudaLauncher(kernel.src, kernel.metadata)
+        return lambda *_: None
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     bare = getattr(run, "launch", None)

@@ -1,7 +1,5 @@
 """``torch``: ATen, node by node. It accepts every region, so that every graph runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -12,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, Refused
-from deuteron.engines.index_checks import explained, lookups
+from deuteron.engines.index_checks import Run, explained, lookups
 from deuteron.engines.roofline import is_product, separate_seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
@@ -49,12 +47,12 @@ OUT: dict[str, Callable[..., Any]] = {
 
 
 # Operators whose torch kernels on a GPU add with atomics, so that the order of sums varies.
-UNORDERED = frozenset(
-    """
-    scatter_add max_pool_grad max_pool_winners_grad avg_pool_grad adaptive_avg_pool_grad
-    adaptive_max_pool_grad resize_grad grid_sample_grad
-    """.split()
-)
+UNORDERED = frozenset("scatter_add max_pool_grad max_pool_winners_grad avg_pool_grad".split())
+UNORDERED |= {"adaptive_avg_pool_grad", "adaptive_max_pool_grad", "resize_grad", "grid_sample_grad"}
+
+
+# Algorithms of cuDNN that a search tries, the most promising first: each takes 10 ms to set up
+SEARCHED = 5
 
 
 @contextmanager
@@ -64,12 +62,9 @@ def numerics(policy: Policy, benchmark: bool = False) -> Iterator[None]:
     before = matmul.allow_tf32
     matmul.allow_tf32 = policy.allow_tf32
     try:
-        with torch.backends.cudnn.flags(
-            enabled=True,
-            benchmark=benchmark,
-            deterministic=policy.deterministic,
-            allow_tf32=policy.allow_tf32,
-        ):
+        how: Any = {"benchmark": benchmark, "benchmark_limit": SEARCHED}
+        how |= {"deterministic": policy.deterministic}
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=policy.allow_tf32, **how):
             yield
     finally:
         matmul.allow_tf32 = before
@@ -190,9 +185,7 @@ def _out_kernel(region: Region, node: Node, device: torch.device) -> Kernel | No
     return None
 
 
-def bound_call(
-    graph: Graph, node: Node, device: torch.device, inplace: bool = False
-) -> Callable[..., Any]:
+def bound_call(graph: Graph, node: Node, device: torch.device, inplace: bool = False) -> Run:
     """The torch call of one node over its non-literal inputs, attributes filled in."""
     op = table.get(node.op)
     fn: Callable[..., Any] = INPLACE[node.op] if inplace else op.reference

@@ -1,7 +1,5 @@
 """Binding tensors to a plan's inputs: by name or handle, checked before anything runs."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,11 +50,9 @@ class Binder:
         names = [name for name, _ in pairs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise BindError(
-                f"input {twice!r} is bound twice",
-                asked=f"run({', '.join(map(str, names))})",
-                remedy="bind it once: by handle, by name or by keyword",
-            )
+            wrong, asked = f"input {twice!r} is bound twice", f"run({', '.join(map(str, names))})"
+            remedy = "bind it once: by handle, by name or by keyword"
+            raise BindError(wrong, asked=asked, remedy=remedy)
         return dict(pairs)
 
     def check(self, tensors: list[torch.Tensor]) -> None:
@@ -68,10 +64,8 @@ class Binder:
         memory order of their results from them.
         """
         if len(tensors) != self._count:
-            raise BindError(
-                f"{len(tensors)} tensors for {self._count} inputs",
-                remedy=f"give them in this order: {', '.join(self.names)}",
-            )
+            wrong = f"{len(tensors)} tensors for {self._count} inputs"
+            raise BindError(wrong, remedy=f"give them in this order: {', '.join(self.names)}")
         device, strided = self.device, torch.strided
         for i, (name, shape, dt, strides, type_) in enumerate(self._expect):
             tensor = tensors[i]
@@ -108,29 +102,22 @@ class Binder:
     def _names_wrong(self, given: Mapping[str, Any]) -> BindError:
         missing = [name for name in self.names if name not in given]
         extra = [str(name) for name in given if name not in self.names]
-        parts = []
-        if missing:
-            parts.append(f"missing: {', '.join(missing)}")
+        parts = [f"missing: {', '.join(missing)}"] if missing else []
         if extra:
             near = difflib.get_close_matches(extra[0], self.names, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             parts.append(f"unknown: {', '.join(extra)}{hint}")
         wanted = ", ".join(f"{n}: {t}" for n, t in zip(self.names, self.types, strict=True))
-        return BindError(
-            f"the tensors do not match the inputs of the plan; {'; '.join(parts)}",
-            asked=f"run({', '.join(map(str, given))})",
-            remedy=f"bind exactly these: {wanted}",
-        )
+        wrong = f"the tensors do not match the inputs of the plan; {'; '.join(parts)}"
+        asked = f"run({', '.join(map(str, given))})"
+        return BindError(wrong, asked=asked, remedy=f"bind exactly these: {wanted}")
 
     def _misfit(self, name: str, tensor: Any, type_: TensorType) -> BindError:
-        if not isinstance(tensor, torch.Tensor):
-            return BindError(
-                f"input {name!r} is a {type(tensor).__name__}, not a tensor",
-                where=f"input {name!r}: {type_}",
-                remedy="pass a torch.Tensor",
-            )
         dt = type_.dtype.torch
-        if tuple(tensor.shape) != type_.shape:
+        if not isinstance(tensor, torch.Tensor):
+            wrong = f"is a {type(tensor).__name__}, not a tensor"
+            remedy = "pass a torch.Tensor"
+        elif tuple(tensor.shape) != type_.shape:
             wrong = f"has shape {list(tensor.shape)}, the plan was made for {list(type_.shape)}"
             remedy = "pass a tensor of that shape, or compile a plan for this one"
         elif tensor.dtype != dt:

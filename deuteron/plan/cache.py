@@ -49,8 +49,7 @@ def _installed(package: str) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What a measurement depends on besides the region itself."""
-    index = device.index or 0
-    return _environment(device.type, index, torch.get_num_threads())
+    return _environment(device.type, device.index or 0, torch.get_num_threads())
 
 
 def policy_key(policy: Policy) -> dict[str, Any]:
@@ -97,9 +96,8 @@ class Cache:
 
     def _read(self) -> bool:
         """Take in the file, if there is one; False where it cannot be read."""
-        self.entries.clear()
-        self.problems.clear()
-        self.damaged.clear()
+        for kept in (self.entries, self.problems, self.damaged):
+            kept.clear()
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -175,8 +173,7 @@ class Cache:
         """Take over the entries of another cache file; how many were new."""
         if not Path(other).exists():
             raise FileError(f"there is no cache file {str(other)!r}")
-        found = Cache.open(other)
-        new = {k: v for k, v in found.entries.items() if k not in self.entries}
+        new = {k: v for k, v in Cache.open(other).entries.items() if k not in self.entries}
         self.fresh.update(new)
         self.entries.update(new)
         self.save()

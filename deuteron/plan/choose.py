@@ -1,7 +1,5 @@
 """Choosing by estimate: every engine is asked, the cheapest offer wins, at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -56,17 +54,18 @@ class Choice:
         return self.option.best_s
 
 
+Answer = tuple[tuple[Option, ...], tuple[tuple[str, Refusal], ...]]
+
+
 @dataclass
 class Survey:
     """Asks the engines, remembering answers for equal regions."""
 
     target: Target
     policy: Policy
-    known: dict[str, tuple[tuple[Option, ...], tuple[tuple[str, Refusal], ...]]] = field(
-        default_factory=dict
-    )
+    known: dict[str, Answer] = field(default_factory=dict)
 
-    def ask(self, region: Region) -> tuple[tuple[Option, ...], tuple[tuple[str, Refusal], ...]]:
+    def ask(self, region: Region) -> Answer:
         """(offers, cheapest first; refusals)."""
         if region.text not in self.known:
             self.known[region.text] = self._ask(region)
@@ -76,7 +75,7 @@ class Survey:
         """Whether any engine but the fallbacks offers to run it."""
         return any(o.candidate.engine not in FALLBACKS for o in self.ask(region)[0])
 
-    def _ask(self, region: Region) -> tuple[tuple[Option, ...], tuple[tuple[str, Refusal], ...]]:
+    def _ask(self, region: Region) -> Answer:
         options: list[Option] = []
         refusals: list[tuple[str, Refusal]] = []
         for engine in engines():
@@ -138,8 +137,7 @@ def splits(region: Region) -> Iterator[tuple[Region, Region]]:
     before, after = (None, 0) if region.anchor else (0, None)
     for cut in cuts:
         head = region.part(f"{region.name}a", region.nodes[:cut], before)
-        tail = region.part(f"{region.name}b", region.nodes[cut:], after)
-        yield head, tail
+        yield head, region.part(f"{region.name}b", region.nodes[cut:], after)
 
 
 def around_odd_nodes(region: Region, survey: Survey) -> list[Region]:
@@ -182,8 +180,7 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
             break  # the longest piece that a fused call takes
     pieces = around_odd_nodes(region, survey)
     parts = [c for piece in pieces for c in choose(piece, pick, survey)]
-    if parts and sum(c.best_s for c in parts) < best_s:
-        best = parts
+    best = parts if parts and sum(c.best_s for c in parts) < best_s else best
     if len(best) > 1:
         best[0] = replace(best[0], note="cut from a longer chain that no engine fuses whole")
     return best

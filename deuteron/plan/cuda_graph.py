@@ -1,8 +1,6 @@
 """Work captured as CUDA Graphs, and a whole plan replayed as one: one launch, however many kernels
 it has."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,6 +55,16 @@ def capture(
     finally:
         torch._C._cuda_clearCublasWorkspaces()
     return graph, result
+
+
+def captured_or_none(fn: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    """``fn`` captured, without gradients, or None where that is not possible."""
+    try:
+        with torch.no_grad():
+            return capture(fn)[0]
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
 
 
 class CapturedProgram:

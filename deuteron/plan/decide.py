@@ -1,11 +1,9 @@
 """From a graph to decisions: passes, fusion, a choice for every region. Nothing is built yet,
 so this works for a machine that is not here."""
 
-from __future__ import annotations
-
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,13 +13,13 @@ from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
 from deuteron.passes import Context, PassRecord, Veto, fuse, run_passes
 from deuteron.passes.cleanup import dead_code
+from deuteron.plan.builders import builders
 from deuteron.plan.cache import Cache
-from deuteron.plan.choose import Choice, Pick, Survey, choose, heuristic
+from deuteron.plan.choose import Choice, Survey, choose, heuristic
 from deuteron.plan.find import Finder
+from deuteron.plan.search import Progress, search
 from deuteron.policy import Policy
 from deuteron.target import Target
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,11 @@ def decide(
     else:
         assert device is not None
         opened = cache or Cache.open()
-        finder = Finder(survey, device, constants_on(optimised, device), opened, budget_s)
+        pool = builders() if device.type == "cuda" else None
+        held = constants_on(optimised, device)
+        finder = Finder(survey, device, held, opened, budget_s, pool=pool)
         try:
-            notes = _search(regions, guess, finder, progress)
+            notes = search(regions, guess, finder, progress)
             choices = [c for region in regions for c in choose(region, finder.pick, survey)]
         finally:  # what was measured is kept, whatever stops the search
             opened.save()
@@ -96,33 +96,6 @@ def context(survey: Survey) -> Context:
         return sum(c.best_s for region in regions for c in choose(region, guess, survey))
 
     return Context(survey.target, survey.policy, price=price)
-
-
-def _search(
-    regions: tuple[Region, ...], guess: Pick, finder: Finder, progress: Progress | None
-) -> list[str]:
-    """Measure equal regions once, the heaviest in total first, while the budget lasts."""
-    weight: dict[str, float] = {}
-    sample: dict[str, Region] = {}
-    for region in regions:
-        sample.setdefault(region.text, region)
-        weight[region.text] = weight.get(region.text, 0.0) + guess(region).best_s
-    order = sorted(sample, key=lambda text: -weight[text])
-    for i, text in enumerate(order):
-        choose(sample[text], finder.pick, finder.survey)
-        if progress is not None:
-            progress("measuring regions", i + 1, len(order))
-    notes = []
-    counts = finder.counts
-    if finder.stopped:
-        notes.append(f"{finder.stopped}; {counts['left']} regions were not measured")
-    elif counts["left"]:
-        notes.append(
-            f"{counts['left']} regions were not measured: the budget of {finder.budget_s:g} s "
-            "does not allow it; run find again to go on from the cache, or raise budget_s"
-        )
-    notes.append(f"regions measured: {counts['measured']}, remembered: {counts['remembered']}")
-    return notes
 
 
 def constants_on(graph: Graph, device: torch.device, copy: bool = False) -> dict[str, torch.Tensor]:

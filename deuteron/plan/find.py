@@ -1,11 +1,9 @@
 """Choosing by measurement: candidates of a region are built, verified and timed in turns.
 
-Regions are taken in order of their predicted weight until the budget is spent; what was not
-reached keeps its heuristic choice. Every answer goes to the cache at once, so a search that is
-stopped goes on where it was.
+What the budget does not reach runs the candidate that is predicted best of those that are built.
+Every answer goes to the cache at once, so a search that is stopped goes on where it was. Which
+regions are measured, and in which order, is search.py's business.
 """
-
-from __future__ import annotations
 
 import math
 import statistics
@@ -13,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from deuteron.files import source_digest
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import evaluate
+from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
 from deuteron.plan.tensors import errors_of, poisoned, random_tensor, restrided
@@ -32,6 +32,7 @@ from deuteron.plan.timing import timed
 
 # How much better a measurement must be to overturn the estimate's choice: twice what it strays
 MARGIN = {"cpu": 0.98, "cuda": 0.997}
+LIBRARIES = ("torch", "vendor_fused")
 FIRST = 2  # candidates that are tried whatever is predicted
 FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by LEARN measurements
@@ -39,6 +40,7 @@ LEARN = 3
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
+SET_ASIDE = "not built: others of its kind are predicted as good"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
 EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
 Feed = Mapping[str, torch.Tensor]  # by input
@@ -63,10 +65,38 @@ class Finder:
     cache: Cache
     budget_s: float
     spent_s: float = 0.0
+    waited_s: float = 0.0  # for what others build
     stopped: str = ""
     known: dict[str, Choice] = field(default_factory=dict)
     ratios: dict[object, list[float]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # measured, remembered and left
+    pool: Builders | None = None  # who builds what this process then measures
+
+    def order(self, region: Region, place: int) -> bool:
+        """Have the candidate built that is the ``place``-th of its kind by estimate, unless it is
+        predicted far slower than others; whether there is one."""
+        if self.pool is None:
+            return False
+        offered = (o for o in self.survey.ask(region)[0] if not o.rejected)
+        usable = [o for o in offered if o.candidate.build_s <= PATIENCE_S]
+        near = [o for o in usable if o.predicted_s <= FAR * usable[0].predicted_s]
+        built = [o.candidate for o in near if o.candidate.engine in BUILT][place : place + 1]
+        for candidate in built:
+            how = self.survey.target, self.survey.policy, arch_of(self.device)
+            self.pool.ask(region, candidate, *how)
+        return bool(built)
+
+    def is_built(self, region: Region) -> bool:
+        """Whether all that was ordered of a region is there."""
+        options = self.survey.ask(region)[0] if self.pool is not None else ()
+        return all(self.pool is None or self.pool.is_built(region, o.candidate) for o in options)
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        """Let others build until it is enough, for half of the budget once more, all in all."""
+        if self.pool is not None and not enough():
+            begin = time.perf_counter()
+            self.pool.wait(enough, max(0.0, self.budget_s / 2 - self.waited_s))
+            self.waited_s += time.perf_counter() - begin
 
     def pick(self, region: Region) -> Choice:
         """Measured if the budget allows, remembered if it was measured before, else guessed."""
@@ -78,7 +108,9 @@ class Finder:
     def _pick(self, region: Region) -> Choice:
         options, refusals = self.survey.ask(region)
         usable = [o for o in options if not o.rejected]
-        base = Choice(region, at_once(region, options), options, refusals)
+        there = [o for o in options if self._state(region, o) == ""]
+        there.sort(key=partial(self._expected, region))
+        base = Choice(region, at_once(region, there or options), options, refusals)
         remembered = self._remembered(region, options)
         if remembered is not None:
             self.counts["remembered"] += 1
@@ -89,6 +121,9 @@ class Finder:
             self.counts["left"] += 1
             why = "the search was stopped" if self.stopped else "the budget does not allow it"
             return replace(base, note=f"not measured: {why}")
+        for place in range(FIRST):  # a part of a region that was cut
+            self.order(region, place)
+        self.wait(lambda: self.is_built(region))
         begin = time.perf_counter()
         try:
             measured = self._measure(region, usable, left)
@@ -104,12 +139,41 @@ class Finder:
         self._remember(region, measured)
         return self._decide(base, measured)
 
+    def again(self, region: Region) -> None:
+        """Let candidates that were set aside, and are built by now, race against the best."""
+        before = self.known[region.text]
+        aside = [
+            replace(o, rejected="")
+            for o in before.options
+            if o.rejected == SET_ASIDE and not self._state(region, o)
+        ]
+        plain = [o for o in before.options if o.candidate.engine == "torch" and not o.rejected]
+        racing = {o.candidate: o for o in (before.option, *aside, *plain)}
+        left = self.budget_s - self.spent_s
+        if not aside or left <= 0:
+            return
+        begin = time.perf_counter()
+        found = self._measure(region, list(racing.values()), left)
+        self.spent_s += time.perf_counter() - begin
+        now = {o.candidate: o for o in found.options}
+        found = found._replace(options=[now.get(o.candidate, o) for o in before.options])
+        self._remember(region, found)
+        self.known[region.text] = self._decide(before, found)
+
+    def _state(self, region: Region, option: Option) -> str:
+        """Why a candidate is not there to be measured, or nothing."""
+        if self.pool is None or option.candidate.engine not in BUILT:
+            return ""
+        if not self.pool.is_asked(region, option.candidate):
+            return SET_ASIDE
+        return "" if self.pool.is_built(region, option.candidate) else NOT_REACHED
+
     # ---- measuring
 
     def _measure(self, region: Region, options: list[Option], left: float) -> Measured:
         begin = time.perf_counter()
         patience = max(0.3, left / 4)
-        hopeless = self._hopeless(region, [o for o in options if o.candidate.build_s <= patience])
+        hopeless = self._hopeless(region, [o for o in options if self._takes_s(o) <= patience])
         feed = self.inputs(region)
         constants = {v: feed[v] for v in region.constants}
         ctx = BuildContext(self.survey.target, self.device, self.survey.policy, constants)
@@ -122,12 +186,14 @@ class Finder:
         for i, option in enumerate(options):
             ours = option.candidate.engine == "torch"  # what the others are held against
             rejected = ""
-            if option.candidate.build_s > patience:
+            if self._takes_s(option) > patience:
                 rejected = TOO_SLOW
             elif results and not ours and time.perf_counter() - begin > left:
                 rejected = NOT_REACHED
             elif i >= FIRST and not ours and option.candidate in hopeless:
                 rejected = "predicted far slower"
+            elif missing := self._state(region, option):
+                rejected = missing
             else:
                 try:
                     thunk, outs, workspace = self._ready(region, option, ctx, args, room)
@@ -147,30 +213,36 @@ class Finder:
         for i, found in timed(thunks, self.device, seconds).items():
             if isinstance(found, float):
                 done[i] = replace(options[i], measured_s=found, error=errors[i])
-                self._learn(done[i])
+                self._learn(region, done[i])
             else:
                 done[i] = replace(options[i], error=errors[i], rejected=f"failed: {_short(found)}")
         return Measured([done[i] for i in sorted(done)], torch_error, reference)
 
-    def _learn(self, option: Option) -> None:
+    def _takes_s(self, option: Option) -> float:
+        """Seconds that this process would build a candidate."""
+        elsewhere = self.pool is not None and option.candidate.engine in BUILT
+        return 0.0 if elsewhere else option.candidate.build_s
+
+    def _learn(self, region: Region, option: Option) -> None:
         """Keep by how much the prediction for this kind of candidate was off."""
         if option.measured_s and option.predicted_s:
             ratio = option.measured_s / option.predicted_s
-            self.ratios.setdefault(_kind(option), []).append(ratio)
+            self.ratios.setdefault(_kind(region, option), []).append(ratio)
+
+    def _expected(self, region: Region, option: Option) -> float:
+        """The prediction, corrected by what measurements of its kind have shown."""
+        seen = self.ratios.get(_kind(region, option), ())
+        return option.predicted_s * (statistics.median(seen) if len(seen) >= LEARN else 1.0)
 
     def _hopeless(self, region: Region, options: list[Option]) -> set[Candidate]:
         """Candidates that are not worth building: predicted far slower than the first, where far
         is less once measurements have shown how good the predictions for both kinds are."""
-
-        def expected(option: Option) -> float:
-            return option.predicted_s * statistics.median(self.ratios[_kind(option)])
-
-        learned = [o for o in options if len(self.ratios.get(_kind(o), ())) >= LEARN]
-        best = min((expected(o) for o in learned), default=math.inf)
+        learned = [o for o in options if len(self.ratios.get(_kind(region, o), ())) >= LEARN]
+        best = min((self._expected(region, o) for o in learned), default=math.inf)
         far = FAR_PRODUCT if is_product(region.graph, region.nodes) else FAR
         beyond = far * next((o.predicted_s for o in options), math.inf)
         return {o.candidate for o in options if o.predicted_s > beyond} | {
-            o.candidate for o in learned if expected(o) > FAR_LEARNED * best
+            o.candidate for o in learned if self._expected(region, o) > FAR_LEARNED * best
         }
 
     def _ready(
@@ -246,7 +318,12 @@ class Finder:
     def _reference(
         self, region: Region, feed: Feed, results: Results, options: list[Option]
     ) -> tuple[list[torch.Tensor], str]:
-        if region_cost(region).flops <= EXACT_FLOPS[self.device.type]:
+        # a convolution in float64 is one more that a library sets up, which takes longer than all
+        # else; those of libraries are held to torch's, unless an error is promised
+        held = self.device.type == "cuda" and self.survey.policy.max_error is None
+        held = held and all(options[i].candidate.engine in LIBRARIES for i in results)
+        trusted = held and is_product(region.graph, region.nodes)
+        if region_cost(region).flops <= EXACT_FLOPS[self.device.type] and not trusted:
             answer = evaluate(region.graph, feed, float64=True)
             return [answer[v] for v in region.outputs], "float64"
         for i, option in enumerate(options):
@@ -337,9 +414,12 @@ def _measured_version(candidate: Candidate) -> str:
     return candidate.version
 
 
-def _kind(option: Option) -> tuple[str, object]:
-    """What makes predictions alike: the engine, and which of its recipes."""
-    return option.candidate.engine, option.candidate.knobs.get("recipe")
+def _kind(region: Region, option: Option) -> object:
+    """What makes predictions alike: the engine, which of its recipes, and what is computed; each
+    group of a convolution has a few channels only, and runs at another speed."""
+    groups = {node.attrs["groups"] > 1 for node in region.nodes if node.op == "conv"}
+    what = region.nodes[region.anchor].op if region.anchor is not None else ""
+    return option.candidate.engine, option.candidate.knobs.get("recipe"), what, *groups
 
 
 def _fall_back(choice: Choice, note: str) -> Choice:

@@ -1,7 +1,5 @@
 """The arena: one block of memory, its parts reused as soon as their values are dead."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ later runs execute; ``print(plan.program.source)`` shows it::
         …
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,10 +59,9 @@ def plan_memory(graph: Graph, regions: Sequence[Region], kernels: Sequence[Kerne
             for root in roots.get(value, (value,)):
                 last[root] = i
     escaping = {root for _, value in graph.outputs for root in roots.get(value, (value,))}
-    made = list(first)
     planned: list[Buffer] = []
     loose: list[Buffer] = []
-    for value in made:
+    for value in first:
         size = graph.types[value].dtype.nbytes(graph.types[value].storage_numel)
         buffer = Buffer(value, size, first[value], last[value])
         inside = writable[value] and value not in escaping and graph.types[value].is_dense
@@ -274,12 +271,9 @@ class Program:
     def _dead(self) -> list[list[str]]:
         """For every region, the values nobody reads after it; arena and constants stay."""
         keep = {v for _, v in self.graph.outputs} | set(self.memory.offsets) | set(self.constants)
-        last: dict[str, int] = {}
-        for i, region in enumerate(self.regions):
-            for value in (*region.inputs, *region.outputs):
-                last[value] = i
+        seen = ((v, i) for i, r in enumerate(self.regions) for v in (*r.inputs, *r.outputs))
         dead: list[list[str]] = [[] for _ in self.regions]
-        for value, i in last.items():
+        for value, i in dict(seen).items():  # the last time of each
             if value not in keep:
                 dead[i].append(value)
         return dead

@@ -6,8 +6,6 @@ no longer offers that candidate, or was chosen on another device is chosen anew,
 notes say so; the graph and the weights must be intact.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace
@@ -51,19 +49,13 @@ def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
         if const.type.numel > INLINE
     }
     text = print_graph(graph)
-    record = {
-        "format": FORMAT,
-        "version": VERSION,
-        "graph": text.split("\n"),
-        "graph_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "weights": weights_path(path).name if large else None,
-        "device": str(device),
-        "environment": environment(device),
-        "target": decision.target.name,
-        "policy": decision.policy.as_dict(),
-        "mode": decision.mode,
-        "regions": [_entry(choice) for choice in decision.choices],
-    }
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    record: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    record |= {"graph": text.split("\n"), "graph_sha256": digest}
+    record["weights"] = weights_path(path).name if large else None
+    record |= {"device": str(device), "environment": environment(device)}
+    record |= {"target": decision.target.name, "policy": decision.policy.as_dict()}
+    record |= {"mode": decision.mode, "regions": [_entry(choice) for choice in decision.choices]}
     with replacing(path) as plan_file:  # both are complete before either takes its place
         plan_file.write_text(json.dumps(record, indent=1) + "\n")
         if large:
@@ -73,16 +65,11 @@ def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
 
 
 def _entry(choice: Choice) -> dict[str, Any]:
-    c = choice.candidate
-    entry: dict[str, Any] = {
-        "nodes": [node.outputs[0] for node in choice.region.nodes],
-        "ops": " + ".join(choice.region.ops),
-        "engine": c.engine,
-        "version": c.version,
-        "knobs": plain_knobs(c.knobs),
-        "predicted_s": choice.option.predicted_s,
-        "measured_s": choice.option.measured_s,
-    }
+    c, region, option = choice.candidate, choice.region, choice.option
+    entry: dict[str, Any] = {"nodes": [node.outputs[0] for node in region.nodes]}
+    entry |= {"ops": " + ".join(region.ops), "engine": c.engine, "version": c.version}
+    entry |= {"knobs": plain_knobs(c.knobs), "predicted_s": option.predicted_s}
+    entry["measured_s"] = option.measured_s
     entry["sum"] = checksum(entry)
     return entry
 
@@ -164,12 +151,11 @@ def load_decision(path: Path, device: torch.device) -> Decision:
     if elsewhere:
         notes.append("the plan was made on another machine or with other library versions")
     regions, problem = _saved_regions(record, graph)
+    fused, vetoes = fuse(graph)
     if problem:
         notes.append(f"{problem}; all regions were chosen anew")
-        fused, vetoes = fuse(graph)
         choices = [c for region in fused for c in choose(region, pick, survey)]
     else:
-        _, vetoes = fuse(graph)
         choices = []
         for i, (region, entry) in enumerate(zip(regions, record["regions"], strict=True)):
             guess = pick(region)

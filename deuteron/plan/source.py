@@ -117,8 +117,7 @@ class Writer:
         if parts:
             lines.append(f"    {', '.join(parts)}, = arena.parts")
         for stretch in stretches([step.kind for step in self.steps]):
-            one = len(stretch) == 1
-            lines += self._alone(stretch[0]) if one else self._together(stretch)
+            lines += self._alone(stretch[0]) if len(stretch) == 1 else self._together(stretch)
         results = [
             f"duplicate({self._local[v]})" if v in self.program.shared else self._local[v]
             for _, v in self.graph.outputs

@@ -1,7 +1,5 @@
 """Small things done to tensors while planning and running: comparing, copying, making up."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -56,8 +54,7 @@ def overlaps(type_: TensorType) -> bool:
 
 def poisoned(type_: TensorType, device: torch.device) -> torch.Tensor:
     """A tensor to be written, filled with something that cannot pass for a result."""
-    dt = type_.dtype.torch
-    out = torch.empty_strided(type_.shape, type_.strides, dtype=dt, device=device)
+    out = torch.empty_strided(type_.shape, type_.strides, dtype=type_.dtype.torch, device=device)
     if type_.dtype.is_float and type_.dtype.bits >= 16:
         return out.fill_(math.nan)
     if type_.dtype.is_float:

@@ -1,7 +1,5 @@
 """Timing contenders fairly: they take turns, so that drift of clocks and load hits all alike."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import time
@@ -38,10 +36,8 @@ def timed(
     except Exception as error:
         if len(contenders) == 1:
             return dict.fromkeys(contenders, error)
-    found: dict[int, float | Exception] = {}
-    for i, fn in contenders.items():  # one of them fails: each alone, to know which
-        found |= timed({i: fn}, device, seconds / len(contenders))
-    return found
+    share = seconds / len(contenders)  # one of them fails: each alone, to know which
+    return {i: timed({i: fn}, device, share)[i] for i, fn in contenders.items()}
 
 
 CLOSE = 1.02  # those this close to the best are timed for longer, on a GPU
@@ -83,8 +79,7 @@ def _cuda(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[
     runs: dict[str, tuple[Thunk, int]] = {}
     for name, fn in contenders.items():
         warm_up(fn)
-        once = max(by_events(fn), 1e-6)
-        count = max(1, min(50, int(share / once)))
+        count = max(1, min(50, int(share / max(by_events(fn), 1e-6))))
         runs[name] = _graph(fn, count)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)  # who follows whom makes a per cent, so it changes

@@ -8,22 +8,24 @@ launch is a key made of what changes the code (element types, alignment to 16, t
 integers, the constants) and a dictionary; after that only addresses and numbers are handed over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deuteron.codegen import triton_math
+from deuteron.codegen import triton_compile, triton_math
 from deuteron.codegen.triton_compile import compile_triton
-from deuteron.codegen.triton_load import bound
+from deuteron.codegen.triton_load import bound, on
 from deuteron.ir.dtype import dtype
 
 POINTERS = {dtype(short).torch: pointer for short, pointer in triton_math.POINTERS.items()}
 POINTERS |= {torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
 INT32 = 2**31
+Kinds, Constants = Sequence[Any], Mapping[str, Any]
 
 
 class Launchable:
@@ -59,24 +61,19 @@ class Launchable:
             found = self.ready[key] = self._bound(device, kinds, constants, warps, stages)
         call, rest = found
         x, y, z = (*grid, 1, 1)[:3]
-        call(x, y, z, torch._C._cuda_getCurrentRawStream(device), *raw, *rest)
+        call(x, y, z, stream_of(device), *raw, *rest)
 
     def _bound(
-        self, device: int, kinds: Sequence[Any], constants: Mapping[str, Any], *how: int
+        self, device: int, kinds: Kinds, constants: Constants, *how: int
     ) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """What launches the kernel, and its last arguments: a launcher wants constants in their
         places too, though it does not pass them on."""
-        with torch.cuda.device(device):
+        with on(device):
             call = bound(self.compile(kinds, constants, *how))
         return call, tuple(constants.get(n) for n in self.fn.arg_names[len(kinds) :])
 
     def settled(
-        self,
-        grid: tuple[int, ...],
-        *numbers: Any,
-        warps: int = 4,
-        stages: int = 2,
-        **constants: Any,
+        self, grid: tuple[int, ...], *numbers: Any, warps: int = 4, **constants: Any
     ) -> Callable[..., None]:
         """The call as a function of its tensors alone, which come before the numbers and are of the
         same types and on the same device every time. Where their addresses are multiples of 16,
@@ -91,26 +88,19 @@ class Launchable:
             for address in raw:
                 bits |= address
             if bits & 15 or self.interpreted or not all(grid):
-                self(grid, *tensors, *numbers, warps=warps, stages=stages, **constants)
+                self(grid, *tensors, *numbers, warps=warps, **constants)
                 return
             if ready is None:
                 device = tensors[0].get_device()
                 kinds = [*((t.dtype, True) for t in tensors), *described(numbers)[1]]
-                call, rest = self._bound(device, kinds, constants, warps, stages)
+                call, rest = self._bound(device, kinds, constants, warps, 2)  # the usual stages
                 ready = call, device, (*numbers, *rest)
             call, device, rest = ready
-            call(x, y, z, torch._C._cuda_getCurrentRawStream(device), *raw, *rest)
+            call(x, y, z, stream_of(device), *raw, *rest)
 
         return run
 
-    def compile(
-        self,
-        kinds: Sequence[Any],
-        constants: Mapping[str, Any],
-        warps: int = 4,
-        stages: int = 2,
-        target: Any = None,
-    ) -> Any:
+    def compile(self, kinds: Kinds, constants: Constants, warps=4, stages=2, target: Any = None):
         """Compiled for ``target``, a GPU that need not be there, or for the current one.
 
         ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
@@ -150,9 +140,31 @@ class Launchable:
         return compile_triton(source, options, target)
 
 
+def stream_of(device: int) -> int:
+    """The stream that is current there."""
+    return 0 if triton_compile.elsewhere else int(torch._C._cuda_getCurrentRawStream(device))
+
+
+# ---- kernels that follow each other closely (programmatic dependent launch, from Hopper on): one
+# that ends with a small one, a merge or a sum over its programs, spends more on launching that than
+# the merge takes. Launched early, it waits on the multiprocessors for its turn.
+
+
+@triton.jit
+def enter(CHAIN: tl.constexpr, FIRST: tl.constexpr):
+    """Comes before all reading and writing: let the next kernel of the chain be launched, and wait
+    until the one before has ended, unless this is the first."""
+    if CHAIN:
+        gdc_launch_dependents()
+        if not FIRST:
+            gdc_wait()
+
+
 @cache
 def chained(device: torch.device) -> bool:
     """Whether a kernel may be launched there before the one it follows has ended."""
+    if triton_compile.elsewhere:
+        return bool(triton_compile.elsewhere.arch >= 90)
     if device.type != "cuda" or _interpreting():
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -189,6 +201,4 @@ def _alike(given: Any, values: Sequence[Any]) -> Any:
 
 
 def _interpreting() -> bool:
-    import triton
-
     return bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,90 @@
+"""The order of a search: equal regions once, the heaviest first, and nobody waits for a compiler.
+
+Builders compile the first choices of all regions while this process measures what needs no
+building, then whatever is built. What is left of the budget goes to the heaviest regions: more of
+their candidates are built and race against the best so far.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from deuteron.ir.region import Region
+from deuteron.plan.choose import Choice, Pick, choose
+from deuteron.plan.find import FIRST, Finder
+
+Progress = Callable[[str, int, int], None]
+WORTH = 0.01  # the share of all time from which more candidates of a region are tried
+MOST = 6  # candidates of a region that are built at most
+
+
+def search(
+    regions: Sequence[Region], guess: Pick, finder: Finder, progress: Progress | None
+) -> list[str]:
+    """Measure while the budget lasts. Returns what there is to say about it."""
+    weight: dict[str, float] = {}
+    sample: dict[str, Region] = {}
+    for region in regions:
+        sample.setdefault(region.text, region)
+        weight[region.text] = weight.get(region.text, 0.0) + guess(region).best_s
+    order = sorted(sample, key=lambda text: -weight[text])
+    asked = {text: _asked(sample[text], guess, finder) for text in order}
+    for place in range(FIRST):
+        for text in order:
+            for region in asked[text]:
+                finder.order(region, place)
+    left = list(order)
+
+    def built() -> str | None:
+        return next((t for t in left if all(map(finder.is_built, asked[t]))), None)
+
+    while left:
+        finder.wait(lambda: built() is not None)
+        text = built() or left[0]
+        left.remove(text)
+        choose(sample[text], finder.pick, finder.survey)
+        if progress is not None:
+            progress("measuring regions", len(order) - len(left), len(order))
+    _more(regions, finder)
+    return _notes(finder)
+
+
+def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
+    """The region, and parts of it that are measured, too, where nobody wants it whole."""
+    found: dict[str, Region] = {}
+
+    def pick(region: Region) -> Choice:
+        found[region.text] = region
+        return guess(region)
+
+    choose(region, pick, finder.survey)
+    return list(found.values())
+
+
+def _more(regions: Sequence[Region], finder: Finder) -> None:
+    """Try more candidates of the regions that take longest."""
+    took: dict[str, float] = {}
+    sample: dict[str, Region] = {}
+    for region in regions:
+        for choice in choose(region, finder.pick, finder.survey):
+            sample[choice.region.text] = choice.region
+            took[choice.region.text] = took.get(choice.region.text, 0.0) + choice.best_s
+    least = WORTH * sum(took.values())
+    heavy = sorted((t for t in took if took[t] >= least), key=lambda t: -took[t])
+    for place in range(FIRST, MOST):
+        ordered = [t for t in heavy if finder.order(sample[t], place)]
+        for text in ordered:
+            finder.wait(partial(finder.is_built, sample[text]))
+            finder.again(sample[text])
+
+
+def _notes(finder: Finder) -> list[str]:
+    notes, counts = [], finder.counts
+    if finder.stopped:
+        notes.append(f"{finder.stopped}; {counts['left']} regions were not measured")
+    elif counts["left"]:
+        notes.append(
+            f"{counts['left']} regions were not measured: the budget of {finder.budget_s:g} s "
+            "does not allow it; run find again to go on from the cache, or raise budget_s"
+        )
+    notes.append(f"regions measured: {counts['measured']}, remembered: {counts['remembered']}")
+    return notes

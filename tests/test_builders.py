@@ -1,0 +1,144 @@
+"""Kernels built by other processes: found by this one, without a GPU; nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.engines import Candidate
+from deuteron.ir.region import Region
+from deuteron.passes import fuse
+from deuteron.plan import find
+from deuteron.plan.builders import BUILT, Builders
+from deuteron.plan.cache import Cache
+from deuteron.plan.choose import Survey, heuristic
+from deuteron.plan.search import search
+from deuteron.policy import Policy
+
+pytest.importorskip("triton")
+H200 = dt.target("h200")
+
+
+def first_choices(write) -> list[tuple[Region, Candidate]]:
+    g = dt.Graph()
+    write(g).output("y")
+    (region,) = fuse(g.ir())[0]
+    options, _ = Survey(H200, Policy()).ask(region)
+    return [(region, o.candidate) for o in options if o.candidate.engine in BUILT][:1]
+
+
+def built(pool: Builders, region: Region, candidate: Candidate) -> bool:
+    return -1 in pool._built and pool.is_built(region, candidate)
+
+
+def silu(g):
+    return g.silu(g.tensor("x", (1024, 1024), "f16"))
+
+
+def layer_norm_grad(g):
+    x, y = g.tensor("x", (512, 2048), "bf16"), g.tensor("y", (512, 2048), "bf16")
+    return g.layer_norm_grad(y, x, dims=1)
+
+
+@pytest.mark.parametrize("write", [silu, layer_norm_grad])
+def test_what_is_built_elsewhere_is_found_here(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pool = Builders(2)
+    try:
+        for region, candidate in first_choices(write):
+            pool.ask(region, candidate, H200, Policy(), 90)
+            assert pool.wait(partial(built, pool, region, candidate), 100)
+    finally:
+        pool.close()
+    assert [*tmp_path.rglob("*.cubin")], "compiled to the end"
+
+
+def test_what_cannot_be_built_is_answered():
+    """Whoever asked then builds it and meets the error."""
+    pool = Builders(1)
+    try:
+        for region, candidate in first_choices(silu):
+            wrong = Candidate(candidate.engine, candidate.version, {"kind": "unknown"})
+            pool.ask(region, wrong, H200, Policy(), 90)
+            assert pool.wait(partial(built, pool, region, wrong), 100)
+    finally:
+        pool.close()
+
+
+SCRIPT = """
+import time
+from deuteron.plan.builders import Builders
+print(Builders(2)._process.pid, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_builders_end_with_the_process_that_started_them():
+    ours = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    assert ours.stdout is not None
+    theirs = int(ours.stdout.readline())
+    ours.send_signal(signal.SIGKILL)
+    ours.communicate()
+    for _ in range(200):
+        if not Path(f"/proc/{theirs}").exists() or _is_dead(theirs):
+            return
+        time.sleep(0.1)
+    os.kill(theirs, signal.SIGKILL)
+    raise AssertionError("it is still there")
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+class Pool:
+    """Builders that were asked for everything, and have built what the test says."""
+
+    def __init__(self, built: bool) -> None:
+        self.built, self.asked = built, set()
+
+    def ask(self, region, candidate, *how):
+        self.asked.add((region.text, candidate))
+
+    def is_asked(self, region, candidate):
+        return (region.text, candidate) in self.asked
+
+    def is_built(self, region, candidate):
+        return self.built or not self.is_asked(region, candidate)
+
+    def wait(self, enough, seconds=None):
+        return enough()
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("budget_s", [5.0, 0.0])
+def test_what_is_not_built_is_not_waited_for(built, budget_s, monkeypatch, tmp_path):
+    """Measured or not, a region runs the best of what is there."""
+    monkeypatch.setattr(find, "BUILT", ("cpu_gen",))
+    monkeypatch.setattr(find, "arch_of", lambda device: 90)
+    g = dt.Graph()
+    x = g.tensor("x", (64, 1024))
+    g.gelu(g.silu(x) * 2.0 + x).output("y")
+    regions = fuse(g.ir())[0]
+    survey, cpu = Survey(dt.target("cpu"), Policy()), torch.device("cpu")
+    finder = find.Finder(survey, cpu, {}, Cache(tmp_path / "cache"), budget_s, pool=Pool(built))
+    notes = search(regions, heuristic(survey), finder, None)
+    choice = finder.pick(regions[0])
+    assert (choice.candidate.engine == "cpu_gen") == built
+    assert (choice.option.measured_s is None) == (budget_s == 0.0)
+    left = {o.rejected for o in choice.options if o.candidate.engine == "cpu_gen"}
+    assert left == ({find.NOT_REACHED} if budget_s and not built else {""})
+    assert any(("not measured" if not budget_s else "measured: 1") in note for note in notes)
