@@ -131,12 +131,20 @@ F = [
     ("no-op dropped", lambda g, x: g.cast(x, dtype=x.dtype.short), []),
     ("no-op dropped", lambda g, x: g.slice(x, axis=0), []),
     ("no-op dropped", lambda g, x: g.to_layout(x), []),
-    ("chain merged", lambda g, x: g.reshape(g.reshape(x, shape=(10,)), shape=(5, 2)), ["reshape"]),
-    ("chain merged", lambda g, x: g.permute(g.permute(x, dims=(1, 0)), dims=(1, 0)), []),
     (
-        "chain merged",  # the inner one copies: what follows is row-major
+        "movement in the fewest steps",
+        lambda g, x: g.reshape(g.reshape(x, shape=(10,)), shape=(5, 2)),
+        ["reshape"],
+    ),
+    (
+        "movement in the fewest steps",
+        lambda g, x: g.permute(g.permute(x, dims=(1, 0)), dims=(1, 0)),
+        [],
+    ),
+    (
+        "movement in the fewest steps",  # what is merged and split again is never copied
         lambda g, x: g.reshape(g.reshape(g.permute(x, dims=(1, 0)), shape=(10,)), shape=(5, 2)),
-        None,
+        ["permute"],
     ),
     (
         "layout chain merged",

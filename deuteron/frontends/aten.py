@@ -7,8 +7,6 @@ activations, reductions), :mod:`aten_shape` (movement, indexing, constants), :mo
 :mod:`aten_grad` (what autograd writes); :mod:`aten_site` says what an entry gets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -27,11 +25,9 @@ def _by_name(rows: Mapping[str, V]) -> dict[str, V]:
 TABLE: dict[str, Entry] = {k: v for part in PARTS for k, v in _by_name(part.TABLE).items()}
 FILLS = _by_name(aten_shape.FILLS)
 # Calls that check something or say something about a size, and compute nothing.
-_SILENT = (
-    "_assert_tensor_metadata.default _assert_async.default _assert_async.msg "
-    "_assert_scalar.default _functional_assert_async.msg _functional_assert_scalar.default "
-    "sym_constrain_range.default sym_constrain_range_for_size.default"
-)
+_SILENT = """_assert_tensor_metadata.default _assert_async.default _assert_async.msg
+    _assert_scalar.default _functional_assert_async.msg _functional_assert_scalar.default
+    sym_constrain_range.default sym_constrain_range_for_size.default"""
 SILENT = _by_name({_SILENT: None})
 
 

@@ -6,25 +6,20 @@ statistics of the forward one but not its eps; where the graph has both calls, i
 gradient operator, which makes all its results in one pass.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deuteron.frontends.aten_site import SETTINGS, Entry, Number, Site, axis_of
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.embedding import by_frequency
-from deuteron.ops.emit import Sym
-from deuteron.ops.norm import NORMS, Wanted, gradients
+from deuteron.ops.emit import Grads, Sym
+from deuteron.ops.norm import NORMS, gradients
 from deuteron.ops.opdef import Vjp
 
 # ---- by the rule of the operator -----------------------------------------------------------------
 
 
-def through(
-    b: Site, op: str, grad: Sym, *ins: Sym | None, needs: Sequence[bool] = (), **attrs: Any
-) -> list[Sym | None]:
+def through(b: Site, op: str, grad: Sym, *ins: Any, needs: Any = (), **attrs: Any) -> Grads:
     """The gradients of ``op`` for its inputs, by its own rule."""
     made = b.call(op, *ins, **attrs)
     outs = made if isinstance(made, tuple) else (made,)
@@ -121,9 +116,7 @@ def _nll(b: Site, grad: Sym, x: Sym, target: Sym, weight: Any, *_: Any) -> Any:
 _NORMS = {norm.name: norm for norm in NORMS}
 
 
-def statistics(
-    b: Site, op: str, x: Sym, eps: float, attrs: Mapping[str, Any], shape: Sequence[int]
-) -> tuple[Sym, Sym]:
+def statistics(b: Site, op: str, x: Sym, eps: float, attrs: Any, shape: Any) -> tuple[Sym, Sym]:
     """mean and 1/√(var + eps) of the norm ``op``, as autograd keeps them, in ``shape``."""
     shape_seen, axes, _ = _NORMS[op].grouping(x.shape, attrs)
     work = b.shaped(b.upcast(x), shape_seen)
@@ -151,7 +144,7 @@ def _norm(op: str) -> Entry:
         of_bias = of_bias if row.centred and mask[2] else None
         eps = b.norms.get((x.name, b.given["rstd"].name))
         if eps is None:
-            groups, wanted = row.grouping(x.shape, attrs), Wanted(bool(mask[0]), of_weight, of_bias)
+            groups, wanted = row.grouping(x.shape, attrs), (bool(mask[0]), of_weight, of_bias)
             how: Any = {"centred": row.centred, "stats": stats}
             found = gradients(b, x, grad, weight, groups, 0.0, wanted, **how)
             return tuple(found[: len(mask)])

@@ -1,7 +1,5 @@
 """ATen → ours: arithmetic, comparison, activations and reductions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -17,11 +15,9 @@ from deuteron.ops.reduce import vector_norm
 # ---- the same by another name ----------------------------------------------------------------
 
 # Calls of one tensor that are one operator of the same name.
-_UNARY = (
-    "neg abs sign square exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tan erf floor "
-    "ceil round trunc isnan isinf logical_not relu relu6 sigmoid tanh silu mish hardswish "
-    "hardsigmoid selu log_sigmoid"
-)
+_UNARY = """neg abs sign square exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tan erf
+    floor ceil round trunc isnan isinf logical_not relu relu6 sigmoid tanh silu mish hardswish
+    hardsigmoid selu log_sigmoid"""
 
 # Our operators of two operands, each a tensor or a number, and the calls that are one of them.
 _BINARY = {
@@ -100,8 +96,8 @@ def _clamp(b: Site, x: Sym, low: Any = None, high: Any = None) -> Any:
 
 def _nan_to_num(b: Site, x: Sym, nan: Any, top: Any, bottom: Any) -> Any:
     """Infinities become the largest numbers of the type unless others are given."""
-    b.need(x.dtype.is_float and x.dtype.torch is not None, "nan_to_num of integers")
-    limits = torch.finfo(x.dtype.torch or torch.float32)
+    b.need(x.dtype.is_float, "nan_to_num of integers")
+    limits = torch.finfo(x.dtype.torch)
     for odd, value in ((math.inf, top), (-math.inf, bottom)):
         number = value if value is not None else limits.max if odd > 0 else limits.min
         x = b.where(b.eq(*b.pair(x, odd)), b.literal(number, x.dtype), x)
@@ -259,7 +255,7 @@ TABLE: dict[str, Entry] = {
         b.given["min"] < b.given["max"], "a range read from the data"
     ).wanted(b.histogram(x, **b.settings("bins min:low max:high"))),
     "linalg_vector_norm.default": lambda b, x, order, dim, keepdim, dtype: vector_norm(
-        b, b.typed(x, dtype), float(order), _axes(dim, x.rank), keepdim
+        b, b.typed(x, dtype), p=float(order), axes=_axes(dim, x.rank), keepdim=keepdim
     ),
     "mse_loss.default": _mean_of("square"),
     "l1_loss.default": _mean_of("abs"),

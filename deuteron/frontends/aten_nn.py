@@ -1,7 +1,5 @@
 """ATen → ours: products, convolution, normalisation, attention, losses, pooling, resampling."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 from deuteron.frontends.aten_grad import statistics
 from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
 from deuteron.ops.emit import Sym
+from deuteron.ops.resample import BLENDS, EDGES, MODES
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -91,8 +90,7 @@ def _norm(op: str) -> Entry:
     def entry(b: Site, x: Sym, *_: Any) -> Any:
         eps = b.given["eps"]
         if eps is None:  # torch adds the spacing of the type it computes in
-            wide = torch.float32 if x.dtype.is_low else x.dtype.torch
-            eps = torch.finfo(wide or torch.float32).eps
+            eps = torch.finfo(torch.float32 if x.dtype.is_low else x.dtype.torch).eps
         how = b.settings("num_groups:groups group:groups")
         how = how or {"dims": len(b.given["normalized_shape"])}
         params = [b.given[name] for name in ("weight", "bias") if name in b.given]
@@ -177,16 +175,8 @@ def _max_pool(op: str, spatial: int, adaptive: bool = False) -> Entry:
 # ---- resampling ------------------------------------------------------------------------------
 
 # ATen's name → our mode
-_UPSAMPLE = {
-    **{f"upsample_nearest{n}d": "nearest" for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d": "nearest-exact" for n in (1, 2, 3)},
-    "upsample_linear1d": "linear",
-    "upsample_trilinear3d": "trilinear",
-    "upsample_bilinear2d": "bilinear",
-    "upsample_bicubic2d": "bicubic",
-    "_upsample_bilinear2d_aa": "bilinear",
-    "_upsample_bicubic2d_aa": "bicubic",
-}
+_UPSAMPLE = {name.format(n): mode for mode, (dims, _, name) in MODES.items() if name for n in dims}
+_UPSAMPLE |= {f"_upsample_{mode}2d_aa": mode for mode in ("bilinear", "bicubic")}
 
 
 def _upsample(name: str, mode: str) -> Entry:
@@ -202,24 +192,17 @@ def _upsample(name: str, mode: str) -> Entry:
     return entry
 
 
-_GRID_MODES = ("bilinear", "nearest", "bicubic")
-_GRID_PADDING = ("zeros", "border", "reflection")
-
-
 def _grid(b: Site, x: Sym, grid: Sym, mode: int, padding: int, corners: bool) -> Any:
-    return b.grid_sample(
-        x, grid, mode=_GRID_MODES[mode], padding_mode=_GRID_PADDING[padding], align_corners=corners
-    )
+    how = {"mode": BLENDS[mode], "padding_mode": EDGES[padding], "align_corners": corners}
+    return b.grid_sample(x, grid, **how)
 
 
 _DIMS = (1, 2, 3)
 _TRANSPOSED = "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
 _PRODUCTS = "matmul.default mm.default bmm.default mv.default dot.default vdot.default"
 # Calls of several results, of which only the first is given, stand beside those that have one.
-_BATCH_NORMS = (
-    "batch_norm.default native_batch_norm.default _native_batch_norm_legit.no_stats "
-    "_native_batch_norm_legit_no_training.default"
-)
+_BATCH_NORMS = """batch_norm.default native_batch_norm.default _native_batch_norm_legit.no_stats
+    _native_batch_norm_legit_no_training.default"""
 _ATTENTIONS = ("efficient", "cudnn", "flash")
 
 TABLE: dict[str, Entry] = {

@@ -1,7 +1,5 @@
 """ATen → ours: shapes, copies, pieces, padding, indexing, casts and constant tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -77,6 +75,19 @@ def _concat(b: Site, xs: Sequence[Sym], dim: int) -> Sym:
     return b.wanted(b.join(same, axis_of(dim, rank)))
 
 
+def _roll(b: Site, x: Sym, shifts: Sequence[int], dims: Sequence[int]) -> Sym:
+    """What leaves at one end of an axis comes in at the other."""
+    if not dims:  # of all elements in a row
+        return b.one("reshape", _roll(b, b.reshape(x, shape=(-1,)), shifts, (0,)), shape=x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        axis = axis_of(dim, x.rank)
+        size = x.shape[axis]
+        cut = -shift % size if size else 0
+        if cut:
+            x = b.concat([b.part(x, axis, cut, size), b.part(x, axis, 0, cut)], axis=axis)
+    return x
+
+
 def _stack(b: Site, xs: Sequence[Sym], dim: int) -> Sym:
     axis = dim % b.out.rank
     one = [1 if i == axis else n for i, n in enumerate(b.out.shape)]
@@ -105,10 +116,8 @@ def _repeat_interleave(b: Site, x: Sym, repeats: int, dim: int | None, size: Any
 def _meshgrid(b: Site, xs: Sequence[Sym], indexing: str = "ij") -> tuple[Sym, ...]:
     b.need(indexing == "ij", "meshgrid with indexing='xy'")
     rank = len(xs)
-    return tuple(
-        b.stretched(b.shaped(x, [x.type.numel if i == j else 1 for j in range(rank)]))
-        for i, x in enumerate(xs)
-    )
+    apart = (b.shaped(x, [*[1] * i, x.type.numel, *[1] * (rank - i - 1)]) for i, x in enumerate(xs))
+    return tuple(map(b.stretched, apart))
 
 
 def _channel_shuffle(b: Site, x: Sym, groups: int) -> Sym:
@@ -152,19 +161,14 @@ def _pad(b: Site, x: Sym, pad: Sequence[int], mode: str = "constant", value: Any
 # ---- indexing ------------------------------------------------------------------------------------
 
 
-def _from_front(b: Site, index: Sym, size: int) -> Sym:
-    """An index that may count from the end, counted from the front."""
-    below = b.lt(*b.pair(index, 0))
-    return b.where(below, b.add(*b.pair(index, size)), index)  # type: ignore[no-any-return]
-
-
 def _index(b: Site, x: Sym, indices: Sequence[Sym | None]) -> Sym:
     """x[:, index] with one tensor of whole numbers: a selection along its dimension."""
     places = [(axis, i) for axis, i in enumerate(indices) if i is not None]
     b.need(len(places) == 1, "indexing by several tensors at once")
     axis, index = places[0]
     b.need(index.dtype != bool_ and not index.dtype.is_float, "indexing by a mask")
-    flat = b.shaped(_from_front(b, index, x.shape[axis]), (index.type.numel,))
+    from_end, moved = b.lt(*b.pair(index, 0)), b.add(*b.pair(index, x.shape[axis]))
+    flat = b.shaped(b.where(from_end, moved, index), (index.type.numel,))
     return b.shaped(b.index_select(x, flat, axis=axis))
 
 
@@ -194,10 +198,8 @@ def _cast(b: Site, x: Sym, *options: Any) -> Sym:
     return b.laid_out(b.wanted(x), order)
 
 
-_REGROUPED = (
-    "view.default _unsafe_view.default reshape.default flatten.using_ints squeeze.default "
-    "squeeze.dim squeeze.dims unsqueeze.default unflatten.int view_as.default"
-)
+_REGROUPED = """view.default _unsafe_view.default reshape.default flatten.using_ints squeeze.default
+    squeeze.dim squeeze.dims unsqueeze.default unflatten.int view_as.default"""
 _CASTS = "_to_copy.default to.dtype to.dtype_layout to.device to.other type_as.default"
 
 TABLE: dict[str, Entry] = {
@@ -219,6 +221,7 @@ TABLE: dict[str, Entry] = {
     "unbind.int": _unbind,
     "cat.default": _concat,
     "stack.default": _stack,
+    "roll.default": _roll,
     "repeat.default": _repeat,
     "repeat_interleave.self_int": _repeat_interleave,
     "meshgrid.default meshgrid.indexing": _meshgrid,

@@ -7,8 +7,6 @@ through the site and returns one Sym, or a tuple with one Sym per result of the 
 for a result it cannot give; so does what is missing at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -83,10 +81,8 @@ class Site(Ops):
     def settings(self, names: str) -> dict[str, Any]:
         """Arguments of the call as attributes, as far as it has them: names of the ATen schema,
         with ours behind a colon where it differs, "kernel_size:kernel stride padding"."""
-        pairs = (name.partition(":") for name in names.split())
-        return {
-            ours or theirs: self.given[theirs] for theirs, _, ours in pairs if theirs in self.given
-        }
+        pairs = (word.partition(":") for word in names.split())
+        return {ours or name: self.given[name] for name, _, ours in pairs if name in self.given}
 
     def window(self) -> dict[str, Any]:
         """The windows of a pool; ATen's empty stride is that of the windows themselves."""
@@ -150,11 +146,12 @@ class Site(Ops):
         """``x`` in the element type of the first result."""
         return self.to(x, self.out.dtype)
 
-    def laid_out(self, x: Sym, memory_format: torch.memory_format | None) -> Sym:
-        """``x`` copied into a memory order, unless it is in it already."""
+    def laid_out(self, x: Sym, memory_format: torch.memory_format | int | None) -> Sym:
+        """``x`` copied into a memory order, unless it is in it already. A call that does not name
+        one has the default of its schema: none, or 0, which stands for row-major order."""
         if memory_format is None or memory_format == torch.preserve_format:
             return x
-        layout = "contiguous" if memory_format == torch.contiguous_format else "nhwc"
+        layout = "contiguous" if memory_format in (torch.contiguous_format, 0) else "nhwc"
         if x.type.is_layout(layout):
             return x
         return self.to_layout(x, layout=layout)  # type: ignore[no-any-return]

@@ -68,7 +68,8 @@ class Graph(Ops):
     ) -> Sym:
         """(Σ |x|ᵖ)^(1/p) over ``axes``, all of them if None; of p = ±inf the largest or smallest
         |x|, of 0 how many elements are not 0."""
-        return vector_norm(self, x, float(p), None if axes is None else tuple(axes), keepdim)
+        along = None if axes is None else tuple(axes)
+        return vector_norm(self, x, p=float(p), axes=along, keepdim=keepdim)
 
     def swiglu(self, gate: Sym, up: Sym) -> Sym:
         """silu(gate) · up."""
@@ -133,9 +134,8 @@ def parameters(op: OpDef) -> Iterator[Parameter]:
     """The inputs of an operator, and its attributes, by name only."""
     for slot in op.inputs:
         kind = Parameter.VAR_POSITIONAL if slot[0] == "*" else Parameter.POSITIONAL_OR_KEYWORD
-        yield Parameter(
-            slot.strip("*?"), kind, default=None if slot[-1] == "?" else Parameter.empty
-        )
+        default = None if slot[-1] == "?" else Parameter.empty
+        yield Parameter(slot.strip("*?"), kind, default=default)
     for name, attr in op.attrs.items():
         default = Parameter.empty if attr.default is REQUIRED else attr.default
         yield Parameter(name, Parameter.KEYWORD_ONLY, default=default)

@@ -10,19 +10,15 @@ ours.
 Shapes and everything that is not a tensor are fixed at what the example has.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import logging
 import re
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +30,7 @@ from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known
-from deuteron.frontends.torch_trace import Trace, trace
+from deuteron.frontends.torch_trace import Trace, trace, user_frame
 from deuteron.ir.graph import Graph
 
 _AGAIN = "import the module again with these arguments as the example"
@@ -80,9 +76,7 @@ class Imported:
         """Whether the module is called with one positional tensor and nothing else."""
         return self._only_tensors and len(self.inputs) == 1
 
-    def flatten_call(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-    ) -> list[torch.Tensor]:
+    def flatten_call(self, args: Sequence[Any], kwargs: Any = None) -> list[torch.Tensor]:
         """The tensors of a call in the order of the graph's inputs.
 
         Keyword arguments and dict entries may come in any order. Raises BindError where the
@@ -154,7 +148,7 @@ def import_module(
     with _quiet():
         traced = trace(module, *call, entries)
     if traced is None:
-        traced = _traced(_export(module, *call, name, entries))
+        traced = _traced(_export(module, call, name, entries))
     inputs = _bind_inputs(importer, traced, leaves, _input_names(module, paths))
     importer.run(traced.graph.nodes)
     outputs = _bind_outputs(importer, traced)
@@ -183,21 +177,16 @@ def _quiet() -> Iterator[None]:
 
 
 def _export(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    name: str,
-    entries: Mapping[str, Entry],
+    module: nn.Module, call: tuple[Any, Any], name: str, entries: Mapping[str, Entry]
 ) -> torch.export.ExportedProgram:
     """The module as functional ATen calls, composite ones such as conv2d kept whole."""
     try:
         with _quiet():
-            args, kwargs = _all_different((args, kwargs))
+            args, kwargs = _all_different(call)
             traced = torch.export.export(module, args, kwargs, strict=False)
-            if not any(m.training for m in module.modules()) and all(
-                node.op != "call_function" or is_plain(node.target, entries)
-                for node in traced.graph.nodes
-            ):
+            calls = (node.target for node in traced.graph.nodes if node.op == "call_function")
+            training = any(m.training for m in module.modules())
+            if not training and all(is_plain(target, entries) for target in calls):
                 return traced  # nothing is written in place: the costlier half can be left out
             program: torch.export.ExportedProgram = traced.run_decompositions({})
             return program
@@ -206,15 +195,14 @@ def _export(
         raise DeuteronError(
             f"torch.export cannot trace {name}: {' '.join(lines[:3]) or type(error).__name__}",
             asked=f"import_module({name}, …)",
-            where=_user_frame(error),
+            where=user_frame(error),
             remedy="make the flow of control independent of tensor values, or import the parts "
             "of the model around this place one by one",
         ) from error
 
 
 def _all_different(call: Any) -> Any:
-    """The call with a new object for a tensor that comes again: torch.export takes equal objects
-    for one input."""
+    """A new object for a tensor that comes again: torch.export takes equal ones for one input."""
     seen: set[int] = set()
 
     def different(leaf: Any) -> Any:
@@ -224,16 +212,6 @@ def _all_different(call: Any) -> Any:
         return leaf.detach()
 
     return pytree.tree_map(different, call)
-
-
-def _user_frame(error: BaseException) -> str:
-    """The innermost line of the traceback outside torch and this package."""
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if not frame.filename.startswith(inside) and not frame.filename.startswith("<"):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return ""
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -358,9 +336,7 @@ def _key(key: Any) -> Any:
     return next((getattr(key, at) for at in ("key", "idx", "name") if hasattr(key, at)), key)
 
 
-def leaf_paths(
-    call: tuple[tuple[Any, ...], dict[str, Any]], parameters: Sequence[str]
-) -> list[tuple[str, Any]]:
+def leaf_paths(call: tuple[Any, ...], parameters: Sequence[str]) -> list[tuple[str, Any]]:
     """Each leaf of a call with how the caller writes it, by parameter name where it has one."""
     try:
         keyed, _ = pytree.tree_flatten_with_path(call)

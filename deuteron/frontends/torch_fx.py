@@ -10,8 +10,6 @@ type of every result in ``node.meta["val"]``. Each is tried in this order:
 4. Otherwise it stays an ATen call, the opaque operator ``aten``, and the reason is kept.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -163,7 +161,7 @@ class Importer:
         return self._opaque(node, why, source)
 
     def _check(
-        self, name: str, got: Sequence[Any], want: list[TensorType | None], used: frozenset[int]
+        self, name: str, got: Sequence[Any], want: facts.Results, used: Iterable[int]
     ) -> None:
         """Every result that is read is there, and is what torch says it is."""
         for index in sorted(used):
@@ -234,9 +232,8 @@ class Importer:
         def find(value: Any) -> str | None:
             if not isinstance(value, Argument):
                 return None
-            inputs.append(
-                facts.in_seen_order(site, value) if name in facts.READS_STRIDES else value
-            )
+            strided = name in facts.READS_STRIDES
+            inputs.append(facts.in_seen_order(site, value) if strided else value)
             return inputs[-1].sym.name
 
         args = tuple(encode(a, names, find) for a in map_arg(node.args, self._argument))

@@ -1,7 +1,5 @@
 """What an fx node says about itself, and asking torch about it: facts for the importer."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from deuteron.frontends.aten import Site
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.emit import Sym
 
+Results = list[TensorType | None]  # of a node
 FOLD_LIMIT = 1 << 26  # elements; what is larger is computed when the graph runs
 
 STATIC = "use sizes that follow from the shapes of the example inputs; Deuteron plans fixed shapes"
@@ -155,9 +154,7 @@ def in_seen_order(site: Site, argument: Argument) -> Argument:
     return Argument(site.to_layout(argument.sym, layout=layout), seen)
 
 
-def infer_again(
-    node: fx.Node, inputs: Sequence[Argument], want: list[TensorType | None]
-) -> list[TensorType | None]:
+def infer_again(node: fx.Node, inputs: Sequence[Argument], want: Results) -> Results:
     """The result types for inputs with our strides, asked of torch without any data."""
     left = iter(inputs)
 

@@ -16,13 +16,14 @@ and has the words for what is wrong.
 
 from __future__ import annotations
 
-import inspect
 import operator
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
+from traceback import walk_stack, walk_tb
 from typing import Any, NoReturn
 
 import torch
@@ -40,7 +41,7 @@ from deuteron.frontends.torch_fx import is_plain
 from deuteron.ir.types import TensorType
 from deuteron.ops.table import infer
 
-LIMIT = 10**9  # elements that are computed, in seconds: with more, torch.export is sooner there
+LIMIT = 10**9  # elements that a CPU computes in seconds: with more, torch.export is sooner there
 
 
 class NeedsExport(Exception):
@@ -198,9 +199,8 @@ class Recorder(ProxyTorchDispatchMode):
         if _draws(func, args, kwargs):
             raise NeedsExport(str(func))
         _refuse_size_by_values(func, tensors)
-        node = self.graph.call_function(
-            func, *pytree.tree_map_only(Stand, attrgetter("node"), (args, kwargs))
-        )
+        given = pytree.tree_map_only(Stand, attrgetter("node"), (args, kwargs))
+        node = self.graph.call_function(func, *given)
         path = self._inside[-1]
         node.meta["nn_module_stack"] = {path: (path, "")}
         real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
@@ -213,15 +213,14 @@ class Recorder(ProxyTorchDispatchMode):
         if isinstance(answer, bool | int | float) and known:
             return answer  # it may steer Python
         if isinstance(answer, torch.Tensor):
-            self._computed += answer.numel()
+            self._computed += answer.numel() if answer.is_cpu else 0
             stand = Stand.of(answer, node, known)
             return _apart(stand, tensors) if over is None else _stands_now(over, stand)
         if not isinstance(answer, list | tuple):
             raise NeedsExport(f"{func} gives no tensor")
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
-        several = type(answer)(
-            _apart(Stand.of(a, part, known), tensors) for a, part in zip(answer, parts, strict=True)
-        )
+        pairs = zip(answer, parts, strict=True)
+        several = type(answer)(_apart(Stand.of(a, part, known), tensors) for a, part in pairs)
         node.meta["val"] = [part.meta["val"] for part in parts]
         return several
 
@@ -237,15 +236,13 @@ class Recorder(ProxyTorchDispatchMode):
             if threading.get_ident() == self._thread:
                 self._inside.pop()
 
-        handles = (
-            hooks.register_module_forward_pre_hook(enter),
-            hooks.register_module_forward_hook(leave, always_call=True),
-        )
+        before = hooks.register_module_forward_pre_hook(enter)
+        after = hooks.register_module_forward_hook(leave, always_call=True)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            before.remove()
+            after.remove()
 
 
 def _refuse_size_by_values(func: OpOverload, tensors: Sequence[Stand]) -> None:
@@ -258,12 +255,14 @@ def _refuse_size_by_values(func: OpOverload, tensors: Sequence[Stand]) -> None:
         raise GraphError(wrong, asked="a graph of fixed shapes", where=user_frame(), remedy=remedy)
 
 
-def user_frame() -> str:
-    """The innermost line that is neither torch's nor ours."""
-    frame: Any = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in OURS:
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def user_frame(error: BaseException | None = None) -> str:
+    """The innermost line that is neither torch's nor ours: of what runs now, or of a traceback."""
+    back = walk_stack(sys._getframe()) if error is None else [*walk_tb(error.__traceback__)][::-1]
+    for frame, line in back:
+        code, home = frame.f_code, frame.f_globals.get("__name__", "")
+        if home.split(".")[0] not in OURS:
+            return f"{code.co_filename}:{line} in {code.co_name}"
+    return ""
 
 
 # ---- writing in place
@@ -313,10 +312,9 @@ def _apart(made: Stand, given: Sequence[torch.Tensor]) -> Stand:
     return made
 
 
-OURS = ("torch", "deuteron")
-DROPOUTS = frozenset(
-    f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")
-)  # which write nothing in eval mode
+OURS = ("torch", "deuteron", "")  # torch.fx writes modules without a name
+# which write nothing in eval mode
+DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
 _CHANCE = {"aten.dropout.default": 2, "aten.scaled_dot_product_attention.default": 4}
 
 
@@ -364,9 +362,7 @@ def _unchanging(module: nn.Module, *call: Any) -> Trace | None:
     return None
 
 
-def _trace(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entries: Mapping[str, Entry]
-) -> Trace:
+def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry]) -> Trace:
     recorder = Recorder(module, entries)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     given = [recorder.placeholder(a, False) if isinstance(a, torch.Tensor) else a for a in leaves]
@@ -381,9 +377,8 @@ def _trace(
     results, out_spec = pytree.tree_flatten(answer)
     if not all(r is None or isinstance(r, Stand | bool | int | float | str) for r in results):
         raise NeedsExport("a result is neither a tensor nor a plain value")
-    recorder.graph.output(
-        tuple(recorder.standing(r).node if isinstance(r, Stand) else r for r in results)
-    )
+    made = [recorder.standing(r).node if isinstance(r, Stand) else r for r in results]
+    recorder.graph.output(tuple(made))
     recorder.graph.eliminate_dead_code()
     inputs = [a.node if isinstance(a, Stand) else None for a in given]
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
@@ -453,9 +448,7 @@ def zeros_like_result(
     return first.new_zeros(made.shape)
 
 
-def _zeros_of_ours(
-    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
+def _zeros_of_ours(func: OpOverload, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
     def like(t: torch.Tensor, device: Any) -> torch.Tensor:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 

@@ -87,7 +87,8 @@ def _reshape_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
 def reshape(x: TensorType, shape: Shape) -> TensorType:
     """x with the same elements, in row-major order, in another shape; one size may be -1. A view
     where the strides allow it, else a contiguous copy."""
-    return TensorType.of(shape, x.dtype, strides=view_strides(x.shape, x.strides, shape))
+    made = TensorType.of(shape, x.dtype, strides=view_strides(x.shape, x.strides, shape))
+    return made.with_layout(ROW) if made.is_layout(ROW) else made
 
 
 def _permute_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -271,8 +272,7 @@ def _pad_reference(x: Tensor, low: Shape, high: Shape, mode: str, value: float) 
 def _pad_vjp(b: Ops, v: Vjp) -> Grads:
     x, low, high, mode = v.arg(0), v.attrs["low"], v.attrs["high"], v.attrs["mode"]
     if min((*low, *high), default=0) < 0:  # a crop is undone by padding
-        back = (tuple(-n for n in ends) for ends in (low, high))
-        return [b.pad(v.grad, *back)]
+        return [b.pad(v.grad, *(tuple(-n for n in ends) for ends in (low, high)))]
     grad = v.grad if mode == "constant" else b.upcast(v.grad)
     for axis, (n, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
         if lo == hi == 0:
@@ -312,10 +312,8 @@ def pad(x: TensorType, low: Shape, high: Shape, mode: str, value: float) -> Tens
     mirror image without its edge, or the edge repeated. Negative numbers crop, for constants
     only."""
     if not len(low) == len(high) == x.rank:
-        raise GraphError(
-            f"low {low} and high {high} do not fit the rank {x.rank} of x",
-            remedy="give one number per dimension, 0 where nothing is added",
-        )
+        what = f"low {low} and high {high} do not fit the rank {x.rank} of x"
+        raise GraphError(what, remedy="give one number per dimension, 0 where nothing is added")
     for axis, (size, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
         if mode == "constant":
             wrong, most = size + min(lo, 0) + min(hi, 0) < 0, "crop no more than there is"

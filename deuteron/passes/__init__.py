@@ -4,8 +4,6 @@
 Differentiation is not in the list: it happens on request, before it.
 """
 
-from __future__ import annotations
-
 import time
 
 from deuteron.ir.graph import Graph
@@ -16,10 +14,12 @@ from deuteron.passes.context import Context, Pass, PassRecord
 from deuteron.passes.differentiate import differentiate, pullback
 from deuteron.passes.expand import expand
 from deuteron.passes.fuse import Veto, fuse
-from deuteron.passes.join import join_cross_entropy, join_rope
+from deuteron.passes.join import join_cross_entropy, join_products, join_rope
 from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
+from deuteron.passes.products import before_enlarging, windows_as_rows
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
+from deuteron.passes.spellings import as_models_write
 
 PASSES: tuple[Pass, ...] = (
     Pass("join cross entropy", join_cross_entropy),  # a loss with its gradient, one read of logits
@@ -28,9 +28,13 @@ PASSES: tuple[Pass, ...] = (
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value
     Pass("canonicalise", canonicalise),  # one form for equal things
     Pass("fold constants", fold_constants),  # weights that are only reshaped, masks, tables
+    Pass("windows as rows", windows_as_rows),  # a patch embedding is a product
+    Pass("spellings", as_models_write),  # movement, copies and attention as models write them
     Pass("join rope", join_rope),  # rotate-half, as models write it, where a kernel takes it whole
+    Pass("join products", join_products),  # of one input: queries, keys and values
     Pass("fold batch norm", fold_batch_norm),  # into convolution and linear
     Pass("algebra", algebra),  # rules that keep every number
+    Pass("products before enlarging", before_enlarging),  # the head of a segmentation network
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
     Pass("expand again", expand),  # what the layout took out of row-major order
     Pass("keep signs", keep_signs),  # of batch norm's result, for the gradient on a GPU
@@ -59,14 +63,5 @@ def run_passes(
     return graph, tuple(records)
 
 
-__all__ = [
-    "PASSES",
-    "Context",
-    "Pass",
-    "PassRecord",
-    "Veto",
-    "differentiate",
-    "fuse",
-    "pullback",
-    "run_passes",
-]
+__all__ = ["PASSES", "Context", "Pass", "PassRecord", "Veto", "differentiate", "fuse", "pullback"]
+__all__ += ["run_passes"]

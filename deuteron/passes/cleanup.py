@@ -1,7 +1,5 @@
 """Housekeeping: dead code, common subexpressions, constants computed ahead of time."""
 
-from __future__ import annotations
-
 import torch
 
 from deuteron.ir.graph import Constant, Graph, Node

@@ -1,7 +1,5 @@
 """What passes share: the machine, the policy, and a record of what each pass did."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Reverse-mode differentiation of graphs: backward nodes join the forward ones, so that both are
 fused and planned together (:func:`differentiate`), or stand alone (:func:`pullback`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -121,8 +119,7 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
         after = taken.get(node.outputs[0])
         attrs = node.attrs if after is None else {**node.attrs, "activation": after[1]}
         view = Vjp(ins, tuple(ops.sym(o) for o in node.outputs), out_grads, attrs, wants)
-        found = list(op.vjp(ops, view))
-        for value, want, grad in zip(node.inputs, wants, found, strict=False):
+        for value, want, grad in zip(node.inputs, wants, list(op.vjp(ops, view)), strict=False):
             if value is None or not want or grad is None:
                 continue
             expected = graph.types[value]

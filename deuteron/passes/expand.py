@@ -7,8 +7,6 @@ asks the engines of the target, whoever they are. Images may also be laid in one
 or in rows, where that lets a kernel in.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -119,14 +117,21 @@ def expand(graph: Graph, ctx: Context) -> Graph:
         else:
             ctx.fired[form] += 1
             again = again or form == "written out"
-        b = Ops(build, node.source)
-        syms = [None if v is None else b.sym(v) for v in _padded(node.op, inputs)]
-        made = FORMS[form](b, syms, node.op, node.attrs)
-        names.update(zip(node.outputs, (s.name for s in made), strict=True))
+        names.update(_emitted(build, node, FORMS[form], inputs))
         if total is not None:
-            names[total.output] = made[0].name
+            names[total.output] = names[node.outputs[0]]
     done = finish(build, names, graph)
     return expand(done, ctx) if again else done  # what is written out may hold such operators, too
+
+
+def _emitted(
+    build: GraphBuilder, node: Node, form: Form, inputs: Sequence[str | None]
+) -> dict[str, str]:
+    """A node in one form over new inputs: what stands for its results."""
+    b = Ops(build, node.source)
+    syms = [None if v is None else b.sym(v) for v in _padded(node.op, inputs)]
+    made = form(b, syms, node.op, node.attrs)
+    return dict(zip(node.outputs, (s.name for s in made), strict=True))
 
 
 def written_out(graph: Graph) -> Graph:
@@ -141,11 +146,8 @@ def written_out(graph: Graph) -> Graph:
             if not is_written(node.op):
                 carry(build, names, node, graph)
                 continue
-            b = Ops(build, node.source)
-            inputs = _padded(node.op, node.inputs)
-            syms = [None if v is None else b.sym(names[v]) for v in inputs]
-            made = _written_out(b, syms, node.op, node.attrs)
-            names.update(zip(node.outputs, (s.name for s in made), strict=True))
+            inputs = [None if v is None else names[v] for v in node.inputs]
+            names.update(_emitted(build, node, _written_out, inputs))
         graph = finish(build, names, graph)
     return graph
 

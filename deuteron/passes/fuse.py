@@ -63,14 +63,12 @@ def _same_space(f: Fuser, group: Group, node: Node, value: str) -> str | None:
 def _epilogue(f: Fuser, group: Group, node: Node, value: str) -> str | None:
     """Elementwise work joins the product before it while the tile is still on the chip."""
     assert group.anchor is not None
-    anchor = f.graph.nodes[group.anchor]
-    made = f.graph.types[anchor.outputs[0]]
+    made = f.graph.types[f.graph.nodes[group.anchor].outputs[0]]
     if f.graph.types[node.outputs[0]].shape != made.shape:
         return f"changes the shape {list(made.shape)} that the product is tiled over"
-    others = [u for u in f.graph.users.get(value, ()) if u is not node]
     if value in f.graph.output_values:
         return f"%{value} is an output of the graph, so it is written anyway"
-    for user in others:
+    for user in (u for u in f.graph.users.get(value, ()) if u is not node):
         # x · sigmoid(x) reads the product twice and both reads can stay on the chip
         joined = set(user.uses) & set(node.outputs) or set(node.uses) & set(user.outputs)
         if not joined or f.graph.types[user.outputs[0]].shape != made.shape:
@@ -177,8 +175,7 @@ class Fuser:
                 self._merge(home, group)
         if home is None:
             base = E if kind in (E, B, M) else kind
-            anchor = i if kind in (R, C, X) else None
-            self.groups[i] = Group([i], base, anchor, high=i)
+            self.groups[i] = Group([i], base, i if kind in (R, C, X) else None, high=i)
             self.of[i] = i
             self._read(i, producers)
 
@@ -360,10 +357,8 @@ class Fuser:
 
     def _is_written(self, value: str, users: Iterable[Node]) -> bool:
         """Whether a value goes through memory, for these users of it or as an output."""
-        home = self._group_of(value)
-        return value in self.graph.output_values or any(
-            self._group_of(u.outputs[0]) != home for u in users
-        )
+        readers = {self._group_of(u.outputs[0]) for u in users}
+        return value in self.graph.output_values or bool(readers - {self._group_of(value)})
 
     def _group_of(self, value: str) -> int:
         """The group that makes a value."""
@@ -396,8 +391,7 @@ class Fuser:
         return tuple(regions)
 
     def _region(self, group: Group, number: int) -> Region:
-        nodes = [self.graph.nodes[i] for i in group.nodes]
-        sub = self.graph.subgraph(f"r{number}", nodes)
+        sub = self.graph.subgraph(f"r{number}", [self.graph.nodes[i] for i in group.nodes])
         constants = frozenset(v for v in sub.inputs if v in self.graph.constants)
         anchor = None if group.anchor is None else group.nodes.index(group.anchor)
         return Region(sub, constants, anchor)

@@ -13,6 +13,12 @@ with tables that are known now and hold every angle twice, which is what "rotate
 operator computes in float32 at least and rounds once, where the written form rounds each product;
 it reads q and k once and writes them once. Only where a kernel takes it: elsewhere the parts stay.
 
+**Products of one input**, as the queries, keys and values of attention, are one product:
+
+    linear(x, w), linear(x, v) → slices of linear(x, [w; v])
+
+where nobody minds that the results are not apart in memory.
+
 **Batch norm in training** takes along what follows it, and has one gradient then:
 
     act(batch_norm_train(x) + residual) → batch_norm_act(x, residual, activation=act)
@@ -20,8 +26,6 @@ it reads q and k once and writes them once. Only where a kernel takes it: elsewh
 It happens before differentiation. Afterwards it would be too late: the parts have gradients of
 their own by then, which pass over memory once each.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -32,9 +36,10 @@ import torch
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ir.types import TensorType
-from deuteron.ops import Ops, table
+from deuteron.ops import Ops, Sym, table
 from deuteron.ops.activated import activation_text
 from deuteron.ops.cross_entropy import joined
+from deuteron.ops.opdef import Fusion
 from deuteron.passes.context import Context
 from deuteron.passes.expand import cheapest
 
@@ -304,3 +309,57 @@ def _only_reader(graph: Graph, node: Node) -> Node | None:
     value = node.outputs[0]
     readers = graph.users.get(value, ())
     return readers[0] if len(readers) == 1 and value not in graph.output_values else None
+
+
+# ---- products of one input -----------------------------------------------------------------------
+
+VIEWS = ("reshape", "permute", "slice", "attention", "rope")  # readers that take rows with gaps
+FUSED = ("relu", "gelu")  # that a product takes along
+
+
+def join_products(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with one product for several of the same input."""
+    found: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        known = node.op == "linear" and all(v in graph.constants for v in node.uses[1:])
+        if known and all(_takes_gaps(n, ctx) for n in graph.users.get(node.output, (node,))):
+            found.setdefault(node.uses[0], []).append(node)
+    groups = [nodes for nodes in found.values() if len(nodes) > 1]
+    if not groups:
+        return graph
+    build, names = start(graph, table.infer)
+    group_of = {node.output: nodes for nodes in groups for node in nodes}
+    for node in graph.nodes:
+        nodes = group_of.get(node.output if node.op == "linear" else "", [])
+        if not nodes:
+            carry(build, names, node, graph)
+        elif node is nodes[0]:
+            ops = Ops(build)
+            whole = ops.linear(ops.sym(names[node.uses[0]]), *_together(graph, ops, nodes))
+            at = 0
+            for each in nodes:
+                end = at + graph.types[each.output].shape[-1]
+                names[each.output] = ops.slice(whole, axis=-1, start=at, stop=end).name
+                at = end
+            ctx.fired["products of one input"] += len(nodes)
+    return finish(build, names, graph)
+
+
+def _takes_gaps(reader: Node, ctx: Context) -> bool:
+    if reader.op in VIEWS or not ctx.target.is_cuda:
+        return reader.op in VIEWS  # a CPU's products take along what follows them
+    return table.get(reader.op).fusion is Fusion.ELEMENTWISE and reader.op not in FUSED
+
+
+def _together(graph: Graph, ops: Ops, nodes: Sequence[Node]) -> list[Sym]:
+    """The weights of products one below the other, and their biases, zeros where one has none."""
+    weights = [graph.constants[node.uses[1]].data for node in nodes]
+    made = [ops.constant(torch.cat(weights), "weights")]
+    if any(len(node.uses) > 2 for node in nodes):
+        none = (weight.new_zeros(len(weight)) for weight in weights)
+        biases = [
+            graph.constants[node.uses[2]].data if len(node.uses) > 2 else zeros
+            for node, zeros in zip(nodes, none, strict=True)
+        ]
+        made.append(ops.constant(torch.cat(biases), "biases"))
+    return made

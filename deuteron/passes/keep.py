@@ -11,8 +11,6 @@ element; a max pool keeps which element of each window won, a byte.
     max_pool_grad(grad, x)                   →     max_pool_winners_grad(grad, winners)
 """
 
-from __future__ import annotations
-
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ops import table
@@ -65,11 +63,8 @@ def _read(node: Node) -> str | None:
 
 def _asked(graph: Graph) -> dict[str, str]:
     """Results that gradients read for their signs, and how these are to be packed."""
-    made = {
-        n.outputs[0]
-        for n in graph.nodes
-        if n.op == "batch_norm_act" and n.attrs["activation"] == "relu"
-    }
+    norms = [n for n in graph.nodes if n.op == "batch_norm_act"]
+    made = {n.outputs[0] for n in norms if n.attrs["activation"] == "relu"}
     asked = {y: packing(graph.types[y]) for y in map(_read, graph.nodes) if y in made}
     return {y: packed for y, packed in asked.items() if packed != "none"}
 
@@ -93,10 +88,9 @@ def keep_winners(graph: Graph, ctx: Context) -> Graph:
         if key not in asked:
             carry(build, names, node, graph)
         elif forward:
-            given = [names[node.uses[0]]]
-            names[node.outputs[0]], winners[key] = build.emit(
-                "max_pool_with_winners", given, node.attrs, source=node.source
-            )
+            op, given = "max_pool_with_winners", [names[node.uses[0]]]
+            made = build.emit(op, given, node.attrs, source=node.source)
+            names[node.outputs[0]], winners[key] = made
         else:
             x = graph.types[node.uses[1]]
             attrs = {**node.attrs, "shape": x.shape, "order": memory_order(x)}

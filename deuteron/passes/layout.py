@@ -1,11 +1,10 @@
-"""Memory order: convolutions run in nhwc, and conversions sit at the edges of the graph.
+"""Memory order: convolutions run in nhwc, attention reads features side by side, and conversions
+sit at the edges of the graph.
 
-Only a convolution that meets another order asks for a conversion; everything after it keeps
+Only an operator that meets another order asks for a conversion; everything after it keeps
 the order it is given, so the conversions that remain are at inputs, at outputs that the user
 expects in another order, and where a reshape really mixes pixels.
 """
-
-from __future__ import annotations
 
 from deuteron.ir.graph import Graph
 from deuteron.ir.rewrite import start
@@ -40,6 +39,14 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
             ctx.fired["converted to nhwc"] += 1
         return converted[value]
 
+    def features_together(value: str, source: str) -> str:
+        """No fused attention reads a head's features from several places."""
+        kind = build.types[value]
+        if kind.strides[-1] == 1 or kind.shape[-1] == 1:
+            return value
+        ctx.fired["features laid together"] += 1
+        return build.emit("to_layout", [value], {"layout": "contiguous"}, source=source)[0]
+
     for node in graph.nodes:
         inputs = [None if v is None else names[v] for v in node.inputs]
         if node.op in ("conv", "conv_dx", "conv_dw"):
@@ -47,17 +54,14 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
                 value = inputs[slot]
                 if value is not None and wants_nhwc(build.types[value], ctx):
                     inputs[slot] = nhwc(value, node.source)
+        elif node.op == "attention":
+            inputs[:3] = [v and features_together(v, node.source) for v in inputs[:3]]
         elif table.get(node.op).fusion in FOLLOWS:
             # a residual that was converted for a convolution joins in its converted form
-            shapes = {
-                build.types[v].shape
-                for v in inputs
-                if v is not None and build.types[v].layout == "nhwc"
-            }
-            inputs = [
-                converted[v] if v in converted and build.types[v].shape in shapes else v
-                for v in inputs
-            ]
+            types = {v: build.types[v] for v in inputs if v is not None}
+            shapes = {t.shape for t in types.values() if t.layout == "nhwc"}
+            joining = [v for v, t in types.items() if v in converted and t.shape in shapes]
+            inputs = [converted[v] if v is not None and v in joining else v for v in inputs]
         names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
     for name, value in graph.outputs:
         new, said = names[value], ctx.promised.get(name, graph.types[value])

@@ -7,8 +7,6 @@ The factors are computed in float64 and rounded once. A batch norm that follows 
 fold into becomes one multiply and one add per element.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +17,7 @@ from deuteron.ir.graph import Node
 from deuteron.ir.rewrite import Rewriter, Rule
 from deuteron.ops import table
 from deuteron.passes.context import by_rules
+from deuteron.passes.spellings import MOVEMENT
 
 Result = Sequence[str] | None
 
@@ -27,22 +26,6 @@ def _drop(rw: Rewriter, node: Node) -> Result:
     """An operation that returns its input unchanged (same shape, dtype and memory order)."""
     x = node.uses[0]
     return [x] if rw.build.types[x] == rw.old.types[node.outputs[0]] else None
-
-
-def _through(rw: Rewriter, node: Node) -> Result:
-    """reshape of reshape, and permute of permute, are one."""
-    inner = rw.made_by(node.uses[0], node.op)
-    if inner is None:
-        return None
-    source = inner.uses[0]
-    if node.op == "reshape":
-        attrs = {"shape": node.attrs["shape"]}
-        _, (merged,) = table.infer("reshape", [rw.build.types[source]], attrs)
-        if merged != rw.old.types[node.outputs[0]]:
-            return None  # the first one copies, and what follows counts on that order
-        return [rw.emit("reshape", [source], attrs)]
-    first, second = inner.attrs["dims"], node.attrs["dims"]
-    return [rw.emit("permute", [source], {"dims": tuple(first[d] for d in second)})]
 
 
 def _layout_chain(rw: Rewriter, node: Node) -> Result:
@@ -177,8 +160,7 @@ def _shared_bias(rw: Rewriter, node: Node) -> Result:
 def _resize_pixel(rw: Rewriter, node: Node) -> Result:
     """Resizing an image of one pixel repeats it, in every mode."""
     x = node.uses[0]
-    shape = rw.build.types[x].shape
-    if any(s != 1 for s in shape[2:]) or node.attrs["antialias"]:
+    if any(s != 1 for s in rw.build.types[x].shape[2:]) or node.attrs["antialias"]:
         return None
     out = rw.old.types[node.outputs[0]].shape
     if node.attrs["mode"] not in ("nearest", "nearest-exact", "area"):
@@ -224,8 +206,7 @@ def _into_product(rw: Rewriter, node: Node) -> Result:
         scaled = (wide * per_group[..., None]).reshape(weight.shape)
     else:
         scaled = weight.double() * scale.reshape(-1, *[1] * (weight.ndim - 1))
-    if bias:
-        shift = shift + rw.build.constants[bias[0]].data.double() * scale
+    shift = shift + rw.build.constants[bias[0]].data.double() * scale if bias else shift
     folded, moved = scaled.to(weight.dtype), shift.to(weight.dtype)
     if not bool(folded.isfinite().all() and moved.isfinite().all()):
         return None  # a tiny variance: the product would overflow its element type
@@ -246,7 +227,7 @@ def _into_affine(rw: Rewriter, node: Node) -> Result:
 
 CANONICAL = (
     Rule("no-op dropped", ("reshape", "permute", "expand", "slice", "cast", "to_layout"), _drop),
-    Rule("chain merged", ("reshape", "permute"), _through),
+    MOVEMENT,
     Rule("layout chain merged", ("to_layout",), _layout_chain),
     Rule("layout changed before enlarging", ("to_layout",), _layout_before_resize),
     Rule("global pooling is a mean", ("adaptive_avg_pool",), _global_mean),

@@ -1,0 +1,135 @@
+"""Convolutions that are cheaper as other products.
+
+**Windows that do not overlap**, as in the patch embedding of a transformer, are the rows of a
+matrix: pixels are put in the order of windows once, and a plain product does the rest.
+
+**A 1×1 convolution over a concatenation of enlarged images** mixes channels of every pixel, and
+enlarging mixes pixels of every channel: in either order the result is the same but for rounding.
+So each part is multiplied while it is small, and the products are enlarged and added up; nothing is
+concatenated.
+"""
+
+from collections.abc import Sequence
+
+from deuteron.ir.builder import GraphBuilder
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.rewrite import Rewriter, Rule, carry, finish, start
+from deuteron.ir.types import TensorType
+from deuteron.ops import Ops, Sym, table
+from deuteron.passes.cleanup import dead_code
+from deuteron.passes.context import Context, by_rules
+
+# ---- windows that do not overlap
+
+
+def windows_as_rows(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with convolutions of such windows as products, where those are cheaper."""
+    chosen = {node.output for node in graph.nodes if _rows_win(graph, node, ctx)}
+    if not chosen:
+        return graph
+    build, names = start(graph, table.infer)
+    for node in graph.nodes:
+        if node.op == "conv" and node.output in chosen:
+            b = Ops(build, node.source)
+            x, weight, *bias = (b.sym(names[v]) for v in node.uses)
+            names[node.output] = _product(b, x, weight, bias).name
+        else:
+            carry(build, names, node, graph)
+    ctx.fired["windows as rows"] += len(chosen)
+    return finish(build, names, graph)
+
+
+def _rows_win(graph: Graph, node: Node, ctx: Context) -> bool:
+    if node.op != "conv" or ctx.price is None or ctx.policy.layout == "keep":
+        return False
+    a, (x, weight) = node.attrs, (graph.types[v] for v in node.uses[:2])
+    window = weight.shape[2:]
+    apart = tuple(a["stride"]) == window and not any(a["padding"]) and set(a["dilation"]) == {1}
+    plain = x.rank == 4 and a["groups"] == 1 and not a["transposed"] and x.numel > 0
+    known = node.uses[1] in graph.constants and x.layout in ("contiguous", "nhwc")
+    folds = any(reader.op == "batch_norm" for reader in graph.users.get(node.output, ()))
+    if not (apart and plain and known) or folds or set(window) == {1}:
+        return False
+    kinds = tuple(graph.types[v] for v in node.uses)
+    key = ("windows as rows", kinds, node.attrs)
+    if key not in ctx.forms:
+        whole = ctx.price(_alone(kinds, node, False), float("inf"))
+        better = ctx.price(_alone(kinds, node, True), whole) < whole
+        ctx.forms[key] = "product" if better else "whole"
+    return ctx.forms[key] == "product"
+
+
+def _alone(kinds: Sequence[TensorType], node: Node, product: bool) -> Graph:
+    build = GraphBuilder(table.infer, "conv")
+    b = Ops(build)
+    x, weight, *bias = (b.sym(build.input(f"x{i}", t)) for i, t in enumerate(kinds))
+    if product:
+        count, channels, *window = weight.shape
+        rows = TensorType.of((count, channels * window[0] * window[1]), weight.dtype)
+        _product(b, x, b.sym(build.input("rows", rows)), bias, window).output("y")
+    else:
+        images = x if x.type.is_layout("nhwc") else b.to_layout(x, "nhwc")
+        b.one("conv", images, weight, *bias, **node.attrs).output("y")
+    return build.finish()
+
+
+def _product(
+    b: Ops, x: Sym, weight: Sym, bias: Sequence[Sym], window: Sequence[int] | None = None
+) -> Sym:
+    """The convolution as a product; ``window`` is given where the weight is a matrix already."""
+    channels_last = x.type.is_layout("nhwc") and not x.type.is_layout("contiguous")
+    kh, kw = window or weight.shape[2:]
+    n, channels, height, width = x.shape
+    for axis, (size, step) in enumerate(((height, kh), (width, kw)), 2):
+        if size % step:  # pixels at the end that no window reaches
+            x = b.slice(x, axis=axis, start=0, stop=size - size % step)
+    h, w = height // kh, width // kw
+    if channels_last:
+        x = b.reshape(b.permute(x, dims=(0, 2, 3, 1)), shape=(n, h, kh, w, kw, channels))
+        rows, order = b.permute(x, dims=(0, 1, 3, 2, 4, 5)), (0, 2, 3, 1)
+    else:
+        x = b.reshape(x, shape=(n, channels, h, kh, w, kw))
+        rows, order = b.permute(x, dims=(0, 2, 4, 1, 3, 5)), (0, 1, 2, 3)
+    rows = b.reshape(rows, shape=(n, h, w, channels * kh * kw))
+    if window is None:
+        weight = b.reshape(b.permute(weight, dims=order), shape=(weight.shape[0], -1))
+    return b.one("permute", b.linear(rows, weight, *bias), dims=(0, 3, 1, 2))
+
+
+# ---- a product before enlarging
+
+
+def _before_enlarging(rw: Rewriter, node: Node) -> Sequence[str] | None:
+    made, types = rw.made_by(node.uses[0], "concat"), rw.build.types
+    a, weight = node.attrs, types[node.uses[1]]
+    pointwise = set(weight.shape[2:]) == {1} and set(a["stride"]) == {1} and not any(a["padding"])
+    if made is None or made.attrs["axis"] != 1 or not pointwise or not rw.is_constant(node.uses[1]):
+        return None
+    if a["groups"] != 1 or a["transposed"] or not rw.only_use(made.output):
+        return None
+    parts = [(v, rw.made_by(v, "resize")) for v in made.uses]
+    small = [r for v, r in parts if r and 2 * types[r.uses[0]].numel <= types[v].numel]
+    count = weight.shape[0]
+    if len(small) < 2 or any(count > types[v].shape[1] for v, _ in parts):
+        return None  # the products would be larger than what they are made of
+    total, at, data = None, 0, rw.build.constants[node.uses[1]].data
+    for value, resized in parts:
+        end = at + types[value].shape[1]
+        share = rw.build.constant(data[:, at:end].contiguous(), f"{node.uses[1]}_part")
+        bias = list(node.inputs[2:]) if total is None else []
+        at, enlarge = end, resized if resized in small else None
+        source = value if enlarge is None else enlarge.uses[0]
+        product = rw.emit("conv", [source, share, *bias], dict(a))
+        if enlarge is not None:
+            product = rw.emit("resize", [product], dict(enlarge.attrs))
+        total = product if total is None else rw.emit("add", [total, product])
+    return None if total is None else [total]
+
+
+_enlarging = by_rules((Rule("product before enlarging", ("conv",), _before_enlarging),))
+
+
+def before_enlarging(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with products of small images. What nobody reads any more would count as a
+    reader."""
+    return _enlarging(dead_code(graph), ctx)

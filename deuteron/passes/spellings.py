@@ -1,0 +1,275 @@
+"""How models write things, and how they run best: chains of movement in the fewest steps, copies
+that nobody needs, products of rows in any order, and attention's masks and repeated heads.
+
+Each rule holds for every number; what it may change is the order in which a value lies in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deuteron.ir.graph import Node
+from deuteron.ir.rewrite import Rewriter, Rule
+from deuteron.ir.types import TensorType
+from deuteron.ops import table
+from deuteron.ops.movement import view_strides
+from deuteron.passes.context import by_rules
+
+Result = Sequence[str] | None
+MOVES = ("reshape", "permute")
+# readers that copy by themselves if they must, or for which the layout pass does
+LOOKS = ("reshape", "permute", "slice", "to_layout", "attention", "conv")
+
+
+# ---- movement
+
+
+@dataclass(eq=False)
+class Axis:
+    """A run of elements of the source, whole or split into an outer and an inner one."""
+
+    size: int
+    parts: list[Axis] = field(default_factory=list)
+
+    def split(self, outer: int) -> list[Axis]:
+        self.parts = [Axis(outer), Axis(self.size // outer)]
+        return self.parts
+
+    def leaves(self) -> list[Axis]:
+        return [leaf for part in self.parts for leaf in part.leaves()] if self.parts else [self]
+
+
+def _regrouped(dims: list[list[Axis]], shape: Sequence[int]) -> list[list[Axis]] | None:
+    """Axes in row-major order as the dimensions of another shape; None where one would have to be
+    split unevenly."""
+    flat = [leaf for axes in dims for axis in axes for leaf in axis.leaves()]
+    made: list[list[Axis]] = []
+    for size in shape:
+        made.append([])
+        while size > 1:
+            axis = flat.pop(0)
+            if math.gcd(axis.size, size) == axis.size:
+                pass
+            elif axis.size % size == 0:
+                axis, rest = axis.split(size)
+                flat.insert(0, rest)
+            else:
+                return None
+            made[-1].append(axis)
+            size //= axis.size
+    return made
+
+
+@dataclass(frozen=True)
+class Movement:
+    """What reshapes and permutes in a row do to a value: the axes of the source, split so that
+    every dimension of the result is some of them."""
+
+    source: str
+    chain: Sequence[Node]
+    axes: list[Axis]  # of the source, one for a dimension
+    dims: list[list[Axis]]  # of the result, none for a dimension of one element
+
+    @property
+    def leaves(self) -> list[list[Axis]]:
+        return [[leaf for axis in axes for leaf in axis.leaves()] for axes in self.dims]
+
+
+def _movement(rw: Rewriter, node: Node | None) -> Movement | None:
+    """The movement that ends with ``node``."""
+    chain = list[Node]()
+    while node is not None:
+        chain.insert(0, node)
+        node = rw.made_by(node.uses[0], *MOVES)
+    if not chain or 0 in (shape := rw.build.types[chain[0].uses[0]].shape):
+        return None
+    axes = [Axis(size) for size in shape]
+    dims: list[list[Axis]] | None = [[axis] if axis.size > 1 else [] for axis in axes]
+    for step in chain:
+        assert dims is not None
+        if step.op == "permute":
+            dims = [dims[d] for d in step.attrs["dims"]]
+        elif (dims := _regrouped(dims, step.attrs["shape"])) is None:
+            return None
+    assert dims is not None
+    return Movement(chain[0].uses[0], chain, axes, dims)
+
+
+Step = tuple[str, dict[str, Any]]
+
+
+def _steps(have: Sequence[Axis], want: Sequence[Sequence[Axis]]) -> list[Step]:
+    """From a tensor with these axes, in row-major order, to one whose dimensions are some of them
+    each: split, permute, merge. A dimension of one element is added where axes are split, so that
+    nothing is left to do after the permute unless axes are merged."""
+    ones = sum(not axes for axes in want)  # in front, where they do not change the order of others
+    place = {id(axis): ones + i for i, axis in enumerate(have)}
+    spare, sizes = iter(range(ones)), [*[1] * ones, *(axis.size for axis in have)]
+    order = list[int]()
+    for axes in want:
+        order += [place[id(axis)] for axis in axes] or [next(spare)]
+    merged = [math.prod(axis.size for axis in axes) for axes in want]
+    split, turn = ("reshape", {"shape": tuple(sizes)}), ("permute", {"dims": tuple(order)})
+    return [split, turn, ("reshape", {"shape": tuple(merged)})]
+
+
+def _planned(kind: TensorType, steps: Sequence[Step]) -> tuple[list[Step], int]:
+    """The steps that change something, and how many of them copy."""
+    plan, copies = list[Step](), 0
+    for op, attrs in steps:
+        _, (made,) = table.infer(op, [kind], attrs)
+        if made.shape != kind.shape or (
+            op == "permute" and list(attrs["dims"]) != sorted(attrs["dims"])
+        ):
+            plan.append((op, attrs))
+            copies += _copies(op, kind, made)
+            kind = made
+    return plan, copies
+
+
+def _copies(op: str, source: TensorType, made: TensorType) -> bool:
+    return op == "reshape" and view_strides(source.shape, source.strides, made.shape) is None
+
+
+def _moved(rw: Rewriter, value: str, plan: Sequence[Step]) -> str:
+    for op, attrs in plan:
+        value = rw.emit(op, [value], attrs)
+    return value
+
+
+def _in_fewest_steps(rw: Rewriter, node: Node) -> Result:
+    """Reshapes and permutes in a row are one reshape, one permute and one reshape at most; what is
+    merged and split again on the way need not be merged, which would copy."""
+    types, made = rw.build.types, rw.old.types[node.outputs[0]]
+    inner, found = rw.made_by(node.uses[0], node.op), _movement(rw, node)
+    if found is not None and len(found.chain) > 1:
+        chain, source = found.chain, found.source
+        have = [leaf for axis in found.axes if axis.size > 1 for leaf in axis.leaves()]
+        steps = _steps(have, found.leaves)
+    elif inner is not None and node.op == "reshape":  # whatever lies between
+        chain, source, steps = [inner, node], inner.uses[0], [("reshape", {"shape": made.shape})]
+    else:
+        return None
+    plan, copies = _planned(types[source], steps)
+    kinds = [*(types[step.uses[0]] for step in chain), made]
+    had = sum(map(_copies, (step.op for step in chain), kinds, kinds[1:]))
+    usual = [op for op, _ in plan] != [step.op for step in chain] and copies <= had
+    if (copies, len(plan)) >= (had, len(chain) + usual):
+        return None
+    return [_moved(rw, source, plan)]
+
+
+def _copy_for_nobody(rw: Rewriter, node: Node) -> Result:
+    """x.contiguous() before views of it, attention or a convolution: a reshape that needs another
+    order copies by itself, and the others are given the order that they want."""
+    (out,) = node.outputs
+    if node.attrs["layout"] != "contiguous":
+        return None
+    readers = rw.old.users.get(out, ())
+    written = any(value == out for _, value in rw.old.outputs)
+    if written or not readers or any(reader.op not in LOOKS for reader in readers):
+        return None
+    return [node.uses[0]]
+
+
+def _rows_as_they_lie(rw: Rewriter, node: Node) -> Result:
+    """A product with rows that were put in another order, as a product with the rows as they lie
+    in memory, whose results are put in that order: often the next operation undoes it."""
+    found = _movement(rw, rw.made_by(node.uses[0], *MOVES))
+    if found is None:
+        return None
+    kind, weight = rw.build.types[found.source], rw.build.types[node.uses[1]]
+    order = sorted(range(kind.rank), key=lambda d: (-kind.strides[d], d))
+    _, (laid,) = table.infer("permute", [kind], {"dims": tuple(order)})
+    lies = [leaf for d in order if kind.shape[d] > 1 for leaf in found.axes[d].leaves()]
+    *rows, features = found.leaves
+    count = len(features)
+    same = [leaf for axes in rows for leaf in axes] == lies[: len(lies) - count]
+    if same or not count or not laid.is_layout("contiguous") or lies[-count:] != features:
+        return None
+    whole = Axis(weight.shape[0])
+    outside = [*lies[: len(lies) - count], whole]
+    after = _steps(outside, [*rows, [whole] if whole.size > 1 else []])
+    made = TensorType.of([axis.size for axis in outside], kind.dtype)
+    plan, copies = _planned(made, after)
+    if copies and weight.shape[0] > weight.shape[1]:
+        return None  # the copy before the product is the smaller one
+    shape = (*(axis.size for axis in outside[:-1]), weight.shape[1])
+    value = _moved(rw, found.source, _planned(kind, [("permute", {"dims": tuple(order)})])[0])
+    value = _moved(rw, value, _planned(laid, [("reshape", {"shape": shape})])[0])
+    return [_moved(rw, rw.emit("linear", [value, *node.inputs[1:]], dict(node.attrs)), plan)]
+
+
+# ---- attention
+
+
+def _known(rw: Rewriter, value: str | None) -> torch.Tensor | None:
+    """The numbers of a constant, before it was expanded."""
+    made = rw.made_by(value, "expand")
+    value = made.uses[0] if made is not None else value
+    return rw.build.constants[value].data if value and rw.is_constant(value) else None
+
+
+def _known_mask(rw: Rewriter, node: Node) -> Result:
+    """A mask that hides nothing is none, and one that hides what comes later is causal."""
+    mask = _known(rw, (*node.inputs, None)[3])
+    if mask is None:
+        return None
+    queries, keys = (rw.build.types[v].shape[-2] for v in node.uses[:2])
+    if mask.dtype == torch.bool:
+        seen = mask
+    elif bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
+        seen = mask == 0
+    else:
+        return None
+    attrs = dict(node.attrs)
+    if not bool(seen.all()):
+        triangle = torch.ones(queries, keys, dtype=torch.bool).tril()
+        square = queries == keys and seen.shape[-2:] == triangle.shape
+        if not square or not bool((seen.cpu() == triangle).all()):
+            return None
+        attrs["causal"] = True
+    return [rw.emit("attention", node.inputs[:3], attrs)]
+
+
+def _grouped(rw: Rewriter, value: str) -> str | None:
+    """Keys or values before each head of them was repeated, in a row, for several queries'."""
+    merged = rw.made_by(value, "reshape")
+    repeated = rw.made_by(merged.uses[0], "expand") if merged is not None else None
+    if merged is None or repeated is None:
+        return None
+    types, source = rw.build.types, repeated.uses[0]
+    wide, narrow, shape = types[repeated.output].shape, types[source].shape, types[value].shape
+    if len(wide) != 5 or len(narrow) != 5 or narrow[2] != 1:
+        return None
+    batch, heads, times, *rest = wide
+    fits = narrow == (batch, heads, 1, *rest) and shape == (batch, heads * times, *rest)
+    return source if fits else None
+
+
+def _grouped_heads(rw: Rewriter, node: Node) -> Result:
+    """Attention over heads that were repeated is attention with fewer heads of keys and values."""
+    found = [_grouped(rw, value) for value in node.uses[1:3]]
+    if None in found or len({rw.build.types[v].shape[1] for v in found if v}) != 1:
+        return None
+    shapes = {v: rw.build.types[v].shape for v in found if v}
+    cut = {v: (*shape[:2], *shape[3:]) for v, shape in shapes.items()}
+    less = [rw.emit("reshape", [v], {"shape": cut[v]}) for v in found if v]
+    return [rw.emit("attention", [node.inputs[0], *less, *node.inputs[3:]], dict(node.attrs))]
+
+
+MOVEMENT = Rule("movement in the fewest steps", MOVES, _in_fewest_steps)
+SPELLINGS = (
+    Rule("copy that nobody needs dropped", ("to_layout",), _copy_for_nobody),
+    MOVEMENT,
+    Rule("rows multiplied as they lie", ("linear",), _rows_as_they_lie),
+    Rule("known mask", ("attention",), _known_mask),
+    Rule("repeated heads are grouped", ("attention",), _grouped_heads),
+)
+
+as_models_write = by_rules(SPELLINGS)
