@@ -29,11 +29,8 @@ from deuteron.plan.cache import Cache
 from deuteron.plan.tensors import relative_error
 from deuteron.target import names as target_names
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    help="Fused operators for PyTorch, and the graph engine that decides how to run them.",
-)
+_HELP = "Fused operators for PyTorch, and the graph engine that decides how to run them."
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=_HELP)
 console = Console()
 errors = Console(stderr=True)
 
@@ -74,21 +71,20 @@ def _load(model: str, batch: int, device: str, dtype: str) -> Loaded:
     where = resolve_device(device or None)
     named = dt.ir.dtype(dtype or ("f16" if where.type == "cuda" else "f32"))
     kind = named.torch
-    if kind is None or not named.is_float:
+    if not named.is_float:
         raise dt.DeuteronError(f"a model cannot be {named.name}", remedy="use f32, f16 or bf16")
     if ":" in model:
         if batch != 1:
             wrong = f"the example of {model!r} has a batch size already"
             remedy = "leave --batch out, and make the example that large"
             raise dt.DeuteronError(wrong, asked=f"--batch {batch}", remedy=remedy)
+
+        def moved(t: torch.Tensor) -> torch.Tensor:
+            return t.to(where, kind if dtype and t.is_floating_point() else t.dtype)
+
         module, inputs = _own(model)
-        moved = pytree.tree_map_only(torch.Tensor, lambda t: t.to(where), inputs)
-        if dtype:
-            module = module.to(kind)
-            moved = pytree.tree_map_only(
-                torch.Tensor, lambda t: t.to(kind) if t.is_floating_point() else t, moved
-            )
-        return module.to(where).eval(), moved
+        module = module.to(kind) if dtype else module
+        return module.to(where).eval(), pytree.tree_map_only(torch.Tensor, moved, inputs)
     try:
         net = dt.zoo.build(model).to(where).to(kind)
     except ValueError as error:
@@ -113,9 +109,8 @@ def _own(model: str) -> Loaded:
     pair = isinstance(made, tuple) and len(made) == 2
     if not pair or not isinstance(made[0], torch.nn.Module):
         what = f"({type(made[0]).__name__}, …)" if pair else f"a {type(made).__name__}"
-        raise dt.DeuteronError(
-            f"{model!r} returned {what}", remedy="return (module, tuple of example inputs)"
-        )
+        remedy = "return (module, tuple of example inputs)"
+        raise dt.DeuteronError(f"{model!r} returned {what}", remedy=remedy)
     module, example = made
     return module, (example,) if isinstance(example, torch.Tensor) else tuple(example)
 
@@ -194,14 +189,13 @@ def demo(
     console.print(f"{model}: {count / 1e6:.1f} M parameters, input {shapes}, on {where}")
     fast = _compare(model, (net, example), budget, 25.0)
     console.print()
-    console.print(str(fast.explain()), markup=False, highlight=False, soft_wrap=True)
+    _say(str(fast.explain()))
     if where == "cpu":
         there = fast.explain(target="h200")
         assert not isinstance(there, str)
-        console.print(
-            f"\nThe same network planned for an H200: {there.report.predicted_s * 1e3:.2f} ms "
-            "predicted (fp32; see: deuteron explain --target h200)"
-        )
+        there_ms = f"{there.report.predicted_s * 1e3:.2f} ms predicted"
+        how = "(fp32; see: deuteron explain --target h200)"
+        console.print(f"\nThe same network planned for an H200: {there_ms} {how}")
 
 
 @app.command()
@@ -234,8 +228,7 @@ def explain(
     """Print what would run where, what it costs and why."""
     there = dt.target(target) if target else None
     net, example = _load(model, batch, device, dtype)
-    fast = _optimize(net, example, budget)
-    text = fast.explain(format, target=there, errors=errors)
+    text = _optimize(net, example, budget).explain(format, target=there, errors=errors)
     if out is None:
         typer.echo(text)
     else:
@@ -283,8 +276,7 @@ def doctor() -> None:
         table.add_row(name, Text(str(value)))  # not markup: a path may hold brackets
     console.print(table)
     g = dt.Graph("probe")
-    x = g.tensor("x", (4, 4))
-    g.relu(x * 2.0).output("y")
+    g.relu(g.tensor("x", (4, 4)) * 2.0).output("y")
     region = g.compile(device="cpu").decision.regions[0]
     refusal = InductorEngine().refuse(region, dt.target("cpu"), dt.Policy())
     if refusal is not None:

@@ -9,16 +9,8 @@ from typing import Any
 
 from deuteron.errors import GraphError
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parse_bytes(size: int | str) -> int:
@@ -27,13 +19,11 @@ def parse_bytes(size: int | str) -> int:
         if size < 0:
             raise GraphError(f"a size of {size} bytes is negative")
         return size
-    match = re.fullmatch(
-        r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size if isinstance(size, str) else ""
-    )
+    text = size if isinstance(size, str) else ""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise GraphError(
-            f"{size!r} is not a size", remedy="write e.g. '256MB', '1GiB' or a number of bytes"
-        )
+        remedy = "write e.g. '256MB', '1GiB' or a number of bytes"
+        raise GraphError(f"{size!r} is not a size", remedy=remedy)
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -99,11 +99,9 @@ def _gpu(name: str, *row: str) -> Target:
     peak |= {"f8e4m3": fp8, "f8e5m2": fp8} if fp8 else {}
     rates = {kind: rate * T for kind, rate in peak.items()}
     features = frozenset({"tensor_cores", "bf16", "tf32", "int8"} | ({"fp8"} if fp8 else set()))
-    sizes = int(cache_mb * 2**20), cache * T, int(memory_gb * G)
+    rest = int(cache_mb * 2**20), cache * T, int(memory_gb * G), 2.2e-6, 6e-6
     reach = _REACH.get(name, {"memory": 0.88, "compute": 0.72})
-    return Target(
-        name, "cuda", int(units), memory * T, rates, *sizes, 2.2e-6, 6e-6, reach, features
-    )
+    return Target(name, "cuda", int(units), memory * T, rates, *rest, reach, features)
 
 
 GPUS = {words[0]: _gpu(*words) for words in map(str.split, _GPUS.strip().splitlines()[1:])}
@@ -135,9 +133,8 @@ def target(name: str | Target | torch.device | None = None) -> Target:
             raise GraphError("no CUDA device is present", asked=f"target {text!r}", remedy=remedy)
         index = int(text.split(":")[1]) if ":" in text else torch.cuda.current_device()
         return _present_gpu(index)
-    raise GraphError(
-        f"unknown target {name!r}", asked=f"target({name!r})", remedy=f"use {', '.join(names())}"
-    )
+    remedy = f"use {', '.join(names())}"
+    raise GraphError(f"unknown target {name!r}", asked=f"target({name!r})", remedy=remedy)
 
 
 def has_triton() -> bool:
@@ -172,14 +169,9 @@ def _present_gpu(index: int) -> Target:
 def cpu_identity() -> dict[str, Any]:
     """What makes one CPU measurement comparable with another."""
     model = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as info:
-            for line in info:
-                if line.startswith(("model name", "CPU part")):
-                    model = line.split(":", 1)[1].strip()
-                    break
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/cpuinfo") as info:
+        named = (line for line in info if line.startswith(("model name", "CPU part")))
+        model = next(named, f":{model}").split(":", 1)[1].strip()
     known = {"model": model, "machine": platform.machine()}
     return known | {"threads": torch.get_num_threads(), "torch": torch.__version__}
 

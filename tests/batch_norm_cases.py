@@ -29,7 +29,7 @@ from deuteron.passes import fuse
 from deuteron.policy import Policy
 from deuteron.target import GPUS
 from tests.optimised import optimised
-from tests.tolerances import allowed, error
+from tests.tolerances import allowed, error, rounded_mean
 
 H200 = GPUS["h200"]
 FORWARD = ("y", "new_mean", "new_var", "mean", "rstd")  # results, as the kernels call them
@@ -217,6 +217,8 @@ def _compare(case, names, outs, exact, theirs) -> list[str]:
         if case.kind == "huge":  # nan is an answer, a number is right or wrong
             got = torch.where(got.isnan(), truth.to(got.dtype), got)
         off, bound = error(got, truth), allowed(error(torchs, truth), got.dtype, _depth(case, name))
+        if case.kind == "edge" and name == "y":
+            bound += rounded_mean(1000, torch.float32)  # what lies far from 0 is far from the edge
         if case.kind == "odd":
             off = 0.0 if torch.equal(got.isfinite(), torchs.isfinite()) else off
         if not off <= bound:

@@ -113,7 +113,7 @@ def test_delegated_operators_are_right(name):
         wide = [x.double() if x is not None and x.is_floating_point() else x for x in given]
         full = op.normalise(sample.attrs)
         if op.complete is not None:
-            from deuteron.ops.samples import types_of
+            from deuteron.functional.arguments import types_of
 
             full = op.complete(types_of(given), full)
         got, exact = op.reference(*given, **full), op.reference(*wide, **full)

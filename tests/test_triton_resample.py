@@ -237,9 +237,8 @@ def test_means_are_those_of_torch_and_gradients_their_transpose(ceil_mode, paddi
                 lambda x: F.avg_pool2d(x, (kernel, 1), (stride, 1), *how),  # noqa: B023
                 torch.float64,
             )
-            along = windows(
-                length, len(want), kernel, stride, padding, padding_counts, divisor, True
-            )
+            window = (kernel, stride, padding)
+            along = windows(length, len(want), window, padding_counts, divisor, True)
             assert torch.allclose(matrix(along), want, rtol=SAME_CODE, atol=0)
             turned = matrix(along.transposed)
             assert torch.allclose(turned, want.t(), rtol=SAME_CODE, atol=0)
@@ -340,7 +339,7 @@ def test_more_than_two_to_the_31_elements(huge_images):
 
     x, planes = huge_images, huge_images.shape[1]
     x[0, -2:] = 2.0
-    halved = windows(8, 4, 2, 2, 0, True, None, False)
+    halved = windows(8, 4, (2, 2, 0), True, None, False)
     y = torch.full((1, planes, 4, 4), 7.0, dtype=x.dtype, device="cuda")
     dx = torch.full_like(x, 7.0)
     for given, out, along in ((x, y, halved), (y, dx, halved.transposed)):

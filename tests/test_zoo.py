@@ -10,8 +10,7 @@ from tolerances import NETWORK, error
 from torch import Tensor, nn
 
 from deuteron import zoo
-from deuteron.zoo import bert, deeplab, llama, mobilenet, resnet, unet
-from deuteron.zoo.weights import randomise_
+from deuteron.zoo import bert, deeplab, llama, mobilenet, randomise_, resnet, unet
 from tests.sweeps import sweep_unless
 
 SMALL_BERT = {

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Image augmentation in one kernel: per-image random parameters, seeded, differentiable.
 
 >>> from deuteron.augment import Pipeline, RandomAffine, ColorJitter, Normalize
@@ -9,23 +10,11 @@ them, checked), draw (random numbers), emit (the meaning as a graph), run (who c
 pipeline (what users call).
 """
 
-from deuteron.augment.colours import Brightness as Brightness
-from deuteron.augment.colours import ColorJitter as ColorJitter
-from deuteron.augment.colours import Contrast as Contrast
-from deuteron.augment.colours import Grayscale as Grayscale
-from deuteron.augment.colours import HSVShift as HSVShift
-from deuteron.augment.colours import Hue as Hue
-from deuteron.augment.colours import Saturation as Saturation
-from deuteron.augment.pipeline import Pipeline as Pipeline
-from deuteron.augment.places import HorizontalFlip as HorizontalFlip
-from deuteron.augment.places import Perspective as Perspective
-from deuteron.augment.places import RandomAffine as RandomAffine
-from deuteron.augment.places import RandomResizedCrop as RandomResizedCrop
-from deuteron.augment.places import Rotate as Rotate
-from deuteron.augment.places import VerticalFlip as VerticalFlip
-from deuteron.augment.step import Normalize as Normalize
-from deuteron.augment.step import ToDtype as ToDtype
-from deuteron.augment.step import ToLayout as ToLayout
+from .colours import Brightness, ColorJitter, Contrast, Grayscale, HSVShift, Hue, Saturation
+from .pipeline import Pipeline
+from .places import HorizontalFlip, Perspective, RandomAffine, Rotate, VerticalFlip
+from .places import RandomResizedCrop as RandomResizedCrop
+from .step import Normalize, ToDtype, ToLayout
 
 __all__ = sorted(
     name

@@ -6,8 +6,6 @@
 lines are nodes of a graph, with its gradient, and code in the kernel of a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -30,7 +28,6 @@ def grey(pixel: Pixel) -> Any:
 
 
 def _unit(b: Any, x: Any) -> Any:
-    """Held between 0 and 1."""
     return b.clamp(x, min=0.0, max=1.0)
 
 
@@ -157,12 +154,10 @@ class HSVShift(Colour):
         "value": Number("value"),
     }
 
-    def formula(
-        self, b: Any, pixel: Pixel, mean: Any, turn: Any, more: Any, brighter: Any
-    ) -> Pixel:
+    def formula(self, b: Any, pixel: Pixel, mean: Any, turn: Any, more: Any, light: Any) -> Pixel:
         hue, top, spread = _hue_and_range(b, pixel)
         saturation = spread * (1.0 / b.where(b.eq(top, 0.0), 1.0, top))
-        value = _unit(b, top * brighter)
+        value = _unit(b, top * light)
         return _from_hue(b, hue + turn * 6.0, value, _unit(b, saturation * more) * value)
 
 

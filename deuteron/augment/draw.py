@@ -9,8 +9,6 @@ All is drawn in float64 on the CPU; a GPU gets the finished table. Many steps ar
 and kept, so a training loop pays for a draw, and for a copy to the GPU, every 16 batches and more.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
@@ -108,8 +106,7 @@ def table_for(
     ``index``. Without one it is shared with later calls: do not write to it."""
     size, device, dtype = (x.shape[2], x.shape[3]), x.device, spec.compute_dtype(x.dtype)
     if index is not None:
-        which = index.to("cpu", torch.int64)
-        _, table = drawn(spec, seed, torch.tensor([step]), which, size)
+        _, table = drawn(spec, seed, torch.tensor([step]), index.to("cpu", torch.int64), size)
         return table[0].to(dtype).to(device)
     images = x.shape[0]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

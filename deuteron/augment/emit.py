@@ -5,14 +5,12 @@ gradient is the gradient of these nodes on every device, and the GPU's kernel co
 the same formulas: those of the colours, and those here for what comes before and after them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 from deuteron.augment.colours import WIDTH, Pixel, grey
-from deuteron.augment.spec import MATRIX, Spec, torch_type
+from deuteron.augment.spec import MATRIX, Spec
 from deuteron.errors import GraphError
 from deuteron.ir import TensorType
 from deuteron.ir import dtype as element_type
@@ -26,14 +24,13 @@ def begun(b: Any, x: Any, given: torch.dtype) -> Any:
 
 def finished(b: Any, x: Any, normal: tuple[Any, Any] | None, result: torch.dtype) -> Any:
     """A channel as it is stored, normalised by a scale and a shift."""
-    if normal is not None:
-        x = x * normal[0] + normal[1]
+    x = x if normal is None else x * normal[0] + normal[1]
     return b.clamp(b.round(x * 255.0), min=0.0, max=255.0) if result == torch.uint8 else x
 
 
 def emit(g: Ops, spec: Spec, x: Sym, table: Sym) -> Sym:
     """The nodes for images ``x`` [N, C, H, W] and a table [N, columns] of parameters."""
-    given = torch_type(x.dtype)
+    given = x.dtype.torch
     spec.check_image(x.shape, given)
     compute = element_type(spec.compute_dtype(given))
     expected = (x.shape[0], spec.columns)
@@ -53,7 +50,7 @@ def emit(g: Ops, spec: Spec, x: Sym, table: Sym) -> Sym:
 
 def finish(g: Ops, spec: Spec, values: Sym, table: Sym, result: torch.dtype, nhwc: bool) -> Sym:
     """What comes after the gather: colours, Normalize, the element type and the memory order."""
-    channels, kind = values.shape[1], torch_type(values.dtype)
+    channels, kind = values.shape[1], values.dtype.torch
     if spec.colours:
         slices = (g.one("slice", values, axis=1, start=c, stop=c + 1) for c in range(channels))
         planes: Pixel = tuple(slices)
@@ -78,7 +75,7 @@ def finish(g: Ops, spec: Spec, values: Sym, table: Sym, result: torch.dtype, nhw
 def _places(g: Ops, spec: Spec, shape: tuple[int, ...], table: Sym) -> Sym:
     """[N, h, w, 2]: where each pixel of the result lies in the image, from −1 to 1."""
     height, width = spec.result_size((shape[2], shape[3]))
-    kind = torch_type(table.dtype)
+    kind = table.dtype.torch
     across = g.constant(_centres(width, kind).reshape(1, 1, width, 1), "across")
     down = g.constant(_centres(height, kind).reshape(1, height, 1, 1), "down")
 

@@ -1,12 +1,11 @@
 """The kernels of a GPU: a spec as the formulas that they take, and their launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.augment.colours import WIDTH, Colour, Pixel, grey
 from deuteron.augment.emit import begun, finished
@@ -29,14 +28,12 @@ WEIGHTS: dict[str, tuple[int, Callable[[Any], Pixel] | None]] = {
 }
 
 
-Code = tuple[Sampling, Colouring, torch.Tensor | None]
+Code = tuple[Sampling, Colouring, Tensor | None]
 Kind = torch.dtype
 
 
 @lru_cache(maxsize=256)
-def _code(
-    spec: str, channels: int, given: Kind, kind: Kind, result: Kind, device: torch.device
-) -> Code:
+def _code(spec: str, channels: int, given: Kind, kind: Kind, result: Kind, device: Any) -> Code:
     """How the spec reads an image, what it makes of a pixel, and scale and shift of Normalize. A
     program that has one channel has it as the first of three."""
     made, own = spec_of(spec), 3 if channels == 3 else 1
@@ -78,28 +75,24 @@ def _code(
     return sampling, colouring, normal
 
 
-def _code_for(x: torch.Tensor, kind: torch.dtype, result: torch.dtype, spec: str) -> Code:
+def _code_for(x: Tensor, kind: torch.dtype, result: torch.dtype, spec: str) -> Code:
     """For images like ``x``, computing in ``kind``."""
     return _code(spec, x.shape[1], x.dtype, kind, result, x.device)
 
 
-def forward(
-    x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, spec: str, split: int | None = None
-) -> int:
+def forward(x: Tensor, table: Tensor, y: Tensor, spec: str, split: int | None = None) -> int:
     """Fill ``y`` by the whole spec; how many launches that took."""
     return augment(x, table, y, *_code_for(x, table.dtype, y.dtype, spec), split)
 
 
-def sampled(x: torch.Tensor, table: torch.Tensor, y: torch.Tensor, spec: str) -> None:
+def sampled(x: Tensor, table: Tensor, y: Tensor, spec: str) -> None:
     """Fill ``y`` with what the gather alone makes of floats."""
     sampling, _, _ = _code_for(x, y.dtype, y.dtype, spec)
     _, same, _ = _code_for(x, y.dtype, y.dtype, NOTHING)
     augment(x, table, y, sampling, same, None)
 
 
-def backward(
-    grad: torch.Tensor, table: torch.Tensor, dx: torch.Tensor, spec: str, scaled: bool
-) -> None:
+def backward(grad: Tensor, table: Tensor, dx: Tensor, spec: str, scaled: bool) -> None:
     """Fill ``dx`` by the gradient of the gather and, where it is ``scaled``, of Normalize."""
     sampling, _, normal = _code_for(dx, table.dtype, grad.dtype, spec)
     gather_grad(grad, table, dx, normal[0] if scaled and normal is not None else None, sampling)

@@ -1,7 +1,5 @@
 """``dt.augment.Pipeline``: random changes to a batch of images, in one kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

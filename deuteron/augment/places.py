@@ -6,8 +6,6 @@ counted from −1 to 1 between the outer edges of the image, as in ``grid_sample
 drawn in float64 on the CPU from uniform ones that depend on nothing but seed, step and image.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import log
 from typing import ClassVar
@@ -148,9 +146,8 @@ class Perspective(Geometric):
     def check(self) -> None:
         super().check()
         if not (is_number(self.distortion) and 0 <= self.distortion < 1):
-            raise self.wrong(
-                f"distortion={self.distortion!r} may fold the image", "use a number below 1, from 0"
-            )
+            wrong = f"distortion={self.distortion!r} may fold the image"
+            raise self.wrong(wrong, "use a number below 1, from 0")
 
     def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
         """The matrix is the projective map that takes the drawn corners to those of the image."""
@@ -161,9 +158,8 @@ class Perspective(Geometric):
         known = torch.cat([at, one], -1)
         first = torch.cat([known, zero, zero[..., :1], -at * to[..., :1]], -1)
         second = torch.cat([zero, zero[..., :1], known, -at * to[..., 1:]], -1)
-        found = torch.linalg.solve(
-            torch.cat([first, second], -2), torch.cat([to[..., 0], to[..., 1]], -1)
-        )
+        both = torch.cat([first, second], -2)
+        found = torch.linalg.solve(both, torch.cat([to[..., 0], to[..., 1]], -1))
         matrix = torch.cat([found, one[..., 0, :]], -1).reshape(*at.shape[:-2], 3, 3)
         return {"corners": at}, matrix
 

@@ -5,8 +5,6 @@ gather that of ``augment_grad.py``; the gradient of colours between them is plan
 graph of ``emit.py``, or of its gradient, is planned for the shapes at hand and kept.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from deuteron.augment.draw import table_for
 from deuteron.augment.emit import emit, finish
-from deuteron.augment.spec import Spec, shown, spec_of, torch_type
+from deuteron.augment.spec import Spec, shown, spec_of
 from deuteron.errors import BindError
 from deuteron.explain import units
 from deuteron.frontends.builder import Graph
@@ -98,8 +96,7 @@ def augment_backward(
     grad = grad.resolve_neg().contiguous(memory_format=_format(made.layout(_is_nhwc(x)) == "nhwc"))
     if not (made.geometric and x.is_cuda and has_triton()):
         plan = _plan(spec, TensorType.from_tensor(x), x.device, "x")
-        found = plan.run(x=x, table=table, grad_y=grad)["grad_x"]
-        return found.contiguous(memory_format=order)
+        return plan.run(x=x, table=table, grad_y=grad)["grad_x"].contiguous(memory_format=order)
     return backward_kernel(grad, x, table, torch.empty_like(x, memory_format=order), spec)
 
 
@@ -129,8 +126,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The kernel knows the gradient for images; that for parameters, and second derivatives, come
-    from torch's operators."""
+    """The kernel knows the gradient for images; all others come from torch's operators."""
     given = x, table = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:2]
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -158,9 +154,7 @@ def augment_draw(
 
 
 @augment_draw.register_fake
-def _augment_draw_fake(
-    x: Tensor, step: Tensor, index: Tensor | None, spec: str, seed: int
-) -> Tensor:
+def _draw_fake(x: Tensor, step: Tensor, index: Tensor | None, spec: str, seed: int) -> Tensor:
     made = spec_of(spec)
     return x.new_empty((x.shape[0], made.columns), dtype=made.compute_dtype(x.dtype))
 
@@ -169,8 +163,7 @@ def _augment_draw_fake(
 
 
 def by_references(x: Tensor, table: Tensor, spec: str) -> Tensor:
-    """The result by torch's operators, one by one, for autograd and transforms that must see
-    them."""
+    """The result by torch's operators, one by one: autograd or a transform must see them."""
     _check(spec_of(spec), x, table)
     graph = _graph(spec, TensorType.from_tensor(x)).ir()
     return evaluate(graph, {"x": x, "table": table}, differentiable=True)["y"]
@@ -199,7 +192,7 @@ def _finish_plan(spec: str, sampled: TensorType, result: TensorType, device: tor
     values = g.tensor("sampled", sampled.shape, sampled.dtype)
     table = g.tensor("table", (sampled.shape[0], made.columns), sampled.dtype)
     nhwc = result.is_layout("nhwc") and not result.is_layout("contiguous")
-    finish(g, made, values, table, torch_type(result.dtype), nhwc).output("y")
+    finish(g, made, values, table, result.dtype.torch, nhwc).output("y")
     return _gradient_only(g, "sampled").compile(device=device, policy=ORDERED)
 
 
@@ -215,7 +208,7 @@ def _gradient_only(g: Graph, wrt: str) -> Graph:
 
 def table_type(spec: Spec, images: TensorType) -> tuple[tuple[int, int], torch.dtype]:
     """Shape and element type of the table for such images."""
-    return (images.shape[0], spec.columns), spec.compute_dtype(torch_type(images.dtype))
+    return (images.shape[0], spec.columns), spec.compute_dtype(images.dtype.torch)
 
 
 def _is_nhwc(x: Tensor) -> bool:

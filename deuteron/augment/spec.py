@@ -19,16 +19,14 @@ from deuteron.augment.colours import COLOURS, WIDTH, Colour
 from deuteron.augment.places import PLACES, Geometric
 from deuteron.augment.step import Normalize, Size, Step, ToDtype, ToLayout
 from deuteron.errors import GraphError
-from deuteron.ir import DType
 from deuteron.ir import dtype as element_type
 
 MATRIX = 9  # the first columns of a table are the matrix, column by column
 MODES = ("bilinear", "nearest", "bicubic")
 PADDINGS = ("zeros", "border")
 IMAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-STEPS: dict[str, type[Step]] = {
-    kind.__name__: kind for kind in (*PLACES, *COLOURS, Normalize, ToDtype, ToLayout)
-}
+_ALL = (*PLACES, *COLOURS, Normalize, ToDtype, ToLayout)
+STEPS: dict[str, type[Step]] = {kind.__name__: kind for kind in _ALL}
 STAGES = ("geometric", "colour", "Normalize", "ToDtype", "ToLayout")
 
 
@@ -115,7 +113,7 @@ class Spec:
         """As asked, else as given; numbers that were normalised do not fit into uint8."""
         asked = next((s for s in self.steps if isinstance(s, ToDtype)), None)
         if asked is not None:
-            return torch_type(element_type(asked.dtype))
+            return element_type(asked.dtype).torch
         return torch.float32 if given == torch.uint8 and self.normalize else given
 
     def compute_dtype(self, given: torch.dtype) -> torch.dtype:
@@ -161,13 +159,6 @@ class Spec:
 def shown(dtype: torch.dtype, shape: Sequence[Any] | None = None) -> str:
     """float32[2, 3]"""
     return str(dtype).removeprefix("torch.") + ("" if shape is None else str(list(shape)))
-
-
-def torch_type(kind: DType) -> torch.dtype:
-    """The torch counterpart, which every type of an image has."""
-    if kind.torch is None:
-        raise GraphError(f"images of {kind.short} are not taken", remedy="use u8, f16, bf16 or f32")
-    return kind.torch
 
 
 @lru_cache(maxsize=256)

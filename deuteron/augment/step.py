@@ -47,10 +47,8 @@ class Step:
     def interval(self, name: str, value: Any, low: float, high: float) -> None:
         fine = isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
         if not (fine and low <= value[0] <= value[1] <= high):
-            raise self.wrong(
-                f"{name}={value!r} is not a range between {low:g} and {high:g}",
-                f"give two numbers, the lower one first: {name}=(low, high)",
-            )
+            wrong = f"{name}={value!r} is not a range between {low:g} and {high:g}"
+            raise self.wrong(wrong, f"give two numbers, the lower one first: {name}=(low, high)")
 
 
 def is_number(value: Any) -> bool:
@@ -104,9 +102,8 @@ class ToDtype(Step):
         known = element_type(self.dtype)
         object.__setattr__(self, "dtype", known.short)
         if known.short not in ("u8", "f16", "bf16", "f32", "f64"):
-            raise self.wrong(
-                f"images of {known.short} are not made", "use uint8, float16, bfloat16, float32"
-            )
+            wrong = f"images of {known.short} are not made"
+            raise self.wrong(wrong, "use uint8, float16, bfloat16, float32")
 
 
 @dataclass(frozen=True)

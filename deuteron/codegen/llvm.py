@@ -155,7 +155,7 @@ class Code:
         return self.b.select(self.cmp(">", x, y), x, y)
 
     def share(self, total: Value, part: Value, parts: Value) -> tuple[Value, Value]:
-        """The range of ``total`` that falls to ``part`` of ``parts``."""
+        """The range of ``total`` that falls to ``part`` of ``parts``: one thread of so many."""
         begin = self.div(self.mul(total, part), parts)
         return begin, self.div(self.mul(total, self.add(part, 1)), parts)
 

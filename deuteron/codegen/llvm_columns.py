@@ -9,8 +9,6 @@ Sums are in float32 for a block of rows and then go on in float64. Each column b
 thread, which adds its rows in order: the bits do not depend on the number of threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -50,9 +48,8 @@ class ColumnRenderer(Renderer):
         steps = PANEL // (self.shape.lanes * (len(reductions) + len(shared)))
         self.panel = max(1, steps) * self.shape.lanes  # columns that a thread takes at a time
         self.near = {s.name: self._line(self.type_of(s.kind)) for s in reductions}
-        self.far = {
-            s.name: self._line(F64) for s in reductions if s.op == "sum" and s.kind == "float"
-        }
+        sums = (s.name for s in reductions if s.op == "sum" and s.kind == "float")
+        self.far = {name: self._line(F64) for name in sums}
         self.held = {name: self._line(self.float) for name in shared}
         for at, start, stop in self._panels(thread, threads):
             self.start = start

@@ -5,8 +5,6 @@ polynomial an operation of a scalar program is, for floats and for whole numbers
 addresses are the renderer's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -128,10 +126,6 @@ def _intrinsic(name: str) -> Callable[..., Value]:
     return lambda c, *args: c.intrinsic(name, *args)
 
 
-def _of_library(name: str) -> Callable[..., Value]:
-    return lambda c, *args: llvm_math.library(c, name, *args)
-
-
 def _pick(order: str) -> Callable[..., Value]:
     return lambda c, x, y: c.b.select(c.b.icmp_signed(order, x, y), x, y)
 
@@ -143,7 +137,7 @@ FLOAT: dict[str, Callable[..., Value]] = {
     "abs": _intrinsic("fabs"),
     "round": _intrinsic("rint"),
     **{name: _function(name, narrow) for name, narrow in NARROW.items()},
-    **{name: _of_library(name) for name in "pow fmod atan2".split()},
+    **{n: lambda c, *a, n=n: llvm_math.library(c, n, *a) for n in "pow fmod atan2".split()},
     "ndtr": _ndtr,
 }
 ANY = {"select": _instruction("select"), "not": _instruction("not_")}

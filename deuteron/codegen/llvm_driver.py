@@ -1,8 +1,6 @@
 """The driver: walks the calls of a tape (``calls``), each on the whole team or on its first member,
 with a barrier where the next call must wait for all of them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from llvmlite import ir

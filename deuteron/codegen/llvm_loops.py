@@ -2,8 +2,6 @@
 stretches. Each loop is written around whatever its user writes for one place in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod

@@ -18,8 +18,6 @@ sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is asked
 ======== ===== =============================================================================
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

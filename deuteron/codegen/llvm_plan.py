@@ -1,7 +1,5 @@
 """How a scalar program is laid over vectors and loops on the CPU, before any code is written."""
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -42,7 +40,9 @@ def plan(program: ScalarProgram) -> Shape:
     accesses = list(program.accesses())
     often = [e for e in accesses if e.variables & inside] or accesses  # not once a row
     for v in (*program.outer[-1:], *program.inner[-1:]):
-        if any(e.factor(v) is None for e in accesses) or not _settles(program, v):
+        # guards may change along v only where the axis can be cut
+        along = (g for g in program.guards if v in program.axes_of(g.index))
+        if any(e.factor(v) is None for e in accesses) or any(opens(g, v) is None for g in along):
             continue
         factors = [e.factor(v) for e in often]
         points = sum(f == 1 for f in factors) - sum(f not in (0, 1, 2) for f in factors)
@@ -75,13 +75,6 @@ def _one_walk(program: ScalarProgram, columns: tuple[Var, ...], wide: bool) -> b
     late, stored = program.after_reductions, program.element_stores
     reduced = all(s.source not in late and s.kind != "bool" for s in program.reductions)
     return (wide or bool(stored)) and reduced and all(s.source not in late for s in stored)
-
-
-def _settles(program: ScalarProgram, v: Var) -> bool:
-    """Whether each guard changes along ``v`` only where the axis can be cut, and no division
-    hides a scalar that changes along it."""
-    along = (g for g in program.guards if v in program.axes_of(g.index))
-    return all(opens(g, v) is not None for g in along)
 
 
 def opens(g: Guard, v: Var) -> tuple[int, int] | None:

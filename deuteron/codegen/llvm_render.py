@@ -7,8 +7,6 @@ to the threads. Each reduction is a pass over the row; element values that sever
 and that cost more than a load are kept in a row of scratch memory.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -154,20 +152,18 @@ class Renderer(Loops):
             totals = [reduce(combine, reversed(others), first)]
         return self.of_width(totals[0], kind) if far else totals[0]
 
-    def _accumulate(
-        self, s: Reduce, room: Value, cell: Place, local: Env, stored: set[str]
-    ) -> None:
+    def _accumulate(self, s: Reduce, acc: Value, cell: Place, local: Env, stored: set[str]) -> None:
         """Compute what is reduced at this cell and add it to the accumulator."""
         c, kind, factors = self.c, self.type_of(s.kind), self._factors(s)
         for name in factors or (s.source,):
             self._need(name, cell, local, stored)
-        total = c.b.load(room, typ=vec(cell.lanes, kind))
+        total = c.b.load(acc, typ=vec(cell.lanes, kind))
         if factors:
             x, y = (self.lanes(local[name], cell.lanes) for name in factors)
-            c.b.store(c.fma(x, y, total), room)
+            c.b.store(c.fma(x, y, total), acc)
         else:
             combine = self._identity(s, kind)[1]
-            c.b.store(combine(total, self.lanes(local[s.source], cell.lanes)), room)
+            c.b.store(combine(total, self.lanes(local[s.source], cell.lanes)), acc)
 
     def _seldom(self, s: Reduce, place: Place, env: Env, stored: set[str]) -> Value:
         """A pass that is left out unless what it waits for is infinite in some lane."""

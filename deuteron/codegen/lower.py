@@ -5,11 +5,9 @@ in turn: elementwise work passes the index on, movement changes it, so that chai
 broadcasts, slices, pads and concatenations end up as nothing but other addresses in the loads.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatten
@@ -25,6 +23,7 @@ from deuteron.ops import table
 from deuteron.ops.formula import COMPARISONS, Arg, CannotLower, Const, Scalars, is_scalar
 from deuteron.ops.opdef import promoted
 
+T = TypeVar("T")
 # each operand is asked by itself whether it is zero or odd: they need no common type
 LOGIC = frozenset("logical_and logical_or logical_xor logical_not isnan isinf".split())
 # what integers can do, what of that leaves a narrow type, and what booleans mean by it
@@ -46,8 +45,7 @@ class Lowering(Scalars):
         super().__init__()
         self.region, self.graph = region, region.graph
         self.statements: list[Statement] = []
-        self.known: dict[tuple[Any, ...], Arg] = {}
-        self.reduced: dict[str, Any] = {}
+        self.known: dict[tuple[Any, ...], Any] = {}  # by who was asked for what
         self._check()
         made = (*region.inputs, *(v for node in region.nodes for v in node.outputs))
         self.wide = any(self.graph.types[v].dtype.short == "f64" for v in made)
@@ -171,10 +169,14 @@ class Lowering(Scalars):
 
     def at(self, value: str, index: Index, guards: Guards) -> Arg:
         """The element of ``value`` at ``index``; loads under ``guards`` read nothing outside."""
-        key = (value, index, guards)
-        if key not in self.known:
-            self.known[key] = self._at(value, index, guards)
-        return self.known[key]
+        return self.once(Lowering._at, value, index, guards)
+
+    def once(self, rule: Callable[..., T], *given: Any) -> T:
+        """``rule(self, *given)``, made the first time that it is asked for."""
+        if (key := (rule, *given)) not in self.known:
+            self.known[key] = rule(self, *given)
+        found: T = self.known[key]
+        return found
 
     def float_at(self, value: str, index: Index, guards: Guards) -> Arg:
         return self.as_float(self.at(value, index, guards))
@@ -197,28 +199,22 @@ class Lowering(Scalars):
         constant = self.graph.constants[value]
         first = constant.data.flatten()[0]
         if constant.data.numel() > 1 and not bool((constant.data == first).all()):
-            raise CannotLower(
-                f"the constant {value} of shape {list(constant.type.shape)} is part of the region",
-                "hand it over as an input of the region",
-            )
+            shape = list(constant.type.shape)
+            wrong = f"the constant {value} of shape {shape} is part of the region"
+            raise CannotLower(wrong, "hand it over as an input of the region")
         return Const(first.item(), KINDS[constant.type.dtype.kind])
 
     def _load(self, value: str, index: Index, guards: Guards) -> Arg:
         t = self.graph.types[value]
         steps = zip(index, t.shape, t.strides, strict=True)
         offset = sum((i * stride for i, size, stride in steps if size > 1), Affine())
-        name = self.name("v", KINDS[t.dtype.kind])
-        self.statements.append(Load(name, value, offset, t.dtype, guards))
-        return name
+        return self.put(Load, "v", KINDS[t.dtype.kind], value, offset, t.dtype, guards)
 
     def _row(self, node: Node, value: str, index: Index) -> Arg:
         """A reduction's result where the loops are: only in step with them."""
         if index != self._row_index(node, self.graph.types[value]):
             raise CannotLower(f"the result of {node.op} is read in another order")
-        if value not in self.reduced:
-            self.reduced[value] = ROWS[node.op][1](self, node, value)
-        found: Arg = self.reduced[value]
-        return found
+        return self.once(ROWS[node.op][1], node, value)
 
     # ---- elementwise work
 
@@ -240,10 +236,8 @@ class Lowering(Scalars):
             raise CannotLower(f"{op} on {out.short} has no scalar form", "cast to a float first")
         attrs = dict(node.attrs)
         if kind == "int" and op == "clamp":  # bounds are numbers of that type
-            attrs = {
-                k: v if v is None else _converted_number(Const(v, "float"), out).value
-                for k, v in attrs.items()
-            }
+            given = {k: Const(v, "float") for k, v in attrs.items() if v is not None}
+            attrs |= {k: _converted_number(v, out).value for k, v in given.items()}
         if kind == "int" and op in UNCHANGED:
             result: Any = args[0]
         elif op in BOOLEAN.values() and op != "where":
@@ -279,10 +273,8 @@ class Lowering(Scalars):
             return a if self.kind(a) == "bool" else self.op("to_bool", a, kind="bool")
         if self.kind(a) != "int":
             a = self.op("to_int", a, kind="int")
-        fits = given.kind == "bool" or (
-            given.bits < out.bits and (given.kind, out.kind) != ("int", "uint")
-        )
-        return a if fits or given == out else self._wrapped(a, out)
+        wider = given.bits < out.bits and (given.kind, out.kind) != ("int", "uint")
+        return a if given.kind == "bool" or wider or given == out else self._wrapped(a, out)
 
     def _wrapped(self, a: Arg, dtype: DType) -> Arg:
         """Arithmetic is in 64 bits; what leaves a narrower type comes round again."""
@@ -306,22 +298,20 @@ class Lowering(Scalars):
 
     # ---- statements
 
+    def put(self, make: Callable[..., Statement], letter: str, kind: str, *given: Any) -> str:
+        """A statement that makes a value of this kind; the name of that."""
+        name = self.name(letter, kind)
+        self.statements.append(make(name, *given))
+        return name
+
     def inside(self, guards: Guards) -> Arg:
-        key = ("inside", guards)
-        if key not in self.known:
-            self.known[key] = name = self.name("g", "bool")
-            self.statements.append(scalar.Inside(name, guards))
-        return self.known[key]
+        return self.once(Lowering.put, scalar.Inside, "g", "bool", guards)
 
     def position(self, index: Affine) -> Arg:
         """An index as a number."""
         if not index.terms:
             return Const(index.const, "int")
-        key = ("position", index)
-        if key not in self.known:
-            self.known[key] = name = self.name("p", "int")
-            self.statements.append(scalar.Position(name, index))
-        return self.known[key]
+        return self.once(Lowering.put, scalar.Position, "p", "int", index)
 
     def dynamic(self, value: Arg, size: int, given: bool = True) -> Affine:
         """A number below ``size`` as an index; ``given`` by somebody who may be wrong there."""
@@ -334,9 +324,8 @@ class Lowering(Scalars):
         if isinstance(source, Const):  # a constant summed over a row: give it a name first
             source = self.op("select", Const(True, "bool"), source, source, kind=source.kind)
         assert isinstance(source, str) and isinstance(seldom, str)
-        name = self.name("m", self.kind(source))
-        self.statements.append(Reduce(name, op, source, self.kind(source), seldom))
-        return name
+        kind = self.kind(source)
+        return self.put(Reduce, "m", kind, op, source, kind, seldom)
 
 
 def _converted_number(a: Const, out: DType) -> Const:

@@ -5,8 +5,6 @@ about 2 µs per call; a second pool would fight it for the cores. Where no runti
 interface is loaded, kernels run on the calling thread.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import lru_cache
 from importlib.util import find_spec

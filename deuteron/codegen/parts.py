@@ -5,8 +5,6 @@ the others wait. How a row is cut follows from its length, never from the number
 bits are the same on any number of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from deuteron.codegen import scalar
@@ -28,7 +26,8 @@ def in_parts(program: ScalarProgram) -> tuple[ScalarProgram, ScalarProgram] | No
     if not _one_walk(program):
         return None
     axis = max(program.inner, key=lambda v: v.size)
-    count = _count(axis.size, PIECES // program.rows)
+    wanted = min(axis.size, PIECES // program.rows)
+    count = next(n for n in range(wanted, 0, -1) if axis.size % n == 0)  # of equal parts
     if count == 1:
         return None
     part, rest = Var(f"{axis.name}p", count), Var(axis.name, axis.size // count)
@@ -52,11 +51,6 @@ def _one_walk(program: ScalarProgram) -> bool:
     late = program.after_reductions
     waits = any(s.source in late or s.seldom or s.kind == "bool" for s in program.reductions)
     return not waits and not program.element_stores
-
-
-def _count(size: int, wanted: int) -> int:
-    """How many equal parts there are, at most as many as wanted."""
-    return next(n for n in range(min(wanted, size), 0, -1) if size % n == 0)
 
 
 def _after(program: ScalarProgram, parts: Parts, place: Affine) -> list[Statement]:

@@ -7,8 +7,6 @@ are stored. In the same way an axis whose halves are treated differently is cut 
 i = j + half or j what is read for both is read once, and no guard is left.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from deuteron.codegen import scalar
@@ -23,10 +21,8 @@ def in_phases(program: ScalarProgram) -> ScalarProgram:
     if program.inner or not program.outer or any(e.dynamic for e in accesses):
         return program
     axis = program.outer[-1]
-    half, divided = (
-        Var(axis.name, axis.size // 2),
-        {b for e in accesses for b in _divisors(e, axis)},
-    )
+    half = Var(axis.name, axis.size // 2)
+    divided = {b for e in accesses for b in _divisors(e, axis)}
     if axis.size % 2:
         return program
     if divided == {2}:

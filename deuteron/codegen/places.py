@@ -30,9 +30,8 @@ def _reshape(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
     given, made = low.type(node).shape, low.graph.types[node.output].shape
     if [n for n in given if n != 1] == [n for n in made if n != 1]:  # only sizes of 1 come or go
         kept = iter([i for i, n in zip(index, made, strict=True) if n != 1])
-        return low.at(
-            low.input(node), tuple(Affine() if n == 1 else next(kept) for n in given), guards
-        )
+        place = tuple(Affine() if n == 1 else next(kept) for n in given)
+        return low.at(low.input(node), place, guards)
     position = flatten(index, made)
     if position.low < 0:  # outside a pad or concat, which a division cannot tell apart
         raise CannotLower("a reshape is read at indices shifted by pad or concat")
@@ -57,11 +56,9 @@ def _slice(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
 
 
 def _flip(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
-    turned = tuple(
-        i * -1 + (n - 1) if d in node.attrs["axes"] else i
-        for d, (i, n) in enumerate(zip(index, low.type(node).shape, strict=True))
-    )
-    return low.at(low.input(node), turned, guards)
+    sides = enumerate(zip(index, low.type(node).shape, strict=True))
+    turned = [i * -1 + (n - 1) if d in node.attrs["axes"] else i for d, (i, n) in sides]
+    return low.at(low.input(node), tuple(turned), guards)
 
 
 def _concat(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
@@ -88,11 +85,9 @@ def _pad(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
     moved = tuple(i + -before for i, before in zip(index, node.attrs["low"], strict=True))
     if node.attrs["mode"] != "constant":
         back = EDGES[node.attrs["mode"]]
-        held = tuple(
-            i if i.low >= 0 and i.high < n else back(low, i, n)
-            for i, n in zip(moved, shape, strict=True)
-        )
-        return low.at(low.input(node), held, guards)
+        sides = zip(moved, shape, strict=True)
+        held = [i if i.low >= 0 and i.high < n else back(low, i, n) for i, n in sides]
+        return low.at(low.input(node), tuple(held), guards)
     inside = guards_of(moved, shape)
     part = low.at(low.input(node), moved, (*guards, *inside))
     if not inside:
@@ -114,10 +109,7 @@ def _repeated(low: Lowering, i: Affine, size: int) -> Affine:
     return low.dynamic(place, size, given=False)
 
 
-EDGES: dict[str, Callable[[Lowering, Affine, int], Affine]] = {
-    "reflect": _reflected,
-    "replicate": _repeated,
-}
+EDGES = {"reflect": _reflected, "replicate": _repeated}
 
 
 def _picked(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:

@@ -158,35 +158,32 @@ def _arg(low: Lowering, node: Node, value: str) -> Arg:
 
 
 def _statistics(low: Lowering, node: Node) -> tuple[Arg, Arg, Arg, Arg]:
-    """mean, x − mean, Σ (x − mean)² and 1 / √(var + eps) of the row, asked for once.
+    """mean, x − mean, Σ (x − mean)² and 1 / √(var + eps) of the row.
 
     Where squares overflow, 1 / √inf would be 0 and the row its bias, a number like any other. A
     centred row is nan then, as it is with an infinity in it, which costs nothing. Without a mean
     the root comes from scaled squares: of a row with an infinity in it only that is nan."""
-    key, centred = f"{node.outputs[0]} statistics", node.op != "rms_norm"
-    if key not in low.reduced:
-        x = d = low.as_float(low.cell(node))
-        mean: Arg = constant(0.0)
-        if centred:
-            mean, d, total = _centred(low, x)
-            total = low.op("select", low.op("eq", total, math.inf), math.nan, total)
-        else:
-            total = low.reduce("sum", low.op("mul", x, x))
-        var = low.op("div", total, float(low.columns))
-        rstd = low.op("div", 1.0, low.op("sqrt", low.op("add", var, node.attrs["eps"])))
-        if not centred:
-            small, scale = _scaled_squares(low, x, total)
-            root = low.op("sqrt", low.op("div", small, float(low.columns)))
-            huge = low.op("mul", low.op("div", 1.0, root), scale)
-            rstd = low.op("select", low.op("eq", total, math.inf), huge, rstd)
-        low.reduced[key] = (mean, d, total, rstd)
-    mean, d, total, rstd = low.reduced[key]
+    centred = node.op != "rms_norm"
+    mean: Arg = constant(0.0)
+    x = d = low.as_float(low.cell(node))
+    if centred:
+        mean, d, total = _centred(low, x)
+        total = low.op("select", low.op("eq", total, math.inf), math.nan, total)
+    else:
+        total = low.reduce("sum", low.op("mul", x, x))
+    var = low.op("div", total, float(low.columns))
+    rstd = low.op("div", 1.0, low.op("sqrt", low.op("add", var, node.attrs["eps"])))
+    if not centred:
+        small, scale = _scaled_squares(low, x, total)
+        root = low.op("sqrt", low.op("div", small, float(low.columns)))
+        huge = low.op("mul", low.op("div", 1.0, root), scale)
+        rstd = low.op("select", low.op("eq", total, math.inf), huge, rstd)
     return mean, d, total, rstd
 
 
 def _norm(low: Lowering, node: Node, value: str) -> Arg:
     """With a weight and a bias for each element of the last dimensions, or for each channel."""
-    _, d, _, rstd = _statistics(low, node)
+    _, d, _, rstd = low.once(_statistics, node)
     cell, dims = low.cell_index(node), node.attrs.get("dims")
     own = cell[1:2] if dims is None else cell[len(cell) - dims :]
     return low.affine(node, 1, low.op("mul", d, rstd), own, ())
@@ -197,7 +194,7 @@ def _batch_norm_train(low: Lowering, node: Node, value: str) -> Arg:
     which = node.outputs.index(value)
     if which == 0:
         return _norm(low, node, value)
-    mean, _, total, rstd = _statistics(low, node)
+    mean, _, total, rstd = low.once(_statistics, node)
     if which > 2:
         return mean if which == 3 else rstd
     fresh = mean if which == 1 else low.op("div", total, float(low.columns - 1))
@@ -213,19 +210,15 @@ def _batch_norm_train(low: Lowering, node: Node, value: str) -> Arg:
 
 def _soft(low: Lowering, node: Node) -> tuple[Arg, Arg, Arg, Arg]:
     """max, x − max, e^(x − max) and the sum of those."""
-    key = f"{node.outputs[0]} parts"
-    if key not in low.reduced:
-        x = low.as_float(low.cell(node))
-        top = low.reduce("max", x)
-        shifted = low.op("sub", x, top)
-        power = low.op("exp", shifted)
-        low.reduced[key] = (top, shifted, power, low.reduce("sum", power))
-    top, shifted, power, total = low.reduced[key]
-    return top, shifted, power, total
+    x = low.as_float(low.cell(node))
+    top = low.reduce("max", x)
+    shifted = low.op("sub", x, top)
+    power = low.op("exp", shifted)
+    return top, shifted, power, low.reduce("sum", power)
 
 
 def _softmax(low: Lowering, node: Node, value: str) -> Arg:
-    _, shifted, power, total = _soft(low, node)
+    _, shifted, power, total = low.once(_soft, node)
     if node.op == "log_softmax":
         return low.op("sub", shifted, low.op("log", total))
     return low.op("div", power, total)
@@ -247,7 +240,7 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     e, cell, shape = low.op, low.cell_index(node), low.type(node).shape
     axis, classes = class_axis(shape), shape[class_axis(shape)]
     row, smooth = (*cell[:axis], *cell[axis + 1 :]), node.attrs["label_smoothing"]
-    top, _, power, total = _soft(low, node)
+    top, _, power, total = low.once(_soft, node)
     log_sum = e("log", total)
     lse = e("add", top, log_sum)
 
@@ -278,10 +271,10 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     uniform = isinstance(every, Const) and not has_input(node, 2)
     shares: Any = constant(smooth)
     if every is not None and not uniform:
-        every, key = weighted(every, cell[axis]), f"{node.outputs[0]} shares"
-        if key not in low.reduced:
-            low.reduced[key] = low.reduce("sum", every)
-        shares = low.reduced[key]
+        every, key = weighted(every, cell[axis]), ("shares", node)
+        if key not in low.known:
+            low.known[key] = low.reduce("sum", every)
+        shares = low.known[key]
     z, which = number(4), node.outputs.index(value)
     found: Any = lse
     if which == 0:

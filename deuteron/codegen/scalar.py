@@ -235,15 +235,12 @@ class ScalarProgram:
         """The same with tensors called a0, a1 … and y0, y1 …: equal work gets equal code."""
         names = {v: f"a{i}" for i, v in enumerate(self.inputs)}
         names |= {v: f"y{i}" for i, v in enumerate(self.outputs)}
-        return replace(
-            self,
-            statements=tuple(
-                replace(s, tensor=names[s.tensor]) if isinstance(s, Load | Store) else s
-                for s in self.statements
-            ),
-            inputs=tuple(names[v] for v in self.inputs),
-            outputs=tuple(names[v] for v in self.outputs),
-        )
+        statements = list(self.statements)
+        for i, s in enumerate(statements):
+            if isinstance(s, Load | Store):
+                statements[i] = replace(s, tensor=names[s.tensor])
+        inputs, outputs = (tuple(names[v] for v in of) for of in (self.inputs, self.outputs))
+        return replace(self, statements=tuple(statements), inputs=inputs, outputs=outputs)
 
     def accesses(self) -> Iterator[Affine]:
         """Every offset and guard expression."""
@@ -282,11 +279,8 @@ def merge_axes(program: ScalarProgram) -> ScalarProgram:
     ``x[i*20 + j*5 + k]`` with j: 4 and k: 5 is ``x[i*20 + jk]`` with jk: 20. Longer loops
     vectorise better, and equal work gets equal programs.
     """
-    program = replace(
-        program,
-        outer=_by_memory(program, tuple(v for v in program.outer if v.size != 1)),
-        inner=_by_memory(program, tuple(v for v in program.inner if v.size != 1)),
-    )
+    outer, inner = _by_memory(program, program.outer), _by_memory(program, program.inner)
+    program = replace(program, outer=outer, inner=inner)
     for which in ("outer", "inner"):
         for at in range(len(getattr(program, which)) - 2, -1, -1):
             axes: tuple[Var, ...] = getattr(program, which)
@@ -300,7 +294,8 @@ def merge_axes(program: ScalarProgram) -> ScalarProgram:
 
 
 def _by_memory(program: ScalarProgram, axes: tuple[Var, ...]) -> tuple[Var, ...]:
-    """Axes with the largest steps first, as the outputs (then the inputs) lie in memory."""
+    """Axes with the largest steps first, as the outputs (then the inputs) lie in memory; without
+    those of size 1."""
     offsets = [*(s.offset for s in program.stores), *(s.offset for s in program.loads)]
 
     def step(v: Var) -> int:
@@ -308,7 +303,7 @@ def _by_memory(program: ScalarProgram, axes: tuple[Var, ...]) -> tuple[Var, ...]
         # one that nobody walks along simply is outermost
         return next((abs(f) for f in factors if f), 1 << 62)
 
-    return tuple(sorted(axes, key=lambda v: -step(v)))
+    return tuple(sorted((v for v in axes if v.size != 1), key=lambda v: -step(v)))
 
 
 def _walks_as_one(e: Affine, a: Var, b: Var) -> bool:

@@ -5,8 +5,6 @@ Here Φ(−a) = 2^q(a) for a ≥ 0 with a polynomial q, and Φ(a) = 1 − Φ(−
 such, and the other side takes a subtraction that cannot cancel.
 """
 
-from __future__ import annotations
-
 
 def polynomials(text: str) -> dict[str, tuple[float, ...]]:
     """Coefficients, highest power first, of polynomials that have one word for a name."""

@@ -7,8 +7,6 @@ digits. Nothing relies on a fused multiply-add, which the interpreter does not h
 compiled without contraction, so that the error of a rounding can be computed.
 """
 
-from __future__ import annotations
-
 from textwrap import indent
 
 from deuteron.codegen.tables import polynomials

@@ -5,8 +5,6 @@ broadcasting joins them. With one row per program the row axis is left out altog
 what belongs to the row stays in scalar registers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -158,11 +156,8 @@ class Body:
         return scalar.show(s)
 
     def _masks(self, tokens: Tokens, suffix: str) -> list[str]:
-        return [
-            mask + (suffix if space == "c" else "")
-            for space, mask in self.masks.items()
-            if space in tokens
-        ]
+        used = ((space, mask) for space, mask in self.masks.items() if space in tokens)
+        return [mask + (suffix if space == "c" else "") for space, mask in used]
 
     def _load_pair(self, even: Load, odd: Load) -> None:
         """Two loads as one of twice the width; the second time they are there already."""
@@ -170,7 +165,7 @@ class Body:
             return
         at, tokens = self._offset(even.offset, "")
         conds, guarded = self._condition(even.guards, "")
-        if conds or not self._is_woven(even.offset):
+        if conds or even.offset.factor(self.program.outer[-1]) != 2:  # the next pair is elsewhere
             conds += self._masks(tokens | guarded, "")
             extra = f", mask=({' & '.join(conds)})[:, None], other=0" if conds else ""
             where = f"{self.arguments[even.tensor]} + ({at})[:, None] + tl.arange(0, 2)[None, :]"
@@ -220,10 +215,6 @@ class Body:
         where, mask = self._woven_place(even)
         values = f"tl.interleave({self.text(even.source)}, {self.text(odd.source)})"
         self.line(f"tl.store({where}, {values}{mask})", self._show(even))
-
-    def _is_woven(self, e: Affine) -> bool:
-        """Whether elements are in the order of the last axis, and the next pair comes next."""
-        return e.factor(self.program.outer[-1]) == 2
 
     def _woven_place(self, even: Load | Store) -> tuple[str, str]:
         """Where a pair of elements side by side is for all of a program, as one run, and its mask.

@@ -6,8 +6,6 @@ loads 16 bytes at once. Neighbouring axes an access walks through as one are not
 ``x[n*20 + j*5 + k]`` over the flat ``i`` is ``x + i``, without a division.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import prod
 

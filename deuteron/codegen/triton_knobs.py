@@ -4,8 +4,6 @@ The numbers are per program: 8 to 16 elements a thread keep enough loads in flig
 latency of memory, more cost registers. At most six ways per region, so that measuring is cheap.
 """
 
-from __future__ import annotations
-
 from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
 from deuteron.codegen.triton_passes import dependent_reductions
@@ -111,20 +109,15 @@ def _rows(program: ScalarProgram, units: int) -> list[Knobs]:
 
 def _loops(program: ScalarProgram, width: int, waits: bool) -> list[tuple[int, int, int]]:
     """Wide blocks where rows are very long or several tensors are read; else the usual order."""
-    if _streams(program) > 1:
+    outer, inner = set(program.outer), set(program.inner)
+    used = ((s.tensor, program.axes_of(s.offset)) for s in program.loads)
+    if len({tensor for tensor, axes in used if axes & outer and axes & inner}) > 1:
         return sorted(LOOP, reverse=True)
     if width >= 65536:
         halves = 2 if _widest(program) > 16 else 1  # of the copies, where they are twice as large
         table = LONG_LOOP[min(width, 131072)]
         return [(block, warps, unroll // halves) for block, warps, unroll in table]
     return list(WAITING if waits and width == LONG_ROW else LOOP)
-
-
-def _streams(program: ScalarProgram) -> int:
-    """Tensors that are read along the row and differ from row to row."""
-    outer, inner = set(program.outer), set(program.inner)
-    used = ((s.tensor, program.axes_of(s.offset)) for s in program.loads)
-    return len({tensor for tensor, axes in used if axes & outer and axes & inner})
 
 
 def crowded(program: ScalarProgram) -> bool:

@@ -10,8 +10,6 @@ Kernels are compiled without contraction: an operation of the program rounds onc
 that x·y - x·y is 0. Only the helpers fuse, by ``tl.fma``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence

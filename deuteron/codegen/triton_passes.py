@@ -7,8 +7,6 @@ its maximum and sum are found together, the sum rescaled whenever the maximum gr
 is stored in the first pass that knows it: a gradient beside its own sum is made in one pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -37,7 +35,7 @@ class Partial:
 class Passes:
     """The passes of one program and how they are written."""
 
-    def __init__(self, program: ScalarProgram, unroll: int, splits: int) -> None:
+    def __init__(self, program: ScalarProgram, unroll: int = 1, splits: int = 1) -> None:
         self.program, self.unroll, self.splits = program, unroll, max(splits, 1)
         self.shared = 1  # programs that share a row in the kernel being written
         self.pairs: list[scalar.Softmax] = []
@@ -47,6 +45,7 @@ class Passes:
                 self.pairs.append(pair)
                 taken |= {pair.top.name, pair.total.name}
         self.depth = depths(program, self.pairs)
+        # passes that reduce: where programs share a row, each leaves partial results for the next
         self.last = max((self.depth[r.name] for r in program.reductions), default=0)
 
     def _reductions(self, at: int) -> list[Reduce]:
@@ -257,13 +256,3 @@ def dependent_reductions(program: ScalarProgram) -> int:
     """How many reductions of a row wait for one another when the row is in registers."""
     depth = depths(program)
     return max((depth[r.name] for r in program.reductions), default=0)
-
-
-def passes_needed(program: ScalarProgram) -> int:
-    """How often the rows are read in passes."""
-    return Passes(program, 1, 1).count
-
-
-def dependent_passes(program: ScalarProgram) -> int:
-    """How many passes leave partial results for the next when programs share a row."""
-    return Passes(program, 1, 1).last

@@ -15,8 +15,6 @@ contiguous the tile's long side runs along them, and Triton vectorises over rows
 Knobs choose the kind and sizes; they change the order of additions, never the mathematics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -188,16 +186,12 @@ class Renderer:
             if axes and axes.isdisjoint(self.program.outer):  # every row reads it again
                 body.hints[s.tensor] = "evict_last"
         body.emit(s for s in self.program.statements if not isinstance(s, Store))
-        if self._looks_along_rows():
+        over = {tensor for _, tensor in overwritable(self.program)}
+        loads = (s for s in self.program.loads if s.tensor in over)
+        if any(self.program.level[s.name] == "row" for s in loads):
             body.line("tl.debug_barrier()")  # a row is read by all before any of it is overwritten
         body.emit(self.program.stores)
         return body, grid, ()
-
-    def _looks_along_rows(self) -> bool:
-        """Whether single elements of rows are read that other threads may store over."""
-        over = {tensor for _, tensor in overwritable(self.program)}
-        loads = (s for s in self.program.loads if s.tensor in over)
-        return any(self.program.level[s.name] == "row" for s in loads)
 
 
 HEAD = """import triton

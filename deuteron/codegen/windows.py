@@ -97,26 +97,26 @@ def _added(low: Lowering, terms: Iterable[Arg]) -> Arg:
 
 
 def _largest(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
+    return low.once(_winner, node, index, guards)[node.outputs.index(value)]
+
+
+def _winner(low: Lowering, node: Node, index: Index, guards: Guards) -> tuple[Arg, Arg]:
     """The largest element, nan before all; with winners also which one it is, the first of equals
     and the last of nans, as in torch. (Their numbers are kept as floats: whole numbers have 64 bits
     in a program, which take a GPU twice as long.)"""
     x, y = low.type(node), low.graph.types[node.outputs[0]]
     axes = _axes(node, x.shape, y.shape)
-    key = ("window", node.outputs[0], index, guards)
-    if key not in low.known:
-        best: Any = None
-        place: Any = 0.0
-        for k, (at, inside, _) in enumerate(_elements(axes, index)):
-            v = low.float_at(low.input(node), at, (*guards, *inside))
-            if inside:
-                v = low.op("select", low.inside(inside), v, -math.inf)
-            if best is not None and len(node.outputs) > 1:
-                better = low.op("or", low.op("gt", v, best), low.op("ne", v, v))
-                place = low.op("select", better, float(k), place)
-            best = v if best is None else low.op("maximum", best, v)
-        low.known[key] = best
-        low.known[*key, "place"] = low.op("to_int", place, kind="int")
-    return low.known[key] if value == node.outputs[0] else low.known[*key, "place"]
+    best: Any = None
+    place: Any = 0.0
+    for k, (at, inside, _) in enumerate(_elements(axes, index)):
+        v = low.float_at(low.input(node), at, (*guards, *inside))
+        if inside:
+            v = low.op("select", low.inside(inside), v, -math.inf)
+        if best is not None and len(node.outputs) > 1:
+            better = low.op("or", low.op("gt", v, best), low.op("ne", v, v))
+            place = low.op("select", better, float(k), place)
+        best = v if best is None else low.op("maximum", best, v)
+    return best, low.op("to_int", place, kind="int")
 
 
 def _divisor(low: Lowering, axes: Sequence[Axis], window: Index, attrs: Any) -> Any:
@@ -220,10 +220,8 @@ def _windows_along(axis: Axis, i: Affine) -> Iterator[tuple[Affine, Affine, Guar
     if axis.uneven:
         first = (i * axis.windows).divided(axis.size, False)
         last = (i * axis.windows + (axis.windows - 1)).divided(axis.size, False)
-        most = max(
-            ((k + 1) * axis.windows - 1) // axis.size - k * axis.windows // axis.size
-            for k in range(axis.size)
-        )
+        n, size = axis.windows, axis.size
+        most = max(((k + 1) * n - 1) // size - k * n // size for k in range(size))
         for j in range(most + 1):
             o = first + j
             yield o, i + axis.begin(first) * -1, (Guard(last + o * -1, 0, axis.windows),)[:j]
@@ -236,9 +234,7 @@ def _windows_along(axis: Axis, i: Affine) -> Iterator[tuple[Affine, Affine, Guar
         yield o, step, guards_of((o, step), (axis.windows, axis.kernel))
 
 
-def _gathered(
-    low: Lowering, node: Node, value: str, index: Index, guards: Guards, share: Share
-) -> Arg:
+def _gain(low: Lowering, node: Node, value: str, index: Index, guards: Guards, share: Share) -> Arg:
     """What an element of x receives from all windows that hold it."""
     axes = _axes(node, low.graph.types[value].shape, low.type(node).shape)
 
@@ -266,7 +262,7 @@ def _mean_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guar
             return g
         return low.op("div", g, by)
 
-    total = _gathered(low, node, value, index, guards, share)
+    total = _gain(low, node, value, index, guards, share)
     return low.op("div", total, *equal) if equal else total
 
 
@@ -278,7 +274,7 @@ def _winners_grad(low: Lowering, node: Node, value: str, index: Index, guards: G
         own = low.position(flatten(steps, tuple(axis.kernel for axis in axes)))
         return low.op("select", low.op("eq", winner, low.as_float(own)), g, 0.0)
 
-    return _gathered(low, node, value, index, guards, share)
+    return _gain(low, node, value, index, guards, share)
 
 
 def _weighted_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
@@ -288,7 +284,7 @@ def _weighted_grad(low: Lowering, node: Node, value: str, index: Index, guards: 
         own = at[1:2] if low.type(node, 1).rank > len(axes) else ()
         return low.op("mul", g, low.float_at(low.input(node, 1), (*own, *steps), under))
 
-    return _gathered(low, _with_kernel(low, node), value, index, guards, share)
+    return _gain(low, _with_kernel(low, node), value, index, guards, share)
 
 
 def weight_grad(low: Lowering, node: Node, value: str) -> Arg:

@@ -37,15 +37,11 @@ def _check(engine: Engine) -> None:
     parts = ("name", "version", "refuse", "candidates", "estimate", "build")
     missing = [part for part in parts if not hasattr(engine, part)]
     if missing:
-        raise EngineError(
-            f"{engine!r} lacks {', '.join(missing)}",
-            asked="register_engine(…)",
-            remedy="see docs/adding-an-engine.md",
-        )
+        wrong, see = f"{engine!r} lacks {', '.join(missing)}", "see docs/adding-an-engine.md"
+        raise EngineError(wrong, asked="register_engine(…)", remedy=see)
     if any(engine.name == ours.name for ours in BUILT_IN):
-        raise EngineError(
-            f"the engine name {engine.name!r} is taken", remedy="give your engine its own name"
-        )
+        taken = f"the engine name {engine.name!r} is taken"
+        raise EngineError(taken, remedy="give your engine its own name")
 
 
 def unregister_engine(name: str) -> None:
@@ -81,20 +77,9 @@ def engine(name: str) -> Engine:
     for e in engines():
         if e.name == name:
             return e
-    raise EngineError(
-        f"there is no engine {name!r}",
-        remedy=f"known: {', '.join(e.name for e in engines())}; register_engine() adds more",
-    )
+    remedy = f"known: {', '.join(e.name for e in engines())}; register_engine() adds more"
+    raise EngineError(f"there is no engine {name!r}", remedy=remedy)
 
 
-__all__ = [
-    "BuildContext",
-    "Candidate",
-    "Engine",
-    "Kernel",
-    "Refusal",
-    "engine",
-    "engines",
-    "register_engine",
-    "unregister_engine",
-]
+__all__ = ["BuildContext", "Candidate", "Engine", "Kernel", "Refusal"]
+__all__ += ["engine", "engines", "register_engine", "unregister_engine"]

@@ -3,8 +3,6 @@ them first. On a CPU that is the kernel, before it runs; on a GPU, where the hos
 generated code itself traps as PyTorch's does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from deuteron.errors import BindError, GraphError
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 
+Run = Callable[..., Any]
 INDEX = 1  # the slot of the index in every operator that has one
 LOSSES = ("nll_loss", "cross_entropy", "cross_entropy_with_grad")
 OPERATORS = ("gather", "index_select", "embedding", *LOSSES)
@@ -47,17 +46,12 @@ class Lookup:
             at = [int(i) for i in bad.nonzero()[0]]
             found, last = int(index[tuple(at)]), self.size - 1
             if self.ignored is not None:
-                raise GraphError(
-                    f"class {found} is not one of {self.size}",
-                    asked=f"{self.op.removesuffix('_with_grad')} over {self.size} classes",
-                    where=f"the target at {at}",
-                    remedy=f"use classes from 0 to {last}, or {self.ignored} for what is ignored",
-                )
-            raise BindError(
-                f"index {found} at {at} is out of range",
-                asked=f"{self.op} from {self.size}",
-                remedy=f"use indices from 0 to {last}",
-            )
+                wrong, where = f"class {found} is not one of {self.size}", f"the target at {at}"
+                asked = f"{self.op.removesuffix('_with_grad')} over {self.size} classes"
+                remedy = f"use classes from 0 to {last}, or {self.ignored} for what is ignored"
+                raise GraphError(wrong, asked=asked, where=where, remedy=remedy)
+            asked, remedy = f"{self.op} from {self.size}", f"use indices from 0 to {last}"
+            raise BindError(f"index {found} at {at} is out of range", asked=asked, remedy=remedy)
 
 
 def lookups(region: Region) -> list[Lookup]:
@@ -93,9 +87,7 @@ def _size(region: Region, node: Node) -> int:
     return shape[axis]
 
 
-def explained(
-    run: Callable[..., Any], found: Sequence[Lookup], inputs: Sequence[str]
-) -> Callable[..., Any]:
+def explained(run: Run, found: Sequence[Lookup], inputs: Sequence[str]) -> Run:
     """``run``, which notices a wrong index by itself, with our words for it."""
     if not found:
         return run
@@ -111,9 +103,7 @@ def explained(
     return run_and_look
 
 
-def checked(
-    run: Callable[..., Any], found: Sequence[Lookup], inputs: Sequence[str]
-) -> Callable[..., Any]:
+def checked(run: Run, found: Sequence[Lookup], inputs: Sequence[str]) -> Run:
     """``run`` after a look at the indices among its arguments."""
     places = [(lookup, inputs.index(lookup.value)) for lookup in found]
 

@@ -1,7 +1,5 @@
 """``inductor``: torch.compile on one region. Slow to build, so only measured when time allows."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import types

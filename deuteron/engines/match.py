@@ -3,8 +3,6 @@
 Every engine that fuses epilogues asks here, so that they agree on what they saw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -73,16 +71,20 @@ def chain(region: Region, anchors: tuple[str, ...]) -> Chain:
 
 def live_fraction(c: Chain) -> float:
     """The part of a convolution's taps that are inside the image, by dimension."""
-    a, part = c.anchor.attrs, 1.0
+    part = 1.0
     for d, taps in enumerate(c.weight.shape[2:]):
-        inside = 0
-        for t in range(taps):
-            shift = t * a["dilation"][d] - a["padding"][d]
-            low = max(0, -(shift // a["stride"][d]))
-            high = min(c.out.shape[2 + d], (c.x.shape[2 + d] - 1 - shift) // a["stride"][d] + 1)
-            inside += max(0, high - low)
+        inside = sum(len(reach(c, d, tap)[0]) for tap in range(taps))
         part *= inside / (taps * c.out.shape[2 + d])
     return part
+
+
+def reach(c: Chain, d: int, tap: int) -> tuple[range, int]:
+    """Positions of the result along a dimension of space whose pixel under a tap lies inside the
+    image, and how far that pixel lies beyond position · stride."""
+    a, size = c.anchor.attrs, c.x.shape[2 + d]
+    shift, stride = tap * a["dilation"][d] - a["padding"][d], a["stride"][d]
+    first, last = max(0, -(shift // stride)), (size - 1 - shift) // stride
+    return range(first, min(c.out.shape[2 + d], last + 1)), shift
 
 
 @lru_cache(maxsize=4096)

@@ -3,9 +3,6 @@
 ``vendor_fused`` and ``cpu_kernels`` are lists of these. A recipe refuses like an engine does.
 """
 
-from __future__ import annotations
-
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,17 +66,18 @@ class Recipe:
         return as_answer(self.check)(region, target, policy)
 
 
-class RecipeEngine(ABC):
-    """An engine that is a list of recipes; the ones that fit compete. ``kind``: the kind of machine
-    it is for, "" for any."""
+class RecipeEngine:
+    """An engine that is a list of recipes, ``every`` one of them; the ones that fit compete.
+    ``kind``: the kind of machine it is for, "" for any."""
 
     name: str
     version: str
+    every: tuple[Recipe, ...]
     kind: str = ""
 
-    @abstractmethod
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         """The recipes for a kind of machine, best known first."""
+        return tuple(r for r in self.every if r.kind in ("", target.kind))
 
     def _asked(self, region: Region, target: Target) -> list[Recipe]:
         """The recipes for any operator of the region."""
@@ -131,20 +129,12 @@ def fits(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Cha
     must be known when the plan is built."""
     found = chain(region, anchors)
     if constant:
-        refuse_if(
-            found.anchor.inputs[1] not in region.constants,
-            "the weight is an input of the plan, so it cannot be packed ahead",
-            "make it a constant: g.constant(w), or dt.optimize a module that owns it",
-        )
+        given = "the weight is an input of the plan, so it cannot be packed ahead"
+        remedy = "make it a constant: g.constant(w), or dt.optimize a module that owns it"
+        refuse_if(found.anchor.inputs[1] not in region.constants, given, remedy)
         open_bias = found.bias not in {None, *region.constants}
         refuse_if(open_bias, "the bias is an input of the plan", "make it a constant")
     return found
-
-
-def alone(region: Region) -> Node:
-    """The one node of a region, for kernels that take their operator by itself."""
-    refuse_if(len(region.nodes) > 1, "takes its operator by itself", quiet=True)
-    return region.nodes[0]
 
 
 def place(region: Region, value: str | None) -> int:
@@ -183,10 +173,3 @@ def refuse_windows(c: Chain) -> None:
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """An nhwc tensor [N, C, H, W] as a matrix [N·H·W, C], without copying."""
     return x.permute(0, *range(2, x.ndim), 1).reshape(-1, x.shape[1])
-
-
-def image_of(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A matrix [N·H·W, K] as an nhwc tensor of ``shape`` [N, K, H, W], without copying."""
-    n, k, *space = shape
-    last = len(shape) - 1
-    return rows.view(n, *space, k).permute(0, last, *range(1, last))

@@ -3,8 +3,6 @@
 time ≥ max(bytes / bandwidth, operations / rate)    plus the cost of launching it
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,11 +22,6 @@ class Bound:
     bytes: int
     seconds: float
     kind: str  # "memory", "compute" or "launch"
-
-    @property
-    def intensity(self) -> float:
-        """Operations per byte."""
-        return self.flops / self.bytes if self.bytes else 0.0
 
 
 def node_cost(graph: Graph, node: Node) -> Cost:
@@ -102,19 +95,17 @@ def region_bound(region: Region, target: Target) -> Bound:
     return bound(region_cost(region), main_dtype(region), product, target)
 
 
-def modelled_seconds(
-    cost: Cost, dtype: str, reached: float, product: bool, target: Target
-) -> float:
+def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, target: Target) -> float:
     """The roofline with the part of each roof that library code reaches.
 
     A product reaches ``reached`` of the arithmetic and most of the bandwidth; everything else
     reaches ``reached`` of the bandwidth.
     """
-    ideal = bound(cost, dtype, product, target)
+    ideal = bound(cost, kind, product, target)
     if ideal.kind == "free":
         return 0.0
     if product:
-        memory, compute = times(cost, dtype, product, target)
+        memory, compute = times(cost, kind, product, target)
         return max(memory / 0.85, compute / reached) + target.launch
     return (ideal.seconds - target.launch) / reached + target.launch
 

@@ -4,8 +4,6 @@
 numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,8 +48,7 @@ class Explanation:
     def __str__(self) -> str:
         return self.to_text()
 
-    def __repr__(self) -> str:
-        return self.to_text()
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return render_fragment(self.report)

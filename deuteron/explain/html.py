@@ -4,8 +4,6 @@ Text takes the colour of its surroundings and lines are drawn in it at part opac
 fragment is readable on light and on dark. Everything that came from a model is escaped.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -114,9 +112,8 @@ def _regions(report: Report, limit: int | None) -> str:
 
 def _vetoes(report: Report) -> str:
     found = text.vetoes(report)
-    figures = [(u.seconds(t.seconds), u.size(t.bytes), f"×{t.count}") for t in found]
-    words = [(t.reason, "; ".join(t.examples[:2]), t.remedy) for t in found]
-    rows = [(*a, *b) for a, b in zip(figures, words, strict=True)]
+    figures = ((u.seconds(t.seconds), u.size(t.bytes), f"×{t.count}", t) for t in found)
+    rows = [(*row, t.reason, "; ".join(t.examples[:2]), t.remedy) for *row, t in figures]
     cost = u.seconds(u.total(t.seconds for t in found))
     title = f"What did not fuse: {u.count(sum(t.count for t in found), 'value')}, {cost}"
     heads = ("time", "bytes", "count", "reason", "for example", "remedy")
@@ -175,12 +172,9 @@ def _colour(bound: str) -> str:
 
 def _picture(title: str, label: str, high: int, shapes: Sequence[str], below: str) -> str:
     """Shapes under a title, with words about them in HTML below."""
-    return (
-        f"<h2>{title}</h2>\n"
-        f'<svg viewBox="0 0 {WIDE} {high}" role="img" aria-label="{label}">\n'
-        + "\n".join(shapes)
-        + f'\n</svg>\n<p class="dim">{below}</p>'
-    )
+    image = f'<svg viewBox="0 0 {WIDE} {high}" role="img" aria-label="{label}">'
+    lines = (f"<h2>{title}</h2>", image, *shapes, "</svg>", f'<p class="dim">{below}</p>')
+    return "\n".join(lines)
 
 
 def _time_bar(report: Report) -> str:

@@ -3,8 +3,6 @@
 All times are seconds, all sizes bytes, all counts plain numbers; what was not measured is None.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -152,6 +150,4 @@ def _finite(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value

@@ -4,8 +4,6 @@ The first half sorts and adds up (equal regions folded, vetoes and refusals by r
 shared with the HTML page; the second half lays it out in at most :data:`WIDTH` columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -71,10 +69,8 @@ def fold(report: Report) -> list[Row]:
     for r in report.regions:
         cells = tuple(column.show(r) for column in u.COLUMNS)
         groups.setdefault((cells, r.ops, r.shape, u.engine(r), r.note), []).append(r)
-    return [
-        Row(tuple(same), cells, u.total(r.best_s for r in same))
-        for (cells, *_), same in groups.items()
-    ]
+    alike = [(cells, tuple(same)) for (cells, *_), same in groups.items()]
+    return [Row(same, cells, u.total(r.best_s for r in same)) for cells, same in alike]
 
 
 def expensive(rows: Sequence[Row], limit: int | None) -> tuple[list[Row], list[Row]]:
@@ -84,8 +80,7 @@ def expensive(rows: Sequence[Row], limit: int | None) -> tuple[list[Row], list[R
     elif limit < 0:
         raise DeuteronError(f"limit={limit} is negative", remedy="give a number of rows, or None")
     kept = set(sorted(range(len(rows)), key=lambda i: -rows[i].seconds)[:limit])
-    left = [row for i, row in enumerate(rows) if i not in kept]
-    return [rows[i] for i in sorted(kept)], left
+    return [rows[i] for i in sorted(kept)], [row for i, row in enumerate(rows) if i not in kept]
 
 
 class RegionTable(NamedTuple):
@@ -106,10 +101,8 @@ def regions(report: Report, limit: int | None) -> RegionTable | None:
     known = [any(row.cells[i] != u.MISSING for row in shown) for i in range(len(u.COLUMNS))]
     used = [i for i, c in enumerate(u.COLUMNS) if not c.optional or known[i]]
     n, part = sum(len(row.regions) for row in left), u.total(row.seconds for row in left)
-    said = (
-        f"{u.count(len(left), 'row')} left out: {u.count(n, 'region')}, "
-        f"{u.percent(part / whole)} of the time (limit={len(rows)} shows all)"
-    )
+    out = f"{u.count(len(left), 'row')} left out: {u.count(n, 'region')}"
+    said = f"{out}, {u.percent(part / whole)} of the time (limit={len(rows)} shows all)"
     return RegionTable(shown, used, whole, said if left else "") if rows else None
 
 
@@ -243,10 +236,8 @@ def summary(report: Report) -> list[str]:
         said[0] += " of the time"
         top = max(fold(report), key=lambda row: row.seconds)
         part = u.percent(top.seconds / u.total(r.best_s for r in report.regions))
-        sentences.append(
-            f"What limits it: {u.listed(said)}; the most time goes to {top.label()} "
-            f"({u.operators(top.first)}), {part}."
-        )
+        most = f"the most time goes to {top.label()} ({u.operators(top.first)}), {part}."
+        sentences.append(f"What limits it: {u.listed(said)}; {most}")
     if left := len(report.regions) - len(priced):
         sentences.append(f"Left out of these sums: {u.count(left, 'region')} without a known time.")
     return sentences
@@ -256,33 +247,25 @@ def _how_long(priced: Sequence[RegionReport], whole: float | None, apart: float)
     work = [r for r in priced if r.bound != "free"]
     timed = sum(u.known(r.measured_s) for r in work)
     if u.known(whole):
-        return (
-            f"One run takes {u.seconds(whole)}, measured as a whole; its regions one by one "
-            f"add up to {u.seconds(apart)}."
-        )
+        alone = f"its regions one by one add up to {u.seconds(apart)}."
+        return f"One run takes {u.seconds(whole)}, measured as a whole; {alone}"
     if timed == 0:
         return f"One run should take {u.seconds(apart)}: predicted, nothing was measured."
     if timed == len(work):
         return f"One run takes {u.seconds(apart)}, the sum of its regions, each measured alone."
-    return (
-        f"One run should take {u.seconds(apart)}: {timed} of {u.count(len(work), 'region')} "
-        f"measured alone, the rest predicted."
-    )
+    part = f"{timed} of {u.count(len(work), 'region')} measured alone, the rest predicted."
+    return f"One run should take {u.seconds(apart)}: {part}"
 
 
 def _how_far(target: str, time: float, roof: float) -> str:
     least = f"the least that its bytes and operations allow on {u.clean(target) or 'the target'}"
     if roof > time:
-        return (
-            f"That is below the roofline, {u.seconds(roof)}, {least}: values were still "
-            f"in a cache, or an algorithm does less arithmetic than the plain one (Winograd, "
-            f"taps in the padding left out)."
-        )
-    return (
-        f"The roofline, {least}, is {u.seconds(roof)}: the plan reaches "
-        f"{u.percent(roof / time)} of it and takes {u.times(time / roof if roof else None)} "
-        f"as long."
-    )
+        why = "values were still in a cache, or an algorithm does less arithmetic than the plain"
+        below = f"That is below the roofline, {u.seconds(roof)}, {least}"
+        return f"{below}: {why} one (Winograd, taps in the padding left out)."
+    slower = f"takes {u.times(time / roof if roof else None)} as long."
+    reached = f"the plan reaches {u.percent(roof / time)} of it and {slower}"
+    return f"The roofline, {least}, is {u.seconds(roof)}: {reached}"
 
 
 def memory(report: Report) -> list[tuple[str, str]]:
@@ -402,9 +385,8 @@ def _alternatives(report: Report) -> list[str]:
     for row, chosen, losers in alternatives(report):
         r, options = row.first, [chosen, *losers[:RUNNERS_UP]]
         lines.append(u.shorten(f"{row.label()}: {u.operators(r)} · {r.shape}", WIDTH))
-        table = [
-            (u.shorten(o.candidate, 60), o.time, "out" if o.verdict else o.slower) for o in options
-        ]
+        shown = [(o, "out" if o.verdict else o.slower) for o in options]
+        table = [(u.shorten(o.candidate, 60), o.time, against) for o, against in shown]
         for line, o in zip(u.align(table, "<><", WIDTH - 4), options, strict=True):
             lines += ["    " + line, *u.wrap(o.verdict, WIDTH, " " * 8 + "out: ")]
         if len(losers) > RUNNERS_UP:

@@ -4,8 +4,6 @@ Sizes are decimal (1 MB is 10**6 bytes), as bandwidths are. Every function takes
 infinity and answers :data:`MISSING`, so a half-filled report still prints.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap
@@ -81,9 +79,7 @@ def percent(x: float | None, unit: str = " %") -> str:
         return MISSING
     if 0 < x < 0.005:
         return f"<1{unit}"
-    if 0.995 <= x < 1 - 1e-9:
-        return f"99{unit}"
-    return f"{100 * x:.0f}{unit}"
+    return f"99{unit}" if 0.995 <= x < 1 - 1e-9 else f"{100 * x:.0f}{unit}"
 
 
 def error(x: float | None) -> str:
@@ -142,10 +138,8 @@ def align(rows: Sequence[Sequence[str]], how: str, width: int) -> list[str]:
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [f"{cell:{a}{w}}" for cell, a, w in zip(row, how, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
+    laid = (zip(row, how, widths, strict=True) for row in rows)
+    lines = ("  ".join(f"{cell:{a}{w}}" for cell, a, w in cells).rstrip() for cells in laid)
     return [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
 
 

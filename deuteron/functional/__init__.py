@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Eager functions over the graph's operators: fused, with gradients, for ``torch.compile`` too.
 
 >>> import deuteron as dt
@@ -14,48 +15,32 @@ with ``dt.register_op``.
 from collections.abc import Callable
 from typing import Any
 
-from deuteron.functional import activation, order, pool, reduce, resample
-from deuteron.functional.activation import bias_act as bias_act
-from deuteron.functional.activation import bias_dropout_residual as bias_dropout_residual
-from deuteron.functional.activation import dropout as dropout
-from deuteron.functional.activation import geglu as geglu
-from deuteron.functional.activation import reglu as reglu
-from deuteron.functional.activation import swiglu as swiglu
-from deuteron.functional.batch_norm import batch_norm as batch_norm
-from deuteron.functional.cross_entropy import cross_entropy as cross_entropy
-from deuteron.functional.delegate import delegation as delegation
-from deuteron.functional.embedding import embedding as embedding
-from deuteron.functional.embedding import sinusoidal as sinusoidal
-from deuteron.functional.explain import explain as explain
-from deuteron.functional.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from deuteron.functional.norm import group_norm as group_norm
-from deuteron.functional.norm import instance_norm as instance_norm
-from deuteron.functional.norm import layer_norm as layer_norm
-from deuteron.functional.norm import rms_norm as rms_norm
 from deuteron.functional.operators import from_table as _from_table
-from deuteron.functional.order import histogram as histogram
-from deuteron.functional.pool import global_avg_pool as global_avg_pool
-from deuteron.functional.pool import global_max_pool as global_max_pool
-from deuteron.functional.pool import pyramid_pool2d as pyramid_pool2d
-from deuteron.functional.pool import weighted_pool2d as weighted_pool2d
-from deuteron.functional.reduce import norm as norm
-from deuteron.functional.reduce import var as var
-from deuteron.functional.reduce import where as where
-from deuteron.functional.resample import interpolate as interpolate
-from deuteron.functional.rope import rope as rope
-from deuteron.functional.softmax import log_softmax as log_softmax
-from deuteron.functional.softmax import softmax as softmax
 from deuteron.ops import TABLE
 
+from . import activation, pool, reduce, resample
+from .activation import bias_act, bias_dropout_residual, dropout, geglu, reglu, swiglu
+from .batch_norm import batch_norm
+from .cross_entropy import cross_entropy
+from .delegate import delegation
+from .embedding import embedding, sinusoidal
+from .explain import explain
+from .linear_cross_entropy import linear_cross_entropy
+from .norm import group_norm, instance_norm, layer_norm, rms_norm
+from .pool import global_avg_pool, global_max_pool, pyramid_pool2d, weighted_pool2d
+from .reduce import histogram, norm, var, where
+from .resample import interpolate
+from .rope import rope
+from .softmax import log_softmax, softmax
+
 # those that are made from an operator of the table, under torch's names
-for _home in (activation, order, pool, reduce, resample):
+for _home in (activation, pool, reduce, resample):
     globals().update(_home.MADE)
 
 __all__ = sorted(
     name
     for name, value in globals().items()
-    if not name.startswith("_")
-    and getattr(value, "__module__", "").startswith("deuteron.functional")
+    if name[0] != "_" and getattr(value, "__module__", "").startswith("deuteron.functional")
 )
 
 

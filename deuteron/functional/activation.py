@@ -30,9 +30,8 @@ CHEAP = {
     **dict.fromkeys("relu relu6 hardtanh softshrink hardshrink threshold".split(), LOW),
     **dict.fromkeys("hardswish hardsigmoid leaky_relu".split(), BF16),
 }
-IN_PLACE = (
-    "relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh threshold".split()
-)
+IN_PLACE = """relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh
+    threshold""".split()
 
 
 def _cheap_is_torchs(slow: Collection[torch.dtype], x: Tensor, *_: Any, **__: Any) -> bool:
@@ -134,10 +133,11 @@ def _torch_gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Any
     return TORCHS[activation](gate) * up
 
 
+_gating = partial(delegates, several=True, autocast=True)
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-@delegates(partial(_torch_gated, "silu"), several=True, autocast=True)
+@_gating(partial(_torch_gated, "silu"))
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
     and up.
@@ -147,11 +147,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _gated("silu", gate, up)
 
 
-@delegates(
-    lambda gate, up=None, approximate="none": _torch_gated(GELUS[approximate], gate, up),
-    several=True,
-    autocast=True,
-)
+@_gating(lambda gate, up=None, approximate="none": _torch_gated(GELUS[approximate], gate, up))
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) · up in one pass, as :func:`swiglu`. ``approximate="tanh"`` takes that of gelu.
 
@@ -160,7 +156,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
     return _gated(GELUS.get(approximate, f"gelu_{approximate}"), gate, up)
 
 
-@delegates(partial(_torch_gated, "relu"), several=True, autocast=True)
+@_gating(partial(_torch_gated, "relu"))
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """relu(gate) · up in one pass, as :func:`swiglu`.
 
@@ -209,8 +205,7 @@ def _torch_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Any = None
 ) -> Any:
     """torch answers with x itself where it does not train, and knows no seeds."""
-    known = training and seed is None
-    return F.dropout(x, p, True, inplace) if known else NotImplemented
+    return F.dropout(x, p, True, inplace) if training and seed is None else NotImplemented
 
 
 @delegates(_torch_dropout, autocast=True)

@@ -123,7 +123,6 @@ def one_device(name: str, tensors: Tensors) -> torch.device:
     if not found:
         raise _nothing(name)
     if len(found) != 1:
-        listed = ", ".join(sorted(map(str, found)))
-        wrong = f"tensors are on several devices: {listed}"
+        wrong = f"tensors are on several devices: {', '.join(sorted(map(str, found)))}"
         raise BindError(wrong, asked=f"{name}(…)", remedy="move them to one")
     return found.pop()

@@ -15,20 +15,15 @@ from deuteron.functional.core import Build, Function
 from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
-
-
-def _torch_casts(op: str) -> frozenset[str]:
-    """Where this version of torch has a rule for an operator that others do not have."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return frozenset(d for d in ("cuda", "cpu") if has(f"aten::{op}", f"Autocast{d.upper()}"))
-
-
+_has = torch._C._dispatch_has_kernel_for_dispatch_key
+# where this version of torch has a rule for it, which others do not have
+_RMS = frozenset(d for d in ("cuda", "cpu") if _has("aten::rms_norm", f"Autocast{d.upper()}"))
 _ON_GPU = """layer_norm group_norm softmax log_softmax norm op_softplus op_sum op_cumsum op_cumprod
     op_resize"""
 # function → the devices on which 16-bit tensors are cast to float32
 FLOAT32: dict[str, frozenset[str]] = {
     **dict.fromkeys(_ON_GPU.split(), frozenset({"cuda"})),
-    "rms_norm": _torch_casts("rms_norm"),
+    "rms_norm": _RMS,
     "op_prod": frozenset({"cuda", "cpu"}),
     "op_grid_sample": frozenset({"cpu"}),
 }

@@ -26,26 +26,22 @@ if TYPE_CHECKING:
 KEPT = 1024  # plans of one function; beyond, the oldest makes room
 EAGER = Policy(cuda_graph=False)  # a caller may capture the call in a graph of its own
 Grads = tuple[Tensor | None, ...]
+Places = list[int | None]
 
 
 class Backward:
     """The backward pass of a function for inputs of given types: what to save for it, and its
     plans. ``saved`` counts through the inputs and then the results of the function."""
 
-    def __init__(
-        self, function: Function, types: Types, attrs: Attributes, needs: tuple[bool, ...]
-    ):
+    def __init__(self, function: Function, types: Types, attrs: Attributes, needs: Sequence[bool]):
         self.function, self.types, self.attrs, self.needs = function, types, attrs, needs
-        there = [
-            None if name in function.overwritten else t
-            for name, t in zip(function.tensors, types, strict=True)
-        ]
-        self.forward = function.graph(tuple(there), attrs)
+        pairs = zip(function.tensors, types, strict=True)
+        there = tuple(None if name in function.overwritten else t for name, t in pairs)
+        self.forward = function.graph(there, attrs)
         self.wrt = [n for n, need in zip(function.tensors, needs, strict=True) if need]
         self.results = [self.forward.types[v] for _, v in self.forward.outputs]
-        self.of = tuple(
-            i for i, t in enumerate(self.results) if t.dtype.is_float and i not in function.silent
-        )
+        floats = [i for i, t in enumerate(self.results) if t.dtype.is_float]
+        self.of = tuple(i for i in floats if i not in function.silent)
         self.kept = min(_choices(self.results), key=self._bytes_saved)
         used = set(self.usual_graph().inputs)
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
@@ -65,9 +61,7 @@ class Backward:
         """The backward pass with a gradient for every result."""
         return self.graph(self.of, [self.results[i].dense_like() for i in self.of])[0]
 
-    def graph(
-        self, of: Sequence[int], grads: Sequence[TensorType | None]
-    ) -> tuple[Graph, list[int | None]]:
+    def graph(self, of: Sequence[int], grads: Sequence[TensorType | None]) -> tuple[Graph, Places]:
         """The graph from what is saved and the gradients of the results ``of`` to those of the
         inputs, and for each input the place of its gradient, or None if it needs none.
 
@@ -157,16 +151,12 @@ class BackwardPlan:
     those of the gradients, as in :meth:`Backward.graph`; ``moved``: given tensors that have to be
     put back into the memory order of the forward pass."""
 
-    def __init__(
-        self, plan: Plan, order: list[int], places: list[int | None], moved: dict[int, TensorType]
-    ) -> None:
+    def __init__(self, plan: Plan, order: list[int], places: Places, moved: dict[int, TensorType]):
         self.ready, self.order, self.places, self.moved = ReadyPlan(plan), order, places, moved
 
     def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.moved:
-            tensors = [
-                restrided(t, self.moved[i]) if i in self.moved else t for i, t in enumerate(tensors)
-            ]
+        if moved := self.moved:
+            tensors = [restrided(t, moved[i]) if i in moved else t for i, t in enumerate(tensors)]
         return self.ready(*[tensors[i] for i in self.order])
 
 

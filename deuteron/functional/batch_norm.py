@@ -39,10 +39,8 @@ def _given(b: Ops, x: Sym, *tensors: Sym | None, eps: float, activation: str | N
 
 RUNNING = ("running_mean", "running_var")
 ATTRS = {"eps": "float", "activation": "str | None"}
-_TRAINED = (
-    schema(table.get("batch_norm_act"))[0],
-    {"momentum": "float", "keep_signs": "bool"} | ATTRS,
-)
+_TRAINED_ATTRS = {"momentum": "float", "keep_signs": "bool"} | ATTRS
+_TRAINED = schema(table.get("batch_norm_act"))[0], _TRAINED_ATTRS
 TRAIN = Function("batch_norm_train", _train, _TRAINED, silent=(1, 2, 3, 4), overwritten=RUNNING)
 TENSORS = schema(table.get("batch_norm"))[0] | {"residual": "Sym | None"}
 GIVEN = Function("batch_norm", _given, (TENSORS, ATTRS))
@@ -74,11 +72,10 @@ def check_given(asked: str, remedy: str, *running: Tensor | None) -> None:
 def check_written(asked: str, *running: Tensor | None) -> None:
     """Running statistics are written to: they may not need a gradient."""
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in running):
-        raise BindError(
-            "running_mean and running_var are written to and have no gradient",
-            asked=f"{asked} with running statistics that require one",
-            remedy="give running_mean.detach() and running_var.detach()",
-        )
+        wrong = "running_mean and running_var are written to and have no gradient"
+        asked = f"{asked} with running statistics that require one"
+        remedy = "give running_mean.detach() and running_var.detach()"
+        raise BindError(wrong, asked=asked, remedy=remedy)
 
 
 def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
@@ -148,8 +145,7 @@ def batch_norm(
         check_given("batch_norm(…, training=False)", "give both, or training=True", *running)
         return GIVEN.one(x, *running, weight, bias, residual, **attrs)
     check_written("batch_norm(…, training=True)", *running)
-    keep_signs = _wants_signs(x, weight, bias, residual, activation=activation)
-    attrs |= {"keep_signs": keep_signs}
+    attrs["keep_signs"] = _wants_signs(x, weight, bias, residual, activation=activation)
     y, mean, var, *_ = TRAIN(x, weight, bias, *running, residual, momentum=momentum, **attrs)
     if x.numel():
         overwrite(running, (mean, var))

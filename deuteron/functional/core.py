@@ -23,16 +23,8 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.errors import DeuteronError
-from deuteron.functional.arguments import (
-    Attributes,
-    Tensors,
-    Types,
-    one_device,
-    readable,
-    signature,
-    strided,
-    types_of,
-)
+from deuteron.functional import arguments
+from deuteron.functional.arguments import Attributes, Tensors, Types, readable, signature, types_of
 from deuteron.functional.backward import EAGER, KEPT, Backward, ReadyPlan, keep, spread
 from deuteron.functional.context import any_requires_grad, in_transform, is_watched, without_memory
 from deuteron.functional.explain import Recording
@@ -98,7 +90,7 @@ class Function:
             planned = self.planned.get(signature(tensors, attrs))
             if planned is None or Recording.active:
                 if without_memory(*tensors):
-                    one_device(self.name, tensors)
+                    arguments.one_device(self.name, tensors)
                     found = self.op(*tensors, **attrs)
                     return found[0] if len(found) == 1 else tuple(found)
                 tensors = tuple(readable(self.name, t) for t in tensors)
@@ -117,21 +109,20 @@ class Function:
         key = signature(tensors, attrs)
         found = self.planned.get(key)
         if found is None:
-            one_device(self.name, tensors)
+            arguments.one_device(self.name, tensors)
             found = keep(self.planned, key, Planned(self, types_of(tensors), attrs))
         return found
 
     def by_references(self, tensors: Tensors, attrs: Attributes) -> Sequence[Tensor]:
         """The results by torch's operators, one by one: for transforms that must see them."""
-        given = [strided(self.name, t) for t in tensors]
-        one_device(self.name, given)
+        given = [arguments.strided(self.name, t) for t in tensors]
+        arguments.one_device(self.name, given)
         graph = self.graph(types_of(given), attrs)
         named = {n: t for n, t in zip(self.tensors, given, strict=True) if t is not None}
         return list(evaluate(graph, named, differentiable=True).values())
 
     def write(self, b: Ops, *given: Any) -> tuple[Sym, ...]:
-        """A call, with its arguments in the order of the operator's, into a graph that is being
-        made of a whole module."""
+        """A call, its arguments in the order of the operator's, into the graph of a module."""
         count = len(self.tensors)
         attrs = _frozen(dict(zip(self.attributes, given[count:], strict=True)))
         found = self.build(b, *given[:count], **attrs)
@@ -141,16 +132,13 @@ class Function:
         """The function for tensors of these types; its results are called 0, 1, …"""
         builder = GraphBuilder(table.infer, self.name)
         ops = Ops(builder)
-        given = [
-            None if t is None else ops.sym(builder.input(name, t))
-            for name, t in zip(self.tensors, types, strict=True)
-        ]
+        named = zip(self.tensors, types, strict=True)
+        given = [None if t is None else ops.sym(builder.input(name, t)) for name, t in named]
         try:
             with _disable_current_modes():  # numbers in a graph are real, whoever traces the call
                 found = self.build(ops, *given, **attrs)
         except DeuteronError as error:
-            called = self.name.removeprefix("op_")
-            error.asked = f"{called}({_shown(self.tensors, types, attrs)})"
+            error.asked = f"{self.name.removeprefix('op_')}({_shown(self.tensors, types, attrs)})"
             raise error
         for i, result in enumerate(found if isinstance(found, tuple) else (found,)):
             result.output(str(i))
@@ -216,9 +204,8 @@ class _Differentiable(torch.autograd.Function):
 
 
 # Function.apply without its question about transforms, which was asked before
-differentiably: Callable[..., tuple[Tensor, ...]] = super(
-    torch.autograd.Function, _Differentiable
-).apply
+_apply: Any = super(torch.autograd.Function, _Differentiable).apply
+differentiably: Callable[..., tuple[Tensor, ...]] = _apply
 
 # ---- for torch.compile
 
@@ -233,8 +220,7 @@ def schema_of(build: Build) -> Schema:
 
 
 def _word(name: str, annotation: str) -> str:
-    """A parameter as torch's dispatcher writes it, without a default: the dispatcher would leave
-    out what equals it."""
+    """A parameter for torch's dispatcher; with a default, what equals it would be left out."""
     kind = annotation.removesuffix(" | None")
     return f"{_WORDS.get(kind, kind)}{'?' if kind != annotation else ''} {name}"
 
@@ -256,8 +242,7 @@ def _register(function: Function) -> Any:
     def keep(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
         asked = zip(ctx.needs_input_grad, inputs, strict=False)
         needs = tuple(bool(need) and t is not None for need, t in asked)
-        attrs = _frozen(keyword_only_inputs or {})
-        ctx.back = Backward(function, types_of(inputs), attrs, needs)
+        ctx.back = Backward(function, types_of(inputs), _frozen(keyword_only_inputs or {}), needs)
         everything = (*inputs, *output)
         ctx.save_for_backward(*(everything[i] for i in ctx.back.saved))
         ctx.set_materialize_grads(False)
@@ -305,9 +290,6 @@ def _fake_pullback(spec: str, of: Sequence[int], tensors: Sequence[Tensor]) -> l
 LIBRARY.define("pullback(str spec, int[] of, Tensor[] tensors) -> Tensor[]")
 LIBRARY.impl("pullback", _pullback, "CompositeExplicitAutograd")
 torch.library.register_fake("deuteron::pullback", _fake_pullback, lib=LIBRARY)
-
-
-# ---- small things
 
 
 def _frozen(attrs: Attributes) -> Attributes:

@@ -128,14 +128,14 @@ def cross_entropy(
     stops the GPU.
     """
     check_terms("cross_entropy", reduction, z_loss)
-    if not target.is_floating_point():
-        target = target.contiguous()
+    target = target if target.is_floating_point() else target.contiguous()
     gives = "loss lse" if return_lse else "loss"
     terms: dict[str, Any] = {"reduction": reduction, "ignore_index": ignore_index}
     terms |= {"label_smoothing": float(label_smoothing), "z_loss": float(z_loss)}
     terms["dtype"] = type_of(result_type(logits, target)).short
     tensors = (logits, target, weight, None, None)
-    if not _makes_gradient(logits, target, weight):
+    learned = target.requires_grad or (weight is not None and weight.requires_grad)
+    if learned or not is_differentiated(logits) or not is_eager(logits, target, weight):
         if inplace_backward and torch.compiler.is_compiling():
             wrong = "the gradient cannot take the memory of the logits under torch.compile"
             remedy = "leave inplace_backward out, or call it outside of the compiled function"
@@ -154,18 +154,10 @@ def cross_entropy(
 
 
 def result_type(logits: Tensor, target: Tensor) -> torch.dtype:
-    """The type of the loss, as torch has it: under autocast float32, beside probabilities the wider
-    of both."""
+    """The type of the loss: under autocast float32, beside probabilities the wider of both."""
     short = under_autocast(logits) and logits.dtype is not torch.float64
     kind = torch.float32 if short else logits.dtype
     return torch.promote_types(kind, target.dtype) if target.is_floating_point() else kind
-
-
-def _makes_gradient(logits: Tensor, *others: Tensor | None) -> bool:
-    """Whether the gradient of the logits, and of nothing else, is to come with the loss."""
-    if not is_differentiated(logits) or any(t is not None and t.requires_grad for t in others):
-        return False
-    return is_eager(logits, *others)
 
 
 class _Trained(torch.autograd.Function):
@@ -173,8 +165,7 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, planned: Planned, inplace: bool, *tensors: Tensor | None) -> Any:
-        names = planned.attrs["gives"].split()
-        found = dict(zip(names, planned.run(tensors), strict=True))
+        found = dict(zip(planned.attrs["gives"].split(), planned.run(tensors), strict=True))
         logits, grad, lse = tensors[0], found["grad"], found.get("lse")
         if inplace and logits is not None:
             if grad.data_ptr() != logits.data_ptr():  # no kernel could write there at once
@@ -211,9 +202,7 @@ def scaled(grad: Tensor, up: Tensor, left: Tensor | None) -> Tensor:
         launch_scale(grad, up, left)
         return grad
     factor = up if left is None else up * left
-    if not grad.is_cuda and float(factor) == 1.0:
-        return grad
-    return grad.mul_(factor)
+    return grad if not grad.is_cuda and float(factor) == 1.0 else grad.mul_(factor)
 
 
 # ---- what may be asked -----------------------------------------------------------------------
@@ -238,10 +227,9 @@ def check_terms(name: str, reduction: str, z_loss: float) -> None:
 
 
 def _check_memory(logits: Tensor) -> None:
-    if any(s == 0 and n > 1 for s, n in zip(logits.stride(), logits.shape, strict=True)):
-        raise BindError(
-            "the gradient cannot take the memory of logits that share it among themselves",
-            asked=f"inplace_backward=True for logits of shape {list(logits.shape)} and strides "
-            f"{list(logits.stride())}",
-            remedy="leave inplace_backward out, or give logits.contiguous()",
-        )
+    shape, strides = list(logits.shape), list(logits.stride())
+    if any(s == 0 and n > 1 for s, n in zip(strides, shape, strict=True)):
+        wrong = "the gradient cannot take the memory of logits that share it among themselves"
+        asked = f"inplace_backward=True for logits of shape {shape} and strides {strides}"
+        remedy = "leave inplace_backward out, or give logits.contiguous()"
+        raise BindError(wrong, asked=asked, remedy=remedy)

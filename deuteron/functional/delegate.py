@@ -34,7 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from deuteron.errors import DeuteronError
 from deuteron.functional.arguments import Parameters, check_tensor
 from deuteron.functional.context import gradient_follows, is_captured, is_differentiated
-from deuteron.functional.explain import HandedOn, Recording
+from deuteron.functional.explain import Recording, handed_on
 from deuteron.target import Target, target
 
 P = ParamSpec("P")
@@ -99,8 +99,7 @@ class Limits(dict[int, int]):
     least = CPU_BYTES
 
     def __missing__(self, index: int) -> int:
-        machine = target("cpu" if index < 0 else f"cuda:{index}")
-        found = self[index] = small_bytes(machine)
+        found = self[index] = small_bytes(target("cpu" if index < 0 else f"cuda:{index}"))
         return found
 
 
@@ -249,7 +248,7 @@ def told(found: R, name: str, x: Tensor, why: str = "") -> R:
     """What torch's function found, after ``explain`` was told about it."""
     if Recording.active:
         kind = str(x.dtype).removeprefix("torch.")
-        Recording.add(HandedOn(f"{name}(x: {kind}{list(x.shape)})", why or why_torch(x)))
+        Recording.add(handed_on(f"{name}(x: {kind}{list(x.shape)})", why or why_torch(x)))
     return found
 
 
@@ -257,10 +256,8 @@ def why_torch(x: Tensor) -> str:
     """Why torch's function answered a call whose first tensor is ``x``."""
     limit, here = LIMITS[x.get_device()], target(x.device)
     if x.nbytes > limit and not here.is_cuda:
-        because = (
-            "one operator, so nothing to fuse, and torch's kernels for it were the quicker ones"
-        )
-        return f"{because} on a {here.name} where it was measured"
+        fact = "one operator, so nothing to fuse, and torch's kernels for it were the quicker ones"
+        return f"{fact} on a {here.name} where it was measured"
     because = f"torch's calls take less than finding a plan, {OURS_S * 1e6:.0f} µs, by estimate"
     if not here.is_cuda:
         because = "torch's calls were the quicker ones where it was measured"

@@ -109,8 +109,7 @@ def embedding(
         found = y if position is None else y + position
         return told(found, "embedding", weight, "its gradient is sparse")
     pad, by_frequency = -1 if row is None else row, bool(scale_grad_by_freq)
-    given = index, weight, position
-    return EMBEDDING.one(*given, padding_idx=pad, scale_grad_by_freq=by_frequency)
+    return EMBEDDING.one(index, weight, position, padding_idx=pad, scale_grad_by_freq=by_frequency)
 
 
 def sinusoidal(
@@ -131,5 +130,4 @@ def sinusoidal(
     place = torch.arange(offset, offset + length, dtype=torch.float64, device=device)
     rate = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     angle = place[:, None] * rate
-    both = torch.stack((angle.sin(), angle.cos()), dim=2).flatten(1)[:, :dim]
-    return both.to(dtype)
+    return torch.stack((angle.sin(), angle.cos()), dim=2).flatten(1)[:, :dim].to(dtype)

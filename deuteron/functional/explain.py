@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Recording:
-    """What ran while ``explain`` records, in its own thread: plans and :class:`HandedOn` calls."""
+    """What ran while ``explain`` records, in its own thread: plans, and calls torch answered."""
 
     active = 0  # asked in every call: memory of a thread's own takes ten times as long
     _thread = threading.local()
@@ -45,13 +45,10 @@ class Ran:
         return self.what
 
 
-class HandedOn(Ran):
+def handed_on(call: str, why: str) -> Ran:
     """A call that torch's own function answered."""
-
-    def __init__(self, call: str, why: str) -> None:
-        forbid = "  forbid it: with dt.functional.delegation(False): …"
-        head = f"{call}: torch's own function, not a plan of ours"
-        super().__init__(f"{head}\n  why: {why}\n{forbid}")
+    forbid = "  forbid it: with dt.functional.delegation(False): …"
+    return Ran(f"{call}: torch's own function, not a plan of ours\n  why: {why}\n{forbid}")
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 
 from deuteron.errors import BindError, GraphError
 from deuteron.functional import linear_cross_entropy_chunks as chunks
@@ -97,12 +98,11 @@ def linear_cross_entropy(
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss), chunk)
     check_terms("linear_cross_entropy", reduction, z_loss)
     one_device("linear_cross_entropy", (hidden, weight, bias, target, class_weight))
-    _check(hidden, weight, bias, target, chunk)
+    _check(chunk, hidden, weight, bias, target)
     fast = _is_fast(accumulate, reduction)
     probs, classes, lead = target.is_floating_point(), weight.shape[0], hidden.shape[:-1]
-    if in_transform() or any(
-        t is not None and is_differentiated(t) for t in (target, class_weight)
-    ):
+    learned = [t for t in (target, class_weight) if t is not None and is_differentiated(t)]
+    if learned or in_transform():
         logits = F.linear(hidden, weight, bias).movedim(-1, min(1, len(lead)))
         target = target.movedim(-1, min(1, len(lead))) if probs else target
         how: Any = {**terms._asdict(), "return_lse": return_lse}
@@ -115,8 +115,7 @@ def linear_cross_entropy(
     given = given._replace(target=flat.contiguous())
     dtype, learning = result_type(hidden, target), torch.is_grad_enabled()
     if not is_eager(*given):
-        needs = learning and hidden.requires_grad
-        loss, lse, _ = _linear_op(*given, *terms, dtype, needs)
+        loss, lse, _ = _linear_op(*given, *terms, dtype, learning and hidden.requires_grad)
     elif learning and any(t is not None and t.requires_grad for t in given[:3]):
         loss, lse = _Linear.apply(fast, terms, dtype, *given)  # type: ignore[no-untyped-call]
     else:
@@ -139,10 +138,8 @@ def _is_fast(accumulate: str | None, reduction: str) -> bool:
     return reduction != "none" if accumulate is None else accumulate == "fast"
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int | None
-) -> None:
-    tensors = (hidden, weight, bias, target)
+def _check(chunk: int | None, *tensors: Any) -> None:
+    hidden, weight, bias, target = tensors
     kinds = ("None" if t is None else f"{t.dtype}{list(t.shape)}" for t in tensors)
     shown = "hidden {}, weight {}, bias {} and target {}".format(*kinds).replace("torch.", "")
     fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
@@ -152,11 +149,8 @@ def _check(
         raise BindError(wrong, remedy="give hidden […, H], weight [C, H] and bias [C] of one type")
     each = (*hidden.shape[:-1], weight.shape[0])
     if tuple(target.shape) != (each if target.is_floating_point() else each[:-1]):
-        raise BindError(
-            f"linear_cross_entropy has {shown}",
-            remedy=f"give int64 classes of shape {list(each[:-1])}, or probabilities of shape "
-            f"{list(each)}",
-        )
+        remedy = f"give int64 classes of shape {list(each[:-1])}, or probabilities of {list(each)}"
+        raise BindError(f"linear_cross_entropy has {shown}", remedy=remedy)
     if chunk is not None and chunk < 1:
         wrong = f"linear_cross_entropy cannot take {chunk} tokens at a time"
         raise BindError(wrong, remedy="give chunk=1 or more, or leave it out")
@@ -191,14 +185,12 @@ class _Linear(torch.autograd.Function):
         grads = [g if g is None else scaled(g, each, left) for g in _where(grads, needs)]
         if not ctx.fast and any(needs[1:]):
             *given, lse = saved[4:]
-            grads[1:] = chunks.weight_grads(
-                Given(*given), lse, up.resolve_neg(), ctx.terms, needs[1:]
-            )
+            up = up.resolve_neg()
+            grads[1:] = chunks.weight_grads(Given(*given), lse, up, ctx.terms, needs[1:])
         return *(None,) * 3, *_where(grads, needs), None, None
 
 
 def _where(found: Iterable[Tensor | None], needs: Iterable[bool]) -> list[Tensor | None]:
-    """What was asked for."""
     return [t if need else None for t, need in zip(found, needs, strict=True)]
 
 
@@ -208,7 +200,7 @@ _FORWARD = f"({_GIVEN}, {_TERMS}, ScalarType dtype, bool needs_hidden) -> (Tenso
 _BACKWARD = f"({_GIVEN}, Tensor lse, Tensor up, {_TERMS}, bool[] needs) -> (Tensor, Tensor)"
 
 
-@torch.library.custom_op("deuteron::linear_cross_entropy", mutates_args=(), schema=_FORWARD)
+@custom_op("deuteron::linear_cross_entropy", mutates_args=(), schema=_FORWARD)
 def _linear_op(*call: Any) -> Any:
     """The loss under torch.compile; the gradients of weight and bias are exact."""
     loss, lse, grad = chunks.forward(Given(*call[:5]), Terms(*call[5:10]), *call[10:])
@@ -224,9 +216,7 @@ def _(*call: Any) -> Any:
     return loss, hidden.new_empty(each, dtype=given.wide), grad
 
 
-@torch.library.custom_op(
-    "deuteron::linear_cross_entropy_backward", mutates_args=(), schema=_BACKWARD
-)
+@custom_op("deuteron::linear_cross_entropy_backward", mutates_args=(), schema=_BACKWARD)
 def _linear_backward_op(*call: Any) -> Any:
     return chunks.weight_grads(Given(*call[:5]), call[5], call[6], Terms(*call[7:12]), call[12])
 

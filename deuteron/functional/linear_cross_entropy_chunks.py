@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deuteron.functional.arguments import Tensors
 from deuteron.functional.core import Function
 from deuteron.functional.cross_entropy import IN_PLACE
 from deuteron.functional.explain import Ran, Recording
@@ -53,14 +54,12 @@ class Given(NamedTuple):
 # ---- some tokens at a time -------------------------------------------------------------------
 
 
-def tokens_at_once(
-    tokens: int, hidden: int, classes: int, chunk: int | None, fast: bool = False
-) -> int:
+def tokens_at_once(n: int, hidden: int, classes: int, chunk: int | None, fast: bool = False) -> int:
     """Enough rows for a product to run at full speed: half of H makes their logits half as large
     as the weight. The fast way holds the weight's gradient meanwhile and takes an eighth."""
     wanted = chunk or max(hidden // (8 if fast else 2), SMALL // classes, 1)
-    parts = max(1, math.ceil(tokens / wanted))
-    return max(1, math.ceil(tokens / parts))
+    parts = max(1, math.ceil(n / wanted))
+    return max(1, math.ceil(n / parts))
 
 
 def _owns(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -94,11 +93,7 @@ def left_over(given: Given, terms: Terms) -> Tensor | None:
 
 
 def forward(
-    given: Given,
-    terms: Terms,
-    dtype: torch.dtype,
-    needs_hidden: bool,
-    sums: Sequence[Tensor | None] = (None, None),
+    given: Given, terms: Terms, dtype: torch.dtype, needs_hidden: bool, sums: Tensors = (None, None)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, lse, and the gradient of hidden (or nothing). Those of weight and bias are added to
     ``sums`` where given."""
@@ -145,8 +140,7 @@ def multiplies_slowly(x: Tensor) -> bool:
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, start: Tensor | None = None) -> None:
-    """start + a · b into ``out``, which ``start`` may be; in float32 where narrower products are
-    slow."""
+    """start + a · b into ``out``, which ``start`` may be; in float32 if that is quicker."""
     if multiplies_slowly(a):
         a, b = a.float(), b.float()
         if start is out:
@@ -194,8 +188,7 @@ def _build_classes(
         grad = grad - b.where(here, own, 0.0)
     if probs is not None or smoothing:
         q: Any = smoothing / classes
-        if probs is not None:
-            q = b.upcast(probs) * (1.0 - smoothing) + q
+        q = q if probs is None else b.upcast(probs) * (1.0 - smoothing) + q
         grad = grad - share * (q if weight is None else b.upcast(weight) * q)
     return b.to(b.where(b.eq(share, 0.0), 0.0, grad), logits.dtype)  # of nan, too, if ignored
 

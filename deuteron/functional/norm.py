@@ -53,9 +53,7 @@ def _norm(name: str, called: str = "") -> Function:
     return Function(called, build, around)
 
 
-def _write_tracked(
-    b: Ops, x: Sym, *tensors: Sym | None, momentum: float, **attrs: Any
-) -> tuple[Sym, ...]:
+def _write_tracked(b: Ops, x: Sym, *tensors: Any, momentum: float, **attrs: Any) -> tuple[Sym, ...]:
     """The running mean and variance of an instance norm, moved towards those of the images, and
     then its results. One mean over images and positions is the mean over the images of theirs."""
     *own, before, residual, running_mean, running_var = tensors
@@ -84,12 +82,8 @@ INSTANCE_TRACKED = Function(
 )
 
 
-def _shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-
-
-def _dims(name: str, x: Tensor, normalized_shape: int | Sequence[int]) -> int:
-    shape = _shape(normalized_shape)
+def _dims(name: str, x: Tensor, last: int | Sequence[int]) -> int:
+    shape = (last,) if isinstance(last, int) else tuple(last)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
         wrong = f"normalized_shape {list(shape)} is not how x {list(x.shape)} ends"
         remedy = f"use {list(x.shape[-1:])} for the last dimension"
@@ -127,9 +121,7 @@ def _torch_layer_norm(x: Tensor, normalized_shape: Any, *args: Any, **named: Any
     return torch.layer_norm(x, shape, *args, **named)
 
 
-def _torch_rms_norm(
-    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Any:
+def _torch_rms_norm(x: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
     if weight is not None and weight.dtype is not x.dtype:
         return NotImplemented  # torch answers in the wider type
     shape = (normalized_shape,) if normalized_shape.__class__ is int else normalized_shape

@@ -33,10 +33,8 @@ def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
     if x.ndim == dims + 2:
         return run(x)
     if x.ndim != dims + 1:
-        raise BindError(
-            f"x {list(x.shape)} has rank {x.ndim}, pooling in {dims} dimensions needs {dims + 2}",
-            remedy="x is [batch, channels, …]; the batch may be left out",
-        )
+        what = f"x {list(x.shape)} has rank {x.ndim}, pooling in {dims} dimensions needs {dims + 2}"
+        raise BindError(what, remedy="x is [batch, channels, …]; the batch may be left out")
     found = run(x.unsqueeze(0))
     return tuple(t.squeeze(0) for t in found) if isinstance(found, tuple) else found.squeeze(0)
 
@@ -112,40 +110,26 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
             x = in_float32(x, ("cpu",))
         if "size" in attrs:
             attrs["size"] = _full(x, attrs["size"], called, dims)
-        winners = (
-            kind == "max" and _wants_winners(x, dims, attrs["kernel_size"]) and not return_indices
-        )
+        plain = kind == "max" and not return_indices
+        winners = plain and _wants_winners(x, dims, attrs["kernel_size"])
         planned = with_places if return_indices else MAX_WITH_WINNERS if winners else usual
         found = _batched(x, dims, partial(planned, **attrs))
         return found[0] if winners else found
 
-    return from_table(
-        op,
-        called,
-        home=F,
-        rename={"divisor": "divisor_override", "size": "output_size"},
-        more={"return_indices": False} if places else None,
-        run=run,
-        see="With ``return_indices`` also where they stood." if places else "",
-        returns="Any" if places else "Tensor",
-        unless=partial(UNLESS[kind], dims) if kind in UNLESS else None,
-        on_cpu=ON_CPU.get(kind, ANY) if dims < 3 else ANY,
-        ordered=kind == "avg" and dims < 3,
-        autocast=dims < 3,
-    )
+    rule: Any = {"rename": {"divisor": "divisor_override", "size": "output_size"}, "run": run}
+    rule |= PLACES if places else {}
+    rule |= {"unless": partial(UNLESS[kind], dims)} if kind in UNLESS else {}
+    rule |= {"on_cpu": ON_CPU.get(kind, ANY) if dims < 3 else ANY, "autocast": dims < 3}
+    return from_table(op, called, home=F, ordered=kind == "avg" and dims < 3, **rule)
 
 
-UNLESS: dict[str, Callable[..., bool]] = {
-    "max": _may_miss,
-    "avg": mean_gradient_is_wrong,
-    "adaptive_avg": _is_a_large_mean,
-}
+PLACES: dict[str, Any] = {"more": {"return_indices": False}, "returns": "Any"}
+PLACES["see"] = "With ``return_indices`` also where they stood."
+UNLESS: dict[str, Callable[..., bool]] = {"max": _may_miss, "avg": mean_gradient_is_wrong}
+UNLESS["adaptive_avg"] = _is_a_large_mean
 ON_CPU = {"max": _max_is_torchs, "avg": _mean_is_torchs}
-MADE = {
-    f"{kind}_pool{n}d": _pool(kind, n)
-    for kind in ("max", "avg", "adaptive_max", "adaptive_avg")
-    for n in (1, 2, 3)
-}
+KINDS = ("max", "avg", "adaptive_max", "adaptive_avg")
+MADE = {f"{kind}_pool{n}d": _pool(kind, n) for kind in KINDS for n in (1, 2, 3)}
 
 
 # ---- everything, weights, pyramids

@@ -1,4 +1,5 @@
-"""Reductions over any axes: deterministic, sums of 16-bit numbers kept in float32."""
+"""Reductions over any axes, and scans, sorting and counting along one: deterministic, with sums of
+16-bit numbers kept in float32."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from operator import index
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, return_types
 
 from deuteron.errors import BindError
 from deuteron.functional.autocast import Cast
@@ -122,16 +123,10 @@ def var(
     return VAR.one(x, axes=_axes(dim), correction=less, keepdim=keepdim)
 
 
-def _norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
-    return vector_norm(b, x, p, axes, keepdim)
+NORM = Cast("norm", vector_norm)
 
 
-NORM = Cast("norm", _norm)
-
-
-@delegates(
-    lambda x, p=2.0, *args, **named: torch.linalg.vector_norm(x, p, *args, **named), autocast=True
-)
+@delegates(lambda x, p=2.0, *a, **how: torch.linalg.vector_norm(x, p, *a, **how), autocast=True)
 def norm(
     x: Tensor,
     p: float = 2.0,
@@ -176,8 +171,7 @@ def _beside(dtype: torch.dtype, value: object) -> torch.dtype:
     if isinstance(value, float):
         is_wide = dtype.is_floating_point or dtype.is_complex
         return dtype if is_wide else torch.get_default_dtype()
-    is_lower = dtype is torch.bool and not isinstance(value, bool)
-    return torch.int64 if is_lower else dtype
+    return torch.int64 if dtype is torch.bool and not isinstance(value, bool) else dtype
 
 
 def _permute(b: Ops, x: Sym, *, dims: tuple[int, ...]) -> Sym:
@@ -187,3 +181,68 @@ def _permute(b: Ops, x: Sym, *, dims: tuple[int, ...]) -> Sym:
 _says = "Laid out in that order, not a view as ``torch.permute`` gives."
 _rule: Any = {"call": torch.permute_copy, "on_cpu": ANY, "autocast": True}
 MADE["permute"] = from_table("permute", run=Function("permute", _permute), see=_says, **_rule)
+
+
+# ---- scans, sorting and counting
+#
+# Sorting and top-k go to the library's call, which is the best there is; the plan says so.
+
+SAYS = {
+    "topk": "Best first, whether ``sorted`` or not.",
+    "sort": "Equal elements keep their order unless ``stable`` is False.",
+    "cumsum": "The same bits in every run.",
+}
+
+
+def _along(name: str, **rule: Any) -> Callable[..., Any]:
+    """An operator along one axis ``dim``, whose pair of results has torch's names."""
+    planned, pair = operator(name), getattr(return_types, name, None)
+
+    def run(x: Tensor, **attrs: Any) -> Any:
+        attrs.pop("sorted", None)  # ours always are
+        if x.ndim:
+            found = planned(x, **attrs)
+        else:  # a scalar, which torch takes for a row
+            of_row = planned(x.unsqueeze(0), **attrs)
+            many = isinstance(of_row, tuple)
+            found = tuple(t.squeeze(0) for t in of_row) if many else of_row.squeeze(0)
+        return found if pair is None else pair(found)
+
+    rule |= {"home": torch, "rename": {"axis": "dim"}, "see": SAYS.get(name, ""), "on_cpu": ANY}
+    rule["more"] = {"sorted": True} if name == "topk" else None
+    returns = "Tensor" if pair is None else "Any"
+    return from_table(name, casts=pair is None, returns=returns, run=run, **rule)
+
+
+def _sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    return torch.sort(x, dim=dim, descending=descending, stable=stable)
+
+
+# One long row torch adds up in another order at every run, on a GPU.
+_TOTALS: Any = {"unless": lambda x, *_, **__: x.is_cuda and x.ndim == 1}
+MADE |= {
+    **{name: _along(name, **_TOTALS) for name in ("cumsum", "cumprod")},
+    **{name: _along(name) for name in ("cummax", "cummin", "topk")},
+    "sort": _along("sort", call=_sort),
+}
+HISTOGRAM = operator("histogram")
+
+
+def _torch_histogram(x: Tensor, bins: int, low: float, high: float, weight: Any = None) -> Any:
+    """torch's count is of the type of x. Casting it is one launch more; ours is one in all."""
+    wide = x.dtype in (torch.float32, torch.float64)
+    if x.is_cuda or not wide or weight is not None or not low < high:
+        return NotImplemented
+    return torch.histc(x, bins, low, high).long()
+
+
+@delegates(_torch_histogram, autocast=True)
+def histogram(
+    x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
+) -> Tensor:
+    """How many elements of x lie in each of ``bins`` equal parts of ``low`` to ``high``, or the sum
+    of their ``weight``; the last part includes high, what lies outside is left out.
+
+    >>> counts = dt.functional.histogram(x, 64, -3.0, 3.0)
+    """
+    return HISTOGRAM.one(x, weight, bins=bins, low=float(low), high=float(high))

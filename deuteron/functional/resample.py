@@ -15,10 +15,7 @@ from deuteron.functional.context import is_differentiated
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, delegates
 from deuteron.functional.operators import from_table, operator
-from deuteron.ops.resample import gradient_faults
-
-MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic", "area")
-
+from deuteron.ops.resample import MODES, gradient_faults
 
 RESIZE, GRID_SAMPLE = operator("resize"), operator("grid_sample")
 AREA = Function("area", RESIZE.build, RESIZE.schema)  # a pooling, which autocast leaves alone
@@ -77,14 +74,9 @@ def interpolate(
     if mode == "area" and 0 in full and x.numel() and dims <= 3:
         # means of no window at all, as torch has them
         return x.flatten()[:0].reshape(*x.shape[:2], *(max(n, 0) for n in full))
-    if mode == "area" and dims == 3:
-        x = in_float32(x, ("cpu",))
+    x = in_float32(x, ("cpu",)) if mode == "area" and dims == 3 else x
     how = {"mode": mode, "align_corners": bool(align_corners), "antialias": antialias}
     return (AREA if mode == "area" else RESIZE).one(x, size=full, **how, scale=scale)
-
-
-def _sample(x: Tensor, grid: Tensor, **how: Any) -> Any:
-    return GRID_SAMPLE(*widest(x, grid), **how)
 
 
 def _torch_sample(
@@ -102,13 +94,13 @@ def _shuffle(name: str, factor: str) -> Callable[..., Tensor]:
         """With a factor of 1 torch answers with x itself, and so it does of nothing."""
         return named.get(factor, by) == 1 or not x.numel()
 
-    rename = {"factor": factor}
-    return from_table(name, home=F, rename=rename, unless=is_itself, on_cpu=ANY)
+    return from_table(name, home=F, rename={"factor": factor}, unless=is_itself, on_cpu=ANY)
 
 
 _rule: Any = {"call": _torch_sample, "on_cpu": ANY, "ordered": False, "autocast": False}
+_rule["run"] = lambda x, grid, **how: GRID_SAMPLE(*widest(x, grid), **how)
 MADE = {
     "pixel_shuffle": _shuffle("pixel_shuffle", "upscale_factor"),
     "pixel_unshuffle": _shuffle("pixel_unshuffle", "downscale_factor"),
-    "grid_sample": from_table("grid_sample", home=F, run=_sample, **_rule),
+    "grid_sample": from_table("grid_sample", home=F, **_rule),
 }

@@ -18,19 +18,15 @@ from deuteron.ops import Ops, Sym
 def _build(name: str, masked: float) -> Callable[..., Sym]:
     """``masked``: the result where a bool mask leaves nothing; of a whole row too, not nan."""
 
-    def build(
-        b: Ops, x: Sym, mask: Sym | None, *, dim: int, scale: float, dtype: str | None
-    ) -> Sym:
+    def run(b: Ops, x: Sym, mask: Sym | None, *, dim: int, scale: float, dtype: str | None) -> Sym:
         if dtype is not None:
             x = b.to(x, to_dtype(dtype))
-        if scale != 1.0:
-            x = x * scale
+        x = x * scale if scale != 1.0 else x
         if mask is None or mask.dtype.kind != "bool":
             return b.one(name, x if mask is None else x + mask, axis=dim)
-        y = b.one(name, b.where(mask, x, -math.inf), axis=dim)
-        return b.one("where", mask, y, masked)
+        return b.one("where", mask, b.one(name, b.where(mask, x, -math.inf), axis=dim), masked)
 
-    return build
+    return run
 
 
 SOFTMAX = Cast("softmax", _build("softmax", 0.0))
@@ -56,9 +52,7 @@ def _by_torch(call: Callable[..., Tensor]) -> Callable[..., Any]:
     return run
 
 
-def _run(
-    function: Cast, x: Tensor, dim: int | None, mask: Any, scale: float, dtype: torch.dtype | None
-) -> Tensor:
+def _run(function: Cast, x: Tensor, dim: int | None, mask: Any, scale: float, dtype: Any) -> Tensor:
     usual = 0 if x.ndim in (0, 1, 3) else 1  # torch's choice, where nothing is said
     short = None if dtype is None else to_dtype(dtype).short
     return function.one(x, mask, dim=usual if dim is None else dim, scale=scale, dtype=short)

@@ -1,7 +1,5 @@
 """The one way to make a graph: emit nodes in order, types inferred as they arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -46,9 +44,8 @@ class GraphBuilder:
 
     def input(self, name: str, type_: TensorType) -> str:
         if name in self.types:
-            raise GraphError(
-                f"the name {name!r} is taken", asked=f"input {name}: {type_}", remedy="rename it"
-            )
+            wrong, asked = f"the name {name!r} is taken", f"input {name}: {type_}"
+            raise GraphError(wrong, asked=asked, remedy="rename it")
         self.types[name] = type_
         self.inputs.append(name)
         return name
@@ -87,9 +84,8 @@ class GraphBuilder:
         try:
             full, results = self.infer(op, types, attrs or {})
         except DeuteronError as error:
-            shown = ", ".join(
-                "_" if t is None else f"{v}: {t}" for v, t in zip(ins, types, strict=True)
-            )
+            pairs = zip(ins, types, strict=True)
+            shown = ", ".join("_" if t is None else f"{v}: {t}" for v, t in pairs)
             extra = "".join(f", {k}={v!r}" for k, v in (attrs or {}).items())
             error.asked = error.asked or f"{op}({shown}{extra})"
             raise error.at(source or f"node {len(self.nodes)} of graph {self.name!r}") from None
@@ -127,9 +123,8 @@ class GraphBuilder:
         if value not in self.types:
             raise GraphError(f"output {name!r} is the unknown value {value!r}")
         if any(name == taken for taken, _ in self.outputs):
-            raise GraphError(
-                f"there is already an output {name!r}", remedy="give each output its own name"
-            )
+            wrong = f"there is already an output {name!r}"
+            raise GraphError(wrong, remedy="give each output its own name")
         self.outputs.append((name, value))
 
     def finish(self) -> Graph:

@@ -1,7 +1,5 @@
 """Element types. Each is one frozen object; ``dtype("f16")`` finds it by any of its names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +61,8 @@ def dtype(of: DType | torch.dtype | str | type) -> DType:
     try:
         return _BY_NAME[of]
     except (KeyError, TypeError):
-        names = ", ".join(d.short for d in ALL)
-        raise GraphError(
-            f"unknown element type {of!r}", asked=f"dtype({of!r})", remedy=f"use one of {names}"
-        ) from None
+        wrong, known = f"unknown element type {of!r}", ", ".join(d.short for d in ALL)
+        raise GraphError(wrong, asked=f"dtype({of!r})", remedy=f"use one of {known}") from None
 
 
 _CATEGORY = {"bool": 0, "int": 1, "uint": 1, "float": 2}

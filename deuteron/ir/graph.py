@@ -182,21 +182,15 @@ class Graph:
 
         Rank-0 constants travel along, because kernels take them as literals.
         """
-        made = {out for node in nodes for out in node.outputs}
+        made = dict.fromkeys(out for node in nodes for out in node.outputs)
         inside = {id(node) for node in nodes}
         read = dict.fromkeys(v for node in nodes for v in node.uses if v not in made)
         known = {v: self.constants[v] for v in read if v in self.constants}
         constants = {v: constant for v, constant in known.items() if constant.is_scalar}
         inputs = tuple(v for v in read if v not in constants)
-        outputs = [
-            out
-            for node in nodes
-            for out in node.outputs
-            if out in self.output_values
-            or any(id(u) not in inside for u in self.users.get(out, ()))
-        ]
-        named = tuple((v, v) for v in outputs)
-        return replace(self.only(nodes, inputs, named, constants), name=name)
+        outside = {v for v in made if any(id(u) not in inside for u in self.users.get(v, ()))}
+        outputs = tuple((v, v) for v in made if v in outside or v in self.output_values)
+        return replace(self.only(nodes, inputs, outputs, constants), name=name)
 
     def only(
         self,

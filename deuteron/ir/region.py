@@ -59,8 +59,7 @@ class Region:
     def part(self, name: str, nodes: Sequence[Node], anchor: int | None) -> Region:
         """A smaller region of some of these nodes."""
         graph = self.graph.subgraph(name, nodes)
-        constants = frozenset(v for v in graph.inputs if v in self.constants)
-        return Region(graph, constants, anchor)
+        return Region(graph, frozenset(v for v in graph.inputs if v in self.constants), anchor)
 
 
 def canonical_text(graph: Graph, constants: frozenset[str] = frozenset()) -> str:
@@ -69,8 +68,7 @@ def canonical_text(graph: Graph, constants: frozenset[str] = frozenset()) -> str
     lines = []
     for value in graph.inputs:
         names[value] = f"a{len(names)}"
-        mark = "!" if value in constants else ""
-        lines.append(f"{names[value]}{mark}: {graph.types[value]}")
+        lines.append(f"{names[value]}{'!' * (value in constants)}: {graph.types[value]}")
     for value, constant in graph.constants.items():
         names[value] = f"k{len(names)}"
         lines.append(f"{names[value]}: {constant.type} = {constant.data.tolist()!r}")

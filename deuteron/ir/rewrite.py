@@ -1,7 +1,5 @@
 """Rewriting by named rules: one walk emits a new graph, each node offered to the rules first."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

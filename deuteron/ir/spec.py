@@ -1,7 +1,5 @@
 """The checker that runs between stages: a graph that breaks a rule goes no further."""
 
-from __future__ import annotations
-
 from deuteron.errors import DeuteronError, GraphError
 from deuteron.ir.builder import Infer
 from deuteron.ir.graph import Graph
@@ -25,11 +23,9 @@ def check(graph: Graph, infer: Infer, stage: str = "") -> Graph:
     for name, constant in graph.constants.items():
         if name in known:
             raise GraphError(f"value {name!r} is both input and constant", where=where)
-        if graph.types.get(name) != constant.type:
-            raise GraphError(
-                f"constant {name!r} is {constant.type}, the graph says {graph.types.get(name)}",
-                where=where,
-            )
+        if (said := graph.types.get(name)) != constant.type:
+            wrong = f"constant {name!r} is {constant.type}, the graph says {said}"
+            raise GraphError(wrong, where=where)
         known.add(name)
     for index, node in enumerate(graph.nodes):
         here = f"{where}, node {index} ({node.op} → {', '.join(node.outputs)})"
@@ -44,9 +40,8 @@ def check(graph: Graph, infer: Infer, stage: str = "") -> Graph:
         if attrs != node.attrs:
             raise GraphError(f"attributes {node.attrs} should be {attrs}", where=here)
         if len(types) != len(node.outputs):
-            raise GraphError(
-                f"{node.op} makes {len(types)} results, {len(node.outputs)} are named", where=here
-            )
+            wrong = f"{node.op} makes {len(types)} results, {len(node.outputs)} are named"
+            raise GraphError(wrong, where=here)
         for value, inferred in zip(node.outputs, types, strict=True):
             if value in known:
                 raise GraphError(f"value {value!r} is made twice", where=here)
@@ -54,12 +49,10 @@ def check(graph: Graph, infer: Infer, stage: str = "") -> Graph:
             said = graph.types.get(value)
             if said is None:
                 raise GraphError(f"value {value!r} has no type", where=here)
-            if (said.shape, said.dtype) != (inferred.shape, inferred.dtype) or not (
-                same_strides(said.shape, said.strides, inferred.strides)
-            ):
-                raise GraphError(
-                    f"{value!r} is {inferred} by inference, the graph says {said}", where=here
-                )
+            alike = (said.shape, said.dtype) == (inferred.shape, inferred.dtype)
+            if not (alike and same_strides(said.shape, said.strides, inferred.strides)):
+                wrong = f"{value!r} is {inferred} by inference, the graph says {said}"
+                raise GraphError(wrong, where=here)
     if len({name for name, _ in graph.outputs}) != len(graph.outputs):
         raise GraphError("two outputs have one name", where=where)
     for name, value in graph.outputs:

@@ -9,8 +9,6 @@
     }
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -242,18 +240,15 @@ def _read_constant(
         raise FileError(f"constant {name!r} is {type_}: constants have no gaps in memory")
     if text.startswith("sha256:"):
         if name not in tensors:
-            raise FileError(
-                f"the tensor of constant {name!r} is not at hand",
-                remedy="keep the .safetensors file beside the plan",
-            )
+            wrong = f"the tensor of constant {name!r} is not at hand"
+            raise FileError(wrong, remedy="keep the .safetensors file beside the plan")
         const = Constant(tensors[name])
         if (const.type.shape, const.type.dtype) != (type_.shape, type_.dtype):
             raise FileError(f"constant {name!r} is {const.type}, the graph says {type_}")
         if const.digest != text[7:]:
-            raise FileError(
-                f"the tensor of constant {name!r} is not the one the graph was made with",
-                remedy="restore the .safetensors file that was saved with this plan",
-            )
+            wrong = f"the tensor of constant {name!r} is not the one the graph was made with"
+            remedy = "restore the .safetensors file that was saved with this plan"
+            raise FileError(wrong, remedy=remedy)
         if const.type.strides != type_.strides:
             const = Constant(restride(const.data, type_))
         return const

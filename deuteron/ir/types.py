@@ -32,9 +32,8 @@ def strides_for(shape: Shape, layout: str) -> Shape:
             raise GraphError(wrong, asked=asked, remedy="use layout='contiguous'")
         order = [0, *range(2, len(shape)), 1]
     else:
-        raise GraphError(
-            f"unknown layout {layout!r}", remedy="use 'contiguous', 'nhwc' or give strides"
-        )
+        remedy = "use 'contiguous', 'nhwc' or give strides"
+        raise GraphError(f"unknown layout {layout!r}", remedy=remedy)
     return _packed(shape, order)
 
 
@@ -79,23 +78,18 @@ class TensorType:
         """Build a type from a shape, an element type and a layout name or explicit strides."""
         sizes = _whole("shape", shape)
         if any(s < 0 for s in sizes):
-            raise GraphError(
-                f"negative size in shape {list(sizes)}",
-                remedy="sizes are fixed and at least 0; -1 is only allowed in reshape",
-            )
+            remedy = "sizes are fixed and at least 0; -1 is only allowed in reshape"
+            raise GraphError(f"negative size in shape {list(sizes)}", remedy=remedy)
         if strides is None:
             return TensorType(sizes, dtype(dt), strides_for(sizes, layout))
         given = _whole("strides", strides)
         if len(given) != len(sizes):
-            raise GraphError(
-                f"{len(given)} strides for {len(sizes)} dimensions",
-                asked=f"shape {list(sizes)}, strides {list(given)}",
-                remedy="give one stride per dimension, in elements",
-            )
+            wrong = f"{len(given)} strides for {len(sizes)} dimensions"
+            asked = f"shape {list(sizes)}, strides {list(given)}"
+            raise GraphError(wrong, asked=asked, remedy="give one per dimension, in elements")
         if any(s < 0 for s in given):
-            raise GraphError(
-                f"negative stride in {list(given)}", remedy="flip the tensor with flip() instead"
-            )
+            wrong = f"negative stride in {list(given)}"
+            raise GraphError(wrong, remedy="flip the tensor with flip() instead")
         return TensorType(sizes, dtype(dt), given)
 
     @staticmethod

@@ -10,8 +10,6 @@ The same functions run on tensors, are rendered to Triton and to LLVM by the gen
 themselves are in ``optim_rules.py``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from deuteron.codegen.scalar import Reduce
 from deuteron.ops import random
 from deuteron.ops.formula import TENSORS, Arg, Compute, Formula, Scalar, ScalarOps, Scalars
 
+DTypes, Ints, Shapes = tuple[torch.dtype, ...], Sequence[int], Sequence[Sequence[int]]
 GROUP = 256  # neighbours that form a row where a pass goes by groups
 SEED = 0x3C6EF372  # what a step adds to the seed of the noise
 
@@ -239,19 +238,13 @@ def first_of(counts: Sequence[int]) -> torch.Tensor:
 
 
 def with_scratch(
-    table: torch.Tensor,
-    sizes: Sequence[tuple[int, int, int]],
-    parts: Sequence[tuple[int, int]],
-    wide: torch.dtype,
-    *more: Sequence[int],
+    table: torch.Tensor, sizes: Shapes, parts: Shapes, wide: torch.dtype, *more: Ints
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The table of addresses with those of :data:`SCRATCH` added, then the sizes of matrices (how
     many, height, width), then ``more``; and the scratch memory. ``parts``: the pieces in which sums
     of rows and columns are made."""
-    needs = [
-        [n * h * across, n * w * down, n * h, n * w, n]
-        for (n, h, w), (across, down) in zip(sizes, parts, strict=True)
-    ]
+    pairs = zip(sizes, parts, strict=True)
+    needs = [[n * h * across, n * w * down, n * h, n * w, n] for (n, h, w), (across, down) in pairs]
     ends = torch.tensor(needs).flatten().cumsum(0)
     memory = torch.empty(int(ends[-1]), dtype=wide, device=table.device)
     begins = (ends - torch.tensor(needs).flatten()).view(-1, len(SCRATCH))

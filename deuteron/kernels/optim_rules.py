@@ -6,8 +6,6 @@ passes), Adam in 8 bits 16; an average of the parameters adds 8, and float32 mas
 16-bit parameters add 6.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import inf
 
@@ -190,6 +188,9 @@ def _pace(b, size, pp, uu, rho, eps2, d, **_):
     return {"pace": rho * b.where(large > eps2, large, eps2) / b.where(long > 1.0, long, 1.0)}
 
 
+PACES = ("finish", "paces", _pace)
+
+
 def _adafactor(keys: str, formulas, extras: Extras, walk: str) -> Rule:
     def derive(b, lr, step, power, eps1, eps2, d, decay):
         made = {"weight": step**power, "rho": b.minimum(lr, 1.0 / b.sqrt(step))}
@@ -215,11 +216,7 @@ def adafactor_of_vectors(extras: Extras) -> Rule:
     def update(b, p, g, variance, keep, pace, eps1, **_):
         return {"p": keep * p - pace * direction(b, g, variance, eps1)}
 
-    formulas = (
-        ("pass", "moments", moments),
-        ("finish", "paces", _pace),
-        ("pass", "Adafactor", update),
-    )
+    formulas = ("pass", "moments", moments), PACES, ("pass", "Adafactor", update)
     return _adafactor("variance", formulas, extras, FLAT)
 
 
@@ -232,11 +229,8 @@ def adafactor_of_matrices(extras: Extras) -> Rule:
     root or a division."""
 
     def squares(b, p, g, **_):
-        return {
-            "row_total": b.reduced("row_sum", g * g),
-            "column_total": b.reduced("column_sum", g * g),
-            "pp": p * p,
-        }
+        sums = {f"{of}_total": b.reduced(f"{of}_sum", g * g) for of in ("row", "column")}
+        return sums | {"pp": p * p}
 
     def direction(b, g, row, column, mean, eps1, **_):
         of_row = row * b.sqrt(b.maximum(mean, eps1))
@@ -249,11 +243,6 @@ def adafactor_of_matrices(extras: Extras) -> Rule:
     def update(b, p, g, keep, pace, **x):
         return {"p": keep * p - pace * direction(b, g, **x)}
 
-    formulas = (
-        ("pass", "sums of squares", squares),
-        ("moments", "moments", _moved),
-        ("pass", "length", length),
-        ("finish", "paces", _pace),
-        ("pass", "Adafactor", update),
-    )
-    return _adafactor("row_var col_var", formulas, extras, MATRICES)
+    first = ("pass", "sums of squares", squares), ("moments", "moments", _moved)
+    last = ("pass", "length", length), PACES, ("pass", "Adafactor", update)
+    return _adafactor("row_var col_var", first + last, extras, MATRICES)

@@ -21,6 +21,8 @@ import torch
 from deuteron.ops.resample import cubic_far, cubic_near, cubic_weights
 
 Tensor = torch.Tensor
+Window = tuple[int, int, int]  # kernel, stride and padding
+Scale = float | None  # the factor by which an axis is resized, if one was given
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,16 +114,10 @@ def cells(length: int, size: int, double: bool) -> AxisMap:
 
 @lru_cache(256)
 def windows(
-    length: int,
-    size: int,
-    kernel: int,
-    stride: int,
-    padding: int,
-    padding_counts: bool,
-    divisor: int | None,
-    double: bool,
+    length: int, size: int, window: Window, padding_counts: bool, divisor: int | None, double: bool
 ) -> AxisMap:
     """Means over windows; ``divisor`` stands for the count."""
+    kernel, stride, padding = window
     start = torch.arange(size) * stride - padding
     end = (start + kernel).clamp(max=length + padding)
     first, last = start.clamp(min=0, max=length), end.clamp(max=length)
@@ -137,15 +133,9 @@ def windows(
 
 @lru_cache(256)
 def resized(
-    mode: str,
-    length: int,
-    size: int,
-    corners: bool,
-    antialias: bool,
-    scale: float | None,
-    double: bool,
+    mode: str, length: int, size: int, corners: bool, smooth: bool, scale: Scale, double: bool
 ) -> AxisMap:
-    """An axis at another size; ``scale`` is the factor if one was given."""
+    """An axis at another size, ``smooth`` where it is antialiased."""
     if length == size:
         return untouched(length)
     if mode == "area":
@@ -153,7 +143,7 @@ def resized(
     if mode in ("nearest", "nearest-exact"):
         return _nearest(length, size, scale, 0.5 if mode == "nearest-exact" else 0.0)
     step = _step(length, size, corners, scale, double)
-    if antialias:
+    if smooth:
         return _smoothed(length, size, step, *_FILTERS[mode])
     place = torch.arange(size, dtype=step.dtype)
     source = step * place if corners else step * (place + 0.5) - 0.5
@@ -166,7 +156,7 @@ def resized(
     return _clamped(length, whole.int(), torch.stack((1 - part, part)))
 
 
-def _step(length: int, size: int, corners: bool, scale: float | None, double: bool) -> Tensor:
+def _step(length: int, size: int, corners: bool, scale: Scale, double: bool) -> Tensor:
     """How far apart the places of two results are in what is read."""
     kind = _real(double)
     if corners:
@@ -176,7 +166,7 @@ def _step(length: int, size: int, corners: bool, scale: float | None, double: bo
     return torch.tensor(length, dtype=kind) / size
 
 
-def _nearest(length: int, size: int, scale: float | None, half: float) -> AxisMap:
+def _nearest(length: int, size: int, scale: Scale, half: float) -> AxisMap:
     place = torch.arange(size, dtype=torch.float32) + half
     source = (place * _step(length, size, False, scale, False)).floor()
     first = source.clamp(max=length - 1).int()
@@ -194,10 +184,6 @@ def _clamped(length: int, first: Tensor, weights: Tensor) -> AxisMap:
     return AxisMap(length, begin.int(), count.int(), total[:most].contiguous())
 
 
-def _tent(x: Tensor) -> Tensor:
-    return (1 - x).clamp(min=0)
-
-
 def _soft_cubic(x: Tensor) -> Tensor:
     far = torch.where(x < 2, cubic_far(x, -0.5), torch.zeros_like(x))
     return torch.where(x < 1, cubic_near(x, -0.5), far)
@@ -206,7 +192,7 @@ def _soft_cubic(x: Tensor) -> Tensor:
 Filter = Callable[[Tensor], Tensor]
 # by mode the function of the distance, and how far it reaches
 _FILTERS: dict[str, tuple[Filter, float]] = {
-    "bilinear": (_tent, 1.0),
+    "bilinear": (lambda x: (1 - x).clamp(min=0), 1.0),
     "bicubic": (_soft_cubic, 2.0),
 }
 

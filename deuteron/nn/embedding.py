@@ -48,10 +48,8 @@ class SinusoidalEmbedding(nn.Module):
             return leaf
         length = x.shape[-2]
         if offset < 0 or offset + length > self.table.shape[0]:
-            raise BindError(
-                f"positions {offset} to {offset + length} are beyond {self.table.shape[0]}",
-                remedy="make the module with a larger max_length",
-            )
+            wrong = f"positions {offset} to {offset + length} are beyond {self.table.shape[0]}"
+            raise BindError(wrong, remedy="make the module with a larger max_length")
         return x + self.table[offset : offset + length].to(x.dtype)
 
 

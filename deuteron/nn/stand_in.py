@@ -123,11 +123,10 @@ def as_leaf(module: nn.Module, *given: Any) -> Any:
         return None
     tracer: Any = symbol.tracer
     if module is tracer.root:
-        raise BindError(
-            f"{type(module).__name__} asks its input questions, which a symbol cannot answer",
-            asked=f"torch.fx.symbolic_trace({type(module).__name__}(…))",
-            remedy="trace a model that it is a part of, such as torch.nn.Sequential(module)",
-        )
+        name = type(module).__name__
+        wrong = f"{name} asks its input questions, which a symbol cannot answer"
+        remedy = "trace a model that it is a part of, such as torch.nn.Sequential(module)"
+        raise BindError(wrong, asked=f"torch.fx.symbolic_trace({name}(…))", remedy=remedy)
     return tracer.create_proxy("call_module", tracer.path_of_module(module), given, {})
 
 
@@ -138,12 +137,10 @@ def as_torchs(module: nn.Module) -> nn.Module:
     base = getattr(nn, kind.__name__, None) if kind.__module__.startswith(__package__) else None
     more = [name for name in getattr(kind, "_extras", ()) if getattr(module, name)]
     if base is None or more:
-        raise BindError(
-            f"{kind.__name__}{f' with {more[0]}' if more else ''} cannot be read by TorchScript, "
-            "and torch.nn has none to stand in for it",
-            asked="torch.jit.script(…)",
-            remedy="use torch.compile, or torch.jit.trace",
-        )
+        what = f"{kind.__name__} with {more[0]}" if more else kind.__name__
+        wrong = f"{what} cannot be read by TorchScript, and torch.nn has none to stand in for it"
+        remedy = "use torch.compile, or torch.jit.trace"
+        raise BindError(wrong, asked="torch.jit.script(…)", remedy=remedy)
     twin = copy.copy(module)
     twin.__class__ = base
     return twin

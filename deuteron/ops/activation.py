@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
 from deuteron.ops.arithmetic import ndtr
+from deuteron.ops.checks import one_dtype
 from deuteron.ops.elementwise import elementwise, floats, made_float
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.formula import TENSORS, Formula
@@ -106,32 +107,28 @@ def _slope(b: Any, g: Any, x: Any, above: float, below: float, rate: float = 1.0
     return b.where(positive, over, g * b.exp(x if rate == 1.0 else x * rate) * below)
 
 
-@as_in_torch(
-    gradient=lambda b, g, x, alpha: _slope(b, g, x, 1.0, alpha),
-    samples="away",
-    tried=({}, {"alpha": 0.7}),
-)
+_BY_ALPHA: Any = {"samples": "away", "tried": ({}, {"alpha": 0.7})}
+
+
+@as_in_torch(gradient=lambda b, g, x, alpha: _slope(b, g, x, 1.0, alpha), **_BY_ALPHA)
 def elu(b: Any, x: Any, alpha: float = 1.0) -> Any:
     """x, or alpha · (eˣ − 1) below 0"""
     return _exponential(b, x, alpha)
 
 
-_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+_ALPHA, _SCALE = 1.6732632423543772, 1.0507009873554805  # of selu
 
 
-@as_in_torch(
-    gradient=lambda b, g, x: _slope(b, g, x, _SELU_SCALE, _SELU_ALPHA * _SELU_SCALE), samples="away"
-)
+@as_in_torch(gradient=lambda b, g, x: _slope(b, g, x, _SCALE, _ALPHA * _SCALE), samples="away")
 def selu(b: Any, x: Any) -> Any:
     """elu with the two constants of self-normalising networks"""
-    return _exponential(b, x, _SELU_ALPHA, _SELU_SCALE)
+    return _exponential(b, x, _ALPHA, _SCALE)
 
 
 @as_in_torch(
     gradient=lambda b, g, x, alpha: _slope(b, g, x, 1.0, 1.0, 1.0 / alpha),
     rules={"alpha must not be 0": lambda alpha: alpha != 0},
-    samples="away",
-    tried=({}, {"alpha": 0.7}),
+    **_BY_ALPHA,
 )
 def celu(b: Any, x: Any, alpha: float = 1.0) -> Any:
     """x, or alpha · (e^(x/alpha) − 1) below 0"""
@@ -326,14 +323,9 @@ def prelu(x: TensorType, weight: TensorType) -> TensorType:
     1)."""
     channels = x.shape[1] if x.rank > 1 else 1
     if weight.rank > 1 or weight.numel not in (1, channels):
-        raise GraphError(
-            f"weight {list(weight.shape)} does not fit the {channels} channels of x "
-            f"{list(x.shape)}",
-            remedy=f"give it the shape [1] or [{channels}]",
-        )
-    if weight.dtype != x.dtype:
-        wrong = f"x is {x.dtype.name} and weight {weight.dtype.name}"
-        raise GraphError(wrong, remedy=f'cast(weight, dtype="{x.dtype.short}")')
+        wrong = f"weight {list(weight.shape)} does not fit {channels} channels of x {list(x.shape)}"
+        raise GraphError(wrong, remedy=f"give it the shape [1] or [{channels}]")
+    one_dtype("prelu", ints=True, x=x, weight=weight)
     return x.dense_like(dt=floats("prelu", x))
 
 
@@ -343,8 +335,7 @@ def _glu_vjp(b: Ops, v: Vjp) -> Grads:
     value = b.upcast(b.slice(v.arg(0), axis=axis, stop=half))
     gate = b.sigmoid(b.upcast(b.slice(v.arg(0), axis=axis, start=half)))
     through = grad * gate
-    both = b.concat([through, through * value * (1.0 - gate)], axis=axis)
-    return [b.to(both, v.arg(0).dtype)]
+    return [b.to(b.concat([through, through * value * (1.0 - gate)], axis=axis), v.arg(0).dtype)]
 
 
 @operator(

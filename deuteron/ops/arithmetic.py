@@ -55,16 +55,12 @@ def _whole_pow(b: Any, x: Any, y: Any) -> Any:
     return found
 
 
-def _root(b: Any, x: Any) -> Any:
-    """√x as C's pow has it: +0 for −0, and +inf for −inf."""
-    return b.where(b.eq(x, -math.inf), math.inf, b.sqrt(x) + 0.0)
-
-
 POWERS: dict[float, Callable[..., Any]] = {
     -1: lambda b, x: 1.0 / x,
     -0.5: lambda b, x: b.where(b.eq(x, -math.inf), 0.0, 1.0 / (b.sqrt(x) + 0.0)),
     0: lambda b, x: 1.0,
-    0.5: _root,
+    # as C's pow has it: +0 for −0, and +inf for −inf
+    0.5: lambda b, x: b.where(b.eq(x, -math.inf), math.inf, b.sqrt(x) + 0.0),
     1: lambda b, x: x,
     2: lambda b, x: x * x,
     3: lambda b, x: x * x * x,
@@ -225,8 +221,7 @@ def _samples_of(kx: str, ky: str = "") -> tuple[Sample, ...]:
 
 
 def _plain(text: str) -> OpDef:
-    """An operator of as many inputs as the kinds of data behind its name; torch has most of them
-    under this name."""
+    """An operator of as many inputs as kinds of data; torch has most of them under this name."""
     named, doc = text.split(maxsplit=1)
     name, *kinds = named.split(":")
     make = elementwise(

@@ -12,7 +12,7 @@ thing to answer to. A query that may look at no key at all gives zeros, as
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import bool_, float32
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.checks import broadcast, one_dtype
+from deuteron.ops.checks import broadcast, check_grad, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Arg, Sample
@@ -48,11 +48,9 @@ def _check(name: str, q: TensorType, k: TensorType, v: TensorType, bias: Given) 
     """The shape of the result, or what is wrong with the inputs."""
     one_dtype(name, q=q, k=k, v=v)
     if q.rank not in (3, 4) or not k.rank == v.rank == q.rank:
-        raise GraphError(
-            f"{name} needs q, k and v of rank 4 (or all of rank 3, without a batch), "
-            f"not {q.rank}, {k.rank} and {v.rank}",
-            remedy="reshape them to [batch, heads, length, features]",
-        )
+        wrong = f"{name} needs q, k and v of rank 4, not {q.rank}, {k.rank} and {v.rank}"
+        remedy = "reshape them to [batch, heads, length, features]; all may be without a batch"
+        raise GraphError(wrong, remedy=remedy)
     if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         wrong = f"{name} got batches of {q.shape[0]}, {k.shape[0]} and {v.shape[0]} in q, k and v"
         raise GraphError(wrong, remedy="give q, k and v one batch size (expand)")
@@ -180,13 +178,10 @@ def _flops(slot: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: A
     return float(2.0 * pairs * (over_d * q.shape[-1] + over_dv * v.shape[-1]))
 
 
-def _grad_samples() -> Sequence[Sample]:
-    found = []
+def _grad_samples() -> Iterator[Sample]:
     for s in attention.samples():
         q, _, v = s.args[:3]
-        grad = Arg((*q.shape[:-1], v.shape[-1]), layout=q.layout)
-        found.append(Sample((grad, *s.inputs), s.attrs))
-    return found
+        yield Sample((Arg((*q.shape[:-1], v.shape[-1]), layout=q.layout), *s.inputs), s.attrs)
 
 
 @operator(
@@ -227,11 +222,6 @@ def attention_grad(
 ) -> tuple[TensorType, ...]:
     """The gradients of attention for q, k and v, given the gradient of its result; the
     probabilities are computed again."""
-    shape = _check("attention_grad", q, k, v, bias)
-    if grad.shape != shape or grad.dtype != q.dtype:
-        raise GraphError(
-            f"grad of attention_grad is {grad}, the result of attention is "
-            f"{TensorType.of(shape, q.dtype)}",
-            remedy="give the gradient of that result",
-        )
+    check_grad("attention_grad", grad, _check("attention_grad", q, k, v, bias))
+    one_dtype("attention_grad", q=q, grad=grad)
     return tuple(t.with_layout("contiguous") for t in (q, k, v))

@@ -35,16 +35,7 @@ from deuteron.ops.activated import ACTIVATION, activation, canonical, with_activ
 from deuteron.ops.checks import check_like_x, check_params, check_spread, check_x
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.formula import TENSORS
-from deuteron.ops.norm import (
-    EPS,
-    Wanted,
-    by_channels,
-    gradients,
-    in_order,
-    shaped,
-    suggested,
-    summed,
-)
+from deuteron.ops.norm import EPS, by_channels, gradients, in_order, shaped, suggested, summed
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, elementwise_flops, operator
 from deuteron.ops.reference import lay, wide_type
 from deuteron.ops.samples import Arg, Sample, norm_samples, samples
@@ -81,21 +72,17 @@ def _given_vjp(b: Ops, v: Vjp) -> Grads:
 
 # ---- those of the batch --------------------------------------------------------------------------
 
-_PARAMS = ("weight", "bias", "running_mean", "running_var")
+_OWN = ("weight", "bias", "running_mean", "running_var")
 
 
-def _train_reference(
-    x: Tensor, *params: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, ...]:
-    running = params[2:]
-    unknown = x.new_full(x.shape[1:2], torch.nan, dtype=wide_type(x))
+def _train_reference(x: Tensor, *params: Any, momentum: float, eps: float) -> tuple[Tensor, ...]:
+    running, wide = params[2:], wide_type(x)
+    unknown = x.new_full(x.shape[1:2], torch.nan, dtype=wide)
     if not x.numel():  # nothing to learn from: the running statistics stay
         old = [unknown if r is None else r for r in running]
         return torch.empty_like(x), *(t.clone() for t in (*old, unknown, unknown))
-    weight, bias = (None if p is None else p.to(wide_type(x)) for p in params[:2])
-    new = [
-        torch.zeros_like(unknown) if r is None else r.to(wide_type(x), copy=True) for r in running
-    ]
+    weight, bias = (None if p is None else p.to(wide) for p in params[:2])
+    new = [torch.zeros_like(unknown) if r is None else r.to(wide, copy=True) for r in running]
     share = 1.0 if running[0] is None else momentum
     # on a CPU torch's kernel for channels last adds up all rows in one float32
     plain = x.contiguous() if x.is_cpu else x
@@ -130,7 +117,7 @@ def batch_norm(x: TensorType, *params: Given, eps: float) -> TensorType:
 def _trained(x: TensorType, *params: Given, eps: float) -> tuple[TensorType, ...]:
     name, running = "batch_norm_train", params[2:]
     check_x(name, x, 2, eps)
-    check_params(name, x, x.shape[1:2], dict(zip(_PARAMS, params, strict=True)))
+    check_params(name, x, x.shape[1:2], dict(zip(_OWN, params, strict=True)))
     if (running[0] is None) != (running[1] is None):
         raise GraphError(f"{name} was given one running statistic", remedy="give both or neither")
     check_spread(name, x, x.shape[0] * prod(x.shape[2:]), "use a larger batch, or batch_norm")
@@ -149,9 +136,7 @@ _TRAIN = {"momentum": Attr("float", 0.1, "share of this batch in the new mean"),
     attrs=_TRAIN,
     vjp=_train_vjp,
     flops=elementwise_flops(8),
-    samples=norm_samples(
-        _PARAMS, "xxxx xx-- ---- -xxx", ({}, {"momentum": 0.7, "eps": 0.01}), "3x4"
-    ),
+    samples=norm_samples(_OWN, "xxxx xx-- ---- -xxx", ({}, {"momentum": 0.7, "eps": 0.01}), "3x4"),
 )
 def batch_norm_train(*types: TensorType, momentum: float, eps: float) -> tuple[TensorType, ...]:
     """Batch normalisation for training: returns y, the new running mean and variance, and the mean
@@ -208,14 +193,9 @@ def _act_vjp(b: Ops, v: Vjp) -> Grads:
     dx, dweight, dbias, dz = b.batch_norm_act_grad(
         v.grad, v.arg(0), v.outs[3], v.outs[4], weight, bias, y, residual, signs, **attrs
     )
-    return [
-        dx,
-        None if weight is None else b.to(dweight, weight.dtype),
-        None if bias is None else b.to(dbias, bias.dtype),
-        None,
-        None,
-        (v.grad if bare else dz) if v.has(5) else None,
-    ]
+    pairs = ((weight, dweight), (bias, dbias))
+    params = [None if p is None else b.to(grad, p.dtype) for p, grad in pairs]
+    return [dx, *params, None, None, (v.grad if bare else dz) if v.has(5) else None]
 
 
 def _act_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
@@ -231,9 +211,7 @@ def _act_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
 # ---- gradient ----------------------------------------------------------------------------------
 
 
-def _before_activation(
-    b: Any, grad: Any, x: Any, params: Sequence[Any], rest: Sequence[Any], attrs: Attributes
-) -> Any:
+def _before_activation(b: Any, grad: Any, x: Any, params: Syms, rest: Syms, attrs: Any) -> Any:
     """dz, in float32 at least where there is an activation: of tensors, or of values of a graph.
     ``params``: mean, rstd, weight, bias; ``rest``: y, residual, signs. The mean is taken off first:
     folded into the bias it would cost digits where it is large."""
@@ -286,10 +264,9 @@ def _act_grad_reference(
 def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """Its formula in simpler operators, in float32 at least."""
     grad, x, mean, rstd, weight, bias, *rest = ins
-    params = (mean, rstd, weight, bias)
-    dz = _before_activation(b, b.upcast(grad), x, params, rest, attrs)
+    dz = _before_activation(b, b.upcast(grad), x, (mean, rstd, weight, bias), rest, attrs)
     stat = TensorType.of(x.shape[1:2], b.upcast(mean).dtype)
-    grouping, wanted = by_channels(x.shape, 0), Wanted(True, stat, stat)
+    grouping, wanted = by_channels(x.shape, 0), (True, stat, stat)
     found = gradients(b, x, dz, weight, grouping, 0.0, wanted, stats=(mean, rstd))
     return [*(g for g in found if g is not None), b.to(dz, x.dtype)]
 
@@ -329,20 +306,17 @@ def _cases() -> Iterator[tuple[Arg, Attributes, bool]]:
         yield s.args[0], s.attrs, with_residual
 
 
-def _act_samples() -> Sequence[Sample]:
-    found = []
+def _act_samples() -> Iterator[Sample]:
     for i, (x, act, joined) in enumerate(_cases()):
         c, mask = x.shape[1:2], ("xxxx", "xx--", "----")[i % 3]
         params = [Arg(c), Arg(c), Arg(c), Arg(c, "positive")]
         there = [p if m == "x" else None for p, m in zip(params, mask, strict=True)]
         residual = replace(x, layout="contiguous" if i % 4 else x.layout) if joined else None
         x = replace(x, kind="offset") if i % 5 == 4 else x
-        found.append(Sample((x, *there, residual), act))
-    return found
+        yield Sample((x, *there, residual), act)
 
 
-def _act_grad_samples() -> Sequence[Sample]:
-    found = []
+def _act_grad_samples() -> Iterator[Sample]:
     for i, (x, act, joined) in enumerate(_cases()):
         shape, c = x.shape, x.shape[1:2]
         params = [Arg(c), Arg(c)] if i % 3 else [None, None]
@@ -351,8 +325,7 @@ def _act_grad_samples() -> Sequence[Sample]:
         residual = Arg(shape) if joined and not by_y else None
         signs = None if packed == "none" else Arg(signs_type(shape, packed).shape, dtype="u8")
         inputs = (Arg(shape), x, Arg(c), Arg(c, "positive"), *params, y, residual, signs)
-        found.append(Sample(inputs, act, grad=False))
-    return found
+        yield Sample(inputs, act, grad=False)
 
 
 @operator(

@@ -100,12 +100,11 @@ def at_least(op: str, low: int, **values: Sequence[int]) -> None:
 def check_index(index: TensorType, *allowed: DType) -> None:
     """Raises a GraphError unless ``index`` is of one of the integer types ``allowed``."""
     if index.dtype not in allowed:
-        names = " or ".join(dt.name for dt in allowed)
-        wrong = f"the index is {index.dtype.name}, not {names}"
+        wrong = f"the index is {index.dtype.name}, not {' or '.join(dt.name for dt in allowed)}"
         raise GraphError(wrong, remedy='cast(index, dtype="i64")')
 
 
-def check_gradient(op: str, grad: TensorType, expected: Shape) -> None:
+def check_grad(op: str, grad: TensorType, expected: Shape) -> None:
     """The gradient of a result has its shape."""
     if grad.shape != expected:
         wrong = f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}"

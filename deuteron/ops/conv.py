@@ -7,7 +7,7 @@ with any strides; the result is nhwc where PyTorch's is (:func:`memory_order`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -18,14 +18,7 @@ from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
-from deuteron.ops.checks import (
-    at_least,
-    check_gradient,
-    check_shape,
-    one_dtype,
-    per_dim,
-    spatial_dims,
-)
+from deuteron.ops.checks import at_least, check_grad, check_shape, one_dtype, per_dim, spatial_dims
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Sample, samples
@@ -89,38 +82,30 @@ def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
     groups, transposed = attrs["groups"], attrs["transposed"]
     stride, padding, dilation, output_padding = (attrs[name] for name in _PER_DIM)
     if not len(weight) == len(x) == len(stride) + 2:
-        raise GraphError(
-            f"{op}: x {list(x)}, weight {list(weight)} and {len(stride)} dimensions differ in rank",
-            remedy="give all one dimension per spatial dimension after the first two",
-        )
+        wrong = f"{op}: x {list(x)}, weight {list(weight)} and stride={stride} differ in rank"
+        remedy = "give all one dimension per spatial dimension after the first two"
+        raise GraphError(wrong, remedy=remedy)
     at_least(op, 1, stride=stride, dilation=dilation, groups=(groups,), weight_shape=weight)
     at_least(op, 0, padding=padding, output_padding=output_padding)
     taken = weight[0] if transposed else weight[1] * groups
     if x[1] != taken:
-        raise GraphError(
-            f"{op}: x {list(x)} has {x[1]} channels, weight {list(weight)} with groups={groups} "
-            f"takes {taken}",
-            remedy=f"the weight is stored {_STORED[transposed]}",
-        )
+        takes = f"weight {list(weight)} with groups={groups} takes {taken}"
+        wrong = f"{op}: x {list(x)} has {x[1]} channels, {takes}"
+        raise GraphError(wrong, remedy=f"the weight is stored {_STORED[transposed]}")
     if weight[0] % groups:
-        raise GraphError(
-            f"{op}: groups={groups} does not divide the {weight[0]} rows of weight {list(weight)}",
-            remedy="choose groups that divides both channel counts",
-        )
+        wrong = f"{op}: groups={groups} does not divide the {weight[0]} rows of {list(weight)}"
+        raise GraphError(wrong, remedy="choose groups that divides both channel counts")
     if not transposed and any(output_padding):
         wrong = f"{op}: output_padding={output_padding} without transposed"
         raise GraphError(wrong, remedy="leave it out, or set transposed=True")
     sizes = []
-    for n, k, s, p, d, extra in zip(
-        x[2:], weight[2:], stride, padding, dilation, output_padding, strict=True
-    ):
+    sides = zip(x[2:], weight[2:], stride, padding, dilation, output_padding, strict=True)
+    for n, k, s, p, d, extra in sides:
         span = d * (k - 1) + 1
         if transposed and extra >= max(s, d):
-            raise GraphError(
-                f"{op}: output_padding={output_padding} is not below stride={stride} "
-                f"or dilation={dilation}",
-                remedy="make it smaller",
-            )
+            limits = f"stride={stride} or dilation={dilation}"
+            wrong = f"{op}: output_padding={output_padding} is not below {limits}"
+            raise GraphError(wrong, remedy="make it smaller")
         size = (n - 1) * s - 2 * p + span + extra if transposed else (n + 2 * p - span) // s + 1
         sizes.append(size if n else 0)
     if min(sizes) < 1:
@@ -130,9 +115,7 @@ def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
     return (x[0], weight[1] * groups if transposed else weight[0], *sizes)
 
 
-def _macs(
-    x: int, weight: int, y: int, ins: Types, outs: Sequence[TensorType], attrs: Attributes
-) -> float:
+def _macs(x: int, weight: int, y: int, ins: Types, outs: Types, attrs: Attributes) -> float:
     """Two operations each time a weight acts: once per place of the result, or of x where the
     convolution is transposed. x, the weight and the result are the so-manieth among the first two
     inputs and what comes out."""
@@ -162,8 +145,7 @@ def _conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any
     tap. Beside the bias of a folded batch norm the sum would lose its digits, so it comes last."""
     last = attrs["transposed"] and x.is_cpu and x.element_size() < 4 and bias is not None
     y = torch.convolution(x, weight, None if last else bias, *_settings(attrs))
-    if last and bias is not None:
-        y = y + bias.view(-1, *[1] * (x.ndim - 2))
+    y = y + bias.view(-1, *[1] * (x.ndim - 2)) if last and bias is not None else y
     return ordered(y, _order(*map(TensorType.from_tensor, (weight, x))))
 
 
@@ -233,13 +215,11 @@ _GRAD_CASES = samples(
 )
 
 
-def _grad_samples(op: str) -> tuple[Sample, ...]:
-    found = []
+def _grad_samples(op: str) -> Iterator[Sample]:
     for s in _GRAD_CASES():
         x, w, y = s.args
         ins, of = ((replace(y, layout=x.layout), w), x) if op == "conv_dx" else ((y, x), w)
-        found.append(Sample(ins, {"shape": of.shape, **s.attrs}))
-    return tuple(found)
+        yield Sample(ins, {"shape": of.shape, **s.attrs})
 
 
 _SHAPE = Attr("ints", doc="the shape of the tensor whose gradient this is")
@@ -261,7 +241,7 @@ def _pulling(op: str, x: int, weight: int, y: int) -> Define:
 def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for x: that of the result, pulled back through the weight."""
     one_dtype("conv_dx", grad=grad, weight=weight)
-    check_gradient("conv_dx", grad, _out_shape("conv_dx", shape, weight.shape, attrs))
+    check_grad("conv_dx", grad, _out_shape("conv_dx", shape, weight.shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(weight, grad))
 
 
@@ -269,5 +249,5 @@ def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) ->
 def conv_dw(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for its weight: that of the result against shifted copies of x."""
     one_dtype("conv_dw", grad=grad, x=x)
-    check_gradient("conv_dw", grad, _out_shape("conv_dw", x.shape, shape, attrs))
+    check_grad("conv_dw", grad, _out_shape("conv_dw", x.shape, shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(None, x, grad))

@@ -14,7 +14,7 @@ position, its lse = log Σ exp logits, and the gradient of the logits. The gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -67,10 +67,9 @@ def _check(name: str, x: TensorType, target: TensorType, weight: Given, attrs: A
         raise GraphError(wrong, remedy="use a number from 0 to 1")
     if target.dtype.is_float and name != "nll_loss":
         if target.shape != x.shape or (target.dtype != x.dtype and not mixed):
-            raise GraphError(
-                f"the target of {name} holds probabilities and is {target}, the logits are {x}",
-                remedy=f"give both one shape and type, or integer classes of shape {list(each)}",
-            )
+            wrong = f"the target of {name} holds probabilities and is {target}, the logits are {x}"
+            remedy = f"give both one shape and type, or integer classes of shape {list(each)}"
+            raise GraphError(wrong, remedy=remedy)
         if attrs["ignore_index"] >= 0:
             wrong = f"ignore_index={attrs['ignore_index']} cannot point into probabilities"
             raise GraphError(wrong, remedy="leave ignore_index out, or give integer classes")
@@ -128,8 +127,7 @@ def _reference_with_grad(
     grad = wide.softmax(axis) * slope - q
     if scale is not None:
         grad = grad * (scale.unsqueeze(axis) if scale.dim() else scale)
-    if live is not None:
-        grad = torch.where(live.unsqueeze(axis), grad, 0.0)
+    grad = grad if live is None else torch.where(live.unsqueeze(axis), grad, 0.0)
     return each.contiguous(), lse.contiguous(), torch.empty_like(x).copy_(grad)
 
 
@@ -179,8 +177,7 @@ def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: Grads) -> None:
     axis, smooth = class_axis(x.shape), v.attrs.get("label_smoothing", 0.0)
     logits, probs = "label_smoothing" in v.attrs, v.arg(1).dtype.is_float
     weight = b.reshape(b.upcast(v.arg(2)), shape=_along(x.shape)) if v.has(2) else None
-    if outer.rank:
-        outer = b.reshape(outer, shape=_with_one_class(x.shape))
+    outer = b.reshape(outer, shape=_with_one_class(x.shape)) if outer.rank else outer
     valid = hit = None
     if probs:
         q = b.upcast(v.arg(1))
@@ -190,8 +187,7 @@ def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: Grads) -> None:
         valid = b.ne(target, v.attrs["ignore_index"])
         hit = b.logical_and(b.eq(target, classes), valid)
         q = b.to(hit, x.dtype)
-    if smooth:
-        q = q * (1.0 - smooth) + smooth / max(x.shape[axis], 1)
+    q = q * (1.0 - smooth) + smooth / max(x.shape[axis], 1) if smooth else q
 
     def counted(value: Sym) -> Sym:
         kept: Sym = value if valid is None else b.where(valid, value, 0.0)
@@ -209,8 +205,7 @@ def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: Grads) -> None:
             each = b.where(b.eq(q, 0.0), 0.0, q * surprise)
             if hit is not None and v.attrs.get("reduction") == "mean":  # weights divide as well
                 each = each - b.to(hit, x.dtype) * b.upcast(v.outs[0])
-            like = TensorType.of(_along(x.shape), x.dtype)
-            dw = b.unbroadcast(counted(each * outer), like)
+            dw = b.unbroadcast(counted(each * outer), TensorType.of(_along(x.shape), x.dtype))
             out[2] = b.to(b.reshape(dw, shape=v.arg(2).shape), v.arg(2).dtype)
 
 
@@ -224,9 +219,7 @@ def _vjp_with_grad(b: Ops, v: Vjp) -> Grads:
     return out
 
 
-def joined(
-    b: Ops, each: Sym, x: TensorType, target: Sym, weight: Sym | None, attrs: Attributes
-) -> Sym:
+def joined(b: Ops, each: Sym, x: TensorType, target: Sym, weight: Any, attrs: Attributes) -> Sym:
     """The losses of all positions as ``attrs["reduction"]`` has it, in their own type."""
     if attrs["reduction"] == "none":
         return each
@@ -263,16 +256,14 @@ _NLL = """4x3 4:index<3 | 4x3@transposed 4:index<3 3:positive ignore_index=1
     | 3x4 3:index<1 ignore_index=0 nograd [none valid]"""
 
 
-def _with_grad_samples() -> Sequence[Sample]:
+def _with_grad_samples() -> Iterator[Sample]:
     """Those of cross-entropy, with a scale for all or for each position, and with z, in turn."""
-    found = []
     for k, s in enumerate(cross_entropy.samples()):
         x, target, weight = (*s.inputs, None)[:3]
         scale = (None, Arg((), "positive"), Arg(positions(s.args[0].shape)))[k % 3]
         z = Arg((), "positive") if k % 2 else None
         how = {name: v for name, v in s.attrs.items() if name != "reduction"}
-        found.append(replace(s, inputs=(x, target, weight, scale, z), attrs=how))
-    return found
+        yield replace(s, inputs=(x, target, weight, scale, z), attrs=how)
 
 
 @operator(
@@ -307,8 +298,7 @@ def cross_entropy(logits: TensorType, target: TensorType, weight: Given, **a: An
     target spread over all classes. Targets are integer classes [N, …], or probabilities in the
     shape of the logits."""
     _check("cross_entropy", logits, target, weight, a)
-    each = positions(logits.shape) if a["reduction"] == "none" else ()
-    return TensorType.of(each, logits.dtype)
+    return TensorType.of(positions(logits.shape) if a["reduction"] == "none" else (), logits.dtype)
 
 
 @operator(

@@ -62,10 +62,8 @@ def result_type(dt: DType, *types: TensorType | None) -> TensorType:
     """The broadcast result over ``types`` in element type ``dt``."""
     present = [t for t in types if t is not None]
     shape = broadcast(*(t.shape for t in present))
-    for t in present:
-        if t.shape == shape and 0 not in t.strides[:1]:
-            return t.dense_like(shape, dt)
-    return present[0].dense_like(shape, dt)
+    like = next((t for t in present if t.shape == shape and 0 not in t.strides[:1]), present[0])
+    return like.dense_like(shape, dt)
 
 
 def elementwise(

@@ -47,10 +47,9 @@ def check_scatter(index: TensorType, src: TensorType, shape: Shape) -> None:
     """An index for each element of src, into a tensor of a shape that has its rank."""
     check_index(index, int64)
     if index.shape != src.shape or len(shape) != src.rank or any(n < 0 for n in shape):
-        raise GraphError(
-            f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)} do not fit",
-            remedy="index and src must be of one shape, and of the rank of shape",
-        )
+        sizes = f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)}"
+        remedy = "index and src must be of one shape, and of the rank of shape"
+        raise GraphError(f"{sizes} do not fit", remedy=remedy)
 
 
 def by_frequency(b: Ops, grad: Sym, index: Sym, rows: int) -> Sym:
@@ -114,8 +113,7 @@ def _embedding_grad_vjp(b: Ops, v: Vjp) -> Grads:
     index, padding = v.arg(1), v.attrs["padding_idx"]
     grad = b.embedding(v.grad, index)
     if padding >= 0:
-        counts = b.reshape(b.ne(index, padding), (*index.shape, 1))
-        grad = b.where(counts, grad, 0.0)
+        grad = b.where(b.reshape(b.ne(index, padding), (*index.shape, 1)), grad, 0.0)
     return [grad, None]
 
 

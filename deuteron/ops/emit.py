@@ -108,8 +108,7 @@ class Ops:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Emit operator ``name``: inputs first, then attributes, by position or keyword."""
-        op = table.get(name)
-        inputs, attrs = bind(op, args, kwargs)
+        inputs, attrs = bind(table.get(name), args, kwargs)
         syms = [v.type for v in inputs if isinstance(v, Sym)]
         # the condition of where has no say in the type of the result
         voting = [t for t in syms if t.dtype.kind != "bool"] or syms
@@ -157,11 +156,9 @@ class Ops:
     def unbroadcast(self, grad: Sym, like: TensorType) -> Sym:
         """Sum ``grad`` down to the shape it was broadcast from, and give it that dtype."""
         lead = grad.rank - like.rank
-        axes = tuple(range(lead)) + tuple(
-            i + lead for i, size in enumerate(like.shape) if size == 1 and grad.shape[i + lead] != 1
-        )
-        if axes:
-            grad = self.call("sum", grad, axes=axes, keepdim=False)
+        grown = (d for d, size in enumerate(like.shape, lead) if size == 1 and grad.shape[d] != 1)
+        axes = (*range(lead), *grown)
+        grad = self.call("sum", grad, axes=axes, keepdim=False) if axes else grad
         if grad.shape != like.shape:
             grad = self.call("reshape", grad, shape=like.shape)
         return self.to(grad, like.dtype)
@@ -172,25 +169,23 @@ class Ops:
         return self.one("expand", zero, shape=like.shape)
 
 
-def bind(
-    op: OpDef, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
+def bind(op: OpDef, args: Sequence[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Sort positional and keyword arguments into inputs and attributes of ``op``."""
     slots = [name.strip("*?") for name in op.inputs]
     attrs = list(op.attrs)
     if op.variadic:
         listed = bool(args) and isinstance(args[0], list | tuple)
         rest = dict(zip(attrs, args[1:], strict=False)) if listed else {}
-        return list(args[0] if listed else args), {**rest, **kwargs}
+        return list(args[0] if listed else args), {**rest, **named}
     inputs: list[Any] = list(args[: len(slots)])
     extra = list(args[len(slots) :])
     # a positional attribute may follow directly where optional inputs are left out
-    while len(inputs) > op.required and not _is_operand(inputs[-1]):
+    while len(inputs) > op.required and not isinstance(inputs[-1], OPERANDS):
         extra.insert(0, inputs.pop())
     if len(extra) > len(attrs):
         raise GraphError(f"{op.name} takes at most {len(slots) + len(attrs)} arguments")
     given = dict(zip(attrs, extra, strict=False))
-    for name, value in kwargs.items():
+    for name, value in named.items():
         if name in slots:
             index = slots.index(name)
             if index < len(inputs) and inputs[index] is not None:
@@ -204,9 +199,6 @@ def bind(
     return inputs, given
 
 
-def _is_operand(value: Any) -> bool:
-    return value is None or isinstance(value, Sym | torch.Tensor | bool | int | float)
-
-
+OPERANDS = Sym | torch.Tensor | int | float | None
 Syms = Sequence[Any]  # of a node's inputs: handles, and None for one left out
 Grads = list[Sym | None]

@@ -19,8 +19,7 @@ TAKES_NUMBERS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
 def run_node(node: Node, args: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
     """The reference's answer for one node."""
     op = table.get(node.op)
-    if not op.variadic:
-        args = args + [None] * (len(op.inputs) - len(args))
+    args = args if op.variadic else args + [None] * (len(op.inputs) - len(args))
     result: Any = op.reference(*args, **node.attrs)
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
@@ -52,8 +51,7 @@ def evaluate(
 
     env = {name: lift(t) for name, t in inputs.items()}
     for name, constant in graph.constants.items():
-        data = constant.data if constant.is_scalar else constant.data.to(device)
-        env[name] = lift(data)
+        env[name] = lift(constant.data if constant.is_scalar else constant.data.to(device))
     with nullcontext() if differentiable else torch.no_grad():
         for node in graph.nodes:
             args = [None if v is None else env[v] for v in node.inputs]
@@ -69,8 +67,7 @@ def evaluate(
 
 
 def implied(graph: Graph, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of the values ``found`` by one run, those that follow exactly from others among them, and
-    what they must be."""
+    """Of the values ``found`` by one run, those that follow from others, as they must be."""
     wanted: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
         rule = table.get(node.op).implied

@@ -258,8 +258,7 @@ def is_scalar(op: OpDef) -> bool:
 
 def trace_op(name: str, attrs: Mapping[str, Any]) -> Traced:
     """An operator on floats; raises CannotLower if it has no formula."""
-    op = table.get(name)
-    return trace(lambda b, *given: b.call(name, *given, **attrs), op.inputs, {})
+    return trace(lambda b, *given: b.call(name, *given, **attrs), table.get(name).inputs, {})
 
 
 def trace_gradient(name: str, attrs: Mapping[str, Any]) -> Traced:
@@ -275,8 +274,7 @@ def trace(formula: Formula, inputs: Sequence[str], attrs: Mapping[str, Any]) -> 
     not reach its results is left out."""
     scalars = Scalars()
     scalars.kinds = dict.fromkeys(inputs, "float")
-    given = [Scalar(scalars, name) for name in inputs]
-    made = formula(ScalarOps(scalars), *given, **attrs)
+    made = formula(ScalarOps(scalars), *[Scalar(scalars, name) for name in inputs], **attrs)
     result, *others = map(_arg, made if isinstance(made, tuple) else (made,))
     needed, kept = {result, *others}, []
     for s in reversed(scalars.statements):

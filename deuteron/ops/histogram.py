@@ -24,8 +24,7 @@ from deuteron.ops.reference import fixed_order
 
 
 def _bins_of(b: Any, x: Any, bins: int, low: float, high: float) -> tuple[Any, Any]:
-    """The bin of each element, as torch.histc finds it, and whether it lies in any: of a tensor, or
-    of a value of a graph."""
+    """The bin of each element, as torch.histc finds it, and whether it lies in any."""
     wide = x if dtype(x.dtype).short in ("f32", "f64") else b.cast(x, dtype="f64")
     place = b.floor((wide - low) * float(bins) / (high - low))
     place = b.clamp(place, min=0.0, max=bins - 1.0)

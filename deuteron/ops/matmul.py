@@ -89,11 +89,9 @@ def matmul(x: TensorType, y: TensorType) -> TensorType:
             raise GraphError(wrong, remedy="multiply by a scalar with mul")
     inner = y.shape[-2:][0]
     if x.shape[-1] != inner:
-        raise GraphError(
-            f"inner sizes of matmul differ: x {list(x.shape)} ends in {x.shape[-1]}, "
-            f"y {list(y.shape)} has {inner} rows",
-            remedy="make them equal, or swap the last two dimensions of one with permute",
-        )
+        sizes = f"x {list(x.shape)} ends in {x.shape[-1]}, y {list(y.shape)} has {inner} rows"
+        remedy = "make them equal, or swap the last two dimensions of one with permute"
+        raise GraphError(f"inner sizes of matmul differ: {sizes}", remedy=remedy)
     batch, columns = broadcast(x.shape[:-2], y.shape[:-2]), y.shape[1:][-1:]
     return TensorType.of((*batch, *x.shape[-2:-1], *columns), x.dtype)
 
@@ -102,12 +100,10 @@ def _linear_vjp(b: Ops, v: Vjp) -> Grads:
     x, weight, grad = v.arg(0), v.arg(1), v.grad
     rows, (out, inner) = prod(x.shape[:-1]), weight.shape
     dx = b.matmul(grad, weight) if v.needs[0] else None
-    dw = db = None
+    dw = None
     if v.needs[1]:
-        flat = _reshaped(b, grad, rows, out)
-        dw = b.matmul(_transposed(b, flat), _reshaped(b, x, rows, inner))
-    if v.needs[2]:
-        db = b.unbroadcast(b.upcast(grad), v.arg(2).type)
+        dw = b.matmul(_transposed(b, _reshaped(b, grad, rows, out)), _reshaped(b, x, rows, inner))
+    db = b.unbroadcast(b.upcast(grad), v.arg(2).type) if v.needs[2] else None
     return [dx, dw, db]
 
 
@@ -124,17 +120,14 @@ def linear(x: TensorType, weight: TensorType, bias: Given) -> TensorType:
     """x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out]."""
     one_dtype("linear", ints=True, x=x, weight=weight, bias=bias)
     if x.rank == 0 or weight.rank != 2:
-        raise GraphError(
-            f"linear takes x of rank 1 or more and weight [out, in], "
-            f"not x {list(x.shape)} and weight {list(weight.shape)}",
-            remedy="reshape them, or use matmul",
-        )
+        given = f"x {list(x.shape)} and weight {list(weight.shape)}"
+        wrong = f"linear takes x of rank 1 or more and weight [out, in], not {given}"
+        raise GraphError(wrong, remedy="reshape them, or use matmul")
     out, inner = weight.shape
     if x.shape[-1] != inner:
-        raise GraphError(
-            f"linear: x {list(x.shape)} ends in {x.shape[-1]}, weight {list(weight.shape)} "
-            f"takes {inner}",
-            remedy="the weight is stored [out, in]; transpose it with permute if it is [in, out]",
-        )
+        takes = f"weight {list(weight.shape)} takes {inner}"
+        wrong = f"linear: x {list(x.shape)} ends in {x.shape[-1]}, {takes}"
+        remedy = "the weight is stored [out, in]; transpose it with permute if it is [in, out]"
+        raise GraphError(wrong, remedy=remedy)
     check_shape("the bias of linear", bias, (out,), "give one number per output, or add it later")
     return TensorType.of((*x.shape[:-1], out), x.dtype)

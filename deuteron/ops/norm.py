@@ -117,14 +117,6 @@ def summed(b: Ops, grad: Sym, lies: Shape, param: TensorType) -> Sym:
     return b.to(shaped(b, total, param.shape), param.dtype)
 
 
-class Wanted(NamedTuple):
-    """Which gradients are asked for: that of x, and of parameters by the types they have."""
-
-    x: bool
-    weight: TensorType | None
-    bias: TensorType | None
-
-
 def gradients(
     b: Ops,
     x: Sym,
@@ -132,14 +124,14 @@ def gradients(
     weight: Sym | None,
     grouping: Grouping,
     eps: float,
-    wanted: Wanted,
+    wanted: tuple[bool, Given, Given],
     *,
     centred: bool = True,
     stats: tuple[Sym | None, Sym] | None = None,
 ) -> Grads:
-    """Gradients for x, weight and bias, through the statistics too. Where ``stats`` gives mean
-    and rstd they are not computed again."""
-    source, (work, axes, lies) = x.type, grouping
+    """Gradients for x, weight and bias, through the statistics too; ``wanted``: whether that of x,
+    and the types of the parameters whose are. ``stats``: mean and rstd, if they are known."""
+    source, (work, axes, lies), (of_x, of_weight, of_bias) = x.type, grouping, wanted
     x, grad = shaped(b, x, work), shaped(b, grad, work)
 
     def mean(of: Sym) -> Sym:
@@ -156,15 +148,15 @@ def gradients(
         rstd = b.where(b.isinf(square), math.nan, b.rsqrt(square))
     hat = x * rstd
     out: Grads = [None, None, None]
-    if wanted.x:
+    if of_x:
         inner = grad if weight is None else grad * shaped(b, weight, lies)
         flat = inner - mean(inner) if centred else inner
         dx = (flat - hat * mean(inner * hat)) * rstd
         out[0] = b.to(shaped(b, dx, source.shape), source.dtype)
-    if wanted.weight is not None:
-        out[1] = summed(b, grad * hat, lies, wanted.weight)
-    if wanted.bias is not None:
-        out[2] = summed(b, grad, lies, wanted.bias)
+    if of_weight is not None:
+        out[1] = summed(b, grad * hat, lies, of_weight)
+    if of_bias is not None:
+        out[2] = summed(b, grad, lies, of_bias)
     return out
 
 
@@ -251,9 +243,7 @@ class Norm(NamedTuple):
         of_weight = None if weight is None else TensorType.of(shape, weight.dtype)
         return dx, *(t for t in (of_weight, of_bias) if t is not None)
 
-    def grad_reference(
-        self, x: Tensor, grad: Tensor, *others: Tensor | None, **attrs: Any
-    ) -> tuple[Tensor, ...]:
+    def grad_reference(self, x: Tensor, grad: Tensor, *others: Tensor | None, **attrs: Any) -> Any:
         weight, extra, offset = others
         bias, following, own = self.split(attrs)
         (work, axes, lies), wide = self.grouping(tuple(x.shape), own), wide_type(x)
@@ -292,8 +282,7 @@ class Norm(NamedTuple):
             made = b.call(f"{self.name}_grad", x, before, weight, extra, bias=bias, **own)
             return list(made) if isinstance(made, tuple) else [made]
         shape = self.check(self.name, x.type, own)
-        of_weight = None if weight is None else weight.type
-        wanted = Wanted(True, of_weight, _bias_type(bias, x.type, shape))
+        wanted = (True, None if weight is None else weight.type, _bias_type(bias, x.type, shape))
         grouping = self.grouping(x.shape, own)
         found = gradients(b, x, grad, weight, grouping, own["eps"], wanted, centred=self.centred)
         if extra is not None:
@@ -355,9 +344,7 @@ def _bias_type(bias: str, x: TensorType, shape: Shape) -> TensorType | None:
     return TensorType.of(shape, x.dtype if bias == "same" else float32)
 
 
-def _torch_group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
-) -> Tensor:
+def _torch_group_norm(x: Tensor, weight: Any, bias: Any, groups: int, eps: float) -> Tensor:
     """On a CPU torch's kernel for channels last takes a variance from squares that are not
     centred, and makes anything of a large mean: positions in one row have one order only."""
     rows = x.reshape(*x.shape[:2], prod(x.shape[2:])) if x.is_cpu and x.ndim > 3 else x
@@ -366,15 +353,14 @@ def _torch_group_norm(
 
 _DIMS = Attr("int", 1, "how many trailing dimensions are normalised together, at least 1")
 _TRAILING = ({"dims": 1}, {"dims": 2, "eps": 0.01}, {"dims": 1})
+_OVER_THE_LAST = 1, _check_dims, _by_trailing
 _PAIR = ("weight", "bias"), "xx -- x- -x"
 
 NORMS = (
     Norm(
         "layer_norm",
         {"dims": _DIMS, "eps": EPS},
-        1,
-        _check_dims,
-        _by_trailing,
+        *_OVER_THE_LAST,
         lambda x, w, b, dims, eps: F.layer_norm(x, x.shape[-dims:], w, b, eps),
         False,
         norm_samples(*_PAIR, _TRAILING, "5"),
@@ -384,9 +370,7 @@ NORMS = (
     Norm(
         "rms_norm",
         {"dims": _DIMS, "eps": Attr("float", 1e-6, "added to the mean square, e.g. 1e-6")},
-        1,
-        _check_dims,
-        _by_trailing,
+        *_OVER_THE_LAST,
         lambda x, w, dims, eps: F.rms_norm(x, x.shape[-dims:], w, eps),
         False,
         norm_samples(("weight",), "x x -", _TRAILING, "5"),

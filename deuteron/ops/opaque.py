@@ -95,8 +95,7 @@ def is_random(target: str) -> bool:
 def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, out: Any) -> Any:
     device = xs[0].device if xs else torch.device("cpu")
     positional = [decode(a, xs, device) for a in args]
-    named = {key: decode(a, xs, device) for key, a in kwargs}
-    result = resolve(target)(*positional, **named)
+    result = resolve(target)(*positional, **{key: decode(a, xs, device) for key, a in kwargs})
     flat = result if isinstance(result, tuple | list) else (result,)
     return tuple(t for t in flat if isinstance(t, torch.Tensor))
 

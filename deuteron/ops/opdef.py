@@ -236,9 +236,7 @@ class OpDef:
             reads += min(0, outs[0].nbytes - ins[0].nbytes)
         return Cost(float(self.flops(ins, outs, attrs)), reads, sum(t.nbytes for t in outs))
 
-    def pulled(
-        self, b: Any, slot: int, grad: Any, ins: Sequence[Any], out: Any, attrs: Mapping[str, Any]
-    ) -> Any:
+    def pulled(self, b: Any, slot: int, grad: Any, ins: Types, out: Any, attrs: Attributes) -> Any:
         """What reaches input ``slot`` of the gradient ``grad`` of ``out``, in values of ``b``; a
         number where that is the same for all elements, None where there is no gradient."""
         from deuteron.ops.formula import walked_back
@@ -277,18 +275,16 @@ class OpDef:
 Define = Callable[[InferFn], OpDef]
 
 
-def operator(
-    fusion: Fusion, reference: Callable[..., Any], inputs: str = "", **fields: Any
-) -> Define:
+def operator(fusion: Fusion, reference: Any, inputs: str = "", **fields: Any) -> Define:
     """An operator from the function that infers the types of its results.
 
     The name (without the ``_`` behind a word that Python has taken), the description and the inputs
     are the function's: an input is what has the type TensorType, one that may be left out the type
     Given. ``inputs`` names them where the function does not, ``fields`` are further ones of OpDef;
-    ``samples`` may be text (:func:`deuteron.ops.samples.samples`).
+    ``samples`` may be text (:func:`deuteron.ops.samples.samples`), or a function that yields them.
     """
-    if isinstance(fields.get("samples"), str):
-        fields["samples"] = samples(fields["samples"])
+    given = fields.pop("samples", tuple)
+    cases = samples(given) if isinstance(given, str) else given
 
     def make(infer: InferFn) -> OpDef:
         slots, ends = inputs.split(), {"TensorType": "", "Given": "?"}
@@ -297,6 +293,7 @@ def operator(
                 star = "*" * (p.kind is p.VAR_POSITIONAL)
                 slots.append(f"{star}{p.name}{ends[p.annotation]}")
         name, doc = infer.__name__.removesuffix("_"), " ".join((infer.__doc__ or "").split())
+        fields["samples"] = lambda: tuple(cases())
         return OpDef(name, doc, tuple(slots), infer, reference, fusion, **fields)
 
     return make

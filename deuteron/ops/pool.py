@@ -20,7 +20,7 @@ from torch import Tensor
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int64
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
+from deuteron.ops.checks import at_least, check_grad, one_dtype, per_dim, spatial_dims
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.movement import ROW
@@ -97,9 +97,8 @@ def _pooled(op: str, shape: Shape, attrs: Attributes) -> Shape:
         wrong = f"{op}: padding={padding} is more than half of kernel={kernel}"
         raise GraphError(wrong, remedy="use less, or pad x before pooling")
     if "avg" in op and len(kernel) == 3 and any(map(lt, shape[2:], kernel)):
-        raise GraphError(  # torch has no such kernel, whatever the padding
-            f"{op}: kernel={kernel} is larger than x {list(shape)}", remedy="pad x before pooling"
-        )
+        wrong = f"{op}: kernel={kernel} is larger than x {list(shape)}"  # torch has no such kernel
+        raise GraphError(wrong, remedy="pad x before pooling")
     if attrs.get("divisor") == 0:
         raise GraphError(f"{op}: divisor=0", remedy="leave it out to divide by the count")
     ceil, sizes = attrs["ceil_mode"], []
@@ -111,18 +110,14 @@ def _pooled(op: str, shape: Shape, attrs: Attributes) -> Shape:
     if min(sizes) < 1:
         remedy = "use a smaller kernel or dilation, more padding, or ceil_mode=True"
         raise GraphError(f"{op}: kernel={kernel} does not fit into x {list(shape)}", remedy=remedy)
-    if _misses(shape[2:], sizes, stride, padding, dilation):
-        raise GraphError(
-            f"{op}: with dilation={dilation} and padding={padding} the elements of a window step "
-            f"over all of x {list(shape)}, and there is no largest of none",
-            remedy="use a dilation no larger than x, or no padding",
-        )
+    if _misses(shape[2:], tuple(sizes), stride, padding, dilation):
+        how = f"{op}: with dilation={dilation} and padding={padding} the elements of a window"
+        wrong = f"{how} step over all of x {list(shape)}, and there is no largest of none"
+        raise GraphError(wrong, remedy="use a dilation no larger than x, or no padding")
     return (*shape[:2], *sizes)
 
 
-def _misses(
-    space: Shape, windows: Sequence[int], stride: Shape, padding: Shape, dilation: Shape
-) -> bool:
+def _misses(space: Shape, windows: Shape, stride: Shape, padding: Shape, dilation: Shape) -> bool:
     """Whether a window has all its elements in the padding. One that begins there comes out of it,
     since the padding is at most half of it, but a step of more than all of x may lead from the
     padding before it to that behind. (torch counts places outside of x for such a window, and on a
@@ -141,7 +136,7 @@ def _infer(op: str, x: TensorType, **attrs: Any) -> TensorType | tuple[TensorTyp
 
 def _infer_max_grad(op: str, grad: TensorType, x: TensorType, **attrs: Any) -> TensorType:
     one_dtype(op, grad=grad, x=x)
-    check_gradient(op, grad, _pooled(op, x.shape, attrs))
+    check_grad(op, grad, _pooled(op, x.shape, attrs))
     return TensorType.of(x.shape, x.dtype, result_order(op, x))
 
 
@@ -150,7 +145,7 @@ def _infer_avg_grad(op: str, grad: TensorType, shape: Shape, **attrs: Any) -> Te
     if len(shape) != grad.rank:
         wrong = f"{op}: shape {list(shape)} and the gradient {list(grad.shape)} differ in rank"
         raise GraphError(wrong, remedy="give the shape of the forward input")
-    check_gradient(op, grad, _pooled(op, shape, attrs or {"size": grad.shape[2:]}))
+    check_grad(op, grad, _pooled(op, shape, attrs or {"size": grad.shape[2:]}))
     return TensorType.of(shape, grad.dtype, result_order(op, grad))
 
 
@@ -341,7 +336,6 @@ def _samples(op: str, base: str) -> list[Sample]:
 
 
 def _base(op: str) -> str:
-    """The pool that an operator belongs to."""
     return op.removesuffix("_grad").removesuffix("_with_indices")
 
 

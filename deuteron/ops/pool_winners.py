@@ -9,7 +9,7 @@ of x, which nobody need keep any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import uint8
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.checks import check_gradient
+from deuteron.ops.checks import check_grad
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.formula import TENSORS
@@ -40,13 +40,10 @@ def fits(kernel: Sequence[int]) -> bool:
 
 
 def _pooled(op: str, x: TensorType, attrs: Attributes) -> TensorType:
-    """The type of the result."""
     if not fits(attrs["kernel"]):
-        raise GraphError(
-            f"{op}: a window of {prod(attrs['kernel'])} elements, and a byte numbers "
-            f"{MOST_NUMBERED}",
-            remedy="use max_pool_with_indices",
-        )
+        many = f"a window of {prod(attrs['kernel'])} elements"
+        wrong = f"{op}: {many}, and a byte numbers {MOST_NUMBERED}"
+        raise GraphError(wrong, remedy="use max_pool_with_indices")
     y = _POOL.infer(x, **attrs)
     assert isinstance(y, TensorType)
     return y
@@ -88,12 +85,10 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
     return [b.max_pool_winners_grad(v.grad, v.outs[1], **how)]
 
 
-def _grad_reference(
-    grad: Tensor, winners: Tensor, shape: Shape, order: str, **attrs: Any
-) -> Tensor:
+def _grad_reference(grad: Tensor, winners: Tensor, shape: Shape, order: str, **how: Any) -> Tensor:
     wide = torch.promote_types(grad.dtype, torch.float32)
     flat = grad.new_zeros((*shape[:2], prod(shape[2:])), dtype=wide)
-    places = _places(TENSORS, winners, shape, attrs).flatten(2)
+    places = _places(TENSORS, winners, shape, how).flatten(2)
     found = flat.scatter_add(2, places, grad.flatten(2).to(wide))
     return ordered(found.reshape(shape).to(grad.dtype), order)
 
@@ -117,14 +112,12 @@ _GRAD_CASES = samples(
 )
 
 
-def _grad_samples() -> list[Sample]:
-    found = []
+def _grad_samples() -> Iterator[Sample]:
     for s in _GRAD_CASES():
         x, grad = s.args
         high = s.attrs["kernel"] ** (len(x.shape) - 2)
         winners = replace(grad, kind="index", dtype="u8", high=high)
-        found.append(Sample((grad, winners), {"shape": x.shape, "order": x.layout, **s.attrs}))
-    return found
+        yield Sample((grad, winners), {"shape": x.shape, "order": x.layout, **s.attrs})
 
 
 @operator(
@@ -156,7 +149,7 @@ def max_pool_winners_grad(
 ) -> TensorType:
     """The gradient of max_pool_with_winners: each window's goes to its winner."""
     y = _pooled(_GRAD, TensorType.of(shape, grad.dtype), attrs)
-    check_gradient(_GRAD, grad, y.shape)
+    check_grad(_GRAD, grad, y.shape)
     if winners.dtype != uint8 or winners.shape != y.shape:
         raise GraphError(f"{_GRAD}: winners are {winners}", remedy=f"u8{list(y.shape)} is needed")
     return TensorType.of(shape, grad.dtype, order)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,8 +56,7 @@ def _sum_grad(b: Ops, v: Vjp) -> Any:
 
 
 def _mean_grad(b: Ops, v: Vjp) -> Any:
-    each = _spread(b, v, v.grad) * (1.0 / max(_count(v), 1))
-    return b.expand(each, shape=v.arg(0).shape)
+    return b.expand(_spread(b, v, v.grad) * (1.0 / max(_count(v), 1)), shape=v.arg(0).shape)
 
 
 def _prod_grad(b: Ops, v: Vjp) -> Any:
@@ -71,11 +70,10 @@ def _prod_grad(b: Ops, v: Vjp) -> Any:
     odd_others = b.sum(is_odd, **how) - b.to(is_odd, int64)
     times_zero = b.where(b.gt(odd_others, 0), math.nan, b.zeros(x.type))
     at_zero = b.where(b.eq(zeros, 1), rest, times_zero)
-    elsewhere = b.where(b.eq(zeros, 0), rest / safe, times_zero)
-    return b.where(is_zero, at_zero, elsewhere)
+    return b.where(is_zero, at_zero, b.where(b.eq(zeros, 0), rest / safe, times_zero))
 
 
-def _extreme_grad(b: Ops, v: Vjp) -> Any:
+def _peak_grad(b: Ops, v: Vjp) -> Any:
     """Shared evenly among all elements that reach the extreme."""
     grad = _spread(b, v, b.upcast(v.grad))
     hit = b.to(b.eq(v.arg(0), _spread(b, v, v.outs[0])), grad.dtype)
@@ -152,9 +150,7 @@ _reducing = partial(operator, Fusion.REDUCTION, complete=_complete)
 _KINDS = {"max": "distinct", "min": "distinct", "any": "bool", "all": "bool"}
 
 
-def _reduction(
-    name: str, doc: str, fn: Callable[..., Tensor], grad: Grad | None, result: Result, extra: str
-) -> OpDef:
+def _reduce(name: str, doc: str, fn: Any, grad: Grad | None, result: Result, extra: str) -> OpDef:
     """``extra``: further samples."""
     filled = name in ("max", "min")
 
@@ -182,18 +178,23 @@ _SUM = "the sum; integers and booleans add up to int64"
 _PROD = "the product; integers and booleans multiply to int64"
 
 REDUCE = (
-    _reduction("sum", _SUM, torch.sum, _sum_grad, _widened, _BOTH),
-    _reduction("mean", "the mean", torch.mean, _mean_grad, floats, _ODD),
-    _reduction("prod", _PROD, _prod_reference, _prod_grad, _widened, f"{_WHOLE} | {_ZEROS}"),
-    _reduction(
-        "max", f"the largest {_TIES}", torch.amax, _extreme_grad, anything, f"{_WHOLE} | {_ODD}"
-    ),
-    _reduction("min", f"the smallest {_TIES}", torch.amin, _extreme_grad, anything, _BOTH),
-    _reduction("any", "whether an element is not zero", _of_truths(torch.any), None, truth, _WHOLE),
-    _reduction("all", "whether no element is zero", _of_truths(torch.all), None, truth, _ODD),
+    _reduce("sum", _SUM, torch.sum, _sum_grad, _widened, _BOTH),
+    _reduce("mean", "the mean", torch.mean, _mean_grad, floats, _ODD),
+    _reduce("prod", _PROD, _prod_reference, _prod_grad, _widened, f"{_WHOLE} | {_ZEROS}"),
+    _reduce("max", f"the largest {_TIES}", torch.amax, _peak_grad, anything, f"{_WHOLE} | {_ODD}"),
+    _reduce("min", f"the smallest {_TIES}", torch.amin, _peak_grad, anything, _BOTH),
+    _reduce("any", "whether an element is not zero", _of_truths(torch.any), None, truth, _WHOLE),
+    _reduce("all", "whether no element is zero", _of_truths(torch.all), None, truth, _ODD),
 )
 
 # ---- variance, and where the extremes are ------------------------------------------------------
+
+
+def _var_samples() -> Iterator[Sample]:
+    for i, s in enumerate(_samples("normal", False)):
+        if s.inputs[0] != Arg(()):
+            yield replace(s, attrs={**s.attrs, "correction": i % 2})
+    yield from samples("4x5:offset axes=1 | scalar correction=0")()
 
 
 @_reducing(
@@ -201,14 +202,7 @@ REDUCE = (
     attrs={**_AXES, "correction": Attr("int", 1, "1 for samples, 0 for whole populations")},
     vjp=_vjp(_var_grad),
     flops=input_flops(4),
-    samples=lambda: (
-        *(
-            replace(s, attrs={**s.attrs, "correction": i % 2})
-            for i, s in enumerate(_samples("normal", False))
-            if s.inputs[0] != Arg(())
-        ),
-        *samples("4x5:offset axes=1 | scalar correction=0")(),
-    ),
+    samples=_var_samples,
 )
 def var(x: TensorType, axes: Shape, keepdim: bool, correction: int) -> TensorType:
     """The variance along the axes: squared distances from the mean, summed and divided by
@@ -220,8 +214,7 @@ def var(x: TensorType, axes: Shape, keepdim: bool, correction: int) -> TensorTyp
 
 def _arg_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     x, axis = types[0], attrs["axis"]
-    if axis is not None:
-        axis = (*norm_axes((axis,), x.rank, "axis"), 0)[0]
+    axis = axis if axis is None else (*norm_axes((axis,), x.rank, "axis"), 0)[0]
     return attrs | {"axis": axis}
 
 
@@ -266,7 +259,7 @@ def argmin(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
 # ---- the norm of vectors, out of others -------------------------------------------------------
 
 
-def vector_norm(b: Ops, x: Sym, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
+def vector_norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
     """(Σ |x|ᵖ)^(1/p) along ``axes``; of p = ±inf the largest or smallest |x|, of 0 how
     many elements are not 0. Powers of 16-bit numbers, which overflow soon, are those of float32."""
     floats("norm", x.type)
@@ -294,10 +287,9 @@ def _check_filled(x: TensorType, p: float, axes: tuple[int, ...] | None) -> None
     is nothing."""
     for axis in norm_axes(axes, x.rank):
         if x.shape[axis] == 0:
-            raise GraphError(
-                f"the {p:g}-norm over axis {axis} of {list(x.shape)}, an empty one, has no answer",
-                remedy="reduce over other axes, leave empty tensors out, or a finite p from 0 on",
-            )
+            what = f"the {p:g}-norm over axis {axis} of {list(x.shape)}, an empty one,"
+            remedy = "reduce over other axes, leave empty tensors out, or a finite p from 0 on"
+            raise GraphError(f"{what} has no answer", remedy=remedy)
 
 
 def _rooted(b: Ops, total: Sym, p: float) -> Sym:
@@ -305,5 +297,4 @@ def _rooted(b: Ops, total: Sym, p: float) -> Sym:
     of a row of zeros would be nan."""
     zero = b.one("eq", total, 0.0)
     safe = b.where(zero, 1.0, total)
-    root = b.sqrt(safe) if p == 2.0 else b.pow(safe, 1.0 / p)
-    return b.one("where", zero, 0.0, root)
+    return b.one("where", zero, 0.0, b.sqrt(safe) if p == 2.0 else b.pow(safe, 1.0 / p))

@@ -6,7 +6,7 @@ factors themselves when they are given, so they stay in the node beside the size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil, isfinite
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
+from deuteron.ops.checks import at_least, check_grad, one_dtype, per_dim, spatial_dims
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.movement import moving
@@ -45,8 +45,8 @@ def cubic_weights(t: Any) -> tuple[Any, ...]:
 
 # ---- resize ----------------------------------------------------------------------------------
 
-# mode → its spatial dimensions, the elements read per dimension, the kernel of its gradient
-_MODES: dict[str, tuple[tuple[int, ...], int, str]] = {
+# mode → its spatial dimensions, the elements read per dimension, ATen's name for it
+MODES: dict[str, tuple[tuple[int, ...], int, str]] = {
     "nearest": ((1, 2, 3), 1, "upsample_nearest{}d"),
     "nearest-exact": ((1, 2, 3), 1, "_upsample_nearest_exact{}d"),
     "linear": ((1,), 2, "upsample_linear{}d"),
@@ -64,8 +64,8 @@ _HOW = {
     "antialias": Attr("bool", False, "average while shrinking, for bilinear and bicubic"),
     "scale": Attr("any", None, "scale factors, one number or one per spatial dimension"),
 }
-_MODE = Attr("str", "nearest", "how elements are blended", tuple(_MODES))
-_MODE_BACK = Attr("str", "nearest", "that of resize", tuple(m for m in _MODES if m != "area"))
+_MODE = Attr("str", "nearest", "how elements are blended", tuple(MODES))
+_MODE_BACK = Attr("str", "nearest", "that of resize", tuple(m for m in MODES if m != "area"))
 
 
 def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
 
 def _check(op: str, shape: Shape, size: Shape, mode: str, how: Attributes) -> None:
     dims = len(shape) - 2
-    if dims not in _MODES[mode][0]:
-        fitting = ", ".join(name for name, row in _MODES.items() if dims in row[0])
+    if dims not in MODES[mode][0]:
+        fitting = ", ".join(name for name, row in MODES.items() if dims in row[0])
         wrong = f"{op}: mode {mode!r} does not resize {dims} spatial dimensions"
         raise GraphError(wrong, remedy=f"use one of {fitting}")
     for name, modes in _ONLY_FOR.items():
@@ -127,7 +127,7 @@ def _resize_reference(x: Tensor, size: Shape, mode: str, scale: Any, **how: Any)
 
 def _resize_grad_reference(grad: Tensor, shape: Shape, mode: str, scale: Any, **how: Any) -> Tensor:
     dims, order = grad.ndim - 2, _order(mode, TensorType.from_tensor(grad))
-    name = _MODES[mode][2].format(dims)
+    name = MODES[mode][2].format(dims)
     name = f"_{name}_aa_backward" if how["antialias"] else f"{name}_backward"
     corners = [how["align_corners"]] if mode in _BLENDING else []
     given = grad.float() if gradient_faults(grad, mode) else grad
@@ -152,7 +152,7 @@ def _resize_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> 
     x, y = (outs[0], ins[0]) if "shape" in attrs else (ins[0], outs[0])
     if attrs["mode"] == "area":
         return float(max(x.numel, y.numel))
-    blended = _MODES[attrs["mode"]][1] ** (x.rank - 2)
+    blended = MODES[attrs["mode"]][1] ** (x.rank - 2)
     for n, m in zip(x.shape[2:], y.shape[2:], strict=True):
         blended *= ceil(n / m) if attrs["antialias"] else 1
     return 2.0 * blended * y.numel if blended > 1 else 0.0
@@ -170,17 +170,14 @@ _CASES = """2x3x4x5 8x10 scale=2 | 2x3x4x5@nhwc 3x7 mode=nearest-exact
     | 2x3x5x6@nhwc 2x4 mode=area | 1x2x7 3 mode=area"""
 
 
-def _resize_samples(op: str) -> list[Sample]:
-    found = []
+def _resize_samples(op: str) -> Iterator[Sample]:
     for s in samples(_CASES)():
         x, size = s.args
         if op == "resize":
-            attrs = s.attrs if "scale" in s.attrs else {"size": size.shape, **s.attrs}
-            found.append(Sample((x,), attrs))
+            yield Sample((x,), s.attrs if "scale" in s.attrs else {"size": size.shape, **s.attrs})
         elif s.attrs.get("mode") != "area":
             grad = replace(x, shape=(*x.shape[:2], *size.shape))
-            found.append(Sample((grad,), {"shape": x.shape, **s.attrs}))
-    return found
+            yield Sample((grad,), {"shape": x.shape, **s.attrs})
 
 
 def _resizing(name: str, reference: Callable[..., Tensor], **attrs: Attr) -> Define:
@@ -279,10 +276,11 @@ def pixel_unshuffle(x: TensorType, factor: int) -> TensorType:
 
 # ---- grid_sample -----------------------------------------------------------------------------
 
-_BLEND, _EDGES = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
+# in the order in which ATen numbers them
+BLENDS, EDGES = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")
 _SAMPLE = {
-    "mode": Attr("str", "bilinear", "how neighbours are blended", _BLEND),
-    "padding_mode": Attr("str", "zeros", "what lies outside x", _EDGES),
+    "mode": Attr("str", "bilinear", "how neighbours are blended", BLENDS),
+    "padding_mode": Attr("str", "zeros", "what lies outside x", EDGES),
     "align_corners": Attr("bool", False, "whether ±1 is the corner centres or the outer edges"),
 }
 
@@ -301,7 +299,7 @@ def _sampled(op: str, x: TensorType, grid: TensorType, mode: str) -> Shape:
 
 
 def _sample_grad_reference(grad: Tensor, x: Tensor, grid: Tensor, **how: Any) -> Any:
-    codes = _BLEND.index(how["mode"]), _EDGES.index(how["padding_mode"]), how["align_corners"]
+    codes = BLENDS.index(how["mode"]), EDGES.index(how["padding_mode"]), how["align_corners"]
     back = getattr(torch.ops.aten, f"grid_sampler_{x.ndim - 2}d_backward")
     return back(grad, x, grid, *codes, [True, True])
 
@@ -320,17 +318,14 @@ _PLACES = samples(  # x and grid
 
 def _sample_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """Two operations per neighbour blended; the gradient blends once for x and once for grid."""
-    x = ins[-2]
-    blended = float(_MODES[attrs["mode"]][1] ** (x.rank - 2))
+    blended = float(MODES[attrs["mode"]][1] ** (ins[-2].rank - 2))
     return 2 * blended * (2 * ins[0].numel if len(outs) == 2 else outs[0].numel)
 
 
-def _sample_grad_samples() -> list[Sample]:
-    found = []
+def _sample_grad_samples() -> Iterator[Sample]:
     for s in _PLACES():
         x, grid = s.args
-        found.append(replace(s, inputs=(Arg((*x.shape[:2], *grid.shape[1:-1])), x, grid)))
-    return found
+        yield replace(s, inputs=(Arg((*x.shape[:2], *grid.shape[1:-1])), x, grid))
 
 
 _sampling = partial(operator, Fusion.OPAQUE, attrs=_SAMPLE, flops=_sample_flops)
@@ -353,5 +348,5 @@ def grid_sample_grad(
 ) -> tuple[TensorType, TensorType]:
     """The gradients of grid_sample for x and for grid. It has none of its own."""
     one_dtype("grid_sample_grad", grad=grad, x=x)
-    check_gradient("grid_sample_grad", grad, _sampled("grid_sample_grad", x, grid, mode))
+    check_grad("grid_sample_grad", grad, _sampled("grid_sample_grad", x, grid, mode))
     return TensorType.of(x.shape, x.dtype), TensorType.of(grid.shape, x.dtype)

@@ -71,11 +71,9 @@ def _check_tables(cos: Given, sin: Given, dims: int, needed: int) -> None:
         wrong = f"cos is {cos}, sin is {sin}"
         raise GraphError(wrong, remedy="give two tables of one shape and float type")
     if cos.rank != 2 or 2 * cos.shape[1] != dims:
-        raise GraphError(
-            f"cos {list(cos.shape)} does not hold one column for each of {dims // 2} pairs",
-            remedy=f"use [positions, {dims // 2}]; of a table with each angle twice, the first "
-            "half; or set dims",
-        )
+        wrong = f"cos {list(cos.shape)} does not hold one column for each of {dims // 2} pairs"
+        twice = "of a table with each angle twice, the first half; or set dims"
+        raise GraphError(wrong, remedy=f"use [positions, {dims // 2}]; {twice}")
     if cos.shape[0] < needed:
         wrong = f"positions up to {needed - 1} are asked for, the tables have {cos.shape[0]} rows"
         raise GraphError(wrong, remedy=f"make tables of {needed} rows, or leave them out")
@@ -235,9 +233,7 @@ def _turned(b: Ops, x: Sym, cos: Sym, sin: Sym, attrs: Attributes) -> Sym:
     vjp=_rope_vjp,
     expand=_rope_expand,
     # four multiplications and two additions for a pair
-    flops=lambda ins, outs, a: float(
-        sum(3 * t.numel // max(t.shape[3], 1) * a["dims"] for t in outs)
-    ),
+    flops=lambda ins, outs, a: 3.0 * a["dims"] * sum(t.numel // max(t.shape[3], 1) for t in outs),
     samples="""2x5x3x8 2x5x1x8 | 2x5x3x8 | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit offset=3
         | 2x5x3x8 2x5x1x8 9x4:unit 9x4:unit 2x5:index<9 interleaved=True
         | 1x3x5x6 1x2x5x6 axis=2 interleaved=True
@@ -256,9 +252,8 @@ def rope(
     offset + s, or at offset + positions[b, s]."""
     dims, offset, base, heads = a["dims"], a["offset"], a["base"], 3 - a["axis"]
     one_dtype("rope", q=q, k=k)
-    if k is not None and (
-        k.rank != 4 or any(k.shape[d] != q.shape[d] for d in range(4) if d != heads)
-    ):
+    others = [d for d in range(4) if d != heads]
+    if k is not None and (k.rank != 4 or any(k.shape[d] != q.shape[d] for d in others)):
         wrong = f"k {list(k.shape)} does not fit q {list(q.shape)}"
         raise GraphError(wrong, remedy=f"only the number of heads, axis {heads}, may differ")
     batch, length, features = q.shape[0], q.shape[a["axis"]], q.shape[3]
@@ -300,8 +295,7 @@ def _sine_vjp(b: Ops, v: Vjp) -> Grads:
     (g_sin, g_cos), (sin, cos) = (
         map(b.upcast, _pairs(b, t, dim, v.attrs["interleaved"])) for t in (v.grad, v.outs[0])
     )
-    slope = pace * (g_sin * cos - g_cos * sin)
-    return [b.to(b.sum(slope, axes=-1), positions.dtype)]
+    return [b.to(b.sum(pace * (g_sin * cos - g_cos * sin), axes=-1), positions.dtype)]
 
 
 @operator(

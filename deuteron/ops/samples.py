@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deuteron.ir.dtype import DType, dtype
-from deuteron.ir.types import TensorType, strides_for
+from deuteron.ir.types import strides_for
 
 _DATA = "normal positive unit distinct away extreme index bool offset".split()
 
@@ -79,9 +79,7 @@ class Arg:
             wide = torch.zeros((*shape[:-1], shape[-1] * 2), dtype=values.dtype)
             wide[..., ::2] = values
             return wide[..., ::2]
-        if self.layout == "expanded":
-            return values[:1].expand(shape)
-        return values.contiguous()
+        return values[:1].expand(shape) if self.layout == "expanded" else values.contiguous()
 
 
 @dataclass(frozen=True)
@@ -114,10 +112,6 @@ def _show(arg: Arg) -> str:
     tail = "" if arg.layout == "contiguous" else f"@{arg.layout}"
     kind = "" if arg.kind == "normal" else f":{arg.kind}"
     return shape + tail + kind + (f":{arg.dtype}" if arg.dtype else "")
-
-
-def types_of(tensors: list[torch.Tensor | None]) -> list[TensorType | None]:
-    return [None if t is None else TensorType.from_tensor(t) for t in tensors]
 
 
 # ---- samples as text -----------------------------------------------------------------------------
@@ -178,9 +172,7 @@ _UNARY = """3x5 | scalar [scalar] | 0x4 [empty] | 1x1x7 | 3x5@transposed | 3x5@s
     | 2x3x4x5@nhwc | 3x5@expanded | 33:extreme nograd [extreme]"""
 
 
-def unary_samples(
-    kind: str = "normal", attrs: Mapping[str, Any] | None = None
-) -> tuple[Sample, ...]:
+def unary_samples(kind: str = "normal", attrs: Any = None) -> tuple[Sample, ...]:
     """Shapes, strides and values that every one-input elementwise operator must take."""
     return samples(_UNARY, kind, **(attrs or {}))()
 

@@ -52,8 +52,7 @@ def _infer(
         if type_ is None and not slot.endswith("?"):
             raise GraphError(f"{name} needs its input {slot.lstrip('*')!r}")
     full = op.normalise(attrs)
-    if op.complete is not None:
-        full = op.complete(types, full)
+    full = full if op.complete is None else op.complete(types, full)
     result = op.infer(*types, **full)
     return Attrs(full), (result if isinstance(result, tuple) else (result,))
 
@@ -61,8 +60,7 @@ def _infer(
 def infer(
     op: str, inputs: Sequence[TensorType | None], attrs: Mapping[str, Any]
 ) -> tuple[Attrs, tuple[TensorType, ...]]:
-    """The attributes made canonical, and the types of the results. Equal questions are answered
-    once."""
+    """Attributes made canonical, and the types of results; equal questions are answered once."""
     return _infer(op, tuple(inputs), attrs if isinstance(attrs, Attrs) else Attrs(attrs))
 
 

@@ -8,7 +8,7 @@ which no channel sees another, and its gradients are those of the convolution:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.checks import at_least, check_gradient, one_dtype, per_dim, spatial_dims
+from deuteron.ops.checks import at_least, check_grad, one_dtype, per_dim, spatial_dims
 from deuteron.ops.conv import memory_order, ordered
 from deuteron.ops.emit import Grads, Ops, Sym, Syms
 from deuteron.ops.formula import TENSORS
@@ -53,11 +53,9 @@ def _infer(x: TensorType, weight: TensorType, stride: Shape, padding: Shape) -> 
     at_least("weighted_pool", 1, stride=stride, window=window, shape_beside_batch=x.shape[1:])
     at_least("weighted_pool", 0, padding=padding)
     if weight.rank > len(window) and weight.shape[0] != x.shape[1]:
-        raise GraphError(
-            f"weighted_pool: weight {list(weight.shape)} has windows for {weight.shape[0]} "
-            f"channels, x has {x.shape[1]}",
-            remedy="give one window for each channel, or [kh, kw] for all",
-        )
+        there = f"weight {list(weight.shape)} has windows for {weight.shape[0]} channels"
+        remedy = "give one window for each channel, or [kh, kw] for all"
+        raise GraphError(f"weighted_pool: {there}, x has {x.shape[1]}", remedy=remedy)
     sides = zip(x.shape[2:], window, stride, padding, strict=True)
     size = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sides)
     if min(size) < 1:
@@ -79,8 +77,7 @@ def _pooled(b: Any, ins: Syms, how: Attributes) -> Any:
 
 
 def _reference(x: Tensor, weight: Tensor, **how: Shape) -> Tensor:
-    order = memory_order(TensorType.from_tensor(x))
-    return ordered(_pooled(TENSORS, (x, weight), how), order)
+    return ordered(_pooled(TENSORS, (x, weight), how), memory_order(TensorType.from_tensor(x)))
 
 
 def _vjp(b: Ops, v: Vjp) -> Grads:
@@ -95,10 +92,6 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
         each = b.reshape(b.concat(columns, axis=1), (x.shape[1], *window))
         found[1] = b.unbroadcast(b.upcast(each), weight.type)
     return found
-
-
-def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
-    return [_pooled(b, ins, attrs)]
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
@@ -163,19 +156,17 @@ _CASES = samples(  # x, weight and result
 )
 
 
-def _samples(op: str) -> list[Sample]:
-    found = []
+def _samples(op: str) -> Iterator[Sample]:
     for s in _CASES():
         x, weight, y = s.args
         if op == "weighted_pool":
-            found.append(replace(s, inputs=(x, weight)))
+            yield replace(s, inputs=(x, weight))
         elif op == "weighted_pool_dx":
             like = {"shape": x.shape, "order": NHWC if x.layout == NHWC else ROW}
-            found.append(replace(s, inputs=(y, weight), attrs={**like, **s.attrs}))
+            yield replace(s, inputs=(y, weight), attrs={**like, **s.attrs})
         else:
             window = {"window": _window(len(x.shape), weight)}
-            found.append(replace(s, inputs=(y, x), attrs={**window, **s.attrs}))
-    return found
+            yield replace(s, inputs=(y, x), attrs={**window, **s.attrs})
 
 
 def _weighing(
@@ -185,7 +176,7 @@ def _weighing(
     return made(attrs=attrs | _ATTRS, flops=_flops, samples=partial(_samples, op))
 
 
-@_weighing("weighted_pool", Fusion.OPAQUE, _reference, _expand, _vjp)
+@_weighing("weighted_pool", Fusion.OPAQUE, _reference, lambda *given: [_pooled(*given)], _vjp)
 def weighted_pool(x: TensorType, weight: TensorType, stride: Shape, padding: Shape) -> TensorType:
     """The sum of each window of x [N, C, ...], its elements times a weight: one window
     [kh, kw] for all channels, or [C, kh, kw]. Weights that add up to 1 give a weighted mean."""
@@ -203,7 +194,7 @@ def weighted_pool_dx(
     one_dtype("weighted_pool_dx", grad=grad, weight=weight)
     _check_rank("weighted_pool_dx", grad, len(shape))
     x = TensorType.of(shape, grad.dtype, order)
-    check_gradient("weighted_pool_dx", grad, _infer(x, weight, **windows).shape)
+    check_grad("weighted_pool_dx", grad, _infer(x, weight, **windows).shape)
     return x
 
 
@@ -220,5 +211,5 @@ def weighted_pool_dw(
     _check_rank("weighted_pool_dw", grad, x.rank)
     window = per_dim("weighted_pool_dw", "window", window, x.rank - 2)
     y = _infer(x, TensorType.of(window, x.dtype), **windows)
-    check_gradient("weighted_pool_dw", grad, y.shape)
+    check_grad("weighted_pool_dw", grad, y.shape)
     return (TensorType.of(x.shape[1:2], x.dtype),) * prod(window)

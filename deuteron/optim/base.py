@@ -79,7 +79,6 @@ class Fused(torch.optim.Optimizer):
         return [*group["betas"], group["eps"], group["weight_decay"]]
 
     def _run(self, run: Runner, batch: Batch, group: Group, control: Control | None) -> None:
-        """One batch, one step."""
         decay = self.ours.get("ema_decay")
         constants = [-1.0 if group.get("maximize") else 1.0]
         constants += map(float, self._constants(group, batch))
@@ -97,10 +96,9 @@ class Fused(torch.optim.Optimizer):
         unknown = set(ours) - set(Ours.__annotations__)
         if unknown:
             known = ", ".join(Ours.__annotations__)
-            raise TypeError(
-                f"{type(self).__name__} got an unexpected keyword argument "
-                f"{sorted(unknown)[0]!r}; besides those of torch.optim there are {known}"
-            )
+            wrong = f"got an unexpected keyword argument {sorted(unknown)[0]!r}"
+            besides = f"besides those of torch.optim there are {known}"
+            raise TypeError(f"{type(self).__name__} {wrong}; {besides}")
         for name in self._has_not:
             if ours.get(name):
                 raise ValueError(f"{type(self).__name__} has no {name}; use AdamW for it")
@@ -117,19 +115,16 @@ class Fused(torch.optim.Optimizer):
         self._batches, self._states, self._captured = [], [], []
 
     def _not_differentiable(self, asked: str) -> GraphError:
-        return GraphError(
-            "a fused step writes parameters and state in one kernel, which autograd does not see",
-            asked=asked,
-            remedy=f"torch.optim.{type(self).__name__}(…, differentiable=True), whose state dict "
-            "fits both ways; or leave differentiable out, unless you differentiate through step()",
-        )
+        wrong = "a fused step writes parameters and state at once, which autograd does not see"
+        torchs = f"torch.optim.{type(self).__name__}(…, differentiable=True)"
+        out = "leave differentiable out, unless you differentiate through step()"
+        remedy = f"{torchs}, whose state dict fits both ways; or {out}"
+        return GraphError(wrong, asked=asked, remedy=remedy)
 
     def _extras(self, p: torch.Tensor) -> Extras:
         short = p.dtype in (torch.bfloat16, torch.float16)
-        return Extras(
-            master=short and bool(self.ours.get("master_weights")),
-            ema=self.ours.get("ema_decay") is not None,
-        )
+        master = short and bool(self.ours.get("master_weights"))
+        return Extras(master=master, ema=self.ours.get("ema_decay") is not None)
 
     # ---- state
 
@@ -187,9 +182,8 @@ class Fused(torch.optim.Optimizer):
     def averaged(self) -> Iterator[None]:
         """Within it the parameters are their moving averages; afterwards themselves again."""
         if self.ours.get("ema_decay") is None:
-            raise GraphError(
-                "no averages are kept", asked="averaged()", remedy="pass ema_decay=0.999"
-            )
+            wrong = "no averages are kept"
+            raise GraphError(wrong, asked="averaged()", remedy="pass ema_decay=0.999")
         with torch.no_grad():
             saved = [(p, p.detach().clone()) for p in self.state if "ema" in self.state[p]]
             for p, _ in saved:
@@ -216,9 +210,7 @@ class Fused(torch.optim.Optimizer):
         """Update all parameters that have a gradient; returns what ``closure`` returns."""
         if is_dynamo_compiling() or compiling_frames() is not None:
             return _step_as_it_is(self, closure)
-        if self._is_watched():
-            return _watched_step(self, closure)
-        return self._step(closure)
+        return _watched_step(self, closure) if self._is_watched() else self._step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not wrap it: we call the hooks
 
@@ -296,7 +288,6 @@ class Fused(torch.optim.Optimizer):
             if p.grad is None:
                 continue
             self._check(p, p.grad)
-            _refuse_to_begin(p)
             rule = self._rule(group, p, self._extras(p))
             fresh = self._fresh(group, self.state[p])
             state = self._state_of(p, rule)
@@ -315,8 +306,11 @@ class Fused(torch.optim.Optimizer):
             made.append(Batch(rule, params, states, index, block, fresh, self._row_major))
         return made
 
+    def _asked(self, p: torch.Tensor) -> str:
+        return f"a step of {type(self).__name__} for a parameter of shape {tuple(p.shape)}"
+
     def _check(self, p: torch.Tensor, grad: torch.Tensor) -> None:
-        asked = f"a step of {type(self).__name__} for a parameter of shape {tuple(p.shape)}"
+        asked = self._asked(p)
         if grad.is_sparse:
             remedy = "make the layer with sparse=False, or use torch.optim.SparseAdam or SGD"
             raise BindError("its gradient is sparse", asked=asked, remedy=remedy)
@@ -326,16 +320,19 @@ class Fused(torch.optim.Optimizer):
         if grad.device != p.device:
             wrong = f"its gradient is on {grad.device}, the parameter on {p.device}"
             raise BindError(wrong, asked=asked, remedy=f"p.grad = p.grad.to({str(p.device)!r})")
+        if capturing(p.device):
+            wrong = "there are no state and tables yet; a CUDA Graph would make them in each replay"
+            asked = "the first step() with these gradients while a CUDA Graph is captured"
+            remedy = "call step() once on another stream before the capture"
+            raise EngineError(wrong, asked=asked, remedy=remedy)
 
     def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
         """Unscale, clip and skip, decided over all batches on all devices; None if nothing is."""
         norm, skip = self.ours.get("max_norm"), bool(self.ours.get("skip_nonfinite"))
         devices = list(dict.fromkeys(batch.device for batch in batches))
         first = devices[0]
-        scale, found = (
-            moved(x, first) if isinstance(x, torch.Tensor) else x
-            for x in (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        )
+        given = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        scale, found = (moved(x, first) if isinstance(x, torch.Tensor) else x for x in given)
         if scale is None and found is None and norm is None and not skip:
             return None
         squares = None
@@ -352,12 +349,3 @@ _watched_step = torch.optim.Optimizer.profile_hook_step(Fused._step)
 # Within torch.compile a step is left alone: it is one launch already, of code that is not traced.
 # A frame that the compiler gives up is run as it is, but the frames it calls are compiled again.
 _step_as_it_is = _disable_dynamo(Fused.step)
-
-
-def _refuse_to_begin(p: torch.Tensor) -> None:
-    if capturing(p.device):
-        raise EngineError(
-            "state and tables do not exist yet, and a CUDA Graph would make them in every replay",
-            asked="the first step() with these gradients while a CUDA Graph is captured",
-            remedy="call step() once on another stream before the capture",
-        )

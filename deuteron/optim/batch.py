@@ -61,9 +61,7 @@ class Uploads:
 
 def same_memory_order(x: torch.Tensor, like: torch.Tensor) -> bool:
     """Whether element k in the memory of one is element k in the memory of the other."""
-    if like.is_contiguous():
-        return x.is_contiguous()
-    return x.stride() == like.stride()
+    return x.is_contiguous() if like.is_contiguous() else x.stride() == like.stride()
 
 
 def is_dense(x: torch.Tensor) -> bool:
@@ -182,9 +180,8 @@ class Batch:
             return False
         kept = zip((*self.rule.keys, "step"), (*self.tensors, self._step_views), strict=True)
         try:
-            return all(
-                all(map(is_, map(itemgetter(key), self.states), row)) for key, row in kept if row
-            )
+            rows = (map(is_, map(itemgetter(key), self.states), row) for key, row in kept if row)
+            return all(map(all, rows))
         except KeyError:  # somebody took a tensor out of the state
             return False
 

@@ -19,8 +19,7 @@ KINDS = dict(zip(ADAM.values(), (torch.int8, torch.uint8), strict=True))
 
 
 class TorchsArguments(Fused):
-    """Optimisers that torch.optim has, too: its arguments, as the version that is installed has
-    them, and ours."""
+    """Optimisers that torch.optim has, too: the arguments of the installed version, and ours."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -45,18 +44,16 @@ class OwnArguments(Fused):
     """Those that torch.optim does not have, with the bounds that it sets."""
 
     def __init__(self, params: Any, ours: Ours, **given: Any) -> None:
-        betas, eps, decay = given["betas"], given.get("eps", 0.0), given["weight_decay"]
-        if not float(given["lr"]) >= 0.0:
-            raise ValueError(f"Invalid learning rate: {given['lr']}")
+        betas, decay = given["betas"], ("weight_decay value", given["weight_decay"])
+        rate, eps = ("learning rate", given["lr"]), ("epsilon value", given.get("eps", 0.0))
+        for name, value in (rate, decay, eps):
+            if not float(value) >= 0.0:
+                raise ValueError(f"Invalid {name}: {value}")
         if len(betas) != 2:
             raise ValueError(f"Invalid betas: {betas}; there are two of them")
         for i, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {decay}")
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
         self._set(ours)
         super().__init__(params, given)
 
@@ -147,8 +144,7 @@ class Adafactor(TorchsArguments, torch.optim.Adafactor):
         super()._check(p, grad)
         if p.is_complex():
             wrong = f"{p.dtype} has no factored second moment"
-            asked = f"a step of Adafactor for a parameter of shape {tuple(p.shape)}"
-            raise BindError(wrong, asked=asked, remedy="use Adam for it")
+            raise BindError(wrong, asked=self._asked(p), remedy="use Adam for it")
 
     def _like(self, p: torch.Tensor, key: str) -> torch.Tensor:
         shapes: dict[str, Any] = {"row_var": (*p.shape[:-1], 1)}
@@ -223,10 +219,8 @@ class LAMB(OwnArguments):
         **ours: Unpack[Ours],
     ) -> None:
         if ours.get("state_dtype") is torch.float16:
-            raise ValueError(
-                "LAMB has no state_dtype float16, in which squares of gradients underflow; use "
-                "bfloat16 or float32"
-            )
+            wrong = "LAMB has no state_dtype float16, in which squares of gradients underflow"
+            raise ValueError(f"{wrong}; use bfloat16 or float32")
         given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         flags = {"maximize": maximize, "capturable": capturable}
         super().__init__(params, ours, **given, always_adapt=always_adapt, **flags)
@@ -289,8 +283,7 @@ class AdamW8bit(OwnArguments):
         super()._check(p, grad)
         if self._is_large(p) and (p.is_complex() or p.dtype == torch.float64):
             wrong = f"8 bits of state do not serve {p.dtype}"
-            asked = f"a step of AdamW8bit for a parameter of shape {tuple(p.shape)}"
-            raise BindError(wrong, asked=asked, remedy="use AdamW for it")
+            raise BindError(wrong, asked=self._asked(p), remedy="use AdamW for it")
 
     def _stored_as(self, p: torch.Tensor, key: str) -> torch.dtype:
         if key in SCALES.values():
@@ -307,11 +300,9 @@ class AdamW8bit(OwnArguments):
             for key in ("step", *ADAM.values()):  # of an optimiser that kept them otherwise
                 state.pop(key, None)
         elif rule.walk == GROUPS and is_dense(p) and not same_memory_order(state["exp_avg"], p):
-            raise BindError(
-                "its 8-bit state was saved in another memory order, and scales go by memory",
-                asked=f"a step of AdamW8bit for a parameter of shape {tuple(p.shape)}",
-                remedy="load the state before the parameter changes its memory format",
-            )
+            wrong = "its 8-bit state was saved in another memory order, and scales go by memory"
+            remedy = "load the state before the parameter changes its memory format"
+            raise BindError(wrong, asked=self._asked(p), remedy=remedy)
         return super()._state_of(p, rule)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -155,9 +155,7 @@ class Plain(Host):
 class _Tensor:
     """The step of one tensor."""
 
-    def __init__(
-        self, rule: Rule, index: int, tensors: dict[str, torch.Tensor], wide: torch.dtype
-    ) -> None:
+    def __init__(self, rule: Rule, index: int, tensors: dict[str, torch.Tensor], wide: torch.dtype):
         self.rule, self.wide = rule, wide
         real = {k: torch.view_as_real(x) if x.is_complex() else x for k, x in tensors.items()}
         self.tensors, self.scratch = real, dict[str, Any]()
@@ -249,16 +247,13 @@ def explained(name: str, batches: Sequence[Batch]) -> str:
         machine, by = target(batch.device), runner(batch.device.type).name
         for kernel, step, launches in batch.ran:
             cost = _cost(step, batch)
-            least = (
-                bound(cost, "f32", False, machine, launches).seconds or launches * machine.launch
-            )
+            moving = bound(cost, "f32", False, machine, launches).seconds
+            least = moving or launches * machine.launch
             total = [x + y for x, y in zip(total, (launches, cost.bytes, least), strict=True)]
             figures = (str(batch.count), str(launches), u.per(cost.bytes, 1e6), u.per(least, 1e-6))
             rows.append((kernel, by, str(batch.device), *figures))
     if len(rows) == 1:
         return f"{name}: no step has been made yet, or no parameter had a gradient"
-    launched = u.count(int(total[0]), "launch", "launches")
-    head = (
-        f"{name}: {launched}, {u.size(total[1])}, at least {u.seconds(total[2])} at full bandwidth"
-    )
+    launched, moved = u.count(int(total[0]), "launch", "launches"), u.size(total[1])
+    head = f"{name}: {launched}, {moved}, at least {u.seconds(total[2])} at full bandwidth"
     return "\n".join((head, *(f"  {line}" for line in u.align(rows, "<<<>>>>", 100))))

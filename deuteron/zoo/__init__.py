@@ -9,9 +9,8 @@ the public checkpoints of each architecture, so ``model.load_state_dict`` takes 
 the modules of this package (``resnet``, ``bert``, ...) for the classes and further variants.
 """
 
-from __future__ import annotations
-
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +22,10 @@ from torch import Tensor, nn
 
 from .bert import BertConfig, BertModel
 from .deeplab import deeplabv3_resnet50
-from .llama import LlamaConfig, LlamaForCausalLM, RopeScaling
+from .llama import LlamaConfig, LlamaForCausalLM, RMSNorm, RopeScaling
 from .mobilenet import mobilenet_v2, mobilenet_v3_large
 from .resnet import resnet18, resnet50
 from .unet import UNet
-from .weights import randomise_
 
 __all__ = ["MODELS", "ZooEntry", "build", "example", "names", "randomise_"]
 
@@ -65,8 +63,7 @@ def _tokens(vocab_size: int, length: int) -> ExampleInputs:
 
     def inputs(batch: int, device: Device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(vocab_size, (batch, length), generator=generator)
-        return (ids.to(device),)
+        return (torch.randint(vocab_size, (batch, length), generator=generator).to(device),)
 
     return inputs
 
@@ -79,6 +76,7 @@ def _llama(**sizes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
+_BERT_TOKENS = _tokens(30522, 128)
 _LLAMA_1B: dict[str, Any] = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192}
 _LLAMA_1B |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
 _LLAMA_1B |= {"rope_theta": 500000.0, "rope_scaling": RopeScaling(), "tie_word_embeddings": True}
@@ -97,11 +95,9 @@ MODELS: dict[str, ZooEntry] = {
         mobilenet_v3_large, _image(224), "MobileNetV3 large classifier, 224x224"
     ),
     "unet": ZooEntry(UNet, _image(256), "U-Net segmentation, transposed convolutions, 256x256"),
-    "bert": ZooEntry(_bert, _tokens(30522, 128), "BERT base encoder, 12 layers, 128 tokens"),
+    "bert": ZooEntry(_bert, _BERT_TOKENS, "BERT base encoder, 12 layers, 128 tokens"),
     "bert_4l": ZooEntry(
-        partial(_bert, num_hidden_layers=4),
-        _tokens(30522, 128),
-        "BERT base cut to 4 layers, 128 tokens",
+        partial(_bert, num_hidden_layers=4), _BERT_TOKENS, "BERT base cut to 4 layers, 128 tokens"
     ),
     "llama_tiny": ZooEntry(
         _llama, _tokens(4096, 128), "Llama-style decoder, 4 layers of 512, 128 tokens"
@@ -136,9 +132,8 @@ def build(name: str, *, seed: int = 0, **kw: Any) -> nn.Module:
     ``BertConfig`` or ``LlamaConfig`` for the language models.  Raises ValueError for a name that
     is not in ``names()``.
     """
-    entry = _entry(name)
     with torch.random.fork_rng(devices=[]):
-        model = entry.build(**kw)
+        model = _entry(name).build(**kw)
     return randomise_(model, seed).eval()
 
 
@@ -151,3 +146,61 @@ def example(
     int64; ``dtype`` is that of images.
     """
     return _entry(name).example_inputs(batch, device, dtype)
+
+
+# ---- random weights that behave like trained ones
+#
+# PyTorch's own defaults leave batch-norm statistics at 0 and 1, so that ignoring or misplacing them
+# goes unnoticed, and let activations grow or die with depth in evaluation mode. Here every number
+# has a value that matters, and activations stay near 1.
+
+
+def _fill(module: nn.Module, generator: torch.Generator) -> None:
+    """Set the parameters and buffers that ``module`` itself owns."""
+
+    def draw(name: str, how: str, *limits: float) -> None:
+        tensor = getattr(module, name, None)
+        if tensor is not None:
+            getattr(tensor, how)(*limits, generator=generator)
+
+    match module:
+        case nn.Conv2d() | nn.ConvTranspose2d() | nn.Linear():
+            draw("weight", "normal_", 0.0, math.sqrt(_power(module)))
+            draw("bias", "normal_", 0.0, 0.1)
+        case nn.Embedding():
+            draw("weight", "normal_", 0.0, 0.5)
+        case nn.BatchNorm2d() | nn.LayerNorm() | RMSNorm():
+            draw("weight", "uniform_", 0.8, 1.2)
+            draw("bias", "normal_", 0.0, 0.1)
+            draw("running_mean", "normal_", 0.0, 0.2)
+            draw("running_var", "uniform_", 0.6, 1.6)
+        case _ if any(True for _ in module.parameters(recurse=False)):
+            raise TypeError(f"no rule to randomise the parameters of a {type(module).__name__}")
+
+
+def _power(module: nn.Conv2d | nn.ConvTranspose2d | nn.Linear) -> float:
+    """The variance of weights that keeps activations near 1."""
+    if isinstance(module, nn.ConvTranspose2d):
+        taps = module.weight[0, 0].numel() / math.prod(module.stride)
+        return 1 / (module.in_channels // module.groups * taps)
+    # A convolution without a bias feeds a norm and a rectifier, which halves the power.
+    rectified = isinstance(module, nn.Conv2d) and module.bias is None
+    return (2.0 if rectified else 1.0) / module.weight[0].numel()
+
+
+@torch.no_grad()
+def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Overwrite all weights and batch-norm statistics of ``model`` from ``seed``; return it.
+
+    The model must be on the CPU.  Raises TypeError for a layer with parameters that it does not
+    know, rather than leaving them as they are.
+    """
+    generator = torch.Generator().manual_seed(seed)  # values depend on seed and order only
+    for module in model.modules():
+        _fill(module, generator)
+    # a block that adds a branch to what it is given says which weight closes it, and its scale
+    for branch_end in (getattr(module, "branch_end", None) for module in model.modules()):
+        if branch_end is not None:
+            weight, scale = branch_end()
+            weight.mul_(scale)
+    return model

@@ -5,8 +5,6 @@ variants found in published files (a ``bert.`` prefix, pre-training heads, ``gam
 into exactly those names.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,10 +30,8 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
+            heads = f"num_attention_heads {self.num_attention_heads}"
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of {heads}")
 
 
 class BertEmbeddings(nn.Module):

@@ -4,8 +4,6 @@ Parameter names are those of torchvision's public checkpoints.  Those checkpoint
 auxiliary head: build with ``aux=True`` to load one strictly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

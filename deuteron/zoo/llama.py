@@ -42,16 +42,12 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        heads = f"num_attention_heads {self.num_attention_heads}"
         if self.hidden_size % (2 * self.num_attention_heads):
-            raise ValueError(
-                f"hidden_size {self.hidden_size} does not give num_attention_heads "
-                f"{self.num_attention_heads} an even head size"
-            )
+            raise ValueError(f"hidden_size {self.hidden_size} gives {heads} no even head size")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
+            shared = f"num_key_value_heads {self.num_key_value_heads}"
+            raise ValueError(f"{heads} is not a multiple of {shared}")
 
     @property
     def head_dim(self) -> int:
@@ -177,9 +173,8 @@ class LlamaModel(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers)
-        )
+        layers = (LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
 

@@ -4,8 +4,6 @@ Parameter names are those of torchvision's public checkpoints (``features.0.0.we
 ``features.4.block.2.fc1.weight`` and so on).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -43,7 +41,8 @@ def _unit(
 
 
 class _Inverted(nn.Module):
-    """What both versions of the block share: a skip connection where the shapes allow it."""
+    """What both versions of the block share: a skip connection, where the shapes allow it, around
+    all layers."""
 
     def __init__(self, residual: bool, hardswish: int = 0, squeeze: int = 0) -> None:
         super().__init__()
@@ -58,8 +57,9 @@ class _Inverted(nn.Module):
         *_, norm = (m for m in self.modules() if isinstance(m, nn.BatchNorm2d))
         return norm.weight, self.closing_scale
 
-    def joined(self, x: Tensor, out: Tensor) -> Tensor:
-        return x + out if self.use_res_connect else out
+    def forward(self, x: Tensor) -> Tensor:
+        (layers,) = self.children()
+        return x + layers(x) if self.use_res_connect else layers(x)
 
 
 class InvertedResidualV2(_Inverted):
@@ -74,9 +74,6 @@ class InvertedResidualV2(_Inverted):
             nn.Conv2d(hidden, c_out, 1, bias=False),
             nn.BatchNorm2d(c_out),
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.joined(x, self.conv(x))
 
 
 class MobileNetV2(nn.Module):
@@ -104,8 +101,7 @@ class MobileNetV2(nn.Module):
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(last, num_classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = self.features(x).mean(dim=(2, 3))
-        return self.classifier(pooled)
+        return self.classifier(self.features(x).mean(dim=(2, 3)))
 
 
 class SqueezeExcitation(nn.Module):
@@ -151,9 +147,6 @@ class InvertedResidualV3(_Inverted):
             layers.append(SqueezeExcitation(hidden, _round8(hidden // 4)))
         self.block = nn.Sequential(*layers, unit(hidden, row.c_out, act=None))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.joined(x, self.block(x))
-
 
 class MobileNetV3(nn.Module):
     """MobileNetV3: (batch, 3, height, width) images to (batch, num_classes) logits."""
@@ -172,8 +165,7 @@ class MobileNetV3(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = self.avgpool(self.features(x))
-        return self.classifier(torch.flatten(pooled, 1))
+        return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
 
 
 def _rows(table: str) -> list[BlockV3]:

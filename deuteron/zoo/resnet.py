@@ -5,8 +5,6 @@ on), so ``resnet50().load_state_dict(checkpoint)`` works on them unchanged.  The
 bottleneck sits on its 3x3 convolution, as it does there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -15,14 +13,12 @@ from torch import Tensor, nn
 
 def _conv(c_in: int, c_out: int, kernel: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
     """A bias-free convolution padded so that only the stride changes the size."""
-    padding = dilation * (kernel // 2)
-    return nn.Conv2d(c_in, c_out, kernel, stride, padding, dilation, bias=False)
+    return nn.Conv2d(c_in, c_out, kernel, stride, dilation * (kernel // 2), dilation, bias=False)
 
 
 def conv_bn_relu(c_in: int, c_out: int, kernel: int = 1, dilation: int = 1) -> list[nn.Module]:
     """A convolution that keeps the size, batch norm and ReLU: parts of a sequence."""
-    conv = _conv(c_in, c_out, kernel, dilation=dilation)
-    return [conv, nn.BatchNorm2d(c_out), nn.ReLU()]
+    return [_conv(c_in, c_out, kernel, dilation=dilation), nn.BatchNorm2d(c_out), nn.ReLU()]
 
 
 def _shortcut(c_in: int, c_out: int, stride: int) -> nn.Sequential | None:
@@ -102,10 +98,9 @@ class ResNetBackbone(nn.Module):
         if len(depths) != 4:
             raise ValueError(f"depths must hold one number per stage (4), got {list(depths)}")
         if len(replace_stride_with_dilation) != 3:
-            raise ValueError(
-                "replace_stride_with_dilation must hold one flag for each of stages 2, 3 and 4, "
-                f"got {list(replace_stride_with_dilation)}"
-            )
+            held = "must hold one flag for each of stages 2, 3 and 4"
+            got = list(replace_stride_with_dilation)
+            raise ValueError(f"replace_stride_with_dilation {held}, got {got}")
         self._channels = 64
         self._dilation = 1
         self.conv1 = _conv(3, 64, 7, stride=2)
@@ -158,8 +153,7 @@ class ResNet(ResNetBackbone):
         self.fc = nn.Linear(self.out_channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = self.avgpool(super().forward(x))
-        return self.fc(torch.flatten(pooled, 1))
+        return self.fc(torch.flatten(self.avgpool(super().forward(x)), 1))
 
 
 def resnet18(num_classes: int = 1000, replace_stride_with_dilation: Flags = _NEVER) -> ResNet:

@@ -4,8 +4,6 @@ Parameter names follow the widely used public PyTorch U-Net checkpoints (``inc.d
 ``down1.maxpool_conv.1.double_conv.0``, ``up1.up``, ``outc.conv``).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch
@@ -58,13 +56,6 @@ class Up(nn.Module):
         return self.conv(torch.cat([skip, x], dim=1))
 
 
-class OutConv(nn.Sequential):
-    """The 1x1 convolution that gives the logits."""
-
-    def __init__(self, c_in: int, c_out: int) -> None:
-        super().__init__(OrderedDict(conv=nn.Conv2d(c_in, c_out, 1)))
-
-
 class UNet(nn.Module):
     """Four levels down, four up: images to logits (batch, num_classes, height, width).
 
@@ -90,7 +81,7 @@ class UNet(nn.Module):
         self.up2 = Up(8 * width, 4 * width // half, bilinear)
         self.up3 = Up(4 * width, 2 * width // half, bilinear)
         self.up4 = Up(2 * width, width, bilinear)
-        self.outc = OutConv(width, num_classes)
+        self.outc = nn.Sequential(OrderedDict(conv=nn.Conv2d(width, num_classes, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         x1 = self.inc(x)

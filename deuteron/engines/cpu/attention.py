@@ -1,7 +1,5 @@
 """Attention on the CPU: the recipe around ``kernels/cpu/attention.py``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ LONGEST = 8192  # keys whose scores for four queries stay in L1 or L2
 def _refuse_attention(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(region.ops != ("attention",), "is not an attention alone")
     cpu.refuse_elsewhere(region, target)
-    q, k, v, out, bias = _attended(region)
+    (q, k, v, out), bias = _attended(region)
     for name, t in (("q", q), ("k", k), ("v", v), ("result", out)):
         apart = t.shape[-1] > 1 and t.strides[-1] != 1
         refuse_if(apart, f"the features of {name} are not side by side", "make it contiguous")
@@ -36,18 +34,15 @@ def _refuse_attention(region: Region, target: Target, policy: Policy) -> None:
         refuse_if(apart, "the bias is not stored key by key", "expand it and make it contiguous")
 
 
-def _attended(
-    region: Region,
-) -> tuple[TensorType, TensorType, TensorType, TensorType, TensorType | None]:
-    """The types of q, k, v, the result and the bias."""
+def _attended(region: Region) -> tuple[list[TensorType], TensorType | None]:
+    """The types of q, k, v and the result, and that of the bias."""
     node, types = region.nodes[0], region.graph.types
-    q, k, v = (types[value or ""] for value in node.inputs[:3])
-    bias = node.inputs[3] if len(node.inputs) > 3 else None
-    return q, k, v, types[node.output], None if bias is None else types[bias]
+    (*values, bias), found = (*node.inputs, None)[:4], node.output
+    return [types[v or ""] for v in (*values, found)], None if bias is None else types[bias]
 
 
 def _attention_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    q, k, v, _, _ = _attended(region)
+    (q, k, v, _), _ = _attended(region)
     scores = q.numel // q.shape[-1] * k.shape[-2]
     products = region_cost(region).flops / (target.rate("f32") * 0.85)
     powers = 20.0 * scores / target.rate("f32")
@@ -58,7 +53,7 @@ def _attention_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build_attention(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import attention
 
-    q, k, v, out, bias = _attended(region)
+    (q, k, v, out), bias = _attended(region)
     node = region.nodes[0]
     heads, queries, depth = q.shape[-3:]
     kind, none = "none" if bias is None else bias.dtype.short, (0, 0, 0)

@@ -1,7 +1,5 @@
 """Convolutions on the CPU that are no plain product: by Winograd, and depthwise."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -42,14 +40,11 @@ def _tiles_allowed(policy: Policy) -> list[int]:
 
 
 def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    c = chain(region, CONV)
-    found = []
+    c, vectors, found = chain(region, CONV), TILES[lanes()][0][1], []
+    heights = [rows for rows, wide in TILES[lanes()] if wide == vectors]
     for m in _tiles_allowed(policy):
         count = _tiles(c, m)
-        rows, vectors = min(
-            (shape for shape in TILES[lanes()] if shape[1] == TILES[lanes()][0][1]),
-            key=lambda shape: -(-count // shape[0]) * shape[0],
-        )
+        rows = min(heights, key=lambda rows: -(-count // rows) * rows)
         found.append({"tile": m, "rows": rows, "vectors": vectors})
     return found
 
@@ -74,11 +69,8 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     if m == 2:
         return own
     direct = PRODUCT.seconds(region, target, PRODUCT.knobs(region, target, Policy())[0])
-    smaller = min(
-        _winograd_seconds(region, target, other)
-        for other in _winograd_knobs(region, target, Policy())
-        if other["tile"] < m
-    )
+    ways = _winograd_knobs(region, target, Policy())
+    smaller = min(_winograd_seconds(region, target, way) for way in ways if way["tile"] < m)
     return max(own, 1.01 * min(direct, smaller))
 
 
@@ -89,16 +81,14 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     bias = None if c.bias is None else ctx.constants[c.bias]
     given = ctx.constants[c.anchor.inputs[1] or ""], bias
     tile, padding = matmul.Tile(knobs["rows"], knobs["vectors"]), c.anchor.attrs["padding"]
-    calls = winograd.prepare_winograd(
-        cpu.images(region, c), padding, given, cpu.epilogue_of(c), tile, knobs["tile"]
-    )
+    form = cpu.epilogue_of(c), tile, knobs["tile"]
+    calls = winograd.prepare_winograd(cpu.images(region, c), padding, given, *form)
     floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())
     return Kernel.generated(calls(*cpu.operands(region, c)[:3]), workspace=4 * floats)
 
 
-WINOGRAD = Recipe(
-    "winograd", CONV, _refuse_winograd, _build_winograd, _winograd_knobs, _winograd_seconds, BUILD_S
-)
+_WINOGRAD = (_refuse_winograd, _build_winograd, _winograd_knobs, _winograd_seconds)
+WINOGRAD = Recipe("winograd", CONV, *_WINOGRAD, BUILD_S)
 
 
 # ---- depthwise ---------------------------------------------------------------------------------

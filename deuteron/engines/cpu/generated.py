@@ -1,9 +1,7 @@
 """``cpu_gen``: any chain of elementwise, movement and reduction operators as one kernel, written
 in LLVM IR for the machine it runs on."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -14,9 +12,9 @@ from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.parts import in_parts
 from deuteron.codegen.phases import in_phases
-from deuteron.codegen.scalar import Guard, Load, ScalarProgram, overwritable, reads
+from deuteron.codegen.scalar import Load, ScalarProgram, overwritable, reads
 from deuteron.codegen.triton_index import transposed_axis
-from deuteron.codegen.triton_passes import passes_needed
+from deuteron.codegen.triton_passes import Passes
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.index_checks import checked, lookups
 from deuteron.engines.match import places_of, scalar_program
@@ -27,15 +25,10 @@ from deuteron.ops.formula import Compute, Const
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-SECONDS = {  # per element on one core, beyond what hides behind the loads
-    **dict.fromkeys(("exp", "exp2"), 1.2e-9),
-    **dict.fromkeys(("log", "quotient"), 2.0e-9),
-    **dict.fromkeys(("sin", "cos"), 2.5e-9),
-    **dict.fromkeys(("div", "sqrt"), 0.6e-9),
-    "erf": 1.4e-9,
-    "tanh": 1.5e-9,
-    "ndtr": 1.6e-9,
-}
+# seconds per element on one core, beyond what hides behind the loads
+SECONDS = {"exp": 1.2e-9, "exp2": 1.2e-9, "erf": 1.4e-9, "tanh": 1.5e-9, "ndtr": 1.6e-9}
+SECONDS |= {"log": 2.0e-9, "quotient": 2.0e-9, "sin": 2.5e-9, "cos": 2.5e-9}
+SECONDS |= {"div": 0.6e-9, "sqrt": 0.6e-9}
 CALL_SECONDS = 1e-6
 SCALAR_SECONDS = 0.5e-9  # more for each statement and element where nothing can be a vector
 SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
@@ -54,11 +47,9 @@ def program_of(region: Region) -> ScalarProgram:
     """The region's scalar program, which this machine can render."""
     found = phased(scalar_program(region))
     divisions = (s for s in found.statements if isinstance(s, Compute) and s.op == "quotient")
-    refuse_if(
-        any(not isinstance(s.args[1], Const) for s in divisions),
-        "integers are divided by a tensor, which may hold a 0, and torch raises for it",
-        "divide by a number, or cast to a float",
-    )
+    by_tensor = any(not isinstance(s.args[1], Const) for s in divisions)
+    wrong = "integers are divided by a tensor, which may hold a 0, and torch raises for it"
+    refuse_if(by_tensor, wrong, "divide by a number, or cast to a float")
     return found
 
 
@@ -79,18 +70,13 @@ def _work(program: ScalarProgram) -> float:
     total = 0.0
     for s in program.statements:
         if isinstance(s, Load):
-            shares[s.name] = prod(_share(g) for g in s.guards)
+            parts = ((g.high - g.low) / (g.index.high - g.index.low + 1) for g in s.guards)
+            shares[s.name] = prod(min(1.0, part) for part in parts)
         elif isinstance(s, Compute):
             shares[s.name] = min((shares.get(a, 1.0) for a in reads(s)), default=1.0)
             times = cells if program.varies[s.name] & along else cells // length
             total += _seconds(s, program.wide) * times * shares[s.name]
     return total
-
-
-def _share(guard: Guard) -> float:
-    """The part of the indices for which a guard holds."""
-    extent = guard.index.high - guard.index.low + 1
-    return min(1.0, (guard.high - guard.low) / extent)
 
 
 def _in_short_runs(program: ScalarProgram) -> bool:
@@ -151,22 +137,15 @@ class CpuGen:
         if _in_short_runs(found):
             work += ACROSS_SECONDS * found.rows * found.columns * len(found.reductions)
         elif _is_read_again(found):
-            work += AGAIN_SECONDS * found.rows * found.columns * passes_needed(found)
+            work += AGAIN_SECONDS * found.rows * found.columns * Passes(found).count
         return region_bound(region, target).seconds / 0.9 + work / target.units + CALL_SECONDS
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         found = program_of(region)
         programs = in_parts(found) or (found,)
-        words: dict[str, Word] = {v: Argument(i) for i, v in enumerate(region.inputs)}
-        words |= {v: Argument(len(region.inputs) + i) for i, v in enumerate(region.outputs)}
-        for part in programs[0].outputs if len(programs) > 1 else ():
-            words[part] = Room(part, 2 * programs[0].rows)  # of 8 bytes at most
-        calls, room = [], 0
-        for program in programs:
-            call, floats = call_of(program, words)
-            calls.append(call)
-            room = max(room, floats)
-        kernel = Kernel.generated(calls, workspace=4 * room * torch.get_num_threads())
+        parts = programs[0].outputs if len(programs) > 1 else ()
+        rooms = {part: Room(part, 2 * programs[0].rows) for part in parts}  # of 8 bytes at most
+        kernel = kernel_of(programs, (*region.inputs, *region.outputs), rooms)
         if len(programs) == 1:
             kernel = replace(kernel, over=places_of(overwritable(found), region))
         if indices := lookups(region):  # then it is no mere call of native code
@@ -174,7 +153,18 @@ class CpuGen:
         return kernel
 
 
-def call_of(program: ScalarProgram, words: Mapping[str, Word]) -> tuple[Call, int]:
+def kernel_of(
+    programs: Iterable[ScalarProgram], tensors: Sequence[str], rooms: Mapping[str, Room]
+) -> Kernel:
+    """Programs one after the other, over tensors in the order of the call and values that lie in
+    scratch memory between them."""
+    words: dict[str, Word] = {v: Argument(i) for i, v in enumerate(tensors)}
+    made = [_call_of(program, {**words, **rooms}) for program in programs]
+    room = max(floats for _, floats in made)
+    return Kernel.generated([c for c, _ in made], workspace=4 * room * torch.get_num_threads())
+
+
+def _call_of(program: ScalarProgram, words: Mapping[str, Word]) -> tuple[Call, int]:
     """The call of a program whose tensors are where ``words`` say, and the floats that it keeps for
     each thread."""
     from deuteron.codegen import llvm

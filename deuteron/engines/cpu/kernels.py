@@ -1,14 +1,10 @@
-"""``cpu_kernels``: generated products, convolutions, attention, changes of layout, norms of
-channels and gradients of norms for the CPU.
+"""``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
-Each recipe has its own refusals, knobs, estimate and kernel (``deuteron/kernels/cpu``): a packed
-implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions, depthwise
-convolution, attention, the move between row-major order and nhwc, batch norm in training, group
-norm of channels last, and the gradients of all norms. The epilogue of the region (bias, residual,
-activation) runs inside. Object code is compiled once per machine and kept.
+A packed implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions,
+depthwise convolution, attention, the move between row-major order and nhwc, batch norm in training,
+group norm of channels last, and the gradients of all norms. The epilogue of the region (bias,
+residual, activation) runs inside. Object code is compiled once per machine and kept.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -18,7 +14,7 @@ from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
 from deuteron.engines.cpu.to_layout import TO_LAYOUT
-from deuteron.engines.recipes import Recipe, RecipeEngine
+from deuteron.engines.recipes import RecipeEngine
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -32,9 +28,7 @@ class CpuKernels(RecipeEngine):
     name = "cpu_kernels"
     version = "6"
     kind = "cpu"
-
-    def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, TO_LAYOUT, NORM, GROUP_NORM)
+    every = (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, TO_LAYOUT, NORM, GROUP_NORM)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

@@ -1,8 +1,6 @@
 """Norms on the CPU: gradients in row-major order by ``kernels/cpu/norm.py``; batch norm in training
 and, where channels lie innermost, group norm and all gradients in stages of generated code."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
@@ -25,14 +23,9 @@ from deuteron.target import Target
 
 # operator → who shares statistics, and the part of the arithmetic that its kernels reach: every
 # pass waits for a cache
-NORMS = {
-    "layer_norm_grad": ("rows", 0.25),
-    "rms_norm_grad": ("rows", 0.25),
-    "group_norm_grad": ("groups", 0.3),
-    "instance_norm_grad": ("groups", 0.3),
-    "batch_norm_act": ("channels", 0.3),
-    "batch_norm_act_grad": ("channels", 0.3),
-}
+NORMS = dict.fromkeys(("layer_norm_grad", "rms_norm_grad"), ("rows", 0.25))
+NORMS |= dict.fromkeys(("group_norm_grad", "instance_norm_grad"), ("groups", 0.3))
+NORMS |= dict.fromkeys(("batch_norm_act", "batch_norm_act_grad"), ("channels", 0.3))
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -85,10 +78,11 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         return norm_stages.kernel(region, *norm_stages.staged(region))
     if sets == "rows":
         columns = prod(x.shape[x.rank - attrs["dims"] :])
-        sizes = norm.Sizes.of_rows(x.numel // columns, columns)
+        sizes = norm.Sizes(x.numel // columns, 1, columns, columns, columns, 1)
     else:
-        groups = attrs.get("groups", x.shape[1])
-        sizes = norm.Sizes.of_groups(x.shape[0], x.shape[1], prod(x.shape[2:]), groups)
+        groups, length = attrs.get("groups", x.shape[1]), prod(x.shape[2:])
+        each = x.shape[1] // groups
+        sizes = norm.Sizes(x.shape[0] * groups, each, length, each * length, length, groups)
 
     def kind_of(name: str) -> str:
         return types[named[name]].dtype.short if name in named else "f32"

@@ -17,18 +17,14 @@ Statistics are those of distances from a pivot, one of the elements of a channel
 large beside the deviation costs no digits, and equal elements have a variance of exactly 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import nan, prod
 from typing import Any
 
-import torch
-
-from deuteron.codegen.calls import Argument, Call, Room, Word
+from deuteron.codegen.calls import Room
 from deuteron.engines.base import Kernel
-from deuteron.engines.cpu.generated import call_of, program_of
+from deuteron.engines.cpu.generated import kernel_of, program_of
 from deuteron.engines.match import operands, results
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.dtype import DType, float32
@@ -63,9 +59,8 @@ class Stages:
         ends = [*self.starts[1:], len(all_nodes)]
         stages = (all_nodes[a:z] for a, z in zip(self.starts, ends, strict=True))
         live = ([node for node in stage if id(node) in kept] for stage in stages)
-        return graph, [
-            Region(graph.subgraph(f"stage{i}", nodes)) for i, nodes in enumerate(live) if nodes
-        ]
+        cut = (graph.subgraph(f"stage{i}", nodes) for i, nodes in enumerate(live) if nodes)
+        return graph, list(map(Region, cut))
 
     # ---- numbers of channels
 
@@ -279,15 +274,7 @@ def staged(region: Region) -> tuple[Graph, list[Region]]:
 
 def kernel(region: Region, graph: Graph, stages: Sequence[Region]) -> Kernel:
     """The stages one after the other; ``graph`` has the inputs and results of the region."""
-    words: dict[str, Word] = {v: Argument(i) for i, v in enumerate(region.inputs)}
-    first = len(region.inputs)
-    words |= {value: Argument(first + i) for i, (_, value) in enumerate(graph.outputs)}
-    calls: list[Call] = []
-    workspace = 0
-    for stage in stages:
-        for value in set(stage.outputs) - set(words):
-            words[value] = Room(f"norm {value}", -(-graph.types[value].nbytes // 4))
-        call, floats = call_of(program_of(stage), words)
-        calls.append(call)
-        workspace = max(workspace, 4 * floats * torch.get_num_threads())
-    return Kernel.generated(calls, workspace=workspace)
+    tensors = (*region.inputs, *(value for _, value in graph.outputs))
+    between = {value for stage in stages for value in stage.outputs} - {*tensors}
+    rooms = {v: Room(f"norm {v}", -(-graph.types[v].nbytes // 4)) for v in between}
+    return kernel_of(map(program_of, stages), tensors, rooms)

@@ -1,7 +1,5 @@
 """What the recipes of ``cpu_kernels`` share, and the first of them: the packed product."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,11 +44,9 @@ def refuse_elsewhere(region: Region, target: Target) -> None:
         refuse_if(half, "this CPU has no conversion from f16", "use bfloat16 or float32")
         nothing = "nothing to do: torch's own operators run it"
         refuse_if(t.numel == 0, "a tensor is empty", nothing)
-        refuse_if(
-            t.storage_numel > MOST,
-            "a tensor has more elements than a 32-bit offset reaches",
-            "split the batch so that every tensor has fewer than 2**31 elements",
-        )
+        large = "a tensor has more elements than a 32-bit offset reaches"
+        fewer = "split the batch so that every tensor has fewer than 2**31 elements"
+        refuse_if(t.storage_numel > MOST, large, fewer)
 
 
 def chain_here(
@@ -266,14 +262,15 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         extra = 4 * packing.room(factor, tile.columns)
     columns = c.out.shape[1] // matrices if conv else c.out.shape[-1]
     if c.bias is not None and c.bias not in ctx.constants:
-        bias = packing.bias_at_call(matrices, columns, stored, tile.columns)
+        where = packing.Factor(np.arange(matrices) * columns, np.zeros(1, np.int64), 1, columns)
+        bias = packing.packed_at_call(where, stored, tile.columns, "bias")
     else:
         given = None if c.bias is None else ctx.constants[c.bias]
         bias = packing.bias_now(given, matrices, columns, tile.columns)
     prepared = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
     x, y, *others = operands(region, c)
     if knobs["padded"]:
-        from deuteron.kernels.cpu.frame import prepare_frame
+        from deuteron.kernels.cpu.conv import prepare_frame
 
         framed, copy = prepare_frame(image(c.x), window_of(c), stored)
         calls = (framed(x), *prepared.calls(copy, y, *others))
@@ -281,20 +278,15 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     if not _turned(c):
         return Kernel.generated(prepared.calls(x, y, *others), prepared.workspace + extra)
     run = runner(prepared.calls(Argument(y.index + 1), y, *others))
-    room = c.x.dtype.nbytes(c.x.numel)
-    return Kernel(
-        lambda *t: run(*t, t[x.index].contiguous()),
-        writes=True,
-        workspace=prepared.workspace + extra + room,
-    )
+    room = prepared.workspace + extra + c.x.dtype.nbytes(c.x.numel)
+    return Kernel(lambda *t: run(*t, t[x.index].contiguous()), writes=True, workspace=room)
 
 
 def _as_matrices(c: Chain, weight: torch.Tensor) -> torch.Tensor:
     """A weight that never changes as [matrices, N, K]."""
-    from deuteron.kernels.cpu import conv
-
-    if c.anchor.op == "conv":
-        return conv.weight_now(weight, c.anchor.attrs["groups"])
+    if c.anchor.op == "conv":  # K = taps · C
+        taps, groups = weight.flatten(2).transpose(1, 2), c.anchor.attrs["groups"]
+        return taps.reshape(groups, weight.shape[0] // groups, -1)
     if c.anchor.op == "linear":
         return weight.unsqueeze(0)
     return weight.reshape(-1, *weight.shape[-2:]).transpose(1, 2)
@@ -307,7 +299,7 @@ def _conv_parts(region: Region, c: Chain, knobs: Knobs) -> tuple[Any, int, Any]:
     x, y, r = images(region, c)
     window = window_of(c)
     if knobs["padded"]:
-        x, window = conv.frame(x, window), conv.without_padding(window)
+        x, window = conv.frame(x, window)
     weight = conv.Image(c.weight.shape, c.weight.strides)
     rows = conv.conv_rows(x, y, r, window, c.weight.shape[0])
     return rows, window.groups, conv.weight_factor(weight, window.groups)
@@ -357,6 +349,5 @@ def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> 
     return row_offsets(tuple(lead), (*front, *moves)).reshape(-1)
 
 
-PRODUCT = Recipe(
-    "product", ANCHORS, _refuse_product, _build_product, _product_knobs, product_seconds, BUILD_S
-)
+_PRODUCT = (_refuse_product, _build_product, _product_knobs, product_seconds)
+PRODUCT = Recipe("product", ANCHORS, *_PRODUCT, BUILD_S)

@@ -1,7 +1,5 @@
 """Changes of memory order on the CPU: the recipe around ``kernels/cpu/to_layout.py``."""
 
-from __future__ import annotations
-
 from math import prod
 
 from deuteron.codegen.calls import Argument

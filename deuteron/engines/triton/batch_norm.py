@@ -3,8 +3,6 @@ its gradient, and ``batch_norm_train`` with the sum and the activation that the 
 it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -124,11 +122,8 @@ def _knobs(read: Read, region: Region, target: Target, policy: Policy) -> Sequen
     if _division(image, target, usual).once:
         return usual, {**usual, "warps": 8}, {**usual, "once": False}
     narrow = {"width": NARROW} if read is backward_step and is_channels_last(image) else {}
-    return (
-        {**usual, **narrow},
-        {**usual, "waves": 3, "deep": 4, "stages": 4, "each": 1},
-        {"tile": 2 * TILE, "warps": 8, "deep": 3},
-    )
+    deeper = {**usual, "waves": 3, "deep": 4, "stages": 4, "each": 1}
+    return {**usual, **narrow}, deeper, {"tile": 2 * TILE, "warps": 8, "deep": 3}
 
 
 def _seconds(read: Read, region: Region, target: Target, knobs: Mapping[str, Any]) -> float:

@@ -1,13 +1,11 @@
 """What every kernel in Triton needs of the machine, and recipes for one operator at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands, results
-from deuteron.engines.recipes import Knobs, Recipe, alone
+from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -43,10 +41,10 @@ def one_operator(
     something to compute, on a GPU."""
 
     def wrong(region: Region, target: Target, policy: Policy) -> None:
-        node = alone(region)
+        refuse_if(len(region.nodes) > 1, "takes its operator by itself", quiet=True)
         refuse_elsewhere(target)
         refuse_empty(region)
-        refuse(region, node, target)
+        refuse(region, region.nodes[0], target)
 
     def ways(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         return knobs(region, target)
@@ -63,9 +61,7 @@ def streamed(reached: float) -> Callable[[Region, Target, Knobs], float]:
     return seconds
 
 
-def tensors_of(
-    region: Region, values: Iterable[str | None]
-) -> Callable[[Sequence[Any]], list[Any]]:
+def tensors_of(region: Region, values: Iterable[str | None]) -> Callable[..., list[Any]]:
     """A function from the tensors of a call to those that are these values; None for a value that
     is None, or that nobody reads."""
     there = (*region.inputs, *region.outputs)

@@ -7,8 +7,6 @@ kernel takes fewer instructions, asks for the next row while it writes this one,
 backwards, from what L2 still holds, and reads rows that start anywhere in whole 16 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import places_of
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import modelled_seconds, region_cost
 from deuteron.engines.triton.common import MOST, refuse_elsewhere
@@ -148,9 +147,8 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
         shifted = shifts and not apart & 15
         ONE_ROW((programs,), given, terms, warps=warps, SHIFTED=shifted, **fixed)
 
-    over: tuple[tuple[int, int], ...] = ()
-    if work.made[2] is not None and work.in_place:
-        over = ((region.outputs.index(work.made[2]), region.inputs.index(work.given[0] or "")),)
+    grad = work.made[2] if work.in_place else None
+    over = () if grad is None else places_of([(grad, work.given[0] or "")], region)
     return Kernel(run, writes=True, over=over)
 
 

@@ -4,8 +4,6 @@ One kernel reads every input once and writes every output once, so its price is 
 bytes over the bandwidth it reaches, 92 % of a copy's, plus one launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 from deuteron.codegen.scalar import Load, ScalarProgram, overwritable
 from deuteron.codegen.triton_body import side_by_side
 from deuteron.codegen.triton_knobs import choices, crowded
-from deuteron.codegen.triton_passes import dependent_passes, passes_needed
+from deuteron.codegen.triton_passes import Passes
 from deuteron.codegen.triton_render import Knobs, Rendered, prepared, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.match import places_of, scalar_program
@@ -109,8 +107,9 @@ class TritonGen:
         once /= min(GROUPED.get(op, 1.0) for op in region.ops)
         at_once = cost.reads * min(1.0, target.units / max(program.rows, 1))
         part = AGAIN if at_once < target.cache_bytes / 2 else 1.0
-        again = part * (passes_needed(program) - 1) * cost.reads / target.stream
-        launches = dependent_passes(program) if kind == "split" else 0
+        passes = Passes(program)
+        again = part * (passes.count - 1) * cost.reads / target.stream
+        launches = passes.last if kind == "split" else 0
         return once + again + launches * target.launch
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:

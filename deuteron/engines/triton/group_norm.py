@@ -2,8 +2,6 @@
 recipes around ``kernels/triton/group_norm.py``, and how groups are cut into parts that registers
 hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -84,11 +82,8 @@ class Cut:
 def cuts(work: Groups) -> list[Cut]:
     """Whole groups, if registers hold them: the fewest warps, as more programs on a unit cover each
     other's waiting for sums; and parts of groups."""
-    whole = [
-        (most, _tiled(work.each, work.positions, warps))
-        for most, choices in ((FEW, (1, 2, 4, 8)), (MOST, (8,)))
-        for warps in choices
-    ]
+    ways = [*((FEW, warps) for warps in (1, 2, 4, 8)), (MOST, 8)]
+    whole = [(most, _tiled(work.each, work.positions, warps)) for most, warps in ways]
     held = next(([cut] for most, cut in whole if cut.tiles <= most), [])
     parts = _cut_up(work)
     fair = parts.tiles <= MOST and 1 < parts.parts(work) <= MOST_PARTS
@@ -141,7 +136,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     _refuse_tensors(region, target)
 
 
-def _refuse_gradient(region: Region, target: Target, policy: Policy) -> None:
+def _refuse_grad(region: Region, target: Target, policy: Policy) -> None:
     only_node(region, GRADIENTS)
     _refuse_tensors(region, target)
 
@@ -203,7 +198,5 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
 
 GROUP_NORM = (
     Recipe("group_norm", NORMS, _refuse, _build, _knobs, _seconds, 0.4),
-    Recipe(
-        "group_norm_backward", GRADIENTS, _refuse_gradient, _build, _knobs, _gradient_seconds, 0.4
-    ),
+    Recipe("group_norm_backward", GRADIENTS, _refuse_grad, _build, _knobs, _gradient_seconds, 0.4),
 )

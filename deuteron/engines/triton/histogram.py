@@ -1,7 +1,5 @@
 """Counts of elements by range: the recipe around ``kernels/triton/histogram.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from deuteron.codegen.triton_render import power_of_two

@@ -2,9 +2,7 @@
 come from one generated loop. Each family has a file of recipes; this is the engine of them all.
 """
 
-from __future__ import annotations
-
-from deuteron.engines.recipes import Recipe, RecipeEngine
+from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton.group_norm import GROUP_NORM
@@ -14,7 +12,6 @@ from deuteron.engines.triton.norm import NORM_BACKWARD
 from deuteron.engines.triton.resample import RESAMPLE
 from deuteron.engines.triton.rope import ROPE
 from deuteron.engines.triton.scan import SCAN
-from deuteron.target import Target
 
 
 class TritonKernels(RecipeEngine):
@@ -24,7 +21,5 @@ class TritonKernels(RecipeEngine):
     name = "triton_kernels"
     version = "6"
     kind = "cuda"
-
-    def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
-        return (*norms, CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)
+    _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
+    every = (*_norms, CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)

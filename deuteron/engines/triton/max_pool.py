@@ -21,18 +21,11 @@ from deuteron.target import Target
 if TYPE_CHECKING:
     from deuteron.kernels.triton.max_pool import Pooling, Tile
 
-# operator → what it gives: the maxima, which elements they are too, or the gradient
-OPS = {
-    "max_pool": "y",
-    "max_pool_with_indices": "y, winners",
-    "max_pool_grad": "dx",
-    "max_pool_with_winners": "y, winners",
-    "max_pool_winners_grad": "dx",
-    "adaptive_max_pool": "y",
-    "adaptive_max_pool_with_indices": "y, winners",
-    "adaptive_max_pool_grad": "dx",
-}
 SEARCHING = ("max_pool_grad", "adaptive_max_pool_grad")  # gradients that are given x
+WINNERS = ("max_pool_with_indices", "max_pool_with_winners", "adaptive_max_pool_with_indices")
+# operator → what it gives: the maxima, which elements they are too, or the gradient
+OPS = dict.fromkeys(("max_pool", "adaptive_max_pool"), "y") | dict.fromkeys(WINNERS, "y, winners")
+OPS |= dict.fromkeys((*SEARCHING, "max_pool_winners_grad"), "dx")
 # of the bandwidth of a copy, on an H200, 3 × 3 windows two apart: who won costs more than who is
 # largest, and to find the winners again as much again
 REACHED = {"y": 0.9, "y, winners": 0.7, "dx": 0.65}

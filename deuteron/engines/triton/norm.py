@@ -5,8 +5,6 @@ The gradient of a norm sums along rows for dx and down the columns for dweight: 
 memory makes both, where generated code would take one for each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod

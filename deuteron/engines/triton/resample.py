@@ -1,8 +1,6 @@
 """Resizing and average pooling with their gradients: the recipe around
 ``kernels/triton/resample.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -16,15 +14,8 @@ from deuteron.kernels.resample_map import AxisMap, cells, resized, untouched, wi
 from deuteron.kernels.triton.resample_tiles import ResampleTile, cuts, is_last
 from deuteron.target import Target
 
-# operator → whether it is the gradient
-OPS = {
-    "resize": False,
-    "resize_grad": True,
-    "avg_pool": False,
-    "avg_pool_grad": True,
-    "adaptive_avg_pool": False,
-    "adaptive_avg_pool_grad": True,
-}
+MAPS = ("resize", "avg_pool", "adaptive_avg_pool")
+OPS = dict.fromkeys(MAPS, False) | {f"{op}_grad": True for op in MAPS}  # whether it is the gradient
 MOST_READ = 64  # elements along an axis
 REACHED = 0.8  # of the bandwidth of a copy, where a result reads few elements
 UNITS = 132  # multiprocessors, for which times were measured
@@ -68,9 +59,8 @@ def axes(region: Region) -> tuple[AxisMap, AxisMap]:
     x, y = _ends(region)
     back, double = OPS[node.op], x.dtype.short == "f64"
     before, after = (y.shape[2:], x.shape[2:]) if back else (x.shape[2:], y.shape[2:])
-    found = [
-        _along(node, at, n, m, double) for at, (n, m) in enumerate(zip(before, after, strict=True))
-    ]
+    sizes = enumerate(zip(before, after, strict=True))
+    found = [_along(node, at, n, m, double) for at, (n, m) in sizes]
     down, across = (untouched(1), *(along.transposed if back else along for along in found))[-2:]
     return down, across
 
@@ -84,7 +74,7 @@ def _along(node: Node, at: int, length: int, size: int, double: bool) -> AxisMap
     if "kernel" in a:
         divisor = a["divisor"] if at == 0 or a["divisor"] is None else 1
         window = a["kernel"][at], a["stride"][at], a["padding"][at]
-        return windows(length, size, *window, a["count_include_pad"], divisor, double)
+        return windows(length, size, window, a["count_include_pad"], divisor, double)
     return cells(length, size, double)
 
 

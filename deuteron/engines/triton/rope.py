@@ -1,7 +1,5 @@
 """Rotary positions in one launch: the recipe around ``kernels/triton/rope.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from deuteron.codegen.triton_render import power_of_two
@@ -45,16 +43,12 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
     heads = max(types[source].shape[3 - axis] for source, _ in parts_of(region))
     cos, _, positions = tables_of(node)
     tables = [True] if cos is not None else [False] if positions is not None else [True, False]
-    return [
-        {"tokens": t, "heads": h, "warps": w, "table": table}
-        for table in tables
-        for t, h, w in tiles(axis, heads, q.shape[0] * q.shape[axis], node.attrs["dims"], table)
-    ]
+    sizes = (axis, heads, q.shape[0] * q.shape[axis], node.attrs["dims"])
+    ways = ((*tile, table) for table in tables for tile in tiles(*sizes, table))
+    return [{"tokens": t, "heads": h, "warps": w, "table": table} for t, h, w, table in ways]
 
 
-def tiles(
-    axis: int, heads: int, tokens: int, dims: int, table: bool
-) -> tuple[tuple[int, int, int], ...]:
+def tiles(axis: int, heads: int, tokens: int, dims: int, table: bool) -> list[tuple[int, int, int]]:
     """Ways to cut the work into (tokens, heads, warps), most promising first.
 
     A tile of about 2048 pairs keeps two loads of 16 bytes in flight per thread of four warps;
@@ -63,14 +57,12 @@ def tiles(
     takes a few heads along that use the same angles.
     """
     pairs, room, most = (power_of_two(max(n, 1)) for n in (dims // 2, heads, tokens))
-    found = []
-    for size, warps in (
-        ((2048, 4), (1024, 4), (4096, 8), (1024, 2)) if table else ((1024, 4), (512, 2))
-    ):
+    ways, found = ((2048, 4), (1024, 4), (4096, 8), (1024, 2)), []
+    for size, warps in ways if table else ((1024, 4), (512, 2)):
         spots = max(size // pairs, 1)
         by_heads = min(room, spots, 8 if axis == 1 else 4)
         found.append((min(max(spots // by_heads, 1), most, 64), by_heads, warps))
-    return tuple(dict.fromkeys(found))
+    return list(dict.fromkeys(found))
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:

@@ -1,7 +1,5 @@
 """Running sums and products of rows: the recipe around ``kernels/triton/scan.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from deuteron.codegen.triton_render import power_of_two

@@ -1,7 +1,5 @@
 """Vendor calls on the CPU: packed oneDNN, and plain matrix products where they are enough."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product
@@ -12,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import Chain, chain, live_fraction
+from deuteron.engines.match import Chain, chain, live_fraction, reach
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -169,26 +167,18 @@ def _refuse_shifted(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(live > 0.95, "no tap falls into the padding often enough to be worth skipping")
 
 
-def reach(size: int, out: int, shift: int) -> range:
-    """Output positions whose source ``position + shift`` lies inside the image."""
-    return range(max(0, -shift), max(0, -shift, min(out, size - shift)))
-
-
 Pixels = tuple[slice, slice]  # rows and columns
 
 
 def taps(c: Chain) -> Iterator[tuple[int, int, Pixels, Pixels]]:
     """Row and column of each tap of a 2-D convolution that reads any pixels, which pixels of the
     result it adds to, and which of the image it reads."""
-    a, (rows, columns) = c.anchor.attrs, c.weight.shape[2:]
+    rows, columns = c.weight.shape[2:]
     for tap in product(range(rows), range(columns)):
-        to, of = [], []
-        for d, t in enumerate(tap):
-            shift = t * a["dilation"][d] - a["padding"][d]
-            inside = reach(c.x.shape[2 + d], c.out.shape[2 + d], shift)
-            to.append(slice(inside.start, inside.stop))
-            of.append(slice(inside.start + shift, inside.stop + shift))
-        if all(s.stop > s.start for s in to):
+        found = [reach(c, d, t) for d, t in enumerate(tap)]
+        if all(inside for inside, _ in found):
+            to = [slice(inside.start, inside.stop) for inside, _ in found]
+            of = [slice(inside.start + by, inside.stop + by) for inside, by in found]
             yield *tap, (to[0], to[1]), (of[0], of[1])
 
 
@@ -254,10 +244,6 @@ def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     return Kernel(lambda *t: call(t[q], t[k], t[v], attn_mask=None if bias is None else t[bias]))
 
 
-def _shifted_penalty(region: Region, target: Target) -> float:
-    return 0.8 * live_fraction(chain(region, CONV))
-
-
 def _shifted_overhead(region: Region, target: Target) -> float:
     """Three calls a tap: gather the pixels, multiply, add to the result."""
     k = chain(region, CONV).weight.shape
@@ -265,7 +251,8 @@ def _shifted_overhead(region: Region, target: Target) -> float:
 
 
 PACKED_S = library(_packed_penalty, 1e-4)  # oneDNN looks its primitive up at every call
-GEMM_S, SHIFTED_S = library(_gemm_penalty, 1e-5), library(_shifted_penalty, _shifted_overhead)
+GEMM_S = library(_gemm_penalty, 1e-5)
+SHIFTED_S = library(lambda r, target: 0.8 * live_fraction(chain(r, CONV)), _shifted_overhead)
 _cpu = partial(Recipe, kind="cpu")
 RECIPES = (
     _cpu("onednn_packed", CONV, _refuse_packed, _build_packed, seconds=PACKED_S),

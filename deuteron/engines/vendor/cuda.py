@@ -1,8 +1,6 @@
 """Vendor calls on NVIDIA GPUs: cuDNN's fused convolutions, cuBLASLt's epilogues, SDPA, and calls on
 rearranged data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -47,9 +45,7 @@ def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(apart, "the residual lies in another memory order than the result")
 
 
-def _convolution_relu(
-    region: Region, c: Chain, policy: Policy, benchmark: bool
-) -> Callable[..., torch.Tensor]:
+def _fused_call(region: Region, c: Chain, policy: Policy, search: bool) -> Callable[..., Any]:
     """The fused call as a function of an image, a weight, and the tensors of the kernel's call."""
     a = c.anchor.attrs
     where = (a["stride"], a["padding"], a["dilation"], a["groups"])
@@ -57,7 +53,7 @@ def _convolution_relu(
 
     def run(image: torch.Tensor, weight: torch.Tensor, t: Sequence[Any]) -> torch.Tensor:
         bias = None if b is None else t[b]
-        with numerics(policy, benchmark):
+        with numerics(policy, search):
             if z is None:
                 return torch.cudnn_convolution_relu(image, weight, bias, *where)
             return torch.cudnn_convolution_add_relu(image, weight, t[z], 1.0, bias, *where)
@@ -68,7 +64,7 @@ def _convolution_relu(
 def build_cudnn(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     c = chain(region, CONV)
     x, w = (place(region, v) for v in c.anchor.inputs[:2])
-    run = _convolution_relu(region, c, ctx.policy, bool(knobs["benchmark"]))
+    run = _fused_call(region, c, ctx.policy, bool(knobs["benchmark"]))
     return Kernel(lambda *t: run(t[x], t[w], t))
 
 
@@ -139,13 +135,14 @@ def _build_lt(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Ke
     b = maybe(region, c.bias)
     call, shape, image = _lt_act(c), c.out.shape, c.anchor.op == "conv"
     n, k = c.weight.shape[0], c.weight.shape[1]
+    stored, order = (shape[0], *shape[2:], n), (0, len(shape) - 1, *range(1, len(shape) - 1))
     assert call is not None
 
     def run(*t: Any) -> torch.Tensor:
         rows = rows_of(t[x]) if image else t[x].reshape(-1, k)
         weight = t[w].reshape(n, k).t()
         out = torch.mm(rows, weight) if b is None else call(t[b], rows, weight)
-        return recipes.image_of(out, shape) if image else out.view(shape)
+        return out.view(stored).permute(order) if image else out.view(shape)
 
     return Kernel(under(ctx.policy, run))
 
@@ -213,9 +210,9 @@ def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
     n, channels, height, width = c.x.shape
     extra = LANES - channels
     wide = pad(weight, (0, 0, 0, 0, 0, extra)).contiguous(memory_format=torch.channels_last)
-    call = _convolution_relu(region, c, ctx.policy, not ctx.policy.deterministic)
+    call = _fused_call(region, c, ctx.policy, not ctx.policy.deterministic)
 
-    def run(*t: Any) -> torch.Tensor:
+    def run(*t: Any) -> Any:
         image = pad(t[x].permute(0, 2, 3, 1), (0, extra)).permute(0, 3, 1, 2)
         return call(image, wide, t)
 
@@ -268,10 +265,6 @@ def _build_taps(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     return Kernel(run, workspace=2 * n * height * width * rows * columns * k)
 
 
-def _taps_knobs(region: Region, target: Target, policy: Policy) -> tuple[dict[str, Any], ...]:
-    return ({"wide": False}, {"wide": True})
-
-
 # ---- resizing plane by plane
 
 
@@ -293,6 +286,7 @@ def _build_planar(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
     return Kernel(run, writes=True, workspace=out.nbytes)
 
 
+TAPS_WIDE = ({"wide": False}, {"wide": True})
 PADDED_S = library(0.5, lambda region, target: target.launch)
 TAPS_S = library(0.6, lambda region, target: 12 * target.launch)
 _gpu = partial(Recipe, kind="cuda")
@@ -302,6 +296,6 @@ RECIPES = (
     _gpu("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
     _gpu("sdpa", ATTENTION, shared.refuse_attention, _build_sdpa, _sdpa_knobs),
     _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),
-    _gpu("taps", CONV, _refuse_taps, _build_taps, _taps_knobs, TAPS_S),
+    _gpu("taps", CONV, _refuse_taps, _build_taps, lambda *_: TAPS_WIDE, TAPS_S),
     _gpu("planar", ("resize",), _refuse_planar, _build_planar, seconds=library(0.65)),
 )

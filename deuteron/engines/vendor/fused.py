@@ -1,10 +1,7 @@
 """``vendor_fused``: library calls that do more than one operator, or one in a better way."""
 
-from __future__ import annotations
-
-from deuteron.engines.recipes import Recipe, RecipeEngine
+from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.vendor import cpu, cuda
-from deuteron.target import Target
 
 
 class VendorFused(RecipeEngine):
@@ -12,6 +9,4 @@ class VendorFused(RecipeEngine):
 
     name = "vendor_fused"
     version = "1"
-
-    def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        return cuda.RECIPES if target.is_cuda else cpu.RECIPES
+    every = (*cuda.RECIPES, *cpu.RECIPES)

@@ -3,8 +3,6 @@
 What an engine must know to decide stands here, where nothing heavy is imported.
 """
 
-from __future__ import annotations
-
 import platform
 from functools import lru_cache
 

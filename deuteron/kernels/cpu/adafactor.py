@@ -7,9 +7,6 @@ moments and leaves 1/√ of them, so that no element costs a root or a division 
     bytes = size · (3 · g + 3 · p), of which size · (g + 2 · p) from memory
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -17,15 +14,13 @@ import torch
 from deuteron.codegen.llvm import F64, Value, lanes_of, vec
 from deuteron.kernels.cpu.optim_rows import Pass, Reduced, Writer
 from deuteron.kernels.cpu.sweep import blocks, steps
-from deuteron.kernels.optim import first_of, listed, with_scratch
+from deuteron.kernels.optim import Shapes, first_of, listed, with_scratch
 
 CHUNK = 16384  # elements
 TALL = 256  # rows of a chunk: sums of columns are that long before they go on in float64
 
 
-def cut(
-    table: torch.Tensor, shapes: Sequence[Sequence[int]], wide: torch.dtype
-) -> tuple[torch.Tensor, ...]:
+def cut(table: torch.Tensor, shapes: Shapes, wide: torch.dtype) -> tuple[torch.Tensor, ...]:
     """The table, the list of chunks, the first of each tensor, and scratch memory. The table has,
     after the sizes of matrices, rows of a chunk, chunks of a matrix and matrices of a chunk."""
     sizes, cuts, counts = [(prod(shape[:-2]), *shape[-2:]) for shape in shapes], [], []

@@ -10,11 +10,9 @@ Scratch per thread: Sk · (D + Dv + 4) floats. A query that sees no key gives ze
 infinity come out as in the reference.
 """
 
-from __future__ import annotations
-
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,9 +54,7 @@ def _tile(module: object, tile: Tile) -> Code:
     return c
 
 
-def _softmax_row(
-    c: Code, row: Value, seen: Value, bias: Value | None, form: AttentionKernel
-) -> Value:
+def _softmax_row(c: Code, row: Value, seen: Value, bias: Value, form: AttentionKernel) -> Value:
     """eˢ⁻ᵐᵃˣ in place of the scores of one query; returns 1 / Σ, or 0 if no key is seen."""
     best, total = Gathered(c, c.fmax, -math.inf), Gathered(c, c.b.fadd, 0.0)
 
@@ -179,10 +175,7 @@ def room_per_thread(keys: int, depth: int, values: int, wide: int) -> int:
 
 
 def prepare_attention(
-    sizes: tuple[int, int, int, int, int, int, int],
-    strides: tuple[Strides, Strides, Strides, Strides, Strides],
-    form: AttentionKernel,
-    scale: float,
+    sizes: Sequence[int], strides: Sequence[Strides], form: AttentionKernel, scale: float
 ) -> Callable[[Word, Word, Word, Word, Word], Call]:
     """The call for q, k, v, out and bias, where each is. ``sizes`` are batch, query heads, query
     heads per key head, queries, keys, D and Dv; ``strides`` those of q, k, v, out and bias."""

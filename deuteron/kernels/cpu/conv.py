@@ -6,24 +6,29 @@ table of pixels: row (n, o) has a run of channels for every tap t. Nothing is co
     bytes = size · (x · (taps that meet in L2: once) + y · (1 + residual)) + 4 · w
 
 With few channels a run is too short to multiply well (a 7×7 over 3 channels has runs of 3). Then
-x is copied once into a frame of zeros (:mod:`deuteron.kernels.cpu.frame`), and the taps of a row
-lie side by side, one run of 7 · 3.
+x is copied once into a frame of zeros, f[n, y + ph, x + pw, c] = x[n, y, x, c], and the taps of a
+row lie side by side, one run of 7 · 3:
+
+    bytes = size · (x + frame)
 
 Far dilation: taps that are in the padding for all rows of a tile are skipped by the product, so
 a 3×3 window of dilation 24 over 64×64 pixels costs 56 % of its multiplications, dilation 36 39 %.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import numpy as np
-import torch
 
+from deuteron.codegen.calls import Call, Room, Word
+from deuteron.codegen.llvm import Code, Value, load_run, width
+from deuteron.ir.dtype import dtype
 from deuteron.kernels.cpu.matmul import Rows, row_offsets
 from deuteron.kernels.cpu.packing import Factor
+from deuteron.kernels.cpu.stored import Stored
+from deuteron.kernels.cpu.sweep import steps
 
 Ints = tuple[int, ...]
 
@@ -55,12 +60,13 @@ class Image:
 Images = tuple[Image, Image, Image | None]  # input, result and residual
 
 
-def frame(x: Image, window: Window) -> Image:
-    """``x`` with its padding around it, dense."""
+def frame(x: Image, window: Window) -> tuple[Image, Window]:
+    """``x`` with its padding around it, dense, and the window as it looks at that."""
     space = tuple(n + 2 * p for n, p in zip(x.shape[2:], window.padding, strict=True))
     channels = x.shape[1]
     strides = [channels * prod(space[i + 1 :]) for i in range(len(space))]
-    return Image((x.shape[0], channels, *space), (channels * prod(space), 1, *strides))
+    framed = Image((x.shape[0], channels, *space), (channels * prod(space), 1, *strides))
+    return framed, replace(window, padding=(0,) * len(window.padding))
 
 
 def pixel_offsets(x: Image, window: Window, out: Sequence[int], joined: bool) -> np.ndarray:
@@ -80,14 +86,8 @@ def pixel_offsets(x: Image, window: Window, out: Sequence[int], joined: bool) ->
     return np.where(inside, where, -1).reshape(x.shape[0] * prod(out), prod(kernel))
 
 
-def weight_now(weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """A weight [K, C / groups, …] as matrices [groups, K / groups, taps · C]."""
-    taps = weight.reshape(*weight.shape[:2], -1).transpose(1, 2)
-    return taps.reshape(groups, weight.shape[0] // groups, -1)
-
-
 def weight_factor(weight: Image, groups: int) -> Factor:
-    """Where such a weight lies that arrives with every call."""
+    """Where a weight lies that arrives with every call."""
     columns = weight.shape[0] // groups
     taps = row_offsets(weight.shape[2:], weight.strides[2:])
     places = taps + np.arange(weight.shape[1], dtype=np.int64) * weight.strides[1]
@@ -109,6 +109,50 @@ def conv_rows(x: Image, y: Image, r: Image | None, window: Window, k: int) -> Ro
     return Rows(offsets, y.rows, None if r is None else r.rows, length, starts)
 
 
-def without_padding(window: Window) -> Window:
-    """The window as it looks at a framed image."""
-    return replace(window, padding=(0,) * len(window.padding))
+# ---- the frame ---------------------------------------------------------------------------------
+
+
+def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
+    x, to = c.pointers(words, 2)
+    batch, height, breadth, channels, ph, pw, xn, xh, xw = c.words(words, 2, 9)
+    of = Stored(c, short)
+
+    def fill(where: Value, count: Value, source: Value | None) -> None:
+        """Copy so many numbers, or write zeros."""
+
+        def write(i: Value, lanes: int) -> None:
+            value = c.f(0.0, lanes) if source is None else of.load(of.at(source, i), lanes)
+            of.store(value, of.at(where, i))
+
+        steps(c, count, write, vectors=1)
+
+    lines, side = c.add(height, c.mul(ph, 2)), c.mul(pw, channels)
+    across = c.add(c.mul(breadth, channels), c.mul(side, 2))
+    with c.loop(*c.share(c.mul(batch, lines), *thread)) as line:
+        n, framed_y = c.split(line, lines)
+        y = c.sub(framed_y, ph)
+        here = of.at(to, c.mul(line, across))
+
+        def copied() -> None:
+            source = of.at(x, c.mul(n, xn), c.mul(y, xh))
+            fill(here, side, None)
+            with c.when(c.cmp("==", xw, channels)):
+                fill(of.at(here, side), c.mul(breadth, channels), source)
+            with c.when(c.cmp("!=", xw, channels)), c.loop(0, breadth) as i:
+                there = of.at(here, side, c.mul(i, channels))
+                fill(there, channels, of.at(source, c.mul(i, xw)))
+            fill(of.at(here, side, c.mul(breadth, channels)), side, None)
+
+        inside = c.b.and_(c.cmp(">=", y, 0), c.cmp("<", y, height))
+        c.either(inside, copied, lambda: fill(here, across, None))
+
+
+def prepare_frame(x: Image, window: Window, short: str) -> tuple[Callable[[Word], Call], Room]:
+    """The call that frames an image of one or two dimensions, from the image's address; and the
+    framed copy, which is good until the next is made."""
+    size = dtype(short).nbytes(prod(frame(x, window)[0].shape))
+    line = (1, *x.shape[2:])[-2:], (0, *window.padding)[-2:], (0, *x.strides[2:])[-2:]
+    sizes = (x.shape[0], *line[0], x.shape[1], *line[1], x.strides[0], *line[2])
+    to = Room("frame", -(-size // 4))
+    code = load_run(f"frame {short} of {width()}", partial(_frame, short))
+    return lambda source: Call(code, (source, to, *sizes)), to

@@ -10,8 +10,6 @@ Tiles that reach into the padding find their pixels through a list of addresses,
 pixel outside the image is a row of zeros. The last tile of a row overlaps the one before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,9 +45,7 @@ class Shape:
         return tuple(sorted({p * s + k * d for p in range(self.pixels) for k in range(kw)}))
 
 
-def _convolve(
-    shape: Shape, epilogue: Epilogue, c: Code, words: Value, thread: Value, threads: Value
-) -> None:
+def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -> None:
     (kh, kw), (sh, sw), (dh, gap) = shape.kernel, shape.stride, shape.dilation
     columns = shape.columns
     x, weight, bias, y, r, empty = c.pointers(words, 6)
@@ -58,7 +54,7 @@ def _convolve(
     of = Stored(c, shape.stored)
     table = c.variable(PTR, count=kh * len(columns))
     whole = c.sub(channels, c.rem(channels, width()))
-    lines = c.share(c.mul(batch, oh), thread, threads)
+    lines = c.share(c.mul(batch, oh), *thread)
 
     def windows(acc: list[Value], ch: Value, lanes: int, pixel: Pixel) -> None:
         def row(ky: Value | int) -> None:

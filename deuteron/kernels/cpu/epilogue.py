@@ -4,8 +4,6 @@ Its memory traffic is the residual, read once; without a fused epilogue the prod
 written and read again for each of its steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

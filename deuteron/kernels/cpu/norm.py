@@ -18,8 +18,6 @@ Generated code makes dx in one pass over the rows and each sum down the columns 
 1.2 to 3.5 times as long (``bench/results/by_hand-cpu-aarch64.md``).
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,15 +66,6 @@ class Sizes(NamedTuple):
     segment_step: int
     groups: int
 
-    @staticmethod
-    def of_rows(rows: int, columns: int) -> Sizes:
-        return Sizes(rows, 1, columns, columns, columns, 1)
-
-    @staticmethod
-    def of_groups(n: int, channels: int, length: int, groups: int) -> Sizes:
-        each = channels // groups
-        return Sizes(n * groups, each, length, each * length, length, groups)
-
 
 class _Sets:
     """What a thread does with one set after another."""
@@ -115,7 +104,6 @@ class _Sets:
         return c.b.select(infinite, c.f(math.nan), c.b.fdiv(c.f(1.0), root))
 
     def away(self, at: Value, i: Value, lanes: int, mean: Value) -> Value:
-        """x − mean."""
         return self.c.b.fsub(self.load("x", at, i, lanes), self.of.lanes(mean, lanes))
 
     @contextmanager

@@ -7,8 +7,6 @@ passes, tensors go through all of them in bundles that stay in L2. Sums are made
 not depend on the number of threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +18,7 @@ from deuteron.codegen.llvm import F32, F64, Code, Loaded, Value, load_run, width
 from deuteron.ir.dtype import dtype
 from deuteron.kernels.cpu import adafactor
 from deuteron.kernels.cpu.optim_rows import POINTERS, Pass, Writer
-from deuteron.kernels.optim import FLAT, GROUP, MATRICES, Rule, Step
+from deuteron.kernels.optim import FLAT, GROUP, MATRICES, DTypes, Ints, Rule, Shapes, Step
 
 BLOCK = 8192  # elements of a chunk: the reading of a table is lost in them
 SERIAL = 32768  # elements below which a team of threads costs more than it gains
@@ -74,7 +72,7 @@ def _finish(w: Writer, t: Value) -> None:
 
 
 @lru_cache
-def compiled(step: Step, dtypes: tuple[torch.dtype, ...]) -> Loaded:
+def compiled(step: Step, dtypes: DTypes) -> Loaded:
     """The code of a step; ``dtypes`` in the order of the tensors' names."""
     kinds = dict(zip(step.rule.tensors, map(dtype, dtypes), strict=True))
     of = F64 if torch.float64 in dtypes or step.kind == "finish" else F32
@@ -103,14 +101,7 @@ def compiled(step: Step, dtypes: tuple[torch.dtype, ...]) -> Loaded:
 class Steps:
     """All steps of a rule over some tensors as one call; gradients and numbers are still open."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        dtypes: tuple[torch.dtype, ...],
-        chunks: Chunks,
-        shapes: Sequence[Sequence[int]],
-        sizes: Sequence[int],
-    ) -> None:
+    def __init__(self, rule: Rule, dtypes: DTypes, chunks: Chunks, shapes: Shapes, sizes: Ints):
         if rule.walk == MATRICES:
             *made, self.scratch = adafactor.cut(chunks.table, shapes, dtypes[-1])
             chunks = Chunks(*made)
@@ -138,7 +129,7 @@ class Steps:
         self.tape.run(self.tape.words())
 
 
-def _bundles(sizes: Sequence[int]) -> list[tuple[int, int]]:
+def _bundles(sizes: Ints) -> list[tuple[int, int]]:
     """Which tensors go through all steps together."""
     made, begin = [], 0
     for end in range(1, len(sizes) + 1):

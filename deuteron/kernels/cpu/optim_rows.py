@@ -4,8 +4,6 @@ Rows are what a pass goes through: a flat chunk is one, a state in 8 bits has ro
 matrices have theirs. Sums are made in float64 after a few numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -202,9 +200,7 @@ class Pass(Writer):
         """``lanes`` elements, the first of them element ``i`` of the row."""
         c, step, here = self.c, self.step, {}
         here_at = {"element": c.add(at, i)}
-        here_at |= {
-            level: c.add(places[level], i) for level in ("column", "part") if level in places
-        }
+        here_at |= {of: c.add(places[of], i) for of in ("column", "part") if of in places}
         for name in step.reads:
             if (level := level_of(name)) in here_at:
                 if any(name in arguments(s) for s in self.walks[walk]):

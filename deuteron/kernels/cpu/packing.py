@@ -9,8 +9,6 @@ in one of three ways: ``along`` if columns lie side by side (a row of a panel is
 memory), ``across`` if k does (blocks of 4×4 are turned in registers), ``scattered`` otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -80,27 +78,23 @@ class Panels:
                 with c.loop(whole, columns) as column:
                     c.store(of.load(of.at(row, column)), c.at(there, c.sub(column, whole)))
 
-    def scattered(
-        self, source: Value, step: Value, depth: Value, columns: Value, places: Value
-    ) -> None:
-        """One panel, number by number; ``places`` has the offset of every k."""
+    def scattered(self, first: Value, step: Value, depth: Value, columns: Value, at: Value) -> None:
+        """One panel, number by number; ``at`` has the offset of every k."""
         c, of, wide = self.of.c, self.of, self.wide
         with c.loop(0, depth) as k:
-            row, there = of.at(source, c.index(places, k)), c.at(self.to, c.mul(k, wide))
+            row, there = of.at(first, c.index(at, k)), c.at(self.to, c.mul(k, wide))
             with c.loop(0, columns) as n:
                 c.store(of.load(of.at(row, c.mul(n, step))), c.at(there, n))
             with c.loop(columns, wide) as n:
                 c.store(c.f(0.0), c.at(there, n))
 
 
-def _pack(
-    way: str, short: str, wide: int, c: Code, words: Value, thread: Value, threads: Value
-) -> None:
+def _pack(way: str, short: str, wide: int, c: Code, words: Value, *thread: Value) -> None:
     source, to, starts, places = c.pointers(words, 4)
     matrices, columns, depth, step_n, step_k = c.words(words, 4, 5)
     of = Stored(c, short)
     panels = c.div(c.add(columns, wide - 1), wide)
-    with c.loop(*c.share(c.mul(matrices, panels), thread, threads)) as job:
+    with c.loop(*c.share(c.mul(matrices, panels), *thread)) as job:
         matrix, panel = c.split(job, panels)
         column = c.mul(panel, wide)
         here = c.least(c.sub(columns, column), wide)
@@ -167,9 +161,3 @@ def bias_now(bias: torch.Tensor | None, matrices: int, n: int, wide: int) -> Pac
     """The bias as panels of a single k, in float32; zeros where there is none."""
     given = torch.zeros(matrices, n) if bias is None else bias.reshape(matrices, n).float()
     return packed_now(given.unsqueeze(2), wide)
-
-
-def bias_at_call(matrices: int, n: int, short: str, wide: int) -> Packed:
-    """The same for a bias that arrives with every call."""
-    factor = Factor(np.arange(matrices) * n, np.zeros(1, np.int64), 1, n)
-    return packed_at_call(factor, short, wide, "bias")

@@ -5,8 +5,6 @@ to nearest even; arithmetic never sees the narrow type. float16 needs the machin
 (every aarch64, x86-64 with F16C); bfloat16 is done by shifts, on any machine.
 """
 
-from __future__ import annotations
-
 from deuteron.codegen.llvm import F32, Code, Value, vec
 from deuteron.codegen.llvm_compute import STORED, Registers
 from deuteron.ir.dtype import dtype
@@ -22,7 +20,6 @@ class Stored(Registers):
         self.bytes = self.dtype.bits // 8
 
     def at(self, base: Value, *offset: int | Value) -> Value:
-        """The address ``offset`` elements after ``base``."""
         return self.c.at(base, *offset, of=self.kind)
 
     def load(self, where: Value, lanes: int = 1) -> Value:

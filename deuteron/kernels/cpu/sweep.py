@@ -1,7 +1,5 @@
 """Walks along a row: several vectors at a time, then one, then single elements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any

@@ -7,8 +7,6 @@ Few rows (the three colours of an image) are loaded as vectors and woven togethe
 Numbers are moved as they are, whatever they mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -30,7 +28,7 @@ def turned(c: Code, lines: Sequence[Value]) -> list[Value]:
     return [c.shuffle(*half, order) for half in halves for order in orders]
 
 
-def _move(bits: int, few: int, c: Code, words: Value, thread: Value, threads: Value) -> None:
+def _move(bits: int, few: int, c: Code, words: Value, *thread: Value) -> None:
     x, y = c.pointers(words, 2)
     batch, rows, columns = c.words(words, 2, 3)
     kind, align = ir.IntType(bits), bits // 8
@@ -60,7 +58,7 @@ def _move(bits: int, few: int, c: Code, words: Value, thread: Value, threads: Va
 
     high, wide = (WOVEN, STRIP) if few else (TILE, TILE)
     down, across = (c.div(c.add(n, t - 1), t) for n, t in ((rows, high), (columns, wide)))
-    with c.loop(*c.share(c.mul(batch, down, across), thread, threads)) as tile:
+    with c.loop(*c.share(c.mul(batch, down, across), *thread)) as tile:
         line, column = c.split(tile, across)
         n, row = c.split(line, down)
         a0, b0 = c.mul(row, high), c.mul(column, wide)
@@ -81,11 +79,9 @@ def _move(bits: int, few: int, c: Code, words: Value, thread: Value, threads: Va
             one(a, b)
 
 
-def prepare_to_layout(
-    batch: int, rows: int, columns: int, bits: int
-) -> Callable[[Word, Word], Call]:
-    """The call for x [batch, rows, columns] and y [batch, columns, rows], where each is."""
+def prepare_to_layout(n: int, rows: int, columns: int, bits: int) -> Callable[[Word, Word], Call]:
+    """The call for x [n, rows, columns] and y [n, columns, rows], where each is."""
     few = rows if rows <= WOVEN else 0
     code = load_run(f"to_layout {bits} bits {few} rows", partial(_move, bits, few))
-    threaded = batch * rows * columns > SERIAL
-    return lambda x, y: Call(code, (x, y, batch, rows, columns), threaded)
+    threaded = n * rows * columns > SERIAL
+    return lambda x, y: Call(code, (x, y, n, rows, columns), threaded)

@@ -15,8 +15,6 @@ times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1
 (largest error relative to the largest result, 64 to 512 random channels: ``WINOGRAD_ERROR``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -92,10 +90,8 @@ def _input_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]
     for row in (0, m + 1):
         out[row] = _combine(c, list(zip(b[row], xs, strict=True)), lanes)
     for row in _pairs(m):
-        even, odd = (
-            _combine(c, [(b[row][k], xs[k]) for k in range(part, m + 2, 2)], lanes)
-            for part in (0, 1)
-        )
+        parts = (range(part, m + 2, 2) for part in (0, 1))
+        even, odd = (_combine(c, [(b[row][k], xs[k]) for k in part], lanes) for part in parts)
         # Π (x − q) over the other points: which part changes sign depends on the degree
         flip = b[row][0] == -b[row + 1][0] and b[row][2] == -b[row + 1][2]
         out[row] = c.b.fadd(even, odd)
@@ -116,12 +112,11 @@ def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value
     return out
 
 
+Grid = list[list[Value]]
 Side = Callable[[Code, int, Sequence[Value], int], list[Value]]
 
 
-def _both_sides(
-    one: Side, c: Code, m: int, grid: list[list[Value]], lanes: int
-) -> list[list[Value]]:
+def _both_sides(one: Side, c: Code, m: int, grid: Grid, lanes: int) -> Grid:
     columns = [one(c, m, [row[j] for row in grid], lanes) for j in range(len(grid))]
     return [one(c, m, [column[i] for column in columns], lanes) for i in range(len(columns[0]))]
 
@@ -130,12 +125,10 @@ def _both_sides(
 
 
 @contextmanager
-def _tiles(
-    c: Code, sizes: Sequence[Value], thread: Value, threads: Value
-) -> Iterator[tuple[Value, ...]]:
+def _tiles(c: Code, sizes: Sequence[Value], *thread: Value) -> Iterator[tuple[Value, ...]]:
     """The tiles of this thread: the number of each in the chunk, its image, and its place there."""
     start, count, down, across = sizes
-    with c.loop(*c.share(count, thread, threads)) as local:
+    with c.loop(*c.share(count, *thread)) as local:
         n, inside = c.split(c.add(start, local), c.mul(down, across))
         yield local, n, *c.split(inside, across)
 
@@ -160,22 +153,19 @@ def _addresses(
             c.store(c.b.select(here, pixel, none), there)
 
 
-def _input(m: int, c: Code, words: Value, thread: Value, threads: Value) -> None:
-    t = m + 2
+def _input(m: int, c: Code, words: Value, *thread: Value) -> None:
+    t, r = m + 2, range(m + 2)
     x, u, empty = c.pointers(words, 3)
     height, breadth, channels, ph, pw, xn, xh, xw, plane = c.words(words, 7, 9)
     table = c.variable(PTR, count=t * t)
-    with _tiles(c, c.words(words, 3, 4), thread, threads) as (local, n, ty, tx):
+    with _tiles(c, c.words(words, 3, 4), *thread) as (local, n, ty, tx):
         origin = c.sub(c.mul(ty, m), ph), c.sub(c.mul(tx, m), pw)
         image, size = c.at(x, c.mul(n, xn)), (height, breadth)
         _addresses(c, (table, t), image, origin, (xh, xw), size, empty)
         to = c.at(u, c.mul(local, channels))
 
         def transform(ch: Value, lanes: int) -> None:
-            grid = [
-                [c.load(c.at(c.pointer(table, i * t + j), ch), lanes) for j in range(t)]
-                for i in range(t)
-            ]
+            grid = [[c.load(c.at(c.pointer(table, i * t + j), ch), lanes) for j in r] for i in r]
             for i, row in enumerate(_both_sides(_input_side, c, m, grid, lanes)):
                 for j, value in enumerate(row):
                     c.store(value, c.at(to, c.mul(plane, i * t + j), ch))
@@ -183,15 +173,13 @@ def _input(m: int, c: Code, words: Value, thread: Value, threads: Value) -> None
         steps(c, channels, transform, vectors=1)
 
 
-def _output(
-    m: int, epilogue: Epilogue, c: Code, words: Value, thread: Value, threads: Value
-) -> None:
+def _output(m: int, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -> None:
     t = m + 2
     product, y, bias, r, empty, nowhere = c.pointers(words, 6)
     height, breadth, channels, yn, yh, yw, rn, rh, rw, plane = c.words(words, 10, 10)
     outs, others = c.variable(PTR, count=m * m), c.variable(PTR, count=m * m)
-    nowhere = c.at(nowhere, c.mul(thread, channels))
-    with _tiles(c, c.words(words, 6, 4), thread, threads) as (local, n, ty, tx):
+    nowhere = c.at(nowhere, c.mul(thread[0], channels))
+    with _tiles(c, c.words(words, 6, 4), *thread) as (local, n, ty, tx):
         origin, size = (c.mul(ty, m), c.mul(tx, m)), (height, breadth)
         _addresses(c, (outs, m), c.at(y, c.mul(n, yn)), origin, (yh, yw), size, nowhere)
         if epilogue.residual:
@@ -260,9 +248,8 @@ def prepare_winograd(
     empty = zeros(max(channels, k, 64))
     down, across = -(-oh // m), -(-ow // m)
     u_size, p_size = chunk * (m + 2) ** 2 * channels, chunk * (m + 2) ** 2 * k
-    u, p, nowhere = (
-        Room("winograd", u_size + p_size, k, 4 * offset) for offset in (0, u_size, u_size + p_size)
-    )
+    parts = (0, u_size, u_size + p_size)
+    u, p, nowhere = (Room("winograd", parts[2], k, 4 * begin) for begin in parts)
     xs, ys, rs = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y, r))
 
     def calls(source: Word, to: Word, other: Word) -> list[Call]:

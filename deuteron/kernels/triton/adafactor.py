@@ -10,8 +10,6 @@ written, 24, and little more for the sums of tiles. Those are added up in a fixe
 so two runs give the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
@@ -28,7 +26,6 @@ PARTS, BLOCK = 32, 64  # tiles, and rows or columns, that one program adds up at
 
 
 def tile_for(shape: Sequence[int]) -> Tile:
-    """The tile for matrices of this shape."""
     columns = min(power_of_two(max(shape[-1], 1)), WIDEST)
     rows = min(power_of_two(max(shape[-2], 1)), max(TALLEST, ELEMENTS // columns // 8))
     return max(ELEMENTS // (columns * rows), 1), rows, columns

@@ -24,8 +24,6 @@ leaves sums of parts, and every program of the second adds those up in a fixed o
 give the same bits from run to run.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import Any, NamedTuple
 

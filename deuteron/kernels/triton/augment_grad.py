@@ -12,11 +12,9 @@ weight is computed from the place as the forward pass has it, so a box too large
 Bytes: dy is read once from memory (and some 16 times from the caches), dx written once.
 """
 
-from __future__ import annotations
-
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deuteron.kernels.triton.augment import Sampling, Work, for_tensors, place, within
 from deuteron.kernels.triton.launch import Launchable
@@ -166,17 +164,11 @@ def _gather(dy, table, scale, dx, work, strides, to, S: tl.constexpr):
 kernel = Launchable(_gather)
 
 
-def gather_grad(
-    dy: torch.Tensor,
-    table: torch.Tensor,
-    dx: torch.Tensor,
-    scale: torch.Tensor | None,
-    sampling: Sampling,
-) -> None:
+def gather_grad(dy: Tensor, table: Tensor, dx: Tensor, scale: Tensor | None, how: Sampling) -> None:
     """Fill ``dx`` [N, C, H, W] from ``dy`` [N, C, h, w]; ``scale`` has a factor per channel."""
     (n, channels, height, width), columns = dx.shape, table.stride(0)
     parts = triton.cdiv(height * width, BLOCK)
     work = Work(height, width, *dy.shape[2:], channels, columns, parts)
     programs = n * parts * (1 if channels == 3 else channels)
-    code = for_tensors(sampling, BLOCK, dy, dx)
+    code = for_tensors(how, BLOCK, dy, dx)
     kernel((programs,), dy, table, scale, dx, work, dy.stride(), dx.stride(), S=code, warps=WARPS)

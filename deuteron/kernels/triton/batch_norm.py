@@ -4,8 +4,6 @@ The kernels, their equations and their bytes are in ``batch_norm_passes.py``; ho
 tiles is in ``batch_norm_tiles.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

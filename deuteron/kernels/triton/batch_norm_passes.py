@@ -27,14 +27,12 @@ for each sum and for dx: on an H200 forward and backward with relu 1.2 to 1.45 t
 torch.compile, with a residual 1.27 to 1.7 times (bench/results/batch_norm-h200.md).
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-from deuteron.kernels.triton.chain import enter
+from deuteron.kernels.triton.launch import enter
 
 SAMPLES = tl.constexpr(8)  # values of a channel that its pivot is chosen from
 

@@ -5,8 +5,6 @@ first: a row is an image, its lanes are the positions of one channel. A tile is 
 lanes; a block is a column of tiles; the tiles of a block are dealt to ``splits`` programs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -104,10 +102,8 @@ def divide(
     a = max(1, min(tile // b, power_of_two(rows)))
     deep = min(deep, 3) if tile > LARGE else deep
     blocks = -(-lanes // b) * (1 if last else channels)
-    splits = 1 if once else max(1, min(-(-rows // a), waves * units // blocks, PIECES))
-    return Division(
-        last, rows, channels, lanes, a, b, splits, each, warps, stages, deep, wide, once
-    )
+    split = 1 if once else max(1, min(-(-rows // a), waves * units // blocks, PIECES))
+    return Division(last, rows, channels, lanes, a, b, split, each, warps, stages, deep, wide, once)
 
 
 def _width(lanes: int, most: int) -> int:

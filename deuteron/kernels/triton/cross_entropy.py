@@ -15,8 +15,6 @@ x · log₂e − k is one instruction that rounds once. As every logit of a row 
 logits lose no digits.
 """
 
-from __future__ import annotations
-
 import math
 from collections import namedtuple
 

@@ -24,8 +24,6 @@ with silu and instance_norm with relu take two thirds of the time of torch.compi
 half and three fifths with the gradient (bench/results/functional-h200.md).
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +33,7 @@ import triton.language as tl
 
 from deuteron.codegen.triton_load import jitted
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.kernels.triton.chain import enter
-from deuteron.kernels.triton.launch import Launchable, chained
+from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.kernels.triton.norm import over_root, read, wide_types, with_partial_sums, write
 from deuteron.ops.activated import activation
 

@@ -23,8 +23,6 @@ this takes 3. On an H200 in bfloat16, 16384 × 4096, forward and backward take 0
 torch.compile for RMSNorm and 0.66 for LayerNorm (bench/results/norms-h200.md).
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +32,7 @@ import triton
 import triton.language as tl
 
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.kernels.triton.chain import enter
-from deuteron.kernels.triton.launch import Launchable, chained
+from deuteron.kernels.triton.launch import Launchable, chained, enter
 
 # What a kernel reads and writes; None where there is nothing, or where it is not asked for. sums:
 # of long rows five numbers for each.

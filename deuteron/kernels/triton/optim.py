@@ -128,6 +128,8 @@ def _tiles(sizes: int, tile: Tile) -> Walk:
     ``sizes`` of the table, and two more, have the number of matrices, their height and width."""
     nb, br, bc = tile
     live, rows, columns = "(b < matrices)", "(r < height)", "(c < width)"
+    masks = {"element": f"{live} & {rows} & {columns}", "row": f"{live} & {rows}"}
+    masks |= {"column": f"{live} & {columns}", "matrix": live}
     return Walk(
         place=f"""
 k = tl.load(where + chunks + i)
@@ -149,12 +151,7 @@ inside = (tl.max(b) < matrices) & (tl.max(r) < height) & (tl.max(c) < width)
             "column": "b * width + c",
             "matrix": "b",
         },
-        masks={
-            "element": f"{live} & {rows} & {columns}",
-            "row": f"{live} & {rows}",
-            "column": f"{live} & {columns}",
-            "matrix": live,
-        },
+        masks=masks,
         part={  # one after the other, so that whoever adds them up reads neighbours
             "row": "k % across * matrices * height + ",
             "column": "k // across % down * matrices * width + ",
@@ -190,7 +187,6 @@ class _Pass:
         return [asked, f"    {call.format(plain)}", "else:", f"    {call.format(masked)}"]
 
     def chunk(self, whole: bool | None) -> Iterable[str]:
-        """Load, compute and store."""
         step, walk, math = self.step, self.walk, self.math
         if not whole:
             yield from (f"{level}_inside = {mask}" for level, mask in walk.masks.items())

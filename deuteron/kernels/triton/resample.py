@@ -20,10 +20,8 @@ Generated code has windows whose places follow from numbers (``codegen/windows.p
 elements repeated. What is read by weights, such as bilinear resizing, only these kernels do.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -259,11 +257,7 @@ def call(
 
 
 def resample(
-    x: TensorType,
-    y: TensorType,
-    axes: tuple[AxisMap, AxisMap],
-    cut: ResampleTile,
-    device: torch.device,
+    x: TensorType, y: TensorType, axes: Sequence[AxisMap], cut: ResampleTile, device: torch.device
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """``run(x, y)``."""
     kernel, programs, tables, numbers, constants = call(x, y, *axes, cut)

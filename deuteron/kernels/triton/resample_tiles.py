@@ -1,7 +1,5 @@
 """How resampling is spread over a GPU. No Triton here: engines ask while deciding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deuteron.codegen.triton_render import power_of_two

@@ -15,8 +15,6 @@ makes of that takes 93 µs for [4, 4096, 32 + 8, 128] in bf16 on an H200 and 4.9
 this kernel 84 and 3.1, at 0.96 and 0.86 of a copy's speed (bench/results/rope-h200.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence

@@ -12,8 +12,6 @@ Generated code has no scans: without this kernel torch makes them, of 16-bit num
 the GPU has multiprocessors stay torch's (bench/results/small-h200.md has those: a tie).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
