@@ -59,11 +59,19 @@ def copies(graph) -> int:
 
 
 def test_contiguous_is_row_major():
-    made = import_module(
-        Written(lambda x: x.permute(0, 2, 3, 1).contiguous()), (torch.rand(2, 3, 4, 5),), {}
-    )
-    (value,) = made.graph.output_values
-    assert made.graph.types[value].is_layout("contiguous")
+    module = Written(lambda x: x.permute(0, 2, 3, 1).contiguous()).eval()
+    made = import_module(module, (torch.rand(2, 3, 4, 5),), {}).graph
+    (value,) = made.output_values
+    assert made.types[value].is_layout("contiguous")
+
+
+def test_long_chains_of_movement_are_read_in_parts():
+    def chain(x):
+        for i in range(40):
+            x = x.reshape(6, 5).t() if i % 2 else x.reshape(10, 3).t()
+        return x * 2
+
+    planned(Written(chain), torch.rand(30))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

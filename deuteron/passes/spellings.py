@@ -21,7 +21,7 @@ from deuteron.ops.movement import view_strides
 from deuteron.passes.context import by_rules
 
 Result = Sequence[str] | None
-MOVES = ("reshape", "permute")
+MOVES, MOST = ("reshape", "permute"), 16  # steps in a row that are looked at
 # readers that copy by themselves if they must, or for which the layout pass does
 LOOKS = ("reshape", "permute", "slice", "to_layout", "attention", "conv")
 
@@ -83,7 +83,7 @@ class Movement:
 def _movement(rw: Rewriter, node: Node | None) -> Movement | None:
     """The movement that ends with ``node``."""
     chain = list[Node]()
-    while node is not None:
+    while node is not None and len(chain) < MOST:
         chain.insert(0, node)
         node = rw.made_by(node.uses[0], *MOVES)
     if not chain or 0 in (shape := rw.build.types[chain[0].uses[0]].shape):
