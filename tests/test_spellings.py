@@ -65,15 +65,6 @@ def test_contiguous_is_row_major():
     assert made.types[value].is_layout("contiguous")
 
 
-def test_long_chains_of_movement_are_read_in_parts():
-    def chain(x):
-        for i in range(40):
-            x = x.reshape(6, 5).t() if i % 2 else x.reshape(10, 3).t()
-        return x * 2
-
-    planned(Written(chain), torch.rand(30))
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_multi_head_attention_copies_nothing(batch_first):
     """q, k and v are cut out of one product by views, and heads are put together by a view."""
