@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -142,3 +143,31 @@ def test_what_is_not_built_is_not_waited_for(built, budget_s, monkeypatch, tmp_p
     left = {o.rejected for o in choice.options if o.candidate.engine == "cpu_gen"}
     assert left == ({find.NOT_REACHED} if budget_s and not built else {""})
     assert any(("not measured" if not budget_s else "measured: 1") in note for note in notes)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+def test_what_was_chosen_stays_if_a_second_round_fails(failure, monkeypatch, tmp_path):
+    monkeypatch.setattr(find, "BUILT", ("cpu_gen",))
+    monkeypatch.setattr(find, "arch_of", lambda device: 90)
+    g = dt.Graph()
+    g.silu(g.tensor("x", (64, 1024)) * 2.0).output("y")
+    (region,) = fuse(g.ir())[0]
+    survey, cpu = Survey(dt.target("cpu"), Policy()), torch.device("cpu")
+    finder = find.Finder(survey, cpu, {}, Cache(tmp_path / "cache"), 5.0, pool=Pool(True))
+    first = finder.pick(region)
+    aside = [replace(o, rejected=find.SET_ASIDE, measured_s=None) for o in first.options]
+    finder.known[region.text] = replace(first, options=tuple(aside))
+
+    def fails(*args):
+        raise failure
+
+    monkeypatch.setattr(finder, "_raced", fails)
+    finder.again(region)
+    assert finder.pick(region).option == first.option
+    assert bool(finder.stopped) == (failure is KeyboardInterrupt)
+    monkeypatch.setattr(finder.pool, "wait", fails)  # Ctrl-C while others build
+    finder.pool.built = False
+    finder.known.clear()
+    finder.stopped = ""
+    monkeypatch.setattr(finder, "_remembered", lambda *_: None)
+    assert "not measured" in finder.pick(region).note

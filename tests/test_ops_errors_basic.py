@@ -123,7 +123,7 @@ BAD = [
     ("threshold", "f32[3]", {"threshold": 1.0}, "'value'"),
     ("prelu", "f32[2,3] f32[2]", {}, "3 channels"),
     ("prelu", "f32[3] f32[3]", {}, "1 channels"),
-    ("prelu", "f32[2,3] f16[3]", {}, "weight is float16"),
+    ("prelu", "f32[2,3] f16[3]", {}, "weight float16"),
     ("prelu", "i32[2,3] i32[3]", {}, "prelu of int32"),
     ("glu", "f32[2,3]", {}, "cannot be halved"),
     ("glu", "f32[]", {}, "no axis"),

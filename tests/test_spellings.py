@@ -122,8 +122,9 @@ def test_masks_that_are_known(kind):
 
     made = planned(Written(attend), torch.rand(2, 3, 6, 8))
     (node,) = [n for n in made.nodes if n.op == "attention"]
-    assert (len(node.uses) == 3) == (kind != "other")
-    assert node.attrs["causal"] == kind.startswith("causal")
+    # numbers that are added do not hide an infinite score
+    assert (len(node.uses) == 3) == (kind in ("bool", "float", "causal"))
+    assert node.attrs["causal"] == (kind == "causal")
 
 
 def test_repeated_heads_are_grouped():

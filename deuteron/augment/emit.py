@@ -36,7 +36,7 @@ def emit(g: Ops, spec: Spec, x: Sym, table: Sym) -> Sym:
     expected = (x.shape[0], spec.columns)
     if (table.shape, table.dtype) != (expected, compute):
         wrong = f"the table of parameters is {table.type}, not {compute.short}{list(expected)}"
-        remedy = "declare it with pipeline.table_type(x.type), fill it from pipeline.table(…)"
+        remedy = "leave the table out: emit declares it; fill it from pipeline.table(…)"
         raise GraphError(wrong, asked="emit", remedy=remedy)
     nhwc = x.type.is_layout("nhwc") and not x.type.is_layout("contiguous")
     values = g.to(x, compute)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
 from deuteron.ops.arithmetic import ndtr
-from deuteron.ops.checks import one_dtype
 from deuteron.ops.elementwise import elementwise, floats, made_float
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.formula import TENSORS, Formula
@@ -325,7 +324,9 @@ def prelu(x: TensorType, weight: TensorType) -> TensorType:
     if weight.rank > 1 or weight.numel not in (1, channels):
         wrong = f"weight {list(weight.shape)} does not fit {channels} channels of x {list(x.shape)}"
         raise GraphError(wrong, remedy=f"give it the shape [1] or [{channels}]")
-    one_dtype("prelu", ints=True, x=x, weight=weight)
+    if weight.dtype != x.dtype:
+        wrong = f"x is {x.dtype.name} and weight {weight.dtype.name}"
+        raise GraphError(wrong, remedy=f'cast(weight, dtype="{x.dtype.short}")')
     return x.dense_like(dt=floats("prelu", x))
 
 

@@ -356,10 +356,9 @@ def _together(graph: Graph, ops: Ops, nodes: Sequence[Node]) -> list[Sym]:
     weights = [graph.constants[node.uses[1]].data for node in nodes]
     made = [ops.constant(torch.cat(weights), "weights")]
     if any(len(node.uses) > 2 for node in nodes):
-        none = (weight.new_zeros(len(weight)) for weight in weights)
         biases = [
-            graph.constants[node.uses[2]].data if len(node.uses) > 2 else zeros
-            for node, zeros in zip(nodes, none, strict=True)
+            graph.constants[node.uses[2]].data if len(node.uses) > 2 else weight.new_zeros(size)
+            for node, weight, size in zip(nodes, weights, map(len, weights), strict=True)
         ]
         made.append(ops.constant(torch.cat(biases), "biases"))
     return made

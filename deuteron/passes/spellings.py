@@ -53,13 +53,11 @@ def _regrouped(dims: list[list[Axis]], shape: Sequence[int]) -> list[list[Axis]]
         made.append([])
         while size > 1:
             axis = flat.pop(0)
-            if math.gcd(axis.size, size) == axis.size:
-                pass
-            elif axis.size % size == 0:
+            if size % axis.size and axis.size % size:
+                return None
+            if size % axis.size:
                 axis, rest = axis.split(size)
                 flat.insert(0, rest)
-            else:
-                return None
             made[-1].append(axis)
             size //= axis.size
     return made
@@ -123,9 +121,8 @@ def _planned(kind: TensorType, steps: Sequence[Step]) -> tuple[list[Step], int]:
     plan, copies = list[Step](), 0
     for op, attrs in steps:
         _, (made,) = table.infer(op, [kind], attrs)
-        if made.shape != kind.shape or (
-            op == "permute" and list(attrs["dims"]) != sorted(attrs["dims"])
-        ):
+        turned = op == "permute" and list(attrs["dims"]) != sorted(attrs["dims"])
+        if turned or made.shape != kind.shape:
             plan.append((op, attrs))
             copies += _copies(op, kind, made)
             kind = made
@@ -167,14 +164,10 @@ def _in_fewest_steps(rw: Rewriter, node: Node) -> Result:
 def _copy_for_nobody(rw: Rewriter, node: Node) -> Result:
     """x.contiguous() before views of it, attention or a convolution: a reshape that needs another
     order copies by itself, and the others are given the order that they want."""
-    (out,) = node.outputs
-    if node.attrs["layout"] != "contiguous":
-        return None
-    readers = rw.old.users.get(out, ())
-    written = any(value == out for _, value in rw.old.outputs)
-    if written or not readers or any(reader.op not in LOOKS for reader in readers):
-        return None
-    return [node.uses[0]]
+    (out,), readers = node.outputs, rw.old.users.get(node.outputs[0], ())
+    looked_at = bool(readers) and all(reader.op in LOOKS for reader in readers)
+    given = out in rw.old.output_values or node.attrs["layout"] != "contiguous"
+    return [node.uses[0]] if looked_at and not given else None
 
 
 def _rows_as_they_lie(rw: Rewriter, node: Node) -> Result:
@@ -216,17 +209,13 @@ def _known(rw: Rewriter, value: str | None) -> torch.Tensor | None:
 
 
 def _known_mask(rw: Rewriter, node: Node) -> Result:
-    """A mask that hides nothing is none, and one that hides what comes later is causal."""
+    """A mask that hides nothing is none, and one that hides what comes later is causal; numbers
+    that are added hide nothing if a score is infinite, so those stay unless all are 0."""
     mask = _known(rw, (*node.inputs, None)[3])
-    if mask is None:
+    if mask is None or (mask.dtype != torch.bool and bool(mask.any())):
         return None
     queries, keys = (rw.build.types[v].shape[-2] for v in node.uses[:2])
-    if mask.dtype == torch.bool:
-        seen = mask
-    elif bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
-        seen = mask == 0
-    else:
-        return None
+    seen = mask if mask.dtype == torch.bool else mask == 0
     attrs = dict(node.attrs)
     if not bool(seen.all()):
         triangle = torch.ones(queries, keys, dtype=torch.bool).tril()

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.util import find_spec
@@ -49,8 +50,9 @@ class Builders:
         path = os.pathsep.join((str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")))
         here = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         start = "from deuteron.plan.builders import main; main()"
-        command = [sys.executable, "-c", start, str(count or os.cpu_count() or 1)]
+        command = [sys.executable, "-c", start, str(count or min(os.cpu_count() or 1, 32))]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes["stderr"] = subprocess.DEVNULL  # what fails there is built here, and fails in words
         self._process = subprocess.Popen(command, env=here, **pipes)
         self._asked: dict[tuple[str, Candidate], int] = {}
         self._built: set[int] = set()  # tasks; −1 stands for having started
@@ -130,8 +132,10 @@ def task_of(
 @cache
 def builders() -> Builders | None:
     """Those of this process, where building elsewhere is possible."""
-    possible = hasattr(os, "fork") and find_spec("triton") is not None
-    return Builders() if possible and torch.cuda.is_available() else None
+    possible = hasattr(os, "fork") and find_spec("triton") is not None and bool(sys.executable)
+    with suppress(OSError):
+        return Builders() if possible and torch.cuda.is_available() else None
+    return None
 
 
 def arch_of(device: torch.device) -> int:

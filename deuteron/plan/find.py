@@ -40,6 +40,7 @@ LEARN = 3
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
+STOPPED = "stopped by the user; what was measured so far is kept"
 SET_ASIDE = "not built: others of its kind are predicted as good"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
 EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
@@ -121,40 +122,41 @@ class Finder:
             self.counts["left"] += 1
             why = "the search was stopped" if self.stopped else "the budget does not allow it"
             return replace(base, note=f"not measured: {why}")
-        for place in range(FIRST):  # a part of a region that was cut
-            self.order(region, place)
-        self.wait(lambda: self.is_built(region))
-        begin = time.perf_counter()
         try:
+            for place in range(FIRST):  # a part of a region that was cut
+                self.order(region, place)
+            self.wait(lambda: self.is_built(region))
             measured = self._measure(region, usable, left)
         except KeyboardInterrupt:
-            self.stopped = "stopped by the user; what was measured so far is kept"
+            self.stopped = STOPPED
             self.counts["left"] += 1
             return replace(base, note="not measured: the search was stopped")
         except Exception as error:  # the reference itself cannot run on made-up inputs
             return _fall_back(base, f"not measured: {_short(error)}")
-        finally:
-            self.spent_s += time.perf_counter() - begin
         self.counts["measured"] += 1
         self._remember(region, measured)
         return self._decide(base, measured)
 
     def again(self, region: Region) -> None:
-        """Let candidates that were set aside, and are built by now, race against the best."""
-        before = self.known[region.text]
-        aside = [
-            replace(o, rejected="")
-            for o in before.options
-            if o.rejected == SET_ASIDE and not self._state(region, o)
-        ]
-        plain = [o for o in before.options if o.candidate.engine == "torch" and not o.rejected]
-        racing = {o.candidate: o for o in (before.option, *aside, *plain)}
-        left = self.budget_s - self.spent_s
-        if not aside or left <= 0:
+        """Let candidates that were set aside, and are built by now, race against the best. What
+        was chosen before stays if that is stopped, or fails."""
+        before, left = self.known[region.text], self.budget_s - self.spent_s
+        if self.stopped or left <= 0:
             return
-        begin = time.perf_counter()
-        found = self._measure(region, list(racing.values()), left)
-        self.spent_s += time.perf_counter() - begin
+        try:
+            self.wait(lambda: self.is_built(region))
+            aside = [o for o in before.options if o.rejected == SET_ASIDE]
+            aside = [replace(o, rejected="") for o in aside if not self._state(region, o)]
+            plain = [o for o in before.options if o.candidate.engine == "torch" and not o.rejected]
+            racing = {o.candidate: o for o in (before.option, *aside, *plain)}
+            if not aside:
+                return
+            found = self._measure(region, list(racing.values()), left)
+        except KeyboardInterrupt:
+            self.stopped = STOPPED
+            return
+        except Exception:
+            return
         now = {o.candidate: o for o in found.options}
         found = found._replace(options=[now.get(o.candidate, o) for o in before.options])
         self._remember(region, found)
@@ -172,6 +174,12 @@ class Finder:
 
     def _measure(self, region: Region, options: list[Option], left: float) -> Measured:
         begin = time.perf_counter()
+        try:
+            return self._raced(region, options, left, begin)
+        finally:
+            self.spent_s += time.perf_counter() - begin
+
+    def _raced(self, region: Region, options: list[Option], left: float, begin: float) -> Measured:
         patience = max(0.3, left / 4)
         hopeless = self._hopeless(region, [o for o in options if self._takes_s(o) <= patience])
         feed = self.inputs(region)

@@ -6,7 +6,6 @@ their candidates are built and race against the best so far.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from deuteron.ir.region import Region
 from deuteron.plan.choose import Choice, Pick, choose
@@ -71,9 +70,7 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
     least = WORTH * sum(took.values())
     heavy = sorted((t for t in took if took[t] >= least), key=lambda t: -took[t])
     for place in range(FIRST, MOST):
-        ordered = [t for t in heavy if finder.order(sample[t], place)]
-        for text in ordered:
-            finder.wait(partial(finder.is_built, sample[text]))
+        for text in [t for t in heavy if not finder.stopped and finder.order(sample[t], place)]:
             finder.again(sample[text])
 
 
