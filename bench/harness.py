@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import gc
 import io
@@ -154,7 +155,8 @@ def describe(device: str) -> dict[str, Any]:
             pass
     else:
         facts |= cpu_identity()
-    return facts
+    peers = (sys.modules.get(n) for n in ("torchvision", "transformers", "onnxruntime"))
+    return facts | {peer.__name__: peer.__version__ for peer in peers if peer is not None}
 
 
 WARM_S = 0.05  # a core that slept needs tens of milliseconds to be at speed again
@@ -225,6 +227,24 @@ def onnx_runtime(module: torch.nn.Module, *args: torch.Tensor) -> Thunk | None:
     session = onnxruntime.InferenceSession(file.getvalue(), options)
     feed = {name: x.contiguous().numpy() for name, x in zip(names, args, strict=True)}
     return lambda: torch.from_numpy(session.run(None, feed)[0])
+
+
+def compiled(model: torch.nn.Module, x: torch.Tensor, mode: str, calls: int) -> tuple[Thunk, float]:
+    """The module by torch.compile, and the seconds of its first calls."""
+    torch._dynamo.reset()
+    begin = time.perf_counter()
+    made = torch.compile(model, mode=mode)
+    for _ in range(calls):
+        made(x)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return lambda: made(x), time.perf_counter() - begin
+
+
+def in_float64(model: torch.nn.Module, x: torch.Tensor) -> Any:
+    """What the module gives for the first image or text, exactly."""
+    wide = copy.deepcopy(model).double()
+    return wide(x[:1].double() if x.is_floating_point() else x[:1])
 
 
 def replay_times(graphs: Mapping[str, Thunk], rounds: int = 15) -> dict:

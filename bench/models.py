@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -16,7 +15,9 @@ import deuteron as dt
 from bench.harness import (
     Record,
     captured,
+    compiled,
     cpu_times,
+    in_float64,
     onnx_runtime,
     relative_error,
     replay_times,
@@ -53,17 +54,11 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     return record
 
 
-def _exact(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The float64 answer for the first image."""
-    wide = copy.deepcopy(model).double()
-    return tensor_of(wide(x[:1].double() if x.is_floating_point() else x[:1]))
-
-
 def _gpu(record: Record, name: str, batch: int, compile_peer: bool) -> None:
     model = dt.zoo.build(name).cuda().half().to(memory_format=torch.channels_last)
     (x,) = dt.zoo.example(name, batch, "cuda", torch.float16)
     x = x.contiguous(memory_format=torch.channels_last)
-    exact = _exact(model, x)
+    exact = tensor_of(in_float64(model, x))
     begin = time.perf_counter()
     fast = dt.optimize(model, x)
     torch.cuda.synchronize()
@@ -73,14 +68,7 @@ def _gpu(record: Record, name: str, batch: int, compile_peer: bool) -> None:
     calls = {"eager": lambda: model(x), "deuteron": lambda: fast(x)}
     compile_s = float("nan")
     if compile_peer:
-        torch._dynamo.reset()
-        begin = time.perf_counter()
-        compiled = torch.compile(model, mode="reduce-overhead")
-        for _ in range(4):
-            compiled(x)
-        torch.cuda.synchronize()
-        compile_s = time.perf_counter() - begin
-        calls["compile"] = lambda: compiled(x)
+        calls["compile"], compile_s = compiled(model, x, "reduce-overhead", 4)
     gpu, wall = replay_times(graphs), wall_times(calls)
     record.add(
         case=f"{name} fp16 b{batch}",
@@ -127,17 +115,12 @@ def _cpu(record: Record, name: str, batch: int, compile_peer: bool) -> None:
     calls = {"eager": lambda: model(x), "deuteron": lambda: fast(x)}
     compile_s = float("nan")
     if compile_peer:
-        torch._dynamo.reset()
-        begin = time.perf_counter()
-        compiled = torch.compile(model)
-        compiled(x)
-        compile_s = time.perf_counter() - begin
-        calls["compile"] = lambda: compiled(x)
+        calls["compile"], compile_s = compiled(model, x, "default", 1)
     session = onnx_runtime(model, x)
     if session is not None:
         calls["onnx"] = session
     times = cpu_times(calls, seconds=20.0, gap=0.3)
-    exact = _exact(model, x)
+    exact = tensor_of(in_float64(model, x))
     nan = float("nan")
     record.add(
         case=f"{name} fp32 b{batch}",

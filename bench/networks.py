@@ -3,7 +3,6 @@ weights: ours against eager PyTorch, eager in a CUDA Graph, torch.compile and ON
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,9 @@ import deuteron as dt
 from bench.harness import (
     Record,
     captured,
+    compiled,
     cpu_times,
+    in_float64,
     onnx_runtime,
     relative_error,
     replay_times,
@@ -183,9 +184,7 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
 def _row(
     model: torch.nn.Module, x: torch.Tensor, device: str, compile_peer: bool
 ) -> dict[str, Any]:
-    wide = copy.deepcopy(model).double()
-    exact = wide(x[:1].double() if x.is_floating_point() else x[:1])
-    del wide
+    exact = in_float64(model, x)
     begin = time.perf_counter()
     fast = dt.optimize(model, x)
     if device == "cuda":
@@ -194,13 +193,8 @@ def _row(
     calls: dict[str, Any] = {"eager": lambda: model(x), "ours": lambda: fast(x)}
     compile_s = float("nan")
     if compile_peer:
-        torch._dynamo.reset()
-        begin = time.perf_counter()
         mode = "reduce-overhead" if device == "cuda" else "default"
-        compiled = torch.compile(model, mode=mode)
-        compiled(x)
-        compile_s = time.perf_counter() - begin
-        calls["compile"] = lambda: compiled(x)
+        calls["compile"], compile_s = compiled(model, x, mode, 4 if device == "cuda" else 1)
     if device == "cuda":
         times = wall_times(calls)
         graphs = {"eager_graph": captured(lambda: model(x))}
