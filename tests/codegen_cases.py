@@ -175,8 +175,12 @@ def claims(op: OpDef) -> bool:
 def excused(op: OpDef, graph: Graph) -> bool:
     """Whether one node of the operator is never asked to be generated: there is nothing to compute,
     or it is a loss of all positions, which a pass takes apart first, or it reads at places of its
-    own, as resizing may, or the gradient of windows with gaps."""
+    own, as resizing may, or the gradient of windows with gaps, or channels meet in it."""
     attrs = graph.nodes[0].attrs
+    if op.name == "conv":
+        channels = graph.types[graph.inputs[0]].shape[1]
+        if attrs["transposed"] or attrs["groups"] != channels:
+            return True
     joins = op.name == "cross_entropy" and attrs["reduction"] != "none"
     gaps = op.name.endswith("grad") and set(attrs.get("dilation", ())) - {1}
     if gaps or op.name.startswith("resize"):

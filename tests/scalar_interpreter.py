@@ -23,6 +23,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "sub": operator.sub,
     "mul": operator.mul,
     "div": operator.truediv,
+    "fma": lambda x, y, z: x * y + z,
     "neg": operator.neg,
     "abs": torch.abs,
     "maximum": torch.maximum,

@@ -7,7 +7,8 @@ import torch
 
 import deuteron as dt
 from deuteron.codegen.lower import lower
-from deuteron.codegen.phases import in_phases
+from deuteron.codegen.phases import in_copies, in_phases
+from deuteron.codegen.triton_index import arranged
 from deuteron.engines.cpu.generated import CpuGen, is_vector
 from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ir.region import Region
@@ -84,3 +85,50 @@ def test_an_odd_number_of_columns_stays_whole():
     b.avg_pool_grad(x, shape=(1, 2, 7, 39), **POOL).output("y")
     program = lower(Region(build.finish()))
     assert in_phases(program) is program
+
+
+WINDOWS = {  # what reads windows, and the shapes of x and of what is beside it
+    "depthwise": (
+        lambda b, x, w: b.conv(x, w, None, groups=6, padding=1),
+        (2, 6, 4, 8),
+        (6, 1, 3, 3),
+    ),
+    "strided, two of each": (
+        lambda b, x, w: b.conv(x, w, None, groups=6, stride=2, padding=2),
+        (2, 6, 8, 16),
+        (12, 1, 5, 5),
+    ),
+    "with gaps": (
+        lambda b, x, w: b.conv(x, w, None, groups=4, dilation=(1, 2), padding=(1, 2)),
+        (1, 4, 8, 8),
+        (4, 1, 3, 3),
+    ),
+    "largest": (
+        lambda b, x, w: b.add(b.max_pool(x, kernel=3, stride=1, padding=1), w),
+        (2, 6, 4, 8),
+        (6, 1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ["contiguous", "nhwc"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_that_share_elements_are_made_together(name, order):
+    write, *shapes = WINDOWS[name]
+    build = GraphBuilder(infer, "windows")
+    b = Ops(build)
+    gen = torch.Generator().manual_seed(0)
+    feed = {n: torch.randn(s, generator=gen) for n, s in zip("xw", shapes, strict=True)}
+    if order == "nhwc":
+        feed["x"] = feed["x"].to(memory_format=torch.channels_last)
+    given = [b.sym(build.input(n, TensorType.from_tensor(x))) for n, x in feed.items()]
+    write(b, *given).output("y")
+    region = Region(build.finish())
+    exact = evaluate(region.graph, feed, float64=True)["y"]
+    whole = arranged(lower(region))
+    made = in_copies(whole, 4)
+    assert made.rows == whole.rows // 4
+    assert len(made.loads) <= 3 * len(whole.loads)
+    out = {v: torch.full_like(exact, torch.nan, dtype=torch.float32) for v in region.outputs}
+    interpret(made, feed, out)
+    assert error(out[region.outputs[0]], exact) <= allowed(0.0, torch.float32, 25)

@@ -135,6 +135,7 @@ FLOAT: dict[str, Callable[..., Value]] = {
     **{name: _instruction(f"f{name}") for name in "add sub mul div neg".split()},
     **{name: _intrinsic(name) for name in "maximum minimum sqrt floor ceil trunc".split()},
     "abs": _intrinsic("fabs"),
+    "fma": _intrinsic("fma"),
     "round": _intrinsic("rint"),
     **{name: _function(name, narrow) for name, narrow in NARROW.items()},
     **{n: lambda c, *a, n=n: llvm_math.library(c, n, *a) for n in "pow fmod atan2".split()},

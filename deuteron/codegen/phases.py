@@ -5,13 +5,27 @@ is, neighbours are not treated alike and no vector holds them. But every second 
 i = 2 · j + rest the divisions are gone, and the results of both rests are woven together as they
 are stored. In the same way an axis whose halves are treated differently is cut into them: with
 i = j + half or j what is read for both is read once, and no guard is left.
+
+Windows of neighbours overlap. With i = 4 · j + rest along an axis that is not the last, a thread
+makes four neighbours, and reads what their windows share once.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine, Quotient, Var
-from deuteron.codegen.scalar import Guard, Inside, Load, ScalarProgram, Statement, Store
+from deuteron.codegen.scalar import (
+    Guard,
+    Inside,
+    Load,
+    Position,
+    ScalarProgram,
+    Statement,
+    Store,
+    Value,
+)
 from deuteron.ops.formula import Arg, Compute, Const
 
 
@@ -31,14 +45,53 @@ def in_phases(program: ScalarProgram) -> ScalarProgram:
         kinds = [Affine.var(half) + start for start in (0, half.size)]
     else:
         return program
+    found = _for_each(program, axis, half, kinds)
+    guarded = not divided and any(half in g.index.variables for g in found.guards)
+    return program if guarded or any(_divisors(e, half) for e in found.accesses()) else found
+
+
+@lru_cache(maxsize=4096)
+def shared_axis(program: ScalarProgram) -> Var | None:
+    """The axis, not the last, along which an element reads most of what its neighbour reads as
+    well; None where that is little."""
+    if program.inner or len(program.outer) < 2:
+        return None
+    loads = {(s.tensor, s.offset) for s in program.loads if not s.offset.dynamic}
+    best, most = None, len(program.loads) / 4
+    for axis in program.outer[:-1]:
+        steps = ((tensor, e, e.factor(axis)) for tensor, e in loads)
+        shared = sum(bool(f) and (tensor, e + (f or 0)) in loads for tensor, e, f in steps)
+        if shared >= most:  # of equals the one whose elements lie closest
+            best, most = axis, shared
+    return best
+
+
+@lru_cache(maxsize=4096)
+def in_copies(program: ScalarProgram, count: int) -> ScalarProgram:
+    """The program with ``count`` neighbours along the axis that windows share made at a time."""
+    axis = shared_axis(program) if count > 1 else None
+    if axis is None:
+        return program
+    part = Var(axis.name, axis.size // count)
+    kinds = [Affine.var(part) * count + rest for rest in range(count)]
+    return _for_each(program, axis, part, kinds, in_turns=True)
+
+
+def _for_each(
+    program: ScalarProgram, axis: Var, part: Var, kinds: Sequence[Affine], in_turns: bool = False
+) -> ScalarProgram:
+    """The statements for each of the places along an axis that ``kinds`` of ``part`` stand for;
+    ``in_turns``: the first of all, then the second, so that what is shared is used at once."""
     phases = _Phases()
     for kind in kinds:
         phases.add(scalar.substitute(program, {axis: kind}))
+    made = phases.statements
+    if in_turns:
+        made = sorted(made, key=phases.turn.__getitem__)
     wanted = (name for s in phases.stores for name in scalar.reads(s))
-    statements = (*scalar.needed(phases.statements, wanted), *phases.stores)
-    found = replace(program, outer=(*program.outer[:-1], half), statements=statements)
-    guarded = not divided and any(half in g.index.variables for g in found.guards)
-    return program if guarded or any(_divisors(e, half) for e in found.accesses()) else found
+    statements = (*scalar.needed(made, wanted), *phases.stores)
+    outer = tuple(part if v == axis else v for v in program.outer)
+    return replace(program, outer=outer, statements=statements)
 
 
 def _divisors(e: Affine, v: Var) -> set[int]:
@@ -51,20 +104,21 @@ class _Phases:
     an element is, is taken as one; what is the same for two is done once."""
 
     def __init__(self) -> None:
-        self.statements: list[Statement] = []
+        self.statements: list[Value] = []
         self.stores: list[Store] = []
-        self.made: dict[Statement, str] = {}  # a statement without its name → its name
+        self.made: dict[Statement, Value] = {}  # by the same without a name
+        self.turn: dict[Value, int] = {}  # the first place at which one is asked for
 
     def add(self, program: ScalarProgram) -> None:
         known: dict[str, Arg] = {}
-        for s in program.statements:
+        for turn, s in enumerate(program.statements):
             if isinstance(s, Store):
                 source = s.source if isinstance(s.source, Const) else known[s.source]
                 self.stores.append(replace(s, source=source))
             else:
-                known[s.name] = self._value(s, known)
+                known[s.name] = self._value(s, known, turn)
 
-    def _value(self, s: Statement, known: dict[str, Arg]) -> Arg:
+    def _value(self, s: Statement, known: dict[str, Arg], turn: int) -> Arg:
         if isinstance(s, Load | Inside):
             s = replace(s, guards=tuple(g for g in s.guards if _holds(g) is not True))
             kind = s.dtype.kind if isinstance(s, Load) else "bool"
@@ -76,12 +130,16 @@ class _Phases:
             s = replace(s, args=tuple(known[a] if isinstance(a, str) else a for a in s.args))
             if s.op == "select" and isinstance(s.args[0], Const):
                 return s.args[1] if s.args[0].value else s.args[2]
+        elif isinstance(s, Position) and not s.index.terms:
+            return Const(s.index.const, "int")
         assert not isinstance(s, Store)
         key = replace(s, name="")
         if key not in self.made:
-            self.made[key] = f"{s.name}_{len(self.made)}"
-            self.statements.append(replace(s, name=self.made[key]))
-        return self.made[key]
+            self.made[key] = replace(s, name=f"{s.name}_{len(self.made)}")
+            self.statements.append(self.made[key])
+        made = self.made[key]
+        self.turn[made] = min(turn, self.turn.get(made, turn))
+        return made.name
 
 
 def _holds(g: Guard) -> bool | None:

@@ -4,6 +4,7 @@ The numbers are per program: 8 to 16 elements a thread keep enough loads in flig
 latency of memory, more cost registers. At most six ways per region, so that measuring is cheap.
 """
 
+from deuteron.codegen.phases import in_copies, shared_axis
 from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
 from deuteron.codegen.triton_passes import dependent_reductions
@@ -45,7 +46,32 @@ def choices(program: ScalarProgram, units: int = 132) -> list[Knobs]:
     return list(dict.fromkeys(found))[:MOST]
 
 
+COPIES = (7, 8, 4, 5, 6, 3, 2)  # of windows that have elements in common: those that come out even
+LONGEST_CODE = 25_000  # loads × statements
+
+
+def _is_short(program: ScalarProgram) -> bool:
+    """Whether it is compiled within a second: Triton looks at all statements for every load."""
+    return len(program.loads) * len(program.statements) <= LONGEST_CODE
+
+
+def _copied(program: ScalarProgram, units: int) -> list[Knobs]:
+    """Neighbours made together, where windows share and enough is left for all to do."""
+    axis = shared_axis(program)
+    even = [n for n in COPIES if axis is not None and axis.size % n == 0]
+    even = [n for n in even if _is_short(in_copies(program, n))]
+    busy = [n for n in even if program.rows // n >= units * 256]
+    table = ((1024, 4), (512, 4)) if busy else ((256, 4),)
+    each = busy[:2] or sorted(even)[:1]
+    return [Knobs("flat", block, warps, copies=n) for block, warps in table for n in each]
+
+
 def _elementwise(program: ScalarProgram, units: int) -> list[Knobs]:
+    copied = _copied(program, units)
+    return [*copied, *_one_by_one(program, units)[: 2 if copied else MOST]]
+
+
+def _one_by_one(program: ScalarProgram, units: int) -> list[Knobs]:
     total = program.rows
     table = _flat(program) if total >= units * 1024 else FEW
     flat = [Knobs("flat", min(block, power_of_two(total)), warps) for block, warps in table]

@@ -7,7 +7,7 @@ What has no portable call (tanh, expm1, log1p, rint, Φ, and all of two numbers)
 :data:`HELPERS`.
 
 Kernels are compiled without contraction: an operation of the program rounds once, as in torch, so
-that x·y - x·y is 0. Only the helpers fuse, by ``tl.fma``.
+that x·y - x·y is 0. Only the helpers fuse, and the sums of windows, by ``tl.fma``.
 """
 
 import math
@@ -260,6 +260,7 @@ BINARY = pairs("add + sub - mul * eq == ne != lt < le <= gt > ge >= and & or | q
 CALLS = {
     **{name: f"tl.{name}({{0}})" for name in "abs exp2 log erf sin cos floor ceil".split()},
     "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))",
+    "fma": "tl.fma({0}, {1}, {2})",
     "not": "{0} == 0",
     "to_bool": "{0} != 0",
     "to_int": "{0}.to(tl.int64)",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from deuteron.codegen.index import Var
-from deuteron.codegen.phases import in_phases
+from deuteron.codegen.phases import in_copies, in_phases
 from deuteron.codegen.scalar import ScalarProgram, Store, overwritable
 from deuteron.codegen.triton_body import Body, arithmetic, side_by_side, woven
 from deuteron.codegen.triton_index import Space, arranged, needs_int64, transposed_axis
@@ -31,7 +31,8 @@ from deuteron.codegen.triton_passes import Partial, Passes
 @dataclass(frozen=True)
 class Knobs:
     """How to run a program: ``rows`` × ``block`` elements per program (in a tile: the other
-    axis × the output's), how often the loop body is written out, programs per row."""
+    axis × the output's), how often the loop body is written out, programs per row. ``copies``:
+    elementwise, neighbours with windows in common that one thread makes."""
 
     kind: str
     block: int
@@ -39,6 +40,7 @@ class Knobs:
     rows: int = 1
     unroll: int = 1
     splits: int = 1
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def render(program: ScalarProgram, knobs: Knobs) -> Rendered:
 
 class Renderer:
     def __init__(self, program: ScalarProgram, knobs: Knobs) -> None:
-        self.program, self.knobs = arranged(program), knobs
+        self.program, self.knobs = in_copies(arranged(program), knobs.copies), knobs
         self.math: Arithmetic = arithmetic(self.program)
         self.wide_index = needs_int64(self.program)
         self.names = {v: f"x{k}" for k, v in enumerate(program.inputs)}

@@ -17,6 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deuteron.codegen.index import Affine, Index, flatten
+from deuteron.codegen.places import has_input
 from deuteron.codegen.scalar import Guard, Guards, guards_of
 from deuteron.ir.graph import Attrs, Node
 from deuteron.ir.types import Shape
@@ -150,19 +151,39 @@ def _weighted(low: Lowering, node: Node, value: str, index: Index, guards: Guard
     """Σ weight · x over a window; the weights are the same for all channels, or of each."""
     axes = _axes(_with_kernel(low, node), low.type(node).shape, low.graph.types[value].shape)
     own = index[1:2] if low.type(node, 1).rank > len(axes) else ()
+    return _sum_of_products(low, node, axes, (index, own), guards)
 
-    def terms() -> Iterator[Arg]:
-        for at, inside, step in _elements(axes, index):
-            v = low.float_at(low.input(node), at, (*guards, *inside))
-            factor = low.float_at(low.input(node, 1), (*own, *step), guards)
-            yield low.op("mul", v, factor)
 
-    return _added(low, terms())
+def _sum_of_products(
+    low: Lowering, node: Node, axes: Sequence[Axis], at: tuple[Index, Index], guards: Guards
+) -> Arg:
+    """Over the window at an index; its weights begin at another."""
+    total: Any = None
+    for place, inside, step in _elements(axes, at[0]):
+        v = low.float_at(low.input(node), place, (*guards, *inside))
+        factor = low.float_at(low.input(node, 1), (*at[1], *step), guards)
+        total = low.op("mul", v, factor) if total is None else low.op("fma", v, factor, total)
+    found: Arg = total
+    return found
+
+
+def _convolved(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
+    """A convolution in which no channel sees another; each may have several results."""
+    x, weight, groups = low.type(node), low.type(node, 1), node.attrs["groups"]
+    if node.attrs["transposed"] or x.shape[1] != groups:
+        raise CannotLower(f"{node.op}: sums over channels have kernels of their own")
+    axes = _axes(_with_kernel(low, node), x.shape, low.graph.types[value].shape)
+    read = index[0], index[1].divided(weight.shape[0] // groups, False), *index[2:]
+    own = index[1], Affine()
+    total = _sum_of_products(low, node, axes, (read, own), guards)
+    if not has_input(node, 2):
+        return total
+    return low.op("add", total, low.float_at(low.input(node, 2), index[1:2], guards))
 
 
 def _with_kernel(low: Lowering, node: Node) -> Node:
-    """A weighted pool or its gradient with the sides of its window, which are those of its weight,
-    as an attribute."""
+    """A weighted pool, its gradient or a convolution with the sides of its window, which are those
+    of its weight, as an attribute."""
     weight = low.type(node, 1)
     kernel = weight.shape[weight.rank - (low.type(node).rank - 2) :]
     return replace(node, attrs=Attrs({**node.attrs, "kernel": kernel}))
@@ -302,6 +323,7 @@ WINDOWS: dict[str, Window] = {
     **dict.fromkeys(("avg_pool", "adaptive_avg_pool"), _mean),
     **dict.fromkeys(("avg_pool_grad", "adaptive_avg_pool_grad"), _mean_grad),
     "max_pool_winners_grad": _winners_grad,
+    "conv": _convolved,
     "weighted_pool": _weighted,
     "weighted_pool_dx": _weighted_grad,
     "resize": _repeated,

@@ -54,6 +54,13 @@ def is_product(graph: Graph, nodes: Sequence[Node]) -> bool:
     return any(table.get(node.op).fusion is Fusion.COMPLEX for node in nodes)
 
 
+def is_depthwise(graph: Graph, node: Node) -> bool:
+    """Whether it is a convolution in which no channel sees another."""
+    if node.op != "conv" or node.attrs["transposed"] or node.attrs["groups"] == 1:
+        return False
+    return bool(graph.types[node.inputs[0] or ""].shape[1] == node.attrs["groups"])
+
+
 def refuse_product(region: Region) -> None:
     """Products are not written out as loops over elements."""
     there = is_product(region.graph, region.nodes)
@@ -156,6 +163,8 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     tiles = -(-rows // 64) * -(-columns // 128)
     reached = 0.9 * min(1.0, max(tiles / target.units, 0.05)) * min(1.0, columns / 128)
     x = region.graph.types[node.inputs[0] or ""]
+    if is_depthwise(region.graph, node):
+        return 0.012  # on vector units
     if node.op == "conv" and x.rank > 2:
         if x.shape[1] // node.attrs["groups"] < 8:  # matrix units read channels by 8 and more
             reached *= 0.6 * x.shape[1] / node.attrs["groups"] / 8

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, Refused
 from deuteron.engines.index_checks import Run, explained, lookups
-from deuteron.engines.roofline import is_product, separate_seconds
+from deuteron.engines.roofline import is_depthwise, is_product, separate_seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -53,6 +53,7 @@ UNORDERED |= {"adaptive_avg_pool_grad", "adaptive_max_pool_grad", "resize_grad",
 
 # Algorithms of cuDNN that a search tries, the most promising first: each takes 10 ms to set up
 SEARCHED = 5
+SET_UP_S = 0.2  # that cuDNN takes to set up a convolution in which no channel sees another
 
 
 @contextmanager
@@ -91,7 +92,9 @@ class TorchEngine:
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         ordered = not target.is_cuda or UNORDERED.isdisjoint(region.ops)
-        return [Candidate(self.name, self.version, deterministic=ordered)]
+        slow = target.is_cuda and any(is_depthwise(region.graph, node) for node in region.nodes)
+        how: Any = {"build_s": SET_UP_S if slow else 0.0, "deterministic": ordered}
+        return [Candidate(self.name, self.version, **how)]
 
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
         return separate_seconds(region, target)

@@ -169,6 +169,7 @@ def _conv_vjp(b: Ops, v: Vjp) -> Grads:
     flops=partial(_macs, 0, 1, 2),
     samples="""2x3x6x5 4x3x3x2 4 stride=(2,1) padding=(1,0) | 2x3x5x4@nhwc 4x3x3x3 _ padding=1
         | 2x3x6x5 2x3x1x1@nhwc _ | 2x3x4x5@sliced 2x3x1x1 2 | 2x4x5x5@nhwc 4x1x3x3 4 groups=4
+        | 1x3x6x8@nhwc 6x1x3x2 6 groups=3 padding=1 stride=(2,1) | 2x3x8 3x1x3 _ groups=3 dilation=2
         | 1x4x6x6 6x2x2x2 _ groups=2 dilation=2 | 2x3x8 4x3x3 4 stride=2 padding=1
         | 2x3x8@nhwc 4x3x3@nhwc _ | 1x2x4x3x4@nhwc 3x2x2x2x2 _
         | 2x4x3x4 4x3x3x3 6 transposed=True stride=2 output_padding=1 padding=1 groups=2

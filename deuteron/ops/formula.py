@@ -28,7 +28,7 @@ Formula = Callable[..., Any]
 
 # What every renderer knows, and how many operations each counts for.
 PRIMITIVES: Mapping[str, float] = {
-    **dict.fromkeys("add sub mul neg abs maximum minimum floor ceil round trunc".split(), 1.0),
+    **dict.fromkeys("add sub mul fma neg abs maximum minimum floor ceil round trunc".split(), 1.0),
     **dict.fromkeys("eq ne lt le gt ge and or not select rounded wrapped".split(), 1.0),
     **dict.fromkeys("to_float to_int to_bool".split(), 0.0),
     **dict.fromkeys("div sqrt".split(), 4.0),

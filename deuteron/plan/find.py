@@ -38,6 +38,7 @@ FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others ar
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by LEARN measurements
 LEARN = 3
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
+WAIT_S, SLOWER = 0.1, 1.2  # what is slow to set up, and predicted that much slower, is left out
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 STOPPED = "stopped by the user; what was measured so far is kept"
@@ -200,6 +201,8 @@ class Finder:
                 rejected = NOT_REACHED
             elif i >= FIRST and not ours and option.candidate in hopeless:
                 rejected = "predicted far slower"
+            elif results and ours and self._is_idle(option, options[0]):
+                rejected = "predicted slower, and slow to set up"
             elif missing := self._state(region, option):
                 rejected = missing
             else:
@@ -225,6 +228,11 @@ class Finder:
             else:
                 done[i] = replace(options[i], error=errors[i], rejected=f"failed: {_short(found)}")
         return Measured([done[i] for i in sorted(done)], torch_error, reference)
+
+    def _is_idle(self, option: Option, first: Option) -> bool:
+        """Whether to leave out torch's own, which are else always measured."""
+        waits = option.candidate.build_s > WAIT_S and self.device.type == "cuda"
+        return waits and option.predicted_s > SLOWER * first.predicted_s
 
     def _takes_s(self, option: Option) -> float:
         """Seconds that this process would build a candidate."""
@@ -332,7 +340,8 @@ class Finder:
         held = held and all(options[i].candidate.engine in LIBRARIES for i in results)
         trusted = held and is_product(region.graph, region.nodes)
         if region_cost(region).flops <= EXACT_FLOPS[self.device.type] and not trusted:
-            answer = evaluate(region.graph, feed, float64=True)
+            with torch.backends.cudnn.flags(enabled=False):  # which would have to be set up for it
+                answer = evaluate(region.graph, feed, float64=True)
             return [answer[v] for v in region.outputs], "float64"
         for i, option in enumerate(options):
             if option.candidate.engine == "torch" and i in results:

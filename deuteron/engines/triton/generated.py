@@ -4,21 +4,26 @@ One kernel reads every input once and writes every output once, so its price is 
 bytes over the bandwidth it reaches, 92 % of a copy's, plus one launch.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+
+from deuteron.codegen.phases import in_copies
 from deuteron.codegen.scalar import Load, ScalarProgram, overwritable
 from deuteron.codegen.triton_body import side_by_side
+from deuteron.codegen.triton_index import arranged
 from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_passes import Passes
 from deuteron.codegen.triton_render import Knobs, Rendered, prepared, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.match import places_of, scalar_program
-from deuteron.engines.roofline import main_dtype, modelled_seconds, refuse_product, region_cost
+from deuteron.engines.roofline import is_product, main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton.common import refuse_elsewhere
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType, strides_for
 from deuteron.ops.formula import PRIMITIVES, Compute
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -38,7 +43,30 @@ def program_of(region: Region) -> ScalarProgram:
     """The region's scalar program; it is refused if it has none."""
     same = len({*region.inputs, *region.outputs}) < len(region.inputs) + len(region.outputs)
     refuse_if(same, "an output is also an input or another output")
-    return prepared(scalar_program(region))
+    types = {**region.graph.types, **_packed(region)}
+    graph = region.graph if types == region.graph.types else replace(region.graph, types=types)
+    return prepared(scalar_program(replace(region, graph=graph)))
+
+
+def _packed(region: Region) -> dict[str, TensorType]:
+    """Weights of windows that are stored anew, those of neighbouring channels beside each other."""
+    found = {}
+    for node in region.nodes:
+        weight = node.inputs[1] if node.op == "conv" else None
+        if weight is not None and weight in region.constants:
+            t = region.graph.types[weight]
+            own = strides_for(t.shape[1:], "contiguous")
+            found[weight] = replace(t, strides=(1, *(n * t.shape[0] for n in own)))
+    return found
+
+
+def _with_packed(region: Region, ctx: BuildContext, run: Callable[..., None]) -> Any:
+    """``run`` with those weights in the place of what it is called with."""
+    stored = {}
+    for value, t in _packed(region).items():
+        place = torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=ctx.device)
+        stored[region.inputs.index(value)] = place.copy_(ctx.constants[value])
+    return (lambda *given: run(*map(stored.get, range(len(given)), given))) if stored else run
 
 
 def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target: Target) -> float:
@@ -50,9 +78,10 @@ def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target:
     return float(min(1.0, SHARE * per_unit, per_unit * asked / IN_FLIGHT))
 
 
-def _instructions(program: ScalarProgram) -> float:
+def _instructions(program: ScalarProgram, copies: int) -> float:
     """Instructions of all elements together: windows that are written out take many. What is the
     same for all elements of a row is computed once."""
+    program = in_copies(arranged(program), copies)
     inner, total = set(program.inner), 0.0
     for s in program.statements:
         each = PRIMITIVES[s.op] if isinstance(s, Compute) else 1.0
@@ -80,8 +109,9 @@ class TritonGen:
 
     @as_answer
     def refuse(self, region: Region, target: Target, policy: Policy) -> None:
-        refuse_product(region)
         refuse_elsewhere(target)
+        sums = is_product(region.graph, [n for n in region.nodes if n.op != "conv"])
+        refuse_if(sums, "products have kernels of their own", quiet=True)
         program_of(region)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
@@ -95,7 +125,8 @@ class TritonGen:
         cost, kind = region_cost(region), candidate.knobs["kind"]
         once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
         program = program_of(region)
-        once = max(once, _instructions(program) / (target.rate("f32", False) / 2) + target.launch)
+        work = _instructions(program, candidate.knobs["copies"]) / (target.rate("f32", False) / 2)
+        once = max(once, work + target.launch)
         once += SCATTERED * _scattered(program) / target.rate("f32", False)
         if kind in ("rows", "loop", "split"):
             moving, busy = once - target.launch, _busy(program, candidate.knobs, cost.reads, target)
@@ -120,7 +151,8 @@ class TritonGen:
         note = f"{len(rendered.launches)} kernel(s), {rendered.warps} warps"
         alone = candidate.knobs["kind"] in ("flat", "tile", "rows")  # who reads a row writes it
         over = places_of(overwritable(program), region) if alone else ()
-        return Kernel(launcher, writes=True, workspace=launcher.workspace, note=note, over=over)
+        run = _with_packed(region, ctx, launcher)
+        return Kernel(run, writes=True, workspace=launcher.workspace, note=note, over=over)
 
     def render(self, region: Region, candidate: Candidate) -> Rendered:
         """The source that a candidate stands for; ``print(….source)`` shows it."""

@@ -12,6 +12,7 @@ from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
+from deuteron.engines.roofline import is_depthwise
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
 from deuteron.engines.vendor.cpu import ATTENTION, CONV, PRODUCTS
@@ -35,8 +36,15 @@ def floats(region: Region, anchors: tuple[str, ...], constant: bool = False) -> 
 # ---- cuDNN convolution + bias (+ residual) + ReLU
 
 
-def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> None:
+def _many_channels(region: Region) -> Chain:
     c = floats(region, CONV)
+    alone = is_depthwise(region.graph, c.anchor)
+    refuse_if(alone, "no channel sees another: a search takes long and finds the plain call")
+    return c
+
+
+def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> None:
+    c = _many_channels(region)
     refuse_if(c.act_name != "relu", f"cuDNN's fused call ends in ReLU, not in {c.act_name}")
     odd = c.anchor.attrs["transposed"] or c.x.rank not in (4, 5)
     refuse_if(odd, "only plain 2-D and 3-D convolutions have a fused call")
@@ -77,7 +85,7 @@ def _cudnn_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dic
 
 
 def _refuse_conv(region: Region, target: Target, policy: Policy) -> None:
-    floats(region, CONV)
+    _many_channels(region)
     refuse_if(len(region.nodes) > 1, "more than the convolution")
     varies = "a searched algorithm may differ from one process to the next"
     refuse_if(policy.deterministic, varies)
