@@ -24,6 +24,11 @@ class Bound:
     kind: str  # "memory", "compute" or "launch"
 
 
+def shows(graph: Graph, node: Node) -> bool:
+    """Whether a node only shows the memory of its input in another way."""
+    return table.get(node.op).shows(graph.in_types(node), graph.out_types(node))
+
+
 def node_cost(graph: Graph, node: Node) -> Cost:
     return table.get(node.op).cost(graph.in_types(node), graph.out_types(node), node.attrs)
 
@@ -32,7 +37,7 @@ def region_cost(region: Region) -> Cost:
     """Operations of all nodes; bytes of what enters and leaves, each once."""
     graph = region.graph
     flops = sum(node_cost(graph, node).flops for node in region.nodes)
-    if all(table.get(node.op).view for node in region.nodes):
+    if all(shows(graph, node) for node in region.nodes):
         return Cost(flops, 0, 0)
     writes = sum(graph.types[v].nbytes for v in region.outputs)
     if len(region.nodes) == 1:
@@ -227,7 +232,7 @@ SLOW = _by_machine(
     max_pool 0.05 0.15           max_pool_grad - 0.07      max_pool_with_indices - 0.25
     avg_pool 0.05 0.2            avg_pool_grad 0.05 0.03   max_pool_with_winners 0.01 0.05
     adaptive_avg_pool 0.08 0.17  adaptive_max_pool 0.05 0.15  adaptive_max_pool_grad 0.03 0.07
-    pyramid_pool 0.03 0.15       weighted_pool 0.04 -      max_pool_winners_grad 0.01 0.05
-    weighted_pool_dx 0.02 -      weighted_pool_dw 0.02 -
+    reshape 0.4 0.35             weighted_pool 0.04 -      max_pool_winners_grad 0.01 0.05
+    weighted_pool_dx 0.02 -      weighted_pool_dw 0.02 -   pyramid_pool 0.03 0.15
     """
 )

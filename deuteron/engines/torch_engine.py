@@ -57,15 +57,18 @@ SET_UP_S = 0.2  # that cuDNN takes to set up a convolution in which no channel s
 
 
 @contextmanager
-def numerics(policy: Policy, benchmark: bool = False) -> Iterator[None]:
-    """TF32 and determinism of cuDNN and cuBLAS for one call."""
+def numerics(policy: Policy, benchmark: bool = False, short: bool = False) -> Iterator[None]:
+    """TF32 and determinism of cuDNN and cuBLAS for one call. torch keeps what it found for a shape,
+    whether it searched or not, so whoever comes first decides for both. A search for ``short``
+    numbers, of 16 bits, is kept apart by a switch that means nothing to them."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = policy.allow_tf32
     try:
         how: Any = {"benchmark": benchmark, "benchmark_limit": SEARCHED}
         how |= {"deterministic": policy.deterministic}
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=policy.allow_tf32, **how):
+        how |= {"allow_tf32": policy.allow_tf32 != (benchmark and short)}
+        with torch.backends.cudnn.flags(enabled=True, **how):
             yield
     finally:
         matmul.allow_tf32 = before

@@ -46,6 +46,27 @@ def _packed(shape: Shape, order: Sequence[int]) -> Shape:
     return tuple(strides)
 
 
+def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
+    """Strides that show the same memory in the shape ``new``, or None if none do."""
+    if 0 in shape:
+        return strides_for(new, "contiguous")
+    blocks: list[tuple[int, int]] = []  # runs of dimensions that one stride walks through
+    for size, stride in zip(shape, strides, strict=True):
+        if blocks and blocks[-1][1] == size * stride and size != 1:
+            blocks[-1] = (blocks[-1][0] * size, stride)
+        elif size != 1:
+            blocks.append((size, stride))
+    out, left, step = [1] * len(new), 1, 1
+    for dim in reversed(range(len(new))):
+        if new[dim] != 1:
+            if left == 1:
+                left, step = blocks.pop()
+            if left % new[dim]:
+                return None
+            out[dim], step, left = step, step * new[dim], left // new[dim]
+    return tuple(out)
+
+
 def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
     """Whether two stride lists address the same elements: dims of size 1 do not matter."""
     if a == b or 0 in shape:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int32, int64
-from deuteron.ir.types import Shape, TensorType, strides_for
+from deuteron.ir.types import Shape, TensorType, strides_for, view_strides
 from deuteron.ops.checks import check_index, norm_axes
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Fusion, Types, Vjp, elementwise_flops, operator, promoted
@@ -37,27 +37,6 @@ def with_axis(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
 ROW, NHWC = "contiguous", "nhwc"
 
 # ---- views: reshape, permute, expand, slice ----------------------------------------------------
-
-
-def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
-    """Strides that show the same memory in the shape ``new``, or None if none do."""
-    if 0 in shape:
-        return strides_for(new, "contiguous")
-    blocks: list[tuple[int, int]] = []  # runs of dimensions that one stride walks through
-    for size, stride in zip(shape, strides, strict=True):
-        if blocks and blocks[-1][1] == size * stride and size != 1:
-            blocks[-1] = (blocks[-1][0] * size, stride)
-        elif size != 1:
-            blocks.append((size, stride))
-    out, left, step = [1] * len(new), 1, 1
-    for dim in reversed(range(len(new))):
-        if new[dim] != 1:
-            if left == 1:
-                left, step = blocks.pop()
-            if left % new[dim]:
-                return None
-            out[dim], step, left = step, step * new[dim], left // new[dim]
-    return tuple(out)
 
 
 def _reshape_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, dtype, promote
-from deuteron.ir.types import TensorType
+from deuteron.ir.types import TensorType, view_strides
 from deuteron.ops.samples import Sample, samples
 
 if TYPE_CHECKING:
@@ -227,9 +227,16 @@ class OpDef:
         """How many inputs must be given."""
         return sum(not name.endswith("?") and not name.startswith("*") for name in self.inputs)
 
+    def shows(self, ins: Types, outs: Sequence[TensorType]) -> bool:
+        """Whether the result is a view: a reshape has to copy where no strides show the elements
+        in that order."""
+        x = ins[0] if self.view and self.name == "reshape" else None
+        copies = x is not None and view_strides(x.shape, x.strides, outs[0].shape) is None
+        return self.view and not copies
+
     def cost(self, ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> Cost:
         """Operations, and bytes with each input read once and each result written once."""
-        if self.view:
+        if self.shows(ins, outs):
             return Cost(0.0, 0, 0)
         reads = sum(t.nbytes for t in ins if t is not None)
         if self.name in GATHERING and ins[0] is not None:

@@ -40,9 +40,12 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
         return converted[value]
 
     def features_together(value: str, source: str) -> str:
-        """No fused attention reads a head's features from several places."""
+        """No fused attention reads a head's features, or a row of its bias, from several places."""
         kind = build.types[value]
-        if kind.strides[-1] == 1 or kind.shape[-1] == 1:
+        repeats = any(
+            not step and size > 1 for step, size in zip(kind.strides, kind.shape, strict=True)
+        )
+        if kind.strides[-1] == 1 or kind.shape[-1] == 1 or repeats:
             return value
         ctx.fired["features laid together"] += 1
         return build.emit("to_layout", [value], {"layout": "contiguous"}, source=source)[0]
@@ -55,7 +58,7 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
                 if value is not None and wants_nhwc(build.types[value], ctx):
                     inputs[slot] = nhwc(value, node.source)
         elif node.op == "attention":
-            inputs[:3] = [v and features_together(v, node.source) for v in inputs[:3]]
+            inputs[:4] = [v and features_together(v, node.source) for v in inputs[:4]]
         elif table.get(node.op).fusion in FOLLOWS:
             # a residual that was converted for a convolution joins in its converted form
             types = {v: build.types[v] for v in inputs if v is not None}

@@ -170,6 +170,14 @@ def _resize_pixel(rw: Rewriter, node: Node) -> Result:
     return [rw.emit("expand", [x], {"shape": out})]
 
 
+def _same_size(rw: Rewriter, node: Node) -> Result:
+    """Resizing to the size that an image has changes nothing."""
+    x, attrs = node.uses[0], node.attrs
+    scaled = attrs["scale"] is not None and any(s != 1 for s in attrs["scale"])
+    same = rw.build.types[x] == rw.old.types[node.outputs[0]]
+    return [x] if same and not scaled and not attrs["antialias"] else None
+
+
 def _hardtanh(rw: Rewriter, node: Node) -> Result:
     """relu6 and hardtanh are clamps."""
     low, high = (0.0, 6.0) if node.op == "relu6" else (node.attrs["min"], node.attrs["max"])
@@ -232,6 +240,7 @@ CANONICAL = (
     Rule("layout changed before enlarging", ("to_layout",), _layout_before_resize),
     Rule("global pooling is a mean", ("adaptive_avg_pool",), _global_mean),
     Rule("one pixel resized is repeated", ("resize",), _resize_pixel),
+    Rule("resized to its own size", ("resize",), _same_size),
     Rule("clamp by its own name", ("relu6", "hardtanh"), _hardtanh),
     Rule("product with transposed matrix is linear", ("matmul",), _linear),
     Rule("bias joins linear", ("add",), _linear_bias),

@@ -15,9 +15,8 @@ import torch
 
 from deuteron.ir.graph import Node
 from deuteron.ir.rewrite import Rewriter, Rule
-from deuteron.ir.types import TensorType
+from deuteron.ir.types import TensorType, view_strides
 from deuteron.ops import table
-from deuteron.ops.movement import view_strides
 from deuteron.passes.context import by_rules
 
 Result = Sequence[str] | None

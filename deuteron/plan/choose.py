@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from deuteron.engines import Candidate, Engine, Refusal, engines
+from deuteron.engines.calibration import corrected
 from deuteron.engines.roofline import is_product
 from deuteron.errors import EngineError
 from deuteron.ir.graph import Node
@@ -64,6 +65,7 @@ class Survey:
     target: Target
     policy: Policy
     known: dict[str, Answer] = field(default_factory=dict)
+    calibrated: bool = True  # estimates are put right by what measurements of like work show
 
     def ask(self, region: Region) -> Answer:
         """(offers, cheapest first; refusals)."""
@@ -101,6 +103,8 @@ class Survey:
             seconds = engine.estimate(region, self.target, candidate)
             if not seconds >= 0:  # nan included: it would upset the order of all
                 raise EngineError(f"estimates {seconds!r} seconds")
+            if self.calibrated:
+                seconds = corrected(region, candidate, self.target, seconds)
             yield Option(candidate, seconds, rejected=rejected)
 
 

@@ -18,9 +18,8 @@ from deuteron.codegen.triton_passes import Passes
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.index_checks import checked, lookups
 from deuteron.engines.match import places_of, scalar_program
-from deuteron.engines.roofline import refuse_product, region_bound
+from deuteron.engines.roofline import refuse_product, region_bound, shows
 from deuteron.ir.region import Region
-from deuteron.ops import table
 from deuteron.ops.formula import Compute, Const
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -118,7 +117,7 @@ class CpuGen:
     def refuse(self, region: Region, target: Target, policy: Policy) -> None:
         refuse_if(target.is_cuda, "is a CPU engine", quiet=True)
         refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
-        views = all(table.get(node.op).view for node in region.nodes)
+        views = all(shows(region.graph, node) for node in region.nodes)
         refuse_if(views, "only views: torch answers without touching memory", quiet=True)
         refuse_product(region)
         lookups(region)

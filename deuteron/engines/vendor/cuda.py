@@ -58,10 +58,11 @@ def _fused_call(region: Region, c: Chain, policy: Policy, search: bool) -> Calla
     a = c.anchor.attrs
     where = (a["stride"], a["padding"], a["dilation"], a["groups"])
     b, z = maybe(region, c.bias), maybe(region, c.residual)
+    short = c.x.dtype.bits == 16
 
     def run(image: torch.Tensor, weight: torch.Tensor, t: Sequence[Any]) -> torch.Tensor:
         bias = None if b is None else t[b]
-        with numerics(policy, search):
+        with numerics(policy, search, short):
             if z is None:
                 return torch.cudnn_convolution_relu(image, weight, bias, *where)
             return torch.cudnn_convolution_add_relu(image, weight, t[z], 1.0, bias, *where)
@@ -97,9 +98,10 @@ def _build_conv(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     b = maybe(region, (*node.inputs, None)[2])
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     attrs = [node.attrs[name] for name in names]
+    short = region.graph.types[node.output].dtype.bits == 16
 
     def run(*t: Any) -> torch.Tensor:
-        with numerics(policy, benchmark=True):
+        with numerics(policy, benchmark=True, short=short):
             return torch.convolution(t[x], t[w], None if b is None else t[b], *attrs)
 
     return Kernel(run)

@@ -1,0 +1,153 @@
+"""What measurements say about estimates: how far those for like work have been off.
+
+An estimate counts bytes and operations. How far kernels stay from that depends on their kind and on
+sizes, in ways that no formula here knows. So every engine was timed over random shapes that are
+those of no network (``python -m bench.calibrate``). ``measured/`` keeps for each target, by kind of
+work, what to make of an estimate: multiply it by the median ratio of measured to estimated time, or
+by that of its nearest neighbours, whichever was better at predicting measurements that it had not
+seen.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from deuteron.engines.base import Candidate
+from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost
+from deuteron.files import PACKAGE
+from deuteron.ir.dtype import dtype
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ops import table
+from deuteron.ops.opdef import Fusion
+from deuteron.target import Target
+
+FOLDER = PACKAGE / "engines" / "measured"
+
+LEAST = 3  # parts of the widest kind that is looked at: engine, way, what is computed
+
+Kind = tuple[str, ...]  # from the coarse to the fine
+Place = tuple[float, ...]
+Points = Sequence[tuple[Place, float]]  # with log₂ of measured over estimated time
+
+
+def _nearest(place: Place, points: Points, median: float, count: int, reach: float) -> float:
+    """The mean of the nearest, weighed by how near they are, and a little of the median of all."""
+    apart = sorted((math.dist(place, where) ** 2, ratio) for where, ratio in points)[:count]
+    weights = [1.0 / (reach + square) for square, _ in apart]
+    total = sum(w * ratio for w, (_, ratio) in zip(weights, apart, strict=True))
+    return (total + 0.3 * median) / (sum(weights) + 0.3)
+
+
+# what log₂ of measured over estimated time is taken to be, given measurements and their median
+WAYS: Mapping[str, Callable[[Place, Points, float], float]] = {
+    "as it is": lambda place, points, median: 0.0,
+    "median": lambda place, points, median: median,
+    "many": lambda place, points, median: _nearest(place, points, median, 12, 2.0),
+    "few": lambda place, points, median: _nearest(place, points, median, 6, 0.3),
+}
+
+
+class Correction(NamedTuple):
+    """What is done with estimates of a kind, and within what ``factor`` seven in ten of ``cases``
+    lay that had not been seen."""
+
+    way: str
+    median: float
+    factor: float
+    cases: int
+    points: Points
+
+
+def kind_of(region: Region, candidate: Candidate) -> Kind:
+    """What makes errors of estimates alike: the engine, its way, what is computed, and how."""
+    knobs, graph = candidate.knobs, region.graph
+    way = str(knobs.get("recipe") or knobs.get("kind") or "")
+    anchor = region.nodes[region.anchor] if region.anchor is not None else None
+    out = max((graph.types[v] for v in region.outputs), key=lambda t: t.numel, default=None)
+    fine = [f"{_bits(region)}"]
+    if anchor is not None and anchor.op in ("conv", "linear", "matmul"):
+        fine += ["odd"] if _is_odd(region, anchor) else []
+    if anchor is None:
+        moves = any(table.get(op).fusion is Fusion.INJECTIVE for op in region.ops)
+        alone = len(region.nodes) == 1 and candidate.engine == "torch"
+        what = region.ops[0] if alone else "moves" if moves else "chain"
+    else:
+        what = anchor.op
+    if anchor is not None and anchor.op == "conv":
+        sides = graph.types[anchor.inputs[1] or ""].shape[2:]
+        alone, groups = is_depthwise(graph, anchor), anchor.attrs["groups"]
+        what += "-alone" if alone else "-groups" if groups > 1 else ""
+        what += "-transposed" if anchor.attrs["transposed"] else ""
+        fine.append("window" if max(sides, default=1) > 1 else "pixel")
+    if anchor is not None and anchor.op == "attention":
+        fine += [str(knobs.get("backend", "")), "masked" if len(anchor.uses) > 3 else "whole"]
+        fine += ["causal"] if anchor.attrs.get("causal") else []
+    if out is not None and out.rank > 3:
+        fine.append("rows" if out.is_layout("contiguous") else "apart")
+    return candidate.engine, way, what, *fine
+
+
+def _bits(region: Region) -> int:
+    return dtype(main_dtype(region)).bits
+
+
+def _is_odd(region: Region, anchor: Node) -> bool:
+    """Whether a product has sizes that do not fill the 16 bytes that matrix units read at once."""
+    types = [t for t in region.graph.in_types(anchor)[:2] if t is not None]
+    out = region.graph.types[anchor.output]
+    if anchor.op == "conv":
+        return any(n % 8 for n in (types[0].shape[1], out.shape[1]))
+    return any(t.shape[-1] % 8 for t in (*types, out) if t.rank)
+
+
+def place_of(region: Region) -> Place:
+    """Sizes as logarithms: bytes, results, operations for each of them, and how many of the results
+    lie side by side."""
+    cost = region_cost(region)
+    out = max((region.graph.types[v] for v in region.outputs), key=lambda t: t.numel, default=None)
+    count = out.numel if out is not None else 1
+    steps = zip(out.strides, out.shape, strict=True) if out is not None else ()
+    beside = min(((step, size) for step, size in steps if size > 1), default=(1, 1))[1]
+    sizes = cost.bytes, count, cost.flops / max(count, 1), beside
+    return tuple(round(math.log2(max(size, 1.0)), 2) for size in sizes)
+
+
+@lru_cache
+def corrections(name: str) -> Mapping[Kind, Correction]:
+    """Those for a target, by kind."""
+    path = FOLDER / f"{name}.json"
+    if not path.exists():
+        return {}
+    found = {}
+    for text, (way, median, factor, count, rows) in json.loads(path.read_text())["kinds"].items():
+        points = [(tuple(place), ratio) for *place, ratio in rows]
+        found[tuple(text.split("/"))] = Correction(way, median, factor, count, points)
+    return found
+
+
+def _for(region: Region, candidate: Candidate, target: Target) -> Correction | None:
+    """That of the narrowest kind of which enough is known."""
+    known = corrections(target.name)
+    kind = kind_of(region, candidate) if known else ()
+    lengths = range(len(kind), LEAST - 1, -1)
+    return next((known[kind[:n]] for n in lengths if kind[:n] in known), None)
+
+
+def corrected(region: Region, candidate: Candidate, target: Target, seconds: float) -> float:
+    """An estimate, times what measurements of like work were off by."""
+    found = _for(region, candidate, target) if 0 < seconds < math.inf else None
+    if found is None:
+        return seconds
+    return float(seconds * 2 ** WAYS[found.way](place_of(region), found.points, found.median))
+
+
+def how_far_off(region: Region, candidate: Candidate, target: Target) -> str:
+    """How far estimates of this kind are off, in words; nothing where none was measured."""
+    found = _for(region, candidate, target)
+    if found is None:
+        return ""
+    part = f"{100 * (found.factor - 1):.0f} % in 7 of 10 cases, {found.cases} measured"
+    return f"estimates of this kind: within {part}"
