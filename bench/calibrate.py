@@ -14,7 +14,8 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ from deuteron.policy import Policy
 from deuteron.target import GPUS, target
 
 CASES = 1800
-ENOUGH = 10  # measurements of a kind that has a correction of its own
+ENOUGH = 8  # measurements of a kind that has a correction of its own
 FOLDS = 5  # parts that are predicted from the others
 LARGEST = 1 << 26  # elements of a tensor
 OF_A_WAY = 2  # candidates of an engine's way that are measured
 SECONDS = 0.03  # for one region's contenders
-NEIGHBOURS = ("many", "few")  # ways that look at points
+LONG_S = 8e-6  # from which a time tells more than what a launch takes
 
 
 class Drawn:
@@ -349,9 +350,12 @@ def _write(folder: str, rows: list[dict[str, Any]]) -> None:
 # ---- fitting
 
 
-def ratios(path: str) -> Iterator[tuple[int, Region, Option, float]]:
-    """What was measured, with the estimate of today."""
+def ratios(
+    path: str, few: Collection[int] | None = None
+) -> Iterator[tuple[int, Region, Option, float]]:
+    """What was measured, or a ``few`` cases of it, with the estimate of today."""
     rows = json.loads(Path(path).read_text())["rows"]
+    rows = [row for row in rows if few is None or row["case"] in few]
     survey = Survey(GPUS["h200"], Policy(), calibrated=False)
     by_case: dict[int, list[Any]] = {}
     for row in rows:
@@ -374,21 +378,33 @@ Measured = list[tuple[int, Place, float]]  # a case, its place, log₂ of measur
 
 def fit(path: str) -> None:
     """What to make of estimates, by kind, for the package."""
-    kinds: dict[Kind, Measured] = {}
-    for seed, region, option, seconds in ratios(path):
-        if option.predicted_s > 0:
-            kind, place = kind_of(region, option.candidate), place_of(region)
-            found = seed, place, math.log2(seconds / option.predicted_s)
-            for length in {LEAST, len(kind)}:
-                kinds.setdefault(kind[:length], []).append(found)
-    known = {kind: _best(found) for kind, found in kinds.items() if len(found) >= ENOUGH}
-    lines = [f"{json.dumps('/'.join(k))}: {json.dumps(v)}" for k, v in sorted(known.items())]
-    write_atomic(FOLDER / "h200.json", '{"kinds": {\n' + ",\n".join(lines) + "\n}}\n")
-    print(f"{len(known)} kinds")
+    found = [row for row in ratios(path) if row[2].predicted_s > 0]
+    kinds = [kind_of(region, option.candidate) for _, region, option, _ in found]
+    long = Counter(k[:LEAST] for k, row in zip(kinds, found, strict=True) if row[3] >= LONG_S)
+    all_of: dict[Kind, Measured] = {}
+    points: dict[str, list[list[float]]] = {}
+    for kind, (seed, region, option, seconds) in zip(kinds, found, strict=True):
+        if seconds < LONG_S and long[kind[:LEAST]] >= ENOUGH:
+            continue  # what takes a few microseconds is all launch, and would decide for the rest
+        ratio = round(math.log2(seconds / option.predicted_s), 2)
+        points.setdefault("/".join(kind), []).append([*place_of(region), ratio])
+        for length in range(LEAST, len(kind) + 1):
+            all_of.setdefault(kind[:length], []).append((seed, place_of(region), ratio))
+    known = {"/".join(k): _best(rows) for k, rows in all_of.items() if len(rows) >= ENOUGH}
+    parts = {"kinds": known, "points": points}
+    texts = {
+        name: [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(part.items())]
+        for name, part in parts.items()
+    }
+    body = ",\n".join(
+        f'"{name}": {{\n' + ",\n".join(lines) + "\n}" for name, lines in texts.items()
+    )
+    write_atomic(FOLDER / "h200.json", f"{{{body}}}\n")
+    print(f"{len(known)} kinds, {sum(map(len, points.values()))} measurements")
 
 
 def _best(found: Measured) -> list[Any]:
-    """Which way predicts measurements that it has not seen; a plainer one if it is about as good."""
+    """Which way predicts measurements that it has not seen; a plainer one if about as good."""
     errors: dict[str, list[float]] = {way: [] for way in WAYS}
     for part in range(FOLDS):
         seen = [(place, ratio) for seed, place, ratio in found if seed % FOLDS != part]
@@ -400,9 +416,7 @@ def _best(found: Measured) -> list[Any]:
     for way in WAYS:
         best = way if sum(errors[way]) < 0.95 * sum(errors[best]) else best
     factor = 2 ** sorted(errors[best])[len(found) * 7 // 10]
-    middle = statistics.median(ratio for *_, ratio in found)
-    points = [[*place, round(ratio, 2)] for _, place, ratio in found] if best in NEIGHBOURS else []
-    return [best, round(middle, 3), round(factor, 3), len(found), points]
+    return [best, statistics.median(ratio for *_, ratio in found), round(factor, 3), len(found)]
 
 
 def main() -> None:

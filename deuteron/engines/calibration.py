@@ -121,11 +121,14 @@ def corrections(name: str) -> Mapping[Kind, Correction]:
     path = FOLDER / f"{name}.json"
     if not path.exists():
         return {}
-    found = {}
-    for text, (way, median, factor, count, rows) in json.loads(path.read_text())["kinds"].items():
-        points = [(tuple(place), ratio) for *place, ratio in rows]
-        found[tuple(text.split("/"))] = Correction(way, median, factor, count, points)
-    return found
+    data, points = json.loads(path.read_text()), dict[Kind, list[tuple[Place, float]]]()
+    for text, rows in data["points"].items():
+        kind = tuple(text.split("/"))
+        for length in range(LEAST, len(kind) + 1):
+            these = points.setdefault(kind[:length], [])
+            these += ((tuple(place), ratio) for *place, ratio in rows)
+    known = ((tuple(text.split("/")), facts) for text, facts in data["kinds"].items())
+    return {kind: Correction(*(*facts, points[kind])) for kind, facts in known}
 
 
 def _for(region: Region, candidate: Candidate, target: Target) -> Correction | None:

@@ -151,6 +151,7 @@ def _tip(region: RegionReport) -> str:
         f"{u.seconds(region.best_s)} {kind}, {u.percent(region.fraction)} of the roofline",
         f"{u.flop_rate(_attained(region))} at {u.number(region.intensity)} FLOP/B, "
         f"bound: {region.bound}",
+        *filter(None, [region.off]),
     )
     return "<title>" + "\n".join(map(_e, lines)) + "</title>"
 

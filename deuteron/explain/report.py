@@ -40,7 +40,7 @@ class RegionReport:
     ``predicted_s`` what the chosen engine should take; ``measured_s`` what it took alone.
     ``error`` is the largest error against float64 relative to the largest value, and
     ``torch_error`` PyTorch's own in the same element type. ``reference`` says what the error
-    was measured against.
+    was measured against, and ``off`` how far predictions of this kind have been from measurements.
     """
 
     name: str
@@ -61,6 +61,7 @@ class RegionReport:
     options: tuple[OptionReport, ...] = ()
     refusals: tuple[RefusalReport, ...] = ()
     note: str = ""
+    off: str = ""
 
     @property
     def intensity(self) -> float:

@@ -391,4 +391,5 @@ def _alternatives(report: Report) -> list[str]:
             lines += ["    " + line, *u.wrap(o.verdict, WIDTH, " " * 8 + "out: ")]
         if len(losers) > RUNNERS_UP:
             lines.append(f"    and {len(losers) - RUNNERS_UP} more")
+        lines += u.wrap(u.clean(r.off), WIDTH, "    ")
     return lines

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deuteron.engines import BuildContext, Kernel, engine
+from deuteron.engines.calibration import how_far_off
 from deuteron.engines.roofline import region_bound, region_cost
 from deuteron.errors import BindError, EngineError
 from deuteron.explain import Explanation, Report, report
@@ -332,7 +333,8 @@ def _region(choice: Choice, target: Target) -> report.RegionReport:
         report.OptionReport(str(o.candidate), o.predicted_s, o.measured_s, o.error, o.rejected)
         for o in choice.options
     )
-    found += (tuple(options), tuple(refused), choice.note)
+    off = how_far_off(region, choice.candidate, target)
+    found += (tuple(options), tuple(refused), choice.note, off)
     return report.RegionReport(*named, *cost, *found)
 
 

@@ -1,0 +1,84 @@
+"""Estimates that measurements have put right."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import deuteron as dt
+from bench import calibrate
+from deuteron.engines import Candidate
+from deuteron.engines.calibration import (
+    WAYS,
+    corrected,
+    corrections,
+    how_far_off,
+    kind_of,
+    place_of,
+)
+from deuteron.plan.choose import Survey
+
+RECORD = Path(calibrate.__file__).parent / "results" / "calibration-h200.json"
+H200 = dt.target("h200")
+
+
+def test_what_is_kept_follows_from_the_record():
+    """Whoever changes an estimate, or what makes work alike, has to fit again:
+    python -m bench.calibrate --fit bench/results/calibration-h200.json"""
+    pytest.importorskip("triton")
+    few = {row["case"] for row in json.loads(RECORD.read_text())["rows"] if row["case"] % 40 == 0}
+    checked = 0
+    for _, region, option, seconds in calibrate.ratios(str(RECORD), few):
+        found = corrections("h200").get(kind_of(region, option.candidate))
+        if found is None or option.predicted_s == 0 or seconds < calibrate.LONG_S:
+            continue
+        ratio = math.log2(seconds / option.predicted_s)
+        near = [r for place, r in found.points if place == place_of(region)]
+        assert any(abs(r - ratio) < 0.02 for r in near), region.text
+        checked += 1
+    assert checked > 30
+
+
+def test_the_same_work_is_drawn_every_time():
+    for seed in range(0, 200, 17):
+        first, second = calibrate.case(seed), calibrate.case(seed)
+        assert (first and first.text) == (second and second.text)
+
+
+def test_an_estimate_is_multiplied_by_what_like_work_was_off_by():
+    survey = Survey(H200, dt.Policy(), calibrated=False)
+    seen = set()
+    for seed in range(60):
+        region = calibrate.case(seed)
+        for option in survey.ask(region)[0] if region is not None else ():
+            found = corrected(region, option.candidate, H200, option.predicted_s)
+            assert found >= 0 and math.isfinite(found)
+            seen.add(found != option.predicted_s)
+            assert corrected(region, option.candidate, dt.target("a100"), 1e-5) == 1e-5
+    assert seen == {True, False}
+
+
+def test_nothing_is_made_of_nothing():
+    region = calibrate.case(0)
+    unknown = Candidate("an engine of a user", "1")
+    assert corrected(region, unknown, H200, 1e-5) == 1e-5
+    assert how_far_off(region, unknown, H200) == ""
+    assert corrected(region, Candidate("torch", "1"), H200, 0.0) == 0.0
+
+
+def test_neighbours_decide_and_the_median_where_there_are_none():
+    points = [((10.0, 10.0), 1.0), ((10.2, 10.0), 1.2), ((30.0, 30.0), -3.0)]
+    assert 0.8 < WAYS["few"]((10.1, 10.0), points, 0.0) < 1.2
+    assert WAYS["median"]((0.0, 0.0), points, 0.5) == 0.5
+    assert WAYS["as it is"]((0.0, 0.0), points, 0.5) == 0.0
+
+
+def test_an_explanation_says_how_far_off_they_are():
+    graph = dt.Graph("g")
+    x, w = (graph.tensor(name, (64, 64), dtype="f16") for name in "xw")
+    graph.relu(graph.matmul(x, w)).output("y")
+    text = str(graph.compile(device="cpu").explain(target="h200"))
+    assert "estimates of this kind: within" in text
