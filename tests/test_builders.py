@@ -162,7 +162,7 @@ def test_what_was_chosen_stays_if_a_second_round_fails(failure, monkeypatch, tmp
         raise failure
 
     monkeypatch.setattr(finder, "_raced", fails)
-    finder.again(region)
+    finder.again(region, find.SET_ASIDE)
     assert finder.pick(region).option == first.option
     assert bool(finder.stopped) == (failure is KeyboardInterrupt)
     monkeypatch.setattr(finder.pool, "wait", fails)  # Ctrl-C while others build

@@ -53,7 +53,7 @@ UNORDERED |= {"adaptive_avg_pool_grad", "adaptive_max_pool_grad", "resize_grad",
 
 # Algorithms of cuDNN that a search tries, the most promising first: each takes 10 ms to set up
 SEARCHED = 5
-SET_UP_S = 0.2  # that cuDNN takes to set up a convolution in which no channel sees another
+SET_UP_S = (0.02, 0.2)  # that cuDNN takes for a convolution, and where no channel sees another
 
 
 @contextmanager
@@ -95,9 +95,10 @@ class TorchEngine:
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         ordered = not target.is_cuda or UNORDERED.isdisjoint(region.ops)
-        slow = target.is_cuda and any(is_depthwise(region.graph, node) for node in region.nodes)
-        how: Any = {"build_s": SET_UP_S if slow else 0.0, "deterministic": ordered}
-        return [Candidate(self.name, self.version, **how)]
+        convolutions = [n for n in region.nodes if n.op == "conv"] if target.is_cuda else []
+        alone = any(is_depthwise(region.graph, node) for node in convolutions)
+        build_s = SET_UP_S[alone] if convolutions else 0.0
+        return [Candidate(self.name, self.version, build_s=build_s, deterministic=ordered)]
 
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
         return separate_seconds(region, target)

@@ -38,10 +38,11 @@ FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others ar
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by LEARN measurements
 LEARN = 3
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
-WAIT_S, SLOWER = 0.1, 1.2  # what is slow to set up, and predicted that much slower, is left out
+WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 STOPPED = "stopped by the user; what was measured so far is kept"
+IDLE = "predicted slower, and slow to set up"
 SET_ASIDE = "not built: others of its kind are predicted as good"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
 EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
@@ -73,6 +74,7 @@ class Finder:
     ratios: dict[object, list[float]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # measured, remembered and left
     pool: Builders | None = None  # who builds what this process then measures
+    second: bool = False  # whether this is a second round, with time for all
 
     def order(self, region: Region, place: int) -> bool:
         """Have the candidate built that is the ``place``-th of its kind by estimate, unless it is
@@ -138,26 +140,29 @@ class Finder:
         self._remember(region, measured)
         return self._decide(base, measured)
 
-    def again(self, region: Region) -> None:
-        """Let candidates that were set aside, and are built by now, race against the best. What
-        was chosen before stays if that is stopped, or fails."""
+    def again(self, region: Region, *waiting: str) -> None:
+        """Let candidates that were set aside for one of these reasons, and are built by now, race
+        against the best. What was chosen before stays if that is stopped, or fails."""
         before, left = self.known[region.text], self.budget_s - self.spent_s
         if self.stopped or left <= 0:
             return
         try:
             self.wait(lambda: self.is_built(region))
-            aside = [o for o in before.options if o.rejected == SET_ASIDE]
+            aside = [o for o in before.options if o.rejected in waiting]
             aside = [replace(o, rejected="") for o in aside if not self._state(region, o)]
             plain = [o for o in before.options if o.candidate.engine == "torch" and not o.rejected]
             racing = {o.candidate: o for o in (before.option, *aside, *plain)}
             if not aside:
                 return
+            self.second = True
             found = self._measure(region, list(racing.values()), left)
         except KeyboardInterrupt:
             self.stopped = STOPPED
             return
         except Exception:
             return
+        finally:
+            self.second = False
         now = {o.candidate: o for o in found.options}
         found = found._replace(options=[now.get(o.candidate, o) for o in before.options])
         self._remember(region, found)
@@ -201,8 +206,8 @@ class Finder:
                 rejected = NOT_REACHED
             elif i >= FIRST and not ours and option.candidate in hopeless:
                 rejected = "predicted far slower"
-            elif results and ours and self._is_idle(option, options[0]):
-                rejected = "predicted slower, and slow to set up"
+            elif results and self._is_idle(region, option, options):
+                rejected = IDLE
             elif missing := self._state(region, option):
                 rejected = missing
             else:
@@ -229,10 +234,15 @@ class Finder:
                 done[i] = replace(options[i], error=errors[i], rejected=f"failed: {_short(found)}")
         return Measured([done[i] for i in sorted(done)], torch_error, reference)
 
-    def _is_idle(self, option: Option, first: Option) -> bool:
-        """Whether to leave out torch's own, which are else always measured."""
-        waits = option.candidate.build_s > WAIT_S and self.device.type == "cuda"
-        return waits and option.predicted_s > SLOWER * first.predicted_s
+    def _is_idle(self, region: Region, option: Option, options: list[Option]) -> bool:
+        """Whether to leave out what a library sets up at length for a shape, torch's own as well,
+        which are else always measured: there is something better by all that is known."""
+        if self.device.type != "cuda" or option.candidate.build_s < WAIT_S or self.second:
+            return False
+        if option.candidate.engine not in LIBRARIES:
+            return False
+        best = min(self._expected(region, o) for o in options)
+        return self._expected(region, option) > SLOWER * best
 
     def _takes_s(self, option: Option) -> float:
         """Seconds that this process would build a candidate."""
@@ -338,6 +348,7 @@ class Finder:
         # else; those of libraries are held to torch's, unless an error is promised
         held = self.device.type == "cuda" and self.survey.policy.max_error is None
         held = held and all(options[i].candidate.engine in LIBRARIES for i in results)
+        held = held and any(options[i].candidate.engine == "torch" for i in results)
         trusted = held and is_product(region.graph, region.nodes)
         if region_cost(region).flops <= EXACT_FLOPS[self.device.type] and not trusted:
             with torch.backends.cudnn.flags(enabled=False):  # which would have to be set up for it

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from deuteron.ir.region import Region
 from deuteron.plan.choose import Choice, Pick, choose
-from deuteron.plan.find import FIRST, Finder
+from deuteron.plan.find import FIRST, IDLE, SET_ASIDE, Finder
 
 Progress = Callable[[str, int, int], None]
 WORTH = 0.01  # the share of all time from which more candidates of a region are tried
@@ -71,7 +71,9 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
     heavy = sorted((t for t in took if took[t] >= least), key=lambda t: -took[t])
     for place in range(FIRST, MOST):
         for text in [t for t in heavy if not finder.stopped and finder.order(sample[t], place)]:
-            finder.again(sample[text])
+            finder.again(sample[text], SET_ASIDE)
+    for text in heavy:  # and what libraries set up at length
+        finder.again(sample[text], IDLE)
 
 
 def _notes(finder: Finder) -> list[str]:

@@ -22,6 +22,7 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 TENSOR_CORE = ("f16", "bf16")
+SEARCH_S = 0.06  # that cuDNN takes to try its algorithms
 
 
 def floats(region: Region, anchors: tuple[str, ...], constant: bool = False) -> Chain:
@@ -301,8 +302,8 @@ PADDED_S = library(0.5, lambda region, target: target.launch)
 TAPS_S = library(0.6, lambda region, target: 12 * target.launch)
 _gpu = partial(Recipe, kind="cuda")
 RECIPES = (
-    _gpu("cudnn", CONV, _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=0.3),
-    _gpu("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=0.3),
+    _gpu("cudnn", CONV, _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=SEARCH_S),
+    _gpu("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=SEARCH_S),
     _gpu("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
     _gpu("sdpa", ATTENTION, shared.refuse_attention, _build_sdpa, _sdpa_knobs),
     _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),
