@@ -182,7 +182,7 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
 
 
 def _row(
-    model: torch.nn.Module, x: torch.Tensor, device: str, compile_peer: bool
+    model: torch.nn.Module, x: torch.Tensor, device: str, compile_peer: bool, seconds: float = 10.0
 ) -> dict[str, Any]:
     exact = in_float64(model, x)
     begin = time.perf_counter()
@@ -203,7 +203,7 @@ def _row(
         times |= replay_times(graphs)
     else:
         session = _session(model, x)
-        times = cpu_times(calls | ({"onnx": session} if session else {}), seconds=10.0, gap=0.3)
+        times = cpu_times(calls | ({"onnx": session} if session else {}), seconds=seconds, gap=0.3)
     peers = [t for who, t in times.items() if not who.startswith("ours")]
     ratios = [
         r.predicted_s / r.measured_s

@@ -14,6 +14,7 @@ ALL = (
     "planning",
     "models",
     "networks",
+    "architectures",
     "prediction",
     "generated",
     "norms",
