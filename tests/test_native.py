@@ -168,6 +168,26 @@ def test_a_view_that_others_read_is_made_as_well():
             check_right(plan.run(feed), g.ir(), feed)
 
 
+def test_a_view_of_a_view_that_others_read_is_made_as_well():
+    """Queries and keys, cut out of one product, are read by a native call and by others."""
+
+    class Cosines(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(96, 192)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k = self.linear(x).reshape(49, 64, 2, 3, 32).permute(2, 0, 3, 1, 4).unbind()
+            q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+            return (q @ k.mT).tanh()
+
+    module, x = Cosines().eval(), torch.randn(49, 64, 96)
+    fast = dt.optimize(module, x, find=False)
+    with torch.no_grad():
+        first = fast(x)
+        assert torch.equal(fast(x), first) and torch.allclose(first, module(x), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kinds", "found"),
     [

@@ -9,6 +9,7 @@ import time
 from deuteron.ir.graph import Graph
 from deuteron.ir.spec import check
 from deuteron.ops import table
+from deuteron.passes.attend import join_attention
 from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
 from deuteron.passes.context import Context, Pass, PassRecord
 from deuteron.passes.differentiate import differentiate, pullback
@@ -17,6 +18,7 @@ from deuteron.passes.fuse import Veto, fuse
 from deuteron.passes.join import join_cross_entropy, join_products, join_rope
 from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
+from deuteron.passes.norms import join_norms
 from deuteron.passes.products import before_enlarging, windows_as_rows
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
 from deuteron.passes.spellings import as_models_write
@@ -28,6 +30,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value
     Pass("canonicalise", canonicalise),  # one form for equal things
     Pass("fold constants", fold_constants),  # weights that are only reshaped, masks, tables
+    Pass("join attention", join_attention),  # products, softmax and masks, as models write them
+    Pass("join norms", join_norms),  # layer and RMS norm, likewise
     Pass("windows as rows", windows_as_rows),  # a patch embedding is a product
     Pass("spellings", as_models_write),  # movement, copies and attention as models write them
     Pass("join rope", join_rope),  # rotate-half, as models write it, where a kernel takes it whole

@@ -53,19 +53,33 @@ def common_subexpressions(graph: Graph, ctx: Context) -> Graph:
 
 
 def fold_constants(graph: Graph, ctx: Context) -> Graph:
-    """Evaluate, once, every node whose inputs are all constants."""
+    """Evaluate, once, every node whose inputs are all constants, or constants expanded to what one
+    of the others has already."""
     build, names = start(graph, table.infer)
+
+    def expanded(value: str) -> torch.Tensor | None:
+        made = build.producer.get(value)
+        small = made is not None and made.op == "expand" and made.uses[0] in build.constants
+        if made is None or not small:
+            return None
+        return build.constants[made.uses[0]].data.expand(build.types[value].shape)
+
     for node in graph.nodes:
         inputs = tuple(None if v is None else names[v] for v in node.inputs)
         present = [v for v in inputs if v is not None]
+        held = [build.types[v].numel for v in present if v in build.constants]
+        size = sum(t.numel for t in graph.out_types(node))
+        known = {v: build.constants[v].data for v in present if v in build.constants}
+        if len(known) < len(set(present)) and size <= max(held, default=0):
+            known |= {v: data for v in present if (data := expanded(v)) is not None}
         if (
             present
             and node.op != "expand"  # storing what can be broadcast wastes memory
-            and all(v in build.constants for v in present)
-            and sum(t.numel for t in graph.out_types(node)) <= FOLD_LIMIT
+            and len(known) == len(set(present))
+            and size <= FOLD_LIMIT
             and not _draws(node)
         ):
-            args = [None if v is None else build.constants[v].data for v in inputs]
+            args = [None if v is None else known[v] for v in inputs]
             with torch.no_grad():
                 results = run_node(node, args)
             ctx.fired["constant folded"] += 1

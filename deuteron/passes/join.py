@@ -288,7 +288,7 @@ def join_batch_norm(graph: Graph) -> Graph:
 
 
 def _chain(graph: Graph, norm: Node) -> _Chain:
-    total = _only_reader(graph, norm)
+    total = only_reader(graph, norm)
     if total is not None:
         kinds = {(graph.types[v].shape, graph.types[v].dtype) for v in (*total.uses, total.output)}
         if total.op != "add" or len(kinds) > 1 or total.uses[0] == total.uses[1]:
@@ -299,12 +299,12 @@ def _chain(graph: Graph, norm: Node) -> _Chain:
 
 def activation_after(graph: Graph, node: Node) -> tuple[Node, str] | None:
     """The activation that alone reads the first result of a node, as a node and as an attribute."""
-    reader = _only_reader(graph, node)
+    reader = only_reader(graph, node)
     text = None if reader is None else activation_text(reader.op, reader.attrs)
     return None if reader is None or text is None else (reader, text)
 
 
-def _only_reader(graph: Graph, node: Node) -> Node | None:
+def only_reader(graph: Graph, node: Node) -> Node | None:
     """The one node that reads the first result, if nothing else does."""
     value = node.outputs[0]
     readers = graph.users.get(value, ())

@@ -169,15 +169,19 @@ class Writer:
 
     def _together(self, stretch: range) -> list[str]:
         """One native call for several regions, which stand below it as comments. A view among
-        them is only an address, unless somebody else reads it."""
+        them is only an address, unless somebody else reads it, or a view of it."""
         steps = [self.steps[i] for i in stretch]
         views = {step.region.outputs[0]: step.view for step in steps if step.view is not None}
+        seen = {v for v in views if self._read_after(v, stretch)}
+        for step in reversed(steps):
+            if step.region.outputs[0] in seen:
+                seen.update(v for v in step.region.inputs if v in views)
         lines = [line for step in steps for line in self._memory(step)]
         written, after = [], []
         for i, step in zip(stretch, steps, strict=True):
             text = self._call(i)
             written += text
-            if step.view is not None and self._read_after(step.region.outputs[0], stretch):
+            if step.region.outputs[0] in seen:
                 after += text
         given: dict[str, int] = {}
 
@@ -204,7 +208,7 @@ class Writer:
         lines.append(f"    {name}({args})  # one native call for:")
         lines += [f"    #{line[3:]}" for line in written]
         lines += after
-        only_inside = {v for v in views if not self._read_after(v, stretch)}
+        only_inside = views.keys() - seen
         gone = [self._local[v] for step in steps for v in step.dead if v not in only_inside]
         return [*lines, f"    del {', '.join(gone)}"] if gone else lines
 
