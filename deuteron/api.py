@@ -130,12 +130,12 @@ def optimize(
     eager = None
     if find and device.type == "cuda":  # while those who build get ready
         eager = captured_or_none(lambda: model(*args, **named))
-    seconds["eager"] = time.perf_counter() - begin
+        seconds["eager"] = time.perf_counter() - begin
     begin = time.perf_counter()
     search: Any = {"find": find, "cache": cache, "progress": progress}
     search["budget_s"] = budget_s
     if budget_s is None:
-        search["budget_s"] = BUDGET_S.get(device.type, 6.0) - min(2.0, seconds["eager"])
+        search["budget_s"] = BUDGET_S.get(device.type, 6.0) - min(2.0, seconds.get("eager", 0.0))
     plan = compile_graph(imported.graph, device=device, policy=policy, **search)
     seconds["plan"] = time.perf_counter() - begin
     begin = time.perf_counter()
