@@ -272,6 +272,10 @@ CONVS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
     ((2, 3, 9), (5, 3, 4), {"padding": 1, "stride": 2}),
     ((1, 4, 5, 4, 6), (6, 4, 2, 3, 3), {"padding": 1}),
     ((1, 1, 6, 6), (2, 1, 3, 3), {"padding": 1}),
+    ((1, 16, 8, 10), (24, 16, 3, 3), {"padding": (0, 0, 1, 1), "stride": 2}),
+    ((2, 3, 17, 20), (11, 3, 3, 3), {"padding": (1, 0, 1, 1), "stride": 2}),  # in a frame
+    ((1, 12, 9, 8), (16, 12, 3, 3), {"padding": (2, 0, 0, 1)}),
+    ((2, 3, 9), (5, 3, 4), {"padding": (3, 0)}),
 ]
 
 
@@ -332,6 +336,9 @@ def test_depthwise_of_16_bits(channels: int, known: bool, of: str) -> None:
         ((11, 13), (5, 3), {"padding": (2, 1), "dilation": (1, 2)}),
         ((4, 3), (7, 7), {"padding": 3}),
         ((20,), (3,), {"padding": 1}),
+        ((12, 8), (3, 3), {"padding": (0, 0, 1, 1), "stride": 2}),
+        ((14, 12), (5, 5), {"padding": (1, 1, 2, 2), "stride": 2}),
+        ((20,), (4,), {"padding": (3, 0)}),
     ],
 )
 @pytest.mark.each_value
@@ -350,7 +357,9 @@ def test_depthwise(
 @pytest.mark.parametrize(("c", "k", "size"), [(8, 8, (5, 5)), (64, 20, (14, 9)), (130, 64, (6, 7))])
 def test_winograd_keeps_its_error(c: int, k: int, size: tuple[int, int]) -> None:
     inputs = [("x", t(2, c, *size, layout="nhwc"), False), ("w", t(k, c, 3, 3), True)]
-    found = check(region_of("conv", inputs, {"padding": 1}, ("relu", {}), residual=True), 9 * c)
+    for padding in (1, (2, 0, 0, 1)):
+        attrs = {"padding": padding}
+        found = check(region_of("conv", inputs, attrs, ("relu", {}), residual=True), 9 * c)
     assert {f.knobs["tile"] for f in found if f.knobs["recipe"] == "winograd"} == {2, 4}
 
 

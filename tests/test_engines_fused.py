@@ -73,6 +73,7 @@ CONVOLUTIONS = {
     ),
     "depthwise": ((2, 8, 5, 6), (8, 1, 3, 3), {"groups": 8, "padding": 1}, {"onednn_packed"}),
     "grouped": ((2, 8, 5, 6), (4, 4, 3, 3), {"groups": 2, "padding": 1}, {"onednn_packed"}),
+    "uneven": ((1, 8, 4, 5), (4, 8, 3, 3), {"padding": (2, 0, 1, 1)}, {"shifted_gemm"}),
     "padded 1x1": ((1, 8, 4, 4), (4, 8, 1, 1), {"padding": 1}, {"onednn_packed", "shifted_gemm"}),
 }
 

@@ -16,6 +16,7 @@ from deuteron.engines.roofline import fused_seconds
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.conv import is_uneven
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -168,6 +169,11 @@ def refuse_windows(c: Chain) -> None:
     refuse_if(wide, f"has a {'×'.join(map(str, kernel))} kernel or padding")
     in_order = c.x.is_layout("nhwc")
     refuse_if(not in_order, "the input is not in nhwc", "use Policy(layout='auto')")
+
+
+def refuse_uneven(c: Chain) -> None:
+    """Whether the convolution has more zeros on one side of x than on the other."""
+    refuse_if(is_uneven(c.anchor.attrs), "the library pads both sides alike", "pad first")
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from deuteron.engines.base import refuse_if
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.conv import is_uneven
 from deuteron.ops.opdef import GATHERING, Cost, Fusion
 from deuteron.target import Target
 
@@ -135,6 +136,9 @@ def separate_seconds(region: Region, target: Target) -> float:
             out, keys = (region.graph.types[v or ""] for v in (node.output, node.inputs[1]))
             scores = out.numel // max(out.shape[-1], 1) * keys.shape[-2]
             total += 6 * 4 * scores / target.stream
+        if node.op == "conv" and is_uneven(node.attrs):
+            copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
+            total += copied / (0.75 * target.stream) + target.launch
         if node.op == "conv" and target.is_cuda and len(node.uses) > 2:
             total += 2 * region.graph.types[node.output].nbytes / target.stream  # bias apart
     return total

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
+from operator import add
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def ordered(t: Tensor, order: str) -> Tensor:
 
 _ATTRS = {
     "stride": Attr("ints", (1,), "steps between windows, one int or one per dimension"),
-    "padding": Attr("ints", (0,), "zeros around x on both sides"),
+    "padding": Attr("ints", (0,), "zeros on both sides of x; or before it, then behind it"),
     "dilation": Attr("ints", (1,), "distance between the taps of a window"),
     "groups": Attr("int", 1, "channel groups that do not see each other"),
     "transposed": Attr("bool", False, "spread each input over a window; weight is [in, out, ...]"),
@@ -72,9 +73,25 @@ _STORED = {False: "[out, in/groups, ...]", True: "[in, out/groups, ...]"}  # by 
 _PER_DIM = ("stride", "padding", "dilation", "output_padding")
 
 
+def sides(padding: Shape, dims: int) -> tuple[Shape, Shape]:
+    """The zeros before and behind x along each dimension. Where both are the same, they are written
+    once; else all those before x come first, as in ONNX."""
+    return padding[:dims], padding[-dims:]
+
+
+def is_uneven(attrs: Attributes) -> bool:
+    """Whether a convolution has more zeros on one side of x than on the other."""
+    return len(attrs["padding"]) > len(attrs["stride"])
+
+
 def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    dims = spatial_dims(op, types[0])
-    return attrs | {name: per_dim(op, name, attrs[name], dims) for name in _PER_DIM}
+    """Only a convolution may have more zeros on one side; its gradients pad x themselves."""
+    dims, padding = spatial_dims(op, types[0]), attrs["padding"]
+    before, behind = sides(padding, dims)
+    both = op == "conv" and not attrs["transposed"] and len(padding) == 2 * dims
+    full = attrs | ({"padding": before} if both else {})
+    full |= {name: per_dim(op, name, full[name], dims) for name in _PER_DIM}
+    return full | {"padding": padding} if both and before != behind else full
 
 
 def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
@@ -99,14 +116,15 @@ def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
         wrong = f"{op}: output_padding={output_padding} without transposed"
         raise GraphError(wrong, remedy="leave it out, or set transposed=True")
     sizes = []
-    sides = zip(x[2:], weight[2:], stride, padding, dilation, output_padding, strict=True)
-    for n, k, s, p, d, extra in sides:
+    zeros = map(add, *sides(padding, len(stride)))
+    each = zip(x[2:], weight[2:], stride, zeros, dilation, output_padding, strict=True)
+    for n, k, s, p, d, extra in each:
         span = d * (k - 1) + 1
         if transposed and extra >= max(s, d):
             limits = f"stride={stride} or dilation={dilation}"
             wrong = f"{op}: output_padding={output_padding} is not below {limits}"
             raise GraphError(wrong, remedy="make it smaller")
-        size = (n - 1) * s - 2 * p + span + extra if transposed else (n + 2 * p - span) // s + 1
+        size = (n - 1) * s - p + span + extra if transposed else (n + p - span) // s + 1
         sizes.append(size if n else 0)
     if min(sizes) < 1:
         wrong = f"{op}: x {list(x)} is too small for weight {list(weight)}: it leaves {sizes}"
@@ -143,6 +161,11 @@ def _settings(attrs: Attributes) -> list[Any]:
 def _conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any) -> Tensor:
     """On a CPU torch starts a transposed sum of 16-bit numbers from the bias and rounds after every
     tap. Beside the bias of a folded batch norm the sum would lose its digits, so it comes last."""
+    if is_uneven(attrs):
+        before, behind = sides(attrs["padding"], x.ndim - 2)
+        ends = zip(reversed(before), reversed(behind), strict=True)
+        x = torch.nn.functional.pad(x, [n for pair in ends for n in pair])
+        attrs |= {"padding": (0,) * len(before)}
     last = attrs["transposed"] and x.is_cpu and x.element_size() < 4 and bias is not None
     y = torch.convolution(x, weight, None if last else bias, *_settings(attrs))
     y = y + bias.view(-1, *[1] * (x.ndim - 2)) if last and bias is not None else y
@@ -150,9 +173,15 @@ def _conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any
 
 
 def _conv_vjp(b: Ops, v: Vjp) -> Grads:
-    x, weight, grad = v.arg(0), v.arg(1), v.grad
-    dx = b.conv_dx(grad, weight, shape=x.shape, **v.attrs) if v.needs[0] else None
-    dw = b.conv_dw(grad, x, shape=weight.shape, **v.attrs) if v.needs[1] else None
+    x, weight, grad, attrs = v.arg(0), v.arg(1), v.grad, dict(v.attrs)
+    before, behind = ((0, 0, *side) for side in sides(attrs["padding"], x.rank - 2))
+    if is_uneven(v.attrs):
+        x, attrs["padding"] = b.one("pad", x, low=before, high=behind), (0,)
+    dx = b.one("conv_dx", grad, weight, shape=x.shape, **attrs) if v.needs[0] else None
+    if dx is not None and is_uneven(v.attrs):
+        less, fewer = (tuple(-n for n in side) for side in (before, behind))
+        dx = b.one("pad", dx, low=less, high=fewer)
+    dw = b.conv_dw(grad, x, shape=weight.shape, **attrs) if v.needs[1] else None
     db = None
     if v.needs[2]:
         axes = (0, *range(2, grad.rank))
@@ -168,6 +197,8 @@ def _conv_vjp(b: Ops, v: Vjp) -> Grads:
     vjp=_conv_vjp,
     flops=partial(_macs, 0, 1, 2),
     samples="""2x3x6x5 4x3x3x2 4 stride=(2,1) padding=(1,0) | 2x3x5x4@nhwc 4x3x3x3 _ padding=1
+        | 2x4x6x5@nhwc 4x1x3x3 4 groups=4 stride=2 padding=(0,0,1,1)
+        | 2x3x8 3x1x4 3 groups=3 padding=(3,0) | 2x3x7x6@sliced 4x3x2x5 _ padding=(2,0,1,3)
         | 2x3x6x5 2x3x1x1@nhwc _ | 2x3x4x5@sliced 2x3x1x1 2 | 2x4x5x5@nhwc 4x1x3x3 4 groups=4
         | 1x3x6x8@nhwc 6x1x3x2 6 groups=3 padding=1 stride=(2,1) | 2x3x8 3x1x3 _ groups=3 dilation=2
         | 1x4x6x6 6x2x2x2 _ groups=2 dilation=2 | 2x3x8 4x3x3 4 stride=2 padding=1

@@ -19,6 +19,7 @@ from deuteron.passes.join import join_cross_entropy, join_products, join_rope
 from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
 from deuteron.passes.norms import join_norms
+from deuteron.passes.padding import into_windows
 from deuteron.passes.products import before_enlarging, windows_as_rows
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
 from deuteron.passes.spellings import as_models_write
@@ -33,6 +34,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("join attention", join_attention),  # products, softmax and masks, as models write them
     Pass("join norms", join_norms),  # layer and RMS norm, likewise
     Pass("windows as rows", windows_as_rows),  # a patch embedding is a product
+    Pass("padding", into_windows),  # zeros around an image that its readers can do without
     Pass("spellings", as_models_write),  # movement, copies and attention as models write them
     Pass("join rope", join_rope),  # rotate-half, as models write it, where a kernel takes it whole
     Pass("join products", join_products),  # of one input: queries, keys and values

@@ -80,7 +80,7 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     c = chain(region, CONV)
     bias = None if c.bias is None else ctx.constants[c.bias]
     given = ctx.constants[c.anchor.inputs[1] or ""], bias
-    tile, padding = matmul.Tile(knobs["rows"], knobs["vectors"]), c.anchor.attrs["padding"]
+    tile, padding = matmul.Tile(knobs["rows"], knobs["vectors"]), cpu.window_of(c).padding
     form = cpu.epilogue_of(c), tile, knobs["tile"]
     calls = winograd.prepare_winograd(cpu.images(region, c), padding, given, *form)
     floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())

@@ -19,6 +19,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.cpu import ONE_ROW, TILES, converts_half, lanes
 from deuteron.ops import table
+from deuteron.ops.conv import sides
 from deuteron.ops.formula import is_scalar
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -93,8 +94,9 @@ def image(t: TensorType) -> Any:
 def window_of(c: Chain) -> Any:
     from deuteron.kernels.cpu.conv import Window
 
-    a = c.anchor.attrs
-    return Window(c.weight.shape[2:], a["stride"], a["padding"], a["dilation"], a["groups"])
+    a, kernel = c.anchor.attrs, c.weight.shape[2:]
+    before, behind = sides(a["padding"], len(kernel))
+    return Window(kernel, a["stride"], before, behind, a["dilation"], a["groups"])
 
 
 def operands(region: Region, c: Chain) -> tuple[Argument, ...]:
@@ -141,7 +143,8 @@ def sizes(c: Chain, padded: bool = False) -> Sizes:
         return Sizes(rows, c.out.shape[-1], groups, 1, c.x.shape[-1])
     a, kernel = c.anchor.attrs, c.weight.shape[2:]
     taps, each = math.prod(kernel), c.weight.shape[1]
-    joined = a["groups"] == 1 and a["dilation"][-1] == 1 and (padded or a["padding"][-1] == 0)
+    wholly_inside = not any(side[-1] for side in sides(a["padding"], len(kernel)))
+    joined = a["groups"] == 1 and a["dilation"][-1] == 1 and (padded or wholly_inside)
     run = kernel[-1] if joined else 1
     groups, live = a["groups"], 1.0 if padded else live_fraction(c)
     rows, columns = c.out.numel // c.out.shape[1], c.out.shape[1] // groups

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction, reach
-from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
+from deuteron.engines.recipes import Recipe, fits, library, maybe, place, refuse_uneven, rows_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.policy import Policy
@@ -57,6 +57,7 @@ def _refuse_packed(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(not built, "this torch was built without oneDNN")
     odd = c.anchor.attrs["transposed"] or c.x.rank != 4
     refuse_if(odd, "only plain 2-D convolutions can be packed")
+    refuse_uneven(c)
     refuse_order(c.x, c.out)
     refuse_if(_post_op(c) is None, f"oneDNN has no post-op for {c.act_name}")
     if c.residual is not None:

@@ -41,6 +41,7 @@ def _many_channels(region: Region) -> Chain:
     c = floats(region, CONV)
     alone = is_depthwise(region.graph, c.anchor)
     refuse_if(alone, "no channel sees another: a search takes long and finds the plain call")
+    recipes.refuse_uneven(c)
     return c
 
 
@@ -213,6 +214,7 @@ def _refuse_padded(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(full, f"the input channels ({channels}) fill the tensor cores already")
     many = channels > LANES
     refuse_if(many, "padding more than one group of channels is not worth the copy")
+    recipes.refuse_uneven(c)
 
 
 def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:

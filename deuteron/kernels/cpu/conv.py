@@ -39,7 +39,8 @@ class Window:
 
     kernel: Ints
     stride: Ints
-    padding: Ints
+    padding: Ints  # before the image
+    behind: Ints
     dilation: Ints
     groups: int = 1
 
@@ -62,11 +63,12 @@ Images = tuple[Image, Image, Image | None]  # input, result and residual
 
 def frame(x: Image, window: Window) -> tuple[Image, Window]:
     """``x`` with its padding around it, dense, and the window as it looks at that."""
-    space = tuple(n + 2 * p for n, p in zip(x.shape[2:], window.padding, strict=True))
+    space = tuple(map(sum, zip(x.shape[2:], window.padding, window.behind, strict=True)))
     channels = x.shape[1]
     strides = [channels * prod(space[i + 1 :]) for i in range(len(space))]
     framed = Image((x.shape[0], channels, *space), (channels * prod(space), 1, *strides))
-    return framed, replace(window, padding=(0,) * len(window.padding))
+    none = (0,) * len(space)
+    return framed, replace(window, padding=none, behind=none)
 
 
 def pixel_offsets(x: Image, window: Window, out: Sequence[int], joined: bool) -> np.ndarray:
@@ -100,7 +102,8 @@ def conv_rows(x: Image, y: Image, r: Image | None, window: Window, k: int) -> Ro
     a dense image takes the taps along the last dimension as one run."""
     groups = window.groups
     dense = x.strides[-1] == x.shape[1] and groups == 1
-    joined = dense and window.padding[-1] == 0 and window.dilation[-1] == 1
+    inside = window.padding[-1] == window.behind[-1] == 0
+    joined = dense and inside and window.dilation[-1] == 1
     each, columns = x.shape[1] // groups, k // groups
     offsets = pixel_offsets(x, window, y.shape[2:], joined)
     number = np.arange(groups, dtype=np.int64)
@@ -114,7 +117,7 @@ def conv_rows(x: Image, y: Image, r: Image | None, window: Window, k: int) -> Ro
 
 def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
     x, to = c.pointers(words, 2)
-    batch, height, breadth, channels, ph, pw, xn, xh, xw = c.words(words, 2, 9)
+    batch, height, breadth, channels, ph, pw, xn, xh, xw, lines, columns = c.words(words, 2, 11)
     of = Stored(c, short)
 
     def fill(where: Value, count: Value, source: Value | None) -> None:
@@ -126,8 +129,8 @@ def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
 
         steps(c, count, write, vectors=1)
 
-    lines, side = c.add(height, c.mul(ph, 2)), c.mul(pw, channels)
-    across = c.add(c.mul(breadth, channels), c.mul(side, 2))
+    side, inner, across = (c.mul(n, channels) for n in (pw, breadth, columns))
+    other = c.sub(across, c.add(side, inner))
     with c.loop(*c.share(c.mul(batch, lines), *thread)) as line:
         n, framed_y = c.split(line, lines)
         y = c.sub(framed_y, ph)
@@ -137,11 +140,11 @@ def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
             source = of.at(x, c.mul(n, xn), c.mul(y, xh))
             fill(here, side, None)
             with c.when(c.cmp("==", xw, channels)):
-                fill(of.at(here, side), c.mul(breadth, channels), source)
+                fill(of.at(here, side), inner, source)
             with c.when(c.cmp("!=", xw, channels)), c.loop(0, breadth) as i:
                 there = of.at(here, side, c.mul(i, channels))
                 fill(there, channels, of.at(source, c.mul(i, xw)))
-            fill(of.at(here, side, c.mul(breadth, channels)), side, None)
+            fill(of.at(here, side, inner), other, None)
 
         inside = c.b.and_(c.cmp(">=", y, 0), c.cmp("<", y, height))
         c.either(inside, copied, lambda: fill(here, across, None))
@@ -150,9 +153,11 @@ def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
 def prepare_frame(x: Image, window: Window, short: str) -> tuple[Callable[[Word], Call], Room]:
     """The call that frames an image of one or two dimensions, from the image's address; and the
     framed copy, which is good until the next is made."""
-    size = dtype(short).nbytes(prod(frame(x, window)[0].shape))
+    framed, _ = frame(x, window)
+    size = dtype(short).nbytes(prod(framed.shape))
     line = (1, *x.shape[2:])[-2:], (0, *window.padding)[-2:], (0, *x.strides[2:])[-2:]
-    sizes = (x.shape[0], *line[0], x.shape[1], *line[1], x.strides[0], *line[2])
+    across = (1, *framed.shape[2:])[-2:]
+    sizes = (x.shape[0], *line[0], x.shape[1], *line[1], x.strides[0], *line[2], *across)
     to = Room("frame", -(-size // 4))
     code = load_run(f"frame {short} of {width()}", partial(_frame, short))
     return lambda source: Call(code, (source, to, *sizes)), to
