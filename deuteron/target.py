@@ -137,6 +137,7 @@ def target(name: str | Target | torch.device | None = None) -> Target:
     raise GraphError(f"unknown target {name!r}", asked=f"target({name!r})", remedy=remedy)
 
 
+@lru_cache
 def has_triton() -> bool:
     """Whether kernels in Triton can be compiled here; it is not imported."""
     return importlib.util.find_spec("triton") is not None

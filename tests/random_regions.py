@@ -278,7 +278,7 @@ class Draft:
         """Every value that nobody reads is an output, and so are those in ``also``."""
         read = {v for node in self.build.nodes for v in node.uses} - set(also)
         ends = [v for v in self.build.producer if v not in read]
-        self.build.outputs = [(f"y{i}", v) for i, v in enumerate(ends)]
+        self.build.outputs = {f"y{i}": v for i, v in enumerate(ends)}
         return self.build.finish()
 
 

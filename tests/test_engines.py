@@ -242,7 +242,8 @@ def test_inductor_says_what_it_lacks(monkeypatch):
     assert "no C++ compiler" in refusal.reason and "g++" in refusal.remedy
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     assert INDUCTOR.refuse(region, target("cpu"), Policy()) is None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    module = importlib.import_module("deuteron.engines.inductor")
+    monkeypatch.setattr(module, "has_triton", lambda: False)
     assert "Triton" in INDUCTOR.refuse(region, target("h200"), Policy()).reason
 
 

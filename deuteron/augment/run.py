@@ -198,8 +198,8 @@ def _finish_plan(spec: str, sampled: TensorType, result: TensorType, device: tor
 
 def _gradient_only(g: Graph, wrt: str) -> Graph:
     """The gradient of y as the only output, so that nothing else is computed."""
-    g = g.grad("y", wrt=[wrt])
-    g.build.outputs = [pair for pair in g.build.outputs if pair[0] == f"grad_{wrt}"]
+    g, name = g.grad("y", wrt=[wrt]), f"grad_{wrt}"
+    g.build.outputs = {name: g.build.outputs[name]}
     return g
 
 

@@ -52,6 +52,9 @@ class Quotient:
         top = self.of.high
         return min(top, self.by - 1) if self.rest else top // self.by
 
+    def __hash__(self) -> int:
+        return hash((self.of, self.by, self.rest))
+
     def __str__(self) -> str:
         return f"({self.of} {'%' if self.rest else '//'} {self.by})"
 
@@ -68,11 +71,19 @@ class Affine:
 
     @staticmethod
     def of(const: int, terms: Iterable[tuple[Atom, int]]) -> Affine:
-        """The normal form: equal atoms joined, zero factors dropped, a fixed order."""
+        """The normal form: equal atoms joined, what was divided put together again, zero factors
+        dropped, a fixed order."""
         joined: dict[Atom, int] = {}
         for atom, factor in terms:
             if atom.high > 0:
                 joined[atom] = joined.get(atom, 0) + factor
+        for atom, factor in joined.items():
+            if isinstance(atom, Quotient) and atom.rest and factor:
+                whole = Quotient(atom.of, atom.by, rest=False)
+                if joined.get(whole) == factor * atom.by:  # by · ⌊e / by⌋ + e % by = e
+                    joined[atom] = joined[whole] = 0
+                    back = ((a, f * factor) for a, f in atom.of.terms)
+                    return Affine.of(const + factor * atom.of.const, (*joined.items(), *back))
         kept = [(atom, f) for atom, f in joined.items() if f]
         return Affine(const, tuple(sorted(kept, key=lambda t: (-abs(t[1]), str(t[0])))))
 
@@ -126,6 +137,18 @@ class Affine:
         """Its variables and scalars, those in quotients too."""
         inside = (a.of.leaves if isinstance(a, Quotient) else (a,) for a, _ in self.terms)
         return tuple(chain.from_iterable(inside))
+
+    @cached_property
+    def size(self) -> int:
+        """How many variables and scalars it has, each as often as it stands there."""
+        return sum(a.of.size if isinstance(a, Quotient) else 1 for a, _ in self.terms)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.const, self.terms))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @cached_property
     def variables(self) -> frozenset[Var]:

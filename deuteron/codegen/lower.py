@@ -14,7 +14,7 @@ from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatt
 from deuteron.codegen.places import PLACES, has_input
 from deuteron.codegen.rows import ROWS, Walk, is_reduction
 from deuteron.codegen.scalar import KINDS, Guards, Load, Reduce, ScalarProgram, Statement, Store
-from deuteron.codegen.windows import WINDOWS
+from deuteron.codegen.windows import WINDOWS, refuse_sum_of_channels
 from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -30,6 +30,11 @@ LOGIC = frozenset("logical_and logical_or logical_xor logical_not isnan isinf".s
 UNCHANGED = frozenset("floor ceil round trunc".split())  # by which integers are
 OVERFLOWS = frozenset("add sub mul neg abs square pow floor_div".split())
 WHOLE = UNCHANGED | OVERFLOWS | set("maximum minimum where sign relu clamp remainder".split())
+# Values that are read at ever more places, and places that are found by dividing what was divided
+# before, make a program double with every node. What is above these bounds compiles and runs longer
+# than copies in between would take.
+MOST_STEPS = 1024  # statements, and elements that are asked for on the way to them
+MOST_TERMS = 32  # loop variables in one index
 BOOLEAN = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and", "where": "where"}
 
 
@@ -60,6 +65,8 @@ class Lowering(Scalars):
             written = any(node.op in forms for forms in (PLACES, ROWS, WINDOWS))
             if not written and not is_scalar(table.get(node.op)):
                 raise CannotLower(f"{node.op} has no scalar form")
+            if node.op == "conv":
+                refuse_sum_of_channels(self, node)
             for value in (*node.uses, *node.outputs):
                 t = self.graph.types[value]
                 if t.dtype.torch is None or (t.dtype.is_float and t.dtype.bits < 16):
@@ -182,6 +189,10 @@ class Lowering(Scalars):
         return self.as_float(self.at(value, index, guards))
 
     def _at(self, value: str, index: Index, guards: Guards) -> Arg:
+        if len(self.statements) + len(self.known) > MOST_STEPS:
+            raise CannotLower(f"more than {MOST_STEPS} steps for an element", too_long=True)
+        if any(i.size > MOST_TERMS for i in index):
+            raise CannotLower("elements are moved too often to say from where", too_long=True)
         if value in self.graph.constants:
             return self._known_number(value)
         node = self.graph.producer.get(value)

@@ -170,8 +170,6 @@ def _sum_of_products(
 def _convolved(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
     """A convolution in which no channel sees another; each may have several results."""
     x, weight, groups = low.type(node), low.type(node, 1), node.attrs["groups"]
-    if node.attrs["transposed"] or x.shape[1] != groups:
-        raise CannotLower(f"{node.op}: sums over channels have kernels of their own")
     axes = _axes(_with_kernel(low, node), x.shape, low.graph.types[value].shape)
     read = index[0], index[1].divided(weight.shape[0] // groups, False), *index[2:]
     own = index[1], Affine()
@@ -179,6 +177,11 @@ def _convolved(low: Lowering, node: Node, value: str, index: Index, guards: Guar
     if not has_input(node, 2):
         return total
     return low.op("add", total, low.float_at(low.input(node, 2), index[1:2], guards))
+
+
+def refuse_sum_of_channels(low: Lowering, node: Node) -> None:
+    if node.attrs["transposed"] or low.type(node).shape[1] != node.attrs["groups"]:
+        raise CannotLower(f"{node.op}: sums over channels have kernels of their own")
 
 
 def _with_kernel(low: Lowering, node: Node) -> Node:

@@ -26,11 +26,13 @@ class Refusal:
     """Why an engine will not run a region, and the smallest change that would let it in.
 
     A ``quiet`` one is not shown to people: the engine is for another kind of machine or for other
-    operators, so that there is nothing that they could change."""
+    operators, so that there is nothing that they could change. Of a region that is ``too_long``
+    the engine may run parts, which a plan then offers to it."""
 
     reason: str
     remedy: str = ""
     quiet: bool = False
+    too_long: bool = False
 
 
 class Refused(Exception):

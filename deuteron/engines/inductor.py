@@ -1,6 +1,5 @@
 """``inductor``: torch.compile on one region. Slow to build, so only measured when time allows."""
 
-import importlib.util
 import shutil
 import types
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from deuteron.engines.roofline import is_product, region_bound, separate_seconds
 from deuteron.engines.torch_engine import bound_call, tensors
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
-from deuteron.target import Target
+from deuteron.target import Target, has_triton
 
 
 class InductorEngine:
@@ -28,8 +27,7 @@ class InductorEngine:
         refuse_if(product, "products are left to the libraries", same, quiet=True)
         refuse_if("aten" in ops, "the region holds an opaque call", quiet=True)
         if target.is_cuda:
-            missing = importlib.util.find_spec("triton") is None
-            refuse_if(missing, "Triton is not installed", "pip install triton")
+            refuse_if(not has_triton(), "Triton is not installed", "pip install triton")
         else:
             missing = not any(map(shutil.which, ("g++", "c++", "clang++")))
             refuse_if(missing, "no C++ compiler on this machine", "install g++ or clang++")

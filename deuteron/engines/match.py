@@ -99,7 +99,7 @@ def scalar_program(region: Region) -> ScalarProgram:
     """What the region does to one element and one row; it is refused if that cannot be said."""
     found = _lowered(region)
     if isinstance(found, CannotLower):
-        raise Refused(Refusal(found.reason, found.remedy))
+        raise Refused(Refusal(found.reason, found.remedy, too_long=found.too_long))
     return found
 
 

@@ -45,7 +45,7 @@ class Graph(Ops):
         """A builder that continues an existing graph."""
         out = Graph(graph.name)
         out.build = continued(graph, table.infer)
-        out.build.outputs = list(graph.outputs)
+        out.build.outputs = dict(graph.outputs)
         return out
 
     def tensor(
@@ -116,7 +116,7 @@ class Graph(Ops):
         element, a further input ``grad_<of>``. Forward and backward are planned together.
         """
         if isinstance(of, Sym):
-            found = [name for name, value in self.build.outputs if value == of.name]
+            found = [name for name, value in self.build.outputs.items() if value == of.name]
             of = found[0] if found else of.name
         each = [wrt] if isinstance(wrt, str | Sym) else wrt
         names = [w.name if isinstance(w, Sym) else w for w in each]

@@ -41,7 +41,9 @@ from deuteron.frontends.torch_fx import is_plain
 from deuteron.ir.types import TensorType
 from deuteron.ops.table import infer
 
-LIMIT = 10**9  # elements that a CPU computes in seconds: with more, torch.export is sooner there
+# elements that a CPU computes while torch.export is loaded, and while that records one call: with
+# more, it is sooner there
+LIMIT, EACH = 10**9, 3 * 10**6
 
 
 class NeedsExport(Exception):
@@ -177,7 +179,7 @@ class Recorder(ProxyTorchDispatchMode):
             raise
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self._computed > LIMIT:
+        if self._computed > LIMIT + EACH * len(self.graph.nodes):
             raise NeedsExport("takes too long to run")
         if torch._C._is_any_autocast_enabled():
             raise NeedsExport("autocast changes what the calls compute")
@@ -210,10 +212,10 @@ class Recorder(ProxyTorchDispatchMode):
             known = answer is None and (filled or all(t.known for t in tensors))
             if answer is None:
                 answer = func(*real_args, **real_kwargs)
+                self._computed += _elements_on_cpu(answer)
         if isinstance(answer, bool | int | float) and known:
             return answer  # it may steer Python
         if isinstance(answer, torch.Tensor):
-            self._computed += answer.numel() if answer.is_cpu else 0
             stand = Stand.of(answer, node, known)
             return _apart(stand, tensors) if over is None else _stands_now(over, stand)
         if not isinstance(answer, list | tuple):
@@ -294,6 +296,11 @@ def _stands_now(written: Stand, result: Stand) -> Stand:
         raise NeedsExport("what is written in place changes its type")
     written.held, written.node, written.known = result.held, result.node, result.known
     return written
+
+
+def _elements_on_cpu(answer: Any) -> int:
+    tensors = answer if isinstance(answer, list | tuple) else [answer]
+    return sum(t.numel() for t in tensors if isinstance(t, torch.Tensor) and t.is_cpu)
 
 
 def _memory(tensor: torch.Tensor) -> int:

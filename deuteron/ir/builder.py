@@ -29,7 +29,7 @@ class GraphBuilder:
         self.constants: dict[str, Constant] = {}
         self.nodes: list[Node] = []
         self.inputs: list[str] = []
-        self.outputs: list[tuple[str, str]] = []
+        self.outputs: dict[str, str] = {}  # public name → value
         self.producer: dict[str, Node] = {}
         self._next: dict[str, int] = {}
         self._scalars: dict[tuple[str, str], str] = {}
@@ -122,11 +122,12 @@ class GraphBuilder:
     def output(self, name: str, value: str) -> None:
         if value not in self.types:
             raise GraphError(f"output {name!r} is the unknown value {value!r}")
-        if any(name == taken for taken, _ in self.outputs):
+        if name in self.outputs:
             wrong = f"there is already an output {name!r}"
             raise GraphError(wrong, remedy="give each output its own name")
-        self.outputs.append((name, value))
+        self.outputs[name] = value
 
     def finish(self) -> Graph:
-        inputs, outputs, nodes = tuple(self.inputs), tuple(self.outputs), tuple(self.nodes)
+        inputs, outputs = tuple(self.inputs), tuple(self.outputs.items())
+        nodes = tuple(self.nodes)
         return Graph(self.name, inputs, outputs, nodes, dict(self.types), dict(self.constants))

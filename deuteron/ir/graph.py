@@ -19,11 +19,11 @@ from deuteron.ir.types import TensorType
 class Attrs(Mapping[str, Any]):
     """An immutable, hashable mapping from attribute name to a plain value."""
 
-    __slots__ = ("_hash", "_items")
+    __slots__ = ("_items", "_text")
 
     def __init__(self, items: Mapping[str, Any] | None = None) -> None:
         self._items: dict[str, Any] = dict(items or {})
-        self._hash: int | None = None
+        self._text: str | None = None
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
@@ -37,12 +37,17 @@ class Attrs(Mapping[str, Any]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Attrs):
             return NotImplemented
-        return repr(sorted(self._items.items())) == repr(sorted(other._items.items()))
+        return self is other or self.text == other.text
 
     def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash(repr(sorted(self._items.items())))
-        return self._hash
+        return hash(self.text)
+
+    @property
+    def text(self) -> str:
+        """Equal for equal attributes: 1 and 1.0 are two, and nan is one."""
+        if self._text is None:
+            self._text = repr(sorted(self._items.items()))
+        return self._text
 
     def __repr__(self) -> str:
         return ", ".join(f"{k}={v!r}" for k, v in self._items.items())

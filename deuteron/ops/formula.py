@@ -43,10 +43,10 @@ COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 class CannotLower(Exception):
-    """There is no scalar form."""
+    """There is no scalar form; if it would only be ``too_long``, parts of the region have one."""
 
-    def __init__(self, reason: str, remedy: str = "") -> None:
-        self.reason, self.remedy = reason, remedy
+    def __init__(self, reason: str, remedy: str = "", too_long: bool = False) -> None:
+        self.reason, self.remedy, self.too_long = reason, remedy, too_long
 
 
 V = TypeVar("V", bound="Value")

@@ -41,7 +41,7 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
         raise GraphError(f"output {of!r} is {graph.types[target].dtype.name}, not a float")
 
     ops = Ops(build := continued(graph, table.infer))
-    build.outputs = list(graph.outputs)
+    build.outputs = dict(graph.outputs)
     seed_type = graph.types[target]
     if seed_type.numel == 1:
         seed = ops.constant(torch.ones(seed_type.shape, dtype=seed_type.dtype.torch), "one")

@@ -151,9 +151,9 @@ class Fuser:
         self._share_reads()
         self._widen_where_read()
         self._compute_where_read()
-        users = self.graph.users
-        vetoes = (v for v in self.vetoes if self._is_written(v.value, users.get(v.value, ())))
-        return self._regions(), tuple(vetoes)
+        values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
+        written = {v for v in values if self._is_written(v, users.get(v, ()))}
+        return self._regions(), tuple(v for v in self.vetoes if v.value in written)
 
     def _place(self, i: int, node: Node) -> None:
         kind = table.get(node.op).fusion

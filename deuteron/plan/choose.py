@@ -66,6 +66,7 @@ class Survey:
     policy: Policy
     known: dict[str, Answer] = field(default_factory=dict)
     calibrated: bool = True  # estimates are put right by what measurements of like work show
+    wishes: dict[str, bool] = field(default_factory=dict)
 
     def ask(self, region: Region) -> Answer:
         """(offers, cheapest first; refusals)."""
@@ -74,23 +75,34 @@ class Survey:
         return self.known[region.text]
 
     def wanted(self, region: Region) -> bool:
-        """Whether any engine but the fallbacks offers to run it."""
-        return any(o.candidate.engine not in FALLBACKS for o in self.ask(region)[0])
+        """Whether any engine but the fallbacks would run it, at whatever price."""
+        if region.text not in self.wishes:
+            asked = (e for e in engines() if e.name not in FALLBACKS)
+            self.wishes[region.text] = any(self._refusal(e, region) is None for e in asked)
+        return self.wishes[region.text]
+
+    def _refusal(self, engine: Engine, region: Region) -> Refusal | None:
+        try:
+            return engine.refuse(region, self.target, self.policy)
+        except Exception as error:  # a user's engine must not take the plan down
+            return self._failed(engine, error)
+
+    def _failed(self, engine: Engine, error: Exception) -> Refusal:
+        if engine.name in FALLBACKS:
+            raise error
+        return Refusal(f"failed: {type(error).__name__}: {error}")
 
     def _ask(self, region: Region) -> Answer:
         options: list[Option] = []
         refusals: list[tuple[str, Refusal]] = []
         for engine in engines():
+            refusal = self._refusal(engine, region)
             try:
-                refusal = engine.refuse(region, self.target, self.policy)
-                if refusal is not None:
-                    refusals.append((engine.name, refusal))
-                    continue
-                options += self._offers(engine, region)
-            except Exception as error:  # a user's engine must not take the plan down
-                if engine.name in FALLBACKS:
-                    raise
-                refusals.append((engine.name, Refusal(f"failed: {type(error).__name__}: {error}")))
+                options += self._offers(engine, region) if refusal is None else ()
+            except Exception as error:
+                refusal = self._failed(engine, error)
+            if refusal is not None:
+                refusals.append((engine.name, refusal))
         if not options:
             raise EngineError("no engine runs this region", where=region.text)
         return tuple(sorted(options, key=lambda o: o.predicted_s)), tuple(refusals)
@@ -160,6 +172,23 @@ def around_odd_nodes(region: Region, survey: Survey) -> list[Region]:
     return [region.part(f"{region.name}{i}", n, heaviest(n)) for i, n in enumerate(found)]
 
 
+def in_two(region: Region) -> list[Region]:
+    """The region cut about its middle, where the least goes through memory."""
+    nodes, types = region.nodes, region.graph.types
+    middle, last = len(nodes) // 2, dict[str, int]()  # value → the last that reads it
+    for i, node in enumerate(nodes):
+        last.update(dict.fromkeys(node.uses, i))
+
+    def crossing(cut: int) -> int:
+        made = (v for node in nodes[:cut] for v in node.outputs)
+        return sum(types[v].nbytes for v in made if last.get(v, 0) >= cut)
+
+    near = range((middle + 1) // 2, len(nodes) - middle // 2)
+    cut = min(near, key=lambda cut: (crossing(cut), abs(cut - middle)))
+    halves = enumerate((nodes[:cut], nodes[cut:]))
+    return [region.part(f"{region.name}{i}", half, heaviest(half)) for i, half in halves]
+
+
 def heaviest(nodes: Sequence[Node]) -> int | None:
     """The first node that decides how others are run."""
     heavy = (Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE)
@@ -169,10 +198,12 @@ def heaviest(nodes: Sequence[Node]) -> int | None:
 def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
     """The region whole, or cut where no engine wants it whole and the parts are faster."""
     whole = pick(region)
-    if len(region.nodes) == 1 or whole.candidate.engine not in FALLBACKS:
+    if len(region.nodes) == 1 or whole.candidate.engine not in FALLBACKS or not whole.best_s:
         return [whole]
     best, best_s = [whole], whole.best_s * MARGIN
     for head, tail in splits(region):
+        if len(head.nodes) > 1 and not survey.wanted(head):
+            continue
         first = pick(head)
         if first.candidate.engine in FALLBACKS and len(head.nodes) > 1:
             continue  # nobody wants the longer piece either
@@ -182,7 +213,10 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
             best, best_s = parts, seconds
         if first.candidate.engine not in FALLBACKS:
             break  # the longest piece that a fused call takes
-    pieces = around_odd_nodes(region, survey)
+    if not any(refusal.too_long for _, refusal in whole.refusals):
+        pieces = around_odd_nodes(region, survey)
+    else:
+        pieces = in_two(region) if len(best) == 1 else []
     parts = [c for piece in pieces for c in choose(piece, pick, survey)]
     best = parts if parts and sum(c.best_s for c in parts) < best_s else best
     if len(best) > 1:
