@@ -54,6 +54,8 @@ class Record:
     def read(self) -> dict[str, Any]:
         """Take the rows on file. Returns what else a run of a few cases leaves as it is."""
         file = Path(self.folder or ".") / f"{self.name}-{machine_name(self.device)}.json"
+        if not file.exists():
+            return {}
         data = json.loads(file.read_text())
         self.rows = data["rows"]
         return {key: data[key] for key in ("note", "date", "command")}

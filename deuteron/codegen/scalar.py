@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf, prod
 
 from deuteron.codegen.index import Affine, Dynamic, Index, Var
@@ -340,13 +340,16 @@ def overwritable(program: ScalarProgram) -> list[tuple[str, str]]:
 def substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProgram:
     """The same statements with variables replaced in every index."""
 
+    @cache  # many statements stand under the same guards
+    def moved(e: Affine) -> Affine:
+        return e.substitute(values)
+
     def replaced(s: Statement) -> Statement:
         if isinstance(s, Load | Inside):
-            guards = (replace(g, index=g.index.substitute(values)) for g in s.guards)
-            s = replace(s, guards=tuple(guards))
+            s = replace(s, guards=tuple(replace(g, index=moved(g.index)) for g in s.guards))
         if isinstance(s, Load | Store):
-            return replace(s, offset=s.offset.substitute(values))
-        return replace(s, index=s.index.substitute(values)) if isinstance(s, Position) else s
+            return replace(s, offset=moved(s.offset))
+        return replace(s, index=moved(s.index)) if isinstance(s, Position) else s
 
     return replace(program, statements=tuple(map(replaced, program.statements)))
 

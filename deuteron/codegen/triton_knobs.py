@@ -4,6 +4,8 @@ The numbers are per program: 8 to 16 elements a thread keep enough loads in flig
 latency of memory, more cost registers. At most six ways per region, so that measuring is cheap.
 """
 
+from itertools import takewhile
+
 from deuteron.codegen.phases import in_copies, shared_axis
 from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
@@ -59,7 +61,9 @@ def _copied(program: ScalarProgram, units: int) -> list[Knobs]:
     """Neighbours made together, where windows share and enough is left for all to do."""
     axis = shared_axis(program)
     even = [n for n in COPIES if axis is not None and axis.size % n == 0]
-    even = [n for n in even if _is_short(in_copies(program, n))]
+    # more copies are never shorter: where some are too long, the larger numbers are not written out
+    short = set(takewhile(lambda n: _is_short(in_copies(program, n)), sorted({1, *even})))
+    even = [n for n in even if n in short]
     busy = [n for n in even if program.rows // n >= units * 256]
     table = ((1024, 4), (512, 4)) if busy else ((256, 4),)
     each = busy[:2] or sorted(even)[:1]

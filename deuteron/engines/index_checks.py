@@ -65,6 +65,9 @@ def lookups(region: Region) -> list[Lookup]:
         root = _root(value, made)
         made_here = f"the index of {node.op} is computed in the region, where nobody can check it"
         refuse_if(root is None, made_here, "let it be a value of its own")
+        refuse_if(
+            root in region.graph.constants, f"the index of {node.op} is one number", quiet=True
+        )
         assert root is not None
         found.append(Lookup(node.op, root, _size(region, node), node.attrs.get("ignore_index")))
     return found

@@ -101,6 +101,7 @@ class Finder:
             begin = time.perf_counter()
             self.pool.wait(enough, max(0.0, self.budget_s / 2 - self.waited_s))
             self.waited_s += time.perf_counter() - begin
+            self.spent_s += time.perf_counter() - begin
 
     def pick(self, region: Region) -> Choice:
         """Measured if the budget allows, remembered if it was measured before, else guessed."""
