@@ -28,6 +28,7 @@ from deuteron.passes import Context, fuse, run_passes
 from deuteron.plan.choose import in_two
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
+from tests.sweeps import one_in
 from tests.tolerances import allowed, error
 
 SHAPES = ((20, 36), (16, 45), (40, 18), (80, 9), (24, 30))  # of as many elements, oddly cut
@@ -174,7 +175,7 @@ def test_a_region_is_cut_where_little_crosses():
 # ---- whole graphs
 
 
-@pytest.mark.parametrize("write", GRAPHS)
+@pytest.mark.parametrize("write", one_in(2, GRAPHS))
 def test_a_graph_twice_as_long_takes_about_twice_the_work(write):
     def work(times: int) -> int:
         graph = graph_of(write, GRAPHS[write] * times).ir()
