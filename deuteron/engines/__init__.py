@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 
 from deuteron.engines.base import BuildContext, Candidate, Engine, Kernel, Refusal
@@ -16,6 +17,7 @@ from deuteron.engines.triton.generated import TritonGen
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.engines.vendor.fused import VendorFused
 from deuteron.errors import EngineError
+from deuteron.ir.region import Region
 
 _OURS = (TorchEngine, VendorFused, TritonGen, TritonKernels, CpuGen, CpuKernels, InductorEngine)
 BUILT_IN: tuple[Engine, ...] = tuple(made() for made in _OURS)
@@ -42,6 +44,15 @@ def _check(engine: Engine) -> None:
     if any(engine.name == ours.name for ours in BUILT_IN):
         taken = f"the engine name {engine.name!r} is taken"
         raise EngineError(taken, remedy="give your engine its own name")
+
+
+def build(region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
+    """A candidate's kernel. Engines are shown equal regions under equal names, so that what one
+    keeps of the first serves all."""
+    names = dict(zip(region.inputs, region.plain.inputs, strict=True))
+    constants = {names[value]: tensor for value, tensor in ctx.constants.items()}
+    by = engine(candidate.engine)
+    return by.build(region.plain, candidate, replace(ctx, constants=constants))
 
 
 def unregister_engine(name: str) -> None:

@@ -181,6 +181,26 @@ class Graph:
         """The Python number behind a rank-0 constant, else None."""
         return number_of(self.constants, value)
 
+    def renamed(self, name: str, names: Mapping[str, str]) -> Graph:
+        """The same graph with another name, its values and results under other names, too."""
+        nodes = tuple(
+            replace(
+                node,
+                inputs=tuple(None if v is None else names[v] for v in node.inputs),
+                outputs=tuple(names[v] for v in node.outputs),
+            )
+            for node in self.nodes
+        )
+        return replace(
+            self,
+            name=name,
+            inputs=tuple(names[v] for v in self.inputs),
+            outputs=tuple((names[v], names[v]) for _, v in self.outputs),
+            nodes=nodes,
+            types={name: self.types[v] for v, name in names.items()},
+            constants={names[v]: c for v, c in self.constants.items()},
+        )
+
     def subgraph(self, name: str, nodes: Sequence[Node]) -> Graph:
         """The graph of ``nodes`` alone: what they read from outside becomes inputs, what is
         read outside (or is an output here) becomes outputs.

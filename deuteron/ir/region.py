@@ -53,6 +53,13 @@ class Region:
         """A short digest of :attr:`text`, under which measurements are remembered."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
+    @cached_property
+    def plain(self) -> Region:
+        """The region under the names that :attr:`text` has: the same for equal work."""
+        names = _numbered(self.graph)
+        constants = frozenset(names[v] for v in self.constants)
+        return Region(self.graph.renamed("region", names), constants, self.anchor)
+
     def named(self, name: str) -> Region:
         return self if self.name == name else replace(self, graph=replace(self.graph, name=name))
 
@@ -62,19 +69,23 @@ class Region:
         return Region(graph, frozenset(v for v in graph.inputs if v in self.constants), anchor)
 
 
+def _numbered(graph: Graph) -> dict[str, str]:
+    """A name for every value that says no more than what it is, and its place."""
+    made = (out for node in graph.nodes for out in node.outputs)
+    kinds = (("a", graph.inputs), ("k", graph.constants), ("v", made))
+    values = [(kind, value) for kind, those in kinds for value in those]
+    return {value: f"{kind}{i}" for i, (kind, value) in enumerate(values)}
+
+
 def canonical_text(graph: Graph, constants: frozenset[str] = frozenset()) -> str:
     """Text of a graph under names of its own; inputs that are constants are marked ``!``."""
-    names: dict[str, str] = {}
+    names = _numbered(graph)
     lines = []
     for value in graph.inputs:
-        names[value] = f"a{len(names)}"
         lines.append(f"{names[value]}{'!' * (value in constants)}: {graph.types[value]}")
     for value, constant in graph.constants.items():
-        names[value] = f"k{len(names)}"
         lines.append(f"{names[value]}: {constant.type} = {constant.data.tolist()!r}")
     for node in graph.nodes:
-        for out in node.outputs:
-            names[out] = f"v{len(names)}"
         args = [names[v] if v is not None else "_" for v in node.inputs]
         args += [f"{k}={v!r}" for k, v in sorted(node.attrs.items())]
         outs = ", ".join(f"{names[o]}: {graph.types[o]}" for o in node.outputs)

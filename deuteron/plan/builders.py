@@ -12,6 +12,7 @@ holds the other end of its pipe any more, however this process ended.
 
 import json
 import os
+import queue
 import selectors
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 
-from deuteron.engines import BuildContext, Candidate, engine
+from deuteron.engines import BuildContext, Candidate, build, engine
 from deuteron.files import PACKAGE
 from deuteron.ir.region import Region
 from deuteron.ir.text import parse_graph, print_graph
@@ -58,7 +59,9 @@ class Builders:
         self._built: set[int] = set()  # tasks; −1 stands for having started
         self._news = threading.Condition()
         self._gone = False
+        self._tasks: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._tell, daemon=True).start()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -84,12 +87,17 @@ class Builders:
             return
         self._asked[key] = len(self._asked)
         task = {"task": self._asked[key], **task_of(region, candidate, machine, policy, arch)}
+        self._tasks.put(json.dumps(task) + "\n")
+
+    def _tell(self) -> None:
+        """Hand tasks on. Whoever asks does not wait for a pipe that is full."""
         pipe = self._process.stdin
         assert pipe is not None
         try:
-            pipe.write(json.dumps(task) + "\n")
-            pipe.flush()
-        except OSError:
+            while True:
+                pipe.write(self._tasks.get())
+                pipe.flush()
+        except (OSError, ValueError):  # broken, or closed
             self._ended()
 
     def is_asked(self, region: Region, candidate: Candidate) -> bool:
@@ -215,8 +223,7 @@ def build_elsewhere(task: Mapping[str, Any]) -> None:
     machine = replace(machine, features=frozenset(machine.features))
     policy, device = Policy.from_dict(task["policy"]), torch.device("meta")
     region = Region(parse_graph(task["graph"]), frozenset(task["constants"]), task["anchor"])
-    builder = engine(task["engine"])
-    offered = builder.candidates(region, machine, policy)
+    offered = engine(task["engine"]).candidates(region, machine, policy)
     (candidate,) = [c for c in offered if knobs_key(c.knobs) == knobs_key(task["knobs"])]
     tensors = {
         v: torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=device)
@@ -224,5 +231,5 @@ def build_elsewhere(task: Mapping[str, Any]) -> None:
     }
     constants = {v: tensors[v] for v in region.constants}
     triton_compile.elsewhere = GPUTarget("cuda", task["arch"], 32)
-    kernel = builder.build(region, candidate, BuildContext(machine, device, policy, constants))
+    kernel = build(region, candidate, BuildContext(machine, device, policy, constants))
     kernel.fill([tensors[v] for v in region.inputs], [tensors[v] for v in region.outputs])

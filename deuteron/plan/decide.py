@@ -71,8 +71,8 @@ def decide(
         opened = cache or Cache.open()
         pool = builders() if device.type == "cuda" else None
         held = constants_on(optimised, device)
-        spent = time.perf_counter() - begin if pool is not None else 0.0
-        finder = Finder(survey, device, held, opened, budget_s, spent, pool=pool)
+        since = begin if pool is not None else time.perf_counter()
+        finder = Finder(survey, device, held, opened, budget_s, since, pool=pool)
         try:
             notes = search(regions, guess, finder, progress)
             choices = [c for region in regions for c in choose(region, finder.pick, survey)]

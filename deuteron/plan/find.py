@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from deuteron.engines import BUILT_IN, BuildContext, Candidate, engine
+from deuteron.engines import BUILT_IN, BuildContext, Candidate, build
 from deuteron.engines.index_checks import LOSSES
 from deuteron.engines.roofline import is_product, region_cost
 from deuteron.errors import EngineError
@@ -67,7 +67,7 @@ class Finder:
     constants: Mapping[str, torch.Tensor]
     cache: Cache
     budget_s: float
-    spent_s: float = 0.0
+    begin: float = field(default_factory=time.perf_counter)
     waited_s: float = 0.0  # for what others build
     stopped: str = ""
     known: dict[str, Choice] = field(default_factory=dict)
@@ -75,6 +75,11 @@ class Finder:
     counts: Counter[str] = field(default_factory=Counter)  # measured, remembered and left
     pool: Builders | None = None  # who builds what this process then measures
     second: bool = False  # whether this is a second round, with time for all
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the budget."""
+        return self.begin + self.budget_s - time.perf_counter()
 
     def order(self, region: Region, place: int) -> bool:
         """Have the candidate built that is the ``place``-th of its kind by estimate, unless it is
@@ -96,12 +101,11 @@ class Finder:
         return all(self.pool is None or self.pool.is_built(region, o.candidate) for o in options)
 
     def wait(self, enough: Callable[[], bool]) -> None:
-        """Let others build until it is enough, for half of the budget once more, all in all."""
+        """Let others build until it is enough, for half of the budget at most, all in all."""
         if self.pool is not None and not enough():
             begin = time.perf_counter()
-            self.pool.wait(enough, max(0.0, self.budget_s / 2 - self.waited_s))
+            self.pool.wait(enough, max(0.0, min(self.left_s, self.budget_s / 2 - self.waited_s)))
             self.waited_s += time.perf_counter() - begin
-            self.spent_s += time.perf_counter() - begin
 
     def pick(self, region: Region) -> Choice:
         """Measured if the budget allows, remembered if it was measured before, else guessed."""
@@ -120,7 +124,7 @@ class Finder:
         if remembered is not None:
             self.counts["remembered"] += 1
             return self._decide(base, remembered)
-        left = self.budget_s - self.spent_s
+        left = self.left_s
         runs = sum(min(o.predicted_s, 3 * usable[0].predicted_s) for o in usable) * RUNS
         if self.stopped or left <= 0 or runs > left / 2:
             self.counts["left"] += 1
@@ -130,7 +134,7 @@ class Finder:
             for place in range(FIRST):  # a part of a region that was cut
                 self.order(region, place)
             self.wait(lambda: self.is_built(region))
-            measured = self._measure(region, usable, left)
+            measured = self._measure(region, usable)
         except KeyboardInterrupt:
             self.stopped = STOPPED
             self.counts["left"] += 1
@@ -144,8 +148,8 @@ class Finder:
     def again(self, region: Region, *waiting: str) -> None:
         """Let candidates that were set aside for one of these reasons, and are built by now, race
         against the best. What was chosen before stays if that is stopped, or fails."""
-        before, left = self.known[region.text], self.budget_s - self.spent_s
-        if self.stopped or left <= 0:
+        before = self.known[region.text]
+        if self.stopped or self.left_s <= 0:
             return
         try:
             self.wait(lambda: self.is_built(region))
@@ -156,7 +160,7 @@ class Finder:
             if not aside:
                 return
             self.second = True
-            found = self._measure(region, list(racing.values()), left)
+            found = self._measure(region, list(racing.values()))
         except KeyboardInterrupt:
             self.stopped = STOPPED
             return
@@ -179,14 +183,8 @@ class Finder:
 
     # ---- measuring
 
-    def _measure(self, region: Region, options: list[Option], left: float) -> Measured:
-        begin = time.perf_counter()
-        try:
-            return self._raced(region, options, left, begin)
-        finally:
-            self.spent_s += time.perf_counter() - begin
-
-    def _raced(self, region: Region, options: list[Option], left: float, begin: float) -> Measured:
+    def _measure(self, region: Region, options: list[Option]) -> Measured:
+        left = self.left_s
         patience = max(0.3, left / 4)
         hopeless = self._hopeless(region, [o for o in options if self._takes_s(o) <= patience])
         feed = self.inputs(region)
@@ -203,7 +201,7 @@ class Finder:
             rejected = ""
             if self._takes_s(option) > patience:
                 rejected = TOO_SLOW
-            elif results and not ours and time.perf_counter() - begin > left:
+            elif results and not ours and self.left_s < 0:
                 rejected = NOT_REACHED
             elif i >= FIRST and not ours and option.candidate in hopeless:
                 rejected = "predicted far slower"
@@ -282,7 +280,7 @@ class Finder:
     ) -> tuple[Callable[[], object], list[torch.Tensor], int]:
         """What to time, results of its own, and its workspace. If it writes its results where it
         is told, it writes to ``room`` when timed."""
-        kernel = engine(option.candidate.engine).build(region, option.candidate, ctx)
+        kernel = build(region, option.candidate, ctx)
         before = _versions(args)
         types = [region.graph.types[v] for v in region.outputs]
         if kernel.writes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deuteron.engines import BuildContext, Kernel, engine
+from deuteron.engines import BuildContext, Kernel, build
 from deuteron.engines.calibration import how_far_off
 from deuteron.engines.roofline import region_bound, region_cost
 from deuteron.errors import BindError, EngineError
@@ -84,8 +84,7 @@ class Plan:
 
     def _build(self, choice: Choice) -> Kernel:
         try:
-            ctx, by = self._context_of(choice), engine(choice.candidate.engine)
-            return by.build(choice.region, choice.candidate, ctx)
+            return build(choice.region, choice.candidate, self._context_of(choice))
         except Exception as error:
             why = str(error).strip().splitlines() or [type(error).__name__]
             wrong = f"{choice.candidate} could not be built: {why[0]}"

@@ -6,10 +6,12 @@ bytes over the bandwidth it reaches, 92 % of a copy's, plus one launch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from deuteron.codegen import triton_compile
 from deuteron.codegen.phases import in_copies
 from deuteron.codegen.scalar import Load, ScalarProgram, overwritable
 from deuteron.codegen.triton_body import side_by_side
@@ -101,6 +103,19 @@ def _scattered(program: ScalarProgram) -> float:
     return float(apart * program.rows)
 
 
+@lru_cache(maxsize=1024)
+def _launcher(
+    region: Region, candidate: Candidate, device: torch.device, elsewhere: Any
+) -> tuple[Any, str]:
+    """What launches a candidate's kernels, and how many there are; ``elsewhere`` is the GPU they
+    are compiled for where that is another."""
+    from deuteron.codegen.triton_load import Launcher
+
+    rendered = TritonGen().render(region, candidate)
+    launcher = Launcher(rendered, (*region.inputs, *region.outputs), device)
+    return launcher, f"{len(rendered.launches)} kernel(s), {rendered.warps} warps"
+
+
 class TritonGen:
     """Writes a Triton kernel for a region of elementwise, movement and reduction operators."""
 
@@ -144,11 +159,8 @@ class TritonGen:
         return once + again + launches * target.launch
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
-        from deuteron.codegen.triton_load import Launcher
-
-        rendered, program = self.render(region, candidate), program_of(region)
-        launcher = Launcher(rendered, (*region.inputs, *region.outputs), ctx.device)
-        note = f"{len(rendered.launches)} kernel(s), {rendered.warps} warps"
+        launcher, note = _launcher(region, candidate, ctx.device, triton_compile.elsewhere)
+        program = program_of(region)
         alone = candidate.knobs["kind"] in ("flat", "tile", "rows")  # who reads a row writes it
         over = places_of(overwritable(program), region) if alone else ()
         run = _with_packed(region, ctx, launcher)
