@@ -17,7 +17,7 @@ from deuteron.passes import Context, differentiate, run_passes
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
 from tests.test_spellings import H200, Written, ops, planned
-from tests.tolerances import EPS, error
+from tests.tolerances import EPS, SINGLE_LAYERS, error
 
 INF, LOW = math.inf, torch.finfo(torch.float32).min
 CAUSAL = torch.ones(7, 7, dtype=torch.bool).tril()
@@ -243,7 +243,7 @@ def test_rows_without_keys_are_as_written(spelling, fill):
     assert "attention" in ops(made) and "softmax" not in ops(made)
     fast = dt.optimize(module, (x, mask), find=False)
     got, want = fast(x, mask), module(x, mask)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS, equal_nan=True)
     assert bool(got[0, 3].isnan().all()) == (fill == -INF)
 
 

@@ -18,6 +18,7 @@ from deuteron.passes.fuse import Veto, fuse
 from deuteron.passes.join import join_cross_entropy, join_products, join_rope
 from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
+from deuteron.passes.lines import lines_as_images
 from deuteron.passes.norms import join_norms
 from deuteron.passes.padding import into_windows
 from deuteron.passes.products import before_enlarging, windows_as_rows
@@ -33,8 +34,9 @@ PASSES: tuple[Pass, ...] = (
     Pass("fold constants", fold_constants),  # weights that are only reshaped, masks, tables
     Pass("join attention", join_attention),  # products, softmax and masks, as models write them
     Pass("join norms", join_norms),  # layer and RMS norm, likewise
-    Pass("windows as rows", windows_as_rows),  # a patch embedding is a product
     Pass("padding", into_windows),  # zeros around an image that its readers can do without
+    Pass("lines as images", lines_as_images),  # 1-D convolutions get what 2-D ones have
+    Pass("windows as rows", windows_as_rows),  # a patch embedding is a product
     Pass("spellings", as_models_write),  # movement, copies and attention as models write them
     Pass("join rope", join_rope),  # rotate-half, as models write it, where a kernel takes it whole
     Pass("join products", join_products),  # of one input: queries, keys and values

@@ -20,16 +20,17 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import carry, finish, start
+from deuteron.ir.rewrite import start
 from deuteron.ir.types import Shape
 from deuteron.ops import Ops, Sym, table
 from deuteron.passes.cleanup import FOLD_LIMIT, dead_code
-from deuteron.passes.context import Context
+from deuteron.passes.context import Context, replaced
 from deuteron.passes.layout import choose_layout
 from deuteron.passes.spellings import as_models_write
 
@@ -90,16 +91,8 @@ def join_attention(graph: Graph, ctx: Context) -> Graph:
     chosen = {end: f for end, f in found.items() if _is_cheaper(graph, f, ctx)}
     if not chosen:
         return graph
-    build, names = start(graph, table.infer)
-    for node in graph.nodes:
-        attended = chosen.get(node.outputs[0])
-        if attended is None:
-            carry(build, names, node, graph)
-        else:
-            made = _joined(Ops(build, node.source), graph, attended, names)
-            names[node.output] = made.name
     ctx.fired["attention written out"] += len(chosen)
-    return dead_code(finish(build, names, graph))
+    return dead_code(replaced(graph, chosen, partial(_joined, graph)))
 
 
 def _is_cheaper(graph: Graph, found: _Found, ctx: Context) -> bool:
@@ -110,7 +103,7 @@ def _is_cheaper(graph: Graph, found: _Found, ctx: Context) -> bool:
     if key not in ctx.forms:
         written = graph.subgraph("attention", found.nodes)
         build, names = start(written, table.infer)
-        _joined(Ops(build), graph, found, names).output("y")
+        _joined(graph, Ops(build), found, names).output("y")
         alone = replace(ctx, fired=Counter(), promised={})
         joined = choose_layout(as_models_write(dead_code(build.finish()), alone), alone)
         apart = ctx.price(written, math.inf)
@@ -352,7 +345,7 @@ def _four(b: Ops, x: Sym, at: Shape, lead: tuple[int, int]) -> Sym:
     return b.one("reshape", x, shape=(*outer, *last))
 
 
-def _joined(b: Ops, graph: Graph, found: _Found, names: Mapping[str, str]) -> Sym:
+def _joined(graph: Graph, b: Ops, found: _Found, names: Mapping[str, str]) -> Sym:
     """The operator, and rows that see nothing put right."""
 
     def moved(operand: _Operand) -> Sym:

@@ -1,16 +1,18 @@
 """What passes share: the machine, the policy, and a record of what each pass did."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from deuteron.ir.graph import Graph
-from deuteron.ir.rewrite import Rule, rewrite
+from deuteron.ir.rewrite import Rule, carry, finish, rewrite, start
 from deuteron.ir.types import TensorType
-from deuteron.ops import table
+from deuteron.ops import Ops, Sym, table
 from deuteron.policy import Policy
 from deuteron.target import Target
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -37,6 +39,21 @@ def by_rules(rules: Sequence[Rule]) -> Callable[[Graph, Context], Graph]:
         return graph
 
     return run
+
+
+def replaced(
+    graph: Graph, chosen: Mapping[str, Found], make: Callable[[Ops, Found, dict[str, str]], Sym]
+) -> Graph:
+    """``graph`` with something else in the place of chosen values: what ``make`` writes for what
+    was found there, over the new names of all values before it."""
+    build, names = start(graph, table.infer)
+    for node in graph.nodes:
+        found = chosen.get(node.outputs[0])
+        if found is None:
+            carry(build, names, node, graph)
+        else:
+            names[node.output] = make(Ops(build, node.source), found, names).name
+    return finish(build, names, graph)
 
 
 class Pass(NamedTuple):

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 
 from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import carry, finish, start
-from deuteron.ops import Ops, Sym, table
+from deuteron.ops import Ops, Sym
 from deuteron.passes.cleanup import dead_code
-from deuteron.passes.context import Context
+from deuteron.passes.context import Context, replaced
 from deuteron.passes.join import only_reader
 from deuteron.passes.layout import wants_nhwc
 
@@ -51,15 +50,8 @@ def join_norms(graph: Graph, ctx: Context) -> Graph:
                 break
     if not chosen:
         return graph
-    build, names = start(graph, table.infer)
-    for node in graph.nodes:
-        found = chosen.get(node.outputs[0])
-        if found is None:
-            carry(build, names, node, graph)
-        else:
-            names[node.output] = _joined(Ops(build, node.source), found, names).name
-            ctx.fired[f"{found.op.replace('_', ' ')} written out"] += 1
-    return dead_code(finish(build, names, graph))
+    ctx.fired.update(f"{norm.op.replace('_', ' ')} written out" for norm in chosen.values())
+    return dead_code(replaced(graph, chosen, _joined))
 
 
 def _joined(b: Ops, norm: _Norm, names: Mapping[str, str]) -> Sym:

@@ -13,30 +13,25 @@ from collections.abc import Sequence
 
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import Rewriter, Rule, carry, finish, start
+from deuteron.ir.rewrite import Rewriter, Rule
 from deuteron.ir.types import TensorType
 from deuteron.ops import Ops, Sym, table
 from deuteron.passes.cleanup import dead_code
-from deuteron.passes.context import Context, by_rules
+from deuteron.passes.context import Context, by_rules, replaced
 
 # ---- windows that do not overlap
 
 
 def windows_as_rows(graph: Graph, ctx: Context) -> Graph:
     """``graph`` with convolutions of such windows as products, where those are cheaper."""
-    chosen = {node.output for node in graph.nodes if _rows_win(graph, node, ctx)}
-    if not chosen:
-        return graph
-    build, names = start(graph, table.infer)
-    for node in graph.nodes:
-        if node.op == "conv" and node.output in chosen:
-            b = Ops(build, node.source)
-            x, weight, *bias = (b.sym(names[v]) for v in node.uses)
-            names[node.output] = _product(b, x, weight, bias).name
-        else:
-            carry(build, names, node, graph)
+    chosen = {node.output: node for node in graph.nodes if _rows_win(graph, node, ctx)}
+
+    def make(b: Ops, node: Node, names: dict[str, str]) -> Sym:
+        x, weight, *bias = (b.sym(names[v]) for v in node.uses)
+        return _product(b, x, weight, bias)
+
     ctx.fired["windows as rows"] += len(chosen)
-    return finish(build, names, graph)
+    return replaced(graph, chosen, make) if chosen else graph
 
 
 def _rows_win(graph: Graph, node: Node, ctx: Context) -> bool:

@@ -1,0 +1,75 @@
+"""Lines as images of one row.
+
+A convolution over a line [N, C, L] is one over the image [N, C, 1, L]. As an image it meets
+everything that images have: channels innermost, the kernels of 2-D convolutions, batch norms that
+are folded. What is computed element by element around it, its norms and its pools stay images as
+well, so that the line is put together again at the edges only, and without moving a number.
+"""
+
+from typing import Any
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.rewrite import carry, finish, start
+from deuteron.ops import table
+from deuteron.ops.opdef import Fusion
+from deuteron.passes.context import Context
+
+IMAGES = ("batch_norm", "group_norm", "max_pool", "avg_pool")  # operators over lines and images
+ALONG = {"stride": 1, "dilation": 1, "kernel": 1, "padding": 0, "output_padding": 0}  # a row of one
+
+
+def lines_as_images(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with convolutions over lines, and what belongs to them, as those over images."""
+    convolved = [n for n in graph.nodes if n.op == "conv" and graph.types[n.uses[0]].rank == 3]
+    trained = any(n.op in ("conv_dx", "conv_dw") for n in graph.nodes)
+    if not convolved or trained or ctx.policy.layout == "keep":
+        return graph
+    build, names = start(graph, table.infer)
+    images: dict[str, str] = {}  # by what they are images of
+
+    def image(value: str) -> str:
+        n, c, width = graph.types[value].shape
+        if value in graph.constants and value not in images:
+            known = graph.constants[value].data.unsqueeze(2)
+            images[value] = build.constant(known, f"{value}_image")
+        elif value not in images:
+            (images[value],) = build.emit("reshape", [names[value]], {"shape": (n, c, 1, width)})
+        return images[value]
+
+    for node in graph.nodes:
+        taken = _taken(graph, node, images)
+        if taken is None:
+            carry(build, names, node, graph)
+            continue
+        inputs = [v and (image(v) if v in taken else names[v]) for v in node.inputs]
+        attrs = {k: _along(k, v) for k, v in node.attrs.items()}
+        (made,) = build.emit(node.op, inputs, attrs, source=node.source)
+        images[node.output] = made
+        shape = {"shape": graph.types[node.output].shape}
+        (names[node.output],) = build.emit("reshape", [made], shape, source=node.source)
+        ctx.fired["lines as images"] += node.op == "conv"
+    return finish(build, names, graph)
+
+
+def _along(name: str, value: Any) -> Any:
+    """An attribute of windows over a line as that of windows over an image."""
+    if name not in ALONG:
+        return value
+    return tuple(n for side in value for n in (ALONG[name], side))
+
+
+def _taken(graph: Graph, node: Node, images: dict[str, str]) -> tuple[str, ...] | None:
+    """The inputs that a node takes as images, or None where it stays as it is."""
+    if len(node.outputs) != 1 or graph.types[node.output].rank != 3:
+        return None
+    if node.op == "conv":
+        return node.uses[:2]
+    if not any(v in images for v in node.uses):
+        return None
+    if node.op in IMAGES:
+        return node.uses[:1] if node.uses[0] in images else None
+    types = {v: graph.types[v] for v in node.uses}
+    alike = {t.shape for t in types.values() if t.rank} == {graph.types[node.output].shape}
+    if not alike or table.get(node.op).fusion is not Fusion.ELEMENTWISE:
+        return None
+    return tuple(v for v, t in types.items() if t.rank)
