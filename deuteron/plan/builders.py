@@ -10,6 +10,7 @@ building takes, and forks one process for each task. It ends them and itself as 
 holds the other end of its pipe any more, however this process ended.
 """
 
+import itertools
 import json
 import os
 import queue
@@ -56,6 +57,7 @@ class Builders:
         pipes["stderr"] = subprocess.DEVNULL  # what fails there is built here, and fails in words
         self._process = subprocess.Popen(command, env=here, **pipes)
         self._asked: dict[tuple[str, Candidate], int] = {}
+        self._numbers = itertools.count()
         self._built: set[int] = set()  # tasks; −1 stands for having started
         self._news = threading.Condition()
         self._gone = False
@@ -85,7 +87,7 @@ class Builders:
         key = region.text, candidate
         if candidate.engine not in BUILT or key in self._asked:
             return
-        self._asked[key] = len(self._asked)
+        self._asked[key] = next(self._numbers)
         task = {"task": self._asked[key], **task_of(region, candidate, machine, policy, arch)}
         self._tasks.put(json.dumps(task) + "\n")
 
@@ -99,6 +101,20 @@ class Builders:
                 pipe.flush()
         except (OSError, ValueError):  # broken, or closed
             self._ended()
+
+    def forget(self) -> None:
+        """Drop what is not begun yet: whoever asked waits for it no longer."""
+        with suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
+        self._tasks.put("\n")
+        with self._news:
+            self._asked = {key: task for key, task in self._asked.items() if task in self._built}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether they have started, or never will."""
+        return -1 in self._built or self._gone
 
     def is_asked(self, region: Region, candidate: Candidate) -> bool:
         """Whether somebody had it built."""
@@ -180,7 +196,8 @@ def main() -> None:
                     os.kill(pid, signal.SIGKILL)
                 return
             *lines, rest = (rest + data).split(b"\n")
-            tasks += map(json.loads, lines)
+            for line in lines:
+                tasks = [*tasks, json.loads(line)] if line else []  # an empty one: forget
         while running and (pid := os.waitpid(-1, os.WNOHANG)[0]):
             print(running.pop(pid), flush=True)
         while tasks and len(running) < count:

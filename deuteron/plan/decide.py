@@ -78,6 +78,8 @@ def decide(
             choices = [c for region in regions for c in choose(region, finder.pick, survey)]
         finally:  # what was measured is kept, whatever stops the search
             opened.save()
+            if pool is not None:
+                pool.forget()
         notes += [f"cache: {problem}" for problem in opened.problems]
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
     made = (graph, optimised, target, policy, numbered, vetoes, records)

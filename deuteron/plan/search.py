@@ -31,6 +31,7 @@ def search(
         for text in order:
             for region in asked[text]:
                 finder.order(region, place)
+    finder.wait(lambda: finder.pool is None or finder.pool.is_ready)
     left = list(order)
 
     def built() -> str | None:
@@ -70,7 +71,8 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
     least = WORTH * sum(took.values())
     heavy = sorted((t for t in took if took[t] >= least), key=lambda t: -took[t])
     for place in range(FIRST, MOST):
-        for text in [t for t in heavy if not finder.stopped and finder.order(sample[t], place)]:
+        going_on = not finder.stopped and finder.left_s > 0
+        for text in [t for t in heavy if going_on and finder.order(sample[t], place)]:
             finder.again(sample[text], SET_ASIDE)
     for text in heavy:  # and what libraries set up at length
         finder.again(sample[text], IDLE)
