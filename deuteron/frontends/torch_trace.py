@@ -215,6 +215,9 @@ class Recorder(ProxyTorchDispatchMode):
                 self._computed += _elements_on_cpu(answer)
         if isinstance(answer, bool | int | float) and known:
             return answer  # it may steer Python
+        same = [t for t in tensors if t.held is answer and over is None]
+        if same:  # as x.to(…) is x where nothing has to change
+            return same[0]
         if isinstance(answer, torch.Tensor):
             stand = Stand.of(answer, node, known)
             return _apart(stand, tensors) if over is None else _stands_now(over, stand)

@@ -1,0 +1,123 @@
+"""Caches and other objects that hold tensors: in a module's arguments, and changed by its call."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from deuteron.errors import GraphError
+from deuteron.frontends.state import Opened, Stateless, closed, opened
+from deuteron.frontends.torch_export import import_module
+from deuteron.plan import compile_graph
+from tests.tolerances import SINGLE
+
+
+class Extent(NamedTuple):
+    length: int
+    most: int
+
+
+class Layer:
+    """Grows by concatenation, as a cache of keys does."""
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.seen = Extent(0, 99)
+
+    def add(self, new: torch.Tensor) -> torch.Tensor:
+        self.keys = new if self.keys is None else torch.cat([self.keys, new], 1)
+        self.seen = Extent(self.seen.length + new.shape[1], 99)
+        return self.keys
+
+
+class Fixed:
+    """Is written in place, where a tensor of its own says."""
+
+    def __init__(self, size: int) -> None:
+        self.kept, self.at = torch.zeros(2, size, 4), torch.tensor(0)
+
+    def add(self, new: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(new.shape[1]) + self.at
+        self.at.add_(new.shape[1])
+        self.kept.index_copy_(1, place, new)
+        return self.kept
+
+
+class Memory:
+    def __init__(self, *layers) -> None:
+        self.layers, self.names = list(layers), {"first": "a"}
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x, memory=None):
+        memory = memory if memory is not None else Memory(Layer(), Layer())
+        for layer, part in zip(self.layers, memory.layers, strict=True):
+            x = layer(x) + part.add(x).sum(1, keepdim=True)
+        return {"y": x, "memory": memory}
+
+
+def planned(module, *args):
+    given, _ = opened((args, {}))
+    imported = import_module(Stateless(module), *given)
+    plan = compile_graph(imported.graph, device="cpu")
+
+    def call(*args):
+        given, holders = opened((args, {}))
+        results = plan.run_checked(imported.flatten_call(*given))
+        return closed(imported.unflatten_result(results), holders)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", [Layer, lambda: Fixed(7)], ids=["grows", "in place"])
+def test_an_object_changes_as_the_module_changes_it(kind):
+    module, x = Remembers().eval(), torch.randn(2, 3, 4)
+    memory = Memory(kind(), kind())
+    with torch.no_grad():
+        module(x, memory)
+        call = planned(module, x, memory)
+        ours, theirs = copy.deepcopy(memory), copy.deepcopy(memory)
+        inside = ours.layers[0]
+        got, want = call(x, ours), module(x, theirs)
+    assert got["memory"] is ours and ours.layers[0] is inside
+    torch.testing.assert_close(got["y"], want["y"], rtol=SINGLE, atol=SINGLE)
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        assert vars(a).keys() == vars(b).keys()
+        for name, value in vars(b).items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(getattr(a, name), value, rtol=SINGLE, atol=SINGLE)
+            else:
+                assert getattr(a, name) == value
+
+
+def test_an_object_of_the_modules_own_is_given():
+    module, x = Remembers().eval(), torch.randn(2, 3, 4)
+    with torch.no_grad():
+        first, second = (planned(module, x)(x)["memory"] for _ in range(2))
+    assert type(first) is Memory and first is not second
+    assert first.layers[1].seen == Extent(3, 99) and first.names == {"first": "a"}
+
+
+def test_what_the_caller_gave_is_left_alone_by_importing():
+    module, x, memory = Remembers().eval(), torch.randn(2, 3, 4), Memory(Layer(), Fixed(7))
+    with torch.no_grad():
+        module(x, memory)
+    before = copy.deepcopy(memory)
+    planned(module, x, memory)
+    assert torch.equal(before.layers[0].keys, memory.layers[0].keys)
+    assert torch.equal(before.layers[1].kept, memory.layers[1].kept)
+
+
+def test_what_holds_itself_is_refused():
+    memory = Memory(Layer())
+    memory.layers[0].whole = memory
+    with pytest.raises(GraphError, match=r"holds itself, at \.layers\[0\]\.whole"):
+        Opened.of(memory)
