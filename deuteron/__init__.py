@@ -52,13 +52,15 @@ _LAZY = ("augment", "functional", "nn", "optim")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "backend":  # which brings the whole of torch.compile along
+        return importlib.import_module("deuteron.torch_compile").backend
     if name in _LAZY:
         return importlib.import_module(f"deuteron.{name}")
     raise AttributeError(f"module 'deuteron' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted((*__all__, *_LAZY))
+    return sorted((*__all__, *_LAZY, "backend"))
 
 
 __version__ = "0.1.0.dev0"

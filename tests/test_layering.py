@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("frontends",),
     ("functional",),
-    ("nn", "optim", "augment", "quant", "distributed", "zoo", "api"),
+    ("nn", "optim", "augment", "quant", "distributed", "zoo", "api", "torch_compile"),
     ("cli",),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

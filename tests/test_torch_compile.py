@@ -1,0 +1,152 @@
+"""``torch.compile(model, backend="deuteron")``, as people train and run with it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import deuteron as dt
+from deuteron import torch_compile
+from tests.tolerances import SINGLE, SINGLE_LAYERS
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Every graph that is planned."""
+    found = []
+    plan = torch_compile.Step.__init__
+
+    def noted(self, *how):
+        plan(self, *how)
+        found.append(self.plan)
+
+    monkeypatch.setattr(torch_compile.Step, "__init__", noted)
+    return found
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, bias=False),
+            nn.BatchNorm2d(16),
+            nn.SiLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(16, 10),
+        )
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.parts(x), y)
+
+
+class Words(nn.Module):
+    """Attention, dropout, and an embedding that is the last layer's weight as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+
+    def forward(self, x, y):
+        hidden = self.layer(self.embed(x))
+        return F.cross_entropy((hidden @ self.embed.weight.T).flatten(0, 1), y.flatten())
+
+
+CASES = {
+    "images": (Images, lambda n: (torch.randn(n, 3, 12, 12), torch.randint(0, 10, (n,)))),
+    "words": (Words, lambda n: (torch.randint(0, 50, (n, 7)), torch.randint(0, 50, (n, 7)))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_eagers(name, steps):
+    """Losses, gradients, running statistics and random numbers, step by step."""
+    torch.manual_seed(0)
+    kind, batch = CASES[name]
+    plain = kind()
+    ours = copy.deepcopy(plain)
+    fast = torch.compile(ours, backend=dt.backend)
+    both = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, ours)]
+    for seed in range(3):
+        given = batch(4)
+        losses = []
+        for model, optimiser in zip((plain, fast), both, strict=True):
+            torch.manual_seed(seed)
+            optimiser.zero_grad()
+            losses.append(model(*given))
+            losses[-1].backward()
+            optimiser.step()
+        torch.testing.assert_close(losses[1], losses[0], rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+        for mine, theirs in zip(
+            ours.state_dict().values(), plain.state_dict().values(), strict=True
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+    assert len(steps) == 2, "forward and backward, planned once"
+
+
+def test_inference_casts_breaks_and_writes_to_inputs(steps):
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, seen):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.linear(x)
+            torch._dynamo.graph_break()
+            seen.add_(1)
+            return x.float().softmax(-1), seen[:2]
+
+    model = Odd().eval()
+    fast = torch.compile(model, backend=dt.backend)
+    x, a, b = torch.randn(5, 8), torch.zeros(3), torch.zeros(3)
+    with torch.no_grad():
+        (got, view), (want, _) = fast(x, a), model(x, b)
+    torch.testing.assert_close(got, want, rtol=SINGLE, atol=SINGLE)
+    assert torch.equal(a, b) and view.data_ptr() == a.data_ptr()
+    assert len(steps) == 2, "one for each piece"
+
+
+def test_sizes_vary(steps):
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16))
+    fast = torch.compile(model, backend=dt.backend, dynamic=True)
+    for n in (3, 5, 3, 9):
+        x = torch.randn(n, 8, requires_grad=True)
+        got, want = fast(x), model(x)
+        torch.testing.assert_close(got, want, rtol=SINGLE, atol=SINGLE)
+        mine, theirs = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want))
+        torch.testing.assert_close(mine, theirs, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+    assert len(steps) == 6, "forward and backward of three sizes"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"fast": True}, "no option 'fast'"), ({"budget_s": "2"}, "budget_s is '2'")],
+)
+def test_options_are_checked(options, says):
+    fast = torch.compile(nn.Linear(2, 2), backend=dt.backend, options=options)
+    with pytest.raises(Exception, match=says):
+        fast(torch.randn(1, 2))
+
+
+def test_options_are_passed_on(steps):
+    options = {"find": True, "budget_s": 0.5, "policy": dt.Policy(deterministic=True)}
+    torch.compile(nn.Linear(4, 4), backend=dt.backend, options=options)(torch.randn(2, 4))
+    assert all(plan.decision.mode == "found" for plan in steps)
+    assert all(plan.decision.policy.deterministic for plan in steps)
