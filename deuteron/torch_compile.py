@@ -77,7 +77,6 @@ def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Callable[..., Any]:
     """What AOTAutograd calls: takes a list of arguments, which it empties, and gives a list."""
-    from torch._functorch.aot_autograd import make_boxed_func
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     if any(isinstance(given, torch.SymInt) for given in example):
@@ -85,8 +84,14 @@ def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Call
     else:
         with unset_fake_temporarily():  # constants are computed here, and kernels measured
             run = Step(graph, example, search)
-    made: Callable[..., Any] = make_boxed_func(run)
-    return made
+
+    def boxed(args: list[Any]) -> Results:
+        given = args.copy()
+        args.clear()
+        return run(*given)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
 
 
 class Step:
