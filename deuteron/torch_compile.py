@@ -88,7 +88,8 @@ def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Call
     def boxed(args: list[Any]) -> Results:
         given = args.copy()
         args.clear()
-        return run(*given)
+        results: Results = run(*given)
+        return results
 
     boxed._boxed_call = True  # type: ignore[attr-defined]
     return boxed
