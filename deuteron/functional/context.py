@@ -30,6 +30,11 @@ def is_watched() -> bool:
     return dispatch_modes() > 0 or jit_tracing()
 
 
+def for_onnx() -> bool:
+    """Whether the call is on its way into a file of ONNX, which has operators of its own only."""
+    return (torch.compiler.is_compiling() or jit_tracing()) and torch.onnx.is_in_onnx_export()
+
+
 def without_memory(*tensors: Tensor | None) -> bool:
     """Whether a tensor has no memory that a kernel could read: a meta tensor, a fake one, or one
     that stands for others, as distributed tensors do. The dispatcher knows what to do with it."""

@@ -26,7 +26,13 @@ from deuteron.errors import DeuteronError
 from deuteron.functional import arguments
 from deuteron.functional.arguments import Attributes, Tensors, Types, readable, signature, types_of
 from deuteron.functional.backward import EAGER, KEPT, Backward, ReadyPlan, keep, spread
-from deuteron.functional.context import any_requires_grad, in_transform, is_watched, without_memory
+from deuteron.functional.context import (
+    any_requires_grad,
+    for_onnx,
+    in_transform,
+    is_watched,
+    without_memory,
+)
 from deuteron.functional.explain import Recording
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
@@ -80,7 +86,9 @@ class Function:
     def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
         """One tensor, or a tuple where the graph has several results."""
         attrs = self.defaults | attrs
-        if is_compiling():
+        if for_onnx():
+            found = self.by_references(tensors, attrs)
+        elif is_compiling():
             found = self.op(*tensors, **attrs)
         elif in_transform():
             found = self.by_references(tensors, attrs)

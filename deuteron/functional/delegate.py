@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, compiler
 from torch._C import _get_deterministic_algorithms as must_be_ordered
 from torch._C import _is_any_autocast_enabled as autocasting
+from torch._C import _is_tracing as jit_tracing
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
 from torch.fx.proxy import TraceError
@@ -33,7 +34,12 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from deuteron.errors import DeuteronError
 from deuteron.functional.arguments import Parameters, check_tensor
-from deuteron.functional.context import gradient_follows, is_captured, is_differentiated
+from deuteron.functional.context import (
+    for_onnx,
+    gradient_follows,
+    is_captured,
+    is_differentiated,
+)
 from deuteron.functional.explain import Recording, handed_on
 from deuteron.target import Target, target
 
@@ -183,6 +189,7 @@ def delegates(
                 unusual = (
                     is_dynamo_compiling()
                     or compiler._is_compiling_flag
+                    or (jit_tracing() and for_onnx())
                     or has_torch_function((*args, *named.values()) if named else args)
                     or not 0 < len(args) <= places
                     or (named and not known[len(args)].issuperset(named))
@@ -213,7 +220,10 @@ def delegates(
             if args.__class__ is Proxy:
                 return args.tracer.create_proxy("call_function", spread, (args, named), {})
             args, named = parameters.fit(args, named)
-            if is_compiling():
+            if call is not None and for_onnx():
+                found = with_ours(*args, **named)
+                return run(*args, **named) if found is NotImplemented else found
+            if is_compiling() or for_onnx():
                 return run(*args, **named)
             values = (*args, *named.values())
             if has_torch_function(values):

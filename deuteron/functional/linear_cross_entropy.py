@@ -40,17 +40,24 @@ from deuteron.functional.delegate import delegates, is_small
 from deuteron.functional.linear_cross_entropy_chunks import Given, Terms
 
 
+def is_ours(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether there are so many logits that making them in parts is quicker than torch's calls."""
+    if chunks.multiplies_slowly(hidden):
+        return True
+    logits = hidden.nbytes // hidden.shape[-1] * weight.shape[0]
+    return not is_small(hidden, max(logits, weight.nbytes)) and (
+        hidden.is_cuda or logits > CPU_BYTES
+    )
+
+
 def _torch_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **terms: Any
 ) -> Any:
-    shape, table = hidden.shape, weight.nbytes
-    if chunks.multiplies_slowly(hidden) or len(shape) != 2 or not shape[1]:
+    if hidden.dim() != 2 or not hidden.shape[1] or is_ours(hidden, weight):
         return NotImplemented
-    logits = shape[0] * table // shape[1]
-    if not is_small(hidden, max(logits, table)) and (hidden.is_cuda or logits > CPU_BYTES):
-        return NotImplemented
-    each = terms.pop("class_weight", None)
-    return torch_loss(F.linear(hidden, weight, bias), target, each, **terms)
+    each, dtype = terms.pop("class_weight", None), terms.pop("dtype", None)
+    whole = F.linear(hidden, weight, bias)
+    return torch_loss(whole if dtype is None else whole.to(dtype), target, each, **terms)
 
 
 @delegates(_torch_linear_cross_entropy, on_cpu=FLOATS)
@@ -68,6 +75,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     chunk: int | None = None,
     accumulate: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """``cross_entropy(linear(hidden, weight, bias), target)`` without room for the logits.
 
@@ -87,6 +95,7 @@ def linear_cross_entropy(
              chunk (8192 tokens, 4096 → 128256 in bfloat16: the error of all gradients is 1.1e-3
              for 1.0e-3). It is for "mean" and "sum", and the default there. In float32 "exact" is
              off by 6e-8 of log Σ exp in each probability, where torch's gradients may be better
+    dtype    of the loss, such as float32 where it would be rounded to 16 bits as the logits are
 
     The other arguments are those of :func:`cross_entropy`; ``class_weight`` is its ``weight``.
     Logits are rounded to the type of the inputs, as linear would. The gradient of ``hidden`` is
@@ -107,13 +116,14 @@ def linear_cross_entropy(
         target = target.movedim(-1, min(1, len(lead))) if probs else target
         how: Any = {**terms._asdict(), "return_lse": return_lse}
         del how["chunk"]
+        logits = logits if dtype is None else logits.to(dtype)
         return cross_entropy(logits, target, class_weight, **how)
     # kernels read memory, which such a view has with other signs; elsewhere these are themselves
     tensors = [t if t is None else t.resolve_neg() for t in (weight, bias, target, class_weight)]
     given = Given(hidden.reshape(-1, hidden.shape[-1]).resolve_neg(), *tensors)  # type: ignore[arg-type]
     flat = given.target.reshape(-1, classes) if probs else given.target.reshape(-1)
     given = given._replace(target=flat.contiguous())
-    dtype, learning = result_type(hidden, target), torch.is_grad_enabled()
+    dtype, learning = dtype or result_type(hidden, target), torch.is_grad_enabled()
     if not is_eager(*given):
         loss, lse, _ = _linear_op(*given, *terms, dtype, learning and hidden.requires_grad)
     elif learning and any(t is not None and t.requires_grad for t in given[:3]):

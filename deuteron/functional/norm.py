@@ -28,8 +28,9 @@ def _write(
 ) -> tuple[Sym, ...]:
     """activation(norm(s)) with s = x + before + residual, and s where a residual is given. With
     ``in_float32`` the norm is computed in that type, while s, the stream of a network, stays in
-    its own."""
+    its own. ``offset`` is added to the weight, in float32 at least."""
     *params, before, residual = tensors
+    offset = attrs.pop("offset", 0.0)
     total = x if before is None else x + before
     total = total if residual is None else total + residual
     of = total
@@ -37,6 +38,8 @@ def _write(
         of, params = b.upcast(of), [None if t is None else b.upcast(t) for t in params]
     if name == "rms_norm" and params[0] is not None:
         wide = float32 if of.dtype.is_low else of.dtype
+        if offset:
+            params = [b.upcast(params[0]) + offset]
         if params[0].dtype not in (of.dtype, wide):  # of any type, as torch's may be
             params = [b.to(params[0], wide)]
     y = activated(b, b.one(name, of, *params, **attrs), activation)
@@ -47,7 +50,8 @@ def _norm(name: str, called: str = "") -> Function:
     """The operator ``name`` as an eager function, with what stands around it."""
     build, called = partial(_write, name, False), called or name
     tensors, attrs = schema(table.get(name))
-    around = tensors | AROUND, attrs | {"activation": "str | None"}
+    more = {"offset": "float"} if name == "rms_norm" else {}
+    around = tensors | AROUND, attrs | more | {"activation": "str | None"}
     if called in FLOAT32:
         return Cast(called, build, around, wide=partial(_write, name, True))
     return Function(called, build, around)
@@ -121,9 +125,15 @@ def _torch_layer_norm(x: Tensor, normalized_shape: Any, *args: Any, **named: Any
     return torch.layer_norm(x, shape, *args, **named)
 
 
-def _torch_rms_norm(x: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+def _torch_rms_norm(
+    x: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None, *, offset: float = 0.0
+) -> Any:
     if weight is not None and weight.dtype is not x.dtype:
         return NotImplemented  # torch answers in the wider type
+    if weight is not None and offset:
+        if weight.itemsize < 4:
+            return NotImplemented  # the sum would be rounded
+        weight = weight + offset
     shape = (normalized_shape,) if normalized_shape.__class__ is int else normalized_shape
     return torch.rms_norm(x, shape, weight, eps)
 
@@ -195,16 +205,19 @@ def rms_norm(
     residual: Tensor | None = None,
     bias_before: Tensor | None = None,
     activation: str | None = None,
+    offset: float = 0.0,
 ) -> Any:
     """s / √(mean(s²) + eps) · weight over the last dimensions, with s = x + bias_before + residual.
 
     As ``torch.nn.functional.rms_norm`` (eps None: the smallest step above 1 of the type that is
     computed in, float32 for 16-bit x), with the further arguments of :func:`layer_norm`.
+    ``offset`` is added to the weight: 1 for Gemma's, which are kept as distances from 1.
     """
     dims = _dims("rms_norm", x, normalized_shape)
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    return RMS(x, weight, bias_before, residual, dims=dims, eps=eps, activation=activation)
+    how = {"dims": dims, "eps": eps, "offset": float(offset), "activation": activation}
+    return RMS(x, weight, bias_before, residual, **how)
 
 
 # a single norm is several launches in torch, too

@@ -5,6 +5,8 @@
 >>> norm = dt.nn.RMSNorm(4096)                  # load_state_dict of torch.nn.RMSNorm's fits
 >>> y, stream = norm(x, residual=stream)        # what torch's does not do
 >>> dt.nn.replace(model)                        # every module that has a stand-in, in place
+>>> print(dt.nn.report(model))                  # which those are, and why others are not
+>>> dt.nn.restore(model)                        # all as it was
 
 Those that one function is all of are made from a table, ``stand_in.FORMULAS``.
 """
@@ -18,8 +20,8 @@ from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, R
 from .norm import InstanceNorm1d as InstanceNorm1d
 from .norm import InstanceNorm2d as InstanceNorm2d
 from .norm import InstanceNorm3d as InstanceNorm3d
+from .replace import Report, replace, report, restore
 from .stand_in import made as _made
-from .stand_in import replace
 from .stand_in import scriptable as _scriptable
 
 if TYPE_CHECKING:  # made below, where no reader of source sees them

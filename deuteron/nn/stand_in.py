@@ -94,7 +94,7 @@ class Extended:
 
     def __init_subclass__(cls) -> None:
         """The arguments are shown: those of torch's class, as the version that is installed has
-        them, and the extras. A module that :func:`replace` turned into this has their defaults."""
+        them, and the extras. A module that ``dt.nn.replace`` turned into this has their defaults."""
         super().__init_subclass__()
         torchs: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
         if torchs is None or inspect.unwrap(cls.__init__) is not Extended.__init__:
@@ -150,18 +150,3 @@ def scriptable(module: Any) -> None:
     """Let ``torch.jit.script`` find torch's module in the place of this class, if it is one."""
     if isinstance(module, type) and issubclass(module, nn.Module):
         module.__prepare_scriptable__ = as_torchs  # type: ignore[attr-defined]
-
-
-def replace(model: nn.Module) -> nn.Module:
-    """Turn every module of ``model`` that has a stand-in here into it, in place; ``model`` comes
-    back for convenience. Parameters, hooks, names and state dicts stay as they are.
-
-    Only exact classes of ``torch.nn`` are taken, never subclasses, which may do something else.
-    """
-    from deuteron import nn as ours
-
-    for module in model.modules():
-        name = type(module).__name__
-        if type(module) is getattr(nn, name, None) and name in ours.__all__:
-            module.__class__ = getattr(ours, name)
-    return model

@@ -1,0 +1,208 @@
+"""Logits that are not made until somebody asks for them.
+
+The layer that makes the logits of a language model gives a tensor which only knows what it would be
+made from. Its cross-entropy, taken anywhere (in the model, which was given labels, or in a training
+loop), is then ``linear_cross_entropy``, for which the logits never exist as a whole. Casts, views
+and slices of positions on the way there are followed. Any other use makes the logits as the layer
+would have, once, and goes on with those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as torchs
+from torch.utils._pytree import tree_map_only
+
+from deuteron import functional as F
+from deuteron.functional.autocast import lower
+from deuteron.functional.context import is_eager
+from deuteron.functional.linear_cross_entropy import is_ours
+
+
+def is_worth_it(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a loss may follow, of so many logits that making them in parts is quicker."""
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    seen = learns and hidden.numel() > 0 and is_eager(hidden, weight, bias)
+    return seen and is_ours(hidden, weight)
+
+
+class Logits(Tensor):
+    """``linear(hidden, weight, bias)`` as type ``dtype``, not yet computed. ``source`` makes the
+    whole of it."""
+
+    hidden: Tensor
+    layer: tuple[Tensor, Tensor | None]
+    source: Callable[[], Tensor]
+    made: Tensor | None
+
+    @staticmethod
+    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Logits:
+        """What a linear layer would give, under autocast in its type."""
+        hidden, weight, *rest = lower(hidden, weight, *(() if bias is None else (bias,)))
+        bias = rest[0] if rest else None
+
+        def source() -> Tensor:
+            with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
+                return torchs.linear(hidden, weight, bias)
+
+        return _logits(hidden, (weight, bias), hidden.dtype, source)
+
+    def whole(self) -> Tensor:
+        """The logits, as a tensor like any other."""
+        if self.made is None:
+            self.made = self.source()
+        return self.made
+
+    def then(self, func: Any, *args: Any, rows: Tensor | None = None, dtype: Any = None) -> Logits:
+        """``func(self, *args)``, whose rows are made from ``rows``; it is not made either."""
+        hidden = self.hidden if rows is None else rows
+
+        def source() -> Tensor:
+            with torch.enable_grad():
+                found: Tensor = func(self.whole(), *args)
+                return found
+
+        made = _logits(hidden, self.layer, dtype or _plain(self, "dtype"), source)
+        vars(made)["before"] = self
+        return made
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the whole, or that of which it is a part, is there already."""
+        before: Logits | None = vars(self).get("before")
+        return self.made is not None or (before is not None and before.is_made)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in FOLLOWED and args and isinstance(args[0], Logits) and not args[0].is_made:
+            found = FOLLOWED[func](*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What reaches them below Python's functions, such as a ``torch.autograd.Function``."""
+        args, kwargs = tree_map_only(Logits, _values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _values(logits: Logits) -> Tensor:
+    return logits.whole().detach()
+
+
+def _plain(logits: Tensor, name: str) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(logits, name)
+
+
+class _Later(torch.autograd.Function):
+    """Makes the tensor, and takes gradients that reach it by themselves to where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, dtype: torch.dtype) -> Any:
+        ctx.save_for_backward(hidden, weight)
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(Logits, shape, dtype=dtype, device=hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        rows = grad.flatten(0, -2)
+        return grad @ weight, rows.t() @ hidden.flatten(0, -2), rows.sum(0), None
+
+
+def _logits(hidden: Tensor, layer: Any, dtype: torch.dtype, source: Any) -> Logits:
+    made: Any = _Later.apply(hidden, *layer, dtype)  # type: ignore[no-untyped-call]
+    vars(made).update(hidden=hidden, layer=layer, source=source, made=None)
+    return made  # type: ignore[no-any-return]
+
+
+# ---- what is followed ----------------------------------------------------------------------------
+
+
+def _float(logits: Logits) -> Any:
+    return logits.then(Tensor.float, dtype=torch.float32)
+
+
+def _to(logits: Logits, *args: Any, **named: Any) -> Any:
+    given = [*args, *named.values()]
+    if given == [torch.float32]:
+        return _float(logits)
+    same = len(given) == 1 and given[0] in (logits.dtype, logits.device, str(logits.device))
+    return logits if same else NotImplemented
+
+
+def _view(logits: Logits, *shape: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if len(sizes) < 2 or sizes[-1] != logits.shape[-1] or not all(type(n) is int for n in sizes):
+        return NotImplemented
+    rows = logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1])
+    return logits.then(Tensor.reshape, *sizes, rows=rows)
+
+
+def _contiguous(logits: Logits) -> Any:
+    return logits
+
+
+def _part(logits: Logits, index: Any) -> Any:
+    """A part of the positions, each with all its classes."""
+    index = index if isinstance(index, tuple) else (index,)
+    whole = index[-1] == slice(None) if len(index) == logits.dim() else Ellipsis not in index
+    if Ellipsis in index:
+        whole = index[-1] == slice(None) and index[-1] is not Ellipsis
+    if not whole or not all(i is Ellipsis or isinstance(i, slice) for i in index):
+        return NotImplemented
+    return logits.then(Tensor.__getitem__, index, rows=logits.hidden[index])
+
+
+def _cross_entropy(
+    input: Logits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    flat = input.dim() == 2 and size_average is None and reduce is None
+    if not flat or target.is_floating_point() or isinstance(target, Logits):
+        return NotImplemented
+    hidden, (matrix, bias) = input.hidden, input.layer
+    terms: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    terms |= {"reduction": reduction, "class_weight": weight, "dtype": input.dtype}
+    return F.linear_cross_entropy(hidden, matrix, target, bias, **terms)
+
+
+def _ours(logits: Logits, target: Tensor, weight: Tensor | None = None, **terms: Any) -> Any:
+    if any(terms.pop(name, None) for name in ("z_loss", "inplace_backward", "return_lse")):
+        return NotImplemented
+    return _cross_entropy(logits, target, weight, **terms)
+
+
+FOLLOWED: dict[Any, Callable[..., Any]] = {
+    Tensor.float: _float,
+    Tensor.to: _to,
+    Tensor.view: _view,
+    Tensor.reshape: _view,
+    Tensor.contiguous: _contiguous,
+    Tensor.__getitem__: _part,
+    torchs.cross_entropy: _cross_entropy,
+    F.cross_entropy: _ours,
+}
+_FACTS = "shape dtype device ndim requires_grad is_cuda is_cpu layout"
+_ASKED = "size dim numel is_floating_point get_device __len__ nelement"
+PLAIN = {getattr(Tensor, name).__get__ for name in _FACTS.split()}
+PLAIN |= {getattr(Tensor, name) for name in _ASKED.split()}

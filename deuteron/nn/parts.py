@@ -1,0 +1,250 @@
+"""Modules of models that run functions of ours: the class of the model's author, with another
+``forward``. Parameters, children, attributes and hooks stay those of the module, and its own forward
+is still there for all that ours does not take.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deuteron import functional as F
+from deuteron.functional.context import for_onnx
+from deuteron.functional.rope import rotate
+from deuteron.nn.logits import Logits, is_worth_it
+
+SHORT = (torch.bfloat16, torch.float16)
+
+
+def _weights_type(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+    """As T5's norms have it: computed in float32, and of the weight's type if that is short."""
+    wide = torch.promote_types(torch.promote_types(x, torch.float32), weight)
+    return weight if weight in SHORT else wide
+
+
+# the type of a result from those of x and of what it is multiplied with
+RESULT_TYPES: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
+    "that of x": lambda x, weight: x,
+    "the wider one": torch.promote_types,
+    "that of the weight": _weights_type,
+}
+
+
+class Part:
+    """What all of them share: how they are copied and written to files. Their classes are made at
+    run time from ``_recipe``: the kind of part, the author's class, and what was found out."""
+
+    _recipe: ClassVar[tuple[Any, ...]]
+    _how: ClassVar[Any]
+
+    @classmethod
+    def members(cls, original: type[nn.Module], how: Any) -> dict[str, Any]:
+        """What a class of this kind has besides."""
+        return {}
+
+    @staticmethod
+    def words(how: Any) -> str:
+        """What it runs, for a report."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = super().__reduce_ex__(max(2, int(protocol)))
+        return (_blank, self._recipe, *state)
+
+    def __prepare_scriptable__(self) -> Any:
+        twin = copy.copy(self)
+        twin.__class__ = self._recipe[1]
+        return twin
+
+
+def _blank(*recipe: Any) -> nn.Module:
+    made = part_class(*recipe)
+    return made.__new__(made)
+
+
+@cache
+def part_class(kind: type[Any], original: type[nn.Module], how: Any) -> type[nn.Module]:
+    """The class of modules of class ``original`` that run as a part of this kind."""
+    own = {"_recipe": (kind, original, how), "_how": how, "__doc__": original.__doc__}
+    own |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (kind, original), own | kind.members(original, how))
+
+
+def _only(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """The one argument of a call, whatever the author calls it."""
+    (x,) = (*args, *named.values())
+    return x
+
+
+class NormHow(NamedTuple):
+    """Which norm, and the names under which the module keeps what it needs (or the number)."""
+
+    function: str
+    eps: str | float
+    weight: str | None
+    bias: str | None
+    offset: float
+    result: str
+
+
+class Norm(Part, nn.Module):
+    """An RMS or layer norm of the last dimension."""
+
+    _how: ClassVar[NormHow]
+
+    @staticmethod
+    def words(how: NormHow) -> str:
+        eps = how.eps if isinstance(how.eps, str) else f"{how.eps:g}"
+        return f"dt.functional.{how.function}, eps={eps}" + (", weight + 1" if how.offset else "")
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        x, how = _only(args, named), self._how
+        if for_onnx() or not x.is_floating_point():
+            return super().forward(*args, **named)  # type: ignore[misc]  # the author's
+        eps = getattr(self, how.eps) if isinstance(how.eps, str) else how.eps
+        weight = None if how.weight is None else getattr(self, how.weight)
+        bias = None if how.bias is None else getattr(self, how.bias)
+        beside = x.dtype if weight is None else weight.dtype
+        result = RESULT_TYPES[how.result](x.dtype, beside)
+        if not result == beside == x.dtype:  # computed in the widest of them
+            wide = torch.promote_types(result, torch.promote_types(x.dtype, beside))
+            x, weight, bias = (t if t is None else t.to(wide) for t in (x, weight, bias))
+        if how.function == "layer_norm":
+            y: Tensor = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        elif how.offset:
+            y = F.rms_norm(x, x.shape[-1:], weight, eps, offset=how.offset)
+        else:
+            y = F.rms_norm(x, x.shape[-1:], weight, eps)
+        return y.to(result)
+
+
+class Activation(Part, nn.Module):
+    """A function of each element."""
+
+    _how: ClassVar[str]
+
+    @staticmethod
+    def words(how: str) -> str:
+        return f"dt.functional.{how}"
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        if for_onnx():
+            return super().forward(*args, **named)  # type: ignore[misc]
+        x, name = _only(args, named), self._how
+        return F.gelu(x, "tanh") if name == "gelu_tanh" else getattr(F, name)(x)
+
+
+class GatedHow(NamedTuple):
+    """The activation of a gated MLP and the names of its layers; without ``up``, those of both
+    halves of ``gate``, which are ``swapped`` if the second is the gate. ``casts``: what goes into
+    ``down`` is cast to its type. ``inside``: names and classes of the activations it holds."""
+
+    activation: str
+    gate: str
+    up: str | None
+    down: str
+    dropout: str | None
+    swapped: bool
+    casts: bool
+    inside: tuple[tuple[str, type], ...]
+
+
+def _as_found(module: nn.Module, inside: tuple[tuple[str, type], ...]) -> bool:
+    """Whether its activations are still those that were found, and nobody listens to them."""
+    for name, kind in inside:
+        child = getattr(module, name)
+        if type(child) is not kind or child._forward_hooks or child._forward_pre_hooks:
+            return False
+    return True
+
+
+class Gated(Part, nn.Module):
+    """down(activation(gate(x)) · up(x))."""
+
+    _how: ClassVar[GatedHow]
+
+    @staticmethod
+    def words(how: GatedHow) -> str:
+        known = {"silu": "swiglu", "relu": "reglu", "gelu": "geglu"}
+        return "dt.functional." + known.get(how.activation, "geglu, tanh")
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        how = self._how
+        if for_onnx() or not _as_found(self, how.inside):
+            return super().forward(*args, **named)  # type: ignore[misc]
+        x = _only(args, named)
+        gate = getattr(self, how.gate)(x)
+        up = None if how.up is None else getattr(self, how.up)(x)
+        if how.swapped:
+            up, gate = gate.chunk(2, -1)
+        if how.activation == "silu":
+            y = F.swiglu(gate, up)
+        elif how.activation == "relu":
+            y = F.reglu(gate, up)
+        else:
+            y = F.geglu(gate, up, "tanh" if how.activation == "gelu_tanh" else "none")
+        down = getattr(self, how.down)
+        y = y if how.dropout is None else getattr(self, how.dropout)(y)
+        return down(y.to(down.weight.dtype) if how.casts else y)
+
+
+class Rotating(Part, nn.Module):
+    """A module whose forward is the author's, and calls ours for rotary positions."""
+
+    @staticmethod
+    def words(how: Any) -> str:
+        return f"{', '.join(name for name, *_ in how)} in one kernel"
+
+    @classmethod
+    def members(cls, original: type[nn.Module], how: Any) -> dict[str, Any]:
+        theirs: Any = original.forward
+        names = {*_names(theirs.__code__)}
+        scope = {name: theirs.__globals__[name] for name in names & theirs.__globals__.keys()}
+        # Without __name__, by which torch.compile would look for the author's function again.
+        scope["__builtins__"] = theirs.__globals__["__builtins__"]
+        for name, partial, result in how:
+            scope[name] = _rotary(scope[name], partial, RESULT_TYPES[result])
+        code = theirs.__code__, scope, theirs.__name__, theirs.__defaults__, theirs.__closure__
+        made = types.FunctionType(*code)
+        made.__kwdefaults__, made.__qualname__ = theirs.__kwdefaults__, theirs.__qualname__
+        made.__annotations__, made.__module__ = theirs.__annotations__, theirs.__module__
+        return {"forward": made}
+
+
+def _names(code: types.CodeType) -> list[str]:
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return [*code.co_names, *(name for c in inner for name in _names(c))]
+
+
+def _rotary(theirs: Callable[..., Any], partial: bool, result: Any) -> Callable[..., Any]:
+    """``theirs`` by one kernel, where it is called as it was when it was found."""
+
+    @wraps(theirs)
+    def apply(q: Any, k: Any, cos: Any, sin: Any, *axis: int, **named: int) -> Any:
+        heads = axis[0] if axis else named.get("unsqueeze_dim", 1)
+        fits = q.dim() == 4 and cos.dim() == 3 and heads in (1, 2) and q.dtype == k.dtype
+        fits = fits and cos.dtype == sin.dtype and (partial or cos.shape[-1] == q.shape[-1])
+        if for_onnx() or not fits:
+            return theirs(q, k, cos, sin, *axis, **named)
+        return rotate(q, k, cos, sin, heads, result(q.dtype, cos.dtype))
+
+    return apply
+
+
+class Head(Part, nn.Linear):
+    """The layer that makes logits, which are not made where only their cross-entropy is asked."""
+
+    @staticmethod
+    def words(how: Any) -> str:
+        return "dt.functional.linear_cross_entropy of its logits"
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_worth_it(input, self.weight, self.bias):
+            return Logits.of(input, self.weight, self.bias)
+        return nn.Linear.forward(self, input)

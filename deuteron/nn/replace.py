@@ -1,0 +1,189 @@
+"""``replace``, ``restore`` and ``report``: a model whose modules run functions of ours.
+
+A module keeps its parameters, children, attributes, hooks and its name in the model; only its class
+is another one, which ``restore`` takes back. So checkpoints load before and after, and an optimiser
+that holds the parameters goes on holding them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from deuteron.errors import BindError
+from deuteron.nn.parts import Head, Part, part_class
+from deuteron.nn.probe import Found, recognise
+
+Predicate = Callable[[str, nn.Module], bool]
+Choice = str | type[nn.Module] | Predicate
+Choices = Choice | Collection[Choice]
+
+BEFORE = "_stands_for"  # where a module keeps the class that it had
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module of a model: its path, its class, what stands in for it, or why nothing does."""
+
+    path: str
+    kind: str
+    by: str = ""
+    why: str = ""
+
+
+class Report(tuple[Row, ...]):
+    """One :class:`Row` for each module that was looked at. Printed, equal ones are counted.
+
+    ``replaced`` and ``kept`` are those that have a stand-in, and those that do not.
+    """
+
+    @property
+    def replaced(self) -> list[Row]:
+        return [row for row in self if row.by]
+
+    @property
+    def kept(self) -> list[Row]:
+        return [row for row in self if not row.by]
+
+    def __str__(self) -> str:
+        lines = []
+        for title, rows in (("replaced", self.replaced), ("kept", self.kept)):
+            alike: dict[tuple[str, str], list[Row]] = {}
+            for row in rows:
+                alike.setdefault((row.kind, row.by or row.why), []).append(row)
+            lines.append(f"{title}: {len(rows) or 'nothing'}")
+            for (kind, text), group in alike.items():
+                where = group[0].path or "the model itself"
+                where += f" and {len(group) - 1} more" if len(group) > 1 else ""
+                lines.append(f"  {kind}  →  {text}  [{where}]" if group[0].by else "")
+                lines[-1] = lines[-1] or f"  {kind}: {text}  [{where}]"
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def replace(
+    model: nn.Module, include: Choices | None = None, exclude: Choices = ()
+) -> nn.Module:
+    """Let every module of ``model`` that can run a function of ours do so, in place; ``model`` comes
+    back for convenience. Parameters, hooks, names and state dicts stay as they are.
+
+    Those are modules of ``torch.nn`` that ``dt.nn`` has (exact classes, never subclasses), and by
+    what they compute, whoever wrote them: RMS and layer norms, activations, gated MLPs, modules that
+    call a function for rotary positions, and the layer that makes a language model's logits, whose
+    cross-entropy then needs no room for them. A norm, an activation or an MLP is taken only if its
+    numbers are those of a formula, in float64, for random parameters.
+
+    include, exclude  class names, module paths ("model.layers.0", also "*.mlp"; what lies below is
+                      meant, too), classes, or functions of path and module; one or several
+
+    >>> dt.nn.replace(model, exclude=["lm_head", "LlamaMLP"])
+    >>> print(dt.nn.report(model))
+    """
+    for module, cls, _ in list(_survey(model, include, exclude)):
+        if isinstance(cls, type):
+            vars(module)[BEFORE] = type(module)
+            module.__class__ = cls
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Give every module of ``model`` that :func:`replace` changed its own class back; ``model``
+    comes back for convenience. Modules that were made from ``dt.nn`` stay."""
+    for module in model.modules():
+        before = vars(module).pop(BEFORE, None)
+        if before is not None:
+            module.__class__ = before
+    return model
+
+
+def report(model: nn.Module, include: Choices | None = None, exclude: Choices = ()) -> Report:
+    """What :func:`replace` has done to ``model``, and with these arguments would still do; and what
+    it leaves alone, with the reason. Modules that are of no interest (linear layers, containers)
+    have no row. ``include`` and ``exclude`` are as there.
+
+    >>> print(dt.nn.report(model))
+    """
+    rows = [row for *_, row in _survey(model, include, exclude)]
+    return Report(rows)
+
+
+def _survey(
+    model: nn.Module, include: Choices | None, exclude: Choices
+) -> Iterator[tuple[nn.Module, type[nn.Module] | None, Row]]:
+    """Each module of interest, the class that it is to have (None: it stays), and its row."""
+    from deuteron import nn as ours
+
+    heads, absorbed = {id(m) for m in _heads(model)}, set[int]()
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        before = vars(module).get(BEFORE)
+        if before is not None:
+            absorbed |= _absorbed(module)
+            yield module, None, Row(path, before.__name__, _words(type(module)))
+            continue
+        if type(module) is getattr(nn, kind, None):
+            answer: Any = None
+            if id(module) in heads and type(module) is nn.Linear:
+                answer = Found(Head, ())
+            cls = getattr(ours, kind, None) if kind in ours.__all__ else None
+            if cls is not None:
+                answer = Found(cls, ())
+        else:
+            cls, answer = None, recognise(module)
+        if answer is None or id(module) in absorbed:
+            continue
+        why = answer if isinstance(answer, str) else ""
+        if not why and not (include is None or _chosen(include, path, module)):
+            why = "not in include"
+        if not why and _chosen(exclude, path, module):
+            why = "in exclude"
+        if why:
+            yield module, None, Row(path, kind, why=why)
+            continue
+        cls = cls or part_class(answer.kind, type(module), answer.how)
+        absorbed |= _absorbed(module, cls)
+        yield module, cls, Row(path, kind, _words(cls))
+
+
+def _absorbed(module: nn.Module, cls: type[nn.Module] | None = None) -> set[int]:
+    """Children whose work the stand-in for a module does itself."""
+    how = getattr(cls or type(module), "_how", None)
+    return {id(getattr(module, name)) for name, _ in getattr(how, "inside", ())}
+
+
+def _words(cls: type[nn.Module]) -> str:
+    """What modules of such a class run."""
+    return cls.words(cls._how) if issubclass(cls, Part) else f"dt.nn.{cls.__name__}"
+
+
+def _heads(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers that make logits: from the features of an embedding to as many classes as it has
+    entries, and the only one of the model that does."""
+    sizes = {m.weight.shape for m in model.modules() if isinstance(m, nn.Embedding)}
+    for size in sizes:
+        fits = [m for m in model.modules() if type(m) is nn.Linear and m.weight.shape == size]
+        if len(fits) == 1 and size[0] > size[1]:
+            yield fits[0]
+
+
+def _chosen(choices: Choices, path: str, module: nn.Module) -> bool:
+    several = isinstance(choices, Collection) and not isinstance(choices, str)
+    return any(_is(choice, path, module) for choice in (choices if several else (choices,)))
+
+
+def _is(choice: Any, path: str, module: nn.Module) -> bool:
+    if isinstance(choice, str):
+        below = fnmatchcase(path, choice) or fnmatchcase(path, f"{choice}.*")
+        return below or choice == type(module).__name__
+    if isinstance(choice, type):
+        return isinstance(module, choice)
+    if not callable(choice):
+        wrong = f"{choice!r} chooses no modules"
+        remedy = "give names of classes, module paths, classes, or functions of path and module"
+        raise BindError(wrong, asked="dt.nn.replace(…, include, exclude)", remedy=remedy)
+    return bool(choice(path, module))
