@@ -182,7 +182,9 @@ def _cross_entropy(
         return NotImplemented
     hidden, (matrix, bias) = input.hidden, input.layer
     terms: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    terms |= {"reduction": reduction, "class_weight": weight, "dtype": input.dtype}
+    terms |= {"reduction": reduction, "class_weight": weight}
+    if input.dtype != hidden.dtype:  # they were cast on their way
+        terms["dtype"] = input.dtype
     return F.linear_cross_entropy(hidden, matrix, target, bias, **terms)
 
 

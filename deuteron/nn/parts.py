@@ -194,6 +194,42 @@ class Gated(Part, nn.Module):
         return down(y.to(down.weight.dtype) if how.casts else y)
 
 
+class ResidualHow(NamedTuple):
+    """Names of the children that follow each other, of the dropout after them, and of the child
+    that takes the sum, if there is one. ``inside`` as for a gated MLP."""
+
+    chain: tuple[str, ...]
+    dropout: str
+    after: str | None
+    inside: tuple[tuple[str, type], ...]
+
+
+class Residual(Part, nn.Module):
+    """dropout(chain(x)) + residual, of the second argument or of x itself. Without a dropout to do
+    it is the author's."""
+
+    _how: ClassVar[ResidualHow]
+
+    @staticmethod
+    def words(how: ResidualHow) -> str:
+        return "dt.functional.bias_dropout_residual"
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        how = self._how
+        drop = getattr(self, how.dropout)
+        drops = drop.training and drop.p > 0.0 and not drop.inplace
+        if named or not drops or for_onnx() or not _as_found(self, how.inside):
+            return super().forward(*args, **named)  # type: ignore[misc]
+        y, residual = args[0], args[-1]
+        for name in how.chain:
+            y = getattr(self, name)(y)
+        if y.shape == residual.shape and y.dtype == residual.dtype:
+            y = F.bias_dropout_residual(y, None, residual, drop.p)
+        else:
+            y = drop(y) + residual
+        return y if how.after is None else getattr(self, how.after)(y)
+
+
 class Rotating(Part, nn.Module):
     """A module whose forward is the author's, and calls ours for rotary positions."""
 

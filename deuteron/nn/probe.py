@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,11 +78,8 @@ def twin(module: nn.Module, parameters: dict[str, Any], children: dict[str, Any]
 
 def run(module: nn.Module, *given: Tensor, double: bool = True) -> Any:
     """What its class computes, without hooks; in float64 whatever it casts to."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        if not double:
-            return type(module).forward(module, *given)
-        with InDouble():
-            return type(module).forward(module, *given)
+    with InDouble() if double else nullcontext():
+        return type(module).forward(module, *given)
 
 
 def is_close(found: Any, want: Tensor) -> bool:
@@ -118,18 +116,19 @@ def norm(module: nn.Module) -> Answer:
     dimension."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     shapes = {tuple(p.shape) for p in own.values()}
-    fits = is_leaf(module) and len(own) <= 2 and len(shapes) <= 1
-    if not fits or not takes_one(module) or any(len(shape) != 1 for shape in shapes):
+    fits = is_leaf(module) and len(own) <= 2 and len(shapes) <= 1 and takes_one(module)
+    if not fits or any(len(shape) != 1 or shape[0] < 2 for shape in shapes):
         return None
-    size = next(iter(shapes))[0] if shapes else 24
-    if size < 2:
-        return None
-    given = {name: random(size) for name in own}
-    probe = twin(module, given, {})
-    examples = [_rows(4, size), _rows(4, size).view(2, 2, size)]
-    try:
-        results = [run(probe, x) for x in examples]
-    except ANYTHING_WRONG:
+    for size in (next(iter(shapes))) if shapes else _numbers(module):
+        given = {name: random(size) for name in own}
+        probe = twin(module, given, {})
+        examples = [_rows(size), _rows(size).view(2, 2, size)]
+        try:
+            results = [run(probe, x) for x in examples]
+            break
+        except ANYTHING_WRONG:
+            continue
+    else:
         return "its forward cannot be called with rows alone" if own else None
     for name, eps, weight, bias, offset in _norms(module, list(own)):
         how = partial(_normalised, name, _number(module, eps), given.get(weight), given.get(bias))
@@ -141,10 +140,19 @@ def norm(module: nn.Module) -> Answer:
     return "its results are those of no RMS or layer norm of the last dimension" if own else None
 
 
-def _rows(count: int, size: int) -> Tensor:
-    """Rows so small that eps matters, usual ones, large ones, and some far from 0."""
-    scale = torch.tensor([[1e-3], [1.0], [30.0], [1.0]], dtype=torch.float64)[:count]
-    return random(count, size) * scale + torch.tensor([[0.0], [0.0], [0.0], [3.0]])[:count]
+def _numbers(module: nn.Module) -> Iterator[int]:
+    """Numbers that a module without parameters keeps: one of them may be how long its rows are."""
+    for value in vars(module).values():
+        for number in value if isinstance(value, tuple) and len(value) == 1 else (value,):
+            if number.__class__ is int and 2 <= number <= 2**16:
+                yield number
+    yield 24
+
+
+def _rows(size: int) -> Tensor:
+    """A row so small that eps matters, a usual one, a large one, and one far from 0."""
+    scale, mean = torch.tensor([[[1e-3], [1.0], [30.0], [1.0]], [[0.0], [0.0], [0.0], [3.0]]])
+    return random(4, size) * scale + mean
 
 
 def _norms(module: nn.Module, own: list[str]) -> Iterator[tuple[str, Any, Any, Any, float]]:
@@ -329,6 +337,54 @@ def _casts(module: nn.Module, children: dict[str, Any], down: str, x: Tensor) ->
     return True
 
 
+# ---- dropout and residual ------------------------------------------------------------------------
+
+
+def residual(module: nn.Module) -> Answer:
+    """A chain of children that ends in a dropout, to which the input, or a second one, is added;
+    perhaps one more child, such as a norm, follows."""
+    known = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in known)
+    drops = [name for name, m in module.named_children() if type(m) is nn.Dropout]
+    if not plain or len(known) not in (1, 2) or len(drops) != 1 or module._parameters:
+        return None
+    try:
+        calls, given, result = _chain(module, len(known), 1.0)
+        chain = [name for name, *_ in calls]
+        at = chain.index(drops[0])
+        follows = [y is then[1] for (_, _, y), then in zip(calls[:at], calls[1:], strict=False)]
+        total = calls[at][2] + given[-1]
+        last = result if at + 1 == len(calls) else calls[-1][1]
+        right = calls[0][1] is given[0] and all(follows) and is_close(last, total)
+        right = right and len({*chain}) == len(chain) == len(module._modules) <= at + 2
+        right = right and (at + 1 == len(calls) or calls[-1][2] is result)
+        # some models hold results in float16 within what it can hold, where others are inf
+        *_, large = _chain(module, len(known), 6e4)
+    except ANYTHING_WRONG:
+        return None
+    if not right or at == 0 or bool(large.isfinite().all()):
+        return None
+    after = chain[at + 1] if at + 1 < len(chain) else None
+    inside = ((drops[0], nn.Dropout),)
+    return Found(parts.Residual, parts.ResidualHow(tuple(chain[:at]), drops[0], after, inside))
+
+
+def _chain(module: nn.Module, count: int, scale: float) -> tuple[list[Any], list[Tensor], Any]:
+    """The calls of all children, each of which multiplies by some numbers, in order; what was
+    given; and the result. In float16 where ``scale`` is near the largest number it has."""
+    dtype = torch.float64 if scale == 1.0 else torch.float16
+    calls: list[Any] = []
+    children = {}
+    for name, m in module.named_children():
+        factor = random(8).to(dtype) if scale == 1.0 else torch.ones(8, dtype=dtype)
+        children[name] = Child(factor.mul, m, calls)
+    names = {id(child): name for name, child in children.items()}
+    given = [(random(3, 5, 8) if scale == 1.0 else torch.ones(3, 5, 8)) * scale for _ in "ab"]
+    given = [x.to(dtype) for x in given[:count]]
+    result = run(twin(module, {}, children), *given, double=scale == 1.0)
+    return [(names[id(child)], x, y) for child, x, y in calls], given, result
+
+
 # ---- rotary positions ----------------------------------------------------------------------------
 
 
@@ -403,7 +459,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, axis: int) -> Tensor:
     return torch.cat((y, x[..., features:]), -1)
 
 
-RECOGNISED: tuple[Callable[[nn.Module], Answer], ...] = (activation, norm, mlp, attention)
+RECOGNISED: tuple[Callable[[nn.Module], Answer], ...] = (activation, norm, mlp, attention, residual)
 
 
 def recognise(module: nn.Module) -> Answer:
@@ -411,10 +467,10 @@ def recognise(module: nn.Module) -> Answer:
     if "forward" in vars(module):
         return None  # somebody put another one there, and the class does not matter
     _GENERATOR.manual_seed(0)
-    why = None
-    for each in RECOGNISED:
-        answer = each(module)
-        if isinstance(answer, Found):
-            return answer
-        why = why or answer
-    return why
+    with ExitStack() as around:  # whatever the caller has set, and nothing of his is touched
+        plain = torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False)
+        for each in (torch.random.fork_rng(devices=[]), *plain):
+            around.enter_context(each)
+        answers = [each(module) for each in RECOGNISED]
+    found = next((answer for answer in answers if isinstance(answer, Found)), None)
+    return found or next((why for why in answers if why is not None), None)
