@@ -34,12 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from deuteron.errors import DeuteronError
 from deuteron.functional.arguments import Parameters, check_tensor
-from deuteron.functional.context import (
-    for_onnx,
-    gradient_follows,
-    is_captured,
-    is_differentiated,
-)
+from deuteron.functional.context import for_onnx, gradient_follows, is_captured, is_differentiated
 from deuteron.functional.explain import Recording, handed_on
 from deuteron.target import Target, target
 

@@ -37,11 +37,10 @@ def _write(
     if in_float32:
         of, params = b.upcast(of), [None if t is None else b.upcast(t) for t in params]
     if name == "rms_norm" and params[0] is not None:
-        wide = float32 if of.dtype.is_low else of.dtype
-        if offset:
-            params = [b.upcast(params[0]) + offset]
-        if params[0].dtype not in (of.dtype, wide):  # of any type, as torch's may be
-            params = [b.to(params[0], wide)]
+        wide, weight = float32 if of.dtype.is_low else of.dtype, params[0]
+        weight = b.upcast(weight) + offset if offset else weight
+        # of any type, as torch's may be
+        params = [weight if weight.dtype in (of.dtype, wide) else b.to(weight, wide)]
     y = activated(b, b.one(name, of, *params, **attrs), activation)
     return (y,) if residual is None else (y, total)
 

@@ -90,7 +90,9 @@ class Logits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """What reaches them below Python's functions, such as a ``torch.autograd.Function``."""
         args, kwargs = tree_map_only(Logits, _values, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -112,7 +114,7 @@ class _Later(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, dtype: torch.dtype) -> Any:
         ctx.save_for_backward(hidden, weight)
         shape = (*hidden.shape[:-1], weight.shape[0])
-        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Any = Tensor._make_wrapper_subclass
         return make(Logits, shape, dtype=dtype, device=hidden.device)
 
     @staticmethod

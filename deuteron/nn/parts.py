@@ -1,6 +1,6 @@
 """Modules of models that run functions of ours: the class of the model's author, with another
-``forward``. Parameters, children, attributes and hooks stay those of the module, and its own forward
-is still there for all that ours does not take.
+``forward``. Parameters, children, attributes and hooks stay those of the module, and the author's
+forward is still there for all that ours does not take.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Part:
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(max(2, int(protocol)))
-        return (_blank, self._recipe, *state)
+        usual: Any = super().__reduce_ex__(max(2, int(protocol)))
+        return (_blank, self._recipe, *usual[2:])
 
     def __prepare_scriptable__(self) -> Any:
         twin = copy.copy(self)
@@ -106,7 +106,7 @@ class Norm(Part, nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         x, how = _only(args, named), self._how
         if for_onnx() or not x.is_floating_point():
-            return super().forward(*args, **named)  # type: ignore[misc]  # the author's
+            return super().forward(*args, **named)  # the author's
         eps = getattr(self, how.eps) if isinstance(how.eps, str) else how.eps
         weight = None if how.weight is None else getattr(self, how.weight)
         bias = None if how.bias is None else getattr(self, how.bias)
@@ -135,7 +135,7 @@ class Activation(Part, nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         if for_onnx():
-            return super().forward(*args, **named)  # type: ignore[misc]
+            return super().forward(*args, **named)
         x, name = _only(args, named), self._how
         return F.gelu(x, "tanh") if name == "gelu_tanh" else getattr(F, name)(x)
 
@@ -158,8 +158,8 @@ class GatedHow(NamedTuple):
 def _as_found(module: nn.Module, inside: tuple[tuple[str, type], ...]) -> bool:
     """Whether its activations are still those that were found, and nobody listens to them."""
     for name, kind in inside:
-        child = getattr(module, name)
-        if type(child) is not kind or child._forward_hooks or child._forward_pre_hooks:
+        child: Any = getattr(module, name)
+        if child._forward_hooks or child._forward_pre_hooks or type(child) is not kind:
             return False
     return True
 
@@ -177,7 +177,7 @@ class Gated(Part, nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         how = self._how
         if for_onnx() or not _as_found(self, how.inside):
-            return super().forward(*args, **named)  # type: ignore[misc]
+            return super().forward(*args, **named)
         x = _only(args, named)
         gate = getattr(self, how.gate)(x)
         up = None if how.up is None else getattr(self, how.up)(x)
@@ -219,7 +219,7 @@ class Residual(Part, nn.Module):
         drop = getattr(self, how.dropout)
         drops = drop.training and drop.p > 0.0 and not drop.inplace
         if named or not drops or for_onnx() or not _as_found(self, how.inside):
-            return super().forward(*args, **named)  # type: ignore[misc]
+            return super().forward(*args, **named)
         y, residual = args[0], args[-1]
         for name in how.chain:
             y = getattr(self, name)(y)

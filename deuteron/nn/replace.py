@@ -16,7 +16,7 @@ from torch import nn
 
 from deuteron.errors import BindError
 from deuteron.nn.parts import Head, Part, part_class
-from deuteron.nn.probe import Found, recognise
+from deuteron.nn.recognise import Found, facts, recognise
 
 Predicate = Callable[[str, nn.Module], bool]
 Choice = str | type[nn.Module] | Predicate
@@ -66,17 +66,15 @@ class Report(tuple[Row, ...]):
     __repr__ = __str__
 
 
-def replace(
-    model: nn.Module, include: Choices | None = None, exclude: Choices = ()
-) -> nn.Module:
-    """Let every module of ``model`` that can run a function of ours do so, in place; ``model`` comes
-    back for convenience. Parameters, hooks, names and state dicts stay as they are.
+def replace(model: nn.Module, include: Choices | None = None, exclude: Choices = ()) -> nn.Module:
+    """Let every module of ``model`` that can run a function of ours do so, in place; ``model``
+    comes back for convenience. Parameters, hooks, names and state dicts stay as they are.
 
-    Those are modules of ``torch.nn`` that ``dt.nn`` has (exact classes, never subclasses), and by
-    what they compute, whoever wrote them: RMS and layer norms, activations, gated MLPs, modules that
-    call a function for rotary positions, and the layer that makes a language model's logits, whose
-    cross-entropy then needs no room for them. A norm, an activation or an MLP is taken only if its
-    numbers are those of a formula, in float64, for random parameters.
+    Those are modules of ``torch.nn`` that ``dt.nn`` has (exact classes, never subclasses), and,
+    whoever wrote them, RMS and layer norms, activations, gated MLPs, dropouts before a residual,
+    modules that call a function for rotary positions, and the layer that makes the logits of a
+    language model, whose cross-entropy then needs no room for them. What a module computes is
+    found out by running it on small examples in float64 and comparing with the formula.
 
     include, exclude  class names, module paths ("model.layers.0", also "*.mlp"; what lies below is
                       meant, too), classes, or functions of path and module; one or several
@@ -119,6 +117,7 @@ def _survey(
     from deuteron import nn as ours
 
     heads, absorbed = {id(m) for m in _heads(model)}, set[int]()
+    known: dict[Any, Any] = {}
     for path, module in model.named_modules():
         kind = type(module).__name__
         before = vars(module).get(BEFORE)
@@ -134,7 +133,8 @@ def _survey(
             if cls is not None:
                 answer = Found(cls, ())
         else:
-            cls, answer = None, recognise(module)
+            cls, key = None, facts(module) or path
+            answer = known[key] = known[key] if key in known else recognise(module)
         if answer is None or id(module) in absorbed:
             continue
         why = answer if isinstance(answer, str) else ""
@@ -145,7 +145,8 @@ def _survey(
         if why:
             yield module, None, Row(path, kind, why=why)
             continue
-        cls = cls or part_class(answer.kind, type(module), answer.how)
+        recipe: Any = (answer.kind, type(module), answer.how)
+        cls = cls or part_class(*recipe)
         absorbed |= _absorbed(module, cls)
         yield module, cls, Row(path, kind, _words(cls))
 
@@ -172,8 +173,10 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _chosen(choices: Choices, path: str, module: nn.Module) -> bool:
-    several = isinstance(choices, Collection) and not isinstance(choices, str)
-    return any(_is(choice, path, module) for choice in (choices if several else (choices,)))
+    several: Any = choices
+    if isinstance(choices, str) or not isinstance(choices, Collection):
+        several = (choices,)
+    return any(_is(choice, path, module) for choice in several)
 
 
 def _is(choice: Any, path: str, module: nn.Module) -> bool:

@@ -94,7 +94,7 @@ class Extended:
 
     def __init_subclass__(cls) -> None:
         """The arguments are shown: those of torch's class, as the version that is installed has
-        them, and the extras. A module that ``dt.nn.replace`` turned into this has their defaults."""
+        them, and the extras. What ``dt.nn.replace`` turned into this has their defaults."""
         super().__init_subclass__()
         torchs: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
         if torchs is None or inspect.unwrap(cls.__init__) is not Extended.__init__:
