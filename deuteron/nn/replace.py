@@ -36,9 +36,13 @@ class Row:
 
 
 class Report(tuple[Row, ...]):
-    """One :class:`Row` for each module that was looked at. Printed, equal ones are counted.
+    """One row for each module that was looked at: ``path``, ``kind`` (its class), ``by`` (what stands
+    in for it) or ``why`` (nothing does). Printed, equal ones are counted.
 
-    ``replaced`` and ``kept`` are those that have a stand-in, and those that do not.
+    ``replaced`` and ``kept`` are the rows of those that have a stand-in, and of those that do not;
+    ``iterable``: the rows.
+
+    >>> paths = [row.path for row in dt.nn.report(model).kept]
     """
 
     @property
@@ -90,8 +94,8 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give every module of ``model`` that :func:`replace` changed its own class back; ``model``
-    comes back for convenience. Modules that were made from ``dt.nn`` stay."""
+    """Give every module of ``model`` that ``replace`` changed its own class back; ``model`` comes
+    back for convenience. Modules that were made from ``dt.nn`` stay."""
     for module in model.modules():
         before = vars(module).pop(BEFORE, None)
         if before is not None:
@@ -100,8 +104,8 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def report(model: nn.Module, include: Choices | None = None, exclude: Choices = ()) -> Report:
-    """What :func:`replace` has done to ``model``, and with these arguments would still do; and what
-    it leaves alone, with the reason. Modules that are of no interest (linear layers, containers)
+    """What ``replace`` has done to ``model``, and with these arguments would still do; and what it
+    leaves alone, with the reason. Modules that are of no interest (linear layers, containers)
     have no row. ``include`` and ``exclude`` are as there.
 
     >>> print(dt.nn.report(model))
