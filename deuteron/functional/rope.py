@@ -84,7 +84,8 @@ def _torch_rotate(
     return turned(q), turned(k)
 
 
-@delegates(_torch_rotate, several=True, autocast=True)
+# on a CPU torch's small calls are quicker than ours together
+@delegates(_torch_rotate, several=lambda q, *_: q.is_cuda, autocast=True)
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int, dtype: torch.dtype) -> Any:
     """x · cos + (−x₂, x₁) · sin of q and k [B, H, S, D], where x₁ and x₂ are the halves of the
     features that ``cos`` and ``sin`` [B or 1, S, features] have; others stay as they are. ``axis``

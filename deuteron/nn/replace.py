@@ -36,8 +36,8 @@ class Row:
 
 
 class Report(tuple[Row, ...]):
-    """One row for each module that was looked at: ``path``, ``kind`` (its class), ``by`` (what stands
-    in for it) or ``why`` (nothing does). Printed, equal ones are counted.
+    """One row for each module that was looked at: ``path``, ``kind`` (its class), ``by`` (what
+    stands in for it) or ``why`` (nothing does). Printed, equal ones are counted.
 
     ``replaced`` and ``kept`` are the rows of those that have a stand-in, and of those that do not;
     ``iterable``: the rows.
