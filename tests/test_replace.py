@@ -387,6 +387,14 @@ def test_compiled_in_one_graph():
         assert seen.count(f"deuteron.{name}.default") == count
 
 
+def test_traced_by_symbols():
+    model = nn.Sequential(cases.RootNorm(SIZE), cases.JoinedLayers(SIZE, 48), cases.NewGelu())
+    x = torch.randn(4, SIZE)
+    want = model(x)
+    traced = torch.fx.symbolic_trace(dt.nn.replace(model))
+    assert error(traced(x), want) <= SINGLE
+
+
 def test_exported_and_optimised():
     model, x = cases.Language().eval(), ids(20)
     want = model(x).detach()

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from deuteron import functional as F
 from deuteron.functional.context import for_onnx
@@ -76,6 +77,12 @@ def part_class(kind: type[Any], original: type[nn.Module], how: Any) -> type[nn.
     return type(original.__name__, (kind, original), own | kind.members(original, how))
 
 
+def _authors(x: Any) -> bool:
+    """Whether the author's own forward is asked for: by ONNX, which knows its operators, and by
+    ``torch.fx``, which hands symbols through it."""
+    return isinstance(x, Proxy) or for_onnx()
+
+
 def _only(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """The one argument of a call, whatever the author calls it."""
     (x,) = (*args, *named.values())
@@ -105,7 +112,7 @@ class Norm(Part, nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x, how = _only(args, named), self._how
-        if for_onnx() or not x.is_floating_point():
+        if _authors(x) or not x.is_floating_point():
             return super().forward(*args, **named)  # the author's
         eps = getattr(self, how.eps) if isinstance(how.eps, str) else how.eps
         weight = None if how.weight is None else getattr(self, how.weight)
@@ -134,9 +141,9 @@ class Activation(Part, nn.Module):
         return f"dt.functional.{how}"
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        if for_onnx():
-            return super().forward(*args, **named)
         x, name = _only(args, named), self._how
+        if _authors(x):
+            return super().forward(*args, **named)
         return F.gelu(x, "tanh") if name == "gelu_tanh" else getattr(F, name)(x)
 
 
@@ -175,10 +182,9 @@ class Gated(Part, nn.Module):
         return "dt.functional." + known.get(how.activation, "geglu, tanh")
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        how = self._how
-        if for_onnx() or not _as_found(self, how.inside):
+        x, how = _only(args, named), self._how
+        if _authors(x) or not _as_found(self, how.inside):
             return super().forward(*args, **named)
-        x = _only(args, named)
         gate = getattr(self, how.gate)(x)
         up = None if how.up is None else getattr(self, how.up)(x)
         if how.swapped:
@@ -218,7 +224,7 @@ class Residual(Part, nn.Module):
         how = self._how
         drop = getattr(self, how.dropout)
         drops = drop.training and drop.p > 0.0 and not drop.inplace
-        if named or not drops or for_onnx() or not _as_found(self, how.inside):
+        if named or not drops or _authors(args[0]) or not _as_found(self, how.inside):
             return super().forward(*args, **named)
         y, residual = args[0], args[-1]
         for name in how.chain:
@@ -263,10 +269,12 @@ def _rotary(theirs: Callable[..., Any], partial: bool, result: Any) -> Callable[
 
     @wraps(theirs)
     def apply(q: Any, k: Any, cos: Any, sin: Any, *axis: int, **named: int) -> Any:
+        if _authors(q):
+            return theirs(q, k, cos, sin, *axis, **named)
         heads = axis[0] if axis else named.get("unsqueeze_dim", 1)
         fits = q.dim() == 4 and cos.dim() == 3 and heads in (1, 2) and q.dtype == k.dtype
         fits = fits and cos.dtype == sin.dtype and (partial or cos.shape[-1] == q.shape[-1])
-        if for_onnx() or not fits:
+        if not fits:
             return theirs(q, k, cos, sin, *axis, **named)
         return rotate(q, k, cos, sin, heads, result(q.dtype, cos.dtype))
 
