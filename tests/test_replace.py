@@ -250,6 +250,9 @@ USES = {
     "in place": lambda y: F.cross_entropy(y.mul_(0.5).view(-1, 3000), ids().view(-1)),
     "a function of autograd": Doubled.apply,
     "some words": lambda y: y[..., [3, 5]],
+    "half of the words": lambda y: y[..., :1500],
+    "some positions": lambda y: y[torch.arange(480).view(2, 240) % 3 == 0],
+    "the last position": lambda y: y[:, -1],
     "pickled": lambda y: pickle.loads(pickle.dumps(y.detach())) + y,
     "twice": lambda y: F.cross_entropy(y.view(-1, 3000), ids().view(-1)) + y.square().mean(),
 }

@@ -161,10 +161,10 @@ def _contiguous(logits: Logits) -> Any:
 def _part(logits: Logits, index: Any) -> Any:
     """A part of the positions, each with all its classes."""
     index = index if isinstance(index, tuple) else (index,)
-    whole = index[-1] == slice(None) if len(index) == logits.dim() else Ellipsis not in index
-    if Ellipsis in index:
-        whole = index[-1] == slice(None) and index[-1] is not Ellipsis
-    if not whole or not all(i is Ellipsis or isinstance(i, slice) for i in index):
+    if not index or not all(i is Ellipsis or isinstance(i, slice) for i in index):
+        return NotImplemented
+    to_the_end = Ellipsis in index or len(index) == logits.dim()
+    if to_the_end and index[-1] != slice(None):
         return NotImplemented
     return logits.then(Tensor.__getitem__, index, rows=logits.hidden[index])
 
