@@ -24,6 +24,7 @@ from deuteron.engines import (
 )
 from deuteron.errors import BindError, DeuteronError, EngineError, FileError, GraphError
 from deuteron.explain import Explanation
+from deuteron.files import VERSION as __version__
 from deuteron.frontends.builder import Graph, register_op
 from deuteron.ir import DType, Region, TensorType
 from deuteron.ir.dtype import (
@@ -62,8 +63,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted((*__all__, *_LAZY, "backend"))
 
-
-__version__ = "0.1.0.dev0"
 
 __all__ = sorted(  # what is imported above; rooms of the package are not, but for the zoo
     name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from deuteron.explain import Explanation
 from deuteron.frontends.torch_export import Imported, import_module
 from deuteron.functional.core import entries
 from deuteron.ir.types import TensorType
+from deuteron.log import log, told
 from deuteron.plan import Cache, Plan, compile_graph
 from deuteron.plan.builders import builders
 from deuteron.plan.cuda_graph import captured_or_none
@@ -26,6 +27,16 @@ from deuteron.target import Target
 
 # for a search that nobody set a budget for; on a GPU with all that comes before it, but never less
 BUDGET_S, LEAST_S = {"cpu": 2.5, "cuda": 7.5}, 3.0
+
+PLAIN = (
+    torch.Tensor,
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+)  # nothing a call can change
 
 
 class Optimized:
@@ -68,10 +79,18 @@ class Optimized:
         return tensors
 
     def explain(
-        self, format: str | None = None, *, target: str | Target | None = None, errors: bool = False
+        self,
+        format: str | None = None,
+        *,
+        target: str | Target | None = None,
+        errors: bool = False,
+        full: bool = False,
     ) -> Explanation | str:
         """What runs where, what it costs and why; see :meth:`deuteron.Plan.explain`."""
-        return self.plan.explain(format, target=target, errors=errors)
+        return self.plan.explain(format, target=target, errors=errors, full=full)
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON and its weights beside it; ``dt.load_plan`` reads the plan."""
@@ -92,6 +111,9 @@ def optimize(
     policy: Policy | None = None,
     cache: Cache | None = None,
     progress: Progress | None = None,
+    interrupt: str = "raise",
+    verbose: bool = False,
+    name: str = "",
 ) -> Optimized:
     """Optimise ``model`` for inference on inputs like ``example``.
 
@@ -100,6 +122,12 @@ def optimize(
     this machine for about ``budget_s`` seconds (unless you say, 2.5 on a CPU, and on a GPU until
     all together has taken about 7.5), and what was measured is remembered. On a GPU the plan is
     timed against the model, both as CUDA Graphs; if it is slower, the search goes on twice as long.
+    ``name`` is what explanations call it, unless you say its class.
+
+    ``progress`` is called with a stage, a number of steps done and a number of steps; ``verbose``
+    prints what the logger "deuteron" says. Ctrl-C raises KeyboardInterrupt, and what was measured
+    is kept for the next search; with ``interrupt="return"`` you get a plan by what was measured
+    until then, unless the model was still being imported.
 
     >>> fast = dt.optimize(model.eval(), torch.randn(1, 3, 224, 224))
     >>> y = fast(x)
@@ -125,15 +153,23 @@ def optimize(
         builders()  # they are ready by the time that there is something to build
     seconds = {}
     begin = time.perf_counter()
-    imported = import_module(model, args, named, ours=entries())
-    seconds["import"] = time.perf_counter() - begin
+    name = name or type(model).__name__
+    report = progress or (lambda stage, done, total: None)
+    with told(verbose):
+        log.info("%s: importing", name)
+        report("importing", 0, 1)
+        imported = import_module(model, args, named, name, ours=entries())
+        report("importing", 1, 1)
+        seconds["import"] = time.perf_counter() - begin
+        log.info("%s: %d operators", name, len(imported.graph.nodes))
     begin = time.perf_counter()
     eager = None
     if find and device.type == "cuda":  # while those who build get ready
         eager = captured_or_none(lambda: model(*args, **named))
         seconds["eager"] = time.perf_counter() - begin
     begin = time.perf_counter()
-    search: Any = {"find": find, "cache": cache, "progress": progress}
+    search: Any = {"find": find, "cache": cache, "progress": progress, "interrupt": interrupt}
+    search["verbose"] = verbose
     search["budget_s"] = budget_s
     if budget_s is None:
         spent = sum(seconds.values()) if device.type == "cuda" else 0.0
@@ -152,7 +188,33 @@ def optimize(
             other = compile_graph(imported.graph, device=device, policy=policy, **search)
             plan = other if other.capture() and other.against(eager)[0] < ours else plan
         seconds["eager"] += time.perf_counter() - begin
-    return Optimized(imported, plan, seconds)
+    fast = Optimized(imported, plan, seconds)
+    if find and device.type == "cpu":
+        _race(fast, model, args, named, search["budget_s"])
+    return fast
+
+
+def _race(
+    fast: Optimized, model: nn.Module, args: Any, named: dict[str, Any], budget_s: float
+) -> None:
+    """Time the plan against the model, for the explanation, where calls leave nothing behind: each
+    has containers of its own, and tensors that nobody else holds."""
+    leaves, spec = pytree.tree_flatten((args, named))
+    if not all(leaf is None or isinstance(leaf, PLAIN) for leaf in leaves):
+        return
+    own = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def called(what: Callable[..., Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            positional, keywords = pytree.tree_unflatten(own, spec)
+            with torch.no_grad():
+                return what(*positional, **keywords)
+
+        return call
+
+    begin = time.perf_counter()
+    fast.plan.against_calls(called(fast), called(model), budget_s)
+    fast.seconds["eager"] = time.perf_counter() - begin
 
 
 def _dense(leaf: Any) -> Any:

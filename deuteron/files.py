@@ -1,4 +1,4 @@
-"""Where Deuteron keeps files, and the one way it writes them."""
+"""Where Deuteron keeps files, the one way it writes them, and which version of it does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
+VERSION = "0.1.0.dev0"
 
 
 def cache_dir() -> Path:

@@ -52,6 +52,7 @@ class Target:
     call: float
     reach: Mapping[str, float] = field(default_factory=lambda: {"memory": 0.88, "compute": 0.72})
     features: frozenset[str] = frozenset()
+    largest_cache: int = 0  # bytes, where it is shared and larger than ``cache_bytes``
 
     @property
     def has_fp8(self) -> bool:
@@ -220,7 +221,17 @@ def _cpu_target(f32: float, f64: float, memory: float, cache: float, call: float
         total = 8 * 2**30
     rates = {"f32": f32, "f64": f64, "f16": f32 / 4, "bf16": f32 / 4, "i8": f32 / 2}
     sizes, reach = (2**20 * threads, cache, total), {"memory": 1.0, "compute": 1.0}
-    return Target("cpu", "cpu", threads, memory, rates, *sizes, call, call, reach)
+    cpu = Target("cpu", "cpu", threads, memory, rates, *sizes, call, call, reach)
+    return replace(cpu, largest_cache=_largest_cache())
+
+
+def _largest_cache() -> int:
+    """Bytes of the CPU's last cache, or 0 where the system does not tell."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) * 2**10)
+    return max(sizes)
 
 
 MEASURED_BY = 2  # to be counted up when measure_cpu measures otherwise

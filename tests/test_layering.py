@@ -19,7 +19,7 @@ PACKAGE = "deuteron"
 
 # From the bottom up. Rooms on one line are neighbours and do not know each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "log"),
     ("files",),
     ("ir",),
     ("ops",),

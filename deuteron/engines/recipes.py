@@ -49,7 +49,8 @@ def library(penalty: Amount = 1.0, overhead: Amount = 0.0) -> Callable[..., floa
 class Recipe:
     """One kind of call or kernel: the operators it is for (it is not asked about regions without
     any of them), whom of these it takes, how it is built, what can be tuned, what it should cost,
-    how long building it takes, and the kind of machine, if it is for one."""
+    how long building it takes, the kind of machine, if it is for one, and the share of the plain
+    algorithm's operations that it does."""
 
     name: str
     ops: Collection[str]
@@ -59,6 +60,7 @@ class Recipe:
     seconds: Callable[[Region, Target, Knobs], float] = field(default=library())
     build_s: float = 0.0
     kind: str = ""
+    share: Callable[[Region, Knobs], float] = lambda region, knobs: 1.0
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         """None if it takes the region, else why not."""
@@ -119,6 +121,10 @@ class RecipeEngine:
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return self._recipe(candidate, ctx.target).build(region, candidate.knobs, ctx)
+
+    def share(self, region: Region, target: Target, candidate: Candidate) -> float:
+        """The part of the plain algorithm's operations that a candidate does."""
+        return self._recipe(candidate, target).share(region, candidate.knobs)
 
     def _recipe(self, candidate: Candidate, target: Target) -> Recipe:
         wanted = candidate.knobs["recipe"]

@@ -4,7 +4,7 @@ time ≥ max(bytes / bandwidth, operations / rate)    plus the cost of launching
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deuteron.engines.base import refuse_if
 from deuteron.ir.graph import Graph, Node
@@ -106,6 +106,16 @@ def region_bound(region: Region, target: Target) -> Bound:
     """The roofline of the region as one fused kernel."""
     product = is_product(region.graph, region.nodes)
     return bound(region_cost(region), main_dtype(region), product, target)
+
+
+def least_bound(region: Region, target: Target, share: float = 1.0) -> Bound:
+    """The roofline of an algorithm that needs a ``share`` of the plain one's operations, with
+    whatever fits into a cache in it: less than that nothing takes that keeps to the target's
+    rates."""
+    cost, product = region_cost(region), is_product(region.graph, region.nodes)
+    cost = Cost(share * cost.flops, cost.reads, cost.writes)
+    roomy = replace(target, cache_bytes=2 * max(target.largest_cache, target.cache_bytes))
+    return bound(cost, main_dtype(region), product, roomy)
 
 
 def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, target: Target) -> float:

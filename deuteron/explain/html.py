@@ -12,12 +12,14 @@ from importlib import resources
 from string import Template
 from typing import NamedTuple
 
-from deuteron.explain import text
+from deuteron.explain import digest
 from deuteron.explain import units as u
 from deuteron.explain.report import RegionReport, Report
 from deuteron.target import Target, names, target
 
 COLOURS = {"memory": "#3d85c6", "compute": "#dd7e2b", "launch": "#9a6fd0"}
+PASSES = ("pass", "nodes", "time", "rules")
+BARS = 8  # kinds of region that have one; what is left shares another
 
 HERE = resources.files(__package__)
 STYLE, PAGE = ((HERE / name).read_text("utf-8") for name in ("plan.css", "page.html"))
@@ -34,17 +36,20 @@ def render_fragment(report: Report, limit: int | None = None) -> str:
     parts = [
         f"<style>{STYLE}</style>",
         f"<h1>Plan of {_e(u.shorten(report.name or 'a graph', 120))}</h1>",
-        f"<p>{_e(' '.join(text.summary(report)))}</p>",
+        _facts(digest.header(report)),
         *(f'<p class="dim">note: {_e(note)}</p>' for note in report.notes),
-        _facts(text.header(report)),
-        _time_bar(report),
+        _against_eager(report),
+        _kinds(report),
+        f"<p>{_e(' '.join(digest.summary(report)))}</p>",
         _roofline(report),
         _regions(report, len(report.regions) if limit is None else limit),
         _vetoes(report),
         _refusals(report),
         _alternatives(report),
-        _details("Memory", _facts(text.memory(report))),
-        _details("Passes", _table(("pass", "nodes", "time", "rules"), text.passes(report), "knnw")),
+        _details("The search", _lines(digest.search(report))),
+        _details("Memory order", _lines(digest.orders(report))),
+        _details("Memory", _facts(digest.memory(report))),
+        _details("Passes", _table(PASSES, digest.passes(report), "knnw")),
     ]
     return '<div class="deuteron-plan">\n' + "\n".join(filter(None, parts)) + "\n</div>"
 
@@ -64,7 +69,10 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], how: str) -> st
 
 
 def _raw_table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], how: str, hints: Sequence[str] = ()
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    how: Sequence[str],
+    hints: Sequence[str] = (),
 ) -> str:
     hints = hints or [""] * len(titles)
     head = "".join(
@@ -82,20 +90,24 @@ def _facts(facts: Iterable[tuple[str, str]]) -> str:
     return "<table><tbody>" + "\n".join(lines) + "</tbody></table>"
 
 
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"<p>{_e(line)}</p>" for line in lines)
+
+
 def _details(title: str, body: str, is_open: bool = False) -> str:
     opened = " open" if is_open else ""
     return f"<details{opened}><summary>{_e(title)}</summary>\n{body}\n</details>" if body else ""
 
 
 def _regions(report: Report, limit: int | None) -> str:
-    found = text.regions(report, limit)
+    found = digest.regions(report, limit)
     if found is None:
         return ""
     body = []
+    most = max((row.seconds for row in found.shown), default=0.0) or math.nan
     for row in found.shown:
         r, share = row.first, row.seconds / found.seconds
-        width = f"{100 * share:.1f}" if u.known(share) else "0"
-        bar = f'{_e(u.percent(share, ""))}<span class="share" style="width:{width}%"></span>'
+        bar = _e(u.percent(share, "")) + _bar(row.seconds / most, _colour(r.bound))
         where = f"from {row.source}" if row.source else ""
         below = " · ".join(filter(None, (r.shape, u.engine(r), where, r.note)))
         what = f'{_e(u.operators(r, 90))}<div class="dim">{_e(below)}</div>'
@@ -103,15 +115,16 @@ def _regions(report: Report, limit: int | None) -> str:
     titles = ["region", "% time", "operators", *(u.COLUMNS[i].title for i in found.columns)]
     where = "with the type of the first output, who runs it, and where it stands in the model"
     hints = ["", "share of the plan's time", where, *(u.COLUMNS[i].hint for i in found.columns)]
-    table = _raw_table(titles, body, "kno" + "n" * len(found.columns), hints) if body else ""
+    how = ["k", "n share", "o", *("n" if i in NARROW else "n wide" for i in found.columns)]
+    table = _raw_table(titles, body, how, hints) if body else ""
     if found.left:
         table += f"<p>{_e(found.left)}.</p>"
-    legend = f'<p class="dim">{_e(text.legend(report))}</p>'
+    legend = f'<p class="dim">{_e(digest.legend(report))}</p>'
     return _details("Regions, in the order they run", table + legend, is_open=True)
 
 
 def _vetoes(report: Report) -> str:
-    found = text.vetoes(report)
+    found = digest.vetoes(report)
     figures = ((u.seconds(t.seconds), u.size(t.bytes), f"×{t.count}", t) for t in found)
     rows = [(*row, t.reason, "; ".join(t.examples[:2]), t.remedy) for *row, t in figures]
     cost = u.seconds(u.total(t.seconds for t in found))
@@ -121,7 +134,7 @@ def _vetoes(report: Report) -> str:
 
 
 def _refusals(report: Report) -> str:
-    every = ((by, t) for by, found in text.refusals(report).items() for t in found)
+    every = ((by, t) for by, found in digest.refusals(report).items() for t in found)
     rows = [(by, f"×{t.count}", t.reason, ", ".join(t.examples[:3]), t.remedy) for by, t in every]
     heads = ("engine", "regions", "reason", "for example", "remedy")
     return _details("Who refused", _table(heads, rows, "knwww"))
@@ -129,7 +142,7 @@ def _refusals(report: Report) -> str:
 
 def _alternatives(report: Report) -> str:
     rows = []
-    for row, chosen, losers in text.alternatives(report):
+    for row, chosen, losers in digest.alternatives(report):
         rows.append((row.label(), *chosen))
         rows += [("", *option) for option in losers]
     heads = ("region", "candidate", "time", "against", "out of the race because")
@@ -138,12 +151,63 @@ def _alternatives(report: Report) -> str:
 
 # ---- pictures -------------------------------------------------------------------------------
 
-WIDE, HIGH = 900, 400
-LEFT, RIGHT, TOP, BOTTOM = 74, 14, 12, 42  # margins of the chart
+WIDE, HIGH = 640, 380
+LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 56  # margins of the chart
+
+
+def _bar(share: float, colour: str) -> str:
+    """A bar as long as its share of the room, and never too short to be seen."""
+    long = f"{100 * min(share, 1.0):.1f}" if u.known(share) else "0"
+    return f'<span class="bar" style="width:{long}%;background:{colour}"></span>'
+
+
+def _bars(rows: Iterable[tuple[str, str, float, str]]) -> str:
+    """Words before a bar, a figure, and the bar's share of the longest and its colour."""
+    made = (
+        f'<div class="row"><div>{_e(what)}</div><div class="n">{_e(figure)}</div>'
+        f"<div>{_bar(share, colour)}</div></div>"
+        for what, figure, share, colour in rows
+    )
+    return f'<div class="bars">{"".join(made)}</div>'
+
+
+def _against_eager(report: Report) -> str:
+    ours, eager = report.total_measured_s, report.eager_s
+    if not u.known(ours) or not u.known(eager) or max(ours, eager) <= 0:
+        return ""
+    longest = max(ours, eager)
+    rows = (("eager PyTorch", eager, "#8a8f98"), ("this plan", ours, "#2f9e63"))
+    bars = _bars((who, u.seconds(s), s / longest, colour) for who, s, colour in rows)
+    return f"<h2>One run</h2>{bars}"
+
+
+def _kinds(report: Report) -> str:
+    """What runs, by kind of region, as bars."""
+    found, whole = digest.kinds(report), u.total(r.best_s for r in report.regions)
+    if not found:
+        return ""
+    first = found[0].seconds
+    rows = [
+        (
+            f"{u.operators(k.first, 60)} ×{len(k.regions)} by {u.engine(k.first)}",
+            f"{u.seconds(k.seconds)}, {u.percent(k.seconds / whole)}",
+            k.seconds / first,
+            _colour(k.first.bound),
+        )
+        for k in found[:BARS]
+    ]
+    if rest := found[BARS:]:
+        cost, many = u.total(k.seconds for k in rest), u.count(len(rest), "other kind")
+        figure = f"{u.seconds(cost)}, {u.percent(cost / whole)}"
+        rows.append((many, figure, cost / first, "#8a8f98"))
+    key = '<span class="key" style="background:{}"></span>{}'
+    bounds = dict.fromkeys(r.bound for r in report.regions)
+    below = "bound by" + "".join(key.format(_colour(b), _e(b)) for b in bounds)
+    return f'<h2>Where the time goes</h2>{_bars(rows)}<p class="dim">{below}</p>'
 
 
 def _tip(region: RegionReport) -> str:
-    """What a dot or a bar says when the mouse rests on it."""
+    """What a dot says when the mouse rests on it."""
     kind = "measured" if u.known(region.measured_s) else "predicted"
     lines = (
         f"{region.name}: {u.operators(region)}",
@@ -171,36 +235,7 @@ def _colour(bound: str) -> str:
     return COLOURS.get(bound, "#8a8f98")
 
 
-def _picture(title: str, label: str, high: int, shapes: Sequence[str], below: str) -> str:
-    """Shapes under a title, with words about them in HTML below."""
-    image = f'<svg viewBox="0 0 {WIDE} {high}" role="img" aria-label="{label}">'
-    lines = (f"<h2>{title}</h2>", image, *shapes, "</svg>", f'<p class="dim">{below}</p>')
-    return "\n".join(lines)
-
-
-def _time_bar(report: Report) -> str:
-    whole = u.total(r.best_s for r in report.regions)
-    if not whole > 0:
-        return ""
-    boxes, x = [], 0.0
-    for r in report.regions:
-        if not u.known(r.best_s) or r.best_s <= 0:
-            continue
-        wide = WIDE * r.best_s / whole
-        gap = 1.0 if wide > 3 else 0.0
-        boxes.append(
-            f'<rect class="bar" x="{x:.2f}" y="0" width="{max(wide - gap, 0.2):.2f}" height="26" '
-            f'fill="{_colour(r.bound)}" fill-opacity=".8">{_tip(r)}</rect>'
-        )
-        label = u.shorten(r.name, max(int(wide / 8), 1))
-        if wide > 26:
-            boxes.append(f'<text x="{x + 4:.2f}" y="40">{_e(label)}</text>')
-        x += wide
-    key = '<span class="key" style="background:{}"></span>{}'
-    kinds = dict.fromkeys(r.bound for r in report.regions)
-    below = "bound by" + "".join(key.format(_colour(b), _e(b)) for b in kinds)
-    title = f"Where the time goes, {u.seconds(whole)} from left to right"
-    return _picture(title, "time by region", 44, boxes, below)
+NARROW = {i for i, c in enumerate(u.COLUMNS) if c.title in ("meas. µs", "% roof")}
 
 
 class Roof(NamedTuple):
@@ -282,7 +317,9 @@ def _roofline(report: Report) -> str:
     missing = f"Hollow, in the corner: {hollow}" if unplaced else ""
     roofs = "" if slanted else f"The limits of {report.target or 'the target'} are not known here."
     how = "One dot per region, its area by time; the closer to a line, the less there is to gain."
-    return _picture("Roofline", "roofline chart", HIGH, shapes, f"{how} {_e(missing)} {_e(roofs)}")
+    image = f'<svg viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="roofline chart">'
+    chart = "\n".join((f'<div class="scroll">{image}', *shapes, "</svg></div>"))
+    return _details("Roofline", f'{chart}<p class="dim">{how} {_e(missing)} {_e(roofs)}</p>', True)
 
 
 def _words(x: float, y: float, words: str, anchor: str = "middle") -> str:
@@ -293,12 +330,13 @@ def _axes(x: Scale, y: Scale) -> list[str]:
     shapes, grid = [], 'stroke="currentColor" stroke-opacity=".15"'
     for v in x.decades():
         shapes.append(f'<path d="M{x(v):.1f} {TOP}V{HIGH - BOTTOM}" {grid}/>')
-        shapes.append(_words(x(v), HIGH - BOTTOM + 15, f"{v:g}"))
+        shapes.append(_words(x(v), HIGH - BOTTOM + 20, f"{v:g}"))
     for v in y.decades():
-        label = u.flop_rate(v).replace(".00 ", " ").replace(".0 ", " ")
+        label = u.flop_rate(v).replace(".00 ", " ").replace(".0 ", " ").removesuffix("FLOP/s")
         shapes.append(f'<path d="M{LEFT} {y(v):.1f}H{WIDE - RIGHT}" {grid}/>')
         shapes.append(_words(LEFT - 5, y(v) + 4, label, "end"))
-    return [*shapes, _words((LEFT + WIDE - RIGHT) / 2, HIGH - 8, "operations per byte moved")]
+    below = _words((LEFT + WIDE - RIGHT) / 2, HIGH - 10, "operations per byte moved")
+    return [*shapes, below, _words(4, 18, "operations per second", "start")]
 
 
 def _roof_lines(x: Scale, y: Scale, slanted: list[Roof], flat: list[Roof]) -> list[str]:
@@ -311,7 +349,7 @@ def _roof_lines(x: Scale, y: Scale, slanted: list[Roof], flat: list[Roof]) -> li
         dash = ' stroke-dasharray="5 4"' if i else ""
         tilt = math.degrees(math.atan2(b[1] - a[1], b[0] - a[0]))
         at = (a[0] + 0.3 * (b[0] - a[0]), a[1] + 0.3 * (b[1] - a[1]))
-        side = -5 if i else 14  # the cache's words above its line, the memory's below
+        side = -6 if i else 20  # the cache's words above its line, the memory's below
         shapes.append(f'<path d="M{a[0]:.1f} {a[1]:.1f}L{b[0]:.1f} {b[1]:.1f}" {line}{dash}/>')
         shapes.append(
             f'<text transform="translate({at[0]:.1f} {at[1]:.1f}) rotate({tilt:.1f})" '

@@ -36,11 +36,12 @@ class RefusalReport:
 class RegionReport:
     """One region of the plan, priced.
 
-    ``roofline_s`` is the least time its bytes and operations allow on the target;
-    ``predicted_s`` what the chosen engine should take; ``measured_s`` what it took alone.
-    ``error`` is the largest error against float64 relative to the largest value, and
-    ``torch_error`` PyTorch's own in the same element type. ``reference`` says what the error
-    was measured against, and ``off`` how far predictions of this kind have been from measurements.
+    ``flops`` are the operations of the chosen algorithm; ``roofline_s`` is the least time that
+    they and the bytes need at the rates by which the target is described; ``predicted_s`` what the
+    chosen engine should take; ``measured_s`` what it took alone. ``error`` is the largest error
+    relative to the largest value, and ``torch_error`` PyTorch's own in the same element type.
+    ``reference`` says what both were measured against ("torch" has no error against itself), and
+    ``off`` how far predictions of this kind have been from measurements.
     """
 
     name: str
@@ -75,8 +76,10 @@ class RegionReport:
 
     @property
     def fraction(self) -> float:
-        """The part of the roofline reached (measured where possible); 1 is perfect."""
-        return min(self.roofline_s / self.best_s, 1.0) if self.best_s else 1.0
+        """The part of the roofline reached (measured where possible); 1 is perfect. NaN where it
+        ran faster than that: then the target's rates are too low for it, and there is no bound."""
+        part = self.roofline_s / self.best_s if self.best_s else 1.0
+        return part if part <= 1.0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ class VetoReport(Veto):
     """A value that goes through memory, and what that costs on the target."""
 
     seconds: float
+
+
+@dataclass(frozen=True)
+class OrderReport:
+    """A value that a pass laid out in another memory order than it had."""
+
+    value: str
+    order: str  # "nhwc" or "contiguous"
+    reason: str
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,11 @@ class Report:
     nodes_after: int
     plan_s: float  # seconds it took to make the plan
     total_measured_s: float | None = None  # the whole plan, timed as one
+    eager_s: float | None = None  # the module that it was made of, timed in turns with it
+    eager: str = ""  # how that was timed, or why it was not
+    inputs: tuple[str, ...] = ()  # name and type of each
+    machine: str = ""  # what the device calls itself
+    orders: tuple[OrderReport, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -124,6 +124,11 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
+def few(words: Sequence[str], most: int) -> list[str]:
+    """At most so many of them, and an ellipsis where there are more."""
+    return [*words[:most], *(["…"] if len(words) > most else [])]
+
+
 def wrap(text: str, width: int, first: str = "") -> list[str]:
     """Lines of at most ``width``, the first begun with ``first`` and the others as far in."""
     text = clean(text)

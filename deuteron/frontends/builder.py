@@ -95,19 +95,23 @@ class Graph(Ops):
         budget_s: float = 10.0,
         policy: Policy | None = None,
         cache: Cache | None = None,
+        interrupt: str = "raise",
+        verbose: bool = False,
     ) -> Plan:
         """Make a plan for ``device`` (the GPU if there is one).
 
         ``find=True`` measures the candidates of every region on this machine for at most about
         ``budget_s`` seconds, and remembers; without it the choice is by estimate, at once.
+        Ctrl-C raises KeyboardInterrupt, what was measured is kept, and the next search goes on from
+        there; with ``interrupt="return"`` a plan by what was measured so far is returned instead.
+        ``verbose`` prints what the logger "deuteron" says meanwhile.
         """
         frozen = self.ir()
         if not frozen.outputs:
             wrong = "the graph has no outputs"
             raise GraphError(wrong, asked="compile()", remedy="mark one: y.output('y')")
-        return compile_graph(
-            frozen, device=device, find=find, budget_s=budget_s, policy=policy, cache=cache
-        )
+        search: Any = {"find": find, "budget_s": budget_s, "cache": cache, "interrupt": interrupt}
+        return compile_graph(frozen, device=device, policy=policy, verbose=verbose, **search)
 
     def grad(self, of: str | Sym, wrt: str | Sym | Sequence[str | Sym]) -> Graph:
         """A graph that also computes the gradients of output ``of``.

@@ -15,6 +15,12 @@ from deuteron.passes.context import Context
 
 FOLLOWS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)  # work that takes any order, if all agree
 
+_PIXELS = "convolutions read the channels of a pixel side by side"
+# Why a value was laid out otherwise, by who reads it.
+ORDERS = dict.fromkeys(("conv", "conv_dx", "conv_dw"), _PIXELS)
+ORDERS |= {"attention": "attention reads the features of a head side by side"}
+ORDERS |= {"output": "the caller expects that order, or all readers have it"}
+
 
 def wants_nhwc(x: TensorType, ctx: Context) -> bool:
     """Whether a 2-D convolution over ``x`` is faster with channels innermost.

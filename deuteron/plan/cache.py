@@ -34,12 +34,12 @@ def _environment(kind: str, index: int, threads: int) -> dict[str, Any]:
     if kind == "cuda":
         props = torch.cuda.get_device_properties(index)
         driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
-        gpu = {"device": props.name, "driver": str(driver), "triton": _installed("triton")}
+        gpu = {"device": props.name, "driver": str(driver), "triton": installed("triton")}
         return gpu | {"torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
-    return {"device": "cpu", **cpu_identity(), "llvmlite": _installed("llvmlite")}
+    return {"device": "cpu", **cpu_identity(), "llvmlite": installed("llvmlite")}
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
     """The version of a package that compiles our kernels; it is not imported for that."""
     try:
         return metadata.version(package)

@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from deuteron.engines.roofline import region_bound
+from deuteron.files import VERSION
 from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
+from deuteron.log import log
 from deuteron.passes import Context, PassRecord, Veto, fuse, run_passes
 from deuteron.passes.cleanup import dead_code
 from deuteron.plan.builders import builders
-from deuteron.plan.cache import Cache
+from deuteron.plan.cache import Cache, installed
 from deuteron.plan.choose import Choice, Survey, choose, heuristic
 from deuteron.plan.find import Finder
-from deuteron.plan.search import Progress, search
+from deuteron.plan.search import RAISE, Progress, search
 from deuteron.policy import Policy
-from deuteron.target import Target
+from deuteron.target import Target, cpu_identity
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,13 @@ def decide(
     device: torch.device | None = None,
     cache: Cache | None = None,
     progress: Progress | None = None,
+    interrupt: str = RAISE,
 ) -> Decision:
     """Run the passes, fuse, and choose for every region: by estimate, or by measurement.
 
     An error can only be promised after it was measured, so ``policy.max_error`` turns ``find`` on
-    wherever there is a device to measure on.
+    wherever there is a device to measure on. ``interrupt`` is what Ctrl-C does: "raise", or
+    "return" a decision by what was measured until then.
     """
     find = find or (policy.max_error is not None and device is not None)
     begin = time.perf_counter()
@@ -64,17 +68,20 @@ def decide(
     guess, notes = heuristic(survey), list[str]()
     optimised, records = run_passes(graph, context(survey))
     regions, vetoes = fuse(optimised)
+    took = time.perf_counter() - begin
+    log.info("%s: %d regions after %.2f s of passes", graph.name, len(regions), took)
     if not find:
         choices = [c for region in regions for c in choose(region, guess, survey)]
     else:
         assert device is not None
         opened = cache or Cache.open()
+        log.info("%s: measuring for about %.1f s", graph.name, budget_s)
         pool = builders() if device.type == "cuda" else None
         held = constants_on(optimised, device)
         since = begin if pool is not None else time.perf_counter()
         finder = Finder(survey, device, held, opened, budget_s, since, pool=pool)
         try:
-            notes = search(regions, guess, finder, progress)
+            notes = search(regions, guess, finder, progress, interrupt)
             choices = [c for region in regions for c in choose(region, finder.pick, survey)]
         finally:  # what was measured is kept, whatever stops the search
             opened.save()
@@ -84,6 +91,8 @@ def decide(
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
     made = (graph, optimised, target, policy, numbered, vetoes, records)
     seconds, mode = time.perf_counter() - begin, "found" if find else "heuristic"
+    for note in notes:
+        log.info("%s: %s", graph.name, note)
     return Decision(*made, mode, seconds, tuple(notes))
 
 
@@ -111,10 +120,17 @@ def constants_on(graph: Graph, device: torch.device, copy: bool = False) -> dict
 
 
 def versions(device: torch.device | None) -> Mapping[str, str]:
-    """Library versions that belong on every record."""
-    found = {"torch": str(torch.__version__)}
+    """Versions of Deuteron and of the libraries that belong on every record."""
+    found = {"deuteron": VERSION, "torch": str(torch.__version__)}
     if device is not None and device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["cuda"] = str(torch.version.cuda)
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    compiler = "triton" if device is not None and device.type == "cuda" else "llvmlite"
+    return found | {compiler: installed(compiler) or "not installed"}
+
+
+def machine(device: torch.device) -> str:
+    """What a device calls itself."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    known = cpu_identity()
+    return f"{known['threads']} threads, {known['machine']}, model {known['model']}"

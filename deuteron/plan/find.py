@@ -41,7 +41,6 @@ TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one regi
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
-STOPPED = "stopped by the user; what was measured so far is kept"
 IDLE = "predicted slower, and slow to set up"
 SET_ASIDE = "not built: others of its kind are predicted as good"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
@@ -135,10 +134,6 @@ class Finder:
                 self.order(region, place)
             self.wait(lambda: self.is_built(region))
             measured = self._measure(region, usable)
-        except KeyboardInterrupt:
-            self.stopped = STOPPED
-            self.counts["left"] += 1
-            return replace(base, note="not measured: the search was stopped")
         except Exception as error:  # the reference itself cannot run on made-up inputs
             return _fall_back(base, f"not measured: {_short(error)}")
         self.counts["measured"] += 1
@@ -147,7 +142,7 @@ class Finder:
 
     def again(self, region: Region, *waiting: str) -> None:
         """Let candidates that were set aside for one of these reasons, and are built by now, race
-        against the best. What was chosen before stays if that is stopped, or fails."""
+        against the best. What was chosen before stays if that fails."""
         before = self.known[region.text]
         if self.stopped or self.left_s <= 0:
             return
@@ -161,9 +156,6 @@ class Finder:
                 return
             self.second = True
             found = self._measure(region, list(racing.values()))
-        except KeyboardInterrupt:
-            self.stopped = STOPPED
-            return
         except Exception:
             return
         finally:
@@ -325,7 +317,7 @@ class Finder:
 
     def _verify(
         self, region: Region, feed: Feed, results: Results, options: list[Option]
-    ) -> tuple[dict[int, float], dict[int, str], float | None, str]:
+    ) -> tuple[dict[int, float | None], dict[int, str], float | None, str]:
         """Errors, what is wrong with those that err too much, torch's own error, held to what."""
         exact, reference = self._reference(region, feed, results, options)
         errors = {i: errors_of(region, outs, exact) for i, outs in results.items()}
@@ -336,7 +328,9 @@ class Finder:
             errors = {i: errors_of(region, r, results[plain]) for i, r in results.items()}
         theirs = errors[plain] if plain is not None else [0.0] * len(region.outputs)
         wrong = {i: self._too_wrong(region, found, theirs) for i, found in errors.items()}
-        largest = {i: max(found, default=0.0) for i, found in errors.items()}
+        largest: dict[int, float | None] = {i: max(e, default=0.0) for i, e in errors.items()}
+        if reference == "torch" and plain is not None:
+            largest[plain] = None  # it was held to itself
         wrong = {i: reason for i, reason in wrong.items() if reason}
         return largest, wrong, None if plain is None else largest[plain], reference
 

@@ -2,7 +2,7 @@
 
 import statistics
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,27 @@ import torch
 
 from deuteron.engines import BuildContext, Kernel, build
 from deuteron.engines.calibration import how_far_off
-from deuteron.engines.roofline import region_bound, region_cost
+from deuteron.engines.recipes import RecipeEngine
+from deuteron.engines.roofline import least_bound, region_cost
 from deuteron.errors import BindError, EngineError
-from deuteron.explain import Explanation, Report, report
+from deuteron.explain import Explanation, Report, check_format, report
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
+from deuteron.log import log, told
 from deuteron.ops.evaluate import evaluate
+from deuteron.passes.layout import ORDERS
 from deuteron.plan.binding import Binder
 from deuteron.plan.builders import BUILT, arch_of, builders
 from deuteron.plan.cache import Cache
 from deuteron.plan.choose import Choice, Survey, at_once
 from deuteron.plan.cuda_graph import CapturedProgram
-from deuteron.plan.decide import Decision, constants_on, decide, versions
+from deuteron.plan.decide import Decision, constants_on, decide, machine, versions
 from deuteron.plan.find import Finder
 from deuteron.plan.program import MemoryPlan, Program, plan_memory
+from deuteron.plan.search import RAISE, RETURN
 from deuteron.plan.serialize import save_decision
 from deuteron.plan.tensors import errors_of, random_tensor
-from deuteron.plan.timing import by_events, interleaved
+from deuteron.plan.timing import Thunk, by_events, interleaved
 from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target
@@ -64,6 +68,7 @@ class Plan:
         self._capture_note = self._why_not_captured()
         self._capture_lock = threading.Lock()
         self._total_s: float | None = None
+        self._eager: tuple[float | None, str] = None, ""  # its seconds; how, or why there are none
 
     def _built(self, choice: Choice) -> tuple[Choice, Kernel]:
         """The chosen kernel, or where its compiler fails the next best that can be built, and the
@@ -148,9 +153,17 @@ class Plan:
         runs = {"plan": self.captured.replay, "eager": eager.replay}
         samples = [{who: by_events(run) for who, run in runs.items()} for _ in range(RACES)]
         ours, theirs = (statistics.median(each[who] for each in samples[1:]) for who in runs)
-        note = f"in CUDA Graphs the plan takes {ours * 1e3:.3f} ms, eager {theirs * 1e3:.3f} ms"
-        self.decision = replace(self.decision, notes=(*self.decision.notes, note))
+        self._total_s, self._eager = ours, (theirs, "both as CUDA Graphs")
         return ours, theirs
+
+    def against_calls(self, ours: Thunk, eager: Thunk, seconds: float) -> None:
+        """The same by the clock, for at most about so many seconds; on a CPU, if that is enough
+        to call each of them a few times."""
+        if RACES * sum(choice.best_s for choice in self.decision.choices) > seconds:
+            self._eager = None, "a run takes too long to repeat it in this budget"
+            return
+        times = interleaved({"plan": ours, "eager": eager}, self.device, seconds=seconds / RACES)
+        self._total_s, self._eager = times["plan"], (times["eager"], "")
 
     def capture(self) -> bool:
         """Capture the plan as one CUDA Graph now rather than at the first run."""
@@ -187,24 +200,35 @@ class Plan:
     # ---- explaining
 
     def explain(
-        self, format: str | None = None, *, target: str | Target | None = None, errors: bool = False
+        self,
+        format: str | None = None,
+        *,
+        target: str | Target | None = None,
+        errors: bool = False,
+        full: bool = False,
     ) -> Explanation | str:
         """What runs where, what it costs and why.
 
         Prints as text and shows itself in a notebook; ``format`` "text", "json" or "html"
-        gives a string instead. ``target`` plans the same graph for another machine, present or
-        not ("h200", "a100", "cpu"). ``errors=True`` measures the error of every region against
-        float64 first, on random data.
+        gives a string instead. The text is about 25 lines, and with ``full`` everything: each
+        region, its alternatives, memory, passes. ``target`` plans the same graph for another
+        machine, present or not ("h200", "a100", "cpu"). ``errors=True`` measures the error of every
+        region against float64 first, on random data.
         """
-        explanation = Explanation(self._report(target, errors))
+        if format is not None:
+            check_format(format)
+        explanation = Explanation(self._report(target, errors), full)
         return explanation if format is None else explanation.render(format)
+
+    def _repr_html_(self) -> str:
+        return Explanation(self._report(None, errors=False))._repr_html_()
 
     def _report(self, target: str | Target | None, errors: bool) -> Report:
         other = self.decision.target if target is None else find_target(target)
         if other.name != self.decision.target.name:
             elsewhere = decide(self.decision.source, other, self.decision.policy)
             note = f"planned for {other.name} by estimate; nothing was run"
-            return make_report(elsewhere, notes=(note,))
+            return make_report(elsewhere, notes=(note,), eager=(None, "it is not here"))
         if errors:
             self.measure_errors()
         note = "yes" if self.captured is not None else self._capture_note or "at the first run"
@@ -212,9 +236,8 @@ class Plan:
             f"{v}: its library answers in another memory order, so it is copied"
             for v in self.program.conversions
         )
-        return make_report(
-            self.decision, self.device, self.program.memory, note, converted, self._total_s
-        )
+        took = self._total_s, self._eager
+        return make_report(self.decision, self.device, self.program.memory, note, converted, *took)
 
     def measure_errors(self) -> dict[str, float]:
         """Error of every region against float64 on random data, by region name."""
@@ -288,6 +311,7 @@ def make_report(
     cuda_graph: str = "",
     notes: tuple[str, ...] = (),
     total_measured_s: float | None = None,
+    eager: tuple[float | None, str] = (None, ""),
 ) -> Report:
     """Everything a plan knows about itself, as plain data."""
     if memory is None:  # nothing is built: suppose every kernel can write where it is told
@@ -311,14 +335,32 @@ def make_report(
         nodes_after=len(decision.graph.nodes),
         plan_s=decision.seconds,
         total_measured_s=total_measured_s,
+        eager_s=eager[0],
+        eager=eager[1],
+        inputs=tuple(f"{name} {decision.source.types[name]}" for name in decision.source.inputs),
+        machine="" if device is None else machine(device),
+        orders=tuple(_orders(decision)),
         versions=versions(device),
         notes=(*decision.notes, *notes),
     )
 
 
+def _orders(decision: Decision) -> Iterator[report.OrderReport]:
+    """What the passes converted, for whom."""
+    graph, given = decision.graph, {v for node in decision.source.nodes for v in node.outputs}
+    for node in graph.nodes:
+        if node.op == "to_layout" and node.output not in given:
+            readers = (user.op for user in graph.users.get(node.output, ()))
+            why = next((ORDERS[op] for op in readers if op in ORDERS), ORDERS["output"])
+            moved = graph.types[node.output].nbytes
+            yield report.OrderReport(str(node.inputs[0]), node.attrs["layout"], why, moved)
+
+
 def _region(choice: Choice, target: Target) -> report.RegionReport:
     region, option, by = choice.region, choice.option, choice.candidate
-    limit = region_bound(region, target)
+    made_by = engine(by.engine)
+    part = made_by.share(region, target, by) if isinstance(made_by, RecipeEngine) else 1.0
+    limit = least_bound(region, target, part)
     sources = dict.fromkeys(node.source for node in region.nodes if node.source)
     first = region.outputs[0] if region.outputs else None
     shape = str(region.graph.types[first]) if first is not None else ""
@@ -346,22 +388,33 @@ def compile_graph(
     device: str | torch.device | None = None,
     policy: Policy | None = None,
     into: Mapping[str, str] | None = None,
+    verbose: bool = False,
     **search: Any,
 ) -> Plan:
     """Decide and build: what ``Graph.compile`` and ``optimize`` stand on. ``into``: outputs that
     take the memory of an input where a kernel can, which then holds nothing else any more.
-    ``search``: what :func:`decide` is told about finding and measuring."""
+    ``verbose`` prints what is logged. ``search``: what :func:`decide` is told about finding and
+    measuring."""
     where = resolve_device(device)
     if policy is not None and not isinstance(policy, Policy):
         raise BindError(
             f"policy is {policy!r}, not a Policy", remedy="write dt.Policy(deterministic=True), say"
         )
     seconds = search.get("budget_s", 0.0)
-    if not isinstance(seconds, int | float):
-        raise BindError(f"budget_s is {seconds!r}, not a number", remedy="give seconds: 2.0, say")
-    decision = decide(graph, find_target(where), policy or Policy(), device=where, **search)
-    _build_elsewhere(decision, where)
-    return Plan(decision, where, into)
+    if not isinstance(seconds, int | float) or not seconds >= 0:
+        raise BindError(
+            f"budget_s is {seconds!r}, not a number of seconds", remedy="give seconds: 2.0, say"
+        )
+    on_stop = search.get("interrupt", RAISE)
+    if on_stop not in (RAISE, RETURN):
+        wrong = f"interrupt={on_stop!r} is not known"
+        raise BindError(wrong, remedy=f"use {RAISE!r} or {RETURN!r}")
+    with told(verbose):
+        decision = decide(graph, find_target(where), policy or Policy(), device=where, **search)
+        _build_elsewhere(decision, where)
+        plan = Plan(decision, where, into)
+        log.info("%s: a plan of %d kernels is built", graph.name, len(decision.choices))
+    return plan
 
 
 def _build_elsewhere(decision: Decision, device: torch.device) -> None:

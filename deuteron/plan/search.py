@@ -8,18 +8,40 @@ their candidates are built and race against the best so far.
 from collections.abc import Callable, Sequence
 
 from deuteron.ir.region import Region
+from deuteron.log import log
 from deuteron.plan.choose import Choice, Pick, choose
 from deuteron.plan.find import FIRST, IDLE, SET_ASIDE, Finder
 
 Progress = Callable[[str, int, int], None]
 WORTH = 0.01  # the share of all time from which more candidates of a region are tried
+RAISE, RETURN = "raise", "return"  # what Ctrl-C does to a search
 MOST = 6  # candidates of a region that are built at most
 
 
 def search(
-    regions: Sequence[Region], guess: Pick, finder: Finder, progress: Progress | None
+    regions: Sequence[Region],
+    guess: Pick,
+    finder: Finder,
+    progress: Progress | None,
+    interrupt: str = RAISE,
 ) -> list[str]:
-    """Measure while the budget lasts. Returns what there is to say about it."""
+    """Measure while the budget lasts. Returns what there is to say about it. Ctrl-C ends it, and
+    with ``interrupt="return"`` what was not measured is chosen by prediction."""
+    try:
+        _measured(regions, guess, finder, progress)
+    except KeyboardInterrupt:
+        if interrupt == RAISE:
+            raise
+        finder.stopped = "stopped by the user; what was measured so far is kept"
+        finder.known = {k: c for k, c in finder.known.items() if c.option.measured_s is not None}
+        for region in regions:
+            choose(region, finder.pick, finder.survey)
+    return _notes(finder)
+
+
+def _measured(
+    regions: Sequence[Region], guess: Pick, finder: Finder, progress: Progress | None
+) -> None:
     weight: dict[str, float] = {}
     sample: dict[str, Region] = {}
     for region in regions:
@@ -44,8 +66,8 @@ def search(
         choose(sample[text], finder.pick, finder.survey)
         if progress is not None:
             progress("measuring regions", len(order) - len(left), len(order))
+        log.debug("region %d of %d: %s", len(order) - len(left), len(order), sample[text].ops)
     _more(regions, finder)
-    return _notes(finder)
 
 
 def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
@@ -85,7 +107,7 @@ def _notes(finder: Finder) -> list[str]:
     elif counts["left"]:
         notes.append(
             f"{counts['left']} regions were not measured: the budget of {finder.budget_s:g} s "
-            "does not allow it; run find again to go on from the cache, or raise budget_s"
+            "does not allow it; another search goes on from here, or raise budget_s"
         )
     notes.append(f"regions measured: {counts['measured']}, remembered: {counts['remembered']}")
     return notes

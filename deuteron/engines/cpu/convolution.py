@@ -87,8 +87,15 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel.generated(calls(*cpu.operands(region, c)[:3]), workspace=4 * floats)
 
 
+def _winograd_share(region: Region, knobs: Knobs) -> float:
+    """(m+2)² products for a tile of m² results, in place of 9 for each; transforms not counted."""
+    c, m = chain(region, CONV), knobs["tile"]
+    pixels = c.out.numel // c.out.shape[1]
+    return float(_tiles(c, m) * (m + 2) ** 2 / (9 * pixels))
+
+
 _WINOGRAD = (_refuse_winograd, _build_winograd, _winograd_knobs, _winograd_seconds)
-WINOGRAD = Recipe("winograd", CONV, *_WINOGRAD, BUILD_S)
+WINOGRAD = Recipe("winograd", CONV, *_WINOGRAD, BUILD_S, share=_winograd_share)
 
 
 # ---- depthwise ---------------------------------------------------------------------------------

@@ -183,6 +183,11 @@ def taps(c: Chain) -> Iterator[tuple[int, int, Pixels, Pixels]]:
             yield *tap, (to[0], to[1]), (of[0], of[1])
 
 
+def _live(region: Region, knobs: Mapping[str, Any]) -> float:
+    """Taps in the padding are left out."""
+    return live_fraction(chain(region, CONV))
+
+
 def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     c = chain(region, CONV)
     weight = ctx.constants[c.anchor.inputs[1] or ""]
@@ -258,6 +263,6 @@ _cpu = partial(Recipe, kind="cpu")
 RECIPES = (
     _cpu("onednn_packed", CONV, _refuse_packed, _build_packed, seconds=PACKED_S),
     _cpu("gemm", PRODUCTS, _refuse_gemm, _build_gemm, seconds=GEMM_S),
-    _cpu("shifted_gemm", CONV, _refuse_shifted, _build_shifted, seconds=SHIFTED_S),
+    _cpu("shifted_gemm", CONV, _refuse_shifted, _build_shifted, seconds=SHIFTED_S, share=_live),
     _cpu("sdpa", ATTENTION, refuse_attention, _build_sdpa),
 )

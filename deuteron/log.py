@@ -1,0 +1,31 @@
+"""What is going on, told through Python's ``logging`` under the name "deuteron".
+
+Stages at level INFO, each measured region at DEBUG. Nothing is printed unless a program sets up
+logging, or ``verbose=True`` is passed to ``optimize`` or ``compile``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger("deuteron")
+
+
+@contextmanager
+def told(verbose: bool) -> Iterator[None]:
+    """Within it what is logged at INFO and above reaches the terminal, if ``verbose``."""
+    if not verbose:
+        yield
+        return
+    handler, before = logging.StreamHandler(), (log.level, log.propagate)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(min(log.level or logging.INFO, logging.INFO))
+    log.propagate = False  # a program that prints all logs would print these twice
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.level, log.propagate = before
