@@ -21,9 +21,9 @@ def stop_at_ptx() -> None:
 
 def spilled(kernel: Any, arch: int) -> int:
     """Bytes that the assembler spills to local memory."""
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    tool = get_ptxas(arch).path  # which Triton itself would ask
     ptx = kernel.asm["ptx"]
     name = re.search(r"\.target (sm_\w+)", ptx)
     assert name is not None and name[1].startswith(f"sm_{arch}")

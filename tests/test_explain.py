@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from deuteron.errors import DeuteronError
-from deuteron.explain import Explanation, render, text, units
+from deuteron.explain import Explanation, digest, render, text, units
 from deuteron.explain.report import (
     MemoryReport,
     OptionReport,
+    OrderReport,
     RefusalReport,
     RegionReport,
     Report,
@@ -182,6 +183,11 @@ def illustration() -> Report:
         nodes_after=21,
         plan_s=1.31,
         total_measured_s=189e-6,
+        eager_s=433e-6,
+        eager="both as CUDA Graphs",
+        inputs=("x f16[32,64,56,56]",),
+        machine="NVIDIA H200",
+        orders=(OrderReport("x", "nhwc", "convolutions read channels side by side", 12_845_056),),
         versions={"deuteron": "0.1.0", "torch": "2.11.0", "cuda": "13.0"},
     )
 
@@ -240,6 +246,10 @@ def hostile() -> Report:
         vetoes=(VetoReport(HOSTILE, HOSTILE * 9, HOSTILE, HOSTILE, 1, 1e-6),),
         passes=(PassRecord(HOSTILE, {HOSTILE * 9: 1}, 1, 2, 0.1),),
         versions={HOSTILE: HOSTILE},
+        inputs=(HOSTILE,) * 9,
+        machine=HOSTILE,
+        eager=HOSTILE,
+        orders=(OrderReport(HOSTILE * 9, HOSTILE, HOSTILE, 1),),
         notes=(HOSTILE * 9,),
     )
 
@@ -247,6 +257,14 @@ def hostile() -> Report:
 def many(n: int = 200) -> Report:
     """Regions that take 1, 2, … n µs: none looks like another."""
     return report(*(region(f"r{i}", measured_s=(i + 1) * 1e-6) for i in range(n)))
+
+
+def short(given: Report, width: int = 100) -> str:
+    return text.render_text(given, width=width)
+
+
+def whole(given: Report, limit: int | None = None, width: int = 110) -> str:
+    return text.render_text(given, limit, full=True, width=width)
 
 
 REPORTS: dict[str, Callable[[], Report]] = {
@@ -289,11 +307,113 @@ class Page(HTMLParser):
 
 
 @every
-def test_text_fits_a_log(made: Callable[[], Report]) -> None:
-    out = render(made(), "text")
-    assert max(map(len, out.splitlines())) <= text.WIDTH
-    assert all(c == "\n" or c.isprintable() for c in out)
-    assert "nan" not in out and "inf " not in out
+def test_text_fits_a_terminal(made: Callable[[], Report], monkeypatch) -> None:
+    for columns in (80, 110):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for out in (render(made()), render(made(), full=True)):
+            assert max(map(len, out.splitlines())) <= columns
+            assert all(c == "\n" or c.isprintable() for c in out)
+            assert "nan" not in out and "inf " not in out
+
+
+def test_the_short_form_is_short(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for made in (illustration, many):
+        lines = render(made()).splitlines()
+        assert len(lines) <= 30
+        assert lines[-1].startswith("full=True")
+    out = short(illustration())
+    for part in (
+        "input       x f16[32,64,56,56]",
+        "machine     h200 (cuda:0): NVIDIA H200",
+        "versions    deuteron 0.1.0, torch 2.11.0",
+        "time        189 µs a run, eager PyTorch 433 µs: 2.29× as fast (both as CUDA Graphs)",
+        "75.2 µs    37 %  conv+add+relu  ×2  vendor_fused/cudnn  memory 78 %",
+        "7 values did not fuse (96.7 µs at most); the costliest with a remedy:",
+        "remedy: let one operator read it",
+        "inductor refused 8 regions: Triton is not installed; remedy: pip install triton",
+    ):
+        assert part in out, part
+    assert "is not a product" not in out and "cuDNN's fused call" not in out  # nobody's business
+    assert "a product starts a region" not in out  # nothing can be done about that
+    assert "5 costliest of" not in out and "5 costliest of 8 kinds" in short(
+        report(*(region(ops=(f"op{i}",)) for i in range(8)))
+    )
+
+
+def test_kinds_add_up_what_runs_alike() -> None:
+    given = [region(f"r{i}", shape=f"f16[{i}]") for i in range(3)]
+    other = region("r3", measured_s=10e-6, engine="torch", candidate="torch")
+    first, second = digest.kinds(report(*given, other))
+    assert (len(first.regions), first.seconds, first.reached) == (3, pytest.approx(60e-6), 0.5)
+    assert first.shapes == "f16[0] and 2 more" and second.first is other
+    assert "[f16[0]" not in short(report(*given, other))
+
+
+def test_eager_stands_beside_the_plan() -> None:
+    for changes, says in (
+        (
+            {"total_measured_s": 2e-3, "eager_s": 3e-3},
+            "2.00 ms a run, eager PyTorch 3.00 ms: 1.50× as fast",
+        ),
+        ({"total_measured_s": 3e-3, "eager_s": 2e-3}, "eager PyTorch 2.00 ms: 1.50× as long"),
+        (
+            {"eager": "a run is long"},
+            "20.0 µs a run, its regions measured one by one; eager PyTorch not measured: a run is",
+        ),
+        ({"eager_s": 2e-3}, "one by one; eager PyTorch 2.00 ms"),
+    ):
+        assert says in digest.times(report(region(), **changes)), says
+    page = Page(render(report(region(), total_measured_s=2e-3, eager_s=3e-3), "html"))
+    bars = [a["style"] for _, a in page.seen if a.get("class") == "bar"]
+    assert (
+        bars[0] and bars[0].startswith("width:100.0%") and (bars[1] or "").startswith("width:66.7%")
+    )
+
+
+def test_only_what_was_measured_is_said_to_be() -> None:
+    found = report(region(), region("r1", measured_s=None), region("r2", bound="free"))
+    assert digest.chosen(found) == "for 1 of 2 regions by measurement, for the rest by prediction"
+    assert digest.chosen(report(region())) == "for every region by measurement"
+    assert "by prediction" in digest.chosen(report(region(), mode="heuristic"))
+
+
+def test_a_bound_that_was_passed_is_none() -> None:
+    fast = region("r1", measured_s=5e-6)  # in half the time that its roofline allows
+    assert math.isnan(fast.fraction)
+    out = whole(report(region(), fast))
+    assert line_of(out, "r1 ")[-2] == "–" and "faster than the rates" in out
+    assert "for regions that make 80 % of the time: 50 % of that is reached" in " ".join(
+        out.split()
+    )
+    assert "at least" not in whole(report(region(), total_measured_s=8e-6))
+    assert "compute –" in short(report(fast))
+
+
+def test_the_search_says_what_was_not_reached() -> None:
+    options = (
+        OptionReport("a", 1e-6, 1e-6),
+        OptionReport("b", 1e-6, rejected="not reached within the budget"),
+        OptionReport("c", 1e-6, error=0.5, rejected="error 5.0e-01 is over twice PyTorch's own"),
+        OptionReport("d", 1e-6, error=0.2, rejected="error 2.0e-01 is over twice PyTorch's own"),
+        OptionReport("e", 1e-6),
+    )
+    out = whole(report(region(options=options)))
+    for part in (
+        "5 candidates offered for 1 different region: 1 built and measured.",
+        "×1 not reached within the budget",
+        "×2 error … is over twice PyTorch's own",
+        "×1 of regions that were not reached",
+    ):
+        assert part in out, part
+
+
+def test_memory_orders_have_a_reason() -> None:
+    given = [OrderReport(v, "nhwc", "convolutions want it", 1000) for v in "xyzw"]
+    (said,) = digest.orders(report(orders=tuple(given)))
+    assert (
+        said == "nhwc: %x (1.00 KB), %y (1.00 KB), %z (1.00 KB) and …, because convolutions want it"
+    )
 
 
 @every
@@ -315,7 +435,7 @@ def test_html_parses_and_loads_nothing(made: Callable[[], Report]) -> None:
     dots = [attrs for tag, attrs in found.seen if tag == "circle"]
     assert len(dots) == len(given.regions)
     for dot in dots:
-        assert 0 <= float(dot["cx"] or "nan") <= 900 and 0 <= float(dot["cy"] or "nan") <= 400
+        assert 0 <= float(dot["cx"] or "nan") <= 640 and 0 <= float(dot["cy"] or "nan") <= 400
     assert ">nan<" not in page and '"nan' not in page and "inf%" not in page
     ours = Page(render(illustration(), "html"))
     assert {tag for tag, _ in found.seen} <= {tag for tag, _ in ours.seen}
@@ -340,46 +460,41 @@ def line_of(out: str, start: str) -> list[str]:
 
 
 def test_the_header_says_what_was_planned() -> None:
-    out = render(illustration())
-    for fact in (
-        "resnet_stage",
-        "26 nodes → 21",
-        "8 regions",
-        "h200 (cuda:0)",
-        "found",
-        "1.31 s",
-        "torch 2.11.0",
-        "CUDA Graph  yes",
-    ):
-        assert fact in out, fact
+    for out in (whole(illustration()), short(illustration())):
+        for fact in (
+            "resnet_stage",
+            "26 operators, 21 after passes, in 8 regions; made in 1.31 s",
+            "for every region by measurement",
+            "CUDA Graph  yes",
+        ):
+            assert fact in out, fact
     for reason in ("it reads the clock", "no: it reads the clock"):
         assert "CUDA Graph  no: it reads the clock" in render(report(cuda_graph=reason))
-    assert "a machine that is not here" in render(report(device=""))
+    assert "CUDA Graph" not in render(report(device="cpu", target="cpu"))
+    assert "h200: not this machine" in render(report(device=""))
 
 
 def test_the_summary_gives_time_roofline_and_bounds() -> None:
-    out = " ".join(text.summary(report(region(), region("r1", bound="memory", measured_s=60e-6))))
-    assert "takes 80.0 µs, the sum of its regions" in out
-    assert "20.0 µs" in out and "25 % of it" in out and "4.00×" in out
+    out = " ".join(digest.summary(report(region(), region("r1", bound="memory", measured_s=60e-6))))
+    assert "need 20.0 µs on h200 at least (the roofline): 25 % of that is reached" in out
     assert "memory traffic for 75 % of the time and arithmetic for 25 %" in out
     assert "the most time goes to r1 (conv+relu), 75 %" in out
 
 
 def test_the_summary_knows_what_was_measured() -> None:
     for given, says in (
-        (report(region(), total_measured_s=15e-6), "takes 15.0 µs, measured as a whole"),
-        (report(region(measured_s=None)), "should take 16.0 µs: predicted"),
-        (report(region(), region("r1", measured_s=None)), "should take 36.0 µs: 1 of 2 regions"),
-        (report(region(), total_measured_s=8e-6), "below the roofline"),
+        (report(region(), total_measured_s=15e-6), "15.0 µs a run"),
+        (report(region(measured_s=None)), "16.0 µs a run, predicted"),
+        (report(region(), region("r1", measured_s=None)), "36.0 µs a run, 1 of 2 regions measured"),
         (report(), "no regions"),
         (broken(), "No region of this plan has a known time"),
         (report(region(), region("r1", measured_s=NAN)), "1 region without a known time"),
     ):
-        assert says in " ".join(text.summary(given))
+        assert says in " ".join((digest.times(given), *digest.summary(given)))
 
 
 def test_a_region_shows_its_figures() -> None:
-    out = render(report(region(error=1.5e-4, torch_error=2e-4, note="packed")))
+    out = whole(report(region(error=1.5e-4, torch_error=2e-4, note="packed")))
     head = re.split(r"\s{2,}", next(x for x in out.splitlines() if x.startswith("region ")))
     cells = dict(zip(head, line_of(out, "r0 "), strict=True))
     assert cells == {
@@ -399,7 +514,7 @@ def test_a_region_shows_its_figures() -> None:
     assert (
         "    conv+relu · f16[32,64,56,56]@nhwc · vendor_fused/cudnn · from net.r0 · packed" in out
     )
-    out = render(report(region(measured_s=None)))  # columns that nothing fills are left out
+    out = whole(report(region(measured_s=None)))  # columns that nothing fills are left out
     assert "meas. µs" not in out and "torch  " not in out and "pred. µs" in out
     assert math.isnan(region(measured_s=NAN).fraction)  # not known is not a hundred per cent
 
@@ -408,34 +523,35 @@ def test_equal_regions_are_folded() -> None:
     given = [region(f"r{i}") for i in range(6)]
     given[2] = replace(given[2], shape="f16[1]")
     given[4] = replace(given[4], measured_s=40e-6)
-    rows = text.fold(report(*given))
+    rows = digest.fold(report(*given))
     assert [(row.label(), len(row.regions)) for row in rows] == [("r0 ×4", 4), ("r2", 1), ("r4", 1)]
-    out = render(report(*given))
+    out = whole(report(*given))
     assert line_of(out, "r0 ×4")[-1] == "57"  # 80 of 140 µs
     assert "net.r0 and 3 more" in out
-    assert sum(len(row.regions) for row in text.fold(many())) == 200
+    assert sum(len(row.regions) for row in digest.fold(many())) == 200
 
 
 def test_long_plans_show_the_expensive_rows() -> None:
     def shown(given: Report, limit: int | None = None) -> list[int]:
-        return [int(i) for i in re.findall(r"^r(\d+) ", render(given, limit=limit), re.MULTILINE)]
+        return [int(i) for i in re.findall(r"^r(\d+) ", whole(given, limit), re.MULTILINE)]
 
     assert shown(many()) == list(range(160, 200))  # in plan order
     part = sum(range(1, 161)) / sum(range(1, 201))
-    assert f"160 rows left out: 160 regions, {100 * part:.0f} % of the time" in render(many())
+    assert f"160 rows left out: 160 regions, {100 * part:.0f} % of the time" in whole(many())
     assert len(shown(many(60))) == 60 and len(shown(many(), limit=200)) == 200
     assert shown(many(), limit=2) == [198, 199] and shown(many(), limit=0) == []
     assert "left out" in render(many(), "html", limit=3)
     assert "left out" not in render(many(), "html")
-    with pytest.raises(DeuteronError, match="negative"):
-        render(many(), limit=-1)
+    for shown_whole in (False, True):
+        with pytest.raises(DeuteronError, match="negative"):
+            render(many(), limit=-1, full=shown_whole)
 
 
 def test_vetoes_add_up_by_reason() -> None:
-    found = text.vetoes(illustration())
+    found = digest.vetoes(illustration())
     assert [(t.count, t.bytes) for t in found][:2] == [(5, 205_520_000), (1, 102_760_000)]
     assert found[0].examples[0].startswith("%relu_2")  # the dearest first
-    out = render(illustration())
+    out = whole(illustration())
     assert "7 values through memory, 411 MB, 96.7 µs" in out
     assert "48.4 µs    206 MB     ×5  a product starts" in out
     assert "remedy: let one operator read it" in out
@@ -444,37 +560,37 @@ def test_vetoes_add_up_by_reason() -> None:
 def test_reasons_that_differ_only_in_shape_meet() -> None:
     reasons = [f"works on [{n}, 4], its producer on [{n}, 8]" for n in (2, 3)]
     given = [VetoReport(f"v{i}", "a", "b", r, 8, 1e-6) for i, r in enumerate(reasons)]
-    (met,) = text.vetoes(report(vetoes=tuple(given)))
+    (met,) = digest.vetoes(report(vetoes=tuple(given)))
     moved = VetoReport("v", "relu", "to_layout", "moves elements out of the tile", 8, 1e-6)
-    assert text.vetoes(report(vetoes=(moved,)))[0].remedy == text.CONVERSION
+    assert digest.vetoes(report(vetoes=(moved,)))[0].remedy == digest.CONVERSION
     assert (met.reason, met.count) == ("works on […], its producer on […]", 2)
-    assert text.vetoes(report(vetoes=tuple(given[:1])))[0].reason == reasons[0]
+    assert digest.vetoes(report(vetoes=tuple(given[:1])))[0].reason == reasons[0]
 
 
 def test_the_advice_matches_reasons_that_fusion_gives(repo: Path) -> None:
     source = (repo / "deuteron" / "passes" / "fuse.py").read_text(encoding="utf-8")
-    unknown = [part for part in text.REMEDIES if part not in source]
+    unknown = [part for part in digest.REMEDIES if part not in source]
     assert not unknown, f"passes/fuse.py does not say {unknown}"
 
 
 def test_refusals_add_up_and_alternatives_are_ranked() -> None:
-    found = text.refusals(illustration())
+    found = digest.refusals(illustration())
     assert [(t.reason, t.count) for t in found["inductor"]] == [("Triton is not installed", 8)]
     assert {t.count for t in found["vendor_fused"]} == {1}
-    (_, _, widen), (_, _, spatial) = text.alternatives(illustration())
+    (_, _, widen), (_, _, spatial) = digest.alternatives(illustration())
     assert [(o.candidate, o.slower) for o in widen] == [("torch", "2.45×")]
     assert [o.candidate.split("[")[0] for o in spatial] == ["torch", "triton_conv"]  # rejected last
     assert spatial[0].slower == "1.82×" and "twice PyTorch's own" in spatial[1].verdict
-    out = render(illustration())
+    out = whole(illustration())
     for part in ("inductor: 8 of 8 regions", "remedy: pip install triton", "50.8 µs measured"):
         assert part in out, part
 
 
 def test_memory_and_passes() -> None:
-    out = render(illustration())
+    out = whole(illustration())
     assert "weights     1.05 MB" in out and "arena       154 MB" in out
     assert "411 MB if every value had memory of its own: the plan needs 50 % of that" in out
-    assert text.passes(illustration()) == [
+    assert digest.passes(illustration()) == [
         ("fold batch norm", "26 → 20", "5.10 ms", "conv+batch_norm ×6"),
         ("layout", "20 → 21", "1.20 ms", "conv to nhwc ×6, conversion at the edge ×1"),
         ("2 idle passes", "", "500 µs", "changed nothing"),
@@ -535,4 +651,5 @@ def test_units() -> None:
 
 def test_the_documentation_shows_what_is_printed(repo: Path) -> None:
     page = (repo / "docs" / "reading-an-explanation.md").read_text(encoding="utf-8")
-    assert render(illustration()).strip() in page, "print(render(illustration())) says otherwise"
+    for shown in (short, whole):
+        assert shown(illustration()).strip() in page, f"print({shown.__name__}(illustration()))"

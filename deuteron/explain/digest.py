@@ -359,8 +359,8 @@ def search(report: Report) -> list[str]:
     different = u.count(len(fold(report)), "different region")
     offered = f"{u.count(len(options), 'candidate')} offered for {different}"
     said = [f"{offered}: {timed} built and measured."]
-    said += [f"×{n}  {reason}" for reason, n in why.most_common()]
-    return said + ([f"×{silent}  of regions that were not reached"] if silent else [])
+    said += [f"×{n} {reason}" for reason, n in why.most_common()]
+    return said + ([f"×{silent} of regions that were not reached"] if silent else [])
 
 
 def orders(report: Report) -> list[str]:

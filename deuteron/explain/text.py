@@ -39,7 +39,9 @@ def render_text(
             _kinds(report, KINDS if limit is None else limit, width),
             _avoidable(report, width),
             _to_act_on(report, width),
-            ["full=True shows every region, alternatives, memory and passes."],
+            u.wrap(
+                "full=True, or --full, shows every region, alternatives, memory, passes.", width
+            ),
         ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
