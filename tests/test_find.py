@@ -293,15 +293,21 @@ def test_what_is_slow_to_build_is_not_built(cache):
     assert engine.builds == 0 and "too slow to build" in option_of(plan, "fake").rejected
 
 
-def test_an_interrupted_search_keeps_what_it_has_and_goes_on_later(cache):
+@pytest.mark.parametrize("interrupt", ["raise", "return"])
+def test_an_interrupted_search_keeps_what_it_has_and_goes_on_later(cache, interrupt):
     widths = (8, 9, 10, 11, 12)
     engine = FakeEngine(wants=lambda region: "f32[10,11]" in region.text)
     engine.run_error = KeyboardInterrupt()
-    plan = compiled(ladder(*widths), cache(), engine)
-    feed = ladder_feed(*widths)
+    if interrupt == "raise":
+        with pytest.raises(KeyboardInterrupt):
+            compiled(ladder(*widths), cache(), engine)
+    else:
+        plan = compiled(ladder(*widths), cache(), engine, interrupt="return")
+        feed = ladder_feed(*widths)
+        engine.run_error = None
+        check_right(plan.run(feed), ladder(*widths).ir(), feed)
+        assert any("stopped by the user" in note for note in plan.decision.notes)
     engine.run_error = None
-    check_right(plan.run(feed), ladder(*widths).ir(), feed)
-    assert any("stopped by the user" in note for note in plan.decision.notes)
     kept = len(cache().entries)
     assert kept < 4
     resumed = compiled(ladder(*widths), cache(), engine)
@@ -312,8 +318,22 @@ def test_an_interrupted_search_does_not_wait_for_slow_builds(cache):
     slow = FakeEngine("slow", ["softmax"], predicted=0.0, build_s=60.0)
     stop = FakeEngine("stop", ["softmax"], predicted=1.0, run_error=KeyboardInterrupt())
     with registered(slow, stop):
-        plan = compiled(softmax_graph(), cache())
+        plan = compiled(softmax_graph(), cache(), interrupt="return")
     assert plan.decision.choices[0].candidate.engine == "torch" and slow.builds == 0
+
+
+def test_what_ctrl_c_does_is_one_of_two_things(cache):
+    with pytest.raises(dt.BindError, match="interrupt='stop'") as caught:
+        compiled(softmax_graph(), cache(), interrupt="stop")
+    assert "'raise' or 'return'" in caught.value.remedy
+
+
+def test_a_reference_has_no_error(cache, monkeypatch):
+    monkeypatch.setitem(find_module.EXACT_FLOPS, "cpu", 0)  # too long for float64
+    plan = compiled(softmax_graph(), cache())
+    (choice,) = plan.decision.choices
+    assert choice.reference == "torch" and choice.torch_error is None
+    assert option_of(plan, "torch").error is None
 
 
 # ---- policies
