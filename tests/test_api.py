@@ -78,7 +78,7 @@ def test_models_of_the_zoo(name):
     check(fast, model, x, reduced=64)
     other = x.flip(-1)
     check(fast, model, other, reduced=64)
-    assert set(fast.seconds) == {"import", "plan", "capture"} and "Optimized" in repr(fast)
+    assert {"import", "plan", "capture"} <= set(fast.seconds) and "Optimized" in repr(fast)
 
 
 def test_an_image_in_another_memory_order_is_converted():

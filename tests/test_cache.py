@@ -379,7 +379,7 @@ def test_what_was_measured_with_other_code_is_measured_again(path, what, monkeyp
     if what == "source":
         monkeypatch.setattr(find, "source_digest", lambda: "mended")
     else:
-        monkeypatch.setattr(cache_module, "_installed", lambda package: "99")
+        monkeypatch.setattr(cache_module, "installed", lambda package: "99")
         cache_module._environment.cache_clear()
     assert measured() == [once] and measured() == [again]
     cache_module._environment.cache_clear()

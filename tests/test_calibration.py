@@ -80,5 +80,5 @@ def test_an_explanation_says_how_far_off_they_are():
     graph = dt.Graph("g")
     x, w = (graph.tensor(name, (64, 64), dtype="f16") for name in "xw")
     graph.relu(graph.matmul(x, w)).output("y")
-    text = str(graph.compile(device="cpu").explain(target="h200"))
+    text = str(graph.compile(device="cpu").explain(target="h200", full=True))
     assert "estimates of this kind: within" in text
