@@ -72,10 +72,11 @@ def test_files_stay_small(repo: Path) -> None:
 
 
 def test_the_readme_quotes_the_records(repo: Path) -> None:
-    from bench.readme import updated
+    from bench.readme import FIGURE, figure, updated
 
     text = (repo / "README.md").read_text(encoding="utf-8")
     assert updated(text) == text, "run: python -m bench.readme"
+    assert FIGURE.read_text(encoding="utf-8") == figure(), "run: python -m bench.readme"
 
 
 @pytest.mark.parametrize(("pairs", "most"), [(False, 5), (True, 20)])
