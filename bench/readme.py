@@ -84,7 +84,9 @@ def figure() -> str:
         x += 40 + 6.6 * len(name)
     legend.append(f'<rect x="{x}" y="42" width="26" height="9" fill="{AHEAD}" opacity=".45"/>')
     legend.append(_text(x + 32, 51, "lead over the best of them"))
-    title = "How many times as long as Deuteron others take for one run (logarithmic; 1 is Deuteron)"
+    title = (
+        "How many times as long as Deuteron others take for one run (logarithmic; 1 is Deuteron)"
+    )
     size = f'width="{2 * WIDE}" height="{tall:.0f}" viewBox="0 0 {2 * WIDE} {tall:.0f}"'
     style = "text{font:12px system-ui,sans-serif;fill:#202124}.t{font-weight:600;font-size:14px}"
     parts = [

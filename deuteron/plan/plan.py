@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deuteron.engines import BuildContext, Kernel, build
+from deuteron.engines import BuildContext, Kernel, build, engine
 from deuteron.engines.calibration import how_far_off
 from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.roofline import least_bound, region_cost
