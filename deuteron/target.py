@@ -28,6 +28,7 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.files import cache_dir, write_atomic
 
+STEP = 2.0**0.5  # between rates that are kept of a CPU, see coarse()
 T = 1e12
 G = 1e9
 
@@ -78,6 +79,16 @@ class Target:
     def stream(self) -> float:
         """Attainable memory bandwidth."""
         return self.bandwidth * self.reach["memory"]
+
+    @property
+    def at_best(self) -> Target:
+        """The same machine at the most that is known of it: whatever fits into its largest cache
+        is in there, and a CPU's rates, which are kept in steps, are those of the next half step."""
+        more = 1.0 if self.is_cuda else STEP**0.5
+        peak = {kind: more * rate for kind, rate in self.peak.items()}
+        memory, cache = more * self.bandwidth, more * self.cache_bandwidth
+        room = 2 * max(self.largest_cache, self.cache_bytes)
+        return replace(self, peak=peak, bandwidth=memory, cache_bandwidth=cache, cache_bytes=room)
 
 
 # Per machine: multiprocessors; TB/s of memory and of the cache; MB of cache, GB of memory; and

@@ -89,7 +89,7 @@ def test_no_bound_is_claimed_that_was_passed(found):
     if "winograd" in conv.candidate:
         assert conv.flops < 0.6 * plain
     else:
-        assert conv.flops >= plain
+        assert 0.9 * plain < conv.flops  # taps in the padding left out
 
 
 def test_a_memory_order_that_was_chosen_is_explained(found):

@@ -4,7 +4,7 @@ time ≥ max(bytes / bandwidth, operations / rate)    plus the cost of launching
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from deuteron.engines.base import refuse_if
 from deuteron.ir.graph import Graph, Node
@@ -114,8 +114,7 @@ def least_bound(region: Region, target: Target, share: float = 1.0) -> Bound:
     rates."""
     cost, product = region_cost(region), is_product(region.graph, region.nodes)
     cost = Cost(share * cost.flops, cost.reads, cost.writes)
-    roomy = replace(target, cache_bytes=2 * max(target.largest_cache, target.cache_bytes))
-    return bound(cost, main_dtype(region), product, roomy)
+    return bound(cost, main_dtype(region), product, target.at_best)
 
 
 def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, target: Target) -> float:

@@ -249,7 +249,7 @@ def _roofs(report: Report) -> tuple[list[Roof], list[Roof]]:
     """Bandwidths and peaks of the target, if it is one we know by name."""
     if report.target.lower() not in names():
         return [], []
-    t: Target = target(report.target)
+    t: Target = target(report.target).at_best
     slanted = [Roof(f"memory {u.bandwidth(t.stream)}", t.stream)]
     if t.cache_bandwidth > t.stream:
         slanted.append(Roof(f"cache {u.bandwidth(t.cache_bandwidth)}", t.cache_bandwidth))

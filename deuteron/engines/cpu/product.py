@@ -225,6 +225,11 @@ def product_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     return inside + _preparing_s(region, c, target, knobs)
 
 
+def _product_share(region: Region, knobs: Knobs) -> float:
+    """Runs of taps in the padding are left out."""
+    return sizes(chain(region, ANCHORS), bool(knobs["padded"])).live
+
+
 def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The best by estimate, and the best that differs: where columns fill up no panel, two."""
     c = chain(region, ANCHORS)
@@ -353,4 +358,4 @@ def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> 
 
 
 _PRODUCT = (_refuse_product, _build_product, _product_knobs, product_seconds)
-PRODUCT = Recipe("product", ANCHORS, *_PRODUCT, BUILD_S)
+PRODUCT = Recipe("product", ANCHORS, *_PRODUCT, BUILD_S, share=_product_share)
