@@ -182,7 +182,8 @@ def avoidable(report: Report) -> list[Tally]:
     """Values that did not fuse although somebody could do something about it, the costliest first,
     each once."""
     found = {v.value: item for v in reversed(_by_cost(report)) if (item := _veto(v)).remedy}
-    return sorted(found.values(), key=lambda t: -u.total([t.seconds]))
+    costly = [item for item in found.values() if u.total([item.seconds]) > 0]
+    return sorted(costly, key=lambda t: -t.seconds)
 
 
 def refusals(report: Report) -> dict[str, list[Tally]]:

@@ -103,11 +103,11 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
 def _notes(finder: Finder) -> list[str]:
     notes, counts = [], finder.counts
     if finder.stopped:
-        notes.append(f"{finder.stopped}; {counts['left']} regions were not measured")
+        notes.append(f"{finder.stopped}; {counts['left']} regions or parts were not measured")
     elif counts["left"]:
         notes.append(
-            f"{counts['left']} regions were not measured: the budget of {finder.budget_s:g} s "
-            "does not allow it; another search goes on from here, or raise budget_s"
+            f"{counts['left']} regions or parts were not measured: the budget of "
+            f"{finder.budget_s:g} s does not allow it; another search goes on, or raise budget_s"
         )
     notes.append(f"regions measured: {counts['measured']}, remembered: {counts['remembered']}")
     return notes
