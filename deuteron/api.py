@@ -219,7 +219,7 @@ def _race(
 
 def _dense(leaf: Any) -> Any:
     """An expanded example made whole: calls may bring tensors whose elements all differ."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_quantized:
         return leaf
     return leaf.contiguous() if overlaps(TensorType.from_tensor(leaf)) else leaf
 

@@ -27,11 +27,13 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError, GraphError
+from deuteron.frontends import refusals
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.torch_fx import Importer, is_plain
-from deuteron.frontends.torch_fx_facts import Known
-from deuteron.frontends.torch_trace import Trace, trace, user_frame
+from deuteron.frontends.torch_fx_facts import Known, source_of
+from deuteron.frontends.torch_trace import Attributes, Trace, draws, trace
 from deuteron.ir.graph import Graph
+from deuteron.ops.emit import Sym
 
 _AGAIN = "import the module again with these arguments as the example"
 
@@ -132,9 +134,9 @@ def import_module(
     ``ours`` says how to write operators that are no ATen calls, by their names, as the ATen table
     does for those.
 
-    The module's training flag is respected; what would write to its buffers or inputs is
-    refused. Raises GraphError where the module cannot be a graph, and DeuteronError with
-    torch's own words where torch.export cannot trace it.
+    The module's training flag is respected; what would write to its buffers or inputs, or draw
+    random numbers because of that flag, is refused. Raises GraphError where the module cannot be
+    a graph, and DeuteronError with the module's own words where it refuses the example.
     """
     if not isinstance(args, tuple | list):
         raise BindError(f"args is {_shown(args)}, not a tuple", remedy="write (x,) for one input")
@@ -145,10 +147,14 @@ def import_module(
     leaves, in_spec = pytree.tree_flatten(call)
     entries = {**TABLE, **(ours or {})}
     importer = Importer(name, entries)
-    with _quiet():
+    refusals.check_module(module)
+    refusals.check_call(module, call, paths)
+    with _quiet(), refusals.no_chance_of_python():
+        refusals.check_hooks(module, call)
         traced = trace(module, *call, entries)
-    if traced is None:
-        traced = _traced(_export(module, call, name, entries))
+        if traced is None:
+            refusals.check_results(refusals.tried(module, call))
+            traced = _traced(_export(module, call, entries))
     inputs = _bind_inputs(importer, traced, leaves, _input_names(module, paths))
     importer.run(traced.graph.nodes)
     outputs = _bind_outputs(importer, traced)
@@ -177,28 +183,30 @@ def _quiet() -> Iterator[None]:
 
 
 def _export(
-    module: nn.Module, call: tuple[Any, Any], name: str, entries: Mapping[str, Entry]
+    module: nn.Module, call: tuple[Any, Any], entries: Mapping[str, Entry]
 ) -> torch.export.ExportedProgram:
     """The module as functional ATen calls, composite ones such as conv2d kept whole."""
+    before = Attributes(module)
     try:
-        with _quiet():
-            args, kwargs = _all_different(call)
-            traced = torch.export.export(module, args, kwargs, strict=False)
-            calls = (node.target for node in traced.graph.nodes if node.op == "call_function")
-            training = any(m.training for m in module.modules())
-            if not training and all(is_plain(target, entries) for target in calls):
-                return traced  # nothing is written in place: the costlier half can be left out
-            program: torch.export.ExportedProgram = traced.run_decompositions({})
-            return program
+        args, kwargs = _all_different(call)
+        program = torch.export.export(module, args, kwargs, strict=False)
+        calls = [node for node in program.graph.nodes if node.op == "call_function"]
+        training = any(m.training for m in module.modules())
+        if training or not all(is_plain(node.target, entries) for node in calls):
+            # otherwise nothing is written in place: the costlier half can be left out
+            program = program.run_decompositions({})
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise DeuteronError(
-            f"torch.export cannot trace {name}: {' '.join(lines[:3]) or type(error).__name__}",
-            asked=f"import_module({name}, …)",
-            where=user_frame(error),
-            remedy="make the flow of control independent of tensor values, or import the parts "
-            "of the model around this place one by one",
-        ) from error
+        raise refusals.untraceable(module, error) from error
+    finally:
+        changed = before.changed()
+        before.restore()
+    refusals.refuse_changes(changed)
+    for node in program.graph.nodes if training else ():
+        if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
+            wrong = f"the module is in training mode, and {node.target} draws random numbers"
+            where = source_of(node) or type(module).__name__
+            raise GraphError(wrong, where=where, remedy="call model.eval() first")
+    return program
 
 
 def _all_different(call: Any) -> Any:
@@ -214,7 +222,6 @@ def _all_different(call: Any) -> Any:
     return pytree.tree_map(different, call)
 
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _WRITES = {
     OutputKind.BUFFER_MUTATION: "buffer",
     OutputKind.USER_INPUT_MUTATION: "input",
@@ -228,12 +235,7 @@ def _traced(program: torch.export.ExportedProgram) -> Trace:
         what = _WRITES.get(spec.kind)
         if what is None:
             continue
-        remedy = f"return the new value of {spec.target!r} instead of writing it in place"
-        if str(spec.target).rpartition(".")[2] in _STATISTICS:
-            remedy = "call model.eval() first, or use dt.Graph.grad for training graphs"
-        wrong = f"the module writes to its {what} {spec.target!r}"
-        asked = "a graph, in which nothing is written to"
-        raise GraphError(wrong, asked=asked, where=str(spec.target), remedy=remedy)
+        raise refusals.writes_to(spec.target if what != "input" else None, "", what)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     inputs: list[fx.Node | None] = []
     weights, constants = {}, {}
@@ -250,7 +252,11 @@ def _traced(program: torch.export.ExportedProgram) -> Trace:
             wrong = f"the module holds {target!r}, an object that is no tensor"
             raise GraphError(wrong, remedy="keep it outside the imported module")
     assert program.call_spec.out_spec is not None
-    return Trace(program.graph, inputs, weights, program.call_spec.out_spec, constants)
+    (last,) = (node for node in program.graph.nodes if node.op == "output")
+    results = last.args[0]
+    return Trace(
+        program.graph, inputs, weights, results, program.call_spec.out_spec, constants
+    )
 
 
 def _bind_inputs(
@@ -273,17 +279,16 @@ def _bind_inputs(
 
 
 def _bind_outputs(importer: Importer, traced: Trace) -> tuple[str | Fixed, ...]:
-    (last,) = (node for node in traced.graph.nodes if node.op == "output")
-    results = last.args[0]
-    assert isinstance(results, tuple | list)
     outputs: list[str | Fixed] = []
-    for name, result in zip(_result_names(traced.out_spec), results, strict=True):
-        value = importer.entered(importer.value(result))
-        if isinstance(result, fx.Node) and value is not None and hasattr(value, "name"):
-            importer.build.output(name, value.name)
-            outputs.append(name)
-        else:
-            outputs.append(Fixed(value))
+    for name, result in zip(_result_names(traced.out_spec), traced.results, strict=True):
+        value = result
+        if isinstance(result, fx.Node):
+            value = importer.entered(importer.value(result))
+            if isinstance(value, Sym):
+                importer.build.output(name, value.name)
+                outputs.append(name)
+                continue
+        outputs.append(Fixed(value))
     return tuple(outputs)
 
 
@@ -298,9 +303,8 @@ def _identifier(name: str) -> str:
 def _input_names(module: nn.Module, paths: Sequence[str]) -> list[str]:
     """Names for flattened arguments, those that torch.export gives: ``batch['mask']`` is
     ``batch_mask``, the first of ``*rest`` is ``rest_0``."""
-    signature = inspect.signature(module.forward).parameters
-    kind = inspect.Parameter.VAR_POSITIONAL
-    rest = next((name for name, p in signature.items() if p.kind is kind), "")
+    kind, parameters = inspect.Parameter.VAR_POSITIONAL, refusals.forward_parameters(module)
+    rest = next((name for name, p in parameters.items() if p.kind is kind), "")
     names: list[str] = []
     for path in paths:
         head, *parts = re.findall(r"\w+", path)
@@ -356,7 +360,7 @@ def leaf_paths(call: tuple[Any, ...], parameters: Sequence[str]) -> list[tuple[s
 def _positional(module: nn.Module) -> tuple[str, ...]:
     """The names of the parameters of forward that may be given by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.items()
+    parameters = refusals.forward_parameters(module).items()
     return tuple(name for name, p in parameters if p.kind in kinds)
 
 

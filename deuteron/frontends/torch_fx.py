@@ -121,7 +121,7 @@ class Importer:
             try:
                 self._env[node] = self._convert(node, source)
             except DeuteronError as error:
-                raise error.at(source or f"node {node.name!r}") from None
+                raise error.at(facts.line_of(node) or source or f"node {node.name!r}") from None
 
     def _convert(self, node: fx.Node, source: str) -> Any:
         target = node.target
@@ -143,7 +143,10 @@ class Importer:
         used = facts.used_results(node)
         want = [facts.type_of(t, needed=i in used) for i, t in enumerate(seen)]
         why = "the ATen table has no entry for it"
-        if name in self.entries:
+        beyond = any(isinstance(v, complex) for v in pytree.tree_leaves(ordered))
+        if beyond:
+            why = "a complex number among its arguments"
+        elif name in self.entries:
             given = self.entered(ordered)
             named = {a.name: v for a, v in zip(target._schema.arguments, given, strict=True)}
             site = Site(self.build, source, want, used, named, self._norms)

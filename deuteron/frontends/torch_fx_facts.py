@@ -1,6 +1,7 @@
 """What an fx node says about itself, and asking torch about it: facts for the importer."""
 
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -49,6 +50,14 @@ def source_of(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     return path.removeprefix("L['self'].").replace("\n", " ")
+
+
+def line_of(node: fx.Node) -> str:
+    """The line of the user's that made a call, as far as whoever traced it wrote that down."""
+    if "line" in node.meta:
+        return str(node.meta["line"])
+    stack = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
+    return "{}:{} in {}".format(*stack[-1]) if stack else ""
 
 
 def results(node: fx.Node) -> list[Any]:

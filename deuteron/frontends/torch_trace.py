@@ -17,14 +17,12 @@ and has the words for what is wrong.
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from traceback import walk_stack, walk_tb
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -35,8 +33,10 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deuteron.errors import GraphError
+from deuteron.errors import DeuteronError, GraphError
 from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
+from deuteron.frontends.refusals import is_fixed, is_of_torch, refuse_changes, refuse_special
+from deuteron.frontends.refusals import tried, user_frame, writes_to
 from deuteron.frontends.torch_fx import is_plain
 from deuteron.ir.types import TensorType
 from deuteron.ops.table import infer
@@ -58,6 +58,7 @@ class Trace:
     graph: fx.Graph
     inputs: Sequence[fx.Node | None]
     weights: Mapping[str, tuple[fx.Node, torch.Tensor]]
+    results: Sequence[Any]  # nodes, and plain values
     out_spec: pytree.TreeSpec
     constants: Mapping[str, tuple[fx.Node, torch.Tensor]] = field(default_factory=dict)
 
@@ -88,7 +89,11 @@ class Stand(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # x.data: the same memory, seen once more
+            twin = Stand.of(args[0].held, args[0].node, args[0].known)
+            args[0].own = twin.own = False
+            return twin
         raise NeedsExport(f"{func} was reached by a way that is not recorded")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -112,6 +117,7 @@ class Recorder(ProxyTorchDispatchMode):
         # by memory, a tensor that has it, so that no other can have it
         self.given, self.written = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         self.kept: list[torch.Tensor] = []
+        self.names: Mapping[int, str] = {}  # of weights, by memory
         self._computed = 0  # elements
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._inside = [""]
@@ -156,7 +162,7 @@ class Recorder(ProxyTorchDispatchMode):
                 return NotImplemented
         elif self.written.keys().isdisjoint(memory):
             return NotImplemented
-        if _draws(func, args, kwargs):
+        if draws(func, args, kwargs):
             return NotImplemented
         real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
         with no_python_dispatcher():
@@ -190,6 +196,7 @@ class Recorder(ProxyTorchDispatchMode):
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Stand)]
         if str(func) == "aten.detach_.default" or (str(func) in DROPOUTS and not args[2]):
             return args[0]
+        self._refuse_writing(func, args, kwargs)
         over = _written(func, args)
         if over is not None:
             func = _writing_nothing(func)
@@ -198,13 +205,13 @@ class Recorder(ProxyTorchDispatchMode):
         if not is_plain(func, self.entries) and func._can_decompose():
             with self:  # what it is made of is recorded in its place
                 return func.decompose(*args, **kwargs)
-        if _draws(func, args, kwargs):
+        if draws(func, args, kwargs):
             raise NeedsExport(str(func))
-        _refuse_size_by_values(func, tensors)
+        _refuse_size_by_values(func, args, tensors)
         given = pytree.tree_map_only(Stand, attrgetter("node"), (args, kwargs))
         node = self.graph.call_function(func, *given)
         path = self._inside[-1]
-        node.meta["nn_module_stack"] = {path: (path, "")}
+        node.meta["nn_module_stack"], node.meta["line"] = {path: (path, "")}, user_frame()
         real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
         with no_python_dispatcher():
             answer = zeros_like_result(func, real_args, real_kwargs)
@@ -213,6 +220,9 @@ class Recorder(ProxyTorchDispatchMode):
             if answer is None:
                 answer = func(*real_args, **real_kwargs)
                 self._computed += _elements_on_cpu(answer)
+        for made in pytree.tree_leaves(answer):
+            if isinstance(made, torch.Tensor):
+                refuse_special(made, f"what {func} gives")
         if isinstance(answer, bool | int | float) and known:
             return answer  # it may steer Python
         same = [t for t in tensors if t.held is answer and over is None]
@@ -228,6 +238,17 @@ class Recorder(ProxyTorchDispatchMode):
         several = type(answer)(_apart(Stand.of(a, part, known), tensors) for a, part in pairs)
         node.meta["val"] = [part.meta["val"] for part in parts]
         return several
+
+    def _refuse_writing(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse a call that writes to an argument or weight of the module, or to a part of it."""
+        if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+            return
+        given = schema_order(func, args, kwargs)
+        for argument, value in zip(func._schema.arguments, given, strict=True):
+            if argument.is_write and isinstance(value, Stand) and value.held is not None:
+                memory = _memory(value.held)
+                if memory in self.given:
+                    raise writes_to(self.names.get(memory), user_frame())
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -250,24 +271,20 @@ class Recorder(ProxyTorchDispatchMode):
             after.remove()
 
 
-def _refuse_size_by_values(func: OpOverload, tensors: Sequence[Stand]) -> None:
+def _refuse_size_by_values(
+    func: OpOverload, args: Sequence[Any], tensors: Sequence[Stand]
+) -> None:
     sizing = tensors if torch.Tag.dynamic_output_shape in func.tags else ()
     if str(func) == "aten.index.Tensor":  # masks do, indices do not
         sizing = [t for t in tensors[1:] if t.dtype in (torch.bool, torch.uint8)]
+    elif str(func) == "aten.masked_select.default":
+        sizing = tensors[1:]
+    elif str(func) == "aten.one_hot.default" and args[1:] and args[1] > 0:
+        return
     if not all(t.known for t in sizing):
         wrong = f"the size of what {func} gives depends on the values of its inputs"
         remedy = "keep the shape, by torch.where or a product with the mask; or leave it outside"
         raise GraphError(wrong, asked="a graph of fixed shapes", where=user_frame(), remedy=remedy)
-
-
-def user_frame(error: BaseException | None = None) -> str:
-    """The innermost line that is neither torch's nor ours: of what runs now, or of a traceback."""
-    back = walk_stack(sys._getframe()) if error is None else [*walk_tb(error.__traceback__)][::-1]
-    for frame, line in back:
-        code, home = frame.f_code, frame.f_globals.get("__name__", "")
-        if home.split(".")[0] not in OURS:
-            return f"{code.co_filename}:{line} in {code.co_name}"
-    return ""
 
 
 # ---- writing in place
@@ -322,18 +339,19 @@ def _apart(made: Stand, given: Sequence[torch.Tensor]) -> Stand:
     return made
 
 
-OURS = ("torch", "deuteron", "")  # torch.fx writes modules without a name
 # which write nothing in eval mode
 DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
-_CHANCE = {"aten.dropout.default": 2, "aten.scaled_dot_product_attention.default": 4}
+# arguments that turn a call's random numbers off
+_OFF = {"p": 0, "dropout_p": 0, "dropout": 0, "train": False, "training": False}
 
 
-def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call takes random numbers; some do only where an argument asks for it."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    place = _CHANCE.get(str(func))
-    return place is None or bool(schema_order(func, args, kwargs)[place])
+    given = schema_order(func, args, kwargs)
+    named = {a.name: value for a, value in zip(func._schema.arguments, given, strict=True)}
+    return not any(name in named and named[name] == off for name, off in _OFF.items())
 
 
 def trace(
@@ -343,33 +361,34 @@ def trace(
     entries: Mapping[str, Entry] = TABLE,
 ) -> Trace | None:
     """The calls of ``module`` on an example, or None where torch.export has to be asked."""
-    if any(m.training or isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
+    if any(m.training for m in module.modules()):
         return None
     before = Attributes(module)
     try:
-        found = _unchanging(module, args, kwargs, entries)
-        if found is None:  # some modules set themselves up in their first call
-            with torch.no_grad():
-                module(*args, **kwargs)
-            found = _unchanging(module, args, kwargs, entries)
-    except GraphError:
+        found, changed = _traced(module, args, kwargs, entries)
+        if changed:  # some modules set themselves up in their first call
+            tried(module, (args, kwargs))
+            found, changed = _traced(module, args, kwargs, entries)
+        refuse_changes(changed)
+        if not changed:
+            return found
+    except DeuteronError:
         before.restore()
         raise
     except Exception:  # torch.export goes through it again and says what is wrong
-        found = None
-    if found is None:
-        before.restore()
-    return found
-
-
-def _unchanging(module: nn.Module, *call: Any) -> Trace | None:
-    """The calls of a module, unless it changes itself while it runs."""
-    before = Attributes(module)
-    found = _trace(module, *call)
-    if not before.changed():
-        return found
+        pass
     before.restore()
     return None
+
+
+def _traced(module: nn.Module, *call: Any) -> tuple[Trace, dict[str, bool]]:
+    """The calls of a module, and what it changed of itself while it ran, which is undone."""
+    before = Attributes(module)
+    found = _trace(module, *call)
+    changed = before.changed()
+    if changed:
+        before.restore()
+    return found, changed
 
 
 def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry]) -> Trace:
@@ -378,23 +397,43 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
     given = [recorder.placeholder(a, False) if isinstance(a, torch.Tensor) else a for a in leaves]
     named = dict((*module.named_parameters(), *module.named_buffers()))
     stands = {name: recorder.placeholder(tensor) for name, tensor in named.items()}
+    recorder.names = {_memory(tensor): name for name, tensor in named.items()}
     call_args, call_kwargs = pytree.tree_unflatten(given, spec)
-    with torch.no_grad(), enable_python_dispatcher(), recorder.following(), recorder:
-        after: dict[str, torch.Tensor] = {**stands}  # forward may replace weights in it
-        answer = torch.func.functional_call(module, after, call_args, call_kwargs)
-    if recorder.refused or any(after[name] is not stands[name] for name in stands):
-        raise NeedsExport("forward replaces a weight, or went on after what is not recorded")
-    results, out_spec = pytree.tree_flatten(answer)
-    if not all(r is None or isinstance(r, Stand | bool | int | float | str) for r in results):
+    swapped = _swapped(module, {id(tensor): stands[name] for name, tensor in named.items()})
+    with torch.no_grad(), enable_python_dispatcher(), recorder.following(), swapped, recorder:
+        answer = module(*call_args, **call_kwargs)
+    if recorder.refused:
+        raise NeedsExport("forward went on after what is not recorded")
+    results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
+    if not all(isinstance(r, Stand) or is_fixed(r) for r in results):
         raise NeedsExport("a result is neither a tensor nor a plain value")
     made = [recorder.standing(r).node if isinstance(r, Stand) else r for r in results]
-    recorder.graph.output(tuple(made))
+    recorder.graph.output(tuple(r for r in made if isinstance(r, fx.Node)))
     recorder.graph.eliminate_dead_code()
     inputs = [a.node if isinstance(a, Stand) else None for a in given]
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
     for i, (stand, tensor) in enumerate(recorder.constants.values()):
         weights[f"constant.{i}"] = stand.node, tensor
-    return Trace(recorder.graph, inputs, weights, out_spec)
+    return Trace(recorder.graph, inputs, weights, made, out_spec)
+
+
+@contextmanager
+def _swapped(module: nn.Module, stands: Mapping[int, Stand]) -> Iterator[None]:
+    """Stand-ins in the places of a module's parameters and buffers."""
+    tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(t, dict(t)) for t in tables]
+    for table, was in before:
+        table.update({name: stands[id(t)] for name, t in was.items() if t is not None})
+    try:
+        yield
+        for table, was in before:
+            for name, tensor in table.items():
+                if tensor is not None and tensor is not stands.get(id(was.get(name))):
+                    raise NeedsExport("forward replaces a weight")
+    finally:
+        for table, was in before:
+            table.clear()
+            table.update(was)
 
 
 class Attributes:
@@ -402,28 +441,44 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        each = [(vars(m), m._parameters, m._buffers) for m in module.modules()]
-        self._held = [(now, dict(now)) for several in each for now in several]
-        inside = (v for now, _, _ in each for v in now.values() if isinstance(v, dict | list))
-        self._inside = [(v, v.copy()) for v in inside]
+        self._held, self._inside, self._users = [], [], {}
+        for path, m in module.named_modules():
+            prefix = f"{path}." if path else ""
+            hooked = any(is_of_torch(hook) for hook in m._forward_pre_hooks.values())
+            self._users[prefix] = not is_of_torch(m) and not hooked
+            for now in (vars(m), m._parameters, m._buffers):
+                self._held.append((prefix, now, dict(now)))
+                lists = ((name, v) for name, v in now.items() if isinstance(v, dict | list))
+                self._inside += [(prefix, name, v, v.copy()) for name, v in lists]
 
-    def changed(self) -> bool:
-        """Whether one was set since, or a list or dict among them holds a stand-in."""
-        for now, was in self._held:
-            if now.keys() != was.keys() or any(now[k] is not was[k] for k in was):
-                return True
-        if any(len(v) != len(was) for v, was in self._inside):
-            return True
-        kept = pytree.tree_leaves([vars(m) for m in self._module.modules()])
-        return any(isinstance(leaf, Stand) for leaf in kept)
+    def changed(self) -> dict[str, bool]:
+        """What was set since to something else, or is a list or dict that grew or holds a
+        stand-in; and whether that was done by code of the user's, not of torch's."""
+        found = []
+        for path, now, was in self._held:
+            keys = (k for k in {**was, **now} if not _same(now.get(k, self), was.get(k, self)))
+            found += [(path, k) for k in keys]
+        found += [(path, name) for path, name, v, was in self._inside if len(v) != len(was)]
+        for path, now, _ in self._held:
+            for name, value in now.items():
+                if any(isinstance(leaf, Stand) for leaf in pytree.tree_leaves(value)):
+                    found.append((path, name))
+        return {f"{path}{name}": self._users[path] for path, name in found}
 
     def restore(self) -> None:
-        for now, was in self._held:
+        for _, now, was in self._held:
             now.clear()
             now.update(was)
-        for v, content in self._inside:
+        for _, _, v, content in self._inside:
             v.clear()
             (v.update if isinstance(v, dict) else v.extend)(content)
+
+
+def _same(now: Any, was: Any) -> bool:
+    plain = (bool, int, float, str, tuple, torch.dtype, torch.device)
+    if now is was:
+        return True
+    return type(now) is type(was) and isinstance(now, plain) and bool(now == was)
 
 
 # ---- products, convolutions and operators of ours, by shape alone

@@ -15,7 +15,7 @@ class DType:
     name: str
     short: str
     bits: int
-    kind: str  # "float", "int", "uint" or "bool"
+    kind: str  # "float", "int", "uint", "bool" or "complex"
     torch: torch.dtype
 
     def __repr__(self) -> str:
@@ -29,6 +29,11 @@ class DType:
     def is_low(self) -> bool:
         """Narrower than 32 bits: arithmetic on it accumulates in float32."""
         return self.kind == "float" and self.bits < 32
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether no operator of ours computes with it: calls that stay torch's own hand it on."""
+        return self.kind == "complex" or (self.kind == "uint" and self.bits > 8)
 
     def nbytes(self, count: int) -> int:
         """Bytes that ``count`` elements take; sub-byte types are packed."""
@@ -47,6 +52,11 @@ int16 = DType("int16", "i16", 16, "int", torch.int16)
 int8 = DType("int8", "i8", 8, "int", torch.int8)
 uint8 = DType("uint8", "u8", 8, "uint", torch.uint8)
 int4 = DType("int4", "i4", 4, "int", torch.int4)  # type: ignore[attr-defined]
+uint16 = DType("uint16", "u16", 16, "uint", torch.uint16)
+uint32 = DType("uint32", "u32", 32, "uint", torch.uint32)
+uint64 = DType("uint64", "u64", 64, "uint", torch.uint64)
+complex64 = DType("complex64", "c64", 64, "complex", torch.complex64)
+complex128 = DType("complex128", "c128", 128, "complex", torch.complex128)
 bool_ = DType("bool", "bool", 8, "bool", torch.bool)
 
 ALL = tuple(found for found in vars().values() if isinstance(found, DType))

@@ -84,7 +84,7 @@ class Constant:
     __slots__ = ("_digest", "data", "type")
 
     def __init__(self, data: torch.Tensor) -> None:
-        self.data = data.detach()
+        self.data = data.detach().resolve_conj().resolve_neg()  # signs that memory does not hold
         self.type = TensorType.from_tensor(self.data)
         if not self.type.is_dense:  # an expanded or sliced tensor is stored on its own
             self.data = self.data.contiguous()
@@ -129,6 +129,7 @@ def number_of(constants: Mapping[str, Constant], value: str | None) -> float | i
 
 def _bytes(flat: torch.Tensor) -> bytes:
     """The content of a fresh tensor. A machine may write NaN in many ways: here it is one."""
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     raw = flat.view(torch.uint8)
     if flat.is_floating_point():
         nan = flat.float().isnan()

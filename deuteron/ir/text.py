@@ -56,6 +56,8 @@ def _unquoted(name: str) -> str:
 def _constant(const: Constant) -> str:
     if const.type.numel <= INLINE:
         plain = const.data.double() if const.type.dtype.is_float else const.data
+        if plain.is_complex():  # pairs of numbers
+            plain = torch.view_as_real(plain.resolve_conj())
         return literal(_tuples(plain.tolist()))
     return f"sha256:{const.digest}"
 
@@ -253,7 +255,11 @@ def _read_constant(
             const = Constant(restride(const.data, type_))
         return const
     try:
-        data = torch.tensor(parse_literal(text), dtype=type_.dtype.torch).reshape(type_.shape)
+        dt = type_.dtype.torch
+        data = torch.tensor(parse_literal(text), dtype=dt.to_real() if dt.is_complex else dt)
+        if dt.is_complex:
+            data = torch.view_as_complex(data.reshape(*type_.shape, 2))
+        data = data.reshape(type_.shape)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise FileError(f"constant {name!r}: {text[:60]!r} is not a value of {type_}") from None
     return Constant(restride(data, type_))

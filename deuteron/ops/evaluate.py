@@ -47,7 +47,11 @@ def evaluate(
     device = first.device if first is not None else torch.device("cpu")
 
     def lift(t: torch.Tensor) -> torch.Tensor:
-        return t.double() if float64 and t.is_floating_point() else t
+        if not float64:
+            return t
+        if t.is_complex():
+            return t.to(torch.complex128)
+        return t.double() if t.is_floating_point() else t
 
     env = {name: lift(t) for name, t in inputs.items()}
     for name, constant in graph.constants.items():

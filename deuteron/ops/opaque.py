@@ -37,6 +37,8 @@ def encode(value: Any, tensors: list[Any], lookup: Any) -> Any:
         return ("device",)
     if isinstance(value, torch.memory_format | torch.layout):
         return ("torch", str(value).removeprefix("torch."))
+    if isinstance(value, complex):
+        return ("complex", value.real, value.imag)
     if isinstance(value, list | tuple):
         return ("list", *(encode(v, tensors, lookup) for v in value))
     if value is None or isinstance(value, bool | int | float | str):
@@ -53,6 +55,8 @@ def decode(value: Any, tensors: Sequence[Any], device: torch.device) -> Any:
         return tensors[rest[0]]
     if tag == "list":
         return [decode(v, tensors, device) for v in rest]
+    if tag == "complex":
+        return complex(*rest)
     if tag == "dtype":
         return dtype(rest[0]).torch
     if tag == "device":
@@ -97,7 +101,8 @@ def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, out: Any)
     positional = [decode(a, xs, device) for a in args]
     result = resolve(target)(*positional, **{key: decode(a, xs, device) for key, a in kwargs})
     flat = result if isinstance(result, tuple | list) else (result,)
-    return tuple(t for t in flat if isinstance(t, torch.Tensor))
+    found = (t for t in flat if isinstance(t, torch.Tensor))
+    return tuple(t.resolve_conj().resolve_neg() for t in found)  # kernels read memory as it is
 
 
 _ROLL: tuple[Any, ...] = (("in", 0), ("list", 1), ("list", 1))

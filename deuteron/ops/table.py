@@ -10,7 +10,7 @@ from typing import Any
 from deuteron.errors import GraphError
 from deuteron.ir.graph import Attrs
 from deuteron.ir.types import TensorType
-from deuteron.ops.opdef import OpDef
+from deuteron.ops.opdef import Fusion, OpDef
 
 TABLE: dict[str, OpDef] = {}
 
@@ -51,10 +51,21 @@ def _infer(
     for slot, type_ in zip(op.inputs, types, strict=False):
         if type_ is None and not slot.endswith("?"):
             raise GraphError(f"{name} needs its input {slot.lstrip('*')!r}")
+    _refuse_foreign(op, types)
     full = op.normalise(attrs)
     full = full if op.complete is None else op.complete(types, full)
     result = op.infer(*types, **full)
-    return Attrs(full), (result if isinstance(result, tuple) else (result,))
+    results = result if isinstance(result, tuple) else (result,)
+    _refuse_foreign(op, results)
+    return Attrs(full), results
+
+
+def _refuse_foreign(op: OpDef, types: Sequence[TensorType | None]) -> None:
+    """Element types that only torch computes with go in and out of opaque calls alone."""
+    found = next((t for t in types if t is not None and t.dtype.is_foreign), None)
+    if found is not None and op.fusion is not Fusion.OPAQUE:
+        wrong = f"{op.name} does not compute with {found.dtype.name}"
+        raise GraphError(wrong, remedy="keep to real numbers, and to integers of other types")
 
 
 def infer(

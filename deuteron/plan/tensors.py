@@ -16,6 +16,8 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
         return math.inf
     if out.numel() == 0:
         return 0.0
+    if out.is_complex() and exact.is_complex():
+        out, exact = (torch.view_as_real(t.resolve_conj()) for t in (out, exact))
     if not (out.is_floating_point() or exact.is_floating_point()):
         return 0.0 if torch.equal(out, exact.to(out.dtype)) else math.inf
     wide = torch.float32 if exact.dtype != torch.float64 else torch.float64
@@ -95,6 +97,8 @@ def random_tensor(
     count = max(type_.storage_numel, 0)
     if type_.dtype.kind == "bool":
         flat = torch.randint(0, 2, (count,), generator=gen, device=device).bool()
+    elif type_.dtype.kind == "complex":
+        flat = torch.randn(count, generator=gen, device=device, dtype=dt)
     elif not type_.dtype.is_float:
         flat = torch.randint(0, max(high, 1), (count,), generator=gen, device=device).to(dt)
     else:

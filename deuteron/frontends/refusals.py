@@ -1,0 +1,313 @@
+"""Why a module cannot be a graph. Each way to fail has its own reason, remedy and line.
+
+What can be seen in the module or in the call is refused by :func:`check_module` and
+:func:`check_call` before anything is traced. Where the quick trace gives up, :func:`tried` runs the
+module as it is: an example that the module itself refuses is refused in the module's own words.
+What torch.export then cannot do, :func:`untraceable` says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from traceback import walk_stack, walk_tb
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.utils import _pytree as pytree
+
+from deuteron.errors import BindError, DeuteronError, GraphError
+
+# Code that is nobody's model: torch.fx writes modules without a name.
+NOT_THE_USERS = {"torch", "deuteron", "sympy", "numpy", "", *sys.stdlib_module_names}
+# Hooks of these packages compute, or record what then becomes a result.
+COMPUTING_HOOKS = ("torch", "transformers")
+_OUTSIDE = "keep it outside of what is optimised, and optimise the parts before and after it"
+
+
+def user_frame(error: BaseException | None = None) -> str:
+    """The innermost line that is the user's: of what runs now, or of a traceback."""
+    back = walk_stack(sys._getframe()) if error is None else [*walk_tb(error.__traceback__)][::-1]
+    for frame, line in back:
+        code, home = frame.f_code, frame.f_globals.get("__name__", "")
+        if home.split(".")[0] not in NOT_THE_USERS:
+            return f"{code.co_filename}:{line} in {code.co_name}"
+    return ""
+
+
+def _place(module: nn.Module, error: BaseException) -> str:
+    """The user's line, and the innermost part of the model that was running."""
+    paths = {id(part): path for path, part in module.named_modules()}
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)][::-1]
+    running = (frame.f_locals.get("self") for frame in frames)
+    part = next((p for p in running if isinstance(p, nn.Module) and id(p) in paths), module)
+    path = paths.get(id(part), "")
+    inside = f"in {path!r}, a {type(part).__name__}" if path else ""
+    return ", ".join(filter(None, (user_frame(error), inside)))
+
+
+# ---- what can be seen beforehand -----------------------------------------------------------------
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse modules that have no forward in Python to look into, or weights of a special kind."""
+    for path, part in module.named_modules():
+        where = path or type(module).__name__
+        if isinstance(part, torch.jit.ScriptModule):
+            wrong = f"{where!r} is a ScriptModule, whose calls torch has compiled already"
+            raise GraphError(wrong, where=where, remedy="pass the nn.Module it was made from")
+        if type(part).__name__ == "OptimizedModule" and hasattr(part, "_orig_mod"):
+            wrong = f"{where!r} is what torch.compile made of a module"
+            remedy = "pass the module itself: model._orig_mod"
+            raise GraphError(wrong, where=where, remedy=remedy)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            wrong = f"{name!r} belongs to a lazy module, and has no shape yet"
+            remedy = "call the model on the example once: model(*example)"
+            raise GraphError(wrong, where=name, remedy=remedy)
+        refuse_special(tensor, f"{name!r} of the model", name)
+
+
+def refuse_special(tensor: torch.Tensor, what: str, where: str = "") -> None:
+    """Refuse tensors whose numbers do not lie in memory one by one."""
+    kind = ""
+    if tensor.is_nested:
+        kind, remedy = "a nested tensor", "use a padded tensor and a mask"
+    elif tensor.layout is not torch.strided:
+        kind, remedy = f"a sparse tensor ({tensor.layout})", "use to_dense()"
+    elif tensor.is_quantized:
+        kind, remedy = f"a quantised tensor ({tensor.dtype})", "use dequantize()"
+    if kind:
+        where = where or user_frame()
+        raise GraphError(f"{what} is {kind}", where=where, remedy=f"{remedy}, or {_OUTSIDE}")
+
+
+def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of forward; none where Python cannot say."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except ValueError:  # a builtin, or decorated as if it were one
+        return {}
+
+
+def check_call(
+    module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], paths: Sequence[str]
+) -> None:
+    """Refuse an example that does not fit forward's parameters, or holds what cannot be an input.
+
+    ``paths`` says how the caller writes each leaf of the call.
+    """
+    parameters = forward_parameters(module)
+    rewritten = module._forward_pre_hooks or type(module).__call__ is not nn.Module.__call__
+    if parameters and not rewritten:
+        try:
+            inspect.Signature(list(parameters.values())).bind(*call[0], **call[1])
+        except TypeError as error:
+            names = ", ".join(parameters)
+            wrong = f"the example does not fit forward({names}): {error}"
+            asked = f"{len(call[0])} arguments" + "".join(f", {name}=…" for name in call[1])
+            remedy = "give (x, y) for two arguments, and those by keyword as the dict kwargs"
+            raise BindError(wrong, asked=asked, where="example", remedy=remedy) from None
+    for path, leaf in zip(paths, pytree.tree_leaves(call), strict=True):
+        if isinstance(leaf, torch.Tensor):
+            refuse_special(leaf, path, path)
+        elif not is_fixed(leaf):
+            raise _unknown_class(f"{path} is", leaf, "hand over its tensors")
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, slice, range, torch.Size)
+_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether something that is no tensor has one meaning, whatever is done to it meanwhile."""
+    if isinstance(value, _PLAIN) or callable(value):
+        return True
+    compared = type(value).__hash__ not in (None, object.__hash__)
+    held = pytree.tree_leaves(getattr(value, "__dict__", {}))
+    return compared and not any(isinstance(v, torch.Tensor) for v in held)
+
+
+def _unknown_class(what: str, value: Any, otherwise: str) -> GraphError:
+    kind = type(value)
+    register = f"register the class: torch.export.register_dataclass({kind.__name__})"
+    if not hasattr(kind, "__dataclass_fields__"):
+        register = f"register it: torch.utils._pytree.register_pytree_node({kind.__name__}, …)"
+    wrong = f"{what} a {kind.__name__}, a class that torch cannot take apart"
+    remedy = f"{otherwise} in a tuple or dict, or {register}"
+    return GraphError(wrong, where=f"{kind.__module__}.{kind.__qualname__}", remedy=remedy)
+
+
+def check_results(results: Any) -> None:
+    """Refuse results that are neither tensors nor plain values, in containers torch knows."""
+    for leaf in pytree.tree_leaves(results):
+        if not isinstance(leaf, torch.Tensor) and not is_fixed(leaf):
+            error = _unknown_class("forward returns", leaf, "return its tensors")
+            if "cache" in type(leaf).__name__.lower():
+                error.remedy += "; a language model returns no cache with use_cache=False"
+            raise error
+
+
+# ---- running the module as it is -----------------------------------------------------------------
+
+
+def tried(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """What the module gives for a copy of the example. Its buffers are left as they were."""
+    kept = {buffer: buffer.clone() for buffer in module.buffers()}
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, call)
+    devices = {t.device for t in pytree.tree_leaves(call) if isinstance(t, torch.Tensor)}
+    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), torch.no_grad():
+        torch.manual_seed(marker := 0x5EED)
+        try:
+            results = module(*args, **kwargs)
+        except Exception as error:
+            words = str(error).strip().splitlines() or [""]
+            wrong = f"{type(module).__name__} itself refuses this example: "
+            raise DeuteronError(
+                f"{wrong}{type(error).__name__}: {words[0]}",
+                asked="a call of the module as it is, without Deuteron",
+                where=_place(module, error),
+                remedy="give an example on which model(*example) runs",
+            ) from error
+        finally:
+            for buffer, was in kept.items():
+                buffer.data.copy_(was)
+        if torch.initial_seed() != marker:
+            wrong = "forward sets the seed of torch's random numbers"
+            raise GraphError(wrong, remedy="set the seed outside of the module")
+    return results
+
+
+@contextmanager
+def no_chance_of_python() -> Iterator[None]:
+    """Refuse what draws numbers that torch does not know of: a graph would repeat the first."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state(legacy=False)
+    yield
+    after = random.getstate(), numpy and numpy.random.get_state(legacy=False)
+    drawn = "random" if before[0] != after[0] else ""
+    drawn = drawn or ("numpy.random" if repr(before[1]) != repr(after[1]) else "")
+    if drawn:
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
+        wrong = f"forward draws from Python's {drawn}, and a graph would repeat the numbers"
+        raise GraphError(wrong, remedy="draw with torch.rand, or outside and hand the numbers in")
+
+
+# ---- hooks ---------------------------------------------------------------------------------------
+
+
+def check_hooks(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Refuse hooks that return nothing. They look on, and a plan has nothing to show them.
+
+    What a hook returns takes the place of a result, and is part of the graph.
+    """
+    found: list[tuple[str, dict[int, Any], int, Callable[..., Any]]] = []
+    everywhere = (global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks)
+    several = [("every module", table) for table in everywhere]
+    for path, part in module.named_modules():
+        tables = (part._forward_hooks, part._forward_pre_hooks)
+        several += [(repr(path or type(module).__name__), table) for table in tables]
+    for path, table in several:
+        for key, hook in table.items():
+            if not _comes_from(hook, COMPUTING_HOOKS):
+                found.append((path, table, key, hook))
+    if not found:
+        return
+    answered: dict[int, bool] = {}
+
+    def watched(key: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call_of(*args: Any, **kwargs: Any) -> Any:
+            answer = hook(*args, **kwargs)
+            answered[key] = answered.get(key, False) or answer is not None
+            return answer
+
+        return call_of
+
+    try:
+        for _, table, key, hook in found:
+            table[key] = watched(key, hook)
+        tried(module, call)
+    finally:
+        for _, table, key, hook in found:
+            table[key] = hook
+    for path, _, key, hook in found:
+        if not answered.get(key, True):
+            name = getattr(hook, "__qualname__", repr(hook))
+            wrong = f"the forward hook {name} of {path} returns nothing: a plan never calls it"
+            remedy = "remove() the hook; what it records can be returned by forward"
+            raise GraphError(wrong, where=_line(hook), remedy=remedy)
+
+
+def _comes_from(thing: Any, packages: Sequence[str]) -> bool:
+    home = getattr(thing, "__module__", None) or type(thing).__module__
+    return str(home).split(".")[0] in packages
+
+
+def is_of_torch(thing: Any) -> bool:
+    """Whether a function, or the class of an object, is torch's own."""
+    return _comes_from(thing, ("torch",))
+
+
+def _line(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+
+
+# ---- what torch.export says ----------------------------------------------------------------------
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_STATE = "return what is new, or hand it in; a graph keeps nothing between calls"
+_VALUES = (
+    "choose element by element with torch.where, or decide outside of what is optimised, and "
+    "optimise the parts before and after it"
+)
+# Kinds of errors of torch's, and words in them: what is wrong, and the remedy.
+_KNOWN = (
+    (
+        "GuardOnDataDependentSymNode|DataDependentOutputException",
+        "forward branches on the values of a tensor, which a graph cannot",
+        _VALUES,
+    ),
+    ("numpy", "forward hands a tensor to numpy, where torch does not see what becomes of it",
+     f"compute with torch, or {_OUTSIDE}"),
+)  # fmt: skip
+
+
+def untraceable(module: nn.Module, error: Exception) -> DeuteronError:
+    """The refusal for a module that runs, but that torch.export cannot trace."""
+    name = type(module).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__} {' '.join(lines)}"
+    wrong = f"torch.export cannot trace {name}: {' '.join(lines[:3]) or type(error).__name__}"
+    remedy = f"leave this line out of forward: {_OUTSIDE}"
+    for words, known, way in _KNOWN:
+        if any(word in text for word in words.split("|")):
+            wrong, remedy = known, way
+            break
+    return GraphError(wrong, asked=f"{name} as a graph", where=_place(module, error), remedy=remedy)
+
+
+def refuse_changes(changed: Mapping[str, bool]) -> None:
+    """Refuse a module that the user's code makes another one in each call."""
+    names = [name for name, users in changed.items() if users]
+    if names:
+        wrong = f"forward changes {', '.join(map(repr, names))} of the module whenever it runs"
+        raise GraphError(wrong, where=names[0], remedy=_STATE)
+
+
+def writes_to(weight: str | None, where: str, what: str = "parameter or buffer") -> GraphError:
+    """The refusal for a module that writes to a weight, or, where there is none, to its input."""
+    name = f"its {what} {weight!r}" if weight else "its input"
+    wrong, asked = f"the module writes to {name}", "a graph, in which nothing is written to"
+    remedy = "return the new value instead of writing it in place, or write to a clone()"
+    if (weight or "").rpartition(".")[2] in _STATISTICS:
+        remedy = "call model.eval() first, or use dt.Graph.grad for training graphs"
+    return GraphError(wrong, asked=asked, where=where or weight or "", remedy=remedy)
