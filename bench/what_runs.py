@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ def differs(got: Any, want: Any) -> str:
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """"runs", "random", "refused" or "wrong", and the reason."""
+    """ "runs", "random", "refused" or "wrong", and the reason."""
     module = case.make()
     args, kwargs = _call(case, 1)
     try:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -28,6 +30,7 @@ from deuteron.errors import BindError, DeuteronError, GraphError
 NOT_THE_USERS = {"torch", "deuteron", "sympy", "numpy", "", *sys.stdlib_module_names}
 # Hooks of these packages compute, or record what then becomes a result.
 COMPUTING_HOOKS = ("torch", "transformers")
+_FOLDERS = (f"{torch.__path__[0]}/", f"{sysconfig.get_path('stdlib')}/")
 _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before and after it"
 
 
@@ -36,6 +39,8 @@ def user_frame(error: BaseException | None = None) -> str:
     back = walk_stack(sys._getframe()) if error is None else [*walk_tb(error.__traceback__)][::-1]
     for frame, line in back:
         code, home = frame.f_code, frame.f_globals.get("__name__", "")
+        if home.startswith("deuteron") and code.co_name == "import_module":
+            break  # what lies further out called us
         if home.split(".")[0] not in NOT_THE_USERS:
             return f"{code.co_filename}:{line} in {code.co_name}"
     return ""
@@ -49,7 +54,16 @@ def _place(module: nn.Module, error: BaseException) -> str:
     part = next((p for p in running if isinstance(p, nn.Module) and id(p) in paths), module)
     path = paths.get(id(part), "")
     inside = f"in {path!r}, a {type(part).__name__}" if path else ""
-    return ", ".join(filter(None, (user_frame(error), inside)))
+    line = user_frame(error) or written_line(str(error))
+    return ", ".join(filter(None, (line, inside))) or type(module).__name__
+
+
+def written_line(text: str) -> str:
+    """The innermost line of the user's in a traceback that torch wrote down as text."""
+    for file, line, name in re.findall(r'File "(.+)", line (\d+), in (.+)', text)[::-1]:
+        if not any(file.startswith(folder) for folder in _FOLDERS):
+            return f"{file}:{line} in {name}"
+    return ""
 
 
 # ---- what can be seen beforehand -----------------------------------------------------------------
@@ -121,15 +135,16 @@ def check_call(
             raise _unknown_class(f"{path} is", leaf, "hand over its tensors")
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, Enum, slice, range, torch.Size)
-_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), Enum, slice, range, torch.Size)
+_PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
 
 
 def is_fixed(value: Any) -> bool:
     """Whether something that is no tensor has one meaning, whatever is done to it meanwhile."""
     if isinstance(value, _PLAIN) or callable(value):
         return True
-    compared = type(value).__hash__ not in (None, object.__hash__)
+    how: Any = type(value).__hash__
+    compared = how is not None and how is not object.__hash__  # by content, not by identity
     held = pytree.tree_leaves(getattr(value, "__dict__", {}))
     return compared and not any(isinstance(v, torch.Tensor) for v in held)
 
@@ -286,7 +301,8 @@ def untraceable(module: nn.Module, error: Exception) -> DeuteronError:
     name = type(module).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__} {' '.join(lines)}"
-    wrong = f"torch.export cannot trace {name}: {' '.join(lines[:3]) or type(error).__name__}"
+    said = " ".join(lines[:3]).partition("While executing")[0] or type(error).__name__
+    wrong = f"torch.export cannot trace {name}: {said}"
     remedy = f"leave this line out of forward: {_OUTSIDE}"
     for words, known, way in _KNOWN:
         if any(word in text for word in words.split("|")):
@@ -310,4 +326,4 @@ def writes_to(weight: str | None, where: str, what: str = "parameter or buffer")
     remedy = "return the new value instead of writing it in place, or write to a clone()"
     if (weight or "").rpartition(".")[2] in _STATISTICS:
         remedy = "call model.eval() first, or use dt.Graph.grad for training graphs"
-    return GraphError(wrong, asked=asked, where=where or weight or "", remedy=remedy)
+    return GraphError(wrong, asked=asked, where=where, remedy=remedy)

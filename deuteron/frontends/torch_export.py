@@ -26,12 +26,13 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from deuteron.errors import BindError, DeuteronError, GraphError
+from deuteron.errors import BindError, GraphError
 from deuteron.frontends import refusals
 from deuteron.frontends.aten import TABLE, Entry
+from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known, source_of
-from deuteron.frontends.torch_trace import Attributes, Trace, draws, trace
+from deuteron.frontends.torch_trace import Stand, Trace, draws, trace
 from deuteron.ir.graph import Graph
 from deuteron.ops.emit import Sym
 
@@ -198,7 +199,7 @@ def _export(
     except Exception as error:
         raise refusals.untraceable(module, error) from error
     finally:
-        changed = before.changed()
+        changed = before.changed(Stand)
         before.restore()
     refusals.refuse_changes(changed)
     for node in program.graph.nodes if training else ():
@@ -235,7 +236,8 @@ def _traced(program: torch.export.ExportedProgram) -> Trace:
         what = _WRITES.get(spec.kind)
         if what is None:
             continue
-        raise refusals.writes_to(spec.target if what != "input" else None, "", what)
+        weight = None if what == "input" else str(spec.target)
+        raise refusals.writes_to(weight, str(spec.target), what)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     inputs: list[fx.Node | None] = []
     weights, constants = {}, {}
@@ -254,9 +256,7 @@ def _traced(program: torch.export.ExportedProgram) -> Trace:
     assert program.call_spec.out_spec is not None
     (last,) = (node for node in program.graph.nodes if node.op == "output")
     results = last.args[0]
-    return Trace(
-        program.graph, inputs, weights, results, program.call_spec.out_spec, constants
-    )
+    return Trace(program.graph, inputs, weights, results, program.call_spec.out_spec, constants)
 
 
 def _bind_inputs(

@@ -1,7 +1,6 @@
 """What an fx node says about itself, and asking torch about it: facts for the importer."""
 
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from deuteron.errors import GraphError
 from deuteron.frontends.aten import Site
+from deuteron.frontends.refusals import written_line
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.emit import Sym
 
@@ -56,8 +56,7 @@ def line_of(node: fx.Node) -> str:
     """The line of the user's that made a call, as far as whoever traced it wrote that down."""
     if "line" in node.meta:
         return str(node.meta["line"])
-    stack = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
-    return "{}:{} in {}".format(*stack[-1]) if stack else ""
+    return written_line(node.meta.get("stack_trace") or "")
 
 
 def results(node: fx.Node) -> list[Any]:

@@ -35,8 +35,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deuteron.errors import DeuteronError, GraphError
 from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
-from deuteron.frontends.refusals import is_fixed, is_of_torch, refuse_changes, refuse_special
-from deuteron.frontends.refusals import tried, user_frame, writes_to
+from deuteron.frontends.attributes import Attributes
+from deuteron.frontends.refusals import (
+    is_fixed,
+    refuse_changes,
+    refuse_special,
+    tried,
+    user_frame,
+    writes_to,
+)
 from deuteron.frontends.torch_fx import is_plain
 from deuteron.ir.types import TensorType
 from deuteron.ops.table import infer
@@ -234,21 +241,28 @@ class Recorder(ProxyTorchDispatchMode):
         if not isinstance(answer, list | tuple):
             raise NeedsExport(f"{func} gives no tensor")
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
-        pairs = zip(answer, parts, strict=True)
-        several = type(answer)(_apart(Stand.of(a, part, known), tensors) for a, part in pairs)
+        each = [known] * len(parts)
+        if str(func) == "aten._pack_padded_sequence.default":  # rows at each step
+            each[1] = tensors[1].known
+        several = type(answer)(
+            _apart(Stand.of(*made), tensors) for made in zip(answer, parts, each, strict=True)
+        )
         node.meta["val"] = [part.meta["val"] for part in parts]
         return several
 
     def _refuse_writing(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a call that writes to an argument or weight of the module, or to a part of it."""
-        if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+        learns = str(func) in LEARNS and schema_order(func, args, kwargs)[5]
+        if not isinstance(func, OpOverload) or not (func._schema.is_mutable or learns):
             return
         given = schema_order(func, args, kwargs)
         for argument, value in zip(func._schema.arguments, given, strict=True):
-            if argument.is_write and isinstance(value, Stand) and value.held is not None:
+            written = argument.is_write or (learns and argument.name == "running_mean")
+            if written and isinstance(value, Stand) and value.held is not None:
                 memory = _memory(value.held)
                 if memory in self.given:
-                    raise writes_to(self.names.get(memory), user_frame())
+                    where = user_frame() or self._inside[-1]
+                    raise writes_to(self.names.get(memory), where)
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -271,9 +285,7 @@ class Recorder(ProxyTorchDispatchMode):
             after.remove()
 
 
-def _refuse_size_by_values(
-    func: OpOverload, args: Sequence[Any], tensors: Sequence[Stand]
-) -> None:
+def _refuse_size_by_values(func: OpOverload, args: Sequence[Any], tensors: Sequence[Stand]) -> None:
     sizing = tensors if torch.Tag.dynamic_output_shape in func.tags else ()
     if str(func) == "aten.index.Tensor":  # masks do, indices do not
         sizing = [t for t in tensors[1:] if t.dtype in (torch.bool, torch.uint8)]
@@ -339,6 +351,8 @@ def _apart(made: Stand, given: Sequence[torch.Tensor]) -> Stand:
     return made
 
 
+# which write to running statistics where their argument 5 says so
+LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}
 # which write nothing in eval mode
 DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
 # arguments that turn a call's random numbers off
@@ -365,30 +379,22 @@ def trace(
         return None
     before = Attributes(module)
     try:
-        found, changed = _traced(module, args, kwargs, entries)
-        if changed:  # some modules set themselves up in their first call
+        found = _trace(module, args, kwargs, entries)
+        if changed := before.changed(Stand):
+            before.restore()
+        if any(changed.values()):  # some modules set themselves up in their first call
             tried(module, (args, kwargs))
-            found, changed = _traced(module, args, kwargs, entries)
-        refuse_changes(changed)
-        if not changed:
-            return found
+            now = Attributes(module)
+            found = _trace(module, args, kwargs, entries)
+            refuse_changes(now.changed(Stand))
+            now.restore()
+        return found
     except DeuteronError:
         before.restore()
         raise
     except Exception:  # torch.export goes through it again and says what is wrong
-        pass
-    before.restore()
-    return None
-
-
-def _traced(module: nn.Module, *call: Any) -> tuple[Trace, dict[str, bool]]:
-    """The calls of a module, and what it changed of itself while it ran, which is undone."""
-    before = Attributes(module)
-    found = _trace(module, *call)
-    changed = before.changed()
-    if changed:
         before.restore()
-    return found, changed
+        return None
 
 
 def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry]) -> Trace:
@@ -434,51 +440,6 @@ def _swapped(module: nn.Module, stands: Mapping[int, Stand]) -> Iterator[None]:
         for table, was in before:
             table.clear()
             table.update(was)
-
-
-class Attributes:
-    """The attributes, parameters and buffers of a module and of those in it, at one moment."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._held, self._inside, self._users = [], [], {}
-        for path, m in module.named_modules():
-            prefix = f"{path}." if path else ""
-            hooked = any(is_of_torch(hook) for hook in m._forward_pre_hooks.values())
-            self._users[prefix] = not is_of_torch(m) and not hooked
-            for now in (vars(m), m._parameters, m._buffers):
-                self._held.append((prefix, now, dict(now)))
-                lists = ((name, v) for name, v in now.items() if isinstance(v, dict | list))
-                self._inside += [(prefix, name, v, v.copy()) for name, v in lists]
-
-    def changed(self) -> dict[str, bool]:
-        """What was set since to something else, or is a list or dict that grew or holds a
-        stand-in; and whether that was done by code of the user's, not of torch's."""
-        found = []
-        for path, now, was in self._held:
-            keys = (k for k in {**was, **now} if not _same(now.get(k, self), was.get(k, self)))
-            found += [(path, k) for k in keys]
-        found += [(path, name) for path, name, v, was in self._inside if len(v) != len(was)]
-        for path, now, _ in self._held:
-            for name, value in now.items():
-                if any(isinstance(leaf, Stand) for leaf in pytree.tree_leaves(value)):
-                    found.append((path, name))
-        return {f"{path}{name}": self._users[path] for path, name in found}
-
-    def restore(self) -> None:
-        for _, now, was in self._held:
-            now.clear()
-            now.update(was)
-        for _, _, v, content in self._inside:
-            v.clear()
-            (v.update if isinstance(v, dict) else v.extend)(content)
-
-
-def _same(now: Any, was: Any) -> bool:
-    plain = (bool, int, float, str, tuple, torch.dtype, torch.device)
-    if now is was:
-        return True
-    return type(now) is type(was) and isinstance(now, plain) and bool(now == was)
 
 
 # ---- products, convolutions and operators of ours, by shape alone

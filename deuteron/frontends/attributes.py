@@ -1,0 +1,59 @@
+"""What a module is at one moment, so that what forward does to it can be seen and undone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from deuteron.frontends.refusals import is_of_torch
+
+
+class Attributes:
+    """The attributes, parameters and buffers of a module and of those in it, at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._held, self._inside, self._users = [], [], {}
+        for path, m in module.named_modules():
+            prefix = f"{path}." if path else ""
+            hooked = any(is_of_torch(hook) for hook in m._forward_pre_hooks.values())
+            self._users[prefix] = not is_of_torch(m) and not hooked
+            for now in (vars(m), m._parameters, m._buffers):
+                self._held.append((prefix, now, dict(now)))
+                lists = ((name, v) for name, v in now.items() if isinstance(v, dict | list))
+                self._inside += [(prefix, name, v, v.copy()) for name, v in lists]
+
+    def changed(self, stand_in: type[torch.Tensor]) -> dict[str, bool]:
+        """What was set since to something else, or is a list or dict that grew or holds a
+        stand-in; and whether that was done by code of the user's. Modules of torch's own may
+        keep what they compute from weights, which then follows from them again."""
+        found = []
+        for path, now, was in self._held:
+            keys = (k for k in {**was, **now} if not _same(now.get(k, self), was.get(k, self)))
+            found += [(path, k) for k in keys]
+        found += [(path, name) for path, name, v, was in self._inside if len(v) != len(was)]
+        for path, now, _ in self._held:
+            for name, value in now.items():
+                several = isinstance(value, dict | list | tuple)
+                held = pytree.tree_leaves(value) if several else [value]
+                if any(isinstance(leaf, stand_in) for leaf in held):
+                    found.append((path, name))
+        return {f"{path}{name}": self._users[path] for path, name in found}
+
+    def restore(self) -> None:
+        for _, now, was in self._held:
+            now.clear()
+            now.update(was)
+        for _, _, v, content in self._inside:
+            v.clear()
+            (v.update if isinstance(v, dict) else v.extend)(content)
+
+
+def _same(now: Any, was: Any) -> bool:
+    plain = (bool, int, float, str, tuple, torch.dtype, torch.device)
+    if now is was:
+        return True
+    return type(now) is type(was) and isinstance(now, plain) and bool(now == was)
