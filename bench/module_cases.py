@@ -190,10 +190,10 @@ group(
     an_unregistered_dataclass_in=of(
         lambda self, d: d.x - d.y,
         lambda: Unregistered(r(*S), r(*S)),
-        says="Unregistered, a class that torch cannot take apart",
+        says="class Unregistered, which torch cannot take apart",
     ),
     an_object_in=of(
-        lambda self, c: c.x * 2, lambda: Custom(r(*S)), says="Custom, a class that torch cannot"
+        lambda self, c: c.x * 2, lambda: Custom(r(*S)), says="class Custom, which torch cannot"
     ),
     a_dict_out=of(lambda self, x: {"double": x * 2, "half": x / 2}, S),
     a_list_out=of(lambda self, x: [x + 1, x - 1], S),
@@ -203,11 +203,13 @@ group(
     a_named_tuple_out=of(lambda self, x: Point(x + 1, x - 1), S),
     an_ordered_dict_out=of(lambda self, x: OrderedDict(a=x + 1, b=x - 1), S),
     a_registered_dataclass_out=of(lambda self, x: Registered(x + 1, x - 1), S),
-    an_unregistered_dataclass_out=of(lambda self, x: Unregistered(x, x + 1), S, says="returns a"),
+    an_unregistered_dataclass_out=of(
+        lambda self, x: Unregistered(x, x + 1), S, says="returns an object of class Unregistered"
+    ),
     an_object_out=of(lambda self, x: Custom(x), S, says="Custom"),
-    a_set_out=of(lambda self, x: {1, 2}, S, says="returns a set"),
-    an_array_out=of(lambda self, x: numpy.ones(3), S, says="returns a ndarray"),
-    a_generator_out=of(lambda self, x: (x + i for i in range(2)), S, says="returns a generator"),
+    a_set_out=of(lambda self, x: {1, 2}, S, says="class set"),
+    an_array_out=of(lambda self, x: numpy.ones(3), S, says="class ndarray"),
+    a_generator_out=of(lambda self, x: (x + i for i in range(2)), S, says="class generator"),
     none_out=of(lambda self, x: None, S),
     none_beside_a_tensor_out=of(lambda self, x: (x + 1, None), S),
     numbers_and_words_out=of(lambda self, x: (x * 2, 3, 2.5, True, "name"), S),
@@ -905,6 +907,16 @@ def _appends(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _counts_in_a_list(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.counts[0] += 1
+    return x * self.counts[0]
+
+
+def _keeps_in_a_dict(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.state["h"] = self.state["h"] + x
+    return self.state["h"]
+
+
 def _caches(self: Any, x: torch.Tensor) -> torch.Tensor:
     if x.shape[-1] not in self.tables:
         self.tables[x.shape[-1]] = torch.arange(x.shape[-1], dtype=x.dtype)
@@ -952,6 +964,8 @@ group(
     a_counter=of(_counts, S, count=0, says="'count'"),
     a_tensor_kept=of(_keeps, S, says="'last'"),
     a_list_that_grows=of(_appends, S, seen=list, says="'seen'"),
+    a_counter_in_a_list=of(_counts_in_a_list, S, counts=lambda: [0], says="'counts'"),
+    a_tensor_in_a_dict=of(_keeps_in_a_dict, S, state=lambda: {"h": 0.0}, says="'state'"),
     a_table_made_once=of(_caches, S, tables=dict),
     batch_norm_that_learns=of(
         lambda self, x: F.batch_norm(x, self.mean, self.var, training=True),

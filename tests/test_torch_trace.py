@@ -17,7 +17,7 @@ from deuteron import zoo
 from deuteron.errors import DeuteronError, GraphError
 from deuteron.frontends import torch_export, torch_trace
 from deuteron.frontends.torch_export import import_module
-from deuteron.frontends.torch_trace import trace, zeros_like_result
+from deuteron.frontends.torch_trace import NeedsExport, trace, zeros_like_result
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 IMAGE = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
@@ -72,17 +72,17 @@ CALLS = {
 }
 
 
+def asks_export(*_):
+    raise NeedsExport("")
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_graph_is_the_one_torch_export_gives(name, monkeypatch):
     module, args, kwargs = CALLS[name]
     module.eval()
-    traces = []
-    monkeypatch.setattr(
-        torch_export, "trace", lambda *call: traces.append(trace(*call)) or traces[0]
-    )
+    trace(module, args, kwargs)
     quick = import_module(module, args, kwargs)
-    assert traces[0] is not None
-    monkeypatch.setattr(torch_export, "trace", lambda *_: None)
+    monkeypatch.setattr(torch_export, "trace", asks_export)
     slow = import_module(module, args, kwargs)
     assert str(quick.graph) == str(slow.graph)
     for field in ("inputs", "outputs", "in_spec", "out_spec", "paths", "opaque", "mismatches"):
@@ -92,7 +92,7 @@ def test_the_graph_is_the_one_torch_export_gives(name, monkeypatch):
 @pytest.mark.parametrize("quick", [True, False])
 def test_one_tensor_given_twice_is_two_inputs(quick, monkeypatch):
     if not quick:
-        monkeypatch.setattr(torch_export, "trace", lambda *_: None)
+        monkeypatch.setattr(torch_export, "trace", asks_export)
     module = CALLS["two"][0]
     graph = import_module(module.eval(), (X, X)).graph
     assert [node.inputs for node in graph.nodes] == [("x", "y")]
@@ -226,7 +226,7 @@ def test_what_only_computes_is_recorded(function):
     not depend on inputs and steer Python."""
     module = Does(function).eval()
     want = module(X)
-    assert trace(module, (X,), {}) is not None
+    trace(module, (X,), {})
     torch.testing.assert_close(dt.optimize(Does(function).eval(), X, find=False)(X), want)
     torch.testing.assert_close(dt.optimize(module, X, find=False)(X), want)
 
@@ -249,7 +249,7 @@ def test_sizes_that_depend_on_values_are_refused_with_the_line(function):
 @pytest.mark.parametrize("function", MORE_THAN_COMPUTING)
 def test_what_takes_more_care_is_left_to_torch_export(function):
     with unchanged(function) as (module, x):
-        assert trace(module, (x,), {}) is None
+        needs_export(module, x)
 
 
 @pytest.mark.parametrize(("function", "says"), CHANGES)
@@ -259,6 +259,11 @@ def test_what_forward_changes_is_refused_with_the_line_and_undone(function, says
     assert caught.value.remedy
     if "writes" in says:
         assert f"{__file__}:" in caught.value.where
+
+
+def needs_export(module, x):
+    with pytest.raises(NeedsExport):
+        trace(module, (x,), {})
 
 
 @contextmanager
@@ -274,19 +279,19 @@ def unchanged(function):
 
 
 def test_a_module_in_training_is_left_to_torch_export():
-    assert trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), (X,), {}) is None
+    needs_export(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), X)
 
 
 def test_special_tensors_are_left_to_torch_export():
-    assert trace(nn.Linear(4, 4).eval(), (X.to_sparse(),), {}) is None
+    needs_export(nn.Linear(4, 4).eval(), X.to_sparse())
 
 
 def test_a_long_run_is_left_to_torch_export(monkeypatch):
     chain = nn.Sequential(*(nn.ReLU() for _ in range(4))).eval()
-    assert trace(chain, (X,), {}) is not None
+    trace(chain, (X,), {})
     monkeypatch.setattr(torch_trace, "LIMIT", 2 * X.numel())
     monkeypatch.setattr(torch_trace, "EACH", 0)
-    assert trace(chain, (X,), {}) is None
+    needs_export(chain, X)
 
 
 def test_shapes_that_do_not_fit_are_refused_in_the_words_of_torch():

@@ -27,14 +27,14 @@ class Attributes:
                 self._inside += [(prefix, name, v, v.copy()) for name, v in lists]
 
     def changed(self, stand_in: type[torch.Tensor]) -> dict[str, bool]:
-        """What was set since to something else, or is a list or dict that grew or holds a
-        stand-in; and whether that was done by code of the user's. Modules of torch's own may
-        keep what they compute from weights, which then follows from them again."""
+        """What was set since to something else, or is a list or dict with other things in it, or
+        holds a stand-in; and whether that was done by code of the user's. Modules of torch's own
+        may keep what they compute from weights, which follows from them again."""
         found = []
         for path, now, was in self._held:
             keys = (k for k in {**was, **now} if not _same(now.get(k, self), was.get(k, self)))
             found += [(path, k) for k in keys]
-        found += [(path, name) for path, name, v, was in self._inside if len(v) != len(was)]
+        found += [(path, name) for path, name, v, was in self._inside if not _same(v, was)]
         for path, now, _ in self._held:
             for name, value in now.items():
                 several = isinstance(value, dict | list | tuple)
@@ -53,7 +53,14 @@ class Attributes:
 
 
 def _same(now: Any, was: Any) -> bool:
-    plain = (bool, int, float, str, tuple, torch.dtype, torch.device)
+    """Whether plain values are equal, and containers hold the same things."""
     if now is was:
         return True
-    return type(now) is type(was) and isinstance(now, plain) and bool(now == was)
+    if type(now) is not type(was):
+        return False
+    if isinstance(now, dict):
+        return now.keys() == was.keys() and all(_same(now[k], was[k]) for k in was)
+    if isinstance(now, list | tuple):
+        return len(now) == len(was) and all(map(_same, now, was))
+    plain = (bool, int, float, str, set, torch.dtype, torch.device)
+    return isinstance(now, plain) and bool(now == was)

@@ -30,7 +30,7 @@ from deuteron.errors import BindError, DeuteronError, GraphError
 NOT_THE_USERS = {"torch", "deuteron", "sympy", "numpy", "", *sys.stdlib_module_names}
 # Hooks of these packages compute, or record what then becomes a result.
 COMPUTING_HOOKS = ("torch", "transformers")
-_FOLDERS = (f"{torch.__path__[0]}/", f"{sysconfig.get_path('stdlib')}/")
+_FOLDERS = ("<", f"{torch.__path__[0]}/", f"{sysconfig.get_path('stdlib')}/")
 _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before and after it"
 
 
@@ -46,7 +46,7 @@ def user_frame(error: BaseException | None = None) -> str:
     return ""
 
 
-def _place(module: nn.Module, error: BaseException) -> str:
+def _place(module: nn.Module, error: BaseException, known: str = "") -> str:
     """The user's line, and the innermost part of the model that was running."""
     paths = {id(part): path for path, part in module.named_modules()}
     frames = [frame for frame, _ in walk_tb(error.__traceback__)][::-1]
@@ -54,14 +54,14 @@ def _place(module: nn.Module, error: BaseException) -> str:
     part = next((p for p in running if isinstance(p, nn.Module) and id(p) in paths), module)
     path = paths.get(id(part), "")
     inside = f"in {path!r}, a {type(part).__name__}" if path else ""
-    line = user_frame(error) or written_line(str(error))
+    line = user_frame(error) or written_line(str(error)) or known
     return ", ".join(filter(None, (line, inside))) or type(module).__name__
 
 
 def written_line(text: str) -> str:
     """The innermost line of the user's in a traceback that torch wrote down as text."""
     for file, line, name in re.findall(r'File "(.+)", line (\d+), in (.+)', text)[::-1]:
-        if not any(file.startswith(folder) for folder in _FOLDERS):
+        if not file.startswith(_FOLDERS):
             return f"{file}:{line} in {name}"
     return ""
 
@@ -72,12 +72,12 @@ def written_line(text: str) -> str:
 def check_module(module: nn.Module) -> None:
     """Refuse modules that have no forward in Python to look into, or weights of a special kind."""
     for path, part in module.named_modules():
-        where = path or type(module).__name__
+        name, where = repr(path) if path else "the model", path or type(module).__name__
         if isinstance(part, torch.jit.ScriptModule):
-            wrong = f"{where!r} is a ScriptModule, whose calls torch has compiled already"
+            wrong = f"{name} is a ScriptModule, whose calls torch has compiled already"
             raise GraphError(wrong, where=where, remedy="pass the nn.Module it was made from")
         if type(part).__name__ == "OptimizedModule" and hasattr(part, "_orig_mod"):
-            wrong = f"{where!r} is what torch.compile made of a module"
+            wrong = f"{name} is what torch.compile made of a module"
             remedy = "pass the module itself: model._orig_mod"
             raise GraphError(wrong, where=where, remedy=remedy)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -125,7 +125,7 @@ def check_call(
         except TypeError as error:
             names = ", ".join(parameters)
             wrong = f"the example does not fit forward({names}): {error}"
-            asked = f"{len(call[0])} arguments" + "".join(f", {name}=…" for name in call[1])
+            asked = f"a call with {', '.join(paths) or 'no arguments'}"
             remedy = "give (x, y) for two arguments, and those by keyword as the dict kwargs"
             raise BindError(wrong, asked=asked, where="example", remedy=remedy) from None
     for path, leaf in zip(paths, pytree.tree_leaves(call), strict=True):
@@ -151,11 +151,12 @@ def is_fixed(value: Any) -> bool:
 
 def _unknown_class(what: str, value: Any, otherwise: str) -> GraphError:
     kind = type(value)
-    register = f"register the class: torch.export.register_dataclass({kind.__name__})"
-    if not hasattr(kind, "__dataclass_fields__"):
-        register = f"register it: torch.utils._pytree.register_pytree_node({kind.__name__}, …)"
-    wrong = f"{what} a {kind.__name__}, a class that torch cannot take apart"
-    remedy = f"{otherwise} in a tuple or dict, or {register}"
+    wrong = f"{what} an object of class {kind.__name__}, which torch cannot take apart"
+    remedy = f"{otherwise} in a tuple, list or dict"
+    if hasattr(kind, "__dataclass_fields__"):
+        remedy += f", or register the class: torch.export.register_dataclass({kind.__name__})"
+    elif kind.__module__.split(".")[0] not in NOT_THE_USERS:
+        remedy += f", or register it: torch.utils._pytree.register_pytree_node({kind.__name__}, …)"
     return GraphError(wrong, where=f"{kind.__module__}.{kind.__qualname__}", remedy=remedy)
 
 
@@ -296,8 +297,9 @@ _KNOWN = (
 )  # fmt: skip
 
 
-def untraceable(module: nn.Module, error: Exception) -> DeuteronError:
-    """The refusal for a module that runs, but that torch.export cannot trace."""
+def untraceable(module: nn.Module, error: Exception, line: str) -> DeuteronError:
+    """The refusal for a module that runs, but that torch.export cannot trace. ``line`` is where
+    forward is known to do something unusual."""
     name = type(module).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__} {' '.join(lines)}"
@@ -308,7 +310,8 @@ def untraceable(module: nn.Module, error: Exception) -> DeuteronError:
         if any(word in text for word in words.split("|")):
             wrong, remedy = known, way
             break
-    return GraphError(wrong, asked=f"{name} as a graph", where=_place(module, error), remedy=remedy)
+    where = _place(module, error, line)
+    return GraphError(wrong, asked=f"{name} as a graph", where=where, remedy=remedy)
 
 
 def refuse_changes(changed: Mapping[str, bool]) -> None:

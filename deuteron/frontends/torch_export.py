@@ -32,7 +32,7 @@ from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known, source_of
-from deuteron.frontends.torch_trace import Stand, Trace, draws, trace
+from deuteron.frontends.torch_trace import NeedsExport, Stand, Trace, draws, trace
 from deuteron.ir.graph import Graph
 from deuteron.ops.emit import Sym
 
@@ -152,10 +152,12 @@ def import_module(
     refusals.check_call(module, call, paths)
     with _quiet(), refusals.no_chance_of_python():
         refusals.check_hooks(module, call)
-        traced = trace(module, *call, entries)
-        if traced is None:
+        try:
+            traced = trace(module, *call, entries)
+        except NeedsExport as reason:
             refusals.check_results(refusals.tried(module, call))
-            traced = _traced(_export(module, call, entries))
+            traced = _traced(_export(module, call, entries, reason.line))
+            importer.line = reason.line
     inputs = _bind_inputs(importer, traced, leaves, _input_names(module, paths))
     importer.run(traced.graph.nodes)
     outputs = _bind_outputs(importer, traced)
@@ -184,7 +186,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _export(
-    module: nn.Module, call: tuple[Any, Any], entries: Mapping[str, Entry]
+    module: nn.Module, call: tuple[Any, Any], entries: Mapping[str, Entry], line: str
 ) -> torch.export.ExportedProgram:
     """The module as functional ATen calls, composite ones such as conv2d kept whole."""
     before = Attributes(module)
@@ -197,7 +199,7 @@ def _export(
             # otherwise nothing is written in place: the costlier half can be left out
             program = program.run_decompositions({})
     except Exception as error:
-        raise refusals.untraceable(module, error) from error
+        raise refusals.untraceable(module, error, line) from error
     finally:
         changed = before.changed(Stand)
         before.restore()

@@ -68,6 +68,7 @@ class Importer:
         self._weights: dict[object, Sym] = {}
         self._norms: dict[tuple[str, str], float] = {}
         self._site = Site(self.build)
+        self.line = ""  # where forward asks for a value, if whoever traced it knows
 
     # ---- placeholders, and what comes out
 
@@ -121,7 +122,8 @@ class Importer:
             try:
                 self._env[node] = self._convert(node, source)
             except DeuteronError as error:
-                raise error.at(facts.line_of(node) or source or f"node {node.name!r}") from None
+                line = facts.line_of(node) or self.line
+                raise error.at(line or source or f"node {node.name!r}") from None
 
     def _convert(self, node: fx.Node, source: str) -> Any:
         target = node.target
@@ -201,7 +203,8 @@ class Importer:
         if value is None or isinstance(value, bool | int | float):
             return value
         wrong = f"{node.target} gives a number that is only known when the model runs"
-        raise GraphError(wrong, remedy=facts.STATIC)
+        remedy = "keep it a tensor, without item() or tolist(), or hand it in as a number"
+        raise GraphError(wrong, remedy=remedy)
 
     # ---- constants
 

@@ -54,9 +54,7 @@ def source_of(node: fx.Node) -> str:
 
 def line_of(node: fx.Node) -> str:
     """The line of the user's that made a call, as far as whoever traced it wrote that down."""
-    if "line" in node.meta:
-        return str(node.meta["line"])
-    return written_line(node.meta.get("stack_trace") or "")
+    return node.meta.get("line") or written_line(node.meta.get("stack_trace") or "")
 
 
 def results(node: fx.Node) -> list[Any]:

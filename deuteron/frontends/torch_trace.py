@@ -7,11 +7,11 @@ computes longest is answered with zeros: the numbers are of no interest. A call 
 writes over a tensor of forward's own, as ``ReLU(inplace=True)`` does, is written down as the one
 that does not, whose result the tensor stands for from then on.
 
-:func:`trace` answers None for everything that takes more care: training, writing over arguments,
-weights and what shares memory with another tensor, random numbers, values of inputs that steer
-Python, autocast, attributes set by forward, and models that take longer to run than torch.export
-to load. torch.export then decides,
-and has the words for what is wrong.
+:func:`trace` raises NeedsExport for everything that takes more care: training, writing over what
+shares memory with another tensor, random numbers, values of inputs that steer Python, autocast, and
+models that take longer to run than torch.export to load. torch.export then decides. What no graph
+can do is refused here, with the line: writing over arguments and weights, setting attributes, and
+sizes that depend on values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ LIMIT, EACH = 10**9, 3 * 10**6
 
 
 class NeedsExport(Exception):
-    """The module does something that only torch.export handles."""
+    """The module does something that only torch.export handles. ``line`` is where forward does
+    what torch.export is likely to refuse: ask for the value of a tensor, or use torch.func."""
+
+    def __init__(self, why: str, line: str = "") -> None:
+        super().__init__(why)
+        self.line = line
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Stand(torch.Tensor):
             twin = Stand.of(args[0].held, args[0].node, args[0].known)
             args[0].own = twin.own = False
             return twin
-        raise NeedsExport(f"{func} was reached by a way that is not recorded")
+        raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<stands for {list(self.shape)} {self.dtype}>"
@@ -119,7 +124,7 @@ class Recorder(ProxyTorchDispatchMode):
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack = []
         self.graph, self.entries = fx.Graph(), entries
-        self.refused = False
+        self.refused: Exception | None = None
         self.constants: dict[Any, tuple[Stand, torch.Tensor]] = {}
         # by memory, a tensor that has it, so that no other can have it
         self.given, self.written = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
@@ -135,6 +140,8 @@ class Recorder(ProxyTorchDispatchMode):
         return False  # what would skip it imports it first
 
     def placeholder(self, tensor: torch.Tensor, known: bool = True) -> Stand:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise NeedsExport("torch.func is at work", user_frame())
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise NeedsExport(f"{type(tensor).__name__} is a tensor of a special kind")
         self.given[_memory(tensor)] = tensor
@@ -187,8 +194,8 @@ class Recorder(ProxyTorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return self._record(func, args, kwargs or {})
-        except Exception:
-            self.refused = True  # whatever forward makes of the error
+        except Exception as error:
+            self.refused = self.refused or error  # whatever forward makes of it
             raise
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -207,7 +214,9 @@ class Recorder(ProxyTorchDispatchMode):
         over = _written(func, args)
         if over is not None:
             func = _writing_nothing(func)
-        if not isinstance(func, OpOverload) or func._schema.is_mutable:
+        if not isinstance(func, OpOverload):
+            raise NeedsExport(f"{func} takes functions", user_frame())
+        if func._schema.is_mutable:
             raise NeedsExport(str(func))
         if not is_plain(func, self.entries) and func._can_decompose():
             with self:  # what it is made of is recorded in its place
@@ -239,7 +248,7 @@ class Recorder(ProxyTorchDispatchMode):
             stand = Stand.of(answer, node, known)
             return _apart(stand, tensors) if over is None else _stands_now(over, stand)
         if not isinstance(answer, list | tuple):
-            raise NeedsExport(f"{func} gives no tensor")
+            raise NeedsExport(f"{func} gives no tensor", user_frame())
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
         each = [known] * len(parts)
         if str(func) == "aten._pack_padded_sequence.default":  # rows at each step
@@ -373,10 +382,11 @@ def trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     entries: Mapping[str, Entry] = TABLE,
-) -> Trace | None:
-    """The calls of ``module`` on an example, or None where torch.export has to be asked."""
+) -> Trace:
+    """The calls of ``module`` on an example. Raises NeedsExport where torch.export is to be asked,
+    which goes through it again and says what is wrong."""
     if any(m.training for m in module.modules()):
-        return None
+        raise NeedsExport("the module is in training mode")
     before = Attributes(module)
     try:
         found = _trace(module, args, kwargs, entries)
@@ -389,12 +399,12 @@ def trace(
             refuse_changes(now.changed(Stand))
             now.restore()
         return found
-    except DeuteronError:
+    except (DeuteronError, NeedsExport):
         before.restore()
         raise
-    except Exception:  # torch.export goes through it again and says what is wrong
+    except Exception as error:
         before.restore()
-        return None
+        raise NeedsExport(str(error), user_frame(error)) from error
 
 
 def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry]) -> Trace:
@@ -408,8 +418,8 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
     swapped = _swapped(module, {id(tensor): stands[name] for name, tensor in named.items()})
     with torch.no_grad(), enable_python_dispatcher(), recorder.following(), swapped, recorder:
         answer = module(*call_args, **call_kwargs)
-    if recorder.refused:
-        raise NeedsExport("forward went on after what is not recorded")
+    if recorder.refused:  # and forward went on
+        raise recorder.refused
     results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
     if not all(isinstance(r, Stand) or is_fixed(r) for r in results):
         raise NeedsExport("a result is neither a tensor nor a plain value")
