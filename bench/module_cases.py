@@ -31,7 +31,7 @@ class Case:
     a piece of the expected reason, "" where the module should run, RANDOM where it draws."""
 
     make: Callable[[], nn.Module]
-    call: Callable[..., Any]
+    call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     says: str = ""
 
 
@@ -58,25 +58,24 @@ def module(forward: Callable[..., Any], **parts: Any) -> nn.Module:
             made.register_buffer(name, part)
         else:
             setattr(made, name, part)
-    return made.eval()
+    return made
 
 
 def of(forward: Callable[..., Any], *args: Any, says: str = "", **parts: Any) -> Case:
     """A module of ``forward``, called with tensors of these shapes; what is no tuple is the value
     itself, and a function is called for it."""
-    return Case(lambda: module(forward, **made(parts)), lambda: tuple(map(_value, args)), says)
+    return net(lambda: module(forward, **_own(parts)), *args, says=says)
 
 
-def net(make: Callable[[], nn.Module], *args: Any, says: str = "") -> Case:
-    """A module of torch's in eval mode."""
-    return Case(lambda: make().eval(), lambda: tuple(map(_value, args)), says)
+def net(make: Callable[[], nn.Module], *args: Any, says: str = "", train: bool = False) -> Case:
+    """A module in eval mode, or in training mode."""
+    return Case(lambda: make().train(train), lambda: (tuple(map(_value, args)), {}), says)
 
 
-def train(make: Callable[[], nn.Module], *args: Any, says: str = "") -> Case:
-    return Case(lambda: make().train(), lambda: tuple(map(_value, args)), says)
+trained = functools.partial(net, train=True)
 
 
-def made(parts: dict[str, Any]) -> dict[str, Any]:
+def _own(parts: dict[str, Any]) -> dict[str, Any]:
     """Parts are given as functions, so that every module has its own."""
     return {name: part() if callable(part) else part for name, part in parts.items()}
 
@@ -90,7 +89,7 @@ def _value(arg: Any) -> Any:
 def keyword(forward: Callable[..., Any], says: str = "", **kwargs: Any) -> Case:
     """A module called by keywords only."""
     call = lambda: ((), {name: _value(arg) for name, arg in kwargs.items()})  # noqa: E731
-    return Case(lambda: module(forward), call, says)
+    return Case(lambda: module(forward).eval(), call, says)
 
 
 Point = namedtuple("Point", "x y")
@@ -131,8 +130,10 @@ S = (3, 4)
 group(
     "signatures",
     two_arguments=of(lambda self, x, y: x + y, S, S),
-    keyword_only=Case(
-        lambda: module(lambda self, x, *, scale: x * scale), lambda: ((r(*S),), {"scale": 2.0})
+    keyword_only=keyword(lambda self, x, *, scale: x * scale, x=S, scale=2.0),
+    positional_and_by_keyword=Case(
+        lambda: module(lambda self, x, *, scale: x * scale).eval(),
+        lambda: ((r(*S),), {"scale": r(4)}),
     ),
     all_by_keyword=keyword(lambda self, x, y: x - y, x=S, y=S),
     keywords_in_another_order=keyword(lambda self, x, y: x - y, y=S, x=S),
@@ -155,13 +156,11 @@ group(
     a_list_of_numbers=of(lambda self, x, size: x.reshape(size), S, [4, 3]),
     a_slice=of(lambda self, x, at: x[at], S, lambda: slice(1, 3)),
     no_arguments=of(lambda self: self.w * 2, w=lambda: r(*S)),
-    forward_is_a_partial=Case(
-        lambda: _with(nn.Linear(4, 4).eval(), "forward", lambda m: functools.partial(_scaled, m)),
-        lambda: (r(*S),),
+    forward_is_a_partial=net(
+        lambda: _with(nn.Linear(4, 4), "forward", lambda m: functools.partial(_scaled, m)), S
     ),
-    forward_set_on_the_object=Case(
-        lambda: _with(nn.Linear(4, 4).eval(), "forward", lambda m: lambda x: x * 2),
-        lambda: (r(*S),),
+    forward_set_on_the_object=net(
+        lambda: _with(nn.Linear(4, 4), "forward", lambda m: lambda x: x * 2), S
     ),
     a_decorated_forward=of(functools.wraps(torch.relu)(lambda self, *a, **k: a[0] * 2), S),
     too_many_arguments=of(lambda self, x: x, S, S, says="too many positional arguments"),
@@ -238,9 +237,9 @@ def _name(dtype: torch.dtype) -> str:
 group(
     "element types",
     **{
-        f"linear_in_{_name(d)}": Case(
-            lambda d=d: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)).to(d).eval(),
-            lambda d=d: (r(4, 8, dtype=d),),
+        f"linear_in_{_name(d)}": net(
+            lambda d=d: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)).to(d),
+            typed(d, 4, 8),
         )
         for d in FLOATS
     },
@@ -299,7 +298,7 @@ group(
     a_channels_last_input=net(
         lambda: nn.Conv2d(3, 4, 3), lambda: r(1, 3, 8, 8).to(memory_format=torch.channels_last)
     ),
-    double_as_default=Case(lambda: _in_double(), lambda: (r(3, 4, dtype=torch.float64),)),
+    double_as_default=net(lambda: _in_double(), typed(torch.float64, 3, 4)),
     eight_bit_floats=of(lambda self, x: x.to(torch.float8_e4m3fn).float(), S),
 )
 
@@ -307,7 +306,7 @@ group(
 def _in_double() -> nn.Module:
     torch.set_default_dtype(torch.float64)
     try:
-        return nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).eval()
+        return nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -350,9 +349,7 @@ group(
         lambda self, x: x * 2, lambda: nn.Parameter(r(*S), requires_grad=False)
     ),
     moved_to_where_it_is=of(lambda self, x: x.cpu().to("cpu") + 1, S),
-    weights_without_gradients=Case(
-        lambda: nn.Linear(4, 4).requires_grad_(False).eval(), lambda: (r(*S),)
-    ),
+    weights_without_gradients=net(lambda: nn.Linear(4, 4).requires_grad_(False), S),
 )
 
 # ---- the modules of torch ------------------------------------------------------------------------
@@ -466,7 +463,7 @@ group(
 group(
     "recurrence and attention",
     rnn=net(lambda: nn.RNN(4, 5), (6, 2, 4)),
-    lstm=of(_lstm, (6, 2, 4), net=lambda: nn.LSTM(4, 5, num_layers=2).eval()),
+    lstm=of(_lstm, (6, 2, 4), net=lambda: nn.LSTM(4, 5, num_layers=2)),
     lstm_both_ways=net(lambda: nn.LSTM(4, 5, bidirectional=True, batch_first=True), (2, 6, 4)),
     lstm_with_projection=net(lambda: nn.LSTM(4, 5, proj_size=3), (6, 2, 4)),
     lstm_with_a_state=net(lambda: nn.LSTM(4, 5), (6, 2, 4), lambda: (r(1, 2, 5), r(1, 2, 5))),
@@ -476,7 +473,7 @@ group(
             nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 3]), batch_first=True)
         )[1],
         (2, 6, 4),
-        net=lambda: nn.GRU(4, 5, batch_first=True).eval(),
+        net=lambda: nn.GRU(4, 5, batch_first=True),
     ),
     lstm_cell_in_a_loop=of(
         lambda self, x: functools.reduce(lambda s, t: self.cell(t, s), x, (x.new_zeros(2, 5),) * 2),
@@ -486,7 +483,7 @@ group(
     attention=of(
         lambda self, x: self.net(x, x, x),
         (2, 5, 8),
-        net=lambda: nn.MultiheadAttention(8, 2, batch_first=True).eval(),
+        net=lambda: nn.MultiheadAttention(8, 2, batch_first=True),
     ),
     attention_with_masks=of(
         lambda self, x, pad: self.net(
@@ -499,13 +496,13 @@ group(
         )[0],
         (2, 5, 8),
         lambda: torch.tensor([[False] * 5, [False] * 3 + [True] * 2]),
-        net=lambda: nn.MultiheadAttention(8, 2, batch_first=True).eval(),
+        net=lambda: nn.MultiheadAttention(8, 2, batch_first=True),
     ),
     attention_of_other_keys=of(
         lambda self, x, y: self.net(x, y, y)[0],
         (5, 2, 8),
         (4, 2, 6),
-        net=lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=6).eval(),
+        net=lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=6),
     ),
     encoder_layer=net(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
     encoder=net(
@@ -518,7 +515,7 @@ group(
         lambda: torch.tensor([[False] * 5, [False] * 3 + [True] * 2]),
         net=lambda: nn.TransformerEncoder(
             nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1, enable_nested_tensor=False
-        ).eval(),
+        ),
     ),
     decoder_layer=net(lambda: nn.TransformerDecoderLayer(8, 2, 16), (5, 2, 8), (4, 2, 8)),
     transformer=net(lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True), (2, 5, 8), (2, 4, 8)),
@@ -554,59 +551,40 @@ group(
     a_frozen_list_of_tensors=of(
         lambda self, x: x + self.held[0] + self.held[1], S, held=lambda: [r(4), r(4)]
     ),
-    a_tensor_that_is_no_buffer=Case(
+    a_tensor_that_is_no_buffer=net(
         lambda: _with(
             module(lambda self, x: x + self.t), "__dict__", lambda m: {**vars(m), "t": r(4)}
         ),
-        lambda: (r(*S),),
+        S,
     ),
-    tied_weights=Case(
-        lambda: _tied(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))), lambda: (r(*S),)
-    ),
+    tied_weights=net(lambda: _tied(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))), S),
     one_module_used_twice=of(lambda self, x: self.a(self.a(x)), S, a=lambda: nn.Linear(4, 4)),
-    a_module_under_two_names=Case(lambda: _shared(nn.Linear(4, 4)), lambda: (r(*S),)),
+    a_module_under_two_names=net(lambda: _shared(nn.Linear(4, 4)), S),
     recursion=of(lambda self, x: _tree(self.a, x, 3), S, a=lambda: nn.Linear(4, 4)),
     a_loop_over_a_shape=of(lambda self, x: sum(x[i] * i for i in range(x.shape[0])), S),
-    weight_norm=Case(
-        lambda: parametrizations.weight_norm(nn.Linear(4, 4)).eval(), lambda: (r(*S),)
-    ),
-    spectral_norm=Case(
-        lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(), lambda: (r(*S),)
-    ),
-    old_weight_norm=Case(lambda: nn.utils.weight_norm(nn.Linear(4, 4)).eval(), lambda: (r(*S),)),
-    old_spectral_norm=Case(
-        lambda: nn.utils.spectral_norm(nn.Linear(4, 4)).eval(), lambda: (r(*S),)
-    ),
-    orthogonal=Case(lambda: parametrizations.orthogonal(nn.Linear(4, 4)).eval(), lambda: (r(*S),)),
-    a_parametrisation_of_ones_own=Case(
-        lambda: _symmetric(nn.Linear(4, 4)).eval(), lambda: (r(*S),)
-    ),
-    pruned=Case(lambda: _pruned(nn.Linear(4, 4)).eval(), lambda: (r(*S),)),
-    data_parallel=Case(lambda: nn.DataParallel(nn.Linear(4, 4)).eval(), lambda: (r(*S),)),
-    fx_graph=Case(
-        lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval(),
-        lambda: (r(*S),),
-    ),
+    weight_norm=net(lambda: parametrizations.weight_norm(nn.Linear(4, 4)), S),
+    spectral_norm=net(lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), S),
+    old_weight_norm=net(lambda: nn.utils.weight_norm(nn.Linear(4, 4)), S),
+    old_spectral_norm=net(lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), S),
+    orthogonal=net(lambda: parametrizations.orthogonal(nn.Linear(4, 4)), S),
+    a_parametrisation_of_ones_own=net(lambda: _symmetric(nn.Linear(4, 4)), S),
+    pruned=net(lambda: _pruned(nn.Linear(4, 4)), S),
+    data_parallel=net(lambda: nn.DataParallel(nn.Linear(4, 4)), S),
+    fx_graph=net(lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), S),
     lazy=net(lambda: nn.LazyLinear(5), S, says="lazy"),
-    lazy_after_a_call=Case(lambda: _called(nn.LazyLinear(5)), lambda: (r(*S),)),
-    scripted=Case(
-        lambda: torch.jit.script(nn.Linear(4, 4)).eval(), lambda: (r(*S),), "ScriptModule"
+    lazy_after_a_call=net(lambda: _called(nn.LazyLinear(5)), S),
+    scripted=net(lambda: torch.jit.script(nn.Linear(4, 4)), S, says="ScriptModule"),
+    a_scripted_part=net(
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU()), S, says="ScriptModule"
     ),
-    a_scripted_part=Case(
-        lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU()).eval(),
-        lambda: (r(*S),),
-        "ScriptModule",
-    ),
-    traced_by_torch=Case(
-        lambda: torch.jit.trace(nn.Linear(4, 4).eval(), r(*S)), lambda: (r(*S),), "ScriptModule"
-    ),
-    compiled=Case(lambda: torch.compile(nn.Linear(4, 4)).eval(), lambda: (r(*S),), "torch.compile"),
+    traced_by_torch=net(lambda: torch.jit.trace(nn.Linear(4, 4), r(*S)), S, says="ScriptModule"),
+    compiled=net(lambda: torch.compile(nn.Linear(4, 4)), S, says="torch.compile"),
 )
 
 
 def _tied(net: nn.Sequential) -> nn.Module:
     net[2].weight = net[0].weight
-    return net.eval()
+    return net
 
 
 def _shared(part: nn.Module) -> nn.Module:
@@ -634,7 +612,7 @@ def _pruned(linear: nn.Module) -> nn.Module:
 
 def _called(lazy: nn.Module) -> nn.Module:
     lazy(r(*S))
-    return lazy.eval()
+    return lazy
 
 
 # ---- what forward computes -----------------------------------------------------------------------
@@ -885,7 +863,7 @@ group(
     its_own_assertion=of(_asserts, S, says="a batch of rows"),
     a_fault_in_forward=of(lambda self, x: self.missing(x), S, says="missing"),
     no_tensor=net(lambda: nn.Linear(4, 4), 3.0, says="refuses this example"),
-    no_forward=Case(lambda: nn.ModuleList([nn.Linear(4, 4)]).eval(), lambda: (r(*S),), "forward"),
+    no_forward=net(lambda: nn.ModuleList([nn.Linear(4, 4)]), S, says="forward"),
 )
 
 
@@ -988,7 +966,7 @@ def _set_by_mask(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hooked(hook: Callable[..., Any], pre: bool = False) -> nn.Module:
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     (net[0].register_forward_pre_hook if pre else net[0].register_forward_hook)(hook)
     return net
 
@@ -1012,32 +990,34 @@ def looks(module: nn.Module, args: Any) -> None:
 EVAL = "training mode"
 group(
     "hooks, training and chance",
-    a_hook_that_records=Case(lambda: _hooked(records), lambda: (r(*S),), "records"),
-    a_hook_that_looks=Case(lambda: _hooked(looks, pre=True), lambda: (r(*S),), "looks"),
-    a_hook_that_computes=Case(lambda: _hooked(doubles), lambda: (r(*S),)),
-    a_hook_that_computes_inputs=Case(lambda: _hooked(halves_inputs, pre=True), lambda: (r(*S),)),
-    a_backward_hook=Case(
+    a_hook_that_records=net(lambda: _hooked(records), S, says="records"),
+    a_hook_that_looks=net(lambda: _hooked(looks, pre=True), S, says="looks"),
+    a_hook_that_computes=net(lambda: _hooked(doubles), S),
+    a_hook_that_computes_inputs=net(lambda: _hooked(halves_inputs, pre=True), S),
+    a_backward_hook=net(
         lambda: _with(
-            nn.Linear(4, 4).eval(), "_", lambda m: m.register_full_backward_hook(lambda *_: None)
+            nn.Linear(4, 4), "_", lambda m: m.register_full_backward_hook(lambda *_: None)
         ),
-        lambda: (r(*S),),
+        S,
     ),
-    training_without_dropout=train(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), S),
-    training_with_dropout=train(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), S, says=EVAL),
-    training_with_dropout_of_0=train(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), S),
-    training_with_dropout2d=train(lambda: nn.Dropout2d(), Z, says=EVAL),
-    training_with_alpha_dropout=train(lambda: nn.AlphaDropout(), S, says=EVAL),
-    training_with_batch_norm=train(lambda: nn.BatchNorm2d(3), Z, says="running_mean"),
-    training_an_encoder_layer=train(
+    training_without_dropout=trained(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), S),
+    training_with_dropout=trained(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), S, says=EVAL
+    ),
+    training_with_dropout_of_0=trained(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), S),
+    training_with_dropout2d=trained(lambda: nn.Dropout2d(), Z, says=EVAL),
+    training_with_alpha_dropout=trained(lambda: nn.AlphaDropout(), S, says=EVAL),
+    training_with_batch_norm=trained(lambda: nn.BatchNorm2d(3), Z, says="running_mean"),
+    training_an_encoder_layer=trained(
         lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8), says=EVAL
     ),
-    training_an_lstm_with_dropout=train(
+    training_an_lstm_with_dropout=trained(
         lambda: nn.LSTM(4, 5, 2, dropout=0.5), (6, 2, 4), says=EVAL
     ),
-    training_spectral_norm=train(
+    training_spectral_norm=trained(
         lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), S, says="writes to its buffer"
     ),
-    training_random_leaky_relu=train(lambda: nn.RReLU(), S, says=EVAL),
+    training_random_leaky_relu=trained(lambda: nn.RReLU(), S, says=EVAL),
     dropout_that_stays_on=of(lambda self, x: F.dropout(x, 0.5), (8, 8), says=RANDOM),
     noise=of(lambda self, x: x + torch.randn_like(x), S, says=RANDOM),
     random_numbers=of(lambda self, x: x * torch.rand(3, 4), S, says=RANDOM),
