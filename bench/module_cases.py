@@ -765,6 +765,147 @@ def _inference(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
 
+# ---- numbers at the edge -------------------------------------------------------------------------
+
+
+def odd(*shape: int) -> Callable[[], torch.Tensor]:
+    """Numbers among which are nan, infinities, both zeros and halves."""
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 0.5, 1.5, -2.5])
+    return lambda: torch.where(torch.rand(shape) < 0.5, special[ids(8, *shape)], r(*shape))
+
+
+def signed(dtype: torch.dtype, *shape: int) -> Callable[[], torch.Tensor]:
+    """Whole numbers of both signs, without 0."""
+    return lambda: (ids(100, *shape) + 1).to(dtype) * (2 * ids(2, *shape) - 1).to(dtype)
+
+
+def _seen_through_a_view(self: Any, x: torch.Tensor) -> Any:
+    y = x * 1
+    row, column = y[0], y[:, 1]
+    y.mul_(2)
+    row.add_(1)
+    return y, row, column
+
+
+def _aliases(self: Any, x: torch.Tensor) -> Any:
+    y = x.clone()
+    z = y
+    z += 1
+    y = y.view(-1)
+    y[::3] = -1.0
+    return z, y
+
+
+def _steps(self: Any, x: torch.Tensor) -> Any:
+    y = x.clone()
+    y[1::2, ::3] = 0
+    y[-1] += y[0]
+    y[:, -2:] *= x[:, :2]
+    y[[0, 2]] = y[[2, 0]]
+    return y
+
+
+group(
+    "numbers at the edge",
+    nan_in_extremes=of(
+        lambda self, x: (x.amax(1), x.argmax(1), x.max(0), x.clamp(-1, 1), x.relu(), x.cummax(0)),
+        odd(5, 6),
+    ),
+    nan_in_order=of(lambda self, x: (x.sort(-1).values, x.topk(3).values, x.nanmean()), odd(5, 6)),
+    signs_of_zero=of(
+        lambda self, x: (1 / (x * 0), torch.copysign(torch.ones(6), x), x.sign(), -x), odd(5, 6)
+    ),
+    halves=of(lambda self, x: (x.round(), x.floor(), x.trunc(), x.round(decimals=1)), odd(5, 6)),
+    remainders=of(
+        lambda self, x, y: (
+            x % y,
+            torch.fmod(x, y),
+            x // y,
+            torch.div(x, y, rounding_mode="trunc"),
+        ),
+        (4, 5),
+        (4, 5),
+    ),
+    remainders_of_whole_numbers=of(
+        lambda self, x, y: (
+            x % y,
+            torch.fmod(x, y),
+            x // y,
+            torch.div(x, y, rounding_mode="trunc"),
+        ),
+        signed(torch.int64, 4, 5),
+        signed(torch.int64, 4, 5),
+    ),
+    powers=of(lambda self, x: (x**2, x**3, x**0.5, x**-1, 2**x, x**0, abs(x) ** x), odd(4, 5)),
+    powers_of_whole_numbers=of(lambda self, x: (x**2, x**3, 2.0**x), signed(torch.int32, 9)),
+    large_whole_numbers=of(
+        lambda self, x: (x + 1, x * 3, x // 7, x % 7, x > 2**60, x.float(), x.double() + 1),
+        lambda: ids(2**62, 9),
+    ),
+    sums_of_narrow_types=of(
+        lambda self, x, b: (x.sum(), x.cumsum(0), x.prod(), b.sum(), b.cumsum(0), b.float().mean()),
+        signed(torch.int8, 9),
+        typed(torch.bool, 9),
+    ),
+    unsigned_below_zero=of(lambda self, x: (x - 200, -x, x.float() - 200), typed(torch.uint8, 9)),
+    whole_numbers_and_bounds=of(
+        lambda self, x: (x.clamp(-3, 3), x.clamp(min=0.5), x.abs(), x.sign(), x.bitwise_not()),
+        signed(torch.int32, 9),
+    ),
+    half_that_overflows=of(
+        lambda self, x: (x * 6e4, (x * 300).square(), x.sum(), x.exp()), typed(torch.float16, 64)
+    ),
+    long_sums_in_half=of(
+        lambda self, x: (x.abs().sum(), x.abs().mean(), x.softmax(0)), typed(torch.float16, 5000)
+    ),
+    softmax_of_hidden_rows=of(
+        lambda self, x: torch.where(x > 9, x, -torch.inf).softmax(-1), (3, 4)
+    ),
+    attention_of_hidden_rows=of(
+        lambda self, q, hide: F.scaled_dot_product_attention(q, q, q, attn_mask=hide),
+        (1, 2, 4, 8),
+        lambda: torch.ones(4, 4).tril(-1).bool(),
+    ),
+    attention_of_groups=of(
+        lambda self, q, k: F.scaled_dot_product_attention(q, k, k, scale=0.3, enable_gqa=True),
+        (1, 4, 5, 8),
+        (1, 2, 5, 8),
+    ),
+    spread_of_one=of(lambda self, x: (x.std(0), x.var(0, correction=0), x.mean()), (1, 4)),
+    nothing_at_all=of(lambda self, x: (x.sum(), x.prod(), x.mean(), x.any(), x.all()), (0, 4)),
+    norm_of_equal_numbers=net(lambda: nn.LayerNorm(4), lambda: torch.full((3, 4), 2.5)),
+    indices_from_the_end=of(
+        lambda self, x, i: (x[i], x[:, i], x.index_select(0, i + 5), x[-1], x[..., -2:]),
+        (5, 5),
+        lambda: -1 - ids(5, 3),
+    ),
+    scatter_twice_to_one_place=of(
+        lambda self, x, i: x.index_add(0, i, x[:3]), (5, 4), lambda: ids(2, 3)
+    ),
+    diagonal_of_a_product=of(
+        lambda self, x: (torch.einsum("ii->i", x), torch.einsum("...ij->...ji", x)), (4, 4)
+    ),
+    an_embedding_that_renorms=net(
+        lambda: nn.Embedding(10, 4, max_norm=0.5), lambda: ids(10, 5), says="writes to its"
+    ),
+    an_embedding_with_padding=net(lambda: nn.Embedding(10, 4, padding_idx=3), lambda: ids(10, 9)),
+    written_and_seen_through_a_view=of(_seen_through_a_view, (3, 4)),
+    two_names_for_one_tensor=of(_aliases, (3, 4)),
+    written_in_steps=of(_steps, (4, 6)),
+    imaginary_part_of_a_conjugate=of(
+        lambda self, x: F.relu(x.conj().imag) + x.conj().real, typed(torch.complex64, 4, 5)
+    ),
+    complex_view_written=of(
+        lambda self, x: torch.view_as_real(x * 2).mul(torch.tensor([1.0, -1.0])).relu(),
+        typed(torch.complex64, 4, 5),
+    ),
+    attention_with_extra_keys=net(
+        lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True), *[(5, 2, 8)] * 3
+    ),
+    batch_norm_without_weights=net(lambda: nn.BatchNorm2d(3, affine=False, momentum=None), Z),
+    even_kernel_of_same_size=net(lambda: nn.Conv1d(3, 4, 4, padding="same", dilation=2), (2, 3, 9)),
+)
+
 # ---- what a graph cannot hold --------------------------------------------------------------------
 
 

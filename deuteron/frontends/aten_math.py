@@ -22,7 +22,7 @@ _UNARY = """neg abs sign square exp exp2 expm1 log log2 log1p sqrt rsqrt recipro
 # Our operators of two operands, each a tensor or a number, and the calls that are one of them.
 _BINARY = {
     "mul": "mul.Tensor mul.Scalar",
-    "pow": "pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar",
+    "pow": "pow.Tensor_Tensor pow.Scalar",
     "remainder": "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor",
     "floor_div": "floor_divide.default floor_divide.Scalar",
     "maximum": "maximum.default max.other",
@@ -55,6 +55,13 @@ def _div(b: Site, x: Any, y: Any, mode: str | None = None) -> Any:
         b.need(b.out.dtype.is_float, "integer division that rounds towards zero")
         return b.trunc(b.div(x, y))
     return b.div(x, y)
+
+
+def _pow(b: Site, x: Sym, exponent: Number) -> Any:
+    """For two exponents torch takes a root, which has no answer for -inf where a power has."""
+    if x.dtype.is_float and abs(exponent) == 0.5:
+        return b.sqrt(x) if exponent > 0 else b.rsqrt(x)
+    return b.pow(*b.pair(x, exponent))
 
 
 _BITS = ("and", "or", "xor")
@@ -219,6 +226,7 @@ TABLE: dict[str, Entry] = {
     "div.Tensor div.Scalar true_divide.Tensor div.Tensor_mode div.Scalar_mode": _div,
     **{f"bitwise_{op}.Tensor __{op}__.Tensor": _bitwise(f"logical_{op}") for op in _BITS},
     "bitwise_not.default": _bitwise("logical_not"),
+    "pow.Tensor_Scalar": _pow,
     "addcmul.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.mul(y, z), value)),
     "addcdiv.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.div(y, z), value)),
     "lerp.Scalar lerp.Tensor": lambda b, x, end, t: b.add(x, b.mul(*b.pair(b.sub(end, x), t))),
