@@ -25,6 +25,7 @@ from deuteron.frontends import torch_fx_facts as facts
 from deuteron.frontends.aten import FILLS, SILENT, TABLE, Entry, Inexpressible, Site, schema_order
 from deuteron.frontends.torch_fx_facts import Argument, Known
 from deuteron.ir.builder import GraphBuilder
+from deuteron.ir.dtype import dtype
 from deuteron.ir.graph import Constant, Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
@@ -211,7 +212,8 @@ class Importer:
     def _enter(self, known: Known) -> Sym:
         """A tensor that is one number everywhere is stored as that number and stretched."""
         tensor, site = known.tensor, self._site
-        if tensor.ndim and tensor.numel() > 1 and facts.uniform(tensor):
+        ours = not dtype(tensor.dtype).is_foreign  # others cannot be stretched
+        if ours and tensor.ndim and tensor.numel() > 1 and facts.uniform(tensor):
             corner = tensor[(slice(1),) * tensor.ndim]
             one = corner.clone(memory_format=torch.contiguous_format)
             found = site.stretched(site.constant(one, known.name), tensor.shape)

@@ -55,11 +55,24 @@ def _unquoted(name: str) -> str:
 
 def _constant(const: Constant) -> str:
     if const.type.numel <= INLINE:
-        plain = const.data.double() if const.type.dtype.is_float else const.data
-        if plain.is_complex():  # pairs of numbers
-            plain = torch.view_as_real(plain.resolve_conj())
+        plain = const.data.double() if const.type.dtype.is_float else in_pairs(const.data)
         return literal(_tuples(plain.tolist()))
     return f"sha256:{const.digest}"
+
+
+def in_pairs(data: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, which every file can hold."""
+    return torch.view_as_real(data) if data.is_complex() else data
+
+
+def _joined(data: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    """What :func:`in_pairs` wrote, as the type says it was."""
+    if type_.dtype.kind != "complex":
+        return data
+    try:
+        return torch.view_as_complex(data.reshape(*type_.shape, 2).contiguous())
+    except RuntimeError:
+        raise FileError(f"a constant of {type_} is not in pairs of numbers") from None
 
 
 def _tuples(value: Any) -> Any:
@@ -244,7 +257,8 @@ def _read_constant(
         if name not in tensors:
             wrong = f"the tensor of constant {name!r} is not at hand"
             raise FileError(wrong, remedy="keep the .safetensors file beside the plan")
-        const = Constant(tensors[name])
+        given = tensors[name]
+        const = Constant(given if given.is_complex() else _joined(given, type_))
         if (const.type.shape, const.type.dtype) != (type_.shape, type_.dtype):
             raise FileError(f"constant {name!r} is {const.type}, the graph says {type_}")
         if const.digest != text[7:]:
@@ -257,9 +271,7 @@ def _read_constant(
     try:
         dt = type_.dtype.torch
         data = torch.tensor(parse_literal(text), dtype=dt.to_real() if dt.is_complex else dt)
-        if dt.is_complex:
-            data = torch.view_as_complex(data.reshape(*type_.shape, 2))
-        data = data.reshape(type_.shape)
+        data = _joined(data, type_).reshape(type_.shape)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise FileError(f"constant {name!r}: {text[:60]!r} is not a value of {type_}") from None
     return Constant(restride(data, type_))

@@ -19,7 +19,7 @@ from deuteron.files import replacing
 from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
 from deuteron.ir.spec import check
-from deuteron.ir.text import INLINE, parse_graph, print_graph
+from deuteron.ir.text import INLINE, in_pairs, parse_graph, print_graph
 from deuteron.ops import table
 from deuteron.passes import fuse
 from deuteron.plan.cache import checksum, environment, knobs_key, plain_knobs
@@ -44,7 +44,7 @@ def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
 
     graph = decision.graph
     large = {
-        name: const.data.detach().cpu().contiguous()
+        name: in_pairs(const.data.detach().cpu()).contiguous()
         for name, const in graph.constants.items()
         if const.type.numel > INLINE
     }
