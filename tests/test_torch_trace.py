@@ -17,7 +17,8 @@ from deuteron import zoo
 from deuteron.errors import DeuteronError, GraphError
 from deuteron.frontends import torch_export, torch_trace
 from deuteron.frontends.torch_export import import_module
-from deuteron.frontends.torch_trace import NeedsExport, trace, zeros_like_result
+from deuteron.frontends.torch_trace import NeedsExport, trace
+from deuteron.frontends.zeros import zeros_like_result
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 IMAGE = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)

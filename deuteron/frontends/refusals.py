@@ -177,7 +177,8 @@ def tried(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> An
     """What the module gives for a copy of the example. Its buffers are left as they were."""
     kept = {buffer: buffer.clone() for buffer in module.buffers()}
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, call)
-    devices = {t.device for t in pytree.tree_leaves(call) if isinstance(t, torch.Tensor)}
+    given = [t for t in pytree.tree_leaves(call) if isinstance(t, torch.Tensor)]
+    devices = {t.device for t in (*given, *module.parameters(), *module.buffers())}
     with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), torch.no_grad():
         torch.manual_seed(marker := 0x5EED)
         try:

@@ -32,7 +32,7 @@ from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known, source_of
-from deuteron.frontends.torch_trace import NeedsExport, Stand, Trace, draws, trace
+from deuteron.frontends.torch_trace import NeedsExport, Stand, TooSlow, Trace, draws, trace
 from deuteron.ir.graph import Graph
 from deuteron.ops.emit import Sym
 
@@ -155,7 +155,8 @@ def import_module(
         try:
             traced = trace(module, *call, entries)
         except NeedsExport as reason:
-            refusals.check_results(refusals.tried(module, call))
+            if not isinstance(reason, TooSlow):
+                refusals.check_results(refusals.tried(module, call))
             traced = _traced(_export(module, call, entries, reason.line))
             importer.line = reason.line
     inputs = _bind_inputs(importer, traced, leaves, _input_names(module, paths))
@@ -199,6 +200,7 @@ def _export(
             # otherwise nothing is written in place: the costlier half can be left out
             program = program.run_decompositions({})
     except Exception as error:
+        refusals.check_results(refusals.tried(module, call))
         raise refusals.untraceable(module, error, line) from error
     finally:
         changed = before.changed(Stand)

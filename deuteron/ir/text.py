@@ -67,7 +67,7 @@ def in_pairs(data: torch.Tensor) -> torch.Tensor:
 
 def _joined(data: torch.Tensor, type_: TensorType) -> torch.Tensor:
     """What :func:`in_pairs` wrote, as the type says it was."""
-    if type_.dtype.kind != "complex":
+    if type_.dtype.kind != "complex" or data.is_complex():
         return data
     try:
         return torch.view_as_complex(data.reshape(*type_.shape, 2).contiguous())
@@ -258,7 +258,7 @@ def _read_constant(
             wrong = f"the tensor of constant {name!r} is not at hand"
             raise FileError(wrong, remedy="keep the .safetensors file beside the plan")
         given = tensors[name]
-        const = Constant(given if given.is_complex() else _joined(given, type_))
+        const = Constant(_joined(given, type_))
         if (const.type.shape, const.type.dtype) != (type_.shape, type_.dtype):
             raise FileError(f"constant {name!r} is {const.type}, the graph says {type_}")
         if const.digest != text[7:]:
